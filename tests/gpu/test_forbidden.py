@@ -23,6 +23,7 @@ from envpipe_megatron.gpu.backends.command import CommandGpu
 from envpipe_megatron.gpu.backends.nvml import NvmlGpu
 from envpipe_megatron.gpu.backends.zeusd import ZeusdGpu
 from envpipe_megatron.gpu.base import FORBID_VARIABLE, Gpu, GpuAddress
+from envpipe_megatron.gpu.clock.page import ClockPage
 from envpipe_megatron.gpu.control import CHOICES, check_controls, choose_control, open_controlled
 from envpipe_megatron.gpu.guard.hold import hold_gpu
 from envpipe_megatron.gpu.guard.lease import Lease, list_leases, undo_lease
@@ -153,7 +154,9 @@ class Walk:
     def walk_guard(self):
         for backend, uuid in zip(HARDWARE_BACKENDS, self.machine.nvml.uuids, strict=False):
             address = GpuAddress(backend, uuid)
-            hold = self.call(hold_gpu, address, f"job {backend}", on_end=lambda: None)
+            page = ClockPage.create()
+            hold = self.call(hold_gpu, address, f"job {backend}", page=page, on_end=lambda: None)
+            page.close_file()
             if hold is not None:
                 hold.release()
 

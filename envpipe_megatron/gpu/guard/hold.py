@@ -76,22 +76,21 @@ def hold_gpu(
     *,
     on_end: Callable[[], None],
     settings: GuardSettings | None = None,
-    page: ClockPage | None = None,
+    page: ClockPage,
     timeout_s: float = _ANSWER_S,
 ) -> "Hold":
     """Start a guard for a GPU, which sets the clocks that a page asks for from here on.
 
     Args:
         job: the job's name, by default `job_key()`.
-        on_end: called on its own thread when the guard has ended, although nobody has released
-            the GPU: by a signal, as a batch system sends, or since it cannot set the clock. The
-            page is over then.
+        page: its file may be closed afterwards.
+        on_end: called on its own thread when the guard has ended before the page was over, as by
+            a signal that a batch system sends; it is over then.
 
     Raises GuardError if the guard could not be started or refused: another job or another rank
     holds the GPU, or it cannot be opened or reset.
     """
     settings = settings or GuardSettings()
-    page = page or ClockPage.create()
     log = guard_log(address)
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     try:
@@ -212,9 +211,9 @@ class Hold:
     def _watch(self) -> None:
         self._listen()
         self._connection.close()
-        self._page.end()
-        if not self._over:
+        if not self._page.is_over:
             _LOG.error("the guard of %s has ended: so does clock control", self.address.uid)
+            self._page.end()
             try:
                 self._on_end()
             except Exception:

@@ -34,8 +34,8 @@ from contextlib import contextmanager, suppress
 from typing import Any, NoReturn
 
 from envpipe_megatron.gpu.base import Gpu, GpuAddress
-from envpipe_megatron.gpu.clock.controller import SWITCH_INTERVAL_S
-from envpipe_megatron.gpu.clock.page import ClockPage, PageController
+from envpipe_megatron.gpu.clock.controller import SWITCH_INTERVAL_S, PageController
+from envpipe_megatron.gpu.clock.page import ClockPage
 from envpipe_megatron.gpu.guard.lease import Lease, undo_stale_leases
 from envpipe_megatron.gpu.guard.messages import (
     GuardError,
@@ -248,6 +248,7 @@ class Guard:
                 # An object of its own: the guard's is opened again where a reset has failed.
                 gpu = open_gpu(self._address)
             self._controller = PageController(gpu, self._page)
+            self._controller.start()
         except Exception as error:  # the rank goes on without
             _LOG.error("%s: cannot be set: %s", self._address.uid, error)
             self._page.fail(str(error))
@@ -291,12 +292,12 @@ class Guard:
 
     def _serve_no_more(self) -> None:
         """Return when nothing is set any more; a call that does not return ends this process."""
-        if self._controller is not None:
+        while self._controller is not None:
+            closed = True
             with suppress(Exception):  # as without memory: its clock is reset all the same
-                self._controller.close()
-            while self._controller.in_driver:
-                time.sleep(_FIRST_RETRY_S)
-            self._controller = None
+                closed = self._controller.close()
+            if closed:
+                self._controller = None
 
     def _look_after_others(self) -> None:
         last, said = False, set[str]()

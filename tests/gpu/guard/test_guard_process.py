@@ -15,7 +15,8 @@ from lease_helpers import dead
 
 from envpipe_megatron.gpu.base import GpuAddress, GpuError
 from envpipe_megatron.gpu.clock import controller as clock_controller
-from envpipe_megatron.gpu.clock.page import DUE, ClockPage, PageController
+from envpipe_megatron.gpu.clock.controller import PageController
+from envpipe_megatron.gpu.clock.page import DUE, ClockPage
 from envpipe_megatron.gpu.guard import process
 from envpipe_megatron.gpu.guard.lease import Lease, list_leases
 from envpipe_megatron.gpu.guard.lease_file import LEASE_DIR_VARIABLE
@@ -252,26 +253,32 @@ def test_a_gpu_that_cannot_be_opened_for_clocks_is_given_back(guarded, monkeypat
 
 def test_a_call_that_does_not_return_keeps_the_lease_until_it_does(guarded, monkeypatch):
     monkeypatch.setattr(clock_controller, "_JOIN_S", 0.01)
+    closings, close = [], PageController.close
+
+    def note(controller):
+        closings.append(closed := close(controller))
+        return closed
+
+    monkeypatch.setattr(PageController, "close", note)
 
     def play(rank):
         rank.gpu.driver.clear()
         rank.ask(1000)
         assert rank.gpu.in_driver.wait(10)
         rank.page.end()
-        look_until(lambda: len(guarded.slept_s) > 9)
+        look_until(lambda: closings.count(False) > 3)
         assert len(list_leases()) == 1
         rank.gpu.driver.set()
 
     Playing(guarded, play).guarded_by(guarded)
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_a_rank_learns_that_the_thread_that_sets_clocks_has_died(guarded, monkeypatch):
     def play(rank):
         rank.ask(1000)
         look_until(lambda: rank.history == [1000])
-        monkeypatch.setattr(ClockPage, "take", lambda *_: 1 / 0)
-        monkeypatch.setattr(PageController, "stop", lambda *_: None)
-        rank.ask(1100)
+        monkeypatch.setattr(PageController, "serve", sys.exit)
         look_until(lambda: rank.page.failure is not None)
         look_until(lambda: None in rank.history)
 

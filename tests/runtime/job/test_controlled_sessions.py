@@ -22,6 +22,7 @@ from envpipe_megatron.core.profile import read_profile
 from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.formats.energy import read_energy_logs
 from envpipe_megatron.formats.timeline import read_timelines
+from envpipe_megatron.gpu.clock.page import ClockPage
 from envpipe_megatron.gpu.emulated.emulated_gpu import EmulatedGpu
 from envpipe_megatron.gpu.emulated.presets import load_preset
 from envpipe_megatron.gpu.guard.hold import hold_gpu
@@ -93,7 +94,7 @@ def test_training_goes_on_at_baseline_clocks_when_the_guard_dies(three_ranks, gu
 
 def test_a_gpu_of_another_job_is_only_read_and_so_are_all_others(three_ranks, guards):
     other = EmulatedGpu.create("a100-sxm", 1, guards)
-    hold = hold_gpu(other.address, on_end=lambda: None)
+    hold = hold_gpu(other.address, page=ClockPage.create(), on_end=lambda: None)
     other.lock_frequency(1005)
     try:
         for phase, notes, requested, energy_j in three_ranks.run(
