@@ -244,18 +244,13 @@ class Hold:
         """Undo leases without a guard, this rank's first, until it has none and is released."""
         wait_s, said = _FIRST_LOOK_S, set[str]()
         while True:
-            if not self._is_back and not self._has_lease():
-                self._is_back = True
-                self._back.put(None)
+            with suppress(GpuError, OSError):
+                leases = [(record.address, record.guard.pid) for record in list_leases()]
+                if not self._is_back and (self.address, self.guard_pid) not in leases:
+                    self._is_back = True
+                    self._back.put(None)
             if self._is_back and self._over:
                 return
             undo_stale_leases(open_gpu, said)
             time.sleep(wait_s)
             wait_s = min(2 * wait_s, _LONGEST_LOOK_S)
-
-    def _has_lease(self) -> bool:
-        """True also if that cannot be told."""
-        with suppress(GpuError, OSError):
-            leases = list_leases()
-            return (self.address, self.guard_pid) in [(r.address, r.guard.pid) for r in leases]
-        return True

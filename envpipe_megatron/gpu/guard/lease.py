@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable
 from contextlib import closing, suppress
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from typing import Self
 
@@ -215,25 +216,18 @@ def list_leases() -> list[LeaseRecord]:
     Files that are no leases are left out. Raises LeaseFolderError if a folder is unsafe.
     """
     found = []
-    for folder in lease_folders():
-        for path in sorted(folder.glob(f"*{LEASE_SUFFIX}")):
-            with suppress(GpuError, OSError):
-                found += _look_at(path)
+    for path in chain.from_iterable(sorted(folder.iterdir()) for folder in lease_folders()):
+        with suppress(GpuError, OSError):
+            lease = Lease.open(path) if path.suffix == LEASE_SUFFIX else None
+            if lease is None:
+                continue
+            with closing(lease):
+                live = not lease.lock(0.0, shared=True)
+                record = lease.read()
+            if record is not None:  # another process than its guard may have locked it
+                live = live and record.guard.is_alive() is not False
+                found.append(replace(record, live=live))
     return found
-
-
-def _look_at(path: Path) -> list[LeaseRecord]:
-    """Return one record, or none if there is no lease."""
-    lease = Lease.open(path)
-    if lease is None:
-        return []
-    with closing(lease):
-        live = not lease.lock(0.0, shared=True)
-        record = lease.read()
-    if record is None:
-        return []
-    # Another process may have locked it.
-    return [replace(record, live=live and record.guard.is_alive() is not False)]
 
 
 def undo_lease(record: LeaseRecord, open_gpu: OpenGpu) -> bool:
@@ -276,23 +270,17 @@ def _clear_the_way(path: Path, open_gpu: OpenGpu, patience_s: float) -> None:
     start_s = time.monotonic()
     while (lease := Lease.open(path)) is not None:
         with closing(lease):
-            if lease.lock():
-                if lease.is_current():
-                    lease.undo(open_gpu)
-                continue
-            record = lease.read()
-            if time.monotonic() - start_s < _worth_waiting_s(record, patience_s):
-                continue
-            if record is None:
-                raise GpuError(
-                    "Another process holds an empty lease file locked",
-                    value=str(path),
-                    remedy="Delete it",
-                )
-            if record.guard.is_alive() is not False:
-                raise _held(record, "holds the GPU")
-            # Undoing does not last this long, and whoever may read a lease can lock it.
-            lease.undo(open_gpu)
+            if not lease.lock():
+                record = lease.read()
+                if time.monotonic() - start_s < _worth_waiting_s(record, patience_s):
+                    continue
+                if record is None:
+                    raise GpuError("An empty lease is locked", value=str(path), remedy="Delete it")
+                if record.guard.is_alive() is not False:
+                    raise _held(record, "holds the GPU")
+                # Undoing does not last this long, and whoever may read a lease can lock it.
+            if lease.is_current():
+                lease.undo(open_gpu)
 
 
 def _worth_waiting_s(record: LeaseRecord | None, patience_s: float) -> float:

@@ -86,7 +86,7 @@ def receive(connection: socket.socket) -> dict[str, Any] | None:
 
 
 def runtime_folder() -> Path:
-    """Return the folder of this user's sockets and guards' logs; make it if it is missing.
+    """Return the folder of this user's guards' logs; make it if it is missing.
 
     In XDG_RUNTIME_DIR, else in /tmp, or where that cannot be written in TMPDIR. Raises GuardError
     if somebody else could enter it, or it cannot be made.
@@ -100,21 +100,17 @@ def runtime_folder() -> Path:
         if given and Path(given).stat().st_uid == os.geteuid() and Path(given).is_dir():
             path = Path(given) / "envpipe"
     try:
-        with contextlib.suppress(FileExistsError):
-            path.mkdir(mode=0o700)
+        path.mkdir(mode=0o700, exist_ok=True)
         status = path.lstat()
+        private = stat.S_ISDIR(status.st_mode) and not status.st_mode & 0o077
+        why = "" if private and status.st_uid == os.geteuid() else "is not this user's alone"
     except OSError as error:
+        why = f"cannot be made: {error.strerror}"
+    if why:
         raise GuardError(
-            f"The folder for sockets and logs cannot be made: {error.strerror}",
+            f"The folder for guards' logs {why}",
             value=str(path),
-            remedy="Set XDG_RUNTIME_DIR to a folder of your own on this machine",
-        ) from error
-    private = stat.S_ISDIR(status.st_mode) and not status.st_mode & 0o077
-    if not private or status.st_uid != os.geteuid():
-        raise GuardError(
-            "The folder for sockets and logs is not this user's alone",
-            value=f"{path}, {stat.filemode(status.st_mode)}, uid {status.st_uid}",
-            remedy="Delete it or give it mode 700, or set XDG_RUNTIME_DIR to a folder of your own",
+            remedy="Delete it, or set XDG_RUNTIME_DIR to a folder of your own on this machine",
         )
     return path
 

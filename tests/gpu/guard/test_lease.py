@@ -327,7 +327,7 @@ def test_an_empty_lease_is_never_taken_for_stale_at_once(folder, gpu, monkeypatc
     with path.open() as looking:
         fcntl.flock(looking, fcntl.LOCK_SH)
         clock = Clock(monkeypatch)
-        with pytest.raises(GpuError, match=f"holds an empty lease file locked.*{path.name}"):
+        with pytest.raises(GpuError, match=f"An empty lease is locked.*{path.name}"):
             take(gpu.address, patience_s=0.0)
         assert clock.now_s == pytest.approx(1000.2, abs=0.03)
         Clock(monkeypatch, looking.close)
