@@ -12,6 +12,7 @@ from unittest.mock import patch
 
 import plain_stages
 import torch.distributed as dist
+from fake_gpu import look_until
 
 from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.gpu import control
@@ -104,7 +105,8 @@ def train_guarded(rank: int, root: Path, kill_guard: bool) -> Any:
             hold = session._rank_clock._hold
             assert hold is not None
             os.kill(hold.guard_pid, signal.SIGKILL)
-            hold._thread.join(20)
+            look_until(lambda: session.clock_summary()["error"] is not None)
+            look_until(lambda: gpu.requested_frequency_mhz is None)
         _iterate(session, rank, 2)
         after_mhz = gpu.requested_frequency_mhz
     finally:
@@ -182,7 +184,7 @@ def train_on_a_node_alone(rank: int, root: Path) -> dict[str, Any]:
     return {
         "counter_j": gpu._file.read().energy_j - begin_j,
         "logged_j": sum(total.energy_j for total in session.energy_log.totals.values()),
-        "guard": (hold.guard_pid, hold.job),
+        "guard_pid": hold.guard_pid,
         "locked": gpu.requested_frequency_mhz,
     }
 

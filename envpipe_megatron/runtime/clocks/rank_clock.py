@@ -23,7 +23,7 @@ from envpipe_megatron.gpu.control import (
     given_up,
     open_controlled,
 )
-from envpipe_megatron.gpu.guard.hold import GuardEvent, Hold, hold_gpu
+from envpipe_megatron.gpu.guard.hold import Hold, hold_gpu
 from envpipe_megatron.gpu.guard.messages import AGENT_VARIABLE, GuardError
 from envpipe_megatron.gpu.guard.resetting import that_can_be_undone
 from envpipe_megatron.gpu.site import SiteConfig, read_site
@@ -84,8 +84,8 @@ class _Here:
         self._page.count(where, number)
         self.serve()
 
-    def release(self, *, late: bool) -> None:
-        """Reset the clock, if it was set; `late` as `Hold.release` takes it. Raises GpuError."""
+    def release(self) -> None:
+        """Reset the clock, if it was set. Raises GpuError."""
         called_s, _ = self._page.last_call_s
         if os.getpid() == self._pid and called_s > self._undone_s:
             self._gpu.reset_frequency()
@@ -154,7 +154,7 @@ class RankClock:
         count = count_by_stream(page) if by_stream else page.count
         self.controller = ServedClock(self._gpu, page, count, waits=not by_stream)
         if kind.is_guarded:
-            return self.controller, hold_gpu(self._gpu.address, on_event=self._hear, page=page)
+            return self.controller, hold_gpu(self._gpu.address, on_end=self._guard_ended, page=page)
         page.end()
         return self.controller, None
 
@@ -188,7 +188,7 @@ class RankClock:
 
     def _release(self) -> None:
         if self._hold is not None:
-            self._hold.release(late=self.controller.error is not None)
+            self._hold.release()
 
     def _end(self) -> None:
         self.controller.stop(
@@ -202,19 +202,13 @@ class RankClock:
         except GpuError as error:
             logger.error("%s", error)
 
-    def _hear(self, event: GuardEvent) -> None:
-        if event is GuardEvent.WAS_RESET:
-            self.controller.forget()
-            return
-        reason = "is gone" if event is GuardEvent.LOST else "was told to end the job"
+    def _guard_ended(self) -> None:
         self.controller.stop(
             GuardError(
-                f"The guard of this GPU's clock {reason}",
+                "The guard of this GPU's clock has ended",
                 remedy="The clock is at its default from here on; see the guard's log",
             )
         )
-        if event is GuardEvent.STOP:
-            self._release()
 
 
 def hold_everywhere(

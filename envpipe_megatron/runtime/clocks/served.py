@@ -98,10 +98,6 @@ class ServedClock:
         if later is not None:
             later.on_begin = partial(self._mark, BEGUN, number)
 
-    def forget(self) -> None:
-        """Somebody else has reset the clock: the next request is made even if it is equal."""
-        self._asked_mhz = None
-
     def stop(self, error: Exception) -> None:
         """Give up control for this reason: nothing is locked any more, and the guard resets."""
         if os.getpid() != self._pid:

@@ -159,7 +159,7 @@ def test_guarded_measurement_leaves_no_lease_and_no_lock(gpu, tmp_path, monkeypa
                 look_until(lambda: not list_leases())
             return super().trace(call, look)
 
-    ends = pytest.raises(ClockLatencyError, match="guard of this GPU's clock is gone")
+    ends = pytest.raises(ClockLatencyError, match="guard of this GPU's clock has ended")
     with ends if dies else nullcontext():
         measure_latency(gpu, Timer(gpu, KERNEL_S), [1980, 1200], 1)
     assert set(held) == {gpu.address.uid}

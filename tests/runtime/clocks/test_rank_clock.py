@@ -14,7 +14,6 @@ from fake_gpu import FakeGpu, pages_go  # noqa: F401 - a fixture
 from envpipe_megatron.gpu.base import GpuAddress, GpuError
 from envpipe_megatron.gpu.clock.controller import PageController
 from envpipe_megatron.gpu.control import ChosenControl
-from envpipe_megatron.gpu.guard.hold import GuardEvent
 from envpipe_megatron.gpu.guard.lease import LeaseHeldError
 from envpipe_megatron.gpu.guard.messages import AGENT_VARIABLE
 from envpipe_megatron.runtime.clocks import rank_clock
@@ -36,9 +35,9 @@ class Guard:
         self.error: GpuError | None = None
         self._gpu = gpu
 
-    def hold_gpu(self, address, *, on_event, page):
+    def hold_gpu(self, address, *, on_end, page):
         self.held.append(address)
-        self.tell = on_event
+        self.end = on_end
         self.page = page
         self.serving = PageController(self._gpu, page)
         self.serving.start()
@@ -48,8 +47,7 @@ class Guard:
         assert self.serving.close()
         self._gpu.reset_frequency()
 
-    def _release(self, *, late: bool) -> None:
-        self.late = late
+    def _release(self) -> None:
         self.reset()
         self.is_released.set()
         self.released += 1
@@ -156,34 +154,17 @@ def test_a_rank_that_serves_its_page_tries_a_reset_again(gpu, caplog):
     assert gpu.history == [1000, None]
 
 
-def test_what_a_guard_tells(guard, gpu, caplog):
+def test_a_guard_that_ends_is_the_end_of_control(guard, gpu):
     clock = RankClock(gpu, ClockKind.REAL)
     ask(clock, 1000)
-    guard.tell(GuardEvent.WAS_RESET)
-    ask(clock, 1000)
-    assert gpu.history == [1000, 1000]
-    guard.tell(GuardEvent.LOST)
+    guard.end()
     ask(clock, 1100)
-    assert gpu.history == [1000, 1000]
-    assert "The guard of this GPU's clock is gone. The clock is at" in str(clock.controller.error)
+    assert gpu.history == [1000]
+    assert "guard of this GPU's clock has ended. The clock is at" in str(clock.controller.error)
     assert guard.released == 0
     clock.close()
     clock.close()
     assert guard.released == 2  # a hold that is released does nothing
-    other = RankClock(gpu, ClockKind.REAL)
-    guard.tell(GuardEvent.STOP)
-    assert "was told to end the job" in str(other.controller.error)
-    assert guard.released == 3
-    other.close()
-
-
-@pytest.mark.parametrize("fails", [False, True])
-def test_a_guard_is_told_whether_a_request_may_come_late(guard, gpu, fails):
-    clock = RankClock(gpu, ClockKind.REAL)
-    gpu.error = GpuError("no answer in time") if fails else None
-    ask(clock, 1000)
-    clock.close()
-    assert guard.late is fails
 
 
 def test_control_ends_before_the_right_to_it(guard, gpu, monkeypatch):

@@ -111,7 +111,7 @@ def test_a_guard_that_dies_ends_control_alone(job, caplog):
     job.ask(job.gpu.supported_frequencies_mhz[-1])
     os.kill(job.clock._hold.guard_pid, signal.SIGKILL)
     look_until(lambda: job.clock.controller.error is not None)
-    assert "The guard of this GPU's clock is gone" in job.clock.problems()[0]
+    assert "The guard of this GPU's clock has ended" in job.clock.problems()[0]
     look_until(lambda: job.set_mhz is None)
     job.ask(job.gpu.supported_frequencies_mhz[-1])  # is not heard, nor waited for
     assert job.set_mhz is None
@@ -138,7 +138,7 @@ def test_a_guard_begins_anew_with_a_rank_that_was_silent(node, monkeypatch):
         clock.controller.request(lowest)
         look_until(lambda: gpu.requested_frequency_mhz == lowest)
         look_until(lambda: gpu.requested_frequency_mhz is None)
-        clock._hold._say("beat")
+        clock._hold._beat()
         look_until(lambda: gpu.requested_frequency_mhz == lowest)
         assert clock.controller.error is None
     finally:
@@ -218,14 +218,13 @@ def test_requests_that_nobody_takes_end_control_alone(monkeypatch, caplog):
     assert "takes no requests" in str(clock.error)
 
 
-def test_equal_clocks_are_asked_for_once_unless_somebody_has_reset():
+def test_equal_clocks_are_asked_for_once():
     page = ClockPage.create()
     clock = ServedClock(FakeGpu(), page, page.count)
     for _ in range(2):
         clock.request(1000)
     assert (page.counted(DUE, 1), page.counted(DUE, 2)) == (True, False)
-    clock.forget()
-    clock.request(1000)
+    clock.request(1100)
     assert page.counted(DUE, 2)
 
 
