@@ -110,11 +110,7 @@ class Resetter:
     def _undo(self, record: LeaseRecord) -> str:
         if undo_lease(record, self._open):
             return f"reset, and the lease that job {record.job} left is gone"
-        raise GpuError(
-            f"the clock was reset or is just being reset, and the lease of job {record.job} stays: "
-            "its rank lives and may lock again",
-            remedy="Wait for that job or end it",
-        )
+        raise GpuError(f"somebody else has just undone, or undoes, what job {record.job} left")
 
 
 def _reset_leased(gpu: Gpu, job: str, rank: ProcessIdentity | None, open_gpu: OpenGpu) -> None:
