@@ -186,7 +186,7 @@ def test_what_dead_jobs_left_is_undone_also_on_gpus_that_are_not_shown(node, mon
     paths = [dead_job_leaves(node.uuids[index]) for index in (0, 3)]
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", node.uuids[0])
     shown = run_well("clocks", "reset").stdout
-    assert f"GPU 3 ({node.uuids[3]}): reset, and the lease that job job 7 left is gone" in shown
+    assert f"GPU 3 ({node.uuids[3]}): reset by nvml" in shown
     assert locked(node) == []
     assert not any(path.exists() for path in paths)
 
