@@ -4,21 +4,31 @@ The forbid check refuses to set a real GPU's clock while the environment forbids
 not in the back ends: none can replace `lock_frequency` and `reset_frequency`, so none forgets it.
 
 Changing a clock needs rights, reading it does not: a `ReadThroughGpu` reads through another object.
-Here are the two that change no clock, `command` and `zeusd` have the others; `gpu.opening` makes
+Here are the two that change no clock, `command` and `zeusd` have the others; `gpu.devices` makes
 them.
 """
+
+from __future__ import annotations
 
 import logging
 import math
 import os
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar, final
+from typing import TYPE_CHECKING, ClassVar, Self, final
 
 from envpipe_megatron.errors import EnvPipeError
 
+if TYPE_CHECKING:
+    from envpipe_megatron.gpu.registry import Device
+    from envpipe_megatron.gpu.site import SiteConfig
+
 _LOG = logging.getLogger(__name__)
+
+SAFE_UID = re.compile(r"[0-9A-Za-z][0-9A-Za-z._-]{0,95}")
+"""A real GPU's uid: it can be no option of a command, and no other folder's file."""
 
 FORBID_VARIABLE = "ENVPIPE_FORBID_CLOCK_CONTROL"
 
@@ -35,12 +45,20 @@ class GpuPermissionError(GpuError):
     """This process has no right to do it; another back end or user may."""
 
 
+class GpuNotFoundError(GpuError):
+    """No driver lists such a GPU."""
+
+
+class NoDriverError(GpuError):
+    """This machine has no driver of a vendor, or not its library."""
+
+
 @dataclass(frozen=True, slots=True)
 class GpuAddress:
     """Names a GPU for other processes of the node, and for the next job.
 
-    `uid` is the UUID of a real GPU (`GPU-...`), of an emulated one its folder and index
-    (`/folder#0`): the same in every process, whatever is visible.
+    `uid` is a real GPU's UUID, of an emulated one its folder and index (`/folder#0`): the same in
+    every process, whatever is visible.
     """
 
     backend: str
@@ -103,12 +121,24 @@ class PowerState:
 
 
 @dataclass(frozen=True, slots=True)
+class Activity:
+    """What goes on on a GPU; what it does not report is () or None.
+
+    `processes` are those that compute on it, by the node's numbers, which a container may not know.
+    """
+
+    processes: tuple[int, ...] = ()
+    busy_percent: int | None = None
+    temperature_c: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class EnergyReading:
     """The energy counter at its last refresh, and when that was on the time base of `Gpu.time_s()`.
 
     Only differences mean anything: of two readings, energy by time is the exact mean power. The
-    refresh was within `time_uncertainty_s` of `time_s`; 0 if the GPU gives the instant. NVML
-    does not, so its back end finds it by watching the counter.
+    refresh was within `time_uncertainty_s` of `time_s`; 0 if the GPU gives the instant. Where it
+    does not, `gpu.energy_counter` finds it by watching the counter.
     """
 
     energy_j: float
@@ -135,6 +165,7 @@ class Gpu(ABC):
     """One GPU: SM clock in MHz, power in W, energy in J, time in s.
 
     Attributes:
+        backend: the name under which it is registered.
         drives_hardware: whether `_lock` and `_reset` change a real GPU. True unless a back end says
             otherwise, so that forgetting to say it is safe.
         is_emulated: whether its time, power and clock follow a model.
@@ -143,6 +174,7 @@ class Gpu(ABC):
         supported_frequencies_mhz: every SM clock that can be locked, highest first.
     """
 
+    backend: ClassVar[str]
     drives_hardware: ClassVar[bool] = True
     is_emulated: bool = False
     read_only: ClassVar[bool] = False
@@ -160,6 +192,18 @@ class Gpu(ABC):
                     f"{cls.__qualname__} replaces {method}, which carries the guard of "
                     f"{FORBID_VARIABLE}: implement _lock and _reset instead"
                 )
+
+    @classmethod
+    def rights(cls, site: SiteConfig, devices: Sequence[Device]) -> str:
+        """Return the evidence that this process may change these GPUs' clocks, found by reading.
+
+        Raises GpuError, whose remedy says what would allow it, if it may not.
+        """
+        raise GpuError(f"back end {cls.backend} does not say who may change clocks")
+
+    def obstacle(self) -> GpuError | None:
+        """Return what makes this GPU refuse locks to every user, None if nothing is known to."""
+        return None
 
     @property
     def changes_clock(self) -> bool:
@@ -225,7 +269,7 @@ class Gpu(ABC):
     def requested_frequency_mhz(self) -> int | None:
         """The clock that this object last requested, None after a reset or before any.
 
-        It is a memory of requests: NVML has no getter for a lock.
+        It is a memory of requests: drivers have no getter for a lock.
         """
         return self._requested_mhz
 
@@ -241,6 +285,18 @@ class Gpu(ABC):
     def power_state(self) -> PowerState:
         """Return power profiles and power limits. May take milliseconds."""
         return PowerState()
+
+    def activity(self) -> Activity:
+        """Return what computes on it. May take milliseconds."""
+        return Activity()
+
+    def memory_clocks_mhz(self) -> tuple[int, ...]:
+        """Return the memory clocks that it has, highest first; () if it does not list them."""
+        return ()
+
+    def device(self) -> Device:
+        """Return where its vendor's library lists it now. Raises GpuError if it does not."""
+        raise GpuError(f"{self.name} has no place among the GPUs of a driver")
 
     @property
     @abstractmethod
@@ -262,7 +318,10 @@ class ReadThroughGpu(Gpu):
     A subclass sets the clock its own way, and names its `backend`.
     """
 
-    backend: ClassVar[str]
+    @classmethod
+    def through(cls, reader: Gpu, site: SiteConfig) -> Self:
+        """Return a GPU under this back end, as the site has it; GpuError if that cannot be."""
+        return cls(reader)
 
     def __init__(self, reader: Gpu) -> None:
         self.address = GpuAddress(self.backend, reader.address.uid)
@@ -282,6 +341,22 @@ class ReadThroughGpu(Gpu):
     def power_state(self) -> PowerState:
         """Return the reader's."""
         return self._reader.power_state()
+
+    def activity(self) -> Activity:
+        """Return the reader's."""
+        return self._reader.activity()
+
+    def memory_clocks_mhz(self) -> tuple[int, ...]:
+        """Return the reader's."""
+        return self._reader.memory_clocks_mhz()
+
+    def device(self) -> Device:
+        """Return the reader's."""
+        return self._reader.device()
+
+    def obstacle(self) -> GpuError | None:
+        """Return the reader's."""
+        return self._reader.obstacle()
 
     @property
     def power_w(self) -> float:
@@ -326,7 +401,7 @@ class ReadOnlyGpu(ReadThroughGpu):
 
     def _lock(self, frequency_mhz: int) -> None:
         raise GpuPermissionError(
-            f"{self.name} was opened for reading alone, so its clock cannot be locked",
+            f"{self.name} was opened for reading only, so its clock cannot be locked",
             value=frequency_mhz,
             remedy="Run `envpipe doctor` to see which control back ends are allowed and why not",
         )

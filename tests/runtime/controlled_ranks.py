@@ -14,9 +14,9 @@ import plain_stages
 import torch.distributed as dist
 
 from envpipe_megatron.errors import EnvPipeError
-from envpipe_megatron.gpu import control
-from envpipe_megatron.gpu.backends.nvml import list_nvml_gpus
+from envpipe_megatron.gpu.backends import nvml
 from envpipe_megatron.gpu.base import FORBID_VARIABLE, ReadOnlyGpu
+from envpipe_megatron.gpu.devices import list_gpus
 from envpipe_megatron.gpu.guard.lease import list_leases
 from envpipe_megatron.policies.request import PlanRequest
 from envpipe_megatron.runtime.clocks.rank_clock import open_rank_gpu
@@ -213,12 +213,12 @@ def choose(
         os.environ[FORBID_VARIABLE] = "1"
     else:
         os.environ.pop(FORBID_VARIABLE, None)
-    control.has_sys_admin = lambda: True  # whoever runs the tests; the library is a fake
-    control.in_user_namespace = lambda: False
+    nvml.has_sys_admin = lambda: True  # whoever runs the tests; the library is a fake
+    nvml.in_user_namespace = lambda: False
     stages = dist.get_world_size()
     collectives = plain_stages.lone_pipeline(stages)
     try:
-        uid = list_nvml_gpus()[rank].uid
+        uid = list_gpus()[rank].uid
         gpu, chosen = open_rank_gpu(uid, collectives, wanted, require=require)
         gpu.read_energy()
     except EnvPipeError as error:

@@ -8,24 +8,24 @@ from __future__ import annotations
 import os
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import partial
-
-import pynvml
 
 from envpipe_megatron.core.channel_model import QUEUES_VARIABLE, hardware_capacity
 from envpipe_megatron.errors import EnvPipeError
-from envpipe_megatron.gpu.backends.nvml import NvmlGpu, list_nvml_gpus
-from envpipe_megatron.gpu.backends.nvml_library import (
-    MigModeError,
-    VirtualGpuError,
-    call_gpu,
-    call_library,
-)
-from envpipe_megatron.gpu.base import FORBID_VARIABLE, GpuError, clock_control_forbidden
+from envpipe_megatron.gpu.base import FORBID_VARIABLE, Gpu, GpuError, clock_control_forbidden
 from envpipe_megatron.gpu.control import PROFILES_REMEDY, check_controls, first_allowed
-from envpipe_megatron.gpu.devices import ORDER_VARIABLE, VISIBLE_VARIABLE, visible_gpus
+from envpipe_megatron.gpu.devices import (
+    ORDER_VARIABLE,
+    VISIBLE_VARIABLE,
+    list_gpus,
+    open_reader,
+    unreadable_gpus,
+    vendors_here,
+    visible_gpus,
+)
 from envpipe_megatron.gpu.guard.lease import list_leases
+from envpipe_megatron.gpu.registry import hardware_backends
 from envpipe_megatron.gpu.site import DEFAULT_SITE_PATH, SITE_VARIABLE, SiteConfig, read_site
 
 
@@ -68,26 +68,24 @@ def _looked(area: str, name: str, look: Callable[[], Answer]) -> Check:
 
 
 def driver_cuda() -> tuple[int, int] | None:
-    """Return the newest CUDA version that the driver runs, None if there is no driver."""
+    """Return the newest CUDA version that a driver here runs, None if none runs any."""
     try:
-        version = call_library("read the CUDA version", pynvml.nvmlSystemGetCudaDriverVersion_v2)
+        return next((driver.cuda for _, driver in vendors_here() if driver.cuda), None)
     except GpuError:
         return None
-    return version // 1000, version % 1000 // 10
 
 
 # --- GPUs ----------------------------------------------------------------------------------------
 
 
 def gpu_checks() -> list[Check]:
-    """Look at NVML, the GPUs, and what makes one refuse whoever asks."""
+    """Look at the driver, the GPUs, and what makes one refuse whoever asks."""
     return looked(
         "gpu",
         {
-            "NVML": _nvml,
+            "driver": _driver,
             "GPUs": _gpus,
-            "whole GPUs (no MIG)": partial(_obstacles, MigModeError),
-            "real GPUs (no vGPU)": partial(_obstacles, VirtualGpuError),
+            "no GPU refuses locks": _obstacles,
             "supported clocks": _supported_clocks,
             "energy counter": _energy_counter,
             "no power profiles": _power_profiles,
@@ -96,35 +94,38 @@ def gpu_checks() -> list[Check]:
     )
 
 
-def _nvml() -> Answer:
-    driver = call_library("read the driver's version", pynvml.nvmlSystemGetDriverVersion)
-    cuda = driver_cuda()
-    runs = f", runs CUDA {cuda[0]}.{cuda[1]}" if cuda else ""
-    return True, f"driver {driver}{runs}", ""
+def _driver() -> Answer:
+    said = []
+    for _, driver in vendors_here():
+        runs = f", runs CUDA {driver.cuda[0]}.{driver.cuda[1]}" if driver.cuda else ""
+        said.append(f"driver {driver.version}{runs}")
+    return bool(said), "; ".join(said) or "no back end lists GPUs", "Reinstall envpipe-megatron"
 
 
 def _gpus() -> Answer:
-    counted = Counter(device.name for device in list_nvml_gpus())
+    counted = Counter(device.name for device in list_gpus())
     evidence = ", ".join(f"{number} x {kind}" for kind, number in counted.items())
+    if lost := unreadable_gpus():
+        return False, "; ".join([evidence, *(error.what for error in lost)]), lost[0].remedy
     remedy = "Give the container GPUs (docker run --gpus all); see nvidia-smi -L"
-    return bool(counted), evidence or "NVML sees none", remedy
+    return bool(counted), evidence or "none is listed", remedy
 
 
-def _every_gpu() -> dict[int, NvmlGpu]:
+def _every_gpu() -> dict[int, Gpu]:
     """All GPUs by index; GpuError if there is none, or one cannot be read."""
-    gpus = {device.index: NvmlGpu(device.uid) for device in list_nvml_gpus()}
+    gpus = {device.index: open_reader(device.address) for device in list_gpus()}
     if not gpus:
         raise GpuError("There is no GPU to look at", remedy="See the line on GPUs")
     return gpus
 
 
-def _obstacles(kind: type[GpuError]) -> Answer:
-    found = {index: gpu.control_obstacle() for index, gpu in _every_gpu().items()}
-    concerned = {index: error for index, error in found.items() if isinstance(error, kind)}
-    if not concerned:
-        return True, f"all {len(found)}", ""
-    first = next(iter(concerned.values()))
-    return False, f"not {_numbers(concerned)}: {first.what}", first.remedy
+def _obstacles() -> Answer:
+    found = {index: gpu.obstacle() for index, gpu in _every_gpu().items()}
+    errors = [error for error in found.values() if error]
+    if not errors:
+        return True, f"all {len(found)} are whole and real, and list their clocks", ""
+    evidence = _alike({index: error.what for index, error in found.items() if error})
+    return False, evidence, ". ".join(dict.fromkeys(error.remedy for error in errors))
 
 
 def _numbers(indices: Iterable[int]) -> str:
@@ -132,14 +133,9 @@ def _numbers(indices: Iterable[int]) -> str:
 
 
 def _supported_clocks() -> Answer:
-    gpus = _every_gpu()
-    unlisted = {index: gpu.unlisted for index, gpu in gpus.items() if gpu.unlisted}
-    if unlisted:
-        first = next(iter(unlisted.values()))
-        return False, f"not {_numbers(unlisted)}: {first.what}", first.remedy
     tables = Counter(
         (len(clocks), clocks[-1], clocks[0])
-        for clocks in (gpu.supported_frequencies_mhz for gpu in gpus.values())
+        for clocks in (gpu.supported_frequencies_mhz for gpu in _every_gpu().values())
     )
     evidence = "; ".join(
         f"{count} clocks, {low} to {high} MHz, on {number} GPUs"
@@ -149,15 +145,20 @@ def _supported_clocks() -> Answer:
 
 
 def _energy_counter() -> Answer:
-    missing = []
-    for index, gpu in _every_gpu().items():
-        try:
-            read = pynvml.nvmlDeviceGetTotalEnergyConsumption
-            call_gpu(gpu.address.uid, "read the energy", read)
-        except GpuError:
-            missing.append(index)
+    gpus = _every_gpu()
+    with ThreadPoolExecutor(len(gpus)) as threads:  # one that does not move takes seconds
+        found = dict(zip(gpus, threads.map(_counter_error, gpus.values()), strict=True))
+    errors = {index: error for index, error in found.items() if error}
     remedy = "Energy counters need a GPU since Volta; savings cannot be measured without"
-    return not missing, f"none on {_numbers(missing)}" if missing else "on all", remedy
+    return not errors, _alike(errors) if errors else "on all, and it moves", remedy
+
+
+def _counter_error(gpu: Gpu) -> str:
+    try:
+        gpu.read_energy()
+    except GpuError as error:
+        return error.what
+    return ""
 
 
 def _power_profiles() -> Answer:
@@ -207,8 +208,8 @@ def _site() -> Answer:
     if site.path is None:
         where = f"none at {DEFAULT_SITE_PATH} and {SITE_VARIABLE} is not set: the defaults hold"
         return True, where, ""
-    allowed = ", ".join(site.backends) or "no back end"
-    return True, f"{site.path} allows {allowed}", ""
+    allowed = ", ".join(hardware_backends() if site.backends is None else site.backends)
+    return True, f"{site.path} allows {allowed or 'no back end'}", ""
 
 
 def _forbid() -> Answer:

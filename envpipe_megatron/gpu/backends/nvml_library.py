@@ -15,7 +15,15 @@ from typing import Any
 
 import pynvml
 
-from envpipe_megatron.gpu.base import GpuError, GpuPermissionError
+from envpipe_megatron.gpu.base import (
+    GpuError,
+    GpuNotFoundError,
+    GpuPermissionError,
+    NoDriverError,
+)
+
+UID_START = "GPU-"
+"""With which the UUID of every whole GPU begins."""
 
 
 class NvmlError(GpuError):
@@ -42,11 +50,11 @@ class GpuLostError(NvmlError):
     """The GPU fell off the bus, or must be reset before it can be used again."""
 
 
-class GpuNotFoundError(NvmlError):
+class NvmlNotFoundError(NvmlError, GpuNotFoundError):
     """NVML sees no such GPU."""
 
 
-class NoNvmlError(NvmlError):
+class NoNvmlError(NvmlError, NoDriverError):
     """This machine has no NVIDIA driver, or no NVML library."""
 
 
@@ -88,7 +96,7 @@ _NAMED: dict[int, tuple[type[NvmlError], str, str]] = {
         "Have an administrator reset the GPU or reboot the node",
     ),
     pynvml.NVML_ERROR_NOT_FOUND: (
-        GpuNotFoundError,
+        NvmlNotFoundError,
         "there is no such GPU",
         "List the GPUs of this node with nvidia-smi -L",
     ),
@@ -170,8 +178,8 @@ def call_library(action: str, function: Callable[..., Any], *arguments: object) 
 def call_gpu(uid: str, action: str, function: Callable[..., Any], *arguments: object) -> Any:
     """Call a function of pynvml whose first argument is a GPU; `action` as in `call_library`.
 
-    The uid is its UUID (`GPU-...`) or PCI bus id, never an index: NVML's and CUDA's differ. Raises
-    GpuNotFoundError if NVML sees no such GPU, NvmlError as `call_library` does.
+    The uid is its UUID (`GPU-...`), never an index: NVML's and CUDA's differ. Raises
+    NvmlNotFoundError if NVML sees no such GPU, NvmlError as `call_library` does.
     """
 
     def work(handles: dict[str, Any]) -> Any:
@@ -197,12 +205,10 @@ def _call(action: str, work: Callable[[dict[str, Any]], Any]) -> Any:
 
 def _find(uid: str) -> Any:
     try:
-        if uid.startswith("GPU-"):
-            return pynvml.nvmlDeviceGetHandleByUUID(uid)
-        return pynvml.nvmlDeviceGetHandleByPciBusId(uid)
+        return pynvml.nvmlDeviceGetHandleByUUID(uid)
     except (pynvml.NVMLError_NotFound, pynvml.NVMLError_InvalidArgument) as error:
-        raise GpuNotFoundError(
-            "NVML sees no GPU with this UUID or PCI bus id",
+        raise NvmlNotFoundError(
+            "NVML sees no GPU with this UUID",
             value=uid,
             remedy="List those of this node with nvidia-smi -L; a container may hide GPUs",
         ) from error

@@ -57,6 +57,7 @@ from envpipe_megatron.gpu.base import (
     clock_control_forbidden,
 )
 from envpipe_megatron.gpu.clock.page import ClockPage
+from envpipe_megatron.gpu.devices import open_gpu
 from envpipe_megatron.gpu.guard.lease import (
     LeaseHeldError,
     bring_back,
@@ -79,7 +80,6 @@ from envpipe_megatron.gpu.guard.messages import (
     send,
     wait_readable,
 )
-from envpipe_megatron.gpu.opening import open_gpu
 
 _LOG = logging.getLogger(__name__)
 

@@ -38,6 +38,7 @@ from typing import Any, NoReturn
 from envpipe_megatron.gpu.base import Gpu, GpuAddress, GpuError
 from envpipe_megatron.gpu.clock.controller import SWITCH_INTERVAL_S
 from envpipe_megatron.gpu.clock.page import ClockPage, PageController
+from envpipe_megatron.gpu.devices import open_gpu
 from envpipe_megatron.gpu.guard.lease import Lease, undo_dead_ranks
 from envpipe_megatron.gpu.guard.messages import (
     GuardError,
@@ -47,7 +48,6 @@ from envpipe_megatron.gpu.guard.messages import (
     receive,
     send,
 )
-from envpipe_megatron.gpu.opening import open_gpu
 
 _LOG = logging.getLogger(__name__)
 

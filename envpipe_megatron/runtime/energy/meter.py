@@ -25,7 +25,7 @@ from envpipe_megatron.core.arrays import FloatArray
 from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.gpu.base import EnergyReading, Gpu, GpuError
 from envpipe_megatron.gpu.energy_reader import EnergyReader, ReaderGoneError
-from envpipe_megatron.gpu.opening import BACKENDS
+from envpipe_megatron.gpu.registry import is_backend
 from envpipe_megatron.tuning.measured.meters import RESOLUTION_J
 
 logger = logging.getLogger(__name__)
@@ -36,7 +36,7 @@ _MIN_REFRESHES = 10
 _MAX_SILENT_REFRESHES = 3
 #: From one look at the counter to the next, so that each refresh is seen.
 POLL_S = 0.05
-#: The refresh period until two refreshes have been seen: that of NVML's counter.
+#: The refresh period until two refreshes have been seen, as NVIDIA's counters have it.
 _TYPICAL_REFRESH_S = 0.1
 #: Refreshes around an end of a window that tell how much the power varies there.
 _NEIGHBOURS = 5
@@ -111,7 +111,7 @@ class EnergyMeter:
         self._thread: threading.Thread | None = None
         self._reader: EnergyReader | None = None
         if apart is None:
-            apart = not gpu.is_emulated and gpu.address.backend in BACKENDS
+            apart = not gpu.is_emulated and is_backend(gpu.address.backend)
         if apart:
             with suppress(OSError):
                 self._reader = EnergyReader(gpu.address, poll_s)

@@ -8,15 +8,15 @@ import pytest
 from cli_helpers import run, run_badly, run_well
 from fake_zeusd import FakeZeusd
 
-from envpipe_megatron.gpu import control
+from envpipe_megatron.gpu.backends import nvml
 from envpipe_megatron.gpu.backends.nvml import NvmlGpu
 from envpipe_megatron.gpu.base import GpuAddress
+from envpipe_megatron.gpu.devices import open_gpu
 from envpipe_megatron.gpu.emulated.emulated_gpu import EmulatedGpu
 from envpipe_megatron.gpu.guard import resetting
 from envpipe_megatron.gpu.guard.lease import Lease
 from envpipe_megatron.gpu.guard.lease_file import LeaseFolderError
 from envpipe_megatron.gpu.guard.messages import ProcessIdentity
-from envpipe_megatron.gpu.opening import open_gpu
 
 
 @pytest.fixture(autouse=True)
@@ -28,8 +28,8 @@ def _surroundings(monkeypatch, tmp_path):
     monkeypatch.setenv("ZEUSD_SOCK_PATH", str(tmp_path / "zeusd.sock"))
     for name in ("CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER", "ENVPIPE_SITE_CONFIG"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(control, "has_sys_admin", lambda: True)
-    monkeypatch.setattr(control, "in_user_namespace", lambda: False)
+    monkeypatch.setattr(nvml, "has_sys_admin", lambda: True)
+    monkeypatch.setattr(nvml, "in_user_namespace", lambda: False)
 
 
 @pytest.fixture
@@ -264,7 +264,7 @@ def test_a_gpu_that_cannot_be_reset_fails_and_the_others_are_reset(node):
 
 def test_a_user_without_rights_is_told_so_for_each_gpu(node, monkeypatch):
     before = lock(node, 0)
-    monkeypatch.setattr(control, "has_sys_admin", lambda: False)
+    monkeypatch.setattr(nvml, "has_sys_admin", lambda: False)
     result = run("clocks", "reset")
     assert result.exit_code == 1
     assert "CAP_SYS_ADMIN" in result.stdout

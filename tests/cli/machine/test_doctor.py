@@ -13,10 +13,10 @@ from fake_zeusd import FakeZeusd
 from envpipe_megatron.cli.machine import doctor
 from envpipe_megatron.cli.machine.hardware import Check, looked
 from envpipe_megatron.errors import EnvPipeError
-from envpipe_megatron.gpu import control
+from envpipe_megatron.gpu.backends import nvml
 from envpipe_megatron.gpu.base import GpuAddress
+from envpipe_megatron.gpu.devices import open_gpu
 from envpipe_megatron.gpu.guard.lease import Lease
-from envpipe_megatron.gpu.opening import open_gpu
 
 LOOK = """
 import json, sys
@@ -181,8 +181,8 @@ def node(fake_nvml, monkeypatch, tmp_path):
     folder = tmp_path / "leases"
     folder.mkdir(mode=0o700)
     monkeypatch.setenv("ENVPIPE_LEASE_DIR", str(folder))
-    monkeypatch.setattr(control, "has_sys_admin", lambda: False)
-    monkeypatch.setattr(control, "in_user_namespace", lambda: False)
+    monkeypatch.setattr(nvml, "has_sys_admin", lambda: False)
+    monkeypatch.setattr(nvml, "in_user_namespace", lambda: False)
     fake_nvml.use_here()
     yield fake_nvml
     assert fake_nvml.changes() == []
@@ -202,7 +202,7 @@ def look():
 
 def test_a_machine_whose_clocks_nobody_granted(node):
     found = look()
-    assert_check(found["NVML"], True, "driver 580.00.00-fake", "CUDA")
+    assert_check(found["driver"], True, "driver 580.00.00-fake", "CUDA")
     assert_check(found["GPUs"], True, "4 x NVIDIA A100-SXM4-80GB")
     assert_check(found["supported clocks"], True, "81 clocks, 210 to 1410 MHz, on 4 GPUs")
     assert_check(found["energy counter"], True)
@@ -237,7 +237,7 @@ def test_which_back_end_auto_takes_and_why(node, monkeypatch, tmp_path):
     found = look()
     assert_check(found["back end zeusd"], True, "zeusd.sock")
     assert_check(found["auto"], True, "takes zeusd, the first back end that is allowed")
-    monkeypatch.setattr(control, "has_sys_admin", lambda: True)
+    monkeypatch.setattr(nvml, "has_sys_admin", lambda: True)
     assert_check(look()["auto"], True, "takes nvml")
     assert zeusd.changes == []
     zeusd.stop()
@@ -245,7 +245,7 @@ def test_which_back_end_auto_takes_and_why(node, monkeypatch, tmp_path):
 
 def test_the_forbid_variable(node, monkeypatch):
     monkeypatch.setenv("ENVPIPE_FORBID_CLOCK_CONTROL", "on")
-    monkeypatch.setattr(control, "has_sys_admin", lambda: True)
+    monkeypatch.setattr(nvml, "has_sys_admin", lambda: True)
     found = look()
     assert_check(found["ENVPIPE_FORBID_CLOCK_CONTROL unset"], False, "'on'", "Leave it")
     assert_check(found["back end nvml"], False, "ENVPIPE_FORBID_CLOCK_CONTROL is set")
@@ -257,9 +257,9 @@ def test_mig_virtual_gpus_and_missing_counters_name_the_gpus(node):
     node.set_fault(node.uuids[2], "vgpu")
     node.set_fault(node.uuids[3], "no_energy")
     found = look()
-    assert_check(found["whole GPUs (no MIG)"], False, "not GPU 1:", "nvidia-smi -mig 0")
-    assert_check(found["real GPUs (no vGPU)"], False, "not GPU 2:", "passed through")
-    assert_check(found["energy counter"], False, "none on GPU 3")
+    said = ("GPU 1: Cannot lock the clock of a GPU in MIG", "GPU 2: Cannot lock the clock of a v")
+    assert_check(found["no GPU refuses locks"], False, *said, "smi -mig 0", "passed through")
+    assert_check(found["energy counter"], False, "GPU 3: Cannot read the energy")
 
 
 def test_power_profiles_and_limits_below_the_default(node, fake_nvml_node):
@@ -286,14 +286,14 @@ def test_power_profiles_and_limits_below_the_default(node, fake_nvml_node):
 def test_a_driver_that_does_not_work_leaves_the_rest_to_see(node, monkeypatch):
     node.set_fault(None, "driver_mismatch")
     found = look()
-    for name in ("NVML", "GPUs", "supported clocks", "back end nvml", "CUDA_VISIBLE_DEVICES"):
+    for name in ("driver", "GPUs", "supported clocks", "back end nvml", "CUDA_VISIBLE_DEVICES"):
         assert_check(found[name], False, "different versions", "reboot")
     assert_check(found["CUDA_DEVICE_MAX_CONNECTIONS"], True)
     monkeypatch.setenv("COLUMNS", "200")
     shown = run_well("doctor").stdout
     # What to do about the driver is said once, however many a no it causes.
     assert shown.count("The driver was updated while it ran") == 1
-    assert "As for NVML" in shown
+    assert "As for driver" in shown
 
 
 def test_leases_of_live_and_dead_jobs(node):

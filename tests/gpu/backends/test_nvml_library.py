@@ -7,20 +7,20 @@ import sys
 import pynvml
 import pytest
 
-from envpipe_megatron.gpu.backends.nvml import NvmlGpu, list_nvml_gpus
+from envpipe_megatron.gpu.backends.nvml import NvmlGpu
 from envpipe_megatron.gpu.backends.nvml_library import (
     PROFILES,
     GpuLostError,
-    GpuNotFoundError,
     MigModeError,
     NoNvmlError,
     NvmlError,
+    NvmlNotFoundError,
     NvmlNotSupportedError,
     NvmlPermissionError,
     VirtualGpuError,
 )
-from envpipe_megatron.gpu.base import GpuAddress, GpuPermissionError, PowerState
-from envpipe_megatron.gpu.opening import open_gpu
+from envpipe_megatron.gpu.base import GpuAddress, GpuNotFoundError, GpuPermissionError, PowerState
+from envpipe_megatron.gpu.devices import open_gpu
 
 
 @pytest.fixture
@@ -37,8 +37,6 @@ def node(fake_nvml):
         ("lost", 1, GpuLostError, "Xid"),
         ("timeout", 1, NvmlError, "Try again"),
         ("not_supported", 1, NvmlNotSupportedError, "nvidia-smi -q"),
-        ("mig", 1, MigModeError, "MIG off"),
-        ("vgpu", 1, VirtualGpuError, "without clock control"),
         ("fail_after", 0, NvmlError, "nvidia-smi"),
     ],
 )
@@ -72,15 +70,27 @@ def test_a_lost_gpu_cannot_be_opened_or_read(node):
             read()
 
 
-@pytest.mark.parametrize("uid", ["GPU-0000", "0", "cuda:0", "00000000:FF:00.0"])
+@pytest.mark.parametrize(
+    ("fault", "error", "remedy"),
+    [("mig", MigModeError, "MIG off"), ("vgpu", VirtualGpuError, "without clock control")],
+)
+def test_a_gpu_that_takes_locks_of_nobody_is_opened_to_be_read(node, fault, error, remedy):
+    uuid = node.uuids[0]
+    node.set_fault(uuid, fault)
+    assert open_gpu(GpuAddress("none", uuid)).power_w > 0
+    for backend in ("nvml", "dry_run"):
+        with pytest.raises(error, match=f"{uuid}.*{remedy}"):
+            open_gpu(GpuAddress(backend, uuid))
+    assert node.changes() == []
+
+
+@pytest.mark.parametrize("uid", ["GPU-0000", "0", "cuda:0", "00000000:FF:00.0", "MIG-12"])
 def test_no_such_gpu(node, uid):
-    with pytest.raises(GpuNotFoundError, match="nvidia-smi -L"):
+    with pytest.raises(NvmlNotFoundError, match="nvidia-smi -L"):
         NvmlGpu(uid)
-
-
-def test_a_mig_instance_is_no_gpu(node):
-    with pytest.raises(MigModeError, match="MIG-12"):
-        NvmlGpu("MIG-12")
+    if not uid.startswith("GPU-"):
+        with pytest.raises(GpuNotFoundError, match="clocks show"):
+            open_gpu(GpuAddress("none", uid))
 
 
 @pytest.mark.parametrize(
@@ -92,21 +102,21 @@ def test_a_mig_instance_is_no_gpu(node):
 )
 def test_a_driver_that_does_not_work(node, fault, error, remedy):
     node.set_fault(None, fault)
-    for attempt in (list_nvml_gpus, lambda: NvmlGpu(node.uuids[0])):
+    for attempt in (NvmlGpu.list_gpus, lambda: NvmlGpu(node.uuids[0])):
         with pytest.raises(error, match=remedy):
             attempt()
     node.clear_faults()
-    assert len(list_nvml_gpus()) == 4
+    assert len(NvmlGpu.list_gpus()) == 4
 
 
 def test_no_library(tmp_path):
     if _has_system_library():
         pytest.skip("this machine has NVIDIA's library, so the loader finds one")
     script = (
-        "from envpipe_megatron.gpu.backends.nvml import list_nvml_gpus\n"
-        "from envpipe_megatron.gpu.backends.nvml_library import NoNvmlError\n"
-        "try:\n    list_nvml_gpus()\n"
-        "except NoNvmlError as error:\n    print(error)\n"
+        "from envpipe_megatron.gpu.backends.nvml import NvmlGpu\n"
+        "from envpipe_megatron.gpu.base import NoDriverError\n"
+        "try:\n    NvmlGpu.list_gpus()\n"
+        "except NoDriverError as error:\n    print(error)\n"
     )
     environment = {k: v for k, v in os.environ.items() if k != "LD_LIBRARY_PATH"}
     done = subprocess.run(

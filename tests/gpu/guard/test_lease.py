@@ -23,6 +23,7 @@ from lease_helpers import (
 )
 
 from envpipe_megatron.gpu.base import GpuAddress, GpuError
+from envpipe_megatron.gpu.devices import open_gpu
 from envpipe_megatron.gpu.guard import lease as lease_module
 from envpipe_megatron.gpu.guard import lease_file
 from envpipe_megatron.gpu.guard.lease import (
@@ -38,7 +39,6 @@ from envpipe_megatron.gpu.guard.lease_file import (
     new_lease_folder,
 )
 from envpipe_megatron.gpu.guard.messages import ProcessIdentity
-from envpipe_megatron.gpu.opening import open_gpu
 
 __all__ = ["folder", "gpu"]
 
