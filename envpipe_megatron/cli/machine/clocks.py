@@ -81,7 +81,7 @@ def measure_latency(
             gpu = EmulatedGpu.create(emulated, 0, folder)
             result = _measure(gpu, EmulatedKernelTimer(gpu), clocks, repeats)
     else:
-        # Checked before CUDA or NVML is touched: if it is forbidden, nothing is even read.
+        # Checked before CUDA or a driver is touched: if it is forbidden, nothing is even read.
         if clock_control_forbidden():
             raise ClockControlForbiddenError(
                 "measure-latency changes the GPU's clock, which is forbidden here",
