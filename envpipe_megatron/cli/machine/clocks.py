@@ -273,6 +273,17 @@ def _clock_text(state: ClockState) -> str:
     return f"{state.observed_mhz} MHz{asked}"
 
 
+def _can_be_locked(listed: Device) -> bool:
+    """Say so of a GPU whose clock nobody can lock: there is nothing to give back."""
+    try:
+        obstacle = open_reader(listed.address).obstacle()
+    except GpuError:
+        return True  # resetting it says what is wrong
+    if obstacle:
+        say(f"GPU {listed.index} ({listed.uid}): left alone: {obstacle}")
+    return obstacle is None
+
+
 @clocks.command()
 @_GPU_OPTION
 @click.option("--dead-jobs", is_flag=True, help="Undo only what these left.")
@@ -296,6 +307,8 @@ def reset(wanted: tuple[str, ...], dead_jobs: bool) -> None:
     gpus = _listed_gpus()
     chosen = [] if dead_jobs else _selected(wanted, gpus) if wanted else _visible(gpus)
     resetter = Resetter(site)
+    if not wanted:
+        chosen = [gpu for gpu in chosen if _can_be_locked(gpu)]
     addresses = [gpu.address for gpu in chosen]
     index_of = {gpu.uid: gpu.index for gpu in gpus}
     done = []

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from envpipe_megatron.core.channel_model import QUEUES_VARIABLE, hardware_capacity
 from envpipe_megatron.errors import EnvPipeError
+from envpipe_megatron.formats.timeline import IDLE
 from envpipe_megatron.gpu.base import FORBID_VARIABLE, Gpu, GpuError, clock_control_forbidden
 from envpipe_megatron.gpu.control import PROFILES_REMEDY, check_controls, first_allowed
 from envpipe_megatron.gpu.devices import (
@@ -88,6 +89,7 @@ def gpu_checks() -> list[Check]:
             "no GPU refuses locks": _obstacles,
             "supported clocks": _supported_clocks,
             "energy counter": _energy_counter,
+            "nothing holds clocks back": _throttling,
             "no power profiles": _power_profiles,
             "default power limit": _power_limits,
         },
@@ -121,11 +123,9 @@ def _every_gpu() -> dict[int, Gpu]:
 
 def _obstacles() -> Answer:
     found = {index: gpu.obstacle() for index, gpu in _every_gpu().items()}
-    errors = [error for error in found.values() if error]
-    if not errors:
-        return True, f"all {len(found)} are whole and real, and list their clocks", ""
-    evidence = _alike({index: error.what for index, error in found.items() if error})
-    return False, evidence, ". ".join(dict.fromkeys(error.remedy for error in errors))
+    evidence = _alike({index: error.what if error else "" for index, error in found.items()})
+    remedies = dict.fromkeys(error.remedy for error in found.values() if error)
+    return not remedies, evidence or f"none of {len(found)}", ". ".join(remedies)
 
 
 def _numbers(indices: Iterable[int]) -> str:
@@ -148,9 +148,8 @@ def _energy_counter() -> Answer:
     gpus = _every_gpu()
     with ThreadPoolExecutor(len(gpus)) as threads:  # one that does not move takes seconds
         found = dict(zip(gpus, threads.map(_counter_error, gpus.values()), strict=True))
-    errors = {index: error for index, error in found.items() if error}
     remedy = "Energy counters need a GPU since Volta; savings cannot be measured without"
-    return not errors, _alike(errors) if errors else "on all, and it moves", remedy
+    return not any(found.values()), _alike(found) or "on all, and it moves", remedy
 
 
 def _counter_error(gpu: Gpu) -> str:
@@ -159,6 +158,19 @@ def _counter_error(gpu: Gpu) -> str:
     except GpuError as error:
         return error.what
     return ""
+
+
+def _throttling() -> Answer:
+    held = {index: _reasons(gpu) for index, gpu in _every_gpu().items()}
+    remedy = (
+        "Hardware slowdown and power brake mean heat or a power supply at its limit; a power cap, "
+        "the power limit: jobs run, and say where a clock was not reached"
+    )
+    return not any(held.values()), _alike(held) or "nothing", remedy
+
+
+def _reasons(gpu: Gpu) -> str:
+    return ", ".join(reason for reason in gpu.clock_state().throttle_reasons if reason != IDLE)
 
 
 def _power_profiles() -> Answer:
@@ -182,10 +194,11 @@ def _power_limits() -> Answer:
 
 
 def _alike(texts: Mapping[int, str]) -> str:
-    """Group GPUs, by index, by what is said of them."""
+    """Group GPUs, by index, by what is said of them; of some nothing is."""
     indices = defaultdict[str, list[int]](list)
     for index, text in texts.items():
-        indices[text].append(index)
+        if text:
+            indices[text].append(index)
     return "; ".join(f"{_numbers(same)}: {text}" for text, same in indices.items())
 
 

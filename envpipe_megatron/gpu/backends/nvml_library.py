@@ -116,6 +116,12 @@ _NAMED: dict[int, tuple[type[NvmlError], str, str]] = {
         "there is no libnvidia-ml.so.1",
         "Install the NVIDIA driver, or give the container GPUs with the 'utility' capability",
     ),
+    pynvml.NVML_ERROR_IN_USE: (
+        NvmlError,
+        "another client of the driver has the GPU in use",
+        "Look for what else manages GPUs here (DCGM, fabric manager, a reset that is under way), "
+        "and try again",
+    ),
     pynvml.NVML_ERROR_TIMEOUT: (
         NvmlError,
         "the driver gave up waiting for the GPU",
