@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, ClassVar, Self, final
 from envpipe_megatron.errors import EnvPipeError
 
 if TYPE_CHECKING:
-    from envpipe_megatron.gpu.registry import Device
+    from envpipe_megatron.gpu.registry import Device, VendorGpu
     from envpipe_megatron.gpu.site import SiteConfig
 
 _LOG = logging.getLogger(__name__)
@@ -45,8 +45,8 @@ class GpuPermissionError(GpuError):
     """This process has no right to do it; another back end or user may."""
 
 
-class GpuNotFoundError(GpuError):
-    """No driver lists such a GPU."""
+class GpuNotSupportedError(GpuError):
+    """The GPU or its driver does not offer this."""
 
 
 class NoDriverError(GpuError):
@@ -121,18 +121,6 @@ class PowerState:
 
 
 @dataclass(frozen=True, slots=True)
-class Activity:
-    """What goes on on a GPU; what it does not report is () or None.
-
-    `processes` are those that compute on it, by the node's numbers, which a container may not know.
-    """
-
-    processes: tuple[int, ...] = ()
-    busy_percent: int | None = None
-    temperature_c: int | None = None
-
-
-@dataclass(frozen=True, slots=True)
 class EnergyReading:
     """The energy counter at its last refresh, and when that was on the time base of `Gpu.time_s()`.
 
@@ -200,10 +188,6 @@ class Gpu(ABC):
         Raises GpuError, whose remedy says what would allow it, if it may not.
         """
         raise GpuError(f"back end {cls.backend} does not say who may change clocks")
-
-    def obstacle(self) -> GpuError | None:
-        """Return what makes this GPU refuse locks to every user, None if nothing is known to."""
-        return None
 
     @property
     def changes_clock(self) -> bool:
@@ -286,18 +270,6 @@ class Gpu(ABC):
         """Return power profiles and power limits. May take milliseconds."""
         return PowerState()
 
-    def activity(self) -> Activity:
-        """Return what computes on it. May take milliseconds."""
-        return Activity()
-
-    def memory_clocks_mhz(self) -> tuple[int, ...]:
-        """Return the memory clocks that it has, highest first; () if it does not list them."""
-        return ()
-
-    def device(self) -> Device:
-        """Return where its vendor's library lists it now. Raises GpuError if it does not."""
-        raise GpuError(f"{self.name} has no place among the GPUs of a driver")
-
     @property
     @abstractmethod
     def power_w(self) -> float:
@@ -319,7 +291,7 @@ class ReadThroughGpu(Gpu):
     """
 
     @classmethod
-    def through(cls, reader: Gpu, site: SiteConfig) -> Self:
+    def through(cls, reader: VendorGpu, site: SiteConfig) -> Self:
         """Return a GPU under this back end, as the site has it; GpuError if that cannot be."""
         return cls(reader)
 
@@ -341,22 +313,6 @@ class ReadThroughGpu(Gpu):
     def power_state(self) -> PowerState:
         """Return the reader's."""
         return self._reader.power_state()
-
-    def activity(self) -> Activity:
-        """Return the reader's."""
-        return self._reader.activity()
-
-    def memory_clocks_mhz(self) -> tuple[int, ...]:
-        """Return the reader's."""
-        return self._reader.memory_clocks_mhz()
-
-    def device(self) -> Device:
-        """Return the reader's."""
-        return self._reader.device()
-
-    def obstacle(self) -> GpuError | None:
-        """Return the reader's."""
-        return self._reader.obstacle()
 
     @property
     def power_w(self) -> float:

@@ -18,7 +18,7 @@ from envpipe_megatron.gpu.base import (
     GpuPermissionError,
     clock_control_forbidden,
 )
-from envpipe_megatron.gpu.devices import list_gpus, open_gpu, open_reader
+from envpipe_megatron.gpu.devices import list_gpus, look_at, open_gpu, open_reader
 from envpipe_megatron.gpu.registry import (
     READ_ONLY,
     Device,
@@ -102,7 +102,7 @@ def _controllable_gpus() -> list[Device]:
     obstacles: list[GpuError] = []
     for device in list_gpus():
         try:
-            obstacle = open_reader(device.address).obstacle()
+            obstacle = look_at(device.uid).obstacle()
         except GpuError as error:  # a card for displays, for example, lists no clocks
             obstacle = error
         if obstacle is None:

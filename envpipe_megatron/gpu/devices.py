@@ -15,7 +15,6 @@ from envpipe_megatron.gpu.base import (
     Gpu,
     GpuAddress,
     GpuError,
-    GpuNotFoundError,
     NoDriverError,
     ReadThroughGpu,
 )
@@ -24,7 +23,6 @@ from envpipe_megatron.gpu.registry import (
     Device,
     Driver,
     VendorGpu,
-    VisibleGpus,
     backend_class,
     vendor_of,
     vendors,
@@ -64,26 +62,24 @@ def unreadable_gpus() -> tuple[GpuError, ...]:
         return ()
 
 
-def visible_gpus() -> VisibleGpus:
-    """Return the GPUs that this process sees, or would if it had CUDA.
+def visible_gpus() -> tuple[Device, ...]:
+    """Return the GPUs that this process sees, or would if it had CUDA, as CUDA numbers them.
 
     Raises GpuError if the variables do not say which they are, and as `list_gpus`.
     """
-    found = [vendor.visible() for vendor, _ in vendors_here()]
-    devices = tuple(device for gpus in found for device in gpus.devices)
-    return VisibleGpus(devices, "; ".join(gpus.assumption for gpus in found if gpus.assumption))
+    return tuple(device for vendor, _ in vendors_here() for device in vendor.visible())
 
 
 def uid_of_cuda_device(uuid: str) -> str:
     """Return the uid of the GPU that torch names `str(get_device_properties(i).uuid)`.
 
-    Raises GpuNotFoundError if no driver lists it.
+    Raises GpuError if no driver lists it.
     """
     devices = list_gpus()
     for device in devices:
         if uuid.lower() in (device.cuda_uuid.lower(), device.uid.lower()):
             return device.uid
-    raise GpuNotFoundError(
+    raise GpuError(
         "CUDA uses a GPU that no driver's library lists",
         value=uuid,
         remedy=f"Listed are {', '.join(d.uid for d in devices) or 'none'}. Give the container "
@@ -117,15 +113,19 @@ def open_gpu(address: GpuAddress, site: SiteConfig | None = None) -> Gpu:
     backend = backend_class(address.backend)
     vendor = backend if issubclass(backend, VendorGpu) else vendor_of(address.uid)
     if address.backend == READ_ONLY or not vendor.drives_hardware:
-        gpu: Gpu = vendor.from_uid(address.uid)
+        site = site or SiteConfig()  # a wrong file must not keep a GPU from being read
+        gpu = vendor.from_uid(address.uid)
     else:
         site = site or read_site()
         gpu = vendor.from_uid(address.uid, site.reset_range_mhz)
         if obstacle := gpu.obstacle():
             raise obstacle
-    if issubclass(backend, ReadThroughGpu):
-        return backend.through(gpu, site or SiteConfig())
-    return gpu
+    return backend.through(gpu, site) if issubclass(backend, ReadThroughGpu) else gpu
+
+
+def look_at(uid: str) -> VendorGpu:
+    """Open a GPU as its vendor does, for what only that knows. Raises GpuError."""
+    return vendor_of(uid).from_uid(uid)
 
 
 def open_reader(address: GpuAddress) -> Gpu:

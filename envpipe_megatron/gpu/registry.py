@@ -18,7 +18,7 @@ from functools import cache
 from importlib import import_module
 from typing import TYPE_CHECKING, Self
 
-from envpipe_megatron.gpu.base import Gpu, GpuAddress, GpuError, GpuNotFoundError
+from envpipe_megatron.gpu.base import Gpu, GpuAddress, GpuError
 
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoint
@@ -68,22 +68,23 @@ class Device:
 
 
 @dataclass(frozen=True, slots=True)
-class VisibleGpus:
-    """The GPUs that CUDA shows to a process, in the order of its device numbers.
-
-    `assumption` says what had to be assumed for this order, empty if nothing had to be.
-    """
-
-    devices: tuple[Device, ...]
-    assumption: str = ""
-
-
-@dataclass(frozen=True, slots=True)
 class Driver:
     """A vendor's driver, and the newest CUDA (major, minor) that it runs; None if it runs none."""
 
     version: str
     cuda: tuple[int, int] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Activity:
+    """What goes on on a GPU; what it does not report is () or None.
+
+    `processes` are those that compute on it, by the node's numbers, which a container may not know.
+    """
+
+    processes: tuple[int, ...] = ()
+    busy_percent: int | None = None
+    temperature_c: int | None = None
 
 
 class VendorGpu(Gpu):
@@ -115,9 +116,29 @@ class VendorGpu(Gpu):
         return ()
 
     @classmethod
-    def visible(cls) -> VisibleGpus:
-        """Return the GPUs that this process sees; by default all."""
-        return VisibleGpus(cls.list_gpus())
+    def visible(cls) -> tuple[Device, ...]:
+        """Return the GPUs that this process sees, in the order of their numbers; by default all."""
+        return cls.list_gpus()
+
+    def obstacle(self) -> GpuError | None:
+        """Return what makes this GPU refuse locks to every user, None if nothing is known to."""
+        return None
+
+    def device(self) -> Device:
+        """Return where the vendor's library lists it now. Raises GpuError if it does not."""
+        uid = self.address.uid
+        for device in self.list_gpus():
+            if device.uid == uid:
+                return device
+        raise GpuError("The driver lists no such GPU any more", value=uid)
+
+    def activity(self) -> Activity:
+        """Return what goes on on it. May take milliseconds."""
+        return Activity()
+
+    def memory_clocks_mhz(self) -> tuple[int, ...]:
+        """Return the memory clocks that it has, highest first; () if it does not list them."""
+        return ()
 
     @classmethod
     def are_near(cls, uid: str, other: str, level: str) -> bool:
@@ -187,7 +208,7 @@ def vendors() -> tuple[type[VendorGpu], ...]:
 
 
 def vendor_of(uid: str) -> type[VendorGpu]:
-    """Return the back end whose GPU a uid names; GpuNotFoundError if it is nobody's."""
+    """Return the back end whose GPU a uid names; GpuError if it is nobody's."""
     emulated = backend_class("emulated")
     assert issubclass(emulated, VendorGpu)
     if emulated.owns(uid):
@@ -195,7 +216,7 @@ def vendor_of(uid: str) -> type[VendorGpu]:
     for vendor in vendors():
         if vendor.owns(uid):
             return vendor
-    raise GpuNotFoundError(
+    raise GpuError(
         "No back end knows a GPU of such a name",
         value=uid,
         remedy="See `envpipe clocks show`: GPUs have UUIDs, emulated ones a folder and an index",
@@ -205,10 +226,10 @@ def vendor_of(uid: str) -> type[VendorGpu]:
 def pci_address(text: str) -> tuple[int, int, int, int]:
     """Return domain, bus, device and function of a PCI bus id, however a driver writes it.
 
-    Raises GpuNotFoundError if it is none.
+    Raises GpuError if it is none.
     """
     match = _PCI.fullmatch(text)
     if match is None:
-        raise GpuNotFoundError("Not a PCI bus id", value=text, remedy="One is 0000:1b:00.0")
+        raise GpuError("Not a PCI bus id", value=text, remedy="One is 0000:1b:00.0")
     domain, bus, device, function = (int(part or "0", 16) for part in match.groups())
     return domain, bus, device, function

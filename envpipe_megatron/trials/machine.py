@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from envpipe_megatron import __version__
 from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.formats.timeline import IDLE
-from envpipe_megatron.gpu.base import GpuAddress, GpuError
+from envpipe_megatron.gpu.base import GpuError
 from envpipe_megatron.gpu.control import choose_control
-from envpipe_megatron.gpu.devices import open_reader, vendors_here, visible_gpus
+from envpipe_megatron.gpu.devices import look_at, vendors_here, visible_gpus
 from envpipe_megatron.gpu.emulated.presets import load_preset
 from envpipe_megatron.gpu.registry import Device
 from envpipe_megatron.gpu.site import read_site
@@ -48,7 +48,7 @@ class GpuActivity:
 
 def _read_activity(device: Device) -> GpuActivity:
     """Look at a GPU; GpuError if it cannot be read."""
-    gpu = open_reader(device.address)
+    gpu = look_at(device.uid)
     reasons = gpu.clock_state().throttle_reasons
     seen = gpu.activity()
     return GpuActivity(
@@ -130,7 +130,7 @@ def real_machine(with_clocks: bool | None) -> Machine:
             f"Clocks may not be changed here: {chosen.why}",
             remedy=" ".join([*chosen.remedies, without]),
         )
-    devices = visible_gpus().devices
+    devices = visible_gpus()
     if len(devices) < 2:
         raise EnvPipeError(
             "A pipeline needs two GPUs or more; CUDA shows fewer to this process",
@@ -161,7 +161,7 @@ def real_machine(with_clocks: bool | None) -> Machine:
 
 def _processes(uid: str) -> tuple[int, ...]:
     try:
-        return open_reader(GpuAddress("none", uid)).activity().processes
+        return look_at(uid).activity().processes
     except GpuError:
         return ()
 

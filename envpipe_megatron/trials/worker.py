@@ -28,6 +28,7 @@ from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.formats.energy import Phase
 from envpipe_megatron.formats.steps import IntervalEnergy
 from envpipe_megatron.gpu.base import Gpu, ReadOnlyGpu
+from envpipe_megatron.gpu.devices import look_at
 from envpipe_megatron.gpu.emulated.emulated_gpu import EmulatedGpu
 from envpipe_megatron.integrations.device import FORWARD_VARIABLE, open_device, use_cpu
 from envpipe_megatron.integrations.megatron.core import ForwardBackward
@@ -296,7 +297,9 @@ class Rank:
         return self._settings.output / "plans" / f"{arm.name}.json"
 
     def _temperature_c(self) -> int | None:
-        return None if self._emulated else self._device.gpu.activity().temperature_c
+        if self._emulated:
+            return None
+        return look_at(self._device.gpu.address.uid).activity().temperature_c
 
 
 def _whole_plan(plan: Plan) -> Plan:

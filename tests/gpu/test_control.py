@@ -8,9 +8,14 @@ import pytest
 from envpipe_megatron.gpu.backends import nvml
 from envpipe_megatron.gpu.backends.command import CommandGpu
 from envpipe_megatron.gpu.backends.nvml import NvmlGpu
-from envpipe_megatron.gpu.backends.nvml_library import NvmlNotSupportedError
 from envpipe_megatron.gpu.backends.zeusd import ZeusdGpu
-from envpipe_megatron.gpu.base import DryRunGpu, GpuError, GpuPermissionError, ReadOnlyGpu
+from envpipe_megatron.gpu.base import (
+    DryRunGpu,
+    GpuError,
+    GpuNotSupportedError,
+    GpuPermissionError,
+    ReadOnlyGpu,
+)
 from envpipe_megatron.gpu.control import (
     CHOICES,
     ChosenControl,
@@ -157,7 +162,7 @@ def test_a_gpu_that_cannot_be_read_does_not_forbid_the_others(machine, monkeypat
 
     def obstacle(gpu):
         if gpu.address.uid in unreadable:
-            raise NvmlNotSupportedError("lists no SM clocks", remedy="Use another")
+            raise GpuNotSupportedError("lists no SM clocks", remedy="Use another")
 
     monkeypatch.setattr(NvmlGpu, "obstacle", obstacle)
     found = machine.look()

@@ -15,7 +15,7 @@ import json, os, time
 from pathlib import Path
 
 from envpipe_megatron.gpu.base import (
-    Activity, EnergyReading, GpuAddress, GpuError, GpuNotFoundError, NoDriverError
+    GpuAddress, GpuError, NoDriverError
 )
 from envpipe_megatron.gpu.energy_counter import EnergyCounter
 from envpipe_megatron.gpu.registry import Device, Driver, VendorGpu
@@ -38,7 +38,7 @@ class AcmeGpu(VendorGpu):
 
     def __init__(self, uid):
         if uid not in driver()["cards"]:
-            raise GpuNotFoundError("Acme has no such card", value=uid)
+            raise GpuError("Acme has no such card", value=uid)
         self.address = GpuAddress("acme", uid)
         self._counter = EnergyCounter(lambda: time.monotonic() // 0.1 * 10.0, uid)
 
@@ -229,8 +229,8 @@ def test_what_it_refuses_is_said_and_nothing_is_changed(acme):
     acme.says(sealed=["acme.b"])
     doctor, reset = acme.commands("doctor", "clocks reset")
     assert "GPU 1: The card is sealed" in doctor[1]
-    assert (reset[0], acme.told()) == (1, ["acme.a reset"])
-    assert "GPU 1 (acme.b): not reset: The card is sealed" in reset[1]
+    assert (reset[0], acme.told()) == (0, ["acme.a reset"])
+    assert "GPU 1 (acme.b): left alone: The card is sealed" in reset[1]
 
 
 def test_a_session_sets_its_clocks_and_gives_them_back(acme, tmp_path):

@@ -22,7 +22,7 @@ from envpipe_megatron.cli import main
 from envpipe_megatron.core.plan import read_plan
 from envpipe_megatron.core.profile import read_profile
 from envpipe_megatron.gpu.backends import nvml
-from envpipe_megatron.gpu.backends.nvml_library import NvmlError
+from envpipe_megatron.gpu.base import GpuError
 from envpipe_megatron.report.run_folder import read_run_folder
 from envpipe_megatron.trials import machine as trial_machine
 from envpipe_megatron.trials import run as trial_run
@@ -355,7 +355,7 @@ def test_an_interrupted_proof_keeps_what_was_told(tmp_path, monkeypatch):
 
 def test_a_gpu_that_does_not_tell_its_processes_costs_no_turn(node, monkeypatch):
     def fails(*_):
-        raise NvmlError("The GPU is lost")
+        raise GpuError("The GPU is lost")
 
     machine = real_machine(False)
     monkeypatch.setattr(nvml, "call_gpu", fails)

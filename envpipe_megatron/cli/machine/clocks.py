@@ -31,7 +31,7 @@ from envpipe_megatron.gpu.control import choose_control, open_controlled
 from envpipe_megatron.gpu.devices import (
     VISIBLE_VARIABLE,
     list_gpus,
-    open_reader,
+    look_at,
     unreadable_gpus,
     visible_gpus,
 )
@@ -233,7 +233,7 @@ def show(wanted: tuple[str, ...], all_clocks: bool) -> None:
 
 
 def _table(listed: Device, all_clocks: bool) -> Table:
-    gpu = open_reader(listed.address)
+    gpu = look_at(listed.uid)
     supported = gpu.supported_frequencies_mhz
     state = gpu.clock_state()
     profiled = sweep_range(supported, override_for(gpu.name))
@@ -257,7 +257,7 @@ def _visible(gpus: Sequence[Device]) -> Sequence[Device]:
     emulated = all(gpu.backend == EmulatedGpu.backend for gpu in gpus)
     if VISIBLE_VARIABLE not in os.environ or emulated:
         return gpus
-    visible = {device.uid for device in visible_gpus().devices}
+    visible = {device.uid for device in visible_gpus()}
     return [gpu for gpu in gpus if gpu.uid in visible]
 
 
@@ -276,7 +276,7 @@ def _clock_text(state: ClockState) -> str:
 def _can_be_locked(listed: Device) -> bool:
     """Say so of a GPU whose clock nobody can lock: there is nothing to give back."""
     try:
-        obstacle = open_reader(listed.address).obstacle()
+        obstacle = look_at(listed.uid).obstacle()
     except GpuError:
         return True  # resetting it says what is wrong
     if obstacle:

@@ -17,16 +17,15 @@ from envpipe_megatron.formats.timeline import IDLE
 from envpipe_megatron.gpu.base import FORBID_VARIABLE, Gpu, GpuError, clock_control_forbidden
 from envpipe_megatron.gpu.control import PROFILES_REMEDY, check_controls, first_allowed
 from envpipe_megatron.gpu.devices import (
-    ORDER_VARIABLE,
     VISIBLE_VARIABLE,
     list_gpus,
-    open_reader,
+    look_at,
     unreadable_gpus,
     vendors_here,
     visible_gpus,
 )
 from envpipe_megatron.gpu.guard.lease import list_leases
-from envpipe_megatron.gpu.registry import hardware_backends
+from envpipe_megatron.gpu.registry import VendorGpu, hardware_backends
 from envpipe_megatron.gpu.site import DEFAULT_SITE_PATH, SITE_VARIABLE, SiteConfig, read_site
 
 
@@ -113,9 +112,9 @@ def _gpus() -> Answer:
     return bool(counted), evidence or "none is listed", remedy
 
 
-def _every_gpu() -> dict[int, Gpu]:
+def _every_gpu() -> dict[int, VendorGpu]:
     """All GPUs by index; GpuError if there is none, or one cannot be read."""
-    gpus = {device.index: open_reader(device.address) for device in list_gpus()}
+    gpus = {device.index: look_at(device.uid) for device in list_gpus()}
     if not gpus:
         raise GpuError("There is no GPU to look at", remedy="See the line on GPUs")
     return gpus
@@ -272,7 +271,6 @@ def environment_checks() -> list[Check]:
         "environment",
         {
             VISIBLE_VARIABLE: _visible,
-            ORDER_VARIABLE: _order,
             QUEUES_VARIABLE: _connections,
         },
     )
@@ -281,7 +279,7 @@ def environment_checks() -> list[Check]:
 def _visible() -> Answer:
     value = os.environ.get(VISIBLE_VARIABLE)
     shown = "not set" if value is None else repr(value)
-    devices = visible_gpus().devices
+    devices = visible_gpus()
     named = 0 if value is None else len([entry for entry in value.split(",") if entry.strip()])
     seen = ", ".join(f"{i}: {device.uid}" for i, device in enumerate(devices)) or "no GPU"
     ok = bool(devices) and len(devices) >= named
@@ -290,13 +288,6 @@ def _visible() -> Answer:
         f"{shown}; CUDA numbers {seen}",
         "An entry that names no GPU hides itself and all after it: correct or unset it",
     )
-
-
-def _order() -> Answer:
-    value = os.environ.get(ORDER_VARIABLE)
-    assumption = visible_gpus().assumption
-    evidence = f"{value or 'not set'}; {assumption or 'no number needs to be guessed'}"
-    return True, evidence, ""
 
 
 def _connections() -> Answer:

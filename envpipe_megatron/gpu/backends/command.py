@@ -18,8 +18,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Self
 
-from envpipe_megatron.gpu.base import SAFE_UID, Gpu, GpuError, ReadThroughGpu
-from envpipe_megatron.gpu.registry import Device
+from envpipe_megatron.gpu.base import SAFE_UID, GpuError, ReadThroughGpu
+from envpipe_megatron.gpu.registry import Device, VendorGpu
 from envpipe_megatron.gpu.site import PLACEHOLDER, SiteConfig
 
 _ENVIRONMENT = {"PATH": "/usr/sbin:/usr/bin:/sbin:/bin", "LANG": "C.UTF-8"}
@@ -38,7 +38,7 @@ class CommandGpu(ReadThroughGpu):
 
     backend = "command"
 
-    def __init__(self, reader: Gpu, site: SiteConfig) -> None:
+    def __init__(self, reader: VendorGpu, site: SiteConfig) -> None:
         super().__init__(reader)
         if not site.lock_command:
             raise GpuError(
@@ -48,12 +48,12 @@ class CommandGpu(ReadThroughGpu):
             )
         if not SAFE_UID.fullmatch(reader.address.uid):
             raise GpuError("Not the UUID of a whole GPU", value=reader.address.uid)
-        self._site = site
+        self._site, self._listed = site, reader
         # The limit and the time for stopping: how long a command of a killed caller may run.
         self.late_request_s = site.command_time_limit_s + 2 * _STOP_S
 
     @classmethod
-    def through(cls, reader: Gpu, site: SiteConfig) -> Self:
+    def through(cls, reader: VendorGpu, site: SiteConfig) -> Self:
         """Return a GPU under the site's commands."""
         return cls(reader, site)
 
@@ -83,7 +83,7 @@ class CommandGpu(ReadThroughGpu):
     def _run(self, command: Sequence[str], more: Mapping[str, str]) -> None:
         values = {"uuid": self.address.uid, **more}
         if any("{index}" in part for part in command):
-            values["index"] = str(int(self.device().index))
+            values["index"] = str(int(self._listed.device().index))
         # In one pass, so that nothing that was put in is read as a placeholder again.
         argv = [PLACEHOLDER.sub(lambda match: values[match[1]], part) for part in command]
         what, path = f"The site's command for {self.name}", self._site.path

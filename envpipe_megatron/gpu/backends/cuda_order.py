@@ -8,49 +8,43 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 
-from envpipe_megatron.gpu.backends.nvml_library import UID_START, MigModeError
-from envpipe_megatron.gpu.base import GpuError
+from envpipe_megatron.gpu.backends.nvml_library import UID_START
+from envpipe_megatron.gpu.base import GpuError, GpuNotSupportedError
 from envpipe_megatron.gpu.devices import ORDER_VARIABLE, VISIBLE_VARIABLE
-from envpipe_megatron.gpu.registry import Device, VisibleGpus, pci_address
+from envpipe_megatron.gpu.registry import Device, pci_address
 
 
-def visible_among(devices: Sequence[Device], variables: Mapping[str, str]) -> VisibleGpus:
-    """Return the GPUs that CUDA would show to a process with these variables.
+def visible_among(devices: Sequence[Device], variables: Mapping[str, str]) -> tuple[Device, ...]:
+    """Return the GPUs that CUDA would show to a process with these variables, in its order.
 
     As in CUDA, an entry that names no GPU (`-1`, too high a number, an unknown UUID) hides itself
-    and all after it. Raises GpuError if the GPUs are unlike and numbered by speed, or one is
-    named twice, MigModeError for a MIG instance.
+    and all after it. Like GPUs that CUDA numbers by their speed are taken to be numbered by PCI bus
+    id. Raises GpuError if unlike ones are numbered so, one is named twice, or an instance of MIG
+    is.
     """
     visible = variables.get(VISIBLE_VARIABLE)
     in_pci_order = sorted(devices, key=lambda device: pci_address(device.pci_bus_id))
     chosen: Sequence[Device] = in_pci_order
-    by_number = len(in_pci_order) > 1
+    by_number = True
     if visible is not None:
         entries = [entry.strip() for entry in visible.split(",")]
-        by_number = by_number and any(re.fullmatch("[0-9]+", entry) for entry in entries)
+        by_number = any(re.fullmatch("[0-9]+", entry) for entry in entries)
         chosen = _chosen(entries, in_pci_order)
-    assumption = ""
-    if by_number and chosen and variables.get(ORDER_VARIABLE) != "PCI_BUS_ID":
-        names = sorted({device.name for device in in_pci_order})
-        if len(names) > 1:
-            raise GpuError(
-                "CUDA numbers unlike GPUs by their speed, which only CUDA can tell",
-                value=names,
-                remedy=f"Set {ORDER_VARIABLE}=PCI_BUS_ID, or name GPUs in {VISIBLE_VARIABLE} "
-                "by UUID",
-            )
-        assumption = (
-            f"{ORDER_VARIABLE} is not PCI_BUS_ID: as all GPUs are {names[0]}, CUDA is taken to "
-            "number them by PCI bus id"
+    names = sorted({device.name for device in in_pci_order})
+    if by_number and chosen and len(names) > 1 and variables.get(ORDER_VARIABLE) != "PCI_BUS_ID":
+        raise GpuError(
+            "CUDA numbers unlike GPUs by their speed, which only CUDA can tell",
+            value=names,
+            remedy=f"Set {ORDER_VARIABLE}=PCI_BUS_ID, or name GPUs in {VISIBLE_VARIABLE} by UUID",
         )
-    return VisibleGpus(tuple(chosen), assumption)
+    return tuple(chosen)
 
 
 def _chosen(entries: Sequence[str], in_pci_order: Sequence[Device]) -> list[Device]:
     chosen: list[Device] = []
     for entry in entries:
         if entry.startswith("MIG-"):
-            raise MigModeError(
+            raise GpuNotSupportedError(
                 "CUDA shows a MIG instance, whose clock and meter are its whole GPU's",
                 value=entry,
                 remedy="Train on whole GPUs, with MIG off, or without clock control",

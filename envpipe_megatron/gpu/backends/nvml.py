@@ -21,26 +21,22 @@ from envpipe_megatron.formats.timeline import IDLE
 from envpipe_megatron.gpu.backends.cuda_order import visible_among
 from envpipe_megatron.gpu.backends.nvml_library import (
     UID_START,
-    MigModeError,
-    NvmlError,
-    NvmlNotSupportedError,
-    NvmlPermissionError,
-    VirtualGpuError,
     WorkloadProfiles,
     call_gpu,
     call_library,
 )
 from envpipe_megatron.gpu.base import (
-    Activity,
     ClockState,
     EnergyReading,
     GpuAddress,
     GpuError,
+    GpuNotSupportedError,
+    GpuPermissionError,
     PowerState,
 )
 from envpipe_megatron.gpu.emulated.presets import override_for
 from envpipe_megatron.gpu.energy_counter import EnergyCounter
-from envpipe_megatron.gpu.registry import Device, Driver, VendorGpu, VisibleGpus
+from envpipe_megatron.gpu.registry import Activity, Device, Driver, VendorGpu
 from envpipe_megatron.gpu.site import SiteConfig, in_user_namespace
 
 _LOG = logging.getLogger(__name__)
@@ -70,7 +66,7 @@ class NvmlGpu(VendorGpu):
     It is named by its UUID (`GPU-...`), never by an index: torch's, CUDA's and NVML's differ. A
     reset leaves `reset_range_mhz`, None for the driver's default. A call is over when the driver
     has taken it, also for a process that is killed in it: nothing takes effect late. Raises
-    GpuNotFoundError if NVML sees no such GPU, NvmlError if it cannot be read. Where the driver
+    GpuError if NVML sees no such GPU, GpuError if it cannot be read. Where the driver
     lists no clocks (WSL, boards with one memory for CPU and GPU), `supported_frequencies_mhz` has
     the highest or the present one, and none is to be locked: see `obstacle`.
     """
@@ -80,11 +76,11 @@ class NvmlGpu(VendorGpu):
     def __init__(self, uid: str, *, reset_range_mhz: tuple[int, int] | None = None) -> None:
         self.address = GpuAddress(self.backend, uid)
         self.name = self._call("read the name", pynvml.nvmlDeviceGetName)
-        self._unlisted: NvmlError | None = None
+        self._unlisted: GpuError | None = None
         try:
             self.supported_frequencies_mhz = self._read_supported()
-        except NvmlNotSupportedError as error:
-            self._unlisted = NvmlNotSupportedError(
+        except GpuNotSupportedError as error:
+            self._unlisted = GpuNotSupportedError(
                 f"{self.name} lists no SM clocks to choose from: {error.what}",
                 value=uid,
                 remedy="Its clocks cannot be locked; train without clock control",
@@ -112,7 +108,7 @@ class NvmlGpu(VendorGpu):
     def list_gpus(cls) -> tuple[Device, ...]:
         """Return the GPUs that NVML sees, in its order; what cannot be identified is left out.
 
-        Raises NvmlError if NVML is not there or does not work.
+        Raises GpuError if NVML is not there or does not work.
         """
         return tuple(found for found in _identify_all() if isinstance(found, Device))
 
@@ -122,8 +118,8 @@ class NvmlGpu(VendorGpu):
 
         NVML counts GPUs that this process may not use, too.
         """
-        errors = (found for found in _identify_all() if isinstance(found, NvmlError))
-        return tuple(error for error in errors if not isinstance(error, NvmlPermissionError))
+        errors = (found for found in _identify_all() if isinstance(found, GpuError))
+        return tuple(error for error in errors if not isinstance(error, GpuPermissionError))
 
     @classmethod
     def driver(cls) -> Driver:
@@ -133,7 +129,7 @@ class NvmlGpu(VendorGpu):
         return Driver(version, (cuda // 1000, cuda % 1000 // 10))
 
     @classmethod
-    def visible(cls) -> VisibleGpus:
+    def visible(cls) -> tuple[Device, ...]:
         """Return the GPUs that CUDA would show, as `cuda_order.visible_among` does."""
         return visible_among(cls.list_gpus(), os.environ)
 
@@ -182,7 +178,7 @@ class NvmlGpu(VendorGpu):
         """As `_call`; None where GPU or driver do not have it."""
         try:
             return self._call(action, function, *arguments)
-        except NvmlNotSupportedError:
+        except GpuNotSupportedError:
             return None
 
     def _read_supported(self) -> tuple[int, ...]:
@@ -196,7 +192,7 @@ class NvmlGpu(VendorGpu):
             "read the SM clocks", pynvml.nvmlDeviceGetSupportedGraphicsClocks, chosen_mhz
         )
         if not clocks:
-            raise NvmlNotSupportedError("the list is empty")
+            raise GpuNotSupportedError("the list is empty")
         return tuple(sorted(set(clocks), reverse=True))
 
     def _lock(self, frequency_mhz: int) -> None:
@@ -221,10 +217,10 @@ class NvmlGpu(VendorGpu):
         uid = self.address.uid
         try:
             mig, _ = self._call("read the MIG mode", pynvml.nvmlDeviceGetMigMode)
-        except NvmlError:  # most GPUs do not have MIG
+        except GpuError:  # most GPUs do not have MIG
             mig = pynvml.NVML_DEVICE_MIG_DISABLE
         if mig == pynvml.NVML_DEVICE_MIG_ENABLE:
-            return MigModeError(
+            return GpuNotSupportedError(
                 "Cannot lock the clock of a GPU in MIG mode",
                 value=uid,
                 remedy="Its instances share one clock and one meter: train on whole GPUs, with MIG "
@@ -232,11 +228,11 @@ class NvmlGpu(VendorGpu):
             )
         try:
             mode = self._call("read the mode", pynvml.nvmlDeviceGetVirtualizationMode)
-        except NvmlError:
+        except GpuError:
             return self._unlisted
         if mode != _VIRTUAL_GPU:
             return self._unlisted
-        return VirtualGpuError(
+        return GpuNotSupportedError(
             "Cannot lock the clock of a virtual GPU, which belongs to its host",
             value=uid,
             remedy="Train without clock control, or on a GPU that is passed through whole",
@@ -275,7 +271,7 @@ class NvmlGpu(VendorGpu):
         def seen(function: Callable[..., Any], *arguments: object) -> Any:
             try:
                 return self._call("see what goes on", function, *arguments)
-            except NvmlError:
+            except GpuError:
                 return None
 
         processes = seen(pynvml.nvmlDeviceGetComputeRunningProcesses) or ()
@@ -294,7 +290,7 @@ class NvmlGpu(VendorGpu):
     def _throttle_reasons(self) -> tuple[str, ...]:
         try:
             bits = self._call("read the throttle reasons", self._reasons)
-        except NvmlNotSupportedError:
+        except GpuNotSupportedError:
             if self._reasons is pynvml.nvmlDeviceGetCurrentClocksThrottleReasons:
                 return ()
             # Drivers before 535 know the call by its old name alone.
@@ -338,12 +334,12 @@ class NvmlGpu(VendorGpu):
         return time.monotonic()
 
 
-def _identify_all() -> Iterator[Device | NvmlError]:
+def _identify_all() -> Iterator[Device | GpuError]:
     """What NVML says of each GPU that it counts."""
     for index in range(call_library("count the GPUs", pynvml.nvmlDeviceGetCount)):
         try:
             yield call_library(f"identify GPU {index}", _identify_index, index)
-        except NvmlError as error:
+        except GpuError as error:
             _LOG.debug("GPU %d is left out: %s", index, error)
             yield error
 

@@ -1,7 +1,7 @@
 """NVML in this process: initialised once, again after a fork or a shutdown by other code.
 
 `call_library` calls a function of pynvml, `call_gpu` one that takes a GPU; both from any thread.
-ctypes releases Python's interpreter lock while NVML works. NVML's error codes come as named errors,
+ctypes releases Python's interpreter lock while NVML works. NVML's error codes come as GpuErrors,
 each with what to do about it.
 """
 
@@ -17,7 +17,7 @@ import pynvml
 
 from envpipe_megatron.gpu.base import (
     GpuError,
-    GpuNotFoundError,
+    GpuNotSupportedError,
     GpuPermissionError,
     NoDriverError,
 )
@@ -26,116 +26,84 @@ UID_START = "GPU-"
 """With which the UUID of every whole GPU begins."""
 
 
-class NvmlError(GpuError):
-    """NVML could not do what was asked."""
-
-
-class NvmlPermissionError(NvmlError, GpuPermissionError):
-    """This process may not change the GPU's clock."""
-
-
-class NvmlNotSupportedError(NvmlError):
-    """The GPU or its driver does not offer this."""
-
-
-class MigModeError(NvmlNotSupportedError):
-    """The GPU is divided by MIG: instances share one clock, power sensor and energy counter."""
-
-
-class VirtualGpuError(NvmlNotSupportedError):
-    """The GPU is a share that a hypervisor gives out (vGPU); its clocks are the host's."""
-
-
-class GpuLostError(NvmlError):
-    """The GPU fell off the bus, or must be reset before it can be used again."""
-
-
-class NvmlNotFoundError(NvmlError, GpuNotFoundError):
-    """NVML sees no such GPU."""
-
-
-class NoNvmlError(NvmlError, NoDriverError):
-    """This machine has no NVIDIA driver, or no NVML library."""
-
-
 _NEEDS_NO_ROOT = (
     "Training needs no root: let an administrator run zeusd or grant a command in the site "
     "configuration"
 )
 
-_NAMED: dict[int, tuple[type[NvmlError], str, str]] = {
+_NAMED: dict[int, tuple[type[GpuError], str, str]] = {
     pynvml.NVML_ERROR_NO_PERMISSION: (
-        NvmlPermissionError,
+        GpuPermissionError,
         "the driver refuses it to this process",
         f"The driver asks for root or CAP_SYS_ADMIN. {_NEEDS_NO_ROOT}",
     ),
     pynvml.NVML_ERROR_NOT_SUPPORTED: (
-        NvmlNotSupportedError,
+        GpuNotSupportedError,
         "GPU or driver do not support it",
         "Locked clocks and energy counters need a data-center or workstation GPU since Volta; "
         "check with nvidia-smi -q",
     ),
     pynvml.NVML_ERROR_FUNCTION_NOT_FOUND: (
-        NvmlNotSupportedError,
+        GpuNotSupportedError,
         "the installed driver is too old to know this call",
         "Update the NVIDIA driver",
     ),
     pynvml.NVML_ERROR_ARGUMENT_VERSION_MISMATCH: (
-        NvmlNotSupportedError,
+        GpuNotSupportedError,
         "the installed driver knows this call in another version",
         "Update the NVIDIA driver, or nvidia-ml-py",
     ),
     pynvml.NVML_ERROR_GPU_IS_LOST: (
-        GpuLostError,
+        GpuError,
         "the GPU is lost: it fell off the bus",
         "Look for an Xid in the kernel log; the node needs a GPU reset or a reboot",
     ),
     pynvml.NVML_ERROR_RESET_REQUIRED: (
-        GpuLostError,
+        GpuError,
         "the GPU needs a reset before it can be used again",
         "Have an administrator reset the GPU or reboot the node",
     ),
     pynvml.NVML_ERROR_NOT_FOUND: (
-        NvmlNotFoundError,
+        GpuError,
         "there is no such GPU",
         "List the GPUs of this node with nvidia-smi -L",
     ),
     pynvml.NVML_ERROR_LIB_RM_VERSION_MISMATCH: (
-        NvmlError,
+        GpuError,
         "the kernel's driver and the library libnvidia-ml.so.1 are of different versions",
         "The driver was updated while it ran: reboot, or reload its kernel modules; in a container "
         "use the host's library",
     ),
     pynvml.NVML_ERROR_DRIVER_NOT_LOADED: (
-        NoNvmlError,
+        NoDriverError,
         "no NVIDIA driver is loaded",
         "Load the driver, or give the container GPUs (docker run --gpus all)",
     ),
     pynvml.NVML_ERROR_LIBRARY_NOT_FOUND: (
-        NoNvmlError,
+        NoDriverError,
         "there is no libnvidia-ml.so.1",
         "Install the NVIDIA driver, or give the container GPUs with the 'utility' capability",
     ),
     pynvml.NVML_ERROR_IN_USE: (
-        NvmlError,
+        GpuError,
         "another client of the driver has the GPU in use",
         "Look for what else manages GPUs here (DCGM, fabric manager, a reset that is under way), "
         "and try again",
     ),
     pynvml.NVML_ERROR_TIMEOUT: (
-        NvmlError,
+        GpuError,
         "the driver gave up waiting for the GPU",
         "Try again; if it stays, look for an Xid in the kernel log",
     ),
 }
 
 
-def _named_error(error: pynvml.NVMLError, action: str) -> NvmlError:
-    """Return NVML's error as one of this module's; `action` follows 'Cannot' in its message."""
+def _named_error(error: pynvml.NVMLError, action: str) -> GpuError:
+    """Return NVML's error as one of ours; `action` follows 'Cannot' in its message."""
     kind, cause, remedy = _NAMED.get(
         error.value,
         (
-            NvmlError,
+            GpuError,
             f"NVML says '{error}'",
             "Check the GPU with nvidia-smi and look for an Xid in the kernel log",
         ),
@@ -176,7 +144,7 @@ os.register_at_fork(after_in_child=_LIBRARY.start_anew)
 def call_library(action: str, function: Callable[..., Any], *arguments: object) -> Any:
     """Call a function of pynvml that takes no GPU; `action` follows 'Cannot' in an error.
 
-    Raises NvmlError if it failed, or NVML cannot be initialised.
+    Raises GpuError if it failed, or NVML cannot be initialised.
     """
     return _call(action, lambda handles: function(*arguments))
 
@@ -185,7 +153,7 @@ def call_gpu(uid: str, action: str, function: Callable[..., Any], *arguments: ob
     """Call a function of pynvml whose first argument is a GPU; `action` as in `call_library`.
 
     The uid is its UUID (`GPU-...`), never an index: NVML's and CUDA's differ. Raises
-    NvmlNotFoundError if NVML sees no such GPU, NvmlError as `call_library` does.
+    GpuError if NVML sees no such GPU, GpuError as `call_library` does.
     """
 
     def work(handles: dict[str, Any]) -> Any:
@@ -213,7 +181,7 @@ def _find(uid: str) -> Any:
     try:
         return pynvml.nvmlDeviceGetHandleByUUID(uid)
     except (pynvml.NVMLError_NotFound, pynvml.NVMLError_InvalidArgument) as error:
-        raise NvmlNotFoundError(
+        raise GpuError(
             "NVML sees no GPU with this UUID",
             value=uid,
             remedy="List those of this node with nvidia-smi -L; a container may hide GPUs",
@@ -250,7 +218,7 @@ class WorkloadProfiles:
         )
 
     def read(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """Return the requested and the enforced ones; NvmlError if what is offered fails."""
+        """Return the requested and the enforced ones; GpuError if what is offered fails."""
         if not self._offered:
             return (), ()
         current = pynvml.c_nvmlWorkloadPowerProfileCurrentProfiles_v1_t()
@@ -260,7 +228,7 @@ class WorkloadProfiles:
                 pynvml.nvmlDeviceWorkloadPowerProfileGetCurrentProfiles,
                 ctypes.byref(current),  # nvidia-ml-py hands on what it is given
             )
-        except (NvmlNotSupportedError, NvmlPermissionError):
+        except (GpuNotSupportedError, GpuPermissionError):
             self._offered = False
             return (), ()
         return _names(current.requestedProfilesMask), _names(current.enforcedProfilesMask)

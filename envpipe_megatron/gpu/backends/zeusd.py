@@ -25,7 +25,7 @@ from typing import Any, Self, TypeVar
 from urllib.parse import urlencode
 
 from envpipe_megatron.gpu.base import Gpu, GpuError, GpuPermissionError, ReadThroughGpu
-from envpipe_megatron.gpu.registry import Device, pci_address
+from envpipe_megatron.gpu.registry import Device, VendorGpu, pci_address
 from envpipe_megatron.gpu.site import SiteConfig
 
 _DEFAULT_SOCKET = Path("/run/zeusd/zeusd.sock")
@@ -264,7 +264,7 @@ class ZeusdGpu(ReadThroughGpu):
         self._reset_range_mhz = reset_range_mhz
 
     @classmethod
-    def through(cls, reader: Gpu, site: SiteConfig) -> Self:
+    def through(cls, reader: VendorGpu, site: SiteConfig) -> Self:
         """Return a GPU under the daemon that variables or the site name."""
         daemon = Zeusd(zeusd_socket(site))
         return cls(reader, reader.device().pci_bus_id, daemon, site.reset_range_mhz)

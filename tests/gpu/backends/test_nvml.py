@@ -10,11 +10,7 @@ from fake_nvml.models import MODELS
 
 from envpipe_megatron.gpu.backends import nvml_library
 from envpipe_megatron.gpu.backends.nvml import NvmlGpu
-from envpipe_megatron.gpu.backends.nvml_library import NvmlNotSupportedError
-from envpipe_megatron.gpu.base import (
-    ClockState,
-    GpuAddress,
-)
+from envpipe_megatron.gpu.base import ClockState, GpuAddress, GpuNotSupportedError
 from envpipe_megatron.gpu.control import ChosenControl
 from envpipe_megatron.gpu.devices import open_gpu
 from envpipe_megatron.gpu.guard.resetting import that_can_be_undone
@@ -97,7 +93,7 @@ def test_a_gpu_without_a_list_of_clocks_is_read_and_never_locked(node, monkeypat
     assert gpu.power_w > 0
     assert gpu.clock_state() == ClockState(None, gpu.observed_frequency_mhz)
     for backend in ("nvml", "dry_run"):
-        with pytest.raises(NvmlNotSupportedError, match=f"lists no SM clocks.*{uid}"):
+        with pytest.raises(GpuNotSupportedError, match=f"lists no SM clocks.*{uid}"):
             open_gpu(GpuAddress(backend, uid))
         chosen = ChosenControl("auto", backend, "so")
         assert "lists no SM clocks" in that_can_be_undone(chosen, uid, SiteConfig()).warning
