@@ -99,25 +99,15 @@ class PowerState:
         limit_w, default_w = self.power_limit_w, self.default_power_limit_w
         return limit_w is not None and default_w is not None and limit_w < default_w
 
-    @property
-    def profiles_text(self) -> str:
-        """For people, such as `max-Q enforced`."""
-        text = f"{', '.join(self.enforced_profiles) or 'no power profile'} enforced"
-        if self.requested_profiles == self.enforced_profiles:
-            return text
-        return f"{text}, {', '.join(self.requested_profiles) or 'none'} requested"
-
-    @property
-    def limit_text(self) -> str:
-        """For people, such as `power limit 500 W (700 W by default)`."""
-        if self.power_limit_w is None:
-            return "power limit not known"
-        default = f" ({self.default_power_limit_w:g} W by default)" if self.is_capped else ""
-        return f"power limit {self.power_limit_w:g} W{default}"
-
     def __str__(self) -> str:
-        """Return both texts."""
-        return f"{self.profiles_text}, {self.limit_text}"
+        """Return, for people, such as `max-Q enforced, power limit 500 W (700 W by default)`."""
+        text = f"{', '.join(self.enforced_profiles) or 'no power profile'} enforced"
+        if self.requested_profiles != self.enforced_profiles:
+            text += f", {', '.join(self.requested_profiles) or 'none'} requested"
+        if self.power_limit_w is None:
+            return f"{text}, power limit not known"
+        default = f" ({self.default_power_limit_w:g} W by default)" if self.is_capped else ""
+        return f"{text}, power limit {self.power_limit_w:g} W{default}"
 
 
 @dataclass(frozen=True, slots=True)

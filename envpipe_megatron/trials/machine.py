@@ -12,7 +12,7 @@ from envpipe_megatron.gpu.base import GpuError
 from envpipe_megatron.gpu.control import choose_control
 from envpipe_megatron.gpu.devices import look_at, vendors_here, visible_gpus
 from envpipe_megatron.gpu.emulated.presets import load_preset
-from envpipe_megatron.gpu.registry import Device
+from envpipe_megatron.gpu.registry import Activity, Device
 from envpipe_megatron.gpu.site import read_site
 from envpipe_megatron.integrations.versions import version_of
 from envpipe_megatron.trials.settings import Settings
@@ -29,18 +29,16 @@ class GpuActivity:
     index: int
     uid: str
     name: str
-    processes: tuple[int, ...]
-    busy_percent: int | None
-    temperature_c: int | None
+    seen: Activity
     throttle_reasons: tuple[str, ...]
 
     def unrest(self) -> list[str]:
         """Say what speaks against measuring on it; nothing if it is quiet."""
         found, name = [], f"GPU {self.index}"
-        if self.processes:
-            found.append(f"{name} is used by process {', '.join(map(str, self.processes))}")
-        if self.busy_percent is not None and self.busy_percent > _MOST_BUSY_PERCENT:
-            found.append(f"{name} is {self.busy_percent} % busy")
+        if self.seen.processes:
+            found.append(f"{name} is used by process {', '.join(map(str, self.seen.processes))}")
+        if (self.seen.busy_percent or 0) > _MOST_BUSY_PERCENT:
+            found.append(f"{name} is {self.seen.busy_percent} % busy")
         if held := [reason for reason in self.throttle_reasons if reason != IDLE]:
             found.append(f"{name} is held back by {', '.join(held)}")
         return found
@@ -50,16 +48,7 @@ def _read_activity(device: Device) -> GpuActivity:
     """Look at a GPU; GpuError if it cannot be read."""
     gpu = look_at(device.uid)
     reasons = gpu.clock_state().throttle_reasons
-    seen = gpu.activity()
-    return GpuActivity(
-        device.index,
-        device.uid,
-        device.name,
-        seen.processes,
-        seen.busy_percent,
-        seen.temperature_c,
-        reasons,
-    )
+    return GpuActivity(device.index, device.uid, device.name, gpu.activity(), reasons)
 
 
 def gpt_for_gpus(output_dir: str, text: str, num_stages: int) -> Settings:

@@ -23,6 +23,7 @@ from envpipe_megatron.core.plan import read_plan
 from envpipe_megatron.core.profile import read_profile
 from envpipe_megatron.gpu.backends import nvml
 from envpipe_megatron.gpu.base import GpuError
+from envpipe_megatron.gpu.registry import Activity
 from envpipe_megatron.report.run_folder import read_run_folder
 from envpipe_megatron.trials import machine as trial_machine
 from envpipe_megatron.trials import run as trial_run
@@ -335,7 +336,7 @@ def test_an_interrupted_proof_keeps_what_was_told(tmp_path, monkeypatch):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(trial_run, "_train", train)
-    quiet = GpuActivity(0, "GPU-0", "A100", (), 0, 40, ())
+    quiet = GpuActivity(0, "GPU-0", "A100", Activity((), 0, 40), ())
     # The rank, and another one that came later.
     monkeypatch.setattr(trial_machine, "_processes", lambda uid: (11, 4711))
     screen = io.StringIO()

@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import os
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from envpipe_megatron.core.channel_model import QUEUES_VARIABLE, hardware_capacity
 from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.formats.timeline import IDLE
-from envpipe_megatron.gpu.base import FORBID_VARIABLE, Gpu, GpuError, clock_control_forbidden
+from envpipe_megatron.gpu.base import FORBID_VARIABLE, GpuError, clock_control_forbidden
 from envpipe_megatron.gpu.control import PROFILES_REMEDY, check_controls, first_allowed
 from envpipe_megatron.gpu.devices import (
     VISIBLE_VARIABLE,
@@ -85,12 +85,30 @@ def gpu_checks() -> list[Check]:
         {
             "driver": _driver,
             "GPUs": _gpus,
-            "no GPU refuses locks": _obstacles,
             "supported clocks": _supported_clocks,
-            "energy counter": _energy_counter,
-            "nothing holds clocks back": _throttling,
-            "no power profiles": _power_profiles,
-            "default power limit": _power_limits,
+            "no GPU refuses locks": _of_each(
+                lambda gpu: str(gpu.obstacle() or ""),
+                "none does",
+                "Jobs train there without clock control",
+            ),
+            "energy counter": _of_each(
+                _counter_error,
+                "on all, and it moves",
+                "Energy counters need a GPU since Volta; savings cannot be measured without",
+            ),
+            "nothing holds clocks back": _of_each(
+                lambda gpu: ", ".join(r for r in gpu.clock_state().throttle_reasons if r != IDLE),
+                "nothing",
+                "Hardware slowdown and power brake mean heat or a power supply at its limit; a "
+                "power cap, the power limit: jobs run, and say where a clock was not reached",
+            ),
+            "default power": _of_each(
+                _power_other_than_default,
+                "no power profile is enforced, and no limit is below the default",
+                "A limit is a fact, and no fault: the highest clocks may not be reached. A profile "
+                "sets clocks too: jobs that set a clock for each unit leave clocks alone there, "
+                f"unless the site allows it. {PROFILES_REMEDY}",
+            ),
         },
     )
 
@@ -100,7 +118,7 @@ def _driver() -> Answer:
     for _, driver in vendors_here():
         runs = f", runs CUDA {driver.cuda[0]}.{driver.cuda[1]}" if driver.cuda else ""
         said.append(f"driver {driver.version}{runs}")
-    return bool(said), "; ".join(said) or "no back end lists GPUs", "Reinstall envpipe-megatron"
+    return True, "; ".join(said), ""
 
 
 def _gpus() -> Answer:
@@ -120,17 +138,6 @@ def _every_gpu() -> dict[int, VendorGpu]:
     return gpus
 
 
-def _obstacles() -> Answer:
-    found = {index: gpu.obstacle() for index, gpu in _every_gpu().items()}
-    evidence = _alike({index: error.what if error else "" for index, error in found.items()})
-    remedies = dict.fromkeys(error.remedy for error in found.values() if error)
-    return not remedies, evidence or f"none of {len(found)}", ". ".join(remedies)
-
-
-def _numbers(indices: Iterable[int]) -> str:
-    return "GPU " + ", ".join(map(str, indices))
-
-
 def _supported_clocks() -> Answer:
     tables = Counter(
         (len(clocks), clocks[-1], clocks[0])
@@ -143,15 +150,23 @@ def _supported_clocks() -> Answer:
     return True, evidence, ""
 
 
-def _energy_counter() -> Answer:
-    gpus = _every_gpu()
-    with ThreadPoolExecutor(len(gpus)) as threads:  # one that does not move takes seconds
-        found = dict(zip(gpus, threads.map(_counter_error, gpus.values()), strict=True))
-    remedy = "Energy counters need a GPU since Volta; savings cannot be measured without"
-    return not any(found.values()), _alike(found) or "on all, and it moves", remedy
+def _of_each(fault: Callable[[VendorGpu], str], fine: str, remedy: str) -> Callable[[], Answer]:
+    """Make a look at every GPU: `fault` says what is wrong with one, `fine` that nothing is."""
+
+    def look() -> Answer:
+        gpus = _every_gpu()
+        indices = defaultdict[str, list[str]](list)
+        with ThreadPoolExecutor(len(gpus)) as threads:  # a counter that stands still takes seconds
+            for index, text in zip(gpus, threads.map(fault, gpus.values()), strict=True):
+                indices[text].append(str(index))
+        indices.pop("", None)
+        said = "; ".join(f"GPU {', '.join(same)}: {text}" for text, same in indices.items())
+        return not said, said or fine, remedy
+
+    return look
 
 
-def _counter_error(gpu: Gpu) -> str:
+def _counter_error(gpu: VendorGpu) -> str:
     try:
         gpu.read_energy()
     except GpuError as error:
@@ -159,46 +174,9 @@ def _counter_error(gpu: Gpu) -> str:
     return ""
 
 
-def _throttling() -> Answer:
-    held = {index: _reasons(gpu) for index, gpu in _every_gpu().items()}
-    remedy = (
-        "Hardware slowdown and power brake mean heat or a power supply at its limit; a power cap, "
-        "the power limit: jobs run, and say where a clock was not reached"
-    )
-    return not any(held.values()), _alike(held) or "nothing", remedy
-
-
-def _reasons(gpu: Gpu) -> str:
-    return ", ".join(reason for reason in gpu.clock_state().throttle_reasons if reason != IDLE)
-
-
-def _power_profiles() -> Answer:
-    states = {index: gpu.power_state() for index, gpu in _every_gpu().items()}
-    evidence = _alike({index: state.profiles_text for index, state in states.items()})
-    remedy = (
-        "A profile sets clocks too: jobs that set a clock for each unit leave clocks alone there, "
-        f"unless the site allows it. {PROFILES_REMEDY}"
-    )
-    return not any(state.enforced_profiles for state in states.values()), evidence, remedy
-
-
-def _power_limits() -> Answer:
-    states = {index: gpu.power_state() for index, gpu in _every_gpu().items()}
-    evidence = _alike({index: state.limit_text for index, state in states.items()})
-    remedy = (
-        "A fact, and no fault: the highest clocks may not be reached. Leave it if meant, else "
-        "have it raised (nvidia-smi -pl); EnvPipe never changes it"
-    )
-    return not any(state.is_capped for state in states.values()), evidence, remedy
-
-
-def _alike(texts: Mapping[int, str]) -> str:
-    """Group GPUs, by index, by what is said of them; of some nothing is."""
-    indices = defaultdict[str, list[int]](list)
-    for index, text in texts.items():
-        if text:
-            indices[text].append(index)
-    return "; ".join(f"{_numbers(same)}: {text}" for text, same in indices.items())
+def _power_other_than_default(gpu: VendorGpu) -> str:
+    state = gpu.power_state()
+    return str(state) if state.enforced_profiles or state.is_capped else ""
 
 
 # --- rights --------------------------------------------------------------------------------------
@@ -252,14 +230,12 @@ def _back_ends(site: SiteConfig) -> list[Check]:
 
 def _leases() -> Answer:
     records = list_leases()
-    live = [record for record in records if record.live]
-    left = [record for record in records if not record.live]
-    held = ", ".join(f"{record.address.uid} by job {record.job}" for record in live)
-    evidence = f"held now: {held}" if held else "none"
-    if left:
-        by = ", ".join(f"{record.address.uid} by job {record.job}" for record in left)
-        evidence = f"left on {by}" + (f"; {evidence}" if held else "")
-    return not left, evidence, "Run `envpipe clocks reset`"
+    said = [
+        f"{'held now' if record.live else 'left'}: {record.address.uid} by job {record.job}"
+        for record in records
+    ]
+    left = any(not record.live for record in records)
+    return not left, "; ".join(said) or "none", "Run `envpipe clocks reset`"
 
 
 # --- environment ---------------------------------------------------------------------------------

@@ -21,9 +21,9 @@ from envpipe_megatron.formats.timeline import IDLE
 from envpipe_megatron.gpu.backends.cuda_order import visible_among
 from envpipe_megatron.gpu.backends.nvml_library import (
     UID_START,
-    WorkloadProfiles,
     call_gpu,
     call_library,
+    read_power_profiles,
 )
 from envpipe_megatron.gpu.base import (
     ClockState,
@@ -91,7 +91,6 @@ class NvmlGpu(VendorGpu):
         self._reset_range_mhz = reset_range_mhz
         self._instant_power: bool | None = None
         self._reasons = pynvml.nvmlDeviceGetCurrentClocksEventReasons
-        self._profiles = WorkloadProfiles(self._call)
         self._counter = EnergyCounter(self._read_counter_j, f"{self.name} ({uid})")
 
     @classmethod
@@ -260,7 +259,7 @@ class NvmlGpu(VendorGpu):
     def power_state(self) -> PowerState:
         """Return power profiles and limits; what this GPU or its driver do not have stays empty."""
         return PowerState(
-            *self._profiles.read(),
+            *read_power_profiles(self.address.uid),
             self._power_limit_w(pynvml.nvmlDeviceGetEnforcedPowerLimit),
             self._power_limit_w(pynvml.nvmlDeviceGetPowerManagementDefaultLimit),
         )

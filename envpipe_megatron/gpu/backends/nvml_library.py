@@ -198,40 +198,24 @@ PROFILES = (
 """NVML's numbers (NVML_POWER_PROFILE_...) in words; one that is not here is shown as its number."""
 
 
-class WorkloadProfiles:
-    """Reads one GPU's workload power profiles by name; where there are none it asks once only.
+def read_power_profiles(uid: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Return a GPU's workload power profiles by name, requested and enforced; () where none are.
 
     Blackwell has them, and Hopper with some drivers. Each is a set of clocks, limits and link
     states that NVIDIA tuned for a kind of work; an operator requests some of them, and the driver
-    arbitrates. EnvPipe changes none. `call` is as `NvmlGpu` calls a function of pynvml.
+    arbitrates. EnvPipe changes none. Raises GpuError if what is offered fails.
     """
-
-    def __init__(self, call: Callable[..., Any]) -> None:
-        self._call = call
-        # nvidia-ml-py has them since 12.570.
-        self._offered = all(
-            hasattr(pynvml, name)
-            for name in (
-                "nvmlDeviceWorkloadPowerProfileGetCurrentProfiles",
-                "c_nvmlWorkloadPowerProfileCurrentProfiles_v1_t",
-            )
-        )
-
-    def read(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """Return the requested and the enforced ones; GpuError if what is offered fails."""
-        if not self._offered:
-            return (), ()
+    try:
+        read = pynvml.nvmlDeviceWorkloadPowerProfileGetCurrentProfiles
         current = pynvml.c_nvmlWorkloadPowerProfileCurrentProfiles_v1_t()
-        try:
-            self._call(
-                "read the power profiles",
-                pynvml.nvmlDeviceWorkloadPowerProfileGetCurrentProfiles,
-                ctypes.byref(current),  # nvidia-ml-py hands on what it is given
-            )
-        except (GpuNotSupportedError, GpuPermissionError):
-            self._offered = False
-            return (), ()
-        return _names(current.requestedProfilesMask), _names(current.enforcedProfilesMask)
+    except AttributeError:  # nvidia-ml-py has them since 12.570
+        return (), ()
+    try:
+        # nvidia-ml-py hands on what it is given.
+        call_gpu(uid, "read the power profiles", read, ctypes.byref(current))
+    except (GpuNotSupportedError, GpuPermissionError):
+        return (), ()
+    return _names(current.requestedProfilesMask), _names(current.enforcedProfilesMask)
 
 
 def _names(mask: Any) -> tuple[str, ...]:

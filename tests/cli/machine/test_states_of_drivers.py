@@ -85,7 +85,7 @@ STATES = {
         {"power_limit_w": 240, "clock_cap_mhz": 1100, "throttle_reasons": POWER_CAP},
         doctor={
             "nothing holds clocks back": "GPU 1: power cap",
-            "default power limit": "GPU 1: power limit 240 W (400 W by default)",
+            "default power": "no power profile enforced, power limit 240 W (400 W by default)",
         },
         told="held below its request in 12 of 12 looks (power cap)",
     ),
