@@ -221,7 +221,9 @@ def _counter_read(apart: bool) -> Iterator[None]:
     if not torch.cuda.is_available():
         yield
         return
-    with contextlib.closing(EnergyMeter(NvmlGpu(torch_uid(0)), apart=apart)):
+    gpu = NvmlGpu(torch_uid(0))
+    gpu.read_apart = apart
+    with contextlib.closing(EnergyMeter(gpu)):
         yield
 
 

@@ -162,11 +162,6 @@ def hardware_backends() -> tuple[str, ...]:
     return (*_HARDWARE, *_added())
 
 
-def is_backend(name: str) -> bool:
-    """Tell whether any process can open a GPU under this back end."""
-    return name in _OWN or name in _added()
-
-
 @cache
 def backend_class(name: str) -> type[Gpu]:
     """Return the class of a back end, which is imported now; a guard should stay small.

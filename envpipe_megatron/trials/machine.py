@@ -11,7 +11,7 @@ from envpipe_megatron.formats.timeline import IDLE
 from envpipe_megatron.gpu.base import GpuError
 from envpipe_megatron.gpu.control import choose_control
 from envpipe_megatron.gpu.devices import look_at, vendors_here, visible_gpus
-from envpipe_megatron.gpu.emulated.presets import load_preset
+from envpipe_megatron.gpu.presets import load_preset
 from envpipe_megatron.gpu.registry import Activity, Device
 from envpipe_megatron.gpu.site import read_site
 from envpipe_megatron.integrations.versions import version_of

@@ -33,6 +33,7 @@ class AcmeGpu(VendorGpu):
     """A card `acme.x`. Its driver writes down what it is asked; its counter says no instants."""
 
     backend = "acme"
+    read_apart = True
     name = "Acme One"
     supported_frequencies_mhz = (900, 800, 700, 600)
 

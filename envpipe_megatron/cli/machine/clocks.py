@@ -36,9 +36,9 @@ from envpipe_megatron.gpu.devices import (
     visible_gpus,
 )
 from envpipe_megatron.gpu.emulated.emulated_gpu import EmulatedGpu
-from envpipe_megatron.gpu.emulated.presets import override_for, sweep_range
 from envpipe_megatron.gpu.emulated.store import ROOT_VARIABLE
 from envpipe_megatron.gpu.guard.resetting import Resetter
+from envpipe_megatron.gpu.presets import override_for, sweep_range
 from envpipe_megatron.gpu.registry import Device
 from envpipe_megatron.gpu.site import read_site
 from envpipe_megatron.runtime.clocks.latency import (
@@ -238,7 +238,8 @@ def _table(listed: Device, all_clocks: bool) -> Table:
     state = gpu.clock_state()
     profiled = sweep_range(supported, override_for(gpu.name))
     table = Table(title=f"GPU {listed.index}: {gpu.name}", title_justify="left", show_header=False)
-    table.add_row("address" if gpu.is_emulated else "UUID", listed.uid)
+    emulated = listed.backend == EmulatedGpu.backend
+    table.add_row("address" if emulated else "UUID", listed.uid)
     table.add_row("SM clocks", _range_text(supported))
     if all_clocks:
         table.add_row("all SM clocks (MHz)", numbers(supported))

@@ -34,8 +34,8 @@ from envpipe_megatron.gpu.base import (
     GpuPermissionError,
     PowerState,
 )
-from envpipe_megatron.gpu.emulated.presets import override_for
 from envpipe_megatron.gpu.energy_counter import EnergyCounter
+from envpipe_megatron.gpu.presets import override_for
 from envpipe_megatron.gpu.registry import Activity, Device, Driver, VendorGpu
 from envpipe_megatron.gpu.site import SiteConfig, in_user_namespace
 
@@ -72,6 +72,7 @@ class NvmlGpu(VendorGpu):
     """
 
     backend = "nvml"
+    read_apart = True
 
     def __init__(self, uid: str, *, reset_range_mhz: tuple[int, int] | None = None) -> None:
         self.address = GpuAddress(self.backend, uid)

@@ -68,7 +68,7 @@ class RankClock:
         if guarded is None or gpu.read_only:
             on_agents_node = AGENT_VARIABLE in os.environ
             guarded = gpu.drives_hardware or (gpu.changes_clock and on_agents_node)
-        if count_by is None and not gpu.is_emulated:
+        if count_by is None and (gpu.drives_hardware or as_if_real):
             count_by = count_by_stream
         served = None
         if (guarded or as_if_real) and count_by is not None:

@@ -13,10 +13,10 @@ import pytest
 from envpipe_megatron.gpu.base import GpuError
 from envpipe_megatron.gpu.clock.controller import spread
 from envpipe_megatron.gpu.emulated.emulated_gpu import EmulatedGpu
-from envpipe_megatron.gpu.emulated.presets import preset_folder
 from envpipe_megatron.gpu.guard.hold import GuardEvent
 from envpipe_megatron.gpu.guard.lease import list_leases
 from envpipe_megatron.gpu.guard.lease_file import LEASE_DIR_VARIABLE
+from envpipe_megatron.gpu.presets import preset_folder
 from envpipe_megatron.runtime.clocks import latency as clock_latency
 from envpipe_megatron.runtime.clocks.latency import (
     KERNELS,

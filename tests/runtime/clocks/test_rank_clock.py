@@ -78,7 +78,7 @@ def test_which_gpus_are_held_and_watched(
     guard, gpu, monkeypatch, real, backend, agent, wish, held, watched
 ):
     monkeypatch.setattr(FakeGpu, "drives_hardware", real)
-    monkeypatch.setattr(FakeGpu, "is_emulated", backend == "emulated")
+    monkeypatch.setattr(FakeGpu, "changes_clock", backend in ("nvml", "emulated"))
     monkeypatch.setattr(FakeGpu, "read_only", backend == "none")
     monkeypatch.setattr(FakeGpu, "address", GpuAddress(backend, "one"))
     if agent:

@@ -6,7 +6,6 @@ import random
 import weakref
 from contextlib import nullcontext
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -20,7 +19,7 @@ from envpipe_megatron.core.orders import builders
 from envpipe_megatron.core.schedule import Schedule
 from envpipe_megatron.core.timeline import Timeline
 from envpipe_megatron.formats.energy import Phase
-from envpipe_megatron.gpu.emulated.presets import times_by_kind_s
+from envpipe_megatron.gpu.presets import times_by_kind_s
 from envpipe_megatron.runtime.execution import emulated_executor
 from envpipe_megatron.runtime.execution.emulated_executor import EmulatedExecutor
 from envpipe_megatron.runtime.execution.executor import make_record
@@ -260,7 +259,7 @@ class World:
         self.calls.append(kind)
         start_s = max(self.end_s, ready_s)
         self.end_s = start_s + time_at_max_s
-        return SimpleNamespace(start_s=start_s, end_s=self.end_s)
+        return start_s, self.end_s
 
     def settle(self) -> None:
         self.calls.append("settle")

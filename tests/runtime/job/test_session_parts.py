@@ -84,7 +84,7 @@ class World:
             name="A100",
             address=self.address,
             supported_frequencies_mhz=(1200, 1410, 1005),
-            is_emulated=True,
+            read_apart=False,
             read_only=False,
         )
         self.agent: Any = None
