@@ -251,17 +251,6 @@ def test_no_room_for_a_lease_keeps_no_clock_locked_but_that_of_a_live_job(node, 
     held.release()
 
 
-def test_a_gpu_that_cannot_be_reset_fails_and_the_others_are_reset(node):
-    lock(node, 0, 1, 2)
-    node.set_fault(node.uuids[1], "timeout")
-    result = run("clocks", "reset")
-    assert result.exit_code == 1
-    assert f"GPU 1 ({node.uuids[1]}): not reset" in result.stdout
-    assert "gave up waiting" in result.stdout
-    assert locked(node) == [1]
-    assert leases() == []
-
-
 def test_a_user_without_rights_is_told_so_for_each_gpu(node, monkeypatch):
     before = lock(node, 0)
     monkeypatch.setattr(nvml, "has_sys_admin", lambda: False)
@@ -269,17 +258,6 @@ def test_a_user_without_rights_is_told_so_for_each_gpu(node, monkeypatch):
     assert result.exit_code == 1
     assert "CAP_SYS_ADMIN" in result.stdout
     assert len(node.changes()) == before
-
-
-def test_under_the_forbid_variable_nothing_is_reset(node, monkeypatch):
-    before = lock(node, 0)
-    dead_job_leaves(node.uuids[1])
-    monkeypatch.setenv("ENVPIPE_FORBID_CLOCK_CONTROL", "1")
-    result = run("clocks", "reset")
-    assert result.exit_code == 1
-    assert "ENVPIPE_FORBID_CLOCK_CONTROL is set" in result.stdout
-    assert len(node.changes()) == before
-    assert locked(node) == [0]
 
 
 def test_emulated_gpus_are_reset_without_nvml(node, tmp_path, monkeypatch):

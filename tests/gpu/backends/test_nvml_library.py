@@ -132,14 +132,6 @@ def _has_system_library() -> bool:
     return done.returncode == 0
 
 
-def test_meters_that_are_not_there(node):
-    gpu = NvmlGpu(node.uuids[0])
-    node.set_fault(node.uuids[0], "no_energy")
-    with pytest.raises(GpuNotSupportedError, match="Cannot read the energy"):
-        gpu.read_energy()
-    assert gpu.power_w > 0
-
-
 ASKED = "nvmlDeviceWorkloadPowerProfileGetCurrentProfiles"
 
 
