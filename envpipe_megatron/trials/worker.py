@@ -28,7 +28,7 @@ from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.formats.energy import Phase
 from envpipe_megatron.formats.steps import IntervalEnergy
 from envpipe_megatron.gpu.base import Gpu, ReadOnlyGpu
-from envpipe_megatron.gpu.devices import read_temperature_c
+from envpipe_megatron.gpu.devices import look_at
 from envpipe_megatron.integrations.device import FORWARD_VARIABLE, open_device, use_cpu
 from envpipe_megatron.integrations.megatron.core import ForwardBackward
 from envpipe_megatron.integrations.megatron.kept import WholeSteps
@@ -282,7 +282,7 @@ class Rank:
         return self._settings.output / "plans" / f"{arm.name}.json"
 
     def _temperature_c(self) -> int | None:
-        return read_temperature_c(self._device.gpu.address.uid)
+        return look_at(self._device.gpu.address.uid).activity().temperature_c
 
 
 def _whole_plan(plan: Plan) -> Plan:

@@ -36,6 +36,7 @@ from typing import Any, NoReturn
 from envpipe_megatron.gpu.base import Gpu, GpuAddress
 from envpipe_megatron.gpu.clock.controller import SWITCH_INTERVAL_S, PageController
 from envpipe_megatron.gpu.clock.page import ClockPage
+from envpipe_megatron.gpu.devices import open_gpu
 from envpipe_megatron.gpu.guard.lease import Lease, undo_stale_leases
 from envpipe_megatron.gpu.guard.messages import (
     GuardError,
@@ -44,7 +45,6 @@ from envpipe_megatron.gpu.guard.messages import (
     receive,
     send,
 )
-from envpipe_megatron.gpu.opening import open_gpu
 
 _LOG = logging.getLogger(__name__)
 

@@ -14,12 +14,13 @@ from envpipe_megatron.gpu.control import (
     given_up,
     open_controlled,
 )
+from envpipe_megatron.gpu.devices import open_gpu
 from envpipe_megatron.gpu.guard.hold import job_key
 from envpipe_megatron.gpu.guard.lease import Lease, LeaseHeldError, OpenGpu, list_leases
 from envpipe_megatron.gpu.guard.lease_file import LeaseFolderError
 from envpipe_megatron.gpu.guard.messages import ProcessIdentity
-from envpipe_megatron.gpu.opening import open_gpu
-from envpipe_megatron.gpu.site import HARDWARE_BACKENDS, SiteConfig
+from envpipe_megatron.gpu.registry import hardware_backends
+from envpipe_megatron.gpu.site import SiteConfig
 
 _JOB = "envpipe clocks reset"
 
@@ -36,7 +37,7 @@ def that_can_be_undone(
         return chosen
     try:
         gpu = open_controlled(uid, chosen, site)
-        if chosen.backend in HARDWARE_BACKENDS:
+        if chosen.backend in hardware_backends():
             _reset_leased(gpu, job_key(), ProcessIdentity.own(), open_gpu)
     except GpuError as error:
         why = f"the clock of {uid} cannot be reset by {chosen.backend}: {error.what}"
@@ -84,7 +85,7 @@ class Resetter:
                 yield _outcome(record.address.uid, partial(self._reset, record.address))
 
     def _open(self, address: GpuAddress) -> Gpu:
-        if address.backend not in HARDWARE_BACKENDS:
+        if address.backend not in hardware_backends():
             return open_gpu(address)
         backend = address.backend if address.backend in self._allowed else self._chosen.backend
         if backend is None:
