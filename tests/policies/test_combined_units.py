@@ -2,7 +2,8 @@
 
 import numpy as np
 import pytest
-from combined_cases import CLOCKS_MHZ, combined_profile, naive_steps, steps_of
+from combined_cases import CLOCKS_MHZ, combined_profile
+from core_cases import naive_steps, steps_of
 
 from envpipe_megatron.core.conditions import Conditions
 from envpipe_megatron.core.kinds import Kind
