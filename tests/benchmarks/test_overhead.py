@@ -8,10 +8,9 @@ from on_request import on_request
 
 pytest.importorskip("torch")
 from benchmarks.outputs import read_claims
-from benchmarks.overhead import host, measures
+from benchmarks.overhead import measures
 from benchmarks.overhead import overhead as command
-from benchmarks.overhead.measures import Measure, planning_measures
-from benchmarks.planner.workloads import preset_workload
+from benchmarks.overhead.measures import Measure
 
 MEASURES = [
     Measure("training thread", "with clocks", "us a unit", 2.0, 9.0, count=100),
@@ -21,27 +20,6 @@ MEASURES = [
     Measure("logs", "energy.jsonl", "bytes a rank and iteration", 400.0),
     Measure("planning", "optimal on auto", "s", 1.5),
 ]
-
-
-def test_every_unit_asks_for_a_clock_and_the_driver_gets_it(monkeypatch):
-    locked = []
-
-    class Noting(host.NullGpu):
-        def _lock(self, frequency_mhz):
-            locked.append(frequency_mhz)
-            super()._lock(frequency_mhz)
-
-    monkeypatch.setattr(host, "NullGpu", Noting)
-    for _ in range(100):
-        costs_ns = host.thread_costs_ns(0.05, clocks=True)
-        if len(set(locked)) > 1:  # a busy machine gets to the driver later
-            break
-    assert len(set(locked)) > 1
-    assert len(costs_ns) % (2 * host.MICROBATCHES) == 0
-    assert min(costs_ns) > 0
-    locked.clear()
-    assert host.thread_costs_ns(0.01, clocks=False)
-    assert not locked
 
 
 def test_a_machine_too_busy_to_answer_leaves_no_latency(monkeypatch):
@@ -54,16 +32,6 @@ def test_a_machine_too_busy_to_answer_leaves_no_latency(monkeypatch):
     some = {"median": 5.0, "p99": 7.0, "max": 9.0, "count": 3}
     monkeypatch.setattr(measures, "measure", answers(some))
     assert measures.measure_latency("waits", 1e-4, 1.0) == some
-
-
-def test_a_plan_of_each_order_is_timed():
-    found = list(planning_measures(preset_workload(2, 3)))
-    assert [measure.what.split(",")[0] for measure in found] == [
-        "optimal on 1f1b",
-        "optimal on envpipe",
-        "optimal on auto",
-    ]
-    assert all(measure.median > 0 for measure in found)
 
 
 @on_request("FIGURES")

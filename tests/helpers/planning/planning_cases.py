@@ -22,7 +22,7 @@ from core_cases import (
 )
 
 from envpipe_megatron.core.conditions import Conditions
-from envpipe_megatron.core.kinds import Unit
+from envpipe_megatron.core.kinds import Kind, Unit
 from envpipe_megatron.core.profile import Profile
 from envpipe_megatron.core.schedule import Placement, Schedule
 from envpipe_megatron.core.timeline import RELATIVE_TOLERANCE
@@ -115,7 +115,7 @@ def try_everything(schedule, profile, conditions, max_assignments=600_000):
     latency_s = np.broadcast_to(conditions.latency_s, (stages - 1,))
     steps = steps_of(schedule.stages)
     nodes = [(stage, number) for stage, own in enumerate(steps) for number in range(len(own))]
-    rows = [rows_of(profile, stage, whole_backward(*steps[stage][n])) for stage, n in nodes]
+    rows = [rows_of(profile, stage, priced(*steps[stage][n])) for stage, n in nodes]
     shape = tuple(len(choices) for choices in rows)
     assert np.prod(shape) <= max_assignments
     duration = {}
@@ -134,9 +134,11 @@ def try_everything(schedule, profile, conditions, max_assignments=600_000):
     return Everything(iteration_s.ravel(), energy_j.ravel())
 
 
-def whole_backward(unit, *second):
-    """The unit, or the backward whose two parts run as one step."""
-    return Unit(B, unit.microbatch, unit.chunk) if second else unit
+def priced(first, *second):
+    """The unit, or what two units that run as one step are priced as."""
+    if not second:
+        return first
+    return Unit(Kind.COMBINED if first.kind is F else B, first.microbatch, second[0].chunk)
 
 
 def every_mixture(schedule):
