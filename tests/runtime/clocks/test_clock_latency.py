@@ -9,6 +9,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from presets import write_changed_preset
 
 from envpipe_megatron.gpu.base import GpuError
 from envpipe_megatron.gpu.clock.controller import spread
@@ -16,7 +17,6 @@ from envpipe_megatron.gpu.emulated.emulated_gpu import EmulatedGpu
 from envpipe_megatron.gpu.guard.hold import GuardEvent
 from envpipe_megatron.gpu.guard.lease import list_leases
 from envpipe_megatron.gpu.guard.lease_file import LEASE_DIR_VARIABLE
-from envpipe_megatron.gpu.presets import preset_folder
 from envpipe_megatron.runtime.clocks import latency as clock_latency
 from envpipe_megatron.runtime.clocks.latency import (
     KERNELS,
@@ -64,15 +64,8 @@ def gpu(tmp_path, guard) -> EmulatedGpu:
 
 def emulated(folder: Path, frequency_change_s: float) -> EmulatedGpu:
     """An H200 whose clock takes this long to change."""
-    lines = (preset_folder() / "h200.toml").read_text().splitlines()
-    changed = [
-        f"frequency_change_s = {frequency_change_s}"
-        if line.startswith("frequency_change_s")
-        else line
-        for line in lines
-    ]
-    preset = folder / "preset.toml"
-    preset.write_text("\n".join(changed))
+    changes = {"frequency_change_s": frequency_change_s}
+    preset = write_changed_preset(folder / "preset.toml", changes, "h200")
     return EmulatedGpu.create(str(preset), 0, folder / "node")
 
 
