@@ -5,7 +5,7 @@ import random
 
 import numpy as np
 import pytest
-from core_cases import naive_times, random_schedule
+from core_cases import naive_steps, random_schedule
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from on_request import examples
@@ -35,7 +35,8 @@ def random_case(seed, *, zeros=False):
 def test_times_are_those_of_a_naive_recursion(seed):
     _, schedule, duration, latency = random_case(seed, zeros=True)
     timeline = Timeline(schedule, duration, latency)
-    naive = naive_times(schedule, duration, latency)
+    chunks, where = schedule.num_chunks, schedule.placement
+    naive = naive_steps(schedule.stages, chunks, np.asarray(duration), latency, where)
     for (stage, position), (start, end) in naive.items():
         assert timeline.start_s[stage, position] == pytest.approx(start, abs=1e-9)
         assert timeline.end_s[stage, position] == pytest.approx(end, abs=1e-9)
