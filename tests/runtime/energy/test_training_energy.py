@@ -499,23 +499,6 @@ def test_what_a_lap_told_too_high_is_made_up_for_once(rank):
     assert whole(job.energy.lap())[0] == pytest.approx(40)
 
 
-def test_laps_that_end_in_a_wait_add_up_all_the_same(rank):
-    """Extrapolated from work, each end would be told too high, and nothing make up for it."""
-
-    def counter_j(time_s: float) -> float:
-        """Steps of 0.25 s: 0.17 s of work at 400 W, then a wait at 100 W."""
-        steps, within_s = divmod(time_s, 0.25)
-        return 76 * steps + 400 * min(within_s, 0.17) + 100 * max(within_s - 0.17, 0.0)
-
-    job = rank(seen_s=0.0, counter_j=counter_j)
-    told_j = 0.0
-    for step in range(200):
-        look(job.meter, job.gpu, (step + 1) * 0.25 - 0.04)
-        job.iterate(Phase.STEADY, step * 0.25, 0.25)
-        told_j += whole(job.energy.lap())[0]
-    assert told_j == pytest.approx(200 * 76, rel=2e-3)
-
-
 def test_a_lap_does_not_wait_for_a_driver_that_hangs(rank):
     job = rank(seen_s=1.0, refresh_s=0.1)
     job.iterate(Phase.STEADY, 0.0, 1.2)

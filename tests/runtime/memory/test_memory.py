@@ -361,19 +361,6 @@ def test_memory_is_ready_before_an_order_begins():
     assert [r - h for r, h in zip(ready, holes, strict=True)] == pytest.approx(peaks, rel=0.01)
 
 
-def test_an_order_without_memory_ends_the_job_on_all_ranks():
-    job = FakeJob(2, 8, lambda rank: Sizes(), replicas=2, capacity=10**6)
-    job.learn()
-    job.devices[2].capacity = job.devices[2].allocated + 10_000  # another job came, say
-
-    def run(stage, work, memory):
-        with pytest.raises(MemoryFullError, match=r"Stages 0 have no memory .*got 8, 8"):
-            memory.predict(builders.gpipe(2, 8))
-        return True
-
-    assert job.everywhere(run) == [True] * 4
-
-
 def test_an_order_that_runs_on_without_its_memory_is_compared_with_nothing():
     """Another process took it: the framework's own order has run, and goes on."""
     job = FakeJob(2, 4, lambda rank: Sizes())
