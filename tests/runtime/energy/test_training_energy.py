@@ -6,7 +6,7 @@ import itertools
 import json
 import logging
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
 from types import SimpleNamespace
 from typing import Any
@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import step_ranks
-from energy_lines import parsed
+from energy_lines import error_of, parsed
 from fake_gpu import FakeGpu
 from rank_pool import RankPool
 
@@ -22,7 +22,6 @@ from envpipe_megatron.formats.energy import Phase
 from envpipe_megatron.formats.steps import (
     BaselineEnergy,
     IntervalEnergy,
-    RunningMean,
     StepEnergy,
 )
 from envpipe_megatron.gpu.base import GpuError
@@ -33,13 +32,6 @@ from envpipe_megatron.runtime.energy.training import TrainingEnergy
 from envpipe_megatron.runtime.execution.executor import StageRecord
 
 pytestmark = pytest.mark.xdist_group("pipeline")
-
-
-def error_of(values: Iterable[float]) -> float | None:
-    mean = RunningMean()
-    for value in values:
-        mean.add(value)
-    return mean.uncertainty
 
 
 def whole(lap: IntervalEnergy) -> tuple[float, float]:
