@@ -11,7 +11,7 @@ from rich.console import Console
 
 from envpipe_megatron.core.kinds import Kind
 from envpipe_megatron.errors import EnvPipeError
-from envpipe_megatron.gpu.emulated.presets import load_preset
+from envpipe_megatron.gpu.presets import load_preset
 
 pytest.importorskip("torch")
 from benchmarks import all as everything

@@ -1,11 +1,8 @@
-import json
-
 import pytest
 from click.testing import CliRunner
 from patch_project import snapshot, stock_files, write_tree
 
 from envpipe_megatron.cli import main
-from envpipe_megatron.patching import liveness
 from envpipe_megatron.patching.catalog import Hook
 from envpipe_megatron.patching.checkout import apply_patch
 from envpipe_megatron.patching.liveness import Outcome, ask_hooks
@@ -127,24 +124,6 @@ def test_why_an_import_fails_is_told(patched, tmp_path, monkeypatch, line, outco
     assert other.outcome is outcome
 
 
-def test_all_missing_packages_are_named_as_pip_knows_them(patched, tmp_path, monkeypatch):
-    site = write_tree(tmp_path, {"sitecustomize.py": "import sys; sys.modules['yaml'] = None\n"})
-    monkeypatch.setenv("PYTHONPATH", str(site))
-    first = "import no_such.part\nclass Base(no_such.part.Base): pass\n"
-    write_tree(
-        patched,
-        {
-            "toy/__init__.py": "try:\n    import no_matter\nexcept ImportError:\n    pass\n",
-            "toy/schedules.py": f"{first}@no_such.jit\ndef get_func(): pass\nimport no_other\n",
-            "toy/training/loop.py": f"{first}from amp_C import multi\nimport no_third, yaml\n",
-        },
-    )
-    schedules, loop = ask_hooks(patched, [SCHEDULES, LOOP])
-    assert (schedules.outcome, loop.outcome) == (Outcome.DEPENDENCY, Outcome.DEPENDENCY)
-    assert "pip install no_such no_other no_third pyyaml and build NVIDIA Apex" in schedules.remedy
-    assert loop.remedy == schedules.remedy
-
-
 NEEDS_TRITON = """\
 import outside, triton
 import triton.language as tl
@@ -178,7 +157,6 @@ def test_triton_is_stood_in_for_and_said(run, patched, tmp_path, monkeypatch):
     said = run("check", patched)
     assert said.exit_code == 0, said.output
     assert "stood in for, as no hook calls it: triton\n" in said.output
-    assert json.loads(run("check", "--json", patched).output)["stood_in"] == ["triton"]
 
 
 def test_what_is_not_for_gpus_alone_is_still_missing(patched, tmp_path, monkeypatch):
@@ -187,7 +165,7 @@ def test_what_is_not_for_gpus_alone_is_still_missing(patched, tmp_path, monkeypa
     write_tree(patched, {"toy/training/loop.py": "import triton, no_such_thing\n"})
     (answer,) = ask_hooks(patched, [LOOP])
     assert (answer.outcome, answer.detail) == (Outcome.DEPENDENCY, "no_such_thing")
-    assert answer.remedy.startswith("In this Python environment pip install no_such_thing;")
+    assert answer.remedy.startswith("Install it in this Python environment")
 
 
 def test_the_probes_own_folder_is_not_on_the_path(patched):
@@ -221,11 +199,8 @@ def test_a_checkout_goes_there_and_back(run, checkout):
     assert said.exit_code == 0, said.output
     assert snapshot(checkout) == patched
     assert f"live: toy.schedules.envpipe_hook: {checkout}/toy/schedules.py" in said.output
-    facts = json.loads(run("check", "--json", checkout).output)
-    assert facts["format"] == "envpipe-patch-check/1"
-    assert (facts["project"], facts["tag"], facts["state"]) == ("toy", "v1.0", "patched")
-    assert facts["live"] is True
-    assert [hook["outcome"] for hook in facts["hooks"]] == ["live", "live"]
+    assert "Toy v1.0, patched" in said.output
+    assert said.output.count("\nlive: ") == 2
     said = run("revert", checkout)
     assert (said.exit_code, "Took the patch" in said.output) == (0, True)
     said = run("revert", checkout)
@@ -240,10 +215,6 @@ def test_a_fork_is_listed_and_proven(run, checkout):
         said = run(*command, checkout)
         assert said.exit_code == 0
         assert "differ from the released ones, and the patch fits them:\n  run.sh\n" in said.output
-    (facts,) = [
-        f for f in json.loads(run("check", "--json", checkout).output)["files"] if not f["released"]
-    ]
-    assert facts == {"path": "run.sh", "state": "patched", "released": False}
 
 
 def test_commands_to_run_next_can_be_pasted(run, checkout):
@@ -256,20 +227,7 @@ def test_check_says_where_the_patch_file_lies(run, checkout, patches):
     file = str(patches / "toy/v1.0/envpipe.patch")
     for command in ("apply", "revert"):
         assert f": {file}\n" in run("check", checkout).output
-        facts = json.loads(run("check", "--json", checkout).output)
-        assert facts["patch_file"] == file
         run(command, checkout)
-
-
-def test_a_python_that_is_too_old_for_the_checkout_is_told(patched):
-    write_tree(patched, {"toy/training/loop.py": "from typing import NoSuchName\n"})
-    write_tree(patched, {"pyproject.toml": "[project]\nrequires-python = '>=3.99,<4'\n"})
-    (answer,) = ask_hooks(patched, [LOOP], "v1.0")
-    needs = ": v1.0 needs Python 3.99 or newer, as its pyproject.toml says"
-    assert answer.remedy == f"Make this import work first{needs}"
-    for line in ("[project]\nrequires-python = '>= 3.8'", "project = 1", "[project]", "["):
-        write_tree(patched, {"pyproject.toml": line})
-        assert liveness._newer_python(patched, "v1.0") == ""
 
 
 def test_what_is_patched_and_cannot_be_proven_is_its_own_exit_status(run, patched, tmp_path):
@@ -277,18 +235,14 @@ def test_what_is_patched_and_cannot_be_proven_is_its_own_exit_status(run, patche
     said = run("check", patched)
     assert said.exit_code == 3
     assert "needs a package: toy.training.loop.envpipe: no_such_thing" in said.output
-    assert "pip install no_such_thing; then check again" in said.output
+    assert "Install it in this Python environment; then check again" in said.output
 
 
 def test_check_names_what_was_changed(run, checkout):
-    def states():
-        facts = json.loads(run("check", "--json", checkout).output)
-        return facts["state"], {file["path"]: file["state"] for file in facts["files"]}
-
-    assert set(states()[1].values()) == {"stock"}
     (checkout / "run.sh").write_text("mine\n")
-    state, files = states()
-    assert (state, files.pop("run.sh"), set(files.values())) == ("dirty", "changed", {"stock"})
+    said = run("check", checkout)
+    assert (said.exit_code, ", dirty: " in said.output) == (1, True)
+    assert "  run.sh (changed: no place for the lines near 1)\n" in said.output
     (checkout / "run.sh").write_text(stock_files(0)["run.sh"])
     run("apply", checkout)
     (checkout / "run.sh").write_text("mine\n")
@@ -297,9 +251,7 @@ def test_check_names_what_was_changed(run, checkout):
     assert said.exit_code == 1
     assert "changed-after" in said.output
     assert "  run.sh (changed: no place for the lines near 1)\n" in said.output
-    state, files = states()
-    assert (state, files.pop("run.sh")) == ("changed-after", "changed")
-    assert (files.pop("toy/training/envpipe.py"), set(files.values())) == ("missing", {"patched"})
+    assert "  toy/training/envpipe.py (missing" in said.output
 
 
 def test_errors_are_messages(run, tmp_path, monkeypatch):

@@ -8,7 +8,7 @@ from whole_layers import whole_layers
 
 from benchmarks.search import energy, sailor, scale, searches
 from benchmarks.search.aceso_runs import ARCHIVE, Setting, unpack
-from envpipe_megatron.gpu.emulated.presets import load_preset
+from envpipe_megatron.gpu.presets import load_preset
 from envpipe_megatron.policies.objective import Goal
 from envpipe_megatron.search.candidates import Candidate
 from envpipe_megatron.search.configuration import Job
