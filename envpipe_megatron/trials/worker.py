@@ -28,7 +28,7 @@ from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.formats.energy import Phase
 from envpipe_megatron.formats.steps import IntervalEnergy
 from envpipe_megatron.gpu.base import Gpu, ReadOnlyGpu
-from envpipe_megatron.gpu.devices import read_temperature_c
+from envpipe_megatron.gpu.devices import look_at
 from envpipe_megatron.integrations.device import FORWARD_VARIABLE, open_device, use_cpu
 from envpipe_megatron.integrations.megatron.core import ForwardBackward
 from envpipe_megatron.integrations.megatron.kept import WholeSteps
@@ -165,9 +165,9 @@ class Rank:
             profile_file=self._profile_folder / PROFILE_FILE if from_profile else None,
             plan_file=own_plan if own_plan.exists() else None,
             output_dir=settings.output / "arms" / arm.name if settings.proof else settings.output,
-            relock=arm.relock,
             closed_loop=arm.policy == "optimal" and not from_profile,
         )
+        session.clock.repeats = arm.relock
         # A closed loop measures between warm-up and steady iterations: its run is longer.
         wanted = settings.settle_iterations + iterations
         compared = settings.warmup_iterations + wanted
@@ -282,7 +282,7 @@ class Rank:
         return self._settings.output / "plans" / f"{arm.name}.json"
 
     def _temperature_c(self) -> int | None:
-        return read_temperature_c(self._device.gpu.address.uid)
+        return look_at(self._device.gpu.address.uid).activity().temperature_c
 
 
 def _whole_plan(plan: Plan) -> Plan:

@@ -20,13 +20,13 @@ from trials_helpers import locks_mhz, processes_of, short_settings, write_text
 from envpipe_megatron.cli import main
 from envpipe_megatron.core.plan import read_plan
 from envpipe_megatron.core.profile import read_profile
-from envpipe_megatron.gpu import control, devices
-from envpipe_megatron.gpu.backends.nvml_library import NvmlError
-from envpipe_megatron.gpu.devices import GpuActivity
+from envpipe_megatron.gpu.backends import nvml
+from envpipe_megatron.gpu.base import GpuError
+from envpipe_megatron.gpu.registry import Activity
 from envpipe_megatron.report.run_folder import read_run_folder
 from envpipe_megatron.trials import machine as trial_machine
 from envpipe_megatron.trials import run as trial_run
-from envpipe_megatron.trials.machine import emulated_machine, newcomers, real_machine
+from envpipe_megatron.trials.machine import GpuActivity, emulated_machine, newcomers, real_machine
 from envpipe_megatron.trials.proof import Proof
 from envpipe_megatron.trials.run import run_trial
 from envpipe_megatron.trials.settings import ARMS, ORDER_ARMS, Settings
@@ -55,10 +55,7 @@ def proof(*, with_clocks, **changes):
     with memory_folder() as folder, pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.setenv("ENVPIPE_LEASE_DIR", str(folder / "leases"))
         small = {"num_layers": 2, "hidden_size": 32, "sequence_length": 16, "num_microbatches": 4}
-        steps = {
-            "frequency_step_mhz": (15, 420), "min_frequency_mhz": (210, 570),
-            "refresh_s": (0.1, 0.05),
-        }  # fmt: skip
+        steps = {"frequency_step_mhz": 420, "min_frequency_mhz": 570, "refresh_s": 0.05}
         preset = str(write_changed_preset(folder / "three.toml", steps))
         job = short_settings(folder, num_stages=2, preset=preset, **{**small, **changes})
         screen = io.StringIO()
@@ -221,8 +218,8 @@ def node(fake_nvml, monkeypatch, tmp_path):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("ENVPIPE_LEASE_DIR", str(tmp_path / "leases"))
     monkeypatch.setenv("ZEUSD_SOCK_PATH", str(tmp_path / "zeusd.sock"))
-    monkeypatch.setattr(control, "has_sys_admin", lambda: True)
-    monkeypatch.setattr(control, "in_user_namespace", lambda: False)
+    monkeypatch.setattr(nvml, "has_sys_admin", lambda: True)
+    monkeypatch.setattr(nvml, "in_user_namespace", lambda: False)
     monkeypatch.setattr(trial_machine.os, "getloadavg", lambda: (0.1, 0.1, 0.1))
     monkeypatch.setattr(trial_run, "_train", lambda *arguments: None)
     # The doctor takes a second to look at all, and refuses nothing.
@@ -279,7 +276,7 @@ def test_without_rights_it_says_what_is_missing_and_proves_orders(
     if "FORBID" in what:
         monkeypatch.setenv("ENVPIPE_FORBID_CLOCK_CONTROL", "1")
     else:
-        monkeypatch.setattr(control, "has_sys_admin", lambda: False)
+        monkeypatch.setattr(nvml, "has_sys_admin", lambda: False)
     message = refused("--with-clocks", "--output", tmp_path / "out")
     assert what in message
     assert "leave --with-clocks out" in message
@@ -325,9 +322,9 @@ def test_an_interrupted_proof_keeps_what_was_told(tmp_path, monkeypatch):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(trial_run, "_train", train)
-    quiet = GpuActivity(0, "GPU-0", "A100", (), 0, 40, ())
+    quiet = GpuActivity(0, "GPU-0", "A100", Activity((), 0, 40), ())
     # The rank, and another one that came later.
-    monkeypatch.setattr(trial_machine, "read_processes", lambda uid: (11, 4711))
+    monkeypatch.setattr(trial_machine, "_processes", lambda uid: (11, 4711))
     screen = io.StringIO()
     machine = replace(emulated_machine(job.preset, 2, False), activity=(quiet,))
     with pytest.raises(KeyboardInterrupt):
@@ -345,8 +342,8 @@ def test_an_interrupted_proof_keeps_what_was_told(tmp_path, monkeypatch):
 
 def test_a_gpu_that_does_not_tell_its_processes_costs_no_turn(node, monkeypatch):
     def fails(*_):
-        raise NvmlError("The GPU is lost")
+        raise GpuError("The GPU is lost")
 
     machine = real_machine(False)
-    monkeypatch.setattr(devices, "call_gpu", fails)
+    monkeypatch.setattr(nvml, "call_gpu", fails)
     assert newcomers(machine) == []
