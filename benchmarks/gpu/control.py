@@ -104,7 +104,7 @@ def map_devices() -> list[dict[str, Any]]:
         return [pynvml.nvmlDeviceGetMemoryInfo(handle).used for handle in handles]
 
     rows = []
-    by_variables = [device.uid for device in visible_gpus().devices]
+    by_variables = [device.uid for device in visible_gpus()]
     for device in range(torch.cuda.device_count()):
         torch.zeros(1, device=device)
         before = used_bytes()

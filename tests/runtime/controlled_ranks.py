@@ -15,9 +15,9 @@ import torch.distributed as dist
 from fake_gpu import look_until
 
 from envpipe_megatron.errors import EnvPipeError
-from envpipe_megatron.gpu import control
-from envpipe_megatron.gpu.backends.nvml import list_nvml_gpus
+from envpipe_megatron.gpu.backends import nvml
 from envpipe_megatron.gpu.base import FORBID_VARIABLE, ReadOnlyGpu
+from envpipe_megatron.gpu.devices import list_gpus
 from envpipe_megatron.gpu.emulated.emulated_gpu import EmulatedGpu
 from envpipe_megatron.gpu.guard.lease import list_leases
 from envpipe_megatron.gpu.guard.messages import AGENT_VARIABLE
@@ -222,12 +222,12 @@ def choose(
         os.environ[FORBID_VARIABLE] = "1"
     else:
         os.environ.pop(FORBID_VARIABLE, None)
-    control.has_sys_admin = lambda: True  # whoever runs the tests; the library is a fake
-    control.in_user_namespace = lambda: False
+    nvml.has_sys_admin = lambda: True  # whoever runs the tests; the library is a fake
+    nvml.in_user_namespace = lambda: False
     stages = dist.get_world_size()
     collectives = plain_stages.lone_pipeline(stages)
     try:
-        uid = list_nvml_gpus()[rank].uid
+        uid = list_gpus()[rank].uid
         gpu, chosen = open_rank_gpu(uid, collectives, wanted, require=require)
         gpu.read_energy()
     except EnvPipeError as error:

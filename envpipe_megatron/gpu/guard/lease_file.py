@@ -22,7 +22,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from envpipe_megatron.gpu.base import GpuAddress, GpuError
+from envpipe_megatron.gpu.base import SAFE_UID, GpuAddress, GpuError
 from envpipe_megatron.gpu.guard.messages import ProcessIdentity
 
 _FORMAT = "envpipe-lease/1"
@@ -36,7 +36,6 @@ SHARED_FOLDER = Path("/run/envpipe/leases")
 OWN_FOLDERS = Path("/tmp")
 _OWN_PREFIX = "envpipe-leases-"
 _MAX_PID = 2**31 - 1
-_REAL_UID = re.compile(r"GPU-[0-9A-Za-z-]{1,64}")
 
 
 class LeaseFolderError(GpuError):
@@ -181,7 +180,7 @@ def lease_name(address: GpuAddress) -> str:
     if address.backend in PATH_BACKENDS:
         digest = hashlib.sha256(address.uid.encode()).hexdigest()[:24]
         return f"{address.backend}-{digest}{LEASE_SUFFIX}"
-    if not _REAL_UID.fullmatch(address.uid):
+    if not SAFE_UID.fullmatch(address.uid):
         raise GpuError("Not the UUID of a GPU", value=address.uid)
     return address.uid + LEASE_SUFFIX
 

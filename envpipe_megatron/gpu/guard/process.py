@@ -36,6 +36,7 @@ from typing import Any, NoReturn
 from envpipe_megatron.gpu.base import Gpu, GpuAddress
 from envpipe_megatron.gpu.clock.controller import SWITCH_INTERVAL_S, PageController
 from envpipe_megatron.gpu.clock.page import ClockPage
+from envpipe_megatron.gpu.devices import open_gpu
 from envpipe_megatron.gpu.guard.lease import Lease, undo_stale_leases
 from envpipe_megatron.gpu.guard.messages import (
     GuardError,
@@ -44,7 +45,6 @@ from envpipe_megatron.gpu.guard.messages import (
     receive,
     send,
 )
-from envpipe_megatron.gpu.opening import open_gpu
 
 _LOG = logging.getLogger(__name__)
 
@@ -93,10 +93,9 @@ def main() -> NoReturn:
 
 
 def _noted_signals() -> int:
-    """Note the signals that end a job; return the descriptor from which they are read."""
+    """Note the signals that end a job; return a descriptor that can be read when one has come."""
     reader, writer = os.pipe()
-    for end in (reader, writer):
-        os.set_blocking(end, False)
+    os.set_blocking(writer, False)
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, lambda *_: None)
     signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
@@ -118,7 +117,7 @@ class Guard:
 
     Args:
         page: by which the rank asks for clocks.
-        signals: the descriptor from which signals are read.
+        signals: a descriptor that can be read when a signal to end has come.
     """
 
     def __init__(
@@ -193,9 +192,9 @@ class Guard:
         with suppress(OSError, AttributeError):  # before Linux 5.3 its pid must do
             poll.register(os.pidfd_open(self._rank.pid), select.POLLIN)
         while True:
-            poll.poll(1000 * _TICK_S)
+            ready = dict(poll.poll(1000 * _TICK_S))
             now_s = time.monotonic()
-            if self._was_told_to_stop():
+            if self._signals in ready:
                 return "received a signal to end"
             heard = self._hear()
             if heard == "end" or self._rank.is_alive() is False:
@@ -211,12 +210,6 @@ class Guard:
                 _LOG.warning("%s: %s is silent", self._address.uid, self._rank)
                 again_s = now_s + _RETRY_S - self._settings.heartbeat_s
                 heard_s = math.inf if self._reset() else again_s
-
-    def _was_told_to_stop(self) -> bool:
-        try:
-            return bool(os.read(self._signals, 100))
-        except BlockingIOError:
-            return False
 
     def _hear(self) -> str:
         """Return what the rank said: "beat", "end" if its socket ended, or ""."""
@@ -303,7 +296,7 @@ class Guard:
         last, said = False, set[str]()
         while not last:
             last = self._ending.wait(_LOOK_EVERY_S)
-            undo_stale_leases(open_gpu, said)
+            undo_stale_leases(self._address, open_gpu, said)
 
 
 if __name__ == "__main__":

@@ -19,8 +19,7 @@ from envpipe_megatron.core.arrays import BoolArray, FloatArray
 from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.gpu.base import Gpu, GpuAddress
 from envpipe_megatron.gpu.control import choose_control, open_controlled
-from envpipe_megatron.gpu.devices import uid_of_cuda_device
-from envpipe_megatron.gpu.opening import open_reader
+from envpipe_megatron.gpu.devices import open_reader, uid_of_cuda_device
 from envpipe_megatron.gpu.site import read_site
 from envpipe_megatron.integrations.layer_profile.gpt import GptPieces
 from envpipe_megatron.integrations.layer_profile.measuring import (

@@ -11,11 +11,9 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any, Protocol
 
-import pynvml
 import torch
 
-from envpipe_megatron.gpu.backends.nvml_library import call_gpu
-from envpipe_megatron.gpu.devices import uid_of_cuda_device
+from envpipe_megatron.gpu.devices import are_near, uid_of_cuda_device
 from envpipe_megatron.runtime.channel.carrier import ChannelError, first_line
 from envpipe_megatron.runtime.channel.flag_page import MASK, FlagPage, Word
 from envpipe_megatron.runtime.channel.puts import GRACE_S
@@ -34,8 +32,6 @@ _PEER_ACCESS = _NON_BLOCKING = 1
 #: Smaller memory would lie in a block with other memory, which its handle would share, too.
 _WHOLE_BYTES = 2 * 2**20
 _STDERR = 2
-#: How far apart two GPUs may be by NCCL_P2P_LEVEL, in NVML's numbers; others ask for NVLink.
-_FURTHEST = {"PIX": 10, "1": 10, "PXB": 20, "2": 20, "PHB": 30, "3": 30}
 _ANY_DISTANCE = ("", "SYS", "4", "5")
 
 
@@ -69,14 +65,7 @@ def check_distance(own_uuid: str, other_uuid: str) -> None:
     if level in _ANY_DISTANCE:
         return
     own, other = (uid_of_cuda_device(uuid) for uuid in (own_uuid, other_uuid))
-
-    def is_near(handle: Any) -> bool:
-        two = handle, pynvml.nvmlDeviceGetHandleByUUID(other)
-        nvlink = pynvml.nvmlDeviceGetP2PStatus(*two, pynvml.NVML_P2P_CAPS_INDEX_NVLINK)
-        distance = pynvml.nvmlDeviceGetTopologyCommonAncestor(*two)
-        return bool(nvlink == pynvml.NVML_P2P_STATUS_OK or distance <= _FURTHEST.get(level, -1))
-
-    if not call_gpu(own, "read the topology", is_near):
+    if not are_near(own, other, level):
         raise ChannelError(f"NCCL_P2P_LEVEL={level}, and these GPUs are further apart")
 
 

@@ -13,12 +13,12 @@ from guard_rounds import DEADLINE_S, FAULTS, Node, Round, play, until
 from envpipe_megatron.gpu.base import GpuAddress, GpuPermissionError
 from envpipe_megatron.gpu.clock.page import DUE, ClockPage
 from envpipe_megatron.gpu.control import ChosenControl
+from envpipe_megatron.gpu.devices import open_gpu
 from envpipe_megatron.gpu.guard.hold import guard_log, hold_gpu
 from envpipe_megatron.gpu.guard.lease import Lease, list_leases
 from envpipe_megatron.gpu.guard.lease_file import LEASE_DIR_VARIABLE
 from envpipe_megatron.gpu.guard.messages import GuardSettings, ProcessIdentity
 from envpipe_megatron.gpu.guard.resetting import that_can_be_undone
-from envpipe_megatron.gpu.opening import open_gpu
 from envpipe_megatron.gpu.site import SiteConfig
 
 

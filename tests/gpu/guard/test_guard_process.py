@@ -64,7 +64,6 @@ class Guarded:
         self.rank, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self.theirs = theirs
         self.signals, self.signalled = os.pipe()
-        os.set_blocking(self.signals, False)
         self.process = subprocess.Popen(["sleep", "60"])
         self.settings = {"heartbeat_s": 1000.0, "give_up_s": 1000.0}
         monkeypatch.setattr(process, "open_gpu", self._open)

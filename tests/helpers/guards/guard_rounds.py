@@ -16,18 +16,19 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 from fake_nvml.fake_nvml import FakeNvml
 from guard_ranks import Rank, RankServer
 from lease_helpers import undo_stale
 
 from envpipe_megatron.gpu.base import GpuAddress
+from envpipe_megatron.gpu.devices import open_gpu
 from envpipe_megatron.gpu.emulated.emulated_gpu import EmulatedGpu
 from envpipe_megatron.gpu.guard.hold import guard_log
 from envpipe_megatron.gpu.guard.lease import list_leases
 from envpipe_megatron.gpu.guard.lease_file import LeaseRecord, lease_name, new_lease_folder
 from envpipe_megatron.gpu.guard.messages import runtime_folder
-from envpipe_megatron.gpu.opening import open_gpu
 
 NUM_GPUS = 4
 DEADLINE_S = 120.0  # of what must come, on however busy a machine
@@ -54,21 +55,12 @@ class Node:
     @contextmanager
     def in_use(self) -> Iterator[None]:
         """This process, and the ranks and guards that it starts, are on this node."""
-        before = {name: os.environ.get(name) for name in self.environment}
-        os.environ.update(self.environment)
-        try:
-            with self.nvml.used_here():
-                self.ranks = RankServer()
-                try:
-                    yield
-                finally:
-                    self.ranks.close()
-        finally:
-            for name, value in before.items():
-                if value is None:
-                    del os.environ[name]
-                else:
-                    os.environ[name] = value
+        with patch.dict(os.environ, self.environment), self.nvml.used_here():
+            self.ranks = RankServer()
+            try:
+                yield
+            finally:
+                self.ranks.close()
 
     def locked_mhz(self, address: GpuAddress) -> object:
         if address.backend == "nvml":
