@@ -9,7 +9,7 @@ from envpipe_megatron.gpu.base import EnergyReading, Gpu, GpuAddress
 
 
 class NullGpu(Gpu):
-    """Power and energy are 0, time is the monotonic clock; a rank sets its clock itself, at once."""
+    """Power and energy are 0, time is the monotonic clock; a rank sets its clock at once."""
 
     drives_hardware = changes_clock = False
     name = "no GPU"
