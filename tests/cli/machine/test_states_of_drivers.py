@@ -4,18 +4,18 @@ The reports are issues and pull requests of public projects; each state names it
 """
 
 import json
+import math
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 
 import pynvml
 import pytest
 from cli_helpers import run, run_well
-from envpipe_megatron.gpu.clock.completion import Done
 
 from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.gpu.backends import nvml
 from envpipe_megatron.gpu.energy_counter import STALL_S
-from envpipe_megatron.runtime.clocks.rank_clock import RankClock, open_rank_gpu
+from envpipe_megatron.runtime.clocks.rank_clock import ClockKind, RankClock, open_rank_gpu
 
 POWER_CAP = pynvml.nvmlClocksThrottleReasonSwPowerCap
 POWER_BRAKE = (
@@ -153,8 +153,8 @@ def test_doctor(node, state):
 
 
 def ask(clock, frequency_mhz):
-    clock.controller.request(frequency_mhz, Done())
-    clock.controller.wait_idle()
+    clock.request(frequency_mhz)
+    clock.wait_idle()
 
 
 def alone():
@@ -177,11 +177,12 @@ def test_a_job_on_that_gpu(node, state):
     gpu, chosen = open_rank_gpu(uid, alone(), "auto")
     assert state.opened in (chosen.warning or "")
     assert gpu.read_only == bool(state.opened)
-    clock = RankClock(gpu)
+    clock = RankClock(gpu, ClockKind.of(gpu))
     if not gpu.read_only:
         ask(clock, 1200)
         for _ in range(12):
-            clock.controller.last_change_s = float("-inf")
+            clock.page.begin_change(-math.inf)  # long ago
+            clock.page.end_change(1200, -math.inf)
             clock._watch.sample()
         assert clock.problems() == ((f"the clock was {state.told}",) if state.told else ())
     if state.energy:
@@ -199,7 +200,7 @@ def test_what_comes_while_a_job_runs_ends_its_control_and_not_the_job(node, faul
     """As in the reports above, and of a driver that hangs: leptonai/gpud#604."""
     uid = node.uuids[1]
     gpu, _ = open_rank_gpu(uid, alone(), "auto")
-    clock = RankClock(gpu)
+    clock = RankClock(gpu, ClockKind.of(gpu))
     ask(clock, 1200)
     node.set_fault(uid, fault)
     ask(clock, 900)
