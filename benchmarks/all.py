@@ -9,7 +9,6 @@ runs that another figure has already made in the same folder; give a new folder 
 
 from __future__ import annotations
 
-import signal
 import subprocess
 import sys
 import time
@@ -21,7 +20,7 @@ from rich.console import Console
 
 from benchmarks.figures.experiments import EXPERIMENTS
 from benchmarks.outputs import CLAIMS_FILE, Claim, make_table, markdown_line, read_claims
-from envpipe_megatron.launch.signals import handled
+from envpipe_megatron.launch.signals import Signals
 
 _HERE = Path(__file__).resolve().parent
 _VERDICTS = {True: "yes", False: "**no**", None: ""}
@@ -84,19 +83,14 @@ def command_of(name: str, output: Path) -> list[str]:
 
 def _exit_code(command: list[str]) -> int:
     """Run a command to its end; if this one is interrupted, let it stop what it has started."""
-
-    def interrupt(_: signal.Signals) -> None:
-        raise KeyboardInterrupt
-
-    # In another session: Ctrl-C reaches this process alone, which passes it on once.
-    with handled(interrupt):
+    # In another session: Ctrl-C reaches this process only, which passes it on once.
+    with Signals() as signals:
         process = subprocess.Popen(command, start_new_session=True)
-        try:
-            return process.wait()
-        except KeyboardInterrupt:
-            process.terminate()
-            process.wait()
-            raise
+        signals.call(process.terminate, process.kill)
+        code = process.wait()
+    if signals.arrived:
+        raise KeyboardInterrupt
+    return code
 
 
 def collect_claims(output: Path, names: Iterable[str]) -> list[Claim]:

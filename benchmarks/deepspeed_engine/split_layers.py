@@ -27,7 +27,7 @@ from envpipe_megatron.integrations.huggingface import split_model
 from envpipe_megatron.integrations.huggingface.deepspeed_stages import deepspeed_layers
 from envpipe_megatron.search.layer_file import read_layers
 from envpipe_megatron.search.layer_profile import Sizes
-from envpipe_megatron.search.parts import parts_by_file
+from envpipe_megatron.search.partition import make_parts
 
 
 @click.command()
@@ -82,7 +82,7 @@ def main(
     splits = {
         "uniform": partition_uniform(len(layers), num_stages),
         "parameters": partition_balanced([row["parameters"] for row in rows], num_stages),
-        "time": parts_by_file(f"time:{output}", len(layers), num_stages),
+        "time": make_parts(f"time:{output}", split.num_parameters, num_stages),
     }
     stages = [
         {

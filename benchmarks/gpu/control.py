@@ -36,7 +36,7 @@ from envpipe_megatron.gpu.backends.nvml import NvmlGpu
 from envpipe_megatron.gpu.base import FORBID_VARIABLE, clock_control_forbidden
 from envpipe_megatron.gpu.clock.controller import spread
 from envpipe_megatron.gpu.devices import uid_of_cuda_device, visible_gpus
-from envpipe_megatron.gpu.emulated.presets import override_for, sweep_range
+from envpipe_megatron.gpu.presets import override_for, sweep_range
 
 MARKER_BYTES = 3 << 30
 WINDOW_S = 5.0

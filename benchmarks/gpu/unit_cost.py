@@ -147,8 +147,7 @@ class Bench:
                 if self._waits:
                     now_s()
             return
-        clock = self._clock.controller
-        request = clock.request if mode != TIMED else lambda frequency_mhz, later: None
+        request = self._clock.request if mode != TIMED else lambda frequency_mhz, later: None
         run = StageRun(self._order, 0, self._executor, request, None, self._specs)
         run.begin()
         while run.next_unit is not None:
@@ -211,7 +210,9 @@ def _counter_read(apart: bool) -> Iterator[None]:
     if not torch.cuda.is_available():
         yield
         return
-    with contextlib.closing(EnergyMeter(NvmlGpu(torch_uid(0)), apart=apart)):
+    gpu = NvmlGpu(torch_uid(0))
+    gpu.read_apart = apart
+    with contextlib.closing(EnergyMeter(gpu)):
         yield
 
 

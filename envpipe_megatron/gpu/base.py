@@ -137,14 +137,16 @@ class Gpu(ABC):
     Attributes:
         drives_hardware: whether `_lock` and `_reset` change a real GPU. True unless a back end says
             otherwise, so that forgetting to say it is safe.
-        is_emulated: whether its time, power and clock follow a model.
+        changes_clock: whether a lock changes a clock, real or emulated.
+        read_apart: whether a read of its counter takes so long that another process should read.
         late_request_s: how long a request of a process that was killed may still take effect: a
             guard resets once more after that time.
         supported_frequencies_mhz: every SM clock that can be locked, highest first.
     """
 
     drives_hardware: ClassVar[bool] = True
-    is_emulated: bool = False
+    changes_clock: ClassVar[bool] = True
+    read_apart: bool = False
     read_only: ClassVar[bool] = False
     late_request_s: float = 0.0
     address: GpuAddress
@@ -160,11 +162,6 @@ class Gpu(ABC):
                     f"{cls.__qualname__} replaces {method}, which carries the guard of "
                     f"{FORBID_VARIABLE}: implement _lock and _reset instead"
                 )
-
-    @property
-    def changes_clock(self) -> bool:
-        """True if a lock changes a clock, real or emulated."""
-        return not self.read_only and (self.drives_hardware or self.is_emulated)
 
     @final
     def lock_frequency(self, frequency_mhz: int) -> None:
@@ -268,6 +265,7 @@ class ReadThroughGpu(Gpu):
         self.address = GpuAddress(self.backend, reader.address.uid)
         self.name = reader.name
         self.supported_frequencies_mhz = reader.supported_frequencies_mhz
+        self.read_apart = reader.read_apart
         self._reader = reader
 
     @property
@@ -301,7 +299,7 @@ class DryRunGpu(ReadThroughGpu):
     """A GPU that sets nothing; it logs resets, and requests (thousands of them) at level DEBUG."""
 
     backend = "dry_run"
-    drives_hardware = False
+    drives_hardware = changes_clock = False
 
     def _lock(self, frequency_mhz: int) -> None:
         _LOG.debug("dry run: would lock %s at %d MHz", self.name, frequency_mhz)
@@ -317,12 +315,8 @@ class ReadOnlyGpu(ReadThroughGpu):
     """
 
     backend = "none"
-    drives_hardware = False
+    drives_hardware = changes_clock = False
     read_only = True
-
-    def __init__(self, reader: Gpu) -> None:
-        super().__init__(reader)
-        self.is_emulated = reader.is_emulated
 
     def _lock(self, frequency_mhz: int) -> None:
         raise GpuPermissionError(

@@ -25,7 +25,7 @@ from typing import IO
 from envpipe_megatron.console import drop_output, say_as_launcher
 from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.files import read_text
-from envpipe_megatron.launch.signals import LOOK_S, handled
+from envpipe_megatron.launch.signals import LOOK_S, Signals
 
 _SLOTS, _MOST = r"0*[1-9]\d*", r"(\s+max[_-]slots=\d+)*"
 #: No leading dash: ssh would take such a host for an option. An IPv6 address has brackets or slots:
@@ -177,7 +177,7 @@ def run_nodes(commands: Mapping[str, Sequence[str]], stop_grace_s: float = STOP_
     """Run all nodes to their end. The output of each is printed line by line, after `[host] `.
 
     When a node fails, or SIGINT, SIGTERM or SIGHUP arrives, the standard input of all is closed.
-    What has not ended after the grace is killed; a second SIGINT kills at once.
+    What has not ended after the grace is killed; a second signal kills at once.
 
     Returns 0, or the exit status of the first node that failed, or 128 and the signal's number.
 
@@ -200,12 +200,13 @@ class _Run:
         self._events: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._live: dict[str, subprocess.Popen[bytes]] = {}
         self._status: int | None = None
-        self._interrupted = False
         #: When nodes that were stopped are killed.
         self._kill_s = math.inf
 
     def run(self, commands: Mapping[str, Sequence[str]]) -> int:
-        with handled(lambda number: self._events.put(partial(self._on_signal, number))):
+        put = self._events.put
+        with Signals() as signals:
+            signals.call(lambda: put(lambda: self._interrupt(signals)), lambda: put(self._kill))
             for host, command in commands.items():
                 if self._status is None:
                     self._start(host, command)
@@ -292,19 +293,17 @@ class _Run:
         for process in self._live.values():
             _close(process)
 
-    def _on_signal(self, number: signal.Signals) -> None:
-        kills = self._interrupted and number is signal.SIGINT
-        self._interrupted |= number is signal.SIGINT
-        if kills:
-            say_as_launcher(f"Killing the connections to {', '.join(self._live)}.")
-            self._kill()
-        elif self._status is not None:
-            say_as_launcher(f"Waiting for {', '.join(self._live)}; another Ctrl-C kills.")
+    def _interrupt(self, signals: Signals) -> None:
+        number = signals.arrived or signal.SIGTERM
+        why = f"{number.name} arrived; another one kills"
+        if self._status is None:
+            self._stop(128 + number, why)
         else:
-            self._stop(128 + number, f"{number.name} arrived; another Ctrl-C kills")
+            say_as_launcher(f"{why}. Waiting for {', '.join(self._live)}.")
 
     def _kill(self) -> None:
         """Kill all clients, and what they have started themselves to reach their hosts."""
+        say_as_launcher(f"Killing the connections to {', '.join(self._live)}.")
         for process in self._live.values():
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)

@@ -9,8 +9,8 @@ import os
 import signal
 import threading
 from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager
 from itertools import chain, repeat
+from typing import Any
 
 #: How often to look up from a wait: a signal that another thread gets, or that comes just before,
 #: does not end it.
@@ -18,31 +18,14 @@ LOOK_S = 0.2
 _NUMBERS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
-@contextmanager
-def handled(
-    handler: Callable[[signal.Signals], None], also: Collection[signal.Signals] = ()
-) -> Iterator[None]:
-    """Call `handler` in the main thread for each signal; one that `nohup` ignores stays so."""
-    before = {
-        number: signal.signal(number, lambda number, _: handler(signal.Signals(number)))
-        for number in {*_NUMBERS, *also}
-        if signal.getsignal(number) is not signal.SIG_IGN
-    }
-    try:
-        yield
-    finally:
-        for number, previous in before.items():
-            signal.signal(number, previous)
-
-
 class Signals:
-    """Takes signals as long as it is entered, in the main thread.
+    """Takes signals as long as it is entered, in the main thread; one that is ignored stays so.
 
     They end the process as usual, by SystemExit, until `call` says what else they do. With
     `until_stdin_ends`, the end of standard input counts as a SIGTERM from then on.
 
     Attributes:
-        arrived: whether there was any.
+        arrived: the last one; None if there was none.
         to_pass_on: the last signal if it is of `also`; SIGTERM for those that every launcher takes,
             since ranks that wait in a library do not end by a SIGINT.
     """
@@ -51,11 +34,12 @@ class Signals:
         self, also: Collection[signal.Signals] = (), *, until_stdin_ends: bool = False
     ) -> None:
         self.until_stdin_ends = until_stdin_ends
-        self.arrived = False
+        self.arrived: signal.Signals | None = None
         self.to_pass_on = signal.SIGTERM
         self._actions: Iterator[Callable[[], object] | None] = repeat(None)
         self._watch: threading.Thread | None = None
-        self._handled = handled(self._take, also)
+        self._numbers = {*_NUMBERS, *also}
+        self._before: dict[signal.Signals, Any] = {}
 
     def call(self, first: Callable[[], object], again: Callable[[], object]) -> None:
         """From here on, the next signal calls `first`, and all others call `again`.
@@ -68,16 +52,19 @@ class Signals:
             self._watch.start()
 
     def __enter__(self) -> Signals:
-        self._handled.__enter__()
+        for number in self._numbers:
+            if signal.getsignal(number) is not signal.SIG_IGN:
+                self._before[number] = signal.signal(number, self._take)
         return self
 
     def __exit__(self, *error: object) -> None:
         self._actions = repeat(bool)  # nothing, for standard input that ends later
-        self._handled.__exit__(None, None, None)
+        for number, before in self._before.items():
+            signal.signal(number, before)
 
-    def _take(self, number: signal.Signals) -> None:
-        self.arrived = True
-        self.to_pass_on = signal.SIGTERM if number in _NUMBERS else number
+    def _take(self, number: int, frame: object = None) -> None:
+        self.arrived = signal.Signals(number)
+        self.to_pass_on = signal.SIGTERM if number in _NUMBERS else self.arrived
         action = next(self._actions)
         if action is None:
             raise SystemExit(128 + number)

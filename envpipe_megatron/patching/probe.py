@@ -30,23 +30,21 @@ def main() -> None:
     stand_ins = StandIns({hook["module"].partition(".")[0] for hook in hooks})
     answers = [ask(hook, Path(root)) for hook in hooks]
     stood_in = sorted(stand_ins.imported)
-    missing = missing_packages(hooks, stand_ins)
-    Path(sys.argv[1]).write_text(json.dumps([answers, missing, stood_in]))
+    Path(sys.argv[1]).write_text(json.dumps([answers, stood_in]))
 
 
 class StandIns:
-    """Lets projects import packages that are missing, with all that is asked of them.
+    """Lets projects import packages for GPUs that are missing, with all that is asked of them.
 
     Others do not see them: torch looks for Triton itself, and does without. Tools of a checkout and
     tests on CPUs load this class from this file, by its path.
 
     Attributes:
-        names: the packages that are stood in for: at first those for GPUs that are missing.
-        imported: those of them that a project has imported.
+        imported: the packages that a project has imported, and that are stood in for.
     """
 
     def __init__(self, projects: set[str]) -> None:
-        self.names = [name for name in _GPU_ONLY if importlib.util.find_spec(name) is None]
+        self._names = {name for name in _GPU_ONLY if importlib.util.find_spec(name) is None}
         self.imported: set[str] = set()
         self._projects = projects
         self._import = builtins.__import__
@@ -58,10 +56,10 @@ class StandIns:
         """Do what `__import__` does, for every import statement."""
         importer = (globals or {}).get("__name__", "").partition(".")[0]
         package = name.partition(".")[0]
-        if level or package not in self.names or importer not in self._projects:
+        if level or package not in self._names or importer not in self._projects:
             return self._import(name, globals, locals, fromlist, level)
         self.imported.add(package)
-        return (_NoKernels if package in _GPU_ONLY else MagicMock)(__version__="9999")
+        return _NoKernels(__version__="9999")
 
 
 class _NoKernels(MagicMock):
@@ -70,28 +68,6 @@ class _NoKernels(MagicMock):
     def __init__(self, *args: Any, **named: Any) -> None:
         super().__init__(*args, **named)
         del self.__getitem__
-
-
-def missing_packages(hooks: list[dict[str, Any]], stand_ins: StandIns) -> list[str]:
-    """Return the packages that imports of the hooks' modules ask for in vain, one after the other.
-
-    Only after the hooks were asked: each that is missing gets a stand-in, to come to the next one.
-    """
-    missing: list[str] = []
-    for hook in hooks:
-        while True:
-            try:
-                importlib.import_module(hook["module"])
-                break
-            except ModuleNotFoundError as error:
-                name = (error.name or "").partition(".")[0]
-                if name in ("", *stand_ins.names) or importlib.util.find_spec(name) is not None:
-                    break
-                missing.append(name)
-                stand_ins.names.append(name)
-            except BaseException:  # a stand-in will not do; what is behind it stays unknown
-                break
-    return missing
 
 
 def ask(hook: dict[str, Any], root: Path) -> tuple[str, str]:

@@ -182,20 +182,6 @@ def _layout_text(stages: Sequence[str]) -> str:
     return f"{short(stages[0])}|{middle}{short(stages[-1])}"
 
 
-def first_last_flags(split: Split) -> str | None:
-    """Megatron's flags for the first and the last stage, or None if they cannot express a split.
-
-    Megatron (core_v0.16.1) wants at least one layer on each of the two, and deals the others evenly
-    to the stages between. The flags exclude the layout and `--account-for-*-in-pipeline-split`.
-    """
-    if min(split) < 1 or len(set(split[1:-1])) > 1:
-        return None
-    return (
-        f"--decoder-first-pipeline-num-layers {split[0]} "
-        f"--decoder-last-pipeline-num-layers {split[-1]}"
-    )
-
-
 def megatron_even_split(num_layers: int, num_stages: int) -> tuple[Split, tuple[str, ...]] | None:
     """The split that Megatron makes without a layout, and the flags it needs for that.
 

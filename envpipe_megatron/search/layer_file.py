@@ -1,8 +1,7 @@
 """The file of a layer profile, `envpipe-layers/1`: JSON, described by docs/schemas/layers.json.
 
 Enter at `read_layers` and `layers_text`. `envpipe profile --layers` and `profile_layers` of the
-integration with DeepSpeed write it, `envpipe search` and `envpipe partition` read it. A table of
-layers, a CSV that `partition` takes too, becomes such a profile by `read_layers_or_table`.
+integration with DeepSpeed write it, `envpipe search` and `envpipe partition` read it.
 """
 
 from __future__ import annotations
@@ -10,7 +9,6 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, replace
-from itertools import product
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -26,18 +24,13 @@ from envpipe_megatron.core.fields import (
     Fields,
     Number,
     Reader,
-    Row,
     many,
     of_type,
     read_json,
-    read_table,
 )
-from envpipe_megatron.core.kinds import WHOLE, Kind
-from envpipe_megatron.core.profile_rows import ProfileRow, check_power, lines_of, read_row
+from envpipe_megatron.core.profile_rows import check_power
 from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.search.layer_profile import (
-    EMBEDDING,
-    LOSS,
     Block,
     BytesPerParameter,
     Curve,
@@ -50,10 +43,6 @@ from envpipe_megatron.search.layer_profile import (
 )
 
 LAYERS_FORMAT = "envpipe-layers/1"
-#: The columns of a table of layers, and those that may be there too.
-_COLUMNS = ("layer", "instruction", "frequency", "time", "energy")
-_BYTES = ("memory", "activation")
-_MOST_DIGITS = 9
 _MADE_BY = "envpipe profile --layers makes one; a CSV of stages is for envpipe plan."
 
 T = TypeVar("T")
@@ -135,85 +124,6 @@ def layers_text(profile: LayerProfile) -> str:
     ]
     all_measures = ",\n".join(measures)
     return "{\n" + ",\n".join([*lines, f' "measures": [\n{all_measures}\n ]']) + "\n}\n"
-
-
-def read_layers_or_table(path: Path) -> LayerProfile:
-    """Read a layer profile, or where the file is no JSON object, a table of layers.
-
-    The table is `layer,instruction,frequency,time,energy[,memory][,activation]`: MHz, s and J of
-    one GPU and one microbatch; bytes that a layer holds in any order (weights, gradients,
-    optimizer), and for each microbatch in flight. Layers are `0` to `L-1`, and perhaps `embedding`
-    and `loss`. EnvPipeError names file, line and value of what is wrong, or a layer, instruction or
-    frequency that is missing.
-    """
-    if path.is_file() and path.read_bytes().lstrip().startswith(b"{"):
-        return read_layers(path)
-    _, lines = read_table(path, "layer table", _COLUMNS, _BYTES)
-    rows: dict[tuple[str, Kind, int], ProfileRow] = {}
-    held: dict[str, dict[str, float]] = {}
-    for line, kind in lines_of(lines):
-        layer, row = _layer(line), read_row(line)
-        unit = layer, kind, row.frequency_mhz
-        own = {name: line.read(name, AMOUNT, "bytes") for name in _BYTES if name in line.cells}
-        if unit in rows or held.setdefault(layer, own) != own:
-            raise EnvPipeError(
-                f"{line.where}: a second row for layer {layer} {kind.value} at this frequency "
-                "(MHz), or of other bytes than an earlier line's",
-                value=(row.frequency_mhz, *own.values()),
-                remedy="Keep one; bytes depend only on the layer.",
-            )
-        rows[unit] = row
-    ends = {EMBEDDING, LOSS} & held.keys()
-    numbers = map(str, range(max(1, len(held) - len(ends))))
-    names = [*(ends - {LOSS}), *numbers, *(ends - {EMBEDDING})]
-    clocks_mhz = sorted({clock for _, _, clock in rows}, reverse=True)
-    for layer, kind, clock in product(names, WHOLE, clocks_mhz or [0]):
-        if (layer, kind, clock) not in rows:
-            raise EnvPipeError(
-                f"{path} has no row for layer {layer} {kind.value} at {clock} MHz",
-                value=list(held),
-                remedy="Number the transformer layers from 0 without gaps, and list all layers at "
-                "the same clocks: a stage runs its layers at one.",
-            )
-
-    def column(layer: str, kind: Kind, field: str) -> FloatArray:
-        return np.array([getattr(rows[layer, kind, clock], field) for clock in clocks_mhz])
-
-    measures = {
-        layer: Measure(
-            forward_s=column(layer, Kind.FORWARD, "time_s"),
-            backward_s=column(layer, Kind.BACKWARD, "time_s"),
-            forward_j=column(layer, Kind.FORWARD, "energy_j"),
-            backward_j=column(layer, Kind.BACKWARD, "energy_j"),
-            parameters=held[layer].get("memory", 0.0),
-            activation_bytes=held[layer].get("activation", 0.0),
-        )
-        for layer in names
-    }
-    profile = LayerProfile(
-        blocks=tuple(Block((layer,)) for layer in names),
-        frequency_mhz=np.array(clocks_mhz),
-        measures={Sizes(): measures},
-        bytes_per_parameter=BytesPerParameter(weight=1.0, gradient=0.0, optimizer=0.0),
-        links=Links(),
-        source=str(path),
-    )
-    _check_energies(profile, path)
-    return check_profile(profile)
-
-
-def _layer(line: Row) -> str:
-    """The name of a line's layer; a number without zeros in front."""
-    layer = line.cells["layer"]
-    if layer in (EMBEDDING, LOSS):
-        return layer
-    if not (layer.isascii() and layer.isdigit() and len(layer) <= _MOST_DIGITS):
-        raise EnvPipeError(
-            f"{line.where}: unknown layer",
-            value=layer,
-            remedy=f"Use {EMBEDDING}, the number of a transformer layer, or {LOSS}.",
-        )
-    return str(int(layer))
 
 
 def links_text(links: Links) -> str:

@@ -12,7 +12,7 @@ from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.gpu.backends.nvml_library import call_library
 from envpipe_megatron.gpu.control import choose_control
 from envpipe_megatron.gpu.devices import GpuActivity, read_activity, read_processes, visible_gpus
-from envpipe_megatron.gpu.emulated.presets import load_preset
+from envpipe_megatron.gpu.presets import load_preset
 from envpipe_megatron.gpu.site import read_site
 from envpipe_megatron.integrations.versions import version_of
 from envpipe_megatron.trials.settings import Settings

@@ -13,7 +13,7 @@ from envpipe_megatron.core.plan import read_plan
 from envpipe_megatron.core.profile import read_profile
 from envpipe_megatron.core.profile_rows import MEASURED_SPLIT
 from envpipe_megatron.formats.energy import Phase
-from envpipe_megatron.gpu.emulated.presets import load_preset
+from envpipe_megatron.gpu.presets import load_preset
 from envpipe_megatron.trials.claims import equality
 from envpipe_megatron.trials.run import Event, Results
 from envpipe_megatron.trials.settings import BASELINE, ENVPIPE, RUNS, Settings

@@ -16,7 +16,7 @@ from envpipe_megatron.console import say
 from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.files import clear_own_folder, replace_files
 from envpipe_megatron.gpu.base import FORBID_VARIABLE
-from envpipe_megatron.gpu.emulated.presets import load_preset
+from envpipe_megatron.gpu.presets import load_preset
 from envpipe_megatron.trials.claims import equality
 from envpipe_megatron.trials.ranks import rank_environment, run_ranks
 from envpipe_megatron.trials.settings import Settings, load_text

@@ -67,7 +67,7 @@ WHOLE = replace(
     OPTIMAL, name="whole", says="the shortest order of whole backwards", changes_clock=False
 )
 SPLIT = replace(WHOLE, name="split", says="the shortest order, backwards split where that pays")
-#: Of a proof that leaves clocks as they are. Only the interpreter makes time of emulated GPUs.
+#: Of a proof that leaves clocks as they are.
 ORDER_ARMS = (
     replace(STOCK, says="megatron-core's own 1F1B; on emulated GPUs as 1f1b", by_framework=True),
     replace(STOCK, name="1f1b", says="the same order by EnvPipe's interpreter"),
@@ -151,7 +151,13 @@ class Settings:
         """The arms of a round, in their order."""
         if not self.proof:
             return RUNS
-        return ARMS if self.changes_clocks else ORDER_ARMS
+        if self.changes_clocks:
+            return ARMS
+        # Only the interpreter makes time of emulated GPUs.
+        return tuple(
+            replace(arm, by_framework=arm.by_framework and self.preset is None)
+            for arm in ORDER_ARMS
+        )
 
     @property
     def turns(self) -> list[tuple[int, Arm]]:

@@ -29,7 +29,6 @@ from envpipe_megatron.formats.energy import Phase
 from envpipe_megatron.formats.steps import IntervalEnergy
 from envpipe_megatron.gpu.base import Gpu, ReadOnlyGpu
 from envpipe_megatron.gpu.devices import read_temperature_c
-from envpipe_megatron.gpu.emulated.emulated_gpu import EmulatedGpu
 from envpipe_megatron.integrations.device import FORWARD_VARIABLE, open_device, use_cpu
 from envpipe_megatron.integrations.megatron.core import ForwardBackward
 from envpipe_megatron.integrations.megatron.kept import WholeSteps
@@ -69,7 +68,7 @@ class Rank:
     """A rank's state over all turns: its GPU, the model and its first weights, its neighbours."""
 
     def __init__(self, settings: Settings) -> None:
-        self._settings, self._emulated = settings, settings.preset is not None
+        self._settings = settings
         self._profile_folder = settings.output / "profile"
         self._collectives = make_collectives([range(settings.num_stages)], _TIMEOUT)
         self._device = open_device(
@@ -104,12 +103,7 @@ class Rank:
     def _measure_latency(self) -> None:
         """Report how long a change of each rank's clock takes; a guard holds the GPU meanwhile."""
         self._report("say", text="latency of a change of clock")
-        gpu = self._device.gpu
-        timer: latency.KernelTimer = (
-            latency.EmulatedKernelTimer(gpu)
-            if isinstance(gpu, EmulatedGpu)
-            else latency.CudaKernelTimer()
-        )
+        gpu, timer = self._device.gpu, self._device.make_timer()
         found = self._collectives.everywhere(
             lambda: latency.measure_latency(
                 gpu, timer, latency.usual_clocks_mhz(gpu), _LATENCY_REPEATS
@@ -242,7 +236,7 @@ class Rank:
             SessionConfig(
                 PlanRequest(settings.num_microbatches, schedule=arm.schedule, policy=arm.policy),
                 splits=True,
-                labels={"run": run, **({"emulated": True} if self._emulated else {})},
+                labels={"run": run, **self._device.labels},
                 **options,
             ),
             gpu,
@@ -252,7 +246,7 @@ class Rank:
             say=lambda text: emit("say", arm=arm.name, text=text),
         )
         forward_backward: ForwardBackward | WholeSteps
-        if arm.by_framework and not self._emulated:
+        if arm.by_framework:
             whole = builders.whole_iteration(settings.num_stages)
             forward_backward = WholeSteps(session, get_forward_backward_func(), whole, lambda: True)
         else:
@@ -280,8 +274,8 @@ class Rank:
                 session.end_step()
             losses = [entry["loss"] for entry in reduced]  # of each microbatch, on the last stage
             if losses:  # a command that is gone ends this rank
-                # A real GPU is ahead of its host: nothing waits for its losses.
-                loss = float(np.mean([float(m) for m in losses])) if self._emulated else None
+                # A GPU is ahead of its host: nothing waits for its losses.
+                loss = None if losses[0].is_cuda else float(np.mean([float(m) for m in losses]))
                 emit("iteration", arm=arm.name, phase=session.state.phase.value, loss=loss)
             return losses
 
@@ -297,7 +291,7 @@ class Rank:
         return self._settings.output / "plans" / f"{arm.name}.json"
 
     def _temperature_c(self) -> int | None:
-        return None if self._emulated else read_temperature_c(self._device.gpu.address.uid)
+        return read_temperature_c(self._device.gpu.address.uid)
 
 
 def _whole_plan(plan: Plan) -> Plan:

@@ -287,6 +287,7 @@ def test_every_choice_opens_as_itself_and_changes_only_by_its_own_way(machine):
             name not in ("dry_run", "none"),
             name == "none",
         )
+        assert gpu.read_apart
         reader = open_reader(gpu.address)
         assert isinstance(reader, ReadOnlyGpu)
         assert reader.address.uid == uuid
@@ -332,7 +333,7 @@ def test_an_emulated_gpu_is_opened_by_folder_and_index(tmp_path):
     gpu.lock_frequency(1200)
     reader = open_reader(gpu.address)
     assert reader.requested_frequency_mhz == 1200
-    assert (reader.is_emulated, reader.changes_clock, reader.drives_hardware) == (True, True, False)
+    assert (reader.read_apart, reader.changes_clock, reader.drives_hardware) == (False, True, False)
 
 
 # --- what is read --------------------------------------------------------------------------------

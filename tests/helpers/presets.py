@@ -8,7 +8,7 @@ from pathlib import Path
 from envpipe_megatron.core.kinds import Kind
 from envpipe_megatron.core.profile import Profile, make_profile
 from envpipe_megatron.core.profile_rows import ProfileRow
-from envpipe_megatron.gpu.emulated.presets import load_preset, preset_folder
+from envpipe_megatron.gpu.presets import load_preset, preset_folder
 
 
 def write_changed_preset(path: Path, changes: Mapping[str, tuple[float, float]]) -> Path:

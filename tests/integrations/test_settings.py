@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from envpipe_megatron.integrations.options import OF_LEVELS
 from envpipe_megatron.integrations.reading import (
     OptionError,
     merged,
@@ -22,7 +23,7 @@ def no_variables(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def read(settings: dict[str, Any]) -> Any:
-    return read_settings(settings, num_stages=4, on_gpu=False)
+    return read_settings(settings, OF_LEVELS, num_stages=4, on_gpu=False)
 
 
 def test_envpipes_own_block() -> None:
@@ -98,10 +99,10 @@ def test_what_is_wrong_is_named(settings: dict[str, Any], said: str) -> None:
 
 def test_levels_and_their_check_are_named_where_a_framework_has_them() -> None:
     named = {"level": "order", "self_check": "always"}
-    parsed = parse_settings(named, has_levels=True)
+    parsed = parse_settings(named)
     assert (parsed.envpipe_level, parsed.envpipe_self_check) == ("order", "always")
     with pytest.raises(OptionError, match="invalid choice: 'never'"):
-        parse_settings({"self_check": "never"}, has_levels=True)
+        parse_settings({"self_check": "never"})
 
 
 def test_a_call_goes_before_a_file() -> None:

@@ -5,7 +5,6 @@ from click.testing import CliRunner
 from patch_project import snapshot, stock_files, write_tree
 
 from envpipe_megatron.cli import main
-from envpipe_megatron.patching import liveness
 from envpipe_megatron.patching.catalog import Hook
 from envpipe_megatron.patching.checkout import apply_patch
 from envpipe_megatron.patching.liveness import Outcome, ask_hooks
@@ -127,24 +126,6 @@ def test_why_an_import_fails_is_told(patched, tmp_path, monkeypatch, line, outco
     assert other.outcome is outcome
 
 
-def test_all_missing_packages_are_named_as_pip_knows_them(patched, tmp_path, monkeypatch):
-    site = write_tree(tmp_path, {"sitecustomize.py": "import sys; sys.modules['yaml'] = None\n"})
-    monkeypatch.setenv("PYTHONPATH", str(site))
-    first = "import no_such.part\nclass Base(no_such.part.Base): pass\n"
-    write_tree(
-        patched,
-        {
-            "toy/__init__.py": "try:\n    import no_matter\nexcept ImportError:\n    pass\n",
-            "toy/schedules.py": f"{first}@no_such.jit\ndef get_func(): pass\nimport no_other\n",
-            "toy/training/loop.py": f"{first}from amp_C import multi\nimport no_third, yaml\n",
-        },
-    )
-    schedules, loop = ask_hooks(patched, [SCHEDULES, LOOP])
-    assert (schedules.outcome, loop.outcome) == (Outcome.DEPENDENCY, Outcome.DEPENDENCY)
-    assert "pip install no_such no_other no_third pyyaml and build NVIDIA Apex" in schedules.remedy
-    assert loop.remedy == schedules.remedy
-
-
 NEEDS_TRITON = """\
 import outside, triton
 import triton.language as tl
@@ -187,7 +168,7 @@ def test_what_is_not_for_gpus_alone_is_still_missing(patched, tmp_path, monkeypa
     write_tree(patched, {"toy/training/loop.py": "import triton, no_such_thing\n"})
     (answer,) = ask_hooks(patched, [LOOP])
     assert (answer.outcome, answer.detail) == (Outcome.DEPENDENCY, "no_such_thing")
-    assert answer.remedy.startswith("In this Python environment pip install no_such_thing;")
+    assert answer.remedy.startswith("Install it in this Python environment")
 
 
 def test_the_probes_own_folder_is_not_on_the_path(patched):
@@ -261,23 +242,12 @@ def test_check_says_where_the_patch_file_lies(run, checkout, patches):
         run(command, checkout)
 
 
-def test_a_python_that_is_too_old_for_the_checkout_is_told(patched):
-    write_tree(patched, {"toy/training/loop.py": "from typing import NoSuchName\n"})
-    write_tree(patched, {"pyproject.toml": "[project]\nrequires-python = '>=3.99,<4'\n"})
-    (answer,) = ask_hooks(patched, [LOOP], "v1.0")
-    needs = ": v1.0 needs Python 3.99 or newer, as its pyproject.toml says"
-    assert answer.remedy == f"Make this import work first{needs}"
-    for line in ("[project]\nrequires-python = '>= 3.8'", "project = 1", "[project]", "["):
-        write_tree(patched, {"pyproject.toml": line})
-        assert liveness._newer_python(patched, "v1.0") == ""
-
-
 def test_what_is_patched_and_cannot_be_proven_is_its_own_exit_status(run, patched, tmp_path):
     write_tree(patched, {"toy/training/__init__.py": "import no_such_thing\n"})
     said = run("check", patched)
     assert said.exit_code == 3
     assert "needs a package: toy.training.loop.envpipe: no_such_thing" in said.output
-    assert "pip install no_such_thing; then check again" in said.output
+    assert "Install it in this Python environment; then check again" in said.output
 
 
 def test_check_names_what_was_changed(run, checkout):

@@ -11,7 +11,7 @@ import run_made
 from benchmarks.report import perfetto_check, report_scale
 from envpipe_megatron.formats.energy import PHASES
 from envpipe_megatron.formats.timeline import ClockSamples, TimelineLogs
-from envpipe_megatron.gpu.emulated.presets import load_preset
+from envpipe_megatron.gpu.presets import load_preset
 from envpipe_megatron.report.run_folder import read_run_folder
 from envpipe_megatron.report.trace import write_trace
 

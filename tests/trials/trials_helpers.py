@@ -6,7 +6,8 @@ from pathlib import Path
 
 from presets import write_changed_preset
 
-from envpipe_megatron.gpu.emulated.emulated_gpu import EmulatedGpu, list_emulated
+from envpipe_megatron.gpu.emulated.emulated_gpu import EmulatedGpu
+from envpipe_megatron.gpu.emulated.store import list_emulated
 from envpipe_megatron.trials.settings import Settings
 
 

@@ -120,7 +120,7 @@ def check(ctx: click.Context, directory: Path, as_json: bool) -> None:
     """
     found = look_at(directory)
     patched = found.state in (State.PATCHED, State.CHANGED_AFTER)
-    answers = ask_hooks(directory, found.patch.hooks, found.patch.tag) if patched else ()
+    answers = ask_hooks(directory, found.patch.hooks) if patched else ()
     if as_json:
         click.echo(json.dumps(_facts(found, answers), indent=1))
     else:

@@ -32,8 +32,8 @@ from envpipe_megatron.formats.energy import (
     read_step,
 )
 from envpipe_megatron.formats.steps import StepEnergy, compare
-from envpipe_megatron.gpu.emulated.modelled import modelled_clocks_mhz
-from envpipe_megatron.gpu.emulated.presets import GpuPreset, model_for
+from envpipe_megatron.gpu.modelled import modelled_clocks_mhz
+from envpipe_megatron.gpu.presets import GpuPreset, model_for
 from envpipe_megatron.launch.bill.bill import Bill, PhaseBill, bill_of, total_of
 from envpipe_megatron.policies.planner import make_plan
 from envpipe_megatron.policies.request import PlanRequest

@@ -33,11 +33,11 @@ from envpipe_megatron.gpu.base import (
 )
 from envpipe_megatron.gpu.control import choose_control, open_controlled
 from envpipe_megatron.gpu.devices import VISIBLE_VARIABLE, visible_gpus
-from envpipe_megatron.gpu.emulated.emulated_gpu import EmulatedGpu, list_emulated
-from envpipe_megatron.gpu.emulated.presets import override_for, sweep_range
-from envpipe_megatron.gpu.emulated.store import ROOT_VARIABLE, default_root
+from envpipe_megatron.gpu.emulated.emulated_gpu import EmulatedGpu
+from envpipe_megatron.gpu.emulated.store import ROOT_VARIABLE, default_root, list_emulated
 from envpipe_megatron.gpu.guard.resetting import Resetter
 from envpipe_megatron.gpu.opening import open_reader
+from envpipe_megatron.gpu.presets import override_for, sweep_range
 from envpipe_megatron.gpu.site import read_site
 from envpipe_megatron.runtime.clocks.latency import (
     CudaKernelTimer,
@@ -247,12 +247,12 @@ def _table(listed: _ListedGpu, all_clocks: bool) -> Table:
     state = gpu.clock_state()
     profiled = sweep_range(supported, override_for(gpu.name))
     table = Table(title=f"GPU {listed.index}: {gpu.name}", title_justify="left", show_header=False)
-    table.add_row("address" if gpu.is_emulated else "UUID", gpu.address.uid)
+    table.add_row("address" if listed.is_emulated else "UUID", gpu.address.uid)
     table.add_row("SM clocks", _range_text(supported))
     if all_clocks:
         table.add_row("all SM clocks (MHz)", numbers(supported))
     table.add_row("a profile lists (MHz)", numbers(profiled))
-    if not gpu.is_emulated:
+    if not listed.is_emulated:
         table.add_row("memory clocks (MHz)", numbers(_memory_clocks(gpu)))
     table.add_row("SM clock now", _clock_text(state))
     limit = "" if state.power_limit_w is None else f" of at most {state.power_limit_w:.0f} W"

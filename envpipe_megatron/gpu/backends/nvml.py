@@ -37,7 +37,7 @@ from envpipe_megatron.gpu.base import (
     GpuError,
     PowerState,
 )
-from envpipe_megatron.gpu.emulated.presets import override_for
+from envpipe_megatron.gpu.presets import override_for
 
 _LOG = logging.getLogger(__name__)
 
@@ -124,6 +124,8 @@ class NvmlGpu(Gpu):
     GPU), `unlisted` says so, `supported_frequencies_mhz` has the highest or the present one, and
     none is locked.
     """
+
+    read_apart = True
 
     def __init__(self, uid: str, *, reset_range_mhz: tuple[int, int] | None = None) -> None:
         if uid.startswith("MIG-"):

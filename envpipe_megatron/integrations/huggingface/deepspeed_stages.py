@@ -8,7 +8,7 @@ from typing import Any
 from deepspeed.pipe import LayerSpec, TiedLayerSpec
 from torch import Tensor
 
-from envpipe_megatron.integrations.deepspeed.partition import PARTS, PipelineModule
+from envpipe_megatron.integrations.deepspeed.partition import PipelineModule
 from envpipe_megatron.integrations.huggingface.layers import (
     Message,
     TokenEmbedding,
@@ -62,7 +62,7 @@ def pipeline_module(
     return PipelineModule(
         deepspeed_layers(model),
         num_stages=num_stages,
-        partition_method=PARTS + ",".join(map(str, parts)),
+        partition_method="parts:" + ",".join(map(str, parts)),
         **{"loss_fn": model.loss, **arguments},
     )
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.integrations.huggingface.layers import EXTRAS, MASK, Layer
 from envpipe_megatron.integrations.huggingface.skeleton import Family, Skeleton
-from envpipe_megatron.search.parts import make_parts
+from envpipe_megatron.search.partition import make_parts
 
 DEFAULT_SEED = 1234
 
@@ -72,7 +72,7 @@ class SplitModel(Skeleton):
 
         Args:
             num_stages: p.
-            cut: `parameters`; `time:FILE` or `energy:FILE`, a layer CSV of all `entries`, which
+            cut: `parameters`; `time:FILE` or `energy:FILE`, a profile of all `entries`, which
                 `integrations.deepspeed.layer_profile` measures; or the parts themselves.
 
         Raises EnvPipeError for a cut that does not fit.

@@ -1,13 +1,14 @@
 """Adds up what the agents of all nodes meter, as they meter it: both ends of that connection.
 
-An agent connects by TCP, says which node it is and the job's token, gets back how many bytes of its
-energy log are known, and sends the log's bytes from there on:
+An agent connects by TCP, and sends its node's energy log in pieces, each a line of JSON:
 
-    agent -> collector   {"token": ..., "node": ..., "log": identity of its file}
-    collector -> agent   {"have": bytes} or {"error": why}
-    agent -> collector   lines of the energy log, or in place of lines that earlier starts wrote
-                         {"earlier": {"bytes": of these, "unreadable": ..., "lines": their sums}}
-    collector -> agent   {"have": bytes}, after each piece
+    agent -> collector   {"token": the job's, "node": ..., "log": identity of its file,
+                          "at": where in the file, "bytes": of it, "lines": "...",
+                          "unreadable": lines of these bytes that are not sent}
+    collector -> agent   {"have": bytes of this log that are added up} or {"error": why}
+
+In place of lines that earlier starts wrote, their sums are sent. A piece that does not begin where
+the ones before end is passed over, and the answer says where to go on.
 
 The file is the truth: after a cut, or when the collector has moved to another node, an agent sends
 what is not known, and nothing twice. A collector keeps sums and no lines.
@@ -19,23 +20,23 @@ import asyncio
 import contextlib
 import json
 import logging
-import math
 import secrets
 import socket
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any, NoReturn
 
-from envpipe_megatron.formats.energy import parse_entry, parse_line
+from envpipe_megatron.formats.energy import parse_line
 from envpipe_megatron.formats.energy_sums import LogSums
 from envpipe_megatron.launch.agent.ledger import NodeLog
 from envpipe_megatron.launch.bill.bill import Bill
 
 logger = logging.getLogger(__name__)
 
-#: Size limit of a line, and of what an agent sends at once.
-MAX_BYTES = 256 * 1024
-#: A message in place of lines begins with it.
-_EARLIER = b'{"earlier": '
+#: Of a log that are sent at once, and of earlier starts' lines that are added up before: those of
+#: some tenths of a second.
+_PIECE_BYTES, _EARLIER_BYTES = 2**16, 2**20
+#: Of a piece as JSON, which may write a character in as many as three times its bytes.
+_MOST_BYTES = 4 * _EARLIER_BYTES
 _HELLO_S = 10.0
 #: Lines come a thousand times a second in a large job, and the live line looks at all its GPUs.
 _REPORT_EACH_S = 1.0
@@ -47,8 +48,6 @@ _KEEPALIVE = {"TCP_KEEPIDLE": 15, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3}
 _ANSWER_S = 5.0
 #: A name may have an address that does not answer, and then another.
 _NEXT_ADDRESS_S = 0.25
-#: Lines of earlier starts that are added up at once: those of some tenths of a second.
-_PIECE_BYTES = 2**20
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 2.0
 
 
@@ -74,7 +73,6 @@ class Collector:
         self.bill = bill
         self.token = secrets.token_hex(16)
         self._on_lines = on_lines
-        self._reported_s = -math.inf
         self._reporting: asyncio.TimerHandle | None = None
         #: Bytes of each log that are in the bill, by node and identity of the log.
         self._known_bytes: dict[tuple[str, str], int] = {}
@@ -99,7 +97,9 @@ class Collector:
             for name, value in _KEEPALIVE.items():
                 if hasattr(socket, name):  # macOS calls the first one otherwise
                     listener.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
-            self._server = await asyncio.start_server(self._serve, sock=listener, backlog=_BACKLOG)
+            self._server = await asyncio.start_server(
+                self._serve, sock=listener, backlog=_BACKLOG, limit=_MOST_BYTES
+            )
         port = self._server.sockets[0].getsockname()[1]
         return {"host": host, "port": port, "token": self.token}
 
@@ -118,67 +118,47 @@ class Collector:
         return await holds_within(timeout_s, lambda: not self.bill.running(), self._complete)
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        log = None
         task = asyncio.current_task()
         assert task is not None
         self._connections.add(task)
+        patience_s: float | None = _HELLO_S  # of a stranger
         try:
-            async with asyncio.timeout(_HELLO_S):
-                log = self._hello(json.loads(await reader.readline()), writer)
+            while True:
+                async with asyncio.timeout(patience_s):
+                    line = await reader.readline()
+                if not line:
+                    break
+                answer = self._take(json.loads(line), writer)
+                writer.write(json.dumps(answer).encode() + b"\n")
                 await writer.drain()
-            rest = b""
-            while log is not None and (data := await reader.read(MAX_BYTES)):
-                if not self._is_current(log, writer):
-                    break  # what came late over a cut connection is sent again over the new one
-                *lines, rest = (rest + data).split(b"\n")
-                if len(rest) > MAX_BYTES:
-                    raise ValueError("a line without an end")
-                self._take(log, lines)
-                writer.write(json.dumps({"have": self._known_bytes[log]}).encode() + b"\n")
-                await writer.drain()
+                if "error" in answer:
+                    break
+                patience_s = None
         except asyncio.CancelledError:
             pass  # by `close`; asyncio takes a handler that ends as cancelled for a failed one
         except Exception as error:  # whatever it was that connected
             logger.info("An agent's connection ended: %r", error)
         finally:
-            if log is not None and self._is_current(log, writer):
-                del self._sending[log[0]]
+            for node in [node for node, (_, its) in self._sending.items() if its is writer]:
+                del self._sending[node]
             writer.close()
             self._connections.discard(task)
 
-    def _hello(self, hello: dict[str, Any], writer: asyncio.StreamWriter) -> tuple[str, str] | None:
-        """Answer an agent; return its node and log, None if it is refused."""
-        node, log = str(hello["node"]), str(hello["log"])
-        sent_log, before = self._sending.get(node, (log, None))
-        answer: dict[str, Any]
-        if not secrets.compare_digest(str(hello["token"]), self.token):
-            answer = {"error": "another job's collector is here"}
-        elif sent_log != log:
-            answer = {"error": f"another agent calls its node {node}, too: give each a --node-name"}
-        else:
-            answer = {"have": self._known_bytes.setdefault((node, log), 0)}
-            if before is not None:
-                before.close()  # cut off, which this end does not know yet
-            self._sending[node] = log, writer
-        writer.write(json.dumps(answer).encode() + b"\n")
-        return (node, log) if "have" in answer else None
-
-    def _is_current(self, log: tuple[str, str], writer: asyncio.StreamWriter) -> bool:
-        return self._sending.get(log[0]) == (log[1], writer)
-
-    def _take(self, log: tuple[str, str], lines: Iterable[bytes]) -> None:
-        """Add whole lines of a log to the bill, or what comes in their place."""
-        for line in lines:
-            if line.startswith(_EARLIER):
-                said = json.loads(line)["earlier"]
-                for read in list(map(parse_entry, said["lines"])):
-                    self.bill.add(read)
-                self.bill.unreadable += said["unreadable"]
-                self._known_bytes[log] += said["bytes"]
-                continue
-            self._known_bytes[log] += len(line) + 1
-            if not line.strip():
-                continue
+    def _take(self, piece: dict[str, Any], writer: asyncio.StreamWriter) -> dict[str, Any]:
+        """Add a piece of a log to the bill, if it is the next one; return the answer."""
+        node, log = str(piece["node"]), str(piece["log"])
+        if not secrets.compare_digest(str(piece["token"]), self.token):
+            return {"error": "another job's collector is here"}
+        if self._sending.get(node, (log,))[0] != log:
+            return {"error": f"another agent calls its node {node}, too: give each a --node-name"}
+        self._sending[node] = log, writer
+        known = self._known_bytes.setdefault((node, log), 0)
+        if piece["at"] != known:  # it came before, over a connection that was cut
+            return {"have": known}
+        self._known_bytes[node, log] += piece["bytes"]
+        self.bill.unreadable += piece["unreadable"]
+        lines = piece["lines"].encode("utf-8", "surrogateescape").split(b"\n")
+        for line in filter(bytes.strip, lines):
             try:
                 self.bill.add(parse_line(line))
             except ValueError:
@@ -188,14 +168,13 @@ class Collector:
             self._report()
         elif self._reporting is None:
             loop = asyncio.get_running_loop()
-            due_s = max(loop.time(), self._reported_s + _REPORT_EACH_S)
-            self._reporting = loop.call_at(due_s, self._report)
+            self._reporting = loop.call_later(_REPORT_EACH_S, self._report)
+        return {"have": self._known_bytes[node, log]}
 
     def _report(self) -> None:
         if self._reporting is not None:
             self._reporting.cancel()
             self._reporting = None
-        self._reported_s = asyncio.get_running_loop().time()
         try:
             self._on_lines()
         except Exception:  # a closed terminal, say
@@ -278,57 +257,54 @@ class Uplink:
                 self._endpoint["host"], self._endpoint["port"], happy_eyeballs_delay=_NEXT_ADDRESS_S
             )
         try:
-            hello = {"node": self._log.node, "log": self._log.identity}
-            hello["token"] = self._endpoint["token"]
-            writer.write(json.dumps(hello).encode() + b"\n")
-            await self._answered(reader)
-            self.trouble = ""
             while True:
                 self._grown.clear()
-                data, log_bytes = self._piece(self.known_bytes)
-                if not data:
+                piece = self._piece(self.known_bytes)
+                if not piece["bytes"]:
                     await self._grown.wait()
                     continue
-                wanted = self.known_bytes + log_bytes
-                writer.write(data)
-                while self.known_bytes < wanted:
-                    await self._answered(reader)
+                writer.write(json.dumps(piece).encode() + b"\n")
+                async with asyncio.timeout(_ANSWER_S):
+                    line = await reader.readline()
+                if not line:
+                    raise ConnectionError("the collector hung up")
+                answer = json.loads(line)
+                if "error" in answer:
+                    raise ConnectionError(answer["error"])
+                if answer["have"] == self.known_bytes:
+                    raise ConnectionError("the collector takes nothing")
+                self.known_bytes = int(answer["have"])
+                self.trouble = ""
+                self._known.set()
         finally:
             writer.close()
 
-    def _piece(self, offset: int) -> tuple[bytes, int]:
-        """Data to send next, of earlier starts sums; and how many bytes of the log they cover."""
-        left = self._log.earlier_bytes - offset
-        earlier = self._log.read(offset, min(left, _PIECE_BYTES)) if left > 0 else b""
-        if earlier:
-            made = _added_up(earlier)
-            if len(made) <= MAX_BYTES:
-                return made, len(earlier)
-        data = self._log.read(offset, MAX_BYTES)
-        return data, len(data)
-
-    async def _answered(self, reader: asyncio.StreamReader) -> None:
-        async with asyncio.timeout(_ANSWER_S):
-            line = await reader.readline()
-        if not line:
-            raise ConnectionError("the collector hung up")
-        answer = json.loads(line)
-        if "error" in answer:
-            raise ConnectionError(answer["error"])
-        self.known_bytes = answer["have"]
-        self._known.set()
+    def _piece(self, at: int) -> dict[str, Any]:
+        """What the log has from a place on; of earlier starts, sums."""
+        earlier_bytes = max(0, self._log.earlier_bytes - at)
+        earlier = self._log.read(at, min(earlier_bytes, _EARLIER_BYTES))
+        data = earlier or self._log.read(at, _PIECE_BYTES)
+        lines, unreadable = _added_up(data) if earlier else (data, 0)
+        return {
+            "token": self._endpoint["token"],
+            "node": self._log.node,
+            "log": self._log.identity,
+            "at": at,
+            "bytes": len(data),
+            "lines": lines.decode("utf-8", "surrogateescape"),
+            "unreadable": unreadable,
+        }
 
 
-def _added_up(data: bytes) -> bytes:
-    """A message with the sums of a log's lines."""
-    made: list[Any] = []
-    sums, unreadable = LogSums(made.append), 0
-    for line in filter(bytes.strip, data.splitlines()):
+def _added_up(data: bytes) -> tuple[bytes, int]:
+    """Return the sums of a log's lines as lines, and how many lines cannot be read."""
+    made: list[bytes] = []
+    sums, unreadable = LogSums(lambda line: made.append(json.dumps(line).encode())), 0
+    for line in filter(bytes.strip, data.split(b"\n")):
         try:
             parse_line(line)
             sums.add(json.loads(line))
         except ValueError:
             unreadable += 1
     sums.flush()
-    said = {"bytes": len(data), "unreadable": unreadable, "lines": made}
-    return _EARLIER + json.dumps(said).encode() + b"}\n"
+    return b"\n".join(made), unreadable

@@ -18,14 +18,10 @@ from rich.markup import escape
 from envpipe_megatron.console import say, say_as_launcher, show_table
 from envpipe_megatron.files import csv_text, lock_file, replace_files
 from envpipe_megatron.formats.energy import (
-    BETWEEN,
     SHARES,
-    EnergyFileError,
     EnergyWindow,
     Phase,
     append_line,
-    name_of_run,
-    read_energy_logs,
 )
 from envpipe_megatron.launch.agent.ledger import log_path
 from envpipe_megatron.launch.bill.bill import JOULES_PER_KWH, Bill, EnergyTotal, total_of
@@ -231,9 +227,8 @@ class BillReport:
         self._node = node
         self._tariff = tariff
         self._interval = interval
-        #: Iterations at the last line; and for each GPU, its steps and J in training then.
+        #: Iterations at the last line.
         self._done = 0
-        self._before: dict[tuple[str, str], tuple[int, float]] = {}
         self._writer = ThreadPoolExecutor(1, "envpipe-bill")
         self._writing: Future[None] | None = None
 
@@ -254,35 +249,15 @@ class BillReport:
     def look(self, bill: Bill) -> None:
         """Show the grown bill, if training is an interval further."""
         _ = self._stem  # settled before anything is written, as other jobs may end first
-        if not self._interval:
+        done, job = bill.num_iterations, bill.total()
+        if not self._interval or done - self._done < self._interval:
             return
-        now: dict[tuple[str, str], tuple[int, float]] = {}
-        longest = self._interval  # of lines, by which GPUs may lie apart
-        for phase in bill.phases.values():
-            gpu = phase.window.gpu_key
-            if phase.window.phase != BETWEEN:
-                longest = max(longest, phase.window.steps)
-                steps, energy_j = now.get(gpu, (0, 0.0))
-                now[gpu] = steps + phase.steps, energy_j + phase.energy_j
-        counts = [steps for steps, _ in now.values()]
-        if len(counts) < (bill.fact("num_gpus") or 0):
-            counts.append(0)  # of GPUs that have sent nothing yet
-        # All GPUs together; but one that is cut off ends no lines.
-        done = max(min(counts, default=0), max(counts, default=0) - 2 * longest)
-        if done - self._done < self._interval:
-            return
-        each_j = 0.0
-        for gpu, (steps, energy_j) in now.items():
-            steps_before, energy_before_j = self._before.get(gpu, (0, 0.0))
-            if steps > steps_before:
-                each_j += (energy_j - energy_before_j) / (steps - steps_before)
-        job = bill.total()
-        line = f"{done} iterations: {each_j:.1f} J each since the last line, {job.energy_j:.0f} J "
+        line = f"{done} iterations: {job.energy_j:.0f} J "
         line += f"in all on {job.num_gpus} GPUs, {job.average_power_w:.1f} W each"
         compared = bill.comparison()
         line += f"; against the job's own baseline {compared}" if compared else ""
         self.tell(line, bill)
-        self._done, self._before = done, now
+        self._done = done
 
     def tell(self, line: str, bill: Bill) -> None:
         """Show a line and append the bill to `bill.jsonl`. Returns at once.
@@ -303,7 +278,6 @@ class BillReport:
 
     def end(self, bill: Bill) -> None:
         """The job is over. What cannot be written or shown keeps nothing else from being so."""
-        self._add_other_nodes(bill)
         facts = bill_facts(bill, self._tariff)
         as_json = json.dumps(facts, indent=1) + "\n"
         stem = self._stem
@@ -313,6 +287,9 @@ class BillReport:
         self._try(f"{stem}.jsonl", lambda path: append_line(path, facts))
         if bill.unreadable:
             logger.warning("%d torn or foreign lines of energy logs passed over", bill.unreadable)
+        of_nodes = {log_path(self._folder, node) for node in bill.nodes}
+        for log in sorted(set(self._folder.glob("energy-*.jsonl")) - of_nodes):
+            logger.warning("%s is not in this bill; `envpipe energy sum` adds it", log)
         with contextlib.suppress(OSError, SystemExit):  # by rich, if nobody reads any more
             show_bill(bill, self._tariff, Console())
         files = f"{stem}.json, {stem}.csv, and as it grew {stem}.jsonl"
@@ -323,16 +300,3 @@ class BillReport:
             write(self._folder / name)
         except OSError as error:
             logger.error("%s is not written: %s", name, error)
-
-    def _add_other_nodes(self, bill: Bill) -> None:
-        """Add what is left of starts that the bill has, by nodes that the last start was not on."""
-        starts = {run for _, run, _, _ in bill.phases if run != name_of_run(run)}
-        known = {log_path(self._folder, node) for node in bill.nodes}
-        for log in sorted(set(self._folder.glob("energy-*.jsonl")) - known):
-            windows: list[EnergyWindow] = []
-            with contextlib.suppress(OSError, EnergyFileError):
-                windows = [w for w in read_energy_logs([log]).windows if w.run in starts]
-            for window in windows:
-                bill.add(window)
-            if not windows:
-                logger.warning("%s is not in this bill; `envpipe energy sum` adds it", log)

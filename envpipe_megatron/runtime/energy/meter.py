@@ -13,7 +13,7 @@ import statistics
 import threading
 from array import array
 from bisect import bisect_left
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import pairwise
@@ -25,7 +25,6 @@ from envpipe_megatron.core.arrays import FloatArray
 from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.gpu.base import EnergyReading, Gpu, GpuError
 from envpipe_megatron.gpu.energy_reader import EnergyReader, ReaderGoneError
-from envpipe_megatron.gpu.opening import BACKENDS
 from envpipe_megatron.tuning.measured.meters import RESOLUTION_J
 
 logger = logging.getLogger(__name__)
@@ -80,44 +79,31 @@ class EnergyMeter:
 
     A counter that cannot be read, stands still or goes back spoils the windows it touches and no
     others: the counter is cumulative, so a window whose ends were both seen is right whatever
-    happened to the readings between them. Windows may start `horizon_s` back.
-
-    Args:
-        apart: whether another process is to read; by default, where it can open the GPU and its
-            time is its own. Where there is none, or it ends, a thread of this process reads.
+    happened to the readings between them. Windows may start `horizon_s` back. Where no other
+    process reads, or it ends, a thread of this process does.
     """
 
-    def __init__(
-        self,
-        gpu: Gpu,
-        poll_s: float = POLL_S,
-        horizon_s: float = 12 * 3600.0,
-        *,
-        apart: bool | None = None,
-    ) -> None:
+    def __init__(self, gpu: Gpu, poll_s: float = POLL_S, horizon_s: float = 12 * 3600.0) -> None:
         self._gpu = gpu
         self._poll_s = poll_s
         self._horizon_s = horizon_s
-        self._changed = threading.Condition()
+        self._lock = threading.RLock()
         self._times_s = array("d")
         self._energies_j = array("d")
         self._time_uncertainties_s = array("d")
         #: Where the counter went back: the last refresh before it, and the first after it.
         self._breaks: list[tuple[float, float]] = []
-        self._looks_wanted, self._looks_taken = 0, 0
-        self._closing = False
+        self._closing = threading.Event()
         #: The last reading's error; None when it went well.
         self.error: Exception | None = None
         self._thread: threading.Thread | None = None
         self._reader: EnergyReader | None = None
-        if apart is None:
-            apart = not gpu.is_emulated and gpu.address.backend in BACKENDS
-        if apart:
+        if gpu.read_apart:
             with suppress(OSError):
                 self._reader = EnergyReader(gpu.address, poll_s)
         if self._reader is None:
-            self._start_thread()
-        self._look(_FIRST_LOOK_S if apart else _LOOK_TIMEOUT_S)
+            self._thread = self._start_thread(self._run)
+        self._look(_FIRST_LOOK_S if gpu.read_apart else _LOOK_TIMEOUT_S)
 
     @property
     def last_refresh_s(self) -> float:
@@ -197,9 +183,8 @@ class EnergyMeter:
 
     def close(self) -> None:
         """Stop reading."""
-        self._closing = True
+        self._closing.set()
         with self._seen():  # so that windows may be asked for later
-            self._changed.notify_all()
             if self._reader is not None:
                 self._reader.close()
                 self._reader = None
@@ -248,21 +233,19 @@ class EnergyMeter:
     @contextmanager
     def _seen(self) -> Iterator[None]:
         """Within, all that was read so far is there."""
-        with self._changed:
+        with self._lock:
             if self._reader is not None:
                 self._take(self._reader.take())
             yield
 
     def _look(self, timeout_s: float) -> None:
-        with self._changed:
+        with self._lock:
             if self._reader is not None:
                 self._take(self._reader.look(timeout_s))
             if self._reader is not None:
                 return
-            self._looks_wanted += 1
-            wanted = self._looks_wanted
-            self._changed.notify_all()
-            self._changed.wait_for(lambda: self._looks_taken >= wanted, timeout=timeout_s)
+        if thread := self._start_thread(self._try_sample):
+            thread.join(timeout_s)
 
     def _take(self, readings: Iterator[EnergyReading]) -> None:
         """Keep what the reader saw; in place of one that has ended, a thread goes on."""
@@ -276,29 +259,19 @@ class EnergyMeter:
             logger.info("%s: a thread of this process reads it", gone)
             self._reader.close()
             self._reader = None
-            if not self._closing:
-                self._start_thread()
+            if not self._closing.is_set():
+                self._thread = self._start_thread(self._run)
 
-    def _start_thread(self) -> None:
-        thread = threading.Thread(target=self._run, name="envpipe-meter", daemon=True)
+    def _start_thread(self, target: Callable[[], None]) -> threading.Thread | None:
+        thread = threading.Thread(target=target, name="envpipe-meter", daemon=True)
         with suppress(RuntimeError):  # the interpreter is ending
             thread.start()
-            self._thread = thread
+            return thread
+        return None
 
     def _run(self) -> None:
-        while True:
-            with self._changed:
-                self._changed.wait_for(
-                    lambda: self._closing or self._looks_wanted > self._looks_taken,
-                    timeout=self._poll_s,
-                )
-                if self._closing:
-                    return
-                wanted = self._looks_wanted
+        while not self._closing.wait(self._poll_s):
             self._try_sample()
-            with self._changed:
-                self._looks_taken = wanted
-                self._changed.notify_all()
 
     def _try_sample(self) -> None:
         try:
@@ -311,7 +284,7 @@ class EnergyMeter:
         self._add(self._gpu.read_energy())
 
     def _add(self, reading: EnergyReading) -> None:
-        with self._changed:
+        with self._lock:
             times, energies = self._times_s, self._energies_j
             if times and reading.time_s <= times[-1]:
                 return

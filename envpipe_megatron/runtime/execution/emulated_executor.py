@@ -19,7 +19,7 @@ import torch.distributed as dist
 from envpipe_megatron.core.kinds import Kind
 from envpipe_megatron.core.schedule import Schedule
 from envpipe_megatron.gpu.emulated.emulated_gpu import EmulatedGpu
-from envpipe_megatron.gpu.emulated.presets import times_by_kind_s
+from envpipe_megatron.gpu.presets import times_by_kind_s
 from envpipe_megatron.runtime.channel.collectives import Collectives
 from envpipe_megatron.runtime.execution.executor import (
     Completion,
@@ -110,18 +110,20 @@ class EmulatedExecutor:
         if destination >= 0:
             self._outputs.append((destination, self._output_tags[position]))
         priced = self._prices[position]  # of units that run as one, the last is priced for all
-        run = self._gpu.run_unit(priced.value, self._time_at_max_s[priced], self._ready_s)
-        self._starts.append(run.start_s - self._begin_s)
-        self._ends.append(run.end_s - self._begin_s)
+        start_s, end_s = self._gpu.run_unit(
+            priced.value, self._time_at_max_s[priced], self._ready_s
+        )
+        self._starts.append(start_s - self._begin_s)
+        self._ends.append(end_s - self._begin_s)
         if unit.combined:
             return Done()
-        remaining_s = self._anchor_s + run.end_s - time.monotonic()
+        remaining_s = self._anchor_s + end_s - time.monotonic()
         if remaining_s > 0:
             time.sleep(remaining_s)  # the emulated GPU computes; nothing could end this early
         while self._outputs:
             output = self._outputs.pop(0)
             with suppress(RuntimeError):  # who sends the output finds out that the stage is gone
-                self._sent += self._collectives.pipeline.send(run.end_s, *output)
+                self._sent += self._collectives.pipeline.send(end_s, *output)
         return Done()  # the sleep is over: so is the unit
 
     def in_wait(self, after_s: float) -> Later:

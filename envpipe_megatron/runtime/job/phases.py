@@ -17,7 +17,7 @@ from envpipe_megatron.core.sidecar import Sidecar
 from envpipe_megatron.formats.energy import Phase
 from envpipe_megatron.formats.steps import StepEnergy
 from envpipe_megatron.formats.timeline import is_recorded
-from envpipe_megatron.gpu.emulated.presets import SWEEP_STEP, load_preset, override_for, sweep_range
+from envpipe_megatron.gpu.presets import SWEEP_STEP, load_preset, override_for, sweep_range
 from envpipe_megatron.policies.objective import Goal
 from envpipe_megatron.policies.reconfigure import RECONFIGURE_POLICIES
 from envpipe_megatron.runtime.execution.executor import StageRecord

@@ -93,13 +93,6 @@ def _conditions(**given):
     return Conditions(**{"blocking_power_w": (KNOWN_POWER_W,) * STAGES} | given)
 
 
-def test_without_surroundings_the_profile_alone_predicts_everything(tmp_path):
-    errors = validate(_write_folder(tmp_path / "w", _conditions())).errors
-    assert errors.num_runs == 16
-    assert errors.time_unfitted == pytest.approx(0, abs=1e-9)
-    assert errors.energy_unfitted == pytest.approx(0, abs=1e-9)
-
-
 @pytest.mark.parametrize(
     "latency_s", [(0.0, 0.0, 0.0), (0.0, 0.03, 0.0)], ids=["tail", "one slow hop"]
 )
@@ -166,12 +159,6 @@ def test_clocks_without_a_row_are_interpolated_and_counted(tmp_path):
     assert between.energy_j == pytest.approx((above.energy_j + below.energy_j) / 2)
     nearest = PROFILE.row(3, Kind.BACKWARD, 1100)
     assert workload.profile.row(3, Kind.BACKWARD, 1000).time_s == nearest.time_s
-
-
-def test_several_gpus_of_a_stage_count_as_often(tmp_path):
-    conditions = _conditions(gpus_per_stage=(2,) * STAGES)
-    errors = validate(_write_folder(tmp_path / "w", conditions, gpus=2)).errors
-    assert errors.energy_unfitted == pytest.approx(0, abs=1e-9)
 
 
 def test_claims_tell_of_the_worst_prediction(tmp_path):

@@ -254,21 +254,3 @@ def test_a_job_without_an_order_says_why():
         OrderJob({Kind.FORWARD: unit_s, Kind.BACKWARD: unit_s[:1]})
     with pytest.raises(ScheduleError, match="not a time"):
         OrderJob({Kind.FORWARD: unit_s, Kind.BACKWARD: -unit_s})
-
-
-def test_a_target_rises_with_what_some_stage_has_lost_already():
-    times = zip(SPLIT, (10.0, 12.0, 9.0), strict=True)
-    job = OrderJob(
-        {kind: np.full((4, 2, 16), time) for kind, time in times},
-        placement=Placement.V,
-        limits=[8.0] * 4,
-        weight_share=32 / 34,
-        tail_s=[30.0, 20.0, 10.0, 0.0],
-    )
-    turns = take_turns(job.level(weight_s=0.3), Rule(patience=0.5))
-    fixed = min(
-        fill(job, turns, target * job.floor_s, gap).time_s
-        for target in (1.0, 1.005, 1.01, 1.02)
-        for gap in (0.0, 0.5)
-    )
-    assert fill(job, turns, job.floor_s, 0.0, rising=True).time_s < fixed

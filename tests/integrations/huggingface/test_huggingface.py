@@ -20,6 +20,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.pipelining import PipelineStage
+from whole_layers import write_layers
 
 from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.integrations.huggingface import (
@@ -294,20 +295,17 @@ def test_cuts(tmp_path):
             other = max(sum(model.num_parameters[c:d]) for c, d in pairwise([0, a, b, count]))
             assert heaviest <= other
     assert model.parts(2, [0, 2, count]) == [0, 2, count]
-    lines = ["layer,instruction,frequency,time,energy"]
-    for layer in range(count):
-        time_s = 4.0 if layer == count - 1 else 1.0
-        for kind in ("forward", "backward"):
-            lines += [f"{layer},{kind},1410,{time_s},300", f"{layer},{kind},1200,{time_s + 1},200"]
-    path = tmp_path / "layers.csv"
-    path.write_text("\n".join(lines) + "\n")
+    last_s = {str(count - 1): (4.0, 4.0)}
+    path = write_layers(
+        tmp_path / "layers.json", {str(n): (1.0, 1.0) for n in range(count - 1)} | last_s
+    )
     assert model.parts(2, f"time:{path}") == [0, 5, count]
     assert model.parts(2, f"energy:{path}") == [0, 5, count]
     for cut, words in (
         ([0, 3], "no parts of 7 layers for 2 stages"),
         ([0, 0, count], "rising"),
         ("uniform", "time:FILE"),
-        ("time:nowhere.csv", "nowhere.csv"),
+        ("time:nowhere.json", "nowhere.json"),
     ):
         with pytest.raises(EnvPipeError, match=words):
             model.parts(2, cut)

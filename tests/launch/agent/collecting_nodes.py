@@ -110,7 +110,8 @@ async def is_hung_up(reader: asyncio.StreamReader, writer: asyncio.StreamWriter)
     writer.close()
 
 
-def hello_of(collector: Collector, **fields: Any) -> bytes:
-    return (
-        json.dumps({"token": collector.token, "node": "x", "log": "1", **fields}).encode() + b"\n"
-    )
+def piece_of(collector: Collector, at: int = 0, *lines: Line, **fields: Any) -> bytes:
+    """A piece of a log whose lines have a byte each."""
+    piece = {"token": collector.token, "node": "x", "log": "1", "at": at, "bytes": len(lines)}
+    text = "\n".join(map(json.dumps, lines))
+    return json.dumps({**piece, "lines": text, "unreadable": 0, **fields}).encode() + b"\n"

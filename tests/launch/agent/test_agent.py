@@ -349,23 +349,6 @@ def test_nothing_follows_the_end_of_a_bill(nodes):
     assert bill(agent).total().energy_j == pytest.approx(total_j, rel=1e-12)
 
 
-def test_a_rank_that_came_just_before_the_end_is_hung_up_on(nodes):
-    """Before its connection was looked at for the first time."""
-    agent = nodes.agent()
-    here, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    there.settimeout(LONG_S)
-
-    async def come_and_go() -> None:
-        agent._ranks[here] = "a rank"
-        agent._start(agent._serve(here))
-        await agent._hang_up()
-
-    agent._call(come_and_go())
-    assert there.recv(1) == b""
-    assert agent.connected() == []
-    there.close()
-
-
 def test_waiting_for_ranks_ends_in_time(nodes):
     agent = nodes.agent()
     assert agent.wait_until_none_is_connected(0.0)

@@ -180,17 +180,6 @@ def test_windows_that_meet_but_for_rounding_have_nothing_between(bills):
     bills.check()
 
 
-def test_windows_that_were_billed_before_are_passed_over(bills):
-    """Repeated, out of order, within another one, of no length."""
-    bills.take(6.0, 7.0, 1)
-    bills.at(8.0)
-    for begin_s, end_s in [(6.0, 7.0), (5.0, 6.0), (6.2, 6.7), (7.0, 7.0), (6.5, 6.5)]:
-        bills.take(begin_s, end_s, 9)
-    assert bills.spans() == [("between", 5, 6), ("steady", 6, 7)]
-    bills.finish()
-    bills.check()
-
-
 def test_of_a_window_that_overlaps_the_rest_is_billed(bills):
     bills.take(5.0, 6.0, 0)
     bills.take(5.5, 7.5, 1)
@@ -223,22 +212,6 @@ def test_iterations_of_minutes_are_no_gaps(bills):
     assert bills.spans() == [("steady", 5, 805), ("steady", 805, 1605)]
     bills.at(5606.0)
     assert bills.ledger.is_behind()
-    bills.check()
-
-
-def test_a_rank_that_starts_again_goes_on(bills):
-    bills.take(5.0, 6.5, 7)
-    bills.at(7.0)
-    bills.finish()
-    bills.ledger.labels = {**LABELS, "rank": 0, "stage": 0}
-    bills.take(8.0, 8.5, 3, rank=0, stage=0)
-    assert bills.spans() == [
-        ("steady", 5, 6.5),
-        ("between", 6.5, 7),
-        ("between", 7, 8),
-        ("steady", 8, 8.5),
-    ]
-    assert [line["rank"] for line in bills.lines] == [3, 3, 0, 0]
     bills.check()
 
 

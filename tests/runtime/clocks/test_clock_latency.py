@@ -17,10 +17,10 @@ from fake_gpu import look_until
 from envpipe_megatron.gpu.base import GpuError
 from envpipe_megatron.gpu.clock.controller import spread
 from envpipe_megatron.gpu.emulated.emulated_gpu import EmulatedGpu
-from envpipe_megatron.gpu.emulated.presets import preset_folder
 from envpipe_megatron.gpu.guard.lease import list_leases
 from envpipe_megatron.gpu.guard.lease_file import LEASE_DIR_VARIABLE
 from envpipe_megatron.gpu.guard.messages import AGENT_VARIABLE
+from envpipe_megatron.gpu.presets import preset_folder
 from envpipe_megatron.runtime.clocks import latency as clock_latency
 from envpipe_megatron.runtime.clocks import rank_clock
 from envpipe_megatron.runtime.clocks.latency import (

@@ -262,15 +262,6 @@ def test_windows_that_wait_in_vain_are_given_up_one_by_one(logged, monkeypatch, 
     assert caplog.text.count("has a gap") == 1
 
 
-def test_a_counter_that_goes_back_costs_one_window(logged, caplog):
-    logged.gpu.counter_j = lambda time_s: 100 * (time_s if time_s < 10.2 else time_s - 10.2)
-    lines = logged.run([("steady", 0.5)] * 40)
-    assert all(line["energy_j"] == pytest.approx(100 * line["duration_s"]) for line in lines)
-    assert 20 - sum(line["duration_s"] for line in lines) == pytest.approx(1.0, abs=0.6)
-    assert lines[-1]["last_iteration"] == 39
-    assert caplog.text.count("went back") == 1
-
-
 # A disk that fails ---------------------------------------------------------------------------
 
 

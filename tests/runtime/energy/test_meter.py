@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Iterator
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -85,18 +84,6 @@ def test_its_thread_sees_refreshes_by_itself(gpu):
             threading.Event().wait(0.001)
     meter.close()
     assert list(meter._energies_j) == pytest.approx([0, 10, 20, 30])
-
-
-def test_between_two_polls_the_counter_is_read_where_it_is_asked_for_alone(gpu, monkeypatch):
-    monkeypatch.setattr(energy_meter, "_LOOK_TIMEOUT_S", 3600)  # a look ends when it was taken
-    reads = []
-    read_energy = gpu.read_energy
-    monkeypatch.setattr(gpu, "read_energy", lambda: (reads.append(1), read_energy())[1])
-    meter = EnergyMeter(gpu, poll_s=3600)
-    for wanted in range(1, 6):
-        assert len(reads) == wanted
-        meter.catch_up()
-    meter.close()
 
 
 def test_only_its_own_thread_reads(gpu, monkeypatch):
@@ -277,48 +264,3 @@ def test_a_refresh_that_was_missed_makes_an_end_less_certain(gpu, meter):
     spread_w = np.std([100, 100, 300, 100])
     wanted_j = spread_w * math.hypot(0.125, 0.25)
     assert meter.window(0.0, 0.4).uncertainty_j == pytest.approx(wanted_j, rel=1e-6)
-
-
-def test_the_uncertainty_of_a_window_by_hand(gpu, monkeypatch):
-    """Ten refreshes at 100 W, ten at 300 W, and one whose instant is known to 10 ms."""
-    gpu.refresh_s = 0.125
-    gpu.counter_j = lambda time_s: 100 * time_s + 200 * max(0.0, time_s - 1.25)
-    read_energy = gpu.read_energy
-
-    def some_told_late():
-        reading = read_energy()
-        return replace(reading, time_uncertainty_s=0.01 if reading.time_s == 0.375 else 0.0)
-
-    monkeypatch.setattr(gpu, "read_energy", some_told_late)
-    meter = EnergyMeter(gpu, poll_s=3600)
-    now = meter.window(0.0, 0.0)  # nothing is known but this instant
-    assert (now.energy_j, now.uncertainty_j) == (0.0, 0.001)
-    at(meter, gpu, 0.125)
-    # A single power: it may have been anything.
-    assert meter.window(0.0, 0.1).uncertainty_j == pytest.approx(math.hypot(12.5, 12.5), rel=1e-6)
-    at(meter, gpu, *np.arange(0.25, 1.51, 0.125))
-
-    def spread_w(low: int, high: int) -> float:
-        """Of so many powers before the step and after it."""
-        return 200 * math.sqrt(low * high) / (low + high)
-
-    past_j = meter.window(0.0, 1.8).uncertainty_j  # 0.3 s past the last refresh
-    assert past_j == pytest.approx(spread_w(4, 2) * 0.3, rel=1e-6)
-    at(meter, gpu, *np.arange(1.625, 2.51, 0.125))
-    for start_s, end_s, wanted_j in [
-        (0.0, 0.6, 0.0),  # the five refreshes on each side have the same power
-        (0.0, 0.7, spread_w(10, 1) * 0.125),
-        (0.0, 1.5, spread_w(4, 7) * 0.125),
-        (0.0, 1.8, spread_w(1, 10) * 0.125),
-        (0.0, 1.9, 0.0),
-        (0.0, 2.6, 0.0),
-        (1.5, 1.5, math.sqrt(2) * spread_w(4, 7) * 0.125),
-        (0.2, 0.6, 0.0),
-        (0.3, 0.6, 100 * 0.01),
-        (0.45, 0.6, 100 * 0.01),
-        (0.55, 0.6, 0.0),
-    ]:
-        found_j = meter.window(start_s, end_s).uncertainty_j
-        assert found_j == pytest.approx(math.hypot(wanted_j, 0.001), rel=1e-6), (start_s, end_s)
-    meter.close()
-    assert not meter._thread.is_alive()

@@ -20,7 +20,7 @@ from envpipe_megatron.core.profile_rows import ProfileRow, SplitBackward
 from envpipe_megatron.core.schedule import Schedule
 from envpipe_megatron.core.timeline import Timeline
 from envpipe_megatron.formats.timeline import read_timelines
-from envpipe_megatron.gpu.emulated.presets import load_preset, preset_folder
+from envpipe_megatron.gpu.presets import load_preset, preset_folder
 
 pytestmark = pytest.mark.xdist_group("pipeline")
 

@@ -15,7 +15,7 @@ from envpipe_megatron.core.profile_rows import ProfileRow
 from envpipe_megatron.core.sidecar import Sidecar
 from envpipe_megatron.formats.timeline import read_timelines
 from envpipe_megatron.gpu.emulated.emulated_gpu import EmulatedGpu
-from envpipe_megatron.gpu.emulated.presets import load_preset
+from envpipe_megatron.gpu.presets import load_preset
 from envpipe_megatron.policies.request import PlanRequest
 from envpipe_megatron.runtime.job.config import SessionConfig, SessionError
 

@@ -24,9 +24,9 @@ from envpipe_megatron.formats.energy import read_energy_logs
 from envpipe_megatron.formats.timeline import read_timelines
 from envpipe_megatron.gpu.clock.page import ClockPage
 from envpipe_megatron.gpu.emulated.emulated_gpu import EmulatedGpu
-from envpipe_megatron.gpu.emulated.presets import load_preset
 from envpipe_megatron.gpu.guard.hold import hold_gpu
 from envpipe_megatron.gpu.guard.lease import list_leases
+from envpipe_megatron.gpu.presets import load_preset
 from envpipe_megatron.launch.bill.bill import bill_of
 from envpipe_megatron.policies.frequencies import envelope
 from envpipe_megatron.policies.reconfigure import RECONFIGURE_POLICIES, reconfigure

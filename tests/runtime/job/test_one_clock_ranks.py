@@ -8,7 +8,7 @@ from pathlib import Path
 import one_clock_ranks
 import pytest
 
-from envpipe_megatron.gpu.emulated.presets import load_preset, override_for, sweep_range
+from envpipe_megatron.gpu.presets import load_preset, override_for, sweep_range
 from envpipe_megatron.policies.request import PlanRequest
 from envpipe_megatron.runtime.job.config import SessionConfig, SessionError
 from envpipe_megatron.tuning.one_clock import ONE_CLOCK_STEP

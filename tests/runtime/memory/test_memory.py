@@ -437,24 +437,6 @@ def test_what_waits_between_the_parts_of_a_backward(units, allocated, expected):
     assert bytes_by_chunk(units_of(units), allocated) == expected
 
 
-@pytest.mark.parametrize("chunk_bytes", [(20.0, 4.0), (2.0, 20.0), (10.0, 10.0)])
-@pytest.mark.parametrize("group_size", [4, 6, 8])
-def test_an_order_is_predicted_by_what_each_chunk_holds(chunk_bytes, group_size):
-    """Another order may hold another mix of chunks at its peak."""
-
-    def most(order, stage):
-        held = np.cumsum(
-            [(1 if u.kind is Kind.FORWARD else -1) * chunk_bytes[u.chunk] for u in order[stage]]
-        )
-        return held.max()
-
-    own, other = (builders.interleaved(4, 24, 2, size) for size in (4, group_size))
-    peaks = [1000 + int(most(own.stages, stage)) for stage in range(4)]
-    memory = [StageMemory(max(chunk_bytes), 1, peak, 0.0, 0, chunk_bytes) for peak in peaks]
-    expected = tuple(1000 + most(other.stages, stage) for stage in range(4))
-    assert peaks_bytes(memory, other, own) == expected
-
-
 def test_a_microbatch_holds_at_least_its_message():
     """What comes in; of the first stage, what goes out."""
     short, long = (

@@ -189,24 +189,6 @@ def test_another_request_is_planned_with_what_is_known(three_ranks, finished, tm
 
 
 @on_request("PIPELINE")
-def test_a_larger_batch_is_planned_with_the_same_profile(three_ranks, finished, tmp_path):
-    output = tmp_path / "output"
-    before = {name: (output / name).read_bytes() for name in ("profile.csv", "plan.json")}
-    microbatches = step_ranks.MICROBATCHES + 2
-    again = three_ranks.run(step_ranks.start_other_batch, tmp_path, ENOUGH, microbatches)
-    for first, told in zip(finished, again, strict=True):
-        phases = told["phases"]
-        assert list(dict.fromkeys(phases)) == ["warm-up", "reconfigure", "steady"]
-        assert phases.count("warm-up") == 4  # its baseline is another
-        assert told["profile"] == first["profile"]
-        assert told["plan"]["num_microbatches"] == microbatches
-        assert told["baseline"].mean.time_s > 1.1 * first["baseline"].mean.time_s
-    assert any("resumed: profile of the job" in said for said in again[0]["said"])
-    assert (output / "profile.csv").read_bytes() == before["profile.csv"]
-    assert (output / "plan.old1.json").read_bytes() == before["plan.json"]
-
-
-@on_request("PIPELINE")
 @pytest.mark.usefixtures("finished")
 def test_a_profile_that_a_gpu_does_not_keep_any_more_is_measured_again(three_ranks, tmp_path):
     output = tmp_path / "output"

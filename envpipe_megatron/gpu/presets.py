@@ -170,7 +170,7 @@ def times_by_kind_s(whole_s: Mapping[Kind, float]) -> dict[Kind, float]:
 
 def preset_folder() -> Path:
     """Return the folder of the preset files: in the installed package, or else in the checkout."""
-    package = Path(__file__).resolve().parents[2]
+    package = Path(__file__).resolve().parents[1]
     for folder in (package / "configs" / "gpus", package.parent / "configs" / "gpus"):
         if folder.is_dir():
             return folder

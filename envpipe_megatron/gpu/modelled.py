@@ -11,7 +11,7 @@ import numpy as np
 
 from envpipe_megatron.core.arrays import FloatArray
 from envpipe_megatron.core.kinds import Kind
-from envpipe_megatron.gpu.emulated.presets import GpuPreset
+from envpipe_megatron.gpu.presets import GpuPreset
 from envpipe_megatron.search.layer_profile import LayerProfile, Measure
 
 #: Clocks of the model are at least this far apart: the planner needs no more of them.

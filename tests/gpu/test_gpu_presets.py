@@ -7,9 +7,9 @@ import pytest
 from fake_nvml.models import MODELS
 
 from benchmarks.gpu import fit_presets
+from envpipe_megatron.gpu import presets
 from envpipe_megatron.gpu.base import GpuError
-from envpipe_megatron.gpu.emulated import presets
-from envpipe_megatron.gpu.emulated.presets import (
+from envpipe_megatron.gpu.presets import (
     ControlOverride,
     FitError,
     GpuPreset,
@@ -142,7 +142,7 @@ def test_every_field_of_a_file(tmp_path, monkeypatch):
 def test_where_the_presets_are(tmp_path, monkeypatch):
     """Beside the installed package's modules, or in the checkout that it is run from."""
     package = tmp_path / "checkout" / "envpipe_megatron"
-    monkeypatch.setattr(presets, "__file__", str(package / "gpu" / "emulated" / "presets.py"))
+    monkeypatch.setattr(presets, "__file__", str(package / "gpu" / "presets.py"))
     with pytest.raises(GpuError, match=r"missing from this installation.*Reinstall"):
         preset_folder()
     checkout = tmp_path / "checkout" / "configs" / "gpus"
