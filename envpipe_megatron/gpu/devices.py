@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import pynvml
 
-from envpipe_megatron.formats.timeline import IDLE
+from envpipe_megatron.formats.energy import IDLE
 from envpipe_megatron.gpu.backends.nvml import NvmlDevice, NvmlGpu, list_nvml_gpus
 from envpipe_megatron.gpu.backends.nvml_library import (
     GpuNotFoundError,

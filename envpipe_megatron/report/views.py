@@ -9,8 +9,8 @@ from itertools import groupby
 import numpy as np
 from numpy.typing import NDArray
 
-from envpipe_megatron.formats.energy import PHASES, split_phase
-from envpipe_megatron.formats.timeline import IDLE, ClockSamples
+from envpipe_megatron.formats.energy import IDLE, PHASES, split_phase
+from envpipe_megatron.formats.timeline import ClockSamples
 from envpipe_megatron.report.charts import (
     BLUE,
     GREEN,

@@ -18,7 +18,7 @@ from typing import Any
 
 import pynvml
 
-from envpipe_megatron.formats.timeline import IDLE
+from envpipe_megatron.formats.energy import IDLE
 from envpipe_megatron.gpu.backends.nvml_library import (
     MigModeError,
     NvmlError,

@@ -96,6 +96,8 @@ def assert_detached(hold):
     fields = Path(f"/proc/{hold.guard_pid}/stat").read_text().rpartition(")")[2].split()
     assert int(fields[1]) != os.getpid()
     assert os.getsid(hold.guard_pid) != os.getsid(0)
+    maps = Path(f"/proc/{hold.guard_pid}/maps").read_text()
+    assert "numpy" not in maps, "a guard starts in half the time without"
     assert re.match(r"\d{4}-\d\d-\d\d [\d:,]+ INFO GPU-.*: held for Process", log.read_text())
 
 
