@@ -17,7 +17,7 @@ from typing import Any, Self
 
 import pynvml
 
-from envpipe_megatron.formats.timeline import IDLE
+from envpipe_megatron.formats.energy import IDLE
 from envpipe_megatron.gpu.backends.cuda_order import visible_among
 from envpipe_megatron.gpu.backends.nvml_library import (
     UID_START,

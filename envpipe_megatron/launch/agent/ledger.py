@@ -27,6 +27,7 @@ from envpipe_megatron.formats.energy import (
     BETWEEN,
     ENDED,
     ENERGY_FORMAT,
+    IDLE,
     NOTE_FORMAT,
     OUTSIDE_STEPS,
     SHARES,
@@ -36,7 +37,6 @@ from envpipe_megatron.formats.energy import (
     read_amount,
 )
 from envpipe_megatron.formats.energy_sums import LineSums, steps_of
-from envpipe_megatron.formats.timeline import IDLE
 from envpipe_megatron.gpu.base import ClockState, Gpu
 from envpipe_megatron.tuning.measured.meters import RESOLUTION_J
 
