@@ -20,7 +20,7 @@ class Arm:
     Args:
         says: what it does, for people.
         policy: as `PlanRequest` takes it, with `schedule`.
-        relock: as `SessionConfig` takes it.
+        relock: whether the clock is asked for at every unit, even if it stays: what calls cost.
         changes_clock: without, the GPU is opened for reading only.
         by_framework: whether megatron-core's own function runs its units.
     """

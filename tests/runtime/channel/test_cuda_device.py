@@ -181,7 +181,7 @@ def test_a_number_is_stored_by_the_stream_that_is_current_then(driver, monkeypat
         return status
 
     library = SimpleNamespace(cuStreamWriteValue32_v2=write)
-    monkeypatch.setattr(cuda_device, "_library", lambda: library)
+    monkeypatch.setattr(cuda_device.ctypes, "CDLL", lambda name: library)
     monkeypatch.setattr(cuda_device, "register", lambda page: 4096)
     streams = [70, 71]
     monkeypatch.setattr(cuda_device, "_current_handle", lambda device: streams.pop(0))

@@ -14,13 +14,12 @@ from plain_stages import SPECS
 
 from envpipe_megatron.core.orders import builders
 from envpipe_megatron.formats.energy import Phase
-from envpipe_megatron.gpu.clock.completion import Done
 from envpipe_megatron.integrations.framework_units import Followed, Seen
 from envpipe_megatron.policies.objective import Objective
 from envpipe_megatron.policies.request import PlanRequest
 from envpipe_megatron.runtime.channel.carrier import ChannelError
 from envpipe_megatron.runtime.channel.collectives import Collectives
-from envpipe_megatron.runtime.execution.executor import make_record
+from envpipe_megatron.runtime.execution.executor import Done, make_record
 from envpipe_megatron.runtime.execution.orders import IterationOrder
 from envpipe_megatron.runtime.job import iterations
 from envpipe_megatron.runtime.job import session as runtime_session
@@ -84,6 +83,7 @@ class World:
             name="A100",
             address=self.address,
             supported_frequencies_mhz=(1200, 1410, 1005),
+            drives_hardware=False,
             read_apart=False,
             read_only=False,
         )
@@ -226,9 +226,7 @@ def test_steps_are_numbered_billed_and_told_to_the_phases(world):
     session.end_step()
     calls = world.taken()
     assert requests(calls) == [1410, 1005, 1200, 1005, 1410]
-    first, *others = (call for call in calls if call[0] == "clock.request")
-    assert isinstance(first[2], Done)
-    assert all(call[2] == "event" for call in others)
+    assert all(call[2] is None for call in calls if call[0] == "clock.request")
     clocks = [1410, 1005, 1200, 1005]
     assert billed(calls) == [
         ("energy.begin_step",),
@@ -506,9 +504,7 @@ def test_what_is_no_training_runs_at_the_highest_clock(world):
     session = world.session()
     world.taken()
     session.pause()
-    (paused, (request, clock, after)) = world.taken()
-    assert (paused, request, clock) == (("energy.pause",), "clock.request", 1410)
-    assert isinstance(after, Done)
+    assert world.taken() == [("energy.pause",), ("clock.request", 1410, None)]
     assert (session.lap(), session.gather("interval")) == ("lap", "all")  # type: ignore[arg-type]
     assert world.taken() == [("energy.lap",), ("energy.gather", "interval")]
 
