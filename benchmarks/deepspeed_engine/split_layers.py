@@ -69,7 +69,7 @@ def main(
     energy_j = columns["forward_j"] + columns["backward_j"]
     rows = [
         {
-            "layer": f"{index} {layer.typename.__name__}",
+            "layer": f"{index} {split.entries[index].run.__name__}",
             "tied": isinstance(layer, TiedLayerSpec),
             "time_ms": 1e3 * float(time_s[index]),
             "energy_j": float(energy_j[index]),

@@ -147,8 +147,7 @@ class Bench:
                 if self._waits:
                     now_s()
             return
-        clock = self._clock.controller
-        request = clock.request if mode != TIMED else lambda frequency_mhz, later: None
+        request = self._clock.request if mode != TIMED else lambda frequency_mhz, later: None
         run = StageRun(self._order, 0, self._executor, request, None, self._specs)
         run.begin()
         while run.next_unit is not None:

@@ -32,7 +32,6 @@ from envpipe_megatron.runtime.channel.collectives import SUM, make_collectives
 from envpipe_megatron.runtime.channel.links import make_channel
 from envpipe_megatron.runtime.channel.p2p import P2PChannel
 from envpipe_megatron.runtime.clocks.rank_clock import ClockKind, RankClock
-from envpipe_megatron.runtime.clocks.served import ServedClock
 from envpipe_megatron.runtime.execution.executor import (
     Completion,
     Done,
@@ -108,12 +107,12 @@ def _order(num_stages: int) -> IterationOrder:
 
 
 @contextlib.contextmanager
-def guarded_clock() -> Iterator[ServedClock]:
+def guarded_clock() -> Iterator[RankClock]:
     """The clock of an emulated GPU, which a guard sets as that of a real one."""
     with tempfile.TemporaryDirectory() as folder:
         clock = RankClock(EmulatedGpu.create(PRESET, 0, folder), ClockKind.REAL)
         with contextlib.closing(clock):
-            yield clock.controller
+            yield clock
 
 
 def thread_costs_ns(seconds: float, *, clocks: bool) -> list[int]:
@@ -165,7 +164,7 @@ def _null_iterations(
     seconds: float,
     order: IterationOrder,
     channel: P2PChannel,
-    clock: ServedClock,
+    clock: RankClock,
 ) -> list[float]:
     specs = StageSpecs.alike(
         TensorSpec.of_one_type((MESSAGE_SHAPE,), torch.float32, torch.device("cpu"))

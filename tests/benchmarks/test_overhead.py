@@ -23,13 +23,13 @@ MEASURES = [
 
 
 def test_every_unit_asks_for_a_clock(monkeypatch):
-    asked, request = [], host.ServedClock.request
+    asked, request = [], host.RankClock.request
 
     def noting(self, frequency_mhz, later):
         asked.append(frequency_mhz)
         request(self, frequency_mhz, later)
 
-    monkeypatch.setattr(host.ServedClock, "request", noting)
+    monkeypatch.setattr(host.RankClock, "request", noting)
     costs_ns = host.thread_costs_ns(0.05, clocks=True)
     assert len(costs_ns) % (2 * host.MICROBATCHES) == 0
     assert min(costs_ns) > 0

@@ -8,17 +8,17 @@ from click.testing import CliRunner
 
 pytest.importorskip("torch")
 from benchmarks.gpu import unit_cost
-from envpipe_megatron.runtime.clocks.served import ServedClock
+from envpipe_megatron.runtime.clocks.rank_clock import RankClock
 
 
 def test_each_way_is_compared_with_units_alone(tmp_path, monkeypatch):
-    asked, request = [], ServedClock.request
+    asked, request = [], RankClock.request
 
     def noting(self, frequency_mhz, later):
         asked.append(frequency_mhz)
         request(self, frequency_mhz, later)
 
-    monkeypatch.setattr(ServedClock, "request", noting)
+    monkeypatch.setattr(RankClock, "request", noting)
     monkeypatch.setattr(unit_cost, "UNITS", 8)
     monkeypatch.setattr(unit_cost, "_COUNTED_TURNS", 2)
     options = ["--rounds", "2", "--turn-iterations", "1", "--output", str(tmp_path)]

@@ -102,7 +102,7 @@ def train_guarded(rank: int, root: Path, kill_guard: bool) -> Any:
         forked_mhz = gpu.requested_frequency_mhz
         dist.barrier()
         if kill_guard:
-            hold = session._rank_clock._hold
+            hold = session.clock._hold
             assert hold is not None
             os.kill(hold.guard_pid, signal.SIGKILL)
             look_until(lambda: session.clock_summary()["error"] is not None)
@@ -179,7 +179,7 @@ def train_on_a_node_alone(rank: int, root: Path) -> dict[str, Any]:
             _iterate(session, rank, 12)
         finally:
             session.close()
-    hold = session._rank_clock._hold
+    hold = session.clock._hold
     assert hold is not None
     return {
         "counter_j": gpu._file.read().energy_j - begin_j,

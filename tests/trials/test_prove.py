@@ -15,7 +15,6 @@ from memory_folder import memory_folder
 from on_request import asked_for
 from presets import write_changed_preset
 from rich.console import Console
-from rich.progress import Progress
 from trials_helpers import locks_mhz, processes_of, short_settings, write_text
 
 from envpipe_megatron.cli import main
@@ -89,8 +88,9 @@ def test_all_promised_files_are_there_and_nothing_else(finished):
         for name in ("energy", "timeline", "clocks"):
             lines = (finished.output / "arms" / arm.name / f"{name}.jsonl").read_text()
             assert all(json.loads(line)["emulated"] is True for line in lines.splitlines())
-    versions = json.loads((finished.output / "machine.json").read_text())["versions"]
-    assert {"envpipe-megatron", "torch", "CUDA", "megatron-core"} <= versions.keys()
+    machine = json.loads((finished.output / "machine.json").read_text())
+    assert {"envpipe-megatron", "torch", "CUDA", "megatron-core"} <= machine["versions"].keys()
+    assert machine["doctor"] == CHECKS
 
 
 def test_arms_train_in_turns_every_other_round_backwards(finished):
@@ -153,11 +153,9 @@ def test_claims_have_intervals_from_rounds_and_say_emulated(finished):
 
 def test_the_page_stands_alone_and_has_every_table(finished):
     assert re.findall("<h2>(.*?)</h2>", finished.page) == [
-        "To paste", "Claims", "Arms", "Turns, in their order",
-        "Latency of a change of clock, median", "Machine", "Doctor",
+        "To paste", "Claims", "Arms", "Turns, in their order", "Machine",
     ]  # fmt: skip
     assert not re.search("<(script|img|iframe)|https?:", finished.page)
-    assert "two of a test" in finished.page
     profile = read_profile(finished.output / "profile" / "profile.csv")
     constant = read_plan(finished.output / "plans" / "constant.json", profile)
     mhz = constant.frequency_mhz.max()
@@ -166,16 +164,13 @@ def test_the_page_stands_alone_and_has_every_table(finished):
     assert read_run_folder(finished.output / "profile").profile == profile
 
 
-def test_the_line_to_paste_is_printed_and_kept(finished):
+def test_every_clock_is_reset_no_rank_is_left_and_the_line_to_paste_is_printed(finished):
+    assert locks_mhz(finished.output) == [None, None]
+    assert not processes_of(finished.output)
     line = finished.document["line"]
     assert line.startswith("[emulated] envpipe prove ")
     assert "2 x NVIDIA A100" in line
     assert line in finished.screen
-
-
-def test_every_clock_is_reset_and_no_rank_is_left(finished):
-    assert locks_mhz(finished.output) == [None, None]
-    assert not processes_of(finished.output)
 
 
 # --- without clocks -------------------------------------------------------------------------------
@@ -209,16 +204,11 @@ def test_the_best_orders_are_faster_as_planned_and_it_is_claimed(orders):
     assert claims["split_speedup"]["value"] > 3
     assert claims["split_saving"]["value"] > 0
     assert claims["losses_equal"]["holds"] is claims["weights_equal"]["holds"] is True
-    assert claims["losses_equal"]["says"].endswith("backwards are split in split")
 
 
 def test_the_page_of_orders_says_that_no_clock_was_changed(orders):
-    headings = re.findall("<h2>(.*?)</h2>", orders.page)
-    assert headings == ["To paste", "Claims", "Arms", "Turns, in their order", "Machine", "Doctor"]
     assert "No clock was changed: --without-clocks was given" in orders.page
-    line = orders.document["line"]
-    assert line.startswith("[emulated, no clock was changed] envpipe prove ")
-    assert line in orders.screen
+    assert orders.document["line"].startswith("[emulated, no clock was changed] envpipe prove ")
 
 
 # --- what is refused ------------------------------------------------------------------------------
@@ -236,7 +226,7 @@ def node(fake_nvml, monkeypatch, tmp_path):
     monkeypatch.setattr(trial_machine.os, "getloadavg", lambda: (0.1, 0.1, 0.1))
     monkeypatch.setattr(trial_run, "_train", lambda *arguments: None)
     # The doctor takes a second to look at all, and refuses nothing.
-    monkeypatch.setattr(sys.modules["envpipe_megatron.cli.jobs.trials"], "all_checks", list)
+    monkeypatch.setattr(sys.modules["envpipe_megatron.cli.jobs.results"], "all_checks", list)
     fake_nvml.use_here()
     yield fake_nvml
     assert fake_nvml.changes() == []
@@ -327,12 +317,11 @@ def test_an_interrupted_proof_keeps_what_was_told(tmp_path, monkeypatch):
     }  # fmt: skip
 
     def train(proof, console):
-        proof.begin(Progress(console=console))
-        proof.turns.append({
+        proof.begin(console)
+        proof.take({
             "event": "turn", "arm": "stock", "round": 0, "step": step, "losses": [[1.0]],
             "stages": [stage], "failure": "",
         })  # fmt: skip
-        proof.take(proof.turns[-1])
         raise KeyboardInterrupt
 
     monkeypatch.setattr(trial_run, "_train", train)

@@ -32,7 +32,7 @@ from envpipe_megatron.child import start_child
 from envpipe_megatron.gpu.base import GpuAddress, GpuError
 from envpipe_megatron.gpu.clock.page import ClockPage
 from envpipe_megatron.gpu.devices import open_gpu
-from envpipe_megatron.gpu.guard.lease import list_leases, undo_stale_leases
+from envpipe_megatron.gpu.guard.lease import list_leases, undo_lease, undo_stale_leases
 from envpipe_megatron.gpu.guard.lease_file import lease_name
 from envpipe_megatron.gpu.guard.messages import (
     GuardError,
@@ -108,7 +108,10 @@ def hold_gpu(
     except BaseException as error:
         page.end()  # in case the guard still starts
         ours.close()
-        undo_stale_leases(open_gpu, set())  # in case it had one
+        with suppress(Exception):  # in case it had a lease
+            for record in list_leases():
+                if (record.address, record.rank) == (address, ProcessIdentity.own()):
+                    undo_lease(record, open_gpu)
         if not isinstance(error, OSError):
             raise
         raise GuardError(
@@ -251,6 +254,6 @@ class Hold:
                     self._back.put(None)
             if self._is_back and self._over:
                 return
-            undo_stale_leases(open_gpu, said)
+            undo_stale_leases(self.address, open_gpu, said)
             time.sleep(wait_s)
             wait_s = min(2 * wait_s, _LONGEST_LOOK_S)

@@ -246,14 +246,17 @@ def undo_lease(record: LeaseRecord, open_gpu: OpenGpu) -> bool:
         return True
 
 
-def undo_stale_leases(open_gpu: OpenGpu, said: set[str]) -> None:
-    """Undo this user's stale leases, once; what fails is logged, if it was not `said` before."""
+def undo_stale_leases(first: GpuAddress, open_gpu: OpenGpu, said: set[str]) -> None:
+    """Undo this user's stale leases, once; what fails is logged, if it was not `said` before.
+
+    That of the GPU `first` comes first: the driver of another one may hang.
+    """
     failures = set()
     try:
         stale = [r for r in list_leases() if not r.live and r.uid == os.geteuid()]
     except (GpuError, OSError) as error:
         stale, failures = [], {f"Leases cannot be seen: {error}"}
-    for record in stale:
+    for record in sorted(stale, key=lambda record: record.address != first):
         try:
             if undo_lease(record, open_gpu):
                 _LOG.warning("%s: reset, since its guard had died", record.address.uid)

@@ -296,7 +296,7 @@ class Guard:
         last, said = False, set[str]()
         while not last:
             last = self._ending.wait(_LOOK_EVERY_S)
-            undo_stale_leases(open_gpu, said)
+            undo_stale_leases(self._address, open_gpu, said)
 
 
 if __name__ == "__main__":

@@ -95,11 +95,10 @@ class RankGpu:
         """Run at this clock from now on, where clocks are set; EnvPipeError if that fails."""
         if self._clock is None:
             return
-        controller = self._clock.controller
-        controller.request(frequency_mhz)
-        controller.wait_idle()
-        if controller.error is not None:
-            raise EnvPipeError(f"The clock could not be set: {controller.error}")
+        self._clock.request(frequency_mhz)
+        self._clock.wait_idle()
+        if self._clock.error is not None:
+            raise EnvPipeError(f"The clock could not be set: {self._clock.error}")
         time.sleep(_SETTLE_S)
 
     def energies_j(self, windows: Sequence[Window | None]) -> list[float]:

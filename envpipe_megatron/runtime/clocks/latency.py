@@ -106,17 +106,17 @@ def measure_latency(
     clocks = _checked(gpu, clocks_mhz)
 
     def check() -> None:
-        if clock.controller.error is not None:
+        if clock.error is not None:
             raise ClockLatencyError(
-                f"The clock of {gpu.name} cannot be changed any more: {clock.controller.error}",
+                f"The clock of {gpu.name} cannot be changed any more: {clock.error}",
                 remedy="Measure again.",
             )
 
     def lock(frequency_mhz: int) -> Instants:
-        clock.controller.request(frequency_mhz)
-        clock.controller.wait_idle()
+        clock.request(frequency_mhz)
+        clock.wait_idle()
         check()
-        return clock.controller.page.last_call_s
+        return clock.page.last_call_s
 
     def change(to_mhz: int, *needed: str) -> dict[str, float | None]:
         """Change the clock and watch until these values were seen, at most `LONGEST_S`."""
@@ -126,7 +126,7 @@ def measure_latency(
 
         traces = [timer.trace(lambda: lock(to_mhz), look)]
         while True:
-            traces.append(timer.trace(lambda: clock.controller.page.last_call_s, look))
+            traces.append(timer.trace(lambda: clock.page.last_call_s, look))
             found = analyse(traces, to_mhz)
             watched_s = traces[-1].kernels_s[-1][1] - traces[0].called_s
             if watched_s > LONGEST_S or all(found[name] is not None for name in needed):
@@ -134,7 +134,7 @@ def measure_latency(
 
     changes: dict[tuple[int, int], list[dict[str, float | None]]] = {}
     clock = RankClock(gpu, ClockKind.of(gpu))
-    clock.controller.repeats = True  # the first change of a pair may be to the clock that is set
+    clock.repeats = True  # the first change of a pair may be to the clock that is set
     try:
         for high, low in itertools.combinations(clocks, 2):
             say(f"between {high} and {low} MHz")

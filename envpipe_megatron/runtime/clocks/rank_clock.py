@@ -1,21 +1,30 @@
-"""A rank's GPU, under a back end that all ranks can use, and its clock: control, hold and watch."""
+"""A rank's GPU, under a back end that all ranks can use, and its clock: requests, hold and watch.
+
+A request that wakes a thread of this process hands Python's lock over and gets it back, and where
+the host has no lead over the GPU, each unit is that much longer. Here a request is a store in a
+page, and a word there that the stream counts up behind the unit before. Where units run on no
+stream they have ended when their Python has, and the host counts.
+"""
 
 from __future__ import annotations
 
 import enum
+import json
 import logging
 import math
 import os
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import torch
 
 from envpipe_megatron.gpu.base import ClockState, DryRunGpu, Gpu, GpuError, ReadOnlyGpu
-from envpipe_megatron.gpu.clock.controller import PageController
-from envpipe_megatron.gpu.clock.page import ClockPage
+from envpipe_megatron.gpu.clock.controller import PageController, spread
+from envpipe_megatron.gpu.clock.page import BEGUN, DUE, ClockPage
 from envpipe_megatron.gpu.control import (
     ChosenControl,
     beside_power_profiles,
@@ -28,10 +37,17 @@ from envpipe_megatron.gpu.guard.messages import AGENT_VARIABLE, GuardError
 from envpipe_megatron.gpu.guard.resetting import that_can_be_undone
 from envpipe_megatron.gpu.site import SiteConfig, read_site
 from envpipe_megatron.runtime.channel.collectives import Collectives
-from envpipe_megatron.runtime.clocks.served import ServedClock, count_by_stream
+from envpipe_megatron.runtime.channel.cuda_device import counter_in_stream
 from envpipe_megatron.runtime.clocks.watch import ClockWatch
+from envpipe_megatron.runtime.execution.executor import Later
 
 logger = logging.getLogger(__name__)
+
+#: How often one who waits for the guard looks, and how long at most at the end, s.
+_LOOK_S, _LAST_ANSWER_S = 2e-4, 2.0
+
+#: What streams may still write to, whatever has ended here.
+_pages: list[ClockPage] = []
 
 
 class ClockKind(enum.Enum):
@@ -93,8 +109,23 @@ class _Here:
             self._controller.close()
 
 
+def count_by_stream(page: ClockPage) -> Callable[[int, int], None]:
+    """Return what has the current stream count a word up; GpuError if it cannot."""
+    try:
+        count = counter_in_stream(page)
+        _pages.append(page)
+        count(DUE, 0)
+        torch.cuda.current_stream().synchronize()
+    except RuntimeError as refused:
+        raise GpuError(
+            f"A stream of this GPU can mark no unit: {refused}",
+            remedy="Clocks stay at their default. A newer driver can",
+        ) from refused
+    return count
+
+
 class RankClock:
-    """The clock of a rank's GPU, which is reset whatever ends the rank.
+    """The clock of a rank's GPU: asked for by a page, and reset whatever ends the rank.
 
     A real GPU gets a guard before its first lock, and its clock is looked at twice a second; one
     that is opened for reading alone is only watched. Control ends before the right to it does, as a
@@ -103,6 +134,11 @@ class RankClock:
     Args:
         min_dwell_s: least time between two changes; see `ClockPage.create`.
         on_sample: see `ClockWatch`.
+
+    Attributes:
+        waits: whether requests wait for units that an executor has timed; else for what the stream
+            holds.
+        repeats: whether clocks are asked for at each request, even if it is for the same one.
 
     Raises GpuError if another job holds the GPU, no guard could be had, or the GPU's streams cannot
     say when a unit has ended.
@@ -117,21 +153,34 @@ class RankClock:
         on_sample: Callable[[float, ClockState], None] = lambda time_s, state: None,
     ) -> None:
         self._gpu = gpu
+        self.repeats = False
+        self._asked_mhz: int | None = None
+        self._error: Exception | None = None
+        self._pid = os.getpid()
         self._hold: Hold | _Here | None = None
         self._watch: ClockWatch | None = None
         self._ending: threading.Timer | None = None
         try:
-            page = ClockPage.create(min_dwell_s, shared=kind.is_guarded)
+            self.page = page = ClockPage.create(min_dwell_s, shared=kind.is_guarded)
         except OSError as error:
             raise GpuError(
                 f"There is no memory to share with a guard: {error}",
                 value="/dev/shm",
                 remedy="Give the job, or its container, half a MiB for each rank",
             ) from error
+        self.waits = not (kind.is_guarded and torch.cuda.is_available())
+        self._look: Callable[[], object] = partial(time.sleep, _LOOK_S)
         try:
-            self.controller, self._hold = self._serve(page, kind)
+            self._count = page.count if self.waits else count_by_stream(page)
+            if kind.is_guarded:
+                self._hold = hold_gpu(gpu.address, on_end=self._guard_ended, page=page)
         finally:
             page.close_file()
+        if kind is ClockKind.EMULATED:
+            self._hold = here = _Here(gpu, page)
+            self._count, self._look = here.count, here.serve
+        if kind is ClockKind.READ_ONLY:
+            page.end()
         try:
             if (end_s := gpu.control_ends_s()) < math.inf:
                 left_s = min(max(0.0, end_s - time.time()), threading.TIMEOUT_MAX)
@@ -145,65 +194,125 @@ class RankClock:
             self.close()
             raise
 
-    def _serve(self, page: ClockPage, kind: ClockKind) -> tuple[ServedClock, Hold | _Here | None]:
-        """Return both ends of the page: the rank's, and what gives the clock back."""
-        if kind is ClockKind.EMULATED:
-            here = _Here(self._gpu, page)
-            return ServedClock(self._gpu, page, here.count, here.serve), here
-        by_stream = kind.is_guarded and torch.cuda.is_available()
-        count = count_by_stream(page) if by_stream else page.count
-        self.controller = ServedClock(self._gpu, page, count, waits=not by_stream)
-        if kind.is_guarded:
-            return self.controller, hold_gpu(self._gpu.address, on_end=self._guard_ended, page=page)
-        page.end()
-        return self.controller, None
+    def request(self, frequency_mhz: int, later: Later | None = None) -> None:
+        """Set the clock once the GPU has come to here, or as `later` says; returns at once.
+
+        Here is behind all that the current stream holds. Called by one thread.
+        """
+        # Whether the guard has failed is seen by whoever asks for `error`, in each iteration.
+        if (frequency_mhz == self._asked_mhz and not self.repeats) or self._error is not None:
+            return
+        self._asked_mhz = frequency_mhz
+        number = self.page.ask(frequency_mhz, later.delay_s if later else 0.0)
+        if number is None:
+            self.stop(GpuError("The guard takes no requests", remedy="See its log"))
+            return
+        self._mark(DUE, number)
+        if later is not None:
+            later.on_begin = partial(self._mark, BEGUN, number)
+
+    def wait_idle(self) -> None:
+        """Return when every request made so far has been applied, held back, or given up."""
+        self._wait_idle(math.inf)
+
+    def stop(self, error: Exception) -> None:
+        """Give up control for this reason: nothing is locked any more, and the guard resets."""
+        if os.getpid() != self._pid:
+            return
+        self.page.end()
+        if self.error is None:
+            self._error = error
+            logger.error("Clock control of %s stops, training goes on: %s", self._gpu.name, error)
 
     def close(self) -> None:
-        """Reset the clock, and tell the guard; safe to call twice. What fails is logged."""
+        """Set no clock from here on, and have it reset; what fails is logged.
+
+        A GPU that does not come to its last request, and a guard that hangs, are left after a
+        while. Safe to call twice. In a forked child nothing happens.
+        """
+        if os.getpid() != self._pid:
+            return
         if self._ending is not None:
             self._ending.cancel()
-        self.controller.close()
-        try:
-            self._release()
-        except GpuError as error:
-            self.controller.error = self.controller.error or error
-            logger.error("%s", error)
+        self._wait_idle(_LAST_ANSWER_S)
+        self.page.end()
+        self._release()
         if self._watch is not None:
             self._watch.close()
 
+    @property
+    def error(self) -> Exception | None:
+        """Why no clock is set any more, as the rank or the guard knows it."""
+        if self._error is None and (failure := self.page.failure) is not None:
+            self._error = GpuError(failure)
+            logger.error(
+                "Clock control of %s stopped, training goes on: %s", self._gpu.name, self._error
+            )
+        return self._error
+
     def problems(self) -> tuple[str, ...]:
         """Say what was wrong with the clock since the last call; empty if nothing was."""
-        if self.controller.error is not None:
-            return (str(self.controller.error),)
+        if self.error is not None:
+            return (str(self.error),)
         held = self._watch.held_back() if self._watch is not None else ""
         return (held,) if held else ()
 
     def summary(self) -> dict[str, Any]:
-        """Return the summary of `ServedClock`, with the watch's as `followed`."""
+        """Return how many changes were made and how fast, by `PageController`, and what was seen.
+
+        While the job runs, changes are as of the call before; a guard whose rank was silent counts
+        from 0 again. `followed` is the watch's summary.
+        """
+        if not self.page.is_over:
+            self.page.ask(0)
+        said: dict[str, Any] = {}
+        with suppress(ValueError):  # the guard has said nothing, or just says it
+            said = json.loads(self.page.summary)
+        none = spread(())
         return {
             "backend": self._gpu.address.backend,
-            **self.controller.summary(),
+            "changes": 0,
+            "coalesced": 0,
+            "wake_to_lock_s": none,
+            "lock_call_s": none,
+            **said,
+            "error": None if self.error is None else str(self.error),
             "followed": None if self._watch is None else self._watch.summary(),
         }
 
+    def _wait_idle(self, limit_s: float) -> None:
+        question = self.page.ask(0)  # none where too many wait, which nobody serves
+        until_s = time.monotonic() + limit_s
+        while question is not None and self.error is None and not self.page.is_over:
+            if self.page.is_answered(question) or time.monotonic() >= until_s:
+                return
+            self._look()
+
+    def _mark(self, where: int, number: int) -> None:
+        try:
+            self._count(where, number)
+        except RuntimeError as refused:
+            self.stop(GpuError(f"A stream can mark no unit: {refused}"))
+
     def _release(self) -> None:
-        if self._hold is not None:
-            self._hold.release()
+        try:
+            if self._hold is not None:
+                self._hold.release()
+        except GpuError as error:
+            self._error = self.error or error
+            logger.error("%s", error)
 
     def _end(self) -> None:
-        self.controller.stop(
+        self.stop(
             GpuError(
                 "The right to change clocks ends soon",
                 remedy="The clock stays at its default; give a job a token that outlives it",
             )
         )
-        try:
-            self._release()
-        except GpuError as error:
-            logger.error("%s", error)
+        self._release()
 
     def _guard_ended(self) -> None:
-        self.controller.stop(
+        self.stop(
             GuardError(
                 "The guard of this GPU's clock has ended",
                 remedy="The clock is at its default from here on; see the guard's log",

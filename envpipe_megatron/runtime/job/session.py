@@ -114,10 +114,10 @@ class Session:
                 )
 
             #: `refused` says why control was given up when the GPUs were to be held, if it was.
-            self._rank_clock, self._gpu, self.refused = hold_everywhere(
+            self.clock, self._gpu, self.refused = hold_everywhere(
                 gpu, collectives, make_clock, required=config.require_control
             )
-            half_made.callback(self._rank_clock.close)
+            half_made.callback(self.clock.close)
             gpu = self._gpu
             self._controlled = collectives.on_all(not gpu.read_only)
             #: What the job does, where it was asked for more than it may too.
@@ -153,7 +153,6 @@ class Session:
             self._parts.callback(self._timeline.close)
             if self._agent is not None:  # its bill waits for no disk
                 self._parts.callback(self._agent.close)
-            self.clock = self._rank_clock.controller
             self._request = self.clock.request if self._controlled else _unheard
             self.executor = make_executor(self.clock.wait_idle)
             self.meter = EnergyMeter(gpu)
@@ -188,7 +187,7 @@ class Session:
                 channel=channel,
                 executor=self.executor,
                 clock=self.clock,
-                problems=self._rank_clock.problems,
+                problems=self.clock.problems,
                 meter=self.meter,
                 energy=self._energy,
                 collectives=collectives,
@@ -381,7 +380,7 @@ class Session:
 
     def clock_summary(self) -> dict[str, Any]:
         """How this rank's clock was controlled and whether it followed; see `RankClock.summary`."""
-        return self._rank_clock.summary()
+        return self.clock.summary()
 
     def summary(self) -> dict[str, Any]:
         """The job so far, as this rank knows it; complete once the session is closed.
@@ -412,7 +411,7 @@ class Session:
             return
         with self._parts:  # all of them, whatever fails, but once
             # The second time too: a signal may have interrupted the first one.
-            self._rank_clock.close()
+            self.clock.close()
 
     def _log_clock_summary(self) -> None:
         summary = self.clock_summary()

@@ -153,8 +153,8 @@ def test_doctor(node, state):
 
 
 def ask(clock, frequency_mhz):
-    clock.controller.request(frequency_mhz)
-    clock.controller.wait_idle()
+    clock.request(frequency_mhz)
+    clock.wait_idle()
 
 
 def alone():

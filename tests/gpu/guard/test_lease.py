@@ -165,16 +165,16 @@ def test_stale_leases_are_looked_for_and_each_failure_is_said_once(gpu, folder, 
     left_by_a_dead_guard(gpu.address, dead())
     said: set[str] = set()
     for _ in range(3):
-        undo_stale_leases(FakeGpu(failures=1), said)
+        undo_stale_leases(REAL, FakeGpu(failures=1), said)
     assert caplog.text.count(f"{gpu.address.uid}: not reset: the driver is busy") == 1
     folder.chmod(0o777)
     for _ in range(2):
-        undo_stale_leases(FakeGpu(failures=1), said)
+        undo_stale_leases(REAL, FakeGpu(failures=1), said)
     folder.chmod(0o1777)
     assert caplog.text.count("Leases cannot be seen") == 1
-    undo_stale_leases(FakeGpu(failures=1), said)
+    undo_stale_leases(REAL, FakeGpu(failures=1), said)
     assert caplog.text.count("not reset") == 2, "it is news again"
-    undo_stale_leases(open_gpu, said)
+    undo_stale_leases(REAL, open_gpu, said)
     assert ([record.address for record in list_leases()], said) == ([REAL], set())
     live.release()
 
@@ -193,6 +193,17 @@ def test_a_lease_lives_as_long_as_it_is_locked(gpu, namespace):
     taken = take(gpu.address)
     assert (list_leases()[0].guard, list_leases()[0].live) == (ProcessIdentity.own(), True)
     taken.release()
+
+
+def test_the_stale_lease_of_ones_own_gpu_is_undone_first(gpu):
+    """The driver of another may hang."""
+    for address in (gpu.address, REAL):
+        left_by_a_dead_guard(address, dead())
+    for own in (gpu.address, REAL):
+        opened = []
+        undo_stale_leases(own, lambda address: opened.append(address), set())  # noqa: B023
+        assert opened[0] == own
+    assert undo_stale(FakeGpu()) == [REAL, gpu.address]
 
 
 def test_requests_of_the_dead_that_may_be_under_way_are_waited_for(gpu, monkeypatch):

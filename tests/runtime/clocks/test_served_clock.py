@@ -31,9 +31,8 @@ from envpipe_megatron.gpu.guard import hold
 from envpipe_megatron.gpu.guard.lease import list_leases
 from envpipe_megatron.gpu.guard.lease_file import LEASE_DIR_VARIABLE
 from envpipe_megatron.gpu.guard.messages import GuardSettings
-from envpipe_megatron.runtime.clocks import served
-from envpipe_megatron.runtime.clocks.rank_clock import ClockKind, RankClock
-from envpipe_megatron.runtime.clocks.served import ServedClock, count_by_stream
+from envpipe_megatron.runtime.clocks import rank_clock
+from envpipe_megatron.runtime.clocks.rank_clock import ClockKind, RankClock, count_by_stream
 from envpipe_megatron.runtime.clocks.watch import ClockWatch
 from envpipe_megatron.runtime.execution.executor import Later
 from envpipe_megatron.runtime.writer import Writer
@@ -50,8 +49,8 @@ class Job:
 
     def ask(self, *clocks_mhz: int) -> None:
         for mhz in clocks_mhz:
-            self.clock.controller.request(mhz)
-            self.clock.controller.wait_idle()
+            self.clock.request(mhz)
+            self.clock.wait_idle()
 
     @property
     def set_mhz(self) -> int | None:
@@ -92,25 +91,25 @@ def test_the_guard_sets_what_the_rank_asks_for(job):
 def test_a_clock_that_waits_behind_a_unit_is_set_when_the_next_one_begins(job):
     highest, *_, lowest = job.gpu.supported_frequencies_mhz
     later = Later(3600.0)
-    job.clock.controller.request(lowest)
-    job.clock.controller.request(highest, later)
+    job.clock.request(lowest)
+    job.clock.request(highest, later)
     look_until(lambda: job.set_mhz == lowest)
     later.on_begin()
-    job.clock.controller.wait_idle()
+    job.clock.wait_idle()
     assert job.set_mhz == highest
 
 
 def test_while_the_job_runs_its_summary_is_the_last_that_came(job):
     job.ask(job.gpu.supported_frequencies_mhz[0])
     assert job.clock.summary()["changes"] == 1
-    job.clock.controller.request(job.gpu.supported_frequencies_mhz[1])
+    job.clock.request(job.gpu.supported_frequencies_mhz[1])
     look_until(lambda: job.clock.summary()["changes"] == 2)
 
 
 def test_a_guard_that_dies_ends_control_alone(job, caplog):
     job.ask(job.gpu.supported_frequencies_mhz[-1])
     os.kill(job.clock._hold.guard_pid, signal.SIGKILL)
-    look_until(lambda: job.clock.controller.error is not None)
+    look_until(lambda: job.clock.error is not None)
     assert "The guard of this GPU's clock has ended" in job.clock.problems()[0]
     look_until(lambda: job.set_mhz is None)
     job.ask(job.gpu.supported_frequencies_mhz[-1])  # is not heard, nor waited for
@@ -135,12 +134,12 @@ def test_a_guard_begins_anew_with_a_rank_that_was_silent(node, monkeypatch):
     clock = RankClock(gpu, ClockKind.REAL)
     try:
         lowest = gpu.supported_frequencies_mhz[-1]
-        clock.controller.request(lowest)
+        clock.request(lowest)
         look_until(lambda: gpu.requested_frequency_mhz == lowest)
         look_until(lambda: gpu.requested_frequency_mhz is None)
         clock._hold._beat()
         look_until(lambda: gpu.requested_frequency_mhz == lowest)
-        assert clock.controller.error is None
+        assert clock.error is None
     finally:
         clock.close()
 
@@ -151,66 +150,67 @@ def test_a_mark_that_the_driver_refuses_gives_the_clock_back(node, where, caplog
     clock = RankClock(gpu, ClockKind.REAL)
     try:
         lowest, later = gpu.supported_frequencies_mhz[-1], Later(3600.0)
-        clock.controller.request(lowest)
-        clock.controller.wait_idle()
+        clock.request(lowest)
+        clock.wait_idle()
         assert gpu.requested_frequency_mhz == lowest
-        count = clock.controller._count
+        count = clock._count
 
         def refusing(mark: int, number: int) -> None:
             if mark == where:
                 raise RuntimeError("cuStreamWriteValue32: CUDA_ERROR_NOT_SUPPORTED")
             count(mark, number)
 
-        clock.controller._count = refusing
-        clock.controller.request(gpu.supported_frequencies_mhz[0], later)
+        clock._count = refusing
+        clock.request(gpu.supported_frequencies_mhz[0], later)
         later.on_begin()
         assert "can mark no unit: cuStream" in clock.problems()[0]
         look_until(lambda: gpu.requested_frequency_mhz is None)
-        clock.controller.request(lowest)
-        clock.controller.wait_idle()
+        clock.request(lowest)
+        clock.wait_idle()
         assert gpu.requested_frequency_mhz is None
     finally:
         clock.close()
     assert list_leases() == []
 
 
-def test_nobody_waits_for_a_page_that_is_over():
-    page = ClockPage.create()
-    clock = ServedClock(FakeGpu(), page, page.count)
+@pytest.fixture
+def clock(monkeypatch) -> RankClock:
+    """One whose guard does nothing."""
+    held = SimpleNamespace(release=lambda: None)
+    monkeypatch.setattr(rank_clock, "hold_gpu", lambda *_, **__: held)
+    return RankClock(FakeGpu(), ClockKind.REAL)
+
+
+def test_nobody_waits_for_a_page_that_is_over(clock):
     waiting = threading.Thread(target=clock.wait_idle)
     waiting.start()
-    page.end()
+    clock.page.end()
     waiting.join(WAIT_S)
     assert not waiting.is_alive()
-    clock.error = GpuError("an earlier one")
+    clock.stop(GpuError("an earlier one"))
     clock.stop(GpuError("a later one"))
     assert str(clock.error) == "an earlier one"
 
 
-def test_a_child_leaves_its_parents_clock_alone():
-    page = ClockPage.create()
-    clock = ServedClock(FakeGpu(), page, page.count)
+def test_a_child_leaves_its_parents_clock_alone(clock):
     child = os.fork()
     if child == 0:
         clock.stop(GpuError("in the child"))
         clock.close()
         os._exit(0)
     os.waitpid(child, 0)
-    assert not page.is_over
+    assert not clock.page.is_over
 
 
-def test_what_is_half_said_is_no_summary():
-    page = ClockPage.create()
-    clock = ServedClock(FakeGpu(), page, page.count)
-    page.summarize('{"changes": 3, "coal')
+def test_what_is_half_said_is_no_summary(clock):
+    clock.page.summarize('{"changes": 3, "coal')
     assert clock.summary()["changes"] == 0
-    page.summarize('{"changes": 3}')
+    clock.page.summarize('{"changes": 3}')
     assert clock.summary()["changes"] == 3
 
 
-def test_requests_that_nobody_takes_end_control_alone(monkeypatch, caplog):
+def test_requests_that_nobody_takes_end_control_alone(clock, monkeypatch, caplog):
     monkeypatch.setattr(clock_page, "CAPACITY", 3)
-    clock = ServedClock(FakeGpu(), ClockPage.create(), lambda where, number: None)
     clock.repeats = True
     for _ in range(3):
         assert clock.error is None
@@ -218,9 +218,8 @@ def test_requests_that_nobody_takes_end_control_alone(monkeypatch, caplog):
     assert "takes no requests" in str(clock.error)
 
 
-def test_equal_clocks_are_asked_for_once():
-    page = ClockPage.create()
-    clock = ServedClock(FakeGpu(), page, page.count)
+def test_equal_clocks_are_asked_for_once(clock):
+    page = clock.page
     for _ in range(2):
         clock.request(1000)
     assert (page.counted(DUE, 1), page.counted(DUE, 2)) == (True, False)
@@ -251,7 +250,7 @@ def test_what_counts_in_memory_is_a_gpus_stream(monkeypatch):
             raise RuntimeError("cuMemHostRegister: error 800 of CUDA")
         return lambda *call: calls.append(call)
 
-    monkeypatch.setattr(served, "counter_in_stream", counter_in_stream)
+    monkeypatch.setattr(rank_clock, "counter_in_stream", counter_in_stream)
     monkeypatch.setattr(
         torch.cuda, "current_stream", lambda: SimpleNamespace(synchronize=lambda: None)
     )
@@ -276,19 +275,25 @@ def leave_at_random_instants(folder: Path) -> None:
     randomness = random.Random(19)
     for number in range(100):
         left.clear()
-        gpu, page = FakeGpu(), ClockPage.create(shared=False)
+        gpu = FakeGpu()
         emulated = EmulatedGpu.create("a100-sxm", number, folder)
-        guard = PageController(gpu, page)
-        guard.start()
-        clock, here = ServedClock(gpu, page, page.count), RankClock(emulated, ClockKind.EMULATED)
+        guards: list[PageController] = []
+
+        def hold_gpu(address, *, on_end, page, gpu=gpu, guards=guards):
+            guards.append(PageController(gpu, page))
+            guards[0].start()
+            return SimpleNamespace(release=lambda: None)
+
+        rank_clock.hold_gpu = hold_gpu
+        clock, here = RankClock(gpu, ClockKind.REAL), RankClock(emulated, ClockKind.EMULATED)
         writer, lines = Writer(), []
-        watch = ClockWatch(gpu, page)
+        watch = ClockWatch(gpu, clock.page)
         parts = (here, clock, watch, writer)
         try:
             signal.setitimer(signal.ITIMER_REAL, randomness.uniform(1e-6, 4e-3))
             for step in range(10):
                 clock.request(gpu.supported_frequencies_mhz[step % 5])
-                here.controller.request(emulated.supported_frequencies_mhz[step % 5])
+                here.request(emulated.supported_frequencies_mhz[step % 5])
                 writer.put("lines", partial(lines.append, step))
             clock.wait_idle()
             while not left:  # Python drops what is raised in a destructor
@@ -298,8 +303,8 @@ def leave_at_random_instants(folder: Path) -> None:
             kept = error  # noqa: F841 - and with it the frames that it left
         for part in parts:
             part.close()
-        assert page.is_over
-        assert guard.close()
+        assert clock.page.is_over
+        assert guards[0].close()
         assert emulated.requested_frequency_mhz is None
         assert not watch._thread.is_alive()
         assert lines == list(range(len(lines)))

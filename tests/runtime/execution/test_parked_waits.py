@@ -21,8 +21,8 @@ from envpipe_megatron.gpu.clock import controller as clock_controller
 from envpipe_megatron.gpu.clock.controller import PageController
 from envpipe_megatron.gpu.clock.page import ClockPage
 from envpipe_megatron.gpu.emulated.emulated_gpu import EmulatedGpu
+from envpipe_megatron.runtime.clocks import rank_clock
 from envpipe_megatron.runtime.clocks.rank_clock import ClockKind, RankClock
-from envpipe_megatron.runtime.clocks.served import ServedClock
 from envpipe_megatron.runtime.execution import executor
 from envpipe_megatron.runtime.execution.emulated_executor import EmulatedExecutor
 from envpipe_megatron.runtime.execution.executor import CudaExecutor, Executor
@@ -39,7 +39,7 @@ WAIT_S = 10.0
 
 def run_of(
     timed: Executor,
-    controller: ServedClock,
+    clock: RankClock,
     clocks_mhz: Sequence[int] = CLOCKS_MHZ,
     park: int = PARK_MHZ,
 ) -> StageRun:
@@ -47,8 +47,8 @@ def run_of(
     park_mhz[0, 2], own_after_s[0, 2] = park, OWN_AFTER_S
     clocks = np.array([clocks_mhz, clocks_mhz])
     order = IterationOrder(Phase.STEADY, SCHEDULE, clocks, Parking(park_mhz, own_after_s))
-    controller.request(clocks_mhz[0])
-    return StageRun(order, 0, timed, controller.request, None, SPECS)
+    clock.request(clocks_mhz[0])
+    return StageRun(order, 0, timed, clock.request, None, SPECS)
 
 
 # --- a GPU whose host is ahead of it --------------------------------------------------------------
@@ -60,7 +60,7 @@ class Cuda:
     def __init__(self) -> None:
         self.time_s = 100.0
         self.recorded: list[Any] = []
-        self.page = ClockPage.create(shared=False)
+        self.page: Any = None
         cuda = self
 
         class Event:
@@ -108,14 +108,21 @@ def cuda(monkeypatch) -> Cuda:
 
 
 @pytest.fixture
-def guarded(cuda) -> Iterator[tuple[FakeGpu, ServedClock, PageController]]:
+def guarded(cuda, monkeypatch) -> Iterator[tuple[FakeGpu, RankClock, PageController]]:
     """A GPU, whose clock a guard's controller sets, and the rank's end."""
-    gpu = FakeGpu()
-    controller = PageController(gpu, cuda.page)
-    controller.start()
-    yield gpu, ServedClock(gpu, cuda.page, cuda.count), controller
+    gpu, held = FakeGpu(), []
+
+    def hold_gpu(address: Any, *, on_end: Any, page: ClockPage) -> Any:
+        held.append(PageController(gpu, page))
+        held[0].start()
+        return SimpleNamespace(release=lambda: None)
+
+    monkeypatch.setattr(rank_clock, "hold_gpu", hold_gpu)
+    clock = RankClock(gpu, ClockKind.REAL)
+    cuda.page, clock._count = clock.page, cuda.count
+    yield gpu, clock, held[0]
     gpu.driver.set()
-    controller.close()
+    held[0].close()
 
 
 def assert_comes_to(gpu: FakeGpu, history: list[int]) -> None:
@@ -202,9 +209,9 @@ class Pipeline:
 @pytest.mark.parametrize("wait_s", [0.2, 0.05, 0.0])
 def test_emulated_time_has_parked_waits_too(tmp_path, wait_s):
     gpu, stages = EmulatedGpu.create("a100-sxm", 0, tmp_path), Pipeline()
-    controller = RankClock(gpu, ClockKind.EMULATED).controller
-    timed = EmulatedExecutor(gpu, dict.fromkeys(WHOLE, 0.03), stages, controller.wait_idle)  # type: ignore[arg-type]
-    run = run_of(timed, controller, [1410, 1200, 1305, 1305], 1005)
+    clock = RankClock(gpu, ClockKind.EMULATED)
+    timed = EmulatedExecutor(gpu, dict.fromkeys(WHOLE, 0.03), stages, clock.wait_idle)  # type: ignore[arg-type]
+    run = run_of(timed, clock, [1410, 1200, 1305, 1305], 1005)
     run.begin()
     while run.next_unit is not None:
         if len(run.executed) == 2:

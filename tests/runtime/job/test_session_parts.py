@@ -88,8 +88,6 @@ class World:
             read_only=False,
         )
         self.agent: Any = None
-        self.clock: Any = Noted("clock", self.calls)
-        self.clock.error = None
         self.orders: list[IterationOrder | Exception] = []
         self.records: list[Any] = []
         self.summary = {"followed": None, "error": None}
@@ -101,8 +99,8 @@ class World:
         self.executor: Any = Noted(
             "executor", self.calls, end_unit="event", end_iteration=lambda: RECORD, now_s=77.0
         )
-        self.rank_clock: Any = Noted("rank clock", self.calls, summary=self.summary)
-        self.rank_clock.controller = self.clock
+        self.clock: Any = Noted("clock", self.calls, summary=self.summary)
+        self.clock.error = None
         self.memory: Any = Noted("memory", self.calls)
         self.memory.begin_units = lambda: None
         self.pipeline: Any = SimpleNamespace(
@@ -113,7 +111,7 @@ class World:
             ("TimelineLog", self.timeline),
             ("EnergyLog", self.log),
             ("EnergyMeter", self.meter),
-            ("RankClock", self.rank_clock),
+            ("RankClock", self.clock),
             ("JobMemory", self.memory),
         ):
             self.put(name, part)
@@ -560,8 +558,8 @@ def test_every_line_says_whose_it_is(world, tmp_path, with_agent, socket, log):
 
 
 CLOSING = [
-    "rank clock.close",
-    "rank clock.summary",
+    "clock.close",
+    "clock.summary",
     "executor.idle",
     "executor.wait_no_more",
     "energy.close",
@@ -593,7 +591,7 @@ def test_closing_goes_on_whatever_fails(world, tmp_path, fails, caplog):
     assert '"error": null' in line
     world.calls.clear()
     session.close()
-    assert world.calls == [("rank clock.close",)]
+    assert world.calls == [("clock.close",)]
 
 
 @pytest.mark.parametrize("fails", ["make_executor", "EnergyMeter", "RankClock"])
@@ -611,7 +609,7 @@ def test_a_session_that_cannot_be_made_leaves_nothing_open(world, fails):
         world.put(fails, OSError("of a test"))
     with pytest.raises(OSError, match="of a test"):
         world.session(**options)
-    made = [] if fails == "RankClock" else ["rank clock.close", "agent.close", "timeline.close"]
+    made = [] if fails == "RankClock" else ["clock.close", "agent.close", "timeline.close"]
     assert [call[0] for call in world.calls] == made
 
 
