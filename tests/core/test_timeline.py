@@ -5,7 +5,7 @@ import random
 
 import numpy as np
 import pytest
-from core_cases import naive_times, random_schedule
+from core_cases import naive_steps, random_schedule
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from on_request import examples
@@ -35,7 +35,8 @@ def random_case(seed, *, zeros=False):
 def test_times_are_those_of_a_naive_recursion(seed):
     _, schedule, duration, latency = random_case(seed, zeros=True)
     timeline = Timeline(schedule, duration, latency)
-    naive = naive_times(schedule, duration, latency)
+    chunks, where = schedule.num_chunks, schedule.placement
+    naive = naive_steps(schedule.stages, chunks, np.asarray(duration), latency, where)
     for (stage, position), (start, end) in naive.items():
         assert timeline.start_s[stage, position] == pytest.approx(start, abs=1e-9)
         assert timeline.end_s[stage, position] == pytest.approx(end, abs=1e-9)
@@ -166,14 +167,3 @@ def test_hundreds_of_changes_equal_a_path_made_anew_to_the_last_bit(schedule):
             or before.latest_end_s[node] != anew.latest_end_s[node]
         }
         before = anew
-
-
-@pytest.mark.parametrize("schedule", SCHEDULES, ids=lambda schedule: schedule.name)
-def test_many_iterations_at_once_end_as_each_of_them_alone(schedule):
-    duration_s = np.random.default_rng(5).uniform(0.1, 2, (schedule.num_units, 3))
-    many = LongestPath(schedule, list(duration_s), 0.25)
-    many.find_ends(np.maximum)
-    for at, durations in enumerate(duration_s.T):
-        alone = LongestPath(schedule, durations.tolist(), 0.25)
-        alone.find_ends()
-        assert [ends[at] for ends in many.end_s] == alone.end_s

@@ -84,9 +84,8 @@ def test_an_installed_package_that_wins_is_named(patched, tmp_path, monkeypatch)
     write_tree(installed, {"toy/schedules.py": "envpipe_hook = None\n"})
     assert asked(patched, SCHEDULES)[0] is Outcome.LIVE
     write_tree(installed, {"toy/__init__.py": ""})
-    assert asked(patched, SCHEDULES) == (Outcome.ELSEWHERE, str(installed / "toy/schedules.py"))
-    # And where the installed one lacks what the checkout has.
-    assert asked(patched, LOOP) == (Outcome.ELSEWHERE, str(installed / "toy"))
+    for hook in (SCHEDULES, LOOP):  # the installed one lacks the latter
+        assert asked(patched, hook) == (Outcome.ELSEWHERE, str(installed / "toy"))
     (answer,) = ask_hooks(patched, [LOOP])
     assert "uninstall it" in answer.remedy
 
@@ -96,7 +95,7 @@ def test_an_environment_inside_the_checkout_is_elsewhere_too(patched, monkeypatc
     site = patched / ".venv/lib/site-packages"
     write_tree(site, {"toy/__init__.py": "", "toy/schedules.py": "envpipe_hook = None\n"})
     monkeypatch.setenv("PYTHONPATH", str(site))
-    assert asked(patched, SCHEDULES) == (Outcome.ELSEWHERE, str(site / "toy/schedules.py"))
+    assert asked(patched, SCHEDULES) == (Outcome.ELSEWHERE, str(site / "toy"))
 
 
 @pytest.mark.parametrize(

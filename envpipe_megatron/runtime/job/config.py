@@ -24,7 +24,7 @@ class SessionError(EnvPipeError):
 
 @dataclass(frozen=True)
 class SessionConfig:
-    """A job's request to EnvPipe; raises EnvPipeError if it contradicts itself.
+    """A job's request to EnvPipe, whose options were checked; PlannerError for a wrong `request`.
 
     Args:
         request: its number of microbatches and blocking power are replaced by the job's own.
@@ -72,35 +72,6 @@ class SessionConfig:
 
     def __post_init__(self) -> None:
         check_request(self.request)
-        if self.plan_file is not None and self.profile_file is None:
-            raise SessionError(
-                "A plan by file needs the profile that prices it",
-                value=str(self.plan_file),
-                remedy="Give the profile file too.",
-            )
-        if self.one_clock_slowdown_percent is not None and (
-            self.request.policy != "uniform" or self.profile_file is not None
-        ):
-            raise SessionError(
-                "One clock for the whole job is policy 'uniform', and found without a profile",
-                value=self.request.policy if self.profile_file is None else str(self.profile_file),
-                remedy="Leave profile and plan out, or let units have clocks of their own.",
-            )
-        if self.closed_loop and (self.request.policy != "optimal" or self.plan_file is not None):
-            raise SessionError(
-                "A closed loop makes optimal plans of its own",
-                value=self.request.policy if self.plan_file is None else str(self.plan_file),
-                remedy="Use policy 'optimal' without a plan, or leave the closed loop out.",
-            )
-        # Reconfiguring measures its waits, and a closed loop its units.
-        needed = 2 if self.closed_loop or self.request.reconfigure != "default" else 1
-        if self.warmup_iterations < needed:
-            raise SessionError(
-                f"The warm-up needs at least {needed} iteration(s) with reconfiguring "
-                f"'{self.request.reconfigure}', or in a closed loop",
-                value=self.warmup_iterations,
-                remedy="What is measured in the first does not count.",
-            )
 
     @property
     def may_split(self) -> bool:

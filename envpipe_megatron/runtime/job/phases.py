@@ -29,7 +29,12 @@ from envpipe_megatron.runtime.execution.orders import (
     whole,
 )
 from envpipe_megatron.runtime.going_on import GoesOnError, by_planner, on_every_rank
-from envpipe_megatron.runtime.job.latency import measure_p2p_latency_s
+from envpipe_megatron.runtime.job.measuring import (
+    known_and_measured,
+    measure_p2p_latency_s,
+    try_parts,
+    watch_parts,
+)
 from envpipe_megatron.runtime.job.online import run_commands
 from envpipe_megatron.runtime.job.parts import PhaseParts, note
 from envpipe_megatron.runtime.job.planning import (
@@ -45,11 +50,6 @@ from envpipe_megatron.runtime.job.planning import (
 )
 from envpipe_megatron.runtime.job.restarts.folder import JobFolder
 from envpipe_megatron.runtime.job.restarts.known_profile import baseline_holds
-from envpipe_megatron.runtime.job.splitting import (
-    known_and_measured,
-    try_parts,
-    watch_parts,
-)
 from envpipe_megatron.runtime.memory.peak import Watch
 from envpipe_megatron.runtime.memory.stage import with_memory
 from envpipe_megatron.tuning.controller import Controller

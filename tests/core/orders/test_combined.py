@@ -6,8 +6,8 @@ import re
 
 import numpy as np
 import pytest
-from combined_cases import CLOCKS_MHZ, combined_profile, naive_steps, paired, steps_of
-from core_cases import B, F, I, W, parse_stages, random_orders
+from combined_cases import CLOCKS_MHZ, combined_profile, paired
+from core_cases import B, F, I, W, naive_steps, parse_stages, random_orders, steps_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from on_request import examples

@@ -266,7 +266,7 @@ HEAD = b'{"format": "envpipe-emulated-gpu/1", "preset": "a40"'
         (b"", "Expecting value"),
         (b"\xff\xfe", "Expecting value"),
         (HEAD, "Expecting"),
-        (b"[1, 2]", "pop"),
+        (b"[1, 2]", "interpreted"),
         (b'{"format": "envpipe-plan/1"}', "another format"),
         (HEAD + b"}", "clock_mhz"),
         (HEAD + b', "clock_mhz": 1, "more": 1}', "more"),

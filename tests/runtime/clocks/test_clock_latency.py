@@ -13,6 +13,7 @@ from types import SimpleNamespace
 
 import pytest
 from fake_gpu import look_until
+from presets import write_changed_preset
 
 from envpipe_megatron.gpu.base import GpuError
 from envpipe_megatron.gpu.clock.controller import spread
@@ -20,7 +21,6 @@ from envpipe_megatron.gpu.emulated.emulated_gpu import EmulatedGpu
 from envpipe_megatron.gpu.guard.lease import list_leases
 from envpipe_megatron.gpu.guard.lease_file import LEASE_DIR_VARIABLE
 from envpipe_megatron.gpu.guard.messages import AGENT_VARIABLE
-from envpipe_megatron.gpu.presets import preset_folder
 from envpipe_megatron.runtime.clocks import latency as clock_latency
 from envpipe_megatron.runtime.clocks import rank_clock
 from envpipe_megatron.runtime.clocks.latency import (
@@ -45,15 +45,8 @@ def gpu(tmp_path) -> EmulatedGpu:
 
 def emulated(folder: Path, frequency_change_s: float) -> EmulatedGpu:
     """An H200 whose clock takes this long to change."""
-    lines = (preset_folder() / "h200.toml").read_text().splitlines()
-    changed = [
-        f"frequency_change_s = {frequency_change_s}"
-        if line.startswith("frequency_change_s")
-        else line
-        for line in lines
-    ]
-    preset = folder / "preset.toml"
-    preset.write_text("\n".join(changed))
+    changes = {"frequency_change_s": frequency_change_s}
+    preset = write_changed_preset(folder / "preset.toml", changes, "h200")
     return EmulatedGpu.create(str(preset), 0, folder / "node")
 
 

@@ -69,15 +69,6 @@ def test_a_million_iterations_of_any_phase_leave_some_hundreds(phase):
     assert max(after / before for before, after in pairwise(recorded[300:])) < 1.5
 
 
-def test_times_that_stand_for_others_are_not_written():
-    lines = []
-    log = TimelineLog(lines.append, LABELS)
-    for number, timed in enumerate((True, False, True)):
-        log.add(Phase.STEADY, number, replace(RECORD, timed=timed), lambda: ["F0", "B0"], None)
-    log.close()
-    assert [line["iteration"] for line in lines] == [0, 2]
-
-
 def test_the_next_iteration_whose_units_are_timed_is_written_for_one_that_was_due():
     lines = []
     log = TimelineLog(lines.append, LABELS)

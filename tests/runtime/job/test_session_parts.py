@@ -657,14 +657,6 @@ def test_without_control_a_closed_loop_looks_for_the_shortest_order(schedule, go
     assert without.order_in_words(config) == said
 
 
-@pytest.mark.parametrize(("reconfigure", "least"), [("default", 1), ("greedy", 2)])
-def test_the_shortest_warm_up(reconfigure, least):
-    request = PlanRequest(4, "envpipe", "envelope", reconfigure)
-    SessionConfig(request, warmup_iterations=least)
-    with pytest.raises(SessionError, match=f"at least {least} iteration"):
-        SessionConfig(request, warmup_iterations=least - 1)
-
-
 @pytest.mark.parametrize(
     ("splits", "schedule", "by_file", "may"),
     [
