@@ -72,14 +72,16 @@ class _NoKernels(MagicMock):
 
 def ask(hook: dict[str, Any], root: Path) -> tuple[str, str]:
     """Return `outcome` and `detail` of one hook."""
+    project = hook["module"].partition(".")[0]
+    own = root / project
+    found = importlib.util.find_spec(project)
+    places = [*((found and found.submodule_search_locations) or ())]
+    if places and not any(Path(place).resolve() == own for place in places):
+        return "elsewhere", places[0]
     try:
         module = importlib.import_module(hook["module"])
     except Exception as error:
-        return _failed_import(hook["module"], error, root)
-    origin = str(getattr(module, "__file__", None))
-    own = root.joinpath(*hook["module"].split("."))
-    if Path(origin).resolve() not in (own.with_suffix(".py"), own / "__init__.py"):
-        return "elsewhere", origin
+        return _failed_import(error, own)
     try:
         return _proven(hook, module)
     except Exception as error:
@@ -109,28 +111,20 @@ def _proven(hook: dict[str, Any], module: ModuleType) -> tuple[str, str]:
     return "live", str(module.__file__)
 
 
-def _failed_import(name: str, error: Exception, root: Path) -> tuple[str, str]:
+def _failed_import(error: Exception, own: Path) -> tuple[str, str]:
+    """Tell a package that is missing or broken here from what is wrong in the checkout."""
     said = f"{type(error).__name__}: {error}"
-    project = name.partition(".")[0]
-    own = root / project
-    culprit, path = "", ""
-    if isinstance(error, ImportError):
-        culprit, path = error.name or "", error.path or ""
-    if culprit.partition(".")[0] == project:
-        places = [path] if path else [*getattr(sys.modules.get(project), "__path__", [])]
-        if places and not any(Path(place).resolve().is_relative_to(own) for place in places):
-            return "elsewhere", places[0]
-        return "import_failed", said
-    if culprit.partition(".")[0] in sys.stdlib_module_names:
+    package = (getattr(error, "name", None) or "").partition(".")[0]
+    if package in sys.stdlib_module_names:
         version = ".".join(map(str, sys.version_info[:2]))
         return "import_failed", f"{said}; this is Python {version}"
-    if culprit:
-        missing = isinstance(error, ModuleNotFoundError)
-        return "dependency", culprit if missing else f"{culprit} ({said})"
     last = traceback.extract_tb(error.__traceback__)[-1].filename
-    if isinstance(error, SyntaxError) or Path(last).resolve().is_relative_to(own):
+    is_own = package == own.name or isinstance(error, SyntaxError)
+    if is_own or (not package and Path(last).resolve().is_relative_to(own)):
         return "import_failed", said
-    return "dependency", f"{last} ({said})"
+    if isinstance(error, ModuleNotFoundError):
+        return "dependency", package
+    return "dependency", f"{package or last} ({said})"
 
 
 def _names(code: CodeType) -> set[str]:

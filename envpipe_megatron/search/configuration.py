@@ -107,21 +107,20 @@ def configuration_text(
         "global_batch": job.global_batch,
         "num_microbatches": configuration.num_microbatches,
         "distributed_optimizer": configuration.distributed_optimizer,
-        "stages": [_stage_entry(profile, stage) for stage in configuration.stages],
-        "megatron_flags": list(flags),
+        "stages": [
+            {
+                "pieces": stage.chunks,
+                "names": [profile.pieces[first:end] for first, end in stage.chunks],
+                **asdict(stage.sizes),
+                "data_parallel": stage.data_parallel,
+                "recomputed": stage.recomputed,
+            }
+            for stage in configuration.stages
+        ],
+        "megatron_flags": flags,
         "predicted": predicted,
     }
     return json.dumps(known, indent=1) + "\n"
-
-
-def _stage_entry(profile: LayerProfile, stage: StageLayout) -> dict[str, Any]:
-    return {
-        "pieces": [list(chunk) for chunk in stage.chunks],
-        "names": [list(profile.pieces[first:end]) for first, end in stage.chunks],
-        **asdict(stage.sizes),
-        "data_parallel": stage.data_parallel,
-        "recomputed": list(stage.recomputed),
-    }
 
 
 def megatron_flags(profile: LayerProfile, configuration: Configuration, job: Job) -> list[str]:

@@ -7,10 +7,10 @@ integration with DeepSpeed write it, `envpipe search` and `envpipe partition` re
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
-from dataclasses import asdict, replace
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 
@@ -25,7 +25,6 @@ from envpipe_megatron.core.fields import (
     Number,
     Reader,
     many,
-    of_type,
     read_json,
 )
 from envpipe_megatron.core.profile_rows import check_power
@@ -45,32 +44,26 @@ from envpipe_megatron.search.layer_profile import (
 LAYERS_FORMAT = "envpipe-layers/1"
 _MADE_BY = "envpipe profile --layers makes one; a CSV of stages is for envpipe plan."
 
-T = TypeVar("T")
-
 
 def read_layers(path: Path) -> LayerProfile:
     """Read a layer profile; EnvPipeError names the file, the field, and what it must be."""
     data = read_json(path, "Layer profile", remedy=_MADE_BY)
     data.check_format(LAYERS_FORMAT)
-    _refuse_unknown(data, _PROFILE)
     measures: dict[Sizes, dict[str, Measure]] = {}
-    for entry in _entries(data, "measures"):
+    for entry in data.entries("measures"):
         piece, sizes, measure = _read_measure(entry)
         if piece in measures.setdefault(sizes, {}):
             raise entry.wrong("piece", "It is there twice at the same sizes; list it once.")
         measures[sizes][piece] = measure
-    profile = LayerProfile(
-        blocks=tuple(_object(entry, Block, _BLOCK) for entry in _entries(data, "blocks")),
-        frequency_mhz=np.array(data.read("frequency_mhz", many(FREQUENCY)), dtype=np.int64),
+    profile = data.make(
+        LayerProfile,
+        _PROFILE,
+        also=("format", "blocks", "measures", "bytes_per_parameter", "links"),
+        blocks=tuple(entry.make(Block, _BLOCK) for entry in data.entries("blocks")),
         measures=measures,
-        bytes_per_parameter=_object(_inside(data, "bytes_per_parameter"), BytesPerParameter, _HELD),
-        links=_read_links(_inside(data, "links")),
-        optimizer_s=data.read("optimizer_s", AMOUNT, 0.0),
-        gradients_s=data.read("gradients_s", AMOUNT, 0.0),
-        workspaces_add=data.read("workspaces_add", FLAG, False),
-        frees_outputs=data.read("frees_outputs", FLAG, False),
-        gpu=data.read("gpu", TEXT, None),
-        source=data.read("source", TEXT, str(path)),
+        bytes_per_parameter=data.inside("bytes_per_parameter").make(BytesPerParameter, _HELD),
+        links=_read_links(data.inside("links")),
+        source=str(path),
     )
     check_profile(replace(profile, source=str(path)))
     _check_energies(profile, path)
@@ -92,13 +85,13 @@ def _check_energies(profile: LayerProfile, path: Path) -> None:
 
 def _read_measure(entry: Fields) -> tuple[str, Sizes, Measure]:
     """One object of `measures`: the piece, at which sizes, what was measured."""
-    _refuse_unknown(entry, ("piece", "recomputation", *_SIZES, *_MEASURE))
-    ways = []
-    for way in _entries(entry, "recomputation") if "recomputation" in entry.data else ():
-        _refuse_unknown(way, _RECOMPUTATION)
-        ways.append(Recomputation(**{"energy_j": None, **_values(way, _RECOMPUTATION)}))
-    measure = Measure(**_values(entry, _MEASURE), recomputation=tuple(ways))
-    return entry.read("piece", TEXT), Sizes(**_values(entry, _SIZES)), measure
+    ways = tuple(
+        way.make(Recomputation, _RECOMPUTATION, energy_j=None)
+        for way in entry.entries("recomputation")
+    )
+    others = "piece", "recomputation"
+    measure = entry.make(Measure, _MEASURE, (*others, *_SIZES), recomputation=ways)
+    return entry.read("piece", TEXT), entry.make(Sizes, _SIZES, (*others, *_MEASURE)), measure
 
 
 def layers_text(profile: LayerProfile) -> str:
@@ -174,14 +167,18 @@ def _points(curve: Curve | None) -> FloatArray | None:
 
 
 def _read_links(data: Fields) -> Links:
-    _refuse_unknown(data, (*_MESSAGES, "all_reduce"))
     all_reduce = {}
-    for entry in _entries(data, "all_reduce") if "all_reduce" in data.data else ():
-        _refuse_unknown(entry, ("gpus", "across_nodes", "points"))
-        key = entry.read("gpus", _read_group), entry.read("across_nodes", FLAG)
-        all_reduce[key] = entry.read("points", _read_curve)
-    within, across = (data.read(name, _read_curve, None) for name in _MESSAGES)
-    return Links(within, across, all_reduce)
+    for entry in data.entries("all_reduce"):
+        each = entry.make(_AllReduce, _ALL_REDUCE)
+        all_reduce[each.gpus, each.across_nodes] = each.points
+    return data.make(Links, _MESSAGES, ("all_reduce",), all_reduce=all_reduce)
+
+
+@dataclass(frozen=True)
+class _AllReduce:
+    gpus: int
+    across_nodes: bool
+    points: Curve
 
 
 def _read_group(value: Any) -> int:
@@ -202,40 +199,17 @@ def _read_by_clock(value: Any) -> FloatArray:
     return np.array(many(AMOUNT)(value), dtype=float)
 
 
-def _inside(data: Fields, name: str) -> Fields:
-    """The fields of an object in a field; messages name it as a part of the file's path."""
-    return Fields(data.read(name, of_type(dict, "an object")), data.path / name)
-
-
-def _entries(data: Fields, name: str) -> list[Fields]:
-    """The fields of each object in a list."""
-    values = data.read(name, many(of_type(dict, "an object")))
-    return [Fields(value, data.path / name / str(at)) for at, value in enumerate(values)]
-
-
-def _object(data: Fields, kind: type[T], readers: Mapping[str, Reader[Any]]) -> T:
-    """A dataclass of an object's fields."""
-    _refuse_unknown(data, readers)
-    return kind(**_values(data, readers))
-
-
-def _values(data: Fields, readers: Mapping[str, Reader[Any]]) -> dict[str, Any]:
-    """Read the fields that are there, and all that must be."""
-    there = (name for name in readers if name in data.data or name in _NEEDED)
-    return {name: data.read(name, readers[name]) for name in there}
-
-
-def _refuse_unknown(data: Fields, known: Iterable[str]) -> None:
-    unknown = [name for name in data.data if name not in known]
-    if unknown:
-        raise EnvPipeError(
-            f"{data.path}: unknown field", value=unknown[0], remedy=f"Known: {', '.join(known)}."
-        )
-
-
 _ABOVE_0 = Number(positive=True)
-_PROFILE = ("format", *LayerProfile.__dataclass_fields__)
-_MESSAGES = ("within_node", "across_nodes")
+_PROFILE: dict[str, Reader[Any]] = {
+    "frequency_mhz": lambda value: np.array(many(FREQUENCY)(value), dtype=np.int64),
+    **dict.fromkeys(("optimizer_s", "gradients_s"), AMOUNT),
+    **dict.fromkeys(("workspaces_add", "frees_outputs"), FLAG),
+    **dict.fromkeys(("gpu", "source"), TEXT),
+}
+_MESSAGES: dict[str, Reader[Any]] = dict.fromkeys(("within_node", "across_nodes"), _read_curve)
+_ALL_REDUCE: dict[str, Reader[Any]] = {
+    "gpus": _read_group, "across_nodes": FLAG, "points": _read_curve,
+}  # fmt: skip
 _BLOCK: dict[str, Reader[Any]] = {"pieces": many(TEXT), "repeat": COUNT}
 _HELD: dict[str, Reader[Any]] = dict.fromkeys(BytesPerParameter.__dataclass_fields__, AMOUNT)
 _SIZES: dict[str, Reader[Any]] = dict.fromkeys(Sizes.__dataclass_fields__, COUNT)
@@ -250,9 +224,4 @@ _RECOMPUTATION: dict[str, Reader[Any]] = {
     "name": TEXT,
     **dict.fromkeys(("time_s", "energy_j"), _read_by_clock),
     **dict.fromkeys(("activation_bytes", "working_bytes"), AMOUNT),
-}
-#: Fields of the tables above that must be there; the others have a dataclass's default.
-_NEEDED = {
-    *("pieces", "name", "forward_s", "backward_s", "time_s"),
-    *("activation_bytes", "working_bytes"),
 }

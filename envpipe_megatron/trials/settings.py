@@ -20,7 +20,7 @@ class Arm:
     Args:
         says: what it does, for people.
         policy: as `PlanRequest` takes it, with `schedule`.
-        relock: as `SessionConfig` takes it.
+        relock: whether the clock is asked for at every unit, even if it stays: what calls cost.
         changes_clock: without, the GPU is opened for reading only.
         by_framework: whether megatron-core's own function runs its units.
     """
@@ -130,7 +130,7 @@ class Settings:
     learning_rate: float = 3e-3
     forward_time_s: float = 0.030
     warmup_iterations: int = 3
-    settle_iterations: int = 0
+    settle_iterations: int = 1
     steady_iterations: int | None = 20
     proof: bool = False
     rounds: int = 1
@@ -183,7 +183,7 @@ class Settings:
         """Return a proof with this model, of so many measured iterations a turn."""
         return replace(
             self, proof=True, rounds=rounds, changes_clocks=changes_clocks, warmup_iterations=2,
-            settle_iterations=1, steady_iterations=iterations,
+            steady_iterations=iterations,
         )  # fmt: skip
 
     def write(self, path: Path) -> None:

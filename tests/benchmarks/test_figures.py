@@ -5,8 +5,6 @@ from dataclasses import replace
 import pytest
 from on_request import on_request
 
-from envpipe_megatron.gpu.presets import load_preset
-
 pytest.importorskip("torch")
 import torch
 
@@ -27,8 +25,6 @@ from benchmarks.figures.requests import RunRequest
 from benchmarks.figures.unit_times import (
     EmulatedTime,
     stage_operations,
-    time_factor,
-    write_scaled_preset,
 )
 
 # --- what is trained -----------------------------------------------------------------------------
@@ -91,18 +87,6 @@ def test_operations_by_hand():
     assert last.backward == 3 * first.forward + 2 * head
     decoder = stage_operations(MODELS["gpt_125M"], 4, 2)[1]
     assert decoder.forward == layers(3, 2 * 2048, 768, 2048, attentions=2)
-
-
-def test_the_factor_leaves_no_unit_too_short_for_a_host():
-    assert time_factor((0.1, 0.1), 0.008) == pytest.approx(0.008 / 0.1)
-    assert time_factor((0.1, 0.5), 0.008) == pytest.approx(0.75 * 0.008 / 0.1)
-
-
-@pytest.mark.parametrize("name", ["v100", "rtx3090"])
-def test_a_scaled_preset_differs_in_its_times_alone(name, tmp_path):
-    real, scaled = load_preset(name), load_preset(str(write_scaled_preset(name, 0.5, tmp_path)))
-    halved = {name: getattr(real, name) / 2 for name in ("frequency_change_s", "refresh_s")}
-    assert scaled == replace(real, **halved)
 
 
 # --- what is run, and what was run before --------------------------------------------------------

@@ -167,14 +167,3 @@ def test_hundreds_of_changes_equal_a_path_made_anew_to_the_last_bit(schedule):
             or before.latest_end_s[node] != anew.latest_end_s[node]
         }
         before = anew
-
-
-@pytest.mark.parametrize("schedule", SCHEDULES, ids=lambda schedule: schedule.name)
-def test_many_iterations_at_once_end_as_each_of_them_alone(schedule):
-    duration_s = np.random.default_rng(5).uniform(0.1, 2, (schedule.num_units, 3))
-    many = LongestPath(schedule, list(duration_s), 0.25)
-    many.find_ends(np.maximum)
-    for at, durations in enumerate(duration_s.T):
-        alone = LongestPath(schedule, durations.tolist(), 0.25)
-        alone.find_ends()
-        assert [ends[at] for ends in many.end_s] == alone.end_s

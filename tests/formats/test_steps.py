@@ -3,29 +3,21 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 from dataclasses import replace
 
 import numpy as np
 import pytest
+from energy_lines import error_of
 
 from envpipe_megatron.formats.steps import (
     ComparedSteps,
     Comparison,
-    RunningMean,
     StepEnergy,
     compare,
     mean_over_gpus,
     mean_steps,
     step_sums,
 )
-
-
-def error_of(values: Iterable[float]) -> float | None:
-    mean = RunningMean()
-    for value in values:
-        mean.add(value)
-    return mean.uncertainty
 
 
 @pytest.mark.parametrize(("saved", "noise", "count"), [(0.0, 0.02, 3), (0.0, 0.05, 10)])

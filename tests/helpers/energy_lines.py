@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from envpipe_megatron.formats.energy import EnergyNote, EnergyWindow, parse_line
+from envpipe_megatron.formats.steps import RunningMean
 from envpipe_megatron.launch.bill.bill import Bill, bill_of
 
 Line = dict[str, Any]
@@ -55,3 +56,11 @@ def bill(*entries: Line) -> Bill:
 def json_lines(path: Path) -> list[Any]:
     """The objects of a file; writers that met have left an empty line, which readers pass over."""
     return [json.loads(line) for line in path.read_text().splitlines() if line]
+
+
+def error_of(values: Iterable[float]) -> float | None:
+    """The standard uncertainty of a mean."""
+    mean = RunningMean()
+    for value in values:
+        mean.add(value)
+    return mean.uncertainty

@@ -382,13 +382,6 @@ def test_standard_input_that_ends_later_means_nothing(stdin):
     assert not taken
 
 
-def test_standard_input_is_not_watched_unless_asked_for():
-    before = set(threading.enumerate())
-    with Signals() as signals:
-        signals.call(lambda: None, lambda: None)
-        assert set(threading.enumerate()) <= before
-
-
 def test_a_signal_that_means_nothing_yet_ends_the_process():
     with pytest.raises(SystemExit) as ended, Signals():
         os.kill(os.getpid(), signal.SIGTERM)

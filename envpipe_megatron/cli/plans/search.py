@@ -245,8 +245,8 @@ def _write(
         (output / name).unlink(missing_ok=True)
     replace_files({output / _CONFIGURATION: [text]})
     if best.plan is not None:
-        from envpipe_megatron.report.plan_charts import configurations_chart
         from envpipe_megatron.report.stills import save
+        from envpipe_megatron.report.views import configurations_chart
 
         write_stages(best.candidate.stage_profile, blocking_power_w, output / _STAGES)
         best.plan.write(output / _PLAN)

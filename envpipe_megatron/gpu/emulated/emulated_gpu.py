@@ -12,17 +12,19 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import ClassVar, Self
 
-from envpipe_megatron.gpu.base import EnergyReading, Gpu, GpuAddress, GpuError
+from envpipe_megatron.gpu.base import EnergyReading, GpuAddress, GpuError
 from envpipe_megatron.gpu.emulated.store import (
     EmulatedState,
     StateFile,
     default_root,
+    list_emulated,
     tick_number,
 )
 from envpipe_megatron.gpu.presets import GpuPreset, load_preset
+from envpipe_megatron.gpu.registry import Device, VendorGpu
 
 
-class EmulatedGpu(Gpu):
+class EmulatedGpu(VendorGpu):
     """One emulated GPU. Make it with `create` or `open`; all state is in its file.
 
     Clocks here are requested clocks that have settled. A preset's power cap acts on time and power
@@ -30,6 +32,7 @@ class EmulatedGpu(Gpu):
     missing, foreign, or the folder not writable.
     """
 
+    backend = "emulated"
     drives_hardware: ClassVar[bool] = False
 
     def __init__(
@@ -41,7 +44,7 @@ class EmulatedGpu(Gpu):
     ) -> None:
         self.index = index
         self.preset = preset
-        self.address = GpuAddress("emulated", f"{file.path.parent}#{index}")
+        self.address = GpuAddress(self.backend, f"{file.path.parent}#{index}")
         self.name = f"{preset.gpu} (emulated)"
         self.supported_frequencies_mhz = preset.supported_frequencies_mhz
         self._file = file
@@ -77,6 +80,25 @@ class EmulatedGpu(Gpu):
         """
         file = StateFile(_folder(root), index)
         return cls(index, file, load_preset(file.read().preset))
+
+    @classmethod
+    def owns(cls, uid: str) -> bool:
+        """Tell whether it is a folder and an index."""
+        return "#" in uid
+
+    @classmethod
+    def from_uid(cls, uid: str, reset_range_mhz: tuple[int, int] | None = None) -> Self:
+        """Open a GPU by its folder and index; a reset always leaves the maximum clock."""
+        root, _, index = uid.rpartition("#")
+        return cls.open(root, int(index))
+
+    @classmethod
+    def list_gpus(cls) -> tuple[Device, ...]:
+        """Return those of `default_root`'s folder."""
+        gpus = (cls.open(None, index) for index in list_emulated(_folder(None)))
+        return tuple(
+            Device(cls.backend, gpu.index, gpu.address.uid, gpu.name, "", "") for gpu in gpus
+        )
 
     # --- work -----------------------------------------------------------------------------------
 

@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 
 #: Of a log that are sent at once, and of earlier starts' lines that are added up before: those of
 #: some tenths of a second.
-_PIECE_BYTES, _EARLIER_BYTES = 2**16, 2**20
+_PIECE_BYTES, _EARLIER_BYTES = 2**18, 2**20
 #: Of a piece as JSON, which may write a character in as many as three times its bytes.
 _MOST_BYTES = 4 * _EARLIER_BYTES
 _HELLO_S = 10.0

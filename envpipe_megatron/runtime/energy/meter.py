@@ -35,7 +35,7 @@ _MIN_REFRESHES = 10
 _MAX_SILENT_REFRESHES = 3
 #: From one look at the counter to the next, so that each refresh is seen.
 POLL_S = 0.05
-#: The refresh period until two refreshes have been seen: that of NVML's counter.
+#: The refresh period until two refreshes have been seen, as NVIDIA's counters have it.
 _TYPICAL_REFRESH_S = 0.1
 #: Refreshes around an end of a window that tell how much the power varies there.
 _NEIGHBOURS = 5

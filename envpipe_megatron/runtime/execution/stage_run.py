@@ -12,10 +12,16 @@ import torch
 from envpipe_megatron.core.kinds import Kind, Unit
 from envpipe_megatron.core.kinds import unit as make_unit
 from envpipe_megatron.core.schedule import Schedule
-from envpipe_megatron.gpu.clock.completion import Completion, Done
 from envpipe_megatron.runtime.channel.carrier import StageSpecs
 from envpipe_megatron.runtime.channel.p2p import P2PChannel
-from envpipe_megatron.runtime.execution.executor import Executor, StageRecord, late_record
+from envpipe_megatron.runtime.execution.executor import (
+    Completion,
+    Done,
+    Executor,
+    Later,
+    StageRecord,
+    late_record,
+)
 from envpipe_megatron.runtime.execution.orders import IterationOrder
 
 logger = logging.getLogger(__name__)
@@ -31,7 +37,7 @@ class StageRun:
     cannot carry the messages.
 
     Args:
-        request: requests a clock in MHz for when something is complete.
+        request: requests a clock in MHz for when the last unit has ended, or for later.
         channel: to the neighbours; None if the framework carries the messages.
         specs: what the channel's messages carry.
         like: an iteration whose units' times stand for this one's, of which begin and end alone are
@@ -44,7 +50,7 @@ class StageRun:
         order: IterationOrder,
         stage: int,
         executor: Executor,
-        request: Callable[[int, Completion], None],
+        request: Callable[[int, Later | None], None],
         channel: P2PChannel | None,
         specs: StageSpecs,
         like: StageRecord | None = None,
@@ -119,15 +125,15 @@ class StageRun:
         self._ended = position + 1
         if self._like is None or self._ended == self._count:
             self._last_end = self._executor.end_unit()
-        completion = self._last_end
         # The wait before a unit runs at that unit's clock, or at a lower one for most of it; after
         # the last comes the next iteration's first, which mostly is the same as this one's.
         following = self._ended % self._count
+        later = None
         if following in self._parked:
             park_mhz, own_after_s = self._parked[following]
-            self._request(park_mhz, completion)
-            completion = self._executor.in_wait(own_after_s)
-        self._request(self.frequencies_mhz[following], completion)
+            self._request(park_mhz, None)
+            later = self._executor.in_wait(own_after_s)
+        self._request(self.frequencies_mhz[following], later)
         if self._channel is not None and position in self._sent_at:
             self._channel.send(self._sent_at[position], outputs)
         if self.unit_ended is not None:

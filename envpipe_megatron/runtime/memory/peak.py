@@ -89,8 +89,6 @@ class JobMemory:
         self._units: list[Unit] = []
         self._readings: list[Reading] = []
         self._peaks_bytes: list[int] = []  #: While each of these units ran.
-        self._begun = False
-        self._step_peak_bytes = 0
         self._units_peak_bytes: int | None = None
         self._unusable_bytes = 0
 
@@ -98,12 +96,7 @@ class JobMemory:
         """The next training iteration begins; what to call as a unit ends, if each is watched."""
         source = self._source
         if source is None or self.watch is Watch.NOTHING:
-            self._begun = False
             return None
-        if self._begun:
-            seen = self._step_peak_bytes, source.peak_bytes(), self._units_peak_bytes or 0
-            self._step_peak_bytes = max(seen)
-        self._begun = True
         self._units_peak_bytes = None
         source.reset_peak()
         if self.watch is not Watch.UNITS:
@@ -113,7 +106,7 @@ class JobMemory:
 
     def units_ended(self) -> None:
         """All units of the iteration have run: what the optimizer takes is not theirs."""
-        if self._source is not None and self._begun:
+        if self._source is not None and self.watch is not Watch.NOTHING:
             of_units = self._peaks_bytes if self.watch is Watch.UNITS else []
             self._units_peak_bytes = max([self._source.peak_bytes(), *of_units])
 
@@ -258,7 +251,6 @@ class JobMemory:
             schedule.peak_in_flight[self._stage],
             peak,
             max(0.0, capacity - peak - self._unusable_bytes),
-            self._step_peak_bytes,
             by_chunk,
             pending,
             spare,
@@ -292,7 +284,6 @@ def _least_room(replicas: Sequence[StageMemory | None]) -> StageMemory | None:
         known[0].baseline_in_flight,
         max(own.baseline_peak_bytes for own in known),
         min(own.room_bytes for own in known),
-        max(own.step_peak_bytes for own in known),
         tuple(map(max, zip(*(own.chunk_bytes for own in known), strict=True))),
         tuple(map(max, zip(*pending, strict=True))) or None,
         tuple(map(min, zip(*spare, strict=True))) or None,

@@ -122,8 +122,6 @@ class StageMemory:
         baseline_in_flight: microbatches in flight at the peak of the framework's own order.
         baseline_peak_bytes: the most that is allocated while that order's units run.
         room_bytes: what the device could give beyond that peak, less `SAFETY_MARGIN`; 0 if nothing.
-        step_peak_bytes: the most that was allocated from one iteration's begin to the next one's,
-            the optimizer's step included; 0 if no whole iteration was seen.
         chunk_bytes: what one more holds in each chunk.
         pending_bytes: what is held in each chunk from the first part of a backward to its second;
             None until it is measured.
@@ -137,7 +135,6 @@ class StageMemory:
     baseline_in_flight: int
     baseline_peak_bytes: int
     room_bytes: float
-    step_peak_bytes: int
     chunk_bytes: tuple[float, ...]
     pending_bytes: tuple[float, ...] | None = None
     spare_bytes: tuple[float, ...] | None = None

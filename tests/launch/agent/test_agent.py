@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from agent_ranks import LONG_S, Rank, connect
+from agent_ranks import LONG_S, Rank, connect, open_files
 
 from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.formats.energy import read_energy_logs
@@ -34,10 +34,6 @@ def until(condition: Callable[[], Any]) -> None:
     while not condition():
         assert time.monotonic() < give_up_s
         time.sleep(0.002)
-
-
-def open_files() -> int:
-    return len(list(Path("/proc/self/fd").iterdir()))
 
 
 def lines(agent: NodeAgent) -> list[dict[str, Any]]:

@@ -9,7 +9,6 @@ import json
 import math
 import re
 import shutil
-import socket
 import subprocess
 import time
 import urllib.error
@@ -21,6 +20,7 @@ from typing import Any
 
 import pytest
 from agent_ranks import LONG_S, Nodes, Rank
+from free_port import free_port
 
 from envpipe_megatron.gpu.guard.messages import send
 from envpipe_megatron.launch.agent.agent import NodeAgent
@@ -109,11 +109,6 @@ def _kept(ours: Any, written: Any) -> Any:
     if isinstance(ours, list) and isinstance(written, list):
         return [_kept(*both) for both in zip(ours, written, strict=False)]
     return written
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        return free.getsockname()[1]
 
 
 class Prometheus:

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from agent_ranks import open_files
 from energy_lines import window
 
 from envpipe_megatron.errors import EnvPipeError
@@ -20,10 +21,6 @@ from envpipe_megatron.launch.bill.bill import bill_of
 def notes(log: NodeLog) -> list[dict]:
     lines = [json.loads(line) for line in log.path.read_text().splitlines()]
     return [line for line in lines if line["format"] == "envpipe-note/1"]
-
-
-def open_files() -> int:
-    return len(list(Path("/proc/self/fd").iterdir()))
 
 
 def test_a_log_begins_and_ends(tmp_path):

@@ -10,13 +10,13 @@ import re
 from dataclasses import astuple
 
 import pytest
-from energy_lines import bill, job, note, parsed, window
+from energy_lines import bill, error_of, job, note, parsed, window
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from on_request import examples
 from rich.console import Console
 
-from envpipe_megatron.formats.steps import RunningMean, StepEnergy, compare
+from envpipe_megatron.formats.steps import StepEnergy, compare
 from envpipe_megatron.launch.bill.bill import Bill, NodeBill, Ranges, bill_of
 from envpipe_megatron.launch.bill.report import (
     Tariff,
@@ -247,13 +247,6 @@ def test_iterations_of_other_batches_have_no_number_of_tokens():
     made = bill(small, window(0, 0), large, window(0, 1))
     assert made.per_unit() == made.snapshot().per_unit() == {"iteration": 100}
     assert bill(small, large, window(0, 0)).per_unit() == {"iteration": 100, "token": 0.025}
-
-
-def error_of(values) -> float | None:
-    mean = RunningMean()
-    for value in values:
-        mean.add(value)
-    return mean.uncertainty
 
 
 TIMES_S = (2.0, 2.1, 1.9, 2.05)

@@ -348,14 +348,6 @@ def test_what_is_not_whole_is_an_error(preparing, monkeypatch, how, said):
     assert not list(preparing.output.glob("webtext_text_document.*"))
 
 
-def test_a_step_that_failed_is_done_again(preparing):
-    preparing.behave("loses")
-    preparing.run_badly()
-    preparing.behave("well")
-    assert "merge: done before" in preparing.run_well()
-    assert preparing.documents == ["one", "two", "a whole\nfile"]
-
-
 def test_all_is_checked_before_anything_is_done(preparing):
     def refused(*words, **options):
         said = preparing.run_badly(*words, **options)

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import errno
 import itertools
 import json
 import math
-import threading
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from functools import partial
@@ -16,7 +14,6 @@ from typing import Any
 import numpy as np
 import pytest
 from fake_gpu import FakeGpu
-from kept_job import job_folder
 from on_request import asked_for
 
 from envpipe_megatron.formats.energy import append_line
@@ -26,7 +23,6 @@ from envpipe_megatron.gpu.base import GpuError
 from envpipe_megatron.runtime.energy import log as energy_log
 from envpipe_megatron.runtime.energy.log import EnergyLog, PhaseTotals, Window
 from envpipe_megatron.runtime.energy.meter import CounterAt, EnergyMeter, WindowEnergy
-from envpipe_megatron.runtime.job.restarts import folder as folder_module
 
 
 class Logged:
@@ -263,35 +259,6 @@ def test_windows_that_wait_in_vain_are_given_up_one_by_one(logged, monkeypatch, 
 
 
 # A disk that fails ---------------------------------------------------------------------------
-
-
-def test_a_full_disk_costs_no_joule_once_there_is_room(tmp_path, monkeypatch, caplog):
-    """It takes no byte for a while, which is said once; what was metered meanwhile is written."""
-    path, tried, full = tmp_path / "energy.jsonl", threading.Semaphore(0), threading.Event()
-    folder = job_folder(tmp_path)
-    logged = Logged(path, partial(folder.append, "energy"))
-
-    def append(path: Path, line: dict[str, Any]) -> None:
-        tried.release()
-        if full.is_set():
-            raise OSError(errno.ENOSPC, "No space left on device", str(path))
-        append_line(path, line)
-
-    monkeypatch.setattr(folder_module, "append_line", append)
-    full.set()
-    for iteration in range(10):
-        logged.step("steady", iteration, iteration, 1.0)
-    assert all(tried.acquire(timeout=20) for _ in range(3))
-    assert not path.exists()
-    full.clear()
-    for iteration in range(10, 20):
-        logged.step("steady", iteration, iteration, 1.0)
-    logged.log.close()
-    folder.close()
-    assert iterations(logged.lines()) == list(range(20))
-    assert sum(line["energy_j"] for line in logged.lines()) == pytest.approx(2000)
-    assert caplog.text.count(f"{path} could not be written, and is tried again") == 1
-    logged.meter.close()
 
 
 # A job of weeks --------------------------------------------------------------------------------

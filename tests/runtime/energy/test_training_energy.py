@@ -6,7 +6,7 @@ import itertools
 import json
 import logging
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
 from types import SimpleNamespace
 from typing import Any
@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import step_ranks
-from energy_lines import parsed
+from energy_lines import error_of, parsed
 from fake_gpu import FakeGpu
 from rank_pool import RankPool
 
@@ -22,7 +22,6 @@ from envpipe_megatron.formats.energy import Phase
 from envpipe_megatron.formats.steps import (
     BaselineEnergy,
     IntervalEnergy,
-    RunningMean,
     StepEnergy,
 )
 from envpipe_megatron.gpu.base import GpuError
@@ -33,13 +32,6 @@ from envpipe_megatron.runtime.energy.training import TrainingEnergy
 from envpipe_megatron.runtime.execution.executor import StageRecord
 
 pytestmark = pytest.mark.xdist_group("pipeline")
-
-
-def error_of(values: Iterable[float]) -> float | None:
-    mean = RunningMean()
-    for value in values:
-        mean.add(value)
-    return mean.uncertainty
 
 
 def whole(lap: IntervalEnergy) -> tuple[float, float]:
@@ -497,23 +489,6 @@ def test_what_a_lap_told_too_high_is_made_up_for_once(rank):
     assert whole(job.energy.lap())[0] == pytest.approx(240 - 60)
     job.iterate(Phase.STEADY, 3.6, 0.4)
     assert whole(job.energy.lap())[0] == pytest.approx(40)
-
-
-def test_laps_that_end_in_a_wait_add_up_all_the_same(rank):
-    """Extrapolated from work, each end would be told too high, and nothing make up for it."""
-
-    def counter_j(time_s: float) -> float:
-        """Steps of 0.25 s: 0.17 s of work at 400 W, then a wait at 100 W."""
-        steps, within_s = divmod(time_s, 0.25)
-        return 76 * steps + 400 * min(within_s, 0.17) + 100 * max(within_s - 0.17, 0.0)
-
-    job = rank(seen_s=0.0, counter_j=counter_j)
-    told_j = 0.0
-    for step in range(200):
-        look(job.meter, job.gpu, (step + 1) * 0.25 - 0.04)
-        job.iterate(Phase.STEADY, step * 0.25, 0.25)
-        told_j += whole(job.energy.lap())[0]
-    assert told_j == pytest.approx(200 * 76, rel=2e-3)
 
 
 def test_a_lap_does_not_wait_for_a_driver_that_hangs(rank):

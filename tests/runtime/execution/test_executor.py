@@ -181,12 +181,3 @@ def test_outside_iterations_the_hosts_clock_tells_the_time(cuda, monkeypatch):
     monkeypatch.setattr(executor.time, "sleep", slept.append, raising=False)
     timed.idle(0.2)
     assert slept == [0.2]
-
-
-@pytest.mark.parametrize("in_use", [False, True])
-def test_another_thread_looks_at_events_on_this_threads_device(cuda, in_use):
-    devices: list[int] = []
-    cuda.is_initialized, cuda.current_device = lambda: in_use, lambda: 5
-    cuda.set_device = devices.append
-    executor.same_device()()
-    assert devices == [5] * in_use

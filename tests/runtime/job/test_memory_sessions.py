@@ -52,7 +52,6 @@ def test_extra_forwards_are_limited_by_measured_memory(three_ranks, tmp_path):
         stage = one.memory[rank]
         assert (stage.baseline_in_flight, stage.in_flight) == (STAGES - rank, (5, 3, 1)[rank])
         assert stage.activation_bytes == SIZES.activations
-        assert stage.step_peak_bytes == stage.baseline_peak_bytes  # a step needs less
         # What was predicted, what the session measured, and what the device saw.
         assert stage.predicted_peak_bytes == one.peak_bytes
         assert stage.measured_peak_bytes == one.peak_bytes

@@ -31,7 +31,7 @@ from locked_file import locked_file
 
 from envpipe_megatron.formats.energy import read_energy_logs
 from envpipe_megatron.formats.steps import BaselineEnergy
-from envpipe_megatron.gpu.base import GpuError, PowerState
+from envpipe_megatron.gpu.base import GpuError
 from envpipe_megatron.launch.bill.bill import bill_of
 from envpipe_megatron.policies.objective import Objective
 from envpipe_megatron.policies.reconfigure import Ended
@@ -124,26 +124,6 @@ def test_keys_have_all_that_profile_baseline_and_plan_rest_on(tmp_path):
     keys = json.loads((tmp_path / "job.json").read_text())["keys"]["profile"]
     assert keys["envpipe_profile_sha256"] is None
     assert keys["envpipe_power_limit_w"] is None
-
-
-def test_a_job_under_another_power_profile_starts_over(tmp_path, monkeypatch, caplog):
-    config = SessionConfig(GREEDY, output_dir=tmp_path, fingerprint={"layers": 24})
-    resumed(config)
-    profiled = PowerState(enforced_profiles=("max-Q",))
-    monkeypatch.setattr(FakeGpu, "power_state", lambda gpu: profiled)
-    assert resumed(config).found.starts == ()
-    assert "envpipe_power_profiles was nothing and is now max-Q" in caplog.text
-    assert resumed(config).found.starts != ()
-
-
-def test_a_plan_of_whole_backwards_is_made_again_where_they_may_be_split(tmp_path, caplog):
-    config = SessionConfig(GREEDY, output_dir=tmp_path, fingerprint={"layers": 24})
-    folder = resumed(config)
-    folder.keep_profile(profiled())
-    folder.keep_plan(planned(), 0, None)
-    assert resumed(config).found.phases_done == ("profile", "plan")
-    assert resumed(replace(config, splits=True)).found.phases_done == ("profile",)
-    assert "splits_backwards was false and is now true" in caplog.text
 
 
 @pytest.mark.parametrize("lacks", ["output_dir", "fingerprint"])

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import random
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -103,30 +101,3 @@ def test_the_file_of_another_version_is_refused_by_its_format(path):
     path.write_text(json.dumps({**json.loads(path.read_text()), "format": "envpipe-job/3"}))
     with pytest.raises(EnvPipeError, match="It must be 'envpipe-job/4'"):
         read_job(path, KEYS)
-
-
-#: Replaces the file again and again.
-WRITER = """
-import json, sys
-from pathlib import Path
-from envpipe_megatron.runtime.job.restarts.job_file import StoredJob
-for count in range(10**9):
-    StoredJob(json.loads(sys.argv[2]), ("start",) * (count % 500)).write(Path(sys.argv[1]))
-    if count == 3:
-        print(flush=True)
-"""
-
-
-def test_a_killed_writer_leaves_a_whole_file(tmp_path):
-    """At any point: the old job or the new one, and the next writer is not in the way of it."""
-    path, rng = tmp_path / "job.json", random.Random(1)
-    for _ in range(4):
-        command = [sys.executable, "-c", WRITER, str(path), json.dumps(KEYS)]
-        with subprocess.Popen(command, stdout=subprocess.PIPE) as writer:
-            assert writer.stdout.readline() == b"\n"
-            for _ in range(rng.randrange(3000)):
-                tmp_path.stat()  # a random while
-            writer.kill()
-        job = read_job(path, KEYS)
-        assert job.starts == ("start",) * len(job.starts)
-        assert job_folder(tmp_path).found == job

@@ -141,22 +141,6 @@ def test_a_baseline_that_the_warm_up_contradicts_is_measured_again(three_ranks, 
     assert kept["time_s"] == pytest.approx(measured)
 
 
-@on_request("PIPELINE")
-@pytest.mark.usefixtures("finished")
-def test_with_its_profile_alone_a_job_goes_on_from_planning(three_ranks, tmp_path):
-    output = tmp_path / "output"
-    path, job = stored(tmp_path)
-    replace(job, plans={}, reconfigure_steps=0, reconfigure_ended=None).write(path)
-    profile = (output / "profile.csv").read_bytes()
-    for told in three_ranks.run(step_ranks.start_job, tmp_path, 40):
-        phases = told["phases"]
-        assert list(dict.fromkeys(phases)) == ["warm-up", "reconfigure", "steady"]
-        assert phases.count("warm-up") == 2
-    assert (output / "profile.csv").read_bytes() == profile
-    kept = json.loads((output / "job.json").read_text())
-    assert kept["phases_done"] == ["warm-up", "profile", "plan", "reconfigure"]
-
-
 @pytest.mark.usefixtures("finished")
 def test_another_job_starts_over_on_every_rank(three_ranks, tmp_path):
     output = tmp_path / "output"
