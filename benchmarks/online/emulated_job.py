@@ -226,7 +226,6 @@ class EmulatedJob:
         folder = JobFolder(config.output_dir, collectives)
         folder.resume(config, self._stages, channel, gpu)  # type: ignore[arg-type]
         executor = SimpleNamespace(
-            meet=lambda: gpu.state.end_s,
             now_s=lambda: gpu.state.end_s,
             wait_for_messages=_nothing,
             idle=lambda time_s: gpu.advance_to(gpu.state.end_s + time_s),

@@ -35,6 +35,7 @@ from envpipe_megatron.runtime.clocks.rank_clock import ClockKind, RankClock
 from envpipe_megatron.runtime.execution.executor import (
     Completion,
     Done,
+    Executor,
     Later,
     StageRecord,
     make_record,
@@ -52,7 +53,7 @@ CLOCKS_MHZ = load_preset(PRESET).supported_frequencies_mhz
 MESSAGE_SHAPE = (256,)
 
 
-class HostExecutor:
+class HostExecutor(Executor):
     """Units whose work is over when its Python is: nothing runs beside the host."""
 
     def begin_iteration(self, schedule: Schedule, stage: int) -> None:
@@ -83,19 +84,6 @@ class HostExecutor:
     def now_s(self) -> float:
         """The host's monotonic clock."""
         return time.monotonic()
-
-    def meet(self) -> float:
-        """The same: all ranks are on one host."""
-        return time.monotonic()
-
-    def wait_for_messages(self) -> None:
-        """A message of gloo is there when it has been received."""
-
-    def idle(self, time_s: float) -> None:
-        """No meter is read."""
-
-    def wait_no_more(self) -> None:
-        """Nothing is waited for."""
 
 
 def _order(num_stages: int) -> IterationOrder:

@@ -24,7 +24,13 @@ from envpipe_megatron.core.sidecar import Sidecar
 from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.formats.energy import FRAMEWORK
 from envpipe_megatron.integrations.device import current_device
-from envpipe_megatron.integrations.framework_units import Followed, Seen, recognized
+from envpipe_megatron.integrations.framework_units import (
+    Followed,
+    Recorded,
+    Reporter,
+    Seen,
+    recognized,
+)
 from envpipe_megatron.integrations.job import JobFacts, Placement, own_gloo_group, say_line
 from envpipe_megatron.integrations.leveled import LeveledJob
 from envpipe_megatron.integrations.levels import Level, stands_against
@@ -107,13 +113,10 @@ class InstrumentedPipeline:
         self._say = say
         self._job: LeveledJob | None = None
         self._kept_order: Schedule | None = None
-        #: Tells the step's iteration of its units; none in the first step.
-        self._followed: Followed | None = None
-        #: The kinds of the first step's units, one letter each.
-        self._recorded = ""
-        self._in_step = self._paused = False
-        #: Whether the step was left by an exception.
-        self._failed = False
+        #: Is told of a step's units: a record in the first, then its iteration. None outside.
+        self._reporter: Reporter | None = None
+        #: `_failed`: whether the step was left by an exception.
+        self._paused = self._failed = False
         self._running: Kind | None = None
         self._closed = False
         self._told: set[str] = set()
@@ -153,20 +156,21 @@ class InstrumentedPipeline:
                 what = "on_step_begin was called after end_training or close"
                 self._misused(what, "Close it last.")
             return
-        if self._in_step:
+        if self._reporter is not None:
             if not self._failed:
                 self._misused(
                     "on_step_begin was called before the on_step_end of the last step",
                     "Call on_step_end at the end of each step.",
                 )
             self._leave_step()
+        self._reporter = Recorded()
         if self._job is not None:
             assert self._kept_order is not None
             session = self._job.session
             self._job.begin_step()
             run = session.open_iteration(self._kept_order, self._specs)
-            self._followed = Followed(run, session.highest_clock, self._once)
-        self._in_step, self._paused, self._failed = True, False, False
+            self._reporter = Followed(run, session.highest_clock, self._once)
+        self._paused = self._failed = False
 
     def on_instruction_begin(self, name: str) -> None:
         """A `forward` or `backward` begins: its input is there, or the stream waits for it.
@@ -177,7 +181,7 @@ class InstrumentedPipeline:
         kind = self._kind(name)
         if self._paused or self._closed or kind is None:
             return
-        if not self._in_step:
+        if self._reporter is None:
             self._misused(
                 "on_instruction_begin was called outside a step",
                 "Units come between on_step_begin and on_step_end, an evaluation after pause.",
@@ -185,14 +189,13 @@ class InstrumentedPipeline:
             )
             self.pause()
             return
-        if self._followed is not None:
-            self._followed.begin(Seen(kind))
-        elif self._running is not None:
+        if self._job is None and self._running is not None:
             self._misused(
                 f"on_instruction_begin was called before the end of a {self._running}",
                 "Units come one after another.",
                 value=name,
             )
+        self._reporter.begin(Seen(kind))
         self._running = kind
 
     def on_instruction_end(self, name: str) -> None:
@@ -203,7 +206,7 @@ class InstrumentedPipeline:
         kind = self._kind(name)
         if self._paused or self._closed or kind is None:
             return
-        if self._running is not kind:
+        if self._reporter is None or self._running is not kind:
             self._misused(
                 "on_instruction_end was called for a unit that has not begun",
                 "Call on_instruction_begin and on_instruction_end with the same name.",
@@ -211,10 +214,7 @@ class InstrumentedPipeline:
             )
             return
         self._running = None
-        if self._followed is None:
-            self._recorded += kind.letter
-        else:
-            self._followed.end()
+        self._reporter.end()
 
     def on_step_end(self) -> None:
         """A training step has ended on all ranks, its optimizer included.
@@ -228,7 +228,7 @@ class InstrumentedPipeline:
         """
         if self._closed:
             return
-        if not self._in_step:
+        if self._reporter is None:
             self._misused("on_step_end was called outside a step", "Call on_step_begin first.")
             return
         if self._running is not None:
@@ -236,17 +236,15 @@ class InstrumentedPipeline:
                 f"on_step_end was called before the end of a {self._running}",
                 "End each unit before its step.",
             )
-        if self._job is None:
-            self._job, self._kept_order = self._begin_job()
+        if isinstance(self._reporter, Recorded):
+            self._job, self._kept_order = self._begin_job(self._reporter)
             self._closed = self._job.job is None
-        elif self._followed is not None:
-            run = self._followed.run
-            if run.next_unit is not None and self._followed.in_order:
-                self._misused(
-                    "on_step_end was called before all units of the first step",
-                    "All steps have as many microbatches; units are reported by instruction().",
-                    value=f"{len(run.executed)} of {len(run.units)}",
-                )
+        elif (run := self._reporter.run).next_unit is not None and self._reporter.in_order:
+            self._misused(
+                "on_step_end was called before all units of the first step",
+                "All steps have as many microbatches; units are reported by instruction().",
+                value=f"{len(run.executed)} of {len(run.units)}",
+            )
         self._leave_step()
 
     def pause(self) -> None:
@@ -257,7 +255,7 @@ class InstrumentedPipeline:
         """
         if self._failed:
             self._leave_step()
-        if self._in_step:
+        if self._reporter is not None:
             self._misused("pause was called within a step", "Call it between two steps.")
             return
         self._paused = True
@@ -280,7 +278,7 @@ class InstrumentedPipeline:
             CollectivesError: a rank is gone or silent.
         """
         # A step that has not ended stays so: the device may wait for a peer that is gone.
-        self._in_step, self._followed = False, None
+        self._reporter = None
         closed, self._closed = self._closed, True
         if self._job is not None and not closed:
             self._job.end()
@@ -293,13 +291,12 @@ class InstrumentedPipeline:
 
     def _leave_step(self) -> None:
         """The step is over, whatever has come of it."""
-        failed, followed = self._failed, self._followed
-        self._in_step, self._failed, self._running = False, False, None
-        self._followed, self._recorded = None, ""
-        if followed is None:
+        failed, left = self._failed, self._reporter
+        self._failed, self._running, self._reporter = False, None, None
+        if not isinstance(left, Followed):
             return
         assert self._job is not None
-        followed.complete()
+        left.complete()
         if failed:  # what has followed it since, such as a restart, is none of its
             self._job.pause()
         else:
@@ -324,10 +321,10 @@ class InstrumentedPipeline:
             self._told.add(what)
             logger.warning("%s", text)
 
-    def _begin_job(self) -> tuple[LeveledJob, Schedule]:
-        placement = self._placement
+    def _begin_job(self, recorded: Recorded) -> tuple[LeveledJob, Schedule]:
+        placement, seen = self._placement, "".join(each.kind.letter for each in recorded.units)
         pipeline = tuple(dist.get_process_group_ranks(placement.pipeline_group))
-        own = (pipeline, placement.stage, self._recorded, placement.num_microbatches)
+        own = (pipeline, placement.stage, seen, placement.num_microbatches)
         stages: dict[tuple[int, ...], list[str]] = {}
         everyone = of_all_ranks(own)
         counts = {ranks: count for ranks, _, _, count in everyone}

@@ -42,8 +42,8 @@ class FastPipeline(InstrumentedPipeline):
 
     made: list[FastPipeline]
 
-    def _begin_job(self) -> Any:
-        job, order = super()._begin_job()
+    def _begin_job(self, recorded: Any) -> Any:
+        job, order = super()._begin_job(recorded)
         if job.job is not None:
             plain_stages.run_fast(job.session)
         self.made.append(self)

@@ -16,17 +16,62 @@ from envpipe_megatron.integrations.megatron.limits import LIMITS
 #: As Megatron-LM has it until 0.17.
 Scope = enum.Enum("Scope", "full_iteration attn")
 
+#: For each row the arguments that ask for it, where a number above 1 does.
+_BY_NUMBER = {
+    "mixture of experts": "num_experts",
+    "expert parallelism": "expert_model_parallel_size",
+    "context parallelism": "context_parallel_size",
+    "multi-token prediction": "mtp_num_layers",
+    "multi-latent attention": "multi_latent_attention",
+    "experimental kinds of attention": "experimental_attention_variant linear_attention_freq",
+    "hybrid (Mamba) models": "is_hybrid_model hybrid_override_pattern hybrid_layer_pattern",
+    "heterogeneous layers": (
+        "heterogeneous_layers_config_path heterogeneous_layers_config_encoded_json"
+    ),
+    "T5 and other models of encoder and decoder": "decoder_num_layers decoder_seq_length",
+    "vision pretraining": "vision_pretraining",
+    "legacy models": "use_legacy_models",
+    "fine-tuning on packed sequences (--sft)": "sft",
+    "documents packed by the data loader (--dataloader-inter-document-masking)": (
+        "dataloader_inter_document_masking"
+    ),
+    "distillation and ModelOpt": "export_kd_teacher_load modelopt_enabled logits_save_dir",
+    "overlapped tensor-parallel communication (--tp-comm-overlap)": "tp_comm_overlap",
+    "the embedding's weight gradients put off (--defer-embedding-wgrad-compute)": (
+        "defer_embedding_wgrad_compute"
+    ),
+    "delayed weight gradients (--delay-wgrad-compute)": "delay_wgrad_compute",
+    "offloading of the optimizer": "optimizer_cpu_offload offload_optimizer_states",
+    "logits by file (--logits-load-dir)": "logits_load_dir",
+    "gradients in the memory of gathered parameters (--reuse-grad-buf-for-mxfp8-param-ag)": (
+        "reuse_grad_buf_for_mxfp8_param_ag"
+    ),
+    "offloading of activations": "cpu_offloading fine_grained_activation_offloading",
+    "several instances of the distributed optimizer": "num_distributed_optimizer_instances",
+    "weights that ranks share out (--tensor-parallel-num-weight-shards)": "gtp_weight_remat_size",
+    "--iterations-to-skip": "iterations_to_skip",
+    "the fault tolerance package (--enable-ft-package)": "enable_ft_package",
+    "timers inside of forwards and backwards (--timing-log-level 2)": "timing_log_level",
+    "memory given back in each iteration (--empty-unused-memory-level)": (
+        "empty_unused_memory_level"
+    ),
+    "saving activations and gradients while training (--save-dgrads-interval and the like)": (
+        "save_activations_interval save_dgrads_interval save_wgrads_interval "
+        "save_tokens_per_expert_interval moe_routing_trace_path"
+    ),
+    "overlapped expert communication (--overlap-moe-expert-parallel-comm)": (
+        "overlap_moe_expert_parallel_comm"
+    ),
+    "FSDP": "use_megatron_fsdp use_torch_fsdp2 use_custom_fsdp",
+    "hybrid or dynamic context parallelism": "hybrid_context_parallel dynamic_context_parallel",
+    "--freeze-all-layers": "freeze_all_layers",
+    "reinforcement learning": "perform_rl_step",
+    "--skip-train": "skip_train",
+}
 #: For each row: arguments that ask for it.
 ASKING: dict[str, tuple[dict[str, Any], ...]] = {
-    "mixture of experts": ({"num_experts": 8},),
-    "expert parallelism": ({"expert_model_parallel_size": 2},),
-    "context parallelism": ({"context_parallel_size": 2},),
-    "multi-token prediction": ({"mtp_num_layers": 1},),
-    "multi-latent attention": ({"multi_latent_attention": True},),
-    "experimental kinds of attention": (
-        {"experimental_attention_variant": "dsa"},
-        {"linear_attention_freq": 3},
-    ),
+    feature: tuple({name: 2} for name in names.split()) for feature, names in _BY_NUMBER.items()
+} | {
     "FP4, and FP8 but for plain delayed scaling": (
         {"fp8": "hybrid", "fp8_recipe": "tensorwise"},
         {"fp8": "hybrid", "fp8_recipe": "delayed", "fp8_param_gather": True},
@@ -36,30 +81,6 @@ ASKING: dict[str, tuple[dict[str, Any], ...]] = {
         {"kitchen_config_file": "kitchen.yaml"},
         {"kitchen_recipe_number": 1},
     ),
-    "hybrid (Mamba) models": (
-        {"is_hybrid_model": True},
-        {"hybrid_override_pattern": "M-M*"},
-        {"hybrid_layer_pattern": "M-M*|M-M*"},
-    ),
-    "heterogeneous layers": (
-        {"heterogeneous_layers_config_path": "blocks.json"},
-        {"heterogeneous_layers_config_encoded_json": "{}"},
-    ),
-    "T5 and other models of encoder and decoder": (
-        {"decoder_num_layers": 4},
-        {"decoder_seq_length": 128},
-    ),
-    "vision pretraining": ({"vision_pretraining": True},),
-    "legacy models": ({"use_legacy_models": True},),
-    "fine-tuning on packed sequences (--sft)": ({"sft": True},),
-    "documents packed by the data loader (--dataloader-inter-document-masking)": (
-        {"dataloader_inter_document_masking": True},
-    ),
-    "distillation and ModelOpt": (
-        {"export_kd_teacher_load": "teacher"},
-        {"modelopt_enabled": True},
-        {"logits_save_dir": "logits"},
-    ),
     "CUDA graphs": (
         {"cuda_graph_impl": "local", "cuda_graph_scope": [Scope.attn]},
         {"cuda_graph_impl": "transformer_engine", "cuda_graph_modules": ["attn"]},
@@ -67,43 +88,9 @@ ASKING: dict[str, tuple[dict[str, Any], ...]] = {
         {"external_cuda_graph": True},
         {"optimizer_cuda_graph": True},
     ),
-    "overlapped tensor-parallel communication (--tp-comm-overlap)": ({"tp_comm_overlap": True},),
-    "the embedding's weight gradients put off (--defer-embedding-wgrad-compute)": (
-        {"defer_embedding_wgrad_compute": True},
-    ),
-    "delayed weight gradients (--delay-wgrad-compute)": ({"delay_wgrad_compute": True},),
-    "offloading of the optimizer": (
-        {"optimizer_cpu_offload": True},
-        {"offload_optimizer_states": True},
-    ),
-    "logits by file (--logits-load-dir)": ({"logits_load_dir": "logits"},),
-    "gradients in the memory of gathered parameters (--reuse-grad-buf-for-mxfp8-param-ag)": (
-        {"reuse_grad_buf_for_mxfp8_param_ag": True},
-    ),
-    "offloading of activations": (
-        {"cpu_offloading": True},
-        {"fine_grained_activation_offloading": True},
-    ),
-    "several instances of the distributed optimizer": ({"num_distributed_optimizer_instances": 2},),
-    "weights that ranks share out (--tensor-parallel-num-weight-shards)": (
-        {"gtp_weight_remat_size": 2},
-    ),
-    "--iterations-to-skip": ({"iterations_to_skip": [7]},),
-    "the fault tolerance package (--enable-ft-package)": ({"enable_ft_package": True},),
     "--rerun-mode report_stats": (
         {"rerun_mode": "report_stats"},
         {"rerun_mode": "report_determinism_stats"},
-    ),
-    "timers inside of forwards and backwards (--timing-log-level 2)": ({"timing_log_level": 2},),
-    "memory given back in each iteration (--empty-unused-memory-level)": (
-        {"empty_unused_memory_level": 1},
-    ),
-    "saving activations and gradients while training (--save-dgrads-interval and the like)": (
-        {"save_activations_interval": 10},
-        {"save_dgrads_interval": 10},
-        {"save_wgrads_interval": 10},
-        {"save_tokens_per_expert_interval": 10},
-        {"moe_routing_trace_path": "trace"},
     ),
     "other transfers in the pipeline (--pipeline-model-parallel-comm-backend ucc, "
     "--use-ring-exchange-p2p)": (
@@ -117,21 +104,6 @@ ASKING: dict[str, tuple[dict[str, Any], ...]] = {
         {"cuda_graph_impl": "local", "cuda_graph_modules": ["full_iteration"]},
         {"cuda_graph_impl": "local", "cuda_graph_scope": "full_iteration,attn"},
     ),
-    "overlapped expert communication (--overlap-moe-expert-parallel-comm)": (
-        {"overlap_moe_expert_parallel_comm": True},
-    ),
-    "FSDP": (
-        {"use_megatron_fsdp": True},
-        {"use_torch_fsdp2": True},
-        {"use_custom_fsdp": True},
-    ),
-    "hybrid or dynamic context parallelism": (
-        {"hybrid_context_parallel": True},
-        {"dynamic_context_parallel": True},
-    ),
-    "--freeze-all-layers": ({"freeze_all_layers": True},),
-    "reinforcement learning": ({"perform_rl_step": True},),
-    "--skip-train": ({"skip_train": True},),
 }
 DEFAULTS: dict[str, Any] = {
     "virtual_pipeline_model_parallel_size": None,

@@ -190,10 +190,8 @@ def measure_a_job(rank: int, root: Path, tail_s: tuple[float, ...], *, slow: boo
 class _RealTime:
     """An executor that lets messages be waited for and time be real, without a GPU."""
 
-    def meet(self) -> float:
+    def now_s(self) -> float:
         return time.monotonic()
-
-    now_s = meet
 
     def wait_for_messages(self) -> None:
         pass

@@ -24,6 +24,7 @@ from envpipe_megatron.runtime.channel.collectives import Collectives
 from envpipe_megatron.runtime.execution.executor import (
     Completion,
     Done,
+    Executor,
     Later,
     StageRecord,
     make_record,
@@ -33,8 +34,8 @@ from envpipe_megatron.runtime.execution.executor import (
 _FIRST_TAG = 100
 
 
-class EmulatedExecutor:
-    """Times units by an emulated GPU.
+class EmulatedExecutor(Executor):
+    """Times units by an emulated GPU; messages take no emulated time.
 
     The stages send each other when their units end, in emulated time, over the host group of their
     pipeline: neither the channel nor a framework's own messages carry any of it.
@@ -159,15 +160,9 @@ class EmulatedExecutor:
         self._gpu.advance_to(latest_s)
         return latest_s
 
-    def wait_for_messages(self) -> None:
-        """Messages take no emulated time."""
-
     def idle(self, time_s: float) -> None:
         """The emulated GPU idles, and a meter sees that it did; the host does not sleep."""
         self._settle_clock()
         end_s = self._gpu.committed_end_s() + time_s
         self._gpu.advance_to(end_s)
         self._gpu.anchor(time.monotonic() - end_s)
-
-    def wait_no_more(self) -> None:
-        """Nothing is waited for anyway."""

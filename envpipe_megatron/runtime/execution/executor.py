@@ -134,7 +134,10 @@ class _LateRecord(StageRecord):
 
 
 class Executor(Protocol):
-    """Times units; one iteration is begin_iteration, units, end_iteration."""
+    """Times units; one iteration is begin_iteration, units, end_iteration.
+
+    Nothing is waited for, unless one says otherwise.
+    """
 
     def begin_iteration(self, schedule: Schedule, stage: int) -> None:
         """Start an iteration; all stages of the pipeline do so together."""
@@ -160,20 +163,20 @@ class Executor(Protocol):
     def now_s(self) -> float:
         """Outside an iteration: now, on the time base of the GPU's meter."""
 
-    def meet(self) -> float:
-        """Now, too; emulated GPUs are brought to the latest time of them first."""
-
     def wait_for_messages(self) -> None:
         """Outside an iteration: wait until the device has got all messages received so far."""
+        return
 
     def idle(self, time_s: float) -> None:
         """Outside an iteration: let this time pass on the meter's time base."""
+        return
 
     def wait_no_more(self) -> None:
         """From now on, times of an iteration that has ended are read without any wait."""
+        return
 
 
-class CudaExecutor:
+class CudaExecutor(Executor):
     """CUDA events around each unit; the host waits when it reads them, if at all.
 
     At a unit the host's caches are cold, and each call of Python's costs a microsecond or more:
@@ -264,10 +267,6 @@ class CudaExecutor:
     def now_s(self) -> float:
         """The host's monotonic clock, which the meters of real GPUs use."""
         return time.monotonic()
-
-    def meet(self) -> float:
-        """The same."""
-        return self.now_s()
 
     def wait_for_messages(self) -> None:
         """Wait for the stream; not for the device, where a receive of NCCL may still spin."""

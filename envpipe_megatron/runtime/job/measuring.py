@@ -102,7 +102,6 @@ def measure_p2p_latency_s(
     It is 0 on the last stage, which has no next one, and where messages take no time.
     """
     rounds = _WARMUPS + _ROUND_TRIPS
-    executor.meet()
     if stage > 0:
         payload = specs.sends[Kind.BACKWARD].make(torch.zeros)
         comes = [unit(Kind.FORWARD, number) for number in range(rounds)]

@@ -150,9 +150,7 @@ def transfers_of(stage: int, stages: int) -> list[tuple[str, int, Kind]]:
         receive=lambda unit: done.append(("receive", stage + back[unit.kind], unit.kind)),
         end_step=lambda: None,
     )
-    executor: Any = SimpleNamespace(
-        meet=lambda: 0.0, now_s=lambda: 0.0, wait_for_messages=lambda: None
-    )
+    executor: Any = SimpleNamespace(now_s=lambda: 0.0, wait_for_messages=lambda: None)
     spec = SimpleNamespace(make=lambda zeros: None)
     specs: Any = SimpleNamespace(sends=dict.fromkeys(WHOLE, spec))
     measure_p2p_latency_s(stage, stages, channel, specs, executor)
