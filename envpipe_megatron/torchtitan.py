@@ -7,16 +7,17 @@ What begins with --envpipe- is EnvPipe's, as docs/megatron_lm.md lists it; all e
 
 from __future__ import annotations
 
+import argparse
 import inspect
 import sys
 from collections.abc import Sequence
 
 from envpipe_megatron.errors import EnvPipeError
-from envpipe_megatron.integrations.options import OPTIONS, flag_of
+from envpipe_megatron.integrations.options import OPTIONS, add_arguments, flag_of
 
 
 class TorchtitanError(EnvPipeError):
-    """torchtitan is not there, or an option has no value."""
+    """torchtitan is not there, or an option is wrong."""
 
 
 def main() -> None:
@@ -42,28 +43,21 @@ def main() -> None:
 
 def divided(arguments: Sequence[str]) -> tuple[dict[str, object], list[str]]:
     """EnvPipe's settings by name, and what else a command line has."""
-    settings: dict[str, object] = {}
-    rest: list[str] = []
-    ours = {flag_of(name): name for name in OPTIONS}
-    left = iter(arguments)
-    for word in left:
-        if not word.startswith(flag_of("")):
-            rest.append(word)
-            continue
-        flag, is_given, value = word.partition("=")
-        if (name := ours.get(flag)) is None:
-            names = ", ".join(flag.removeprefix(flag_of("")) for flag in ours)
-            raise TorchtitanError(
-                "No such option of EnvPipe", value=word, remedy=f"There are {names}."
-            )
-        if "action" in OPTIONS[name].flag:
-            settings[name] = True
-            continue
-        given = value if is_given else next(left, None)
-        if given is None:
-            raise TorchtitanError("An option has no value", value=word)
-        settings[name] = given
-    return settings, rest
+    parser = argparse.ArgumentParser(allow_abbrev=False, add_help=False, exit_on_error=False)
+    add_arguments(parser.add_argument_group())
+    try:
+        found, rest = parser.parse_known_args(arguments)
+    except argparse.ArgumentError as error:
+        raise TorchtitanError(str(error)) from None
+    prefix = flag_of("")
+    if unknown := [word for word in rest if word.startswith(prefix)]:
+        names = ", ".join(flag_of(name).removeprefix(prefix) for name in OPTIONS)
+        raise TorchtitanError(
+            "No such option of EnvPipe", value=unknown, remedy=f"There are {names}."
+        )
+    usual = parser.parse_args([])
+    given = {n: value for n, value in vars(found).items() if value != getattr(usual, n)}
+    return {name.removeprefix("envpipe_"): value for name, value in given.items()}, rest
 
 
 if __name__ == "__main__":

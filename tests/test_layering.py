@@ -50,6 +50,18 @@ sys.exit(f"imported: {heavy}" if heavy else 0)
         assert f"envpipe_megatron.{name}" in seen
 
 
+def test_a_vendor_is_known_in_the_room_of_back_ends_only():
+    """NVML is named elsewhere in examples of files, and where doctor looks at its package."""
+    package = REPOSITORY / "envpipe_megatron"
+    texts = {path.relative_to(package): path.read_text() for path in package.rglob("*.py")}
+    of_nvml = {path for path, text in texts.items() if "nvml" in text.lower()}
+    named = {"cli/machine/doctor.py", "formats/energy.py", "formats/timeline.py"}
+    assert {str(path) for path in of_nvml if path.parts[0] != "gpu"} == named
+    for path, text in texts.items():
+        if path.parts[:2] != ("gpu", "backends") and str(path) not in named:
+            assert not re.search(r"pynvml|\bGPU-(?!seconds)", text), path
+
+
 def test_no_folder_on_a_path_passes_for_a_package_that_may_be_missing():
     """Tests put these on sys.path; a folder is a package to Python, whatever is in it."""
     for parent in ("benchmarks", "benchmarks/planner", "benchmarks/megatron_lm", "launch", "tests"):

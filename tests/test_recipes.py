@@ -11,7 +11,7 @@ import pytest
 from benchmarks.online.pipelines import Pipelines
 from benchmarks.online.runs import run_job
 from envpipe_megatron.formats.energy import Phase
-from envpipe_megatron.gpu.emulated.presets import load_preset
+from envpipe_megatron.gpu.presets import load_preset
 from envpipe_megatron.policies.request import PlanRequest
 from envpipe_megatron.runtime.job.config import SessionConfig
 

@@ -21,7 +21,7 @@ from benchmarks.planner.workloads import PRESET, Workload, conditions_with_curve
 from envpipe_megatron.core.conditions import Conditions
 from envpipe_megatron.core.plan import Cost, Plan
 from envpipe_megatron.core.schedule import Schedule
-from envpipe_megatron.gpu.emulated.presets import load_preset
+from envpipe_megatron.gpu.presets import load_preset
 from envpipe_megatron.policies.clock_changes.parking import park
 from envpipe_megatron.policies.frequencies import POLICIES as RULES
 from envpipe_megatron.policies.optimal.linear_program import LinearProgramError

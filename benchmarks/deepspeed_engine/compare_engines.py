@@ -27,7 +27,7 @@ from scipy import stats
 from benchmarks.models.configs import NAMES, config_of
 from benchmarks.planner.workloads import preset_profile
 from envpipe_megatron.core.kinds import Kind
-from envpipe_megatron.gpu.emulated.presets import load_preset
+from envpipe_megatron.gpu.presets import load_preset
 from envpipe_megatron.integrations.deepspeed import initialize
 from envpipe_megatron.integrations.huggingface import split_model
 from envpipe_megatron.integrations.huggingface.deepspeed_stages import pipeline_module

@@ -20,14 +20,13 @@ from deepspeed.runtime.utils import partition_balanced, partition_uniform
 from benchmarks.models.configs import NAMES, config_of
 from benchmarks.outputs import make_console, make_table
 from envpipe_megatron.gpu.base import GpuAddress
-from envpipe_megatron.gpu.devices import uid_of_cuda_device
-from envpipe_megatron.gpu.opening import open_gpu
+from envpipe_megatron.gpu.devices import open_gpu, uid_of_cuda_device
 from envpipe_megatron.integrations.deepspeed.layer_profile import CudaMeter, profile_layers
 from envpipe_megatron.integrations.huggingface import split_model
 from envpipe_megatron.integrations.huggingface.deepspeed_stages import deepspeed_layers
 from envpipe_megatron.search.layer_file import read_layers
 from envpipe_megatron.search.layer_profile import Sizes
-from envpipe_megatron.search.parts import parts_by_file
+from envpipe_megatron.search.partition import make_parts
 
 
 @click.command()
@@ -70,7 +69,7 @@ def main(
     energy_j = columns["forward_j"] + columns["backward_j"]
     rows = [
         {
-            "layer": f"{index} {layer.typename.__name__}",
+            "layer": f"{index} {split.entries[index].run.__name__}",
             "tied": isinstance(layer, TiedLayerSpec),
             "time_ms": 1e3 * float(time_s[index]),
             "energy_j": float(energy_j[index]),
@@ -82,7 +81,7 @@ def main(
     splits = {
         "uniform": partition_uniform(len(layers), num_stages),
         "parameters": partition_balanced([row["parameters"] for row in rows], num_stages),
-        "time": parts_by_file(f"time:{output}", len(layers), num_stages),
+        "time": make_parts(f"time:{output}", split.num_parameters, num_stages),
     }
     stages = [
         {

@@ -20,7 +20,7 @@ from benchmarks.figures.experiments import BASELINE, ENVELOPE, Experiment, Job, 
 from benchmarks.figures.rows import DRY_RUN, NO_CONTROL, Outcome
 from benchmarks.figures.unit_times import EmulatedTime, emulated_time, write_scaled_preset
 from envpipe_megatron.errors import EnvPipeError
-from envpipe_megatron.gpu.emulated.presets import load_preset
+from envpipe_megatron.gpu.presets import load_preset
 from envpipe_megatron.trials.ranks import rank_environment, run_ranks
 
 #: Counted up when the same request gives another result: what was run before is run again.

@@ -18,7 +18,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks.figures.experiments import MODELS, Job, Model, Precision
 from benchmarks.figures.layers import Stage, build_stage, inputs_of
-from envpipe_megatron.gpu.emulated.presets import load_preset, resolve_preset
+from envpipe_megatron.gpu.presets import load_preset, resolve_preset
 
 #: What a GPU is assumed to reach: its vendor's figure for dense matrix products (operations/s), and
 #: the share of it that training reaches.

@@ -1,11 +1,11 @@
-"""What the GPU layer reads on real GPUs, and how fast the clock controller is. Changes nothing.
+"""What the GPU layer reads on real GPUs. Changes nothing.
 
     ENVPIPE_FORBID_CLOCK_CONTROL=1 torchrun --nproc-per-node 2 benchmarks/gpu/control.py \
         --output gpu_control.json
 
 Parts: (mapping) torch's devices against NVML's; (clocks) their table and the sweep made from it;
 (meters) how often they refresh, what a read takes, and whether they agree; (blocking) power of a
-GPU that waits in a receive; (controller) see `overhead/trigger_latency.py`.
+GPU that waits in a receive.
 """
 
 from __future__ import annotations
@@ -32,16 +32,15 @@ import pynvml
 import torch
 import torch.distributed as dist
 
-from benchmarks.overhead import trigger_latency
 from envpipe_megatron.gpu.backends.nvml import NvmlGpu
 from envpipe_megatron.gpu.base import FORBID_VARIABLE, clock_control_forbidden
 from envpipe_megatron.gpu.clock.controller import spread
 from envpipe_megatron.gpu.devices import uid_of_cuda_device, visible_gpus
-from envpipe_megatron.gpu.emulated.presets import override_for, sweep_range
+from envpipe_megatron.gpu.presets import override_for, sweep_range
 
 MARKER_BYTES = 3 << 30
 WINDOW_S = 5.0
-PARTS = ("mapping", "clocks", "meters", "blocking", "controller")
+PARTS = ("mapping", "clocks", "meters", "blocking")
 
 
 class Node:
@@ -105,7 +104,7 @@ def map_devices() -> list[dict[str, Any]]:
         return [pynvml.nvmlDeviceGetMemoryInfo(handle).used for handle in handles]
 
     rows = []
-    by_variables = [device.uid for device in visible_gpus().devices]
+    by_variables = [device.uid for device in visible_gpus()]
     for device in range(torch.cuda.device_count()):
         torch.zeros(1, device=device)
         before = used_bytes()
@@ -319,11 +318,10 @@ def guarded(call: Callable[[], Any]) -> Any:
 
 @click.command()
 @click.option("--part", "parts", multiple=True, type=click.Choice(PARTS), help="Only these.")
-@click.option("--seconds", default=5.0, show_default=True, help="For each line of the controller.")
 @click.option("--map", "map_only", is_flag=True, hidden=True)
 @click.option("--output", type=click.Path(path_type=Path), required=True, help="JSON file.")
-def main(parts: tuple[str, ...], seconds: float, map_only: bool, output: Path) -> None:
-    """Measure what the GPU layer reads, and the clock controller with a dry run."""
+def main(parts: tuple[str, ...], map_only: bool, output: Path) -> None:
+    """Measure what the GPU layer reads."""
     if not clock_control_forbidden():
         raise click.ClickException(f"Set {FORBID_VARIABLE}=1: this only reads.")
     if map_only:
@@ -335,7 +333,6 @@ def main(parts: tuple[str, ...], seconds: float, map_only: bool, output: Path) -
         "clocks": lambda: measure_clocks(node),
         "meters": lambda: measure_meters(node),
         "blocking": lambda: measure_blocking(node),
-        "controller": lambda: trigger_latency.compare(("gpt", "small", "python"), seconds),
     }
     mine: dict[str, Any] = {"uuid": node.uid, "gpu": torch.cuda.get_device_name()}
     for name in parts or PARTS:

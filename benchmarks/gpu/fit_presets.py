@@ -16,7 +16,7 @@ import numpy.typing as npt
 from scipy.optimize import least_squares
 
 from envpipe_megatron.errors import EnvPipeError
-from envpipe_megatron.gpu.emulated.presets import FitError, GpuPreset, KindModel, load_preset
+from envpipe_megatron.gpu.presets import FitError, GpuPreset, KindModel, load_preset
 
 Array = npt.NDArray[np.float64]
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from typing import ClassVar
 
 from envpipe_megatron.gpu.base import EnergyReading, Gpu, GpuAddress
 
@@ -12,7 +11,7 @@ from envpipe_megatron.gpu.base import EnergyReading, Gpu, GpuAddress
 class NullGpu(Gpu):
     """Power and energy are 0, time is the monotonic clock."""
 
-    drives_hardware: ClassVar[bool] = False
+    drives_hardware = changes_clock = False
     name = "no GPU"
     observed_frequency_mhz: int = 0
     power_w: float = 0.0

@@ -36,7 +36,7 @@ from envpipe_megatron.core.orders import builders
 from envpipe_megatron.core.orders.zero_bubble import split_in_place, zero_bubble
 from envpipe_megatron.core.schedule import Schedule
 from envpipe_megatron.gpu.base import FORBID_VARIABLE
-from envpipe_megatron.gpu.emulated.presets import load_preset
+from envpipe_megatron.gpu.presets import load_preset
 from envpipe_megatron.integrations.megatron.core import ForwardBackward
 from envpipe_megatron.policies.request import PlanRequest
 from envpipe_megatron.runtime.channel.collectives import all_pipelines, make_collectives

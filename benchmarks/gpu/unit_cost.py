@@ -3,14 +3,13 @@
     ENVPIPE_FORBID_CLOCK_CONTROL=1 python -m benchmarks.gpu.unit_cost [--queues 1]
 
 Units that the GPU bounds, and that the host bounds, run alone, with the calls that time them, with
-a request for another clock at each by a thread of this process or by words that a guard reads, and
-with the energy counter read beside that. Where the GPU bounds them it spins: products take power,
-and with it the clock wanders by more than what is looked for. In each, copies on a second stream
-lie beside the work, as what tensor and context parallel ranks send each other does. Other units are
-a transformer layer's forward and backward, behind which the host's caches are cold: there, what the
-calls take of the host by its clock says more than how long turns are. With waits the host waits for
-the device behind each unit, as in Megatron's 1F1B. No clock is changed: requests end at a GPU that
-does nothing. Without a GPU it rehearses on the CPU.
+a request for another clock at each, and with the energy counter read beside that. Where the GPU
+bounds them it spins: products take power, and with it the clock wanders by more than what is looked
+for. In each, copies on a second stream lie beside the work, as what tensor and context parallel
+ranks send each other does. Other units are a transformer layer's forward and backward, behind which
+the host's caches are cold: there, what the calls take of the host by its clock says more than how
+long turns are. With waits the host waits for the device behind each unit, as in Megatron's 1F1B. No
+clock is changed: requests end at a GPU that does nothing. Without a GPU it rehearses on the CPU.
 """
 
 from __future__ import annotations
@@ -31,19 +30,17 @@ import torch
 from scipy.stats import bootstrap
 
 from benchmarks.gpu.control import torch_uid
-from benchmarks.gpu.null_gpu import NullGpu
 from benchmarks.outputs import leave, make_console, make_table, output_option
 from benchmarks.overhead.host import HostExecutor
 from envpipe_megatron.core.orders import builders
 from envpipe_megatron.formats.energy import Phase
 from envpipe_megatron.gpu.backends.nvml import NvmlGpu
 from envpipe_megatron.gpu.base import Gpu, GpuAddress
-from envpipe_megatron.gpu.clock.controller import ClockController
+from envpipe_megatron.gpu.devices import open_gpu
 from envpipe_megatron.gpu.emulated.emulated_gpu import EmulatedGpu
-from envpipe_megatron.gpu.opening import open_gpu
 from envpipe_megatron.integrations.layer_profile.measuring import now_s
 from envpipe_megatron.runtime.channel.carrier import StageSpecs, TensorSpec
-from envpipe_megatron.runtime.clocks.rank_clock import RankClock
+from envpipe_megatron.runtime.clocks.rank_clock import ClockKind, RankClock
 from envpipe_megatron.runtime.energy.meter import EnergyMeter
 from envpipe_megatron.runtime.execution.executor import CudaExecutor, Executor, StageRecord
 from envpipe_megatron.runtime.execution.orders import IterationOrder
@@ -59,14 +56,11 @@ _BOUND_ON_CPU = {"GPU": (8, 128), "host": (600, 16), _LAYER: (1, 64)}
 #: So few tokens that the host bounds a layer; and on the CPU.
 _TOKENS, _TOKENS_ON_CPU = 256, 8
 _COPIED = 256
-ALONE, TIMED, BY_THREAD, BY_GUARD = "alone", "timed", "clocks by a thread", "clocks by the guard"
+ALONE, TIMED, BY_GUARD = "alone", "timed", "clocks by the guard"
 #: As by the guard, and the energy counter is read, apart or not.
 COUNTED = {"by the guard, counter apart": True, "by the guard, counter by a thread": False}
 _COUNTED_TURNS = 4
-MODES = (ALONE, TIMED, BY_THREAD, BY_GUARD, *COUNTED)
-
-#: The host stores what a stream would.
-_ON_CPU: dict[str, Any] = {"guarded": True, "count_by": lambda page: page.count}
+MODES = (ALONE, TIMED, BY_GUARD, *COUNTED)
 
 
 class Work:
@@ -121,10 +115,7 @@ class Bench:
         self._folder = tempfile.TemporaryDirectory()
         gpu = _dry_gpu(Path(self._folder.name))
         clocks_mhz = gpu.supported_frequencies_mhz[:8]
-        self._by_thread = ClockController(NullGpu(clocks_mhz))
-        self._guarded = RankClock(gpu, **{} if on_gpu else _ON_CPU)
-        if self._guarded.summary()["set_by"] != "guard":
-            raise click.ClickException("No stream of this GPU counts for a guard (cuda-bindings)")
+        self._clock = RankClock(gpu, ClockKind.DRY_RUN if on_gpu else ClockKind.REAL)
         schedule = builders.one_f_one_b(1, UNITS // 2)
         frequency_mhz = np.resize(np.array(clocks_mhz), (1, UNITS))
         self._order = IterationOrder(Phase.STEADY, schedule, frequency_mhz)
@@ -145,9 +136,8 @@ class Bench:
             return (now_s() - begin_s) / (iterations * UNITS)
 
     def close(self) -> None:
-        """End the clock's thread, and the guard."""
-        self._by_thread.close()
-        self._guarded.close()
+        """End the guard."""
+        self._clock.close()
         self._folder.cleanup()
 
     def _iterate(self, mode: str) -> None:
@@ -157,8 +147,7 @@ class Bench:
                 if self._waits:
                     now_s()
             return
-        clock = self._by_thread if mode == BY_THREAD else self._guarded.controller
-        request = clock.request if mode != TIMED else lambda frequency_mhz, after: None
+        request = self._clock.request if mode != TIMED else lambda frequency_mhz, later: None
         run = StageRun(self._order, 0, self._executor, request, None, self._specs)
         run.begin()
         while run.next_unit is not None:
@@ -221,7 +210,9 @@ def _counter_read(apart: bool) -> Iterator[None]:
     if not torch.cuda.is_available():
         yield
         return
-    with contextlib.closing(EnergyMeter(NvmlGpu(torch_uid(0)), apart=apart)):
+    gpu = NvmlGpu(torch_uid(0))
+    gpu.read_apart = apart
+    with contextlib.closing(EnergyMeter(gpu)):
         yield
 
 

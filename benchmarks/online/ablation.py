@@ -27,7 +27,7 @@ import numpy as np
 from benchmarks.online.runs import FAULTS, restarts, run_job, scripted
 from benchmarks.outputs import leave, make_console, make_table, output_option
 from envpipe_megatron.formats.energy import Phase
-from envpipe_megatron.gpu.emulated.presets import load_preset
+from envpipe_megatron.gpu.presets import load_preset
 from envpipe_megatron.policies.request import PlanRequest
 from envpipe_megatron.runtime.job.config import SessionConfig
 from envpipe_megatron.tuning import controller, judge, parking, replicas

@@ -34,7 +34,7 @@ from benchmarks.online.runs import FAULTS, best_saving, restarts, run_job, scrip
 from benchmarks.outputs import leave, make_console, make_table, memory_mib, output_option
 from envpipe_megatron.core.profile_rows import MEASURED_SPLIT
 from envpipe_megatron.formats.energy import Phase
-from envpipe_megatron.gpu.emulated.presets import load_preset
+from envpipe_megatron.gpu.presets import load_preset
 from envpipe_megatron.policies.objective import Goal, Objective
 from envpipe_megatron.policies.request import PlanRequest
 from envpipe_megatron.runtime.job.config import SessionConfig

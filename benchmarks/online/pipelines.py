@@ -11,8 +11,8 @@ import numpy as np
 
 from envpipe_megatron.core.kinds import SPLIT, Kind
 from envpipe_megatron.gpu.base import ClockState, GpuAddress, PowerState
-from envpipe_megatron.gpu.emulated.presets import GpuPreset, times_by_kind_s
 from envpipe_megatron.gpu.emulated.store import EmulatedState, tick_number
+from envpipe_megatron.gpu.presets import GpuPreset, times_by_kind_s
 from envpipe_megatron.runtime.energy.meter import EnergyMeter
 from envpipe_megatron.runtime.execution.executor import StageRecord, make_record
 from envpipe_megatron.runtime.execution.orders import IterationOrder
@@ -61,10 +61,14 @@ class Conditions:
 Faults = Callable[[int], dict[tuple[int, int], Conditions]]
 
 
+class _LongState(EmulatedState):
+    kept_segments = 10_000  # its meter looks once an iteration
+
+
 class MemoryGpu:
     """An emulated GPU of this process alone; requests and counters as of any GPU."""
 
-    changes_clock, is_emulated, read_only, drives_hardware = True, True, False, False
+    changes_clock, read_apart, read_only, drives_hardware = True, False, False, False
 
     def __init__(self, preset: GpuPreset, uid: str, wait_follows: float) -> None:
         self.preset = preset
@@ -72,7 +76,7 @@ class MemoryGpu:
         self.name = preset.gpu
         self.address = GpuAddress("emulated", uid)
         self.supported_frequencies_mhz = preset.supported_frequencies_mhz
-        self.state = EmulatedState(preset.name, preset.max_frequency_mhz)
+        self.state = _LongState(preset.name, preset.max_frequency_mhz)
         self.conditions = Conditions()
         self._by_clock: dict[tuple[Kind, float], tuple[float, float]] = {}
 
@@ -94,7 +98,7 @@ class MemoryGpu:
         """As `EmulatedGpu.run_unit`; start and end, s."""
         self.advance_to(ready_s)
         start_s = self.state.end_s
-        self.state.run_unit(partial(self._unit, kind, time_at_max_s), self.preset.refresh_s)
+        self.state.run_unit(partial(self._unit, kind, time_at_max_s))
         return start_s, self.state.end_s
 
     def _unit(self, kind: Kind, at_max_s: float, clock_mhz: int) -> tuple[float, float]:
@@ -112,11 +116,11 @@ class MemoryGpu:
 
     def advance_to(self, time_s: float) -> None:
         """Wait until then, at the power of the clocks that run meanwhile."""
-        state, refresh_s = self.state, self.preset.refresh_s
+        state = self.state
         state.settle()
         if state.pending is not None and state.pending[1] < time_s:
-            state.wait_until(state.pending[1], self._waiting_w, refresh_s)
-        state.wait_until(time_s, self._waiting_w, refresh_s)
+            state.wait_until(state.pending[1], self._waiting_w)
+        state.wait_until(time_s, self._waiting_w)
 
     @property
     def _waiting_w(self) -> float:
@@ -135,7 +139,7 @@ class VirtualMeter(EnergyMeter):
     def __init__(self, gpu: MemoryGpu) -> None:
         self.gpu = gpu
         self._sampled = 0
-        super().__init__(gpu, apart=False)  # type: ignore[arg-type]
+        super().__init__(gpu)  # type: ignore[arg-type]
         super().close()
 
     def catch_up(self) -> None:
@@ -143,13 +147,9 @@ class VirtualMeter(EnergyMeter):
         state, period_s = self.gpu.state, self.gpu.preset.refresh_s
         last = tick_number(state.end_s, period_s)
         for number in range(self._sampled + 1, last + 1):
-            at, energy_j = state.energy_at_tick(number)
-            if at == number and not self.gpu.conditions.silent:
-                self._times_s.append(number * period_s)
-                self._energies_j.append(energy_j)
-                self._time_uncertainties_s.append(0.0)
-        kept = (self._times_s, self._energies_j, self._time_uncertainties_s)
-        for values in kept:
+            if not self.gpu.conditions.silent:
+                self._add(state.energy_at(number * period_s))
+        for values in (self._times_s, self._energies_j, self._time_uncertainties_s):
             del values[:-_KEPT_REFRESHES]
         self._sampled = last
 

@@ -21,7 +21,7 @@ from envpipe_megatron.core.profile import Profile, make_profile
 from envpipe_megatron.core.profile_rows import ProfileRow
 from envpipe_megatron.core.sidecar import Sidecar
 from envpipe_megatron.formats.energy import Phase
-from envpipe_megatron.gpu.emulated.presets import GpuPreset, load_preset, override_for, sweep_range
+from envpipe_megatron.gpu.presets import GpuPreset, load_preset, override_for, sweep_range
 from envpipe_megatron.policies.planner import make_plan
 from envpipe_megatron.policies.request import PlanRequest
 from envpipe_megatron.runtime.execution.orders import constant_order

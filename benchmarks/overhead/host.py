@@ -1,14 +1,16 @@
 """What EnvPipe's own machinery costs the training thread, with units that do nothing.
 
-A unit has ended when its Python has, by the host's clock; the GPU is a dry run, so that no driver
-is waited for. Everything else is the training's own.
+A unit has ended when its Python has, by the host's clock; the GPU is an emulated one, whose guard
+sets its clock. Everything else is the training's own.
 """
 
 from __future__ import annotations
 
+import contextlib
+import tempfile
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -17,20 +19,26 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from benchmarks.gpu.null_gpu import NullGpu
 from envpipe_megatron.core.kinds import Kind
 from envpipe_megatron.core.orders import builders
 from envpipe_megatron.core.schedule import Schedule
 from envpipe_megatron.formats.energy import Phase
 from envpipe_megatron.formats.steps import StepEnergy, step_sums
-from envpipe_megatron.gpu.clock.completion import Completion, Done
-from envpipe_megatron.gpu.clock.controller import ClockController
+from envpipe_megatron.gpu.emulated.emulated_gpu import EmulatedGpu
+from envpipe_megatron.gpu.presets import load_preset
 from envpipe_megatron.policies.request import PlanRequest
 from envpipe_megatron.runtime.channel.carrier import StageSpecs, TensorSpec
 from envpipe_megatron.runtime.channel.collectives import SUM, make_collectives
 from envpipe_megatron.runtime.channel.links import make_channel
 from envpipe_megatron.runtime.channel.p2p import P2PChannel
-from envpipe_megatron.runtime.execution.executor import StageRecord, make_record
+from envpipe_megatron.runtime.clocks.rank_clock import ClockKind, RankClock
+from envpipe_megatron.runtime.execution.executor import (
+    Completion,
+    Done,
+    Later,
+    StageRecord,
+    make_record,
+)
 from envpipe_megatron.runtime.execution.orders import IterationOrder
 from envpipe_megatron.runtime.execution.stage_run import StageRun
 from envpipe_megatron.runtime.job.session import SessionConfig
@@ -38,7 +46,8 @@ from envpipe_megatron.tuning.probes.sweep import ProfilerSettings
 
 MICROBATCHES = 32
 WARM_UP = 3
-CLOCKS_MHZ = tuple(range(1980, 330, -15))
+PRESET = "h100"
+CLOCKS_MHZ = load_preset(PRESET).supported_frequencies_mhz
 #: Of a message: small, so that its cost is the channel's and not its bytes'.
 MESSAGE_SHAPE = (256,)
 
@@ -62,7 +71,7 @@ class HostExecutor:
         self._ends.append(time.monotonic() - self._begin_s)
         return Done()
 
-    def in_wait(self, after_s: float) -> Completion:
+    def in_wait(self, after_s: float) -> Later:
         """No order here parks."""
         raise NotImplementedError
 
@@ -97,14 +106,24 @@ def _order(num_stages: int) -> IterationOrder:
     return IterationOrder(Phase.STEADY, schedule, np.broadcast_to(clocks, shape).copy())
 
 
+@contextlib.contextmanager
+def guarded_clock() -> Iterator[RankClock]:
+    """The clock of an emulated GPU, which a guard sets as that of a real one."""
+    with tempfile.TemporaryDirectory() as folder:
+        clock = RankClock(EmulatedGpu.create(PRESET, 0, folder), ClockKind.REAL)
+        with contextlib.closing(clock):
+            yield clock
+
+
 def thread_costs_ns(seconds: float, *, clocks: bool) -> list[int]:
     """What the calls around one unit of a lone stage take the training thread, ns, of each unit."""
+    with guarded_clock() if clocks else contextlib.nullcontext() as clock:
+        request = clock.request if clock else lambda frequency_mhz, later: None
+        return _thread_costs_ns(seconds, request)
+
+
+def _thread_costs_ns(seconds: float, request: Callable[[int, Later | None], None]) -> list[int]:
     order = _order(1)
-    gpu = NullGpu(CLOCKS_MHZ)
-    controller = ClockController(gpu) if clocks else None
-    request: Callable[[int, Completion], None] = (
-        controller.request if controller else lambda frequency_mhz, after: None
-    )
     specs = StageSpecs.alike(
         TensorSpec.of_one_type((MESSAGE_SHAPE,), torch.float32, torch.device("cpu"))
     )
@@ -122,9 +141,6 @@ def thread_costs_ns(seconds: float, *, clocks: bool) -> list[int]:
                 costs_ns.append(after_ns - before_ns)
         _ = run.end().end_s
         iteration += 1
-    if controller is not None:
-        controller.wait_idle()
-        controller.close()
     return costs_ns
 
 
@@ -139,12 +155,8 @@ def pipeline_unit_s(rank: int, seconds: float) -> list[float]:
     assert world is not None
     timeout = timedelta(seconds=30)
     channel = make_channel(world, make_collectives([range(stages)], timeout), timeout=timeout)
-    gpu = NullGpu(CLOCKS_MHZ)
-    controller = ClockController(gpu)
-    try:
-        return _null_iterations(rank, seconds, order, channel, controller)
-    finally:
-        controller.close()
+    with guarded_clock() as clock:
+        return _null_iterations(rank, seconds, order, channel, clock)
 
 
 def _null_iterations(
@@ -152,7 +164,7 @@ def _null_iterations(
     seconds: float,
     order: IterationOrder,
     channel: P2PChannel,
-    controller: ClockController,
+    clock: RankClock,
 ) -> list[float]:
     specs = StageSpecs.alike(
         TensorSpec.of_one_type((MESSAGE_SHAPE,), torch.float32, torch.device("cpu"))
@@ -169,7 +181,7 @@ def _null_iterations(
         if not going[0]:
             return found[WARM_UP:]
         begin_s = time.perf_counter()
-        run = StageRun(order, rank, executor, controller.request, channel, specs)
+        run = StageRun(order, rank, executor, clock.request, channel, specs)
         run.begin()
         for _ in run.units:
             run.begin_unit()

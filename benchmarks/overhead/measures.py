@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 import tempfile
-import time
 import timeit
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING
 
-import torch
-
 from benchmarks.overhead import host
 from benchmarks.overhead.host import OPTIONS, compare_schedules
-from benchmarks.overhead.trigger_latency import StandIn, measure
 from benchmarks.planner.workloads import Workload
-from envpipe_megatron.gpu.clock.controller import SWITCH_INTERVAL_S, spread
+from envpipe_megatron.gpu.clock.controller import spread
 from envpipe_megatron.policies.planner import make_plan
 
 if TYPE_CHECKING:
@@ -26,58 +22,6 @@ if TYPE_CHECKING:
 
 #: Of each job whose log lines are measured, and how many lines.
 LOG_LINE_STAGES, LOG_LINES = 8, 20
-_USUAL_INTERVAL_S = 5e-3
-
-
-_LOOK_S = 2e-4
-#: Width of a matrix whose product takes about a millisecond on a core.
-_MATRIX = 256
-
-
-class _Waiting(StandIn):
-    """The training thread sleeps between launches: it waits for a neighbour."""
-
-    def launch(self, position: int) -> None:
-        time.sleep(0.9 * self.UNIT_S)
-
-    def end_iteration(self) -> list[float]:
-        while not self.end_ns(self._count - 1):
-            time.sleep(_LOOK_S)
-        return [float(self.end_ns(unit)) for unit in range(self._first, self._count)]
-
-
-class _Computing(_Waiting):
-    """The training thread is inside torch, which gives up the interpreter lock."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._matrix = torch.randn(_MATRIX, _MATRIX)
-
-    def launch(self, position: int) -> None:
-        end_s = time.perf_counter() + 0.9 * self.UNIT_S
-        while time.perf_counter() < end_s:
-            self._matrix @ self._matrix
-
-
-#: What the training thread does, in words, and a stand-in for the GPU beside such a thread.
-THREADS: dict[str, Callable[[], StandIn]] = {
-    "waits": _Waiting,
-    "is inside torch": _Computing,
-    "runs pure Python": StandIn,
-}
-
-
-def measure_latency(
-    thread: str, switch_interval_s: float, seconds: float
-) -> dict[str, float] | None:
-    """Units for some time beside one kind of training thread, a key of `THREADS`.
-
-    Gives `median`, `p99`, `max` (microseconds from a unit's end to the driver's call) and `count`;
-    None where the machine was too busy to answer any request in that time.
-    """
-    torch.set_num_threads(1)  # as in a rank: more would compete with the controller for cores
-    found = measure(THREADS[thread](), switch_interval_s, seconds)["trigger_us"]
-    return found if found["count"] else None
 
 
 @dataclass(frozen=True)
@@ -124,20 +68,6 @@ def log_line_measures(pool: RankPool) -> Iterator[Measure]:
         where = f"{what}, {pool.size} ranks"
         yield _spread_measure("log line", where, "ms", wall)
         yield Measure("log line", where, "ms of a rank's CPU", cpu_ms, count=int(wall["count"]))
-
-
-def controller_measures(seconds: float) -> Iterator[Measure]:
-    """From a unit's end to the driver's call; pure Python also at Python's own switch interval."""
-    settings = [(thread, SWITCH_INTERVAL_S) for thread in THREADS]
-    settings.append(("runs pure Python", _USUAL_INTERVAL_S))
-    for thread, interval_s in settings:
-        latency = measure_latency(thread, interval_s, seconds)
-        if latency is None:
-            continue
-        what = f"training thread {thread}"
-        if interval_s != SWITCH_INTERVAL_S:
-            what += f", switch interval {1e3 * interval_s:g} ms"
-        yield _spread_measure("controller", what, "us after a unit's end", latency)
 
 
 def iteration_measures(pool: RankPool) -> Iterator[Measure]:

@@ -4,7 +4,6 @@
 
 - training thread: what the calls around one unit take, with clocks, without, and with messages;
 - log line: what ranks exchange then, against a gather of every rank's objects to every rank;
-- controller: from the end of a unit to the call of the driver, by what the training thread does;
 - iteration: time over that of megatron-core's own 1F1B, in turns, on two CPU ranks over gloo;
 - logs: bytes of an iteration;
 - planning: time of one plan.
@@ -27,7 +26,6 @@ from rich.console import Console
 from benchmarks.outputs import PERSEUS_DATA, Claim, leave, make_console, make_table, output_option
 from benchmarks.overhead.measures import (
     Measure,
-    controller_measures,
     iteration_measures,
     log_line_measures,
     log_measures,
@@ -50,7 +48,6 @@ COMMAND = "python benchmarks/overhead/overhead.py"
 SENTENCES = {
     "training thread": "The calls around a unit take the training thread, median and p99: ",
     "log line": "What ranks exchange at a log line takes, median and p99: ",
-    "controller": "From a unit's end to the call of the driver, median and p99: ",
     "iteration": "Time of an iteration over megatron-core's own 1F1B, median and 95 %: ",
     "logs": "Logs take on disk: ",
     "planning": "One plan takes: ",
@@ -58,9 +55,7 @@ SENTENCES = {
 
 
 @click.command()
-@click.option(
-    "--seconds", default=3.0, show_default=True, help="For each line of thread and controller."
-)
+@click.option("--seconds", default=3.0, show_default=True, help="For each line of the thread.")
 @output_option("overhead")
 def main(seconds: float, output: Path) -> None:
     """Measure what EnvPipe's machinery costs on this machine's CPU."""
@@ -83,7 +78,6 @@ def _measured(seconds: float, console: Console) -> Iterator[Measure]:
     from rank_pool import RankPool  # type: ignore[import-not-found]  # of tests/
 
     yield from thread_measures(seconds)
-    yield from controller_measures(seconds)
     yield from planning_measures(_workload())
     for ranks in LOG_LINE_RANKS:
         with RankPool(ranks, timeout_s=300) as pool:

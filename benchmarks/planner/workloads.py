@@ -11,7 +11,7 @@ from envpipe_megatron.core.conditions import Conditions
 from envpipe_megatron.core.kinds import Kind
 from envpipe_megatron.core.profile import Profile, make_profile, read_profile
 from envpipe_megatron.core.profile_rows import ProfileRow
-from envpipe_megatron.gpu.emulated.presets import load_preset
+from envpipe_megatron.gpu.presets import load_preset
 from envpipe_megatron.policies.request import PlanRequest
 
 _EMULATED_MODEL = "GPT-3 175B"

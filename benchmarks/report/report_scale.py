@@ -26,7 +26,7 @@ from envpipe_megatron.core.kinds import Kind
 from envpipe_megatron.core.plan import Plan
 from envpipe_megatron.formats.energy import ENERGY_FORMAT, Phase
 from envpipe_megatron.formats.timeline import FIRST_STEADY
-from envpipe_megatron.gpu.emulated.presets import GpuPreset, load_preset
+from envpipe_megatron.gpu.presets import GpuPreset, load_preset
 from envpipe_megatron.policies.planner import make_plan
 from envpipe_megatron.policies.request import PlanRequest
 from envpipe_megatron.runtime.energy.timeline_log import timeline_line

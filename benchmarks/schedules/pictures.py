@@ -26,7 +26,7 @@ from envpipe_megatron.core.plan import Plan, max_frequencies
 from envpipe_megatron.core.profile import Profile
 from envpipe_megatron.core.profile_rows import MEASURED_SPLIT, SplitBackward
 from envpipe_megatron.core.schedule import Schedule
-from envpipe_megatron.gpu.emulated.presets import load_preset, sweep_range
+from envpipe_megatron.gpu.presets import load_preset, sweep_range
 from envpipe_megatron.policies.optimal.optimizer import Optimizer
 from envpipe_megatron.policies.planner import make_plan
 from envpipe_megatron.policies.request import PlanRequest

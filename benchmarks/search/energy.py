@@ -46,8 +46,8 @@ from benchmarks.search.aceso_runs import (
 from benchmarks.search.aceso_space.aceso_files import fold_blocks
 from benchmarks.search.searches import MAX_CHUNKS, divide_operators
 from envpipe_megatron.core.plan import Plan
-from envpipe_megatron.gpu.emulated.modelled import with_modelled_energy
-from envpipe_megatron.gpu.emulated.presets import GpuPreset, load_preset
+from envpipe_megatron.gpu.modelled import with_modelled_energy
+from envpipe_megatron.gpu.presets import GpuPreset, load_preset
 from envpipe_megatron.policies.objective import Goal, Objective
 from envpipe_megatron.policies.planner import make_plan
 from envpipe_megatron.policies.request import PlanRequest

@@ -18,8 +18,8 @@ from benchmarks.outputs import memory_mib
 from benchmarks.search.aceso_runs import Setting, profiles, read_setting, spend
 from benchmarks.search.aceso_space.aceso_files import fold_blocks, read_switches
 from benchmarks.search.aceso_space.divide import Division, divide
-from envpipe_megatron.gpu.emulated.modelled import with_modelled_energy
-from envpipe_megatron.gpu.emulated.presets import load_preset
+from envpipe_megatron.gpu.modelled import with_modelled_energy
+from envpipe_megatron.gpu.presets import load_preset
 from envpipe_megatron.policies.objective import Goal, Objective
 from envpipe_megatron.search.configuration import Configuration, Job
 from envpipe_megatron.search.search import search

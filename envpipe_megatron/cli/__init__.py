@@ -13,8 +13,7 @@ from envpipe_megatron.cli.common import ErrorsAsMessages
 from envpipe_megatron.cli.jobs.launch import launch
 from envpipe_megatron.cli.jobs.patch import patch
 from envpipe_megatron.cli.jobs.profile import profile
-from envpipe_megatron.cli.jobs.results import energy, report
-from envpipe_megatron.cli.jobs.trials import prove, quickstart
+from envpipe_megatron.cli.jobs.results import energy, prove, quickstart, report
 from envpipe_megatron.cli.machine.clocks import clocks
 from envpipe_megatron.cli.machine.doctor import doctor
 from envpipe_megatron.cli.plans.interchange import export_freqs, export_schedule, import_freqs

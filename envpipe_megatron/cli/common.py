@@ -176,22 +176,19 @@ def known_blocking_power(
     if profile.sidecar.blocking_power_w is not None:
         return profile.sidecar.blocking_power_w
     sidecar = sidecar_path(Path(profile.source))
-    logger.warning(
-        "No blocking power is known, for %s %s: waiting is taken to cost nothing, and savings are "
-        "off. Give --blocking-power (an A100 SXM waits at 83.6 W, an A40 at 70.4 W)%s.",
-        sidecar,
-        "does not state it" if sidecar.exists() else "is missing",
-        "" if sidecar.exists() else ", or copy the profile's sidecar there",
-    )
+    known, copied = "does not state it", ""
+    if not sidecar.exists():
+        known, copied = "is missing", ", or copy the profile's sidecar there"
+    warn_of_free_waiting(f", for {sidecar} {known}", copied)
     return 0.0
 
 
-def warn_of_free_waiting() -> None:
+def warn_of_free_waiting(why: str = "", remedy: str = "") -> None:
     """Say that no blocking power is known, where energies are computed with one of 0."""
     logger.warning(
-        "No blocking power is known: waiting is taken to cost nothing, and energies are off. "
-        "Give --blocking-power (an A100 SXM waits at 83.6 W, an A40 at 70.4 W)."
-    )
+        "No blocking power is known%s: waiting is taken to cost nothing, and energies are off. "
+        "Give --blocking-power (an A100 SXM waits at 83.6 W, an A40 at 70.4 W)%s.", why, remedy,
+    )  # fmt: skip
 
 
 def write_stages(profile: Profile, blocking_power_w: float | None, path: Path) -> None:

@@ -1,1 +1,1 @@
-"""What a pipeline is: schedules, timelines, profiles, conditions, plans. No torch, no NVML."""
+"""What a pipeline is: schedules, timelines, profiles, conditions, plans. No torch, no GPU."""

@@ -10,9 +10,9 @@ import csv
 import io
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -160,6 +160,40 @@ class Fields:
             return reader(self.data.get(name))
         except ValueError as error:
             raise self.wrong(name, f"It must be {error}.") from None
+
+    def inside(self, name: str) -> Fields:
+        """The fields of an object in a field; messages name it as a part of the file's path."""
+        return Fields(self.read(name, of_type(dict, "an object")), self.path / name, self._error)
+
+    def entries(self, name: str) -> list[Fields]:
+        """The fields of each object in a list; none if it is absent."""
+        none: tuple[dict[str, Any], ...] = ()
+        values = self.read(name, many(of_type(dict, "an object")), none)
+        at = self.path / name
+        return [Fields(value, at / str(n), self._error) for n, value in enumerate(values)]
+
+    def make(
+        self,
+        kind: type[T],
+        readers: Mapping[str, Reader[Any]],
+        also: Iterable[str] = (),
+        **more: Any,
+    ) -> T:
+        """A dataclass of the fields; those that it has no default for, nor `more`, must be there.
+
+        Other fields than those of the readers and `also` are refused.
+        """
+        known = (*readers, *also)
+        unknown = [name for name in self.data if name not in known]
+        if unknown:
+            raise self._error(
+                f"{self.path}: unknown field",
+                value=unknown[0],
+                remedy=f"Known: {', '.join(known)}.",
+            )
+        needed = {each.name for each in fields(kind) if each.default is each.default_factory}  # type: ignore[arg-type]
+        there = [name for name in readers if name in self.data or name in needed - more.keys()]
+        return kind(**{**more, **{n: self.read(n, readers[n]) for n in there}})
 
     def check_format(self, expected: str) -> None:
         """Refuse an object of another format."""

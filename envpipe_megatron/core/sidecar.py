@@ -150,19 +150,12 @@ def read_sidecar(path: Path, num_stages: int | None = None) -> Sidecar:
 def sidecar_of_fields(fields: Fields, num_stages: int | None = None) -> Sidecar:
     """`read_sidecar` of fields."""
     fields.check_format(SIDECAR_FORMAT)
-    unknown = [name for name in fields.data if name not in (*_READERS, "format")]
-    if unknown:
-        raise EnvPipeError(
-            f"{fields.path}: unknown field",
-            value=unknown[0],
-            remedy=f"Known: {', '.join(_READERS)}.",
-        )
-    values = {name: fields.read(name, _READERS[name]) for name in fields.data if name != "format"}
-    for name, value in values.items():
+    sidecar = fields.make(Sidecar, _READERS, also=("format",))
+    for name, value in vars(sidecar).items():
         expected = None if num_stages is None else num_stages - (name == "p2p_latency_s")
         if isinstance(value, tuple) and expected not in (None, len(value)):
             raise EnvPipeError(
                 f"{fields.path}: field '{name}' has {len(value)} entries",
                 remedy=f"A pipeline of {num_stages} stages has {expected}.",
             )
-    return Sidecar(**values)
+    return sidecar

@@ -9,9 +9,8 @@ themselves.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from heapq import heappop, heappush
-from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -147,11 +146,11 @@ class LongestPath:
     def __init__(
         self,
         schedule: Schedule,
-        duration_s: list[Any],
+        duration_s: list[float],
         latency_s: float | Sequence[float] = 0.0,
     ) -> None:
         self.order = schedule.topological_order
-        self.duration_s: list[float] = duration_s
+        self.duration_s = duration_s
         #: [num_units] the earliest ends, as far as they have been found.
         self.end_s: list[float] = [0.0] * schedule.num_units
         #: [num_units] the latest ends, as far as they have been found.
@@ -168,11 +167,8 @@ class LongestPath:
         source = self._cross[node]
         return start_s if source < 0 else max(start_s, self.end_s[source] + self.hop_s[node])
 
-    def find_ends(self, later: Callable[[Any, Any], Any] = max) -> None:
-        """The earliest ends of all nodes.
-
-        `later` is numpy.maximum if durations are arrays, each one node's in many iterations.
-        """
+    def find_ends(self) -> None:
+        """The earliest ends of all nodes."""
         # start_s written out: one call per unit would double the time for 10^5 units.
         end_s, duration_s, hop_s = self.end_s, self.duration_s, self.hop_s
         cross, width = self._cross, self._width
@@ -180,7 +176,7 @@ class LongestPath:
             start_s = end_s[node - 1] if node % width else 0.0
             source = cross[node]
             if source >= 0:
-                start_s = later(start_s, end_s[source] + hop_s[node])
+                start_s = max(start_s, end_s[source] + hop_s[node])
             end_s[node] = start_s + duration_s[node]
 
     def find_latest_ends(self, last_end_s: Sequence[float]) -> None:

@@ -13,26 +13,26 @@ follow:
     ]
     # total cost with P2P: 567.8
 
-The artifact of the paper lists the frequencies alone; such a file is taken to be in 1F1B order. The
+The artifact of the paper lists only the frequencies; such a file is taken to be in 1F1B order. The
 k-th forward of a stage is that of microbatch k, and so for backwards. Orders that go another way,
 chunks and parked clocks have no place in the format.
 
-Zeus evaluates the file as Python. Here it is parsed, and whatever is not such a list of literals is
-refused, so that a file from elsewhere cannot run code.
+Zeus evaluates the file as Python. Here only literals are read, so that a file from elsewhere cannot
+run code.
 """
 
 from __future__ import annotations
 
 import ast
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
+from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from envpipe_megatron import __version__
+from envpipe_megatron.core.arrays import IntArray
 from envpipe_megatron.core.fields import MAX_FREQUENCY_MHZ
 from envpipe_megatron.core.kinds import WHOLE, Kind, Unit, unit
 from envpipe_megatron.core.orders import builders
@@ -46,154 +46,79 @@ class InterchangeError(EnvPipeError):
     """A plan file of Zeus or lowtime that cannot be read, or a plan that it cannot hold."""
 
 
-@dataclass(frozen=True, slots=True)
-class Instruction:
-    """One entry of a plan file; `kind` is None if the file lists frequencies alone."""
-
-    kind: Kind | None
-    frequency_mhz: int
-
-
-@dataclass(frozen=True)
-class FrequencyFile:
-    """Contents of a plan file: for each stage, its instructions in the order of execution."""
-
-    stages: tuple[tuple[Instruction, ...], ...]
-    source: str
-
-    def schedule(self, num_microbatches: int) -> Schedule:
-        """The order of the file, its microbatches numbered by counting.
-
-        InterchangeError: a stage with another number of forwards or backwards. ScheduleError: an
-        order that cannot run.
-        """
-        if any(len(entries) != 2 * num_microbatches for entries in self.stages):
-            raise InterchangeError(
-                f"{self.source} does not list {num_microbatches} forwards and {num_microbatches} "
-                "backwards for each stage",
-                value=[len(entries) for entries in self.stages],
-                remedy="Give the number of microbatches that the file was made for.",
-            )
-        usual = builders.one_f_one_b(len(self.stages), num_microbatches)
-        if all(entry.kind is None for entries in self.stages for entry in entries):
-            return usual
-        stages = tuple(self._order(stage, num_microbatches) for stage in range(len(self.stages)))
-        name = usual.name if stages == usual.stages else "imported"
-        return Schedule(name, num_microbatches, 1, stages)
-
-    def _order(self, stage: int, num_microbatches: int) -> tuple[Unit, ...]:
-        next_microbatch = {kind: count() for kind in WHOLE}
-        units: list[Unit] = []
-        for entry in self.stages[stage]:
-            if entry.kind is None:
-                raise InterchangeError(
-                    f"{self.source}: stage {stage} does not name the instruction of every unit",
-                    remedy="Name it for all units of the file, or for none.",
-                )
-            units.append(unit(entry.kind, next(next_microbatch[entry.kind])))
-        forwards = next(next_microbatch[Kind.FORWARD])
-        if forwards != num_microbatches:
-            raise InterchangeError(
-                f"{self.source}: stage {stage} has not as many forwards as backwards",
-                value=(forwards, len(units) - forwards),
-                remedy="Each microbatch needs both.",
-            )
-        return tuple(units)
-
-    def frequency_mhz(self, schedule: Schedule) -> NDArray[np.int64]:
-        """[num_stages, units_per_stage] the frequencies of a schedule in the same order.
-
-        InterchangeError: another number of stages or units, or another order.
-        """
-        if len(self.stages) != schedule.num_stages:
-            raise InterchangeError(
-                f"{self.source} does not have one list for each of {schedule.num_stages} stages",
-                value=len(self.stages),
-                remedy="Use the file of a pipeline with as many stages.",
-            )
-        for stage, (entries, order) in enumerate(zip(self.stages, schedule.stages, strict=True)):
-            if len(entries) != len(order):
-                raise InterchangeError(
-                    f"{self.source}: stage {stage} does not list {len(order)} units",
-                    value=len(entries),
-                    remedy="Give the number of microbatches that the file was made for.",
-                )
-            for position, (entry, scheduled) in enumerate(zip(entries, order, strict=True)):
-                if entry.kind not in (None, scheduled.kind):
-                    raise InterchangeError(
-                        f"{self.source}: unit {position} of stage {stage} is a {entry.kind}, but "
-                        f"the '{schedule.name}' order has {scheduled} there",
-                        remedy="Use the order that the file was made for.",
-                    )
-        rows = [[entry.frequency_mhz for entry in entries] for entries in self.stages]
-        return np.array(rows)
-
-
-def read_freqs(path: Path) -> FrequencyFile:
+def read_freqs(path: Path, num_microbatches: int) -> tuple[Schedule, IntArray]:
     """Read a plan file of Zeus or lowtime without running it.
 
-    InterchangeError names file and line of what is not a literal of the right form.
+    Returns the order, its microbatches numbered by counting, and [num_stages, units_per_stage] the
+    frequencies. InterchangeError says what is not a literal of the right form, or which stage has
+    another number of units. ScheduleError: an order that cannot run.
     """
     try:
-        text = read_text(path)
-        body = ast.parse(text, str(path), mode="eval").body
-    except SyntaxError as error:
+        listed = ast.literal_eval(read_text(path))
+    except (OSError, ValueError, SyntaxError, RecursionError, MemoryError) as error:
         raise InterchangeError(
-            f"{path}, line {error.lineno}: not one list of literals ({error.msg})",
+            f"Plan file {path} is not readable as literals, and nothing else in it is run: {error}",
             remedy="A plan file of Zeus or lowtime is a list of lists, and comments.",
         ) from error
-    except (OSError, ValueError, RecursionError, MemoryError) as error:
-        raise InterchangeError(f"Plan file {path} is not readable: {error}") from error
-    return FrequencyFile(_Parser(path, text.split("\n")).stages(body), str(path))
-
-
-@dataclass(frozen=True)
-class _Parser:
-    path: Path
-    lines: list[str]
-
-    def stages(self, body: ast.expr) -> tuple[tuple[Instruction, ...], ...]:
-        return tuple(
-            tuple(self._instruction(entry) for entry in self._items(stage, "a list of one stage"))
-            for stage in self._items(body, "a list of stages")
+    if not isinstance(listed, list | tuple) or not listed:
+        raise InterchangeError(f"{path} is not a list of stages", value=_short(listed))
+    stages = [_read_stage(path, stage, entries) for stage, entries in enumerate(listed)]
+    if any(len(entries) != 2 * num_microbatches for entries in stages):
+        raise InterchangeError(
+            f"{path} does not list {num_microbatches} forwards and {num_microbatches} backwards "
+            "for each stage",
+            value=list(map(len, stages)),
+            remedy="Give the number of microbatches that the file was made for.",
         )
+    schedule = builders.one_f_one_b(len(stages), num_microbatches)
+    if any(kind for entries in stages for kind, _ in entries):
+        orders = tuple(_order(path, stage, entries) for stage, entries in enumerate(stages))
+        if orders != schedule.stages:
+            schedule = Schedule("imported", num_microbatches, 1, orders)
+    return schedule, np.array([[clock for _, clock in entries] for entries in stages])
 
-    def _items(self, node: ast.expr, wanted: str) -> list[ast.expr]:
-        if not isinstance(node, ast.List | ast.Tuple) or not node.elts:
-            raise self._refused(node, wanted)
-        return node.elts
 
-    def _instruction(self, node: ast.expr) -> Instruction:
-        if isinstance(node, ast.Constant):
-            return Instruction(None, self._frequency(node))
-        match node:
-            case ast.Tuple([ast.Constant(str(name)), frequency]) | ast.List(
-                [ast.Constant(str(name)), frequency]
-            ):
-                if name not in set(WHOLE):
-                    raise InterchangeError(
-                        f"{self.path}, line {node.lineno}: unknown instruction",
-                        value=name,
-                        remedy="Known are forward and backward; recomputation belongs to the "
-                        "backward.",
-                    )
-                return Instruction(Kind(name), self._frequency(frequency))
-        raise self._refused(node, "an instruction and its frequency, such as ('forward', 1410)")
+def _read_stage(path: Path, stage: int, entries: Any) -> list[tuple[Kind | None, int]]:
+    """Read each entry's kind, None if the file lists frequencies only, and its frequency, MHz."""
+    read: list[tuple[Kind | None, int]] = []
+    for entry in entries if isinstance(entries, list | tuple) else ():
+        named = isinstance(entry, list | tuple) and len(entry) == 2 and entry[0] in set(WHOLE)
+        name, clock = entry if named else (None, entry)
+        if type(clock) is not int or not 0 < clock < MAX_FREQUENCY_MHZ:
+            raise InterchangeError(
+                f"{path}: unit {len(read)} of stage {stage} is not forward or backward with a "
+                "frequency in whole MHz, such as ('forward', 1410)",
+                value=_short(entry),
+            )
+        read.append((name and Kind(name), clock))
+    if not read:
+        raise InterchangeError(f"{path}: stage {stage} lists no units", value=_short(entries))
+    return read
 
-    def _frequency(self, node: ast.expr) -> int:
-        value = node.value if isinstance(node, ast.Constant) else None
-        if type(value) is not int or not 0 < value < MAX_FREQUENCY_MHZ:
-            raise self._refused(node, "a frequency in whole MHz")
-        return value
 
-    def _refused(self, node: ast.expr, wanted: str) -> InterchangeError:
-        # Not `ast.unparse`, which a deeply nested expression brings down; columns count bytes.
-        line = self.lines[node.lineno - 1].encode()[node.col_offset :].decode(errors="replace")
-        return InterchangeError(
-            f"{self.path}, line {node.lineno}: not {wanted}",
-            value=line if len(line) < 60 else f"{line[:57]}...",
-            remedy="A plan file holds literals alone; nothing in it is run.",
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) < 60 else f"{text[:57]}..."
+
+
+def _order(path: Path, stage: int, entries: Sequence[tuple[Kind | None, int]]) -> tuple[Unit, ...]:
+    next_microbatch = {kind: count() for kind in WHOLE}
+    units: list[Unit] = []
+    for kind, _ in entries:
+        if kind is None:
+            raise InterchangeError(
+                f"{path}: stage {stage} does not name the instruction of every unit",
+                remedy="Name it for all units of the file, or for none.",
+            )
+        units.append(unit(kind, next(next_microbatch[kind])))
+    forwards = next(next_microbatch[Kind.FORWARD])
+    if 2 * forwards != len(units):
+        raise InterchangeError(
+            f"{path}: stage {stage} has not as many forwards as backwards",
+            value=(forwards, len(units) - forwards),
+            remedy="Each microbatch needs both.",
         )
+    return tuple(units)
 
 
 def write_freqs(plan: Plan, path: Path) -> None:

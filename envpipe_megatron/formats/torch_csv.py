@@ -19,7 +19,6 @@ from pathlib import Path
 from envpipe_megatron.core.kinds import (
     KIND_BY_LETTER,
     SPLIT,
-    WHOLE,
     Kind,
     ScheduleError,
     Unit,
@@ -36,7 +35,7 @@ _OVERLAPPED = re.compile(r"\(([^;]*);([^;]*)\)OVERLAP_F_B")
 
 @dataclass(frozen=True, slots=True)
 class _Cell:
-    """A unit of a table, whether it runs as one with the next, and where it is."""
+    """A unit of a table, whether it runs as one with the next, and where it is, from 0."""
 
     rank: int
     column: int
@@ -44,14 +43,6 @@ class _Cell:
     kind: Kind
     microbatch: int
     combined: bool
-
-    @property
-    def place(self) -> tuple[int, int]:
-        """Its rank and column, from 0."""
-        return self.rank, self.column
-
-    def __str__(self) -> str:
-        return f"{self.virtual_stage}{self.kind.letter}{self.microbatch}"
 
     def units(self, chunk: int, split: bool) -> Iterator[Unit]:
         """The unit as orders list it: two for a whole backward among others that are split."""
@@ -65,8 +56,8 @@ class _Cell:
 def read_torch_csv(path: Path) -> Schedule:
     """The order of a table.
 
-    ScheduleError names the cell that cannot be read, stands twice, is missing or is on another rank
-    than its virtual stage, or the units that could never run.
+    ScheduleError names the cell that cannot be read or is on another rank than its virtual stage,
+    or the units that are missing, repeated, or could never run.
     """
     try:
         text = read_text(path).rstrip(", \t\r\n")  # empty lines at the end are no ranks
@@ -78,14 +69,16 @@ def read_torch_csv(path: Path) -> Schedule:
 
 def order_of_rows(rows: Sequence[Sequence[str]], name: str, *, source: str) -> Schedule:
     """The order of a table's cells, a row for each rank; ScheduleError as `read_torch_csv`."""
-    table = _Table(rows, source)
     cells = [
         cell
         for rank, row in enumerate(rows)
-        for column, text in enumerate(map(str.strip, row))
-        for cell in table.read_cell(text, rank, column)
+        for column in range(len(row))
+        for cell in _read_cell(rows, rank, column, source)
     ]
-    num_virtual, num_microbatches = table.check_complete(cells)
+    if not cells:
+        raise ScheduleError(f"{source} lists no units", remedy="Give a row of units for each rank.")
+    num_microbatches = 1 + max(cell.microbatch for cell in cells)
+    num_virtual = 1 + max(cell.virtual_stage for cell in cells)
     num_chunks, rest = divmod(num_virtual, len(rows))
     if rest:
         raise ScheduleError(
@@ -93,13 +86,13 @@ def order_of_rows(rows: Sequence[Sequence[str]], name: str, *, source: str) -> S
             value=num_virtual,
             remedy="A table has a row for each rank.",
         )
-    check_size(len(rows), num_microbatches, num_chunks)
-    placement = table.placement(cells)
+    placement = _placement(rows, cells, source)
     split = any(cell.kind in SPLIT[1:] for cell in cells)
     stages: list[list[Unit]] = [[] for _ in rows]
     for cell in cells:
         stages[cell.rank] += cell.units(cell.virtual_stage // len(rows), split)
     try:
+        check_size(len(rows), num_microbatches, num_chunks)
         return Schedule(name, num_microbatches, num_chunks, tuple(map(tuple, stages)), placement)
     except ScheduleError as error:
         raise ScheduleError(f"{source}: {error}") from error
@@ -148,95 +141,55 @@ def _row(schedule: Schedule, rank: int) -> Iterator[str]:
             parts = []
 
 
-@dataclass(frozen=True)
-class _Table:
-    """Cells of a file; what is wrong is named by line and column, and marked."""
+def _read_cell(
+    rows: Sequence[Sequence[str]], rank: int, column: int, source: str
+) -> Iterator[_Cell]:
+    """Read the units of a cell: none, one, or a forward and a backward that run as one."""
+    text = rows[rank][column].strip()
+    overlapped = _OVERLAPPED.fullmatch(text)
+    parts = overlapped.groups() if overlapped else (text,) * bool(text)
+    matches = [match for part in parts if (match := _CELL.fullmatch(part.strip()))]
+    letters = "".join(match[2] for match in matches)
+    if len(matches) < len(parts) or (overlapped and letters != "FB"):
+        raise _wrong(
+            rows, rank, column, f"{source}: not a unit",
+            value=text,
+            remedy="Write the virtual stage, F, B, I or W, and the microbatch, as in 2F0; a "
+            "forward and a backward as one are (2F1;1B0)OVERLAP_F_B. Of torch's formats this is "
+            "compute_only, without SEND, RECV and UNSHARD.",
+        )  # fmt: skip
+    for at, match in enumerate(matches, start=1):
+        kind = KIND_BY_LETTER[match[2]]
+        yield _Cell(rank, column, int(match[1]), kind, int(match[3]), at < len(matches))
 
-    rows: Sequence[Sequence[str]]
-    source: str
 
-    def _where(self, rank: int, column: int) -> str:
-        return f"{self.source}, line {rank + 1}, column {column + 1}"
+def _placement(rows: Sequence[Sequence[str]], cells: Sequence[_Cell], source: str) -> Placement:
+    """Say where the virtual stages lie."""
+    astray = {
+        placement: [
+            cell for cell in cells if _rank(cell.virtual_stage, len(rows), placement) != cell.rank
+        ]
+        for placement in (Placement.LOOPED, Placement.V)
+    }
+    nearest = min(astray, key=lambda placement: len(astray[placement]))
+    for cell in astray[nearest]:
+        looped, v = (_rank(cell.virtual_stage, len(rows), placement) for placement in astray)
+        raise _wrong(
+            rows, cell.rank, cell.column,
+            f"{source}: virtual stage {cell.virtual_stage} is on the wrong rank",
+            value=cell.rank,
+            remedy=f"With {len(rows)} ranks it belongs on rank {looped}, in a V on rank {v}.",
+        )  # fmt: skip
+    return nearest
 
-    def _wrong(
-        self, what: str, *places: tuple[int, int], remedy: str, **value: str
-    ) -> ScheduleError:
-        remedy = f"{remedy}\n{self._marked(places)}"
-        return ScheduleError(f"{self._where(*places[0])}: {what}", remedy=remedy, **value)
 
-    def _marked(self, places: Sequence[tuple[int, int]]) -> str:
-        return marked_grid(self.rows, places, str.strip)
-
-    def read_cell(self, text: str, rank: int, column: int) -> Iterator[_Cell]:
-        """Read the units of a cell: none, one, or a forward and a backward that run as one."""
-        overlapped = _OVERLAPPED.fullmatch(text)
-        parts = overlapped.groups() if overlapped else (text,) * bool(text)
-        matches = [match for part in parts if (match := _CELL.fullmatch(part.strip()))]
-        letters = "".join(match[2] for match in matches)
-        if len(matches) < len(parts) or (overlapped and letters != "FB"):
-            raise self._wrong(
-                "not a unit",
-                (rank, column),
-                value=text,
-                remedy="Write the virtual stage, F, B, I or W, and the microbatch, as in 2F0; a "
-                "forward and a backward as one are (2F1;1B0)OVERLAP_F_B. Of torch's formats this "
-                "is compute_only, without SEND, RECV and UNSHARD.",
-            )
-        for at, match in enumerate(matches, start=1):
-            kind = KIND_BY_LETTER[match[2]]
-            yield _Cell(rank, column, int(match[1]), kind, int(match[3]), at < len(matches))
-
-    def check_complete(self, cells: Sequence[_Cell]) -> tuple[int, int]:
-        """How many virtual stages and microbatches there are; each has its units once."""
-        known: dict[tuple[int, int], dict[Kind, _Cell]] = {}
-        for cell in cells:
-            own = known.setdefault((cell.virtual_stage, cell.microbatch), {})
-            first = own.setdefault(cell.kind, cell)
-            if first is not cell:
-                raise self._wrong(
-                    f"{cell} is here a second time",
-                    *(cell.place, first.place),
-                    remedy=f"The first is {self._where(*first.place)}; keep one.",
-                )
-        if not cells:
-            raise ScheduleError(
-                f"{self.source} lists no units", remedy="Give a row of units for each rank."
-            )
-        num_virtual, num_microbatches = (1 + max(at) for at in zip(*known, strict=True))
-        for at in range(num_virtual * num_microbatches):
-            virtual_stage, microbatch = divmod(at, num_microbatches)
-            found = known.get((virtual_stage, microbatch), {})
-            if found.keys() not in (set(WHOLE), set(SPLIT)):
-                places = [cell.place for cell in found.values()]
-                grid = "\n" + self._marked(places) if places else ""
-                raise ScheduleError(
-                    f"{self.source}: virtual stage {virtual_stage} lacks a unit of microbatch "
-                    f"{microbatch}, or has one too many",
-                    value=list(map(str, found.values())) or "none",
-                    remedy=f"It runs each microbatch once: F and B, or F, I and W.{grid}",
-                )
-        return num_virtual, num_microbatches
-
-    def placement(self, cells: Sequence[_Cell]) -> Placement:
-        """Say where the virtual stages lie."""
-        ranks = len(self.rows)
-        astray = {
-            placement: [
-                cell for cell in cells if _rank(cell.virtual_stage, ranks, placement) != cell.rank
-            ]
-            for placement in (Placement.LOOPED, Placement.V)
-        }
-        nearest = min(astray, key=lambda placement: len(astray[placement]))
-        if astray[nearest]:
-            cell = astray[nearest][0]
-            raise self._wrong(
-                f"virtual stage {cell.virtual_stage} is on rank {cell.rank}",
-                cell.place,
-                remedy=f"With {ranks} ranks it belongs on rank "
-                f"{_rank(cell.virtual_stage, ranks, Placement.LOOPED)}, in a V on rank "
-                f"{_rank(cell.virtual_stage, ranks, Placement.V)}.",
-            )
-        return nearest
+def _wrong(
+    rows: Sequence[Sequence[str]], rank: int, column: int, what: str, *, value: object, remedy: str
+) -> ScheduleError:
+    """The error for a cell, which is named by line and column, and marked."""
+    grid = marked_grid(rows, [(rank, column)], str.strip)
+    where = f"line {rank + 1}, column {column + 1}"
+    return ScheduleError(f"{what} in {where}", value=value, remedy=f"{remedy}\n{grid}")
 
 
 def _rank(virtual_stage: int, ranks: int, placement: Placement) -> int:

@@ -4,21 +4,31 @@ The forbid check refuses to set a real GPU's clock while the environment forbids
 not in the back ends: none can replace `lock_frequency` and `reset_frequency`, so none forgets it.
 
 Changing a clock needs rights, reading it does not: a `ReadThroughGpu` reads through another object.
-Here are the two that change no clock, `command` and `zeusd` have the others; `gpu.opening` makes
+Here are the two that change no clock, `command` and `zeusd` have the others; `gpu.devices` makes
 them.
 """
+
+from __future__ import annotations
 
 import logging
 import math
 import os
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar, final
+from typing import TYPE_CHECKING, ClassVar, Self, final
 
 from envpipe_megatron.errors import EnvPipeError
 
+if TYPE_CHECKING:
+    from envpipe_megatron.gpu.registry import Device, VendorGpu
+    from envpipe_megatron.gpu.site import SiteConfig
+
 _LOG = logging.getLogger(__name__)
+
+SAFE_UID = re.compile(r"[0-9A-Za-z][0-9A-Za-z._-]{0,95}")
+"""A real GPU's uid: it can be no option of a command, and no other folder's file."""
 
 FORBID_VARIABLE = "ENVPIPE_FORBID_CLOCK_CONTROL"
 
@@ -35,12 +45,20 @@ class GpuPermissionError(GpuError):
     """This process has no right to do it; another back end or user may."""
 
 
+class GpuNotSupportedError(GpuError):
+    """The GPU or its driver does not offer this."""
+
+
+class NoDriverError(GpuError):
+    """This machine has no driver of a vendor, or not its library."""
+
+
 @dataclass(frozen=True, slots=True)
 class GpuAddress:
     """Names a GPU for other processes of the node, and for the next job.
 
-    `uid` is the UUID of a real GPU (`GPU-...`), of an emulated one its folder and index
-    (`/folder#0`): the same in every process, whatever is visible.
+    `uid` is a real GPU's UUID, of an emulated one its folder and index (`/folder#0`): the same in
+    every process, whatever is visible.
     """
 
     backend: str
@@ -81,25 +99,15 @@ class PowerState:
         limit_w, default_w = self.power_limit_w, self.default_power_limit_w
         return limit_w is not None and default_w is not None and limit_w < default_w
 
-    @property
-    def profiles_text(self) -> str:
-        """For people, such as `max-Q enforced`."""
-        text = f"{', '.join(self.enforced_profiles) or 'no power profile'} enforced"
-        if self.requested_profiles == self.enforced_profiles:
-            return text
-        return f"{text}, {', '.join(self.requested_profiles) or 'none'} requested"
-
-    @property
-    def limit_text(self) -> str:
-        """For people, such as `power limit 500 W (700 W by default)`."""
-        if self.power_limit_w is None:
-            return "power limit not known"
-        default = f" ({self.default_power_limit_w:g} W by default)" if self.is_capped else ""
-        return f"power limit {self.power_limit_w:g} W{default}"
-
     def __str__(self) -> str:
-        """Return both texts."""
-        return f"{self.profiles_text}, {self.limit_text}"
+        """Return, for people, such as `max-Q enforced, power limit 500 W (700 W by default)`."""
+        text = f"{', '.join(self.enforced_profiles) or 'no power profile'} enforced"
+        if self.requested_profiles != self.enforced_profiles:
+            text += f", {', '.join(self.requested_profiles) or 'none'} requested"
+        if self.power_limit_w is None:
+            return f"{text}, power limit not known"
+        default = f" ({self.default_power_limit_w:g} W by default)" if self.is_capped else ""
+        return f"{text}, power limit {self.power_limit_w:g} W{default}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,8 +115,8 @@ class EnergyReading:
     """The energy counter at its last refresh, and when that was on the time base of `Gpu.time_s()`.
 
     Only differences mean anything: of two readings, energy by time is the exact mean power. The
-    refresh was within `time_uncertainty_s` of `time_s`; 0 if the GPU gives the instant. NVML
-    does not, so its back end finds it by watching the counter.
+    refresh was within `time_uncertainty_s` of `time_s`; 0 if the GPU gives the instant. Where it
+    does not, `gpu.energy_counter` finds it by watching the counter.
     """
 
     energy_j: float
@@ -135,16 +143,20 @@ class Gpu(ABC):
     """One GPU: SM clock in MHz, power in W, energy in J, time in s.
 
     Attributes:
+        backend: the name under which it is registered.
         drives_hardware: whether `_lock` and `_reset` change a real GPU. True unless a back end says
             otherwise, so that forgetting to say it is safe.
-        is_emulated: whether its time, power and clock follow a model.
+        changes_clock: whether a lock changes a clock, real or emulated.
+        read_apart: whether a read of its counter takes so long that another process should read.
         late_request_s: how long a request of a process that was killed may still take effect: a
             guard resets once more after that time.
         supported_frequencies_mhz: every SM clock that can be locked, highest first.
     """
 
+    backend: ClassVar[str]
     drives_hardware: ClassVar[bool] = True
-    is_emulated: bool = False
+    changes_clock: ClassVar[bool] = True
+    read_apart: bool = False
     read_only: ClassVar[bool] = False
     late_request_s: float = 0.0
     address: GpuAddress
@@ -161,10 +173,13 @@ class Gpu(ABC):
                     f"{FORBID_VARIABLE}: implement _lock and _reset instead"
                 )
 
-    @property
-    def changes_clock(self) -> bool:
-        """True if a lock changes a clock, real or emulated."""
-        return not self.read_only and (self.drives_hardware or self.is_emulated)
+    @classmethod
+    def rights(cls, site: SiteConfig, devices: Sequence[Device]) -> str:
+        """Return the evidence that this process may change these GPUs' clocks, found by reading.
+
+        Raises GpuError, whose remedy says what would allow it, if it may not.
+        """
+        raise GpuError(f"back end {cls.backend} does not say who may change clocks")
 
     @final
     def lock_frequency(self, frequency_mhz: int) -> None:
@@ -225,7 +240,7 @@ class Gpu(ABC):
     def requested_frequency_mhz(self) -> int | None:
         """The clock that this object last requested, None after a reset or before any.
 
-        It is a memory of requests: NVML has no getter for a lock.
+        It is a memory of requests: drivers have no getter for a lock.
         """
         return self._requested_mhz
 
@@ -262,12 +277,16 @@ class ReadThroughGpu(Gpu):
     A subclass sets the clock its own way, and names its `backend`.
     """
 
-    backend: ClassVar[str]
+    @classmethod
+    def through(cls, reader: VendorGpu, site: SiteConfig) -> Self:
+        """Return a GPU under this back end, as the site has it; GpuError if that cannot be."""
+        return cls(reader)
 
     def __init__(self, reader: Gpu) -> None:
         self.address = GpuAddress(self.backend, reader.address.uid)
         self.name = reader.name
         self.supported_frequencies_mhz = reader.supported_frequencies_mhz
+        self.read_apart = reader.read_apart
         self._reader = reader
 
     @property
@@ -301,7 +320,7 @@ class DryRunGpu(ReadThroughGpu):
     """A GPU that sets nothing; it logs resets, and requests (thousands of them) at level DEBUG."""
 
     backend = "dry_run"
-    drives_hardware = False
+    drives_hardware = changes_clock = False
 
     def _lock(self, frequency_mhz: int) -> None:
         _LOG.debug("dry run: would lock %s at %d MHz", self.name, frequency_mhz)
@@ -317,16 +336,12 @@ class ReadOnlyGpu(ReadThroughGpu):
     """
 
     backend = "none"
-    drives_hardware = False
+    drives_hardware = changes_clock = False
     read_only = True
-
-    def __init__(self, reader: Gpu) -> None:
-        super().__init__(reader)
-        self.is_emulated = reader.is_emulated
 
     def _lock(self, frequency_mhz: int) -> None:
         raise GpuPermissionError(
-            f"{self.name} was opened for reading alone, so its clock cannot be locked",
+            f"{self.name} was opened for reading only, so its clock cannot be locked",
             value=frequency_mhz,
             remedy="Run `envpipe doctor` to see which control back ends are allowed and why not",
         )

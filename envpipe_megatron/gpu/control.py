@@ -7,19 +7,9 @@ by `choose_control`, `beside_power_profiles` and `open_controlled`, `envpipe doc
 """
 
 import logging
-import os
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
-from envpipe_megatron.gpu.backends.nvml import NvmlGpu, list_nvml_gpus
-from envpipe_megatron.gpu.backends.zeusd import (
-    BEFORE_TOKEN_ENDS_S,
-    CONTROL_GROUP,
-    Zeusd,
-    zeusd_socket,
-)
 from envpipe_megatron.gpu.base import (
     FORBID_VARIABLE,
     Gpu,
@@ -28,13 +18,19 @@ from envpipe_megatron.gpu.base import (
     GpuPermissionError,
     clock_control_forbidden,
 )
-from envpipe_megatron.gpu.devices import pci_address
-from envpipe_megatron.gpu.opening import open_gpu, open_reader
-from envpipe_megatron.gpu.site import HARDWARE_BACKENDS, SiteConfig, in_user_namespace
+from envpipe_megatron.gpu.devices import list_gpus, look_at, open_gpu, open_reader
+from envpipe_megatron.gpu.registry import (
+    READ_ONLY,
+    Device,
+    VendorGpu,
+    backend_class,
+    hardware_backends,
+)
+from envpipe_megatron.gpu.site import SiteConfig
 
 _LOG = logging.getLogger(__name__)
 
-CHOICES = ("auto", *HARDWARE_BACKENDS, "dry_run", "emulated", "none")
+CHOICES = ("auto", *hardware_backends(), "dry_run", "emulated", READ_ONLY)
 """Values of `--envpipe-gpu-control`."""
 
 PROFILES_REMEDY = (
@@ -42,9 +38,6 @@ PROFILES_REMEDY = (
     "job (--envpipe-level uniform), or set allow_power_profiles = true in the site configuration"
 )
 """The remedy for a power profile that is enforced on a GPU."""
-
-_CAP_SYS_ADMIN = 21
-_ZEUSD_TIME_LIMIT_S = 2.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,29 +82,31 @@ def check_controls(site: SiteConfig) -> tuple[Control, ...]:
 
     Those that the site does not allow come last.
     """
-    order = [*site.backends, *(name for name in HARDWARE_BACKENDS if name not in site.backends)]
+    known = hardware_backends()
+    allowed = known if site.backends is None else site.backends
+    order = [*allowed, *(name for name in known if name not in allowed)]
     try:
         if clock_control_forbidden():
             raise GpuError(
                 f"{FORBID_VARIABLE} is set", remedy=f"Unset {FORBID_VARIABLE} where you may"
             )
-        pci_bus_ids = _controllable_gpus()
+        devices = _controllable_gpus()
     except GpuError as error:
         return tuple(_refused(name, error) for name in order)
-    return tuple(_check(name, site, pci_bus_ids) for name in order)
+    return tuple(_check(name, name in allowed, site, devices) for name in order)
 
 
-def _controllable_gpus() -> list[str]:
-    """The PCI bus ids of this machine's GPUs whose clocks a user with rights can change."""
-    found: list[str] = []
+def _controllable_gpus() -> list[Device]:
+    """Return this machine's GPUs whose clocks a user with rights can change."""
+    found: list[Device] = []
     obstacles: list[GpuError] = []
-    for device in list_nvml_gpus():
+    for device in list_gpus():
         try:
-            obstacle: GpuError | None = NvmlGpu(device.uid).control_obstacle()
+            obstacle = look_at(device.uid).obstacle()
         except GpuError as error:  # a card for displays, for example, lists no clocks
             obstacle = error
         if obstacle is None:
-            found.append(device.pci_bus_id)
+            found.append(device)
         else:
             obstacles.append(obstacle)
             _LOG.debug("GPU %d cannot be controlled: %s", device.index, obstacle)
@@ -119,17 +114,22 @@ def _controllable_gpus() -> list[str]:
         return found
     if obstacles:
         raise obstacles[0]
-    raise GpuError("No GPU is seen by NVML", remedy="Make GPUs visible to this process")
+    raise GpuError("No driver lists a GPU", remedy="Make GPUs visible to this process")
 
 
-def _check(backend: str, site: SiteConfig, pci_bus_ids: Sequence[str]) -> Control:
+def _check(backend: str, allowed: bool, site: SiteConfig, devices: Sequence[Device]) -> Control:
     try:
-        if backend not in site.backends:
+        if not allowed:
             raise GpuError(
                 f"the site's configuration {site.path} does not allow it",
                 remedy=f"Ask to have {backend!r} added to 'gpu_control.backends' there",
             )
-        return Control(backend, True, _EVIDENCE[backend](site, pci_bus_ids))
+        kind = backend_class(backend)
+        if issubclass(kind, VendorGpu):
+            devices = [device for device in devices if device.backend == backend]
+            if not devices:
+                raise GpuError("none of its GPUs is here", remedy="Use another back end")
+        return Control(backend, True, kind.rights(site, devices))
     except GpuError as error:
         return _refused(backend, error)
 
@@ -139,85 +139,6 @@ def _refused(backend: str, error: GpuError) -> Control:
     if reason[1:2].islower():  # a word, and no name in capitals
         reason = reason[0].lower() + reason[1:]
     return Control(backend, False, reason, error.remedy)
-
-
-def _nvml_evidence(site: SiteConfig, pci_bus_ids: Sequence[str]) -> str:
-    """Return the evidence that NVML takes locks from this process; GpuError if it does not."""
-    user = f"user {os.geteuid()}"
-    if not has_sys_admin():
-        raise GpuError(
-            f"{user} has no CAP_SYS_ADMIN",
-            remedy="Start the container with --cap-add SYS_ADMIN, or give it the socket of a zeusd"
-            if os.geteuid() == 0
-            else "Nothing needs to run as root: have an administrator run zeusd, or grant a "
-            "command in the site configuration",
-        )
-    if in_user_namespace():
-        raise GpuError(
-            "CAP_SYS_ADMIN here is that of a user namespace (a rootless container), which the "
-            "driver does not take",
-            remedy="Give the container the socket of a zeusd that runs outside",
-        )
-    return f"{user} has CAP_SYS_ADMIN"
-
-
-def has_sys_admin() -> bool:
-    """True if this process has the capability that the driver asks of who locks clocks."""
-    try:
-        status = Path("/proc/self/status").read_text()
-    except OSError:
-        return os.geteuid() == 0
-    effective = next(
-        (line.split()[1] for line in status.splitlines() if line.startswith("CapEff:")), "0"
-    )
-    return bool(int(effective, 16) >> _CAP_SYS_ADMIN & 1)
-
-
-def _zeusd_evidence(site: SiteConfig, pci_bus_ids: Sequence[str]) -> str:
-    """Return the evidence that a zeusd changes clocks for this process; GpuError if none does."""
-    zeusd = Zeusd(zeusd_socket(site), _ZEUSD_TIME_LIMIT_S)
-    offer = zeusd.discover()
-    if CONTROL_GROUP not in offer.groups:
-        raise GpuError(
-            f"zeusd at {zeusd.address} offers {', '.join(sorted(offer.groups)) or 'nothing'}",
-            remedy=f"Start zeusd with --enable {CONTROL_GROUP}",
-        )
-    if offer.auth_required and zeusd.token_ends_s() < time.time() + BEFORE_TOKEN_ENDS_S:
-        raise GpuError(
-            f"The token of {zeusd.address} ends within {BEFORE_TOKEN_ENDS_S / 60:g} minutes",
-            remedy="Issue one that outlives the job: nothing could reset a clock behind its end",
-        )
-    missing = [name for name in pci_bus_ids if pci_address(name) not in offer.gpu_ids]
-    if missing:
-        raise GpuError(
-            f"zeusd at {zeusd.address} does not manage {', '.join(missing)}",
-            remedy="Have zeusd see all GPUs of the machine, and restart it after changes",
-        )
-    return f"zeusd at {zeusd.address} offers {CONTROL_GROUP} to this user"
-
-
-def _command_evidence(site: SiteConfig, pci_bus_ids: Sequence[str]) -> str:
-    """Return the evidence that this user can run the site's commands; GpuError if not."""
-    if not site.lock_command:
-        where = f"in {site.path}" if site.path else "(there is no site configuration)"
-        raise GpuError(
-            f"no lock_command is set {where}",
-            remedy="Set lock_command and reset_command in the site configuration",
-        )
-    for program in (site.lock_command[0], site.reset_command[0]):
-        if not os.access(program, os.X_OK) or not Path(program).is_file():
-            raise GpuError(
-                f"this user cannot run {program}",
-                remedy=f"Correct the command in {site.path}, or make it executable",
-            )
-    return f"{site.path} names commands that this user can run"
-
-
-_EVIDENCE: dict[str, Callable[[SiteConfig, Sequence[str]], str]] = {
-    "nvml": _nvml_evidence,
-    "zeusd": _zeusd_evidence,
-    "command": _command_evidence,
-}
 
 
 def choose_control(wanted: str, site: SiteConfig, *, require: bool = False) -> ChosenControl:
@@ -256,7 +177,7 @@ def beside_power_profiles(
     be what was planned. What cannot be read stands against nothing. Raises GpuPermissionError if
     control is required, and given up.
     """
-    if chosen.backend not in HARDWARE_BACKENDS or site.allow_power_profiles:
+    if chosen.backend not in hardware_backends() or site.allow_power_profiles:
         return chosen
     try:
         gpu = open_reader(GpuAddress(chosen.backend, uid))

@@ -1,103 +1,96 @@
-"""The GPUs of this machine: from what CUDA sees to UUIDs, and what goes on on each.
+"""The door to the GPUs of this machine: lists them, opens them, and finds those that CUDA sees.
 
-CUDA numbers the GPUs that CUDA_VISIBLE_DEVICES leaves, in its order; NVML numbers all GPUs of the
-node. So no number of CUDA's ever goes to NVML: a UUID or a PCI bus id does. A process that has CUDA
-asks it (`uid_of_cuda_device`); one that has not reads the variables as CUDA does (`visible_gpus`,
-rules of the CUDA C++ Programming Guide, section CUDA Environment Variables).
+CUDA numbers the GPUs that CUDA_VISIBLE_DEVICES leaves, in its order; a driver numbers all GPUs of
+the node. So no number of CUDA's ever goes to a driver: a GPU's uid does. A process that has CUDA
+asks it (`uid_of_cuda_device`); one that has not reads the variables as CUDA does (`visible_gpus`).
+What lists and opens is a back end (`gpu.registry`), imported when it is needed.
 """
 
 from __future__ import annotations
 
 import os
-import re
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 
-import pynvml
-
-from envpipe_megatron.formats.timeline import IDLE
-from envpipe_megatron.gpu.backends.nvml import NvmlDevice, NvmlGpu, list_nvml_gpus
-from envpipe_megatron.gpu.backends.nvml_library import (
-    GpuNotFoundError,
-    MigModeError,
-    NvmlError,
-    call_gpu,
+from envpipe_megatron.gpu.base import (
+    Gpu,
+    GpuAddress,
+    GpuError,
+    NoDriverError,
+    ReadThroughGpu,
 )
-from envpipe_megatron.gpu.base import GpuError
+from envpipe_megatron.gpu.registry import (
+    READ_ONLY,
+    Device,
+    Driver,
+    VendorGpu,
+    backend_class,
+    vendor_of,
+    vendors,
+)
+from envpipe_megatron.gpu.site import SiteConfig, read_site
 
 VISIBLE_VARIABLE = "CUDA_VISIBLE_DEVICES"
 ORDER_VARIABLE = "CUDA_DEVICE_ORDER"
 
-_PCI = re.compile(r"([0-9a-f]{4,8}):([0-9a-f]{2}):([0-9a-f]{2})(?:\.([0-7]))?", re.IGNORECASE)
-#: What a GPU may be busy with that only answers those who read its meters.
-_MOST_BUSY_PERCENT = 5
 
+def vendors_here() -> tuple[tuple[type[VendorGpu], Driver], ...]:
+    """Return the back ends that list GPUs, and have their driver here, with what it says.
 
-@dataclass(frozen=True, slots=True)
-class VisibleGpus:
-    """The GPUs that CUDA shows to a process, in the order of its device numbers.
-
-    `assumption` says what had to be assumed for this order, empty if nothing had to be.
+    Raises NoDriverError, that of the first one, if no driver is here; GpuError if one fails.
     """
+    found, missing = [], []
+    for vendor in vendors():
+        try:
+            found.append((vendor, vendor.driver()))
+        except NoDriverError as error:
+            missing.append(error)
+    if not found and missing:
+        raise missing[0]
+    return tuple(found)
 
-    devices: tuple[NvmlDevice, ...]
-    assumption: str = ""
+
+def list_gpus() -> tuple[Device, ...]:
+    """Return this node's GPUs, each vendor's in its library's order. Raises as `vendors_here`."""
+    return tuple(device for vendor, _ in vendors_here() for device in vendor.list_gpus())
+
+
+def unreadable_gpus() -> tuple[GpuError, ...]:
+    """Return why GPUs that are here are not listed, such as one that fell off the bus."""
+    try:
+        return tuple(error for vendor, _ in vendors_here() for error in vendor.unreadable())
+    except NoDriverError:
+        return ()
+
+
+def visible_gpus() -> tuple[Device, ...]:
+    """Return the GPUs that this process sees, or would if it had CUDA, as CUDA numbers them.
+
+    Raises GpuError if the variables do not say which they are, and as `list_gpus`.
+    """
+    return tuple(device for vendor, _ in vendors_here() for device in vendor.visible())
 
 
 def uid_of_cuda_device(uuid: str) -> str:
-    """Return the UUID, as NVML writes it, of `str(torch.cuda.get_device_properties(i).uuid)`.
+    """Return the uid of the GPU that torch names `str(get_device_properties(i).uuid)`.
 
-    Raises GpuNotFoundError if NVML sees no such GPU.
+    Raises GpuError if no driver lists it.
     """
-    devices = list_nvml_gpus()
+    devices = list_gpus()
     for device in devices:
-        if device.uid.lower() == f"gpu-{uuid.lower().removeprefix('gpu-')}":
+        if uuid.lower() in (device.cuda_uuid.lower(), device.uid.lower()):
             return device.uid
-    raise GpuNotFoundError(
-        "CUDA uses a GPU that NVML does not see",
+    raise GpuError(
+        "CUDA uses a GPU that no driver's library lists",
         value=uuid,
-        remedy=f"NVML sees {', '.join(d.uid for d in devices) or 'none'}. Give the container "
+        remedy=f"Listed are {', '.join(d.uid for d in devices) or 'none'}. Give the container "
         "the same GPUs for 'compute' and 'utility'; instances of MIG cannot be controlled",
     )
-
-
-def visible_gpus(environment: Mapping[str, str] | None = None) -> VisibleGpus:
-    """Return the GPUs that CUDA would show to a process with this environment, by default our own.
-
-    As in CUDA, an entry that names no GPU (`-1`, too high a number, an unknown UUID) hides itself
-    and all after it. Raises GpuError if the GPUs are unlike and numbered by speed, or one is
-    named twice, MigModeError for a MIG instance.
-    """
-    variables = os.environ if environment is None else environment
-    visible = variables.get(VISIBLE_VARIABLE)
-    in_pci_order = sorted(list_nvml_gpus(), key=lambda device: pci_address(device.pci_bus_id))
-    chosen: Sequence[NvmlDevice] = in_pci_order
-    by_number = len(in_pci_order) > 1
-    if visible is not None:
-        entries = [entry.strip() for entry in visible.split(",")]
-        by_number = by_number and any(re.fullmatch("[0-9]+", entry) for entry in entries)
-        chosen = _chosen(entries, in_pci_order)
-    assumption = ""
-    if by_number and chosen and variables.get(ORDER_VARIABLE) != "PCI_BUS_ID":
-        names = sorted({device.name for device in in_pci_order})
-        if len(names) > 1:
-            raise GpuError(
-                "CUDA numbers unlike GPUs by their speed, which only CUDA can tell",
-                value=names,
-                remedy=f"Set {ORDER_VARIABLE}=PCI_BUS_ID, or name GPUs in {VISIBLE_VARIABLE} "
-                "by UUID",
-            )
-        assumption = (
-            f"{ORDER_VARIABLE} is not PCI_BUS_ID: as all GPUs are {names[0]}, CUDA is taken to "
-            "number them by PCI bus id"
-        )
-    return VisibleGpus(tuple(chosen), assumption)
 
 
 def narrowed(numbers: Sequence[int]) -> str:
     """The variable's value that leaves these of the GPUs that CUDA shows to this process.
 
-    Empty where the variable leaves fewer; nothing is asked of NVML.
+    Empty where the variable leaves fewer; no driver is asked.
     """
     visible = os.environ.get(VISIBLE_VARIABLE)
     names = list(map(str, range(max(numbers) + 1))) if visible is None else visible.split(",")
@@ -106,118 +99,35 @@ def narrowed(numbers: Sequence[int]) -> str:
     return ",".join(names[number].strip() for number in numbers)
 
 
-def _chosen(entries: Sequence[str], in_pci_order: Sequence[NvmlDevice]) -> list[NvmlDevice]:
-    chosen: list[NvmlDevice] = []
-    for entry in entries:
-        if entry.startswith("MIG-"):
-            raise _mig_instance(entry)
-        named = _named(entry, in_pci_order)
-        if named is None:
-            break
-        if named in chosen:
-            raise GpuError(
-                f"{VISIBLE_VARIABLE} names a GPU twice",
-                value=entry,
-                remedy="Name each GPU once: CUDA shows none otherwise",
-            )
-        chosen.append(named)
-    return chosen
+def are_near(uid: str, other: str, level: str) -> bool:
+    """Tell whether two GPUs are as near as NCCL_P2P_LEVEL asks. Raises GpuError."""
+    return vendor_of(uid).are_near(uid, other, level)
 
 
-def _named(entry: str, in_pci_order: Sequence[NvmlDevice]) -> NvmlDevice | None:
-    if re.fullmatch("[0-9]+", entry):
-        number = int(entry)
-        return in_pci_order[number] if number < len(in_pci_order) else None
-    if not entry.startswith("GPU-"):
-        return None
-    # The start of a UUID is enough if no other GPU's starts so.
-    matching = [d for d in in_pci_order if d.uid.lower().startswith(entry.lower())]
-    return matching[0] if len(matching) == 1 else None
+def open_gpu(address: GpuAddress, site: SiteConfig | None = None) -> Gpu:
+    """Open a GPU by its address, in any process of the node; `site` None means this machine's.
 
-
-def pci_address(text: str) -> tuple[int, int, int, int]:
-    """Return domain, bus, device and function of a PCI bus id, however CUDA or NVML writes it.
-
-    Raises GpuNotFoundError if it is none.
+    The back end `none` opens it for reading only. Raises GpuError for an unknown back end, one that
+    cannot open this GPU, a GPU whose clock nobody can lock, or a wrong site configuration.
     """
-    match = _PCI.fullmatch(text)
-    if match is None:
-        raise GpuNotFoundError("Not a PCI bus id", value=text, remedy="One is 0000:1b:00.0")
-    domain, bus, device, function = (int(part or "0", 16) for part in match.groups())
-    return domain, bus, device, function
+    backend = backend_class(address.backend)
+    vendor = backend if issubclass(backend, VendorGpu) else vendor_of(address.uid)
+    if address.backend == READ_ONLY or not vendor.drives_hardware:
+        site = site or SiteConfig()  # a wrong file must not keep a GPU from being read
+        gpu = vendor.from_uid(address.uid)
+    else:
+        site = site or read_site()
+        gpu = vendor.from_uid(address.uid, site.reset_range_mhz)
+        if obstacle := gpu.obstacle():
+            raise obstacle
+    return backend.through(gpu, site) if issubclass(backend, ReadThroughGpu) else gpu
 
 
-def _mig_instance(uid: str) -> MigModeError:
-    return MigModeError(
-        "CUDA shows a MIG instance, whose clock and meter are its whole GPU's",
-        value=uid,
-        remedy="Train on whole GPUs, with MIG off, or without clock control",
-    )
+def look_at(uid: str) -> VendorGpu:
+    """Open a GPU as its vendor does, for what only that knows. Raises GpuError."""
+    return vendor_of(uid).from_uid(uid)
 
 
-@dataclass(frozen=True)
-class GpuActivity:
-    """A GPU at one instant; what it does not report is () or None.
-
-    `processes` are those that compute on it, by the node's numbers, which a container may not know.
-    """
-
-    index: int
-    uid: str
-    name: str
-    processes: tuple[int, ...]
-    busy_percent: int | None
-    temperature_c: int | None
-    throttle_reasons: tuple[str, ...]
-
-    def unrest(self) -> list[str]:
-        """Say what speaks against measuring on it; nothing if it is quiet."""
-        found = []
-        if self.processes:
-            found.append(f"GPU {self.index} is used by process {_listed(self.processes)}")
-        if self.busy_percent is not None and self.busy_percent > _MOST_BUSY_PERCENT:
-            found.append(f"GPU {self.index} is {self.busy_percent} % busy")
-        held = [reason for reason in self.throttle_reasons if reason != IDLE]
-        if held:
-            found.append(f"GPU {self.index} is held back by {_listed(held)}")
-        return found
-
-
-def read_activity(uid: str) -> GpuActivity:
-    """Look at a GPU, by its UUID; NvmlError if it cannot be read."""
-    gpu = NvmlGpu(uid)
-    try:
-        busy = call_gpu(uid, "read the use", pynvml.nvmlDeviceGetUtilizationRates).gpu
-    except NvmlError:
-        busy = None
-    return GpuActivity(
-        gpu.index,
-        uid,
-        gpu.name,
-        read_processes(uid),
-        busy,
-        read_temperature_c(uid),
-        gpu.clock_state().throttle_reasons,
-    )
-
-
-def read_processes(uid: str) -> tuple[int, ...]:
-    """Return the processes on a GPU, by the node's numbers; () if its driver does not tell."""
-    read = pynvml.nvmlDeviceGetComputeRunningProcesses
-    try:
-        return tuple(process.pid for process in call_gpu(uid, "list the processes", read))
-    except NvmlError:
-        return ()
-
-
-def read_temperature_c(uid: str) -> int | None:
-    """The temperature of a GPU by its UUID, in degrees Celsius; None if it does not tell."""
-    read, sensor = pynvml.nvmlDeviceGetTemperature, pynvml.NVML_TEMPERATURE_GPU
-    try:
-        return int(call_gpu(uid, "read the temperature", read, sensor))
-    except NvmlError:
-        return None
-
-
-def _listed(values: Iterable[object]) -> str:
-    return ", ".join(map(str, values))
+def open_reader(address: GpuAddress) -> Gpu:
+    """Open a GPU to read its meters, whatever back end changes its clock."""
+    return open_gpu(address if address.backend == "emulated" else GpuAddress("none", address.uid))

@@ -26,14 +26,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from envpipe_megatron.gpu.base import GpuError
+from envpipe_megatron.gpu.registry import hardware_backends
 from envpipe_megatron.gpu.toml_tables import build, parse_toml
 
 SITE_VARIABLE = "ENVPIPE_SITE_CONFIG"
 DEFAULT_SITE_PATH = Path("/etc/envpipe/site.toml")
 _FORMAT = "envpipe-site/1"
-HARDWARE_BACKENDS = ("nvml", "zeusd", "command")
-"""The back ends that change real clocks, in the order in which `auto` tries them by default."""
-
 PLACEHOLDER = re.compile(r"\{([^{}]*)\}")
 
 
@@ -41,12 +39,13 @@ PLACEHOLDER = re.compile(r"\{([^{}]*)\}")
 class SiteConfig:
     """A site's rules for changing clocks, and the file that they come from.
 
-    `reset_range_mhz` is the lowest and highest clock that a reset leaves, None for the driver's
-    default; a site's `reset_command` has its own meaning. The module says the other fields.
+    `backends` is None where all are allowed, in their own order. `reset_range_mhz` is the lowest
+    and highest clock that a reset leaves, None for the driver's default; a site's `reset_command`
+    has its own meaning. The module says the other fields.
     """
 
     path: Path | None = None
-    backends: tuple[str, ...] = HARDWARE_BACKENDS
+    backends: tuple[str, ...] | None = None
     zeusd_socket: Path | None = None
     lock_command: tuple[str, ...] = ()
     reset_command: tuple[str, ...] = ()
@@ -129,9 +128,10 @@ def _parse(path: Path, content: bytes) -> SiteConfig:
 
 def _problems(site: SiteConfig) -> Iterator[tuple[str, str]]:
     """List what is wrong with values of the right type: field and problem."""
-    names = set(site.backends)
-    if not names <= set(HARDWARE_BACKENDS) or len(names) < len(site.backends):
-        yield "backends", f"must hold some of {', '.join(HARDWARE_BACKENDS)}, each once"
+    if site.backends is not None:
+        names, all_names = set(site.backends), hardware_backends()
+        if not names <= set(all_names) or len(names) < len(site.backends):
+            yield "backends", f"must hold some of {', '.join(all_names)}, each once"
     if site.command_time_limit_s == 0:
         yield "command_time_limit_s", "must be above 0 s"
     if site.reset_range_mhz and site.reset_range_mhz[0] > site.reset_range_mhz[1]:

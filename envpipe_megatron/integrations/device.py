@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -22,6 +23,11 @@ from envpipe_megatron.gpu.control import ChosenControl
 from envpipe_megatron.gpu.devices import uid_of_cuda_device
 from envpipe_megatron.gpu.emulated.emulated_gpu import EmulatedGpu
 from envpipe_megatron.runtime.channel.collectives import Collectives
+from envpipe_megatron.runtime.clocks.latency import (
+    CudaKernelTimer,
+    EmulatedKernelTimer,
+    KernelTimer,
+)
 from envpipe_megatron.runtime.clocks.rank_clock import open_rank_gpu
 from envpipe_megatron.runtime.execution.emulated_executor import EmulatedExecutor
 from envpipe_megatron.runtime.execution.executor import CudaExecutor, Executor
@@ -39,12 +45,15 @@ class DeviceError(EnvPipeError):
 class Device:
     """A rank's GPU, what changes its clock, and how time passes on it.
 
-    `make_executor` takes what waits for the clock controller.
+    `make_executor` takes what waits for the clock controller, `make_timer` makes what times a
+    change of clock; `labels` are for the energy log.
     """
 
     gpu: Gpu
     control: ChosenControl
     make_executor: Callable[[Callable[[], None]], Executor]
+    make_timer: Callable[[], KernelTimer]
+    labels: Mapping[str, bool]
 
 
 def current_device() -> torch.device:
@@ -93,14 +102,18 @@ def open_device(
         properties = torch.cuda.get_device_properties(torch.cuda.current_device())
         uid = collectives.everywhere(lambda: uid_of_cuda_device(str(properties.uuid)))
         gpu, control = open_rank_gpu(uid, collectives, wanted, require=require, one_clock=one_clock)
-        return Device(gpu, control, lambda settle: CudaExecutor())
+        return Device(gpu, control, lambda settle: CudaExecutor(), CudaKernelTimer, {})
     emulated, times_s = collectives.everywhere(
         lambda: _emulation(collectives.stage, num_stages, wanted, preset)
     )
     wanted = "emulated" if wanted == "auto" else wanted
     gpu, control = open_rank_gpu(emulated.address.uid, collectives, wanted)
     return Device(
-        gpu, control, lambda settle: EmulatedExecutor(emulated, times_s, collectives, settle)
+        gpu,
+        control,
+        lambda settle: EmulatedExecutor(emulated, times_s, collectives, settle),
+        partial(EmulatedKernelTimer, emulated),
+        {"emulated": True},
     )
 
 

@@ -28,6 +28,7 @@ from envpipe_megatron.integrations.framework_units import Followed, Seen, recogn
 from envpipe_megatron.integrations.job import JobFacts, Placement, own_gloo_group, say_line
 from envpipe_megatron.integrations.leveled import LeveledJob
 from envpipe_megatron.integrations.levels import Level, stands_against
+from envpipe_megatron.integrations.options import OF_LEVELS
 from envpipe_megatron.integrations.reading import read_settings
 from envpipe_megatron.runtime.channel.carrier import StageSpecs, TensorSpec
 from envpipe_megatron.runtime.channel.collectives import of_all_ranks
@@ -36,7 +37,7 @@ from envpipe_megatron.runtime.channel.links import timeout_of
 logger = logging.getLogger(__name__)
 
 #: Options that do not go with a framework that keeps its own order.
-_NOT_OFFERED = ("scheduling", "max_in_flight", "profile_only")
+_WITHOUT = (*OF_LEVELS, "scheduling", "max_in_flight", "profile_only")
 
 
 class InstructionError(EnvPipeError):
@@ -90,13 +91,6 @@ class InstrumentedPipeline:
         say: Callable[[str], None] = say_line,
         **settings: object,
     ) -> None:
-        refused = [name for name in settings if name.replace("-", "_") in _NOT_OFFERED]
-        if refused:
-            raise InstructionError(
-                "The framework keeps its order of units, so there is nothing to choose",
-                value=refused,
-                remedy="Leave it out.",
-            )
         timeout = timeout or timeout_of(pipeline_group)
         self._placement = Placement(pipeline_group, num_microbatches, timeout, runs_units=True)
         num_stages = self._placement.num_stages
@@ -105,7 +99,7 @@ class InstrumentedPipeline:
         on_gpu = torch.cuda.is_available()
         # Of the orders that flags know, the one whose defaults leave the order alone.
         self._options = read_settings(
-            {**settings, "scheduling": "1f1b"}, num_stages=num_stages, on_gpu=on_gpu
+            settings, _WITHOUT, num_stages=num_stages, on_gpu=on_gpu, scheduling="1f1b"
         )
         shape, dtype = message
         self._specs = StageSpecs.alike(TensorSpec((tuple(shape),), (dtype,), current_device()))
@@ -357,6 +351,5 @@ class InstrumentedPipeline:
             self._say,
             [stands_against("units of its own", highest, "the framework keeps its order")],
         )
-        if job.job is not None:
-            job.tell(job.job.banner())
+        job.announce()
         return job, kept_order

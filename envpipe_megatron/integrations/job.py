@@ -230,7 +230,7 @@ class Job:
                 max_slowdown_percent=self._max_slowdown_percent,
                 one_clock_slowdown_percent=self._max_slowdown_percent if one_clock else None,
                 gpu_preset=options.gpu,
-                labels={"emulated": True} if self.device.gpu.is_emulated else {},
+                labels=self.device.labels,
                 facts=facts.sidecar,
                 fingerprint=fingerprint,
                 require_control=require,

@@ -60,6 +60,9 @@ class LeveledJob:
         self._limits = *limits, *of_replicas
         self.decision = self._decide(options.level)
         self.job = self._make_job(options, of_replicas)
+        self._is_announced = False
+        #: Begins the step that is under way, in a job that is made again; None between steps.
+        self._begin_again: Callable[[], None] | None = None
 
     @property
     def level(self) -> Level:
@@ -83,6 +86,11 @@ class LeveledJob:
         assert self.job is not None
         return self.job.collectives
 
+    @property
+    def in_step(self) -> bool:
+        """True from where a step begins to its end, or to a pause."""
+        return self._begin_again is not None
+
     def tell(self, text: str) -> None:
         """Print a line on the planning rank; an empty one nowhere."""
         if text and self.job is not None and self.collectives.is_planner:
@@ -90,6 +98,7 @@ class LeveledJob:
 
     def announce(self) -> None:
         """Say what the job does."""
+        self._is_announced = True
         if self.job is not None:
             self.tell(f"{self.decision}; {self.job.banner()}")
 
@@ -97,7 +106,8 @@ class LeveledJob:
         """Make the job again if limits that showed by now, the same on all ranks, are below it.
 
         What options ask for beyond the new level is left out: it ends no training that has begun. A
-        step that has begun is to begin again. Raises LevelError if the level `asked` cannot be had.
+        step that has begun begins again, and a job that was announced says what it does now. Raises
+        LevelError if the level `asked` cannot be had.
         """
         self._limits = *self._limits, *found
         decision = self._decide(asked)
@@ -116,10 +126,17 @@ class LeveledJob:
             options = replace(options, require_control=False)
         self.job.close()
         self.job = self._make_job(options, found)
+        if self.job is None:
+            self.close()
+        if self._is_announced:
+            self.announce()
+        if self._begin_again is not None:
+            self._begin_again()
         return True
 
     def begin_step(self, iteration: int | None = None) -> None:
         """The training step of this iteration begins; by default, one more."""
+        self._begin_again = partial(LeveledJob.begin_step, self, iteration)
         if self.job is not None:
             self.session.begin_step(iteration)
 
@@ -129,6 +146,7 @@ class LeveledJob:
         Raises SystemExit if only the profile was asked for, and it is written; a JobError if there
         can be none.
         """
+        self._begin_again = None
         if self.job is None:
             return
         self.session.end_step()
@@ -143,6 +161,7 @@ class LeveledJob:
 
     def pause(self) -> None:
         """Something that is not training follows, until the next step begins."""
+        self._begin_again = None
         if self.job is not None:
             self.session.pause()
 

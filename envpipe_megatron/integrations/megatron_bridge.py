@@ -114,7 +114,7 @@ class EnvPipeCallback:
     """
 
     def __init__(self, **options: object) -> None:
-        self._options = parse_settings(options, has_levels=True)
+        self._options = parse_settings(options)
         self._training: Training | None = None
         #: Megatron's own, once the loop has asked for it.
         self._framework_function: Callable[..., Any] | None = None

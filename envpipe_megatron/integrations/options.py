@@ -15,7 +15,7 @@ from typing import Any
 from envpipe_megatron.core.channel_model import CARRIERS
 from envpipe_megatron.core.fields import AMOUNT, PERCENT, Number
 from envpipe_megatron.gpu.control import CHOICES as GPU_CONTROLS
-from envpipe_megatron.gpu.emulated.presets import load_preset
+from envpipe_megatron.gpu.presets import load_preset
 from envpipe_megatron.integrations.levels import AUTO, Level
 from envpipe_megatron.policies.objective import Goal, Objective
 from envpipe_megatron.policies.request import BY_MEMORY, POLICIES, PlanRequest
@@ -36,7 +36,6 @@ class Option:
         read: makes the field of what argparse has parsed. Its ValueError says what that must be.
         least: of its range, which is finite.
         is_file: whether it names a file that must be there.
-        of_levels: whether it goes with frameworks only that have more than one level.
         with_type: what it is by default with a type, and with the others (None).
     """
 
@@ -44,7 +43,6 @@ class Option:
     read: Callable[[Any], Any] = lambda given: given
     least: float | None = None
     is_file: bool = False
-    of_levels: bool = False
     with_type: Mapping[str | None, str] | None = None
 
 
@@ -104,7 +102,6 @@ class Options:
         choices=(AUTO, *map(str, Level)),
         default=AUTO,
         read=lambda word: None if word == AUTO else Level[word.upper()],
-        of_levels=True,
     )
     self_check: str = _option(
         "Before level order, train one iteration by the framework's own order, that again, "
@@ -114,7 +111,6 @@ class Options:
         "units; always: for every job.",
         choices=SELF_CHECKS,
         default="auto",
-        of_levels=True,
     )
     type: str = _option(
         "baseline: measure, at the highest clock; uniform: each stage at its optimal "
@@ -159,7 +155,6 @@ class Options:
         "with that; off: backwards are whole.",
         choices=("auto", "off"),
         default="auto",
-        of_levels=True,
     )
     reconfigure: str = _option(
         "With type envelope, which greedy and balanced stand for, adjust clocks from "
@@ -286,6 +281,8 @@ class Options:
         )
 
 
+#: Options that go with frameworks only that have more than one level.
+OF_LEVELS = ("level", "self_check", "split")
 OPTIONS: Mapping[str, Option] = {each.name: each.metadata["option"] for each in fields(Options)}
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 import math
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -290,26 +290,32 @@ def merged(block: Mapping[str, object], call: Mapping[str, object]) -> dict[str,
 
 
 def read_settings(
-    settings: Mapping[str, object], *, num_stages: int, on_gpu: bool, has_levels: bool = False
+    settings: Mapping[str, object],
+    without: Sequence[str] = (),
+    *,
+    num_stages: int,
+    on_gpu: bool,
+    scheduling: str | None = None,
 ) -> Options:
     """Make of settings what the same flags would be: {"type": "uniform"} is --envpipe-type uniform.
 
     Args:
-        settings: as `parse_settings` takes them.
+        settings, without: as `parse_settings` takes them.
         num_stages: p.
         on_gpu: whether memory can be measured.
-        has_levels: whether the framework has more than one level.
+        scheduling: the framework's only one, if it is.
 
     Raises EnvPipeError, with the settings' names, as `read_options` and `prepare_files` do.
     """
-    parsed = parse_settings(settings, has_levels=has_levels)
+    parsed = parse_settings(settings, without)
+    parsed.envpipe_scheduling = scheduling or parsed.envpipe_scheduling
     options = read_options(parsed, num_stages=num_stages, on_gpu=on_gpu, named=str)
     prepare_files(options, num_stages, named=str)
     return options
 
 
 def parse_settings(
-    settings: Mapping[str, object], *, has_levels: bool = False
+    settings: Mapping[str, object], without: Sequence[str] = ()
 ) -> argparse.Namespace:
     """Parse settings as the same flags would be; what goes with what is not looked at.
 
@@ -317,18 +323,20 @@ def parse_settings(
         settings: option names without `--envpipe-`, with underscores or dashes; `reconfig` stands
             for `reconfigure`. Values are words, numbers, paths, truth values for flags without a
             value, lists for one number per stage; None is as if the name were not there.
-        has_levels: whether the framework has more than one level.
+        without: options that the framework does not have.
 
     Raises OptionError, with the settings' names.
     """
     parser = argparse.ArgumentParser(allow_abbrev=False, add_help=False, exit_on_error=False)
     add_arguments(parser.add_argument_group())
-    known = sorted(name for name in OPTIONS if has_levels or not OPTIONS[name].of_levels)
+    known = sorted(OPTIONS.keys() - {*without})
     words: list[str] = []
     for name, value in plain_names(settings).items():
         if name not in known:
             raise OptionError(
-                "No such option of EnvPipe", value=name, remedy=f"There are {', '.join(known)}."
+                "No such option of EnvPipe here",
+                value=name,
+                remedy=f"There are {', '.join(known)}.",
             )
         if value is None:
             continue

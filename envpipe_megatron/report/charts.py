@@ -1,4 +1,4 @@
-"""Charts as plain data: `page` draws them with Bokeh, `stills` with matplotlib."""
+"""Charts as plain data: `page` draws them with Bokeh, `stills` some with matplotlib."""
 
 from __future__ import annotations
 

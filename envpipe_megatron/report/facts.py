@@ -8,19 +8,17 @@ highest for all units; no clock is changed to know them. What could be saved is 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from envpipe_megatron.core.arrays import FloatArray
-from envpipe_megatron.core.plan import Plan
 from envpipe_megatron.core.schedule import Schedule
 from envpipe_megatron.core.timeline import Timeline
 from envpipe_megatron.formats.energy import Phase, split_phase
-from envpipe_megatron.formats.steps import Comparison
+from envpipe_megatron.formats.steps import Comparison, StepEnergy
 from envpipe_megatron.formats.timeline import RankIteration
-from envpipe_megatron.policies.optimal.choices import mean_waiting_power_w
 from envpipe_megatron.report.pipelines import Gpu, by_iteration, gpus_of, whole_pipelines
 
 #: So many of the latest iterations at full clock are looked at.
@@ -29,23 +27,6 @@ _LATEST = 16
 _STRAGGLES = 0.02
 #: Phases of the framework's order at the highest clock.
 _FULL = (Phase.WARMUP, Phase.BASELINE)
-
-
-def gpu_joules(
-    plan: Plan, stage: int, iterations: int, energy_j: float, blocking_s: float
-) -> dict[str, float]:
-    """Energy of one GPU that ran a plan: of units, of waits in receives, and the rest.
-
-    `compute_j`, `blocking_j` and `idle_j`. Only the whole `energy_j` is measured: that of units is
-    the plan's by its profile, and that of waits the waiting power of the plan's clocks times the
-    measured waits `blocking_s`. The rest is what the meter says beyond: optimizer, data, the wait
-    for the slowest stage. Where a profile prices units too high it is below 0, by as much as the
-    profile is off.
-    """
-    compute_j = iterations * float(plan.evaluation.unit_energy_j[stage].sum())
-    blocking_j = blocking_s * float(mean_waiting_power_w(plan)[stage])
-    rest_j = energy_j - compute_j - blocking_j
-    return {"compute_j": compute_j, "blocking_j": blocking_j, "idle_j": rest_j}
 
 
 @dataclass(frozen=True)
@@ -207,24 +188,18 @@ class StepFacts:
 
     Args:
         name: the run and phase, for people.
-        iterations: how many steps were averaged.
-        energy_j: on all GPUs; None if it is not known.
-        energy_uncertainty_j: standard; None if it is not known.
+        mean: the step on an average GPU.
     """
 
     name: str
-    iterations: int
     num_gpus: int
-    time_s: float
-    energy_j: float | None
-    energy_uncertainty_j: float | None
+    mean: StepEnergy
 
     @property
-    def power_w(self) -> float | None:
-        """Mean power of one GPU; None of no GPUs, and of steps in which no time passed."""
-        if self.energy_j is None or not self.time_s or not self.num_gpus:
-            return None
-        return self.energy_j / self.time_s / self.num_gpus
+    def energy_j(self) -> float | None:
+        """On all GPUs; None if it is not known."""
+        known = self.mean.energy_j is not None and self.num_gpus
+        return self.num_gpus * self.mean.energy_j if known else None  # type: ignore[operator]
 
 
 @dataclass(frozen=True)
@@ -234,15 +209,14 @@ class StageFacts:
     Args:
         name: a name of the steps for people.
         energy_j: energy of a step, on the mean of the stage's GPUs.
-        shares: of a step on the mean GPU, by the names of `SHARES` and `gpu_joules`; without a plan
-            that prices units only those of time, and none if these are not known.
+        shares_s: of a step on the mean GPU, by `SHARES`; empty if they are not known.
     """
 
     name: str
     stage: int
     num_gpus: int
     energy_j: float
-    shares: Mapping[str, float]
+    shares_s: tuple[float, ...]
 
 
 @dataclass(frozen=True)

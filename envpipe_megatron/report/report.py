@@ -1,8 +1,7 @@
-"""Writes all that is known of a run: pictures, summary, page and trace."""
+"""Writes all that is known of a run: summary with stills, page and trace."""
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 
 from envpipe_megatron.files import refuse_foreign, replace_files
@@ -19,7 +18,8 @@ from envpipe_megatron.report.views import views_of
 TRACE_FILE = "trace.json.gz"
 SUMMARY_FILE = "summary.md"
 PAGE_FILE = "index.html"
-_ENDINGS = ".png", ".svg"  # of each still
+#: Views that the summary has as pictures; the page has all.
+_STILLS = ("timeline", "iterations", "energy_valley")
 
 
 def write_report(folder: RunFolder, facts: ReportFacts, output: Path) -> list[Section]:
@@ -28,32 +28,23 @@ def write_report(folder: RunFolder, facts: ReportFacts, output: Path) -> list[Se
     Returns what the summary says. EnvPipeError: the folder holds such files, and no report.
     """
     mark = (" (emulated)" if folder.emulated else "") + (" (dry run)" if folder.dry_run else "")
-    views = list(views_of(folder, facts))
-    recorded, table = folder.timelines.iterations, None
-    timelines = []
-    if recorded:
-        table = unit_table(recorded, folder.num_stages, folder.profile)
-        several = len({run for run, *_ in table.iterations}) > 1
-        for (run, phase, number), chart in measured_charts(table).items():
-            which = run if several else phase
-            timelines.append(
-                View(
-                    re.sub(r"[^\w.-]+", "_", f"timeline_{which}"),
-                    f"Measured: {which}, iteration {number}",
-                    f"Measured timeline of iteration {number} of {which}.",
-                    [chart],
-                )
-            )
-    stills = {view.key: view for view in (*timelines, *views)}
-    made = [f"{name}{ending}" for name in stills for ending in _ENDINGS]
-    refuse_foreign(output, [SUMMARY_FILE, PAGE_FILE, *made], TRACE_FILE)
+    views, table, timelines = list(views_of(folder, facts)), None, []
+    if folder.timelines.iterations:
+        table = unit_table(folder.timelines.iterations, folder.num_stages, folder.profile)
+        text = "An iteration as it was before, and one as it is."
+        timelines = [View("timeline", "Measured iterations", text, measured_charts(table))]
+    stills = {
+        f"{view.key}.png": view
+        for view in (*timelines, *views)
+        if view.key in _STILLS and view.charts
+    }
+    refuse_foreign(output, [SUMMARY_FILE, PAGE_FILE, *stills], TRACE_FILE)
     output.mkdir(parents=True, exist_ok=True)
     trace = write_trace(
         output / TRACE_FILE, folder.timelines, folder.windows, dry_run=folder.dry_run
     )
     for name, view in stills.items():
-        files = [output / f"{name}{ending}" for ending in _ENDINGS]
-        save(view.charts, f"{view.title}{mark}", *files)
+        save(view.charts, f"{view.title}{mark}", output / name)
     captions = {name: view.text for name, view in stills.items()}
     sections = sections_of(folder, facts, trace, captions)
     title = f"EnvPipe: {folder.path.resolve().name}"

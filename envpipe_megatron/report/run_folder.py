@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -20,7 +21,6 @@ from envpipe_megatron.formats.energy import (
     EnergyWindow,
     name_of_run,
     read_energy_logs,
-    read_step,
 )
 from envpipe_megatron.formats.timeline import TimelineLogs, read_timelines
 
@@ -39,9 +39,8 @@ class RunFolder:
         energy: None without an energy log.
         plan: None without one, or without the profile that prices it.
         clocks: how each rank's clock was controlled, as `clocks.jsonl` has it.
-        loop: what a closed loop predicted, and said, from which iteration on (`loop.jsonl`).
         summary: summary of a job or quickstart, as `summary.json` has it.
-        job: as `job.json` has it, which outlives a killed job, with `baseline`, a step or None.
+        job: as `job.json` has it, which outlives a killed job.
         missing: what is not there or cannot be read, and what the report misses for it.
     """
 
@@ -51,7 +50,6 @@ class RunFolder:
     profile: Profile | None
     plan: Plan | None
     clocks: tuple[dict[str, Any], ...]
-    loop: tuple[dict[str, Any], ...]
     summary: dict[str, Any] | None
     job: dict[str, Any] | None
     missing: tuple[str, ...]
@@ -111,29 +109,28 @@ class RunFolder:
 def read_run_folder(path: Path) -> RunFolder:
     """Read what a run left; EnvPipeError if there is nothing of a run, or no such folder."""
     missing: list[str] = []
-    timelines = _timelines(path, missing)
+    timelines = read_timelines(sorted(path.glob("timeline*.jsonl")))
+    if not timelines.iterations:
+        missing.append("timeline.jsonl: no measured timelines, and no units in the trace")
+    missing += _torn(timelines.unreadable)
     energy = _energy(path, missing)
-    profile = _read(
-        path / "profile.csv", "no energy valley, and no plan is priced", read_profile, missing
-    )
-    plan = _plan(path, profile, missing)
-    unwritten = "the job did not end in order"
+    lacking = "no energy valley, and no plan is priced"
+    profile = _read(path / "profile.csv", lacking, read_profile, missing)
+    plan, file = None, path / "plan.json"
+    if profile is not None:
+        lacking = "no planned order and clocks"
+        plan = _read(file, lacking, partial(read_plan, profile=profile), missing)
+    else:
+        missing.append(f"{file.name} is not there, or cannot be used without its profile")
+    clocks = tuple(_objects(path, "clocks*.jsonl"))
+    if not clocks:
+        missing.append("clocks.jsonl: whether clocks followed is not known")
+    lacking = "the job did not end in order"
     if energy is not None and any(map(_ended_well, energy.lines)):
-        unwritten = "the job wrote to another folder (--envpipe-output), or to none"
-    summary = _read(path / "summary.json", unwritten, _json_object, missing)
+        lacking = "the job wrote to another folder (--envpipe-output), or to none"
+    summary = _read(path / "summary.json", lacking, _json_object, missing)
     job = _read(path / "job.json", "", _json_object, missing)
-    whole = RunFolder(
-        path,
-        timelines,
-        energy,
-        profile,
-        plan,
-        _clocks(path, missing),
-        tuple(filter(_is_of_loop, _objects(path, "loop*.jsonl"))),
-        summary and _with_baseline(summary, ("baseline",), "summary.json", missing),
-        job and _with_baseline(job, ("baselines", "", "mean"), "job.json", missing),
-        (),
-    )
+    whole = RunFolder(path, timelines, energy, profile, plan, clocks, summary, job, ())
     folder = _of_present_job(whole)
     if others := _num_lines(whole) - _num_lines(folder):
         missing.append(f"{others} lines of other jobs, which wrote to the same folder")
@@ -152,15 +149,6 @@ def _ended_well(line: EnergyWindow | EnergyNote) -> bool:
     if isinstance(line, EnergyWindow) or line.note != ENDED:
         return False
     return line.fields.get("exit_code") == 0
-
-
-def _timelines(path: Path, missing: list[str]) -> TimelineLogs:
-    paths = sorted(path.glob("timeline*.jsonl"))
-    read = read_timelines(paths)
-    if not read.iterations:
-        missing.append("timeline.jsonl: no measured timelines, and no units in the trace")
-    missing += _torn(read.unreadable)
-    return read
 
 
 def _energy(path: Path, missing: list[str]) -> EnergyLogs | None:
@@ -208,24 +196,6 @@ def _read(file: Path, lacking: str, read: Callable[[Path], T], missing: list[str
         return None
 
 
-def _plan(path: Path, profile: Profile | None, missing: list[str]) -> Plan | None:
-    def read(file: Path) -> Plan | None:
-        if profile is None:
-            missing.append("plan.json cannot be used without its profile")
-            return None
-        return read_plan(file, profile)
-
-    lacking = "no planned clocks, and energy is not split into shares"
-    return _read(path / "plan.json", lacking, read, missing)
-
-
-def _clocks(path: Path, missing: list[str]) -> tuple[dict[str, Any], ...]:
-    found = tuple(_objects(path, "clocks*.jsonl"))
-    if not found:
-        missing.append("clocks.jsonl: whether clocks followed is not known")
-    return found
-
-
 def _objects(path: Path, files: str) -> Iterator[dict[str, Any]]:
     """The JSON objects of all lines; torn ones are passed over."""
     for file in sorted(path.glob(files)):
@@ -234,13 +204,6 @@ def _objects(path: Path, files: str) -> Iterator[dict[str, Any]]:
                 entry = json.loads(line)
                 if isinstance(entry, dict):
                     yield entry
-
-
-def _is_of_loop(entry: dict[str, Any]) -> bool:
-    costs = entry.get("time_s"), entry.get("energy_j")
-    known = all(isinstance(cost, (int, float)) for cost in costs) or costs == (None, None)
-    texts = all(isinstance(entry.get(name), str) for name in ("note", "phase"))
-    return known and texts and type(entry.get("iteration")) is int
 
 
 def _json_object(file: Path) -> dict[str, Any]:
@@ -254,23 +217,10 @@ def _json_object(file: Path) -> dict[str, Any]:
     return data
 
 
-def _with_baseline(
-    data: dict[str, Any], names: tuple[str, ...], file: str, missing: list[str]
-) -> dict[str, Any]:
-    """A JSON object whose entry of these names is its `baseline`: an average step, or None."""
-    step: Any = data
-    for name in names:
-        step = step.get(name) if isinstance(step, dict) else step
-    read = read_step(step)
-    if step is not None and read is None:
-        missing.append(f"{file} is damaged: what it says of the baseline is no average step")
-    return {**data, "baseline": read}
-
-
 def _num_lines(folder: RunFolder) -> int:
     """How many lines ranks appended to the folder's files, without agents' notes."""
     timelines = folder.timelines
-    lines = (timelines.iterations, timelines.clocks, folder.windows, folder.clocks, folder.loop)
+    lines = (timelines.iterations, timelines.clocks, folder.windows, folder.clocks)
     return sum(map(len, lines))
 
 
@@ -280,45 +230,34 @@ def _of_present_job(folder: RunFolder) -> RunFolder:
     Lines whose run names no start are kept; all are kept if the job names no starts. A node gets
     its name in the timelines, if a GPU shows which that is: an agent may use another name.
     """
-    told = (folder.job or {}).get("starts")
-    starts = tuple(str(start) for start in told) if isinstance(told, list) else ()
+    named = (folder.job or {}).get("starts")
+    starts = tuple(str(start) for start in named) if isinstance(named, list) else ()
 
-    def own(run: str) -> bool:
+    def own(run: object) -> bool:
+        run = str(run)
         return not starts or run.endswith(starts) or name_of_run(run) == run
 
+    timelines, energy = folder.timelines, folder.energy
     timelines = replace(
-        folder.timelines,
-        iterations=tuple(read for read in folder.timelines.iterations if own(read.labels.run)),
-        clocks=tuple(read for read in folder.timelines.clocks if own(read.labels.run)),
+        timelines,
+        iterations=tuple(read for read in timelines.iterations if own(read.labels.run)),
+        clocks=tuple(read for read in timelines.clocks if own(read.labels.run)),
     )
-    energy = folder.energy
-    if energy is not None:
-        lines = [line for line in energy.lines if isinstance(line, EnergyNote) or own(line.run)]
-        energy = replace(energy, lines=tuple(lines))
-        labels = {read.labels for read in timelines.iterations}
-        named = _node_by_gpu((own.gpu_uid, own.node) for own in labels)
-        metered = _node_by_gpu((window.gpu_uid, window.node) for window in energy.windows)
-        other = {uid: named[uid] for uid, node in metered.items() if named.get(uid, node) != node}
-        renamed = (
-            replace(line, node=other[line.gpu_uid])
-            if isinstance(line, EnergyWindow) and line.gpu_uid in other
-            else line
-            for line in lines
-        )
-        energy = replace(energy, lines=tuple(renamed))
-    clocks, loop = (
-        tuple(entry for entry in entries if own(str(entry.get("run", ""))))
-        for entries in (folder.clocks, folder.loop)
-    )
-    return replace(folder, timelines=timelines, energy=energy, clocks=clocks, loop=loop)
-
-
-def _node_by_gpu(pairs: Iterable[tuple[str, str]]) -> dict[str, str]:
-    """The node of each GPU that is named, and on one node alone."""
     nodes: dict[str, set[str]] = {}
-    for gpu_uid, node in pairs:
-        nodes.setdefault(gpu_uid, set()).add(node)
-    return {uid: next(iter(found)) for uid, found in nodes.items() if uid and len(found) == 1}
+    for read in timelines.iterations:
+        nodes.setdefault(read.labels.gpu_uid, set()).add(read.labels.node)
+    node_of = {uid: next(iter(found)) for uid, found in nodes.items() if uid and len(found) == 1}
+    if energy is not None:
+        lines = (
+            replace(line, node=node_of.get(line.gpu_uid, line.node))
+            if isinstance(line, EnergyWindow)
+            else line
+            for line in energy.lines
+            if isinstance(line, EnergyNote) or own(line.run)
+        )
+        energy = replace(energy, lines=tuple(lines))
+    clocks = tuple(entry for entry in folder.clocks if own(entry.get("run", "")))
+    return replace(folder, timelines=timelines, energy=energy, clocks=clocks)
 
 
 def _untold_stages(folder: RunFolder) -> list[str]:

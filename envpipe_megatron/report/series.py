@@ -1,21 +1,18 @@
-"""Measures over the time of a job: steps beside what plans predicted, and the power of GPUs."""
+"""Measures over the time of a job: its steps, and the power of its GPUs."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import groupby, pairwise
-from typing import Any, NamedTuple
+from itertools import groupby
 
 import numpy as np
 from numpy.typing import NDArray
 
 from envpipe_megatron.core.arrays import FloatArray
-from envpipe_megatron.formats.energy import EnergyWindow, Phase, name_of_run
-from envpipe_megatron.report.facts import ReportFacts
+from envpipe_megatron.formats.energy import EnergyWindow, name_of_run
 from envpipe_megatron.report.pipelines import StartAndNode
-from envpipe_megatron.report.run_folder import RunFolder
 
 _TIME_BINS = 600
 
@@ -179,60 +176,3 @@ def _binned_power_w(
 
     metered_s, bins_s = in_bins((count > 0).astype(float)), np.diff(edges_s)
     return np.where(metered_s > 0, in_bins(np.where(count > 0, sum_w, 0.0)) / bins_s, np.nan)
-
-
-class Prediction(NamedTuple):
-    """Cost of an iteration on all GPUs, from `begin` up to `end`, not included, if it ended.
-
-    `said` is what the job said when it began.
-    """
-
-    begin: int
-    end: int | None
-    time_s: float
-    energy_j: float
-    said: str
-
-
-def predictions_of(folder: RunFolder, facts: ReportFacts) -> list[Prediction]:
-    """Predictions for batches of full size, in order; by the last plan without a closed loop.
-
-    While the loop is back in the framework's order nothing is predicted.
-    """
-    steps, plan = facts.steady or facts.baseline, folder.plan
-    if steps is None or not folder.num_stages:
-        return []
-    pipelines = steps.num_gpus / folder.num_stages
-    told = _of_latest_starts([entry for entry in folder.loop if not entry.get("batch")])
-    if told:
-        return list(_predictions(told, pipelines))
-    if plan is None:
-        return []
-    joules = pipelines * plan.cost.energy_j
-    return [Prediction(0, None, plan.cost.iteration_time_s, joules, "the plan of the job")]
-
-
-def _of_latest_starts(entries: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """In the order of iterations: a start that begins at an earlier one replaces what came before.
-
-    The runs of starts end with their instants, so that they sort.
-    """
-    kept: list[dict[str, Any]] = []
-    for entry in sorted(entries, key=lambda one: (str(one.get("run", "")), one["iteration"])):
-        while kept and kept[-1]["iteration"] > entry["iteration"]:
-            kept.pop()
-        kept.append(entry)
-    return kept
-
-
-def _predictions(told: list[dict[str, Any]], pipelines: float) -> Iterator[Prediction]:
-    cost: tuple[float, float] | None = None
-    for now, after in pairwise([*told, None]):
-        assert now is not None
-        if now["time_s"] is not None:
-            cost = now["time_s"], pipelines * now["energy_j"]
-        end = None if after is None else after["iteration"]
-        if cost is not None and now["phase"] != Phase.BASELINE:
-            yield Prediction(now["iteration"], end, *cost, now["note"])
-        if after is not None and after.get("run") != now.get("run"):
-            cost = None

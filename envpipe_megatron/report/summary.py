@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from envpipe_megatron import __version__
 from envpipe_megatron.core.profile_rows import MEASURED_SPLIT
 from envpipe_megatron.errors import plain
+from envpipe_megatron.formats.energy import SHARES
 from envpipe_megatron.report.facts import Bubbles, ReportFacts, StepFacts
 from envpipe_megatron.report.run_folder import RunFolder
 from envpipe_megatron.report.trace import TraceFacts
@@ -71,10 +72,10 @@ def comparison_section(facts: ReportFacts) -> Section:
     if not columns:
         return Section(RESULT)
     rows = [
-        ("iteration time (s)", *(f"{step.time_s:.4f}" for step in columns)),
+        ("iteration time (s)", *(f"{step.mean.time_s:.4f}" for step in columns)),
         ("energy of an iteration, all GPUs (J)", *(_energy(step) for step in columns)),
         ("power of a GPU (W)", *(_power(step) for step in columns)),
-        ("iterations", *(str(step.iterations) for step in columns)),
+        ("iterations", *(f"{step.mean.iterations:.0f}" for step in columns)),
     ]
     said = f"Against {columns[0].name}: {facts.told}."
     if facts.compared is None:
@@ -152,7 +153,7 @@ def _phases(facts: ReportFacts) -> Section:
     header = ("phase", "GPUs", "iterations", "time (s)", "energy of all GPUs (J)", "W a GPU")
     rows = (
         (
-            step.name, str(step.num_gpus), str(step.iterations), f"{step.time_s:.4f}",
+            step.name, str(step.num_gpus), f"{step.mean.iterations:.0f}", f"{step.mean.time_s:.4f}",
             _energy(step), _power(step),
         )
         for step in facts.phases
@@ -161,19 +162,14 @@ def _phases(facts: ReportFacts) -> Section:
 
 
 def _stages(facts: ReportFacts) -> Section:
-    header = (
-        "", "stage", "GPUs", "energy (J)", "units (s)", "receives (s)", "rest (s)",
-        "units (J)", "receives (J)", "rest (J)",
-    )  # fmt: skip
-    rows = []
-    for stage in facts.stages:
-        shares = (
-            f"{stage.shares[name]:{places}}" if name in stage.shares else ""
-            for unit, places in (("s", ".4f"), ("j", ".1f"))
-            for name in (f"compute_{unit}", f"blocking_{unit}", f"idle_{unit}")
+    header = ("", "stage", "GPUs", "energy (J)", "units (s)", "receives (s)", "rest (s)")
+    rows = (
+        (
+            stage.name, str(stage.stage), str(stage.num_gpus), f"{stage.energy_j:.1f}",
+            *([f"{share_s:.4f}" for share_s in stage.shares_s] or [""] * len(SHARES)),
         )
-        whose = stage.name, str(stage.stage), str(stage.num_gpus)
-        rows.append((*whose, f"{stage.energy_j:.1f}", *shares))
+        for stage in facts.stages
+    )  # fmt: skip
     return Section("Stages: an iteration on one GPU", header, tuple(rows))
 
 
@@ -263,13 +259,15 @@ def _notes(folder: RunFolder, facts: ReportFacts) -> Iterator[str]:
 def _energy(step: StepFacts) -> str:
     if step.energy_j is None:
         return "not known"
-    if step.energy_uncertainty_j is None:
+    uncertainty_j = step.mean.energy_uncertainty_j
+    if uncertainty_j is None:
         return f"{step.energy_j:.1f}"
-    return f"{step.energy_j:.1f} +- {1.96 * step.energy_uncertainty_j:.1f}"
+    return f"{step.energy_j:.1f} +- {1.96 * step.num_gpus * uncertainty_j:.1f}"
 
 
 def _power(step: StepFacts) -> str:
-    return "not known" if step.power_w is None else f"{step.power_w:.1f}"
+    known = step.mean.power_w is not None and step.num_gpus
+    return f"{step.mean.power_w:.1f}" if known else "not known"
 
 
 def to_markdown(title: str, sections: Iterable[Section], command: str = "report") -> str:
@@ -282,7 +280,7 @@ def to_markdown(title: str, sections: Iterable[Section], command: str = "report"
             parts.append("\n".join(f"| {' | '.join(map(_cell, row))} |" for row in rows))
         if section.lines:
             parts.append("\n".join(f"- {line}" for line in section.lines))
-        parts += [f"![{name}]({name}.png)\n\n{said}" for name, said in section.stills.items()]
+        parts += [f"![{name}]({name})\n\n{said}" for name, said in section.stills.items()]
     return "\n\n".join(parts) + "\n"
 
 

@@ -11,12 +11,11 @@ from __future__ import annotations
 import gzip
 import json
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import groupby
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -35,9 +34,11 @@ from envpipe_megatron.report.pipelines import IterationKey, kept_iterations, nod
 MAX_UNITS = 1_000_000
 
 _JOB, _UNITS, _PHASES, _ITERATIONS = 0, 1, 1, 2
-_REQUESTED, _NOT_SET = "SM clock requested", "SM clock (dry run, not set)"
 _FASTEST_COMPRESSION = 1
 _NEXT = ",\n"  # every event follows another one
+
+#: An instant of a node in a start of the job, in microseconds of the trace.
+_Axis = Callable[[GpuLabels | EnergyWindow, float], int]
 
 
 @dataclass(frozen=True)
@@ -74,27 +75,27 @@ def write_trace(
     for read in sorted(timelines.iterations, key=_iteration_of):
         by_key.setdefault(_iteration_of(read), []).append(read)
     kept = set(kept_iterations(by_key, max_units))
-    gpus = _gpus(timelines, windows)
-    axis = _Axis(timelines, windows)
+    gpus, axis = _gpus(timelines, windows), _axis(timelines, windows)
     units = 0
     with (
         written_beside(path) as draft,
         gzip.open(draft, "wt", compresslevel=_FASTEST_COMPRESSION, encoding="utf-8") as file,
     ):
         file.write('{"displayTimeUnit":"ms","traceEvents":[\n')
-        file.write(_named(_JOB, 0, "process_name", name="job").removeprefix(_NEXT))
+        file.write(_named(_JOB, 0, "process_name", "job").removeprefix(_NEXT))
         file.writelines(_job_events(gpus, axis))
         for pid, gpu in enumerate(gpus, start=1):
-            file.writelines(_gpu_names(pid, gpu))
+            file.write(_named(pid, 0, "process_name", gpu.name))
+            file.write(_event("M", pid, "process_sort_index", tid=0, args={"sort_index": pid}))
+            file.write(_named(pid, _UNITS, "thread_name", "units"))
             end_us = 0
             for read in gpu.iterations:
                 if _iteration_of(read) in kept:
-                    begin_us = max(end_us, axis.us(read.labels, read.begin_s))
+                    begin_us = max(end_us, axis(read.labels, read.begin_s))
                     file.write(_unit_events(pid, read, begin_us))
                     end_us = begin_us + int(read.end_us[-1])
                     units += len(read.start_us)
-            file.writelines(_clock_events(pid, gpu, axis, _NOT_SET if dry_run else _REQUESTED))
-            file.writelines(_power_events(pid, gpu.windows, axis))
+            file.writelines(_counters(pid, gpu, axis, dry_run=dry_run))
         file.write("\n]}\n")
     there = {_iteration_of(read) for gpu in gpus for read in gpu.iterations}
     overlapping = len(timelines.iterations) - sum(len(gpu.iterations) for gpu in gpus)
@@ -112,100 +113,71 @@ class _Gpu:
     windows: list[EnergyWindow] = field(default_factory=list)
 
 
-def _who(line: GpuLabels | EnergyWindow) -> tuple[str, str, str, int | None, int | None]:
-    return line.node, line.gpu_uid, line.gpu, line.stage, line.rank
-
-
 def _gpus(timelines: TimelineLogs, windows: Sequence[EnergyWindow]) -> list[_Gpu]:
     """In the order of their ranks; those that are only metered come last."""
     gpus: dict[tuple[str, str], _Gpu] = {}
 
-    def of(node: str, uid: str, gpu: str, stage: int | None, rank: int | None) -> _Gpu:
-        parts = [node, f"stage {stage}", f"rank {rank}"] if rank is not None else [node, uid]
-        name = " · ".join((*parts, gpu))
-        place = math.inf if rank is None else rank
-        return gpus.setdefault((node, uid), _Gpu(name, place))
+    def of(line: GpuLabels | EnergyWindow) -> _Gpu:
+        rank = f"stage {line.stage} · rank {line.rank}"
+        name = f"{line.node} · {line.gpu_uid if line.rank is None else rank} · {line.gpu}"
+        place = math.inf if line.rank is None else line.rank
+        return gpus.setdefault((line.node, line.gpu_uid), _Gpu(name, place))
 
-    for read in timelines.iterations:
-        of(*_who(read.labels)).iterations.append(read)
+    for read in sorted(timelines.iterations, key=lambda read: read.begin_s):
+        own = of(read.labels).iterations
+        end_s = own[-1].begin_s + 1e-6 * float(own[-1].end_us[-1]) if own else -math.inf
+        if read.begin_s >= end_s - 1e-6:  # both ends are rounded to microseconds
+            own.append(read)
     for samples in timelines.clocks:
-        of(*_who(samples.labels)).clocks.append(samples)
+        of(samples.labels).clocks.append(samples)
     for window in windows:
-        of(*_who(window)).windows.append(window)
-    for gpu in gpus.values():
-        gpu.iterations = _one_after_another(gpu.iterations)
+        of(window).windows.append(window)
     return sorted(gpus.values(), key=lambda gpu: gpu.rank)
 
 
-class _Axis:
-    """The trace's time: microseconds after the first instant, on all nodes."""
+def _axis(timelines: TimelineLogs, windows: Sequence[EnergyWindow]) -> _Axis:
+    """Return the trace's time: microseconds after the first instant, on all nodes."""
+    offsets_s = node_offsets_s(timelines.iterations)
 
-    def __init__(self, timelines: TimelineLogs, windows: Sequence[EnergyWindow]) -> None:
-        self._offsets_s = node_offsets_s(timelines.iterations)
-        self._begin_s = 0.0
-        instants = [self._common_s(read.labels, read.begin_s) for read in timelines.iterations]
-        instants += [self._common_s(w, w.begin_s) for w in windows if w.begin_s is not None]
-        instants += [self._common_s(read.labels, min(read.time_s)) for read in timelines.clocks]
-        self._begin_s = min(instants, default=0.0)
+    def common_s(whose: GpuLabels | EnergyWindow, instant_s: float) -> float:
+        return instant_s - offsets_s.get((whose.run, whose.node), 0.0)
 
-    def us(self, whose: GpuLabels | EnergyWindow, instant_s: float) -> int:
-        """An instant of a node in a start of the job."""
-        return round(1e6 * (self._common_s(whose, instant_s) - self._begin_s))
-
-    def _common_s(self, whose: GpuLabels | EnergyWindow, instant_s: float) -> float:
-        return instant_s - self._offsets_s.get((whose.run, whose.node), 0.0)
+    instants = [common_s(read.labels, read.begin_s) for read in timelines.iterations]
+    instants += [common_s(each, each.begin_s) for each in windows if each.begin_s is not None]
+    instants += [common_s(read.labels, min(read.time_s)) for read in timelines.clocks]
+    first_s = min(instants, default=0.0)
+    return lambda whose, instant_s: round(1e6 * (common_s(whose, instant_s) - first_s))
 
 
 def _iteration_of(read: RankIteration) -> IterationKey:
     return read.labels.run, read.phase, read.iteration
 
 
-def _one_after_another(own: list[RankIteration]) -> list[RankIteration]:
-    """Keep the iterations of a GPU that do not overlap earlier ones, in the order of time."""
-    kept: list[RankIteration] = []
-    end_s = -math.inf
-    for read in sorted(own, key=lambda read: read.begin_s):
-        if read.begin_s >= end_s - 1e-6:  # both ends are rounded to microseconds
-            kept.append(read)
-            end_s = read.begin_s + 1e-6 * float(read.end_us[-1])
-    return kept
+def _event(shape: str, pid: int, name: str, **fields: object) -> str:
+    return _NEXT + json.dumps({"ph": shape, "pid": pid, "name": name, **fields})
 
 
-def _named(pid: int, tid: int, kind: str, **arguments: Any) -> str:
-    event = {"ph": "M", "pid": pid, "tid": tid, "name": kind, "args": arguments}
-    return _NEXT + json.dumps(event)
+def _named(pid: int, tid: int, kind: str, name: str) -> str:
+    return _event("M", pid, kind, tid=tid, args={"name": name})
 
 
 def _job_events(gpus: Sequence[_Gpu], axis: _Axis) -> Iterator[str]:
     """Phases and iterations, as the first GPU that recorded any saw them."""
-    recorded = [gpu.iterations for gpu in gpus if gpu.iterations]
-    if not recorded:
-        return
-    yield _named(_JOB, _PHASES, "thread_name", name="phases")
-    yield _named(_JOB, _ITERATIONS, "thread_name", name="iterations")
-
-    def slices(tid: int, key: Callable[[RankIteration], str]) -> Iterator[str]:
+    recorded = next((gpu.iterations for gpu in gpus if gpu.iterations), [])
+    for tid, thread in (_PHASES, "phases"), (_ITERATIONS, "iterations"):
+        if recorded:
+            yield _named(_JOB, tid, "thread_name", thread)
+        named = [(read.phase if tid == _PHASES else read.iteration, read) for read in recorded]
         end_us = 0
-        for name, group in groupby(recorded[0], key=key):
-            members = list(group)
+        for name, group in groupby(named, lambda each: f"{each[1].labels.run} {each[0]}".strip()):
+            members = [read for _, read in group]
             first, last = members[0], members[-1]
-            begin_us = max(end_us, axis.us(first.labels, first.begin_s))
-            end_us = max(begin_us, axis.us(last.labels, last.begin_s + last.iteration_time_s))
-            yield (
-                f'{_NEXT}{{"ph":"X","pid":{_JOB},"tid":{tid},"ts":{begin_us},'
-                f'"dur":{end_us - begin_us},"name":{json.dumps(name)},'
-                f'"cat":{json.dumps(first.phase)},'
-                f'"args":{{"first":{first.iteration},"last":{last.iteration}}}}}'
-            )
-
-    yield from slices(_PHASES, lambda read: f"{read.labels.run} {read.phase}".strip())
-    yield from slices(_ITERATIONS, lambda read: f"{read.labels.run} {read.iteration}".strip())
-
-
-def _gpu_names(pid: int, gpu: _Gpu) -> Iterator[str]:
-    yield _named(pid, 0, "process_name", name=gpu.name)
-    yield _named(pid, 0, "process_sort_index", sort_index=pid)
-    yield _named(pid, _UNITS, "thread_name", name="units")
+            begin_us = max(end_us, axis(first.labels, first.begin_s))
+            end_us = max(begin_us, axis(last.labels, last.begin_s + last.iteration_time_s))
+            yield _event(
+                "X", _JOB, name, tid=tid, ts=begin_us, dur=end_us - begin_us, cat=first.phase,
+                args={"first": first.iteration, "last": last.iteration},
+            )  # fmt: skip
 
 
 @lru_cache(maxsize=256)
@@ -233,33 +205,28 @@ def _unit_events(pid: int, read: RankIteration, begin_us: int) -> str:
     return template % tuple(np.stack(columns, axis=1).ravel().tolist())
 
 
-def _counter(pid: int, name: str, at_us: int, value: float, unit: str) -> str:
-    event = f'"ph":"C","pid":{pid},"ts":{at_us},"name":"{name}","args":{{"{unit}":{value:.10g}}}'
-    return f"{_NEXT}{{{event}}}"
+def _counters(pid: int, gpu: _Gpu, axis: _Axis, *, dry_run: bool) -> Iterator[str]:
+    """A GPU's requested clock when it changes, the observed one when it was read, and its power."""
 
+    def counter(name: str, at_us: int, **value: float) -> str:
+        return _event("C", pid, name, ts=at_us, args=value)
 
-def _clock_events(pid: int, gpu: _Gpu, axis: _Axis, requested: str) -> Iterator[str]:
-    """The `requested` clock when it changes, and the observed one each time it was read."""
+    requested = "SM clock (dry run, not set)" if dry_run else "SM clock requested"
     present = 0
     for read in gpu.iterations:
         if read.frequency_mhz is None:
             continue
-        begin_us = axis.us(read.labels, read.begin_s)
+        begin_us = axis(read.labels, read.begin_s)
         before = np.concatenate(([present], read.frequency_mhz[:-1]))
         for at in np.flatnonzero(read.frequency_mhz != before).tolist():
             # Requested when the unit before has ended: the wait runs at the clock that follows it.
             at_us = begin_us + (int(read.end_us[at - 1]) if at else 0)
-            mhz = int(read.frequency_mhz[at])
-            yield _counter(pid, requested, at_us, mhz, "MHz")
+            yield counter(requested, at_us, MHz=int(read.frequency_mhz[at]))
         present = int(read.frequency_mhz[-1])
     for samples in gpu.clocks:
         for time_s, mhz in zip(samples.time_s, samples.observed_mhz, strict=True):
-            at_us = axis.us(samples.labels, time_s)
-            yield _counter(pid, "SM clock observed", at_us, mhz, "MHz")
-
-
-def _power_events(pid: int, windows: Iterable[EnergyWindow], axis: _Axis) -> Iterator[str]:
-    for window in windows:
+            yield counter("SM clock observed", axis(samples.labels, time_s), MHz=mhz)
+    for window in gpu.windows:
         if window.begin_s is not None and window.duration_s > 0:
-            at_us = axis.us(window, window.begin_s)
-            yield _counter(pid, "power", at_us, window.energy_j / window.duration_s, "W")
+            power_w = window.energy_j / window.duration_s
+            yield counter("power", axis(window, window.begin_s), W=power_w)

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from envpipe_megatron.core.arrays import FloatArray
-from envpipe_megatron.core.kinds import TRAITS, Kind
+from envpipe_megatron.core.kinds import TRAITS, Kind, Unit
 from envpipe_megatron.core.plan import Plan
 from envpipe_megatron.core.profile import Profile
 from envpipe_megatron.core.profile_rows import ProfileError
@@ -238,36 +238,37 @@ def plan_chart(
     return _chart(units, labels, rows, 1e3 * x_max_s, scale_mhz, title)
 
 
-def measured_charts(table: UnitTable) -> dict[IterationKey, Chart]:
+def measured_charts(table: UnitTable) -> list[Chart]:
     """The first iterations to look at, of the first pipeline, on the same axes and colours."""
     pipeline = [row for row, gpu in enumerate(table.gpus) if gpu.pipeline == 0]
-    several = bool(table.columns["chunk"].any())
-    units_of: dict[IterationKey, dict[str, NDArray[Any]]] = {}
-    for shown in table.shown:
+    several = any(run for run, *_ in table.iterations)
+    drawn = []
+    for shown in dict.fromkeys(table.shown):
         own = table.columns["iteration"] == shown
         own &= table.columns["row"] < len(pipeline)
         if own.any():  # else it was recorded by other pipelines only
             units = {name: values[own] for name, values in table.columns.items()}
             first_ms = units["begin"].min()  # another pipeline may have begun before
-            units |= {end: units[end] - first_ms for end in ("begin", "end")}
-            units_of[table.iterations[shown]] = units
-    if not units_of:
-        return {}
-    last_ms = max(float(units["end"].max()) for units in units_of.values())
-    all_mhz = np.concatenate([units["mhz"] for units in units_of.values()])
-    clocks_mhz = all_mhz[all_mhz > 0]
+            drawn.append((shown, units | {end: units[end] - first_ms for end in ("begin", "end")}))
+    if not drawn:
+        return []
+    last_ms = max(float(units["end"].max()) for _, units in drawn)
+    clocks_mhz = np.concatenate([units["mhz"][units["mhz"] > 0] for _, units in drawn])
     scale_mhz = (float(clocks_mhz.min()), float(clocks_mhz.max())) if len(clocks_mhz) else None
-    charts = {}
-    for key, units in units_of.items():
-        labels = [
-            f"{KINDS[kind].letter}{microbatch}{f'.{chunk}' if several else ''}"
-            for kind, microbatch, chunk in zip(
-                *(units[name] for name in ("kind", "microbatch", "chunk")), strict=True
-            )
-        ]
-        title = f"measured {units['end'].max() / 1e3:.4g} s  ·  one GPU of each stage"
+    chunks = 1 + int(table.columns["chunk"].max())
+    charts = []
+    for shown, units in drawn:
+        named = zip(
+            *(units[name].tolist() for name in ("kind", "microbatch", "chunk")), strict=True
+        )
+        labels = [Unit(KINDS[kind], *rest).label(chunks) for kind, *rest in named]
+        run, phase, number = table.iterations[shown]
+        title = (
+            f"{run if several else phase}, iteration {number}: measured "
+            f"{units['end'].max() / 1e3:.4g} s  ·  one GPU of each stage"
+        )
         rows = [str(table.gpus[row].stage) for row in pipeline]
-        charts[key] = _chart(units, labels, rows, last_ms, scale_mhz, title)
+        charts.append(_chart(units, labels, rows, last_ms, scale_mhz, title))
     return charts
 
 

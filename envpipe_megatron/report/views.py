@@ -1,4 +1,4 @@
-"""Views of a run, which a report shows: charts, as plain data."""
+"""Views of a run, of profiles and of plans: charts, as plain data."""
 
 from __future__ import annotations
 
@@ -9,15 +9,19 @@ from itertools import groupby
 import numpy as np
 from numpy.typing import NDArray
 
+from envpipe_megatron.core.plan import Plan
+from envpipe_megatron.core.profile import Profile
 from envpipe_megatron.formats.energy import PHASES, split_phase
 from envpipe_megatron.formats.timeline import IDLE, ClockSamples
+from envpipe_megatron.policies.frontier import FRONTIER_GAP, plan_frontier
+from envpipe_megatron.policies.optimal.linear_program import LinearProgramError
+from envpipe_megatron.policies.optimal.optimizer import Optimizer
 from envpipe_megatron.report.charts import (
     BLUE,
     GREEN,
     GREY,
     ORANGE,
     PURPLE,
-    SERIES,
     SKY,
     VERMILION,
     YELLOW,
@@ -29,14 +33,11 @@ from envpipe_megatron.report.charts import (
 )
 from envpipe_megatron.report.facts import Bubbles, ReportFacts
 from envpipe_megatron.report.pipelines import Gpu, StartAndNode, gpus_of, node_offsets_s
-from envpipe_megatron.report.plan_charts import frontier_charts, frontier_of, valley_charts
 from envpipe_megatron.report.run_folder import RunFolder
 from envpipe_megatron.report.series import (
     PowerSeries,
-    Prediction,
     StepSeries,
     power_series,
-    predictions_of,
     step_series,
 )
 
@@ -44,8 +45,8 @@ from envpipe_megatron.report.series import (
 _PHASES = dict(zip(PHASES, (GREY, ORANGE, SKY, PURPLE, YELLOW, GREEN, GREY), strict=True))
 #: Of each line: more than a screen has pixels would not be seen.
 _MOST_POINTS = 800
-#: So many reasons to hold clocks back have a name of their own.
-_MOST_REASONS = 4
+#: A frontier of so many units is made within seconds.
+_MOST_UNITS, _POINTS = 2_000, 8
 
 
 def views_of(folder: RunFolder, facts: ReportFacts) -> Iterator[View]:
@@ -65,9 +66,8 @@ def views_of(folder: RunFolder, facts: ReportFacts) -> Iterator[View]:
             "iterations",
             "Iterations of the job",
             "Time and energy of each iteration; a metered window of several is their mean. The "
-            "phases of a job of one run are shaded. Dashed is what each plan that ran predicted, "
-            "without what is outside of its units.",
-            steps_charts(series, predictions_of(folder, facts)),
+            "phases of a job of one run are shaded.",
+            steps_charts(series),
         )
     power = power_series(folder.windows, offsets_s)
     if power.names:
@@ -90,7 +90,7 @@ def views_of(folder: RunFolder, facts: ReportFacts) -> Iterator[View]:
             "energy_valley",
             "Energy over the clock",
             "Energy of one microbatch, forward and backward, on each stage, by the profile.",
-            valley_charts(folder.profile),
+            [valley_chart(folder.profile)],
         )
     plans = [] if folder.plan is None else frontier_of(folder.plan)
     if plans:
@@ -130,7 +130,7 @@ def bubbles_chart(found: Bubbles) -> Chart:
     return Chart("bubbles", "ms of an iteration", label, marks, rows=rows, x_range=whole)
 
 
-def steps_charts(series: Sequence[StepSeries], predicted: Sequence[Prediction]) -> list[Chart]:
+def steps_charts(series: Sequence[StepSeries]) -> list[Chart]:
     """Time and energy of each iteration, on one axis of iterations."""
     last = max(int(run.iteration[-1]) for run in series)
     charts = []
@@ -153,15 +153,6 @@ def steps_charts(series: Sequence[StepSeries], predicted: Sequence[Prediction]) 
                 Marks("line", run.run, colour, {"x": [at], "y": [values]}),
                 Marks("dot", run.run, colour, {"x": at, "y": values, "phase": phases}, tips),
             ]
-        if predicted:
-            steps = [
-                ((one.begin, last + 1 if one.end is None else one.end),
-                 2 * (getattr(one, column),), one.begin, one.said)
-                for one in predicted
-            ]  # fmt: skip
-            columns = columns_of("x y begin said", steps)
-            tips = ("from iteration", "@begin"), ("predicted", "$y{0.0000}"), ("", "@said")
-            marks.append(Marks("line", "predicted", VERMILION, columns, tips, look="dashed"))
         charts.append(
             Chart(
                 f"iterations-{column}", "iteration", label, marks,
@@ -271,10 +262,103 @@ def _held_back(boxes: Mapping[str, Sequence[tuple[int, int, float, float]]]) -> 
     """Boxes of row, rank, begin and end by the reasons; those that held the longest come first."""
     most = sorted(boxes, key=lambda why: -sum(end - begin for *_, begin, end in boxes[why]))
     each = [
-        (*((why, SERIES[number]) if number < _MOST_REASONS else ("other reasons", GREY)), why, *box)
-        for number, why in enumerate(most)
+        (why, colour, *box)
+        for why, colour in zip(most, series_colours(len(most)), strict=True)
         for box in boxes[why]
     ]
-    columns = columns_of("name colour why row rank begin end", each)
-    tips = ("rank", "@rank"), ("held back by", "@why"), ("s", "$x{0.00}")
+    columns = columns_of("name colour row rank begin end", each)
+    tips = ("rank", "@rank"), ("held back by", "@name"), ("s", "$x{0.00}")
     return Marks("box", "", GREY, columns, tips)
+
+
+def valley_chart(profile: Profile) -> Chart:
+    """Energy of one microbatch (forward and backward of all chunks) over the clock, by stage."""
+    valleys = [_valley(profile, stage) for stage in range(profile.num_stages)]
+    stages = [f"stage {stage}" for stage in range(profile.num_stages)]
+    named = list(zip(stages, series_colours(len(stages)), valleys, strict=True))
+    lines = [(*names, [*valley], [*valley.values()]) for *names, valley in named]
+    dots = [(*names, *point) for *names, valley in named for point in valley.items()]
+    best = [min(valley.items(), key=lambda at: (at[1], -at[0])) for valley in valleys if valley]
+    tips = ("", "@name"), ("MHz", "@x"), ("J", "@y{0.000}")
+    marks = [
+        Marks("line", "", GREY, columns_of("name colour x y", lines)),
+        Marks("dot", "", GREY, columns_of("x y", best), marker="diamond", size=11),
+        Marks("dot", "", GREY, columns_of("name colour x y", dots), tips, size=4),
+    ]
+    label, title = "energy of a microbatch (J)", "diamonds: the clock of the least energy"
+    return Chart("energy_valley", "SM clock (MHz)", label, marks, title)
+
+
+def _valley(profile: Profile, stage: int) -> dict[int, float]:
+    """Joules of a microbatch by the clocks that all of its kinds were profiled at."""
+    by_kind = [
+        energies
+        for kind in profile.kinds
+        if any((energies := profile.energy_by_clock_j(stage, kind)).values())
+    ]
+    clocks = sorted(set.intersection(*map(set, by_kind))) if by_kind else []
+    return {mhz: sum(kind[mhz] for kind in by_kind) for mhz in clocks}
+
+
+def frontier_of(plan: Plan) -> list[Plan]:
+    """Plans of a plan's order from the fastest to the cheapest; none for an order too large."""
+    if plan.schedule.num_units > _MOST_UNITS or plan.schedule.forward_only:
+        return []
+    optimizer = Optimizer(plan.schedule, plan.profile, plan.conditions, good_gap=FRONTIER_GAP)
+    try:
+        return plan_frontier([optimizer], _POINTS)
+    except LinearProgramError:
+        return []
+
+
+def frontier_charts(plans: Sequence[Plan], ran: Plan | None = None) -> list[Chart]:
+    """Energy and mean power over the time of plans, the fastest first, and of the one that ran."""
+    full = plans[0].baseline
+    times_s = [plan.cost.iteration_time_s for plan in plans]
+    bounds_j = [plan.energy_lower_bound_j for plan in plans]
+    charts = []
+    for name, field, label in (
+        ("frontier", "energy_j", "energy of an iteration (J)"),
+        ("frontier-power", "mean_power_w", "mean power of all GPUs (W)"),
+    ):
+        marks = [
+            Marks(
+                "line", "", BLUE, {"x": [times_s], "y": [[getattr(p.cost, field) for p in plans]]}
+            )
+        ]
+        if field == "energy_j" and None not in bounds_j:
+            bound = {"x": [times_s], "y": [bounds_j]}
+            marks.append(Marks("line", "lower bound", GREEN, bound, look="dashed"))
+        for what, shown, colour, marker, size in (
+            ("plans", plans, BLUE, "circle", 5),
+            (f"{full.schedule.name} at the highest clocks", [full], VERMILION, "triangle", 9),
+            ("the plan that ran", [ran] if ran else [], ORANGE, "star", 14),
+        ):
+            points = [
+                (
+                    plan.cost.iteration_time_s, getattr(plan.cost, field),
+                    plan.cost.slowdown_percent(full.cost), plan.cost.saving_percent(full.cost),
+                )
+                for plan in shown
+            ]  # fmt: skip
+            columns = columns_of("x y slower saved", points)
+            tips = [
+                ("", "@name"), ("time (s)", "@x{0.0000} (@slower{+0.00} %)"),
+                (label, "@y{0.0}"), ("energy saved (%)", "@saved{0.00}"),
+            ]  # fmt: skip
+            marks.append(Marks("dot", what, colour, columns, tips, marker, size))
+        charts.append(Chart(name, "iteration time (s)", label, marks))
+    return charts
+
+
+def configurations_chart(frontiers: Mapping[str, Sequence[tuple[float, float]]]) -> Chart:
+    """Energy over time of the plans of each configuration, by its name."""
+    named = list(zip(frontiers, series_colours(len(frontiers)), frontiers.values(), strict=True))
+    lines = [(*names, *zip(*points, strict=True)) for *names, points in named]
+    dots = [(*names, *point) for *names, points in named for point in points]
+    marks = [
+        Marks("line", "", GREY, columns_of("name colour x y", lines)),
+        Marks("dot", "", GREY, columns_of("name colour x y", dots)),
+    ]
+    label = "energy of all GPUs in an iteration (J)"
+    return Chart("configurations", "iteration time (s)", label, marks)

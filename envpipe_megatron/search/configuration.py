@@ -107,21 +107,20 @@ def configuration_text(
         "global_batch": job.global_batch,
         "num_microbatches": configuration.num_microbatches,
         "distributed_optimizer": configuration.distributed_optimizer,
-        "stages": [_stage_entry(profile, stage) for stage in configuration.stages],
-        "megatron_flags": list(flags),
+        "stages": [
+            {
+                "pieces": stage.chunks,
+                "names": [profile.pieces[first:end] for first, end in stage.chunks],
+                **asdict(stage.sizes),
+                "data_parallel": stage.data_parallel,
+                "recomputed": stage.recomputed,
+            }
+            for stage in configuration.stages
+        ],
+        "megatron_flags": flags,
         "predicted": predicted,
     }
     return json.dumps(known, indent=1) + "\n"
-
-
-def _stage_entry(profile: LayerProfile, stage: StageLayout) -> dict[str, Any]:
-    return {
-        "pieces": [list(chunk) for chunk in stage.chunks],
-        "names": [list(profile.pieces[first:end]) for first, end in stage.chunks],
-        **asdict(stage.sizes),
-        "data_parallel": stage.data_parallel,
-        "recomputed": list(stage.recomputed),
-    }
 
 
 def megatron_flags(profile: LayerProfile, configuration: Configuration, job: Job) -> list[str]:
@@ -180,20 +179,6 @@ def _layout_text(stages: Sequence[str]) -> str:
         text = f"{short(stage)}|"
         middle += text if repeats == 1 else f"({text})*{repeats}"
     return f"{short(stages[0])}|{middle}{short(stages[-1])}"
-
-
-def first_last_flags(split: Split) -> str | None:
-    """Megatron's flags for the first and the last stage, or None if they cannot express a split.
-
-    Megatron (core_v0.16.1) wants at least one layer on each of the two, and deals the others evenly
-    to the stages between. The flags exclude the layout and `--account-for-*-in-pipeline-split`.
-    """
-    if min(split) < 1 or len(set(split[1:-1])) > 1:
-        return None
-    return (
-        f"--decoder-first-pipeline-num-layers {split[0]} "
-        f"--decoder-last-pipeline-num-layers {split[-1]}"
-    )
 
 
 def megatron_even_split(num_layers: int, num_stages: int) -> tuple[Split, tuple[str, ...]] | None:

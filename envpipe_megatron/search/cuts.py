@@ -176,7 +176,7 @@ class ShapeCuts:
         """The cut that forces the least time; of equal ones that with the evenest stages."""
         if not self.stages:
             return BestCut()
-        bound_s, path = self._evenest(self.forced_s)
+        bound_s, path = self.evenest(self.forced_s)
         if not math.isfinite(bound_s):
             return BestCut()
         # Once more with what the ways through other stages take where these recompute as well: that
@@ -186,10 +186,10 @@ class ShapeCuts:
         nodes, until_s = self.runs[0].nodes, self.pieces.time_s
         if sum(taken) > until_s[-1] / BETTER:
             passed_s = np.interp(np.arange(len(until_s)), nodes[path], running(taken))
-            _, path = self._evenest(self._forced_s(passed_s))
+            _, path = self.evenest(self._forced_s(passed_s))
         return BestCut(bound_s, tuple(nodes[path].tolist()), self.recomputed(path.tolist()))
 
-    def _evenest(self, forced: Sequence[FloatArray]) -> tuple[float, IntArray]:
+    def evenest(self, forced: Sequence[FloatArray]) -> tuple[float, IntArray]:
         """The least time (s) that any cut forces, and the evenest of the cuts that do."""
         least_s, path = least_path(self.runs, forced, largest=True)
         if math.isfinite(least_s):

@@ -1,18 +1,16 @@
 """The file of a layer profile, `envpipe-layers/1`: JSON, described by docs/schemas/layers.json.
 
 Enter at `read_layers` and `layers_text`. `envpipe profile --layers` and `profile_layers` of the
-integration with DeepSpeed write it, `envpipe search` and `envpipe partition` read it. A table of
-layers, a CSV that `partition` takes too, becomes such a profile by `read_layers_or_table`.
+integration with DeepSpeed write it, `envpipe search` and `envpipe partition` read it.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
-from dataclasses import asdict, replace
-from itertools import product
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 
@@ -26,18 +24,12 @@ from envpipe_megatron.core.fields import (
     Fields,
     Number,
     Reader,
-    Row,
     many,
-    of_type,
     read_json,
-    read_table,
 )
-from envpipe_megatron.core.kinds import WHOLE, Kind
-from envpipe_megatron.core.profile_rows import ProfileRow, check_power, lines_of, read_row
+from envpipe_megatron.core.profile_rows import check_power
 from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.search.layer_profile import (
-    EMBEDDING,
-    LOSS,
     Block,
     BytesPerParameter,
     Curve,
@@ -50,38 +42,28 @@ from envpipe_megatron.search.layer_profile import (
 )
 
 LAYERS_FORMAT = "envpipe-layers/1"
-#: The columns of a table of layers, and those that may be there too.
-_COLUMNS = ("layer", "instruction", "frequency", "time", "energy")
-_BYTES = ("memory", "activation")
-_MOST_DIGITS = 9
 _MADE_BY = "envpipe profile --layers makes one; a CSV of stages is for envpipe plan."
-
-T = TypeVar("T")
 
 
 def read_layers(path: Path) -> LayerProfile:
     """Read a layer profile; EnvPipeError names the file, the field, and what it must be."""
     data = read_json(path, "Layer profile", remedy=_MADE_BY)
     data.check_format(LAYERS_FORMAT)
-    _refuse_unknown(data, _PROFILE)
     measures: dict[Sizes, dict[str, Measure]] = {}
-    for entry in _entries(data, "measures"):
+    for entry in data.entries("measures"):
         piece, sizes, measure = _read_measure(entry)
         if piece in measures.setdefault(sizes, {}):
             raise entry.wrong("piece", "It is there twice at the same sizes; list it once.")
         measures[sizes][piece] = measure
-    profile = LayerProfile(
-        blocks=tuple(_object(entry, Block, _BLOCK) for entry in _entries(data, "blocks")),
-        frequency_mhz=np.array(data.read("frequency_mhz", many(FREQUENCY)), dtype=np.int64),
+    profile = data.make(
+        LayerProfile,
+        _PROFILE,
+        also=("format", "blocks", "measures", "bytes_per_parameter", "links"),
+        blocks=tuple(entry.make(Block, _BLOCK) for entry in data.entries("blocks")),
         measures=measures,
-        bytes_per_parameter=_object(_inside(data, "bytes_per_parameter"), BytesPerParameter, _HELD),
-        links=_read_links(_inside(data, "links")),
-        optimizer_s=data.read("optimizer_s", AMOUNT, 0.0),
-        gradients_s=data.read("gradients_s", AMOUNT, 0.0),
-        workspaces_add=data.read("workspaces_add", FLAG, False),
-        frees_outputs=data.read("frees_outputs", FLAG, False),
-        gpu=data.read("gpu", TEXT, None),
-        source=data.read("source", TEXT, str(path)),
+        bytes_per_parameter=data.inside("bytes_per_parameter").make(BytesPerParameter, _HELD),
+        links=_read_links(data.inside("links")),
+        source=str(path),
     )
     check_profile(replace(profile, source=str(path)))
     _check_energies(profile, path)
@@ -103,13 +85,13 @@ def _check_energies(profile: LayerProfile, path: Path) -> None:
 
 def _read_measure(entry: Fields) -> tuple[str, Sizes, Measure]:
     """One object of `measures`: the piece, at which sizes, what was measured."""
-    _refuse_unknown(entry, ("piece", "recomputation", *_SIZES, *_MEASURE))
-    ways = []
-    for way in _entries(entry, "recomputation") if "recomputation" in entry.data else ():
-        _refuse_unknown(way, _RECOMPUTATION)
-        ways.append(Recomputation(**{"energy_j": None, **_values(way, _RECOMPUTATION)}))
-    measure = Measure(**_values(entry, _MEASURE), recomputation=tuple(ways))
-    return entry.read("piece", TEXT), Sizes(**_values(entry, _SIZES)), measure
+    ways = tuple(
+        way.make(Recomputation, _RECOMPUTATION, energy_j=None)
+        for way in entry.entries("recomputation")
+    )
+    others = "piece", "recomputation"
+    measure = entry.make(Measure, _MEASURE, (*others, *_SIZES), recomputation=ways)
+    return entry.read("piece", TEXT), entry.make(Sizes, _SIZES, (*others, *_MEASURE)), measure
 
 
 def layers_text(profile: LayerProfile) -> str:
@@ -135,85 +117,6 @@ def layers_text(profile: LayerProfile) -> str:
     ]
     all_measures = ",\n".join(measures)
     return "{\n" + ",\n".join([*lines, f' "measures": [\n{all_measures}\n ]']) + "\n}\n"
-
-
-def read_layers_or_table(path: Path) -> LayerProfile:
-    """Read a layer profile, or where the file is no JSON object, a table of layers.
-
-    The table is `layer,instruction,frequency,time,energy[,memory][,activation]`: MHz, s and J of
-    one GPU and one microbatch; bytes that a layer holds in any order (weights, gradients,
-    optimizer), and for each microbatch in flight. Layers are `0` to `L-1`, and perhaps `embedding`
-    and `loss`. EnvPipeError names file, line and value of what is wrong, or a layer, instruction or
-    frequency that is missing.
-    """
-    if path.is_file() and path.read_bytes().lstrip().startswith(b"{"):
-        return read_layers(path)
-    _, lines = read_table(path, "layer table", _COLUMNS, _BYTES)
-    rows: dict[tuple[str, Kind, int], ProfileRow] = {}
-    held: dict[str, dict[str, float]] = {}
-    for line, kind in lines_of(lines):
-        layer, row = _layer(line), read_row(line)
-        unit = layer, kind, row.frequency_mhz
-        own = {name: line.read(name, AMOUNT, "bytes") for name in _BYTES if name in line.cells}
-        if unit in rows or held.setdefault(layer, own) != own:
-            raise EnvPipeError(
-                f"{line.where}: a second row for layer {layer} {kind.value} at this frequency "
-                "(MHz), or of other bytes than an earlier line's",
-                value=(row.frequency_mhz, *own.values()),
-                remedy="Keep one; bytes depend only on the layer.",
-            )
-        rows[unit] = row
-    ends = {EMBEDDING, LOSS} & held.keys()
-    numbers = map(str, range(max(1, len(held) - len(ends))))
-    names = [*(ends - {LOSS}), *numbers, *(ends - {EMBEDDING})]
-    clocks_mhz = sorted({clock for _, _, clock in rows}, reverse=True)
-    for layer, kind, clock in product(names, WHOLE, clocks_mhz or [0]):
-        if (layer, kind, clock) not in rows:
-            raise EnvPipeError(
-                f"{path} has no row for layer {layer} {kind.value} at {clock} MHz",
-                value=list(held),
-                remedy="Number the transformer layers from 0 without gaps, and list all layers at "
-                "the same clocks: a stage runs its layers at one.",
-            )
-
-    def column(layer: str, kind: Kind, field: str) -> FloatArray:
-        return np.array([getattr(rows[layer, kind, clock], field) for clock in clocks_mhz])
-
-    measures = {
-        layer: Measure(
-            forward_s=column(layer, Kind.FORWARD, "time_s"),
-            backward_s=column(layer, Kind.BACKWARD, "time_s"),
-            forward_j=column(layer, Kind.FORWARD, "energy_j"),
-            backward_j=column(layer, Kind.BACKWARD, "energy_j"),
-            parameters=held[layer].get("memory", 0.0),
-            activation_bytes=held[layer].get("activation", 0.0),
-        )
-        for layer in names
-    }
-    profile = LayerProfile(
-        blocks=tuple(Block((layer,)) for layer in names),
-        frequency_mhz=np.array(clocks_mhz),
-        measures={Sizes(): measures},
-        bytes_per_parameter=BytesPerParameter(weight=1.0, gradient=0.0, optimizer=0.0),
-        links=Links(),
-        source=str(path),
-    )
-    _check_energies(profile, path)
-    return check_profile(profile)
-
-
-def _layer(line: Row) -> str:
-    """The name of a line's layer; a number without zeros in front."""
-    layer = line.cells["layer"]
-    if layer in (EMBEDDING, LOSS):
-        return layer
-    if not (layer.isascii() and layer.isdigit() and len(layer) <= _MOST_DIGITS):
-        raise EnvPipeError(
-            f"{line.where}: unknown layer",
-            value=layer,
-            remedy=f"Use {EMBEDDING}, the number of a transformer layer, or {LOSS}.",
-        )
-    return str(int(layer))
 
 
 def links_text(links: Links) -> str:
@@ -264,14 +167,18 @@ def _points(curve: Curve | None) -> FloatArray | None:
 
 
 def _read_links(data: Fields) -> Links:
-    _refuse_unknown(data, (*_MESSAGES, "all_reduce"))
     all_reduce = {}
-    for entry in _entries(data, "all_reduce") if "all_reduce" in data.data else ():
-        _refuse_unknown(entry, ("gpus", "across_nodes", "points"))
-        key = entry.read("gpus", _read_group), entry.read("across_nodes", FLAG)
-        all_reduce[key] = entry.read("points", _read_curve)
-    within, across = (data.read(name, _read_curve, None) for name in _MESSAGES)
-    return Links(within, across, all_reduce)
+    for entry in data.entries("all_reduce"):
+        each = entry.make(_AllReduce, _ALL_REDUCE)
+        all_reduce[each.gpus, each.across_nodes] = each.points
+    return data.make(Links, _MESSAGES, ("all_reduce",), all_reduce=all_reduce)
+
+
+@dataclass(frozen=True)
+class _AllReduce:
+    gpus: int
+    across_nodes: bool
+    points: Curve
 
 
 def _read_group(value: Any) -> int:
@@ -292,40 +199,17 @@ def _read_by_clock(value: Any) -> FloatArray:
     return np.array(many(AMOUNT)(value), dtype=float)
 
 
-def _inside(data: Fields, name: str) -> Fields:
-    """The fields of an object in a field; messages name it as a part of the file's path."""
-    return Fields(data.read(name, of_type(dict, "an object")), data.path / name)
-
-
-def _entries(data: Fields, name: str) -> list[Fields]:
-    """The fields of each object in a list."""
-    values = data.read(name, many(of_type(dict, "an object")))
-    return [Fields(value, data.path / name / str(at)) for at, value in enumerate(values)]
-
-
-def _object(data: Fields, kind: type[T], readers: Mapping[str, Reader[Any]]) -> T:
-    """A dataclass of an object's fields."""
-    _refuse_unknown(data, readers)
-    return kind(**_values(data, readers))
-
-
-def _values(data: Fields, readers: Mapping[str, Reader[Any]]) -> dict[str, Any]:
-    """Read the fields that are there, and all that must be."""
-    there = (name for name in readers if name in data.data or name in _NEEDED)
-    return {name: data.read(name, readers[name]) for name in there}
-
-
-def _refuse_unknown(data: Fields, known: Iterable[str]) -> None:
-    unknown = [name for name in data.data if name not in known]
-    if unknown:
-        raise EnvPipeError(
-            f"{data.path}: unknown field", value=unknown[0], remedy=f"Known: {', '.join(known)}."
-        )
-
-
 _ABOVE_0 = Number(positive=True)
-_PROFILE = ("format", *LayerProfile.__dataclass_fields__)
-_MESSAGES = ("within_node", "across_nodes")
+_PROFILE: dict[str, Reader[Any]] = {
+    "frequency_mhz": lambda value: np.array(many(FREQUENCY)(value), dtype=np.int64),
+    **dict.fromkeys(("optimizer_s", "gradients_s"), AMOUNT),
+    **dict.fromkeys(("workspaces_add", "frees_outputs"), FLAG),
+    **dict.fromkeys(("gpu", "source"), TEXT),
+}
+_MESSAGES: dict[str, Reader[Any]] = dict.fromkeys(("within_node", "across_nodes"), _read_curve)
+_ALL_REDUCE: dict[str, Reader[Any]] = {
+    "gpus": _read_group, "across_nodes": FLAG, "points": _read_curve,
+}  # fmt: skip
 _BLOCK: dict[str, Reader[Any]] = {"pieces": many(TEXT), "repeat": COUNT}
 _HELD: dict[str, Reader[Any]] = dict.fromkeys(BytesPerParameter.__dataclass_fields__, AMOUNT)
 _SIZES: dict[str, Reader[Any]] = dict.fromkeys(Sizes.__dataclass_fields__, COUNT)
@@ -340,9 +224,4 @@ _RECOMPUTATION: dict[str, Reader[Any]] = {
     "name": TEXT,
     **dict.fromkeys(("time_s", "energy_j"), _read_by_clock),
     **dict.fromkeys(("activation_bytes", "working_bytes"), AMOUNT),
-}
-#: Fields of the tables above that must be there; the others have a dataclass's default.
-_NEEDED = {
-    *("pieces", "name", "forward_s", "backward_s", "time_s"),
-    *("activation_bytes", "working_bytes"),
 }

@@ -1,12 +1,13 @@
 """Layers over the stages of a 1F1B pipeline: the search in one shape, for `envpipe partition`.
 
-The bottleneck depends on single stages, so the least one is a path through the graph of runs. The
-iteration time is no such maximum over stages, but one bounds it from below: cuts within the bound
-are listed in the order of a sum over stages, and each is timed. Of the cheapest few by an estimate
-of energy, each is planned. Messages and the optimizer are left out.
+The bottleneck depends on single stages, so the least one is a path through the graph of runs, and
+so is the iteration time that stages force. By energy, the cheapest few cuts by the search's
+estimate that are in time are planned. Messages and the optimizer are left out.
 
-Enter at `SplitSpace` with `least_bottleneck` or `least_energy`. `envpipe partition` calls them, and
-`parts` for DeepSpeed's and transformers' lists of layers.
+Enter at `SplitSpace` with `least_bottleneck` or `least_energy`, as `envpipe partition` does, or for
+DeepSpeed's and transformers' lists of layers at `make_parts`. Its parts are DeepSpeed's notation:
+with `[0, 3, 7]` the first of two stages has layers 0 to 2. There layers are all entries of the
+list, embeddings and heads too, and each stage has one at least.
 """
 
 from __future__ import annotations
@@ -14,16 +15,17 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import islice, pairwise
+from itertools import pairwise
+from pathlib import Path
 
 import numpy as np
 
-from envpipe_megatron.core.arrays import FloatArray, IntArray
+from envpipe_megatron.core.arrays import FloatArray
 from envpipe_megatron.core.conditions import make_conditions
 from envpipe_megatron.core.orders import builders
 from envpipe_megatron.core.plan import Cost
 from envpipe_megatron.core.profile import Profile
-from envpipe_megatron.core.timeline import RELATIVE_TOLERANCE, LongestPath
+from envpipe_megatron.core.timeline import RELATIVE_TOLERANCE
 from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.policies.optimal.linear_program import LinearProgramError
 from envpipe_megatron.policies.optimal.optimizer import Optimizer
@@ -31,18 +33,24 @@ from envpipe_megatron.policies.problem import envpipe_counts, in_flight_by_memor
 from envpipe_megatron.search.candidates import Candidate
 from envpipe_megatron.search.configuration import Job, Split
 from envpipe_megatron.search.cuts import Shape, ShapeCuts
+from envpipe_megatron.search.layer_file import read_layers
 from envpipe_megatron.search.layer_profile import EMBEDDING, LOSS, LayerProfile, Links
-from envpipe_megatron.search.runs import cheapest_paths, least_path
+from envpipe_megatron.search.runs import Runs, least_path, running
+from envpipe_megatron.search.search import alternatives
 from envpipe_megatron.search.space import MegatronSpace, Space
 
 #: Cuts that are planned at most, the most promising first.
 MAX_PLANNED = 12
-#: Cuts that one search times at most, and units it computes for that.
-_MAX_CUTS = 20_000
-_MAX_UNITS = 100_000_000
-#: Units of a batch of timelines in memory at once (8 bytes each).
-_BATCH_UNITS = 8_000_000
 _SLACK = 1 + RELATIVE_TOLERANCE
+
+#: The slowest stage decides; of equal ones, the order of stages does, at a usual number of
+#: microbatches for each stage.
+_MICROBATCHES_PER_STAGE = 4
+#: By energy, how much slower than the fastest split may be, as a fraction: as `envpipe partition`.
+_TIME_TOLERANCE = 1e-3
+_PARTS, _TIME, _ENERGY, _PARAMETERS = "parts:", "time:", "energy:", "parameters"
+#: How a text begins that says a cut by something else than the layers' parameters.
+METHODS = (_PARTS, _TIME, _ENERGY)
 
 #: The first layer of each stage, and the number of layers; embedding and loss count.
 Cut = tuple[int, ...]
@@ -50,20 +58,16 @@ Cut = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Found:
-    """A cut, and how sure it is the best one.
+    """A cut.
 
     Args:
         deadline_s: 1F1B's iteration time at the highest clocks, or by energy the longest allowed.
-        num_considered: cuts that were timed.
-        exact: no cut that was left out can be better.
         cost: by energy, that of its plan, no slower than the deadline.
         num_planned: cuts that were planned.
     """
 
     cut: Cut
     deadline_s: float
-    num_considered: int
-    exact: bool
     cost: Cost | None = None
     num_planned: int = 0
 
@@ -74,9 +78,6 @@ class SplitSpace:
     Args:
         profile: measured at one of the sizes only.
         memory_limit_bytes: the most that a stage may hold at 1F1B's peak.
-
-    Lists by stage have arrays [rows, width] over `runs`; `forced_s` is the least iteration time by
-    each run, infinite where it does not keep the limit.
 
     EnvPipeError: several sizes, fewer layers than stages, or a limit that no cut keeps.
     """
@@ -116,16 +117,10 @@ class SplitSpace:
         self._space = MegatronSpace(self.profile, job, Space(distributed_optimizer=False))
         self.shape = Shape(sizes, num_stages, 1, 1, num_microbatches)
         self.pieces = self._space.pieces(self.shape)
-        static_bytes, nothing = self._space.static_bytes(self.shape), (None, 0)
-        self.cuts = ShapeCuts(self.pieces, self.shape, job, static_bytes, nothing)
-        self.runs, self.forced_s = self.cuts.runs, self.cuts.forced_s
-        self.time_s = [
-            each.sums(self.pieces.forward_s) + each.sums(self.pieces.backward_s)
-            for each in self.runs
-        ]
+        static_bytes = self._space.static_bytes(self.shape)
+        self.cuts = ShapeCuts(self.pieces, self.shape, job, static_bytes)
         if memory_limit_bytes is not None:
             self._check_memory(memory_limit_bytes, static_bytes)
-        self._schedule = builders.one_f_one_b(num_stages, num_microbatches)
 
     def candidate(self, cut: Cut) -> Candidate:
         """A cut as the search has it; without the memory limit if it does not keep that."""
@@ -141,50 +136,26 @@ class SplitSpace:
         at, pieces = list(cut), self.pieces
         return float((np.diff(pieces.forward_s[at]) + np.diff(pieces.backward_s[at])).max())
 
-    def iteration_times_s(self, cuts: IntArray) -> FloatArray:
-        """[num_cuts] 1F1B iteration times at the highest clocks of [num_cuts, num_stages + 1]."""
-        schedule = self._schedule
-        width = schedule.units_per_stage
-        kinds = list(enumerate(schedule.is_backward.ravel().tolist()))
-        batch = max(1, _BATCH_UNITS // schedule.num_units)
-        times = []
-        for some in np.array_split(cuts, max(1, -(-len(cuts) // batch))):
-            by_kind_s = [
-                np.diff(sums[some], axis=1).T.copy()
-                for sums in (self.pieces.forward_s, self.pieces.backward_s)
-            ]
-            path = LongestPath(schedule, [by_kind_s[k][node // width] for node, k in kinds])
-            path.find_ends(np.maximum)
-            times.append(np.max(path.end_s[width - 1 :: width], axis=0))
-        return np.concatenate(times)
-
-    def cheapest(self, weights: Sequence[FloatArray]) -> tuple[list[Cut], FloatArray, bool]:
-        """The cheapest cuts by a sum over stages, as many as one search times.
-
-        Returns the cuts, cheapest first; their iteration times, s; whether these are all there are.
-        """
-        units = 2 * self.num_stages * self.num_microbatches
-        most = min(_MAX_CUTS, max(100, _MAX_UNITS // units))
-        cuts = list(islice(cheapest_paths(self.runs, weights), most + 1))
-        complete = len(cuts) <= most
-        return cuts[:most], self.iteration_times_s(np.array(cuts[:most])), complete
+    def in_time(self, longest_s: float, blocking_power_w: float, most: int) -> list[Candidate]:
+        """The cheapest cuts by the search's estimate that take no longer in 1F1B."""
+        return alternatives(self._space, self.shape, blocking_power_w, longest_s, most)
 
     def _check_memory(self, limit_bytes: float, static_bytes: FloatArray) -> None:
-        held_bytes = []
-        for stage, runs in enumerate(self.runs):
+        held_bytes, all_runs = [], self.cuts.runs
+        for stage, runs in enumerate(all_runs):
             in_flight = min(self.num_microbatches, self.num_stages - stage)
             held = runs.excess_bytes(0.0, in_flight, runs.sums(static_bytes))
             held_bytes.append(np.where(runs.inside, held, np.inf))
         if not any(
-            held[runs.inside].any() for held, runs in zip(held_bytes, self.runs, strict=True)
+            held[runs.inside].any() for held, runs in zip(held_bytes, all_runs, strict=True)
         ):
             raise EnvPipeError(
                 f"{self.profile.source} has no bytes for the memory limit to apply to",
-                remedy="Add the columns memory and activation, or leave the limit out.",
+                remedy="Give parameters and activation_bytes, or leave the limit out.",
             )
-        least, path = least_path(self.runs, held_bytes, largest=True)
+        least, path = least_path(all_runs, held_bytes, largest=True)
         if least > limit_bytes * _SLACK:
-            stages = zip(held_bytes, self.runs, pairwise(path.tolist()), strict=True)
+            stages = zip(held_bytes, all_runs, pairwise(path.tolist()), strict=True)
             tightest = int(np.argmax([held[runs.place(*run)] for held, runs, run in stages]))
             raise EnvPipeError(
                 f"No split keeps the memory limit of {limit_bytes:.6g} bytes: with the least peak, "
@@ -220,48 +191,19 @@ def _layers_only(profile: LayerProfile) -> LayerProfile:
     return replace(profile, measures=measures, links=Links(), optimizer_s=0.0, gradients_s=0.0)
 
 
-def fastest(space: SplitSpace, forced: Sequence[FloatArray]) -> Found:
-    """The cut with the least 1F1B iteration time; of equal ones the evenest.
-
-    Even means the least sum of squared stage times, hence the least standard deviation. `forced` is
-    the space's `forced_s`, infinite where runs are left out.
-    """
-    lower_s, path = least_path(space.runs, forced, largest=True)
-    cut = tuple(path.tolist())
-    best_s = float(space.iteration_times_s(path[None])[0])
-    num_considered = 0
-    while True:
-        squares = [
-            np.where(force <= best_s * _SLACK, time_s**2, np.inf)
-            for force, time_s in zip(forced, space.time_s, strict=True)
-        ]
-        cuts, times_s, complete = space.cheapest(squares)
-        num_considered += len(cuts)
-        found_s = min(best_s, float(times_s.min()))
-        ties = np.flatnonzero(times_s <= found_s * _SLACK)
-        if ties.size:
-            cut = cuts[ties[0]]
-        at_bound = bool(ties.size) and found_s <= lower_s * _SLACK
-        if complete or at_bound or found_s >= best_s * (1 - RELATIVE_TOLERANCE):
-            return Found(cut, found_s, num_considered, complete or at_bound)
-        best_s = found_s  # fewer runs can lead to a better one: the list may now be complete
-
-
 def least_bottleneck(space: SplitSpace) -> Found:
-    """The cut with the least slowest stage; of equal ones the fastest, then the evenest.
+    """The cut with the least slowest stage; of equal ones that whose stages force the least time.
 
-    The bottleneck is exact always; `exact` speaks of the iteration time among equal bottlenecks.
+    Then the evenest.
     """
-    times = [
-        np.where(np.isfinite(force), time_s, np.inf)
-        for force, time_s in zip(space.forced_s, space.time_s, strict=True)
-    ]
-    least_s, _ = least_path(space.runs, times, largest=True)
+    stages = space.cuts.stages
+    least_s, _ = least_path(space.cuts.runs, [stage.time_s for stage in stages], largest=True)
     within = [
-        np.where(time_s <= least_s * _SLACK, force, np.inf)
-        for force, time_s in zip(space.forced_s, space.time_s, strict=True)
+        np.where(stage.time_s <= least_s * _SLACK, force, np.inf)
+        for stage, force in zip(stages, space.cuts.forced_s, strict=True)
     ]
-    return fastest(space, within)
+    cut = tuple(space.cuts.evenest(within)[1].tolist())
+    return Found(cut, space.candidate(cut).iteration_time_s)
 
 
 def least_energy(
@@ -270,42 +212,33 @@ def least_energy(
     time_tolerance: float,
     max_planned: int = MAX_PLANNED,
 ) -> Found:
-    """The cut with the least planned energy among those as fast as the fastest.
+    """The cut with the least planned energy of those about as fast as the fastest.
 
     Args:
-        time_tolerance: the 1F1B iteration time at the highest clocks may exceed the least one by
-            this fraction.
-        max_planned: cuts to plan at most: those with the lowest estimate. The result is exact if
-            they are all there are.
+        time_tolerance: the 1F1B iteration time at the highest clocks may exceed that of the cut
+            whose stages force the least by this fraction.
+        max_planned: cuts to plan at most, beside that one: those with the lowest estimate.
 
     Raises EnvPipeError for a profile without energies.
     """
     if not space.profile.has_energy:
         raise EnvPipeError(
             f"{space.profile.source} has no energies, so no split can be said to need less",
-            remedy="Measure the column energy, or use --objective bottleneck.",
+            remedy="Measure forward_j and backward_j, or use --objective bottleneck.",
         )
-    quickest = fastest(space, space.forced_s)
-    limit_s = quickest.deadline_s * (1 + time_tolerance) * _SLACK
-    weights = space.cuts.energy_weights(limit_s, limit_s, blocking_power_w)
-    cuts, times_s, complete = space.cheapest(weights)
-    within = [cut for cut, time_s in zip(cuts, times_s, strict=True) if time_s <= limit_s]
-    candidates = list(dict.fromkeys([*within[:max_planned], quickest.cut]))
+    quickest = space.candidate(space.cuts.fastest().cut)
+    limit_s = quickest.iteration_time_s * (1 + time_tolerance) * _SLACK
+    candidates = {quickest.configuration: quickest}
+    for each in space.in_time(limit_s, blocking_power_w, max_planned):
+        candidates[each.configuration] = each
     costs = [
-        plan_cost(
-            space.candidate(cut).stage_profile, space.num_microbatches, blocking_power_w, limit_s
-        )
-        for cut in candidates
+        plan_cost(each.stage_profile, space.num_microbatches, blocking_power_w, limit_s)
+        for each in candidates.values()
     ]
     best = min(range(len(costs)), key=lambda index: costs[index].energy_j)
-    return Found(
-        candidates[best],
-        limit_s,
-        quickest.num_considered + len(cuts),
-        quickest.exact and complete and len(within) <= max_planned,
-        costs[best],
-        len(candidates),
-    )
+    stages = list(candidates)[best].stages
+    cut = (0, *(stage.chunks[0][1] for stage in stages))
+    return Found(cut, limit_s, costs[best], len(costs))
 
 
 def plan_cost(
@@ -340,3 +273,87 @@ def plan_cost(
             remedy="Allow more time.",
         )
     return min(costs, key=lambda cost: cost.energy_j)
+
+
+def make_parts(cut: str | Sequence[int], parameters: Sequence[int], num_stages: int) -> list[int]:
+    """Parts by what a user asks for.
+
+    Args:
+        cut: the parts themselves, or as a text, `parts:0,3,7`; `parameters` for a stage with the
+            most parameters that has as few as can be; `time:FILE` for a slowest stage that is as
+            fast as can be; `energy:FILE` for what is planned with least energy, where waiting costs
+            nothing, of splits about as fast as the fastest. The file is one of layers named `0` to
+            `L-1`, as they are in the list: `envpipe partition` reads such a file, and
+            `profile_layers` of the integration with DeepSpeed writes one.
+        parameters: of each layer, L.
+        num_stages: p.
+
+    Raises EnvPipeError for another cut, parts that do not fit, a wrong file, another model's, one
+    without energies to ask for, or fewer layers than stages.
+    """
+    num_layers = len(parameters)
+    if not isinstance(cut, str):
+        return _check_parts(cut, num_layers, num_stages)
+    if cut == _PARAMETERS:
+        return _parts_by_weight(parameters, num_stages)
+    if cut.startswith(_PARTS):
+        try:
+            numbers = [int(number) for number in cut.removeprefix(_PARTS).split(",")]
+        except ValueError:
+            raise EnvPipeError(
+                f"{_PARTS} takes numbers with commas between them", value=cut
+            ) from None
+        return _check_parts(numbers, num_layers, num_stages)
+    if cut.startswith((_TIME, _ENERGY)):
+        return _parts_by_file(cut, num_layers, num_stages)
+    raise EnvPipeError(
+        "Layers are not cut into stages by this",
+        value=cut,
+        remedy=f"Use {_PARAMETERS}, {_TIME}FILE or {_ENERGY}FILE with a profile of layers, or give "
+        "the first layer of each stage and the number of layers.",
+    )
+
+
+def _check_parts(parts: Sequence[int], num_layers: int, num_stages: int) -> list[int]:
+    """Parts that a user gave, as a list; EnvPipeError if they do not fit the layers or stages."""
+    given = [int(part) for part in parts]
+    rising = all(first < following for first, following in pairwise(given))
+    if len(given) != num_stages + 1 or (given[0], given[-1]) != (0, num_layers) or not rising:
+        raise EnvPipeError(
+            f"These are no parts of {num_layers} layers for {num_stages} stages",
+            value=given,
+            remedy="Give the first layer of each stage, 0 to begin with and rising, and then the "
+            f"number of layers, {num_layers}.",
+        )
+    return given
+
+
+def _parts_by_file(cut: str, num_layers: int, num_stages: int) -> list[int]:
+    method, _, path = cut.partition(":")
+    profile = read_layers(Path(path))
+    if profile.pieces != tuple(str(layer) for layer in range(num_layers)):
+        raise EnvPipeError(
+            f"{path} is of another model: this one has layers 0 to {num_layers - 1}",
+            value=list(profile.pieces),
+            remedy="Number all entries of the list of layers, embeddings too.",
+        )
+    space = SplitSpace(profile, num_stages, _MICROBATCHES_PER_STAGE * num_stages)
+    by_energy = f"{method}:" == _ENERGY
+    found = least_energy(space, 0.0, _TIME_TOLERANCE) if by_energy else least_bottleneck(space)
+    return list(found.cut)
+
+
+def _parts_by_weight(weights: Sequence[int], num_stages: int) -> list[int]:
+    """Split so that the stage with the largest sum of weights has as little as can be."""
+    num_layers = len(weights)
+    if not 1 <= num_stages <= num_layers:
+        raise EnvPipeError(
+            f"A pipeline of {num_layers} layers has 1 to {num_layers} stages", value=num_stages
+        )
+    nodes, sums = np.arange(num_layers + 1), running(weights)
+    rows = [range(stage, num_layers - num_stages + stage + 1) for stage in range(num_stages)]
+    runs = [Runs(nodes, each, num_layers) for each in rows]
+    weighed = [np.where(each.inside, each.sums(sums), np.inf) for each in runs]
+    _, path = least_path(runs, weighed, largest=True)
+    parts: list[int] = path.tolist()
+    return parts

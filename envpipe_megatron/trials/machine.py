@@ -5,19 +5,50 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 
-import pynvml
-
 from envpipe_megatron import __version__
 from envpipe_megatron.errors import EnvPipeError
-from envpipe_megatron.gpu.backends.nvml_library import call_library
+from envpipe_megatron.formats.timeline import IDLE
+from envpipe_megatron.gpu.base import GpuError
 from envpipe_megatron.gpu.control import choose_control
-from envpipe_megatron.gpu.devices import GpuActivity, read_activity, read_processes, visible_gpus
-from envpipe_megatron.gpu.emulated.presets import load_preset
+from envpipe_megatron.gpu.devices import look_at, vendors_here, visible_gpus
+from envpipe_megatron.gpu.presets import load_preset
+from envpipe_megatron.gpu.registry import Activity, Device
 from envpipe_megatron.gpu.site import read_site
 from envpipe_megatron.integrations.versions import version_of
 from envpipe_megatron.trials.settings import Settings
 
 _PACKAGES = ("torch", "megatron-core", "nvidia-ml-py", "numpy")
+#: What a GPU may be busy with that only answers those who read its meters.
+_MOST_BUSY_PERCENT = 5
+
+
+@dataclass(frozen=True)
+class GpuActivity:
+    """A GPU at one instant; what it does not report is () or None."""
+
+    index: int
+    uid: str
+    name: str
+    seen: Activity
+    throttle_reasons: tuple[str, ...]
+
+    def unrest(self) -> list[str]:
+        """Say what speaks against measuring on it; nothing if it is quiet."""
+        found, name = [], f"GPU {self.index}"
+        if self.seen.processes:
+            found.append(f"{name} is used by process {', '.join(map(str, self.seen.processes))}")
+        if (self.seen.busy_percent or 0) > _MOST_BUSY_PERCENT:
+            found.append(f"{name} is {self.seen.busy_percent} % busy")
+        if held := [reason for reason in self.throttle_reasons if reason != IDLE]:
+            found.append(f"{name} is held back by {', '.join(held)}")
+        return found
+
+
+def _read_activity(device: Device) -> GpuActivity:
+    """Look at a GPU; GpuError if it cannot be read."""
+    gpu = look_at(device.uid)
+    reasons = gpu.clock_state().throttle_reasons
+    return GpuActivity(device.index, device.uid, device.name, gpu.activity(), reasons)
 
 
 def gpt_for_gpus(output_dir: str, text: str, num_stages: int) -> Settings:
@@ -78,7 +109,7 @@ def real_machine(with_clocks: bool | None) -> Machine:
     By default clocks are changed where a right to is found.
 
     Raises EnvPipeError: fewer than two GPUs, no right to change clocks that are to be, or the
-    machine is not quiet. GpuError: NVML cannot be read.
+    machine is not quiet. GpuError: the driver cannot be read.
     """
     chosen = choose_control("auto", read_site())
     missing = "" if chosen.backend else f"{chosen.why}. {' '.join(chosen.remedies)}".strip()
@@ -88,14 +119,14 @@ def real_machine(with_clocks: bool | None) -> Machine:
             f"Clocks may not be changed here: {chosen.why}",
             remedy=" ".join([*chosen.remedies, without]),
         )
-    devices = visible_gpus().devices
+    devices = visible_gpus()
     if len(devices) < 2:
         raise EnvPipeError(
             "A pipeline needs two GPUs or more; CUDA shows fewer to this process",
             value=len(devices),
             remedy="Give it more, or try --gpu a100-sxm, which emulates them.",
         )
-    activity = tuple(read_activity(device.uid) for device in devices)
+    activity = tuple(map(_read_activity, devices))
     unrest = [text for one in activity for text in one.unrest()]
     load, cores = os.getloadavg()[0], os.cpu_count() or 1
     if load >= cores:
@@ -107,19 +138,26 @@ def real_machine(with_clocks: bool | None) -> Machine:
             remedy="End what runs there, or wait until it has ended; a GPU that is held back while "
             "idle needs cooling, or another power limit.",
         )
-    driver = call_library("read the driver's version", pynvml.nvmlSystemGetDriverVersion)
+    drivers = [driver.version for _, driver in vendors_here()]
     return Machine(
         False,
         tuple(one.name for one in activity),
         activity,
         _LEFT_ALONE if with_clocks is False else missing,
-        {**_versions(), "driver": driver},
+        {**_versions(), "driver": ", ".join(drivers)},
     )
+
+
+def _processes(uid: str) -> tuple[int, ...]:
+    try:
+        return look_at(uid).activity().processes
+    except GpuError:
+        return ()
 
 
 def newcomers(machine: Machine) -> list[str]:
     """Return, in words, which real GPUs have other processes than the one rank of the proof."""
-    now = {before.index: len(read_processes(before.uid)) for before in machine.activity}
+    now = {before.index: len(_processes(before.uid)) for before in machine.activity}
     return [f"{count} processes on GPU {index}" for index, count in now.items() if count > 1]
 
 

@@ -47,32 +47,26 @@ class Proof(Results):
         gpus = f"{len(machine.gpu_names)} x {machine.gpu_names[0]}"
         rounds = f"{settings.rounds} rounds of {len(settings.arms)} arms"
         only = f"\nOrders only, no clock is changed: {machine.missing}" if machine.missing else ""
-        super().__init__(
-            settings,
-            f"Training a GPT on {gpus}: {rounds}{only}",
-            {"turns": len(settings.turns)},
-        )
+        super().__init__(settings, f"Training a GPT on {gpus}: {rounds}{only}")
         self._machine, self._checks = machine, checks
         self._latency: list[dict[str, Any]] | None = None
         self._claims: list[Claim] = []
 
     def take(self, event: Event) -> None:
-        """Note what a rank reported, and write it down; show what it says."""
+        """Note and show what a rank reported, and write it down."""
+        if event["event"] == "turn":
+            event["newcomers"] = newcomers(self._machine)
+        super().take(event)
         match event["event"]:
-            case "say":
-                text = event["text"]
-                self.progress.console.print(text, highlight=False, markup=False, style="dim")
             case "versions":
                 self._machine.versions.update(torch=event["torch"], CUDA=event["cuda"])
             case "latency":
                 self._latency = event["gpus"]
                 self.put("latency.json", self._latency)
             case "turn":
-                event["newcomers"] = newcomers(self._machine)
                 with (self.settings.output / "turns.jsonl").open("a") as file:
                     file.write(json.dumps(event) + "\n")
                 self.write()
-                self.progress.update(self.bars["turns"], advance=1)
 
     def write(self) -> None:
         """Write claims and page, as far as they are known."""
@@ -114,18 +108,12 @@ class Proof(Results):
         machine = self._machine
         gpus = ((f"GPU of rank {rank}", name) for rank, name in enumerate(machine.gpu_names))
         facts = (*gpus, *machine.versions.items(), ("clocks", machine.missing or "changed"))
-        answers = tuple(
-            (check["name"], "yes" if check["ok"] else "no", check["evidence"])
-            for check in self._checks
-        )
         known = [
             Section("To paste", lines=(line,)),
             _claims(self._claims),
             _arms(self.turns, self.settings.arms, self._plans()),
             _turns(self.turns, len(machine.gpu_names)),
-            _latency(self._latency or ()),
             Section("Machine", ("", ""), facts),
-            Section("Doctor", ("", "", "what was seen"), answers),
         ]
         return [section for section in known if section.rows or section.lines]
 
@@ -222,17 +210,3 @@ def _turns(turns: Turns, num_gpus: int) -> Section:
         "held back by", "clock calls", "notes",
     )  # fmt: skip
     return Section("Turns, in their order", header, tuple(rows()))
-
-
-def _latency(latency: Sequence[Mapping[str, Any]]) -> Section:
-    def median_ms(values: Mapping[str, Any]) -> str:
-        return f"{1e3 * values['median']:.2f}" if values["count"] else "not seen"
-
-    names = ("call_s", "settling_s", "shown_s")
-    rows = tuple(
-        (str(rank), f"{row['from_mhz']} -> {row['to_mhz']}", *(median_ms(row[n]) for n in names))
-        for rank, gpu in enumerate(latency)
-        for row in gpu["changes"]
-    )
-    header = ("GPU of rank", "MHz", "call (ms)", "kernels follow (ms)", "driver shows (ms)")
-    return Section("Latency of a change of clock, median", header, rows)

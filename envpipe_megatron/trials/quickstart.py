@@ -4,19 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 from rich.console import Console
-from rich.markup import escape
 
 from envpipe_megatron.console import say
 from envpipe_megatron.core.plan import read_plan
 from envpipe_megatron.core.profile import read_profile
 from envpipe_megatron.core.profile_rows import MEASURED_SPLIT
-from envpipe_megatron.formats.energy import Phase
-from envpipe_megatron.gpu.emulated.presets import load_preset
-from envpipe_megatron.trials.claims import equality
+from envpipe_megatron.gpu.presets import load_preset
+from envpipe_megatron.trials.claims import difference, equality
 from envpipe_megatron.trials.run import Event, Results
-from envpipe_megatron.trials.settings import BASELINE, ENVPIPE, RUNS, Settings
+from envpipe_megatron.trials.settings import BASELINE, ENVPIPE, Settings
 
 
 class Quickstart(Results):
@@ -40,39 +37,12 @@ class Quickstart(Results):
             f"{settings.num_stages} pipeline ranks on this machine's CPU, "
             f"{settings.num_microbatches} microbatches, emulated GPUs ({settings.preset}).\n"
             "They load torch and build the model first, which takes up to a minute ...",
-            dict.fromkeys(arm.name for arm in RUNS),
         )
-        self._minibatch_size = settings.microbatch_size * settings.num_microbatches
-        #: For each run, the losses of its iterations so far.
-        self._losses: dict[str, list[float]] = {}
         self._summary: dict[str, Any] = {}
-
-    def take(self, event: Event) -> None:
-        """Note an iteration's loss; show phases and what ranks say."""
-        progress = self.progress
-        match event["event"]:
-            case "say" if not event["text"].startswith("warm-up"):
-                text = f"[dim]{event['arm']}: {escape(event['text'])}[/dim]"
-                progress.console.print(text, highlight=False)
-            case "iteration":
-                self._losses.setdefault(event["arm"], []).append(event["loss"])
-                bar = self.bars[event["arm"]]
-                progress.start_task(bar)  # a repeated start changes nothing
-                shown = progress.tasks[bar]
-                if shown.total is None and event["phase"] == Phase.STEADY:
-                    progress.update(
-                        bar, total=shown.completed + (self.settings.steady_iterations or 0)
-                    )
-                note = f"{event['phase']}, loss {event['loss']:.3f}"
-                progress.update(bar, advance=1, note=note)
-            case "turn":
-                bar = self.bars[event["arm"]]
-                progress.update(bar, total=progress.tasks[bar].completed, note="done")
 
     def write(self) -> None:
         """Write the summary of what is known."""
         settings = self.settings
-        runs = {turn["arm"]: self._run_facts(turn) for turn in self.turns}
         self._summary = {
             "emulated": True,
             "complete": self.complete,
@@ -80,45 +50,24 @@ class Quickstart(Results):
             "model": self._model,
             "num_stages": settings.num_stages,
             "num_microbatches": settings.num_microbatches,
-            "runs": runs,
-            "losses": self._losses,
+            "runs": {turn["arm"]: _run_facts(turn) for turn in self.turns},
+            "losses": self.losses,
         }
         if self.complete:
-            self._summary |= self._comparison(runs)
+            self._summary |= self._comparison()
         self.put("summary.json", self._summary)
 
-    def _run_facts(self, turn: Event) -> dict[str, Any]:
-        energy_j = [stage["metered"]["steady"]["energy_j"] for stage in turn["stages"]]
-        times_s, losses = turn["iteration_times_s"], turn["losses"]
-        clocks = [stage["clocks"] for stage in turn["stages"]]
-        return {
-            "steady_iterations": len(times_s),
-            "iterations": len(losses),
-            "iteration_time_s": sum(times_s) / len(times_s),
-            "energy_j": sum(energy_j),
-            "energy_per_iteration_j": sum(energy_j) / len(times_s),
-            "energy_by_gpu_j": energy_j,
-            "average_power_w": sum(energy_j) / sum(times_s),
-            "throughput_samples_per_s": self._minibatch_size * len(times_s) / sum(times_s),
-            "wall_time_per_iteration_s": float(np.mean(turn["wall_times_s"])),
-            "first_loss": float(np.mean(losses[0])),
-            "final_loss": float(np.mean(losses[-1])),
-            "schedule": turn["schedule"],
-            "executed_order": [stage["executed"] for stage in turn["stages"]],
-            "clock_changes": sum(each["changes"] for each in clocks),
-            "notes": [*turn["notes"], *(each["error"] for each in clocks if each["error"])],
-        }
-
-    def _comparison(self, runs: dict[str, Any]) -> dict[str, Any]:
-        baseline, envpipe = runs[BASELINE.name], runs[ENVPIPE.name]
+    def _comparison(self) -> dict[str, Any]:
         output = self.settings.output
         plan = read_plan(output / "plan.json", read_profile(output / "profile.csv"))
+        (saved, _), (slower, _) = (
+            difference(self.turns, ENVPIPE.name, BASELINE.name, which)
+            for which in ("saving", "slowdown")
+        )
         steps, losses_equal, weights_equal = equality(self.turns)
-        saved = 1 - envpipe["energy_per_iteration_j"] / baseline["energy_per_iteration_j"]
-        slower = envpipe["iteration_time_s"] / baseline["iteration_time_s"] - 1
         return {
-            "saving_percent": 100 * saved,
-            "slowdown_percent": 100 * slower,
+            "saving_percent": saved,
+            "slowdown_percent": slower,
             "predicted_saving_percent": plan.cost.saving_percent(plan.baseline.cost),
             "predicted_slowdown_percent": plan.cost.slowdown_percent(plan.baseline.cost),
             "losses_bit_equal": losses_equal,
@@ -131,7 +80,7 @@ class Quickstart(Results):
     def show(self, console: Console) -> None:
         """Show what was saved, and that training was the same; a report has both runs' figures."""
         summary = self._summary
-        steps, losses = summary["steps_compared"], self._losses[ENVPIPE.name]
+        steps, losses = summary["steps_compared"], self.losses[ENVPIPE.name]
         equal = "equal to the last bit" if summary["losses_bit_equal"] else "NOT equal"
         console.print(
             f"[bold]Saving {summary['saving_percent']:.2f} %, slowdown "
@@ -152,3 +101,17 @@ class Quickstart(Results):
         for note in summary["runs"][ENVPIPE.name]["notes"]:
             say(f"Note: {note}", console)
         say(f"Everything is in {self.settings.output}", console)
+
+
+def _run_facts(turn: Event) -> dict[str, Any]:
+    step, clocks = turn["step"], [stage["clocks"] for stage in turn["stages"]]
+    return {
+        "iterations": len(turn["losses"]),
+        "steady_iterations": step["iterations"],
+        "iteration_time_s": step["time_s"],
+        "energy_per_iteration_j": len(clocks) * step["energy_j"],
+        "schedule": turn["schedule"],
+        "executed_order": [stage["executed"] for stage in turn["stages"]],
+        "clock_changes": sum(each["changes"] for each in clocks),
+        "notes": [*turn["notes"], *(each["error"] for each in clocks if each["error"])],
+    }

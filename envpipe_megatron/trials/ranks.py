@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from envpipe_megatron.errors import EnvPipeError
-from envpipe_megatron.gpu.emulated.emulated_gpu import reset_all
-from envpipe_megatron.gpu.emulated.store import ROOT_VARIABLE
+from envpipe_megatron.gpu.emulated.emulated_gpu import EmulatedGpu
+from envpipe_megatron.gpu.emulated.store import ROOT_VARIABLE, list_emulated
 from envpipe_megatron.launch.signals import Signals
 from envpipe_megatron.launch.torchrun import run_torchrun
 
@@ -81,7 +81,8 @@ def run_ranks(
                 [*words, *program], environment, signals, take=take_line, log=log, ranks_s=GRACE_S
             )
         finally:
-            reset_all(emulated)  # also what a rank that was killed left behind
+            for index in list_emulated(emulated):  # also what a rank that was killed left behind
+                EmulatedGpu.open(emulated, index).reset_frequency()
     if signals.arrived:
         raise KeyboardInterrupt
     if code != 0:

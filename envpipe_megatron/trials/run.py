@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -16,7 +15,7 @@ from envpipe_megatron.console import say
 from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.files import clear_own_folder, replace_files
 from envpipe_megatron.gpu.base import FORBID_VARIABLE
-from envpipe_megatron.gpu.emulated.presets import load_preset
+from envpipe_megatron.gpu.presets import load_preset
 from envpipe_megatron.trials.claims import equality
 from envpipe_megatron.trials.ranks import rank_environment, run_ranks
 from envpipe_megatron.trials.settings import Settings, load_text
@@ -25,44 +24,59 @@ Event = dict[str, Any]
 
 
 class Results(ABC):
-    """Reports of ranks so far; a subclass shows it and writes it down.
+    """Reports of ranks so far; a subclass writes down what they show.
 
     Attributes:
         who: the command's work, in a word.
         files: all that it leaves in its folder; the first, its settings, mark it as its own.
         folders: that may be beside them.
         introduction: says what is trained.
-        progress: of all turns.
-        bars: its tasks by name.
         turns: reports of those that have ended, in their order.
+        losses: of each arm's iterations so far, on average; None where nobody waited for them.
     """
 
     who: ClassVar[str]
     files: ClassVar[tuple[str, ...]]
     folders: ClassVar[tuple[str, ...]]
 
-    def __init__(
-        self, settings: Settings, introduction: str, totals: Mapping[str, int | None]
-    ) -> None:
-        self.settings, self.introduction, self._totals = settings, introduction, totals
+    def __init__(self, settings: Settings, introduction: str) -> None:
+        self.settings, self.introduction = settings, introduction
         self.turns: list[Event] = []
+        self.losses: dict[str, list[float | None]] = {}
 
     @property
     def complete(self) -> bool:
         """True if all turns came to their end."""
         return len(self.turns) == len(self.settings.turns)
 
-    def begin(self, progress: Progress) -> None:
-        """Show bars of progress; the time of the first one runs from now on."""
-        self.progress = progress
-        self.bars = {
-            name: progress.add_task(f"{name:9}", start=not number, total=total, note="")
-            for number, (name, total) in enumerate(self._totals.items())
-        }
+    def begin(self, console: Console) -> Progress:
+        """Return the bar of progress, whose time runs from now on."""
+        columns = (
+            TextColumn("turns"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            TextColumn("{task.fields[note]}"),
+        )
+        self.progress = Progress(*columns, console=console)
+        self._bar = self.progress.add_task("", total=len(self.settings.turns), note="")
+        return self.progress
 
-    @abstractmethod
     def take(self, event: Event) -> None:
-        """Note and show what a rank reported; a turn is in `turns` already."""
+        """Note and show what a rank reported."""
+        match event["event"]:
+            case "say":
+                text = f"{event['arm']}: {event['text']}"
+                self.progress.console.print(text, highlight=False, markup=False, style="dim")
+            case "iteration":
+                losses, loss = self.losses.setdefault(event["arm"], []), event["loss"]
+                losses.append(loss)
+                note = f"{event['arm']}: {event['phase']}, iteration {len(losses)}"
+                note += "" if loss is None else f", loss {loss:.3f}"
+                self.progress.update(self._bar, note=note)
+            case "turn":
+                self.turns.append(event)
+                self.progress.update(self._bar, advance=1)
 
     @abstractmethod
     def write(self) -> None:
@@ -124,21 +138,7 @@ def run_trial(results: Results, console: Console) -> None:
 def _train(results: Results, console: Console) -> None:
     settings, emulated = results.settings, results.settings.output / "emulated"
     worker, settings_file = "envpipe_megatron.trials.worker", settings.output / results.files[0]
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TextColumn("{task.fields[note]}"),
-    )
-
-    def take(event: Event) -> None:
-        if event["event"] == "turn":
-            results.turns.append(event)
-        results.take(event)
-
-    with Progress(*columns, console=console) as progress:
-        results.begin(progress)
+    with results.begin(console):
         run_ranks(
             settings.num_stages,
             ["--module", worker, str(settings_file)],
@@ -147,5 +147,5 @@ def _train(results: Results, console: Console) -> None:
             | ({} if settings.changes_clocks else {FORBID_VARIABLE: "1"}),
             settings.output / "log.txt",
             emulated,
-            take,
+            results.take,
         )

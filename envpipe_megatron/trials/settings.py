@@ -20,7 +20,7 @@ class Arm:
     Args:
         says: what it does, for people.
         policy: as `PlanRequest` takes it, with `schedule`.
-        relock: as `SessionConfig` takes it.
+        relock: whether the clock is asked for at every unit, even if it stays: what calls cost.
         changes_clock: without, the GPU is opened for reading only.
         by_framework: whether megatron-core's own function runs its units.
     """
@@ -67,7 +67,7 @@ WHOLE = replace(
     OPTIMAL, name="whole", says="the shortest order of whole backwards", changes_clock=False
 )
 SPLIT = replace(WHOLE, name="split", says="the shortest order, backwards split where that pays")
-#: Of a proof that leaves clocks as they are. Only the interpreter makes time of emulated GPUs.
+#: Of a proof that leaves clocks as they are.
 ORDER_ARMS = (
     replace(STOCK, says="megatron-core's own 1F1B; on emulated GPUs as 1f1b", by_framework=True),
     replace(STOCK, name="1f1b", says="the same order by EnvPipe's interpreter"),
@@ -130,7 +130,7 @@ class Settings:
     learning_rate: float = 3e-3
     forward_time_s: float = 0.030
     warmup_iterations: int = 3
-    settle_iterations: int = 0
+    settle_iterations: int = 1
     steady_iterations: int | None = 20
     proof: bool = False
     rounds: int = 1
@@ -151,7 +151,13 @@ class Settings:
         """The arms of a round, in their order."""
         if not self.proof:
             return RUNS
-        return ARMS if self.changes_clocks else ORDER_ARMS
+        if self.changes_clocks:
+            return ARMS
+        # Only the interpreter makes time of emulated GPUs.
+        return tuple(
+            replace(arm, by_framework=arm.by_framework and self.preset is None)
+            for arm in ORDER_ARMS
+        )
 
     @property
     def turns(self) -> list[tuple[int, Arm]]:
@@ -177,7 +183,7 @@ class Settings:
         """Return a proof with this model, of so many measured iterations a turn."""
         return replace(
             self, proof=True, rounds=rounds, changes_clocks=changes_clocks, warmup_iterations=2,
-            settle_iterations=1, steady_iterations=iterations,
+            steady_iterations=iterations,
         )  # fmt: skip
 
     def write(self, path: Path) -> None:

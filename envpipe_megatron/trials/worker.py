@@ -28,8 +28,7 @@ from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.formats.energy import Phase
 from envpipe_megatron.formats.steps import IntervalEnergy
 from envpipe_megatron.gpu.base import Gpu, ReadOnlyGpu
-from envpipe_megatron.gpu.devices import read_temperature_c
-from envpipe_megatron.gpu.emulated.emulated_gpu import EmulatedGpu
+from envpipe_megatron.gpu.devices import look_at
 from envpipe_megatron.integrations.device import FORWARD_VARIABLE, open_device, use_cpu
 from envpipe_megatron.integrations.megatron.core import ForwardBackward
 from envpipe_megatron.integrations.megatron.kept import WholeSteps
@@ -69,7 +68,7 @@ class Rank:
     """A rank's state over all turns: its GPU, the model and its first weights, its neighbours."""
 
     def __init__(self, settings: Settings) -> None:
-        self._settings, self._emulated = settings, settings.preset is not None
+        self._settings = settings
         self._profile_folder = settings.output / "profile"
         self._collectives = make_collectives([range(settings.num_stages)], _TIMEOUT)
         self._device = open_device(
@@ -103,13 +102,8 @@ class Rank:
 
     def _measure_latency(self) -> None:
         """Report how long a change of each rank's clock takes; a guard holds the GPU meanwhile."""
-        self._report("say", text="latency of a change of clock")
-        gpu = self._device.gpu
-        timer: latency.KernelTimer = (
-            latency.EmulatedKernelTimer(gpu)
-            if isinstance(gpu, EmulatedGpu)
-            else latency.CudaKernelTimer()
-        )
+        self._report("say", arm="latency", text="how long a change of clock takes is measured")
+        gpu, timer = self._device.gpu, self._device.make_timer()
         found = self._collectives.everywhere(
             lambda: latency.measure_latency(
                 gpu, timer, latency.usual_clocks_mhz(gpu), _LATENCY_REPEATS
@@ -171,9 +165,9 @@ class Rank:
             profile_file=self._profile_folder / PROFILE_FILE if from_profile else None,
             plan_file=own_plan if own_plan.exists() else None,
             output_dir=settings.output / "arms" / arm.name if settings.proof else settings.output,
-            relock=arm.relock,
             closed_loop=arm.policy == "optimal" and not from_profile,
         )
+        session.clock.repeats = arm.relock
         # A closed loop measures between warm-up and steady iterations: its run is longer.
         wanted = settings.settle_iterations + iterations
         compared = settings.warmup_iterations + wanted
@@ -181,7 +175,7 @@ class Rank:
         steady, weights_sha256 = 0, ""
         try:
             while steady < wanted:
-                if settings.proof and steady == settings.settle_iterations:
+                if steady == settings.settle_iterations:
                     session.pause()
                     _lap(session)
                 if len(losses) == compared:
@@ -189,9 +183,6 @@ class Rank:
                 losses.append(step(last=steady == wanted - 1))
                 steady += session.state.phase is Phase.STEADY
             sampled = gpu.clock_state()  # before the last unit has ended
-            told = [
-                times_s for phase, *times_s in session.iterations.latest if phase is Phase.STEADY
-            ]
             own = _lap(session)
             mean = session.gather(own)
         finally:
@@ -202,21 +193,17 @@ class Rank:
                 "temperature_c": (before_c, self._temperature_c()),
                 "sampled": asdict(sampled),
                 "clocks": session.clock_summary(),
-                "metered": {phase: asdict(t) for phase, t in session.energy_log.totals.items()},
                 "executed": session.executed,
                 "weights_sha256": weights_sha256 or gpt.digest_of_weights(self._model),
                 "losses": [[float(loss) for loss in of_step] for of_step in losses],
             }
         )
         state, of_steps = session.state, stages[-1]["losses"]
-        iteration_times_s, wall_times_s = zip(*told[-iterations:], strict=True)
         self._report(
             "turn",
             arm=arm.name,
             round=number,
             step=asdict(mean.step) if mean and mean.step else None,
-            iteration_times_s=iteration_times_s,
-            wall_times_s=wall_times_s,
             losses=of_steps,
             stages=[{k: v for k, v in stage.items() if k != "losses"} for stage in stages],
             schedule=state.plan.schedule.name if state.plan else "1f1b",
@@ -242,7 +229,7 @@ class Rank:
             SessionConfig(
                 PlanRequest(settings.num_microbatches, schedule=arm.schedule, policy=arm.policy),
                 splits=True,
-                labels={"run": run, **({"emulated": True} if self._emulated else {})},
+                labels={"run": run, **self._device.labels},
                 **options,
             ),
             gpu,
@@ -252,7 +239,7 @@ class Rank:
             say=lambda text: emit("say", arm=arm.name, text=text),
         )
         forward_backward: ForwardBackward | WholeSteps
-        if arm.by_framework and not self._emulated:
+        if arm.by_framework:
             whole = builders.whole_iteration(settings.num_stages)
             forward_backward = WholeSteps(session, get_forward_backward_func(), whole, lambda: True)
         else:
@@ -260,9 +247,8 @@ class Rank:
         numbers = itertools.count()
 
         def step(*, last: bool = False) -> list[torch.Tensor]:
-            if settings.proof:  # laps are of whole steps
-                session.begin_step()
-                forward_backward.begin_step()
+            session.begin_step()
+            forward_backward.begin_step()
             optimizer.zero_grad()
             reduced = forward_backward(
                 forward_step_func=gpt.forward_step,
@@ -273,15 +259,14 @@ class Rank:
                 micro_batch_size=settings.microbatch_size,
             )
             optimizer.step()
-            if settings.proof:
-                forward_backward.end_step(skipped=False)
-                if last and torch.cuda.is_available():
-                    torch.cuda.synchronize()
-                session.end_step()
+            forward_backward.end_step(skipped=False)
+            if last and torch.cuda.is_available():
+                torch.cuda.synchronize()
+            session.end_step()
             losses = [entry["loss"] for entry in reduced]  # of each microbatch, on the last stage
             if losses:  # a command that is gone ends this rank
-                # A real GPU is ahead of its host: nothing waits for its losses.
-                loss = float(np.mean([float(m) for m in losses])) if self._emulated else None
+                # A GPU is ahead of its host: nothing waits for its losses.
+                loss = None if losses[0].is_cuda else float(np.mean([float(m) for m in losses]))
                 emit("iteration", arm=arm.name, phase=session.state.phase.value, loss=loss)
             return losses
 
@@ -297,7 +282,7 @@ class Rank:
         return self._settings.output / "plans" / f"{arm.name}.json"
 
     def _temperature_c(self) -> int | None:
-        return None if self._emulated else read_temperature_c(self._device.gpu.address.uid)
+        return look_at(self._device.gpu.address.uid).activity().temperature_c
 
 
 def _whole_plan(plan: Plan) -> Plan:

@@ -7,7 +7,6 @@ from dataclasses import replace
 
 import pytest
 from click.testing import CliRunner
-from on_request import on_request
 from presets import preset_profile
 
 from benchmarks import outputs
@@ -35,20 +34,6 @@ def rows():
 
 def of(rows, ablation, start=Start.FULL):
     return {row.setting: row for row in rows if (row.ablation, row.start) == (ablation, start)}
-
-
-@on_request("FIGURES")
-def test_the_full_configuration_is_in_every_ablation_and_the_same(rows):
-    full = of(rows, Ablation.ORDER)["auto"].plan
-    for ablation, setting in (
-        (Ablation.POLICY, "optimal"),
-        (Ablation.MEMORY, "no limit"),
-        (Ablation.DWELL, "0 ms"),
-        (Ablation.CHANGE, "0 ms"),
-        (Ablation.WAITING, "as measured"),
-    ):
-        assert of(rows, ablation)[setting].plan is full
-    assert full.conditions == WORKLOAD.conditions
 
 
 def test_one_ingredient_is_switched_and_the_others_stay(rows):

@@ -1,7 +1,6 @@
 """The outcomes of EnvPipe's experiments: rows, claims and their basis, and a tiny run."""
 
 import csv
-import math
 from dataclasses import replace
 
 import pytest
@@ -12,7 +11,7 @@ from rich.console import Console
 
 from envpipe_megatron.core.kinds import Kind
 from envpipe_megatron.errors import EnvPipeError
-from envpipe_megatron.gpu.emulated.presets import load_preset
+from envpipe_megatron.gpu.presets import load_preset
 
 pytest.importorskip("torch")
 from benchmarks import all as everything
@@ -30,7 +29,7 @@ from benchmarks.figures.experiments import (
 )
 from benchmarks.figures.findings import claims_of, why_few_save_less
 from benchmarks.figures.requests import PROFILE_FILE, Place
-from benchmarks.figures.rows import Outcome, PlanFacts, saving_difference
+from benchmarks.figures.rows import Outcome, PlanFacts
 from benchmarks.figures.unit_times import EmulatedTime
 from benchmarks.outputs import read_claims
 
@@ -152,26 +151,6 @@ def test_what_was_run_before_is_not_run_again(tmp_path, monkeypatch):
     assert {asked.setting for asked in missing} == {GREEDY}
 
 
-def test_columns_are_envpipes_then_ours_at_the_real_size(tmp_path):
-    rows = rows_of("fig12", tmp_path, {BASELINE: ended(), BALANCED: saving(10, 0.5)})
-    columns = rows[1].columns()
-    assert list(columns)[:10] == [
-        "DP", "PP", "Model", "Microbatch size", "Minibatch size", "Type", "Scheduling",
-        "Reconfig", "Throughput (sample/s)", "Energy (mJ)",
-    ]  # fmt: skip
-    factor = rows[1].factor
-    assert factor == SOME_TIME.factor
-    assert columns["Iteration time (s)"] == pytest.approx(2.01 / factor)
-    # One of two pipelines was trained, and the other takes as much.
-    assert columns["Energy (mJ)"] == pytest.approx(2 * 180e3 / factor, abs=1e-3)
-    assert columns["Throughput (sample/s)"] == pytest.approx(512 * factor / 2.01, abs=1e-3)
-    assert columns["Saving (%)"] == pytest.approx(10)
-    assert columns["Hardware"] == "emulated NVIDIA V100 SXM2 (not fitted)"
-    assert columns["Losses equal baseline's"] == "yes"
-    assert columns["Peak in flight"] == "6 4 3 1"
-    assert rows[0].columns()["Peak in flight"] == "8 7 6 5 4 3 2 1"
-
-
 def test_a_loss_that_differs_in_its_last_bit_is_found(tmp_path):
     other = ended(losses=((1.5,), (1.25 + 2**-50,)))
     rows = rows_of("fig9_a", tmp_path, {BASELINE: ended(), BALANCED: other})
@@ -223,41 +202,6 @@ def test_savings_are_claimed_with_their_interval_of_95_percent(tmp_path):
     assert "40.0 ± 1.1 % (BERT-336M)" in claims_of(EXPERIMENTS["fig9_a"], rows, "c")[1].claim
 
 
-def test_the_error_of_a_common_baseline_moves_both_savings(tmp_path):
-    outcomes = {BASELINE: ended(), GREEDY: saving(20), BALANCED: saving(20)}
-    rows = rows_of("fig11", tmp_path, outcomes)
-    balanced, greedy = rows[2], rows[1]
-    assert saving_difference(balanced, greedy) == (0, pytest.approx(100 * 2**0.5 / 200))
-    other = replace(greedy, baseline=ended(energy_j=250.0))
-    separate = math.hypot(balanced.saving_uncertainty_percent, other.saving_uncertainty_percent)
-    assert saving_difference(balanced, other)[1] == pytest.approx(separate)
-
-
-def test_balanced_and_greedy_without_a_step_are_named(tmp_path):
-    def outcome_of(job, setting):
-        outcome = ended() if setting == BASELINE else saving(20)
-        steps = 3 if setting == GREEDY and job.model == "bert_336M" else 0
-        return replace(outcome, reconfigure_steps=steps)
-
-    bert, *others = claims("fig11", tmp_path, outcome_of)[0].claim.split("; ")
-    assert "neither" not in bert
-    assert all("neither needed a step" in other for other in others)
-
-
-def test_a_claim_says_what_was_reduced(tmp_path):
-    outcomes = {BASELINE: ended(), BALANCED: saving(15)}
-    rows = rows_of("fig12", tmp_path, outcomes)
-    assert {claim.basis for claim in claims_of(EXPERIMENTS["fig12"], rows, "command")} == {
-        "emulated NVIDIA V100 SXM2 (not fitted), reduced model, unit times from operation counts, "
-        "no network time, 10 measured steps, one of 2 or 4 replicas"
-    }
-
-
-def test_clocks_that_were_left_alone_prove_nothing(tmp_path):
-    found = claims("fig13", tmp_path, lambda job, s: ended(control="dry_run"))
-    assert [claim.agrees for claim in found] == [None] * 4 + [True]
-
-
 @pytest.mark.parametrize(
     ("points", "agrees", "profiled", "why"),
     [
@@ -286,17 +230,6 @@ def test_savings_must_fall_with_the_microbatches(
     assert [claim.agrees for claim in savings] == [agrees] * 4
     assert all(claim.why.startswith(why) and bool(claim.why) == bool(why) for claim in savings)
     assert savings[0].why.endswith("So.") == (points > 0 and profiled)
-
-
-def test_numbers_of_microbatches_that_differ_by_the_meters_are_named(tmp_path):
-    saved = {4: 20, 8: 21.3, 16: 18.7}  # uncertain by 0.64 points each
-
-    def outcome_of(job, setting):
-        return ended() if setting == BASELINE else saving(saved[job.num_microbatches])
-
-    first, *_ = claims("fig13", tmp_path, outcome_of)
-    assert first.agrees is None
-    assert first.why.startswith("The meters tell only M = 8 from 16 apart; longer units")
 
 
 def test_why_few_microbatches_save_less(tmp_path):

@@ -5,8 +5,6 @@ from dataclasses import replace
 import pytest
 from on_request import on_request
 
-from envpipe_megatron.gpu.emulated.presets import load_preset
-
 pytest.importorskip("torch")
 import torch
 
@@ -14,26 +12,19 @@ from benchmarks.figures.experiments import (
     BALANCED,
     BASELINE,
     EXPERIMENTS,
-    GREEDY,
     MODELS,
     Job,
     reduced,
 )
 from benchmarks.figures.layers import (
-    activation_shapes,
     build_stage,
     inputs_of,
     layer_makers,
-    loss_of,
-    split,
-    targets_of,
 )
-from benchmarks.figures.requests import RunRequest, batches
+from benchmarks.figures.requests import RunRequest
 from benchmarks.figures.unit_times import (
     EmulatedTime,
     stage_operations,
-    time_factor,
-    write_scaled_preset,
 )
 
 # --- what is trained -----------------------------------------------------------------------------
@@ -49,22 +40,6 @@ def test_the_experiments_have_the_sizes_of_envpipes_scripts():
     assert fig13 == [1, 2, 4] * 4
     for job in (job for name in ("fig9_a", "fig9_b") for job in EXPERIMENTS[name].jobs):
         assert job.num_microbatches == 16
-
-
-@pytest.mark.parametrize(
-    ("model", "stages", "layers"),
-    [
-        ("resnet_152", 4, [8, 12, 15, 17]),
-        ("resnet_152", 2, [26, 26]),
-        ("bert_336M", 4, [6, 6, 6, 7]),
-        ("gpt_125M", 4, [3, 3, 3, 5]),
-        ("megatron_1.3B", 8, [4, 3, 3, 3, 3, 3, 3, 5]),
-    ],
-)
-def test_stages_get_envpipes_layers(model, stages, layers):
-    parts = split(MODELS[model], stages)
-    assert [len(part) for part in parts] == layers
-    assert parts[-1].stop == len(layer_makers(MODELS[model]))
 
 
 def test_reduced_models_train_with_every_number_of_stages():
@@ -91,20 +66,6 @@ def test_recomputing_changes_no_gradient(name, with_gradient):
         assert (mine is None and other is None) or torch.equal(mine, other)
 
 
-@pytest.mark.parametrize("name", ["bert_336M", "megatron_125M", "resnet_152"])
-def test_a_microbatch_has_the_same_data_whenever_it_is_drawn(name):
-    small, cpu = reduced(MODELS[name], 2), torch.device("cpu")
-    outputs = activation_shapes(small, 2, 3)[-1]
-    for drawn in (
-        [inputs_of(small, 3, seed, cpu) for seed in (7, 8, 7)],
-        [targets_of(small, outputs, seed, cpu) for seed in (7, 8, 7)],
-    ):
-        first, other, again = drawn
-        assert torch.equal(first, again)
-        assert not torch.equal(first, other)
-    assert loss_of(torch.zeros(outputs), targets_of(small, outputs, 7, cpu)).item() > 0
-
-
 # --- how long it takes ---------------------------------------------------------------------------
 
 
@@ -128,18 +89,6 @@ def test_operations_by_hand():
     assert decoder.forward == layers(3, 2 * 2048, 768, 2048, attentions=2)
 
 
-def test_the_factor_leaves_no_unit_too_short_for_a_host():
-    assert time_factor((0.1, 0.1), 0.008) == pytest.approx(0.008 / 0.1)
-    assert time_factor((0.1, 0.5), 0.008) == pytest.approx(0.75 * 0.008 / 0.1)
-
-
-@pytest.mark.parametrize("name", ["v100", "rtx3090"])
-def test_a_scaled_preset_differs_in_its_times_alone(name, tmp_path):
-    real, scaled = load_preset(name), load_preset(str(write_scaled_preset(name, 0.5, tmp_path)))
-    halved = {name: getattr(real, name) / 2 for name in ("frequency_change_s", "refresh_s")}
-    assert scaled == replace(real, **halved)
-
-
 # --- what is run, and what was run before --------------------------------------------------------
 
 
@@ -159,19 +108,3 @@ def test_a_key_is_all_of_the_settings():
     }
     assert len(keys) == 6
     assert request().key == request().key
-
-
-def test_one_profile_serves_all_numbers_of_microbatches():
-    few, many = request(minibatch_size=16), request()
-    assert few.profiling() == many.profiling()
-    assert few.profiling().job.num_microbatches == 4
-    assert request(GREEDY).profiling() == many.profiling()
-
-
-def test_runs_are_grouped_by_ranks_with_profiles_in_front(tmp_path):
-    eight = request(stages=8)
-    (of_four, of_eight) = batches([request(BASELINE), request(), request(GREEDY), eight], tmp_path)
-    assert of_four.requests == (
-        request(BASELINE), request().profiling(), request(), request(GREEDY),
-    )  # fmt: skip
-    assert of_eight.requests == (eight.profiling(), eight)

@@ -7,9 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from click.testing import CliRunner
 
-from benchmarks.recipes import RECIPES, Job, job_rows, main, read_jobs, total_rows
+from benchmarks.recipes import RECIPES, Job, job_rows, read_jobs, total_rows
 
 SHARED = Path(__file__).parents[2] / RECIPES
 
@@ -83,18 +82,6 @@ def test_features_become_arguments(recipes: Path) -> None:
     ]  # fmt: skip
 
 
-def test_which_recipes_split_backwards(tmp_path: Path) -> None:
-    path = tmp_path / "recipes.json"
-    listed = [
-        recipe(4, "mixture_of_experts", "recompute_full"),
-        recipe(4, "tp_comm_overlap"),
-        recipe(4, "mixture_of_experts", "cuda_graph_local"),
-        recipe(1),
-    ]
-    path.write_text(json.dumps(listed))
-    assert [job["splits"] for job in job_rows(read_jobs(path))] == [True, False, False, False]
-
-
 def to_check(job: Job) -> list[str]:
     return [limit.feature for limit in job.decide().to_check]
 
@@ -141,14 +128,3 @@ def test_functional_tests_below_a_folder(tmp_path: Path) -> None:
         [],
     ]
     assert job_rows(jobs)[2]["against_the_next"] == ["--rerun-mode report_stats"]
-
-
-def test_totals_and_tables(recipes: Path) -> None:
-    totals = total_rows(job_rows(read_jobs(recipes)))
-    with_pipeline = [row for row in totals if row["pipeline"]]
-    assert [row["source"] for row in with_pipeline] == ["recipes", "all"]
-    assert with_pipeline[1]["order"] == 3
-    assert with_pipeline[1]["units_or_better_percent"] == 80
-    shown = CliRunner().invoke(main, [str(recipes)]).stdout
-    assert "gpt_vision_language_pp2" in shown
-    assert "80.00" in shown

@@ -8,24 +8,17 @@ from click.testing import CliRunner
 
 pytest.importorskip("torch")
 from benchmarks.gpu import unit_cost
-from envpipe_megatron.gpu.clock.controller import ClockController
-from envpipe_megatron.runtime.clocks.served import ServedClock
+from envpipe_megatron.runtime.clocks.rank_clock import RankClock
 
 
 def test_each_way_is_compared_with_units_alone(tmp_path, monkeypatch):
-    asked = {ClockController: [], ServedClock: []}
+    asked, request = [], RankClock.request
 
-    def note(clock):
-        request = clock.request
+    def noting(self, frequency_mhz, later):
+        asked.append(frequency_mhz)
+        request(self, frequency_mhz, later)
 
-        def noting(self, frequency_mhz, after):
-            asked[clock].append(frequency_mhz)
-            request(self, frequency_mhz, after)
-
-        monkeypatch.setattr(clock, "request", noting)
-
-    for clock in asked:
-        note(clock)
+    monkeypatch.setattr(RankClock, "request", noting)
     monkeypatch.setattr(unit_cost, "UNITS", 8)
     monkeypatch.setattr(unit_cost, "_COUNTED_TURNS", 2)
     options = ["--rounds", "2", "--turn-iterations", "1", "--output", str(tmp_path)]
@@ -39,6 +32,5 @@ def test_each_way_is_compared_with_units_alone(tmp_path, monkeypatch):
     # Of each kind of units, some ways request, in a turn to begin with and in two that count; turns
     # in which the counter is read are longer.
     counted = len(unit_cost.COUNTED) * unit_cost._COUNTED_TURNS
-    for clock, iterations in ((ClockController, 1), (ServedClock, 1 + counted)):
-        assert len(asked[clock]) == 3 * 2 * iterations * 3 * unit_cost.UNITS
-        assert all(one != following for one, following in pairwise(asked[clock]))
+    assert len(asked) == 3 * 2 * (1 + counted) * 3 * unit_cost.UNITS
+    assert all(one != following for one, following in pairwise(asked))

@@ -2,31 +2,20 @@
 
 import pytest
 from cli_helpers import plan_for, run, run_badly, run_well
+from whole_layers import write_layers
 
-from envpipe_megatron.core.kinds import WHOLE
 from envpipe_megatron.core.profile import read_profile
-
-
-def layers_file(path):
-    """Four layers whose stages make a profile."""
-    rows = [
-        f"{layer},{kind.value},{f},{f / 1e5},{f / 100}"
-        for layer in range(4) for kind in WHOLE for f in (1200, 1000)
-    ]  # fmt: skip
-    path.write_text("\n".join(["layer,instruction,frequency,time,energy", *rows]) + "\n")
-    return path
-
 
 COMMANDS = {
     "profile": ["--", "train.py"],
-    "partition": ["--num-stages", 2, "--num-microbatches", 4, "--layers", "layers.csv"],
+    "partition": ["--num-stages", 2, "--num-microbatches", 4, "--layers", "layers.json"],
 }
 
 
 @pytest.fixture
 def folder(tmp_path, profile_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    layers_file(tmp_path / "layers.csv")
+    write_layers(tmp_path / "layers.json", {str(n): (0.1, 0.1) for n in range(4)})
     (tmp_path / "train.py").write_text("raise SystemExit('was started')")
     return tmp_path
 

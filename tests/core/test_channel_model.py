@@ -8,7 +8,7 @@ import pytest
 from channel_search import explore_all, stopping_points
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from on_request import asked_for, examples, on_request
+from on_request import asked_for, examples
 from random_orders import all_orders, random_order
 
 from envpipe_megatron.core.channel_model import (
@@ -85,36 +85,6 @@ def schedule_of(num_microbatches: int, *stages: str) -> Schedule:
 # Every order of the builders, small.
 
 
-@pytest.mark.parametrize("num_stages", [1, 2, 3, 4])
-def test_asynchronous_sends_carry_every_small_order(num_stages: int) -> None:
-    for num_microbatches in range(1, MOST_MICROBATCHES + 1):
-        orders = envpipe_orders(num_stages, num_microbatches)
-        orders += other_orders(num_stages, num_microbatches, max_chunks=4)
-        for schedule in orders:
-            assert completes(schedule, None), where(schedule)
-
-
-@pytest.mark.parametrize(
-    ("num_stages", "num_microbatches"),
-    [
-        *((p, m) for p, most in ((1, 4), (2, 4), (3, 2), (4, 2)) for m in range(1, most + 1)),
-        *(
-            pytest.param(*size, marks=on_request("CORE"))
-            for size in ((2, 5), (2, 6), (2, 7), (2, 8), (3, 3), (3, 4), (3, 5), (4, 3))
-        ),
-    ],
-)
-def test_all_interleavings_end_where_the_one_simulation_ends(
-    num_stages: int, num_microbatches: int
-) -> None:
-    """All orders of the builders of these sizes."""
-    orders = envpipe_orders(num_stages, num_microbatches)
-    orders += other_orders(num_stages, num_microbatches, max_chunks=2)
-    for schedule in orders:
-        for capacity in CAPACITIES:
-            assert_one_stopping_point(schedule, capacity)
-
-
 #: Stages, microbatches, chunks, whether backwards are split, and every how many-th of all orders is
 #: tried where they are not asked for.
 ALL_SMALL = [
@@ -164,14 +134,6 @@ def test_an_order_stalls_exactly_where_extra_forwards_fall_too_fast(num_stages: 
 
 
 # Every order of the builders, up to 8 stages and 24 microbatches.
-
-
-@pytest.mark.parametrize("num_stages", range(2, 9))
-def test_orders_without_extra_forwards_complete(num_stages: int) -> None:
-    for num_microbatches in range(24, 0, -1 if asked_for("CORE") else -3):
-        for schedule in other_orders(num_stages, num_microbatches, max_chunks=2):
-            for capacity in (None, 1, 2):
-                assert completes(schedule, capacity), (where(schedule), capacity)
 
 
 # Beyond the builders.

@@ -117,29 +117,6 @@ class TestLateClock:
             result.unit_energy_j[0].sum() + 40 * (7 + last - 1 - second - 3 - last)
         )
 
-    def test_a_clock_that_does_not_arrive_in_time_gives_the_whole_unit_to_the_one_before(self):
-        # F1 runs 1-2 at 1200, and so does B0, 4-6: its clock comes at 6. B1's would come at 11.
-        result = evaluated(change_time_s=5.0)
-        assert result.timeline.duration_s[0].tolist() == [1, 1, 2, 3]
-        assert result.unit_energy_j[0].tolist() == [10, 10, 24, 15]
-        assert result.timeline.end_s[0].tolist() == [1, 2, 6, 10]
-
-    def test_a_request_that_has_not_arrived_when_the_next_is_made_is_dropped(self):
-        frequency = FREQUENCY.copy()
-        frequency[0] = [1200, 900, 1200, 1200]
-        result = evaluated(frequency, change_time_s=2.0)
-        assert result.unit_energy_j[0].tolist() == [10, 10, 24, 24]
-        assert result.clock_changes[0] == 2
-
-    def test_a_wait_hides_it(self):
-        frequency = FREQUENCY.copy()
-        frequency[0] = [1200, 1200, 900, 900]  # requested at 2, B0 starts at 4
-        for change_s in (0.0, 1.9, 2.0):
-            result = evaluated(frequency, change_time_s=change_s)
-            assert result.unit_energy_j[0].tolist() == [10, 10, 15, 15]
-        late = evaluated(frequency, change_time_s=2.5)
-        assert late.unit_energy_j[0].tolist() == [10, 10, 0.25 * 24 + 0.75 * 15, 15]
-
     def test_an_old_clock_that_was_not_profiled_for_the_unit_is_worked_out(self):
         # F1 at 1000 MHz would take 1.4 s and 8 J; half of that passes before 900 MHz comes. A
         # backward at 900 MHz, below all that is known, would take 1 / 0.9 of that at 1000.

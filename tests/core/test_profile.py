@@ -300,13 +300,6 @@ def test_chunks_share_time_and_energy_evenly():
     assert half.optimal_frequency_mhz == profile.optimal_frequency_mhz
 
 
-def test_a_profile_of_chunks_fits_no_other_number():
-    profile = uniform_profile(1, {1200: (1, 1)}, sidecar=Sidecar(num_chunks=2))
-    for num_chunks in (1, 4):
-        with pytest.raises(ProfileError, match=f"2 chunks .*got {num_chunks}"):
-            profile.for_chunks(num_chunks)
-
-
 CHUNKED = """stage,instruction,frequency,time,energy,energy_uncertainty_j,chunk
 0,forward,1200,1.0,10.0,0.5,0
 0,forward,900,1.5,8.0,,0

@@ -92,17 +92,13 @@ GOOD = ("F0 F1 B0 B1", "F0 B0 F1 B1")
         (("F0 F1 B0", "F0 B0 F1 B1"), "Stage 0 lacks a unit (got 'B1')"),
         (("F0 F1 B0 B1", "F0 B0 F1"), "Stage 1 lacks a unit (got 'B1')"),
         (("F0 F2 B0 B1", "F0 B0 F1 B1"), "Stage 0 lists a unit that the job does not have"),
-        (("F0 F2 B0 B1", "F0 B0 F1 B1"), "'F2'"),
         (("F0 F1 B0 B1", "F0 B0 F1 B1 F2"), "'F2'"),
-        (("F0 F1", "F0 B0"), "'B0'"),
         (("F0 B1 F1 B0", "F0 B0 F1 B1"), "Stage 0 runs B1 before F1"),
-        (("F0 B0 F1 B1", "F1 B1 F0 B0"), "B0 on stage 0 waits for B0 on stage 1"),
         (
             ("F0 B0 F1 B1", "F1 B1 F0 B0"),
             "Schedule 'x' would deadlock: B0 on stage 0 waits for B0 on stage 1; F1 on stage 1 "
             "waits for F1 on stage 0. Each",
         ),
-        (("B0 F0 B1 F1", "F0 B0 F1 B1"), "Stage 0 runs B0 before F0"),
         (("", "F0 B0 F1 B1"), "Stage 0 lacks a unit (got 'F0')"),
     ],
 )
@@ -115,29 +111,17 @@ TWICE = """
 position     0    1    2    3
 stage 0     F0   F1   B0   B1
 stage 1   [F0]   B0 [F0]   B1"""
-MISSING = """
-position   0  1  2  3
-stage 0   F0 F1 B0 []
-stage 1   F0 B0 F1 B1"""
 IN_CIRCLES = """
 position     0    1    2    3
 stage 0     F0 [B0]   F1   B1
 stage 1   [F1]   B1   F0   B0"""
-TOO_EARLY = """
-position     0    1    2    3
-stage 0     F0 [B1] [F1]   B0
-stage 1     F0   B0   F1   B1"""
-UNKNOWN = """
-position     0    1    2    3
-stage 0     F0 [F2]   B0   B1
-stage 1     F0   B0   F1   B1"""
 COMBINED = """
 position      0     1     2     3
 stage 0   [F0+]    B0    F1    B1
 stage 1      F0    B0    F1    B1"""
 
 
-@pytest.mark.parametrize("grid", [TWICE, MISSING, IN_CIRCLES, TOO_EARLY, UNKNOWN, COMBINED])
+@pytest.mark.parametrize("grid", [TWICE, IN_CIRCLES, COMBINED])
 def test_a_schedule_that_cannot_run_is_shown_with_the_place_marked(grid):
     rows = (re.sub(r"[][]", "", row).split()[2:] for row in grid.splitlines()[2:])
     orders = tuple(tuple(map(parse_unit, row)) for row in rows)
@@ -203,12 +187,6 @@ def test_memory_and_warmup_are_those_of_a_walk_through_the_order(seed):
         assert schedule.peak_in_flight[stage] == peak
         usual = min(schedule.num_stages - stage, schedule.num_microbatches)
         assert schedule.extra_forwards[stage] == max(0, first - usual)
-
-
-def test_extra_forwards_are_those_beyond_1f1b_also_with_few_microbatches():
-    assert builders.one_f_one_b(4, 2).extra_forwards == (0, 0, 0, 0)
-    assert builders.envpipe(4, 8, [4, 3, 1, 0]).extra_forwards == (4, 3, 1, 0)
-    assert builders.gpipe(3, 6).extra_forwards == (3, 4, 5)
 
 
 @pytest.mark.parametrize("u", units_of(3, 2))

@@ -5,7 +5,7 @@ import random
 
 import numpy as np
 import pytest
-from core_cases import naive_times, random_schedule
+from core_cases import naive_steps, random_schedule
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from on_request import examples
@@ -35,23 +35,12 @@ def random_case(seed, *, zeros=False):
 def test_times_are_those_of_a_naive_recursion(seed):
     _, schedule, duration, latency = random_case(seed, zeros=True)
     timeline = Timeline(schedule, duration, latency)
-    naive = naive_times(schedule, duration, latency)
+    chunks, where = schedule.num_chunks, schedule.placement
+    naive = naive_steps(schedule.stages, chunks, np.asarray(duration), latency, where)
     for (stage, position), (start, end) in naive.items():
         assert timeline.start_s[stage, position] == pytest.approx(start, abs=1e-9)
         assert timeline.end_s[stage, position] == pytest.approx(end, abs=1e-9)
     assert timeline.iteration_time_s == pytest.approx(max(end for _, end in naive.values()))
-
-
-def test_2_by_2_by_hand():
-    schedule = builders.one_f_one_b(2, 2)
-    timeline = Timeline(schedule, [[1, 1, 2, 2], [1, 2, 1, 2]])
-    #                          F0 F1 B0 B1            F0 B0 F1 B1
-    assert timeline.start_s.tolist() == [[0, 1, 4, 7], [1, 2, 4, 5]]
-    assert timeline.end_s.tolist() == [[1, 2, 6, 9], [2, 4, 5, 7]]
-    assert timeline.iteration_time_s == 9
-    assert timeline.duration_s.dtype == timeline.start_s.dtype == np.float64
-    # In steady state the wait before a stage's first unit is one with that after its last.
-    assert timeline.wait_s.tolist() == [[0, 0, 2, 1], [1 + 2, 0, 0, 0]]
 
 
 @settings(max_examples=examples(40), deadline=None)
@@ -178,23 +167,3 @@ def test_hundreds_of_changes_equal_a_path_made_anew_to_the_last_bit(schedule):
             or before.latest_end_s[node] != anew.latest_end_s[node]
         }
         before = anew
-
-
-def test_a_change_that_moves_a_start_but_not_its_end():
-    path = found(builders.one_f_one_b(2, 1), [2, 1, 2, 1], 0.0, [6.0, 6.0])
-    assert path.end_s == [2, 6, 4, 5]
-    assert path.change(2, 1.0) == {0, 1, 2, 3}  # F0 on stage 1
-    assert path.change(0, 3.0) == {0, 1, 2, 3}
-    assert path.end_s == [3, 6, 4, 5]
-    assert [path.start_s(node) for node in range(4)] == [0, 5, 3, 4]
-
-
-@pytest.mark.parametrize("schedule", SCHEDULES, ids=lambda schedule: schedule.name)
-def test_many_iterations_at_once_end_as_each_of_them_alone(schedule):
-    duration_s = np.random.default_rng(5).uniform(0.1, 2, (schedule.num_units, 3))
-    many = LongestPath(schedule, list(duration_s), 0.25)
-    many.find_ends(np.maximum)
-    for at, durations in enumerate(duration_s.T):
-        alone = LongestPath(schedule, durations.tolist(), 0.25)
-        alone.find_ends()
-        assert [ends[at] for ends in many.end_s] == alone.end_s

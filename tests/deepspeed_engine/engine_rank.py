@@ -29,8 +29,9 @@ from forked_ranks import run_forked
 from presets import preset_profile
 from transformers import BertConfig, GPT2Config, LlamaConfig
 from waiting_plans import plans_are_waited_for
+from whole_layers import write_layers
 
-from envpipe_megatron.core.kinds import WHOLE, Kind
+from envpipe_megatron.core.kinds import Kind
 from envpipe_megatron.formats.energy import Phase
 from envpipe_megatron.gpu.base import ReadOnlyGpu
 from envpipe_megatron.gpu.control import ChosenControl
@@ -146,7 +147,7 @@ CASES = {
         "bert", ("ours default",), num_stages=2, tensor_parallel=2, partition="parameters"
     ),
     "replicas in bf16": Case(
-        "llama", ("ours balanced",), num_stages=2, partition="time:layers.csv", config=_BF16
+        "llama", ("ours balanced",), num_stages=2, partition="time:layers.json", config=_BF16
     ),
     "tuples of one": Case("packed", ("ours greedy",), num_stages=2),
     **{f"all of {name}": Case(name, tuple(RUNS)) for name in ("gpt2", "llama", "bert")},
@@ -195,13 +196,6 @@ def batches(model: str, vary: bool) -> Iterator[Any]:
             continue
         is_token = torch.arange(length).expand(MICROBATCH, length) < length - number % 2
         yield (words[:, :-1], (words[:, 1:] > 5).long(), is_token), words[:, :-1]
-
-
-def write_layers(path: Path, times_s: Sequence[float]) -> None:
-    lines = ["layer,instruction,frequency,time,energy"]
-    for layer, time_s in enumerate(times_s):
-        lines += [f"{layer},{kind.value},1410,{time_s},{300 * time_s}" for kind in WHOLE]
-    path.write_text("\n".join(lines) + "\n")
 
 
 def make_engine(case: Case, settings: dict[str, Any] | None) -> Any:
@@ -293,7 +287,8 @@ def main(folder: Path, num_steps: int, names: Sequence[str], rank: int) -> None:
         for num_stages in sorted({2, dist.get_world_size()}):
             profile = preset_profile("a100-sxm", num_stages, TIMES_S, (1305, 1110))
             profile.write(folder / f"profile-{num_stages}.csv")
-        write_layers(folder / "layers.csv", [1.0] * 6 + [4.0])
+        layers_s = {str(n): (4.0, 4.0) if n == 6 else (1.0, 1.0) for n in range(7)}
+        write_layers(folder / "layers.json", layers_s)
         request = PlanRequest(MICROBATCHES, schedule="gpipe", policy="uniform")
         make_plan(profile, request).plan.write(folder / "gpipe.json")
     dist.barrier()

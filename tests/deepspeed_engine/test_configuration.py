@@ -43,7 +43,7 @@ from envpipe_megatron.integrations.levels import Level
 from envpipe_megatron.runtime.memory.peak import MemoryFullError
 from envpipe_megatron.search.layer_file import read_layers
 from envpipe_megatron.search.layer_profile import Sizes
-from envpipe_megatron.search.parts import parts_by_file
+from envpipe_megatron.search.partition import make_parts
 
 CONFIG = {"train_batch_size": 4, "envpipe": {"type": "uniform", "gpu": "a40"}}
 PLAIN = {"train_batch_size": 4}
@@ -196,12 +196,12 @@ def test_what_is_set_late_leaves_all_steps_to_deepspeed(elsewhere: Any) -> None:
     engine = an_engine(None if elsewhere else waits, _own_steps_left=0)
     engine.__class__ = EnvPipeEngine
     engine.job, made, said = begin()
-    engine.global_steps = 3
+    engine.job.announce()
     made[0].collectives.first = lambda own: elsewhere or (0, own)
     engine._look_again()
     assert engine._own_steps_left == float("inf")
     assert [job.level for job in made] == [Level.ORDER, Level.OBSERVE]
-    assert ("another rank" if elsewhere else "contiguous") in said[0]
+    assert ("another rank" if elsewhere else "contiguous") in said[-1]
 
 
 def test_an_engine_of_another_class_keeps_it() -> None:
@@ -258,10 +258,10 @@ def test_layers_are_measured_and_split_by_time(tmp_path: Path) -> None:
     assert profile.column(Sizes(), "forward_s")[:, 0].tolist() == forward_s
     backward_j = profile.column(Sizes(), "backward_j")[:, 0].tolist()
     assert backward_j == pytest.approx([400 * time_s for time_s in forward_s])
-    assert parts_by_file(cut, num_layers=5, num_stages=2) == [0, 4, 5], "the loss is heavy"
-    assert parts_by_file(cut, num_layers=5, num_stages=3) == [0, 2, 4, 5]
+    assert make_parts(cut, [1] * 5, 2) == [0, 4, 5], "the loss is heavy"
+    assert make_parts(cut, [1] * 5, 3) == [0, 2, 4, 5]
     with pytest.raises(EnvPipeError, match="another model"):
-        parts_by_file(cut, num_layers=6, num_stages=2)
+        make_parts(cut, [1] * 6, 2)
 
 
 def test_a_step_without_memory_for_messages_is_deepspeeds_and_so_are_those_after(monkeypatch):
@@ -275,6 +275,7 @@ def test_a_step_without_memory_for_messages_is_deepspeeds_and_so_are_those_after
     )
     engine: Any = object.__new__(EnvPipeEngine)
     job, made, said = begin()
+    job.announce()
     made[0].session.run_iteration = full
     given = {
         "job": job,
@@ -293,7 +294,7 @@ def test_a_step_without_memory_for_messages_is_deepspeeds_and_so_are_those_after
         engine.train_batch()
     assert ran == [steps] * 3
     why = "DeepSpeed's own schedule (too little of a test)"
-    assert said == [f"level observe; against uniform: {why}; active"]
+    assert said[1:] == [f"level observe; against uniform: {why}; active"]
     first, second = made
     assert first.closed
     assert second.session.state.notes == (why,)

@@ -140,15 +140,6 @@ def test_it_emulates_gpus_where_there_are_none(tmp_path, gpu):
     assert (variables["DS_ACCELERATOR"], variables["ENVPIPE_EMULATED_GPU"]) == ("cpu", gpu)
 
 
-def test_it_takes_all_types(tmp_path):
-    given = words(type="optimal", scheduling="auto", reconfig="default")
-    done = run(tmp_path, *given)
-    assert done.returncode == 0, done.stderr
-    called, _ = started(tmp_path)
-    at = called.index("--type")
-    assert called[at : at + 6] == given[:6]
-
-
 # The training script
 
 
@@ -181,15 +172,6 @@ def arguments(script: ModuleType, monkeypatch, *given: str) -> argparse.Namespac
 def test_texts_are_read(script, tmp_path, name, content, texts):
     (tmp_path / name).write_text(content)
     assert script.read_texts(tmp_path / name) == texts
-
-
-def test_tokens_are_bytes_and_an_end(script, monkeypatch, tmp_path):
-    (tmp_path / "a.jsonl").write_text('"ab"\n"\u00e9"')
-    args = arguments(
-        script, monkeypatch, "--data", str(tmp_path / "a.jsonl"), "--sequence-length", "3"
-    )
-    tokens, needed = script.make_tokens(args, 512)
-    assert (tokens.tolist(), needed) == ([97, 98, 256, 0xC3, 0xA9, 256], 257)
 
 
 def test_stages_draw_the_same_sequences_and_what_comes_next(script):

@@ -3,7 +3,7 @@ from pathlib import Path
 import pytest
 from fake_zeusd import FakeZeusd
 
-from envpipe_megatron.gpu import control
+from envpipe_megatron.gpu.backends import nvml as nvml_module
 from envpipe_megatron.gpu.base import FORBID_VARIABLE
 from envpipe_megatron.gpu.control import check_controls
 from envpipe_megatron.gpu.emulated.store import ROOT_VARIABLE
@@ -35,7 +35,7 @@ class Machine:
         self.folder = folder
         self._monkeypatch = monkeypatch
         self.set_sys_admin(False)
-        monkeypatch.setattr(control, "in_user_namespace", lambda: False)
+        monkeypatch.setattr(nvml_module, "in_user_namespace", lambda: False)
         monkeypatch.delenv("ZEUSD_TOKEN", raising=False)
         monkeypatch.setenv("ZEUSD_SOCK_PATH", str(folder / "zeusd.sock"))
         self.zeusd = None
@@ -43,7 +43,7 @@ class Machine:
         self.num_old = 0
 
     def set_sys_admin(self, has):
-        self._monkeypatch.setattr(control, "has_sys_admin", lambda: has)
+        self._monkeypatch.setattr(nvml_module, "has_sys_admin", lambda: has)
 
     def start_zeusd(self):
         self.zeusd = FakeZeusd(self.folder / "zeusd.sock")

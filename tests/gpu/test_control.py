@@ -5,12 +5,17 @@ import time
 
 import pytest
 
-from envpipe_megatron.gpu import control
+from envpipe_megatron.gpu.backends import nvml
 from envpipe_megatron.gpu.backends.command import CommandGpu
 from envpipe_megatron.gpu.backends.nvml import NvmlGpu
-from envpipe_megatron.gpu.backends.nvml_library import NvmlNotSupportedError
 from envpipe_megatron.gpu.backends.zeusd import ZeusdGpu
-from envpipe_megatron.gpu.base import DryRunGpu, GpuError, GpuPermissionError, ReadOnlyGpu
+from envpipe_megatron.gpu.base import (
+    DryRunGpu,
+    GpuError,
+    GpuNotSupportedError,
+    GpuPermissionError,
+    ReadOnlyGpu,
+)
 from envpipe_megatron.gpu.control import (
     CHOICES,
     ChosenControl,
@@ -20,8 +25,8 @@ from envpipe_megatron.gpu.control import (
     first_allowed,
     open_controlled,
 )
+from envpipe_megatron.gpu.devices import open_reader
 from envpipe_megatron.gpu.emulated.emulated_gpu import EmulatedGpu
-from envpipe_megatron.gpu.opening import open_reader
 from envpipe_megatron.gpu.site import SiteConfig
 
 
@@ -73,7 +78,7 @@ def test_a_site_allows_some_and_orders_them(machine):
 
 def test_capabilities_of_a_rootless_container_mean_nothing(machine, monkeypatch):
     machine.set_sys_admin(True)
-    monkeypatch.setattr(control, "in_user_namespace", lambda: True)
+    monkeypatch.setattr(nvml, "in_user_namespace", lambda: True)
     assert "user namespace" in machine.look()["nvml"].reason
 
 
@@ -140,10 +145,10 @@ def test_nothing_is_controlled_that_cannot_be_read(machine):
 
 
 def test_a_machine_without_gpus(machine, monkeypatch):
-    monkeypatch.setattr(control, "list_nvml_gpus", lambda: ())
+    monkeypatch.setattr(NvmlGpu, "list_gpus", lambda: ())
     for check in machine.look().values():
         assert (check.reason, check.remedy) == (
-            "no GPU is seen by NVML",
+            "no driver lists a GPU",
             "Make GPUs visible to this process",
         )
 
@@ -155,12 +160,11 @@ def test_a_gpu_that_cannot_be_read_does_not_forbid_the_others(machine, monkeypat
     unreadable = set(machine.nvml.uuids[:1])
     del machine.zeusd.gpus[machine.nvml.pci_bus_ids[0]]
 
-    def gpu(uid):
-        if uid in unreadable:
-            raise NvmlNotSupportedError("lists no SM clocks", remedy="Use another")
-        return NvmlGpu(uid)
+    def obstacle(gpu):
+        if gpu.address.uid in unreadable:
+            raise GpuNotSupportedError("lists no SM clocks", remedy="Use another")
 
-    monkeypatch.setattr(control, "NvmlGpu", gpu)
+    monkeypatch.setattr(NvmlGpu, "obstacle", obstacle)
     found = machine.look()
     assert found["nvml"].allowed
     assert found["zeusd"].allowed
@@ -287,6 +291,7 @@ def test_every_choice_opens_as_itself_and_changes_only_by_its_own_way(machine):
             name not in ("dry_run", "none"),
             name == "none",
         )
+        assert gpu.read_apart
         reader = open_reader(gpu.address)
         assert isinstance(reader, ReadOnlyGpu)
         assert reader.address.uid == uuid
@@ -318,7 +323,7 @@ def test_without_control_a_gpu_is_read_and_refuses_locks(machine):
     gpu = open_controlled(machine.nvml.uuids[1], chosen, machine.site)
     assert gpu.clock_state().observed_mhz == 1410
     assert gpu.read_energy().energy_j > 0
-    with pytest.raises(GpuPermissionError, match="reading alone"):
+    with pytest.raises(GpuPermissionError, match="reading only"):
         gpu.lock_frequency(1200)
     gpu.reset_frequency()
     assert gpu.requested_frequency_mhz is None
@@ -332,7 +337,7 @@ def test_an_emulated_gpu_is_opened_by_folder_and_index(tmp_path):
     gpu.lock_frequency(1200)
     reader = open_reader(gpu.address)
     assert reader.requested_frequency_mhz == 1200
-    assert (reader.is_emulated, reader.changes_clock, reader.drives_hardware) == (True, True, False)
+    assert (reader.read_apart, reader.changes_clock, reader.drives_hardware) == (False, True, False)
 
 
 # --- what is read --------------------------------------------------------------------------------
@@ -344,8 +349,8 @@ def test_an_emulated_gpu_is_opened_by_folder_and_index(tmp_path):
 )
 def test_the_effective_capability_counts(monkeypatch, effective, has):
     permitted = f"CapPrm:\t{0 if has else 2**21:016x}\n"
-    monkeypatch.setattr(control.Path, "read_text", lambda _: permitted + effective)
-    assert control.has_sys_admin() is has
+    monkeypatch.setattr(nvml.Path, "read_text", lambda _: permitted + effective)
+    assert nvml.has_sys_admin() is has
 
 
 @pytest.mark.parametrize("uid", [0, 1])
@@ -353,6 +358,6 @@ def test_where_proc_is_not_mounted_root_counts(monkeypatch, uid):
     def read_text(path):
         raise FileNotFoundError
 
-    monkeypatch.setattr(control.Path, "read_text", read_text)
+    monkeypatch.setattr(nvml.Path, "read_text", read_text)
     monkeypatch.setattr(os, "geteuid", lambda: uid)
-    assert control.has_sys_admin() is (uid == 0)
+    assert nvml.has_sys_admin() is (uid == 0)

@@ -16,9 +16,9 @@ from fake_gpu import FakeGpu
 
 from envpipe_megatron.gpu import energy_reader
 from envpipe_megatron.gpu.base import GpuAddress
+from envpipe_megatron.gpu.devices import open_gpu
 from envpipe_megatron.gpu.emulated.emulated_gpu import EmulatedGpu
 from envpipe_megatron.gpu.energy_reader import EnergyReader, ReaderGoneError
-from envpipe_megatron.gpu.opening import open_gpu
 from envpipe_megatron.runtime.energy.meter import EnergyMeter
 
 #: It looks when it is asked, and at no other time.
@@ -40,6 +40,7 @@ sys.stdin.read()
 def gpu(tmp_path) -> EmulatedGpu:
     made = EmulatedGpu.create("h100", 0, tmp_path)
     made.advance_to(1.0)
+    made.read_apart = True
     return made
 
 
@@ -52,7 +53,7 @@ def reader(gpu) -> Iterator[EnergyReader]:
 
 @pytest.fixture
 def meter(gpu) -> Iterator[EnergyMeter]:
-    made = EnergyMeter(gpu, poll_s=NEVER_S, apart=True)
+    made = EnergyMeter(gpu, poll_s=NEVER_S)
     yield made
     made.close()
 
@@ -115,7 +116,7 @@ def test_a_thread_goes_on_where_the_reader_is_killed(gpu, meter):
 
 def test_a_gpu_that_only_this_process_can_open_is_read_by_a_thread(gpu, monkeypatch):
     monkeypatch.setattr(gpu, "address", GpuAddress("emulated", "/nowhere#0"))
-    meter = EnergyMeter(gpu, poll_s=NEVER_S, apart=True)
+    meter = EnergyMeter(gpu, poll_s=NEVER_S)
     assert meter.last_refresh_s == gpu.read_energy().time_s
     assert meter._reader is None
     meter.close()
@@ -126,7 +127,7 @@ def test_a_thread_reads_where_no_process_can_be_started(gpu, monkeypatch):
         raise BlockingIOError("Resource temporarily unavailable")
 
     monkeypatch.setattr(subprocess, "Popen", refuse)
-    meter = EnergyMeter(gpu, poll_s=NEVER_S, apart=True)
+    meter = EnergyMeter(gpu, poll_s=NEVER_S)
     assert meter.last_refresh_s == gpu.read_energy().time_s
     meter.close()
 
@@ -148,7 +149,7 @@ def test_failures_are_said_and_get_over(gpu, meter):
 def test_it_outlives_what_is_meant_for_ranks_and_what_python_prints(gpu, tmp_path, monkeypatch):
     (tmp_path / "sitecustomize.py").write_text("print('of a test')")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    meter = EnergyMeter(gpu, poll_s=NEVER_S, apart=True)
+    meter = EnergyMeter(gpu, poll_s=NEVER_S)
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
         meter._reader._process.send_signal(number)
     gpu.advance_to(2.2)

@@ -23,12 +23,14 @@ from envpipe_megatron.gpu.backends.command import CommandGpu
 from envpipe_megatron.gpu.backends.nvml import NvmlGpu
 from envpipe_megatron.gpu.backends.zeusd import ZeusdGpu
 from envpipe_megatron.gpu.base import FORBID_VARIABLE, Gpu, GpuAddress
+from envpipe_megatron.gpu.clock.page import ClockPage
 from envpipe_megatron.gpu.control import CHOICES, check_controls, choose_control, open_controlled
+from envpipe_megatron.gpu.devices import open_gpu
 from envpipe_megatron.gpu.guard.hold import hold_gpu
 from envpipe_megatron.gpu.guard.lease import Lease, list_leases, undo_lease
 from envpipe_megatron.gpu.guard.resetting import Resetter
-from envpipe_megatron.gpu.opening import BACKENDS, open_gpu
-from envpipe_megatron.gpu.site import HARDWARE_BACKENDS, read_site
+from envpipe_megatron.gpu.registry import hardware_backends
+from envpipe_megatron.gpu.site import read_site
 
 ROOT = Path(envpipe_megatron.gpu.__file__).resolve().parents[2]
 
@@ -86,9 +88,9 @@ def walked(machine, tmp_path, monkeypatch):
     for variable in ("ENVPIPE_LEASE_DIR", "XDG_RUNTIME_DIR"):
         (tmp_path / variable).mkdir(mode=0o700)
         monkeypatch.setenv(variable, str(tmp_path / variable))
-    for uuid, backend in zip(machine.nvml.uuids, HARDWARE_BACKENDS, strict=False):
+    for uuid, backend in zip(machine.nvml.uuids, hardware_backends(), strict=False):
         NvmlGpu(uuid).lock_frequency(1200)
-        Lease.take(GpuAddress(backend, uuid), "gone", rank=None, open_gpu=open_gpu).abandon()
+        Lease.take(GpuAddress(backend, uuid), "gone", rank=None, open_gpu=open_gpu).close()
     machine.forget()
     return machine
 
@@ -127,7 +129,7 @@ class Walk:
                     self.use(gpu)
 
     def walk_back_ends(self):
-        for backend in BACKENDS:
+        for backend in CHOICES[1:]:
             if backend != "emulated":
                 self.use(open_gpu(GpuAddress(backend, self.machine.nvml.uuids[0])))
 
@@ -142,19 +144,21 @@ class Walk:
     def walk_leases(self):
         for record in list_leases():
             self.call(undo_lease, record, open_gpu)
-            self.call(undo_lease, record, open_gpu, gave_up=True)
             lease = self.call(Lease.take, record.address, "new", rank=None, open_gpu=open_gpu)
             if lease is not None:
                 lease.release()
         site = read_site()
         resetter = Resetter(site)
-        list(resetter.reset_all(GpuAddress(b, self.machine.nvml.uuids[3]) for b in BACKENDS[:3]))
+        uuid = self.machine.nvml.uuids[3]
+        list(resetter.reset_all(GpuAddress(name, uuid) for name in hardware_backends()))
         list(resetter.undo_others([]))
 
     def walk_guard(self):
-        for backend, uuid in zip(HARDWARE_BACKENDS, self.machine.nvml.uuids, strict=False):
+        for backend, uuid in zip(hardware_backends(), self.machine.nvml.uuids, strict=False):
             address = GpuAddress(backend, uuid)
-            hold = self.call(hold_gpu, address, f"job {backend}", on_event=lambda event: None)
+            page = ClockPage.create()
+            hold = self.call(hold_gpu, address, f"job {backend}", page=page, on_end=lambda: None)
+            page.close_file()
             if hold is not None:
                 hold.release()
 
@@ -211,7 +215,7 @@ def test_every_back_end_that_drives_hardware_is_walked():
     }
     abstract = {kind for kind in hardware if kind.__abstractmethods__}
     assert hardware - abstract == {NvmlGpu, ZeusdGpu, CommandGpu}
-    assert set(HARDWARE_BACKENDS) <= set(BACKENDS)
+    assert {kind.backend for kind in hardware - abstract} == set(hardware_backends())
 
 
 def names_in(text):

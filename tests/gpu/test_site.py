@@ -60,9 +60,7 @@ def test_every_field_is_optional(tmp_path):
     assert read_site_file(path) == SiteConfig(path)
     site = read_site_file(site_of(tmp_path, "reset_range_mhz = [1, 1]"))
     assert site.reset_range_mhz == (1, 1)
-    assert site == SiteConfig(
-        site.path, ("nvml", "zeusd", "command"), None, (), (), 10.0, reset_range_mhz=(1, 1)
-    )
+    assert site == SiteConfig(site.path, None, None, (), (), 10.0, reset_range_mhz=(1, 1))
 
 
 @pytest.mark.parametrize(

@@ -1,18 +1,12 @@
 """From CUDA's view to UUIDs: numbers, UUIDs, orders, and wrappers that show a rank one GPU."""
 
-from types import SimpleNamespace
-
 import pytest
 
-from envpipe_megatron.gpu import devices
-from envpipe_megatron.gpu.backends.nvml_library import GpuNotFoundError, MigModeError
-from envpipe_megatron.gpu.base import GpuError
-from envpipe_megatron.gpu.devices import (
-    VisibleGpus,
-    pci_address,
-    uid_of_cuda_device,
-    visible_gpus,
-)
+from envpipe_megatron.gpu.backends.cuda_order import visible_among
+from envpipe_megatron.gpu.backends.nvml import NvmlGpu
+from envpipe_megatron.gpu.base import GpuError, GpuNotSupportedError
+from envpipe_megatron.gpu.devices import uid_of_cuda_device, visible_gpus
+from envpipe_megatron.gpu.registry import Device, Driver, pci_address
 
 
 @pytest.fixture
@@ -21,11 +15,15 @@ def node(fake_nvml):
     return fake_nvml
 
 
+def _shown(variables):
+    return visible_among(NvmlGpu.list_gpus(), variables)
+
+
 def _indices(visible, **variables):
     """NVML's index of each device that CUDA shows."""
     if visible is not None:
         variables["CUDA_VISIBLE_DEVICES"] = visible
-    return [device.index for device in visible_gpus(variables).devices]
+    return [device.index for device in _shown(variables)]
 
 
 @pytest.mark.parametrize(
@@ -57,34 +55,20 @@ def test_uuids_and_their_beginnings(node):
     assert _indices("GPU-") == []  # the beginning of all
 
 
-def test_like_gpus_without_an_order_are_numbered_by_an_assumption(node):
-    shown = visible_gpus({"CUDA_VISIBLE_DEVICES": "3,1"})
-    assert [device.index for device in shown.devices] == [3, 1]
-    assert shown.assumption == visible_gpus({}).assumption
-    assert shown.assumption == (
-        "CUDA_DEVICE_ORDER is not PCI_BUS_ID: as all GPUs are NVIDIA A100-SXM4-80GB, CUDA is taken "
-        "to number them by PCI bus id"
-    )
-    for nobody in ("", "9", "x,1"):
-        assert visible_gpus({"CUDA_VISIBLE_DEVICES": nobody}) == VisibleGpus((), "")
-    assert visible_gpus({"CUDA_VISIBLE_DEVICES": node.uuids[1]}).assumption == ""
-    assert visible_gpus({"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}).assumption == ""
-
-
 def test_numbers_follow_pci_addresses_whatever_nvml_says_first(monkeypatch):
     buses = ("00000001:01:00.0", "00000000:41:00.0", "00000000:0A:00.0")
     known = [
-        SimpleNamespace(uid=f"GPU-{index}", index=index, name="one", pci_bus_id=bus)
-        for index, bus in enumerate(buses)
+        Device("nvml", index, f"GPU-{index}", "one", bus, "") for index, bus in enumerate(buses)
     ]
-    monkeypatch.setattr(devices, "list_nvml_gpus", lambda: known)
+    monkeypatch.setattr(NvmlGpu, "driver", lambda: Driver("580"))
+    monkeypatch.setattr(NvmlGpu, "list_gpus", lambda: known)
     assert _indices(None) == [2, 1, 0]
     assert _indices("0,2") == [2, 0]
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
-    assert visible_gpus().devices == (known[1],)
+    assert visible_gpus() == (known[1],)
     del known[1:]
-    assert visible_gpus({}) == visible_gpus({"CUDA_VISIBLE_DEVICES": "0"})
-    assert visible_gpus({}) == VisibleGpus((known[0],), "")  # one GPU has no order
+    assert _shown({}) == _shown({"CUDA_VISIBLE_DEVICES": "0"})
+    assert _shown({}) == (known[0],)
 
 
 def test_unlike_gpus_have_numbers_only_in_pci_order(fake_nvml_node):
@@ -92,17 +76,17 @@ def test_unlike_gpus_have_numbers_only_in_pci_order(fake_nvml_node):
     node.use_here()
     for variables in ({}, {"CUDA_VISIBLE_DEVICES": "1"}):
         with pytest.raises(GpuError, match=r"H200.*Set CUDA_DEVICE_ORDER=PCI_BUS_ID"):
-            visible_gpus(variables)
+            _shown(variables)
     assert _indices("1", CUDA_DEVICE_ORDER="PCI_BUS_ID") == [1]
     assert _indices(node.uuids[1]) == [1]
     assert _indices("") == []
 
 
 def test_refused_entries(node):
-    with pytest.raises(MigModeError, match="MIG off"):
-        visible_gpus({"CUDA_VISIBLE_DEVICES": "MIG-1234"})
+    with pytest.raises(GpuNotSupportedError, match="MIG off"):
+        _shown({"CUDA_VISIBLE_DEVICES": "MIG-1234"})
     with pytest.raises(GpuError, match="twice"):
-        visible_gpus({"CUDA_VISIBLE_DEVICES": f"1,{node.uuids[1]}"})
+        _shown({"CUDA_VISIBLE_DEVICES": f"1,{node.uuids[1]}"})
 
 
 def test_uids_that_torch_gives(node):
@@ -111,7 +95,7 @@ def test_uids_that_torch_gives(node):
     assert uid_of_cuda_device(uuid.removeprefix("GPU-").upper()) == uuid
     assert uid_of_cuda_device(uuid) == uuid
     for unknown in ("0", "cuda:0", "GPU-1", "00000000-0000-0000-0000-000000000000", "MIG-1234"):
-        with pytest.raises(GpuNotFoundError, match=f"that NVML does not see.*{node.uuids[3]}"):
+        with pytest.raises(GpuError, match=f"no driver's library lists.*{node.uuids[3]}"):
             uid_of_cuda_device(unknown)
 
 
@@ -129,5 +113,5 @@ def test_pci_bus_ids(text, address):
     if address is not None:
         assert pci_address(text) == address
     else:
-        with pytest.raises(GpuNotFoundError, match="Not a PCI bus id"):
+        with pytest.raises(GpuError, match="Not a PCI bus id"):
             pci_address(text)

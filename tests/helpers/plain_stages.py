@@ -19,7 +19,6 @@ import torch.distributed as dist
 from envpipe_megatron.core.kinds import Kind, Unit
 from envpipe_megatron.core.schedule import Schedule
 from envpipe_megatron.gpu.base import Gpu
-from envpipe_megatron.gpu.emulated import store
 from envpipe_megatron.gpu.emulated.emulated_gpu import EmulatedGpu
 from envpipe_megatron.gpu.emulated.store import ROOT_VARIABLE, EmulatedState, StateFile
 from envpipe_megatron.integrations.device import FORWARD_VARIABLE, PRESET_VARIABLE
@@ -107,7 +106,7 @@ class FastTime:
         StateFile.read = _remembered  # type: ignore[method-assign]
         StateFile._write = _remembering  # type: ignore[method-assign]
         # Its meter looks at each refresh before the next: a long past would only be written anew.
-        store.KEPT_TICKS = 16
+        EmulatedState.kept_segments = 32
 
 
 def run_fast(session: Session) -> None:
@@ -137,7 +136,7 @@ _read, _write = StateFile.read, StateFile._write
 
 def _copy(of: EmulatedState) -> EmulatedState:
     made = EmulatedState(**vars(of))
-    made.ticks, made.segments = [*of.ticks], [*of.segments]
+    made.segments = [*of.segments]
     return made
 
 

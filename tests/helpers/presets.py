@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from envpipe_megatron.core.kinds import Kind
 from envpipe_megatron.core.profile import Profile, make_profile
 from envpipe_megatron.core.profile_rows import ProfileRow
-from envpipe_megatron.gpu.emulated.presets import load_preset, preset_folder
+from envpipe_megatron.gpu.presets import load_preset, preset_folder
 
 
-def write_changed_preset(path: Path, changes: Mapping[str, tuple[float, float]]) -> Path:
-    """Write an A100 SXM with some lines changed: what each says, and what it shall say."""
-    text = (preset_folder() / "a100-sxm.toml").read_text()
-    for name, (stock, changed) in changes.items():
-        assert f"\n{name} = {stock}\n" in text
-        text = text.replace(f"\n{name} = {stock}\n", f"\n{name} = {changed}\n")
+def write_changed_preset(path: Path, changes: Mapping[str, float], of: str = "a100-sxm") -> Path:
+    """Write a preset with some numbers changed."""
+    text = (preset_folder() / f"{of}.toml").read_text()
+    for name, changed in changes.items():
+        text, count = re.subn(rf"(?m)^{name} = .*$", f"{name} = {changed}", text)
+        assert count == 1, name
     path.write_text(text)
     return path
 

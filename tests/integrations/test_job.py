@@ -153,37 +153,27 @@ def test_orders_that_split_backwards_by_name_run_where_nothing_stands_against_it
         _check_split_order(options_of_any, chunks, why)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("limit", [None, "memory", 4, 9, (4, 3, 2, 1), (5, 3, 3, 1)])
-def test_a_limit_that_1f1b_keeps(limit: Any) -> None:
-    check_in_flight(limit, framework_order(4, 8))
-
-
-@pytest.mark.parametrize("limit", [3, (4, 3, 1, 1), (3, 3, 2, 1)])
-def test_a_limit_below_what_1f1b_holds(limit: Any) -> None:
-    with pytest.raises(JobError, match=r"own order \(1f1b\) holds, 4, 3, 2, 1 .*at least 4"):
-        check_in_flight(limit, framework_order(4, 8))
-
-
-def test_few_microbatches_need_no_more() -> None:
-    check_in_flight(2, framework_order(4, 2))
-
-
 @pytest.mark.parametrize(
-    ("group_size", "kept", "below", "holds"),
+    ("own", "kept", "below", "holds"),
     [
-        (None, (7, (6, 5, 4, 3)), (5, (6, 5, 4, 2)), "5.5, 4.5, 3.5, 2.5 .*at least 6"),
-        (8, (8, (8, 7, 6, 5)), (7, (8, 7, 6, 4)), "7.5, 6.5, 5.5, 4.5 .*at least 8"),
+        ((4, 8), (4, 9, (4, 3, 2, 1), (5, 3, 3, 1)), (3, (4, 3, 1, 1), (3, 3, 2, 1)),
+         r"\(1f1b\) holds, 4, 3, 2, 1 .*at least 4"),
+        ((4, 2), (2,), (), ""),  # few microbatches need no more
+        ((4, 8, 2, None), (7, (6, 5, 4, 3)), (5, (6, 5, 4, 2)),
+         r"\(interleaved\) holds, 5.5, 4.5, 3.5, 2.5 .*at least 6"),
+        ((4, 8, 2, 8), (8, (8, 7, 6, 5)), (7, (8, 7, 6, 4)),
+         r"\(interleaved\) holds, 7.5, 6.5, 5.5, 4.5 .*at least 8"),
     ],
-)
-def test_chunks_hold_what_the_interleaved_order_does(
-    group_size: Any, kept: Any, below: Any, holds: str
+)  # fmt: skip
+def test_a_limit_is_no_lower_than_what_the_own_order_holds(
+    own: Any, kept: Any, below: Any, holds: str
 ) -> None:
-    own = framework_order(4, 8, 2, group_size)
+    order = framework_order(*own)
     for limit in (*kept, None, "memory"):
-        check_in_flight(limit, own)
+        check_in_flight(limit, order)
     for limit in below:
-        with pytest.raises(JobError, match=rf"own order \(interleaved\) holds, {holds}"):
-            check_in_flight(limit, own)
+        with pytest.raises(JobError, match=rf"own order {holds}"):
+            check_in_flight(limit, order)
 
 
 def test_what_units_rest_on_is_json_and_the_same_each_time(monkeypatch: Any) -> None:

@@ -28,7 +28,6 @@ def test_a_limit_that_shows_makes_the_job_again_at_its_level() -> None:
     # A profile is still of these units, and a plan perhaps of another order.
     assert (second.options.plan, second.options.profile) == (None, FILES["profile"])
     assert second.session.state.notes == ("random numbers (drawn in order)",)
-    job.announce()
     assert said[0] == "level order; active"
     assert said[1].startswith("the plan plan.json is not run")
     assert said[2] == "level units; against order: random numbers (drawn in order); active"

@@ -13,7 +13,7 @@ from lm_runs import GPT, LLAMA, MOCK_DATA, OPTIMIZER, Run, run_pretrain
 from envpipe_megatron.core.kinds import WHOLE, Kind
 from envpipe_megatron.core.profile import make_profile
 from envpipe_megatron.core.profile_rows import ProfileRow
-from envpipe_megatron.gpu.emulated.presets import load_preset
+from envpipe_megatron.gpu.presets import load_preset
 
 FULL = os.environ.get("ENVPIPE_LM_FULL") == "1"
 full = pytest.mark.skipif(not FULL, reason="takes minutes: ENVPIPE_LM_FULL=1 runs it")

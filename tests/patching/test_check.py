@@ -1,5 +1,3 @@
-import json
-
 import pytest
 from click.testing import CliRunner
 from patch_project import snapshot, stock_files, write_tree
@@ -158,7 +156,6 @@ def test_triton_is_stood_in_for_and_said(run, patched, tmp_path, monkeypatch):
     said = run("check", patched)
     assert said.exit_code == 0, said.output
     assert "stood in for, as no hook calls it: triton\n" in said.output
-    assert json.loads(run("check", "--json", patched).output)["stood_in"] == ["triton"]
 
 
 def test_what_is_not_for_gpus_alone_is_still_missing(patched, tmp_path, monkeypatch):
@@ -201,11 +198,8 @@ def test_a_checkout_goes_there_and_back(run, checkout):
     assert said.exit_code == 0, said.output
     assert snapshot(checkout) == patched
     assert f"live: toy.schedules.envpipe_hook: {checkout}/toy/schedules.py" in said.output
-    facts = json.loads(run("check", "--json", checkout).output)
-    assert facts["format"] == "envpipe-patch-check/1"
-    assert (facts["project"], facts["tag"], facts["state"]) == ("toy", "v1.0", "patched")
-    assert facts["live"] is True
-    assert [hook["outcome"] for hook in facts["hooks"]] == ["live", "live"]
+    assert "Toy v1.0, patched" in said.output
+    assert said.output.count("\nlive: ") == 2
     said = run("revert", checkout)
     assert (said.exit_code, "Took the patch" in said.output) == (0, True)
     said = run("revert", checkout)
@@ -220,10 +214,6 @@ def test_a_fork_is_listed_and_proven(run, checkout):
         said = run(*command, checkout)
         assert said.exit_code == 0
         assert "differ from the released ones, and the patch fits them:\n  run.sh\n" in said.output
-    (facts,) = [
-        f for f in json.loads(run("check", "--json", checkout).output)["files"] if not f["released"]
-    ]
-    assert facts == {"path": "run.sh", "state": "patched", "released": False}
 
 
 def test_commands_to_run_next_can_be_pasted(run, checkout):
@@ -236,8 +226,6 @@ def test_check_says_where_the_patch_file_lies(run, checkout, patches):
     file = str(patches / "toy/v1.0/envpipe.patch")
     for command in ("apply", "revert"):
         assert f": {file}\n" in run("check", checkout).output
-        facts = json.loads(run("check", "--json", checkout).output)
-        assert facts["patch_file"] == file
         run(command, checkout)
 
 
@@ -250,14 +238,10 @@ def test_what_is_patched_and_cannot_be_proven_is_its_own_exit_status(run, patche
 
 
 def test_check_names_what_was_changed(run, checkout):
-    def states():
-        facts = json.loads(run("check", "--json", checkout).output)
-        return facts["state"], {file["path"]: file["state"] for file in facts["files"]}
-
-    assert set(states()[1].values()) == {"stock"}
     (checkout / "run.sh").write_text("mine\n")
-    state, files = states()
-    assert (state, files.pop("run.sh"), set(files.values())) == ("dirty", "changed", {"stock"})
+    said = run("check", checkout)
+    assert (said.exit_code, ", dirty: " in said.output) == (1, True)
+    assert "  run.sh (changed: no place for the lines near 1)\n" in said.output
     (checkout / "run.sh").write_text(stock_files(0)["run.sh"])
     run("apply", checkout)
     (checkout / "run.sh").write_text("mine\n")
@@ -266,9 +250,7 @@ def test_check_names_what_was_changed(run, checkout):
     assert said.exit_code == 1
     assert "changed-after" in said.output
     assert "  run.sh (changed: no place for the lines near 1)\n" in said.output
-    state, files = states()
-    assert (state, files.pop("run.sh")) == ("changed-after", "changed")
-    assert (files.pop("toy/training/envpipe.py"), set(files.values())) == ("missing", {"patched"})
+    assert "  toy/training/envpipe.py (missing" in said.output
 
 
 def test_errors_are_messages(run, tmp_path, monkeypatch):

@@ -22,7 +22,6 @@ from envpipe_megatron.core.evaluation import evaluate
 from envpipe_megatron.core.orders import builders
 from envpipe_megatron.core.profile_rows import SplitBackward
 from envpipe_megatron.core.schedule import Placement
-from envpipe_megatron.policies.optimal.choices import make_choices
 from envpipe_megatron.policies.optimal.optimizer import Optimizer, all_maximum_s
 from envpipe_megatron.policies.orders.any_order import any_order
 from envpipe_megatron.policies.orders.extra_forwards import OrderSearch
@@ -210,9 +209,9 @@ def test_no_order_of_whole_and_split_backwards_goes_below_the_bound(stages, micr
 
 def test_the_only_units_of_a_kind_take_what_the_bound_gives_them():
     profile = uniform_profile(2, {1400: (0.1, 40.0), 1200: (0.11, 34.0), 1000: (0.13, 31.0)})
-    choices = make_choices(profile, np.zeros(2), np.ones(2, dtype=np.int64))
+    conditions = Conditions((0.0, 0.0))
     for microbatches in (1, 2):
-        free = any_order(choices, 2, microbatches, 0.0, np.zeros(2), deadline_s=10.0)
+        free = any_order(profile, conditions, microbatches, 10.0, np.zeros(2))
         assert free.time_s == pytest.approx(np.array([[[0.13, 0.26]]] * 2))
 
 

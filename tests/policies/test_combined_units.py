@@ -2,10 +2,10 @@
 
 import numpy as np
 import pytest
-from combined_cases import CLOCKS_MHZ, combined_profile, naive_steps, steps_of
+from combined_cases import CLOCKS_MHZ, combined_profile
+from planning_cases import try_everything
 
 from envpipe_megatron.core.conditions import Conditions
-from envpipe_megatron.core.kinds import Kind
 from envpipe_megatron.core.orders import builders
 from envpipe_megatron.policies.optimal.optimizer import Optimizer, all_maximum_s
 from envpipe_megatron.policies.planner import make_plan
@@ -15,36 +15,14 @@ NAME = "interleaved-combined"
 POWER_W = (40.0, 55.0)
 
 
-def try_everything(schedule, profile, latency):
-    """Iteration times and energies of all assignments of clocks to steps, [assignments]."""
-    steps = steps_of(schedule.stages)
-    places = [(s, n) for s, own in enumerate(steps) for n in range(len(own))]
-    shape = (len(CLOCKS_MHZ[:2]),) * len(places)
-    duration, energy_j = {}, np.zeros(shape)
-    for axis, (stage, number) in enumerate(places):
-        step = steps[stage][number]
-        part = stage * schedule.num_chunks + step[-1].chunk
-        rows = profile.rows[part][Kind.COMBINED if len(step) == 2 else step[-1].kind]
-        along = [-1 if other == axis else 1 for other in range(len(shape))]
-        time_s, unit_j = (
-            np.array([getattr(row, name) for row in rows]).reshape(along)
-            for name in ("time_s", "energy_j")
-        )
-        duration[stage, number] = time_s
-        energy_j = energy_j + unit_j - POWER_W[stage] * time_s
-    ends = naive_steps(schedule.stages, schedule.num_chunks, duration, latency)
-    iteration_s = np.maximum(*(ends[s, len(own) - 1][1] for s, own in enumerate(steps)))
-    iteration_s = np.broadcast_to(iteration_s, shape)
-    return iteration_s, energy_j + sum(POWER_W) * iteration_s
-
-
 @pytest.mark.parametrize("seed", range(6))
 def test_optimal_plans_stand_between_the_optimum_and_a_few_percent_above(seed):
     profile = combined_profile(seed, clocks_mhz=CLOCKS_MHZ[:2])
     schedule = builders.interleaved(2, 2, 2, combined=True)
     assert schedule.combined.sum() == 1
     conditions = Conditions(POWER_W, (0.1 * seed,))
-    iteration_s, energy_j = try_everything(schedule, profile, conditions.latency_s)
+    everything = try_everything(schedule, profile, conditions)
+    iteration_s, energy_j = everything.iteration_time_s, everything.energy_j
     deadline_s = (1 + 0.05 * (seed % 3)) * all_maximum_s(schedule, profile, conditions)
     assert iteration_s.min() == pytest.approx(Optimizer(schedule, profile, conditions).fastest_s)
     plan = Optimizer(schedule, profile, conditions).plan(deadline_s)

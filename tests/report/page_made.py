@@ -10,6 +10,7 @@ from run_made import iterations, profile, windows
 
 from envpipe_megatron.core.plan import Plan
 from envpipe_megatron.formats.energy import EnergyLogs
+from envpipe_megatron.formats.steps import StepEnergy
 from envpipe_megatron.formats.timeline import ClockSamples, TimelineLogs
 from envpipe_megatron.policies.planner import make_plan
 from envpipe_megatron.policies.request import PlanRequest
@@ -42,12 +43,6 @@ def plan() -> Plan:
     return made.plan
 
 
-LOOP = (
-    {"iteration": 1, "note": "", "phase": "reconfigure", "time_s": 0.2, "energy_j": 40.0},
-    {"iteration": 2, "note": "drift", "phase": "steady", "time_s": None, "energy_j": None},
-)
-
-
 def folder(path: Path) -> RunFolder:
     recorded = two_pipelines(("warm-up", "profile", "steady"))
     clocks = [
@@ -67,7 +62,7 @@ def folder(path: Path) -> RunFolder:
         EnergyLogs(tuple(windows(recorded)), 0, ()),
         made.profile,
         made,
-        (), LOOP, None, None, (),
+        (), None, None, (),
     )  # fmt: skip
 
 
@@ -79,10 +74,15 @@ SECTIONS = (
 )  # fmt: skip
 
 
+#: Of six GPUs.
+STEPS = [
+    StepFacts(name, 6, StepEnergy(1, 0.2, 0.001, 40.0, 0.1)) for name in ("baseline", "steady")
+]
+
+
 def write_page(path: Path) -> Path:
     """Write the page, with `SECTIONS` as its tables, and say where."""
-    steps = [StepFacts(name, 1, 6, 0.2, 240.0, 1.0) for name in ("baseline", "steady")]
-    facts = ReportFacts((), *steps, "12.00 %", "0.10 %")
+    facts = ReportFacts((), *STEPS, "12.00 %", "0.10 %")
     page = path / "index.html"
     run = folder(path)
     table = unit_table(run.timelines.iterations, STAGES, run.profile)

@@ -10,10 +10,10 @@ from envpipe_megatron.core.profile_rows import ProfileRow
 from envpipe_megatron.policies.planner import make_frontier
 from envpipe_megatron.policies.request import PlanRequest
 from envpipe_megatron.report.charts import INK
-from envpipe_megatron.report.plan_charts import (
+from envpipe_megatron.report.views import (
     configurations_chart,
     frontier_charts,
-    valley_charts,
+    valley_chart,
 )
 
 PROFILE = run_made.profile(3, [(1500, 1.0, 140.0), (1200, 1.2, 110.0), (900, 1.6, 100.0)])
@@ -52,7 +52,7 @@ def test_each_configuration_is_a_line():
 
 
 def test_a_valley_marks_the_optimum_of_each_stage():
-    (chart,) = valley_charts(PROFILE)
+    chart = valley_chart(PROFILE)
     lines, optima, dots = chart.marks
     assert lines.columns["name"] == ["stage 0", "stage 1", "stage 2"]
     assert lines.columns["x"][0] == [900, 1200, 1500]
@@ -62,23 +62,12 @@ def test_a_valley_marks_the_optimum_of_each_stage():
     assert len(dots.columns["x"]) == 9
 
 
-def test_every_stage_of_many_has_its_name_and_within_its_chart_its_colour():
-    charts = valley_charts(run_made.profile(18, [(1500, 1.0, 140.0), (900, 1.6, 100.0)]))
-    lines = [chart.marks[0].columns for chart in charts]
-    names = [name for each in lines for name in each["name"]]
-    assert names == [f"stage {stage}" for stage in range(18)]
-    assert all(len(set(each["colour"])) == len(each["colour"]) for each in lines)
-    assert [len(names) for chart in charts for names in chart.legends.values()] == [8, 8, 2]
-    assert "stages 8 to 15" in charts[1].title
-    assert len({chart.name for chart in charts}) == 3
-
-
 def test_a_stage_without_common_clocks_has_no_valley():
     rows = [
         (0, Kind.FORWARD, ProfileRow(900, 1.0, 1.0)),
         (0, Kind.BACKWARD, ProfileRow(1500, 1.0, 1.0)),
     ]
-    (chart,) = valley_charts(make_profile(rows, source="test"))
+    chart = valley_chart(make_profile(rows, source="test"))
     lines, *others = chart.marks
     assert lines.columns["x"] == [[]]
     assert not any(marks.columns["x"] for marks in others)

@@ -12,12 +12,15 @@ from unittest.mock import patch
 
 import plain_stages
 import torch.distributed as dist
+from fake_gpu import look_until
 
 from envpipe_megatron.errors import EnvPipeError
-from envpipe_megatron.gpu import control
-from envpipe_megatron.gpu.backends.nvml import list_nvml_gpus
+from envpipe_megatron.gpu.backends import nvml
 from envpipe_megatron.gpu.base import FORBID_VARIABLE, ReadOnlyGpu
+from envpipe_megatron.gpu.devices import list_gpus
+from envpipe_megatron.gpu.emulated.emulated_gpu import EmulatedGpu
 from envpipe_megatron.gpu.guard.lease import list_leases
+from envpipe_megatron.gpu.guard.messages import AGENT_VARIABLE
 from envpipe_megatron.policies.request import PlanRequest
 from envpipe_megatron.runtime.clocks.rank_clock import open_rank_gpu
 from envpipe_megatron.runtime.job.session import Session, SessionConfig
@@ -36,14 +39,19 @@ def use_guards_of(root: Path, name: str) -> None:
     )
 
 
-def _config(root: Path, *, guarded: bool = False) -> SessionConfig:
+def _config(root: Path) -> SessionConfig:
     return SessionConfig(
         PlanRequest(MICROBATCHES, "envpipe", "envelope"),
         warmup_iterations=1,
         profiler=ProfilerSettings(1, 1, min_window_s=0.3),
         output_dir=root,
-        guarded=guarded,
     )
+
+
+def _guarded_session(rank: int, config: SessionConfig, root: Path) -> tuple[Session, EmulatedGpu]:
+    """A session on an emulated node that has guards: one with an agent, which bills nothing."""
+    with patch.dict(os.environ, {AGENT_VARIABLE: ""}):
+        return plain_stages.session(rank, config, root)
 
 
 def _iterate(session: Session, rank: int, count: int) -> None:
@@ -81,7 +89,7 @@ def train_guarded(rank: int, root: Path, kill_guard: bool) -> Any:
         left the way it leaves itself; what the clock came to.
     """
     use_guards_of(root, "guarded")
-    session, gpu = plain_stages.session(rank, _config(root, guarded=True), root)
+    session, gpu = _guarded_session(rank, _config(root), root)
     try:
         _iterate(session, rank, 2)
         leases = sorted(record.address.uid for record in list_leases() if record.live)
@@ -94,10 +102,11 @@ def train_guarded(rank: int, root: Path, kill_guard: bool) -> Any:
         forked_mhz = gpu.requested_frequency_mhz
         dist.barrier()
         if kill_guard:
-            hold = session._rank_clock._hold
+            hold = session.clock._hold
             assert hold is not None
             os.kill(hold.guard_pid, signal.SIGKILL)
-            hold._thread.join(20)
+            look_until(lambda: session.clock_summary()["error"] is not None)
+            look_until(lambda: gpu.requested_frequency_mhz is None)
         _iterate(session, rank, 2)
         after_mhz = gpu.requested_frequency_mhz
     finally:
@@ -108,9 +117,9 @@ def train_guarded(rank: int, root: Path, kill_guard: bool) -> Any:
 def be_refused(rank: int, root: Path, require: bool) -> Any:
     """Train where another job holds rank 1's GPU, or get the error."""
     use_guards_of(root, "refused")
-    config = replace(_config(root, guarded=True), require_control=require)
+    config = replace(_config(root), require_control=require)
     try:
-        session, gpu = plain_stages.session(rank, config, root)
+        session, gpu = _guarded_session(rank, config, root)
     except EnvPipeError as error:
         return f"{type(error).__name__}: {error}"
     requested = gpu.requested_frequency_mhz if rank != 1 else None  # that of the other job
@@ -124,8 +133,8 @@ def be_without_a_folder(rank: int, root: Path, victim: int) -> tuple[str, bool]:
     """Train where one rank cannot make its output folder; whether a clock was changed."""
     use_guards_of(root, "no folder")
     output = root / "file" / "output" if rank == victim else root / "output"
-    config = replace(_config(root, guarded=True), output_dir=output)
-    session, _ = plain_stages.session(rank, config, root)
+    config = replace(_config(root), output_dir=output)
+    session, _ = _guarded_session(rank, config, root)
     _iterate(session, rank, 3)
     session.close()
     return session.state.phase.value, session.clock_summary()["changes"] > 0
@@ -142,7 +151,7 @@ def fail_in_the_executor(rank: int, root: Path, victim: int) -> tuple[str, bool]
     if rank == victim:
         plain_stages.EmulatedExecutor = fail  # type: ignore[misc,assignment]
     try:
-        session, _ = plain_stages.session(rank, _config(root, guarded=True), root)
+        session, _ = _guarded_session(rank, _config(root), root)
         session.close()
     except RuntimeError as error:
         return str(error), any(f"{root}#{rank}" == r.address.uid for r in list_leases())
@@ -157,25 +166,25 @@ def train_on_a_node_alone(rank: int, root: Path) -> dict[str, Any]:
     node = root / f"node-{rank}"
     node.mkdir()
     config = SessionConfig(
-        PlanRequest(MICROBATCHES), warmup_iterations=1, output_dir=root / "output", guarded=True
+        PlanRequest(MICROBATCHES), warmup_iterations=1, output_dir=root / "output"
     )
     # All are on this machine, whose name they would write.
     with (
         patch.dict(os.environ, GROUP_RANK=str(rank)),
         patch("socket.gethostname", lambda: node.name),
     ):
-        session, gpu = plain_stages.session(rank, config, node)
+        session, gpu = _guarded_session(rank, config, node)
         begin_j = gpu._file.read().energy_j
         try:
             _iterate(session, rank, 12)
         finally:
             session.close()
-    hold = session._rank_clock._hold
+    hold = session.clock._hold
     assert hold is not None
     return {
         "counter_j": gpu._file.read().energy_j - begin_j,
         "logged_j": sum(total.energy_j for total in session.energy_log.totals.values()),
-        "guard": (hold.guard_pid, hold.job),
+        "guard_pid": hold.guard_pid,
         "locked": gpu.requested_frequency_mhz,
     }
 
@@ -183,7 +192,7 @@ def train_on_a_node_alone(rank: int, root: Path) -> dict[str, Any]:
 def train_until_killed(rank: int, root: Path) -> None:
     """Train for ever with the guard; the last rank kills itself in its third iteration."""
     use_guards_of(root, "killed")
-    session, _ = plain_stages.session(rank, _config(root, guarded=True), root)
+    session, _ = _guarded_session(rank, _config(root), root)
     last = dist.get_world_size() - 1
     _iterate(session, rank, 2)
     if rank == last:
@@ -213,12 +222,12 @@ def choose(
         os.environ[FORBID_VARIABLE] = "1"
     else:
         os.environ.pop(FORBID_VARIABLE, None)
-    control.has_sys_admin = lambda: True  # whoever runs the tests; the library is a fake
-    control.in_user_namespace = lambda: False
+    nvml.has_sys_admin = lambda: True  # whoever runs the tests; the library is a fake
+    nvml.in_user_namespace = lambda: False
     stages = dist.get_world_size()
     collectives = plain_stages.lone_pipeline(stages)
     try:
-        uid = list_nvml_gpus()[rank].uid
+        uid = list_gpus()[rank].uid
         gpu, chosen = open_rank_gpu(uid, collectives, wanted, require=require)
         gpu.read_energy()
     except EnvPipeError as error:

@@ -26,7 +26,7 @@ from envpipe_megatron.policies.request import PlanRequest
 from envpipe_megatron.runtime.channel.carrier import StageSpecs, TensorSpec
 from envpipe_megatron.runtime.channel.p2p import P2PChannel
 from envpipe_megatron.runtime.job import phases
-from envpipe_megatron.runtime.job.latency import measure_p2p_latency_s
+from envpipe_megatron.runtime.job.measuring import measure_p2p_latency_s
 from envpipe_megatron.runtime.job.session import Session, SessionConfig
 from envpipe_megatron.tuning.probes.sweep import ProfilerSettings
 

@@ -1,7 +1,6 @@
 """Layer profiles and their file: what is written is read, fits the schema, and errors are named."""
 
 import json
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -9,7 +8,7 @@ import pytest
 from jsonschema import Draft202012Validator
 
 from envpipe_megatron.errors import EnvPipeError
-from envpipe_megatron.search.layer_file import layers_text, read_layers, read_layers_or_table
+from envpipe_megatron.search.layer_file import layers_text, read_layers
 from envpipe_megatron.search.layer_profile import (
     Block,
     BytesPerParameter,
@@ -164,98 +163,9 @@ def test_pieces_sizes_and_clocks_must_fit_together(tmp_path, where, value, messa
         read_layers(path)
 
 
-def write_table(path, layers=("embedding", "0", "1", "2", "loss"), more="", tail=""):
-    lines = ["layer,instruction,frequency,time,energy" + more]
-    for layer in layers:
-        for kind in ("forward", "backward"):
-            lines += [f"{layer},{kind},{f},0.{n + 1},1{tail}" for n, f in enumerate((1200, 900))]
-    path.write_text("\n".join(lines) + "\n")
-    return path
-
-
-def test_a_table_of_layers_becomes_a_layer_profile(tmp_path):
-    layers, more = ("1", "loss", "00"), ",note,activation,memory"
-    path = write_table(tmp_path / "layers.csv", layers, more, ",x,5,7e3")
-    profile = read_layers_or_table(path)
-    assert profile.pieces == ("0", "1", "loss")
-    assert profile.frequency_mhz.tolist() == [1200, 900]
-    assert profile.column(Sizes(), "backward_s").tolist() == [[0.1, 0.2]] * 3
-    assert profile.column(Sizes(), "activation_bytes").tolist() == [5.0] * 3
-    held = profile.bytes_per_parameter.weight * profile.column(Sizes(), "parameters")
-    assert held.tolist() == [7000.0] * 3
-    assert profile.has_energy
-    # It is kept as one, whatever the file is called.
-    path.write_text(layers_text(profile))
-    assert plain(read_layers_or_table(path)) == plain(replace(profile))
-    assert read_layers_or_table(write_table(path)).pieces == ("embedding", "0", "1", "2", "loss")
-
-
-def test_blank_lines_zeros_and_further_blank_cells_are_accepted(tmp_path):
-    path = write_table(tmp_path / "layers.csv", ("00", "1"), ",memory", ",0")
-    first, *rest = path.read_text().splitlines()
-    rest = [line.replace(",1,0", ",0,0, ,") for line in rest]
-    path.write_bytes("\r".join([first, "", " ,,", *rest]).encode())
-    profile = read_layers_or_table(path)
-    assert profile.pieces == ("0", "1")
-    assert not profile.has_energy
-
-
-@pytest.mark.parametrize(
-    ("old", "new", "said"),
-    [
-        ("layer,", "stage,", ["line 1", "stage,instruction", "must name the columns layer,"]),
-        ("embedding,forward,1200", "head,forward,1200", ["line 2", "'head'", "embedding"]),
-        ("0,forward,1200", "\u00b2,forward,1200", ["line 6", "'\u00b2'"]),
-        pytest.param(
-            "0,forward,1200", "9" * 5000 + ",forward", ["line 6", "unknown layer", "99..."],
-            id="long number",
-        ),
-        ("0,forward,1200", "0,forwrd,1200", ["line 6", "'forwrd'"]),
-        ("0,forward,1200", "0,forward,900", ["line 7", "second row", "900"]),
-        ("0,forward,1200,0.1", "0,forward,1200,0", ["line 6", "time (s) must be a number of"]),
-        ("0,forward,1200,0.1,1,8", "0,forward,1200,0.1,1", ["line 6", "memory (bytes)"]),
-        ("0,forward,1200,0.1,1,8", "0,forward,1200,0.1,1,9", ["line 7", "layer 0", "bytes", "8"]),
-        ("0,forward,1200,0.1,1,8", "0,forward,1200,0.1,1,inf", ["line 6", "memory", "'inf'"]),
-        ("0,forward,1200", "0,forward,1100", ["no row for layer", "1100", "the same clocks"]),
-        ("1,backward,1200,0.1,1,8", "1,backward,1200,0.1", ["line 12: too few columns"]),
-        ("1,backward,1200,0.1,1,8\n", "", ["no row for layer 1 backward at 1200 MHz"]),
-    ],
-)  # fmt: skip
-def test_a_broken_table_is_named_with_line_and_value(tmp_path, old, new, said):
-    path = write_table(tmp_path / "layers.csv", more=",memory", tail=",8")
-    text = path.read_text()
-    at = text.index(old) if old.startswith(("layer", "embedding")) else text.index("\n" + old) + 1
-    path.write_text(text[:at] + new + text[at + len(old) :])
-    with pytest.raises(EnvPipeError) as caught:
-        read_layers_or_table(path)
-    for part in (str(path), *said):
-        assert part in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("layers", "said"),
-    [
-        (("0", "2"), "no row for layer 1 "),
-        (("2", "3"), "no row for layer 0 "),
-        (("embedding", "loss"), "no row for layer 0 "),
-    ],
-)
-def test_tables_that_miss_layers(tmp_path, layers, said):
-    with pytest.raises(EnvPipeError, match=said):
-        read_layers_or_table(write_table(tmp_path / "layers.csv", layers))
-
-
-@pytest.mark.parametrize(
-    ("content", "said"),
-    [
-        (b"", "line 1: not the header"),
-        (b"\x89PNG\xff\xfe", "is not readable"),
-        (b"layer,instruction,frequency,time,energy", "has no rows"),
-        (b"{}", "'format'"),
-    ],
-)
-def test_files_that_are_neither(tmp_path, content, said):
-    path = tmp_path / "layers.csv"
+@pytest.mark.parametrize("content", [b"", b"\x89PNG\xff\xfe", b"stage,instruction\n", b"[]"])
+def test_files_that_are_none(tmp_path, content):
+    path = tmp_path / "layers.json"
     path.write_bytes(content)
-    with pytest.raises(EnvPipeError, match=rf"layers\.csv.*{said}"):
-        read_layers_or_table(path)
+    with pytest.raises(EnvPipeError, match=r"layers\.json is not"):
+        read_layers(path)

@@ -6,15 +6,15 @@ import time
 from itertools import pairwise
 
 from benchmarks.overhead import host
-from envpipe_megatron.gpu.clock.completion import Done
 from envpipe_megatron.runtime.clocks.latency import KERNELS, LEAD, Trace
+from envpipe_megatron.runtime.execution.executor import Later
 
 
 class HostExecutor(host.HostExecutor):
     """Units run on the host, one after the other; a wait for a meter lasts."""
 
     def in_wait(self, after_s):
-        return Done()
+        return Later(after_s)
 
     def idle(self, time_s):
         time.sleep(time_s)
@@ -25,9 +25,7 @@ class HostKernelTimer:
 
     def trace(self, call, look):
         instants_s = [time.monotonic() for _ in range(LEAD)]
-        called_s = time.monotonic()
-        call()
-        returned_s = time.monotonic()
+        called_s, returned_s = call()
         looks = [(time.monotonic(), look())]
         instants_s += [time.monotonic() for _ in range(KERNELS - LEAD)]
         return Trace(called_s, returned_s, list(pairwise(instants_s)), looks)

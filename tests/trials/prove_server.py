@@ -66,8 +66,8 @@ def run_rank(path: Path) -> None:
     import torch
     from host_executor import HostExecutor, HostKernelTimer
 
-    from envpipe_megatron.gpu import control
-    from envpipe_megatron.gpu.backends.nvml import list_nvml_gpus
+    from envpipe_megatron.gpu.backends import nvml
+    from envpipe_megatron.gpu.devices import list_gpus
     from envpipe_megatron.integrations.device import Device, use_cpu
     from envpipe_megatron.runtime.clocks import latency
     from envpipe_megatron.runtime.clocks.rank_clock import open_rank_gpu
@@ -77,7 +77,7 @@ def run_rank(path: Path) -> None:
     from envpipe_megatron.tuning.probes.sweep import ProfilerSettings
 
     def open_device(collectives, num_stages, wanted, preset, *, require):
-        uid = list_nvml_gpus()[collectives.stage].uid
+        uid = list_gpus()[collectives.stage].uid
         gpu, chosen = open_rank_gpu(uid, collectives, wanted, require=require)
         return Device(gpu, chosen, lambda settle: HostExecutor())
 
@@ -87,8 +87,8 @@ def run_rank(path: Path) -> None:
     use_cpu()
     # What megatron-core's own function needs besides.
     torch.zeros, torch.cuda.synchronize = zeros, lambda: None
-    control.has_sys_admin = lambda: True
-    control.in_user_namespace = lambda: False
+    nvml.has_sys_admin = lambda: True
+    nvml.in_user_namespace = lambda: False
     worker.open_device = open_device
     latency.CudaKernelTimer = HostKernelTimer
     worker._LATENCY_REPEATS = 1

@@ -11,6 +11,7 @@ from trials_helpers import locks_mhz, processes_of, short_settings
 
 from envpipe_megatron.core.plan import read_plan
 from envpipe_megatron.core.profile import read_profile
+from envpipe_megatron.formats.energy import OUTSIDE_STEPS
 from envpipe_megatron.trials.quickstart import Quickstart
 from envpipe_megatron.trials.run import run_trial
 
@@ -41,23 +42,18 @@ def test_all_promised_files_are_there_and_nothing_else(finished):
         "summary.json", "settings.json", "log.txt", "emulated", "timeline.jsonl", "loop.jsonl",
         ".lock",
     }  # fmt: skip
-
-
-def test_another_run_may_clear_all_of_them(finished):
-    assert {path.name for path in finished.output.iterdir()} <= {
-        *Quickstart.files,
-        *Quickstart.folders,
-    }
+    may_be_cleared = {*Quickstart.files, *Quickstart.folders}
+    assert {path.name for path in finished.output.iterdir()} <= may_be_cleared
 
 
 def test_training_was_the_same_to_the_last_bit(finished):
     summary = finished.summary
     assert summary["losses_bit_equal"] is True
     assert summary["weights_bit_equal"] is True
-    assert summary["steps_compared"] == 4
+    assert summary["steps_compared"] == 5
     baseline, envpipe = summary["losses"]["baseline"], summary["losses"]["envpipe"]
-    assert len(baseline) == 4
-    assert envpipe[:4] == baseline
+    assert len(baseline) == 5
+    assert envpipe[:5] == baseline
     assert envpipe[-1] < envpipe[0] - 1
 
 
@@ -79,7 +75,6 @@ def test_the_summary_tells_saving_and_slowdown_in_emulated_time(finished):
     assert plan.cost.saving_percent(plan.baseline.cost) > 5
     assert plan.frequency_mhz.min() < plan.frequency_mhz.max()
     assert abs(summary["slowdown_percent"]) < 3
-    assert baseline["wall_time_per_iteration_s"] > 0.9 * baseline["iteration_time_s"]
 
 
 def test_the_baselines_emulated_time_is_that_of_1f1b(finished):
@@ -94,20 +89,20 @@ def test_the_baselines_emulated_time_is_that_of_1f1b(finished):
 def test_energies_agree_between_summary_and_log(finished):
     for run in ("baseline", "envpipe"):
         facts = finished.summary["runs"][run]
-        steady = [w for w in finished.windows if w["run"] == run and w["phase"] == "steady"]
-        by_gpu = [sum(w["energy_j"] for w in steady if w["stage"] == s) for s in range(STAGES)]
-        assert facts["energy_by_gpu_j"] == pytest.approx(by_gpu)
-        assert facts["energy_j"] == pytest.approx(sum(by_gpu))
-        throughput = 2 * 6 / facts["iteration_time_s"]
-        assert facts["throughput_samples_per_s"] == pytest.approx(throughput, rel=1e-3)
         assert facts["steady_iterations"] == 2
+        steady = [w for w in finished.windows if w["run"] == run and w["phase"] == "steady"]
+        last = max(w["last_iteration"] for w in steady)
+        counted = [w for w in steady if w["first_iteration"] > last - 2]
+        energy_j = sum(w["energy_j"] for w in counted) / 2
+        assert facts["energy_per_iteration_j"] == pytest.approx(energy_j, rel=0.05)
 
 
 def test_every_iteration_of_every_gpu_is_in_the_log_once(finished):
     for run in ("baseline", "envpipe"):
         count = finished.summary["runs"][run]["iterations"]
         for stage in range(STAGES):
-            windows = [w for w in finished.windows if (w["run"], w["stage"]) == (run, stage)]
+            own = [w for w in finished.windows if (w["run"], w["stage"]) == (run, stage)]
+            windows = [w for w in own if w["phase"] not in OUTSIDE_STEPS]
             covered = [
                 i for w in windows for i in range(w["first_iteration"], w["last_iteration"] + 1)
             ]

@@ -6,7 +6,8 @@ from pathlib import Path
 
 from presets import write_changed_preset
 
-from envpipe_megatron.gpu.emulated.emulated_gpu import EmulatedGpu, list_emulated
+from envpipe_megatron.gpu.emulated.emulated_gpu import EmulatedGpu
+from envpipe_megatron.gpu.emulated.store import list_emulated
 from envpipe_megatron.trials.settings import Settings
 
 
@@ -24,11 +25,7 @@ def write_coarse_preset(path):
 
     Each is profiled for ten refreshes, which ranks wait for.
     """
-    changes = {
-        "frequency_step_mhz": (15, 210),
-        "min_frequency_mhz": (210, 570),
-        "refresh_s": (0.1, 0.05),
-    }
+    changes = {"frequency_step_mhz": 210, "min_frequency_mhz": 570, "refresh_s": 0.05}
     return write_changed_preset(path, changes)
 
 

@@ -27,7 +27,7 @@ from envpipe_megatron.core.conditions import known_conditions
 from envpipe_megatron.core.kinds import WHOLE
 from envpipe_megatron.core.plan import Cost
 from envpipe_megatron.core.profile_rows import MEASURED_SPLIT
-from envpipe_megatron.gpu.emulated.presets import load_preset
+from envpipe_megatron.gpu.presets import load_preset
 from envpipe_megatron.policies.objective import Objective
 from envpipe_megatron.policies.planner import make_plan
 from envpipe_megatron.policies.request import PlanRequest

@@ -10,7 +10,7 @@ import pytest
 from envpipe_megatron.core.kinds import WHOLE
 from envpipe_megatron.core.profile import read_profile
 from envpipe_megatron.core.sidecar import Sidecar
-from envpipe_megatron.gpu.emulated.presets import load_preset
+from envpipe_megatron.gpu.presets import load_preset
 from envpipe_megatron.tuning.measured.fit import Times, fit_times_s
 from envpipe_megatron.tuning.measured.meters import TAIL, WAITING, MeterSums, Stretch, meter_sums
 from envpipe_megatron.tuning.measured.powers import PowerModel

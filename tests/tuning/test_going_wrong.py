@@ -10,7 +10,7 @@ from on_request import on_request
 from window_reports import report_of
 
 from benchmarks.online.runs import Ran, run_job, slower
-from envpipe_megatron.gpu.emulated.presets import load_preset
+from envpipe_megatron.gpu.presets import load_preset
 from envpipe_megatron.policies.optimal.linear_program import LinearProgramError
 from envpipe_megatron.policies.request import PlanRequest
 from envpipe_megatron.runtime.job import phases

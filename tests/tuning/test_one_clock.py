@@ -18,7 +18,7 @@ from envpipe_megatron.core.orders import builders
 from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.formats.energy import Phase
 from envpipe_megatron.formats.steps import StepEnergy
-from envpipe_megatron.gpu.emulated.presets import load_preset, override_for, sweep_range
+from envpipe_megatron.gpu.presets import load_preset, override_for, sweep_range
 from envpipe_megatron.tuning.commands import Window
 from envpipe_megatron.tuning.measured.meters import MeterSums
 from envpipe_megatron.tuning.one_clock import ONE_CLOCK_STEP, ClockSearch, OneClock

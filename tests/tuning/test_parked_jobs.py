@@ -22,7 +22,7 @@ from envpipe_megatron.core.schedule import Schedule
 from envpipe_megatron.core.sidecar import Sidecar
 from envpipe_megatron.core.timeline import Timeline
 from envpipe_megatron.formats.energy import Phase
-from envpipe_megatron.gpu.emulated.presets import load_preset
+from envpipe_megatron.gpu.presets import load_preset
 from envpipe_megatron.policies.clock_changes.parking import park
 from envpipe_megatron.policies.request import PlanRequest
 from envpipe_megatron.runtime.execution.orders import constant_order

@@ -10,7 +10,7 @@ import pytest
 
 from benchmarks.online.runs import Ran, run_job
 from envpipe_megatron.formats.energy import Phase
-from envpipe_megatron.gpu.emulated.presets import load_preset
+from envpipe_megatron.gpu.presets import load_preset
 from envpipe_megatron.policies.request import PlanRequest
 from envpipe_megatron.runtime.job.config import SessionConfig
 from envpipe_megatron.tuning.background import Background, BackgroundError

@@ -21,7 +21,7 @@ from envpipe_megatron.core.orders.zero_bubble import half_split
 from envpipe_megatron.core.profile_rows import MEASURED_SPLIT
 from envpipe_megatron.core.schedule import Schedule
 from envpipe_megatron.formats.energy import Phase
-from envpipe_megatron.gpu.emulated.presets import load_preset
+from envpipe_megatron.gpu.presets import load_preset
 from envpipe_megatron.policies.objective import LEAST_ENERGY, Goal, Objective
 from envpipe_megatron.policies.planner import make_plan
 from envpipe_megatron.policies.request import PlanRequest

@@ -15,7 +15,7 @@ from envpipe_megatron.core.orders.zero_bubble import half_split, zero_bubble
 from envpipe_megatron.core.profile_rows import SplitBackward
 from envpipe_megatron.core.schedule import Schedule
 from envpipe_megatron.core.sidecar import Sidecar
-from envpipe_megatron.gpu.emulated.presets import load_preset
+from envpipe_megatron.gpu.presets import load_preset
 from envpipe_megatron.tuning.commands import Window
 from envpipe_megatron.tuning.measured.meters import MeterSums
 from envpipe_megatron.tuning.measured.store import Store

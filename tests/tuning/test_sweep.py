@@ -19,7 +19,7 @@ from envpipe_megatron.core.orders.zero_bubble import zero_bubble
 from envpipe_megatron.core.profile import Profile
 from envpipe_megatron.core.schedule import Schedule, profiled_kinds
 from envpipe_megatron.core.sidecar import Sidecar
-from envpipe_megatron.gpu.emulated.presets import load_preset, override_for, sweep_range
+from envpipe_megatron.gpu.presets import load_preset, override_for, sweep_range
 from envpipe_megatron.policies.request import PlanRequest
 from envpipe_megatron.runtime.job.config import SessionConfig
 from envpipe_megatron.tuning.commands import Command, Report, Window

@@ -13,7 +13,7 @@ from benchmarks.online.runs import Ran, run_job
 from envpipe_megatron.core.kinds import WHOLE
 from envpipe_megatron.core.orders import builders
 from envpipe_megatron.core.sidecar import Sidecar
-from envpipe_megatron.gpu.emulated.presets import load_preset
+from envpipe_megatron.gpu.presets import load_preset
 from envpipe_megatron.policies.request import PlanRequest
 from envpipe_megatron.runtime.job import phases
 from envpipe_megatron.runtime.job.config import SessionConfig

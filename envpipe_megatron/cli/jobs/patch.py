@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import shlex
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
 import click
 
@@ -21,7 +19,6 @@ from envpipe_megatron.patching.checkout import (
 )
 from envpipe_megatron.patching.liveness import Answer, Outcome, ask_hooks
 
-FORMAT = "envpipe-patch-check/1"
 _CHECKOUT = click.argument(
     "directory", metavar="DIR", type=click.Path(exists=True, file_okay=False, path_type=Path)
 )
@@ -101,9 +98,8 @@ def revert(directory: Path) -> None:
 
 @patch.command()
 @_CHECKOUT
-@click.option("--json", "as_json", is_flag=True, help="Print the answers as JSON.")
 @click.pass_context
-def check(ctx: click.Context, directory: Path, as_json: bool) -> None:
+def check(ctx: click.Context, directory: Path) -> None:
     """Say whether a checkout is patched, and prove that the patch does something.
 
     The patched modules are imported in a fresh Python that has DIR first on its path, and each hook
@@ -121,10 +117,7 @@ def check(ctx: click.Context, directory: Path, as_json: bool) -> None:
     found = look_at(directory)
     patched = found.state in (State.PATCHED, State.CHANGED_AFTER)
     answers = ask_hooks(directory, found.patch.hooks) if patched else ()
-    if as_json:
-        click.echo(json.dumps(_facts(found, answers), indent=1))
-    else:
-        _report(directory, found, answers)
+    _report(directory, found, answers)
     ctx.exit(_exit_status(found, answers))
 
 
@@ -165,46 +158,5 @@ def _report(directory: Path, found: Checkout, answers: tuple[Answer, ...]) -> No
         if answer.remedy not in shown:
             shown.add(answer.remedy)
             say(f"  {answer.remedy}")
-    if stood_in := _stood_in(answers):
-        names = ", ".join(stood_in)
-        say(f"Not installed here, and stood in for, as no hook calls it: {names}")
-
-
-def _stood_in(answers: tuple[Answer, ...]) -> list[str]:
-    return sorted({name for answer in answers for name in answer.stood_in})
-
-
-def _facts(found: Checkout, answers: tuple[Answer, ...]) -> dict[str, Any]:
-    patch = found.patch
-    fitting = "stock" if found.state in (State.STOCK, State.DIRTY) else "patched"
-    return {
-        "format": FORMAT,
-        "project": patch.project,
-        "tag": patch.tag,
-        "commit": patch.commit,
-        "patch_sha256": patch.sha256,
-        "patch_file": None if (file := patch_file(patch)) is None else str(file),
-        "state": found.state,
-        "recorded": found.recorded,
-        "superseded": found.superseded,
-        "files": [
-            {
-                "path": path,
-                "state": found.foreign.get(path, fitting).partition(":")[0],
-                "released": path not in found.forked | found.foreign.keys(),
-            }
-            for path in patch.hashes
-        ],
-        "hooks": [
-            {
-                "module": answer.hook.module,
-                "attribute": answer.hook.attribute,
-                "outcome": answer.outcome,
-                "detail": answer.detail,
-                "remedy": answer.remedy,
-            }
-            for answer in answers
-        ],
-        "stood_in": _stood_in(answers),
-        "live": _exit_status(found, answers) == 0,
-    }
+    if names := sorted({name for answer in answers for name in answer.stood_in}):
+        say(f"Not installed here, and stood in for, as no hook calls it: {', '.join(names)}")

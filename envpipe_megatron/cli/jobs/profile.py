@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import click
 
 from envpipe_megatron.cli.common import OUTPUT_FILE, check_outputs, counts
-from envpipe_megatron.console import say, show_table
+from envpipe_megatron.console import say
 from envpipe_megatron.core.kinds import Kind
 from envpipe_megatron.core.profile import read_profile
 from envpipe_megatron.core.sidecar import SIDECAR_FORMAT, sidecar_path
@@ -30,14 +30,10 @@ from envpipe_megatron.search.layer_jobs import (
     check_known,
     jobs_for,
     merged,
-    slowest_gpu,
 )
 from envpipe_megatron.search.layer_profile import LayerProfile, Links, implausible_rows
 
 _MODULE = "envpipe_megatron.integrations.layer_profile"
-_MIB = 2**20
-#: By how much the slowest GPU must be behind for anybody to want to know.
-_TOLD_PERCENT = 0.5
 
 _Command = TypeVar("_Command", bound=Callable[..., Any])
 
@@ -52,7 +48,7 @@ def _profile_layers(
     microbatch_size: tuple[int, ...] | None,
     clocks: tuple[int, ...] | None,
 ) -> None:
-    """Measure what the output does not have yet, each size with each, and print what it has then.
+    """Measure what the output does not have yet, each size with each.
 
     The output is written after each job, so that a command that was interrupted goes on when it is
     given again. EnvPipeError if a job fails, and what was measured before is kept; and before any
@@ -68,7 +64,6 @@ def _profile_layers(
     if known is not None:
         check_known(known, source, clocks_mhz)
     with tempfile.TemporaryDirectory(prefix=f".{output.name}-", dir=output.parent) as folder:
-        measured = () if known is None else known.measures
         jobs = jobs_for(
             tensor_parallel or tuple(t for t in (1, 2, 4, 8) if t <= num_gpus),
             context_parallel or (1,),
@@ -76,55 +71,57 @@ def _profile_layers(
             microbatch_size or (1, 2, 4),
             clocks_mhz,
             Path(folder),
-            measured,
+            () if known is None else known.measures,
             source,
         )
         _check_fits(jobs, num_gpus)
         links, speeds = Links() if known is None else known.links, [1.0]
         if num_gpus > 1 and (jobs or links.within_node is None):
             say(f"Measuring the speeds of {num_gpus} GPUs, and links between them")
-            measured_links, speeds = _measure_node(command, num_gpus, Path(folder))
-            slowest = slowest_gpu(speeds)
-            if (behind := 100 * (1 - speeds[slowest] / max(speeds))) >= _TOLD_PERCENT:
-                words = f"GPU {narrowed([slowest])} is {behind:.1f} % slower than the fastest"
-                say(f"{words}: all jobs run on it")
-            if links.within_node is None:
-                links = measured_links
-                if known is not None:
-                    known = replace(known, links=links)
-                    replace_files({output: [layers_text(known)]})
-        if not jobs:
-            say("All these sizes were measured before: there is nothing to measure")
+            measured, speeds = _measure_node(command, num_gpus, Path(folder))
+            links = measured if links.within_node is None else links
         for number, job in enumerate(jobs, start=1):
             say(f"Job {number} of {len(jobs)}: {_words(job)}")
-            Path(job.folder).mkdir()
-            variables = {JOB_VARIABLE: job.to_text()}
-            if visible := narrowed(job.gpus(speeds)):
-                variables[VISIBLE_VARIABLE] = visible
-            code = _run(command, job.num_ranks, [f"{_MODULE}.hooks"], variables)
-            for size in job.microbatch_sizes:
-                if job.file(size).is_file():
-                    known = merged(known, read_layers(job.file(size)))
+            known, failed = _measured(job, command, speeds, known)
             if known is not None:
-                known = replace(known, links=links)
-                replace_files({output: [layers_text(known)]})
-            if code:
-                raise EnvPipeError(
-                    f"The job that measured {_words(job)} failed",
-                    value=code,
-                    remedy="Its own message is above. What was measured before is kept: leave out "
-                    "sizes that do not fit into memory, and give the command again.",
-                )
-    if known is not None:
-        _show(known)
-        if implausible := implausible_rows(known):
-            say(
-                "These rows contradict others; was the host held up for a while?\n  "
-                + "\n  ".join(implausible)
-                + "\nPredictions of these sizes will be off. To measure a size again, take all its "
-                "rows out of the file, and give the command again.",
-            )
-        say(f"{'Wrote' if jobs else 'They are in'} {output}")
+                replace_files({output: [layers_text(replace(known, links=links))]})
+            if failed:
+                raise failed
+    if known is None:
+        return
+    if not jobs:
+        say("All these sizes were measured before: there is nothing to measure")
+        replace_files({output: [layers_text(replace(known, links=links))]})
+    if implausible := implausible_rows(known):
+        say(
+            "These rows contradict others; was the host held up for a while?\n  "
+            + "\n  ".join(implausible)
+            + "\nPredictions of these sizes will be off. To measure a size again, take all its "
+            "rows out of the file, and give the command again.",
+        )
+    say(f"{'Wrote' if jobs else 'They are in'} {output}")
+
+
+def _measured(
+    job: LayerJob, command: Sequence[str], speeds: Sequence[float], known: LayerProfile | None
+) -> tuple[LayerProfile | None, EnvPipeError | None]:
+    """Run a job; what is known then, and why it failed, if it did."""
+    Path(job.folder).mkdir()
+    variables = {JOB_VARIABLE: job.to_text()}
+    if visible := narrowed(job.gpus(speeds)):
+        variables[VISIBLE_VARIABLE] = visible
+    code = _run(command, job.num_ranks, [f"{_MODULE}.hooks"], variables)
+    for size in job.microbatch_sizes:
+        if job.file(size).is_file():
+            known = merged(known, read_layers(job.file(size)))
+    if code == 0:
+        return known, None
+    return known, EnvPipeError(
+        f"The job that measured {_words(job)} failed",
+        value=code,
+        remedy="Its own message is above. What was measured before is kept: leave out "
+        "sizes that do not fit into memory, and give the command again.",
+    )
 
 
 def _gpus(options: argparse.Namespace) -> int:
@@ -187,25 +184,6 @@ def _words(job: LayerJob) -> str:
     }
     sizes = ", ".join(f"{name} {size}" for name, size in parallel.items() if size > 1)
     return f"{sizes or 'one GPU'}, microbatches of {microbatches}"
-
-
-def _show(profile: LayerProfile) -> None:
-    columns = ("", "t", "c", "e", "b", "forward (ms)", "backward (ms)", "kept (MiB)", "parameters")
-    rows = (
-        (
-            piece,
-            *map(str, (sizes.tensor_parallel, sizes.context_parallel, sizes.expert_parallel)),
-            str(sizes.microbatch_size),
-            f"{1e3 * measure.forward_s[0]:.3f}",
-            f"{1e3 * measure.backward_s[0]:.3f}",
-            f"{measure.activation_bytes / _MIB:.1f}",
-            f"{measure.parameters:,.0f}",
-        )
-        for sizes, measures in sorted(profile.measures.items())
-        for piece, measure in measures.items()
-    )
-    caption = "t, c, e: tensor, context, expert parallel; b: samples of a microbatch"
-    show_table(f"Layers on {profile.gpu or 'a CPU'}", columns, rows, caption=caption)
 
 
 def _of_layers(name: str, help: str, metavar: str = "N[,N...]") -> Callable[[_Command], _Command]:

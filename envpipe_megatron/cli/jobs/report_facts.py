@@ -6,9 +6,8 @@ are those of a preset's model of the GPU, from the measured times at full clock.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator
 from dataclasses import replace
-from functools import cache
 from typing import Any
 
 import numpy as np
@@ -24,7 +23,6 @@ from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.formats.energy import (
     FRAMEWORK,
     OUTSIDE_STEPS,
-    SHARES,
     EnergyNote,
     EnergyWindow,
     Phase,
@@ -32,8 +30,8 @@ from envpipe_megatron.formats.energy import (
     read_step,
 )
 from envpipe_megatron.formats.steps import StepEnergy, compare
-from envpipe_megatron.gpu.emulated.modelled import modelled_clocks_mhz
-from envpipe_megatron.gpu.emulated.presets import GpuPreset, model_for
+from envpipe_megatron.gpu.modelled import modelled_clocks_mhz
+from envpipe_megatron.gpu.presets import GpuPreset, model_for
 from envpipe_megatron.launch.bill.bill import Bill, PhaseBill, bill_of, total_of
 from envpipe_megatron.policies.planner import make_plan
 from envpipe_megatron.policies.request import PlanRequest
@@ -45,7 +43,6 @@ from envpipe_megatron.report.facts import (
     StageFacts,
     StepFacts,
     find_bubbles,
-    gpu_joules,
 )
 from envpipe_megatron.report.run_folder import RunFolder
 
@@ -78,15 +75,8 @@ def predict(bubbles: Bubbles, profile: Profile | None, gpu: str) -> Predicted:
     if schedule.num_units > _MOST_UNITS:
         why = f"an order of {schedule.num_units} units takes long to plan"
         return Predicted((), waiting_w, (), (why,))
-    levels, lacking = [], []
     conditions = make_conditions(profile, blocking_power_w=waiting_w or 0.0)
-    for level, plan in _plans(profile, schedule, conditions):
-        try:
-            cost, full = plan()
-        except EnvPipeError as error:
-            lacking.append(f"{level}: {error}")
-        else:
-            levels.append(LevelFacts(level, cost.saving_percent(full), cost.slowdown_percent(full)))
+    levels, lacking = _levels(profile, schedule, conditions)
     assumed = (
         f"times and joules of other clocks are {source}",
         "gradient reduction, optimizer and messages take no time",
@@ -135,13 +125,10 @@ def _times(bubbles: Bubbles) -> Iterator[tuple[int, Kind, float]]:
                     yield stage * schedule.num_chunks + chunk, kind, float(own_s.mean())
 
 
-def _plans(
+def _levels(
     profile: Profile, schedule: Schedule, conditions: Conditions
-) -> Iterator[tuple[str, Callable[[], tuple[Cost, Cost]]]]:
-    """For each level what plans it: its cost, and that of the recorded order at the highest clocks.
-
-    All in the time of that order.
-    """
+) -> tuple[list[LevelFacts], list[str]]:
+    """Plan each level in the time of a recorded order at the highest clocks; name what fails."""
 
     def planned(**more: Any) -> Plan:
         request = PlanRequest(
@@ -153,21 +140,30 @@ def _plans(
         )
         return make_plan(profile, request).plan
 
-    @cache
-    def own() -> Plan:
-        return planned(policy="baseline", order=schedule)
+    try:
+        own = planned(policy="baseline", order=schedule)
+    except EnvPipeError as error:
+        return [], [f"all levels: {error}"]
+    full = own.cost
+    factor = full.iteration_time_s / own.baseline.cost.iteration_time_s
+    costs, lacking = {"uniform": _uniform(own)}, []
+    orders: dict[str, dict[str, Any]] = {
+        "units": {"order": schedule},
+        "order": {"schedule": "auto"},
+    }
+    for level, order in orders.items():
+        try:
+            costs[level] = planned(policy="optimal", deadline_factor=factor, **order).cost
+        except EnvPipeError as error:
+            lacking.append(f"{level}: {error}")
+    levels = [
+        LevelFacts(level, cost.saving_percent(full), cost.slowdown_percent(full))
+        for level, cost in costs.items()
+    ]
+    return levels, lacking
 
-    def optimal(**order: Any) -> tuple[Cost, Cost]:
-        full = own()
-        factor = full.cost.iteration_time_s / full.baseline.cost.iteration_time_s
-        return planned(policy="optimal", deadline_factor=factor, **order).cost, full.cost
 
-    yield "uniform", lambda: _uniform(own())
-    yield "units", lambda: optimal(order=schedule)
-    yield "order", lambda: optimal(schedule="auto")
-
-
-def _uniform(full: Plan) -> tuple[Cost, Cost]:
+def _uniform(full: Plan) -> Cost:
     """The clock for all units that saves the most and takes no more time."""
     stages = range(full.schedule.num_stages)
     clocks = set.intersection(*(set(full.profile.clocks_mhz(stage)) for stage in stages))
@@ -176,7 +172,7 @@ def _uniform(full: Plan) -> tuple[Cost, Cost]:
     ]
     limit_s = full.cost.iteration_time_s * (1 + RELATIVE_TOLERANCE)
     as_fast = [cost for cost in (full.cost, *costs) if cost.iteration_time_s <= limit_s]
-    return min(as_fast, key=lambda cost: cost.energy_j), full.cost
+    return min(as_fast, key=lambda cost: cost.energy_j)
 
 
 def report_facts(folder: RunFolder) -> ReportFacts:
@@ -211,7 +207,7 @@ def _metered_facts(folder: RunFolder) -> ReportFacts:
         others = frozenset()
     bills = _bill_by_run(folder.energy.lines, others)
     phases = tuple(
-        _step_facts(f"{run} {phase}".strip(), step, _num_gpus(bill, phase))
+        StepFacts(f"{run} {phase}".strip(), _num_gpus(bill, phase), step)
         for run, bill in bills.items()
         for phase in _phases(bill)
         if (step := bill.steps(phase)) is not None
@@ -242,9 +238,9 @@ def _metered_facts(folder: RunFolder) -> ReportFacts:
                 "The job recorded no baseline: its whole warm-up stands in for it, with the first "
                 "step, which is slower than others."
             )
-    stages = _stages(base_name, base_bill, base_phase, folder.plan and folder.plan.baseline)
+    stages = _stages(base_name, base_bill, base_phase)
     if base_name != run:
-        stages += _stages(run or "steady", bill, _STEADY, folder.plan)
+        stages += _stages(run or "steady", bill, _STEADY)
     compared = compare(*means) if means else None
     if compared is None and steady and baseline and baseline.time_s:
         compared = compare(steady, baseline)
@@ -252,8 +248,8 @@ def _metered_facts(folder: RunFolder) -> ReportFacts:
     bill.facts = {"tokens_per_iteration": tokens, **bill.facts}
     return ReportFacts(
         phases,
-        _step_facts(base_name, baseline, _num_gpus(base_bill, base_phase)) if baseline else None,
-        _step_facts(run or "steady", steady, _num_gpus(bill, _STEADY)) if steady else None,
+        StepFacts(base_name, _num_gpus(base_bill, base_phase), baseline) if baseline else None,
+        StepFacts(run or "steady", _num_gpus(bill, _STEADY), steady) if steady else None,
         compared,
         bill.told(compared) if compared else "",
         tuple(stages),
@@ -296,19 +292,6 @@ def _num_gpus(bill: Bill, phase: str) -> int:
     return len({gpu for gpu, _, own, _ in bill.phases if own == phase})
 
 
-def _step_facts(name: str, step: StepEnergy, num_gpus: int) -> StepFacts:
-    """The facts of all GPUs, from an average one."""
-    energy_j, uncertainty_j = step.energy_j, step.energy_uncertainty_j
-    return StepFacts(
-        name,
-        round(step.iterations),
-        num_gpus,
-        step.time_s,
-        None if energy_j is None or not num_gpus else num_gpus * energy_j,
-        None if uncertainty_j is None or not num_gpus else num_gpus * uncertainty_j,
-    )
-
-
 def _recorded_baseline(folder: RunFolder, bill: Bill) -> StepEnergy | None:
     """The baseline that the job measured, from its job file, its summary, or its agent's notes.
 
@@ -316,27 +299,19 @@ def _recorded_baseline(folder: RunFolder, bill: Bill) -> StepEnergy | None:
     """
     told = [(folder.summary or {}).get("baseline"), bill.facts.get("baseline")]
     if folder.job is not None:
-        told = [folder.job.get("baseline")]
+        told = [folder.job.get("baselines", {}).get("", {}).get("mean")]
     return next((StepEnergy(**step) for step in map(read_step, told) if step), None)
 
 
-def _stages(name: str, bill: Bill, phase: str, plan: Plan | None) -> list[StageFacts]:
+def _stages(name: str, bill: Bill, phase: str) -> list[StageFacts]:
     """The stages of a phase, each by its mean GPU."""
     members: dict[int, list[PhaseBill]] = {}
-    for (_, _, own_phase, stage), own in bill.phases.items():
-        if own_phase == phase and stage is not None and own.steps:
-            members.setdefault(stage, []).append(own)
-    if plan is not None and max(members, default=0) >= plan.schedule.num_stages:
-        plan = None  # of another job
-    return [_stage(name, stage, members[stage], plan) for stage in sorted(members)]
-
-
-def _stage(name: str, stage: int, members: list[PhaseBill], plan: Plan | None) -> StageFacts:
-    steps = sum(member.steps for member in members)
-    total = total_of(members)
-    shares = dict(zip(SHARES, total.shares_s or (), strict=False))
-    if plan is not None and shares:
-        # All GPUs of the stage taken for one that made all of their steps.
-        shares |= gpu_joules(plan, stage, steps, total.energy_j, shares["blocking_s"])
-    by_step = {name: value / steps for name, value in shares.items()}
-    return StageFacts(name, stage, len(members), total.energy_j / steps, by_step)
+    for (_, _, own_phase, stage), each in bill.phases.items():
+        if own_phase == phase and stage is not None and each.steps:
+            members.setdefault(stage, []).append(each)
+    stages = []
+    for stage, own in sorted(members.items()):
+        steps, total = sum(member.steps for member in own), total_of(own)
+        shares_s = tuple(share_s / steps for share_s in total.shares_s or ())
+        stages.append(StageFacts(name, stage, len(own), total.energy_j / steps, shares_s))
+    return stages

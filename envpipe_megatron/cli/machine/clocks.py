@@ -6,13 +6,11 @@ import json
 import os
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any
 
 import click
-import pynvml
 from rich.console import Console
 from rich.table import Table
 
@@ -20,24 +18,28 @@ from envpipe_megatron.cli.common import OUTPUT_FILE, check_outputs, counts, numb
 from envpipe_megatron.console import print_table, say, show_table
 from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.files import replace_files
-from envpipe_megatron.gpu.backends.nvml import list_nvml_gpus
-from envpipe_megatron.gpu.backends.nvml_library import NoNvmlError, NvmlNotSupportedError, call_gpu
 from envpipe_megatron.gpu.base import (
     FORBID_VARIABLE,
     ClockControlForbiddenError,
     ClockState,
     Gpu,
-    GpuAddress,
     GpuError,
+    NoDriverError,
     clock_control_forbidden,
 )
 from envpipe_megatron.gpu.control import choose_control, open_controlled
-from envpipe_megatron.gpu.devices import VISIBLE_VARIABLE, visible_gpus
-from envpipe_megatron.gpu.emulated.emulated_gpu import EmulatedGpu, list_emulated
-from envpipe_megatron.gpu.emulated.presets import override_for, sweep_range
-from envpipe_megatron.gpu.emulated.store import ROOT_VARIABLE, default_root
+from envpipe_megatron.gpu.devices import (
+    VISIBLE_VARIABLE,
+    list_gpus,
+    look_at,
+    unreadable_gpus,
+    visible_gpus,
+)
+from envpipe_megatron.gpu.emulated.emulated_gpu import EmulatedGpu
+from envpipe_megatron.gpu.emulated.store import ROOT_VARIABLE
 from envpipe_megatron.gpu.guard.resetting import Resetter
-from envpipe_megatron.gpu.opening import open_reader
+from envpipe_megatron.gpu.presets import override_for, sweep_range
+from envpipe_megatron.gpu.registry import Device
 from envpipe_megatron.gpu.site import read_site
 from envpipe_megatron.runtime.clocks.latency import (
     CudaKernelTimer,
@@ -79,7 +81,7 @@ def measure_latency(
             gpu = EmulatedGpu.create(emulated, 0, folder)
             result = _measure(gpu, EmulatedKernelTimer(gpu), clocks, repeats)
     else:
-        # Checked before CUDA or NVML is touched: if it is forbidden, nothing is even read.
+        # Checked before CUDA or a driver is touched: if it is forbidden, nothing is even read.
         if clock_control_forbidden():
             raise ClockControlForbiddenError(
                 "measure-latency changes the GPU's clock, which is forbidden here",
@@ -160,37 +162,23 @@ def _spread(values: dict[str, Any], scale: float) -> str:
     return f"{scale * values['median']:.2f} ({scale * values['p99']:.2f})"
 
 
-@dataclass(frozen=True)
-class _ListedGpu:
-    """A GPU of this node; the index is NVML's, or that of an emulated GPU."""
-
-    index: int
-    address: GpuAddress
-    is_emulated: bool = False
-
-
-def _listed_gpus() -> list[_ListedGpu]:
-    """Return all GPUs of this node: real ones, or emulated ones if there is no NVML."""
+def _listed_gpus() -> tuple[Device, ...]:
+    """Return all GPUs of this node: real ones, or emulated ones if there is no driver."""
     try:
-        devices = list_nvml_gpus()
-    except NoNvmlError:
+        return list_gpus()
+    except NoDriverError:
         if not os.environ.get(ROOT_VARIABLE):
             raise
-        root = default_root().absolute()
-        return [
-            _ListedGpu(index, GpuAddress("emulated", f"{root}#{index}"), is_emulated=True)
-            for index in list_emulated(root)
-        ]
-    return [_ListedGpu(device.index, GpuAddress("nvml", device.uid)) for device in devices]
+        return EmulatedGpu.list_gpus()
 
 
-def _selected(wanted: Sequence[str], gpus: Sequence[_ListedGpu]) -> list[_ListedGpu]:
+def _selected(wanted: Sequence[str], gpus: Sequence[Device]) -> list[Device]:
     """The GPUs that were named by index or UUID, in the order of the node."""
     for name in wanted:
-        if not any(name in (str(gpu.index), gpu.address.uid) for gpu in gpus):
-            known = ", ".join(f"{gpu.index} ({gpu.address.uid})" for gpu in gpus)
+        if not any(name in (str(gpu.index), gpu.uid) for gpu in gpus):
+            known = ", ".join(f"{gpu.index} ({gpu.uid})" for gpu in gpus)
             raise EnvPipeError("There is no such GPU", value=name, remedy=f"There are {known}.")
-    return [gpu for gpu in gpus if {str(gpu.index), gpu.address.uid} & set(wanted)]
+    return [gpu for gpu in gpus if {str(gpu.index), gpu.uid} & set(wanted)]
 
 
 @click.group()
@@ -221,7 +209,7 @@ _GPU_OPTION = click.option(
 def show(wanted: tuple[str, ...], all_clocks: bool) -> None:
     """Show the clocks that each GPU supports, and how it runs now. Reads only.
 
-    Where there is no NVML, the emulated GPUs of ENVPIPE_EMULATED_ROOT are shown.
+    Where there is no driver, the emulated GPUs of ENVPIPE_EMULATED_ROOT are shown.
 
     Example:
 
@@ -236,24 +224,28 @@ def show(wanted: tuple[str, ...], all_clocks: bool) -> None:
             print_table(_table(listed, all_clocks))
         except GpuError as error:
             failed = True
-            say(f"GPU {listed.index} ({listed.address.uid}): {error}", Console(stderr=True))
+            say(f"GPU {listed.index} ({listed.uid}): {error}", Console(stderr=True))
+    for unreadable in () if wanted else unreadable_gpus():
+        failed = True
+        say(str(unreadable), Console(stderr=True))
     if failed:
         raise EnvPipeError("Some GPUs could not be read", remedy="See the messages above.")
 
 
-def _table(listed: _ListedGpu, all_clocks: bool) -> Table:
-    gpu = open_reader(listed.address)
+def _table(listed: Device, all_clocks: bool) -> Table:
+    gpu = look_at(listed.uid)
     supported = gpu.supported_frequencies_mhz
     state = gpu.clock_state()
     profiled = sweep_range(supported, override_for(gpu.name))
     table = Table(title=f"GPU {listed.index}: {gpu.name}", title_justify="left", show_header=False)
-    table.add_row("address" if gpu.is_emulated else "UUID", gpu.address.uid)
+    emulated = listed.backend == EmulatedGpu.backend
+    table.add_row("address" if emulated else "UUID", listed.uid)
     table.add_row("SM clocks", _range_text(supported))
     if all_clocks:
         table.add_row("all SM clocks (MHz)", numbers(supported))
     table.add_row("a profile lists (MHz)", numbers(profiled))
-    if not gpu.is_emulated:
-        table.add_row("memory clocks (MHz)", numbers(_memory_clocks(gpu)))
+    if memory_mhz := gpu.memory_clocks_mhz():
+        table.add_row("memory clocks (MHz)", numbers(memory_mhz))
     table.add_row("SM clock now", _clock_text(state))
     limit = "" if state.power_limit_w is None else f" of at most {state.power_limit_w:.0f} W"
     table.add_row("power now", f"{gpu.power_w:.1f} W{limit}")
@@ -261,12 +253,13 @@ def _table(listed: _ListedGpu, all_clocks: bool) -> Table:
     return table
 
 
-def _visible(gpus: Sequence[_ListedGpu]) -> Sequence[_ListedGpu]:
-    """GPUs that CUDA_VISIBLE_DEVICES shows, in NVML's order; all, if it is not set."""
-    if VISIBLE_VARIABLE not in os.environ or all(gpu.is_emulated for gpu in gpus):
+def _visible(gpus: Sequence[Device]) -> Sequence[Device]:
+    """GPUs that CUDA_VISIBLE_DEVICES shows, in the driver's order; all, if it is not set."""
+    emulated = all(gpu.backend == EmulatedGpu.backend for gpu in gpus)
+    if VISIBLE_VARIABLE not in os.environ or emulated:
         return gpus
-    visible = {device.uid for device in visible_gpus().devices}
-    return [gpu for gpu in gpus if gpu.address.uid in visible]
+    visible = {device.uid for device in visible_gpus()}
+    return [gpu for gpu in gpus if gpu.uid in visible]
 
 
 def _range_text(supported: Sequence[int]) -> str:
@@ -281,12 +274,15 @@ def _clock_text(state: ClockState) -> str:
     return f"{state.observed_mhz} MHz{asked}"
 
 
-def _memory_clocks(gpu: Gpu) -> list[int]:
-    read = pynvml.nvmlDeviceGetSupportedMemoryClocks
+def _can_be_locked(listed: Device) -> bool:
+    """Say so of a GPU whose clock nobody can lock: there is nothing to give back."""
     try:
-        return sorted(call_gpu(gpu.address.uid, "read the memory clocks", read), reverse=True)
-    except NvmlNotSupportedError:
-        return []
+        obstacle = look_at(listed.uid).obstacle()
+    except GpuError:
+        return True  # resetting it says what is wrong
+    if obstacle:
+        say(f"GPU {listed.index} ({listed.uid}): left alone: {obstacle}")
+    return obstacle is None
 
 
 @clocks.command()
@@ -312,8 +308,10 @@ def reset(wanted: tuple[str, ...], dead_jobs: bool) -> None:
     gpus = _listed_gpus()
     chosen = [] if dead_jobs else _selected(wanted, gpus) if wanted else _visible(gpus)
     resetter = Resetter(site)
+    if not wanted:
+        chosen = [gpu for gpu in chosen if _can_be_locked(gpu)]
     addresses = [gpu.address for gpu in chosen]
-    index_of = {gpu.address.uid: gpu.index for gpu in gpus}
+    index_of = {gpu.uid: gpu.index for gpu in gpus}
     done = []
     outcomes = resetter.reset_all(addresses)
     if not wanted:
@@ -323,6 +321,9 @@ def reset(wanted: tuple[str, ...], dead_jobs: bool) -> None:
         name = outcome.uid if index is None else f"GPU {index} ({outcome.uid})"
         say(f"{name}: {outcome.what}")
         done.append(outcome.done)
+    for error in () if wanted or dead_jobs else unreadable_gpus():
+        say(f"not reset: {error}")
+        done.append(False)
     if not all(done):
         raise EnvPipeError("Some clocks were not reset", remedy="See the lines above.")
     if not done:

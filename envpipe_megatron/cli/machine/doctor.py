@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import asdict
 from functools import partial
 from importlib.util import find_spec
@@ -41,10 +41,7 @@ def software_checks(driver_cuda: tuple[int, int] | None) -> list[Check]:
         "megatron-core": _megatron_core,
         "nvidia-ml-py": _nvidia_ml_py,
         "cuda-bindings": _cuda_bindings,
-        "NVIDIA Apex": _apex,
-        "Transformer Engine": _transformer_engine,
         "DeepSpeed": _deepspeed,
-        "zeus": _zeus,
     }
     return looked("software", looks)
 
@@ -119,42 +116,6 @@ def _major(version: str) -> int:
     return int(match[0]) if match else 0
 
 
-def _apex() -> Answer:
-    remedy = (
-        "Not needed. Megatron uses it where Transformer Engine is missing; build it from "
-        "https://github.com/NVIDIA/apex, never from PyPI, whose `apex` is something else"
-    )
-    folder = _folder_of("apex")
-    if folder is None:
-        return False, "not installed", remedy
-    if not all((folder / part).is_dir() for part in ("multi_tensor_apply", "normalization")):
-        return (
-            False,
-            f"{folder} is another package of that name, as PyPI's `apex` is",
-            f"pip uninstall apex: Megatron would import it. {remedy}",
-        )
-    built = {
-        "amp_C": "fused optimizers",
-        "fused_weight_gradient_mlp_cuda": "fused gradient accumulation",
-    }
-    return True, f"{version_of('apex')} with {_extensions(built)}", ""
-
-
-def _extensions(built: Mapping[str, str]) -> str:
-    there = [what for module, what in built.items() if find_spec(module) is not None]
-    return " and ".join(there) or "no CUDA extension built"
-
-
-def _transformer_engine() -> Answer:
-    version = version_of("transformer-engine")
-    if version is None or _folder_of("transformer_engine") is None:
-        remedy = (
-            "Not needed. Megatron's default layers use it: pip install transformer-engine[pytorch]"
-        )
-        return False, "not installed, or in parts", remedy
-    return True, version, ""
-
-
 def _deepspeed() -> Answer:
     version = version_of("deepspeed")
     lowest, beyond = map(versions.as_text, versions.DEEPSPEED)
@@ -162,12 +123,6 @@ def _deepspeed() -> Answer:
     if version is None:
         return False, "not installed", f"Not needed for Megatron-LM. {wanted}"
     return versions.is_tested(version, versions.DEEPSPEED), version, wanted
-
-
-def _zeus() -> Answer:
-    version = version_of("zeus", "zeus-ml")
-    remedy = "Not needed: EnvPipe speaks to zeusd itself. pip install zeus for Zeus's own meters"
-    return version is not None, version or "not installed", remedy
 
 
 @click.command()

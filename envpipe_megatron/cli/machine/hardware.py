@@ -7,25 +7,25 @@ from __future__ import annotations
 
 import os
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import partial
-
-import pynvml
 
 from envpipe_megatron.core.channel_model import QUEUES_VARIABLE, hardware_capacity
 from envpipe_megatron.errors import EnvPipeError
-from envpipe_megatron.gpu.backends.nvml import NvmlGpu, list_nvml_gpus
-from envpipe_megatron.gpu.backends.nvml_library import (
-    MigModeError,
-    VirtualGpuError,
-    call_gpu,
-    call_library,
-)
+from envpipe_megatron.formats.timeline import IDLE
 from envpipe_megatron.gpu.base import FORBID_VARIABLE, GpuError, clock_control_forbidden
 from envpipe_megatron.gpu.control import PROFILES_REMEDY, check_controls, first_allowed
-from envpipe_megatron.gpu.devices import ORDER_VARIABLE, VISIBLE_VARIABLE, visible_gpus
+from envpipe_megatron.gpu.devices import (
+    VISIBLE_VARIABLE,
+    list_gpus,
+    look_at,
+    unreadable_gpus,
+    vendors_here,
+    visible_gpus,
+)
 from envpipe_megatron.gpu.guard.lease import list_leases
+from envpipe_megatron.gpu.registry import VendorGpu, hardware_backends
 from envpipe_megatron.gpu.site import DEFAULT_SITE_PATH, SITE_VARIABLE, SiteConfig, read_site
 
 
@@ -68,78 +68,80 @@ def _looked(area: str, name: str, look: Callable[[], Answer]) -> Check:
 
 
 def driver_cuda() -> tuple[int, int] | None:
-    """Return the newest CUDA version that the driver runs, None if there is no driver."""
+    """Return the newest CUDA version that a driver here runs, None if none runs any."""
     try:
-        version = call_library("read the CUDA version", pynvml.nvmlSystemGetCudaDriverVersion_v2)
+        return next((driver.cuda for _, driver in vendors_here() if driver.cuda), None)
     except GpuError:
         return None
-    return version // 1000, version % 1000 // 10
 
 
 # --- GPUs ----------------------------------------------------------------------------------------
 
 
 def gpu_checks() -> list[Check]:
-    """Look at NVML, the GPUs, and what makes one refuse whoever asks."""
+    """Look at the driver, the GPUs, and what makes one refuse whoever asks."""
     return looked(
         "gpu",
         {
-            "NVML": _nvml,
+            "driver": _driver,
             "GPUs": _gpus,
-            "whole GPUs (no MIG)": partial(_obstacles, MigModeError),
-            "real GPUs (no vGPU)": partial(_obstacles, VirtualGpuError),
             "supported clocks": _supported_clocks,
-            "energy counter": _energy_counter,
-            "no power profiles": _power_profiles,
-            "default power limit": _power_limits,
+            "no GPU refuses locks": _of_each(
+                lambda gpu: str(gpu.obstacle() or ""),
+                "none does",
+                "Jobs train there without clock control",
+            ),
+            "energy counter": _of_each(
+                _counter_error,
+                "on all, and it moves",
+                "Energy counters need a GPU since Volta; savings cannot be measured without",
+            ),
+            "nothing holds clocks back": _of_each(
+                lambda gpu: ", ".join(r for r in gpu.clock_state().throttle_reasons if r != IDLE),
+                "nothing",
+                "Hardware slowdown and power brake mean heat or a power supply at its limit; a "
+                "power cap, the power limit: jobs run, and say where a clock was not reached",
+            ),
+            "default power": _of_each(
+                _power_other_than_default,
+                "no power profile is enforced, and no limit is below the default",
+                "A limit is a fact, and no fault: the highest clocks may not be reached. A profile "
+                "sets clocks too: jobs that set a clock for each unit leave clocks alone there, "
+                f"unless the site allows it. {PROFILES_REMEDY}",
+            ),
         },
     )
 
 
-def _nvml() -> Answer:
-    driver = call_library("read the driver's version", pynvml.nvmlSystemGetDriverVersion)
-    cuda = driver_cuda()
-    runs = f", runs CUDA {cuda[0]}.{cuda[1]}" if cuda else ""
-    return True, f"driver {driver}{runs}", ""
+def _driver() -> Answer:
+    said = []
+    for _, driver in vendors_here():
+        runs = f", runs CUDA {driver.cuda[0]}.{driver.cuda[1]}" if driver.cuda else ""
+        said.append(f"driver {driver.version}{runs}")
+    return True, "; ".join(said), ""
 
 
 def _gpus() -> Answer:
-    counted = Counter(device.name for device in list_nvml_gpus())
+    counted = Counter(device.name for device in list_gpus())
     evidence = ", ".join(f"{number} x {kind}" for kind, number in counted.items())
+    if lost := unreadable_gpus():
+        return False, "; ".join([evidence, *(error.what for error in lost)]), lost[0].remedy
     remedy = "Give the container GPUs (docker run --gpus all); see nvidia-smi -L"
-    return bool(counted), evidence or "NVML sees none", remedy
+    return bool(counted), evidence or "none is listed", remedy
 
 
-def _every_gpu() -> dict[int, NvmlGpu]:
+def _every_gpu() -> dict[int, VendorGpu]:
     """All GPUs by index; GpuError if there is none, or one cannot be read."""
-    gpus = {device.index: NvmlGpu(device.uid) for device in list_nvml_gpus()}
+    gpus = {device.index: look_at(device.uid) for device in list_gpus()}
     if not gpus:
         raise GpuError("There is no GPU to look at", remedy="See the line on GPUs")
     return gpus
 
 
-def _obstacles(kind: type[GpuError]) -> Answer:
-    found = {index: gpu.control_obstacle() for index, gpu in _every_gpu().items()}
-    concerned = {index: error for index, error in found.items() if isinstance(error, kind)}
-    if not concerned:
-        return True, f"all {len(found)}", ""
-    first = next(iter(concerned.values()))
-    return False, f"not {_numbers(concerned)}: {first.what}", first.remedy
-
-
-def _numbers(indices: Iterable[int]) -> str:
-    return "GPU " + ", ".join(map(str, indices))
-
-
 def _supported_clocks() -> Answer:
-    gpus = _every_gpu()
-    unlisted = {index: gpu.unlisted for index, gpu in gpus.items() if gpu.unlisted}
-    if unlisted:
-        first = next(iter(unlisted.values()))
-        return False, f"not {_numbers(unlisted)}: {first.what}", first.remedy
     tables = Counter(
         (len(clocks), clocks[-1], clocks[0])
-        for clocks in (gpu.supported_frequencies_mhz for gpu in gpus.values())
+        for clocks in (gpu.supported_frequencies_mhz for gpu in _every_gpu().values())
     )
     evidence = "; ".join(
         f"{count} clocks, {low} to {high} MHz, on {number} GPUs"
@@ -148,44 +150,33 @@ def _supported_clocks() -> Answer:
     return True, evidence, ""
 
 
-def _energy_counter() -> Answer:
-    missing = []
-    for index, gpu in _every_gpu().items():
-        try:
-            read = pynvml.nvmlDeviceGetTotalEnergyConsumption
-            call_gpu(gpu.address.uid, "read the energy", read)
-        except GpuError:
-            missing.append(index)
-    remedy = "Energy counters need a GPU since Volta; savings cannot be measured without"
-    return not missing, f"none on {_numbers(missing)}" if missing else "on all", remedy
+def _of_each(fault: Callable[[VendorGpu], str], fine: str, remedy: str) -> Callable[[], Answer]:
+    """Make a look at every GPU: `fault` says what is wrong with one, `fine` that nothing is."""
+
+    def look() -> Answer:
+        gpus = _every_gpu()
+        indices = defaultdict[str, list[str]](list)
+        with ThreadPoolExecutor(len(gpus)) as threads:  # a counter that stands still takes seconds
+            for index, text in zip(gpus, threads.map(fault, gpus.values()), strict=True):
+                indices[text].append(str(index))
+        indices.pop("", None)
+        said = "; ".join(f"GPU {', '.join(same)}: {text}" for text, same in indices.items())
+        return not said, said or fine, remedy
+
+    return look
 
 
-def _power_profiles() -> Answer:
-    states = {index: gpu.power_state() for index, gpu in _every_gpu().items()}
-    evidence = _alike({index: state.profiles_text for index, state in states.items()})
-    remedy = (
-        "A profile sets clocks too: jobs that set a clock for each unit leave clocks alone there, "
-        f"unless the site allows it. {PROFILES_REMEDY}"
-    )
-    return not any(state.enforced_profiles for state in states.values()), evidence, remedy
+def _counter_error(gpu: VendorGpu) -> str:
+    try:
+        gpu.read_energy()
+    except GpuError as error:
+        return error.what
+    return ""
 
 
-def _power_limits() -> Answer:
-    states = {index: gpu.power_state() for index, gpu in _every_gpu().items()}
-    evidence = _alike({index: state.limit_text for index, state in states.items()})
-    remedy = (
-        "A fact, and no fault: the highest clocks may not be reached. Leave it if meant, else "
-        "have it raised (nvidia-smi -pl); EnvPipe never changes it"
-    )
-    return not any(state.is_capped for state in states.values()), evidence, remedy
-
-
-def _alike(texts: Mapping[int, str]) -> str:
-    """Group GPUs, by index, by what is said of them."""
-    indices = defaultdict[str, list[int]](list)
-    for index, text in texts.items():
-        indices[text].append(index)
-    return "; ".join(f"{_numbers(same)}: {text}" for text, same in indices.items())
+def _power_other_than_default(gpu: VendorGpu) -> str:
+    state = gpu.power_state()
+    return str(state) if state.enforced_profiles or state.is_capped else ""
 
 
 # --- rights --------------------------------------------------------------------------------------
@@ -207,8 +198,8 @@ def _site() -> Answer:
     if site.path is None:
         where = f"none at {DEFAULT_SITE_PATH} and {SITE_VARIABLE} is not set: the defaults hold"
         return True, where, ""
-    allowed = ", ".join(site.backends) or "no back end"
-    return True, f"{site.path} allows {allowed}", ""
+    allowed = ", ".join(hardware_backends() if site.backends is None else site.backends)
+    return True, f"{site.path} allows {allowed or 'no back end'}", ""
 
 
 def _forbid() -> Answer:
@@ -239,14 +230,12 @@ def _back_ends(site: SiteConfig) -> list[Check]:
 
 def _leases() -> Answer:
     records = list_leases()
-    live = [record for record in records if record.live]
-    left = [record for record in records if not record.live]
-    held = ", ".join(f"{record.address.uid} by job {record.job}" for record in live)
-    evidence = f"held now: {held}" if held else "none"
-    if left:
-        by = ", ".join(f"{record.address.uid} by job {record.job}" for record in left)
-        evidence = f"left on {by}" + (f"; {evidence}" if held else "")
-    return not left, evidence, "Run `envpipe clocks reset`"
+    said = [
+        f"{'held now' if record.live else 'left'}: {record.address.uid} by job {record.job}"
+        for record in records
+    ]
+    left = any(not record.live for record in records)
+    return not left, "; ".join(said) or "none", "Run `envpipe clocks reset`"
 
 
 # --- environment ---------------------------------------------------------------------------------
@@ -258,7 +247,6 @@ def environment_checks() -> list[Check]:
         "environment",
         {
             VISIBLE_VARIABLE: _visible,
-            ORDER_VARIABLE: _order,
             QUEUES_VARIABLE: _connections,
         },
     )
@@ -267,7 +255,7 @@ def environment_checks() -> list[Check]:
 def _visible() -> Answer:
     value = os.environ.get(VISIBLE_VARIABLE)
     shown = "not set" if value is None else repr(value)
-    devices = visible_gpus().devices
+    devices = visible_gpus()
     named = 0 if value is None else len([entry for entry in value.split(",") if entry.strip()])
     seen = ", ".join(f"{i}: {device.uid}" for i, device in enumerate(devices)) or "no GPU"
     ok = bool(devices) and len(devices) >= named
@@ -276,13 +264,6 @@ def _visible() -> Answer:
         f"{shown}; CUDA numbers {seen}",
         "An entry that names no GPU hides itself and all after it: correct or unset it",
     )
-
-
-def _order() -> Answer:
-    value = os.environ.get(ORDER_VARIABLE)
-    assumption = visible_gpus().assumption
-    evidence = f"{value or 'not set'}; {assumption or 'no number needs to be guessed'}"
-    return True, evidence, ""
 
 
 def _connections() -> Answer:

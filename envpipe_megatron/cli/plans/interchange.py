@@ -58,11 +58,10 @@ def import_freqs(
     """
     check_outputs([output], [profile_path, sidecar_path(profile_path), freqs_path])
     profile = read_profile(profile_path)
-    freqs = read_freqs(freqs_path)
-    schedule = freqs.schedule(num_microbatches)
+    schedule, frequency_mhz = read_freqs(freqs_path, num_microbatches)
     power_w = known_blocking_power(profile, blocking_power)
     conditions = make_conditions(profile, blocking_power_w=power_w)
-    plan = Plan("imported", schedule, freqs.frequency_mhz(schedule), profile, conditions)
+    plan = Plan("imported", schedule, frequency_mhz, profile, conditions)
     plan.write(output)
     show_summary(plan)
     say(f"Plan written to {output}")

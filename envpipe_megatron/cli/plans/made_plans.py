@@ -56,9 +56,9 @@ def simulate(profile_path: Path, plan_path: Path, output: Path | None, as_json: 
     facts = _simulation_facts(simulated)
     if output is not None:
         say_working("Drawing")
-        from envpipe_megatron.report.plan_charts import valley_charts
         from envpipe_megatron.report.stills import save
         from envpipe_megatron.report.units import plan_chart
+        from envpipe_megatron.report.views import valley_chart
 
         refuse_foreign(output, _FILES, _FILES[0])
         output.mkdir(parents=True, exist_ok=True)
@@ -70,7 +70,7 @@ def simulate(profile_path: Path, plan_path: Path, output: Path | None, as_json: 
             chart = plan_chart(drawn, x_max_s=longest, scale_mhz=(min(clocks_mhz), max(clocks_mhz)))
             save([chart], title, output / f"{name}.png")
         title = f"Energy valley: {profile_path.name}"
-        save(valley_charts(profile), title, output / "energy_valley.png")
+        save([valley_chart(profile)], title, output / "energy_valley.png")
     if as_json:
         click.echo(json.dumps(facts, indent=1))
         return
@@ -82,23 +82,13 @@ def simulate(profile_path: Path, plan_path: Path, output: Path | None, as_json: 
 
 def _simulation_facts(plan: Plan) -> dict[str, Any]:
     """Figures of a plan that `simulate` prints as JSON."""
-    baseline = plan.baseline.cost
+    baseline = plan.baseline
     return {
-        "policy": plan.policy,
-        "schedule": plan.schedule.name,
-        "iteration_time_s": plan.cost.iteration_time_s,
-        "energy_j": plan.cost.energy_j,
+        **_facts(plan, baseline.cost),
         "energy_by_stage_j": plan.energy_by_stage_j.tolist(),
-        "saving_percent": plan.cost.saving_percent(baseline),
         "saving_uncertainty_percent": saving_uncertainty_percent(plan),
-        "slowdown_percent": plan.cost.slowdown_percent(baseline),
         "extra_forwards": list(plan.schedule.extra_forwards),
-        "peak_in_flight": list(plan.schedule.peak_in_flight),
-        "baseline": {
-            "schedule": plan.baseline.schedule.name,
-            "iteration_time_s": baseline.iteration_time_s,
-            "energy_j": baseline.energy_j,
-        },
+        "baseline": {"schedule": baseline.schedule.name, **vars(baseline.cost)},
         "bubble_s": _waits(plan),
     }
 

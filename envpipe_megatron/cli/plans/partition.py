@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 import click
-import numpy as np
 
 from envpipe_megatron.cli.common import (
     EXISTING_FILE,
@@ -22,12 +21,8 @@ from envpipe_megatron.core.fields import PERCENT, POWER, Number
 from envpipe_megatron.core.plan import Cost
 from envpipe_megatron.core.sidecar import SIDECAR_FORMAT, sidecar_path
 from envpipe_megatron.errors import plain
-from envpipe_megatron.search.configuration import (
-    first_last_flags,
-    layout_flag,
-    megatron_even_split,
-)
-from envpipe_megatron.search.layer_file import read_layers_or_table
+from envpipe_megatron.search.configuration import layout_flag, megatron_even_split
+from envpipe_megatron.search.layer_file import read_layers
 from envpipe_megatron.search.partition import (
     Cut,
     Found,
@@ -45,8 +40,7 @@ _BYTES = Number(positive=True, unit="bytes", mistaken=(("GiB", 2.0**30), ("GB", 
 @click.command()
 @click.option(
     "--layers", "layers_path", type=EXISTING_FILE, required=True,
-    help="Layer profile JSON of one size, as `envpipe search` takes it, or layer CSV: "
-    "layer,instruction,frequency,time,energy[,memory][,activation].",
+    help="Layer profile JSON of one size, as `envpipe search` takes it.",
 )  # fmt: skip
 @click.option("--num-stages", type=click.IntRange(min=2), required=True, help="Pipeline stages.")
 @MICROBATCHES_OPTION
@@ -86,11 +80,11 @@ def partition(
 
     Example:
 
-      envpipe partition --layers layers.csv --num-stages 8 --num-microbatches 24
+      envpipe partition --layers layers.json --num-stages 8 --num-microbatches 24
       --objective energy --blocking-power 84 --output profile.csv
     """
     check_outputs([output], [layers_path], {sidecar_path(output): SIDECAR_FORMAT})
-    profile = read_layers_or_table(layers_path)
+    profile = read_layers(layers_path)
     if blocking_power is None and profile.has_energy:
         warn_of_free_waiting()
     space = SplitSpace(profile, num_stages, num_microbatches, memory_limit)
@@ -107,20 +101,17 @@ def partition(
     title, memory = "Stages, at the highest clocks", "1F1B memory (GiB)"
     show_stages(title, best_one, best_one.peak_bytes, memory)
     _compare(space, found, sum(split), power_w)
-    say(_how_sure(found, time_tolerance))
+    if found.cost is None:
+        say("Least bottleneck; of equal ones the split whose stages force the shortest iteration.")
+    else:
+        say(
+            f"Least planned energy of {found.num_planned} splits, the most promising of those "
+            f"within {time_tolerance:g} % of the fastest."
+        )
     if memory_limit and best(SplitSpace(profile, num_stages, num_microbatches)).cut == found.cut:
         say("--memory-limit does not bind: without it the split is the same.")
     say("\nFor Megatron-LM, in place of its other flags for the split:")
     say(f"  {layout_flag(profile, best_one.configuration)}")
-    flags = first_last_flags(split)
-    if flags is None:
-        say(
-            "This split has no form as --decoder-first-pipeline-num-layers and "
-            "--decoder-last-pipeline-num-layers: they need a layer on each of the two stages and "
-            "equally many on all between.",
-        )
-    else:
-        say(f"or\n  {flags}")
     say(f"\nStage profile written to {output}")
 
 
@@ -131,10 +122,11 @@ def _figures(
 
     Without a cost, that of a plan in time, or if the split is late at the highest clocks, no later.
     """
-    (time_s,) = space.iteration_times_s(np.array([cut])).tolist()
+    candidate = space.candidate(cut)
+    time_s = candidate.iteration_time_s
     if cost is None and space.profile.has_energy:
-        stages = space.candidate(cut).stage_profile
-        cost = plan_cost(stages, space.num_microbatches, power_w, max(time_s, deadline_s))
+        longest_s = max(time_s, deadline_s)
+        cost = plan_cost(candidate.stage_profile, space.num_microbatches, power_w, longest_s)
     figures = [
         ("iteration time (s)", time_s, 4),
         ("bottleneck (ms)", 1e3 * space.bottleneck_s(cut), 3),
@@ -167,22 +159,3 @@ def _compare(space: SplitSpace, found: Found, num_layers: int, power_w: float) -
             )
     show_table("1F1B at the highest clocks, and planned", columns, rows)
     say(text)
-
-
-def _how_sure(found: Found, time_tolerance: float) -> str:
-    """How many splits were looked at, and whether a better one can be left."""
-    timed = f"{found.num_considered} splits were timed"
-    if found.cost is not None:
-        planned = (
-            f"{timed}, and {found.num_planned} of those within {time_tolerance:g} % of the fastest "
-            "planned."
-        )
-        if found.exact:
-            return f"Least planned energy (exact): {planned} These are all there are."
-        return f"Least planned energy found (there are more splits, perhaps better): {planned}"
-    if found.exact:
-        return f"Least bottleneck, then least iteration time (both exact): {timed}."
-    return (
-        f"Least bottleneck (exact), then the least iteration time found: {timed}, there are more "
-        "with that bottleneck."
-    )

@@ -276,8 +276,8 @@ def _slack_limits(profile: Profile, ask: Callable[..., PlanRequest], plan: Plan)
 
 
 def _make_frontier(profile: Profile, request: PlanRequest, num_points: int, path: Path) -> None:
-    from envpipe_megatron.report.plan_charts import frontier_charts
     from envpipe_megatron.report.stills import save
+    from envpipe_megatron.report.views import frontier_charts
 
     plans = make_frontier(profile, request, num_points)
     stored = write_frontier(plans, path)

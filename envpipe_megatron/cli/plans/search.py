@@ -24,8 +24,8 @@ from envpipe_megatron.core.fields import PERCENT, POWER, Number
 from envpipe_megatron.core.sidecar import sidecar_path
 from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.files import csv_text, refuse_foreign, replace_files
-from envpipe_megatron.gpu.emulated.modelled import with_modelled_energy
-from envpipe_megatron.gpu.emulated.presets import load_preset
+from envpipe_megatron.gpu.modelled import with_modelled_energy
+from envpipe_megatron.gpu.presets import load_preset
 from envpipe_megatron.policies.objective import Goal, Objective
 from envpipe_megatron.search.configuration import Job, configuration_text, megatron_flags
 from envpipe_megatron.search.layer_file import read_layers
@@ -245,8 +245,8 @@ def _write(
         (output / name).unlink(missing_ok=True)
     replace_files({output / _CONFIGURATION: [text]})
     if best.plan is not None:
-        from envpipe_megatron.report.plan_charts import configurations_chart
         from envpipe_megatron.report.stills import save
+        from envpipe_megatron.report.views import configurations_chart
 
         write_stages(best.candidate.stage_profile, blocking_power_w, output / _STAGES)
         best.plan.write(output / _PLAN)

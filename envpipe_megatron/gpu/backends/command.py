@@ -2,7 +2,8 @@
 
 The command is an argv of the site configuration (`gpu.site`), run without a shell, without standard
 input, in its own environment. What is put into it cannot carry anything else: the UUID must match a
-strict pattern, index and clock are numbers. Everything is read through NVML, which needs no rights.
+strict pattern, index and clock are numbers. Everything is read through the back end that lists the
+GPU, which needs no rights for that.
 
 A command should end within the site's time limit by itself: this process stops one that runs on,
 but a program that sudo started belongs to root, and its caller may have no right to stop it.
@@ -10,16 +11,17 @@ but a program that sudo started belongs to root, and its caller may have no righ
 
 import contextlib
 import os
-import re
 import signal
 import subprocess
 import time
 from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Self
 
-from envpipe_megatron.gpu.base import Gpu, GpuError, ReadThroughGpu
+from envpipe_megatron.gpu.base import SAFE_UID, GpuError, ReadThroughGpu
+from envpipe_megatron.gpu.registry import Device, VendorGpu
 from envpipe_megatron.gpu.site import PLACEHOLDER, SiteConfig
 
-_UUID_PATTERN = re.compile(r"GPU-[0-9a-fA-F]{8}(-[0-9a-fA-F]{4}){3}-[0-9a-fA-F]{12}")
 _ENVIRONMENT = {"PATH": "/usr/sbin:/usr/bin:/sbin:/bin", "LANG": "C.UTF-8"}
 """All that a command gets: nothing of the training job's environment reaches what sudo runs."""
 
@@ -28,14 +30,15 @@ _STOP_S = 1.0
 
 
 class CommandGpu(ReadThroughGpu):
-    """One GPU under a site's commands; `index` is NVML's index of it on this machine.
+    """One GPU under a site's commands.
 
-    Raises GpuError if the site has no commands, or the GPU's uid is not a UUID.
+    Where a command names it by index, that is looked up each time: a reset or a reboot may change
+    it. Raises GpuError if the site has no commands, or the GPU's uid is not a UUID.
     """
 
     backend = "command"
 
-    def __init__(self, reader: Gpu, index: int, site: SiteConfig) -> None:
+    def __init__(self, reader: VendorGpu, site: SiteConfig) -> None:
         super().__init__(reader)
         if not site.lock_command:
             raise GpuError(
@@ -43,20 +46,44 @@ class CommandGpu(ReadThroughGpu):
                 value=str(site.path) if site.path else None,
                 remedy="Set lock_command and reset_command in the site configuration",
             )
-        if not _UUID_PATTERN.fullmatch(reader.address.uid):
+        if not SAFE_UID.fullmatch(reader.address.uid):
             raise GpuError("Not the UUID of a whole GPU", value=reader.address.uid)
-        self._site = site
-        self._values = {"uuid": reader.address.uid, "index": str(int(index))}
+        self._site, self._listed = site, reader
         # The limit and the time for stopping: how long a command of a killed caller may run.
         self.late_request_s = site.command_time_limit_s + 2 * _STOP_S
 
+    @classmethod
+    def through(cls, reader: VendorGpu, site: SiteConfig) -> Self:
+        """Return a GPU under the site's commands."""
+        return cls(reader, site)
+
+    @classmethod
+    def rights(cls, site: SiteConfig, devices: Sequence[Device]) -> str:
+        """Return the evidence that this user can run the site's commands; GpuError if not."""
+        if not site.lock_command:
+            where = f"in {site.path}" if site.path else "(there is no site configuration)"
+            raise GpuError(
+                f"no lock_command is set {where}",
+                remedy="Set lock_command and reset_command in the site configuration",
+            )
+        for program in (site.lock_command[0], site.reset_command[0]):
+            if not os.access(program, os.X_OK) or not Path(program).is_file():
+                raise GpuError(
+                    f"this user cannot run {program}",
+                    remedy=f"Correct the command in {site.path}, or make it executable",
+                )
+        return f"{site.path} names commands that this user can run"
+
     def _lock(self, frequency_mhz: int) -> None:
-        self._run(self._site.lock_command, {**self._values, "mhz": str(int(frequency_mhz))})
+        self._run(self._site.lock_command, {"mhz": str(int(frequency_mhz))})
 
     def _reset(self) -> None:
-        self._run(self._site.reset_command, self._values)
+        self._run(self._site.reset_command, {})
 
-    def _run(self, command: Sequence[str], values: Mapping[str, str]) -> None:
+    def _run(self, command: Sequence[str], more: Mapping[str, str]) -> None:
+        values = {"uuid": self.address.uid, **more}
+        if any("{index}" in part for part in command):
+            values["index"] = str(int(self._listed.device().index))
         # In one pass, so that nothing that was put in is read as a placeholder again.
         argv = [PLACEHOLDER.sub(lambda match: values[match[1]], part) for part in command]
         what, path = f"The site's command for {self.name}", self._site.path

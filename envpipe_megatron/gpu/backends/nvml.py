@@ -9,35 +9,35 @@ lock of another program. So nothing is derived from them.
 from __future__ import annotations
 
 import logging
-import math
-import threading
+import os
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, Self
 
 import pynvml
 
 from envpipe_megatron.formats.timeline import IDLE
+from envpipe_megatron.gpu.backends.cuda_order import visible_among
 from envpipe_megatron.gpu.backends.nvml_library import (
-    MigModeError,
-    NvmlError,
-    NvmlNotSupportedError,
-    NvmlPermissionError,
-    VirtualGpuError,
-    WorkloadProfiles,
+    UID_START,
     call_gpu,
     call_library,
+    read_power_profiles,
 )
 from envpipe_megatron.gpu.base import (
     ClockState,
     EnergyReading,
-    Gpu,
     GpuAddress,
     GpuError,
+    GpuNotSupportedError,
+    GpuPermissionError,
     PowerState,
 )
-from envpipe_megatron.gpu.emulated.presets import override_for
+from envpipe_megatron.gpu.energy_counter import EnergyCounter
+from envpipe_megatron.gpu.presets import override_for
+from envpipe_megatron.gpu.registry import Activity, Device, Driver, VendorGpu
+from envpipe_megatron.gpu.site import SiteConfig, in_user_namespace
 
 _LOG = logging.getLogger(__name__)
 
@@ -55,91 +55,35 @@ THROTTLE_REASONS = {
 """NVML's bits in words; a bit that is not here is shown as its number."""
 
 _VIRTUAL_GPU = pynvml.NVML_GPU_VIRTUALIZATION_MODE_VGPU
-
-_EXPECTED_PERIOD_S = 0.1
-_STEP_S = 0.002
-_LEAD_S = 0.009
-"""How long before the expected instant, which is uncertain itself, watching begins: a first read
-that showed the new value already would miss the refresh."""
-_FRESH_S = 0.04
-"""A reading younger than this is returned again."""
-STALL_S = 3.0
-"""Thirty refreshes. A GPU that is on draws power, so its counter must have moved."""
+_CAP_SYS_ADMIN = 21
+#: How far apart two GPUs may be by NCCL_P2P_LEVEL, in NVML's numbers; others ask for NVLink.
+_FURTHEST = {"PIX": 10, "1": 10, "PXB": 20, "2": 20, "PHB": 30, "3": 30}
 
 
-@dataclass(frozen=True, slots=True)
-class NvmlDevice:
-    """A GPU of this node.
-
-    `index` is NVML's, which is PCI bus order whatever CUDA_VISIBLE_DEVICES says; `pci_bus_id` is as
-    NVML writes it, `00000000:1B:00.0`.
-    """
-
-    index: int
-    uid: str
-    pci_bus_id: str
-    name: str
-
-
-def list_nvml_gpus() -> tuple[NvmlDevice, ...]:
-    """Return the GPUs that NVML sees, in its order; what cannot be identified is left out.
-
-    NVML counts GPUs that this process may not use, too. Raises NvmlError if NVML is not there or
-    does not work.
-    """
-    devices = []
-    for index in range(call_library("count the GPUs", pynvml.nvmlDeviceGetCount)):
-        try:
-            devices.append(call_library(f"identify GPU {index}", _identify_index, index))
-        except NvmlError as error:
-            hidden = isinstance(error, NvmlPermissionError)
-            _LOG.log(
-                logging.DEBUG if hidden else logging.WARNING, "GPU %d is left out: %s", index, error
-            )
-    return tuple(devices)
-
-
-def _identify_index(index: int) -> NvmlDevice:
-    return _identify(pynvml.nvmlDeviceGetHandleByIndex(index))
-
-
-def _identify(handle: object) -> NvmlDevice:
-    return NvmlDevice(
-        pynvml.nvmlDeviceGetIndex(handle),
-        pynvml.nvmlDeviceGetUUID(handle),
-        pynvml.nvmlDeviceGetPciInfo(handle).busId,
-        pynvml.nvmlDeviceGetName(handle),
-    )
-
-
-class NvmlGpu(Gpu):
+class NvmlGpu(VendorGpu):
     """One NVIDIA GPU. Any number of threads and processes may have one for the same GPU.
 
-    It is named by its UUID (`GPU-...`) or PCI bus id (`0000:1b:00.0`), never by an index: torch's,
-    CUDA's and NVML's differ; `index` is NVML's, for people and for commands that know no other
-    name. A reset leaves `reset_range_mhz`, None for the driver's default. A call is over when the
-    driver has taken it, also for a process that is killed in it: nothing takes effect late. Raises
-    MigModeError for a MIG instance, GpuNotFoundError if NVML sees no such GPU, NvmlError if
-    it cannot be read. Where the driver lists no clocks (WSL, boards with one memory for CPU and
-    GPU), `unlisted` says so, `supported_frequencies_mhz` has the highest or the present one, and
-    none is locked.
+    It is named by its UUID (`GPU-...`), never by an index: torch's, CUDA's and NVML's differ. A
+    reset leaves `reset_range_mhz`, None for the driver's default. A call is over when the driver
+    has taken it, also for a process that is killed in it: nothing takes effect late. Raises
+    GpuError if NVML sees no such GPU, GpuError if it cannot be read. Where the driver
+    lists no clocks (WSL, boards with one memory for CPU and GPU), `supported_frequencies_mhz` has
+    the highest or the present one, and none is to be locked: see `obstacle`.
     """
 
+    backend = "nvml"
+    read_apart = True
+
     def __init__(self, uid: str, *, reset_range_mhz: tuple[int, int] | None = None) -> None:
-        if uid.startswith("MIG-"):
-            raise _mig_error("Cannot control or measure a MIG instance", uid)
-        found: NvmlDevice = call_gpu(uid, "read the identity", _identify)
-        self.address = GpuAddress("nvml", found.uid)
-        self.index = found.index
-        self.pci_bus_id = found.pci_bus_id
-        self.name = found.name
-        self.unlisted: NvmlError | None = None
+        self.address = GpuAddress(self.backend, uid)
+        self.name = self._call("read the name", pynvml.nvmlDeviceGetName)
+        self._unlisted: GpuError | None = None
         try:
             self.supported_frequencies_mhz = self._read_supported()
-        except NvmlNotSupportedError as error:
-            self.unlisted = NvmlNotSupportedError(
+        except GpuNotSupportedError as error:
+            self._unlisted = GpuNotSupportedError(
                 f"{self.name} lists no SM clocks to choose from: {error.what}",
-                value=found.uid,
+                value=uid,
                 remedy="Its clocks cannot be locked; train without clock control",
             )
             reads = pynvml.nvmlDeviceGetMaxClockInfo, pynvml.nvmlDeviceGetClockInfo
@@ -148,8 +92,84 @@ class NvmlGpu(Gpu):
         self._reset_range_mhz = reset_range_mhz
         self._instant_power: bool | None = None
         self._reasons = pynvml.nvmlDeviceGetCurrentClocksEventReasons
-        self._profiles = WorkloadProfiles(self._call)
-        self._counter = EnergyCounter(self._read_counter_j, f"{self.name} ({found.uid})")
+        self._counter = EnergyCounter(self._read_counter_j, f"{self.name} ({uid})")
+
+    @classmethod
+    def owns(cls, uid: str) -> bool:
+        """Tell whether it is formed as the UUID of a GPU that is not an instance of MIG."""
+        return uid.startswith(UID_START)
+
+    @classmethod
+    def from_uid(cls, uid: str, reset_range_mhz: tuple[int, int] | None = None) -> Self:
+        """Open a GPU by its UUID."""
+        return cls(uid, reset_range_mhz=reset_range_mhz)
+
+    @classmethod
+    def list_gpus(cls) -> tuple[Device, ...]:
+        """Return the GPUs that NVML sees, in its order; what cannot be identified is left out.
+
+        Raises GpuError if NVML is not there or does not work.
+        """
+        return tuple(found for found in _identify_all() if isinstance(found, Device))
+
+    @classmethod
+    def unreadable(cls) -> tuple[GpuError, ...]:
+        """Return the errors of GPUs that cannot be identified, but for those of other users.
+
+        NVML counts GPUs that this process may not use, too.
+        """
+        errors = (found for found in _identify_all() if isinstance(found, GpuError))
+        return tuple(error for error in errors if not isinstance(error, GpuPermissionError))
+
+    @classmethod
+    def driver(cls) -> Driver:
+        """Return the driver's version, and the newest CUDA that it runs."""
+        version = call_library("read the driver's version", pynvml.nvmlSystemGetDriverVersion)
+        cuda = call_library("read the CUDA version", pynvml.nvmlSystemGetCudaDriverVersion_v2)
+        return Driver(version, (cuda // 1000, cuda % 1000 // 10))
+
+    @classmethod
+    def visible(cls) -> tuple[Device, ...]:
+        """Return the GPUs that CUDA would show, as `cuda_order.visible_among` does."""
+        return visible_among(cls.list_gpus(), os.environ)
+
+    @classmethod
+    def are_near(cls, uid: str, other: str, level: str) -> bool:
+        """Tell whether NVLink is between two GPUs, or no more than the level allows."""
+
+        def is_near(handle: Any) -> bool:
+            two = handle, pynvml.nvmlDeviceGetHandleByUUID(other)
+            nvlink = pynvml.nvmlDeviceGetP2PStatus(*two, pynvml.NVML_P2P_CAPS_INDEX_NVLINK)
+            distance = pynvml.nvmlDeviceGetTopologyCommonAncestor(*two)
+            return bool(nvlink == pynvml.NVML_P2P_STATUS_OK or distance <= _FURTHEST.get(level, -1))
+
+        return bool(call_gpu(uid, "read the topology", is_near))
+
+    @classmethod
+    def rights(cls, site: SiteConfig, devices: Sequence[Device]) -> str:
+        """Return the evidence that NVML takes locks from this process; GpuError if it does not."""
+        user = f"user {os.geteuid()}"
+        if not has_sys_admin():
+            raise GpuError(
+                f"{user} has no CAP_SYS_ADMIN",
+                remedy="Start the container with --cap-add SYS_ADMIN, or give it the socket of a "
+                "zeusd"
+                if os.geteuid() == 0
+                else "Nothing needs to run as root: have an administrator run zeusd, or grant a "
+                "command in the site configuration",
+            )
+        if in_user_namespace():
+            raise GpuError(
+                "CAP_SYS_ADMIN here is that of a user namespace (a rootless container), which the "
+                "driver does not take",
+                remedy="Give the container the socket of a zeusd that runs outside",
+            )
+        return f"{user} has CAP_SYS_ADMIN"
+
+    def device(self) -> Device:
+        """Return where NVML lists it now."""
+        found: Device = self._call("read the identity", _identify)
+        return found
 
     def _call(self, action: str, function: Callable[..., Any], *arguments: object) -> Any:
         return call_gpu(self.address.uid, action, function, *arguments)
@@ -158,7 +178,7 @@ class NvmlGpu(Gpu):
         """As `_call`; None where GPU or driver do not have it."""
         try:
             return self._call(action, function, *arguments)
-        except NvmlNotSupportedError:
+        except GpuNotSupportedError:
             return None
 
     def _read_supported(self) -> tuple[int, ...]:
@@ -172,7 +192,7 @@ class NvmlGpu(Gpu):
             "read the SM clocks", pynvml.nvmlDeviceGetSupportedGraphicsClocks, chosen_mhz
         )
         if not clocks:
-            raise NvmlNotSupportedError("the list is empty")
+            raise GpuNotSupportedError("the list is empty")
         return tuple(sorted(set(clocks), reverse=True))
 
     def _lock(self, frequency_mhz: int) -> None:
@@ -180,41 +200,39 @@ class NvmlGpu(Gpu):
 
     def _reset(self) -> None:
         if self._reset_range_mhz is None:
-            self._change("reset the clock", pynvml.nvmlDeviceResetGpuLockedClocks)
+            self._call("reset the clock", pynvml.nvmlDeviceResetGpuLockedClocks)
         else:
             low, high = self._reset_range_mhz
             self._set_range(f"reset the clock to the site's {low} to {high} MHz", low, high)
 
     def _set_range(self, action: str, low_mhz: int, high_mhz: int) -> None:
-        self._change(action, pynvml.nvmlDeviceSetGpuLockedClocks, low_mhz, high_mhz)
+        self._call(action, pynvml.nvmlDeviceSetGpuLockedClocks, low_mhz, high_mhz)
 
-    def _change(self, action: str, function: Callable[..., None], *arguments: int) -> None:
-        try:
-            self._call(action, function, *arguments)
-        except (NvmlNotSupportedError, NvmlPermissionError) as error:
-            # The driver gives one code for all causes; its modes show which one it is.
-            obstacle = self.control_obstacle()
-            raise (obstacle or error) from error
-
-    def control_obstacle(self) -> NvmlError | None:
+    def obstacle(self) -> GpuError | None:
         """Return what makes this GPU refuse locks to every user, None if nothing is known to.
 
-        It reads the modes of MIG and virtualization, and tries nothing.
+        The driver has one code for all causes; its modes of MIG and virtualization show which one
+        it is. Nothing is tried.
         """
         uid = self.address.uid
         try:
             mig, _ = self._call("read the MIG mode", pynvml.nvmlDeviceGetMigMode)
-        except NvmlError:  # most GPUs do not have MIG
+        except GpuError:  # most GPUs do not have MIG
             mig = pynvml.NVML_DEVICE_MIG_DISABLE
         if mig == pynvml.NVML_DEVICE_MIG_ENABLE:
-            return _mig_error("Cannot lock the clock of a GPU in MIG mode", uid)
+            return GpuNotSupportedError(
+                "Cannot lock the clock of a GPU in MIG mode",
+                value=uid,
+                remedy="Its instances share one clock and one meter: train on whole GPUs, with MIG "
+                "off (an administrator can say nvidia-smi -mig 0)",
+            )
         try:
             mode = self._call("read the mode", pynvml.nvmlDeviceGetVirtualizationMode)
-        except NvmlError:
-            return self.unlisted
+        except GpuError:
+            return self._unlisted
         if mode != _VIRTUAL_GPU:
-            return self.unlisted
-        return VirtualGpuError(
+            return self._unlisted
+        return GpuNotSupportedError(
             "Cannot lock the clock of a virtual GPU, which belongs to its host",
             value=uid,
             remedy="Train without clock control, or on a GPU that is passed through whole",
@@ -242,15 +260,37 @@ class NvmlGpu(Gpu):
     def power_state(self) -> PowerState:
         """Return power profiles and limits; what this GPU or its driver do not have stays empty."""
         return PowerState(
-            *self._profiles.read(),
+            *read_power_profiles(self.address.uid),
             self._power_limit_w(pynvml.nvmlDeviceGetEnforcedPowerLimit),
             self._power_limit_w(pynvml.nvmlDeviceGetPowerManagementDefaultLimit),
         )
 
+    def activity(self) -> Activity:
+        """Return processes, use and temperature; what cannot be read is empty."""
+
+        def seen(function: Callable[..., Any], *arguments: object) -> Any:
+            try:
+                return self._call("see what goes on", function, *arguments)
+            except GpuError:
+                return None
+
+        processes = seen(pynvml.nvmlDeviceGetComputeRunningProcesses) or ()
+        use = seen(pynvml.nvmlDeviceGetUtilizationRates)
+        return Activity(
+            tuple(process.pid for process in processes),
+            None if use is None else use.gpu,
+            seen(pynvml.nvmlDeviceGetTemperature, pynvml.NVML_TEMPERATURE_GPU),
+        )
+
+    def memory_clocks_mhz(self) -> tuple[int, ...]:
+        """Return those that the driver lists; () if it lists none."""
+        read = pynvml.nvmlDeviceGetSupportedMemoryClocks
+        return tuple(sorted(self._if_known("read the memory clocks", read) or (), reverse=True))
+
     def _throttle_reasons(self) -> tuple[str, ...]:
         try:
             bits = self._call("read the throttle reasons", self._reasons)
-        except NvmlNotSupportedError:
+        except GpuNotSupportedError:
             if self._reasons is pynvml.nvmlDeviceGetCurrentClocksThrottleReasons:
                 return ()
             # Drivers before 535 know the call by its old name alone.
@@ -294,92 +334,39 @@ class NvmlGpu(Gpu):
         return time.monotonic()
 
 
-def _mig_error(what: str, uid: str) -> MigModeError:
-    return MigModeError(
-        what,
-        value=uid,
-        remedy="Its instances share one clock and one meter: train on whole GPUs, with MIG off "
-        "(an administrator can say nvidia-smi -mig 0)",
+def _identify_all() -> Iterator[Device | GpuError]:
+    """What NVML says of each GPU that it counts."""
+    for index in range(call_library("count the GPUs", pynvml.nvmlDeviceGetCount)):
+        try:
+            yield call_library(f"identify GPU {index}", _identify_index, index)
+        except GpuError as error:
+            _LOG.debug("GPU %d is left out: %s", index, error)
+            yield error
+
+
+def _identify_index(index: int) -> Device:
+    return _identify(pynvml.nvmlDeviceGetHandleByIndex(index))
+
+
+def _identify(handle: object) -> Device:
+    uid = pynvml.nvmlDeviceGetUUID(handle)
+    return Device(
+        NvmlGpu.backend,
+        pynvml.nvmlDeviceGetIndex(handle),
+        uid,
+        pynvml.nvmlDeviceGetName(handle),
+        pynvml.nvmlDeviceGetPciInfo(handle).busId,
+        uid.removeprefix(UID_START),
     )
 
 
-class EnergyCounter:
-    """One GPU's energy counter with the instants of its refreshes. Threads may share it.
-
-    NVML's counter moves every 100 ms, one read takes 3.4 ms (measured on an H200), and it does not
-    say when it moved. Dividing by the instants of reading would charge up to 100 ms of energy to
-    the wrong side of each end of a window. So the counter is read in short steps around the instant
-    at which it is expected to move, two to four reads a refresh. It moved after the last read that
-    showed the old value began, and before the first that shows the new one ended: the middle of the
-    two is the refresh, and half their distance (4.4 ms on an H200) its uncertainty. A window of 1 s
-    at constant power is then wrong by less than 1 %, and one of 10 s by less than 0.1 %.
-
-    The expected instant only decides when to look. A counter with another period is read more
-    often; its readings are as exact.
-    """
-
-    def __init__(
-        self,
-        read_j: Callable[[], float],
-        name: str,
-        monotonic_s: Callable[[], float] = time.monotonic,
-        sleep: Callable[[float], None] = time.sleep,
-    ) -> None:
-        self._read_j = read_j
-        self._name = name
-        self._monotonic_s = monotonic_s
-        self._sleep = sleep
-        self._lock = threading.Lock()
-        self._reading: EnergyReading | None = None
-
-    def read(self) -> EnergyReading:
-        """Return the counter at its last refresh, or at the next one if that is due soon.
-
-        A reading younger than 40 ms comes back at once; otherwise the call waits for the next
-        refresh, up to 0.1 s. A caller that polls every 50 ms sees each refresh. Raises GpuError
-        if the counter could not be read, went back, or has not moved for `STALL_S`; the next
-        call starts again.
-        """
-        with self._lock:
-            last = self._reading
-            if last is not None:
-                age_s = self._monotonic_s() - last.time_s
-                if age_s < _FRESH_S:
-                    return last
-                refreshes = math.ceil((age_s + _LEAD_S) / _EXPECTED_PERIOD_S)
-                # Rounding could make this slightly negative.
-                self._sleep(max(0.0, refreshes * _EXPECTED_PERIOD_S - _LEAD_S - age_s))
-            # Forgotten until another is found: after an error the next call starts again.
-            self._reading = None
-            self._reading = self._watch(last)
-            return self._reading
-
-    def _watch(self, last: EnergyReading | None) -> EnergyReading:
-        """Read until the counter moves."""
-        first_s = after_s = self._monotonic_s()
-        old_j = self._read_j()
-        self._refuse_back(old_j, last.energy_j if last else old_j)
-        while True:
-            self._sleep(_STEP_S)
-            begin_s = self._monotonic_s()
-            energy_j = self._read_j()
-            end_s = self._monotonic_s()
-            self._refuse_back(energy_j, old_j)
-            if energy_j > old_j:
-                half_s = (end_s - after_s) / 2
-                return EnergyReading(energy_j, after_s + half_s, half_s)
-            if end_s - first_s > STALL_S:
-                raise GpuError(
-                    f"The energy counter of {self._name} has not moved for {STALL_S:g} s",
-                    value=energy_j,
-                    remedy="Check the GPU with nvidia-smi; its energy is not measured meanwhile",
-                )
-            after_s = begin_s
-
-    def _refuse_back(self, energy_j: float, old_j: float) -> None:
-        if energy_j < old_j:
-            raise GpuError(
-                f"The energy counter of {self._name} went back from {old_j:.3f} J",
-                value=energy_j,
-                remedy="The driver was reloaded or the GPU reset; windows over it have no energy",
-            )
+def has_sys_admin() -> bool:
+    """True if this process has the capability that the driver asks of who locks clocks."""
+    try:
+        status = Path("/proc/self/status").read_text()
+    except OSError:
+        return os.geteuid() == 0
+    effective = next(
+        (line.split()[1] for line in status.splitlines() if line.startswith("CapEff:")), "0"
+    )
+    return bool(int(effective, 16) >> _CAP_SYS_ADMIN & 1)

@@ -1,7 +1,7 @@
 """NVML in this process: initialised once, again after a fork or a shutdown by other code.
 
 `call_library` calls a function of pynvml, `call_gpu` one that takes a GPU; both from any thread.
-ctypes releases Python's interpreter lock while NVML works. NVML's error codes come as named errors,
+ctypes releases Python's interpreter lock while NVML works. NVML's error codes come as GpuErrors,
 each with what to do about it.
 """
 
@@ -15,39 +15,15 @@ from typing import Any
 
 import pynvml
 
-from envpipe_megatron.gpu.base import GpuError, GpuPermissionError
+from envpipe_megatron.gpu.base import (
+    GpuError,
+    GpuNotSupportedError,
+    GpuPermissionError,
+    NoDriverError,
+)
 
-
-class NvmlError(GpuError):
-    """NVML could not do what was asked."""
-
-
-class NvmlPermissionError(NvmlError, GpuPermissionError):
-    """This process may not change the GPU's clock."""
-
-
-class NvmlNotSupportedError(NvmlError):
-    """The GPU or its driver does not offer this."""
-
-
-class MigModeError(NvmlNotSupportedError):
-    """The GPU is divided by MIG: instances share one clock, power sensor and energy counter."""
-
-
-class VirtualGpuError(NvmlNotSupportedError):
-    """The GPU is a share that a hypervisor gives out (vGPU); its clocks are the host's."""
-
-
-class GpuLostError(NvmlError):
-    """The GPU fell off the bus, or must be reset before it can be used again."""
-
-
-class GpuNotFoundError(NvmlError):
-    """NVML sees no such GPU."""
-
-
-class NoNvmlError(NvmlError):
-    """This machine has no NVIDIA driver, or no NVML library."""
+UID_START = "GPU-"
+"""With which the UUID of every whole GPU begins."""
 
 
 _NEEDS_NO_ROOT = (
@@ -55,73 +31,79 @@ _NEEDS_NO_ROOT = (
     "configuration"
 )
 
-_NAMED: dict[int, tuple[type[NvmlError], str, str]] = {
+_NAMED: dict[int, tuple[type[GpuError], str, str]] = {
     pynvml.NVML_ERROR_NO_PERMISSION: (
-        NvmlPermissionError,
+        GpuPermissionError,
         "the driver refuses it to this process",
         f"The driver asks for root or CAP_SYS_ADMIN. {_NEEDS_NO_ROOT}",
     ),
     pynvml.NVML_ERROR_NOT_SUPPORTED: (
-        NvmlNotSupportedError,
+        GpuNotSupportedError,
         "GPU or driver do not support it",
         "Locked clocks and energy counters need a data-center or workstation GPU since Volta; "
         "check with nvidia-smi -q",
     ),
     pynvml.NVML_ERROR_FUNCTION_NOT_FOUND: (
-        NvmlNotSupportedError,
+        GpuNotSupportedError,
         "the installed driver is too old to know this call",
         "Update the NVIDIA driver",
     ),
     pynvml.NVML_ERROR_ARGUMENT_VERSION_MISMATCH: (
-        NvmlNotSupportedError,
+        GpuNotSupportedError,
         "the installed driver knows this call in another version",
         "Update the NVIDIA driver, or nvidia-ml-py",
     ),
     pynvml.NVML_ERROR_GPU_IS_LOST: (
-        GpuLostError,
+        GpuError,
         "the GPU is lost: it fell off the bus",
         "Look for an Xid in the kernel log; the node needs a GPU reset or a reboot",
     ),
     pynvml.NVML_ERROR_RESET_REQUIRED: (
-        GpuLostError,
+        GpuError,
         "the GPU needs a reset before it can be used again",
         "Have an administrator reset the GPU or reboot the node",
     ),
     pynvml.NVML_ERROR_NOT_FOUND: (
-        GpuNotFoundError,
+        GpuError,
         "there is no such GPU",
         "List the GPUs of this node with nvidia-smi -L",
     ),
     pynvml.NVML_ERROR_LIB_RM_VERSION_MISMATCH: (
-        NvmlError,
+        GpuError,
         "the kernel's driver and the library libnvidia-ml.so.1 are of different versions",
         "The driver was updated while it ran: reboot, or reload its kernel modules; in a container "
         "use the host's library",
     ),
     pynvml.NVML_ERROR_DRIVER_NOT_LOADED: (
-        NoNvmlError,
+        NoDriverError,
         "no NVIDIA driver is loaded",
         "Load the driver, or give the container GPUs (docker run --gpus all)",
     ),
     pynvml.NVML_ERROR_LIBRARY_NOT_FOUND: (
-        NoNvmlError,
+        NoDriverError,
         "there is no libnvidia-ml.so.1",
         "Install the NVIDIA driver, or give the container GPUs with the 'utility' capability",
     ),
+    pynvml.NVML_ERROR_IN_USE: (
+        GpuError,
+        "another client of the driver has the GPU in use",
+        "Look for what else manages GPUs here (DCGM, fabric manager, a reset that is under way), "
+        "and try again",
+    ),
     pynvml.NVML_ERROR_TIMEOUT: (
-        NvmlError,
+        GpuError,
         "the driver gave up waiting for the GPU",
         "Try again; if it stays, look for an Xid in the kernel log",
     ),
 }
 
 
-def _named_error(error: pynvml.NVMLError, action: str) -> NvmlError:
-    """Return NVML's error as one of this module's; `action` follows 'Cannot' in its message."""
+def _named_error(error: pynvml.NVMLError, action: str) -> GpuError:
+    """Return NVML's error as one of ours; `action` follows 'Cannot' in its message."""
     kind, cause, remedy = _NAMED.get(
         error.value,
         (
-            NvmlError,
+            GpuError,
             f"NVML says '{error}'",
             "Check the GPU with nvidia-smi and look for an Xid in the kernel log",
         ),
@@ -162,7 +144,7 @@ os.register_at_fork(after_in_child=_LIBRARY.start_anew)
 def call_library(action: str, function: Callable[..., Any], *arguments: object) -> Any:
     """Call a function of pynvml that takes no GPU; `action` follows 'Cannot' in an error.
 
-    Raises NvmlError if it failed, or NVML cannot be initialised.
+    Raises GpuError if it failed, or NVML cannot be initialised.
     """
     return _call(action, lambda handles: function(*arguments))
 
@@ -170,8 +152,8 @@ def call_library(action: str, function: Callable[..., Any], *arguments: object) 
 def call_gpu(uid: str, action: str, function: Callable[..., Any], *arguments: object) -> Any:
     """Call a function of pynvml whose first argument is a GPU; `action` as in `call_library`.
 
-    The uid is its UUID (`GPU-...`) or PCI bus id, never an index: NVML's and CUDA's differ. Raises
-    GpuNotFoundError if NVML sees no such GPU, NvmlError as `call_library` does.
+    The uid is its UUID (`GPU-...`), never an index: NVML's and CUDA's differ. Raises
+    GpuError if NVML sees no such GPU, GpuError as `call_library` does.
     """
 
     def work(handles: dict[str, Any]) -> Any:
@@ -197,12 +179,10 @@ def _call(action: str, work: Callable[[dict[str, Any]], Any]) -> Any:
 
 def _find(uid: str) -> Any:
     try:
-        if uid.startswith("GPU-"):
-            return pynvml.nvmlDeviceGetHandleByUUID(uid)
-        return pynvml.nvmlDeviceGetHandleByPciBusId(uid)
+        return pynvml.nvmlDeviceGetHandleByUUID(uid)
     except (pynvml.NVMLError_NotFound, pynvml.NVMLError_InvalidArgument) as error:
-        raise GpuNotFoundError(
-            "NVML sees no GPU with this UUID or PCI bus id",
+        raise GpuError(
+            "NVML sees no GPU with this UUID",
             value=uid,
             remedy="List those of this node with nvidia-smi -L; a container may hide GPUs",
         ) from error
@@ -218,40 +198,24 @@ PROFILES = (
 """NVML's numbers (NVML_POWER_PROFILE_...) in words; one that is not here is shown as its number."""
 
 
-class WorkloadProfiles:
-    """Reads one GPU's workload power profiles by name; where there are none it asks once only.
+def read_power_profiles(uid: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Return a GPU's workload power profiles by name, requested and enforced; () where none are.
 
     Blackwell has them, and Hopper with some drivers. Each is a set of clocks, limits and link
     states that NVIDIA tuned for a kind of work; an operator requests some of them, and the driver
-    arbitrates. EnvPipe changes none. `call` is as `NvmlGpu` calls a function of pynvml.
+    arbitrates. EnvPipe changes none. Raises GpuError if what is offered fails.
     """
-
-    def __init__(self, call: Callable[..., Any]) -> None:
-        self._call = call
-        # nvidia-ml-py has them since 12.570.
-        self._offered = all(
-            hasattr(pynvml, name)
-            for name in (
-                "nvmlDeviceWorkloadPowerProfileGetCurrentProfiles",
-                "c_nvmlWorkloadPowerProfileCurrentProfiles_v1_t",
-            )
-        )
-
-    def read(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """Return the requested and the enforced ones; NvmlError if what is offered fails."""
-        if not self._offered:
-            return (), ()
+    try:
+        read = pynvml.nvmlDeviceWorkloadPowerProfileGetCurrentProfiles
         current = pynvml.c_nvmlWorkloadPowerProfileCurrentProfiles_v1_t()
-        try:
-            self._call(
-                "read the power profiles",
-                pynvml.nvmlDeviceWorkloadPowerProfileGetCurrentProfiles,
-                ctypes.byref(current),  # nvidia-ml-py hands on what it is given
-            )
-        except (NvmlNotSupportedError, NvmlPermissionError):
-            self._offered = False
-            return (), ()
-        return _names(current.requestedProfilesMask), _names(current.enforcedProfilesMask)
+    except AttributeError:  # nvidia-ml-py has them since 12.570
+        return (), ()
+    try:
+        # nvidia-ml-py hands on what it is given.
+        call_gpu(uid, "read the power profiles", read, ctypes.byref(current))
+    except (GpuNotSupportedError, GpuPermissionError):
+        return (), ()
+    return _names(current.requestedProfilesMask), _names(current.enforcedProfilesMask)
 
 
 def _names(mask: Any) -> tuple[str, ...]:

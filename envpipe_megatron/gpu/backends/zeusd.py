@@ -7,7 +7,7 @@ driver's error, and the daemon works them off in order.
 A daemon numbers GPUs as its own NVML does, which another container need not share. So every change
 has a connection to itself, on which the daemon is first asked for its GPUs, and ours is found by
 PCI address; where the daemon gives no addresses (before zeusd 0.5), none is guessed. Everything is
-read through NVML.
+read through the GPU's own back end.
 """
 
 import contextlib
@@ -16,15 +16,16 @@ import json
 import math
 import os
 import socket
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from ipaddress import ip_address
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 from urllib.parse import urlencode
 
 from envpipe_megatron.gpu.base import Gpu, GpuError, GpuPermissionError, ReadThroughGpu
-from envpipe_megatron.gpu.devices import pci_address
+from envpipe_megatron.gpu.registry import Device, VendorGpu, pci_address
 from envpipe_megatron.gpu.site import SiteConfig
 
 _DEFAULT_SOCKET = Path("/run/zeusd/zeusd.sock")
@@ -38,6 +39,7 @@ CONTROL_GROUP = "gpu-control"
 _REQUEST_TIME_LIMIT_S = 5.0
 """A lock takes milliseconds; without persistence mode the driver wakes a GPU for about a second."""
 
+_LOOK_TIME_LIMIT_S = 2.0
 BEFORE_TOKEN_ENDS_S = 600.0
 """As long as a guard tries to reset."""
 
@@ -260,6 +262,36 @@ class ZeusdGpu(ReadThroughGpu):
         self._pci_address = pci_address(pci_bus_id)
         self._zeusd = zeusd
         self._reset_range_mhz = reset_range_mhz
+
+    @classmethod
+    def through(cls, reader: VendorGpu, site: SiteConfig) -> Self:
+        """Return a GPU under the daemon that variables or the site name."""
+        daemon = Zeusd(zeusd_socket(site))
+        return cls(reader, reader.device().pci_bus_id, daemon, site.reset_range_mhz)
+
+    @classmethod
+    def rights(cls, site: SiteConfig, devices: Sequence[Device]) -> str:
+        """Return the evidence that a zeusd changes clocks for this process; GpuError if not."""
+        zeusd = Zeusd(zeusd_socket(site), _LOOK_TIME_LIMIT_S)
+        offer = zeusd.discover()
+        if CONTROL_GROUP not in offer.groups:
+            raise GpuError(
+                f"zeusd at {zeusd.address} offers {', '.join(sorted(offer.groups)) or 'nothing'}",
+                remedy=f"Start zeusd with --enable {CONTROL_GROUP}",
+            )
+        if offer.auth_required and zeusd.token_ends_s() < time.time() + BEFORE_TOKEN_ENDS_S:
+            raise GpuError(
+                f"The token of {zeusd.address} ends within {BEFORE_TOKEN_ENDS_S / 60:g} minutes",
+                remedy="Issue one that outlives the job: nothing could reset a clock behind its "
+                "end",
+            )
+        names = [device.pci_bus_id for device in devices]
+        if missing := [name for name in names if pci_address(name) not in offer.gpu_ids]:
+            raise GpuError(
+                f"zeusd at {zeusd.address} does not manage {', '.join(missing)}",
+                remedy="Have zeusd see all GPUs of the machine, and restart it after changes",
+            )
+        return f"zeusd at {zeusd.address} offers {CONTROL_GROUP} to this user"
 
     def control_ends_s(self) -> float:
         """Behind the token's end nothing could be reset, so control ends before."""

@@ -9,31 +9,22 @@ is. `store` says how one request replaces another.
 import os
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar, Self
 
-from envpipe_megatron.gpu.base import EnergyReading, Gpu, GpuAddress, GpuError
-from envpipe_megatron.gpu.emulated.presets import GpuPreset, load_preset
+from envpipe_megatron.gpu.base import EnergyReading, GpuAddress, GpuError
 from envpipe_megatron.gpu.emulated.store import (
     EmulatedState,
     StateFile,
     default_root,
-    stored_indices,
+    list_emulated,
     tick_number,
 )
+from envpipe_megatron.gpu.presets import GpuPreset, load_preset
+from envpipe_megatron.gpu.registry import Device, VendorGpu
 
 
-@dataclass(frozen=True, slots=True)
-class UnitRun:
-    """How a unit ran: in virtual time, and without the energy of waiting before it."""
-
-    start_s: float
-    end_s: float
-    energy_j: float
-
-
-class EmulatedGpu(Gpu):
+class EmulatedGpu(VendorGpu):
     """One emulated GPU. Make it with `create` or `open`; all state is in its file.
 
     Clocks here are requested clocks that have settled. A preset's power cap acts on time and power
@@ -41,8 +32,8 @@ class EmulatedGpu(Gpu):
     missing, foreign, or the folder not writable.
     """
 
+    backend = "emulated"
     drives_hardware: ClassVar[bool] = False
-    is_emulated = True
 
     def __init__(
         self,
@@ -53,7 +44,7 @@ class EmulatedGpu(Gpu):
     ) -> None:
         self.index = index
         self.preset = preset
-        self.address = GpuAddress("emulated", f"{file.path.parent}#{index}")
+        self.address = GpuAddress(self.backend, f"{file.path.parent}#{index}")
         self.name = f"{preset.gpu} (emulated)"
         self.supported_frequencies_mhz = preset.supported_frequencies_mhz
         self._file = file
@@ -90,10 +81,29 @@ class EmulatedGpu(Gpu):
         file = StateFile(_folder(root), index)
         return cls(index, file, load_preset(file.read().preset))
 
+    @classmethod
+    def owns(cls, uid: str) -> bool:
+        """Tell whether it is a folder and an index."""
+        return "#" in uid
+
+    @classmethod
+    def from_uid(cls, uid: str, reset_range_mhz: tuple[int, int] | None = None) -> Self:
+        """Open a GPU by its folder and index; a reset always leaves the maximum clock."""
+        root, _, index = uid.rpartition("#")
+        return cls.open(root, int(index))
+
+    @classmethod
+    def list_gpus(cls) -> tuple[Device, ...]:
+        """Return those of `default_root`'s folder."""
+        gpus = (cls.open(None, index) for index in list_emulated(_folder(None)))
+        return tuple(
+            Device(cls.backend, gpu.index, gpu.address.uid, gpu.name, "", "") for gpu in gpus
+        )
+
     # --- work -----------------------------------------------------------------------------------
 
-    def run_unit(self, kind: str, time_at_max_s: float, ready_s: float) -> UnitRun:
-        """Run a unit as soon as it is ready and the one before has ended.
+    def run_unit(self, kind: str, time_at_max_s: float, ready_s: float) -> tuple[float, float]:
+        """Run a unit as soon as it is ready and the one before has ended; return start and end, s.
 
         The GPU waits (at waiting power) up to `ready_s`, a virtual instant. `time_at_max_s` is how
         long the unit takes at the maximum clock; `EmulatedState.run_unit` says what a change of
@@ -105,18 +115,17 @@ class EmulatedGpu(Gpu):
             time_s = model.unit_time_s(kind, clock_mhz, time_at_max_s)
             return time_s, model.busy_power_w(kind, clock_mhz)
 
-        def run(state: EmulatedState) -> UnitRun:
-            state.wait_until(ready_s, model.wait_power_w, model.refresh_s)
+        def run(state: EmulatedState) -> tuple[float, float]:
+            state.wait_until(ready_s, model.wait_power_w)
             start_s = state.end_s
-            energy_j = state.run_unit(cost, model.refresh_s)
-            return UnitRun(start_s, state.end_s, energy_j)
+            state.run_unit(cost)
+            return start_s, state.end_s
 
         return self._file.change(run)
 
     def advance_to(self, time_s: float) -> None:
         """Wait, at waiting power, up to a virtual instant; nothing if that has passed."""
-        model = self.preset
-        self._file.change(lambda s: s.wait_until(time_s, model.wait_power_w, model.refresh_s))
+        self._file.change(lambda state: state.wait_until(time_s, self.preset.wait_power_w))
 
     def committed_end_s(self) -> float:
         """Return the virtual instant up to which work and waiting are committed."""
@@ -186,40 +195,17 @@ class EmulatedGpu(Gpu):
     def read_energy(self) -> EnergyReading:
         """Return the counter at its last refresh: at a multiple of `refresh_s` of virtual time.
 
-        A reading further back than the kept history (at least 64 refreshes) is the oldest kept.
+        One further back than the segments that are kept is of where they begin.
         """
-        state = self._file.read()
-        refresh_s = self.preset.refresh_s
+        state, refresh_s = self._file.read(), self.preset.refresh_s
         now_s = min(self._instant_s(state), state.end_s)
-        number, energy_j = state.energy_at_tick(tick_number(now_s, refresh_s))
-        return EnergyReading(energy_j=energy_j, time_s=number * refresh_s)
+        return state.energy_at(tick_number(now_s, refresh_s) * refresh_s)
 
     def _instant_s(self, state: EmulatedState) -> float:
         """The virtual instant of now, beyond the committed end if the wall clock is."""
         if state.wall_minus_virtual_s is None:
             return state.end_s
         return max(0.0, self._monotonic_s() - state.wall_minus_virtual_s)
-
-
-def list_emulated(root: str | os.PathLike[str] | None = None) -> tuple[int, ...]:
-    """Return the indices of a node's emulated GPUs, ascending; none if there is no folder."""
-    return stored_indices(_folder(root))
-
-
-def reset_all(root: str | os.PathLike[str] | None = None) -> tuple[int, ...]:
-    """Reset the lock of every emulated GPU of a node; return their indices.
-
-    Raises the first GpuError of those that could not be reset, after all the others were.
-    """
-    indices, failure = list_emulated(root), None
-    for index in indices:
-        try:
-            EmulatedGpu.open(root, index).reset_frequency()
-        except GpuError as error:
-            failure = failure or error
-    if failure is not None:
-        raise failure
-    return indices
 
 
 def _folder(root: str | os.PathLike[str] | None) -> Path:

@@ -1,8 +1,8 @@
 """The state of emulated GPUs, and its files: one a GPU, shared by every process of the node.
 
 Virtual time in s starts at 0 and advances only when work or waiting is committed. What is
-committed is a chain of segments of constant power and clock; from it follow the cumulative energy,
-the values of the energy counter, and the clock and power at a past instant.
+committed is a chain of segments of constant power and clock; from it follow energy, clock and power
+at a past instant.
 
 Clock changes: a request made at instant t comes into force at t + change time; until then the old
 clock stays. At most one request is pending. A later one replaces it, also its settling time: the
@@ -25,14 +25,11 @@ from bisect import bisect_right
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
-from envpipe_megatron.gpu.base import GpuError
+from envpipe_megatron.gpu.base import EnergyReading, GpuError
 
 _FORMAT = "envpipe-emulated-gpu/1"
-
-KEPT_TICKS = 64
-KEPT_SEGMENTS = 32
 
 ROOT_VARIABLE = "ENVPIPE_EMULATED_ROOT"
 _STATE_NAME = re.compile(r"gpu(0|[1-9][0-9]*)\.json")
@@ -41,10 +38,11 @@ Result = TypeVar("Result")
 
 
 class Segment(NamedTuple):
-    """A committed stretch of virtual time."""
+    """A committed stretch of virtual time; `start_j` was taken before it."""
 
     start_s: float
     end_s: float
+    start_j: float
     power_w: float
     frequency_mhz: int
 
@@ -61,36 +59,27 @@ class EmulatedState:
         requested_mhz: the lock, None for the driver's default.
         pending: clock in MHz that is requested and the instant in s at which it comes into force.
         end_s: the last committed end, at which `energy_j` is the exact cumulative energy.
-        ticks: counter values (number of the refresh, J), of which those between two entries lie on
-            a straight line.
+        segments: the latest `kept_segments` that were committed.
         wall_minus_virtual_s: the anchor, CLOCK_MONOTONIC minus virtual time; None without.
     """
 
+    kept_segments: ClassVar[int] = 64
     preset: str
     clock_mhz: int
     requested_mhz: int | None = None
     pending: tuple[int, float] | None = None
     end_s: float = 0.0
     energy_j: float = 0.0
-    ticks: list[tuple[int, float]] = field(default_factory=lambda: [(0, 0.0)])
     segments: list[Segment] = field(default_factory=list)
     wall_minus_virtual_s: float | None = None
 
-    def commit(self, end_s: float, power_w: float, refresh_s: float) -> float:
-        """Append a segment at the present clock up to `end_s`; return its energy in J."""
+    def commit(self, end_s: float, power_w: float) -> None:
+        """Append a segment at the present clock up to `end_s`."""
         start_s, start_j = self.end_s, self.energy_j
-        energy_j = power_w * (end_s - start_s)
-        # Only the first and last refresh of a segment are kept: power is constant, so those
-        # between lie on the line. A segment of hours costs two entries, and any 64 refreshes or
-        # more stay readable.
-        first, last = tick_number(start_s, refresh_s) + 1, tick_number(end_s, refresh_s)
-        for number in sorted({first, last}) if last >= first else ():
-            self.ticks.append((number, start_j + power_w * (number * refresh_s - start_s)))
         if end_s > start_s:
-            self.segments.append(Segment(start_s, end_s, power_w, self.clock_mhz))
-        self.end_s, self.energy_j = end_s, start_j + energy_j
-        del self.ticks[:-KEPT_TICKS], self.segments[:-KEPT_SEGMENTS]
-        return energy_j
+            self.segments.append(Segment(start_s, end_s, start_j, power_w, self.clock_mhz))
+            del self.segments[: -self.kept_segments]
+        self.end_s, self.energy_j = end_s, start_j + power_w * (end_s - start_s)
 
     def settle(self) -> None:
         """Let a pending clock whose instant has come take over at `end_s`."""
@@ -107,46 +96,43 @@ class EmulatedState:
         elif target_mhz != coming_mhz:
             self.pending = (target_mhz, self.end_s + change_s)
 
-    def wait_until(self, time_s: float, power_w: float, refresh_s: float) -> None:
+    def wait_until(self, time_s: float, power_w: float) -> None:
         """Commit waiting up to `time_s`; nothing if that has passed."""
         if self.pending is not None and self.end_s < self.pending[1] < time_s:
-            self.commit(self.pending[1], power_w, refresh_s)
+            self.commit(self.pending[1], power_w)
         self.settle()
         if self.end_s < time_s:
-            self.commit(time_s, power_w, refresh_s)
+            self.commit(time_s, power_w)
             self.settle()
 
-    def run_unit(self, cost: Callable[[int], tuple[float, float]], refresh_s: float) -> float:
-        """Commit a unit from the present end on; return its energy in J.
+    def run_unit(self, cost: Callable[[int], tuple[float, float]]) -> None:
+        """Commit a unit from the present end on.
 
         `cost` gives time in s and power in W of a whole unit at a clock. A clock change that
         settles within the unit splits it: what was done by then ran at the old clock.
         """
         whole_s, power_w = cost(self.clock_mhz)
-        left, energy_j = 1.0, 0.0
+        left = 1.0
         if self.pending is not None and (settle_s := self.pending[1]) < self.end_s + whole_s:
             left -= (settle_s - self.end_s) / whole_s
-            energy_j = self.commit(settle_s, power_w, refresh_s)
+            self.commit(settle_s, power_w)
             self.settle()
             whole_s, power_w = cost(self.clock_mhz)
-        energy_j += self.commit(self.end_s + left * whole_s, power_w, refresh_s)
+        self.commit(self.end_s + left * whole_s, power_w)
         self.settle()
-        return energy_j
 
-    def energy_at_tick(self, number: int) -> tuple[int, float]:
-        """Return (number, J) of a refresh; of the oldest or newest known if it is outside."""
-        after = bisect_right(self.ticks, number, key=lambda tick: tick[0])
-        if after in (0, len(self.ticks)):
-            return self.ticks[max(after - 1, 0)]
-        (low, low_j), (high, high_j) = self.ticks[after - 1 : after + 1]
-        return number, low_j + (high_j - low_j) * ((number - low) / (high - low))
+    def energy_at(self, time_s: float) -> EnergyReading:
+        """Return the energy at a past instant; the oldest known if that was before."""
+        segment = self.segment_at(time_s)
+        if segment is None:
+            return EnergyReading(self.energy_j, self.end_s)
+        time_s = max(time_s, segment.start_s)
+        return EnergyReading(segment.start_j + segment.power_w * (time_s - segment.start_s), time_s)
 
     def segment_at(self, time_s: float) -> Segment | None:
         """Return the segment that holds an instant, the oldest known before that, None if none."""
-        for segment in reversed(self.segments):
-            if segment.start_s <= time_s:
-                return segment
-        return self.segments[0] if self.segments else None
+        after = bisect_right(self.segments, time_s, key=lambda segment: segment.start_s)
+        return self.segments[max(after - 1, 0)] if self.segments else None
 
     def to_json(self) -> bytes:
         """Return the state as one line of JSON; floats come back bit for bit."""
@@ -168,17 +154,13 @@ def parse_state(text: bytes) -> EmulatedState:
     """Return the state in a file's content; a ValueError says what is wrong with it."""
     try:
         raw: Any = json.loads(text)
-    except ValueError as error:
-        raise ValueError(f"not JSON: {error}") from error
-    if not isinstance(raw, dict) or raw.pop("format", None) != _FORMAT:
-        raise ValueError(f"its format is not {_FORMAT!r}")
-    try:
+        if raw.pop("format") != _FORMAT:
+            raise ValueError("of another format")
         state = EmulatedState(**raw)
         state.pending = state.pending and (state.pending[0], state.pending[1])
-        state.ticks = [(number, energy_j) for number, energy_j in state.ticks]
         state.segments = [Segment(*segment) for segment in state.segments]
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"it has other fields than a state: {error}") from error
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"it is no {_FORMAT}: {error}") from error
     return state
 
 
@@ -192,8 +174,8 @@ def default_root() -> Path:
     return Path(tempfile.gettempdir()) / name
 
 
-def stored_indices(root: Path) -> tuple[int, ...]:
-    """Return the indices of the GPUs that have a state file in a folder, ascending."""
+def list_emulated(root: Path) -> tuple[int, ...]:
+    """Return the indices of a folder's emulated GPUs, ascending; none if there is no folder."""
     matches = (_STATE_NAME.fullmatch(path.name) for path in root.glob("gpu*.json"))
     return tuple(sorted(int(match[1]) for match in matches if match))
 
@@ -211,7 +193,7 @@ class StateFile:
         try:
             text = self.path.read_bytes()
         except FileNotFoundError as error:
-            known = stored_indices(self.path.parent)
+            known = list_emulated(self.path.parent)
             raise GpuError(
                 "There is no such emulated GPU",
                 value=str(self.path),

@@ -1,42 +1,23 @@
-"""Has a rank's GPU guarded: `hold_gpu` before its first lock, `release` at the end.
+"""Has a rank's GPU guarded: `hold_gpu` before the first clock is asked for, `release` at the end.
 
-The order is: the rank's guard has a lease on disk, then the rank may lock. A thread of the rank
-sends heartbeats and reads what the guard says. When the guard dies, that thread notices (its socket
-ends) and stands in for it, in this order:
+The rank never locks a clock: its guard does, as the page says that both share. The guard has a
+lease on disk before it answers, and deletes it behind its last reset. So
 
-1. It calls back with LOST. When the callback returns, the rank no longer locks its clock.
-2. It resets its GPU and deletes its lease.
-3. As guards do, it undoes the leases of ranks of its job that died together with their guards,
-   until the job has no other lease.
+- the rank ends, however it does, or wants no clock any more: its guard resets and ends.
+- the guard ends, however it does: nothing is locked any more, and its lease is stale. The rank
+  resets its GPU and deletes the lease, and trains on.
+- the guard hangs, and answers no heartbeat: the rank kills it, and goes on as above.
+- the rank and its guard are killed: any other guard of the user finds the stale lease within a
+  second, and so does any rank that has lost its guard.
+- all are killed: the next job that takes the GPU, `envpipe clocks reset` and a batch system's
+  epilogue that calls it do the same.
 
-This covers these races:
-
-- *A rank locks after its guard has died, because it has not noticed yet.* Its lease is still there
-  (nobody deletes the lease of a rank that lives), so it undoes the lock itself in step 2.
-- *That rank is killed before step 2, or together with its guard.* Its lease is still there and
-  names it. The guard of any other rank of the job finds it within a second, or a rank in step 3.
-- *Two undo one lease at once.* They exclude each other by its lock; the second finds none.
-- *All are killed.* The leases stay, unlocked. The next job that takes one of these GPUs, `envpipe
-  clocks reset` and a batch system's epilogue that calls it reset the GPU and delete them.
-- *Somebody undoes a stale lease while its rank lives and has not noticed.* The GPU is reset and the
-  lease stays.
-- *The guard lives but hangs.* It answers no heartbeat; that is a LOST as well. The lease is still
-  the guard's, and the rank resets its GPU. Should the guard wake up, it finds a release.
-- *A child that another thread forks just now keeps the guard's end of the socket open.* Then the
-  missing answers to heartbeats say that the guard has died.
-- *The guard dies before it has answered.* Nothing was locked; a lease that it took is deleted.
-- *The rank dies before it has its answer.* The guard finds it dead.
-- *A rank is stopped (SIGSTOP) while its guard dies.* It cannot lock while it is stopped. Killed, it
-  is a dead rank; continued, it notices.
-
-Where the guard sets the clock for the rank, by a page that both share, one process locks and
-resets, in order. The rank says in the page that it has given up before its callback for LOST
-returns: a guard that hung, and wakes up, locks nothing that it does not reset.
+Two that undo one lease at once exclude each other by its lock.
 """
 
-import enum
 import logging
 import os
+import signal
 import socket
 import subprocess
 import threading
@@ -46,30 +27,13 @@ from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from queue import Empty, SimpleQueue
-from typing import Any
 
 from envpipe_megatron.child import start_child
-from envpipe_megatron.gpu.base import (
-    FORBID_VARIABLE,
-    ClockControlForbiddenError,
-    GpuAddress,
-    GpuError,
-    clock_control_forbidden,
-)
+from envpipe_megatron.gpu.base import GpuAddress, GpuError
 from envpipe_megatron.gpu.clock.page import ClockPage
-from envpipe_megatron.gpu.guard.lease import (
-    LeaseHeldError,
-    bring_back,
-    list_leases,
-    undo_dead_ranks,
-    undo_lease,
-)
-from envpipe_megatron.gpu.guard.lease_file import (
-    PATH_BACKENDS,
-    LeaseRecord,
-    lease_name,
-    printable,
-)
+from envpipe_megatron.gpu.devices import open_gpu
+from envpipe_megatron.gpu.guard.lease import list_leases, undo_lease, undo_stale_leases
+from envpipe_megatron.gpu.guard.lease_file import lease_name
 from envpipe_megatron.gpu.guard.messages import (
     GuardError,
     GuardSettings,
@@ -79,7 +43,6 @@ from envpipe_megatron.gpu.guard.messages import (
     send,
     wait_readable,
 )
-from envpipe_megatron.gpu.opening import open_gpu
 
 _LOG = logging.getLogger(__name__)
 
@@ -91,41 +54,15 @@ _FIRST_LOOK_S = 0.02
 _LONGEST_LOOK_S = 1.0
 
 
-class GuardEvent(enum.Enum):
-    """Events that a guard reports to its rank.
-
-    Attributes:
-        LOST: the guard is gone. When the callback returns, this rank no longer locks its clock; its
-            GPU is then reset and the lease deleted.
-        STOP: the job must end. The callback, or what it wakes, ends clock control and calls
-            `release`.
-        WAS_RESET: the clock is at its default, whatever was requested: forget that, and go on.
-    """
-
-    LOST = "lost"
-    STOP = "stop"
-    WAS_RESET = "was_reset"
-
-
 def job_key() -> str:
-    """Return the name of this process's job on this node, from what launchers set.
-
-    All ranks that one launcher started on a node get the same one; a process without any launcher
-    is a job by itself.
-    """
+    """Return the name of this process's job, from what launchers set, for people to read."""
     given, parts = os.environ, []
     if given.get("SLURM_JOB_ID"):
         step = given.get("SLURM_STEP_ID", "")
         parts.append(f"slurm {given['SLURM_JOB_ID']}{'.' + step if step else ''}")
     if given.get("TORCHELASTIC_RUN_ID", "none") != "none":
         parts.append(f"run {given['TORCHELASTIC_RUN_ID']}")
-    if given.get("MASTER_PORT"):
-        parts.append(f"at {given.get('MASTER_ADDR', '')}:{given['MASTER_PORT']}")
-    if not parts:
-        return f"process {os.getpid()}"
-    # Several 'nodes' may run on one machine.
-    node = given.get("GROUP_RANK") or given.get("SLURM_NODEID")
-    return ", ".join([*parts, f"node {node}"] if node else parts)
+    return ", ".join(parts) or f"process {os.getpid()}"
 
 
 def guard_log(address: GpuAddress) -> Path:
@@ -137,48 +74,44 @@ def hold_gpu(
     address: GpuAddress,
     job: str | None = None,
     *,
-    on_event: Callable[[GuardEvent], None],
+    on_end: Callable[[], None],
     settings: GuardSettings | None = None,
-    page: ClockPage | None = None,
+    page: ClockPage,
     timeout_s: float = _ANSWER_S,
 ) -> "Hold":
-    """Start a guard for a GPU; once this returns, the rank may lock its clock.
+    """Start a guard for a GPU, which sets the clocks that a page asks for from here on.
 
     Args:
-        job: the job's name on this node, by default `job_key()`.
-        on_event: called on its own thread with what the guard reports.
-        page: what the guard is to set the clock by; by default the rank sets it.
+        job: the job's name, by default `job_key()`.
+        page: its file may be closed afterwards.
+        on_end: called on its own thread when the guard has ended before the page was over, as by
+            a signal that a batch system sends; it is over then.
 
-    Raises ClockControlForbiddenError for a real GPU while the environment forbids clock control,
-    LeaseHeldError if another job or another rank holds the GPU, GuardError if the guard could not
-    be started or refused: it cannot open the GPU, or undo a lock that somebody left on it.
+    Raises GuardError if the guard could not be started or refused: another job or another rank
+    holds the GPU, or it cannot be opened or reset.
     """
-    if address.backend not in PATH_BACKENDS and clock_control_forbidden():
-        raise ClockControlForbiddenError(
-            "A GPU whose clock may not be changed needs no guard",
-            value=os.environ[FORBID_VARIABLE],
-            remedy=f"Unset {FORBID_VARIABLE}, or use the dry_run or emulated back end",
-        )
-    job = job_key() if job is None else job
     settings = settings or GuardSettings()
     log = guard_log(address)
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     try:
         with theirs:
-            process = _start(address, job, settings, page, log, theirs)
+            process = _start(address, job or job_key(), settings, page, log, theirs)
         try:
             ours.settimeout(timeout_s)
-            answer = receive(ours)
+            answer = receive(ours) or {"what": f"The guard ended before it held the GPU: see {log}"}
         finally:
             process.kill()  # the guard has detached, or could not start
             process.wait()
-        return Hold(ours, address, job, settings, _accepted(answer, log), on_event)
+        if "guard_pid" not in answer:
+            raise GuardError(answer["what"])
+        return Hold(ours, address, page, settings.heartbeat_s, answer["guard_pid"], on_end)
     except BaseException as error:
-        with suppress(OSError):  # in case the guard still starts: nobody waits for it
-            send(ours, {"op": "release"})
+        page.end()  # in case the guard still starts
         ours.close()
-        with suppress(Exception):
-            _undo_unanswered(address)
+        with suppress(Exception):  # in case it had a lease
+            for record in list_leases():
+                if (record.address, record.rank) == (address, ProcessIdentity.own()):
+                    undo_lease(record, open_gpu)
         if not isinstance(error, OSError):
             raise
         raise GuardError(
@@ -193,7 +126,7 @@ def _start(
     address: GpuAddress,
     job: str,
     settings: GuardSettings,
-    page: ClockPage | None,
+    page: ClockPage,
     log: Path,
     theirs: socket.socket,
 ) -> subprocess.Popen[bytes]:
@@ -202,7 +135,7 @@ def _start(
         "job": job,
         "rank": asdict(ProcessIdentity.own()),
         "settings": asdict(settings),
-        "page": None if page is None else page.descriptor,
+        "page": page.descriptor,
         "socket": theirs.fileno(),
     }
     flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW
@@ -210,33 +143,11 @@ def _start(
         return start_child(
             _GUARD,
             order,
-            (theirs.fileno(), *([page.descriptor] if page else [])),
+            (theirs.fileno(), page.descriptor),
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=output,
         )
-
-
-def _accepted(answer: dict[str, Any] | None, log: Path) -> int:
-    """Return the guard's pid from its answer; raise its refusal as an error."""
-    if answer is None:
-        raise GuardError(
-            "The guard ended before it held the GPU",
-            value=str(log),
-            remedy="See its log. No clock is locked without a guard",
-        )
-    if answer.get("event") == "held":
-        return int(answer["guard_pid"])
-    kind = LeaseHeldError if answer.get("error") == LeaseHeldError.__name__ else GuardError
-    raise kind(str(answer.get("what")))
-
-
-def _undo_unanswered(address: GpuAddress) -> None:
-    """Undo the lease of a guard that died before it answered this process."""
-    for record in list_leases():
-        if (record.address, record.rank) == (address, ProcessIdentity.own()):
-            # Unless a live guard has it. Nothing was asked for before the answer.
-            undo_lease(record, open_gpu, gave_up=True, late=False)
 
 
 class Hold:
@@ -246,46 +157,46 @@ class Hold:
         self,
         connection: socket.socket,
         address: GpuAddress,
-        job: str,
-        settings: GuardSettings,
+        page: ClockPage,
+        heartbeat_s: float,
         guard_pid: int,
-        on_event: Callable[[GuardEvent], None],
+        on_end: Callable[[], None],
     ) -> None:
         self.address = address
-        self.job = printable(job)
         self.guard_pid = guard_pid
-        self._heartbeat_s = settings.heartbeat_s
+        self._guard = ProcessIdentity.of(guard_pid)
+        self._page = page
+        self._beat_every_s = heartbeat_s / _BEATS_PER_HEARTBEAT
         self._connection = connection
-        self._on_event = on_event
+        self._on_end = on_end
         self._pid = os.getpid()
-        self._gave_up = False
+        self._over = False
         self._is_back = False
-        self._settled = False
         #: Wakes the thread in `release`. An Event's lock stays taken if a signal handler raises.
-        self._settling: SimpleQueue[None] = SimpleQueue()
+        self._back: SimpleQueue[None] = SimpleQueue()
+        # Else a process that runs another program looks alive while a child of it lives.
+        os.register_at_fork(after_in_child=connection.close)
         connection.setblocking(False)
         self._thread = threading.Thread(target=self._watch, name="envpipe-guard", daemon=True)
         self._thread.start()
 
-    def release(self, timeout_s: float = _RELEASE_S, *, late: bool = False) -> None:
-        """End clock control: the guard resets the GPU once more and deletes the lease.
+    def release(self, timeout_s: float = _RELEASE_S) -> None:
+        """End clock control: the guard resets the GPU once more, deletes the lease and ends.
 
-        Call it when this process no longer locks the clock and has no request under way; with
-        `late`, one that failed may still take effect, as a command that could not be stopped, and
-        the guard resets again behind that. Any thread may call it; in the callback it does not
-        wait. The second call does nothing. Raises GuardError if the guard, or this process in its
-        place, did not finish in time.
+        Any thread may call it; in the callback it does not wait. The second call does nothing.
+        Raises GuardError if the guard, or this process in its place, did not finish in time.
         """
-        if os.getpid() != self._pid or self._settled:
+        if os.getpid() != self._pid:
             return
-        self._gave_up = True
-        self._say("release", **({"late": True} if late else {}))
-        if threading.current_thread() is self._thread:
+        self._over = True
+        self._page.end()
+        self._beat()  # wakes it
+        if threading.current_thread() is self._thread or self._is_back:
             return
         # The driver may hang, and must not keep this thread as well.
         with suppress(Empty):
-            self._settling.get(timeout=timeout_s)
-        if not self._settled:
+            self._back.get(timeout=timeout_s)
+        if not self._is_back:
             raise GuardError(
                 "The clock was not confirmed to be back in time",
                 value=self.address.uid,
@@ -293,108 +204,56 @@ class Hold:
                 "on trying: see their logs. `envpipe clocks reset` tries again later",
             )
 
-    def _say(self, operation: str, **more: bool) -> None:
+    def _beat(self) -> None:
         # A guard that is gone, or does not read, does not answer.
         with suppress(OSError):
-            send(self._connection, {"op": operation, **more})
+            send(self._connection, {"op": "beat"})
 
     # --- the watching thread --------------------------------------------------------------------
 
     def _watch(self) -> None:
         self._listen()
-        if not self._settled:
-            self._stand_in()
         self._connection.close()
+        if not self._page.is_over:
+            _LOG.error("the guard of %s has ended: so does clock control", self.address.uid)
+            self._page.end()
+            try:
+                self._on_end()
+            except Exception:
+                _LOG.exception("the callback for the end of a guard failed")
+        self._bring_back()
 
     def _listen(self) -> None:
-        """Send heartbeats and read messages until the GPU is released or the guard is gone."""
-        beat_every_s = self._heartbeat_s / _BEATS_PER_HEARTBEAT
-        next_beat_s = time.monotonic() + beat_every_s
-        unanswered_since_s: float | None = None
-        while not self._settled:
-            if wait_readable([self._connection.fileno()], next_beat_s - time.monotonic()):
-                unanswered_since_s = None
-                if not self._hear():
-                    return
+        """Send heartbeats until the guard has ended; kill one that does not answer them."""
+        unanswered = 0
+        while unanswered <= _BEATS_PER_HEARTBEAT:
+            if not wait_readable([self._connection.fileno()], self._beat_every_s):
+                self._beat()
+                unanswered += 1
                 continue
-            now_s = time.monotonic()
-            if unanswered_since_s is not None and now_s > unanswered_since_s + self._heartbeat_s:
-                _LOG.error("the guard of %s does not answer", self.address.uid)
-                return
-            if now_s >= next_beat_s:
-                next_beat_s = now_s + beat_every_s
-                unanswered_since_s = unanswered_since_s or now_s
-                self._say("beat")
-
-    def _hear(self) -> bool:
-        """Act on the guard's next message; return False if the guard is gone."""
-        try:
-            message = receive(self._connection)
-        except (GpuError, OSError):
-            _LOG.exception("what the guard of %s says is not understood", self.address.uid)
-            return False
-        if message is None:
-            return False
-        event = message.get("event")
-        if event == "released":
-            self._settle()
-        elif event == "stop":
-            self._tell(GuardEvent.STOP)
-        elif event == "was_reset" and not self._gave_up:
-            self._tell(GuardEvent.WAS_RESET)
-        return True
-
-    def _settle(self) -> None:
-        self._settled = True
-        self._settling.put(None)
-
-    def _tell(self, event: GuardEvent) -> bool:
-        """Call back; return whether that went well."""
-        try:
-            self._on_event(event)
-        except Exception:
-            _LOG.exception("the callback for %s failed", event)
-            return False
-        return True
-
-    # --- in place of a guard that is gone -------------------------------------------------------
-
-    def _stand_in(self) -> None:
-        _LOG.error("the guard of %s is gone: clock control ends", self.address.uid)
-        # Only ever set: another thread may call `release` while a callback fails.
-        if not self._gave_up and self._tell(GuardEvent.LOST):
-            self._gave_up = True
-        if self._gave_up:
-            self._say("release")  # a guard that only hangs undoes the lease when it wakes up
-        wait_s, failure = _FIRST_LOOK_S, ""
-        while True:
             try:
-                if not self._settled:
-                    self._undo_own()
-                if not undo_dead_ranks(self.job, open_gpu) and self._settled:
+                if receive(self._connection) is None:
                     return
-            except Exception as error:
-                if str(error) != failure:
-                    _LOG.exception("the clock of %s may still be locked", self.address.uid)
-                failure = str(error)
+            except (GpuError, OSError):
+                _LOG.exception("what the guard of %s says is not understood", self.address.uid)
+                return
+            unanswered = 0
+        _LOG.error("the guard of %s does not answer", self.address.uid)
+        if self._guard is not None and self._guard.is_alive():
+            with suppress(ProcessLookupError):
+                os.kill(self.guard_pid, signal.SIGKILL)
+
+    def _bring_back(self) -> None:
+        """Undo leases without a guard, this rank's first, until it has none and is released."""
+        wait_s, said = _FIRST_LOOK_S, set[str]()
+        while True:
+            with suppress(GpuError, OSError):
+                leases = [(record.address, record.guard.pid) for record in list_leases()]
+                if not self._is_back and (self.address, self.guard_pid) not in leases:
+                    self._is_back = True
+                    self._back.put(None)
+            if self._is_back and self._over:
+                return
+            undo_stale_leases(self.address, open_gpu, said)
             time.sleep(wait_s)
             wait_s = min(2 * wait_s, _LONGEST_LOOK_S)
-
-    def _undo_own(self) -> None:
-        """Reset this rank's GPU; once this rank no longer locks, delete its lease and finish."""
-        gave_up = self._gave_up
-        name = lease_name(self.address)
-        there = [record for record in list_leases() if record.path.name == name]
-        own = [record for record in there if self._is_own(record)]
-        left = [r for r in own if r.live or not undo_lease(r, open_gpu, gave_up=gave_up)]
-        # A guard that hangs still holds the lease, or somebody undid it before this rank's last
-        # lock. Another job's GPU, or one that this rank holds again, is left alone.
-        if own == left and own == there and not self._is_back:
-            bring_back(self.address, open_gpu, late=gave_up)
-            self._is_back = gave_up
-        if gave_up and not left:
-            self._settle()
-
-    def _is_own(self, record: LeaseRecord) -> bool:
-        ours = record.job == self.job and record.uid == os.geteuid()
-        return ours and record.guard.pid == self.guard_pid

@@ -1,36 +1,39 @@
-"""Leases: who may have locked the clock of which GPU, written where everybody finds it.
+"""Leases: which process may have locked the clock of which GPU, written where everybody finds it.
 
 A lease is a file, one for each GPU. The rule that makes clocks come back: **it is there from before
-the first lock until after a reset that follows the last moment at which its rank could lock.** So a
-GPU without a lease has no lock of ours, and a lease that nobody looks after says what to undo.
+the first lock until after a reset that follows the last.** Only the guard that made it locks its
+GPU. So a GPU without a lease has no lock of ours, and a lease whose guard has died is *stale*: it
+says what to undo, nobody can lock by it any more, and anybody of its user may undo it at any time.
 
 A guard holds a `flock` on its lease as long as it lives; the kernel drops the `flock` however the
-guard dies, so "file-locked" means that somebody looks after the lease, in every PID namespace. A
-lease that is not file-locked is stale: its guard died. Its rank may live on; then the rank itself
-ends the lease (see `hold`), and nobody else may take it before.
+guard dies, which is seen in every PID namespace. Who undoes a lease holds it meanwhile.
 """
 
+import errno
+import fcntl
 import logging
 import os
+import stat
 import time
 from collections.abc import Callable
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from typing import Self
 
 from envpipe_megatron.gpu.base import Gpu, GpuAddress, GpuError
 from envpipe_megatron.gpu.guard.lease_file import (
+    LEASE_DIR_VARIABLE,
     LEASE_SUFFIX,
     PATH_BACKENDS,
-    LeaseFile,
+    LeaseFolderError,
     LeaseRecord,
     lease_content,
+    lease_folders,
     lease_name,
-    new_lease_folder,
-    opened_folder,
-    opened_lease_folders,
-    printable,
+    parse_lease,
+    reported,
 )
 from envpipe_megatron.gpu.guard.messages import ProcessIdentity
 
@@ -41,21 +44,22 @@ OpenGpu = Callable[[GpuAddress], Gpu]
 _PATIENCE_S = 60.0  # longer than the requests of a dead process last
 _LOOK_S = 0.2  # longer than a reader's shared file lock lasts
 _POLL_S = 0.02
+_MAX_BYTES = 64 * 1024
 
 
 class LeaseHeldError(GpuError):
     """A job holds the GPU."""
 
 
-# --- taking, listing, undoing --------------------------------------------------------------------
-
-
 class Lease:
-    """A lease that this process holds; `take` makes it."""
+    """An opened lease; `take` makes one that this process holds.
 
-    def __init__(self, file: LeaseFile) -> None:
-        self.path = file.path
-        self._file = file
+    Its `flock` belongs to this opened file: it ends with `close` or with the process.
+    """
+
+    def __init__(self, path: Path, descriptor: int) -> None:
+        self.path = path
+        self._descriptor = descriptor
 
     @classmethod
     def take(
@@ -74,31 +78,136 @@ class Lease:
         way, LeaseFolderError if the folder is missing or unsafe, GpuError if the file there is no
         lease, or its GPU could not be reset (the file then stays).
         """
-        name = lease_name(address)
-        home = new_lease_folder()
-        with opened_folder(home, create=True):
-            pass
-        while True:
-            with opened_lease_folders() as folders:
-                for path, folder in folders:
-                    _clear_the_way(folder, path / name, rank, open_gpu, patience_s)
-            with opened_folder(home) as folder:
-                content = lease_content(address, job, rank)
-                file = LeaseFile.create(folder, home / name, content)
-            if file is not None:
-                return cls(file)
+        content = lease_content(address, job, rank)
+        paths = [folder / lease_name(address) for folder in lease_folders(create=True)]
+        lease = None
+        while lease is None:
+            for path in paths:
+                _clear_the_way(path, open_gpu, patience_s)
+            lease = cls._create(paths[0], content)
+        return lease
+
+    @classmethod
+    def _create(cls, path: Path, content: bytes) -> Self | None:
+        """Create, lock and write a file; return None if another process was faster."""
+        remedy = f"Make room there, or set {LEASE_DIR_VARIABLE} to another folder"
+        with reported("A lease cannot be written", path, remedy):
+            # An existing file is never opened for writing: in a sticky folder, the kernel refuses
+            # another user's file with another error (fs.protected_regular).
+            flags = os.O_RDWR | os.O_CREAT | os.O_EXCL
+            try:
+                lease = cls(path, os.open(path, flags, 0o644))
+            except FileExistsError:
+                return None
+            try:
+                # For any umask: other users must see who holds the GPU.
+                os.fchmod(lease._descriptor, 0o644)
+                # Another process that finds it before it is locked takes it for cut short.
+                if lease.lock(0.0) and lease.is_current():
+                    if os.write(lease._descriptor, content) == len(content):
+                        return lease
+                    raise OSError(errno.ENOSPC, "no space for a whole lease")
+            except BaseException:
+                lease.release()
+                raise
+            lease.close()
+            return None
+
+    @classmethod
+    def open(cls, path: Path) -> Self | None:
+        """Open a file for reading; return None if there is none.
+
+        Raises LeaseFolderError if it cannot be read, or is not a regular file.
+        """
+        with reported("A lease cannot be read", path, "Let its owner or root delete it"):
+            try:
+                descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+            except FileNotFoundError:
+                return None
+        if stat.S_ISREG(os.fstat(descriptor).st_mode):
+            return cls(path, descriptor)
+        os.close(descriptor)
+        raise LeaseFolderError(
+            "Something that is not a regular file lies among the leases",
+            value=str(path),
+            remedy="Find out who put it there, and delete it",
+        )
+
+    def lock(self, wait_s: float = _LOOK_S, *, shared: bool = False) -> bool:
+        """Take the `flock`; return False if another opened file has it all the time.
+
+        With `shared`, to see whether it is taken, two readers at the same time do not exclude each
+        other. Raises LeaseFolderError if the file system has no such locks, as NFS has none for a
+        file opened for reading.
+        """
+        remedy = f"Set {LEASE_DIR_VARIABLE} to a folder on a disk of this machine"
+        kind = fcntl.LOCK_SH if shared else fcntl.LOCK_EX
+        until_s = time.monotonic() + wait_s
+        with reported("A lease file cannot be locked", self.path, remedy):
+            while True:
+                with suppress(BlockingIOError):
+                    fcntl.flock(self._descriptor, kind | fcntl.LOCK_NB)
+                    return True
+                if time.monotonic() >= until_s:
+                    return False
+                time.sleep(_POLL_S)
+
+    def is_current(self) -> bool:
+        """Return whether the name still means this file in its folder."""
+        try:
+            there = self.path.lstat()
+        except FileNotFoundError:
+            return False
+        return os.path.samestat(there, os.fstat(self._descriptor))
+
+    def read(self) -> LeaseRecord | None:
+        """Return what it says, as `parse_lease`, without whether it lives."""
+        content = os.pread(self._descriptor, _MAX_BYTES, 0)
+        return parse_lease(content, self.path, os.fstat(self._descriptor).st_uid)
+
+    def undo(self, open_gpu: OpenGpu) -> None:
+        """Reset the GPU of a stale lease that this process has locked, and delete the file.
+
+        The GPU is reset twice, `late_request_s` apart, since a rank's guard may have been killed in
+        a request. Raises GpuError if the GPU could not be reset, a job holds it by a lease in
+        another folder, or this lease is another user's; it then stays.
+        """
+        record = self.read()
+        if record is not None:  # else its guard had not promised anything to a rank yet
+            _refuse_strangers(record)
+            # A stale lease elsewhere is ignored: its owner may have put it there.
+            for other in list_leases():
+                if other.live and other.path.name == self.path.name and other.path != self.path:
+                    raise _held(other, "holds the GPU")
+            gpu = open_gpu(record.address)
+            gpu.reset_frequency()
+            if record.rank is not None and gpu.late_request_s > 0:
+                time.sleep(gpu.late_request_s)
+                gpu.reset_frequency()
+        self.unlink()
 
     def release(self) -> None:
         """Delete the lease. The GPU must have been reset, with nobody left who could lock it.
 
         Raises LeaseFolderError if the file could not be deleted.
         """
-        with closing(self._file):
-            self._file.unlink()
+        with closing(self):
+            self.unlink()
 
-    def abandon(self) -> None:
-        """Leave the lease for others to undo."""
-        self._file.close()
+    def unlink(self) -> None:
+        """Delete the file if the name still means it; LeaseFolderError if that fails."""
+        if self.is_current():
+            remedy = "Let its owner or root delete it"
+            with reported("A lease could not be deleted", self.path, remedy):
+                self.path.unlink()
+
+    def close(self) -> None:
+        """Leave it for others to undo."""
+        # Unlocked explicitly: a child forked meanwhile shares the opened file, and would keep the
+        # lock as long as it lives.
+        with suppress(OSError):
+            fcntl.flock(self._descriptor, fcntl.LOCK_UN)
+        os.close(self._descriptor)
 
 
 def list_leases() -> list[LeaseRecord]:
@@ -107,162 +216,85 @@ def list_leases() -> list[LeaseRecord]:
     Files that are no leases are left out. Raises LeaseFolderError if a folder is unsafe.
     """
     found = []
-    with opened_lease_folders() as folders:
-        for path, folder in folders:
-            names = [entry.name for entry in os.scandir(folder)]
-            for name in sorted(name for name in names if name.endswith(LEASE_SUFFIX)):
-                try:
-                    record = _look_at(folder, path / name)
-                except (GpuError, OSError):
-                    continue
-                if record is not None:
-                    found.append(record)
+    for path in chain.from_iterable(sorted(folder.iterdir()) for folder in lease_folders()):
+        with suppress(GpuError, OSError):
+            lease = Lease.open(path) if path.suffix == LEASE_SUFFIX else None
+            if lease is None:
+                continue
+            with closing(lease):
+                live = not lease.lock(0.0, shared=True)
+                record = lease.read()
+            if record is not None:  # another process than its guard may have locked it
+                live = live and record.guard.is_alive() is not False
+                found.append(replace(record, live=live))
     return found
 
 
-def undo_lease(
-    record: LeaseRecord, open_gpu: OpenGpu, *, gave_up: bool = False, late: bool = True
-) -> bool:
-    """Undo a stale lease: reset the GPU, then delete the file; return whether the lease is gone.
+def undo_lease(record: LeaseRecord, open_gpu: OpenGpu) -> bool:
+    """Undo a stale lease; return whether this process did.
 
-    The GPU is reset twice, `late_request_s` apart, if the back end's requests outlive their
-    process, unless there can be none (not `late`). If its rank lives, the GPU is reset and the
-    lease stays, as the rank may lock again, unless it `gave_up`. Also False if somebody else has
-    the lease, or is just undoing it. Raises GpuError if the GPU could not be reset, or the lease is
-    another user's; the lease then stays.
+    It did not if its guard lives, or somebody else has undone it or is just doing that. Raises
+    GpuError as `Lease.undo`.
     """
-    with opened_folder(record.path.parent) as folder:
-        file = _open_and_lock(folder, record.path)
-        if file is None:
+    lease = Lease.open(record.path)
+    if lease is None:
+        return False
+    with closing(lease):
+        if not lease.lock() or not lease.is_current():
             return False
-        with closing(file):
-            now = file.read()
-            if now is None:
-                return False
-            if (now.job, now.address, now.guard) != (record.job, record.address, record.guard):
-                return False
-            _refuse_strangers(now)
-            if _live_elsewhere(now) is not None:
-                return False
-            stays = now.rank_is_alive() and not gave_up
-            bring_back(now.address, open_gpu, late=late and not stays)
-            if not stays:
-                file.unlink()
-            return not stays
+        lease.undo(open_gpu)
+        return True
 
 
-def undo_dead_ranks(job: str, open_gpu: OpenGpu) -> bool:
-    """Undo the leases of a job's ranks that have died together with their guards.
+def undo_stale_leases(first: GpuAddress, open_gpu: OpenGpu, said: set[str]) -> None:
+    """Undo this user's stale leases, once; what fails is logged, if it was not `said` before.
 
-    Only this user's leases are looked at. One that cannot be undone is logged, and stays. Returns
-    whether the job had any lease before.
+    That of the GPU `first` comes first: the driver of another one may hang.
     """
-    leases = [r for r in list_leases() if r.job == printable(job) and r.uid == os.geteuid()]
-    for record in leases:
-        if not record.live and not record.rank_is_alive():
-            _LOG.warning("%s: its rank and its guard have died", record.address.uid)
-            try:
-                undo_lease(record, open_gpu)
-            except (GpuError, OSError) as error:
-                _LOG.error("%s: not reset: %s", record.address.uid, error)
-    return bool(leases)
+    failures = set()
+    try:
+        stale = [r for r in list_leases() if not r.live and r.uid == os.geteuid()]
+    except (GpuError, OSError) as error:
+        stale, failures = [], {f"Leases cannot be seen: {error}"}
+    for record in sorted(stale, key=lambda record: record.address != first):
+        try:
+            if undo_lease(record, open_gpu):
+                _LOG.warning("%s: reset, since its guard had died", record.address.uid)
+        except Exception as error:  # a driver may fail in any way
+            failures.add(f"{record.address.uid}: not reset: {error}")
+    for failure in failures - said:  # each time, it would fill a disk
+        _LOG.error("%s", failure)
+    said.clear()
+    said.update(failures)
 
 
-# --- inside --------------------------------------------------------------------------------------
-
-
-def _look_at(folder: int, path: Path) -> LeaseRecord | None:
-    file = LeaseFile.open(folder, path)
-    if file is None:
-        return None
-    with closing(file):
-        record = file.read(live=not file.try_lock(shared=True))
-    if record is not None and record.guard.is_alive() is False:
-        record = replace(record, live=False)  # file-locked by another process
-    return record
-
-
-def _clear_the_way(
-    folder: int,
-    path: Path,
-    rank: ProcessIdentity | None,
-    open_gpu: OpenGpu,
-    patience_s: float,
-) -> None:
+def _clear_the_way(path: Path, open_gpu: OpenGpu, patience_s: float) -> None:
     """Return when there is no such lease; undo a stale one."""
     start_s = time.monotonic()
-    while (file := LeaseFile.open(folder, path)) is not None:
-        with closing(file):
-            taken = file.try_lock()
-            if taken and not file.is_current():
-                continue
-            record = file.read()
-            if not taken:
+    while (lease := Lease.open(path)) is not None:
+        with closing(lease):
+            if not lease.lock():
+                record = lease.read()
                 if time.monotonic() - start_s < _worth_waiting_s(record, patience_s):
-                    time.sleep(_POLL_S)
                     continue
                 if record is None:
-                    raise GpuError(
-                        "Another process holds an empty lease file locked",
-                        value=str(path),
-                        remedy="Delete it",
-                    )
+                    raise GpuError("An empty lease is locked", value=str(path), remedy="Delete it")
                 if record.guard.is_alive() is not False:
                     raise _held(record, "holds the GPU")
-                # Undoing does not last this long, and whoever may read a lease can file-lock it.
-            if record is not None:
-                if record.rank_is_alive() and record.rank != rank:
-                    raise _held(record, "still uses, without a guard,")
-                _refuse_strangers(record)
-                if (live := _live_elsewhere(record)) is not None:
-                    raise _held(live, "holds the GPU")
-                # A command has ended its own requests; a rank's guard may have been killed in one.
-                late = rank is not None or record.rank is not None
-                bring_back(record.address, open_gpu, late=late)
-            # An empty one was cut short before its guard promised anything to a rank.
-            file.unlink()
-
-
-def _live_elsewhere(record: LeaseRecord) -> LeaseRecord | None:
-    """Return a live lease of the same GPU in another folder.
-
-    A stale one is ignored: its owner may have put it there; it says nothing about the clock.
-    """
-    others = (other for other in list_leases() if other.path != record.path)
-    return next((o for o in others if o.live and o.path.name == record.path.name), None)
-
-
-def bring_back(address: GpuAddress, open_gpu: OpenGpu, *, late: bool) -> None:
-    """Reset a GPU; if who set it was killed (`late`), again after requests under way have ended."""
-    gpu = open_gpu(address)
-    gpu.reset_frequency()
-    if late and gpu.late_request_s > 0:
-        time.sleep(gpu.late_request_s)
-        gpu.reset_frequency()
+                # Undoing does not last this long, and whoever may read a lease can lock it.
+            if lease.is_current():
+                lease.undo(open_gpu)
 
 
 def _worth_waiting_s(record: LeaseRecord | None, patience_s: float) -> float:
-    """How long to wait for a file-locked lease, s: long if its end is near."""
+    """How long to wait for a locked lease, s: long if its end is near."""
     being_written = record is None
     being_undone = record is not None and (
         record.guard.is_alive() is False
         or record.rank is None  # a reset, which ends by itself
         or record.rank.is_alive() is False
     )
-    return max(patience_s if being_written or being_undone else 0.0, _LOOK_S)
-
-
-def _open_and_lock(folder: int, path: Path) -> LeaseFile | None:
-    """Open a lease and file-lock it; None if there is none or another process has locked it."""
-    start_s = time.monotonic()
-    while (file := LeaseFile.open(folder, path)) is not None:
-        if file.try_lock() and file.is_current():
-            return file
-        file.close()
-        if time.monotonic() - start_s >= _LOOK_S:
-            break
-        time.sleep(_POLL_S)
-    return None
+    return patience_s if being_written or being_undone else 0.0
 
 
 def _refuse_strangers(record: LeaseRecord) -> None:

@@ -4,13 +4,11 @@ The sockets keep message boundaries (SOCK_SEQPACKET): a message comes whole or n
 a rank and its guard there are these:
 
     guard -> rank    {"event": "held", "guard_pid": ...}    the rank may lock from here on
-    guard -> rank    {"event": "refused", "error": ..., "what": ...}
+    guard -> rank    {"event": "refused", "what": ...}
     rank  -> guard   {"op": "beat"}                         answered by {"event": "beat"}
-    rank  -> guard   {"op": "release"}                      answered by {"event": "released"}
-    guard -> rank    {"event": "stop"}         end clock control, reset, release: the job ends
-    guard -> rank    {"event": "was_reset"}    the clock is at its default, whatever was requested
 
-No message asks the guard to lock a clock: a rank may share a page with it instead (`gpu.clock`).
+Which clocks the rank wants, and that it wants none any more, it stores in the page that they share
+(`gpu.clock.page`).
 
 A `ProcessIdentity` says which process one is, although the kernel may give its number to another.
 """
@@ -48,15 +46,12 @@ class GuardSettings:
     Attributes:
         heartbeat_s: a rank's GPU is reset after this much silence. Long, because a healthy rank may
             hold Python's interpreter lock for many seconds.
-        give_up_s: how long resets of a GPU whose rank is gone may fail or hang. Then the guard
-            ends, and the lease says what to undo.
-        stop_s: how long the rank may take to end clock control when the guard receives a signal to
-            end. Less than batch systems wait between SIGTERM and SIGKILL.
+        give_up_s: how long resets of a GPU may fail or hang. Then the guard ends, and the lease
+            says what to undo.
     """
 
     heartbeat_s: float = 30.0
     give_up_s: float = 600.0
-    stop_s: float = 10.0
 
 
 def send(connection: socket.socket, message: Mapping[str, Any]) -> None:
@@ -91,7 +86,7 @@ def receive(connection: socket.socket) -> dict[str, Any] | None:
 
 
 def runtime_folder() -> Path:
-    """Return the folder of this user's sockets and guards' logs; make it if it is missing.
+    """Return the folder of this user's guards' logs; make it if it is missing.
 
     In XDG_RUNTIME_DIR, else in /tmp, or where that cannot be written in TMPDIR. Raises GuardError
     if somebody else could enter it, or it cannot be made.
@@ -105,21 +100,17 @@ def runtime_folder() -> Path:
         if given and Path(given).stat().st_uid == os.geteuid() and Path(given).is_dir():
             path = Path(given) / "envpipe"
     try:
-        with contextlib.suppress(FileExistsError):
-            path.mkdir(mode=0o700)
+        path.mkdir(mode=0o700, exist_ok=True)
         status = path.lstat()
+        private = stat.S_ISDIR(status.st_mode) and not status.st_mode & 0o077
+        why = "" if private and status.st_uid == os.geteuid() else "is not this user's alone"
     except OSError as error:
+        why = f"cannot be made: {error.strerror}"
+    if why:
         raise GuardError(
-            f"The folder for sockets and logs cannot be made: {error.strerror}",
+            f"The folder for guards' logs {why}",
             value=str(path),
-            remedy="Set XDG_RUNTIME_DIR to a folder of your own on this machine",
-        ) from error
-    private = stat.S_ISDIR(status.st_mode) and not status.st_mode & 0o077
-    if not private or status.st_uid != os.geteuid():
-        raise GuardError(
-            "The folder for sockets and logs is not this user's alone",
-            value=f"{path}, {stat.filemode(status.st_mode)}, uid {status.st_uid}",
-            remedy="Delete it or give it mode 700, or set XDG_RUNTIME_DIR to a folder of your own",
+            remedy="Delete it, or set XDG_RUNTIME_DIR to a folder of your own on this machine",
         )
     return path
 
@@ -162,15 +153,6 @@ class ProcessIdentity:
         if int(fields[19]) != self.start_ticks:
             return False
         return fields[0] not in "ZX" or int(fields[17]) > 1
-
-
-def program_of(pid: int) -> int | None:
-    """Return a number that differs between a process's program and one it runs after an execve.
-
-    That is where its stack begins, which the kernel draws anew. None if that cannot be told.
-    """
-    fields = _stat_fields(pid)
-    return None if fields is None else int(fields[25]) or None
 
 
 def _stat_fields(pid: int) -> list[str] | None:

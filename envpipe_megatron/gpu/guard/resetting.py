@@ -14,18 +14,13 @@ from envpipe_megatron.gpu.control import (
     given_up,
     open_controlled,
 )
+from envpipe_megatron.gpu.devices import open_gpu
 from envpipe_megatron.gpu.guard.hold import job_key
-from envpipe_megatron.gpu.guard.lease import (
-    Lease,
-    LeaseHeldError,
-    OpenGpu,
-    list_leases,
-    undo_lease,
-)
-from envpipe_megatron.gpu.guard.lease_file import LeaseFolderError, LeaseRecord
+from envpipe_megatron.gpu.guard.lease import Lease, LeaseHeldError, OpenGpu, list_leases
+from envpipe_megatron.gpu.guard.lease_file import LeaseFolderError
 from envpipe_megatron.gpu.guard.messages import ProcessIdentity
-from envpipe_megatron.gpu.opening import open_gpu
-from envpipe_megatron.gpu.site import HARDWARE_BACKENDS, SiteConfig
+from envpipe_megatron.gpu.registry import hardware_backends
+from envpipe_megatron.gpu.site import SiteConfig
 
 _JOB = "envpipe clocks reset"
 
@@ -42,7 +37,7 @@ def that_can_be_undone(
         return chosen
     try:
         gpu = open_controlled(uid, chosen, site)
-        if chosen.backend in HARDWARE_BACKENDS:
+        if chosen.backend in hardware_backends():
             _reset_leased(gpu, job_key(), ProcessIdentity.own(), open_gpu)
     except GpuError as error:
         why = f"the clock of {uid} cannot be reset by {chosen.backend}: {error.what}"
@@ -87,10 +82,10 @@ class Resetter:
         left_out = set(uids)
         for record in list_leases():
             if not record.live and record.address.uid not in left_out:
-                yield _outcome(record.address.uid, partial(self._undo, record))
+                yield _outcome(record.address.uid, partial(self._reset, record.address))
 
     def _open(self, address: GpuAddress) -> Gpu:
-        if address.backend not in HARDWARE_BACKENDS:
+        if address.backend not in hardware_backends():
             return open_gpu(address)
         backend = address.backend if address.backend in self._allowed else self._chosen.backend
         if backend is None:
@@ -106,15 +101,6 @@ class Resetter:
             gpu.reset_frequency()
             return f"reset by {gpu.address.backend}, without a lease: {error.what}"
         return f"reset by {gpu.address.backend}"
-
-    def _undo(self, record: LeaseRecord) -> str:
-        if undo_lease(record, self._open):
-            return f"reset, and the lease that job {record.job} left is gone"
-        raise GpuError(
-            f"the clock was reset or is just being reset, and the lease of job {record.job} stays: "
-            "its rank lives and may lock again",
-            remedy="Wait for that job or end it",
-        )
 
 
 def _reset_leased(gpu: Gpu, job: str, rank: ProcessIdentity | None, open_gpu: OpenGpu) -> None:

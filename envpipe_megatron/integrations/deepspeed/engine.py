@@ -165,9 +165,7 @@ class EnvPipeEngine(PipelineEngine):  # type: ignore[misc]  # DeepSpeed has no t
     def _leave_to_deepspeed(self, why: str) -> None:
         """Leave this step and all later ones to DeepSpeed, and only measure."""
         self._own_steps_left = math.inf
-        if self.job.lower([stands_against("DeepSpeed's own schedule", Level.OBSERVE, why)]):
-            self.job.announce()
-            self.job.begin_step(self.global_steps)
+        self.job.lower([stands_against("DeepSpeed's own schedule", Level.OBSERVE, why)])
 
     def run_instruction(self, instruction: pipe.PipeInstruction) -> None:
         """Run one of DeepSpeed's instructions."""

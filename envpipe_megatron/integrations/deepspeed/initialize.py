@@ -24,7 +24,7 @@ from envpipe_megatron.integrations.deepspeed.engine import (
 )
 from envpipe_megatron.integrations.job import JobFacts, Placement, say_line
 from envpipe_megatron.integrations.leveled import LeveledJob
-from envpipe_megatron.integrations.options import Options
+from envpipe_megatron.integrations.options import OF_LEVELS, Options
 from envpipe_megatron.integrations.reading import merged, read_settings
 from envpipe_megatron.runtime.channel.links import timeout_of
 
@@ -134,7 +134,8 @@ def initialize(
             value=type(model).__name__,
             remedy="Make it one, or train without EnvPipe.",
         )
-    options = read_settings(settings, num_stages=model.num_stages, on_gpu=torch.cuda.is_available())
+    on_gpu = torch.cuda.is_available()
+    options = read_settings(settings, OF_LEVELS, num_stages=model.num_stages, on_gpu=on_gpu)
     engine, *others = deepspeed.initialize(**given)
     return begin(engine, options, parsed_config(given)), *others
 
@@ -172,7 +173,7 @@ def begin(
     job = LeveledJob(options, _placement(engine), facts, say_line)
     if job.job is None:
         return engine
-    job.tell(job.job.banner())
+    job.announce()
     engine.__class__ = EnvPipeEngine  # nothing else of DeepSpeed is touched
     engine.take_job(job, tells=tells)
     return engine

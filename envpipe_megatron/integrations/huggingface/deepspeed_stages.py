@@ -8,12 +8,8 @@ from typing import Any
 from deepspeed.pipe import LayerSpec, TiedLayerSpec
 from torch import Tensor
 
-from envpipe_megatron.integrations.deepspeed.partition import PARTS, PipelineModule
-from envpipe_megatron.integrations.huggingface.layers import (
-    Message,
-    TokenEmbedding,
-    tied_logits,
-)
+from envpipe_megatron.integrations.deepspeed.partition import PipelineModule
+from envpipe_megatron.integrations.huggingface.layers import Layer, Message, tied_logits
 from envpipe_megatron.integrations.huggingface.split import SplitModel
 
 _KEY = "embedding"
@@ -30,14 +26,12 @@ def deepspeed_layers(model: SplitModel) -> list[LayerSpec]:
     """
     specs = []
     for index, entry in enumerate(model.entries):
-        if entry.tied:
-            spec = TiedLayerSpec(
-                _KEY, TokenEmbedding, model, 0, forward_fn=_logits, tied_weight_attr=_WEIGHT
-            )
-        elif model.is_tied(index):
-            spec = TiedLayerSpec(_KEY, entry.layer, model, index, tied_weight_attr=_WEIGHT)
+        if model.is_tied(index):
+            run = {"forward_fn": _logits} if entry.tied else {}
+            place = 0 if entry.tied else index
+            spec = TiedLayerSpec(_KEY, Layer, model, place, tied_weight_attr=_WEIGHT, **run)
         else:
-            spec = LayerSpec(entry.layer, model, index)
+            spec = LayerSpec(Layer, model, index)
         specs.append(spec)
     return specs
 
@@ -62,12 +56,12 @@ def pipeline_module(
     return PipelineModule(
         deepspeed_layers(model),
         num_stages=num_stages,
-        partition_method=PARTS + ",".join(map(str, parts)),
+        partition_method="parts:" + ",".join(map(str, parts)),
         **{"loss_fn": model.loss, **arguments},
     )
 
 
-def _logits(layer: TokenEmbedding, message: Message) -> Message:
+def _logits(layer: Layer, message: Message) -> Message:
     """Logits, and what comes with the hidden states."""
     if isinstance(message, Tensor):
         return tied_logits(layer, message)

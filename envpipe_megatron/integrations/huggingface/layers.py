@@ -7,9 +7,10 @@ until `split` gives it weights.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping
+import functools
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F  # noqa: N812  # as all of torch's documentation has it
@@ -27,13 +28,21 @@ EXTRAS = ("token_type_ids", MASK)
 
 @dataclass(frozen=True)
 class Entry:
-    """A layer of a model: its class, and by attribute the module's name in the unsplit model.
+    """A layer of a model.
 
-    `tied` layers have the weights of the first layer.
+    Args:
+        run: the layer's work: from the layer, hidden states [samples, length, hidden] (of images
+            [n, c, h, w]; of the first layer the model's inputs) and what it `needs`, in order.
+        modules: by attribute, the module's name in the unsplit model.
+        needs: those of `EXTRAS` that `run` takes.
+        elsewhere: parts of the modules that other layers hold.
+        tied: whether it has the weights of the first layer.
     """
 
-    layer: type[Layer]
+    run: Callable[..., Tensor]
     modules: Mapping[str, str]
+    needs: tuple[str, ...] = ()
+    elsewhere: tuple[str, ...] = ()
     tied: bool = False
 
 
@@ -46,189 +55,136 @@ class Layer(nn.Module):
         finished: whether it gets weights, or stays on the device `meta`.
     """
 
-    #: Those of `EXTRAS` that `run` takes.
-    needs: ClassVar[tuple[str, ...]] = ()
-
     def __init__(self, model: SplitModel, index: int, finished: bool = True) -> None:
         super().__init__()
-        self.index = index
-        self.attention = model.attention
-        self.takes, self.gives = model.extras(index), model.extras(index + 1)
-        self.names = dict(model.entries[index].modules)
-        for attribute, name in self.names.items():
+        self.index, self.entry, self.rotary = index, model.entries[index], model.rotary
+        self._takes, self._gives = model.extras(index), model.extras(index + 1)
+        for attribute, name in self.entry.modules.items():
             self.add_module(attribute, copy.deepcopy(model.module(name)))
-        self.arrange()
+        for name in self.entry.elsewhere:
+            parent, _, child = name.rpartition(".")
+            delattr(self.get_submodule(parent), child)
         if finished:
             model.finish(self)
-
-    def arrange(self) -> None:
-        """Leave out what other layers hold."""
-
-    def run(self, hidden: Tensor, **extras: Tensor | None) -> Tensor:
-        """The layer's work; hidden states are [samples, length, hidden], of images [n, c, h, w]."""
-        raise NotImplementedError
 
     def forward(self, message: Message, **extras: Tensor | None) -> Message:
         """Take what the layer before gave, or the model's inputs: a tensor, or a tuple.
 
-        A tuple has the `takes` behind the hidden states, and so has what is returned the `gives`.
-        Beside a tensor the `EXTRAS` come by name.
+        A tuple has the other inputs behind the hidden states, if this layer or a later one needs
+        them, and so has what is returned. Beside a tensor the `EXTRAS` come by name.
         """
-        if isinstance(message, Tensor):
-            return self.run(message, **{name: extras.get(name) for name in self.needs})
-        hidden, *others = message
-        taken = dict(zip(self.takes, others, strict=True))
-        hidden = self.run(hidden, **{name: taken[name] for name in self.needs})
-        return (hidden, *(taken[name] for name in self.gives)) if self.gives else hidden
+        hidden, *others = (message,) if isinstance(message, Tensor) else message
+        taken = dict(zip(self._takes, others, strict=True)) if others else {}
+        known = taken or extras
+        hidden = self.entry.run(self, hidden, *(known.get(name) for name in self.entry.needs))
+        given = [taken[name] for name in self._gives if taken]
+        return (hidden, *given) if given else hidden
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Parameters and lasting buffers by their name in the unsplit model."""
         for name, tensor in self.state_dict(keep_vars=True).items():
             attribute, _, rest = name.partition(".")
-            yield f"{self.names[attribute]}.{rest}", tensor
+            yield f"{self.entry.modules[attribute]}.{rest}", tensor
 
 
-class TokenEmbedding(Layer):
+#: Lengths whose angles are kept.
+_KEPT = 8
+
+
+class Rotary:
+    """Makes cosines and sines of positions, once for each length, data type and device.
+
+    Args:
+        module: transformers', with frequencies on the CPU. It is no part of a layer: an engine
+            that puts layers into half precision would round them.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._copies: dict[torch.device, nn.Module] = {torch.device("cpu"): module}
+        self._angles = functools.lru_cache(_KEPT)(self._make)
+
+    def angles(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """Cosines and sines, [1, length, width of a head]."""
+        found: tuple[Tensor, Tensor] = self._angles(hidden.shape[1], hidden.dtype, hidden.device)
+        return found
+
+    def _make(self, length: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
+        with torch.inference_mode(False), torch.no_grad():  # they may be kept for training
+            # Older versions switch autocast off, which no `meta` has.
+            where = torch.device("cpu") if device.type == "meta" else device
+            if where not in self._copies:  # a copy to a GPU waits for it: once, and never again
+                self._copies[where] = copy.deepcopy(self._copies[torch.device("cpu")]).to(where)
+            positions = torch.arange(length, device=where)[None]
+            like = torch.empty(0, dtype=dtype, device=where)
+            cosines, sines = self._copies[where](like, positions)
+            return cosines.to(device), sines.to(device)
+
+
+def embed(layer: Any, tokens: Tensor) -> Tensor:
     """From token numbers, [samples, length], to hidden states."""
-
-    embedding: Any
-
-    def run(self, hidden: Tensor, **extras: Tensor | None) -> Tensor:
-        """Take token numbers."""
-        embedded: Tensor = self.embedding(hidden)
-        return embedded
+    embedded: Tensor = layer.embedding(tokens)
+    return embedded
 
 
-class TiedHead(TokenEmbedding):
-    """From hidden states to logits, by the first layer's weights."""
-
-    def run(self, hidden: Tensor, **extras: Tensor | None) -> Tensor:
-        """Take hidden states."""
-        return tied_logits(self, hidden)
-
-
-def tied_logits(layer: TokenEmbedding, hidden: Tensor) -> Tensor:
-    """Logits by the weights of an embedding."""
+def tied_logits(layer: Any, hidden: Tensor) -> Tensor:
+    """From hidden states to logits, by the weights of an embedding."""
     return F.linear(hidden, layer.embedding.weight)
 
 
-class Plain(Layer):
-    """A module that takes hidden states, or images, and nothing else: a norm, a head, a stem."""
+def call(layer: Any, hidden: Tensor) -> Tensor:
+    """Call a module that takes hidden states, or images, and nothing else: a norm, a head, a stem.
 
-    module: Any
-
-    def run(self, hidden: Tensor, **extras: Tensor | None) -> Tensor:
-        """Take hidden states."""
-        found: Tensor = self.module(hidden)
-        return found
-
-
-class DecoderBlock(Layer):
-    """A block of Llama, Qwen or Mistral: rotary positions, perhaps a sliding window."""
-
-    block: Any
-
-    def arrange(self) -> None:
-        """Find this block's window."""
-        config = self.block.self_attn.config
-        kinds = getattr(config, "layer_types", None)
-        sliding = kinds is None or kinds[self.block.self_attn.layer_idx] == "sliding_attention"
-        self.window = getattr(config, "sliding_window", None) if sliding else None
-
-    def run(self, hidden: Tensor, **extras: Tensor | None) -> Tensor:
-        """Take hidden states."""
-        found: Tensor = self.block(
-            hidden,
-            attention_mask=self.attention.causal(hidden, self.window),
-            position_embeddings=self.attention.angles(hidden),
-        )
-        return found
+    GPT-2's block, too, which sees what came before without a mask.
+    """
+    found = layer.module(hidden)
+    states: Tensor = found[0] if isinstance(found, tuple) else found  # transformers 5.0: tuple
+    return states
 
 
-class GPT2Positions(Layer):
-    """Adds what each position has learned."""
-
-    positions: Any
-    dropout: Any
-
-    def run(self, hidden: Tensor, **extras: Tensor | None) -> Tensor:
-        """Take hidden states."""
-        positions = torch.arange(hidden.shape[1], device=hidden.device)[None]
-        found: Tensor = self.dropout(hidden + self.positions(positions))
-        return found
-
-
-class GPT2Block(Layer):
-    """Attention to what came before, and a feed-forward network."""
-
-    block: Any
-
-    def run(self, hidden: Tensor, **extras: Tensor | None) -> Tensor:
-        """Take hidden states."""
-        found = self.block(hidden, attention_mask=self.attention.causal(hidden))
-        states: Tensor = found[0] if isinstance(found, tuple) else found  # transformers 5.0: tuple
-        return states
+def run_decoder(layer: Any, hidden: Tensor) -> Tensor:
+    """Run a block of Llama, Qwen or Mistral: rotary positions, perhaps a sliding window."""
+    block, length = layer.block, hidden.shape[1]
+    config = block.self_attn.config
+    kinds = getattr(config, "layer_types", None)
+    sliding = kinds is None or kinds[block.self_attn.layer_idx] == "sliding_attention"
+    window = getattr(config, "sliding_window", None) if sliding else None
+    mask = None  # attention looks back on its own
+    if window is not None and length > window:
+        position = torch.arange(length, device=hidden.device)
+        back = position[:, None] - position[None, :]
+        mask = ((back >= 0) & (back < window))[None, None]
+    angles = layer.rotary.angles(hidden)
+    found: Tensor = block(hidden, attention_mask=mask, position_embeddings=angles)
+    return found
 
 
-class BertPositions(Layer):
-    """Adds what positions and segments have learned."""
-
-    embeddings: Any
-
-    needs = ("token_type_ids",)
-
-    def arrange(self) -> None:
-        """The first layer holds the words, which are tied."""
-        del self.embeddings.word_embeddings
-
-    def run(self, hidden: Tensor, **extras: Tensor | None) -> Tensor:
-        """Take hidden states, and segment numbers [samples, length]; none are all 0."""
-        found: Tensor = self.embeddings(
-            inputs_embeds=hidden, token_type_ids=extras.get("token_type_ids")
-        )
-        return found
+def add_positions(layer: Any, hidden: Tensor) -> Tensor:
+    """Add what each of GPT-2's positions has learned."""
+    positions = torch.arange(hidden.shape[1], device=hidden.device)[None]
+    found: Tensor = layer.dropout(hidden + layer.positions(positions))
+    return found
 
 
-class BertBlock(Layer):
-    """Attention to all tokens, and a feed-forward network."""
-
-    block: Any
-
-    needs = ("attention_mask",)
-
-    def run(self, hidden: Tensor, **extras: Tensor | None) -> Tensor:
-        """Take hidden states, and whether each position holds a token, [samples, length]."""
-        mask = self.attention.padding(hidden, extras.get("attention_mask"))
-        found: Tensor = self.block(hidden, attention_mask=mask)
-        return found
+def add_bert_positions(layer: Any, hidden: Tensor, segments: Tensor | None) -> Tensor:
+    """Add what positions and segments have learned, by [samples, length]; no segments: all 0."""
+    found: Tensor = layer.embeddings(inputs_embeds=hidden, token_type_ids=segments)
+    return found
 
 
-class BertBias(Layer):
-    """What BERT adds to its logits, for each word."""
-
-    predictions: Any
-
-    def arrange(self) -> None:
-        """Only the bias is new: the tied head has the matrix."""
-        del self.predictions.transform, self.predictions.decoder
-
-    def run(self, hidden: Tensor, **extras: Tensor | None) -> Tensor:
-        """Take logits."""
-        found: Tensor = hidden + self.predictions.bias
-        return found
+def run_bert(layer: Any, hidden: Tensor, is_token: Tensor | None) -> Tensor:
+    """Run a block that sees all tokens; [samples, length] says whether each position holds one."""
+    mask = None if is_token is None else is_token.bool()[:, None, None, :]
+    found: Tensor = layer.block(hidden, attention_mask=mask)
+    return found
 
 
-class ResNetBlock(Plain):
-    """One block of convolutions and its shortcut."""
+def add_bert_bias(layer: Any, logits: Tensor) -> Tensor:
+    """Add what BERT has learned for each word."""
+    found: Tensor = logits + layer.predictions.bias
+    return found
 
 
-class ResNetHead(Layer):
-    """The mean over each image, and its classes' logits [samples, classes]."""
-
-    pooler: Any
-    classifier: Any
-
-    def run(self, hidden: Tensor, **extras: Tensor | None) -> Tensor:
-        """Take [samples, channels, height, width]."""
-        logits: Tensor = self.classifier(self.pooler(hidden))
-        return logits
+def classify(layer: Any, hidden: Tensor) -> Tensor:
+    """Make logits [samples, classes] of the mean over images [samples, channels, height, width]."""
+    logits: Tensor = layer.classifier(layer.pooler(hidden))
+    return logits

@@ -2,19 +2,28 @@
 
 from __future__ import annotations
 
+import copy
 import json
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from envpipe_megatron.errors import EnvPipeError
+from envpipe_megatron.integrations import versions
 from envpipe_megatron.integrations.huggingface.layers import EXTRAS, MASK, Layer
-from envpipe_megatron.integrations.huggingface.skeleton import Family, Skeleton
-from envpipe_megatron.search.parts import make_parts
+from envpipe_megatron.integrations.huggingface.skeleton import (
+    Family,
+    ModelError,
+    family_of,
+    rotary_of,
+)
+from envpipe_megatron.search.partition import make_parts
 
 DEFAULT_SEED = 1234
 
@@ -29,10 +38,10 @@ def split_model(
 
     Args:
         config: a configuration of transformers whose `model_type` is llama, mistral, qwen2, qwen3,
-            gpt2, bert (masked words) or resnet (classes of images). Attention is as its
-            `attn_implementation` says, sdpa or eager.
-        weights: a folder as `save_pretrained` leaves it, its index or a `.safetensors` file. None
-            for weights that are drawn as transformers draws them.
+            gpt2, bert (masked words) or resnet (classes of images). Its
+            `attn_implementation` is sdpa.
+        weights: a folder as `save_pretrained` leaves it; None for weights that are drawn as
+            transformers draws them.
         seed: of weights that are drawn. Each layer has its own, so they do not depend on the cut.
 
     Parameters have torch's default data type: set that before, or let the engine convert them.
@@ -44,15 +53,22 @@ def split_model(
     return SplitModel(config, None if weights is None else Path(weights), seed)
 
 
-class SplitModel(Skeleton):
-    """The layers of a model, as `split_model` makes them.
+class SplitModel:
+    """The layers of a model, as `split_model` makes them; ModelError and WeightsError as there.
 
     `entries` has them in order: embedding, positions, blocks, norm, head. A cut counts them all.
+    The unsplit `model` is on the device `meta`: it has all modules, and takes no memory.
     """
 
     def __init__(self, config: Any, weights: Path | None, seed: int) -> None:
-        super().__init__(config)
-        self._seed = seed
+        of = versions.TRANSFORMERS
+        versions.check("transformers", transformers.__version__, of, ModelError)
+        family = family_of(config)
+        config = copy.deepcopy(config)  # making a model writes to it
+        with torch.device("meta"):
+            self.model = family.auto.from_config(config, dtype=torch.get_default_dtype())
+        self.entries, self.loss, self._seed = family.entries(config), family.loss, seed
+        self.rotary = rotary_of(self.model, config)
         bare = [self.layer(index, finished=False) for index in range(len(self.entries))]
         self.num_parameters = tuple(
             sum(parameter.numel() for parameter in layer.parameters()) for layer in bare
@@ -61,7 +77,7 @@ class SplitModel(Skeleton):
         if weights is not None:
             self._checkpoint = Checkpoint(
                 weights,
-                self.family,
+                family,
                 needed={name for layer in bare for name, _ in layer.named_weights()},
                 known=self.model.state_dict().keys(),
                 prefix=self.model.base_model_prefix,
@@ -72,7 +88,7 @@ class SplitModel(Skeleton):
 
         Args:
             num_stages: p.
-            cut: `parameters`; `time:FILE` or `energy:FILE`, a layer CSV of all `entries`, which
+            cut: `parameters`; `time:FILE` or `energy:FILE`, a profile of all `entries`, which
                 `integrations.deepspeed.layer_profile` measures; or the parts themselves.
 
         Raises EnvPipeError for a cut that does not fit.
@@ -81,21 +97,24 @@ class SplitModel(Skeleton):
 
     def layer(self, index: int, finished: bool = True) -> Layer:
         """Make a layer on the CPU, with its weights; or on `meta`, without."""
-        return self.entries[index].layer(self, index, finished)
+        return Layer(self, index, finished)
 
     def is_tied(self, index: int) -> bool:
         """Whether a layer's weights are also another's: of the first layer and of a tied head."""
         return self.entries[index].tied or (index == 0 and any(e.tied for e in self.entries))
 
-    # What layers ask for.
+    def module(self, name: str) -> nn.Module:
+        """A module of the unsplit model by its name, on the device `meta`."""
+        found: nn.Module = self.model.get_submodule(name)
+        return found
 
     def extras(self, index: int) -> tuple[str, ...]:
         """Which inputs beside the first come to a layer, in order: it or a later one needs them.
 
         A mask comes to all: DeepSpeed takes the last part of every message for one.
         """
-        needed = {name for entry in self.entries[index:] for name in entry.layer.needs}
-        if index < len(self.entries) and any(MASK in each.layer.needs for each in self.entries):
+        needed = {name for entry in self.entries[index:] for name in entry.needs}
+        if index < len(self.entries) and any(MASK in each.needs for each in self.entries):
             needed.add(MASK)
         return tuple(name for name in EXTRAS if name in needed)
 
@@ -108,11 +127,11 @@ class SplitModel(Skeleton):
                     tensor.copy_(self._checkpoint.read(name, tuple(tensor.shape)))
                 tensor._is_hf_initialized = True  # type: ignore[attr-defined]  # keeps it as it is
         index = 0 if self.entries[layer.index].tied else layer.index
-        with torch.random.fork_rng(devices=[]):
+        with torch.random.fork_rng(devices=[]), torch.no_grad():
             # The CPU's generator only: the GPUs' are seeded by the user, and not put back here.
             torch.default_generator.manual_seed(self._seed + index)
-            for attribute in layer.names:
-                self.initialize(layer.get_submodule(attribute))
+            for attribute in layer.entry.modules:
+                layer.get_submodule(attribute).apply(self.model._init_weights)
 
 
 def weights_of(module: nn.Module) -> dict[str, Tensor]:
@@ -140,31 +159,30 @@ class WeightsError(EnvPipeError):
 
 
 class Checkpoint:
-    """The weights of a model in a folder as `save_pretrained` leaves it, or in one file.
+    """The weights of a model in a folder as `save_pretrained` leaves it.
 
-    Only names are read at first, and of a file with an index not even the parts are opened.
+    Only names are read at first, and of files with an index not even these are opened.
 
     Args:
-        path: the folder, the index (`model.safetensors.index.json`) or a `.safetensors` file.
+        folder: has `model.safetensors`, or its index and parts.
         family: of the model; says which names are old ones, and which it has no use for.
         needed: names of the model's weights; tied ones once.
         known: names that may be there, too.
         prefix: what names of a model without its head lack.
 
-    Raises WeightsError for a file that is not there or cannot be read, and for names that are
+    Raises WeightsError for files that are not there or cannot be read, and for names that are
     missing or unknown.
     """
 
     def __init__(
         self,
-        path: Path,
+        folder: Path,
         family: Family,
         needed: Collection[str],
         known: Collection[str],
         prefix: str,
     ) -> None:
-        self._path = path
-        files = _files(path)
+        files = _files(folder)
         bare = not any(name.startswith(f"{prefix}.") for name in files)
         #: By the model's name, the file and the name there.
         self._places: dict[str, tuple[Path, str]] = {}
@@ -177,42 +195,28 @@ class Checkpoint:
                 now = f"{prefix}.{now}"
             self._places[now] = file, name
         missing = [name for name in needed if name not in self._places]
-        if missing:
-            raise WeightsError(
-                f"{path} lacks {len(missing)} of the model's weights",
-                value=missing[:_SHOWN],
-                remedy="Give the files of this model; its configuration says which layers it has, "
-                "and by tie_word_embeddings whether the head has weights of its own.",
-            )
         unknown = [
             name
-            for name in self._places
-            if name not in known
-            and not name.startswith(family.ignored)
-            and not name.endswith(family.ignored)
+            for name in self._places.keys() - known
+            if not name.startswith(family.ignored) and not name.endswith(family.ignored)
         ]
-        if unknown:
-            raise WeightsError(
-                f"{path} has {len(unknown)} weights that the model does not know",
-                value=unknown[:_SHOWN],
-                remedy="Give the files of this model: its configuration is another one.",
-            )
+        for wrong, names in (("lacks", missing), ("has unknown", unknown)):
+            if names:
+                raise WeightsError(
+                    f"{folder} {wrong} weights: {len(names)} of them",
+                    value=names[:_SHOWN],
+                    remedy="Give the files of this model; its configuration says which layers it "
+                    "has, and by tie_word_embeddings whether the head has weights of its own.",
+                )
 
     def read(self, name: str, shape: tuple[int, ...]) -> Tensor:
         """Read a tensor; a WeightsError if its shape is another one."""
         file, there = self._places[name]
-        try:
-            with safe_open(file, framework="pt") as opened:
-                found = tuple(opened.get_slice(there).get_shape())
-                if found == shape:
-                    tensor: Tensor = opened.get_tensor(there)
-                    return tensor
-        except (OSError, SafetensorError) as error:
-            raise WeightsError(
-                f"Weights cannot be read: {error}",
-                value=str(file),
-                remedy="Fetch the files again.",
-            ) from error
+        with _readable(file), safe_open(file, framework="pt") as opened:
+            found = tuple(opened.get_slice(there).get_shape())
+            if found == shape:
+                tensor: Tensor = opened.get_tensor(there)
+                return tensor
         raise WeightsError(
             f"{there} in {file} has another shape than the model's, {shape}",
             value=found,
@@ -220,26 +224,25 @@ class Checkpoint:
         )
 
 
-def _files(path: Path) -> dict[str, Path]:
+def _files(folder: Path) -> dict[str, Path]:
     """By name of a tensor, the file that it is in."""
-    if path.is_dir():
-        found = [path / name for name in (_FILE, _INDEX) if (path / name).is_file()]
-        if not found:
-            raise WeightsError(
-                f"There is neither {_FILE} nor {_INDEX} in the folder",
-                value=str(path),
-                remedy="Save the model there by save_pretrained, which writes safetensors.",
-            )
-        path = found[0]
+    if (folder / _FILE).is_file():
+        with _readable(folder / _FILE), safe_open(folder / _FILE, framework="pt") as opened:
+            return dict.fromkeys(opened.keys(), folder / _FILE)
+    with _readable(folder / _INDEX):
+        parts = json.loads((folder / _INDEX).read_text())["weight_map"]
+        return {name: folder / part for name, part in parts.items()}
+
+
+@contextmanager
+def _readable(file: Path) -> Iterator[None]:
+    """Raise a WeightsError for what cannot be read of a file."""
     try:
-        if path.suffix == ".json":
-            parts = json.loads(path.read_text())["weight_map"]
-            return {name: path.parent / part for name, part in parts.items()}
-        with safe_open(path, framework="pt") as opened:
-            return dict.fromkeys(opened.keys(), path)
+        yield
     except (OSError, SafetensorError, ValueError, LookupError, AttributeError) as error:
         raise WeightsError(
-            f"These are no weights in safetensors: {error}",
-            value=str(path),
-            remedy=f"Give a .safetensors file, {_INDEX}, or the folder of either.",
+            f"Weights cannot be read: {error}",
+            value=str(file),
+            remedy=f"Fetch the files again, or save the model there by save_pretrained: {_FILE}, "
+            f"or {_INDEX} and its parts.",
         ) from error

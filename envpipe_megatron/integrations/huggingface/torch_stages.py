@@ -12,7 +12,7 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.tensor import DTensor
 
 from envpipe_megatron.errors import EnvPipeError
-from envpipe_megatron.integrations.huggingface.layers import MASK, TokenEmbedding
+from envpipe_megatron.integrations.huggingface.layers import MASK, Layer
 from envpipe_megatron.integrations.huggingface.split import SplitModel
 
 
@@ -36,14 +36,10 @@ class Stage(nn.Module):
         self._extras = model.extras(0)
         #: What has the weights that another stage has, too: no second name for them, and new ones
         #: where FSDP shards them.
-        self._tied: tuple[TokenEmbedding, ...] = ()
+        self._tied: tuple[Layer, ...] = ()
         #: The stage of the last layer that has them: BERT's is not the last of all.
         self.tied_head: int | None = None
-        tied = [
-            layer
-            for layer in layers
-            if isinstance(layer, TokenEmbedding) and model.is_tied(layer.index)
-        ]
+        tied = [layer for layer in layers if model.is_tied(layer.index)]
         for layer in tied:
             layer.embedding = tied[0].embedding  # one module where one stage has both
         if len(tied) == 1:
@@ -54,7 +50,9 @@ class Stage(nn.Module):
     @property
     def tied_weight(self) -> nn.Parameter | None:
         """The weights that another stage has, too; None without."""
-        weight: nn.Parameter | None = self._tied[0].embedding.weight if self._tied else None
+        if not self._tied:
+            return None
+        weight: nn.Parameter = self._tied[0].get_parameter("embedding.weight")
         return weight
 
     def forward(self, hidden: Tensor, **extras: Tensor | None) -> Tensor:

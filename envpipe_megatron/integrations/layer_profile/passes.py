@@ -18,10 +18,8 @@ import torch
 from envpipe_megatron.core.arrays import BoolArray, FloatArray
 from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.gpu.base import Gpu, GpuAddress
-from envpipe_megatron.gpu.clock.completion import Done
 from envpipe_megatron.gpu.control import choose_control, open_controlled
-from envpipe_megatron.gpu.devices import uid_of_cuda_device
-from envpipe_megatron.gpu.opening import open_reader
+from envpipe_megatron.gpu.devices import open_reader, uid_of_cuda_device
 from envpipe_megatron.gpu.site import read_site
 from envpipe_megatron.integrations.layer_profile.gpt import GptPieces
 from envpipe_megatron.integrations.layer_profile.measuring import (
@@ -35,7 +33,7 @@ from envpipe_megatron.integrations.layer_profile.measuring import (
     repeats_that_fit,
     run_forwards,
 )
-from envpipe_megatron.runtime.clocks.rank_clock import RankClock
+from envpipe_megatron.runtime.clocks.rank_clock import ClockKind, RankClock
 from envpipe_megatron.runtime.energy.meter import EnergyMeter, MeterError
 
 #: A clock that was set has settled.
@@ -82,7 +80,7 @@ class RankGpu:
         self._clock: RankClock | None = None
         if torch.cuda.is_available():
             gpu = _open(clocks_mhz)
-            self._clock = RankClock(gpu) if clocks_mhz else None
+            self._clock = RankClock(gpu, ClockKind.of(gpu)) if clocks_mhz else None
             self._meter = EnergyMeter(gpu)
             self.name = gpu.name
             self.frequency_mhz = tuple(clocks_mhz) or gpu.supported_frequencies_mhz[:1]
@@ -97,11 +95,10 @@ class RankGpu:
         """Run at this clock from now on, where clocks are set; EnvPipeError if that fails."""
         if self._clock is None:
             return
-        controller = self._clock.controller
-        controller.request(frequency_mhz, Done())
-        controller.wait_idle()
-        if controller.error is not None:
-            raise EnvPipeError(f"The clock could not be set: {controller.error}")
+        self._clock.request(frequency_mhz)
+        self._clock.wait_idle()
+        if self._clock.error is not None:
+            raise EnvPipeError(f"The clock could not be set: {self._clock.error}")
         time.sleep(_SETTLE_S)
 
     def energies_j(self, windows: Sequence[Window | None]) -> list[float]:

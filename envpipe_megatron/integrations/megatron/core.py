@@ -35,7 +35,7 @@ from envpipe_megatron.integrations.megatron.work import (
     listed,
 )
 from envpipe_megatron.runtime.channel.carrier import StageSpecs, TensorSpec
-from envpipe_megatron.runtime.execution.rehearsal import Rehearsal
+from envpipe_megatron.runtime.execution.stage_run import Rehearsal
 from envpipe_megatron.runtime.job.session import Session
 
 #: What a call may leave out, with Megatron's defaults, and what none leaves out.

@@ -33,7 +33,7 @@ from envpipe_megatron.integrations.megatron.work import listed
 from envpipe_megatron.runtime.channel.carrier import StageSpecs, TensorSpec
 from envpipe_megatron.runtime.channel.collectives import Collectives
 from envpipe_megatron.runtime.channel.p2p import P2PChannel
-from envpipe_megatron.runtime.execution.rehearsal import Rehearsal
+from envpipe_megatron.runtime.execution.stage_run import Rehearsal
 
 #: How much further a gradient may be from Megatron's than Megatron's two runs are from each other;
 #: as far apart as the most of their own size, they show nothing.

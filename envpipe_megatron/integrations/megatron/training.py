@@ -133,7 +133,6 @@ class Training(LeveledJob):
         why, self._why_lower = self._why_lower, None
         if why is not None:
             self._lower_order(why)
-            self.announce()
 
     def log(self, iteration: int, tensorboard: Any, wandb: Any, meter: Any = None) -> str:
         """Energy since the last call: scalars for the writers, text for a log line.

@@ -167,9 +167,9 @@ def _meter() -> Any:
 
 
 def _quiet_energy_monitor() -> None:
-    """Keep Megatron's monitor from asking NVML at each checkpoint of a device that it has not.
+    """Keep Megatron's energy monitor from asking the driver at each checkpoint of no device.
 
-    Without --log-energy, 0.16.1 passes a null handle to the driver if NVML is loaded.
+    Without --log-energy, 0.16.1 passes a null handle if the driver's library is loaded.
     """
     from megatron.training.global_vars import get_energy_monitor
 

@@ -7,7 +7,7 @@ schedule's own function, in a planned one by torch's own runtime of tables.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from typing import Any
 
@@ -26,8 +26,8 @@ from envpipe_megatron.integrations.job import (
     say_line,
 )
 from envpipe_megatron.integrations.leveled import LeveledJob
-from envpipe_megatron.integrations.levels import Level, Limit, stands_against
-from envpipe_megatron.integrations.reading import OptionError, read_settings
+from envpipe_megatron.integrations.levels import Level, stands_against
+from envpipe_megatron.integrations.reading import read_settings
 from envpipe_megatron.integrations.reporting import IntervalReport
 from envpipe_megatron.integrations.torch_pipelining.orders import (
     AttachError,
@@ -49,7 +49,7 @@ from envpipe_megatron.runtime.execution.stage_run import StageRun
 #: The bill tells phases apart by reports: where nobody asks for any, so many steps have one.
 _REPORT_EVERY = 10
 #: Options that do not go with a framework that sends its messages itself.
-_NOT_OFFERED = ("channel", "profile_only", "self_check")
+_WITHOUT = ("channel", "profile_only", "self_check")
 
 
 class AttachedPipeline(LeveledJob):
@@ -88,13 +88,6 @@ class AttachedPipeline(LeveledJob):
         say: Callable[[str], None] = say_line,
         **settings: object,
     ) -> None:
-        refused = [name for name in settings if name.replace("-", "_") in _NOT_OFFERED]
-        if refused:
-            raise OptionError(
-                "Options that do not go with a schedule of torch's, which sends its own messages",
-                value=refused,
-                remedy="Leave it out.",
-            )
         self._schedule = schedule
         self._stages = stages_trained_by(schedule)
         if isinstance(getattr(schedule.step, "__self__", None), AttachedPipeline):
@@ -108,9 +101,8 @@ class AttachedPipeline(LeveledJob):
         group = self._stages[0].group or dist.GroupMember.WORLD
         assert group is not None
         self._num_stages = num_stages = dist.get_world_size(group)
-        options = read_settings(
-            settings, num_stages=num_stages, on_gpu=torch.cuda.is_available(), has_levels=True
-        )
+        on_gpu = torch.cuda.is_available()
+        options = read_settings(settings, _WITHOUT, num_stages=num_stages, on_gpu=on_gpu)
         self._own, why_not = known_order(schedule)
         own, count = self._own, schedule._n_microbatches
         timeout = timeout or timeout_of(group)
@@ -144,7 +136,7 @@ class AttachedPipeline(LeveledJob):
             self._units.why_whole = {}
         self._runner = None if self._own is None else Runner(schedule, self._own)
         self._torch_step = schedule.step
-        self._begun = self._closed = self._seen = False
+        self._closed = self._seen = False
         #: Steps so far; None once somebody asks for reports.
         self._unreported: int | None = 0
         #: What was told of the last step, if that has failed.
@@ -206,7 +198,7 @@ class AttachedPipeline(LeveledJob):
             self.pause()
             return self._torch_step(*args, **kwargs)
         self._end_step()
-        self._begin_step()
+        self.begin_step()
         if not self._seen:
             return self._first_step(*args, **kwargs)
         specs, collectives = StageSpecs.alike(self._message), self.collectives
@@ -273,7 +265,8 @@ class AttachedPipeline(LeveledJob):
         followed.complete()
         if runs is None:
             self._end_step()
-            self._lower(limits_of_ranks([stands_against(order.name, Level.UNITS, why)]))
+            self.lower(limits_of_ranks([stands_against(order.name, Level.UNITS, why)]))
+            self.begin_step()
         return result
 
     def _first_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -301,37 +294,22 @@ class AttachedPipeline(LeveledJob):
                 seen=changed,
                 why_whole=why_whole,
             )
-            self._lower(limits_of_ranks(found))
+            self.lower(limits_of_ranks(found))
         why_whole = max(of_all_ranks(why_whole))
         if why_whole and self.job is not None and self.level is Level.ORDER:
             self.session.split_no_more(why_whole)
         return result
 
-    def _lower(self, found: Sequence[Limit]) -> None:
-        """Go on at a level that limits which showed by now allow; the same on every rank."""
-        if self.lower(found):
-            self.announce()
-            if self.job is None:
-                self.close()
-            else:
-                self._begin_step()
-
-    def _begin_step(self) -> None:
-        self.begin_step()
-        self._begun = True
-
     def _end_step(self) -> None:
         """The last step ends: the optimizer has stepped, or the step has failed."""
         failed, self._failed = self._failed, None
         if failed is not None:
-            self._begun = False
             failed.complete()
             super().pause()
         whole, self._whole = self._whole, None
         if whole is not None:
             whole.end_unit()
-        if self._begun:
-            self._begun = False
+        if self.in_step:
             if self._unreported is not None:
                 self._unreported += 1
                 if self._unreported % _REPORT_EVERY == 0:  # before: this step would be waited for

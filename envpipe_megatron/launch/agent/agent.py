@@ -23,8 +23,8 @@ from typing import Any, TypeVar
 
 from envpipe_megatron.formats.energy import JOB, parse_line
 from envpipe_megatron.gpu.base import GpuAddress
+from envpipe_megatron.gpu.devices import open_reader
 from envpipe_megatron.gpu.guard.messages import GuardError, peer_uid_and_pid, receive, send
-from envpipe_megatron.gpu.opening import open_reader
 from envpipe_megatron.launch.agent.collector import Collector, Uplink, holds_within
 from envpipe_megatron.launch.agent.ledger import GpuLedger, NodeLog, Reading
 from envpipe_megatron.launch.bill.bill import Bill
@@ -37,7 +37,7 @@ T = TypeVar("T")
 _TICK_S = 10.0
 _ACCEPT_AGAIN_S = 0.2
 _BACKLOG = 256
-#: For a reading of a counter, which NVML's back end gives up after three seconds.
+#: For a reading of a counter, which back ends give up after three seconds.
 _READ_S = 5.0
 
 

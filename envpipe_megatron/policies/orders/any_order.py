@@ -14,9 +14,11 @@ import numpy as np
 from scipy.optimize import linprog
 
 from envpipe_megatron.core.arrays import FloatArray
+from envpipe_megatron.core.conditions import Conditions
 from envpipe_megatron.core.kinds import SPLIT, WHOLE
+from envpipe_megatron.core.profile import Profile
 from envpipe_megatron.core.timeline import RELATIVE_TOLERANCE
-from envpipe_megatron.policies.optimal.choices import Choices
+from envpipe_megatron.policies.optimal.choices import make_choices
 from envpipe_megatron.policies.optimal.linear_program import LinearProgramError
 
 
@@ -36,12 +38,11 @@ class AnyOrder:
 
 
 def any_order(
-    choices: Choices,
-    num_stages: int,
+    profile: Profile,
+    conditions: Conditions,
     num_microbatches: int,
-    latency_s: float | tuple[float, ...],
-    tail_s: FloatArray,
     deadline_s: float,
+    floor_w: FloatArray,
     *,
     num_chunks: int = 1,
     split: bool = False,
@@ -52,7 +53,11 @@ def any_order(
     for each stage and kind, of its first chunk, the fastest unit, which stands at the ends of the
     longest chain, and the mean of the others. Even unsolved, it gives a lower bound.
     LinearProgramError: no order meets the deadline.
+
+    `floor_w`, [num_stages], is the least power at which one GPU of a stage can wait.
     """
+    choices = make_choices(profile, floor_w, conditions.gpus_by_stage)
+    num_stages, tail_s = profile.num_stages, conditions.tail_by_stage_s
     kinds = SPLIT if split else WHOLE
     parts = len(choices.units) // (num_stages * len(choices.kinds))
     units = np.array(choices.units, dtype=object).reshape(num_stages, parts, -1)
@@ -77,7 +82,7 @@ def any_order(
                 first[stage, kind] = columns, float(time_s[0])
             others[stage].append((kind, columns, multiple, multiple * float(time_s[0])))
             mean[stage, part, kind] = columns
-    hops = np.broadcast_to(np.asarray(latency_s, dtype=np.float64), (num_stages - 1,))
+    hops = np.array(conditions.latency_s)
     rows, chains_s = [], []
     for stage in range(num_stages):
         way_s = float(hops[:stage].sum())

@@ -29,7 +29,7 @@ from envpipe_megatron.core.profile import Profile
 from envpipe_megatron.core.profile_rows import ProfileError
 from envpipe_megatron.core.schedule import Schedule
 from envpipe_megatron.core.timeline import RELATIVE_TOLERANCE
-from envpipe_megatron.policies.optimal.choices import make_choices, waiting_floor_w
+from envpipe_megatron.policies.optimal.choices import waiting_floor_w
 from envpipe_megatron.policies.optimal.linear_program import LinearProgramError
 from envpipe_megatron.policies.optimal.optimizer import (
     Optimizer,
@@ -191,16 +191,11 @@ class OrderSearch:
 
     def any_order_bound_j(self, or_at_s: float = 0.0) -> float:
         """What no order and no frequencies can go below at the deadline or a later one, J."""
-        conditions = self._conditions
-        powers = waiting_floor_w(self._profile, conditions, self._parking)
-        return any_order(
-            make_choices(self._profile, powers, conditions.gpus_by_stage),
-            self._profile.num_stages,
-            self.num_microbatches,
-            conditions.latency_s,
-            conditions.tail_by_stage_s,
-            max(self._deadline_s, or_at_s),
-        ).energy_lower_bound_j
+        profile, conditions = self._profile, self._conditions
+        floor_w = waiting_floor_w(profile, conditions, self._parking)
+        deadline_s = max(self._deadline_s, or_at_s)
+        job = profile, conditions, self.num_microbatches, deadline_s, floor_w
+        return any_order(*job).energy_lower_bound_j
 
     def optimizer(self, extra_forwards: Extra, microbatches: int | None = None) -> Optimizer:
         """The optimizer of an order of the job, or of that with so many microbatches."""

@@ -26,7 +26,7 @@ from envpipe_megatron.core.profile import Profile
 from envpipe_megatron.core.profile_rows import ProfileRow
 from envpipe_megatron.core.schedule import Placement, Schedule
 from envpipe_megatron.core.timeline import RELATIVE_TOLERANCE
-from envpipe_megatron.policies.optimal.choices import make_choices, waiting_floor_w
+from envpipe_megatron.policies.optimal.choices import waiting_floor_w
 from envpipe_megatron.policies.optimal.linear_program import LinearProgramError
 from envpipe_megatron.policies.optimal.optimizer import Optimizer, iteration_time_s
 from envpipe_megatron.policies.orders.any_order import AnyOrder, any_order
@@ -167,16 +167,8 @@ class FamilySearch:
     def _limit(self, profile: Profile, deadline_s: float) -> AnyOrder:
         own, conditions = self._own, self._conditions
         floor_w = waiting_floor_w(self._profile, conditions, self._parking)
-        return any_order(
-            make_choices(profile, floor_w, conditions.gpus_by_stage),
-            own.num_stages,
-            own.num_microbatches,
-            conditions.latency_s,
-            conditions.tail_by_stage_s,
-            deadline_s,
-            num_chunks=own.num_chunks,
-            split=self.family.split,
-        )
+        job = profile, conditions, own.num_microbatches, deadline_s, floor_w
+        return any_order(*job, num_chunks=own.num_chunks, split=self.family.split)
 
     def _orders(self, max_in_flight: Sequence[int] | None) -> list[Schedule]:
         """Orders that may be the best of those that split all backwards or none."""

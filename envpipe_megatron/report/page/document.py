@@ -16,11 +16,11 @@ from markupsafe import Markup
 from envpipe_megatron import __version__
 from envpipe_megatron.report.charts import View
 from envpipe_megatron.report.facts import ReportFacts
-from envpipe_megatron.report.page.plots import draw
-from envpipe_megatron.report.page.timelines import (
+from envpipe_megatron.report.page.plots import (
     AFTER,
     BEFORE,
     colourings,
+    draw,
     timeline_figures,
 )
 from envpipe_megatron.report.run_folder import RunFolder
@@ -70,14 +70,9 @@ def page_text(
 
 
 def tables_page(title: str, marks: Sequence[str], sections: Sequence[Section], command: str) -> str:
-    """A page of tables alone, made by one of EnvPipe's commands; `marks` stand above them."""
+    """A page of tables only, made by one of EnvPipe's commands; `marks` are above them."""
     return _rendered(
-        title=title,
-        tiles=(),
-        marks=marks,
-        views=(),
-        sections=sections,
-        command=command,
+        title=title, tiles=(), marks=marks, views=(), sections=sections, command=command
     )
 
 
@@ -105,7 +100,7 @@ def _tiles(facts: ReportFacts) -> Iterator[tuple[str, str]]:
         yield f"against {facts.baseline.name}", str(facts.compared)
     for step in filter(None, (facts.baseline, facts.steady)):
         joules = "" if step.energy_j is None else f", {step.energy_j:.5g} J"
-        yield step.name, f"{step.time_s:.4g} s{joules} an iteration"
+        yield step.name, f"{step.mean.time_s:.4g} s{joules} an iteration"
 
 
 def _block(view: View) -> _Block:

@@ -11,11 +11,9 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any, Protocol
 
-import pynvml
 import torch
 
-from envpipe_megatron.gpu.backends.nvml_library import call_gpu
-from envpipe_megatron.gpu.devices import uid_of_cuda_device
+from envpipe_megatron.gpu.devices import are_near, uid_of_cuda_device
 from envpipe_megatron.runtime.channel.carrier import ChannelError, first_line
 from envpipe_megatron.runtime.channel.flag_page import MASK, FlagPage, Word
 from envpipe_megatron.runtime.channel.puts import GRACE_S
@@ -34,8 +32,6 @@ _PEER_ACCESS = _NON_BLOCKING = 1
 #: Smaller memory would lie in a block with other memory, which its handle would share, too.
 _WHOLE_BYTES = 2 * 2**20
 _STDERR = 2
-#: How far apart two GPUs may be by NCCL_P2P_LEVEL, in NVML's numbers; others ask for NVLink.
-_FURTHEST = {"PIX": 10, "1": 10, "PXB": 20, "2": 20, "PHB": 30, "3": 30}
 _ANY_DISTANCE = ("", "SYS", "4", "5")
 
 
@@ -53,11 +49,6 @@ def obstacle() -> str | None:
         return f"NCCL_P2P_DISABLE={disabled}"
     if level in ("LOC", "0"):
         return f"NCCL_P2P_LEVEL={level}"
-    return no_driver()
-
-
-def no_driver() -> str | None:
-    """Why streams of this process have no words in memory; None if nothing speaks against."""
     if driver is None:
         return "the package cuda-bindings is missing (pip install 'envpipe-megatron[put]')"
     return None
@@ -74,27 +65,25 @@ def check_distance(own_uuid: str, other_uuid: str) -> None:
     if level in _ANY_DISTANCE:
         return
     own, other = (uid_of_cuda_device(uuid) for uuid in (own_uuid, other_uuid))
-
-    def is_near(handle: Any) -> bool:
-        two = handle, pynvml.nvmlDeviceGetHandleByUUID(other)
-        nvlink = pynvml.nvmlDeviceGetP2PStatus(*two, pynvml.NVML_P2P_CAPS_INDEX_NVLINK)
-        distance = pynvml.nvmlDeviceGetTopologyCommonAncestor(*two)
-        return bool(nvlink == pynvml.NVML_P2P_STATUS_OK or distance <= _FURTHEST.get(level, -1))
-
-    if not call_gpu(own, "read the topology", is_near):
+    if not are_near(own, other, level):
         raise ChannelError(f"NCCL_P2P_LEVEL={level}, and these GPUs are further apart")
 
 
 def register(page: Page) -> int:
     """Let streams use a page's memory, until it is gone; its address for them.
 
-    RuntimeError: the driver refuses.
+    By ctypes: clocks need no `cuda-bindings`. RuntimeError: the driver refuses, or is too old.
     """
     torch.cuda.current_stream().synchronize()  # the driver needs torch's context
-    _call(driver.cuMemHostRegister, page.address, page.num_bytes, _REGISTER_FLAGS)
+    address, device = ctypes.c_void_p(page.address), ctypes.c_uint64()
+    num_bytes, flags = ctypes.c_size_t(page.num_bytes), ctypes.c_uint(_REGISTER_FLAGS)
+    _succeeds("cuMemHostRegister_v2", _function("cuMemHostRegister_v2")(address, num_bytes, flags))
     # What is mapped there later is else taken for this memory, in copies to the GPU too.
-    weakref.finalize(page, driver.cuMemHostUnregister, page.address).atexit = False
-    return int(_call(driver.cuMemHostGetDevicePointer, page.address, 0))
+    weakref.finalize(page, _function("cuMemHostUnregister"), address).atexit = False
+    get_pointer = _function("cuMemHostGetDevicePointer_v2")
+    status = get_pointer(ctypes.byref(device), address, ctypes.c_uint(0))
+    _succeeds("cuMemHostGetDevicePointer_v2", status)
+    return device.value
 
 
 def counter_in_stream(page: Page) -> Callable[[int, int], None]:
@@ -106,16 +95,13 @@ def counter_in_stream(page: Page) -> Callable[[int, int], None]:
     RuntimeError, from both: the driver refuses, or is too old.
     """
     address, device = register(page), torch.cuda.current_device()
-    try:
-        write = _library().cuStreamWriteValue32_v2
-    except (OSError, AttributeError) as error:
-        raise RuntimeError(f"no cuStreamWriteValue32: {error}") from error
+    write = _function("cuStreamWriteValue32_v2")
     write.argtypes = ctypes.c_void_p, ctypes.c_uint64, ctypes.c_uint32, ctypes.c_uint
 
     def count(offset: int, number: int) -> None:
         status = write(_current_handle(device), address + offset, number, _WRITE_DEFAULT)
         if status != 0:
-            raise RuntimeError(f"cuStreamWriteValue32: error {status} of CUDA")
+            _succeeds("cuStreamWriteValue32", status)
 
     return count
 
@@ -125,9 +111,17 @@ def _current_handle(device: int) -> int:
     return torch._C._cuda_getCurrentRawStream(device)
 
 
-def _library() -> ctypes.CDLL:
-    """The driver's, which torch has loaded."""
-    return ctypes.CDLL("libcuda.so.1")
+def _function(name: str) -> Any:
+    """One of the driver's, which torch has loaded; RuntimeError: it has none."""
+    try:
+        return getattr(ctypes.CDLL("libcuda.so.1"), name)
+    except (OSError, AttributeError) as error:
+        raise RuntimeError(f"no {name}: {error}") from error
+
+
+def _succeeds(name: str, status: int) -> None:
+    if status != 0:
+        raise RuntimeError(f"{name}: error {status} of CUDA")
 
 
 class CudaDevice:

@@ -10,8 +10,6 @@ as long as they do in the end is when the new clock runs.
 from __future__ import annotations
 
 import itertools
-import os
-import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -24,7 +22,6 @@ from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.gpu.base import Gpu, nearest_frequencies
 from envpipe_megatron.gpu.clock.controller import spread
 from envpipe_megatron.gpu.emulated.emulated_gpu import EmulatedGpu
-from envpipe_megatron.gpu.guard.hold import GuardEvent, hold_gpu
 
 #: Shares of the highest clock that are measured where no clocks are named.
 _USUAL_SHARES = (1.0, 0.75, 0.5)
@@ -43,6 +40,10 @@ _CLOSE_OF_TIME = 0.01
 _VISIBLE = 0.03
 #: The driver may show a clock one step of its table off.
 _STEP_MHZ = 15
+
+
+#: When the driver was called, and when it returned, on the monotonic clock, s.
+Instants = tuple[float, float]
 
 
 class ClockLatencyError(EnvPipeError):
@@ -66,7 +67,7 @@ class Trace:
 class KernelTimer(Protocol):
     """Runs short kernels of equal work, whose time follows the SM clock."""
 
-    def trace(self, call: Callable[[], None], look: Callable[[], int]) -> Trace:
+    def trace(self, call: Callable[[], Instants], look: Callable[[], int]) -> Trace:
         """Run `KERNELS` kernels, and call when `LEAD` of them have ended."""
 
 
@@ -86,9 +87,9 @@ def measure_latency(
 ) -> dict[str, Any]:
     """Change the clock between every two of some clocks, down and up, for a profile's sidecar.
 
-    A guard holds the GPU meanwhile, so the clock is reset at the end in any case. Raises GpuError
-    if the back end fails or refuses, a clock is not supported, a job holds the GPU, or there can be
-    no guard; ClockLatencyError for fewer than two clocks, or a guard that ended in the middle.
+    Clocks are set as a job's, by a guard, so the clock is reset at the end in any case. Raises
+    GpuError if a clock is not supported, a job holds the GPU, or there can be no guard;
+    ClockLatencyError for fewer than two clocks, a back end that fails, or a guard that has ended.
 
     Args:
         repeats: changes for each ordered pair.
@@ -99,36 +100,41 @@ def measure_latency(
             `spread` of each value of `analyse`, `frequency_change_s` the median settling of the
             slowest pair, None if no change was seen.
     """
+    # It imports torch, which takes long: commands that only name this module do without.
+    from envpipe_megatron.runtime.clocks.rank_clock import ClockKind, RankClock
+
     clocks = _checked(gpu, clocks_mhz)
-    guard_ended = threading.Event()
-    locking = threading.Lock()
 
-    def on_event(event: GuardEvent) -> None:
-        if event is not GuardEvent.WAS_RESET:
-            with locking:  # when this returns, nothing is locked any more
-                guard_ended.set()
+    def check() -> None:
+        if clock.error is not None:
+            raise ClockLatencyError(
+                f"The clock of {gpu.name} cannot be changed any more: {clock.error}",
+                remedy="Measure again.",
+            )
 
-    def lock(frequency_mhz: int) -> None:
-        with locking:
-            if guard_ended.is_set():
-                raise ClockLatencyError(
-                    "The guard has ended, so no clock is locked any more",
-                    remedy="Measure again.",
-                )
-            gpu.lock_frequency(frequency_mhz)
+    def lock(frequency_mhz: int) -> Instants:
+        clock.request(frequency_mhz)
+        clock.wait_idle()
+        check()
+        return clock.page.last_call_s
 
     def change(to_mhz: int, *needed: str) -> dict[str, float | None]:
         """Change the clock and watch until these values were seen, at most `LONGEST_S`."""
-        traces = [timer.trace(lambda: lock(to_mhz), lambda: gpu.observed_frequency_mhz)]
+
+        def look() -> int:
+            return gpu.observed_frequency_mhz
+
+        traces = [timer.trace(lambda: lock(to_mhz), look)]
         while True:
-            traces.append(timer.trace(lambda: None, lambda: gpu.observed_frequency_mhz))
+            traces.append(timer.trace(lambda: clock.page.last_call_s, look))
             found = analyse(traces, to_mhz)
             watched_s = traces[-1].kernels_s[-1][1] - traces[0].called_s
             if watched_s > LONGEST_S or all(found[name] is not None for name in needed):
                 return found
 
     changes: dict[tuple[int, int], list[dict[str, float | None]]] = {}
-    hold = hold_gpu(gpu.address, f"measure-latency-{os.getpid()}", on_event=on_event)
+    clock = RankClock(gpu, ClockKind.of(gpu))
+    clock.repeats = True  # the first change of a pair may be to the clock that is set
     try:
         for high, low in itertools.combinations(clocks, 2):
             say(f"between {high} and {low} MHz")
@@ -138,10 +144,8 @@ def measure_latency(
                 down.append(change(low, "settling_s", "shown_s"))
                 up.append(change(high, "settling_s", "shown_s"))
     finally:
-        try:
-            gpu.reset_frequency()
-        finally:
-            hold.release()
+        clock.close()
+    check()
     return summarise(gpu.name, changes)
 
 
@@ -225,7 +229,7 @@ class EmulatedKernelTimer:
         self._kernel_s = kernel_s
         gpu.anchor(None)  # the wall clock means nothing here
 
-    def trace(self, call: Callable[[], None], look: Callable[[], int]) -> Trace:
+    def trace(self, call: Callable[[], Instants], look: Callable[[], int]) -> Trace:
         """Run the kernels one by one, looking at the clock after each."""
         kernels = [self._run() for _ in range(LEAD)]
         called_s = self._gpu.committed_end_s()
@@ -237,8 +241,7 @@ class EmulatedKernelTimer:
         return Trace(called_s, called_s, kernels, looks)
 
     def _run(self) -> tuple[float, float]:
-        run = self._gpu.run_unit("forward", self._kernel_s, ready_s=0.0)
-        return run.start_s, run.end_s
+        return self._gpu.run_unit("forward", self._kernel_s, ready_s=0.0)
 
 
 class CudaKernelTimer:
@@ -255,11 +258,12 @@ class CudaKernelTimer:
         import torch  # the rest of this module needs none
 
         self._cuda: Any = torch.cuda
+        self._beside = self._cuda.Stream()
         self._base = self._cuda.Event(enable_timing=True)
         self._events = [self._cuda.Event(enable_timing=True) for _ in range(KERNELS + 1)]
         self._spin()  # loads the kernel
 
-    def trace(self, call: Callable[[], None], look: Callable[[], int]) -> Trace:
+    def trace(self, call: Callable[[], Instants], look: Callable[[], int]) -> Trace:
         """Launch all kernels, call while they run, and look at the clock until they have ended."""
         self._cuda.synchronize()
         self._base.record()
@@ -268,9 +272,8 @@ class CudaKernelTimer:
         base_s = time.monotonic()
         self._spin()
         self._events[LEAD].synchronize()
-        called_s = time.monotonic()
-        call()
-        returned_s = time.monotonic()
+        with self._cuda.stream(self._beside):  # the call comes behind what the stream holds
+            called_s, returned_s = call()
         looks = []
         while not self._events[-1].query():
             mhz = look()

@@ -1,18 +1,30 @@
-"""A rank's GPU, under a back end that all ranks can use, and its clock: control, hold and watch."""
+"""A rank's GPU, under a back end that all ranks can use, and its clock: requests, hold and watch.
+
+A request that wakes a thread of this process hands Python's lock over and gets it back, and where
+the host has no lead over the GPU, each unit is that much longer. Here a request is a store in a
+page, and a word there that the stream counts up behind the unit before. Where units run on no
+stream they have ended when their Python has, and the host counts.
+"""
 
 from __future__ import annotations
 
+import enum
+import json
 import logging
 import math
 import os
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
 from typing import Any
 
+import torch
+
 from envpipe_megatron.gpu.base import ClockState, DryRunGpu, Gpu, GpuError, ReadOnlyGpu
-from envpipe_megatron.gpu.clock.controller import ClockController
-from envpipe_megatron.gpu.clock.page import ClockPage
+from envpipe_megatron.gpu.clock.controller import PageController, spread
+from envpipe_megatron.gpu.clock.page import BEGUN, DUE, ClockPage
 from envpipe_megatron.gpu.control import (
     ChosenControl,
     beside_power_profiles,
@@ -20,178 +32,292 @@ from envpipe_megatron.gpu.control import (
     given_up,
     open_controlled,
 )
-from envpipe_megatron.gpu.guard.hold import GuardEvent, Hold, hold_gpu
+from envpipe_megatron.gpu.guard.hold import Hold, hold_gpu
 from envpipe_megatron.gpu.guard.messages import AGENT_VARIABLE, GuardError
 from envpipe_megatron.gpu.guard.resetting import that_can_be_undone
 from envpipe_megatron.gpu.site import SiteConfig, read_site
 from envpipe_megatron.runtime.channel.collectives import Collectives
-from envpipe_megatron.runtime.clocks.served import Clock, Count, ServedClock, count_by_stream
+from envpipe_megatron.runtime.channel.cuda_device import counter_in_stream
 from envpipe_megatron.runtime.clocks.watch import ClockWatch
-from envpipe_megatron.runtime.execution.executor import same_device
+from envpipe_megatron.runtime.execution.executor import Later
 
 logger = logging.getLogger(__name__)
 
+#: How often one who waits for the guard looks, and how long at most at the end, s.
+_LOOK_S, _LAST_ANSWER_S = 2e-4, 2.0
+
+#: What streams may still write to, whatever has ended here.
+_pages: list[ClockPage] = []
+
+
+class ClockKind(enum.Enum):
+    """How the clock of a rank's GPU is set: requests go into a page, which somebody serves.
+
+    Attributes:
+        REAL: a guard serves it, and gives the clock back whatever ends the rank. No rank changes a
+            clock where a GPU cannot be held.
+        DRY_RUN: the same, and nothing is changed: a job takes what it would take with clocks.
+        EMULATED: the rank serves it, at each request: emulated time must not depend on when another
+            process gets to it, and there is nothing to guard. Starting a guard takes 0.1 to 0.2 s
+            of a core, and tests make hundreds of such ranks.
+        READ_ONLY: nobody serves it.
+    """
+
+    REAL = "real"
+    DRY_RUN = "dry run"
+    EMULATED = "emulated"
+    READ_ONLY = "read only"
+
+    @classmethod
+    def of(cls, gpu: Gpu) -> ClockKind:
+        """Return the kind of a GPU; an emulated node with an agent has guards, as a real one."""
+        if gpu.read_only:
+            return cls.READ_ONLY
+        if gpu.address.backend == DryRunGpu.backend:
+            return cls.DRY_RUN
+        if gpu.drives_hardware or AGENT_VARIABLE in os.environ:
+            return cls.REAL
+        return cls.EMULATED
+
+    @property
+    def is_guarded(self) -> bool:
+        """True if a guard serves the page."""
+        return self in (ClockKind.REAL, ClockKind.DRY_RUN)
+
+
+class _Here:
+    """Serves a page in the rank, in a guard's place."""
+
+    def __init__(self, gpu: Gpu, page: ClockPage) -> None:
+        self._gpu, self._page, self._pid = gpu, page, os.getpid()
+        self._controller = PageController(gpu, page)
+        self.serve = self._controller.serve
+        #: When the last call began that was undone.
+        self._undone_s = -math.inf
+
+    def count(self, where: int, number: int) -> None:
+        """Note that what a request waits for has ended, and serve it."""
+        self._page.count(where, number)
+        self.serve()
+
+    def release(self) -> None:
+        """Reset the clock, if it was set. Raises GpuError."""
+        called_s, _ = self._page.last_call_s
+        if os.getpid() == self._pid and called_s > self._undone_s:
+            self._gpu.reset_frequency()
+            self._undone_s = called_s
+            self._controller.close()
+
+
+def count_by_stream(page: ClockPage) -> Callable[[int, int], None]:
+    """Return what has the current stream count a word up; GpuError if it cannot."""
+    try:
+        count = counter_in_stream(page)
+        _pages.append(page)
+        count(DUE, 0)
+        torch.cuda.current_stream().synchronize()
+    except RuntimeError as refused:
+        raise GpuError(
+            f"A stream of this GPU can mark no unit: {refused}",
+            remedy="Clocks stay at their default. A newer driver can",
+        ) from refused
+    return count
+
 
 class RankClock:
-    """The clock of a rank's GPU, which is reset whatever ends the rank.
+    """The clock of a rank's GPU: asked for by a page, and reset whatever ends the rank.
 
     A real GPU gets a guard before its first lock, and its clock is looked at twice a second; one
     that is opened for reading alone is only watched. Control ends before the right to it does, as a
-    token for zeusd has an end. Where the GPU's streams can count in memory,
-    the guard sets the clock, and else a thread of this process; a dry run does as the GPU would,
-    if nobody holds it.
+    token for zeusd has an end.
 
     Args:
-        guarded: by default whether the GPU is real, or emulated on a node with an agent.
-        count_by: what counts in a page, or None if nothing can; by default the current stream does
-            for a GPU that is not emulated.
+        min_dwell_s: least time between two changes; see `ClockPage.create`.
+        on_sample: see `ClockWatch`.
 
-    Raises GpuError if another job holds the GPU, or no guard could be had.
+    Attributes:
+        waits: whether requests wait for units that an executor has timed; else for what the stream
+            holds.
+        repeats: whether clocks are asked for at each request, even if it is for the same one.
+
+    Raises GpuError if another job holds the GPU, no guard could be had, or the GPU's streams cannot
+    say when a unit has ended.
     """
 
     def __init__(
         self,
         gpu: Gpu,
+        kind: ClockKind,
         min_dwell_s: float = 0.0,
         *,
-        relock: bool = False,
-        guarded: bool | None = None,
         on_sample: Callable[[float, ClockState], None] = lambda time_s, state: None,
-        count_by: Callable[[ClockPage], Count | None] | None = None,
     ) -> None:
         self._gpu = gpu
-        self.controller: Clock
-        self._hold: Hold | None = None
+        self.repeats = False
+        self._asked_mhz: int | None = None
+        self._error: Exception | None = None
+        self._pid = os.getpid()
+        self._hold: Hold | _Here | None = None
         self._watch: ClockWatch | None = None
         self._ending: threading.Timer | None = None
-        as_if_real = guarded is None and gpu.address.backend == DryRunGpu.backend
-        if guarded is None or gpu.read_only:
-            on_agents_node = AGENT_VARIABLE in os.environ
-            guarded = gpu.drives_hardware or (gpu.changes_clock and on_agents_node)
-        if count_by is None and not gpu.is_emulated:
-            count_by = count_by_stream
-        served = None
-        if (guarded or as_if_real) and count_by is not None:
-            served = self._hold_served(min_dwell_s, relock, count_by, must=guarded)
-        self.controller = served or ClockController(
-            gpu, min_dwell_s, relock=relock, on_start=same_device()
-        )
         try:
-            if guarded and self._hold is None:
-                self._hold = hold_gpu(gpu.address, on_event=self._hear)
-            if guarded and (end_s := gpu.control_ends_s()) < math.inf:
+            self.page = page = ClockPage.create(min_dwell_s, shared=kind.is_guarded)
+        except OSError as error:
+            raise GpuError(
+                f"There is no memory to share with a guard: {error}",
+                value="/dev/shm",
+                remedy="Give the job, or its container, half a MiB for each rank",
+            ) from error
+        self.waits = not (kind.is_guarded and torch.cuda.is_available())
+        self._look: Callable[[], object] = partial(time.sleep, _LOOK_S)
+        try:
+            self._count = page.count if self.waits else count_by_stream(page)
+            if kind.is_guarded:
+                self._hold = hold_gpu(gpu.address, on_end=self._guard_ended, page=page)
+        finally:
+            page.close_file()
+        if kind is ClockKind.EMULATED:
+            self._hold = here = _Here(gpu, page)
+            self._count, self._look = here.count, here.serve
+        if kind is ClockKind.READ_ONLY:
+            page.end()
+        try:
+            if (end_s := gpu.control_ends_s()) < math.inf:
                 left_s = min(max(0.0, end_s - time.time()), threading.TIMEOUT_MAX)
                 self._ending = threading.Timer(left_s, self._end)
                 self._ending.daemon = True
                 self._ending.start()
             if gpu.drives_hardware or gpu.read_only:
-                self._watch = ClockWatch(
-                    gpu,
-                    lambda: self.controller.last_change_s,
-                    on_sample=on_sample,
-                    requested_mhz=None if served is None else lambda: served.page.set_mhz,
-                )
+                self._watch = ClockWatch(gpu, page, on_sample)
         except BaseException:
+            page.end()  # nobody waits for an answer
             self.close()
             raise
 
-    def _hold_served(
-        self,
-        min_dwell_s: float,
-        relock: bool,
-        count_by: Callable[[ClockPage], Count | None],
-        *,
-        must: bool,
-    ) -> ServedClock | None:
-        try:
-            page = ClockPage.create(min_dwell_s, relock=relock)
-        except OSError as error:
-            logger.info("Clocks are set by a thread of this process: %s", error)
-            return None
-        try:
-            count = count_by(page)
-            if count is None:
-                return None
-            served = self.controller = ServedClock(self._gpu, page, count)
-            self._hold = hold_gpu(self._gpu.address, on_event=self._hear, page=page)
-        except GpuError:
-            if must:
-                raise
-            return None
-        finally:
-            page.close_file()
-        return served
+    def request(self, frequency_mhz: int, later: Later | None = None) -> None:
+        """Set the clock once the GPU has come to here, or as `later` says; returns at once.
+
+        Here is behind all that the current stream holds. Called by one thread.
+        """
+        # Whether the guard has failed is seen by whoever asks for `error`, in each iteration.
+        if (frequency_mhz == self._asked_mhz and not self.repeats) or self._error is not None:
+            return
+        self._asked_mhz = frequency_mhz
+        number = self.page.ask(frequency_mhz, later.delay_s if later else 0.0)
+        if number is None:
+            self.stop(GpuError("The guard takes no requests", remedy="See its log"))
+            return
+        self._mark(DUE, number)
+        if later is not None:
+            later.on_begin = partial(self._mark, BEGUN, number)
+
+    def wait_idle(self) -> None:
+        """Return when every request made so far has been applied, held back, or given up."""
+        self._wait_idle(math.inf)
+
+    def stop(self, error: Exception) -> None:
+        """Give up control for this reason: nothing is locked any more, and the guard resets."""
+        if os.getpid() != self._pid:
+            return
+        self.page.end()
+        if self.error is None:
+            self._error = error
+            logger.error("Clock control of %s stops, training goes on: %s", self._gpu.name, error)
 
     def close(self) -> None:
-        """Reset the clock, and tell the guard; safe to call twice. What fails is logged."""
+        """Set no clock from here on, and have it reset; what fails is logged.
+
+        A GPU that does not come to its last request, and a guard that hangs, are left after a
+        while. Safe to call twice. In a forked child nothing happens.
+        """
+        if os.getpid() != self._pid:
+            return
         if self._ending is not None:
             self._ending.cancel()
-        self.controller.close()
-        try:
-            self._release()
-        except GpuError as error:
-            self.controller.error = self.controller.error or error
-            logger.error("%s", error)
+        self._wait_idle(_LAST_ANSWER_S)
+        self.page.end()
+        self._release()
         if self._watch is not None:
             self._watch.close()
 
+    @property
+    def error(self) -> Exception | None:
+        """Why no clock is set any more, as the rank or the guard knows it."""
+        if self._error is None and (failure := self.page.failure) is not None:
+            self._error = GpuError(failure)
+            logger.error(
+                "Clock control of %s stopped, training goes on: %s", self._gpu.name, self._error
+            )
+        return self._error
+
     def problems(self) -> tuple[str, ...]:
         """Say what was wrong with the clock since the last call; empty if nothing was."""
-        if self.controller.error is not None:
-            return (str(self.controller.error),)
+        if self.error is not None:
+            return (str(self.error),)
         held = self._watch.held_back() if self._watch is not None else ""
         return (held,) if held else ()
 
     def summary(self) -> dict[str, Any]:
-        """Return the controller's summary, with the watch's as `followed`.
+        """Return how many changes were made and how fast, by `PageController`, and what was seen.
 
-        `set_by` is "guard" or "rank", whose process sets the clock.
+        While the job runs, changes are as of the call before; a guard whose rank was silent counts
+        from 0 again. `followed` is the watch's summary.
         """
+        if not self.page.is_over:
+            self.page.ask(0)
+        said: dict[str, Any] = {}
+        with suppress(ValueError):  # the guard has said nothing, or just says it
+            said = json.loads(self.page.summary)
+        none = spread(())
         return {
             "backend": self._gpu.address.backend,
-            "set_by": "guard" if isinstance(self.controller, ServedClock) else "rank",
-            **self.controller.summary(),
+            "changes": 0,
+            "coalesced": 0,
+            "wake_to_lock_s": none,
+            "lock_call_s": none,
+            **said,
+            "error": None if self.error is None else str(self.error),
             "followed": None if self._watch is None else self._watch.summary(),
         }
 
+    def _wait_idle(self, limit_s: float) -> None:
+        question = self.page.ask(0)  # none where too many wait, which nobody serves
+        until_s = time.monotonic() + limit_s
+        while question is not None and self.error is None and not self.page.is_over:
+            if self.page.is_answered(question) or time.monotonic() >= until_s:
+                return
+            self._look()
+
+    def _mark(self, where: int, number: int) -> None:
+        try:
+            self._count(where, number)
+        except RuntimeError as refused:
+            self.stop(GpuError(f"A stream can mark no unit: {refused}"))
+
     def _release(self) -> None:
-        if self._hold is None:
-            return
-        if self.controller.in_driver:
-            # The lock may still come, and a guard that has got the release would not undo it.
-            logger.error(
-                "A call that locks the clock of %s does not return: the guard resets the clock "
-                "when this process has ended",
-                self._gpu.name,
-            )
-            return
-        self._hold.release(late=self.controller.error is not None)
+        try:
+            if self._hold is not None:
+                self._hold.release()
+        except GpuError as error:
+            self._error = self.error or error
+            logger.error("%s", error)
 
     def _end(self) -> None:
-        self.controller.stop(
+        self.stop(
             GpuError(
                 "The right to change clocks ends soon",
                 remedy="The clock stays at its default; give a job a token that outlives it",
             )
         )
-        try:
-            self._release()
-        except GpuError as error:
-            logger.error("%s", error)
+        self._release()
 
-    def _hear(self, event: GuardEvent) -> None:
-        if event is GuardEvent.WAS_RESET:
-            self.controller.forget()
-            return
-        reason = "is gone" if event is GuardEvent.LOST else "was told to end the job"
-        self.controller.stop(
+    def _guard_ended(self) -> None:
+        self.stop(
             GuardError(
-                f"The guard of this GPU's clock {reason}",
+                "The guard of this GPU's clock has ended",
                 remedy="The clock is at its default from here on; see the guard's log",
             )
         )
-        if event is GuardEvent.STOP:
-            self._release()
 
 
 def hold_everywhere(

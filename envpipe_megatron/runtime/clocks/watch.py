@@ -18,6 +18,7 @@ from typing import Any
 
 from envpipe_megatron.formats.timeline import IDLE
 from envpipe_megatron.gpu.base import ClockState, Gpu, PowerState
+from envpipe_megatron.gpu.clock.page import ClockPage
 
 #: Steps of NVIDIA's clock tables are 15 MHz at most; the clock seen may be one off.
 _TOLERANCE_MHZ = 15
@@ -29,6 +30,12 @@ _WARN_SAMPLES = 10
 _RECENT = 64
 #: So many states of power profiles and limits are kept, and so many named in a warning.
 _MOST_POWER_STATES, _MOST_SAID = 50, 3
+#: How often to look, s: a look may take milliseconds, and each samples one instant; and how often a
+#: look takes in power profiles and limits.
+_PERIOD_S, _POWER_PERIOD_S = 0.5, 10.0
+#: How long after a change the clock is not judged, s. Where units are shorter than that, and each
+#: changes the clock, nothing is left to judge.
+_SETTLING_S = 0.03
 #: How long to wait for a look that is under way: a driver may hang.
 _JOIN_S = 1.0
 
@@ -37,32 +44,18 @@ class ClockWatch:
     """Looks at one GPU's clock from the moment it is made until `close`. Not for a dry run.
 
     Args:
-        last_change_s: returns the controller's `last_change_s`; called on another thread.
-        settling_s: how long after a change the clock is not judged. Where units are shorter than
-            that, and each changes the clock, nothing is left to judge: give the GPU's own
-            `frequency_change_s` if it is known.
-        period_s: how often to look. A look may take milliseconds, and each samples one instant.
+        page: by which the clock is asked for and set, in another process.
         on_sample: called after each look, on the watch's thread: its instant, and what was seen.
-        power_period_s: how often a look takes in power profiles and limits.
-        requested_mhz: of the process that sets the clock; by default it is this one.
     """
 
     def __init__(
         self,
         gpu: Gpu,
-        last_change_s: Callable[[], float],
-        settling_s: float = 0.03,
-        period_s: float = 0.5,
+        page: ClockPage,
         on_sample: Callable[[float, ClockState], None] = lambda time_s, state: None,
-        power_period_s: float = 10.0,
-        requested_mhz: Callable[[], int | None] | None = None,
     ) -> None:
-        self._requested_mhz = requested_mhz
-        self._gpu = gpu
+        self._gpu, self._page = gpu, page
         self._on_sample = on_sample
-        self._last_change_s = last_change_s
-        self._settling_s = settling_s
-        self._period_s = period_s
         self._lock = threading.Lock()
         #: Samples that are judged, by requested and observed clock in MHz, and the others by why.
         self._judged: defaultdict[int, Counter[int]] = defaultdict(Counter)
@@ -72,7 +65,6 @@ class ClockWatch:
         #: Of each judged look, what held the clock below its request; None if nothing did.
         self._recent: deque[tuple[str, ...] | None] = deque(maxlen=_RECENT)
         self._power_limits_w: set[float] = set()
-        self._power_period_s = power_period_s
         self._begin_s = self._power_due_s = time.monotonic()
         #: When power profiles and limits were seen to be others, in s from the begin, and the last.
         self._power: list[tuple[float, PowerState]] = []
@@ -86,22 +78,20 @@ class ClockWatch:
 
     def sample(self) -> None:
         """Look once, now. A failure of the back end is counted, and the first is kept."""
-        before_s, begin_s = self._last_change_s(), time.monotonic()
+        before_s, begin_s = self._page.last_change_s, time.monotonic()
         try:
-            state = self._gpu.clock_state()
-            if self._requested_mhz is not None:
-                state = replace(state, requested_mhz=self._requested_mhz())
+            state = replace(self._gpu.clock_state(), requested_mhz=self._page.set_mhz)
         except Exception as error:  # a driver may fail in any way; training must go on
             with self._lock:
                 self.error = self.error or error
                 self._not_judged["failed"] += 1
             return
-        settled = self._last_change_s() == before_s and begin_s - before_s >= self._settling_s
+        settled = self._page.last_change_s == before_s and begin_s - before_s >= _SETTLING_S
         with self._lock:
             self._count(state, settled)
         self._on_sample(begin_s, state)
         if begin_s >= self._power_due_s:
-            self._power_due_s = begin_s + self._power_period_s
+            self._power_due_s = begin_s + _POWER_PERIOD_S
             self._look_at_power(begin_s)
 
     def held_back(self) -> str:
@@ -172,7 +162,7 @@ class ClockWatch:
     def _run(self) -> None:
         while True:
             with suppress(Empty):
-                self._stop.get(timeout=self._period_s)
+                self._stop.get(timeout=_PERIOD_S)
                 return
             self.sample()
 

@@ -25,7 +25,6 @@ from envpipe_megatron.core.arrays import FloatArray
 from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.gpu.base import EnergyReading, Gpu, GpuError
 from envpipe_megatron.gpu.energy_reader import EnergyReader, ReaderGoneError
-from envpipe_megatron.gpu.opening import BACKENDS
 from envpipe_megatron.tuning.measured.meters import RESOLUTION_J
 
 logger = logging.getLogger(__name__)
@@ -36,7 +35,7 @@ _MIN_REFRESHES = 10
 _MAX_SILENT_REFRESHES = 3
 #: From one look at the counter to the next, so that each refresh is seen.
 POLL_S = 0.05
-#: The refresh period until two refreshes have been seen: that of NVML's counter.
+#: The refresh period until two refreshes have been seen, as NVIDIA's counters have it.
 _TYPICAL_REFRESH_S = 0.1
 #: Refreshes around an end of a window that tell how much the power varies there.
 _NEIGHBOURS = 5
@@ -80,21 +79,11 @@ class EnergyMeter:
 
     A counter that cannot be read, stands still or goes back spoils the windows it touches and no
     others: the counter is cumulative, so a window whose ends were both seen is right whatever
-    happened to the readings between them. Windows may start `horizon_s` back.
-
-    Args:
-        apart: whether another process is to read; by default, where it can open the GPU and its
-            time is its own. Where there is none, or it ends, a thread of this process reads.
+    happened to the readings between them. Windows may start `horizon_s` back. Where no other
+    process reads, or it ends, a thread of this process does.
     """
 
-    def __init__(
-        self,
-        gpu: Gpu,
-        poll_s: float = POLL_S,
-        horizon_s: float = 12 * 3600.0,
-        *,
-        apart: bool | None = None,
-    ) -> None:
+    def __init__(self, gpu: Gpu, poll_s: float = POLL_S, horizon_s: float = 12 * 3600.0) -> None:
         self._gpu = gpu
         self._poll_s = poll_s
         self._horizon_s = horizon_s
@@ -109,14 +98,12 @@ class EnergyMeter:
         self.error: Exception | None = None
         self._thread: threading.Thread | None = None
         self._reader: EnergyReader | None = None
-        if apart is None:
-            apart = not gpu.is_emulated and gpu.address.backend in BACKENDS
-        if apart:
+        if gpu.read_apart:
             with suppress(OSError):
                 self._reader = EnergyReader(gpu.address, poll_s)
         if self._reader is None:
             self._thread = self._start_thread(self._run)
-        self._look(_FIRST_LOOK_S if apart else _LOOK_TIMEOUT_S)
+        self._look(_FIRST_LOOK_S if gpu.read_apart else _LOOK_TIMEOUT_S)
 
     @property
     def last_refresh_s(self) -> float:

@@ -8,7 +8,7 @@ end; it is late by what the host is too slow for.
 
 from __future__ import annotations
 
-import threading
+import math
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -18,40 +18,19 @@ import torch.distributed as dist
 
 from envpipe_megatron.core.kinds import Kind
 from envpipe_megatron.core.schedule import Schedule
-from envpipe_megatron.gpu.clock.completion import Completion, Done
 from envpipe_megatron.gpu.emulated.emulated_gpu import EmulatedGpu
-from envpipe_megatron.gpu.emulated.presets import times_by_kind_s
+from envpipe_megatron.gpu.presets import times_by_kind_s
 from envpipe_megatron.runtime.channel.collectives import Collectives
-from envpipe_megatron.runtime.execution.executor import StageRecord, make_record
+from envpipe_megatron.runtime.execution.executor import (
+    Completion,
+    Done,
+    Later,
+    StageRecord,
+    make_record,
+)
 
 #: Beyond the tags of what else the hosts of a pipeline send each other.
 _FIRST_TAG = 100
-
-
-class _InWait:
-    """True at an instant of an emulated GPU's wait, or at its end, which is known when it is over.
-
-    Whoever waits for it brings the GPU there, since a clock is requested where its time stands.
-    """
-
-    def __init__(self, gpu: EmulatedGpu, at_s: float) -> None:
-        self._gpu, self._at_s = gpu, at_s
-        self._ended, self._passed = threading.Event(), False
-
-    def end(self, ready_s: float) -> None:
-        """The wait ends then."""
-        self._at_s = min(self._at_s, ready_s)
-        self._ended.set()
-
-    def synchronize(self) -> None:
-        """Let the GPU wait until then."""
-        self._ended.wait()
-        self._gpu.advance_to(self._at_s)
-        self._passed = True
-
-    def query(self) -> bool:
-        """True if the GPU was brought there."""
-        return self._passed
 
 
 class EmulatedExecutor:
@@ -65,7 +44,7 @@ class EmulatedExecutor:
             others take follows (`times_by_kind_s`).
         settle_clock: returns when every clock request that is due has reached the GPU. A real GPU
             gets them in its own time; here they must be in before the unit's time is modelled, or
-            emulated time would depend on the host's thread scheduling.
+            emulated time would depend on how the host schedules processes.
     """
 
     def __init__(
@@ -79,7 +58,8 @@ class EmulatedExecutor:
         self._time_at_max_s = times_by_kind_s(time_at_max_s)
         self._collectives = collectives
         self._settle_clock = settle_clock
-        self._in_wait: _InWait | None = None
+        #: A parked wait, and until when it lasts at most, in emulated time.
+        self._in_wait: tuple[Later, float] | None = None
 
     def begin_iteration(self, schedule: Schedule, stage: int) -> None:
         """Bring the emulated GPUs of the pipeline to one instant, and tie it to the wall clock."""
@@ -116,8 +96,10 @@ class EmulatedExecutor:
             with self._collectives.names_the_loss(f"its neighbour, stage {source}"):
                 self._ready_s = self._collectives.pipeline.receive(source, self._tags[position])
         if self._in_wait is not None:
-            self._in_wait.end(self._ready_s)
+            later, until_s = self._in_wait
             self._in_wait = None
+            self._gpu.advance_to(min(until_s, self._ready_s))
+            later.on_begin()
         return Done()
 
     def end_unit(self) -> Completion:
@@ -128,28 +110,32 @@ class EmulatedExecutor:
         if destination >= 0:
             self._outputs.append((destination, self._output_tags[position]))
         priced = self._prices[position]  # of units that run as one, the last is priced for all
-        run = self._gpu.run_unit(priced.value, self._time_at_max_s[priced], self._ready_s)
-        self._starts.append(run.start_s - self._begin_s)
-        self._ends.append(run.end_s - self._begin_s)
+        start_s, end_s = self._gpu.run_unit(
+            priced.value, self._time_at_max_s[priced], self._ready_s
+        )
+        self._starts.append(start_s - self._begin_s)
+        self._ends.append(end_s - self._begin_s)
         if unit.combined:
             return Done()
-        remaining_s = self._anchor_s + run.end_s - time.monotonic()
+        remaining_s = self._anchor_s + end_s - time.monotonic()
         if remaining_s > 0:
             time.sleep(remaining_s)  # the emulated GPU computes; nothing could end this early
         while self._outputs:
             output = self._outputs.pop(0)
             with suppress(RuntimeError):  # who sends the output finds out that the stage is gone
-                self._sent += self._collectives.pipeline.send(run.end_s, *output)
+                self._sent += self._collectives.pipeline.send(end_s, *output)
         return Done()  # the sleep is over: so is the unit
 
-    def in_wait(self, after_s: float) -> Completion:
-        """In emulated time, to which the clock controller's thread brings the GPU."""
-        self._in_wait = _InWait(self._gpu, self._begin_s + self._ends[-1] + after_s)
-        return self._in_wait
+    def in_wait(self, after_s: float) -> Later:
+        """In emulated time, to which `begin_unit` brings the GPU."""
+        self._settle_clock()  # the wait's own clock is set where the wait begins
+        later = Later(math.inf)
+        self._in_wait = later, self._begin_s + self._ends[-1] + after_s
+        return later
 
     def end_iteration(self) -> Callable[[], StageRecord]:
         """The iteration ends on all stages when the slowest has ended; all is known at once."""
-        # The request after the last unit belongs to its end, whenever its thread gets to it.
+        # The request after the last unit belongs to its end.
         self._settle_clock()
         # What has followed the units since, such as an optimizer, is not the iteration's.
         end_s = self._collectives.latest(self._begin_s + self._ends[-1])

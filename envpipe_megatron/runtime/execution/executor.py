@@ -1,8 +1,7 @@
 """How a unit's time passes: on a GPU, or on an emulated one (`emulated_executor`).
 
 The interpreter tells an executor when a unit's input has arrived and when its work was handed to
-the device; the executor knows when the device began and ended it. Each ended unit carries a
-*completion* that the clock controller waits for on its own thread.
+the device; the executor knows when the device began and ended it.
 """
 
 from __future__ import annotations
@@ -12,7 +11,6 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
@@ -20,7 +18,6 @@ import torch
 
 from envpipe_megatron.core.arrays import FloatArray
 from envpipe_megatron.core.schedule import Schedule
-from envpipe_megatron.gpu.clock.completion import Completion, Later
 
 #: Two refreshes of an energy counter.
 METER_MARGIN_S = 0.2
@@ -30,6 +27,40 @@ _SEEN_FOR_S = 30.0
 
 #: Whether one who waits for an event of a unit sleeps until an interrupt, or keeps a core busy.
 BLOCKING_EVENTS = True
+
+
+class Completion(Protocol):
+    """Something that becomes true when the device has come to it; may be waited for anywhere."""
+
+    def synchronize(self) -> None:
+        """Return when it is true."""
+
+    def query(self) -> bool:
+        """True if it is true; returns at once."""
+
+
+class Done:
+    """A completion that is true from the start."""
+
+    def synchronize(self) -> None:
+        """Return at once."""
+
+    def query(self) -> bool:
+        """Always true."""
+        return True
+
+
+@dataclass
+class Later:
+    """So long behind the last unit's end, or the next unit's begin, if that comes first.
+
+    Attributes:
+        delay_s: by the clock of the host; inf for the begin only.
+        on_begin: called when the next unit begins.
+    """
+
+    delay_s: float
+    on_begin: Callable[[], None] = lambda: None
 
 
 @dataclass(frozen=True)
@@ -114,8 +145,11 @@ class Executor(Protocol):
     def end_unit(self) -> Completion:
         """The unit's work has been handed over; returns what becomes true when it has ended."""
 
-    def in_wait(self, after_s: float) -> Completion:
-        """Return what is true so long after the last unit's end, or when the next one begins."""
+    def in_wait(self, after_s: float) -> Later:
+        """Return so long behind the last unit's end, or the begin of the next one.
+
+        Called between two requests, for the clock of a wait and for the next unit's.
+        """
 
     def end_iteration(self) -> Callable[[], StageRecord]:
         """All units have been handed over; what is returned waits for the last and reads all times.
@@ -139,24 +173,13 @@ class Executor(Protocol):
         """From now on, times of an iteration that has ended are read without any wait."""
 
 
-def same_device() -> Callable[[], None]:
-    """Returns what another thread must call before it looks at this thread's events.
-
-    CUDA takes a new thread to be on device 0, and opens a context for it there with its first call:
-    half a GiB on another rank's GPU, from every rank of the node.
-    """
-    if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]  # torch's
-        return lambda: None
-    return partial(torch.cuda.set_device, torch.cuda.current_device())
-
-
 class CudaExecutor:
     """CUDA events around each unit; the host waits when it reads them, if at all.
 
     At a unit the host's caches are cold, and each call of Python's costs a microsecond or more:
     what runs there makes few.
-    Events are used again in every third iteration: the clock controller's thread may be a few units
-    behind, never an iteration. Times are to be read before the iteration after the next begins.
+    Events are used again in every third iteration: times are to be read before the iteration after
+    the next begins.
     """
 
     def __init__(self) -> None:
@@ -164,7 +187,7 @@ class CudaExecutor:
         self._look_after_s = _SEEN_FOR_S
         #: When the host saw which event pass: it counts from there to others on its own clock.
         self._seen_s, self._seen = -math.inf, self._new_event()
-        #: Is to be told of the next unit's begin.
+        #: Waits for the next unit's begin.
         self._in_wait: Later | None = None
 
     def begin_iteration(self, schedule: Schedule, stage: int) -> None:
@@ -187,7 +210,7 @@ class CudaExecutor:
         event.record(self._stream)
         self._starts.append(event)
         if self._in_wait is not None:
-            self._in_wait.begins(event)
+            self._in_wait.on_begin()
             self._in_wait = None
         return event
 
@@ -198,9 +221,9 @@ class CudaExecutor:
         self._ends.append(event)
         return event
 
-    def in_wait(self, after_s: float) -> Completion:
+    def in_wait(self, after_s: float) -> Later:
         """By the host's clock, which starts when the end was seen."""
-        self._in_wait = Later(self._ends[-1], after_s)
+        self._in_wait = Later(after_s)
         return self._in_wait
 
     def end_iteration(self) -> Callable[[], StageRecord]:

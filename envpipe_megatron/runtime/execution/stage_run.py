@@ -2,20 +2,31 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Protocol, cast
+from typing import Protocol, TypeVar, cast
 
 import torch
 
 from envpipe_megatron.core.kinds import Kind, Unit
 from envpipe_megatron.core.kinds import unit as make_unit
 from envpipe_megatron.core.schedule import Schedule
-from envpipe_megatron.gpu.clock.completion import Completion, Done
 from envpipe_megatron.runtime.channel.carrier import StageSpecs
 from envpipe_megatron.runtime.channel.p2p import P2PChannel
-from envpipe_megatron.runtime.execution.executor import Executor, StageRecord, late_record
+from envpipe_megatron.runtime.execution.executor import (
+    Completion,
+    Done,
+    Executor,
+    Later,
+    StageRecord,
+    late_record,
+)
 from envpipe_megatron.runtime.execution.orders import IterationOrder
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 
 class StageRun:
@@ -26,7 +37,7 @@ class StageRun:
     cannot carry the messages.
 
     Args:
-        request: requests a clock in MHz for when something is complete.
+        request: requests a clock in MHz for when the last unit has ended, or for later.
         channel: to the neighbours; None if the framework carries the messages.
         specs: what the channel's messages carry.
         like: an iteration whose units' times stand for this one's, of which begin and end alone are
@@ -39,7 +50,7 @@ class StageRun:
         order: IterationOrder,
         stage: int,
         executor: Executor,
-        request: Callable[[int, Completion], None],
+        request: Callable[[int, Later | None], None],
         channel: P2PChannel | None,
         specs: StageSpecs,
         like: StageRecord | None = None,
@@ -114,15 +125,15 @@ class StageRun:
         self._ended = position + 1
         if self._like is None or self._ended == self._count:
             self._last_end = self._executor.end_unit()
-        completion = self._last_end
         # The wait before a unit runs at that unit's clock, or at a lower one for most of it; after
         # the last comes the next iteration's first, which mostly is the same as this one's.
         following = self._ended % self._count
+        later = None
         if following in self._parked:
             park_mhz, own_after_s = self._parked[following]
-            self._request(park_mhz, completion)
-            completion = self._executor.in_wait(own_after_s)
-        self._request(self.frequencies_mhz[following], completion)
+            self._request(park_mhz, None)
+            later = self._executor.in_wait(own_after_s)
+        self._request(self.frequencies_mhz[following], later)
         if self._channel is not None and position in self._sent_at:
             self._channel.send(self._sent_at[position], outputs)
         if self.unit_ended is not None:
@@ -213,3 +224,57 @@ def execute(
         if unit_ended is not None:
             unit_ended(unit)
     run.hand_over()
+
+
+class Rehearsal:
+    """A stage's work in an order, until it raises an error: then its messages carry zeros.
+
+    So no neighbour waits for what never comes.
+
+    Args:
+        order: to be tried.
+        specs: what its messages carry.
+    """
+
+    def __init__(self, order: Schedule, specs: StageSpecs) -> None:
+        self.order = order
+        #: What ended the work, in a line; None if nothing did.
+        self.error: str | None = None
+        self._specs = specs
+        self._work: SplitWork | None = None
+
+    def of(self, work: SplitWork) -> Rehearsal:
+        """Return the work as it is to be executed."""
+        self._work = work
+        return self
+
+    def forward(self, unit: Unit, inputs: list[torch.Tensor] | None) -> list[torch.Tensor]:
+        """Run a forward."""
+        outputs = self._run(lambda work: work.forward(unit, inputs))
+        return self._zeros(Kind.FORWARD) if outputs is None else outputs
+
+    def backward(self, unit: Unit, gradients: list[torch.Tensor] | None) -> list[torch.Tensor]:
+        """Run a backward, or its first part."""
+        outputs = self._run(lambda work: work.backward(unit, gradients))
+        return self._zeros(Kind.BACKWARD) if outputs is None else outputs
+
+    def weight_gradient(self, unit: Unit) -> None:
+        """Run the second part of a backward."""
+        self._run(lambda work: work.weight_gradient(unit))
+
+    def sent(self, unit: Unit) -> None:
+        """The unit's output is in the channel."""
+        self._run(lambda work: work.sent(unit))
+
+    def _run(self, run: Callable[[SplitWork], T]) -> T | None:
+        if self._work is not None:
+            try:
+                return run(self._work)
+            except Exception as error:
+                logger.warning("Order %s is not tried to its end", self.order.name, exc_info=True)
+                self.error = f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
+                self._work = None  # it holds activations, and the framework's runs need the memory
+        return None
+
+    def _zeros(self, kind: Kind) -> list[torch.Tensor]:
+        return self._specs.sends[kind].make(torch.zeros)

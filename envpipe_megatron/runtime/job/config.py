@@ -24,14 +24,12 @@ class SessionError(EnvPipeError):
 
 @dataclass(frozen=True)
 class SessionConfig:
-    """A job's request to EnvPipe; raises EnvPipeError if it contradicts itself.
+    """A job's request to EnvPipe, whose options were checked; PlannerError for a wrong `request`.
 
     Args:
         request: its number of microbatches and blocking power are replaced by the job's own.
         warmup_iterations: number in the framework's order at maximum clock; the first is ignored.
         plan_file: a plan to run as it stands; needs the profile file that prices it.
-        relock: call the driver at every request, even if the clock stays. Beside a job without,
-            it shows what the calls alone cost: some drivers hold up NCCL at each of them.
         closed_loop: the optimal policy measures a few clocks in place of a sweep, plans beside
             training, and corrects its plan as long as the job runs; see `tuning.controller`.
         may_be_lowered: whether the job may turn out to need a lower level, and is then made again.
@@ -40,7 +38,6 @@ class SessionConfig:
         one_clock_slowdown_percent: instead of a plan, one clock for all units, found in training:
             that of least energy of those by which steps last no longer than this allows.
         gpu_preset: the kind of GPU whose range of clocks is profiled; by default this GPU's.
-        guarded: whether the node's guard holds the GPU; by default if it is real.
         require_control: whether a GPU that cannot be held is an error; by default it is only read.
         reorders: whether a framework that runs its units itself runs any order of whole backwards
             that is planned; its messages never wait for one another.
@@ -60,13 +57,11 @@ class SessionConfig:
     plan_file: Path | None = None
     output_dir: Path | None = None
     min_dwell_s: float = 0.0
-    relock: bool = False
     closed_loop: bool = False
     may_be_lowered: bool = False
     max_slowdown_percent: float = 0.5
     one_clock_slowdown_percent: float | None = None
     gpu_preset: str | None = None
-    guarded: bool | None = None
     require_control: bool = False
     reorders: bool = False
     splits: bool = False
@@ -77,35 +72,6 @@ class SessionConfig:
 
     def __post_init__(self) -> None:
         check_request(self.request)
-        if self.plan_file is not None and self.profile_file is None:
-            raise SessionError(
-                "A plan by file needs the profile that prices it",
-                value=str(self.plan_file),
-                remedy="Give the profile file too.",
-            )
-        if self.one_clock_slowdown_percent is not None and (
-            self.request.policy != "uniform" or self.profile_file is not None
-        ):
-            raise SessionError(
-                "One clock for the whole job is policy 'uniform', and found without a profile",
-                value=self.request.policy if self.profile_file is None else str(self.profile_file),
-                remedy="Leave profile and plan out, or let units have clocks of their own.",
-            )
-        if self.closed_loop and (self.request.policy != "optimal" or self.plan_file is not None):
-            raise SessionError(
-                "A closed loop makes optimal plans of its own",
-                value=self.request.policy if self.plan_file is None else str(self.plan_file),
-                remedy="Use policy 'optimal' without a plan, or leave the closed loop out.",
-            )
-        # Reconfiguring measures its waits, and a closed loop its units.
-        needed = 2 if self.closed_loop or self.request.reconfigure != "default" else 1
-        if self.warmup_iterations < needed:
-            raise SessionError(
-                f"The warm-up needs at least {needed} iteration(s) with reconfiguring "
-                f"'{self.request.reconfigure}', or in a closed loop",
-                value=self.warmup_iterations,
-                remedy="What is measured in the first does not count.",
-            )
 
     @property
     def may_split(self) -> bool:

@@ -15,7 +15,7 @@ from envpipe_megatron.policies.reconfigure import Ended
 from envpipe_megatron.runtime.channel.carrier import StageSpecs
 from envpipe_megatron.runtime.channel.collectives import Collectives
 from envpipe_megatron.runtime.channel.p2p import P2PChannel
-from envpipe_megatron.runtime.clocks.served import Clock
+from envpipe_megatron.runtime.clocks.rank_clock import RankClock
 from envpipe_megatron.runtime.energy.meter import EnergyMeter
 from envpipe_megatron.runtime.energy.training import TrainingEnergy
 from envpipe_megatron.runtime.execution.executor import Executor
@@ -62,7 +62,7 @@ class JobParts:
     gpu: Gpu
     channel: P2PChannel
     executor: Executor
-    clock: Clock
+    clock: RankClock
     problems: Callable[[], tuple[str, ...]]
     meter: EnergyMeter
     energy: TrainingEnergy

@@ -17,7 +17,7 @@ from envpipe_megatron.core.sidecar import Sidecar
 from envpipe_megatron.formats.energy import Phase
 from envpipe_megatron.formats.steps import StepEnergy
 from envpipe_megatron.formats.timeline import is_recorded
-from envpipe_megatron.gpu.emulated.presets import SWEEP_STEP, load_preset, override_for, sweep_range
+from envpipe_megatron.gpu.presets import SWEEP_STEP, load_preset, override_for, sweep_range
 from envpipe_megatron.policies.objective import Goal
 from envpipe_megatron.policies.reconfigure import RECONFIGURE_POLICIES
 from envpipe_megatron.runtime.execution.executor import StageRecord
@@ -29,7 +29,12 @@ from envpipe_megatron.runtime.execution.orders import (
     whole,
 )
 from envpipe_megatron.runtime.going_on import GoesOnError, by_planner, on_every_rank
-from envpipe_megatron.runtime.job.latency import measure_p2p_latency_s
+from envpipe_megatron.runtime.job.measuring import (
+    known_and_measured,
+    measure_p2p_latency_s,
+    try_parts,
+    watch_parts,
+)
 from envpipe_megatron.runtime.job.online import run_commands
 from envpipe_megatron.runtime.job.parts import PhaseParts, note
 from envpipe_megatron.runtime.job.planning import (
@@ -45,11 +50,6 @@ from envpipe_megatron.runtime.job.planning import (
 )
 from envpipe_megatron.runtime.job.restarts.folder import JobFolder
 from envpipe_megatron.runtime.job.restarts.known_profile import baseline_holds
-from envpipe_megatron.runtime.job.splitting import (
-    known_and_measured,
-    try_parts,
-    watch_parts,
-)
 from envpipe_megatron.runtime.memory.peak import Watch
 from envpipe_megatron.runtime.memory.stage import with_memory
 from envpipe_megatron.tuning.controller import Controller

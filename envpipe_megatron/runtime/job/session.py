@@ -13,17 +13,16 @@ from envpipe_megatron.core.schedule import Schedule
 from envpipe_megatron.formats.energy import Phase
 from envpipe_megatron.formats.steps import IntervalEnergy
 from envpipe_megatron.gpu.base import ClockState, Gpu
-from envpipe_megatron.gpu.clock.completion import Completion, Done
 from envpipe_megatron.runtime.channel.carrier import StageSpecs
 from envpipe_megatron.runtime.channel.collectives import Collectives
 from envpipe_megatron.runtime.channel.p2p import P2PChannel
-from envpipe_megatron.runtime.clocks.rank_clock import RankClock, hold_everywhere
+from envpipe_megatron.runtime.clocks.rank_clock import ClockKind, RankClock, hold_everywhere
 from envpipe_megatron.runtime.energy.agent_link import connect_to_agent, own_log_name
 from envpipe_megatron.runtime.energy.log import EnergyLog
 from envpipe_megatron.runtime.energy.meter import EnergyMeter
 from envpipe_megatron.runtime.energy.timeline_log import TimelineLog
 from envpipe_megatron.runtime.energy.training import TrainingEnergy
-from envpipe_megatron.runtime.execution.executor import METER_MARGIN_S, Executor
+from envpipe_megatron.runtime.execution.executor import METER_MARGIN_S, Executor, Later
 from envpipe_megatron.runtime.execution.orders import constant_order
 from envpipe_megatron.runtime.execution.stage_run import StageRun, StageWork, execute
 from envpipe_megatron.runtime.job.config import SessionConfig, SessionError
@@ -111,18 +110,14 @@ class Session:
 
             def make_clock(gpu: Gpu) -> RankClock:
                 return RankClock(
-                    gpu,
-                    config.min_dwell_s,
-                    relock=config.relock,
-                    guarded=config.guarded,
-                    on_sample=self._see_clock,
+                    gpu, ClockKind.of(gpu), config.min_dwell_s, on_sample=self._see_clock
                 )
 
             #: `refused` says why control was given up when the GPUs were to be held, if it was.
-            self._rank_clock, self._gpu, self.refused = hold_everywhere(
+            self.clock, self._gpu, self.refused = hold_everywhere(
                 gpu, collectives, make_clock, required=config.require_control
             )
-            half_made.callback(self._rank_clock.close)
+            half_made.callback(self.clock.close)
             gpu = self._gpu
             self._controlled = collectives.on_all(not gpu.read_only)
             #: What the job does, where it was asked for more than it may too.
@@ -158,7 +153,6 @@ class Session:
             self._parts.callback(self._timeline.close)
             if self._agent is not None:  # its bill waits for no disk
                 self._parts.callback(self._agent.close)
-            self.clock = self._rank_clock.controller
             self._request = self.clock.request if self._controlled else _unheard
             self.executor = make_executor(self.clock.wait_idle)
             self.meter = EnergyMeter(gpu)
@@ -193,7 +187,7 @@ class Session:
                 channel=channel,
                 executor=self.executor,
                 clock=self.clock,
-                problems=self._rank_clock.problems,
+                problems=self.clock.problems,
                 meter=self.meter,
                 energy=self._energy,
                 collectives=collectives,
@@ -370,7 +364,7 @@ class Session:
 
     def highest_clock(self) -> None:
         """Ask for it: what follows is no iteration that is planned for."""
-        self._request(max(self._gpu.supported_frequencies_mhz), Done())
+        self._request(max(self._gpu.supported_frequencies_mhz), None)
 
     def lap(self) -> IntervalEnergy:
         """Return what training took on this GPU since the last lap; waits for the last unit."""
@@ -386,7 +380,7 @@ class Session:
 
     def clock_summary(self) -> dict[str, Any]:
         """How this rank's clock was controlled and whether it followed; see `RankClock.summary`."""
-        return self._rank_clock.summary()
+        return self.clock.summary()
 
     def summary(self) -> dict[str, Any]:
         """The job so far, as this rank knows it; complete once the session is closed.
@@ -417,7 +411,7 @@ class Session:
             return
         with self._parts:  # all of them, whatever fails, but once
             # The second time too: a signal may have interrupted the first one.
-            self._rank_clock.close()
+            self.clock.close()
 
     def _log_clock_summary(self) -> None:
         summary = self.clock_summary()
@@ -450,9 +444,9 @@ class Session:
             like = self.iterations.like(order)
         run = StageRun(order, self._stage, self.executor, self._request, channel, specs, like)
         self._last_run = run
-        self._request(run.frequencies_mhz[0], Done())
+        self._request(run.frequencies_mhz[0], None)
         return run
 
 
-def _unheard(frequency_mhz: int, after: Completion) -> None:
+def _unheard(frequency_mhz: int, later: Later | None) -> None:
     """A request where no clock is to change."""

@@ -10,7 +10,7 @@ import numpy as np
 
 from envpipe_megatron.core.arrays import FloatArray
 
-#: What NVML's counter counts in (mJ).
+#: What drivers' counters count in (mJ).
 RESOLUTION_J = 1e-3
 
 

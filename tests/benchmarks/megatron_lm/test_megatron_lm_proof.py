@@ -10,13 +10,11 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 
-import numpy as np
 import pytest
 from click.testing import CliRunner
 from fake_checkout import no_limits, processes_of
 from on_request import on_request
 
-from envpipe_megatron.core.orders import builders
 from envpipe_megatron.core.plan import read_plan
 from envpipe_megatron.core.profile import read_profile
 
@@ -27,11 +25,7 @@ from benchmarks.megatron_lm.models import (
     ENVPIPE,
     ONE_F_ONE_B,
     ORDER_ARMS,
-    PP2,
-    PP2TP2,
     PP4,
-    PP8,
-    STOCK,
     TRANSFORMER_ENGINE,
     UNITS,
     Planned,
@@ -114,25 +108,6 @@ def test_jobs_take_turns_and_never_compute_together(site, state):
     assert changes == [n for n, before in zip(order, [None, *order], strict=False) if n != before]
     for block in state.runs[jobs[0].name]["blocks"]:
         assert block["time_s"] >= turns[block["turn"]] * 0.002
-
-
-@takes_minutes
-def test_turns_end_early_and_jobs_end_well_where_time_runs_out(site, state):
-    jobs = [_job(f"ratio/start 1/{arm}", 100, (2, 3, 3)) for arm in ORDER_ARMS]
-    order = ratio.order(jobs)
-    keeper = ratio.Keeper(state, ratio.Rounds(2, 1, 3, 2), ORDER_ARMS)
-    asked = []
-
-    def goes_on(left):
-        asked.append(left)
-        return left > 3
-
-    run_jobs(site, state, jobs, no_limits(), order=order, goes_on=goes_on, on_block=keeper)
-    assert asked[:7] == [9, 8, 7, 6, 5, 4, 3]
-    assert [state.runs[job.name]["status"] for job in jobs] == ["ok"] * 3
-    assert len(state.rounds) == 1
-    assert {len(_steps(site, job)) for job in jobs} == {2 * (2 + 3)}
-    assert len(state.runs[jobs[0].name]["ranks"][0]["losses"]) == 2 + 3
 
 
 @takes_minutes
@@ -333,18 +308,6 @@ def test_equal_is_what_has_the_same_digits_and_ran_the_planned_order(state):
     assert "lm loss 1.0 -> 1.1" in found["llama-pp4/envpipe"]["differs_at"]
 
 
-@pytest.mark.parametrize("channel", ["auto", "receives"])
-def test_envpipes_jobs_get_the_channel_that_is_asked_for(channel, site):
-    site = replace(site, channel=channel)
-    for arm, channels in ((STOCK, []), (ENVPIPE, [channel])):
-        jobs = equality.jobs(replace(site, num_gpus=2), 5)
-        (job,) = [one for one in jobs if one.name == f"equality/gpt-pp2/{arm}"]
-        job.folder(site).mkdir(parents=True, exist_ok=True)
-        command = make_launch(job, site, Path("socket")).command
-        given = [b for a, b in pairwise(command) if a == "--envpipe-channel"]
-        assert given == channels
-
-
 def test_ranks_that_share_a_gpu_are_started_by_what_lets_nccl_take_them(site):
     one = replace(site, num_gpus=1, ranks_per_gpu=4)
     jobs = {job.name: job for job in equality.jobs(one, 5)}
@@ -360,13 +323,6 @@ def test_ranks_that_share_a_gpu_are_started_by_what_lets_nccl_take_them(site):
         assert part in ran.output
 
 
-def test_a_plan_is_taken_up_in_the_first_turn(tmp_path):
-    options = ("--stock", ".", "--patched", ".", "--output", str(tmp_path), "--gpus", "2", "--list")
-    for iterations, status in (("4", 2), ("5", 0)):
-        command = [*options, "--warmup-iterations", iterations, "ratio"]
-        assert CliRunner().invoke(prove.main, command).exit_code == status
-
-
 def test_a_pair_of_overlapped_experts_is_planned_as_one(site):
     four = {job.name: job for job in equality.jobs(replace(site, num_gpus=4, has=HAS), 5)}
     job = four["equality/te-overlapped-experts-pp2vp2ep2/units"]
@@ -374,74 +330,6 @@ def test_a_pair_of_overlapped_experts_is_planned_as_one(site):
     job.plan.write(site.scratch)
     plan = read_plan(site.scratch / "plan.json", read_profile(site.scratch / "profile.csv"))
     assert plan.schedule.combined.any()
-
-
-def test_only_what_stands_against_another_order_keeps_megatrons_own(site):
-    """Every other job runs in EnvPipe's, with chunks in one that is not Megatron's either."""
-    jobs = equality.jobs(replace(site, num_gpus=4, has=HAS), 5)
-    kept = {job.name.split("/")[1] for job in jobs}
-    kept -= {job.name.split("/")[1] for job in jobs if f"/{ENVPIPE}" in job.name}
-    assert kept == {"te-overlapped-experts-pp2vp2ep2", "te-graphs-local-pp2", "te-graphs-te-pp2"}
-    by_name = {job.name: job for job in jobs}
-    own, other = (
-        by_name[f"equality/te-deepseek-pp2vp2/{arm}"].plan.schedule
-        for arm in (ONE_F_ONE_B, ENVPIPE)
-    )
-    assert own == builders.interleaved(2, 8, 2)
-    assert other == builders.interleaved(2, 8, 2, extra_warmup=[1, 0])
-    layout = by_name["equality/te-deepseek-pp2vp2/stock"].arguments
-    assert "--pipeline-model-parallel-layout" in layout
-    assert "--num-virtual-stages-per-pipeline-rank" not in layout
-
-
-def test_settings_with_transformer_engine_run_where_it_is(site):
-    without = replace(site, num_gpus=4)
-    installed = replace(without, has=HAS)
-    names = {job.name.split("/")[1] for job in equality.jobs(without, 5)}
-    more = {job.name.split("/")[1]: job for job in equality.jobs(installed, 5)}
-    assert more.keys() - names == set(equality.left_out(without))
-    assert not equality.left_out(installed)
-    assert not equality.left_out(replace(without, cpu=True))
-    job = more["te-pp2cp2"]
-    assert dict(job.environment) == {
-        "CUDA_DEVICE_MAX_CONNECTIONS": "1",
-        "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0",
-        "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
-    }
-    assert job.num_ranks == 4
-    assert ("--transformer-impl", "transformer_engine") in pairwise(job.arguments)
-    unfused = {n for n in more if "--no-gradient-accumulation-fusion" in more[n].arguments}
-    assert more.keys() - unfused == {f"te-apex{kind}-pp2" for kind in ("", "-experts", "-deepseek")}
-    assert "NVTE_ALLOW_NONDETERMINISTIC_ALGO" not in more["gpt-pp2"].environment
-
-
-@pytest.mark.parametrize(("stages", "chunks"), [(2, 2), (2, 4), (4, 2), (4, 4)])
-def test_chunks_run_in_megatrons_order_with_another_clock_at_each_unit(stages, chunks, site):
-    machine = replace(site, num_gpus=4, cpu=True)
-    name = f"equality/gpt-pp{stages}vp{chunks}/units"
-    (job,) = [one for one in equality.jobs(machine, 5) if one.name == name]
-    given = dict(pairwise(job.arguments))
-    assert given["--envpipe-level"] == "units"
-    assert int(given["--num-layers"]) % (stages * chunks) == 0
-    microbatches = int(given["--global-batch-size"])
-    assert microbatches % stages == 0
-    assert job.plan.schedule.stages == builders.interleaved(stages, microbatches, chunks).stages
-    job.plan.write(site.scratch)
-    plan = read_plan(site.scratch / "plan.json", read_profile(site.scratch / "profile.csv"))
-    assert (np.diff(plan.frequency_mhz, axis=1) != 0).all()
-
-
-def test_orders_of_the_arms(site):
-    extra = {
-        (mapping.name, m): Planned(mapping, m, ENVPIPE).schedule.extra_forwards
-        for mapping, m in ((PP4, 22), (PP2TP2, 8), (PP8, 6))
-    }
-    assert extra["pp4", 22] == (3, 2, 1, 0)
-    assert extra["pp2tp2", 8] == (1, 0)
-    assert extra["pp8", 6] == (0, 0, 0, 1, 2, 2, 1, 0)  # fewer microbatches than stages
-    assert Planned(PP2, 8, ONE_F_ONE_B).schedule.stages == builders.one_f_one_b(2, 8).stages
-    Planned(PP4, 22, ENVPIPE).write(site.scratch)
-    assert json.loads((site.scratch / "plan.json").read_text())["peak_in_flight"] == [7, 5, 3, 1]
 
 
 def test_a_report_can_be_made_at_any_time(site, state, tmp_path):

@@ -4,7 +4,6 @@ import math
 import signal
 import sys
 from dataclasses import replace
-from itertools import pairwise
 from types import SimpleNamespace
 
 import click
@@ -18,7 +17,6 @@ from envpipe_megatron.core.timeline import Timeline
 pytest.importorskip("torch")
 pytest.importorskip("megatron.core")
 from benchmarks.megatron_lm import prove, ratio, unit_times
-from benchmarks.megatron_lm.equality import settings
 from benchmarks.megatron_lm.models import (
     ENVPIPE,
     IN_PLACE,
@@ -136,70 +134,11 @@ def test_rounds_in_which_a_host_was_held_up_do_not_count(state):
     assert row["ratio of medians"] < row["upper of medians"] < 1.002
 
 
-def test_chunks_are_measured_without_overlapped_messages_where_megatron_allows_it(site, state):
-    machine, rounds = replace(site, num_gpus=4), ratio.Rounds(3, 1, 25, 12)
-    both = ratio.setting(machine, like="gpt-pp4vp2", only=[SERIAL, ENVPIPE])
-    stock, own, serial = ratio.jobs(machine, state, both, rounds)
-    assert [job.patched for job in (stock, own, serial)] == [False, True, False]
-    flag = "--no-overlap-p2p-communication"
-    assert serial.arguments == (*stock.arguments, flag)
-    assert flag not in own.arguments
-    assert SERIAL not in ratio.setting(machine, like="gpt-pp4vp2").like.arms
-    for like in ("gpt-pp2vp2", "gpt-pp4"):
-        with pytest.raises(click.UsageError, match=f"no arm {SERIAL}"):
-            ratio.setting(machine, like=like, only=[SERIAL])
-
-
-@pytest.mark.parametrize("ranks_per_gpu", [1, 2, 4])
-@pytest.mark.parametrize("rests", [False, True])
-def test_every_model_can_be_cut_as_its_setting_says(site, ranks_per_gpu, rests):
-    machine = replace(site, num_gpus=4 // ranks_per_gpu, ranks_per_gpu=ranks_per_gpu)
-    for known in settings(4, cpu=False):
-        if rests and UNITS not in known.arms:
-            continue
-        size = ratio.setting(machine, like=known.name, rests=rests).size
-        assert size.layers % (known.mapping.pipeline * known.mapping.chunks) == 0
-        # Each GPU has as much of a sequence in every setting.
-        part = 4096 if rests and known.needs else 2048
-        assert size.sequence == part * known.mapping.context
-        if any("--moe-layer-freq [0]+[1]*7" in feature for feature in known.features):
-            assert size.layers == 8
-
-
-def test_masks_are_loaded_only_for_layers_that_take_them(site, state):
-    has = replace(site, has=frozenset({"transformer_engine"}))
-    without = "--no-create-attention-mask-in-dataloader"
-    for like, loaded in (("gpt-pp2", True), ("te-bf16-pp2", False)):
-        setting = ratio.setting(has, like=like)
-        for job in ratio.jobs(has, state, setting, ratio.Rounds(3, 1, 25, 12)):
-            assert (without not in " ".join(job.arguments)) == loaded
-
-
-def test_a_named_size_keeps_its_layers_where_ranks_share_a_gpu(site):
-    machine = replace(site, num_gpus=4, ranks_per_gpu=2)
-    assert ratio.setting(machine, sized="gpt-2.7b").size.layers == 32
-    assert ratio.setting(machine).size.layers == 12 + 4  # of 24, cut to whole stages of eight
-
-
 def test_a_job_ends_well_when_its_turns_are_over_and_says_so_if_none_was_had():
     returned = entry._asking_to_exit(({"loss": 1.0}, 0, False, False, 0, 1.5, None))
     assert returned == ({}, 0, False, True, 0, 1.5, None)
     with pytest.raises(TimeoutError, match="No time was left for this job's first turn"):
         entry._asking_to_exit(())
-
-
-@pytest.mark.parametrize(
-    ("named", "argument"),
-    [("zeros", " --init-method-std 0 "), ("unchecked", " --no-check-for-nan-in-loss-and-grad ")],
-)
-def test_what_is_set_for_a_ratio_is_in_jobs_and_rounds_of_their_own(site, state, named, argument):
-    rounds = ratio.Rounds(3, 1, 25, 12)
-    given, other = (ratio.setting(site, **{named: set_}) for set_ in (False, True))
-    of_given, of_other = (ratio.jobs(site, state, of, rounds) for of in (given, other))
-    for job in of_other:
-        assert argument in " ".join(job.arguments)
-    assert all(argument not in " ".join(job.arguments) for job in of_given)
-    assert not {job.name for job in of_given} & {job.name for job in of_other}
 
 
 class Turns(entry.Turns):
@@ -283,35 +222,6 @@ def test_torchtitan_is_alone_while_envpipe_rests(calls):
         AttachedPipeline._step(pipeline, number)
         pipeline._begun = number != 2
     assert calls == ["_step", "_step", "pause", 2, 3, "_step", "_step"]
-
-
-def test_jobs_with_chunks_run_in_both_orders(site, state):
-    machine, rounds = replace(site, num_gpus=4), ratio.Rounds(5, 2, 25, 12)
-    chunks = ratio.setting(machine, like="gpt-pp4vp2")
-    jobs = ratio.jobs(machine, state, chunks, rounds)
-    assert [job.name for job in jobs] == [
-        f"ratio/gpt-pp4vp2-m16 start 1/{arm}" for arm in ("stock", "1f1b", "envpipe", "units")
-    ]
-    assert jobs[0].plan is None
-    own, other, units = (job.plan.schedule for job in jobs[1:])
-    assert own == units != other
-    assert {order.num_chunks for order in (own, other)} == {2}
-
-
-def test_a_ratio_is_of_any_setting_of_equality_in_a_real_size(site, state):
-    machine = replace(site, num_gpus=2)
-    jobs = ratio.jobs(
-        machine, state, ratio.setting(machine, like="te-fp8-pp2"), ratio.Rounds(5, 2, 25, 12)
-    )
-    assert [job.name.split("/")[-1] for job in jobs] == [*ORDER_ARMS, UNITS]
-    for job in jobs:
-        given = dict(pairwise(job.arguments))
-        assert (given["--fp8-format"], given["--hidden-size"]) == ("hybrid", "4096")
-        assert job.environment["NVTE_ALLOW_NONDETERMINISTIC_ALGO"] == "0"
-    with pytest.raises(click.UsageError, match="te-fp8-pp2"):
-        ratio.setting(machine, like="te-fp8-pp4")
-    with pytest.raises(click.UsageError, match="no arm unit: stock, "):
-        ratio.setting(machine, like="te-fp8-pp2", only=["unit"])
 
 
 #: Forward and backward of each stage, the boundaries' latencies, and what clocks differ by; s.

@@ -1,7 +1,6 @@
 """Random orders, and units that wait for the device."""
 
 import random
-from collections import Counter
 from itertools import pairwise, product
 from unittest import mock
 
@@ -55,25 +54,6 @@ class _Work:
         return data
 
     backward = forward
-
-
-@pytest.mark.parametrize("waits", [True, False])
-def test_some_units_wait_for_the_device_before_after_and_between_delays(waits, monkeypatch):
-    history, units = [], builders.one_f_one_b(2, 100).stages[0]
-    monkeypatch.setattr(stress.DelayedWork, "_delay", lambda self: history.append("delay"))
-    wait = (lambda: history.append("wait")) if waits else None
-    work = stress.DelayedWork(
-        _Work(history), random.Random(1), 0.0, lambda unit: history.append("begin"), wait
-    )
-    for unit in units:
-        run = work.forward if unit.kind is Kind.FORWARD else work.backward
-        assert run(unit, unit.microbatch) == unit.microbatch
-    counts = Counter(text.strip() for text in " ".join(history).split("begin")[1:])
-    assert sum(counts.values()) == len(units)
-    waiting = {"wait delay work", "delay wait work", "delay work wait"} if waits else set()
-    assert set(counts) == {"delay work", *waiting}
-    share = 1 - counts["delay work"] / len(units)
-    assert 0.2 < share < 0.4 if waits else share == 0
 
 
 def test_a_rank_tells_how_many_units_of_an_iteration_have_begun(monkeypatch):

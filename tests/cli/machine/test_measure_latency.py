@@ -11,8 +11,8 @@ from envpipe_megatron.cli.common import ErrorsAsMessages
 from envpipe_megatron.cli.machine.clocks import _cuda_device, measure_latency
 from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.gpu.base import FORBID_VARIABLE
-from envpipe_megatron.gpu.emulated.presets import load_preset
 from envpipe_megatron.gpu.guard.lease_file import LEASE_DIR_VARIABLE
+from envpipe_megatron.gpu.presets import load_preset
 
 
 @pytest.fixture

@@ -8,6 +8,7 @@ import os
 
 import pytest
 from cli_helpers import plan_badly, plan_for, run_badly
+from whole_layers import write_layers
 
 
 @pytest.fixture
@@ -53,9 +54,7 @@ def test_more_microbatches_than_can_be_planned(profile_path, tmp_path, options):
 
 
 def test_more_microbatches_than_any_file_has(profile_path, plan_path, tmp_path):
-    layers = tmp_path / "layers.csv"
-    rows = [f"{n},{k},1200,0.1,40" for n in range(4) for k in ("forward", "backward")]
-    layers.write_text("\n".join(["layer,instruction,frequency,time,energy", *rows]))
+    layers = write_layers(tmp_path / "layers.json", {str(n): (0.1, 0.1) for n in range(4)})
     message = run_badly(
         "partition", "--layers", layers, "--num-stages", 2, "--num-microbatches", 2_000_000_000,
         "--output", tmp_path / "p.csv",

@@ -136,7 +136,7 @@ def test_what_does_not_go_with_a_table(profile_path, order_path, tmp_path):
     assert "kind input-gradient and weight-gradient" in message
     assert "'--num-microbatches'" in run_badly("plan", "--profile", profile_path)
     order_path.write_text(order_path.read_text().replace("0F3", "0F9"))
-    assert f"{order_path}: virtual stage 0" in told("--schedule", order_path)
+    assert f"{order_path}: Stage 0 lacks a unit" in told("--schedule", order_path)
     assert "is not readable JSON" in run_badly("export-schedule", order_path)
     (tmp_path / "mine.json").write_text('{"format": "envpipe-profile/1"}')
     assert "field 'format'" in told("--schedule", tmp_path / "mine.json")

@@ -48,7 +48,6 @@ from envpipe_megatron.core.orders import builders
                 "F0 B0 F1 B1 F2 B2 F3 B3 F4 B4 F5 B5 F6 B6 F7 B7",
             ],
         ),
-        (builders.forward_only(2, 3), ["F0 F1 F2"] * 2),
         (builders.forward_only(2, 3, 2), ["F0.0 F1.0 F0.1 F1.1 F2.0 F2.1"] * 2),
         (builders.forward_only(2, 4, 2, 3), ["F0.0 F1.0 F2.0 F0.1 F1.1 F2.1 F3.0 F3.1"] * 2),
     ],
@@ -112,42 +111,36 @@ def test_impossible_jobs_are_refused_with_the_value(build, value):
         build()
 
 
+#: Wanted of each stage: floor(6 / 1.25, 4 / 1.25, 2 / 1.25) = 4 3 1 0.
+TIMES = [2.0] * 4, [1.25] * 4
+
+
 def extra(backward, forward, microbatches, **limits):
     caps = builders.extra_forward_caps(len(backward), microbatches, **limits)
     return builders.envpipe_extra_forwards(backward, forward, caps)
 
 
-class TestExtraForwards:
-    """floor(backward at maximum x stages behind / forward at the optimum), then the caps."""
-
-    #: Wanted: floor(6 / 1.25, 4 / 1.25, 2 / 1.25) = 4 3 1 0.
-    backward, forward = [2.0] * 4, [1.25] * 4
-
-    def test_formula(self):
-        assert extra(self.backward, self.forward, 96) == [4, 3, 1, 0]
-
-    def test_a_whole_number_is_not_lost_to_rounding(self):
-        # 0.1 * 3 / 0.3 is 1.0000000000000002 and 0.7 * 3 / 2.1 is 0.9999999999999999.
-        assert extra([0.7] * 4, [2.1] * 4, 96)[0] == 1
-
-    def test_batch(self):
+@pytest.mark.parametrize(
+    ("times", "microbatches", "limits", "expected"),
+    [
+        (TIMES, 96, {}, [4, 3, 1, 0]),
         # Stage 0 has 6 - 4 = 2 to spare and is at its cap, so stage 1 may exceed it by one.
-        assert extra(self.backward, self.forward, 6) == [2, 3, 1, 0]
-        assert extra(self.backward, self.forward, 3) == [0, 0, 1, 0]
-        assert extra(self.backward, self.forward, 1) == [0, 0, 0, 0]
+        (TIMES, 6, {}, [2, 3, 1, 0]),
+        (TIMES, 3, {}, [0, 0, 1, 0]),
+        (TIMES, 1, {}, [0, 0, 0, 0]),
+        (TIMES, 96, {"max_extra_forwards": 2}, [2, 2, 1, 0]),
+        (TIMES, 96, {"max_extra_forwards": 0}, [0, 0, 0, 0]),
+        (TIMES, 96, {"max_in_flight": [6, 6, 2, 1]}, [2, 3, 0, 0]),  # 1F1B holds 4, 3, 2, 1
+        (([1.0, 4, 1, 1], [1.0] * 4), 96, {"max_in_flight": [5, 99, 99, 99]}, [1, 2, 1, 0]),
+        # 0.1 * 3 / 0.3 is 1.0000000000000002 and 0.7 * 3 / 2.1 is 0.9999999999999999.
+        (([0.7] * 4, [2.1] * 4), 96, {}, [1, 0, 0, 0]),
+    ],
+)
+def test_extra_forwards_fill_the_wait_for_the_first_gradient(times, microbatches, limits, expected):
+    """floor(backward at maximum x stages behind / forward at the optimum), then the caps."""
+    assert extra(*times, microbatches, **limits) == expected
 
-    def test_max_extra_forwards(self):
-        assert extra(self.backward, self.forward, 96, max_extra_forwards=2) == [2, 2, 1, 0]
-        assert extra(self.backward, self.forward, 96, max_extra_forwards=0) == [0, 0, 0, 0]
 
-    def test_memory(self):
-        limits = [6, 6, 2, 1]  # 1F1B itself holds 4, 3, 2, 1
-        assert extra(self.backward, self.forward, 96, max_in_flight=limits) == [2, 3, 0, 0]
-
-    def test_memory_below_1f1b_is_refused_with_stage_and_need(self):
-        with pytest.raises(ScheduleError, match=r"Stage 1 .*got 2.*holds 3"):
-            extra(self.backward, self.forward, 96, max_in_flight=[9, 2, 9, 9])
-
-    def test_above_the_previous_stage_by_one_where_that_is_at_its_cap(self):
-        slow = [1.0, 4.0, 1.0, 1.0]
-        assert extra(slow, [1.0] * 4, 96, max_in_flight=[5, 99, 99, 99]) == [1, 2, 1, 0]
+def test_memory_below_1f1b_is_refused_with_stage_and_need():
+    with pytest.raises(ScheduleError, match=r"Stage 1 .*got 2.*holds 3"):
+        extra(*TIMES, 96, max_in_flight=[9, 2, 9, 9])

@@ -175,26 +175,6 @@ def recomputing_jobs(count: int, placement: Placement):
         yield job, limits.tolist(), (activation, pending)
 
 
-def test_recomputing_jobs_get_orders_that_fit_into_their_bytes():
-    """What is allocated over time: few weight gradients wait where one is as 16 in flight."""
-    waiting = set()
-    for job, limits, (activation, pending) in recomputing_jobs(30, Placement.LOOPED):
-        schedule = shortest(job, looks=10)
-        for order, limit in zip(schedule.stages, limits, strict=True):
-            held = dict[tuple[int, int], float]()
-            most_waiting = 0
-            for unit in order:
-                own = unit.microbatch, unit.chunk
-                if unit.kind is Kind.WEIGHT_GRADIENT:
-                    del held[own]
-                else:
-                    held[own] = activation if unit.kind is Kind.FORWARD else pending
-                assert sum(held.values()) <= limit * (1 + 1e-6), schedule.name
-                most_waiting = max(most_waiting, [*held.values()].count(pending))
-            waiting.add(most_waiting)
-    assert waiting == {1, 2, 3}
-
-
 @pytest.mark.parametrize("placement", [Placement.LOOPED, Placement.V])
 def test_turns_leave_room_for_what_gradients_leave(placement):
     """None blocks, and weight gradients can always be placed so that the bytes hold."""
@@ -254,21 +234,3 @@ def test_a_job_without_an_order_says_why():
         OrderJob({Kind.FORWARD: unit_s, Kind.BACKWARD: unit_s[:1]})
     with pytest.raises(ScheduleError, match="not a time"):
         OrderJob({Kind.FORWARD: unit_s, Kind.BACKWARD: -unit_s})
-
-
-def test_a_target_rises_with_what_some_stage_has_lost_already():
-    times = zip(SPLIT, (10.0, 12.0, 9.0), strict=True)
-    job = OrderJob(
-        {kind: np.full((4, 2, 16), time) for kind, time in times},
-        placement=Placement.V,
-        limits=[8.0] * 4,
-        weight_share=32 / 34,
-        tail_s=[30.0, 20.0, 10.0, 0.0],
-    )
-    turns = take_turns(job.level(weight_s=0.3), Rule(patience=0.5))
-    fixed = min(
-        fill(job, turns, target * job.floor_s, gap).time_s
-        for target in (1.0, 1.005, 1.01, 1.02)
-        for gap in (0.0, 0.5)
-    )
-    assert fill(job, turns, job.floor_s, 0.0, rising=True).time_s < fixed

@@ -54,7 +54,7 @@ class Script:
 
     def gpu(self, *arguments, time_limit_s=30.0):
         return CommandGpu(
-            PlainReader(), 3, self.site(*(arguments or ("{uuid}",)), time_limit_s=time_limit_s)
+            PlainReader(), self.site(*(arguments or ("{uuid}",)), time_limit_s=time_limit_s)
         )
 
 
@@ -109,7 +109,7 @@ def test_a_command_gets_nothing_of_the_jobs_surroundings(script, monkeypatch, tm
         f"{UUID}\n",
         f"{UUID} --all",
         f" {UUID}",
-        UUID.replace("GPU", "MIG"),
+        "--all",
         "../../dev/null",
         "{index}",
         UUID.replace("0123", "０１２３", 1),  # noqa: RUF001 - digits that are not ASCII
@@ -117,7 +117,7 @@ def test_a_command_gets_nothing_of_the_jobs_surroundings(script, monkeypatch, tm
 )
 def test_only_a_uuid_can_be_put_into_a_command(script, uid):
     with pytest.raises(GpuError, match="UUID"):
-        CommandGpu(PlainReader(uid), 0, script.site("{uuid}"))
+        CommandGpu(PlainReader(uid), script.site("{uuid}"))
     assert not script.log.exists()
 
 
@@ -208,4 +208,4 @@ def test_a_guard_waits_at_least_as_long_as_a_command_may_run(script):
 
 def test_a_site_without_commands(script):
     with pytest.raises(GpuError, match="no commands"):
-        CommandGpu(PlainReader(), 0, SiteConfig())
+        CommandGpu(PlainReader(), SiteConfig())

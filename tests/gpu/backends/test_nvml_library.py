@@ -7,20 +7,17 @@ import sys
 import pynvml
 import pytest
 
-from envpipe_megatron.gpu.backends.nvml import NvmlGpu, list_nvml_gpus
-from envpipe_megatron.gpu.backends.nvml_library import (
-    PROFILES,
-    GpuLostError,
-    GpuNotFoundError,
-    MigModeError,
-    NoNvmlError,
-    NvmlError,
-    NvmlNotSupportedError,
-    NvmlPermissionError,
-    VirtualGpuError,
+from envpipe_megatron.gpu.backends.nvml import NvmlGpu
+from envpipe_megatron.gpu.backends.nvml_library import PROFILES
+from envpipe_megatron.gpu.base import (
+    GpuAddress,
+    GpuError,
+    GpuNotSupportedError,
+    GpuPermissionError,
+    NoDriverError,
+    PowerState,
 )
-from envpipe_megatron.gpu.base import GpuAddress, GpuPermissionError, PowerState
-from envpipe_megatron.gpu.opening import open_gpu
+from envpipe_megatron.gpu.devices import open_gpu
 
 
 @pytest.fixture
@@ -33,13 +30,11 @@ def node(fake_nvml):
 @pytest.mark.parametrize(
     ("fault", "value", "error", "remedy"),
     [
-        ("no_permission", 1, NvmlPermissionError, "root or CAP_SYS_ADMIN.*zeusd"),
-        ("lost", 1, GpuLostError, "Xid"),
-        ("timeout", 1, NvmlError, "Try again"),
-        ("not_supported", 1, NvmlNotSupportedError, "nvidia-smi -q"),
-        ("mig", 1, MigModeError, "MIG off"),
-        ("vgpu", 1, VirtualGpuError, "without clock control"),
-        ("fail_after", 0, NvmlError, "nvidia-smi"),
+        ("no_permission", 1, GpuPermissionError, "root or CAP_SYS_ADMIN.*zeusd"),
+        ("lost", 1, GpuError, "Xid"),
+        ("timeout", 1, GpuError, "Try again"),
+        ("not_supported", 1, GpuNotSupportedError, "nvidia-smi -q"),
+        ("fail_after", 0, GpuError, "nvidia-smi"),
     ],
 )
 def test_faults_of_a_gpu(node, change, fault, value, error, remedy):
@@ -68,45 +63,60 @@ def test_a_lost_gpu_cannot_be_opened_or_read(node):
         gpu.clock_state,
         gpu.read_energy,
     ):
-        with pytest.raises(GpuLostError, match=node.uuids[0]):
+        with pytest.raises(GpuError, match=node.uuids[0]):
             read()
-
-
-@pytest.mark.parametrize("uid", ["GPU-0000", "0", "cuda:0", "00000000:FF:00.0"])
-def test_no_such_gpu(node, uid):
-    with pytest.raises(GpuNotFoundError, match="nvidia-smi -L"):
-        NvmlGpu(uid)
-
-
-def test_a_mig_instance_is_no_gpu(node):
-    with pytest.raises(MigModeError, match="MIG-12"):
-        NvmlGpu("MIG-12")
 
 
 @pytest.mark.parametrize(
     ("fault", "error", "remedy"),
     [
-        ("driver_mismatch", NvmlError, "reboot"),
-        ("driver_not_loaded", NoNvmlError, "Load the driver"),
+        ("mig", GpuNotSupportedError, "MIG off"),
+        ("vgpu", GpuNotSupportedError, "without clock control"),
+    ],
+)
+def test_a_gpu_that_takes_locks_of_nobody_is_opened_to_be_read(node, fault, error, remedy):
+    uuid = node.uuids[0]
+    node.set_fault(uuid, fault)
+    assert open_gpu(GpuAddress("none", uuid)).power_w > 0
+    for backend in ("nvml", "dry_run"):
+        with pytest.raises(GpuNotSupportedError, match=f"{uuid}.*{remedy}"):
+            open_gpu(GpuAddress(backend, uuid))
+    assert node.changes() == []
+
+
+@pytest.mark.parametrize("uid", ["GPU-0000", "0", "cuda:0", "00000000:FF:00.0", "MIG-12"])
+def test_no_such_gpu(node, uid):
+    with pytest.raises(GpuError, match="nvidia-smi -L"):
+        NvmlGpu(uid)
+    if not uid.startswith("GPU-"):
+        with pytest.raises(GpuError, match="clocks show"):
+            open_gpu(GpuAddress("none", uid))
+
+
+@pytest.mark.parametrize(
+    ("fault", "error", "remedy"),
+    [
+        ("driver_mismatch", GpuError, "reboot"),
+        ("driver_not_loaded", NoDriverError, "Load the driver"),
     ],
 )
 def test_a_driver_that_does_not_work(node, fault, error, remedy):
     node.set_fault(None, fault)
-    for attempt in (list_nvml_gpus, lambda: NvmlGpu(node.uuids[0])):
+    for attempt in (NvmlGpu.list_gpus, lambda: NvmlGpu(node.uuids[0])):
         with pytest.raises(error, match=remedy):
             attempt()
     node.clear_faults()
-    assert len(list_nvml_gpus()) == 4
+    assert len(NvmlGpu.list_gpus()) == 4
 
 
 def test_no_library(tmp_path):
     if _has_system_library():
         pytest.skip("this machine has NVIDIA's library, so the loader finds one")
     script = (
-        "from envpipe_megatron.gpu.backends.nvml import list_nvml_gpus\n"
-        "from envpipe_megatron.gpu.backends.nvml_library import NoNvmlError\n"
-        "try:\n    list_nvml_gpus()\n"
-        "except NoNvmlError as error:\n    print(error)\n"
+        "from envpipe_megatron.gpu.backends.nvml import NvmlGpu\n"
+        "from envpipe_megatron.gpu.base import NoDriverError\n"
+        "try:\n    NvmlGpu.list_gpus()\n"
+        "except NoDriverError as error:\n    print(error)\n"
     )
     environment = {k: v for k, v in os.environ.items() if k != "LD_LIBRARY_PATH"}
     done = subprocess.run(
@@ -120,14 +130,6 @@ def _has_system_library() -> bool:
     load = "import ctypes; ctypes.CDLL('libnvidia-ml.so.1')"
     done = subprocess.run([sys.executable, "-c", load], env=environment, capture_output=True)
     return done.returncode == 0
-
-
-def test_meters_that_are_not_there(node):
-    gpu = NvmlGpu(node.uuids[0])
-    node.set_fault(node.uuids[0], "no_energy")
-    with pytest.raises(NvmlNotSupportedError, match="Cannot read the energy"):
-        gpu.read_energy()
-    assert gpu.power_w > 0
 
 
 ASKED = "nvmlDeviceWorkloadPowerProfileGetCurrentProfiles"
@@ -171,25 +173,22 @@ def test_profiles_and_limits_are_read_by_whoever_reads(profiled, backend):
 
 
 @pytest.mark.parametrize("why", ["no profiles", "old driver", "no permission", "version"])
-def test_a_gpu_without_profiles_is_asked_once(profiled, monkeypatch, why):
+def test_a_gpu_without_profiles_has_none(profiled, monkeypatch, why):
     gpu = NvmlGpu(profiled.uuids[1 if why == "no profiles" else 0])
     if why == "old driver":
         profiled.set_fault(None, "old_driver")
     elif why == "no permission":
-        monkeypatch.setattr(pynvml, ASKED, refused := Refusing(pynvml.NVML_ERROR_NO_PERMISSION))
+        monkeypatch.setattr(pynvml, ASKED, refusing(pynvml.NVML_ERROR_NO_PERMISSION))
     elif why == "version":
         monkeypatch.setattr(pynvml, "nvmlWorkloadPowerProfileCurrentProfiles_v1", 0x2000064)
-    for _ in range(3):
-        state = gpu.power_state()
-        assert (state.requested_profiles, state.enforced_profiles) == ((), ())
-        assert not state.is_capped
-    asked = sum(call.function == ASKED for call in profiled.history())
-    assert (refused.calls if why == "no permission" else asked) == 1
+    state = gpu.power_state()
+    assert (state.requested_profiles, state.enforced_profiles) == ((), ())
+    assert not state.is_capped
 
 
 def test_an_older_nvidia_ml_py_and_a_gpu_that_tells_nothing(profiled, monkeypatch):
     monkeypatch.delattr(pynvml, ASKED)
-    nothing = Refusing(pynvml.NVML_ERROR_NOT_SUPPORTED)
+    nothing = refusing(pynvml.NVML_ERROR_NOT_SUPPORTED)
     monkeypatch.setattr(pynvml, "nvmlDeviceGetEnforcedPowerLimit", nothing)
     monkeypatch.setattr(pynvml, "nvmlDeviceGetPowerManagementDefaultLimit", nothing)
     state = NvmlGpu(profiled.uuids[0]).power_state()
@@ -200,17 +199,15 @@ def test_an_older_nvidia_ml_py_and_a_gpu_that_tells_nothing(profiled, monkeypatc
 def test_a_failure_is_no_absence(profiled):
     gpu = NvmlGpu(profiled.uuids[0])
     profiled.set_fault(profiled.uuids[0], "lost")
-    with pytest.raises(NvmlError, match="lost"):
+    with pytest.raises(GpuError, match="lost"):
         gpu.power_state()
     profiled.set_fault(profiled.uuids[0], "lost", 0)
     profiled.set_fault(profiled.uuids[0], "enforced_profiles", 1)
     assert gpu.power_state().enforced_profiles == ("max-P",)
 
 
-class Refusing:
-    def __init__(self, code):
-        self.code, self.calls = code, 0
+def refusing(code):
+    def refuse(*arguments):
+        raise pynvml.NVMLError(code)
 
-    def __call__(self, *arguments):
-        self.calls += 1
-        raise pynvml.NVMLError(self.code)
+    return refuse

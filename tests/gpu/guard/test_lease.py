@@ -6,8 +6,8 @@ import json
 import multiprocessing
 import os
 import re
-import subprocess
 from dataclasses import asdict
+from pathlib import Path
 
 import pytest
 from lease_helpers import (
@@ -23,22 +23,21 @@ from lease_helpers import (
 )
 
 from envpipe_megatron.gpu.base import GpuAddress, GpuError
+from envpipe_megatron.gpu.devices import open_gpu
 from envpipe_megatron.gpu.guard import lease as lease_module
-from envpipe_megatron.gpu.guard import lease_file
 from envpipe_megatron.gpu.guard.lease import (
     Lease,
     LeaseHeldError,
     list_leases,
     undo_lease,
+    undo_stale_leases,
 )
 from envpipe_megatron.gpu.guard.lease_file import (
     LeaseFolderError,
     LeaseRecord,
     lease_name,
-    new_lease_folder,
 )
 from envpipe_megatron.gpu.guard.messages import ProcessIdentity
-from envpipe_megatron.gpu.opening import open_gpu
 
 __all__ = ["folder", "gpu"]
 
@@ -49,13 +48,13 @@ __all__ = ["folder", "gpu"]
 def test_a_lease_says_who_holds_the_gpu_and_goes_with_its_release(folder, gpu):
     before = open_files()
     umask = os.umask(0o077)
-    lease = take(gpu.address, "my job")
+    lease = take(gpu.address, "my job \x1b[2J\ud800")  # which harms no terminal
     os.umask(umask)
     (record,) = list_leases()
     assert record == LeaseRecord(
         path=folder / lease_name(gpu.address),
         address=gpu.address,
-        job="my job",
+        job="my job ?[2J?",
         uid=os.geteuid(),
         guard=ProcessIdentity.own(),
         rank=ProcessIdentity.own(),
@@ -147,36 +146,37 @@ def test_a_lease_whose_gpu_cannot_be_reset_is_kept(gpu):
     assert undo_stale(open_gpu) == [gpu.address]
 
 
-def test_while_its_rank_lives_a_stale_lease_stays_and_its_gpu_is_reset(gpu):
-    rank = subprocess.Popen(["sleep", "60"])
-    record = left_by_a_dead_guard(gpu.address, ProcessIdentity.of(rank.pid))
-    assert not record.live
+@pytest.mark.parametrize("undo", ["by anybody", "by who takes it"])
+def test_a_stale_lease_is_undone_though_its_rank_lives(gpu, undo):
+    """Only its guard, which has died, could lock for it."""
+    left_by_a_dead_guard(gpu.address, ProcessIdentity.own())
     gpu.lock_frequency(1200)
-    assert undo_stale(open_gpu) == []
-    assert gpu.requested_frequency_mhz is None  # though the rank may lock it again
-    once = FakeGpu()
-    once.late_request_s = 1e-3
-    assert undo_stale(once) == []
-    assert once.resets == 1  # no request of the dead is under way
-    with pytest.raises(LeaseHeldError, match="still uses, without a guard, "):
-        take(gpu.address, "next")
-    assert undo_lease(record, once, gave_up=True)  # it said that it will not
-    # A request that its guard made for it may be under way.
-    assert (once.resets, list_leases()) == (3, [])
-    left_by_a_dead_guard(gpu.address, ProcessIdentity.of(rank.pid))
-    rank.kill()
-    rank.wait()
-    assert undo_stale(open_gpu) == [gpu.address]
+    if undo == "by anybody":
+        assert undo_stale(open_gpu) == [gpu.address]
+    else:
+        take(gpu.address, "next", rank=dead()).release()
+    assert gpu.requested_frequency_mhz is None
     assert list_leases() == []
 
 
-def test_the_lease_of_another_job_in_its_place_is_not_undone(gpu):
-    former = left_by_a_dead_guard(gpu.address, dead(), "former")
-    former.path.unlink()
-    left_by_a_dead_guard(gpu.address, dead(), "later")
-    fake = FakeGpu()
-    assert not undo_lease(former, fake)
-    assert (fake.resets, [record.job for record in list_leases()]) == (0, ["later"])
+def test_stale_leases_are_looked_for_and_each_failure_is_said_once(gpu, folder, caplog):
+    """A guard that says it at each look would fill a disk."""
+    live = take(REAL)
+    left_by_a_dead_guard(gpu.address, dead())
+    said: set[str] = set()
+    for _ in range(3):
+        undo_stale_leases(REAL, FakeGpu(failures=1), said)
+    assert caplog.text.count(f"{gpu.address.uid}: not reset: the driver is busy") == 1
+    folder.chmod(0o777)
+    for _ in range(2):
+        undo_stale_leases(REAL, FakeGpu(failures=1), said)
+    folder.chmod(0o1777)
+    assert caplog.text.count("Leases cannot be seen") == 1
+    undo_stale_leases(REAL, FakeGpu(failures=1), said)
+    assert caplog.text.count("not reset") == 2, "it is news again"
+    undo_stale_leases(REAL, open_gpu, said)
+    assert ([record.address for record in list_leases()], said) == ([REAL], set())
+    live.release()
 
 
 @pytest.mark.parametrize("namespace", [None, 1])
@@ -188,18 +188,22 @@ def test_a_lease_lives_as_long_as_it_is_locked(gpu, namespace):
         document["guard"]["pid_namespace"] = document["rank"]["pid_namespace"] = namespace
         lease.path.write_text(json.dumps(document))
     assert list_leases()[0].live
-    lease.abandon()
+    lease.close()
     assert not list_leases()[0].live
     taken = take(gpu.address)
     assert (list_leases()[0].guard, list_leases()[0].live) == (ProcessIdentity.own(), True)
     taken.release()
 
 
-def test_a_rank_that_nobody_can_see_is_not_waited_for(gpu):
-    Lease.take(gpu.address, "job", rank=None, open_gpu=open_gpu).abandon()
-    (record,) = list_leases()
-    assert (record.rank, record.rank_is_alive()) == (None, False)
-    assert undo_stale(open_gpu) == [gpu.address]
+def test_the_stale_lease_of_ones_own_gpu_is_undone_first(gpu):
+    """The driver of another may hang."""
+    for address in (gpu.address, REAL):
+        left_by_a_dead_guard(address, dead())
+    for own in (gpu.address, REAL):
+        opened = []
+        undo_stale_leases(own, lambda address: opened.append(address), set())  # noqa: B023
+        assert opened[0] == own
+    assert undo_stale(FakeGpu()) == [REAL, gpu.address]
 
 
 def test_requests_of_the_dead_that_may_be_under_way_are_waited_for(gpu, monkeypatch):
@@ -211,28 +215,12 @@ def test_requests_of_the_dead_that_may_be_under_way_are_waited_for(gpu, monkeypa
     assert (resets, fake.resets, clock.now_s) == ([1], 2, 1007.0)
 
 
-def test_late_requests_are_waited_for_by_whoever_takes_a_stale_lease(gpu):
-    fake = FakeGpu()
-    fake.late_request_s = 1e-3
-    # Its own guard may have made one for it.
-    for count, rank in enumerate([ProcessIdentity.own(), dead()], 1):
-        left_by_a_dead_guard(gpu.address, rank)
-        take(gpu.address, rank=ProcessIdentity.own(), open_gpu=fake).release()
-        assert fake.resets == 2 * count
-
-
 @pytest.mark.parametrize("content", [b"", b'{"format": "envpipe-le'])
 def test_a_lease_that_was_cut_short_is_in_nobodys_way(folder, gpu, content):
     take(gpu.address).release()
     (folder / lease_name(gpu.address)).write_bytes(content)
     assert list_leases() == []
     take(gpu.address).release()
-
-
-def test_a_jobs_name_harms_no_terminal(gpu):
-    lease = take(gpu.address, "job \x1b[2J\ud800")
-    assert list_leases()[0].job == "job ?[2J?"
-    lease.release()
 
 
 def test_whoever_keeps_a_dead_guards_lease_locked_does_not_keep_the_clock_locked(gpu):
@@ -250,24 +238,17 @@ def test_where_leases_cannot_be_locked_this_is_said(gpu, monkeypatch):
         raise OSError(errno.EBADF, "Bad file descriptor")  # as on NFS for one opened for reading
 
     lease = take(gpu.address)
-    monkeypatch.setattr(lease_file.fcntl, "flock", flock)
+    monkeypatch.setattr(lease_module.fcntl, "flock", flock)
     with pytest.raises(LeaseFolderError, match=r"cannot be locked.*disk of this machine"):
         take(gpu.address)
     monkeypatch.undo()
     lease.release()
 
 
-@pytest.mark.parametrize("fits", [None, 1])
-def test_no_room_for_a_lease(folder, gpu, monkeypatch, fits):
-    def full(descriptor, content):
-        if fits is None:
-            raise OSError(28, "No space left on device")
-        return len(content) - fits
-
+def test_no_room_for_a_whole_lease(folder, gpu, monkeypatch):
     before = open_files()
-    monkeypatch.setattr(lease_file.os, "write", full)
-    said = "No space left on device" if fits is None else "no space for a whole lease"
-    with pytest.raises(LeaseFolderError, match=f"cannot be written: {said}"):
+    monkeypatch.setattr(lease_module.os, "write", lambda descriptor, content: len(content) - 1)
+    with pytest.raises(LeaseFolderError, match="cannot be written: no space for a whole lease"):
         take(gpu.address)
     assert list(folder.iterdir()) == []
     assert open_files() <= before
@@ -277,16 +258,16 @@ def test_a_lease_that_cannot_be_deleted_is_left_for_others_to_undo(gpu, monkeypa
     before = open_files()
     lease = take(gpu.address)
 
-    def unlink(name, dir_fd):
+    def unlink(path):
         raise PermissionError(errno.EPERM, "Operation not permitted")
 
-    monkeypatch.setattr(lease_file.os, "unlink", unlink)
+    monkeypatch.setattr(Path, "unlink", unlink)
     with pytest.raises(LeaseFolderError, match=r"could not be deleted: Operation.*owner or root"):
         lease.release()
     assert open_files() <= before
     (record,) = list_leases()
     with pytest.raises(LeaseFolderError, match="could not be deleted"):
-        undo_lease(record, open_gpu, gave_up=True)
+        undo_lease(record, open_gpu)
     assert [record.live for record in list_leases()] == [False]
 
 
@@ -330,7 +311,7 @@ def test_how_long_a_lease_that_is_locked_is_waited_for(
     else:
         with pytest.raises(error):
             take(gpu.address, rank=later, patience_s=5.0)
-    assert clock.now_s - begin_s == pytest.approx(waits_s, abs=0.03)
+    assert clock.now_s - begin_s == pytest.approx(waits_s, abs=0.25)
     monkeypatch.undo()
     lease.release()
 
@@ -343,45 +324,33 @@ def test_an_empty_lease_is_never_taken_for_stale_at_once(folder, gpu, monkeypatc
     with path.open() as looking:
         fcntl.flock(looking, fcntl.LOCK_SH)
         clock = Clock(monkeypatch)
-        with pytest.raises(GpuError, match=f"holds an empty lease file locked.*{path.name}"):
+        with pytest.raises(GpuError, match=f"An empty lease is locked.*{path.name}"):
             take(gpu.address, patience_s=0.0)
         assert clock.now_s == pytest.approx(1000.2, abs=0.03)
         Clock(monkeypatch, looking.close)
         take(gpu.address, patience_s=0.0).release()
 
 
-def test_a_lease_that_somebody_locks_before_its_maker_is_made_anew(folder, gpu, monkeypatch):
-    take(gpu.address).release()
-    looking = []
+@pytest.mark.parametrize("who", ["looks at it", "deletes it"])
+def test_a_lease_that_somebody_finds_before_its_maker_has_locked_it_is_made_anew(
+    folder, gpu, monkeypatch, who
+):
+    """Who finds it without lock and content takes it for one cut short."""
+    looking, lock = [], Lease.lock
 
-    def look():
-        looking.append((folder / lease_name(gpu.address)).open())
-        fcntl.flock(looking[0], fcntl.LOCK_SH)
+    def late(file, *more):
+        monkeypatch.setattr(Lease, "lock", lock)
+        if who == "deletes it":
+            file.path.unlink()
+        else:
+            looking.append(file.path.open())
+            fcntl.flock(looking[0], fcntl.LOCK_SH)
+        return lock(file, *more)
 
-    before_the_next_lock(monkeypatch, look)
+    monkeypatch.setattr(Lease, "lock", late)
     Clock(monkeypatch, lambda: looking[0].close())
     lease = take(gpu.address)
     assert [record.live for record in list_leases()] == [True]
-    lease.release()
-
-
-def before_the_next_lock(monkeypatch, do):
-    """Do something between the opening of a lease and its lock."""
-    try_lock = lease_file.LeaseFile.try_lock
-
-    def late(file):
-        monkeypatch.setattr(lease_file.LeaseFile, "try_lock", try_lock)
-        do()
-        return try_lock(file)
-
-    monkeypatch.setattr(lease_file.LeaseFile, "try_lock", late)
-
-
-def test_a_lease_that_somebody_deleted_before_it_was_locked_is_made_anew(gpu, monkeypatch):
-    """Who finds it without lock and content takes it for one cut short."""
-    before_the_next_lock(monkeypatch, lambda: [p.unlink() for p in new_lease_folder().iterdir()])
-    lease = take(gpu.address)
-    assert [record.address for record in list_leases() if record.live] == [gpu.address]
     lease.release()
 
 
@@ -391,9 +360,7 @@ def test_a_lease_that_somebody_deleted_before_it_was_locked_is_made_anew(gpu, mo
         {"format": "envpipe-lease/2"},
         {"address": "x"},
         {"guard": 3},
-        {"rank": []},
         {"rank": "me"},
-        {"guard": {"pid": 1e400}},
         {"guard": {"pid": 2147483648}},
         {"guard": {"pid": -1}},
         {"guard": {"start_ticks": 1e400}},

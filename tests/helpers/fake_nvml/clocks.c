@@ -7,6 +7,7 @@ static const struct Segment *segment_of(const struct Gpu *gpu) {
 }
 
 static uint64_t observed_mhz(const struct Gpu *gpu, uint64_t high_mhz) {
+    if (gpu->faults[FAULT_HELD_MHZ]) return gpu->faults[FAULT_HELD_MHZ];
     uint64_t mhz = high_mhz ? high_mhz : gpu->graphics_mhz[0][0];
     uint64_t cap_mhz = gpu->faults[FAULT_CLOCK_CAP_MHZ];
     return cap_mhz && cap_mhz < mhz ? cap_mhz : mhz;
@@ -62,7 +63,8 @@ static int get_reasons(struct Call call, const char *function, unsigned long lon
         uint64_t high_mhz = segment_of(gpu)->high_mhz;
         uint64_t wanted_mhz = high_mhz ? high_mhz : gpu->graphics_mhz[0][0];
         *reasons = gpu->faults[FAULT_THROTTLE_REASONS];
-        if (observed_mhz(gpu, high_mhz) < wanted_mhz && !*reasons) *reasons = 4; /* power cap */
+        if (observed_mhz(gpu, high_mhz) < wanted_mhz && !*reasons && !gpu->faults[FAULT_HELD_MHZ])
+            *reasons = 4; /* power cap */
     }
     return told(call, function);
 }
@@ -89,7 +91,7 @@ static uint64_t energy_at_uj(const struct Segment *segment, uint64_t time_ns) {
 static uint64_t shown_uj(const struct Gpu *gpu, uint64_t now_ns) {
     const struct Segment *segment = segment_of(gpu);
     uint64_t refresh_ns = last_refresh_ns(gpu, now_ns);
-    if (refresh_ns <= segment->since_ns) return segment->shown_uj;
+    if (gpu->faults[FAULT_COUNTER_STANDS] || refresh_ns <= segment->since_ns) return segment->shown_uj;
     return energy_at_uj(segment, refresh_ns);
 }
 

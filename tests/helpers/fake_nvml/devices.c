@@ -18,6 +18,7 @@ EXPORT const char *nvmlErrorString(int result) {
         case TIMEOUT: return "Timeout";
         case FUNCTION_NOT_FOUND: return "Function Not Found";
         case GPU_IS_LOST: return "GPU is lost";
+        case IN_USE: return "In use by another client";
         case LIB_RM_VERSION_MISMATCH: return "Driver/library version mismatch";
         case ARGUMENT_VERSION_MISMATCH: return "Argument version mismatch";
         default: return "Unknown Error";
@@ -43,13 +44,13 @@ EXPORT int nvmlSystemGetCudaDriverVersion_v2(int *version) {
 
 EXPORT int nvmlDeviceGetCount_v2(unsigned *count) {
     struct Call call = begin_node();
-    if (call.result == SUCCESS) *count = (unsigned)node->num_gpus;
+    if (call.result == SUCCESS) *count = (unsigned)listed_before(node->gpus + node->num_gpus);
     return told(call, "nvmlDeviceGetCount_v2");
 }
 
 static int found(struct Call call, const char *function, uint64_t index, Device *device) {
     if (call.result == SUCCESS) {
-        if (index < node->num_gpus) {
+        if (index < node->num_gpus && !node->gpus[index].faults[FAULT_GONE]) {
             call.gpu = &node->gpus[index];
             call.result = common_fault(call.gpu);
             *device = &handles[index];
@@ -62,11 +63,15 @@ static int found(struct Call call, const char *function, uint64_t index, Device 
 
 EXPORT int nvmlDeviceGetHandleByIndex_v2(unsigned index, Device *device) {
     struct Call call = begin_node();
-    if (call.result == SUCCESS && index >= node->num_gpus) {
-        call.result = INVALID_ARGUMENT;
-        return told(call, "nvmlDeviceGetHandleByIndex_v2");
+    uint64_t place = 0; /* that of the listed GPU of this number */
+    if (call.result == SUCCESS) {
+        while (place < node->num_gpus && listed_before(node->gpus + place + 1) <= index) place++;
+        if (place == node->num_gpus) {
+            call.result = INVALID_ARGUMENT;
+            return told(call, "nvmlDeviceGetHandleByIndex_v2");
+        }
     }
-    return found(call, "nvmlDeviceGetHandleByIndex_v2", index, device);
+    return found(call, "nvmlDeviceGetHandleByIndex_v2", place, device);
 }
 
 EXPORT int nvmlDeviceGetHandleByUUID(const char *uuid, Device *device) {
@@ -112,7 +117,7 @@ EXPORT int nvmlDeviceGetName(Device device, char *name, unsigned size) {
 
 EXPORT int nvmlDeviceGetIndex(Device device, unsigned *index) {
     struct Call call = begin(device);
-    if (call.result == SUCCESS) *index = (unsigned)(call.gpu - node->gpus);
+    if (call.result == SUCCESS) *index = (unsigned)listed_before(call.gpu);
     return told(call, "nvmlDeviceGetIndex");
 }
 

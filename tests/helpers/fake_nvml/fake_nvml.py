@@ -38,6 +38,10 @@ FAULTS = (
     "process",  # this process computes on it
     "busy_percent",
     "temperature_c",  # cannot be read without
+    "gone",  # the driver does not list it, so that others have other indices
+    "counter_stands",  # the energy counter stays what it is
+    "in_use",  # changing calls fail with IN_USE
+    "held_mhz",  # locks are accepted, the clock is always this, and no reason is shown
 )
 NODE_FAULTS = ("driver_mismatch", "driver_not_loaded", "old_driver")
 
@@ -295,6 +299,8 @@ class FakeNvml:
         return gpu.segments[gpu.active & 1]
 
     def _observed_mhz(self, gpu: _Gpu) -> int:
+        if held_mhz := gpu.faults[FAULTS.index("held_mhz")]:
+            return int(held_mhz)
         wanted_mhz = self._segment(gpu).high_mhz or gpu.graphics_mhz[0][0]
         cap_mhz = gpu.faults[FAULTS.index("clock_cap_mhz")]
         return min(wanted_mhz, cap_mhz) if cap_mhz else wanted_mhz

@@ -96,8 +96,14 @@ struct Gpu *gpu_of(Device device) {
     return &node->gpus[handle - handles];
 }
 
+uint64_t listed_before(const struct Gpu *end) {
+    uint64_t listed = 0;
+    for (const struct Gpu *gpu = node->gpus; gpu < end; gpu++) listed += !gpu->faults[FAULT_GONE];
+    return listed;
+}
+
 int common_fault(struct Gpu *gpu) {
-    if (gpu->faults[FAULT_LOST]) return GPU_IS_LOST;
+    if (gpu->faults[FAULT_LOST] || gpu->faults[FAULT_GONE]) return GPU_IS_LOST;
     if (gpu->faults[FAULT_CALLS_LEFT]) {
         if (gpu->faults[FAULT_CALLS_LEFT] == 1) return UNKNOWN;
         gpu->faults[FAULT_CALLS_LEFT]--;
@@ -111,6 +117,7 @@ int changing_fault(const struct Gpu *gpu) {
         return NOT_SUPPORTED;
     if (faults[FAULT_NO_PERMISSION]) return NO_PERMISSION;
     if (faults[FAULT_TIMEOUT]) return TIMEOUT;
+    if (faults[FAULT_IN_USE]) return IN_USE;
     return SUCCESS;
 }
 

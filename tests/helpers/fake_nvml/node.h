@@ -33,6 +33,7 @@ enum {
     FUNCTION_NOT_FOUND = 13,
     GPU_IS_LOST = 15,
     LIB_RM_VERSION_MISMATCH = 18,
+    IN_USE = 19,
     ARGUMENT_VERSION_MISMATCH = 25,
     UNKNOWN = 999,
 };
@@ -58,6 +59,10 @@ enum {
     FAULT_PROCESS,    /* a process that computes there, by its number */
     FAULT_BUSY_PERCENT,
     FAULT_TEMPERATURE_C, /* one of 0 cannot be read */
+    FAULT_GONE,         /* the driver does not list it, as after a boot that it missed */
+    FAULT_COUNTER_STANDS,
+    FAULT_IN_USE,
+    FAULT_HELD_MHZ,     /* the clock, whatever was locked; no reason is shown */
     NUM_FAULTS = 24,
 };
 
@@ -110,6 +115,7 @@ extern struct Node *node;      /* NULL while uninitialised */
 extern char handles[MAX_GPUS]; /* a handle is the address of one of these */
 
 struct Gpu *gpu_of(Device device);
+uint64_t listed_before(const struct Gpu *end); /* how many GPUs that are not gone */
 
 /* Each call of the library is begun, recorded once and ended. `begin` is slow where the GPU is. */
 struct Call begin_node(void);

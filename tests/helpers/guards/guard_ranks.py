@@ -1,4 +1,4 @@
-"""Ranks without torch that hold a GPU and lock random clocks, forked by a small server.
+"""Ranks without torch that hold a GPU and ask for random clocks, forked by a small server.
 
 Starting Python anew for each of hundreds of ranks would take minutes.
 """
@@ -12,18 +12,16 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
-from pathlib import Path
 
 from envpipe_megatron.gpu.backends import nvml  # noqa: F401
 from envpipe_megatron.gpu.base import GpuAddress, GpuError
 from envpipe_megatron.gpu.clock.page import DUE, ClockPage
+from envpipe_megatron.gpu.devices import open_gpu
 from envpipe_megatron.gpu.emulated import emulated_gpu  # noqa: F401
 from envpipe_megatron.gpu.guard import hold as hold_module
-from envpipe_megatron.gpu.guard.hold import GuardEvent, hold_gpu
+from envpipe_megatron.gpu.guard.hold import hold_gpu
 from envpipe_megatron.gpu.guard.messages import GuardSettings
-from envpipe_megatron.gpu.opening import open_gpu
 
 
 class RankServer:
@@ -80,7 +78,7 @@ class Rank:
     def tell(self, word: str) -> None:
         self._connection.send(json.dumps(word).encode())
 
-    def kill(self, number: signal.Signals) -> None:
+    def kill(self, number: signal.Signals = signal.SIGKILL) -> None:
         with contextlib.suppress(ProcessLookupError):  # it may have ended by itself
             signal.pidfd_send_signal(self._pidfd, number)
 
@@ -137,59 +135,54 @@ def run(
     polite: bool = True,
     steady: bool = False,
     with_child: bool = False,
-    failing_guard: bool = False,
-    served: bool = False,
+    guard: list[str] | None = None,
+    delay_s: float = 0.0,
 ) -> None:
-    """One rank: hold, lock random clocks until something happens, release if it can.
+    """One rank: hold, ask for random clocks until something happens, release if it can.
 
     Args:
-        polite: on SIGTERM or an exception reset and release, as a framework that cleans up does.
-        steady: lock one clock and keep it.
+        polite: on SIGTERM or an exception release, as a framework that cleans up does.
+        steady: ask for one clock and keep it.
         with_child: fork a child first that has all open files and outlives the rank.
-        failing_guard: its guard fails at SIGUSR1.
-        served: its guard locks, as a page says.
+        guard: what is started as its guard, as arguments of Python's.
+        delay_s: how long after `ask` a clock is due.
     """
-    if failing_guard:
-        hold_module._GUARD = (str(Path(__file__).with_name("guard_that_fails.py")),)
+    if guard is not None:
+        hold_module._GUARD = tuple(guard)
     randomness = random.Random(seed)
-    locking = threading.Lock()
-    may_lock, stop = True, threading.Event()
 
     def say(*message: object) -> None:
         parent.send(json.dumps(message).encode())
 
-    def on_event(event: GuardEvent) -> None:
-        nonlocal may_lock
-        if event is GuardEvent.LOST:
-            with locking:
-                may_lock = False
-                if page is not None:
-                    page.end()
-        elif event is GuardEvent.STOP:
-            stop.set()
-        say(event.value)
-
     def terminated(*_: object) -> None:
         raise SystemExit(1)
 
-    def lock(frequency_mhz: int) -> None:
-        if page is None:
-            gpu.lock_frequency(frequency_mhz)
-        elif (number := page.ask(frequency_mhz)) is not None:
+    def lock(delay_s: float = 0.0) -> None:
+        if (number := page.ask(randomness.choice(clocks_mhz), delay_s)) is not None:
             page.count(DUE, number)
 
+    def is_served() -> bool:
+        number = page.ask(0)
+        while not page.is_over and not page.is_answered(number):
+            time.sleep(0.0005)
+        return not page.is_over
+
     where = GpuAddress(*address)
-    page = ClockPage.create() if served else None
+    page = ClockPage.create()
     try:
         hold = hold_gpu(
-            where, job, on_event=on_event, settings=GuardSettings(**settings), page=page
+            where,
+            job,
+            on_end=lambda: say("lost"),
+            settings=GuardSettings(**settings),
+            page=page,
         )
     except GpuError as error:
         say("refused", type(error).__name__, str(error))
         return
-    gpu = open_gpu(where)
-    clocks_mhz = gpu.supported_frequencies_mhz
+    clocks_mhz = open_gpu(where).supported_frequencies_mhz
     if with_child and os.fork() == 0:
+        hold.release()  # which is its parent's
         say("child", os.getpid())
         test_is_gone = select.poll()
         test_is_gone.register(parent, 0)  # nothing but its end: what is said is for the rank
@@ -199,35 +192,30 @@ def run(
         signal.signal(signal.SIGTERM, terminated)
     clean = polite
     try:
-        lock(randomness.choice(clocks_mhz))
-        if page is not None:
-            number = page.ask(0)
-            while may_lock and not page.is_answered(number):
-                time.sleep(0.0005)
+        lock()
+        is_served()
         say("held", hold.guard_pid)
-        while not stop.is_set():
+        while True:
             wait_s = None if steady else randomness.uniform(0, 0.001)
             if select.select([parent], [], [], wait_s)[0]:
                 word = json.loads(parent.recv(100) or b'"finish"')
                 if word == "raise":
                     raise RuntimeError("a training step that fails")
+                if word == "ask":
+                    lock(delay_s)
+                    say("asked")
                 if word == "go on":
-                    lock(randomness.choice(clocks_mhz))
-                    say("went on")
+                    lock()
+                    say("set" if is_served() else "unset")
                 if word == "finish":
                     break
             elif not steady:
-                with locking:
-                    if may_lock:
-                        lock(randomness.choice(clocks_mhz))
+                lock()
         clean = True
     finally:
         if clean:
-            if page is None:
-                gpu.reset_frequency()
             hold.release()
 
 
 if __name__ == "__main__":
-    sys.path.insert(0, str(Path(__file__).parent))
     serve(socket.socket(fileno=int(sys.argv[1])))

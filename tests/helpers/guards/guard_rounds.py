@@ -3,7 +3,6 @@
 Each round ends with nothing of it running, no clock locked and no lease left, or it raises.
 """
 
-import fcntl
 import json
 import os
 import random
@@ -17,18 +16,19 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 from fake_nvml.fake_nvml import FakeNvml
 from guard_ranks import Rank, RankServer
 from lease_helpers import undo_stale
 
 from envpipe_megatron.gpu.base import GpuAddress
+from envpipe_megatron.gpu.devices import open_gpu
 from envpipe_megatron.gpu.emulated.emulated_gpu import EmulatedGpu
 from envpipe_megatron.gpu.guard.hold import guard_log
 from envpipe_megatron.gpu.guard.lease import list_leases
 from envpipe_megatron.gpu.guard.lease_file import LeaseRecord, lease_name, new_lease_folder
 from envpipe_megatron.gpu.guard.messages import runtime_folder
-from envpipe_megatron.gpu.opening import open_gpu
 
 NUM_GPUS = 4
 DEADLINE_S = 120.0  # of what must come, on however busy a machine
@@ -55,32 +55,17 @@ class Node:
     @contextmanager
     def in_use(self) -> Iterator[None]:
         """This process, and the ranks and guards that it starts, are on this node."""
-        before = {name: os.environ.get(name) for name in self.environment}
-        os.environ.update(self.environment)
-        try:
-            with self.nvml.used_here():
-                self.ranks = RankServer()
-                try:
-                    yield
-                finally:
-                    self.ranks.close()
-        finally:
-            for name, value in before.items():
-                if value is None:
-                    del os.environ[name]
-                else:
-                    os.environ[name] = value
+        with patch.dict(os.environ, self.environment), self.nvml.used_here():
+            self.ranks = RankServer()
+            try:
+                yield
+            finally:
+                self.ranks.close()
 
     def locked_mhz(self, address: GpuAddress) -> object:
         if address.backend == "nvml":
             return self.nvml.locked_mhz(address.uid)
         return self._emulated[address].requested_frequency_mhz
-
-    def driver_file(self, address: GpuAddress) -> Path:
-        """What a process has locked while it is inside the driver of this GPU."""
-        if address.backend == "nvml":
-            return self.nvml.folder / "state"
-        return self._folder / "emulated" / f"gpu{address.uid.rpartition('#')[2]}.lock"
 
 
 def until(condition: Callable[[], object], what: str, every_s: float = 0.002) -> None:
@@ -108,7 +93,8 @@ class Round:
         self.number = number
         self.random = random.Random(f"{seed} {fault} {number}")
         self.job = f"{fault} {seed} {number} {os.getpid()}"
-        self.addresses = self.node.addresses[("emulated", "nvml")[number % 2]]
+        self.is_nvml = number % 2 == 1
+        self.addresses = self.node.addresses["nvml" if self.is_nvml else "emulated"]
         self.ranks: list[Rank] = []
         self.outcome = Outcome()
 
@@ -119,14 +105,13 @@ class Round:
         settings: dict[str, float] | None = None,
         **how: Any,
     ) -> Rank:
-        """Start a rank of a job, which locks itself or by its guard, that is still to come."""
-        patient = {"heartbeat_s": 120.0, "give_up_s": 240.0, "stop_s": 120.0}
+        """Start a rank of a job, whose guard is still to come."""
+        patient = {"heartbeat_s": 120.0, "give_up_s": 240.0}
         rank = self.node.ranks.start(
             address=[address.backend, address.uid],
             job=job or self.job,
             seed=self.random.getrandbits(32),
             settings={**patient, **(settings or {})},
-            served=self.random.random() < 0.5,
             **how,
         )
         self.ranks.append(rank)
@@ -234,6 +219,35 @@ def sigkill_of_a_rank_with_a_child(round_: Round) -> None:
     os.close(child)
 
 
+def sigkill_of_a_rank_in_mid_request(round_: Round) -> None:
+    """Between its asking for a clock and the time at which that is due."""
+    (rank,) = round_.start(1, steady=True, delay_s=round_.random.choice([1e-3, 0.02, 3600.0]))
+    rank.tell("ask")
+    rank.hear("asked")
+    round_.pause()
+    rank.kill(signal.SIGKILL)
+    round_.await_back([rank.address])
+    round_.pause(0.05)
+    assert round_.node.locked_mhz(rank.address) is None, "locked when nobody was there"
+
+
+def end_of_a_ranks_child(round_: Round) -> None:
+    """It leaves the rank's guard alone, although it has all that the rank has."""
+    (rank,) = round_.start(1, with_child=True, steady=True)
+    clock = round_.node.locked_mhz(rank.address)
+    child = os.pidfd_open(rank.hear("child")[1])
+    round_.pause()
+    signal.pidfd_send_signal(child, round_.random.choice([signal.SIGKILL, signal.SIGTERM]))
+    assert select.select([child], [], [], DEADLINE_S)[0]
+    os.close(child)
+    round_.pause()
+    assert round_.node.locked_mhz(rank.address) == clock is not None
+    rank.tell("go on")
+    rank.hear("set")
+    round_.finish([rank])
+    round_.await_back([rank.address])
+
+
 def sigkill_of_the_guard(round_: Round) -> None:
     """Of one rank or of all."""
     ranks = round_.start()
@@ -247,18 +261,30 @@ def sigkill_of_the_guard(round_: Round) -> None:
     round_.finish(ranks)
 
 
-def sigkill_of_guard_and_one_rank(round_: Round) -> None:
-    """The rank's guard alone, or those of all ranks."""
+def sigkill_of_a_rank_and_its_guard(round_: Round) -> None:
+    """The guards of the others find what they left."""
+    ranks = round_.start()
+    round_.pause()
+    victim = ranks.pop(round_.random.randrange(3))
+    kill_in_any_order(round_, victim.kill, victim.kill_guard)
+    round_.await_back([victim.address])
+    round_.finish(ranks)
+
+
+def sigkill_of_all_guards_and_one_rank(round_: Round) -> None:
+    """Where no guard is left, ranks without one do what guards do."""
     ranks = round_.start()
     round_.pause()
     victim = round_.random.choice(ranks)
-    unguarded = [victim] if round_.random.random() < 0.5 else ranks
-    kills = [partial(victim.kill, signal.SIGKILL), *(rank.kill_guard for rank in unguarded)]
+    kill_in_any_order(round_, victim.kill, *(rank.kill_guard for rank in ranks))
+    round_.await_back([rank.address for rank in ranks])
+    round_.finish([rank for rank in ranks if rank is not victim])
+
+
+def kill_in_any_order(round_: Round, *kills: Callable[[], None]) -> None:
     for kill in round_.random.sample(kills, len(kills)):
         kill()
         round_.pause(0.001)
-    round_.await_back([rank.address for rank in unguarded])
-    round_.finish([rank for rank in ranks if rank is not victim])
 
 
 def sigkill_of_everything(round_: Round) -> None:
@@ -302,6 +328,24 @@ def sigkill_of_a_guard_that_starts(round_: Round) -> None:
     round_.await_back([rank.address])
 
 
+def guard_that_cannot_start(round_: Round) -> None:
+    """No program, a folder of leases that is unsafe, or a driver that refuses to reset."""
+    address, leases = round_.addresses[0], new_lease_folder()
+    leases.mkdir(exist_ok=True)
+    how = round_.random.choice(["no program", "no leases", *["no reset"] * round_.is_nvml])
+    if how == "no reset":
+        round_.node.nvml.set_fault(address.uid, "no_permission")
+    try:
+        leases.chmod(0o777 if how == "no leases" else 0o1777)
+        rank = round_.begin(address, guard=["-m", "nothing"] if how == "no program" else None)
+        rank.hear("refused")
+        rank.wait()
+    finally:
+        leases.chmod(0o1777)
+        round_.node.nvml.clear_faults()
+    round_.await_back([address])
+
+
 def sigkill_of_a_rank_whose_guard_starts(round_: Round) -> None:
     rank = begin_and_pause(round_)
     rank.kill(signal.SIGKILL)
@@ -339,75 +383,57 @@ def sigterm_to_everything(round_: Round) -> None:
 
 
 def sigterm_to_the_guard(round_: Round) -> None:
-    """The ranks are told, reset and release."""
+    """It resets, and ends; the ranks go on."""
     ranks = round_.start()
     round_.pause()
     for rank in ranks:
         rank.kill_guard(round_.random.choice([signal.SIGTERM, signal.SIGHUP, signal.SIGINT]))
-    for rank in ranks:
-        rank.hear("stop")
-        rank.wait()
     round_.await_back([rank.address for rank in ranks])
+    for rank in ranks:
+        rank.hear("lost")
+    round_.finish(ranks)
 
 
 def sigstop_of_a_rank(round_: Round) -> None:
-    """Stopped for longer than the heartbeat, between two calls of the driver."""
+    """Stopped for longer than the heartbeat; when it goes on, it is served again."""
     ranks = round_.start(2, settings={"heartbeat_s": 0.3})
     round_.pause()
     victim = ranks[0]
-    _stop_outside_the_driver(round_, victim)
+    victim.kill(signal.SIGSTOP)
     start_s = time.monotonic()
     until(lambda: round_.node.locked_mhz(victim.address) is None, "a silent rank's reset", 0.0005)
     round_.outcome.reset_s.append(time.monotonic() - start_s)
     leased = victim.address in {record.address for record in list_leases()}
     victim.kill(signal.SIGCONT)
+    victim.tell("go on")
     # On a busy machine the guard may be silent for as long, which is a lost one.
-    if victim.hear("was_reset", "lost") == ["was_reset"]:
-        assert leased, "it may lock again"
-        victim.tell("go on")
-        victim.hear("went on")
+    if victim.hear("set", "unset") == ["set"]:
+        assert leased, "it may be locked again"
     round_.finish(ranks)
 
 
 def sigstop_of_the_guard(round_: Round) -> None:
-    """For longer than the heartbeat; when it goes on, it ends, and leaves the clock unlocked."""
-    (rank,) = round_.start(1, settings={"heartbeat_s": 0.3})
+    """For longer than the heartbeat, which is a lost guard; or shorter, and it goes on."""
+    is_long = round_.random.random() < 0.5
+    (rank,) = round_.start(1, settings={"heartbeat_s": 0.3} if is_long else {})
     round_.pause()
-    _stop_outside_the_driver(round_, rank, of_guard=True)
-    rank.hear("lost")
-    start_s = time.monotonic()
-    until(lambda: round_.node.locked_mhz(rank.address) is None, "a lost guard's reset", 0.0005)
-    round_.outcome.reset_s.append(time.monotonic() - start_s)
-    rank.kill_guard(signal.SIGCONT)
-    rank.wait_for_guard()
-    round_.await_back([rank.address])
+    rank.kill_guard(signal.SIGSTOP)
+    if is_long:
+        rank.hear("lost")
+        round_.await_back([rank.address])
+    else:
+        round_.pause()
+        rank.kill_guard(signal.SIGCONT)
+        rank.tell("go on")
+        rank.hear("set")
     round_.finish([rank])
-
-
-def _stop_outside_the_driver(round_: Round, rank: Rank, *, of_guard: bool = False) -> None:
-    """SIGSTOP a process; where it holds the driver's lock then, nobody could reset the GPU."""
-    pid, kill = (rank.guard_pid, rank.kill_guard) if of_guard else (rank.pid, rank.kill)
-    with round_.node.driver_file(rank.address).open("r+b") as file:
-        for _ in range(10_000):
-            kill(signal.SIGSTOP)
-            # The state in /proc tells when it has stopped.
-            while Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "T":
-                pass
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                kill(signal.SIGCONT)
-                round_.pause(0.001)
-                continue
-            fcntl.flock(file, fcntl.LOCK_UN)
-            return
-    raise AssertionError("the process is always inside the driver")
 
 
 def out_of_memory_in_the_guard(round_: Round) -> None:
     """By an injected MemoryError at a random point, or by a real limit on its memory."""
     injected = round_.random.random() < 0.5
-    ranks = round_.start(failing_guard=injected)
+    guard = [str(Path(__file__).with_name("guard_that_fails.py"))] if injected else None
+    ranks = round_.start(guard=guard)
     round_.pause()
     if injected:
         for rank in ranks:
@@ -472,7 +498,7 @@ def a_gpu_that_a_live_job_holds(round_: Round) -> None:
     clock = round_.node.locked_mhz(rank.address)
     second = round_.begin(rank.address, f"{round_.job} second")
     _, error, text = second.hear("refused")
-    assert error == "LeaseHeldError"
+    assert error == "GuardError"
     assert round_.job in text
     second.wait()
     assert round_.node.locked_mhz(rank.address) == clock is not None
@@ -487,10 +513,14 @@ FAULTS: dict[str, Callable[[Round], None]] = {
         sigkill_of_one_rank,
         sigkill_of_all_ranks,
         sigkill_of_a_rank_with_a_child,
+        sigkill_of_a_rank_in_mid_request,
+        end_of_a_ranks_child,
         sigkill_of_the_guard,
-        sigkill_of_guard_and_one_rank,
+        sigkill_of_a_rank_and_its_guard,
+        sigkill_of_all_guards_and_one_rank,
         sigkill_of_everything,
         sigkill_of_a_guard_that_starts,
+        guard_that_cannot_start,
         sigkill_of_a_rank_whose_guard_starts,
         exception_in_the_training_step,
         sigterm_to_the_ranks,

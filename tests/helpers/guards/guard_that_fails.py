@@ -6,7 +6,7 @@ from envpipe_megatron.gpu.guard import process
 from envpipe_megatron.gpu.guard.process import Guard
 
 fails = False
-note, look = process._noted_signals, Guard._was_told_to_stop
+note, hear = process._noted_signals, Guard._hear
 
 
 def fail(*_):
@@ -19,11 +19,11 @@ def note_and_fail():
     return note()
 
 
-def failing_look(self):
+def failing_hear(self):
     if fails:
         raise MemoryError
-    return look(self)
+    return hear(self)
 
 
-process._noted_signals, Guard._was_told_to_stop = note_and_fail, failing_look
+process._noted_signals, Guard._hear = note_and_fail, failing_hear
 process.main()

@@ -1,6 +1,7 @@
 """A GPU to read from, for back ends that set clocks their own way; it refuses to be set itself."""
 
 from envpipe_megatron.gpu.base import ClockState, EnergyReading, Gpu, GpuAddress
+from envpipe_megatron.gpu.registry import Device
 
 UUID = "GPU-01234567-89ab-cdef-0123-456789abcdef"
 CLOCKS_MHZ = (1410, 1395, 1380, 1200, 210)
@@ -22,6 +23,9 @@ class PlainReader(Gpu):
 
     def _reset(self):
         raise AssertionError("a reader's own clock control was used")
+
+    def device(self):
+        return Device("nvml", 3, self.address.uid, self.name, "0000:1b:00.0", "")
 
     def clock_state(self):
         return ClockState(1111, 1395, ("power cap",), 400.0)

@@ -3,10 +3,8 @@
 import itertools
 import random
 from dataclasses import replace
-from functools import reduce
 
-import numpy as np
-from core_cases import B, F, needs
+from core_cases import B, F
 
 from envpipe_megatron.core.kinds import Kind
 from envpipe_megatron.core.profile import make_profile
@@ -36,54 +34,3 @@ def paired(orders, at):
         tuple(replace(u, combined=(stage, i) in at) for i, u in enumerate(order))
         for stage, order in enumerate(orders)
     )
-
-
-def steps_of(orders):
-    """For each stage its steps: one unit, or the two of a pair."""
-    steps = []
-    for order in orders:
-        own = []
-        for at, unit in enumerate(order):
-            if at and order[at - 1].combined:
-                own[-1] += (unit,)
-            else:
-                own.append((unit,))
-        steps.append(own)
-    return steps
-
-
-def naive_steps(orders, num_chunks, duration, latency):
-    """(start, end) of each (stage, step): begun when all inputs are there, all outputs at its end.
-
-    None if stages wait in circles. Durations of steps may be arrays, of many iterations at once.
-    """
-    stages, steps = len(orders), steps_of(orders)
-    of_unit = {
-        (stage, replace(unit, combined=False)): (stage, number)
-        for stage, own in enumerate(steps)
-        for number, step in enumerate(own)
-        for unit in step
-    }
-    known = {}
-    left = {(stage, number) for stage, own in enumerate(steps) for number in range(len(own))}
-    while left:
-        ready = []
-        for stage, number in left:
-            arrivals = [] if number == 0 else [((stage, number - 1), 0.0)]
-            for unit in steps[stage][number]:
-                for source, needed in needs(stages, num_chunks, stage, unit):
-                    if source == stage:
-                        continue  # the order puts it before
-                    hop = max(latency, default=0.0)
-                    if abs(source - stage) == 1 and needed.chunk == unit.chunk:
-                        hop = latency[min(source, stage)]
-                    arrivals.append((of_unit[source, needed], hop))
-            if all(at in known for at, _ in arrivals):
-                ready.append(((stage, number), arrivals))
-        if not ready:
-            return None
-        for at, arrivals in ready:
-            start = reduce(np.maximum, [known[source][1] + hop for source, hop in arrivals], 0.0)
-            known[at] = (start, start + duration[at])
-            left.remove(at)
-    return known

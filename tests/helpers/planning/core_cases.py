@@ -1,6 +1,9 @@
 """Independent models that the core is held against: slow, obvious, and sharing no code with it."""
 
 from dataclasses import replace
+from functools import reduce
+
+import numpy as np
 
 from envpipe_megatron.core.kinds import Kind, Unit
 from envpipe_megatron.core.profile import make_profile
@@ -103,38 +106,54 @@ def random_schedule(
     return Schedule("random", num_microbatches, num_chunks, orders, placement)
 
 
-def naive_times(schedule, duration, latency):
-    """(start, end) of each (stage, position), each found by recursion into what it waits for."""
-    orders, num_stages = schedule.stages, schedule.num_stages
-    place = {
-        (stage, unit): (stage, position)
-        for stage, order in enumerate(orders)
-        for position, unit in enumerate(order)
+def steps_of(orders):
+    """For each stage its steps: one unit, or the two of a pair."""
+    steps = []
+    for order in orders:
+        own = []
+        for at, unit in enumerate(order):
+            if at and order[at - 1].combined:
+                own[-1] += (unit,)
+            else:
+                own.append((unit,))
+        steps.append(own)
+    return steps
+
+
+def naive_steps(orders, num_chunks, duration, latency, placement="looped"):
+    """(start, end) of each (stage, step): begun when all inputs are there, all outputs at its end.
+
+    None if stages wait in circles. Durations of steps may be arrays, of many iterations at once.
+    """
+    stages, steps = len(orders), steps_of(orders)
+    of_unit = {
+        (stage, replace(unit, combined=False)): (stage, number)
+        for stage, own in enumerate(steps)
+        for number, step in enumerate(own)
+        for unit in step
     }
     known = {}
-
-    def end(at):
-        if at not in known:
-            stage, position = at
-            arrivals = [0.0]
-            if position:
-                arrivals.append(end((stage, position - 1)))
-            u = orders[stage][position]
-            for source in needs(num_stages, schedule.num_chunks, stage, u, schedule.placement):
-                if source[0] == stage:
-                    continue  # the order puts it before
-                if abs(source[0] - stage) == 1 and source[1].chunk == u.chunk:
-                    hop = latency[min(source[0], stage)]
-                else:
-                    hop = max(latency)  # the hop between the last stage and the first
-                arrivals.append(end(place[source]) + hop)
-            start = max(arrivals)
-            known[at] = (start, start + duration[stage][position])
-        return known[at][1]
-
-    for stage, order in enumerate(orders):
-        for position in range(len(order)):
-            end((stage, position))
+    left = {(stage, number) for stage, own in enumerate(steps) for number in range(len(own))}
+    while left:
+        ready = []
+        for stage, number in left:
+            arrivals = [] if number == 0 else [((stage, number - 1), 0.0)]
+            for unit in steps[stage][number]:
+                for source, needed in needs(stages, num_chunks, stage, unit, placement):
+                    if source == stage:
+                        continue  # the order puts it before
+                    hop = max(latency, default=0.0)
+                    if abs(source - stage) == 1 and needed.chunk == unit.chunk:
+                        hop = latency[min(source, stage)]
+                    arrivals.append((of_unit[source, needed], hop))
+            if all(at in known for at, _ in arrivals):
+                ready.append(((stage, number), arrivals))
+        if not ready:
+            return None
+        for at, arrivals in ready:
+            start = reduce(np.maximum, [known[source][1] + hop for source, hop in arrivals], 0.0)
+            known[at] = (start, start + duration[at])
+            left.remove(at)
     return known
 
 

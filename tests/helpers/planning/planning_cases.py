@@ -8,10 +8,21 @@ import itertools
 from dataclasses import dataclass, replace
 
 import numpy as np
-from core_cases import B, F, I, W, needs, profile_of, rows_of, run_naively, units_of
+from core_cases import (
+    B,
+    F,
+    I,
+    W,
+    naive_steps,
+    profile_of,
+    rows_of,
+    run_naively,
+    steps_of,
+    units_of,
+)
 
 from envpipe_megatron.core.conditions import Conditions
-from envpipe_megatron.core.kinds import Unit
+from envpipe_megatron.core.kinds import Kind, Unit
 from envpipe_megatron.core.profile import Profile
 from envpipe_megatron.core.schedule import Placement, Schedule
 from envpipe_megatron.core.timeline import RELATIVE_TOLERANCE
@@ -102,9 +113,9 @@ def try_everything(schedule, profile, conditions, max_assignments=600_000):
     stages = schedule.num_stages
     powers_w, gpus = conditions.blocking_power_w, conditions.gpus_by_stage
     latency_s = np.broadcast_to(conditions.latency_s, (stages - 1,))
-    orders = [tuple(whole_backwards(order)) for order in schedule.stages]
-    nodes = [(stage, unit) for stage, order in enumerate(orders) for unit in order]
-    rows = [rows_of(profile, stage, unit) for stage, unit in nodes]
+    steps = steps_of(schedule.stages)
+    nodes = [(stage, number) for stage, own in enumerate(steps) for number in range(len(own))]
+    rows = [rows_of(profile, stage, priced(*steps[stage][n])) for stage, n in nodes]
     shape = tuple(len(choices) for choices in rows)
     assert np.prod(shape) <= max_assignments
     duration = {}
@@ -115,41 +126,19 @@ def try_everything(schedule, profile, conditions, max_assignments=600_000):
         costs = np.array([row.energy_j for row in choices]) - powers_w[node[0]] * time_s
         duration[node] = time_s.reshape(along)
         energy_j = energy_j + (gpus[node[0]] * costs).reshape(along)
-    end, other = {}, {F: F, B: I, I: B}  # what the other stage made of the same backward
-    position, last = [0] * stages, [np.zeros([1] * len(shape))] * stages
-    while len(end) < len(nodes):
-        for stage, order in enumerate(orders):
-            while position[stage] < len(order):
-                unit = order[position[stage]]
-                waits = needs(stages, schedule.num_chunks, stage, unit, schedule.placement)
-                sources = [
-                    node if node in nodes else (node[0], replace(node[1], kind=other[unit.kind]))
-                    for node in waits
-                    if node[0] != stage
-                ]
-                if any(source not in end for source in sources):
-                    break
-                start = last[stage]
-                for source in sources:
-                    hop_s = latency_s[min(source[0], stage)]  # with chunks, of two stages
-                    start = np.maximum(start, end[source] + hop_s)
-                last[stage] = end[stage, unit] = start + duration[stage, unit]
-                position[stage] += 1
+    ran = naive_steps(schedule.stages, schedule.num_chunks, duration, latency_s, schedule.placement)
     iteration_s = np.zeros(shape)
     for stage, tail_s in enumerate(conditions.tail_by_stage_s):
-        iteration_s = np.maximum(iteration_s, last[stage] + tail_s)
+        iteration_s = np.maximum(iteration_s, ran[stage, len(steps[stage]) - 1][1] + tail_s)
     energy_j = energy_j + waiting_w * iteration_s
     return Everything(iteration_s.ravel(), energy_j.ravel())
 
 
-def whole_backwards(order):
-    """A stage's units with `B3` for `I3+ W3`, as people write it."""
-    before = None
-    for own in order:
-        if not own.combined:
-            whole = before is not None and before.combined
-            yield Unit(B, own.microbatch, own.chunk) if whole else own
-        before = own
+def priced(first, *second):
+    """The unit, or what two units that run as one step are priced as."""
+    if not second:
+        return first
+    return Unit(Kind.COMBINED if first.kind is F else B, first.microbatch, second[0].chunk)
 
 
 def every_mixture(schedule):

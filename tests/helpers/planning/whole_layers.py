@@ -1,7 +1,11 @@
 """Small random profiles of whole layers, as Megatron's stages have them."""
 
+from collections.abc import Mapping
+from pathlib import Path
+
 import numpy as np
 
+from envpipe_megatron.search.layer_file import layers_text
 from envpipe_megatron.search.layer_profile import (
     Block,
     BytesPerParameter,
@@ -67,3 +71,42 @@ def whole_layers(
         optimizer_s=1e-4,
         frees_outputs=True,
     )
+
+
+#: {frequency_mhz: (slowdown, power_w)}: least energy at 900 MHz.
+CURVE = {1200: (1.0, 400.0), 1000: (1.1, 310.0), 900: (1.2, 270.0), 600: (1.7, 250.0)}
+
+
+def layers_that_take(
+    times_s: Mapping[str, tuple[float, float]],
+    curve: Mapping[int, tuple[float, float]] = CURVE,
+    held: Mapping[str, tuple[float, float]] | None = None,
+) -> LayerProfile:
+    """Layers by the times of their forward and backward at full clock, and perhaps their bytes.
+
+    Those are held in any order, and for each microbatch in flight.
+    """
+    slowdown, power_w = np.array(list(curve.values())).T
+    measures = {}
+    for name, both_s in times_s.items():
+        times = [time_s * slowdown for time_s in both_s]
+        memory, activation = (held or {}).get(name, (0.0, 0.0))
+        measures[name] = Measure(
+            *times,
+            *(time_s * power_w for time_s in times),
+            parameters=memory,
+            activation_bytes=activation,
+        )
+    return LayerProfile(
+        blocks=tuple(Block((name,)) for name in times_s),
+        frequency_mhz=np.array(list(curve)),
+        measures={Sizes(): measures},
+        bytes_per_parameter=BytesPerParameter(1.0, 0.0, 0.0),
+        links=Links(),
+    )
+
+
+def write_layers(path: Path, times_s: Mapping[str, tuple[float, float]], **more: object) -> Path:
+    """Write the file of `layers_that_take`."""
+    path.write_text(layers_text(layers_that_take(times_s, **more)))
+    return path

@@ -11,7 +11,7 @@ from envpipe_megatron.core.conditions import make_conditions
 from envpipe_megatron.core.kinds import Kind
 from envpipe_megatron.core.orders import builders
 from envpipe_megatron.core.plan import Plan
-from envpipe_megatron.gpu.emulated.presets import load_preset
+from envpipe_megatron.gpu.presets import load_preset
 
 PRESET = "a100-sxm"
 MICROBATCHES = 4

@@ -30,7 +30,8 @@ from free_port import free_port
 from on_request import on_request
 
 from envpipe_megatron.cli import main as envpipe
-from envpipe_megatron.gpu.emulated.emulated_gpu import EmulatedGpu, list_emulated
+from envpipe_megatron.gpu.emulated.emulated_gpu import EmulatedGpu
+from envpipe_megatron.gpu.emulated.store import list_emulated
 from envpipe_megatron.gpu.guard.messages import wait_readable
 
 TRAINED_RANK = Path(__file__).with_name("trained_rank.py")

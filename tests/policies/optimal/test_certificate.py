@@ -11,6 +11,7 @@ from planning_cases import random_conditions, random_profile, try_everything
 from program_cases import Case
 from scipy.optimize import OptimizeResult
 
+from envpipe_megatron.core.conditions import Conditions
 from envpipe_megatron.core.orders import builders
 from envpipe_megatron.policies.optimal.certificate import Prices, energy_lower_bound_j
 from envpipe_megatron.policies.optimal.choices import make_choices
@@ -89,28 +90,30 @@ def test_any_duals_give_a_bound_on_what_exists(seed):
         assert bound <= optimum_j * (1 + 1e-9)
 
 
-def small_job():
-    profile = random_profile(random.Random(0), 2, 4)
-    choices = make_choices(profile, np.full(2, 50.0), np.ones(2, dtype=np.int64))
+def small_job(deadline_s=None):
+    """Arguments of the bound."""
+    profile, floor_w = random_profile(random.Random(0), 2, 4), np.full(2, 50.0)
+    choices = make_choices(profile, floor_w, np.ones(2, dtype=np.int64))
     program = DurationProgram(builders.one_f_one_b(2, 4), choices, 0.0, np.zeros(2))
-    return choices, 1.1 * program.fastest_iteration_s
+    deadline_s = deadline_s or 1.1 * program.fastest_iteration_s
+    return profile, Conditions((50.0, 50.0)), 4, deadline_s, floor_w
 
 
 def test_the_bound_of_all_orders_refuses_a_deadline_that_none_meets(monkeypatch):
     """Additions say so; no solver is asked."""
     monkeypatch.setattr(any_order, "linprog", None)
     with pytest.raises(LinearProgramError, match="No order"):
-        bound_all_orders(small_job()[0], 2, 4, 0.0, np.zeros(2), 1e-6)
+        bound_all_orders(*small_job(1e-6))
 
 
 def test_the_bound_of_all_orders_trusts_no_solver(monkeypatch):
     """One that fails leaves a lower bound, and so does one that answers anything."""
-    choices, deadline_s = small_job()
+    job = small_job()
 
     def bound_j(answer=None):
         if answer is not None:
             monkeypatch.setattr(any_order, "linprog", lambda *_, **__: answer)
-        return bound_all_orders(choices, 2, 4, 0.0, np.zeros(2), deadline_s).energy_lower_bound_j
+        return bound_all_orders(*job).energy_lower_bound_j
 
     best_j = bound_j()
     failed_j = bound_j(OptimizeResult(status=4, message="numerical difficulties"))

@@ -21,9 +21,9 @@ from envpipe_megatron.policies.objective import LEAST_ENERGY
 from envpipe_megatron.policies.optimal.linear_program import LinearProgramError
 from envpipe_megatron.policies.optimal.optimizer import Optimizer, all_maximum_s
 from envpipe_megatron.policies.orders import extra_forwards
+from envpipe_megatron.policies.orders.auto import memory_frontier
 from envpipe_megatron.policies.orders.extra_forwards import Candidate, OrderSearch
 from envpipe_megatron.policies.orders.judged import best_plan
-from envpipe_megatron.policies.orders.memory_frontier import memory_frontier
 from envpipe_megatron.policies.planner import make_plan
 from envpipe_megatron.policies.problem import NO_LIMITS, envpipe_counts, order_limits
 from envpipe_megatron.policies.request import PlanRequest

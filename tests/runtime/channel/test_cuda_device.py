@@ -8,9 +8,11 @@ from queue import SimpleQueue
 from types import SimpleNamespace
 from typing import Any
 
+import pynvml
 import pytest
 import torch
 
+from envpipe_megatron.gpu.backends import nvml
 from envpipe_megatron.runtime.channel import cuda_device
 from envpipe_megatron.runtime.channel.carrier import ChannelError
 from envpipe_megatron.runtime.channel.cuda_device import CudaDevice
@@ -179,7 +181,7 @@ def test_a_number_is_stored_by_the_stream_that_is_current_then(driver, monkeypat
         return status
 
     library = SimpleNamespace(cuStreamWriteValue32_v2=write)
-    monkeypatch.setattr(cuda_device, "_library", lambda: library)
+    monkeypatch.setattr(cuda_device.ctypes, "CDLL", lambda name: library)
     monkeypatch.setattr(cuda_device, "register", lambda page: 4096)
     streams = [70, 71]
     monkeypatch.setattr(cuda_device, "_current_handle", lambda device: streams.pop(0))
@@ -222,12 +224,12 @@ def test_peer_copies_that_are_switched_off_for_nccl_are_for_all(driver, monkeypa
 @pytest.mark.parametrize("level", ["NVL", "PIX", "1", "PXB", "2", "PHB", "3"])
 def test_gpus_are_as_near_as_nccl_is_to_want_them(monkeypatch, level, by_nvlink):
     furthest = {"NVL": -1, "PIX": 10, "1": 10, "PXB": 20, "2": 20, "PHB": 30, "3": 30}[level]
-    nvml, far = cuda_device.pynvml, {}
+    far = {}
     monkeypatch.setattr(cuda_device, "uid_of_cuda_device", {"a": "GPU-a", "b": "GPU-b"}.__getitem__)
-    monkeypatch.setattr(cuda_device, "call_gpu", lambda uid, action, function: function(uid))
-    monkeypatch.setattr(nvml, "nvmlDeviceGetHandleByUUID", lambda uid: uid)
-    monkeypatch.setattr(nvml, "nvmlDeviceGetP2PStatus", lambda a, b, how: 0 if by_nvlink else 5)
-    monkeypatch.setattr(nvml, "nvmlDeviceGetTopologyCommonAncestor", lambda *two: far[two])
+    monkeypatch.setattr(nvml, "call_gpu", lambda uid, action, function: function(uid))
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetHandleByUUID", lambda uid: uid)
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetP2PStatus", lambda a, b, how: 0 if by_nvlink else 5)
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetTopologyCommonAncestor", lambda *two: far[two])
     monkeypatch.setenv("NCCL_P2P_LEVEL", level)
     for distance in (0, 10, 20, 30, 40):
         far["GPU-a", "GPU-b"] = distance
@@ -236,7 +238,7 @@ def test_gpus_are_as_near_as_nccl_is_to_want_them(monkeypatch, level, by_nvlink)
         else:
             with pytest.raises(ChannelError, match=f"NCCL_P2P_LEVEL={level}"):
                 cuda_device.check_distance("a", "b")
-    with pytest.raises(KeyError):  # a GPU that NVML does not know may be far
+    with pytest.raises(KeyError):  # a GPU that no driver knows may be far
         cuda_device.check_distance("a", "of another node")
     monkeypatch.setenv("NCCL_P2P_LEVEL", "SYS")
     cuda_device.check_distance("a", "of another node")

@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 import itertools
+import os
+import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from fake_gpu import look_until
+from presets import write_changed_preset
 
 from envpipe_megatron.gpu.base import GpuError
 from envpipe_megatron.gpu.clock.controller import spread
 from envpipe_megatron.gpu.emulated.emulated_gpu import EmulatedGpu
-from envpipe_megatron.gpu.emulated.presets import preset_folder
-from envpipe_megatron.gpu.guard.hold import GuardEvent
 from envpipe_megatron.gpu.guard.lease import list_leases
 from envpipe_megatron.gpu.guard.lease_file import LEASE_DIR_VARIABLE
+from envpipe_megatron.gpu.guard.messages import AGENT_VARIABLE
 from envpipe_megatron.runtime.clocks import latency as clock_latency
+from envpipe_megatron.runtime.clocks import rank_clock
 from envpipe_megatron.runtime.clocks.latency import (
     KERNELS,
     LEAD,
@@ -33,52 +38,21 @@ from envpipe_megatron.runtime.clocks.latency import (
 KERNEL_S = 1e-3
 
 
-class Guard:
-    """What stands in for the node's guard: when it let go, and how to tell of an event."""
-
-    def __init__(self) -> None:
-        self.released: list[int | None] = []
-        self.tell: Callable[[GuardEvent], None] | None = None
-        self.gpu: EmulatedGpu | None = None
-
-    def hold_gpu(self, address, job, *, on_event):
-        self.tell = on_event
-        return SimpleNamespace(release=self._release)
-
-    def _release(self) -> None:
-        self.released.append(self.gpu.requested_frequency_mhz)
-
-
 @pytest.fixture
-def guard(monkeypatch) -> Guard:
-    guard = Guard()
-    monkeypatch.setattr(clock_latency, "hold_gpu", guard.hold_gpu)
-    return guard
-
-
-@pytest.fixture
-def gpu(tmp_path, guard) -> EmulatedGpu:
-    guard.gpu = emulated(tmp_path, 0.0)
-    return guard.gpu
+def gpu(tmp_path) -> EmulatedGpu:
+    return emulated(tmp_path, 0.0)
 
 
 def emulated(folder: Path, frequency_change_s: float) -> EmulatedGpu:
     """An H200 whose clock takes this long to change."""
-    lines = (preset_folder() / "h200.toml").read_text().splitlines()
-    changed = [
-        f"frequency_change_s = {frequency_change_s}"
-        if line.startswith("frequency_change_s")
-        else line
-        for line in lines
-    ]
-    preset = folder / "preset.toml"
-    preset.write_text("\n".join(changed))
+    changes = {"frequency_change_s": frequency_change_s}
+    preset = write_changed_preset(folder / "preset.toml", changes, "h200")
     return EmulatedGpu.create(str(preset), 0, folder / "node")
 
 
 @pytest.mark.parametrize("frequency_change_s", [0.0, 0.004, 0.06])
-def test_finds_what_the_preset_says(tmp_path, guard, frequency_change_s):
-    guard.gpu = gpu = emulated(tmp_path, frequency_change_s)
+def test_finds_what_the_preset_says(tmp_path, frequency_change_s):
+    gpu = emulated(tmp_path, frequency_change_s)
     found = measure_latency(gpu, EmulatedKernelTimer(gpu, KERNEL_S), [1980, 1200], repeats=1)
     old_s, new_s = (gpu.preset.unit_time_s("forward", mhz, KERNEL_S) for mhz in (1980, 1200))
     ratios = (1.0, 1.0) if frequency_change_s == 0 else (old_s / new_s, new_s / old_s)
@@ -88,7 +62,7 @@ def test_finds_what_the_preset_says(tmp_path, guard, frequency_change_s):
         assert 0 <= row["shown_s"]["max"] - frequency_change_s <= 2 * new_s
         assert row["first_kernel_ratio"]["median"] == pytest.approx(ratio)
     assert 0 <= found["frequency_change_s"] - frequency_change_s + 1e-9 <= new_s + 2e-9
-    assert guard.released == [None]
+    assert gpu.requested_frequency_mhz is None
 
 
 def test_every_two_clocks_both_ways(gpu, monkeypatch):
@@ -139,7 +113,7 @@ def test_a_change_is_watched_until_it_was_seen_and_not_for_ever(gpu, shows, diff
 
 
 @pytest.mark.parametrize("good_locks", [0, 1, 3])
-def test_clock_is_reset_whatever_fails(gpu, guard, monkeypatch, good_locks):
+def test_clock_is_reset_whatever_fails(gpu, monkeypatch, good_locks):
     lock, locks = gpu._lock, []
 
     def failing(self, frequency_mhz: int) -> None:
@@ -149,55 +123,41 @@ def test_clock_is_reset_whatever_fails(gpu, guard, monkeypatch, good_locks):
         lock(frequency_mhz)
 
     monkeypatch.setattr(EmulatedGpu, "_lock", failing)
-    with pytest.raises(GpuError, match="driver"):
+    with pytest.raises(ClockLatencyError, match="driver"):
         measure_latency(gpu, EmulatedKernelTimer(gpu, KERNEL_S), [1980, 1200], repeats=2)
     assert len(locks) == good_locks
-    assert guard.released == [None]  # reset before the guard lets go
+    assert gpu.requested_frequency_mhz is None
 
 
 @pytest.mark.parametrize("clocks", [[1200, 1200], [1200, 1201]])
-def test_impossible_clocks_are_refused_before_a_guard_is_started(gpu, guard, clocks):
+def test_impossible_clocks_are_refused_before_a_guard_is_started(gpu, monkeypatch, clocks):
+    monkeypatch.setattr(rank_clock, "RankClock", None)
     with pytest.raises((ClockLatencyError, GpuError), match=r"120[01]"):
         measure_latency(gpu, EmulatedKernelTimer(gpu), clocks, repeats=1)
-    assert guard.tell is None
 
 
-def test_guarded_measurement_leaves_no_lease_and_no_lock(tmp_path, monkeypatch):
+@pytest.mark.parametrize("dies", [False, True])
+def test_guarded_measurement_leaves_no_lease_and_no_lock(gpu, tmp_path, monkeypatch, dies):
     monkeypatch.setenv(LEASE_DIR_VARIABLE, str(tmp_path / "leases"))
-    gpu = emulated(tmp_path, 0.0)
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    monkeypatch.setenv(AGENT_VARIABLE, "")  # of a node with guards
     held: list[str] = []
 
     class Timer(EmulatedKernelTimer):
         def trace(self, call, look):
-            held.extend(lease.address.uid for lease in list_leases() if lease.live)
+            leases = [lease for lease in list_leases() if lease.live]
+            held.extend(lease.address.uid for lease in leases)
+            if dies and leases and len(held) == 2:
+                os.kill(leases[0].guard.pid, signal.SIGKILL)
+                look_until(lambda: not list_leases())
             return super().trace(call, look)
 
-    measure_latency(gpu, Timer(gpu, KERNEL_S), [1980, 1200], 1)
+    ends = pytest.raises(ClockLatencyError, match="guard of this GPU's clock has ended")
+    with ends if dies else nullcontext():
+        measure_latency(gpu, Timer(gpu, KERNEL_S), [1980, 1200], 1)
     assert set(held) == {gpu.address.uid}
     assert list_leases() == []
     assert gpu.requested_frequency_mhz is None
-
-
-@pytest.mark.parametrize("event", [GuardEvent.LOST, GuardEvent.STOP])
-def test_nothing_is_locked_once_the_guard_has_ended(gpu, guard, monkeypatch, event):
-    locks: list[int] = []
-    lock = EmulatedGpu._lock
-
-    def counting(self, frequency_mhz: int) -> None:
-        lock(self, frequency_mhz)
-        locks.append(frequency_mhz)
-
-    class Timer(EmulatedKernelTimer):
-        def trace(self, call, look):
-            # A reset by somebody else says nothing against going on.
-            guard.tell(event if len(locks) == 2 else GuardEvent.WAS_RESET)
-            return super().trace(call, look)
-
-    monkeypatch.setattr(EmulatedGpu, "_lock", counting)
-    with pytest.raises(ClockLatencyError, match="guard has ended"):
-        measure_latency(gpu, Timer(gpu, KERNEL_S), [1980, 1200], repeats=5)
-    assert len(locks) == 2
-    assert guard.released == [None]
 
 
 # --- what a trace says ---------------------------------------------------------------------------
@@ -299,6 +259,7 @@ class SimulatedCuda:
 
     def __init__(self) -> None:
         self.host_s, self.free_s = 50.0, 0.0
+        self.beside = False
         cuda = self
 
         class Event:
@@ -321,6 +282,15 @@ class SimulatedCuda:
 
         self.Event = Event
 
+    def Stream(self) -> None:  # noqa: N802  # torch's name
+        return None
+
+    @contextmanager
+    def stream(self, beside: None) -> Iterator[None]:
+        self.beside = True
+        yield
+        self.beside = False
+
     def monotonic(self) -> float:
         self.host_s += 1e-6
         return self.host_s
@@ -336,9 +306,16 @@ def test_cuda_events_are_brought_to_the_hosts_clock(monkeypatch):
     cuda = SimulatedCuda()
     monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(cuda=cuda))
     monkeypatch.setattr(clock_latency, "time", SimpleNamespace(monotonic=cuda.monotonic))
-    timer, calls = CudaKernelTimer(), []
-    trace = timer.trace(lambda: calls.append(cuda.host_s), lambda: 1200)
-    assert calls == [pytest.approx(trace.called_s, abs=1e-5)]
+    called_s = []
+
+    def call() -> tuple[float, float]:
+        assert cuda.beside  # else it would come behind all kernels
+        called_s.append(cuda.host_s)
+        return cuda.host_s, cuda.monotonic()
+
+    trace = CudaKernelTimer().trace(call, lambda: 1200)
+    assert called_s == [trace.called_s]
+    assert trace.returned_s == pytest.approx(trace.called_s + 1e-6)
     kernel_s = CudaKernelTimer._CYCLES / (cuda.MHZ * 1e6)
     assert len(trace.kernels_s) == KERNELS
     for (start_s, end_s), (next_s, _) in itertools.pairwise(trace.kernels_s):

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from fake_gpu import FakeGpu
@@ -13,24 +16,40 @@ from fake_gpu import FakeGpu
 from envpipe_megatron.formats.timeline import IDLE
 from envpipe_megatron.gpu.backends.nvml import THROTTLE_REASONS
 from envpipe_megatron.gpu.base import ClockState, GpuAddress, GpuError
-from envpipe_megatron.gpu.clock.completion import Done
-from envpipe_megatron.gpu.clock.controller import ClockController
-from envpipe_megatron.gpu.opening import open_gpu
+from envpipe_megatron.gpu.clock.controller import PageController
+from envpipe_megatron.gpu.clock.page import DUE, ClockPage
+from envpipe_megatron.gpu.devices import open_gpu
 from envpipe_megatron.runtime.clocks import watch as clock_watch
 from envpipe_megatron.runtime.clocks.watch import ClockWatch
 
 NEVER_S = 1e6
 
 
+@dataclass
+class Page:
+    """What a page says of the clock of a fake GPU, whose requests this process makes."""
+
+    gpu: FakeGpu
+    last_change_s: float = -math.inf
+
+    @property
+    def set_mhz(self) -> int | None:
+        return self.gpu.requested_frequency_mhz
+
+
+@pytest.fixture(autouse=True)
+def looks(monkeypatch) -> None:
+    """Nobody looks but a test."""
+    monkeypatch.setattr(clock_watch, "_PERIOD_S", NEVER_S)
+
+
 class Watched:
     """A fake GPU, whose clock was changed when a test says so, and its watch."""
 
-    def __init__(self) -> None:
-        self.gpu = FakeGpu()
-        self.last_change_s = float("-inf")
-        self.watch = ClockWatch(
-            self.gpu, lambda: self.last_change_s, settling_s=0.03, period_s=NEVER_S
-        )
+    def __init__(self, gpu: FakeGpu | None = None, **options: Any) -> None:
+        self.gpu = gpu or FakeGpu()
+        self.page = Page(self.gpu)
+        self.watch = ClockWatch(self.gpu, self.page, **options)
 
     def look(self, times: int = 1) -> None:
         for _ in range(times):
@@ -112,10 +131,8 @@ def test_when_a_clock_is_said_not_to_have_followed(watched, followed, above, bel
 
 def test_nothing_seen_and_each_look_told():
     seen = []
-    gpu = FakeGpu()
-    watch = ClockWatch(
-        gpu, lambda: 0.0, period_s=NEVER_S, on_sample=lambda *look: seen.append(look)
-    )
+    watched = Watched(on_sample=lambda *look: seen.append(look))
+    gpu, watch = watched.gpu, watched.watch
     nothing = {
         "judged": 0,
         "above_share": 0.0,
@@ -156,7 +173,8 @@ def test_nothing_seen_and_each_look_told():
 def test_a_change_settles_for_so_long(monkeypatch, passed_s, judged):
     gpu = FakeGpu()
     gpu.lock_frequency(1200)
-    watch = ClockWatch(gpu, lambda: 8.0, settling_s=0.5, period_s=NEVER_S)
+    monkeypatch.setattr(clock_watch, "_SETTLING_S", 0.5)
+    watch = ClockWatch(gpu, Page(gpu, 8.0))
     monkeypatch.setattr(clock_watch, "time", SimpleNamespace(monotonic=lambda: 8.0 + passed_s))
     watch.sample()
     assert watch.summary()["judged"] == judged
@@ -168,11 +186,11 @@ def test_what_is_not_judged(watched):
     gpu.observed_mhz = 1100
     watched.look(2)  # nothing was requested
     gpu.lock_frequency(1400)
-    watched.last_change_s = float("inf")  # a call is under way
+    watched.page.last_change_s = float("inf")  # a call is under way
     watched.look(3)
-    watched.last_change_s = time.monotonic() + 100  # not settled
+    watched.page.last_change_s = time.monotonic() + 100  # not settled
     watched.look(4)
-    watched.last_change_s = time.monotonic() - 0.04
+    watched.page.last_change_s = time.monotonic() - 0.04
     gpu.throttle_reasons = ("idle",)
     watched.look(5)
     gpu.error = GpuError("lost")
@@ -192,7 +210,7 @@ def test_clock_that_changes_during_the_look_is_not_judged(watched, monkeypatch):
     state = watched.gpu.clock_state
 
     def change_meanwhile():
-        watched.last_change_s = time.monotonic()
+        watched.page.last_change_s = time.monotonic()
         return state()
 
     monkeypatch.setattr(watched.gpu, "clock_state", change_meanwhile)
@@ -200,24 +218,29 @@ def test_clock_that_changes_during_the_look_is_not_judged(watched, monkeypatch):
     assert watched.watch.summary()["not_judged"] == {"unsettled": 1}
 
 
-def test_learns_of_changes_from_the_controller():
+def test_learns_of_changes_from_the_page(monkeypatch):
     """Neither the instants around a change are judged, nor those while the driver is called."""
-    gpu = FakeGpu()
-    clock = ClockController(gpu)
-    watch = ClockWatch(gpu, lambda: clock.last_change_s, settling_s=NEVER_S, period_s=NEVER_S)
-    gpu.lock_frequency(1100)  # by an earlier job
+    monkeypatch.setattr(clock_watch, "_SETTLING_S", NEVER_S)
+    gpu, page = FakeGpu(), ClockPage.create(shared=False)
+    controller = PageController(gpu, page)
+    watch = ClockWatch(gpu, page)
+
+    def change(mhz: int) -> None:
+        page.count(DUE, page.ask(mhz))
+        controller.serve()
+
+    page.end_change(1100, -math.inf)  # long ago
     watch.sample()
     gpu.driver.clear()
-    gpu.in_driver.clear()
-    clock.request(1000, Done())
+    changing = threading.Thread(target=change, args=(1000,))
+    changing.start()
     assert gpu.in_driver.wait(10)
     watch.sample()
     gpu.driver.set()
-    clock.wait_idle()
+    changing.join()
     watch.sample()
     assert watch.summary()["judged"] == 1
     assert watch.summary()["not_judged"] == {"unsettled": 2}
-    clock.close()
     watch.close()
 
 
@@ -227,6 +250,7 @@ def test_an_idle_gpu_is_known_by_nvmls_word():
 
 def test_a_driver_that_hangs_does_not_keep_the_watch_open(monkeypatch):
     monkeypatch.setattr(clock_watch, "_JOIN_S", 0.05)
+    monkeypatch.setattr(clock_watch, "_PERIOD_S", 0.001)
     hanging, come_back = threading.Event(), threading.Event()
 
     class Hanging(FakeGpu):
@@ -235,7 +259,7 @@ def test_a_driver_that_hangs_does_not_keep_the_watch_open(monkeypatch):
             come_back.wait(60)
             return super().clock_state()
 
-    watch = ClockWatch(Hanging(), lambda: float("-inf"), period_s=0.001)
+    watch = Watched(Hanging()).watch
     assert hanging.wait(10)
     closing = threading.Thread(target=watch.close, daemon=True)
     closing.start()
@@ -258,12 +282,13 @@ def test_what_held_the_clock_back_lately(watched):
     assert watched.watch.held_back() == ""
 
 
-def test_profiles_and_limits_that_change_while_the_job_runs(fake_nvml_node):
+def test_profiles_and_limits_that_change_while_the_job_runs(fake_nvml_node, monkeypatch):
+    monkeypatch.setattr(clock_watch, "_POWER_PERIOD_S", 0.0)
     node = fake_nvml_node("b200")
     node.use_here()
     (uid,) = node.uuids
     gpu = open_gpu(GpuAddress("none", uid))
-    watch = ClockWatch(gpu, lambda: 0.0, period_s=NEVER_S, power_period_s=0.0)
+    watch = Watched(gpu).watch
     for _ in range(2):
         watch.sample()
     assert (len(watch.summary()["power_profiles"]), watch.summary()["warning"]) == (1, None)
@@ -304,7 +329,7 @@ def test_power_is_read_more_rarely_than_the_clock(monkeypatch):
     now = SimpleNamespace(s=100.0)
     monkeypatch.setattr(clock_watch, "time", SimpleNamespace(monotonic=lambda: now.s))
     monkeypatch.setattr(FakeGpu, "power_state", lambda gpu: read.append(now.s) or fail())
-    watch = ClockWatch(gpu, lambda: 0.0, period_s=NEVER_S)
+    watch = Watched(gpu).watch
     for look in range(50):
         now.s = 100.0 + 0.5 * look
         watch.sample()

@@ -3,39 +3,52 @@
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 from types import SimpleNamespace
 
 import pytest
-from fake_gpu import FakeGpu
+from fake_gpu import FakeGpu, pages_go  # noqa: F401 - a fixture
 
 from envpipe_megatron.gpu.base import GpuAddress, GpuError
-from envpipe_megatron.gpu.clock import controller as clock_controller
-from envpipe_megatron.gpu.clock.completion import Done
+from envpipe_megatron.gpu.clock.controller import PageController
 from envpipe_megatron.gpu.control import ChosenControl
-from envpipe_megatron.gpu.guard.hold import GuardEvent
+from envpipe_megatron.gpu.guard.lease import LeaseHeldError
 from envpipe_megatron.gpu.guard.messages import AGENT_VARIABLE
 from envpipe_megatron.runtime.clocks import rank_clock
-from envpipe_megatron.runtime.clocks.rank_clock import RankClock, hold_everywhere, open_rank_gpu
+from envpipe_megatron.runtime.clocks.rank_clock import (
+    ClockKind,
+    RankClock,
+    hold_everywhere,
+    open_rank_gpu,
+)
 
 
 class Guard:
-    """What a node's guard was asked for, and may tell."""
+    """A guard in this process: what it was asked for, and may tell."""
 
-    def __init__(self) -> None:
+    def __init__(self, gpu: FakeGpu) -> None:
         self.held: list[GpuAddress] = []
         self.released = 0
         self.is_released = threading.Event()
         self.error: GpuError | None = None
+        self._gpu = gpu
 
-    def hold_gpu(self, address, *, on_event):
+    def hold_gpu(self, address, *, on_end, page):
         self.held.append(address)
-        self.tell = on_event
+        self.end = on_end
+        self.page = page
+        self.serving = PageController(self._gpu, page)
+        self.serving.start()
         return SimpleNamespace(release=self._release)
 
-    def _release(self, *, late: bool) -> None:
-        self.late = late
+    def reset(self) -> None:
+        assert self.serving.close()
+        self._gpu.reset_frequency()
+
+    def _release(self) -> None:
+        self.reset()
         self.is_released.set()
         self.released += 1
         if self.error is not None:
@@ -43,63 +56,71 @@ class Guard:
 
 
 @pytest.fixture
-def guard(monkeypatch) -> Guard:
-    monkeypatch.delenv(AGENT_VARIABLE, raising=False)
-    guard = Guard()
-    monkeypatch.setattr(rank_clock, "hold_gpu", guard.hold_gpu)
-    return guard
-
-
-@pytest.fixture
 def gpu() -> FakeGpu:
     return FakeGpu()
 
 
+@pytest.fixture
+def guard(monkeypatch, gpu) -> Guard:
+    monkeypatch.delenv(AGENT_VARIABLE, raising=False)
+    guard = Guard(gpu)
+    monkeypatch.setattr(rank_clock, "hold_gpu", guard.hold_gpu)
+    return guard
+
+
 def ask(clock: RankClock, *frequencies: int) -> None:
     for frequency in frequencies:
-        clock.controller.request(frequency, Done())
-        clock.controller.wait_idle()
+        clock.request(frequency)
+        clock.wait_idle()
 
 
 @pytest.mark.parametrize(
-    ("real", "backend", "agent", "wish", "held", "watched"),
+    ("real", "backend", "agent", "kind", "watched"),
     [
-        (True, "nvml", False, None, True, True),
-        (True, "nvml", False, False, False, True),
-        (False, "emulated", False, None, False, False),
-        (False, "emulated", True, None, True, False),
-        (False, "emulated", True, False, False, False),
-        (False, "emulated", False, True, True, False),
-        (False, "none", True, None, False, True),
-        (False, "dry_run", True, None, False, False),
+        (True, "nvml", False, ClockKind.REAL, True),
+        (False, "emulated", False, ClockKind.EMULATED, False),
+        (False, "emulated", True, ClockKind.REAL, False),
+        (False, "none", True, ClockKind.READ_ONLY, True),
+        (False, "dry_run", True, ClockKind.DRY_RUN, False),
     ],
 )
 def test_which_gpus_are_held_and_watched(
-    guard, gpu, monkeypatch, real, backend, agent, wish, held, watched
+    guard, gpu, monkeypatch, real, backend, agent, kind, watched
 ):
     monkeypatch.setattr(FakeGpu, "drives_hardware", real)
-    monkeypatch.setattr(FakeGpu, "is_emulated", backend == "emulated")
     monkeypatch.setattr(FakeGpu, "read_only", backend == "none")
     monkeypatch.setattr(FakeGpu, "address", GpuAddress(backend, "one"))
     if agent:
         monkeypatch.setenv(AGENT_VARIABLE, "/somewhere")
-    clock = RankClock(gpu, guarded=wish)
+    assert ClockKind.of(gpu) is kind
+    clock = RankClock(gpu, kind)
+    ask(clock, 1000)
+    held = kind in (ClockKind.REAL, ClockKind.DRY_RUN)
     assert guard.held == [gpu.address] * held
+    assert gpu.history == [1000] * (kind is not ClockKind.READ_ONLY)
     clock.close()
     assert guard.released == held
+    assert gpu.history == ([] if kind is ClockKind.READ_ONLY else [1000, None])
     summary = clock.summary()
     assert (summary.pop("followed") is not None) == watched
-    assert summary == {"backend": backend, "set_by": "rank", **clock.controller.summary()}
+    assert summary == {
+        "backend": backend,
+        "changes": kind is not ClockKind.READ_ONLY,
+        "coalesced": 0,
+        "wake_to_lock_s": summary["wake_to_lock_s"],
+        "lock_call_s": summary["lock_call_s"],
+        "error": None,
+    }
 
 
 def test_the_watch_looks_at_this_gpu_and_tells(guard, gpu, monkeypatch):
     monkeypatch.setattr(FakeGpu, "drives_hardware", True)
     seen = []
-    clock = RankClock(gpu, on_sample=lambda time_s, state: seen.append(state))
-    gpu.lock_frequency(1200)
-    clock.controller.last_change_s = float("-inf")
+    clock = RankClock(gpu, ClockKind.REAL, on_sample=lambda time_s, state: seen.append(state))
+    guard.page.end_change(1200, -math.inf)  # requested in the guard
+    gpu.observed_mhz = 1200
     clock._watch.sample()
-    clock.controller.last_change_s = float("inf")  # a call is under way
+    guard.page.begin_change(0.0)  # a call is under way
     clock._watch.sample()
     assert [state.requested_mhz for state in seen] == [1200, 1200]
     assert clock.summary()["followed"]["judged"] == 1
@@ -107,134 +128,100 @@ def test_the_watch_looks_at_this_gpu_and_tells(guard, gpu, monkeypatch):
     assert not clock._watch._thread.is_alive()
 
 
-def test_the_controller_does_as_wished(guard):
-    dwelling, relocking = RankClock(FakeGpu(), 1.0), RankClock(FakeGpu(), relock=True)
-    plain = RankClock(FakeGpu())
-    for clock in (dwelling, relocking, plain):
+def test_the_controller_does_as_wished():
+    gpus = [FakeGpu() for _ in range(3)]
+    dwelling, repeating, plain = (
+        RankClock(gpu, ClockKind.EMULATED, min_dwell_s)
+        for gpu, min_dwell_s in zip(gpus, (1.0, 0.0, 0.0), strict=True)
+    )
+    repeating.repeats = True
+    for clock in (dwelling, repeating, plain):
         ask(clock, 1000, 1000, 1200)
         clock.close()
-    assert dwelling._gpu.history == [1000, None]
-    assert relocking._gpu.history == [1000, 1000, 1200, None]
-    assert plain._gpu.history == [1000, 1200, None]
+        clock.close()
+    assert [gpu.history for gpu in gpus] == [
+        [1000, None],
+        [1000, 1000, 1200, None],
+        [1000, 1200, None],
+    ]
 
 
-def test_what_a_guard_tells(guard, gpu, caplog):
-    clock = RankClock(gpu, guarded=True)
+def test_a_rank_that_serves_its_page_tries_a_reset_again(gpu, caplog):
+    untouched = RankClock(gpu, ClockKind.EMULATED)
+    untouched.close()
+    assert gpu.history == []
+    clock = RankClock(gpu, ClockKind.EMULATED)
     ask(clock, 1000)
-    guard.tell(GuardEvent.WAS_RESET)
+    gpu.reset_error = GpuError("no reset")
+    clock.close()
+    assert clock.error is gpu.reset_error
+    assert "no reset" in caplog.text
+    gpu.reset_error = None
+    clock.close()
+    assert gpu.history == [1000, None]
+
+
+def test_a_guard_that_ends_is_the_end_of_control(guard, gpu):
+    clock = RankClock(gpu, ClockKind.REAL)
     ask(clock, 1000)
-    assert gpu.history == [1000, 1000]
-    guard.tell(GuardEvent.LOST)
-    assert gpu.history == [1000, 1000, None]
-    assert "The guard of this GPU's clock is gone. The clock is at" in str(clock.controller.error)
+    guard.end()
+    ask(clock, 1100)
+    assert gpu.history == [1000]
+    assert "guard of this GPU's clock has ended. The clock is at" in str(clock.error)
     assert guard.released == 0
     clock.close()
     clock.close()
     assert guard.released == 2  # a hold that is released does nothing
-    other = RankClock(gpu, guarded=True)
-    guard.tell(GuardEvent.STOP)
-    assert "was told to end the job" in str(other.controller.error)
-    assert guard.released == 3
-    other.close()
-
-
-@pytest.mark.parametrize("fails", [False, True])
-def test_a_guard_is_told_whether_a_request_may_come_late(guard, gpu, fails):
-    clock = RankClock(gpu, guarded=True)
-    gpu.error = GpuError("no answer in time") if fails else None
-    ask(clock, 1000)
-    clock.close()
-    assert guard.late is fails
 
 
 def test_control_ends_before_the_right_to_it(guard, gpu, monkeypatch):
     """Behind a token's end nothing could be reset; training goes on."""
     ends_s = [time.time() + 1000.0, time.time()]
     monkeypatch.setattr(FakeGpu, "control_ends_s", lambda self: ends_s.pop(0))
-    clock = RankClock(gpu, guarded=True)
+    clock = RankClock(gpu, ClockKind.REAL)
     ask(clock, 1000)
     clock.close()
-    assert clock.controller.error is None
+    assert clock.error is None
     assert clock._ending.finished.is_set()
     guard.is_released.clear()
-    clock = RankClock(gpu, guarded=True)
+    clock = RankClock(gpu, ClockKind.REAL)
     assert guard.is_released.wait(10)
     ask(clock, 1100)
-    assert "The right to change clocks ends soon" in str(clock.controller.error)
-    assert gpu.history == [1000, None]
+    assert "The right to change clocks ends soon" in str(clock.error)
+    assert 1100 not in gpu.history
     clock.close()
 
 
 @pytest.mark.parametrize("earlier", [None, GpuError("no lock")])
 def test_a_guard_that_does_not_let_go_is_an_error_of_the_clock(guard, gpu, caplog, earlier):
-    clock = RankClock(gpu, guarded=True)
+    clock = RankClock(gpu, ClockKind.REAL)
     if earlier is not None:
-        clock.controller.stop(earlier)
+        clock.stop(earlier)
     guard.error = GpuError("the clock is still locked")
     clock.close()
-    assert clock.controller.error is (earlier or guard.error)
+    assert clock.error is (earlier or guard.error)
     assert "the clock is still locked" in caplog.text
-
-
-def test_the_thread_looks_at_events_from_its_callers_device(gpu, monkeypatch):
-    """Else CUDA opens a context for it on device 0, which is another rank's."""
-    seen = []
-    monkeypatch.setattr(
-        rank_clock, "same_device", lambda: lambda: seen.append(threading.current_thread())
-    )
-
-    class Event(Done):
-        def query(self) -> bool:
-            seen.append("event")
-            return True
-
-    clock = RankClock(gpu)
-    clock.controller.request(1000, Event())
-    clock.controller.wait_idle()
-    clock.close()
-    assert seen == [clock.controller._thread, "event"]
-
-
-@pytest.mark.parametrize("ends", ["closed", "told to stop"])
-def test_a_guard_is_not_told_of_the_end_while_a_lock_may_still_come(guard, gpu, monkeypatch, ends):
-    """What it undoes then would be locked again; the end of the process tells it instead."""
-    monkeypatch.setattr(clock_controller, "_JOIN_S", 0.05)
-    clock = RankClock(gpu, guarded=True)
-    gpu.driver.clear()
-    clock.controller.request(1000, Done())
-    assert gpu.in_driver.wait(10)
-    if ends == "closed":
-        clock.close()
-    else:
-        guard.tell(GuardEvent.STOP)
-    assert guard.released == 0
-    gpu.driver.set()
-    clock.controller._resetter.join(10)
-    assert gpu.history == [1000, None]
-    clock.close()
-    assert guard.released == 1
 
 
 def test_a_clock_that_cannot_be_watched_is_given_back(guard, gpu, monkeypatch):
     monkeypatch.setattr(rank_clock, "ClockWatch", None)  # as where no thread can be started
     monkeypatch.setattr(FakeGpu, "drives_hardware", True)
     with pytest.raises(TypeError):
-        RankClock(gpu)
+        RankClock(gpu, ClockKind.REAL)
     assert guard.released == 1
 
 
-def test_a_clock_on_every_rank_or_on_none(guard):
-    gpus = [FakeGpu(), FakeGpu()]
+def test_a_clock_on_every_rank_or_on_none(guard, gpu):
     alone = SimpleNamespace(everywhere=lambda make: make())
 
     def make(gpu):
-        return RankClock(gpu, guarded=not gpu.read_only)
+        return RankClock(gpu, ClockKind.READ_ONLY if gpu.read_only else ClockKind.REAL)
 
-    clock, held, why = hold_everywhere(gpus[0], alone, make, required=False)
+    clock, held, why = hold_everywhere(gpu, alone, make, required=False)
     ask(clock, 1000)
     clock.close()
-    assert gpus[0].history == [1000, None]
-    assert (held, why) == (gpus[0], "")
+    assert gpu.history == [1000, None]
+    assert (held, why) == (gpu, "")
 
     def refused(make):
         make()
@@ -242,15 +229,25 @@ def test_a_clock_on_every_rank_or_on_none(guard):
 
     others = SimpleNamespace(everywhere=refused)
     with pytest.raises(GpuError, match="another rank"):
-        hold_everywhere(gpus[1], others, make, required=True)
+        hold_everywhere(gpu, others, make, required=True)
     assert guard.released == 2
 
     answers = [refused, alone.everywhere]
     others.everywhere = lambda make: answers.pop(0)(make)
-    clock, read, why = hold_everywhere(gpus[1], others, make, required=False)
+    clock, read, why = hold_everywhere(gpu, others, make, required=False)
     clock.close()
     assert (read.read_only, why) == (True, "another rank was refused")
     assert guard.released == 3
+
+
+@pytest.mark.parametrize("kind", [ClockKind.REAL, ClockKind.DRY_RUN])
+def test_a_gpu_that_is_held_is_refused(gpu, monkeypatch, kind):
+    def hold_gpu(address, **_):
+        raise LeaseHeldError("held")
+
+    monkeypatch.setattr(rank_clock, "hold_gpu", hold_gpu)
+    with pytest.raises(LeaseHeldError):
+        RankClock(gpu, kind)
 
 
 @pytest.mark.parametrize("wanted", ["auto", "nvml", "dry_run"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
+from types import SimpleNamespace
 
 import pytest
 from fake_gpu import FakeGpu
@@ -81,10 +82,11 @@ def test_the_next_iteration_whose_units_are_timed_is_written_for_one_that_was_du
 def test_clocks_that_were_seen_stand_beside_the_iterations(tmp_path):
     path = tmp_path / "timeline.jsonl"
     log = TimelineLog(partial(append_line, path), LABELS)
-    gpu = FakeGpu()
-    watch = ClockWatch(gpu, lambda: 0.0, period_s=3600.0, on_sample=log.add_clock)
+    gpu, page = FakeGpu(), SimpleNamespace(last_change_s=0.0, set_mhz=None)
+    watch = ClockWatch(gpu, page, log.add_clock)
     watch.sample()
     gpu.lock_frequency(1200)
+    page.set_mhz = 1200
     watch.sample()
     watch.close()
     log.close()

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import session_ranks
 from on_request import on_request
+from presets import write_changed_preset
 
 from envpipe_megatron.core.conditions import Conditions
 from envpipe_megatron.core.kinds import WHOLE, Kind
@@ -20,7 +21,7 @@ from envpipe_megatron.core.profile_rows import ProfileRow, SplitBackward
 from envpipe_megatron.core.schedule import Schedule
 from envpipe_megatron.core.timeline import Timeline
 from envpipe_megatron.formats.timeline import read_timelines
-from envpipe_megatron.gpu.emulated.presets import load_preset, preset_folder
+from envpipe_megatron.gpu.presets import load_preset
 
 pytestmark = pytest.mark.xdist_group("pipeline")
 
@@ -38,11 +39,7 @@ SCHEDULES = {
 @pytest.fixture
 def instant_preset(tmp_path) -> str:
     """An A100 whose clock changes take no time, so that units have the model's time exactly."""
-    text = (preset_folder() / "a100-sxm.toml").read_text()
-    path = tmp_path / "instant.toml"
-    path.write_text(text.replace("frequency_change_s = 0.010", "frequency_change_s = 0.0"))
-    assert load_preset(str(path)).frequency_change_s == 0
-    return str(path)
+    return str(write_changed_preset(tmp_path / "instant.toml", {"frequency_change_s": 0.0}))
 
 
 def write_plan(

@@ -47,6 +47,16 @@ class Cuda:
     def current_stream(self):
         return self.stream
 
+    def begin(self, timed: Any, begin_s: float, *units_s: float) -> list[Any]:
+        """Run units of an iteration that begins then; what stands for their ends."""
+        self.time_s, ends = begin_s, []
+        timed.begin_iteration(builders.one_f_one_b(1, 2), 0)
+        for unit_s in units_s:
+            timed.begin_unit()
+            self.time_s += unit_s
+            ends.append(timed.end_unit())
+        return ends
+
 
 @pytest.fixture
 def cuda(monkeypatch) -> Cuda:
@@ -83,15 +93,10 @@ def test_units_and_waits_are_timed_by_events_that_are_used_every_third_iteration
 
 def test_a_host_that_comes_after_the_last_unit_waits_for_nothing(cuda):
     """It knows when an earlier event passed, and counts from there, for half a minute."""
-    timed, schedule = executor.CudaExecutor(), builders.one_f_one_b(1, 1)
-    waits = []
+    timed, waits = executor.CudaExecutor(), []
     for begin_s in (100.0, 110.0, 125.0, 145.0):
-        cuda.time_s, cuda.host_is_late = begin_s, begin_s > 100
-        timed.begin_iteration(schedule, 0)
-        for _ in range(2):
-            timed.begin_unit()
-            cuda.time_s += 1.5
-            timed.end_unit()
+        cuda.host_is_late = begin_s > 100
+        cuda.begin(timed, begin_s, 1.5, 1.5)
         if cuda.host_is_late:
             cuda.time_s += 2.0  # the optimizer's
         record = timed.end_iteration()()
@@ -103,15 +108,10 @@ def test_a_host_that_comes_after_the_last_unit_waits_for_nothing(cuda):
 
 def test_times_may_be_read_while_the_next_iteration_runs(cuda):
     """Nothing is waited for then, and what the next one records changes none of them."""
-    timed, schedule = executor.CudaExecutor(), builders.one_f_one_b(1, 1)
-    reads = []
+    timed, reads = executor.CudaExecutor(), []
     for number in range(4):
-        cuda.time_s, cuda.host_is_late = 100.0 + 9.0 * number, number > 0
-        timed.begin_iteration(schedule, 0)
-        for _ in range(2):
-            timed.begin_unit()
-            cuda.time_s += 1.0 + number
-            timed.end_unit()
+        cuda.host_is_late = number > 0
+        cuda.begin(timed, 100.0 + 9.0 * number, 1.0 + number, 1.0 + number)
         reads.append(timed.end_iteration())
         if number:
             record = reads[number - 1]()
@@ -123,15 +123,10 @@ def test_times_may_be_read_while_the_next_iteration_runs(cuda):
 
 def test_a_look_at_the_clock_waits_for_the_event_that_comes_next_or_for_none(cuda):
     """And not for all that the next iteration has handed over."""
-    timed, schedule = executor.CudaExecutor(), builders.one_f_one_b(1, 2)
+    timed = executor.CudaExecutor()
 
-    def iterate(begin_s: float, *units_s: float) -> Any:
-        cuda.time_s = begin_s
-        timed.begin_iteration(schedule, 0)
-        for unit_s in units_s:
-            timed.begin_unit()
-            cuda.time_s += unit_s
-            timed.end_unit()
+    def iterate(*times_s: float) -> Any:
+        cuda.begin(timed, *times_s)
         return timed.end_iteration()
 
     cuda.device_s = 0.0  # nothing has passed
@@ -149,15 +144,9 @@ def test_a_look_at_the_clock_waits_for_the_event_that_comes_next_or_for_none(cud
 
 def test_a_look_that_waits_for_none_changes_no_time_of_an_iteration_not_read_yet(cuda):
     """The event that was seen last may be one of its own, and all that came since have passed."""
-    timed, schedule = executor.CudaExecutor(), builders.one_f_one_b(1, 1)
-    reads: list[Any] = []
+    timed, reads = executor.CudaExecutor(), list[Any]()
     for number, begin_s in enumerate((100.0, 200.0, 300.0, 340.0)):
-        cuda.time_s = begin_s
-        timed.begin_iteration(schedule, 0)
-        for _ in range(2):
-            timed.begin_unit()
-            cuda.time_s += 1.0
-            timed.end_unit()
+        cuda.begin(timed, begin_s, 1.0, 1.0)
         # Of the third iteration, the host sees an event; when it is read, all others have passed.
         cuda.device_s = begin_s + (1.5 if number == 2 else 9.0)
         if number:
@@ -168,15 +157,10 @@ def test_a_look_that_waits_for_none_changes_no_time_of_an_iteration_not_read_yet
 
 def test_a_look_at_the_clock_changes_no_time_of_the_iteration_that_runs(cuda):
     """As a session reads: behind the last unit of the next iteration, before its end is said."""
-    timed, schedule = executor.CudaExecutor(), builders.one_f_one_b(1, 1)
-    read, looks = None, 0
+    timed, read, looks = executor.CudaExecutor(), None, 0
     for number in range(8):
-        begin_s = cuda.time_s = 100.0 + 12.0 * number  # a look is due in every third
-        timed.begin_iteration(schedule, 0)
-        for _ in range(2):
-            timed.begin_unit()
-            cuda.time_s += 1.0
-            timed.end_unit()
+        begin_s = 100.0 + 12.0 * number  # a look is due in every third
+        cuda.begin(timed, begin_s, 1.0, 1.0)
         cuda.device_s, cuda.seen_s = begin_s + 1.5, []
         if read is not None:
             record = read()
@@ -197,12 +181,3 @@ def test_outside_iterations_the_hosts_clock_tells_the_time(cuda, monkeypatch):
     monkeypatch.setattr(executor.time, "sleep", slept.append, raising=False)
     timed.idle(0.2)
     assert slept == [0.2]
-
-
-@pytest.mark.parametrize("in_use", [False, True])
-def test_another_thread_looks_at_events_on_this_threads_device(cuda, in_use):
-    devices: list[int] = []
-    cuda.is_initialized, cuda.current_device = lambda: in_use, lambda: 5
-    cuda.set_device = devices.append
-    executor.same_device()()
-    assert devices == [5] * in_use

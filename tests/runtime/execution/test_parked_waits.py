@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
@@ -17,11 +17,12 @@ from plain_stages import SPECS
 from envpipe_megatron.core.kinds import WHOLE
 from envpipe_megatron.core.orders import builders
 from envpipe_megatron.formats.energy import Phase
-from envpipe_megatron.gpu.clock import completion
 from envpipe_megatron.gpu.clock import controller as clock_controller
-from envpipe_megatron.gpu.clock.completion import Done
-from envpipe_megatron.gpu.clock.controller import ClockController
+from envpipe_megatron.gpu.clock.controller import PageController
+from envpipe_megatron.gpu.clock.page import ClockPage
 from envpipe_megatron.gpu.emulated.emulated_gpu import EmulatedGpu
+from envpipe_megatron.runtime.clocks import rank_clock
+from envpipe_megatron.runtime.clocks.rank_clock import ClockKind, RankClock
 from envpipe_megatron.runtime.execution import executor
 from envpipe_megatron.runtime.execution.emulated_executor import EmulatedExecutor
 from envpipe_megatron.runtime.execution.executor import CudaExecutor, Executor
@@ -38,7 +39,7 @@ WAIT_S = 10.0
 
 def run_of(
     timed: Executor,
-    controller: ClockController,
+    clock: RankClock,
     clocks_mhz: Sequence[int] = CLOCKS_MHZ,
     park: int = PARK_MHZ,
 ) -> StageRun:
@@ -46,22 +47,8 @@ def run_of(
     park_mhz[0, 2], own_after_s[0, 2] = park, OWN_AFTER_S
     clocks = np.array([clocks_mhz, clocks_mhz])
     order = IterationOrder(Phase.STEADY, SCHEDULE, clocks, Parking(park_mhz, own_after_s))
-    controller.request(clocks_mhz[0], Done())
-    return StageRun(order, 0, timed, controller.request, None, SPECS)
-
-
-@pytest.fixture
-def controlled(monkeypatch) -> Iterator[Callable[[Any], ClockController]]:
-    monkeypatch.setattr(clock_controller, "_JOIN_S", 0.2)  # some wait for units that never end
-    made: list[ClockController] = []
-
-    def make(gpu: Any) -> ClockController:
-        made.append(ClockController(gpu))
-        return made[-1]
-
-    yield make
-    for controller in made:
-        controller.close()
+    clock.request(clocks_mhz[0])
+    return StageRun(order, 0, timed, clock.request, None, SPECS)
 
 
 # --- a GPU whose host is ahead of it --------------------------------------------------------------
@@ -73,11 +60,13 @@ class Cuda:
     def __init__(self) -> None:
         self.time_s = 100.0
         self.recorded: list[Any] = []
+        self.page: Any = None
         cuda = self
 
         class Event:
             def __init__(self, **options: Any) -> None:
                 self.passed = threading.Event()
+                self.marks: list[tuple[int, int]] = []
 
             def record(self, stream: Any) -> None:
                 cuda.recorded.append(self)
@@ -93,10 +82,19 @@ class Cuda:
     def current_stream(self) -> None:
         return None
 
+    def count(self, where: int, number: int) -> None:
+        """Have the stream count behind what was recorded last."""
+        if self.recorded:
+            self.recorded[-1].marks.append((where, number))
+        else:
+            self.page.count(where, number)
+
     def reach(self, events: int) -> None:
         """The first of what was recorded have passed: the begin, then start and end of each."""
         for event in self.recorded[:events]:
             event.passed.set()
+            while event.marks:
+                self.page.count(*event.marks.pop(0))
 
 
 @pytest.fixture
@@ -105,8 +103,26 @@ def cuda(monkeypatch) -> Cuda:
     clock = SimpleNamespace(monotonic=lambda: cuda.time_s, sleep=lambda time_s: time.sleep(1e-4))
     monkeypatch.setattr(executor, "torch", SimpleNamespace(cuda=cuda))
     monkeypatch.setattr(executor, "time", clock)
-    monkeypatch.setattr(completion, "time", clock)
+    monkeypatch.setattr(clock_controller, "time", clock)
     return cuda
+
+
+@pytest.fixture
+def guarded(cuda, monkeypatch) -> Iterator[tuple[FakeGpu, RankClock, PageController]]:
+    """A GPU, whose clock a guard's controller sets, and the rank's end."""
+    gpu, held = FakeGpu(), []
+
+    def hold_gpu(address: Any, *, on_end: Any, page: ClockPage) -> Any:
+        held.append(PageController(gpu, page))
+        held[0].start()
+        return SimpleNamespace(release=lambda: None)
+
+    monkeypatch.setattr(rank_clock, "hold_gpu", hold_gpu)
+    clock = RankClock(gpu, ClockKind.REAL)
+    cuda.page, clock._count = clock.page, cuda.count
+    yield gpu, clock, held[0]
+    gpu.driver.set()
+    held[0].close()
 
 
 def assert_comes_to(gpu: FakeGpu, history: list[int]) -> None:
@@ -118,9 +134,9 @@ def assert_comes_to(gpu: FakeGpu, history: list[int]) -> None:
 
 
 @pytest.mark.parametrize("early", [False, True])
-def test_a_wait_is_parked_in_until_the_unit_after_needs_its_clock(cuda, controlled, early):
-    gpu = FakeGpu()
-    run = run_of(CudaExecutor(), controlled(gpu))
+def test_a_wait_is_parked_in_until_the_unit_after_needs_its_clock(cuda, guarded, early):
+    gpu, clock, _ = guarded
+    run = run_of(CudaExecutor(), clock)
     run.begin()
     for _ in CLOCKS_MHZ:  # the host waits for nothing
         run.begin_unit()
@@ -141,10 +157,10 @@ def test_a_wait_is_parked_in_until_the_unit_after_needs_its_clock(cuda, controll
     assert_comes_to(gpu, [1400, 1200, PARK_MHZ, 1300, 1400])
 
 
-def test_a_host_that_is_behind_does_not_park_in_what_is_over(cuda, controlled):
-    gpu = FakeGpu()
+def test_a_guard_that_is_behind_does_not_park_in_what_is_over(cuda, guarded):
+    gpu, clock, _ = guarded
     gpu.driver.clear()  # the first change takes the driver long
-    run = run_of(CudaExecutor(), controlled(gpu))
+    run = run_of(CudaExecutor(), clock)
     run.begin()
     for _ in CLOCKS_MHZ:
         run.begin_unit()
@@ -155,10 +171,9 @@ def test_a_host_that_is_behind_does_not_park_in_what_is_over(cuda, controlled):
     assert_comes_to(gpu, [1400, 1300])
 
 
-def test_the_end_of_a_job_does_not_wait_for_a_wait_to_end(cuda, controlled):
-    gpu = FakeGpu()
-    controller = controlled(gpu)
-    run = run_of(CudaExecutor(), controller)
+def test_the_end_of_a_job_does_not_wait_for_a_wait_to_end(cuda, guarded):
+    gpu, clock, controller = guarded
+    run = run_of(CudaExecutor(), clock)
     run.begin()
     for _ in range(2):
         run.begin_unit()
@@ -166,8 +181,8 @@ def test_the_end_of_a_job_does_not_wait_for_a_wait_to_end(cuda, controlled):
     assert_comes_to(gpu, [1400])
     cuda.reach(5)
     assert_comes_to(gpu, [1400, PARK_MHZ])  # F1's clock was overtaken
-    controller.close()
-    assert gpu.history == [1400, PARK_MHZ, None]
+    assert controller.close()
+    assert gpu.history == [1400, PARK_MHZ]
 
 
 # --- an emulated GPU ------------------------------------------------------------------------------
@@ -192,11 +207,11 @@ class Pipeline:
 
 
 @pytest.mark.parametrize("wait_s", [0.2, 0.05, 0.0])
-def test_emulated_time_has_parked_waits_too(tmp_path, controlled, wait_s):
+def test_emulated_time_has_parked_waits_too(tmp_path, wait_s):
     gpu, stages = EmulatedGpu.create("a100-sxm", 0, tmp_path), Pipeline()
-    controller = controlled(gpu)
-    timed = EmulatedExecutor(gpu, dict.fromkeys(WHOLE, 0.03), stages, controller.wait_idle)  # type: ignore[arg-type]
-    run = run_of(timed, controller, [1410, 1200, 1305, 1305], 1005)
+    clock = RankClock(gpu, ClockKind.EMULATED)
+    timed = EmulatedExecutor(gpu, dict.fromkeys(WHOLE, 0.03), stages, clock.wait_idle)  # type: ignore[arg-type]
+    run = run_of(timed, clock, [1410, 1200, 1305, 1305], 1005)
     run.begin()
     while run.next_unit is not None:
         if len(run.executed) == 2:

@@ -13,8 +13,7 @@ from plain_stages import SPECS
 from envpipe_megatron.core.kinds import Kind, Unit
 from envpipe_megatron.core.orders.builders import one_f_one_b
 from envpipe_megatron.core.orders.zero_bubble import split_in_place
-from envpipe_megatron.runtime.execution.rehearsal import Rehearsal
-from envpipe_megatron.runtime.execution.stage_run import execute
+from envpipe_megatron.runtime.execution.stage_run import Rehearsal, execute
 
 ORDER = split_in_place(one_f_one_b(1, 2), 2)
 ZEROS = {kind: SPECS.sends[kind].make(torch.zeros) for kind in SPECS.sends}

@@ -6,7 +6,6 @@ import random
 import weakref
 from contextlib import nullcontext
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -20,7 +19,7 @@ from envpipe_megatron.core.orders import builders
 from envpipe_megatron.core.schedule import Schedule
 from envpipe_megatron.core.timeline import Timeline
 from envpipe_megatron.formats.energy import Phase
-from envpipe_megatron.gpu.emulated.presets import times_by_kind_s
+from envpipe_megatron.gpu.presets import times_by_kind_s
 from envpipe_megatron.runtime.execution import emulated_executor
 from envpipe_megatron.runtime.execution.emulated_executor import EmulatedExecutor
 from envpipe_megatron.runtime.execution.executor import make_record
@@ -122,26 +121,26 @@ def test_each_unit_is_timed_sent_and_followed_by_the_next_ones_clock():
         ("begin", "1f1b", 0),
         "unit",
         ("forward", "F0", None),
-        (1, "event 1"),
+        (1, None),
         ("send", "F0", [100.0]),
         ("sent", "F0", [None]),
         ("ended", "F0"),
         "unit",
         ("forward", "F1", None),
-        (2, "event 2"),
+        (2, None),
         ("send", "F1", [101.0]),
         ("sent", "F1", [None]),
         ("ended", "F1"),
         ("receive", "B0"),
         "unit",
         ("backward", "B0", [2.0]),
-        (3, "event 3"),
+        (3, None),
         ("sent", "B0", [None, None]),
         ("ended", "B0"),
         ("receive", "B1"),
         "unit",
         ("backward", "B1", [3.0]),
-        (0, "event 4"),  # for the next iteration's first
+        (0, None),  # for the next iteration's first
         ("sent", "B1", [None, None]),
         ("ended", "B1"),
         "end step",
@@ -182,7 +181,7 @@ def test_units_of_a_framework_are_timed_without_messages():
     assert tuple(seen) == schedule.stages[1]
     assert run.executed == [unit.label(2) for unit in schedule.stages[1]]
     units = len(seen)
-    clocks = [(units + (n + 1) % units, f"event {n + 1}") for n in range(units)]
+    clocks = [(units + (n + 1) % units, None) for n in range(units)]
     each = [call for clock in clocks for call in ("unit", clock)]
     assert parts.calls == [("begin", schedule.name, 1), *each, "end", "read"]
 
@@ -204,7 +203,7 @@ def test_units_that_another_iterations_stand_for_are_not_timed():
     assert [call for call in parts.calls if isinstance(call, str)] == ["unit"]
     assert [call[0] for call in parts.calls if isinstance(call, tuple)] == ["begin", 5, 6, 7, 4]
     assert parts.ended == 1
-    assert parts.calls[-1] == (4, "event 1")
+    assert parts.calls[-1] == (4, None)
     parts.end_iteration = lambda: lambda: make_record([0.25], [6.0], 90.0, 6.5, 6.0)
     record = run.end(7)
     assert not record.timed
@@ -260,7 +259,7 @@ class World:
         self.calls.append(kind)
         start_s = max(self.end_s, ready_s)
         self.end_s = start_s + time_at_max_s
-        return SimpleNamespace(start_s=start_s, end_s=self.end_s)
+        return start_s, self.end_s
 
     def settle(self) -> None:
         self.calls.append("settle")

@@ -15,9 +15,7 @@ from envpipe_megatron.core.profile_rows import ProfileRow
 from envpipe_megatron.core.sidecar import Sidecar
 from envpipe_megatron.formats.timeline import read_timelines
 from envpipe_megatron.gpu.emulated.emulated_gpu import EmulatedGpu
-from envpipe_megatron.gpu.emulated.presets import load_preset
-from envpipe_megatron.policies.request import PlanRequest
-from envpipe_megatron.runtime.job.config import SessionConfig, SessionError
+from envpipe_megatron.gpu.presets import load_preset
 
 pytestmark = pytest.mark.xdist_group("pipeline")
 
@@ -96,10 +94,3 @@ def test_ranks_park_where_a_profile_says_that_waiting_takes_less_at_lower_clocks
     # The unit after the wait takes what it takes at its own clock, all of it.
     unit_us = ran.end_us[before] - ran.start_us[before]
     assert unit_us == pytest.approx(1e6 * plan.timeline.duration_s[0, before], abs=1)
-
-
-@pytest.mark.parametrize(("policy", "warmup"), [("envelope", 3), ("optimal", 1)])
-def test_what_goes_with_no_closed_loop_is_refused(policy, warmup):
-    request = PlanRequest(4, policy=policy)
-    with pytest.raises(SessionError, match="closed loop"):
-        SessionConfig(request, warmup_iterations=warmup, closed_loop=True)

@@ -12,7 +12,7 @@ from presets import preset_profile
 from rank_pool import RankFailedError
 from session_ranks import Fault
 
-from envpipe_megatron.gpu.emulated.presets import load_preset
+from envpipe_megatron.gpu.presets import load_preset
 from envpipe_megatron.policies.problem import PlannerError
 
 pytestmark = pytest.mark.xdist_group("pipeline")

@@ -14,7 +14,7 @@ from presets import preset_profile
 
 from envpipe_megatron.core.profile import read_profile
 from envpipe_megatron.core.sidecar import Sidecar
-from envpipe_megatron.gpu.emulated.presets import load_preset
+from envpipe_megatron.gpu.presets import load_preset
 from envpipe_megatron.runtime.memory.stage import SAFETY_MARGIN
 
 pytestmark = pytest.mark.xdist_group("pipeline")

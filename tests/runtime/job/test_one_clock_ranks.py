@@ -3,24 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 
 import one_clock_ranks
 import pytest
 
-from envpipe_megatron.gpu.emulated.presets import load_preset, override_for, sweep_range
-from envpipe_megatron.policies.request import PlanRequest
-from envpipe_megatron.runtime.job.config import SessionConfig, SessionError
+from envpipe_megatron.gpu.presets import load_preset, override_for, sweep_range
 from envpipe_megatron.tuning.one_clock import ONE_CLOCK_STEP
-
-
-@pytest.mark.parametrize(
-    ("policy", "files"),
-    [("envelope", {}), ("baseline", {}), ("uniform", {"profile_file": Path("profile.csv")})],
-)
-def test_one_clock_goes_with_nothing_that_is_planned(policy, files):
-    with pytest.raises(SessionError, match="One clock for the whole job"):
-        SessionConfig(PlanRequest(4, policy=policy), one_clock_slowdown_percent=0.0, **files)
 
 
 def test_a_dry_run_searches_and_ends_at_the_highest_clock(three_ranks, tmp_path):

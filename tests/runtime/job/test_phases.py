@@ -20,7 +20,7 @@ from envpipe_megatron.core.plan import Plan
 from envpipe_megatron.core.schedule import Schedule
 from envpipe_megatron.core.sidecar import Sidecar
 from envpipe_megatron.formats.energy import Phase
-from envpipe_megatron.gpu.emulated.presets import load_preset, sweep_range
+from envpipe_megatron.gpu.presets import load_preset, sweep_range
 from envpipe_megatron.policies.reconfigure import RECONFIGURE_POLICIES, Ended
 from envpipe_megatron.policies.request import PlanRequest
 from envpipe_megatron.runtime.channel.collectives import Collectives

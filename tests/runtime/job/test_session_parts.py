@@ -14,13 +14,12 @@ from plain_stages import SPECS
 
 from envpipe_megatron.core.orders import builders
 from envpipe_megatron.formats.energy import Phase
-from envpipe_megatron.gpu.clock.completion import Done
 from envpipe_megatron.integrations.framework_units import Followed, Seen
 from envpipe_megatron.policies.objective import Objective
 from envpipe_megatron.policies.request import PlanRequest
 from envpipe_megatron.runtime.channel.carrier import ChannelError
 from envpipe_megatron.runtime.channel.collectives import Collectives
-from envpipe_megatron.runtime.execution.executor import make_record
+from envpipe_megatron.runtime.execution.executor import Done, make_record
 from envpipe_megatron.runtime.execution.orders import IterationOrder
 from envpipe_megatron.runtime.job import iterations
 from envpipe_megatron.runtime.job import session as runtime_session
@@ -84,12 +83,11 @@ class World:
             name="A100",
             address=self.address,
             supported_frequencies_mhz=(1200, 1410, 1005),
-            is_emulated=True,
+            drives_hardware=False,
+            read_apart=False,
             read_only=False,
         )
         self.agent: Any = None
-        self.clock: Any = Noted("clock", self.calls)
-        self.clock.error = None
         self.orders: list[IterationOrder | Exception] = []
         self.records: list[Any] = []
         self.summary = {"followed": None, "error": None}
@@ -101,8 +99,8 @@ class World:
         self.executor: Any = Noted(
             "executor", self.calls, end_unit="event", end_iteration=lambda: RECORD, now_s=77.0
         )
-        self.rank_clock: Any = Noted("rank clock", self.calls, summary=self.summary)
-        self.rank_clock.controller = self.clock
+        self.clock: Any = Noted("clock", self.calls, summary=self.summary)
+        self.clock.error = None
         self.memory: Any = Noted("memory", self.calls)
         self.memory.begin_units = lambda: None
         self.pipeline: Any = SimpleNamespace(
@@ -113,7 +111,7 @@ class World:
             ("TimelineLog", self.timeline),
             ("EnergyLog", self.log),
             ("EnergyMeter", self.meter),
-            ("RankClock", self.rank_clock),
+            ("RankClock", self.clock),
             ("JobMemory", self.memory),
         ):
             self.put(name, part)
@@ -226,9 +224,7 @@ def test_steps_are_numbered_billed_and_told_to_the_phases(world):
     session.end_step()
     calls = world.taken()
     assert requests(calls) == [1410, 1005, 1200, 1005, 1410]
-    first, *others = (call for call in calls if call[0] == "clock.request")
-    assert isinstance(first[2], Done)
-    assert all(call[2] == "event" for call in others)
+    assert all(call[2] is None for call in calls if call[0] == "clock.request")
     clocks = [1410, 1005, 1200, 1005]
     assert billed(calls) == [
         ("energy.begin_step",),
@@ -506,9 +502,7 @@ def test_what_is_no_training_runs_at_the_highest_clock(world):
     session = world.session()
     world.taken()
     session.pause()
-    (paused, (request, clock, after)) = world.taken()
-    assert (paused, request, clock) == (("energy.pause",), "clock.request", 1410)
-    assert isinstance(after, Done)
+    assert world.taken() == [("energy.pause",), ("clock.request", 1410, None)]
     assert (session.lap(), session.gather("interval")) == ("lap", "all")  # type: ignore[arg-type]
     assert world.taken() == [("energy.lap",), ("energy.gather", "interval")]
 
@@ -564,8 +558,8 @@ def test_every_line_says_whose_it_is(world, tmp_path, with_agent, socket, log):
 
 
 CLOSING = [
-    "rank clock.close",
-    "rank clock.summary",
+    "clock.close",
+    "clock.summary",
     "executor.idle",
     "executor.wait_no_more",
     "energy.close",
@@ -597,7 +591,7 @@ def test_closing_goes_on_whatever_fails(world, tmp_path, fails, caplog):
     assert '"error": null' in line
     world.calls.clear()
     session.close()
-    assert world.calls == [("rank clock.close",)]
+    assert world.calls == [("clock.close",)]
 
 
 @pytest.mark.parametrize("fails", ["make_executor", "EnergyMeter", "RankClock"])
@@ -615,7 +609,7 @@ def test_a_session_that_cannot_be_made_leaves_nothing_open(world, fails):
         world.put(fails, OSError("of a test"))
     with pytest.raises(OSError, match="of a test"):
         world.session(**options)
-    made = [] if fails == "RankClock" else ["rank clock.close", "agent.close", "timeline.close"]
+    made = [] if fails == "RankClock" else ["clock.close", "agent.close", "timeline.close"]
     assert [call[0] for call in world.calls] == made
 
 
@@ -661,14 +655,6 @@ def test_without_control_a_closed_loop_looks_for_the_shortest_order(schedule, go
     instead = "" if goal == "time" else f" in place of least {goal}"
     said = f"the shortest order{instead}, and clocks stay as they are"
     assert without.order_in_words(config) == said
-
-
-@pytest.mark.parametrize(("reconfigure", "least"), [("default", 1), ("greedy", 2)])
-def test_the_shortest_warm_up(reconfigure, least):
-    request = PlanRequest(4, "envpipe", "envelope", reconfigure)
-    SessionConfig(request, warmup_iterations=least)
-    with pytest.raises(SessionError, match=f"at least {least} iteration"):
-        SessionConfig(request, warmup_iterations=least - 1)
 
 
 @pytest.mark.parametrize(

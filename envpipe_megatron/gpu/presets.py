@@ -170,15 +170,9 @@ def times_by_kind_s(whole_s: Mapping[Kind, float]) -> dict[Kind, float]:
 
 def preset_folder() -> Path:
     """Return the folder of the preset files: in the installed package, or else in the checkout."""
-    package = Path(__file__).resolve().parents[2]
-    for folder in (package / "configs" / "gpus", package.parent / "configs" / "gpus"):
-        if folder.is_dir():
-            return folder
-    raise GpuError(
-        "The GPU presets are missing from this installation",
-        value=str(package),
-        remedy="Reinstall envpipe-megatron",
-    )
+    package = Path(__file__).resolve().parents[1]
+    installed = package / "configs" / "gpus"
+    return installed if installed.is_dir() else package.parent / "configs" / "gpus"
 
 
 def list_presets() -> tuple[str, ...]:

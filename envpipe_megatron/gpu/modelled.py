@@ -11,7 +11,7 @@ import numpy as np
 
 from envpipe_megatron.core.arrays import FloatArray
 from envpipe_megatron.core.kinds import Kind
-from envpipe_megatron.gpu.emulated.presets import GpuPreset
+from envpipe_megatron.gpu.presets import ControlOverride, GpuPreset, sweep_range
 from envpipe_megatron.search.layer_profile import LayerProfile, Measure
 
 #: Clocks of the model are at least this far apart: the planner needs no more of them.
@@ -59,9 +59,6 @@ def with_modelled_energy(profile: LayerProfile, preset: GpuPreset) -> LayerProfi
 
 def modelled_clocks_mhz(preset: GpuPreset) -> list[int]:
     """The preset's clocks, the highest first, down to where its control stops profiling."""
-    lowest = preset.control.profile_min_mhz if preset.control else None
-    clocks: list[int] = []
-    for clock in preset.supported_frequencies_mhz:
-        if clock >= (lowest or 0) and (not clocks or clocks[-1] - clock >= _STEP_MHZ):
-            clocks.append(clock)
-    return clocks
+    control = preset.control or ControlOverride(())
+    steps = replace(control, profile_max_mhz=None, profile_step_mhz=_STEP_MHZ)
+    return list(sweep_range(preset.supported_frequencies_mhz, steps))

@@ -1,23 +1,29 @@
-"""In which order a job measures its units: with half of its backwards split where plans may."""
+"""What a job measures beside its profile: with half of its backwards split, and between stages."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from test_phases import CLOCKS, MICROBATCHES, STAGES, Memory, Rank, clocks_of, profile_of
 
+from envpipe_megatron.core.kinds import WHOLE, Kind
 from envpipe_megatron.core.orders import builders
 from envpipe_megatron.core.orders.zero_bubble import half_split, zero_bubble
 from envpipe_megatron.core.profile_rows import SplitBackward
 from envpipe_megatron.core.schedule import Schedule
 from envpipe_megatron.formats.energy import Phase
 from envpipe_megatron.policies.request import PlanRequest
-from envpipe_megatron.runtime.job import splitting
+from envpipe_megatron.runtime.job import measuring
 from envpipe_megatron.runtime.job.config import SessionConfig
+from envpipe_megatron.runtime.job.measuring import (
+    known_and_measured,
+    measure_p2p_latency_s,
+    try_parts,
+)
 from envpipe_megatron.runtime.job.parts import note
-from envpipe_megatron.runtime.job.splitting import known_and_measured, try_parts
 from envpipe_megatron.runtime.memory.peak import MemoryFullError, Watch
 
 OWN = builders.one_f_one_b(STAGES, MICROBATCHES)
@@ -53,7 +59,7 @@ def test_orders_that_are_whole_by_name_measure_no_parts(schedule, policy):
 def test_a_profile_without_parts_is_used_only_where_the_user_gave_it(monkeypatch, by_file):
     named = Path("named.csv") if by_file else None
     for known in (profile_of(), profile_of().with_split_backwards(SplitBackward())):
-        monkeypatch.setattr(splitting, "known_profile", lambda *of, known=known: known)
+        monkeypatch.setattr(measuring, "known_profile", lambda *of, known=known: known)
         rank: Any = Rank(SessionConfig(AUTO, splits=True, profile_file=named))
         profile, measured = known_and_measured(rank, OWN, [])
         if known.assumed is not None:
@@ -116,3 +122,38 @@ def test_without_memory_for_parts_backwards_stay_whole():
         "Later",
         "The framework's own order: of a test",
     )
+
+
+@pytest.mark.parametrize("stages", [2, 3, 4, 5])
+def test_no_transfer_waits_for_one_behind_it_on_a_single_communicator(stages):
+    """As if a host stood still in each until its neighbour came to the same."""
+    left = [transfers_of(stage, stages) for stage in range(stages)]
+    while any(left):
+        first = {stage: transfers[0] for stage, transfers in enumerate(left) if transfers}
+        pairs = [
+            (stage, peer)
+            for stage, (way, peer, kind) in first.items()
+            if way == "send" and first.get(peer) == ("receive", stage, kind)
+        ]
+        assert pairs, first
+        for stage in pairs[0]:
+            del left[stage][0]
+
+
+def transfers_of(stage: int, stages: int) -> list[tuple[str, int, Kind]]:
+    """What a stage sends and receives, with which neighbour, in its order."""
+    done: list[tuple[str, int, Kind]] = []
+    back = {Kind.FORWARD: -1, Kind.BACKWARD: 1}
+    channel: Any = SimpleNamespace(
+        expect=lambda counts, specs: None,
+        send=lambda unit, _: done.append(("send", stage - back[unit.kind], unit.kind)),
+        receive=lambda unit: done.append(("receive", stage + back[unit.kind], unit.kind)),
+        end_step=lambda: None,
+    )
+    executor: Any = SimpleNamespace(
+        meet=lambda: 0.0, now_s=lambda: 0.0, wait_for_messages=lambda: None
+    )
+    spec = SimpleNamespace(make=lambda zeros: None)
+    specs: Any = SimpleNamespace(sends=dict.fromkeys(WHOLE, spec))
+    measure_p2p_latency_s(stage, stages, channel, specs, executor)
+    return done

@@ -1,0 +1,230 @@
+"""The back ends: what lists, reads and controls GPUs, ours and those of other packages, by name.
+
+A back end is a class derived from `Gpu`. One whose library lists GPUs is a `VendorGpu`; one that
+only sets clocks its own way is a `ReadThroughGpu` of `gpu.base`. Another package names its class in
+its `pyproject.toml`, after which commands, jobs and guards take the name:
+
+    [project.entry-points."envpipe_megatron.gpu_backends"]
+    acme = "my_package.acme:AcmeGpu"
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from abc import abstractmethod
+from dataclasses import dataclass
+from functools import cache
+from importlib import import_module
+from typing import TYPE_CHECKING, Self
+
+from envpipe_megatron.gpu.base import Gpu, GpuAddress, GpuError
+
+if TYPE_CHECKING:
+    from importlib.metadata import EntryPoint
+
+_LOG = logging.getLogger(__name__)
+
+GROUP = "envpipe_megatron.gpu_backends"
+READ_ONLY = "none"
+"""The back end that opens a GPU for reading only."""
+
+_HARDWARE = {
+    "nvml": "envpipe_megatron.gpu.backends.nvml:NvmlGpu",
+    "zeusd": "envpipe_megatron.gpu.backends.zeusd:ZeusdGpu",
+    "command": "envpipe_megatron.gpu.backends.command:CommandGpu",
+}
+"""Those that change real clocks, in the order in which `auto` tries them."""
+
+_OWN = {
+    **_HARDWARE,
+    "dry_run": "envpipe_megatron.gpu.base:DryRunGpu",
+    "emulated": "envpipe_megatron.gpu.emulated.emulated_gpu:EmulatedGpu",
+    READ_ONLY: "envpipe_megatron.gpu.base:ReadOnlyGpu",
+}
+
+_PCI = re.compile(r"([0-9a-f]{4,8}):([0-9a-f]{2}):([0-9a-f]{2})(?:\.([0-7]))?", re.IGNORECASE)
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """A GPU of this node, as its vendor's library lists it now.
+
+    `index` is the library's, for people and for commands that know no other name: it may be
+    another one after a reset or a reboot. `cuda_uuid` is the name that torch gives it.
+    """
+
+    backend: str
+    index: int
+    uid: str
+    name: str
+    pci_bus_id: str
+    cuda_uuid: str
+
+    @property
+    def address(self) -> GpuAddress:
+        """Its address under the back end that lists it."""
+        return GpuAddress(self.backend, self.uid)
+
+
+@dataclass(frozen=True, slots=True)
+class Driver:
+    """A vendor's driver, and the newest CUDA (major, minor) that it runs; None if it runs none."""
+
+    version: str
+    cuda: tuple[int, int] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Activity:
+    """What goes on on a GPU; what it does not report is () or None.
+
+    `processes` are those that compute on it, by the node's numbers, which a container may not know.
+    """
+
+    processes: tuple[int, ...] = ()
+    busy_percent: int | None = None
+    temperature_c: int | None = None
+
+
+class VendorGpu(Gpu):
+    """A back end that lists GPUs and opens them itself; others read GPUs through it."""
+
+    @classmethod
+    @abstractmethod
+    def owns(cls, uid: str) -> bool:
+        """Tell whether a uid is formed as this vendor's, by its text only."""
+
+    @classmethod
+    @abstractmethod
+    def list_gpus(cls) -> tuple[Device, ...]:
+        """Return this node's GPUs. Raises NoDriverError without a driver, GpuError if it fails."""
+
+    @classmethod
+    @abstractmethod
+    def from_uid(cls, uid: str, reset_range_mhz: tuple[int, int] | None = None) -> Self:
+        """Open a GPU; a reset leaves these lowest and highest clocks, None for the default."""
+
+    @classmethod
+    def driver(cls) -> Driver:
+        """Return what the driver says of itself. Raises as `list_gpus` does."""
+        return Driver("of unknown version")
+
+    @classmethod
+    def unreadable(cls) -> tuple[GpuError, ...]:
+        """Return why `list_gpus` leaves GPUs out that this process should see."""
+        return ()
+
+    @classmethod
+    def visible(cls) -> tuple[Device, ...]:
+        """Return the GPUs that this process sees, in the order of their numbers; by default all."""
+        return cls.list_gpus()
+
+    def obstacle(self) -> GpuError | None:
+        """Return what makes this GPU refuse locks to every user, None if nothing is known to."""
+        return None
+
+    def device(self) -> Device:
+        """Return where the vendor's library lists it now. Raises GpuError if it does not."""
+        uid = self.address.uid
+        for device in self.list_gpus():
+            if device.uid == uid:
+                return device
+        raise GpuError("The driver lists no such GPU any more", value=uid)
+
+    def activity(self) -> Activity:
+        """Return what goes on on it. May take milliseconds."""
+        return Activity()
+
+    def memory_clocks_mhz(self) -> tuple[int, ...]:
+        """Return the memory clocks that it has, highest first; () if it does not list them."""
+        return ()
+
+    @classmethod
+    def are_near(cls, uid: str, other: str, level: str) -> bool:
+        """Tell whether two GPUs are as near as NCCL_P2P_LEVEL asks; by default never."""
+        return False
+
+
+@cache
+def _added() -> dict[str, EntryPoint]:
+    """The back ends of other packages; none can replace one of ours."""
+    from importlib.metadata import entry_points  # a guard of one of ours starts without it
+
+    return {entry.name: entry for entry in entry_points(group=GROUP) if entry.name not in _OWN}
+
+
+def hardware_backends() -> tuple[str, ...]:
+    """Return the names of those that change real clocks, in the order in which `auto` tries them.
+
+    A back end of another package counts as one.
+    """
+    return (*_HARDWARE, *_added())
+
+
+@cache
+def backend_class(name: str) -> type[Gpu]:
+    """Return the class of a back end, which is imported now; a guard should stay small.
+
+    Raises GpuError if there is none of that name, or its package cannot be imported.
+    """
+    if name in _OWN:
+        module, _, attribute = _OWN[name].partition(":")
+        found: type[Gpu] = getattr(import_module(module), attribute)
+        return found
+    if name not in _added():
+        known = ", ".join((*_OWN, *_added()))
+        raise GpuError("Unknown GPU back end", value=name, remedy=f"Use one of {known}.")
+    entry = _added()[name]
+    try:
+        loaded: type[Gpu] = entry.load()
+    except Exception as error:  # whatever a package does as it is imported
+        raise GpuError(
+            f"The GPU back end {name} cannot be imported: {error}",
+            value=entry.value,
+            remedy="Fix or remove the package that adds it",
+        ) from error
+    return loaded
+
+
+@cache
+def vendors() -> tuple[type[VendorGpu], ...]:
+    """Return the back ends that list real GPUs; one that cannot be imported is left out."""
+    found = []
+    for name in hardware_backends():
+        try:
+            backend = backend_class(name)
+        except GpuError as error:
+            _LOG.warning("%s", error)
+            continue
+        if issubclass(backend, VendorGpu):
+            found.append(backend)
+    return tuple(found)
+
+
+def vendor_of(uid: str) -> type[VendorGpu]:
+    """Return the back end whose GPU a uid names; GpuError if it is nobody's."""
+    emulated = backend_class("emulated")
+    assert issubclass(emulated, VendorGpu)
+    if emulated.owns(uid):
+        return emulated
+    for vendor in vendors():
+        if vendor.owns(uid):
+            return vendor
+    raise GpuError(
+        "No back end knows a GPU of such a name",
+        value=uid,
+        remedy="See `envpipe clocks show`: GPUs have UUIDs, emulated ones a folder and an index",
+    )
+
+
+def pci_address(text: str) -> tuple[int, int, int, int]:
+    """Return domain, bus, device and function of a PCI bus id, however a driver writes it.
+
+    Raises GpuError if it is none.
+    """
+    match = _PCI.fullmatch(text)
+    if match is None:
+        raise GpuError("Not a PCI bus id", value=text, remedy="One is 0000:1b:00.0")
+    domain, bus, device, function = (int(part or "0", 16) for part in match.groups())
+    return domain, bus, device, function
