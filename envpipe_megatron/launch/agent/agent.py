@@ -254,6 +254,7 @@ class NodeAgent:
                     case "window" if ledger is not None:
                         self._guarded(ledger.take, message["line"])
                     case "clock" if ledger is not None:
+                        del message["op"]
                         ledger.look(message)
                     case "job":
                         self._guarded(self.log.note, JOB, facts=message["facts"])
