@@ -171,7 +171,7 @@ class GpuLedger:
     (`LineSums`); what is said of the GPU here has them at once.
 
     Args:
-        gpu: opened for reading alone; GpuError if it does not tell the time.
+        gpu: opened for reading only; GpuError if it does not tell the time.
         labels: what every line says of it.
         write: gets each line; OSError is raised on, and it gets the line again with the next one.
 

@@ -1,6 +1,6 @@
 """A stage's peak memory: measured in the framework's own order, predicted for any other.
 
-A stage's memory at its peak is what it holds whatever the order (weights, gradients, optimizer
+A stage's memory at its peak is what it holds in any order (weights, gradients, optimizer
 state, what one unit needs while it runs) and the activations of the microbatches in flight. The
 framework's own order is measured: what one more microbatch in flight adds, the peak, and what the
 device could still give beside it. Another order then has the peak
