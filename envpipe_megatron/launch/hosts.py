@@ -64,7 +64,7 @@ _OF_SSH = 255
 
 @dataclass(frozen=True)
 class Host:
-    """One line of a hostfile: `host` or `user@host`, processes to start, and its place in the file."""
+    """One line of a hostfile: `host` or `user@host`, processes to start, its place in the file."""
 
     target: str
     slots: int | None
