@@ -263,8 +263,7 @@ class RankClock:
         While the job runs, changes are as of the call before; a guard whose rank was silent counts
         from 0 again. `followed` is the watch's summary.
         """
-        if not self.page.is_over:
-            self.page.ask(0)
+        self._question()
         said: dict[str, Any] = {}
         with suppress(ValueError):  # the guard has said nothing, or just says it
             said = json.loads(self.page.summary)
@@ -281,12 +280,20 @@ class RankClock:
         }
 
     def _wait_idle(self, limit_s: float) -> None:
-        question = self.page.ask(0)  # none where too many wait, which nobody serves
-        until_s = time.monotonic() + limit_s
+        question, until_s = self._question(), time.monotonic() + limit_s
         while question is not None and self.error is None and not self.page.is_over:
             if self.page.is_answered(question) or time.monotonic() >= until_s:
                 return
             self._look()
+
+    def _question(self) -> int | None:
+        """Ask for an answer; None where there will be none.
+
+        A forked child asks nothing: it would take its parent's next number, in the parent's page.
+        """
+        if self.page.is_over or os.getpid() != self._pid:
+            return None
+        return self.page.ask(0)  # none where too many wait, which nobody serves
 
     def _mark(self, where: int, number: int) -> None:
         try:

@@ -195,11 +195,14 @@ def test_nobody_waits_for_a_page_that_is_over(clock):
 def test_a_child_leaves_its_parents_clock_alone(clock):
     child = os.fork()
     if child == 0:
+        clock.summary()
+        clock.wait_idle()
         clock.stop(GpuError("in the child"))
         clock.close()
         os._exit(0)
     os.waitpid(child, 0)
     assert not clock.page.is_over
+    assert clock.page.request(1) is None  # the parent's next number is free
 
 
 def test_what_is_half_said_is_no_summary(clock):
