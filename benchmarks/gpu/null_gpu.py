@@ -9,7 +9,7 @@ from envpipe_megatron.gpu.base import EnergyReading, Gpu, GpuAddress
 
 
 class NullGpu(Gpu):
-    """Power and energy are 0, time is the monotonic clock."""
+    """Power and energy are 0, time is the monotonic clock; a rank sets its clock at once."""
 
     drives_hardware = changes_clock = False
     name = "no GPU"
@@ -17,7 +17,7 @@ class NullGpu(Gpu):
     power_w: float = 0.0
 
     def __init__(self, frequencies_mhz: Sequence[int]) -> None:
-        self.address = GpuAddress("dry_run", f"none#{id(self)}")
+        self.address = GpuAddress("null", f"none#{id(self)}")
         self.supported_frequencies_mhz = tuple(frequencies_mhz)
         self.observed_frequency_mhz = frequencies_mhz[0]
 

@@ -1,4 +1,4 @@
-"""Checked reading of JSON objects and CSV tables: what is wrong is named, with where it stands.
+"""Checked reading of JSON objects: what is wrong is named, with where it stands.
 
 A *reader* is a function of a field's value that returns what the program uses, or raises a
 ValueError that says what the value must be.
@@ -6,8 +6,6 @@ ValueError that says what the value must be.
 
 from __future__ import annotations
 
-import csv
-import io
 import json
 import re
 from collections.abc import Callable, Iterable, Mapping
@@ -17,7 +15,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from envpipe_megatron.errors import EnvPipeError
-from envpipe_megatron.files import decode, read_text
+from envpipe_megatron.files import read_text
 
 T = TypeVar("T")
 Reader = Callable[[Any], T]
@@ -229,78 +227,3 @@ def parse_json(
     if not isinstance(data, dict):
         raise error(f"{what} {path} is not a JSON object", value=type(data).__name__, remedy=remedy)
     return Fields(data, path, error)
-
-
-@dataclass(frozen=True)
-class Row:
-    """One line of a CSV.
-
-    Args:
-        where: file and line, for messages.
-        cells: by the names of the columns, without blanks around them.
-    """
-
-    where: str
-    cells: Mapping[str, str]
-    error: type[EnvPipeError]
-
-    def read(self, column: str, number: Number, unit: str = "") -> Any:
-        """The number in a cell; a message names the unit."""
-        try:
-            return number.of_text(self.cells[column])
-        except ValueError as cause:
-            of_unit = f" ({unit})" if unit else ""
-            raise self.error(
-                f"{self.where}: {column}{of_unit} must be {cause}", value=self.cells[column]
-            ) from None
-
-
-def read_table(
-    path: Path,
-    what: str,
-    columns: tuple[str, ...],
-    optional: tuple[str, ...] = (),
-    error: type[EnvPipeError] = EnvPipeError,
-) -> tuple[bytes, list[Row]]:
-    """A CSV's bytes and its rows, columns in any order; blank lines and others are left out.
-
-    A row of more cells than the header is refused: with decimal commas, numbers would be others.
-    """
-    remedy = f"Give the CSV of a {what}."
-    try:
-        content = path.read_bytes()
-        lines = list(csv.reader(io.StringIO(decode(content), newline="")))
-    except (OSError, ValueError, csv.Error) as cause:
-        raise error(f"The {what} {path} is not readable: {cause}", remedy=remedy) from cause
-    if content.lstrip()[:1] == b"{":
-        with suppress(ValueError):
-            first, _ = json.JSONDecoder().raw_decode(decode(content).lstrip())
-            form = first.get("format", "unknown")
-            raise error(f"{path} is JSON ({form}) where a CSV is wanted", remedy=remedy)
-    header = [name.strip() for name in lines[0]] if lines else []
-    if any(header.count(name) != 1 for name in columns) or any(
-        header.count(name) > 1 for name in optional
-    ):
-        raise error(
-            f"{path}, line 1: not the header of a {what}",
-            value=",".join(header),
-            remedy=f"The first line must name the columns {','.join(columns)}.",
-        )
-    known = [name for name in (*columns, *optional) if name in header]
-    needed = 1 + max(header.index(name) for name in columns)
-    rows = []
-    for number, cells in enumerate(lines[1:], start=2):
-        if not any(map(str.strip, cells)):
-            continue
-        where = f"{path}, line {number}"
-        if len(cells) < needed or any(map(str.strip, cells[len(header) :])):
-            raise error(
-                f"{where}: too {'few' if len(cells) < needed else 'many'} columns",
-                value=",".join(cells),
-                remedy=f"Needed: {', '.join(columns)}.",
-            )
-        named = dict(zip(header, map(str.strip, cells), strict=False))
-        rows.append(Row(where, {name: named.get(name, "") for name in known}, error))
-    if not rows:
-        raise error(f"{path} has no rows", remedy="List every instruction at each frequency.")
-    return content, rows

@@ -26,7 +26,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from envpipe_megatron.core.arrays import FloatArray, IntArray
-from envpipe_megatron.core.fields import Fields, Number, read_table
+from envpipe_megatron.core.fields import Fields, Number
 from envpipe_megatron.core.kinds import SPLIT, WHOLE, Kind
 from envpipe_megatron.core.profile_rows import (
     NOTHING_S,
@@ -39,6 +39,7 @@ from envpipe_megatron.core.profile_rows import (
     lines_of,
     one_gpu,
     read_row,
+    read_table,
     row_name,
     whole_backwards,
 )
@@ -387,7 +388,7 @@ def read_profile(path: Path) -> Profile:
     EnvPipeError names file, line and value of what is wrong.
     """
     optional = (_RANK, UNCERTAINTY, _CHUNK)
-    content, lines = read_table(path, "profile", COLUMNS, optional, ProfileError)
+    content, lines = read_table(path, COLUMNS, optional)
     units = list(lines_of(lines, _LISTED))
     chunks = [
         line.read(_CHUNK, Number(whole=True)) if _CHUNK in line.cells else 0 for line, _ in units
@@ -399,7 +400,7 @@ def read_profile(path: Path) -> Profile:
         row = read_row(line)
         check_power(line.where, row.energy_j, row.time_s)
         if kind is Kind.COMBINED and listed_chunks == 1:
-            raise line.error(
+            raise ProfileError(
                 f"{line.where}: combined units, which only pipelines with chunks have",
                 value=kind.value,
                 remedy=f"Add a column {_CHUNK}.",

@@ -1,13 +1,19 @@
-"""Rows of profiles: what one unit costs at one frequency, measured or assumed."""
+"""Rows of profiles: what one unit costs at one frequency, measured or assumed; their table."""
 
 from __future__ import annotations
 
+import csv
+import io
+import json
 import logging
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
 
 from envpipe_megatron.core.fields import (
     AMOUNT,
@@ -15,10 +21,11 @@ from envpipe_megatron.core.fields import (
     MAX_FREQUENCY_MHZ,
     POWER,
     UNIT_TIME,
-    Row,
+    Number,
 )
 from envpipe_megatron.core.kinds import SPLIT, WHOLE, Kind
 from envpipe_megatron.errors import EnvPipeError
+from envpipe_megatron.files import decode
 
 #: What `Kind.NOTHING` takes: nothing, to those who do not divide by it.
 NOTHING_S = 1e-15
@@ -113,7 +120,77 @@ class SplitBackward:
 MEASURED_SPLIT = SplitBackward(input_share=0.5, overhead=0.01)
 
 
-def lines_of(lines: Sequence[Row], kinds: Sequence[Kind] = WHOLE) -> Iterator[tuple[Row, Kind]]:
+@dataclass(frozen=True)
+class Row:
+    """One line of a CSV.
+
+    Args:
+        where: file and line, for messages.
+        cells: by the names of the columns, without blanks around them.
+    """
+
+    where: str
+    cells: Mapping[str, str]
+
+    def read(self, column: str, number: Number, unit: str = "") -> Any:
+        """The number in a cell; a message names the unit."""
+        try:
+            return number.of_text(self.cells[column])
+        except ValueError as cause:
+            of_unit = f" ({unit})" if unit else ""
+            raise ProfileError(
+                f"{self.where}: {column}{of_unit} must be {cause}", value=self.cells[column]
+            ) from None
+
+
+def read_table(
+    path: Path, columns: Sequence[str], optional: Sequence[str]
+) -> tuple[bytes, list[Row]]:
+    """A CSV's bytes and its rows, columns in any order; blank lines and others are left out.
+
+    A row of more cells than the header is refused: with decimal commas, numbers would be others.
+    """
+    remedy = "Give the CSV of a profile."
+    try:
+        content = path.read_bytes()
+        lines = list(csv.reader(io.StringIO(decode(content), newline="")))
+    except (OSError, ValueError, csv.Error) as cause:
+        raise ProfileError(f"The profile {path} is not readable: {cause}", remedy=remedy) from cause
+    if content.lstrip()[:1] == b"{":
+        with suppress(ValueError):
+            first, _ = json.JSONDecoder().raw_decode(decode(content).lstrip())
+            form = first.get("format", "unknown")
+            raise ProfileError(f"{path} is JSON ({form}) where a CSV is wanted", remedy=remedy)
+    header = [name.strip() for name in lines[0]] if lines else []
+    known = [name for name in (*columns, *optional) if name in header]
+    if not {*columns} <= {*known} or any(header.count(name) > 1 for name in known):
+        raise ProfileError(
+            f"{path}, line 1: not the header of a profile",
+            value=",".join(header),
+            remedy=f"The first line must name the columns {','.join(columns)}.",
+        )
+    needed = 1 + max(map(header.index, columns))
+    rows = []
+    for number, cells in enumerate(lines[1:], start=2):
+        if not any(map(str.strip, cells)):
+            continue
+        where = f"{path}, line {number}"
+        if len(cells) < needed or any(map(str.strip, cells[len(header) :])):
+            raise ProfileError(
+                f"{where}: too {'few' if len(cells) < needed else 'many'} columns",
+                value=",".join(cells),
+                remedy=f"Needed: {', '.join(columns)}.",
+            )
+        named = dict(zip(header, map(str.strip, cells), strict=False))
+        rows.append(Row(where, {name: named.get(name, "") for name in known}))
+    if not rows:
+        raise ProfileError(
+            f"{path} has no rows", remedy="List every instruction at each frequency."
+        )
+    return content, rows
+
+
+def lines_of(lines: Sequence[Row], kinds: Sequence[Kind]) -> Iterator[tuple[Row, Kind]]:
     """Each line whose instruction is one of the kinds; a misspelt kind is refused.
 
     Other instructions, such as the loading of data, are left out, and a warning names them.
@@ -124,7 +201,7 @@ def lines_of(lines: Sequence[Row], kinds: Sequence[Kind] = WHOLE) -> Iterator[tu
         if instruction in set(kinds):
             yield line, Kind(instruction)
         elif alike := get_close_matches(instruction.lower(), kinds, 1, _MISSPELT):
-            raise line.error(
+            raise ProfileError(
                 f"{line.where}: unknown instruction",
                 value=instruction,
                 remedy=f"Did you mean {alike[0]}? There are {', '.join(kinds)}.",

@@ -49,6 +49,9 @@ from envpipe_megatron.errors import EnvPipeError
 
 ENERGY_FORMAT = "envpipe-energy/1"
 NOTE_FORMAT = "envpipe-note/1"
+
+#: What a GPU without work says holds its clock back.
+IDLE = "idle"
 #: What a node's agent notes: it has begun to write, facts of the job, it has ended in order.
 BEGUN, JOB, ENDED = "begun", "job", "ended"
 #: The phase of steps that the framework runs by itself, before it hands the first one over.

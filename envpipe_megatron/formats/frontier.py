@@ -10,7 +10,6 @@ fastest first, so that finding one takes milliseconds. The CSV beside it holds t
 from __future__ import annotations
 
 import json
-import math
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,7 +17,7 @@ from itertools import chain
 from pathlib import Path
 
 from envpipe_megatron.core.evaluation import PlanError
-from envpipe_megatron.core.fields import AMOUNT, many, parse_json
+from envpipe_megatron.core.fields import AMOUNT, UNIT_TIME, many, parse_json
 from envpipe_megatron.core.plan import Plan, plan_of_fields
 from envpipe_megatron.core.profile import Profile
 from envpipe_megatron.core.timeline import RELATIVE_TOLERANCE
@@ -99,8 +98,5 @@ def read_frontier(path: Path) -> StoredFrontier:
     times_s = fields.read("iteration_time_s", many(AMOUNT, len(lines)))
     if list(times_s) != sorted(times_s):
         raise fields.wrong("iteration_time_s", "Times must rise.")
-    baseline = fields.data.get("baseline")
-    baseline_s = baseline.get("iteration_time_s") if isinstance(baseline, dict) else None
-    if not isinstance(baseline_s, int | float) or not 0 < baseline_s < math.inf:
-        raise fields.wrong("baseline", "It must hold an iteration_time_s.")
-    return StoredFrontier(path, times_s, float(baseline_s), tuple(lines))
+    baseline_s = fields.inside("baseline").read("iteration_time_s", UNIT_TIME)
+    return StoredFrontier(path, times_s, baseline_s, tuple(lines))

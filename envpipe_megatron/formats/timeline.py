@@ -49,8 +49,6 @@ from envpipe_megatron.formats.energy import (
 TIMELINE_FORMAT = "envpipe-timeline/1"
 CLOCK_FORMAT = "envpipe-clock/1"
 
-#: What a GPU without work says holds its clock back.
-IDLE = "idle"
 #: The first iterations of the steady phase, and of another, all of which are recorded.
 FIRST_STEADY, FIRST_OTHER = 10, 300
 #: After these, every n-th is recorded, and half as many each time that the phase has become twice

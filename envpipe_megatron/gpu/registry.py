@@ -106,9 +106,9 @@ class VendorGpu(Gpu):
         """Open a GPU; a reset leaves these lowest and highest clocks, None for the default."""
 
     @classmethod
+    @abstractmethod
     def driver(cls) -> Driver:
         """Return what the driver says of itself. Raises as `list_gpus` does."""
-        return Driver("of unknown version")
 
     @classmethod
     def unreadable(cls) -> tuple[GpuError, ...]:

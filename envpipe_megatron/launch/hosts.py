@@ -41,7 +41,7 @@ _LINE = re.compile(
 #: Variables of this environment that a node gets; PET_ are torchrun's own.
 CARRIED_PREFIXES = ("ENVPIPE_", "NCCL_", "GLOO_", "CUDA_", "TORCH_", "OMP_", "MKL_", "PET_")
 CARRIED_NAMES = ("PYTHONPATH", "LD_LIBRARY_PATH")
-#: These are of one machine alone.
+#: These are of one machine only.
 _NOT_CARRIED = ("ENVPIPE_AGENT_SOCKET", "CUDA_VISIBLE_DEVICES")
 
 #: No questions for passwords, an end when the host does not answer, and no shared connection that
@@ -64,7 +64,7 @@ _OF_SSH = 255
 
 @dataclass(frozen=True)
 class Host:
-    """One line of a hostfile: `host` or `user@host`, processes to start, and where it stands."""
+    """One line of a hostfile: `host` or `user@host`, processes to start, its place in the file."""
 
     target: str
     slots: int | None
@@ -129,7 +129,7 @@ def carried_environment(environ: Mapping[str, str], exported: Sequence[str]) -> 
             raise EnvPipeError(
                 "--export names a variable that is not set here",
                 value=name,
-                remedy="Give a name alone, and set the variable before.",
+                remedy="Give a name only, and set the variable before.",
             )
     return {
         name: value
@@ -191,7 +191,7 @@ def run_nodes(commands: Mapping[str, Sequence[str]], stop_grace_s: float = STOP_
 class _Run:
     """All nodes of a job. Whatever ends the job first decides its exit status.
 
-    Threads read the nodes' output and wait for their ends; what happens is handled in `run` alone,
+    Threads read the nodes' output and wait for their ends; what happens is handled in `run` only,
     one event after the other.
     """
 

@@ -207,7 +207,7 @@ def _slurm_nodes(by_srun: bool) -> _Found | None:
         raise EnvPipeError(
             f"This is the batch script or shell of a SLURM job of {of_job[0]} nodes, and would "
             "train on one",
-            remedy=f"{_BY_SRUN} For this node alone: --nnodes 1.",
+            remedy=f"{_BY_SRUN} For this node only: --nnodes 1.",
         )
     return of_job
 

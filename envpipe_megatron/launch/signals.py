@@ -1,6 +1,6 @@
 """Signals that end a launcher in order: SIGTERM, SIGINT, SIGHUP, or the end of standard input.
 
-And what torchrun is told to handle besides, such as a batch system's signal before a time limit.
+And those that torchrun handles besides, such as a batch system's signal before a time limit.
 """
 
 from __future__ import annotations

@@ -192,7 +192,7 @@ def run_torchrun(
         stdout=subprocess.PIPE if take else None,
         stderr=log,
         text=True,
-        start_new_session=True,  # a terminal's Ctrl-C comes here alone, and is passed on once
+        start_new_session=True,  # a terminal's Ctrl-C comes here only, and is passed on once
     )
     patience = threading.Timer(ranks_s + _PATIENCE_S, process.kill)
     asked = False

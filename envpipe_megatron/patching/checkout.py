@@ -70,11 +70,6 @@ class Checkout:
     other: dict[str, bytes | None]
 
     @property
-    def recorded(self) -> bool:
-        """The checkout has a record of a patch."""
-        return (self.root / RECORD_NAME).exists()
-
-    @property
     def superseded(self) -> bool:
         """The patch is not the one that this package has for the version."""
         return patch_file(self.patch) is None
@@ -149,7 +144,7 @@ def revert_patch(directory: Path) -> tuple[Checkout, tuple[str, ...]]:
     contents = found.other
     if found.state is not State.PATCHED:
         contents = dict.fromkeys(_new_files_left(found.root, found.patch))
-    if contents or found.recorded:
+    if contents or (found.root / RECORD_NAME).exists():
         _write(found.root, {**contents, RECORD_NAME: None})
     return found, tuple(contents)
 

@@ -36,7 +36,7 @@ class Answer:
 
     Attributes:
         detail: the module's file, the dependency, or the error.
-        stood_in: packages for GPUs alone that are missing here, in whose place the checkout's
+        stood_in: packages for GPUs only that are missing here, in whose place the checkout's
             modules got a stand-in.
     """
 

@@ -1,4 +1,4 @@
-"""Runs alone in a fresh interpreter: imports the patched modules and asks their hooks.
+"""Runs by itself in a fresh interpreter: imports the patched modules and asks their hooks.
 
 It reads the request (JSON: root, hooks), and gets the name of a file for the answers. It imports
 nothing of EnvPipe, so that it sees what a training script sees which is started from the checkout.
@@ -17,7 +17,7 @@ from types import CodeType, ModuleType
 from typing import Any
 from unittest.mock import MagicMock
 
-#: What comes with torch for GPUs alone, and is called in kernels alone, by no hook.
+#: Comes with torch for GPUs only, and is called in kernels only, by no hook.
 _GPU_ONLY = ("triton",)
 
 

@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 
 from envpipe_megatron.core.plan import Plan
 from envpipe_megatron.core.profile import Profile
-from envpipe_megatron.formats.energy import PHASES, split_phase
-from envpipe_megatron.formats.timeline import IDLE, ClockSamples
+from envpipe_megatron.formats.energy import IDLE, PHASES, split_phase
+from envpipe_megatron.formats.timeline import ClockSamples
 from envpipe_megatron.policies.frontier import FRONTIER_GAP, plan_frontier
 from envpipe_megatron.policies.optimal.linear_program import LinearProgramError
 from envpipe_megatron.policies.optimal.optimizer import Optimizer

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from envpipe_megatron import __version__
 from envpipe_megatron.errors import EnvPipeError
-from envpipe_megatron.formats.timeline import IDLE
+from envpipe_megatron.formats.energy import IDLE
 from envpipe_megatron.gpu.base import GpuError
 from envpipe_megatron.gpu.control import choose_control
 from envpipe_megatron.gpu.devices import look_at, vendors_here, visible_gpus

@@ -27,7 +27,7 @@ from benchmarks.figures.experiments import (
     Experiment,
     Job,
 )
-from benchmarks.figures.findings import claims_of, why_few_save_less
+from benchmarks.figures.findings import claims_of
 from benchmarks.figures.requests import PROFILE_FILE, Place
 from benchmarks.figures.rows import Outcome, PlanFacts
 from benchmarks.figures.unit_times import EmulatedTime
@@ -193,15 +193,6 @@ def test_how_much_is_saved_agrees_with_nothing_on_emulated_gpus(percent, agrees,
     assert "guesses" in saved.why
 
 
-def test_savings_are_claimed_with_their_interval_of_95_percent(tmp_path):
-    rows = rows_of("fig9_a", tmp_path, {BASELINE: ended(), BALANCED: saving(40)})
-    # Two meters of 1 J each: of 200 J, and of 120 J beside 200 J.
-    standard = 100 * (1 + 0.6**2) ** 0.5 / 200
-    assert rows[0].saving_uncertainty_percent == 0
-    assert rows[1].columns()["Saving uncertainty (%)"] == pytest.approx(standard)
-    assert "40.0 ± 1.1 % (BERT-336M)" in claims_of(EXPERIMENTS["fig9_a"], rows, "c")[1].claim
-
-
 @pytest.mark.parametrize(
     ("points", "agrees", "profiled", "why"),
     [
@@ -230,15 +221,6 @@ def test_savings_must_fall_with_the_microbatches(
     assert [claim.agrees for claim in savings] == [agrees] * 4
     assert all(claim.why.startswith(why) and bool(claim.why) == bool(why) for claim in savings)
     assert savings[0].why.endswith("So.") == (points > 0 and profiled)
-
-
-def test_why_few_microbatches_save_less(tmp_path):
-    v100_profile(1.0, 4).write(tmp_path / "profile.csv")
-    why = why_few_save_less(tmp_path / "profile.csv", (4, 16))
-    # Of 8 and 32 units a stage, each of three stages has two on the envelope, and the last all.
-    assert "holds 44, 30 % of the units." in why
-    best = [float(number) for number in why.split(" save ")[1].removesuffix(" %.").split(", ")]
-    assert all(5 < percent < 30 for percent in best)
 
 
 # --- a tiny run of the real runtime --------------------------------------------------------------

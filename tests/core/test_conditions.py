@@ -1,7 +1,5 @@
 """Conditions: one form for equal ones, off by default, and from the sidecar only when asked for."""
 
-from types import MappingProxyType
-
 import numpy as np
 import pytest
 from core_cases import uniform_profile
@@ -122,27 +120,17 @@ class TestFromTheSidecar:
             make_conditions(profile(), blocking_power_w=80.0, use=["tails"])
 
 
-class TestOverrides:
-    given = MappingProxyType({
-        "latency_s": 0.3,
-        "tail_time_s": 0.7,
-        "gpus_per_stage": 2,
-        "wait_power_w": ({1000: 33.0},) * 3,
-        "change_time_s": 0.02,
-        "change_energy_j": 0.9,
-    })  # fmt: skip
-    expected = Conditions(
-        (80.0,) * 3, (0.3, 0.3), (0.7,) * 3, (2, 2, 2), ({1000: 33.0},) * 3, 0.02, 0.9
-    )
-
-    @pytest.mark.parametrize("sidecar", [FULL, Sidecar()])
-    @pytest.mark.parametrize("use", [(), tuple(SIDECAR_FIELDS)])
-    def test_win_over_the_sidecar_and_need_none(self, sidecar, use):
-        made = make_conditions(profile(sidecar), blocking_power_w=80.0, use=use, **self.given)
-        assert made == self.expected
-
-    def test_zero_switches_off(self):
-        assert make_conditions(profile(), blocking_power_w=80.0, latency_s=0) == PLAIN
+@pytest.mark.parametrize("sidecar", [FULL, Sidecar()])
+@pytest.mark.parametrize("use", [(), tuple(SIDECAR_FIELDS)])
+def test_given_values_win_over_the_sidecar_and_need_none(sidecar, use):
+    curves = ({1000: 33.0},) * 3
+    made = make_conditions(
+        profile(sidecar), blocking_power_w=80.0, use=use, latency_s=0.3, tail_time_s=0.7,
+        gpus_per_stage=2, wait_power_w=curves, change_time_s=0.02, change_energy_j=0.9,
+    )  # fmt: skip
+    powers = (80.0,) * 3
+    assert made == Conditions(powers, (0.3, 0.3), (0.7,) * 3, (2, 2, 2), curves, 0.02, 0.9)
+    assert make_conditions(profile(), blocking_power_w=80.0, latency_s=0) == PLAIN
 
 
 def test_all_that_is_known_is_what_the_sidecar_holds():

@@ -202,12 +202,6 @@ def test_data_that_cannot_be_trained_with(script, monkeypatch, tmp_path, content
         script.make_tokens(args, 512)
 
 
-def test_an_error_is_a_line(script, monkeypatch):
-    monkeypatch.setattr(sys, "argv", [TRAINING.name, "--data", "missing.json"])
-    with pytest.raises(SystemExit, match="rank 0: error: The file of --data cannot be read: "):
-        script.main()
-
-
 # One real run
 
 

@@ -61,7 +61,6 @@ class Told:
     bill: list[str] = field(default_factory=list)
     readings_by_phase: dict[str, int] = field(default_factory=dict)
     peak_bytes: int = 0
-    activation_bytes: tuple[float, ...] | None = None
     free_bytes: tuple[float, ...] | None = None
 
 
@@ -128,7 +127,6 @@ def train(
     told.phase, told.notes, told.memory = state.phase.value, state.notes, session.memory.stages
     if state.plan is not None and state.profile is not None:
         told.peak_in_flight = state.plan.schedule.peak_in_flight
-        told.activation_bytes = state.profile.sidecar.activation_bytes
         told.free_bytes = state.profile.sidecar.free_bytes
     return told
 

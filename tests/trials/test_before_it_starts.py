@@ -256,8 +256,8 @@ def test_settings_survive_their_file(tmp_path):
 
 
 def test_every_other_round_of_a_proof_goes_backwards():
-    settings = Settings("out", "text")
-    assert settings.turns == [(0, arm) for arm in RUNS]
+    assert Settings("out", "text").turns == [(0, arm) for arm in RUNS]
+    settings = Settings("out", "text", preset=None)
     for arms in (ARMS, ORDER_ARMS):
         two_rounds = settings.as_proof(2, 3, changes_clocks=arms is ARMS).turns
         assert two_rounds == [(0, arm) for arm in arms] + [(1, arm) for arm in arms[::-1]]

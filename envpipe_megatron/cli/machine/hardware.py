@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from envpipe_megatron.core.channel_model import QUEUES_VARIABLE, hardware_capacity
 from envpipe_megatron.errors import EnvPipeError
-from envpipe_megatron.formats.timeline import IDLE
+from envpipe_megatron.formats.energy import IDLE
 from envpipe_megatron.gpu.base import FORBID_VARIABLE, GpuError, clock_control_forbidden
 from envpipe_megatron.gpu.control import PROFILES_REMEDY, check_controls, first_allowed
 from envpipe_megatron.gpu.devices import (

@@ -105,8 +105,8 @@ def partition(
         say("Least bottleneck; of equal ones the split whose stages force the shortest iteration.")
     else:
         say(
-            f"Least planned energy of {found.num_planned} splits, the most promising of those "
-            f"within {time_tolerance:g} % of the fastest."
+            f"Least planned energy of the most promising splits within {time_tolerance:g} % of the "
+            f"fastest; planned: {found.num_planned}."
         )
     if memory_limit and best(SplitSpace(profile, num_stages, num_microbatches)).cut == found.cut:
         say("--memory-limit does not bind: without it the split is the same.")

@@ -17,7 +17,7 @@ from typing import Any, Self
 
 import pynvml
 
-from envpipe_megatron.formats.timeline import IDLE
+from envpipe_megatron.formats.energy import IDLE
 from envpipe_megatron.gpu.backends.cuda_order import visible_among
 from envpipe_megatron.gpu.backends.nvml_library import (
     UID_START,
@@ -66,9 +66,9 @@ class NvmlGpu(VendorGpu):
     It is named by its UUID (`GPU-...`), never by an index: torch's, CUDA's and NVML's differ. A
     reset leaves `reset_range_mhz`, None for the driver's default. A call is over when the driver
     has taken it, also for a process that is killed in it: nothing takes effect late. Raises
-    GpuError if NVML sees no such GPU, GpuError if it cannot be read. Where the driver
-    lists no clocks (WSL, boards with one memory for CPU and GPU), `supported_frequencies_mhz` has
-    the highest or the present one, and none is to be locked: see `obstacle`.
+    GpuError if NVML sees no such GPU, or it cannot be read. Where the driver lists no clocks (WSL,
+    boards with one memory for CPU and GPU), `supported_frequencies_mhz` has the highest or the
+    present one, and none is to be locked: see `obstacle`.
     """
 
     backend = "nvml"
@@ -125,7 +125,10 @@ class NvmlGpu(VendorGpu):
     def driver(cls) -> Driver:
         """Return the driver's version, and the newest CUDA that it runs."""
         version = call_library("read the driver's version", pynvml.nvmlSystemGetDriverVersion)
-        cuda = call_library("read the CUDA version", pynvml.nvmlSystemGetCudaDriverVersion_v2)
+        try:
+            cuda = call_library("read the CUDA version", pynvml.nvmlSystemGetCudaDriverVersion_v2)
+        except GpuError:  # NVML asks libcuda.so.1, which a container for tools only has not
+            return Driver(version)
         return Driver(version, (cuda // 1000, cuda % 1000 // 10))
 
     @classmethod

@@ -21,7 +21,7 @@ from envpipe_megatron.gpu.emulated.store import (
     tick_number,
 )
 from envpipe_megatron.gpu.presets import GpuPreset, load_preset
-from envpipe_megatron.gpu.registry import Device, VendorGpu
+from envpipe_megatron.gpu.registry import Device, Driver, VendorGpu
 
 
 class EmulatedGpu(VendorGpu):
@@ -91,6 +91,11 @@ class EmulatedGpu(VendorGpu):
         """Open a GPU by its folder and index; a reset always leaves the maximum clock."""
         root, _, index = uid.rpartition("#")
         return cls.open(root, int(index))
+
+    @classmethod
+    def driver(cls) -> Driver:
+        """Return that there is none of a version."""
+        return Driver("of emulated GPUs")
 
     @classmethod
     def list_gpus(cls) -> tuple[Device, ...]:

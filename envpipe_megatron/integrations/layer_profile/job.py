@@ -26,7 +26,7 @@ from envpipe_megatron.integrations.hooking import refuse
 from envpipe_megatron.integrations.layer_profile.gpt import GptPieces
 from envpipe_megatron.integrations.layer_profile.measuring import (
     Held,
-    make_marks,
+    Marks,
     now_s,
     repeats_that_fit,
 )
@@ -149,18 +149,18 @@ class _Loading:
     def __init__(self, wrapped: Any, forward_step: Callable[..., Any]) -> None:
         self._forward_step = forward_step
         #: Of each call where it began, and where the model did, if the script calls it as it is.
-        self._calls = [make_marks()]
+        self._calls = [Marks()]
         self.close = wrapped.register_forward_pre_hook(lambda *_: self._calls[-1].add()).remove
 
     def __call__(self, *args: Any) -> Any:
-        self._calls.append(make_marks())
+        self._calls.append(Marks())
         self._calls[-1].add()
         return self._forward_step(*args)
 
     def last_s(self) -> float:
         """The median since the last call of this."""
         times_s = [gap_s for marks in self._calls for gap_s in marks.gaps_s()[:1]]
-        self._calls = [make_marks()]
+        self._calls = [Marks()]
         return statistics.median(times_s or [0.0])
 
 

@@ -139,7 +139,7 @@ def _rounds(
 
     Before each, a GPU rests for so many of its clock's cycles.
     """
-    marks = make_marks()
+    marks = Marks()
     begin_s = time.monotonic()
     for _ in range(count):
         if rest_cycles:
@@ -160,38 +160,27 @@ def _forward(piece: Piece, hidden: torch.Tensor) -> torch.Tensor:
     return piece.forward(hidden.detach().requires_grad_())
 
 
-def make_marks() -> _CudaMarks | _HostMarks:
-    """What marks instants of the device's work, and says what lay between them."""
-    return _CudaMarks() if torch.cuda.is_available() else _HostMarks()
-
-
-class _CudaMarks:
-    """Instants on the device's stream, which nobody waits for before the end."""
+class Marks:
+    """Instants on the device's stream, which nobody waits for before the end; on a CPU, now."""
 
     def __init__(self) -> None:
-        self._events: list[torch.cuda.Event] = []
+        self._on_gpu = torch.cuda.is_available()
+        self._marks: list[Any] = []
 
     def add(self) -> None:
+        """Mark what has been handed to the device until here."""
+        if not self._on_gpu:
+            self._marks.append(time.perf_counter())
+            return
         event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         event.record()
-        self._events.append(event)
+        self._marks.append(event)
 
     def gaps_s(self) -> list[float]:
-        torch.cuda.synchronize()
-        return [a.elapsed_time(b) / 1e3 for a, b in pairwise(self._events)]
-
-
-class _HostMarks:
-    """The same where everything is done at once."""
-
-    def __init__(self) -> None:
-        self._times_s: list[float] = []
-
-    def add(self) -> None:
-        self._times_s.append(time.perf_counter())
-
-    def gaps_s(self) -> list[float]:
-        return [b - a for a, b in pairwise(self._times_s)]
+        """Time from each mark to the next."""
+        _synchronize()
+        pairs = pairwise(self._marks)
+        return [a.elapsed_time(b) / 1e3 if self._on_gpu else b - a for a, b in pairs]
 
 
 def now_s() -> float:

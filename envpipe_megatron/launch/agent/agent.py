@@ -3,7 +3,7 @@
 It lives in the process that runs torchrun, on a thread with its own event loop. Ranks meter their
 GPUs and send their windows (`runtime.energy.agent_link`); it bills what lies between them too,
 writes the node's energy log and sends it to the job's collector, which is the agent of rank 0. It
-opens GPUs for reading alone.
+opens GPUs for reading only.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class NodeAgent:
     Args:
         output_dir: where the node's energy log goes.
         node: this node's name.
-        socket_path: where ranks find the agent, in a folder of this user's alone.
+        socket_path: where ranks find the agent, in a folder of this user's own.
         on_lines: called with the job's bill after lines were added to it, on the agent of rank 0.
 
     Raises EnvPipeError if another agent writes this node's log, OSError if log or socket fail.
@@ -254,6 +254,7 @@ class NodeAgent:
                     case "window" if ledger is not None:
                         self._guarded(ledger.take, message["line"])
                     case "clock" if ledger is not None:
+                        del message["op"]
                         ledger.look(message)
                     case "job":
                         self._guarded(self.log.note, JOB, facts=message["facts"])
@@ -261,7 +262,7 @@ class NodeAgent:
                         break
                     case other:
                         raise GuardError("Unknown message from a rank", value=other)
-        except Exception as error:  # a rank's bad message ends its own connection alone
+        except Exception as error:  # a rank's bad message ends its own connection only
             logger.error("%s: %r", self._ranks[connection], error)
         finally:
             connection.close()

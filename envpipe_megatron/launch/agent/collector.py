@@ -136,7 +136,7 @@ class Collector:
                 patience_s = None
         except asyncio.CancelledError:
             pass  # by `close`; asyncio takes a handler that ends as cancelled for a failed one
-        except Exception as error:  # whatever it was that connected
+        except Exception as error:  # anything may connect
             logger.info("An agent's connection ended: %r", error)
         finally:
             for node in [node for node, (_, its) in self._sending.items() if its is writer]:
@@ -239,7 +239,7 @@ class Uplink:
         while True:
             try:
                 await self._connected()
-            except Exception as error:  # whatever is at the other end of the network
+            except Exception as error:  # anything may be at the other end
                 unanswered = isinstance(error, TimeoutError) and not str(error)
                 reason = f"no answer within {_ANSWER_S:g} s" if unanswered else str(error)
                 if not self.trouble:  # it was connected
@@ -280,7 +280,7 @@ class Uplink:
             writer.close()
 
     def _piece(self, at: int) -> dict[str, Any]:
-        """What the log has from a place on; of earlier starts, sums."""
+        """Return what the log has from a place on; of earlier starts, sums."""
         earlier_bytes = max(0, self._log.earlier_bytes - at)
         earlier = self._log.read(at, min(earlier_bytes, _EARLIER_BYTES))
         data = earlier or self._log.read(at, _PIECE_BYTES)

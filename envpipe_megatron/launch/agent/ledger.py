@@ -27,6 +27,7 @@ from envpipe_megatron.formats.energy import (
     BETWEEN,
     ENDED,
     ENERGY_FORMAT,
+    IDLE,
     NOTE_FORMAT,
     OUTSIDE_STEPS,
     SHARES,
@@ -36,7 +37,6 @@ from envpipe_megatron.formats.energy import (
     read_amount,
 )
 from envpipe_megatron.formats.energy_sums import LineSums, steps_of
-from envpipe_megatron.formats.timeline import IDLE
 from envpipe_megatron.gpu.base import ClockState, Gpu
 from envpipe_megatron.tuning.measured.meters import RESOLUTION_J
 
@@ -171,7 +171,7 @@ class GpuLedger:
     (`LineSums`); what is said of the GPU here has them at once.
 
     Args:
-        gpu: opened for reading alone; GpuError if it does not tell the time.
+        gpu: opened for reading only; GpuError if it does not tell the time.
         labels: what every line says of it.
         write: gets each line; OSError is raised on, and it gets the line again with the next one.
 
@@ -233,14 +233,8 @@ class GpuLedger:
 
     def look(self, seen: Mapping[str, Any]) -> None:
         """Keep what the rank has seen of its clock: a `ClockState`, else TypeError or KeyError."""
-        reasons = tuple(map(str, seen["throttle_reasons"]))
-        limit_w, requested_mhz = seen["power_limit_w"], seen["requested_mhz"]
-        state = ClockState(
-            None if requested_mhz is None else int(requested_mhz),
-            int(seen["observed_mhz"]),
-            reasons,
-            None if limit_w is None else float(limit_w),
-        )
+        reasons = tuple(seen["throttle_reasons"])
+        state = ClockState(**{**seen, "throttle_reasons": reasons})
         now_s = time.monotonic()
         if self._look is not None and now_s - self._look[0] <= _STALE_LOOK_S:
             for reason in set(reasons) - {IDLE}:

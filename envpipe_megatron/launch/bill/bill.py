@@ -159,7 +159,7 @@ class PhaseBill:
 
 
 def total_of(bills: Iterable[PhaseBill]) -> EnergyTotal:
-    """The sum of phases, in whatever order they are given."""
+    """The sum of phases, in any order."""
     bills = list(bills)
     variance_j2 = math.fsum(bill.variance_j2 for bill in bills)
     shares = zip(*(bill.shares_s for bill in bills), strict=True)
@@ -373,7 +373,7 @@ class Bill:
     def per_unit(self) -> Mapping[str, float]:
         """J per iteration, token and sample of training; those that are known.
 
-        What an iteration has is known where all batches have one size, and of one run alone. None
+        What an iteration has is known where all batches have one size, and of one run only. None
         is known if lines cannot be read or are missing, or a run began twice: as well as a start of
         the same job, that may be another job.
         """

@@ -16,7 +16,7 @@ from dataclasses import asdict, replace
 from queue import Empty, SimpleQueue
 from typing import Any
 
-from envpipe_megatron.formats.timeline import IDLE
+from envpipe_megatron.formats.energy import IDLE
 from envpipe_megatron.gpu.base import ClockState, Gpu, PowerState
 from envpipe_megatron.gpu.clock.page import ClockPage
 

@@ -5,7 +5,7 @@ to a guard:
 
     rank  -> agent   {"op": "hello", "backend": ..., "gpu_uid": ..., "gpu": ..., "rank": ..., ...}
     agent -> rank    {"event": "welcome", "node": ...}    the GPU is metered from here on
-    rank  -> agent   {"op": "collect", "host": ...}       asked of the agent of rank 0 alone
+    rank  -> agent   {"op": "collect", "host": ...}       asked of the agent of rank 0 only
     agent -> rank    {"event": "collecting", "endpoint": {"host": ..., "port": ..., "token": ...}}
     rank  -> agent   {"op": "send_to", "endpoint": ...}   where the job's energy is added up
     rank  -> agent   {"op": "window", "line": ...}        a line of the energy log, and the counter

@@ -93,7 +93,7 @@ class PhaseTotals:
 
     @property
     def step(self) -> StepEnergy | None:
-        """The mean of all steps that there were, which stand for no others; None of none."""
+        """Return the mean of all steps; None of none."""
         count = self.iterations
         if not count:
             return None

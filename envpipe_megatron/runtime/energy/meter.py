@@ -172,7 +172,7 @@ class EnergyMeter:
                 )
             self._check_seen(end_s)
             for before_s, after_s in self._breaks:
-                # After a break, the first refresh alone tells no power yet.
+                # After a break, a single refresh tells no power yet.
                 if end_s > before_s and (start_s < after_s or after_s == times[-1]):
                     raise MeterError(
                         f"The energy counter of {self._gpu.name} went back within a window, as it "

@@ -116,7 +116,7 @@ class TrainingEnergy:
         self._held_back.append(partial(self._add, phase, iteration, record, receives))
 
     def catch_up(self) -> None:
-        """Bill what is held back, as whatever asks for energy does; waits for the last unit."""
+        """Bill what is held back, as all that ask for energy do; waits for the last unit."""
         held_back, self._held_back = self._held_back, []
         for call in held_back:
             call()

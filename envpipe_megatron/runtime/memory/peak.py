@@ -1,6 +1,6 @@
 """A stage's peak memory: measured in the framework's own order, predicted for any other.
 
-A stage's memory at its peak is what it holds whatever the order (weights, gradients, optimizer
+A stage's memory at its peak is what it holds in any order (weights, gradients, optimizer
 state, what one unit needs while it runs) and the activations of the microbatches in flight. The
 framework's own order is measured: what one more microbatch in flight adds, the peak, and what the
 device could still give beside it. Another order then has the peak
@@ -214,10 +214,13 @@ class JobMemory:
             predicted = stage.predicted_peak_bytes
             assert predicted is not None
             errors.append(peak / predicted - 1)
-            if errors[-1] > PREDICTION_ERROR:
-                self._warn(
-                    f"Stage {number} holds {errors[-1]:.1%} more than was predicted: "
-                    f"{peak / _GIB:.2f} GiB in place of {predicted / _GIB:.2f}"
+            if errors[-1] > PREDICTION_ERROR and self._collectives.is_planner:
+                logger.warning(
+                    "Stage %d holds %.1f%% more than was predicted: %.2f GiB in place of %.2f",
+                    number,
+                    100 * errors[-1],
+                    peak / _GIB,
+                    predicted / _GIB,
                 )
         shown = ", ".join(f"{error:+.1%}" for error in errors)
         self._say(f"memory: measured peak {_gib(measured)} GiB, {shown} from the prediction")
@@ -241,7 +244,8 @@ class JobMemory:
                 for chunk in range(ran.num_chunks)
             )
         capacity = (1 - SAFETY_MARGIN) * self._source.capacity_bytes()
-        least = _input_bytes(specs)
+        # The first stage's input is assumed to be like what it sends.
+        least = (specs.receives.get(Kind.FORWARD) or specs.sends[Kind.FORWARD]).num_bytes
         held, pending = bytes_by_chunk(self._units, allocated)
         by_chunk = tuple(max(each, least) for each in held)
         if pending is None and self.waiting_bytes:
@@ -267,10 +271,6 @@ class JobMemory:
         self._peaks_bytes.append(self._source.peak_bytes())
         self._source.reset_peak()
 
-    def _warn(self, text: str) -> None:
-        if self._collectives.is_planner:
-            logger.warning("%s", text)
-
 
 def _least_room(replicas: Sequence[StageMemory | None]) -> StageMemory | None:
     """The most memory that a stage's replicas take, and the least room; None if not all know."""
@@ -288,12 +288,6 @@ def _least_room(replicas: Sequence[StageMemory | None]) -> StageMemory | None:
         tuple(map(max, zip(*pending, strict=True))) or None,
         tuple(map(min, zip(*spare, strict=True))) or None,
     )
-
-
-def _input_bytes(specs: StageSpecs) -> int:
-    """Input bytes of a microbatch; the first stage's input is assumed to be like what it sends."""
-    spec = specs.receives.get(Kind.FORWARD) or specs.sends[Kind.FORWARD]
-    return spec.num_bytes
 
 
 def _gib(values: Iterable[float]) -> str:

@@ -258,8 +258,8 @@ def in_flight_limit(
 ) -> tuple[float, ...] | None:
     """For each stage, the most microbatches in flight that memory allows a job's plan.
 
-    Nothing is planned beyond what was measured, whatever a file says; the profile's sidecar counts
-    where a limit by memory is `asked` for. The framework's own order is allowed in any case: it
+    Nothing is planned beyond what was measured, even if a file says more; the sidecar counts where
+    a limit by memory is `asked` for. The framework's own order is allowed in any case: it
     runs. None if memory sets no limit: the user gives a number, or nothing is known of it.
     """
     if asked not in (None, BY_MEMORY):

@@ -10,12 +10,12 @@ from types import SimpleNamespace
 import pynvml
 import pytest
 from cli_helpers import run, run_well
-from envpipe_megatron.gpu.clock.completion import Done
+from fake_gpu import look_until
 
 from envpipe_megatron.errors import EnvPipeError
+from envpipe_megatron.gpu import energy_counter
 from envpipe_megatron.gpu.backends import nvml
-from envpipe_megatron.gpu.energy_counter import STALL_S
-from envpipe_megatron.runtime.clocks.rank_clock import RankClock, open_rank_gpu
+from envpipe_megatron.runtime.clocks.rank_clock import ClockKind, RankClock, open_rank_gpu
 
 POWER_CAP = pynvml.nvmlClocksThrottleReasonSwPowerCap
 POWER_BRAKE = (
@@ -73,12 +73,12 @@ STATES = {
     "a counter that stands still": State(
         {"counter_stands": 1},
         doctor={"energy counter": "GPU 1: The energy counter of NVIDIA A100-SXM4-80GB"},
-        energy=f"has not moved for {STALL_S:g} s",
+        energy="has not moved for",
     ),
     # NVIDIA/open-gpu-kernel-modules#1314: a lock returns success, and the clock is below it.
     "arbitrated away": State(
         {"held_mhz": 990},
-        told="held below its request in 12 of 12 looks (no reason reported)",
+        told="(no reason reported)",
     ),
     # l4rz/reverse-engineering-dell-idrac-to-get-rid-of-gpu-throttling#3: an A100 at 240 W of 400.
     "a capped site": State(
@@ -87,13 +87,13 @@ STATES = {
             "nothing holds clocks back": "GPU 1: power cap",
             "default power": "no power profile enforced, power limit 240 W (400 W by default)",
         },
-        told="held below its request in 12 of 12 looks (power cap)",
+        told="(power cap)",
     ),
     # kubeflow/kubeflow#68 lists the reasons as nvidia-smi shows them.
     "a power supply at its limit": State(
         {"clock_cap_mhz": 700, "throttle_reasons": POWER_BRAKE},
         doctor={"nothing holds clocks back": "GPU 1: hardware slowdown, power brake"},
-        told="held below its request in 12 of 12 looks (hardware slowdown, power brake)",
+        told="(hardware slowdown, power brake)",
     ),
     # ml-energy/zeus#109, NVIDIA/dcgm-exporter#50: all instances of a GPU have its one clock.
     "MIG": State(
@@ -117,6 +117,7 @@ STATES = {
 def node(fake_nvml, monkeypatch, tmp_path):
     monkeypatch.setattr(nvml, "has_sys_admin", lambda: True)
     monkeypatch.setattr(nvml, "in_user_namespace", lambda: False)
+    monkeypatch.setattr(energy_counter, "STALL_S", 0.5)
     for name in ("CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER", "ENVPIPE_SITE_CONFIG"):
         monkeypatch.delenv(name, raising=False)
     for name in ("ENVPIPE_LEASE_DIR", "XDG_RUNTIME_DIR"):
@@ -153,8 +154,8 @@ def test_doctor(node, state):
 
 
 def ask(clock, frequency_mhz):
-    clock.controller.request(frequency_mhz, Done())
-    clock.controller.wait_idle()
+    clock.request(frequency_mhz)
+    clock.wait_idle()
 
 
 def alone():
@@ -177,13 +178,13 @@ def test_a_job_on_that_gpu(node, state):
     gpu, chosen = open_rank_gpu(uid, alone(), "auto")
     assert state.opened in (chosen.warning or "")
     assert gpu.read_only == bool(state.opened)
-    clock = RankClock(gpu)
+    clock = RankClock(gpu, ClockKind.of(gpu))
     if not gpu.read_only:
         ask(clock, 1200)
-        for _ in range(12):
-            clock.controller.last_change_s = float("-inf")
-            clock._watch.sample()
-        assert clock.problems() == ((f"the clock was {state.told}",) if state.told else ())
+        look_until(lambda: clock._watch.sample() or clock._watch.summary()["judged"] >= 12)
+        (told,) = clock.problems() or ("",)
+        assert ("the clock was held below its request in" in told) is bool(state.told)
+        assert told.endswith(state.told)
     if state.energy:
         with pytest.raises(EnvPipeError, match=state.energy):
             gpu.read_energy()
@@ -199,7 +200,7 @@ def test_what_comes_while_a_job_runs_ends_its_control_and_not_the_job(node, faul
     """As in the reports above, and of a driver that hangs: leptonai/gpud#604."""
     uid = node.uuids[1]
     gpu, _ = open_rank_gpu(uid, alone(), "auto")
-    clock = RankClock(gpu)
+    clock = RankClock(gpu, ClockKind.of(gpu))
     ask(clock, 1200)
     node.set_fault(uid, fault)
     ask(clock, 900)

@@ -12,8 +12,9 @@ from envpipe_megatron.gpu.backends import nvml_library
 from envpipe_megatron.gpu.backends.nvml import NvmlGpu
 from envpipe_megatron.gpu.base import ClockState, GpuAddress, GpuNotSupportedError
 from envpipe_megatron.gpu.control import ChosenControl
-from envpipe_megatron.gpu.devices import open_gpu
+from envpipe_megatron.gpu.devices import list_gpus, open_gpu
 from envpipe_megatron.gpu.guard.resetting import that_can_be_undone
+from envpipe_megatron.gpu.registry import Driver
 from envpipe_megatron.gpu.site import SiteConfig
 
 LOCK = "nvmlDeviceSetGpuLockedClocks"
@@ -52,6 +53,15 @@ def test_a_gpu_that_may_not_be_used_or_is_sick_does_not_hide_the_others(node, mo
     assert [device.index for device in NvmlGpu.list_gpus()] == [0, 2, 3]
     errors = [error.what for error in NvmlGpu.unreadable()]
     assert ["identify GPU 1" in what for what in errors] == [True] * (name != "NO_PERMISSION")
+
+
+def test_a_container_without_libcuda_lists_its_gpus(node, monkeypatch):
+    def no_library():
+        raise pynvml.NVMLError(pynvml.NVML_ERROR_LIBRARY_NOT_FOUND)
+
+    monkeypatch.setattr(pynvml, "nvmlSystemGetCudaDriverVersion_v2", no_library)
+    assert [device.uid for device in list_gpus()] == node.uuids
+    assert NvmlGpu.driver() == Driver("580.00.00-fake", None)
 
 
 @pytest.mark.parametrize("name", sorted(MODELS))

@@ -118,10 +118,13 @@ class Round:
         return rank
 
     def start(self, count: int = 3, first: int = 0, **how: Any) -> list[Rank]:
-        """Start ranks of a job on the GPUs from `first` on, and wait until they have locked."""
+        """Start ranks of a job on the GPUs from `first` on; return at a random time after they have
+        locked, so that what follows meets them at a random point.
+        """
         ranks = [self.begin(address, **how) for address in self.addresses[first : first + count]]
         for rank in ranks:
             rank.hear("held")
+        self.pause()
         return ranks
 
     def guards(self) -> list[int]:
@@ -134,15 +137,15 @@ class Round:
         return found
 
     def pause(self, longest_s: float = 0.02) -> None:
-        """Let a random time pass, so that what follows meets the ranks at a random point."""
+        """Let a random time pass."""
         end_s = time.monotonic() + self.random.uniform(0, longest_s)
         while time.monotonic() < end_s:
             pass
 
-    def await_back(self, addresses: list[GpuAddress]) -> None:
-        """Wait until the clocks of GPUs are unlocked and their leases gone; note how long."""
+    def await_back(self, *ranks: Rank) -> None:
+        """Wait until their GPUs' clocks are unlocked and the leases gone; note how long."""
         start_s = time.monotonic()
-        waiting = set(addresses)
+        waiting = {rank.address for rank in ranks}
 
         def back() -> bool:
             leased = {record.address for record in list_leases()}
@@ -151,7 +154,7 @@ class Round:
                 waiting.remove(address)
             return not waiting
 
-        until(back, f"clocks of {addresses} back", 0.0005)
+        until(back, f"clocks of {waiting} back", 0.0005)
         self.outcome.reset_s.append(time.monotonic() - start_s)
 
     def finish(self, ranks: list[Rank]) -> None:
@@ -193,19 +196,17 @@ class Round:
 
 def sigkill_of_one_rank(round_: Round) -> None:
     ranks = round_.start()
-    round_.pause()
     victim = ranks.pop(round_.random.randrange(3))
     victim.kill(signal.SIGKILL)
-    round_.await_back([victim.address])
+    round_.await_back(victim)
     round_.finish(ranks)
 
 
 def sigkill_of_all_ranks(round_: Round) -> None:
     ranks = round_.start()
-    round_.pause()
     for rank in round_.random.sample(ranks, 3):
         rank.kill(signal.SIGKILL)
-    round_.await_back([rank.address for rank in ranks])
+    round_.await_back(*ranks)
 
 
 def sigkill_of_a_rank_with_a_child(round_: Round) -> None:
@@ -213,7 +214,7 @@ def sigkill_of_a_rank_with_a_child(round_: Round) -> None:
     child = os.pidfd_open(rank.hear("child")[1])
     round_.pause()
     rank.kill(signal.SIGKILL)
-    round_.await_back([rank.address])
+    round_.await_back(rank)
     assert not select.select([child], [], [], 0)[0], "the child should have outlived the reset"
     signal.pidfd_send_signal(child, signal.SIGKILL)
     os.close(child)
@@ -226,7 +227,7 @@ def sigkill_of_a_rank_in_mid_request(round_: Round) -> None:
     rank.hear("asked")
     round_.pause()
     rank.kill(signal.SIGKILL)
-    round_.await_back([rank.address])
+    round_.await_back(rank)
     round_.pause(0.05)
     assert round_.node.locked_mhz(rank.address) is None, "locked when nobody was there"
 
@@ -245,17 +246,16 @@ def end_of_a_ranks_child(round_: Round) -> None:
     rank.tell("go on")
     rank.hear("set")
     round_.finish([rank])
-    round_.await_back([rank.address])
+    round_.await_back(rank)
 
 
 def sigkill_of_the_guard(round_: Round) -> None:
     """Of one rank or of all."""
     ranks = round_.start()
-    round_.pause()
     victims = round_.random.sample(ranks, round_.random.choice([1, 3]))
     for rank in victims:
         rank.kill_guard()
-    round_.await_back([rank.address for rank in victims])
+    round_.await_back(*victims)
     for rank in victims:
         rank.hear("lost")
     round_.finish(ranks)
@@ -264,20 +264,18 @@ def sigkill_of_the_guard(round_: Round) -> None:
 def sigkill_of_a_rank_and_its_guard(round_: Round) -> None:
     """The guards of the others find what they left."""
     ranks = round_.start()
-    round_.pause()
     victim = ranks.pop(round_.random.randrange(3))
     kill_in_any_order(round_, victim.kill, victim.kill_guard)
-    round_.await_back([victim.address])
+    round_.await_back(victim)
     round_.finish(ranks)
 
 
 def sigkill_of_all_guards_and_one_rank(round_: Round) -> None:
     """Where no guard is left, ranks without one do what guards do."""
     ranks = round_.start()
-    round_.pause()
     victim = round_.random.choice(ranks)
     kill_in_any_order(round_, victim.kill, *(rank.kill_guard for rank in ranks))
-    round_.await_back([rank.address for rank in ranks])
+    round_.await_back(*ranks)
     round_.finish([rank for rank in ranks if rank is not victim])
 
 
@@ -290,7 +288,6 @@ def kill_in_any_order(round_: Round, *kills: Callable[[], None]) -> None:
 def sigkill_of_everything(round_: Round) -> None:
     """Then the next start, or an explicit undo, finds what was left."""
     ranks = round_.start()
-    round_.pause()
     kills = [rank.kill_guard for rank in ranks]
     kills += [partial(rank.kill, signal.SIGKILL) for rank in ranks]
     for kill in round_.random.sample(kills, len(kills)):
@@ -302,7 +299,7 @@ def sigkill_of_everything(round_: Round) -> None:
         undo_stale(open_gpu)
     else:
         round_.finish(round_.start(job=f"{round_.job} again"))
-    round_.await_back([rank.address for rank in ranks])
+    round_.await_back(*ranks)
 
 
 def begin_and_pause(round_: Round) -> Rank:
@@ -325,7 +322,7 @@ def sigkill_of_a_guard_that_starts(round_: Round) -> None:
     if rank.hear("refused", "held")[0] == "held":  # before the fault, or it came before the guard
         round_.finish([rank])
     rank.wait()
-    round_.await_back([rank.address])
+    round_.await_back(rank)
 
 
 def guard_that_cannot_start(round_: Round) -> None:
@@ -343,7 +340,7 @@ def guard_that_cannot_start(round_: Round) -> None:
     finally:
         leases.chmod(0o1777)
         round_.node.nvml.clear_faults()
-    round_.await_back([address])
+    round_.await_back(rank)
 
 
 def sigkill_of_a_rank_whose_guard_starts(round_: Round) -> None:
@@ -351,44 +348,40 @@ def sigkill_of_a_rank_whose_guard_starts(round_: Round) -> None:
     rank.kill(signal.SIGKILL)
     rank.wait()
     round_.await_guards()
-    round_.await_back([rank.address])
+    round_.await_back(rank)
 
 
 def exception_in_the_training_step(round_: Round) -> None:
     ranks = round_.start(polite=round_.random.random() < 0.5)
-    round_.pause()
     victim = ranks.pop(round_.random.randrange(3))
     victim.tell("raise")
-    round_.await_back([victim.address])
+    round_.await_back(victim)
     round_.finish(ranks)
 
 
 def sigterm_to_the_ranks(round_: Round) -> None:
     ranks = round_.start(polite=round_.random.random() < 0.5)
-    round_.pause()
     for rank in ranks:
         rank.kill(signal.SIGTERM)
-    round_.await_back([rank.address for rank in ranks])
+    round_.await_back(*ranks)
 
 
 def sigterm_to_everything(round_: Round) -> None:
     ranks = round_.start(polite=round_.random.random() < 0.5)
-    round_.pause()
     kills = [partial(rank.kill_guard, signal.SIGTERM) for rank in ranks]
     kills += [partial(rank.kill, signal.SIGTERM) for rank in ranks]
     for kill in round_.random.sample(kills, len(kills)):
         kill()
         round_.pause(0.001)
-    round_.await_back([rank.address for rank in ranks])
+    round_.await_back(*ranks)
 
 
 def sigterm_to_the_guard(round_: Round) -> None:
     """It resets, and ends; the ranks go on."""
     ranks = round_.start()
-    round_.pause()
     for rank in ranks:
         rank.kill_guard(round_.random.choice([signal.SIGTERM, signal.SIGHUP, signal.SIGINT]))
-    round_.await_back([rank.address for rank in ranks])
+    round_.await_back(*ranks)
     for rank in ranks:
         rank.hear("lost")
     round_.finish(ranks)
@@ -397,7 +390,6 @@ def sigterm_to_the_guard(round_: Round) -> None:
 def sigstop_of_a_rank(round_: Round) -> None:
     """Stopped for longer than the heartbeat; when it goes on, it is served again."""
     ranks = round_.start(2, settings={"heartbeat_s": 0.3})
-    round_.pause()
     victim = ranks[0]
     victim.kill(signal.SIGSTOP)
     start_s = time.monotonic()
@@ -416,11 +408,10 @@ def sigstop_of_the_guard(round_: Round) -> None:
     """For longer than the heartbeat, which is a lost guard; or shorter, and it goes on."""
     is_long = round_.random.random() < 0.5
     (rank,) = round_.start(1, settings={"heartbeat_s": 0.3} if is_long else {})
-    round_.pause()
     rank.kill_guard(signal.SIGSTOP)
     if is_long:
         rank.hear("lost")
-        round_.await_back([rank.address])
+        round_.await_back(rank)
     else:
         round_.pause()
         rank.kill_guard(signal.SIGCONT)
@@ -434,13 +425,12 @@ def out_of_memory_in_the_guard(round_: Round) -> None:
     injected = round_.random.random() < 0.5
     guard = [str(Path(__file__).with_name("guard_that_fails.py"))] if injected else None
     ranks = round_.start(guard=guard)
-    round_.pause()
     if injected:
         for rank in ranks:
             rank.kill_guard(signal.SIGUSR1)
         for rank in ranks:
             rank.hear("lost")
-        round_.await_back([rank.address for rank in ranks])
+        round_.await_back(*ranks)
         round_.finish(ranks)
         return
     for pid in round_.guards():
@@ -448,14 +438,13 @@ def out_of_memory_in_the_guard(round_: Round) -> None:
         resource.prlimit(pid, resource.RLIMIT_AS, (size, size))
     for rank in ranks:
         rank.kill(signal.SIGKILL)
-    round_.await_back([rank.address for rank in ranks])
+    round_.await_back(*ranks)
 
 
 def driver_that_fails(round_: Round) -> None:
     """The resets of a dead rank's GPU fail for a while; the lease stays until one works."""
     round_.addresses = round_.node.addresses["nvml"]
     ranks = round_.start()
-    round_.pause()
     victim = round_.random.choice(ranks)
     fault = round_.random.choice(["no_permission", "timeout", "lost"])
     log = guard_log(victim.address)
@@ -467,7 +456,7 @@ def driver_that_fails(round_: Round) -> None:
         assert victim.address in {record.address for record in list_leases()}
     finally:
         round_.node.nvml.clear_faults()
-    round_.await_back([victim.address])
+    round_.await_back(victim)
     round_.finish([rank for rank in ranks if rank is not victim])
 
 
@@ -476,7 +465,6 @@ def two_jobs_on_disjoint_gpus(round_: Round) -> None:
     others = round_.start(2, first=2, job=f"{round_.job} beside", steady=True)
     clocks = [round_.node.locked_mhz(rank.address) for rank in others]
     ranks = round_.start(2)
-    round_.pause()
     with_guard = round_.random.random() < 0.5
     for rank in ranks:
         if with_guard:
@@ -486,7 +474,7 @@ def two_jobs_on_disjoint_gpus(round_: Round) -> None:
         rank.wait_for_guard()
     if with_guard:
         undo_stale(open_gpu)
-    round_.await_back([rank.address for rank in ranks])
+    round_.await_back(*ranks)
     assert [round_.node.locked_mhz(rank.address) for rank in others] == clocks
     assert all(clock is not None for clock in clocks)
     round_.finish(others)
@@ -504,7 +492,7 @@ def a_gpu_that_a_live_job_holds(round_: Round) -> None:
     assert round_.node.locked_mhz(rank.address) == clock is not None
     round_.pause()
     rank.kill(signal.SIGKILL)
-    round_.await_back([rank.address])
+    round_.await_back(rank)
 
 
 FAULTS: dict[str, Callable[[Round], None]] = {

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from fake_gpu import FakeGpu
 
-from envpipe_megatron.formats.timeline import IDLE
+from envpipe_megatron.formats.energy import IDLE
 from envpipe_megatron.gpu.backends.nvml import THROTTLE_REASONS
 from envpipe_megatron.gpu.base import ClockState, GpuAddress, GpuError
 from envpipe_megatron.gpu.clock.controller import PageController

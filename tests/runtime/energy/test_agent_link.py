@@ -267,16 +267,6 @@ def test_an_agent_that_is_stuck_holds_up_no_training(pair, caplog):
         link.window({})
 
 
-def test_an_agent_that_dies_holds_up_no_training(pair, caplog):
-    link, agent = pair
-    agent.close()
-    for _ in range(100):
-        link.window({})
-        link.job({})
-    link.close()
-    assert caplog.text.count("does not take") == 1
-
-
 @pytest.mark.parametrize(
     ("model", "said"), [(object(), "Object of type"), ("x" * 20_000, "[Errno 90] Message too")]
 )

@@ -59,7 +59,6 @@ REGIMES = {
     "activations are nearly all": Sizes(
         weights=2_000, gradients=1_000, optimizer=1_000, activations=9_000, jitter=0.03, message=90
     ),
-    "a step that needs the most": Sizes(step=90_000),
     "holes": Sizes(holes=4_000),
 }
 
