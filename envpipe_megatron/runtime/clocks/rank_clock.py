@@ -56,7 +56,8 @@ class ClockKind(enum.Enum):
     Attributes:
         REAL: a guard serves it, and gives the clock back whatever ends the rank. No rank changes a
             clock where a GPU cannot be held.
-        DRY_RUN: the same, and nothing is changed: a job takes what it would take with clocks.
+        DRY_RUN: the same, and nothing is changed: a job takes what it would take with clocks. Where
+            the guard is refused, as that of a second rank on a GPU, the rank serves it.
         EMULATED: the rank serves it, at each request: emulated time must not depend on when another
             process gets to it, and there is nothing to guard. Starting a guard takes 0.1 to 0.2 s
             of a core, and tests make hundreds of such ranks.
@@ -140,8 +141,8 @@ class RankClock:
             holds.
         repeats: whether clocks are asked for at each request, even if it is for the same one.
 
-    Raises GpuError if another job holds the GPU, no guard could be had, or the GPU's streams cannot
-    say when a unit has ended.
+    Raises GpuError, but for a dry run, if another job holds the GPU, no guard could be had, or the
+    GPU's streams cannot say when a unit has ended.
     """
 
     def __init__(
@@ -161,6 +162,28 @@ class RankClock:
         self._watch: ClockWatch | None = None
         self._ending: threading.Timer | None = None
         try:
+            self._begin(kind, min_dwell_s)
+        except GpuError as refused:
+            if kind is not ClockKind.DRY_RUN:
+                raise
+            logger.info("A dry run goes on without a guard: %s", refused)
+            self._begin(ClockKind.EMULATED, min_dwell_s)
+        try:
+            if (end_s := gpu.control_ends_s()) < math.inf:
+                left_s = min(max(0.0, end_s - time.time()), threading.TIMEOUT_MAX)
+                self._ending = threading.Timer(left_s, self._end)
+                self._ending.daemon = True
+                self._ending.start()
+            if gpu.drives_hardware or gpu.read_only:
+                self._watch = ClockWatch(gpu, self.page, on_sample)
+        except BaseException:
+            self.page.end()  # nobody waits for an answer
+            self.close()
+            raise
+
+    def _begin(self, kind: ClockKind, min_dwell_s: float) -> None:
+        """Make the page, and whoever serves it. Raises GpuError."""
+        try:
             self.page = page = ClockPage.create(min_dwell_s, shared=kind.is_guarded)
         except OSError as error:
             raise GpuError(
@@ -173,26 +196,14 @@ class RankClock:
         try:
             self._count = page.count if self.waits else count_by_stream(page)
             if kind.is_guarded:
-                self._hold = hold_gpu(gpu.address, on_end=self._guard_ended, page=page)
+                self._hold = hold_gpu(self._gpu.address, on_end=self._guard_ended, page=page)
         finally:
             page.close_file()
         if kind is ClockKind.EMULATED:
-            self._hold = here = _Here(gpu, page)
+            self._hold = here = _Here(self._gpu, page)
             self._count, self._look = here.count, here.serve
         if kind is ClockKind.READ_ONLY:
             page.end()
-        try:
-            if (end_s := gpu.control_ends_s()) < math.inf:
-                left_s = min(max(0.0, end_s - time.time()), threading.TIMEOUT_MAX)
-                self._ending = threading.Timer(left_s, self._end)
-                self._ending.daemon = True
-                self._ending.start()
-            if gpu.drives_hardware or gpu.read_only:
-                self._watch = ClockWatch(gpu, page, on_sample)
-        except BaseException:
-            page.end()  # nobody waits for an answer
-            self.close()
-            raise
 
     def request(self, frequency_mhz: int, later: Later | None = None) -> None:
         """Set the clock once the GPU has come to here, or as `later` says; returns at once.
