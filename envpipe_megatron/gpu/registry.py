@@ -178,6 +178,8 @@ def backend_class(name: str) -> type[Gpu]:
     entry = _added()[name]
     try:
         loaded: type[Gpu] = entry.load()
+        if not issubclass(loaded, Gpu):
+            raise TypeError(f"{entry.value} is not derived from Gpu")
     except Exception as error:  # whatever a package does as it is imported
         raise GpuError(
             f"The GPU back end {name} cannot be imported: {error}",
