@@ -148,7 +148,7 @@ class VendorGpu(Gpu):
 
 @cache
 def _added() -> dict[str, EntryPoint]:
-    """The back ends of other packages; none can replace one of ours."""
+    """Return the back ends of other packages; none can replace one of ours."""
     from importlib.metadata import entry_points  # a guard of one of ours starts without it
 
     return {entry.name: entry for entry in entry_points(group=GROUP) if entry.name not in _OWN}

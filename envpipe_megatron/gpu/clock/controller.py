@@ -74,7 +74,7 @@ class PageController:
         return self._next != first
 
     def has_ended(self) -> bool:
-        """True if no clock is to be set any more; the rank learns of a thread that cannot."""
+        """Return whether no clock is to be set any more; tell the rank of a thread that cannot."""
         if not self._page.is_over:
             called_s, returned_s = self._page.last_call_s
             if not self._thread.is_alive():
@@ -184,7 +184,7 @@ class PageController:
 
 
 def spread(values_s: Iterable[float]) -> dict[str, float | int]:
-    """Median, 99th percentile, maximum and count; only the count if there is nothing."""
+    """Return median, 99th percentile, maximum and count; only the count of nothing."""
     ordered = sorted(values_s)
     if not ordered:
         return {"count": 0}

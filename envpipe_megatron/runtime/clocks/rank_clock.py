@@ -46,7 +46,7 @@ logger = logging.getLogger(__name__)
 #: How often one who waits for the guard looks, and how long at most at the end, s.
 _LOOK_S, _LAST_ANSWER_S = 2e-4, 2.0
 
-#: What streams may still write to, whatever has ended here.
+#: Pages kept alive: a stream may still write to them.
 _pages: list[ClockPage] = []
 
 
@@ -253,7 +253,7 @@ class RankClock:
 
     @property
     def error(self) -> Exception | None:
-        """Why no clock is set any more, as the rank or the guard knows it."""
+        """The reason for which no clock is set any more, as the rank or the guard knows it."""
         if self._error is None and (failure := self.page.failure) is not None:
             self._error = GpuError(failure)
             logger.error(
@@ -341,7 +341,7 @@ class RankClock:
 def hold_everywhere(
     gpu: Gpu, collectives: Collectives, make: Callable[[Gpu], RankClock], *, required: bool
 ) -> tuple[RankClock, Gpu, str]:
-    """The clock of each rank's GPU, that GPU, and why it is only read; empty if it is not.
+    """Return this rank's clock, its GPU, and why that is only read; empty if it is not.
 
     If one rank is refused, all of them only read theirs, or raise that where it is `required`.
     """
