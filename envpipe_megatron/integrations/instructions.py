@@ -113,7 +113,7 @@ class InstrumentedPipeline:
         self._say = say
         self._job: LeveledJob | None = None
         self._kept_order: Schedule | None = None
-        #: Is told of a step's units: a record in the first, then its iteration. None outside.
+        #: Notes a step's units: a record in the first, then its iteration; None between steps.
         self._reporter: Reporter | None = None
         #: `_failed`: whether the step was left by an exception.
         self._paused = self._failed = False
