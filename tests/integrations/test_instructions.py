@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import instruction_ranks
 import pytest
@@ -22,6 +23,7 @@ from envpipe_megatron.core.profile import Profile
 from envpipe_megatron.core.schedule import Schedule
 from envpipe_megatron.gpu.presets import load_preset
 from envpipe_megatron.integrations.framework_units import OrderError, recognized
+from envpipe_megatron.integrations.instructions import InstrumentedPipeline
 from envpipe_megatron.policies.planner import make_plan
 from envpipe_megatron.policies.request import PlanRequest
 
@@ -301,6 +303,19 @@ def test_what_is_no_step_ends_no_training(pool, folder, preset):
             for text, pattern in zip(found, said, strict=True):
                 assert re.search(pattern, text), name
         assert not told
+
+
+def test_a_step_that_could_not_begin_is_none(caplog):
+    pipeline, job = object.__new__(InstrumentedPipeline), Mock()
+    job.session.open_iteration.side_effect = RuntimeError("a peer is gone")
+    known = {"_job": job, "_kept_order": Mock(), "_specs": None, "_reporter": None, "_told": set()}
+    vars(pipeline).update(known, _closed=False, _failed=False, _paused=False, _running=None)
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="a peer is gone"):
+            pipeline.on_step_begin()
+    pipeline.on_step_end()
+    (record,) = caplog.records
+    assert "on_step_end was called outside a step" in record.message
 
 
 def started(pool: RankPool, folder: Path, preset: Path, fault: str, **settings: Any) -> Any:
