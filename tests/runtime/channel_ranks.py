@@ -155,44 +155,6 @@ def several_tensors(rank: int) -> Any:
     return result
 
 
-def varying(rank: int, count: int) -> Any:
-    """Messages of which each has a shape, a type and a number of tensors of its own, both ways.
-
-    What the specs say is an example, and another shape.
-    """
-    channel = plain_stages.channel(10)
-    types = (torch.float32, torch.bool, torch.int64)
-
-    def sent(number: int) -> list[torch.Tensor]:
-        return [
-            torch.full((number + 1,) * part, number, dtype=types[part])
-            for part in range(1 + number % 3)
-        ]
-
-    comes = [*WHOLE][1 - rank : 2 - rank]  # nothing on the last stage
-    expected = [own for kind in comes for own in units(kind, count)]
-    channel.expect(expected, plain_stages.SPECS, vary=True)
-    result: list[Any] = []
-    if rank == 0:
-        for number in range(count):
-            channel.send(unit(Kind.FORWARD, number), sent(number))
-    for number in range(count):
-        if rank == 0:
-            got = channel.receive(unit(Kind.BACKWARD, number))
-        elif rank == 1:
-            got = channel.receive(unit(Kind.FORWARD, number))
-            channel.send(unit(Kind.BACKWARD, number), sent(number + 1))
-        else:
-            break
-        wanted = sent(number + 1 if rank == 0 else number)
-        result.append(
-            [t.dtype for t in got] == [t.dtype for t in wanted]
-            and all(torch.equal(t, w) for t, w in zip(got, wanted, strict=True))
-        )
-    channel.end_step()
-    return result
-
-
 def random_orders(rank: int, seeds: Sequence[int], vary: bool) -> Any:
     """Steps of random orders; what units got that was not theirs, and messages kept for later."""
     channel, wrong, kept = plain_stages.channel(10), list[str](), 0

@@ -12,7 +12,6 @@ from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import plain_stages
 import torch.distributed as dist
@@ -312,12 +311,6 @@ def start_job(
         "summary": session.summary(),
         "logged_j": sum(t.energy_j for t in session.energy_log.totals.values()),
     }
-
-
-def start_other_batch(rank: int, root: Path, steps: int, microbatches: int) -> Any:
-    """Start the job of `start_job` again, with so many microbatches."""
-    with patch(f"{__name__}.MICROBATCHES", microbatches):
-        return start_job(rank, root, steps)
 
 
 FULL = 4

@@ -57,7 +57,3 @@ def test_both_sides_of_a_boundary_exchange_what_they_share(three_ranks):
         for boundary, values in got.items():
             side = int(rank == boundary)
             assert values == [(boundary, side, n, bytes(300 * n)) for n in range(3)]
-
-
-def test_messages_that_vary(three_ranks):
-    assert three_ranks.run(channel_ranks.varying, 7) == [[True] * 7, [True] * 7, []]

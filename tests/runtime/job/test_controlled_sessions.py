@@ -244,14 +244,6 @@ def test_contradictions_are_refused_before_training(options, shown):
         SessionConfig(**options)
 
 
-def test_a_failing_meter_ends_profiling_and_not_training(three_ranks, tmp_path):
-    told = three_ranks.run(session_ranks.train_with_a_failing_meter, tmp_path, 1, 12)
-    for phase, notes, without_plan in told:
-        assert phase == "steady"
-        assert without_plan
-        assert "energy counter" in notes[0]
-
-
 def test_reconfiguring_raises_clocks_between_those_that_were_profiled(three_ranks, tmp_path):
     preset = load_preset("a100-sxm")
     swept = preset.supported_frequencies_mhz[6:90:6]  # 90 MHz apart
@@ -265,17 +257,6 @@ def test_reconfiguring_raises_clocks_between_those_that_were_profiled(three_rank
     start = replace(plan, frequency_mhz=envelope(plan.schedule, profile), profile=profile)
     coarse = reconfigure(start, RECONFIGURE_POLICIES["balanced"]).frequency_mhz
     assert plan.cost.energy_j < replace(start, frequency_mhz=coarse).cost.energy_j
-
-
-def test_no_profile_is_made_of_a_clock_that_is_not_controlled(three_ranks, tmp_path):
-    """It would say of one clock's time and energy that they are those of many."""
-    told = three_ranks.run(session_ranks.train_without_control, tmp_path, 2, 9)
-    for phase, notes, without_plan in told:
-        assert phase == "steady"
-        assert without_plan
-        assert "Stage 2: Clock control ended" in notes[0]
-        assert "the driver of a test" in notes[0]
-    assert not (tmp_path / "profile.csv").exists()
 
 
 @pytest.mark.parametrize(
