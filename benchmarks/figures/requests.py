@@ -201,7 +201,6 @@ def _train_batch(batch: Batch, console: Console) -> None:
             ["--module", "benchmarks.figures.worker", str(path)],
             _environment(Path(emulated)),
             log_path,
-            Path(emulated),
             take,
         )
 

@@ -52,7 +52,6 @@ def run_ranks(
     program: Sequence[str],
     environment: Mapping[str, str],
     log_path: Path,
-    emulated: Path,
     take: Callable[[dict[str, Any]], object],
 ) -> None:
     """Run ranks of a program to their end, and take what they report; then clocks are reset.
@@ -64,7 +63,6 @@ def run_ranks(
         program: a script, or `--module` and a module. Each rank calls `report_to_command` first.
         environment: the ranks'.
         log_path: file of all that they print beside their reports.
-        emulated: folder of their emulated GPUs.
         take: gets each report, in another thread; what it raises ends the ranks, and this.
     """
     words = ["--standalone", "--local-addr", "127.0.0.1", "--nproc-per-node", str(num_ranks)]
@@ -81,8 +79,9 @@ def run_ranks(
                 [*words, *program], environment, signals, take=take_line, log=log, ranks_s=GRACE_S
             )
         finally:
-            for index in list_emulated(emulated):  # also what a rank that was killed left behind
-                EmulatedGpu.open(emulated, index).reset_frequency()
+            root = Path(environment[ROOT_VARIABLE])
+            for index in list_emulated(root):  # also what a rank that was killed left behind
+                EmulatedGpu.open(root, index).reset_frequency()
     if signals.arrived:
         raise KeyboardInterrupt
     if code != 0:

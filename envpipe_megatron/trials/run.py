@@ -136,16 +136,15 @@ def run_trial(results: Results, console: Console) -> None:
 
 
 def _train(results: Results, console: Console) -> None:
-    settings, emulated = results.settings, results.settings.output / "emulated"
+    settings = results.settings
     worker, settings_file = "envpipe_megatron.trials.worker", settings.output / results.files[0]
     with results.begin(console):
         run_ranks(
             settings.num_stages,
             ["--module", worker, str(settings_file)],
             # A rank that must not change a clock cannot, even if something goes wrong.
-            rank_environment(emulated)
+            rank_environment(settings.output / "emulated")
             | ({} if settings.changes_clocks else {FORBID_VARIABLE: "1"}),
             settings.output / "log.txt",
-            emulated,
             results.take,
         )

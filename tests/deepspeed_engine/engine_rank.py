@@ -45,6 +45,7 @@ from envpipe_megatron.integrations.huggingface.deepspeed_stages import deepspeed
 from envpipe_megatron.integrations.huggingface.skeleton import language_model_loss
 from envpipe_megatron.policies.planner import make_plan
 from envpipe_megatron.policies.request import PlanRequest
+from envpipe_megatron.runtime.clocks.latency import EmulatedKernelTimer
 from envpipe_megatron.runtime.execution.emulated_executor import EmulatedExecutor
 
 MICROBATCHES, MICROBATCH, LENGTH = 6, 2, 5
@@ -176,6 +177,8 @@ class FastJobs:
             ReadOnlyGpu(gpu) if reads else gpu,
             ChosenControl(wanted, None if reads else "emulated", "this is a test"),
             lambda settle: EmulatedExecutor(gpu, TIMES_S, collectives, settle),
+            partial(EmulatedKernelTimer, gpu),
+            {"emulated": True},
         )
 
     def follow(self, engine: EnvPipeEngine) -> None:

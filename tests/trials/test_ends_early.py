@@ -24,7 +24,7 @@ from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.formats.energy import OUTSIDE_STEPS
 from envpipe_megatron.launch import torchrun
 from envpipe_megatron.trials.quickstart import Quickstart
-from envpipe_megatron.trials.ranks import run_ranks
+from envpipe_megatron.trials.ranks import rank_environment, run_ranks
 from envpipe_megatron.trials.run import run_trial
 
 pytestmark = [
@@ -132,7 +132,7 @@ def up(folder, monkeypatch, take):
     """Run one rank that only reports that it is up."""
     (folder / "rank.py").write_text(RANK)
     monkeypatch.setattr(torchrun, "TORCHRUN", (sys.executable, str(folder / "rank.py")))
-    run_ranks(1, [], {}, folder / "log", folder / "emulated", take)
+    run_ranks(1, [], rank_environment(folder / "emulated"), folder / "log", take)
 
 
 @pytest.mark.usefixtures("signals_at_default")

@@ -159,11 +159,10 @@ class EmulatedGpu(VendorGpu):
     def observed_frequency_mhz(self) -> int:
         """The clock in force now. During an anchored wait it settles as time goes by."""
         state = self._file.read()
-        now_s = self._instant_s(state)
-        if now_s >= state.end_s:
-            pending = state.pending
-            return pending[0] if pending and pending[1] <= now_s else state.clock_mhz
-        segment = state.segment_at(now_s)
+        now_s, pending = self._instant_s(state), state.pending
+        if pending and pending[1] <= now_s:
+            return pending[0]
+        segment = state.segment_at(now_s) if now_s < state.end_s else None
         return segment.frequency_mhz if segment else state.clock_mhz
 
     # --- meters ---------------------------------------------------------------------------------

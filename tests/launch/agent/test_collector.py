@@ -244,7 +244,7 @@ async def test_whoever_does_not_say_hello_in_time_is_hung_up_on(tmp_path, monkey
         agent.uplink.send_to(endpoint)
         silent, (reader, writer) = [await connected(endpoint["port"], b"") for _ in range(2)]
         with contextlib.suppress(ConnectionError):
-            while not reader.at_eof():
+            while not (reader.at_eof() or writer.is_closing()):
                 writer.write(b"x")
                 await asyncio.sleep(SHORT_S / 10)
         for stranger in (silent, (reader, writer)):

@@ -236,7 +236,6 @@ def test_no_rank_locks_where_one_could_not_reset(fake_nvml_library, fake_nvml, t
         ({"request": PlanRequest(4, reconfigure="balancd")}, "balancd"),
         ({"request": PlanRequest(4, policy="uniform", reconfigure="balanced")}, "envelope"),
         ({"request": PlanRequest(4, schedule="zero-bubble")}, "zero-bubble"),
-        ({"request": PlanRequest(4), "plan_file": Path("plan.json")}, "profile"),
     ],
 )
 def test_contradictions_are_refused_before_training(options, shown):
