@@ -194,8 +194,7 @@ def test_a_microbatch_is_not_taken_for_next_to_nothing(monkeypatch, saved, taken
 def test_large_jobs_are_searched_with_few_linear_programs():
     profile = uniform_profile(8, CURVE, slowness=[1, 1, 1, 1, 1, 1, 1, 1.2])
     own = builders.one_f_one_b(8, 96)
-    conditions = Conditions((10.0,) * 8)
-    search = OrderSearch(profile, 96, conditions, all_maximum_s(own, profile, conditions))
+    search, _ = search_of(Job(profile, 96, Conditions((10.0,) * 8)))
     candidates = search.search(order_limits(8, 96))
     assert search.orders_tried <= 18  # by programs of 64 microbatches
     one_f_one_b = next(c for c in candidates if not any(c.extra_forwards))
@@ -250,13 +249,12 @@ def test_one_microbatch_more_in_flight_is_used_well(slow_stage):
     """Rear stages have room for more than one extra forward then, and using it costs energy."""
     profile = uniform_profile(8, CURVE, slowness=[1 + 0.1 * (s == slow_stage) for s in range(8)])
     conditions = Conditions((10.0,) * 8)
-    deadline_s = all_maximum_s(builders.one_f_one_b(8, 48), profile, conditions)
+    search, deadline_s = search_of(Job(profile, 48, conditions))
     front_parts = [tuple(int(s < count) for s in range(8)) for count in range(8)]
     least_j = min(
         Optimizer(builders.envpipe(8, 48, extra), profile, conditions).relaxed(deadline_s).cost_j
         for extra in front_parts
     )
-    search = OrderSearch(profile, 48, conditions, deadline_s)
     best = search.search(order_limits(8, 48, max_in_flight=[9] * 8))[0]
     assert best.relaxed_energy_j < least_j * 1.002
 
@@ -304,9 +302,7 @@ def test_orders_in_time_only_by_a_shorter_batch_have_the_whole_batch_searched(
 
 
 def test_of_very_many_units_only_the_best_order_is_planned(monkeypatch):
-    profile, conditions = uniform_profile(3, CURVE), Conditions((30.0,) * 3)
-    own_s = all_maximum_s(builders.one_f_one_b(3, 60), profile, conditions)
-    search = OrderSearch(profile, 60, conditions, own_s)
+    search, _ = search_of(Job(uniform_profile(3, CURVE), 60, Conditions((30.0,) * 3)))
     candidates = search.search(order_limits(3, 60))
     several = search.judge(candidates)
     monkeypatch.setattr(extra_forwards, "_MANY_UNITS", 359)
