@@ -18,8 +18,8 @@ from rank_pool import RankPool
 from envpipe_megatron.core.conditions import Conditions
 from envpipe_megatron.core.kinds import WHOLE, Kind
 from envpipe_megatron.core.orders import builders
-from envpipe_megatron.core.plan import Plan
-from envpipe_megatron.core.profile import Profile, make_profile
+from envpipe_megatron.core.plan import Plan, read_plan
+from envpipe_megatron.core.profile import Profile, make_profile, read_profile
 from envpipe_megatron.core.profile_rows import ProfileRow
 from envpipe_megatron.core.schedule import Schedule
 from envpipe_megatron.policies.planner import make_plan
@@ -78,11 +78,10 @@ def synthetic_profile(
     return make_profile(rows, source="synthetic")
 
 
-def by_plan(folder: Path, schedule: Schedule, frequency_mhz: np.ndarray | None = None) -> Ours:
-    """EnvPipe running this very order; without frequencies at alternating ones."""
-    if frequency_mhz is None:
-        clocks = itertools.cycle(CLOCKS_MHZ)
-        frequency_mhz = np.array([[next(clocks) for _ in order] for order in schedule.stages])
+def by_plan(folder: Path, schedule: Schedule) -> Ours:
+    """EnvPipe running this very order at alternating frequencies."""
+    clocks = itertools.cycle(CLOCKS_MHZ)
+    frequency_mhz = np.array([[next(clocks) for _ in order] for order in schedule.stages])
     pairs = schedule.num_chunks if schedule.combined.any() else 0
     profile = synthetic_profile(schedule.num_stages, combined_chunks=pairs)
     profile.write(folder / "profile_in.csv")
@@ -153,6 +152,8 @@ def assert_locked(results: list[Result], frequency_mhz: np.ndarray) -> None:
 def order_of(stages: int, microbatches: int, order: str | tuple[int, ...]) -> Schedule:
     """By name, or 1F1B with these extra forwards."""
     if isinstance(order, str):
+        if order == "interleaved":
+            return builders.interleaved(stages, microbatches, 2)
         named = {"1f1b": builders.one_f_one_b, "gpipe": builders.gpipe}
         return named[order](stages, microbatches)
     return builders.envpipe(stages, microbatches, order)
@@ -169,6 +170,8 @@ SCHEDULES = [
     (4, 3, "1f1b", False),
     (4, 8, "gpipe", True),
     (4, 8, (4, 5, 3, 0), True),
+    (2, 2, "interleaved", False),
+    pytest.param(4, 8, "interleaved", False, marks=on_request("PIPELINE")),
 ]
 
 
@@ -176,20 +179,12 @@ SCHEDULES = [
 def test_every_schedule(stock, ours, tmp_path, stages, microbatches, order, tied):
     schedule = order_of(stages, microbatches, order)
     # Deallocation is on for half of the numbers of microbatches where tied, the others where not.
-    job = Job(stages, microbatches, tied=tied, deallocate=tied == (microbatches in (1, 3, 8)))
-    results = ours(job, by_plan(tmp_path, schedule))
+    deallocate = tied == (microbatches in (1, 3, 8)) or schedule.num_chunks > 1
+    job = Job(stages, microbatches, schedule.num_chunks, tied=tied, deallocate=deallocate)
+    how = by_plan(tmp_path, schedule)
+    results = ours(job, how)
     assert_executed(job, results, schedule)
-    assert_same_bits(results, stock(job))
-
-
-@pytest.mark.parametrize(
-    ("stages", "microbatches"), [(2, 2), pytest.param(4, 8, marks=on_request("PIPELINE"))]
-)
-def test_interleaved(stock, ours, tmp_path, stages, microbatches):
-    schedule = builders.interleaved(stages, microbatches, 2)
-    job = Job(stages, microbatches, chunks=2)
-    results = ours(job, by_plan(tmp_path, schedule))
-    assert_executed(job, results, schedule)
+    assert_locked(results, read_plan(how.plan_file, read_profile(how.profile_file)).frequency_mhz)
     assert_same_bits(results, stock(job))
 
 
@@ -244,18 +239,6 @@ def test_orders_that_are_searched_for_chunks(stock, ours, tmp_path, job):
     order = results[0].plan.schedule
     assert order.stages != framework_order(job).stages
     assert_executed(job, results, order)
-    assert_same_bits(results, stock(job))
-
-
-@pytest.mark.parametrize("chunks", [pytest.param(1, marks=on_request("PIPELINE")), 2])
-def test_random_frequencies(stock, ours, tmp_path, chunks):
-    job = Job(2, 6, chunks=chunks)
-    schedule = builders.interleaved(2, 6, 2) if chunks == 2 else builders.envpipe(2, 6, [3, 0])
-    shape = schedule.is_backward.shape
-    frequency = np.random.default_rng(chunks).choice(CLOCKS_MHZ, shape)
-    results = ours(job, by_plan(tmp_path, schedule, frequency))
-    assert_executed(job, results, schedule)
-    assert_locked(results, frequency)
     assert_same_bits(results, stock(job))
 
 
@@ -371,14 +354,15 @@ FEATURES = {
     "per-token loss": Job(2, 6, per_token_loss=True, reducer=("overlap_grad_reduce",)),
     "evaluation, tied": Job(4, 3, evaluate_after=1, tied=True),
     "evaluation in the warm-up": Job(2, 6, evaluate_after=0),
+    "evaluation, two chunks": Job(2, 4, chunks=2, evaluate_after=1),
 }
 
 
 @pytest.mark.parametrize("feature", FEATURES)
 def test_features(stock, ours, tmp_path, feature):
     job = FEATURES[feature]
-    extra = {2: (3, 0), 4: (2, 1, 0, 0)}[job.stages] if job.microbatches == 6 else (0, 0, 1, 0)
-    schedule = builders.envpipe(job.stages, job.microbatches, extra)
+    extra = {3: (0, 0, 1, 0), 4: "interleaved", 6: (3, 0)}[job.microbatches]
+    schedule = order_of(job.stages, job.microbatches, extra)
     results = ours(job, by_plan(tmp_path, schedule))
     references = stock(job)
     assert_executed(job, results, schedule)
@@ -389,14 +373,6 @@ def test_features(stock, ours, tmp_path, feature):
         plain = stock(replace(job, evaluate_after=None))
         for result, reference in zip(results, plain, strict=True):
             assert result.weights == reference.weights
-
-
-def test_interleaved_evaluation(stock, ours, tmp_path):
-    job = Job(2, 4, chunks=2, evaluate_after=1)
-    schedule = builders.interleaved(2, 4, 2)
-    results = ours(job, by_plan(tmp_path, schedule))
-    assert_executed(job, results, schedule)
-    assert_same_bits(results, stock(job))
 
 
 def test_a_pipeline_of_one_stage_is_left_to_megatron(stock, ours):

@@ -107,26 +107,6 @@ def transposed(rank: int) -> Any:
     return result
 
 
-def both_ways(rank: int, count: int) -> Any:
-    """The stage in the middle is sent to from both sides, and takes in another order than sent."""
-    channel = plain_stages.channel(10)
-    middle = rank == 1
-    wanted = [*units(Kind.FORWARD, count), *units(Kind.BACKWARD, count)] if middle else []
-    channel.expect(wanted, plain_stages.SPECS)
-    taken = []
-    if middle:
-        for number in range(count):
-            taken.append(("B", received(channel, number, Kind.BACKWARD)))
-        for number in range(count):
-            taken.append(("F", received(channel, number, Kind.FORWARD)))
-    else:
-        kind = Kind.FORWARD if rank == 0 else Kind.BACKWARD
-        for number in range(count):
-            channel.send(unit(kind, number), [message(number + 100 * rank)])
-    channel.end_step()
-    return taken
-
-
 def several_tensors(rank: int) -> Any:
     """Messages of several shapes and types, others forward than backward."""
     channel = plain_stages.channel(10)

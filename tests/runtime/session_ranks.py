@@ -116,12 +116,13 @@ def slow_down(channel: P2PChannel, gpu: EmulatedGpu) -> None:
     channel.receive = slowly  # type: ignore[method-assign]
 
 
-def measure_a_job(rank: int, root: Path, tail_s: tuple[float, ...], *, slow: bool) -> Any:
+def measure_a_job(rank: int, root: Path, tail_s: tuple[float, ...]) -> Any:
     """Profile a job whose stages work on after their last unit; what its profile came to.
+
+    Messages back take emulated time, too.
 
     Args:
         tail_s: for each stage, how long; the next iteration waits for the slowest of them.
-        slow: whether messages take emulated time.
     """
     config = SessionConfig(
         PlanRequest(MICROBATCHES, "envpipe", "envelope"),
@@ -132,8 +133,7 @@ def measure_a_job(rank: int, root: Path, tail_s: tuple[float, ...], *, slow: boo
     times = {Kind.FORWARD: 0.1, Kind.BACKWARD: 0.2}
     session, gpu = plain_stages.session(rank, config, root, time_at_max_s=times)
     gpu.supported_frequencies_mhz = gpu.supported_frequencies_mhz[::10]  # a short sweep
-    if slow:
-        slow_down(session._channel, gpu)
+    slow_down(session._channel, gpu)
     try:
         while session.state.phase != "steady":
             session.run_iteration(MICROBATCHES, plain_stages.SPECS, _work(rank))

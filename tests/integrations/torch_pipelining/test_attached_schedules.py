@@ -272,17 +272,6 @@ def test_a_stage_on_another_gpu_than_its_process_s_is_refused(monkeypatch):
         check_current(torch.device("cuda:1"))
 
 
-@on_request("PIPELINE")
-@pytest.mark.parametrize("name", [*KEPT, "ScheduleInterleaved1F1B"])
-def test_long_runs_save_and_keep_their_bits(trained, name):
-    count = 16
-    evaluated = () if name in attached_ranks.V_SHAPED else (3,)
-    _, ours = trained(Case(name, count, chunks=2, steps=120, evaluated=evaluated), "a100-sxm")
-    compared = ours[0]["summary"]["job"]["comparison"]
-    assert compared["saving_percent"] > -0.5
-    assert compared["slowdown_percent"] < 0.5
-
-
 @pytest.mark.parametrize("later", [False, True])
 def test_where_a_gpu_cannot_be_read_the_schedule_is_torchs(two_ranks: RankPool, later) -> None:
     """From the start, or where the job is made again, at the level that the first step allows."""

@@ -26,11 +26,6 @@ def test_output_that_does_not_lie_in_one_piece(three_ranks):
     assert three_ranks.run(channel_ranks.transposed)[1] == [[0, 2, 4], [1, 3, 5]]
 
 
-def test_directions_do_not_wait_for_each_other(three_ranks):
-    taken = three_ranks.run(channel_ranks.both_ways, 8)[1]
-    assert taken == [*(("B", 200 + m) for m in range(8)), *(("F", m) for m in range(8))]
-
-
 def test_messages_of_several_tensors(three_ranks):
     upstream, downstream, _ = three_ranks.run(channel_ranks.several_tensors)
     for number in range(2):
