@@ -171,20 +171,6 @@ def test_a_job_saves_as_its_plan_says(trained):
     assert all("envpipe energy per GPU" in line for line in ours[0]["lines"])
 
 
-@on_request("PIPELINE")
-def test_the_envelope_of_ours_runs_as_envpipe_orders_it(trained):
-    settings = {
-        "type": "envelope",
-        "reconfigure": "default",
-        "baseline_steps": 3,
-        "profile_steps": 1,
-        "max_in_flight": 6,
-    }
-    _, ours = trained(Case("Schedule1F1B", 8, steps=45, settings=settings))
-    assert ours[0]["plan"].name == "envpipe"
-    assert any(ours[0]["plan"].extra_forwards)
-
-
 def test_a_level_that_is_named_is_what_changes(trained, two_ranks):
     for name, level, phases in (
         ("ScheduleGPipe", "observe", {"framework", "warm-up", "steady"}),
