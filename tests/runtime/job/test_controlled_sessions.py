@@ -120,12 +120,6 @@ def test_a_rank_without_a_folder_costs_its_files_alone(three_ranks, guards, vict
     assert not list_leases()
 
 
-def test_a_session_that_cannot_be_made_holds_no_gpu(three_ranks, guards):
-    told = three_ranks.run(controlled_ranks.fail_in_the_executor, guards, 1)
-    assert told[1] == ("the executor of a test", False)
-    assert told[0] == told[2] == ("nothing failed", False)
-
-
 def test_nodes_that_are_started_by_hand_add_up(three_ranks, guards):
     """Each has a guard and a log of its own, and they are one bill."""
     nodes = three_ranks.run(controlled_ranks.train_on_a_node_alone, guards)
