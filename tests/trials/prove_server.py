@@ -79,7 +79,7 @@ def run_rank(path: Path) -> None:
     def open_device(collectives, num_stages, wanted, preset, *, require):
         uid = list_gpus()[collectives.stage].uid
         gpu, chosen = open_rank_gpu(uid, collectives, wanted, require=require)
-        return Device(gpu, chosen, lambda settle: HostExecutor())
+        return Device(gpu, chosen, lambda settle: HostExecutor(), HostKernelTimer, {})
 
     def zeros(*args, device=None, make=torch.zeros, **options):
         return make(*args, device="cpu" if device == "cuda" else device, **options)
@@ -90,7 +90,6 @@ def run_rank(path: Path) -> None:
     nvml.has_sys_admin = lambda: True
     nvml.in_user_namespace = lambda: False
     worker.open_device = open_device
-    latency.CudaKernelTimer = HostKernelTimer
     worker._LATENCY_REPEATS = 1
     shortest._WORTH = -9  # the best order is tried, however little it gains on this host
     latency.LONGEST_S = 0.05

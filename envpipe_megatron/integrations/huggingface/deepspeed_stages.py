@@ -9,7 +9,7 @@ from deepspeed.pipe import LayerSpec, TiedLayerSpec
 from torch import Tensor
 
 from envpipe_megatron.integrations.deepspeed.partition import PipelineModule
-from envpipe_megatron.integrations.huggingface.layers import Layer, Message, tied_logits
+from envpipe_megatron.integrations.huggingface.layers import Entry, Layer, Message, tied_logits
 from envpipe_megatron.integrations.huggingface.split import SplitModel
 
 _KEY = "embedding"
@@ -31,7 +31,7 @@ def deepspeed_layers(model: SplitModel) -> list[LayerSpec]:
             place = 0 if entry.tied else index
             spec = TiedLayerSpec(_KEY, Layer, model, place, tied_weight_attr=_WEIGHT, **run)
         else:
-            spec = LayerSpec(Layer, model, index)
+            spec = LayerSpec(_named(model, entry), model, index)
         specs.append(spec)
     return specs
 
@@ -59,6 +59,12 @@ def pipeline_module(
         partition_method="parts:" + ",".join(map(str, parts)),
         **{"loss_fn": model.loss, **arguments},
     )
+
+
+def _named(model: SplitModel, entry: Entry) -> type[Layer]:
+    """Return a class named as transformers' own, for `partition_method="type:GPT2Block"`."""
+    first = next(iter(entry.modules.values()))
+    return type(type(model.module(first)).__name__, (Layer,), {})
 
 
 def _logits(layer: Layer, message: Message) -> Message:
