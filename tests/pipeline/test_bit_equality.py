@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from jobs import Job, Ours, Result, train
+from jobs import ALIGNED, ALL, OVERLAP, Job, Ours, Result, train
 from memory_folder import memory_folder
 from on_request import on_request
 from rank_pool import RankPool
@@ -280,13 +280,8 @@ def _run_online(stock, ours, job: Job, how: Ours) -> list[Result]:
 
 # What megatron-core does around the units ----------------------------------------------------
 
-REDUCERS = [
-    ("overlap_grad_reduce",),
-    ("overlap_grad_reduce", "align_grad_reduce"),
-    ("use_distributed_optimizer", "overlap_grad_reduce", "overlap_param_gather"),
-]
 #: One, beside chunks with all of it in `AROUND`; the others on request.
-REDUCED = {("envpipe[4, 0]", REDUCERS[1])}
+REDUCED = {("envpipe[4, 0]", ALIGNED)}
 
 
 @pytest.mark.parametrize(
@@ -297,7 +292,7 @@ REDUCED = {("envpipe[4, 0]", REDUCERS[1])}
             id=f"{'+'.join(pair[1])}-{pair[0]}",
             marks=() if pair in REDUCED else on_request("PIPELINE"),
         )
-        for pair in itertools.product(("envpipe[4, 0]", "interleaved"), REDUCERS)
+        for pair in itertools.product(("envpipe[4, 0]", "interleaved"), (OVERLAP, ALIGNED, ALL))
     ],
 )
 def test_two_stages_and_two_replicas(stock, ours, tmp_path, reducer, name):
@@ -315,21 +310,16 @@ def test_two_stages_and_two_replicas(stock, ours, tmp_path, reducer, name):
         assert one.losses != other.losses or not one.losses[0]
 
 
-ALIGNED = (
-    "align_grad_reduce",
-    "overlap_grad_reduce",
-    "use_distributed_optimizer",
-    "overlap_param_gather",
-)
+ALL_ALIGNED = (*ALL, "align_grad_reduce")
 #: In Megatron's own order, what is done between units is Megatron's, and when it is done.
 AROUND = {
-    "three chunks, groups of three": Job(2, 5, chunks=3, group=3, reducer=ALIGNED),
+    "three chunks, groups of three": Job(2, 5, chunks=3, group=3, reducer=ALL_ALIGNED),
     "some computed again": Job(4, 6, recompute=True, partial_checkpoints=2),
     "lengths vary": Job(4, 4, lengths=(16, 5, 11, 2)),
 }
 ALSO_AROUND = {
-    "four chunks, groups of three": Job(2, 6, chunks=4, group=3, reducer=ALIGNED),
-    "two chunks": Job(2, 6, chunks=2, reducer=ALIGNED),
+    "four chunks, groups of three": Job(2, 6, chunks=4, group=3, reducer=ALL_ALIGNED),
+    "two chunks": Job(2, 6, chunks=2, reducer=ALL_ALIGNED),
     "some computed again, two chunks": Job(2, 6, chunks=2, recompute=True, partial_checkpoints=3),
     "lengths vary, two chunks": Job(2, 6, chunks=2, lengths=(16, 5, 11, 2)),
     "bert, two chunks": Job(2, 6, chunks=2, bert=True),
@@ -351,7 +341,7 @@ def test_what_is_done_between_units(stock, ours, tmp_path, name):
 
 
 FEATURES = {
-    "per-token loss": Job(2, 6, per_token_loss=True, reducer=("overlap_grad_reduce",)),
+    "per-token loss": Job(2, 6, per_token_loss=True, reducer=OVERLAP),
     "evaluation, tied": Job(4, 3, evaluate_after=1, tied=True),
     "evaluation in the warm-up": Job(2, 6, evaluate_after=0),
     "evaluation, two chunks": Job(2, 4, chunks=2, evaluate_after=1),
