@@ -187,8 +187,10 @@ def warn_of_free_waiting(why: str = "", remedy: str = "") -> None:
     """Say that no blocking power is known, where energies are computed with one of 0."""
     logger.warning(
         "No blocking power is known%s: waiting is taken to cost nothing, and energies are off. "
-        "Give --blocking-power (an A100 SXM waits at 83.6 W, an A40 at 70.4 W)%s.", why, remedy,
-    )  # fmt: skip
+        "Give --blocking-power (an A100 SXM waits at 83.6 W, an A40 at 70.4 W)%s.",
+        why,
+        remedy,
+    )
 
 
 def write_stages(profile: Profile, blocking_power_w: float | None, path: Path) -> None:

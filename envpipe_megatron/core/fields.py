@@ -1,4 +1,4 @@
-"""Checked reading of JSON objects: what is wrong is named, with where it stands.
+"""Checked reading of JSON objects: errors name what is wrong, and where it is.
 
 A *reader* is a function of a field's value that returns what the program uses, or raises a
 ValueError that says what the value must be.

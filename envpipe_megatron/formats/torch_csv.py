@@ -152,12 +152,15 @@ def _read_cell(
     letters = "".join(match[2] for match in matches)
     if len(matches) < len(parts) or (overlapped and letters != "FB"):
         raise _wrong(
-            rows, rank, column, f"{source}: not a unit",
+            rows,
+            rank,
+            column,
+            f"{source}: not a unit",
             value=text,
             remedy="Write the virtual stage, F, B, I or W, and the microbatch, as in 2F0; a "
             "forward and a backward as one are (2F1;1B0)OVERLAP_F_B. Of torch's formats this is "
             "compute_only, without SEND, RECV and UNSHARD.",
-        )  # fmt: skip
+        )
     for at, match in enumerate(matches, start=1):
         kind = KIND_BY_LETTER[match[2]]
         yield _Cell(rank, column, int(match[1]), kind, int(match[3]), at < len(matches))
@@ -175,11 +178,13 @@ def _placement(rows: Sequence[Sequence[str]], cells: Sequence[_Cell], source: st
     for cell in astray[nearest]:
         looped, v = (_rank(cell.virtual_stage, len(rows), placement) for placement in astray)
         raise _wrong(
-            rows, cell.rank, cell.column,
+            rows,
+            cell.rank,
+            cell.column,
             f"{source}: virtual stage {cell.virtual_stage} is on the wrong rank",
             value=cell.rank,
             remedy=f"With {len(rows)} ranks it belongs on rank {looped}, in a V on rank {v}.",
-        )  # fmt: skip
+        )
     return nearest
 
 

@@ -113,7 +113,7 @@ class InstrumentedPipeline:
         self._say = say
         self._job: LeveledJob | None = None
         self._kept_order: Schedule | None = None
-        #: Is told of a step's units: a record in the first, then its iteration. None outside.
+        #: Notes a step's units: a record in the first, then its iteration; None between steps.
         self._reporter: Reporter | None = None
         #: `_failed`: whether the step was left by an exception.
         self._paused = self._failed = False
@@ -163,13 +163,14 @@ class InstrumentedPipeline:
                     "Call on_step_end at the end of each step.",
                 )
             self._leave_step()
-        self._reporter = Recorded()
+        reporter: Reporter = Recorded()
         if self._job is not None:
             assert self._kept_order is not None
             session = self._job.session
             self._job.begin_step()
             run = session.open_iteration(self._kept_order, self._specs)
-            self._reporter = Followed(run, session.highest_clock, self._once)
+            reporter = Followed(run, session.highest_clock, self._once)
+        self._reporter = reporter  # a step that could not begin is none
         self._paused = self._failed = False
 
     def on_instruction_begin(self, name: str) -> None:

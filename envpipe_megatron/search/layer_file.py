@@ -208,8 +208,10 @@ _PROFILE: dict[str, Reader[Any]] = {
 }
 _MESSAGES: dict[str, Reader[Any]] = dict.fromkeys(("within_node", "across_nodes"), _read_curve)
 _ALL_REDUCE: dict[str, Reader[Any]] = {
-    "gpus": _read_group, "across_nodes": FLAG, "points": _read_curve,
-}  # fmt: skip
+    "gpus": _read_group,
+    "across_nodes": FLAG,
+    "points": _read_curve,
+}
 _BLOCK: dict[str, Reader[Any]] = {"pieces": many(TEXT), "repeat": COUNT}
 _HELD: dict[str, Reader[Any]] = dict.fromkeys(BytesPerParameter.__dataclass_fields__, AMOUNT)
 _SIZES: dict[str, Reader[Any]] = dict.fromkeys(Sizes.__dataclass_fields__, COUNT)

@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import instruction_ranks
 import pytest
@@ -17,13 +18,11 @@ from rank_pool import RankPool
 
 from envpipe_megatron.core.kinds import Kind
 from envpipe_megatron.core.orders import builders
-from envpipe_megatron.core.plan import Plan
 from envpipe_megatron.core.profile import Profile
 from envpipe_megatron.core.schedule import Schedule
 from envpipe_megatron.gpu.presets import load_preset
 from envpipe_megatron.integrations.framework_units import OrderError, recognized
-from envpipe_megatron.policies.planner import make_plan
-from envpipe_megatron.policies.request import PlanRequest
+from envpipe_megatron.integrations.instructions import InstrumentedPipeline
 
 pytestmark = pytest.mark.xdist_group("pipeline")
 
@@ -139,15 +138,6 @@ def test_replicas_with_other_numbers_of_microbatches_are_metered(pool, folder, p
     assert "replicas with other numbers of microbatches" in note
 
 
-def given_plan(folder: Path, preset: Path, schedule: str, policy: str) -> dict[str, str]:
-    """Options that run a plan by file."""
-    known = profile(preset)
-    plan: Plan = make_plan(known, PlanRequest(MICROBATCHES, schedule, policy)).plan
-    known.write(folder / "given.csv")
-    plan.write(folder / "given-plan.json")
-    return {"profile": str(folder / "given.csv"), "plan": str(folder / "given-plan.json")}
-
-
 def run_letters(
     pool: RankPool,
     folder: Path,
@@ -236,14 +226,6 @@ def test_a_job_without_a_pipeline_gets_one_clock(pool, folder, preset):
         ]
 
 
-def test_a_plan_of_another_order_is_refused_on_all_ranks(pool, folder, preset):
-    settings = given_plan(folder, preset, "gpipe", "uniform")
-    own = builders.one_f_one_b(STAGES, MICROBATCHES)
-    for error in run_letters(pool, folder, preset, own, **settings):
-        assert "runs its units itself, as 1f1b" in error
-        assert "gpipe" in error
-
-
 def test_an_order_that_cannot_be_planned_is_refused_on_all_ranks(pool, folder, preset):
     other = builders.envpipe(STAGES, STAGES + 2, [2, 1, 0, 0])
     for error in run_letters(pool, folder, preset, other):
@@ -301,6 +283,19 @@ def test_what_is_no_step_ends_no_training(pool, folder, preset):
             for text, pattern in zip(found, said, strict=True):
                 assert re.search(pattern, text), name
         assert not told
+
+
+def test_a_step_that_could_not_begin_is_none(caplog):
+    pipeline, job = object.__new__(InstrumentedPipeline), Mock()
+    job.session.open_iteration.side_effect = RuntimeError("a peer is gone")
+    known = {"_job": job, "_kept_order": Mock(), "_specs": None, "_reporter": None, "_told": set()}
+    vars(pipeline).update(known, _closed=False, _failed=False, _paused=False, _running=None)
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="a peer is gone"):
+            pipeline.on_step_begin()
+    pipeline.on_step_end()
+    (record,) = caplog.records
+    assert "on_step_end was called outside a step" in record.message
 
 
 def started(pool: RankPool, folder: Path, preset: Path, fault: str, **settings: Any) -> Any:

@@ -198,7 +198,7 @@ def test_a_changed_result_is_no_success(tmp_path, monkeypatch, kind, arms, diffe
 
 @pytest.mark.parametrize("changes", [True, False])
 def test_ranks_that_leave_clocks_alone_may_change_no_gpu(tmp_path, monkeypatch, changes):
-    def run_ranks(num_ranks, program, environment, log_path, emulated, take):
+    def run_ranks(num_ranks, program, environment, log_path, take):
         assert environment.get("ENVPIPE_FORBID_CLOCK_CONTROL") == (None if changes else "1")
         raise EnvPipeError("stop here")
 

@@ -299,7 +299,10 @@ def _recorded_baseline(folder: RunFolder, bill: Bill) -> StepEnergy | None:
     """
     told = [(folder.summary or {}).get("baseline"), bill.facts.get("baseline")]
     if folder.job is not None:
-        told = [folder.job.get("baselines", {}).get("", {}).get("mean")]
+        mean: Any = folder.job
+        for name in ("baselines", "", "mean"):  # of a file that may be damaged
+            mean = mean.get(name) if isinstance(mean, dict) else None
+        told = [mean]
     return next((StepEnergy(**step) for step in map(read_step, told) if step), None)
 
 

@@ -87,7 +87,7 @@ class Layer(nn.Module):
             yield f"{self.entry.modules[attribute]}.{rest}", tensor
 
 
-#: Lengths whose angles are kept.
+#: Lengths whose angles and masks are kept.
 _KEPT = 8
 
 
@@ -150,12 +150,19 @@ def run_decoder(layer: Any, hidden: Tensor) -> Tensor:
     window = getattr(config, "sliding_window", None) if sliding else None
     mask = None  # attention looks back on its own
     if window is not None and length > window:
-        position = torch.arange(length, device=hidden.device)
-        back = position[:, None] - position[None, :]
-        mask = ((back >= 0) & (back < window))[None, None]
+        mask = _within(window, length, hidden.device)
     angles = layer.rotary.angles(hidden)
     found: Tensor = block(hidden, attention_mask=mask, position_embeddings=angles)
     return found
+
+
+@functools.lru_cache(_KEPT)
+def _within(window: int, length: int, device: torch.device) -> Tensor:
+    """The mask of a window, [1, 1, length, length]: one, which all blocks keep until backward."""
+    with torch.inference_mode(False):
+        position = torch.arange(length, device=device)
+        back = position[:, None] - position[None, :]
+        return ((back >= 0) & (back < window))[None, None]
 
 
 def add_positions(layer: Any, hidden: Tensor) -> Tensor:

@@ -249,9 +249,10 @@ class BillReport:
     def look(self, bill: Bill) -> None:
         """Show the grown bill, if training is an interval further."""
         _ = self._stem  # settled before anything is written, as other jobs may end first
-        done, job = bill.num_iterations, bill.total()
+        done = bill.num_iterations
         if not self._interval or done - self._done < self._interval:
             return
+        job = bill.total()
         line = f"{done} iterations: {job.energy_j:.0f} J "
         line += f"in all on {job.num_gpus} GPUs, {job.average_power_w:.1f} W each"
         compared = bill.comparison()

@@ -97,6 +97,7 @@ class EnergyMeter:
         #: The last reading's error; None when it went well.
         self.error: Exception | None = None
         self._thread: threading.Thread | None = None
+        self._looking: threading.Thread | None = None
         self._reader: EnergyReader | None = None
         if gpu.read_apart:
             with suppress(OSError):
@@ -244,8 +245,11 @@ class EnergyMeter:
                 self._take(self._reader.look(timeout_s))
             if self._reader is not None:
                 return
-        if thread := self._start_thread(self._try_sample):
-            thread.join(timeout_s)
+            if self._looking is None or not self._looking.is_alive():  # else the driver hangs
+                self._looking = self._start_thread(self._try_sample)
+            looking = self._looking
+        if looking is not None:
+            looking.join(timeout_s)
 
     def _take(self, readings: Iterator[EnergyReading]) -> None:
         """Keep what the reader saw; in place of one that has ended, a thread goes on."""

@@ -105,8 +105,9 @@ def test_the_present_jobs_baseline_is_not_that_of_an_earlier_jobs_summary():
     assert saved_percent(folder(*lines, **known)) == 50
     assert saved_percent(folder(*lines, summary={"baseline": old})) == 75
     # The job was killed before it could tell: its warm-up stands in, which takes as much.
-    killed = known | {"job": {"baselines": {}}}
-    assert saved_percent(folder(*lines, **killed)) == 0
+    for damaged in ({}, None, [1], {"": None}, {"": {"mean": [2]}}):
+        killed = known | {"job": {"baselines": damaged}}
+        assert saved_percent(folder(*lines, **killed)) == 0
 
 
 def saved_percent(of):

@@ -236,6 +236,22 @@ def test_a_causal_model_takes_no_mask():
         stages[0](inputs, attention_mask=torch.ones_like(inputs))
 
 
+def test_all_blocks_keep_one_mask_of_a_window(monkeypatch):
+    (stage,) = stages_of(split_model(tiny.config_of("mistral")), 1)
+    masks = []
+    for layer in (layer for layer in stage.layers if hasattr(layer, "block")):
+        take = lambda *args, own=layer.block.forward, **given: (  # noqa: E731
+            masks.append(given["attention_mask"]) or own(*args, **given)
+        )
+        monkeypatch.setattr(layer.block, "forward", take)
+    inputs = tiny.microbatches("mistral")[0][0]
+    for _ in range(2):
+        stage(inputs)
+    assert len(masks) > 2
+    assert masks[0] is not None
+    assert len({mask.data_ptr() for mask in masks}) == 1
+
+
 def test_cuts(tmp_path):
     model = split_model(tiny.config_of("gpt2"))
     count = len(model.entries)
