@@ -125,7 +125,7 @@ class EnergyReading:
 
 
 def clock_control_forbidden() -> bool:
-    """True if the environment forbids changing the clocks of real GPUs.
+    """Return whether the environment forbids changing the clocks of real GPUs.
 
     Every value but an empty one and `0` forbids: a typo must not unlock hardware.
     """
@@ -230,7 +230,7 @@ class Gpu(ABC):
         """Remove any lock."""
 
     def control_ends_s(self) -> float:
-        """When the right to lock and to reset ends, in s since 1970; inf where it does not.
+        """Return when the right to lock and to reset ends, in s since 1970; inf where it does not.
 
         Raises as `lock_frequency` does.
         """

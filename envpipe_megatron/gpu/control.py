@@ -194,7 +194,7 @@ def beside_power_profiles(
 def given_up(
     chosen: ChosenControl, why: str, remedies: tuple[str, ...], *, require: bool
 ) -> ChosenControl:
-    """No control, for this reason; GpuPermissionError if it is required."""
+    """Return no control, for this reason; raise GpuPermissionError if it is required."""
     if require:
         raise GpuPermissionError(f"Clock control is required, but {why}", remedy=" ".join(remedies))
     return ChosenControl(chosen.wanted, None, why, remedies)

@@ -88,7 +88,7 @@ def uid_of_cuda_device(uuid: str) -> str:
 
 
 def narrowed(numbers: Sequence[int]) -> str:
-    """The variable's value that leaves these of the GPUs that CUDA shows to this process.
+    """Return the variable's value that leaves these of the GPUs that CUDA shows this process.
 
     Empty where the variable leaves fewer; no driver is asked.
     """

@@ -65,7 +65,7 @@ class EnergyReader:
         self.error: str | None = None
 
     def take(self) -> Iterator[EnergyReading]:
-        """The refreshes that were seen since the last call. Raises ReaderGoneError."""
+        """Yield the refreshes that were seen since the last call. Raises ReaderGoneError."""
         while data := self._read():
             *lines, self._rest = (self._rest + data).split(b"\n")
             for line in lines:
@@ -75,7 +75,7 @@ class EnergyReader:
                     yield EnergyReading(*said["reading"])
 
     def look(self, timeout_s: float) -> Iterator[EnergyReading]:
-        """Have it look now; what it has seen by then, or in this time. Raises ReaderGoneError."""
+        """Have it look now; yield what it has seen by then, or in time. Raises ReaderGoneError."""
         until_s = time.monotonic() + timeout_s
         with suppress(OSError):  # what it said before it ended is there to take
             self._connection.send(b"?")

@@ -19,7 +19,7 @@ _STEP_MHZ = 45
 
 
 def with_modelled_energy(profile: LayerProfile, preset: GpuPreset) -> LayerProfile:
-    """The profile at a preset's clocks: its times at the highest one stay as they are.
+    """Return the profile at a preset's clocks; its times at the highest one stay as they are.
 
     Collectives within the times are taken to follow the clock as the rest does.
     """
@@ -58,7 +58,7 @@ def with_modelled_energy(profile: LayerProfile, preset: GpuPreset) -> LayerProfi
 
 
 def modelled_clocks_mhz(preset: GpuPreset) -> list[int]:
-    """The preset's clocks, the highest first, down to where its control stops profiling."""
+    """Return the preset's clocks, highest first, down to where its control stops profiling."""
     control = preset.control or ControlOverride(())
     steps = replace(control, profile_max_mhz=None, profile_step_mhz=_STEP_MHZ)
     return list(sweep_range(preset.supported_frequencies_mhz, steps))

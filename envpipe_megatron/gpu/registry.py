@@ -148,7 +148,7 @@ class VendorGpu(Gpu):
 
 @cache
 def _added() -> dict[str, EntryPoint]:
-    """The back ends of other packages; none can replace one of ours."""
+    """Return the back ends of other packages; none can replace one of ours."""
     from importlib.metadata import entry_points  # a guard of one of ours starts without it
 
     return {entry.name: entry for entry in entry_points(group=GROUP) if entry.name not in _OWN}
@@ -178,6 +178,8 @@ def backend_class(name: str) -> type[Gpu]:
     entry = _added()[name]
     try:
         loaded: type[Gpu] = entry.load()
+        if not issubclass(loaded, Gpu):
+            raise TypeError(f"{entry.value} is not derived from Gpu")
     except Exception as error:  # whatever a package does as it is imported
         raise GpuError(
             f"The GPU back end {name} cannot be imported: {error}",

@@ -104,7 +104,7 @@ def _refuse_unsafe(path: Path, status: os.stat_result) -> None:
 
 
 def in_user_namespace() -> bool:
-    """True if this process's users are not all of the machine's: rootless containers and the like.
+    """Return whether this process's users are not all of the machine's, as in rootless containers.
 
     Its capabilities then mean nothing to the driver.
     """

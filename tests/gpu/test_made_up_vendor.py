@@ -149,7 +149,7 @@ class Acme:
         (info / "METADATA").write_text("Metadata-Version: 2.1\nName: acme\nVersion: 1.0\n")
         (info / "entry_points.txt").write_text(
             "[envpipe_megatron.gpu_backends]\nacme = acme_gpus:AcmeGpu\n"
-            "broken = acme_gpus:not_there\nnvml = acme_gpus:not_there\n"
+            "broken = acme_gpus:not_there\nnvml = acme_gpus:not_there\nodd = acme_gpus:__name__\n"
         )
         self.says()
 
@@ -212,7 +212,8 @@ def test_commands_list_and_reset_its_cards(acme):
         assert checks[name]["ok"], checks[name]
         assert said in checks[name]["evidence"]
     assert "none of its GPUs is here" in checks["back end nvml"]["evidence"]
-    assert "cannot be imported" in checks["back end broken"]["evidence"]
+    for name in ("broken", "odd"):
+        assert "cannot be imported" in checks[f"back end {name}"]["evidence"]
     assert shown[0] == 0
     for said in ("GPU 1: Acme One", "acme.b", "600 to 900 MHz in steps of 100 MHz", "100.0 W"):
         assert said in shown[1]

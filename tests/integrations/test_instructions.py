@@ -18,14 +18,11 @@ from rank_pool import RankPool
 
 from envpipe_megatron.core.kinds import Kind
 from envpipe_megatron.core.orders import builders
-from envpipe_megatron.core.plan import Plan
 from envpipe_megatron.core.profile import Profile
 from envpipe_megatron.core.schedule import Schedule
 from envpipe_megatron.gpu.presets import load_preset
 from envpipe_megatron.integrations.framework_units import OrderError, recognized
 from envpipe_megatron.integrations.instructions import InstrumentedPipeline
-from envpipe_megatron.policies.planner import make_plan
-from envpipe_megatron.policies.request import PlanRequest
 
 pytestmark = pytest.mark.xdist_group("pipeline")
 
@@ -141,15 +138,6 @@ def test_replicas_with_other_numbers_of_microbatches_are_metered(pool, folder, p
     assert "replicas with other numbers of microbatches" in note
 
 
-def given_plan(folder: Path, preset: Path, schedule: str, policy: str) -> dict[str, str]:
-    """Options that run a plan by file."""
-    known = profile(preset)
-    plan: Plan = make_plan(known, PlanRequest(MICROBATCHES, schedule, policy)).plan
-    known.write(folder / "given.csv")
-    plan.write(folder / "given-plan.json")
-    return {"profile": str(folder / "given.csv"), "plan": str(folder / "given-plan.json")}
-
-
 def run_letters(
     pool: RankPool,
     folder: Path,
@@ -236,14 +224,6 @@ def test_a_job_without_a_pipeline_gets_one_clock(pool, folder, preset):
         assert rank["summary"]["notes"] == [
             f"One clock for the whole job: {best} MHz, as found before"
         ]
-
-
-def test_a_plan_of_another_order_is_refused_on_all_ranks(pool, folder, preset):
-    settings = given_plan(folder, preset, "gpipe", "uniform")
-    own = builders.one_f_one_b(STAGES, MICROBATCHES)
-    for error in run_letters(pool, folder, preset, own, **settings):
-        assert "runs its units itself, as 1f1b" in error
-        assert "gpipe" in error
 
 
 def test_an_order_that_cannot_be_planned_is_refused_on_all_ranks(pool, folder, preset):

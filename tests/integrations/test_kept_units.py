@@ -90,44 +90,33 @@ def job(monkeypatch: pytest.MonkeyPatch) -> Any:
     return call
 
 
-def test_the_first_iteration_is_megatrons_and_others_are_told_of(job: Any) -> None:
-    assert job() == []
-    assert job() == ["open", "F0", "B0", "F1", "B1"]
+OWN = ("FBFB", "open F0 B0 F1 B1")
 
 
-def test_forwards_alone_are_a_pause(job: Any) -> None:
-    job()
-    assert job("FF", forward_only=True) == ["pause"]
-
-
-def test_each_number_of_microbatches_has_an_order(job: Any) -> None:
-    """As a batch grows and shrinks; another's clocks are not left for what is Megatron's alone."""
-    assert job("FB") == []
-    assert job("FB") == ["open part", "F0", "B0"]
-    assert job() == ["highest"]
-    assert job() == ["open", "F0", "B0", "F1", "B1"]
-    assert job("FB") == ["open part", "F0", "B0"]
-    assert job("FBFBFB") == ["highest"]
-    assert job("FBFBFB")[0] == "open part"
-    assert job()[0] == "open"
-
-
-def test_a_number_whose_units_come_otherwise_is_left_alone(job: Any) -> None:
-    job()
-    assert job("FFFBBB") == ["highest"]
-    assert job("FBFBFB") == ["highest"]
-    assert job()[0] == "open"
-
-
-def test_units_in_another_order_are_left_alone_for_good(job: Any) -> None:
-    assert job("FFBB") == []
-    assert job() == []
-
-
-def test_units_that_come_otherwise_later_end_nothing(job: Any) -> None:
-    job()
-    assert job("FFBB") == ["open", "F0", "highest", "B0", "F1", "B1"]
-    assert job() == ["open", "F0", "B0", "F1", "B1"]
+@pytest.mark.parametrize(
+    "calls",
+    [
+        # The first iteration is Megatron's, and others are told of; forwards alone are a pause.
+        [("FBFB", ""), OWN, ("FF", "pause"), OWN],
+        # Each number has an order, and another's clocks are not left for what is Megatron's alone.
+        [
+            *(("FB", ""), ("FB", "open part F0 B0"), ("FBFB", "highest"), OWN),
+            *(("FB", "open part F0 B0"), ("FBFBFB", "highest")),
+            *(("FBFBFB", "open part F0 B0 F1 B1 F2 B2"), OWN),
+        ],
+        # A number whose units come otherwise is left alone, and in the full batch all are.
+        [("FBFB", ""), ("FFFBBB", "highest"), ("FBFBFB", "highest"), OWN],
+        [("FFBB", ""), ("FBFB", "")],
+        # Units that come otherwise later end nothing.
+        [("FBFB", ""), ("FFBB", "open F0 highest B0 F1 B1"), OWN],
+    ],
+)
+def test_what_a_session_is_told_of_one_call_after_another(
+    job: Any, calls: list[tuple[str, str]]
+) -> None:
+    for letters, told in calls:
+        more = {"forward_only": True} if told == "pause" else {}
+        assert " ".join(job(letters, **more)) == told
 
 
 COMBINED = "combined_1f1b_schedule_for_interleaved_pipelining"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import re
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,8 +35,16 @@ def parsed(*words: str) -> argparse.Namespace:
     return parser.parse_args(words)
 
 
-def read(*words: str, save: str | None = None, on_gpu: bool = True, **environment: str) -> Options:
-    return read_options(parsed(*words), environment, num_stages=4, save_folder=save, on_gpu=on_gpu)
+def read(
+    *words: str,
+    save: str | None = None,
+    on_gpu: bool = True,
+    num_stages: int = 4,
+    **environment: str,
+) -> Options:
+    return read_options(
+        parsed(*words), environment, num_stages=num_stages, save_folder=save, on_gpu=on_gpu
+    )
 
 
 @pytest.mark.parametrize(
@@ -89,11 +98,6 @@ def test_an_objective_becomes_the_plans() -> None:
     assert read("--envpipe-objective", "energy", "--envpipe-type", "uniform").closed_loop is False
 
 
-def test_files_go_without_control_of_clocks() -> None:
-    """A plan's order runs all the same."""
-    assert read("--envpipe-gpu-control", "none", *PLANNED).plan == Path(__file__)
-
-
 def test_each_option_is_listed_for_users_with_its_words() -> None:
     rows = dict(re.findall(r"^\| `(--envpipe-[a-z-]+)([^`]*)` \|", GUIDE.read_text(), re.MULTILINE))
     for name, option in OPTIONS.items():
@@ -101,23 +105,8 @@ def test_each_option_is_listed_for_users_with_its_words() -> None:
         assert set(words) >= set(option.flag.get("choices", ())), name
 
 
-def test_a_level_is_named_or_left_to_the_job() -> None:
-    assert read().level is None
-    assert read("--envpipe-level", "auto").level is None
-    for level in Level:
-        assert read("--envpipe-level", str(level)).level is level
-
-
-def test_a_job_checks_itself_where_it_must_unless_told_otherwise() -> None:
-    assert read().self_check == "auto"
-    for word in SELF_CHECKS:
-        assert read("--envpipe-self-check", word).self_check == word
-
-
 def test_a_job_without_a_pipeline_has_one_clock() -> None:
-    def alone(*words: str) -> Options:
-        return read_options(parsed(*words), {}, num_stages=1, on_gpu=True)
-
+    alone = partial(read, num_stages=1)
     assert (alone().type, alone().max_slowdown) == ("uniform", None)
     assert alone("--envpipe-max-slowdown", "2.5").max_slowdown == 2.5
     assert alone("--envpipe-type", "baseline").type == "baseline"
@@ -146,64 +135,6 @@ def test_a_number_in_another_unit_is_named(capsys, option, given, said) -> None:
     assert said in told
 
 
-def test_names_are_taken_in_any_case() -> None:
-    assert read("--envpipe-scheduling", "1F1B").scheduling == "1f1b"
-    variables = {"ENVPIPE_SCHEDULING": "1F1B", "ENVPIPE_TYPE": "Optimal"}
-    of_variables = read_options(parsed(), variables, num_stages=4, on_gpu=True)
-    assert (of_variables.scheduling, of_variables.type) == ("1f1b", "optimal")
-
-
-def test_memory_is_not_measured_where_there_is_no_gpu() -> None:
-    assert read(on_gpu=False).max_in_flight is None
-
-
-def test_environment_stands_for_flags_and_flags_win() -> None:
-    environment = {
-        "ENVPIPE_TYPE": "envelope",
-        "ENVPIPE_SCHEDULING": "1f1b",
-        "ENVPIPE_RECONFIGURE": "greedy",
-    }
-    options = read(**environment)
-    assert (options.scheduling, options.reconfigure) == ("1f1b", "greedy")
-    assert read("--envpipe-reconfigure", "default", **environment).reconfigure == "default"
-    assert read(ENVPIPE_TYPE="").type == "optimal"
-
-
-def test_variables_that_do_not_go_with_the_flags_give_way() -> None:
-    environment = {"ENVPIPE_SCHEDULING": "auto", "ENVPIPE_RECONFIGURE": "balanced"}
-    options = read("--envpipe-type", "baseline", **environment)
-    assert (options.scheduling, options.reconfigure) == ("1f1b", "default")
-    assert read("--envpipe-type", "optimal", **environment).scheduling == "auto"
-    assert read("--envpipe-objective", "time", ENVPIPE_SCHEDULING="1f1b").scheduling == "auto"
-    assert read(*PLANNED, **environment).reconfigure == "default"
-
-
-def test_variables_for_pipelines_give_way_in_a_job_without_one() -> None:
-    environment = {
-        "ENVPIPE_TYPE": "envelope",
-        "ENVPIPE_SCHEDULING": "ours",
-        "ENVPIPE_RECONFIGURE": "balanced",
-    }
-    options = read_options(parsed(), environment, num_stages=1, on_gpu=True)
-    assert (options.type, options.reconfigure) == ("uniform", "default")
-    measured = read_options(parsed(), {"ENVPIPE_TYPE": "baseline"}, num_stages=1, on_gpu=True)
-    assert measured.type == "baseline"
-
-
-def test_refusals_name_the_options_of_megatron() -> None:
-    for words in (
-        ("--envpipe-type", "uniform", "--envpipe-reconfigure", "greedy"),
-        ("--envpipe-type", "envelope", "--envpipe-scheduling", "auto"),
-        ("--envpipe-scheduling", "1f1b", "--envpipe-max-in-flight", "4"),
-    ):
-        with pytest.raises(EnvPipeError) as error:
-            read(*words)
-        assert "zb-v" not in str(error.value)  # which no job runs
-        named = set(re.findall(r"--[\w-]+", str(error.value)))
-        assert named
-        assert all(name.startswith("--envpipe-") for name in named)
-
-
 def test_files_are_read_before_anything_is_built(tmp_path: Path, monkeypatch: Any) -> None:
     rows = [(stage, kind, ProfileRow(1000, 0.1, 10.0)) for stage in range(4) for kind in WHOLE]
     profile, plan = tmp_path / "profile.csv", tmp_path / "plan.json"
@@ -222,12 +153,6 @@ def test_files_are_read_before_anything_is_built(tmp_path: Path, monkeypatch: An
             prepare_files(read(*words), stages)
     monkeypatch.setenv("RANK", "3")  # another node's, perhaps, without the file
     prepare_files(by_file, 2)
-
-
-def test_output_lies_beside_the_checkpoints() -> None:
-    assert read().output is None
-    assert read(save="checkpoints").output == Path("checkpoints/envpipe")
-    assert read("--envpipe-output", "here", save="checkpoints").output == Path("here")
 
 
 @pytest.mark.parametrize(
@@ -275,13 +200,11 @@ def test_output_lies_beside_the_checkpoints() -> None:
     ],
 )
 def test_wrong_combinations_are_refused_by_name(words: tuple[str, ...], told: str) -> None:
-    with pytest.raises(EnvPipeError, match=told):
+    with pytest.raises(EnvPipeError, match=told) as error:
         read(*words)
-
-
-def test_a_plan_is_not_adjusted_and_has_no_other_limit() -> None:
-    options = read(*PLANNED)
-    assert (options.reconfigure, options.max_in_flight) == ("default", None)
+    assert "zb-v" not in str(error.value)  # which no job runs
+    named = re.findall(r"--[a-z][\w-]*", str(error.value))
+    assert all(name.startswith("--envpipe-") for name in named)
 
 
 def test_files_are_looked_for_on_the_node_of_rank_0_alone() -> None:
@@ -298,3 +221,52 @@ def test_a_wrong_variable_is_named() -> None:
 def test_memory_is_refused_without_gpus() -> None:
     with pytest.raises(EnvPipeError, match="needs GPUs"):
         read("--envpipe-max-in-flight", "memory", on_gpu=False)
+
+
+OF_FLAGS = {"scheduling": "1f1b", "reconfigure": "greedy"}
+VARIABLES = {"ENVPIPE_TYPE": "envelope"}
+VARIABLES |= {f"ENVPIPE_{name.upper()}": value for name, value in OF_FLAGS.items()}
+OF_AUTO = {"ENVPIPE_SCHEDULING": "auto", "ENVPIPE_RECONFIGURE": "balanced"}
+
+
+@pytest.mark.parametrize(
+    ("words", "how", "expected"),
+    [
+        # A plan's order runs also without control of clocks; it is not adjusted or limited.
+        (("--envpipe-gpu-control", "none", *PLANNED), {}, {"plan": Path(__file__)}),
+        (PLANNED, {}, {"reconfigure": "default", "max_in_flight": None}),
+        ((), {}, {"level": None, "self_check": "auto", "output": None}),
+        (("--envpipe-level", "auto"), {}, {"level": None}),
+        *((("--envpipe-level", str(level)), {}, {"level": level}) for level in Level),
+        *((("--envpipe-self-check", word), {}, {"self_check": word}) for word in SELF_CHECKS),
+        ((), {"on_gpu": False}, {"max_in_flight": None}),
+        ((), {"save": "checkpoints"}, {"output": Path("checkpoints/envpipe")}),
+        (("--envpipe-output", "here"), {"save": "checkpoints"}, {"output": Path("here")}),
+        # Names in any case.
+        (("--envpipe-scheduling", "1F1B"), {}, {"scheduling": "1f1b"}),
+        (
+            (),
+            {"ENVPIPE_SCHEDULING": "1F1B", "ENVPIPE_TYPE": "Optimal"},
+            {"scheduling": "1f1b", "type": "optimal"},
+        ),
+        # Variables stand for flags; flags win, and variables that do not go with them give way.
+        ((), VARIABLES, {"type": "envelope", **OF_FLAGS}),
+        (("--envpipe-reconfigure", "default"), VARIABLES, {"reconfigure": "default"}),
+        ((), {"ENVPIPE_TYPE": ""}, {"type": "optimal"}),
+        (
+            ("--envpipe-type", "baseline"),
+            OF_AUTO,
+            {"scheduling": "1f1b", "reconfigure": "default"},
+        ),
+        (("--envpipe-type", "optimal"), OF_AUTO, {"scheduling": "auto"}),
+        (("--envpipe-objective", "time"), {"ENVPIPE_SCHEDULING": "1f1b"}, {"scheduling": "auto"}),
+        (PLANNED, OF_AUTO, {"reconfigure": "default"}),
+        ((), {"num_stages": 1, **VARIABLES}, {"type": "uniform", "reconfigure": "default"}),
+        ((), {"num_stages": 1, "ENVPIPE_TYPE": "baseline"}, {"type": "baseline"}),
+    ],
+)
+def test_options_are_what_flags_variables_and_the_job_say(
+    words: tuple[str, ...], how: dict[str, Any], expected: dict[str, Any]
+) -> None:
+    options = read(*words, **how)
+    assert {name: getattr(options, name) for name in expected} == expected

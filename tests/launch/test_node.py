@@ -136,7 +136,8 @@ def test_a_node_ends_behind_the_guards_of_its_ranks(
     waited = []
 
     def lease(gpu: str, **other: Any) -> SimpleNamespace:
-        fields = {"rank": "a rank", "live": True, "uid": os.geteuid(), "rank_is_alive": bool}
+        rank = SimpleNamespace(is_alive=lambda: None)
+        fields = {"rank": rank, "live": True, "uid": os.geteuid()}
         address = SimpleNamespace(uid=gpu)
         return SimpleNamespace(**{**fields, "address": address, "guard": guard, **other})
 
@@ -155,7 +156,7 @@ def test_a_node_ends_behind_the_guards_of_its_ranks(
         node,
         "list_leases",
         lambda: [
-            lease("of a rank that lives", rank_is_alive=lambda: True),
+            lease("of a rank that lives", rank=SimpleNamespace(is_alive=lambda: True)),
             lease("of a command", rank=None),
             lease("without a guard", live=False),
             lease("of a stranger", uid=os.geteuid() + 1),

@@ -107,15 +107,9 @@ def test_stages_that_recompute_each_their_own_train_the_same(tag, stock, patched
 @full
 @pytest.mark.parametrize("tag", TAGS)
 @pytest.mark.parametrize("name", ["pp4", "pp2tp2", "pp2dp2-overlapped"])
-def test_the_framework_order_trains_the_same(name, tag, stock, patched, tmp_path):
-    _check(name, tag, ONE_F_ONE_B, stock, patched, tmp_path / "run")
-
-
-@full
-@pytest.mark.parametrize("tag", TAGS)
-@pytest.mark.parametrize("name", ["pp4", "pp2tp2", "pp2dp2-overlapped"])
-def test_the_optimal_plan_trains_the_same(name, tag, stock, patched, tmp_path):
-    _check(name, tag, AUTO, stock, patched, tmp_path / "run")
+@pytest.mark.parametrize("arm", [ONE_F_ONE_B, AUTO], ids=["framework's order", "optimal plan"])
+def test_another_arm_trains_the_same(arm, name, tag, stock, patched, tmp_path):
+    _check(name, tag, arm, stock, patched, tmp_path / "run")
 
 
 @full

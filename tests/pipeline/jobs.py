@@ -18,6 +18,12 @@ SLOW_S = 0.2
 MAX_STEPS = 300
 
 
+#: Options of `Job.reducer`.
+OVERLAP = ("overlap_grad_reduce",)
+ALIGNED = (*OVERLAP, "align_grad_reduce")
+ALL = ("use_distributed_optimizer", *OVERLAP, "overlap_param_gather")
+
+
 @dataclass(frozen=True)
 class Job:
     """What both runs train.

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from jobs import Job, Ours, Result, train
+from jobs import ALIGNED, ALL, OVERLAP, Job, Ours, Result, train
 from memory_folder import memory_folder
 from on_request import on_request
 from rank_pool import RankPool
@@ -18,8 +18,8 @@ from rank_pool import RankPool
 from envpipe_megatron.core.conditions import Conditions
 from envpipe_megatron.core.kinds import WHOLE, Kind
 from envpipe_megatron.core.orders import builders
-from envpipe_megatron.core.plan import Plan
-from envpipe_megatron.core.profile import Profile, make_profile
+from envpipe_megatron.core.plan import Plan, read_plan
+from envpipe_megatron.core.profile import Profile, make_profile, read_profile
 from envpipe_megatron.core.profile_rows import ProfileRow
 from envpipe_megatron.core.schedule import Schedule
 from envpipe_megatron.policies.planner import make_plan
@@ -78,11 +78,10 @@ def synthetic_profile(
     return make_profile(rows, source="synthetic")
 
 
-def by_plan(folder: Path, schedule: Schedule, frequency_mhz: np.ndarray | None = None) -> Ours:
-    """EnvPipe running this very order; without frequencies at alternating ones."""
-    if frequency_mhz is None:
-        clocks = itertools.cycle(CLOCKS_MHZ)
-        frequency_mhz = np.array([[next(clocks) for _ in order] for order in schedule.stages])
+def by_plan(folder: Path, schedule: Schedule) -> Ours:
+    """EnvPipe running this very order at alternating frequencies."""
+    clocks = itertools.cycle(CLOCKS_MHZ)
+    frequency_mhz = np.array([[next(clocks) for _ in order] for order in schedule.stages])
     pairs = schedule.num_chunks if schedule.combined.any() else 0
     profile = synthetic_profile(schedule.num_stages, combined_chunks=pairs)
     profile.write(folder / "profile_in.csv")
@@ -153,6 +152,8 @@ def assert_locked(results: list[Result], frequency_mhz: np.ndarray) -> None:
 def order_of(stages: int, microbatches: int, order: str | tuple[int, ...]) -> Schedule:
     """By name, or 1F1B with these extra forwards."""
     if isinstance(order, str):
+        if order == "interleaved":
+            return builders.interleaved(stages, microbatches, 2)
         named = {"1f1b": builders.one_f_one_b, "gpipe": builders.gpipe}
         return named[order](stages, microbatches)
     return builders.envpipe(stages, microbatches, order)
@@ -169,6 +170,8 @@ SCHEDULES = [
     (4, 3, "1f1b", False),
     (4, 8, "gpipe", True),
     (4, 8, (4, 5, 3, 0), True),
+    (2, 2, "interleaved", False),
+    pytest.param(4, 8, "interleaved", False, marks=on_request("PIPELINE")),
 ]
 
 
@@ -176,20 +179,12 @@ SCHEDULES = [
 def test_every_schedule(stock, ours, tmp_path, stages, microbatches, order, tied):
     schedule = order_of(stages, microbatches, order)
     # Deallocation is on for half of the numbers of microbatches where tied, the others where not.
-    job = Job(stages, microbatches, tied=tied, deallocate=tied == (microbatches in (1, 3, 8)))
-    results = ours(job, by_plan(tmp_path, schedule))
+    deallocate = tied == (microbatches in (1, 3, 8)) or schedule.num_chunks > 1
+    job = Job(stages, microbatches, schedule.num_chunks, tied=tied, deallocate=deallocate)
+    how = by_plan(tmp_path, schedule)
+    results = ours(job, how)
     assert_executed(job, results, schedule)
-    assert_same_bits(results, stock(job))
-
-
-@pytest.mark.parametrize(
-    ("stages", "microbatches"), [(2, 2), pytest.param(4, 8, marks=on_request("PIPELINE"))]
-)
-def test_interleaved(stock, ours, tmp_path, stages, microbatches):
-    schedule = builders.interleaved(stages, microbatches, 2)
-    job = Job(stages, microbatches, chunks=2)
-    results = ours(job, by_plan(tmp_path, schedule))
-    assert_executed(job, results, schedule)
+    assert_locked(results, read_plan(how.plan_file, read_profile(how.profile_file)).frequency_mhz)
     assert_same_bits(results, stock(job))
 
 
@@ -247,18 +242,6 @@ def test_orders_that_are_searched_for_chunks(stock, ours, tmp_path, job):
     assert_same_bits(results, stock(job))
 
 
-@pytest.mark.parametrize("chunks", [pytest.param(1, marks=on_request("PIPELINE")), 2])
-def test_random_frequencies(stock, ours, tmp_path, chunks):
-    job = Job(2, 6, chunks=chunks)
-    schedule = builders.interleaved(2, 6, 2) if chunks == 2 else builders.envpipe(2, 6, [3, 0])
-    shape = schedule.is_backward.shape
-    frequency = np.random.default_rng(chunks).choice(CLOCKS_MHZ, shape)
-    results = ours(job, by_plan(tmp_path, schedule, frequency))
-    assert_executed(job, results, schedule)
-    assert_locked(results, frequency)
-    assert_same_bits(results, stock(job))
-
-
 @pytest.mark.parametrize("stages", [2, pytest.param(4, marks=on_request("PIPELINE"))])
 def test_whole_loop_online(stock, ours, stages):
     """Warm-up, profile, plan, reconfigure, steady: training goes on through all of them."""
@@ -297,13 +280,8 @@ def _run_online(stock, ours, job: Job, how: Ours) -> list[Result]:
 
 # What megatron-core does around the units ----------------------------------------------------
 
-REDUCERS = [
-    ("overlap_grad_reduce",),
-    ("overlap_grad_reduce", "align_grad_reduce"),
-    ("use_distributed_optimizer", "overlap_grad_reduce", "overlap_param_gather"),
-]
 #: One, beside chunks with all of it in `AROUND`; the others on request.
-REDUCED = {("envpipe[4, 0]", REDUCERS[1])}
+REDUCED = {("envpipe[4, 0]", ALIGNED)}
 
 
 @pytest.mark.parametrize(
@@ -314,7 +292,7 @@ REDUCED = {("envpipe[4, 0]", REDUCERS[1])}
             id=f"{'+'.join(pair[1])}-{pair[0]}",
             marks=() if pair in REDUCED else on_request("PIPELINE"),
         )
-        for pair in itertools.product(("envpipe[4, 0]", "interleaved"), REDUCERS)
+        for pair in itertools.product(("envpipe[4, 0]", "interleaved"), (OVERLAP, ALIGNED, ALL))
     ],
 )
 def test_two_stages_and_two_replicas(stock, ours, tmp_path, reducer, name):
@@ -332,21 +310,16 @@ def test_two_stages_and_two_replicas(stock, ours, tmp_path, reducer, name):
         assert one.losses != other.losses or not one.losses[0]
 
 
-ALIGNED = (
-    "align_grad_reduce",
-    "overlap_grad_reduce",
-    "use_distributed_optimizer",
-    "overlap_param_gather",
-)
+ALL_ALIGNED = (*ALL, "align_grad_reduce")
 #: In Megatron's own order, what is done between units is Megatron's, and when it is done.
 AROUND = {
-    "three chunks, groups of three": Job(2, 5, chunks=3, group=3, reducer=ALIGNED),
+    "three chunks, groups of three": Job(2, 5, chunks=3, group=3, reducer=ALL_ALIGNED),
     "some computed again": Job(4, 6, recompute=True, partial_checkpoints=2),
     "lengths vary": Job(4, 4, lengths=(16, 5, 11, 2)),
 }
 ALSO_AROUND = {
-    "four chunks, groups of three": Job(2, 6, chunks=4, group=3, reducer=ALIGNED),
-    "two chunks": Job(2, 6, chunks=2, reducer=ALIGNED),
+    "four chunks, groups of three": Job(2, 6, chunks=4, group=3, reducer=ALL_ALIGNED),
+    "two chunks": Job(2, 6, chunks=2, reducer=ALL_ALIGNED),
     "some computed again, two chunks": Job(2, 6, chunks=2, recompute=True, partial_checkpoints=3),
     "lengths vary, two chunks": Job(2, 6, chunks=2, lengths=(16, 5, 11, 2)),
     "bert, two chunks": Job(2, 6, chunks=2, bert=True),
@@ -368,17 +341,18 @@ def test_what_is_done_between_units(stock, ours, tmp_path, name):
 
 
 FEATURES = {
-    "per-token loss": Job(2, 6, per_token_loss=True, reducer=("overlap_grad_reduce",)),
+    "per-token loss": Job(2, 6, per_token_loss=True, reducer=OVERLAP),
     "evaluation, tied": Job(4, 3, evaluate_after=1, tied=True),
     "evaluation in the warm-up": Job(2, 6, evaluate_after=0),
+    "evaluation, two chunks": Job(2, 4, chunks=2, evaluate_after=1),
 }
 
 
 @pytest.mark.parametrize("feature", FEATURES)
 def test_features(stock, ours, tmp_path, feature):
     job = FEATURES[feature]
-    extra = {2: (3, 0), 4: (2, 1, 0, 0)}[job.stages] if job.microbatches == 6 else (0, 0, 1, 0)
-    schedule = builders.envpipe(job.stages, job.microbatches, extra)
+    extra = {3: (0, 0, 1, 0), 4: "interleaved", 6: (3, 0)}[job.microbatches]
+    schedule = order_of(job.stages, job.microbatches, extra)
     results = ours(job, by_plan(tmp_path, schedule))
     references = stock(job)
     assert_executed(job, results, schedule)
@@ -389,14 +363,6 @@ def test_features(stock, ours, tmp_path, feature):
         plain = stock(replace(job, evaluate_after=None))
         for result, reference in zip(results, plain, strict=True):
             assert result.weights == reference.weights
-
-
-def test_interleaved_evaluation(stock, ours, tmp_path):
-    job = Job(2, 4, chunks=2, evaluate_after=1)
-    schedule = builders.interleaved(2, 4, 2)
-    results = ours(job, by_plan(tmp_path, schedule))
-    assert_executed(job, results, schedule)
-    assert_same_bits(results, stock(job))
 
 
 def test_a_pipeline_of_one_stage_is_left_to_megatron(stock, ours):

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from jobs import Job, Ours
+from jobs import ALIGNED, ALL, OVERLAP, Job, Ours
 from on_request import on_request
 from test_bit_equality import assert_same_bits, by_plan, ours, stock
 from test_split_backward import by_plan as by_split_plan
@@ -40,14 +40,8 @@ def descending(microbatches: int) -> Schedule:
 JOBS = {
     "1f1b": Job(4, 6, tied=True),
     "dropout": Job(4, 6, dropout=0.1),
-    "two chunks, all overlapped": Job(
-        2,
-        4,
-        chunks=2,
-        dropout=0.1,
-        reducer=("use_distributed_optimizer", "overlap_grad_reduce", "overlap_param_gather"),
-    ),
-    "per-token loss": Job(2, 6, per_token_loss=True, reducer=("overlap_grad_reduce",)),
+    "two chunks, all overlapped": Job(2, 4, chunks=2, dropout=0.1, reducer=ALL),
+    "per-token loss": Job(2, 6, per_token_loss=True, reducer=OVERLAP),
 }
 
 
@@ -89,14 +83,13 @@ def test_a_job_that_does_not_repeat_itself_is_held_to_its_own_noise(ours, tmp_pa
     assert "no more than those of two runs of Megatron's do" in line
 
 
-OVERLAP = ("overlap_grad_reduce",)
 #: Jobs whose backwards are split, and how EnvPipe runs them.
 SPLIT_JOBS = {
     "tied": Job(4, 8, tied=True),
     "two replicas, overlapped": Job(2, 6, reducer=OVERLAP),
     "two chunks": Job(2, 6, chunks=2, deallocate=False),
     "two chunks, two replicas, tied": Job(
-        2, 4, chunks=2, deallocate=False, tied=True, reducer=(*OVERLAP, "align_grad_reduce")
+        2, 4, chunks=2, deallocate=False, tied=True, reducer=ALIGNED
     ),
     "recomputed, with dropout": Job(2, 6, recompute=True, dropout=0.1),
     "experts": Job(2, 6, reducer=(), options=EXPERTS),

@@ -24,6 +24,7 @@ from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
+import cpu_run
 import numpy as np
 import torch
 import torch.distributed as dist
@@ -45,12 +46,9 @@ from megatron.core.tensor_parallel import layers, random
 from megatron.core.transformer import (
     MLATransformerConfig,
     TransformerConfig,
-    multi_latent_attention,
 )
-from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.moe import moe_utils
-from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.utils import get_model_config
 from plain_stages import FastTime
 from waiting_plans import plans_are_waited_for
@@ -463,9 +461,9 @@ def _build(job: Job) -> tuple[list[torch.nn.Module], Callable[[], None], Callabl
     if job.fused:
         _stand_in_for_apex()
     if job.latent:
-        _attention_of_wider_keys()
+        _install(cpu_run.attend_as_transformer_engine)
     if job.tensor > 1:
-        _norms_of_sequence_parallelism()
+        _install(cpu_run.let_torch_norm_be_sequence_parallel)
     config = (MLATransformerConfig if job.latent else TransformerConfig)(
         num_layers=job.layers or max(2, job.stages * job.chunks),
         hidden_size=HIDDEN,
@@ -533,6 +531,12 @@ def _build(job: Job) -> tuple[list[torch.nn.Module], Callable[[], None], Callabl
     return _with_reducer(job, config, chunks)
 
 
+@functools.cache
+def _install(shim: Callable[[], None]) -> None:
+    """Install a shim of Megatron's modules, once in this process."""
+    shim()
+
+
 def _stand_in_for_apex() -> None:
     """Its kernels add a product to `main_grad`."""
 
@@ -557,44 +561,12 @@ def _stand_in_for_transformer_engine() -> None:
     random.activation_recompute_forward = random.fp8_autocast = nothing
 
 
-def _attention_of_wider_keys() -> None:
-    """Let Megatron's own attention have keys that are wider than values, as latent ones are."""
-    make = DotProductAttention.__init__
-
-    def make_anyhow(
-        self: Any,
-        config: Any,
-        *args: Any,
-        k_channels: Any = None,
-        v_channels: Any = None,
-        **how: Any,
-    ) -> None:
-        with patch.object(config, "kv_channels", v_channels or config.kv_channels):
-            make(self, config, *args, **how)
-
-    if DotProductAttention.__init__.__name__ != "make_anyhow":
-        DotProductAttention.__init__ = make_anyhow  # type: ignore[method-assign]
-    multi_latent_attention.HAVE_TE = False  # 0.16 finds its names, which are None
-
-
 def _defer_head_only(model: torch.nn.Module) -> None:
     """Megatron's own linear layers want its buffers, too; Transformer Engine's know none."""
     for module in model.modules():
         if isinstance(module, layers.ColumnParallelLinear) and module.grad_output_buffer is None:
             module.config = copy.copy(module.config)
             module.config.defer_embedding_wgrad_compute = False
-
-
-def _norms_of_sequence_parallelism() -> None:
-    """Of which torch's own knows nothing."""
-
-    def made(cls: Any, config: Any, hidden_size: int, eps: float = 1e-5, **_: Any) -> Any:
-        norm = torch.nn.LayerNorm(hidden_size, eps=eps)
-        for parameter in norm.parameters():
-            parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
-        return norm
-
-    WrappedTorchNorm.__new__ = made  # type: ignore[method-assign,assignment]
 
 
 def _with_reducer(

@@ -244,8 +244,8 @@ def test_a_broken_plan_is_found_when_it_is_asked_for(stored_path, plans, line):
     [
         ("1f1b", {"min_dwell_s": 0.3}),
         ("auto", {"change_time_s": 0.01}),
-        pytest.param("1f1b", {"change_time_s": 0.01}, marks=on_request("CORE")),
-        pytest.param("auto", {"min_dwell_s": 0.3}, marks=on_request("CORE")),
+        ("1f1b", {"change_time_s": 0.01}),
+        ("auto", {"min_dwell_s": 0.3}),
     ],
 )
 def test_deadlines_without_a_plan_are_left_out_of_a_frontier(schedule, wish):

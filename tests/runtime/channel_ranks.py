@@ -107,26 +107,6 @@ def transposed(rank: int) -> Any:
     return result
 
 
-def both_ways(rank: int, count: int) -> Any:
-    """The stage in the middle is sent to from both sides, and takes in another order than sent."""
-    channel = plain_stages.channel(10)
-    middle = rank == 1
-    wanted = [*units(Kind.FORWARD, count), *units(Kind.BACKWARD, count)] if middle else []
-    channel.expect(wanted, plain_stages.SPECS)
-    taken = []
-    if middle:
-        for number in range(count):
-            taken.append(("B", received(channel, number, Kind.BACKWARD)))
-        for number in range(count):
-            taken.append(("F", received(channel, number, Kind.FORWARD)))
-    else:
-        kind = Kind.FORWARD if rank == 0 else Kind.BACKWARD
-        for number in range(count):
-            channel.send(unit(kind, number), [message(number + 100 * rank)])
-    channel.end_step()
-    return taken
-
-
 def several_tensors(rank: int) -> Any:
     """Messages of several shapes and types, others forward than backward."""
     channel = plain_stages.channel(10)
@@ -151,44 +131,6 @@ def several_tensors(rank: int) -> Any:
         else:
             continue
         result.append([(t.dtype, t.tolist(), t.requires_grad) for t in got])
-    channel.end_step()
-    return result
-
-
-def varying(rank: int, count: int) -> Any:
-    """Messages of which each has a shape, a type and a number of tensors of its own, both ways.
-
-    What the specs say is an example, and another shape.
-    """
-    channel = plain_stages.channel(10)
-    types = (torch.float32, torch.bool, torch.int64)
-
-    def sent(number: int) -> list[torch.Tensor]:
-        return [
-            torch.full((number + 1,) * part, number, dtype=types[part])
-            for part in range(1 + number % 3)
-        ]
-
-    comes = [*WHOLE][1 - rank : 2 - rank]  # nothing on the last stage
-    expected = [own for kind in comes for own in units(kind, count)]
-    channel.expect(expected, plain_stages.SPECS, vary=True)
-    result: list[Any] = []
-    if rank == 0:
-        for number in range(count):
-            channel.send(unit(Kind.FORWARD, number), sent(number))
-    for number in range(count):
-        if rank == 0:
-            got = channel.receive(unit(Kind.BACKWARD, number))
-        elif rank == 1:
-            got = channel.receive(unit(Kind.FORWARD, number))
-            channel.send(unit(Kind.BACKWARD, number), sent(number + 1))
-        else:
-            break
-        wanted = sent(number + 1 if rank == 0 else number)
-        result.append(
-            [t.dtype for t in got] == [t.dtype for t in wanted]
-            and all(torch.equal(t, w) for t, w in zip(got, wanted, strict=True))
-        )
     channel.end_step()
     return result
 

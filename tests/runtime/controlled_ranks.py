@@ -140,26 +140,6 @@ def be_without_a_folder(rank: int, root: Path, victim: int) -> tuple[str, bool]:
     return session.state.phase.value, session.clock_summary()["changes"] > 0
 
 
-def fail_in_the_executor(rank: int, root: Path, victim: int) -> tuple[str, bool]:
-    """Make a session where one rank's executor cannot be made; whether its GPU stays held."""
-    use_guards_of(root, "no executor")
-
-    def fail(*arguments: Any) -> Any:
-        raise RuntimeError("the executor of a test")
-
-    emulated_executor = plain_stages.EmulatedExecutor
-    if rank == victim:
-        plain_stages.EmulatedExecutor = fail  # type: ignore[misc,assignment]
-    try:
-        session, _ = _guarded_session(rank, _config(root), root)
-        session.close()
-    except RuntimeError as error:
-        return str(error), any(f"{root}#{rank}" == r.address.uid for r in list_leases())
-    finally:
-        plain_stages.EmulatedExecutor = emulated_executor  # type: ignore[misc]
-    return "nothing failed", False
-
-
 def train_on_a_node_alone(rank: int, root: Path) -> dict[str, Any]:
     """Train as the only rank of a node; its guard, its energy and its lock behind the session."""
     use_guards_of(root, "by hand")

@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from functools import partial
-from itertools import count
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -31,8 +30,6 @@ from envpipe_megatron.runtime.job.session import Session, SessionConfig
 from envpipe_megatron.tuning.probes.sweep import ProfilerSettings
 
 MICROBATCHES = 3
-#: Some refreshes of a counter.
-QUICK = ProfilerSettings(1, 1, min_window_s=0.3)
 
 
 def _work(rank: int, fail_in: str = "") -> Any:
@@ -43,37 +40,10 @@ def _work(rank: int, fail_in: str = "") -> Any:
     return lambda schedule: plain_stages.PlainWork(schedule, rank, before_unit)
 
 
-def _until_steady(rank: int, session: Session, most: int, before: Any = lambda number: None) -> Any:
-    """Train until steady, or for so many steps; the phase, the notes, and if there is no plan.
-
-    `before` is called with the number of each iteration that is about to run.
-    """
+def _until_steady(rank: int, session: Session) -> None:
     with closing(session), plans_are_waited_for():
-        for number in range(most):
-            before(number)
+        while session.state.phase != "steady":
             session.run_iteration(MICROBATCHES, plain_stages.SPECS, _work(rank))
-            if session.state.phase == "steady":
-                break
-        return session.state.phase.value, session.state.notes, session.state.plan is None
-
-
-def train_with_a_failing_meter(rank: int, root: Path, victim: int, fails_at: int) -> Any:
-    """The victim's counter fails at a reading."""
-    config = SessionConfig(
-        PlanRequest(MICROBATCHES, "envpipe", "envelope", "balanced"),
-        profiler=QUICK,
-        output_dir=root / "made" / "by the session",
-    )
-    session, gpu = plain_stages.session(rank, config, root)
-    read_energy, readings = gpu.read_energy, count(1)
-
-    def failing() -> Any:
-        if rank == victim and next(readings) > fails_at:
-            raise OSError("the counter of a test")
-        return read_energy()
-
-    gpu.read_energy = failing  # type: ignore[method-assign]
-    return _until_steady(rank, session, 400)
 
 
 #: Of one unit at the highest clock, s: changes of clock take little of it.
@@ -88,21 +58,7 @@ def train_with_reconfiguring(rank: int, root: Path) -> None:
         output_dir=root,
     )
     session, _ = plain_stages.session(rank, config, root, time_at_max_s=LONG_UNITS_S)
-    _until_steady(rank, session, 10**6)
-
-
-def train_without_control(rank: int, root: Path, victim: int, stops_in: int) -> Any:
-    """The victim's clock control ends in an iteration."""
-    config = SessionConfig(
-        PlanRequest(MICROBATCHES, "envpipe", "envelope"), profiler=QUICK, output_dir=root
-    )
-    session, _ = plain_stages.session(rank, config, root)
-
-    def before(number: int) -> None:
-        if rank == victim and number == stops_in:
-            session.clock.stop(GpuError("the driver of a test"))
-
-    return _until_steady(rank, session, 400, before)
+    _until_steady(rank, session)
 
 
 def lose_control(rank: int, root: Path, victim: int, schedule: str) -> Any:
@@ -160,12 +116,13 @@ def slow_down(channel: P2PChannel, gpu: EmulatedGpu) -> None:
     channel.receive = slowly  # type: ignore[method-assign]
 
 
-def measure_a_job(rank: int, root: Path, tail_s: tuple[float, ...], *, slow: bool) -> Any:
+def measure_a_job(rank: int, root: Path, tail_s: tuple[float, ...]) -> Any:
     """Profile a job whose stages work on after their last unit; what its profile came to.
+
+    Messages back take emulated time, too.
 
     Args:
         tail_s: for each stage, how long; the next iteration waits for the slowest of them.
-        slow: whether messages take emulated time.
     """
     config = SessionConfig(
         PlanRequest(MICROBATCHES, "envpipe", "envelope"),
@@ -176,8 +133,7 @@ def measure_a_job(rank: int, root: Path, tail_s: tuple[float, ...], *, slow: boo
     times = {Kind.FORWARD: 0.1, Kind.BACKWARD: 0.2}
     session, gpu = plain_stages.session(rank, config, root, time_at_max_s=times)
     gpu.supported_frequencies_mhz = gpu.supported_frequencies_mhz[::10]  # a short sweep
-    if slow:
-        slow_down(session._channel, gpu)
+    slow_down(session._channel, gpu)
     try:
         while session.state.phase != "steady":
             session.run_iteration(MICROBATCHES, plain_stages.SPECS, _work(rank))
@@ -356,5 +312,5 @@ def profile(rank: int, root: Path, preset: str, times_s: tuple[float, float]) ->
     session, gpu = plain_stages.session(
         rank, config, root, preset=preset, time_at_max_s=dict(zip(WHOLE, times_s, strict=True))
     )
-    _until_steady(rank, session, 10**6)
+    _until_steady(rank, session)
     return session.state.profile, gpu.preset

@@ -12,7 +12,6 @@ from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import plain_stages
 import torch.distributed as dist
@@ -262,9 +261,7 @@ def start_job(
     steps: int,
     first: int = 0,
     killed: tuple[int, int, str] | None = None,
-    fingerprint: dict[str, Any] | None = None,
     reconfigure: str = "balanced",
-    slow: tuple[int, float] = (0, 1.0),
 ) -> Any:
     """Start a job, or start it again.
 
@@ -272,7 +269,6 @@ def start_job(
         steps: to train; one that is killed trains until then.
         first: the framework's number of the first.
         killed: rank, step of this start, and unit before which it kills itself.
-        slow: rank, and how many times as long its units take as in other starts.
 
     Returns:
         phase of each step, what was said, and the session's profile, plan, baseline and summary.
@@ -282,10 +278,9 @@ def start_job(
         rank,
         replace(
             config(root / "output", warmup=4, reconfigure=reconfigure),
-            fingerprint=FINGERPRINT if fingerprint is None else fingerprint,
+            fingerprint=FINGERPRINT,
         ),
         root,
-        slow[1] if rank == slow[0] else 1.0,
         seen_as=with_few_clocks,
         say=said.append,
     )
@@ -312,12 +307,6 @@ def start_job(
         "summary": session.summary(),
         "logged_j": sum(t.energy_j for t in session.energy_log.totals.values()),
     }
-
-
-def start_other_batch(rank: int, root: Path, steps: int, microbatches: int) -> Any:
-    """Start the job of `start_job` again, with so many microbatches."""
-    with patch(f"{__name__}.MICROBATCHES", microbatches):
-        return start_job(rank, root, steps)
 
 
 FULL = 4

@@ -142,7 +142,7 @@ def _stop(process: subprocess.Popen[bytes]) -> bool:
 
 
 def _tail(errors: int) -> str:
-    """The end of what a command wrote to standard error, for a message."""
+    """Return the end of what a command wrote to standard error, for a message."""
     size = os.fstat(errors).st_size
     text = os.pread(errors, _TAIL_BYTES, max(0, size - _TAIL_BYTES)).decode(errors="replace")
     # One line, and no control characters: this ends up in logs and on terminals.

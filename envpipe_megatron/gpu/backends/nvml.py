@@ -178,14 +178,14 @@ class NvmlGpu(VendorGpu):
         return call_gpu(self.address.uid, action, function, *arguments)
 
     def _if_known(self, action: str, function: Callable[..., Any], *arguments: object) -> Any:
-        """As `_call`; None where GPU or driver do not have it."""
+        """Call as `_call` does; return None where GPU or driver do not have it."""
         try:
             return self._call(action, function, *arguments)
         except GpuNotSupportedError:
             return None
 
     def _read_supported(self) -> tuple[int, ...]:
-        """The SM clocks under the memory clock with which CUDA runs."""
+        """Return the SM clocks under the memory clock with which CUDA runs."""
         override = override_for(self.name)
         memory_mhz = self._call("read the memory clocks", pynvml.nvmlDeviceGetSupportedMemoryClocks)
         chosen_mhz = max(memory_mhz, default=0)
@@ -338,7 +338,7 @@ class NvmlGpu(VendorGpu):
 
 
 def _identify_all() -> Iterator[Device | GpuError]:
-    """What NVML says of each GPU that it counts."""
+    """Yield each GPU that NVML counts, or why it cannot be identified."""
     for index in range(call_library("count the GPUs", pynvml.nvmlDeviceGetCount)):
         try:
             yield call_library(f"identify GPU {index}", _identify_index, index)
@@ -364,7 +364,7 @@ def _identify(handle: object) -> Device:
 
 
 def has_sys_admin() -> bool:
-    """True if this process has the capability that the driver asks of who locks clocks."""
+    """Return whether this process has the capability without which the driver locks no clock."""
     try:
         status = Path("/proc/self/status").read_text()
     except OSError:

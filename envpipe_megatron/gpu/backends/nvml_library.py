@@ -118,7 +118,7 @@ class _Library:
         self.start_anew()
 
     def start_anew(self) -> None:
-        """As in a new process. In a forked one, a thread of the parent may hold the old lock."""
+        """Begin as a new process. In a forked one, a thread of the parent may hold the old lock."""
         self._lock = threading.Lock()
         self._handles: dict[str, Any] | None = None
 

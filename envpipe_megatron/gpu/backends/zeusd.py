@@ -228,7 +228,7 @@ class Zeusd:
 
 
 def _reason(body: bytes) -> str:
-    """The reason in an error's body: {"errors": {gpu: text}}, {"error": text}, or text."""
+    """Return the reason in an error's body: {"errors": {gpu: text}}, {"error": text}, or text."""
     text = body[:2000].decode(errors="replace").strip()
     with contextlib.suppress(ValueError):
         answer = json.loads(body)
@@ -294,7 +294,7 @@ class ZeusdGpu(ReadThroughGpu):
         return f"zeusd at {zeusd.address} offers {CONTROL_GROUP} to this user"
 
     def control_ends_s(self) -> float:
-        """Behind the token's end nothing could be reset, so control ends before."""
+        """Return an instant before the token's end, behind which nothing could be reset."""
         if not self._zeusd.discover().auth_required:
             return math.inf
         return self._zeusd.token_ends_s() - BEFORE_TOKEN_ENDS_S

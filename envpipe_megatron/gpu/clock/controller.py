@@ -23,6 +23,8 @@ logger = logging.getLogger(__name__)
 SWITCH_INTERVAL_S = 1e-4
 #: How long to wait for a call of the driver, which may hang.
 _JOIN_S = 2.0
+#: No call that sets a clock takes so long, s, unless the driver hangs.
+_HANGS_S = 120.0
 _KEPT_LATENCIES = 4096
 #: The thread looks at the page this often, s: the rarer, the longer nothing came, for this share of
 #: that. A change of a clock takes longer, and a look takes a core some 10 us.
@@ -72,9 +74,13 @@ class PageController:
         return self._next != first
 
     def has_ended(self) -> bool:
-        """True if no clock is to be set any more; the rank learns of a thread that has died."""
-        if not self._thread.is_alive() and not self._page.is_over:
-            self._page.fail("The thread that sets clocks has ended")
+        """Return whether no clock is to be set any more; tell the rank of a thread that cannot."""
+        if not self._page.is_over:
+            called_s, returned_s = self._page.last_call_s
+            if not self._thread.is_alive():
+                self._page.fail("The thread that sets clocks has ended")
+            elif called_s > returned_s and time.monotonic() > called_s + _HANGS_S:
+                self._page.fail(f"The driver of {self._gpu.name} hangs in a call that sets a clock")
         return self._page.is_over
 
     def close(self) -> bool:
@@ -178,7 +184,7 @@ class PageController:
 
 
 def spread(values_s: Iterable[float]) -> dict[str, float | int]:
-    """Median, 99th percentile, maximum and count; only the count if there is nothing."""
+    """Return median, 99th percentile, maximum and count; only the count of nothing."""
     ordered = sorted(values_s)
     if not ordered:
         return {"count": 0}

@@ -84,7 +84,7 @@ class ClockPage:
 
     @staticmethod
     def create(min_dwell_s: float = 0.0, *, shared: bool = True) -> ClockPage:
-        """One that a child gets by its descriptor, without a name; its file is to be closed.
+        """Make one without a name, which a child gets by its descriptor; `close_file` is to follow.
 
         Args:
             min_dwell_s: least time between two changes, on the GPU's time base; a request that
@@ -108,7 +108,7 @@ class ClockPage:
         return page
 
     def close_file(self) -> None:
-        """Whoever needs the memory has it; it stays, with a descriptor of mmap's own."""
+        """Close the descriptor, once the child has it; the memory stays, by one of mmap's own."""
         if self.descriptor != _NO_FILE:
             os.close(self.descriptor)
 
@@ -132,7 +132,7 @@ class ClockPage:
         return number
 
     def end(self) -> None:
-        """No clock is wanted any more."""
+        """Say that no clock is wanted any more."""
         self._words.rank.over = 1
 
     def count(self, where: int, number: int) -> None:
@@ -142,11 +142,11 @@ class ClockPage:
     # --- the guard ------------------------------------------------------------------------------
 
     def before_last_due(self) -> int:
-        """Number before the one that a stream counted last."""
+        """Return the number before the one that a stream counted last."""
         return max(int(self._words.due.number) - 1, 0)
 
     def request(self, number: int) -> tuple[int, float] | None:
-        """The clock in MHz and the delay in s of a request; None if it is not there yet."""
+        """Return the clock in MHz and the delay in s of a request; None if it is not there yet."""
         word = self._requests[number % CAPACITY]
         if word >> _ROUND != _round(number):
             return None
@@ -161,24 +161,24 @@ class ClockPage:
         self._of_guard.summary = _cut(text)
 
     def answer(self, number: int) -> None:
-        """All up to a number is served."""
+        """Say that all up to a number is served."""
         self._of_guard.answered = number
 
     def fail(self, why: str) -> None:
-        """No clock is set any more."""
+        """Say why no clock is set any more."""
         self._of_guard.failure = _cut(why)
         self._of_guard.failed = 1
 
     def begin_change(self, time_s: float) -> None:
-        """A call that sets the clock begins at this instant of the monotonic clock."""
+        """Note when a call that sets the clock begins, on the monotonic clock."""
         self._of_guard.called_s = time_s
 
     def end_change(self, frequency_mhz: int, time_s: float) -> None:
-        """It has returned."""
+        """Note when it returned, and which clock it set."""
         self._of_guard.set_mhz, self._of_guard.returned_s = frequency_mhz, time_s
 
     def forget_clock(self) -> None:
-        """The clock is, or is about to be, reset."""
+        """Note that the clock is, or is about to be, reset."""
         self._of_guard.set_mhz = 0
 
     # --- either ---------------------------------------------------------------------------------
@@ -200,12 +200,12 @@ class ClockPage:
 
     @property
     def last_call_s(self) -> tuple[float, float]:
-        """When the last call that set it began and returned, on the monotonic clock."""
+        """Begin and end of the last call that set it, on the monotonic clock."""
         return float(self._of_guard.called_s), float(self._of_guard.returned_s)
 
     @property
     def last_change_s(self) -> float:
-        """When it returned; in the future while a call is under way."""
+        """End of that call; inf while it is under way."""
         called_s, returned_s = self.last_call_s
         return math.inf if called_s > returned_s else returned_s
 
@@ -216,17 +216,17 @@ class ClockPage:
 
     @property
     def failure(self) -> str | None:
-        """Why the guard sets no clock any more; None while it does."""
+        """The reason for which the guard sets no clock any more; None while it does."""
         if not self._of_guard.failed:
             return None
         return bytes(self._of_guard.failure).decode(errors="replace")
 
     def is_answered(self, number: int) -> bool:
-        """True if all is served up to a number."""
+        """Return whether all is served up to a number."""
         return _reached(self._of_guard.answered, number)
 
     def counted(self, where: int, number: int) -> bool:
-        """True if a stream has counted to a number."""
+        """Return whether a stream has counted to a number."""
         return _reached(ctypes.c_uint32.from_address(self.address + where).value, number)
 
 
@@ -235,7 +235,7 @@ def _cut(text: str) -> bytes:
 
 
 def following(number: int) -> int:
-    """The number of the next request."""
+    """Return the number of the next request."""
     return number % MASK + 1
 
 

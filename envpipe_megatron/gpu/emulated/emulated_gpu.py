@@ -206,7 +206,7 @@ class EmulatedGpu(VendorGpu):
         return state.energy_at(tick_number(now_s, refresh_s) * refresh_s)
 
     def _instant_s(self, state: EmulatedState) -> float:
-        """The virtual instant of now, beyond the committed end if the wall clock is."""
+        """Return the virtual instant of now, beyond the committed end if the wall clock is."""
         if state.wall_minus_virtual_s is None:
             return state.end_s
         return max(0.0, self._monotonic_s() - state.wall_minus_virtual_s)

@@ -196,6 +196,7 @@ class Hold:
         # The driver may hang, and must not keep this thread as well.
         with suppress(Empty):
             self._back.get(timeout=timeout_s)
+            self._back.put(None)  # another thread may wait, too
         if not self._is_back:
             raise GuardError(
                 "The clock was not confirmed to be back in time",

@@ -287,7 +287,7 @@ def _clear_the_way(path: Path, open_gpu: OpenGpu, patience_s: float) -> None:
 
 
 def _worth_waiting_s(record: LeaseRecord | None, patience_s: float) -> float:
-    """How long to wait for a locked lease, s: long if its end is near."""
+    """Return how long to wait for a locked lease, s: long if its end is near."""
     being_written = record is None
     being_undone = record is not None and (
         record.guard.is_alive() is False

@@ -164,13 +164,6 @@ class LeaseRecord:
     rank: ProcessIdentity | None
     live: bool = False
 
-    def rank_is_alive(self) -> bool:
-        """Return whether the rank is known to live.
-
-        A rank in a PID namespace that cannot be seen from here counts as ended.
-        """
-        return self.rank is not None and self.rank.is_alive() is True
-
 
 def lease_name(address: GpuAddress) -> str:
     """Return the name of a GPU's lease: the same for all back ends of a real GPU.

@@ -156,7 +156,7 @@ class ProcessIdentity:
 
 
 def _stat_fields(pid: int) -> list[str] | None:
-    """The fields of /proc/PID/stat from the state on; the name before it may hold anything."""
+    """Return what /proc/PID/stat says from the state on; the name before may hold anything."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text(errors="replace")
     except OSError:

@@ -93,9 +93,14 @@ def main() -> NoReturn:
 
 
 def _noted_signals() -> int:
-    """Note the signals that end a job; return a descriptor that can be read when one has come."""
+    """Note the signals that end a job; return a descriptor that can be read when one has come.
+
+    What the rank ignores or blocks comes with the process, and must not keep it from these.
+    """
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, lambda *_: None)
     signal.set_wakeup_fd(writer, warn_on_full_buffer=False)

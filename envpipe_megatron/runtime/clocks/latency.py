@@ -72,7 +72,7 @@ class KernelTimer(Protocol):
 
 
 def usual_clocks_mhz(gpu: Gpu) -> list[int]:
-    """The clocks near all, 3/4 and 1/2 of the highest, which are measured if none are named."""
+    """Return the clocks near all, 3/4 and 1/2 of the highest, measured if none are named."""
     supported = gpu.supported_frequencies_mhz
     top = max(supported)
     return [nearest_frequencies(round(share * top), supported)[-1] for share in _USUAL_SHARES]

@@ -46,7 +46,7 @@ logger = logging.getLogger(__name__)
 #: How often one who waits for the guard looks, and how long at most at the end, s.
 _LOOK_S, _LAST_ANSWER_S = 2e-4, 2.0
 
-#: What streams may still write to, whatever has ended here.
+#: Pages kept alive: a stream may still write to them.
 _pages: list[ClockPage] = []
 
 
@@ -56,7 +56,8 @@ class ClockKind(enum.Enum):
     Attributes:
         REAL: a guard serves it, and gives the clock back whatever ends the rank. No rank changes a
             clock where a GPU cannot be held.
-        DRY_RUN: the same, and nothing is changed: a job takes what it would take with clocks.
+        DRY_RUN: the same, and nothing is changed: a job takes what it would take with clocks. Where
+            the guard is refused, as that of a second rank on a GPU, the rank serves it.
         EMULATED: the rank serves it, at each request: emulated time must not depend on when another
             process gets to it, and there is nothing to guard. Starting a guard takes 0.1 to 0.2 s
             of a core, and tests make hundreds of such ranks.
@@ -140,8 +141,8 @@ class RankClock:
             holds.
         repeats: whether clocks are asked for at each request, even if it is for the same one.
 
-    Raises GpuError if another job holds the GPU, no guard could be had, or the GPU's streams cannot
-    say when a unit has ended.
+    Raises GpuError, but for a dry run, if another job holds the GPU, no guard could be had, or the
+    GPU's streams cannot say when a unit has ended.
     """
 
     def __init__(
@@ -161,6 +162,28 @@ class RankClock:
         self._watch: ClockWatch | None = None
         self._ending: threading.Timer | None = None
         try:
+            self._begin(kind, min_dwell_s)
+        except GpuError as refused:
+            if kind is not ClockKind.DRY_RUN:
+                raise
+            logger.info("A dry run goes on without a guard: %s", refused)
+            self._begin(ClockKind.EMULATED, min_dwell_s)
+        try:
+            if (end_s := gpu.control_ends_s()) < math.inf:
+                left_s = min(max(0.0, end_s - time.time()), threading.TIMEOUT_MAX)
+                self._ending = threading.Timer(left_s, self._end)
+                self._ending.daemon = True
+                self._ending.start()
+            if gpu.drives_hardware or gpu.read_only:
+                self._watch = ClockWatch(gpu, self.page, on_sample)
+        except BaseException:
+            self.page.end()  # nobody waits for an answer
+            self.close()
+            raise
+
+    def _begin(self, kind: ClockKind, min_dwell_s: float) -> None:
+        """Make the page, and whoever serves it. Raises GpuError."""
+        try:
             self.page = page = ClockPage.create(min_dwell_s, shared=kind.is_guarded)
         except OSError as error:
             raise GpuError(
@@ -173,26 +196,14 @@ class RankClock:
         try:
             self._count = page.count if self.waits else count_by_stream(page)
             if kind.is_guarded:
-                self._hold = hold_gpu(gpu.address, on_end=self._guard_ended, page=page)
+                self._hold = hold_gpu(self._gpu.address, on_end=self._guard_ended, page=page)
         finally:
             page.close_file()
         if kind is ClockKind.EMULATED:
-            self._hold = here = _Here(gpu, page)
+            self._hold = here = _Here(self._gpu, page)
             self._count, self._look = here.count, here.serve
         if kind is ClockKind.READ_ONLY:
             page.end()
-        try:
-            if (end_s := gpu.control_ends_s()) < math.inf:
-                left_s = min(max(0.0, end_s - time.time()), threading.TIMEOUT_MAX)
-                self._ending = threading.Timer(left_s, self._end)
-                self._ending.daemon = True
-                self._ending.start()
-            if gpu.drives_hardware or gpu.read_only:
-                self._watch = ClockWatch(gpu, page, on_sample)
-        except BaseException:
-            page.end()  # nobody waits for an answer
-            self.close()
-            raise
 
     def request(self, frequency_mhz: int, later: Later | None = None) -> None:
         """Set the clock once the GPU has come to here, or as `later` says; returns at once.
@@ -242,7 +253,7 @@ class RankClock:
 
     @property
     def error(self) -> Exception | None:
-        """Why no clock is set any more, as the rank or the guard knows it."""
+        """The reason for which no clock is set any more, as the rank or the guard knows it."""
         if self._error is None and (failure := self.page.failure) is not None:
             self._error = GpuError(failure)
             logger.error(
@@ -263,8 +274,7 @@ class RankClock:
         While the job runs, changes are as of the call before; a guard whose rank was silent counts
         from 0 again. `followed` is the watch's summary.
         """
-        if not self.page.is_over:
-            self.page.ask(0)
+        self._question()
         said: dict[str, Any] = {}
         with suppress(ValueError):  # the guard has said nothing, or just says it
             said = json.loads(self.page.summary)
@@ -281,12 +291,20 @@ class RankClock:
         }
 
     def _wait_idle(self, limit_s: float) -> None:
-        question = self.page.ask(0)  # none where too many wait, which nobody serves
-        until_s = time.monotonic() + limit_s
+        question, until_s = self._question(), time.monotonic() + limit_s
         while question is not None and self.error is None and not self.page.is_over:
             if self.page.is_answered(question) or time.monotonic() >= until_s:
                 return
             self._look()
+
+    def _question(self) -> int | None:
+        """Ask for an answer; None where there will be none.
+
+        A forked child asks nothing: it would take its parent's next number, in the parent's page.
+        """
+        if self.page.is_over or os.getpid() != self._pid:
+            return None
+        return self.page.ask(0)  # none where too many wait, which nobody serves
 
     def _mark(self, where: int, number: int) -> None:
         try:
@@ -323,7 +341,7 @@ class RankClock:
 def hold_everywhere(
     gpu: Gpu, collectives: Collectives, make: Callable[[Gpu], RankClock], *, required: bool
 ) -> tuple[RankClock, Gpu, str]:
-    """The clock of each rank's GPU, that GPU, and why it is only read; empty if it is not.
+    """Return this rank's clock, its GPU, and why that is only read; empty if it is not.
 
     If one rank is refused, all of them only read theirs, or raise that where it is `required`.
     """

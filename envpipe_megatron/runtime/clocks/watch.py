@@ -229,6 +229,6 @@ class ClockWatch:
 
 
 def _side(requested_mhz: int, observed_mhz: int) -> int:
-    """1 for a clock above the one requested, -1 below it, 0 if it followed."""
+    """Return 1 for a clock above the one requested, -1 below it, 0 if it followed."""
     excess_mhz = observed_mhz - requested_mhz
     return (excess_mhz > _TOLERANCE_MHZ) - (excess_mhz < -_TOLERANCE_MHZ)

@@ -200,6 +200,17 @@ def test_a_thread_that_has_died_is_told(page, gpu, monkeypatch):
     assert page.failure == "The thread that sets clocks has ended"
 
 
+def test_a_driver_that_hangs_in_a_call_ends_control(gpu, page, make, monkeypatch):
+    controller = make()
+    gpu.driver.clear()
+    ask(page, 1000)
+    assert gpu.in_driver.wait(10)
+    assert not controller.has_ended()
+    monkeypatch.setattr(clock_controller, "_HANGS_S", 0.0)
+    look_until(controller.has_ended)
+    assert page.failure == "The driver of fake hangs in a call that sets a clock"
+
+
 # --- the end --------------------------------------------------------------------------------------
 
 

@@ -335,12 +335,18 @@ def test_what_others_left_is_undone(guarded):
     assert guarded.gpu.resets == 1 + 2
 
 
-def test_a_driver_that_hangs_ends_the_guard():
+def test_signals_that_a_rank_ignores_or_blocks_reach_its_guard():
+    """Those that end a job are noted; that of a driver that hangs ends the guard."""
     code = (
-        "import time\n"
-        "from envpipe_megatron.gpu.guard.process import _time_limit\n"
+        "import os, select, signal, time\n"
+        "signal.signal(signal.SIGALRM, signal.SIG_IGN)\n"
+        "signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGALRM, signal.SIGTERM})\n"
+        "from envpipe_megatron.gpu.guard.process import _noted_signals, _time_limit\n"
+        "signals = _noted_signals()\n"
+        "os.kill(os.getpid(), signal.SIGTERM)\n"
+        "assert select.select([signals], [], [], 20.0)[0]\n"
         "with _time_limit(100.0):\n    pass\n"
-        "with _time_limit(0.01):\n    time.sleep(60)\n"
+        "with _time_limit(0.01):\n    time.sleep(20)\n"
     )
     ended = subprocess.run([sys.executable, "-c", code], timeout=60)
     assert ended.returncode == -signal.SIGALRM

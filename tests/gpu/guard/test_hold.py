@@ -194,6 +194,24 @@ def test_a_release_waits_until_the_guard_has_ended(guard):
     assert guard.gpu.history == []
 
 
+def test_two_threads_that_release_are_both_free_when_the_clock_is_back(guard):
+    """As where the right to a clock ends just as the job does."""
+    hold, heard = guard.hold(), []
+
+    def release():
+        hold.release()
+        heard.append(1)
+
+    threads = [threading.Thread(target=release, daemon=True) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+        assert receive(guard.end) == {"op": "beat"}  # it waits, or is about to
+    guard.end.close()
+    for thread in threads:
+        thread.join(DEADLINE_S)
+    assert heard == [1, 1]
+
+
 class Clock:
     """Time that passes while a rank waits for its guard, who hears `hears` beats of it."""
 

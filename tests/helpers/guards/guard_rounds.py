@@ -370,9 +370,7 @@ def sigterm_to_everything(round_: Round) -> None:
     ranks = round_.start(polite=round_.random.random() < 0.5)
     kills = [partial(rank.kill_guard, signal.SIGTERM) for rank in ranks]
     kills += [partial(rank.kill, signal.SIGTERM) for rank in ranks]
-    for kill in round_.random.sample(kills, len(kills)):
-        kill()
-        round_.pause(0.001)
+    kill_in_any_order(round_, *kills)
     round_.await_back(*ranks)
 
 

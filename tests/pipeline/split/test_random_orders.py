@@ -7,7 +7,7 @@ import random
 from collections.abc import Sequence
 
 import pytest
-from jobs import Job
+from jobs import ALL, OVERLAP, Job
 from memory_folder import memory_folder
 from on_request import asked_for, on_request
 from rehearsed import differences, random_order
@@ -18,8 +18,6 @@ from envpipe_megatron.core.schedule import Schedule
 
 pytestmark = pytest.mark.xdist_group("pipeline")
 
-PLAIN, OVERLAP = (), ("overlap_grad_reduce",)
-ALL = ("use_distributed_optimizer", "overlap_grad_reduce", "overlap_param_gather")
 JOBS = {
     "tied": Job(4, 6, tied=True, reducer=OVERLAP, dropout=0.1),
     "two chunks": Job(2, 4, chunks=2, reducer=ALL, fused=True, deallocate=False),

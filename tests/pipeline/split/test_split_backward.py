@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from jobs import Job, Ours
+from jobs import ALIGNED, ALL, OVERLAP, Job, Ours
 from on_request import on_request
 from test_bit_equality import (
     CLOCKS_MHZ,
@@ -122,20 +122,7 @@ def test_orders(stock, ours, tmp_path, name, tied):
         assert len(result.put_off) == steady * (schedule.num_microbatches - whole)
 
 
-ALIGNED = ("overlap_grad_reduce", "align_grad_reduce")
-DDP = [
-    (),
-    ("use_distributed_optimizer",),
-    ("overlap_grad_reduce",),
-    ("overlap_grad_reduce", "align_grad_reduce"),
-    ("use_distributed_optimizer", "overlap_grad_reduce", "overlap_param_gather"),
-    (
-        "use_distributed_optimizer",
-        "overlap_grad_reduce",
-        "overlap_param_gather",
-        "align_grad_reduce",
-    ),
-]
+DDP = [(), ("use_distributed_optimizer",), OVERLAP, ALIGNED, ALL, (*ALL, "align_grad_reduce")]
 
 
 @pytest.mark.parametrize(
@@ -190,7 +177,7 @@ FEATURES = {
     "dropout": Job(4, 8, dropout=0.1),
     "full recomputation": Job(4, 8, recompute=True),
     "recomputation and dropout": Job(4, 8, recompute=True, dropout=0.1, layers=8),
-    "per-token loss": Job(2, 8, per_token_loss=True, reducer=("overlap_grad_reduce",)),
+    "per-token loss": Job(2, 8, per_token_loss=True, reducer=OVERLAP),
     "not deallocated": Job(2, 8, deallocate=False),
     "evaluation, tied": Job(4, 8, evaluate_after=1, tied=True),
 }

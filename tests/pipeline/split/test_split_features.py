@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from jobs import Job
+from jobs import ALIGNED, ALL, OVERLAP, Job
 from test_bit_equality import assert_executed, assert_same_bits, ours, stock
 from test_split_backward import by_plan, each_of, searched
 
@@ -12,9 +12,7 @@ from envpipe_megatron.core.orders.zero_bubble import zero_bubble
 pytestmark = pytest.mark.xdist_group("pipeline")
 __all__ = ["ours", "stock"]
 
-PLAIN, OVERLAP = (), ("overlap_grad_reduce",)
-ALIGNED = ("overlap_grad_reduce", "align_grad_reduce")
-ALL = ("use_distributed_optimizer", "overlap_grad_reduce", "overlap_param_gather")
+PLAIN = ()
 SELECTIVE = (("recompute_granularity", "selective"),)
 EXPERTS = (
     ("num_moe_experts", 4),

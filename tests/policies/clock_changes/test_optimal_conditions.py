@@ -154,18 +154,6 @@ class TestChangeEnergy:
 
 
 class TestLateClocks:
-    @pytest.mark.parametrize("extra", [None, (3, 2, 1, 0)])
-    @pytest.mark.parametrize("change_s", [0.001, *also(0.01), 0.05, *also(0.1)])
-    def test_the_deadline_holds_where_a_plan_that_ignores_them_misses_it(self, change_s, extra):
-        conditions = conditions_of(change_time_s=change_s)
-        plain = optimizer_of(conditions_of(), extra=extra)
-        deadline_s = deadline_of(plain, 1.0)
-        ignoring = replace(plain.plan(deadline_s), conditions=conditions)
-        assert ignoring.cost.iteration_time_s > deadline_s * (1 + 1e-6)
-        plan = optimizer_of(conditions, extra=extra).plan(deadline_s)
-        assert plan.cost.iteration_time_s <= deadline_s * (1 + 1e-9)
-        assert plan.energy_lower_bound_j <= plan.cost.energy_j < plan.baseline.cost.energy_j
-
     def test_most_of_the_saving_is_left_where_there_are_too_many_units(self, monkeypatch):
         # As with 32 stages and 512 microbatches.
         monkeypatch.setattr(run_search, "_MAX_PROGRAM_UNITS", 0)
@@ -195,17 +183,6 @@ class TestLateClocks:
 
 
 class TestDwell:
-    @pytest.mark.parametrize("change_s", [0.0, 0.01])
-    @pytest.mark.parametrize("dwell_s", [0.06, *also(0.1, 0.25, 0.5, 1.0), 50.0])
-    def test_is_kept(self, dwell_s, change_s):
-        optimizer = optimizer_of(conditions_of(change_time_s=change_s))
-        for factor in (1.0, 1.1):
-            deadline_s = deadline_of(optimizer, factor)
-            plan = optimizer.plan(deadline_s, min_dwell_s=dwell_s)
-            assert shortest_dwell_s(plan) >= dwell_s * (1 - 1e-9)
-            assert plan.cost.iteration_time_s <= deadline_s * (1 + 1e-9)
-            assert plan.energy_lower_bound_j <= plan.cost.energy_j
-
     def test_shorter_saves_no_less(self):
         # A plan for a longer dwell time keeps a shorter one too.
         optimizer = optimizer_of(conditions_of(), 16, read_profile(QUICKSTART), (4, 3, 1, 0))
@@ -216,19 +193,6 @@ class TestDwell:
         ]
         assert energies_j == sorted(energies_j)
         assert energies_j[-2] < 0.9 * energies_j[-1]  # of an iteration of 1.9 s
-
-    def test_longer_than_the_iteration_leaves_one_clock_a_stage(self):
-        optimizer = optimizer_of(conditions_of())
-        plan = optimizer.plan(deadline_of(optimizer), min_dwell_s=50.0)
-        assert changes(plan) == 0
-        assert plan.cost.energy_j < plan.baseline.cost.energy_j
-
-    def test_is_kept_by_parking_too(self):
-        conditions = conditions_of(wait_power_w=(wait_curve(),) * 4, change_time_s=0.005)
-        optimizer = optimizer_of(conditions, parking=True)
-        plan = optimizer.plan(deadline_of(optimizer), min_dwell_s=0.1)
-        assert plan.park_mhz.any()
-        assert shortest_dwell_s(plan) >= 0.1 * (1 - 1e-9)
 
     @pytest.mark.parametrize("dwell_s", [-1.0, float("nan")])
     def test_that_is_no_time_is_refused(self, dwell_s):

@@ -3,7 +3,6 @@
 import random
 from dataclasses import replace
 
-import numpy as np
 import pytest
 from core_cases import F, I, W, uniform_profile
 from on_request import examples, on_request
@@ -17,10 +16,9 @@ from envpipe_megatron.core.profile import make_profile
 from envpipe_megatron.core.profile_rows import ProfileError, SplitBackward
 from envpipe_megatron.core.schedule import Placement
 from envpipe_megatron.core.sidecar import Sidecar
-from envpipe_megatron.policies.optimal.linear_program import LinearProgramError
 from envpipe_megatron.policies.orders.families import families
 from envpipe_megatron.policies.planner import make_frontier, make_plan
-from envpipe_megatron.policies.request import PlanRequest, make_problem
+from envpipe_megatron.policies.request import PlanRequest
 
 CURVE = {1410: (0.1, 30.0), 1200: (0.112, 26.0), 1000: (0.13, 24.0), 800: (0.16, 23.5)}
 
@@ -204,20 +202,6 @@ def test_the_baseline_is_the_framework_s_order_of_the_request(group_size, tmp_pa
             assert of.baseline.cost == plan.baseline.cost
 
 
-def test_no_order_with_chunks_is_beyond_its_limits():
-    profile = uniform_profile(4, CURVE)
-    own = builders.interleaved(4, 12, 2)
-    assert own.peak_in_flight == (11, 9, 7, 5)
-    less = PlanRequest(
-        12, "auto", "optimal", num_chunks=2, max_in_flight=4.5, deadline_factor=1.2,
-        split=SplitBackward(),
-    )  # fmt: skip
-    for plan in (make_plan(profile, less).plan, *make_frontier(profile, less, 3)):
-        assert max(plan.schedule.peak_in_flight) <= 9
-    with pytest.raises(LinearProgramError, match=r"is below what the framework.s own"):
-        make_plan(profile, replace(less, max_in_flight=1))
-
-
 def test_orders_that_a_job_runs_lay_chunks_as_megatron_does_and_save_more():
     profile = uniform_profile(4, CURVE)
     job = {"num_chunks": 2, "blocking_power_w": 60.0}
@@ -270,17 +254,3 @@ def test_costly_splits_are_made_on_the_way_out_alone():
     assert order.split
     assert 0 < (~order.combined & (order.kinds == list(Kind).index(I))).sum() <= 4 * 8
     assert answer.plan.cost.energy_j < planned(profile, 48).plan.cost.energy_j
-
-
-def test_orders_in_a_v_are_found_where_they_are_better():
-    profile = uniform_profile(4, CURVE)
-    answer = planned(profile, 8, num_chunks=2, split=SplitBackward())
-    searched = " ".join(answer.notes)
-    assert "zero-bubble-v" in searched
-    request = PlanRequest(8, "auto", "optimal", num_chunks=2, split=SplitBackward())
-    priced = make_problem(profile, request).profile
-    assert (answer.plan.profile.rows, answer.plan.profile.assumed) == (priced.rows, priced.assumed)
-    assert answer.plan.schedule.placement in (Placement.LOOPED, Placement.V)
-    forwards = [u for u in answer.plan.schedule.stages[0] if u.kind is F]
-    assert len(forwards) == 16
-    assert np.all(answer.plan.frequency_mhz > 0)

@@ -26,11 +26,6 @@ def test_output_that_does_not_lie_in_one_piece(three_ranks):
     assert three_ranks.run(channel_ranks.transposed)[1] == [[0, 2, 4], [1, 3, 5]]
 
 
-def test_directions_do_not_wait_for_each_other(three_ranks):
-    taken = three_ranks.run(channel_ranks.both_ways, 8)[1]
-    assert taken == [*(("B", 200 + m) for m in range(8)), *(("F", m) for m in range(8))]
-
-
 def test_messages_of_several_tensors(three_ranks):
     upstream, downstream, _ = three_ranks.run(channel_ranks.several_tensors)
     for number in range(2):
@@ -57,7 +52,3 @@ def test_both_sides_of_a_boundary_exchange_what_they_share(three_ranks):
         for boundary, values in got.items():
             side = int(rank == boundary)
             assert values == [(boundary, side, n, bytes(300 * n)) for n in range(3)]
-
-
-def test_messages_that_vary(three_ranks):
-    assert three_ranks.run(channel_ranks.varying, 7) == [[True] * 7, [True] * 7, []]

@@ -22,7 +22,7 @@ from fake_gpu import FakeGpu, look_until, pages_go  # noqa: F401 - a fixture
 pytest.importorskip("torch")
 import torch
 
-from envpipe_megatron.gpu.base import GpuError
+from envpipe_megatron.gpu.base import DryRunGpu, GpuError
 from envpipe_megatron.gpu.clock import page as clock_page
 from envpipe_megatron.gpu.clock.controller import PageController
 from envpipe_megatron.gpu.clock.page import BEGUN, DUE, ClockPage
@@ -86,6 +86,18 @@ def test_the_guard_sets_what_the_rank_asks_for(job):
     assert summary["lock_call_s"]["count"] == 2
     job.ask(lowest)  # after the end
     assert job.set_mhz is None
+
+
+def test_two_ranks_that_share_a_gpu_may_both_run_dry(node):
+    gpu = DryRunGpu(EmulatedGpu.create("a100-sxm", 0, node / "emulated"))
+    clocks = [RankClock(gpu, ClockKind.of(gpu)) for _ in range(2)]
+    for clock in clocks:
+        for mhz in gpu.supported_frequencies_mhz[:2]:
+            clock.request(mhz)
+            clock.wait_idle()
+        clock.close()
+        assert (clock.error, clock.summary()["changes"]) == (None, 2)
+    assert list_leases() == []
 
 
 def test_a_clock_that_waits_behind_a_unit_is_set_when_the_next_one_begins(job):
@@ -195,11 +207,14 @@ def test_nobody_waits_for_a_page_that_is_over(clock):
 def test_a_child_leaves_its_parents_clock_alone(clock):
     child = os.fork()
     if child == 0:
+        clock.summary()
+        clock.wait_idle()
         clock.stop(GpuError("in the child"))
         clock.close()
         os._exit(0)
     os.waitpid(child, 0)
     assert not clock.page.is_over
+    assert clock.page.request(1) is None  # the parent's next number is free
 
 
 def test_what_is_half_said_is_no_summary(clock):
@@ -238,7 +253,7 @@ def test_without_memory_to_share_no_clock_is_changed(monkeypatch, call):
     with pytest.raises(GpuError, match=r"no memory to share with a guard: .*No space left"):
         RankClock(FakeGpu(), ClockKind.REAL)
     assert len([*Path("/proc/self/fd").iterdir()]) == files
-    for kind in (ClockKind.EMULATED, ClockKind.READ_ONLY):
+    for kind in (ClockKind.DRY_RUN, ClockKind.EMULATED, ClockKind.READ_ONLY):
         RankClock(FakeGpu(), kind).close()
 
 

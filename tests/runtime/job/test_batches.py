@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 import step_ranks
-from on_request import on_request
 from presets import preset_profile
 
 from envpipe_megatron.core.conditions import known_conditions
@@ -124,24 +123,6 @@ def test_steps_are_compared_with_the_baseline_of_their_size(three_ranks, tmp_pat
     folder = read_run_folder(tmp_path / "output")
     assert folder.plan is not None
     assert folder.plan.schedule.num_microbatches == 4
-
-
-@on_request("PIPELINE")
-def test_the_closed_loop_goes_on_where_it_was_left(three_ranks, tmp_path):
-    options = {"policy": "envelope", "reconfigure": "balanced"}
-    counts = [4] * (WARMUP + PROFILE) + [2] * (WARMUP + 1)
-    counts += [4, 2] * 15
-    ranks = three_ranks.run(step_ranks.train_kept, tmp_path, counts, options)
-    for told in ranks:
-        for count in (2, 4):
-            own = phases(told, counts, count)
-            assert own[-1] == "steady"
-            assert own == sorted(own, key=["warm-up", "profile", "reconfigure", "steady"].index)
-    profile = read_profile(tmp_path / "output" / "profile.csv")
-    for count in (2, 4):
-        plan = read_plan(tmp_path / "output" / FILES[count], profile)
-        assert plan.policy == "envelope-balanced"
-        assert plan.cost.slowdown_percent(plan.baseline.cost) < 3
 
 
 def test_a_plan_of_the_users_is_for_the_full_batch(three_ranks, tmp_path):

@@ -95,12 +95,6 @@ def test_split_orders_hold_what_was_measured_in_parts(three_ranks, tmp_path, las
     assert any("I" in unit for order in plan["schedule"] for unit in order) is splits
 
 
-@on_request("PIPELINE")
-def test_memory_limits_a_job_that_says_nothing_of_it(three_ranks, tmp_path):
-    told = train(three_ranks, tmp_path, capacities(4, 2, 1), ENVELOPE)
-    assert told[0].peak_in_flight == (4, 2, 1)
-
-
 def test_a_baseline_job_knows_its_memory_too(three_ranks, tmp_path):
     for rank, one in enumerate(train(three_ranks, tmp_path, PLENTY, {})):
         stage = one.memory[rank]

@@ -509,3 +509,21 @@ def test_clocks_of_another_kind_of_gpu_are_swept_as_it_needs():
     few.gpu.supported_frequencies_mhz = (1410,)
     with pytest.raises(GoesOnError, match=r"a single clock \(MHz\) \(got 1410\)"):
         phases._swept_clocks(few)
+
+
+@pytest.mark.parametrize("changes_clock", [False, True])
+def test_one_clock_is_looked_for_where_clocks_change(monkeypatch, changes_clock):
+    """In a dry run `OneClock` keeps the highest."""
+    made: list[Any] = []
+
+    def no_iteration(*arguments: Any) -> Any:
+        made.append(arguments[-1])
+        yield from ()
+
+    for name in ("_compared", "run_commands"):
+        monkeypatch.setattr(phases, name, no_iteration)
+    config = SessionConfig(PlanRequest(MICROBATCHES), one_clock_slowdown_percent=5.0)
+    rank: Any = Rank(config, changes_clock=changes_clock)
+    finish(phases._one_clock(rank, builders.one_f_one_b(STAGES, MICROBATCHES)))
+    tuner = made[-1]()
+    assert (tuner.clocks_mhz[0], tuner.follows) == (1410, changes_clock)

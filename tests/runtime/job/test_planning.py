@@ -24,7 +24,7 @@ from envpipe_megatron.core.kinds import SPLIT, WHOLE, Kind, all_units, unit
 from envpipe_megatron.core.orders import builders
 from envpipe_megatron.core.orders.zero_bubble import split_in_place
 from envpipe_megatron.core.plan import Plan, read_plan
-from envpipe_megatron.core.profile import make_profile, read_profile
+from envpipe_megatron.core.profile import make_profile
 from envpipe_megatron.core.profile_rows import SplitBackward
 from envpipe_megatron.core.schedule import Placement, Schedule
 from envpipe_megatron.core.sidecar import Sidecar
@@ -45,37 +45,6 @@ from envpipe_megatron.runtime.job.restarts.job_file import StoredJob
 from envpipe_megatron.runtime.memory.peak import MemoryFullError
 from envpipe_megatron.runtime.memory.stage import with_memory
 from envpipe_megatron.tuning import planner
-
-PUBLISHED = Path(__file__).parents[4] / "shared/data/perseus_sosp24/emulation/stage_profile"
-
-
-@on_request("CORE")
-def test_late_clocks_make_no_online_plan_slow():
-    """GPT-3 175B in 1F1B: a plan that knows nothing of changes of clock is 1.35 % too slow."""
-    path = PUBLISHED / "gpt3-175b_a100_sxm.csv"
-    if not path.exists():
-        pytest.skip(f"the published profiles are not in {PUBLISHED}")
-    profile = read_profile(path)
-    measured = Sidecar(wait_power_w=({1410: 83.64},) * 8, frequency_change_s=0.05)
-    profile = replace(profile, sidecar=measured)
-    request = PlanRequest(8, "1f1b", "optimal", blocking_power_w=83.64)
-    blind = replace(make_plan(profile, request).plan, conditions=known_conditions(profile))
-    assert blind.cost.slowdown_percent(blind.baseline.cost) > 1
-    job = SimpleNamespace(
-        config=SimpleNamespace(
-            request=PlanRequest(1, "1f1b", "optimal"), reorders=False, splits=False
-        ),
-        num_microbatches=8,
-        num_stages=8,
-        own_order=None,
-        kept_order=None,
-        channel=SimpleNamespace(capacity=None),
-        memory=SimpleNamespace(stages=None),
-    )
-    plan, _ = planner.planned(*plan_online(job, profile))
-    assert plan.conditions.change_time_s == 0.05
-    assert plan.cost.slowdown_percent(plan.baseline.cost) < 1e-6
-    assert plan.cost.saving_percent(plan.baseline.cost) > 12
 
 
 def test_what_a_plan_is_to_save():

@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 import step_ranks
 from memory_folder import memory_folder
-from on_request import on_request
 from rank_pool import RankPool
 
 from envpipe_megatron.formats.energy import read_energy_logs
@@ -141,27 +140,10 @@ def test_a_baseline_that_the_warm_up_contradicts_is_measured_again(three_ranks, 
     assert kept["time_s"] == pytest.approx(measured)
 
 
-@pytest.mark.usefixtures("finished")
-def test_another_job_starts_over_on_every_rank(three_ranks, tmp_path):
-    output = tmp_path / "output"
-    before = (output / "profile.csv").read_bytes()
-    arguments = (tmp_path, ENOUGH, 0, None, {"hidden_size": 32})
-    for told in three_ranks.run(step_ranks.start_job, *arguments):
-        assert told["phases"][:5] == ["warm-up"] * 4 + ["profile"]
-        assert told["phases"][-1] == "steady"
-    assert (output / "profile.old1.csv").read_bytes() == before
-    assert (output / "plan.old1.json").exists()
-    stored = json.loads((output / "job.json").read_text())
-    assert len(stored["starts"]) == 1
-    assert "plan" in stored["phases_done"]
-    assert len({line["run"] for line in lines(tmp_path)}) == 2
-
-
 def test_another_request_is_planned_with_what_is_known(three_ranks, finished, tmp_path):
     output = tmp_path / "output"
     before = {name: (output / name).read_bytes() for name in ("profile.csv", "plan.json")}
-    arguments = (tmp_path, 6, 0, None, None, "default")
-    again = three_ranks.run(step_ranks.start_job, *arguments)
+    again = three_ranks.run(step_ranks.start_job, tmp_path, 6, 0, None, "default")
     for first, told in zip(finished, again, strict=True):
         assert told["phases"] == ["warm-up"] * 4 + ["steady"] * 2  # its baseline is another
         assert told["profile"] == first["profile"]
@@ -170,22 +152,3 @@ def test_another_request_is_planned_with_what_is_known(three_ranks, finished, tm
     assert (output / "plan.old1.json").read_bytes() == before["plan.json"]
     stored = json.loads((output / "job.json").read_text())
     assert stored["phases_done"] == ["warm-up", "profile", "plan"]
-
-
-@on_request("PIPELINE")
-@pytest.mark.usefixtures("finished")
-def test_a_profile_that_a_gpu_does_not_keep_any_more_is_measured_again(three_ranks, tmp_path):
-    output = tmp_path / "output"
-    before = (output / "profile.csv").read_bytes()
-    arguments = (tmp_path, ENOUGH, 0, None, None, "balanced")
-    for told in three_ranks.run(step_ranks.start_job, *arguments, (1, 1.02)):
-        assert told["phases"] == ["warm-up"] * 2 + ["steady"] * (ENOUGH - 2)
-    ranks = three_ranks.run(step_ranks.start_job, *arguments, (1, 1.05))
-    for told in ranks:
-        assert told["phases"][:3] == ["warm-up", "warm-up", "profile"]
-        assert told["phases"][-1] == "steady"
-    (said,) = (text for text in ranks[0]["said"] if "is not used" in text)
-    assert "stage 1 forward takes 105 ms, +5.0 % against its 100 ms" in said
-    assert (output / "profile.csv").read_bytes() != before
-    for told in three_ranks.run(step_ranks.start_job, *arguments, (1, 1.05)):
-        assert list(dict.fromkeys(told["phases"])) == ["warm-up", "steady"]
