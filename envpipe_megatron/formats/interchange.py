@@ -55,7 +55,7 @@ def read_freqs(path: Path, num_microbatches: int) -> tuple[Schedule, IntArray]:
     """
     try:
         listed = ast.literal_eval(read_text(path))
-    except (OSError, ValueError, SyntaxError, RecursionError, MemoryError) as error:
+    except (OSError, TypeError, ValueError, SyntaxError, RecursionError, MemoryError) as error:
         raise InterchangeError(
             f"Plan file {path} is not readable as literals, and nothing else in it is run: {error}",
             remedy="A plan file of Zeus or lowtime is a list of lists, and comments.",
@@ -82,7 +82,7 @@ def _read_stage(path: Path, stage: int, entries: Any) -> list[tuple[Kind | None,
     """Read each entry's kind, None if the file lists frequencies only, and its frequency, MHz."""
     read: list[tuple[Kind | None, int]] = []
     for entry in entries if isinstance(entries, list | tuple) else ():
-        named = isinstance(entry, list | tuple) and len(entry) == 2 and entry[0] in set(WHOLE)
+        named = isinstance(entry, list | tuple) and len(entry) == 2 and entry[0] in WHOLE
         name, clock = entry if named else (None, entry)
         if type(clock) is not int or not 0 < clock < MAX_FREQUENCY_MHZ:
             raise InterchangeError(

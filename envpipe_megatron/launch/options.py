@@ -145,8 +145,8 @@ class _Filling:
     def complete(self) -> TorchrunOptions:
         """Add what was filled in to what was given.
 
-        Refuse (EnvPipeError) what torchrun's parser does, and a node for which torchrun would wait
-        for 15 minutes.
+        Refuse (EnvPipeError) what torchrun's parser does, a node for which torchrun would wait for
+        15 minutes, and what is no number of processes: torchrun has only a traceback for that.
         """
         filled = [f"{option}={value}" for option, (value, _) in self._settings.items()]
         # The dashes keep torchrun from looking for its own abbreviated options in the script's.
@@ -159,6 +159,12 @@ class _Filling:
                 "--node-rank (or NODE_RANK) is not the number of a node",
                 value=options.node_rank,
                 remedy=f"Number {most} nodes from 0.",
+            )
+        if not re.fullmatch(r"0*[1-9]\d*|auto|[cgx]pu", options.nproc_per_node):
+            raise EnvPipeError(
+                "--nproc-per-node (or NPROC_PER_NODE) is not a number of processes from 1",
+                value=options.nproc_per_node,
+                remedy="Correct it, or give auto, cpu or gpu.",
             )
         return TorchrunOptions(arguments, self._settings, options)
 

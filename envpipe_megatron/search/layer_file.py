@@ -91,6 +91,7 @@ def _read_measure(entry: Fields) -> tuple[str, Sizes, Measure]:
     )
     others = "piece", "recomputation"
     measure = entry.make(Measure, _MEASURE, (*others, *_SIZES), recomputation=ways)
+    entry.read("activation_bytes", AMOUNT)  # if it were 0 by default, all would fit into memory
     return entry.read("piece", TEXT), entry.make(Sizes, _SIZES, (*others, *_MEASURE)), measure
 
 

@@ -127,6 +127,7 @@ def test_code_in_a_file_is_refused_and_not_run(tmp_path, template):
     "entry",
     [
         "('recomputation', 1410)",
+        "([1], 1410)",
         "('forward', 1410, 1)",
         "(1410, 'forward')",
         "'forward'",
@@ -148,6 +149,7 @@ def test_an_entry_of_another_form_is_refused(tmp_path, entry):
         *(b"", b"# nothing\n", b"[]", b"[[]]", b"7", b"{}", b"[1]", b"\xff\xfe\x00"),
         *(b"[" * 100_000, b"[[" + b"-" * 50_000 + b"1]]", b"[[" + b"9" * 10_000 + b"]]"),
         b"[[('forward', 1410)",
+        b"[{[1]: 2}]",
     ],
 )
 def test_a_file_that_is_no_list_of_stages_is_refused(tmp_path, content):

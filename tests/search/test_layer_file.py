@@ -123,6 +123,7 @@ def changed(where, value):
         (("format",), "envpipe-plan/1", "'format' is wrong.*envpipe-layers/1"),
         (("strange",), 1, "layers.json: unknown field .got 'strange'"),
         (("measures", 3, "forward_s"), None, "measures/3: field 'forward_s'.*a list"),
+        (("measures", 3, "activation_bytes"), None, "'activation_bytes'.*got nothing"),
         (("measures", 0, "forward_s"), [1, -1], "measures/0: field 'forward_s'.*at least 0"),
         (("measures", 0, "microbatch_size"), 0, "'microbatch_size' is wrong .got 0"),
         (("measures", 0, "speed"), 1, "measures/0: unknown field"),

@@ -173,9 +173,10 @@ def test_processes_by_default(gpus, processes, environ):
         ("NODE_RANK", ["0", "1"], ["2", "-1"], "NODE_RANK"),
         ("NODE_RANK", [], ["one"], "--node-rank"),
         ("MASTER_PORT", ["1"], ["http"], "--master-port"),
+        ("NPROC_PER_NODE", ["1", "auto"], ["0", "8 GPUs", "two"], "NPROC_PER_NODE"),
     ],
 )
-def test_nodes_do_not_wait_for_one_that_is_not_there(name, good, bad, message):
+def test_wrong_numbers_of_nodes_and_processes_are_named(name, good, bad, message):
     for value in good:
         assert (
             str(getattr(here("train.py", **TWO_NODES | {name: value}).read, name.lower())) == value
