@@ -196,10 +196,19 @@ class Lease:
 
     def unlink(self) -> None:
         """Delete the file if the name still means it; LeaseFolderError if that fails."""
-        if self.is_current():
-            remedy = "Let its owner or root delete it"
-            with reported("A lease could not be deleted", self.path, remedy):
-                self.path.unlink()
+        remedy = "Let its owner or root delete it"
+        with (
+            reported("A lease could not be deleted", self.path, remedy),
+            suppress(FileNotFoundError),
+        ):
+            # Where root deletes, the folder's owner may put another in its place meanwhile.
+            folder = os.open(self.path.parent, os.O_DIRECTORY | os.O_NOFOLLOW)
+            try:
+                there = os.lstat(self.path.name, dir_fd=folder)
+                if os.path.samestat(there, os.fstat(self._descriptor)):
+                    os.unlink(self.path.name, dir_fd=folder)
+            finally:
+                os.close(folder)
 
     def close(self) -> None:
         """Leave it for others to undo."""

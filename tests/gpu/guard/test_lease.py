@@ -7,7 +7,6 @@ import multiprocessing
 import os
 import re
 from dataclasses import asdict
-from pathlib import Path
 
 import pytest
 from lease_helpers import (
@@ -254,14 +253,35 @@ def test_no_room_for_a_whole_lease(folder, gpu, monkeypatch):
     assert open_files() <= before
 
 
+def test_a_folder_that_is_swapped_while_a_lease_is_deleted_costs_nobody_elses(
+    folder, gpu, monkeypatch, tmp_path
+):
+    lease, aside = take(gpu.address), tmp_path / "aside"
+    others = tmp_path / "others"
+    others.mkdir()
+    (others / lease.path.name).write_text("another user's")
+    same = os.path.samestat
+
+    def swapped(*stats):
+        if not aside.exists():
+            folder.rename(aside)
+            folder.symlink_to(others)
+        return same(*stats)
+
+    monkeypatch.setattr(os.path, "samestat", swapped)
+    lease.release()
+    assert (others / lease.path.name).exists()
+    assert not (aside / lease.path.name).exists()
+
+
 def test_a_lease_that_cannot_be_deleted_is_left_for_others_to_undo(gpu, monkeypatch):
     before = open_files()
     lease = take(gpu.address)
 
-    def unlink(path):
+    def unlink(path, *, dir_fd):
         raise PermissionError(errno.EPERM, "Operation not permitted")
 
-    monkeypatch.setattr(Path, "unlink", unlink)
+    monkeypatch.setattr(lease_module.os, "unlink", unlink)
     with pytest.raises(LeaseFolderError, match=r"could not be deleted: Operation.*owner or root"):
         lease.release()
     assert open_files() <= before
