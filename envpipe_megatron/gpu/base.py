@@ -16,7 +16,7 @@ import os
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Self, final
 
 from envpipe_megatron.errors import EnvPipeError
@@ -69,8 +69,8 @@ class GpuAddress:
 class ClockState:
     """The request for a clock, the clock itself, and what limits it, read together.
 
-    `requested_mhz` is the last request of this process, None after a reset or before any; reasons
-    are words such as `power cap`. What the back end does not know is () or None.
+    `requested_mhz` is None where nothing is requested, and of a back end whose driver has no getter
+    for a lock; reasons are words such as `power cap`. What is not known is () or None.
     """
 
     requested_mhz: int | None
@@ -162,7 +162,6 @@ class Gpu(ABC):
     address: GpuAddress
     name: str
     supported_frequencies_mhz: tuple[int, ...]
-    _requested_mhz: int | None = None
 
     def __init_subclass__(cls) -> None:
         """Refuse, by a TypeError, a subclass (or a mixin of it) that replaces a checked method."""
@@ -193,14 +192,12 @@ class Gpu(ABC):
         self._refuse_if_forbidden(f"lock the clock at {frequency_mhz} MHz")
         self.check_supported(frequency_mhz)
         self._lock(frequency_mhz)
-        self._requested_mhz = frequency_mhz
 
     @final
     def reset_frequency(self) -> None:
         """Undo any lock: back to the driver's default. Raises as `lock_frequency` does."""
         self._refuse_if_forbidden("reset the clock")
         self._reset()
-        self._requested_mhz = None
 
     def check_supported(self, frequency_mhz: int) -> None:
         """Raise GpuError, with the nearest ones, for a clock that cannot be locked."""
@@ -237,21 +234,13 @@ class Gpu(ABC):
         return math.inf
 
     @property
-    def requested_frequency_mhz(self) -> int | None:
-        """The clock that this object last requested, None after a reset or before any.
-
-        It is a memory of requests: drivers have no getter for a lock.
-        """
-        return self._requested_mhz
-
-    @property
     @abstractmethod
     def observed_frequency_mhz(self) -> int:
         """The SM clock that the GPU reports now."""
 
     def clock_state(self) -> ClockState:
-        """Return request, clock, throttle reasons and power limit. May take milliseconds."""
-        return ClockState(self.requested_frequency_mhz, self.observed_frequency_mhz)
+        """Return the clock, throttle reasons and power limit. May take milliseconds."""
+        return ClockState(None, self.observed_frequency_mhz)
 
     def power_state(self) -> PowerState:
         """Return power profiles and power limits. May take milliseconds."""
@@ -295,8 +284,8 @@ class ReadThroughGpu(Gpu):
         return self._reader.observed_frequency_mhz
 
     def clock_state(self) -> ClockState:
-        """Return the reader's state, with what was requested of this object."""
-        return replace(self._reader.clock_state(), requested_mhz=self._requested_mhz)
+        """Return the reader's."""
+        return self._reader.clock_state()
 
     def power_state(self) -> PowerState:
         """Return the reader's."""

@@ -326,7 +326,6 @@ def test_without_control_a_gpu_is_read_and_refuses_locks(machine):
     with pytest.raises(GpuPermissionError, match="reading only"):
         gpu.lock_frequency(1200)
     gpu.reset_frequency()
-    assert gpu.requested_frequency_mhz is None
     machine.assert_untouched()
 
 

@@ -248,13 +248,12 @@ class NvmlGpu(VendorGpu):
         return int(clock)
 
     def clock_state(self) -> ClockState:
-        """Return request, clock, throttle reasons and power limit; four calls, so some ms.
+        """Return the clock, throttle reasons and power limit; three calls, so some ms.
 
         Where a GPU does not report limit or reasons, they stay empty.
         """
-        requested_mhz = self._requested_mhz
         return ClockState(
-            requested_mhz,
+            None,
             self.observed_frequency_mhz,
             self._throttle_reasons(),
             self._power_limit_w(pynvml.nvmlDeviceGetEnforcedPowerLimit),

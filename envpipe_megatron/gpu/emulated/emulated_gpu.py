@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import ClassVar, Self
 
-from envpipe_megatron.gpu.base import EnergyReading, GpuAddress, GpuError
+from envpipe_megatron.gpu.base import ClockState, EnergyReading, GpuAddress, GpuError
 from envpipe_megatron.gpu.emulated.store import (
     EmulatedState,
     StateFile,
@@ -154,6 +154,10 @@ class EmulatedGpu(VendorGpu):
     def requested_frequency_mhz(self) -> int | None:
         """The lock that any process set last, None for the driver's default (maximum)."""
         return self._file.read().requested_mhz
+
+    def clock_state(self) -> ClockState:
+        """Return the lock and the clock."""
+        return ClockState(self.requested_frequency_mhz, self.observed_frequency_mhz)
 
     @property
     def observed_frequency_mhz(self) -> int:

@@ -14,7 +14,7 @@ What it does when
 
 - the rank is silent (stopped, or stuck): reset, and begin anew where it hears from the rank again.
 - it fails itself, as without memory: reset, as well as possible, and die. The rank notices.
-- the driver hangs: die by SIGALRM. The rank notices.
+- the driver hangs: set no clock any more, and die by SIGALRM. The rank notices.
 
 About once a second, and at its end, it also undoes other leases of its user whose guards have died.
 """

@@ -113,13 +113,11 @@ def test_a_gpu_without_a_list_of_clocks_is_read_and_never_locked(node, monkeypat
 
 def test_lock_and_reset(node):
     gpu = open_gpu(GpuAddress("nvml", node.uuids[1]))
-    assert gpu.requested_frequency_mhz is None
     gpu.lock_frequency(1200)
     assert node.locked_mhz(node.uuids[1]) == (1200, 1200)
-    assert (gpu.requested_frequency_mhz, gpu.observed_frequency_mhz) == (1200, 1200)
+    assert gpu.observed_frequency_mhz == 1200
     gpu.lock_frequency(900)
     gpu.reset_frequency()
-    assert gpu.requested_frequency_mhz is None
     assert node.locked_mhz(node.uuids[1]) is None
     uuid = node.uuids[1]
     assert _changes(node) == [
@@ -129,12 +127,12 @@ def test_lock_and_reset(node):
     ]
 
 
-def test_request_clock_reasons_and_limit_are_told_apart(node):
+def test_clock_reasons_and_limit_are_told_apart(node):
     gpu = NvmlGpu(node.uuids[0])
     assert gpu.clock_state() == ClockState(None, 1410, (), 400.0)
     gpu.lock_frequency(1410)
     node.set_fault(node.uuids[0], "clock_cap_mhz", 1305)
-    assert gpu.clock_state() == ClockState(1410, 1305, ("power cap",), 400.0)
+    assert gpu.clock_state() == ClockState(None, 1305, ("power cap",), 400.0)
 
 
 def test_throttle_reasons_in_words(node):

@@ -11,7 +11,6 @@ class PlainReader(Gpu):
     drives_hardware = False
     name = "plain"
     supported_frequencies_mhz = CLOCKS_MHZ
-    requested_frequency_mhz = None
     observed_frequency_mhz = 1395
     power_w = 250.0
 
@@ -28,7 +27,7 @@ class PlainReader(Gpu):
         return Device("nvml", 3, self.address.uid, self.name, "0000:1b:00.0", "")
 
     def clock_state(self):
-        return ClockState(1111, 1395, ("power cap",), 400.0)
+        return ClockState(None, 1395, ("power cap",), 400.0)
 
     def read_energy(self):
         return EnergyReading(12.5, 3.0)
@@ -37,10 +36,9 @@ class PlainReader(Gpu):
         return 4.0
 
 
-def assert_reads_through(gpu, requested_mhz=None):
+def assert_reads_through(gpu):
     assert gpu.name == "plain"
     assert gpu.supported_frequencies_mhz == CLOCKS_MHZ
     assert (gpu.observed_frequency_mhz, gpu.power_w, gpu.time_s()) == (1395, 250.0, 4.0)
     assert gpu.read_energy() == EnergyReading(12.5, 3.0)
-    assert gpu.clock_state() == ClockState(requested_mhz, 1395, ("power cap",), 400.0)
-    assert gpu.requested_frequency_mhz == requested_mhz
+    assert gpu.clock_state() == ClockState(None, 1395, ("power cap",), 400.0)
