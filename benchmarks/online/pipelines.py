@@ -62,7 +62,7 @@ Faults = Callable[[int], dict[tuple[int, int], Conditions]]
 
 
 class _LongState(EmulatedState):
-    kept_segments = 10_000  # its meter looks once an iteration
+    kept_segments = 1_000  # of some thirty iterations; its meter looks once in each
 
 
 class MemoryGpu:
