@@ -27,7 +27,6 @@ from envpipe_megatron.policies.clock_changes.clock_runs import (
 )
 from envpipe_megatron.policies.clock_changes.run_times import (
     divide_time,
-    faster_path,
     saving_moves,
 )
 from envpipe_megatron.policies.optimal.linear_program import LinearProgramError
@@ -43,11 +42,10 @@ _ROUNDS = 4
 _SAFELY = 1.1
 #: Above this many units time is not divided again: the linear program takes too long.
 _MAX_PROGRAM_UNITS = 6_000
-#: Longest paths of a late plan that are shortened before it is given up; and so many times late
-#: clocks are set a unit earlier.
-_PATHS = 20
+#: So many times late clocks are set a unit earlier before a plan is given up.
+_SHIFTS = 20
 #: The best plans with a dwell time in which the time that is left is spent, or, where all are late,
-#: that are made faster.
+#: whose late clocks are set earlier.
 _SPENT = 8
 #: Units of all plans that spending time may evaluate, and the fewest plans.
 _EVALUATED_UNITS, _FEWEST_EVALUATIONS = 40_000, 20
@@ -113,7 +111,7 @@ class _RunSearch:
         if not self._min_dwell_s:
             runs += map(self._in_time, (self._start, *runs))
             if not divides or not any(map(self._meets, runs)):
-                runs += [*self._earlier(), self._set_earlier(self._start)]
+                runs += self._earlier()
         elif not any(map(self._meets, runs)):
             nearest = sorted(runs, key=lambda plan: plan.cost.iteration_time_s)[:_SPENT]
             runs += map(self._in_time, nearest)
@@ -195,19 +193,8 @@ class _RunSearch:
         return plan
 
     def _in_time(self, plan: Plan) -> Plan:
-        """Make units on the longest paths faster until late clocks keep the deadline."""
-        for _ in range(_PATHS):
-            if plan.cost.iteration_time_s <= self._deadline_s * (1 + RELATIVE_TOLERANCE):
-                break
-            faster = faster_path(plan, self._table, self._deadline_s)
-            if faster is None:
-                break
-            plan = self._plan(faster)
-        return plan
-
-    def _set_earlier(self, plan: Plan) -> Plan:
         """Set late clocks that no slack makes up for a unit earlier, until the deadline is kept."""
-        for _ in range(_PATHS):
+        for _ in range(_SHIFTS):
             missing_s = plan.cost.iteration_time_s - self._deadline_s
             if missing_s <= RELATIVE_TOLERANCE * self._deadline_s:
                 break

@@ -1,4 +1,4 @@
-"""Time for given runs: the best division of it, and what is late made faster, what is left spent.
+"""Time for given runs: the best division of it, and moves that spend what is left.
 
 What a move saves and whether there is time for it is an estimate, good enough to choose what to
 evaluate: late clocks are left out, and other stages stay as they are.
@@ -17,7 +17,7 @@ from scipy.sparse import bmat, csr_matrix
 
 from envpipe_megatron.core.arrays import FloatArray, IntArray
 from envpipe_megatron.core.plan import Plan
-from envpipe_megatron.core.timeline import RELATIVE_TOLERANCE, latency_by_node
+from envpipe_megatron.core.timeline import latency_by_node
 from envpipe_megatron.policies.clock_changes.clock_runs import ClockTable
 from envpipe_megatron.policies.optimal.choices import lower_hull, unbeaten
 
@@ -25,42 +25,6 @@ from envpipe_megatron.policies.optimal.choices import lower_hull, unbeaten
 _LATE_FACTOR = 10.0
 #: Slower clocks that a run is tried at, where time is left over.
 _SLOWER_CLOCKS = 2
-
-
-def faster_path(plan: Plan, table: ClockTable, deadline_s: float) -> IntArray | None:
-    """Make up for an overrun on the path that sets the iteration time, at the least cost.
-
-    A unit goes to its next faster clock; or a clock that comes late is set a unit earlier. Returns
-    new indices of clocks, None if nothing on the path can be faster.
-    """
-    width, index = plan.schedule.units_per_stage, table.index_of(plan.frequency_mhz)
-    planned_s, _ = plan.profile.lookup(plan.schedule, plan.frequency_mhz)
-    late_s = plan.timeline.duration_s - planned_s
-    path = set(plan.timeline.critical_path())
-    options: list[tuple[float, float, int, int, int]] = []  # J/s, s, stage, position, clock
-    for stage, position in (divmod(node, width) for node in path):
-        now, before = int(index[stage, position]), position - 1
-        time_s, cost_j = table.time_s[position, stage], table.cost_j[position, stage]
-        faster = table.profiled[position, stage] & (time_s < time_s[now] * (1 - RELATIVE_TOLERANCE))
-        if faster.any():
-            clock = int(np.where(faster, time_s, 0.0).argmax())
-            gained_s = float(time_s[now] - time_s[clock])
-            rate_w = float(cost_j[clock] - cost_j[now]) / gained_s
-            options.append((rate_w, gained_s, stage, position, clock))
-        if late_s[stage, position] > 0 and table.profiled[before, stage, now]:
-            time_s, cost_j = table.time_s[before, stage], table.cost_j[before, stage]
-            old, gained_s = index[stage, before], float(late_s[stage, position])
-            if stage * width + before in path:
-                gained_s += max(0.0, float(time_s[old] - time_s[now]))
-            rate_w = float(cost_j[now] - cost_j[old]) / gained_s
-            options.append((rate_w, gained_s, stage, before, now))
-    changed = index.copy()
-    missing_s = plan.cost.iteration_time_s - deadline_s
-    for _, gained_s, stage, position, clock in sorted(options):
-        if missing_s > 0 and changed[stage, position] == index[stage, position]:
-            changed[stage, position] = clock
-            missing_s -= gained_s
-    return changed if options else None
 
 
 class Move(NamedTuple):

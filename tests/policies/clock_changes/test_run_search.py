@@ -123,7 +123,7 @@ def test_runs_last_the_dwell_time_and_have_profiled_clocks_within_their_duration
 @CASES
 def test_late_clocks_are_set_earlier_until_the_deadline_is_kept_or_none_is_late(case):
     _, plan = case.any_plan()
-    earlier = case.search._set_earlier(plan)
+    earlier = case.search._in_time(plan)
     if plan.cost.iteration_time_s <= case.deadline_s:
         assert earlier is plan
     before, after = plan.timeline.duration_s, earlier.timeline.duration_s

@@ -20,7 +20,6 @@ from envpipe_megatron.policies.clock_changes import run_times
 from envpipe_megatron.policies.clock_changes.clock_runs import make_clock_table, runs_of
 from envpipe_megatron.policies.clock_changes.run_times import (
     divide_time,
-    faster_path,
     saving_moves,
 )
 from envpipe_megatron.policies.optimal.choices import make_choices, node_keys
@@ -224,71 +223,3 @@ class RandomRuns:
         extra_s = changed.timeline.duration_s.sum() - self.plan.timeline.duration_s.sum()
         in_time = changed.cost.iteration_time_s <= self.deadline_s * (1 + 1e-12)
         return self.plan.cost.energy_j - changed.cost.energy_j, extra_s, in_time
-
-
-class TestFasterPath:
-    """F0 B0 F1 B1 on a single stage; backwards have no 1000 MHz, forwards no 1100."""
-
-    profile = profile_of(
-        {
-            (0, F): {1200: (1.0, 20.0), 1000: (1.25, 14.0), 900: (1.5, 12.0)},
-            (0, B): {1200: (2.0, 44.0), 1100: (2.25, 38.0), 900: (3.0, 29.0)},
-        }
-    )
-
-    def faster(self, clocks, deadline_s, profile=None, **conditions):
-        schedule, profile = builders.one_f_one_b(1, 2), profile or self.profile
-        around = Conditions((0.0,), **conditions)
-        table = make_clock_table(schedule, profile, around, np.zeros(1))
-        plan = Plan("mine", schedule, np.array([clocks]), profile, around)
-        faster = faster_path(plan, table, deadline_s)
-        return None if faster is None else table.frequencies(faster)[0].tolist()
-
-    @pytest.mark.parametrize(
-        ("deadline_s", "clocks"),
-        [
-            (8.75, [1000, 900, 900, 900]),
-            (8.74, [1000, 900, 1000, 900]),
-            (8.5, [1000, 900, 1000, 900]),
-            (8.25, [1000, 1100, 1000, 900]),
-            (1.0, [1000, 1100, 1000, 1100]),
-        ],
-    )
-    def test_takes_the_next_clock_of_the_units_that_pay_least_for_a_second(
-        self, deadline_s, clocks
-    ):
-        # All at 900 MHz take 9 s. A forward gains 0.25 s at 8 J/s, a backward 0.75 s at 12 J/s.
-        assert self.faster([900] * 4, deadline_s) == clocks
-
-    def test_knows_when_nothing_can_be_faster(self):
-        assert self.faster([1200] * 4, 1.0) is None
-
-    # B0 and B1 start at 900 MHz and have theirs after half a second: they take 2 1/6 s, and F1,
-    # which starts at 1200, 1.25 s. A forward at 1200 takes 0.5 s less, and so does its backward
-    # a sixth.
-    @pytest.mark.parametrize(
-        ("forward_j", "deadline_s", "clocks"),
-        [
-            (13.0, 7.0, [1200, 1200, 900, 1200]),
-            (13.0, 6.5, [1200, 1200, 900, 1200]),
-            (13.0, 6.3, [1200, 1200, 1200, 1200]),
-            (13.0, 5.0, [1200, 1200, 1200, 1200]),
-            (16.0, 6.85, [1000, 1200, 900, 1200]),
-        ],
-    )
-    def test_sets_a_late_clock_a_unit_earlier_where_that_is_cheaper(
-        self, forward_j, deadline_s, clocks
-    ):
-        curve = {1200: (1.0, forward_j), 1000: (1.25, 12.9), 900: (1.5, 12.0)}
-        backward = {
-            row.frequency_mhz: (row.time_s, row.energy_j) for row in self.profile.rows[0][B]
-        }
-        profile = profile_of({(0, F): curve, (0, B): backward})
-        late = {"profile": profile, "change_time_s": 0.5}
-        assert self.faster([900, 1200, 900, 1200], deadline_s, **late) == clocks
-
-    def test_sets_no_clock_that_the_unit_before_does_not_have(self):
-        dear = {1200: (1.0, 60.0), 1000: (1.25, 50.0), 900: (1.5, 12.0)}
-        profile = profile_of({(0, F): dear, (0, B): {1100: (2.25, 38.0), 900: (3.0, 29.0)}})
-        late = {"profile": profile, "change_time_s": 0.5}
-        assert self.faster([900, 1100, 900, 1100], 1.0, **late) == [1000, 1100, 1000, 1100]
