@@ -132,9 +132,8 @@ def alike_runs(slowed: FloatArray, lasts_s: FloatArray, least_s: float, first: i
     """
     begins = np.zeros(slowed.shape, dtype=np.int64)
     begins[:, 0] = 1
-    for stage, of_stage in enumerate(zip(slowed, lasts_s, strict=True)):
-        own_slowed, own_s = (np.roll(values, -first) for values in of_stage)
-        begins[stage, _cut(own_slowed, own_s, least_s)] = 1
+    for stage, turned in enumerate(np.roll([slowed, lasts_s], -first, axis=2).swapaxes(0, 1)):
+        begins[stage, _cut(*turned, least_s)] = 1
     runs = begins.ravel().cumsum().reshape(begins.shape) - 1
     return np.roll(runs, first, axis=1)
 

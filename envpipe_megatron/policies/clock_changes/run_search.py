@@ -103,14 +103,14 @@ class _RunSearch:
         runs: list[Plan] = []
         divides = self._start.schedule.num_units <= _MAX_PROGRAM_UNITS
         for of in self._possible_runs():
-            made = self._within(self._start, of, self._start_s)
-            runs += filter(None, (made, self._divided(of) if divides else None))
+            made = self._within(self._start, of, self._start_s), divides and self._divided(of)
+            runs += filter(None, made)
         for plan in sorted(filter(self._meets, runs), key=_energy_j)[:divides]:
             again = self._divided(runs_of(self._table.index_of(plan.frequency_mhz)), plan)
             runs += filter(None, (again,))
         if not self._min_dwell_s:
             runs += map(self._in_time, (self._start, *runs))
-            if not divides or not any(map(self._meets, runs)):
+            if not any(map(self._meets, runs)):
                 runs += self._earlier()
         elif not any(map(self._meets, runs)):
             nearest = sorted(runs, key=lambda plan: plan.cost.iteration_time_s)[:_SPENT]

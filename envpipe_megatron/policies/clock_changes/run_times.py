@@ -189,7 +189,7 @@ def divide_time(
     if solved.status != 0:
         return None
     duration_s = fastest_s + longer @ solved.x[units.size : -2] * time_unit_s
-    return np.asarray(duration_s.reshape(runs.shape))
+    return duration_s.reshape(runs.shape)
 
 
 def _sparse(

@@ -45,6 +45,7 @@ class Relaxed:
             units save.
         cost_j: planning cost plus waiting power x iteration time, of these durations.
         lower_bound_j: what no durations on the hulls go below, by the prices; see `certificate`.
+        prices: what a second is worth at each wait of a unit for another.
         slope_w: by how much the bound rises for each second of another deadline, zero or less.
     """
 
@@ -52,6 +53,7 @@ class Relaxed:
     end_s: float
     cost_j: float
     lower_bound_j: float
+    prices: Prices
     slope_w: float
 
 
@@ -162,7 +164,7 @@ class DurationProgram:
         slope_w = min(0.0, self._choices.waiting_power_w - float(prices.deadline_w.sum()))
         if end_s > deadline_s * (1 - _LATE):
             end_s = deadline_s
-        return Relaxed(duration_s, end_s, cost_j, bound_j, slope_w)
+        return Relaxed(duration_s, end_s, cost_j, bound_j, prices, slope_w)
 
     def _iteration_s(self, duration_s: FloatArray) -> float:
         by_stage = duration_s.reshape(self._schedule.is_backward.shape)
