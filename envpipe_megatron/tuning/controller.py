@@ -39,8 +39,7 @@ BASELINE_ITERATIONS, BASELINE_EVERY = 3, 500
 #: So many times the iterations of a baseline pass at most before another plan is tried.
 _MOST_STRETCHES = 1024
 #: After so many windows a few units run at the highest clock, if no others do; after twice as many
-#: each time that all is as before, up to the second number. Without these looks a stage that was
-#: held by a power cap is not seen to be free again: steps last 9 % longer.
+#: each time that all is as before, up to the second number.
 _LOOKS_AT_TOP, _SELDOM = 2, 8
 #: What meters said counts this much less with each window.
 FADES = 0.98

@@ -1,9 +1,15 @@
-"""Runs of units at one clock: how long a plan stays at each, and the clocks that runs may have."""
+"""Runs of units at one clock: how long a plan stays at each, and the cheapest runs of a stage.
+
+Where a change of clock costs energy or time, or a clock must be kept for a while, the best clock of
+a unit depends on those around it. Along the order of one stage that is a shortest path: a dynamic
+programme over positions and clocks finds the cheapest runs exactly, for all stages at once.
+"""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,8 +19,12 @@ from envpipe_megatron.core.conditions import Conditions
 from envpipe_megatron.core.plan import Plan
 from envpipe_megatron.core.profile import Profile, at_any_clock
 from envpipe_megatron.core.schedule import Schedule
-from envpipe_megatron.core.timeline import RELATIVE_TOLERANCE
 from envpipe_megatron.policies.optimal.choices import make_choices
+
+#: Positions of an iteration that a run is made to begin at, to find those that pass its end.
+_MOST_BEGINS = 8
+#: A clock that is not allowed costs as much as this many units at the dearest clock.
+_REFUSED = 1e6
 
 
 def shortest_dwell_s(plan: Plan) -> float:
@@ -108,70 +118,161 @@ def make_clock_table(
     return ClockTable(frequency, time_s[key_of], cost_j[key_of], profiled[key_of], key_of)
 
 
-def runs_of(index: IntArray) -> IntArray:
-    """[num_stages, units_per_stage] the runs of one clock around the iteration of each stage.
-
-    They are numbered from 0 on over all stages.
-    """
-    begins = index != np.roll(index, 1, axis=1)
-    begins[~begins.any(axis=1), 0] = True
-    ended = begins.sum(axis=1).cumsum() - begins.sum(axis=1)
-    within = (begins.cumsum(axis=1) - 1) % begins.sum(axis=1)[:, None]
-    return np.asarray(ended[:, None] + within)
-
-
-def alike_runs(slowed: FloatArray, lasts_s: FloatArray, least_s: float, first: int) -> IntArray:
-    """[num_stages, units_per_stage] runs, as `runs_of` has them, of units that are slowed alike.
+class LateClocks(NamedTuple):
+    """What a unit pays that starts before its clock has come; see `evaluation.evaluate`.
 
     Args:
-        slowed: [num_stages, units_per_stage] how many times as long as at its highest clock each
-            unit may take. All of a run are slowed as the fastest of them, by which least is lost.
-        lasts_s: [num_stages, units_per_stage] what each unit adds to the length of its run.
-        least_s: how long runs are at least, but for one that is all of the iteration.
-        first: the position at which each stage begins a run.
+        late_s: [units_per_stage, num_stages] how long after the unit's start a clock comes that is
+            requested for it.
+        cost_j: [units_per_stage, num_stages, clocks] cost of each unit, its time priced: a late
+            unit is taken to cost the mixture of both clocks.
     """
-    begins = np.zeros(slowed.shape, dtype=np.int64)
-    begins[:, 0] = 1
-    for stage, turned in enumerate(np.roll([slowed, lasts_s], -first, axis=2).swapaxes(0, 1)):
-        begins[stage, _cut(*turned, least_s)] = 1
-    runs = begins.ravel().cumsum().reshape(begins.shape) - 1
-    return np.roll(runs, first, axis=1)
+
+    late_s: FloatArray
+    cost_j: FloatArray
 
 
-def _cut(slowed: FloatArray, lasts_s: FloatArray, least_s: float) -> list[int]:
-    """Where the runs of a stage begin, but for the first: a dynamic programme over their ends."""
-    until_s, sums = (np.concatenate([[0.0], values.cumsum()]) for values in (lasts_s, slowed))
-    least = np.full(len(until_s), np.inf)
-    least[0] = 0.0
-    before = np.zeros(len(until_s), dtype=np.int64)
-    # Longer runs could be cut.
-    longest_s = 1.01 * (2 * least_s + lasts_s.max())
-    from_on = np.searchsorted(until_s, until_s - longest_s)
-    until = np.searchsorted(until_s, until_s - least_s * (1 + RELATIVE_TOLERANCE), side="right")
-    for end in range(1, len(until_s)):
-        begin = np.arange(from_on[end], min(until[end], end))
-        if begin.size:
-            fastest = np.minimum.accumulate(slowed[from_on[end] : end][::-1])[::-1][: begin.size]
-            lost = least[begin] + sums[end] - sums[begin] - (end - begin) * fastest
-            best = int(lost.argmin())
-            least[end], before[end] = lost[best], begin[best]
-    cuts = [int(before[-1])]
-    while cuts[-1]:
-        cuts.append(int(before[cuts[-1]]))
-    return cuts[:-1]
+class RunFinder:
+    """Finds the cheapest runs of all stages for any costs of their units.
 
-
-def best_clocks(runs: IntArray, cost_j: FloatArray, allowed: BoolArray) -> IntArray | None:
-    """[num_stages, units_per_stage] the index of the clock at which each run costs least.
-
-    None if a run has none that all its units are allowed.
+    Every run lasts at least the dwell time, by its units and the waits before them; the last run of
+    an iteration goes on in the first of the next if their clocks are the same. A single run that is
+    the whole iteration may be short.
 
     Args:
-        runs: as `runs_of` has them.
-        cost_j: [units_per_stage, num_stages, clocks], and so is `allowed`.
+        change_j: [num_stages] the energy of one change on all GPUs of the stage.
+        wait_s: [num_stages, units_per_stage] the waits that count; by default none.
     """
-    total_j = np.zeros((runs.max() + 1, cost_j.shape[2]))
-    np.add.at(total_j, runs.T, np.where(allowed, cost_j, np.inf))
-    if not np.isfinite(total_j.min(axis=1)).all():
-        return None
-    return np.asarray(total_j.argmin(axis=1)[runs])
+
+    def __init__(
+        self,
+        table: ClockTable,
+        change_j: FloatArray,
+        min_dwell_s: float,
+        wait_s: FloatArray | None = None,
+    ) -> None:
+        length, stages, clocks = table.time_s.shape
+        # [i]: how many units a run that begins at i has at least.
+        least = np.ones(table.time_s.shape, dtype=np.int64)
+        self._begins = [0]
+        if min_dwell_s > 0:
+            self._begins = list(range(0, length, math.ceil(length / _MOST_BEGINS)))
+            lasts_s = table.time_s if wait_s is None else table.time_s + wait_s.T[:, :, None]
+            until = np.zeros((2 * length + 1, stages, clocks))
+            np.cumsum(np.concatenate([lasts_s, lasts_s]), axis=0, out=until[1:])
+            wanted = until[:length] + min_dwell_s
+            for stage, clock in np.ndindex(stages, clocks):
+                found = np.searchsorted(until[:, stage, clock], wanted[:, stage, clock])
+                least[:, stage, clock] = found - np.arange(length)
+        # By the position that a run begins at, the first at which it may end.
+        self._reach = self._turned(least) + np.arange(length)[:, None, None]
+        self._time_s = self._turned(table.time_s)
+        self._change_j = np.tile(change_j, len(self._begins))
+
+    def find(
+        self, cost_j: FloatArray, allowed: BoolArray, late: LateClocks | None = None
+    ) -> IntArray | None:
+        """The runs of least cost, [num_stages, units_per_stage] indices of clocks.
+
+        None if a stage has none. Costs and allowed clocks are [units_per_stage, num_stages,
+        clocks].
+        """
+        stages = cost_j.shape[1]
+        refused_j = _REFUSED * (1.0 + float(np.abs(cost_j).max()))
+        unit_j = self._turned(np.where(allowed, cost_j, refused_j))
+        if late is not None:
+            late = LateClocks(*map(self._turned, late))
+        index, value_j = self._walk(unit_j, late, None)
+        value_j += self._close_j(index[:, 0], late)[np.arange(len(index)), index[:, -1]]
+        # The first clock costs a change after the last unit: once more, knowing it.
+        closed, closed_j = self._walk(unit_j, late, index[:, 0])
+        index[closed_j < value_j] = closed[closed_j < value_j]
+        value_j = np.minimum(value_j, closed_j).reshape(-1, stages)
+        if not (value_j.min(axis=0) < refused_j / 2).all():
+            return None
+        best = value_j.argmin(axis=0)
+        turned = index.reshape(-1, stages, index.shape[1])
+        return np.array([np.roll(turned[n, s], self._begins[n]) for s, n in enumerate(best)])
+
+    def _turned(self, values: NDArray[Any]) -> NDArray[Any]:
+        """Values by position and stage, once for each position that a run is to begin at.
+
+        Positions are counted from there, and the copies are further stages.
+        """
+        turns = [np.roll(values, -begin, axis=0) for begin in self._begins]
+        return np.concatenate(turns, axis=1)
+
+    def _close_j(self, first: IntArray, late: LateClocks | None) -> FloatArray:
+        """[num_stages, clocks] the cost of going from each clock to that of the first unit."""
+        others = np.arange(self._time_s.shape[2]) != first[:, None]
+        close_j: FloatArray = self._change_j[:, None] * others
+        if late is not None:
+            share = np.minimum(1.0, late.late_s[0][:, None] / self._time_s[0])
+            there_j = np.take_along_axis(late.cost_j[0], first[:, None], axis=1)
+            close_j = close_j + share * (late.cost_j[0] - there_j)
+        return close_j
+
+    def _walk(
+        self, unit_j: FloatArray, late: LateClocks | None, first: IntArray | None
+    ) -> tuple[IntArray, FloatArray]:
+        """Runs and their cost; with `first`, that clock at the start, and closed to it."""
+        length, stages, clocks = unit_j.shape
+        total_j = np.zeros((length + 1, stages, clocks))
+        np.cumsum(unit_j, axis=0, out=total_j[1:])
+        at_stage, at_clock = np.indices((stages, clocks))
+        # By the position at which a run may end first: the cheapest beginning of such a run.
+        pending_j = np.full((length + 1, stages, clocks), np.inf)
+        begun = np.zeros((length + 1, stages, clocks), dtype=np.int32)
+        grown = np.zeros((length + 1, stages, clocks), dtype=bool)
+        before = np.zeros((length, stages, clocks), dtype=np.int32)
+        is_first = np.ones((stages, clocks), dtype=bool)
+        if first is not None:
+            is_first = np.arange(clocks) == first[:, None]
+        best_j = np.full((stages, clocks), np.inf)
+        for position in range(length):
+            begin_j = np.where(is_first, 0.0, np.inf)
+            if position:
+                begin_j, before[position] = self._begin(best_j, position, late)
+            end = np.minimum(self._reach[position], length)
+            run_j = begin_j + total_j[end, at_stage, at_clock] - total_j[position]
+            better = self._reach[position] <= length
+            better &= run_j < pending_j[end, at_stage, at_clock]
+            at = (end[better], at_stage[better], at_clock[better])
+            pending_j[at] = run_j[better]
+            begun[at] = position
+            longer_j = best_j + unit_j[position]
+            grown[position + 1] = longer_j < pending_j[position + 1]
+            best_j = np.minimum(longer_j, pending_j[position + 1])
+        last_j = best_j if first is None else best_j + self._close_j(first, late)
+        whole_j = np.where(is_first, total_j[-1], np.inf)
+        index = np.zeros((stages, length), dtype=np.int64)
+        value_j = np.minimum(last_j.min(axis=1), whole_j.min(axis=1))
+        for stage in range(stages):
+            if whole_j[stage].min() <= last_j[stage].min():
+                index[stage] = whole_j[stage].argmin()
+                continue
+            clock, position = int(last_j[stage].argmin()), length
+            while position > 0:
+                end = position
+                while grown[position, stage, clock]:
+                    position -= 1
+                position = int(begun[position, stage, clock])
+                index[stage, position:end] = clock
+                clock = int(before[position, stage, clock])
+        return index, value_j
+
+    def _begin(
+        self, best_j: FloatArray, position: int, late: LateClocks | None
+    ) -> tuple[FloatArray, IntArray]:
+        """[num_stages, clocks] least cost of beginning a run here, and the clock before it."""
+        clocks = best_j.shape[1]
+        if late is None or not late.late_s[position].any():
+            before = best_j.argmin(axis=1)[:, None].repeat(clocks, axis=1)
+            begin_j = np.take_along_axis(best_j, before, axis=1)
+        else:
+            time_s, cost_j = self._time_s[position], late.cost_j[position]
+            share = np.minimum(1.0, late.late_s[position][:, None] / time_s)
+            from_j = (best_j + share * cost_j)[:, :, None] - share[:, :, None] * cost_j[:, None]
+            before = from_j.argmin(axis=1)
+            begin_j = np.take_along_axis(from_j, before[:, None], axis=1)[:, 0]
+        return begin_j + self._change_j[:, None], before

@@ -1,17 +1,15 @@
 """Plans with fewer changes of clock: for changes that cost, and clocks that must be kept a while.
 
-From a plan that ignores changes: its units are put together to runs of one clock, in a few ways
-(`clock_runs`), and the time is divided over those runs (`run_times`). What is late is made faster,
-and time that is left is spent run by run. The evaluator decides: a plan is taken only if its own
-iteration time meets the deadline.
+From a plan that ignores changes: the cheapest runs of units at one clock (`clock_runs`), the best
+division of time over those runs (`run_times`), and again the cheapest runs within it. What is late
+is made faster, and time that is left is spent run by run. The evaluator decides: a plan is taken
+only if its own iteration time meets the deadline.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from itertools import product
 
 import numpy as np
 
@@ -19,40 +17,48 @@ from envpipe_megatron.core.arrays import FloatArray, IntArray
 from envpipe_megatron.core.plan import Plan, max_frequencies
 from envpipe_megatron.core.timeline import RELATIVE_TOLERANCE
 from envpipe_megatron.policies.clock_changes.clock_runs import (
-    alike_runs,
-    best_clocks,
+    LateClocks,
+    RunFinder,
     make_clock_table,
-    runs_of,
     shortest_dwell_s,
 )
 from envpipe_megatron.policies.clock_changes.run_times import (
     divide_time,
+    faster_path,
     saving_moves,
 )
-from envpipe_megatron.policies.optimal.linear_program import LinearProgramError
+from envpipe_megatron.policies.optimal.certificate import price_flow
+from envpipe_megatron.policies.optimal.linear_program import LinearProgramError, Relaxed
 
-#: Runs for a dwell time are so much longer, for the waits in them are shorter in the end, and begin
-#: at so many positions. With half of these 0.3 points less are saved.
-_LONGER, _OFFSETS = (1.0, 1.25), 6
-#: Where changes cost energy, runs are of so many mean units.
-_UNITS = (2, 4, 8)
+#: How strongly a first choice of runs holds units to their relaxed durations: the cost, in units'
+#: mean energies, of a duration that is off by 100 %. Prices of time alone leave ties between
+#: neighbouring clocks, which all break the same way.
+_PULLS = (10.0, 30.0, 100.0)
+#: These runs are chosen as if a change cost this many times its energy, plus this share of a unit's
+#: energy: with fewer runs, dividing time saves more than it seems beforehand.
+_CHANGE_FACTOR, _CHANGE_OF_UNIT = 4.0, 0.02
+#: Halvings in the search for the share of the slowing for which late clocks leave time.
+_SHARE_STEPS = 10
 #: Divisions of time, each for an earlier deadline, as long as late clocks exceed the deadline.
 _ROUNDS = 4
 #: An earlier deadline is earlier by this many times of what late clocks took more.
 _SAFELY = 1.1
 #: Above this many units time is not divided again: the linear program takes too long.
 _MAX_PROGRAM_UNITS = 6_000
-#: So many times late clocks are set a unit earlier before a plan is given up.
-_SHIFTS = 20
+#: Runs are found for a dwell time so much longer, too: the waits in them are shorter in the end.
+_LONGER = (1.25, 1.0)
+#: Longest paths of a late plan that are shortened before it is given up.
+_PATHS = 20
 #: The best plans with a dwell time in which the time that is left is spent, or, where all are late,
-#: whose late clocks are set earlier.
-_SPENT = 8
+#: that are made faster.
+_SPENT = 4
 #: Units of all plans that spending time may evaluate, and the fewest plans.
 _EVALUATED_UNITS, _FEWEST_EVALUATIONS = 40_000, 20
 
 
 def fewer_changes(
     plan: Plan,
+    relaxed: Relaxed,
     waiting_power_w: FloatArray,
     deadline_s: float,
     min_dwell_s: float = 0.0,
@@ -65,18 +71,20 @@ def fewer_changes(
 
     Args:
         plan: has the order and conditions; it need not meet deadline or dwell time.
-        waiting_power_w: [num_stages] by which the plan's linear program priced waiting.
+        relaxed: the linear program's solution that it was rounded from.
+        waiting_power_w: [num_stages] by which that program priced waiting.
         deadline_s: for the evaluated iteration, late clocks included.
         min_dwell_s: as `clock_runs.shortest_dwell_s` counts.
         plan_for: makes such a plan for another deadline; LinearProgramError: there is none.
     """
-    return _RunSearch(plan, waiting_power_w, deadline_s, min_dwell_s, plan_for).search()
+    return _RunSearch(plan, relaxed, waiting_power_w, deadline_s, min_dwell_s, plan_for).search()
 
 
 class _RunSearch:
     def __init__(
         self,
         plan: Plan,
+        relaxed: Relaxed,
         waiting_power_w: FloatArray,
         deadline_s: float,
         min_dwell_s: float,
@@ -84,8 +92,7 @@ class _RunSearch:
     ) -> None:
         conditions = plan.conditions
         self._plan_for = plan_for
-        self._start = plan
-        self._start_s, _ = plan.profile.lookup(plan.schedule, plan.frequency_mhz)
+        self._start, self._relaxed = plan, relaxed
         self._power_w = waiting_power_w
         self._deadline_s, self._min_dwell_s = deadline_s, min_dwell_s
         self._table = make_clock_table(plan.schedule, plan.profile, conditions, waiting_power_w)
@@ -97,52 +104,36 @@ class _RunSearch:
         self._change_j = self._gpus * conditions.change_energy_j
         highest = max_frequencies(plan.schedule, plan.profile)
         self._highest = replace(plan, frequency_mhz=highest)
+        self._finders = self._finders_for(self._change_j)
         self._evaluations = max(_FEWEST_EVALUATIONS, _EVALUATED_UNITS // plan.schedule.num_units)
+        self._price_w = price_flow(plan.schedule, relaxed.prices)[0].reshape(
+            plan.frequency_mhz.shape
+        )
 
     def search(self) -> Plan | None:
-        runs: list[Plan] = []
-        divides = self._start.schedule.num_units <= _MAX_PROGRAM_UNITS
-        for of in self._possible_runs():
-            made = self._within(self._start, of, self._start_s), divides and self._divided(of)
-            runs += filter(None, made)
-        for plan in sorted(filter(self._meets, runs), key=_energy_j)[:divides]:
-            again = self._divided(runs_of(self._table.index_of(plan.frequency_mhz)), plan)
-            runs += filter(None, (again,))
+        slowed = list(self._slowed(1.0))
+        begun = list(self._near_relaxed()) if self._min_dwell_s else slowed
+        runs = [*slowed, *begun] if self._min_dwell_s else [*slowed]
+        if begun and self._start.schedule.num_units <= _MAX_PROGRAM_UNITS:
+            divided = [self._divided(plan) for plan in begun]
+            runs += [*divided, self._divided(min(divided, key=self._rank))]
         if not self._min_dwell_s:
             runs += map(self._in_time, (self._start, *runs))
-            if not any(map(self._meets, runs)):
-                runs += self._earlier()
+            for others in (self._earlier, self._slowed_in_part):
+                if not any(map(self._meets, runs)):
+                    runs += others()
         elif not any(map(self._meets, runs)):
             nearest = sorted(runs, key=lambda plan: plan.cost.iteration_time_s)[:_SPENT]
             runs += map(self._in_time, nearest)
         in_time = filter(self._meets, (self._highest, self._start, *self._steady(), *runs))
-        best = sorted(in_time, key=_energy_j)
+        best = sorted(in_time, key=lambda plan: plan.cost.energy_j)
         spent = map(self._spent, best[: _SPENT if self._min_dwell_s else 1])
-        return min(spent, key=_energy_j, default=None)
-
-    def _possible_runs(self) -> Iterator[IntArray]:
-        """Runs of the dwell time, with the waits of two plans; or those of the start, or of units.
-
-        Of the waits that a run has for its dwell time, slower units leave less.
-        """
-        slowed = self._start_s / self._table.time_s.min(axis=2).T
-        if not self._min_dwell_s:
-            yield runs_of(self._table.index_of(self._start.frequency_mhz))
-            for units in _UNITS if self._change_j.any() else ():
-                least_s = units * float(self._start_s.mean())
-                yield alike_runs(slowed, self._start_s, least_s, 0)
-            return
-        for plan, longer in product((self._highest, self._start), _LONGER):
-            lasts_s = plan.timeline.duration_s + plan.timeline.wait_s
-            least_s = longer * self._run_s
-            units = min(math.ceil(least_s / float(lasts_s.mean())), lasts_s.shape[1])
-            for first in range(0, units, math.ceil(units / _OFFSETS)):
-                yield alike_runs(slowed, lasts_s, least_s, first)
+        return min(spent, key=lambda plan: plan.cost.energy_j, default=None)
 
     def _steady(self) -> Iterator[Plan]:
         """One clock per stage for the whole iteration: the fastest that all its units have."""
-        runs = np.indices(self._start.frequency_mhz.shape)[0]
-        index = best_clocks(runs, self._table.time_s, self._table.profiled)
+        finder = RunFinder(self._table, self._change_j, np.inf)
+        index = finder.find(self._table.time_s, self._table.profiled)
         if index is not None:
             yield self._plan(index)
 
@@ -159,55 +150,104 @@ class _RunSearch:
             if self._meets(plan):
                 break
 
-    def _within(self, plan: Plan, runs: IntArray, duration_s: FloatArray) -> Plan | None:
-        """The cheapest clocks of runs in which no unit takes longer than given.
+    def _slowed_in_part(self) -> Iterator[Plan]:
+        """Runs that slow units down by the largest share of the start's slowing that is in time.
 
-        The waits before units are as in a plan.
+        Where no order of clocks is faster than the deadline, as for 1F1B at its own time.
         """
-        conditions, cost_j = plan.conditions, self._table.cost_j
+        least, most = 0.0, 1.0
+        for _ in range(_SHARE_STEPS):
+            share = (least + most) / 2
+            for plan in self._slowed(share):
+                yield plan
+                if self._meets(plan):
+                    least = share
+            most = share if least < share else most
+
+    def _slowed(self, share: float) -> Iterator[Plan]:
+        """The cheapest runs that slow no unit down by more than a share of what the start does."""
+        plan = self._start
+        duration_s, _ = plan.profile.lookup(plan.schedule, plan.frequency_mhz)
+        fastest_s = self._table.time_s.min(axis=2).T
+        longest_s = fastest_s + share * (duration_s - fastest_s)
+        for finder in self._finders:
+            index = self._within(plan, longest_s, self._price_w, finder)
+            if index is not None:
+                yield self._plan(index)
+
+    def _near_relaxed(self) -> Iterator[Plan]:
+        """Runs whose units are as close to the relaxed durations as the dwell time lets them be."""
+        relaxed_s = self._relaxed.duration_s.reshape(self._price_w.shape).T[:, :, None]
+        off = (self._table.time_s - relaxed_s) / relaxed_s
+        cost_j, late = self._costs(self._start, self._price_w)
+        priced_j = cost_j + self._price_w.T[:, :, None] * self._table.time_s
+        unit_j = float(np.abs(self._table.cost_j).mean())
+        change_j = _CHANGE_FACTOR * self._change_j + _CHANGE_OF_UNIT * unit_j
+        for finder in self._finders_for(change_j):
+            for pull in _PULLS:
+                pulled_j = priced_j + pull * unit_j * off**2
+                index = finder.find(pulled_j, self._table.profiled, late)
+                if index is not None:
+                    yield self._plan(index)
+
+    def _finders_for(self, change_j: FloatArray) -> list[RunFinder]:
+        """Of runs that last the dwell time with the waits of one plan each, the start the last.
+
+        Of the waits that a run has for its dwell time, slower units leave less.
+        """
+        return [
+            RunFinder(self._table, change_j, longer * self._run_s, plan.timeline.wait_s)
+            for longer in (_LONGER if self._min_dwell_s else (1.0,))
+            for plan in ((self._highest, self._start) if self._min_dwell_s else (self._start,))
+        ]
+
+    def _within(
+        self, plan: Plan, duration_s: FloatArray, price_w: FloatArray, finder: RunFinder
+    ) -> IntArray | None:
+        """The cheapest runs in which no unit takes longer than given."""
+        times = self._table.time_s
+        short = times <= duration_s.T[:, :, None] * (1 + RELATIVE_TOLERANCE)
+        cost_j, late = self._costs(plan, price_w)
+        return finder.find(cost_j, self._table.profiled & short, late)
+
+    def _costs(self, plan: Plan, price_w: FloatArray) -> tuple[FloatArray, LateClocks | None]:
+        """Costs of units at each clock, with the waits before them as they are in a plan."""
+        conditions, wait_s = plan.conditions, plan.timeline.wait_s
+        cost_j = self._table.cost_j
         if conditions.wait_power_w is not None:
             above_w = conditions.waiting_power_w(self._table.frequency_mhz)
             above_w -= self._power_w[:, None]
-            wait_s = plan.timeline.wait_s.T[:, :, None]
-            cost_j = cost_j + wait_s * (self._gpus[:, None] * above_w)
-        short = self._table.time_s <= duration_s.T[:, :, None] * (1 + RELATIVE_TOLERANCE)
-        index = best_clocks(runs, cost_j, self._table.profiled & short)
-        return None if index is None else self._plan(index)
+            cost_j = cost_j + wait_s.T[:, :, None] * (self._gpus[:, None] * above_w)
+        if not conditions.change_time_s:
+            return cost_j, None
+        late_s = np.maximum(0.0, conditions.change_time_s - wait_s).T
+        late_s[0] = 0.0
+        return cost_j, LateClocks(late_s, cost_j + price_w.T[:, :, None] * self._table.time_s)
 
-    def _divided(self, runs: IntArray, plan: Plan | None = None) -> Plan | None:
-        """Time divided over runs, for an earlier deadline while it is late."""
+    def _divided(self, plan: Plan) -> Plan:
+        """Time divided anew over the runs of a plan, for an earlier deadline while it is late."""
         target_s, power_w = self._deadline_s, float(self._power_w @ self._gpus)
         for _ in range(_ROUNDS):
-            near = plan or self._start
-            duration_s = divide_time(near, self._table, runs, power_w, target_s)
-            if duration_s is None:
+            index = self._table.index_of(plan.frequency_mhz)
+            divided = divide_time(plan, self._table, index, power_w, target_s)
+            within = divided and self._within(plan, *divided, self._finders[-1])
+            if within is None:
                 break
-            divided = self._within(near, runs, duration_s)
-            if divided is None:
+            plan = self._plan(within)
+            if self._meets(plan):
                 break
-            plan = divided
-            late_s = plan.cost.iteration_time_s - self._deadline_s
-            if late_s <= RELATIVE_TOLERANCE * self._deadline_s:
-                break
-            target_s -= late_s
+            target_s -= max(0.0, plan.cost.iteration_time_s - self._deadline_s)
         return plan
 
     def _in_time(self, plan: Plan) -> Plan:
-        """Set late clocks that no slack makes up for a unit earlier, until the deadline is kept."""
-        for _ in range(_SHIFTS):
-            missing_s = plan.cost.iteration_time_s - self._deadline_s
-            if missing_s <= RELATIVE_TOLERANCE * self._deadline_s:
+        """Make units on the longest paths faster until late clocks keep the deadline."""
+        for _ in range(_PATHS):
+            if plan.cost.iteration_time_s <= self._deadline_s * (1 + RELATIVE_TOLERANCE):
                 break
-            planned_s, _ = plan.profile.lookup(plan.schedule, plan.frequency_mhz)
-            late = (plan.timeline.duration_s > planned_s) & (plan.timeline.slack_s < missing_s)
-            index = self._table.index_of(plan.frequency_mhz)
-            for stage, position in np.argwhere(late).tolist():
-                if self._table.profiled[position - 1, stage, index[stage, position]]:
-                    index[stage, position - 1] = index[stage, position]
-            earlier = self._plan(index)
-            if np.array_equal(earlier.frequency_mhz, plan.frequency_mhz):
+            faster = faster_path(plan, self._table, self._deadline_s)
+            if faster is None:
                 break
-            plan = earlier
+            plan = self._plan(faster)
         return plan
 
     def _spent(self, plan: Plan) -> Plan:
@@ -239,6 +279,9 @@ class _RunSearch:
                     first += 1
         return plan
 
+    def _rank(self, plan: Plan) -> tuple[bool, float]:
+        return not self._meets(plan), plan.cost.energy_j
+
     def _plan(self, index: IntArray) -> Plan:
         return replace(self._start, frequency_mhz=self._table.frequencies(index))
 
@@ -247,7 +290,3 @@ class _RunSearch:
             return False
         least_s = self._min_dwell_s * (1 - RELATIVE_TOLERANCE)
         return least_s == 0.0 or shortest_dwell_s(plan) >= least_s
-
-
-def _energy_j(plan: Plan) -> float:
-    return plan.cost.energy_j

@@ -1,4 +1,4 @@
-"""Time for given runs: the best division of it, and moves that spend what is left.
+"""Time for given runs: the best division of it, and what is late made faster, what is left spent.
 
 What a move saves and whether there is time for it is an estimate, good enough to choose what to
 evaluate: late clocks are left out, and other stages stay as they are.
@@ -17,7 +17,7 @@ from scipy.sparse import bmat, csr_matrix
 
 from envpipe_megatron.core.arrays import FloatArray, IntArray
 from envpipe_megatron.core.plan import Plan
-from envpipe_megatron.core.timeline import latency_by_node
+from envpipe_megatron.core.timeline import RELATIVE_TOLERANCE, latency_by_node
 from envpipe_megatron.policies.clock_changes.clock_runs import ClockTable
 from envpipe_megatron.policies.optimal.choices import lower_hull, unbeaten
 
@@ -25,6 +25,42 @@ from envpipe_megatron.policies.optimal.choices import lower_hull, unbeaten
 _LATE_FACTOR = 10.0
 #: Slower clocks that a run is tried at, where time is left over.
 _SLOWER_CLOCKS = 2
+
+
+def faster_path(plan: Plan, table: ClockTable, deadline_s: float) -> IntArray | None:
+    """Make up for an overrun on the path that sets the iteration time, at the least cost.
+
+    A unit goes to its next faster clock; or a clock that comes late is set a unit earlier. Returns
+    new indices of clocks, None if nothing on the path can be faster.
+    """
+    width, index = plan.schedule.units_per_stage, table.index_of(plan.frequency_mhz)
+    planned_s, _ = plan.profile.lookup(plan.schedule, plan.frequency_mhz)
+    late_s = plan.timeline.duration_s - planned_s
+    path = set(plan.timeline.critical_path())
+    options: list[tuple[float, float, int, int, int]] = []  # J/s, s, stage, position, clock
+    for stage, position in (divmod(node, width) for node in path):
+        now, before = int(index[stage, position]), position - 1
+        time_s, cost_j = table.time_s[position, stage], table.cost_j[position, stage]
+        faster = table.profiled[position, stage] & (time_s < time_s[now] * (1 - RELATIVE_TOLERANCE))
+        if faster.any():
+            clock = int(np.where(faster, time_s, 0.0).argmax())
+            gained_s = float(time_s[now] - time_s[clock])
+            rate_w = float(cost_j[clock] - cost_j[now]) / gained_s
+            options.append((rate_w, gained_s, stage, position, clock))
+        if late_s[stage, position] > 0 and table.profiled[before, stage, now]:
+            time_s, cost_j = table.time_s[before, stage], table.cost_j[before, stage]
+            old, gained_s = index[stage, before], float(late_s[stage, position])
+            if stage * width + before in path:
+                gained_s += max(0.0, float(time_s[old] - time_s[now]))
+            rate_w = float(cost_j[now] - cost_j[old]) / gained_s
+            options.append((rate_w, gained_s, stage, before, now))
+    changed = index.copy()
+    missing_s = plan.cost.iteration_time_s - deadline_s
+    for _, gained_s, stage, position, clock in sorted(options):
+        if missing_s > 0 and changed[stage, position] == index[stage, position]:
+            changed[stage, position] = clock
+            missing_s -= gained_s
+    return changed if options else None
 
 
 class Move(NamedTuple):
@@ -97,8 +133,8 @@ def _moves_of_run(
 
 
 def divide_time(
-    plan: Plan, table: ClockTable, runs: IntArray, waiting_power_w: float, deadline_s: float
-) -> FloatArray | None:
+    plan: Plan, table: ClockTable, index: IntArray, waiting_power_w: float, deadline_s: float
+) -> tuple[FloatArray, FloatArray] | None:
     """Minimise energy over the clocks of given runs: the linear program, its units bound together.
 
     All units of a run have one clock, so a run has one mixture of clocks, and the durations of its
@@ -108,23 +144,24 @@ def divide_time(
     `start + d + (1 - d/t_g) t_f`; its clock comes `change_time_s` after the end of the unit before.
     Where the clock is raised, k = 1 - t_f/t_g > 0, that is the later of `start + t_f` and
     `(1-k) start + k (end before + change_time_s) + t_f`, and so linear in what the start waits for;
-    k is taken from the plan's clocks. A lowered clock that is late saves time, which is left out.
+    k is taken from the given clocks. A lowered clock that is late saves time, which is left out.
 
-    Returns the best durations, [num_stages, units_per_stage], between profiled times. None if HiGHS
-    gave up, or a run has no clock.
+    Returns the best durations, between profiled times, and what a second more of each unit costs,
+    J/s; both [num_stages, units_per_stage]. None if HiGHS gave up.
 
     Args:
-        plan: has the order, the conditions, and clocks near the best ones.
-        runs: as `clock_runs.runs_of` has them.
+        plan: has the order and the conditions.
+        index: [num_stages, units_per_stage] indices of clocks: where they change, a run begins.
         waiting_power_w: power of all GPUs of the pipeline together.
         deadline_s: exceeded, by as little as can be, if even the fastest clocks cannot meet it.
     """
     schedule, conditions = plan.schedule, plan.conditions
-    num_stages, width = runs.shape
-    units, run = np.arange(schedule.num_units), runs.ravel()
-    hulls = _hulls(table, run)
-    if not all(len(hull) for hull, _ in hulls):
-        return None
+    num_stages, width = index.shape
+    units = np.arange(schedule.num_units)
+    begins = np.ones(index.shape, dtype=bool)
+    begins[:, 1:] = index[:, 1:] != index[:, :-1]
+    run = begins.ravel().cumsum() - 1
+    hulls = _hulls(table, np.flatnonzero(begins), units.size)
     steps = np.array([len(hull) - 1 for hull, _ in hulls])
     # Seconds and joules of any size become numbers around 1, for which tolerances are made.
     time_unit_s = float(table.time_s.min(axis=2).mean())
@@ -144,11 +181,9 @@ def divide_time(
         (units.size, int(steps.sum())),
     )
     fastest_s = times[units, np.array([hull[0] for hull, _ in hulls])[run]]
-
-    index = table.index_of(plan.frequency_mhz)
     new, old = index.ravel(), np.roll(index, 1, axis=1).ravel()
     k = np.maximum(0.0, 1.0 - times[units, new] / times[units, old])
-    k[(run == np.roll(runs, 1, axis=1).ravel()) | (units % width == 0)] = 0.0
+    k[::width] = 0.0  # a stage's first is never late
 
     # Rows: a unit on the one before it, on what feeds it, late on both, on nothing; ends of stages.
     cross = schedule.cross_dependency.astype(np.int64)
@@ -157,15 +192,18 @@ def divide_time(
     after, fed, first = units[units % width > 0], units[cross >= 0], units[::width]
     both = fed[late_s[fed] > 0]
     target = np.concatenate([after, fed, both, first])
-    source = np.concatenate([after - 1, cross[fed], both - 1, cross[both]])
-    share = np.concatenate([np.ones(len(after) + len(fed)), k[both], 1 - k[both]])
-    least_s = np.concatenate(
-        [late_s[after], hop_s[fed], (late_s + (1 - k) * hop_s)[both], 0.0 * first]
-    )
+    least_s = [late_s[after], hop_s[fed], (late_s + (1 - k) * hop_s)[both], 0.0 * first]
     row = np.arange(len(target))
+    in_both = row[len(after) + len(fed) :][: len(both)]
     waits = _sparse(np.ones(len(row)), (row, target), (len(row), units.size))
-    waiting = np.append(row[: -len(first)], row[len(after) + len(fed) : -len(first)])
-    sources = _sparse(share, (waiting, source), waits.shape)
+    sources = _sparse(
+        np.concatenate([np.ones(len(after) + len(fed)), k[both], 1 - k[both]]),
+        (
+            np.concatenate([row[: len(after) + len(fed)], in_both, in_both]),
+            np.concatenate([after - 1, cross[fed], both - 1, cross[both]]),
+        ),
+        waits.shape,
+    )
     stages = np.arange(num_stages)
     last = _sparse(
         np.ones(num_stages), (stages, width * (stages + 1) - 1), (num_stages, units.size)
@@ -180,7 +218,8 @@ def divide_time(
     solved = linprog(
         np.concatenate([np.zeros(units.size), step_j, [wait_cost, late_cost]]),
         bmat([[sources - waits, waits @ longer, None, None], [last, None, -one, -one]], "csr"),
-        np.concatenate([-least_s - fastest_s[target], -conditions.tail_by_stage_s]) / time_unit_s,
+        np.concatenate([-np.concatenate(least_s) - fastest_s[target], -conditions.tail_by_stage_s])
+        / time_unit_s,
         bounds=[(0, None)] * units.size
         + [(0, 1)] * len(step_j)
         + [(0, deadline_s / time_unit_s), (0, None)],
@@ -189,7 +228,10 @@ def divide_time(
     if solved.status != 0:
         return None
     duration_s = fastest_s + longer @ solved.x[units.size : -2] * time_unit_s
-    return duration_s.reshape(runs.shape)
+    price_w = np.zeros(units.size)
+    np.add.at(price_w, target, -solved.ineqlin.marginals[: len(target)])
+    price_w *= cost_unit_j / time_unit_s
+    return duration_s.reshape(index.shape), price_w.reshape(index.shape)
 
 
 def _sparse(
@@ -198,27 +240,25 @@ def _sparse(
     return csr_matrix((values, at), shape)
 
 
-def _hulls(table: ClockTable, run: IntArray) -> list[tuple[IntArray, FloatArray]]:
+def _hulls(table: ClockTable, begin: IntArray, num_units: int) -> list[tuple[IntArray, FloatArray]]:
     """For each run, the clocks on the lower hull of its cost over its time, and its cost at them.
 
     Runs with as many units of each key have the same hull.
     """
-    keys = table.key.T.ravel()
+    width = len(table.key)
+    keys: list[int] = table.key.T.ravel().tolist()
     known: dict[frozenset[tuple[int, int]], tuple[IntArray, FloatArray]] = {}
     hulls = []
-    order = run.argsort(kind="stable")
-    for nodes in np.split(order, np.flatnonzero(np.diff(run[order])) + 1):
-        counts = frozenset(Counter(keys[nodes].tolist()).items())
+    for node, stop in pairwise([*begin.tolist(), num_units]):
+        stage, position = divmod(node, width)
+        counts = frozenset(Counter(keys[node:stop]).items())
         if counts not in known:
-            stage, position = np.divmod(nodes, len(table.key))
-            clocks = np.flatnonzero(table.profiled[position, stage].all(axis=0))
-            time_s = table.time_s[position, stage].sum(axis=0)[clocks].tolist()
-            cost_j = table.cost_j[position, stage].sum(axis=0)[clocks].tolist()
+            at = slice(position, position + stop - node)
+            clocks = np.flatnonzero(table.profiled[at, stage].all(axis=0))
+            time_s = table.time_s[at, stage].sum(axis=0)[clocks].tolist()
+            cost_j = table.cost_j[at, stage].sum(axis=0)[clocks].tolist()
             kept = unbeaten(zip(time_s, cost_j, clocks.tolist(), strict=True))
-            on_hull = [kept[index] for index in lower_hull(kept)]
-            known[counts] = (
-                np.array([clock for *_, clock in on_hull], dtype=np.int64),
-                np.array([hull_j for _, hull_j, _ in on_hull]),
-            )
+            _, hull_j, hull = zip(*(kept[index] for index in lower_hull(kept)), strict=True)
+            known[counts] = np.array(hull, dtype=np.int64), np.array(hull_j)
         hulls.append(known[counts])
     return hulls

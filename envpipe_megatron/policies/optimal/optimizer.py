@@ -129,15 +129,16 @@ class Optimizer:
         if by_energy and conditions.wait_power_w is not None:
             chosen = hull_floor(schedule, priced.choices, at_floor.duration_s)
             priced = self._at_mean_power_of(self._plan(priced.choices, chosen))
-        rounded = self._round(priced, deadline_s)
+        rounded, relaxed = self._round(priced, deadline_s)
         plan: Plan | None = rounded
         if self.plans_changes(min_dwell_s):
             plan = fewer_changes(
                 rounded,
+                relaxed,
                 priced.waiting_power_w,
                 deadline_s,
                 min_dwell_s,
-                plan_for=lambda earlier_s: self._round(priced, earlier_s),
+                plan_for=lambda earlier_s: self._round(priced, earlier_s)[0],
             )
         if plan is None:
             raise LinearProgramError(
@@ -190,7 +191,7 @@ class Optimizer:
             self._at_mean = self._priced(mean_w)
         return self._at_mean
 
-    def _round(self, priced: _Priced, deadline_s: float) -> Plan:
+    def _round(self, priced: _Priced, deadline_s: float) -> tuple[Plan, Relaxed]:
         """Round a linear program's solution to a plan, for which clocks are never late."""
         schedule, choices = self.schedule, priced.choices
         relaxed = priced.program.solve(deadline_s)
@@ -204,7 +205,7 @@ class Optimizer:
             relaxed.cost_j,
             self._good_gap,
         )
-        return self._plan(choices, chosen)
+        return self._plan(choices, chosen), relaxed
 
     def _plan(self, choices: Choices, chosen: list[int]) -> Plan:
         schedule = self.schedule

@@ -154,9 +154,10 @@ class TestChangeEnergy:
 
 
 class TestLateClocks:
-    def test_most_of_the_saving_is_left_where_there_are_too_many_units(self, monkeypatch):
-        # As with 32 stages and 512 microbatches.
+    def test_most_of_the_saving_is_left_where_there_are_too_many_paths(self, monkeypatch):
+        # As with 32 stages and 512 microbatches, for which neither limit is enough.
         monkeypatch.setattr(run_search, "_MAX_PROGRAM_UNITS", 0)
+        monkeypatch.setattr(run_search, "_PATHS", 1)
         optimizer = optimizer_of(conditions_of(change_time_s=0.01), microbatches=24)
         plan = optimizer.plan(deadline_of(optimizer, 1.0))
         blind = optimizer_of(conditions_of(), microbatches=24).plan(deadline_of(optimizer, 1.0))
@@ -254,7 +255,7 @@ def test_any_conditions():
         assert plan.energy_lower_bound_j <= plan.cost.energy_j * (1 + 1e-9), seed
         assert shortest_dwell_s(plan) >= dwell_s * (1 - 1e-9), seed
         above.append(100 * (plan.cost.energy_j / plan.energy_lower_bound_j - 1))
-    fewest, most = (59, 7.2) if asked_for("CORE") else (15, 8.3)
+    fewest, most = (59, 7.05) if asked_for("CORE") else (15, 8.2)
     assert len(above) >= fewest
     assert np.mean(above) < most
 

@@ -17,9 +17,10 @@ from envpipe_megatron.core.orders import builders
 from envpipe_megatron.core.plan import Plan, max_frequencies
 from envpipe_megatron.core.timeline import Timeline
 from envpipe_megatron.policies.clock_changes import run_times
-from envpipe_megatron.policies.clock_changes.clock_runs import make_clock_table, runs_of
+from envpipe_megatron.policies.clock_changes.clock_runs import make_clock_table
 from envpipe_megatron.policies.clock_changes.run_times import (
     divide_time,
+    faster_path,
     saving_moves,
 )
 from envpipe_megatron.policies.optimal.choices import make_choices, node_keys
@@ -46,11 +47,16 @@ class SharedClocks:
         ends_s = Timeline(self.schedule, duration_s, conditions.latency_s).end_s[:, -1]
         return float((ends_s + conditions.tail_by_stage_s).max())
 
-    def solve(self, runs, deadline_s):
+    def solve(self, index, deadline_s):
         schedule, profile = self.schedule, self.job.profile
         highest = max_frequencies(schedule, profile)
         plan = Plan("mine", schedule, highest, profile, self.job.conditions)
-        return divide_time(plan, self.table, runs, self.total_w, deadline_s)
+        return divide_time(plan, self.table, index, self.total_w, deadline_s)
+
+    def runs_of_one(self):
+        """Indices that differ from unit to unit: every unit is a run of its own."""
+        shape = self.schedule.is_backward.shape
+        return np.broadcast_to(np.arange(shape[1]) % 2, shape)
 
 
 @settings(max_examples=examples(80), deadline=None, derandomize=True)
@@ -60,8 +66,7 @@ def test_runs_of_one_unit_are_as_cheap_as_the_program_without_runs(seed):
     case = SharedClocks(rng)
     conditions = case.job.conditions
     deadline_s = rng.choice([1.0, 1.05, 1.3, 3.0]) * case.fastest_s
-    runs = np.arange(case.schedule.num_units).reshape(case.schedule.is_backward.shape)
-    duration_s = case.solve(runs, deadline_s)
+    duration_s, _ = case.solve(case.runs_of_one(), deadline_s)
     iteration_s = case.iteration_s(duration_s)
     assert iteration_s <= deadline_s * (1 + 1e-6)
     energy_j = case.total_w * iteration_s
@@ -84,8 +89,9 @@ def test_runs_of_one_unit_are_as_cheap_as_the_program_without_runs(seed):
 def test_one_run_a_stage_has_one_clock_and_misses_a_deadline_by_as_little_as_it_can(seed):
     rng = random.Random(seed)
     case = SharedClocks(rng)
-    runs = np.indices(case.schedule.is_backward.shape)[0]
-    duration_s = case.solve(runs, 0.5 * case.fastest_s)
+    index = np.zeros(case.schedule.is_backward.shape, dtype=np.int64)
+    duration_s, price_w = case.solve(index, 0.5 * case.fastest_s)
+    assert (price_w >= -1e-6).all()
     for stage in range(case.job.num_stages):
         backward = case.schedule.is_backward[stage]
         for kind in (backward, ~backward):
@@ -95,7 +101,7 @@ def test_one_run_a_stage_has_one_clock_and_misses_a_deadline_by_as_little_as_it_
     fastest_s = np.array(
         [
             [case.table.time_s[position, stage, profiled[stage]].min() for position in range(width)]
-            for stage, width in enumerate([runs.shape[1]] * len(runs))
+            for stage, width in enumerate([index.shape[1]] * len(index))
         ]
     )
     assert case.iteration_s(duration_s) >= case.iteration_s(fastest_s) * (1 - 1e-9)
@@ -106,7 +112,7 @@ class TestLateClocks:
 
     @staticmethod
     def solve(stages, clocks, deadline_s, change_time_s):
-        """Durations on stage 0; a forward saves 8 J a second, a backward 10."""
+        """Durations and prices on stage 0; a forward saves 8 J a second, a backward 10."""
         table = {
             (0, F): {1200: (1.0, 10.0), 900: (1.5, 6.0)},
             (0, B): {1200: (2.0, 30.0), 900: (3.0, 20.0)},
@@ -118,34 +124,41 @@ class TestLateClocks:
         clock_table = make_clock_table(schedule, profile_of(table), conditions, np.zeros(stages))
         frequency = np.array([clocks, [1000, 1000]][:stages])
         plan = Plan("mine", schedule, frequency, profile_of(table), conditions)
-        runs = runs_of(clock_table.index_of(frequency))
-        return divide_time(plan, clock_table, runs, 0.0, deadline_s)[0].tolist()
+        index = clock_table.index_of(frequency)
+        solved = divide_time(plan, clock_table, index, 0.0, deadline_s)
+        return solved and tuple(values[0].tolist() for values in solved)
 
-    # A raise from 900 to 1200 MHz makes the backward longer by a third of what its clock is late;
-    # with two stages it starts 3.5 s after the forward has ended, and its clock comes later.
+    # A raise from 900 to 1200 MHz makes the backward longer by a third of what its clock is late.
     @pytest.mark.parametrize(
-        ("stages", "clocks", "deadline_s", "change_time_s", "durations_s"),
-        [
-            (1, [900, 1200], 4.0, 0.3, [1.0, 2.9]),
-            (1, [900, 1200], 4.3, 0.3, [1.2, 3.0]),
-            (1, [900, 1200], 9.0, 0.3, [1.5, 3.0]),
-            (1, [1200, 900], 4.0, 0.3, [1.0, 3.0]),
-            (2, [900, 1200], 7.5, 4.1, [1.0, 2.8]),
-            (2, [900, 1200], 7.5, 3.4, [1.0, 3.0]),
-            (1, [900, 1200], 0.1, 6.0, [1.0, 2.0]),
-            (2, [900, 1200], 0.1, 6.0, [1.0, 2.0]),
-        ],
+        ("deadline_s", "durations_s", "price_w"),
+        [(4.0, [1.0, 2.9], 10.0), (4.3, [1.2, 3.0], 8.0), (9.0, [1.5, 3.0], 0.0)],
     )
-    def test_leave_less_time(self, stages, clocks, deadline_s, change_time_s, durations_s):
-        found_s = self.solve(stages, clocks, deadline_s, change_time_s)
-        assert found_s == pytest.approx(durations_s)
+    def test_leave_less_time(self, deadline_s, durations_s, price_w):
+        durations, prices = self.solve(1, [900, 1200], deadline_s, 0.3)
+        assert durations == pytest.approx(durations_s)
+        assert prices == pytest.approx([price_w] * 2)
 
+    def test_that_are_lowered_leave_all_of_it(self):
+        durations, _ = self.solve(1, [1200, 900], 4.0, 0.3)
+        assert durations == pytest.approx([1.0, 3.0])
 
-def test_a_program_that_no_solver_finds_is_none(monkeypatch):
-    gave_up = OptimizeResult(status=4, message="numerical difficulties")
-    monkeypatch.setattr(run_times, "linprog", lambda *_, **__: gave_up)
-    case = SharedClocks(random.Random(1))
-    assert case.solve(np.indices(case.schedule.is_backward.shape)[0], case.fastest_s) is None
+    def test_count_from_the_end_of_the_unit_before_not_from_the_wait(self):
+        # The backward starts 3.5 s after the forward has ended; its clock comes 0.6 s after that.
+        durations, prices = self.solve(2, [900, 1200], 7.5, 4.1)
+        assert durations == pytest.approx([1.0, 2.8])
+        assert prices == pytest.approx([10.0, 10.0])
+        durations, _ = self.solve(2, [900, 1200], 7.5, 3.4)
+        assert durations == pytest.approx([1.0, 3.0])
+
+    @pytest.mark.parametrize("stages", [1, 2])
+    def test_that_miss_the_deadline_miss_it_by_as_little_as_they_can(self, stages):
+        durations, _ = self.solve(stages, [900, 1200], 0.1, 6.0)
+        assert durations == pytest.approx([1.0, 2.0])
+
+    def test_that_no_solver_finds_are_none(self, monkeypatch):
+        gave_up = OptimizeResult(status=4, message="numerical difficulties")
+        monkeypatch.setattr(run_times, "linprog", lambda *_, **__: gave_up)
+        assert self.solve(1, [900, 1200], 4.0, 0.3) is None
 
 
 class TestSavingMoves:
@@ -223,3 +236,71 @@ class RandomRuns:
         extra_s = changed.timeline.duration_s.sum() - self.plan.timeline.duration_s.sum()
         in_time = changed.cost.iteration_time_s <= self.deadline_s * (1 + 1e-12)
         return self.plan.cost.energy_j - changed.cost.energy_j, extra_s, in_time
+
+
+class TestFasterPath:
+    """F0 B0 F1 B1 on a single stage; backwards have no 1000 MHz, forwards no 1100."""
+
+    profile = profile_of(
+        {
+            (0, F): {1200: (1.0, 20.0), 1000: (1.25, 14.0), 900: (1.5, 12.0)},
+            (0, B): {1200: (2.0, 44.0), 1100: (2.25, 38.0), 900: (3.0, 29.0)},
+        }
+    )
+
+    def faster(self, clocks, deadline_s, profile=None, **conditions):
+        schedule, profile = builders.one_f_one_b(1, 2), profile or self.profile
+        around = Conditions((0.0,), **conditions)
+        table = make_clock_table(schedule, profile, around, np.zeros(1))
+        plan = Plan("mine", schedule, np.array([clocks]), profile, around)
+        faster = faster_path(plan, table, deadline_s)
+        return None if faster is None else table.frequencies(faster)[0].tolist()
+
+    @pytest.mark.parametrize(
+        ("deadline_s", "clocks"),
+        [
+            (8.75, [1000, 900, 900, 900]),
+            (8.74, [1000, 900, 1000, 900]),
+            (8.5, [1000, 900, 1000, 900]),
+            (8.25, [1000, 1100, 1000, 900]),
+            (1.0, [1000, 1100, 1000, 1100]),
+        ],
+    )
+    def test_takes_the_next_clock_of_the_units_that_pay_least_for_a_second(
+        self, deadline_s, clocks
+    ):
+        # All at 900 MHz take 9 s. A forward gains 0.25 s at 8 J/s, a backward 0.75 s at 12 J/s.
+        assert self.faster([900] * 4, deadline_s) == clocks
+
+    def test_knows_when_nothing_can_be_faster(self):
+        assert self.faster([1200] * 4, 1.0) is None
+
+    # B0 and B1 start at 900 MHz and have theirs after half a second: they take 2 1/6 s, and F1,
+    # which starts at 1200, 1.25 s. A forward at 1200 takes 0.5 s less, and so does its backward
+    # a sixth.
+    @pytest.mark.parametrize(
+        ("forward_j", "deadline_s", "clocks"),
+        [
+            (13.0, 7.0, [1200, 1200, 900, 1200]),
+            (13.0, 6.5, [1200, 1200, 900, 1200]),
+            (13.0, 6.3, [1200, 1200, 1200, 1200]),
+            (13.0, 5.0, [1200, 1200, 1200, 1200]),
+            (16.0, 6.85, [1000, 1200, 900, 1200]),
+        ],
+    )
+    def test_sets_a_late_clock_a_unit_earlier_where_that_is_cheaper(
+        self, forward_j, deadline_s, clocks
+    ):
+        curve = {1200: (1.0, forward_j), 1000: (1.25, 12.9), 900: (1.5, 12.0)}
+        backward = {
+            row.frequency_mhz: (row.time_s, row.energy_j) for row in self.profile.rows[0][B]
+        }
+        profile = profile_of({(0, F): curve, (0, B): backward})
+        late = {"profile": profile, "change_time_s": 0.5}
+        assert self.faster([900, 1200, 900, 1200], deadline_s, **late) == clocks
+
+    def test_sets_no_clock_that_the_unit_before_does_not_have(self):
+        dear = {1200: (1.0, 60.0), 1000: (1.25, 50.0), 900: (1.5, 12.0)}
+        profile = profile_of({(0, F): dear, (0, B): {1100: (2.25, 38.0), 900: (3.0, 29.0)}})
+        late = {"profile": profile, "change_time_s": 0.5}
+        assert self.faster([900, 1100, 900, 1100], 1.0, **late) == [1000, 1100, 1000, 1100]
