@@ -41,6 +41,7 @@ import sys
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -78,12 +79,6 @@ SHARES = ("compute_s", "blocking_s", "idle_s")
 KEEP_CLOCKS = ("none", "dry_run")
 #: What is known of an average step.
 STEP = ("iterations", "time_s", "time_uncertainty_s", "energy_j", "metering_uncertainty_j")
-#: What a line says under the name that a window has for it.
-_FIELDS = (
-    *("node", "gpu", "gpu_uid", "clock_backend", "run", "rank", "num_ranks", "stage", "phase"),
-    *("first_iteration", "last_iteration", "begin_s", "duration_s"),
-    *("energy_j", "energy_uncertainty_j"),
-)
 
 
 class Phase(StrEnum):
@@ -181,7 +176,7 @@ class EnergyWindow:
     def line(self) -> dict[str, Any]:
         """Return it as the JSON object of a line, without what it does not say."""
         said: dict[str, Any] = {"format": ENERGY_FORMAT}
-        said |= {name: getattr(self, name) for name in _FIELDS}
+        said |= {name: getattr(self, name) for name in _READERS}
         said |= zip(SHARES, self.shares_s or (None,) * len(SHARES), strict=True)
         if self.baseline is not None:
             said["baseline"] = vars(self.baseline)
@@ -338,26 +333,11 @@ def parse_window(data: Any) -> EnergyWindow:
     """A window from its JSON; errors as for `parse_entry`."""
     if not isinstance(data, dict) or data.get("format", ENERGY_FORMAT) != ENERGY_FORMAT:
         raise ValueError
-    shares = [data.get(name) for name in SHARES]
-    uncertainty_j = data.get("energy_uncertainty_j")
+    shares_s = [data.get(name) for name in SHARES]
     return EnergyWindow(
-        node=read_text(data, "node"),
-        gpu_uid=read_text(data, "gpu_uid"),
-        gpu=read_text(data, "gpu"),
-        rank=_index(data, "rank"),
-        stage=_index(data, "stage", MAX_STAGE),
-        run=read_text(data, "run"),
-        phase=read_text(data, "phase"),
-        first_iteration=_index(data, "first_iteration"),
-        last_iteration=_index(data, "last_iteration"),
-        energy_j=read_amount(data["energy_j"]),
-        duration_s=read_amount(data["duration_s"]),
-        energy_uncertainty_j=None if uncertainty_j is None else read_amount(uncertainty_j),
-        shares_s=None if None in shares else tuple(read_amount(share) for share in shares),
-        begin_s=None if data.get("begin_s") is None else read_amount(data["begin_s"]),
-        num_ranks=_index(data, "num_ranks"),
+        **{name: read(data, name) for name, read in _READERS.items()},
+        shares_s=None if None in shares_s else tuple(map(read_amount, shares_s)),
         baseline=read_step(data.get("baseline")),
-        clock_backend=read_text(data, "clock_backend"),
     )
 
 
@@ -402,3 +382,21 @@ def read_index(value: Any, most: int = MAX_INDEX) -> int:
 def _index(data: dict[str, Any], name: str, most: int = MAX_INDEX) -> int | None:
     value = data.get(name)
     return None if value is None else read_index(value, most)
+
+
+def _amount(data: dict[str, Any], name: str) -> float | None:
+    value = data.get(name)
+    return None if value is None else read_amount(value)
+
+
+#: What a line says under the name that a window has for it.
+_READERS: Mapping[str, Callable[[dict[str, Any], str], Any]] = {
+    **dict.fromkeys(("node", "gpu", "gpu_uid", "clock_backend", "run"), read_text),
+    **dict.fromkeys(("rank", "num_ranks"), _index),
+    "stage": partial(_index, most=MAX_STAGE),
+    "phase": read_text,
+    **dict.fromkeys(("first_iteration", "last_iteration"), _index),
+    "begin_s": _amount,
+    **dict.fromkeys(("duration_s", "energy_j"), lambda data, name: read_amount(data[name])),
+    "energy_uncertainty_j": _amount,
+}

@@ -175,11 +175,7 @@ class Collector:
         if self._reporting is not None:
             self._reporting.cancel()
             self._reporting = None
-        try:
-            self._on_lines()
-        except Exception:  # a closed terminal, say
-            logger.exception("The bill is added up, but no longer shown while it grows")
-            self._on_lines = lambda: None
+        self._on_lines()
 
 
 class Uplink:

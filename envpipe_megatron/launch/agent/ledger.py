@@ -172,7 +172,6 @@ class GpuLedger:
         self.know(labels)
         self._sums = LineSums(lambda window: write({**self._labels, **window.line()}))
         self._failing = False
-        self._most_metered_j = 0.0
         #: Of the windows so far; None before the first.
         self._longest_step_s: float | None = None
         self._last_iteration: int | None = 0
@@ -194,15 +193,6 @@ class GpuLedger:
     def energy_j(self) -> float:
         """J that were billed."""
         return self._billed[1]
-
-    @property
-    def metered_j(self) -> float:
-        """J up to now, billed or not yet; never less than before. Reads the counter."""
-        now, (until, energy_j) = self.read(), self._billed
-        if now is not None and until is not None:
-            energy_j += max(0.0, now.energy_j - until.energy_j)
-        self._most_metered_j = max(self._most_metered_j, energy_j)
-        return self._most_metered_j
 
     def read(self) -> CounterAt | None:
         """Read the counter, which may take 0.1 s; None if it cannot be read."""

@@ -29,7 +29,7 @@ _ABOUT = ("model", "level", "type", "scheduling", "reconfigure")
 FAMILIES = {
     "envpipe_gpu_power_watts": ("Power now.", _GPU),
     "envpipe_gpu_power_limit_watts": ("The power limit that is enforced now.", _GPU),
-    "envpipe_gpu_energy_joules_total": ("Energy since the GPU was first used.", _GPU),
+    "envpipe_gpu_energy_joules_total": ("Energy in the bill of the GPU's node.", _GPU),
     "envpipe_gpu_sm_clock_hertz": ("SM clock now, or at its rank's last look.", _GPU),
     "envpipe_gpu_sm_clock_requested_hertz": (
         "SM clock that was requested then; none where the driver chooses.",
@@ -70,22 +70,19 @@ FAMILIES = {
 _SPENT = ("units", "receives", "rest")
 
 
-class _Families:
+class _Families(dict[str, CounterMetricFamily | GaugeMetricFamily]):
     """All families, to which a scrape adds its samples."""
 
     def __init__(self) -> None:
-        self.families: dict[str, CounterMetricFamily | GaugeMetricFamily] = {
-            name: (CounterMetricFamily if name.endswith("_total") else GaugeMetricFamily)(
-                name, text, labels=labels
-            )
-            for name, (text, labels) in FAMILIES.items()
-        }
+        for name, (text, labels) in FAMILIES.items():
+            made = CounterMetricFamily if name.endswith("_total") else GaugeMetricFamily
+            self[name] = made(name, text, labels=labels)
 
     def add(self, name: str, value: float | None, *labels: object) -> None:
         """Add a sample; none whose value is not known. A label that is None is empty."""
         if value is not None:
             texts = ["" if label is None else str(label) for label in labels]
-            self.families[f"envpipe_{name}"].add_metric(texts, value)
+            self[f"envpipe_{name}"].add_metric(texts, value)
 
 
 class _NodeMetrics(Collector):
@@ -107,10 +104,10 @@ class _NodeMetrics(Collector):
         bill = self._agent.snapshot()
         if bill is not None:
             self._add_job(found, bill)
-        yield from found.families.values()
+        yield from found.values()
 
     def _add_gpu(self, found: _Families, ledger: GpuLedger, *gpu: object) -> None:
-        found.add("gpu_energy_joules_total", ledger.metered_j, *gpu)
+        found.add("gpu_energy_joules_total", ledger.energy_j, *gpu)
         for reason, time_s in ledger.throttled_s.copy().items():
             found.add("gpu_throttle_seconds_total", time_s, *gpu, reason)
         for spent, time_s in zip(_SPENT, ledger.trained.known_shares_s or (), strict=False):
