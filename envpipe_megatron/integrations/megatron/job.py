@@ -17,7 +17,7 @@ from envpipe_megatron.core.schedule import Schedule
 from envpipe_megatron.core.sidecar import Sidecar
 from envpipe_megatron.integrations.hooking import same_job
 from envpipe_megatron.integrations.job import JobFacts
-from envpipe_megatron.integrations.levels import Level, Limit, stands_against
+from envpipe_megatron.integrations.levels import Level, Limit, limits_where
 from envpipe_megatron.integrations.megatron.core import unsupported
 from envpipe_megatron.integrations.megatron.limits import NOT_PROVEN
 
@@ -27,23 +27,20 @@ _KNOWN_PACKAGES = ("megatron", "transformer_engine", "torch", "apex")
 
 def limits_of(model: Sequence[Any]) -> list[Limit]:
     """What the model that was built has about EnvPipe's order, whatever the flags say."""
-    config = get_model_config(model[0])
-    found = [
-        stands_against(feature, Level.UNITS, "the interpreter does not run it")
-        for feature in unsupported(config)
-    ]
-    own = type(unwrap_model(model[0]))
+    config, own = get_model_config(model[0]), type(unwrap_model(model[0]))
     others = {type(m) for chunk in model for m in chunk.modules() if not _is_known(type(m))}
-    if not issubclass(own, GPTModel):
-        feature = f"models other than GPTModel: {own.__name__}"
-        found.append(stands_against(feature, Level.ORDER, NOT_PROVEN))
-    elif others:
-        names = ", ".join(sorted(f"{each.__module__}.{each.__name__}" for each in others))
-        found.append(stands_against(f"layers of one's own: {names}", Level.ORDER, NOT_PROVEN))
-    if config.variable_seq_lengths:
-        feature = "sequences of varying length"
-        found.append(stands_against(feature, Level.ORDER, NOT_PROVEN))
-    return found
+    names = ", ".join(sorted(f"{each.__module__}.{each.__name__}" for each in others))
+    is_gpt = issubclass(own, GPTModel)
+    runs_not = "the interpreter does not run it"
+    return [
+        *limits_where(Level.UNITS, *((True, each, runs_not) for each in unsupported(config))),
+        *limits_where(
+            Level.ORDER,
+            (not is_gpt, f"models other than GPTModel: {own.__name__}", NOT_PROVEN),
+            (is_gpt and names, f"layers of one's own: {names}", NOT_PROVEN),
+            (config.variable_seq_lengths, "sequences of varying length", NOT_PROVEN),
+        ),
+    ]
 
 
 def facts_of(args: argparse.Namespace) -> JobFacts:

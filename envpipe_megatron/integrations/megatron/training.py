@@ -15,7 +15,6 @@ from megatron.core.utils import get_model_config
 
 from envpipe_megatron.core.channel_model import find_stall
 from envpipe_megatron.core.kinds import ScheduleError
-from envpipe_megatron.core.orders import builders
 from envpipe_megatron.integrations.job import Placement, limits_of_ranks, say_line
 from envpipe_megatron.integrations.leveled import LeveledJob
 from envpipe_megatron.integrations.levels import Level, Limit, stands_against
@@ -28,7 +27,7 @@ from envpipe_megatron.integrations.megatron.job import (
     orders_to_try,
     sequence_counts,
 )
-from envpipe_megatron.integrations.megatron.kept import KeptOrder, WholeSteps
+from envpipe_megatron.integrations.megatron.kept import KeptOrder
 from envpipe_megatron.integrations.megatron.limits import POSTED_AHEAD
 from envpipe_megatron.integrations.megatron.self_check import SelfCheck
 from envpipe_megatron.integrations.megatron.split_backward import why_whole
@@ -90,7 +89,7 @@ class Training(LeveledJob):
         )
         self._checked = bool(self.decision.to_check) or options.self_check == "always"
         #: What runs in place of Megatron's own function, once there is one.
-        self._stand_in: ForwardBackward | KeptOrder | WholeSteps | None = None
+        self._stand_in: ForwardBackward | KeptOrder | None = None
         self._replaced: Callable[..., Any] | None = None
         if self.job is not None and self.level is Level.ORDER and (why := self._against_order()):
             self._lower_order(why, options.level)
@@ -117,28 +116,29 @@ class Training(LeveledJob):
     def begin_step(self, iteration: int | None = None) -> None:
         """The training step of this iteration begins; the first is 0."""
         super().begin_step(iteration)
-        if self._stand_in is not None:
-            self._stand_in.begin_step()
+        if self.job is None or self.decision.tells_units:
+            return
+        if get_num_microbatches() == self._microbatches:
+            self.follow_whole()
+        else:
+            self.session.highest_clock()
 
     def end_step(self, *, skipped: bool = False) -> None:
         """The iteration ends after the optimizer, which may have skipped: gradients overflowed.
 
         Raises SystemExit if only the profile was asked for, and it is written.
         """
-        if self._stand_in is not None:
-            self._stand_in.end_step(skipped=skipped)
         super().end_step()
-        if isinstance(self._stand_in, ForwardBackward) and self._stand_in.failed:
-            self._why_lower = self._stand_in.failed
+        if isinstance(self._stand_in, ForwardBackward):
+            self._why_lower = self._stand_in.end_step(skipped=skipped) or self._why_lower
         why, self._why_lower = self._why_lower, None
         if why is not None:
             self._lower_order(why)
 
-    def log(self, iteration: int, tensorboard: Any, wandb: Any, meter: Any = None) -> str:
+    def log(self, iteration: int, tensorboard: Any, wandb: Any) -> str:
         """Energy since the last call: scalars for the writers, text for a log line.
 
-        Every rank calls it at the same iteration; all but one without writers. `meter` is that of
-        OpenTelemetry, if it is on.
+        Every rank calls it at the same iteration; all but one without writers.
         """
         report = self.report()
         for name, value in report.scalars().items():
@@ -146,8 +146,6 @@ class Training(LeveledJob):
                 tensorboard.add_scalar(name, value, iteration)
             if wandb:
                 wandb.log({name: value}, iteration)
-        if meter is not None:
-            report.record(meter)
         return report.line()
 
     def end(self) -> None:
@@ -171,17 +169,10 @@ class Training(LeveledJob):
         if self.lower([stands_against(features, Level.UNITS, why)], asked):
             self._stand_in = self._make_stand_in()
 
-    def _make_stand_in(self) -> ForwardBackward | KeptOrder | WholeSteps | None:
-        if self.job is None or self._replaced is None:
+    def _make_stand_in(self) -> ForwardBackward | KeptOrder | None:
+        if self.job is None or self._replaced is None or not self.decision.tells_units:
             return None
         session, collectives, microbatches = self.session, self.collectives, self._microbatches
-        if not self.decision.tells_units:
-            return WholeSteps(
-                session,
-                self._replaced,
-                builders.whole_iteration(len(session.pipeline_ranks)),
-                lambda: get_num_microbatches() == microbatches,
-            )
         if self.level is not Level.ORDER:
             return KeptOrder(session, self._replaced, self._order_of, microbatches, collectives)
         check = None
@@ -209,6 +200,8 @@ class Training(LeveledJob):
         """What Megatron calls in each step; what it gets once may stand for another later."""
         assert self._replaced is not None
         if self._stand_in is None:
+            if arguments.get("forward_only") and self._followed is None:
+                self.pause()
             return self._replaced(**arguments)
         try:
             return self._stand_in(**arguments)

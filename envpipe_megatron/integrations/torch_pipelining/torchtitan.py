@@ -11,9 +11,11 @@ import functools
 import hashlib
 import logging
 from collections.abc import Callable, Mapping
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
+from envpipe_megatron.integrations.hooking import replaced
 from envpipe_megatron.integrations.job import say_line
 from envpipe_megatron.integrations.torch_pipelining.attached import AttachedPipeline, attach
 from envpipe_megatron.integrations.torch_pipelining.orders import AttachError
@@ -67,15 +69,14 @@ def _train(trainer: Any, train: Callable[[], Any], settings: dict[str, Any]) -> 
         logger.warning("EnvPipe does nothing: %s", error)
         return train()
     metrics, checkpointer = trainer.metrics_processor, trainer.checkpointer
-    log, save = metrics.log, checkpointer.save
-    metrics.log = _with_energy(log, pipeline)
-    checkpointer.save = _paused(save, getattr(checkpointer, "_should_save", None), pipeline)
-    try:
+    saves_now = getattr(checkpointer, "_should_save", None)
+    log, save = (
+        _with_energy(metrics.log, pipeline),
+        _paused(checkpointer.save, saves_now, pipeline),
+    )
+    with closing(pipeline), replaced(metrics, log=log), replaced(checkpointer, save=save):
         result = train()
-        pipeline.end_training()
-    finally:
-        pipeline.close()  # where training failed, other ranks are asked nothing
-        metrics.log, checkpointer.save = log, save
+        pipeline.end_training()  # where training failed, other ranks are asked nothing
     return result
 
 
