@@ -262,7 +262,7 @@ def test_megatrons_energy_monitor_asks_for_no_device_that_it_lacks(
 def test_what_flags_do_not_tell_of_a_model_is_checked_or_keeps_megatrons_order(hooks: Any) -> None:
     from megatron.core.transformer import TransformerConfig
 
-    from envpipe_megatron.integrations.megatron.job import limits_of
+    from envpipe_megatron.integrations.megatron.training import limits_of
 
     def limits(model: Any, **changes: Any) -> dict[str, str]:
         config = TransformerConfig(
@@ -304,7 +304,7 @@ def test_what_flags_do_not_tell_of_a_model_is_checked_or_keeps_megatrons_order(h
 def test_what_random_numbers_and_histories_rest_on_keeps_the_sequence_of_chunks(
     set_: dict[str, Any],
 ) -> None:
-    from envpipe_megatron.integrations.megatron.job import sequence_counts
+    from envpipe_megatron.integrations.megatron.training import sequence_counts
 
     config = SimpleNamespace(hidden_dropout=0.0, attention_dropout=0, moe_input_jitter_eps=None)
     vars(config).update(set_)
@@ -327,7 +327,7 @@ def test_a_check_tries_what_a_plan_may_run(
     """Another sequence of chunks first: what rests on it is not seen by more forwards alone."""
     from envpipe_megatron.core.kinds import ScheduleError
     from envpipe_megatron.core.orders import builders
-    from envpipe_megatron.integrations.megatron.job import orders_to_try
+    from envpipe_megatron.integrations.megatron.training import orders_to_try
 
     class Chunk(torch.nn.Module):
         config = SimpleNamespace(
@@ -410,7 +410,7 @@ def called(
 
 def test_ranks_that_share_out_weights_have_data_of_their_own() -> None:
     pytest.importorskip("megatron.core")
-    from envpipe_megatron.integrations.megatron import job
+    from envpipe_megatron.integrations.megatron import training
 
     args = SimpleNamespace(
         global_batch_size=64,
@@ -418,9 +418,9 @@ def test_ranks_that_share_out_weights_have_data_of_their_own() -> None:
         data_parallel_size=2,
         step_batch_size_schedule=None,
     )
-    assert job.num_microbatches_of(args) == 16
+    assert training.num_microbatches_of(args) == 16
     args.gtp_weight_remat_size = 2
-    assert job.num_microbatches_of(args) == 8
+    assert training.num_microbatches_of(args) == 8
 
 
 @pytest.mark.parametrize("later", [False, True])
@@ -465,7 +465,7 @@ def test_a_batch_that_no_pipeline_of_chunks_runs_is_measured(
 
     Where the sequence of chunks counts, no order is looked for that memory would limit.
     """
-    from envpipe_megatron.integrations.megatron import job, training
+    from envpipe_megatron.integrations.megatron import training
 
     config = SimpleNamespace(
         variable_seq_lengths=False,
@@ -473,8 +473,7 @@ def test_a_batch_that_no_pipeline_of_chunks_runs_is_measured(
         overlap_moe_expert_parallel_comm=False,
     )
     args = argparse.Namespace(pipeline_model_parallel_size=4, perform_rl_step=True)
-    for module in (job, training):
-        monkeypatch.setattr(module, "get_model_config", lambda chunk: config)
+    monkeypatch.setattr(training, "get_model_config", lambda chunk: config)
     monkeypatch.setattr(training, "num_microbatches_of", lambda args: 5)
     monkeypatch.setattr(training, "limits_of", lambda model: [])
     monkeypatch.setattr(training, "limits_of_ranks", lambda own: own)
