@@ -274,8 +274,6 @@ def test_what_flags_do_not_tell_of_a_model_is_checked_or_keeps_megatrons_order(h
         return {limit.feature: str(limit.highest) for limit in limits_of([model])}
 
     assert limits(gpt()) == {}
-    partial_checkpoints = "num_microbatches_with_partial_activation_checkpoints"
-    assert limits(gpt(), **{partial_checkpoints: 0}) == {partial_checkpoints: "units"}
     assert limits(torch.nn.Linear(1, 1), variable_seq_lengths=True) == {
         "models other than GPTModel: Linear": "order",
         "sequences of varying length": "order",
@@ -283,10 +281,6 @@ def test_what_flags_do_not_tell_of_a_model_is_checked_or_keeps_megatrons_order(h
     own = gpt()
     own.layer, own.norm = type("Layer", (torch.nn.Linear,), {})(1, 1), torch.nn.LayerNorm(1)
     assert limits(own) == {f"layers of one's own: {__name__}.Layer": "order"}
-    assert limits(gpt(), moe_paged_stash=True, cuda_graph_impl="local") == {
-        "moe_paged_stash": "units",
-        "cuda_graph_impl 'local'": "units",
-    }
 
 
 @pytest.mark.parametrize(
@@ -365,8 +359,9 @@ def test_what_the_interpreter_does_not_run_goes_to_megatron_itself() -> None:
     own, failed = called(config, told=(1, "elsewhere"))
     assert len(own) == 3
     assert failed == "elsewhere"
-    features = "moe_paged_stash", "fine_grained_activation_offloading"
-    for feature in (*features, "overlap_moe_expert_parallel_comm"):
+    features = "moe_paged_stash", "fine_grained_activation_offloading", "cuda_graph_impl"
+    partial_checkpoints = "num_microbatches_with_partial_activation_checkpoints"
+    for feature in (*features, "overlap_moe_expert_parallel_comm", partial_checkpoints):
         assert feature in called(SimpleNamespace(**{**vars(config), feature: 1}))[1]
     assert "another version: a_flag, b_flag" in called(config, b_flag=1, a_flag=1)[1]
     with pytest.raises(TypeError, match=r"later calls have .* version: a_flag"):

@@ -203,7 +203,14 @@ class ForwardBackward:
                 arguments["adjust_tensor_shapes_fn"] is not None
             ),
             "a model without pipeline_dtype": config.pipeline_dtype is None,
-            **dict.fromkeys(unsupported(config), True),
+            "overlap_moe_expert_parallel_comm": config.overlap_moe_expert_parallel_comm,
+            # From 0.18 on; megatron-core's own function resets the stash as it begins.
+            "moe_paged_stash": getattr(config, "moe_paged_stash", False),
+            "fine_grained_activation_offloading": config.fine_grained_activation_offloading,
+            "num_microbatches_with_partial_activation_checkpoints": (
+                config.num_microbatches_with_partial_activation_checkpoints is not None
+            ),
+            f"cuda_graph_impl '{config.cuda_graph_impl}'": config.cuda_graph_impl != "none",
         }
         found = [name for name, holds in against.items() if holds]
         return f"the interpreter does not run {'; '.join(found)}" if found else None
@@ -231,18 +238,3 @@ def _specs(arguments: dict[str, Any], groups: ProcessGroupCollection) -> StageSp
         tuple(tuple(shape) for shape in shapes), config.pipeline_dtype, current_device()
     )
     return replace(StageSpecs.alike(spec), vary=config.variable_seq_lengths)
-
-
-def unsupported(config: Any) -> list[str]:
-    """What of a model's configuration EnvPipe's interpreter does not do."""
-    refused = {
-        "overlap_moe_expert_parallel_comm": config.overlap_moe_expert_parallel_comm,
-        # From 0.18 on; megatron-core's own function resets the stash as it begins.
-        "moe_paged_stash": getattr(config, "moe_paged_stash", False),
-        "fine_grained_activation_offloading": config.fine_grained_activation_offloading,
-        "num_microbatches_with_partial_activation_checkpoints": (
-            config.num_microbatches_with_partial_activation_checkpoints is not None
-        ),
-        f"cuda_graph_impl '{config.cuda_graph_impl}'": config.cuda_graph_impl != "none",
-    }
-    return [feature for feature, used in refused.items() if used]

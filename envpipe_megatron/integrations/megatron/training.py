@@ -24,7 +24,7 @@ from envpipe_megatron.integrations.hooking import same_job
 from envpipe_megatron.integrations.job import JobFacts, Placement, limits_of_ranks, say_line
 from envpipe_megatron.integrations.leveled import LeveledJob
 from envpipe_megatron.integrations.levels import Level, Limit, limits_where, stands_against
-from envpipe_megatron.integrations.megatron.core import ForwardBackward, unsupported
+from envpipe_megatron.integrations.megatron.core import ForwardBackward
 from envpipe_megatron.integrations.megatron.kept import KeptOrder
 from envpipe_megatron.integrations.megatron.limits import NOT_PROVEN, POSTED_AHEAD
 from envpipe_megatron.integrations.megatron.self_check import SelfCheck
@@ -217,16 +217,12 @@ def limits_of(model: Sequence[Any]) -> list[Limit]:
     others = {type(m) for chunk in model for m in chunk.modules() if not _is_known(type(m))}
     names = ", ".join(sorted(f"{each.__module__}.{each.__name__}" for each in others))
     is_gpt = issubclass(own, GPTModel)
-    runs_not = "the interpreter does not run it"
-    return [
-        *limits_where(Level.UNITS, *((True, each, runs_not) for each in unsupported(config))),
-        *limits_where(
-            Level.ORDER,
-            (not is_gpt, f"models other than GPTModel: {own.__name__}", NOT_PROVEN),
-            (is_gpt and names, f"layers of one's own: {names}", NOT_PROVEN),
-            (config.variable_seq_lengths, "sequences of varying length", NOT_PROVEN),
-        ),
-    ]
+    return limits_where(
+        Level.ORDER,
+        (not is_gpt, f"models other than GPTModel: {own.__name__}", NOT_PROVEN),
+        (is_gpt and names, f"layers of one's own: {names}", NOT_PROVEN),
+        (config.variable_seq_lengths, "sequences of varying length", NOT_PROVEN),
+    )
 
 
 def facts_of(args: argparse.Namespace) -> JobFacts:

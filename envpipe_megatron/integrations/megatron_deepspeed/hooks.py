@@ -7,16 +7,18 @@ when it has ended. `hooking` tells what happens where a hook is never reached.
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from deepspeed.runtime.pipe.engine import PipelineEngine
 
 from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.integrations.deepspeed.engine import EnvPipeEngine
-from envpipe_megatron.integrations.deepspeed.initialize import begin, check_version
+from envpipe_megatron.integrations.deepspeed.initialize import (
+    begin,
+    check_version,
+    parsed_config,
+)
 from envpipe_megatron.integrations.hooking import (
     NEEDED_BY_ITERATION,
     HookError,
@@ -127,17 +129,7 @@ def check_supported(args: argparse.Namespace) -> None:
 def deepspeed_config(args: argparse.Namespace) -> dict[str, Any]:
     """DeepSpeed's configuration, wherever Megatron keeps it at the moment."""
     given = getattr(args, "deepspeed_config_dict", None) or getattr(args, "deepspeed_config", None)
-    if given is None or isinstance(given, Mapping):
-        return dict(given or {})
-    try:
-        config: dict[str, Any] = json.loads(Path(given).read_text())
-    except (OSError, ValueError) as error:
-        raise RefusedError(
-            f"The configuration of DeepSpeed cannot be read: {error}",
-            value=str(given),
-            remedy="Give the path of a JSON file by --deepspeed_config.",
-        ) from error
-    return config
+    return parsed_config({"config": given})
 
 
 _hooks = Hooks[PipelineEngine]("megatron/arguments.py", "validate", "begin_training", "end_step")
