@@ -9,7 +9,6 @@ what is recomputed is what was forgotten.
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -69,24 +68,20 @@ def validate(args: argparse.Namespace) -> None:
 def begin_training(args: argparse.Namespace, model: Sequence[Any]) -> None:
     """Make the job; from here on Megatron gets EnvPipe's forward-backward function.
 
-    `model` has the chunks of this rank. Raises HookError if Megatron does not get that function,
-    SystemExit if arguments did not come from the command line, and SystemExit and EnvPipeError as
-    `Job` raises JobError and EnvPipeError.
+    `model` has the chunks of this rank. Raises SystemExit if arguments did not come from a command
+    line, and SystemExit and EnvPipeError as `Job` raises JobError and EnvPipeError.
     """
     _hooks.note("begin_training")
     try:
         options = _hooks.validated()
-    except HookError as error:
-        refuse(error)
-    if not args.log_energy:
-        _quiet_energy_monitor()
-    if (stages := by_stage(args)) is not None:
-        own = stages[parallel_state.get_pipeline_model_parallel_rank()]
-        recompute(model, *own)
-    try:
+        if not args.log_energy:
+            _quiet_energy_monitor()
+        if (stages := by_stage(args)) is not None:
+            own = stages[parallel_state.get_pipeline_model_parallel_rank()]
+            recompute(model, *own)
         group = parallel_state.get_pipeline_model_parallel_group()
         training = _hooks.job = Training(args, options, LIMITS, model, group)
-    except (JobError, LevelError) as error:
+    except (HookError, JobError, LevelError) as error:
         refuse(error)
     if training.job is None:
         return
@@ -96,13 +91,6 @@ def begin_training(args: argparse.Namespace, model: Sequence[Any]) -> None:
         return chosen if chosen is framework_function else _reaching(chosen)
 
     _hooked_schedules().envpipe_hook = hook
-    loop = sys.modules["megatron.training.training"]
-    if not hasattr(loop.get_forward_backward_func(), "is_envpipe"):
-        raise HookError(
-            "Megatron's training loop does not get EnvPipe's forward-backward function",
-            value=loop.get_forward_backward_func.__module__,
-            remedy="Something replaced get_forward_backward_func; `envpipe patch check` looks.",
-        )
     training.announce()
 
 
@@ -167,7 +155,6 @@ def _reaching(stand_in: Callable[..., Any]) -> Callable[..., Any]:
                 _hooks.check(NEEDED_BY_ITERATION)
         return stand_in(**arguments)
 
-    forward_backward.is_envpipe = True  # type: ignore[attr-defined]  # what `begin_training` asks
     return forward_backward
 
 
@@ -221,21 +208,15 @@ def recompute(chunks: Sequence[Any], what: str, count: int) -> None:
         what: none, full or selective.
         count: layers of each chunk, at most.
     """
-    for chunk in chunks:
-        for block in chunk.modules():
-            if isinstance(block, TransformerBlock):
-                _recompute_in(block, what, count)
-
-
-def _recompute_in(block: TransformerBlock, what: str, count: int) -> None:
-    config = block.config
     full = what == _FULL and count > 0
-    config.recompute_granularity = _FULL if full else None
-    config.recompute_method = "block" if full else None
-    config.recompute_num_layers = count if full else None
-    for number, layer in enumerate(block.layers):
-        selected = what == _SELECTIVE and number < count
-        layer.self_attention.checkpoint_core_attention = selected
+    blocks = (m for chunk in chunks for m in chunk.modules() if isinstance(m, TransformerBlock))
+    for block in blocks:
+        block.config.recompute_granularity = _FULL if full else None
+        block.config.recompute_method = "block" if full else None
+        block.config.recompute_num_layers = count if full else None
+        for number, layer in enumerate(block.layers):
+            selected = what == _SELECTIVE and number < count
+            layer.self_attention.checkpoint_core_attention = selected
 
 
 def _read(text: str) -> tuple[str, int]:
