@@ -31,6 +31,7 @@ from envpipe_megatron.integrations.deepspeed import (
     UnsupportedEngineError,
     VersionError,
     initialize,
+    layer_profile,
 )
 from envpipe_megatron.integrations.deepspeed.engine import (
     EnvPipeEngine,
@@ -38,7 +39,6 @@ from envpipe_megatron.integrations.deepspeed.engine import (
     check_units,
 )
 from envpipe_megatron.integrations.deepspeed.initialize import check_version, take_block
-from envpipe_megatron.integrations.deepspeed.layer_profile import profile_layers
 from envpipe_megatron.integrations.levels import Level
 from envpipe_megatron.runtime.memory.peak import MemoryFullError
 from envpipe_megatron.search.layer_file import read_layers
@@ -214,21 +214,9 @@ def test_an_engine_of_another_class_keeps_it() -> None:
         check_engine(engine)
 
 
-class Scripted:
-    """A meter that runs the work once, and tells times that were given."""
-
-    def __init__(self, times_s: list[float]) -> None:
-        self._times_s = iter(times_s)
-        self.ran = 0
-
-    def measure(self, run: Any) -> tuple[float, float]:
-        run()
-        self.ran += 1
-        time_s = next(self._times_s)
-        return time_s, 200 * time_s
-
-
-def test_layers_are_measured_and_split_by_time(tmp_path: Path) -> None:
+def test_layers_are_measured_and_split_by_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     norm = torch.nn.LayerNorm(4)
     layers = [
         TiedLayerSpec("embedding", torch.nn.Embedding, 7, 4),
@@ -244,19 +232,26 @@ def test_layers_are_measured_and_split_by_time(tmp_path: Path) -> None:
         ),
     ]
     forward_s = [0.001, 0.010, 0.001, 0.010, 0.030]
-    meter = Scripted([time_s * k for time_s in forward_s for k in (1, 3)])
+    times_s = iter([time_s * k for time_s in forward_s for k in (1, 3)])
+
+    def measure(run: Any, _gpu: object) -> tuple[float, float]:
+        run()
+        time_s = next(times_s)
+        return time_s, 200 * time_s
+
+    monkeypatch.setattr(layer_profile, "measure", measure)
     words = torch.randint(7, (2, 5))
     path = tmp_path / "layers.json"
 
     def loss(outputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         return torch.nn.functional.cross_entropy(outputs.flatten(0, 1), labels.flatten())
 
-    profile_layers(layers, (words, words), loss, 1410, meter, torch.device("cpu"), path)
-    assert meter.ran == 10
+    layer_profile.profile_layers(layers, (words, words), loss, torch.device("cpu"), path)
+    assert next(times_s, None) is None
     assert norm.weight.grad is None, "a copy was measured"
-    profile, cut = read_layers(path), f"time:{path}"
-    assert profile.column(Sizes(), "forward_s")[:, 0].tolist() == forward_s
-    backward_j = profile.column(Sizes(), "backward_j")[:, 0].tolist()
+    measures, cut = read_layers(path).at(Sizes()), f"time:{path}"
+    assert [float(each.forward_s[0]) for each in measures.values()] == forward_s
+    backward_j = [float(each.backward_j[0]) for each in measures.values()]
     assert backward_j == pytest.approx([400 * time_s for time_s in forward_s])
     assert make_parts(cut, [1] * 5, 2) == [0, 4, 5], "the loss is heavy"
     assert make_parts(cut, [1] * 5, 3) == [0, 2, 4, 5]
