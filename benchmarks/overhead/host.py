@@ -31,7 +31,7 @@ from envpipe_megatron.runtime.channel.carrier import StageSpecs, TensorSpec
 from envpipe_megatron.runtime.channel.collectives import SUM, make_collectives
 from envpipe_megatron.runtime.channel.links import make_channel
 from envpipe_megatron.runtime.channel.p2p import P2PChannel
-from envpipe_megatron.runtime.clocks.rank_clock import ClockKind, RankClock
+from envpipe_megatron.runtime.clocks.rank_clock import RankClock
 from envpipe_megatron.runtime.execution.executor import (
     Executor,
     Later,
@@ -98,7 +98,7 @@ def _order(num_stages: int) -> IterationOrder:
 def guarded_clock() -> Iterator[RankClock]:
     """The clock of an emulated GPU, which a guard sets as that of a real one."""
     with tempfile.TemporaryDirectory() as folder:
-        clock = RankClock(EmulatedGpu.create(PRESET, 0, folder), ClockKind.REAL)
+        clock = RankClock(EmulatedGpu.create(PRESET, 0, folder), guarded=True)
         with contextlib.closing(clock):
             yield clock
 

@@ -33,7 +33,7 @@ from envpipe_megatron.integrations.layer_profile.measuring import (
     repeats_that_fit,
     run_forwards,
 )
-from envpipe_megatron.runtime.clocks.rank_clock import ClockKind, RankClock
+from envpipe_megatron.runtime.clocks.rank_clock import RankClock
 from envpipe_megatron.runtime.energy.meter import EnergyMeter, MeterError
 
 #: A clock that was set has settled.
@@ -80,7 +80,7 @@ class RankGpu:
         self._clock: RankClock | None = None
         if torch.cuda.is_available():
             gpu = _open(clocks_mhz)
-            self._clock = RankClock(gpu, ClockKind.of(gpu)) if clocks_mhz else None
+            self._clock = RankClock(gpu) if clocks_mhz else None
             self._meter = EnergyMeter(gpu)
             self.name = gpu.name
             self.frequency_mhz = tuple(clocks_mhz) or gpu.supported_frequencies_mhz[:1]

@@ -16,7 +16,7 @@ from envpipe_megatron.gpu.base import ClockState, Gpu
 from envpipe_megatron.runtime.channel.carrier import StageSpecs
 from envpipe_megatron.runtime.channel.collectives import Collectives
 from envpipe_megatron.runtime.channel.p2p import P2PChannel
-from envpipe_megatron.runtime.clocks.rank_clock import ClockKind, RankClock, hold_everywhere
+from envpipe_megatron.runtime.clocks.rank_clock import RankClock, hold_everywhere
 from envpipe_megatron.runtime.energy.agent_link import connect_to_agent, own_log_name
 from envpipe_megatron.runtime.energy.log import EnergyLog
 from envpipe_megatron.runtime.energy.meter import EnergyMeter
@@ -109,9 +109,7 @@ class Session:
             half_made.push(self._parts)
 
             def make_clock(gpu: Gpu) -> RankClock:
-                return RankClock(
-                    gpu, ClockKind.of(gpu), config.min_dwell_s, on_sample=self._see_clock
-                )
+                return RankClock(gpu, config.min_dwell_s, on_sample=self._see_clock)
 
             #: `refused` says why control was given up when the GPUs were to be held, if it was.
             self.clock, self._gpu, self.refused = hold_everywhere(
