@@ -34,7 +34,6 @@ from envpipe_megatron.runtime.channel.p2p import P2PChannel
 from envpipe_megatron.runtime.clocks.rank_clock import RankClock
 from envpipe_megatron.runtime.execution.executor import (
     Executor,
-    Later,
     Passed,
     StageRecord,
     always,
@@ -72,7 +71,7 @@ class HostExecutor(Executor):
         self._ends.append(time.monotonic() - self._begin_s)
         return always
 
-    def in_wait(self, after_s: float) -> Later:
+    def in_wait(self, after_s: float) -> float:
         """No order here parks."""
         raise NotImplementedError
 
@@ -110,7 +109,7 @@ def thread_costs_ns(seconds: float, *, clocks: bool) -> list[int]:
         return _thread_costs_ns(seconds, request)
 
 
-def _thread_costs_ns(seconds: float, request: Callable[[int, Later | None], None]) -> list[int]:
+def _thread_costs_ns(seconds: float, request: Callable[[int, float | None], object]) -> list[int]:
     order = _order(1)
     specs = StageSpecs.alike(
         TensorSpec.of_one_type((MESSAGE_SHAPE,), torch.float32, torch.device("cpu"))

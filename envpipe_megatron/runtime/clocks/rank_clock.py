@@ -38,7 +38,6 @@ from envpipe_megatron.gpu.site import SiteConfig, read_site
 from envpipe_megatron.runtime.channel.collectives import Collectives
 from envpipe_megatron.runtime.channel.cuda_device import counter_in_stream
 from envpipe_megatron.runtime.clocks.watch import ClockWatch
-from envpipe_megatron.runtime.execution.executor import Later
 
 logger = logging.getLogger(__name__)
 
@@ -177,22 +176,24 @@ class RankClock:
             self._hold = here = _Here(self._gpu, page)
             self._count, self._look = here.count, here.serve
 
-    def request(self, frequency_mhz: int, later: Later | None = None) -> None:
-        """Set the clock once the GPU has come to here, or as `later` says; returns at once.
+    def request(
+        self, frequency_mhz: int, delay_s: float | None = None
+    ) -> Callable[[], None] | None:
+        """Set the clock once the GPU has come to here, or so long after; returns at once.
 
-        Here is behind all that the current stream holds. Called by one thread.
+        Here is behind all that the current stream holds. Called by one thread. What it returns of a
+        request with a delay is to be called where the GPU may not wait for any longer.
         """
         # Whether the guard has failed is seen by whoever asks for `error`, in each iteration.
         if (frequency_mhz == self._asked_mhz and not self.repeats) or self._error is not None:
-            return
+            return None
         self._asked_mhz = frequency_mhz
-        number = self.page.ask(frequency_mhz, later.delay_s if later else 0.0)
+        number = self.page.ask(frequency_mhz, delay_s or 0.0)
         if number is None:
             self.stop(GpuError("The guard takes no requests", remedy="See its log"))
-            return
+            return None
         self._mark(DUE, number)
-        if later is not None:
-            later.on_begin = partial(self._mark, BEGUN, number)
+        return None if delay_s is None else partial(self._mark, BEGUN, number)
 
     def wait_idle(self) -> None:
         """Return when every request made so far has been applied, held back, or given up."""

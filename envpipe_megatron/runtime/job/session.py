@@ -22,7 +22,7 @@ from envpipe_megatron.runtime.energy.log import EnergyLog
 from envpipe_megatron.runtime.energy.meter import EnergyMeter
 from envpipe_megatron.runtime.energy.timeline_log import TimelineLog
 from envpipe_megatron.runtime.energy.training import TrainingEnergy
-from envpipe_megatron.runtime.execution.executor import METER_MARGIN_S, Executor, Later
+from envpipe_megatron.runtime.execution.executor import METER_MARGIN_S, Executor
 from envpipe_megatron.runtime.execution.orders import constant_order
 from envpipe_megatron.runtime.execution.stage_run import StageRun, StageWork, execute
 from envpipe_megatron.runtime.job.config import SessionConfig, SessionError
@@ -446,5 +446,5 @@ class Session:
         return run
 
 
-def _unheard(frequency_mhz: int, later: Later | None) -> None:
+def _unheard(frequency_mhz: int, delay_s: float | None) -> None:
     """A request where no clock is to change."""

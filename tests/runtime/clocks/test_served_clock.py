@@ -34,7 +34,6 @@ from envpipe_megatron.gpu.guard.messages import GuardSettings
 from envpipe_megatron.runtime.clocks import rank_clock
 from envpipe_megatron.runtime.clocks.rank_clock import RankClock, count_by_stream
 from envpipe_megatron.runtime.clocks.watch import ClockWatch
-from envpipe_megatron.runtime.execution.executor import Later
 from envpipe_megatron.runtime.writer import Writer
 
 WAIT_S = 20.0
@@ -102,11 +101,10 @@ def test_two_ranks_that_share_a_gpu_may_both_run_dry(node):
 
 def test_a_clock_that_waits_behind_a_unit_is_set_when_the_next_one_begins(job):
     highest, *_, lowest = job.gpu.supported_frequencies_mhz
-    later = Later(3600.0)
     job.clock.request(lowest)
-    job.clock.request(highest, later)
+    begin = job.clock.request(highest, 3600.0)
     look_until(lambda: job.set_mhz == lowest)
-    later.on_begin()
+    begin()
     job.clock.wait_idle()
     assert job.set_mhz == highest
 
@@ -161,7 +159,7 @@ def test_a_mark_that_the_driver_refuses_gives_the_clock_back(node, where, caplog
     gpu = EmulatedGpu.create("a100-sxm", 0, node / "emulated")
     clock = RankClock(gpu, guarded=True)
     try:
-        lowest, later = gpu.supported_frequencies_mhz[-1], Later(3600.0)
+        lowest = gpu.supported_frequencies_mhz[-1]
         clock.request(lowest)
         clock.wait_idle()
         assert gpu.requested_frequency_mhz == lowest
@@ -173,8 +171,7 @@ def test_a_mark_that_the_driver_refuses_gives_the_clock_back(node, where, caplog
             count(mark, number)
 
         clock._count = refusing
-        clock.request(gpu.supported_frequencies_mhz[0], later)
-        later.on_begin()
+        clock.request(gpu.supported_frequencies_mhz[0], 3600.0)()
         assert "can mark no unit: cuStream" in clock.problems()[0]
         look_until(lambda: gpu.requested_frequency_mhz is None)
         clock.request(lowest)
