@@ -109,7 +109,9 @@ def thread_costs_ns(seconds: float, *, clocks: bool) -> list[int]:
         return _thread_costs_ns(seconds, request)
 
 
-def _thread_costs_ns(seconds: float, request: Callable[[int, float | None], object]) -> list[int]:
+def _thread_costs_ns(
+    seconds: float, request: Callable[[int, float | None], Callable[[], None] | None]
+) -> list[int]:
     order = _order(1)
     specs = StageSpecs.alike(
         TensorSpec.of_one_type((MESSAGE_SHAPE,), torch.float32, torch.device("cpu"))
