@@ -205,6 +205,15 @@ class Problem:
         job = self.num_stages, self.num_microbatches, self.num_chunks
         return builders.framework_order(*job, self.group_size)
 
+    def most_in_flight(self, limits: Limits) -> list[int] | None:
+        """[num_stages] the most microbatches x chunks that each stage may hold."""
+        own, most = self.own_order, list(limits.max_in_flight or ())
+        if limits.max_extra_forwards is not None:
+            more = self.num_chunks * limits.max_extra_forwards
+            by_peak = [peak + more for peak in own.peak_in_flight]
+            most = list(map(min, by_peak, most or by_peak))
+        return most or None
+
     def order_limits(self, limits: Limits | None = None) -> OrderLimits:
         """The extra forwards that limits allow; EnvPipeError if those refuse 1F1B itself."""
         given = vars(limits or self.limits)

@@ -22,8 +22,7 @@ from envpipe_megatron.policies.frontier import FRONTIER_GAP
 from envpipe_megatron.policies.objective import SHORTEST, Goal
 from envpipe_megatron.policies.optimal.linear_program import LinearProgramError
 from envpipe_megatron.policies.optimal.optimizer import Optimizer
-from envpipe_megatron.policies.orders.extra_forwards import OrderSearch
-from envpipe_megatron.policies.orders.families import FamilySearch, families
+from envpipe_megatron.policies.orders.families import ENVPIPE, FamilySearch, families
 from envpipe_megatron.policies.orders.judged import (
     WORTH,
     Judged,
@@ -72,20 +71,18 @@ class AutoSearch:
     def _search_at(self, time_s: float) -> None:
         """Judge the orders of all families at a time."""
         profile, problem, self._time_s = self._profile, self.problem, time_s
-        self._searches: list[OrderSearch | FamilySearch] = []
+        self._searches: list[FamilySearch] = []
         self._refused: LinearProgramError | None = None
-        at, park = (self._conditions, time_s), problem.park
         self._families = families(
             profile, problem.num_chunks, runnable=problem.runnable, placement=self._own.placement
         )
-        if problem.num_chunks == 1 and not self._shortest:
-            own = OrderSearch(profile, problem.num_microbatches, *at, parking=park)
-            self._searches.append(own)
+        if problem.num_chunks == 1:
+            self._families = (ENVPIPE, *self._families)
         any_channel = problem.limits.channel_capacity is None
-        for family in self._families if any_channel and not self._shortest else ():
-            job = family, self._own, profile
+        tried = self._families if any_channel else (ENVPIPE,)
+        for family in () if self._shortest else tried:
             try:
-                self._searches.append(FamilySearch(*job, *at, parking=park))
+                self._searches.append(FamilySearch(family, problem, time_s))
             except LinearProgramError as error:
                 self._refused = self._refused or error
         #: The orders that meet the time, the best first.
@@ -97,15 +94,12 @@ class AutoSearch:
         LinearProgramError: there is none; the limit of microbatches is blamed if it is below what
         the framework's own order holds.
         """
-        most = self._most_in_flight(limits)
+        most = self.problem.most_in_flight(limits)
         refused: LinearProgramError | None = None
         judged = self._shortest.search(limits, most) if self._shortest else []
         for search in self._searches:
             try:
-                if isinstance(search, OrderSearch):
-                    judged += search.judge(search.search(self.problem.order_limits(limits)))
-                else:
-                    judged += search.search(most, judged)
+                judged += search.search(limits, judged)
             except LinearProgramError as error:
                 refused = refused or error
         if not judged:
@@ -119,20 +113,11 @@ class AutoSearch:
             )
         return sorted(judged, key=lambda order: order.worth)
 
-    def _most_in_flight(self, limits: Limits) -> list[int] | None:
-        """[num_stages] the most microbatches x chunks that each stage may hold."""
-        chunks = self._own.num_chunks
-        most, extra = list(limits.max_in_flight or ()), limits.max_extra_forwards
-        if extra is not None:
-            by_peak = [peak + chunks * extra for peak in self._own.peak_in_flight]
-            most = list(map(min, by_peak, most or by_peak))
-        return most or None
-
     @property
     def most_extra_forwards(self) -> int:
         """The most microbatches that limits let a stage hold beyond the framework's order."""
         own, job = self._own.peak_in_flight, self._own.num_microbatches * self._own.num_chunks
-        most = self._most_in_flight(self.problem.limits) or [job] * len(own)
+        most = self.problem.most_in_flight(self.problem.limits) or [job] * len(own)
         more = max(limit - peak for limit, peak in zip(most, own, strict=True))
         return max(0, math.ceil(more / self._own.num_chunks))
 
@@ -150,7 +135,7 @@ class AutoSearch:
                 wanted = limits.fit(envpipe_counts(self._profile, microbatches))
                 orders.append(builders.envpipe(stages, microbatches, wanted))
         orders += [order.optimizer.schedule for order in best_by_family(self.judged)]
-        most = self._most_in_flight(self.problem.limits)
+        most = self.problem.most_in_flight(self.problem.limits)
         return [
             Optimizer(
                 order,
@@ -203,13 +188,13 @@ class AutoSearch:
         """What a user should know of the search for a plan."""
         own = self.problem.objective.judged(plan.baseline.cost)
         tried = sum(search.orders_tried for search in (self._shortest, *self._searches) if search)
-        splits = any(isinstance(s, FamilySearch) and s.family.split for s in self._searches)
+        splits = any(s.family.split for s in self._searches)
         of = f"of whole {'and split ' if splits else ''}backwards"
         notes = [f"{tried} orders were compared."]
         if not self._shortest:
             most = 100 * (1 - self.bound_j(plan) / own)
             notes[0] += f" No order {of} can save more than {most:.2f} % at this deadline."
-        if self.problem.limits.channel_capacity is not None and self._families:
+        if self.problem.limits.channel_capacity is not None and self._families[1:]:
             notes.append("Orders that split backwards were left out: they have no such limit.")
         best = best_by_family(self.judged)
         if len(best) > 1:

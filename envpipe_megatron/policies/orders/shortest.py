@@ -17,17 +17,16 @@ import numpy as np
 
 from envpipe_megatron.core.arrays import FloatArray
 from envpipe_megatron.core.kinds import SPLIT, WHOLE, Kind
-from envpipe_megatron.core.orders import builders
 from envpipe_megatron.core.orders.greedy import shortest
 from envpipe_megatron.core.orders.job import OrderJob
 from envpipe_megatron.core.orders.zero_bubble import split_from, split_in_place, zero_bubble
 from envpipe_megatron.core.schedule import Schedule
 from envpipe_megatron.policies.optimal.optimizer import Optimizer, order_at_maximum_s
-from envpipe_megatron.policies.orders.extra_forwards import starts
 from envpipe_megatron.policies.orders.families import (
     ENVPIPE,
     Family,
     costs_nothing,
+    envpipe_orders,
     families,
     order_jobs,
 )
@@ -109,8 +108,7 @@ class ShortestSearch:
         if (family.placement, family.split) == (own.placement, own.split):
             yield own
         if not family.split and own.num_chunks == 1:
-            for extra in starts(problem.profile, job[1], problem.order_limits(limits)):
-                yield builders.envpipe(*job, extra)
+            yield from envpipe_orders(problem, limits)
         elif family.split:
             if own.num_chunks == 1:
                 room = max(job[0], min([2 * job[0], *(limits.max_in_flight or ())]))
