@@ -67,7 +67,7 @@ class Family:
 
 #: EnvPipe's order, and all others of one chunk and whole backwards.
 ENVPIPE = Family("envpipe", split=False)
-_ONE_CHUNK: tuple[Family, ...] = (Family("zero-bubble", split=True),)
+_ONE_CHUNK = (ENVPIPE, Family("zero-bubble", split=True))
 _CHUNKS = (Family("interleaved", split=False), Family("zero-bubble-interleaved", split=True))
 _TWO_EVEN_CHUNKS = (
     Family("v-shaped", split=False, placement=Placement.V),
@@ -75,23 +75,20 @@ _TWO_EVEN_CHUNKS = (
 )
 
 
-def families(
-    profile: Profile,
-    num_chunks: int,
-    *,
-    runnable: bool = False,
-    placement: Placement = Placement.LOOPED,
-) -> tuple[Family, ...]:
-    """The families of a job, less that of EnvPipe's order; or those of `PlanRequest.runnable`.
+def families(problem: Problem) -> tuple[Family, ...]:
+    """The families of a problem's orders; only EnvPipe's is lowered to what a channel holds.
 
-    Chunks with rows of their own were measured where they lie, and lie nowhere else. With
-    `runnable` that is so for all chunks.
+    Chunks with rows of their own were measured where they lie, and lie nowhere else; in a job that
+    is so for all chunks.
     """
-    known = _CHUNKS if num_chunks > 1 else _ONE_CHUNK
-    if placement is Placement.V:
+    profile, chunks = problem.profile, problem.num_chunks
+    known: tuple[Family, ...] = _CHUNKS if chunks > 1 else _ONE_CHUNK
+    if problem.own_order.placement is Placement.V:
         known = _TWO_EVEN_CHUNKS
-    elif num_chunks == 2 and not runnable and profile.listed_chunks == 1:
+    elif chunks == 2 and not problem.runnable and profile.listed_chunks == 1:
         known += _TWO_EVEN_CHUNKS
+    if problem.limits.channel_capacity is not None:
+        known = (ENVPIPE,)
     return tuple(f for f in known if not f.split or Kind.INPUT_GRADIENT in profile.kinds)
 
 
@@ -157,8 +154,11 @@ class FamilySearch:
                 if not order.split and order.placement is self.family.placement
             ]
         distinct = {order.stages: order for order in likely}.values()
-        best = sorted(distinct, key=self._estimate_j)[: self._most_solved]
-        for schedule in (*always, *best):
+        for schedule in always:
+            self._judge(schedule)
+        for place, schedule in enumerate(sorted(distinct, key=self._estimate_j)):
+            if place >= self._most_solved and any(self._judged.values()):
+                break
             self._judge(schedule)
         if self.family == ENVPIPE and own.num_units <= _MANY_UNITS:
             self._climb(limits)
@@ -184,7 +184,7 @@ class FamilySearch:
         problem = self._problem
         allowed, job = problem.order_limits(limits), (problem.num_stages, problem.num_microbatches)
         extra = allowed.fit(best.optimizer.schedule.extra_forwards)
-        directions, last = _directions(len(extra)), self.orders_tried + self._most_solved
+        directions, last = _directions(len(extra)), self.orders_tried + self._most_solved // 2
         failed = 0  # directions in a row that led nowhere
         while failed < len(directions) and self.orders_tried < last:
             near = tuple(map(add, extra, directions[0]))
