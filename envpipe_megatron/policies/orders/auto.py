@@ -36,7 +36,7 @@ from envpipe_megatron.policies.orders.judged import (
     within,
 )
 from envpipe_megatron.policies.orders.shortest import ShortestSearch
-from envpipe_megatron.policies.problem import Limits, Problem
+from envpipe_megatron.policies.problem import Problem
 
 #: Searches for an order at ever better times, which end sooner at times as close as this fraction.
 _MOST_SEARCHES = 4
@@ -87,21 +87,21 @@ class AutoSearch:
             except LinearProgramError as error:
                 self._refused = self._refused or error
         #: The orders that meet the time, the best first.
-        self.judged = self.judge(problem.limits)
+        self.judged = self.judge(problem)
 
-    def judge(self, limits: Limits) -> list[Judged]:
-        """The orders that meet the time, the best first, within these limits.
+    def judge(self, problem: Problem) -> list[Judged]:
+        """The orders that meet the time, the best first, within limits: the search's, or others.
 
         LinearProgramError: there is none; the limit of microbatches is blamed if it is below what
         the framework's own order holds.
         """
         judged: list[Judged] = []
         for search in self._searches:
-            judged += search.search(limits, judged)
+            judged += search.search(problem, judged)
         if not judged:
             if self._refused:
                 raise self._refused
-            check_own_within(self._own, self.problem.most_in_flight(limits), LinearProgramError)
+            check_own_within(self._own, problem.most_in_flight, LinearProgramError)
             own = Optimizer(self._own, self._profile, self._conditions, parking=self.problem.park)
             own.relaxed(self._time_s)  # raises, and says how late even it is
         return sorted(judged, key=lambda order: order.worth)
@@ -110,7 +110,7 @@ class AutoSearch:
     def most_extra_forwards(self) -> int:
         """The most microbatches that limits let a stage hold beyond the framework's order."""
         own, job = self._own.peak_in_flight, self._own.num_microbatches * self._own.num_chunks
-        most = self.problem.most_in_flight(self.problem.limits) or [job] * len(own)
+        most = self.problem.most_in_flight or [job] * len(own)
         more = max(limit - peak for limit, peak in zip(most, own, strict=True))
         return max(0, math.ceil(more / self._own.num_chunks))
 
@@ -122,9 +122,9 @@ class AutoSearch:
         """Optimizers of the framework's order, of EnvPipe's, and of the best of each family."""
         orders = [self._own]
         if any(search.family == ENVPIPE for search in self._searches):
-            orders += envpipe_orders(self.problem, self.problem.limits)[:1]
+            orders += envpipe_orders(self.problem)[:1]
         orders += [order.optimizer.schedule for order in best_by_family(self.judged)]
-        most = self.problem.most_in_flight(self.problem.limits)
+        most = self.problem.most_in_flight
         return [
             Optimizer(
                 order,
@@ -152,11 +152,11 @@ class AutoSearch:
 
         None without a limit of microbatches, and for other objectives than the least energy.
         """
-        problem, in_flight = self.problem, self.problem.limits.max_in_flight
+        problem, in_flight = self.problem, self.problem.max_in_flight
         if in_flight is None or problem.objective.goal != Goal.ENERGY:
             return None
         raised = tuple(limit + problem.num_chunks for limit in in_flight)
-        more = self.judge(replace(problem.limits, max_in_flight=raised))[0]
+        more = self.judge(replace(problem, max_in_flight=raised))[0]
         return 100 * max(0.0, 1 - more.score / self.judged[0].score)
 
     def splitting(self, plan: Plan) -> str:
@@ -184,10 +184,7 @@ class AutoSearch:
         if not self._by_time:
             most = 100 * (1 - self.bound_j(plan) / own)
             notes[0] += f" No order {of} can save more than {most:.2f} % at this deadline."
-        if (
-            self.problem.limits.channel_capacity is not None
-            and Kind.INPUT_GRADIENT in self._profile.kinds
-        ):
+        if self.problem.channel_capacity is not None and Kind.INPUT_GRADIENT in self._profile.kinds:
             notes.append("Orders that split backwards were left out: they have no such limit.")
         best = best_by_family(self.judged)
         if len(best) > 1:
@@ -236,7 +233,7 @@ def memory_frontier(search: AutoSearch) -> list[MemoryPoint]:
     needed = search.judged[0].more_in_flight
     for most in _rising(search.most_extra_forwards):
         try:
-            judged = search.judge(replace(search.problem.limits, max_extra_forwards=most))
+            judged = search.judge(replace(search.problem, max_extra_forwards=most))
             plan = best_plan(judged, search.planner)
         except LinearProgramError as error:
             refused = error

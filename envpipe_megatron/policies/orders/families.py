@@ -37,7 +37,7 @@ from envpipe_megatron.policies.optimal.linear_program import LinearProgramError
 from envpipe_megatron.policies.optimal.optimizer import Optimizer, iteration_time_s
 from envpipe_megatron.policies.orders.any_order import AnyOrder, any_order
 from envpipe_megatron.policies.orders.judged import Judged, best_by_family, memory_worth, within
-from envpipe_megatron.policies.problem import Limits, Problem, envpipe_counts
+from envpipe_megatron.policies.problem import Problem, envpipe_counts
 
 #: Limits of activations held that are tried, as multiples of the most that a stage holds in the
 #: framework's own order; 0: what each holds there.
@@ -48,7 +48,8 @@ _GROUPS = (1.0, 1.5)
 _FEWEST_LOOKS, _MOST_LOOKS, _LOOK_BUDGET = 2, 4, 10_000
 #: Units of all orders whose linear programs a search may solve: eight of 8 x 24 in two chunks.
 _UNIT_BUDGET = 9_300
-_FEWEST_ORDERS = 1
+#: Of those that are near to the deadline, the fewest and the most.
+_FEWEST_ORDERS, _MOST_ORDERS = 1, 8
 #: Multiples of EnvPipe's counts that are tried, and of even ramps: how many more than the next
 #: stage each stage has.
 _MULTIPLES, _RAMPS = (1.0, 1.5, 2.0), (0.5, 1.0, 2.0, 3.0)
@@ -87,7 +88,7 @@ def families(problem: Problem) -> tuple[Family, ...]:
         known = _TWO_EVEN_CHUNKS
     elif chunks == 2 and not problem.runnable and profile.listed_chunks == 1:
         known += _TWO_EVEN_CHUNKS
-    if problem.limits.channel_capacity is not None:
+    if problem.channel_capacity is not None:
         known = (ENVPIPE,)
     return tuple(f for f in known if not f.split or Kind.INPUT_GRADIENT in profile.kinds)
 
@@ -128,17 +129,18 @@ class FamilySearch:
         """
         return self._limit(self._free, max(or_at_s, self._deadline_s)).energy_lower_bound_j
 
-    def search(self, limits: Limits, others: Iterable[Judged] = ()) -> list[Judged]:
-        """The orders within limits that meet the deadline, of all that were judged.
+    def search(self, problem: Problem, others: Iterable[Judged] = ()) -> list[Judged]:
+        """The orders that meet the deadline within limits, of all that were judged.
 
-        `others` are orders of other families, to split the last backwards of the best.
+        `problem` is the search's own, or with other limits of memory; `others` are orders of other
+        families, to split the last backwards of the best.
         """
-        problem, own = self._problem, self._problem.own_order
-        always, likely = [], [*self._listed(limits)]
+        own = problem.own_order
+        always, likely = [], [*self._listed(problem)]
         if (self.family.placement, self.family.split) == (own.placement, own.split):
             always.append(own)
         if self.family == ENVPIPE:
-            rule, *more = envpipe_orders(problem, limits)
+            rule, *more = envpipe_orders(problem)
             self._by_rule.add(rule.stages)
             always, likely = [*always, rule], [*more, *likely]
             if own.num_units > _MANY_UNITS:
@@ -157,32 +159,31 @@ class FamilySearch:
         for schedule in always:
             self._judge(schedule)
         for place, schedule in enumerate(sorted(distinct, key=self._estimate_j)):
-            if place >= self._most_solved and any(self._judged.values()):
+            if place >= min(self._most_solved, _MOST_ORDERS) and any(self._judged.values()):
                 break
             self._judge(schedule)
         if self.family == ENVPIPE and own.num_units <= _MANY_UNITS:
-            self._climb(limits)
-        return self._within(limits)
+            self._climb(problem)
+        return self._within(problem)
 
-    def _within(self, limits: Limits) -> list[Judged]:
+    def _within(self, problem: Problem) -> list[Judged]:
         """The orders that were judged and hold no more than limits allow."""
-        most, shares = self._problem.most_in_flight(limits), self._problem.profile.weight_shares
+        most, shares = problem.most_in_flight, problem.profile.weight_shares
         return [
             order
             for order in self._judged.values()
             if order is not None and within(order.optimizer.schedule, most, shares)
         ]
 
-    def _climb(self, limits: Limits) -> None:
+    def _climb(self, problem: Problem) -> None:
         """Move extra forwards of the best order by one, as long as that saves energy.
 
         On single stages, front parts and rear parts of the pipeline, for as many orders again.
         """
-        best = min(self._within(limits), key=lambda order: order.worth, default=None)
+        best = min(self._within(problem), key=lambda order: order.worth, default=None)
         if best is None:
             return
-        problem = self._problem
-        allowed, job = problem.order_limits(limits), (problem.num_stages, problem.num_microbatches)
+        allowed, job = problem.order_limits(), (problem.num_stages, problem.num_microbatches)
         extra = allowed.fit(best.optimizer.schedule.extra_forwards)
         directions, last = _directions(len(extra)), self.orders_tried + self._most_solved // 2
         failed = 0  # directions in a row that led nowhere
@@ -213,12 +214,11 @@ class FamilySearch:
         job = profile, conditions, problem.num_microbatches, deadline_s, floor_w
         return any_order(*job, num_chunks=problem.num_chunks, split=self.family.split)
 
-    def _listed(self, limits: Limits) -> Iterator[Schedule]:
+    def _listed(self, problem: Problem) -> Iterator[Schedule]:
         """The list scheduler's orders, which split all backwards or none."""
-        problem, own = self._problem, self._problem.own_order
         if self._target is None:
             return
-        most, capacity = problem.most_in_flight(limits), limits.channel_capacity
+        own, most, capacity = problem.own_order, problem.most_in_flight, problem.channel_capacity
         mean_s = np.repeat(self._target.time_s[..., None], own.num_microbatches, axis=3)
         memory = _MEMORY if most is None else (*_MEMORY, math.inf)
         job = self.family, own, mean_s, problem.conditions, problem.profile.weight_shares
@@ -239,12 +239,12 @@ class FamilySearch:
         return bound_j * memory_worth(schedule, problem.own_order, problem.profile.weight_shares)
 
 
-def envpipe_orders(problem: Problem, limits: Limits) -> list[Schedule]:
+def envpipe_orders(problem: Problem) -> list[Schedule]:
     """1F1B with extra forwards to begin a search with, those of EnvPipe's rule first.
 
     Multiples of its counts, and even ramps (Choi et al., ATC'23, section 4.2).
     """
-    allowed, stages = problem.order_limits(limits), problem.num_stages
+    allowed, stages = problem.order_limits(), problem.num_stages
     try:
         wanted = envpipe_counts(problem.profile, problem.num_microbatches)
     except ProfileError:  # no energy valley, which only EnvPipe's rule needs

@@ -30,7 +30,7 @@ from envpipe_megatron.policies.orders.families import (
     order_jobs,
 )
 from envpipe_megatron.policies.orders.judged import WORTH, Judged, memory_worth, within
-from envpipe_megatron.policies.problem import Limits, Problem
+from envpipe_megatron.policies.problem import Problem
 
 #: Limits of activations held, as `families.order_jobs` takes them: where few are tried, those that
 #: most jobs need for their best order.
@@ -54,11 +54,14 @@ class ShortestSearch:
         self._most_looks = _LOOK_BUDGET // units
         self.orders_tried = 0
 
-    def search(self, limits: Limits, others: Iterable[Judged] = ()) -> list[Judged]:
-        """The best order within limits, if any; `others` are the best of other families."""
-        problem, own, most = self._problem, self._problem.own_order, self._most_looks
+    def search(self, problem: Problem, others: Iterable[Judged] = ()) -> list[Judged]:
+        """The best order within limits, if any; `others` are the best of other families.
+
+        `problem` is the search's own, or with other limits of memory.
+        """
+        own, most = problem.own_order, self._most_looks
         job, shares = (problem.profile, problem.conditions), problem.profile.weight_shares
-        in_flight = problem.most_in_flight(limits)
+        in_flight = problem.most_in_flight
         found: dict[float, Schedule] = {}
 
         def look(order: Schedule) -> float:
@@ -69,7 +72,7 @@ class ShortestSearch:
             found.setdefault(score, order)
             return score
 
-        for order in islice(self._made(limits, others), max(2, most)):
+        for order in islice(self._made(problem, others), max(2, most)):
             look(order)
         listed: list[tuple[float, OrderJob, int]] = []
         for each, first in islice(self._jobs(in_flight), most // _LOOKS):
@@ -89,17 +92,17 @@ class ShortestSearch:
         time_s = order_at_maximum_s(order, *job)
         return [Judged(self.family.name, optimizer, time_s, own, price=self._price)]
 
-    def _made(self, limits: Limits, others: Iterable[Judged]) -> Iterator[Schedule]:
+    def _made(self, problem: Problem, others: Iterable[Judged]) -> Iterator[Schedule]:
         """Orders of the family by rules, and from the best of other families."""
-        problem, own, family = self._problem, self._problem.own_order, self.family
+        own, family = problem.own_order, self.family
         job = problem.num_stages, problem.num_microbatches
         if (family.placement, family.split) == (own.placement, own.split):
             yield own
         if family == ENVPIPE:
-            yield from envpipe_orders(problem, limits)
+            yield from envpipe_orders(problem)
         elif family.split:
             if own.num_chunks == 1:
-                room = max(job[0], min([2 * job[0], *(limits.max_in_flight or ())]))
+                room = max(job[0], min([2 * job[0], *(problem.max_in_flight or ())]))
                 for most, last in product((room, job[0]), self._lasts):
                     yield split_from(zero_bubble(*job, most), job[1] - last)
             for order, last in product((o.optimizer.schedule for o in others), self._lasts):
@@ -117,7 +120,7 @@ class ShortestSearch:
     def _jobs(self, max_in_flight: Sequence[int] | None) -> Iterator[tuple[OrderJob, int]]:
         """Yield jobs for the list scheduler, and the first microbatch with split backwards."""
         problem, family, all_split = self._problem, self.family, self._problem.num_microbatches
-        if problem.limits.channel_capacity is not None:
+        if problem.channel_capacity is not None:
             return  # only orders by rules are lowered to it
         for last in self._lasts if family.split else [all_split]:
             time_s, first = self._time_s(SPLIT if family.split else WHOLE), all_split - last

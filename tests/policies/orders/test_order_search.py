@@ -26,7 +26,7 @@ from envpipe_megatron.policies.orders.auto import memory_frontier
 from envpipe_megatron.policies.orders.families import ENVPIPE, FamilySearch
 from envpipe_megatron.policies.orders.judged import Judged, best_plan
 from envpipe_megatron.policies.planner import make_plan
-from envpipe_megatron.policies.problem import NO_LIMITS, Limits, Problem, order_limits
+from envpipe_megatron.policies.problem import Problem, order_limits
 from envpipe_megatron.policies.request import PlanRequest
 
 QUICKSTART = Path(__file__).parents[3] / "configs/profiles/quickstart.csv"
@@ -40,10 +40,15 @@ def one_f_one_b_s(job):
     return all_maximum_s(own, job.profile, job.conditions)
 
 
-def search_of(job, factor=1.0):
-    deadline_s = factor * one_f_one_b_s(job)
-    problem = Problem(job.profile, job.num_microbatches, job.conditions, "auto")
-    return FamilySearch(ENVPIPE, problem, deadline_s), deadline_s
+def problem_of(job, **limits):
+    return Problem(job.profile, job.num_microbatches, job.conditions, "auto", **limits)
+
+
+def search_of(job, factor=1.0, **limits):
+    """The orders that are found, their search and its deadline."""
+    problem, deadline_s = problem_of(job, **limits), factor * one_f_one_b_s(job)
+    search = FamilySearch(ENVPIPE, problem, deadline_s)
+    return search.search(problem), search, deadline_s
 
 
 def plan_of(judged, deadline_s):
@@ -61,17 +66,17 @@ def any_job(seed, max_microbatches=8):
 def test_orders_are_within_the_limits_and_in_time(seed):
     rng, job = any_job(seed)
     own = builders.one_f_one_b(job.num_stages, job.num_microbatches)
-    search, deadline_s = search_of(job, rng.choice([1.0, 1.0, 1.1]))
-    limits = Limits(rng.choice([None, 1, 2]), channel_capacity=rng.choice([1, 2, None]))
-    judged = search.search(limits)
+    factor, most = rng.choice([1.0, 1.0, 1.1]), rng.choice([None, 1, 2])
+    limits = {"max_extra_forwards": most, "channel_capacity": rng.choice([1, 2, None])}
+    judged, search, deadline_s = search_of(job, factor, **limits)
     orders = [order.optimizer.schedule for order in judged]
     assert own.stages in {order.stages for order in orders}
     assert len({order.stages for order in orders}) == len(orders) <= search.orders_tried
     for order, schedule in zip(judged, orders, strict=True):
-        if limits.max_extra_forwards is not None:
+        if most is not None:
             more = np.subtract(schedule.peak_in_flight, own.peak_in_flight)
-            assert max(more) <= limits.max_extra_forwards
-        assert completes(schedule, limits.channel_capacity)
+            assert max(more) <= most
+        assert completes(schedule, limits["channel_capacity"])
         relaxed_j = Optimizer(schedule, job.profile, job.conditions).relaxed(deadline_s).cost_j
         assert order.score == pytest.approx(relaxed_j, rel=1e-6)
         # Memory that saves next to nothing is a loss: 0.002 % each.
@@ -82,8 +87,8 @@ def test_orders_are_within_the_limits_and_in_time(seed):
 def test_1f1b_is_planned_too_where_the_best_orders_round_badly():
     """One job of 1,500: other orders have less relaxed energy, and dearer plans."""
     rng, job = any_job(942, max_microbatches=4)
-    search, deadline_s = search_of(job, rng.choice([1.0, 1.0, 1.05, 1.3]))
-    judged = sorted(search.search(NO_LIMITS), key=lambda order: order.worth)
+    judged, _, deadline_s = search_of(job, rng.choice([1.0, 1.0, 1.05, 1.3]))
+    judged = sorted(judged, key=lambda order: order.worth)
     own = next(o for o in judged if o.optimizer.schedule.stages == o.own.stages)
     energy_j = [o.optimizer.plan(deadline_s).cost.energy_j for o in (own, *judged[:2])]
     assert own not in judged[:2]
@@ -101,9 +106,8 @@ def test_more_memory_never_costs_energy(seed, limited):
     relaxed_j, plan_j = [], []
     for step in STEPS:
         most = None if step is None else (min(stages, microbatches) + step,) * stages
-        limits = Limits(step) if limited == "extra" else Limits(max_in_flight=most)
-        search, deadline_s = search_of(job)
-        judged = search.search(limits)
+        limits = {"extra": {"max_extra_forwards": step}, "in flight": {"max_in_flight": most}}
+        judged, _, deadline_s = search_of(job, **limits[limited])
         relaxed_j.append(min(order.score for order in judged))
         plan_j.append(plan_of(judged, deadline_s).cost.energy_j)
     assert all(b <= a * 1.01 for a, b in pairwise(relaxed_j))
@@ -117,7 +121,7 @@ def test_on_small_jobs_the_search_finds_the_best_of_all_extra_forwards_or_a_bett
     for seed in range(40):
         _, job = any_job(seed, max_microbatches=5)
         stages, microbatches = job.num_stages, job.num_microbatches
-        search, deadline_s = search_of(job)
+        judged, _, deadline_s = search_of(job)
         limits = order_limits(stages, microbatches)
         every = [
             Optimizer(builders.envpipe(stages, microbatches, extra), job.profile, job.conditions)
@@ -129,7 +133,7 @@ def test_on_small_jobs_the_search_finds_the_best_of_all_extra_forwards_or_a_bett
             for optimizer in every
             if optimizer.fastest_s <= deadline_s * (1 + 1e-9)
         )
-        missed.append(min(order.score for order in search.search(NO_LIMITS)) / least_j - 1)
+        missed.append(min(order.score for order in judged) / least_j - 1)
     assert max(missed) <= 1e-6
 
 
@@ -164,8 +168,8 @@ def test_a_microbatch_is_not_taken_for_next_to_nothing(saved, taken):
     assert plan_of([more, own], 1.0).extra == ((1, 0) if taken else (0, 0))
     auto = Namespace(
         judged=[more, own],
-        judge=lambda limits: [more, own][1 - limits.max_extra_forwards :],
-        problem=Namespace(limits=NO_LIMITS),
+        judge=lambda problem: [more, own][1 - problem.max_extra_forwards :],
+        problem=problem_of(Job(uniform_profile(2, CURVE), 4, conditions)),
         most_extra_forwards=1,
         planner=ObjectivePlanner(LEAST_ENERGY, 1.0),
     )
@@ -192,8 +196,7 @@ def test_the_rules_order_is_planned_too_where_changes_of_clock_count(counts):
 
 def test_large_jobs_are_searched_with_few_linear_programs():
     profile = uniform_profile(8, CURVE, slowness=[1, 1, 1, 1, 1, 1, 1, 1.2])
-    search, _ = search_of(Job(profile, 96, Conditions((10.0,) * 8)))
-    judged = search.search(NO_LIMITS)
+    judged, search, _ = search_of(Job(profile, 96, Conditions((10.0,) * 8)))
     assert search.orders_tried <= 16
     own = next(o for o in judged if o.optimizer.schedule.stages == o.own.stages)
     assert min(order.score for order in judged) < 0.99 * own.score
@@ -202,10 +205,10 @@ def test_large_jobs_are_searched_with_few_linear_programs():
 
 def test_of_very_many_units_only_the_best_order_is_planned(monkeypatch):
     job = Job(uniform_profile(3, CURVE), 60, Conditions((30.0,) * 3))
-    several = search_of(job)[0].search(NO_LIMITS)
+    several, *_ = search_of(job)
     monkeypatch.setattr(families, "_MANY_UNITS", 359)
     monkeypatch.setattr(families, "_UNIT_BUDGET", 0)
-    [best] = search_of(job)[0].search(NO_LIMITS)
+    [best], *_ = search_of(job)
     assert len(several) > 1
     assert best.score < 1.001 * min(order.score for order in several)
 
@@ -225,13 +228,12 @@ def test_one_microbatch_more_in_flight_is_used_well(slow_stage):
     """Rear stages have room for more than one extra forward then, and using it costs energy."""
     profile = uniform_profile(8, CURVE, slowness=[1 + 0.1 * (s == slow_stage) for s in range(8)])
     conditions = Conditions((10.0,) * 8)
-    search, deadline_s = search_of(Job(profile, 48, conditions))
+    judged, _, deadline_s = search_of(Job(profile, 48, conditions), max_in_flight=(9,) * 8)
     front_parts = [tuple(int(s < count) for s in range(8)) for count in range(8)]
     least_j = min(
         Optimizer(builders.envpipe(8, 48, extra), profile, conditions).relaxed(deadline_s).cost_j
         for extra in front_parts
     )
-    judged = search.search(Limits(max_in_flight=(9,) * 8))
     assert min(order.score for order in judged) < least_j * 1.002
 
 
@@ -242,8 +244,9 @@ def test_orders_that_hide_the_latency_meet_deadlines_that_1f1b_misses():
     deadline_s = 0.9 * own.fastest_s
     with pytest.raises(LinearProgramError):
         own.plan(deadline_s)
-    search = FamilySearch(ENVPIPE, Problem(profile, 16, conditions, "auto"), deadline_s)
-    judged = search.search(NO_LIMITS)
+    job = Job(profile, 16, conditions)
+    search = FamilySearch(ENVPIPE, problem_of(job), deadline_s)
+    judged = search.search(problem_of(job))
     assert all(any(order.optimizer.schedule.extra_forwards) for order in judged)
     assert plan_of(judged, deadline_s).cost.iteration_time_s <= deadline_s * (1 + 1e-9)
-    assert search.search(Limits(max_extra_forwards=0)) == []
+    assert search.search(problem_of(job, max_extra_forwards=0)) == []
