@@ -61,12 +61,12 @@ def views_of(folder: RunFolder, facts: ReportFacts) -> Iterator[View]:
             [bubbles_chart(facts.bubbles)],
         )
     series = step_series(folder.windows)
-    if series:
+    if series is not None:
         yield View(
             "iterations",
             "Iterations of the job",
-            "Time and energy of each iteration; a metered window of several is their mean. The "
-            "phases of a job of one run are shaded.",
+            "Time and energy of each iteration; a metered window of several is their mean. Phases "
+            "are shaded.",
             steps_charts(series),
         )
     power = power_series(folder.windows, offsets_s)
@@ -130,40 +130,36 @@ def bubbles_chart(found: Bubbles) -> Chart:
     return Chart("bubbles", "ms of an iteration", label, marks, rows=rows, x_range=whole)
 
 
-def steps_charts(series: Sequence[StepSeries]) -> list[Chart]:
+def steps_charts(series: StepSeries) -> list[Chart]:
     """Time and energy of each iteration, on one axis of iterations."""
-    last = max(int(run.iteration[-1]) for run in series)
+    spans = [
+        (split_phase(phase)[0], first - 0.5, last + 0.5) for phase, first, last in series.phases
+    ]
+    shades = columns_of("name begin end", spans)
+    shades["colour"] = [_PHASES.get(name, GREY) for name in shades["name"]]
+    keep = _thinned(len(series.iteration))
+    at = series.iteration[keep].tolist()
+    phases = [_phase_at(series, iteration) for iteration in at]
     charts = []
     for column, label in (("time_s", "iteration time (s)"), ("energy_j", "energy of all GPUs (J)")):
-        marks = []
-        if len(series) == 1:
-            spans = [
-                (split_phase(phase)[0], first - 0.5, end + 0.5)
-                for phase, first, end in series[0].phases
-            ]
-            columns = columns_of("name begin end", spans)
-            columns["colour"] = [_PHASES.get(name, GREY) for name in columns["name"]]
-            marks.append(Marks("span", "", GREY, columns))
-        for run, colour in zip(series, series_colours(len(series)), strict=True):
-            keep = _thinned(len(run.iteration))
-            at, values = run.iteration[keep].tolist(), getattr(run, column)[keep].tolist()
-            phases = [_phase_at(run, iteration) for iteration in at]
-            tips = ("iteration", "@x"), (label, "@y{0.0000}"), ("phase", "@phase")
-            marks += [
-                Marks("line", run.run, colour, {"x": [at], "y": [values]}),
-                Marks("dot", run.run, colour, {"x": at, "y": values, "phase": phases}, tips),
-            ]
+        values = getattr(series, column)[keep].tolist()
+        tips = ("iteration", "@x"), (label, "@y{0.0000}"), ("phase", "@phase")
+        marks = [
+            Marks("span", "", GREY, shades),
+            Marks("line", "", BLUE, {"x": [at], "y": [values]}),
+            Marks("dot", "", BLUE, {"x": at, "y": values, "phase": phases}, tips),
+        ]
         charts.append(
             Chart(
                 f"iterations-{column}", "iteration", label, marks,
-                x_range=(-0.5, last + 0.5), from_zero=True,
+                x_range=(-0.5, at[-1] + 0.5), from_zero=True,
             )
         )  # fmt: skip
     return charts
 
 
-def _phase_at(run: StepSeries, iteration: int) -> str:
-    return next((name for name, first, last in run.phases if first <= iteration <= last), "")
+def _phase_at(series: StepSeries, iteration: int) -> str:
+    return next((name for name, first, last in series.phases if first <= iteration <= last), "")
 
 
 def _thinned(count: int) -> NDArray[np.intp]:
