@@ -33,11 +33,11 @@ from envpipe_megatron.runtime.channel.links import make_channel
 from envpipe_megatron.runtime.channel.p2p import P2PChannel
 from envpipe_megatron.runtime.clocks.rank_clock import ClockKind, RankClock
 from envpipe_megatron.runtime.execution.executor import (
-    Completion,
-    Done,
     Executor,
     Later,
+    Passed,
     StageRecord,
+    always,
     make_record,
 )
 from envpipe_megatron.runtime.execution.orders import IterationOrder
@@ -62,21 +62,21 @@ class HostExecutor(Executor):
         self._starts: list[float] = []
         self._ends: list[float] = []
 
-    def begin_unit(self) -> Completion:
+    def begin_unit(self) -> Passed:
         """Note the start."""
         self._starts.append(time.monotonic() - self._begin_s)
-        return Done()
+        return always
 
-    def end_unit(self) -> Completion:
+    def end_unit(self) -> Passed:
         """Note the end, which has come."""
         self._ends.append(time.monotonic() - self._begin_s)
-        return Done()
+        return always
 
     def in_wait(self, after_s: float) -> Later:
         """No order here parks."""
         raise NotImplementedError
 
-    def end_iteration(self) -> Callable[[], StageRecord]:
+    def end_iteration(self, check: Callable[[], object]) -> Callable[[], StageRecord]:
         """Nothing is left to wait for."""
         times_s = self._starts, self._ends, self._begin_s, self._ends[-1], self._ends[-1]
         return lambda: make_record(*times_s)

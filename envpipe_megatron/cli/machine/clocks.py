@@ -66,7 +66,7 @@ def measure_latency(
     repeats: int,
     output: Path | None,
 ) -> None:
-    """Measure how long a change of clock takes: the call, until it runs, and the first kernel.
+    """Measure how long a change of clock takes: the call, and until kernels show it.
 
     CHANGES THE CLOCK of the GPU, which must be free of other work, and resets it at the end. A
     guard process resets it if this one is killed.
@@ -132,27 +132,22 @@ def _measure(
 
 
 def _show_latency(result: dict[str, Any]) -> None:
-    columns = ("MHz", "call (ms)", "settled (ms)", "shown (ms)", "first kernel")
+    columns = ("MHz", "call (ms)", "settled (ms)")
     rows = (
         (
             f"{row['from_mhz']} -> {row['to_mhz']}",
-            *(_spread(row[name], 1e3) for name in ("call_s", "settling_s", "shown_s")),
-            _spread(row["first_kernel_ratio"], 1.0),
+            *(_spread_ms(row[name]) for name in ("call_s", "settling_s")),
         )
         for row in result["changes"]
     )
     title = f"Changes of clock on {result['gpu']}, median (99th percentile)"
-    caption = (
-        "settled: kernels take the new time; shown: the driver says so; "
-        "first kernel: the first after the call, over the steady ones"
-    )
-    show_table(title, columns, rows, caption=caption)
+    show_table(title, columns, rows, caption="settled: kernels take the new time")
 
 
-def _spread(values: dict[str, Any], scale: float) -> str:
+def _spread_ms(values: dict[str, Any]) -> str:
     if not values["count"]:
         return "not seen"
-    return f"{scale * values['median']:.2f} ({scale * values['p99']:.2f})"
+    return f"{1e3 * values['median']:.2f} ({1e3 * values['p99']:.2f})"
 
 
 def _listed_gpus() -> tuple[Device, ...]:

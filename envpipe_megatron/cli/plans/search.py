@@ -17,7 +17,6 @@ from envpipe_megatron.cli.common import (
     warn_of_free_waiting,
     write_stages,
 )
-from envpipe_megatron.cli.plans import search_training
 from envpipe_megatron.cli.plans.search_tables import show_found, sizes_words
 from envpipe_megatron.console import say
 from envpipe_megatron.core.fields import PERCENT, POWER, Number
@@ -98,11 +97,6 @@ logger = logging.getLogger(__name__)
     "--output", type=OUTPUT_FOLDER,
     help="Folder for the best configuration, and with joules its stage profile, plan and frontier.",
 )  # fmt: skip
-@click.option(
-    "--train", is_flag=True,
-    help="Then train the best one's first iterations by COMMAND, and compare.",
-)  # fmt: skip
-@click.argument("command", nargs=-1, type=click.UNPROCESSED)
 def search_command(
     profile_path: Path,
     gpus: int,
@@ -119,8 +113,6 @@ def search_command(
     energy_price: float,
     gpu_price: float,
     output: Path | None,
-    train: bool,
-    command: tuple[str, ...],
 ) -> None:
     """Search the parallel configuration of a Megatron job; needs no GPU.
 
@@ -132,23 +124,13 @@ def search_command(
 
       envpipe search --profile layers.json --gpus 64 --global-batch 512 --memory 72
       --objective energy --max-slowdown 1 --output best
-
-    With --train, COMMAND is what follows `torchrun` when the model is trained, as for
-    `envpipe profile`. Sizes, batch and recomputation in it are replaced; the checkout must be
-    patched if the flags found have one of EnvPipe's.
-
-      envpipe search ... --train -- --nproc-per-node 4 pretrain_gpt.py ...
     """
-    if train != bool(command):
-        raise click.UsageError("--train goes with the command of the training, behind --.")
     given = click.get_current_context().get_parameter_source("slowdown_percent")
     if goal == Goal.TIME.value and given is not ParameterSource.DEFAULT:
         raise click.UsageError(
             "--max-slowdown goes with --objective energy or cost: the least time is no slower "
             "than itself. Leave it out, or give the objective."
         )
-    if train:
-        search_training.check_ranks(command, gpus)
     if output is not None:
         refuse_foreign(output, (_STAGES, _SIDECAR, _PLAN, _FRONTIER, _PICTURE), _CONFIGURATION)
         output.mkdir(parents=True, exist_ok=True)  # fails now, not after the search
@@ -182,8 +164,6 @@ def search_command(
     if output is not None:
         _write(output, profile, job, found, flags, blocking_power_w)
         say(f"\nWritten to {output}")
-    if train:
-        search_training.train(command, found.ranked[0].candidate, flags)
 
 
 def _warn_of_links(profile: LayerProfile, gpus: int, gpus_per_node: int) -> None:

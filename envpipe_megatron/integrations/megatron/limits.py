@@ -28,8 +28,8 @@ from envpipe_megatron.integrations.levels import (
 NOT_PROVEN = "not proven in every combination in another order than Megatron's"
 #: Why such features cannot have level `order` over some channels.
 POSTED_AHEAD = (
-    "may wait for the device within a unit, and with one hardware queue, or --envpipe-channel "
-    "posted, receives of NCCL are posted ahead: both would wait for ever"
+    "may wait for the device within a unit, and with one hardware queue receives of NCCL are "
+    "posted ahead: both would wait for ever"
 )
 #: As `NOT_PROVEN`, where a host waits for the device within a unit.
 WAITS = "waits for the device, where no receive may have been posted ahead"

@@ -158,7 +158,7 @@ class Training(LeveledJob):
     def _against_order(self) -> str | None:
         """What the channel has against level `order`, alike on all ranks."""
         assert self.job is not None
-        if self.decision.to_check and self.job.channel.posts_ahead:
+        if self.decision.to_check and self.job.channel.capacity is not None:
             return POSTED_AHEAD
         stuck = find_stall(self._order_of(self._microbatches), self.job.channel.capacity)
         if not stuck:

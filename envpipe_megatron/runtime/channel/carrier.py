@@ -10,6 +10,7 @@ from typing import Protocol
 import torch
 
 from envpipe_megatron.core.kinds import WHOLE, Kind, Unit
+from envpipe_megatron.core.schedule import Schedule
 from envpipe_megatron.errors import EnvPipeError
 
 
@@ -82,12 +83,10 @@ class Carrier(Protocol):
     Every method that waits or hands over raises ChannelError if the neighbour is gone or silent.
     """
 
-    def expect(
-        self, messages: int, receives: TensorSpec | None, sends: TensorSpec | None, *, vary: bool
-    ) -> None:
-        """Expect this many messages until `end_step`, of which each carries what is said.
+    def expect(self, count: int, specs: StageSpecs, schedule: Schedule | None, vary: bool) -> None:
+        """Expect a count of messages until `end_step`: a schedule's, or without one a few.
 
-        None is what never comes or goes; where messages vary, what is said is an example.
+        Each carries what `specs` say; where messages vary, that is an example.
         """
 
     def receive(self, unit: Unit) -> list[torch.Tensor]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Protocol, TypeVar, cast
 
 import torch
@@ -15,12 +14,13 @@ from envpipe_megatron.core.schedule import Schedule
 from envpipe_megatron.runtime.channel.carrier import StageSpecs
 from envpipe_megatron.runtime.channel.p2p import P2PChannel
 from envpipe_megatron.runtime.execution.executor import (
-    Completion,
-    Done,
     Executor,
     Later,
+    Passed,
     StageRecord,
+    always,
     late_record,
+    wait_for,
 )
 from envpipe_megatron.runtime.execution.orders import IterationOrder
 
@@ -79,8 +79,8 @@ class StageRun:
             for position, unit in enumerate(self.units)
             if order.schedule.sends[stage, position]
         }
-        self._last_input: Completion = Done()
-        self._last_end: Completion = Done()
+        self._last_input: Passed = always
+        self._last_end: Passed = always
 
     @property
     def next_unit(self) -> Unit | None:
@@ -145,26 +145,26 @@ class StageRun:
         """All units have been handed over: what follows them may be, too."""
         assert self._channel is not None
         if self._channel.lets_go:
-            self._channel.unless_lost(self._last_input.synchronize)
+            wait_for(self._last_input, self._channel.check)
         self._channel.end_step()
 
     @property
     def has_ended(self) -> bool:
         """True if the device has ended all units; nothing is waited for."""
-        return self.next_unit is None and self._last_end.query()
+        return self.next_unit is None and self._last_end()
 
     def end(self, number: int | None = None) -> StageRecord:
         """The times of what has this number; the first that is asked for waits for the last unit.
 
         That raises ChannelError if a neighbour is gone or silent.
         """
-        read, like = self._executor.end_iteration(), self._like
+        check = always if self._channel is None else self._channel.check
+        read, like = self._executor.end_iteration(check), self._like
         if like is not None:
             return late_record(
                 lambda: read().with_units_of(like), number, timed=False, whole=self.whole
             )
-        guarded = read if self._channel is None else partial(self._channel.unless_lost, read)
-        return late_record(guarded, number, whole=self.whole)
+        return late_record(read, number, whole=self.whole)
 
 
 class StageWork(Protocol):
