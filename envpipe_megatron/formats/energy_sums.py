@@ -16,7 +16,6 @@ from typing import Any
 from envpipe_megatron.formats.energy import STEP, EnergyNote, EnergyWindow, Phase, split_phase
 from envpipe_megatron.formats.steps import (
     ComparedSteps,
-    Comparison,
     RunningMean,
     StepEnergy,
     compare,
@@ -152,12 +151,6 @@ def compared_steps(sums: Iterable[EnergySums]) -> tuple[StepEnergy, StepEnergy] 
     return mean_steps([math.fsum(each) for each in zip(*of_gpus, strict=True)]) if of_gpus else None
 
 
-def comparison_of(sums: Iterable[EnergySums]) -> Comparison | None:
-    """Compare steps with the baselines that were in force; as `compared_steps`."""
-    means = compared_steps(sums)
-    return compare(*means) if means else None
-
-
 def comparison_facts(ranks: Iterable[Mapping[str, EnergySums]]) -> dict[str, Any]:
     """Compare the steady phase, of sums by phase of each GPU; as JSON.
 
@@ -168,8 +161,8 @@ def comparison_facts(ranks: Iterable[Mapping[str, EnergySums]]) -> dict[str, Any
         name, batch = split_phase(phase)
         if name == Phase.STEADY:
             by_batch.setdefault(batch, []).append(own)
-    found = {batch: comparison_of(sums) for batch, sums in sorted(by_batch.items())}
-    facts = {batch: asdict(compared) for batch, compared in found.items() if compared}
+    means = {batch: compared_steps(sums) for batch, sums in sorted(by_batch.items())}
+    facts = {batch: asdict(compare(*found)) for batch, found in means.items() if found}
     return {"comparison": facts.pop("", None), "other_batches": facts}
 
 

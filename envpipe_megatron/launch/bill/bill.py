@@ -27,11 +27,11 @@ from envpipe_megatron.formats.energy import (
 )
 from envpipe_megatron.formats.energy_sums import (
     EnergySums,
-    comparison_of,
+    compared_steps,
     mean_step,
     total_of,
 )
-from envpipe_megatron.formats.steps import Comparison, StepEnergy
+from envpipe_megatron.formats.steps import Comparison, StepEnergy, compare
 
 Key = TypeVar("Key", bound=Hashable)
 
@@ -195,18 +195,19 @@ class Bill:
         """
         return mean_step(self.of_phase(phase))
 
-    def compared(self) -> list[EnergySums]:
-        """Sums of steady steps, if the job saves: not if it only measures.
+    def compared(self) -> tuple[StepEnergy, StepEnergy] | None:
+        """A steady step, and one as baselines expect it, of steps for which one was in force.
 
-        None, too, if a GPU does not report its steps.
+        None without such steps, if a GPU does not report its steps, or the job only measures.
         """
-        steady = self.of_phase(Phase.STEADY.value)
-        saves = self.facts.get("level") != "observe" and all(sums.steps for sums in steady)
-        return steady if saves else []
+        if self.steps(Phase.STEADY.value) is None or self.facts.get("level") == "observe":
+            return None
+        return compared_steps(self.of_phase(Phase.STEADY.value))
 
     def comparison(self) -> Comparison | None:
         """Steady steps against the baselines that were in force; None if none is known."""
-        return comparison_of(self.compared())
+        means = self.compared()
+        return compare(*means) if means else None
 
     def told(self, comparison: Comparison) -> str:
         """Put a comparison of its steady steps into words."""
