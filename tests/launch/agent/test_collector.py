@@ -226,16 +226,6 @@ async def test_whoever_does_not_say_hello_in_time_is_hung_up_on(tmp_path, monkey
 
 
 @in_time
-async def test_a_line_without_an_end_is_not_kept(tmp_path):
-    async with collecting() as collector:
-        endpoint = await collector.start("localhost")
-        stranger = await connected(endpoint["port"], piece_of(collector) + b"x" * 5_000_000)
-        await is_hung_up(*stranger)
-        assert list(collector._known_bytes.values()) == [0]
-        assert collector._sending == {}
-
-
-@in_time
 async def test_closing_hangs_up_on_everybody(tmp_path):
     async with agents(tmp_path, "a", "b") as nodes:
         async with collecting() as collector:

@@ -177,14 +177,6 @@ def test_windows_that_meet_but_for_rounding_have_nothing_between(bills):
     bills.check()
 
 
-def test_of_a_window_that_overlaps_the_rest_is_billed(bills):
-    bills.take(5.0, 6.0, 0)
-    bills.take(5.5, 7.5, 1)
-    assert bills.spans() == [("steady", 5, 6), ("steady", 6, 7.5)]
-    assert bills.lines[1]["compute_s"] == pytest.approx(0.75)
-    bills.check()
-
-
 def test_a_long_gap_is_billed_before_the_next_window_comes(bills):
     bills.take(5.0, 5.5, 0)
     bills.at(305.5)

@@ -343,10 +343,6 @@ def test_starts_count_by_their_steps():
     assert step.time_s == pytest.approx((9 * 2.0 + 10 * 2.0) / 100)
 
 
-def test_a_job_has_as_many_steps_as_the_gpu_that_told_of_most():
-    assert bill(*steady(0, 90.0), window(1, 0)).steps("steady").iterations == 4
-
-
 def test_a_step_of_an_average_gpu():
     """Both scatter alike; the one that says less of its metering leaves it unknown."""
     slow = [window(0, i, 0.0, duration_s=3.0 + i, energy_uncertainty_j=0.6) for i in range(2)]
