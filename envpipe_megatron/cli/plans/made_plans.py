@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,18 +19,15 @@ from envpipe_megatron.cli.common import (
     PROFILE_OPTION,
     Finite,
     check_outputs,
-    numbers,
-    show_summary,
 )
+from envpipe_megatron.cli.plans.tables import facts_of, show_plans, show_summary
 from envpipe_megatron.console import say, say_working, show_table
 from envpipe_megatron.core.fields import FACTOR, TIME
 from envpipe_megatron.core.plan import (
-    Cost,
     Plan,
     PlanError,
     read_order,
     read_plan,
-    saving_uncertainty_percent,
 )
 from envpipe_megatron.core.profile import read_profile
 from envpipe_megatron.core.sidecar import sidecar_path
@@ -93,10 +90,8 @@ def _simulation_facts(plan: Plan) -> dict[str, Any]:
     """Figures of a plan that `simulate` prints as JSON."""
     baseline = plan.baseline
     return {
-        **_facts(plan, baseline.cost),
+        **facts_of(plan, baseline.cost),
         "energy_by_stage_j": plan.energy_by_stage_j.tolist(),
-        "saving_uncertainty_percent": saving_uncertainty_percent(plan),
-        "extra_forwards": list(plan.schedule.extra_forwards),
         "baseline": {"schedule": baseline.schedule.name, **vars(baseline.cost)},
         "bubble_s": _waits(plan),
     }
@@ -158,7 +153,7 @@ def compare(plan_paths: Sequence[Path], profile_path: Path | None, as_json: bool
     facts = []
     for path, plan in zip(plan_paths, read, strict=True):
         try:
-            facts.append(_facts(replace(plan, conditions=first.conditions), baseline.cost))
+            facts.append(facts_of(replace(plan, conditions=first.conditions), baseline.cost))
         except PlanError as error:
             raise PlanError(
                 f"{path} cannot run under the conditions of {plan_paths[0]}: {error.what}",
@@ -171,39 +166,8 @@ def compare(plan_paths: Sequence[Path], profile_path: Path | None, as_json: bool
     for path, plan in zip(plan_paths, read, strict=True):
         if plan.conditions != first.conditions:
             say(f"Note: {path} was made for other conditions than {plan_paths[0]}.")
-    columns = ("", *map(str, plan_paths))
-    rows = [(shown, *(write(each[name]) for each in facts)) for name, shown, write in _ROWS]
     title = f"Against {baseline.schedule.name} at the highest clocks"
-    show_table(title, columns, rows)
-
-
-_ROWS: tuple[tuple[str, str, Callable[[Any], str]], ...] = (
-    ("schedule", "order", str),
-    ("policy", "clocks", str),
-    ("iteration_time_s", "iteration time (s)", "{:.4f}".format),
-    ("energy_j", "energy (J)", "{:.1f}".format),
-    ("saving_percent", "saving (%)", "{:.2f}".format),
-    ("slowdown_percent", "slowdown (%)", "{:.3f}".format),
-    ("mean_power_w", "mean power (W)", "{:.1f}".format),
-    ("num_chunks", "chunks of a stage", str),
-    ("microbatches_in_flight", "peak in flight by stage", numbers),
-    ("clock_changes", "changes of clock by stage", numbers),
-)
-
-
-def _facts(plan: Plan, baseline: Cost) -> dict[str, Any]:
-    return {
-        "schedule": plan.schedule.name,
-        "policy": plan.policy,
-        **vars(plan.cost),
-        "saving_percent": plan.cost.saving_percent(baseline),
-        "slowdown_percent": plan.cost.slowdown_percent(baseline),
-        "mean_power_w": plan.cost.mean_power_w,
-        "num_chunks": plan.schedule.num_chunks,
-        "peak_in_flight": list(plan.schedule.peak_in_flight),
-        "microbatches_in_flight": list(plan.schedule.microbatches_in_flight),
-        "clock_changes": plan.evaluation.clock_changes.tolist(),
-    }
+    show_plans(title, dict(zip(map(str, plan_paths), facts, strict=True)))
 
 
 @click.command()

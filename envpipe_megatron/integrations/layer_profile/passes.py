@@ -158,12 +158,12 @@ class _Pass:
 
     def measure(self, ways: Sequence[str | None], clock_mhz: int) -> dict[str | None, FloatArray]:
         """[6, slots] by way: forward, backward (s), both, forward (J), both rested, data (s)."""
-        found = {}
+        found, windows = {}, {}
         with self.pieces.rows(self.row):
             layers = np.array([name not in (EMBEDDING, LOSS) for name in self.pieces.slots])
             for way in reversed(ways):  # what is not recomputed last, before its windows
                 with self.pieces.recomputing(way):
-                    found[way], window = self._times(_WINDOW_S)
+                    found[way], windows[way] = self._times(_WINDOW_S)
             forwards = self._run(_WINDOW_S, forward_only=True)
             rested = found[None]
             if torch.cuda.is_available():
@@ -171,16 +171,22 @@ class _Pass:
                 rested, _ = self._times(_RESTED_WINDOW_S, cycles)
         with self.pieces.rows(1):
             few, few_forwards = self._run(_WINDOW_S), self._run(_WINDOW_S, forward_only=True)
-        joules = self.gpu.energies_j([window, few, forwards, few_forwards])
-        own = found[None]
-        both_w = _powers_w((window, few), joules[:2], own[0] + own[1], layers)
-        forward_w = _powers_w((forwards, few_forwards), joules[2:], own[0], layers)
+        metered = (*windows.values(), few, forwards, few_forwards)
+        *of_ways, few_j, forwards_j, few_forwards_j = self.gpu.energies_j(metered)
+        means_w = {
+            way: joules / _run_s(windows[way]) for way, joules in zip(windows, of_ways, strict=True)
+        }
+        own, plain_j = found[None], means_w[None] * _run_s(windows[None])
+        both_w = _powers_w((windows[None], few), (plain_j, few_j), own[0] + own[1], layers)
+        forward_w = _powers_w(
+            (forwards, few_forwards), (forwards_j, few_forwards_j), own[0], layers
+        )
         return {
             way: np.stack(
                 [
                     each[0],
                     each[1],
-                    (each[0] + each[1]) * both_w,
+                    (each[0] + each[1]) * both_w * (means_w[way] / means_w[None]),
                     each[0] * forward_w,
                     rested[0] + rested[1] if self.gpu.name else np.full(len(layers), np.nan),
                     each[2],
@@ -208,6 +214,10 @@ class _Pass:
         return lowest(min(max(_FEWEST, math.ceil(window_s / self.round_s)), _MOST))
 
 
+def _run_s(window: Window) -> float:
+    return (window.end_s - window.begin_s) / window.runs
+
+
 def _powers_w(
     windows: Sequence[Window], joules: Sequence[float], times_s: FloatArray, layers: BoolArray
 ) -> FloatArray:
@@ -218,7 +228,7 @@ def _powers_w(
         joules: of a run in each.
         times_s: [slots] of the former.
     """
-    runs_s = [(window.end_s - window.begin_s) / window.runs for window in windows]
+    runs_s = list(map(_run_s, windows))
     mean_w = of_layers_w = joules[0] / runs_s[0]
     layers_s = float(times_s[layers].sum())
     around_s = max(runs_s[0] - layers_s, 1e-9)

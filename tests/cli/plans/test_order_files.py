@@ -61,7 +61,7 @@ def test_activations_are_shown_where_they_are_known(profile_path):
         peaks, held = (rows[f"{name} by stage"] for name in ("peak in flight", "activations (GiB)"))
         for peak, gib in zip(peaks, held, strict=True):
             wanted = [float(n) / 2**stage for stage, n in enumerate(peak.split())]
-            assert list(map(float, gib.split())) == pytest.approx(wanted, rel=5e-3)
+            assert list(map(float, gib.split())) == pytest.approx(wanted, rel=5e-3, abs=6e-3)
         assert peaks[1].split() == (
             ["5.5", "4.5", "3.5", "2.5"] if chunks else ["4", "3", "2", "1"]
         )
