@@ -14,7 +14,7 @@ from envpipe_megatron.gpu.control import choose_control, open_controlled
 from envpipe_megatron.gpu.devices import open_reader, uid_of_cuda_device
 from envpipe_megatron.gpu.site import read_site
 from envpipe_megatron.integrations.layer_profile.measuring import Window
-from envpipe_megatron.runtime.clocks.rank_clock import ClockKind, RankClock
+from envpipe_megatron.runtime.clocks.rank_clock import RankClock
 from envpipe_megatron.runtime.energy.meter import EnergyMeter, MeterError
 
 #: A clock that was set has settled.
@@ -42,7 +42,7 @@ class RankGpu:
         self._clock: RankClock | None = None
         if torch.cuda.is_available():
             gpu = _open(clocks_mhz)
-            self._clock = RankClock(gpu, ClockKind.of(gpu)) if clocks_mhz else None
+            self._clock = RankClock(gpu) if clocks_mhz else None
             self._meter = EnergyMeter(gpu)
             self.name = gpu.name
             self.frequency_mhz = tuple(clocks_mhz) or gpu.supported_frequencies_mhz[:1]
