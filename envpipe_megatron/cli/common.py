@@ -199,3 +199,8 @@ def write_stages(profile: Profile, blocking_power_w: float | None, path: Path) -
         curves = tuple({max(profile.clocks_mhz(stage)): blocking_power_w} for stage in stages)
         sidecar = replace(sidecar, wait_power_w=curves)
     replace(profile, sidecar=sidecar).write(path)
+
+
+def numbers(values: Iterable[float]) -> str:
+    """Numbers as a table's cell shows them."""
+    return " ".join(f"{value:g}" for value in values)

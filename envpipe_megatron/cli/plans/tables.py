@@ -6,12 +6,13 @@ and at `show_stages`, by which `envpipe partition` prints its split.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from itertools import groupby
 from typing import Any
 
 import numpy as np
 
+from envpipe_megatron.cli.common import numbers
 from envpipe_megatron.console import say, show_table
 from envpipe_megatron.core.arrays import FloatArray
 from envpipe_megatron.core.plan import NORMAL_95, Cost, Plan, saving_uncertainty_percent
@@ -21,11 +22,6 @@ from envpipe_megatron.search.layer_profile import EMBEDDING, LOSS, LayerProfile
 from envpipe_megatron.search.search import Found, Ranked
 
 _GIB = 2.0**30
-
-
-def numbers(values: Iterable[float]) -> str:
-    """Numbers as a table's cell shows them."""
-    return " ".join(f"{value:g}" for value in values)
 
 
 #: Figures of a plan: their names in JSON and in tables, and how a cell shows them.
