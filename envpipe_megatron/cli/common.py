@@ -30,7 +30,6 @@ PROFILE_OPTION = click.option(
 PLAN_OPTION = click.option(
     "--plan", "plan_path", type=EXISTING_FILE, required=True, help="Plan JSON."
 )
-NEW_PLAN_OPTION = click.option("--output", type=OUTPUT_FILE, required=True, help="Plan JSON.")
 MICROBATCHES_OPTION = click.option(
     "--num-microbatches", type=click.IntRange(min=1), required=True,
     help="Microbatches of an iteration.",

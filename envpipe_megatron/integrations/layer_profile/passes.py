@@ -64,17 +64,21 @@ class Way:
 
     held: Held
     host_s: float
+    data_s: float
     forward_s: FloatArray
     backward_s: FloatArray
     both_j: FloatArray
     forward_j: FloatArray
     rested_s: FloatArray
-    data_s: float
 
     @property
     def both_s(self) -> FloatArray:
         """Time of both directions."""
         return self.forward_s + self.backward_s
+
+
+#: What each piece that runs holds, and how long the host takes to hand it over, s.
+_Look = tuple[list[Held], FloatArray]
 
 
 def measure_pieces(
@@ -86,7 +90,7 @@ def measure_pieces(
     """
     ways = (None, *dict.fromkeys(way for name in pieces.names for way in pieces.ways(name)))
     with pieces.rows(1):
-        looks = {None: _look(microbatches, size)}
+        looks: dict[str | None, _Look] = {None: _look(microbatches, size)}
         slots = pieces.slots
     row = pieces.longest_row
     if not _fits(pieces, dict(zip(slots, looks[None][0], strict=True)), row):
@@ -113,18 +117,18 @@ def measure_pieces(
             at_slots = [at for at, slot in enumerate(slots) if slot == name]
             if way is None or way in pieces.ways(name):
                 held, hosts_s = looks[way]
-                each = by_clock[:, :, at_slots].mean(axis=2).T
+                *figures, data_s = by_clock[:, :, at_slots].mean(axis=2).T
                 found[name, way] = Way(
                     Held(*np.mean([held[at] for at in at_slots], axis=0).tolist()),
                     float(np.mean(hosts_s[at_slots])),
-                    *each[:-1],
-                    data_s=float(each[-1].min()),  # no clock changes it
+                    float(data_s.min()),  # no clock changes it
+                    *figures,
                 )
     return found
 
 
-def _look(microbatches: Microbatches, size: int) -> tuple[list[Held], FloatArray]:
-    """Return what each piece holds, and how long the host takes to hand it over, s."""
+def _look(microbatches: Microbatches, size: int) -> _Look:
+    """Return the look at each piece."""
     looked, _ = microbatches.measure(size, _LOOKS, Looks())
     _, forward, backward = np.split(looked, [1, 1 + len(looked) // 2])
     received = np.full(len(forward), microbatches.message_bytes * torch.cuda.is_available())
