@@ -57,9 +57,9 @@ class Way:
 
     Args:
         host_s: of both directions, until the host has handed them over to the device.
+        data_s: that the script's data took ahead of the forward, in which they are.
         both_j, forward_j: energy of both directions, and of the forward; NaN if not known.
         rested_s: of both directions where the GPU rests as long; NaN if not known.
-        data_s: that the script's data took ahead of the forward, in which they are.
     """
 
     held: Held

@@ -110,9 +110,8 @@ def test_chunks_of_a_table_are_planned(profile_path, tmp_path):
 
 def test_a_frontier_and_other_policies_of_a_table(profile_path, order_path, tmp_path):
     options = ("--schedule", order_path, "--frontier", tmp_path / "f.csv", "--frontier-points", 3)
-    plan(profile_path, *options)
-    _, *plans = map(json.loads, (tmp_path / "f.jsonl").read_text().splitlines())
-    assert {each["schedule_name"] for each in plans} == {"mine"}
+    assert "optimal on mine" in plan(profile_path, *options).stdout
+    assert len((tmp_path / "f.csv").read_text().splitlines()) > 2
     options = ("--schedule", order_path, "--policy", "envelope", "--reconfigure", "balanced")
     assert "envelope-balanced on mine" in plan(profile_path, *options).stdout
 
