@@ -185,7 +185,7 @@ class FamilySearch:
             return
         allowed, job = problem.order_limits(), (problem.num_stages, problem.num_microbatches)
         extra = allowed.fit(best.optimizer.schedule.extra_forwards)
-        directions, last = _directions(len(extra)), self.orders_tried + self._most_solved // 2
+        directions, last = _directions(len(extra)), self.orders_tried + self._most_solved
         failed = 0  # directions in a row that led nowhere
         while failed < len(directions) and self.orders_tried < last:
             near = tuple(map(add, extra, directions[0]))
