@@ -48,8 +48,9 @@ _GROUPS = (1.0, 1.5)
 _FEWEST_LOOKS, _MOST_LOOKS, _LOOK_BUDGET = 2, 4, 10_000
 #: Units of all orders whose linear programs a search may solve: eight of 8 x 24 in two chunks.
 _UNIT_BUDGET = 9_300
-#: Of those that are near to the deadline, the fewest and the most.
-_FEWEST_ORDERS, _MOST_ORDERS = 1, 8
+_FEWEST_ORDERS = 1
+#: Of EnvPipe's family fewer of those that are near to the deadline, and at most so many.
+_MOST_NEAR = 8
 #: Multiples of EnvPipe's counts that are tried, and of even ramps: how many more than the next
 #: stage each stage has.
 _MULTIPLES, _RAMPS = (1.0, 1.5, 2.0), (0.5, 1.0, 2.0, 3.0)
@@ -115,6 +116,9 @@ class FamilySearch:
                 self._target = self._limit(profile, deadline_s)
         units = own.num_units * len(SPLIT if family.split else WHOLE) // len(WHOLE)
         self._most_solved = max(_FEWEST_ORDERS, _UNIT_BUDGET // units)
+        self._most_near = self._most_solved
+        if family == ENVPIPE:  # whose best is moved on from
+            self._most_near = max(_FEWEST_ORDERS, min(self._most_solved // 2, _MOST_NEAR))
         self._looks = min(_MOST_LOOKS, max(_FEWEST_LOOKS, _LOOK_BUDGET // units))
 
     @property
@@ -159,7 +163,7 @@ class FamilySearch:
         for schedule in always:
             self._judge(schedule)
         for place, schedule in enumerate(sorted(distinct, key=self._estimate_j)):
-            if place >= min(self._most_solved, _MOST_ORDERS) and any(self._judged.values()):
+            if place >= self._most_near and any(self._judged.values()):
                 break
             self._judge(schedule)
         if self.family == ENVPIPE and own.num_units <= _MANY_UNITS:
