@@ -98,12 +98,10 @@ class AutoSearch:
         for search in self._searches:
             judged += search.search(problem, judged)
         if not judged:
-            if self._refused:
-                raise self._refused
             check_own_within(self._own, problem.most_in_flight, LinearProgramError)
             own = Optimizer(self._own, self._profile, self._conditions, parking=self.problem.park)
             own.relaxed(self._time_s)  # raises, and says how late even it is
-            raise LinearProgramError(
+            raise self._refused or LinearProgramError(
                 "No order that was found keeps the limits of memory",
                 value=problem.most_in_flight,
                 remedy="Allow more microbatches in flight.",
