@@ -30,7 +30,7 @@ from envpipe_megatron.search.layer_jobs import (
     jobs_for,
     merged,
 )
-from envpipe_megatron.search.layer_profile import Links, implausible_rows
+from envpipe_megatron.search.layer_profile import Links
 
 _MODULE = "envpipe_megatron.integrations.layer_profile"
 #: Of torchrun's --nnodes.
@@ -111,13 +111,6 @@ def _profile_layers(
     if not jobs:
         say("All these sizes were measured before: there is nothing to measure")
         replace_files({output: [layers_text(replace(known, links=links))]})
-    if implausible := implausible_rows(known):
-        say(
-            "These rows contradict others; was the host held up for a while?\n  "
-            + "\n  ".join(implausible)
-            + "\nPredictions of these sizes will be off. To measure a size again, take all its "
-            "rows out of the file, and give the command again.",
-        )
     say(f"{'Wrote' if jobs else 'They are in'} {output}")
 
 
