@@ -9,10 +9,8 @@ are. EnvPipe is not imported here, so that what a checkout imports by itself can
 from __future__ import annotations
 
 import faulthandler
-import hashlib
 import importlib.machinery
 import importlib.util
-import os
 import runpy
 import signal
 import sys
@@ -20,9 +18,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-# Before torch is imported: torch.compile would run a C++ compiler for a minute.
-os.environ["TORCHDYNAMO_DISABLE"] = "1"
-
+sys.path.append(str(Path(__file__).parents[1] / "megatron_lm"))
+import cpu_run  # sets TORCHDYNAMO_DISABLE before torch is imported
 import torch
 
 
@@ -84,17 +81,6 @@ def remember_model() -> list[torch.nn.Module]:
     return engines
 
 
-def tell(engines: list[torch.nn.Module]) -> None:
-    """Print a digest of all weights, and whether anything of EnvPipe was imported."""
-    digest = hashlib.sha256()
-    for engine in engines:
-        for name, parameter in engine.named_parameters():
-            digest.update(name.encode())
-            digest.update(parameter.detach().cpu().view(torch.uint8).numpy().tobytes())
-    print(f"\ncpu_run: weights {digest.hexdigest()}")
-    print(f"\ncpu_run: envpipe {'imported' if 'envpipe_megatron' in sys.modules else 'absent'}")
-
-
 def main() -> None:
     """Run the script named first, with the arguments after it, as torchrun would."""
     script = Path(sys.argv[1]).resolve()
@@ -110,7 +96,7 @@ def main() -> None:
     except SystemExit as ended:
         if ended.code:
             raise
-    tell(engines)
+    cpu_run.tell(engines)
     # Process groups that the interpreter's end meets alive abort one rank now and then.
     torch.distributed.barrier()
     torch.distributed.destroy_process_group()
