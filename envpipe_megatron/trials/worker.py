@@ -163,7 +163,7 @@ class Rank:
             warmup_iterations=settings.warmup_iterations,
             profile_file=self._profile_folder / PROFILE_FILE if from_profile else None,
             plan_file=own_plan if own_plan.exists() else None,
-            output_dir=settings.output / "arms" / arm.name if settings.proof else settings.output,
+            output_dir=settings.output_of(arm),
             closed_loop=arm.policy == "optimal" and not from_profile,
         )
         session.clock.repeats = arm.relock

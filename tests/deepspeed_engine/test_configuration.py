@@ -27,7 +27,11 @@ from deepspeed.runtime.pipe.schedule import TrainSchedule
 from leveled_jobs import begin
 
 from envpipe_megatron.errors import EnvPipeError
-from envpipe_megatron.integrations.deepspeed import UnsupportedEngineError, initialize
+from envpipe_megatron.integrations.deepspeed import (
+    UnsupportedEngineError,
+    initialize,
+    layer_profile,
+)
 from envpipe_megatron.integrations.deepspeed.engine import (
     EnvPipeEngine,
     not_run,
@@ -37,7 +41,6 @@ from envpipe_megatron.integrations.deepspeed.initialize import (
     parsed_config,
     settings_of,
 )
-from envpipe_megatron.integrations.deepspeed.layer_profile import profile_layers
 from envpipe_megatron.integrations.levels import Level
 from envpipe_megatron.integrations.reading import OptionError
 from envpipe_megatron.runtime.memory.peak import MemoryFullError
@@ -200,21 +203,9 @@ def test_an_engine_of_another_class_keeps_it() -> None:
     assert not_run(engine) == ["an engine of another class (Own)"]
 
 
-class Scripted:
-    """A meter that runs the work once, and tells times that were given."""
-
-    def __init__(self, times_s: list[float]) -> None:
-        self._times_s = iter(times_s)
-        self.ran = 0
-
-    def measure(self, run: Any) -> tuple[float, float]:
-        run()
-        self.ran += 1
-        time_s = next(self._times_s)
-        return time_s, 200 * time_s
-
-
-def test_layers_are_measured_and_split_by_time(tmp_path: Path) -> None:
+def test_layers_are_measured_and_split_by_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     norm = torch.nn.LayerNorm(4)
     layers = [
         TiedLayerSpec("embedding", torch.nn.Embedding, 7, 4),
@@ -230,19 +221,26 @@ def test_layers_are_measured_and_split_by_time(tmp_path: Path) -> None:
         ),
     ]
     forward_s = [0.001, 0.010, 0.001, 0.010, 0.030]
-    meter = Scripted([time_s * k for time_s in forward_s for k in (1, 3)])
+    times_s = iter([time_s * k for time_s in forward_s for k in (1, 3)])
+
+    def measure(run: Any, _gpu: object) -> tuple[float, float]:
+        run()
+        time_s = next(times_s)
+        return time_s, 200 * time_s
+
+    monkeypatch.setattr(layer_profile, "measure", measure)
     words = torch.randint(7, (2, 5))
     path = tmp_path / "layers.json"
 
     def loss(outputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         return torch.nn.functional.cross_entropy(outputs.flatten(0, 1), labels.flatten())
 
-    profile_layers(layers, (words, words), loss, 1410, meter, torch.device("cpu"), path)
-    assert meter.ran == 10
+    layer_profile.profile_layers(layers, (words, words), loss, torch.device("cpu"), path)
+    assert next(times_s, None) is None
     assert norm.weight.grad is None, "a copy was measured"
-    profile, cut = read_layers(path), f"time:{path}"
-    assert profile.column(Sizes(), "forward_s")[:, 0].tolist() == forward_s
-    backward_j = profile.column(Sizes(), "backward_j")[:, 0].tolist()
+    measures, cut = read_layers(path).at(Sizes()), f"time:{path}"
+    assert [float(each.forward_s[0]) for each in measures.values()] == forward_s
+    backward_j = [float(each.backward_j[0]) for each in measures.values()]
     assert backward_j == pytest.approx([400 * time_s for time_s in forward_s])
     assert make_parts(cut, [1] * 5, 2) == [0, 4, 5], "the loss is heavy"
     assert make_parts(cut, [1] * 5, 3) == [0, 2, 4, 5]

@@ -262,8 +262,8 @@ class Collectives:
             made = make()
         except Exception as error:  # of any kind: the others must not wait for this rank
             failure = error
-        text = failure and f"{type(failure).__name__}: {failure}"
-        first = self.first(str(failure) if isinstance(failure, EnvPipeError) else text)
+        own = None if failure is None else f"{type(failure).__name__}: {failure}"
+        first = self.first(str(failure) if isinstance(failure, EnvPipeError) else own)
         if failure is not None:
             raise failure
         if first is not None:

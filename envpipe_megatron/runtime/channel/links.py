@@ -17,15 +17,10 @@ from torch.distributed.constants import default_pg_timeout
 from envpipe_megatron.core.channel_model import hardware_capacity
 from envpipe_megatron.core.kinds import WHOLE, Kind
 from envpipe_megatron.runtime.channel import cuda_device
-from envpipe_megatron.runtime.channel.carrier import (
-    Carrier,
-    ChannelError,
-    Peers,
-    first_line,
-)
+from envpipe_megatron.runtime.channel.carrier import ChannelError, Peers, first_line
 from envpipe_megatron.runtime.channel.collectives import Collectives, of_all_ranks
 from envpipe_megatron.runtime.channel.flag_page import FlagPage, create_page_file
-from envpipe_megatron.runtime.channel.p2p import P2PChannel
+from envpipe_megatron.runtime.channel.p2p import Carrier, P2PChannel
 from envpipe_megatron.runtime.channel.puts import MEMORY_SHARE, PutCarrier, PutSide
 from envpipe_megatron.runtime.channel.transfers import TransferCarrier
 
@@ -137,7 +132,7 @@ class _Maker:
             for work in dist.batch_isend_irecv(words):
                 work.wait()
             torch.cuda.synchronize()
-        carriers = {
+        carriers: dict[Kind, Carrier] = {
             each.receives: TransferCarrier(
                 each,
                 (group, group),

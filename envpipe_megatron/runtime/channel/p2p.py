@@ -21,12 +21,16 @@ import torch.distributed as dist
 from envpipe_megatron.core.channel_model import QUEUES_VARIABLE, inputs_of, most_kept
 from envpipe_megatron.core.kinds import MESSAGES, Kind, Unit
 from envpipe_megatron.core.schedule import Schedule
-from envpipe_megatron.runtime.channel.carrier import Carrier, ChannelError, StageSpecs, opposite
-from envpipe_megatron.runtime.channel.puts import PutSide
+from envpipe_megatron.runtime.channel.carrier import ChannelError, StageSpecs, opposite
+from envpipe_megatron.runtime.channel.puts import PutCarrier, PutSide
+from envpipe_megatron.runtime.channel.transfers import TransferCarrier
 
 __all__ = ["ChannelError", "P2PChannel"]
 
 logger = logging.getLogger(__name__)
+
+#: One stage's side of the boundary to a neighbour: it receives one kind and sends the other.
+Carrier = PutCarrier | TransferCarrier
 
 #: For a device that comes to rest, and for neighbours that close too.
 _CLOSE_S = 20.0

@@ -224,7 +224,10 @@ class PutCarrier:
             self._side.device.share(self._boundary, self._page.side, 0)
 
     def expect(self, count: int, specs: StageSpecs, schedule: Schedule | None, vary: bool) -> None:
-        """As `Carrier`'s; memory is made if there is too little, together with the other side."""
+        """Expect a count of messages until `end_step`: a schedule's, or without one a few.
+
+        Memory is made if there is too little, together with the other side.
+        """
         self._expected = count
         receives, sends = self._carries(specs)
         self._spec, self._send_bytes = receives, [] if sends is None else sends.tensor_bytes
@@ -266,7 +269,7 @@ class PutCarrier:
         return max(0, slots_of(schedule, 1) - self._slots) * self._slot_bytes
 
     def receive(self, unit: Unit) -> list[torch.Tensor]:
-        """As `Carrier`'s."""
+        """Return the next message, which a unit waits for; the stream does, not the host."""
         self._side.check()
         assert self._spec is not None
         tensors = self._spec.make()
@@ -280,7 +283,7 @@ class PutCarrier:
         return tensors
 
     def send(self, unit: Unit, payload: list[torch.Tensor]) -> None:
-        """As `Carrier`'s."""
+        """Hand over a unit's output; return at once and keep it until it has left."""
         self._side.check()
         sizes = [part.nbytes for part in payload]
         if sizes != self._send_bytes:
@@ -302,7 +305,7 @@ class PutCarrier:
         self._stream.write(self._page.own(PUT), self._put)
 
     def end_step(self) -> int:
-        """As `Carrier`'s."""
+        """Return how many of the expected messages were not received."""
         self._side.device.units().after(self._stream)
         self._payload = ()
         return self._expected

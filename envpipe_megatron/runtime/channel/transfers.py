@@ -66,7 +66,7 @@ class TransferCarrier:
         self._outcomes: list[torch.futures.Future[int]] = []
 
     def expect(self, count: int, specs: StageSpecs, schedule: Schedule | None, vary: bool) -> None:
-        """As `Carrier`'s; the first receive is posted, if receives are posted ahead."""
+        """Expect messages until `end_step`; the first is posted, if receives are posted ahead."""
         self._spec = specs.receives.get(self._peers.receives)
         self._headers = vary or not self._ahead
         self._outcomes.clear()
@@ -75,7 +75,7 @@ class TransferCarrier:
             self._post_next(self._spec)
 
     def receive(self, unit: Unit) -> list[torch.Tensor]:
-        """As `Carrier`'s; where there are headers, the host waits for the sender's host."""
+        """Return the next message; on a GPU the stream waits for it, the host for a header."""
         if self._headers:
             self._post_next(self._receive_header(unit))
         assert self._posted is not None
@@ -89,7 +89,7 @@ class TransferCarrier:
         return tensors
 
     def send(self, unit: Unit, payload: list[torch.Tensor]) -> None:
-        """As `Carrier`'s."""
+        """Hand over a unit's output; return at once and keep it until it has left."""
         try:
             works = self._start(dist.isend, self._sends_over, self._peers.sends, payload)
             kept = [*payload]
@@ -105,7 +105,7 @@ class TransferCarrier:
             self._sent.popleft()
 
     def end_step(self) -> int:
-        """As `Carrier`'s; on a GPU, the stream has got the step's last input.
+        """Return how many messages were not received; on a GPU, the stream has got the last one.
 
         Go no further with messages that never came: NCCL's watchdog ends a transfer whose neighbour
         is silent for too long, and the stream goes on with whatever memory held. The host, which

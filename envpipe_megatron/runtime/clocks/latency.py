@@ -96,7 +96,7 @@ def measure_latency(
             slowest pair, None if no change was seen.
     """
     # It imports torch, which takes long: commands that only name this module do without.
-    from envpipe_megatron.runtime.clocks.rank_clock import ClockKind, RankClock
+    from envpipe_megatron.runtime.clocks.rank_clock import RankClock
 
     clocks = _checked(gpu, clocks_mhz)
 
@@ -124,16 +124,13 @@ def measure_latency(
                 return found
 
     changes: dict[tuple[int, int], list[dict[str, float | None]]] = {}
-    clock = RankClock(gpu, ClockKind.of(gpu))
-    clock.repeats = True  # the first change of a pair may be to the clock that is set
+    clock = RankClock(gpu)
     try:
         for high, low in itertools.combinations(clocks, 2):
             say(f"between {high} and {low} MHz")
-            change(high)  # from wherever it is: kernels need not show a change
-            down, up = changes.setdefault((high, low), []), changes.setdefault((low, high), [])
-            for _ in range(repeats):
-                down.append(change(low))
-                up.append(change(high))
+            both = [(change(low), change(high)) for _ in range(1 + repeats)]
+            # The first one is from wherever the clock was.
+            changes[high, low], changes[low, high] = map(list, zip(*both[1:], strict=True))
     finally:
         clock.close()
     check()

@@ -23,7 +23,6 @@ from envpipe_megatron.gpu.presets import times_by_kind_s
 from envpipe_megatron.runtime.channel.collectives import Collectives
 from envpipe_megatron.runtime.execution.executor import (
     Executor,
-    Later,
     Passed,
     StageRecord,
     always,
@@ -59,8 +58,8 @@ class EmulatedExecutor(Executor):
         self._time_at_max_s = times_by_kind_s(time_at_max_s)
         self._collectives = collectives
         self._settle_clock = settle_clock
-        #: A parked wait, and until when it lasts at most, in emulated time.
-        self._in_wait: tuple[Later, float] | None = None
+        #: Until when a parked wait lasts at most, in emulated time.
+        self._wait_ends_s = math.inf
 
     def begin_iteration(self, schedule: Schedule, stage: int) -> None:
         """Bring the emulated GPUs of the pipeline to one instant, and tie it to the wall clock."""
@@ -96,11 +95,9 @@ class EmulatedExecutor(Executor):
         if source >= 0:
             with self._collectives.names_the_loss(f"its neighbour, stage {source}"):
                 self._ready_s = self._collectives.pipeline.receive(source, self._tags[position])
-        if self._in_wait is not None:
-            later, until_s = self._in_wait
-            self._in_wait = None
-            self._gpu.advance_to(min(until_s, self._ready_s))
-            later.on_begin()
+        if self._wait_ends_s < math.inf:
+            self._gpu.advance_to(min(self._wait_ends_s, self._ready_s))
+            self._wait_ends_s = math.inf
         return always
 
     def end_unit(self) -> Passed:
@@ -127,12 +124,11 @@ class EmulatedExecutor(Executor):
                 self._sent += self._collectives.pipeline.send(end_s, *output)
         return always  # the sleep is over: so is the unit
 
-    def in_wait(self, after_s: float) -> Later:
+    def in_wait(self, after_s: float) -> float:
         """In emulated time, to which `begin_unit` brings the GPU."""
         self._settle_clock()  # the wait's own clock is set where the wait begins
-        later = Later(math.inf)
-        self._in_wait = later, self._begin_s + self._ends[-1] + after_s
-        return later
+        self._wait_ends_s = self._begin_s + self._ends[-1] + after_s
+        return math.inf
 
     def end_iteration(self, check: Callable[[], object]) -> Callable[[], StageRecord]:
         """The iteration ends on all stages when the slowest has ended; all is known at once."""

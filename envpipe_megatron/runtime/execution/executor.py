@@ -44,19 +44,6 @@ def wait_for(passed: Passed, check: Callable[[], object] = always) -> None:
         time.sleep(_LOOK_S)
 
 
-@dataclass
-class Later:
-    """So long behind the last unit's end, or the next unit's begin, if that comes first.
-
-    Attributes:
-        delay_s: by the clock of the host; inf for the begin only.
-        on_begin: called when the next unit begins.
-    """
-
-    delay_s: float
-    on_begin: Callable[[], None] = lambda: None
-
-
 @dataclass(frozen=True)
 class StageRecord:
     """Measurements of one stage in one iteration; arrays are [units_per_stage].
@@ -142,8 +129,8 @@ class Executor(Protocol):
     def end_unit(self) -> Passed:
         """The unit's work has been handed over; returns what becomes true when it has ended."""
 
-    def in_wait(self, after_s: float) -> Later:
-        """Return so long behind the last unit's end, or the begin of the next one.
+    def in_wait(self, after_s: float) -> float:
+        """Return so long behind the last unit's end by the host's clock, inf where that means none.
 
         Called between two requests, for the clock of a wait and for the next unit's.
         """
@@ -185,8 +172,6 @@ class CudaExecutor(Executor):
         self._look_after_s = _SEEN_FOR_S
         #: When the host saw which event pass: it counts from there to others on its own clock.
         self._seen_s, self._seen = -math.inf, self._new_event()
-        #: Waits for the next unit's begin.
-        self._in_wait: Later | None = None
 
     def begin_iteration(self, schedule: Schedule, stage: int) -> None:
         """Record the iteration's start on the current stream, which all its units run on."""
@@ -207,9 +192,6 @@ class CudaExecutor(Executor):
         event = next(self._free)
         event.record(self._stream)
         self._starts.append(event)
-        if self._in_wait is not None:
-            self._in_wait.on_begin()
-            self._in_wait = None
         return event.query
 
     def end_unit(self) -> Passed:
@@ -219,10 +201,9 @@ class CudaExecutor(Executor):
         self._ends.append(event)
         return event.query
 
-    def in_wait(self, after_s: float) -> Later:
+    def in_wait(self, after_s: float) -> float:
         """By the host's clock, which starts when the end was seen."""
-        self._in_wait = Later(after_s)
-        return self._in_wait
+        return after_s
 
     def end_iteration(self, check: Callable[[], object]) -> Callable[[], StageRecord]:
         """Reads the events, once the last unit has ended.
