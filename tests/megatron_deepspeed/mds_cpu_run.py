@@ -49,22 +49,6 @@ def name_unused_modules() -> None:
                 setattr(sys.modules[parent], child, module)
 
 
-def repair_rotary_embedding() -> None:
-    """Return angles, which is what the pipeline's layers take.
-
-    The stock tree returns a list of cosines and sines, on which its own `update_rotary_pos_emb`
-    fails with a pipeline, on any device (its issue 456).
-    """
-    from megatron.model.rotary_pos_embedding import RotaryEmbedding
-
-    def angles(self: Any, length: int, offset: int = 0) -> torch.Tensor:
-        positions = torch.arange(length).type_as(self.inv_freq) + offset
-        half = torch.outer(positions, self.inv_freq)
-        return torch.cat((half, half), dim=-1)[:, None, None, :]
-
-    RotaryEmbedding.forward = angles
-
-
 def remember_model() -> list[torch.nn.Module]:
     """The engine of this rank, once it is built."""
     from megatron import training
@@ -89,7 +73,6 @@ def main() -> None:
     faulthandler.register(signal.SIGUSR1)  # prints the stacks of all threads
     torch.set_num_threads(1)
     name_unused_modules()
-    repair_rotary_embedding()
     engines = remember_model()
     try:
         runpy.run_path(str(script), run_name="__main__")
