@@ -27,8 +27,8 @@ class Quickstart(Trial):
         "profile.csv", "profile.json", "plan.json", "loop.jsonl", "turns.jsonl", "summary.json",
         ".lock",
     )  # fmt: skip
-    #: The emulated GPUs, and what `envpipe report` makes.
-    folders = ("emulated", "report")
+    #: The emulated GPUs, what `envpipe report` makes, and the baseline's run.
+    folders = ("emulated", "report", "arms")
     claims_file = "summary.json"
 
     def __init__(self, settings: Settings) -> None:

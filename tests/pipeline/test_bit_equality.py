@@ -320,13 +320,11 @@ ALL_ALIGNED = (*ALL, "align_grad_reduce")
 #: In Megatron's own order, what is done between units is Megatron's, and when it is done.
 AROUND = {
     "three chunks, groups of three": Job(2, 5, chunks=3, group=3, reducer=ALL_ALIGNED),
-    "some computed again": Job(4, 6, recompute=True, partial_checkpoints=2),
     "lengths vary": Job(4, 4, lengths=(16, 5, 11, 2)),
 }
 ALL_AROUND = AROUND | {
     "four chunks, groups of three": Job(2, 6, chunks=4, group=3, reducer=ALL_ALIGNED),
     "two chunks": Job(2, 6, chunks=2, reducer=ALL_ALIGNED),
-    "some computed again, two chunks": Job(2, 6, chunks=2, recompute=True, partial_checkpoints=3),
     "lengths vary, two chunks": Job(2, 6, chunks=2, lengths=(16, 5, 11, 2)),
     "bert, two chunks": Job(2, 6, chunks=2, bert=True),
 }
@@ -364,10 +362,3 @@ def test_features(stock, ours, tmp_path, feature):
         plain = stock(replace(job, evaluate_after=None))
         for result, reference in zip(results, plain, strict=True):
             assert result.weights == reference.weights
-
-
-def test_a_pipeline_of_one_stage_is_left_to_megatron(stock, ours):
-    job = Job(1, 3)
-    results = ours(job, Ours("envpipe", "envelope", warmup_iterations=2))
-    assert all(not units for result in results for units in result.executed)
-    assert_same_bits(results, stock(job))

@@ -27,7 +27,11 @@ class Run:
         self.summary = json.loads((output / "summary.json").read_text())
         self.claims = {claim["name"]: claim for claim in self.summary["claims"]}
         self.turns = {turn["arm"]: turn for turn in json_lines(output / "turns.jsonl")}
-        self.windows = json_lines(output / "energy.jsonl")
+        self.windows = [
+            window
+            for run in (output / "arms" / "baseline", output)
+            for window in json_lines(run / "energy.jsonl")
+        ]
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +47,7 @@ def test_all_promised_files_are_there_and_nothing_else(finished):
     assert {path.name for path in finished.output.iterdir()} == {
         "energy.jsonl", "clocks.jsonl", "profile.csv", "profile.json", "plan.json",
         "summary.json", "settings.json", "log.txt", "emulated", "timeline.jsonl", "loop.jsonl",
-        "turns.jsonl", ".lock",
+        "turns.jsonl", "arms", ".lock",
     }  # fmt: skip
     may_be_cleared = {*Quickstart.files, *Quickstart.folders}
     assert {path.name for path in finished.output.iterdir()} <= may_be_cleared

@@ -125,15 +125,10 @@ def _cuda_device(device: int) -> tuple[str, KernelTimer]:
 
 
 def _measure(
-    gpu: Gpu,
-    timer: KernelTimer,
-    clocks: Sequence[int] | None,
-    repeats: int,
+    gpu: Gpu, timer: KernelTimer, clocks: Sequence[int] | None, repeats: int
 ) -> dict[str, Any]:
-    def tell(text: str) -> None:
-        say(f"{gpu.name}: {text}")
-
-    return measure(gpu, timer, clocks or usual_clocks_mhz(gpu), repeats, tell)
+    chosen = clocks or usual_clocks_mhz(gpu)
+    return measure(gpu, timer, chosen, repeats, lambda text: say(f"{gpu.name}: {text}"))
 
 
 def _show_latency(result: dict[str, Any]) -> None:

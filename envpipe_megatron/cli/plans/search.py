@@ -28,7 +28,7 @@ from envpipe_megatron.gpu.presets import load_preset
 from envpipe_megatron.policies.objective import Goal, Objective
 from envpipe_megatron.search.configuration import Job, configuration_text, megatron_flags
 from envpipe_megatron.search.layer_file import read_layers
-from envpipe_megatron.search.layer_profile import LayerProfile, implausible_rows
+from envpipe_megatron.search.layer_profile import LayerProfile
 from envpipe_megatron.search.search import Found, search
 from envpipe_megatron.search.space import Space
 
@@ -137,8 +137,6 @@ def search_command(
     profile = read_layers(profile_path)
     profile, blocking_power_w = _with_power(profile, preset, blocking_power_w)
     _warn_of_links(profile, gpus, gpus_per_node)
-    for row in implausible_rows(profile):
-        logger.warning("%s: %s; predictions of these sizes will be off.", profile_path, row)
     limit = None if memory_gib is None else memory_gib * _GIB
     job = Job(gpus, gpus_per_node, global_batch, limit)
     space = Space(max_chunks, distributed_optimizer, same_recomputation)

@@ -22,7 +22,8 @@ from envpipe_megatron.files import replace_files
 from envpipe_megatron.integrations.hooking import refuse
 from envpipe_megatron.integrations.layer_profile.gpt import GptPieces
 from envpipe_megatron.integrations.layer_profile.measuring import Microbatches, now_s
-from envpipe_megatron.integrations.layer_profile.passes import RankGpu, Way, measure_pieces
+from envpipe_megatron.integrations.layer_profile.passes import Way, measure_pieces
+from envpipe_megatron.integrations.layer_profile.rank_gpu import RankGpu
 from envpipe_megatron.search.layer_file import layers_text
 from envpipe_megatron.search.layer_jobs import LayerJob
 from envpipe_megatron.search.layer_profile import (

@@ -75,7 +75,6 @@ JOBS = {
     "deferred embedding, some, tied": Job(
         2, 8, fused=True, tied=True, reducer=PLAIN, options=(*DEFERRED, ("wgrad_deferral_limit", 3))
     ),
-    "partial checkpoints": Job(4, 8, recompute=True, partial_checkpoints=1, dropout=0.1),
     "latent attention": Job(2, 8, reducer=OVERLAP, latent=True, options=LATENT),
     "latent attention, fused": Job(2, 8, reducer=ALL, fused=True, latent=True, options=LATENT),
     "multi-token prediction": Job(2, 8, reducer=PLAIN, options=(("mtp_num_layers", 1),)),
