@@ -37,7 +37,6 @@ from envpipe_megatron.policies.planner import make_plan
 from envpipe_megatron.policies.request import PlanRequest
 from envpipe_megatron.report.facts import (
     Bubbles,
-    LevelFacts,
     Predicted,
     ReportFacts,
     StageFacts,
@@ -69,10 +68,10 @@ def predict(bubbles: Bubbles, profile: Profile | None, gpu: str) -> Predicted:
         fitted = "fitted to measurements" if preset.fitted else "not fitted: a guess"
         source = f"those of the model {preset.name} ({fitted}), from the measured times"
     else:
-        return Predicted((), None, (), (f"there is no model of this GPU ({gpu})",))
+        return Predicted({}, None, (), (f"there is no model of this GPU ({gpu})",))
     if schedule.num_units > _MOST_UNITS:
         why = f"an order of {schedule.num_units} units takes long to plan"
-        return Predicted((), waiting_w, (), (why,))
+        return Predicted({}, waiting_w, (), (why,))
     conditions = make_conditions(profile, blocking_power_w=waiting_w or 0.0)
     levels, lacking = _levels(profile, schedule, conditions)
     assumed = (
@@ -81,7 +80,7 @@ def predict(bubbles: Bubbles, profile: Profile | None, gpu: str) -> Predicted:
         "clocks change at once and follow every request",
         *(() if waiting_w else ("waiting takes no power",)),
     )
-    return Predicted(tuple(levels), waiting_w, assumed, tuple(lacking))
+    return Predicted(levels, waiting_w, assumed, tuple(lacking))
 
 
 def _prices(profile: Profile, schedule: Schedule) -> bool:
@@ -125,7 +124,7 @@ def _times(bubbles: Bubbles) -> Iterator[tuple[int, Kind, float]]:
 
 def _levels(
     profile: Profile, schedule: Schedule, conditions: Conditions
-) -> tuple[list[LevelFacts], list[str]]:
+) -> tuple[dict[str, tuple[float, float]], list[str]]:
     """Plan each level in the time of a recorded order at the highest clocks; name what fails."""
 
     def planned(**more: Any) -> Plan:
@@ -141,7 +140,7 @@ def _levels(
     try:
         own = planned(policy="baseline", order=schedule)
     except EnvPipeError as error:
-        return [], [f"all levels: {error}"]
+        return {}, [f"all levels: {error}"]
     full = own.cost
     factor = full.iteration_time_s / own.baseline.cost.iteration_time_s
     costs, lacking = {"uniform": _uniform(own)}, []
@@ -154,10 +153,10 @@ def _levels(
             costs[level] = planned(policy="optimal", deadline_factor=factor, **order).cost
         except EnvPipeError as error:
             lacking.append(f"{level}: {error}")
-    levels = [
-        LevelFacts(level, cost.saving_percent(full), cost.slowdown_percent(full))
+    levels = {
+        level: (cost.saving_percent(full), cost.slowdown_percent(full))
         for level, cost in costs.items()
-    ]
+    }
     return levels, lacking
 
 
