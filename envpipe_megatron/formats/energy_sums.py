@@ -254,7 +254,7 @@ class LineSums:
 
 
 def _labels(window: EnergyWindow) -> Hashable:
-    """What windows of one sum have in common."""
+    """Return a key that windows of one sum have in common."""
     return (
         window.node, window.gpu_uid, window.gpu, window.rank, window.stage, window.run,
         window.phase, window.num_ranks, window.clock_backend, window.steps > 0,
