@@ -13,7 +13,8 @@ import sys
 from collections.abc import Sequence
 
 from envpipe_megatron.errors import EnvPipeError
-from envpipe_megatron.integrations.options import OPTIONS, add_arguments, flag_of
+from envpipe_megatron.integrations.options import add_arguments, flag_of
+from envpipe_megatron.runtime.job.options import OPTIONS
 
 
 class TorchtitanError(EnvPipeError):
@@ -55,8 +56,7 @@ def divided(arguments: Sequence[str]) -> tuple[dict[str, object], list[str]]:
         raise TorchtitanError(
             "No such option of EnvPipe", value=unknown, remedy=f"There are {names}."
         )
-    usual = parser.parse_args([])
-    given = {n: value for n, value in vars(found).items() if value != getattr(usual, n)}
+    given = {name: value for name, value in vars(found).items() if value is not None}
     return {name.removeprefix("envpipe_"): value for name, value in given.items()}, rest
 
 

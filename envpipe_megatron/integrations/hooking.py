@@ -19,8 +19,8 @@ from typing import Any, NoReturn, TypeVar
 import torch
 
 from envpipe_megatron.errors import EnvPipeError
-from envpipe_megatron.integrations.options import Options, flag_of
-from envpipe_megatron.integrations.reading import Named, prepare_files, read_options
+from envpipe_megatron.integrations.options import Named, flag_of, prepare_files, read_options
+from envpipe_megatron.runtime.job.options import JobOptions
 
 logger = logging.getLogger(__name__)
 
@@ -79,7 +79,7 @@ class Reached:
             )
 
 
-def options_of(args: argparse.Namespace, named: Named = flag_of) -> Options:
+def options_of(args: argparse.Namespace, named: Named = flag_of) -> JobOptions:
     """EnvPipe's options among Megatron's arguments, checked before anything is built.
 
     `named` is how errors name options.
@@ -103,7 +103,7 @@ def same_job(args: argparse.Namespace) -> dict[str, object]:
     return {name: getattr(args, name, None) for row in _SAME_JOB for name in row.split()}
 
 
-def validated(options: Options | None, file: str) -> Options:
+def validated(options: JobOptions | None, file: str) -> JobOptions:
     """The options that the hook in a file of the framework has read; a HookError without."""
     if options is None:
         raise HookError(

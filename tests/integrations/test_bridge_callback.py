@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from envpipe_megatron.integrations.levels import LevelError, RefusedError, decide
-from envpipe_megatron.integrations.reading import OptionError
+from envpipe_megatron.integrations.options import OptionError
 
 pytestmark = pytest.mark.xdist_group("megatron")
 

@@ -32,9 +32,9 @@ from envpipe_megatron.integrations.megatron.kept import KeptOrder, WholeSteps
 from envpipe_megatron.integrations.megatron.limits import POSTED_AHEAD
 from envpipe_megatron.integrations.megatron.self_check import SelfCheck
 from envpipe_megatron.integrations.megatron.split_backward import why_whole
-from envpipe_megatron.integrations.options import Options
 from envpipe_megatron.runtime.channel.collectives import of_all_ranks
 from envpipe_megatron.runtime.channel.links import timeout_of
+from envpipe_megatron.runtime.job.options import JobOptions
 from envpipe_megatron.runtime.memory.peak import MemoryFullError
 
 
@@ -56,7 +56,7 @@ class Training(LeveledJob):
     def __init__(
         self,
         args: argparse.Namespace,
-        options: Options,
+        options: JobOptions,
         limits: Iterable[Limit],
         model: Sequence[Any],
         pipeline_group: dist.ProcessGroup,

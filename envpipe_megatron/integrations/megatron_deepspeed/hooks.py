@@ -31,18 +31,16 @@ from envpipe_megatron.integrations.hooking import (
 )
 from envpipe_megatron.integrations.job import JobError
 from envpipe_megatron.integrations.levels import (
-    AUTO,
     FREES_WHILE_TRAINING,
     Asks,
-    Level,
     RefusedError,
     above_one,
     any_of,
     frees_while_training,
     on,
 )
-from envpipe_megatron.integrations.options import Options
 from envpipe_megatron.integrations.options import add_arguments as add_arguments  # for the patch
+from envpipe_megatron.runtime.job.options import JobOptions
 
 #: Entry scripts whose model has no pipeline of DeepSpeed's, and what it is.
 _WITHOUT_PIPELINE = {
@@ -74,7 +72,7 @@ def _configured(*path: str) -> Asks:
 #: Feature, and whether arguments or DeepSpeed's configuration ask for it.
 REFUSED: Mapping[str, Asks] = {
     "a level below order (--envpipe-level)": lambda args: (
-        getattr(args, "envpipe_level", AUTO) not in (AUTO, str(Level.ORDER))
+        getattr(args, "envpipe_level", None) not in (None, "auto", "order")
     ),
     "DeepSpeed's pipeline turned off (--no-pipeline-parallel)": on("no_pipeline_parallel"),
     "training without DeepSpeed (no --deepspeed)": lambda args: not args.deepspeed,
@@ -172,7 +170,7 @@ _NEEDED = ("validate", "begin_training", "end_step")
 class _State:
     """One process trains one job at a time."""
 
-    options: Options | None = None
+    options: JobOptions | None = None
     engine: PipelineEngine | None = None
     log_interval: int = 1
     reached: Reached = field(default_factory=Reached)

@@ -32,7 +32,7 @@ from envpipe_megatron.integrations.job import JobError
 from envpipe_megatron.integrations.levels import LevelError, decide
 from envpipe_megatron.integrations.megatron.limits import LIMITS, check_metered
 from envpipe_megatron.integrations.megatron.training import Training
-from envpipe_megatron.integrations.options import Options
+from envpipe_megatron.runtime.job.options import JobOptions
 
 FLAG = "--envpipe-recompute"
 _NONE, _FULL, _SELECTIVE = "none", "full", "selective"
@@ -43,7 +43,7 @@ _NEEDED = ("validate", "begin_training", "begin_step", "forward_backward", "end_
 class _State:
     """One process trains one job at a time."""
 
-    options: Options | None = None
+    options: JobOptions | None = None
     training: Training | None = None
     reached: Reached = field(default_factory=Reached)
 

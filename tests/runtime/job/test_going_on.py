@@ -17,7 +17,7 @@ from envpipe_megatron.policies.problem import PlannerError
 
 pytestmark = pytest.mark.xdist_group("pipeline")
 
-ENVELOPE = {"schedule": "envpipe", "policy": "envelope", "reconfigure": "balanced"}
+ENVELOPE = {"type": "envelope"}
 
 
 def phases(told):
