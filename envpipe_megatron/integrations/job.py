@@ -99,7 +99,7 @@ class JobFacts:
     Args:
         sidecar: facts for the online profile's sidecar.
         bill: see `Session.describe_job`.
-        same_job: what units cost rests on (see `SessionConfig`), but for what is known of the GPU.
+        same_job: what units cost rests on (see `JobOptions`), but for what is known of the GPU.
     """
 
     sidecar: Sidecar

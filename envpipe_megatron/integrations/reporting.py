@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterator, Mapping, MutableMapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
-from weakref import WeakKeyDictionary
 
 from envpipe_megatron import __version__
 from envpipe_megatron.files import replace_files
@@ -21,15 +20,11 @@ logger = logging.getLogger(__name__)
 
 SUMMARY_FORMAT = "envpipe-summary/1"
 
-#: Of each scalar the name and the help of its gauge for OpenTelemetry, beside Megatron's own
-#: `megatron.training.*`.
-GAUGES = {
-    "envpipe-iter-energy/gpu": ("step_energy_j", "Energy of a step on an average GPU in joules."),
-    "envpipe-power/gpu": ("power_w", "Power of an average GPU in watts."),
-    "envpipe-saving-percent": ("saving_percent", "Energy saved of the baseline's step in percent."),
-    "envpipe-slowdown-percent": ("slowdown_percent", "Slower than the baseline's step in percent."),
-}
-_made: MutableMapping[Any, dict[str, Any]] = WeakKeyDictionary()
+#: For TensorBoard and W&B: J of a step and W of an average GPU; percent of the baseline's step.
+_SCALARS = (
+    *("envpipe-iter-energy/gpu", "envpipe-power/gpu"),
+    *("envpipe-saving-percent", "envpipe-slowdown-percent"),
+)
 
 
 @dataclass(frozen=True)
@@ -53,22 +48,8 @@ class IntervalReport:
             return {}
         step, saved = self.energy.step, self.energy.saved
         shares = (saved.saving_percent, saved.slowdown_percent) if saved else (None, None)
-        values = zip(GAUGES, (step.energy_j, step.power_w, *shares), strict=True)
+        values = zip(_SCALARS, (step.energy_j, step.power_w, *shares), strict=True)
         return {name: value for name, value in values if value is not None}
-
-    def record(self, meter: Any) -> None:
-        """Set the gauges of an OpenTelemetry meter; what fails is logged."""
-        try:
-            gauges = _made.setdefault(meter, {})
-            for scalar, value in self.scalars().items():
-                name, text = GAUGES[scalar]
-                if name not in gauges:  # a second one of a name is warned of
-                    gauges[name] = meter.create_gauge(
-                        f"megatron.training.envpipe.{name}", description=text
-                    )
-                gauges[name].set(value)
-        except Exception as error:  # telemetry ends no training
-            logger.warning("OpenTelemetry does not take this interval's energy: %r", error)
 
     def line(self) -> str:
         """For Megatron's log line: J per iteration and GPU, W per GPU, a step by the baseline."""

@@ -26,26 +26,6 @@ from envpipe_megatron.policies.optimal.optimizer import all_maximum_s
 
 
 @dataclass(frozen=True)
-class Limits:
-    """What limits the orders of a problem; None sets no limit.
-
-    Args:
-        max_extra_forwards: no stage gets more; in orders without any, no stage holds as many
-            microbatches more than in the framework's own order.
-        max_in_flight: for each stage, the most microbatches x chunks that it holds.
-        channel_capacity: messages that a p2p channel holds, as `channel_model` has it.
-    """
-
-    max_extra_forwards: int | None = None
-    max_in_flight: tuple[int, ...] | None = None
-    #: Only orders of whole backwards in one chunk are lowered to it.
-    channel_capacity: int | None = None
-
-
-NO_LIMITS = Limits()
-
-
-@dataclass(frozen=True)
 class OrderLimits:
     """The extra forwards that an order may have.
 
@@ -83,7 +63,7 @@ def order_limits(
     max_in_flight: Sequence[int] | None = None,
     channel_capacity: int | None = None,
 ) -> OrderLimits:
-    """The extra forwards that limits allow a job without chunks; they are as `Limits` has them.
+    """The extra forwards that limits allow a job without chunks; they are as `Problem` has them.
 
     ScheduleError: fewer in flight than 1F1B itself holds. EnvPipeError: a channel on which not even
     1F1B finishes.
@@ -158,6 +138,11 @@ class Problem:
         order: an order that is there already, or the name of one, of `schedules.SCHEDULES`.
         policy: baseline, uniform, envelope or optimal.
         reconfigure: default (none), greedy or balanced.
+        max_extra_forwards: no stage gets more; in orders without any, no stage holds as many
+            microbatches more than in the framework's own order. None: no limit.
+        max_in_flight: for each stage, the most microbatches x chunks that it holds.
+        channel_capacity: messages that a p2p channel holds, as `channel_model` has it; only orders
+            of whole backwards in one chunk are lowered to it.
         deadline_factor: as `PlanRequest` takes it.
         own_s: the time that the deadline is a multiple of; None for that of Megatron's order at the
             highest clocks.
@@ -173,7 +158,9 @@ class Problem:
     order: str | Schedule
     policy: str = "baseline"
     reconfigure: str = "default"
-    limits: Limits = NO_LIMITS
+    max_extra_forwards: int | None = None
+    max_in_flight: tuple[int, ...] | None = None
+    channel_capacity: int | None = None
     objective: Objective = LEAST_ENERGY
     deadline_factor: float | None = None
     own_s: float | None = None
@@ -205,10 +192,25 @@ class Problem:
         job = self.num_stages, self.num_microbatches, self.num_chunks
         return builders.framework_order(*job, self.group_size)
 
-    def order_limits(self, limits: Limits | None = None) -> OrderLimits:
+    @property
+    def most_in_flight(self) -> list[int] | None:
+        """[num_stages] the most microbatches x chunks that each stage may hold, by both limits."""
+        most = list(self.max_in_flight or ())
+        if self.max_extra_forwards is not None:
+            more = self.num_chunks * self.max_extra_forwards
+            by_peak = [peak + more for peak in self.own_order.peak_in_flight]
+            most = list(map(min, by_peak, most or by_peak))
+        return most or None
+
+    def order_limits(self) -> OrderLimits:
         """The extra forwards that limits allow; EnvPipeError if those refuse 1F1B itself."""
-        given = vars(limits or self.limits)
-        return order_limits(self.num_stages, self.num_microbatches, **given)
+        return order_limits(
+            self.num_stages,
+            self.num_microbatches,
+            max_extra_forwards=self.max_extra_forwards,
+            max_in_flight=self.max_in_flight,
+            channel_capacity=self.channel_capacity,
+        )
 
     def planner(self, order: Schedule) -> ObjectivePlanner:
         """What plans `order`, and any other of the job, within the deadline."""

@@ -187,7 +187,7 @@ class StepFacts:
     """An average step of a phase, over all GPUs of the job.
 
     Args:
-        name: the run and phase, for people.
+        name: the phase, or `baseline`.
         mean: the step on an average GPU.
     """
 
@@ -249,7 +249,7 @@ class ReportFacts:
     """All figures of a run.
 
     Args:
-        phases: an average step of each run and phase.
+        phases: an average step of each phase.
         baseline: what is compared with; None if that is not known.
         compared: the steady phase with the baseline; None if that cannot be said.
         told: that in words.

@@ -34,8 +34,14 @@ from envpipe_megatron.search.candidates import Candidate
 from envpipe_megatron.search.configuration import Job, Split
 from envpipe_megatron.search.cuts import Shape, ShapeCuts
 from envpipe_megatron.search.layer_file import read_layers
-from envpipe_megatron.search.layer_profile import EMBEDDING, LOSS, LayerProfile, Links
-from envpipe_megatron.search.runs import Runs, least_path, running
+from envpipe_megatron.search.layer_profile import (
+    EMBEDDING,
+    LOSS,
+    LayerProfile,
+    Links,
+    running,
+)
+from envpipe_megatron.search.runs import Runs, least_path
 from envpipe_megatron.search.search import alternatives
 from envpipe_megatron.search.space import MegatronSpace, Space
 

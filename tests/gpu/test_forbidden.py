@@ -48,8 +48,6 @@ COMMANDS = {
     ("straggler",): [["--help"]],
     ("partition",): [["--help"]],
     ("search",): [["--help"]],
-    ("import-freqs",): [["--help"]],
-    ("export-freqs",): [["--help"]],
     ("export-schedule",): [["--help"]],
     ("compare",): [["--help"]],
     ("quickstart",): [["--help"]],  # emulated GPUs alone

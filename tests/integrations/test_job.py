@@ -133,6 +133,12 @@ def test_ranks_that_were_started_differently_are_refused_with_what_differs() -> 
         (Level.ORDER, {}, {"splits": False}, "its framework runs no part of one"),
         (Level.UNITS, {}, {}, "its level is units"),
         (Level.ORDER, {"split": "off"}, {}, "--envpipe-split off"),
+        (
+            Level.ORDER,
+            {"self_check": "off"},
+            {},
+            "--envpipe-self-check off leaves out what shows that splitting them changes no bit",
+        ),
         (Level.ORDER, {}, {"why_whole": "of a test"}, "of a test"),
     ],
 )

@@ -143,7 +143,7 @@ def test_memory_limits_microbatches_of_each_chunk():
     request = PlanRequest(16, "auto", "optimal", num_chunks=2, max_in_flight=BY_MEMORY)
 
     def in_flight(profile, **limit):
-        return make_problem(profile, replace(request, **limit)).limits.max_in_flight
+        return make_problem(profile, replace(request, **limit)).max_in_flight
 
     assert in_flight(whole) == in_flight(halves) == (7, 4, 5)
     assert in_flight_by_memory(halves, 2) == (4, 4, 4)  # no more than there are

@@ -49,6 +49,16 @@ def test_lines_of_an_earlier_job_in_the_folder_are_left_out_and_counted(tmp_path
     assert not lacks(folder, "other jobs")
 
 
+def test_of_several_runs_in_the_folder_the_last_is_reported(tmp_path):
+    for run in ("baseline", "envpipe"):
+        put_timeline(tmp_path, run=run)
+        put_energy(tmp_path, run=f"{run} {NEW}")
+    folder = read_run_folder(tmp_path)
+    assert [read.labels.run for read in folder.timelines.iterations] == ["envpipe"]
+    assert [window.run for window in folder.windows] == [f"envpipe {NEW}"]
+    assert lacks(folder, "2 lines of other jobs")
+
+
 @pytest.mark.parametrize("name", ["dry_run", "emulated", "nvml"])
 def test_timelines_alone_tell_what_set_the_clocks(tmp_path, name):
     put_timeline(tmp_path, clock_backend=name)

@@ -7,11 +7,11 @@ from whole_layers import whole_layers
 
 from envpipe_megatron.search.configuration import (
     Job,
+    Recomputed,
     configuration_text,
     megatron_flags,
-    recomputed_layers,
 )
-from envpipe_megatron.search.cuts import Recomputed, Shape
+from envpipe_megatron.search.cuts import Shape
 from envpipe_megatron.search.layer_profile import Sizes
 from envpipe_megatron.search.space import MegatronSpace, Space
 
@@ -66,7 +66,8 @@ def test_what_is_printed_is_what_was_ranked() -> None:
         megatron = MegatronSpace(PROFILE, job, Space(max_chunks=2))
         for shape in megatron.shapes:
             if cut := megatron.best_cut(shape):
-                stages, printed = cut.configuration.stages, recomputed_layers(cut.configuration)
+                stages = cut.configuration.stages
+                printed = [stage.recomputed for stage in stages]
                 edges = {edge for stage in stages for chunk in stage.chunks for edge in chunk}
                 assert megatron.configuration(shape, sorted(edges), printed) == cut.configuration
                 recomputing |= {(shape.num_chunks, name) for name, _ in printed}
@@ -89,7 +90,7 @@ def test_the_file_says_all_that_a_script_needs() -> None:
         "context_parallel": 1,
         "expert_parallel": 1,
         "data_parallel": 1,
-        "recomputed": [None, "full", None, None],
+        "recomputed": ["full", 1],
     }
     assert fields["megatron_flags"] == ["--x 1"]
     assert fields["predicted"] == {"iteration_time_s": 0.5}

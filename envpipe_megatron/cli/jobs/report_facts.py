@@ -26,7 +26,6 @@ from envpipe_megatron.formats.energy import (
     EnergyNote,
     EnergyWindow,
     Phase,
-    name_of_run,
     read_step,
 )
 from envpipe_megatron.formats.steps import StepEnergy, compare
@@ -50,8 +49,6 @@ from envpipe_megatron.report.run_folder import RunFolder
 _MOST_UNITS = 2_000
 
 _STEADY, _WARMUP = Phase.STEADY.value, Phase.WARMUP.value
-#: How a folder with several runs calls the one that the others are compared with.
-_BASELINE_RUN = "baseline"
 
 
 def predict(bubbles: Bubbles, profile: Profile | None, gpu: str) -> Predicted:
@@ -194,91 +191,65 @@ def _metered_facts(folder: RunFolder) -> ReportFacts:
     """Figures of phases, from meters.
 
     A job is compared as in its bill: with the mean of its baselines, each as long as it was in
-    force. Before it could tell one, its whole warm-up is taken. Of several runs in a folder, the
-    last is compared with the one called `baseline`, or else with the first.
+    force. Before it could tell one, its whole warm-up is taken.
     """
     if folder.energy is None:
         return ReportFacts()
-    if not folder.windows:
-        return ReportFacts(notes=tuple(_incomplete([bill_of(folder.energy.lines)])))
     whole = bill_of(folder.energy.lines)
     others = whole.other_runs
     if all(window.run in others for window in folder.windows):  # starts that have one name
         others = frozenset()
-    bills = _bill_by_run(folder.energy.lines, others)
-    phases = tuple(
-        StepFacts(f"{run} {phase}".strip(), _num_gpus(bill, phase), step)
-        for run, bill in bills.items()
-        for phase in _phases(bill)
-        if (step := bill.steps(phase)) is not None
-    )
-    notes = _incomplete(bills.values())
+    bill = bill_of(_of_ranks(folder.energy.lines, others))
+    notes = [f"The bill is incomplete: {reason}" for reason in bill.missing()]
+    if not folder.windows:
+        return ReportFacts(notes=tuple(notes))
     if others:
         named = ", ".join(sorted(others))
         notes.append(f"Asked for something else, so these figures leave them out: starts {named}.")
-    first = _BASELINE_RUN if _BASELINE_RUN in bills else next(iter(bills))
-    run = [name for name in bills if name != first or len(bills) == 1][-1]
-    bill = bills[run]
-    steady, means = bill.steps(_STEADY), None
-    if len(bills) > 1:
-        base_bill, base_phase, base_name = bills[first], _STEADY, first
-        baseline = base_bill.steps(_STEADY)
-    elif run == _BASELINE_RUN:
-        base_bill, base_phase, base_name, baseline = bill, _STEADY, run, None
-        notes.append("Only the run `baseline` is there: it is compared with nothing.")
-    else:
-        base_bill, base_phase, base_name = bill, _WARMUP, "baseline"
-        means = whole.compared()
-        baseline = _recorded_baseline(folder, bill)
-        if means:
-            count = baseline.iterations if baseline else means[1].iterations
-            baseline = replace(means[1], iterations=count)
-        if baseline is None and (baseline := bill.steps(_WARMUP)) is not None:
-            notes.append(
-                "The job recorded no baseline: its whole warm-up stands in for it, with the first "
-                "step, which is slower than others."
-            )
-    stages = _stages(base_name, base_bill, base_phase)
-    if base_name != run:
-        stages += _stages(run or "steady", bill, _STEADY)
+    means, steady, baseline = whole.compared(), bill.steps(_STEADY), _recorded(folder, bill)
+    if means:
+        count = baseline.iterations if baseline else means[1].iterations
+        baseline = replace(means[1], iterations=count)
+    if baseline is None and (baseline := bill.steps(_WARMUP)) is not None:
+        notes.append(
+            "The job recorded no baseline: its whole warm-up stands in for it, with the first "
+            "step, which is slower than others."
+        )
     compared = compare(*means) if means else None
     if compared is None and steady and baseline and baseline.time_s:
         compared = compare(steady, baseline)
     tokens = (folder.summary or {}).get("tokens_per_iteration")
     bill.facts = {"tokens_per_iteration": tokens, **bill.facts}
     return ReportFacts(
-        phases,
-        StepFacts(base_name, _num_gpus(base_bill, base_phase), baseline) if baseline else None,
-        StepFacts(run or "steady", _num_gpus(bill, _STEADY), steady) if steady else None,
+        tuple(
+            StepFacts(phase, _num_gpus(bill, phase), step)
+            for phase in _phases(bill)
+            if (step := bill.steps(phase)) is not None
+        ),
+        StepFacts("baseline", _num_gpus(bill, _WARMUP), baseline) if baseline else None,
+        StepFacts(_STEADY, _num_gpus(bill, _STEADY), steady) if steady else None,
         compared,
         bill.told(compared) if compared else "",
-        tuple(stages),
+        (*_stages("baseline", bill, _WARMUP), *_stages(_STEADY, bill, _STEADY)),
         tuple(notes),
     )
 
 
-def _incomplete(bills: Iterable[Bill]) -> list[str]:
-    return [f"The bill is incomplete: {reason}" for bill in bills for reason in bill.missing()]
-
-
-def _bill_by_run(
+def _of_ranks(
     lines: Iterable[EnergyWindow | EnergyNote], others: Container[str]
-) -> dict[str, Bill]:
-    """A bill a run, over all of its starts but others, in the order in which they turned up.
+) -> Iterator[EnergyWindow | EnergyNote]:
+    """Notes, and the lines of all starts but others as of one run.
 
-    A rank stands for its GPU, which may be another one after a restart. Notes are of the whole job.
+    A rank stands for its GPU, which may be another one after a restart.
     """
-    by_run: dict[str, list[EnergyWindow | EnergyNote]] = {}
-    notes = []
+    windows = []
     for line in lines:
         if isinstance(line, EnergyNote):
-            notes.append(line)
+            yield line
         elif line.run not in others:
-            run = name_of_run(line.run)
             node, gpu_uid = (line.node, line.gpu_uid) if line.rank is None else ("", "")
-            own = replace(line, run=run, node=node, gpu_uid=gpu_uid)
-            by_run.setdefault(run, []).append(own)
-    return {run: bill_of([*notes, *own]) for run, own in by_run.items()}
+            windows.append(replace(line, run="", node=node, gpu_uid=gpu_uid))
+    yield from windows
 
 
 def _phases(bill: Bill) -> list[str]:
@@ -292,7 +263,7 @@ def _num_gpus(bill: Bill, phase: str) -> int:
     return len({gpu for gpu, _, own, _ in bill.phases if own == phase})
 
 
-def _recorded_baseline(folder: RunFolder, bill: Bill) -> StepEnergy | None:
+def _recorded(folder: RunFolder, bill: Bill) -> StepEnergy | None:
     """The baseline that the job measured, from its job file, its summary, or its agent's notes.
 
     The job file is the present job's; the others may be left from an earlier one.

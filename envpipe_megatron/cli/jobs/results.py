@@ -159,7 +159,7 @@ def quickstart(text: Path, output: Path, preset: str) -> None:
     if activate.exists() and shutil.which("envpipe") != str(activate.with_name("envpipe")):
         command = f"source {shlex.quote(str(activate))}\n  {command}"
     say(f"To plan from the profile:\n  {command}")
-    say(f"Look at both runs in a browser: {output.resolve() / 'report' / PAGE_FILE}")
+    say(f"Look at it in a browser: {output.resolve() / 'report' / PAGE_FILE}")
 
 
 @click.command()

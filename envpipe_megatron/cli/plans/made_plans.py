@@ -1,4 +1,4 @@
-"""Commands on plans that are made: `envpipe simulate`, `compare` and `straggler`."""
+"""Commands on plans that are made: `simulate`, `compare`, `straggler` and `export-schedule`."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import click
 from envpipe_megatron.cli.common import (
     EXISTING_FILE,
     NEW_PLAN_OPTION,
+    OUTPUT_FILE,
     OUTPUT_FOLDER,
     PLAN_OPTION,
     PROFILE_OPTION,
@@ -23,13 +24,21 @@ from envpipe_megatron.cli.common import (
 )
 from envpipe_megatron.console import say, say_working, show_table
 from envpipe_megatron.core.fields import FACTOR, TIME
-from envpipe_megatron.core.plan import Cost, Plan, PlanError, read_plan, saving_uncertainty_percent
+from envpipe_megatron.core.plan import (
+    Cost,
+    Plan,
+    PlanError,
+    read_order,
+    read_plan,
+    saving_uncertainty_percent,
+)
 from envpipe_megatron.core.profile import read_profile
 from envpipe_megatron.core.sidecar import sidecar_path
 from envpipe_megatron.core.timeline import RELATIVE_TOLERANCE
 from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.files import refuse_foreign, replace_files
 from envpipe_megatron.formats.frontier import read_frontier
+from envpipe_megatron.formats.torch_csv import torch_csv
 
 #: What is left in the folder of pictures.
 _FILES = ("simulation.json", "timeline.png", "timeline_baseline.png", "energy_valley.png")
@@ -254,3 +263,22 @@ def straggler(
         f"The plan takes {plan.cost.iteration_time_s:.4f} s, the slower replica {allowed_s:.4f} s. "
         f"Plan written to {output}",
     )
+
+
+@click.command("export-schedule")
+@click.argument("plan_path", metavar="PLAN", type=EXISTING_FILE)
+@click.option("--output", type=OUTPUT_FILE, help="CSV; without it, it is printed.")
+def export_schedule(plan_path: Path, output: Path | None) -> None:
+    """Write a plan's order as torch.distributed.pipelining reads it (format compute_only).
+
+    Example:
+
+      envpipe export-schedule plan.json --output order.csv
+    """
+    text = torch_csv(read_order(plan_path))
+    if output is None:
+        click.echo(text, nl=False)
+        return
+    check_outputs([output], [plan_path])
+    replace_files({output: [text]})
+    say(f"Order written to {output}")

@@ -267,8 +267,8 @@ def _slack_limits(profile: Profile, ask: Callable[..., PlanRequest], plan: Plan)
                 f"{option} {given:g} does not bind: without it the plan of this order takes "
                 f"{cost.iteration_time_s:.4f} s, {cost.energy_j:.1f} J, {cost.mean_power_w:.1f} W."
             )
-    limits = make_problem(profile, request).limits
-    most, extra = limits.max_in_flight, limits.max_extra_forwards
+    problem = make_problem(profile, request)
+    most, extra = problem.max_in_flight, problem.max_extra_forwards
     if most is not None and all(map(operator.lt, plan.schedule.peak_in_flight, most)):
         yield "--max-in-flight does not bind: no stage holds as many microbatches."
     if extra is not None and max(plan.schedule.extra_forwards) < extra:

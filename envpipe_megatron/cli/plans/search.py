@@ -17,7 +17,6 @@ from envpipe_megatron.cli.common import (
     warn_of_free_waiting,
     write_stages,
 )
-from envpipe_megatron.cli.plans import search_training
 from envpipe_megatron.cli.plans.search_tables import show_found, sizes_words
 from envpipe_megatron.console import say
 from envpipe_megatron.core.fields import PERCENT, POWER, Number
@@ -29,7 +28,7 @@ from envpipe_megatron.gpu.presets import load_preset
 from envpipe_megatron.policies.objective import Goal, Objective
 from envpipe_megatron.search.configuration import Job, configuration_text, megatron_flags
 from envpipe_megatron.search.layer_file import read_layers
-from envpipe_megatron.search.layer_profile import LayerProfile, implausible_rows
+from envpipe_megatron.search.layer_profile import LayerProfile
 from envpipe_megatron.search.search import Found, search
 from envpipe_megatron.search.space import Space
 
@@ -98,11 +97,6 @@ logger = logging.getLogger(__name__)
     "--output", type=OUTPUT_FOLDER,
     help="Folder for the best configuration, and with joules its stage profile, plan and frontier.",
 )  # fmt: skip
-@click.option(
-    "--train", is_flag=True,
-    help="Then train the best one's first iterations by COMMAND, and compare.",
-)  # fmt: skip
-@click.argument("command", nargs=-1, type=click.UNPROCESSED)
 def search_command(
     profile_path: Path,
     gpus: int,
@@ -119,8 +113,6 @@ def search_command(
     energy_price: float,
     gpu_price: float,
     output: Path | None,
-    train: bool,
-    command: tuple[str, ...],
 ) -> None:
     """Search the parallel configuration of a Megatron job; needs no GPU.
 
@@ -132,31 +124,19 @@ def search_command(
 
       envpipe search --profile layers.json --gpus 64 --global-batch 512 --memory 72
       --objective energy --max-slowdown 1 --output best
-
-    With --train, COMMAND is what follows `torchrun` when the model is trained, as for
-    `envpipe profile`. Sizes, batch and recomputation in it are replaced; the checkout must be
-    patched if the flags found have one of EnvPipe's.
-
-      envpipe search ... --train -- --nproc-per-node 4 pretrain_gpt.py ...
     """
-    if train != bool(command):
-        raise click.UsageError("--train goes with the command of the training, behind --.")
     given = click.get_current_context().get_parameter_source("slowdown_percent")
     if goal == Goal.TIME.value and given is not ParameterSource.DEFAULT:
         raise click.UsageError(
             "--max-slowdown goes with --objective energy or cost: the least time is no slower "
             "than itself. Leave it out, or give the objective."
         )
-    if train:
-        search_training.check_ranks(command, gpus)
     if output is not None:
         refuse_foreign(output, (_STAGES, _SIDECAR, _PLAN, _FRONTIER, _PICTURE), _CONFIGURATION)
         output.mkdir(parents=True, exist_ok=True)  # fails now, not after the search
     profile = read_layers(profile_path)
     profile, blocking_power_w = _with_power(profile, preset, blocking_power_w)
     _warn_of_links(profile, gpus, gpus_per_node)
-    for row in implausible_rows(profile):
-        logger.warning("%s: %s; predictions of these sizes will be off.", profile_path, row)
     limit = None if memory_gib is None else memory_gib * _GIB
     job = Job(gpus, gpus_per_node, global_batch, limit)
     space = Space(max_chunks, distributed_optimizer, same_recomputation)
@@ -182,8 +162,6 @@ def search_command(
     if output is not None:
         _write(output, profile, job, found, flags, blocking_power_w)
         say(f"\nWritten to {output}")
-    if train:
-        search_training.train(command, found.ranked[0].candidate, flags)
 
 
 def _warn_of_links(profile: LayerProfile, gpus: int, gpus_per_node: int) -> None:

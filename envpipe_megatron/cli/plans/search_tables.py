@@ -11,7 +11,6 @@ from itertools import groupby
 from envpipe_megatron.console import say, show_table
 from envpipe_megatron.core.arrays import FloatArray
 from envpipe_megatron.search.candidates import Candidate, Losses
-from envpipe_megatron.search.configuration import recomputed_layers
 from envpipe_megatron.search.layer_profile import EMBEDDING, LOSS, LayerProfile
 from envpipe_megatron.search.search import Found, Ranked
 
@@ -108,7 +107,7 @@ def sizes_words(each: Ranked) -> str:
 
 def recomputation_words(each: Ranked) -> str:
     """The names of what is recomputed, and of how many layers on each stage."""
-    by_stage = recomputed_layers(each.candidate.configuration)
+    by_stage = [stage.recomputed for stage in each.candidate.configuration.stages]
     names = list(dict.fromkeys(name for name, _ in by_stage if name is not None))
     counts = " ".join(str(count) for _, count in by_stage[:8])
     return f"{'/'.join(names)} {counts}{' ...' if len(by_stage) > 8 else ''}" if names else "-"
@@ -132,7 +131,8 @@ def show_stages(
             for stage in stages
         ],
         "recomputed": [
-            f"{name} {count}" if name else "" for name, count in recomputed_layers(configuration)
+            f"{name} {count}" if name else ""
+            for name, count in (stage.recomputed for stage in stages)
         ],
         "forward (ms)": [f"{1e3 * work.forward_s[:, 0].sum():.3f}" for work in works],
         "backward (ms)": [f"{1e3 * work.backward_s[:, 0].sum():.3f}" for work in works],

@@ -70,8 +70,6 @@ class MegatronWork:
             for first in self._first_forwards
             if 1 < first.chunk + 1 < len(chunks)
         }
-        self._places = {unit: place for place, unit in enumerate(forwards)}
-        self._window = next(at for at, unit in enumerate(order) if unit.kind is not Kind.FORWARD)
         #: Microbatch and chunk of each backward in two parts, and what its second part computes.
         self._put_off: dict[tuple[int, int], list[split_backward.PutOff]] = {
             _key(unit): []
@@ -103,7 +101,6 @@ class MegatronWork:
                 self.losses,
                 self._config,
                 cp_group_size=self._groups.cp.size(),
-                checkpoint_activations_microbatch=self._checkpoints_all(unit),
                 is_first_microbatch=unit in self._first_forwards,
                 current_microbatch=unit.microbatch,
                 vp_stage=unit.chunk if several else None,
@@ -149,15 +146,6 @@ class MegatronWork:
     def _gather_parameters(self, chunk: int) -> None:
         """Launch it, where Megatron aligns it over the pipeline."""
         _for_chunk(self._config.param_sync_func, chunk, self._chunks)
-
-    def _checkpoints_all(self, unit: Unit) -> bool | None:
-        """Whether all layers of a forward are computed again in its backward; None: as always.
-
-        Of each window of as many microbatches as are in flight, some keep more of them
-        (Korthikanti et al., 2022, appendix C).
-        """
-        most = self._config.num_microbatches_with_partial_activation_checkpoints
-        return None if most is None else self._places[unit] % self._window >= most
 
 
 class _Reduction:

@@ -118,10 +118,8 @@ def _block(view: View) -> _Block:
 
 def _timelines(table: UnitTable) -> _Block:
     ways = colourings(table)
-    several = len({run for run, *_ in table.iterations}) > 1
     iterations = [
-        (str(number), f"{run} {phase}, {at}" if several else f"{phase}, {at}")
-        for number, (run, phase, at) in enumerate(table.iterations)
+        (str(number), f"{phase}, {at}") for number, (phase, at) in enumerate(table.iterations)
     ]
     titles = {BEFORE: "Above", AFTER: "Below"}
     choices = [

@@ -350,8 +350,7 @@ class JobOptions:
     )
     channel: str = _option(
         "What carries messages between GPUs. auto: one-sided copies where two stages reach each "
-        "other's memory, else NCCL's receives, posted when their unit begins; receives: such "
-        "receives everywhere; posted: receives posted ahead.",
+        "other's memory, else NCCL's receives; receives: these everywhere.",
         "auto",
         choices=CARRIERS,
     )

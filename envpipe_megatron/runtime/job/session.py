@@ -16,13 +16,13 @@ from envpipe_megatron.gpu.base import ClockState, Gpu
 from envpipe_megatron.runtime.channel.carrier import StageSpecs
 from envpipe_megatron.runtime.channel.collectives import Collectives
 from envpipe_megatron.runtime.channel.p2p import P2PChannel
-from envpipe_megatron.runtime.clocks.rank_clock import ClockKind, RankClock, hold_everywhere
+from envpipe_megatron.runtime.clocks.rank_clock import RankClock, hold_everywhere
 from envpipe_megatron.runtime.energy.agent_link import connect_to_agent, own_log_name
 from envpipe_megatron.runtime.energy.log import EnergyLog
 from envpipe_megatron.runtime.energy.meter import EnergyMeter
 from envpipe_megatron.runtime.energy.timeline_log import TimelineLog
 from envpipe_megatron.runtime.energy.training import TrainingEnergy
-from envpipe_megatron.runtime.execution.executor import METER_MARGIN_S, Executor, Later
+from envpipe_megatron.runtime.execution.executor import METER_MARGIN_S, Executor
 from envpipe_megatron.runtime.execution.orders import constant_order
 from envpipe_megatron.runtime.execution.stage_run import StageRun, StageWork, execute
 from envpipe_megatron.runtime.job.iterations import Batches, Iterations
@@ -107,9 +107,7 @@ class Session:
             half_made.push(self._parts)
 
             def make_clock(gpu: Gpu) -> RankClock:
-                return RankClock(
-                    gpu, ClockKind.of(gpu), options.min_dwell_s, on_sample=self._see_clock
-                )
+                return RankClock(gpu, options.min_dwell_s, on_sample=self._see_clock)
 
             #: `refused` says why control was given up when the GPUs were to be held, if it was.
             self.clock, self._gpu, self.refused = hold_everywhere(
@@ -442,5 +440,5 @@ class Session:
         return run
 
 
-def _unheard(frequency_mhz: int, later: Later | None) -> None:
+def _unheard(frequency_mhz: int, delay_s: float | None) -> None:
     """A request where no clock is to change."""

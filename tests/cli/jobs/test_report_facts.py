@@ -127,18 +127,6 @@ def test_a_job_without_an_agent_has_its_tokens_from_its_summary(known):
     assert ("a token" in told) == (known == 100)
 
 
-def test_a_baseline_alone_saves_nothing_against_its_own_warm_up():
-    lines = [
-        window(0, 0, 3, energy_j=900, phase="warm-up", run="baseline"),
-        window(0, 4, 7, energy_j=800, run="baseline"),
-    ]
-    facts = report_facts(folder(*lines))
-    assert facts.baseline is None
-    assert facts.compared is None
-    assert [(stage.name, stage.energy_j) for stage in facts.stages] == [("baseline", 200)]
-    assert "Only the run `baseline`" in facts.notes[0]
-
-
 @pytest.fixture(scope="module")
 def bubbles():
     return find_bubbles(iterations(STAGES, MICROBATCHES), STAGES)

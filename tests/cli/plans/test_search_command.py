@@ -163,14 +163,3 @@ def test_links_that_were_not_measured_are_named(layers_path, caplog):
     layers_path.write_text(json.dumps({**fields, "links": {}}))
     run_well(*alone, 2)
     assert "cost nothing" in caplog.text
-
-
-@on_request("CLI")
-def test_rows_that_contradict_others_are_named(layers_path, caplog):
-    fields = json.loads(layers_path.read_text())
-    slow = next(m for m in fields["measures"] if m["microbatch_size"] > 1)
-    slow["forward_s"] = [9 * time_s for time_s in slow["forward_s"]]
-    layers_path.write_text(json.dumps({**fields, "gpu": "a GPU"}))
-    run_well("search", "--profile", layers_path, *JOB)
-    assert f"{slow['piece']} at " in caplog.text
-    assert "times as long as at microbatch" in caplog.text

@@ -128,16 +128,19 @@ def test_a_rank_alone_needs_no_connection(monkeypatch):
 
 
 class Told:
-    """A pipeline's group, of which the leader came first: the others hear what it has said."""
+    """A pipeline's group, of which the leader came first: the others hear all that it has said."""
 
     def __init__(self) -> None:
         self.said: list[Any] = []
 
     def seen_by(self, stage: int, gathered: Any = None) -> Collectives:
+        heard = iter(self.said)
+
         def broadcast(value: Any) -> Any:
             if stage == 0:
                 self.said.append(value)
-            return self.said[-1]
+                return value
+            return next(heard)
 
         def gather(value: Any) -> list[Any]:
             return [value, *(gathered or [])] if stage == 0 else []
