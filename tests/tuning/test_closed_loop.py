@@ -118,7 +118,7 @@ def test_split_backwards_are_measured_and_planned_at_next_to_no_cost(preset, sta
     assert ran.lost(0, ran.profiled) < 1
     assert ran.slower(ran.profiled, 50) < 0.005
     best, whole = (
-        best_saving(load_preset(preset), forward_s, replace(request, split=split))
+        best_saving(load_preset(preset), forward_s, replace(request.request(), split=split))
         for split in (MEASURED_SPLIT, None)
     )
     assert ran.saved(ran.steady, 50) == pytest.approx(best, abs=0.005)
@@ -137,11 +137,11 @@ def test_split_backwards_are_measured_and_planned_at_next_to_no_cost(preset, sta
     ids=["edp", "cost"],
 )
 def test_other_objectives_find_their_plan_and_are_not_left_for_being_slower(goal):
-    objective = Objective(**goal)
-    request = replace(SMALL, objective=objective)
+    prices = {name: value for name, value in goal.items() if name != "goal"}
+    request, objective = replace(SMALL, objective=goal["goal"], **prices), Objective(**goal)
     ran = run((0.03,) * 2, iterations=60, request=request)
     exact = exact_profile(load_preset("a100-sxm"), (0.03,) * 2, {})
-    best = make_plan(exact, replace(request, conditions=known_conditions(exact))).plan
+    best = make_plan(exact, replace(request.request(), conditions=known_conditions(exact))).plan
     own = best.baseline.cost
     factors = 1 + ran.longer(ran.steady, 60), 1 - ran.saved(ran.steady, 60)
     found = Cost(factors[0] * own.iteration_time_s, factors[1] * own.energy_j)
@@ -163,7 +163,7 @@ def test_a_plan_that_units_do_not_explain_is_left_once_where_there_is_no_deadlin
 
     monkeypatch.setattr(pipelines, "_HICCUP_S", 0.012)
     monkeypatch.setattr(Pipelines, "run", run_late)
-    ran = run((0.03,) * 2, iterations=160, request=replace(SMALL, objective=Objective("edp")))
+    ran = run((0.03,) * 2, iterations=160, request=replace(SMALL, objective="edp"))
     assert not [each.phase for each in ran.job[60:] if each.phase == "baseline"]
     (note,) = ran.notes
     assert note.startswith("Too slow: 3 steps took 0.02 s longer in all than they may")
@@ -171,7 +171,7 @@ def test_a_plan_that_units_do_not_explain_is_left_once_where_there_is_no_deadlin
 
 @on_request("CONTROL")
 def test_replicas_follow_a_slow_one_by_least_energy_whatever_the_objective():
-    request = replace(SMALL, objective=Objective("edp"))
+    request = replace(SMALL, objective="edp")
     faults = scripted("replica", BEGIN, END, 2, 2)
     ran = run((0.03,) * 2, iterations=END, replicas=2, request=request, faults=faults)
     assert ran.saved(END - 20, END) > ran.saved(BEGIN - 10, BEGIN) + 0.03

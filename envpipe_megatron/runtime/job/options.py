@@ -24,10 +24,16 @@ from envpipe_megatron.policies.request import BY_MEMORY, POLICIES, PlanRequest
 from envpipe_megatron.policies.schedules import SCHEDULES
 from envpipe_megatron.tuning.probes.sweep import ProfilerSettings
 
+PROFILE_FILE = "profile.csv"
 #: Names of the framework's own order, of one chunk and of several.
 OWN_ORDERS = ("1f1b", "interleaved")
 #: What a closed loop may cost in time before clocks go up; one clock for a job, nothing.
 CLOSED_LOOP_SLOWDOWN_PERCENT = 0.5
+
+
+def plan_file(batch: str) -> str:
+    """Name the file of a batch's plan; the batch of full size has an empty name."""
+    return f"plan-{batch}.json" if batch else "plan.json"
 
 
 class Level(enum.IntEnum):

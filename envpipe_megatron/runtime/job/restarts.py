@@ -50,12 +50,12 @@ from envpipe_megatron.formats.energy import append_line
 from envpipe_megatron.formats.steps import BaselineEnergy, StepEnergy
 from envpipe_megatron.gpu.base import Gpu, GpuError
 from envpipe_megatron.runtime.channel.collectives import Collectives
-from envpipe_megatron.runtime.job.options import JobOptions
+from envpipe_megatron.runtime.job.options import PROFILE_FILE, JobOptions, plan_file
 from envpipe_megatron.runtime.writer import Writer
 
 logger = logging.getLogger(__name__)
 
-JOB_FILE, PROFILE_FILE = "job.json", "profile.csv"
+JOB_FILE = "job.json"
 _JOB_FORMAT = "envpipe-job/5"
 #: Locked by the planning rank of the job that writes to the folder.
 _LOCK_FILE = ".lock"
@@ -66,11 +66,6 @@ _OWN_LOCK_LOOKS, _LOOK_S = 190, 0.5
 
 #: Facts of JSON's types, by the names under which the file has them.
 JobKeys: TypeAlias = Mapping[str, Mapping[str, Any]]
-
-
-def plan_file(batch: str) -> str:
-    """Name the file of a batch's plan; the batch of full size has an empty name."""
-    return f"plan-{batch}.json" if batch else "plan.json"
 
 
 @dataclass(frozen=True)
