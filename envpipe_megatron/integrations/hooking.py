@@ -24,7 +24,7 @@ from envpipe_megatron.integrations.reading import Named, prepare_files, read_opt
 
 logger = logging.getLogger(__name__)
 
-NEEDED_BY_ITERATION = 3
+_NEEDED_BY_ITERATION = 3
 #: What units cost rests on, of any Megatron's arguments: the model, its split, experts, number
 #: formats, kernels, recomputation, optimizer. Another value makes a stored profile useless.
 _SAME_JOB = (
@@ -72,13 +72,14 @@ class Hooks(Generic[T]):
         self.job: T | None = None
 
     def note(self, name: str) -> int:
-        """A call has reached this hook; how often calls have."""
+        """A call has reached this hook; how often calls have. In each step comes one at most."""
         self._counts[name] += 1
+        if self._counts[name] == _NEEDED_BY_ITERATION + 1:
+            self.check(_NEEDED_BY_ITERATION, *self._needed)
         return self._counts[name]
 
-    def check(self, iteration: int, *more: str) -> None:
+    def check(self, iteration: int, *needed: str) -> None:
         """Log, once a node, which hooks no call has reached by an iteration, and were needed."""
-        needed = (*self._needed, *more)
         missing = [n for n in needed if not self._counts[n] and n not in self._missing]
         self._missing.update(missing)
         if missing and _logs_here():
