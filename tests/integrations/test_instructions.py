@@ -105,7 +105,7 @@ def test_the_example_saves_energy_in_its_own_order(trained):
     assert len(phases) == STEPS - 1, "the first step is recorded alone"
     for stage, rank in enumerate(trained):
         assert rank["executed"] == own.labels()[stage]
-    compared = trained[0]["summary"]["job"]["comparison"]
+    compared = trained[0]["summary"]["gpu"]["comparison"]
     assert compared["saving_percent"] > 5
     assert compared["slowdown_percent"] < 1
     bill = [line for line in trained[0]["said"] if "against the job's own baseline" in line]
@@ -208,7 +208,7 @@ def test_a_job_without_a_pipeline_gets_one_clock(pool, folder, preset):
         choice, *clocks = rank["summary"]["notes"]
         assert choice == f"One clock for the whole job: {best} MHz; at most 20 % slower was allowed"
         assert [line.split(":")[0] for line in clocks] == ["1410 MHz", "1210 MHz", "1010 MHz"]
-    compared = first[0]["summary"]["job"]["comparison"]
+    compared = first[0]["summary"]["gpu"]["comparison"]
     saved = 100 * (1 - energy_j[best] / energy_j[top])
     assert compared["saving_percent"] == pytest.approx(saved, abs=1.0)
     slower = 100 * (step_s[best] / step_s[top] - 1)
