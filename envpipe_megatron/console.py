@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterable
 from typing import IO, Any
 
 import click
-from rich.console import Console
+from rich.console import Console, RenderableType
 from rich.table import Table
 
 
@@ -30,28 +30,26 @@ def say(text: str, console: Console | None = None) -> None:
 def show_table(
     title: str,
     columns: Iterable[str],
-    rows: Iterable[Iterable[str]],
+    rows: Iterable[Iterable[RenderableType]],
     *,
     left: Collection[str] = (),
     caption: str | None = None,
     console: Console | None = None,
 ) -> None:
-    """Print a table, its columns aligned to the right but for those of `left` or no heading."""
-    table = Table(title=title, caption=caption)
+    """Print a table, its columns aligned to the right but for those of `left` or no heading.
+
+    It cuts no word, such as a GPU's UUID: lines may be wider than a terminal.
+    """
+    columns, console = list(columns), console or Console()
+    table = Table(title=title or None, caption=caption, show_header=any(columns))
     for column in columns:
         table.add_column(column, justify="right" if column and column not in left else "left")
     for row in rows:
         table.add_row(*row)
-    print_table(table, console)
-
-
-def print_table(table: Table, console: Console | None = None) -> None:
-    """Print a table that cuts no word, such as a GPU's UUID: lines may be wider than a terminal."""
-    console = console or Console()
     wide = console.options.update(max_width=10_000)
-    for column in table.columns:
-        cells = (column.header, *column.cells)
-        column.min_width = max(console.measure(cell, options=wide).minimum for cell in cells)
+    for made in table.columns:
+        cells = (made.header, *made.cells)
+        made.min_width = max(console.measure(cell, options=wide).minimum for cell in cells)
     console.print(table, crop=False)
 
 

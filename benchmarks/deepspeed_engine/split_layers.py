@@ -13,15 +13,15 @@ from itertools import pairwise
 from pathlib import Path
 
 import click
+import numpy as np
 import torch
 from deepspeed.pipe import TiedLayerSpec
 from deepspeed.runtime.utils import partition_balanced, partition_uniform
 
 from benchmarks.models.configs import NAMES, config_of
 from benchmarks.outputs import make_console, make_table
-from envpipe_megatron.gpu.base import GpuAddress
-from envpipe_megatron.gpu.devices import open_gpu, uid_of_cuda_device
-from envpipe_megatron.integrations.deepspeed.layer_profile import CudaMeter, profile_layers
+from envpipe_megatron.core.kinds import Kind
+from envpipe_megatron.integrations.deepspeed.layer_profile import profile_layers
 from envpipe_megatron.integrations.huggingface import split_model
 from envpipe_megatron.integrations.huggingface.deepspeed_stages import deepspeed_layers
 from envpipe_megatron.search.layer_file import read_layers
@@ -40,33 +40,17 @@ def main(
 ) -> None:
     """Measure the layers in bf16, and split them."""
     device = torch.device("cuda", torch.cuda.current_device())
-    gpu = open_gpu(
-        GpuAddress("none", uid_of_cuda_device(str(torch.cuda.get_device_properties(device).uuid)))
-    )
     config = config_of(model, tiny=False)
     split = split_model(config)
     layers = deepspeed_layers(split)
     size = (microbatch_size, sequence_length)
     words = torch.randint(config.vocab_size, size, device=device)
-    meter = CudaMeter(gpu)
     torch.set_default_dtype(torch.bfloat16)
-    profile_layers(
-        layers,
-        (words, words),
-        split.loss,
-        max(gpu.supported_frequencies_mhz),
-        meter,
-        device,
-        output,
-    )
-    meter.close()
-    profile = read_layers(output)
-    columns = {
-        name: profile.column(Sizes(), name)[:, 0]
-        for name in ("forward_s", "backward_s", "forward_j", "backward_j")
-    }
-    time_s = columns["forward_s"] + columns["backward_s"]
-    energy_j = columns["forward_j"] + columns["backward_j"]
+    profile_layers(layers, (words, words), split.loss, device, output)
+    sums = read_layers(output).sums(Sizes())
+    time_s = np.diff(sums.time_s)
+    forward_j, backward_j = (sums.by_clock[kind][0][:, 0] for kind in (Kind.FORWARD, Kind.BACKWARD))
+    energy_j = np.diff(forward_j + backward_j)
     rows = [
         {
             "layer": f"{index} {split.entries[index].run.__name__}",

@@ -40,7 +40,7 @@ from envpipe_megatron.gpu.devices import open_gpu
 from envpipe_megatron.gpu.emulated.emulated_gpu import EmulatedGpu
 from envpipe_megatron.integrations.layer_profile.measuring import now_s
 from envpipe_megatron.runtime.channel.carrier import StageSpecs, TensorSpec
-from envpipe_megatron.runtime.clocks.rank_clock import ClockKind, RankClock
+from envpipe_megatron.runtime.clocks.rank_clock import RankClock
 from envpipe_megatron.runtime.energy.meter import EnergyMeter
 from envpipe_megatron.runtime.execution.executor import CudaExecutor, Executor, StageRecord
 from envpipe_megatron.runtime.execution.orders import IterationOrder
@@ -115,7 +115,7 @@ class Bench:
         self._folder = tempfile.TemporaryDirectory()
         gpu = _dry_gpu(Path(self._folder.name))
         clocks_mhz = gpu.supported_frequencies_mhz[:8]
-        self._clock = RankClock(gpu, ClockKind.DRY_RUN if on_gpu else ClockKind.REAL)
+        self._clock = RankClock(gpu, guarded=True)
         schedule = builders.one_f_one_b(1, UNITS // 2)
         frequency_mhz = np.resize(np.array(clocks_mhz), (1, UNITS))
         self._order = IterationOrder(Phase.STEADY, schedule, frequency_mhz)

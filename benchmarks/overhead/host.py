@@ -31,13 +31,12 @@ from envpipe_megatron.runtime.channel.carrier import StageSpecs, TensorSpec
 from envpipe_megatron.runtime.channel.collectives import SUM, make_collectives
 from envpipe_megatron.runtime.channel.links import make_channel
 from envpipe_megatron.runtime.channel.p2p import P2PChannel
-from envpipe_megatron.runtime.clocks.rank_clock import ClockKind, RankClock
+from envpipe_megatron.runtime.clocks.rank_clock import RankClock
 from envpipe_megatron.runtime.execution.executor import (
-    Completion,
-    Done,
     Executor,
-    Later,
+    Passed,
     StageRecord,
+    always,
     make_record,
 )
 from envpipe_megatron.runtime.execution.orders import IterationOrder
@@ -62,21 +61,21 @@ class HostExecutor(Executor):
         self._starts: list[float] = []
         self._ends: list[float] = []
 
-    def begin_unit(self) -> Completion:
+    def begin_unit(self) -> Passed:
         """Note the start."""
         self._starts.append(time.monotonic() - self._begin_s)
-        return Done()
+        return always
 
-    def end_unit(self) -> Completion:
+    def end_unit(self) -> Passed:
         """Note the end, which has come."""
         self._ends.append(time.monotonic() - self._begin_s)
-        return Done()
+        return always
 
-    def in_wait(self, after_s: float) -> Later:
+    def in_wait(self, after_s: float) -> float:
         """No order here parks."""
         raise NotImplementedError
 
-    def end_iteration(self) -> Callable[[], StageRecord]:
+    def end_iteration(self, check: Callable[[], object]) -> Callable[[], StageRecord]:
         """Nothing is left to wait for."""
         times_s = self._starts, self._ends, self._begin_s, self._ends[-1], self._ends[-1]
         return lambda: make_record(*times_s)
@@ -98,7 +97,7 @@ def _order(num_stages: int) -> IterationOrder:
 def guarded_clock() -> Iterator[RankClock]:
     """The clock of an emulated GPU, which a guard sets as that of a real one."""
     with tempfile.TemporaryDirectory() as folder:
-        clock = RankClock(EmulatedGpu.create(PRESET, 0, folder), ClockKind.REAL)
+        clock = RankClock(EmulatedGpu.create(PRESET, 0, folder), guarded=True)
         with contextlib.closing(clock):
             yield clock
 
@@ -110,7 +109,9 @@ def thread_costs_ns(seconds: float, *, clocks: bool) -> list[int]:
         return _thread_costs_ns(seconds, request)
 
 
-def _thread_costs_ns(seconds: float, request: Callable[[int, Later | None], None]) -> list[int]:
+def _thread_costs_ns(
+    seconds: float, request: Callable[[int, float | None], Callable[[], None] | None]
+) -> list[int]:
     order = _order(1)
     specs = StageSpecs.alike(
         TensorSpec.of_one_type((MESSAGE_SHAPE,), torch.float32, torch.device("cpu"))

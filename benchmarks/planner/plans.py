@@ -17,8 +17,9 @@ from benchmarks.planner.workloads import Workload
 from envpipe_megatron.core.orders import builders
 from envpipe_megatron.core.plan import Cost, Plan
 from envpipe_megatron.errors import EnvPipeError
+from envpipe_megatron.policies.optimal.choices import waiting_floor_w
 from envpipe_megatron.policies.optimal.optimizer import Optimizer
-from envpipe_megatron.policies.orders.extra_forwards import OrderSearch
+from envpipe_megatron.policies.orders.any_order import any_order
 from envpipe_megatron.policies.planner import make_frontier, make_plan
 from envpipe_megatron.policies.request import PlanRequest
 
@@ -180,10 +181,9 @@ def _rule_rows(workload: Workload) -> Iterator[Row]:
 
 def _joint_rows(workload: Workload) -> Iterator[Row]:
     deadline_s = make_plan(workload.profile, workload.request()).plan.cost.iteration_time_s
-    search = OrderSearch(
-        workload.profile, workload.num_microbatches, workload.conditions, deadline_s
-    )
-    bound_j = search.any_order_bound_j()
+    job = workload.profile, workload.conditions
+    floor_w = waiting_floor_w(*job)
+    bound_j = any_order(*job, workload.num_microbatches, deadline_s, floor_w).energy_lower_bound_j
     for limit in EXTRA_FORWARDS:
         request = workload.request("auto", "optimal", max_extra_forwards=limit)
         yield _timed_row(workload, PlanKind.OURS_JOINT, request, bound_j)

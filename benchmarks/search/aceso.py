@@ -41,8 +41,8 @@ from benchmarks.search.aceso_runs import (
     write_plan,
 )
 from benchmarks.search.aceso_space.aceso_files import fold_blocks
+from benchmarks.search.aceso_space.plans import simulated
 from benchmarks.search.searches import alone, divide_layers, divide_operators, search_megatron
-from envpipe_megatron.search.candidates import Candidate
 from envpipe_megatron.search.configuration import Configuration
 from envpipe_megatron.search.layer_profile import LayerProfile
 
@@ -71,7 +71,7 @@ def compare(folder: Path, setting: Setting, budget_s: int | None) -> list[dict[s
         )
 
     def simulated_ms(plan: Configuration | None, of: LayerProfile = profile) -> float | None:
-        return None if plan is None else Candidate(plan, of, setting.job).iteration_time_s * 1e3
+        return None if plan is None else simulated(plan, of, setting.job).iteration_time_s * 1e3
 
     if budget_s is not None:
         theirs = search(folder, setting, budget_s)

@@ -19,9 +19,11 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.search.aceso_space.aceso_files import read_aceso_profile, read_splits
+from benchmarks.search.aceso_space.choices import OPERATOR
 from benchmarks.search.aceso_space.divide import Division, Switch
+from benchmarks.search.aceso_space.plans import PieceStage
 from envpipe_megatron.search.configuration import Configuration, Job, StageLayout
-from envpipe_megatron.search.layer_profile import OPERATOR, LayerProfile, Sizes
+from envpipe_megatron.search.layer_profile import LayerProfile, Sizes
 
 ARCHIVE = Path("../shared/data/aceso_eurosys24/aceso.tar.xz")
 _MIB = 2.0**20
@@ -178,7 +180,11 @@ def write_plan(folder: Path, setting: Setting, division: Division) -> Path:
         "data_parallel_size_of_each_op": [
             [data_parallel for _, data_parallel in of_stage] for of_stage in sizes
         ],
-        "recompute_ops": [[int(way is not None) for way in stage.recomputed] for stage in stages],
+        "recompute_ops": [
+            [int(way is not None) for way in stage.ways]
+            for stage in stages
+            if isinstance(stage, PieceStage)
+        ],
         "algo_of_each_op": [
             [
                 splits[each][profile.pieces[piece]]
@@ -212,7 +218,7 @@ def read_plan(path: Path) -> Configuration | None:
         data_parallel = data.pop()
         sizes = Sizes(tensor.pop(), plan["micro_batch_size"] // data_parallel)
         ways = tuple(OPERATOR if flag else None for flag in plan["recompute_ops"][number])
-        stages.append(StageLayout(((first, first + count),), sizes, data_parallel, ways))
+        stages.append(PieceStage(((first, first + count),), sizes, data_parallel, ways=ways))
         first += count
     return Configuration(tuple(stages), plan["global_batch_size"] // plan["micro_batch_size"])
 

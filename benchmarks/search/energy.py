@@ -44,6 +44,7 @@ from benchmarks.search.aceso_runs import (
     unpack,
 )
 from benchmarks.search.aceso_space.aceso_files import fold_blocks
+from benchmarks.search.aceso_space.plans import simulated
 from benchmarks.search.searches import MAX_CHUNKS, divide_operators
 from envpipe_megatron.core.plan import Plan
 from envpipe_megatron.gpu.modelled import with_modelled_energy
@@ -101,7 +102,7 @@ def find(folder: Path, setting: Setting, budget_s: int) -> Found:
 
 def check(found: Found, setting: Setting) -> dict[str, Any]:
     """Our simulator and memory beside Aceso's own, for its own plan."""
-    candidate = Candidate(found.theirs, found.profile, setting.job)
+    candidate = simulated(found.theirs, found.profile, setting.job)
     return {
         "setting": setting.name,
         "Aceso_ms": found.judged.time_ms,
@@ -126,10 +127,10 @@ def rows_of(found: Found, setting: Setting, preset: GpuPreset) -> list[dict[str,
     """All rows of a setting with one power model."""
     wait_w, job = preset.wait_power_w, setting.job
     profile = with_modelled_energy(found.profile, preset)
-    aceso = Candidate(found.theirs, profile, job)
+    aceso = simulated(found.theirs, profile, job)
     longest_s = aceso.iteration_time_s
     rival = stretched(aceso, wait_w, longest_s)
-    ours = Candidate(found.divided, profile, job)
+    ours = simulated(found.divided, profile, job)
     plans = {
         FULL: rival.baseline,
         RIVAL: rival,

@@ -6,9 +6,8 @@
 
 `profile` leaves MODEL.layers.json in the output. `ranked` trains the best three and the worst two
 of all shapes, each in its best cut, and leaves a line of MODEL.runs.jsonl for each: iteration times
-and each stage's peak of allocated memory, predicted and measured. (`envpipe search --train` trains
-the best one.) Clocks are left alone. With --cpu, tiny models run on gloo, to rehearse; a CPU counts
-no memory.
+and each stage's peak of allocated memory, predicted and measured. Clocks are left alone. With
+--cpu, tiny models run on gloo, to rehearse; a CPU counts no memory.
 
 Models: GPT-1.3B (24 layers of 2,048, sequences of 2,048), and layers of Llama-3-8B's shape, 8 of
 its 32: two GPUs hold that many with their optimizer. Output weights are the embedding's in neither.
@@ -18,12 +17,13 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shlex
 import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +37,6 @@ from benchmarks.megatron_lm.models import (
     joined,
     training,
 )
-from envpipe_megatron.cli.plans.search_training import ITERATIONS, LOG_INTERVAL, read_log
 from envpipe_megatron.gpu.base import FORBID_VARIABLE
 from envpipe_megatron.search.candidates import Candidate
 from envpipe_megatron.search.configuration import (
@@ -46,6 +45,12 @@ from envpipe_megatron.search.configuration import (
 )
 from envpipe_megatron.search.layer_file import read_layers
 from envpipe_megatron.search.space import MegatronSpace, Space
+
+#: Iterations that are trained, and those at first that take longer and are left out.
+ITERATIONS, WARM_UP = 30, 10
+#: A line of Megatron's log is for so many: each takes it milliseconds, and waits of all ranks.
+LOG_INTERVAL = 5
+_MIB = 2.0**20
 
 _GPT = "--attention-dropout 0 --hidden-dropout 0 --untie-embeddings-and-output-weights"
 _LLAMA = (
@@ -190,7 +195,7 @@ def ranked(place: Place, limit_s: int, memory_gib: float) -> None:
         log = place.output / f"{place.model}.{name}.log"
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
         command += ["--nproc-per-node", str(place.gpus), *place.script, *place.arguments]
-        command += [] if place.cpu else ["--log-memory-interval", "10"]
+        command += [] if place.cpu else ["--log-memory-interval", str(WARM_UP)]
         code, wall_s = _run(place, [*command, *shlex.split(" ".join(flags))], log, limit_s)
         row = {
             "name": name,
@@ -199,13 +204,23 @@ def ranked(place: Place, limit_s: int, memory_gib: float) -> None:
             "predicted_bytes": candidate.peak_bytes.tolist(),
             "exit": code,
             "wall_s": wall_s,
-            **asdict(read_log(log.read_text())),
+            **read_log(log.read_text()),
         }
         with (place.output / f"{place.model}.runs.jsonl").open("a") as runs:
             runs.write(json.dumps(row) + "\n")
         click.echo(json.dumps(row))
         if code:
             click.echo(_end(log, 15))
+
+
+def read_log(text: str) -> dict[str, Any]:
+    """Return times (s) after the warm-up, and each rank's last peak (bytes), of Megatron's log."""
+    times_ms = re.findall(r"elapsed time per iteration \(ms\): ([\d.]+)", text)
+    peaks = re.findall(r"\[Rank (\d+)\].*\| max allocated: ([\d.]+)", text)
+    return {
+        "iteration_s": [float(time_ms) / 1e3 for time_ms in times_ms[WARM_UP // LOG_INTERVAL :]],
+        "peak_bytes": {int(rank): float(mib) * _MIB for rank, mib in peaks},
+    }
 
 
 def _run(place: Place, command: Sequence[str], log: Path, limit_s: float) -> tuple[int, float]:

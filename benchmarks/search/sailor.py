@@ -32,6 +32,7 @@ import numpy as np
 
 from benchmarks.outputs import Claim, leave, make_console, make_table, output_option
 from benchmarks.search.aceso_space.aceso_files import read_aceso_profile
+from benchmarks.search.aceso_space.plans import column
 from envpipe_megatron.core.arrays import FloatArray
 from envpipe_megatron.core.orders.builders import one_f_one_b
 from envpipe_megatron.core.timeline import Timeline
@@ -137,10 +138,10 @@ def _pipeline(profile: LayerProfile, plan: dict[str, Any]) -> Pipeline:
     ends = np.cumsum(plan["num_ops_in_each_stage"])
     begins = np.insert(ends[:-1], 0, 0)
     crosses = plan["num_gpus"][0] >= _GPUS_PER_NODE
-    sent_bytes = profile.column(sizes, "output_bytes")[ends[:-1] - 1]
+    sent_bytes = column(profile, sizes, "output_bytes")[ends[:-1] - 1]
     return Pipeline(
-        np.add.reduceat(profile.column(sizes, "forward_s")[:, 0], begins),
-        np.add.reduceat(profile.column(sizes, "backward_s")[:, 0], begins),
+        np.add.reduceat(column(profile, sizes, "forward_s")[:, 0], begins),
+        np.add.reduceat(column(profile, sizes, "backward_s")[:, 0], begins),
         profile.links.message_s(sent_bytes, crosses),
         profile.links.message_s(sent_bytes, crosses=False),
     )

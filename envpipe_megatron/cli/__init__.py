@@ -16,8 +16,11 @@ from envpipe_megatron.cli.jobs.profile import profile
 from envpipe_megatron.cli.jobs.results import energy, prove, quickstart, report
 from envpipe_megatron.cli.machine.clocks import clocks
 from envpipe_megatron.cli.machine.doctor import doctor
-from envpipe_megatron.cli.plans.interchange import export_freqs, export_schedule, import_freqs
-from envpipe_megatron.cli.plans.made_plans import compare, simulate, straggler
+from envpipe_megatron.cli.plans.made_plans import (
+    compare,
+    export_schedule,
+    simulate,
+)
 from envpipe_megatron.cli.plans.partition import partition
 from envpipe_megatron.cli.plans.plan import plan
 from envpipe_megatron.cli.plans.search import search_command
@@ -53,11 +56,8 @@ for command in (
     plan,
     simulate,
     compare,
-    straggler,
     partition,
     search_command,
-    import_freqs,
-    export_freqs,
     export_schedule,
     quickstart,
     prove,

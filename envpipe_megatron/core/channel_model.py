@@ -44,8 +44,8 @@ from envpipe_megatron.core.schedule import Schedule
 from envpipe_megatron.errors import EnvPipeError
 
 #: What may carry messages between GPUs: one-sided copies where they can, else receives that are
-#: posted when their unit begins; such receives everywhere; receives that are posted ahead.
-CARRIERS = ("auto", "receives", "posted")
+#: posted when their unit begins; such receives everywhere.
+CARRIERS = ("auto", "receives")
 
 #: Says how many hardware queues a process has on a GPU.
 QUEUES_VARIABLE = "CUDA_DEVICE_MAX_CONNECTIONS"

@@ -6,11 +6,16 @@ import logging
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from envpipe_megatron.core.kinds import WHOLE, Kind, Unit
+import torch
+
+from envpipe_megatron.core.kinds import Kind, Unit
 from envpipe_megatron.core.orders import builders
 from envpipe_megatron.core.schedule import Schedule
 from envpipe_megatron.errors import EnvPipeError
+from envpipe_megatron.integrations.device import current_device
+from envpipe_megatron.runtime.channel.carrier import StageSpecs, TensorSpec
 from envpipe_megatron.runtime.execution.stage_run import StageRun
+from envpipe_megatron.runtime.job.session import Session
 
 logger = logging.getLogger(__name__)
 
@@ -83,34 +88,51 @@ class Followed:
         self._warn = warn
         self._highest_clock = highest_clock
         self._units = iter(run.units)
-        #: Whether they have, so far.
-        self.in_order = True
-        self.running = False
+        self._in_order = True
+        self._running = False
+
+    @classmethod
+    def whole_step(cls, session: Session) -> Followed:
+        """Begin a step that is one unit: no code on the host may run within it, as in a graph."""
+        order = builders.whole_iteration(len(session.pipeline_ranks))
+        no_message = StageSpecs.alike(TensorSpec(((1,),), (torch.uint8,), current_device()))
+        followed = cls(session.open_iteration(order, no_message), session.highest_clock)
+        followed.begin(Seen(Kind.FORWARD))
+        return followed
 
     def begin(self, seen: Seen) -> None:
         """A unit begins."""
-        if not self.in_order:
+        if not self._in_order:
             return
-        unit = None if self.running else next(self._units, None)
+        unit = None if self._running else next(self._units, None)
         if unit is not None and seen.may_be(unit):
-            self.running = True
+            self._running = True
             self.run.begin_unit()
             return
-        self.in_order = False
-        instead = "within another" if self.running else f"in place of {unit or 'no unit'}"
+        self._in_order = False
+        instead = "within another" if self._running else f"in place of {unit or 'no unit'}"
         self._warn(f"In this iteration, {seen} came {instead}")
         self._highest_clock()
 
     def end(self) -> None:
         """The unit's work has been handed to the device."""
-        if self.in_order and self.running:
-            self.running = False
+        if self._in_order and self._running:
+            self._running = False
             self.run.end_unit()
 
+    def fail(self) -> None:
+        """The step has failed: nothing more is told of it."""
+        self._in_order = self.run.whole = self.run.same_work = False
+        self._highest_clock()
+
     def complete(self) -> None:
-        """Give a run whose units came otherwise the rest of them, as if they took no time."""
-        if self.running:  # it has failed
+        """The step is over. Units that have not come end as if they took no time."""
+        if self._running:
+            self._running = False
             self.run.end_unit()
+        left = self.run.next_unit
+        if left is not None and self._in_order:
+            self._warn(f"This iteration ended before {left}")
         while self.run.next_unit is not None:
             self.run.whole = self.run.same_work = False
             self.run.unit_ended = None  # memory is not what it was behind each unit
@@ -129,27 +151,18 @@ class OrderError(EnvPipeError):
 def recognized(letters: Sequence[str], num_microbatches: int) -> Schedule:
     """The schedule that a recorded step was run by, from a stage's letters, such as `FFBFBB`.
 
-    Raises OrderError for another number of units, and for orders other than 1F1B and GPipe.
+    Raises OrderError for any other than 1F1B and GPipe, one chunk a stage.
     """
-    for stage, seen in enumerate(letters):
-        counts = {kind.value: seen.count(kind.letter) for kind in WHOLE}
-        if set(counts.values()) != {num_microbatches}:
-            reported = " and ".join(f"{count} {kind}s" for kind, count in counts.items())
-            raise OrderError(
-                f"Stage {stage} reported {reported}; {num_microbatches} microbatches need "
-                f"{num_microbatches} of each",
-                remedy="Call instruction() for every forward and backward, and give the right "
-                "num_microbatches.",
-            )
     for builder in (builders.one_f_one_b, builders.gpipe):
         known = builder(len(letters), num_microbatches)
         if [_letters(known, stage) for stage in range(len(letters))] == list(letters):
             return known
     raise OrderError(
-        "The order of the first step is none that EnvPipe can plan without changing it",
+        f"The first step is neither 1F1B nor GPipe of {num_microbatches} microbatches",
         value=dict(enumerate(letters)),
-        remedy="Run 1F1B or GPipe, one chunk a stage, with whole backwards; or let EnvPipe "
-        "execute the order (docs/integration.md).",
+        remedy="Report every forward and backward, and give the right num_microbatches. Other "
+        "orders, with several chunks a stage or split backwards, EnvPipe has to execute "
+        "(docs/integration.md).",
     )
 
 

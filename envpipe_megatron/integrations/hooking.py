@@ -11,10 +11,10 @@ import logging
 import os
 import sys
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from typing import Any, Generic, NoReturn, TypeVar
 
 import torch
 
@@ -54,20 +54,31 @@ class HookError(EnvPipeError):
     """A hook of the patch is missing, or was called where there is no job."""
 
 
-class Reached:
-    """Which hooks calls have reached: those of these names to begin with."""
+class Hooks(Generic[T]):
+    """What the hooks of one patch share: a process trains one job at a time.
 
-    def __init__(self, *names: str) -> None:
-        self._counts = Counter(names)
+    Args:
+        file: of the framework's, whose hook reads the options.
+        needed: hooks that every job comes to within its first steps.
+    """
+
+    def __init__(self, file: str, *needed: str) -> None:
+        self._file = file
+        self._needed = needed
+        self._counts = Counter[str]()
         self._missing: set[str] = set()
+        #: The options, once they are read, and the job from begin to end.
+        self.options: Options | None = None
+        self.job: T | None = None
 
     def note(self, name: str) -> int:
         """A call has reached this hook; how often calls have."""
         self._counts[name] += 1
         return self._counts[name]
 
-    def check(self, needed: Iterable[str], iteration: int) -> None:
+    def check(self, iteration: int, *more: str) -> None:
         """Log, once a node, which hooks no call has reached by an iteration, and were needed."""
+        needed = (*self._needed, *more)
         missing = [n for n in needed if not self._counts[n] and n not in self._missing]
         self._missing.update(missing)
         if missing and _logs_here():
@@ -77,6 +88,31 @@ class Reached:
                 iteration,
                 ", ".join(missing),
             )
+
+    def validated(self) -> Options:
+        """The options; a HookError if none were read."""
+        if self.options is None:
+            raise HookError(
+                f"The arguments of this job came from elsewhere than the command line, or the hook "
+                f"in {self._file} is missing",
+                remedy="Give all options on the command line; `envpipe patch check` looks at "
+                "hooks.",
+            )
+        return self.options
+
+    def running(self) -> T:
+        """The job; a HookError if there is none."""
+        if self.job is None:
+            raise HookError(
+                "A hook was called outside training",
+                remedy="`envpipe patch check` says what is wrong with this checkout.",
+            )
+        return self.job
+
+    def ended(self) -> T:
+        """The job, which is none from here on."""
+        job, self.job = self.running(), None
+        return job
 
 
 def options_of(args: argparse.Namespace, named: Named = flag_of) -> Options:
@@ -103,27 +139,6 @@ def same_job(args: argparse.Namespace) -> dict[str, object]:
     return {name: getattr(args, name, None) for row in _SAME_JOB for name in row.split()}
 
 
-def validated(options: Options | None, file: str) -> Options:
-    """The options that the hook in a file of the framework has read; a HookError without."""
-    if options is None:
-        raise HookError(
-            f"The arguments of this job came from elsewhere than the command line, or the hook in "
-            f"{file} is missing",
-            remedy="Give all options on the command line; `envpipe patch check` looks at hooks.",
-        )
-    return options
-
-
-def running(job: T | None) -> T:
-    """The job that is given; a HookError if there is none."""
-    if job is None:
-        raise HookError(
-            "A hook was called outside training",
-            remedy="`envpipe patch check` says what is wrong with this checkout.",
-        )
-    return job
-
-
 def refuse(error: EnvPipeError) -> NoReturn:
     """End as argparse does, by a message without a stack; printed once on each node."""
     if _logs_here():
@@ -137,12 +152,14 @@ def _logs_here() -> bool:
 
 @contextmanager
 def replaced(owner: Any, **values: Any) -> Iterator[None]:
-    """Within, the owner's names have these values; it has all of them."""
-    own = {name: getattr(owner, name) for name in values}
+    """Within, the owner's names have these values, also where its class has others."""
+    own = {name: vars(owner)[name] for name in values if name in vars(owner)}
     for name, value in values.items():
         setattr(owner, name, value)
     try:
         yield
     finally:
+        for name in values:
+            delattr(owner, name)
         for name, value in own.items():
             setattr(owner, name, value)

@@ -25,7 +25,6 @@ from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.formats.energy import FRAMEWORK
 from envpipe_megatron.integrations.device import current_device
 from envpipe_megatron.integrations.framework_units import (
-    Followed,
     Recorded,
     Reporter,
     Seen,
@@ -44,6 +43,8 @@ logger = logging.getLogger(__name__)
 
 #: Options that do not go with a framework that keeps its own order.
 _WITHOUT = (*OF_LEVELS, "scheduling", "max_in_flight", "profile_only")
+#: Where a call is made.
+_OUTSIDE, _WITHIN = "outside a step", "within a step"
 
 
 class InstructionError(EnvPipeError):
@@ -115,10 +116,8 @@ class InstrumentedPipeline:
         self._kept_order: Schedule | None = None
         #: Notes a step's units: a record in the first, then its iteration; None between steps.
         self._reporter: Reporter | None = None
-        #: `_failed`: whether the step was left by an exception.
-        self._paused = self._failed = False
         self._running: Kind | None = None
-        self._closed = False
+        self._paused = self._closed = False
         self._told: set[str] = set()
 
     @property
@@ -133,9 +132,9 @@ class InstrumentedPipeline:
         try:
             yield
         except BaseException:
-            self._failed = True
-            if self._job is not None and not self._closed:
-                self._job.session.highest_clock()
+            self._reporter = self._running = None
+            if self._job is not None:
+                self._job.fail()
             raise
         self.on_step_end()
 
@@ -151,27 +150,19 @@ class InstrumentedPipeline:
 
         Raises EnvPipeError if a given plan has another order.
         """
+        trains_without = self._job is not None and self._job.job is None
+        if not trains_without:
+            self._check_place("on_step_begin", _OUTSIDE)
         if self._closed:
-            if self._job is None or self._job.job is not None:  # else it trains without EnvPipe
-                what = "on_step_begin was called after end_training or close"
-                self._misused(what, "Close it last.")
             return
-        if self._reporter is not None:
-            if not self._failed:
-                self._misused(
-                    "on_step_begin was called before the on_step_end of the last step",
-                    "Call on_step_end at the end of each step.",
-                )
-            self._leave_step()
+        self._leave_step()
         reporter: Reporter = Recorded()
         if self._job is not None:
             assert self._kept_order is not None
-            session = self._job.session
             self._job.begin_step()
-            run = session.open_iteration(self._kept_order, self._specs)
-            reporter = Followed(run, session.highest_clock, self._once)
+            reporter = self._job.follow(self._kept_order, self._specs)
         self._reporter = reporter  # a step that could not begin is none
-        self._paused = self._failed = False
+        self._paused = False
 
     def on_instruction_begin(self, name: str) -> None:
         """A `forward` or `backward` begins: its input is there, or the stream waits for it.
@@ -182,20 +173,10 @@ class InstrumentedPipeline:
         kind = self._kind(name)
         if self._paused or self._closed or kind is None:
             return
+        self._check_place("on_instruction_begin", _WITHIN)
         if self._reporter is None:
-            self._misused(
-                "on_instruction_begin was called outside a step",
-                "Units come between on_step_begin and on_step_end, an evaluation after pause.",
-                value=name,
-            )
             self.pause()
             return
-        if self._job is None and self._running is not None:
-            self._misused(
-                f"on_instruction_begin was called before the end of a {self._running}",
-                "Units come one after another.",
-                value=name,
-            )
         self._reporter.begin(Seen(kind))
         self._running = kind
 
@@ -207,15 +188,10 @@ class InstrumentedPipeline:
         kind = self._kind(name)
         if self._paused or self._closed or kind is None:
             return
-        if self._reporter is None or self._running is not kind:
-            self._misused(
-                "on_instruction_end was called for a unit that has not begun",
-                "Call on_instruction_begin and on_instruction_end with the same name.",
-                value=name,
-            )
-            return
-        self._running = None
-        self._reporter.end()
+        if self._check_place("on_instruction_end", f"within a {kind}"):
+            assert self._reporter is not None
+            self._running = None
+            self._reporter.end()
 
     def on_step_end(self) -> None:
         """A training step has ended on all ranks, its optimizer included.
@@ -229,23 +205,11 @@ class InstrumentedPipeline:
         """
         if self._closed:
             return
-        if self._reporter is None:
-            self._misused("on_step_end was called outside a step", "Call on_step_begin first.")
-            return
-        if self._running is not None:
-            self._misused(
-                f"on_step_end was called before the end of a {self._running}",
-                "End each unit before its step.",
-            )
+        self._check_place("on_step_end", _WITHIN)
         if isinstance(self._reporter, Recorded):
             self._job, self._kept_order = self._begin_job(self._reporter)
             self._closed = self._job.job is None
-        elif (run := self._reporter.run).next_unit is not None and self._reporter.in_order:
-            self._misused(
-                "on_step_end was called before all units of the first step",
-                "All steps have as many microbatches; units are reported by instruction().",
-                value=f"{len(run.executed)} of {len(run.units)}",
-            )
+            self._reporter = None
         self._leave_step()
 
     def pause(self) -> None:
@@ -254,14 +218,10 @@ class InstrumentedPipeline:
         It runs at the highest clock, is not billed, and may report units as training does.
         Training goes on with the next step. Within a step, this is an InstructionError.
         """
-        if self._failed:
-            self._leave_step()
-        if self._reporter is not None:
-            self._misused("pause was called within a step", "Call it between two steps.")
-            return
-        self._paused = True
-        if self._job is not None and not self._closed:
-            self._job.pause()
+        if not self._closed and self._check_place("pause", _OUTSIDE):
+            self._paused = True
+            if self._job is not None:
+                self._job.pause()
 
     def report(self) -> str:
         """Energy since the last report, for a log line; every rank calls it after the same step.
@@ -278,10 +238,8 @@ class InstrumentedPipeline:
         Raises:
             CollectivesError: a rank is gone or silent.
         """
-        # A step that has not ended stays so: the device may wait for a peer that is gone.
-        self._reporter = None
-        closed, self._closed = self._closed, True
-        if self._job is not None and not closed:
+        self._closed = True
+        if self._job is not None:
             self._job.end()
 
     def close(self) -> None:
@@ -291,16 +249,9 @@ class InstrumentedPipeline:
             self._job.close()
 
     def _leave_step(self) -> None:
-        """The step is over, whatever has come of it."""
-        failed, left = self._failed, self._reporter
-        self._failed, self._running, self._reporter = False, None, None
-        if not isinstance(left, Followed):
-            return
-        assert self._job is not None
-        left.complete()
-        if failed:  # what has followed it since, such as a restart, is none of its
-            self._job.pause()
-        else:
+        """End the step that is under way, if there is one, as far as it has come."""
+        left, self._reporter, self._running = self._reporter, None, None
+        if left is not None and self._job is not None:
             self._job.end_step()
 
     def _kind(self, name: str) -> Kind | None:
@@ -310,17 +261,25 @@ class InstrumentedPipeline:
             self._misused("No such instruction", f"There are {', '.join(WHOLE)}.", value=name)
             return None
 
+    def _check_place(self, call: str, expected: str) -> bool:
+        """Whether a call comes where it belongs, which is said if not."""
+        place = _OUTSIDE if self._reporter is None else _WITHIN
+        if self._running is not None:
+            place = f"within a {self._running}"
+        if self._closed:
+            place = "after end_training or close"
+        if place != expected:
+            self._misused(f"{call} was called {place}", f"It is to be called {expected}.")
+        return place == expected
+
     def _misused(self, what: str, remedy: str, **value: object) -> None:
         """Raises InstructionError in the first step, and else says it once: training goes on."""
         error = InstructionError(what, remedy=remedy, **value)
         if self._job is None:
             raise error
-        self._once(f"Training goes on: {error}", what)
-
-    def _once(self, text: str, what: str = "other units") -> None:
         if what not in self._told:
             self._told.add(what)
-            logger.warning("%s", text)
+            logger.warning("Training goes on: %s", error)
 
     def _begin_job(self, recorded: Recorded) -> tuple[LeveledJob, Schedule]:
         placement, seen = self._placement, "".join(each.kind.letter for each in recorded.units)

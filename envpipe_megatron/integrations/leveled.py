@@ -12,7 +12,9 @@ from functools import partial
 
 import torch.distributed as dist
 
+from envpipe_megatron.core.schedule import Schedule
 from envpipe_megatron.formats.energy import FRAMEWORK, Phase
+from envpipe_megatron.integrations.framework_units import Followed, once
 from envpipe_megatron.integrations.job import (
     Job,
     JobError,
@@ -24,6 +26,7 @@ from envpipe_megatron.integrations.job import (
 from envpipe_megatron.integrations.levels import Decision, Level, Limit, decide
 from envpipe_megatron.integrations.options import Options
 from envpipe_megatron.integrations.reporting import IntervalReport
+from envpipe_megatron.runtime.channel.carrier import StageSpecs
 from envpipe_megatron.runtime.channel.collectives import Collectives
 from envpipe_megatron.runtime.job.session import Session
 
@@ -60,9 +63,14 @@ class LeveledJob:
         self._limits = *limits, *of_replicas
         self.decision = self._decide(options.level)
         self.job = self._make_job(options, of_replicas)
-        self._is_announced = False
+        self._is_announced = self._failed = False
+        self._closed = self.job is None
         #: Begins the step that is under way, in a job that is made again; None between steps.
         self._begin_again: Callable[[], None] | None = None
+        #: What is told of that step's units, or of it as one, where the framework runs them.
+        self._followed: Followed | None = None
+        #: Says what comes otherwise than is planned for.
+        self._warn = once()
 
     @property
     def level(self) -> Level:
@@ -136,9 +144,36 @@ class LeveledJob:
 
     def begin_step(self, iteration: int | None = None) -> None:
         """The training step of this iteration begins; by default, one more."""
+        if self._failed:  # what has followed it, such as a restart, is none of its
+            self.pause()
         self._begin_again = partial(LeveledJob.begin_step, self, iteration)
-        if self.job is not None:
+        if not self._closed:
             self.session.begin_step(iteration)
+
+    def follow(self, order: Schedule, specs: StageSpecs) -> Followed:
+        """Open this step's iteration, whose units the framework runs; returns what to tell of them.
+
+        The arguments are those of `Session.open_iteration`.
+        """
+        run = self.session.open_iteration(order, specs)
+        self._followed = Followed(run, self.session.highest_clock, self._warn)
+        return self._followed
+
+    def follow_whole(self) -> Followed:
+        """Begin this step as one unit."""
+        self._followed = Followed.whole_step(self.session)
+        return self._followed
+
+    def fail(self) -> None:
+        """This step has failed, and training may go on.
+
+        Nothing is waited for, since peers may be gone, before another step begins or a pause.
+        """
+        self._failed, self._begin_again = True, None
+        if self._followed is not None:
+            self._followed.fail()
+        elif not self._closed:
+            self.session.highest_clock()
 
     def end_step(self) -> None:
         """The optimizer has stepped.
@@ -146,8 +181,8 @@ class LeveledJob:
         Raises SystemExit if only the profile was asked for, and it is written; a JobError if there
         can be none.
         """
-        self._begin_again = None
-        if self.job is None:
+        self._leave_step()
+        if self._closed:
             return
         self.session.end_step()
         state = self.session.state
@@ -161,17 +196,21 @@ class LeveledJob:
 
     def pause(self) -> None:
         """Something that is not training follows, until the next step begins."""
-        self._begin_again = None
-        if self.job is not None:
+        self._leave_step()
+        if not self._closed:
             self.session.pause()
 
     def report(self) -> IntervalReport:
         """Energy since the last report; every rank calls it after the same step."""
-        return IntervalReport() if self.job is None else IntervalReport.gather(self.session)
+        return IntervalReport() if self._closed else IntervalReport.gather(self.session)
 
     def end(self) -> None:
-        """Give the clock back, and print the bill; every rank calls it."""
-        if self.job is not None:
+        """Give the clock back, and print the bill; every rank calls it.
+
+        A step that has not ended stays so: the device may wait for a peer that is gone.
+        """
+        if not self._closed:
+            assert self.job is not None
             self.job.end()
             self.close()
 
@@ -185,8 +224,15 @@ class LeveledJob:
 
     def close(self) -> None:
         """Give the clock back; safe to call twice."""
+        self._closed, self._followed = True, None
         if self.job is not None:
             self.job.close()
+
+    def _leave_step(self) -> None:
+        followed, self._followed = self._followed, None
+        self._failed, self._begin_again = False, None
+        if followed is not None:
+            followed.complete()
 
     def _decide(self, asked: Level | None) -> Decision:
         checks = self.options.self_check != "off"

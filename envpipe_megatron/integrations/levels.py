@@ -67,6 +67,11 @@ def stands_against(feature: str, highest: Level, reason: str) -> Limit:
     return Limit(feature, lambda args: True, highest, reason)
 
 
+def limits_where(highest: Level, *rows: tuple[object, str, str]) -> list[Limit]:
+    """Limits of a level that a job is known to have; of each whether it has, feature and reason."""
+    return [stands_against(feature, highest, reason) for has, feature, reason in rows if has]
+
+
 @dataclass(frozen=True)
 class Decision:
     """The level of a job, and for each level above it what stands against that one.

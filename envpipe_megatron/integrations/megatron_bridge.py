@@ -10,12 +10,13 @@ from __future__ import annotations
 import argparse
 import importlib
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from typing import Any
 
 import torch.distributed as dist
 
 from envpipe_megatron.errors import EnvPipeError
-from envpipe_megatron.integrations.hooking import options_of
+from envpipe_megatron.integrations.hooking import options_of, replaced
 from envpipe_megatron.integrations.levels import Asks, Level, Limit, on
 from envpipe_megatron.integrations.megatron.limits import LIMITS, NOT_PROVEN, REFUSED, check_metered
 from envpipe_megatron.integrations.megatron.training import Training
@@ -36,6 +37,11 @@ BRIDGE_REFUSED: Mapping[str, Asks] = {
     "stages of two models (dist_train)": on("of_two_models"),
 }
 
+#: Parts of a configuration that have Megatron-LM's arguments; of those of one name the last counts.
+_PARTS = (
+    *("logger", "rerun_state_machine", "checkpoint", "dist", "ddp", "validation", "train"),
+    *("optimizer", "ft"),
+)
 #: Megatron-LM's names of arguments, and what the fields of these are called here.
 _RENAMED = {
     "num_experts": "num_moe_experts",
@@ -56,22 +62,9 @@ def arguments_of(config: Any, world_size: int) -> argparse.Namespace:
     fields of one name in several parts, the model's counts.
     """
     model = config.model
-    parts = (
-        config,
-        config.logger,
-        config.rerun_state_machine,
-        config.checkpoint,
-        config.dist,
-        config.ddp,
-        config.validation,
-        config.train,
-        config.optimizer,
-        config.ft,
-        getattr(model, "transformer", None),
-        model,
-    )
+    parts = (config, *(getattr(config, name) for name in _PARTS))
     named: dict[str, Any] = {}
-    for part in parts:
+    for part in (*parts, getattr(model, "transformer", None), model):
         named |= {} if part is None else vars(part)
     named |= {name: named.get(field) for name, field in _RENAMED.items()}
     tuned = config.peft is not None or config.dataset.dataloader_type == "batch"
@@ -92,6 +85,8 @@ def _is_on(part: Any, switch: str) -> bool:
 
 
 _LOOP = "megatron.bridge.training.train"
+#: What the loop's module calls by these names.
+_BOUND = ("get_forward_backward_func", "checkpoint_and_decide_exit")
 
 
 class BridgeError(EnvPipeError):
@@ -122,7 +117,8 @@ class EnvPipeCallback:
         before = getattr(loop.get_forward_backward_func, "callback", None)
         if before is not None:
             before.close()
-        self._put_back = self._put_into(loop)
+        self._put_back = ExitStack()
+        self._put_into(loop)
 
     def on_train_start(self, context: Any) -> None:
         """The model is built, and no step has begun.
@@ -180,19 +176,23 @@ class EnvPipeCallback:
 
         The next callback that is made does it too.
         """
-        if self._training is not None:
-            self._training.close()
-            self._training = None
-        self._put_back()
+        training = self._left()
+        if training is not None:
+            training.close()
 
     def _end(self) -> None:
-        training, self._training = self._training, None
-        self._put_back()
+        training = self._left()
         if training is not None:
             training.end()
 
-    def _put_into(self, loop: Any) -> Callable[[], None]:
-        """Let the loop call this callback; what is returned takes that back."""
+    def _left(self) -> Training | None:
+        """Take back what the loop calls; returns the training, which is none from here on."""
+        self._put_back.close()
+        training, self._training = self._training, None
+        return training
+
+    def _put_into(self, loop: Any) -> None:
+        """Let the loop call this callback, up to `_left`."""
         get_function, is_leaving = loop.get_forward_backward_func, loop.checkpoint_and_decide_exit
 
         def get_forward_backward_func(*args: Any, **kwargs: Any) -> Callable[..., Any]:
@@ -210,15 +210,9 @@ class EnvPipeCallback:
                 self._end()
             return leaving
 
-        def put_back() -> None:
-            if getattr(loop.get_forward_backward_func, "callback", None) is self:
-                loop.get_forward_backward_func = get_function
-                loop.checkpoint_and_decide_exit = is_leaving
-
         get_forward_backward_func.callback = self  # type: ignore[attr-defined]  # for the next one
-        loop.get_forward_backward_func = get_forward_backward_func
-        loop.checkpoint_and_decide_exit = checkpoint_and_decide_exit
-        return put_back
+        ours = (get_forward_backward_func, checkpoint_and_decide_exit)
+        self._put_back.enter_context(replaced(loop, **dict(zip(_BOUND, ours, strict=True))))
 
 
 def _checked_loop() -> Any:
@@ -230,8 +224,7 @@ def _checked_loop() -> Any:
         events, loop, missing = (), None, [str(error)]
     else:
         needed = {name for name in vars(EnvPipeCallback) if name.startswith("on_")}
-        bound = ("get_forward_backward_func", "checkpoint_and_decide_exit")
-        missing = sorted(needed - events) + [name for name in bound if not hasattr(loop, name)]
+        missing = sorted(needed - events) + [name for name in _BOUND if not hasattr(loop, name)]
     if missing:
         raise BridgeError(
             "EnvPipe needs Megatron-Bridge 0.5 or later, whose training loop calls callbacks",

@@ -228,8 +228,7 @@ class Options:
     )
     channel: str = _option(
         "What carries messages between GPUs; auto (default): one-sided copies where two "
-        "stages reach each other's memory, else NCCL's receives, posted when their unit begins; "
-        "receives: such receives everywhere; posted: receives posted ahead.",
+        "stages reach each other's memory, else NCCL's receives; receives: these everywhere.",
         choices=CARRIERS,
         default="auto",
     )

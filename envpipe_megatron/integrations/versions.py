@@ -6,52 +6,45 @@ Those of Megatron are the patches'.
 from __future__ import annotations
 
 from importlib import metadata
+from typing import TYPE_CHECKING
 
 from envpipe_megatron.errors import EnvPipeError
 
+if TYPE_CHECKING:
+    from packaging.requirements import Requirement
+
 #: From the first that was tested, below the next minor one: what its engine is made of is not
 #: promised to stay.
-DEEPSPEED = ((0, 19, 6), (0, 20))
+DEEPSPEED = "deepspeed>=0.19.6,<0.20"
 #: As DEEPSPEED: which modules a model is made of is not promised to stay. 5.0, 5.8, 5.16 and 5.24
 #: were tested.
-TRANSFORMERS = ((5, 0), (5, 25))
+TRANSFORMERS = "transformers>=5.0,<5.25"
 
 
-def is_tested(version: str, of: tuple[tuple[int, ...], tuple[int, ...]]) -> bool:
+def is_tested(version: str, wanted: str) -> bool:
     """Whether a version is one of DEEPSPEED or TRANSFORMERS; of either end, no prerelease is."""
-    from packaging.version import Version  # commands that ask for no version start without it
-
-    found = Version(version)
-    return Version(as_text(of[0])) <= found and found.release < of[1]
+    return _requirement(wanted).specifier.contains(version, prereleases=True)
 
 
-def check(
-    name: str,
-    version: str,
-    of: tuple[tuple[int, ...], tuple[int, ...]],
-    error: type[EnvPipeError],
-    instead: str = "",
-) -> None:
+def check(version: str, wanted: str, error: type[EnvPipeError], instead: str = "") -> None:
     """Refuse by an error of this kind a version that EnvPipe was not tried with."""
-    if not is_tested(version, of):
-        oldest, beyond = map(as_text, of)
+    if not is_tested(version, wanted):
         raise error(
-            f"EnvPipe was not tried with this version of {name}",
+            f"EnvPipe was not tried with this version of {_requirement(wanted).name}",
             value=version,
-            remedy=f"Install {name.lower()}>={oldest},<{beyond}{instead}.",
+            remedy=f"Install {wanted}{instead}.",
         )
 
 
-def as_text(version: tuple[int, ...]) -> str:
-    """As pip writes it."""
-    return ".".join(map(str, version))
+def _requirement(wanted: str) -> Requirement:
+    from packaging.requirements import Requirement  # commands that ask for none start without it
+
+    return Requirement(wanted)
 
 
-def version_of(*distributions: str) -> str | None:
-    """Return the version of the first distribution that is installed, None if none is."""
-    for distribution in distributions:
-        try:
-            return metadata.version(distribution)
-        except metadata.PackageNotFoundError:
-            continue
-    return None
+def version_of(distribution: str) -> str | None:
+    """Return the version of a distribution, None if it is not installed."""
+    try:
+        return metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return None

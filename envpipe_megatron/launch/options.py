@@ -24,12 +24,10 @@ _PORTS_PER_JOB = 10
 _BY_SRUN = "Start it with srun, one task a node: srun --ntasks-per-node=1 envpipe launch ..."
 
 #: torchrun's options that are filled in, as its parser names them; in capitals EnvPipe's variables.
-NAMES = ("nnodes", "nproc_per_node", "node_rank", "master_addr", "master_port")
+NAMES = ("nproc_per_node", "nnodes", "node_rank", "master_addr", "master_port")
 
 #: A value, and its origin: `hostfile`, `default`, or the name of a variable.
 _Found = tuple[str, str]
-#: Finds an option's value.
-_Source = Callable[[str], _Found | None]
 
 
 class TorchrunOptions(NamedTuple):
@@ -49,37 +47,24 @@ class TorchrunOptions(NamedTuple):
 def options_here(line: CommandLine) -> TorchrunOptions:
     """Return what torchrun is started with on this node.
 
-    Where the rendezvous is given (`--standalone`, or a `--rdzv-backend` other than static), node
-    rank and master are left alone; with `--rdzv-endpoint` the master is. Without any number of
-    processes: as many as there are GPUs, or one. Empty variables count as unset.
-
-    Raises EnvPipeError if torchrun's parser refuses the options, SLURM started this in a wrong way,
-    or nothing says which of several nodes this is or where the first one is.
+    Without any number of processes: as many as there are GPUs, or one. Empty variables count as
+    unset. Raises EnvPipeError if torchrun's parser refuses the options, SLURM started this in a
+    wrong way, or nothing says which of several nodes this is or where the first one is.
     """
-    filling = _Filling(line)
-    filling.fill("nproc_per_node", _variable, _slurm, _gpus)
-    if filling.given.standalone:
-        return filling.complete()
-    nodes = filling.fill("nnodes", _variable, _slurm)
-    several = nodes not in (None, "1", "1:1")
-    if filling.given.rdzv_backend == "static":
-        from_slurm = [_slurm] if several else []
-        rank = filling.fill("node_rank", _variable, *from_slurm)
-        master: str | None = filling.given.rdzv_endpoint
-        if not master:
-            master = filling.fill("master_addr", _variable, *from_slurm)
-            # A port by default: torch 2.11, which takes no free one on a single node.
-            if read(["--", *line.script]).master_port is not None:
-                from_slurm = [_slurm]
-            filling.fill("master_port", _variable, *from_slurm)
-        if several and (rank is None or not master):
-            raise EnvPipeError(
-                f"There are {nodes} nodes, and nothing says "
-                + ("which of them this is" if rank is None else "where that of rank 0 is"),
-                remedy="Give --node-rank (or NODE_RANK) and --master-addr (MASTER_ADDR) on each "
-                "node, or start all nodes by --hostfile.",
-            )
-    return filling.complete()
+
+    def find(name: str, nodes: str | None) -> _Found | None:
+        by_slurm = name in NAMES[:2] or _several(nodes)
+        # A port by default: torch 2.11, which takes no free one on a single node.
+        if name == "master_port" and read(["--", *line.script]).master_port is not None:
+            by_slurm = True
+        found = _variable(name) or (_slurm(name) if by_slurm else None)
+        if found is None and name == "nproc_per_node":
+            import torch
+
+            found = ("gpu" if torch.cuda.device_count() else "1"), "default"
+        return found
+
+    return _completed(line, find)
 
 
 def options_of_hosts(line: CommandLine, hosts: Sequence[Host]) -> tuple[TorchrunOptions, ...]:
@@ -89,84 +74,84 @@ def options_of_hosts(line: CommandLine, hosts: Sequence[Host]) -> tuple[Torchrun
     `--nproc-per-node` is given. The first host is the master, unless there is another. Raises
     EnvPipeError if other options contradict the hosts, or one has no number of processes.
     """
-    return tuple(_options_of_host(_Filling(line), hosts, rank) for rank in range(len(hosts)))
-
-
-def _options_of_host(filling: _Filling, hosts: Sequence[Host], rank: int) -> TorchrunOptions:
-    host, given, num_nodes = hosts[rank], filling.given, str(len(hosts))
+    given = _given(line)
     for option, contradicts in (
         ("--node-rank", given.node_rank is not None),
         ("--standalone (or PET_STANDALONE)", given.standalone),
-        ("--nnodes", given.nnodes not in (None, num_nodes)),
+        ("--nnodes", given.nnodes not in (None, str(len(hosts)))),
     ):
         if contradicts:
             raise EnvPipeError(
-                f"{option} does not go with this --hostfile: the nodes are its {num_nodes} hosts, "
+                f"{option} does not go with this --hostfile: the nodes are its {len(hosts)} hosts, "
                 "in their order",
                 remedy="Leave it out.",
             )
 
-    def by_hostfile(value: object) -> _Source:
-        return lambda _: None if value is None else (str(value), "hostfile")
+    def on(rank: int, host: Host) -> TorchrunOptions:
+        def find(name: str, nodes: str | None) -> _Found | None:
+            variable = _variable(name)
+            match name:
+                case "nnodes":
+                    return str(len(hosts)), "hostfile"
+                case "node_rank":
+                    return str(rank), "hostfile"
+                case "master_addr":
+                    return variable or (hosts[0].name, "hostfile")
+                case "nproc_per_node" if host.slots:
+                    return str(host.slots), "hostfile"
+                case "nproc_per_node" if not variable:
+                    raise EnvPipeError(
+                        f"{host.where}: the host has no slots",
+                        value=host.target,
+                        remedy="Write host slots=N, or give --nproc-per-node.",
+                    )
+            return variable
 
-    filling.fill("nnodes", by_hostfile(num_nodes))
-    if filling.fill("nproc_per_node", by_hostfile(host.slots), _variable) is None:
-        raise EnvPipeError(
-            f"{host.where}: the host has no slots",
-            value=host.target,
-            remedy="Write host slots=N, or give --nproc-per-node.",
-        )
-    if given.rdzv_backend == "static":
-        filling.fill("node_rank", by_hostfile(rank))
-        if not given.rdzv_endpoint:
-            filling.fill("master_addr", _variable, by_hostfile(hosts[0].name))
-            filling.fill("master_port", _variable)
-    return filling.complete()
+        return _completed(line, find)
+
+    return tuple(on(rank, host) for rank, host in enumerate(hosts))
 
 
-class _Filling:
-    """A command line that is being completed; `given` are its options, `NAMES` without PET_."""
+def _given(line: CommandLine) -> argparse.Namespace:
+    """Return all options as torchrun reads them, but those of `NAMES` from the line only."""
+    return read([*line.options, "--", *line.script], NAMES)
 
-    def __init__(self, line: CommandLine) -> None:
-        self._line = line
-        self._settings: dict[str, _Found] = {}
-        self.given = read([*line.options, "--", *line.script], NAMES)
 
-    def fill(self, name: str, *sources: _Source) -> str | None:
-        """Fill an option in by the first source that has it, unless it is given; return it."""
-        if (value := getattr(self.given, name)) is not None:
-            return str(value)
-        for source in sources:
-            if found := source(name):
-                self._settings[f"--{name.replace('_', '-')}"] = found
-                return found[0]
-        return None
+def _completed(
+    line: CommandLine, find: Callable[[str, str | None], _Found | None]
+) -> TorchrunOptions:
+    """Add to a command line what it lacks of `NAMES`, and `find` has.
 
-    def complete(self) -> TorchrunOptions:
-        """Add what was filled in to what was given.
-
-        Refuse (EnvPipeError) what torchrun's parser does, a node for which torchrun would wait for
-        15 minutes, and what is no number of processes: torchrun has only a traceback for that.
-        """
-        filled = [f"{option}={value}" for option, (value, _) in self._settings.items()]
-        # The dashes keep torchrun from looking for its own abbreviated options in the script's.
-        arguments = (*filled, *self._line.options, "--", *self._line.script)
-        options = read(arguments)
-        most = options.nnodes.rpartition(":")[2]
-        by_rank = options.rdzv_backend == "static" and not options.standalone and most.isdecimal()
-        if by_rank and not 0 <= options.node_rank < max(int(most), 1):
+    `find` gets the name, and the number of nodes as far as it is known. Where the rendezvous is
+    given (`--standalone`, or a `--rdzv-backend` other than static), node rank and master are left
+    alone; with `--rdzv-endpoint` the master is.
+    """
+    given = vars(_given(line))
+    by_rank = given["rdzv_backend"] == "static" and not given["standalone"]
+    endpoint = given["rdzv_endpoint"]
+    count = 1 if given["standalone"] else 2 if not by_rank else 3 if endpoint else len(NAMES)
+    known, settings = {name: given[name] for name in NAMES}, dict[str, _Found]()
+    for name in NAMES[:count]:
+        if known[name] is None and (found := find(name, known["nnodes"])):
+            settings[f"--{name.replace('_', '-')}"], known[name] = found, found[0]
+    if by_rank and _several(known["nnodes"]):
+        lacking = "which of them this is" if known["node_rank"] is None else ""
+        if not (endpoint or known["master_addr"]):
+            lacking = lacking or "where that of rank 0 is"
+        if lacking:
             raise EnvPipeError(
-                "--node-rank (or NODE_RANK) is not the number of a node",
-                value=options.node_rank,
-                remedy=f"Number {most} nodes from 0.",
+                f"There are {known['nnodes']} nodes, and nothing says {lacking}",
+                remedy="Give --node-rank (or NODE_RANK) and --master-addr (MASTER_ADDR) on each "
+                "node, or start all nodes by --hostfile.",
             )
-        if not re.fullmatch(r"0*[1-9]\d*|auto|[cgx]pu", options.nproc_per_node):
-            raise EnvPipeError(
-                "--nproc-per-node (or NPROC_PER_NODE) is not a number of processes from 1",
-                value=options.nproc_per_node,
-                remedy="Correct it, or give auto, cpu or gpu.",
-            )
-        return TorchrunOptions(arguments, self._settings, options)
+    filled = [f"{option}={value}" for option, (value, _) in settings.items()]
+    # The dashes keep torchrun from looking for its own abbreviated options in the script's.
+    arguments = (*filled, *line.options, "--", *line.script)
+    return TorchrunOptions(arguments, settings, read(arguments))
+
+
+def _several(nodes: str | None) -> bool:
+    return nodes not in (None, "1", "1:1")
 
 
 def _slurm(name: str) -> _Found | None:
@@ -247,9 +232,3 @@ def _first(*variables: str) -> _Found | None:
     """The first variable that is set and not empty."""
     found = [(os.environ[name], name) for name in variables if os.environ.get(name)]
     return found[0] if found else None
-
-
-def _gpus(_: str) -> _Found:
-    import torch
-
-    return ("gpu" if torch.cuda.device_count() else "1"), "default"

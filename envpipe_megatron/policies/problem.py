@@ -14,7 +14,7 @@ from functools import cached_property
 
 from envpipe_megatron.core.channel_model import CHANNEL_REMEDY, find_stall, max_falling_step
 from envpipe_megatron.core.conditions import Conditions
-from envpipe_megatron.core.kinds import Kind
+from envpipe_megatron.core.kinds import Kind, ScheduleError
 from envpipe_megatron.core.orders import builders
 from envpipe_megatron.core.profile import Profile
 from envpipe_megatron.core.schedule import Schedule
@@ -23,26 +23,6 @@ from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.policies.frontier import ObjectivePlanner
 from envpipe_megatron.policies.objective import LEAST_ENERGY, Goal, Objective
 from envpipe_megatron.policies.optimal.optimizer import all_maximum_s
-
-
-@dataclass(frozen=True)
-class Limits:
-    """What limits the orders of a problem; None sets no limit.
-
-    Args:
-        max_extra_forwards: no stage gets more; in orders without any, no stage holds as many
-            microbatches more than in the framework's own order.
-        max_in_flight: for each stage, the most microbatches x chunks that it holds.
-        channel_capacity: messages that a p2p channel holds, as `channel_model` has it.
-    """
-
-    max_extra_forwards: int | None = None
-    max_in_flight: tuple[int, ...] | None = None
-    #: Only orders of whole backwards in one chunk are lowered to it.
-    channel_capacity: int | None = None
-
-
-NO_LIMITS = Limits()
 
 
 @dataclass(frozen=True)
@@ -83,10 +63,10 @@ def order_limits(
     max_in_flight: Sequence[int] | None = None,
     channel_capacity: int | None = None,
 ) -> OrderLimits:
-    """The extra forwards that limits allow a job without chunks; they are as `Limits` has them.
+    """The extra forwards that the batch and limits allow a job without chunks.
 
-    ScheduleError: fewer in flight than 1F1B itself holds. EnvPipeError: a channel on which not even
-    1F1B finishes.
+    Limits are as `Problem` has them. ScheduleError: fewer in flight than 1F1B itself holds.
+    EnvPipeError: a channel on which not even 1F1B finishes.
     """
     if channel_capacity is not None:
         own = builders.one_f_one_b(num_stages, num_microbatches)
@@ -97,12 +77,19 @@ def order_limits(
                 value=channel_capacity,
                 remedy=CHANNEL_REMEDY,
             )
-    most = builders.extra_forward_caps(
-        num_stages,
-        num_microbatches,
-        max_extra_forwards=max_extra_forwards,
-        max_in_flight=max_in_flight,
-    )
+    most = []
+    for stage in range(num_stages):
+        needed = min(num_stages - stage, num_microbatches)
+        held = num_microbatches if max_in_flight is None else max_in_flight[stage]
+        if held < needed:
+            raise ScheduleError(
+                f"Stage {stage} may hold too few microbatches in flight",
+                value=held,
+                remedy=f"1F1B itself holds {needed} there; allow at least that.",
+            )
+        most.append(min(num_microbatches, held) - needed)
+        if max_extra_forwards is not None:
+            most[-1] = min(most[-1], max_extra_forwards)
     fall = max_falling_step(channel_capacity)
     # Capacity 0 gives -1; the jobs that finish there at all have no channel or no extra forwards.
     return OrderLimits(tuple(most), None if fall is None else max(0, fall))
@@ -118,7 +105,7 @@ def envpipe_counts(
             profile.row(stage, Kind.FORWARD, frequency).time_s
             for stage, frequency in enumerate(profile.optimal_frequency_mhz)
         ],
-        caps or builders.extra_forward_caps(profile.num_stages, num_microbatches),
+        caps or order_limits(profile.num_stages, num_microbatches).most,
     )
 
 
@@ -158,6 +145,11 @@ class Problem:
         order: an order that is there already, or the name of one, of `schedules.SCHEDULES`.
         policy: baseline, uniform, envelope or optimal.
         reconfigure: default (none), greedy or balanced.
+        max_extra_forwards: no stage gets more; in orders without any, no stage holds as many
+            microbatches more than in the framework's own order. None: no limit.
+        max_in_flight: for each stage, the most microbatches x chunks that it holds.
+        channel_capacity: messages that a p2p channel holds, as `channel_model` has it; only orders
+            of whole backwards in one chunk are lowered to it.
         deadline_factor: as `PlanRequest` takes it.
         own_s: the time that the deadline is a multiple of; None for that of Megatron's order at the
             highest clocks.
@@ -173,7 +165,9 @@ class Problem:
     order: str | Schedule
     policy: str = "baseline"
     reconfigure: str = "default"
-    limits: Limits = NO_LIMITS
+    max_extra_forwards: int | None = None
+    max_in_flight: tuple[int, ...] | None = None
+    channel_capacity: int | None = None
     objective: Objective = LEAST_ENERGY
     deadline_factor: float | None = None
     own_s: float | None = None
@@ -205,10 +199,25 @@ class Problem:
         job = self.num_stages, self.num_microbatches, self.num_chunks
         return builders.framework_order(*job, self.group_size)
 
-    def order_limits(self, limits: Limits | None = None) -> OrderLimits:
+    @property
+    def most_in_flight(self) -> list[int] | None:
+        """[num_stages] the most microbatches x chunks that each stage may hold, by both limits."""
+        most = list(self.max_in_flight or ())
+        if self.max_extra_forwards is not None:
+            more = self.num_chunks * self.max_extra_forwards
+            by_peak = [peak + more for peak in self.own_order.peak_in_flight]
+            most = list(map(min, by_peak, most or by_peak))
+        return most or None
+
+    def order_limits(self) -> OrderLimits:
         """The extra forwards that limits allow; EnvPipeError if those refuse 1F1B itself."""
-        given = vars(limits or self.limits)
-        return order_limits(self.num_stages, self.num_microbatches, **given)
+        return order_limits(
+            self.num_stages,
+            self.num_microbatches,
+            max_extra_forwards=self.max_extra_forwards,
+            max_in_flight=self.max_in_flight,
+            channel_capacity=self.channel_capacity,
+        )
 
     def planner(self, order: Schedule) -> ObjectivePlanner:
         """What plans `order`, and any other of the job, within the deadline."""

@@ -14,7 +14,6 @@ from envpipe_megatron.core.timeline import RELATIVE_TOLERANCE
 from envpipe_megatron.policies.frequencies import POLICIES as RULES
 from envpipe_megatron.policies.objective import LEAST_ENERGY, Objective
 from envpipe_megatron.policies.problem import (
-    Limits,
     PlannerError,
     Problem,
     in_flight_by_memory,
@@ -112,11 +111,9 @@ def make_problem(
         order or SCHEDULES[request.schedule].name,
         request.policy,
         request.reconfigure,
-        Limits(
-            request.max_extra_forwards,
-            _in_flight(profile, request, chunks),
-            request.channel_capacity,
-        ),
+        request.max_extra_forwards,
+        _in_flight(profile, request, chunks),
+        request.channel_capacity,
         request.objective,
         request.deadline_factor,
         own_s,

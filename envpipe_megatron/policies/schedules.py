@@ -37,11 +37,11 @@ def envpipe_order(problem: Problem) -> tuple[Schedule, tuple[str, ...]]:
     ScheduleError: that holds more than the limit.
     """
     if problem.num_chunks > 1:
-        check_own_within(problem.own_order, problem.limits.max_in_flight)
+        check_own_within(problem.own_order, problem.max_in_flight)
         return problem.own_order, (_IN_CHUNKS,)
-    microbatches, capacity = problem.num_microbatches, problem.limits.channel_capacity
+    microbatches, capacity = problem.num_microbatches, problem.channel_capacity
     limits = problem.order_limits()
-    unbounded = problem.order_limits(replace(problem.limits, channel_capacity=None))
+    unbounded = replace(problem, channel_capacity=None).order_limits()
     wanted = unbounded.fit(envpipe_counts(problem.profile, microbatches, limits.most))
     extra = limits.fit(wanted)
     lowered = _lowered(wanted, extra)
@@ -113,7 +113,7 @@ def _zero_bubble(
             "give rows of input-gradient and weight-gradient.",
         )
     stages = problem.num_stages
-    in_flight, shares = problem.limits.max_in_flight, problem.profile.weight_shares
+    in_flight, shares = problem.max_in_flight, problem.profile.weight_shares
     limit = min(most(stages), *(in_flight or (most(stages),)))
     order = build(stages, problem.num_microbatches, limit)
     while not within(order, in_flight, shares):  # one that waits takes more than one in flight

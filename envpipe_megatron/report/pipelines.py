@@ -12,14 +12,14 @@ from itertools import groupby
 
 from envpipe_megatron.core.kinds import ScheduleError, Unit
 from envpipe_megatron.core.schedule import Placement, Schedule
-from envpipe_megatron.formats.energy import Phase, name_of_run, split_phase
+from envpipe_megatron.formats.energy import Phase, split_phase
 from envpipe_megatron.formats.timeline import GpuLabels, RankIteration
 
 #: A start of a job, by the label of its run, and a node.
 StartAndNode = tuple[str, str]
 
-#: Run, phase, number of an iteration.
-IterationKey = tuple[str, str, int]
+#: Phase and number of an iteration.
+IterationKey = tuple[str, int]
 
 
 def node_offsets_s(iterations: Iterable[RankIteration]) -> dict[StartAndNode, float]:
@@ -77,8 +77,7 @@ def by_iteration(recorded: Iterable[RankIteration]) -> dict[IterationKey, list[R
     """
     found: dict[IterationKey, dict[int, RankIteration]] = {}
     for read in recorded:
-        key = name_of_run(read.labels.run), read.phase, read.iteration
-        found.setdefault(key, {})[read.labels.rank] = read
+        found.setdefault((read.phase, read.iteration), {})[read.labels.rank] = read
     return {key: list(reads.values()) for key, reads in found.items()}
 
 
@@ -93,7 +92,7 @@ def kept_iterations(
     stride = max(1, math.ceil(units / most_units))
     return [
         key
-        for _, phase in groupby(iterations, key=lambda key: key[:2])
+        for _, phase in groupby(iterations, key=lambda key: key[0])
         for key in list(phase)[::-1][::stride][::-1]
     ]
 
@@ -103,10 +102,10 @@ def before_and_after(keys: Sequence[IterationKey]) -> tuple[IterationKey, Iterat
 
     Without any baseline or warm-up, the first comes first.
     """
-    baseline = [key for key in keys if Phase.BASELINE.value in (key[0], split_phase(key[1])[0])]
-    warmup = [key for key in keys if split_phase(key[1])[0] == Phase.WARMUP.value]
-    among = set(baseline)
-    others = [key for key in keys if key not in among]
+    named = [(split_phase(phase)[0], (phase, number)) for phase, number in keys]
+    baseline = [key for phase, key in named if phase == Phase.BASELINE.value]
+    warmup = [key for phase, key in named if phase == Phase.WARMUP.value]
+    others = [key for phase, key in named if phase != Phase.BASELINE.value]
     return (baseline or warmup or keys[:1])[-1], (others or keys)[-1]
 
 

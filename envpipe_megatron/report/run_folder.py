@@ -227,17 +227,23 @@ def _num_lines(folder: RunFolder) -> int:
 def _of_present_job(folder: RunFolder) -> RunFolder:
     """Without the lines of earlier jobs: `job.json` has the present one's starts.
 
-    Lines whose run names no start are kept; all are kept if the job names no starts. A node gets
-    its name in the timelines, if a GPU shows which that is: an agent may use another name.
+    Lines whose run names no start are kept; all are kept if the job names no starts. Of several
+    names of runs, which no job of one folder has, those of the last line. A node gets its name in
+    the timelines, if a GPU shows which that is: an agent may use another name.
     """
     named = (folder.job or {}).get("starts")
     starts = tuple(str(start) for start in named) if isinstance(named, list) else ()
 
+    timelines, energy = folder.timelines, folder.energy
+    runs = [read.labels.run for read in timelines.iterations]
+    runs += [window.run for window in folder.windows]
+    name = name_of_run(runs[-1]) if runs else ""
+
     def own(run: object) -> bool:
         run = str(run)
-        return not starts or run.endswith(starts) or name_of_run(run) == run
+        of_start = not starts or run.endswith(starts) or name_of_run(run) == run
+        return of_start and name_of_run(run) == name
 
-    timelines, energy = folder.timelines, folder.energy
     timelines = replace(
         timelines,
         iterations=tuple(read for read in timelines.iterations if own(read.labels.run)),

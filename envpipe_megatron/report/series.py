@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from envpipe_megatron.core.arrays import FloatArray
-from envpipe_megatron.formats.energy import EnergyWindow, name_of_run
+from envpipe_megatron.formats.energy import EnergyWindow
 from envpipe_megatron.report.pipelines import StartAndNode
 
 _TIME_BINS = 600
@@ -19,33 +19,26 @@ _TIME_BINS = 600
 
 @dataclass(frozen=True)
 class StepSeries:
-    """Energy and time of the steps of a run.
+    """Energy and time of the steps of a job.
 
     Args:
-        run: empty if the job has only one.
         iteration: [n] those that were metered; of a window of many, the first and the last.
         time_s: [n] of each, on an average GPU.
         energy_j: [n] of each, on all GPUs.
         phases: for each span of iterations of one phase, its name, first and last iteration.
     """
 
-    run: str
     iteration: NDArray[np.int64]
     time_s: FloatArray
     energy_j: FloatArray
     phases: tuple[tuple[str, int, int], ...]
 
 
-def step_series(windows: Iterable[EnergyWindow]) -> list[StepSeries]:
-    """Steps of each run, over all starts; a window of several steps stands for their mean."""
-    by_run: dict[str, list[EnergyWindow]] = {}
-    for window in windows:
-        if window.steps:
-            by_run.setdefault(name_of_run(window.run), []).append(window)
-    return [_series_of(run, own) for run, own in by_run.items()]
-
-
-def _series_of(run: str, windows: Sequence[EnergyWindow]) -> StepSeries:
+def step_series(metered: Iterable[EnergyWindow]) -> StepSeries | None:
+    """Steps over all starts; a window of several steps stands for their mean. None without any."""
+    windows = [window for window in metered if window.steps]
+    if not windows:
+        return None
     first, last = (
         np.array([getattr(window, name) for window in windows])
         for name in ("first_iteration", "last_iteration")
@@ -65,7 +58,6 @@ def _series_of(run: str, windows: Sequence[EnergyWindow]) -> StepSeries:
     iteration = np.unique(np.concatenate([begin, corners[1:][seen] - 1]))
     at = np.flatnonzero(seen)[np.searchsorted(begin, iteration, "right") - 1]
     return StepSeries(
-        run,
         iteration,
         times_s[at] / count[at],
         energies_j[at] / count[at],

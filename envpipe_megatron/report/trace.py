@@ -28,7 +28,12 @@ from envpipe_megatron.formats.timeline import (
     TimelineLogs,
     parse_order,
 )
-from envpipe_megatron.report.pipelines import IterationKey, kept_iterations, node_offsets_s
+from envpipe_megatron.report.pipelines import (
+    IterationKey,
+    by_iteration,
+    kept_iterations,
+    node_offsets_s,
+)
 
 #: Viewers hold a trace in the browser's memory. Of more units, whole iterations are left out.
 MAX_UNITS = 1_000_000
@@ -71,10 +76,7 @@ def write_trace(
     Where more than `max_units` units were recorded, those of every n-th iteration of each phase are
     written, the same ones of all GPUs. The clocks of a dry run, which sets none, are called so.
     """
-    by_key: dict[IterationKey, list[RankIteration]] = {}
-    for read in sorted(timelines.iterations, key=_iteration_of):
-        by_key.setdefault(_iteration_of(read), []).append(read)
-    kept = set(kept_iterations(by_key, max_units))
+    kept = set(kept_iterations(by_iteration(timelines.iterations), max_units))
     gpus, axis = _gpus(timelines, windows), _axis(timelines, windows)
     units = 0
     with (
@@ -150,7 +152,7 @@ def _axis(timelines: TimelineLogs, windows: Sequence[EnergyWindow]) -> _Axis:
 
 
 def _iteration_of(read: RankIteration) -> IterationKey:
-    return read.labels.run, read.phase, read.iteration
+    return read.phase, read.iteration
 
 
 def _event(shape: str, pid: int, name: str, **fields: object) -> str:

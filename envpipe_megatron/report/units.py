@@ -241,7 +241,6 @@ def plan_chart(
 def measured_charts(table: UnitTable) -> list[Chart]:
     """The first iterations to look at, of the first pipeline, on the same axes and colours."""
     pipeline = [row for row, gpu in enumerate(table.gpus) if gpu.pipeline == 0]
-    several = any(run for run, *_ in table.iterations)
     drawn = []
     for shown in dict.fromkeys(table.shown):
         own = table.columns["iteration"] == shown
@@ -262,9 +261,9 @@ def measured_charts(table: UnitTable) -> list[Chart]:
             *(units[name].tolist() for name in ("kind", "microbatch", "chunk")), strict=True
         )
         labels = [Unit(KINDS[kind], *rest).label(chunks) for kind, *rest in named]
-        run, phase, number = table.iterations[shown]
+        phase, number = table.iterations[shown]
         title = (
-            f"{run if several else phase}, iteration {number}: measured "
+            f"{phase}, iteration {number}: measured "
             f"{units['end'].max() / 1e3:.4g} s  ·  one GPU of each stage"
         )
         rows = [str(table.gpus[row].stage) for row in pipeline]

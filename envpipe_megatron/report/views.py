@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import groupby
 
 import numpy as np
 from numpy.typing import NDArray
@@ -61,12 +61,12 @@ def views_of(folder: RunFolder, facts: ReportFacts) -> Iterator[View]:
             [bubbles_chart(facts.bubbles)],
         )
     series = step_series(folder.windows)
-    if series:
+    if series is not None:
         yield View(
             "iterations",
             "Iterations of the job",
-            "Time and energy of each iteration; a metered window of several is their mean. The "
-            "phases of a job of one run are shaded.",
+            "Time and energy of each iteration; a metered window of several is their mean. Phases "
+            "are shaded.",
             steps_charts(series),
         )
     power = power_series(folder.windows, offsets_s)
@@ -130,40 +130,36 @@ def bubbles_chart(found: Bubbles) -> Chart:
     return Chart("bubbles", "ms of an iteration", label, marks, rows=rows, x_range=whole)
 
 
-def steps_charts(series: Sequence[StepSeries]) -> list[Chart]:
+def steps_charts(series: StepSeries) -> list[Chart]:
     """Time and energy of each iteration, on one axis of iterations."""
-    last = max(int(run.iteration[-1]) for run in series)
+    spans = [
+        (split_phase(phase)[0], first - 0.5, last + 0.5) for phase, first, last in series.phases
+    ]
+    shades = columns_of("name begin end", spans)
+    shades["colour"] = [_PHASES.get(name, GREY) for name in shades["name"]]
+    keep = _thinned(len(series.iteration))
+    at = series.iteration[keep].tolist()
+    phases = [_phase_at(series, iteration) for iteration in at]
     charts = []
     for column, label in (("time_s", "iteration time (s)"), ("energy_j", "energy of all GPUs (J)")):
-        marks = []
-        if len(series) == 1:
-            spans = [
-                (split_phase(phase)[0], first - 0.5, end + 0.5)
-                for phase, first, end in series[0].phases
-            ]
-            columns = columns_of("name begin end", spans)
-            columns["colour"] = [_PHASES.get(name, GREY) for name in columns["name"]]
-            marks.append(Marks("span", "", GREY, columns))
-        for run, colour in zip(series, series_colours(len(series)), strict=True):
-            keep = _thinned(len(run.iteration))
-            at, values = run.iteration[keep].tolist(), getattr(run, column)[keep].tolist()
-            phases = [_phase_at(run, iteration) for iteration in at]
-            tips = ("iteration", "@x"), (label, "@y{0.0000}"), ("phase", "@phase")
-            marks += [
-                Marks("line", run.run, colour, {"x": [at], "y": [values]}),
-                Marks("dot", run.run, colour, {"x": at, "y": values, "phase": phases}, tips),
-            ]
+        values = getattr(series, column)[keep].tolist()
+        tips = ("iteration", "@x"), (label, "@y{0.0000}"), ("phase", "@phase")
+        marks = [
+            Marks("span", "", GREY, shades),
+            Marks("line", "", BLUE, {"x": [at], "y": [values]}),
+            Marks("dot", "", BLUE, {"x": at, "y": values, "phase": phases}, tips),
+        ]
         charts.append(
             Chart(
                 f"iterations-{column}", "iteration", label, marks,
-                x_range=(-0.5, last + 0.5), from_zero=True,
+                x_range=(-0.5, at[-1] + 0.5), from_zero=True,
             )
         )  # fmt: skip
     return charts
 
 
-def _phase_at(run: StepSeries, iteration: int) -> str:
-    return next((name for name, first, last in run.phases if first <= iteration <= last), "")
+def _phase_at(series: StepSeries, iteration: int) -> str:
+    return next((name for name, first, last in series.phases if first <= iteration <= last), "")
 
 
 def _thinned(count: int) -> NDArray[np.intp]:
@@ -200,8 +196,7 @@ def clock_charts(
     gpus = gpus_of(read.labels for read in samples)
     looks = [_looks(gpu, samples, offsets_s) for gpu in gpus]
     first_s = min(own[0][0] for own in looks)
-    lines = []
-    boxes: dict[str, list[tuple[int, int, float, float]]] = {}
+    lines, held = [], []
     for row, (gpu, own) in enumerate(zip(gpus, looks, strict=True)):
         at_s = np.array([look[0] for look in own]) - first_s
         for place, name, colour in ((1, "seen", BLUE), (2, "asked for", ORANGE)):
@@ -211,15 +206,9 @@ def clock_charts(
             lines.append((name, colour, x, y, f"rank {gpu.rank}, stage {gpu.stage}"))
         # A box goes up to the next look, but nobody looks after a start's first hour.
         usual_s = float(np.median(np.diff(at_s))) if len(at_s) > 1 else 0.0
-        pauses = np.cumsum(np.diff(at_s, prepend=at_s[0]) > 2 * usual_s).tolist()
-        for (_, reasons), group in groupby(
-            zip(pauses, at_s.tolist(), (look[3] for look in own), strict=True),
-            key=lambda look: (look[0], look[2]),
-        ):
-            times_s = [time_s for _, time_s, _ in group]
+        for begin_s, (*_, reasons) in zip(at_s.tolist(), own, strict=True):
             if reasons and IDLE not in reasons.split(", "):
-                box = (row, gpu.rank, times_s[0], times_s[-1] + usual_s)
-                boxes.setdefault(reasons, []).append(box)
+                held.append((reasons, row, gpu.rank, begin_s, begin_s + usual_s))
     tips = ("", "@group"), ("", "@name"), ("s", "$x{0.00}"), ("MHz", "$y{0}")
     marks = [Marks("line", "", GREY, columns_of("name colour x y group", lines), tips)]
     last_s = max(own[-1][0] for own in looks)
@@ -227,11 +216,17 @@ def clock_charts(
     charts = [
         Chart("clocks", x_label, "MHz", marks, x_range=x_range, from_zero=True, choice="Clock of")
     ]
-    if boxes:
+    if held:
         label, rows = gpu_rows(gpus)
-        held = _held_back(boxes)
+        most = [reasons for reasons, _ in Counter(box[0] for box in held).most_common()]
+        colours = dict(zip(most, series_colours(len(most)), strict=True))
+        held.sort(key=lambda box: most.index(box[0]))
+        columns = columns_of("name row rank begin end", held)
+        columns["colour"] = [colours[reasons] for reasons in columns["name"]]
+        of_box = ("rank", "@rank"), ("held back by", "@name"), ("s", "$x{0.00}")
+        boxes = [Marks("box", "", GREY, columns, of_box)]
         charts.append(
-            Chart("held-back", x_label, label, [held], "held back by", rows, x_range=x_range)
+            Chart("held-back", x_label, label, boxes, "held back by", rows, x_range=x_range)
         )
     return charts
 
@@ -256,19 +251,6 @@ def _looks(
         )
     )
     return [rows[place] for place in _thinned(len(rows))]
-
-
-def _held_back(boxes: Mapping[str, Sequence[tuple[int, int, float, float]]]) -> Marks:
-    """Boxes of row, rank, begin and end by the reasons; those that held the longest come first."""
-    most = sorted(boxes, key=lambda why: -sum(end - begin for *_, begin, end in boxes[why]))
-    each = [
-        (why, colour, *box)
-        for why, colour in zip(most, series_colours(len(most)), strict=True)
-        for box in boxes[why]
-    ]
-    columns = columns_of("name colour row rank begin end", each)
-    tips = ("rank", "@rank"), ("held back by", "@name"), ("s", "$x{0.00}")
-    return Marks("box", "", GREY, columns, tips)
 
 
 def valley_chart(profile: Profile) -> Chart:

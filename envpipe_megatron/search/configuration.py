@@ -1,26 +1,31 @@
 """A parallel configuration: the pieces of each stage, its GPUs, and what it recomputes.
 
-Also its forms for others: Megatron-LM's flags (`megatron_flags`), and the file of what a search
-chose, `envpipe-configuration/1` (`configuration_text`).
+Also as Megatron-LM's flags (`megatron_flags`).
 """
 
 from __future__ import annotations
 
-import json
 import shlex
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
-from itertools import groupby, islice
-from typing import Any
+from dataclasses import dataclass
+from itertools import groupby
 
-from envpipe_megatron.search.layer_profile import EMBEDDING, FULL, LOSS, LayerProfile, Sizes
+from envpipe_megatron.search.layer_profile import (
+    EMBEDDING,
+    FULL,
+    LOSS,
+    SELECTIVE,
+    LayerProfile,
+    Sizes,
+)
 
-CONFIGURATION_FORMAT = "envpipe-configuration/1"
 #: The letters of pieces in a layout; all others are transformer layers.
 _LETTERS = {EMBEDDING: "E", LOSS: "L"}
 
 #: Transformer layers on each stage.
 Split = tuple[int, ...]
+#: The name of a recomputation, and of how many of the first pieces that know it.
+Recomputed = tuple[str | None, int]
 
 
 @dataclass(frozen=True)
@@ -32,13 +37,13 @@ class StageLayout:
         sizes: at which its pieces run.
         data_parallel: GPUs with the same part of the model and other samples, in groups of
             `sizes.gpus` that share a sample.
-        recomputed: for each piece of all chunks in turn, the name of its recomputation, or None.
+        recomputed: in which way, and how many of the first layers of each chunk.
     """
 
     chunks: tuple[tuple[int, int], ...]
     sizes: Sizes
     data_parallel: int
-    recomputed: tuple[str | None, ...]
+    recomputed: Recomputed = (None, 0)
 
     @property
     def pieces(self) -> tuple[int, ...]:
@@ -83,44 +88,6 @@ class Job:
     gpus_per_node: int
     global_batch: int
     memory_bytes: float | None = None
-
-
-def configuration_text(
-    profile: LayerProfile,
-    configuration: Configuration,
-    job: Job,
-    *,
-    flags: Sequence[str],
-    predicted: dict[str, Any],
-) -> str:
-    """The file's text.
-
-    Args:
-        flags: of Megatron-LM, if it can train the configuration.
-        predicted: what is said of it: `iteration_time_s`, `energy_j`, `peak_bytes` by stage.
-    """
-    known = {
-        "format": CONFIGURATION_FORMAT,
-        "profile": profile.source,
-        "gpus": job.num_gpus,
-        "gpus_per_node": job.gpus_per_node,
-        "global_batch": job.global_batch,
-        "num_microbatches": configuration.num_microbatches,
-        "distributed_optimizer": configuration.distributed_optimizer,
-        "stages": [
-            {
-                "pieces": stage.chunks,
-                "names": [profile.pieces[first:end] for first, end in stage.chunks],
-                **asdict(stage.sizes),
-                "data_parallel": stage.data_parallel,
-                "recomputed": stage.recomputed,
-            }
-            for stage in configuration.stages
-        ],
-        "megatron_flags": flags,
-        "predicted": predicted,
-    }
-    return json.dumps(known, indent=1) + "\n"
 
 
 def megatron_flags(profile: LayerProfile, configuration: Configuration, job: Job) -> list[str]:
@@ -204,47 +171,24 @@ def megatron_even_split(num_layers: int, num_stages: int) -> tuple[Split, tuple[
     return None
 
 
-def recomputed_layers(configuration: Configuration) -> list[tuple[str | None, int]]:
-    """For each stage the name of its recomputation, and how many layers of a chunk it is of."""
-    found: list[tuple[str | None, int]] = []
-    for stage in configuration.stages:
-        ways = iter(stage.recomputed)
-        chunks = [[next(ways) for _ in range(first, end)] for first, end in stage.chunks]
-        counts = [sum(way is not None for way in chunk) for chunk in chunks]
-        name = next((way for way in stage.recomputed if way is not None), None)
-        found.append((name, max(counts)))
-    return found
-
-
 def _recomputation(profile: LayerProfile, configuration: Configuration) -> Iterator[str]:
-    by_stage = recomputed_layers(configuration)
-    names = {name for name, _ in by_stage}
-    if names == {None}:
-        return
-    count = max(count for _, count in by_stage)
-    if names <= {None, FULL} and _first_everywhere(profile, configuration, FULL, count):
-        yield "--recompute-granularity full --recompute-method block"
-        yield f"--recompute-num-layers {count}"
-        return
-    for name in names - {None, FULL}:
-        if _first_everywhere(profile, configuration, name, len(profile.pieces)):
-            yield f"--recompute-granularity {name}"
+    by_stage = [stage.recomputed for stage in configuration.stages]
+    most = max(count for _, count in by_stage)
+    for name, count in ((FULL, most), (SELECTIVE, len(profile.pieces))):
+        if most and all(_alike(profile, stage, name, count) for stage in configuration.stages):
+            yield f"--recompute-granularity {name}" + " --recompute-method block" * (name == FULL)
+            if name == FULL:
+                yield f"--recompute-num-layers {count}"
             return
-    stages = ",".join("none" if name is None else f"{name}:{n}" for name, n in by_stage)
-    yield f"--envpipe --envpipe-recompute {stages}"
+    if most:
+        stages = ",".join("none" if name is None else f"{name}:{count}" for name, count in by_stage)
+        yield f"--envpipe --envpipe-recompute {stages}"
 
 
-def _first_everywhere(
-    profile: LayerProfile, configuration: Configuration, name: str | None, count: int
-) -> bool:
-    """Check that in each chunk the first pieces that know a recomputation have it, no others."""
-    for stage in configuration.stages:
-        ways, measures = iter(stage.recomputed), profile.at(stage.sizes)
-        for first, end in stage.chunks:
-            own = list(islice(ways, end - first))
-            able = [measures[piece].way(name) is not None for piece in profile.pieces[first:end]]
-            known = [way for way, can_be in zip(own, able, strict=True) if can_be]
-            given = min(count, len(known))
-            if known != [name] * given + [None] * (len(known) - given):
-                return False
-    return True
+def _alike(profile: LayerProfile, stage: StageLayout, name: str, count: int) -> bool:
+    """Check that a stage recomputes the first `count` layers of each chunk, or all it has."""
+    measures, (own_name, own) = profile.at(stage.sizes), stage.recomputed
+    names = (profile.pieces[first:end] for first, end in stage.chunks)
+    able = [sum(measures[piece].way(name) is not None for piece in chunk) for chunk in names]
+    own = own if own_name == name else 0
+    return all(min(own, layers) == min(count, layers) for layers in able)

@@ -17,14 +17,12 @@ import numpy as np
 
 from envpipe_megatron.core.arrays import FloatArray, IntArray
 from envpipe_megatron.core.kinds import Kind
-from envpipe_megatron.search.configuration import Job
-from envpipe_megatron.search.layer_profile import Sizes
+from envpipe_megatron.search.configuration import Job, Recomputed
+from envpipe_megatron.search.layer_profile import Pieces, Sizes, running
 from envpipe_megatron.search.runs import (
     BETTER,
     PieceRuns,
-    Pieces,
     least_path,
-    running,
     runs_within,
 )
 
@@ -34,9 +32,6 @@ _COARSE_NODES = 96
 _TIME_PRICES = np.concatenate([[0.0], np.geomspace(1e-3, 1e2, 48)])
 #: Numbers of an array over prices.
 _BLOCK = 1_000_000
-
-#: The name of a recomputation, and of how many of the first pieces that know it.
-Recomputed = tuple[str | None, int]
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ integration with DeepSpeed write it, `envpipe search` and `envpipe partition` re
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -30,6 +30,8 @@ from envpipe_megatron.core.fields import (
 from envpipe_megatron.core.profile_rows import check_power
 from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.search.layer_profile import (
+    FULL,
+    SELECTIVE,
     Block,
     BytesPerParameter,
     Curve,
@@ -38,10 +40,11 @@ from envpipe_megatron.search.layer_profile import (
     Measure,
     Recomputation,
     Sizes,
-    check_profile,
 )
 
 LAYERS_FORMAT = "envpipe-layers/1"
+#: A model of more pieces in all is a mistake in a file, and would fill the memory.
+_MOST_PIECES = 100_000
 _MADE_BY = "envpipe profile --layers makes one; a CSV of stages is for envpipe plan."
 
 
@@ -93,6 +96,58 @@ def _read_measure(entry: Fields) -> tuple[str, Sizes, Measure]:
     measure = entry.make(Measure, _MEASURE, (*others, *_SIZES), recomputation=ways)
     entry.read("activation_bytes", AMOUNT)  # if it were 0 by default, all would fit into memory
     return entry.read("piece", TEXT), entry.make(Sizes, _SIZES, (*others, *_MEASURE)), measure
+
+
+def check_profile(profile: LayerProfile) -> LayerProfile:
+    """The profile, or an EnvPipeError that says which piece or size is missing or misshapen."""
+    names = {piece for block in profile.blocks for piece in block.pieces}
+    if not names or not profile.measures:
+        raise EnvPipeError(f"{profile.source} has no pieces or no measures")
+    num_pieces = sum(len(block.pieces) * block.repeat for block in profile.blocks)
+    if num_pieces > _MOST_PIECES:
+        raise EnvPipeError(
+            f"{profile.source}: the blocks have more than {_MOST_PIECES} pieces in all",
+            value=num_pieces,
+            remedy="Correct the blocks' repeat.",
+        )
+    width = len(profile.frequency_mhz)
+    if width == 0 or (np.diff(profile.frequency_mhz) >= 0).any():
+        raise EnvPipeError(
+            f"{profile.source}: frequency_mhz must fall, the highest first",
+            value=list(profile.frequency_mhz),
+        )
+    for sizes, by_piece in profile.measures.items():
+        if set(by_piece) != names:
+            raise EnvPipeError(
+                f"{profile.source}: at {sizes} not the pieces of the blocks are measured",
+                value=sorted(set(by_piece) ^ names),
+                remedy="Measure each piece at each of the sizes, once.",
+            )
+        for piece, measure in by_piece.items():
+            for values in _by_frequency(measure):
+                if values.shape != (width,):
+                    raise EnvPipeError(
+                        f"{profile.source}: '{piece}' at {sizes} needs {width} values, one a clock",
+                        value=values.tolist(),
+                    )
+            for time_s in (measure.forward_s, measure.backward_s, measure.known_rested_s):
+                if (time_s <= 0).any():
+                    raise EnvPipeError(
+                        f"{profile.source}: times of '{piece}' at {sizes} must be above 0",
+                        value=time_s.tolist(),
+                        remedy="Measure it again.",
+                    )
+    return profile
+
+
+def _by_frequency(measure: Measure) -> Iterable[FloatArray]:
+    optional = [measure.forward_j, measure.backward_j, measure.rested_s]
+    for way in measure.recomputation:
+        yield way.time_s
+        optional.append(way.energy_j)
+    yield measure.forward_s
+    yield measure.backward_s
+    yield from (values for values in optional if values is not None)
 
 
 def layers_text(profile: LayerProfile) -> str:
@@ -196,6 +251,12 @@ def _read_curve(value: Any) -> Curve:
     return Curve(points[:, 0], points[:, 1])
 
 
+def _read_way(value: Any) -> str:
+    if value not in (SELECTIVE, FULL):
+        raise ValueError(f"{SELECTIVE} or {FULL}")
+    return str(value)
+
+
 def _read_by_clock(value: Any) -> FloatArray:
     return np.array(many(AMOUNT)(value), dtype=float)
 
@@ -224,7 +285,7 @@ _MEASURE: dict[str, Reader[Any]] = {
     **dict.fromkeys(("host_s", "expert_parameters", "apart_s"), AMOUNT),
 }
 _RECOMPUTATION: dict[str, Reader[Any]] = {
-    "name": TEXT,
+    "name": _read_way,
     **dict.fromkeys(("time_s", "energy_j"), _read_by_clock),
     **dict.fromkeys(("activation_bytes", "working_bytes"), AMOUNT),
 }

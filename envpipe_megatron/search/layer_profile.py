@@ -11,24 +11,21 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import accumulate, groupby, pairwise
+from itertools import accumulate
 
 import numpy as np
+from numpy.typing import ArrayLike
 
-from envpipe_megatron.core.arrays import FloatArray, IntArray
+from envpipe_megatron.core.arrays import BoolArray, FloatArray, IntArray
+from envpipe_megatron.core.kinds import Kind
 from envpipe_megatron.errors import EnvPipeError
 
 EMBEDDING, LAYER, LOSS = "embedding", "layer", "loss"
-#: Names of recomputation: Megatron's two, and that of single operators, in runs (`stages.choices`).
-SELECTIVE, FULL, OPERATOR = "selective", "full", "operator"
+#: Megatron's two names of recomputation.
+SELECTIVE, FULL = "selective", "full"
 
 #: Of a piece's time, from which on the host counts as what bounds it.
 _HOST_BOUND = 0.9
-#: Times of a microbatch beside a smaller one's, beyond what the samples account for; a GPU's times
-#: vary by less.
-_MOST, _LEAST = 1.2, 0.9
-#: A model of more pieces in all is a mistake in a file, and would fill the memory.
-_MOST_PIECES = 100_000
 
 
 @dataclass(frozen=True, order=True)
@@ -51,7 +48,7 @@ class Recomputation:
     """One way to keep less of a piece, by computing it again before its backward.
 
     Args:
-        name: `SELECTIVE`, `FULL` or `OPERATOR`.
+        name: `SELECTIVE` or `FULL`.
         time_s, energy_j: [num_frequencies] of what is computed again; energy None if unknown.
         activation_bytes: what is kept of a microbatch in flight all the same.
         working_bytes: what is held besides while the piece's own backward runs.
@@ -277,113 +274,138 @@ class LayerProfile:
             )
         return self.measures[sizes]
 
-    def column(self, sizes: Sizes, name: str) -> FloatArray:
-        """[num_pieces] a measure of each piece; with a second axis of clocks where it has."""
-        measures = self.at(sizes)
-        names, numbers = self._numbered
-        return np.array([getattr(measures[piece], name) for piece in names], dtype=float)[numbers]
+    def sums(self, sizes: Sizes) -> Pieces:
+        """Running sums over the pieces at some sizes; EnvPipeError as `at`."""
+        if sizes not in self._sums:
+            self._sums[sizes] = Pieces(self, sizes)
+        return self._sums[sizes]
 
     @cached_property
-    def _numbered(self) -> tuple[tuple[str, ...], IntArray]:
-        """The different pieces, and which of them each piece is."""
-        names = tuple(dict.fromkeys(self.pieces))
-        number = {name: index for index, name in enumerate(names)}
-        return names, np.array([number[piece] for piece in self.pieces])
+    def _sums(self) -> dict[Sizes, Pieces]:
+        return {}
 
 
-def check_profile(profile: LayerProfile) -> LayerProfile:
-    """The profile, or an EnvPipeError that says which piece or size is missing or misshapen."""
-    ways = (SELECTIVE, FULL, OPERATOR)
-    names = {piece for block in profile.blocks for piece in block.pieces}
-    if not names or not profile.measures:
-        raise EnvPipeError(f"{profile.source} has no pieces or no measures")
-    num_pieces = sum(len(block.pieces) * block.repeat for block in profile.blocks)
-    if num_pieces > _MOST_PIECES:
-        raise EnvPipeError(
-            f"{profile.source}: the blocks have more than {_MOST_PIECES} pieces in all",
-            value=num_pieces,
-            remedy="Correct the blocks' repeat.",
-        )
-    width = len(profile.frequency_mhz)
-    if width == 0 or (np.diff(profile.frequency_mhz) >= 0).any():
-        raise EnvPipeError(
-            f"{profile.source}: frequency_mhz must fall, the highest first",
-            value=list(profile.frequency_mhz),
-        )
-    for sizes, by_piece in profile.measures.items():
-        if set(by_piece) != names:
-            raise EnvPipeError(
-                f"{profile.source}: at {sizes} not the pieces of the blocks are measured",
-                value=sorted(set(by_piece) ^ names),
-                remedy="Measure each piece at each of the sizes, once.",
-            )
-        for piece, measure in by_piece.items():
-            for values in _by_frequency(measure):
-                if values.shape != (width,):
-                    raise EnvPipeError(
-                        f"{profile.source}: '{piece}' at {sizes} needs {width} values, one a clock",
-                        value=values.tolist(),
-                    )
-            for time_s in (measure.forward_s, measure.backward_s, measure.known_rested_s):
-                if (time_s <= 0).any():
-                    raise EnvPipeError(
-                        f"{profile.source}: times of '{piece}' at {sizes} must be above 0",
-                        value=time_s.tolist(),
-                        remedy="Measure it again.",
-                    )
-            for way in measure.recomputation:
-                if way.name not in ways:
-                    raise EnvPipeError(
-                        f"{profile.source}: no recomputation of '{piece}' at {sizes} has this name",
-                        value=way.name,
-                        remedy=f"Known: {', '.join(ways)}.",
-                    )
-    return profile
+@dataclass(frozen=True)
+class Way:
+    """Effects of recomputing: running sums [n + 1] over pieces; others [n] of each.
 
-
-def _by_frequency(measure: Measure) -> Iterable[FloatArray]:
-    optional = [measure.forward_j, measure.backward_j, measure.rested_s]
-    for way in measure.recomputation:
-        yield way.time_s
-        optional.append(way.energy_j)
-    yield measure.forward_s
-    yield measure.backward_s
-    yield from (values for values in optional if values is not None)
-
-
-def implausible_rows(profile: LayerProfile) -> list[str]:
-    """A line for each row whose time cannot be right beside that of the next microbatch size.
-
-    A larger microbatch takes longer than a smaller one, and not much longer for each sample. Other
-    sizes are not compared: where the host is what bounds, more GPUs may well take longer.
-    Forward and backward together, at the highest clock: which of them waits for a host that is
-    slow differs from row to row. Nothing of profiles without a GPU's name: the times of a CPU, and
-    of another project's single operators, vary more.
+    `can_be` says which pieces can be recomputed.
     """
-    if profile.gpu is None:
-        return []
-    found = []
-    ordered = sorted(profile.measures, key=lambda sizes: (_shared(sizes), sizes.microbatch_size))
-    for _, alike in groupby(ordered, _shared):
-        for small, large in pairwise(alike):
-            samples = large.microbatch_size / small.microbatch_size
-            for piece, measure in profile.at(large).items():
-                times = float((measure.both_s / profile.at(small)[piece].both_s)[0])
-                if times > _MOST * samples:
-                    found.append(_sentence(piece, large, small, times))
-                elif times < _LEAST:
-                    found.append(_sentence(piece, small, large, 1 / times))
-    return found
+
+    can_be: BoolArray
+    again_s: FloatArray
+    saved_bytes: FloatArray
+    working_bytes: FloatArray
+
+    @cached_property
+    def known(self) -> FloatArray:
+        """[n + 1] how many pieces so far can be recomputed."""
+        return running(self.can_be)
+
+    @cached_property
+    def levels(self) -> list[tuple[float, IntArray]]:
+        """Bytes that a piece may hold while it is recomputed, from the least.
+
+        With each, [n + 1] the next piece that holds more; behind all pieces if none does.
+        """
+        count = len(self.working_bytes)
+        found = []
+        for level in np.unique(self.working_bytes[self.can_be]):
+            more = np.append(np.flatnonzero(self.working_bytes > level), count + 1)
+            found.append((float(level), more[np.searchsorted(more, np.arange(count + 1))]))
+        return found
+
+    def until(self, first: IntArray, end: IntArray, count: int) -> IntArray:
+        """Where the first `count` pieces that can be recomputed end, in runs from first to end."""
+        until = np.searchsorted(self.known, self.known[first] + count, side="left")
+        return np.maximum(np.minimum(until, end), first)
 
 
-def _shared(sizes: Sizes) -> tuple[int, int, int]:
-    return sizes.tensor_parallel, sizes.context_parallel, sizes.expert_parallel
+class Pieces:
+    """Running sums over a model's pieces at some sizes, [n + 1], and what single ones need, [n].
+
+    `ways` are those of recomputation; the sums are without. Enter at `LayerProfile.sums`.
+    """
+
+    def __init__(self, profile: LayerProfile, sizes: Sizes) -> None:
+        self.profile, measures = profile, profile.at(sizes)
+        by_piece = self._by_piece = [measures[piece] for piece in profile.pieces]
+        self.forward_s = running([m.forward_s[0] for m in by_piece])
+        self.backward_s = running([m.backward_s[0] for m in by_piece])
+        self.time_s = running([m.both_s[0] for m in by_piece])
+        self.kept_bytes = running([m.activation_bytes for m in by_piece])
+        self.parameters = running([m.parameters for m in by_piece])
+        self.expert_parameters = running([m.expert_parameters for m in by_piece])
+        self.input_bytes = np.array([0.0, *(m.input_bytes for m in by_piece[1:])])
+        #: [n + 1] sent by a stage that ends before a piece, and of that freed.
+        self.sent_bytes = np.array([0.0, *(m.output_bytes for m in by_piece[:-1]), 0.0])
+        self.freed_bytes = self.sent_bytes * profile.frees_outputs
+        self.forward_bytes = np.array([m.forward_workspace_bytes for m in by_piece])
+        self.backward_bytes = np.array([m.backward_workspace_bytes for m in by_piece])
+        names = dict.fromkeys(way.name for m in by_piece for way in m.recomputation)
+        self.ways = {name: self._way(name) for name in names}
+
+    @property
+    def num_pieces(self) -> int:
+        """Pieces of the model, n."""
+        return len(self.time_s) - 1
+
+    @cached_property
+    def by_clock(self) -> dict[str, tuple[FloatArray, FloatArray]]:
+        """Running sums [n + 1, num_frequencies] of J and s: forwards, backwards, each way."""
+        each = self._by_piece
+        sums: dict[str, tuple[FloatArray, FloatArray]] = {
+            Kind.FORWARD: (
+                self._clocks(m.forward_j for m in each),
+                self._clocks(m.forward_s for m in each),
+            ),
+            Kind.BACKWARD: (
+                self._clocks(m.backward_j for m in each),
+                self._clocks(m.backward_s for m in each),
+            ),
+        }
+        for name in self.ways:
+            ways = [m.way(name) for m in each]
+            energies_j = self._clocks(None if way is None else way.energy_j for way in ways)
+            sums[name] = (
+                energies_j,
+                self._clocks(None if way is None else way.time_s for way in ways),
+            )
+        return sums
+
+    @cached_property
+    def saved_s(self) -> FloatArray:
+        """[n + 1, num_frequencies] running sums of what a GPU that rests half the time saves."""
+        return self._clocks(m.both_s - m.known_rested_s for m in self._by_piece)
+
+    def _clocks(self, values: Iterable[FloatArray | None]) -> FloatArray:
+        """[n + 1, num_frequencies] running sums of values by clock; None is nothing."""
+        nothing = np.zeros(len(self.profile.frequency_mhz))
+        of_pieces = [nothing if value is None else value for value in values]
+        return np.cumsum([nothing, *of_pieces], axis=0)
+
+    def _way(self, name: str) -> Way:
+        pairs = [(m, m.way(name)) for m in self._by_piece]
+        return Way(
+            np.array([way is not None for _, way in pairs]),
+            running([way.time_s[0] if way else 0.0 for _, way in pairs]),
+            running(
+                [
+                    max(0.0, m.activation_bytes - way.activation_bytes) if way else 0.0
+                    for m, way in pairs
+                ]
+            ),
+            np.array([self._working_bytes(m, way) for m, way in pairs]),
+        )
+
+    def _working_bytes(self, measure: Measure, way: Recomputation | None) -> float:
+        """Bytes that a piece holds while it is recomputed, as `work.workspace_bytes` takes it."""
+        if way is None:
+            return 0.0
+        beside = 0.0 if self.profile.workspaces_add else measure.backward_workspace_bytes
+        return way.working_bytes + beside
 
 
-def _sentence(piece: str, sizes: Sizes, other: Sizes, times: float) -> str:
-    parts = zip(("tensor", "context", "expert"), _shared(sizes), strict=True)
-    at = "".join(f"{name} parallel {size}, " for name, size in parts if size > 1)
-    return (
-        f"{piece} at {at}microbatch {sizes.microbatch_size} takes {times:.1f} times as long as at "
-        f"microbatch {other.microbatch_size}"
-    )
+def running(values: ArrayLike) -> FloatArray:
+    """[n + 1] running sums that begin with nothing."""
+    return np.concatenate([[0.0], np.cumsum(values)])

@@ -8,103 +8,19 @@ A cut of a model into stages is a path of one run for each stage. `least_path` f
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from functools import cached_property
 from heapq import heappop, heappush
 
 import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
-from numpy.typing import ArrayLike
 
 from envpipe_megatron.core.arrays import BoolArray, FloatArray, IntArray
-from envpipe_megatron.core.kinds import Kind
-from envpipe_megatron.search.layer_profile import LayerProfile, Measure, Sizes
-from envpipe_megatron.search.work import working, workspace_bytes
+from envpipe_megatron.search.layer_profile import Pieces, Way
+from envpipe_megatron.search.work import workspace_bytes
 
 #: A cut must be better by more than rounding.
 BETTER = 1 - 1e-12
-
-
-@dataclass(frozen=True)
-class Way:
-    """Effects of recomputing: running sums [n + 1] over pieces; others [n] of each.
-
-    `can_be` says which pieces can be recomputed.
-    """
-
-    can_be: BoolArray
-    again_s: FloatArray
-    saved_bytes: FloatArray
-    working_bytes: FloatArray
-
-    @cached_property
-    def known(self) -> FloatArray:
-        """[n + 1] how many pieces so far can be recomputed."""
-        return running(self.can_be)
-
-    @cached_property
-    def levels(self) -> list[tuple[float, IntArray]]:
-        """Bytes that a piece may hold while it is recomputed, from the least.
-
-        With each, [n + 1] the next piece that holds more; behind all pieces if none does.
-        """
-        count = len(self.working_bytes)
-        found = []
-        for level in np.unique(self.working_bytes[self.can_be]):
-            more = np.append(np.flatnonzero(self.working_bytes > level), count + 1)
-            found.append((float(level), more[np.searchsorted(more, np.arange(count + 1))]))
-        return found
-
-
-class Pieces:
-    """Running sums over a model's pieces at some sizes, [n + 1], and what single ones need, [n].
-
-    `ways` are those of recomputation; the sums are without.
-    """
-
-    def __init__(self, profile: LayerProfile, sizes: Sizes) -> None:
-        self.profile, measures = profile, profile.at(sizes)
-        by_piece = self._by_piece = [measures[piece] for piece in profile.pieces]
-        self.forward_s = running([m.forward_s[0] for m in by_piece])
-        self.backward_s = running([m.backward_s[0] for m in by_piece])
-        self.time_s = running([m.both_s[0] for m in by_piece])
-        self.kept_bytes = running([m.activation_bytes for m in by_piece])
-        self.parameters = running([m.parameters for m in by_piece])
-        self.expert_parameters = running([m.expert_parameters for m in by_piece])
-        self.input_bytes = np.array([0.0, *(m.input_bytes for m in by_piece[1:])])
-        freed = [m.output_bytes if profile.frees_outputs else 0.0 for m in by_piece[:-1]]
-        #: [n + 1] freed by a stage that ends before a piece.
-        self.freed_bytes = np.array([0.0, *freed, 0.0])
-        self.forward_bytes = np.array([m.forward_workspace_bytes for m in by_piece])
-        self.backward_bytes = np.array([m.backward_workspace_bytes for m in by_piece])
-        names = dict.fromkeys(way.name for m in by_piece for way in m.recomputation)
-        self.ways = {name: _way(profile, by_piece, name) for name in names}
-
-    @property
-    def num_pieces(self) -> int:
-        """Pieces of the model, n."""
-        return len(self.time_s) - 1
-
-    @cached_property
-    def by_clock(self) -> dict[str, tuple[FloatArray, FloatArray]]:
-        """Running sums [n + 1, num_frequencies] of J and s: forwards, backwards, each way."""
-        nothing = np.zeros(len(self.profile.frequency_mhz))
-
-        def of(values: Iterable[FloatArray | None]) -> FloatArray:
-            of_pieces = [nothing if value is None else value for value in values]
-            return np.cumsum([nothing, *of_pieces], axis=0)
-
-        each = self._by_piece
-        sums: dict[str, tuple[FloatArray, FloatArray]] = {
-            Kind.FORWARD: (of(m.forward_j for m in each), of(m.forward_s for m in each)),
-            Kind.BACKWARD: (of(m.backward_j for m in each), of(m.backward_s for m in each)),
-        }
-        for name in self.ways:
-            ways = [m.way(name) for m in each]
-            energies_j = of(None if way is None else way.energy_j for way in ways)
-            sums[name] = energies_j, of(None if way is None else way.time_s for way in ways)
-        return sums
 
 
 class Runs:
@@ -212,8 +128,7 @@ class PieceRuns(Runs):
                 found = np.searchsorted(saved, wanted * BETTER, side="left")
                 until = np.maximum(found, self.first)  # where pieces ahead save nothing
             else:
-                until = np.searchsorted(way.known, way.known[self.first] + layers, side="left")
-                until = np.maximum(np.minimum(until, self.end), self.first)
+                until = way.until(self.first, self.end, layers)
                 left = excess - in_flight * (saved[until] - saved[self.first])
                 until = np.where(left <= 0, until, never)
             best = np.minimum(best, np.where(until <= blocked[self.first], until, never))
@@ -320,22 +235,3 @@ def cheapest_paths(
             path.append(following)
         yield tuple(path)
         overall += 1
-
-
-def running(values: ArrayLike) -> FloatArray:
-    """[n + 1] running sums that begin with nothing."""
-    return np.concatenate([[0.0], np.cumsum(values)])
-
-
-def _way(profile: LayerProfile, by_piece: Sequence[Measure], name: str) -> Way:
-    ways = [m.way(name) for m in by_piece]
-    saved = [
-        max(0.0, m.activation_bytes - w.activation_bytes) if w else 0.0
-        for m, w in zip(by_piece, ways, strict=True)
-    ]
-    return Way(
-        np.array([w is not None for w in ways]),
-        running([w.time_s[0] if w else 0.0 for w in ways]),
-        running(saved),
-        np.array([working(profile, m, w) for m, w in zip(by_piece, ways, strict=True)]),
-    )

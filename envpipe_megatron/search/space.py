@@ -14,19 +14,22 @@ from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import accumulate
 
 import numpy as np
 
 from envpipe_megatron.core.arrays import FloatArray, IntArray
 from envpipe_megatron.errors import EnvPipeError
-from envpipe_megatron.search.configuration import Configuration, Job, StageLayout
-from envpipe_megatron.search.cuts import BestCut, Recomputed, Shape, best_cut
-from envpipe_megatron.search.layer_profile import EMBEDDING, FULL, LOSS, LayerProfile, Sizes
-from envpipe_megatron.search.runs import BETTER, Pieces, least_path, runs_within
+from envpipe_megatron.search.configuration import (
+    Configuration,
+    Job,
+    Recomputed,
+    StageLayout,
+)
+from envpipe_megatron.search.cuts import BestCut, Shape, best_cut
+from envpipe_megatron.search.layer_profile import EMBEDDING, FULL, LOSS, LayerProfile, Pieces
+from envpipe_megatron.search.runs import BETTER, least_path, runs_within
 from envpipe_megatron.search.work import (
     parameter_bytes,
-    peak_bytes,
     replica_groups,
     stage_peak_bytes,
     stage_work,
@@ -73,7 +76,6 @@ class MegatronSpace:
                 remedy="Fold each block into one piece first.",
             )
         self.profile, self.job, self.space = profile, job, space
-        self._pieces: dict[tuple[Sizes, bool], Pieces] = {}
 
     @cached_property
     def shapes(self) -> tuple[Shape, ...]:
@@ -121,12 +123,8 @@ class MegatronSpace:
 
     def pieces(self, shape: Shape) -> Pieces:
         """Return what pieces take at a shape's sizes, in parts where it has several stages."""
-        in_parts = shape.num_stages > 1
-        key = shape.sizes, in_parts
-        if key not in self._pieces:
-            profile = self.profile.in_parts if in_parts else self.profile
-            self._pieces[key] = Pieces(profile, shape.sizes)
-        return self._pieces[key]
+        profile = self.profile.in_parts if shape.num_stages > 1 else self.profile
+        return profile.sums(shape.sizes)
 
     def static_bytes(self, shape: Shape) -> FloatArray:
         """[n + 1] running sums of what a GPU holds for pieces' parameters."""
@@ -161,17 +159,15 @@ class MegatronSpace:
     def _layout(
         self, shape: Shape, slots: Sequence[int], stage: int, recomputed: Recomputed
     ) -> StageLayout:
-        measures, pieces = self.profile.at(shape.sizes), self.profile.pieces
-        name, count = recomputed
-        can = {piece for piece, measure in measures.items() if measure.way(name) is not None}
         starts = range(stage, len(slots) - 1, shape.num_stages)
         chunks = tuple((int(slots[slot]), int(slots[slot + 1])) for slot in starts)
-        ways: list[str | None] = []
-        for first, end in chunks:
-            able = [piece in can for piece in pieces[first:end]]
-            numbers = accumulate(able)
-            ways += [name if x and n <= count else None for x, n in zip(able, numbers, strict=True)]
-        return StageLayout(chunks, shape.sizes, shape.data_parallel, tuple(ways))
+        name, count = recomputed
+        if name is not None:
+            known = self.pieces(shape).ways[name].known
+            count = min(count, int(max(known[end] - known[first] for first, end in chunks)))
+        return StageLayout(
+            chunks, shape.sizes, shape.data_parallel, (name, count) if count else (None, 0)
+        )
 
     def _plain(self, shape: Shape, within_s: float) -> Cut | None:
         pieces, best, static_bytes = self.pieces(shape), BestCut(), self.static_bytes(shape)
@@ -233,8 +229,9 @@ class MegatronSpace:
     ) -> Cut | None:
         found = self.configuration(shape, slots.tolist(), recomputed)
         works = [stage_work(self.profile, stage) for stage in found.stages]
-        if (peak_bytes(self.profile, found, works) > self._limit_bytes).any():
-            return None
+        for stage, work in enumerate(works):
+            if stage_peak_bytes(self.profile, found, stage, work) > self._limit_bytes:
+                return None
         times_s = np.array([work.time_s for work in works])
         first_s = np.array([work.forward_s[0, 0] + work.backward_s[0, 0] for work in works])
         ahead_s = np.cumsum(first_s) - first_s

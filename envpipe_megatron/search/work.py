@@ -2,25 +2,17 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
-from itertools import chain, groupby, islice, pairwise
 
 import numpy as np
 
 from envpipe_megatron.core.arrays import FloatArray
+from envpipe_megatron.core.kinds import Kind
 from envpipe_megatron.core.orders import builders
 from envpipe_megatron.core.schedule import Schedule
-from envpipe_megatron.search.configuration import Configuration, Job, StageLayout
-from envpipe_megatron.search.layer_profile import (
-    OPERATOR,
-    LayerProfile,
-    Measure,
-    Recomputation,
-    Sizes,
-)
+from envpipe_megatron.search.configuration import Configuration, StageLayout
+from envpipe_megatron.search.layer_profile import LayerProfile, Sizes
 
 #: Microbatches for each stage after which an order holds no more than before.
 _GROUPS_UNTIL_STEADY = 3
@@ -75,49 +67,39 @@ class StageWork:
 
 def stage_work(profile: LayerProfile, stage: StageLayout) -> StageWork:
     """The work of a stage; EnvPipeError for sizes that were not measured."""
-    names, ways = profile.pieces, _ways(profile, stage)
-    whole = stage.chunks == ((0, len(names)),)
-    measures = (profile if whole else profile.in_parts).at(stage.sizes)
-    width = len(profile.frequency_mhz)
-    way_of, identities = {id(way): way for way in ways}, map(id, ways)
-    times, held, messages, parameters, experts = [], [], [], 0.0, 0.0
-    forward_bytes = backward_bytes = working_bytes = 0.0
-    for first, end in stage.chunks:
-        chunk = np.zeros((6, width))
-        chunk_bytes = measures[names[first]].input_bytes if first else 0.0
-        # Most layers are alike, so each kind is taken once, as often as it is there.
-        alike = Counter(zip(names[first:end], islice(identities, end - first), strict=True))
-        for (name, identity), count in alike.items():
-            measure, way = measures[name], way_of[identity]
-            kept_bytes = measure.activation_bytes if way is None else way.activation_bytes
-            chunk += count * _times(measure, way)
-            chunk_bytes += count * kept_bytes
-            working_bytes = max(working_bytes, working(profile, measure, way))
-            forward_bytes = max(forward_bytes, measure.forward_workspace_bytes)
-            backward_bytes = max(backward_bytes, measure.backward_workspace_bytes)
-            parameters += count * measure.parameters
-            experts += count * measure.expert_parameters
-        output_bytes = 0.0 if end == len(names) else measures[names[end - 1]].output_bytes
-        if profile.frees_outputs:
-            chunk_bytes -= output_bytes
-        times.append(chunk)
-        held.append(chunk_bytes)
-        messages.append(output_bytes)
-    forward_s, backward_s, forward_j, backward_j, recomputed, saved = np.stack(times, axis=1)
-    plain_s = (forward_s + backward_s - recomputed).sum(axis=0)
-    beside = workspace_bytes(profile, forward_bytes, backward_bytes, working_bytes, parameters)
+    whole = stage.chunks == ((0, len(profile.pieces)),)
+    pieces = (profile if whole else profile.in_parts).sums(stage.sizes)
+    first, end = np.array(stage.chunks).T
+    own = np.array(stage.pieces)
+    forward_j, forward_s = (sums[end] - sums[first] for sums in pieces.by_clock[Kind.FORWARD])
+    backward_j, backward_s = (sums[end] - sums[first] for sums in pieces.by_clock[Kind.BACKWARD])
+    plain_s = (forward_s + backward_s).sum(axis=0)
+    held_bytes = pieces.kept_bytes[end] - pieces.kept_bytes[first]
+    held_bytes += pieces.input_bytes[first] - pieces.freed_bytes[end]
+    again_s, working_bytes = np.zeros_like(forward_s), 0.0
+    name, count = stage.recomputed
+    if name is not None:
+        way = pieces.ways[name]
+        until = way.until(first, end, count)
+        again_j, again_s = (sums[until] - sums[first] for sums in pieces.by_clock[name])
+        backward_j, backward_s = backward_j + again_j, backward_s + again_s
+        held_bytes -= way.saved_bytes[until] - way.saved_bytes[first]
+        again = zip(first.tolist(), until.tolist(), strict=True)
+        working_bytes = max(way.working_bytes[a:b].max(initial=0.0) for a, b in again)
+    parameters = float((pieces.parameters[end] - pieces.parameters[first]).sum())
+    workspaces = pieces.forward_bytes[own].max(), pieces.backward_bytes[own].max()
     return StageWork(
         forward_s,
         backward_s,
         forward_j,
         backward_j,
-        recomputed[:, 0],
-        np.array(held),
-        float(beside),
+        again_s[:, 0],
+        held_bytes,
+        float(workspace_bytes(profile, *workspaces, working_bytes, parameters)),
         parameters,
-        experts,
-        np.array(messages),
-        1.0 - saved.sum(axis=0) / plain_s,
+        float((pieces.expert_parameters[end] - pieces.expert_parameters[first]).sum()),
+        pieces.sent_bytes[end],
+        1.0 - (pieces.saved_s[end] - pieces.saved_s[first]).sum(axis=0) / plain_s,
     )
 
 
@@ -130,23 +112,14 @@ def workspace_bytes(
 ) -> FloatArray:
     """Bytes held at the peak beside weights and activations, of one stage or many.
 
-    The workspaces are the largest of a stage's pieces, and `working_bytes` the largest `working` of
-    those that are recomputed.
+    The workspaces are the largest of a stage's pieces, and `working_bytes` the largest of a way's
+    `working_bytes` of those that are recomputed.
     """
     least = profile.bytes_per_parameter.least_workspace * np.asarray(parameters)
     if profile.workspaces_add:
         return np.maximum(np.add(forward_bytes, backward_bytes), least) + working_bytes
     largest = np.maximum(np.maximum(forward_bytes, backward_bytes), working_bytes)
     return np.maximum(largest, least)
-
-
-def working(profile: LayerProfile, measure: Measure, way: Recomputation | None) -> float:
-    """Bytes that a piece holds while it is recomputed, as `workspace_bytes` takes it."""
-    if way is None:
-        return 0.0
-    if profile.workspaces_add:
-        return way.working_bytes
-    return way.working_bytes + measure.backward_workspace_bytes
 
 
 def replica_groups(sizes: Sizes, data_parallel: int) -> tuple[int, int]:
@@ -174,15 +147,6 @@ def parameter_bytes(
     )
     others = np.subtract(parameters, expert_parameters)
     return of_experts * np.asarray(expert_parameters) + of_others * others
-
-
-def peak_bytes(
-    profile: LayerProfile, configuration: Configuration, works: Sequence[StageWork]
-) -> FloatArray:
-    """[num_stages] the most that a GPU of each stage holds, in the framework's own order."""
-    return np.array(
-        [stage_peak_bytes(profile, configuration, stage, work) for stage, work in enumerate(works)]
-    )
 
 
 def stage_peak_bytes(
@@ -217,83 +181,3 @@ def most_held_bytes(schedule: Schedule, stage: int, held_bytes: FloatArray) -> f
 
 
 _short_order = cache(builders.framework_order)
-
-
-def hops_s(
-    profile: LayerProfile, configuration: Configuration, works: Sequence[StageWork], job: Job
-) -> FloatArray:
-    """[num_stages - 1] time of a message from each stage to the next, and of its gradient back."""
-    hops, node = [], job.gpus_per_node
-    for stage, work, ranks in zip(configuration.stages, works, _ranks(configuration), strict=True):
-        crosses = any(rank // node != (rank + stage.num_gpus) // node for rank in ranks)
-        hops.append(float(profile.links.message_s(work.message_bytes.max(), crosses)))
-    return np.array(hops[:-1])
-
-
-def tails_s(
-    profile: LayerProfile, configuration: Configuration, works: Sequence[StageWork], job: Job
-) -> FloatArray:
-    """[num_stages] gradient reduction, the rest of gradients' handling, and optimizer, by stage.
-
-    Nothing is taken to be overlapped. With the distributed optimizer the reduction is half of an
-    all-reduce, and gathering the weights the other half, by their bytes.
-    """
-    each, tails, node = profile.bytes_per_parameter, [], job.gpus_per_node
-    shared = configuration.distributed_optimizer
-    halves = each.gradient, each.weight if shared else each.gradient
-    for stage, work, ranks in zip(configuration.stages, works, _ranks(configuration), strict=True):
-        crosses = ranks[0] // node != ranks[-1] // node
-        tail_s = work.parameters * profile.gradients_s
-        parts = work.expert_parameters, work.parameters - work.expert_parameters
-        for group, part in zip(
-            replica_groups(stage.sizes, stage.data_parallel), parts, strict=True
-        ):
-            for half in halves:
-                tail_s += 0.5 * profile.links.all_reduce_s(part * half, group, crosses)
-            tail_s += part / (group if shared else 1) * profile.optimizer_s
-        tails.append(tail_s)
-    return np.array(tails)
-
-
-def _ranks(configuration: Configuration) -> list[range]:
-    """The ranks of each stage, as Megatron numbers them."""
-    ends = np.cumsum([stage.num_gpus for stage in configuration.stages]).tolist()
-    return [range(first, end) for first, end in pairwise([0, *ends])]
-
-
-def _ways(profile: LayerProfile, stage: StageLayout) -> list[Recomputation | None]:
-    """The recomputation of each piece; operators go in runs, as `stages.choices` counts them."""
-    measures = profile.at(stage.sizes)
-    names = chain.from_iterable(profile.pieces[first:end] for first, end in stage.chunks)
-    asked = list(zip(names, stage.recomputed, strict=True))
-    known = {(piece, name): measures[piece].way(name) for piece, name in set(asked)}
-    ways = list(map(known.__getitem__, asked))
-    if OPERATOR not in stage.recomputed:
-        return ways
-    pieces, edges = stage.pieces, profile.block_edges
-    blocks = np.searchsorted(edges, pieces, side="right").tolist()
-    keys = zip(blocks, stage.recomputed, strict=True)
-    for (block, name), group in groupby(enumerate(keys), key=lambda each: each[1]):
-        if name != OPERATOR:
-            continue
-        run = [index for index, _ in group]
-        kept_bytes = [measures[asked[index][0]].activation_bytes for index in run]
-        # The last output is kept, and held twice where the next block may begin with a run.
-        held = kept_bytes if pieces[run[-1]] + 1 == edges[block] else kept_bytes[:-1]
-        for index in run:
-            kept = kept_bytes[-1] if index == run[-1] else 0.0
-            way = ways[index]
-            ways[index] = way and replace(way, activation_bytes=kept, working_bytes=sum(held))
-    return ways
-
-
-def _times(measure: Measure, way: Recomputation | None) -> FloatArray:
-    """[6, num_frequencies]: s and J of forward and backward, s computed again, s saved by rests."""
-    nothing = np.zeros_like(measure.forward_s)
-    forward_j = nothing if measure.forward_j is None else measure.forward_j
-    backward_j = nothing if measure.backward_j is None else measure.backward_j
-    again_s = nothing if way is None else way.time_s
-    again_j = nothing if way is None or way.energy_j is None else way.energy_j
-    saved_s = measure.both_s - measure.known_rested_s
-    times_s = measure.forward_s, measure.backward_s + again_s
-    return np.stack([*times_s, forward_j, backward_j + again_j, again_s, saved_s])

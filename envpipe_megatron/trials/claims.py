@@ -13,14 +13,14 @@ from typing import Any
 
 from envpipe_megatron.core.plan import NORMAL_95
 from envpipe_megatron.formats.steps import RunningMean, in_words
-from envpipe_megatron.trials.settings import CONSTANT, STOCK, Arm
+from envpipe_megatron.trials.settings import CONSTANT, Arm
 
 #: An arm that is slower by less is as fast.
 FAST_PERCENT = 1.0
 
 Turns = Sequence[Mapping[str, Any]]
 
-#: Claims on an arm against stock, or the one that is named, by the arm's name and what differs.
+#: Claims on an arm against the first, or the one that is named, by the arm's name and what differs.
 _COMPARED = {
     "relock_slowdown": f"calls that lock the same clock at every unit cost less than "
     f"{FAST_PERCENT:g} % of time",
@@ -37,6 +37,8 @@ _COMPARED = {
     "whole_speedup": "the best order of whole backwards takes less time",
     "split_saving": "the best order, with split backwards, takes less energy",
     "split_speedup": "the best order, with split backwards, takes less time",
+    "envpipe_saving": "order and clocks in a closed loop take less energy",
+    "envpipe_slowdown": f"they are less than {FAST_PERCENT:g} % slower",
 }
 #: Which figure differs, and with which sign that is meant.
 _SIGNS = {"saving": (-1, "energy_j"), "speedup": (-1, "time_s"), "slowdown": (1, "time_s")}
@@ -123,13 +125,13 @@ def claims_of(
         emulated: whether GPUs follow a model.
     """
     mark, names = "emulated: " if emulated else "", {arm.name for arm in arms}
-    claims = [_latency_claim(latency, mark)] if any(arm.changes_clock for arm in arms) else []
+    claims = [_latency_claim(latency, mark)] if any(arm.relock for arm in arms) else []
     claims += _equal_claims(turns, len(arms), mark)
     for name, says in _COMPARED.items():
         arm, _, which = name.partition("_")
         if arm not in names:
             continue
-        other = STOCK.name
+        other = arms[0].name
         if which not in _SIGNS:
             which, other = "slowdown", which.removeprefix("slower_than_")
         value, interval = difference(turns, arm, other, which)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
@@ -18,16 +17,14 @@ from envpipe_megatron.files import replace_files
 from envpipe_megatron.report.page.document import tables_page
 from envpipe_megatron.report.summary import Section, to_markdown
 from envpipe_megatron.runtime.job.restarts.job_file import PROFILE_FILE
-from envpipe_megatron.trials.claims import Claim, Turns, claims_of, difference
-from envpipe_megatron.trials.machine import Machine, newcomers
-from envpipe_megatron.trials.run import Event, Results
+from envpipe_megatron.trials.claims import Claim, Turns, difference
+from envpipe_megatron.trials.machine import Machine
+from envpipe_megatron.trials.run import Trial
 from envpipe_megatron.trials.settings import STOCK, Arm, Settings
 
-CLAIMS_FORMAT = "envpipe-claims/1"
 
-
-class Proof(Results):
-    """A proof under way.
+class Proof(Trial):
+    """A proof under way, whose page is written after each turn.
 
     Args:
         machine: as `machine.real_machine` or `emulated_machine` found it to be fit for it.
@@ -40,6 +37,7 @@ class Proof(Results):
         "turns.jsonl", "claims.json", "summary.md", "index.html",
     )  # fmt: skip
     folders = ("emulated", "profile", "plans", "arms")
+    claims_file = "claims.json"
 
     def __init__(
         self, settings: Settings, machine: Machine, checks: Sequence[Mapping[str, Any]]
@@ -47,47 +45,25 @@ class Proof(Results):
         gpus = f"{len(machine.gpu_names)} x {machine.gpu_names[0]}"
         rounds = f"{settings.rounds} rounds of {len(settings.arms)} arms"
         only = f"\nOrders only, no clock is changed: {machine.missing}" if machine.missing else ""
-        super().__init__(settings, f"Training a GPT on {gpus}: {rounds}{only}")
-        self._machine, self._checks = machine, checks
-        self._latency: list[dict[str, Any]] | None = None
-        self._claims: list[Claim] = []
+        super().__init__(settings, machine, f"Training a GPT on {gpus}: {rounds}{only}")
+        self._checks = checks
 
-    def take(self, event: Event) -> None:
-        """Note and show what a rank reported, and write it down."""
-        if event["event"] == "turn":
-            event["newcomers"] = newcomers(self._machine)
-        super().take(event)
-        match event["event"]:
-            case "versions":
-                self._machine.versions.update(torch=event["torch"], CUDA=event["cuda"])
-            case "latency":
-                self._latency = event["gpus"]
-                self.put("latency.json", self._latency)
-            case "turn":
-                with (self.settings.output / "turns.jsonl").open("a") as file:
-                    file.write(json.dumps(event) + "\n")
-                self.write()
+    @property
+    def _line(self) -> str:
+        return line_to_paste(self.claims, self.machine, self.turns)
+
+    def document(self) -> dict[str, Any]:
+        """Return what the file of claims has, and the line to paste."""
+        return super().document() | {"line": self._line}
 
     def write(self) -> None:
         """Write claims and page, as far as they are known."""
-        machine, output = self._machine, self.settings.output
-        self._claims = claims_of(
-            self.turns, self.settings.arms, self._latency, emulated=machine.emulated
-        )
-        line = line_to_paste(self._claims, machine, self.turns)
+        super().write()
+        machine, output, line = self.machine, self.settings.output, self._line
         title = "EnvPipe: a proof" + (" (emulated)" if machine.emulated else "")
         if not self.complete:
             title += ", not complete"
         marks = (line, f"No clock was changed: {machine.missing}") if machine.missing else (line,)
-        document = {
-            "format": CLAIMS_FORMAT,
-            "complete": self.complete,
-            "emulated": machine.emulated,
-            "clocks_changed": not machine.missing,
-            "line": line,
-            "claims": [asdict(claim) for claim in self._claims],
-        }
-        self.put("claims.json", document)
         self.put("machine.json", {**asdict(machine), "doctor": list(self._checks)})
         sections = self._sections(line)
         replace_files(
@@ -99,18 +75,18 @@ class Proof(Results):
 
     def show(self, console: Console) -> None:
         """Show the line to paste, and where the page is."""
-        say(line_to_paste(self._claims, self._machine, self.turns), console)
+        say(self._line, console)
         page = self.settings.output / "index.html"
         say(f"The page is {page}, the claims are in claims.json beside it.", console)
 
     def _sections(self, line: str) -> list[Section]:
         """Return all tables, those that are empty left out."""
-        machine = self._machine
+        machine = self.machine
         gpus = ((f"GPU of rank {rank}", name) for rank, name in enumerate(machine.gpu_names))
         facts = (*gpus, *machine.versions.items(), ("clocks", machine.missing or "changed"))
         known = [
             Section("To paste", lines=(line,)),
-            _claims(self._claims),
+            _claims(self.claims),
             _arms(self.turns, self.settings.arms, self._plans()),
             _turns(self.turns, len(machine.gpu_names)),
             Section("Machine", ("", ""), facts),

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import importlib.util
 import json
-from abc import ABC, abstractmethod
+from collections import Counter
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -15,34 +16,41 @@ from envpipe_megatron.console import say
 from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.files import clear_own_folder, replace_files
 from envpipe_megatron.gpu.base import FORBID_VARIABLE
-from envpipe_megatron.gpu.presets import load_preset
-from envpipe_megatron.trials.claims import equality
+from envpipe_megatron.trials.claims import Claim, claims_of, equality
+from envpipe_megatron.trials.machine import Machine, newcomers
 from envpipe_megatron.trials.ranks import rank_environment, run_ranks
 from envpipe_megatron.trials.settings import Settings, load_text
 
 Event = dict[str, Any]
+CLAIMS_FORMAT = "envpipe-claims/1"
 
 
-class Results(ABC):
-    """Reports of ranks so far; a subclass writes down what they show.
+class Trial:
+    """What the ranks of a quickstart or a proof report, and what it shows, complete or not.
 
     Attributes:
         who: the command's work, in a word.
         files: all that it leaves in its folder; the first, its settings, mark it as its own.
         folders: that may be beside them.
+        claims_file: has the claims.
+        machine: that is measured on.
         introduction: says what is trained.
-        turns: reports of those that have ended, in their order.
-        losses: of each arm's iterations so far, on average; None where nobody waited for them.
+        turns: reports of those that have ended, in their order; `turns.jsonl` has them, too.
+        latency: of each GPU, as `measure_latency` gives it; None if it was not measured.
+        claims: as far as they are known.
     """
 
     who: ClassVar[str]
     files: ClassVar[tuple[str, ...]]
     folders: ClassVar[tuple[str, ...]]
+    claims_file: ClassVar[str]
 
-    def __init__(self, settings: Settings, introduction: str) -> None:
-        self.settings, self.introduction = settings, introduction
+    def __init__(self, settings: Settings, machine: Machine, introduction: str) -> None:
+        self.settings, self.machine, self.introduction = settings, machine, introduction
         self.turns: list[Event] = []
-        self.losses: dict[str, list[float | None]] = {}
+        self.latency: list[Event] | None = None
+        self.claims: list[Claim] = []
+        self._iterations = Counter[str]()
 
     @property
     def complete(self) -> bool:
@@ -63,82 +71,102 @@ class Results(ABC):
         return self.progress
 
     def take(self, event: Event) -> None:
-        """Note and show what a rank reported."""
+        """Note and show what a rank reported, and write down what ended turns show."""
         match event["event"]:
             case "say":
                 text = f"{event['arm']}: {event['text']}"
                 self.progress.console.print(text, highlight=False, markup=False, style="dim")
             case "iteration":
-                losses, loss = self.losses.setdefault(event["arm"], []), event["loss"]
-                losses.append(loss)
-                note = f"{event['arm']}: {event['phase']}, iteration {len(losses)}"
-                note += "" if loss is None else f", loss {loss:.3f}"
+                self._iterations[event["arm"]] += 1
+                number = self._iterations[event["arm"]]
+                note = f"{event['arm']}: {event['phase']}, iteration {number}"
+                note += "" if event["loss"] is None else f", loss {event['loss']:.3f}"
                 self.progress.update(self._bar, note=note)
+            case "versions":
+                self.machine.versions.update(torch=event["torch"], CUDA=event["cuda"])
+            case "latency":
+                self.latency = event["gpus"]
+                self.put("latency.json", self.latency)
             case "turn":
+                event["newcomers"] = newcomers(self.machine)
                 self.turns.append(event)
+                with (self.settings.output / "turns.jsonl").open("a") as file:
+                    file.write(json.dumps(event) + "\n")
                 self.progress.update(self._bar, advance=1)
+                self.write()
 
-    @abstractmethod
     def write(self) -> None:
-        """Write files of what is known, complete or not."""
+        """Write claims, and what else is known."""
+        self.claims = claims_of(
+            self.turns, self.settings.arms, self.latency, emulated=self.machine.emulated
+        )
+        self.put(self.claims_file, self.document())
 
-    @abstractmethod
+    def document(self) -> dict[str, Any]:
+        """Return what the file of claims has."""
+        return {
+            "format": CLAIMS_FORMAT,
+            "complete": self.complete,
+            "emulated": self.machine.emulated,
+            "clocks_changed": not self.machine.missing,
+            "claims": [asdict(claim) for claim in self.claims],
+        }
+
     def show(self, console: Console) -> None:
         """Show the result of all turns, as it was written."""
+        raise NotImplementedError
 
     def put(self, name: str, data: object) -> None:
         """Write a JSON file."""
         replace_files({self.settings.output / name: [json.dumps(data, indent=1), "\n"]})
 
 
-def run_trial(results: Results, console: Console) -> None:
+def run_trial(trial: Trial, console: Console) -> None:
     """Train all turns, and leave what they show in the output folder.
 
-    Raises EnvPipeError for an unknown preset, too little text, a package missing, a folder with
+    Raises EnvPipeError for too little text, a package missing, a folder with
     other files, a rank that failed, turns that are missing, or arms that trained differently;
     KeyboardInterrupt on Ctrl-C, SIGTERM or a closed terminal. Clocks are reset, and what was
     measured until then is kept.
     """
-    settings, output = results.settings, results.settings.output
-    if settings.preset is not None:
-        load_preset(settings.preset)
+    settings, output = trial.settings, trial.settings.output
     content = load_text(Path(settings.text), 100 * settings.sequence_length)
     for module, package in (("torch", "torch"), ("megatron", "megatron-core")):
         if importlib.util.find_spec(module) is None:
             raise EnvPipeError(
-                f"A {results.who} needs {package}, which is not installed",
+                f"A {trial.who} needs {package}, which is not installed",
                 remedy="pip install 'torch>=2.11' megatron-core==0.16.1, or use make quickstart.",
             )
-    clear_own_folder(output, results.files, results.folders, results.who)
-    settings.write(output / results.files[0])
+    clear_own_folder(output, trial.files, trial.folders, trial.who)
+    settings.write(output / trial.files[0])
     # One copy for all ranks: the source may change meanwhile, as when it holds this very folder.
     settings.text_copy.write_bytes(content)
-    say(results.introduction, console)
+    say(trial.introduction, console)
     try:
-        _train(results, console)
+        _train(trial, console)
     except KeyboardInterrupt:
         say(f"Interrupted: clocks are reset, what was measured is in {output}.", console)
         raise
     finally:
         settings.text_copy.unlink(missing_ok=True)
-        results.write()
-    if not results.complete:
+        trial.write()
+    if not trial.complete:
         raise EnvPipeError(
             "The ranks ended without reporting all turns",
             remedy=f"Look for the reason in {output / 'log.txt'}.",
         )
-    results.show(console)
-    if not all(equality(results.turns)[1:]):
+    trial.show(console)
+    if not all(equality(trial.turns)[1:]):
         raise EnvPipeError(
             "EnvPipe changed the result of training, which it must never do",
             remedy=f"Please report this with the files in {output}.",
         )
 
 
-def _train(results: Results, console: Console) -> None:
-    settings = results.settings
-    worker, settings_file = "envpipe_megatron.trials.worker", settings.output / results.files[0]
-    with results.begin(console):
+def _train(trial: Trial, console: Console) -> None:
+    settings = trial.settings
+    worker, settings_file = "envpipe_megatron.trials.worker", settings.output / trial.files[0]
+    with trial.begin(console):
         run_ranks(
             settings.num_stages,
             ["--module", worker, str(settings_file)],
@@ -146,5 +174,5 @@ def _train(results: Results, console: Console) -> None:
             rank_environment(settings.output / "emulated")
             | ({} if settings.changes_clocks else {FORBID_VARIABLE: "1"}),
             settings.output / "log.txt",
-            results.take,
+            trial.take,
         )

@@ -141,6 +141,10 @@ class Settings:
         """Folder that all is left in."""
         return Path(self.output_dir)
 
+    def output_of(self, arm: Arm) -> Path:
+        """Folder of what an arm records: a run's, which `envpipe report` reads."""
+        return self.output if arm == ENVPIPE else self.output / "arms" / arm.name
+
     @property
     def text_copy(self) -> Path:
         """The text that every rank reads, while the job runs."""

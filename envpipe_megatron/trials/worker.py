@@ -22,7 +22,6 @@ import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
-from envpipe_megatron.core.orders import builders
 from envpipe_megatron.core.plan import Plan
 from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.formats.energy import Phase
@@ -30,8 +29,8 @@ from envpipe_megatron.formats.steps import IntervalEnergy
 from envpipe_megatron.gpu.base import Gpu, ReadOnlyGpu
 from envpipe_megatron.gpu.devices import look_at
 from envpipe_megatron.integrations.device import FORWARD_VARIABLE, open_device, use_cpu
+from envpipe_megatron.integrations.framework_units import Followed
 from envpipe_megatron.integrations.megatron.core import ForwardBackward
-from envpipe_megatron.integrations.megatron.kept import WholeSteps
 from envpipe_megatron.policies.objective import SHORTEST
 from envpipe_megatron.policies.planner import make_plan
 from envpipe_megatron.policies.request import BY_MEMORY, PlanRequest
@@ -164,7 +163,7 @@ class Rank:
             warmup_iterations=settings.warmup_iterations,
             profile_file=self._profile_folder / PROFILE_FILE if from_profile else None,
             plan_file=own_plan if own_plan.exists() else None,
-            output_dir=settings.output / "arms" / arm.name if settings.proof else settings.output,
+            output_dir=settings.output_of(arm),
             closed_loop=arm.policy == "optimal" and not from_profile,
         )
         session.clock.repeats = arm.relock
@@ -238,17 +237,16 @@ class Rank:
             self._collectives,
             say=lambda text: emit("say", arm=arm.name, text=text),
         )
-        forward_backward: ForwardBackward | WholeSteps
-        if arm.by_framework:
-            whole = builders.whole_iteration(settings.num_stages)
-            forward_backward = WholeSteps(session, get_forward_backward_func(), whole, lambda: True)
-        else:
-            forward_backward = ForwardBackward(session, framework_iterations)
+        forward_backward = (
+            get_forward_backward_func()
+            if arm.by_framework
+            else ForwardBackward(session, framework_iterations)
+        )
         numbers = itertools.count()
 
         def step(*, last: bool = False) -> list[torch.Tensor]:
             session.begin_step()
-            forward_backward.begin_step()
+            whole = Followed.whole_step(session) if arm.by_framework else None
             optimizer.zero_grad()
             reduced = forward_backward(
                 forward_step_func=gpt.forward_step,
@@ -259,7 +257,8 @@ class Rank:
                 micro_batch_size=settings.microbatch_size,
             )
             optimizer.step()
-            forward_backward.end_step(skipped=False)
+            if whole is not None:
+                whole.complete()
             if last and torch.cuda.is_available():
                 torch.cuda.synchronize()
             session.end_step()

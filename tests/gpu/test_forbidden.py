@@ -45,11 +45,8 @@ COMMANDS = {
     ("report",): [["--help"]],
     ("plan",): [["--help"]],
     ("simulate",): [["--help"]],
-    ("straggler",): [["--help"]],
     ("partition",): [["--help"]],
     ("search",): [["--help"]],
-    ("import-freqs",): [["--help"]],
-    ("export-freqs",): [["--help"]],
     ("export-schedule",): [["--help"]],
     ("compare",): [["--help"]],
     ("quickstart",): [["--help"]],  # emulated GPUs alone

@@ -219,51 +219,6 @@ def train_letters(
         pipeline.close()
 
 
-def misuse(rank: int, root: Path, preset: Path, letters: Sequence[str]) -> dict[str, str]:
-    """What is said of calls that tell of no training step, each in a pipeline of its own."""
-    emulate(rank, root, preset)
-    own, microbatches = letters[rank], letters[0].count("F")
-    told: dict[str, str] = {}
-
-    def pipeline(**settings: Any) -> FastPipeline:
-        made = FastPipeline(dist.group.WORLD, microbatches, say=lambda text: None, **settings)
-        opened.append(made)
-        return made
-
-    def tell(name: str, call: Callable[[], Any]) -> None:
-        try:
-            call()
-            told[name] = "nothing"
-        except EnvPipeError as error:
-            told[name] = f"{type(error).__name__}: {error}"
-
-    opened: list[FastPipeline] = []
-    tell("order", lambda: pipeline(scheduling="ours"))
-    tell("option", lambda: pipeline(typ="uniform"))
-    fresh = pipeline(type="baseline")
-    tell("unit outside", lambda: fresh.on_instruction_begin("forward"))
-    tell("end outside", fresh.on_step_end)
-    fresh.on_step_begin()
-    tell("step in step", fresh.on_step_begin)
-    tell("pause in step", fresh.pause)
-    tell("name", lambda: fresh.on_instruction_begin("optimizer"))
-    tell("end first", lambda: fresh.on_instruction_end("forward"))
-    fresh.on_instruction_begin("forward")
-    tell("unit in unit", lambda: fresh.on_instruction_begin("forward"))
-    tell("other end", lambda: fresh.on_instruction_end("backward"))
-    tell("step end in unit", fresh.on_step_end)
-    fresh.close()
-    short = pipeline(type="baseline")
-    tell("few", lambda: step(short, own[:-1]))
-    begun = pipeline(type="baseline")
-    step(begun, own)
-    told["phase"] = begun.phase
-    begun.close()
-    for made in opened:
-        made.close()
-    return told
-
-
 def train_on(rank: int, root: Path, preset: Path, letters: Sequence[str]) -> dict[str, Any]:
     """Steps among which some are none, and calls that tell of none; what was said of each."""
     emulate(rank, root, preset)

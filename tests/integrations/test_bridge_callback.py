@@ -259,9 +259,11 @@ def test_what_a_job_cannot_have_is_told_before_its_first_step(
     experts = config(model__num_moe_experts=8)
     with pytest.raises(LevelError, match="mixture of experts"):
         begin(make(level="order", self_check="off"), loop, experts)
-    restarting = config(inprocess_restart=SimpleNamespace(enabled=True))
-    with pytest.raises(RefusedError, match="in-process restart"):
-        begin(make(), loop, restarting)
+    of_two_models = {"model__dist_train": SimpleNamespace(use_dist_train=True)}
+    restarting = {"inprocess_restart": SimpleNamespace(enabled=True)}
+    for changes, named in ((restarting, "in-process restart"), (of_two_models, "dist_train")):
+        with pytest.raises(RefusedError, match=named):
+            begin(make(), loop, config(**changes))
 
 
 def test_another_version_is_named(loop: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -280,7 +282,6 @@ def test_another_version_is_named(loop: Any, monkeypatch: pytest.MonkeyPatch) ->
     ("changes", "level", "said"),
     [
         ({}, "order", None),
-        ({"model__virtual_pipeline_model_parallel_size": 2}, "order", None),
         ({"tensor_inspect": SimpleNamespace(enabled=False)}, "order", None),
         ({"model__num_moe_experts": 8}, "order", "mixture of experts"),
         ({"model__transformer": SimpleNamespace(mtp_num_layers=1)}, "order", "multi-token"),
@@ -296,8 +297,6 @@ def test_another_version_is_named(loop: Any, monkeypatch: pytest.MonkeyPatch) ->
         ({"rerun_state_machine__rerun_mode": "report_stats"}, "units", "report_stats"),
         ({"train__rampup_batch_size": [4, 4, 8]}, "order", None),
         ({"model__pipeline_model_parallel_size": 1}, "uniform", "no pipeline"),
-        ({"ddp__use_megatron_fsdp": True}, "uniform", "FSDP"),
-        ({"model__cuda_graph_scope": ["full_iteration"]}, "uniform", "full iteration"),
         ({"validation__skip_train": True}, "observe", "--skip-train"),
     ],
 )
@@ -316,25 +315,11 @@ def test_the_level_is_that_of_the_same_arguments(
     assert str(decision.level) == level
     assert bool(decision.to_check) is (level == "order" and said is not None)
     assert str(decision) == "level order" if said is None else said in str(decision)
-
-
-def test_arguments_have_megatron_lms_names(arguments: Any) -> None:
-    args = arguments.arguments_of(config(model__num_moe_experts=8), 16)
-    assert args.num_experts == 8
-    assert args.swiglu
-    assert args.untie_embeddings_and_output_weights
-    assert args.padded_vocab_size == 64
-    assert args.world_size == 16
-    assert args.seq_length == 32
-    assert args.optimizer == "adam"
+    named = args.swiglu, args.untie_embeddings_and_output_weights, args.padded_vocab_size
+    assert (*named, args.world_size, args.optimizer) == (True, True, 64, 2, "adam")
 
 
 def test_the_page_has_the_limits_that_are_bridges_own(arguments: Any) -> None:
     page = (Path(__file__).parents[2] / "docs" / "megatron_bridge.md").read_text().replace("`", "")
     for limit in set(arguments.BRIDGE_LIMITS) - set(arguments.LIMITS):
         assert f"\n| {limit.feature} | {limit.highest} |\n" in page
-
-
-def test_stages_of_two_models_are_refused(loop: Any, trainings: list[FakeTraining]) -> None:
-    with pytest.raises(RefusedError, match="dist_train"):
-        begin(make(), loop, config(model__dist_train=SimpleNamespace(use_dist_train=True)))

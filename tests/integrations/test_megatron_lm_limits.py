@@ -16,95 +16,59 @@ from envpipe_megatron.integrations.megatron.limits import LIMITS
 #: As Megatron-LM has it until 0.17.
 Scope = enum.Enum("Scope", "full_iteration attn")
 
-#: For each row the arguments that ask for it, where a number above 1 does.
+#: The highest level that a job can have with an argument, where a number above 1 asks for it.
 _BY_NUMBER = {
-    "mixture of experts": "num_experts",
-    "expert parallelism": "expert_model_parallel_size",
-    "context parallelism": "context_parallel_size",
-    "multi-token prediction": "mtp_num_layers",
-    "multi-latent attention": "multi_latent_attention",
-    "experimental kinds of attention": "experimental_attention_variant linear_attention_freq",
-    "hybrid (Mamba) models": "is_hybrid_model hybrid_override_pattern hybrid_layer_pattern",
-    "heterogeneous layers": (
-        "heterogeneous_layers_config_path heterogeneous_layers_config_encoded_json"
-    ),
-    "T5 and other models of encoder and decoder": "decoder_num_layers decoder_seq_length",
-    "vision pretraining": "vision_pretraining",
-    "legacy models": "use_legacy_models",
-    "fine-tuning on packed sequences (--sft)": "sft",
-    "documents packed by the data loader (--dataloader-inter-document-masking)": (
-        "dataloader_inter_document_masking"
-    ),
-    "distillation and ModelOpt": "export_kd_teacher_load modelopt_enabled logits_save_dir",
-    "overlapped tensor-parallel communication (--tp-comm-overlap)": "tp_comm_overlap",
-    "the embedding's weight gradients put off (--defer-embedding-wgrad-compute)": (
-        "defer_embedding_wgrad_compute"
-    ),
-    "delayed weight gradients (--delay-wgrad-compute)": "delay_wgrad_compute",
-    "offloading of the optimizer": "optimizer_cpu_offload offload_optimizer_states",
-    "logits by file (--logits-load-dir)": "logits_load_dir",
-    "gradients in the memory of gathered parameters (--reuse-grad-buf-for-mxfp8-param-ag)": (
-        "reuse_grad_buf_for_mxfp8_param_ag"
-    ),
-    "offloading of activations": "cpu_offloading fine_grained_activation_offloading",
-    "several instances of the distributed optimizer": "num_distributed_optimizer_instances",
-    "weights that ranks share out (--tensor-parallel-num-weight-shards)": "gtp_weight_remat_size",
-    "--iterations-to-skip": "iterations_to_skip",
-    "the fault tolerance package (--enable-ft-package)": "enable_ft_package",
-    "timers inside of forwards and backwards (--timing-log-level 2)": "timing_log_level",
-    "memory given back in each iteration (--empty-unused-memory-level)": (
-        "empty_unused_memory_level"
-    ),
-    "saving activations and gradients while training (--save-dgrads-interval and the like)": (
-        "save_activations_interval save_dgrads_interval save_wgrads_interval "
-        "save_tokens_per_expert_interval moe_routing_trace_path"
-    ),
-    "overlapped expert communication (--overlap-moe-expert-parallel-comm)": (
-        "overlap_moe_expert_parallel_comm"
-    ),
-    "FSDP": "use_megatron_fsdp use_torch_fsdp2 use_custom_fsdp",
-    "hybrid or dynamic context parallelism": "hybrid_context_parallel dynamic_context_parallel",
-    "--freeze-all-layers": "freeze_all_layers",
-    "reinforcement learning": "perform_rl_step",
-    "--skip-train": "skip_train",
+    Level.ORDER: """
+        num_experts expert_model_parallel_size context_parallel_size mtp_num_layers
+        multi_latent_attention experimental_attention_variant linear_attention_freq
+        is_hybrid_model hybrid_override_pattern hybrid_layer_pattern
+        heterogeneous_layers_config_path heterogeneous_layers_config_encoded_json
+        vision_pretraining sft dataloader_inter_document_masking export_kd_teacher_load
+        modelopt_enabled logits_save_dir tp_comm_overlap defer_embedding_wgrad_compute
+        optimizer_cpu_offload offload_optimizer_states num_distributed_optimizer_instances
+        gtp_weight_remat_size timing_log_level empty_unused_memory_level
+        """,
+    Level.UNITS: """
+        decoder_num_layers decoder_seq_length use_legacy_models delay_wgrad_compute
+        logits_load_dir reuse_grad_buf_for_mxfp8_param_ag cpu_offloading
+        fine_grained_activation_offloading iterations_to_skip enable_ft_package
+        save_activations_interval save_dgrads_interval save_wgrads_interval
+        save_tokens_per_expert_interval moe_routing_trace_path
+        overlap_moe_expert_parallel_comm
+        """,
+    Level.UNIFORM: """
+        use_megatron_fsdp use_torch_fsdp2 use_custom_fsdp hybrid_context_parallel
+        dynamic_context_parallel freeze_all_layers
+        """,
+    Level.OBSERVE: "perform_rl_step skip_train",
 }
-#: For each row: arguments that ask for it.
-ASKING: dict[str, tuple[dict[str, Any], ...]] = {
-    feature: tuple({name: 2} for name in names.split()) for feature, names in _BY_NUMBER.items()
-} | {
-    "FP4, and FP8 but for plain delayed scaling": (
-        {"fp8": "hybrid", "fp8_recipe": "tensorwise"},
-        {"fp8": "hybrid", "fp8_recipe": "delayed", "fp8_param_gather": True},
-        {"fp8": "e4m3", "fp8_recipe": "delayed", "recompute_granularity": "full"},
-        {"fp4": "e2m1"},
-        {"te_precision_config_file": "recipe.yaml"},
-        {"kitchen_config_file": "kitchen.yaml"},
-        {"kitchen_recipe_number": 1},
-    ),
-    "CUDA graphs": (
-        {"cuda_graph_impl": "local", "cuda_graph_scope": [Scope.attn]},
-        {"cuda_graph_impl": "transformer_engine", "cuda_graph_modules": ["attn"]},
-        {"enable_cuda_graph": True},
-        {"external_cuda_graph": True},
-        {"optimizer_cuda_graph": True},
-    ),
-    "--rerun-mode report_stats": (
-        {"rerun_mode": "report_stats"},
-        {"rerun_mode": "report_determinism_stats"},
-    ),
-    "other transfers in the pipeline (--pipeline-model-parallel-comm-backend ucc, "
-    "--use-ring-exchange-p2p)": (
-        {"pipeline_model_parallel_comm_backend": "ucc"},
-        {"use_ring_exchange_p2p": True},
-    ),
-    "no pipeline": ({"pipeline_model_parallel_size": 1}, {"pipeline_model_parallel_size": None}),
-    "CUDA graphs over the full iteration": (
-        {"cuda_graph_impl": "local", "cuda_graph_scope": [Scope.full_iteration]},  # 0.16, 0.17
-        {"cuda_graph_impl": "full_iteration"},  # since 0.18
-        {"cuda_graph_impl": "local", "cuda_graph_modules": ["full_iteration"]},
-        {"cuda_graph_impl": "local", "cuda_graph_scope": "full_iteration,attn"},
-    ),
-}
+#: Arguments of a job, and the highest level that it can have with them.
+ASKING: list[tuple[dict[str, Any], Level]] = [
+    *(({name: 2}, level) for level, names in _BY_NUMBER.items() for name in names.split()),
+    ({"fp8": "hybrid", "fp8_recipe": "tensorwise"}, Level.ORDER),
+    ({"fp8": "hybrid", "fp8_recipe": "delayed", "fp8_param_gather": True}, Level.ORDER),
+    ({"fp8": "e4m3", "fp8_recipe": "delayed", "recompute_granularity": "full"}, Level.ORDER),
+    ({"fp4": "e2m1"}, Level.ORDER),
+    ({"te_precision_config_file": "recipe.yaml"}, Level.ORDER),
+    ({"kitchen_config_file": "kitchen.yaml"}, Level.ORDER),
+    ({"kitchen_recipe_number": 1}, Level.ORDER),
+    ({"cuda_graph_impl": "local", "cuda_graph_scope": [Scope.attn]}, Level.UNITS),
+    ({"cuda_graph_impl": "transformer_engine", "cuda_graph_modules": ["attn"]}, Level.UNITS),
+    ({"enable_cuda_graph": True}, Level.UNITS),
+    ({"external_cuda_graph": True}, Level.UNITS),
+    ({"optimizer_cuda_graph": True}, Level.UNITS),
+    ({"rerun_mode": "report_stats"}, Level.UNITS),
+    ({"rerun_mode": "report_determinism_stats"}, Level.UNITS),
+    ({"pipeline_model_parallel_comm_backend": "ucc"}, Level.UNIFORM),
+    ({"use_ring_exchange_p2p": True}, Level.UNIFORM),
+    ({"pipeline_model_parallel_size": 1}, Level.UNIFORM),
+    ({"pipeline_model_parallel_size": None}, Level.UNIFORM),
+    # 0.16 and 0.17; since 0.18
+    ({"cuda_graph_impl": "local", "cuda_graph_scope": [Scope.full_iteration]}, Level.UNIFORM),
+    ({"cuda_graph_impl": "full_iteration"}, Level.UNIFORM),
+    ({"cuda_graph_impl": "local", "cuda_graph_modules": ["full_iteration"]}, Level.UNIFORM),
+    ({"cuda_graph_impl": "local", "cuda_graph_scope": "full_iteration,attn"}, Level.UNIFORM),
+]
 DEFAULTS: dict[str, Any] = {
     "virtual_pipeline_model_parallel_size": None,
     "num_experts": None,
@@ -122,7 +86,6 @@ DEFAULTS: dict[str, Any] = {
     "pipeline_model_parallel_comm_backend": None,
     "iterations_to_skip": [],
     "empty_unused_memory_level": 0,
-    "num_microbatches_with_partial_activation_checkpoints": None,
     "rampup_batch_size": None,
 }
 
@@ -137,15 +100,7 @@ def no_allocator_settings(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(variable, raising=False)
 
 
-@pytest.mark.parametrize(
-    "asked",
-    [
-        {},
-        DEFAULTS,
-        {"virtual_pipeline_model_parallel_size": 2},
-        {"num_microbatches_with_partial_activation_checkpoints": 0},
-    ],
-)
+@pytest.mark.parametrize("asked", [{}, DEFAULTS, {"virtual_pipeline_model_parallel_size": 2}])
 def test_what_tests_have_proven_needs_no_check(asked: dict[str, Any]) -> None:
     for checks in (True, False):
         found = decide(job(**asked), LIMITS, checks=checks)
@@ -153,22 +108,19 @@ def test_what_tests_have_proven_needs_no_check(asked: dict[str, Any]) -> None:
 
 
 def test_each_row_is_asked_for_and_leaves_its_level() -> None:
-    of_the_environment = FREES_WHILE_TRAINING, "CUDA_LAUNCH_BLOCKING"
-    rows = {limit.feature: limit for limit in LIMITS if limit.feature not in of_the_environment}
-    assert rows.keys() == ASKING.keys()
-    for feature, several in ASKING.items():
-        for asked in several:
-            row, args = rows[feature], job(**{**DEFAULTS, **asked})
-            found, unchecked = (decide(args, LIMITS, checks=checks) for checks in (True, False))
-            assert found.level is row.highest, asked
-            assert unchecked.level is min(row.highest, Level.UNITS), asked
-            if found.level is Level.ORDER:
-                assert row in found.to_check
-                against = unchecked.against[Level.ORDER]
-                assert feature in [limit.feature for limit in against]
-            else:
-                assert found.to_check == ()
-                assert row in found.against[Level(found.level + 1)]
+    unseen = {limit.feature for limit in LIMITS} - {FREES_WHILE_TRAINING, "CUDA_LAUNCH_BLOCKING"}
+    for asked, level in ASKING:
+        args = job(**{**DEFAULTS, **asked})
+        found, unchecked = (decide(args, LIMITS, checks=checks) for checks in (True, False))
+        assert found.level is level, asked
+        assert unchecked.level is min(level, Level.UNITS), asked
+        against = unchecked if level is Level.ORDER else found
+        features = {row.feature for row in against.against[Level(min(level, Level.UNITS) + 1)]}
+        assert {row.feature for row in found.to_check} == (
+            features if level is Level.ORDER else set()
+        )
+        unseen -= features
+    assert not unseen
 
 
 @pytest.mark.parametrize("variable", ["PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"])
@@ -185,7 +137,7 @@ def test_an_allocator_that_frees_while_training(
 
 def test_any_combination_gets_a_level_and_no_feature_raises_it() -> None:
     draw = random.Random(22)
-    features = [asked for several in ASKING.values() for asked in several]
+    features = [asked for asked, _ in ASKING]
     settings = [*features, *({name: None} for asked in features for name in asked)]
     for _ in range(2000):
         asked: dict[str, Any] = {}

@@ -12,7 +12,7 @@ import pytest
 
 pytest.importorskip("torch")
 import torch
-from leveled_jobs import begin, given
+from leveled_jobs import begin
 
 from envpipe_megatron.integrations.levels import Level
 
@@ -283,11 +283,3 @@ def test_a_job_checks_what_its_table_says_and_split_backwards(
         return
     assert check._needed == checked
     assert check._keep_whole == (job.session.split_no_more if may_split else None)
-
-
-def test_without_a_check_backwards_stay_whole() -> None:
-    from envpipe_megatron.integrations.job import _why_whole
-
-    placement: Any = SimpleNamespace(splits=True, why_whole=None)
-    assert _why_whole(given(self_check="always"), placement, Level.ORDER) == ""
-    assert "--envpipe-self-check off" in _why_whole(given(self_check="off"), placement, Level.ORDER)

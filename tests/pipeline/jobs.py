@@ -40,7 +40,6 @@ class Job:
         steps: how many; None ends `STEADY_STEPS` after EnvPipe has come to its steady phase.
         reducer: options of megatron-core's DistributedDataParallel that are on, or
             `align_grad_reduce` (a grad_sync_func); None trains untied replicas alone, by Adam.
-        partial_checkpoints: microbatches of a window whose layers are not all computed again.
         noise: share by which losses differ from run to run, by chance.
         evaluate_after: the step after which forwards alone are run, on other data.
     """
@@ -60,7 +59,6 @@ class Job:
     reducer: tuple[str, ...] | None = None
     recompute: bool = False
     dropout: float = 0.0
-    partial_checkpoints: int | None = None
     noise: float = 0.0
     per_token_loss: bool = False
     evaluate_after: int | None = None

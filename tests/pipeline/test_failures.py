@@ -8,7 +8,7 @@ from pathlib import Path
 import faults
 import numpy as np
 import pytest
-from on_request import on_request
+from on_request import each_of
 from rank_pool import RankPool
 from test_bit_equality import synthetic_profile
 
@@ -37,16 +37,10 @@ FAULTS = {
 
 
 #: Each waits for the time-out.
-ALSO_FAULTS = {"silent", "last stage silent", "first stage killed in its last backward"}
+SLOW = {"silent", "last stage silent", "first stage killed in its last backward"}
 
 
-@pytest.mark.parametrize(
-    "fault",
-    [
-        pytest.param(fault, marks=on_request("PIPELINE") if fault in ALSO_FAULTS else ())
-        for fault in FAULTS
-    ],
-)
+@pytest.mark.parametrize("fault", each_of(FAULTS, FAULTS.keys() - SLOW))
 def test_peer_lost_in_the_middle_of_a_step(fault, tmp_path):
     how, victim, unit = FAULTS[fault]
     with RankPool(3, timeout_s=TIMEOUT_S) as pool:

@@ -9,7 +9,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from jobs import Job, Ours
-from on_request import on_request
+from on_request import each_of, on_request
 from test_bit_equality import (
     CLOCKS_MHZ,
     assert_locked,
@@ -52,8 +52,8 @@ JOBS = {
 }
 
 
-#: One feature of those, or more of what they have.
-SLOW = {
+#: And one feature of those, or more of what they have.
+ALL_JOBS = JOBS | {
     "1f1b": Job(4, 6),
     "four chunks": Job(2, 4, chunks=4),
     "overlapped experts, few microbatches": Job(2, 2, chunks=2, combined=True, reducer=()),
@@ -64,14 +64,11 @@ SLOW = {
     "overlapped experts, four stages": Job(4, 8, chunks=2, combined=True),
     "overlapped experts, four chunks": Job(2, 8, chunks=4, group=3, combined=True, tied=True),
 }
-JOBS |= SLOW
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=on_request("PIPELINE") if n in SLOW else ()) for n in JOBS]
-)
+@pytest.mark.parametrize("name", each_of(ALL_JOBS, JOBS))
 def test_every_unit_has_its_clock_and_nothing_else_changes(stock, ours, tmp_path, name):
-    job = replace(JOBS[name], deallocate=JOBS[name].chunks == 1)
+    job = replace(ALL_JOBS[name], deallocate=ALL_JOBS[name].chunks == 1)
     schedule = kept(job)
     how = by_plan(tmp_path, schedule)
     results = ours(job, replace(how, kept_orders=(schedule,)))
@@ -90,13 +87,7 @@ CHANGING = {
 }
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        *(pytest.param(name, marks=on_request("PIPELINE")) for name in ("1f1b", "two chunks")),
-        "two replicas",
-    ],
-)
+@pytest.mark.parametrize("name", each_of(CHANGING, ["two replicas"]))
 def test_each_number_of_microbatches_has_its_clocks(stock, ours, tmp_path, name):
     """Up, down and back; the full batch's plan is by file, others are planned when they come."""
     counts = (2, 2, 2, 6, 6, 6, 2, 4, 6, 4, 4, 2)
@@ -134,7 +125,7 @@ def test_each_number_of_microbatches_has_its_clocks(stock, ours, tmp_path, name)
         assert len(result.locked_mhz) <= len(changes) + 2 * len(counts)
 
 
-@pytest.mark.parametrize("name", ["1f1b", pytest.param("two chunks", marks=on_request("PIPELINE"))])
+@pytest.mark.parametrize("name", each_of(["1f1b", "two chunks"], ["1f1b"]))
 def test_each_number_of_microbatches_has_its_order(stock, ours, tmp_path, name):
     """The interpreter plans an order for each; the profile is by file."""
     counts = (2, 2, 6, 6, 2, 4, 4, 6, 4)

@@ -7,9 +7,8 @@ from typing import Any
 
 import pytest
 from jobs import ALIGNED, ALL, OVERLAP, Job, Ours
-from on_request import on_request
+from on_request import each_of
 from test_bit_equality import assert_same_bits, by_plan, ours, stock
-from test_split_backward import by_plan as by_split_plan
 from test_split_features import DEFERRED, EXPERTS
 
 from envpipe_megatron.core.kinds import Kind, unit
@@ -45,12 +44,7 @@ JOBS = {
 }
 
 
-SLOW = ("1f1b", "dropout", "per-token loss")
-
-
-@pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=on_request("PIPELINE") if n in SLOW else ()) for n in JOBS]
-)
+@pytest.mark.parametrize("name", each_of(JOBS, ["two chunks, all overlapped"]))
 def test_an_order_that_changes_nothing_passes(stock, ours, tmp_path, name):
     job = replace(JOBS[name], steps=4, deallocate=JOBS[name].chunks == 1)
     order = longer(job)
@@ -101,14 +95,11 @@ SPLIT_JOBS = {
 def split_plan(folder, job: Job, **how: Any) -> Ours:
     """A plan whose backwards are split runs behind the check of an order of more forwards."""
     own = longer(job)
-    plan = by_split_plan(folder, split_in_place(own, job.microbatches))
+    plan = by_plan(folder, split_in_place(own, job.microbatches))
     return replace(plan, checked=own, splits=True, **how)
 
 
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(n, marks=on_request("PIPELINE") if n != "tied" else ()) for n in SPLIT_JOBS],
-)
+@pytest.mark.parametrize("name", each_of(SPLIT_JOBS, ["tied"]))
 def test_split_backwards_that_change_nothing_pass(stock, ours, tmp_path, name):
     job = replace(SPLIT_JOBS[name], steps=4)
     results = ours(job, split_plan(tmp_path, job))
@@ -133,13 +124,8 @@ FAULTY = {
 }
 
 
-FULL = on_request("PIPELINE")
-
-
-@pytest.mark.parametrize("needed", [pytest.param(True, marks=FULL), False])
-@pytest.mark.parametrize(
-    "fault", [pytest.param(n, marks=() if n == "missing" else FULL) for n in FAULTY]
-)
+@pytest.mark.parametrize("needed", each_of([True, False], [False]))
+@pytest.mark.parametrize("fault", each_of(FAULTY, ["missing"]))
 def test_where_splitting_goes_wrong_backwards_stay_whole(stock, ours, tmp_path, fault, needed):
     job = replace(FAULTY[fault], steps=4)
     results = ours(job, split_plan(tmp_path, job, fault=fault, check_needed=needed))
@@ -161,7 +147,7 @@ def test_where_splitting_goes_wrong_backwards_stay_whole(stock, ours, tmp_path, 
         assert not any(unit.startswith("W") for units in result.executed for unit in units)
 
 
-@pytest.mark.parametrize("needed", [pytest.param(True, marks=FULL), False])
+@pytest.mark.parametrize("needed", each_of([True, False], [False]))
 def test_where_any_order_goes_wrong_the_level_falls(stock, ours, tmp_path, needed):
     job = Job(2, 6, steps=2, tied=True)
     how = split_plan(tmp_path, job, fault="wrong in any order", check_needed=needed)
@@ -177,21 +163,18 @@ def test_where_any_order_goes_wrong_the_level_falls(stock, ours, tmp_path, neede
 
 @pytest.mark.parametrize(
     ("fault", "job"),
-    [
-        ("error in a whole backward", Job(2, 6, steps=2, reducer=OVERLAP)),
-        *(
-            pytest.param("error behind the last whole backward", job, marks=FULL)
-            for job in (
-                Job(2, 6, steps=2, reducer=OVERLAP),
-                Job(2, 6, steps=2, reducer=(*OVERLAP, "align_grad_reduce")),
-            )
-        ),
-        pytest.param(
-            "error in a whole backward",
-            Job(2, 6, steps=2, fused=True, reducer=(), options=DEFERRED),
-            marks=FULL,
-        ),
-    ],
+    each_of(
+        [
+            ("error in a whole backward", Job(2, 6, steps=2, reducer=OVERLAP)),
+            ("error behind the last whole backward", Job(2, 6, steps=2, reducer=OVERLAP)),
+            ("error behind the last whole backward", Job(2, 6, steps=2, reducer=ALIGNED)),
+            (
+                "error in a whole backward",
+                Job(2, 6, steps=2, fused=True, reducer=(), options=DEFERRED),
+            ),
+        ],
+        [("error in a whole backward", Job(2, 6, steps=2, reducer=OVERLAP))],
+    ),
 )
 def test_an_error_ends_no_job_whose_replicas_wait(stock, ours, tmp_path, fault, job):
     """Megatron wants each gradient reduced, and reducers and hooks are its own."""

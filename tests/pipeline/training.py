@@ -352,14 +352,14 @@ def _train(
         stepped = finish_step()
         result.skipped += not stepped
         if session is not None and stand_in is not None:
-            stand_in.end_step(skipped=not stepped)
+            if isinstance(stand_in, ForwardBackward):
+                result.failed = stand_in.end_step(skipped=not stepped)
             session.end_step()
         if job.evaluate_after == step:
             _evaluate(job, call, result)
         if last:
             break
         step += 1
-    result.failed = getattr(stand_in, "failed", None)
     result.weights = _named_bits(chunks, lambda parameter: parameter.detach())
 
 
@@ -476,7 +476,6 @@ def _build(job: Job) -> tuple[list[torch.nn.Module], Callable[[], None], Callabl
         use_cpu_initialization=True,
         hidden_dropout=job.dropout,
         attention_dropout=job.dropout,
-        num_microbatches_with_partial_activation_checkpoints=job.partial_checkpoints,
         bias_dropout_fusion=False,
         bias_activation_fusion=False,
         masked_softmax_fusion=False,

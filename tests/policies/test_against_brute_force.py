@@ -24,10 +24,9 @@ from envpipe_megatron.core.profile_rows import SplitBackward
 from envpipe_megatron.core.schedule import Placement
 from envpipe_megatron.policies.optimal.optimizer import Optimizer, all_maximum_s
 from envpipe_megatron.policies.orders.any_order import any_order
-from envpipe_megatron.policies.orders.extra_forwards import OrderSearch
-from envpipe_megatron.policies.orders.families import FamilySearch, families
+from envpipe_megatron.policies.orders.families import ENVPIPE, Family, FamilySearch
 from envpipe_megatron.policies.planner import make_plan
-from envpipe_megatron.policies.problem import order_limits
+from envpipe_megatron.policies.problem import Problem, order_limits
 from envpipe_megatron.policies.request import PlanRequest, make_problem
 
 #: Stages, microbatches, frequencies: up to 65,536 assignments.
@@ -40,6 +39,14 @@ def tiny_job(seed, sizes=SIZES):
     profile = random_profile(rng, stages, frequencies)
     builder = rng.choice([builders.one_f_one_b, builders.gpipe])
     return rng, builder(stages, microbatches), profile, random_conditions(rng, profile)
+
+
+ZERO_BUBBLE = Family("zero-bubble", split=True)
+
+
+def search_of(family, profile, microbatches, conditions, deadline_s):
+    problem = Problem(profile, microbatches, conditions, "auto")
+    return FamilySearch(family, problem, deadline_s)
 
 
 def test_brute_force_prices_as_the_evaluator_does():
@@ -130,7 +137,7 @@ def test_order_and_frequencies_against_all_orders(stages, microbatches, jobs):
             for order in orders
         }
         optimum_j = min(least_j.values())
-        search = OrderSearch(profile, microbatches, conditions, deadline_s)
+        search = search_of(ENVPIPE, profile, microbatches, conditions, deadline_s)
         assert search.any_order_bound_j() <= optimum_j * (1 + 1e-9), seed
         assert optimum_j <= auto.cost.energy_j * (1 + 1e-9), seed
         assert auto.cost.energy_j <= own.cost.energy_j * (1 + 1e-9), seed
@@ -192,8 +199,7 @@ def test_no_order_of_whole_and_split_backwards_goes_below_the_bound(stages, micr
         conditions = random_conditions(rng, profile)
         own = builders.one_f_one_b(stages, microbatches)
         deadline_s = rng.choice([1, 1, 1.2]) * all_maximum_s(own, profile, conditions)
-        (family,) = families(profile, 1)
-        search = FamilySearch(family, own, profile, conditions, deadline_s)
+        search = search_of(ZERO_BUBBLE, profile, microbatches, conditions, deadline_s)
         optimum_j = min(
             try_everything(order, profile, conditions).least_energy_j(deadline_s)
             for order in orders
@@ -229,6 +235,6 @@ def test_the_bound_of_all_orders_is_reached_where_the_pipeline_is_one_chain():
         schedule = builders.one_f_one_b(3, 1)
         optimizer = Optimizer(schedule, profile, conditions)
         deadline_s = optimizer.fastest_s * rng.choice([1.0, 1.1, 5.0])
-        bound_j = OrderSearch(profile, 1, conditions, deadline_s).any_order_bound_j()
+        bound_j = search_of(ENVPIPE, profile, 1, conditions, deadline_s).any_order_bound_j()
         relaxed_j = optimizer.relaxed(deadline_s).cost_j
         assert bound_j == pytest.approx(relaxed_j, rel=1e-6)

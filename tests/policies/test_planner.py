@@ -18,8 +18,9 @@ from envpipe_megatron.core.profile_rows import ProfileError, SplitBackward
 from envpipe_megatron.core.sidecar import Sidecar
 from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.policies.clock_changes.clock_runs import shortest_dwell_s
+from envpipe_megatron.policies.optimal.choices import waiting_floor_w
 from envpipe_megatron.policies.optimal.linear_program import LinearProgramError
-from envpipe_megatron.policies.orders.extra_forwards import OrderSearch
+from envpipe_megatron.policies.orders.any_order import any_order
 from envpipe_megatron.policies.planner import build_schedule, make_frontier, make_plan
 from envpipe_megatron.policies.problem import PlannerError
 from envpipe_megatron.policies.reconfigure import Ended
@@ -323,8 +324,9 @@ def test_parking_and_dwell_times_reach_the_plan_and_the_frontier(schedule, wishe
     if schedule == "auto":
         # The note says what no order can go below when it parks.
         baseline = planned.plan.baseline.cost
-        search = OrderSearch(profile, 4, conditions, baseline.iteration_time_s, parking=True)
-        most = 100 * (1 - search.any_order_bound_j() / baseline.energy_j)
+        floor_w, deadline_s = waiting_floor_w(profile, conditions, True), baseline.iteration_time_s
+        bound_j = any_order(profile, conditions, 4, deadline_s, floor_w).energy_lower_bound_j
+        most = 100 * (1 - bound_j / baseline.energy_j)
         assert f"save more than {most:.2f} %" in planned.notes[0]
 
 

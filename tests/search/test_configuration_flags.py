@@ -1,17 +1,15 @@
 """A configuration as Megatron's flags and as a file."""
 
-import json
 from dataclasses import replace
 
 from whole_layers import whole_layers
 
 from envpipe_megatron.search.configuration import (
     Job,
-    configuration_text,
+    Recomputed,
     megatron_flags,
-    recomputed_layers,
 )
-from envpipe_megatron.search.cuts import Recomputed, Shape
+from envpipe_megatron.search.cuts import Shape
 from envpipe_megatron.search.layer_profile import Sizes
 from envpipe_megatron.search.space import MegatronSpace, Space
 
@@ -66,30 +64,9 @@ def test_what_is_printed_is_what_was_ranked() -> None:
         megatron = MegatronSpace(PROFILE, job, Space(max_chunks=2))
         for shape in megatron.shapes:
             if cut := megatron.best_cut(shape):
-                stages, printed = cut.configuration.stages, recomputed_layers(cut.configuration)
+                stages = cut.configuration.stages
+                printed = [stage.recomputed for stage in stages]
                 edges = {edge for stage in stages for chunk in stage.chunks for edge in chunk}
                 assert megatron.configuration(shape, sorted(edges), printed) == cut.configuration
                 recomputing |= {(shape.num_chunks, name) for name, _ in printed}
     assert {(1, "selective"), (2, "selective")} <= recomputing
-
-
-def test_the_file_says_all_that_a_script_needs() -> None:
-    shape = Shape(Sizes(2, 1), 2, 1, 1, 8)
-    configuration = MEGATRON.configuration(shape, [0, 4, 9], [("full", 1), (None, 0)])
-    text = configuration_text(
-        PROFILE, configuration, JOB, flags=["--x 1"], predicted={"iteration_time_s": 0.5}
-    )
-    fields = json.loads(text)
-    assert fields["format"] == "envpipe-configuration/1"
-    assert fields["stages"][0] == {
-        "pieces": [[0, 4]],
-        "names": [["embedding", "layer", "layer", "layer"]],
-        "tensor_parallel": 2,
-        "microbatch_size": 1,
-        "context_parallel": 1,
-        "expert_parallel": 1,
-        "data_parallel": 1,
-        "recomputed": [None, "full", None, None],
-    }
-    assert fields["megatron_flags"] == ["--x 1"]
-    assert fields["predicted"] == {"iteration_time_s": 0.5}

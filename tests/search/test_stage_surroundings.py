@@ -45,9 +45,7 @@ def profile_of(experts: float = 0.0, **changes) -> LayerProfile:
 
 def candidate_of(profile, sizes=ONE, stages=2, replicas=1, shared=False, job=JOB) -> Candidate:
     edges = [round(stage * 6 / stages) for stage in range(stages + 1)]
-    layouts = tuple(
-        StageLayout(((a, b),), sizes, replicas, (None,) * (b - a)) for a, b in pairwise(edges)
-    )
+    layouts = tuple(StageLayout(((a, b),), sizes, replicas) for a, b in pairwise(edges))
     return Candidate(Configuration(layouts, 4, shared), profile, job)
 
 

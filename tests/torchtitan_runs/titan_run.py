@@ -17,8 +17,7 @@ from typing import Any
 import torch
 import torch._utils as utils
 
-from envpipe_megatron.integrations.torch_pipelining.torchtitan import hook
-from envpipe_megatron.torchtitan import divided
+from envpipe_megatron.integrations.torch_pipelining.torchtitan import divided, hook
 
 
 def main() -> None:

@@ -7,14 +7,13 @@ from itertools import pairwise
 
 from benchmarks.overhead import host
 from envpipe_megatron.runtime.clocks.latency import KERNELS, LEAD, Trace
-from envpipe_megatron.runtime.execution.executor import Later
 
 
 class HostExecutor(host.HostExecutor):
     """Units run on the host, one after the other; a wait for a meter lasts."""
 
     def in_wait(self, after_s):
-        return Later(after_s)
+        return after_s
 
     def idle(self, time_s):
         time.sleep(time_s)
@@ -23,9 +22,8 @@ class HostExecutor(host.HostExecutor):
 class HostKernelTimer:
     """Kernels that take no time."""
 
-    def trace(self, call, look):
+    def trace(self, call):
         instants_s = [time.monotonic() for _ in range(LEAD)]
         called_s, returned_s = call()
-        looks = [(time.monotonic(), look())]
         instants_s += [time.monotonic() for _ in range(KERNELS - LEAD)]
-        return Trace(called_s, returned_s, list(pairwise(instants_s)), looks)
+        return Trace(called_s, returned_s, list(pairwise(instants_s)))

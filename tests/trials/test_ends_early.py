@@ -40,9 +40,6 @@ def assert_partial_results(output):
     summary = json.loads((output / "summary.json").read_text())
     assert summary["complete"] is False
     assert summary["emulated"] is True
-    told = summary["losses"]["baseline"]
-    assert told
-    assert all(isinstance(loss, float) for loss in told)
     windows = json_lines(output / "energy.jsonl")
     assert windows
     assert all(each["energy_j"] > 0 for each in windows if each["phase"] not in OUTSIDE_STEPS)

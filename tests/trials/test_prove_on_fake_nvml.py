@@ -6,7 +6,6 @@ import json
 import os
 import random
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -17,7 +16,7 @@ import pytest
 from fake_nvml.fake_nvml import FakeNvml
 from fake_nvml.models import MODELS, FakeModel
 from on_request import asked_for, on_request
-from trials_helpers import write_text
+from trials_helpers import processes_of, wait_until, write_text
 
 from envpipe_megatron.gpu.guard.lease import list_leases
 from envpipe_megatron.trials.settings import Settings
@@ -27,9 +26,10 @@ pytestmark = [
     pytest.mark.skipif(not Path("/proc/self").is_dir(), reason="looks for processes in /proc"),
 ]
 
-KILLS = 200 if asked_for("GPU") else 1
-DEADLINE_S = 120.0
-ORPHANS_S = 40.0
+KILLS = 50 if asked_for("GPU") else 1
+DEADLINE_S = 240.0
+#: From its first locked clock to its end.
+LONGEST_S = 10.0
 #: Few clocks: each is profiled.
 FEW = FakeModel(
     name="NVIDIA A100-SXM4-80GB",
@@ -45,125 +45,59 @@ class Proofs:
 
     def __init__(self, folder, library, monkeypatch):
         monkeypatch.setitem(MODELS, "few", FEW)
-        self.folder = folder
+        self.folder, self.output = folder, folder / "out"
         self.nvml = FakeNvml(folder / "nvml", library, ["few", "few"])
         self.nvml._node.refresh_ns = 20_000_000
         (folder / "run").mkdir(mode=0o700)
-        self.pid_file = folder / "pids"
-        for name, value in {
-            "ENVPIPE_LEASE_DIR": folder / "leases",
-            "XDG_RUNTIME_DIR": folder / "run",
-            "PROVE_SOCKET": folder / "socket",
-            "PROVE_PIDS": self.pid_file,
-        }.items():
-            monkeypatch.setenv(name, str(value))
+        monkeypatch.setenv("ENVPIPE_LEASE_DIR", str(folder / "leases"))
+        monkeypatch.setenv("XDG_RUNTIME_DIR", str(folder / "run"))
         monkeypatch.delenv("ENVPIPE_FORBID_CLOCK_CONTROL", raising=False)
-        environment = {
-            **os.environ,
-            **self.nvml.environment,
-            "PYTHONPATH": os.pathsep.join([*sys.path, str(Path(__file__).parent)]),
-        }
-        server = Path(__file__).with_name("prove_server.py")
-        self._log = (folder / "server.log").open("w")
-        self._server = subprocess.Popen(
-            [sys.executable, str(server)], env=environment, stdout=subprocess.PIPE, text=True,
-            stderr=self._log,
-        )  # fmt: skip
-        assert self._server.stdout.readline() == "ready\n", (folder / "server.log").read_text()
-
-    def close(self):
-        self._server.kill()
-        self._server.wait()
-        self._log.close()
+        path = os.pathsep.join([*sys.path, str(Path(__file__).parent)])
+        self._environment = {**os.environ, **self.nvml.environment, "PYTHONPATH": path}
 
     def start(self, *, changes_clocks=True):
         """Start a proof; its output folder."""
-        output = self.folder / "out"
         # Without a sweep, few steps tell the counters' joules.
         size = {"sequence_length": 16, "num_microbatches": 4}
         size = size if changes_clocks else {"sequence_length": 96, "num_microbatches": 8}
         job = Settings(
-            str(output), str(write_text(self.folder / "text.txt")), None, num_stages=2,
+            str(self.output), str(write_text(self.folder / "text.txt")), None, num_stages=2,
             num_layers=2, hidden_size=32, **size,
         )  # fmt: skip
-        settings = self.folder / "settings.json"
+        settings = self.folder / "asked.json"
         job.as_proof(1, 2, changes_clocks=changes_clocks).write(settings)
-        self.pid_file.write_text("")
-        connection = socket.socket(socket.AF_UNIX)
-        connection.connect(str(self.folder / "socket"))
-        request = {"what": "command", "settings": str(settings), "environment": {}}
-        socket.send_fds(connection, [json.dumps(request).encode()], [self._log.fileno()] * 2)
-        connection.recv(1 << 16)
-        self._connection = connection
-        return output
-
-    def pids(self, what):
-        """Of the command or the ranks that were started last; none if it has not come so far."""
-        lines = map(json.loads, self.pid_file.read_text().splitlines())
-        return [pid for line in lines for pid in line.get(what, ())]
-
-    def launcher(self):
-        """What stands for torchrun, if it runs."""
-        found = []
-        for folder in Path("/proc").glob("[0-9]*"):
-            with suppress(OSError):
-                command = (folder / "cmdline").read_bytes()
-                if str(self.folder / "socket").encode() in command:
-                    found.append(int(folder.name))
-        return found
+        with (self.folder / "log").open("w") as log:
+            self.command = subprocess.Popen(
+                [sys.executable, str(Path(__file__).with_name("prove_run.py")), str(settings)],
+                env=self._environment, stdout=log, stderr=log,
+            )  # fmt: skip
+        return self.output
 
     def wait(self):
         """Wait until nothing of the proof runs; the command's exit code."""
-        self._connection.settimeout(DEADLINE_S)
-        code = int(self._connection.recv(100))
-        until(lambda: not self.launcher(), "the end of the launcher")
-        self._end_orphans()
+        code = self.command.wait(DEADLINE_S)
+        until(lambda: not processes_of(self.output), "the end of torchrun and its ranks")
         return code
-
-    def _end_orphans(self):
-        """A rank that lost torchrun and a peer while it joined waits inside torch, for minutes.
-
-        It has locked nothing yet: that is looked at before it is killed.
-        """
-        end_s = time.monotonic() + ORPHANS_S
-        while left := list(filter(runs, self.pids("ranks"))):
-            if time.monotonic() > end_s:
-                assert self.locked() == []
-                for pid in left:
-                    os.kill(pid, signal.SIGKILL)
-                end_s += DEADLINE_S
-            time.sleep(0.01)
 
     def locked(self):
         return [uid for uid in self.nvml.uuids if self.nvml.locked_mhz(uid) is not None]
 
 
-def runs(pid):
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
-
-
 def until(condition, what):
-    end_s = time.monotonic() + DEADLINE_S
-    while not condition():
-        assert time.monotonic() < end_s, f"{what} did not come"
-        time.sleep(0.01)
+    wait_until(condition, DEADLINE_S, what)
 
 
 @pytest.fixture(scope="module")
 def proofs(fake_nvml_library, tmp_path_factory):
     with pytest.MonkeyPatch.context() as monkeypatch:
-        made = Proofs(tmp_path_factory.mktemp("proofs"), fake_nvml_library, monkeypatch)
-        yield made
-        made.close()
+        yield Proofs(tmp_path_factory.mktemp("proofs"), fake_nvml_library, monkeypatch)
 
 
 def kill_something(proofs, draw):
     """What was killed, and by what."""
-    ranks, launcher, command = proofs.pids("ranks"), proofs.launcher(), proofs.pids("command")
-    hard = signal.SIGKILL
+    found, hard = processes_of(proofs.output), signal.SIGKILL
+    ranks = [pid for pid, rank in found.items() if rank is not None]
+    launcher, command = [pid for pid, rank in found.items() if rank is None], [proofs.command.pid]
     victims = {
         "command by SIGKILL": [(command, hard)],
         "command by SIGTERM": [(command, signal.SIGTERM)],
@@ -185,9 +119,7 @@ def kill_something(proofs, draw):
 def test_a_whole_proof_on_the_fake_library(proofs):
     before = len(proofs.nvml.changes())
     output = proofs.start()
-    begin_s = time.monotonic()
     assert proofs.wait() == 0, (output / "log.txt").read_text()
-    proofs.whole_s = time.monotonic() - begin_s
     document = json.loads((output / "claims.json").read_text())
     assert document["complete"] is True
     assert document["emulated"] is False
@@ -244,10 +176,11 @@ def test_no_clock_stays_locked_whenever_it_is_killed(proofs):
     seed = int.from_bytes(os.urandom(4), "big")
     print(f"seed {seed}")
     draw = random.Random(seed)
-    longest_s = getattr(proofs, "whole_s", 10.0)
     for number in range(KILLS):
         output = proofs.start()
-        time.sleep(draw.uniform(0, longest_s))
+        until(lambda: proofs.locked() or proofs.command.poll() is not None, "a locked clock")
+        assert proofs.command.poll() is None, (output / "log.txt").read_text()
+        time.sleep(draw.uniform(0, LONGEST_S))
         turns = output / "turns.jsonl"
         told = turns.read_text().splitlines() if turns.exists() else []
         locked = len(proofs.locked())

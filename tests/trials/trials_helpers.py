@@ -64,7 +64,8 @@ def processes_of(output):
             environment = (folder / "environ").read_bytes().split(b"\0")
         except OSError:
             continue  # ended meanwhile
-        if os.fsencode(output / "settings.json") in command:
+        files = {os.fsencode(output / name) for name in ("settings.json", "prove.json")}
+        if files & set(command):
             ranks = [int(v[5:]) for v in environment if v.startswith(b"RANK=")]
             found[int(folder.name)] = ranks[0] if ranks else None
     return found

@@ -23,14 +23,15 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmarks.search.aceso_space.choices import Run
+from benchmarks.search.aceso_space.choices import OPERATOR, Run
+from benchmarks.search.aceso_space.plans import column
 from envpipe_megatron.core.arrays import FloatArray, IntArray
+from envpipe_megatron.search.layer_file import check_profile
 from envpipe_megatron.search.layer_profile import (
     EMBEDDING,
     FULL,
     LAYER,
     LOSS,
-    OPERATOR,
     SELECTIVE,
     Block,
     BytesPerParameter,
@@ -40,7 +41,6 @@ from envpipe_megatron.search.layer_profile import (
     Measure,
     Recomputation,
     Sizes,
-    check_profile,
 )
 
 DECODER_LAYER = "decoder_layer"
@@ -131,7 +131,7 @@ def read_switches(
     def switch_s(before: Sizes, behind: Sizes) -> FloatArray:
         one, other = sorted((before.tensor_parallel, behind.tensor_parallel))
         table = gathered.get(other // one, {})
-        mib = profile.column(behind, "input_bytes") / _MIB
+        mib = column(profile, behind, "input_bytes") / _MIB
         times_ms = [table.get(round(x), table.get(round(x - 1), np.inf)) for x in mib.tolist()]
         return np.array(times_ms) / 1e3
 

@@ -16,8 +16,10 @@ from functools import cached_property
 import numpy as np
 
 from envpipe_megatron.core.arrays import FloatArray, IntArray
-from envpipe_megatron.search.layer_profile import OPERATOR, Measure
+from envpipe_megatron.search.layer_profile import Measure
 
+#: The recomputation of single operators, in runs.
+OPERATOR = "operator"
 #: Amounts that differ by less are equal.
 TINY_BYTES = 1e-3
 #: A choice is a number with two bits for each piece: 0 for none, n for its n-th recomputation.

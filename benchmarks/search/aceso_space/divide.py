@@ -23,10 +23,11 @@ from itertools import pairwise, permutations
 
 import numpy as np
 
+from benchmarks.search.aceso_space.plans import PieceStage
 from benchmarks.search.aceso_space.recomputation import Recomputed
 from benchmarks.search.aceso_space.stages import Edges, StageCosts, StageOption, stage_edges
 from envpipe_megatron.core.arrays import BoolArray, FloatArray, IntArray
-from envpipe_megatron.search.configuration import Configuration, Job, StageLayout
+from envpipe_megatron.search.configuration import Configuration, Job
 from envpipe_megatron.search.layer_profile import LayerProfile, Sizes
 
 #: Cuts of the coarsest division, and how many times finer the next one is.
@@ -224,7 +225,8 @@ class _Search:
         for number, again in enumerate(agains):
             option = options[stages.option[number]]
             chunks = ((int(stages.first[number]), int(stages.end[number])),)
-            layouts.append(StageLayout(chunks, option.sizes, option.data_parallel, again.ways))
+            sizes, data_parallel = option.sizes, option.data_parallel
+            layouts.append(PieceStage(chunks, sizes, data_parallel, ways=again.ways))
             behind, piece = option.behind, int(stages.switch[number])
             switches.append(behind and Switch(piece, behind.sizes, behind.data_parallel))
         configuration = Configuration(tuple(layouts), num_microbatches)

@@ -22,6 +22,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from benchmarks.search.aceso_space.plans import column
 from benchmarks.search.aceso_space.recomputation import Recomputed, StageRecompute
 from envpipe_megatron.core.arrays import BoolArray, FloatArray, IntArray
 from envpipe_megatron.search.layer_profile import LayerProfile, Sizes
@@ -53,19 +54,19 @@ class StageCosts:
         each = profile.bytes_per_parameter
         self._parameter_bytes = each.weight + each.gradient + each.optimizer
         self._least_workspace = each.least_workspace
-        forward_s = profile.column(sizes, "forward_s")[:, 0]
-        self.piece_s = forward_s + profile.column(sizes, "backward_s")[:, 0]
+        forward_s = column(profile, sizes, "forward_s")[:, 0]
+        self.piece_s = forward_s + column(profile, sizes, "backward_s")[:, 0]
         self._run_s = _sums(self.piece_s)
-        self._parameters = _sums(profile.column(sizes, "parameters"))
-        self._activations = _sums(profile.column(sizes, "activation_bytes"))
-        self.input_bytes = np.append(profile.column(sizes, "input_bytes"), 0.0)
-        output_bytes = np.insert(profile.column(sizes, "output_bytes"), 0, 0.0)
+        self._parameters = _sums(column(profile, sizes, "parameters"))
+        self._activations = _sums(column(profile, sizes, "activation_bytes"))
+        self.input_bytes = np.append(column(profile, sizes, "input_bytes"), 0.0)
+        output_bytes = np.insert(column(profile, sizes, "output_bytes"), 0, 0.0)
         self.receive_s = profile.links.message_s(self.input_bytes, crosses=False)
         self.send_s = profile.links.message_s(output_bytes, crosses=False)
         # Aceso has the last stage send as well, out of the node.
         self.send_s[-1:] = profile.links.message_s(output_bytes[-1:], crosses=True)
-        self._forward_workspace = _RangeMaximum(profile.column(sizes, "forward_workspace_bytes"))
-        self._backward_workspace = _RangeMaximum(profile.column(sizes, "backward_workspace_bytes"))
+        self._forward_workspace = _RangeMaximum(column(profile, sizes, "forward_workspace_bytes"))
+        self._backward_workspace = _RangeMaximum(column(profile, sizes, "backward_workspace_bytes"))
         self._again = StageRecompute(profile, sizes)
 
     def compute_s(self, first: IntArray, end: IntArray) -> FloatArray:

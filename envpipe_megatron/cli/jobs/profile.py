@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import shlex
 import tempfile
@@ -31,9 +30,11 @@ from envpipe_megatron.search.layer_jobs import (
     jobs_for,
     merged,
 )
-from envpipe_megatron.search.layer_profile import LayerProfile, Links, implausible_rows
+from envpipe_megatron.search.layer_profile import Links
 
 _MODULE = "envpipe_megatron.integrations.layer_profile"
+#: Of torchrun's --nnodes.
+_ONE_NODE = ("1", "1:1")
 
 _Command = TypeVar("_Command", bound=Callable[..., Any])
 
@@ -57,7 +58,12 @@ def _profile_layers(
     check_outputs([], [], {output: LAYERS_FORMAT})
     options = read(command)
     check_script(options)
-    num_gpus = _gpus(options)
+    if options.nnodes not in _ONE_NODE or options.module or options.no_python:
+        raise EnvPipeError(
+            "Layers are measured on one node, by a Python script of Megatron-LM",
+            remedy="Leave out torchrun's --nnodes, -m and --no-python.",
+        )
+    num_gpus = ranks_of_node(options)
     clocks_mhz = tuple(sorted(set(clocks or ()), reverse=True))
     source = shlex.join(split(command).script)
     known = read_layers(output) if output.is_file() else None
@@ -74,7 +80,12 @@ def _profile_layers(
             () if known is None else known.measures,
             source,
         )
-        _check_fits(jobs, num_gpus)
+        if too_large := [job for job in jobs if job.num_ranks > num_gpus]:
+            raise EnvPipeError(
+                f"Sizes need more GPUs than the command's {num_gpus}",
+                value=_words(too_large[0]),
+                remedy="Give torchrun's --nproc-per-node, or smaller sizes.",
+            )
         links, speeds = Links() if known is None else known.links, [1.0]
         if num_gpus > 1 and (jobs or links.within_node is None):
             say(f"Measuring the speeds of {num_gpus} GPUs, and links between them")
@@ -82,66 +93,34 @@ def _profile_layers(
             links = measured if links.within_node is None else links
         for number, job in enumerate(jobs, start=1):
             say(f"Job {number} of {len(jobs)}: {_words(job)}")
-            known, failed = _measured(job, command, speeds, known)
+            code = _run_job(job, command, speeds)
+            for size in job.microbatch_sizes:
+                if job.file(size).is_file():
+                    known = merged(known, read_layers(job.file(size)))
             if known is not None:
                 replace_files({output: [layers_text(replace(known, links=links))]})
-            if failed:
-                raise failed
+            if code:
+                raise EnvPipeError(
+                    f"The job that measured {_words(job)} failed",
+                    value=code,
+                    remedy="Its own message is above. What was measured before is kept: leave out "
+                    "sizes that do not fit into memory, and give the command again.",
+                )
     if known is None:
         return
     if not jobs:
         say("All these sizes were measured before: there is nothing to measure")
         replace_files({output: [layers_text(replace(known, links=links))]})
-    if implausible := implausible_rows(known):
-        say(
-            "These rows contradict others; was the host held up for a while?\n  "
-            + "\n  ".join(implausible)
-            + "\nPredictions of these sizes will be off. To measure a size again, take all its "
-            "rows out of the file, and give the command again.",
-        )
     say(f"{'Wrote' if jobs else 'They are in'} {output}")
 
 
-def _measured(
-    job: LayerJob, command: Sequence[str], speeds: Sequence[float], known: LayerProfile | None
-) -> tuple[LayerProfile | None, EnvPipeError | None]:
-    """Run a job; what is known then, and why it failed, if it did."""
+def _run_job(job: LayerJob, command: Sequence[str], speeds: Sequence[float]) -> int:
+    """Run a job that measures layers, on the GPUs for which others wait; its exit status."""
     Path(job.folder).mkdir()
     variables = {JOB_VARIABLE: job.to_text()}
     if visible := narrowed(job.gpus(speeds)):
         variables[VISIBLE_VARIABLE] = visible
-    code = _run(command, job.num_ranks, [f"{_MODULE}.hooks"], variables)
-    for size in job.microbatch_sizes:
-        if job.file(size).is_file():
-            known = merged(known, read_layers(job.file(size)))
-    if code == 0:
-        return known, None
-    return known, EnvPipeError(
-        f"The job that measured {_words(job)} failed",
-        value=code,
-        remedy="Its own message is above. What was measured before is kept: leave out "
-        "sizes that do not fit into memory, and give the command again.",
-    )
-
-
-def _gpus(options: argparse.Namespace) -> int:
-    """The GPUs of the command, which is for one node and names a script."""
-    if options.nnodes not in ("1", "1:1") or options.module or options.no_python:
-        raise EnvPipeError(
-            "Layers are measured on one node, by a Python script of Megatron-LM",
-            remedy="Leave out torchrun's --nnodes, -m and --no-python.",
-        )
-    return ranks_of_node(options)
-
-
-def _check_fits(jobs: Sequence[LayerJob], num_gpus: int) -> None:
-    too_large = [job for job in jobs if job.num_ranks > num_gpus]
-    if too_large:
-        raise EnvPipeError(
-            f"Sizes need more GPUs than the command's {num_gpus}",
-            value=_words(too_large[0]),
-            remedy="Give torchrun's --nproc-per-node, or smaller sizes.",
-        )
+    return _run(command, job.num_ranks, [f"{_MODULE}.hooks"], variables)
 
 
 def _measure_node(command: Sequence[str], num_gpus: int, folder: Path) -> tuple[Links, list[float]]:
@@ -248,7 +227,7 @@ def _profile_stages(output: Path, command: tuple[str, ...]) -> None:
             )
         measured = Path(folder) / "profile.csv"
         if not measured.is_file():
-            if not _of_several_nodes(command):
+            if read(command).nnodes in _ONE_NODE and not read(command).node_rank:
                 raise EnvPipeError(
                     "The training ended and left no profile",
                     remedy="Its own messages are above; it must be the training script of a "
@@ -260,9 +239,3 @@ def _profile_stages(output: Path, command: tuple[str, ...]) -> None:
         result.write(output)
     num_clocks = len(result.rows[0][Kind.FORWARD])
     click.echo(f"{output}: {result.num_stages} stages at {num_clocks} clocks.")
-
-
-def _of_several_nodes(command: tuple[str, ...]) -> bool:
-    """Say whether the command names more nodes than this one."""
-    names = {word.split("=")[0].replace("_", "-") for word in command}
-    return bool(names & {"--nnodes", "--node-rank", "--rdzv-endpoint"})

@@ -26,18 +26,17 @@ from envpipe_megatron.formats.energy import (
     EnergyNote,
     EnergyWindow,
     Phase,
-    name_of_run,
     read_step,
 )
+from envpipe_megatron.formats.energy_sums import EnergySums, total_of
 from envpipe_megatron.formats.steps import StepEnergy, compare
 from envpipe_megatron.gpu.modelled import modelled_clocks_mhz
 from envpipe_megatron.gpu.presets import GpuPreset, model_for
-from envpipe_megatron.launch.bill.bill import Bill, PhaseBill, bill_of, total_of
+from envpipe_megatron.launch.bill.bill import Bill, bill_of
 from envpipe_megatron.policies.planner import make_plan
 from envpipe_megatron.policies.request import PlanRequest
 from envpipe_megatron.report.facts import (
     Bubbles,
-    LevelFacts,
     Predicted,
     ReportFacts,
     StageFacts,
@@ -50,8 +49,6 @@ from envpipe_megatron.report.run_folder import RunFolder
 _MOST_UNITS = 2_000
 
 _STEADY, _WARMUP = Phase.STEADY.value, Phase.WARMUP.value
-#: How a folder with several runs calls the one that the others are compared with.
-_BASELINE_RUN = "baseline"
 
 
 def predict(bubbles: Bubbles, profile: Profile | None, gpu: str) -> Predicted:
@@ -71,10 +68,10 @@ def predict(bubbles: Bubbles, profile: Profile | None, gpu: str) -> Predicted:
         fitted = "fitted to measurements" if preset.fitted else "not fitted: a guess"
         source = f"those of the model {preset.name} ({fitted}), from the measured times"
     else:
-        return Predicted((), None, (), (f"there is no model of this GPU ({gpu})",))
+        return Predicted({}, None, (), (f"there is no model of this GPU ({gpu})",))
     if schedule.num_units > _MOST_UNITS:
         why = f"an order of {schedule.num_units} units takes long to plan"
-        return Predicted((), waiting_w, (), (why,))
+        return Predicted({}, waiting_w, (), (why,))
     conditions = make_conditions(profile, blocking_power_w=waiting_w or 0.0)
     levels, lacking = _levels(profile, schedule, conditions)
     assumed = (
@@ -83,7 +80,7 @@ def predict(bubbles: Bubbles, profile: Profile | None, gpu: str) -> Predicted:
         "clocks change at once and follow every request",
         *(() if waiting_w else ("waiting takes no power",)),
     )
-    return Predicted(tuple(levels), waiting_w, assumed, tuple(lacking))
+    return Predicted(levels, waiting_w, assumed, tuple(lacking))
 
 
 def _prices(profile: Profile, schedule: Schedule) -> bool:
@@ -127,7 +124,7 @@ def _times(bubbles: Bubbles) -> Iterator[tuple[int, Kind, float]]:
 
 def _levels(
     profile: Profile, schedule: Schedule, conditions: Conditions
-) -> tuple[list[LevelFacts], list[str]]:
+) -> tuple[dict[str, tuple[float, float]], list[str]]:
     """Plan each level in the time of a recorded order at the highest clocks; name what fails."""
 
     def planned(**more: Any) -> Plan:
@@ -143,7 +140,7 @@ def _levels(
     try:
         own = planned(policy="baseline", order=schedule)
     except EnvPipeError as error:
-        return [], [f"all levels: {error}"]
+        return {}, [f"all levels: {error}"]
     full = own.cost
     factor = full.iteration_time_s / own.baseline.cost.iteration_time_s
     costs, lacking = {"uniform": _uniform(own)}, []
@@ -156,10 +153,10 @@ def _levels(
             costs[level] = planned(policy="optimal", deadline_factor=factor, **order).cost
         except EnvPipeError as error:
             lacking.append(f"{level}: {error}")
-    levels = [
-        LevelFacts(level, cost.saving_percent(full), cost.slowdown_percent(full))
+    levels = {
+        level: (cost.saving_percent(full), cost.slowdown_percent(full))
         for level, cost in costs.items()
-    ]
+    }
     return levels, lacking
 
 
@@ -194,91 +191,65 @@ def _metered_facts(folder: RunFolder) -> ReportFacts:
     """Figures of phases, from meters.
 
     A job is compared as in its bill: with the mean of its baselines, each as long as it was in
-    force. Before it could tell one, its whole warm-up is taken. Of several runs in a folder, the
-    last is compared with the one called `baseline`, or else with the first.
+    force. Before it could tell one, its whole warm-up is taken.
     """
     if folder.energy is None:
         return ReportFacts()
-    if not folder.windows:
-        return ReportFacts(notes=tuple(_incomplete([bill_of(folder.energy.lines)])))
     whole = bill_of(folder.energy.lines)
     others = whole.other_runs
     if all(window.run in others for window in folder.windows):  # starts that have one name
         others = frozenset()
-    bills = _bill_by_run(folder.energy.lines, others)
-    phases = tuple(
-        StepFacts(f"{run} {phase}".strip(), _num_gpus(bill, phase), step)
-        for run, bill in bills.items()
-        for phase in _phases(bill)
-        if (step := bill.steps(phase)) is not None
-    )
-    notes = _incomplete(bills.values())
+    bill = bill_of(_of_ranks(folder.energy.lines, others))
+    notes = [f"The bill is incomplete: {reason}" for reason in bill.missing()]
+    if not folder.windows:
+        return ReportFacts(notes=tuple(notes))
     if others:
         named = ", ".join(sorted(others))
         notes.append(f"Asked for something else, so these figures leave them out: starts {named}.")
-    first = _BASELINE_RUN if _BASELINE_RUN in bills else next(iter(bills))
-    run = [name for name in bills if name != first or len(bills) == 1][-1]
-    bill = bills[run]
-    steady, means = bill.steps(_STEADY), None
-    if len(bills) > 1:
-        base_bill, base_phase, base_name = bills[first], _STEADY, first
-        baseline = base_bill.steps(_STEADY)
-    elif run == _BASELINE_RUN:
-        base_bill, base_phase, base_name, baseline = bill, _STEADY, run, None
-        notes.append("Only the run `baseline` is there: it is compared with nothing.")
-    else:
-        base_bill, base_phase, base_name = bill, _WARMUP, "baseline"
-        means = whole.compared()
-        baseline = _recorded_baseline(folder, bill)
-        if means:
-            count = baseline.iterations if baseline else means[1].iterations
-            baseline = replace(means[1], iterations=count)
-        if baseline is None and (baseline := bill.steps(_WARMUP)) is not None:
-            notes.append(
-                "The job recorded no baseline: its whole warm-up stands in for it, with the first "
-                "step, which is slower than others."
-            )
-    stages = _stages(base_name, base_bill, base_phase)
-    if base_name != run:
-        stages += _stages(run or "steady", bill, _STEADY)
+    means, steady, baseline = whole.compared(), bill.steps(_STEADY), _recorded(folder, bill)
+    if means:
+        count = baseline.iterations if baseline else means[1].iterations
+        baseline = replace(means[1], iterations=count)
+    if baseline is None and (baseline := bill.steps(_WARMUP)) is not None:
+        notes.append(
+            "The job recorded no baseline: its whole warm-up stands in for it, with the first "
+            "step, which is slower than others."
+        )
     compared = compare(*means) if means else None
     if compared is None and steady and baseline and baseline.time_s:
         compared = compare(steady, baseline)
     tokens = (folder.summary or {}).get("tokens_per_iteration")
     bill.facts = {"tokens_per_iteration": tokens, **bill.facts}
     return ReportFacts(
-        phases,
-        StepFacts(base_name, _num_gpus(base_bill, base_phase), baseline) if baseline else None,
-        StepFacts(run or "steady", _num_gpus(bill, _STEADY), steady) if steady else None,
+        tuple(
+            StepFacts(phase, _num_gpus(bill, phase), step)
+            for phase in _phases(bill)
+            if (step := bill.steps(phase)) is not None
+        ),
+        StepFacts("baseline", _num_gpus(bill, _WARMUP), baseline) if baseline else None,
+        StepFacts(_STEADY, _num_gpus(bill, _STEADY), steady) if steady else None,
         compared,
         bill.told(compared) if compared else "",
-        tuple(stages),
+        (*_stages("baseline", bill, _WARMUP), *_stages(_STEADY, bill, _STEADY)),
         tuple(notes),
     )
 
 
-def _incomplete(bills: Iterable[Bill]) -> list[str]:
-    return [f"The bill is incomplete: {reason}" for bill in bills for reason in bill.missing()]
-
-
-def _bill_by_run(
+def _of_ranks(
     lines: Iterable[EnergyWindow | EnergyNote], others: Container[str]
-) -> dict[str, Bill]:
-    """A bill a run, over all of its starts but others, in the order in which they turned up.
+) -> Iterator[EnergyWindow | EnergyNote]:
+    """Notes, and the lines of all starts but others as of one run.
 
-    A rank stands for its GPU, which may be another one after a restart. Notes are of the whole job.
+    A rank stands for its GPU, which may be another one after a restart.
     """
-    by_run: dict[str, list[EnergyWindow | EnergyNote]] = {}
-    notes = []
+    windows = []
     for line in lines:
         if isinstance(line, EnergyNote):
-            notes.append(line)
+            yield line
         elif line.run not in others:
-            run = name_of_run(line.run)
             node, gpu_uid = (line.node, line.gpu_uid) if line.rank is None else ("", "")
-            own = replace(line, run=run, node=node, gpu_uid=gpu_uid)
-            by_run.setdefault(run, []).append(own)
-    return {run: bill_of([*notes, *own]) for run, own in by_run.items()}
+            windows.append(replace(line, run="", node=node, gpu_uid=gpu_uid))
+    yield from windows
 
 
 def _phases(bill: Bill) -> list[str]:
@@ -292,7 +263,7 @@ def _num_gpus(bill: Bill, phase: str) -> int:
     return len({gpu for gpu, _, own, _ in bill.phases if own == phase})
 
 
-def _recorded_baseline(folder: RunFolder, bill: Bill) -> StepEnergy | None:
+def _recorded(folder: RunFolder, bill: Bill) -> StepEnergy | None:
     """The baseline that the job measured, from its job file, its summary, or its agent's notes.
 
     The job file is the present job's; the others may be left from an earlier one.
@@ -303,18 +274,18 @@ def _recorded_baseline(folder: RunFolder, bill: Bill) -> StepEnergy | None:
         for name in ("baselines", "", "mean"):  # of a file that may be damaged
             mean = mean.get(name) if isinstance(mean, dict) else None
         told = [mean]
-    return next((StepEnergy(**step) for step in map(read_step, told) if step), None)
+    return next(filter(None, map(read_step, told)), None)
 
 
 def _stages(name: str, bill: Bill, phase: str) -> list[StageFacts]:
     """The stages of a phase, each by its mean GPU."""
-    members: dict[int, list[PhaseBill]] = {}
+    members: dict[int, list[EnergySums]] = {}
     for (_, _, own_phase, stage), each in bill.phases.items():
         if own_phase == phase and stage is not None and each.steps:
             members.setdefault(stage, []).append(each)
     stages = []
     for stage, own in sorted(members.items()):
         steps, total = sum(member.steps for member in own), total_of(own)
-        shares_s = tuple(share_s / steps for share_s in total.shares_s or ())
+        shares_s = tuple(share_s / steps for share_s in total.known_shares_s or ())
         stages.append(StageFacts(name, stage, len(own), total.energy_j / steps, shares_s))
     return stages

@@ -12,16 +12,14 @@ from typing import Any
 
 import click
 from rich.console import Console
-from rich.table import Table
 
 from envpipe_megatron.cli.common import OUTPUT_FILE, check_outputs, counts, numbers
-from envpipe_megatron.console import print_table, say, show_table
+from envpipe_megatron.console import say, show_table
 from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.files import replace_files
 from envpipe_megatron.gpu.base import (
     FORBID_VARIABLE,
     ClockControlForbiddenError,
-    ClockState,
     Gpu,
     GpuError,
     NoDriverError,
@@ -68,7 +66,7 @@ def measure_latency(
     repeats: int,
     output: Path | None,
 ) -> None:
-    """Measure how long a change of clock takes: the call, until it runs, and the first kernel.
+    """Measure how long a change of clock takes: the call, and until kernels show it.
 
     CHANGES THE CLOCK of the GPU, which must be free of other work, and resets it at the end. A
     guard process resets it if this one is killed.
@@ -127,39 +125,29 @@ def _cuda_device(device: int) -> tuple[str, KernelTimer]:
 
 
 def _measure(
-    gpu: Gpu,
-    timer: KernelTimer,
-    clocks: Sequence[int] | None,
-    repeats: int,
+    gpu: Gpu, timer: KernelTimer, clocks: Sequence[int] | None, repeats: int
 ) -> dict[str, Any]:
-    def tell(text: str) -> None:
-        say(f"{gpu.name}: {text}")
-
-    return measure(gpu, timer, clocks or usual_clocks_mhz(gpu), repeats, tell)
+    chosen = clocks or usual_clocks_mhz(gpu)
+    return measure(gpu, timer, chosen, repeats, lambda text: say(f"{gpu.name}: {text}"))
 
 
 def _show_latency(result: dict[str, Any]) -> None:
-    columns = ("MHz", "call (ms)", "settled (ms)", "shown (ms)", "first kernel")
+    columns = ("MHz", "call (ms)", "settled (ms)")
     rows = (
         (
             f"{row['from_mhz']} -> {row['to_mhz']}",
-            *(_spread(row[name], 1e3) for name in ("call_s", "settling_s", "shown_s")),
-            _spread(row["first_kernel_ratio"], 1.0),
+            *(_spread_ms(row[name]) for name in ("call_s", "settling_s")),
         )
         for row in result["changes"]
     )
     title = f"Changes of clock on {result['gpu']}, median (99th percentile)"
-    caption = (
-        "settled: kernels take the new time; shown: the driver says so; "
-        "first kernel: the first after the call, over the steady ones"
-    )
-    show_table(title, columns, rows, caption=caption)
+    show_table(title, columns, rows, caption="settled: kernels take the new time")
 
 
-def _spread(values: dict[str, Any], scale: float) -> str:
+def _spread_ms(values: dict[str, Any]) -> str:
     if not values["count"]:
         return "not seen"
-    return f"{scale * values['median']:.2f} ({scale * values['p99']:.2f})"
+    return f"{1e3 * values['median']:.2f} ({1e3 * values['p99']:.2f})"
 
 
 def _listed_gpus() -> tuple[Device, ...]:
@@ -221,7 +209,7 @@ def show(wanted: tuple[str, ...], all_clocks: bool) -> None:
     failed = False
     for listed in _selected(wanted, gpus) if wanted else gpus:
         try:
-            print_table(_table(listed, all_clocks))
+            _show_gpu(listed, all_clocks)
         except GpuError as error:
             failed = True
             say(f"GPU {listed.index} ({listed.uid}): {error}", Console(stderr=True))
@@ -232,25 +220,24 @@ def show(wanted: tuple[str, ...], all_clocks: bool) -> None:
         raise EnvPipeError("Some GPUs could not be read", remedy="See the messages above.")
 
 
-def _table(listed: Device, all_clocks: bool) -> Table:
+def _show_gpu(listed: Device, all_clocks: bool) -> None:
     gpu = look_at(listed.uid)
     supported = gpu.supported_frequencies_mhz
-    state = gpu.clock_state()
-    profiled = sweep_range(supported, override_for(gpu.name))
-    table = Table(title=f"GPU {listed.index}: {gpu.name}", title_justify="left", show_header=False)
+    state, memory_mhz = gpu.clock_state(), gpu.memory_clocks_mhz()
     emulated = listed.backend == EmulatedGpu.backend
-    table.add_row("address" if emulated else "UUID", listed.uid)
-    table.add_row("SM clocks", _range_text(supported))
-    if all_clocks:
-        table.add_row("all SM clocks (MHz)", numbers(supported))
-    table.add_row("a profile lists (MHz)", numbers(profiled))
-    if memory_mhz := gpu.memory_clocks_mhz():
-        table.add_row("memory clocks (MHz)", numbers(memory_mhz))
-    table.add_row("SM clock now", _clock_text(state))
     limit = "" if state.power_limit_w is None else f" of at most {state.power_limit_w:.0f} W"
-    table.add_row("power now", f"{gpu.power_w:.1f} W{limit}")
-    table.add_row("held back by", ", ".join(state.throttle_reasons) or "nothing that it reports")
-    return table
+    asked = "" if state.requested_mhz is None else f", {state.requested_mhz} MHz asked for"
+    rows = {
+        "address" if emulated else "UUID": listed.uid,
+        "SM clocks": _range_text(supported),
+        "all SM clocks (MHz)": numbers(supported) if all_clocks else "",
+        "a profile lists (MHz)": numbers(sweep_range(supported, override_for(gpu.name))),
+        "memory clocks (MHz)": numbers(memory_mhz),
+        "SM clock now": f"{state.observed_mhz} MHz{asked}",
+        "power now": f"{gpu.power_w:.1f} W{limit}",
+        "held back by": ", ".join(state.throttle_reasons) or "nothing that it reports",
+    }
+    show_table(f"GPU {listed.index}: {gpu.name}", ("", ""), filter(all, rows.items()))
 
 
 def _visible(gpus: Sequence[Device]) -> Sequence[Device]:
@@ -267,11 +254,6 @@ def _range_text(supported: Sequence[int]) -> str:
     steps = sorted({high - low for high, low in pairwise(supported)})
     stepped = f" in steps of {' and '.join(map(str, steps))} MHz" if 0 < len(steps) <= 2 else ""
     return f"{supported[-1]} to {supported[0]} MHz{stepped}, {len(supported)} clocks"
-
-
-def _clock_text(state: ClockState) -> str:
-    asked = f", {state.requested_mhz} MHz asked for" if state.requested_mhz is not None else ""
-    return f"{state.observed_mhz} MHz{asked}"
 
 
 def _can_be_locked(listed: Device) -> bool:

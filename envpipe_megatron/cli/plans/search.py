@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import logging
+from dataclasses import asdict
 from pathlib import Path
 
 import click
 from click.core import ParameterSource
-from rich.console import Console
-from rich.progress import Progress
 
 from envpipe_megatron.cli.common import (
     EXISTING_FILE,
@@ -17,9 +17,8 @@ from envpipe_megatron.cli.common import (
     warn_of_free_waiting,
     write_stages,
 )
-from envpipe_megatron.cli.plans import search_training
-from envpipe_megatron.cli.plans.search_tables import show_found, sizes_words
-from envpipe_megatron.console import say
+from envpipe_megatron.cli.plans.tables import show_found, sizes_words
+from envpipe_megatron.console import say, say_working
 from envpipe_megatron.core.fields import PERCENT, POWER, Number
 from envpipe_megatron.core.sidecar import sidecar_path
 from envpipe_megatron.errors import EnvPipeError
@@ -27,9 +26,9 @@ from envpipe_megatron.files import csv_text, refuse_foreign, replace_files
 from envpipe_megatron.gpu.modelled import with_modelled_energy
 from envpipe_megatron.gpu.presets import load_preset
 from envpipe_megatron.policies.objective import Goal, Objective
-from envpipe_megatron.search.configuration import Job, configuration_text, megatron_flags
+from envpipe_megatron.search.configuration import Job, megatron_flags
 from envpipe_megatron.search.layer_file import read_layers
-from envpipe_megatron.search.layer_profile import LayerProfile, implausible_rows
+from envpipe_megatron.search.layer_profile import LayerProfile
 from envpipe_megatron.search.search import Found, search
 from envpipe_megatron.search.space import Space
 
@@ -98,11 +97,6 @@ logger = logging.getLogger(__name__)
     "--output", type=OUTPUT_FOLDER,
     help="Folder for the best configuration, and with joules its stage profile, plan and frontier.",
 )  # fmt: skip
-@click.option(
-    "--train", is_flag=True,
-    help="Then train the best one's first iterations by COMMAND, and compare.",
-)  # fmt: skip
-@click.argument("command", nargs=-1, type=click.UNPROCESSED)
 def search_command(
     profile_path: Path,
     gpus: int,
@@ -119,8 +113,6 @@ def search_command(
     energy_price: float,
     gpu_price: float,
     output: Path | None,
-    train: bool,
-    command: tuple[str, ...],
 ) -> None:
     """Search the parallel configuration of a Megatron job; needs no GPU.
 
@@ -132,58 +124,38 @@ def search_command(
 
       envpipe search --profile layers.json --gpus 64 --global-batch 512 --memory 72
       --objective energy --max-slowdown 1 --output best
-
-    With --train, COMMAND is what follows `torchrun` when the model is trained, as for
-    `envpipe profile`. Sizes, batch and recomputation in it are replaced; the checkout must be
-    patched if the flags found have one of EnvPipe's.
-
-      envpipe search ... --train -- --nproc-per-node 4 pretrain_gpt.py ...
     """
-    if train != bool(command):
-        raise click.UsageError("--train goes with the command of the training, behind --.")
     given = click.get_current_context().get_parameter_source("slowdown_percent")
     if goal == Goal.TIME.value and given is not ParameterSource.DEFAULT:
         raise click.UsageError(
             "--max-slowdown goes with --objective energy or cost: the least time is no slower "
             "than itself. Leave it out, or give the objective."
         )
-    if train:
-        search_training.check_ranks(command, gpus)
     if output is not None:
         refuse_foreign(output, (_STAGES, _SIDECAR, _PLAN, _FRONTIER, _PICTURE), _CONFIGURATION)
         output.mkdir(parents=True, exist_ok=True)  # fails now, not after the search
     profile = read_layers(profile_path)
     profile, blocking_power_w = _with_power(profile, preset, blocking_power_w)
     _warn_of_links(profile, gpus, gpus_per_node)
-    for row in implausible_rows(profile):
-        logger.warning("%s: %s; predictions of these sizes will be off.", profile_path, row)
     limit = None if memory_gib is None else memory_gib * _GIB
     job = Job(gpus, gpus_per_node, global_batch, limit)
     space = Space(max_chunks, distributed_optimizer, same_recomputation)
     objective = Objective(goal=goal, energy_price=energy_price, gpu_price=gpu_price)
-    with Progress(console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task("cutting", total=None)
-
-        def progress(doing: str, done: int, of: int) -> None:
-            bar.update(task, description=doing, completed=done, total=of)
-
-        found = search(
-            profile,
-            job,
-            space,
-            objective,
-            blocking_power_w=blocking_power_w,
-            max_slowdown=slowdown_percent / 100,
-            progress=progress,
-        )
+    say_working(f"Searching configurations of {gpus} GPUs")
+    found = search(
+        profile,
+        job,
+        space,
+        objective,
+        blocking_power_w=blocking_power_w,
+        max_slowdown=slowdown_percent / 100,
+    )
     show_found(profile, found)
     flags = megatron_flags(profile, found.ranked[0].candidate.configuration, job)
     say("\nFor Megatron-LM:\n  " + " \\\n  ".join(flags))
     if output is not None:
         _write(output, profile, job, found, flags, blocking_power_w)
         say(f"\nWritten to {output}")
-    if train:
-        search_training.train(command, found.ranked[0].candidate, flags)
 
 
 def _warn_of_links(profile: LayerProfile, gpus: int, gpus_per_node: int) -> None:
@@ -232,18 +204,22 @@ def _write(
 ) -> None:
     """Write what was found; what an earlier search left and this one has not is removed."""
     best = found.ranked[0]
-    predicted = {
-        "iteration_time_s": best.iteration_time_s,
-        "energy_j": None if best.cost is None else best.cost.energy_j,
-        "own_order_iteration_time_s": best.candidate.iteration_time_s,
-        "peak_bytes": best.peak_bytes.tolist(),
+    known = {
+        "format": "envpipe-configuration/1",
+        "profile": profile.source,
+        **asdict(job),
+        **asdict(best.candidate.configuration),
+        "megatron_flags": flags,
+        "predicted": {
+            "iteration_time_s": best.iteration_time_s,
+            "energy_j": None if best.cost is None else best.cost.energy_j,
+            "own_order_iteration_time_s": best.candidate.iteration_time_s,
+            "peak_bytes": best.peak_bytes.tolist(),
+        },
     }
-    text = configuration_text(
-        profile, best.candidate.configuration, job, flags=flags, predicted=predicted
-    )
     for name in (_STAGES, _SIDECAR, _PLAN, _FRONTIER, _PICTURE):
         (output / name).unlink(missing_ok=True)
-    replace_files({output / _CONFIGURATION: [text]})
+    replace_files({output / _CONFIGURATION: [json.dumps(known, indent=1), "\n"]})
     if best.plan is not None:
         from envpipe_megatron.report.stills import save
         from envpipe_megatron.report.views import configurations_chart

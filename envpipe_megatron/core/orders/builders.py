@@ -38,26 +38,11 @@ def one_f_one_b(num_stages: int, num_microbatches: int) -> Schedule:
 def envpipe(num_stages: int, num_microbatches: int, extra_forwards: Sequence[int]) -> Schedule:
     """1F1B with extra warm-up forwards on each stage (Choi et al., ATC'23, section 4.2).
 
-    The last stage has none in EnvPipe, since its units are all on the envelope. ScheduleError: not
-    one count per stage, a negative one, or more forwards than microbatches.
+    The last stage has none in EnvPipe, since its units are all on the envelope. No stage can have
+    more than there are microbatches for.
     """
     check_job(num_stages, num_microbatches)
-    if len(extra_forwards) != num_stages or min(extra_forwards) < 0:
-        raise ScheduleError(
-            "Extra forwards must be one count of zero or more for each stage",
-            value=list(extra_forwards),
-            remedy=f"Give {num_stages} numbers.",
-        )
-    warmups = []
-    for stage, extra in enumerate(extra_forwards):
-        most = max(0, num_microbatches - (num_stages - stage))
-        if extra > most:
-            raise ScheduleError(
-                f"Stage {stage} has more extra forwards than {num_microbatches} microbatches allow",
-                value=extra,
-                remedy=f"At most {most} there.",
-            )
-        warmups.append(num_stages - stage - 1 + extra)
+    warmups = [num_stages - stage - 1 + extra for stage, extra in enumerate(extra_forwards)]
     return _from_warmups("envpipe", warmups, num_microbatches)
 
 
@@ -207,35 +192,6 @@ def envpipe_extra_forwards(
         # and even then that one cannot warm up with more forwards than this one has sent.
         ahead = extra[-1] + (extra[-1] == cap)
     return extra
-
-
-def extra_forward_caps(
-    num_stages: int,
-    num_microbatches: int,
-    *,
-    max_extra_forwards: int | None = None,
-    max_in_flight: Sequence[int] | None = None,
-) -> list[int]:
-    """The most extra forwards that the batch, memory and the user leave to each stage.
-
-    `max_in_flight` lists microbatches for each stage; ScheduleError if 1F1B itself holds more.
-    """
-    caps = []
-    for stage in range(num_stages):
-        needed = min(num_stages - stage, num_microbatches)
-        cap = num_microbatches - needed
-        if max_extra_forwards is not None:
-            cap = min(cap, max_extra_forwards)
-        if max_in_flight is not None:
-            if max_in_flight[stage] < needed:
-                raise ScheduleError(
-                    f"Stage {stage} may hold too few microbatches in flight",
-                    value=max_in_flight[stage],
-                    remedy=f"1F1B itself holds {needed} there; allow at least that.",
-                )
-            cap = min(cap, max_in_flight[stage] - needed)
-        caps.append(cap)
-    return caps
 
 
 def check_job(num_stages: int, num_microbatches: int, num_chunks: int = 1) -> None:

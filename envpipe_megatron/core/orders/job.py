@@ -42,8 +42,8 @@ class OrderJob:
         tail_s: [num_stages] the time after each stage's last unit, or one for all.
         group_size: microbatches that pass a looped chunk before the next comes first; None: p.
 
-    ScheduleError: other kinds, shapes that differ, times below zero, or a limit that is too small
-    for one microbatch, or for what its first backward leaves to the second part.
+    ScheduleError: a limit that is too small for one microbatch, or for what its first backward
+    leaves to the second part.
     """
 
     duration_s: Mapping[Kind, FloatArray]
@@ -55,20 +55,6 @@ class OrderJob:
     group_size: int | None = None
 
     def __post_init__(self) -> None:
-        shapes = [np.shape(times) for times in self.duration_s.values()]
-        if set(self.duration_s) not in (set(WHOLE), set(SPLIT)):
-            raise ScheduleError(
-                "An order needs durations of forwards and backwards, or of forwards, input "
-                "gradients and weight gradients",
-                value=sorted(self.duration_s),
-            )
-        if len(set(shapes)) > 1 or len(shapes[0]) != 3 or min(shapes[0]) < 1:
-            raise ScheduleError(
-                "Durations of an order must be [num_stages, num_chunks, num_microbatches]",
-                value=shapes,
-            )
-        if not all(np.all((t >= 0) & np.isfinite(t)) for t in self.duration_s.values()):
-            raise ScheduleError("A duration is not a time", remedy="Give seconds, zero or more.")
         for stage, limit in enumerate(self.stage_limits):
             least = self.shape[1] + self.least_room[stage][FORWARD] - 1
             if limit < least - HELD_TOLERANCE:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import math
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from types import MethodType
 from typing import Any
 
@@ -154,12 +154,8 @@ class EnvPipeEngine(PipelineEngine):  # type: ignore[misc]  # DeepSpeed has no t
 
     def _look_again(self) -> None:
         """Leave all steps to DeepSpeed, on all ranks, if one has set what EnvPipe does not run."""
-        why = None
-        try:
-            check_units(self)
-        except UnsupportedEngineError as error:
-            why = str(error)
-        if (first := self.job.collectives.first(why)) is not None:
+        first = self.job.collectives.first(", ".join(not_run(self)) or None)
+        if first is not None:
             self._leave_to_deepspeed(first[1])
 
     def _leave_to_deepspeed(self, why: str) -> None:
@@ -280,11 +276,17 @@ class _Units:
         """The channel has the output: nothing is left to do."""
 
 
-def check_engine(engine: PipelineEngine) -> None:
-    """Refuse by an UnsupportedEngineError what EnvPipe does not run under DeepSpeed."""
-    not_run = {
+def not_run(engine: PipelineEngine) -> list[str]:
+    """Name what EnvPipe does not run of an engine.
+
+    What waits for the device within a unit would wait for a receive that is posted. It may be set
+    after the engine was made, and so may what has room for as many microbatches as 1F1B holds: so
+    an engine is looked at again before the first unit.
+    """
+    checkpoints = engine._config.activation_checkpointing_config
+    found = {
         f"an engine of another class ({type(engine).__name__})": (
-            type(engine) is not PipelineEngine
+            type(engine) not in (PipelineEngine, EnvPipeEngine)
         ),
         "a pipeline of one stage": engine.num_stages < 2,
         "activations partitioned and gradients not, or the other way round": (
@@ -294,41 +296,17 @@ def check_engine(engine: PipelineEngine) -> None:
             engine.dynamic_shape and hardware_capacity(os.environ) is not None
         ),
         FREES_WHILE_TRAINING: frees_while_training(),
+        "activation checkpoints that wait for the device (synchronize_checkpoint_boundary)": (
+            checkpointing.SYNCHRONIZE or checkpoints.synchronize_checkpoint_boundary
+        ),
+        "contiguous activation checkpoints (contiguous_memory_optimization)": (
+            checkpointing.CONTIGUOUS_CHECKPOINTING or checkpoints.contiguous_memory_optimization
+        ),
+        "comms_logger, which waits for the device": (
+            engine._config.comms_config.comms_logger_enabled
+        ),
     }
-    _refuse(not_run)
-    check_units(engine)
-
-
-def check_units(engine: PipelineEngine) -> None:
-    """Refuse what waits for the device within a unit, and so for a receive that is posted.
-
-    And what has room for as many microbatches as 1F1B holds. Both may be set after the engine was
-    made, so that it is looked at again before the first unit.
-    """
-    checkpoints = engine._config.activation_checkpointing_config
-    _refuse(
-        {
-            "activation checkpoints that wait for the device (synchronize_checkpoint_boundary)": (
-                checkpointing.SYNCHRONIZE or checkpoints.synchronize_checkpoint_boundary
-            ),
-            "contiguous activation checkpoints (contiguous_memory_optimization)": (
-                checkpointing.CONTIGUOUS_CHECKPOINTING or checkpoints.contiguous_memory_optimization
-            ),
-            "comms_logger, which waits for the device": (
-                engine._config.comms_config.comms_logger_enabled
-            ),
-        }
-    )
-
-
-def _refuse(not_run: Mapping[str, bool]) -> None:
-    found = [name for name, used in not_run.items() if used]
-    if found:
-        raise UnsupportedEngineError(
-            "EnvPipe does not run this under DeepSpeed",
-            value=found,
-            remedy="Train without EnvPipe, or without these.",
-        )
+    return [name for name, used in found.items() if used]
 
 
 def _as_list(tensors: torch.Tensor | Sequence[torch.Tensor]) -> list[torch.Tensor]:

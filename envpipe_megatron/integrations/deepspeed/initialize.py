@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import inspect
 import json
 from collections.abc import Mapping
@@ -15,17 +14,16 @@ from deepspeed.pipe import PipelineModule
 from deepspeed.runtime.pipe.engine import PipelineEngine
 
 from envpipe_megatron.core.sidecar import Sidecar
-from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.integrations import versions
 from envpipe_megatron.integrations.deepspeed.engine import (
     EnvPipeEngine,
     UnsupportedEngineError,
-    check_engine,
+    not_run,
 )
 from envpipe_megatron.integrations.job import JobFacts, Placement, say_line
 from envpipe_megatron.integrations.leveled import LeveledJob
 from envpipe_megatron.integrations.options import OF_LEVELS, Options
-from envpipe_megatron.integrations.reading import merged, read_settings
+from envpipe_megatron.integrations.reading import OptionError, merged, read_settings
 from envpipe_megatron.runtime.channel.links import timeout_of
 
 BLOCK = "envpipe"
@@ -33,49 +31,32 @@ BLOCK = "envpipe"
 _PLACES = ("config", "config_params")
 
 
-class BlockError(EnvPipeError):
-    """A configuration of DeepSpeed whose block for EnvPipe is wrong."""
-
-
-class VersionError(EnvPipeError):
-    """A version of DeepSpeed that EnvPipe was not tried with."""
-
-
 def check_version() -> None:
-    """Refuse by a VersionError those that EnvPipe was not tried with."""
+    """Refuse by an UnsupportedEngineError those that EnvPipe was not tried with."""
     instead = ", or train without EnvPipe"
-    versions.check("DeepSpeed", deepspeed.__version__, versions.DEEPSPEED, VersionError, instead)
+    versions.check(deepspeed.__version__, versions.DEEPSPEED, UnsupportedEngineError, instead)
 
 
-def take_block(
-    given: Mapping[str, Any], settings: Mapping[str, object] | bool | None
-) -> tuple[dict[str, Any], dict[str, object] | None]:
-    """Take EnvPipe's settings out of what `deepspeed.initialize` is called with.
+def settings_of(
+    config: Mapping[str, Any], given: Mapping[str, object] | bool | None
+) -> dict[str, object] | None:
+    """Return EnvPipe's settings; None to train without EnvPipe.
 
     Args:
-        given: arguments of `deepspeed.initialize` by name. Left as they are.
-        settings: those of the call, which go before those of the block; True for none but those of
+        config: DeepSpeed's configuration, which ignores EnvPipe's block.
+        given: settings of the call, which go before those of the block; True for none but those of
             the block, False to train without EnvPipe, None to leave it to the block.
-
-    Returns:
-        the arguments for DeepSpeed, without the block; the settings, or None to train without
-        EnvPipe.
     """
-    config = parsed_config(given)
     block = config.get(BLOCK)
     if block is not None and not isinstance(block, Mapping):
-        raise BlockError(
+        raise OptionError(
             f"The block '{BLOCK}' of the DeepSpeed configuration is a table of options",
             value=block,
             remedy='Write "envpipe": {"type": "envelope", "scheduling": "ours"}, say.',
         )
-    arguments = dict(given)
-    if block is not None:
-        plain = {name: value for name, value in config.items() if name != BLOCK}
-        arguments = _with_config(arguments, plain)
-    if settings is False or (settings is None and block is None):
-        return arguments, None
-    return arguments, merged(block or {}, settings if isinstance(settings, Mapping) else {})
+    if given is False or (given is None and block is None):
+        return None
+    return merged(block or {}, given if isinstance(given, Mapping) else {})
 
 
 def parsed_config(arguments: Mapping[str, Any]) -> dict[str, Any]:
@@ -89,17 +70,8 @@ def parsed_config(arguments: Mapping[str, Any]) -> dict[str, Any]:
     return parsed
 
 
-def _with_config(arguments: Mapping[str, Any], config: dict[str, Any]) -> dict[str, Any]:
-    """The same arguments with another configuration; what DeepSpeed makes of two stays its own."""
-    rest = {name: value for name, value in arguments.items() if name not in _PLACES}
-    if not any(arguments.get(name) is not None for name in _PLACES):
-        rest["args"] = copy.copy(arguments["args"])
-        rest["args"].deepspeed_config = None
-    return {**rest, "config": config}
-
-
-#: Where DeepSpeed's configuration says how many microbatches and replicas there are.
-_BATCH = ("train_batch_size", "gradient_accumulation_steps")
+#: What of DeepSpeed's configuration no unit's cost rests on: microbatches and replicas.
+_LEFT_OUT = ("train_batch_size", "gradient_accumulation_steps", BLOCK)
 
 
 def initialize(
@@ -122,7 +94,8 @@ def initialize(
             go with EnvPipe, or another rank raised one.
     """
     given = inspect.signature(deepspeed.initialize).bind(*arguments, **named).arguments
-    given, settings = take_block(given, envpipe)
+    config = parsed_config(given)
+    settings = settings_of(config, envpipe)
     if settings is None:
         whole: tuple[Any, ...] = deepspeed.initialize(**given)
         return whole
@@ -137,7 +110,7 @@ def initialize(
     on_gpu = torch.cuda.is_available()
     options = read_settings(settings, OF_LEVELS, num_stages=model.num_stages, on_gpu=on_gpu)
     engine, *others = deepspeed.initialize(**given)
-    return begin(engine, options, parsed_config(given)), *others
+    return begin(engine, options, config), *others
 
 
 def end_training(engine: Any) -> None:
@@ -168,9 +141,20 @@ def begin(
         sequence_length: length of a sample, in tokens.
         tells: whether the engine prints energy when DeepSpeed prints its steps.
     """
-    check_engine(engine)
-    facts = _facts(engine, config, sequence_length)
-    job = LeveledJob(options, _placement(engine), facts, say_line)
+    if found := not_run(engine):
+        raise UnsupportedEngineError(
+            "EnvPipe does not run this under DeepSpeed",
+            value=found,
+            remedy="Train without EnvPipe, or without these.",
+        )
+    group = engine.grid.get_pipe_parallel_group()
+    placement = Placement(
+        group,
+        engine.gradient_accumulation_steps(),
+        timeout_of(group),
+        messages_vary=engine.dynamic_shape,
+    )
+    job = LeveledJob(options, placement, _facts(engine, config, sequence_length), say_line)
     if job.job is None:
         return engine
     job.announce()
@@ -179,48 +163,34 @@ def begin(
     return engine
 
 
-def _placement(engine: Any) -> Placement:
-    group = engine.grid.get_pipe_parallel_group()
-    return Placement(
-        group,
-        engine.gradient_accumulation_steps(),
-        timeout_of(group),
-        messages_vary=engine.dynamic_shape,
-    )
-
-
 def _facts(engine: Any, config: Mapping[str, Any], sequence_length: int | None) -> JobFacts:
-    microbatch_size = engine.train_micro_batch_size_per_gpu()
-    elements = torch.tensor(
-        [sum(parameter.numel() for parameter in engine.module.parameters())], device=engine.device
-    )
+    microbatch_size, samples = engine.train_micro_batch_size_per_gpu(), engine.train_batch_size()
+    slices = engine.grid.get_slice_parallel_world_size()
+    parameters = list(engine.module.parameters())
+    elements = torch.tensor([sum(each.numel() for each in parameters)], device=engine.device)
     dist.all_reduce(elements)
-    tokens = {}
+    told = {name: value for name, value in config.items() if name not in _LEFT_OUT}
+    bill = {
+        "model": type(engine.module).__name__,
+        "samples_per_iteration": samples,
+        "microbatch_size": microbatch_size,
+    }
     if sequence_length is not None:
-        tokens["tokens_per_iteration"] = engine.train_batch_size() * sequence_length
+        bill["tokens_per_iteration"] = samples * sequence_length
     return JobFacts(
         Sidecar(
-            tensor_parallel=engine.grid.get_slice_parallel_world_size(),
+            tensor_parallel=slices,
             microbatch_size=microbatch_size,
             sequence_length=sequence_length,
         ),
-        {
-            "model": type(engine.module).__name__,
-            "samples_per_iteration": engine.train_batch_size(),
-            "microbatch_size": microbatch_size,
-            **tokens,
-        },
+        bill,
         {
             "deepspeed": deepspeed.__version__,
-            **{
-                f"deepspeed {name}": json.dumps(value, sort_keys=True, default=str)
-                for name, value in config.items()
-                if name not in _BATCH
-            },
+            "deepspeed configuration": json.dumps(told, sort_keys=True, default=str),
             "microbatch_size": microbatch_size,
-            "slice_parallel_size": engine.grid.get_slice_parallel_world_size(),
+            "slice_parallel_size": slices,
             "parameters": int(elements),
-            "dtypes": sorted({str(parameter.dtype) for parameter in engine.module.parameters()}),
+            "dtypes": sorted({str(each.dtype) for each in parameters}),
             "activation_checkpoint_interval": engine.module.activation_checkpoint_interval,
             "dynamic_shape": engine.dynamic_shape,
             "layers_of_stages": [int(first) for first in engine.module.parts],

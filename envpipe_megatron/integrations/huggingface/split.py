@@ -61,8 +61,7 @@ class SplitModel:
     """
 
     def __init__(self, config: Any, weights: Path | None, seed: int) -> None:
-        of = versions.TRANSFORMERS
-        versions.check("transformers", transformers.__version__, of, ModelError)
+        versions.check(transformers.__version__, versions.TRANSFORMERS, ModelError)
         family = family_of(config)
         config = copy.deepcopy(config)  # making a model writes to it
         with torch.device("meta"):

@@ -1,18 +1,15 @@
 """A job's measurement: all pieces at each microbatch size, each size a file.
 
-Beside the pieces: what the optimizer holds and its step takes, and how long a microbatch of the
-whole model takes in Megatron's own function. That is more than its pieces: the data, its mask, what
-the training script makes of the losses, and the host's looks at them.
+Beside the pieces: what the optimizer holds, and its step takes.
 """
 
 from __future__ import annotations
 
 import argparse
 import statistics
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -24,18 +21,9 @@ from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.files import replace_files
 from envpipe_megatron.integrations.hooking import refuse
 from envpipe_megatron.integrations.layer_profile.gpt import GptPieces
-from envpipe_megatron.integrations.layer_profile.measuring import (
-    Held,
-    Marks,
-    now_s,
-    repeats_that_fit,
-)
-from envpipe_megatron.integrations.layer_profile.passes import (
-    RankGpu,
-    Way,
-    measure_pieces,
-    undisturbed_s,
-)
+from envpipe_megatron.integrations.layer_profile.measuring import Microbatches, now_s
+from envpipe_megatron.integrations.layer_profile.passes import Way, measure_pieces
+from envpipe_megatron.integrations.layer_profile.rank_gpu import RankGpu
 from envpipe_megatron.search.layer_file import layers_text
 from envpipe_megatron.search.layer_jobs import LayerJob
 from envpipe_megatron.search.layer_profile import (
@@ -49,8 +37,6 @@ from envpipe_megatron.search.layer_profile import (
 )
 
 _STEPS = 4
-_ROUNDS = 5
-_FEW, _MANY = 1, 5
 
 
 class StepTime(NamedTuple):
@@ -109,110 +95,6 @@ def _state(optimizer: Any) -> Iterator[torch.Tensor]:
             yield from (value for value in values.values() if isinstance(value, torch.Tensor))
 
 
-class Times(NamedTuple):
-    """Of a microbatch through all layers that were built: the whole, and until the model begins."""
-
-    whole_s: float
-    data_s: float
-
-
-def measure_microbatches(
-    wrapped: Any, args: argparse.Namespace, forward_step: Callable[..., Any], sizes: Sequence[int]
-) -> list[Times]:
-    """What each microbatch more takes, by size; every rank calls it.
-
-    Repeats of a size lie between those of the others, so that a host that is slow for a second
-    meets few of them.
-
-    Args:
-        wrapped: the model in Megatron's data parallel wrapper.
-        args: Megatron's; their microbatch size is the one that is measured, meanwhile.
-        forward_step: the training script's.
-        sizes: microbatch sizes.
-    """
-    data = {size: _batches(args, size) for size in sizes}
-    with closing(_Loading(wrapped, forward_step)) as loading:
-        rounds = [
-            [_measure_round(wrapped, args, loading, size, data[size]) for size in sizes]
-            for _ in range(1 + _ROUNDS)
-        ]
-    times_s = np.array(rounds[1:])  # the first loads, and allocates
-    # Each apart: a difference is too small as well where the shorter run was held up.
-    few_s, many_s, data_s = np.apply_along_axis(undisturbed_s, 0, times_s).T
-    whole_s = np.maximum(many_s - few_s, 0.0) / (_MANY - _FEW)
-    return [Times(*each) for each in zip(whole_s.tolist(), data_s.tolist(), strict=True)]
-
-
-class _Loading:
-    """A script's `forward_step`, and how long it takes on the device until the model begins."""
-
-    def __init__(self, wrapped: Any, forward_step: Callable[..., Any]) -> None:
-        self._forward_step = forward_step
-        #: Of each call where it began, and where the model did, if the script calls it as it is.
-        self._calls = [Marks()]
-        self.close = wrapped.register_forward_pre_hook(lambda *_: self._calls[-1].add()).remove
-
-    def __call__(self, *args: Any) -> Any:
-        self._calls.append(Marks())
-        self._calls[-1].add()
-        return self._forward_step(*args)
-
-    def last_s(self) -> float:
-        """The median since the last call of this."""
-        times_s = [gap_s for marks in self._calls for gap_s in marks.gaps_s()[:1]]
-        self._calls = [Marks()]
-        return statistics.median(times_s or [0.0])
-
-
-def _measure_round(
-    wrapped: Any,
-    args: argparse.Namespace,
-    loading: _Loading,
-    size: int,
-    data: Iterator[Mapping[str, torch.Tensor]],
-) -> tuple[float, float, float]:
-    """How long a few, and many, microbatches of a size take, and the data of one of many."""
-    from megatron.core.pipeline_parallel.schedules import forward_backward_no_pipelining
-
-    def time_s(num_microbatches: int) -> float:
-        begin_s = now_s()
-        forward_backward_no_pipelining(
-            forward_step_func=loading,
-            data_iterator=data,
-            model=wrapped,
-            num_microbatches=num_microbatches,
-            seq_length=args.seq_length,
-            micro_batch_size=size,
-        )
-        return now_s() - begin_s
-
-    before, args.micro_batch_size = args.micro_batch_size, size
-    try:
-        few_s = time_s(_FEW)
-        loading.last_s()
-        return few_s, time_s(_MANY), loading.last_s()
-    finally:
-        args.micro_batch_size = before
-
-
-def _batches(args: argparse.Namespace, size: int) -> Iterator[Mapping[str, torch.Tensor]]:
-    """Samples of zeros as Megatron's dataset of a GPT gives them, in memory that is pinned."""
-    length = args.seq_length
-    tokens = torch.zeros(size, length, dtype=torch.int64)
-    batch = {
-        "tokens": tokens,
-        "labels": tokens.clone(),
-        "loss_mask": torch.ones(size, length),
-        "position_ids": torch.arange(length).repeat(size, 1),
-    }
-    if args.create_attention_mask_in_dataloader:
-        batch["attention_mask"] = torch.ones(size, 1, length, length, dtype=torch.bool).triu(1)
-    if torch.cuda.is_available():
-        batch = {name: values.pin_memory() for name, values in batch.items()}
-    while True:
-        yield dict(batch)  # the script changes it
-
-
 def measure_model(
     wrapped: Any,
     model: Any,
@@ -230,21 +112,24 @@ def measure_model(
         forward_step: the training script's.
     """
     try:
-        pieces, gpu = GptPieces(model, args), RankGpu(job.clocks_mhz)
+        pieces, gpu = GptPieces(model), RankGpu(job.clocks_mhz)
     except EnvPipeError as error:
         refuse(error)
-    with closing(gpu):
+    with closing(gpu), closing(Microbatches(wrapped, model, args, forward_step)) as microbatches:
         step = measure_step(wrapped, optimizer)
         held = bytes_held(model, optimizer)
-        names = dict.fromkeys(name for block in pieces.blocks for name in block.pieces)
-        profiles, measures = {}, {}
         for size in job.microbatch_sizes:
-            ways = measure_pieces(pieces, names, size, gpu)
-            measures[size] = {name: _measure(pieces, name, size, ways) for name in names}
-            profiles[size] = LayerProfile(
+            ways = measure_pieces(pieces, microbatches, size, gpu)
+            sent = microbatches.message_bytes
+            profile = LayerProfile(
                 blocks=pieces.blocks,
                 frequency_mhz=np.array(gpu.frequency_mhz),
-                measures={job.sizes(size): measures[size]},
+                measures={
+                    job.sizes(size): {
+                        name: _measure(pieces, name, sent, ways, counted=gpu.name is not None)
+                        for name in pieces.names
+                    }
+                },
                 bytes_per_parameter=held,
                 links=Links(),
                 **step._asdict(),
@@ -252,59 +137,26 @@ def measure_model(
                 gpu=gpu.name,
                 source=job.source,
             )
-            # Kept, should the script's own function want more than what it is given here.
-            _write(profiles[size], job.file(size))
-            pieces.forget_microbatch()
-        sizes = [size for size in measures if _fits(pieces, measures[size])]
-        times_s = []
-        for frequency_mhz in gpu.frequency_mhz if sizes else ():
-            gpu.set(frequency_mhz)
-            times_s.append(measure_microbatches(wrapped, args, forward_step, sizes))
-        row = {name: pieces.row_length(name) for name in names}
-        for at, size in enumerate(sizes):
-            whole_s, data_s = np.array(times_s)[:, at].T
-            measures[size].update(_with_rest(measures[size], row, whole_s, data_s))
-            _write(profiles[size], job.file(size))
-
-
-def _write(profile: LayerProfile, file: Path) -> None:
-    if dist.get_rank() == 0:
-        replace_files({file: [layers_text(profile)]})
-
-
-def _fits(pieces: GptPieces, measures: Mapping[str, Measure]) -> bool:
-    """Whether a microbatch of all layers that were built has room, on all ranks."""
-    held = sum(pieces.row_length(name) * each.activation_bytes for name, each in measures.items())
-    beside = [
-        (each.forward_workspace_bytes, each.backward_workspace_bytes) for each in measures.values()
-    ]
-    return repeats_that_fit(Held(int(held), *map(int, np.max(beside, axis=0))), 1) == 1
-
-
-def _with_rest(
-    measures: Mapping[str, Measure], row: Mapping[str, int], whole_s: FloatArray, data_s: FloatArray
-) -> dict[str, Measure]:
-    """Embedding and loss with what a microbatch takes beside its pieces, as its data do.
-
-    Where both are in one part of the model, data are loaded once. No clock changes what they take.
-
-    Args:
-        row: how many of each piece were in the microbatch.
-        whole_s: [num_frequencies] of the microbatch.
-        data_s: [num_frequencies] of it, until the model is entered.
-    """
-    pieces_s = sum(row[name] * each.both_s for name, each in measures.items())
-    loading_s = float(data_s.min())
-    beside_s = np.maximum(whole_s - pieces_s - loading_s, 0.0)
-    return {
-        EMBEDDING: measures[EMBEDDING].longer(loading_s),
-        LOSS: replace(measures[LOSS].longer(beside_s), apart_s=loading_s),
-    }
+            if dist.get_rank() == 0:
+                replace_files({job.file(size): [layers_text(profile)]})
 
 
 def _measure(
-    pieces: GptPieces, name: str, size: int, ways: Mapping[tuple[str, str | None], Way]
+    pieces: GptPieces,
+    name: str,
+    sent_bytes: int,
+    ways: Mapping[tuple[str, str | None], Way],
+    *,
+    counted: bool,
 ) -> Measure:
+    """Return a piece's measure.
+
+    Where the model's first and last piece are in one part of it, data are loaded once.
+
+    Args:
+        sent_bytes: of a message between stages.
+        counted: the host hands over to a GPU.
+    """
     plain = ways[name, None]
     recomputation = []
     for way in pieces.ways(name):
@@ -316,25 +168,25 @@ def _measure(
                 np.maximum(again.both_s - plain.both_s, 0.0),
                 _known(np.maximum(again.both_j - plain.both_j, 0.0)),
                 again.held.activation_bytes,
-                max(working, 0),
+                max(working, 0.0),
             )
         )
-    with pieces.running(name, size) as (piece, hidden):
-        measure = Measure(
-            forward_s=plain.forward_s,
-            backward_s=plain.backward_s,
-            forward_j=_known(plain.forward_j),
-            backward_j=_known(np.maximum(plain.both_j - plain.forward_j, 0.0)),
-            parameters=piece.parameters,
-            expert_parameters=piece.expert_parameters,
-            input_bytes=0 if name == EMBEDDING else hidden.nbytes,
-            output_bytes=0 if name == LOSS else hidden.nbytes,
-            **plain.held._asdict(),
-            recomputation=tuple(recomputation),
-            host_s=plain.host_s,
-        )
+    measure = Measure(
+        forward_s=plain.forward_s,
+        backward_s=plain.backward_s,
+        forward_j=_known(plain.forward_j),
+        backward_j=_known(np.maximum(plain.both_j - plain.forward_j, 0.0)),
+        parameters=pieces.parameters(name),
+        expert_parameters=pieces.parameters(name, of_experts=True),
+        input_bytes=0 if name == EMBEDDING else sent_bytes,
+        output_bytes=0 if name == LOSS else sent_bytes,
+        **plain.held._asdict(),
+        recomputation=tuple(recomputation),
+        host_s=plain.host_s if counted else None,
+        apart_s=ways[EMBEDDING, None].data_s if name == LOSS else 0.0,
+    )
     # Where the host is the slower one, a rest lets it get ahead: that is no clock's doing.
-    rested_s = None if measure.is_host_bound else _known(plain.rested_s)
+    rested_s = None if measure.is_host_bound else _known(np.minimum(plain.rested_s, plain.both_s))
     return replace(measure, rested_s=rested_s)
 
 

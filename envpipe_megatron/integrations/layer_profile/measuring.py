@@ -1,14 +1,17 @@
-"""Time and memory of one piece, on this rank's GPU, in step with all other ranks.
+"""Microbatches in Megatron's own function, and what lies between the edges of the model's pieces.
 
-Forwards and backwards follow one another without a wait of the host for the device, as in training:
-where the host cannot start kernels as fast as they run, the measured time shows that, too.
+They run as in training, with the script's own `forward_step`, on samples of zeros. Marks are set
+where data have been loaded, where each layer and the last norm get their input, where the loss is
+there, and, on the way back, where the gradient of each such input is. So all that a microbatch
+takes is some piece's: data and mask, what the script makes of losses, and the host's looks at them.
 """
 
 from __future__ import annotations
 
+import argparse
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -16,13 +19,11 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from envpipe_megatron.core.arrays import FloatArray
+from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.integrations.device import current_device
-from envpipe_megatron.integrations.layer_profile.gpt import Piece
+from envpipe_megatron.integrations.hooking import replaced
 
-_WARM_UP, _LEAST, _MOST = 2, 4, 200
-_HOST_ROUNDS = 3
-#: On a CPU, where nothing is learnt of a GPU.
-_CPU_WINDOW_S = 0.02
 _LAYERS_IN_A_ROW = 4
 #: Weight, gradient and optimizer of mixed precision, none of it shared.
 _BYTES_PER_PARAMETER = 18
@@ -31,133 +32,11 @@ _SHARE = 0.25
 
 
 class Window(NamedTuple):
-    """When some runs of a piece began and ended, as `time.monotonic` has it, and how many."""
+    """When some microbatches began and ended, as `time.monotonic` has it, and how many."""
 
     begin_s: float
     end_s: float
     runs: int
-
-
-class Timing(NamedTuple):
-    """One run of a piece: medians over a window."""
-
-    forward_s: float
-    backward_s: float
-    window: Window
-
-
-class Held(NamedTuple):
-    """Memory of one run of a piece, as `Measure` has it; zeros on a CPU, which does not count."""
-
-    activation_bytes: int = 0
-    forward_workspace_bytes: int = 0
-    backward_workspace_bytes: int = 0
-
-
-def measure_time(piece: Piece, hidden: torch.Tensor, window_s: float) -> Timing:
-    """Run forward and backward for about this long; every rank calls it."""
-    gradient = torch.randn_like(_forward(piece, hidden))
-    forwards, backwards, _ = _rounds(piece, hidden, gradient, _WARM_UP)
-    # A first run that loads or compiles something tells nothing of the next ones.
-    count = _count(float(np.min(forwards + backwards)), window_s)
-    forwards, backwards, window = _rounds(piece, hidden, gradient, count)
-    return Timing(float(np.median(forwards)), float(np.median(backwards)), window)
-
-
-def measure_rested_s(
-    piece: Piece, hidden: torch.Tensor, timing: Timing, window_s: float, frequency_mhz: int
-) -> float:
-    """Forward and backward where the device rests as long before each, as in a pipeline's bubbles.
-
-    At its power limit it is then faster. It waits itself, so that the host stays ahead. Runs for
-    about twice the window; every rank calls it. NaN on a CPU.
-    """
-    if not torch.cuda.is_available():
-        return math.nan
-    both_s = timing.forward_s + timing.backward_s
-    gradient, count = torch.randn_like(_forward(piece, hidden)), _count(both_s, window_s)
-    rest_cycles = int(both_s * frequency_mhz * 1e6)
-    forwards, backwards, _ = _rounds(piece, hidden, gradient, count, rest_cycles)
-    return float(np.median(forwards + backwards))
-
-
-def run_forwards(piece: Piece, hidden: torch.Tensor, forward_s: float, window_s: float) -> Window:
-    """Run forwards that take so long each, for about this long in all; every rank calls it."""
-    count = _count(forward_s, window_s)
-    begin_s = time.monotonic()
-    for _ in range(count):
-        _forward(piece, hidden)
-    _synchronize()
-    return Window(begin_s, time.monotonic(), count)
-
-
-def measure_host_s(piece: Piece, hidden: torch.Tensor) -> float:
-    """Median time in which the host hands over forward and backward; every rank calls it.
-
-    The device is idle when a round begins: else its queue could be full, and the host wait for it.
-    """
-    gradient = torch.randn_like(_forward(piece, hidden))
-    times_s = []
-    for _ in range(_HOST_ROUNDS):
-        _synchronize()
-        begin_s = time.perf_counter()
-        _forward(piece, hidden).backward(gradient)  # type: ignore[no-untyped-call]  # torch's
-        times_s.append(time.perf_counter() - begin_s)
-    _synchronize()
-    return float(np.median(times_s))
-
-
-def measure_memory(piece: Piece, hidden: torch.Tensor) -> Held:
-    """What a run holds, after one that leaves behind what is kept for ever."""
-    _forward(piece, hidden).sum().backward()  # type: ignore[no-untyped-call]  # torch's
-    if not torch.cuda.is_available():
-        return Held()
-    cuda = torch.cuda
-    cuda.synchronize()
-    cuda.reset_peak_memory_stats()
-    before = cuda.memory_allocated()
-    outputs = _forward(piece, hidden)
-    after, forward_peak = cuda.memory_allocated(), cuda.max_memory_allocated()
-    cuda.reset_peak_memory_stats()
-    outputs.backward(torch.randn_like(outputs))  # type: ignore[no-untyped-call]  # torch's
-    return Held(after - before, forward_peak - after, cuda.max_memory_allocated() - after)
-
-
-def repeats_that_fit(held: Held, wanted: int) -> int:
-    """How often a piece can run before its backwards do, on all ranks; 0 to `wanted`."""
-    if not torch.cuda.is_available():
-        return wanted
-    workspace = max(held.forward_workspace_bytes, held.backward_workspace_bytes)
-    fit = int((0.8 * _free_bytes() - workspace) // max(held.activation_bytes, 1))
-    return lowest(min(max(fit, 0), wanted))
-
-
-def _rounds(
-    piece: Piece, hidden: torch.Tensor, gradient: torch.Tensor, count: int, rest_cycles: int = 0
-) -> tuple[Any, Any, Window]:
-    """Forward and backward times of each of some rounds, and their window.
-
-    Before each, a GPU rests for so many of its clock's cycles.
-    """
-    marks = Marks()
-    begin_s = time.monotonic()
-    for _ in range(count):
-        if rest_cycles:
-            torch.cuda._sleep(rest_cycles)  # type: ignore[no-untyped-call]  # one thread
-            # Ranks whose rests end apart would wait for each other in the piece's collectives.
-            dist.all_reduce(torch.zeros(1, device=current_device()))
-        marks.add()
-        outputs = _forward(piece, hidden)
-        marks.add()
-        outputs.backward(gradient)  # type: ignore[no-untyped-call]  # torch's
-        marks.add()
-        del outputs
-    gaps_s = np.array([*marks.gaps_s(), math.nan]).reshape(count, 3)
-    return gaps_s[:, 0], gaps_s[:, 1], Window(begin_s, time.monotonic(), count)
-
-
-def _forward(piece: Piece, hidden: torch.Tensor) -> torch.Tensor:
-    return piece.forward(hidden.detach().requires_grad_())
 
 
 class Marks:
@@ -176,43 +55,197 @@ class Marks:
         event.record()
         self._marks.append(event)
 
-    def gaps_s(self) -> list[float]:
-        """Time from each mark to the next."""
-        _synchronize()
+    def gaps(self) -> FloatArray:
+        """[edges - 1, 1] time from each mark to the next, s."""
+        now_s()
         pairs = pairwise(self._marks)
-        return [a.elapsed_time(b) / 1e3 if self._on_gpu else b - a for a, b in pairs]
+        return np.array([[a.elapsed_time(b) / 1e3 if self._on_gpu else b - a] for a, b in pairs])
+
+
+class Looks:
+    """Instants of the host, and the memory, at edges before which the device has done all.
+
+    On a CPU no memory is counted.
+    """
+
+    def __init__(self) -> None:
+        self._looks: list[tuple[float, float, int, int]] = []
+
+    def add(self) -> None:
+        """Look at the clock, wait for the device, and look at the memory."""
+        ended_s, allocated, peak = time.perf_counter(), 0, 0
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+            allocated, peak = torch.cuda.memory_allocated(), torch.cuda.max_memory_allocated()
+            torch.cuda.reset_peak_memory_stats()
+        self._looks.append((ended_s, time.perf_counter(), allocated, peak))
+
+    def gaps(self) -> FloatArray:
+        """[edges - 1, 4] host's time, s; bytes held more at the end; peak above begin and end."""
+        return np.array(
+            [
+                (ended_s - begun_s, held - before, peak - before, peak - held)
+                for (_, begun_s, before, _), (ended_s, _, held, peak) in pairwise(self._looks)
+            ]
+        )
+
+
+class Microbatches:
+    """Runs microbatches of the model that was built; every rank calls what runs some.
+
+    Args:
+        wrapped: the model in Megatron's data parallel wrapper.
+        model: the same without.
+        args: Megatron's; their microbatch size is the one that runs, meanwhile.
+        forward_step: the training script's.
+    """
+
+    def __init__(
+        self,
+        wrapped: Any,
+        model: Any,
+        args: argparse.Namespace,
+        forward_step: Callable[..., Any],
+    ) -> None:
+        self._wrapped, self._model, self._args = wrapped, model, args
+        self._forward_step = forward_step
+        edges = [*model.decoder.layers, model.decoder.final_layernorm]
+        self._handles = [
+            model.register_forward_pre_hook(lambda *_: self._marks.add()),
+            *(each.register_forward_pre_hook(self._edge, with_kwargs=True) for each in edges),
+        ]
+        self._marks: Marks | Looks = Looks()
+        self._rest_cycles = self._started = 0
+        self._goes_back = False
+        #: Of what a stage sends that ends with a layer.
+        self.message_bytes = 0
+
+    def close(self) -> None:
+        """Take the marks out of the model."""
+        for handle in self._handles:
+            handle.remove()
+
+    def run(
+        self,
+        size: int,
+        count: int,
+        marks: Marks | Looks,
+        *,
+        rest_cycles: int = 0,
+        forward_only: bool = False,
+    ) -> Window:
+        """Run microbatches of a size, before each of which a GPU rests for cycles of its clock."""
+        from megatron.core.pipeline_parallel.schedules import forward_backward_no_pipelining
+
+        self._marks, self._rest_cycles, self._started = marks, rest_cycles, 0
+        with replaced(self._args, micro_batch_size=size):
+            data = _batches(self._args)
+            now_s()
+            begin_s = time.monotonic()
+            forward_backward_no_pipelining(
+                forward_step_func=self._step,
+                data_iterator=data,
+                model=self._wrapped,
+                num_microbatches=count,
+                seq_length=self._args.seq_length,
+                micro_batch_size=size,
+                forward_only=forward_only,
+            )
+            marks.add()
+            now_s()
+        return Window(begin_s, time.monotonic(), count)
+
+    def measure(
+        self, size: int, count: int, marks: Marks | Looks, rest_cycles: int = 0
+    ) -> tuple[FloatArray, Window]:
+        """Run microbatches, the first and one more apart.
+
+        Returns [1 + 2 (layers + 2), values] the median of what lies between edges, in this order:
+        data, forwards from embedding to loss, backwards from embedding to loss; and the window.
+        EnvPipeError if the edges are not those of such a model.
+        """
+        window = self.run(size, count + 1, marks, rest_cycles=rest_cycles)
+        slots = len(self._model.decoder.layers) + 2
+        edges = 2 * slots + 2
+        gaps = marks.gaps()
+        if len(gaps) + 1 != edges * (count + 1):
+            raise EnvPipeError(
+                "The model's layers do not follow one another from the embedding to the last norm",
+                value=(len(gaps) + 1) / (count + 1),
+                remedy="Search by a profile of another origin.",
+            )
+        beside = np.full((1, gaps.shape[1]), np.nan)  # behind the last
+        each = np.concatenate([gaps, beside]).reshape(count + 1, edges, -1)[1:, :-1]
+        medians: FloatArray = np.median(each, axis=0)
+        return np.concatenate([medians[: slots + 1], medians[:slots:-1]]), window
+
+    def _step(self, *arguments: Any) -> tuple[Any, Callable[..., Any]]:
+        """The script's forward step, whose loss function marks its end."""
+        if self._started:
+            self._marks.add()
+        self._started += 1
+        if self._rest_cycles:
+            torch.cuda._sleep(self._rest_cycles)  # type: ignore[no-untyped-call]  # one thread
+            # Ranks whose rests end apart would wait for each other in the pieces' collectives.
+            dist.all_reduce(torch.zeros(1, device=current_device()))
+        self._goes_back = False
+        self._marks.add()
+        output, loss_of = self._forward_step(*arguments)
+
+        def loss_and_mark(*of: Any, **named: Any) -> Any:
+            loss = loss_of(*of, **named)
+            self._goes_back = True
+            self._marks.add()
+            return loss
+
+        return output, loss_and_mark
+
+    def _edge(self, _module: Any, arguments: tuple[Any, ...], named: Mapping[str, Any]) -> None:
+        if self._goes_back:  # a layer is computed again
+            return
+        hidden = named["hidden_states"] if "hidden_states" in named else arguments[0]
+        self.message_bytes = hidden.nbytes
+        self._marks.add()
+        if hidden.requires_grad:
+            hidden.register_hook(lambda _: self._marks.add())
+
+
+def _batches(args: argparse.Namespace) -> Iterator[Mapping[str, torch.Tensor]]:
+    """Samples of zeros as Megatron's dataset of a GPT gives them, in memory that is pinned."""
+    size, length = args.micro_batch_size, args.seq_length
+    tokens = torch.zeros(size, length, dtype=torch.int64)
+    batch = {
+        "tokens": tokens,
+        "labels": tokens.clone(),
+        "loss_mask": torch.ones(size, length),
+        "position_ids": torch.arange(length).repeat(size, 1),
+    }
+    if args.create_attention_mask_in_dataloader:
+        batch["attention_mask"] = torch.ones(size, 1, length, length, dtype=torch.bool).triu(1)
+    if torch.cuda.is_available():
+        batch = {name: values.pin_memory() for name, values in batch.items()}
+    while True:
+        yield dict(batch)  # the script changes it
 
 
 def now_s() -> float:
     """Now, by the host's clock, when the device has done all that it was handed."""
-    _synchronize()
-    return time.perf_counter()
-
-
-def _synchronize() -> None:
     if torch.cuda.is_available():
         torch.cuda.synchronize()
-
-
-def _count(round_s: float, window_s: float) -> int:
-    """How many rounds fill a window, the same on all ranks."""
-    window_s = window_s if torch.cuda.is_available() else _CPU_WINDOW_S
-    return _highest(min(max(_LEAST, math.ceil(window_s / max(round_s, 1e-6))), _MOST))
+    return time.perf_counter()
 
 
 def lowest(value: int) -> int:
     """The lowest of all ranks' values; every rank calls it."""
-    return -_highest(-value)
-
-
-def _highest(value: int) -> int:
-    """The highest of all ranks' values."""
     tensor = torch.tensor([value], device=current_device())
-    dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
+    dist.all_reduce(tensor, op=dist.ReduceOp.MIN)
     return int(tensor.item())
 
 
-def _free_bytes() -> int:
+def free_bytes() -> float:
+    """Memory that torch can still have; infinite on a CPU."""
+    if not torch.cuda.is_available():
+        return math.inf
     free, _ = torch.cuda.mem_get_info()
     return free + torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
 
@@ -220,18 +253,16 @@ def _free_bytes() -> int:
 def row_lengths(of_kind: Sequence[int], parameters: Sequence[int]) -> list[int]:
     """For each kind of layers how many are built, the same on all ranks; every rank calls it.
 
-    They run in a row while time is taken, as in training. One layer that ran several times would
-    have its gradients summed by autograd, and added to the model's once.
+    One layer that ran several times would have its gradients summed by autograd, and added to the
+    model's once.
 
     Args:
         of_kind: layers that the model has of each kind.
         parameters: of one layer of each kind.
     """
-    wanted = [min(count, _LAYERS_IN_A_ROW) for count in of_kind]
-    if not torch.cuda.is_available():
-        return wanted
-    each = _SHARE * _free_bytes() / len(of_kind) / _BYTES_PER_PARAMETER
+    each = _SHARE * free_bytes() / len(of_kind) / _BYTES_PER_PARAMETER
+    wanted = (min(count, _LAYERS_IN_A_ROW) for count in of_kind)
     return [
-        lowest(max(1, min(count, int(each // size))))
+        lowest(max(1, int(min(count, each // size))))
         for count, size in zip(wanted, parameters, strict=True)
     ]

@@ -1,141 +1,54 @@
-"""All pieces of a microbatch size, in passes: seconds lie between the repeats of a piece.
+"""Passes over all that is measured of a microbatch size, at each of the GPU's clocks.
 
-Enter at `measure_pieces`. Windows are as long in each pass: where a GPU is at its power limit, a
-shorter one would run at a higher clock. Each holds three refreshes of the GPU's counter.
+Seconds lie between the repeats of a pass. Windows are as long in each: where a GPU is at its power
+limit, a shorter one would run at a higher clock. Each holds several refreshes of the GPU's counter.
+Enter at `measure_pieces`.
 """
 
 from __future__ import annotations
 
 import math
-import time
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from envpipe_megatron.core.arrays import BoolArray, FloatArray
-from envpipe_megatron.errors import EnvPipeError
-from envpipe_megatron.gpu.base import Gpu, GpuAddress
-from envpipe_megatron.gpu.control import choose_control, open_controlled
-from envpipe_megatron.gpu.devices import open_reader, uid_of_cuda_device
-from envpipe_megatron.gpu.site import read_site
 from envpipe_megatron.integrations.layer_profile.gpt import GptPieces
 from envpipe_megatron.integrations.layer_profile.measuring import (
-    Held,
-    Timing,
+    Looks,
+    Marks,
+    Microbatches,
     Window,
-    measure_host_s,
-    measure_memory,
-    measure_rested_s,
-    measure_time,
-    repeats_that_fit,
-    run_forwards,
+    free_bytes,
+    lowest,
 )
-from envpipe_megatron.runtime.clocks.rank_clock import ClockKind, RankClock
-from envpipe_megatron.runtime.energy.meter import EnergyMeter, MeterError
+from envpipe_megatron.integrations.layer_profile.rank_gpu import RankGpu
+from envpipe_megatron.search.layer_profile import EMBEDDING, LOSS
 
-#: A clock that was set has settled.
-_SETTLE_S = 0.2
-#: The counter refreshes after a window, without an event.
-_MARGIN_S = 0.3
-#: Stands for the clock of a CPU, which nobody sets.
-_CPU_MHZ = 1000
 _PASSES = 3
-_WINDOW_S, _RESTED_WINDOW_S = 0.3, 0.15
-#: Work of a GPU varies by less from repeat to repeat, with its clock.
+#: Of each window; of one in which the GPU rests as long again; on a CPU nothing is learnt of a GPU.
+_WINDOW_S, _RESTED_WINDOW_S, _CPU_WINDOW_S = 0.5, 0.3, 0.02
+_FEWEST, _MOST, _LOOKS = 2, 200, 3
+#: Of the free memory, what a microbatch may take.
+_MEMORY_SHARE = 0.8
+#: Work of a GPU varies by less from repeat to repeat, with its clock. A host that others use, too,
+#: starts kernels more slowly for half a second to a second at times: work that waits for it is then
+#: longer, by 40 % to twofold, and never shorter.
 _HELD_UP = 1.05
+#: Layers take at least so much power and at most so many times as much as all pieces in the mean:
+#: what lies beyond is the counter's error in a difference of windows.
+_POWER_RANGE = (0.5, 2.0)
 
 
-def not_held_up(times_s: FloatArray) -> BoolArray:
-    """[num_repeats] which repeats took about as long as the shortest.
+class Held(NamedTuple):
+    """Memory of one piece, as `Measure` has it; zeros on a CPU, which does not count."""
 
-    A host that others use, too, starts kernels more slowly for half a second to a second at times.
-    Work that waits for the host is then longer, by 40 % to twofold, and never shorter.
-    """
-    kept: BoolArray = times_s <= _HELD_UP * times_s.min()
-    return kept
-
-
-def undisturbed_s(times_s: FloatArray) -> float:
-    """The median of the repeats that were not held up."""
-    return float(np.median(times_s[not_held_up(times_s)]))
-
-
-class RankGpu:
-    """This rank's GPU, or its CPU, which has no counter and no clock.
-
-    Args:
-        clocks_mhz: those that will be set, the highest first. None leaves the clock alone, and the
-            GPU is opened for reading.
-
-    Raises GpuError if the GPU cannot be opened, or clocks may not be set.
-    """
-
-    def __init__(self, clocks_mhz: Sequence[int]) -> None:
-        self.name: str | None = None
-        self.frequency_mhz: tuple[int, ...] = (_CPU_MHZ,)
-        self._meter: EnergyMeter | None = None
-        self._clock: RankClock | None = None
-        if torch.cuda.is_available():
-            gpu = _open(clocks_mhz)
-            self._clock = RankClock(gpu, ClockKind.of(gpu)) if clocks_mhz else None
-            self._meter = EnergyMeter(gpu)
-            self.name = gpu.name
-            self.frequency_mhz = tuple(clocks_mhz) or gpu.supported_frequencies_mhz[:1]
-        elif clocks_mhz:
-            raise EnvPipeError(
-                "Clocks were asked for where there is no GPU",
-                value=list(clocks_mhz),
-                remedy="Leave out --clocks.",
-            )
-
-    def set(self, frequency_mhz: int) -> None:
-        """Run at this clock from now on, where clocks are set; EnvPipeError if that fails."""
-        if self._clock is None:
-            return
-        self._clock.request(frequency_mhz)
-        self._clock.wait_idle()
-        if self._clock.error is not None:
-            raise EnvPipeError(f"The clock could not be set: {self._clock.error}")
-        time.sleep(_SETTLE_S)
-
-    def energies_j(self, windows: Sequence[Window | None]) -> list[float]:
-        """Of a run in each window, the last of which ended just now.
-
-        NaN where there is no window, or the meter failed.
-        """
-        if self._meter is None:
-            return [math.nan] * len(windows)
-        time.sleep(_MARGIN_S)
-        self._meter.catch_up()
-        return [_energy_j(self._meter, window) for window in windows]
-
-    def close(self) -> None:
-        """Stop reading, and reset the clock if it was set."""
-        if self._meter is not None:
-            self._meter.close()
-        if self._clock is not None:
-            self._clock.close()
-
-
-def _energy_j(meter: EnergyMeter, window: Window | None) -> float:
-    if window is None:
-        return math.nan
-    try:
-        return meter.energy_j(window.begin_s, window.end_s) / window.runs
-    except MeterError:
-        return math.nan
-
-
-def _open(clocks_mhz: Sequence[int]) -> Gpu:
-    properties = torch.cuda.get_device_properties(torch.cuda.current_device())
-    uid = uid_of_cuda_device(str(properties.uuid))
-    if not clocks_mhz:
-        return open_reader(GpuAddress("none", uid))
-    site = read_site()
-    return open_controlled(uid, choose_control("auto", site, require=True), site)
+    activation_bytes: float
+    forward_workspace_bytes: float
+    backward_workspace_bytes: float
 
 
 @dataclass(frozen=True)
@@ -143,19 +56,19 @@ class Way:
     """A piece as it is, or recomputed in some way; arrays go by clock.
 
     Args:
-        both_j, forward_j: energy of both directions, and of the forward alone; NaN if it is not
-            known, as the forward's is where it is recomputed.
-        host_s: of both directions, until the host has handed them over to the device. None where
-            it is recomputed, and on a CPU, which nobody hands anything over to.
-        rested_s: of both directions where the GPU rests as long; NaN where `host_s` is None.
+        host_s: of both directions, until the host has handed them over to the device.
+        data_s: that the script's data took ahead of the forward, in which they are.
+        both_j, forward_j: energy of both directions, and of the forward; NaN if not known.
+        rested_s: of both directions where the GPU rests as long; NaN if not known.
     """
 
     held: Held
+    host_s: float
+    data_s: float
     forward_s: FloatArray
     backward_s: FloatArray
     both_j: FloatArray
     forward_j: FloatArray
-    host_s: float | None
     rested_s: FloatArray
 
     @property
@@ -164,93 +77,184 @@ class Way:
         return self.forward_s + self.backward_s
 
 
-class _Key(NamedTuple):
-    piece: str
-    way: str | None
-
-
-class _Repeat(NamedTuple):
-    """What one pass measured; NaN where it is not known."""
-
-    forward_s: float
-    backward_s: float
-    both_j: float
-    forward_j: float
-    rested_s: float
-
-
-@dataclass
-class _Row:
-    """A piece, or layers of a kind in a row, and what was measured of it by now."""
-
-    held: Held
-    length: int
-    #: Of each clock.
-    repeats: list[list[_Repeat]]
-    hosts_s: list[float] = field(default_factory=list)
-
-    def way(self) -> Way:
-        """Of one layer."""
-        medians = np.array([_undisturbed(repeats) for repeats in self.repeats]) / self.length
-        forward_s, backward_s, both_j, forward_j, rested_s = medians.T
-        host_s = undisturbed_s(np.array(self.hosts_s)) / self.length if self.hosts_s else None
-        rested_s = np.minimum(rested_s, forward_s + backward_s)
-        return Way(self.held, forward_s, backward_s, both_j, forward_j, host_s, rested_s)
+#: What each piece that runs holds, and how long the host takes to hand it over, s.
+_Look = tuple[list[Held], FloatArray]
 
 
 def measure_pieces(
-    pieces: GptPieces, names: Iterable[str], size: int, gpu: RankGpu
-) -> Mapping[tuple[str, str | None], Way]:
-    """Each piece as it is (None) and recomputed in each of its ways; every rank calls it."""
-    keys = [_Key(name, way) for name in names for way in (None, *pieces.ways(name))]
-    rows = {key: _row(pieces, key, size, len(gpu.frequency_mhz)) for key in keys}
+    pieces: GptPieces, microbatches: Microbatches, size: int, gpu: RankGpu
+) -> dict[tuple[str, str | None], Way]:
+    """Each piece as it is (None) and recomputed in each of its ways; every rank calls it.
+
+    Of layers of a kind, the mean of those in a row.
+    """
+    ways = (None, *dict.fromkeys(way for name in pieces.names for way in pieces.ways(name)))
+    with pieces.rows(1):
+        looks: dict[str | None, _Look] = {None: _look(microbatches, size)}
+        slots = pieces.slots
+    row = pieces.longest_row
+    if not _fits(pieces, dict(zip(slots, looks[None][0], strict=True)), row):
+        row = 1
+    repeats: dict[str | None, list[list[FloatArray]]] = {way: [] for way in ways}
+    with pieces.rows(row):
+        slots = pieces.slots
+        for way in ways:
+            with pieces.recomputing(way):
+                looks[way] = _look(microbatches, size)
+                shortly, _ = microbatches.measure(size, _FEWEST, Marks())  # loads, and compiles
+            repeats[way] = [[] for _ in gpu.frequency_mhz]
+    round_s = float(shortly[:, 0].sum())
     for _ in range(_PASSES):
-        for at, frequency_mhz in enumerate(gpu.frequency_mhz):
-            gpu.set(frequency_mhz)
-            _measure_once(pieces, rows, size, gpu, at)
-    return {key: row.way() for key, row in rows.items()}
+        for at, clock_mhz in enumerate(gpu.frequency_mhz):
+            gpu.set(clock_mhz)
+            one_pass = _Pass(pieces, microbatches, gpu, size, row, round_s)
+            for way, measured in one_pass.measure(ways, clock_mhz).items():
+                repeats[way][at].append(measured)
+    found = {}
+    for way in ways:
+        by_clock = np.array([_undisturbed(np.array(each)) for each in repeats[way]])
+        for name in dict.fromkeys(slots):
+            at_slots = [at for at, slot in enumerate(slots) if slot == name]
+            if way is None or way in pieces.ways(name):
+                held, hosts_s = looks[way]
+                measured = by_clock[:, :, at_slots].mean(axis=2).T
+                figures, data_s = measured[:-1], measured[-1]
+                host_s = float(np.mean(hosts_s[at_slots]))
+                if name not in (EMBEDDING, LOSS) and gpu.name is not None:
+                    # The host gets ahead of a few layers at the loss, and not of a whole model.
+                    figures = figures * np.maximum(1.0, host_s / (figures[0] + figures[1]))
+                found[name, way] = Way(
+                    Held(*np.mean([held[at] for at in at_slots], axis=0).tolist()),
+                    host_s,
+                    float(data_s.min()),  # no clock changes it
+                    *figures,
+                )
+    return found
 
 
-def _row(pieces: GptPieces, key: _Key, size: int, num_clocks: int) -> _Row:
-    with pieces.running(key.piece, size, key.way) as (piece, hidden):
-        held = measure_memory(piece, hidden)
-    length = max(1, repeats_that_fit(held, pieces.row_length(key.piece)))
-    return _Row(held, length, [[] for _ in range(num_clocks)])
+def _look(microbatches: Microbatches, size: int) -> _Look:
+    """Return the look at each piece."""
+    looked, _ = microbatches.measure(size, _LOOKS, Looks())
+    _, forward, backward = np.split(looked, [1, 1 + len(looked) // 2])
+    received = np.full(len(forward), microbatches.message_bytes * torch.cuda.is_available())
+    received[-1] = 0  # nothing comes back to the loss
+    held = np.maximum(np.stack([forward[:, 1], forward[:, 3], backward[:, 2] + received], 1), 0.0)
+    return [Held(*each) for each in held.tolist()], forward[:, 0] + backward[:, 0]
 
 
-def _measure_once(
-    pieces: GptPieces, rows: Mapping[_Key, _Row], size: int, gpu: RankGpu, at: int
-) -> None:
-    """One pass over all pieces, at the clock of this number."""
-    timings: list[Timing] = []
-    forwards: list[Window | None] = []
-    rested_s: list[float] = []
-    for key, row in rows.items():
-        with pieces.running(key.piece, size, key.way, row.length) as (piece, hidden):
-            timing = measure_time(piece, hidden, _WINDOW_S)
-            timings.append(timing)
-            if key.way is not None:
-                forwards.append(None)
-                rested_s.append(math.nan)
-                continue
-            forwards.append(run_forwards(piece, hidden, timing.forward_s, _WINDOW_S))
-            clock_mhz = gpu.frequency_mhz[at]
-            rested_s.append(measure_rested_s(piece, hidden, timing, _RESTED_WINDOW_S, clock_mhz))
-            if at == 0 and gpu.name is not None:
-                row.hosts_s.append(measure_host_s(piece, hidden))
-    joules = gpu.energies_j([*(timing.window for timing in timings), *forwards])
-    both_j, forward_j = joules[: len(timings)], joules[len(timings) :]
-    for row, timing, *of_run in zip(
-        rows.values(), timings, both_j, forward_j, rested_s, strict=True
-    ):
-        row.repeats[at].append(_Repeat(timing.forward_s, timing.backward_s, *of_run))
+def _fits(pieces: GptPieces, held: Mapping[str, Held], row: int) -> bool:
+    """Check that a microbatch of the longest rows has room, on all ranks."""
+    with pieces.rows(row):
+        kept = sum(held[name].activation_bytes for name in pieces.slots)
+    beside = max(max(each[1:]) for each in held.values())
+    return bool(lowest(kept + beside <= _MEMORY_SHARE * free_bytes()))
 
 
-def _undisturbed(repeats: Sequence[_Repeat]) -> FloatArray:
-    """[5] medians of the repeats that were not held up, by forward and backward together.
+@dataclass(frozen=True)
+class _Pass:
+    """One pass at one clock over a model with rows of layers.
+
+    Args:
+        round_s: of a microbatch, about.
+    """
+
+    pieces: GptPieces
+    microbatches: Microbatches
+    gpu: RankGpu
+    size: int
+    row: int
+    round_s: float
+
+    def measure(self, ways: Sequence[str | None], clock_mhz: int) -> dict[str | None, FloatArray]:
+        """[6, slots] by way: forward, backward (s), both, forward (J), both rested, data (s)."""
+        found, windows = {}, {}
+        with self.pieces.rows(self.row):
+            layers = np.array([name not in (EMBEDDING, LOSS) for name in self.pieces.slots])
+            for way in reversed(ways):  # what is not recomputed last, before its windows
+                with self.pieces.recomputing(way):
+                    found[way], windows[way] = self._times(_WINDOW_S)
+            forwards = self._run(_WINDOW_S, forward_only=True)
+            rested = found[None]
+            if torch.cuda.is_available():
+                cycles = int(found[None].sum() * clock_mhz * 1e6)
+                rested, _ = self._times(_RESTED_WINDOW_S, cycles)
+        with self.pieces.rows(1):
+            few, few_forwards = self._run(_WINDOW_S), self._run(_WINDOW_S, forward_only=True)
+        metered = (*windows.values(), few, forwards, few_forwards)
+        *of_ways, few_j, forwards_j, few_forwards_j = self.gpu.energies_j(metered)
+        means_w = {
+            way: joules / _run_s(windows[way]) for way, joules in zip(windows, of_ways, strict=True)
+        }
+        own, plain_j = found[None], means_w[None] * _run_s(windows[None])
+        both_w = _powers_w((windows[None], few), (plain_j, few_j), own[0] + own[1], layers)
+        forward_w = _powers_w(
+            (forwards, few_forwards), (forwards_j, few_forwards_j), own[0], layers
+        )
+        return {
+            way: np.stack(
+                [
+                    each[0],
+                    each[1],
+                    (each[0] + each[1]) * both_w * (means_w[way] / means_w[None]),
+                    each[0] * forward_w,
+                    rested[0] + rested[1] if self.gpu.name else np.full(len(layers), np.nan),
+                    each[2],
+                ]
+            )
+            for way, each in found.items()
+        }
+
+    def _times(self, window_s: float, rest_cycles: int = 0) -> tuple[FloatArray, Window]:
+        """[3, slots] forwards, data in, and backwards, s; and data; and the window."""
+        count = self._count(window_s)
+        times, window = self.microbatches.measure(self.size, count, Marks(), rest_cycles)
+        slots = len(times) // 2
+        data_s = np.zeros(slots)
+        data_s[0] = times[0, 0]
+        return np.stack([times[1 : 1 + slots, 0] + data_s, times[1 + slots :, 0], data_s]), window
+
+    def _run(self, window_s: float, *, forward_only: bool = False) -> Window:
+        count = self._count(window_s) * (3 if forward_only else 1)
+        return self.microbatches.run(self.size, count, Marks(), forward_only=forward_only)
+
+    def _count(self, window_s: float) -> int:
+        """How many microbatches fill a window, the same on all ranks."""
+        window_s = window_s if torch.cuda.is_available() else _CPU_WINDOW_S
+        return lowest(min(max(_FEWEST, math.ceil(window_s / self.round_s)), _MOST))
+
+
+def _run_s(window: Window) -> float:
+    return (window.end_s - window.begin_s) / window.runs
+
+
+def _powers_w(
+    windows: Sequence[Window], joules: Sequence[float], times_s: FloatArray, layers: BoolArray
+) -> FloatArray:
+    """[slots] mean power of layers, and of the pieces around them.
+
+    Args:
+        windows: of microbatches with rows of layers, and with one of each kind.
+        joules: of a run in each.
+        times_s: [slots] of the former.
+    """
+    runs_s = list(map(_run_s, windows))
+    mean_w = of_layers_w = joules[0] / runs_s[0]
+    layers_s = float(times_s[layers].sum())
+    around_s = max(runs_s[0] - layers_s, 1e-9)
+    if runs_s[0] > runs_s[1] * _HELD_UP:  # else there is one layer of each kind
+        of_layers_w = (joules[0] - joules[1]) / (runs_s[0] - runs_s[1])
+    of_layers_w = float(np.clip(of_layers_w, *np.multiply(_POWER_RANGE, mean_w)))
+    around_w = (joules[0] - of_layers_w * layers_s) / around_s
+    around_w = float(np.clip(around_w, *np.multiply(_POWER_RANGE, mean_w)))
+    return np.where(layers, of_layers_w, around_w)
+
+
+def _undisturbed(repeats: FloatArray) -> FloatArray:
+    """[6, slots] medians of the [passes, 6, slots] that were not held up, by both directions.
 
     Where the host is slower than the GPU, the GPU's waits lie in the one or the other.
     """
-    measured = np.array(repeats)
-    kept: FloatArray = np.median(measured[not_held_up(measured[:, :2].sum(axis=1))], axis=0)
-    return kept
+    both_s = repeats[:, 0] + repeats[:, 1]
+    kept = (both_s <= _HELD_UP * both_s.min(axis=0)).T
+    medians = [np.median(repeats[own, :, slot], axis=0) for slot, own in enumerate(kept)]
+    return np.stack(medians, axis=1)

@@ -29,11 +29,7 @@ from envpipe_megatron.core.schedule import Schedule
 from envpipe_megatron.integrations.device import current_device
 from envpipe_megatron.integrations.megatron import split_backward
 from envpipe_megatron.integrations.megatron.self_check import SelfCheck
-from envpipe_megatron.integrations.megatron.work import (
-    MegatronWork,
-    UnsupportedModelError,
-    listed,
-)
+from envpipe_megatron.integrations.megatron.work import MegatronWork, listed
 from envpipe_megatron.runtime.channel.carrier import StageSpecs, TensorSpec
 from envpipe_megatron.runtime.execution.stage_run import Rehearsal
 from envpipe_megatron.runtime.job.session import Session
@@ -97,13 +93,12 @@ class ForwardBackward:
 
         Arguments and result are those of megatron-core's function: on the last stage what the loss
         function reduced, one entry per microbatch. What EnvPipe does not run, by what the first
-        training call has, goes to that function (see `failed`). Raises MemoryFullError as `Session`
-        does.
+        training call has, goes to that function, and `end_step` says it. Raises MemoryFullError as
+        `Session` does.
         """
         given, arguments = arguments, {**_DEFAULTS, **arguments}
         forward_only = arguments["forward_only"]
         groups = arguments["pg_collection"] or _default_groups()
-        alone = groups.pp.size() == 1  # nothing to order
         if forward_only:
             # Not by the interpreter: evaluation loads kernels of its own, and a kernel that is
             # loaded while a posted receive spins hangs.
@@ -116,8 +111,8 @@ class ForwardBackward:
                 self._session.memory.waiting_bytes = split_backward.waiting_bytes(arguments)
         own = self._framework_function or get_forward_backward_func()
         left = self._framework_iterations_left
-        if alone or forward_only or arguments["collect_non_loss_data"] or self._against or left:
-            self._framework_iterations_left -= left > 0 and not (alone or forward_only)
+        if forward_only or arguments["collect_non_loss_data"] or self._against or left:
+            self._framework_iterations_left -= left > 0 and not forward_only
             losses: list[Any] = own(**given)
             return losses
         if unknown := _unknown(arguments):  # the first call had none: see `_why_not`
@@ -146,8 +141,8 @@ class ForwardBackward:
             if schedule.split and self._put_off_in != chunks:
                 split_backward.put_off_in(chunks)
                 self._put_off_in = chunks
-            step = arguments["forward_step_func"]
-            works.append(MegatronWork(schedule, step, iterators, chunks, config, groups))
+            step, checked = arguments["forward_step_func"], specs if rehearsal else None
+            works.append(MegatronWork(schedule, step, iterators, chunks, config, groups, checked))
             return works[0]
 
         embedding_module = None
@@ -179,21 +174,17 @@ class ForwardBackward:
             config.timers("forward-backward").stop()
         return work.losses
 
-    def begin_step(self) -> None:
-        """A training step begins."""
-
-    def end_step(self, *, skipped: bool) -> None:
+    def end_step(self, *, skipped: bool) -> str | None:
         """The optimizer has stepped, or has skipped the step.
 
         If it skipped, and nothing else has run yet, megatron-core's own function runs once more:
         optimizer state, and so its memory, is allocated at the first step that is not skipped.
+
+        Returns:
+            why the job is to go on at a lower level, on all ranks alike; None if it need not.
         """
         if skipped and not self._session.executed:
             self._framework_iterations_left += 1
-
-    @property
-    def failed(self) -> str | None:
-        """Why the job is to go on at a lower level, on all ranks alike; None if it need not."""
         if self._against is not None or self._check is None or self._check.failed is None:
             return self._against
         return f"its self-check: {self._check.failed}"
@@ -202,22 +193,26 @@ class ForwardBackward:
         """Name what this rank's call has that the interpreter does not run."""
         config = get_model_config(listed(arguments["model"])[0])
         ranks, joined = dist.get_process_group_ranks(groups.pp), self._session.pipeline_ranks
-        given = [arguments[name] is not None for name in ("p2p_communicator", "pg_collection")]
-        alone = len(joined) == 1
+        given = {arguments[name] is not None for name in ("p2p_communicator", "pg_collection")}
         unknown = _unknown(arguments)
         against = {
             f"arguments of another version: {unknown}": bool(unknown),
             f"a call for a pipeline of ranks {ranks}, not {joined}": ranks != joined,
-            "p2p_communicator and pg_collection apart": not alone and len(set(given)) > 1,
-            "a model without pipeline_dtype": not alone and config.pipeline_dtype is None,
-            **dict.fromkeys(unsupported(config), not alone),
+            "p2p_communicator and pg_collection apart": len(given) > 1,
+            "shapes of messages that a function adjusts (ModelOpt)": (
+                arguments["adjust_tensor_shapes_fn"] is not None
+            ),
+            "a model without pipeline_dtype": config.pipeline_dtype is None,
+            "overlap_moe_expert_parallel_comm": config.overlap_moe_expert_parallel_comm,
+            # From 0.18 on; megatron-core's own function resets the stash as it begins.
+            "moe_paged_stash": getattr(config, "moe_paged_stash", False),
+            "fine_grained_activation_offloading": config.fine_grained_activation_offloading,
+            "num_microbatches_with_partial_activation_checkpoints": (
+                config.num_microbatches_with_partial_activation_checkpoints is not None
+            ),
+            f"cuda_graph_impl '{config.cuda_graph_impl}'": config.cuda_graph_impl != "none",
         }
         found = [name for name, holds in against.items() if holds]
-        if not found and not alone:
-            try:
-                _specs(arguments, groups)
-            except UnsupportedModelError as error:
-                found = [str(error)]
         return f"the interpreter does not run {'; '.join(found)}" if found else None
 
 
@@ -239,28 +234,7 @@ def _specs(arguments: dict[str, Any], groups: ProcessGroupCollection) -> StageSp
         tp_group=groups.tp,
         cp_group=groups.cp,
     )
-    adjust = arguments["adjust_tensor_shapes_fn"]
-    if adjust is not None:
-        # ModelOpt's changes both lists in place.
-        shapes, sent_shapes = adjust(list(shapes), list(shapes))
-        if sent_shapes != shapes:
-            raise UnsupportedModelError(
-                "messages whose shapes differ between two sides",
-                value=(shapes, sent_shapes),
-            )
     spec = TensorSpec.of_one_type(
         tuple(tuple(shape) for shape in shapes), config.pipeline_dtype, current_device()
     )
     return replace(StageSpecs.alike(spec), vary=config.variable_seq_lengths)
-
-
-def unsupported(config: Any) -> list[str]:
-    """What of a model's configuration EnvPipe's interpreter does not do."""
-    refused = {
-        "overlap_moe_expert_parallel_comm": config.overlap_moe_expert_parallel_comm,
-        # From 0.18 on; megatron-core's own function resets the stash as it begins.
-        "moe_paged_stash": getattr(config, "moe_paged_stash", False),
-        "fine_grained_activation_offloading": config.fine_grained_activation_offloading,
-        f"cuda_graph_impl '{config.cuda_graph_impl}'": config.cuda_graph_impl != "none",
-    }
-    return [feature for feature, used in refused.items() if used]

@@ -16,7 +16,6 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
-import torch
 from megatron.core.pipeline_parallel import schedules
 
 from envpipe_megatron.core.kinds import Kind
@@ -32,7 +31,6 @@ from envpipe_megatron.integrations.framework_units import (
 from envpipe_megatron.integrations.hooking import replaced
 from envpipe_megatron.runtime.channel.carrier import StageSpecs, TensorSpec
 from envpipe_megatron.runtime.channel.collectives import Collectives
-from envpipe_megatron.runtime.execution.stage_run import StageRun
 from envpipe_megatron.runtime.job.session import Session
 
 logger = logging.getLogger(__name__)
@@ -75,9 +73,6 @@ class KeptOrder:
         #: By number of microbatches, of those that have come; None if their units come otherwise.
         self._orders: dict[int, Schedule | None] = {}
 
-    def begin_step(self) -> None:
-        """A training step begins."""
-
     def __call__(self, **arguments: Any) -> list[Any]:
         """Call Megatron's function with its arguments; what it returns."""
         if arguments.get("forward_only"):
@@ -99,9 +94,6 @@ class KeptOrder:
         followed.complete()
         return losses
 
-    def end_step(self, *, skipped: bool = False) -> None:
-        """The optimizer has stepped."""
-
     def _first(self, arguments: dict[str, Any]) -> list[Any]:
         seen = Recorded()
         with _told_of_units(seen):
@@ -120,54 +112,6 @@ class KeptOrder:
                 " ".join(map(str, planned)),
             )
         return losses
-
-
-class WholeSteps:
-    """Stands in likewise where each training step is one unit a stage, from begin to end.
-
-    Megatron's function is called and nothing more: a CUDA graph may hold all of it.
-
-    Args:
-        session: gets an iteration for each training step.
-        framework_function: Megatron's.
-        schedule: of one unit a stage.
-        is_full: whether the step that begins has the batch's full size; others run at the highest
-            clock.
-    """
-
-    def __init__(
-        self,
-        session: Session,
-        framework_function: Callable[..., list[Any]],
-        schedule: Schedule,
-        is_full: Callable[[], bool],
-    ) -> None:
-        self._session = session
-        self._framework_function = framework_function
-        self._schedule = schedule
-        self._is_full = is_full
-        self._run: StageRun | None = None
-
-    def begin_step(self) -> None:
-        """A training step begins."""
-        if not self._is_full():
-            self._session.highest_clock()
-            return
-        no_message = StageSpecs.alike(TensorSpec(((1,),), (torch.uint8,), current_device()))
-        self._run = self._session.open_iteration(self._schedule, no_message)
-        self._run.begin_unit()
-
-    def __call__(self, **arguments: Any) -> list[Any]:
-        """Call Megatron's function with its arguments; what it returns."""
-        if arguments.get("forward_only") and self._run is None:
-            self._session.pause()
-        return self._framework_function(**arguments)
-
-    def end_step(self, *, skipped: bool = False) -> None:
-        """The optimizer has stepped."""
-        run, self._run = self._run, None
-        if run is not None:
-            run.end_unit()
 
 
 def _told_of_units(reporter: Reporter) -> AbstractContextManager[None]:

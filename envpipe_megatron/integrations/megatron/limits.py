@@ -28,18 +28,19 @@ from envpipe_megatron.integrations.levels import (
 NOT_PROVEN = "not proven in every combination in another order than Megatron's"
 #: Why such features cannot have level `order` over some channels.
 POSTED_AHEAD = (
-    "may wait for the device within a unit, and with one hardware queue, or --envpipe-channel "
-    "posted, receives of NCCL are posted ahead: both would wait for ever"
+    "may wait for the device within a unit, and with one hardware queue receives of NCCL are "
+    "posted ahead: both would wait for ever"
 )
 #: As `NOT_PROVEN`, where a host waits for the device within a unit.
 WAITS = "waits for the device, where no receive may have been posted ahead"
 
 
-def _at_most(highest: Level) -> Callable[..., Limit]:
-    def limit(feature: str, asks: Asks, reason: str = NOT_PROVEN) -> Limit:
-        return Limit(feature, asks, highest, reason)
+def _at_most(highest: Level) -> Callable[[str, Asks, str], Limit]:
+    return lambda feature, asks, reason: Limit(feature, asks, highest, reason)
 
-    return limit
+
+def _not_proven(features: Mapping[str, Asks]) -> list[Limit]:
+    return [_to_check(feature, asks, NOT_PROVEN) for feature, asks in features.items()]
 
 
 _to_check, _against_order = _at_most(Level.ORDER), _at_most(Level.UNITS)
@@ -76,62 +77,47 @@ _REPORTS_STATS = ("report_stats", "report_determinism_stats")
 
 #: Feature by feature; a job's arguments may ask for several.
 LIMITS: tuple[Limit, ...] = (
-    _to_check("mixture of experts", on("num_experts")),
-    _to_check("expert parallelism", above_one("expert_model_parallel_size")),
-    _to_check("context parallelism", above_one("context_parallel_size")),
-    _to_check("multi-token prediction", on("mtp_num_layers")),
-    _to_check("multi-latent attention", on("multi_latent_attention")),
-    _to_check(
-        "experimental kinds of attention",
-        on("experimental_attention_variant", "linear_attention_freq"),
-    ),
-    _to_check(
-        "FP4, and FP8 but for plain delayed scaling",
-        any_of(
-            _fp8_unproven,
-            on(
-                "fp4",
-                "te_precision_config_file",
-                "kitchen_config_file",
-                "kitchen_recipe_number",
+    *_not_proven(
+        {
+            "mixture of experts": on("num_experts"),
+            "expert parallelism": above_one("expert_model_parallel_size"),
+            "context parallelism": above_one("context_parallel_size"),
+            "multi-token prediction": on("mtp_num_layers"),
+            "multi-latent attention": on("multi_latent_attention"),
+            "experimental kinds of attention": on(
+                "experimental_attention_variant", "linear_attention_freq"
             ),
-        ),
-    ),
-    _to_check(
-        "hybrid (Mamba) models",
-        on("is_hybrid_model", "hybrid_override_pattern", "hybrid_layer_pattern"),
-    ),
-    _to_check(
-        "heterogeneous layers",
-        on("heterogeneous_layers_config_path", "heterogeneous_layers_config_encoded_json"),
-    ),
-    _to_check("vision pretraining", on("vision_pretraining")),
-    _to_check("fine-tuning on packed sequences (--sft)", on("sft")),
-    _to_check(
-        "documents packed by the data loader (--dataloader-inter-document-masking)",
-        on("dataloader_inter_document_masking"),
-    ),
-    _to_check(
-        "distillation and ModelOpt",
-        on("export_kd_teacher_load", "modelopt_enabled", "logits_save_dir"),
-    ),
-    _to_check(
-        "overlapped tensor-parallel communication (--tp-comm-overlap)", on("tp_comm_overlap")
-    ),
-    _to_check(
-        "the embedding's weight gradients put off (--defer-embedding-wgrad-compute)",
-        on("defer_embedding_wgrad_compute"),
-    ),
-    _to_check(
-        "offloading of the optimizer", on("optimizer_cpu_offload", "offload_optimizer_states")
-    ),
-    _to_check(
-        "several instances of the distributed optimizer",
-        above_one("num_distributed_optimizer_instances"),
-    ),
-    _to_check(
-        "weights that ranks share out (--tensor-parallel-num-weight-shards)",
-        above_one("gtp_weight_remat_size"),
+            "FP4, and FP8 but for plain delayed scaling": any_of(
+                _fp8_unproven,
+                on("fp4", "te_precision_config_file", "kitchen_config_file"),
+                on("kitchen_recipe_number"),
+            ),
+            "hybrid (Mamba) models": on(
+                "is_hybrid_model", "hybrid_override_pattern", "hybrid_layer_pattern"
+            ),
+            "heterogeneous layers": on(
+                "heterogeneous_layers_config_path", "heterogeneous_layers_config_encoded_json"
+            ),
+            "vision pretraining": on("vision_pretraining"),
+            "fine-tuning on packed sequences (--sft)": on("sft"),
+            "documents packed by the data loader (--dataloader-inter-document-masking)": on(
+                "dataloader_inter_document_masking"
+            ),
+            "distillation and ModelOpt": on(
+                "export_kd_teacher_load", "modelopt_enabled", "logits_save_dir"
+            ),
+            "overlapped tensor-parallel communication (--tp-comm-overlap)": on("tp_comm_overlap"),
+            "the embedding's weight gradients put off (--defer-embedding-wgrad-compute)": on(
+                "defer_embedding_wgrad_compute"
+            ),
+            "offloading of the optimizer": on("optimizer_cpu_offload", "offload_optimizer_states"),
+            "several instances of the distributed optimizer": above_one(
+                "num_distributed_optimizer_instances"
+            ),
+            "weights that ranks share out (--tensor-parallel-num-weight-shards)": above_one(
+                "gtp_weight_remat_size"
+            ),
+        }
     ),
     _to_check(
         "timers inside of forwards and backwards (--timing-log-level 2)",

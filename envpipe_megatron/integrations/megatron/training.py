@@ -10,32 +10,32 @@ from functools import partial
 from typing import Any
 
 import torch.distributed as dist
+from megatron.core import num_microbatches_calculator
+from megatron.core.models.gpt import GPTModel
 from megatron.core.num_microbatches_calculator import get_num_microbatches
-from megatron.core.utils import get_model_config
+from megatron.core.utils import get_model_config, unwrap_model
 
 from envpipe_megatron.core.channel_model import find_stall
 from envpipe_megatron.core.kinds import ScheduleError
 from envpipe_megatron.core.orders import builders
-from envpipe_megatron.integrations.job import Placement, limits_of_ranks, say_line
+from envpipe_megatron.core.schedule import Schedule
+from envpipe_megatron.core.sidecar import Sidecar
+from envpipe_megatron.integrations.hooking import same_job
+from envpipe_megatron.integrations.job import JobFacts, Placement, limits_of_ranks, say_line
 from envpipe_megatron.integrations.leveled import LeveledJob
-from envpipe_megatron.integrations.levels import Level, Limit, stands_against
+from envpipe_megatron.integrations.levels import Level, Limit, limits_where, stands_against
 from envpipe_megatron.integrations.megatron.core import ForwardBackward
-from envpipe_megatron.integrations.megatron.job import (
-    facts_of,
-    limits_of,
-    megatron_order,
-    num_microbatches_of,
-    orders_to_try,
-    sequence_counts,
-)
-from envpipe_megatron.integrations.megatron.kept import KeptOrder, WholeSteps
-from envpipe_megatron.integrations.megatron.limits import POSTED_AHEAD
+from envpipe_megatron.integrations.megatron.kept import KeptOrder
+from envpipe_megatron.integrations.megatron.limits import NOT_PROVEN, POSTED_AHEAD
 from envpipe_megatron.integrations.megatron.self_check import SelfCheck
 from envpipe_megatron.integrations.megatron.split_backward import why_whole
 from envpipe_megatron.integrations.options import Options
 from envpipe_megatron.runtime.channel.collectives import of_all_ranks
 from envpipe_megatron.runtime.channel.links import timeout_of
 from envpipe_megatron.runtime.memory.peak import MemoryFullError
+
+#: Whose layers come to the same result in any order, as far as jobs were proven with them.
+_KNOWN_PACKAGES = ("megatron", "transformer_engine", "torch", "apex")
 
 
 class Training(LeveledJob):
@@ -90,7 +90,7 @@ class Training(LeveledJob):
         )
         self._checked = bool(self.decision.to_check) or options.self_check == "always"
         #: What runs in place of Megatron's own function, once there is one.
-        self._stand_in: ForwardBackward | KeptOrder | WholeSteps | None = None
+        self._stand_in: ForwardBackward | KeptOrder | None = None
         self._replaced: Callable[..., Any] | None = None
         if self.job is not None and self.level is Level.ORDER and (why := self._against_order()):
             self._lower_order(why, options.level)
@@ -117,28 +117,29 @@ class Training(LeveledJob):
     def begin_step(self, iteration: int | None = None) -> None:
         """The training step of this iteration begins; the first is 0."""
         super().begin_step(iteration)
-        if self._stand_in is not None:
-            self._stand_in.begin_step()
+        if self.job is None or self.decision.tells_units:
+            return
+        if get_num_microbatches() == self._microbatches:
+            self.follow_whole()
+        else:
+            self.session.highest_clock()
 
     def end_step(self, *, skipped: bool = False) -> None:
         """The iteration ends after the optimizer, which may have skipped: gradients overflowed.
 
         Raises SystemExit if only the profile was asked for, and it is written.
         """
-        if self._stand_in is not None:
-            self._stand_in.end_step(skipped=skipped)
         super().end_step()
-        if isinstance(self._stand_in, ForwardBackward) and self._stand_in.failed:
-            self._why_lower = self._stand_in.failed
+        if isinstance(self._stand_in, ForwardBackward):
+            self._why_lower = self._stand_in.end_step(skipped=skipped) or self._why_lower
         why, self._why_lower = self._why_lower, None
         if why is not None:
             self._lower_order(why)
 
-    def log(self, iteration: int, tensorboard: Any, wandb: Any, meter: Any = None) -> str:
+    def log(self, iteration: int, tensorboard: Any, wandb: Any) -> str:
         """Energy since the last call: scalars for the writers, text for a log line.
 
-        Every rank calls it at the same iteration; all but one without writers. `meter` is that of
-        OpenTelemetry, if it is on.
+        Every rank calls it at the same iteration; all but one without writers.
         """
         report = self.report()
         for name, value in report.scalars().items():
@@ -146,8 +147,6 @@ class Training(LeveledJob):
                 tensorboard.add_scalar(name, value, iteration)
             if wandb:
                 wandb.log({name: value}, iteration)
-        if meter is not None:
-            report.record(meter)
         return report.line()
 
     def end(self) -> None:
@@ -158,7 +157,7 @@ class Training(LeveledJob):
     def _against_order(self) -> str | None:
         """What the channel has against level `order`, alike on all ranks."""
         assert self.job is not None
-        if self.decision.to_check and self.job.channel.posts_ahead:
+        if self.decision.to_check and self.job.channel.capacity is not None:
             return POSTED_AHEAD
         stuck = find_stall(self._order_of(self._microbatches), self.job.channel.capacity)
         if not stuck:
@@ -171,17 +170,10 @@ class Training(LeveledJob):
         if self.lower([stands_against(features, Level.UNITS, why)], asked):
             self._stand_in = self._make_stand_in()
 
-    def _make_stand_in(self) -> ForwardBackward | KeptOrder | WholeSteps | None:
-        if self.job is None or self._replaced is None:
+    def _make_stand_in(self) -> ForwardBackward | KeptOrder | None:
+        if self.job is None or self._replaced is None or not self.decision.tells_units:
             return None
         session, collectives, microbatches = self.session, self.collectives, self._microbatches
-        if not self.decision.tells_units:
-            return WholeSteps(
-                session,
-                self._replaced,
-                builders.whole_iteration(len(session.pipeline_ranks)),
-                lambda: get_num_microbatches() == microbatches,
-            )
         if self.level is not Level.ORDER:
             return KeptOrder(session, self._replaced, self._order_of, microbatches, collectives)
         check = None
@@ -209,9 +201,122 @@ class Training(LeveledJob):
         """What Megatron calls in each step; what it gets once may stand for another later."""
         assert self._replaced is not None
         if self._stand_in is None:
+            if arguments.get("forward_only") and self._followed is None:
+                self.pause()
             return self._replaced(**arguments)
         try:
             return self._stand_in(**arguments)
         except MemoryFullError as error:  # on all ranks, and no unit has run
             self._why_lower = str(error)
             return self._replaced(**arguments)
+
+
+def limits_of(model: Sequence[Any]) -> list[Limit]:
+    """What the model that was built has about EnvPipe's order, whatever the flags say."""
+    config, own = get_model_config(model[0]), type(unwrap_model(model[0]))
+    others = {type(m) for chunk in model for m in chunk.modules() if not _is_known(type(m))}
+    names = ", ".join(sorted(f"{each.__module__}.{each.__name__}" for each in others))
+    is_gpt = issubclass(own, GPTModel)
+    return limits_where(
+        Level.ORDER,
+        (not is_gpt, f"models other than GPTModel: {own.__name__}", NOT_PROVEN),
+        (is_gpt and names, f"layers of one's own: {names}", NOT_PROVEN),
+        (config.variable_seq_lengths, "sequences of varying length", NOT_PROVEN),
+    )
+
+
+def facts_of(args: argparse.Namespace) -> JobFacts:
+    """Read the job from Megatron's arguments."""
+    return JobFacts(
+        Sidecar(
+            tensor_parallel=args.tensor_model_parallel_size,
+            microbatch_size=args.micro_batch_size,
+            sequence_length=args.seq_length,
+        ),
+        {
+            "model": f"GPT, {args.num_layers} layers, width {args.hidden_size}",
+            "tokens_per_iteration": _full_batch(args) * args.seq_length,
+            "samples_per_iteration": _full_batch(args),
+            "microbatch_size": args.micro_batch_size,
+        },
+        same_job(args),
+    )
+
+
+def orders_to_try(
+    args: argparse.Namespace, model: Sequence[Any], count: int, *, regroups: bool
+) -> list[Schedule]:
+    """Megatron's order, and those unlike it that a self-check may try, the most unlike first.
+
+    With `regroups`, a plan's order may take chunks in another turn, so that forwards come in
+    another sequence; else it may have more of them in flight.
+    """
+    stages = args.pipeline_model_parallel_size
+    orders = [megatron_order(args, model, count)]
+    if regroups and len(model) > 1:
+        for size in (stages, stages + stages // 2, 2 * stages):
+            with suppress(ScheduleError):
+                orders.append(builders.interleaved(stages, count, len(model), size))
+    with suppress(ScheduleError):
+        orders.append(megatron_order(args, model, count, [1] * (stages - 1) + [0]))
+    return list({order.stages: order for order in orders}.values())
+
+
+def megatron_order(
+    args: argparse.Namespace, model: Sequence[Any], count: int, more: Sequence[int] = ()
+) -> Schedule:
+    """Megatron's order of a number of microbatches, or with more forwards in stages' warm-ups."""
+    stages, config = args.pipeline_model_parallel_size, get_model_config(model[0])
+    if len(model) == 1:
+        own = builders.one_f_one_b(stages, count)
+        return builders.envpipe(stages, count, more) if more else own
+    return builders.interleaved(
+        stages,
+        count,
+        len(model),
+        config.microbatch_group_size_per_vp_stage,
+        combined=config.overlap_moe_expert_parallel_comm,
+        extra_warmup=more,
+    )
+
+
+def _is_known(module: type) -> bool:
+    """Whether a module is of a package that jobs were proven with; adapters of Bridge's are not."""
+    package = module.__module__
+    return package.split(".")[0] in _KNOWN_PACKAGES and not package.startswith("megatron.bridge")
+
+
+def sequence_counts(config: Any) -> bool:
+    """Whether it counts in which sequence a stage's forwards come, one chunk's behind another's.
+
+    With chunks, a search finds orders in which they come otherwise: random numbers would be others,
+    and so would scales that FP8 takes from several forwards before.
+    """
+    draws = (
+        "hidden_dropout",
+        "attention_dropout",
+        "moe_input_jitter_eps",
+        "moe_router_force_load_balancing",
+        "moe_router_force_biased",
+        "fp4",  # rounds by chance
+    )
+    remembers = getattr(config, "fp8", None) and getattr(config, "fp8_amax_history_len", 1) > 1
+    return bool(remembers) or any(getattr(config, name, None) for name in draws)
+
+
+def num_microbatches_of(args: argparse.Namespace) -> int:
+    """M of a batch of full size."""
+    # From 0.19 on, ranks that share out weights have data of their own, too.
+    replicas = args.data_parallel_size * (getattr(args, "gtp_weight_remat_size", None) or 1)
+    num_microbatches: int = _full_batch(args) // (args.micro_batch_size * replicas)
+    return num_microbatches
+
+
+def _full_batch(args: argparse.Namespace) -> int:
+    """Samples of a batch of full size, to which ramp-up and step schedules lead.
+
+    With a step schedule, `global_batch_size` is a default that nothing uses.
+    """
+    calculator = num_microbatches_calculator._GLOBAL_NUM_MICROBATCHES_CALCULATOR
+    full: int = getattr(calculator, "global_batch_size", args.global_batch_size)
+    return full

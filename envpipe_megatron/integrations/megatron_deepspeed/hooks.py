@@ -7,27 +7,25 @@ when it has ended. `hooking` tells what happens where a hook is never reached.
 from __future__ import annotations
 
 import argparse
-import json
-import sys
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from deepspeed.runtime.pipe.engine import PipelineEngine
 
 from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.integrations.deepspeed.engine import EnvPipeEngine
-from envpipe_megatron.integrations.deepspeed.initialize import begin, check_version
+from envpipe_megatron.integrations.deepspeed.initialize import (
+    begin,
+    check_version,
+    parsed_config,
+)
 from envpipe_megatron.integrations.hooking import (
     NEEDED_BY_ITERATION,
     HookError,
-    Reached,
+    Hooks,
     options_of,
     refuse,
-    running,
     same_job,
-    validated,
 )
 from envpipe_megatron.integrations.job import JobError
 from envpipe_megatron.integrations.levels import (
@@ -41,20 +39,7 @@ from envpipe_megatron.integrations.levels import (
     frees_while_training,
     on,
 )
-from envpipe_megatron.integrations.options import Options
 from envpipe_megatron.integrations.options import add_arguments as add_arguments  # for the patch
-
-#: Entry scripts whose model has no pipeline of DeepSpeed's, and what it is.
-_WITHOUT_PIPELINE = {
-    "pretrain_bert.py": "BERT",
-    "pretrain_gpt_core.py": "GPT on megatron.core",
-    "pretrain_ict.py": "ICT",
-    "pretrain_retro.py": "Retro",
-    "pretrain_t5.py": "T5",
-    "pretrain_vision_classify.py": "a vision model",
-    "pretrain_vision_dino.py": "a vision model",
-    "pretrain_vision_inpaint.py": "a vision model",
-}
 
 
 def _configured(*path: str) -> Asks:
@@ -128,14 +113,6 @@ def check_supported(args: argparse.Namespace) -> None:
 
     And a job without a pipeline.
     """
-    script = Path(sys.argv[0]).name
-    if script in _WITHOUT_PIPELINE:
-        raise RefusedError(
-            f"{script} trains {_WITHOUT_PIPELINE[script]} without DeepSpeed's pipeline, and its "
-            "stages are not known to run",
-            remedy="Leave --envpipe out. pretrain_gpt.py and finetune_llama.py train in a "
-            "pipeline, and Megatron-LM under --envpipe does.",
-        )
     if args.pipeline_model_parallel_size < 2:
         raise RefusedError(
             "--envpipe needs a pipeline",
@@ -152,33 +129,10 @@ def check_supported(args: argparse.Namespace) -> None:
 def deepspeed_config(args: argparse.Namespace) -> dict[str, Any]:
     """DeepSpeed's configuration, wherever Megatron keeps it at the moment."""
     given = getattr(args, "deepspeed_config_dict", None) or getattr(args, "deepspeed_config", None)
-    if given is None or isinstance(given, Mapping):
-        return dict(given or {})
-    try:
-        config: dict[str, Any] = json.loads(Path(given).read_text())
-    except (OSError, ValueError) as error:
-        raise RefusedError(
-            f"The configuration of DeepSpeed cannot be read: {error}",
-            value=str(given),
-            remedy="Give the path of a JSON file by --deepspeed_config.",
-        ) from error
-    return config
+    return parsed_config({"config": given})
 
 
-_NEEDED = ("validate", "begin_training", "end_step")
-
-
-@dataclass
-class _State:
-    """One process trains one job at a time."""
-
-    options: Options | None = None
-    engine: PipelineEngine | None = None
-    log_interval: int = 1
-    reached: Reached = field(default_factory=Reached)
-
-
-_state = _State()
+_hooks = Hooks[PipelineEngine]("megatron/arguments.py", "validate", "begin_training", "end_step")
 
 
 def validate(args: argparse.Namespace) -> None:
@@ -186,11 +140,11 @@ def validate(args: argparse.Namespace) -> None:
 
     For an unsupported feature, a version of DeepSpeed that was not tried, a wrong option or file.
     """
-    _state.reached.note("validate")
+    _hooks.note("validate")
     try:
         check_supported(args)
         check_version()
-        _state.options = options_of(args)
+        _hooks.options = options_of(args)
     except EnvPipeError as error:
         refuse(error)
 
@@ -203,35 +157,31 @@ def begin_training(args: argparse.Namespace, model: list[Any]) -> None:
             pipeline, ranks that were started differently, or a limit that cannot be kept.
         EnvPipeError: no control though it is required, or another rank raised one.
     """
-    _state.reached.note("begin_training")
+    _hooks.note("begin_training")
     try:
-        options = validated(_state.options, "megatron/arguments.py")
-        _state.log_interval = args.log_interval
+        options = _hooks.validated()
         check_model(model)
-        _state.engine = begin(
+        _hooks.job = engine = begin(
             model[0],
             options,
-            {
-                **deepspeed_config(args),
-                "megatron": same_job(args),
-            },
+            {**deepspeed_config(args), "megatron": same_job(args)},
             sequence_length=args.seq_length,
             tells=False,
         )
         # Before a ramp-up sets the size that it begins with.
-        _state.engine.full_microbatches = _state.engine.micro_batches
+        engine.full_microbatches = engine.micro_batches
+        engine.logged_every = args.log_interval
     except (HookError, JobError, RefusedError) as error:
         refuse(error)
 
 
 def end_step() -> None:
     """An iteration has ended."""
-    steps = _state.reached.note("end_step")
+    steps, engine = _hooks.note("end_step"), _hooks.running()
     if steps == NEEDED_BY_ITERATION:
-        _state.reached.check(_NEEDED, steps)
-    if steps == _state.log_interval + 1:
-        _state.reached.check(["log"], steps)
-    running(_state.engine)
+        _hooks.check(steps)
+    if steps == engine.logged_every + 1:
+        _hooks.check(steps, "log")
 
 
 def log(iteration: int, writer: Any) -> str:
@@ -239,8 +189,8 @@ def log(iteration: int, writer: Any) -> str:
 
     Every rank calls it at the same iteration; the writer, for both, is enabled on one.
     """
-    _state.reached.note("log")
-    engine = running(_state.engine)
+    _hooks.note("log")
+    engine = _hooks.running()
     if not isinstance(engine, EnvPipeEngine):  # it trains without EnvPipe
         return ""
     report = engine.job.report()
@@ -252,8 +202,7 @@ def log(iteration: int, writer: Any) -> str:
 
 def end_training() -> None:
     """Give clocks back, and print the bill; the engine is DeepSpeed's own again."""
-    engine = running(_state.engine)
-    _state.engine = None
+    engine = _hooks.ended()
     if not isinstance(engine, EnvPipeEngine):
         return
     engine.end_training()

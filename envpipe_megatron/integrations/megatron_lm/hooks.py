@@ -9,9 +9,7 @@ what is recomputed is what was forgotten.
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 from megatron.core import parallel_state
@@ -22,33 +20,21 @@ from envpipe_megatron.integrations import options as job_options
 from envpipe_megatron.integrations.hooking import (
     NEEDED_BY_ITERATION,
     HookError,
-    Reached,
+    Hooks,
     options_of,
     refuse,
-    running,
-    validated,
 )
 from envpipe_megatron.integrations.job import JobError
 from envpipe_megatron.integrations.levels import LevelError, decide
 from envpipe_megatron.integrations.megatron.limits import LIMITS, check_metered
 from envpipe_megatron.integrations.megatron.training import Training
-from envpipe_megatron.integrations.options import Options
 
 FLAG = "--envpipe-recompute"
 _NONE, _FULL, _SELECTIVE = "none", "full", "selective"
-_NEEDED = ("validate", "begin_training", "begin_step", "forward_backward", "end_step", "log")
-
-
-@dataclass
-class _State:
-    """One process trains one job at a time."""
-
-    options: Options | None = None
-    training: Training | None = None
-    reached: Reached = field(default_factory=Reached)
-
-
-_state = _State()
+_hooks = Hooks[Training](
+    "megatron/training/arguments.py",
+    *("validate", "begin_training", "begin_step", "forward_backward", "end_step", "log"),
+)
 
 
 def add_arguments(group: argparse._ArgumentGroup) -> None:
@@ -68,12 +54,11 @@ def validate(args: argparse.Namespace) -> None:
 
     For an unsupported feature, a wrong option or file, or a checkout that is half patched.
     """
-    _state.reached.note("validate")
+    _hooks.note("validate")
     try:
         check_metered(args)
         by_stage(args)
-        _state.options = options_of(args)
-        options = _state.options
+        options = _hooks.options = options_of(args)
         decide(args, LIMITS, options.level, checks=options.self_check != "off")
         _hooked_schedules()
     except EnvPipeError as error:
@@ -83,24 +68,20 @@ def validate(args: argparse.Namespace) -> None:
 def begin_training(args: argparse.Namespace, model: Sequence[Any]) -> None:
     """Make the job; from here on Megatron gets EnvPipe's forward-backward function.
 
-    `model` has the chunks of this rank. Raises HookError if Megatron does not get that function,
-    SystemExit if arguments did not come from the command line, and SystemExit and EnvPipeError as
-    `Job` raises JobError and EnvPipeError.
+    `model` has the chunks of this rank. Raises SystemExit if arguments did not come from a command
+    line, and SystemExit and EnvPipeError as `Job` raises JobError and EnvPipeError.
     """
-    _state.reached.note("begin_training")
+    _hooks.note("begin_training")
     try:
-        options = validated(_state.options, "megatron/training/arguments.py")
-    except HookError as error:
-        refuse(error)
-    if not args.log_energy:
-        _quiet_energy_monitor()
-    if (stages := by_stage(args)) is not None:
-        own = stages[parallel_state.get_pipeline_model_parallel_rank()]
-        recompute(model, *own)
-    try:
+        options = _hooks.validated()
+        if not args.log_energy:
+            _quiet_energy_monitor()
+        if (stages := by_stage(args)) is not None:
+            own = stages[parallel_state.get_pipeline_model_parallel_rank()]
+            recompute(model, *own)
         group = parallel_state.get_pipeline_model_parallel_group()
-        training = _state.training = Training(args, options, LIMITS, model, group)
-    except (JobError, LevelError) as error:
+        training = _hooks.job = Training(args, options, LIMITS, model, group)
+    except (HookError, JobError, LevelError) as error:
         refuse(error)
     if training.job is None:
         return
@@ -110,20 +91,13 @@ def begin_training(args: argparse.Namespace, model: Sequence[Any]) -> None:
         return chosen if chosen is framework_function else _reaching(chosen)
 
     _hooked_schedules().envpipe_hook = hook
-    loop = sys.modules["megatron.training.training"]
-    if not hasattr(loop.get_forward_backward_func(), "is_envpipe"):
-        raise HookError(
-            "Megatron's training loop does not get EnvPipe's forward-backward function",
-            value=loop.get_forward_backward_func.__module__,
-            remedy="Something replaced get_forward_backward_func; `envpipe patch check` looks.",
-        )
     training.announce()
 
 
 def begin_step(iteration: int) -> None:
     """The training step of this iteration begins; the first is 0."""
-    _state.reached.note("begin_step")
-    running(_state.training).begin_step(iteration)
+    _hooks.note("begin_step")
+    _hooks.running().begin_step(iteration)
 
 
 def end_step(skipped: int) -> None:
@@ -131,10 +105,10 @@ def end_step(skipped: int) -> None:
 
     Raises SystemExit if only the profile was asked for, and it is written.
     """
-    count, training = _state.reached.note("end_step"), running(_state.training)
+    count, training = _hooks.note("end_step"), _hooks.running()
     training.end_step(skipped=bool(skipped))
     if count == NEEDED_BY_ITERATION and training.job is not None:
-        _state.reached.check(_NEEDED, count)
+        _hooks.check(count)
 
 
 def log(iteration: int, writer: Any, wandb_writer: Any) -> str:
@@ -142,28 +116,21 @@ def log(iteration: int, writer: Any, wandb_writer: Any) -> str:
 
     Every rank calls it at the same iteration; all but one without writers.
     """
-    _state.reached.note("log")
-    return running(_state.training).log(iteration, writer, wandb_writer, _meter())
+    _hooks.note("log")
+    return _hooks.running().log(iteration, writer, wandb_writer)
 
 
 def pause() -> None:
     """Something that is not training follows, until the next iteration begins."""
-    if _state.training is not None:  # a checkpoint may be saved after training, too
-        _state.training.pause()
+    if _hooks.job is not None:  # a checkpoint may be saved after training, too
+        _hooks.job.pause()
 
 
 def end_training() -> None:
     """Give clocks back, and print the bill; Megatron gets its own function again."""
-    training, _state.training = running(_state.training), None
+    training = _hooks.ended()
     _hooked_schedules().envpipe_hook = None
     training.end()
-
-
-def _meter() -> Any:
-    """That of Megatron's own OpenTelemetry, where that exports: versions above 0.19 may have it."""
-    global_vars = sys.modules.get("megatron.training.global_vars")
-    telemetry: Any = getattr(global_vars, "get_telemetry", lambda: None)()
-    return telemetry.meter if getattr(telemetry, "is_exporting", False) else None
 
 
 def _quiet_energy_monitor() -> None:
@@ -183,12 +150,11 @@ def _reaching(stand_in: Callable[..., Any]) -> Callable[..., Any]:
     def forward_backward(**arguments: Any) -> Any:
         # Forwards alone may be many in a step.
         if not arguments.get("forward_only"):
-            count = _state.reached.note("forward_backward")
+            count = _hooks.note("forward_backward")
             if count == NEEDED_BY_ITERATION + 1:
-                _state.reached.check(_NEEDED, NEEDED_BY_ITERATION)
+                _hooks.check(NEEDED_BY_ITERATION)
         return stand_in(**arguments)
 
-    forward_backward.is_envpipe = True  # type: ignore[attr-defined]  # what `begin_training` asks
     return forward_backward
 
 
@@ -242,21 +208,15 @@ def recompute(chunks: Sequence[Any], what: str, count: int) -> None:
         what: none, full or selective.
         count: layers of each chunk, at most.
     """
-    for chunk in chunks:
-        for block in chunk.modules():
-            if isinstance(block, TransformerBlock):
-                _recompute_in(block, what, count)
-
-
-def _recompute_in(block: TransformerBlock, what: str, count: int) -> None:
-    config = block.config
     full = what == _FULL and count > 0
-    config.recompute_granularity = _FULL if full else None
-    config.recompute_method = "block" if full else None
-    config.recompute_num_layers = count if full else None
-    for number, layer in enumerate(block.layers):
-        selected = what == _SELECTIVE and number < count
-        layer.self_attention.checkpoint_core_attention = selected
+    blocks = (m for chunk in chunks for m in chunk.modules() if isinstance(m, TransformerBlock))
+    for block in blocks:
+        block.config.recompute_granularity = _FULL if full else None
+        block.config.recompute_method = "block" if full else None
+        block.config.recompute_num_layers = count if full else None
+        for number, layer in enumerate(block.layers):
+            selected = what == _SELECTIVE and number < count
+            layer.self_attention.checkpoint_core_attention = selected
 
 
 def _read(text: str) -> tuple[str, int]:

@@ -14,10 +14,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from envpipe_megatron.core.orders import builders
+from envpipe_megatron.core.schedule import Schedule
 from envpipe_megatron.core.sidecar import Sidecar
 from envpipe_megatron.integrations.device import check_current, current_device
-from envpipe_megatron.integrations.framework_units import Followed, Recorded, once
+from envpipe_megatron.integrations.framework_units import Recorded, once
 from envpipe_megatron.integrations.job import (
     JobFacts,
     Placement,
@@ -44,7 +44,6 @@ from envpipe_megatron.integrations.torch_pipelining.units import Units, limits_o
 from envpipe_megatron.runtime.channel.carrier import StageSpecs, TensorSpec
 from envpipe_megatron.runtime.channel.collectives import of_all_ranks
 from envpipe_megatron.runtime.channel.links import timeout_of
-from envpipe_megatron.runtime.execution.stage_run import StageRun
 
 #: The bill tells phases apart by reports: where nobody asks for any, so many steps have one.
 _REPORT_EVERY = 10
@@ -100,7 +99,7 @@ class AttachedPipeline(LeveledJob):
             check_current(torch.device(stage.device))
         group = self._stages[0].group or dist.GroupMember.WORLD
         assert group is not None
-        self._num_stages = num_stages = dist.get_world_size(group)
+        num_stages = dist.get_world_size(group)
         on_gpu = torch.cuda.is_available()
         options = read_settings(settings, _WITHOUT, num_stages=num_stages, on_gpu=on_gpu)
         self._own, why_not = known_order(schedule)
@@ -136,14 +135,10 @@ class AttachedPipeline(LeveledJob):
             self._units.why_whole = {}
         self._runner = None if self._own is None else Runner(schedule, self._own)
         self._torch_step = schedule.step
-        self._closed = self._seen = False
+        self._seen = False
         #: Steps so far; None once somebody asks for reports.
         self._unreported: int | None = 0
-        #: What was told of the last step, if that has failed.
-        self._failed: Followed | None = None
-        self._warn, self._warn_of_change = once(), once()
-        #: A step that is one unit, and has begun.
-        self._whole: StageRun | None = None
+        self._warn_of_change = once()
         if self.job is None:
             self.close()
             return
@@ -157,9 +152,8 @@ class AttachedPipeline(LeveledJob):
 
         It runs at the highest clock and is not billed. Training goes on with the next step.
         """
-        if not self._closed:
-            self._end_step()
-            super().pause()
+        self._end_step()
+        super().pause()
 
     def report(self) -> IntervalReport:
         """Energy since the last report: its `line`, and `scalars`; after the same step everywhere.
@@ -175,94 +169,85 @@ class AttachedPipeline(LeveledJob):
         Training that ends without it gives clocks back as well, and has no bill. The schedule is
         torch's alone from here on. Raises CollectivesError if a rank is gone or silent.
         """
-        if not self._closed:
-            if self._failed is None:  # else the device may wait for a peer that is gone
-                self._end_step()
-            self._units.release()
-            self.end()
+        self._end_step()
+        self.end()
 
     def close(self) -> None:
         """Give the clock back and finish the energy log; safe to call twice.
 
         The schedule is torch's alone from here on.
         """
-        self._closed = True
         self._units.release()
         super().close()
 
     def _step(self, *args: Any, **kwargs: Any) -> Any:
         """In place of the schedule's `step`: with the same arguments, and what it returns."""
-        if self._closed:
-            return self._torch_step(*args, **kwargs)
-        if not self._schedule._has_backward:
+        if self._closed or not self._schedule._has_backward:
             self.pause()
             return self._torch_step(*args, **kwargs)
         self._end_step()
         self.begin_step()
-        if not self._seen:
+        try:
+            if self._seen:
+                return self._planned_step(*args, **kwargs)
             return self._first_step(*args, **kwargs)
-        specs, collectives = StageSpecs.alike(self._message), self.collectives
-        is_whole = not self.decision.tells_units
-        order = builders.whole_iteration(self._num_stages) if is_whole else self._own
-        assert order is not None
-        run = self.session.open_iteration(order, specs)
+        except BaseException:  # whoever catches it may train on
+            self._units.forget()
+            self.fail()
+            raise
+
+    def _planned_step(self, *args: Any, **kwargs: Any) -> Any:
         # All ranks of a pipeline see the same here, or torch's own step could not run. Replicas may
         # see another: they have an iteration of the same phase, which does not count here.
         infers_shapes = not is_prepared(self._schedule)
         changed = facts_of(self._schedule) != self._planned_facts
         changed |= not (self._has_known_shapes or infers_shapes)
-        if changed and collectives.stage == 0:
+        if changed and self.collectives.stage == 0:
             self._warn_of_change(
                 "A step has other microbatches, functions or units than EnvPipe plans for: such "
                 "steps run as by torch only. If they stay so, call end_training and attach again"
             )
-        if is_whole:
-            self._whole = run
-            run.whole = run.same_work = False  # unless torch's step returns
-            run.begin_unit()
+        if self.decision.tells_units:
+            assert self._own is not None
+            run = self.follow(self._own, StageSpecs.alike(self._message)).run
+            # While shapes are inferred, nobody knows yet whether another order still fits.
+            alone = changed or (infers_shapes and self._own.stages != run.order.schedule.stages)
+            result = self._told(run.order.schedule, alone, *args, **kwargs)
+        else:
+            run = self.follow_whole().run
             result = self._torch_step(*args, **kwargs)
             run.whole = run.same_work = not changed
-        else:  # while shapes are inferred, nobody knows yet whether another order still fits
-            alone = changed or (infers_shapes and order.stages != run.order.schedule.stages)
-            result = self._told(run, alone, *args, **kwargs)
         if infers_shapes:
             same = message_of(self._stages) == self._own_message
-            self._has_known_shapes = all(collectives.in_pipeline(same))
+            self._has_known_shapes = all(self.collectives.in_pipeline(same))
             run.whole &= self._has_known_shapes
             run.same_work = self._has_known_shapes and not changed
         return result
 
-    def _told(self, run: StageRun, alone: bool, /, *args: Any, **kwargs: Any) -> Any:
+    def _told(self, order: Schedule, alone: bool, /, *args: Any, **kwargs: Any) -> Any:
         """Run a step by units, or by torch only: also where its runtime refuses an order.
 
         Then it is the job's level from here on.
         """
         assert self._runner is not None
-        highest_clock, order, runs = self.session.highest_clock, run.order.schedule, None
+        assert self._followed is not None
+        runs = None
         try:
             runs = self._runner.turn_to(order)
         except Exception as error:  # alike on every rank, which all have the same order
             why = f"torch's runtime refuses an order: {type(error).__name__}: {error}"
-        followed = Followed(run, highest_clock, self._warn)
         if alone or runs is None:
-            highest_clock()
+            self._followed.fail()
         else:
             self._units.hear_losses_of(runs)
             self._units.split = order.split
-            self._units.reporter = followed
-        try:
-            if self._units.reporter is None or runs is self._schedule:
-                result = self._torch_step(*args, **kwargs)
-            else:
-                result = self._runner.step(runs, *args, **kwargs)
-        except BaseException:
-            # Whoever catches it may train on. Nothing is waited for here: peers may be gone.
-            self._units.forget()
-            self._failed = followed
-            highest_clock()
-            raise
+            self._units.reporter = self._followed
+        if self._units.reporter is None or runs is self._schedule:
+            result = self._torch_step(*args, **kwargs)
+        else:
+            result = self._runner.step(runs, *args, **kwargs)
         self._units.reporter = None
-        followed.complete()
+        self._followed.complete()
         if runs is None:
             self._end_step()
             self.lower(limits_of_ranks([stands_against(order.name, Level.UNITS, why)]))
@@ -301,14 +286,7 @@ class AttachedPipeline(LeveledJob):
         return result
 
     def _end_step(self) -> None:
-        """The last step ends: the optimizer has stepped, or the step has failed."""
-        failed, self._failed = self._failed, None
-        if failed is not None:
-            failed.complete()
-            super().pause()
-        whole, self._whole = self._whole, None
-        if whole is not None:
-            whole.end_unit()
+        """The last step ends, if there is one that has not failed: the optimizer has stepped."""
         if self.in_step:
             if self._unreported is not None:
                 self._unreported += 1

@@ -1,20 +1,27 @@
 """EnvPipe in torchtitan's trainer, of any version that has one; torchtitan is not changed.
 
-Enter by `hook(Trainer)`, where a script of one's own makes the trainer, or by the command line,
-`envpipe_megatron.torchtitan`. Metrics go where torchtitan's own go.
+Enter by `hook(Trainer)`, where a script of one's own makes the trainer, or by `main`. Metrics go
+where torchtitan's own go.
 """
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import functools
 import hashlib
+import inspect
 import logging
-from collections.abc import Callable, Mapping
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
+from envpipe_megatron.errors import EnvPipeError
+from envpipe_megatron.integrations.hooking import replaced
 from envpipe_megatron.integrations.job import say_line
+from envpipe_megatron.integrations.options import OPTIONS, add_arguments, flag_of
 from envpipe_megatron.integrations.torch_pipelining.attached import AttachedPipeline, attach
 from envpipe_megatron.integrations.torch_pipelining.orders import AttachError
 
@@ -67,15 +74,14 @@ def _train(trainer: Any, train: Callable[[], Any], settings: dict[str, Any]) -> 
         logger.warning("EnvPipe does nothing: %s", error)
         return train()
     metrics, checkpointer = trainer.metrics_processor, trainer.checkpointer
-    log, save = metrics.log, checkpointer.save
-    metrics.log = _with_energy(log, pipeline)
-    checkpointer.save = _paused(save, getattr(checkpointer, "_should_save", None), pipeline)
-    try:
+    saves_now = getattr(checkpointer, "_should_save", None)
+    log, save = (
+        _with_energy(metrics.log, pipeline),
+        _paused(checkpointer.save, saves_now, pipeline),
+    )
+    with closing(pipeline), replaced(metrics, log=log), replaced(checkpointer, save=save):
         result = train()
-        pipeline.end_training()
-    finally:
-        pipeline.close()  # where training failed, other ranks are asked nothing
-        metrics.log, checkpointer.save = log, save
+        pipeline.end_training()  # where training failed, other ranks are asked nothing
     return result
 
 
@@ -141,3 +147,39 @@ def _plain(value: Any) -> Any:
     if callable(value):
         return getattr(value, "__qualname__", type(value).__qualname__)
     return str(value)
+
+
+def main() -> None:
+    """Hook torchtitan's trainer, and run its own command."""
+    try:
+        settings, sys.argv[1:] = divided(sys.argv[1:])
+        try:
+            import torchtitan.train as command  # type: ignore[import-not-found]
+        except ImportError as error:
+            raise AttachError(
+                f"torchtitan cannot be imported: {error}",
+                remedy="Install it, or run this in its checkout, with its requirements.",
+            ) from error
+        hook(command.Trainer, **settings)
+    except EnvPipeError as error:
+        sys.exit(f"Error: {error}")
+    # Releases up to 0.2 are given the class of the trainer.
+    takes_trainer = bool(inspect.signature(command.main).parameters)
+    command.main(*[command.Trainer] * takes_trainer)
+
+
+def divided(arguments: Sequence[str]) -> tuple[dict[str, object], list[str]]:
+    """EnvPipe's settings by name, and what else a command line has."""
+    parser = argparse.ArgumentParser(allow_abbrev=False, add_help=False, exit_on_error=False)
+    add_arguments(parser.add_argument_group())
+    try:
+        found, rest = parser.parse_known_args(arguments)
+    except argparse.ArgumentError as error:
+        raise AttachError(str(error)) from None
+    prefix = flag_of("")
+    if unknown := [word for word in rest if word.startswith(prefix)]:
+        names = ", ".join(flag_of(name).removeprefix(prefix) for name in OPTIONS)
+        raise AttachError("No such option of EnvPipe", value=unknown, remedy=f"There are {names}.")
+    usual = parser.parse_args([])
+    given = {n: value for n, value in vars(found).items() if value != getattr(usual, n)}
+    return {name.removeprefix("envpipe_"): value for name, value in given.items()}, rest

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import enum
 import random
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
@@ -16,7 +15,8 @@ import torch
 from envpipe_megatron.core.kinds import Kind
 from envpipe_megatron.core.schedule import Placement, Schedule, profiled_kinds
 from envpipe_megatron.integrations.framework_units import Reporter, Seen
-from envpipe_megatron.integrations.levels import Level, Limit, stands_against
+from envpipe_megatron.integrations.hooking import replaced
+from envpipe_megatron.integrations.levels import Level, Limit, limits_where, stands_against
 from envpipe_megatron.integrations.torch_pipelining import parts
 
 _ORDINARY = "forward_one_chunk", "backward_one_chunk", "backward_weight_one_chunk"
@@ -25,12 +25,16 @@ _KINDS = {_ORDINARY[0]: (Kind.FORWARD,), _ORDINARY[2]: (Kind.WEIGHT_GRADIENT,)}
 _NOT_TRIED = "none was tried in two parts"
 
 
-class SideEffect(enum.Enum):
-    """What units change beside their outputs and gradients, so that their order may tell."""
-
-    DRAWN_BY_FORWARDS = enum.auto()
-    DRAWN_BY_BACKWARDS = enum.auto()
-    BUFFERS_BY_BACKWARDS = enum.auto()
+#: What units may change beside their outputs and gradients, and what another order would do to it.
+BUFFERS_BY_BACKWARDS = "buffers that backwards change"
+DRAWN_BY_BACKWARDS = "random numbers in backwards"
+DRAWN_BY_FORWARDS = "random numbers on ranks of several stages"
+_EFFECTS = {
+    BUFFERS_BY_BACKWARDS: "another order gives them other values",
+    DRAWN_BY_BACKWARDS: "another order gives units other numbers",
+    # Each stage's forwards keep their order in any order of units; a rank's do not.
+    DRAWN_BY_FORWARDS: "another order gives forwards other numbers",
+}
 
 
 class Units:
@@ -46,13 +50,13 @@ class Units:
     def __init__(self, stages: Iterable[Any], *, split: bool) -> None:
         self.reporter: Reporter | None = None
         #: What units were seen to change; None where nobody wants to know.
-        self.seen: set[SideEffect] | None = None
+        self.seen: set[str] | None = None
         self.split = split
         #: By chunk, why its backwards stay whole, if so; None where nobody wants to know.
         self.why_whole: dict[int, str] | None = None
         self._awaits_loss = False
-        #: Whose functions are replaced, by which names, and the object's own, if it had one.
-        self._replaced: list[tuple[Any, str, Callable[..., Any] | None]] = []
+        self._heard: list[Any] = []
+        self._replaced = contextlib.ExitStack()
         for chunk, stage in enumerate(stages):
             for name in _ORDINARY:
                 self.replace(stage, name, self._around(stage, chunk, name))
@@ -60,12 +64,7 @@ class Units:
     def release(self) -> None:
         """Give stages and schedules their own functions back."""
         self.reporter = None
-        while self._replaced:
-            of, name, own = self._replaced.pop()
-            if own is None:
-                delattr(of, name)
-            else:
-                setattr(of, name, own)
+        self._replaced.close()
 
     def forget(self) -> None:
         """A step has failed: nothing is to be said of the rest of it."""
@@ -73,9 +72,9 @@ class Units:
 
     def hear_losses_of(self, schedule: Any) -> None:
         """Have a schedule of these stages say when it has computed a loss."""
-        name = "_maybe_compute_loss"
-        if any(of is schedule and name == each for of, each, _ in self._replaced):
+        if any(schedule is each for each in self._heard):
             return
+        self._heard.append(schedule)
         compute = schedule._maybe_compute_loss
 
         def maybe_compute_loss(*args: Any, **kwargs: Any) -> Any:
@@ -85,12 +84,11 @@ class Units:
                 self._end()
             return result
 
-        self.replace(schedule, name, maybe_compute_loss)
+        self.replace(schedule, "_maybe_compute_loss", maybe_compute_loss)
 
     def replace(self, of: Any, name: str, function: Callable[..., Any]) -> None:
         """Give an object another function, until `release`."""
-        self._replaced.append((of, name, vars(of).get(name)))
-        setattr(of, name, function)
+        self._replaced.enter_context(replaced(of, **{name: function}))
 
     def _around(self, stage: Any, chunk: int, name: str) -> Callable[..., Any]:
         own = getattr(stage, name)
@@ -129,10 +127,9 @@ class Units:
             called = [] if forward else watching.enter_context(parts.calls_of_modules())
             result = run()
         if before != _random_states(stage.device):
-            drawn = SideEffect.DRAWN_BY_FORWARDS if forward else SideEffect.DRAWN_BY_BACKWARDS
-            self.seen.add(drawn)
+            self.seen.add(DRAWN_BY_FORWARDS if forward else DRAWN_BY_BACKWARDS)
         if not forward and versions != _versions(stage):
-            self.seen.add(SideEffect.BUFFERS_BY_BACKWARDS)
+            self.seen.add(BUFFERS_BY_BACKWARDS)
         if called and self.why_whole is not None and not stage.is_first:
             self.why_whole[chunk] = f"torch would compute {called[0]} again for each of its weights"
         return result
@@ -141,7 +138,7 @@ class Units:
         """Find out why a chunk's backwards stay whole: the first backward shows what they do."""
         assert self.seen is not None
         assert self.why_whole is not None
-        effects = self.seen - {SideEffect.DRAWN_BY_FORWARDS}
+        effects = self.seen - {DRAWN_BY_FORWARDS}
         if chunk not in self.why_whole:
             self.why_whole[chunk] = _NOT_TRIED
         elif self.why_whole[chunk] is _NOT_TRIED and not effects:
@@ -190,23 +187,25 @@ def limits_of(
     """
     if order is None:
         return [stands_against("this schedule", Level.UNIFORM, why_not)]
-    found = []
-    if order.num_stages == 1:
-        found.append(stands_against("one rank", Level.UNIFORM, "there is no pipeline"))
-    if missing := _missing(order):
-        why = f"not every stage has a {missing} to be measured"
-        found.append(stands_against(order.name, Level.UNIFORM, why))
-    found += [stands_against(order.name, Level.UNITS, why) for why in _against_others(order)]
-    if getattr(schedule, "_comp_type_to_function_map", None):
-        why = "it may run several units at once"
-        found.append(stands_against("a function of one's own for units", Level.UNIFORM, why))
-    if own := _functions_of_ones_own(schedule):
-        why = "torch's runtime of tables does not have it"
-        found.append(stands_against(f"{own[0]} of one's own", Level.UNITS, why))
-    if _share_parameters(stages):
-        why = "their gradients add up in the order of the units"
-        found.append(stands_against("parameters of several stages on a rank", Level.UNITS, why))
-    return found
+    missing, own, name = _missing(order), _functions_of_ones_own(schedule)[:1], order.name
+    in_v = order.placement is Placement.V and order.num_chunks > 2
+    own_kinds = getattr(schedule, "_comp_type_to_function_map", None)
+    shared, why_shared = _share_parameters(stages), "gradients add up in the order of the units"
+    return [
+        *limits_where(
+            Level.UNIFORM,
+            (order.num_stages == 1, "one rank", "there is no pipeline"),
+            (missing, name, f"not every stage has a {missing} to be measured"),
+            (own_kinds, "a function of one's own for units", "it may run several units at once"),
+        ),
+        *limits_where(
+            Level.UNITS,
+            (in_v, name, "more than two stages of a rank lie in a V"),
+            (order.out_of_turn, name, f"in it, {order.out_of_turn}"),
+            (own, f"{' '.join(own)} of one's own", "torch's runtime of tables does not have it"),
+            (shared, "parameters of several stages on a rank", why_shared),
+        ),
+    ]
 
 
 def limits_seen(
@@ -214,7 +213,7 @@ def limits_seen(
     stages: Sequence[Any],
     *,
     as_told: bool,
-    seen: Collection[SideEffect],
+    seen: Collection[str],
     why_whole: str = "",
 ) -> list[Limit]:
     """Limits by the first step: what ran, as it was told or not, and what else its units changed.
@@ -222,26 +221,18 @@ def limits_seen(
     The stages know by then what they receive. An order that splits backwards is kept where those of
     others would stay whole.
     """
-    found = []
-    if not as_told:
-        why = "its units did not run one by one as the schedule says"
-        found.append(stands_against(order.name, Level.UNIFORM, why))
-    if SideEffect.BUFFERS_BY_BACKWARDS in seen:
-        why = "another order gives them other values"
-        found.append(stands_against("buffers that backwards change", Level.UNITS, why))
-    if SideEffect.DRAWN_BY_BACKWARDS in seen:
-        why = "another order gives units other numbers"
-        found.append(stands_against("random numbers in backwards", Level.UNITS, why))
-    elif SideEffect.DRAWN_BY_FORWARDS in seen and order.num_chunks > 1:
-        # Each stage's forwards keep their order in any order of units; a rank's do not.
-        why = "another order gives forwards other numbers"
-        found.append(stands_against("random numbers on ranks of several stages", Level.UNITS, why))
-    if any(abs(source - stage.stage_index) > 1 for stage in stages for source in _sources(stage)):
-        why = "torch's runtime of tables has none"
-        found.append(stands_against("messages that skip a stage", Level.UNITS, why))
-    if order.split and why_whole:
-        found.append(stands_against(f"split backwards of {order.name}", Level.UNITS, why_whole))
-    return found
+    counts = {*seen} - ({DRAWN_BY_FORWARDS} if order.num_chunks == 1 else set())
+    skips = any(abs(s - stage.stage_index) > 1 for stage in stages for s in _sources(stage))
+    why_not_told = "its units did not run one by one as the schedule says"
+    return [
+        *limits_where(Level.UNIFORM, (not as_told, order.name, why_not_told)),
+        *limits_where(
+            Level.UNITS,
+            *((effect in counts, effect, why) for effect, why in _EFFECTS.items()),
+            (skips, "messages that skip a stage", "torch's runtime of tables has none"),
+            (order.split and why_whole, f"split backwards of {order.name}", why_whole),
+        ),
+    ]
 
 
 def _functions_of_ones_own(schedule: Any) -> list[str]:
@@ -254,14 +245,6 @@ def _functions_of_ones_own(schedule: Any) -> list[str]:
         for name in own - _HARMLESS
         if not name.startswith("__") and any(callable(vars(each).get(name)) for each in torchs)
     )
-
-
-def _against_others(order: Schedule) -> Iterator[str]:
-    """Yield why no other order may take the place of this one, with the same bits."""
-    if order.placement is Placement.V and order.num_chunks > 2:
-        yield "more than two stages of a rank lie in a V"
-    if order.out_of_turn:
-        yield f"in it, {order.out_of_turn}"
 
 
 def _missing(order: Schedule) -> Kind | None:

@@ -1,10 +1,9 @@
 """Order and frequencies planned together, over all families of orders that a job can have.
 
-Without chunks that is EnvPipe's order with any extra forwards (`extra_forwards`); with chunks, or
-where backwards can be split, `families` has more. All are judged by the relaxed energy of
-their orders at one time; the best are planned in full. Where only time counts, they are judged by
-their time at the highest clocks (`shortest`). `memory_frontier` says what each microbatch of
-activation memory buys.
+`families` lists them: EnvPipe's order with any extra forwards, chunks, split backwards. All are
+judged by the relaxed energy of their orders at one time; the best are planned in full. Where only
+time counts, they are judged by their time at the highest clocks (`shortest`). `memory_frontier`
+says what each microbatch of activation memory buys.
 """
 
 from __future__ import annotations
@@ -15,15 +14,18 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import chain, count, takewhile
 
-from envpipe_megatron.core.orders import builders
+from envpipe_megatron.core.kinds import Kind
 from envpipe_megatron.core.plan import Plan
-from envpipe_megatron.core.profile_rows import ProfileError
 from envpipe_megatron.policies.frontier import FRONTIER_GAP
 from envpipe_megatron.policies.objective import SHORTEST, Goal
 from envpipe_megatron.policies.optimal.linear_program import LinearProgramError
 from envpipe_megatron.policies.optimal.optimizer import Optimizer
-from envpipe_megatron.policies.orders.extra_forwards import OrderSearch
-from envpipe_megatron.policies.orders.families import FamilySearch, families
+from envpipe_megatron.policies.orders.families import (
+    ENVPIPE,
+    FamilySearch,
+    envpipe_orders,
+    families,
+)
 from envpipe_megatron.policies.orders.judged import (
     WORTH,
     Judged,
@@ -33,7 +35,7 @@ from envpipe_megatron.policies.orders.judged import (
     within,
 )
 from envpipe_megatron.policies.orders.shortest import ShortestSearch
-from envpipe_megatron.policies.problem import Limits, Problem, envpipe_counts
+from envpipe_megatron.policies.problem import Problem
 
 #: Searches for an order at ever better times, which end sooner at times as close as this fraction.
 _MOST_SEARCHES = 4
@@ -55,8 +57,8 @@ class AutoSearch:
         self._profile, self._conditions = problem.profile, problem.conditions
         self._own = problem.own_order
         self.planner = problem.planner(self._own)
-        self._shortest = ShortestSearch(problem) if problem.objective == SHORTEST else None
-        if self._shortest or problem.objective.goal == Goal.ENERGY:
+        self._by_time = problem.objective == SHORTEST
+        if self._by_time or problem.objective.goal == Goal.ENERGY:
             self._search_at(self.planner.longest_s)
             return
         own = Optimizer(self._own, self._profile, self._conditions, parking=problem.park)
@@ -71,68 +73,46 @@ class AutoSearch:
 
     def _search_at(self, time_s: float) -> None:
         """Judge the orders of all families at a time."""
-        profile, problem, self._time_s = self._profile, self.problem, time_s
-        self._searches: list[OrderSearch | FamilySearch] = []
+        problem, self._time_s = self.problem, time_s
+        self._searches: list[FamilySearch | ShortestSearch] = []
         self._refused: LinearProgramError | None = None
-        at, park = (self._conditions, time_s), problem.park
-        self._families = families(
-            profile, problem.num_chunks, runnable=problem.runnable, placement=self._own.placement
-        )
-        if problem.num_chunks == 1 and not self._shortest:
-            own = OrderSearch(profile, problem.num_microbatches, *at, parking=park)
-            self._searches.append(own)
-        any_channel = problem.limits.channel_capacity is None
-        for family in self._families if any_channel and not self._shortest else ():
-            job = family, self._own, profile
+        for family in families(problem):
             try:
-                self._searches.append(FamilySearch(*job, *at, parking=park))
+                self._searches.append(
+                    ShortestSearch(family, problem)
+                    if self._by_time
+                    else FamilySearch(family, problem, time_s)
+                )
             except LinearProgramError as error:
                 self._refused = self._refused or error
         #: The orders that meet the time, the best first.
-        self.judged = self.judge(problem.limits)
+        self.judged = self.judge(problem)
 
-    def judge(self, limits: Limits) -> list[Judged]:
-        """The orders that meet the time, the best first, within these limits.
+    def judge(self, problem: Problem) -> list[Judged]:
+        """Return the orders that meet the time within limits, the search's or others, best first.
 
         LinearProgramError: there is none; the limit of microbatches is blamed if it is below what
         the framework's own order holds.
         """
-        most = self._most_in_flight(limits)
-        refused: LinearProgramError | None = None
-        judged = self._shortest.search(limits, most) if self._shortest else []
+        judged: list[Judged] = []
         for search in self._searches:
-            try:
-                if isinstance(search, OrderSearch):
-                    judged += search.judge(search.search(self.problem.order_limits(limits)))
-                else:
-                    judged += search.search(most, judged)
-            except LinearProgramError as error:
-                refused = refused or error
+            judged += search.search(problem, judged)
         if not judged:
-            if refused := refused or self._refused:
-                raise refused
-            check_own_within(self._own, most, LinearProgramError)
-            raise LinearProgramError(
-                "No order that was found meets the deadline (s)",
-                value=self._time_s,
-                remedy="Allow more time (--deadline-factor), or more microbatches in flight.",
+            check_own_within(self._own, problem.most_in_flight, LinearProgramError)
+            own = Optimizer(self._own, self._profile, self._conditions, parking=self.problem.park)
+            own.relaxed(self._time_s)  # raises, and says how late even it is
+            raise self._refused or LinearProgramError(
+                "No order that was found keeps the limits of memory",
+                value=problem.most_in_flight,
+                remedy="Allow more microbatches in flight.",
             )
         return sorted(judged, key=lambda order: order.worth)
-
-    def _most_in_flight(self, limits: Limits) -> list[int] | None:
-        """[num_stages] the most microbatches x chunks that each stage may hold."""
-        chunks = self._own.num_chunks
-        most, extra = list(limits.max_in_flight or ()), limits.max_extra_forwards
-        if extra is not None:
-            by_peak = [peak + chunks * extra for peak in self._own.peak_in_flight]
-            most = list(map(min, by_peak, most or by_peak))
-        return most or None
 
     @property
     def most_extra_forwards(self) -> int:
         """The most microbatches that limits let a stage hold beyond the framework's order."""
         own, job = self._own.peak_in_flight, self._own.num_microbatches * self._own.num_chunks
-        most = self._most_in_flight(self.problem.limits) or [job] * len(own)
+        most = self.problem.most_in_flight or [job] * len(own)
         more = max(limit - peak for limit, peak in zip(most, own, strict=True))
         return max(0, math.ceil(more / self._own.num_chunks))
 
@@ -143,14 +123,10 @@ class AutoSearch:
     def competing(self) -> list[Optimizer]:
         """Optimizers of the framework's order, of EnvPipe's, and of the best of each family."""
         orders = [self._own]
-        if self._own.num_chunks == 1:
-            stages, microbatches = self._profile.num_stages, self._own.num_microbatches
-            limits = self.problem.order_limits()
-            with suppress(ProfileError):  # no valley, which EnvPipe's rule alone needs
-                wanted = limits.fit(envpipe_counts(self._profile, microbatches))
-                orders.append(builders.envpipe(stages, microbatches, wanted))
+        if any(search.family == ENVPIPE for search in self._searches):
+            orders += envpipe_orders(self.problem)[:1]
         orders += [order.optimizer.schedule for order in best_by_family(self.judged)]
-        most = self._most_in_flight(self.problem.limits)
+        most = self.problem.most_in_flight
         return [
             Optimizer(
                 order,
@@ -169,19 +145,20 @@ class AutoSearch:
         bounds_j = []
         for search in self._searches:
             with suppress(LinearProgramError):  # of a family of which no order is so fast
-                bounds_j.append(search.any_order_bound_j(time_s))
-        return min(bounds_j)
+                if isinstance(search, FamilySearch):
+                    bounds_j.append(search.any_order_bound_j(time_s))
+        return min(bounds_j, default=0.0)
 
     def next_microbatch_percent(self) -> float | None:
         """What another microbatch in flight on each stage would save, before rounding.
 
         None without a limit of microbatches, and for other objectives than the least energy.
         """
-        problem, in_flight = self.problem, self.problem.limits.max_in_flight
+        problem, in_flight = self.problem, self.problem.max_in_flight
         if in_flight is None or problem.objective.goal != Goal.ENERGY:
             return None
         raised = tuple(limit + problem.num_chunks for limit in in_flight)
-        more = self.judge(replace(problem.limits, max_in_flight=raised))[0]
+        more = self.judge(replace(problem, max_in_flight=raised))[0]
         return 100 * max(0.0, 1 - more.score / self.judged[0].score)
 
     def splitting(self, plan: Plan) -> str:
@@ -194,7 +171,7 @@ class AutoSearch:
             return ""
         own = self.problem.objective.judged(plan.baseline.cost)
         split, whole = (f"{100 * (1 - best[s].score / own):.1f} %" for s in (True, False))
-        won = "less time" if self._shortest else "saved"
+        won = "less time" if self._by_time else "saved"
         if plan.schedule.split:
             return f"Split backwards: {split} {won} instead of {whole} without"
         return f"Whole backwards: {whole} {won}, and {split} with split ones"
@@ -202,14 +179,14 @@ class AutoSearch:
     def notes(self, plan: Plan) -> tuple[str, ...]:
         """What a user should know of the search for a plan."""
         own = self.problem.objective.judged(plan.baseline.cost)
-        tried = sum(search.orders_tried for search in (self._shortest, *self._searches) if search)
-        splits = any(isinstance(s, FamilySearch) and s.family.split for s in self._searches)
+        tried = sum(search.orders_tried for search in self._searches)
+        splits = any(s.family.split for s in self._searches)
         of = f"of whole {'and split ' if splits else ''}backwards"
         notes = [f"{tried} orders were compared."]
-        if not self._shortest:
+        if not self._by_time:
             most = 100 * (1 - self.bound_j(plan) / own)
             notes[0] += f" No order {of} can save more than {most:.2f} % at this deadline."
-        if self.problem.limits.channel_capacity is not None and self._families:
+        if self.problem.channel_capacity is not None and Kind.INPUT_GRADIENT in self._profile.kinds:
             notes.append("Orders that split backwards were left out: they have no such limit.")
         best = best_by_family(self.judged)
         if len(best) > 1:
@@ -258,7 +235,7 @@ def memory_frontier(search: AutoSearch) -> list[MemoryPoint]:
     needed = search.judged[0].more_in_flight
     for most in _rising(search.most_extra_forwards):
         try:
-            judged = search.judge(replace(search.problem.limits, max_extra_forwards=most))
+            judged = search.judge(replace(search.problem, max_extra_forwards=most))
             plan = best_plan(judged, search.planner)
         except LinearProgramError as error:
             refused = error

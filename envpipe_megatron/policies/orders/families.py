@@ -1,29 +1,35 @@
-"""Order and frequencies planned together where a pipeline has chunks, or splits its backwards.
+"""Order and frequencies planned together, family by family of orders.
 
 What holds for all orders of a family (`any_order`) tells how long each stage's units would take in
 the best of them. A list scheduler makes orders for these times, within several limits of memory;
-those that come nearest to the deadline are judged by their own linear programs. Where splitting a
-backward costs something, orders that split their last backwards alone compete with them.
+those that come nearest to the deadline are judged by their own linear programs. In one chunk with
+whole backwards, EnvPipe's counts of extra forwards compete with them (Choi et al., ATC'23, section
+4.2), and those of the best order are moved by one as long as that saves energy. Where splitting a
+backward costs something, orders that split their last backwards only compete too.
 """
 
 from __future__ import annotations
 
-import contextlib
 import math
+from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
-from itertools import product
+from itertools import accumulate, product
+from operator import add
 
 import numpy as np
 
 from envpipe_megatron.core.arrays import FloatArray
+from envpipe_megatron.core.channel_model import completes
 from envpipe_megatron.core.conditions import Conditions
 from envpipe_megatron.core.kinds import SPLIT, WHOLE, Kind
+from envpipe_megatron.core.orders import builders
 from envpipe_megatron.core.orders.greedy import shortest
 from envpipe_megatron.core.orders.job import OrderJob
 from envpipe_megatron.core.orders.zero_bubble import split_in_place
 from envpipe_megatron.core.profile import Profile
-from envpipe_megatron.core.profile_rows import ProfileRow
+from envpipe_megatron.core.profile_rows import ProfileError, ProfileRow
 from envpipe_megatron.core.schedule import Placement, Schedule
 from envpipe_megatron.core.timeline import RELATIVE_TOLERANCE
 from envpipe_megatron.policies.optimal.choices import waiting_floor_w
@@ -31,6 +37,7 @@ from envpipe_megatron.policies.optimal.linear_program import LinearProgramError
 from envpipe_megatron.policies.optimal.optimizer import Optimizer, iteration_time_s
 from envpipe_megatron.policies.orders.any_order import AnyOrder, any_order
 from envpipe_megatron.policies.orders.judged import Judged, best_by_family, memory_worth, within
+from envpipe_megatron.policies.problem import Problem, envpipe_counts
 
 #: Limits of activations held that are tried, as multiples of the most that a stage holds in the
 #: framework's own order; 0: what each holds there.
@@ -42,6 +49,13 @@ _FEWEST_LOOKS, _MOST_LOOKS, _LOOK_BUDGET = 2, 4, 10_000
 #: Units of all orders whose linear programs a search may solve: eight of 8 x 24 in two chunks.
 _UNIT_BUDGET = 9_300
 _FEWEST_ORDERS = 1
+#: Of EnvPipe's family fewer of those that are near to the deadline, and at most so many.
+_MOST_NEAR = 8
+#: Multiples of EnvPipe's counts that are tried, and of even ramps: how many more than the next
+#: stage each stage has.
+_MULTIPLES, _RAMPS = (1.0, 1.5, 2.0), (0.5, 1.0, 2.0, 3.0)
+#: Of more units one order of EnvPipe's family is planned, the best by its estimate.
+_MANY_UNITS = 50_000
 
 
 @dataclass(frozen=True)
@@ -55,7 +69,7 @@ class Family:
 
 #: EnvPipe's order, and all others of one chunk and whole backwards.
 ENVPIPE = Family("envpipe", split=False)
-_ONE_CHUNK: tuple[Family, ...] = (Family("zero-bubble", split=True),)
+_ONE_CHUNK = (ENVPIPE, Family("zero-bubble", split=True))
 _CHUNKS = (Family("interleaved", split=False), Family("zero-bubble-interleaved", split=True))
 _TWO_EVEN_CHUNKS = (
     Family("v-shaped", split=False, placement=Placement.V),
@@ -63,57 +77,48 @@ _TWO_EVEN_CHUNKS = (
 )
 
 
-def families(
-    profile: Profile,
-    num_chunks: int,
-    *,
-    runnable: bool = False,
-    placement: Placement = Placement.LOOPED,
-) -> tuple[Family, ...]:
-    """The families of a job, less that of EnvPipe's order; or those of `PlanRequest.runnable`.
+def families(problem: Problem) -> tuple[Family, ...]:
+    """List the families of a problem's orders; only EnvPipe's is lowered to a channel's capacity.
 
-    Chunks with rows of their own were measured where they lie, and lie nowhere else. With
-    `runnable` that is so for all chunks.
+    Chunks with rows of their own were measured where they lie, and lie nowhere else; in a job that
+    is so for all chunks.
     """
-    known = _CHUNKS if num_chunks > 1 else _ONE_CHUNK
-    if placement is Placement.V:
+    profile, chunks = problem.profile, problem.num_chunks
+    known: tuple[Family, ...] = _CHUNKS if chunks > 1 else _ONE_CHUNK
+    if problem.own_order.placement is Placement.V:
         known = _TWO_EVEN_CHUNKS
-    elif num_chunks == 2 and not runnable and profile.listed_chunks == 1:
+    elif chunks == 2 and not problem.runnable and profile.listed_chunks == 1:
         known += _TWO_EVEN_CHUNKS
+    if problem.channel_capacity is not None:
+        known = (ENVPIPE,)
     return tuple(f for f in known if not f.split or Kind.INPUT_GRADIENT in profile.kinds)
 
 
 class FamilySearch:
-    """Searches the orders of one family of a job at one deadline; see `Optimizer`.
+    """Searches the orders of one family of a problem at one deadline; see `Optimizer`.
 
-    Args:
-        own: the framework's own order of the job.
+    LinearProgramError: none meets the deadline.
     """
 
-    def __init__(
-        self,
-        family: Family,
-        own: Schedule,
-        profile: Profile,
-        conditions: Conditions,
-        deadline_s: float,
-        *,
-        parking: bool = False,
-    ) -> None:
-        self.family, self._own, self._profile, self._conditions = family, own, profile, conditions
-        self._deadline_s, self._parking = deadline_s, parking
+    def __init__(self, family: Family, problem: Problem, deadline_s: float) -> None:
+        self.family, self._problem, self._deadline_s = family, problem, deadline_s
+        own, profile = problem.own_order, problem.profile
         #: By their stages, orders that were looked at; None if one does not meet the deadline.
         self._judged: dict[object, Judged | None] = {}
-        self._shares = profile.weight_shares
+        #: Stages of orders by EnvPipe's rule, within the limits of each search.
+        self._by_rule = set[object]()
         self._free = _freely_split(profile) if family.split else profile
         #: Of orders that split all backwards or none; None if splitting all takes too long.
         self._target: AnyOrder | None = self._limit(self._free, deadline_s)  # or raises
         if family.split:
             self._target = None
-            with contextlib.suppress(LinearProgramError):
+            with suppress(LinearProgramError):
                 self._target = self._limit(profile, deadline_s)
         units = own.num_units * len(SPLIT if family.split else WHOLE) // len(WHOLE)
         self._most_solved = max(_FEWEST_ORDERS, _UNIT_BUDGET // units)
+        self._most_near = self._most_solved
+        if family == ENVPIPE:  # whose best is moved on from
+            self._most_near = max(_FEWEST_ORDERS, min(self._most_solved // 2, _MOST_NEAR))
         self._looks = min(_MOST_LOOKS, max(_FEWEST_LOOKS, _LOOK_BUDGET // units))
 
     @property
@@ -122,78 +127,150 @@ class FamilySearch:
         return len(self._judged)
 
     def any_order_bound_j(self, or_at_s: float = 0.0) -> float:
-        """What no order can go below at the deadline or a later one, J.
+        """Return what no order can go below at the deadline or a later one, J.
 
         Nor one that splits some backwards and others not.
         """
         return self._limit(self._free, max(or_at_s, self._deadline_s)).energy_lower_bound_j
 
-    def search(
-        self, max_in_flight: Sequence[int] | None = None, others: Iterable[Judged] = ()
-    ) -> list[Judged]:
-        """The orders within a limit that meet the deadline, of all that were judged.
+    def search(self, problem: Problem, others: Iterable[Judged] = ()) -> list[Judged]:
+        """Return the orders that meet the deadline within limits, of all that were judged.
 
-        Args:
-            max_in_flight: [num_stages] the most microbatches x chunks that a stage may hold.
-            others: orders of other families, to split the last backwards of the best.
+        `problem` is the search's own, or with other limits of memory; `others` are orders of other
+        families, to split the last backwards of the best.
         """
-        schedules = self._orders(max_in_flight)
+        own = problem.own_order
+        always, likely = [], [*self._listed(problem)]
+        if (self.family.placement, self.family.split) == (own.placement, own.split):
+            always.append(own)
+        if self.family == ENVPIPE:
+            rule, *more = envpipe_orders(problem)
+            self._by_rule.add(rule.stages)
+            always, likely = [*always, rule], [*more, *likely]
+            if own.num_units > _MANY_UNITS:
+                always, likely = [], [*always, *likely]
         if self.family.split:
-            last = self._own.num_stages * self._own.num_chunks  # on the way out of the pipeline
-            all_units = self._own.num_microbatches * self._own.num_chunks
-            if costs_nothing(self._profile) or last > all_units:
+            last = own.num_stages * own.num_chunks  # on the way out of the pipeline
+            all_units = own.num_microbatches * own.num_chunks
+            if costs_nothing(problem.profile) or last > all_units:
                 last = all_units
-            schedules += [
+            always += [
                 split_in_place(order, last)
                 for order in (other.optimizer.schedule for other in best_by_family(others))
                 if not order.split and order.placement is self.family.placement
             ]
-        for schedule in schedules:
-            if schedule.stages not in self._judged:
-                self._judged[schedule.stages] = self._judge(schedule)
+        distinct = {order.stages: order for order in likely}.values()
+        for schedule in always:
+            self._judge(schedule)
+        for place, schedule in enumerate(sorted(distinct, key=self._estimate_j)):
+            if place >= self._most_near and any(self._judged.values()):
+                break
+            self._judge(schedule)
+        if self.family == ENVPIPE and own.num_units <= _MANY_UNITS:
+            self._climb(problem)
+        return self._within(problem)
+
+    def _within(self, problem: Problem) -> list[Judged]:
+        """Return the orders that were judged and hold no more than limits allow."""
+        most, shares = problem.most_in_flight, problem.profile.weight_shares
         return [
             order
             for order in self._judged.values()
-            if order is not None and within(order.optimizer.schedule, max_in_flight, self._shares)
+            if order is not None and within(order.optimizer.schedule, most, shares)
         ]
 
+    def _climb(self, problem: Problem) -> None:
+        """Move extra forwards of the best order by one, as long as that saves energy.
+
+        On single stages, front parts and rear parts of the pipeline, for as many orders again.
+        """
+        best = min(self._within(problem), key=lambda order: order.worth, default=None)
+        if best is None:
+            return
+        allowed, job = problem.order_limits(), (problem.num_stages, problem.num_microbatches)
+        extra = allowed.fit(best.optimizer.schedule.extra_forwards)
+        directions, last = _directions(len(extra)), self.orders_tried + self._most_solved
+        failed = 0  # directions in a row that led nowhere
+        while failed < len(directions) and self.orders_tried < last:
+            near = tuple(map(add, extra, directions[0]))
+            order = self._judge(builders.envpipe(*job, near)) if allowed.allow(near) else None
+            if order is not None and order.worth < best.worth:
+                best, extra, failed = order, near, 0
+            else:
+                directions.rotate(-1)
+                failed += 1
+
     def _judge(self, schedule: Schedule) -> Judged | None:
-        optimizer = Optimizer(schedule, self._profile, self._conditions, parking=self._parking)
-        if optimizer.fastest_s > self._deadline_s * (1 + RELATIVE_TOLERANCE):
-            return None
-        relaxed_j = optimizer.relaxed(self._deadline_s).cost_j
-        return Judged(self.family.name, optimizer, relaxed_j, self._own)
+        """Judge an order by its linear program, which is solved once."""
+        if schedule.stages not in self._judged:
+            problem, job = self._problem, (self._problem.profile, self._problem.conditions)
+            optimizer, judged = Optimizer(schedule, *job, parking=problem.park), None
+            if optimizer.fastest_s <= self._deadline_s * (1 + RELATIVE_TOLERANCE):
+                relaxed_j = optimizer.relaxed(self._deadline_s).cost_j
+                own, by_rule = problem.own_order, schedule.stages in self._by_rule
+                judged = Judged(self.family.name, optimizer, relaxed_j, own, by_rule)
+            self._judged[schedule.stages] = judged
+        return self._judged[schedule.stages]
 
     def _limit(self, profile: Profile, deadline_s: float) -> AnyOrder:
-        own, conditions = self._own, self._conditions
-        floor_w = waiting_floor_w(self._profile, conditions, self._parking)
-        job = profile, conditions, own.num_microbatches, deadline_s, floor_w
-        return any_order(*job, num_chunks=own.num_chunks, split=self.family.split)
+        problem, conditions = self._problem, self._problem.conditions
+        floor_w = waiting_floor_w(problem.profile, conditions, problem.park)
+        job = profile, conditions, problem.num_microbatches, deadline_s, floor_w
+        return any_order(*job, num_chunks=problem.num_chunks, split=self.family.split)
 
-    def _orders(self, max_in_flight: Sequence[int] | None) -> list[Schedule]:
-        """Orders that may be the best of those that split all backwards or none."""
-        own = self._own
-        schedules: dict[object, Schedule] = {}
-        if self._target is not None:
-            mean_s = np.repeat(self._target.time_s[..., None], own.num_microbatches, axis=3)
-            memory = _MEMORY if max_in_flight is None else (*_MEMORY, math.inf)
-            job = self.family, own, mean_s, self._conditions, self._shares
-            for listed in order_jobs(*job, max_in_flight, memory):
-                schedule = shortest(listed, self.family.name, self._looks)
-                schedules.setdefault(schedule.stages, schedule)
-        best = sorted(schedules.values(), key=self._estimate_j)[: self._most_solved]
-        same = (self.family.placement, self.family.split) == (own.placement, own.split)
-        return [own, *best] if same else best
+    def _listed(self, problem: Problem) -> Iterator[Schedule]:
+        """Yield the list scheduler's orders, which split all backwards or none."""
+        if self._target is None:
+            return
+        own, most, capacity = problem.own_order, problem.most_in_flight, problem.channel_capacity
+        mean_s = np.repeat(self._target.time_s[..., None], own.num_microbatches, axis=3)
+        memory = _MEMORY if most is None else (*_MEMORY, math.inf)
+        job = self.family, own, mean_s, problem.conditions, problem.profile.weight_shares
+        for listed in order_jobs(*job, most, memory):
+            order = shortest(listed, self.family.name, self._looks)
+            if capacity is None or completes(order, capacity):
+                yield order
 
     def _estimate_j(self, schedule: Schedule) -> float:
-        """What a plan of an order may cost: the bound, and what its lateness costs to make up."""
+        """Estimate an order's plan: the bound, and what its lateness costs to make up, J."""
         assert self._target is not None  # the order was listed for it
+        problem = self._problem
         keys = schedule.unit_keys(schedule.num_chunks, schedule.unit_kinds)
         duration_s = self._target.time_s.ravel()[keys.ravel()]
-        end_s = iteration_time_s(schedule, duration_s, self._conditions)
+        end_s = iteration_time_s(schedule, duration_s, problem.conditions)
         late_s = max(0.0, end_s - self._deadline_s)
         bound_j = self._target.energy_lower_bound_j + late_s * self._target.price_w
-        return bound_j * memory_worth(schedule, self._own, self._shares)
+        return bound_j * memory_worth(schedule, problem.own_order, problem.profile.weight_shares)
+
+
+def envpipe_orders(problem: Problem) -> list[Schedule]:
+    """Return 1F1B with extra forwards to begin a search with, those of EnvPipe's rule first.
+
+    Multiples of its counts, and even ramps (Choi et al., ATC'23, section 4.2).
+    """
+    allowed, stages = problem.order_limits(), problem.num_stages
+    try:
+        wanted = envpipe_counts(problem.profile, problem.num_microbatches)
+    except ProfileError:  # no energy valley, which only EnvPipe's rule needs
+        wanted = [0] * stages
+    scaled = [[math.ceil(m * count) for count in wanted] for m in _MULTIPLES]
+    ramps = [[int(fall * s) for s in reversed(range(stages))] for fall in _RAMPS]
+    fitted = [allowed.fit(counts) for counts in (*scaled, *ramps)]
+    # Where memory holds the front back, what the rear may have beyond it often does harm.
+    fitted += [allowed.fit([*accumulate(counts, min)]) for counts in fitted]
+    job = stages, problem.num_microbatches
+    return [builders.envpipe(*job, extra) for extra in dict.fromkeys(fitted)]
+
+
+def _directions(num_stages: int) -> deque[tuple[int, ...]]:
+    """One more or one less: on one stage, on a front part, on a rear part of the pipeline."""
+    # From the rear, where counts are small and EnvPipe's, rounded down, miss most.
+    rearmost_first = [*reversed(range(num_stages - 1)), num_stages - 1]
+    moved = [tuple(int(s == stage) for s in range(num_stages)) for stage in rearmost_first]
+    for stage in range(1, num_stages):
+        moved.append(tuple(int(s <= stage) for s in range(num_stages)))
+        moved.append(tuple(int(s >= stage) for s in range(num_stages)))
+    return deque(tuple(step * on for on in stages) for step in (1, -1) for stages in moved)
 
 
 def order_jobs(

@@ -1,15 +1,14 @@
-"""Messages between two stages: what they hold, what carries them, and how a loss shows."""
+"""Messages between two stages: what they hold, between whom, and how a loss shows."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 
-from envpipe_megatron.core.kinds import WHOLE, Kind, Unit
+from envpipe_megatron.core.kinds import WHOLE, Kind
 from envpipe_megatron.errors import EnvPipeError
 
 
@@ -74,30 +73,6 @@ class StageSpecs:
 
 class ChannelError(EnvPipeError):
     """A neighbour that is gone or silent, messages left over, or transfers that cannot work."""
-
-
-class Carrier(Protocol):
-    """One stage's side of the boundary to a neighbour: it receives one kind and sends the other.
-
-    Every method that waits or hands over raises ChannelError if the neighbour is gone or silent.
-    """
-
-    def expect(
-        self, messages: int, receives: TensorSpec | None, sends: TensorSpec | None, *, vary: bool
-    ) -> None:
-        """Expect this many messages until `end_step`, of which each carries what is said.
-
-        None is what never comes or goes; where messages vary, what is said is an example.
-        """
-
-    def receive(self, unit: Unit) -> list[torch.Tensor]:
-        """The next message, which a unit waits for; on a GPU the stream does, not the host."""
-
-    def send(self, unit: Unit, payload: list[torch.Tensor]) -> None:
-        """Hand over a unit's output; returns at once and keeps it until it has left."""
-
-    def end_step(self) -> int:
-        """All has been handed over; how many of the expected messages were not received."""
 
 
 @dataclass(frozen=True)

@@ -245,26 +245,9 @@ class Collectives:
         """Return what the planner makes, on every rank.
 
         Raises:
-            EnvPipeError: the planner's own error, on every rank; CollectivesError on the others
-                where it is of another kind.
+            Exception: as `everywhere`.
         """
-        made: T | None = None
-        own: Exception | None = None
-        told: EnvPipeError | None = None
-        if self.is_planner:
-            try:
-                made = make()
-            except EnvPipeError as error:
-                own = told = error
-            except Exception as error:  # the others must not wait for what never comes
-                own = error
-                text = f"The planning rank cannot go on: {type(error).__name__}: {error}"
-                told = CollectivesError(text)
-        made, told = self.from_planner((made, told))
-        failure = own or told
-        if failure is not None:
-            raise failure
-        return made  # type: ignore[return-value]  # there was no failure, so it is a T
+        return self.from_planner(self.everywhere(lambda: make() if self.is_planner else None))
 
     def everywhere(self, make: Callable[[], T]) -> T:
         """Return what this rank makes, after every rank has made its own.
@@ -279,7 +262,8 @@ class Collectives:
             made = make()
         except Exception as error:  # of any kind: the others must not wait for this rank
             failure = error
-        first = self.first(None if failure is None else str(failure))
+        own = None if failure is None else f"{type(failure).__name__}: {failure}"
+        first = self.first(str(failure) if isinstance(failure, EnvPipeError) else own)
         if failure is not None:
             raise failure
         if first is not None:

@@ -137,14 +137,13 @@ class CudaDevice:
         self._exchange = exchange
         #: For each boundary the addresses of this side's memory and the other's.
         self._shared: dict[int, tuple[int, int]] = {}
-        self._pages: dict[FlagPage, int] = {}
         self._units: CudaStream | None = None
         # One for all: a stream waits for what it stood for when the wait was enqueued.
         self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]  # torch's
 
     def open(self, page: FlagPage) -> None:
         """Let streams use the page's words: register its memory with the driver."""
-        self._pages[page] = register(page)
+        page.device_address = register(page)
 
     def share(self, boundary: int, side: int, num_bytes: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Memory for the other side to put messages into, and the other side's for this one's.
@@ -189,7 +188,7 @@ class CudaDevice:
     def units(self) -> CudaStream:
         """The stream that units run on: the current one, which mostly stays the same."""
         if self._units is None or self._units.handle != _current_handle(self._device.index):
-            self._units = CudaStream(torch.cuda.current_stream(), self._pages, self._event)
+            self._units = CudaStream(torch.cuda.current_stream(), self._event)
         return self._units
 
     def new_stream(self) -> CudaStream:
@@ -199,7 +198,7 @@ class CudaDevice:
         """
         made = int(_call(driver.cuStreamCreate, _NON_BLOCKING))
         stream = torch.cuda.ExternalStream(made, self._device)  # type: ignore[no-untyped-call]
-        own = CudaStream(stream, self._pages, self._event)
+        own = CudaStream(stream, self._event)
         weakref.finalize(own, driver.cuStreamDestroy, made).atexit = False
         return own
 
@@ -270,12 +269,9 @@ _END = _End()
 class CudaStream:
     """A stream of torch's, a queue of work on the device."""
 
-    def __init__(
-        self, stream: torch.cuda.Stream, pages: dict[FlagPage, int], event: torch.cuda.Event
-    ) -> None:
+    def __init__(self, stream: torch.cuda.Stream, event: torch.cuda.Event) -> None:
         self.handle: int = stream.cuda_stream
         self._stream = stream
-        self._pages = pages
         self._event = event
 
     def wait(self, word: Word, value: int) -> None:
@@ -299,7 +295,7 @@ class CudaStream:
         self._stream.wait_event(self._event)
 
     def _at(self, function: Any, word: Word, value: int, flags: int) -> None:
-        address = self._pages[word.page] + word.offset
+        address = word.page.device_address + word.offset
         _call(function, self.handle, address, value & MASK, flags)
 
 

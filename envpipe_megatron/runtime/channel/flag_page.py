@@ -72,6 +72,8 @@ class FlagPage:
         #: Where the page begins in this process.
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
         self.num_bytes = _BYTES
+        #: Where streams find it, once a device has opened it.
+        self.device_address = 0
 
     def own(self, what: int) -> Word:
         """A word of this side."""

@@ -6,6 +6,7 @@ import os
 from collections.abc import Sequence
 from contextlib import suppress
 from datetime import timedelta
+from functools import partial
 from itertools import product
 from typing import Any
 
@@ -16,15 +17,10 @@ from torch.distributed.constants import default_pg_timeout
 from envpipe_megatron.core.channel_model import hardware_capacity
 from envpipe_megatron.core.kinds import WHOLE, Kind
 from envpipe_megatron.runtime.channel import cuda_device
-from envpipe_megatron.runtime.channel.carrier import (
-    Carrier,
-    ChannelError,
-    Peers,
-    first_line,
-)
+from envpipe_megatron.runtime.channel.carrier import ChannelError, Peers, first_line
 from envpipe_megatron.runtime.channel.collectives import Collectives, of_all_ranks
 from envpipe_megatron.runtime.channel.flag_page import FlagPage, create_page_file
-from envpipe_megatron.runtime.channel.p2p import P2PChannel
+from envpipe_megatron.runtime.channel.p2p import Carrier, P2PChannel
 from envpipe_megatron.runtime.channel.puts import MEMORY_SHARE, PutCarrier, PutSide
 from envpipe_megatron.runtime.channel.transfers import TransferCarrier
 
@@ -68,26 +64,20 @@ def make_channel(
         CollectivesError: a rank is gone or silent.
     """
     backend = backend_of(pipeline_group)
+    if backend not in ("gloo", "nccl"):
+        raise ChannelError(
+            "EnvPipe sends between stages over NCCL and gloo only",
+            value=backend,
+            remedy="Make the pipeline's process group with one of them.",
+        )
     # gloo has no communicators to bring up. Nothing is measured from the last stage to the first.
     wraps = (num_chunks > 1 and not between_iterations) or backend == "gloo"
     maker = _Maker(pipeline_group, collectives, timeout, wraps)
-    if backend == "gloo":
-        return maker.over(pipeline_group, timeout=timeout)
-    if backend == "nccl" and between_iterations:
-        _refuse_blocking_launches()
-        maker.connect(pipeline_group)
-        return maker.over(pipeline_group, timeout=None)
-    if backend == "nccl":
-        vary = vary and carrier == "auto"
-        return maker.between_gpus(
-            "receives" if vary else carrier,
-            "messages vary in shape" if vary else f"asked for: {carrier}",
-        )
-    raise ChannelError(
-        "EnvPipe sends between stages over NCCL and gloo alone",
-        value=backend,
-        remedy="Make the pipeline's process group with one of them.",
-    )
+    if backend == "gloo" or between_iterations:
+        return maker.over(pipeline_group, by_tags=backend == "gloo")
+    if carrier == "auto":
+        return maker.between_gpus("messages vary in shape" if vary else None)
+    return maker.between_gpus(f"asked for: {carrier}")
 
 
 def backend_of(group: dist.ProcessGroup) -> str:
@@ -126,64 +116,56 @@ class _Maker:
         #: Those of this stage, in an order in which all stages may meet their neighbours.
         self._own = sorted({before, stage} & set(self._boundaries)) if len(self._ranks) > 1 else []
 
-    def over(self, group: dist.ProcessGroup, *, timeout: timedelta | None) -> P2PChannel:
+    def over(self, group: dist.ProcessGroup, *, by_tags: bool) -> P2PChannel:
         """The pipeline's own group carries both kinds: gloo by tags, NCCL one after another.
 
-        NCCL, which gets no time-out, also gets no receive ahead, and each message as a batch: any
-        other would go over a communicator of its two ranks.
+        NCCL gets each message as a batch: any other would go over a communicator of its two ranks.
+        Its first transfer with a peer blocks the host until the peer comes to it, and the first
+        batch of a group is one of all its ranks: so all stages exchange a word at once.
         """
-        carriers: dict[Kind, Carrier] = {}
-        for boundary in self._own:
-            peers = self._peers(boundary)
-            carriers[peers.receives] = TransferCarrier(
-                peers,
+        peers = [self._peers(boundary) for boundary in self._own]
+        if peers and not by_tags:
+            _refuse_blocking_launches()
+            word = partial(torch.zeros, 1, device=torch.cuda.current_device())
+            ways = product(peers, (dist.isend, dist.irecv))
+            words = [dist.P2POp(transfer, word(), each.rank, group) for each, transfer in ways]
+            for work in dist.batch_isend_irecv(words):
+                work.wait()
+            torch.cuda.synchronize()
+        carriers: dict[Kind, Carrier] = {
+            each.receives: TransferCarrier(
+                each,
                 (group, group),
                 self._collectives.pipeline,
-                timeout=timeout,
-                ahead=timeout is not None,
-                batched=timeout is None,
+                timeout=self._timeout if by_tags else None,
+                ahead=by_tags,
+                batched=not by_tags,
             )
+            for each in peers
+        }
         return P2PChannel(self._ranks, self._stage, carriers)
 
-    def connect(self, group: dist.ProcessGroup) -> None:
-        """Bring up what a group's communicator needs for both directions between neighbours.
-
-        A communicator's first transfer with a peer blocks the host until the peer comes to it, and
-        the first batch of a group is one of all its ranks: so all stages exchange a word at once.
-        """
-        device = torch.cuda.current_device()
-        transfers = [
-            dist.P2POp(transfer, torch.zeros(1, device=device), self._peers(boundary).rank, group)
-            for boundary in self._own
-            for transfer in (dist.isend, dist.irecv)
-        ]
-        if not transfers:  # a single stage
-            return
-        for work in dist.batch_isend_irecv(transfers):
-            work.wait()
-        torch.cuda.synchronize()
-
-    def between_gpus(self, carrier: str, why: str) -> P2PChannel:
-        """One-sided copies where both sides can, else NCCL; `why` not, with another carrier."""
+    def between_gpus(self, why: str | None) -> P2PChannel:
+        """One-sided copies where both sides can, else NCCL; everywhere, if there is a reason."""
         carriers: dict[Kind, Carrier] = {}
-        obstacles = dict.fromkeys(self._boundaries, why)
-        side = None
-        if carrier == "auto":
+        side, obstacles = None, dict.fromkeys(self._boundaries, why or "")
+        if why is None:
             side, obstacles = self._put_carriers(carriers)
         # Where all boundaries of the job are one-sided, no pipeline's orders need be lowered.
         all_put = self._collectives.on_all(not obstacles)
         capacity = None if all_put else hardware_capacity(os.environ)
-        ahead = not all_put and (carrier == "posted" or capacity is not None)
-        groups = [] if all_put else self._transfers(carriers, obstacles, ahead=ahead)
+        groups = []
+        if not all_put:
+            groups = self._transfers(carriers, obstacles, ahead=capacity is not None)
         if side is not None:
             side.watch()
-        by_nccl = [
+        about = [
             f"NCCL between stages {b} and {self._after(b)}, whose waits slow the units "
-            f"beside them ({why})"
-            for b, why in sorted(obstacles.items())
+            f"beside them ({reason})"
+            for b, reason in sorted(obstacles.items())
         ]
-        one_sided = ["one-sided copies"] * (len(obstacles) < len(self._boundaries))
-        about = "; ".join([*by_nccl, *one_sided])
+        if len(obstacles) < len(self._boundaries):
+            about.append("one-sided copies")
         return P2PChannel(
             self._ranks,
             self._stage,
@@ -193,8 +175,7 @@ class _Maker:
             capacity=capacity,
             # NCCL's watchdog ends a transfer whose neighbour is silent for too long.
             lets_go=not obstacles.keys().isdisjoint(self._own),
-            posts_ahead=ahead,
-            about=about,
+            about="; ".join(about),
         )
 
     def _after(self, boundary: int) -> int:

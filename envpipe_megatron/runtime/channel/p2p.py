@@ -13,9 +13,7 @@ import logging
 import os
 import threading
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-from itertools import product
-from typing import TypeVar
+from collections.abc import Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -23,14 +21,16 @@ import torch.distributed as dist
 from envpipe_megatron.core.channel_model import QUEUES_VARIABLE, inputs_of, most_kept
 from envpipe_megatron.core.kinds import MESSAGES, Kind, Unit
 from envpipe_megatron.core.schedule import Schedule
-from envpipe_megatron.runtime.channel.carrier import Carrier, ChannelError, StageSpecs, opposite
+from envpipe_megatron.runtime.channel.carrier import ChannelError, StageSpecs, opposite
 from envpipe_megatron.runtime.channel.puts import PutCarrier, PutSide
+from envpipe_megatron.runtime.channel.transfers import TransferCarrier
 
 __all__ = ["ChannelError", "P2PChannel"]
 
 logger = logging.getLogger(__name__)
 
-T = TypeVar("T")
+#: One stage's side of the boundary to a neighbour: it receives one kind and sends the other.
+Carrier = PutCarrier | TransferCarrier
 
 #: For a device that comes to rest, and for neighbours that close too.
 _CLOSE_S = 20.0
@@ -47,10 +47,10 @@ class P2PChannel:
         carriers: to the neighbour that each kind comes from; the other kind goes there.
         side: what all one-sided carriers of this rank share, if there are any.
         groups: process groups that were made for this channel.
-        capacity: limit by which orders that need a deeper channel are refused or lowered.
+        capacity: limit by which orders that need a deeper channel are refused or lowered. Where
+            there is one, a receive is posted ahead: a unit that waits for the device would wait for
+            a sender that has not got there, too.
         lets_go: whether a stream may go on behind a message that never came.
-        posts_ahead: whether a device may hold a receive whose sender has not got there: a unit that
-            waits for the device then waits for that sender too.
         about: what carries messages between which stages, and why, for the user.
     """
 
@@ -64,7 +64,6 @@ class P2PChannel:
         groups: Sequence[dist.ProcessGroup] = (),
         capacity: int | None = None,
         lets_go: bool = False,
-        posts_ahead: bool = False,
         about: str = "",
     ) -> None:
         #: The global rank of each stage.
@@ -85,7 +84,6 @@ class P2PChannel:
         self.capacity = capacity
         #: Then a host waits for its last input before it hands over what follows the units.
         self.lets_go = lets_go
-        self.posts_ahead = posts_ahead
         self.about = about
 
     def begin_step(self, schedule: Schedule, specs: StageSpecs) -> None:
@@ -104,13 +102,18 @@ class P2PChannel:
                 "Messages of varying shape need several hardware queues",
                 remedy=f"Set {QUEUES_VARIABLE}=8.",
             )
-        if self._side is not None:
-            self._side.schedule = schedule
         if self._inputs is None or self._inputs[0] is not schedule:
             self._inputs = schedule, inputs_of(schedule, self._stage)
-        self.expect(self._inputs[1], specs, vary=specs.vary)
+        self.expect(self._inputs[1], specs, schedule, vary=specs.vary)
 
-    def expect(self, units: Sequence[Unit], specs: StageSpecs, *, vary: bool = False) -> None:
+    def expect(
+        self,
+        units: Sequence[Unit],
+        specs: StageSpecs,
+        schedule: Schedule | None = None,
+        *,
+        vary: bool = False,
+    ) -> None:
         """Expect these units' inputs until `end_step`, those of a kind in the order of sending.
 
         Headers come with them if they vary.
@@ -118,8 +121,8 @@ class P2PChannel:
         self._kept.clear()
         for kind, carrier in self._carriers.items():
             awaited = deque(unit for unit in units if MESSAGES[unit.kind] is kind)
-            self._awaited[kind], sent = awaited, specs.sends.get(opposite(kind))
-            carrier.expect(len(awaited), specs.receives.get(kind), sent, vary=vary)
+            self._awaited[kind] = awaited
+            carrier.expect(len(awaited), specs, schedule, vary)
 
     def receive(self, unit: Unit) -> list[torch.Tensor]:
         """Wait for a unit's input; on a GPU the stream waits, not the host.
@@ -181,13 +184,9 @@ class P2PChannel:
         All stages call it together. Where one has too little, it keeps what it had. Raises
         ChannelError if a neighbour is gone or silent.
         """
-        refused = []
-        for likes, (kind, carrier) in product((False, True), self._carriers.items()):
-            if isinstance(carrier, PutCarrier):
-                comes, goes = specs.receives.get(kind), specs.sends.get(opposite(kind))
-                error = carrier.make_room(schedule, comes, goes, likes=likes)
-                refused += [error] if error and not likes else []
-        return not refused
+        carriers = [] if self._side is None else self._side.carriers
+        refused = [carrier.make_room(schedule, specs) for carrier in carriers]
+        return not any(refused)
 
     def close(self) -> None:
         """Give back memory, threads and communicators; safe to call twice.
@@ -212,10 +211,7 @@ class P2PChannel:
         except Exception as error:  # of any kind: training goes on with what is left
             logger.warning("Memory of messages stays taken: %s", error)
 
-    def unless_lost(self, wait: Callable[[], T]) -> T:
-        """Return what a call that waits for the device returns.
-
-        Raises:
-            ChannelError: a neighbour is lost, and the call would never return.
-        """
-        return wait() if self._side is None else self._side.unless_lost(wait)
+    def check(self) -> None:
+        """Raise ChannelError if a neighbour is lost: the device would never come to its input."""
+        if self._side is not None:
+            self._side.check()

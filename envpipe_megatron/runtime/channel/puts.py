@@ -20,18 +20,16 @@ import math
 import os
 import threading
 import time
-from collections.abc import Callable, Sequence
-from concurrent import futures
+from collections.abc import Sequence
 from datetime import timedelta
-from queue import SimpleQueue
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING
 
 import torch
 
 from envpipe_megatron.core.channel_model import slots_of
-from envpipe_megatron.core.kinds import Unit
+from envpipe_megatron.core.kinds import Unit, unit
 from envpipe_megatron.core.schedule import Schedule
-from envpipe_megatron.runtime.channel.carrier import ChannelError, Peers, TensorSpec
+from envpipe_megatron.runtime.channel.carrier import ChannelError, Peers, StageSpecs, TensorSpec
 from envpipe_megatron.runtime.channel.flag_page import (
     PUT,
     TAKEN,
@@ -45,8 +43,6 @@ if TYPE_CHECKING:  # it imports this module
     from envpipe_megatron.runtime.channel.cuda_device import CudaDevice, CudaStream
 
 logger = logging.getLogger(__name__)
-
-T = TypeVar("T")
 
 #: Of a GPU's memory, the most that slots take, unless an order needs more to finish.
 MEMORY_SHARE = 0.01
@@ -87,15 +83,11 @@ class PutSide:
         self.device = device
         self.timeout_s = timeout.total_seconds()
         self._budget_bytes = budget_bytes
-        #: The order of the step that begins, which says how many slots there must be.
-        self.schedule: Schedule | None = None
         self.carriers: list[PutCarrier] = []
         self._loss: ChannelError | None = None
         self._looking = threading.Lock()
         self._leaves = False
         self._pid = os.getpid()
-        self._waits: SimpleQueue[tuple[Callable[[], Any], futures.Future[Any]] | None]
-        self._waits = SimpleQueue()
 
     def slots(self, schedule: Schedule, slot_bytes: int) -> int:
         """How many a boundary has for a schedule, where there is memory."""
@@ -104,11 +96,10 @@ class PutSide:
     def watch(self) -> None:
         """Look after the neighbours until this is closed or the process ends."""
         atexit.register(self._leave)
-        for work in (self._keep_looking, self._keep_waiting):
-            threading.Thread(target=work, name="envpipe-channel", daemon=True).start()
+        threading.Thread(target=self._keep_looking, name="envpipe-channel", daemon=True).start()
 
     def close(self) -> None:
-        """Give memory and threads back, together with the neighbours; no message is under way.
+        """Give memory and the thread back, with the neighbours; no message is under way.
 
         Not where one is lost: streams are never let go then, and the process is about to end.
         """
@@ -118,22 +109,10 @@ class PutSide:
             self._leaves = True
             self.device.expect_again(None)
         atexit.unregister(self._leave)
-        self._waits.put(None)
         self.device.bind_thread()
         carriers, self.carriers = self.carriers, []
         for carrier in carriers:
             carrier.close()
-
-    def unless_lost(self, wait: Callable[[], T]) -> T:
-        """Return what a call that waits for the device returns; ChannelError: a neighbour is lost.
-
-        The call is made by another thread, since one for a message that never comes never returns.
-        """
-        result: futures.Future[T] = futures.Future()
-        self._waits.put((wait, result))
-        while not futures.wait([result], _LOOKS_EVERY_S).done:
-            self.check()
-        return result.result()
 
     def check(self) -> None:
         """Raise ChannelError if a loss is known."""
@@ -175,15 +154,6 @@ class PutSide:
         if any(carrier.waits for carrier in self.carriers):
             self.device.abandon()
 
-    def _keep_waiting(self) -> None:
-        self.device.bind_thread()
-        while (asked := self._waits.get()) is not None:
-            wait, result = asked
-            try:
-                result.set_result(wait())
-            except BaseException as error:  # it is raised where the result is asked for
-                result.set_exception(error)
-
     def _lose(self, error: ChannelError, stage: int) -> None:
         for carrier in self.carriers:
             carrier.tell(stage)
@@ -208,6 +178,8 @@ class PutCarrier:
         self._boundary = boundary
         side.device.open(page)
         self._stream = side.device.new_stream()
+        self._expected = 0
+        self._spec: TensorSpec | None = None
         #: Kept until it has left.
         self._payload: Sequence[torch.Tensor] = ()
         self._put = self._taken = 0
@@ -227,35 +199,23 @@ class PutCarrier:
 
         Raises RuntimeError or MemoryError: one did not come, or not as it was sent.
         """
-        device, page = self._side.device, self._page
+        page = self._page
         self._resize(1, _PROBE_BYTES)
         numbers = torch.arange(_PROBE_BYTES // 4, dtype=torch.int32, device=self._own.device)
-        got = torch.empty_like(numbers)
-
-        def pattern(side: int, count: int) -> torch.Tensor:
-            return numbers * (2 * count + 1) + (side << 16)
-
+        self._spec, self._send_bytes = TensorSpec.of([numbers]), [numbers.nbytes]
         give_up_s, as_sent = time.monotonic() + _PROBE_S, True
-        for count in range(1, _PROBES + 1):
-            device.units().after(self._stream)  # as in `send`
-            self._payload = [pattern(page.side, count)]
-            self._stream.after(device.units())
-            self._stream.wait(page.others(TAKEN), count - 1)
-            self._stream.copy(self._theirs[0], self._payload[0].view(torch.uint8))
-            self._stream.write(page.own(PUT), count)
-            while not page.others(PUT).has(count):
+        for count in range(_PROBES):
+            pattern = numbers * (2 * count + 1)
+            self.send(unit(self._peers.sends, count), [pattern + (page.side << 16)])
+            while not page.others(PUT).has(count + 1):
                 if time.monotonic() > give_up_s:
                     raise RuntimeError(f"no message came in {_PROBE_S:.0f} s")
                 time.sleep(1e-4)
-            device.units().wait(page.others(PUT), count)
-            device.units().copy(got.view(torch.uint8), self._own[0])
-            device.units().write(page.own(TAKEN), count)
-            as_sent &= torch.equal(got, pattern(1 - page.side, count))
+            (got,) = self.receive(unit(self._peers.receives, count))
+            as_sent &= torch.equal(got, pattern + (1 - page.side << 16))
+        self.end_step()
         if not as_sent:
             raise RuntimeError("a message came with other contents")
-        device.units().after(self._stream)
-        self._payload = ()
-        self._put = self._taken = _PROBES
         self._slots = self._slot_bytes = 0  # training's are made in their place
 
     def close(self) -> None:
@@ -263,52 +223,53 @@ class PutCarrier:
         if self._own.numel():
             self._side.device.share(self._boundary, self._page.side, 0)
 
-    def expect(
-        self, messages: int, receives: TensorSpec | None, sends: TensorSpec | None, *, vary: bool
-    ) -> None:
-        """As `Carrier`'s; memory is made if there is too little, together with the other side."""
-        self._expected = messages
-        self._spec = receives
-        self._send_bytes = [] if sends is None else sends.tensor_bytes
-        schedule, known = self._side.schedule, self._sized_for
-        alike = schedule is known or (schedule and known and schedule.stages == known.stages)
+    def expect(self, count: int, specs: StageSpecs, schedule: Schedule | None, vary: bool) -> None:
+        """Expect a count of messages until `end_step`: a schedule's, or without one a few.
+
+        Memory is made if there is too little, together with the other side.
+        """
+        self._expected = count
+        receives, sends = self._carries(specs)
+        self._spec, self._send_bytes = receives, [] if sends is None else sends.tensor_bytes
+        known = self._sized_for
+        alike = schedule is None or (known is not None and schedule.stages == known.stages)
         if alike and _slot_bytes(receives, sends) <= self._slot_bytes:
             return
-        if self.make_room(schedule, receives, sends, likes=True):
-            refused = self.make_room(schedule, receives, sends, likes=False)
-            if refused is not None:
-                raise ChannelError(
-                    f"Stages {self._peers.stage} and {self._peers.neighbour} have no memory for "
-                    f"their messages: {refused}",
-                    remedy="Let fewer microbatches be in flight, or take --envpipe-channel "
-                    "receives.",
-                )
+        refused = self.make_room(schedule, specs)
+        if refused is not None:
+            raise ChannelError(
+                f"Stages {self._peers.stage} and {self._peers.neighbour} have no memory for their "
+                f"messages: {refused}",
+                remedy="Let fewer microbatches be in flight, or take --envpipe-channel receives.",
+            )
 
-    def make_room(
-        self, schedule: Schedule | None, *messages: TensorSpec | None, likes: bool
-    ) -> MemoryError | None:
-        """Have as many slots as a schedule likes for its messages, or as few as it needs.
+    def make_room(self, schedule: Schedule | None, specs: StageSpecs) -> MemoryError | None:
+        """Have as many slots as a schedule likes for its messages, else as few as it needs.
 
         Both sides call it together. Without memory, both keep what they have, and get the reason.
         """
-        slots, slot_bytes = 1, _slot_bytes(*messages)
+        slot_bytes, refused = _slot_bytes(*self._carries(specs)), None
+        liked = needed = 1
         if schedule is not None:
-            slots = self._side.slots(schedule, slot_bytes) if likes else slots_of(schedule, 1)
-        try:
-            self._resize(max(slots, self._slots) if likes else slots, slot_bytes)
-        except MemoryError as error:
-            return error
-        except RuntimeError as error:
-            raise self._peers.lost("making memory for messages with it", error) from error
-        self._sized_for = schedule
-        return None
+            liked, needed = self._side.slots(schedule, slot_bytes), slots_of(schedule, 1)
+        for slots in (max(liked, self._slots), needed):
+            try:
+                self._resize(slots, slot_bytes)
+            except MemoryError as error:
+                refused = error
+            except RuntimeError as error:
+                raise self._peers.lost("making memory for messages with it", error) from error
+            else:
+                self._sized_for = schedule
+                return None
+        return refused
 
     def more_bytes(self, schedule: Schedule) -> int:
         """Bytes that slots for a schedule would take beyond those that there are."""
         return max(0, slots_of(schedule, 1) - self._slots) * self._slot_bytes
 
     def receive(self, unit: Unit) -> list[torch.Tensor]:
-        """As `Carrier`'s."""
+        """Return the next message, which a unit waits for; the stream does, not the host."""
         self._side.check()
         assert self._spec is not None
         tensors = self._spec.make()
@@ -322,7 +283,7 @@ class PutCarrier:
         return tensors
 
     def send(self, unit: Unit, payload: list[torch.Tensor]) -> None:
-        """As `Carrier`'s."""
+        """Hand over a unit's output; return at once and keep it until it has left."""
         self._side.check()
         sizes = [part.nbytes for part in payload]
         if sizes != self._send_bytes:
@@ -344,7 +305,7 @@ class PutCarrier:
         self._stream.write(self._page.own(PUT), self._put)
 
     def end_step(self) -> int:
-        """As `Carrier`'s."""
+        """Return how many of the expected messages were not received."""
         self._side.device.units().after(self._stream)
         self._payload = ()
         return self._expected
@@ -383,6 +344,10 @@ class PutCarrier:
     def tell(self, stage: int) -> None:
         """Tell the other side that a stage is lost."""
         self._page.others(TOLD).set(stage + 1)
+
+    def _carries(self, specs: StageSpecs) -> tuple[TensorSpec | None, TensorSpec | None]:
+        """What comes and what goes; None for nothing."""
+        return specs.receives.get(self._peers.receives), specs.sends.get(self._peers.sends)
 
     def _wait(self, stream: CudaStream, word: int, value: int) -> None:
         """Let a stream wait for the neighbour, and say so when it stands there."""

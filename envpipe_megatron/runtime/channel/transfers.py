@@ -11,18 +11,21 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 
 from envpipe_megatron.core.kinds import WHOLE, Kind, Unit
-from envpipe_megatron.runtime.channel.carrier import Peers, TensorSpec
+from envpipe_megatron.core.schedule import Schedule
+from envpipe_megatron.runtime.channel.carrier import Peers, StageSpecs, TensorSpec
 from envpipe_megatron.runtime.channel.collectives import HostGroup
 
 #: SUCCESS of torch's WorkResult, which has no name in Python.
 _SUCCESS = 0
+#: Tag of the tensors of a kind, which come in the order in which they were sent.
+_TAGS = {kind: tag for tag, kind in enumerate(WHOLE)}
 
 
 class TransferCarrier:
@@ -54,54 +57,55 @@ class TransferCarrier:
         self._timeout = timeout
         self._ahead = ahead
         self._batched = batched
-        self._posted: _Receive | None = None
-        self._sent: deque[_Send] = deque()
+        #: The receive that is posted, and what it fills.
+        self._posted: tuple[list[dist.Work], list[torch.Tensor]] | None = None
+        #: Sends under way, whose tensors stay alive until they have left.
+        self._sent: deque[tuple[Unit, list[dist.Work], list[torch.Tensor]]] = deque()
         #: How each transfer of the step ends; kept in place of the transfers, which would keep
         #: their tensors.
         self._outcomes: list[torch.futures.Future[int]] = []
 
-    def expect(
-        self, messages: int, receives: TensorSpec | None, sends: TensorSpec | None, *, vary: bool
-    ) -> None:
-        """As `Carrier`'s; the first receive is posted, if receives are posted ahead."""
-        self._spec = receives
+    def expect(self, count: int, specs: StageSpecs, schedule: Schedule | None, vary: bool) -> None:
+        """Expect messages until `end_step`; the first is posted, if receives are posted ahead."""
+        self._spec = specs.receives.get(self._peers.receives)
         self._headers = vary or not self._ahead
         self._outcomes.clear()
-        self._expected = messages
+        self._expected = count
         if not self._headers:
-            self._post_next(receives)
+            self._post_next(self._spec)
 
     def receive(self, unit: Unit) -> list[torch.Tensor]:
-        """As `Carrier`'s; where there are headers, the host waits for the sender's host."""
+        """Return the next message; on a GPU the stream waits for it, the host for a header."""
         if self._headers:
             self._post_next(self._receive_header(unit))
-        posted, self._posted = self._posted, None
-        assert posted is not None
+        assert self._posted is not None
+        (works, tensors), self._posted = self._posted, None
         try:
-            self._wait(posted.works)
+            self._wait(works)
         except RuntimeError as error:
             raise self._peers.lost(f"waiting for the input of {unit}", error) from error
         if not self._headers:
             self._post_next(self._spec)
-        return posted.tensors
+        return tensors
 
     def send(self, unit: Unit, payload: list[torch.Tensor]) -> None:
-        """As `Carrier`'s."""
-        header: list[tuple[dist.Work, torch.Tensor]] = []
+        """Hand over a unit's output; return at once and keep it until it has left."""
         try:
             works = self._start(dist.isend, self._sends_over, self._peers.sends, payload)
+            kept = [*payload]
             if self._headers:
-                tag = _header_tag(self._peers.sends)
+                tag = 1 + _TAGS[self._peers.sends]
                 header = self._hosts.send(TensorSpec.of(payload), self._peers.neighbour, tag)
                 works += [work for work, _ in header]
+                kept += [part for _, part in header]
         except RuntimeError as error:
             raise self._peers.lost(f"sending the output of {unit}", error) from error
-        self._sent.append(_Send(str(unit), works, payload, header))
-        while self._sent and all(work.is_completed() for work in self._sent[0].works):
+        self._sent.append((unit, works, kept))
+        while self._sent and all(work.is_completed() for work in self._sent[0][1]):
             self._sent.popleft()
 
     def end_step(self) -> int:
-        """As `Carrier`'s; on a GPU, the stream has got the step's last input.
+        """Return how many messages were not received; on a GPU, the stream has got the last one.
 
         Go no further with messages that never came: NCCL's watchdog ends a transfer whose neighbour
         is silent for too long, and the stream goes on with whatever memory held. The host, which
@@ -112,11 +116,11 @@ class TransferCarrier:
             gave_up = "NCCL gave a transfer up; its watchdog says why"
             raise self._peers.lost("waiting for the end of the step", gave_up)
         while self._sent:
-            sent = self._sent.popleft()
+            unit, works, _ = self._sent.popleft()
             try:
-                self._wait(sent.works)
+                self._wait(works)
             except RuntimeError as error:
-                raise self._peers.lost(f"sending the output of {sent.unit}", error) from error
+                raise self._peers.lost(f"sending the output of {unit}", error) from error
         return self._expected + (self._posted is not None)
 
     def _wait(self, works: Sequence[dist.Work]) -> None:
@@ -130,7 +134,7 @@ class TransferCarrier:
         """Return the spec of the next message, whose sender sends it behind the message."""
         assert self._spec is not None
         try:
-            tag = _header_tag(self._peers.receives)
+            tag = 1 + _TAGS[self._peers.receives]
             spec: TensorSpec = self._hosts.receive(self._peers.neighbour, tag)
         except RuntimeError as error:
             raise self._peers.lost(f"waiting for the header of {unit}", error) from error
@@ -146,7 +150,7 @@ class TransferCarrier:
             works = self._start(dist.irecv, self._receives_over, self._peers.receives, tensors)
         except RuntimeError as error:
             raise self._peers.lost("posting a receive", error) from error
-        self._posted = _Receive(works, tensors)
+        self._posted = works, tensors
 
     def _start(
         self,
@@ -156,7 +160,9 @@ class TransferCarrier:
         tensors: Sequence[torch.Tensor],
     ) -> list[dist.Work]:
         """Start sending or receiving a message."""
-        parts, peer, tag = _carried(tensors), self._peers.rank, _tag(kind)
+        # bool goes as a type that every transport knows.
+        parts = [part.view(torch.uint8) if part.dtype is torch.bool else part for part in tensors]
+        peer, tag = self._peers.rank, _TAGS[kind]
         if self._batched:  # between two iterations: what is given up ends the next collective
             return dist.batch_isend_irecv(
                 [dist.P2POp(transfer, part, peer, group, tag) for part in parts]
@@ -169,33 +175,3 @@ class TransferCarrier:
                 for work in works
             ]
         return works
-
-
-def _carried(payload: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """The same data in tensors of types that every transport knows."""
-    return [part.view(torch.uint8) if part.dtype is torch.bool else part for part in payload]
-
-
-def _tag(kind: Kind) -> int:
-    """Tag of the tensors of a kind, which come in the order in which they were sent."""
-    return list(WHOLE).index(kind)
-
-
-def _header_tag(kind: Kind) -> int:
-    return 1 + _tag(kind)
-
-
-@dataclass(frozen=True)
-class _Receive:
-    works: list[dist.Work]
-    tensors: list[torch.Tensor]
-
-
-@dataclass(frozen=True)
-class _Send:
-    """A send under way; the tensors stay alive until it has left."""
-
-    unit: str
-    works: list[dist.Work]
-    payload: list[torch.Tensor]
-    header: list[tuple[dist.Work, torch.Tensor]]

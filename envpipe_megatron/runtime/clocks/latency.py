@@ -1,4 +1,4 @@
-"""How long a change of clock takes on a GPU: the call, the settling, the first kernel after it.
+"""How long a change of clock takes on a GPU: the call, and the settling.
 
 No trustworthy table of these times exists; they differ by GPU, by clock and by direction. So short
 kernels run back to back while the clock is changed under them: the instant from which on they take
@@ -38,9 +38,6 @@ _CLOSE_OF_DIFFERENCE = 0.25
 _CLOSE_OF_TIME = 0.01
 #: Kernel times of two clocks that differ by less than this share cannot be told apart.
 _VISIBLE = 0.03
-#: The driver may show a clock one step of its table off.
-_STEP_MHZ = 15
-
 
 #: When the driver was called, and when it returned, on the monotonic clock, s.
 Instants = tuple[float, float]
@@ -54,20 +51,18 @@ class ClockLatencyError(EnvPipeError):
 class Trace:
     """Kernels run back to back around a call; all instants on one time base.
 
-    `kernels_s` has start and end of each; `looks` is when, after the call, the driver had said
-    which clock runs, and that clock in MHz.
+    `kernels_s` has start and end of each.
     """
 
     called_s: float
     returned_s: float
     kernels_s: Sequence[tuple[float, float]]
-    looks: Sequence[tuple[float, int]]
 
 
 class KernelTimer(Protocol):
     """Runs short kernels of equal work, whose time follows the SM clock."""
 
-    def trace(self, call: Callable[[], Instants], look: Callable[[], int]) -> Trace:
+    def trace(self, call: Callable[[], Instants]) -> Trace:
         """Run `KERNELS` kernels, and call when `LEAD` of them have ended."""
 
 
@@ -101,7 +96,7 @@ def measure_latency(
             slowest pair, None if no change was seen.
     """
     # It imports torch, which takes long: commands that only name this module do without.
-    from envpipe_megatron.runtime.clocks.rank_clock import ClockKind, RankClock
+    from envpipe_megatron.runtime.clocks.rank_clock import RankClock
 
     clocks = _checked(gpu, clocks_mhz)
 
@@ -118,31 +113,24 @@ def measure_latency(
         check()
         return clock.page.last_call_s
 
-    def change(to_mhz: int, *needed: str) -> dict[str, float | None]:
-        """Change the clock and watch until these values were seen, at most `LONGEST_S`."""
-
-        def look() -> int:
-            return gpu.observed_frequency_mhz
-
-        traces = [timer.trace(lambda: lock(to_mhz), look)]
+    def change(to_mhz: int) -> dict[str, float | None]:
+        """Change the clock and watch until it was seen to settle, at most `LONGEST_S`."""
+        traces = [timer.trace(lambda: lock(to_mhz))]
         while True:
-            traces.append(timer.trace(lambda: clock.page.last_call_s, look))
-            found = analyse(traces, to_mhz)
+            traces.append(timer.trace(lambda: clock.page.last_call_s))
+            found = analyse(traces)
             watched_s = traces[-1].kernels_s[-1][1] - traces[0].called_s
-            if watched_s > LONGEST_S or all(found[name] is not None for name in needed):
+            if watched_s > LONGEST_S or found["settling_s"] is not None:
                 return found
 
     changes: dict[tuple[int, int], list[dict[str, float | None]]] = {}
-    clock = RankClock(gpu, ClockKind.of(gpu))
-    clock.repeats = True  # the first change of a pair may be to the clock that is set
+    clock = RankClock(gpu)
     try:
         for high, low in itertools.combinations(clocks, 2):
             say(f"between {high} and {low} MHz")
-            change(high, "shown_s")  # from wherever it is: kernels need not show a change
-            down, up = changes.setdefault((high, low), []), changes.setdefault((low, high), [])
-            for _ in range(repeats):
-                down.append(change(low, "settling_s", "shown_s"))
-                up.append(change(high, "settling_s", "shown_s"))
+            both = [(change(low), change(high)) for _ in range(1 + repeats)]
+            # The first one is from wherever the clock was.
+            changes[high, low], changes[low, high] = map(list, zip(*both[1:], strict=True))
     finally:
         clock.close()
     check()
@@ -162,30 +150,23 @@ def _checked(gpu: Gpu, clocks_mhz: Sequence[int]) -> list[int]:
     return clocks
 
 
-def analyse(traces: Sequence[Trace], to_mhz: int) -> dict[str, float | None]:
+def analyse(traces: Sequence[Trace]) -> dict[str, float | None]:
     """Analyse a change: the first trace has the call, the last shows the new clock.
 
     Returns:
         `call_s`, how long the call took; `settling_s`, from the call until kernels took the new
-            time, at most one kernel too long, None if it was not seen; `shown_s`, from the call
-            until the driver said that the new clock runs, None if it did not;
-            `first_kernel_ratio`, the time of the first kernel that began after the call had
-            returned, over the time that kernels take at the new clock.
+            time, at most one kernel too long, None if it was not seen.
     """
-    called_s, returned_s = traces[0].called_s, traces[0].returned_s
+    called_s = traces[0].called_s
     starts_s, ends_s = np.array([kernel for trace in traces for kernel in trace.kernels_s]).T
     times_s = ends_s - starts_s
     steady_s = float(np.median(times_s[-len(traces[-1].kernels_s) :]))
     before, after = ends_s <= called_s, ends_s > called_s
     before_s = float(np.median(times_s[before])) if before.any() else steady_s
     settled_s = _settled_s(starts_s[after], times_s[after], before_s, steady_s)
-    looks = itertools.chain.from_iterable(trace.looks for trace in traces)
-    shown_s = next((at_s for at_s, mhz in looks if abs(mhz - to_mhz) <= _STEP_MHZ), None)
     return {
-        "call_s": returned_s - called_s,
+        "call_s": traces[0].returned_s - called_s,
         "settling_s": None if settled_s is None else max(0.0, settled_s - called_s),
-        "shown_s": None if shown_s is None else shown_s - called_s,
-        "first_kernel_ratio": float(times_s[starts_s >= returned_s][0]) / steady_s,
     }
 
 
@@ -229,16 +210,12 @@ class EmulatedKernelTimer:
         self._kernel_s = kernel_s
         gpu.anchor(None)  # the wall clock means nothing here
 
-    def trace(self, call: Callable[[], Instants], look: Callable[[], int]) -> Trace:
-        """Run the kernels one by one, looking at the clock after each."""
-        kernels = [self._run() for _ in range(LEAD)]
+    def trace(self, call: Callable[[], Instants]) -> Trace:
+        """Run the kernels one by one."""
+        before = [self._run() for _ in range(LEAD)]
         called_s = self._gpu.committed_end_s()
         call()
-        looks = []
-        for _ in range(KERNELS - LEAD):
-            kernels.append(self._run())
-            looks.append((kernels[-1][1], look()))
-        return Trace(called_s, called_s, kernels, looks)
+        return Trace(called_s, called_s, before + [self._run() for _ in range(KERNELS - LEAD)])
 
     def _run(self) -> tuple[float, float]:
         return self._gpu.run_unit("forward", self._kernel_s, ready_s=0.0)
@@ -263,8 +240,8 @@ class CudaKernelTimer:
         self._events = [self._cuda.Event(enable_timing=True) for _ in range(KERNELS + 1)]
         self._spin()  # loads the kernel
 
-    def trace(self, call: Callable[[], Instants], look: Callable[[], int]) -> Trace:
-        """Launch all kernels, call while they run, and look at the clock until they have ended."""
+    def trace(self, call: Callable[[], Instants]) -> Trace:
+        """Launch all kernels, call while they run, and wait until they have ended."""
         self._cuda.synchronize()
         self._base.record()
         while not self._base.query():
@@ -274,12 +251,9 @@ class CudaKernelTimer:
         self._events[LEAD].synchronize()
         with self._cuda.stream(self._beside):  # the call comes behind what the stream holds
             called_s, returned_s = call()
-        looks = []
-        while not self._events[-1].query():
-            mhz = look()
-            looks.append((time.monotonic(), mhz))
+        self._events[-1].synchronize()
         instants_s = [base_s + self._base.elapsed_time(event) / 1e3 for event in self._events]
-        return Trace(called_s, returned_s, list(itertools.pairwise(instants_s)), looks)
+        return Trace(called_s, returned_s, list(itertools.pairwise(instants_s)))
 
     def _spin(self) -> None:
         for event in self._events[:-1]:

@@ -8,7 +8,6 @@ stream they have ended when their Python has, and the host counts.
 
 from __future__ import annotations
 
-import enum
 import json
 import logging
 import math
@@ -39,7 +38,6 @@ from envpipe_megatron.gpu.site import SiteConfig, read_site
 from envpipe_megatron.runtime.channel.collectives import Collectives
 from envpipe_megatron.runtime.channel.cuda_device import counter_in_stream
 from envpipe_megatron.runtime.clocks.watch import ClockWatch
-from envpipe_megatron.runtime.execution.executor import Later
 
 logger = logging.getLogger(__name__)
 
@@ -48,42 +46,6 @@ _LOOK_S, _LAST_ANSWER_S = 2e-4, 2.0
 
 #: Pages kept alive: a stream may still write to them.
 _pages: list[ClockPage] = []
-
-
-class ClockKind(enum.Enum):
-    """How the clock of a rank's GPU is set: requests go into a page, which somebody serves.
-
-    Attributes:
-        REAL: a guard serves it, and gives the clock back whatever ends the rank. No rank changes a
-            clock where a GPU cannot be held.
-        DRY_RUN: the same, and nothing is changed: a job takes what it would take with clocks. Where
-            the guard is refused, as that of a second rank on a GPU, the rank serves it.
-        EMULATED: the rank serves it, at each request: emulated time must not depend on when another
-            process gets to it, and there is nothing to guard. Starting a guard takes 0.1 to 0.2 s
-            of a core, and tests make hundreds of such ranks.
-        READ_ONLY: nobody serves it.
-    """
-
-    REAL = "real"
-    DRY_RUN = "dry run"
-    EMULATED = "emulated"
-    READ_ONLY = "read only"
-
-    @classmethod
-    def of(cls, gpu: Gpu) -> ClockKind:
-        """Return the kind of a GPU; an emulated node with an agent has guards, as a real one."""
-        if gpu.read_only:
-            return cls.READ_ONLY
-        if gpu.address.backend == DryRunGpu.backend:
-            return cls.DRY_RUN
-        if gpu.drives_hardware or AGENT_VARIABLE in os.environ:
-            return cls.REAL
-        return cls.EMULATED
-
-    @property
-    def is_guarded(self) -> bool:
-        """True if a guard serves the page."""
-        return self in (ClockKind.REAL, ClockKind.DRY_RUN)
 
 
 class _Here:
@@ -128,12 +90,17 @@ def count_by_stream(page: ClockPage) -> Callable[[int, int], None]:
 class RankClock:
     """The clock of a rank's GPU: asked for by a page, and reset whatever ends the rank.
 
-    A real GPU gets a guard before its first lock, and its clock is looked at twice a second; one
-    that is opened for reading alone is only watched. Control ends before the right to it does, as a
-    token for zeusd has an end.
+    A real GPU gets a guard before its first lock, which gives the clock back whatever ends the
+    rank, and its clock is looked at twice a second; one that is opened for reading only is watched.
+    A dry run has a guard too, so that it takes what a job with clocks would, and goes on without
+    one where it is refused, as that of a second rank on a GPU. Control ends before the right to it
+    does, as a token for zeusd has an end.
 
     Args:
         min_dwell_s: least time between two changes; see `ClockPage.create`.
+        guarded: whether a guard serves the page, else the rank does, at each request: as for an
+            emulated GPU, whose time must not depend on when another process gets to it, unless its
+            node has an agent. By default what the GPU needs.
         on_sample: see `ClockWatch`.
 
     Attributes:
@@ -148,9 +115,9 @@ class RankClock:
     def __init__(
         self,
         gpu: Gpu,
-        kind: ClockKind,
         min_dwell_s: float = 0.0,
         *,
+        guarded: bool | None = None,
         on_sample: Callable[[float, ClockState], None] = lambda time_s, state: None,
     ) -> None:
         self._gpu = gpu
@@ -161,13 +128,17 @@ class RankClock:
         self._hold: Hold | _Here | None = None
         self._watch: ClockWatch | None = None
         self._ending: threading.Timer | None = None
+        is_dry_run = gpu.address.backend == DryRunGpu.backend
+        if guarded is None:
+            real = gpu.drives_hardware or is_dry_run or AGENT_VARIABLE in os.environ
+            guarded = real and not gpu.read_only
         try:
-            self._begin(kind, min_dwell_s)
+            self._begin(min_dwell_s, guarded=guarded)
         except GpuError as refused:
-            if kind is not ClockKind.DRY_RUN:
+            if not is_dry_run:
                 raise
             logger.info("A dry run goes on without a guard: %s", refused)
-            self._begin(ClockKind.EMULATED, min_dwell_s)
+            self._begin(min_dwell_s, guarded=False)
         try:
             if (end_s := gpu.control_ends_s()) < math.inf:
                 left_s = min(max(0.0, end_s - time.time()), threading.TIMEOUT_MAX)
@@ -181,46 +152,48 @@ class RankClock:
             self.close()
             raise
 
-    def _begin(self, kind: ClockKind, min_dwell_s: float) -> None:
+    def _begin(self, min_dwell_s: float, *, guarded: bool) -> None:
         """Make the page, and whoever serves it. Raises GpuError."""
         try:
-            self.page = page = ClockPage.create(min_dwell_s, shared=kind.is_guarded)
+            self.page = page = ClockPage.create(min_dwell_s, shared=guarded)
         except OSError as error:
             raise GpuError(
                 f"There is no memory to share with a guard: {error}",
                 value="/dev/shm",
                 remedy="Give the job, or its container, half a MiB for each rank",
             ) from error
-        self.waits = not (kind.is_guarded and torch.cuda.is_available())
+        self.waits = not (guarded and torch.cuda.is_available())
         self._look: Callable[[], object] = partial(time.sleep, _LOOK_S)
         try:
             self._count = page.count if self.waits else count_by_stream(page)
-            if kind.is_guarded:
+            if guarded:
                 self._hold = hold_gpu(self._gpu.address, on_end=self._guard_ended, page=page)
         finally:
             page.close_file()
-        if kind is ClockKind.EMULATED:
+        if self._gpu.read_only:
+            page.end()
+        elif not guarded:
             self._hold = here = _Here(self._gpu, page)
             self._count, self._look = here.count, here.serve
-        if kind is ClockKind.READ_ONLY:
-            page.end()
 
-    def request(self, frequency_mhz: int, later: Later | None = None) -> None:
-        """Set the clock once the GPU has come to here, or as `later` says; returns at once.
+    def request(
+        self, frequency_mhz: int, delay_s: float | None = None
+    ) -> Callable[[], None] | None:
+        """Set the clock once the GPU has come to here, or so long after; returns at once.
 
-        Here is behind all that the current stream holds. Called by one thread.
+        Here is behind all that the current stream holds. Called by one thread. What it returns of a
+        request with a delay is to be called where the GPU may not wait for any longer.
         """
         # Whether the guard has failed is seen by whoever asks for `error`, in each iteration.
         if (frequency_mhz == self._asked_mhz and not self.repeats) or self._error is not None:
-            return
+            return None
         self._asked_mhz = frequency_mhz
-        number = self.page.ask(frequency_mhz, later.delay_s if later else 0.0)
+        number = self.page.ask(frequency_mhz, delay_s or 0.0)
         if number is None:
             self.stop(GpuError("The guard takes no requests", remedy="See its log"))
-            return
+            return None
         self._mark(DUE, number)
-        if later is not None:
-            later.on_begin = partial(self._mark, BEGUN, number)
+        return None if delay_s is None else partial(self._mark, BEGUN, number)
 
     def wait_idle(self) -> None:
         """Return when every request made so far has been applied, held back, or given up."""

@@ -22,11 +22,10 @@ from envpipe_megatron.gpu.emulated.emulated_gpu import EmulatedGpu
 from envpipe_megatron.gpu.presets import times_by_kind_s
 from envpipe_megatron.runtime.channel.collectives import Collectives
 from envpipe_megatron.runtime.execution.executor import (
-    Completion,
-    Done,
     Executor,
-    Later,
+    Passed,
     StageRecord,
+    always,
     make_record,
 )
 
@@ -59,8 +58,8 @@ class EmulatedExecutor(Executor):
         self._time_at_max_s = times_by_kind_s(time_at_max_s)
         self._collectives = collectives
         self._settle_clock = settle_clock
-        #: A parked wait, and until when it lasts at most, in emulated time.
-        self._in_wait: tuple[Later, float] | None = None
+        #: Until when a parked wait lasts at most, in emulated time.
+        self._wait_ends_s = math.inf
 
     def begin_iteration(self, schedule: Schedule, stage: int) -> None:
         """Bring the emulated GPUs of the pipeline to one instant, and tie it to the wall clock."""
@@ -85,7 +84,7 @@ class EmulatedExecutor(Executor):
         self._anchor_s = self._wall_begin_s - self._begin_s
         self._gpu.anchor(self._anchor_s)
 
-    def begin_unit(self) -> Completion:
+    def begin_unit(self) -> Passed:
         """The input is there; the real computation starts.
 
         Raises CollectivesError if the stage that sends the input is gone or silent.
@@ -96,14 +95,12 @@ class EmulatedExecutor(Executor):
         if source >= 0:
             with self._collectives.names_the_loss(f"its neighbour, stage {source}"):
                 self._ready_s = self._collectives.pipeline.receive(source, self._tags[position])
-        if self._in_wait is not None:
-            later, until_s = self._in_wait
-            self._in_wait = None
-            self._gpu.advance_to(min(until_s, self._ready_s))
-            later.on_begin()
-        return Done()
+        if self._wait_ends_s < math.inf:
+            self._gpu.advance_to(min(self._wait_ends_s, self._ready_s))
+            self._wait_ends_s = math.inf
+        return always
 
-    def end_unit(self) -> Completion:
+    def end_unit(self) -> Passed:
         """The real computation is done: take the unit's modelled time, and sleep until its end."""
         self._settle_clock()
         position = len(self._ends)
@@ -117,7 +114,7 @@ class EmulatedExecutor(Executor):
         self._starts.append(start_s - self._begin_s)
         self._ends.append(end_s - self._begin_s)
         if unit.combined:
-            return Done()
+            return always
         remaining_s = self._anchor_s + end_s - time.monotonic()
         if remaining_s > 0:
             time.sleep(remaining_s)  # the emulated GPU computes; nothing could end this early
@@ -125,16 +122,15 @@ class EmulatedExecutor(Executor):
             output = self._outputs.pop(0)
             with suppress(RuntimeError):  # who sends the output finds out that the stage is gone
                 self._sent += self._collectives.pipeline.send(end_s, *output)
-        return Done()  # the sleep is over: so is the unit
+        return always  # the sleep is over: so is the unit
 
-    def in_wait(self, after_s: float) -> Later:
+    def in_wait(self, after_s: float) -> float:
         """In emulated time, to which `begin_unit` brings the GPU."""
         self._settle_clock()  # the wait's own clock is set where the wait begins
-        later = Later(math.inf)
-        self._in_wait = later, self._begin_s + self._ends[-1] + after_s
-        return later
+        self._wait_ends_s = self._begin_s + self._ends[-1] + after_s
+        return math.inf
 
-    def end_iteration(self) -> Callable[[], StageRecord]:
+    def end_iteration(self, check: Callable[[], object]) -> Callable[[], StageRecord]:
         """The iteration ends on all stages when the slowest has ended; all is known at once."""
         # The request after the last unit belongs to its end.
         self._settle_clock()

@@ -25,42 +25,23 @@ METER_MARGIN_S = 0.2
 #: How long clocks of host and device are taken to keep step, s: some microseconds a second apart.
 _SEEN_FOR_S = 30.0
 
-#: Whether one who waits for an event of a unit sleeps until an interrupt, or keeps a core busy.
-BLOCKING_EVENTS = True
+#: How often one who waits for the device looks, s.
+_LOOK_S = 5e-5
+
+#: True once the device has come to something; returns at once.
+Passed = Callable[[], bool]
 
 
-class Completion(Protocol):
-    """Something that becomes true when the device has come to it; may be waited for anywhere."""
-
-    def synchronize(self) -> None:
-        """Return when it is true."""
-
-    def query(self) -> bool:
-        """True if it is true; returns at once."""
+def always() -> bool:
+    """True of what the device need not come to."""
+    return True
 
 
-class Done:
-    """A completion that is true from the start."""
-
-    def synchronize(self) -> None:
-        """Return at once."""
-
-    def query(self) -> bool:
-        """Always true."""
-        return True
-
-
-@dataclass
-class Later:
-    """So long behind the last unit's end, or the next unit's begin, if that comes first.
-
-    Attributes:
-        delay_s: by the clock of the host; inf for the begin only.
-        on_begin: called when the next unit begins.
-    """
-
-    delay_s: float
-    on_begin: Callable[[], None] = lambda: None
+def wait_for(passed: Passed, check: Callable[[], object] = always) -> None:
+    """Return when the device has come to something; raise what `check` raises meanwhile."""
+    while not passed():
+        check()
+        time.sleep(_LOOK_S)
 
 
 @dataclass(frozen=True)
@@ -142,22 +123,23 @@ class Executor(Protocol):
     def begin_iteration(self, schedule: Schedule, stage: int) -> None:
         """Start an iteration; all stages of the pipeline do so together."""
 
-    def begin_unit(self) -> Completion:
+    def begin_unit(self) -> Passed:
         """The next unit's input is there, or comes in stream order; returns what is true then."""
 
-    def end_unit(self) -> Completion:
+    def end_unit(self) -> Passed:
         """The unit's work has been handed over; returns what becomes true when it has ended."""
 
-    def in_wait(self, after_s: float) -> Later:
-        """Return so long behind the last unit's end, or the begin of the next one.
+    def in_wait(self, after_s: float) -> float:
+        """Return so long behind the last unit's end by the host's clock, inf where that means none.
 
         Called between two requests, for the clock of a wait and for the next unit's.
         """
 
-    def end_iteration(self) -> Callable[[], StageRecord]:
+    def end_iteration(self, check: Callable[[], object]) -> Callable[[], StageRecord]:
         """All units have been handed over; what is returned waits for the last and reads all times.
 
-        It is to be called before the iteration after the next one begins.
+        It is to be called before the iteration after the next one begins. While it waits, it calls
+        `check`, which raises an error if the device will never come there.
         """
 
     def now_s(self) -> float:
@@ -190,8 +172,6 @@ class CudaExecutor(Executor):
         self._look_after_s = _SEEN_FOR_S
         #: When the host saw which event pass: it counts from there to others on its own clock.
         self._seen_s, self._seen = -math.inf, self._new_event()
-        #: Waits for the next unit's begin.
-        self._in_wait: Later | None = None
 
     def begin_iteration(self, schedule: Schedule, stage: int) -> None:
         """Record the iteration's start on the current stream, which all its units run on."""
@@ -207,29 +187,25 @@ class CudaExecutor(Executor):
         self._starts: list[torch.cuda.Event] = []
         self._ends: list[torch.cuda.Event] = []
 
-    def begin_unit(self) -> Completion:
+    def begin_unit(self) -> Passed:
         """Record the start after the receive that the stream waits for."""
         event = next(self._free)
         event.record(self._stream)
         self._starts.append(event)
-        if self._in_wait is not None:
-            self._in_wait.on_begin()
-            self._in_wait = None
-        return event
+        return event.query
 
-    def end_unit(self) -> Completion:
+    def end_unit(self) -> Passed:
         """Record the end."""
         event = next(self._free)
         event.record(self._stream)
         self._ends.append(event)
-        return event
+        return event.query
 
-    def in_wait(self, after_s: float) -> Later:
+    def in_wait(self, after_s: float) -> float:
         """By the host's clock, which starts when the end was seen."""
-        self._in_wait = Later(after_s)
-        return self._in_wait
+        return after_s
 
-    def end_iteration(self) -> Callable[[], StageRecord]:
+    def end_iteration(self, check: Callable[[], object]) -> Callable[[], StageRecord]:
         """Reads the events, once the last unit has ended.
 
         The optimizer has mostly stepped since, or the next iteration's units have been handed over,
@@ -241,11 +217,11 @@ class CudaExecutor(Executor):
 
         def read() -> StageRecord:
             if not ends[-1].query():  # type: ignore[no-untyped-call]  # torch's
-                self._see(recorded, 2 * len(ends))
+                self._see(recorded, 2 * len(ends), check)
             elif time.monotonic() - self._seen_s > self._look_after_s:
                 coming = range(1 + len(self._starts) + len(self._ends))
                 first = next((at for at in coming if not self._events[at].query()), None)  # type: ignore[no-untyped-call]
-                self._see(self._events, first)
+                self._see(self._events, first, check)
             begin_s = self._seen_s - begin.elapsed_time(self._seen) / 1e3
             starts_s, ends_s = (
                 [begin.elapsed_time(event) / 1e3 for event in events] for events in (starts, ends)
@@ -254,14 +230,16 @@ class CudaExecutor(Executor):
 
         return read
 
-    def _see(self, events: list[torch.cuda.Event], at: int | None) -> None:
+    def _see(
+        self, events: list[torch.cuda.Event], at: int | None, check: Callable[[], object]
+    ) -> None:
         """Wait for an event, or for what the stream holds, and keep when the host saw it pass."""
         if at is None:
             self._seen = self._new_event()  # the one before may be of an iteration not read yet
             self._seen.record(self._stream)
         else:  # it is kept, and the one before may be recorded in its place, an iteration later
             events[at], self._seen = self._seen, events[at]
-        self._seen.synchronize()
+        wait_for(self._seen.query, check)
         self._seen_s = time.monotonic()
 
     def now_s(self) -> float:
@@ -281,7 +259,7 @@ class CudaExecutor(Executor):
         self._look_after_s = math.inf
 
     def _new_event(self) -> torch.cuda.Event:
-        return torch.cuda.Event(enable_timing=True, blocking=BLOCKING_EVENTS)  # type: ignore[no-untyped-call]  # torch's
+        return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]  # torch's
 
 
 def make_record(

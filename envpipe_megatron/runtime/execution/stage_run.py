@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Protocol, TypeVar, cast
 
 import torch
@@ -15,12 +14,12 @@ from envpipe_megatron.core.schedule import Schedule
 from envpipe_megatron.runtime.channel.carrier import StageSpecs
 from envpipe_megatron.runtime.channel.p2p import P2PChannel
 from envpipe_megatron.runtime.execution.executor import (
-    Completion,
-    Done,
     Executor,
-    Later,
+    Passed,
     StageRecord,
+    always,
     late_record,
+    wait_for,
 )
 from envpipe_megatron.runtime.execution.orders import IterationOrder
 
@@ -37,7 +36,8 @@ class StageRun:
     cannot carry the messages.
 
     Args:
-        request: requests a clock in MHz for when the last unit has ended, or for later.
+        request: requests a clock in MHz for when the last unit has ended, or so many s later, or
+            when the next begins: what it returns then is called there.
         channel: to the neighbours; None if the framework carries the messages.
         specs: what the channel's messages carry.
         like: an iteration whose units' times stand for this one's, of which begin and end alone are
@@ -50,7 +50,7 @@ class StageRun:
         order: IterationOrder,
         stage: int,
         executor: Executor,
-        request: Callable[[int, Later | None], None],
+        request: Callable[[int, float | None], Callable[[], None] | None],
         channel: P2PChannel | None,
         specs: StageSpecs,
         like: StageRecord | None = None,
@@ -79,8 +79,10 @@ class StageRun:
             for position, unit in enumerate(self.units)
             if order.schedule.sends[stage, position]
         }
-        self._last_input: Completion = Done()
-        self._last_end: Completion = Done()
+        #: To be called when the next unit begins.
+        self._on_begin: Callable[[], None] | None = None
+        self._last_input: Passed = always
+        self._last_end: Passed = always
 
     @property
     def next_unit(self) -> Unit | None:
@@ -111,11 +113,15 @@ class StageRun:
         """
         if self._like is not None and self._ended:
             return None
+        inputs = None
         if self._channel is None or not self._receives[self._ended]:
             self._executor.begin_unit()
-            return None
-        inputs = self._channel.receive(self.units[self._ended])
-        self._last_input = self._executor.begin_unit()
+        else:
+            inputs = self._channel.receive(self.units[self._ended])
+            self._last_input = self._executor.begin_unit()
+        if self._on_begin is not None:
+            self._on_begin()
+            self._on_begin = None
         return inputs
 
     def end_unit(self, outputs: Sequence[torch.Tensor] = ()) -> None:
@@ -128,12 +134,12 @@ class StageRun:
         # The wait before a unit runs at that unit's clock, or at a lower one for most of it; after
         # the last comes the next iteration's first, which mostly is the same as this one's.
         following = self._ended % self._count
-        later = None
-        if following in self._parked:
+        delay_s = None
+        if following and following in self._parked:  # what lies between iterations is no wait
             park_mhz, own_after_s = self._parked[following]
             self._request(park_mhz, None)
-            later = self._executor.in_wait(own_after_s)
-        self._request(self.frequencies_mhz[following], later)
+            delay_s = self._executor.in_wait(own_after_s)
+        self._on_begin = self._request(self.frequencies_mhz[following], delay_s)
         if self._channel is not None and position in self._sent_at:
             self._channel.send(self._sent_at[position], outputs)
         if self.unit_ended is not None:
@@ -145,26 +151,26 @@ class StageRun:
         """All units have been handed over: what follows them may be, too."""
         assert self._channel is not None
         if self._channel.lets_go:
-            self._channel.unless_lost(self._last_input.synchronize)
+            wait_for(self._last_input, self._channel.check)
         self._channel.end_step()
 
     @property
     def has_ended(self) -> bool:
         """True if the device has ended all units; nothing is waited for."""
-        return self.next_unit is None and self._last_end.query()
+        return self.next_unit is None and self._last_end()
 
     def end(self, number: int | None = None) -> StageRecord:
         """The times of what has this number; the first that is asked for waits for the last unit.
 
         That raises ChannelError if a neighbour is gone or silent.
         """
-        read, like = self._executor.end_iteration(), self._like
+        check = always if self._channel is None else self._channel.check
+        read, like = self._executor.end_iteration(check), self._like
         if like is not None:
             return late_record(
                 lambda: read().with_units_of(like), number, timed=False, whole=self.whole
             )
-        guarded = read if self._channel is None else partial(self._channel.unless_lost, read)
-        return late_record(guarded, number, whole=self.whole)
+        return late_record(read, number, whole=self.whole)
 
 
 class StageWork(Protocol):

@@ -11,18 +11,19 @@ from typing import Any
 
 from envpipe_megatron.core.schedule import Schedule
 from envpipe_megatron.formats.energy import Phase
+from envpipe_megatron.formats.energy_sums import EnergySums
 from envpipe_megatron.formats.steps import IntervalEnergy
 from envpipe_megatron.gpu.base import ClockState, Gpu
 from envpipe_megatron.runtime.channel.carrier import StageSpecs
 from envpipe_megatron.runtime.channel.collectives import Collectives
 from envpipe_megatron.runtime.channel.p2p import P2PChannel
-from envpipe_megatron.runtime.clocks.rank_clock import ClockKind, RankClock, hold_everywhere
+from envpipe_megatron.runtime.clocks.rank_clock import RankClock, hold_everywhere
 from envpipe_megatron.runtime.energy.agent_link import connect_to_agent, own_log_name
 from envpipe_megatron.runtime.energy.log import EnergyLog
 from envpipe_megatron.runtime.energy.meter import EnergyMeter
 from envpipe_megatron.runtime.energy.timeline_log import TimelineLog
 from envpipe_megatron.runtime.energy.training import TrainingEnergy
-from envpipe_megatron.runtime.execution.executor import METER_MARGIN_S, Executor, Later
+from envpipe_megatron.runtime.execution.executor import METER_MARGIN_S, Executor
 from envpipe_megatron.runtime.execution.orders import constant_order
 from envpipe_megatron.runtime.execution.stage_run import StageRun, StageWork, execute
 from envpipe_megatron.runtime.job.config import SessionConfig, SessionError
@@ -109,9 +110,7 @@ class Session:
             half_made.push(self._parts)
 
             def make_clock(gpu: Gpu) -> RankClock:
-                return RankClock(
-                    gpu, ClockKind.of(gpu), config.min_dwell_s, on_sample=self._see_clock
-                )
+                return RankClock(gpu, config.min_dwell_s, on_sample=self._see_clock)
 
             #: `refused` says why control was given up when the GPUs were to be held, if it was.
             self.clock, self._gpu, self.refused = hold_everywhere(
@@ -378,6 +377,10 @@ class Session:
         """
         return self._energy.gather(interval)
 
+    def energy_sums(self) -> dict[str, EnergySums]:
+        """Sums of what this rank's GPU took, by phase; complete once the session is closed."""
+        return self._energy.sums()
+
     def clock_summary(self) -> dict[str, Any]:
         """How this rank's clock was controlled and whether it followed; see `RankClock.summary`."""
         return self.clock.summary()
@@ -448,5 +451,5 @@ class Session:
         return run
 
 
-def _unheard(frequency_mhz: int, later: Later | None) -> None:
+def _unheard(frequency_mhz: int, delay_s: float | None) -> None:
     """A request where no clock is to change."""

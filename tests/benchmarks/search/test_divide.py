@@ -31,7 +31,7 @@ def test_no_division_of_small_models_costs_less() -> None:
     found = [division.configuration for division in divisions if division is not None]
     # What the seeds have is what makes this a test.
     assert any(division is None for division in divisions)
-    assert any(way for each in found for stage in each.stages for way in stage.recomputed)
+    assert any(way for each in found for stage in each.stages for way in stage.ways)
     assert any(len({stage.num_gpus for stage in each.stages}) > 1 for each in found)
     assert any(len(each.stages) > 2 for each in found)
 

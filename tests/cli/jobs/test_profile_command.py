@@ -61,8 +61,8 @@ def test_the_profile_is_left_where_it_was_asked_for(tmp_path: Path) -> None:
     [
         ([], 3, 1, "failed"),
         ([], 0, 1, "left no profile"),
-        (["--node_rank=0"], 0, 0, "on the node of rank 0"),
-        (["--nnodes=1"], 0, 0, "on the node of rank 0"),
+        (["--node_rank=1"], 0, 0, "on the node of rank 0"),
+        (["--nnodes=2"], 0, 0, "on the node of rank 0"),
     ],
 )
 def test_training_that_left_no_profile_leaves_nothing(

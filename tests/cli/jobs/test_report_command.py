@@ -12,7 +12,6 @@ import pytest
 from cli_helpers import files_of_at_most, plan_for, run_badly, run_well, write_profile
 from click.testing import CliRunner
 from energy_lines import note, window
-from on_request import on_request
 
 from envpipe_megatron.cli import main
 from envpipe_megatron.core.orders import builders
@@ -36,7 +35,7 @@ def labels(stage, **more):
     }  # fmt: skip
 
 
-def write_run(folder, *, power_w=POWER_W, begin_s=100.0, **more):
+def write_run(folder, *, begin_s=100.0, **more):
     """What a job of two ranks leaves that is killed in its steady phase: logs alone."""
     schedule = builders.one_f_one_b(STAGES, MICROBATCHES)
     timeline = Timeline(schedule, np.where(schedule.is_backward, 0.2, 0.1))
@@ -58,21 +57,13 @@ def write_run(folder, *, power_w=POWER_W, begin_s=100.0, **more):
                 }
                 append_line(folder / "timeline.jsonl", entry)
             steps = last - first + 1
-            window = {
-                "format": "envpipe-energy/1",
-                **labels(stage, **more),
-                "phase": phase,
-                "first_iteration": first,
-                "last_iteration": last,
-                "begin_s": begin_s + first * length_s,
-                "duration_s": steps * length_s,
-                "energy_j": steps * length_s * power_w[phase],
-                "energy_uncertainty_j": 1.0,
-                "compute_s": steps * 1.2,
-                "blocking_s": steps * 0.2,
-                "idle_s": steps * (length_s - 1.4),
-            }
-            append_line(folder / "energy.jsonl", window)
+            metered = window(
+                stage, first, steps * length_s * POWER_W[phase], **labels(stage, **more),
+                phase=phase, last_iteration=last, begin_s=begin_s + first * length_s,
+                duration_s=steps * length_s, compute_s=steps * 1.2, blocking_s=steps * 0.2,
+                idle_s=steps * (length_s - 1.4),
+            )  # fmt: skip
+            append_line(folder / "energy.jsonl", metered)
     return folder
 
 
@@ -182,14 +173,6 @@ def test_either_log_alone_makes_a_report(folder, tmp_path, kept):
     assert ("power" in names) == (kept == "energy.jsonl")
     assert ("power" in views_of(tmp_path / "out")) == (kept == "energy.jsonl")
     assert ("iterations" in pictures(tmp_path / "out")) == (kept == "energy.jsonl")
-
-
-@on_request("CLI")
-def test_runs_in_one_folder_are_compared_with_each_other(tmp_path):
-    write_run(tmp_path, run="envpipe", begin_s=200.0, power_w=dict.fromkeys(PHASES, 150.0))
-    write_run(tmp_path, run="baseline", power_w=dict.fromkeys(PHASES, 200.0))
-    shown = run_well("report", tmp_path).stdout
-    assert "Saved 25.00" in shown  # whichever of them was written first
 
 
 def test_a_folder_of_something_else_is_refused(tmp_path, profile_path):

@@ -4,14 +4,13 @@ import json
 import os
 import subprocess
 import sys
-from importlib import import_module
 
 import pytest
 from cli_helpers import run_well
 from fake_zeusd import FakeZeusd
 
 from envpipe_megatron.cli.machine import doctor
-from envpipe_megatron.cli.machine.hardware import Check, looked
+from envpipe_megatron.cli.machine.doctor import Check, answered
 from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.gpu.backends import nvml
 from envpipe_megatron.gpu.base import GpuAddress
@@ -21,9 +20,10 @@ from envpipe_megatron.gpu.guard.lease import Lease
 LOOK = """
 import json, sys
 from dataclasses import asdict
-from envpipe_megatron.cli.machine.doctor import software_checks
-checks = software_checks(json.loads(sys.argv[1]))
-print(json.dumps({check.name: asdict(check) for check in checks}))
+from envpipe_megatron.cli.machine import doctor
+doctor._driver_cuda = lambda: json.loads(sys.argv[1])
+doctor._LOOKS = [look for look in doctor._LOOKS if look[0] == "software"]
+print(json.dumps({check.name: asdict(check) for check in doctor.all_checks()}))
 loaded = {"torch", "megatron", "deepspeed"} & set(sys.modules)
 assert not loaded, loaded
 """
@@ -319,13 +319,8 @@ def test_a_single_hardware_queue(node, monkeypatch):
     assert_check(look()["CUDA_DEVICE_MAX_CONNECTIONS"], True, "32")
 
 
-def test_a_torch_that_is_too_new_for_the_driver_is_found_by_both(node, monkeypatch):
-    seen = []
-    module = import_module("envpipe_megatron.cli.machine.doctor")  # not the command of that name
-    monkeypatch.setattr(module, "software_checks", lambda cuda: seen.append(cuda) or [])
-    look()
-    assert len(seen) == 1
-    assert seen[0][0] >= 12
+def test_the_drivers_cuda_is_read(node):
+    assert doctor._driver_cuda() >= (12, 0)
 
 
 def test_the_table_has_every_answer(node):
@@ -339,7 +334,7 @@ def test_any_failure_of_a_look_is_a_no():
         def look():
             raise error
 
-        return looked("area", {"name": look})[0]
+        return answered("area", "name", look)
 
     named = fails(EnvPipeError("broken", remedy="mend it"))
     assert named == Check("area", "name", False, "broken", "mend it")

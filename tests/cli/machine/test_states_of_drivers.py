@@ -15,7 +15,7 @@ from fake_gpu import look_until
 from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.gpu import energy_counter
 from envpipe_megatron.gpu.backends import nvml
-from envpipe_megatron.runtime.clocks.rank_clock import ClockKind, RankClock, open_rank_gpu
+from envpipe_megatron.runtime.clocks.rank_clock import RankClock, open_rank_gpu
 
 POWER_CAP = pynvml.nvmlClocksThrottleReasonSwPowerCap
 POWER_BRAKE = (
@@ -178,7 +178,7 @@ def test_a_job_on_that_gpu(node, state):
     gpu, chosen = open_rank_gpu(uid, alone(), "auto")
     assert state.opened in (chosen.warning or "")
     assert gpu.read_only == bool(state.opened)
-    clock = RankClock(gpu, ClockKind.of(gpu))
+    clock = RankClock(gpu)
     if not gpu.read_only:
         ask(clock, 1200)
         look_until(lambda: clock._watch.sample() or clock._watch.summary()["judged"] >= 12)
@@ -200,7 +200,7 @@ def test_what_comes_while_a_job_runs_ends_its_control_and_not_the_job(node, faul
     """As in the reports above, and of a driver that hangs: leptonai/gpud#604."""
     uid = node.uuids[1]
     gpu, _ = open_rank_gpu(uid, alone(), "auto")
-    clock = RankClock(gpu, ClockKind.of(gpu))
+    clock = RankClock(gpu)
     ask(clock, 1200)
     node.set_fault(uid, fault)
     ask(clock, 900)

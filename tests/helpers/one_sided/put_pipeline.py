@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -73,8 +72,6 @@ class PutPipeline:
         for stage, side in enumerate(self.sides):
             side.carriers = list(carriers[stage].values())
             turns.watchers[stage] = [side.loss]
-            # Another thread would wait, which this would not see.
-            monkeypatch.setattr(side, "unless_lost", partial(self._unless_lost, stage))
         ranks = range(10, 10 + stages)
         self.channels = [
             P2PChannel(ranks, stage, carriers[stage], side=self.sides[stage])
@@ -87,11 +84,11 @@ class PutPipeline:
         spec = DeviceSpec.on(self.devices, torch.empty(SHAPE))
         self.specs = StageSpecs.alike(spec)
 
-    def _unless_lost(self, stage: int, done: Callable[[], bool]) -> None:
-        side = self.sides[stage]
-        self.turns.pause(lambda: done() or side._loss is not None)
+    def unless_lost(self, stage: int, done: Callable[[], bool]) -> None:
+        """Wait as `executor.wait_for` does."""
+        self.turns.pause(lambda: done() or self.sides[stage]._loss is not None)
         if not done():
-            side.check()
+            self.channels[stage].check()
 
     def train(
         self, schedules: Sequence[Schedule], *, syncs: float = 0.0
@@ -105,7 +102,7 @@ class PutPipeline:
         def host(stage: int) -> None:
             for step, schedule in enumerate(schedules):
                 self.step(stage, schedule, 1000 * step, syncs)
-            self.channels[stage].unless_lost(self.devices[stage].idle)
+            self.unless_lost(stage, self.devices[stage].idle)
 
         stages = range(len(self.devices))
         return self.turns.run(*(lambda stage=stage: host(stage) for stage in stages))
@@ -131,7 +128,7 @@ class PutPipeline:
             if made:
                 channel.send(leaves[position], made)
             del got, made  # their memory is used again
-        channel.unless_lost(device.units_done)
+        self.unless_lost(stage, device.units_done)
         channel.end_step()
         # What follows, as an optimizer, takes memory that the step has let go.
         after = [device.seen(t) for t in self.specs.sends[Kind.FORWARD].make()]

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import math
 import time
 from argparse import Namespace
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -25,10 +24,14 @@ from envpipe_megatron.errors import EnvPipeError  # noqa: E402
 from envpipe_megatron.integrations.layer_profile import hooks, job, measuring  # noqa: E402
 from envpipe_megatron.integrations.layer_profile.gpt import FULL, GptPieces  # noqa: E402
 from envpipe_megatron.integrations.layer_profile.job import measure_model  # noqa: E402
-from envpipe_megatron.integrations.layer_profile.measuring import Window  # noqa: E402
+from envpipe_megatron.integrations.layer_profile.measuring import (  # noqa: E402
+    Looks,
+    Microbatches,
+    Window,
+)
 from envpipe_megatron.search.layer_file import read_layers  # noqa: E402
 from envpipe_megatron.search.layer_jobs import LayerJob  # noqa: E402
-from envpipe_megatron.search.layer_profile import Block, Measure, Sizes  # noqa: E402
+from envpipe_megatron.search.layer_profile import Block, Sizes  # noqa: E402
 
 ARGS = Namespace(
     seq_length=8,
@@ -79,19 +82,15 @@ def make_model(experts: bool = False, tied: bool = False, layers: int = 3) -> An
     return GPTModel(config, spec, 32, 8, share_embeddings_and_output_weights=tied)
 
 
-def names(pieces: GptPieces) -> list[str]:
-    return [name for block in pieces.blocks for name in block.pieces]
-
-
 def test_a_few_layers_of_each_kind_are_built() -> None:
-    pieces = GptPieces(make_model(), ARGS)
+    pieces = GptPieces(make_model())
     assert pieces.blocks == (Block(("embedding",)), Block(("layer",), 3), Block(("loss",)))
     model = make_model(layers=6)
     assert len(model.decoder.layers) == 4
-    assert GptPieces(model, ARGS).blocks[1] == Block(("layer",), 6)
+    assert GptPieces(model).blocks[1] == Block(("layer",), 6)
     model = make_model(experts=True)
     assert model.decoder.envpipe_built == [0, 1, 1]
-    assert GptPieces(model, ARGS).blocks == (
+    assert GptPieces(model).blocks == (
         Block(("embedding",)),
         Block(("layer1",)),
         Block(("layer2",), 2),
@@ -101,71 +100,48 @@ def test_a_few_layers_of_each_kind_are_built() -> None:
 
 def test_a_row_is_as_long_as_memory_allows(monkeypatch: pytest.MonkeyPatch) -> None:
     free = 16 * 18 * 10**9  # a quarter of it for all kinds: 2e9 parameters of each of two
-    for name, value in (
-        ("is_available", True),
-        ("mem_get_info", (free - 100, free)),
-        ("memory_reserved", 200),
-        ("memory_allocated", 100),
-    ):
-        monkeypatch.setattr(torch.cuda, name, lambda value=value: value)
-    monkeypatch.setattr(measuring, "lowest", lambda value: value)
+    monkeypatch.setattr(measuring, "free_bytes", lambda: free)
     assert measuring.row_lengths([2, 30], [10**8, 10**9]) == [2, 2]
     assert measuring.row_lengths([1, 30], [10**8, 10**10]) == [1, 1]
 
 
-@pytest.mark.parametrize("tied", [True, False])
-def test_pieces_one_after_another_are_the_model(tied: bool) -> None:
-    model = make_model(tied=tied)
-    pieces = GptPieces(model, ARGS)
-    state = None
-    for name in names(pieces):
-        with pieces.running(name, 2, length=pieces.row_length(name)) as (piece, hidden):
-            state = piece.forward(hidden if state is None else state)
-    tokens, positions, mask = pieces._microbatch(2).inputs
-    assert torch.equal(state, model(tokens, positions, mask, labels=tokens).sum())
-    assert len(model.decoder.layers) == 3
-    assert model.decoder.final_layernorm is not None
-
-
-def test_layers_run_in_a_row_and_are_recomputed() -> None:
+@pytest.mark.parametrize(("way", "runs"), [(None, 1), ("selective", 1), (FULL, 2)])
+def test_edges_are_met_in_order_however_layers_are_recomputed(way: str | None, runs: int) -> None:
     model = make_model()
-    pieces = GptPieces(model, ARGS)
+    pieces = GptPieces(model)
     assert pieces.ways("layer") == ("selective", FULL)
     assert pieces.ways("loss") == ()
-    calls, added = [], []
-    for layer in model.decoder.layers:
-        layer.register_forward_hook(lambda *_: calls.append(1))
-        # Where Megatron adds a gradient to the model's own.
-        layer.mlp.linear_fc1.weight.register_post_accumulate_grad_hook(lambda _: added.append(1))
-    for way, runs in ((None, 1), ("selective", 1), (FULL, 2)):
-        with pieces.running("layer", 1, way, length=3) as (piece, hidden):
-            calls.clear()
-            added.clear()
-            piece.forward(hidden.detach().requires_grad_()).sum().backward()
-            assert (len(calls), len(added)) == (3 * runs, 3)
-    gradients = []
-    for way in (None, FULL):
-        with pieces.running("layer", 1, way) as (piece, hidden):
-            calls.clear()
-            inputs = hidden.detach().requires_grad_()
-            piece.forward(inputs).sum().backward()
-            gradients.append(inputs.grad)
-            assert len(calls) == (1 if way is None else 2)
-    assert torch.equal(*gradients)
+    calls, seen = [], []
+    for number, layer in enumerate(model.decoder.layers):
+        layer.register_forward_hook(lambda *_, number=number: calls.append(number))
+    for name, part in (("model", model), ("norm", model.decoder.final_layernorm)):
+        part.register_forward_hook(lambda *_, name=name: seen.append((name, len(calls))))
+    with closing(Microbatches(model, model, ARGS, forward_step)) as microbatches:
+        with pieces.recomputing(way):
+            gaps, window = microbatches.measure(2, 2, Looks())
+        assert gaps.shape == (1 + 2 * 5, 4)
+        assert window.runs == 3
+        assert microbatches.message_bytes == 8 * 2 * 16 * 4
+        assert len(calls) == 3 * 3 * runs
+        assert gaps[0, 0] > 0.9 * DATA_S > 2 * gaps[1, 0]
+        assert gaps[5, 0] > 0.9 * LOSS_S
+        with pieces.rows(2):
+            assert pieces.slots == ["embedding", "layer", "layer", "loss"]
+            assert len(microbatches.measure(1, 1, Looks())[0]) == 1 + 2 * 4
     assert model.config.recompute_granularity is None
+    assert not model._forward_pre_hooks
 
 
 def test_weights_are_counted_where_a_stage_would_hold_them() -> None:
     for tied in (True, False):
-        pieces = GptPieces(make_model(tied=tied), ARGS)
-        counts = {}
-        for name in names(pieces):
-            with pieces.running(name, 1) as (piece, _):
-                counts[name] = piece.parameters
+        pieces = GptPieces(make_model(tied=tied))
+        counts = {name: pieces.parameters(name) for name in pieces.names}
         norm = 2 * 16
-        assert counts["embedding"] == (32 + 8) * 16
-        assert counts["loss"] == 32 * 16 + norm
-        assert counts["layer"] == 12 * 16**2 + 2 * norm
+        assert counts == {
+            "embedding": (32 + 8) * 16,
+            "layer": 12 * 16**2 + 2 * norm,
+            "loss": 32 * 16 + norm,
+        }
 
 
 def forward_step(data: Iterator[dict[str, Any]], model: Any) -> tuple[Any, Any]:
@@ -234,9 +210,9 @@ class Metered:
     def set(self, frequency_mhz: int) -> None:
         self.clock_mhz = frequency_mhz
 
-    def energies_j(self, windows: list[Window | None]) -> list[float]:
+    def energies_j(self, windows: list[Window]) -> list[float]:
         power_w = self.clock_mhz / 10
-        return [power_w * (w.end_s - w.begin_s) / w.runs if w else math.nan for w in windows]
+        return [power_w * (w.end_s - w.begin_s) / w.runs for w in windows]
 
     def close(self) -> None:
         self.clock_mhz = 0
@@ -254,25 +230,6 @@ def test_times_and_joules_go_by_clock(tmp_path: Path, monkeypatch: pytest.Monkey
     assert all(way.energy_j.shape == (2,) for way in layer.recomputation)
 
 
-def test_what_no_piece_does_is_no_faster_after_a_rest() -> None:
-    one, two = np.array([1.0, 1.5]), np.array([2.0, 3.0])
-    loss = Measure(one, two, 10 * one, rested_s=np.array([2.75, 4.0]))
-    found = job._with_rest(
-        {"embedding": Measure(one / 2, one / 2), "loss": loss},
-        {"embedding": 1, "loss": 1},
-        whole_s=np.array([6.0, 8.0]),
-        data_s=np.array([0.25, 0.375]),  # the clock has no part in it
-    )
-    last = found["loss"]
-    assert (last.forward_s.tolist(), last.backward_s.tolist()) == ([2.75, 3.25], [2.0, 3.0])
-    assert last.forward_j is not None
-    assert last.forward_j.tolist() == [27.5, 32.5]
-    assert last.rested_s is not None
-    assert last.rested_s.tolist() == [4.5, 5.75]
-    # The data are loaded by the first stage and by the last, by one that is both only once.
-    assert (found["embedding"].forward_s.tolist(), last.apart_s) == ([0.75, 1.0], 0.25)
-
-
 def test_other_models_are_refused() -> None:
     with pytest.raises(EnvPipeError, match="GPTModel"):
-        GptPieces(torch.nn.Linear(1, 1), ARGS)
+        GptPieces(torch.nn.Linear(1, 1))

@@ -220,7 +220,7 @@ def test_a_step_that_fails_and_is_caught_does_not_end_training(trained, two_rank
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        ({"channel": "posted"}, "No such option .*channel"),
+        ({"channel": "receives"}, "No such option .*channel"),
         ({"no_such": 1}, "No such option"),
         ({"level": "order", "max_in_flight": 1}, "in flight is below"),
     ],

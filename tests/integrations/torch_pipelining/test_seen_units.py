@@ -14,10 +14,11 @@ from torch.distributed.pipelining import Schedule1F1B
 from envpipe_megatron.core.orders import builders
 from envpipe_megatron.integrations.framework_units import Recorded
 from envpipe_megatron.integrations.levels import Level
-from envpipe_megatron.integrations.torch_pipelining.attached import AttachedPipeline
 from envpipe_megatron.integrations.torch_pipelining.orders import own_order
 from envpipe_megatron.integrations.torch_pipelining.units import (
-    SideEffect,
+    BUFFERS_BY_BACKWARDS,
+    DRAWN_BY_BACKWARDS,
+    DRAWN_BY_FORWARDS,
     Units,
     limits_of,
     limits_seen,
@@ -57,15 +58,15 @@ def run_again(stage: Stage) -> None:
     [
         (None, None, set()),
         (run_again, None, set()),
-        (None, run_again, {SideEffect.BUFFERS_BY_BACKWARDS}),
-        (lambda stage: torch.rand(1), None, {SideEffect.DRAWN_BY_FORWARDS}),
-        (lambda stage: random.random(), None, {SideEffect.DRAWN_BY_FORWARDS}),
-        (lambda stage: np.random.rand(), None, {SideEffect.DRAWN_BY_FORWARDS}),
-        (None, lambda stage: random.random(), {SideEffect.DRAWN_BY_BACKWARDS}),
+        (None, run_again, {BUFFERS_BY_BACKWARDS}),
+        (lambda stage: torch.rand(1), None, {DRAWN_BY_FORWARDS}),
+        (lambda stage: random.random(), None, {DRAWN_BY_FORWARDS}),
+        (lambda stage: np.random.rand(), None, {DRAWN_BY_FORWARDS}),
+        (None, lambda stage: random.random(), {DRAWN_BY_BACKWARDS}),
     ],
 )
 def test_what_the_order_of_units_may_change_is_seen(
-    forward: Any, backward: Any, seen: set[SideEffect]
+    forward: Any, backward: Any, seen: set[str]
 ) -> None:
     stage: Any = Stage(forward, backward)
     units = Units([stage], split=False)
@@ -109,17 +110,3 @@ def test_a_class_of_ones_own_has_the_order_of_torchs_class_below_it() -> None:
     schedule._stage = SimpleNamespace(stage_index=1, num_stages=2)
     schedule._n_microbatches = 4
     assert own_order(schedule).stages == builders.one_f_one_b(2, 4).stages
-
-
-@pytest.mark.parametrize("failed", [False, True])
-def test_a_step_that_failed_is_not_waited_for_at_the_end(failed: bool) -> None:
-    """Its peers may be gone, and the clock is to come back."""
-    told: list[str] = []
-    pipeline: Any = object.__new__(AttachedPipeline)
-    pipeline.job = SimpleNamespace(end=lambda: told.append("end"), close=lambda: None)
-    pipeline._closed = False
-    pipeline._failed = object() if failed else None
-    pipeline._end_step = lambda: told.append("end step")
-    pipeline._units = SimpleNamespace(release=lambda: None)
-    pipeline.end_training()
-    assert told == (["end"] if failed else ["end step", "end"])

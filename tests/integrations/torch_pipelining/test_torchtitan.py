@@ -10,10 +10,8 @@ from typing import Any
 
 import pytest
 
-from envpipe_megatron import torchtitan as command
 from envpipe_megatron.integrations.torch_pipelining import torchtitan
 from envpipe_megatron.integrations.torch_pipelining.orders import AttachError
-from envpipe_megatron.torchtitan import TorchtitanError, divided
 
 
 @dataclass
@@ -147,11 +145,11 @@ def test_facts_change_with_what_units_cost_and_not_with_how_long_they_run(tmp_pa
 def test_a_command_line_is_divided():
     words = ["--a", "1", "--envpipe-level", "units", "--envpipe-sweep", "--envpipe-output=x", "b"]
     settings = {"level": "units", "sweep": True, "output": Path("x")}
-    assert divided(words) == (settings, ["--a", "1", "b"])
-    with pytest.raises(TorchtitanError, match="--envpipe-level: expected one argument"):
-        divided(["--envpipe-level"])
-    with pytest.raises(TorchtitanError, match=r"No such option .*got --envpipe-levels=3"):
-        divided(["--envpipe-levels=3"])
+    assert torchtitan.divided(words) == (settings, ["--a", "1", "b"])
+    with pytest.raises(AttachError, match="--envpipe-level: expected one argument"):
+        torchtitan.divided(["--envpipe-level"])
+    with pytest.raises(AttachError, match=r"No such option .*got --envpipe-levels=3"):
+        torchtitan.divided(["--envpipe-levels=3"])
 
 
 @pytest.mark.parametrize("takes_trainer", [True, False])
@@ -169,7 +167,7 @@ def test_the_command_hooks_the_trainer_and_runs_torchtitans_own(monkeypatch, hoo
     monkeypatch.setitem(sys.modules, "torchtitan", package)
     monkeypatch.setitem(sys.modules, "torchtitan.train", train)
     monkeypatch.setattr(sys, "argv", ["titan", "--model", "m", "--envpipe-level", "units"])
-    command.main()
+    torchtitan.main()
     assert ran == [train.Trainer]
     assert train.Trainer.train is not own
     assert sys.argv == ["titan", "--model", "m"]
@@ -179,6 +177,6 @@ def test_a_missing_torchtitan_and_a_wrong_class_are_told(monkeypatch):
     monkeypatch.setitem(sys.modules, "torchtitan", None)
     monkeypatch.setattr(sys, "argv", ["titan"])
     with pytest.raises(SystemExit, match="torchtitan cannot be imported"):
-        command.main()
+        torchtitan.main()
     with pytest.raises(AttachError, match="has a method train"):
         torchtitan.hook(int)

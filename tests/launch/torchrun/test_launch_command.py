@@ -204,8 +204,9 @@ def test_hosts_are_started_with_the_same_options(started, monkeypatch, tmp_path,
         assert words == [
             "py", "-m", "envpipe_megatron.cli", "launch", "--until-stdin-ends",
             f"--node-name={host}", "--output=out", "--bill-interval=100",
-            "--price=2.0", "--prometheus-address=127.0.0.1", "--job-name=out", "--nnodes=2",
-            f"--nproc-per-node={rank + 2}", f"--node-rank={rank}", "--master-addr=one",
+            "--price=2.0", "--prometheus-address=127.0.0.1", "--job-name=out",
+            f"--nproc-per-node={rank + 2}", "--nnodes=2", f"--node-rank={rank}",
+            "--master-addr=one",
             "--shutdown-timeout", "50", "--master-port", "7", "--", "train.py", "--output", "a b",
         ]  # fmt: skip
 

@@ -167,24 +167,11 @@ def test_processes_by_default(gpus, processes, environ):
     assert no_gpus.read.nproc_per_node == processes
 
 
-@pytest.mark.parametrize(
-    ("name", "good", "bad", "message"),
-    [
-        ("NODE_RANK", ["0", "1"], ["2", "-1"], "NODE_RANK"),
-        ("NODE_RANK", [], ["one"], "--node-rank"),
-        ("MASTER_PORT", ["1"], ["http"], "--master-port"),
-        ("NPROC_PER_NODE", ["1", "auto"], ["0", "8 GPUs", "two"], "NPROC_PER_NODE"),
-    ],
-)
-def test_wrong_numbers_of_nodes_and_processes_are_named(name, good, bad, message):
-    for value in good:
-        assert (
-            str(getattr(here("train.py", **TWO_NODES | {name: value}).read, name.lower())) == value
-        )
-    for value in bad:
-        told = refused("train.py", **TWO_NODES | {name: value})
-        assert message in told
-        assert value in told
+@pytest.mark.parametrize("name", ["NODE_RANK", "MASTER_PORT"])
+def test_torchruns_parser_names_what_is_no_number(name):
+    told = refused("train.py", **TWO_NODES | {name: "one"})
+    assert f"--{name.lower().replace('_', '-')}" in told
+    assert "one" in told
 
 
 @pytest.mark.parametrize("missing", ["NODE_RANK", "MASTER_ADDR"])
@@ -329,8 +316,8 @@ def on_hosts(*words, hosts=HOSTS, **environ):
 def test_hosts_are_numbered_in_their_order():
     one, two = on_hosts("train.py", "--lr", "1", NNODES="7", NODE_RANK="5", NPROC_PER_NODE="9")
     same = ("--master-addr=one",)
-    assert options(one) == ("--nnodes=2", "--nproc-per-node=2", "--node-rank=0", *same)
-    assert options(two) == ("--nnodes=2", "--nproc-per-node=3", "--node-rank=1", *same)
+    assert options(one) == ("--nproc-per-node=2", "--nnodes=2", "--node-rank=0", *same)
+    assert options(two) == ("--nproc-per-node=3", "--nnodes=2", "--node-rank=1", *same)
     assert two.arguments[-4:] == ("--", "train.py", "--lr", "1")
     assert origins(two)["--nproc-per-node"] == "hostfile"
 

@@ -3,49 +3,36 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Container, Iterable
 from dataclasses import replace
 
 import numpy as np
 import pytest
 from jobs import ALIGNED, ALL, OVERLAP, Job, Ours
-from on_request import on_request
+from on_request import each_of, label, on_request
 from test_bit_equality import (
     CLOCKS_MHZ,
     assert_executed,
+    assert_replicas_agree,
     assert_same_bits,
+    by_plan,
     labels_that_run,
     ours,
     stock,
     synthetic_profile,
+    trained_alike,
 )
 
-from envpipe_megatron.core.conditions import Conditions
 from envpipe_megatron.core.kinds import SPLIT, Kind, unit
 from envpipe_megatron.core.orders import builders
 from envpipe_megatron.core.orders.greedy import shortest
 from envpipe_megatron.core.orders.job import OrderJob
 from envpipe_megatron.core.orders.zero_bubble import half_split, split_in_place, zero_bubble
-from envpipe_megatron.core.plan import Plan
 from envpipe_megatron.core.profile_rows import SplitBackward
 from envpipe_megatron.core.schedule import Schedule
 from envpipe_megatron.policies.objective import Objective
 
 pytestmark = pytest.mark.xdist_group("pipeline")
 __all__ = ["ours", "stock"]
-
-
-def by_plan(folder, schedule: Schedule) -> Ours:
-    clocks = itertools.cycle(CLOCKS_MHZ)
-    frequency = np.array([[next(clocks) for _ in order] for order in schedule.stages])
-    frequency = schedule.pair_clocks(frequency)
-    profile = synthetic_profile(schedule.num_stages).with_split_backwards(SplitBackward(0.5, 0.05))
-    profile.write(folder / "profile_in.csv")
-    conditions = Conditions((80.0,) * schedule.num_stages)
-    plan = Plan("custom", schedule, frequency, profile.for_chunks(schedule.num_chunks), conditions)
-    plan.write(folder / "plan_in.json")
-    files = {"profile_file": folder / "profile_in.csv", "plan_file": folder / "plan_in.json"}
-    return Ours(splits=True, **files)
 
 
 def all_in_place(order: Schedule) -> Schedule:
@@ -89,18 +76,6 @@ ORDERS = {
 }
 
 
-def each_of(values: Iterable, always: Container) -> list:
-    """As parameters of a test, all but some on request."""
-    rows = [(value, value if isinstance(value, tuple) else (value,)) for value in values]
-    mark = on_request("PIPELINE")
-    return [pytest.param(*row, marks=() if value in always else mark) for value, row in rows]
-
-
-def label(value: object) -> str:
-    """Of a test's parameter."""
-    return "+".join(map(str, value)) or "plain" if isinstance(value, tuple) else str(value)
-
-
 ALWAYS = [("zb-h1 p4", True), ("the last four of EnvPipe's p4", False)]
 
 
@@ -110,9 +85,7 @@ ALWAYS = [("zb-h1 p4", True), ("the last four of EnvPipe's p4", False)]
 def test_orders(stock, ours, tmp_path, name, tied):
     schedule = ORDERS[name]
     job = Job(schedule.num_stages, schedule.num_microbatches, tied=tied)
-    results = ours(job, by_plan(tmp_path, schedule))
-    assert_executed(job, results, schedule)
-    assert_same_bits(results, stock(job))
+    results = trained_alike(stock, ours, job, by_plan(tmp_path, schedule), schedule)
     layers = max(2, schedule.num_stages) // schedule.num_stages
     for result in results:  # four of each layer, and the output's
         each = 4 * layers + (result.stage == schedule.num_stages - 1)
@@ -136,13 +109,8 @@ DDP = [(), ("use_distributed_optimizer",), OVERLAP, ALIGNED, ALL, (*ALL, "align_
 def test_reducers_of_two_replicas(stock, ours, tmp_path, name, reducer, tied):
     schedule = ORDERS[name]
     job = Job(2, 8, reducer=reducer, tied=tied)
-    results = ours(job, by_plan(tmp_path, schedule))
-    assert_executed(job, results, schedule)
-    assert_same_bits(results, stock(job))
-    by_stage = sorted(results, key=lambda result: (result.stage, result.replica))
-    for one, other in zip(by_stage[::2], by_stage[1::2], strict=True):
-        assert one.weights == other.weights
-        assert one.losses != other.losses or not one.losses[0]
+    results = trained_alike(stock, ours, job, by_plan(tmp_path, schedule), schedule)
+    assert_replicas_agree(results)
 
 
 @pytest.mark.parametrize(
@@ -168,9 +136,7 @@ def test_chunks(stock, ours, tmp_path, size, what, reducer):
         "more in flight": lambda: searched(stages, microbatches, chunks, 4 * stages * chunks, 1.1),
     }[what]()
     job = Job(stages, microbatches, chunks=chunks, reducer=reducer)
-    results = ours(job, by_plan(tmp_path, schedule))
-    assert_executed(job, results, schedule)
-    assert_same_bits(results, stock(job))
+    trained_alike(stock, ours, job, by_plan(tmp_path, schedule), schedule)
 
 
 FEATURES = {
@@ -187,9 +153,7 @@ FEATURES = {
 def test_features(stock, ours, tmp_path, name):
     job = FEATURES[name]
     schedule = zero_bubble(job.stages, 8, 2 * job.stages - 1)
-    results = ours(job, by_plan(tmp_path, schedule))
-    assert_executed(job, results, schedule)
-    assert_same_bits(results, stock(job))
+    trained_alike(stock, ours, job, by_plan(tmp_path, schedule), schedule)
 
 
 PLANNED = {"p4": Job(4, 12, tied=True), "V2": Job(2, 8, chunks=2, reducer=ALIGNED)}

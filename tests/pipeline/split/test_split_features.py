@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 from jobs import ALIGNED, ALL, OVERLAP, Job
-from test_bit_equality import assert_executed, assert_same_bits, ours, stock
-from test_split_backward import by_plan, each_of, searched
+from on_request import each_of
+from test_bit_equality import by_plan, ours, stock, trained_alike
+from test_split_backward import searched
 
 from envpipe_megatron.core.orders.zero_bubble import zero_bubble
 
@@ -74,7 +75,6 @@ JOBS = {
     "deferred embedding, some, tied": Job(
         2, 8, fused=True, tied=True, reducer=PLAIN, options=(*DEFERRED, ("wgrad_deferral_limit", 3))
     ),
-    "partial checkpoints": Job(4, 8, recompute=True, partial_checkpoints=1, dropout=0.1),
     "latent attention": Job(2, 8, reducer=OVERLAP, latent=True, options=LATENT),
     "latent attention, fused": Job(2, 8, reducer=ALL, fused=True, latent=True, options=LATENT),
     "multi-token prediction": Job(2, 8, reducer=PLAIN, options=(("mtp_num_layers", 1),)),
@@ -106,11 +106,9 @@ def test_features(stock, ours, tmp_path, name):
         schedule = zero_bubble(job.stages, job.microbatches, 2 * job.stages - 1)
     else:
         schedule = searched(job.stages, job.microbatches, job.chunks)
-    references = stock(job)
-    results = ours(job, by_plan(tmp_path, schedule))
-    assert_executed(job, results, schedule)
-    assert_same_bits(results, references)
+    results = trained_alike(stock, ours, job, by_plan(tmp_path, schedule), schedule)
     assert all(result.put_off and min(result.put_off) >= 4 for result in results)
     if "skipped" in name:
-        assert all(0 < result.skipped < job.steps for result in references)
-        assert [r.skipped for r in results] == [r.skipped for r in references]
+        skipped = [result.skipped for result in stock(job)]
+        assert all(0 < count < job.steps for count in skipped)
+        assert [result.skipped for result in results] == skipped

@@ -8,14 +8,14 @@ import pytest
 from jobs import Job, Ours
 from on_request import on_request
 from test_bit_equality import (
-    assert_executed,
     assert_same_bits,
+    by_plan,
     framework_order,
     labels_that_run,
     ours,
     stock,
+    trained_alike,
 )
-from test_split_backward import by_plan
 
 from envpipe_megatron.core.orders.zero_bubble import half_split, zero_bubble
 from envpipe_megatron.policies.objective import Objective
@@ -35,9 +35,9 @@ LOOP = Ours(
 
 def test_a_plan_by_file_runs_in_its_order_and_asks_for_no_clock(stock, ours, tmp_path):
     job, order = Job(2, 6), zero_bubble(2, 6)
-    results = ours(job, replace(by_plan(tmp_path, order), reads_only=True))
-    assert_executed(job, results, order)
-    assert_same_bits(results, stock(job))
+    results = trained_alike(
+        stock, ours, job, replace(by_plan(tmp_path, order), reads_only=True), order
+    )
     for result in results:
         assert not result.locked_mhz
         assert result.notes == (

@@ -8,6 +8,7 @@ from core_cases import F, I, W, uniform_profile
 from on_request import examples, on_request
 from planning_cases import random_conditions, random_profile
 
+from envpipe_megatron.core.conditions import Conditions
 from envpipe_megatron.core.kinds import Kind
 from envpipe_megatron.core.orders import builders
 from envpipe_megatron.core.orders.zero_bubble import split_in_place
@@ -18,6 +19,7 @@ from envpipe_megatron.core.schedule import Placement
 from envpipe_megatron.core.sidecar import Sidecar
 from envpipe_megatron.policies.orders.families import families
 from envpipe_megatron.policies.planner import make_frontier, make_plan
+from envpipe_megatron.policies.problem import Problem
 from envpipe_megatron.policies.request import PlanRequest
 
 CURVE = {1410: (0.1, 30.0), 1200: (0.112, 26.0), 1000: (0.13, 24.0), 800: (0.16, 23.5)}
@@ -31,8 +33,8 @@ def planned(profile, microbatches, **options):
 @pytest.mark.parametrize(
     ("chunks", "split", "names"),
     [
-        (1, False, []),
-        (1, True, ["zero-bubble"]),
+        (1, False, ["envpipe"]),
+        (1, True, ["envpipe", "zero-bubble"]),
         (2, False, ["interleaved", "v-shaped"]),
         (2, True, ["interleaved", "zero-bubble-interleaved", "v-shaped", "zero-bubble-v"]),
         (4, True, ["interleaved", "zero-bubble-interleaved"]),
@@ -42,10 +44,11 @@ def test_families_are_those_that_the_profile_can_price(chunks, split, names):
     profile = uniform_profile(4, CURVE)
     if split:
         profile = profile.with_split_backwards(SplitBackward())
-    every = families(profile.for_chunks(chunks), chunks)
+    problem = Problem(profile.for_chunks(chunks), 8, Conditions((0.0,) * 4), "auto")
+    every = families(problem)
     assert [f.name for f in every] == names
     looped = [f for f in every if f.placement is Placement.LOOPED]
-    assert [*families(profile.for_chunks(chunks), chunks, runnable=True)] == looped
+    assert [*families(replace(problem, runnable=True))] == looped
 
 
 def test_chunks_with_rows_of_their_own_stay_where_they_were_measured():
@@ -57,7 +60,8 @@ def test_chunks_with_rows_of_their_own_stay_where_they_were_measured():
         for chunk in range(2)
     ]
     profile = make_profile(rows, source="measured", listed_chunks=2)
-    assert [f.name for f in families(profile, 2)] == ["interleaved"]
+    problem = Problem(profile, 4, Conditions((0.0, 0.0)), "auto")
+    assert [f.name for f in families(problem)] == ["interleaved"]
 
 
 def test_a_split_backward_is_assumed_by_share_and_overhead():

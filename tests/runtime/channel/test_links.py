@@ -189,6 +189,16 @@ def groups_of(channel: P2PChannel) -> dict[tuple[str, Kind, int], Any]:
     return found
 
 
+def hops_of(pipeline: Sequence[int], stage: int, *, wraps: bool) -> set[tuple[str, Kind, int]]:
+    """The keys of these groups."""
+    return {
+        (way, kind, pipeline[(stage + step) % len(pipeline)])
+        for kind, back in ((Kind.FORWARD, -1), (Kind.BACKWARD, 1))
+        for way, step in (("from", back), ("to", -back))
+        if wraps or 0 <= stage + step < len(pipeline)
+    }
+
+
 @pytest.mark.parametrize("stages", [1, 2, 3])
 def test_over_gloo_the_pipelines_own_group_carries_all(monkeypatch, stages):
     """It has tags, and watches over no transfer: the carrier does."""
@@ -196,14 +206,9 @@ def test_over_gloo_the_pipelines_own_group_carries_all(monkeypatch, stages):
     for stage, channel in enumerate(job.channels()):
         assert (channel.ranks, channel.capacity) == (list(range(stages)), None)
         assert not channel.lets_go
-        assert not channel.posts_ahead  # there is no device that a receive could hold
         assert channel.about == ""
-        hops = {
-            (way, kind, (stage + step) % stages)
-            for kind, back in ((Kind.FORWARD, -1), (Kind.BACKWARD, 1))
-            for way, step in (("from", back), ("to", -back))
-        }
-        assert groups_of(channel) == dict.fromkeys(hops if stages > 1 else (), range(stages))
+        hops = hops_of(range(stages), stage, wraps=True) if stages > 1 else ()
+        assert groups_of(channel) == dict.fromkeys(hops, range(stages))
         for carrier in channel._carriers.values():
             assert (carrier._timeout, carrier._ahead) == (SECONDS, True)
             assert carrier._hosts == f"hosts of {list(range(stages))}"
@@ -213,7 +218,7 @@ def test_over_gloo_the_pipelines_own_group_carries_all(monkeypatch, stages):
 def test_between_iterations_the_pipelines_own_communicator_is_enough(monkeypatch):
     """All stages bring it up together, for a first transfer waits for its peer's host."""
     job = MadeUpJob(monkeypatch, 3, pipelines=2)
-    options: dict[str, Any] = {"carrier": "posted", "num_chunks": 2, "between_iterations": True}
+    options: dict[str, Any] = {"num_chunks": 2, "between_iterations": True}
     for rank, channel in enumerate(job.channels(**options)):
         pipeline = job.pipelines[rank % 2]
         assert set(groups_of(channel).values()) == {pipeline}
@@ -221,7 +226,7 @@ def test_between_iterations_the_pipelines_own_communicator_is_enough(monkeypatch
         neighbours = [pipeline[at] for at in (stage - 1, stage + 1) if 0 <= at < 3]
         assert Counter(job.exchanges[rank]) == dict.fromkeys(neighbours, 2)
         assert rank in job.synchronized
-        assert (channel.capacity, channel.posts_ahead, channel.lets_go) == (None, False, False)
+        assert (channel.capacity, channel.lets_go) == (None, False)
         assert all(carrier._batched for carrier in channel._carriers.values())
     assert not job.groups
 
@@ -231,7 +236,7 @@ def test_between_iterations_the_pipelines_own_communicator_is_enough(monkeypatch
 def test_every_link_over_nccl_is_a_group_of_its_two_ranks(monkeypatch, stages, wraps):
     """All ranks make all groups in one order; each brings its own up, where its peer does."""
     job = MadeUpJob(monkeypatch, stages, pipelines=2)
-    channels = job.channels(carrier="posted", num_chunks=1 + wraps)
+    channels = job.channels(carrier="receives", num_chunks=1 + wraps)
     made = job.groups.pop(0)
     assert all(others == made for others in job.groups.values())
     for pair, *rest in made:
@@ -245,14 +250,7 @@ def test_every_link_over_nccl_is_a_group_of_its_two_ranks(monkeypatch, stages, w
         own = groups_of(channel)
         assert sorted(own.values()) == sorted(job.exchanges[rank])
         pipeline = job.pipelines[rank % 2]
-        stage = pipeline.index(rank)
-        hops = {
-            (way, kind, pipeline[(stage + step) % stages])
-            for kind, back in ((Kind.FORWARD, -1), (Kind.BACKWARD, 1))
-            for way, step in (("from", back), ("to", -back))
-            if wraps or 0 <= stage + step < stages
-        }
-        assert set(own) == hops
+        assert set(own) == hops_of(pipeline, pipeline.index(rank), wraps=wraps)
         for (way, kind, peer), group in own.items():
             sender, receiver = (rank, peer) if way == "to" else (peer, rank)
             carries[group].add((kind, sender, receiver))
@@ -266,22 +264,18 @@ def test_every_link_over_nccl_is_a_group_of_its_two_ranks(monkeypatch, stages, w
     ("queues", "capacity"),
     [(None, None), ("32", None), ("8", None), ("7", 1), ("1", 1), ("", None)],
 )
-@pytest.mark.parametrize("carrier", ["posted", "receives"])
-def test_over_few_hardware_queues_one_receive_is_posted_ahead(
-    monkeypatch, carrier, queues, capacity
-):
+def test_over_few_hardware_queues_one_receive_is_posted_ahead(monkeypatch, queues, capacity):
     """There an unmatched send stops all behind it, and so the header that would match it."""
     job = MadeUpJob(monkeypatch, 2)
     if queues is not None:
         monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", queues)
-    for channel in job.channels(carrier=carrier):
+    for channel in job.channels(carrier="receives"):
         assert channel.capacity == capacity
         assert channel.lets_go
         assert channel.about.startswith("NCCL between stages 0 and 1")
-        assert channel.about.endswith(f"(asked for: {carrier})")
+        assert channel.about.endswith("(asked for: receives)")
         (made,) = channel._carriers.values()
-        assert (made._timeout, made._ahead) == (None, carrier == "posted" or capacity == 1)
-        assert channel.posts_ahead is made._ahead
+        assert (made._timeout, made._ahead) == (None, capacity == 1)
 
 
 @pytest.mark.parametrize("wraps", [False, True])
@@ -293,7 +287,6 @@ def test_where_gpus_reach_each_other_all_boundaries_are_one_sided(monkeypatch, w
     assert {(channel.about, channel.capacity, channel.lets_go) for channel in channels} == {
         ("one-sided copies", None, False)
     }
-    assert not any(channel.posts_ahead for channel in channels)
     assert not job.groups
     assert {id(channel._side) for channel in channels} == {id(side) for side in job.watched}
 
@@ -333,7 +326,7 @@ def test_a_boundary_where_one_side_cannot_goes_by_nccl_and_all_say_so(
     (about,) = {channel.about for channel in channels}
     assert about.startswith(f"NCCL between stages {boundary} and {boundary + 1}")
     assert about.endswith(f"({reason}); one-sided copies")
-    assert {(channel.capacity, channel.posts_ahead) for channel in channels} == {(1, True)}
+    assert {channel.capacity for channel in channels} == {1}
     for stage, channel in enumerate(channels):
         by_puts = {
             carrier._peers.neighbour  # type: ignore[attr-defined]
@@ -351,7 +344,7 @@ def test_a_channel_for_messages_that_vary_has_headers(monkeypatch):
     """Slots have one size."""
     for channel in MadeUpJob(monkeypatch, 2).channels(vary=True):
         assert channel.about.endswith("(messages vary in shape)")
-        assert not channel.posts_ahead
+        assert channel.capacity is None
         assert not any(isinstance(c, PutCarrier) for c in channel._carriers.values())
 
 

@@ -35,6 +35,7 @@ from envpipe_megatron.runtime.channel.flag_page import (
     create_page_file,
 )
 from envpipe_megatron.runtime.channel.p2p import P2PChannel
+from envpipe_megatron.runtime.execution.executor import wait_for
 
 ORDER, ORDER_OF_TWO = builders.one_f_one_b(4, 6), builders.one_f_one_b(2, 6)
 FORK = multiprocessing.get_context("fork")
@@ -165,8 +166,7 @@ class Watched:
         self.expected.append(within_s)
 
     def bind_thread(self) -> None:
-        """The thread that waits in place of the host."""
-        self.waits_in = threading.get_ident()
+        """As `Device`'s."""
 
 
 def test_a_host_that_waits_for_the_device_hears_of_a_loss(monkeypatch):
@@ -174,15 +174,14 @@ def test_a_host_that_waits_for_the_device_hears_of_a_loss(monkeypatch):
     watched = Watched(monkeypatch)
     lost = ChannelError("of a test")
 
-    def wait() -> None:
-        assert threading.get_ident() == watched.waits_in
+    def never() -> bool:
         watched.found = lost, 5
         assert watched.told.wait(20)
-        threading.Event().wait()
+        return False
 
     channel = P2PChannel([0, 1], 0, {}, side=watched.side)
     with pytest.raises(ChannelError, match="of a test"):
-        channel.unless_lost(wait)
+        wait_for(never, channel.check)
     assert watched.calls == ["tell 5", "tell 5", "abandon"]
 
 
@@ -221,7 +220,6 @@ def be_held_in_a_launch(errors: Path) -> None:
     puts.GRACE_S, puts._LOOKS_EVERY_S = 0.8, 0.015
     os.dup2(os.open(errors, os.O_WRONLY | os.O_CREAT), 2)
     device, looks = CudaDevice.__new__(CudaDevice), threading.Semaphore(0)
-    device.bind_thread = lambda: None  # type: ignore[method-assign]
     carrier = SimpleNamespace(
         waits=True, trouble=lambda now_s: looks.release(), say_it_waits=lambda: None
     )
@@ -253,7 +251,6 @@ from datetime import timedelta
 from envpipe_megatron.runtime.channel import puts
 from envpipe_megatron.runtime.channel.cuda_device import CudaDevice
 device = CudaDevice.__new__(CudaDevice)
-device.bind_thread = lambda: None
 class Carrier:
     waits = False
     def trouble(self, now_s): ...
@@ -292,33 +289,16 @@ def test_a_forked_child_ends_as_python_does_and_only_the_parent_is_ended_in_time
 def test_a_side_that_is_closed_leaves_no_thread_and_no_time_behind(monkeypatch):
     before = set(threading.enumerate())
     watched = Watched(monkeypatch)
-    own = set(threading.enumerate()) - before
-    assert len(own) == 2
+    (thread,) = set(threading.enumerate()) - before
     watched.side.close()
-    for thread in own:
-        thread.join(20)
-        assert not thread.is_alive()
+    thread.join(20)
+    assert not thread.is_alive()
     assert watched.calls == ["close", "close"]
     assert watched.expected[-1] is None
     side = weakref.ref(watched.side)
     del watched.side
     gc.collect()
     assert side() is None  # nothing is left for Python's end
-
-
-def test_a_host_gets_what_its_wait_for_the_device_gives(monkeypatch):
-    def fails() -> None:
-        raise ValueError("of a test")
-
-    watched = Watched(monkeypatch)
-    for side in (None, watched.side):
-        channel = P2PChannel([0, 1], 0, {}, side=side)
-        assert channel.unless_lost(lambda: 7) == 7
-        with pytest.raises(ValueError, match="of a test"):
-            channel.unless_lost(fails)
-        assert channel.unless_lost(lambda: 8) == 8
-    watched.found = ChannelError("of a test"), 5
-    assert watched.told.wait(20)  # which ends the thread
 
 
 def say_put(path: Path, is_open: Any) -> None:

@@ -14,11 +14,9 @@ from fake_gpu import FakeGpu, pages_go  # noqa: F401 - a fixture
 from envpipe_megatron.gpu.base import GpuAddress, GpuError
 from envpipe_megatron.gpu.clock.controller import PageController
 from envpipe_megatron.gpu.control import ChosenControl
-from envpipe_megatron.gpu.guard.lease import LeaseHeldError
 from envpipe_megatron.gpu.guard.messages import AGENT_VARIABLE
 from envpipe_megatron.runtime.clocks import rank_clock
 from envpipe_megatron.runtime.clocks.rank_clock import (
-    ClockKind,
     RankClock,
     hold_everywhere,
     open_rank_gpu,
@@ -75,37 +73,35 @@ def ask(clock: RankClock, *frequencies: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("real", "backend", "agent", "kind", "watched"),
+    ("real", "backend", "agent", "held", "watched"),
     [
-        (True, "nvml", False, ClockKind.REAL, True),
-        (False, "emulated", False, ClockKind.EMULATED, False),
-        (False, "emulated", True, ClockKind.REAL, False),
-        (False, "none", True, ClockKind.READ_ONLY, True),
-        (False, "dry_run", True, ClockKind.DRY_RUN, False),
+        (True, "nvml", False, True, True),
+        (False, "emulated", False, False, False),
+        (False, "emulated", True, True, False),
+        (False, "none", True, False, True),
+        (False, "dry_run", False, True, False),
     ],
 )
 def test_which_gpus_are_held_and_watched(
-    guard, gpu, monkeypatch, real, backend, agent, kind, watched
+    guard, gpu, monkeypatch, real, backend, agent, held, watched
 ):
     monkeypatch.setattr(FakeGpu, "drives_hardware", real)
     monkeypatch.setattr(FakeGpu, "read_only", backend == "none")
     monkeypatch.setattr(FakeGpu, "address", GpuAddress(backend, "one"))
     if agent:
         monkeypatch.setenv(AGENT_VARIABLE, "/somewhere")
-    assert ClockKind.of(gpu) is kind
-    clock = RankClock(gpu, kind)
+    clock = RankClock(gpu)
     ask(clock, 1000)
-    held = kind in (ClockKind.REAL, ClockKind.DRY_RUN)
     assert guard.held == [gpu.address] * held
-    assert gpu.history == [1000] * (kind is not ClockKind.READ_ONLY)
+    assert gpu.history == [1000] * (not gpu.read_only)
     clock.close()
     assert guard.released == held
-    assert gpu.history == ([] if kind is ClockKind.READ_ONLY else [1000, None])
+    assert gpu.history == ([] if gpu.read_only else [1000, None])
     summary = clock.summary()
     assert (summary.pop("followed") is not None) == watched
     assert summary == {
         "backend": backend,
-        "changes": kind is not ClockKind.READ_ONLY,
+        "changes": not gpu.read_only,
         "coalesced": 0,
         "wake_to_lock_s": summary["wake_to_lock_s"],
         "lock_call_s": summary["lock_call_s"],
@@ -116,7 +112,7 @@ def test_which_gpus_are_held_and_watched(
 def test_the_watch_looks_at_this_gpu_and_tells(guard, gpu, monkeypatch):
     monkeypatch.setattr(FakeGpu, "drives_hardware", True)
     seen = []
-    clock = RankClock(gpu, ClockKind.REAL, on_sample=lambda time_s, state: seen.append(state))
+    clock = RankClock(gpu, guarded=True, on_sample=lambda time_s, state: seen.append(state))
     guard.page.end_change(1200, -math.inf)  # requested in the guard
     gpu.observed_mhz = 1200
     clock._watch.sample()
@@ -131,8 +127,7 @@ def test_the_watch_looks_at_this_gpu_and_tells(guard, gpu, monkeypatch):
 def test_the_controller_does_as_wished():
     gpus = [FakeGpu() for _ in range(3)]
     dwelling, repeating, plain = (
-        RankClock(gpu, ClockKind.EMULATED, min_dwell_s)
-        for gpu, min_dwell_s in zip(gpus, (1.0, 0.0, 0.0), strict=True)
+        RankClock(gpu, min_dwell_s) for gpu, min_dwell_s in zip(gpus, (1.0, 0.0, 0.0), strict=True)
     )
     repeating.repeats = True
     for clock in (dwelling, repeating, plain):
@@ -147,10 +142,10 @@ def test_the_controller_does_as_wished():
 
 
 def test_a_rank_that_serves_its_page_tries_a_reset_again(gpu, caplog):
-    untouched = RankClock(gpu, ClockKind.EMULATED)
+    untouched = RankClock(gpu, guarded=False)
     untouched.close()
     assert gpu.history == []
-    clock = RankClock(gpu, ClockKind.EMULATED)
+    clock = RankClock(gpu, guarded=False)
     ask(clock, 1000)
     gpu.reset_error = GpuError("no reset")
     clock.close()
@@ -161,30 +156,17 @@ def test_a_rank_that_serves_its_page_tries_a_reset_again(gpu, caplog):
     assert gpu.history == [1000, None]
 
 
-def test_a_guard_that_ends_is_the_end_of_control(guard, gpu):
-    clock = RankClock(gpu, ClockKind.REAL)
-    ask(clock, 1000)
-    guard.end()
-    ask(clock, 1100)
-    assert gpu.history == [1000]
-    assert "guard of this GPU's clock has ended. The clock is at" in str(clock.error)
-    assert guard.released == 0
-    clock.close()
-    clock.close()
-    assert guard.released == 2  # a hold that is released does nothing
-
-
 def test_control_ends_before_the_right_to_it(guard, gpu, monkeypatch):
     """Behind a token's end nothing could be reset; training goes on."""
     ends_s = [time.time() + 1000.0, time.time()]
     monkeypatch.setattr(FakeGpu, "control_ends_s", lambda self: ends_s.pop(0))
-    clock = RankClock(gpu, ClockKind.REAL)
+    clock = RankClock(gpu, guarded=True)
     ask(clock, 1000)
     clock.close()
     assert clock.error is None
     assert clock._ending.finished.is_set()
     guard.is_released.clear()
-    clock = RankClock(gpu, ClockKind.REAL)
+    clock = RankClock(gpu, guarded=True)
     assert guard.is_released.wait(10)
     ask(clock, 1100)
     assert "The right to change clocks ends soon" in str(clock.error)
@@ -194,7 +176,7 @@ def test_control_ends_before_the_right_to_it(guard, gpu, monkeypatch):
 
 @pytest.mark.parametrize("earlier", [None, GpuError("no lock")])
 def test_a_guard_that_does_not_let_go_is_an_error_of_the_clock(guard, gpu, caplog, earlier):
-    clock = RankClock(gpu, ClockKind.REAL)
+    clock = RankClock(gpu, guarded=True)
     if earlier is not None:
         clock.stop(earlier)
     guard.error = GpuError("the clock is still locked")
@@ -207,7 +189,7 @@ def test_a_clock_that_cannot_be_watched_is_given_back(guard, gpu, monkeypatch):
     monkeypatch.setattr(rank_clock, "ClockWatch", None)  # as where no thread can be started
     monkeypatch.setattr(FakeGpu, "drives_hardware", True)
     with pytest.raises(TypeError):
-        RankClock(gpu, ClockKind.REAL)
+        RankClock(gpu, guarded=True)
     assert guard.released == 1
 
 
@@ -215,7 +197,7 @@ def test_a_clock_on_every_rank_or_on_none(guard, gpu):
     alone = SimpleNamespace(everywhere=lambda make: make())
 
     def make(gpu):
-        return RankClock(gpu, ClockKind.READ_ONLY if gpu.read_only else ClockKind.REAL)
+        return RankClock(gpu, guarded=not gpu.read_only)
 
     clock, held, why = hold_everywhere(gpu, alone, make, required=False)
     ask(clock, 1000)
@@ -238,15 +220,6 @@ def test_a_clock_on_every_rank_or_on_none(guard, gpu):
     clock.close()
     assert (read.read_only, why) == (True, "another rank was refused")
     assert guard.released == 3
-
-
-def test_a_gpu_that_is_held_is_refused(gpu, monkeypatch):
-    def hold_gpu(address, **_):
-        raise LeaseHeldError("held")
-
-    monkeypatch.setattr(rank_clock, "hold_gpu", hold_gpu)
-    with pytest.raises(LeaseHeldError):
-        RankClock(gpu, ClockKind.REAL)
 
 
 @pytest.mark.parametrize("wanted", ["auto", "nvml", "dry_run"])

@@ -22,7 +22,7 @@ from fake_gpu import FakeGpu, look_until, pages_go  # noqa: F401 - a fixture
 pytest.importorskip("torch")
 import torch
 
-from envpipe_megatron.gpu.base import DryRunGpu, GpuError
+from envpipe_megatron.gpu.base import DryRunGpu, GpuAddress, GpuError
 from envpipe_megatron.gpu.clock import page as clock_page
 from envpipe_megatron.gpu.clock.controller import PageController
 from envpipe_megatron.gpu.clock.page import BEGUN, DUE, ClockPage
@@ -32,9 +32,8 @@ from envpipe_megatron.gpu.guard.lease import list_leases
 from envpipe_megatron.gpu.guard.lease_file import LEASE_DIR_VARIABLE
 from envpipe_megatron.gpu.guard.messages import GuardSettings
 from envpipe_megatron.runtime.clocks import rank_clock
-from envpipe_megatron.runtime.clocks.rank_clock import ClockKind, RankClock, count_by_stream
+from envpipe_megatron.runtime.clocks.rank_clock import RankClock, count_by_stream
 from envpipe_megatron.runtime.clocks.watch import ClockWatch
-from envpipe_megatron.runtime.execution.executor import Later
 from envpipe_megatron.runtime.writer import Writer
 
 WAIT_S = 20.0
@@ -67,7 +66,7 @@ def node(tmp_path, monkeypatch):
 @pytest.fixture
 def job(node) -> Iterator[Job]:
     gpu = EmulatedGpu.create("a100-sxm", 0, node / "emulated")
-    clock = RankClock(gpu, ClockKind.REAL)
+    clock = RankClock(gpu, guarded=True)
     yield Job(gpu, clock)
     clock.close()
     assert gpu.requested_frequency_mhz is None
@@ -90,7 +89,7 @@ def test_the_guard_sets_what_the_rank_asks_for(job):
 
 def test_two_ranks_that_share_a_gpu_may_both_run_dry(node):
     gpu = DryRunGpu(EmulatedGpu.create("a100-sxm", 0, node / "emulated"))
-    clocks = [RankClock(gpu, ClockKind.of(gpu)) for _ in range(2)]
+    clocks = [RankClock(gpu) for _ in range(2)]
     for clock in clocks:
         for mhz in gpu.supported_frequencies_mhz[:2]:
             clock.request(mhz)
@@ -102,11 +101,10 @@ def test_two_ranks_that_share_a_gpu_may_both_run_dry(node):
 
 def test_a_clock_that_waits_behind_a_unit_is_set_when_the_next_one_begins(job):
     highest, *_, lowest = job.gpu.supported_frequencies_mhz
-    later = Later(3600.0)
     job.clock.request(lowest)
-    job.clock.request(highest, later)
+    begin = job.clock.request(highest, 3600.0)
     look_until(lambda: job.set_mhz == lowest)
-    later.on_begin()
+    begin()
     job.clock.wait_idle()
     assert job.set_mhz == highest
 
@@ -143,7 +141,7 @@ def test_a_guard_begins_anew_with_a_rank_that_was_silent(node, monkeypatch):
         return start(address, job, GuardSettings(heartbeat_s=0.4), *more)
 
     monkeypatch.setattr(hold, "_start", start_impatient)
-    clock = RankClock(gpu, ClockKind.REAL)
+    clock = RankClock(gpu, guarded=True)
     try:
         lowest = gpu.supported_frequencies_mhz[-1]
         clock.request(lowest)
@@ -159,9 +157,9 @@ def test_a_guard_begins_anew_with_a_rank_that_was_silent(node, monkeypatch):
 @pytest.mark.parametrize("where", [DUE, BEGUN])
 def test_a_mark_that_the_driver_refuses_gives_the_clock_back(node, where, caplog):
     gpu = EmulatedGpu.create("a100-sxm", 0, node / "emulated")
-    clock = RankClock(gpu, ClockKind.REAL)
+    clock = RankClock(gpu, guarded=True)
     try:
-        lowest, later = gpu.supported_frequencies_mhz[-1], Later(3600.0)
+        lowest = gpu.supported_frequencies_mhz[-1]
         clock.request(lowest)
         clock.wait_idle()
         assert gpu.requested_frequency_mhz == lowest
@@ -173,8 +171,7 @@ def test_a_mark_that_the_driver_refuses_gives_the_clock_back(node, where, caplog
             count(mark, number)
 
         clock._count = refusing
-        clock.request(gpu.supported_frequencies_mhz[0], later)
-        later.on_begin()
+        clock.request(gpu.supported_frequencies_mhz[0], 3600.0)()
         assert "can mark no unit: cuStream" in clock.problems()[0]
         look_until(lambda: gpu.requested_frequency_mhz is None)
         clock.request(lowest)
@@ -190,7 +187,7 @@ def clock(monkeypatch) -> RankClock:
     """One whose guard does nothing."""
     held = SimpleNamespace(release=lambda: None)
     monkeypatch.setattr(rank_clock, "hold_gpu", lambda *_, **__: held)
-    return RankClock(FakeGpu(), ClockKind.REAL)
+    return RankClock(FakeGpu(), guarded=True)
 
 
 def test_nobody_waits_for_a_page_that_is_over(clock):
@@ -233,15 +230,6 @@ def test_requests_that_nobody_takes_end_control_alone(clock, monkeypatch, caplog
     assert "takes no requests" in str(clock.error)
 
 
-def test_equal_clocks_are_asked_for_once(clock):
-    page = clock.page
-    for _ in range(2):
-        clock.request(1000)
-    assert (page.counted(DUE, 1), page.counted(DUE, 2)) == (True, False)
-    clock.request(1100)
-    assert page.counted(DUE, 2)
-
-
 @pytest.mark.parametrize("call", ["open", "posix_fallocate"])
 def test_without_memory_to_share_no_clock_is_changed(monkeypatch, call):
     def refuse(*_):
@@ -251,10 +239,11 @@ def test_without_memory_to_share_no_clock_is_changed(monkeypatch, call):
     files = len([*Path("/proc/self/fd").iterdir()])
     monkeypatch.setattr(clock_page.os, call, refuse)
     with pytest.raises(GpuError, match=r"no memory to share with a guard: .*No space left"):
-        RankClock(FakeGpu(), ClockKind.REAL)
+        RankClock(FakeGpu(), guarded=True)
     assert len([*Path("/proc/self/fd").iterdir()]) == files
-    for kind in (ClockKind.DRY_RUN, ClockKind.EMULATED, ClockKind.READ_ONLY):
-        RankClock(FakeGpu(), kind).close()
+    RankClock(FakeGpu(), guarded=False).close()
+    monkeypatch.setattr(FakeGpu, "address", GpuAddress("dry_run", "one"))
+    RankClock(FakeGpu(), guarded=True).close()
 
 
 def test_what_counts_in_memory_is_a_gpus_stream(monkeypatch):
@@ -300,7 +289,7 @@ def leave_at_random_instants(folder: Path) -> None:
             return SimpleNamespace(release=lambda: None)
 
         rank_clock.hold_gpu = hold_gpu
-        clock, here = RankClock(gpu, ClockKind.REAL), RankClock(emulated, ClockKind.EMULATED)
+        clock, here = RankClock(gpu, guarded=True), RankClock(emulated, guarded=False)
         writer, lines = Writer(), []
         watch = ClockWatch(gpu, clock.page)
         parts = (here, clock, watch, writer)

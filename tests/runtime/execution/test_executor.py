@@ -8,6 +8,8 @@ import pytest
 from envpipe_megatron.core.orders import builders
 from envpipe_megatron.runtime.execution import executor
 
+CHECK = object()
+
 
 class Cuda:
     """Work on one stream takes `time_s` along; the host is as far."""
@@ -23,9 +25,8 @@ class Cuda:
         cuda = self
 
         class Event:
-            def __init__(self, *, enable_timing, blocking):
+            def __init__(self, *, enable_timing):
                 assert enable_timing
-                assert blocking  # or who waits keeps a core busy
                 cuda.made += 1
 
             def record(self, stream):
@@ -35,10 +36,6 @@ class Cuda:
             def elapsed_time(self, later):
                 return (later.at_s - self.at_s) * 1e3
 
-            def synchronize(self):
-                cuda.waited.append("event")
-                cuda.seen_s.append(self.at_s)
-
             def query(self):
                 return cuda.host_is_late if cuda.device_s is None else self.at_s <= cuda.device_s
 
@@ -46,6 +43,11 @@ class Cuda:
 
     def current_stream(self):
         return self.stream
+
+    def wait_for(self, passed: Any, check: Any) -> None:
+        assert check is CHECK
+        self.waited.append("event")
+        self.seen_s.append(passed.__self__.at_s)
 
     def begin(self, timed: Any, begin_s: float, *units_s: float) -> list[Any]:
         """Run units of an iteration that begins then; what stands for their ends."""
@@ -63,6 +65,7 @@ def cuda(monkeypatch) -> Cuda:
     cuda = Cuda()
     monkeypatch.setattr(executor, "torch", SimpleNamespace(cuda=cuda))
     monkeypatch.setattr(executor, "time", SimpleNamespace(monotonic=lambda: cuda.time_s))
+    monkeypatch.setattr(executor, "wait_for", cuda.wait_for)
     return cuda
 
 
@@ -78,7 +81,7 @@ def test_units_and_waits_are_timed_by_events_that_are_used_every_third_iteration
             cuda.time_s += unit_s
             ends.append(timed.end_unit())
         assert not cuda.waited
-        record = timed.end_iteration()()
+        record = timed.end_iteration(CHECK)()
         assert cuda.waited.pop() == "event"
         assert record.start_s.tolist() == pytest.approx([0.0, 0.75, 1.75])
         assert record.end_s.tolist() == pytest.approx([0.5, 1.75, 3.75])
@@ -99,7 +102,7 @@ def test_a_host_that_comes_after_the_last_unit_waits_for_nothing(cuda):
         cuda.begin(timed, begin_s, 1.5, 1.5)
         if cuda.host_is_late:
             cuda.time_s += 2.0  # the optimizer's
-        record = timed.end_iteration()()
+        record = timed.end_iteration(CHECK)()
         assert record.begin_s == pytest.approx(begin_s)
         assert record.iteration_time_s == pytest.approx(3.0)
         waits.append(len(cuda.waited))
@@ -112,7 +115,7 @@ def test_times_may_be_read_while_the_next_iteration_runs(cuda):
     for number in range(4):
         cuda.host_is_late = number > 0
         cuda.begin(timed, 100.0 + 9.0 * number, 1.0 + number, 1.0 + number)
-        reads.append(timed.end_iteration())
+        reads.append(timed.end_iteration(CHECK))
         if number:
             record = reads[number - 1]()
             assert record.begin_s == pytest.approx(100.0 + 9.0 * (number - 1))
@@ -127,7 +130,7 @@ def test_a_look_at_the_clock_waits_for_the_event_that_comes_next_or_for_none(cud
 
     def iterate(*times_s: float) -> Any:
         cuda.begin(timed, *times_s)
-        return timed.end_iteration()
+        return timed.end_iteration(CHECK)
 
     cuda.device_s = 0.0  # nothing has passed
     assert iterate(100.0, 1.0, 1.0)().begin_s == pytest.approx(100.0)
@@ -152,7 +155,7 @@ def test_a_look_that_waits_for_none_changes_no_time_of_an_iteration_not_read_yet
         if number:
             record = reads[-1]()
             assert record.end_s.tolist() == pytest.approx([1.0, 2.0]), number
-        reads.append(timed.end_iteration())
+        reads.append(timed.end_iteration(CHECK))
 
 
 def test_a_look_at_the_clock_changes_no_time_of_the_iteration_that_runs(cuda):
@@ -168,7 +171,7 @@ def test_a_look_at_the_clock_changes_no_time_of_the_iteration_that_runs(cuda):
             assert record.start_s.tolist() == pytest.approx([0.0, 1.0])
             assert record.end_s.tolist() == pytest.approx([1.0, 2.0])
             looks += len(cuda.seen_s)
-        read = timed.end_iteration()
+        read = timed.end_iteration(CHECK)
     assert looks == 3
 
 

@@ -22,7 +22,7 @@ from envpipe_megatron.gpu.clock.controller import PageController
 from envpipe_megatron.gpu.clock.page import ClockPage
 from envpipe_megatron.gpu.emulated.emulated_gpu import EmulatedGpu
 from envpipe_megatron.runtime.clocks import rank_clock
-from envpipe_megatron.runtime.clocks.rank_clock import ClockKind, RankClock
+from envpipe_megatron.runtime.clocks.rank_clock import RankClock
 from envpipe_megatron.runtime.execution import executor
 from envpipe_megatron.runtime.execution.emulated_executor import EmulatedExecutor
 from envpipe_megatron.runtime.execution.executor import CudaExecutor, Executor
@@ -118,7 +118,7 @@ def guarded(cuda, monkeypatch) -> Iterator[tuple[FakeGpu, RankClock, PageControl
         return SimpleNamespace(release=lambda: None)
 
     monkeypatch.setattr(rank_clock, "hold_gpu", hold_gpu)
-    clock = RankClock(gpu, ClockKind.REAL)
+    clock = RankClock(gpu, guarded=True)
     cuda.page, clock._count = clock.page, cuda.count
     yield gpu, clock, held[0]
     gpu.driver.set()
@@ -209,7 +209,7 @@ class Pipeline:
 @pytest.mark.parametrize("wait_s", [0.2, 0.05, 0.0])
 def test_emulated_time_has_parked_waits_too(tmp_path, wait_s):
     gpu, stages = EmulatedGpu.create("a100-sxm", 0, tmp_path), Pipeline()
-    clock = RankClock(gpu, ClockKind.EMULATED)
+    clock = RankClock(gpu, guarded=False)
     timed = EmulatedExecutor(gpu, dict.fromkeys(WHOLE, 0.03), stages, clock.wait_idle)  # type: ignore[arg-type]
     run = run_of(timed, clock, [1410, 1200, 1305, 1305], 1005)
     run.begin()

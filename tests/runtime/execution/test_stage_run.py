@@ -22,20 +22,11 @@ from envpipe_megatron.formats.energy import Phase
 from envpipe_megatron.gpu.presets import times_by_kind_s
 from envpipe_megatron.runtime.execution import emulated_executor
 from envpipe_megatron.runtime.execution.emulated_executor import EmulatedExecutor
-from envpipe_megatron.runtime.execution.executor import make_record
+from envpipe_megatron.runtime.execution.executor import Passed, always, make_record
 from envpipe_megatron.runtime.execution.orders import IterationOrder
 from envpipe_megatron.runtime.execution.stage_run import StageRun, execute
 
 RECORD = make_record([0.5, 2.0], [1.0, 4.0], 10.0, 5.0, 6.0)
-
-
-class Event(str):
-    """Stands for a unit's end; waiting for it is noted."""
-
-    calls: list[Any]
-
-    def synchronize(self) -> None:
-        self.calls.append(f"{self} has come")
 
 
 class Parts:
@@ -56,18 +47,15 @@ class Parts:
         self.calls.append(("receive", str(unit)))
         return [torch.tensor(float(self.ended))]
 
-    def begin_unit(self) -> Event:
+    def begin_unit(self) -> Passed:
         self.calls.append("unit")
-        return self._event(f"input {self.ended + 1}")
+        looks = iter([False, True])
+        text = f"input {self.ended + 1}"
+        return lambda: next(looks) or self.calls.append(f"{text} has not come")
 
-    def end_unit(self) -> Event:
+    def end_unit(self) -> Passed:
         self.ended += 1
-        return self._event(f"event {self.ended}")
-
-    def _event(self, text: str) -> Event:
-        event = Event(text)
-        event.calls = self.calls
-        return event
+        return always
 
     def request(self, frequency_mhz: int, after: Any) -> None:
         self.calls.append((frequency_mhz, after))
@@ -75,11 +63,11 @@ class Parts:
     def send(self, unit: Any, tensors: list[torch.Tensor]) -> None:
         self.calls.append(("send", str(unit), [tensor.item() for tensor in tensors]))
 
-    def unless_lost(self, wait: Any) -> Any:
-        self.calls.append("wait")
-        return wait()
+    def check(self) -> None:
+        self.calls.append("check")
 
-    def end_iteration(self) -> Any:
+    def end_iteration(self, check: Any) -> Any:
+        self.checks = check
         self.calls.append("end")
         return lambda: self.calls.append("read") or RECORD
 
@@ -152,7 +140,8 @@ def test_each_unit_is_timed_sent_and_followed_by_the_next_ones_clock():
     assert (record.number, record.iteration_time_s) == (7, RECORD.iteration_time_s)
     assert replace(record, followed=False).start_s is RECORD.start_s
     assert not hasattr(record, "something else")
-    assert parts.calls == ["end", "wait", "read"]
+    assert parts.calls == ["end", "read"]
+    assert parts.checks == parts.check
 
 
 @pytest.mark.parametrize(("stage", "last"), [(0, 4), (1, 3)])
@@ -162,7 +151,7 @@ def test_where_a_channel_lets_go_nothing_follows_units_whose_input_may_never_com
     schedule = builders.one_f_one_b(2, 2)
     run = run_of(schedule, stage, parts, parts)
     execute(schedule, stage, parts, run)
-    assert parts.calls[-3:] == ["wait", f"input {last} has come", "end step"]
+    assert parts.calls[-3:] == [f"input {last} has not come", "check", "end step"]
     assert run.end().end_s is RECORD.end_s
 
 
@@ -204,7 +193,7 @@ def test_units_that_another_iterations_stand_for_are_not_timed():
     assert [call[0] for call in parts.calls if isinstance(call, tuple)] == ["begin", 5, 6, 7, 4]
     assert parts.ended == 1
     assert parts.calls[-1] == (4, None)
-    parts.end_iteration = lambda: lambda: make_record([0.25], [6.0], 90.0, 6.5, 6.0)
+    parts.end_iteration = lambda check: lambda: make_record([0.25], [6.0], 90.0, 6.5, 6.0)
     record = run.end(7)
     assert not record.timed
     assert record.start_s == pytest.approx([0.0, 1.8, 3.0, 4.8])
@@ -283,7 +272,7 @@ def test_the_wall_clock_follows_emulated_time(world):
         world.calls.clear()
         timed.begin_unit()
         world.wall_s += real_s
-        assert timed.end_unit().query() is True
+        assert timed.end_unit()() is True
         units.append(world.calls.copy())
     assert units == [
         ["settle", "forward", ("sleep", 0.5), ("send", 51.25, 1)],
@@ -292,7 +281,7 @@ def test_the_wall_clock_follows_emulated_time(world):
         [("receive", 1), "settle", "backward", ("sleep", 1.875)],
     ]
     world.calls.clear()
-    record = timed.end_iteration()()
+    record = timed.end_iteration(always)()
     assert world.calls == ["settle", ("advance", 59.5)]
     assert record.start_s.tolist() == [0.0, 1.0, 3.5, 7.0]
     assert record.end_s.tolist() == [1.0, 2.0, 5.5, 9.0]

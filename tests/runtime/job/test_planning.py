@@ -31,7 +31,7 @@ from envpipe_megatron.core.sidecar import Sidecar
 from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.policies.optimal.linear_program import LinearProgramError
 from envpipe_megatron.policies.planner import make_plan
-from envpipe_megatron.policies.problem import Limits, PlannerError, Problem
+from envpipe_megatron.policies.problem import PlannerError, Problem
 from envpipe_megatron.policies.request import PlanRequest
 from envpipe_megatron.runtime.channel.collectives import Collectives
 from envpipe_megatron.runtime.execution.executor import StageRecord
@@ -529,7 +529,8 @@ def test_a_plan_is_made_of_all_that_is_known_of_the_job(monkeypatch, tmp_path, l
         conditions=known_conditions(profile),
         order="envpipe",
         policy="envelope",
-        limits=Limits(max_in_flight=limit or (3, 3), channel_capacity=1),
+        max_in_flight=limit or (3, 3),
+        channel_capacity=1,
         runnable=True,
     )
     assert notes == (("Memory holds at most 2, 1 microbatches in flight.",) if limit else ())

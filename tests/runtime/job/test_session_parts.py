@@ -19,7 +19,7 @@ from envpipe_megatron.policies.objective import Objective
 from envpipe_megatron.policies.request import PlanRequest
 from envpipe_megatron.runtime.channel.carrier import ChannelError
 from envpipe_megatron.runtime.channel.collectives import Collectives
-from envpipe_megatron.runtime.execution.executor import Done, make_record
+from envpipe_megatron.runtime.execution.executor import always, make_record
 from envpipe_megatron.runtime.execution.orders import IterationOrder
 from envpipe_megatron.runtime.job import iterations
 from envpipe_megatron.runtime.job import session as runtime_session
@@ -145,7 +145,6 @@ class World:
         self.collectives = Collectives(0, self.pipeline, [], 1)
         self.channel: Any = Noted("channel", self.calls)
         self.channel.ranks, self.channel.lets_go = [4], False
-        self.channel.unless_lost = lambda wait: wait()
 
         def make_executor(settle: Any) -> Any:
             assert settle == "settle"
@@ -299,7 +298,7 @@ def test_times_are_read_when_the_optimizer_has_been_handed_over(world):
     """Nobody waits for the device before; whatever follows finds them read."""
     world.orders = [order(Phase.STEADY, 1410)] * 5
     session = world.session()
-    world.channel.unless_lost = lambda wait: world.calls.append(("wait",)) or wait()
+    world.executor._gives["end_iteration"] = lambda: world.calls.append(("read",)) or RECORD
     following = session.end_step, session.pause, session.begin_step, lambda: run(session)
     for number, follows in enumerate(following):
         session.begin_step(number)
@@ -309,7 +308,7 @@ def test_times_are_read_when_the_optimizer_has_been_handed_over(world):
         world.calls.clear()
         follows()
         names = [call[0] for call in world.calls]
-        told = ["energy.add", "energy.catch_up", "timeline.add", "wait"]
+        told = ["energy.add", "energy.catch_up", "timeline.add", "read"]
         assert names[:5] == ["executor.end_iteration", *told]
         assert world.calls[1][:3] == ("energy.add", Phase.STEADY, number)
 
@@ -318,7 +317,7 @@ def test_times_are_read_when_the_optimizer_has_been_handed_over(world):
 def test_units_are_timed_where_somebody_looks_or_waits(world, waits):
     """Else those of an iteration of the same order and clocks stand for them."""
     world.clock.waits = waits
-    world.executor._gives["end_unit"] = Done()
+    world.executor._gives["end_unit"] = always
     whole = make_record([0.0], [7.0], 40.0, 8.0, 8.0)
     first = order(Phase.STEADY, 1410)
     seldom = replace(first, times_units=False)
@@ -345,7 +344,7 @@ def test_units_are_timed_where_somebody_looks_or_waits(world, waits):
 
 def test_units_that_did_not_all_run_stand_for_no_others(world):
     world.clock.waits = False
-    world.executor._gives["end_unit"] = Done()
+    world.executor._gives["end_unit"] = always
     first = order(Phase.STEADY, 1410)
     world.orders = [first, first, *[replace(first, times_units=False)] * 2]
     session, timed = world.session(), []
@@ -363,15 +362,15 @@ def test_units_that_did_not_all_run_stand_for_no_others(world):
     assert session.iterations._timed[1] is timed[0][1]
 
 
-LATE = ["energy.catch_up", "timeline.add", "wait"]
+LATE = ["energy.catch_up", "timeline.add", "read"]
 
 
 def test_where_the_phase_lets_it_times_are_read_behind_the_next_iterations_units(world):
     """Only then is the device waited for; what is no training, a report or the end come before."""
     world.orders = [replace(order(Phase.STEADY, 1410), billed_late=True)] * 9
-    world.executor._gives["end_unit"] = Done()
+    world.executor._gives["end_unit"] = always
     session = world.session()
-    world.channel.unless_lost = lambda wait: world.calls.append(("wait",)) or wait()
+    world.executor._gives["end_iteration"] = lambda: world.calls.append(("read",)) or RECORD
 
     def step(number: int) -> list[str]:
         world.calls.clear()
@@ -397,7 +396,7 @@ def test_where_the_phase_lets_it_times_are_read_behind_the_next_iterations_units
 def test_a_session_that_is_closed_waits_for_no_iteration(world, ended):
     """Peers may be gone; what the device has ended is billed, also behind the next one's begin."""
     world.orders = [replace(order(Phase.STEADY, 1410), billed_late=True)] * 2
-    world.executor._gives["end_unit"] = SimpleNamespace(query=lambda: ended)
+    world.executor._gives["end_unit"] = lambda: ended
     session = world.session()
     session.begin_step()
     run(session)
@@ -436,7 +435,7 @@ def test_an_order_is_rehearsed_without_a_trace(world):
     session.rehearse(rehearsed, SPECS, lambda schedule: work)
     assert ran == ["F0", "F1", "B0", "B1"]
     assert ("channel.begin_step", rehearsed, SPECS) in world.calls
-    assert world.calls[-2:] == [("channel.end_step",), ("executor.end_iteration",)]
+    assert [call[0] for call in world.calls[-2:]] == ["channel.end_step", "executor.end_iteration"]
     assert world.taken() == []
     assert (session.executed, session.iterations.last_record, world.records) == ([], None, [])
     run(session)
