@@ -363,5 +363,6 @@ def train_kept(
         "said": said,
         "profile": session.state.profile,
         "baselines": dict(session._energy.baselines),
+        "sums": session.energy_sums(),
         "summary": session.summary(),
     }
