@@ -190,6 +190,8 @@ class _Pass:
         forward_w = _powers_w(
             (forwards, few_forwards), (forwards_j, few_forwards_j), own[0], layers
         )
+        # Forwards by themselves may wait for the host, and then take joules for longer.
+        forward_w *= max(1.0, _run_s(forwards) / float(own[0].sum()))
         return {
             way: np.stack(
                 [
