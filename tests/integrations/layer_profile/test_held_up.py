@@ -14,7 +14,7 @@ torch = pytest.importorskip("torch")
 from envpipe_megatron.integrations.layer_profile import passes  # noqa: E402
 from envpipe_megatron.integrations.layer_profile.gpt import FULL  # noqa: E402
 from envpipe_megatron.integrations.layer_profile.measuring import Looks, Window  # noqa: E402
-from envpipe_megatron.integrations.layer_profile.passes import Way, measure_pieces  # noqa: E402
+from envpipe_megatron.integrations.layer_profile.passes import MeasuredPiece, measure_pieces  # noqa: E402
 
 #: Of each piece; the host hands forward and backward over in more time than the device needs.
 FORWARD_S, BACKWARD_S, HOST_S, DATA_S = 1.25, 2.75, 6.0, 0.25
@@ -102,7 +102,7 @@ class Machine:
 
 def measured(
     monkeypatch: pytest.MonkeyPatch, slow: set[int], host_s: float, looked_s: float | None = None
-) -> tuple[dict[tuple[str, str | None], Way], Machine]:
+) -> tuple[dict[tuple[str, str | None], MeasuredPiece], Machine]:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(passes, "lowest", int)
     monkeypatch.setattr(passes, "free_bytes", lambda: math.inf)
