@@ -152,14 +152,16 @@ def _logs_here() -> bool:
 
 @contextmanager
 def replaced(owner: Any, **values: Any) -> Iterator[None]:
-    """Within, the owner's names have these values, also where its class has others."""
-    own = {name: vars(owner)[name] for name in values if name in vars(owner)}
+    """Within, the owner's names have these values; it has all of them, or its class has."""
+    own = {name: getattr(owner, name) for name in values}
+    of_class = {name for name in own if hasattr(type(owner), name)} - vars(owner).keys()
     for name, value in values.items():
         setattr(owner, name, value)
     try:
         yield
     finally:
-        for name in values:
-            delattr(owner, name)
         for name, value in own.items():
-            setattr(owner, name, value)
+            if name in of_class:
+                delattr(owner, name)
+            else:
+                setattr(owner, name, value)
