@@ -334,9 +334,7 @@ class Job:
 
     def end(self) -> None:
         """Give the clock back, then print the energy bill; every rank calls it."""
-        lap = self.session.lap()  # what no log line has covered yet
         self.session.close()
-        self.session.gather(lap)
         folder = self.session.output_dir
         lines = end_of_job(self.session, self.collectives, folder, self._tokens)
         if lines and folder is not None and not self.options.profile_only:

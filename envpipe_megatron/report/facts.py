@@ -8,7 +8,7 @@ highest for all units; no clock is changed to know them. What could be saved is 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -220,25 +220,17 @@ class StageFacts:
 
 
 @dataclass(frozen=True)
-class LevelFacts:
-    """Predicted saving of a level, against the job's own order at the highest clocks."""
-
-    level: str
-    saving_percent: float
-    slowdown_percent: float
-
-
-@dataclass(frozen=True)
 class Predicted:
-    """Predicted savings of all levels.
+    """Predicted savings of all levels, against the job's own order at the highest clocks.
 
     Args:
+        levels: energy that each saves, and time that it adds, in percent.
         waiting_power_w: of each stage's GPU in its bubbles; None if not known.
         assumed: what the prediction rests on, for people.
         lacking: what cannot be predicted, and why.
     """
 
-    levels: tuple[LevelFacts, ...]
+    levels: Mapping[str, tuple[float, float]]
     waiting_power_w: tuple[float, ...] | None
     assumed: tuple[str, ...]
     lacking: tuple[str, ...] = ()

@@ -110,8 +110,8 @@ def _bubbles(facts: ReportFacts) -> Iterator[Section]:
     yield Section(BUBBLES, header, rows, tuple(_bubble_lines(found, waiting_w)))
     if predicted is not None:
         levels = tuple(
-            (one.level, f"{one.saving_percent:z.1f}", f"{one.slowdown_percent:z.2f}")
-            for one in predicted.levels
+            (level, f"{saving_percent:z.1f}", f"{slowdown_percent:z.2f}")
+            for level, (saving_percent, slowdown_percent) in predicted.levels.items()
         )
         yield Section(
             LEVELS,

@@ -93,7 +93,6 @@ def test_a_node_from_begin_to_end(nodes, train, output):
     assert bill_of(output)["complete"]
     assert notes(output) == ["begun", "ended"]
     assert exit_codes(output) == [3]
-    assert (output / "bill.csv").exists()
 
 
 @pytest.mark.parametrize("wanted", [True, False])
@@ -253,7 +252,6 @@ def test_nobody_reads_the_bill(nodes, train, output, monkeypatch, error):
     monkeypatch.setattr(bill_report, "show_bill", show)
     assert train(nodes) == 0
     assert bill_of(output)["complete"]
-    assert (output / "bill.csv").exists()
 
 
 def test_a_start_that_fails_is_no_lost_node(nodes, train, output, caplog):

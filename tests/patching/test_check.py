@@ -75,10 +75,11 @@ def test_a_hook_is_asked_in_what_its_module_holds(checkout, text, hook, live, sa
     assert (got, said in detail) == (Outcome.LIVE if live else Outcome.NOT_LIVE, True)
 
 
-def test_an_installed_package_that_wins_is_named(patched, tmp_path, monkeypatch):
+@pytest.mark.parametrize("inside", [False, True], ids=["elsewhere", "in the checkout"])
+def test_an_installed_package_that_wins_is_named(patched, tmp_path, monkeypatch, inside):
     """As megatron is: without __init__.py in the checkout, with one in what is installed."""
     (patched / "toy/__init__.py").unlink()
-    installed = tmp_path / "site"
+    installed = patched / ".venv/lib/site-packages" if inside else tmp_path / "site"
     monkeypatch.setenv("PYTHONPATH", str(installed))
     # One without __init__.py too shares its name with the checkout, which goes first.
     write_tree(installed, {"toy/schedules.py": "envpipe_hook = None\n"})
@@ -88,14 +89,6 @@ def test_an_installed_package_that_wins_is_named(patched, tmp_path, monkeypatch)
         assert asked(patched, hook) == (Outcome.ELSEWHERE, str(installed / "toy"))
     (answer,) = ask_hooks(patched, [LOOP])
     assert "uninstall it" in answer.remedy
-
-
-def test_an_environment_inside_the_checkout_is_elsewhere_too(patched, monkeypatch):
-    (patched / "toy/__init__.py").unlink()
-    site = patched / ".venv/lib/site-packages"
-    write_tree(site, {"toy/__init__.py": "", "toy/schedules.py": "envpipe_hook = None\n"})
-    monkeypatch.setenv("PYTHONPATH", str(site))
-    assert asked(patched, SCHEDULES) == (Outcome.ELSEWHERE, str(site / "toy"))
 
 
 @pytest.mark.parametrize(
@@ -264,8 +257,3 @@ def test_errors_are_messages(run, tmp_path, monkeypatch):
     said = run("apply", tmp_path)
     assert said.exit_code == 1
     assert "Install git, or run `envpipe patch apply` on a machine that has it" in said.output
-
-
-@pytest.mark.parametrize("command", [(), ("apply",), ("revert",), ("check",)])
-def test_help_has_an_example(run, command):
-    assert "envpipe patch" in run(*command, "--help").output.partition("Example:")[2]

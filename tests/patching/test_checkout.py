@@ -443,8 +443,3 @@ def test_an_ordinary_user_patches_their_own_and_root_leaves_it_theirs(open_folde
     assert snapshot(root) == before
     if os.getuid() == 0:
         assert (root / "run.sh").stat().st_uid == NOBODY
-
-
-def test_the_catalog_of_the_package_is_the_default(tmp_path):
-    with pytest.raises(PatchError, match=r"no checkout of a supported project.*Megatron-LM"):
-        apply_patch(write_tree(tmp_path / "checkout", stock_files(0)))

@@ -3,6 +3,7 @@
 import json
 
 import pytest
+from energy_lines import window
 
 from envpipe_megatron.formats.energy import append_line
 from envpipe_megatron.report.run_folder import read_run_folder
@@ -20,12 +21,7 @@ def put_timeline(folder, *, run="", stage=0, uid="GPU-0", node="host", **more):
 
 
 def put_energy(folder, *, run="", uid="GPU-0", node="n1", file="energy.jsonl", stage=0):
-    entry = {
-        "format": "envpipe-energy/1", "node": node, "gpu_uid": uid, "rank": stage,
-        "stage": stage, "run": run, "phase": "steady", "first_iteration": 5, "last_iteration": 5,
-        "begin_s": 10.0, "duration_s": 1.0, "energy_j": 100.0,
-    }  # fmt: skip
-    append_line(folder / file, entry)
+    append_line(folder / file, window(stage, 5, node=node, gpu_uid=uid, run=run))
 
 
 def lacks(folder, text):
@@ -40,7 +36,7 @@ def test_lines_of_an_earlier_job_in_the_folder_are_left_out_and_counted(tmp_path
         append_line(tmp_path / "clocks.jsonl", {"run": run, "backend": "dry_run"})
     folder = read_run_folder(tmp_path)
     assert [read.labels.run for read in folder.timelines.iterations] == [NEW, ""]
-    assert [window.run for window in folder.windows] == [NEW, ""]
+    assert [each.run for each in folder.windows] == [NEW, ""]
     assert [entry["run"] for entry in folder.clocks] == [NEW, ""]
     assert lacks(folder, "3 lines of other jobs")
     (tmp_path / "job.json").write_text(json.dumps({"starts": [OLD, NEW]}))
@@ -55,7 +51,7 @@ def test_of_several_runs_in_the_folder_the_last_is_reported(tmp_path):
         put_energy(tmp_path, run=f"{run} {NEW}")
     folder = read_run_folder(tmp_path)
     assert [read.labels.run for read in folder.timelines.iterations] == ["envpipe"]
-    assert [window.run for window in folder.windows] == [f"envpipe {NEW}"]
+    assert [each.run for each in folder.windows] == [f"envpipe {NEW}"]
     assert lacks(folder, "2 lines of other jobs")
 
 
@@ -104,7 +100,7 @@ def test_a_gpu_is_on_the_node_that_its_timelines_name(tmp_path):
     for node in ("n2", "n3"):
         put_timeline(tmp_path, uid="GPU-2", node=node)
         put_energy(tmp_path, uid="GPU-2", node=node)
-    nodes = [window.node for window in read_run_folder(tmp_path).windows]
+    nodes = [each.node for each in read_run_folder(tmp_path).windows]
     assert nodes == ["host", "n1", "n2", "n3"]
 
 

@@ -362,5 +362,6 @@ def train_kept(
         "said": said,
         "profile": session.state.profile,
         "baselines": dict(session._energy.baselines),
+        "sums": session.energy_sums(),
         "summary": session.summary(),
     }

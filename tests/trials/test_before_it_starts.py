@@ -247,13 +247,6 @@ def test_the_last_stage_is_slower_by_its_output_layer():
     assert settings.forward_times_s == pytest.approx([0.03, 0.03, 0.03, 0.03 * 8 / 7])
 
 
-def test_settings_survive_their_file(tmp_path):
-    settings = short_settings(tmp_path)
-    settings.write(tmp_path / "settings.json")
-    assert Settings.read(tmp_path / "settings.json") == settings
-    assert settings.text_copy == tmp_path / "out" / "text.bin"
-
-
 def test_every_other_round_of_a_proof_goes_backwards():
     assert Settings("out", "text").turns == [(0, arm) for arm in RUNS]
     settings = Settings("out", "text", preset=None)

@@ -28,15 +28,15 @@ from envpipe_megatron.formats.energy import (
     Phase,
     read_step,
 )
+from envpipe_megatron.formats.energy_sums import EnergySums, total_of
 from envpipe_megatron.formats.steps import StepEnergy, compare
 from envpipe_megatron.gpu.modelled import modelled_clocks_mhz
 from envpipe_megatron.gpu.presets import GpuPreset, model_for
-from envpipe_megatron.launch.bill.bill import Bill, PhaseBill, bill_of, total_of
+from envpipe_megatron.launch.bill.bill import Bill, bill_of
 from envpipe_megatron.policies.planner import make_plan
 from envpipe_megatron.policies.request import PlanRequest
 from envpipe_megatron.report.facts import (
     Bubbles,
-    LevelFacts,
     Predicted,
     ReportFacts,
     StageFacts,
@@ -68,10 +68,10 @@ def predict(bubbles: Bubbles, profile: Profile | None, gpu: str) -> Predicted:
         fitted = "fitted to measurements" if preset.fitted else "not fitted: a guess"
         source = f"those of the model {preset.name} ({fitted}), from the measured times"
     else:
-        return Predicted((), None, (), (f"there is no model of this GPU ({gpu})",))
+        return Predicted({}, None, (), (f"there is no model of this GPU ({gpu})",))
     if schedule.num_units > _MOST_UNITS:
         why = f"an order of {schedule.num_units} units takes long to plan"
-        return Predicted((), waiting_w, (), (why,))
+        return Predicted({}, waiting_w, (), (why,))
     conditions = make_conditions(profile, blocking_power_w=waiting_w or 0.0)
     levels, lacking = _levels(profile, schedule, conditions)
     assumed = (
@@ -80,7 +80,7 @@ def predict(bubbles: Bubbles, profile: Profile | None, gpu: str) -> Predicted:
         "clocks change at once and follow every request",
         *(() if waiting_w else ("waiting takes no power",)),
     )
-    return Predicted(tuple(levels), waiting_w, assumed, tuple(lacking))
+    return Predicted(levels, waiting_w, assumed, tuple(lacking))
 
 
 def _prices(profile: Profile, schedule: Schedule) -> bool:
@@ -124,7 +124,7 @@ def _times(bubbles: Bubbles) -> Iterator[tuple[int, Kind, float]]:
 
 def _levels(
     profile: Profile, schedule: Schedule, conditions: Conditions
-) -> tuple[list[LevelFacts], list[str]]:
+) -> tuple[dict[str, tuple[float, float]], list[str]]:
     """Plan each level in the time of a recorded order at the highest clocks; name what fails."""
 
     def planned(**more: Any) -> Plan:
@@ -140,7 +140,7 @@ def _levels(
     try:
         own = planned(policy="baseline", order=schedule)
     except EnvPipeError as error:
-        return [], [f"all levels: {error}"]
+        return {}, [f"all levels: {error}"]
     full = own.cost
     factor = full.iteration_time_s / own.baseline.cost.iteration_time_s
     costs, lacking = {"uniform": _uniform(own)}, []
@@ -153,10 +153,10 @@ def _levels(
             costs[level] = planned(policy="optimal", deadline_factor=factor, **order).cost
         except EnvPipeError as error:
             lacking.append(f"{level}: {error}")
-    levels = [
-        LevelFacts(level, cost.saving_percent(full), cost.slowdown_percent(full))
+    levels = {
+        level: (cost.saving_percent(full), cost.slowdown_percent(full))
         for level, cost in costs.items()
-    ]
+    }
     return levels, lacking
 
 
@@ -274,18 +274,18 @@ def _recorded(folder: RunFolder, bill: Bill) -> StepEnergy | None:
         for name in ("baselines", "", "mean"):  # of a file that may be damaged
             mean = mean.get(name) if isinstance(mean, dict) else None
         told = [mean]
-    return next((StepEnergy(**step) for step in map(read_step, told) if step), None)
+    return next(filter(None, map(read_step, told)), None)
 
 
 def _stages(name: str, bill: Bill, phase: str) -> list[StageFacts]:
     """The stages of a phase, each by its mean GPU."""
-    members: dict[int, list[PhaseBill]] = {}
+    members: dict[int, list[EnergySums]] = {}
     for (_, _, own_phase, stage), each in bill.phases.items():
         if own_phase == phase and stage is not None and each.steps:
             members.setdefault(stage, []).append(each)
     stages = []
     for stage, own in sorted(members.items()):
         steps, total = sum(member.steps for member in own), total_of(own)
-        shares_s = tuple(share_s / steps for share_s in total.shares_s or ())
+        shares_s = tuple(share_s / steps for share_s in total.known_shares_s or ())
         stages.append(StageFacts(name, stage, len(own), total.energy_j / steps, shares_s))
     return stages

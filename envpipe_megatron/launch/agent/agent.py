@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import logging
 import os
 import socket
@@ -21,13 +20,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from envpipe_megatron.formats.energy import JOB, parse_line
+from envpipe_megatron.formats.energy import JOB
 from envpipe_megatron.gpu.base import GpuAddress
 from envpipe_megatron.gpu.devices import open_reader
 from envpipe_megatron.gpu.guard.messages import GuardError, peer_uid_and_pid, receive, send
 from envpipe_megatron.launch.agent.collector import Collector, Uplink, holds_within
-from envpipe_megatron.launch.agent.ledger import GpuLedger, NodeLog, Reading
+from envpipe_megatron.launch.agent.ledger import GpuLedger, NodeLog
 from envpipe_megatron.launch.bill.bill import Bill
+from envpipe_megatron.runtime.energy.meter import CounterAt
 
 logger = logging.getLogger(__name__)
 
@@ -205,7 +205,7 @@ class NodeAgent:
     async def _read_and_bill(self, ledger: GpuLedger) -> None:
         """Bill up to now, unless the driver hangs: that thread is left behind."""
 
-        def read() -> Reading | None:
+        def read() -> CounterAt | None:
             self._reading.add(ledger)
             reading = ledger.read()
             self._reading.discard(ledger)
@@ -286,7 +286,6 @@ class NodeAgent:
 
     async def _welcome(self, hello: Mapping[str, Any]) -> GpuLedger:
         labels = {k: v for k, v in hello.items() if k not in ("op", "backend")}
-        parse_line(json.dumps({**labels, "energy_j": 0, "duration_s": 0}).encode())  # or ValueError
         uid = str(hello["gpu_uid"])
         async with self._opening.setdefault(uid, asyncio.Lock()):  # ranks may share a GPU
             if uid not in self._ledgers:
@@ -294,7 +293,7 @@ class NodeAgent:
                 self._ledgers[uid] = await self._apart(
                     lambda: GpuLedger(open_reader(address), labels, self.log.append)
                 )
-        self._ledgers[uid].labels = labels
+        self._ledgers[uid].know(labels)
         return self._ledgers[uid]
 
     def _guarded(self, action: Callable[..., None], *arguments: Any, **named: Any) -> None:

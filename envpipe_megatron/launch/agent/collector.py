@@ -25,7 +25,7 @@ import socket
 from collections.abc import Callable
 from typing import Any, NoReturn
 
-from envpipe_megatron.formats.energy import parse_line
+from envpipe_megatron.formats.energy import EnergyNote, EnergyWindow, parse_line
 from envpipe_megatron.formats.energy_sums import LogSums
 from envpipe_megatron.launch.agent.ledger import NodeLog
 from envpipe_megatron.launch.bill.bill import Bill
@@ -175,11 +175,7 @@ class Collector:
         if self._reporting is not None:
             self._reporting.cancel()
             self._reporting = None
-        try:
-            self._on_lines()
-        except Exception:  # a closed terminal, say
-            logger.exception("The bill is added up, but no longer shown while it grows")
-            self._on_lines = lambda: None
+        self._on_lines()
 
 
 class Uplink:
@@ -298,13 +294,13 @@ class Uplink:
 
 def _added_up(data: bytes) -> tuple[bytes, int]:
     """Return the sums of a log's lines as lines, and how many lines cannot be read."""
-    made: list[bytes] = []
-    sums, unreadable = LogSums(lambda line: made.append(json.dumps(line).encode())), 0
+    made: list[EnergyWindow | EnergyNote] = []
+    sums, unreadable = LogSums(made.append), 0
     for line in filter(bytes.strip, data.split(b"\n")):
         try:
-            parse_line(line)
-            sums.add(json.loads(line))
+            sums.add(parse_line(line))
         except ValueError:
             unreadable += 1
     sums.flush()
-    return b"\n".join(made), unreadable
+    lines = (one.line() if isinstance(one, EnergyWindow) else one.fields for one in made)
+    return "\n".join(map(json.dumps, lines)).encode(), unreadable

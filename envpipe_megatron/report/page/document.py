@@ -90,10 +90,10 @@ def _rendered(**parts: object) -> str:
 def _tiles(facts: ReportFacts) -> Iterator[tuple[str, str]]:
     if facts.changed_nothing and facts.bubbles is not None:
         yield "in bubbles", f"{100 * facts.bubbles.share:.1f} % of the time"
-        levels = () if facts.predicted is None else facts.predicted.levels
+        levels = {} if facts.predicted is None else facts.predicted.levels
         if levels:
-            most = max(levels, key=lambda one: one.saving_percent)
-            yield "predicted to save", f"{most.saving_percent:z.1f} % at level {most.level}"
+            most_percent, level = max((saving, level) for level, (saving, _) in levels.items())
+            yield "predicted to save", f"{most_percent:z.1f} % at level {level}"
     if facts.steady is None:
         return
     if facts.compared and facts.baseline and not facts.changed_nothing:

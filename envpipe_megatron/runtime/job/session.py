@@ -11,6 +11,7 @@ from typing import Any
 
 from envpipe_megatron.core.schedule import Schedule
 from envpipe_megatron.formats.energy import Phase
+from envpipe_megatron.formats.energy_sums import EnergySums
 from envpipe_megatron.formats.steps import IntervalEnergy
 from envpipe_megatron.gpu.base import ClockState, Gpu
 from envpipe_megatron.runtime.channel.carrier import StageSpecs
@@ -375,6 +376,10 @@ class Session:
         None if a rank has no step in its interval.
         """
         return self._energy.gather(interval)
+
+    def energy_sums(self) -> dict[str, EnergySums]:
+        """Sums of what this rank's GPU took, by phase; complete once the session is closed."""
+        return self._energy.sums()
 
     def clock_summary(self) -> dict[str, Any]:
         """How this rank's clock was controlled and whether it followed; see `RankClock.summary`."""

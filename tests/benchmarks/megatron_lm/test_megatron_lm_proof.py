@@ -1,7 +1,6 @@
 """The proof on GPUs: turns, hangs, what is run again, and what counts as equal. A fake checkout."""
 
 import json
-import os
 import subprocess
 import sys
 import time
@@ -41,9 +40,6 @@ from benchmarks.megatron_lm.running.jobs import (
 from benchmarks.megatron_lm.running.pool import Limits, printed_energies, printed_results, run_jobs
 
 HAS = frozenset({TRANSFORMER_ENGINE, APEX})
-takes_minutes = pytest.mark.skipif(
-    os.environ.get("ENVPIPE_LM_FULL") != "1", reason="takes minutes: ENVPIPE_LM_FULL=1 runs it"
-)
 
 
 @dataclass(frozen=True)
@@ -84,7 +80,7 @@ def _wait(reached):
 _OPTIONS = ("--stock", ".", "--patched", ".", "--output", "nowhere", "--ranks-per-gpu", "4")
 
 
-@takes_minutes
+@on_request("LM")
 def test_jobs_take_turns_and_never_compute_together(site, state):
     turns = (2, 3, 3)
     iterations = sum(turns) + 1
@@ -110,7 +106,7 @@ def test_jobs_take_turns_and_never_compute_together(site, state):
         assert block["time_s"] >= turns[block["turn"]] * 0.002
 
 
-@takes_minutes
+@on_request("LM")
 def test_a_hang_says_where_and_leaves_no_process(site, state):
     hanging, other = _job("part/hangs/stock", 9, hangs=6), _job("part/goes on/stock", 9)
 
@@ -128,7 +124,7 @@ def test_a_hang_says_where_and_leaves_no_process(site, state):
     assert not processes_of(hanging.folder(site))
 
 
-@takes_minutes
+@on_request("LM")
 def test_what_is_done_is_not_run_again_and_what_ran_out_of_time_is(site, state, tmp_path):
     quick, slow = _job("part/quick/stock", 4), _job("part/slow/stock", 9, hangs=5)
 
@@ -155,7 +151,7 @@ def test_what_is_done_is_not_run_again_and_what_ran_out_of_time_is(site, state, 
     assert not any(rank["imported_envpipe"] for rank in run["ranks"])
 
 
-@takes_minutes
+@on_request("LM")
 def test_a_job_waits_for_the_one_before_it_and_is_left_out_if_that_failed(site, state):
     first = _job("part/halves/stock/first", 4)
     bad = replace(first, name="part/bad/stock/first", arguments=("no number", "0"))
@@ -359,7 +355,7 @@ run_jobs(site, State(scratch / "proof.json"), [job], limits)
 """
 
 
-@takes_minutes
+@on_request("LM")
 def test_jobs_die_with_the_script_that_started_them(site):
     arguments = [sys.executable, "-c", DRIVER, str(site.stock), str(site.scratch)]
     with subprocess.Popen(arguments) as driver:

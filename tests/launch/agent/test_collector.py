@@ -92,35 +92,6 @@ async def test_waiting_ends_in_time(tmp_path):
         assert await waiting
 
 
-@in_time
-async def test_whoever_listens_cannot_disturb_the_sums(tmp_path, caplog):
-    """A line that cannot be printed, for one, just when the last node ends."""
-    pieces = []
-
-    def fail_later() -> None:
-        pieces.append(1)
-        if len(pieces) > 1:
-            raise BrokenPipeError("the terminal is gone")
-
-    async with (
-        collecting(on_lines=fail_later) as collector,
-        agents(tmp_path, "a") as (agent,),
-    ):
-        agent.uplink.send_to(await collector.start("localhost"))
-        await agent.is_known()
-        waiting = asyncio.create_task(collector.all_ended(10 * LONG_S))
-        await asyncio.sleep(0)
-        agent.append(0, 10)
-        agent.log.end(0)
-        assert await waiting
-        agent.append(10)
-        await agent.is_known()
-        assert_is_the_files_bill(collector.bill, agent)
-    assert len(pieces) == 2
-    assert "no longer shown" in caplog.text
-    assert "tried again" not in caplog.text
-
-
 @pytest.mark.parametrize("both", [True, False])
 @in_time
 async def test_a_machine_without_ipv6_will_do(monkeypatch, both):
@@ -252,16 +223,6 @@ async def test_whoever_does_not_say_hello_in_time_is_hung_up_on(tmp_path, monkey
         agent.append(0, 3)
         await agent.is_known()
         assert_is_the_files_bill(collector.bill, agent)
-
-
-@in_time
-async def test_a_line_without_an_end_is_not_kept(tmp_path):
-    async with collecting() as collector:
-        endpoint = await collector.start("localhost")
-        stranger = await connected(endpoint["port"], piece_of(collector) + b"x" * 5_000_000)
-        await is_hung_up(*stranger)
-        assert list(collector._known_bytes.values()) == [0]
-        assert collector._sending == {}
 
 
 @in_time

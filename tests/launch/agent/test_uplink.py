@@ -104,26 +104,6 @@ async def test_a_network_that_is_cut_anywhere_loses_nothing_and_repeats_nothing(
 
 
 @in_time
-async def test_a_collector_that_moves_gets_everything_anew(tmp_path):
-    async with (
-        collecting() as first,
-        collecting() as second,
-        agents(tmp_path, "a", "b") as nodes,
-    ):
-        here, there = await first.start("localhost"), await second.start("localhost")
-        for turn, endpoint in enumerate((here, there, here)):
-            for agent in nodes:
-                agent.append(10 * turn, 10)
-                agent.uplink.send_to(endpoint)
-            for agent in nodes:
-                await agent.is_known()
-            current = second if endpoint is there else first
-            assert_is_the_files_bill(current.bill, *nodes)
-        assert second.bill.total().windows == 40
-        assert first.bill.total().windows == 60
-
-
-@in_time
 async def test_an_agent_that_starts_again_goes_on(tmp_path):
     async with collecting() as collector:
         endpoint = await collector.start("localhost")
