@@ -5,7 +5,7 @@
 What begins with --envpipe- is EnvPipe's, as docs/megatron_lm.md lists it; all else is torchtitan's.
 """
 
-from envpipe_megatron.integrations.torch_pipelining.torchtitan import main
-
 if __name__ == "__main__":
+    from envpipe_megatron.integrations.torch_pipelining.torchtitan import main
+
     main()

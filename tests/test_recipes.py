@@ -12,8 +12,7 @@ from benchmarks.online.pipelines import Pipelines
 from benchmarks.online.runs import run_job
 from envpipe_megatron.formats.energy import Phase
 from envpipe_megatron.gpu.presets import load_preset
-from envpipe_megatron.policies.request import PlanRequest
-from envpipe_megatron.runtime.job.config import SessionConfig
+from envpipe_megatron.runtime.job.options import JobOptions
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 CURVE = {1200: (0.10, 40.0), 1000: (0.11, 34.0), 800: (0.13, 31.0)}
@@ -175,12 +174,11 @@ def test_new_names_are_planned_with_simulated_and_drawn(command, tmp_path):
 def test_a_job_takes_both_names(command):
     program = """
 import argparse
-from envpipe_megatron.integrations.options import add_arguments
-from envpipe_megatron.integrations.reading import read_options
+from envpipe_megatron.integrations.options import add_arguments, read_options
 parser = argparse.ArgumentParser()
 add_arguments(parser.add_argument_group("envpipe"))
 given = parser.parse_args()
-print(read_options(given, {}, num_stages=3, on_gpu=True).request(4))
+print(read_options(given, {}, num_stages=3, on_gpu=True).request())
 """
     arguments = ["--envpipe-type", "backwards-slowly", "--envpipe-scheduling", "in-pairs"]
     done = command(program, *arguments)
@@ -217,7 +215,7 @@ def run_probed(monkeypatch, folder, probes, iterations=40):
         return inner(self, orders)
 
     monkeypatch.setattr(Pipelines, "run", watched)
-    config = SessionConfig(PlanRequest(12, policy="optimal"), closed_loop=True)
+    config = JobOptions(num_microbatches=12, type="optimal", scheduling="1f1b", baseline_steps=3)
     preset = load_preset("a100-sxm")
     return run_job(config, preset, [0.03, 0.03, 0.036], iterations=iterations), clocks_mhz
 

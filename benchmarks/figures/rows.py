@@ -10,8 +10,8 @@ from pathlib import Path
 
 from benchmarks.figures.experiments import BASELINE, Job, Setting
 from envpipe_megatron.core.plan import Plan
-from envpipe_megatron.runtime.energy.log import PhaseTotals
-from envpipe_megatron.runtime.job.session import SessionState
+from envpipe_megatron.formats.energy_sums import EnergySums
+from envpipe_megatron.runtime.job.parts import SessionState
 
 #: A back end that changes no clock, and the name of none.
 DRY_RUN, NO_CONTROL = "dry_run", "none"
@@ -66,7 +66,7 @@ class Outcome:
     @classmethod
     def of_ranks(
         cls,
-        ranks: Sequence[tuple[PhaseTotals, str]],
+        ranks: Sequence[tuple[EnergySums, str]],
         losses: list[list[float]],
         state: SessionState,
         gpu: str,
@@ -80,9 +80,11 @@ class Outcome:
             control=control,
             iterations=len(losses),
             losses=losses,
-            iteration_time_s=max(m.duration_s / m.iterations for m in metered),
-            energy_j=sum(m.energy_j / m.iterations for m in metered),
-            energy_uncertainty_j=math.hypot(*(m.uncertainty_j / m.iterations for m in metered)),
+            iteration_time_s=max(m.duration_s / m.steps for m in metered),
+            energy_j=sum(m.energy_j / m.steps for m in metered),
+            energy_uncertainty_j=math.hypot(
+                *((m.energy_uncertainty_j or 0.0) / m.steps for m in metered)
+            ),
             reconfigure_steps=state.reconfigure_steps,
             reconfigure_ended=ended.value if ended else "",
             notes=[*state.notes, *filter(None, clock_errors)],

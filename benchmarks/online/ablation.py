@@ -28,8 +28,7 @@ from benchmarks.online.runs import FAULTS, restarts, run_job, scripted
 from benchmarks.outputs import leave, make_console, make_table, output_option
 from envpipe_megatron.formats.energy import Phase
 from envpipe_megatron.gpu.presets import load_preset
-from envpipe_megatron.policies.request import PlanRequest
-from envpipe_megatron.runtime.job.config import SessionConfig
+from envpipe_megatron.runtime.job.options import JobOptions
 from envpipe_megatron.tuning import controller, judge, parking, replicas
 from envpipe_megatron.tuning.commands import Window
 from envpipe_megatron.tuning.controller import Controller
@@ -104,7 +103,7 @@ VARIANTS: dict[str, tuple[Any, str, Any]] = {
     "replicas: one is measured": (Controller._learn_usual, "replicas,", "[self._followers.usual],"),
 }
 
-_CONFIG = SessionConfig(PlanRequest(12, schedule="auto", policy="optimal"), closed_loop=True)
+_CONFIG = JobOptions(num_microbatches=12, baseline_steps=3)
 #: Iterations of a job; those between which faults last, and after which it is steady.
 _ITERATIONS, _FAULT, _OVER, _FOUND_OUT, _STEADY = 150, 50, 105, 10, 44
 MEASURES = ("energy (points)", "slowest (%)", "lost (iterations)")

@@ -180,7 +180,11 @@ def write_plan(folder: Path, setting: Setting, division: Division) -> Path:
         "data_parallel_size_of_each_op": [
             [data_parallel for _, data_parallel in of_stage] for of_stage in sizes
         ],
-        "recompute_ops": [[int(way is not None) for way in stage.ways] for stage in stages],
+        "recompute_ops": [
+            [int(way is not None) for way in stage.ways]
+            for stage in stages
+            if isinstance(stage, PieceStage)
+        ],
         "algo_of_each_op": [
             [
                 splits[each][profile.pieces[piece]]

@@ -20,7 +20,6 @@ from envpipe_megatron.cli.plans.made_plans import (
     compare,
     export_schedule,
     simulate,
-    straggler,
 )
 from envpipe_megatron.cli.plans.partition import partition
 from envpipe_megatron.cli.plans.plan import plan
@@ -57,7 +56,6 @@ for command in (
     plan,
     simulate,
     compare,
-    straggler,
     partition,
     search_command,
     export_schedule,

@@ -1,4 +1,4 @@
-"""Shared by the subcommands: options' types, errors as messages, tables."""
+"""Shared by the subcommands: options' types, errors as messages."""
 
 from __future__ import annotations
 
@@ -14,13 +14,11 @@ from typing import Any
 
 import click
 
-from envpipe_megatron.console import drop_output, show_table
+from envpipe_megatron.console import drop_output
 from envpipe_megatron.core.fields import AMOUNT, COUNT, Number
-from envpipe_megatron.core.plan import NORMAL_95, Plan, saving_uncertainty_percent
 from envpipe_megatron.core.profile import Profile
 from envpipe_megatron.core.sidecar import sidecar_path
 from envpipe_megatron.errors import EnvPipeError
-from envpipe_megatron.policies.orders.judged import peak_held
 
 EXISTING_FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
 OUTPUT_FILE = click.Path(dir_okay=False, path_type=Path)
@@ -32,7 +30,6 @@ PROFILE_OPTION = click.option(
 PLAN_OPTION = click.option(
     "--plan", "plan_path", type=EXISTING_FILE, required=True, help="Plan JSON."
 )
-NEW_PLAN_OPTION = click.option("--output", type=OUTPUT_FILE, required=True, help="Plan JSON.")
 MICROBATCHES_OPTION = click.option(
     "--num-microbatches", type=click.IntRange(min=1), required=True,
     help="Microbatches of an iteration.",
@@ -206,38 +203,3 @@ def write_stages(profile: Profile, blocking_power_w: float | None, path: Path) -
 def numbers(values: Iterable[float]) -> str:
     """Numbers as a table's cell shows them."""
     return " ".join(f"{value:g}" for value in values)
-
-
-def _with_error(percent: float, error: float | None) -> str:
-    """A figure with the half-width of its interval of 95 % from a standard error, if known."""
-    return f"{percent:.2f}" + ("" if error is None else f" +- {NORMAL_95 * error:.2f}")
-
-
-def show_summary(plan: Plan) -> None:
-    """Print a plan beside its baseline."""
-    unsure = saving_uncertainty_percent(plan)
-    schedule, cost, baseline = plan.schedule, plan.cost, plan.baseline
-    time, theirs = f"{cost.iteration_time_s:.4f}", f"{baseline.cost.iteration_time_s:.4f}"
-    rows = [
-        ("iteration time (s)", time, theirs),
-        ("energy (J)", f"{cost.energy_j:.1f}", f"{baseline.cost.energy_j:.1f}"),
-        ("mean power (W)", f"{cost.mean_power_w:.1f}", f"{baseline.cost.mean_power_w:.1f}"),
-        ("saving (%)", _with_error(cost.saving_percent(baseline.cost), unsure)),
-    ]
-    if plan.gap_percent is not None:
-        rows.append(("gap to the lower bound (%)", f"{plan.gap_percent:.3f}"))
-    rows.append(("slowdown (%)", f"{cost.slowdown_percent(baseline.cost):.3f}"))
-    if schedule.num_chunks == 1:
-        rows.append(("extra forwards by stage", numbers(schedule.extra_forwards)))
-    peaks = (numbers(of.microbatches_in_flight) for of in (schedule, baseline.schedule))
-    rows.append(("peak in flight by stage", *peaks))
-    held = plan.profile.sidecar.activation_bytes
-    if held is not None:
-        shares = plan.profile.weight_shares
-        gib = [
-            " ".join(f"{each / 2**30:.3g}" for each in peak_held(of, shares) * held)
-            for of in (schedule, baseline.schedule)
-        ]
-        rows.append(("activations (GiB) by stage", *gib))
-    columns = ("", "plan", f"baseline ({baseline.schedule.name})")
-    show_table(f"{plan.policy} on {schedule.name}", columns, rows)

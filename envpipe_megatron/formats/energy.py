@@ -11,16 +11,16 @@
 ```
 
 Instants are on the GPU's time base, which for real GPUs is the node's monotonic clock: they compare
-within a node alone. The three times add up to the duration: units, waits in receives, and the rest
+within a node only. The three times add up to the duration: units, waits in receives, and the rest
 (optimizer, data, the wait for the slowest stage; all of phase `framework`, which is steps that the
 framework ran by itself, of `plan`, which is what lies between other phases, and of `between`, which
 is what a node's agent metered outside all training: evaluations, checkpoints, restarts). Steps of a
 batch of another size than the full one have phases of their own: `steady m24` with 24 microbatches.
-`baseline` is what a step of this GPU is held against, where it may save.
+`baseline` is the step that those of this GPU are compared with, where the job may save.
 The older a job, the more windows are added up in a line, and lines are laid end to end: their
 instants and iterations are right to such a line (`energy_sums`). A writer may add fields, such as
-the name of a run. What many ranks wrote and some were killed while writing may hold torn lines;
-readers pass over them and count them.
+the name of a run. Ranks that are killed while they write leave torn lines; readers pass over them
+and count them.
 
 A node's agent adds notes, which carry no energy. A node whose last `begun` has no `ended` was lost:
 
@@ -34,18 +34,21 @@ A node's agent adds notes, which carry no energy. A node whose last `begun` has 
 from __future__ import annotations
 
 import errno
-import hashlib
 import json
 import os
 import re
 import sys
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from envpipe_megatron.errors import EnvPipeError
+
+if TYPE_CHECKING:  # guards import this module, and do without SciPy
+    from envpipe_megatron.formats.steps import StepEnergy
 
 ENERGY_FORMAT = "envpipe-energy/1"
 NOTE_FORMAT = "envpipe-note/1"
@@ -130,7 +133,7 @@ class EnergyWindow:
         shares_s: seconds of `SHARES`.
         begin_s: on the time base of the GPU.
         num_ranks: of its start of the job.
-        baseline: what a step is held against, by the names of `STEP`.
+        baseline: the step that its steps are compared with.
         clock_backend: what changed the GPU's clock; see `KEEP_CLOCKS`.
     """
 
@@ -149,7 +152,7 @@ class EnergyWindow:
     shares_s: tuple[float, ...] | None
     begin_s: float | None = None
     num_ranks: int | None = None
-    baseline: Mapping[str, Any] | None = None
+    baseline: StepEnergy | None = None
     clock_backend: str = ""
 
     @property
@@ -165,7 +168,19 @@ class EnergyWindow:
     @property
     def steps(self) -> int:
         """How many steps it holds; 0 if it has none, or does not say."""
-        return num_steps(self.phase, self.first_iteration, self.last_iteration)
+        first, last = self.first_iteration, self.last_iteration
+        if self.phase in OUTSIDE_STEPS or first is None or last is None:
+            return 0
+        return max(0, last - first + 1)
+
+    def line(self) -> dict[str, Any]:
+        """Return it as the JSON object of a line, without what it does not say."""
+        said: dict[str, Any] = {"format": ENERGY_FORMAT}
+        said |= {name: getattr(self, name) for name in _READERS}
+        said |= zip(SHARES, self.shares_s or (None,) * len(SHARES), strict=True)
+        if self.baseline is not None:
+            said["baseline"] = vars(self.baseline)
+        return {name: value for name, value in said.items() if value not in (None, "")}
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,20 +217,28 @@ def name_of_run(run: str) -> str:
     return _START.sub("", run)
 
 
-def read_energy_logs(paths: Iterable[Path]) -> EnergyLogs:
+def read_energy_logs(
+    paths: Iterable[Path], take: Callable[[EnergyWindow | EnergyNote], object] | None = None
+) -> EnergyLogs:
     """Read energy logs; a line that is there twice, in one file or in two, counts once.
 
-    Where they are large, lines of each GPU are added up as they are read: see `energy_sums`. A file
-    may be empty, as that of a node that never got so far. EnergyFileError: a file with lines, none
-    of which can be read; or nothing in any file.
+    Args:
+        paths: a file may be empty, as that of a node that never got so far.
+        take: gets each line, and none is kept in what is returned. Without it all are kept; where
+            files are large, lines of each GPU are added up as they are read, see `energy_sums`.
+
+    EnergyFileError: a file with lines, none of which can be read; or nothing in any file.
     """
     from envpipe_megatron.formats.energy_sums import LogSums  # which imports this module
 
     paths = list(paths)
     lines: list[EnergyWindow | EnergyNote] = []
     sums = None
-    if sum(path.stat().st_size for path in paths) > _LARGE_BYTES:
-        sums = LogSums(lambda line: lines.append(parse_entry(line)), _SHARE_OF_LARGE)
+    if take is None:
+        take = lines.append
+        if sum(path.stat().st_size for path in paths) > _LARGE_BYTES:
+            sums = LogSums(lines.append, _SHARE_OF_LARGE)
+            take = sums.add
     seen: set[int] = set()  # of digests
     unreadable: list[str] = []
     repeated = 0
@@ -227,21 +250,17 @@ def read_energy_logs(paths: Iterable[Path]) -> EnergyLogs:
                 if not line.strip():
                     continue
                 try:
-                    read = parse_line(line)
+                    read, data = _parse_line(line)
                 except ValueError:
                     unreadable.append(f"{path}:{number}")
                     foreign = True
                     continue
                 found = True
-                data = json.loads(line)
-                digest = hashlib.sha256(json.dumps(data, sort_keys=True).encode()).digest()
-                identity = int.from_bytes(digest[:8])
+                identity = hash(json.dumps(data, sort_keys=True))
                 if identity in seen:
                     repeated += 1
-                elif sums is None:
-                    lines.append(read)
                 else:
-                    sums.add(data)
+                    take(read)
                 seen.add(identity)
         if foreign and not found:
             raise _no_energy_log(path)
@@ -261,8 +280,14 @@ def _no_energy_log(path: Path) -> EnergyFileError:
 
 def parse_line(line: bytes) -> EnergyWindow | EnergyNote:
     """Read one line of an energy log; ValueError if it is torn or something else."""
+    return _parse_line(line)[0]
+
+
+def _parse_line(line: bytes) -> tuple[EnergyWindow | EnergyNote, Any]:
+    """Read a line; return what it says, and its JSON."""
     try:
-        return parse_entry(json.loads(line))
+        data = json.loads(line)
+        return parse_entry(data), data
     except (TypeError, KeyError, OverflowError, RecursionError) as error:
         raise ValueError("Not a line of an energy log") from error
 
@@ -272,14 +297,7 @@ def parse_entry(data: Any) -> EnergyWindow | EnergyNote:
     if isinstance(data, dict) and data.get("format") == NOTE_FORMAT:
         json.dumps(data, ensure_ascii=False).encode()  # what facts say is printed, too
         return EnergyNote(read_text(data, "node"), read_text(data, "note"), data)
-    return _parse(data)
-
-
-def num_steps(phase: str | None, first: int | None, last: int | None) -> int:
-    """Steps of a line, by its phase, first and last iteration."""
-    if phase in OUTSIDE_STEPS or first is None or last is None:
-        return 0
-    return max(0, last - first + 1)
+    return parse_window(data)
 
 
 def append_line(path: Path, entry: dict[str, Any]) -> None:
@@ -295,7 +313,7 @@ def append_line(path: Path, entry: dict[str, Any]) -> None:
         while True:
             whole = line if _ends_a_line(descriptor, os.fstat(descriptor).st_size) else b"\n" + line
             lacking = len(whole) - os.write(descriptor, whole)
-            if lacking > 1:  # its end alone is the next writer's to add
+            if lacking > 1:  # only its end is the next writer's to add
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             begin = os.lseek(descriptor, 0, os.SEEK_CUR) + lacking - len(line)
             if _ends_a_line(descriptor, begin):
@@ -311,30 +329,15 @@ def _ends_a_line(descriptor: int, place: int) -> bool:
     return place == 0 or os.pread(descriptor, 1, place - 1) == b"\n"
 
 
-def _parse(data: Any) -> EnergyWindow:
-    """A window from its JSON; ValueError, TypeError or KeyError if it is something else."""
+def parse_window(data: Any) -> EnergyWindow:
+    """A window from its JSON; errors as for `parse_entry`."""
     if not isinstance(data, dict) or data.get("format", ENERGY_FORMAT) != ENERGY_FORMAT:
         raise ValueError
-    shares = [data.get(name) for name in SHARES]
-    uncertainty_j = data.get("energy_uncertainty_j")
+    shares_s = [data.get(name) for name in SHARES]
     return EnergyWindow(
-        node=read_text(data, "node"),
-        gpu_uid=read_text(data, "gpu_uid"),
-        gpu=read_text(data, "gpu"),
-        rank=_index(data, "rank"),
-        stage=_index(data, "stage", MAX_STAGE),
-        run=read_text(data, "run"),
-        phase=read_text(data, "phase"),
-        first_iteration=_index(data, "first_iteration"),
-        last_iteration=_index(data, "last_iteration"),
-        energy_j=read_amount(data["energy_j"]),
-        duration_s=read_amount(data["duration_s"]),
-        energy_uncertainty_j=None if uncertainty_j is None else read_amount(uncertainty_j),
-        shares_s=None if None in shares else tuple(read_amount(share) for share in shares),
-        begin_s=None if data.get("begin_s") is None else read_amount(data["begin_s"]),
-        num_ranks=_index(data, "num_ranks"),
+        **{name: read(data, name) for name, read in _READERS.items()},
+        shares_s=None if None in shares_s else tuple(map(read_amount, shares_s)),
         baseline=read_step(data.get("baseline")),
-        clock_backend=read_text(data, "clock_backend"),
     )
 
 
@@ -345,13 +348,16 @@ def read_amount(value: Any) -> float:
     return float(value)
 
 
-def read_step(told: Any) -> dict[str, Any] | None:
+def read_step(said: Any) -> StepEnergy | None:
     """A step of a baseline, by the names that `StepEnergy` has; None if it is none."""
+    from envpipe_megatron.formats.steps import StepEnergy
+
     try:
-        read = {name: None if told[name] is None else read_amount(told[name]) for name in STEP}
+        read = {name: None if said[name] is None else read_amount(said[name]) for name in STEP}
     except (TypeError, KeyError, ValueError):  # of another version
         return None
-    return read if read["iterations"] and read["time_s"] else None
+    known = read["iterations"] and read["time_s"]
+    return StepEnergy(**read) if known else None  # type: ignore[arg-type]
 
 
 def read_text(data: dict[str, Any], name: str) -> str:
@@ -376,3 +382,21 @@ def read_index(value: Any, most: int = MAX_INDEX) -> int:
 def _index(data: dict[str, Any], name: str, most: int = MAX_INDEX) -> int | None:
     value = data.get(name)
     return None if value is None else read_index(value, most)
+
+
+def _amount(data: dict[str, Any], name: str) -> float | None:
+    value = data.get(name)
+    return None if value is None else read_amount(value)
+
+
+#: What a line says under the name that a window has for it.
+_READERS: Mapping[str, Callable[[dict[str, Any], str], Any]] = {
+    **dict.fromkeys(("node", "gpu", "gpu_uid", "clock_backend", "run"), read_text),
+    **dict.fromkeys(("rank", "num_ranks"), _index),
+    "stage": partial(_index, most=MAX_STAGE),
+    "phase": read_text,
+    **dict.fromkeys(("first_iteration", "last_iteration"), _index),
+    "begin_s": _amount,
+    **dict.fromkeys(("duration_s", "energy_j"), lambda data, name: read_amount(data[name])),
+    "energy_uncertainty_j": _amount,
+}

@@ -1,13 +1,14 @@
-"""An average training step: of one GPU, of a job's GPUs, and against a baseline.
+"""An average training step: of one GPU, of a job's GPUs, and compared with a baseline.
 
-Arithmetic alone: `TrainingEnergy` measures steps, and bills and reports compare them.
+Arithmetic only: `TrainingEnergy` measures steps, and bills and reports compare them.
 """
 
 from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Mapping
+import operator
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -230,41 +231,48 @@ class ComparedSteps:
         self._alike = 0
         #: Of windows' times to the baselines', of all and of these: what baselines do not tell.
         self._ratios, self._own_ratios = RunningMean(), RunningMean()
-        self._sums = np.zeros(6)
-        #: [3] Errors of earlier baselines: s^2 and J^2, and s by drift.
-        self._errors = np.zeros(3)
+        #: Steps, s, J and error^2; s and J that baselines expect.
+        self._sums: tuple[float, ...] = (0.0,) * 6
+        #: Errors of earlier baselines: s^2 and J^2, and s by drift.
+        self._errors: tuple[float, ...] = (0.0,) * 3
 
-    def add(self, baseline: StepEnergy, steps: int, *measured: float | None) -> None:
+    def __copy__(self) -> ComparedSteps:
+        """Return one that stays as this is now."""
+        made = ComparedSteps()
+        made.__dict__ |= self.__dict__
+        made._ratios, made._own_ratios = copy.copy(self._ratios), copy.copy(self._own_ratios)
+        return made
+
+    def add(self, baseline: StepEnergy, steps: int, time_s: float, *metered: float | None) -> None:
         """Add a window of steps: s, J, and its uncertainty of metering in J.
 
         One without J is left out, but where there is no meter, so that the baseline has none.
         """
-        if measured[1] is None and baseline.energy_j is not None:
+        if metered[0] is None and baseline.energy_j is not None:
             return
         if baseline != self._baseline:
-            self._errors = self._errors + self._errors_now()
+            self._errors = self._errors_now()
             self._baseline, self._alike, self._own_ratios = baseline, 0, RunningMean()
         self._alike += steps
-        own = np.array(measured, np.float64)  # nan where it is not known
-        base = np.array([baseline.time_s, baseline.energy_j], np.float64)
-        # Copies, so that a copy of this stays as it is.
-        self._ratios, self._own_ratios = copy.copy(self._ratios), copy.copy(self._own_ratios)
         for ratios in (self._ratios, self._own_ratios):
-            ratios.add(float(own[0] / steps / base[0]))
-        self._sums = self._sums + np.array([steps, *own ** (1, 1, 2), *steps * base])
+            ratios.add(time_s / steps / baseline.time_s)
+        energy_j, error_j, base_j = map(_or_nan, (*metered, baseline.energy_j))
+        more = steps, time_s, energy_j, error_j**2, steps * baseline.time_s, steps * base_j
+        self._sums = tuple(map(operator.add, self._sums, more))
 
-    def _errors_now(self) -> FloatArray:
-        """[3] Errors of the baseline in force, as `_errors`, of all its steps, which share them.
+    def _errors_now(self) -> tuple[float, ...]:
+        """All errors so far, as `_errors`; those of the baseline in force all its steps share.
 
         It was measured in a few steps before: as a job drifts (GPUs get warm), it is off theirs.
         """
-        base = self._baseline
-        shared = np.array([base.time_uncertainty_s, base.metering_uncertainty_j], np.float64)
+        base, alike = self._baseline, self._alike
+        shared = map(_or_nan, (base.time_uncertainty_s, base.metering_uncertainty_j))
         drift_s = base.time_s * self._own_ratios.drift
-        return np.array([*(self._alike * shared) ** 2, self._alike * drift_s])
+        own = *((alike * error) ** 2 for error in shared), alike * drift_s
+        return tuple(map(operator.add, self._errors, own))
 
     @property
-    def sums(self) -> FloatArray:
+    def sums(self) -> list[float]:
         """[11] GPUs; steps; those whose scatter is known; s, error, J, error^2; the same expected.
 
         Steps scatter on all GPUs alike, and errors of baselines are taken to: these add up. Errors
@@ -272,17 +280,21 @@ class ComparedSteps:
         mostly drift one way: so do errors by drift, of one baseline after another.
         """
         steps, time_s, energy_j, error_j2, base_s, base_j = self._sums
-        base_error_s2, base_error_j2, drift_s = self._errors + self._errors_now()
+        base_error_s2, base_error_j2, drift_s = self._errors_now()
         scatter = self._ratios.uncertainty
         known = (0.0, 0.0) if scatter is None else (steps, base_s * scatter)
         own = known[0], time_s, known[1], energy_j, error_j2
         base = base_s, math.hypot(base_error_s2**0.5, drift_s), base_j, base_error_j2**0.5
-        return np.array([float(steps > 0), steps, *own, *base])
+        return [float(steps > 0), steps, *own, *base]
 
 
-def mean_steps(sums: FloatArray) -> tuple[StepEnergy, StepEnergy] | None:
+def _or_nan(value: float | None) -> float:
+    return math.nan if value is None else value
+
+
+def mean_steps(sums: Sequence[float]) -> tuple[StepEnergy, StepEnergy] | None:
     """The average step and the one expected, by `ComparedSteps.sums`; None of no steps."""
-    gpus, steps, known, time_s, scatter_s, energy_j, error_j2, *expected = sums.tolist()
+    gpus, steps, known, time_s, scatter_s, energy_j, error_j2, *expected = sums
     if not steps:
         return None
     scatter_s = scatter_s * steps / known if known else math.nan

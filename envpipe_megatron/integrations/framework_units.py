@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import torch
 
-from envpipe_megatron.core.kinds import WHOLE, Kind, Unit
+from envpipe_megatron.core.kinds import Kind, Unit
 from envpipe_megatron.core.orders import builders
 from envpipe_megatron.core.schedule import Schedule
 from envpipe_megatron.errors import EnvPipeError
@@ -151,27 +151,18 @@ class OrderError(EnvPipeError):
 def recognized(letters: Sequence[str], num_microbatches: int) -> Schedule:
     """The schedule that a recorded step was run by, from a stage's letters, such as `FFBFBB`.
 
-    Raises OrderError for another number of units, and for orders other than 1F1B and GPipe.
+    Raises OrderError for any other than 1F1B and GPipe, one chunk a stage.
     """
-    for stage, seen in enumerate(letters):
-        counts = {kind.value: seen.count(kind.letter) for kind in WHOLE}
-        if set(counts.values()) != {num_microbatches}:
-            reported = " and ".join(f"{count} {kind}s" for kind, count in counts.items())
-            raise OrderError(
-                f"Stage {stage} reported {reported}; {num_microbatches} microbatches need "
-                f"{num_microbatches} of each",
-                remedy="Call instruction() for every forward and backward, and give the right "
-                "num_microbatches.",
-            )
     for builder in (builders.one_f_one_b, builders.gpipe):
         known = builder(len(letters), num_microbatches)
         if [_letters(known, stage) for stage in range(len(letters))] == list(letters):
             return known
     raise OrderError(
-        "The order of the first step is none that EnvPipe can plan without changing it",
+        f"The first step is neither 1F1B nor GPipe of {num_microbatches} microbatches",
         value=dict(enumerate(letters)),
-        remedy="Run 1F1B or GPipe, one chunk a stage, with whole backwards; or let EnvPipe "
-        "execute the order (docs/integration.md).",
+        remedy="Report every forward and backward, and give the right num_microbatches. Other "
+        "orders, with several chunks a stage or split backwards, EnvPipe has to execute "
+        "(docs/integration.md).",
     )
 
 

@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from envpipe_megatron import __version__
 from envpipe_megatron.files import replace_files
-from envpipe_megatron.formats.energy import KEEP_CLOCKS, Phase, split_phase
-from envpipe_megatron.formats.steps import Comparison, IntervalEnergy
+from envpipe_megatron.formats.energy import KEEP_CLOCKS, Phase, read_step, split_phase
+from envpipe_megatron.formats.energy_sums import (
+    EnergySums,
+    comparison_facts,
+    mean_step,
+    total_of,
+)
+from envpipe_megatron.formats.steps import Comparison, IntervalEnergy, StepEnergy
 from envpipe_megatron.runtime.channel.collectives import Collectives
 from envpipe_megatron.runtime.job.session import Session
 
@@ -72,15 +78,16 @@ class IntervalReport:
 def end_of_job(
     session: Session, collectives: Collectives, output_dir: Path | None, tokens: object = None
 ) -> list[str]:
-    """The bill of a closed session: lines for the log, on the planning rank alone.
+    """The bill of a closed session: lines for the log, on the planning rank only.
 
     Every rank calls it. It is written to `summary.json` too; if that fails, an error is logged.
     `tokens` are those of an iteration, if they are known.
     """
     own = session.summary()
-    by_stage = collectives.all_to_planner(own)
+    by_stage = collectives.all_to_planner((own, session.energy_sums()))
     if not collectives.is_planner:
         return []
+    ranks, sums = zip(*(rank for replicas in by_stage for rank in replicas), strict=True)
     memory = session.memory.stages
     summary = {
         "format": SUMMARY_FORMAT,
@@ -88,9 +95,9 @@ def end_of_job(
         "only_measures": session.only_measures,
         "tokens_per_iteration": tokens,
         "baseline": own["baseline"],
-        "job": own["job"],
+        "job": comparison_facts(sums),
         "memory": None if memory is None else [asdict(stage) for stage in memory],
-        "ranks": [rank for replicas in by_stage for rank in replicas],
+        "ranks": ranks,
     }
     if output_dir is not None:
         path = output_dir / "summary.json"
@@ -99,49 +106,48 @@ def end_of_job(
         except OSError as error:
             logger.error("%s could not be written: %s", path, error)
     whole_iterations = len(session.executed) == 1
-    return list(_bill(summary, shares=session.only_measures and not whole_iterations))
+    return list(_bill(summary, sums, shares=session.only_measures and not whole_iterations))
 
 
-def _bill(summary: Mapping[str, Any], *, shares: bool) -> Iterator[str]:
+def _bill(
+    summary: Mapping[str, Any], sums: Sequence[Mapping[str, EnergySums]], *, shares: bool
+) -> Iterator[str]:
     ranks = summary["ranks"]
-    gpus = [rank["gpu"] for rank in ranks]
     clocks_kept = all(rank["clocks"]["backend"] in KEEP_CLOCKS for rank in ranks)
     compared = {"": summary["job"]["comparison"], **summary["job"]["other_batches"]}
     for batch, comparison in compared.items():
         if comparison is not None:
             tokens = None if batch else summary["tokens_per_iteration"]
-            told = Comparison(**comparison).told(len(gpus), tokens, clocks_kept=clocks_kept)
+            told = Comparison(**comparison).told(len(ranks), tokens, clocks_kept=clocks_kept)
             of_batch = f", batches of {batch}" if batch else ""
             yield f"against the job's own baseline{of_batch}: {told}"
-    total_j = sum(gpu["total_energy_j"] for gpu in gpus)
-    yield f"energy of {len(gpus)} GPUs in training: {total_j:.0f} J"
-    baseline = summary["baseline"]
-    if baseline is not None and baseline["power_w"] is not None:
-        yield _step_line("the latest baseline", **baseline)
-    names = ("iterations", "total_duration_s", "total_energy_j", "total_units_s")
-    steady_s = without_s = 0.0
-    for phase in dict.fromkeys(name for gpu in gpus for name in gpu["phases"]):
-        own = [gpu["phases"][phase] for gpu in gpus if phase in gpu["phases"]]
-        iterations, duration_s, energy_j, units_s = (sum(each[n] for each in own) for n in names)
-        if split_phase(phase)[0] == Phase.STEADY:
-            steady_s, without_s = steady_s + duration_s, without_s + duration_s - units_s
-        # By energy logs: a lap may be of two phases. The framework's first step may be unseen.
-        if iterations and duration_s:
-            most = max(each["iterations"] for each in own)
-            means = duration_s / iterations, energy_j / iterations, energy_j / duration_s
-            yield _step_line(phase, most, *means)
-    if shares and steady_s:
-        share = 100 * without_s / steady_s
+    total = total_of(own for phases in sums for own in phases.values())
+    yield f"energy of {len(ranks)} GPUs in training: {total.energy_j:.0f} J"
+    yield from _step_line("the latest baseline", read_step(summary["baseline"]))
+    by_phase: dict[str, list[EnergySums]] = {}
+    for phase, own in (each for phases in sums for each in phases.items()):
+        by_phase.setdefault(phase, []).append(own)
+    for phase, of_gpus in by_phase.items():
+        # By energy logs: a lap may be of two phases.
+        yield from _step_line(phase, mean_step(of_gpus))
+    steady = total_of(
+        own
+        for phase, of_gpus in by_phase.items()
+        for own in of_gpus
+        if split_phase(phase)[0] == Phase.STEADY
+    )
+    if shares and steady.duration_s:
+        share = 100 * (1 - steady.shares_s[0] / steady.duration_s)
         yield f"in {share:.1f} % of the steady steps' time no forward or backward ran on a GPU"
     yield from dict.fromkeys(note for rank in ranks for note in rank["notes"])
     followed = (rank["clocks"]["followed"] for rank in ranks)
     yield from sorted({each["warning"] for each in followed if each and each["warning"]})
 
 
-def _step_line(
-    phase: str, iterations: int, time_s: float, energy_j: float, power_w: float, **_: Any
-) -> str:
-    return (
-        f"{phase}: {iterations} iterations, {time_s:.4f} s and "
-        f"{energy_j:.1f} J each on an average GPU ({power_w:.1f} W)"
-    )
+def _step_line(phase: str, step: StepEnergy | None) -> Iterator[str]:
+    """A line, unless nothing was metered; the framework's first step may be unseen."""
+    if step is not None and step.power_w is not None:
+        yield (
+            f"{phase}: {step.iterations} iterations, {step.time_s:.4f} s and "
+            f"{step.energy_j:.1f} J each on an average GPU ({step.power_w:.1f} W)"
+        )

@@ -14,7 +14,7 @@ from functools import cached_property
 
 from envpipe_megatron.core.channel_model import CHANNEL_REMEDY, find_stall, max_falling_step
 from envpipe_megatron.core.conditions import Conditions
-from envpipe_megatron.core.kinds import Kind
+from envpipe_megatron.core.kinds import Kind, ScheduleError
 from envpipe_megatron.core.orders import builders
 from envpipe_megatron.core.profile import Profile
 from envpipe_megatron.core.schedule import Schedule
@@ -63,10 +63,10 @@ def order_limits(
     max_in_flight: Sequence[int] | None = None,
     channel_capacity: int | None = None,
 ) -> OrderLimits:
-    """The extra forwards that limits allow a job without chunks; they are as `Problem` has them.
+    """The extra forwards that the batch and limits allow a job without chunks.
 
-    ScheduleError: fewer in flight than 1F1B itself holds. EnvPipeError: a channel on which not even
-    1F1B finishes.
+    Limits are as `Problem` has them. ScheduleError: fewer in flight than 1F1B itself holds.
+    EnvPipeError: a channel on which not even 1F1B finishes.
     """
     if channel_capacity is not None:
         own = builders.one_f_one_b(num_stages, num_microbatches)
@@ -77,12 +77,19 @@ def order_limits(
                 value=channel_capacity,
                 remedy=CHANNEL_REMEDY,
             )
-    most = builders.extra_forward_caps(
-        num_stages,
-        num_microbatches,
-        max_extra_forwards=max_extra_forwards,
-        max_in_flight=max_in_flight,
-    )
+    most = []
+    for stage in range(num_stages):
+        needed = min(num_stages - stage, num_microbatches)
+        held = num_microbatches if max_in_flight is None else max_in_flight[stage]
+        if held < needed:
+            raise ScheduleError(
+                f"Stage {stage} may hold too few microbatches in flight",
+                value=held,
+                remedy=f"1F1B itself holds {needed} there; allow at least that.",
+            )
+        most.append(min(num_microbatches, held) - needed)
+        if max_extra_forwards is not None:
+            most[-1] = min(most[-1], max_extra_forwards)
     fall = max_falling_step(channel_capacity)
     # Capacity 0 gives -1; the jobs that finish there at all have no channel or no extra forwards.
     return OrderLimits(tuple(most), None if fall is None else max(0, fall))
@@ -98,7 +105,7 @@ def envpipe_counts(
             profile.row(stage, Kind.FORWARD, frequency).time_s
             for stage, frequency in enumerate(profile.optimal_frequency_mhz)
         ],
-        caps or builders.extra_forward_caps(profile.num_stages, num_microbatches),
+        caps or order_limits(profile.num_stages, num_microbatches).most,
     )
 
 

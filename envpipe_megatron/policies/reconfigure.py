@@ -8,7 +8,7 @@ again (`lower`), which is not EnvPipe's.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from heapq import heappop, heappush
@@ -42,30 +42,20 @@ class ReconfigurePolicy:
     Args:
         granularity_mhz: a raised unit gets the lowest clock that is at least this much higher.
         max_steps: steps after which the loop gives up.
-        select: from the path's nodes that can rise, in order from the end of the path, and their
-            frequencies, the nodes to raise together.
+        together: whether all nodes with the lowest frequency rise, or only the path's last.
     """
 
     name: str
     granularity_mhz: int
     max_steps: int
-    select: Callable[[Sequence[int], Mapping[int, int]], Sequence[int]]
-
-
-def _last_on_path(path: Sequence[int], frequency_mhz: Mapping[int, int]) -> Sequence[int]:
-    return path[:1]
-
-
-def _lowest_on_path(path: Sequence[int], frequency_mhz: Mapping[int, int]) -> Sequence[int]:
-    lowest = min(frequency_mhz[node] for node in path)
-    return [node for node in path if frequency_mhz[node] == lowest]
+    together: bool
 
 
 #: Greedy raises one unit by 90 MHz, balanced all units with the lowest frequency by 30 MHz (V100
 #: and RTX 3090). Greedy needs a step for each of thousands of units, so it has its own limit.
 RECONFIGURE_POLICIES = {
-    "greedy": ReconfigurePolicy("greedy", 90, 50_000, _last_on_path),
-    "balanced": ReconfigurePolicy("balanced", 30, 5_000, _lowest_on_path),
+    "greedy": ReconfigurePolicy("greedy", 90, 50_000, together=False),
+    "balanced": ReconfigurePolicy("balanced", 30, 5_000, together=True),
 }
 
 
@@ -178,8 +168,11 @@ def step(
     }
     if not targets:
         return Step(path, {}, Ended.NOTHING_CAN_RISE)
-    chosen = policy.select(list(targets), {node: frequency_mhz[node] for node in targets})
-    return Step(path, {node: targets[node] for node in chosen}, None)
+    if not policy.together:
+        return Step(path, dict(list(targets.items())[:1]), None)
+    lowest = min(frequency_mhz[node] for node in targets)
+    raised = {node: clock for node, clock in targets.items() if frequency_mhz[node] == lowest}
+    return Step(path, raised, None)
 
 
 def lower(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -27,12 +28,11 @@ from envpipe_megatron.search.configuration import Configuration, Job
 from envpipe_megatron.search.layer_profile import LayerProfile
 from envpipe_megatron.search.work import (
     StageWork,
-    hops_s,
     most_held_bytes,
-    peak_bytes,
+    replica_groups,
+    stage_peak_bytes,
     stage_work,
     static_bytes,
-    tails_s,
 )
 
 #: Of computing the shares of time in which stages compute, which depend on their times.
@@ -76,18 +76,50 @@ class Candidate:
 
     @cached_property
     def peak_bytes(self) -> FloatArray:
-        """[num_stages] the most that a GPU holds."""
-        return peak_bytes(self.profile, self.configuration, self._measured_works)
+        """[num_stages] the most that a GPU holds, in the framework's own order."""
+        works = enumerate(self._measured_works)
+        return np.array(
+            [stage_peak_bytes(self.profile, self.configuration, *each) for each in works]
+        )
+
+    @property
+    def _ranks(self) -> list[range]:
+        """The ranks of each stage, as Megatron numbers them."""
+        ends = np.cumsum([stage.num_gpus for stage in self.configuration.stages]).tolist()
+        return [range(first, end) for first, end in pairwise([0, *ends])]
 
     @cached_property
     def hops_s(self) -> FloatArray:
-        """[num_stages - 1] time of a message between neighbouring stages."""
-        return hops_s(self.profile, self.configuration, self._measured_works, self.job)
+        """[num_stages - 1] time of a message from each stage to the next, and back."""
+        hops, node = [], self.job.gpus_per_node
+        for work, ranks in zip(self._measured_works, self._ranks, strict=True):
+            crosses = any(rank // node != (rank + len(ranks)) // node for rank in ranks)
+            hops.append(float(self.profile.links.message_s(work.message_bytes.max(), crosses)))
+        return np.array(hops[:-1])
 
     @cached_property
     def tails_s(self) -> FloatArray:
-        """[num_stages] gradient reduction and optimizer."""
-        return tails_s(self.profile, self.configuration, self._measured_works, self.job)
+        """[num_stages] gradient reduction, the rest of gradients' handling, and optimizer.
+
+        Nothing is taken to be overlapped. With the distributed optimizer the reduction is half of
+        an all-reduce, and gathering the weights the other half, by their bytes.
+        """
+        profile, node, tails = self.profile, self.job.gpus_per_node, []
+        each, shared = profile.bytes_per_parameter, self.configuration.distributed_optimizer
+        halves = each.gradient, each.weight if shared else each.gradient
+        for stage, work, ranks in zip(
+            self.configuration.stages, self._measured_works, self._ranks, strict=True
+        ):
+            crosses = ranks[0] // node != ranks[-1] // node
+            tail_s = work.parameters * profile.gradients_s
+            parts = work.expert_parameters, work.parameters - work.expert_parameters
+            groups = replica_groups(stage.sizes, stage.data_parallel)
+            for group, part in zip(groups, parts, strict=True):
+                for half in halves:
+                    tail_s += 0.5 * profile.links.all_reduce_s(part * half, group, crosses)
+                tail_s += part / (group if shared else 1) * profile.optimizer_s
+            tails.append(tail_s)
+        return np.array(tails)
 
     @cached_property
     def timeline(self) -> Timeline:

@@ -1,17 +1,14 @@
 """A parallel configuration: the pieces of each stage, its GPUs, and what it recomputes.
 
-Also its forms for others: Megatron-LM's flags (`megatron_flags`), and the file of what a search
-chose, `envpipe-configuration/1` (`configuration_text`).
+Also as Megatron-LM's flags (`megatron_flags`).
 """
 
 from __future__ import annotations
 
-import json
 import shlex
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import groupby
-from typing import Any
 
 from envpipe_megatron.search.layer_profile import (
     EMBEDDING,
@@ -22,7 +19,6 @@ from envpipe_megatron.search.layer_profile import (
     Sizes,
 )
 
-CONFIGURATION_FORMAT = "envpipe-configuration/1"
 #: The letters of pieces in a layout; all others are transformer layers.
 _LETTERS = {EMBEDDING: "E", LOSS: "L"}
 
@@ -92,44 +88,6 @@ class Job:
     gpus_per_node: int
     global_batch: int
     memory_bytes: float | None = None
-
-
-def configuration_text(
-    profile: LayerProfile,
-    configuration: Configuration,
-    job: Job,
-    *,
-    flags: Sequence[str],
-    predicted: dict[str, Any],
-) -> str:
-    """The file's text.
-
-    Args:
-        flags: of Megatron-LM, if it can train the configuration.
-        predicted: what is said of it: `iteration_time_s`, `energy_j`, `peak_bytes` by stage.
-    """
-    known = {
-        "format": CONFIGURATION_FORMAT,
-        "profile": profile.source,
-        "gpus": job.num_gpus,
-        "gpus_per_node": job.gpus_per_node,
-        "global_batch": job.global_batch,
-        "num_microbatches": configuration.num_microbatches,
-        "distributed_optimizer": configuration.distributed_optimizer,
-        "stages": [
-            {
-                "pieces": stage.chunks,
-                "names": [profile.pieces[first:end] for first, end in stage.chunks],
-                **asdict(stage.sizes),
-                "data_parallel": stage.data_parallel,
-                "recomputed": stage.recomputed,
-            }
-            for stage in configuration.stages
-        ],
-        "megatron_flags": flags,
-        "predicted": predicted,
-    }
-    return json.dumps(known, indent=1) + "\n"
 
 
 def megatron_flags(profile: LayerProfile, configuration: Configuration, job: Job) -> list[str]:

@@ -152,21 +152,16 @@ class SplitSpace:
             in_flight = min(self.num_microbatches, self.num_stages - stage)
             held = runs.excess_bytes(0.0, in_flight, runs.sums(static_bytes))
             held_bytes.append(np.where(runs.inside, held, np.inf))
-        if not any(
-            held[runs.inside].any() for held, runs in zip(held_bytes, all_runs, strict=True)
-        ):
+        least, _ = least_path(all_runs, held_bytes, largest=True)
+        if least == 0:
             raise EnvPipeError(
                 f"{self.profile.source} has no bytes for the memory limit to apply to",
                 remedy="Give parameters and activation_bytes, or leave the limit out.",
             )
-        least, path = least_path(all_runs, held_bytes, largest=True)
         if least > limit_bytes * _SLACK:
-            stages = zip(held_bytes, all_runs, pairwise(path.tolist()), strict=True)
-            tightest = int(np.argmax([held[runs.place(*run)] for held, runs, run in stages]))
             raise EnvPipeError(
-                f"No split keeps the memory limit of {limit_bytes:.6g} bytes: with the least peak, "
-                f"{layers_of(self.profile, path.tolist())}, stage {tightest} is the tightest and "
-                f"holds {least:.6g} bytes",
+                f"No split keeps the memory limit of {limit_bytes:.6g} bytes: the least peak is",
+                value=least,
                 remedy="Raise --memory-limit, use more stages, or recompute activations.",
             )
 

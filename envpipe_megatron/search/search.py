@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from bisect import insort
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import islice
 
@@ -35,9 +35,6 @@ _NUM_TIMES = 5
 _MOST_PIECES = 256
 #: 1F1B takes more than a stage forces: so many cuts are simulated at most for each that is wanted.
 _CUTS_FOR_ONE = 8
-
-#: Told what is done, and how much of how many.
-Progress = Callable[[str, int, int], None]
 
 
 @dataclass(frozen=True)
@@ -82,7 +79,6 @@ def search(
     *,
     blocking_power_w: float = 0.0,
     max_slowdown: float = 0.0,
-    progress: Progress = lambda *_: None,
 ) -> Found:
     """The best configurations of a job.
 
@@ -103,15 +99,14 @@ def search(
         )
     megatron = MegatronSpace(profile, job, space)
     most = NUM_SHOWN if quickest else None
-    candidates, num_cut = _simulated(megatron, max_slowdown, most, progress)
+    candidates, num_cut = _simulated(megatron, max_slowdown, most)
     ranked = [Ranked(candidate, None) for candidate in candidates]
     if profile.has_energy:
         longest_s = candidates[0].iteration_time_s * (1 + max_slowdown)
         if not quickest:
             candidates = _cheapest(megatron, candidates, objective, blocking_power_w, longest_s)
         ranked = []
-        for done, candidate in enumerate(candidates[:NUM_PLANNED]):
-            progress("planning", done, min(NUM_PLANNED, len(candidates)))
+        for candidate in candidates[:NUM_PLANNED]:
             plan = candidate.plan(blocking_power_w, None if quickest else longest_s, objective)
             ranked.append(Ranked(candidate, plan))
         ranked.sort(key=lambda each: objective.score(_known(each.cost), job.num_gpus))
@@ -190,7 +185,7 @@ def alternatives(
 
 
 def _simulated(
-    megatron: MegatronSpace, max_slowdown: float, most: int | None, progress: Progress
+    megatron: MegatronSpace, max_slowdown: float, most: int | None
 ) -> tuple[list[Candidate], int]:
     """The fastest candidates by the simulator, and how many shapes were cut for that.
 
@@ -202,7 +197,6 @@ def _simulated(
     num_cut = 0
     rested = megatron.profile.least_rested
     for number, shape in enumerate(megatron.shapes):
-        progress("cutting", number, len(megatron.shapes))
         longest_s = found[0][0] * (1 + max_slowdown) if found else math.inf
         if most is not None:
             longest_s = found[-1][0] if len(found) == most else math.inf

@@ -30,7 +30,6 @@ from envpipe_megatron.search.layer_profile import EMBEDDING, FULL, LOSS, LayerPr
 from envpipe_megatron.search.runs import BETTER, least_path, runs_within
 from envpipe_megatron.search.work import (
     parameter_bytes,
-    peak_bytes,
     replica_groups,
     stage_peak_bytes,
     stage_work,
@@ -230,8 +229,9 @@ class MegatronSpace:
     ) -> Cut | None:
         found = self.configuration(shape, slots.tolist(), recomputed)
         works = [stage_work(self.profile, stage) for stage in found.stages]
-        if (peak_bytes(self.profile, found, works) > self._limit_bytes).any():
-            return None
+        for stage, work in enumerate(works):
+            if stage_peak_bytes(self.profile, found, stage, work) > self._limit_bytes:
+                return None
         times_s = np.array([work.time_s for work in works])
         first_s = np.array([work.forward_s[0, 0] + work.backward_s[0, 0] for work in works])
         ahead_s = np.cumsum(first_s) - first_s

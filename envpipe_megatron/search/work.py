@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
-from itertools import pairwise
 
 import numpy as np
 
@@ -13,7 +11,7 @@ from envpipe_megatron.core.arrays import FloatArray
 from envpipe_megatron.core.kinds import Kind
 from envpipe_megatron.core.orders import builders
 from envpipe_megatron.core.schedule import Schedule
-from envpipe_megatron.search.configuration import Configuration, Job, StageLayout
+from envpipe_megatron.search.configuration import Configuration, StageLayout
 from envpipe_megatron.search.layer_profile import LayerProfile, Sizes
 
 #: Microbatches for each stage after which an order holds no more than before.
@@ -151,15 +149,6 @@ def parameter_bytes(
     return of_experts * np.asarray(expert_parameters) + of_others * others
 
 
-def peak_bytes(
-    profile: LayerProfile, configuration: Configuration, works: Sequence[StageWork]
-) -> FloatArray:
-    """[num_stages] the most that a GPU of each stage holds, in the framework's own order."""
-    return np.array(
-        [stage_peak_bytes(profile, configuration, stage, work) for stage, work in enumerate(works)]
-    )
-
-
 def stage_peak_bytes(
     profile: LayerProfile, configuration: Configuration, stage: int, work: StageWork
 ) -> float:
@@ -192,45 +181,3 @@ def most_held_bytes(schedule: Schedule, stage: int, held_bytes: FloatArray) -> f
 
 
 _short_order = cache(builders.framework_order)
-
-
-def hops_s(
-    profile: LayerProfile, configuration: Configuration, works: Sequence[StageWork], job: Job
-) -> FloatArray:
-    """[num_stages - 1] time of a message from each stage to the next, and of its gradient back."""
-    hops, node = [], job.gpus_per_node
-    for stage, work, ranks in zip(configuration.stages, works, _ranks(configuration), strict=True):
-        crosses = any(rank // node != (rank + stage.num_gpus) // node for rank in ranks)
-        hops.append(float(profile.links.message_s(work.message_bytes.max(), crosses)))
-    return np.array(hops[:-1])
-
-
-def tails_s(
-    profile: LayerProfile, configuration: Configuration, works: Sequence[StageWork], job: Job
-) -> FloatArray:
-    """[num_stages] gradient reduction, the rest of gradients' handling, and optimizer, by stage.
-
-    Nothing is taken to be overlapped. With the distributed optimizer the reduction is half of an
-    all-reduce, and gathering the weights the other half, by their bytes.
-    """
-    each, tails, node = profile.bytes_per_parameter, [], job.gpus_per_node
-    shared = configuration.distributed_optimizer
-    halves = each.gradient, each.weight if shared else each.gradient
-    for stage, work, ranks in zip(configuration.stages, works, _ranks(configuration), strict=True):
-        crosses = ranks[0] // node != ranks[-1] // node
-        tail_s = work.parameters * profile.gradients_s
-        parts = work.expert_parameters, work.parameters - work.expert_parameters
-        for group, part in zip(
-            replica_groups(stage.sizes, stage.data_parallel), parts, strict=True
-        ):
-            for half in halves:
-                tail_s += 0.5 * profile.links.all_reduce_s(part * half, group, crosses)
-            tail_s += part / (group if shared else 1) * profile.optimizer_s
-        tails.append(tail_s)
-    return np.array(tails)
-
-
-def _ranks(configuration: Configuration) -> list[range]:
-    """The ranks of each stage, as Megatron numbers them."""
-    ends = np.cumsum([stage.num_gpus for stage in configuration.stages]).tolist()
-    return [range(first, end) for first, end in pairwise([0, *ends])]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -16,7 +16,6 @@ from envpipe_megatron.policies.reconfigure import (
     Ended,
     Ladders,
     ReconfigurePolicy,
-    Step,
     lower,
     step,
 )
@@ -61,14 +60,12 @@ class Reconfigurer:
         policy: what a step raises, and how many steps there are at most.
         own: the order that the warm-up ran at full clock.
         clocks_mhz: for each stage, all that its GPUs have.
-        print_grid: called for each iteration.
     """
 
     plan: Plan
     policy: ReconfigurePolicy
     own: Schedule
     clocks_mhz: Sequence[Iterable[int]]
-    print_grid: Callable[[str], None]
 
     def run(self) -> Run[tuple[Plan, int, Ended]]:
         """The reconfigured plan, how many steps raised a clock, and why the loop ended."""
@@ -79,17 +76,14 @@ class Reconfigurer:
         steps, ended, lowered = 0, Ended.STEP_LIMIT, dict[int, int]()
         #: What units took in each of the last iterations, which all showed an end.
         times_s: list[FloatArray] = []
-        for iteration in range(self.policy.max_steps):
+        for _ in range(self.policy.max_steps):
             clocked = Clocked(schedule, schedule.pair_clocks(frequency_mhz))
             window = yield Command(Phase.RECONFIGURE, 1, orders=(clocked,))
             if not window.whole:
                 continue
-            waits_s, clocks = window.waits_s[0].ravel(), frequency_mhz.ravel().tolist()
-            path = critical_path(schedule, waits_s.tolist(), threshold_s)
+            waits_s, clocks = window.waits_s[0].ravel().tolist(), frequency_mhz.ravel().tolist()
+            path = critical_path(schedule, waits_s, threshold_s)
             taken = step(schedule, clocks, path, self.policy, ladders)
-            self.print_grid(
-                f"Reconfigure step {iteration}\n{grid(schedule, clocks, waits_s, taken)}"
-            )
             changes = taken.raised
             steps += bool(changes)
             times_s = [*times_s, _busy_s(window, threshold_s)] if taken.ended else []
@@ -123,22 +117,3 @@ def _busy_s(window: Window, threshold_s: float) -> FloatArray:
         for stage in window.stages
     ]
     return np.median(busy_s, axis=1)
-
-
-def grid(
-    schedule: Schedule, frequency_mhz: Sequence[int], receive_wait_s: FloatArray, taken: Step
-) -> str:
-    """EnvPipe's grid: unit, frequency in MHz, wait in ms; `[ ]` on the critical path."""
-    on_path = set(taken.path)
-    lines = []
-    for stage, order in enumerate(schedule.stages):
-        cells = []
-        for position, unit in enumerate(order):
-            node = stage * schedule.units_per_stage + position
-            text = (
-                f"{unit.label(schedule.num_chunks)} {frequency_mhz[node]} "
-                f"{1e3 * receive_wait_s[node]:.1f}"
-            )
-            cells.append(f"[{text}]" if node in on_path else text)
-        lines.append(f"Stage {stage} | " + " ".join(cells))
-    return "\n".join(lines)

@@ -5,23 +5,23 @@ import math
 import multiprocessing as mp
 import os
 import signal
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 
 from envpipe_megatron.formats import energy
 from envpipe_megatron.formats.energy import (
-    STEP,
     EnergyFileError,
     EnergyNote,
     EnergyWindow,
     append_line,
     name_of_run,
-    parse_entry,
     parse_line,
     read_energy_logs,
 )
 from envpipe_megatron.formats.energy_sums import LineSums, LogSums
+from envpipe_megatron.formats.steps import StepEnergy
 from envpipe_megatron.launch.bill.bill import bill_of
 
 WINDOW = {
@@ -44,6 +44,7 @@ def test_a_whole_line():
         energy_uncertainty_j=1.9, shares_s=(2.4, 0.5, 0.2), begin_s=812.5,
     )  # fmt: skip
     assert parsed(WINDOW).gpu_key == ("n1", "GPU-1a2b")
+    assert parsed(WINDOW).line() == WINDOW
 
 
 def test_the_least_that_a_line_can_say():
@@ -159,24 +160,24 @@ def test_sums_of_starts_under_one_agent_lie_between_its_notes():
             *steps_of_gpus(20, run=run, energy_j=number),
         ]
     sums = LogSums(made.append)
-    for entry in entries:
+    for entry in map(parsed, entries):
         sums.add(entry)
     sums.flush()
-    one, other = (bill_of(map(parse_entry, lines)).steps("steady") for lines in (made, entries))
+    one, other = (bill_of(lines).steps("steady") for lines in (made, map(parsed, entries)))
     assert one.energy_j == other.energy_j == 1.0
 
 
-def test_steps_of_several_baselines_are_held_against_their_mean():
+def test_steps_of_several_baselines_are_compared_with_their_mean():
     written = []
     sums = LineSums(written.append, share=math.inf, longest_s=math.inf)
     for iteration, (seconds, joules) in enumerate([(1.0, 100.0)] * 3 + [(2.0, 140.0)]):
         place = {"first_iteration": iteration, "last_iteration": iteration}
-        baseline = dict(zip(STEP, (9, seconds, 0.01, joules, None), strict=True))
-        sums.add(WINDOW | place | {"baseline": baseline})
+        baseline = StepEnergy(9, seconds, 0.01, joules, None)
+        sums.add(parsed(WINDOW | place | {"baseline": asdict(baseline)}))
     sums.flush()
-    (line,) = written
-    assert list(line["baseline"].values()) == [9, 1.25, 0.01, 110.0, None]
-    assert (line["first_iteration"], line["last_iteration"]) == (0, 3)
+    (window,) = written
+    assert window.baseline == StepEnergy(9, 1.25, 0.01, 110.0, None)
+    assert (window.first_iteration, window.last_iteration) == (0, 3)
 
 
 def test_files_without_an_energy_log_are_refused_by_name(tmp_path):

@@ -117,7 +117,7 @@ def sums_of(*windows: tuple[StepEnergy, int, float, float]) -> np.ndarray:
     compared = ComparedSteps()
     for baseline, steps, time_s, energy_j in windows:
         compared.add(baseline, steps, steps * time_s, steps * energy_j, 0.5)
-    return compared.sums
+    return np.array(compared.sums)
 
 
 SHORT, LONG = StepEnergy(9, 1.0, 0.01, 100.0, 1.0), StepEnergy(2, 2.0, 0.01, 200.0, 1.0)

@@ -45,7 +45,6 @@ COMMANDS = {
     ("report",): [["--help"]],
     ("plan",): [["--help"]],
     ("simulate",): [["--help"]],
-    ("straggler",): [["--help"]],
     ("partition",): [["--help"]],
     ("search",): [["--help"]],
     ("export-schedule",): [["--help"]],

@@ -48,17 +48,17 @@ def test_orders_that_are_known(stages, microbatches):
 
 
 @pytest.mark.parametrize(
-    ("seen", "said"),
+    "seen",
     [
-        (letters(builders.envpipe(2, 4, [1, 0])), r"FFFBFBBB.*1F1B or GPipe"),
-        (["FFBFBFBB", "FBFBFBBF"], "none that EnvPipe can plan"),
-        (["FFBFBFBB", "FBFBFBF"], r"Stage 1 .*4 forwards and 3 backwards; 4 micro"),
-        (["FFBFBFBB", "FBFBFBFBFB"], r"Stage 1 .*5 forwards and 5 backwards; 4 micro"),
-        (["", ""], r"Stage 0 reported 0 forwards"),
+        letters(builders.envpipe(2, 4, [1, 0])),
+        ["FFBFBFBB", "FBFBFBBF"],
+        ["FFBFBFBB", "FBFBFBF"],
+        ["FFBFBFBB", "FBFBFBFBFB"],
+        ["F", "B"],
     ],
 )
-def test_other_orders_are_refused_with_what_was_seen(seen, said):
-    with pytest.raises(OrderError, match=said):
+def test_other_orders_are_refused_with_what_was_seen(seen):
+    with pytest.raises(OrderError, match=f"of 4 microbatches .got 0: {seen[0]}, 1: {seen[1]}"):
         recognized(seen, 4)
 
 
@@ -105,7 +105,7 @@ def test_the_example_saves_energy_in_its_own_order(trained):
     assert len(phases) == STEPS - 1, "the first step is recorded alone"
     for stage, rank in enumerate(trained):
         assert rank["executed"] == own.labels()[stage]
-    compared = trained[0]["summary"]["job"]["comparison"]
+    compared = trained[0]["summary"]["gpu"]["comparison"]
     assert compared["saving_percent"] > 5
     assert compared["slowdown_percent"] < 1
     bill = [line for line in trained[0]["said"] if "against the job's own baseline" in line]
@@ -208,7 +208,7 @@ def test_a_job_without_a_pipeline_gets_one_clock(pool, folder, preset):
         choice, *clocks = rank["summary"]["notes"]
         assert choice == f"One clock for the whole job: {best} MHz; at most 20 % slower was allowed"
         assert [line.split(":")[0] for line in clocks] == ["1410 MHz", "1210 MHz", "1010 MHz"]
-    compared = first[0]["summary"]["job"]["comparison"]
+    compared = first[0]["summary"]["gpu"]["comparison"]
     saved = 100 * (1 - energy_j[best] / energy_j[top])
     assert compared["saving_percent"] == pytest.approx(saved, abs=1.0)
     slower = 100 * (step_s[best] / step_s[top] - 1)
@@ -231,7 +231,7 @@ def test_a_job_without_a_pipeline_gets_one_clock(pool, folder, preset):
 def test_an_order_that_cannot_be_planned_is_refused_on_all_ranks(pool, folder, preset):
     other = builders.envpipe(STAGES, STAGES + 2, [2, 1, 0, 0])
     for error in run_letters(pool, folder, preset, other):
-        assert "none that EnvPipe can plan" in error
+        assert "neither 1F1B nor GPipe" in error
         assert letters(other)[0] in error
 
 
@@ -268,7 +268,7 @@ CALLS = {
         ("(FF", "on_instruction_begin was called within a forward.* within a step"),
         ("(Fb", "on_instruction_end was called within a forward.* within a backward"),
         ("(F)", "on_step_end was called within a forward"),
-        ("(Ff)", "Stage 0 reported 1 forwards and 0 backwards; 1 microbatches need 1 of each"),
+        ("(Ff)", "neither 1F1B nor GPipe of 1 microbatches"),
     ],
 )
 def test_misuse_is_told_where_it_happens(alone, calls, said):

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+from collections import defaultdict
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict
+from dataclasses import replace
 from datetime import timedelta
 from enum import Enum
+from pathlib import Path
 from threading import Barrier
 from types import SimpleNamespace
 from typing import Any
@@ -14,9 +16,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from energy_lines import Line, bill, job, window
 
 from envpipe_megatron.core.orders.builders import framework_order
-from envpipe_megatron.formats.steps import Comparison
+from envpipe_megatron.formats.energy import parse_window
+from envpipe_megatron.formats.energy_sums import EnergySums
 from envpipe_megatron.integrations import job as integrations_job
 from envpipe_megatron.integrations.instructions import InstrumentedPipeline
 from envpipe_megatron.integrations.job import (
@@ -30,41 +34,48 @@ from envpipe_megatron.integrations.job import (
 )
 from envpipe_megatron.integrations.levels import Level
 from envpipe_megatron.integrations.reporting import end_of_job
+from envpipe_megatron.launch.bill.report import Tariff, bill_facts, bill_lines
+from envpipe_megatron.runtime.job.options import JobOptions
+
+#: Iterations, s and J of one on an average GPU.
+PHASES = {"profile": (50, 0.3, 120.0), "steady": (62, 0.25, 100.0), "steady m24": (4, 0.5, 190.0)}
+BASELINES = {
+    "steady": {"time_s": 0.25, "energy_j": 125.0},
+    "steady m24": {"time_s": 0.5, "energy_j": 200.0},
+}
+
+
+def windows_of(rank: int, *, compares: bool) -> list[Line]:
+    """A GPU's lines, two of a phase: a fifth more or less than an average one."""
+    lines = [window(rank, 0, 5.0, phase="plan")]
+    for phase, (count, step_s, step_j) in PHASES.items():
+        step = {"duration_s": count / 2 * step_s, "phase": phase, "clock_backend": "none"}
+        units_s = 0.75 * step["duration_s"]
+        shares = {"compute_s": units_s, "blocking_s": 0.0, "idle_s": units_s / 3}
+        known = {"iterations": 9, "time_uncertainty_s": 0.001, "metering_uncertainty_j": 0.5}
+        if compares and phase in BASELINES:
+            step["baseline"] = {**known, **BASELINES[phase]}
+        energy_j = count / 2 * step_j * (0.8 if rank else 1.2)
+        for first in (0, count // 2):
+            last = first + count // 2 - 1
+            lines.append(window(rank, first, energy_j, last_iteration=last, **step, **shares))
+    return lines
 
 
 @pytest.mark.parametrize("only_measures", [False, True])
-def test_the_closing_lines_have_every_step_that_was_metered(only_measures: bool) -> None:
-    """Intervals of the log that are of two phases are in neither phase of `job`."""
-
-    def rank(steady_j: float) -> dict[str, Any]:
-        def phase(iterations: int, time_s: float, energy_j: float) -> dict[str, float]:
-            totals = iterations * energy_j, iterations * time_s
-            return {
-                "iterations": iterations,
-                "total_energy_j": totals[0],
-                "total_duration_s": totals[1],
-                "total_units_s": 0.75 * totals[1],
-            }
-
-        phases = {
-            "profile": phase(50, 0.3, 120.0),
-            "framework": phase(1, 0.0, 0.0),
-            "plan": phase(0, 0.0, 0.0),
-            "steady": phase(62, 0.25, steady_j),
-        }
-        total_j = sum(each["total_energy_j"] for each in phases.values())
-        gpu = {"total_energy_j": total_j, "phases": phases}
-        clocks = {"followed": None, "backend": "none"}
-        other = asdict(Comparison(0.125, None, None, None, 2.0, 0.1))
-        compared = asdict(Comparison(0.25, 100.0, 4.0, 0.5, -10.0, 0.25))
-        job = {"comparison": compared, "other_batches": {"m24": other}}
-        if only_measures:
-            job = {"comparison": None, "other_batches": {}}
-        return {"gpu": gpu, "job": job, "baseline": None, "notes": [], "clocks": clocks}
-
-    ranks = [rank(90.0), rank(110.0)]
+def test_summary_and_bill_are_of_one_sum(only_measures: bool, tmp_path: Path) -> None:
+    """Closing lines have every step that was metered, and the figures that a bill has."""
+    lines = [windows_of(rank, compares=not only_measures) for rank in (0, 1)]
+    ranks = []
+    for own in lines:
+        sums: defaultdict[str, EnergySums] = defaultdict(EnergySums)
+        for line in own:
+            sums[line["phase"]].add(parse_window(line))
+        told = {"baseline": None, "notes": ["a note"]}
+        ranks.append(({**told, "clocks": {"followed": None, "backend": "none"}}, sums))
     session: Any = SimpleNamespace(
-        summary=lambda: ranks[0],
+        summary=lambda: ranks[0][0],
+        energy_sums=lambda: ranks[0][1],
         memory=SimpleNamespace(stages=None),
         only_measures=only_measures,
         executed=["F0", "B0"],
@@ -72,21 +83,32 @@ def test_the_closing_lines_have_every_step_that_was_metered(only_measures: bool)
     collectives: Any = SimpleNamespace(
         is_planner=True, all_to_planner=lambda own: [[each] for each in ranks]
     )
-    lines = [
-        "energy of 2 GPUs in training: 24400 J",
+    said = end_of_job(session, collectives, tmp_path, 50_000)
+    known = [line for line in said if line.startswith("against")]
+    assert [line for line in said if line not in known] == [
+        "energy of 2 GPUs in training: 25930 J",
         "profile: 50 iterations, 0.3000 s and 120.0 J each on an average GPU (400.0 W)",
         "steady: 62 iterations, 0.2500 s and 100.0 J each on an average GPU (400.0 W)",
+        "steady m24: 4 iterations, 0.5000 s and 190.0 J each on an average GPU (380.0 W)",
+        *["in 25.0 % of the steady steps' time no forward or backward ran on a GPU"][
+            : int(only_measures)
+        ],
+        "a note",
     ]
-    compared = [
-        "against the job's own baseline: a step takes 250 ms (10.00 +- 0.49 % less time) and "
-        "100 J a GPU (4.00 +- 0.98 % less energy); a token 5 us and 4 mJ on 2 GPUs; no clock was "
-        "changed",
-        "against the job's own baseline, batches of m24: a step takes 125 ms (2.00 +- 0.20 % "
-        "more time); no clock was changed",
-    ]
-    share = "in 25.0 % of the steady steps' time no forward or backward ran on a GPU"
-    expected = [*lines, share] if only_measures else [*compared, *lines]
-    assert end_of_job(session, collectives, None, 50_000) == expected
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    made = bill(*lines[0], *lines[1], job(tokens_per_iteration=50_000))
+    shown = bill_facts(made, Tariff())
+    assert summary["job"]["comparison"] == shown["comparison"]
+    if only_measures:
+        assert not known
+        assert summary["job"] == {"comparison": None, "other_batches": {}}
+        return
+    assert summary["job"]["comparison"]["saving_percent"] == pytest.approx(20.0)
+    assert summary["job"]["other_batches"]["m24"]["saving_percent"] == pytest.approx(5.0)
+    first, other = known
+    assert first == bill_lines(made, Tariff())[0]
+    assert first.endswith("a token 5 us and 4 mJ on 2 GPUs; no clock was changed")
+    assert other.startswith("against the job's own baseline, batches of m24: a step takes 500 ms")
 
 
 def told_to(*facts: dict[str, object]) -> list[str]:
@@ -144,19 +166,16 @@ def test_ranks_that_were_started_differently_are_refused_with_what_differs() -> 
 def test_orders_that_split_backwards_by_name_run_where_nothing_stands_against_it(
     level: Level, given: dict[str, Any], placed: dict[str, Any], why: str
 ) -> None:
-    options: Any = SimpleNamespace(
-        scheduling="zb-h1", **{"split": "auto", "self_check": "auto"} | given
-    )
+    options = JobOptions(scheduling="zb-h1", **given)
     placement: Any = SimpleNamespace(**{"splits": True, "why_whole": None} | placed)
     assert _why_whole(options, placement, level) == why
     for chunks, said in ((1, f"backwards of this job are whole: {why}"), (2, "of 1 chunk a stage")):
         if why or chunks == 2:
             with pytest.raises(JobError, match=f"The order zb-h1 cannot be had: .*{said}"):
-                _check_split_order(options, chunks, why)
+                _check_split_order(replace(options, num_chunks=chunks), why)
         else:
-            _check_split_order(options, chunks, why)
-        options_of_any = SimpleNamespace(scheduling="auto")
-        _check_split_order(options_of_any, chunks, why)  # type: ignore[arg-type]
+            _check_split_order(options, why)
+        _check_split_order(JobOptions(num_chunks=chunks), why)
 
 
 @pytest.mark.parametrize(

@@ -10,15 +10,17 @@ from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
 pytest.importorskip("deepspeed")
 
 from deepspeed.runtime.pipe.engine import PipelineEngine
+from leveled_jobs import fresh_hooks
 
 from envpipe_megatron.integrations.deepspeed.engine import EnvPipeEngine
-from envpipe_megatron.integrations.hooking import HookError, Hooks
+from envpipe_megatron.integrations.hooking import HookError
 from envpipe_megatron.integrations.levels import RefusedError
 from envpipe_megatron.integrations.megatron_deepspeed import hooks
 from envpipe_megatron.integrations.megatron_deepspeed.hooks import (
@@ -30,45 +32,23 @@ from envpipe_megatron.integrations.options import add_arguments
 LOG_INTERVAL = 4
 
 
-class FakeEngine(EnvPipeEngine):
-    """Notes what the hooks ask it for."""
-
-    def __init__(self) -> None:
-        self.asked: list[str] = []
-        self.job: Any = SimpleNamespace(report=self._report, check_profiled=self._check)
-
-    def __getattr__(self, name: str) -> Any:
-        raise AttributeError(name)
-
-    def _check(self) -> None:
-        self.asked.append("check")
-
-    def _report(self) -> Any:
-        self.asked.append("report")
-        return SimpleNamespace(
-            scalars=lambda: {"envpipe-power/gpu": 300.0}, line=lambda: " envpipe |"
-        )
-
-    def end_training(self) -> None:
-        self.asked.append("end")
-
-
-def fresh(monkeypatch: pytest.MonkeyPatch) -> Hooks[Any]:
-    """The state of hooks that nothing has called."""
-    made = Hooks[Any](hooks._hooks._file, *hooks._hooks._needed)
-    monkeypatch.setattr(hooks, "_hooks", made)
-    return made
-
-
 @pytest.fixture
-def engine(monkeypatch: pytest.MonkeyPatch) -> FakeEngine:
+def engine(monkeypatch: pytest.MonkeyPatch) -> Any:
     """The engine of a job that has begun."""
-    made, state = FakeEngine(), fresh(monkeypatch)
-    made.logged_every = LOG_INTERVAL
+    made, state = object.__new__(EnvPipeEngine), fresh_hooks(hooks, monkeypatch)
+    report = SimpleNamespace(
+        scalars=lambda: {"envpipe-power/gpu": 300.0}, line=lambda: " envpipe |"
+    )
+    made.__dict__.update(job=Mock(report=Mock(return_value=report)), logged_every=LOG_INTERVAL)
     state.options, state.job = SimpleNamespace(), made  # type: ignore[assignment]
     for name in ("validate", "begin_training"):
         state.note(name)
     return made
+
+
+def asked(engine: Any) -> list[str]:
+    """What the hooks have asked of the engine's job."""
+    return [name for name, *_ in engine.job.mock_calls]
 
 
 def writer(*, enabled: bool, written: list[Any] | None = None) -> Any:
@@ -85,13 +65,13 @@ def steps(count: int, *, logged: bool = True) -> None:
             hooks.log(step, writer(enabled=False))
 
 
-def test_all_hooks_reached(engine: FakeEngine) -> None:
+def test_all_hooks_reached(engine: Any) -> None:
     steps(2 * LOG_INTERVAL + 1)
-    assert engine.asked == ["report", "report"]
+    assert asked(engine) == ["report", "report"]
 
 
 def test_a_log_line_that_lacks_the_energy_is_told_once(
-    engine: FakeEngine, caplog: pytest.LogCaptureFixture
+    engine: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     steps(LOG_INTERVAL, logged=False)
     assert not caplog.records
@@ -101,14 +81,14 @@ def test_a_log_line_that_lacks_the_energy_is_told_once(
 
 
 def test_training_that_never_began_ends_the_job(
-    engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
+    engine: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    fresh(monkeypatch)
+    fresh_hooks(hooks, monkeypatch)
     with pytest.raises(HookError, match="outside training"):
         hooks.end_step()
 
 
-def test_scalars_go_to_the_writer_that_is_enabled(engine: FakeEngine) -> None:
+def test_scalars_go_to_the_writer_that_is_enabled(engine: Any) -> None:
     written: list[Any] = []
     assert hooks.log(7, writer(enabled=False, written=written)) == " envpipe |"
     assert written == []
@@ -116,16 +96,16 @@ def test_scalars_go_to_the_writer_that_is_enabled(engine: FakeEngine) -> None:
     assert written == [("envpipe-power/gpu", 300.0, 8)]
 
 
-def test_the_engine_is_deepspeeds_own_after_training(engine: FakeEngine) -> None:
+def test_the_engine_is_deepspeeds_own_after_training(engine: Any) -> None:
     hooks.end_training()
-    assert engine.asked == ["end", "check"]
+    assert asked(engine) == ["end", "check_profiled"]
     assert type(engine) is PipelineEngine
 
 
 def test_arguments_from_elsewhere_than_the_command_line(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    fresh(monkeypatch)
+    fresh_hooks(hooks, monkeypatch)
     with pytest.raises(SystemExit):
         hooks.begin_training(SimpleNamespace(), [])  # type: ignore[arg-type]
     assert "came from elsewhere" in capsys.readouterr().err
@@ -189,7 +169,7 @@ def test_the_configuration_of_deepspeed_is_read_from_its_file(tmp_path: Path) ->
 def test_what_is_wrong_is_told_without_a_stack(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    fresh(monkeypatch)
+    fresh_hooks(hooks, monkeypatch)
     monkeypatch.setattr("sys.argv", ["/somewhere/pretrain_gpt.py"])
     monkeypatch.delenv("LOCAL_RANK", raising=False)
     with pytest.raises(SystemExit) as ended:
@@ -202,7 +182,7 @@ def test_what_is_wrong_is_told_without_a_stack(
 def test_options_are_read_from_the_arguments(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    fresh(monkeypatch)
+    fresh_hooks(hooks, monkeypatch)
     monkeypatch.setattr("sys.argv", ["/somewhere/pretrain_gpt.py"])
     parser = argparse.ArgumentParser()
     add_arguments(parser.add_argument_group())
@@ -219,14 +199,15 @@ def test_the_user_guide_lists_what_is_refused() -> None:
 
 
 def test_a_job_that_trains_without_envpipe_has_deepspeeds_engine(
-    engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
+    engine: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # The package has a function of its name.
     initialize = import_module("envpipe_megatron.integrations.deepspeed.initialize")
     own = object.__new__(PipelineEngine)
-    own.__dict__["micro_batches"] = 4
+    own.__dict__.update(micro_batches=4, grid=Mock(), dynamic_shape=False)
+    own.__dict__["gradient_accumulation_steps"] = lambda: 4
 
-    for name in ("not_run", "_placement", "_facts"):
+    for name in ("not_run", "timeout_of", "_facts"):
         monkeypatch.setattr(initialize, name, lambda *arguments: None)
     without = SimpleNamespace(job=None)
     monkeypatch.setattr(initialize, "LeveledJob", lambda *arguments: without)

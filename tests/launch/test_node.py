@@ -63,7 +63,8 @@ def train(monkeypatch, output) -> Callable[..., int]:
                 other = nodes.rank(nodes.agent("n1"), nodes.gpu(1), 1).say_hello()
                 send(other.connection, {"op": "send_to", "endpoint": endpoint})
                 other.say_hello()  # answered after what was sent before it
-                assert other.agent._call(other.agent._uplink.all_known(LONG_S))
+                until = other.agent._holds(other.agent._uplink.knows_all, LONG_S)
+                assert other.agent._call(until)
             rank.train(0)
             rank.bye()
             return code
@@ -93,7 +94,6 @@ def test_a_node_from_begin_to_end(nodes, train, output):
     assert bill_of(output)["complete"]
     assert notes(output) == ["begun", "ended"]
     assert exit_codes(output) == [3]
-    assert (output / "bill.csv").exists()
 
 
 @pytest.mark.parametrize("wanted", [True, False])
@@ -253,7 +253,6 @@ def test_nobody_reads_the_bill(nodes, train, output, monkeypatch, error):
     monkeypatch.setattr(bill_report, "show_bill", show)
     assert train(nodes) == 0
     assert bill_of(output)["complete"]
-    assert (output / "bill.csv").exists()
 
 
 def test_a_start_that_fails_is_no_lost_node(nodes, train, output, caplog):

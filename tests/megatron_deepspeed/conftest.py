@@ -40,6 +40,10 @@ def data(stock: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     subprocess.run(
         [sys.executable, str(HERE / "mds_data.py"), str(folder)],
         check=True,
-        env={**os.environ, "PYTHONPATH": str(stock), "DS_ACCELERATOR": "cpu"},
+        env={
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join([str(stock), os.environ.get("PYTHONPATH", "")]),
+            "DS_ACCELERATOR": "cpu",
+        },
     )
     return folder

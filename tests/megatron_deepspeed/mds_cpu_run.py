@@ -9,10 +9,8 @@ are. EnvPipe is not imported here, so that what a checkout imports by itself can
 from __future__ import annotations
 
 import faulthandler
-import hashlib
 import importlib.machinery
 import importlib.util
-import os
 import runpy
 import signal
 import sys
@@ -20,9 +18,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-# Before torch is imported: torch.compile would run a C++ compiler for a minute.
-os.environ["TORCHDYNAMO_DISABLE"] = "1"
-
+sys.path.append(str(Path(__file__).parents[1] / "megatron_lm"))
+import cpu_run  # sets TORCHDYNAMO_DISABLE before torch is imported
 import torch
 
 
@@ -52,22 +49,6 @@ def name_unused_modules() -> None:
                 setattr(sys.modules[parent], child, module)
 
 
-def repair_rotary_embedding() -> None:
-    """Return angles, which is what the pipeline's layers take.
-
-    The stock tree returns a list of cosines and sines, on which its own `update_rotary_pos_emb`
-    fails with a pipeline, on any device (its issue 456).
-    """
-    from megatron.model.rotary_pos_embedding import RotaryEmbedding
-
-    def angles(self: Any, length: int, offset: int = 0) -> torch.Tensor:
-        positions = torch.arange(length).type_as(self.inv_freq) + offset
-        half = torch.outer(positions, self.inv_freq)
-        return torch.cat((half, half), dim=-1)[:, None, None, :]
-
-    RotaryEmbedding.forward = angles
-
-
 def remember_model() -> list[torch.nn.Module]:
     """The engine of this rank, once it is built."""
     from megatron import training
@@ -84,17 +65,6 @@ def remember_model() -> list[torch.nn.Module]:
     return engines
 
 
-def tell(engines: list[torch.nn.Module]) -> None:
-    """Print a digest of all weights, and whether anything of EnvPipe was imported."""
-    digest = hashlib.sha256()
-    for engine in engines:
-        for name, parameter in engine.named_parameters():
-            digest.update(name.encode())
-            digest.update(parameter.detach().cpu().view(torch.uint8).numpy().tobytes())
-    print(f"\ncpu_run: weights {digest.hexdigest()}")
-    print(f"\ncpu_run: envpipe {'imported' if 'envpipe_megatron' in sys.modules else 'absent'}")
-
-
 def main() -> None:
     """Run the script named first, with the arguments after it, as torchrun would."""
     script = Path(sys.argv[1]).resolve()
@@ -103,14 +73,13 @@ def main() -> None:
     faulthandler.register(signal.SIGUSR1)  # prints the stacks of all threads
     torch.set_num_threads(1)
     name_unused_modules()
-    repair_rotary_embedding()
     engines = remember_model()
     try:
         runpy.run_path(str(script), run_name="__main__")
     except SystemExit as ended:
         if ended.code:
             raise
-    tell(engines)
+    cpu_run.tell(engines)
     # Process groups that the interpreter's end meets alive abort one rank now and then.
     torch.distributed.barrier()
     torch.distributed.destroy_process_group()

@@ -86,18 +86,6 @@ def gpt_args(data: Path) -> str:
     )
 
 
-def llama_args(data: Path) -> str:
-    """Those of `finetune_llama.py`."""
-    return (
-        f"{_MODEL} {_JOB} --seq-length 64 --max-position-embeddings 64 --ffn-hidden-size 64 "
-        "--no-query-key-layer-scaling --disable-bias-linear --normalization rmsnorm "
-        "--use-rotary-position-embeddings --untie-embeddings-and-output-weights --swiglu "
-        "--finetune --repeated-dataloader --eval-interval 1000 --eval-iters 0 "
-        f"--tokenizer-type HFTokenizer --tokenizer-model {data / 'tokenizer'} "
-        f"--data-path {data / 'prompts.json'} --split 100,0,0"
-    )
-
-
 def run_script(
     script: Path,
     args: str,

@@ -17,7 +17,6 @@ from mds_runs import (
     WARMUP,
     Run,
     gpt_args,
-    llama_args,
     run_script,
 )
 from presets import preset_profile
@@ -71,16 +70,6 @@ def test_gpt_trains_the_same(arm, patched, data, stock_gpt, tmp_path):
     assert "energy of 4 GPUs in training" in run.output
     # Megatron's log line has it, so DeepSpeed's engine says nothing beside.
     assert "[envpipe] steps:" not in run.output
-
-
-def test_llama_trains_the_same(stock, patched, data, tmp_path):
-    args = llama_args(data)
-    own = run_script(stock / "finetune_llama.py", args, tmp_path / "stock").require_success()
-    args += f" {with_envpipe(ENVELOPE, tmp_path / 'run')}"
-    run = run_script(patched / "finetune_llama.py", args, tmp_path / "run").require_success()
-    assert run.result == own.result
-    assert len(own.losses) == ITERATIONS
-    assert run.phases[-1] in ("steady", "reconfigure")
 
 
 def test_a_batch_that_grows_trains_the_same(stock, patched, data, tmp_path):

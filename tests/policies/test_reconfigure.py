@@ -17,6 +17,7 @@ from envpipe_megatron.core.plan import Plan
 from envpipe_megatron.core.timeline import critical_path, is_envelope
 from envpipe_megatron.policies import reconfigure as reconfiguring
 from envpipe_megatron.policies.frequencies import POLICIES
+from envpipe_megatron.policies.problem import order_limits
 from envpipe_megatron.policies.reconfigure import (
     RECONFIGURE_POLICIES,
     Ended,
@@ -210,7 +211,7 @@ def test_never_longer_than_everything_at_the_highest_clock(seed, policy):
     """Also with unbalanced stages, latency, and a highest clock that is not the fastest."""
     rng = random.Random(seed)
     p, m = rng.randint(1, 5), rng.randint(1, 9)
-    caps = builders.extra_forward_caps(p, m, max_extra_forwards=rng.randint(0, 5))
+    caps = order_limits(p, m, max_extra_forwards=rng.randint(0, 5)).most
     backward_s = [rng.uniform(0.5, 3) for _ in range(p)]
     extra = builders.envpipe_extra_forwards(backward_s, [1.0] * p, caps)
     schedule = builders.envpipe(p, m, extra)

@@ -93,22 +93,8 @@ def swapped(rank: int, count: int) -> Any:
     return messages
 
 
-def transposed(rank: int) -> Any:
-    """An output that does not lie in one piece."""
-    channel = expecting(int(rank == 1))
-    rows, columns = plain_stages.SHAPE
-    result = None
-    if rank == 0:
-        output = torch.arange(rows * columns).float().reshape(columns, rows).t()
-        channel.send(unit(Kind.FORWARD, 0), [output])
-    elif rank == 1:
-        result = channel.receive(unit(Kind.FORWARD, 0))[0].tolist()
-    channel.end_step()
-    return result
-
-
 def several_tensors(rank: int) -> Any:
-    """Messages of several shapes and types, others forward than backward."""
+    """Messages of several shapes and types, others forward than backward; one not in one piece."""
     channel = plain_stages.channel(10)
     cpu = torch.device("cpu")
     forward = TensorSpec(((2, 3), (5,), (4,)), (torch.float32, torch.int64, torch.bool), cpu)
@@ -121,7 +107,8 @@ def several_tensors(rank: int) -> Any:
     for number in range(2):
         if rank == 0:
             mask = torch.arange(4) % 2 == number
-            sent = [torch.full((2, 3), number + 0.5), torch.full((5,), number), mask]
+            turned = torch.arange(6).float().reshape(3, 2).t() + number
+            sent = [turned, torch.full((5,), number), mask]
             channel.send(unit(Kind.FORWARD, number), sent)
             got = channel.receive(unit(Kind.BACKWARD, number))
         elif rank == 1:

@@ -1,6 +1,5 @@
 """A configuration as Megatron's flags and as a file."""
 
-import json
 from dataclasses import replace
 
 from whole_layers import whole_layers
@@ -8,7 +7,6 @@ from whole_layers import whole_layers
 from envpipe_megatron.search.configuration import (
     Job,
     Recomputed,
-    configuration_text,
     megatron_flags,
 )
 from envpipe_megatron.search.cuts import Shape
@@ -72,25 +70,3 @@ def test_what_is_printed_is_what_was_ranked() -> None:
                 assert megatron.configuration(shape, sorted(edges), printed) == cut.configuration
                 recomputing |= {(shape.num_chunks, name) for name, _ in printed}
     assert {(1, "selective"), (2, "selective")} <= recomputing
-
-
-def test_the_file_says_all_that_a_script_needs() -> None:
-    shape = Shape(Sizes(2, 1), 2, 1, 1, 8)
-    configuration = MEGATRON.configuration(shape, [0, 4, 9], [("full", 1), (None, 0)])
-    text = configuration_text(
-        PROFILE, configuration, JOB, flags=["--x 1"], predicted={"iteration_time_s": 0.5}
-    )
-    fields = json.loads(text)
-    assert fields["format"] == "envpipe-configuration/1"
-    assert fields["stages"][0] == {
-        "pieces": [[0, 4]],
-        "names": [["embedding", "layer", "layer", "layer"]],
-        "tensor_parallel": 2,
-        "microbatch_size": 1,
-        "context_parallel": 1,
-        "expert_parallel": 1,
-        "data_parallel": 1,
-        "recomputed": ["full", 1],
-    }
-    assert fields["megatron_flags"] == ["--x 1"]
-    assert fields["predicted"] == {"iteration_time_s": 0.5}

@@ -1,5 +1,6 @@
 """The search in Megatron's space finds what trying all configurations finds."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import combinations, product
 
@@ -15,7 +16,7 @@ from envpipe_megatron.search.cuts import Shape, best_cut
 from envpipe_megatron.search.layer_profile import LayerProfile, Links, Sizes
 from envpipe_megatron.search.search import search
 from envpipe_megatron.search.space import MegatronSpace, Space, shape_of
-from envpipe_megatron.search.work import StageWork, peak_bytes, stage_work
+from envpipe_megatron.search.work import StageWork
 
 JOB = Job(num_gpus=4, gpus_per_node=2, global_batch=8, memory_bytes=260.0)
 FASTEST = Objective(goal="time")
@@ -30,14 +31,14 @@ def _least_s(megatron: MegatronSpace, shape: Shape) -> float:
         forced_s = np.full(shape.num_stages, np.inf)
         for option in options:
             found = megatron.configuration(shape, cut, [option] * shape.num_stages)
-            works = [stage_work(megatron.profile, stage) for stage in found.stages]
-            fits = peak_bytes(megatron.profile, found, works) <= megatron.job.memory_bytes
+            candidate = Candidate(found, megatron.profile, megatron.job)
+            works, fits = candidate.works, candidate.peak_bytes <= megatron.job.memory_bytes
             forced_s = np.minimum(forced_s, np.where(fits, _forced_s(found, works), np.inf))
         least_s = min(least_s, forced_s.max())
     return least_s
 
 
-def _forced_s(configuration: Configuration, works: list[StageWork]) -> list[float]:
+def _forced_s(configuration: Configuration, works: Sequence[StageWork]) -> list[float]:
     """What each stage of 1F1B forces; the ways through other stages have nothing recomputed."""
     count, stages = configuration.num_microbatches, len(works)
     forward_s = [work.forward_s[0, 0] for work in works]
@@ -71,7 +72,7 @@ def test_no_stage_forces_more_than_1f1b_takes() -> None:
             [("full", int(random.integers(3))) if seed % 2 else (None, 0)] * stages,
         )
         candidate = Candidate(found, profile, job)
-        forced_s = max(_forced_s(found, list(candidate.works)))
+        forced_s = max(_forced_s(found, candidate.works))
         assert forced_s <= candidate.iteration_time_s * (1 + 1e-9)
 
 
@@ -90,7 +91,7 @@ def test_no_cut_of_a_shape_takes_less() -> None:
             found.append(cut.configuration)
             candidate = Candidate(cut.configuration, megatron.profile, megatron.job)
             assert (candidate.peak_bytes <= memory_bytes).all()
-            forced_s = _forced_s(cut.configuration, list(candidate.works))
+            forced_s = _forced_s(cut.configuration, candidate.works)
             assert cut.bound_s == pytest.approx(max(forced_s))
             assert megatron.bound_s(shape) <= cut.bound_s * (1 + 1e-9)
     ways = {stage.recomputed[0] for each in found for stage in each.stages}

@@ -214,9 +214,9 @@ def test_splits_above_the_memory_limit_are_left_out(job, data):
     limit = float(data.draw(st.integers(1, 40)))
     fitting = [cut for cut in cuts if peak(cut) <= limit]
     if not fitting:
-        with pytest.raises(EnvPipeError, match=r"stage \d+ is the tightest") as caught:
+        with pytest.raises(EnvPipeError, match="least peak is") as caught:
             SplitSpace(table, num_stages, num_microbatches, limit)
-        assert f"holds {min(map(peak, cuts)):.6g} bytes" in str(caught.value)
+        assert f"(got {min(map(peak, cuts)):.6g}" in str(caught.value)
         return
     space = SplitSpace(table, num_stages, num_microbatches, limit)
     found = least_bottleneck(space)
@@ -226,12 +226,7 @@ def test_splits_above_the_memory_limit_are_left_out(job, data):
     assert both_times(table, found.cut).max() == pytest.approx(least_s)
 
 
-def test_the_tightest_stage_is_named():
-    # Stage 0 holds two microbatches, and the embedding's weights.
-    held = [(50.0, 3.0), *[(1.0, 3.0)] * 4]
-    table = table_of(np.ones(5), np.ones(5), embedding=True, held=held)
-    with pytest.raises(EnvPipeError, match="stage 0 is the tightest and holds 56 bytes"):
-        SplitSpace(table, 2, 8, 40.0)
+def test_a_limit_of_no_bytes_is_refused():
     with pytest.raises(EnvPipeError, match="no bytes for the memory limit"):
         SplitSpace(table_of(np.ones(4), np.ones(4)), 2, 8, 40.0)
 

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from whole_layers import whole_layers
 
+from envpipe_megatron.search.candidates import Candidate
 from envpipe_megatron.search.configuration import Configuration, Job, StageLayout
 from envpipe_megatron.search.cuts import Shape
 from envpipe_megatron.search.layer_profile import (
@@ -18,7 +19,7 @@ from envpipe_megatron.search.layer_profile import (
     Sizes,
 )
 from envpipe_megatron.search.space import MegatronSpace, Space
-from envpipe_megatron.search.work import StageWork, stage_work, tails_s
+from envpipe_megatron.search.work import StageWork, stage_work
 
 ONE = np.array([1.0])
 
@@ -36,9 +37,8 @@ PROFILE = LayerProfile(
 def test_all_data_parallel_ranks_handle_all_their_gradients(shared: bool, tail_s: float) -> None:
     profile = replace(PROFILE, optimizer_s=100.0, gradients_s=0.8)
     stage = StageLayout(((0, 1),), Sizes(), 2)
-    work = stage_work(profile, stage)
     configuration = Configuration((stage,), 1, distributed_optimizer=shared)
-    assert tails_s(profile, configuration, [work], Job(2, 2, 2)) == pytest.approx([tail_s])
+    assert Candidate(configuration, profile, Job(2, 2, 2)).tails_s == pytest.approx([tail_s])
 
 
 @pytest.mark.parametrize(("shared", "tail_s"), [(False, 0.0), (True, 1.5 + 5.0)])
@@ -48,9 +48,8 @@ def test_weights_are_gathered_where_no_gradient_is_reduced(shared: bool, tail_s:
     each = BytesPerParameter(weight=2.0, gradient=0.0)
     profile = replace(PROFILE, bytes_per_parameter=each, links=links, optimizer_s=float(shared))
     stage = StageLayout(((0, 1),), Sizes(), 2)
-    work = stage_work(profile, stage)
     configuration = Configuration((stage,), 1, distributed_optimizer=shared)
-    assert tails_s(profile, configuration, [work], Job(2, 2, 2)) == pytest.approx([tail_s])
+    assert Candidate(configuration, profile, Job(2, 2, 2)).tails_s == pytest.approx([tail_s])
 
 
 def test_a_part_of_a_model_that_begins_elsewhere_loads_its_data_too() -> None:

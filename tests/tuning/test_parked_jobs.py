@@ -24,9 +24,8 @@ from envpipe_megatron.core.timeline import Timeline
 from envpipe_megatron.formats.energy import Phase
 from envpipe_megatron.gpu.presets import load_preset
 from envpipe_megatron.policies.clock_changes.parking import park
-from envpipe_megatron.policies.request import PlanRequest
 from envpipe_megatron.runtime.execution.orders import constant_order
-from envpipe_megatron.runtime.job.config import SessionConfig
+from envpipe_megatron.runtime.job.options import JobOptions
 from envpipe_megatron.tuning import planner
 from envpipe_megatron.tuning.commands import Parking, Window
 from envpipe_megatron.tuning.measured.meters import MeterSums
@@ -59,11 +58,16 @@ def run(
     """
     preset = replace(PRESET, frequency_change_s=change_s)
     name = "auto" if own_order is None else "1f1b"
-    request = PlanRequest(MICROBATCHES, name, "optimal", min_dwell_s=min_dwell_s)
+    request = JobOptions(
+        num_microbatches=MICROBATCHES,
+        type="optimal",
+        scheduling=name,
+        min_dwell_ms=1e3 * min_dwell_s,
+    )
     made, own = (
         Pipelines(preset, forward_s, replicas, wait_follows=wait_follows, **what) for _ in range(2)
     )
-    with EmulatedJob(made, SessionConfig(request, closed_loop=True), own_order) as job:
+    with EmulatedJob(made, replace(request, baseline_steps=3), own_order) as job:
         for _ in range(iterations):
             job.run(1)
             if late is not None:

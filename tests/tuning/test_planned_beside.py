@@ -11,19 +11,23 @@ import pytest
 from benchmarks.online.runs import Ran, run_job
 from envpipe_megatron.formats.energy import Phase
 from envpipe_megatron.gpu.presets import load_preset
-from envpipe_megatron.policies.request import PlanRequest
-from envpipe_megatron.runtime.job.config import SessionConfig
+from envpipe_megatron.runtime.job.options import JobOptions
 from envpipe_megatron.tuning.background import Background, BackgroundError
 from envpipe_megatron.tuning.commands import Command, Window
 from envpipe_megatron.tuning.planner import PlannedBeside
-from envpipe_megatron.tuning.probes.sweep import ProfilerSettings
 
 LOOKS = 7
 
 
 def run(reconfigure: str, late: int) -> Ran:
-    request = PlanRequest(6, "envpipe", "envelope", reconfigure)
-    config = SessionConfig(request, profiler=ProfilerSettings(1, 1, 0.0))
+    config = JobOptions(
+        num_microbatches=6,
+        type="envelope",
+        reconfigure=reconfigure,
+        baseline_steps=3,
+        profile_steps=1,
+        window_s=0.0,
+    )
     preset = load_preset("a100-sxm")
     return run_job(config, preset, [0.03, 0.03, 0.036], iterations=130, replicas=2, late=(late,))
 

@@ -20,8 +20,7 @@ from envpipe_megatron.core.profile import Profile
 from envpipe_megatron.core.schedule import Schedule, profiled_kinds
 from envpipe_megatron.core.sidecar import Sidecar
 from envpipe_megatron.gpu.presets import load_preset, override_for, sweep_range
-from envpipe_megatron.policies.request import PlanRequest
-from envpipe_megatron.runtime.job.config import SessionConfig
+from envpipe_megatron.runtime.job.options import JobOptions
 from envpipe_megatron.tuning.commands import Command, Report, Window
 from envpipe_megatron.tuning.measured.meters import Stretch, meter_sums
 from envpipe_megatron.tuning.measured.store import Store
@@ -30,7 +29,9 @@ from envpipe_megatron.tuning.probes.sweep import Measuring, ProfilerSettings, Sw
 
 STAGES, MICROBATCHES = 3, 12
 FORWARD_S = (0.03, 0.03, 0.0375)
-CONFIG = SessionConfig(PlanRequest(MICROBATCHES, schedule="auto", policy="optimal"))
+CONFIG = JobOptions(
+    num_microbatches=MICROBATCHES, type="optimal", scheduling="auto", sweep=True, baseline_steps=3
+)
 PRESET = load_preset("a100-sxm")
 TOP_MHZ = PRESET.max_frequency_mhz
 CLOCKS_MHZ = sweep_range(PRESET.supported_frequencies_mhz, override_for(PRESET.gpu))

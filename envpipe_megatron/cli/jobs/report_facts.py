@@ -28,10 +28,11 @@ from envpipe_megatron.formats.energy import (
     Phase,
     read_step,
 )
+from envpipe_megatron.formats.energy_sums import EnergySums, total_of
 from envpipe_megatron.formats.steps import StepEnergy, compare
 from envpipe_megatron.gpu.modelled import modelled_clocks_mhz
 from envpipe_megatron.gpu.presets import GpuPreset, model_for
-from envpipe_megatron.launch.bill.bill import Bill, PhaseBill, bill_of, total_of
+from envpipe_megatron.launch.bill.bill import Bill, bill_of
 from envpipe_megatron.policies.planner import make_plan
 from envpipe_megatron.policies.request import PlanRequest
 from envpipe_megatron.report.facts import (
@@ -273,18 +274,18 @@ def _recorded(folder: RunFolder, bill: Bill) -> StepEnergy | None:
         for name in ("baselines", "", "mean"):  # of a file that may be damaged
             mean = mean.get(name) if isinstance(mean, dict) else None
         told = [mean]
-    return next((StepEnergy(**step) for step in map(read_step, told) if step), None)
+    return next(filter(None, map(read_step, told)), None)
 
 
 def _stages(name: str, bill: Bill, phase: str) -> list[StageFacts]:
     """The stages of a phase, each by its mean GPU."""
-    members: dict[int, list[PhaseBill]] = {}
+    members: dict[int, list[EnergySums]] = {}
     for (_, _, own_phase, stage), each in bill.phases.items():
         if own_phase == phase and stage is not None and each.steps:
             members.setdefault(stage, []).append(each)
     stages = []
     for stage, own in sorted(members.items()):
         steps, total = sum(member.steps for member in own), total_of(own)
-        shares_s = tuple(share_s / steps for share_s in total.shares_s or ())
+        shares_s = tuple(share_s / steps for share_s in total.known_shares_s or ())
         stages.append(StageFacts(name, stage, len(own), total.energy_j / steps, shares_s))
     return stages

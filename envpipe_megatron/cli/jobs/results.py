@@ -19,7 +19,7 @@ from envpipe_megatron.cli.common import EXISTING_FILE, OUTPUT_FOLDER, TEXT_OPTIO
 from envpipe_megatron.cli.machine.doctor import all_checks
 from envpipe_megatron.console import say, say_working, show_table
 from envpipe_megatron.formats.energy import read_energy_logs
-from envpipe_megatron.launch.bill.bill import bill_of
+from envpipe_megatron.launch.bill.bill import Bill
 from envpipe_megatron.launch.bill.report import Tariff, bill_facts, show_bill
 
 if TYPE_CHECKING:
@@ -111,8 +111,8 @@ def sum_energy(
 
       envpipe energy sum node0/energy.jsonl node1/energy.jsonl --price 0.2 --grid-intensity 350
     """
-    logs = read_energy_logs(files)
-    bill, tariff = bill_of(logs.lines), Tariff(price, grid_intensity)
+    bill, tariff = Bill(), Tariff(price, grid_intensity)
+    logs = read_energy_logs(files, bill.add)
     bill.unreadable = len(logs.unreadable)
     if as_json:
         facts = bill_facts(bill, tariff) | {

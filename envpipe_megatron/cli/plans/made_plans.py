@@ -1,9 +1,9 @@
-"""Commands on plans that are made: `simulate`, `compare`, `straggler` and `export-schedule`."""
+"""Commands on plans that are made: `simulate`, `compare` and `export-schedule`."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,32 +12,22 @@ import click
 
 from envpipe_megatron.cli.common import (
     EXISTING_FILE,
-    NEW_PLAN_OPTION,
     OUTPUT_FILE,
     OUTPUT_FOLDER,
     PLAN_OPTION,
     PROFILE_OPTION,
-    Finite,
     check_outputs,
-    numbers,
-    show_summary,
 )
+from envpipe_megatron.cli.plans.tables import facts_of, show_plans, show_summary
 from envpipe_megatron.console import say, say_working, show_table
-from envpipe_megatron.core.fields import FACTOR, TIME
 from envpipe_megatron.core.plan import (
-    Cost,
     Plan,
     PlanError,
     read_order,
     read_plan,
-    saving_uncertainty_percent,
 )
 from envpipe_megatron.core.profile import read_profile
-from envpipe_megatron.core.sidecar import sidecar_path
-from envpipe_megatron.core.timeline import RELATIVE_TOLERANCE
-from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.files import refuse_foreign, replace_files
-from envpipe_megatron.formats.frontier import read_frontier
 from envpipe_megatron.formats.torch_csv import torch_csv
 
 #: What is left in the folder of pictures.
@@ -93,10 +83,8 @@ def _simulation_facts(plan: Plan) -> dict[str, Any]:
     """Figures of a plan that `simulate` prints as JSON."""
     baseline = plan.baseline
     return {
-        **_facts(plan, baseline.cost),
+        **facts_of(plan, baseline.cost),
         "energy_by_stage_j": plan.energy_by_stage_j.tolist(),
-        "saving_uncertainty_percent": saving_uncertainty_percent(plan),
-        "extra_forwards": list(plan.schedule.extra_forwards),
         "baseline": {"schedule": baseline.schedule.name, **vars(baseline.cost)},
         "bubble_s": _waits(plan),
     }
@@ -158,7 +146,7 @@ def compare(plan_paths: Sequence[Path], profile_path: Path | None, as_json: bool
     facts = []
     for path, plan in zip(plan_paths, read, strict=True):
         try:
-            facts.append(_facts(replace(plan, conditions=first.conditions), baseline.cost))
+            facts.append(facts_of(replace(plan, conditions=first.conditions), baseline.cost))
         except PlanError as error:
             raise PlanError(
                 f"{path} cannot run under the conditions of {plan_paths[0]}: {error.what}",
@@ -171,98 +159,8 @@ def compare(plan_paths: Sequence[Path], profile_path: Path | None, as_json: bool
     for path, plan in zip(plan_paths, read, strict=True):
         if plan.conditions != first.conditions:
             say(f"Note: {path} was made for other conditions than {plan_paths[0]}.")
-    columns = ("", *map(str, plan_paths))
-    rows = [(shown, *(write(each[name]) for each in facts)) for name, shown, write in _ROWS]
     title = f"Against {baseline.schedule.name} at the highest clocks"
-    show_table(title, columns, rows)
-
-
-_ROWS: tuple[tuple[str, str, Callable[[Any], str]], ...] = (
-    ("schedule", "order", str),
-    ("policy", "clocks", str),
-    ("iteration_time_s", "iteration time (s)", "{:.4f}".format),
-    ("energy_j", "energy (J)", "{:.1f}".format),
-    ("saving_percent", "saving (%)", "{:.2f}".format),
-    ("slowdown_percent", "slowdown (%)", "{:.3f}".format),
-    ("mean_power_w", "mean power (W)", "{:.1f}".format),
-    ("num_chunks", "chunks of a stage", str),
-    ("microbatches_in_flight", "peak in flight by stage", numbers),
-    ("clock_changes", "changes of clock by stage", numbers),
-)
-
-
-def _facts(plan: Plan, baseline: Cost) -> dict[str, Any]:
-    return {
-        "schedule": plan.schedule.name,
-        "policy": plan.policy,
-        **vars(plan.cost),
-        "saving_percent": plan.cost.saving_percent(baseline),
-        "slowdown_percent": plan.cost.slowdown_percent(baseline),
-        "mean_power_w": plan.cost.mean_power_w,
-        "num_chunks": plan.schedule.num_chunks,
-        "peak_in_flight": list(plan.schedule.peak_in_flight),
-        "microbatches_in_flight": list(plan.schedule.microbatches_in_flight),
-        "clock_changes": plan.evaluation.clock_changes.tolist(),
-    }
-
-
-@click.command()
-@PROFILE_OPTION
-@click.option(
-    "--frontier", "frontier_path", type=EXISTING_FILE, required=True,
-    help="Plans of a frontier, the .jsonl that envpipe plan --frontier writes.",
-)  # fmt: skip
-@click.option(
-    "--factor",
-    type=Finite(1, of=replace(FACTOR, least=1)),
-    help="Time of the slower replica over that of the framework's own order at the highest clocks.",
-)
-@click.option(
-    "--time", "time_s", type=Finite(min_open=True, of=replace(TIME, positive=True, below=1e300)),
-    help="Measured iteration time of the slower replica, s.",
-)  # fmt: skip
-@NEW_PLAN_OPTION
-def straggler(
-    profile_path: Path,
-    frontier_path: Path,
-    factor: float | None,
-    time_s: float | None,
-    output: Path,
-) -> None:
-    """Pick the plan that is just as slow as a slower replica.
-
-    The other replicas wait for it at the gradient reduction anyway; as slow as that one, they use
-    less energy and lose no time.
-
-    Example:
-
-      envpipe straggler --profile profile.csv --frontier frontier.jsonl --factor 1.1
-      --output plan.json
-    """
-    if (factor is None) == (time_s is None):
-        raise EnvPipeError(
-            "How slow the straggler is must be said once",
-            value=(factor, time_s),
-            remedy="Give --factor or --time.",
-        )
-    check_outputs([output], [profile_path, sidecar_path(profile_path), frontier_path])
-    stored = read_frontier(frontier_path)
-    allowed_s = time_s if time_s is not None else (factor or 1.0) * stored.baseline_s
-    if allowed_s >= FACTOR.below * stored.baseline_s:
-        raise EnvPipeError(
-            f"The slower replica takes {allowed_s / stored.baseline_s:.0f} times as long as others",
-            value=allowed_s,
-            remedy=f"Give --time in s, not ms: the others take {stored.baseline_s:.4f} s.",
-        )
-    plan = stored.plan_for(allowed_s, read_profile(profile_path))
-    plan.write(output)
-    if plan.cost.iteration_time_s > allowed_s * (1 + RELATIVE_TOLERANCE):
-        say(f"Note: no plan of the frontier is so fast as {allowed_s:.4f} s.")
-    show_summary(plan)
-    say(
-        f"The plan takes {plan.cost.iteration_time_s:.4f} s, the slower replica {allowed_s:.4f} s. "
-        f"Plan written to {output}",
-    )
+    show_plans(title, dict(zip(map(str, plan_paths), facts, strict=True)))
 
 
 @click.command("export-schedule")

@@ -15,7 +15,7 @@ from envpipe_megatron.cli.common import (
     warn_of_free_waiting,
     write_stages,
 )
-from envpipe_megatron.cli.plans.search_tables import show_stages
+from envpipe_megatron.cli.plans.tables import show_stages
 from envpipe_megatron.console import say, show_table
 from envpipe_megatron.core.fields import PERCENT, POWER, Number
 from envpipe_megatron.core.plan import Cost
@@ -89,13 +89,10 @@ def partition(
         warn_of_free_waiting()
     space = SplitSpace(profile, num_stages, num_microbatches, memory_limit)
     power_w = blocking_power or 0.0
-
-    def best(space: SplitSpace) -> Found:
-        if objective == "energy":
-            return least_energy(space, power_w, time_tolerance / 100)
-        return least_bottleneck(space)
-
-    found = best(space)
+    if objective == "energy":
+        found = least_energy(space, power_w, time_tolerance / 100)
+    else:
+        found = least_bottleneck(space)
     split, best_one = layers_of(profile, found.cut), space.candidate(found.cut)
     write_stages(best_one.stage_profile, blocking_power, output)
     title, memory = "Stages, at the highest clocks", "1F1B memory (GiB)"
@@ -108,8 +105,6 @@ def partition(
             f"Least planned energy of the most promising splits within {time_tolerance:g} % of the "
             f"fastest; planned: {found.num_planned}."
         )
-    if memory_limit and best(SplitSpace(profile, num_stages, num_microbatches)).cut == found.cut:
-        say("--memory-limit does not bind: without it the split is the same.")
     say("\nFor Megatron-LM, in place of its other flags for the split:")
     say(f"  {layout_flag(profile, best_one.configuration)}")
     say(f"\nStage profile written to {output}")

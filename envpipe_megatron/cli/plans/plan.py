@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Callable, Iterator
 from dataclasses import fields, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +15,6 @@ from envpipe_megatron.cli.common import (
     Finite,
     check_outputs,
     microbatches,
-    numbers,
-    show_summary,
 )
 from envpipe_megatron.cli.plans.options import (
     CONDITION_NAMES,
@@ -28,14 +23,13 @@ from envpipe_megatron.cli.plans.options import (
     job_options,
     read_conditions,
 )
+from envpipe_megatron.cli.plans.tables import cells, show_summary
 from envpipe_megatron.console import say, show_table
 from envpipe_megatron.core.fields import ENERGY, FACTOR, RATIO, TIME, Number
-from envpipe_megatron.core.plan import Plan
 from envpipe_megatron.core.profile import Profile, read_profile
 from envpipe_megatron.core.profile_rows import SplitBackward
 from envpipe_megatron.core.sidecar import sidecar_path
 from envpipe_megatron.files import csv_text, replace_files
-from envpipe_megatron.formats.frontier import FRONTIER_FORMAT, write_frontier
 from envpipe_megatron.policies.objective import Goal, Objective
 from envpipe_megatron.policies.planner import (
     check_frontier,
@@ -49,12 +43,14 @@ from envpipe_megatron.policies.request import (
     POLICIES,
     RECONFIGURE_NAMES,
     PlanRequest,
-    make_problem,
 )
 
-_NO_DEADLINE = 1e3
-#: Options that only an order that is built or searched may be given.
-_OF_ORDERS = ("max_in_flight", "max_extra_forwards", "channel_capacity")
+#: Figures of a frontier's plans; of those by memory all take nearly as long.
+_FIGURES = (
+    *("iteration_time_s", "energy_j", "mean_power_w", "saving_percent", "slowdown_percent"),
+    "gap_percent",
+)
+_OF_MEMORY = ("schedule", "energy_j", "saving_percent", "microbatches_in_flight")
 _POWER_CAP = Number(positive=True, unit="W", mistaken=(("kW", 1e3),))
 
 
@@ -156,9 +152,8 @@ _POWER_CAP = Number(positive=True, unit="W", mistaken=(("kW", 1e3),))
     "--frontier",
     "frontier_path",
     type=OUTPUT_FILE,
-    help="CSV of the time-energy frontier, from the fastest iteration to the cheapest; its plans "
-    "(.jsonl) and a picture (.png) go beside it. Deadline and objective only decide which order "
-    "competes.",
+    help="CSV of the time-energy frontier, from the fastest iteration to the cheapest; a picture "
+    "(.png) goes beside it. Deadline and objective only decide which order competes.",
 )
 @click.option(
     "--frontier-points", type=click.IntRange(2, 10_000), default=100, show_default=True,
@@ -198,7 +193,6 @@ def plan(
     if frontier_path is not None:
         from envpipe_megatron.report.stills import PICTURE_MARK
 
-        beside[frontier_path.with_suffix(".jsonl")] = FRONTIER_FORMAT
         beside[frontier_path.with_suffix(".png")] = PICTURE_MARK
     written = [path for path in (output, frontier_path, memory_path) if path is not None]
     read = [profile_path, sidecar_path(profile_path)]
@@ -215,8 +209,7 @@ def plan(
     surroundings = {name: options.pop(name) for name in CONDITION_NAMES}
     objective = Objective(**{field.name: options.pop(field.name) for field in fields(Objective)})
     conditions = read_conditions(profile, **surroundings)
-    ask = partial(PlanRequest, conditions=conditions, objective=objective, **options)
-    request = ask()
+    request = PlanRequest(conditions=conditions, objective=objective, **options)
     given = click.get_current_context().get_parameter_source("frontier_points")
     if frontier_path is not None:
         check_frontier(request)
@@ -229,7 +222,7 @@ def plan(
     planned = make_plan(profile, request)
     if output is not None:
         planned.plan.write(output)
-    for note in (*planned.notes, *_slack_limits(profile, ask, planned.plan)):
+    for note in planned.notes:
         say(f"Note: {note}")
     if planned.auto and (more := planned.auto.next_microbatch_percent()) is not None:
         say(f"Note: Another microbatch in flight on each stage would save {more:.2f} %.")
@@ -245,49 +238,24 @@ def plan(
         _make_memory_frontier(profile, request, memory_path)
 
 
-def _slack_limits(profile: Profile, ask: Callable[..., PlanRequest], plan: Plan) -> Iterator[str]:
-    """A line for each limit that makes no difference to a plan's order."""
-    request = ask()
-    asked, factor = request.objective, request.deadline_factor
-    this_order = dict.fromkeys(_OF_ORDERS) | {"order": plan.schedule}
-    if not plan.schedule.split:
-        this_order["split"] = None
-    no_cap = replace(asked, power_cap_w=None, power_window_s=None, stages_per_node=None)
-    for option, given, without in (
-        ("--power-cap", asked.power_cap_w, {"objective": no_cap}),
-        ("--max-energy", asked.max_energy_j, {"objective": replace(asked, max_energy_j=None)}),
-        ("--deadline-factor", factor, {"deadline_factor": _NO_DEADLINE}),
-    ):
-        if given is None:
-            continue
-        other = make_plan(profile, ask(**this_order, **without)).plan
-        cost, own_s = other.cost, other.baseline.cost.iteration_time_s
-        if asked.excess(other) <= 1 and cost.iteration_time_s <= (factor or _NO_DEADLINE) * own_s:
-            yield (
-                f"{option} {given:g} does not bind: without it the plan of this order takes "
-                f"{cost.iteration_time_s:.4f} s, {cost.energy_j:.1f} J, {cost.mean_power_w:.1f} W."
-            )
-    problem = make_problem(profile, request)
-    most, extra = problem.max_in_flight, problem.max_extra_forwards
-    if most is not None and all(map(operator.lt, plan.schedule.peak_in_flight, most)):
-        yield "--max-in-flight does not bind: no stage holds as many microbatches."
-    if extra is not None and max(plan.schedule.extra_forwards) < extra:
-        yield "--max-extra-forwards does not bind: no stage has as many."
-
-
 def _make_frontier(profile: Profile, request: PlanRequest, num_points: int, path: Path) -> None:
     from envpipe_megatron.report.stills import save
     from envpipe_megatron.report.views import frontier_charts
 
     plans = make_frontier(profile, request, num_points)
-    stored = write_frontier(plans, path)
+    header = ("iteration_time_s", "energy_j", "energy_lower_bound_j", "mean_power_w")
+    listed = (
+        (*vars(plan.cost).values(), plan.energy_lower_bound_j, plan.cost.mean_power_w)
+        for plan in plans
+    )
+    replace_files({path: [csv_text([header, *listed])]})
     name = Path(profile.source).name
     save(frontier_charts(plans), f"{name}: time and energy", path.with_suffix(".png"))
     shown = sorted({round(at * (len(plans) - 1) / 9) for at in range(10)})
-    rows = [(*_figures(plans[index]), f"{plans[index].gap_percent:.3f}") for index in shown]
+    rows = [cells(plans[index], _FIGURES) for index in shown]
     some = f", {len(rows)} of them below" if len(rows) < len(plans) else ""
-    show_table(f"Frontier: {len(plans)} plans{some}", (*_FIGURES, "gap (%)"), rows)
-    say(f"Frontier written to {path}, its plans to {stored}")
+    show_table(f"Frontier: {len(plans)} plans{some}", rows[0], (row.values() for row in rows))
+    say(f"Frontier written to {path}")
 
 
 def _make_memory_frontier(profile: Profile, request: PlanRequest, path: Path) -> None:
@@ -309,25 +277,6 @@ def _make_memory_frontier(profile: Profile, request: PlanRequest, path: Path) ->
         for point in points
     )
     replace_files({path: [csv_text([header, *limits])]})
-    kept = slice(1, None, 2)  # all take nearly as long; the rest fits 80 columns
-    columns = ("order", *_FIGURES[kept], "in flight by stage")
-    rows = [
-        (of.schedule.name, *_figures(of)[kept], numbers(of.schedule.microbatches_in_flight))
-        for of in (point.plan for point in points)
-    ]
-    show_table("What memory buys", columns, rows)
+    rows = [cells(point.plan, _OF_MEMORY) for point in points]
+    show_table("What memory buys", rows[0], (row.values() for row in rows))
     say(f"Memory frontier written to {path}")
-
-
-_FIGURES = ("iteration time (s)", "energy (J)", "mean power (W)", "saving (%)", "slowdown (%)")
-
-
-def _figures(plan: Plan) -> tuple[str, ...]:
-    cost, baseline = plan.cost, plan.baseline.cost
-    return (
-        f"{cost.iteration_time_s:.4f}",
-        f"{cost.energy_j:.1f}",
-        f"{cost.mean_power_w:.0f}",
-        f"{cost.saving_percent(baseline):.2f}",
-        f"{cost.slowdown_percent(baseline):.3f}",
-    )

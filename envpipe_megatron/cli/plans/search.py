@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import logging
+from dataclasses import asdict
 from pathlib import Path
 
 import click
 from click.core import ParameterSource
-from rich.console import Console
-from rich.progress import Progress
 
 from envpipe_megatron.cli.common import (
     EXISTING_FILE,
@@ -17,8 +17,8 @@ from envpipe_megatron.cli.common import (
     warn_of_free_waiting,
     write_stages,
 )
-from envpipe_megatron.cli.plans.search_tables import show_found, sizes_words
-from envpipe_megatron.console import say
+from envpipe_megatron.cli.plans.tables import show_found, sizes_words
+from envpipe_megatron.console import say, say_working
 from envpipe_megatron.core.fields import PERCENT, POWER, Number
 from envpipe_megatron.core.sidecar import sidecar_path
 from envpipe_megatron.errors import EnvPipeError
@@ -26,7 +26,7 @@ from envpipe_megatron.files import csv_text, refuse_foreign, replace_files
 from envpipe_megatron.gpu.modelled import with_modelled_energy
 from envpipe_megatron.gpu.presets import load_preset
 from envpipe_megatron.policies.objective import Goal, Objective
-from envpipe_megatron.search.configuration import Job, configuration_text, megatron_flags
+from envpipe_megatron.search.configuration import Job, megatron_flags
 from envpipe_megatron.search.layer_file import read_layers
 from envpipe_megatron.search.layer_profile import LayerProfile
 from envpipe_megatron.search.search import Found, search
@@ -141,21 +141,15 @@ def search_command(
     job = Job(gpus, gpus_per_node, global_batch, limit)
     space = Space(max_chunks, distributed_optimizer, same_recomputation)
     objective = Objective(goal=goal, energy_price=energy_price, gpu_price=gpu_price)
-    with Progress(console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task("cutting", total=None)
-
-        def progress(doing: str, done: int, of: int) -> None:
-            bar.update(task, description=doing, completed=done, total=of)
-
-        found = search(
-            profile,
-            job,
-            space,
-            objective,
-            blocking_power_w=blocking_power_w,
-            max_slowdown=slowdown_percent / 100,
-            progress=progress,
-        )
+    say_working(f"Searching configurations of {gpus} GPUs")
+    found = search(
+        profile,
+        job,
+        space,
+        objective,
+        blocking_power_w=blocking_power_w,
+        max_slowdown=slowdown_percent / 100,
+    )
     show_found(profile, found)
     flags = megatron_flags(profile, found.ranked[0].candidate.configuration, job)
     say("\nFor Megatron-LM:\n  " + " \\\n  ".join(flags))
@@ -210,18 +204,22 @@ def _write(
 ) -> None:
     """Write what was found; what an earlier search left and this one has not is removed."""
     best = found.ranked[0]
-    predicted = {
-        "iteration_time_s": best.iteration_time_s,
-        "energy_j": None if best.cost is None else best.cost.energy_j,
-        "own_order_iteration_time_s": best.candidate.iteration_time_s,
-        "peak_bytes": best.peak_bytes.tolist(),
+    known = {
+        "format": "envpipe-configuration/1",
+        "profile": profile.source,
+        **asdict(job),
+        **asdict(best.candidate.configuration),
+        "megatron_flags": flags,
+        "predicted": {
+            "iteration_time_s": best.iteration_time_s,
+            "energy_j": None if best.cost is None else best.cost.energy_j,
+            "own_order_iteration_time_s": best.candidate.iteration_time_s,
+            "peak_bytes": best.peak_bytes.tolist(),
+        },
     }
-    text = configuration_text(
-        profile, best.candidate.configuration, job, flags=flags, predicted=predicted
-    )
     for name in (_STAGES, _SIDECAR, _PLAN, _FRONTIER, _PICTURE):
         (output / name).unlink(missing_ok=True)
-    replace_files({output / _CONFIGURATION: [text]})
+    replace_files({output / _CONFIGURATION: [json.dumps(known, indent=1), "\n"]})
     if best.plan is not None:
         from envpipe_megatron.report.stills import save
         from envpipe_megatron.report.views import configurations_chart

@@ -194,35 +194,6 @@ def envpipe_extra_forwards(
     return extra
 
 
-def extra_forward_caps(
-    num_stages: int,
-    num_microbatches: int,
-    *,
-    max_extra_forwards: int | None = None,
-    max_in_flight: Sequence[int] | None = None,
-) -> list[int]:
-    """The most extra forwards that the batch, memory and the user leave to each stage.
-
-    `max_in_flight` lists microbatches for each stage; ScheduleError if 1F1B itself holds more.
-    """
-    caps = []
-    for stage in range(num_stages):
-        needed = min(num_stages - stage, num_microbatches)
-        cap = num_microbatches - needed
-        if max_extra_forwards is not None:
-            cap = min(cap, max_extra_forwards)
-        if max_in_flight is not None:
-            if max_in_flight[stage] < needed:
-                raise ScheduleError(
-                    f"Stage {stage} may hold too few microbatches in flight",
-                    value=max_in_flight[stage],
-                    remedy=f"1F1B itself holds {needed} there; allow at least that.",
-                )
-            cap = min(cap, max_in_flight[stage] - needed)
-        caps.append(cap)
-    return caps
-
-
 def check_job(num_stages: int, num_microbatches: int, num_chunks: int = 1) -> None:
     """Refuse (ScheduleError) a job without stages or microbatches, or one that is too large."""
     for what, count in (("stage", num_stages), ("microbatch", num_microbatches)):

@@ -22,9 +22,9 @@ from envpipe_megatron.integrations.deepspeed.engine import (
 )
 from envpipe_megatron.integrations.job import JobFacts, Placement, say_line
 from envpipe_megatron.integrations.leveled import LeveledJob
-from envpipe_megatron.integrations.options import OF_LEVELS, Options
-from envpipe_megatron.integrations.reading import OptionError, merged, read_settings
+from envpipe_megatron.integrations.options import OF_LEVELS, OptionError, merged, read_settings
 from envpipe_megatron.runtime.channel.links import timeout_of
+from envpipe_megatron.runtime.job.options import JobOptions
 
 BLOCK = "envpipe"
 #: Where DeepSpeed looks for its configuration, before `args`.
@@ -124,7 +124,7 @@ def end_training(engine: Any) -> None:
 
 def begin(
     engine: Any,
-    options: Options,
+    options: JobOptions,
     config: Mapping[str, Any],
     *,
     sequence_length: int | None = None,
@@ -147,8 +147,14 @@ def begin(
             value=found,
             remedy="Train without EnvPipe, or without these.",
         )
-    facts = _facts(engine, config, sequence_length)
-    job = LeveledJob(options, _placement(engine), facts, say_line)
+    group = engine.grid.get_pipe_parallel_group()
+    placement = Placement(
+        group,
+        engine.gradient_accumulation_steps(),
+        timeout_of(group),
+        messages_vary=engine.dynamic_shape,
+    )
+    job = LeveledJob(options, placement, _facts(engine, config, sequence_length), say_line)
     if job.job is None:
         return engine
     job.announce()
@@ -157,48 +163,34 @@ def begin(
     return engine
 
 
-def _placement(engine: Any) -> Placement:
-    group = engine.grid.get_pipe_parallel_group()
-    return Placement(
-        group,
-        engine.gradient_accumulation_steps(),
-        timeout_of(group),
-        messages_vary=engine.dynamic_shape,
-    )
-
-
 def _facts(engine: Any, config: Mapping[str, Any], sequence_length: int | None) -> JobFacts:
-    microbatch_size = engine.train_micro_batch_size_per_gpu()
-    elements = torch.tensor(
-        [sum(parameter.numel() for parameter in engine.module.parameters())], device=engine.device
-    )
+    microbatch_size, samples = engine.train_micro_batch_size_per_gpu(), engine.train_batch_size()
+    slices = engine.grid.get_slice_parallel_world_size()
+    parameters = list(engine.module.parameters())
+    elements = torch.tensor([sum(each.numel() for each in parameters)], device=engine.device)
     dist.all_reduce(elements)
-    tokens = {}
+    told = {name: value for name, value in config.items() if name not in _LEFT_OUT}
+    bill = {
+        "model": type(engine.module).__name__,
+        "samples_per_iteration": samples,
+        "microbatch_size": microbatch_size,
+    }
     if sequence_length is not None:
-        tokens["tokens_per_iteration"] = engine.train_batch_size() * sequence_length
+        bill["tokens_per_iteration"] = samples * sequence_length
     return JobFacts(
         Sidecar(
-            tensor_parallel=engine.grid.get_slice_parallel_world_size(),
+            tensor_parallel=slices,
             microbatch_size=microbatch_size,
             sequence_length=sequence_length,
         ),
-        {
-            "model": type(engine.module).__name__,
-            "samples_per_iteration": engine.train_batch_size(),
-            "microbatch_size": microbatch_size,
-            **tokens,
-        },
+        bill,
         {
             "deepspeed": deepspeed.__version__,
-            **{
-                f"deepspeed {name}": json.dumps(value, sort_keys=True, default=str)
-                for name, value in config.items()
-                if name not in _LEFT_OUT
-            },
+            "deepspeed configuration": json.dumps(told, sort_keys=True, default=str),
             "microbatch_size": microbatch_size,
-            "slice_parallel_size": engine.grid.get_slice_parallel_world_size(),
+            "slice_parallel_size": slices,
             "parameters": int(elements),
-            "dtypes": sorted({str(parameter.dtype) for parameter in engine.module.parameters()}),
+            "dtypes": sorted({str(each.dtype) for each in parameters}),
             "activation_checkpoint_interval": engine.module.activation_checkpoint_interval,
             "dynamic_shape": engine.dynamic_shape,
             "layers_of_stages": [int(first) for first in engine.module.parts],

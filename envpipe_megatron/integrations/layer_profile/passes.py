@@ -57,24 +57,28 @@ class Way:
 
     Args:
         host_s: of both directions, until the host has handed them over to the device.
+        data_s: that the script's data took ahead of the forward, in which they are.
         both_j, forward_j: energy of both directions, and of the forward; NaN if not known.
         rested_s: of both directions where the GPU rests as long; NaN if not known.
-        data_s: that the script's data took ahead of the forward, in which they are.
     """
 
     held: Held
     host_s: float
+    data_s: float
     forward_s: FloatArray
     backward_s: FloatArray
     both_j: FloatArray
     forward_j: FloatArray
     rested_s: FloatArray
-    data_s: float
 
     @property
     def both_s(self) -> FloatArray:
         """Time of both directions."""
         return self.forward_s + self.backward_s
+
+
+#: What each piece that runs holds, and how long the host takes to hand it over, s.
+_Look = tuple[list[Held], FloatArray]
 
 
 def measure_pieces(
@@ -86,7 +90,7 @@ def measure_pieces(
     """
     ways = (None, *dict.fromkeys(way for name in pieces.names for way in pieces.ways(name)))
     with pieces.rows(1):
-        looks = {None: _look(microbatches, size)}
+        looks: dict[str | None, _Look] = {None: _look(microbatches, size)}
         slots = pieces.slots
     row = pieces.longest_row
     if not _fits(pieces, dict(zip(slots, looks[None][0], strict=True)), row):
@@ -113,18 +117,23 @@ def measure_pieces(
             at_slots = [at for at, slot in enumerate(slots) if slot == name]
             if way is None or way in pieces.ways(name):
                 held, hosts_s = looks[way]
-                each = by_clock[:, :, at_slots].mean(axis=2).T
+                measured = by_clock[:, :, at_slots].mean(axis=2).T
+                figures, data_s = measured[:-1], measured[-1]
+                host_s = float(np.mean(hosts_s[at_slots]))
+                if name not in (EMBEDDING, LOSS) and gpu.name is not None:
+                    # The host gets ahead of a few layers at the loss, and not of a whole model.
+                    figures = figures * np.maximum(1.0, host_s / (figures[0] + figures[1]))
                 found[name, way] = Way(
                     Held(*np.mean([held[at] for at in at_slots], axis=0).tolist()),
-                    float(np.mean(hosts_s[at_slots])),
-                    *each[:-1],
-                    data_s=float(each[-1].min()),  # no clock changes it
+                    host_s,
+                    float(data_s.min()),  # no clock changes it
+                    *figures,
                 )
     return found
 
 
-def _look(microbatches: Microbatches, size: int) -> tuple[list[Held], FloatArray]:
-    """Return what each piece holds, and how long the host takes to hand it over, s."""
+def _look(microbatches: Microbatches, size: int) -> _Look:
+    """Return the look at each piece."""
     looked, _ = microbatches.measure(size, _LOOKS, Looks())
     _, forward, backward = np.split(looked, [1, 1 + len(looked) // 2])
     received = np.full(len(forward), microbatches.message_bytes * torch.cuda.is_available())
@@ -158,12 +167,12 @@ class _Pass:
 
     def measure(self, ways: Sequence[str | None], clock_mhz: int) -> dict[str | None, FloatArray]:
         """[6, slots] by way: forward, backward (s), both, forward (J), both rested, data (s)."""
-        found = {}
+        found, windows = {}, {}
         with self.pieces.rows(self.row):
             layers = np.array([name not in (EMBEDDING, LOSS) for name in self.pieces.slots])
             for way in reversed(ways):  # what is not recomputed last, before its windows
                 with self.pieces.recomputing(way):
-                    found[way], window = self._times(_WINDOW_S)
+                    found[way], windows[way] = self._times(_WINDOW_S)
             forwards = self._run(_WINDOW_S, forward_only=True)
             rested = found[None]
             if torch.cuda.is_available():
@@ -171,16 +180,22 @@ class _Pass:
                 rested, _ = self._times(_RESTED_WINDOW_S, cycles)
         with self.pieces.rows(1):
             few, few_forwards = self._run(_WINDOW_S), self._run(_WINDOW_S, forward_only=True)
-        joules = self.gpu.energies_j([window, few, forwards, few_forwards])
-        own = found[None]
-        both_w = _powers_w((window, few), joules[:2], own[0] + own[1], layers)
-        forward_w = _powers_w((forwards, few_forwards), joules[2:], own[0], layers)
+        metered = (*windows.values(), few, forwards, few_forwards)
+        *of_ways, few_j, forwards_j, few_forwards_j = self.gpu.energies_j(metered)
+        means_w = {
+            way: joules / _run_s(windows[way]) for way, joules in zip(windows, of_ways, strict=True)
+        }
+        own, plain_j = found[None], means_w[None] * _run_s(windows[None])
+        both_w = _powers_w((windows[None], few), (plain_j, few_j), own[0] + own[1], layers)
+        forward_w = _powers_w(
+            (forwards, few_forwards), (forwards_j, few_forwards_j), own[0], layers
+        )
         return {
             way: np.stack(
                 [
                     each[0],
                     each[1],
-                    (each[0] + each[1]) * both_w,
+                    (each[0] + each[1]) * both_w * (means_w[way] / means_w[None]),
                     each[0] * forward_w,
                     rested[0] + rested[1] if self.gpu.name else np.full(len(layers), np.nan),
                     each[2],
@@ -208,6 +223,10 @@ class _Pass:
         return lowest(min(max(_FEWEST, math.ceil(window_s / self.round_s)), _MOST))
 
 
+def _run_s(window: Window) -> float:
+    return (window.end_s - window.begin_s) / window.runs
+
+
 def _powers_w(
     windows: Sequence[Window], joules: Sequence[float], times_s: FloatArray, layers: BoolArray
 ) -> FloatArray:
@@ -218,7 +237,7 @@ def _powers_w(
         joules: of a run in each.
         times_s: [slots] of the former.
     """
-    runs_s = [(window.end_s - window.begin_s) / window.runs for window in windows]
+    runs_s = list(map(_run_s, windows))
     mean_w = of_layers_w = joules[0] / runs_s[0]
     layers_s = float(times_s[layers].sum())
     around_s = max(runs_s[0] - layers_s, 1e-9)

@@ -141,8 +141,8 @@ class ForwardBackward:
             if schedule.split and self._put_off_in != chunks:
                 split_backward.put_off_in(chunks)
                 self._put_off_in = chunks
-            step = arguments["forward_step_func"]
-            works.append(MegatronWork(schedule, step, iterators, chunks, config, groups))
+            step, checked = arguments["forward_step_func"], specs if rehearsal else None
+            works.append(MegatronWork(schedule, step, iterators, chunks, config, groups, checked))
             return works[0]
 
         embedding_module = None

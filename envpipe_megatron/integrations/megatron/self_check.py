@@ -10,7 +10,6 @@ Training goes on from the last run, or from another one of Megatron's if that ma
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import statistics
 import time
@@ -20,17 +19,15 @@ from functools import cached_property, partial
 from typing import Any
 
 import torch
-from megatron.core.pipeline_parallel import schedules
 
 from envpipe_megatron.core.channel_model import find_stall
 from envpipe_megatron.core.kinds import Kind
 from envpipe_megatron.core.orders.zero_bubble import split_late
 from envpipe_megatron.core.schedule import Schedule
-from envpipe_megatron.integrations.hooking import replaced
 from envpipe_megatron.integrations.megatron.repeating import RepeatedIteration
 from envpipe_megatron.integrations.megatron.split_backward import waiting_bytes
 from envpipe_megatron.integrations.megatron.work import listed
-from envpipe_megatron.runtime.channel.carrier import StageSpecs, TensorSpec
+from envpipe_megatron.runtime.channel.carrier import StageSpecs
 from envpipe_megatron.runtime.channel.collectives import Collectives
 from envpipe_megatron.runtime.channel.p2p import P2PChannel
 from envpipe_megatron.runtime.execution.stage_run import Rehearsal
@@ -104,7 +101,7 @@ class SelfCheck:
         own, *others = self._orders_of(arguments["num_microbatches"])
         if len(others) + 1 < self._num_orders:
             return framework_function(**arguments)
-        begin_s = time.monotonic()
+        begin_s, why = time.monotonic(), None
         chunks = listed(arguments["model"])
         iteration = RepeatedIteration(chunks, arguments["data_iterator"])
 
@@ -115,19 +112,17 @@ class SelfCheck:
             return interpret({**arguments, "data_iterator": data}, rehearsal)
 
         memory = _Memory(arguments, self._collectives.stage)
-        with _messages_seen(specs) as as_expected:
-            losses: list[Any] = iteration.run(megatron)
+        losses: list[Any] = iteration.run(megatron)
         first = Outcome.of(losses, chunks)
         self._tries += 1
         if not self._collectives.on_all(first.finite):
             if self._tries == _MOST_TRIES:
-                self._end("gradients were not finite in any of the first iterations")
-            return losses
-        if not self._collectives.on_all(all(as_expected)):
-            self._end("stages send each other other tensors than one of hidden states")
+                self.done, why = True, "gradients were not finite in any of the first iterations"
+                self.failed = why if self._needed else None
+                if self._keep_whole:
+                    self._keep_whole(why)
             return losses
         again, runs = Outcome.of(iteration.run(megatron), chunks), 2
-        why: str | None = None
         for keep_whole in dict.fromkeys((self._keep_whole, None)):
             split = keep_whole is not None
             order = self._that_fits(own, others, memory, split=split)
@@ -197,13 +192,6 @@ class SelfCheck:
             f"runs of Megatron's do, by {noise:.1e} of their size"
         )
         return None
-
-    def _end(self, failed: str) -> None:
-        self.done = True
-        if self._keep_whole:
-            self._keep_whole(failed)
-        if self._needed:
-            self.failed = failed
 
 
 @dataclass(frozen=True)
@@ -327,24 +315,3 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
             yield from _tensors(part)
     elif isinstance(value, dict):
         yield from _tensors(list(value.values()))
-
-
-@contextlib.contextmanager
-def _messages_seen(specs: StageSpecs) -> Iterator[list[bool]]:
-    """Within, of each output that Megatron's forwards have for a next stage, whether it fits."""
-    own, seen, expected = schedules.forward_step, [], specs.sends[Kind.FORWARD]
-
-    def forward_step(*args: Any, **kwargs: Any) -> Any:
-        result = own(*args, **kwargs)
-        if not kwargs.get("is_last_stage"):
-            parts = listed(result[0])
-            fits = all(isinstance(part, torch.Tensor) for part in parts)
-            if fits:
-                found = TensorSpec.of(parts)
-                fits = found.dtypes == expected.dtypes
-                fits = fits and (specs.vary or found.shapes == expected.shapes)
-            seen.append(fits)
-        return result
-
-    with replaced(schedules, forward_step=forward_step):
-        yield seen

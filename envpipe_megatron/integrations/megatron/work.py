@@ -23,6 +23,7 @@ from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.integrations.device import current_device
 from envpipe_megatron.integrations.hooking import replaced
 from envpipe_megatron.integrations.megatron import split_backward
+from envpipe_megatron.runtime.channel.carrier import StageSpecs, TensorSpec
 
 Tensors = list[torch.Tensor | None]
 
@@ -35,7 +36,11 @@ class UnsupportedModelError(EnvPipeError):
 
 
 class MegatronWork:
-    """Units of one stage in one iteration, by megatron-core's own step functions."""
+    """Units of one stage in one iteration, by megatron-core's own step functions.
+
+    `checked` is what messages carry, where a forward whose output is another raises an
+    UnsupportedModelError; None where nobody looks.
+    """
 
     def __init__(
         self,
@@ -45,12 +50,13 @@ class MegatronWork:
         chunks: list[torch.nn.Module],
         config: Any,
         groups: ProcessGroupCollection,
+        checked: StageSpecs | None = None,
     ) -> None:
         self._forward_step_func = forward_step_func
         self._iterators = iterators
         self._chunks = chunks
         self._config = config
-        self._groups = groups
+        self._groups, self._checked = groups, checked
         self._num_microbatches = schedule.num_microbatches
         self._model_type = get_model_type(chunks[0])
         stage: int = groups.pp.rank()
@@ -91,6 +97,7 @@ class MegatronWork:
         if unit in self._gathered_at:
             self._gather_parameters(self._gathered_at[unit])
         key = _key(unit)
+        is_last = self.last_stage and unit.chunk == len(self._chunks) - 1
         with self._put_off_later(key):
             output_tensor, num_tokens = forward_step(
                 self._forward_step_func,
@@ -104,10 +111,12 @@ class MegatronWork:
                 is_first_microbatch=unit in self._first_forwards,
                 current_microbatch=unit.microbatch,
                 vp_stage=unit.chunk if several else None,
-                is_last_stage=self.last_stage and unit.chunk == len(self._chunks) - 1,
+                is_last_stage=is_last,
             )
         self.num_tokens += num_tokens
         outputs = listed(output_tensor)
+        if self._checked is not None and not is_last:
+            _check_message(outputs, self._checked)
         self._inputs[key], self._outputs[key] = input_tensor, outputs
         return outputs
 
@@ -247,6 +256,16 @@ def _key(unit: Unit) -> tuple[int, int]:
 def listed(one_or_more: Any) -> list[Any]:
     """What Megatron has as one or as a list, as a list."""
     return one_or_more if isinstance(one_or_more, list) else [one_or_more]
+
+
+def _check_message(outputs: Tensors, specs: StageSpecs) -> None:
+    expected = specs.sends[Kind.FORWARD]
+    fits = all(isinstance(part, torch.Tensor) for part in outputs)
+    if fits:
+        found = TensorSpec.of([part for part in outputs if part is not None])
+        fits = found.dtypes == expected.dtypes and (specs.vary or found.shapes == expected.shapes)
+    if not fits:
+        raise UnsupportedModelError("messages of other tensors than one of hidden states")
 
 
 def _for_chunk(functions: Any, chunk: int, chunks: list[torch.nn.Module]) -> None:

@@ -8,37 +8,34 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import json
 import logging
-import math
 import os
 import re
 import time
-import uuid
 from collections import defaultdict
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from datetime import UTC, datetime
+from hashlib import sha256
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.formats.energy import (
     BEGUN,
     BETWEEN,
     ENDED,
-    ENERGY_FORMAT,
     IDLE,
     NOTE_FORMAT,
     OUTSIDE_STEPS,
-    SHARES,
     EnergyWindow,
     append_line,
-    parse_entry,
+    parse_window,
     read_amount,
 )
-from envpipe_megatron.formats.energy_sums import LineSums, steps_of
+from envpipe_megatron.formats.energy_sums import EnergySums, LineSums
 from envpipe_megatron.gpu.base import ClockState, Gpu
-from envpipe_megatron.tuning.measured.meters import RESOLUTION_J
+from envpipe_megatron.runtime.energy.meter import CounterAt, WindowEnergy
 
 logger = logging.getLogger(__name__)
 
@@ -62,7 +59,7 @@ class NodeLog:
 
     Attributes:
         grown: called after each line.
-        identity: tells this file from another of a node of the same name; its first note keeps it.
+        identity: tells this file from another of a node of the same name, by its first line.
         earlier_bytes: what earlier starts have written.
 
     Raises EnvPipeError if another agent writes it, OSError if it cannot be written.
@@ -87,9 +84,10 @@ class NodeLog:
         except OSError:  # a file system without locks
             pass
         try:
-            self.identity = self._earlier_identity() or uuid.uuid4().hex
             self.earlier_bytes = self.size
-            self.note(BEGUN, log=self.identity)
+            self.note(BEGUN)
+            with self._file.open("rb") as file:
+                self.identity = sha256(file.readline()).hexdigest()
         except OSError:
             os.close(self._lock)
             raise
@@ -132,13 +130,6 @@ class NodeLog:
         """The file that was opened, also under another name: the job's bill needs all of it."""
         return Path(f"/proc/self/fd/{self._lock}") if self._lock >= 0 else self.path
 
-    def _earlier_identity(self) -> str | None:
-        with self._file.open("rb") as file:
-            for line in file:  # the first may be torn
-                with contextlib.suppress(ValueError, KeyError, TypeError, RecursionError):
-                    return str(json.loads(line)["log"])
-        return None
-
     def close(self) -> None:
         """Let others write it; safe to call twice."""
         lock, self._lock = self._lock, -1  # the number may be another file's by then
@@ -152,18 +143,10 @@ def log_path(folder: Path, node: str) -> Path:
     return folder / f"energy-{name}.jsonl"
 
 
-class Reading(NamedTuple):
-    """Where a GPU's energy counter stood at an instant on the GPU's time base."""
-
-    time_s: float
-    energy_j: float
-    uncertainty_j: float
-
-
 class GpuLedger:
     """Lays the windows of a GPU's ranks end to end.
 
-    A rank meters its GPU and says where the counter stood at both ends of each window. What lies
+    A rank meters its GPU and says where the counter was at both ends of each window. What lies
     between two windows is billed as phase `between`, and so is what lies behind the last one, up to
     a reading of the counter here. So all lines of a GPU add up to the difference of two readings of
     its counter: when its rank first said hello and when the last one ended. What a counter that
@@ -176,9 +159,9 @@ class GpuLedger:
         write: gets each line; OSError is raised on, and it gets the line again with the next one.
 
     Attributes:
-        phase: of the last window; empty before the first.
-        step: s and J of an iteration in the last window; None if it has none.
-        shares_s: where the time of training went, by `SHARES`; of windows that say it.
+        of_gpu: a window of nothing, with the GPU's names.
+        last: the last window; None before the first.
+        trained: sums of what was training.
         throttled_s: for how long the clock was held back, by reason, as far as looks tell.
     """
 
@@ -186,38 +169,32 @@ class GpuLedger:
         self, gpu: Gpu, labels: Mapping[str, Any], write: Callable[[dict[str, Any]], object]
     ) -> None:
         self.gpu = gpu
-        self.labels = dict(labels)
-        self._sums = LineSums(write)
-        self._last_iteration: int | None = 0
+        self.know(labels)
+        self._sums = LineSums(lambda window: write({**self._labels, **window.line()}))
         self._failing = False
-        self._most_metered_j = 0.0
         #: Of the windows so far; None before the first.
         self._longest_step_s: float | None = None
-        self.phase = ""
-        self.step: tuple[float, float] | None = None
-        self.shares_s: defaultdict[str, float] = defaultdict(float)
+        self._last_iteration: int | None = 0
+        self.last: EnergyWindow | None = None
+        self.trained = EnergySums()
         self.throttled_s: defaultdict[str, float] = defaultdict(float)
         #: The rank's last look at the clock, and when it came.
         self._look: tuple[float, ClockState] | None = None
         gpu.time_s()
         #: Where the last line ended, None as long as that is not known; and J that were billed.
-        self._billed: tuple[Reading | None, float] = self.read(), 0.0
+        self._billed: tuple[CounterAt | None, float] = self.read(), 0.0
+
+    def know(self, labels: Mapping[str, Any]) -> None:
+        """Bill another rank from here on; an error of `parse_window` if labels are none."""
+        self.of_gpu = parse_window({**labels, "energy_j": 0, "duration_s": 0})
+        self._labels = dict(labels)
 
     @property
     def energy_j(self) -> float:
         """J that were billed."""
         return self._billed[1]
 
-    @property
-    def metered_j(self) -> float:
-        """J up to now, billed or not yet; never less than before. Reads the counter."""
-        now, (until, energy_j) = self.read(), self._billed
-        if now is not None and until is not None:
-            energy_j += max(0.0, now.energy_j - until.energy_j)
-        self._most_metered_j = max(self._most_metered_j, energy_j)
-        return self._most_metered_j
-
-    def read(self) -> Reading | None:
+    def read(self) -> CounterAt | None:
         """Read the counter, which may take 0.1 s; None if it cannot be read."""
         try:
             reading = self.gpu.read_energy()
@@ -229,7 +206,7 @@ class GpuLedger:
             self._failing = True
             return None
         self._failing = False
-        return Reading(reading.time_s, reading.energy_j, off_j)
+        return CounterAt(reading.time_s, reading.energy_j, off_j)
 
     def look(self, seen: Mapping[str, Any]) -> None:
         """Keep what the rank has seen of its clock: a `ClockState`, else TypeError or KeyError."""
@@ -256,29 +233,28 @@ class GpuLedger:
         One that is none raises ValueError, TypeError, KeyError or OverflowError, and changes
         nothing; OSError: it is billed, and will be written with the next line.
         """
-        whole = {**self.labels, **line}
-        begin_s = whole["begin_s"]
-        end_s = begin_s + whole["duration_s"]
+        window = parse_window({**self._labels, **line})
+        begin_s = read_amount(window.begin_s)
+        end_s = begin_s + window.duration_s
         begin, end = (
-            Reading(time_s, *map(read_amount, whole.pop(name)))
+            CounterAt(time_s, *map(read_amount, line[name]))
             for name, time_s in (("begin_counter", begin_s), ("end_counter", end_s))
         )
-        if not isinstance(parse_entry(whole), EnergyWindow):
-            raise ValueError("Not a window of training")
-        if not begin_s <= end_s <= self.gpu.time_s() + _SOON_S:
+        if end_s > self.gpu.time_s() + _SOON_S:
             raise ValueError(f"A window that ends at {end_s} s, which is still to come")
-        if count := steps_of(whole):
-            self._longest_step_s = max(self._longest_step_s or 0.0, (end_s - begin_s) / count)
+        if count := window.steps:
+            self._longest_step_s = max(self._longest_step_s or 0.0, window.duration_s / count)
         self._bill_gap(begin)
         until = self._billed[0] or begin
         if end_s <= until.time_s:
             return  # billed already, as part of a long gap
-        share = min(1.0, (end_s - until.time_s) / (end_s - begin_s))
-        for name in ("compute_s", "blocking_s"):
-            if whole.get(name) is not None:
-                whole[name] *= share
-        self._bill(whole, end)
-        self._last_iteration = whole.get("last_iteration")
+        if window.shares_s:
+            share = min(1.0, (end_s - until.time_s) / window.duration_s)
+            compute_s, blocking_s, _ = (share * part_s for part_s in window.shares_s)
+            idle_s = max(0.0, end_s - until.time_s - compute_s - blocking_s)
+            window = replace(window, shares_s=(compute_s, blocking_s, idle_s))
+        self._bill(window, end)
+        self._last_iteration = window.last_iteration
 
     def is_behind(self) -> bool:
         """Say whether no window has come for so long that the counter should be read and billed."""
@@ -288,7 +264,7 @@ class GpuLedger:
         longest_s = max(_LONGEST_GAP_S, _STEPS_OF_A_GAP * self._longest_step_s)
         return self.gpu.time_s() - until.time_s > longest_s
 
-    def bill_up_to(self, end: Reading | None) -> None:
+    def bill_up_to(self, end: CounterAt | None) -> None:
         """Bill as `between` what no window had up to a reading, if there is one, and write all.
 
         Errors as in `take`.
@@ -297,30 +273,27 @@ class GpuLedger:
             self._bill_gap(end)
         self._sums.flush()
 
-    def _bill_gap(self, end: Reading) -> None:
+    def _bill_gap(self, end: CounterAt) -> None:
         until = self._billed[0]
         if until is None:
             self._billed = end, 0.0
         elif end.time_s > until.time_s + _LEAST_GAP_S:
-            line = {
-                "format": ENERGY_FORMAT,
-                **self.labels,
-                "phase": BETWEEN,
-                "first_iteration": self._last_iteration,
-                "last_iteration": self._last_iteration,
-                "compute_s": 0.0,
-                "blocking_s": 0.0,
-            }
-            self._bill(line, end)
+            between = replace(
+                self.of_gpu,
+                phase=BETWEEN,
+                first_iteration=self._last_iteration,
+                last_iteration=self._last_iteration,
+                shares_s=(0.0, 0.0, end.time_s - until.time_s),
+            )
+            self._bill(between, end)
 
-    def _bill(self, line: dict[str, Any], end: Reading) -> None:
+    def _bill(self, window: EnergyWindow, end: CounterAt) -> None:
         """Bill from the end of the last line to a reading."""
         until, billed_j = self._billed
         assert until is not None
-        energy_j = end.energy_j - until.energy_j
-        if -_JITTER_J < energy_j < 0:
+        if -_JITTER_J < end.energy_j - until.energy_j < 0:
             return  # the next line has it
-        if energy_j < 0:
+        if end.energy_j < until.energy_j:
             logger.error(
                 "The energy counter of %s went back, as it does when a driver is reloaded: what "
                 "it had counted after %.1f s is lost",
@@ -329,20 +302,15 @@ class GpuLedger:
             )
             self._billed = end, billed_j
             return
-        line["begin_s"], line["duration_s"] = until.time_s, end.time_s - until.time_s
-        line["energy_j"] = energy_j
-        line["energy_uncertainty_j"] = math.hypot(
-            until.uncertainty_j, end.uncertainty_j, RESOLUTION_J
+        energy = WindowEnergy(until, end)
+        self.last = replace(
+            window,
+            begin_s=until.time_s,
+            duration_s=end.time_s - until.time_s,
+            energy_j=energy.energy_j,
+            energy_uncertainty_j=energy.uncertainty_j,
         )
-        compute_s, blocking_s = line.get("compute_s"), line.get("blocking_s")
-        if compute_s is not None and blocking_s is not None:
-            line["idle_s"] = max(0.0, line["duration_s"] - compute_s - blocking_s)
-        self._billed = end, billed_j + energy_j
-        self.phase, self.step = str(line.get("phase", "")), None
-        if self.phase not in OUTSIDE_STEPS:
-            if count := steps_of(line):
-                self.step = line["duration_s"] / count, energy_j / count
-            if line.get("idle_s") is not None:
-                for name in SHARES:
-                    self.shares_s[name] += line[name]
-        self._sums.add(line)
+        self._billed = end, billed_j + energy.energy_j
+        if window.phase not in OUTSIDE_STEPS and window.shares_s:
+            self.trained.add(self.last)
+        self._sums.add(self.last)

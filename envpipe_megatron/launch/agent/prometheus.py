@@ -29,7 +29,7 @@ _ABOUT = ("model", "level", "type", "scheduling", "reconfigure")
 FAMILIES = {
     "envpipe_gpu_power_watts": ("Power now.", _GPU),
     "envpipe_gpu_power_limit_watts": ("The power limit that is enforced now.", _GPU),
-    "envpipe_gpu_energy_joules_total": ("Energy since the GPU was first used.", _GPU),
+    "envpipe_gpu_energy_joules_total": ("Energy in the bill of the GPU's node.", _GPU),
     "envpipe_gpu_sm_clock_hertz": ("SM clock now, or at its rank's last look.", _GPU),
     "envpipe_gpu_sm_clock_requested_hertz": (
         "SM clock that was requested then; none where the driver chooses.",
@@ -67,25 +67,22 @@ FAMILIES = {
     "envpipe_job_slowdown_uncertainty_ratio": ("Standard uncertainty of what was measured.", _JOB),
 }
 #: What the times of `SHARES` are called here.
-_SPENT = {"compute_s": "units", "blocking_s": "receives", "idle_s": "rest"}
+_SPENT = ("units", "receives", "rest")
 
 
-class _Families:
+class _Families(dict[str, CounterMetricFamily | GaugeMetricFamily]):
     """All families, to which a scrape adds its samples."""
 
     def __init__(self) -> None:
-        self.families: dict[str, CounterMetricFamily | GaugeMetricFamily] = {
-            name: (CounterMetricFamily if name.endswith("_total") else GaugeMetricFamily)(
-                name, text, labels=labels
-            )
-            for name, (text, labels) in FAMILIES.items()
-        }
+        for name, (text, labels) in FAMILIES.items():
+            made = CounterMetricFamily if name.endswith("_total") else GaugeMetricFamily
+            self[name] = made(name, text, labels=labels)
 
     def add(self, name: str, value: float | None, *labels: object) -> None:
         """Add a sample; none whose value is not known. A label that is None is empty."""
         if value is not None:
             texts = ["" if label is None else str(label) for label in labels]
-            self.families[f"envpipe_{name}"].add_metric(texts, value)
+            self[f"envpipe_{name}"].add_metric(texts, value)
 
 
 class _NodeMetrics(Collector):
@@ -101,25 +98,25 @@ class _NodeMetrics(Collector):
         found = _Families()
         node = self._job_name, self._agent.log.node
         for ledger in self._agent.ledgers():
-            self._add_gpu(found, ledger, *node, *map(ledger.labels.get, _OF_LEDGER))
+            names = (getattr(ledger.of_gpu, name) for name in _OF_LEDGER)
+            self._add_gpu(found, ledger, *node, *names)
         found.add("node_ranks", len(self._agent.connected()), *node)
         bill = self._agent.snapshot()
         if bill is not None:
             self._add_job(found, bill)
-        yield from found.families.values()
+        yield from found.values()
 
     def _add_gpu(self, found: _Families, ledger: GpuLedger, *gpu: object) -> None:
-        found.add("gpu_energy_joules_total", ledger.metered_j, *gpu)
+        found.add("gpu_energy_joules_total", ledger.energy_j, *gpu)
         for reason, time_s in ledger.throttled_s.copy().items():
             found.add("gpu_throttle_seconds_total", time_s, *gpu, reason)
-        for share, time_s in ledger.shares_s.copy().items():
-            found.add("gpu_training_seconds_total", time_s, *gpu, _SPENT[share])
-        if ledger.phase:
-            found.add("gpu_phase_info", 1, *gpu, ledger.phase)
-        if ledger.step is not None:
-            time_s, energy_j = ledger.step
-            found.add("gpu_iteration_seconds", time_s, *gpu)
-            found.add("gpu_iteration_joules", energy_j, *gpu)
+        for spent, time_s in zip(_SPENT, ledger.trained.known_shares_s or (), strict=False):
+            found.add("gpu_training_seconds_total", time_s, *gpu, spent)
+        if (last := ledger.last) is not None:
+            found.add("gpu_phase_info", 1, *gpu, last.phase)
+            if last.steps:
+                found.add("gpu_iteration_seconds", last.duration_s / last.steps, *gpu)
+                found.add("gpu_iteration_joules", last.energy_j / last.steps, *gpu)
         try:
             found.add("gpu_power_watts", ledger.gpu.power_w, *gpu)
             clock = ledger.clock()
@@ -134,7 +131,7 @@ class _NodeMetrics(Collector):
         add, job = found.add, self._job_name
         total, iterations, each_j = bill.total(), bill.num_iterations, bill.per_unit()
         add("job_info", 1, job, *map(bill.facts.get, _ABOUT))
-        add("job_gpus", total.num_gpus, job, "billed")
+        add("job_gpus", len(total.gpus), job, "billed")
         add("job_gpus", bill.fact("num_gpus"), job, "expected")
         add("job_iterations_total", iterations, job)
         add("job_energy_joules_total", total.energy_j, job)

@@ -8,13 +8,9 @@ bit either way. What is kept grows with the number of GPUs and phases, not with 
 from __future__ import annotations
 
 import copy
-import math
-from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
-
-import numpy as np
 
 from envpipe_megatron.formats.energy import (
     BEGUN,
@@ -23,155 +19,27 @@ from envpipe_megatron.formats.energy import (
     KEEP_CLOCKS,
     MAX_AMOUNT,
     PHASES,
-    SHARES,
     EnergyNote,
     EnergyWindow,
     Phase,
     name_of_run,
     split_phase,
 )
-from envpipe_megatron.formats.steps import (
-    ComparedSteps,
-    Comparison,
-    RunningMean,
-    StepEnergy,
-    compare,
-    mean_steps,
+from envpipe_megatron.formats.energy_sums import (
+    EnergySums,
+    compared_steps,
+    mean_step,
+    total_of,
 )
+from envpipe_megatron.formats.steps import Comparison, StepEnergy, compare
 
 Key = TypeVar("Key", bound=Hashable)
 
 JOULES_PER_KWH = 3.6e6
-_UNKNOWN = (math.nan,) * len(SHARES)
 #: Facts of a job by which its steps differ: those of a start that had others are another job's.
 _ASKED = ("level", "type", "objective", "scheduling", "reconfigure", "num_gpus")
 #: Facts by which an iteration's tokens and samples differ.
 _OF_ITERATION = ("tokens_per_iteration", "samples_per_iteration")
-
-
-@dataclass(frozen=True)
-class EnergyTotal:
-    """A sum of windows.
-
-    Args:
-        windows: number of windows.
-        num_gpus: number of different GPUs that they come from.
-        energy_uncertainty_j: standard, as if the ends of all windows were read independently: more
-            than the truth if windows meet, as their common end cancels. None if one is unknown.
-        duration_s: GPU-seconds.
-        shares_s: GPU-seconds of `SHARES`; None if those of one window are not known.
-    """
-
-    windows: int
-    num_gpus: int
-    energy_j: float
-    energy_uncertainty_j: float | None
-    duration_s: float
-    shares_s: tuple[float, ...] | None
-
-    @property
-    def average_power_w(self) -> float:
-        """Average power of one GPU while it was metered."""
-        return self.energy_j / self.duration_s if self.duration_s else 0.0
-
-
-class Ranges:
-    """A set of whole numbers, kept as ranges: few, if numbers come more or less in order."""
-
-    def __init__(self) -> None:
-        self._ranges: list[tuple[int, int]] = []
-
-    def add(self, first: int, last: int) -> None:
-        """Add the numbers from first to last."""
-        kept = []
-        for low, high in self._ranges:
-            if high + 1 < first or last + 1 < low:
-                kept.append((low, high))
-            else:
-                first, last = min(first, low), max(last, high)
-        self._ranges = [*kept, (first, last)]
-
-    def __len__(self) -> int:
-        return sum(high - low + 1 for low, high in self._ranges)
-
-
-@dataclass
-class PhaseBill:
-    """One phase of one GPU on one stage; a sum that one unknown window makes unknown is nan.
-
-    Args:
-        window: the last one, for the names in it.
-        shares_s: seconds of `SHARES`.
-        steps: how many they hold, those that were repeated after a restart as often as run.
-        step_s: the windows' mean step times.
-        compared: those whose baseline is known.
-        first: the lowest iteration; None if no line says one.
-        begun: windows that begin with it.
-    """
-
-    window: EnergyWindow
-    windows: int = 0
-    energy_j: float = 0.0
-    variance_j2: float = 0.0
-    duration_s: float = 0.0
-    shares_s: tuple[float, ...] = (0.0,) * len(SHARES)
-    steps: int = 0
-    step_s: RunningMean = field(default_factory=RunningMean)
-    compared: ComparedSteps = field(default_factory=ComparedSteps)
-    first: int | None = None
-    begun: int = 0
-
-    def add(self, window: EnergyWindow) -> None:
-        """Add one window; its steps are held against its baseline, if it has one."""
-        self.window = window
-        self.windows += 1
-        self.energy_j += window.energy_j
-        uncertainty_j = window.energy_uncertainty_j
-        self.variance_j2 += math.nan if uncertainty_j is None else uncertainty_j**2
-        self.duration_s += window.duration_s
-        shares = zip(self.shares_s, window.shares_s or _UNKNOWN, strict=True)
-        self.shares_s = tuple(mine + new for mine, new in shares)
-        first, count = window.first_iteration, window.steps
-        if not count or first is None:
-            return
-        self.steps += count
-        self.step_s.add(window.duration_s / count)
-        if window.baseline is not None:
-            measured = window.duration_s, window.energy_j, uncertainty_j
-            self.compared.add(StepEnergy(**window.baseline), count, *measured)
-        if self.first is None or first < self.first:
-            self.first, self.begun = first, 0
-        self.begun += first == self.first
-
-    @property
-    def step(self) -> StepEnergy | None:
-        """An average step; None if no line says how many there were."""
-        if not self.steps:
-            return None
-        uncertainty_j = total_of([self]).energy_uncertainty_j
-        return StepEnergy(
-            self.steps,
-            self.duration_s / self.steps,
-            self.step_s.uncertainty,
-            self.energy_j / self.steps,
-            None if uncertainty_j is None else uncertainty_j / self.steps,
-        )
-
-
-def total_of(bills: Iterable[PhaseBill]) -> EnergyTotal:
-    """The sum of phases, in any order."""
-    bills = list(bills)
-    variance_j2 = math.fsum(bill.variance_j2 for bill in bills)
-    shares = zip(*(bill.shares_s for bill in bills), strict=True)
-    shares_s = tuple(math.fsum(share) for share in shares)
-    return EnergyTotal(
-        sum(bill.windows for bill in bills),
-        len({bill.window.gpu_key for bill in bills}),
-        math.fsum(bill.energy_j for bill in bills),
-        None if math.isnan(variance_j2) else math.sqrt(variance_j2),
-        math.fsum(bill.duration_s for bill in bills),
-        None if not shares_s or math.isnan(shares_s[0]) else shares_s,
-    )
 
 
 @dataclass
@@ -190,17 +58,17 @@ class Bill:
     Attributes:
         phases: by GPU, run, phase and stage. A GPU may serve another stage after a restart.
         facts: what the job said of itself.
-        iterations: of training, by the name of the run; one repeated after a restart counts once.
+        iterations: ranges of those of training, by the name of the run; few, if they come in order.
         unreadable: lines that were torn or foreign.
     """
 
     def __init__(self) -> None:
-        self.phases: dict[tuple[tuple[str, str], str, str, int | None], PhaseBill] = {}
+        self.phases: dict[tuple[tuple[str, str], str, str, int | None], EnergySums] = {}
         self.nodes: dict[str, NodeBill] = {}
         self.facts: dict[str, Any] = {}
-        self.iterations: dict[str, Ranges] = {}
+        self.iterations: dict[str, list[tuple[int, int]]] = {}
         self.unreadable = 0
-        #: Of starts that asked for something else than the last one.
+        #: Runs of starts whose options differ from the last one's.
         self.other_runs: frozenset[str] = frozenset()
         #: The node that told of the last one.
         self._told_by = ""
@@ -213,56 +81,69 @@ class Bill:
         if isinstance(line, EnergyNote):
             node.agent = True
             if line.note == JOB:
-                facts = line.fields.get("facts")
-                new = self.facts | (facts if isinstance(facts, dict) else {})
-                changed = {name for name in self.facts if new[name] != self.facts[name]}
-                if not changed.isdisjoint(_ASKED):
-                    self.other_runs = frozenset(run for _, run, _, _ in self.phases)
-                    self._told_by = line.node
-                self._one_batch &= not self.phases or changed.isdisjoint(_OF_ITERATION)
-                self.facts = new
+                self._add_facts(line)
             elif line.note in (BEGUN, ENDED):
                 node.lost += node.running and line.note == BEGUN
                 node.running = line.note == BEGUN
                 node.exit_code = line.fields.get("exit_code")
             return
-        again = line.run in self.other_runs and line.node == self._told_by
-        if again and line.run != name_of_run(line.run):
+        name = name_of_run(line.run)
+        if line.run in self.other_runs and line.node == self._told_by and line.run != name:
             self.other_runs -= {line.run}  # this start's, of which other nodes' lines came first
         key = line.gpu_key, line.run, line.phase, line.stage
         if key not in self.phases:
-            self.phases[key] = PhaseBill(line)
+            self.phases[key] = EnergySums()
         self.phases[key].add(line)
-        if line.steps and line.first_iteration is not None:
-            of_run = self.iterations.setdefault(name_of_run(line.run), Ranges())
-            of_run.add(line.first_iteration, line.first_iteration + line.steps - 1)
+        if line.steps and line.first_iteration is not None and line.last_iteration is not None:
+            known = self.iterations.get(name, [])
+            self.iterations[name] = _with_range(known, line.first_iteration, line.last_iteration)
+
+    def _add_facts(self, note: EnergyNote) -> None:
+        facts = note.fields.get("facts")
+        new = self.facts | (facts if isinstance(facts, dict) else {})
+        changed = {name for name in self.facts if new[name] != self.facts[name]}
+        if not changed.isdisjoint(_ASKED):
+            self.other_runs = frozenset(run for _, run, _, _ in self.phases)
+            self._told_by = note.node
+        self._one_batch &= not self.phases or changed.isdisjoint(_OF_ITERATION)
+        self.facts = new
 
     def snapshot(self) -> Bill:
         """A bill that stays as this one is now; made in a hundredth of the time of its tables."""
         made = copy.copy(self)  # what is set anew, and never changed, is shared
-        made.phases = {
-            key: replace(phase, step_s=copy.copy(phase.step_s), compared=copy.copy(phase.compared))
-            for key, phase in self.phases.items()
-        }
+        made.phases = {key: copy.copy(sums) for key, sums in self.phases.items()}
         made.nodes = {name: replace(node) for name, node in self.nodes.items()}
-        made.iterations = {name: copy.copy(own) for name, own in self.iterations.items()}
+        made.iterations = self.iterations.copy()
         return made
 
     @property
     def num_iterations(self) -> int:
-        """Iterations of all runs."""
-        return sum(map(len, self.iterations.values()))
+        """Iterations of all runs; one that is repeated after a restart counts once."""
+        return sum(last - first + 1 for own in self.iterations.values() for first, last in own)
 
-    def total(self) -> EnergyTotal:
+    def windows(self) -> list[EnergyWindow]:
+        """The last line of each of `phases`, for its names."""
+        return [sums.last for sums in self.phases.values() if sums.last]
+
+    def of_phase(self, phase: str) -> list[EnergySums]:
+        """Sums of a phase, of starts that asked for what the last one did."""
+        return [
+            sums
+            for (_, run, name, _), sums in self.phases.items()
+            if name == phase and run not in self.other_runs
+        ]
+
+    def total(self) -> EnergySums:
         """The job's."""
         return total_of(self.phases.values())
 
-    def total_by(self, key: Callable[[EnergyWindow], Key]) -> dict[Key, EnergyTotal]:
+    def total_by(self, key: Callable[[EnergyWindow], Key]) -> dict[Key, EnergySums]:
         """Totals of what shares a key, in the order of runs, ranks and phases."""
-        groups: dict[Key, list[PhaseBill]] = {}
-        for phase in sorted(self.phases.values(), key=lambda phase: _place(phase.window)):
-            groups.setdefault(key(phase.window), []).append(phase)
-        return {name: total_of(phases) for name, phases in groups.items()}
+        placed = [(sums.last, sums) for sums in self.phases.values() if sums.last]
+        groups: dict[Key, list[EnergySums]] = {}
+        for window, sums in sorted(placed, key=lambda each: _place(each[0])):
+            groups.setdefault(key(window), []).append(sums)
+        return {name: total_of(own) for name, own in groups.items()}
 
     def running(self) -> list[str]:
         """Nodes that have begun and not ended."""
@@ -283,7 +164,7 @@ class Bill:
             reasons.append(
                 f"{self.unreadable} lines cannot be read: their energy is not in the bill"
             )
-        expected, found = self.fact("num_gpus"), self.total().num_gpus
+        expected, found = self.fact("num_gpus"), len(self.total().gpus)
         if expected is not None and found < expected:
             reasons.append(f"{expected - found} of {expected} GPUs sent nothing")
         return reasons + self.silent()
@@ -292,9 +173,9 @@ class Bill:
         """How many ranks of each start have no line, though others' lines tell of them."""
         reasons = []
         starts: dict[str, dict[int, EnergyWindow]] = {}
-        for (_, run, *_), phase in self.phases.items():
-            if phase.window.rank is not None:
-                starts.setdefault(run, {})[phase.window.rank] = phase.window
+        for window in self.windows():
+            if window.rank is not None:
+                starts.setdefault(window.run, {})[window.rank] = window
         for run, ranks in sorted(starts.items()):
             count = max(window.num_ranks or 0 for window in ranks.values()) or max(ranks) + 1
             if len(ranks) < count:
@@ -311,37 +192,8 @@ class Bill:
         """A step of a phase on an average GPU; None if a GPU does not report its steps.
 
         Of starts that asked for what the last one did: one that only measured is no part of it.
-        Starts and GPUs count by their steps: some came late, or had few.
         """
-        by_run: dict[str, list[StepEnergy]] = {}
-        for (_, run, its_phase, _), bill in self.phases.items():
-            if its_phase == phase and run not in self.other_runs:
-                if (step := bill.step) is None:
-                    return None
-                by_run.setdefault(run, []).append(step)
-        known = [step for own in by_run.values() for step in own]
-        if not known:
-            return None
-        count = sum(step.iterations for step in known)
-        errors_j = [
-            step.iterations * step.metering_uncertainty_j
-            for step in known
-            if step.metering_uncertainty_j is not None
-        ]
-        ran = {run: max(step.iterations for step in own) for run, own in by_run.items()}
-        # GPUs of a start step together: their times scatter together, too.
-        errors_s = []
-        for run, own in by_run.items():
-            known_s = [s.time_uncertainty_s for s in own if s.time_uncertainty_s is not None]
-            errors_s += [ran[run] * max(known_s)] if known_s else []
-        total = sum(ran.values())
-        return StepEnergy(
-            total,
-            math.fsum(step.iterations * step.time_s for step in known) / count,
-            math.hypot(*sorted(errors_s)) / total if errors_s else None,
-            math.fsum(step.iterations * (step.energy_j or 0.0) for step in known) / count,
-            math.hypot(*sorted(errors_j)) / count if len(errors_j) == len(known) else None,
-        )
+        return mean_step(self.of_phase(phase))
 
     def compared(self) -> tuple[StepEnergy, StepEnergy] | None:
         """A steady step, and one as baselines expect it, of steps for which one was in force.
@@ -350,12 +202,7 @@ class Bill:
         """
         if self.steps(Phase.STEADY.value) is None or self.facts.get("level") == "observe":
             return None
-        sums = [
-            phase.compared.sums
-            for (_, run, name, _), phase in self.phases.items()
-            if name == Phase.STEADY and run not in self.other_runs
-        ]
-        return mean_steps(np.array([math.fsum(each) for each in zip(*sums, strict=True)]))
+        return compared_steps(self.of_phase(Phase.STEADY.value))
 
     def comparison(self) -> Comparison | None:
         """Steady steps against the baselines that were in force; None if none is known."""
@@ -364,7 +211,7 @@ class Bill:
 
     def told(self, comparison: Comparison) -> str:
         """Put a comparison of its steady steps into words."""
-        steady = [one.window for key, one in self.phases.items() if key[2] == Phase.STEADY]
+        steady = [window for window in self.windows() if window.phase == Phase.STEADY]
         clocks_kept = all(window.clock_backend in KEEP_CLOCKS for window in steady)
         gpus = len({window.member for window in steady})
         tokens = self.facts.get("tokens_per_iteration") if self._one_batch else None
@@ -374,11 +221,10 @@ class Bill:
         """J per iteration, token and sample of training; those that are known.
 
         What an iteration has is known where all batches have one size, and of one run only. None
-        is known if lines cannot be read or are missing, or a run began twice: as well as a start of
-        the same job, that may be another job.
+        is known if lines cannot be read or are missing.
         """
         iterations = self.num_iterations
-        if not iterations or self.unreadable or self.silent() or self._began_twice():
+        if not iterations or self.unreadable or self.silent():
             return {}
         energy_j = self.total().energy_j
         units: dict[str, float | None] = {"iteration": 1}
@@ -388,21 +234,16 @@ class Bill:
             units["sample"] = self.fact("samples_per_iteration")
         return {name: energy_j / iterations / count for name, count in units.items() if count}
 
-    def _began_twice(self) -> bool:
-        """Say whether the lowest iteration of a run is in two starts, or twice in one."""
-        lowest: dict[str, int] = {}
-        for (_, run, _, _), phase in self.phases.items():
-            if phase.first is not None:
-                job = name_of_run(run)
-                lowest[job] = min(phase.first, lowest.get(job, phase.first))
-        starts: set[tuple[str, str]] = set()
-        times: Counter[tuple[Hashable, ...]] = Counter()
-        for (gpu, run, name, _), phase in self.phases.items():
-            job = name_of_run(run)
-            if phase.first is not None and phase.first == lowest[job]:
-                starts.add((job, run))
-                times[job, gpu, name] += phase.begun  # its stage may be on another GPU by now
-        return len(starts) > len(lowest) or max(times.values(), default=0) > 1
+
+def _with_range(ranges: list[tuple[int, int]], first: int, last: int) -> list[tuple[int, int]]:
+    """A set of whole numbers, as ranges, with those from first to last."""
+    kept = []
+    for low, high in ranges:
+        if high + 1 < first or last + 1 < low:
+            kept.append((low, high))
+        else:
+            first, last = min(first, low), max(last, high)
+    return [*kept, (first, last)]
 
 
 def _place(window: EnergyWindow) -> tuple[Any, ...]:

@@ -1,4 +1,4 @@
-"""A bill for people and machines: tables, JSON and CSV, and its files as it grows."""
+"""A bill for people and machines: tables and JSON, and its file as it grows."""
 
 from __future__ import annotations
 
@@ -16,28 +16,16 @@ from rich.console import Console
 from rich.markup import escape
 
 from envpipe_megatron.console import say, say_as_launcher, show_table
-from envpipe_megatron.files import csv_text, lock_file, replace_files
-from envpipe_megatron.formats.energy import (
-    SHARES,
-    EnergyWindow,
-    Phase,
-    append_line,
-)
+from envpipe_megatron.files import lock_file, replace_files
+from envpipe_megatron.formats.energy import SHARES, EnergyWindow
+from envpipe_megatron.formats.energy_sums import EnergySums
 from envpipe_megatron.launch.agent.ledger import log_path
-from envpipe_megatron.launch.bill.bill import JOULES_PER_KWH, Bill, EnergyTotal, total_of
+from envpipe_megatron.launch.bill.bill import JOULES_PER_KWH, Bill
 
 logger = logging.getLogger(__name__)
 
 _LONGEST_NAME = 16
 _GPU_NAMES = ("node", "gpu_uid", "gpu", "rank", "stage")
-
-#: EnvPipe's columns, then ours.
-CSV_COLUMNS = (
-    "Model", "Microbatch size", "Minibatch size", "Type", "Scheduling", "Reconfig",
-    "Throughput (sample/s)", "Energy (mJ)",
-    "Phase", "GPUs", "Iterations", "Iteration time (s)", "Energy per iteration (J)",
-    "Average power (W)",
-)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -83,7 +71,7 @@ def bill_facts(bill: Bill, tariff: Tariff, *, over: bool = True) -> dict[str, An
         "comparison": None if comparison is None else asdict(comparison),
         "facts": bill.facts,
         "nodes": [
-            {"node": name, **_total_facts(by_node.get(name, total_of([]))), **asdict(node)}
+            {"node": name, **_total_facts(by_node.get(name, EnergySums())), **asdict(node)}
             for name, node in sorted(bill.nodes.items())
         ],
         "stages": entries(("stage",), lambda w: (w.stage,)),
@@ -93,7 +81,7 @@ def bill_facts(bill: Bill, tariff: Tariff, *, over: bool = True) -> dict[str, An
 
 
 def _gpu_facts(bill: Bill) -> list[dict[str, Any]]:
-    named = {phase.window.gpu_key: phase.window for phase in reversed(bill.phases.values())}
+    named = {window.gpu_key: window for window in reversed(bill.windows())}
     gpus = {
         gpu_key: {
             **{name: getattr(named[gpu_key], name) for name in _GPU_NAMES},
@@ -107,30 +95,29 @@ def _gpu_facts(bill: Bill) -> list[dict[str, Any]]:
     return list(gpus.values())
 
 
-def _total_facts(total: EnergyTotal) -> dict[str, Any]:
+def _total_facts(total: EnergySums) -> dict[str, Any]:
     """A sum as JSON."""
-    shares = total.shares_s
     return {
         "energy_j": total.energy_j,
         "energy_uncertainty_j": total.energy_uncertainty_j,
         "gpu_seconds": total.duration_s,
         "average_power_w": total.average_power_w,
-        "num_gpus": total.num_gpus,
+        "num_gpus": len(total.gpus),
         "windows": total.windows,
-        **(dict(zip(SHARES, shares, strict=True)) if shares else dict.fromkeys(SHARES)),
+        **dict(zip(SHARES, total.known_shares_s or (None,) * len(SHARES), strict=True)),
     }
 
 
 def show_bill(bill: Bill, tariff: Tariff, console: Console) -> None:
     """Print a bill as tables and sentences."""
-    groups: list[tuple[tuple[str, ...], Mapping[tuple[Any, ...], EnergyTotal]]] = [
+    groups: list[tuple[tuple[str, ...], Mapping[tuple[Any, ...], EnergySums]]] = [
         (("run", "phase"), bill.total_by(lambda w: (w.run, w.phase))),
         (("node", "GPU"), bill.total_by(lambda w: w.gpu_key)),
         (("stage",), bill.total_by(lambda w: (w.stage,))),
         (("node",), bill.total_by(lambda w: (w.node,))),
         (("job",), {("all",): bill.total()}),
     ]
-    if not any(phase.window.run for phase in bill.phases.values()):
+    if not any(window.run for window in bill.windows()):
         groups[0] = ("phase",), bill.total_by(lambda w: (w.phase,))
     for names, totals in groups:
         _show_totals(names, totals, console)
@@ -143,13 +130,11 @@ def bill_lines(bill: Bill, tariff: Tariff) -> list[str]:
     job, known, compared = bill.total(), bill.per_unit(), bill.comparison()
     lines = [f"against the job's own baseline: {bill.told(compared)}"] if compared else []
     lines += [
-        f"{job.energy_j:.1f} J on {job.num_gpus} GPUs, {job.average_power_w:.1f} W each on average"
+        f"{job.energy_j:.1f} J on {len(job.gpus)} GPUs, {job.average_power_w:.1f} W each on average"
     ]
     if known:
         each = ", ".join(f"{value:.4g} J per {unit}" for unit, value in known.items())
         lines.append(f"{bill.num_iterations} iterations: {each}")
-    elif bill.num_iterations and not bill.unreadable and not bill.silent():
-        lines.append("J per iteration are left out: a run began twice, by a restart or as another")
     facts = tariff.facts(job.energy_j)
     if "cost" in facts:
         lines.append(f"cost: {facts['cost']:.4g} at {tariff.price_per_kwh:g} a kWh")
@@ -161,34 +146,8 @@ def bill_lines(bill: Bill, tariff: Tariff) -> list[str]:
     return lines
 
 
-def bill_csv(bill: Bill) -> str:
-    """A row for the baseline's steps and one for the steady ones, summed over nodes."""
-    facts = bill.facts
-    samples = bill.fact("samples_per_iteration")
-    rows: list[tuple[object, ...]] = [CSV_COLUMNS]
-    for phase in (Phase.WARMUP.value, Phase.STEADY.value):
-        step = bill.steps(phase)
-        if step is None or step.energy_j is None:
-            continue
-        total = total_of(
-            own
-            for (_, run, name, _), own in bill.phases.items()
-            if name == phase and run not in bill.other_runs
-        )
-        own = ("baseline", "1f1b", "default")
-        if phase == Phase.STEADY:
-            own = tuple(facts.get(name, "") for name in ("type", "scheduling", "reconfigure"))
-        rows.append((
-            facts.get("model", ""), facts.get("microbatch_size", ""), samples, *own,
-            samples / step.time_s if samples else "", total.energy_j * 1e3,
-            phase, total.num_gpus, step.iterations, step.time_s,
-            step.energy_j * total.num_gpus, total.average_power_w,
-        ))  # fmt: skip
-    return csv_text(rows)
-
-
 def _show_totals(
-    names: tuple[str, ...], totals: Mapping[tuple[Any, ...], EnergyTotal], console: Console
+    names: tuple[str, ...], totals: Mapping[tuple[Any, ...], EnergySums], console: Console
 ) -> None:
     rows = (
         (
@@ -199,7 +158,7 @@ def _show_totals(
             f"{total.average_power_w:.1f}",
             "/".join(
                 f"{100 * share_s / total.duration_s:.0f}"
-                for share_s in total.shares_s or ()
+                for share_s in total.known_shares_s or ()
                 if total.duration_s
             ),
         )
@@ -216,10 +175,10 @@ def _short(name: str) -> str:
 
 
 class BillReport:
-    """The job's bill on the node of rank 0: `bill.jsonl` as it grows, `bill.json` and `bill.csv`.
+    """The job's bill on the node of rank 0: `bill.json`, written anew as it grows.
 
-    `interval` iterations lie between lines while the job trains; with 0 there are none. Where
-    another live job has its bill in the folder, `node` is in the names of these files.
+    `interval` iterations lie between that while the job trains; with 0 it is written at the end
+    only. Where another live job has its bill in the folder, the file's name has `node` in it.
     """
 
     def __init__(self, folder: Path, tariff: Tariff, interval: int = 0, node: str = "") -> None:
@@ -233,59 +192,58 @@ class BillReport:
         self._writing: Future[None] | None = None
 
     @cached_property
-    def _stem(self) -> str:
-        """How the names of this job's files begin."""
+    def _path(self) -> Path:
+        """Where this job's bill is."""
         try:
             self._lock = lock_file(self._folder / ".bill.lock")
         except BlockingIOError:
-            stem = log_path(self._folder, self._node).stem.replace("energy", "bill", 1)
-            why = "Another live job has its bill in %s: this job's is %s.json"
-            logger.warning(why, self._folder, stem)
-            return stem
+            log = log_path(self._folder, self._node)
+            path = log.with_name(log.name.replace("energy", "bill", 1)).with_suffix(".json")
+            why = "Another live job has its bill in %s: this job's is %s"
+            logger.warning(why, self._folder, path.name)
+            return path
         except OSError:  # a file system without locks, or whose files cannot be written
             pass
-        return "bill"
+        return self._folder / "bill.json"
 
     def look(self, bill: Bill) -> None:
         """Show the grown bill, if training is an interval further."""
-        _ = self._stem  # settled before anything is written, as other jobs may end first
+        _ = self._path  # settled before anything is written, as other jobs may end first
         done = bill.num_iterations
         if not self._interval or done - self._done < self._interval:
             return
         job = bill.total()
         line = f"{done} iterations: {job.energy_j:.0f} J "
-        line += f"in all on {job.num_gpus} GPUs, {job.average_power_w:.1f} W each"
+        line += f"in all on {len(job.gpus)} GPUs, {job.average_power_w:.1f} W each"
         compared = bill.comparison()
         line += f"; against the job's own baseline {compared}" if compared else ""
         self.tell(line, bill)
         self._done = done
 
     def tell(self, line: str, bill: Bill) -> None:
-        """Show a line and append the bill to `bill.jsonl`. Returns at once.
+        """Show a line, and write the bill so far. Returns at once.
 
         A terminal that is stopped, or a disk that hangs, holds up a thread that nobody waits for
         before the end; lines are left out meanwhile.
         """
         if self._writing is None or self._writing.done():
-            self._writing = self._writer.submit(self._write, line, bill.snapshot())
+            self._writing = self._writer.submit(self._tell, line, bill.snapshot())
 
-    def _write(self, line: str, bill: Bill) -> None:
-        try:
+    def _tell(self, line: str, bill: Bill) -> None:
+        with contextlib.suppress(OSError):  # a closed terminal
             say_as_launcher(line)
-            facts = bill_facts(bill, self._tariff, over=False)
-            append_line(self._folder / f"{self._stem}.jsonl", facts)
-        except OSError as error:  # a full disk or a closed terminal: the sums go on
-            logger.error("A line of the bill could not be written: %s", error)
+        self._write(bill_facts(bill, self._tariff, over=False))
+
+    def _write(self, facts: Mapping[str, Any]) -> None:
+        try:
+            replace_files({self._path: [json.dumps(facts, indent=1), "\n"]})
+        except OSError as error:  # a full disk: the sums go on
+            logger.error("%s is not written: %s", self._path.name, error)
 
     def end(self, bill: Bill) -> None:
         """The job is over. What cannot be written or shown keeps nothing else from being so."""
-        facts = bill_facts(bill, self._tariff)
-        as_json = json.dumps(facts, indent=1) + "\n"
-        stem = self._stem
-        self._try(f"{stem}.json", lambda path: replace_files({path: [as_json]}))
-        self._try(f"{stem}.csv", lambda path: replace_files({path: [bill_csv(bill)]}))
         self._writer.shutdown()
-        self._try(f"{stem}.jsonl", lambda path: append_line(path, facts))
+        self._write(bill_facts(bill, self._tariff))
         if bill.unreadable:
             logger.warning("%d torn or foreign lines of energy logs passed over", bill.unreadable)
         of_nodes = {log_path(self._folder, node) for node in bill.nodes}
@@ -293,11 +251,4 @@ class BillReport:
             logger.warning("%s is not in this bill; `envpipe energy sum` adds it", log)
         with contextlib.suppress(OSError, SystemExit):  # by rich, if nobody reads any more
             show_bill(bill, self._tariff, Console())
-        files = f"{stem}.json, {stem}.csv, and as it grew {stem}.jsonl"
-        say_as_launcher(f"the bill is in {self._folder}: {files}")
-
-    def _try(self, name: str, write: Callable[[Path], object]) -> None:
-        try:
-            write(self._folder / name)
-        except OSError as error:
-            logger.error("%s is not written: %s", name, error)
+        say_as_launcher(f"the bill is in {self._path}")

@@ -1,10 +1,9 @@
 """Order and frequencies planned together, over all families of orders that a job can have.
 
-Without chunks that is EnvPipe's order with any extra forwards (`extra_forwards`); with chunks, or
-where backwards can be split, `families` has more. All are judged by the relaxed energy of
-their orders at one time; the best are planned in full. Where only time counts, they are judged by
-their time at the highest clocks (`shortest`). `memory_frontier` says what each microbatch of
-activation memory buys.
+`families` lists them: EnvPipe's order with any extra forwards, chunks, split backwards. All are
+judged by the relaxed energy of their orders at one time; the best are planned in full. Where only
+time counts, they are judged by their time at the highest clocks (`shortest`). `memory_frontier`
+says what each microbatch of activation memory buys.
 """
 
 from __future__ import annotations
@@ -90,7 +89,7 @@ class AutoSearch:
         self.judged = self.judge(problem)
 
     def judge(self, problem: Problem) -> list[Judged]:
-        """The orders that meet the time, the best first, within limits: the search's, or others.
+        """Return the orders that meet the time within limits, the search's or others, best first.
 
         LinearProgramError: there is none; the limit of microbatches is blamed if it is below what
         the framework's own order holds.
@@ -99,11 +98,14 @@ class AutoSearch:
         for search in self._searches:
             judged += search.search(problem, judged)
         if not judged:
-            if self._refused:
-                raise self._refused
             check_own_within(self._own, problem.most_in_flight, LinearProgramError)
             own = Optimizer(self._own, self._profile, self._conditions, parking=self.problem.park)
             own.relaxed(self._time_s)  # raises, and says how late even it is
+            raise self._refused or LinearProgramError(
+                "No order that was found keeps the limits of memory",
+                value=problem.most_in_flight,
+                remedy="Allow more microbatches in flight.",
+            )
         return sorted(judged, key=lambda order: order.worth)
 
     @property

@@ -48,8 +48,9 @@ _GROUPS = (1.0, 1.5)
 _FEWEST_LOOKS, _MOST_LOOKS, _LOOK_BUDGET = 2, 4, 10_000
 #: Units of all orders whose linear programs a search may solve: eight of 8 x 24 in two chunks.
 _UNIT_BUDGET = 9_300
-#: Of those that are near to the deadline, the fewest and the most.
-_FEWEST_ORDERS, _MOST_ORDERS = 1, 8
+_FEWEST_ORDERS = 1
+#: Of EnvPipe's family fewer of those that are near to the deadline, and at most so many.
+_MOST_NEAR = 8
 #: Multiples of EnvPipe's counts that are tried, and of even ramps: how many more than the next
 #: stage each stage has.
 _MULTIPLES, _RAMPS = (1.0, 1.5, 2.0), (0.5, 1.0, 2.0, 3.0)
@@ -77,7 +78,7 @@ _TWO_EVEN_CHUNKS = (
 
 
 def families(problem: Problem) -> tuple[Family, ...]:
-    """The families of a problem's orders; only EnvPipe's is lowered to what a channel holds.
+    """List the families of a problem's orders; only EnvPipe's is lowered to a channel's capacity.
 
     Chunks with rows of their own were measured where they lie, and lie nowhere else; in a job that
     is so for all chunks.
@@ -115,6 +116,9 @@ class FamilySearch:
                 self._target = self._limit(profile, deadline_s)
         units = own.num_units * len(SPLIT if family.split else WHOLE) // len(WHOLE)
         self._most_solved = max(_FEWEST_ORDERS, _UNIT_BUDGET // units)
+        self._most_near = self._most_solved
+        if family == ENVPIPE:  # whose best is moved on from
+            self._most_near = max(_FEWEST_ORDERS, min(self._most_solved // 2, _MOST_NEAR))
         self._looks = min(_MOST_LOOKS, max(_FEWEST_LOOKS, _LOOK_BUDGET // units))
 
     @property
@@ -123,14 +127,14 @@ class FamilySearch:
         return len(self._judged)
 
     def any_order_bound_j(self, or_at_s: float = 0.0) -> float:
-        """What no order can go below at the deadline or a later one, J.
+        """Return what no order can go below at the deadline or a later one, J.
 
         Nor one that splits some backwards and others not.
         """
         return self._limit(self._free, max(or_at_s, self._deadline_s)).energy_lower_bound_j
 
     def search(self, problem: Problem, others: Iterable[Judged] = ()) -> list[Judged]:
-        """The orders that meet the deadline within limits, of all that were judged.
+        """Return the orders that meet the deadline within limits, of all that were judged.
 
         `problem` is the search's own, or with other limits of memory; `others` are orders of other
         families, to split the last backwards of the best.
@@ -159,7 +163,7 @@ class FamilySearch:
         for schedule in always:
             self._judge(schedule)
         for place, schedule in enumerate(sorted(distinct, key=self._estimate_j)):
-            if place >= min(self._most_solved, _MOST_ORDERS) and any(self._judged.values()):
+            if place >= self._most_near and any(self._judged.values()):
                 break
             self._judge(schedule)
         if self.family == ENVPIPE and own.num_units <= _MANY_UNITS:
@@ -167,7 +171,7 @@ class FamilySearch:
         return self._within(problem)
 
     def _within(self, problem: Problem) -> list[Judged]:
-        """The orders that were judged and hold no more than limits allow."""
+        """Return the orders that were judged and hold no more than limits allow."""
         most, shares = problem.most_in_flight, problem.profile.weight_shares
         return [
             order
@@ -185,7 +189,7 @@ class FamilySearch:
             return
         allowed, job = problem.order_limits(), (problem.num_stages, problem.num_microbatches)
         extra = allowed.fit(best.optimizer.schedule.extra_forwards)
-        directions, last = _directions(len(extra)), self.orders_tried + self._most_solved // 2
+        directions, last = _directions(len(extra)), self.orders_tried + self._most_solved
         failed = 0  # directions in a row that led nowhere
         while failed < len(directions) and self.orders_tried < last:
             near = tuple(map(add, extra, directions[0]))
@@ -197,7 +201,7 @@ class FamilySearch:
                 failed += 1
 
     def _judge(self, schedule: Schedule) -> Judged | None:
-        """An order by its linear program, which is solved once."""
+        """Judge an order by its linear program, which is solved once."""
         if schedule.stages not in self._judged:
             problem, job = self._problem, (self._problem.profile, self._problem.conditions)
             optimizer, judged = Optimizer(schedule, *job, parking=problem.park), None
@@ -215,7 +219,7 @@ class FamilySearch:
         return any_order(*job, num_chunks=problem.num_chunks, split=self.family.split)
 
     def _listed(self, problem: Problem) -> Iterator[Schedule]:
-        """The list scheduler's orders, which split all backwards or none."""
+        """Yield the list scheduler's orders, which split all backwards or none."""
         if self._target is None:
             return
         own, most, capacity = problem.own_order, problem.most_in_flight, problem.channel_capacity
@@ -228,7 +232,7 @@ class FamilySearch:
                 yield order
 
     def _estimate_j(self, schedule: Schedule) -> float:
-        """What a plan of an order may cost: the bound, and what its lateness costs to make up."""
+        """Estimate an order's plan: the bound, and what its lateness costs to make up, J."""
         assert self._target is not None  # the order was listed for it
         problem = self._problem
         keys = schedule.unit_keys(schedule.num_chunks, schedule.unit_kinds)
@@ -240,7 +244,7 @@ class FamilySearch:
 
 
 def envpipe_orders(problem: Problem) -> list[Schedule]:
-    """1F1B with extra forwards to begin a search with, those of EnvPipe's rule first.
+    """Return 1F1B with extra forwards to begin a search with, those of EnvPipe's rule first.
 
     Multiples of its counts, and even ramps (Choi et al., ATC'23, section 4.2).
     """

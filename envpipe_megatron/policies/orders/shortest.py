@@ -55,7 +55,7 @@ class ShortestSearch:
         self.orders_tried = 0
 
     def search(self, problem: Problem, others: Iterable[Judged] = ()) -> list[Judged]:
-        """The best order within limits, if any; `others` are the best of other families.
+        """Return the best order within limits, if any; `others` are the best of other families.
 
         `problem` is the search's own, or with other limits of memory.
         """
@@ -93,7 +93,7 @@ class ShortestSearch:
         return [Judged(self.family.name, optimizer, time_s, own, price=self._price)]
 
     def _made(self, problem: Problem, others: Iterable[Judged]) -> Iterator[Schedule]:
-        """Orders of the family by rules, and from the best of other families."""
+        """Yield orders of the family by rules, and from the best of other families."""
         own, family = problem.own_order, self.family
         job = problem.num_stages, problem.num_microbatches
         if (family.placement, family.split) == (own.placement, own.split):

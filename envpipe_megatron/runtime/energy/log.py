@@ -12,12 +12,12 @@ import statistics
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
-from envpipe_megatron.formats.energy import ENERGY_FORMAT
-from envpipe_megatron.formats.energy_sums import LineSums
-from envpipe_megatron.formats.steps import HELD_UP, ComparedSteps, RunningMean, StepEnergy
+from envpipe_megatron.formats.energy import EnergyWindow, parse_window
+from envpipe_megatron.formats.energy_sums import EnergySums, LineSums
+from envpipe_megatron.formats.steps import HELD_UP, RunningMean, StepEnergy
 from envpipe_megatron.runtime.energy.meter import CounterAt, EnergyMeter, MeterError, WindowEnergy
 
 logger = logging.getLogger(__name__)
@@ -36,7 +36,7 @@ class Window:
         iterations: number of steps; 0 for the time between steps.
         compute_s: time in units.
         blocking_s: time in receives from other stages.
-        baseline: what its steps are held against, once it has ended.
+        baseline: the step that its steps are compared with, once it has ended.
     """
 
     phase: str
@@ -54,12 +54,6 @@ class Window:
         """From begin to end."""
         return self.end_s - self.begin_s
 
-    def compare(self, compared: ComparedSteps, energy: WindowEnergy | None) -> None:
-        """Add its steps beside what they are held against, if there is that."""
-        if self.baseline is not None:
-            measured = (energy.energy_j, energy.uncertainty_j) if energy else (None, None)
-            compared.add(self.baseline, self.iterations, self.duration_s, *measured)
-
     def extend(self, step: Window) -> None:
         """Add the next step of the same phase."""
         # A framework may count from the start again after a restart.
@@ -69,36 +63,6 @@ class Window:
         self.iterations += step.iterations
         self.compute_s += step.compute_s
         self.blocking_s += step.blocking_s
-
-
-@dataclass
-class PhaseTotals:
-    """Sums over the metered windows of one phase."""
-
-    energy_j: float = 0.0
-    uncertainty_j: float = 0.0
-    duration_s: float = 0.0
-    compute_s: float = 0.0
-    blocking_s: float = 0.0
-    iterations: int = 0
-
-    def add(self, window: Window, energy: WindowEnergy) -> None:
-        """Add one window."""
-        self.energy_j += energy.energy_j
-        self.uncertainty_j = math.hypot(self.uncertainty_j, energy.uncertainty_j)
-        self.duration_s += window.duration_s
-        self.compute_s += window.compute_s
-        self.blocking_s += window.blocking_s
-        self.iterations += window.iterations
-
-    @property
-    def step(self) -> StepEnergy | None:
-        """Return the mean of all steps; None of none."""
-        count = self.iterations
-        if not count:
-            return None
-        means = self.duration_s / count, 0.0, self.energy_j / count, self.uncertainty_j / count
-        return StepEnergy(count, *means)
 
 
 class EnergyLog:
@@ -116,7 +80,7 @@ class EnergyLog:
             node may share, or to the node's agent.
         labels: what every line says of this GPU; see `envpipe_megatron.formats.energy`.
         with_counter: whether lines are for the node's agent, which adds them up: each window has
-            its own, and says where the counter stood: `begin_counter` and `end_counter`, each J
+            its own, and says where the counter was: `begin_counter` and `end_counter`, each J
             and its uncertainty.
     """
 
@@ -130,19 +94,19 @@ class EnergyLog:
     ) -> None:
         self._meter = meter
         self._labels = dict(labels)
+        self._of_gpu = parse_window({**labels, "energy_j": 0, "duration_s": 0})
         self._with_counter = with_counter
         self._append = append
-        self._sums = LineSums(append)
+        self._sums = LineSums(self._append_window)
         self._open: Window | None = None
         self._waiting: deque[Window] = deque()
-        #: When the last window that was written ended, and where the counter stood.
-        self._written: tuple[float, CounterAt] | None = None
-        #: By phase, what the window of its steps that ends next is held against.
+        #: The counter where the last window that was written ended.
+        self._written: CounterAt | None = None
+        #: By phase, the baseline of the window of its steps that ends next.
         self._baselines: dict[str, StepEnergy | None] = {}
-        self._compared: defaultdict[str, ComparedSteps] = defaultdict(ComparedSteps)
         self._failing = False
-        #: For each phase, what was metered of it.
-        self.totals: defaultdict[str, PhaseTotals] = defaultdict(PhaseTotals)
+        #: For each phase, the sums of its windows; without any where none was metered.
+        self.totals: defaultdict[str, EnergySums] = defaultdict(EnergySums)
 
     def add(self, step: Window) -> None:
         """Add a step that has ended; neither reads nor waits.
@@ -168,19 +132,19 @@ class EnergyLog:
         self._flush(seen_s)
         self._open = replace(step)
 
-    def hold_against(self, phase: str, baseline: StepEnergy | None) -> None:
-        """Hold steps of a phase against this GPU's baseline, from those of the open window on."""
+    def compare_with(self, phase: str, baseline: StepEnergy | None) -> None:
+        """Compare steps of a phase with this GPU's baseline, from those of the open window on."""
         self._baselines[phase] = baseline
 
-    def compared(self, phase: str) -> ComparedSteps:
-        """Steps of a phase beside their baselines, also what is not written yet; never waits."""
-        made = copy.copy(self._compared[phase])
+    def sums(self, phase: str) -> EnergySums:
+        """Sums of a phase with windows that are not written yet; never waits."""
+        made = copy.copy(self.totals[phase]) if phase in self.totals else EnergySums()
         for window in (*self._waiting, self._ended()):
             if window is not None and window.phase == phase:
                 energy = None
                 with suppress(MeterError):
                     energy = self._meter.window(window.begin_s, window.end_s)
-                window.compare(made, energy)
+                self._add(made, window, energy)
         return made
 
     def interrupt(self) -> None:
@@ -213,35 +177,43 @@ class EnergyLog:
             energy = self._meter.window(window.begin_s, window.end_s)
         except MeterError as error:
             self._warn(str(error))
-            window.compare(self._compared[window.phase], None)
+            if window.baseline is not None:
+                self._add(self.totals[window.phase], window, None)
             return
-        if self._written is not None and self._written[0] == window.begin_s:
-            # Windows add up, as an agent bills them.
-            energy = replace(energy, begin=self._written[1])
-        self._written = window.end_s, energy.end
-        self.totals[window.phase].add(window, energy)
-        window.compare(self._compared[window.phase], energy)
-        line = {
-            "format": ENERGY_FORMAT,
-            **self._labels,
-            "phase": window.phase,
-            "first_iteration": window.first_iteration,
-            "last_iteration": window.last_iteration,
-            "begin_s": window.begin_s,
-            "duration_s": window.duration_s,
-            "energy_j": energy.energy_j,
-            "energy_uncertainty_j": energy.uncertainty_j,
-            "compute_s": window.compute_s,
-            "blocking_s": window.blocking_s,
+        if self._written is not None and self._written.time_s == window.begin_s:
+            energy = energy._replace(begin=self._written)  # windows add up, as an agent bills them
+        self._written = energy.end
+        metered = self._add(self.totals[window.phase], window, energy)
+        if not self._with_counter:
+            self._sums.add(metered)
+            return
+        counter = {"begin_counter": energy.begin[1:], "end_counter": energy.end[1:]}
+        self._append({**self._labels, **metered.line(), **counter})
+
+    def _add(self, sums: EnergySums, window: Window, energy: WindowEnergy | None) -> EnergyWindow:
+        """Add a window to sums; one without energy only to what is compared."""
+        parts_s = window.compute_s, window.blocking_s
+        metered = replace(
+            self._of_gpu,
+            phase=window.phase,
+            first_iteration=window.first_iteration,
+            last_iteration=window.last_iteration,
+            begin_s=window.begin_s,
+            duration_s=window.duration_s,
             # Rounding can make the two slightly longer than the window they are parts of.
-            "idle_s": max(0.0, window.duration_s - window.compute_s - window.blocking_s),
-        }
-        if window.baseline is not None:
-            line["baseline"] = asdict(window.baseline)
-        if self._with_counter:
-            self._append({**line, "begin_counter": energy.begin, "end_counter": energy.end})
-        else:
-            self._sums.add(line)
+            shares_s=(*parts_s, max(0.0, window.duration_s - sum(parts_s))),
+            baseline=window.baseline,
+        )
+        if energy is not None:
+            uncertainty_j = energy.uncertainty_j
+            metered = replace(metered, energy_j=energy.energy_j, energy_uncertainty_j=uncertainty_j)
+            sums.add(metered)
+        elif window.baseline is not None:
+            sums.compared.add(window.baseline, window.iterations, window.duration_s, None, None)
+        return metered
+
+    def _append_window(self, window: EnergyWindow) -> None:
+        self._append({**self._labels, **window.line()})
 
     def _warn(self, reason: str) -> None:
         """Say once why nothing is metered, until something is again."""

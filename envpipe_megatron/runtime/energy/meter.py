@@ -15,7 +15,6 @@ from array import array
 from bisect import bisect_left
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -50,14 +49,14 @@ class MeterError(EnvPipeError):
 
 
 class CounterAt(NamedTuple):
-    """The energy counter at an instant, and its standard uncertainty."""
+    """Where a GPU's energy counter was at an instant on the GPU's time base; its uncertainty."""
 
+    time_s: float
     energy_j: float
     uncertainty_j: float
 
 
-@dataclass(frozen=True)
-class WindowEnergy:
+class WindowEnergy(NamedTuple):
     """The counter at both ends of a window."""
 
     begin: CounterAt
@@ -78,9 +77,9 @@ class EnergyMeter:
     """Samples one GPU's energy counter from the moment it is made until `close`.
 
     A counter that cannot be read, stands still or goes back spoils the windows it touches and no
-    others: the counter is cumulative, so a window whose ends were both seen is right whatever
-    happened to the readings between them. Windows may start `horizon_s` back. Where no other
-    process reads, or it ends, a thread of this process does.
+    others: the counter is cumulative, so a window whose ends were both seen is right without the
+    readings between them. Windows may start `horizon_s` back. Where no other process reads, or it
+    ends, a thread of this process does.
     """
 
     def __init__(self, gpu: Gpu, poll_s: float = POLL_S, horizon_s: float = 12 * 3600.0) -> None:
@@ -210,7 +209,7 @@ class EnergyMeter:
     def _at(self, time_s: float) -> CounterAt:
         times, energies = self._times_s, self._energies_j
         if len(times) < 2:
-            return CounterAt(energies[0], 0.0)
+            return CounterAt(time_s, energies[0], 0.0)
         left = min(max(bisect_left(times, time_s), 1), len(times) - 1) - 1
         # An interval in which the counter went back has no power: its end is the next one's start.
         left += any(before_s == times[left] for before_s, _ in self._breaks)
@@ -222,6 +221,7 @@ class EnergyMeter:
         varied_j = varies_w * max(times[left + 1] - times[left], time_s - times[-1])
         refreshed_s = max(self._time_uncertainties_s[left : left + 2])
         return CounterAt(
+            time_s,
             energies[left] + power_w * (time_s - times[left]),
             math.hypot(varied_j, power_w * refreshed_s),
         )

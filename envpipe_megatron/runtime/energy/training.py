@@ -16,11 +16,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from envpipe_megatron.core.arrays import FloatArray
 from envpipe_megatron.formats.energy import FRAMEWORK, PLAN, Phase, phase_in_batch, split_phase
+from envpipe_megatron.formats.energy_sums import EnergySums, comparison_facts, mean_step, total_of
 from envpipe_megatron.formats.steps import (
     BaselineEnergy,
-    ComparedSteps,
     IntervalEnergy,
     StepEnergy,
     compare,
@@ -76,8 +75,6 @@ class TrainingEnergy:
         #: By phase, those of stretches that were too short, but for their first steps.
         self._short: dict[str, list[Window]] = {}
         self._settled = set(baselines)
-        #: By batch, the sums of the job's GPUs of steady steps, `ComparedSteps.sums`.
-        self._job: dict[str, FloatArray] = {}
         #: When the step began whose iteration is still to come.
         self._begun_s: float | None = None
         #: The last step since a pause, whether it is over, and whether it is counted.
@@ -205,7 +202,7 @@ class TrainingEnergy:
         """Have a batch's baseline measured: an earlier start's is of no use."""
         del self.baselines[batch]
         self._settled.remove(batch)
-        self.log.hold_against(phase_in_batch(Phase.STEADY, batch), None)
+        self.log.compare_with(phase_in_batch(Phase.STEADY, batch), None)
 
     def warm_step(self, batch: str) -> StepEnergy | None:
         """A usual step of the warm-up of a batch whose baseline was known, without the first.
@@ -245,49 +242,56 @@ class TrainingEnergy:
         """The interval on an average GPU of the job; on all ranks together.
 
         GPUs of a stage stand in for its unmetered ones. Without a metered one, there is no energy.
-        None if a rank has no step in its interval. What all steady steps so
-        far have saved is added up, and is `saved` if some are of this interval.
+        None if a rank has no step in its interval. What all steady steps so far have saved is
+        added up, and is `saved` if some are of this interval.
         """
-        own = np.array([self._compared(batch).sums for batch in sorted(self.baselines)])
+        steady = {batch: phase_in_batch(Phase.STEADY, batch) for batch in sorted(self.baselines)}
+        own = np.array([self.log.sums(phase).compared.sums for phase in steady.values()])
         sums = SUM(self._collectives.by_stage(own, SUM))
-        self._job = dict(zip(sorted(self.baselines), sums, strict=True))
         mean, _ = self._over_gpus(interval.step)
         if mean is None:
             return None
-        batches = [b for b in self._job if phase_in_batch(Phase.STEADY, b) in interval.phases]
-        found = mean_steps(self._job[batches[0]]) if len(batches) == 1 else None
+        of_job = [
+            each
+            for phase, each in zip(steady.values(), sums, strict=True)
+            if phase in interval.phases
+        ]
+        found = mean_steps(of_job[0].tolist()) if len(of_job) == 1 else None
         return IntervalEnergy(interval.phases, mean, compare(*found) if found else None)
 
+    def sums(self) -> dict[str, EnergySums]:
+        """Sums of each phase that was metered, or compared by its time; see `EnergyLog.sums`."""
+        return {phase: self.log.sums(phase) for phase in self.log.totals}
+
     def summary(self) -> dict[str, Any]:
-        """Return what was metered so far, of this GPU and as far as it was gathered of the job.
+        """Return the figures of this GPU so far.
 
         Returns:
-            `gpu` and `job`, each with `comparison` of the steady phase with the baselines that were
-                in force, None if none is known, or this GPU's is not; and likewise `other_batches`,
-                by batch, of those of another size than the full one. `gpu` and each of its `phases`
-                have `total_energy_j` and `total_duration_s`, its phases `total_units_s` and
-                `_step_facts` of an average step, and its phase `plan` no step. `baseline`, the mean
-                step of all GPUs, or None.
+            `gpu`, with `comparison` of the steady phase with the baselines that were in force, None
+                if none is known, and likewise `other_batches`, by batch, of those of another size
+                than the full one. It and each of its `phases` have `total_energy_j` and
+                `total_duration_s`, phases `total_units_s` and the facts of an average step too;
+                phase `plan` has no step. `baseline`, the mean step of all GPUs, or None.
         """
-        totals = self.log.totals
-        phases: dict[str, Any] = {}
-        for name, total in totals.items():
-            phases[name] = {
-                **(_step_facts(total.step) if total.step else {"iterations": 0}),
-                "total_energy_j": total.energy_j,
-                "total_duration_s": total.duration_s,
-                "total_units_s": total.compute_s,
+        sums = self.sums()
+        phases = {
+            phase: {
+                **(_step_facts(step) if (step := mean_step([own])) else {"iterations": 0}),
+                "total_energy_j": own.energy_j,
+                "total_duration_s": own.duration_s,
+                "total_units_s": own.shares_s[0],
             }
-        baseline = self.baselines.get("")
-        measured = [batch for batch, known in self.baselines.items() if known.own]
+            for phase, own in sums.items()
+            if own.windows
+        }
+        total, baseline = total_of(sums.values()), self.baselines.get("")
         return {
             "gpu": {
-                "total_energy_j": sum(total.energy_j for total in totals.values()),
-                "total_duration_s": sum(total.duration_s for total in totals.values()),
+                "total_energy_j": total.energy_j,
+                "total_duration_s": total.duration_s,
                 "phases": phases,
-                **_comparisons({batch: self._compared(batch).sums for batch in measured}),
+                **comparison_facts([sums]),
             },
-            "job": _comparisons(self._job),
             "baseline": _step_facts(baseline.mean) if baseline else None,
         }
 
@@ -312,9 +316,6 @@ class TrainingEnergy:
         if split_phase(step.phase)[0] in (Phase.WARMUP, Phase.BASELINE):
             self._warmups.setdefault(step.phase, []).append(step)
 
-    def _compared(self, batch: str) -> ComparedSteps:
-        return self.log.compared(phase_in_batch(Phase.STEADY, batch))
-
     def _counter_j(self, time_s: float) -> float:
         return self._meter.window(time_s, time_s).end.energy_j
 
@@ -322,7 +323,7 @@ class TrainingEnergy:
         self.baselines[batch] = baseline
         if self._compares:
             own = baseline.own or (*baseline.by_stage[self._collectives.stage :], baseline.mean)[0]
-            self.log.hold_against(phase_in_batch(Phase.STEADY, batch), own)
+            self.log.compare_with(phase_in_batch(Phase.STEADY, batch), own)
         if not batch:
             self._describe({"baseline": asdict(baseline.mean)})
 
@@ -333,13 +334,6 @@ class TrainingEnergy:
         sums = self._collectives.by_stage(step_sums(step), SUM)
         means = [mean_over_gpus([stage]) for stage in sums]
         return mean_over_gpus(sums), tuple(mean for mean in means if mean is not None)
-
-
-def _comparisons(sums: Mapping[str, FloatArray]) -> dict[str, Any]:
-    """The facts of comparisons, by batch."""
-    means = {batch: mean_steps(of_batch) for batch, of_batch in sums.items()}
-    facts = {batch: asdict(compare(*found)) for batch, found in means.items() if found}
-    return {"comparison": facts.pop("", None), "other_batches": facts}
 
 
 def _step_facts(step: StepEnergy) -> dict[str, Any]:

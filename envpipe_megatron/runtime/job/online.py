@@ -101,12 +101,12 @@ def run_commands(
             late_s=command.late_s,
             tail_s=command.tail_s[job.stage] if command.tail_s else 0.0,
             metered=command.metered,
-            problems=job.problems(),
+            problems=job.clock.problems(),
             lost=job.clock.error is not None,
         )
         stages = job.collectives.to_planner(_made(make_own), _merged)
 
-        needs_clocks = job.config.closed_loop and not job.config.changes_only_order
+        needs_clocks = job.options.closed_loop and not job.options.changes_only_order
         decided = by_planner(job.collectives, partial(_next, run, stages, needs_clocks))
         if isinstance(decided, _Ended):
             return decided.found, order
@@ -117,7 +117,7 @@ def run_commands(
         if command.orders:
             clocked = command.orders[command.which[replica] if command.which else 0]
             clocks = clocked.frequency_mhz
-            if job.config.changes_only_order:  # those of the planning rank's GPU
+            if job.options.changes_only_order:  # those of the planning rank's GPU
                 clocks = np.full_like(clocks, top_mhz)
             order = replace(
                 order, schedule=clocked.schedule, frequency_mhz=clocks, parking=clocked.parking
@@ -125,13 +125,12 @@ def run_commands(
         order = replace(order, phase=command.phase)
         for line in command.note.splitlines():
             job.say(line)
-        told = job.config.closed_loop and (command.note or command.plan is not None)
+        told = job.options.closed_loop and (command.note or command.plan is not None)
         if job.collectives.is_planner and told:
             job.folder.append("loop", _described(job, command))
         if command.billed:
             kept = [note for note in job.state.notes if note not in billed]
-            named = f"{job.batch}: " if job.batch else ""
-            billed = [named + line for line in command.billed.splitlines()]
+            billed = [*map(job.named, command.billed.splitlines())]
             job.state.notes = (*kept, *billed)
         # The step of a window's last iteration is known once another has begun.
         records = [] if command.orders or command.settle else records[-1:]
@@ -210,7 +209,7 @@ def _refused(job: PhaseParts, plan: Plan, own: Schedule) -> str:
             job.say(f"memory: {error}")
     job.state.plan, job.state.profile = plan, plan.profile
     job.folder.keep_profile(with_memory(plan.profile, job.memory.stages))
-    job.folder.keep_plan(plan, 0, None, job.batch)
+    job.folder.write_plan(plan, job.batch)
     return ""
 
 
@@ -218,7 +217,7 @@ def _described(job: PhaseParts, command: Command) -> dict[str, object]:
     """Return what the run says and predicts from this iteration on, of one pipeline."""
     cost = None if command.plan is None else command.plan.cost
     return {
-        **job.folder.run_label(job.config.labels),
+        **job.folder.run_label(job.options.labels),
         "batch": job.batch,
         "iteration": job.state.iteration,
         "phase": command.phase,

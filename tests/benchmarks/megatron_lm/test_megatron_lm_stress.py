@@ -9,6 +9,7 @@ import pytest
 from envpipe_megatron.core.channel_model import completes, most_kept
 from envpipe_megatron.core.kinds import WHOLE, Kind
 from envpipe_megatron.core.orders import builders
+from envpipe_megatron.policies.problem import order_limits
 
 pytest.importorskip("torch")
 from benchmarks.megatron_lm import stress
@@ -24,7 +25,7 @@ def test_random_orders_finish_and_go_from_none_to_all_that_is_allowed(capacity):
     assert all(completes(builders.envpipe(4, 8, extra), capacity) for extra in drawn)
     assert (0, 0, 0, 0) in drawn
     assert any(any(b > a for a, b in pairwise(extra)) for extra in drawn)
-    most = tuple(builders.extra_forward_caps(4, 8))
+    most = order_limits(4, 8).most
     assert (most in drawn) == completes(builders.envpipe(4, 8, most), capacity)
     assert len(drawn) > 30
 

@@ -61,7 +61,7 @@ def test_activations_are_shown_where_they_are_known(profile_path):
         peaks, held = (rows[f"{name} by stage"] for name in ("peak in flight", "activations (GiB)"))
         for peak, gib in zip(peaks, held, strict=True):
             wanted = [float(n) / 2**stage for stage, n in enumerate(peak.split())]
-            assert list(map(float, gib.split())) == pytest.approx(wanted, rel=5e-3)
+            assert list(map(float, gib.split())) == pytest.approx(wanted, rel=5e-3, abs=6e-3)
         assert peaks[1].split() == (
             ["5.5", "4.5", "3.5", "2.5"] if chunks else ["4", "3", "2", "1"]
         )
@@ -110,9 +110,8 @@ def test_chunks_of_a_table_are_planned(profile_path, tmp_path):
 
 def test_a_frontier_and_other_policies_of_a_table(profile_path, order_path, tmp_path):
     options = ("--schedule", order_path, "--frontier", tmp_path / "f.csv", "--frontier-points", 3)
-    plan(profile_path, *options)
-    _, *plans = map(json.loads, (tmp_path / "f.jsonl").read_text().splitlines())
-    assert {each["schedule_name"] for each in plans} == {"mine"}
+    assert "optimal on mine" in plan(profile_path, *options).stdout
+    assert len((tmp_path / "f.csv").read_text().splitlines()) > 2
     options = ("--schedule", order_path, "--policy", "envelope", "--reconfigure", "balanced")
     assert "envelope-balanced on mine" in plan(profile_path, *options).stdout
 

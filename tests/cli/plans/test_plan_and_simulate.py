@@ -6,7 +6,7 @@ import subprocess
 import sys
 
 import pytest
-from cli_helpers import measured_profile, plan_for, run, run_well, simulate_json, write_profile
+from cli_helpers import plan_for, run, run_well, simulate_json, write_profile
 
 from envpipe_megatron.cli import main
 
@@ -86,25 +86,6 @@ def test_limits_reach_the_plan_and_a_shallow_channel_is_told(profile_path, tmp_p
     assert json.loads(path.read_text())["peak_in_flight"] == [4, 3, 2, 1]
     told = plan_for(profile_path, path, "--schedule", "envpipe", "--channel-capacity", 1)
     assert "Note: " in told.stdout
-
-
-@pytest.mark.parametrize(
-    ("name", "microbatches", "least", "slower"),
-    [
-        ("A100_gpt3-xl_dp1_pp4_tp1/profile.csv", 16, 3, 100),
-        ("A40_gpt3-2.7b_dp1_pp8_tp1/profile.csv", 16, 3, 100),
-        ("stage_profile/gpt3-175b_a100_sxm.csv", 24, 5, 1),
-        ("stage_profile/gpt3-175b_a40.csv", 24, 5, 1),
-    ],
-)
-def test_published_profiles(tmp_path, name, microbatches, least, slower):
-    profile = measured_profile(name)
-    options = options_of(("envelope", "balanced"), "envpipe")
-    plan_for(profile, tmp_path / "plan.json", *options, microbatches=microbatches)
-    facts = simulate_json(profile, tmp_path / "plan.json")
-    assert facts["saving_percent"] > least
-    assert facts["slowdown_percent"] < slower
-    assert max(facts["extra_forwards"]) > 0
 
 
 def test_pictures_and_figures_are_written_to_a_folder_that_is_made(profile_path, tmp_path):

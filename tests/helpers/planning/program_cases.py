@@ -13,6 +13,7 @@ from envpipe_megatron.core.timeline import Timeline
 from envpipe_megatron.policies.optimal.choices import make_choices, node_keys
 from envpipe_megatron.policies.optimal.linear_program import DurationProgram
 from envpipe_megatron.policies.optimal.rounding import Rounding
+from envpipe_megatron.policies.problem import order_limits
 
 #: The solver disturbs slopes by up to 0.05 %, of costs that differ far less.
 CLOSE = 2e-5
@@ -20,7 +21,7 @@ CLOSE = 2e-5
 
 def any_schedule(rng, stages, microbatches):
     """One of the builders' orders, or one that can run and that nobody would build."""
-    caps = builders.extra_forward_caps(stages, microbatches)
+    caps = order_limits(stages, microbatches).most
     extra = [min(rng.randint(0, microbatches), caps[0])]
     for cap in caps[1:]:
         extra.append(min(rng.randint(0, microbatches), cap, extra[-1] + 1))

@@ -278,14 +278,17 @@ def test_an_agent_without_room_for_files_takes_ranks_when_there_is_some(nodes, m
     nodes.rank(agent, gpu).say_hello().bye()
 
 
-def test_a_full_disk_is_told_once_and_its_energy_is_billed_later(nodes, monkeypatch, caplog):
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.ESTALE])
+def test_a_disk_that_takes_nothing_is_told_of_once_and_its_energy_is_billed_later(
+    nodes, monkeypatch, caplog, number
+):
     agent, gpu = nodes.agent(), nodes.gpu()
     rank = nodes.rank(agent, gpu).say_hello()
     tried = threading.Semaphore(0)
 
     def full(path: Path, entry: object) -> None:
         tried.release()
-        raise OSError(errno.ENOSPC, "No space left on device")
+        raise OSError(number, os.strerror(number))
 
     for times in (1, 2):
         with monkeypatch.context() as filled:
@@ -299,6 +302,39 @@ def test_a_full_disk_is_told_once_and_its_energy_is_billed_later(nodes, monkeypa
     rank.bye()
     assert agent.wait_until_none_is_connected(LONG_S)
     assert bill(agent).total().energy_j == pytest.approx(nodes.counted_j(gpu), rel=1e-12)
+
+
+def test_a_disk_that_hangs_for_three_minutes_costs_no_joule_and_holds_no_rank_up(
+    nodes, monkeypatch
+):
+    """A window a second, which a rank sends without a wait; what has no room is `between`."""
+    agent, gpu = nodes.agent(), nodes.gpu()
+    rank = nodes.rank(agent, gpu).say_hello()
+    append, hangs, goes_on = ledger_module.append_line, threading.Event(), threading.Event()
+
+    def hang(path: Path, entry: dict[str, Any]) -> None:
+        hangs.set()
+        assert goes_on.wait(LONG_S)
+        append(path, entry)
+
+    monkeypatch.setattr(ledger_module, "append_line", hang)
+    rank.train(0)
+    assert hangs.wait(LONG_S)
+    rank.connection.setblocking(False)
+    lost = 0
+    for second in range(1, 181):
+        try:
+            rank.train(second, work_s=1.0)
+        except BlockingIOError:
+            lost += 1
+    assert lost < 90
+    goes_on.set()
+    rank.connection.settimeout(LONG_S)
+    rank.bye()
+    assert agent.wait_until_none_is_connected(LONG_S)
+    made = bill(agent)
+    assert made.num_iterations == 181 - lost
+    assert made.total().energy_j == pytest.approx(nodes.counted_j(gpu), rel=1e-12)
 
 
 def test_what_no_window_has_for_long_is_billed_while_the_rank_goes_on(nodes, monkeypatch):

@@ -15,6 +15,8 @@ from collecting_nodes import (
     assert_is_the_files_bill,
     collecting,
     connected,
+    ended,
+    holds,
     in_time,
     is_hung_up,
     piece_of,
@@ -53,7 +55,7 @@ async def test_the_live_sum_is_that_of_the_files(tmp_path, monkeypatch):
         assert sorted(collector.bill.running()) == ["a", "b"]
         for agent in nodes:
             agent.log.end(0)
-        assert await collector.all_ended(LONG_S)
+        assert await holds(ended(collector), LONG_S)
         assert_is_the_files_bill(collector.bill, *nodes)
         assert told == [2 * 20 + 4 * 20], "no more often, and at the end"
         assert all(agent.uplink.trouble == "" for agent in nodes)
@@ -75,50 +77,21 @@ async def test_torn_lines_are_counted_and_passed_over(tmp_path):
 @in_time
 async def test_waiting_ends_in_time(tmp_path):
     async with collecting() as collector, agents(tmp_path, "a") as (agent,):
-        assert not await agent.uplink.all_known(LONG_S)  # nobody ever said where to send
+        assert not agent.uplink.sends  # nobody ever said where to
         assert "runs no collector" in agent.uplink.why_unknown()
         endpoint = await collector.start("localhost")
-        assert await collector.all_ended(SHORT_S)  # there is no node
+        assert await holds(ended(collector), SHORT_S)  # there is no node
         agent.uplink.send_to({**endpoint, "token": "wrong"})
-        assert not await agent.uplink.all_known(SHORT_S)
+        assert not await holds(agent.uplink.knows_all, SHORT_S)
         agent.uplink.send_to(endpoint)
         await agent.is_known()
         assert agent.uplink.why_unknown() == ""
-        assert not await collector.all_ended(SHORT_S)
+        assert not await holds(ended(collector), SHORT_S)
         assert collector.bill.running() == ["a"]
-        waiting = asyncio.create_task(collector.all_ended(LONG_S))
+        waiting = asyncio.create_task(holds(ended(collector), LONG_S))
         await asyncio.sleep(0)
         agent.log.end(0)
         assert await waiting
-
-
-@in_time
-async def test_whoever_listens_cannot_disturb_the_sums(tmp_path, caplog):
-    """A line that cannot be printed, for one, just when the last node ends."""
-    pieces = []
-
-    def fail_later() -> None:
-        pieces.append(1)
-        if len(pieces) > 1:
-            raise BrokenPipeError("the terminal is gone")
-
-    async with (
-        collecting(on_lines=fail_later) as collector,
-        agents(tmp_path, "a") as (agent,),
-    ):
-        agent.uplink.send_to(await collector.start("localhost"))
-        await agent.is_known()
-        waiting = asyncio.create_task(collector.all_ended(10 * LONG_S))
-        await asyncio.sleep(0)
-        agent.append(0, 10)
-        agent.log.end(0)
-        assert await waiting
-        agent.append(10)
-        await agent.is_known()
-        assert_is_the_files_bill(collector.bill, agent)
-    assert len(pieces) == 2
-    assert "no longer shown" in caplog.text
-    assert "tried again" not in caplog.text
 
 
 @pytest.mark.parametrize("both", [True, False])
@@ -255,16 +228,6 @@ async def test_whoever_does_not_say_hello_in_time_is_hung_up_on(tmp_path, monkey
 
 
 @in_time
-async def test_a_line_without_an_end_is_not_kept(tmp_path):
-    async with collecting() as collector:
-        endpoint = await collector.start("localhost")
-        stranger = await connected(endpoint["port"], piece_of(collector) + b"x" * 5_000_000)
-        await is_hung_up(*stranger)
-        assert list(collector._known_bytes.values()) == [0]
-        assert collector._sending == {}
-
-
-@in_time
 async def test_closing_hangs_up_on_everybody(tmp_path):
     async with agents(tmp_path, "a", "b") as nodes:
         async with collecting() as collector:
@@ -276,5 +239,5 @@ async def test_closing_hangs_up_on_everybody(tmp_path):
         await is_hung_up(*silent)
         assert not collector._connections
         nodes[0].append(0)
-        assert not await nodes[0].uplink.all_known(SHORT_S)
+        assert not await holds(nodes[0].uplink.knows_all, SHORT_S)
         assert nodes[0].uplink.trouble

@@ -95,6 +95,7 @@ def test_figures_of_each_gpu(node):
     gpus = [node.add_gpu(rank) for rank in range(2)]
     for rank, gpu in enumerate(gpus):
         gpu.now_s = 1.0 + rank
+        node.ledgers[rank].bill_up_to(node.ledgers[rank].read())
     port, _ = node.serve()
     families = node.scrape(port)
     assert set(families) == {name.removesuffix("_total") for name in FAMILIES}

@@ -35,7 +35,7 @@ def test_a_log_begins_and_ends(tmp_path):
         file.write("is still open")
     assert log.path == tmp_path / "made" / "for it" / "energy-n7.jsonl"
     begun, ended = notes(log)
-    assert (begun["note"], begun["node"], begun["log"]) == ("begun", "n7", log.identity)
+    assert (begun["note"], begun["node"]) == ("begun", "n7")
     assert (ended["note"], ended["exit_code"]) == ("ended", 3)
     (line,) = read_energy_logs([log.path]).windows
     assert line.node == "n7"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import gc
 import io
 import math
@@ -16,11 +15,11 @@ from hypothesis import strategies as st
 from on_request import examples
 from rich.console import Console
 
+from envpipe_megatron.formats.energy_sums import EnergySums
 from envpipe_megatron.formats.steps import StepEnergy, compare
-from envpipe_megatron.launch.bill.bill import Bill, NodeBill, Ranges, bill_of
+from envpipe_megatron.launch.bill.bill import Bill, NodeBill, bill_of
 from envpipe_megatron.launch.bill.report import (
     Tariff,
-    bill_csv,
     bill_facts,
     bill_lines,
     show_bill,
@@ -51,6 +50,12 @@ KEYS = {
 }
 
 
+def amounts_of(total: EnergySums) -> tuple[object, ...]:
+    """All of a sum; in nan, none is equal to itself."""
+    known = total.energy_uncertainty_j, total.known_shares_s
+    return total.windows, total.gpus, total.energy_j, total.duration_s, total.steps, *known
+
+
 @settings(deadline=None, max_examples=examples(40))
 @given(st.lists(windows, max_size=20), st.randoms())
 def test_sums_are_the_same_to_the_last_bit_in_whatever_order_nodes_send(entries, random):
@@ -61,16 +66,18 @@ def test_sums_are_the_same_to_the_last_bit_in_whatever_order_nodes_send(entries,
     turns = [line.gpu_key for line in lines]
     random.shuffle(turns)
     other = bill_of(left[gpu].pop(0) for gpu in turns)
-    assert other.total() == one.total()
+    assert amounts_of(other.total()) == amounts_of(one.total())
     assert one.total().energy_j == pytest.approx(math.fsum(line.energy_j for line in lines))
     for key in KEYS.values():
         totals = one.total_by(key)
-        assert list(other.total_by(key).items()) == list(totals.items())
+        others = other.total_by(key)
+        assert list(others) == list(totals)
+        assert list(map(amounts_of, others.values())) == list(map(amounts_of, totals.values()))
         for name, total in totals.items():
             own = [w for w in lines if key(w) == name]
             assert total.energy_j == pytest.approx(math.fsum(w.energy_j for w in own))
             assert total.windows == len(own)
-            assert total.num_gpus == len({w.gpu_key for w in own})
+            assert len(total.gpus) == len({w.gpu_key for w in own})
     for phase in ("steady", "warm-up"):
         assert other.steps(phase) == one.steps(phase)
     assert other.num_iterations == one.num_iterations
@@ -103,20 +110,9 @@ def test_what_one_window_does_not_say_is_not_known_of_the_sum():
     assert total.shares_s == (2.0, 1.0, 1.0)
     total = bill(knows, knows_not).total()
     assert total.energy_uncertainty_j is None
-    assert total.shares_s is None
-    assert Bill().total().shares_s is None
+    assert total.known_shares_s is None
+    assert Bill().total().known_shares_s is None
     assert Bill().total().average_power_w == 0
-
-
-@settings(deadline=None)
-@given(st.lists(st.tuples(st.integers(0, 30), st.integers(0, 8))))
-def test_ranges_are_a_set(pieces):
-    ranges, numbers = Ranges(), set()
-    for first, more in pieces:
-        ranges.add(first, first + more)
-        numbers.update(range(first, first + more + 1))
-        assert len(ranges) == len(numbers)
-        assert len(ranges._ranges) == sum(number - 1 not in numbers for number in numbers)
 
 
 def reachable(thing: object) -> int:
@@ -224,24 +220,6 @@ def test_iterations_of_other_runs_are_others_and_those_of_a_restart_the_same():
     assert made.per_unit() == {"iteration": 175, "token": 0.175, "sample": 21.875}
 
 
-@pytest.mark.parametrize("runs", [STARTS, ("", "")])
-@pytest.mark.parametrize("gpus", [(0, 0), (0, 1)])
-def test_a_run_that_begins_twice_may_be_another_job(runs, gpus):
-    made = bill(
-        *(window(gpu, i, run=run) for gpu, run in zip(gpus, runs, strict=True) for i in (0, 1))
-    )
-    one_job = runs == ("", "") and gpus == (0, 1)
-    assert made.per_unit() == ({"iteration": 200} if one_job else {})
-    assert made.snapshot().per_unit() == made.per_unit()
-
-
-def test_a_run_that_begins_twice_with_its_stages_on_other_gpus_is_noticed():
-    placed = [window(gpu, i, stage=stage) for gpu, stage in ((0, 0), (1, 1)) for i in (0, 1)]
-    moved = [window(gpu, i, stage=stage) for gpu, stage in ((0, 1), (1, 0)) for i in (0, 1)]
-    assert bill(*placed).per_unit() == {"iteration": 200}
-    assert bill(*placed, *moved).per_unit() == {}
-
-
 def test_iterations_of_other_batches_have_no_number_of_tokens():
     small, large = job(tokens_per_iteration=1000), job(tokens_per_iteration=4000)
     made = bill(small, window(0, 0), large, window(0, 1))
@@ -310,7 +288,7 @@ def test_the_first_line_has_tokens_and_that_no_clock_was_changed_where_that_is_k
 LATER = {**BASELINE, "time_s": 3.8, "energy_j": 250.0}
 
 
-def test_each_step_is_held_against_the_baseline_that_was_in_force():
+def test_each_step_is_compared_with_the_baseline_that_was_in_force():
     """Both halves of a job save a fifth, at another length of sequences; so do both starts."""
     entries = []
     for start, baseline in enumerate([BASELINE, LATER]):
@@ -353,8 +331,6 @@ def test_steps_of_a_start_that_asked_for_something_else_are_no_part_of_a_saving(
     other_node = [{**one, "node": "n1", "gpu_uid": "GPU-n1"} for own in starts for one in own]
     both = bill(*other_node, looks, *starts[0], saves, *starts[1])
     assert both.steps("steady").energy_j == 30.0, "notes that come last say the same"
-    (row,) = csv.DictReader(io.StringIO(bill_csv(both)))
-    assert (row["Energy (mJ)"], row["Average power (W)"]) == ("180000.0", "15.0")
     again = bill(saves, *starts[0], job(**{fact: words[1]}), *starts[1])
     assert again.steps("steady").energy_j == pytest.approx(35.0), "a restart of the same job"
 
@@ -365,10 +341,6 @@ def test_starts_count_by_their_steps():
     step = made.steps("steady")
     assert (step.iterations, step.energy_j) == (100, pytest.approx(110.0))
     assert step.time_s == pytest.approx((9 * 2.0 + 10 * 2.0) / 100)
-
-
-def test_a_job_has_as_many_steps_as_the_gpu_that_told_of_most():
-    assert bill(*steady(0, 90.0), window(1, 0)).steps("steady").iterations == 4
 
 
 def test_a_step_of_an_average_gpu():
@@ -462,7 +434,6 @@ def test_facts_that_make_no_sense_spoil_no_bill(bad):
     assert made.missing() == []
     show_bill(made, Tariff(), Console(file=io.StringIO()))
     bill_facts(made, Tariff())
-    bill_csv(made)
     assert bill(window(), note("job", facts=bad), note("job"), note("unheard-of")).facts in (
         {},
         bad,

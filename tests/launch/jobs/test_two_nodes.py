@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import json
 import math
 
@@ -86,12 +85,6 @@ def test_two_nodes_get_one_bill(places, per_node):
         own_j = next(node["energy_j"] for node in bill["nodes"] if node["node"] == "b")
         assert f"{own_j:.1f} J on this node, in {b.log}" in b.said
         assert "iterations: " in a.said, "a live line"
-        live = [json.loads(line) for line in (a.output / "bill.jsonl").read_text().splitlines()]
-        energies_j = [entry["job"]["energy_j"] for entry in live]
-        assert energies_j == sorted(energies_j)
-        assert energies_j[0] < total["energy_j"]
-        rows = list(csv.DictReader((a.output / "bill.csv").open()))
-        assert [row["Phase"] for row in rows] == ["warm-up", "steady"]
 
 
 @full

@@ -16,6 +16,7 @@ from envpipe_megatron.core.orders import builders
 from envpipe_megatron.core.schedule import Schedule
 from envpipe_megatron.policies.optimal.linear_program import LinearProgramError
 from envpipe_megatron.policies.optimal.optimizer import Optimizer, all_maximum_s
+from envpipe_megatron.policies.problem import order_limits
 
 SEEDS = st.integers(0, 2**32)
 FACTORS = (1.0, 1.0, 1.02, 1.2, 2.0)
@@ -30,7 +31,7 @@ def any_schedule(rng, job):
         Schedule("random", microbatches, 1, random_orders(rng, stages, microbatches)),
     ]
     wanted = [rng.randint(0, microbatches)] * stages
-    caps = builders.extra_forward_caps(stages, microbatches)
+    caps = order_limits(stages, microbatches).most
     schedules.append(builders.envpipe(stages, microbatches, list(map(min, wanted, caps))))
     if microbatches % stages == 0:
         schedules.append(builders.interleaved(stages, microbatches, rng.choice([2, 3])))

@@ -1,13 +1,12 @@
 """The shortest order of a job: against every order of small ones, limits, profiles of one clock."""
 
-import itertools
-import math
 import random
 from dataclasses import replace
 
 import numpy as np
 import pytest
 from core_cases import B, F, I, W, profile_of, uniform_profile
+from every_order import least_time_s, peak, stage_orders
 from on_request import examples, on_request
 from planning_cases import random_conditions
 
@@ -41,55 +40,6 @@ def one_clock(rng, stages, overhead=0.0, energy_j=0.0, uneven=0.3):
     return profile_of(table)
 
 
-def stage_orders(microbatches):
-    """Every order of one stage, each backward whole or in parts; microbatches in their order."""
-
-    def extended(order, forwards, gradients, weights):
-        if weights == microbatches:
-            yield order
-        if forwards < microbatches:
-            yield from extended([*order, (F, forwards)], forwards + 1, gradients, weights)
-        if gradients < forwards:
-            yield from extended([*order, (I, gradients)], forwards, gradients + 1, weights)
-            if weights == gradients:
-                yield from extended([*order, (B, gradients)], forwards, gradients + 1, weights + 1)
-        if weights < gradients:
-            yield from extended([*order, (W, weights)], forwards, gradients, weights + 1)
-
-    return [*extended([], 0, 0, 0)]
-
-
-def peak(order):
-    change = {F: 1, B: -1, I: 0, W: -1}
-    return max(itertools.accumulate(change[kind] for kind, _ in order))
-
-
-def time_s(orders, profile, conditions, enough_s=math.inf):
-    """How long orders of all stages take, unit by unit; infinite if they wait in circles."""
-    ends, at, now = {}, [0] * len(orders), [0.0] * len(orders)
-    latency_s = np.broadcast_to(conditions.latency_s, (len(orders) - 1,))
-    progress = True
-    while progress:
-        progress = False
-        for stage, order in enumerate(orders):
-            while at[stage] < len(order):
-                kind, microbatch = order[at[stage]]
-                source = stage + {F: -1, W: len(orders)}.get(kind, 1)
-                arrival_s = 0.0
-                if 0 <= source < len(orders):
-                    if (kind is F, source, microbatch) not in ends:
-                        break
-                    arrival_s = ends[kind is F, source, microbatch] + latency_s[min(source, stage)]
-                now[stage] = max(now[stage], arrival_s) + profile.rows[stage][kind][0].time_s
-                if kind is not W:
-                    ends[kind is F, stage, microbatch] = now[stage]
-                at[stage] += 1
-                progress = True
-    if any(place < len(order) for place, order in zip(at, orders, strict=True)):
-        return math.inf
-    return max(end + tail for end, tail in zip(now, conditions.tail_by_stage_s, strict=True))
-
-
 @pytest.mark.parametrize(
     ("stages", "microbatches", "jobs"),
     [
@@ -109,10 +59,12 @@ def test_no_order_of_a_small_job_takes_less(stages, microbatches, jobs):
         profile = one_clock(rng, stages, overhead=rng.choice([0.0, 0.01, 0.03]))
         conditions = random_conditions(rng, profile)
         most = rng.choice([None, stages, microbatches])
-        fitting = [o for o in stage_orders(microbatches) if peak(o) <= (most or microbatches)]
-        least_s = min(
-            time_s(orders, profile, conditions)
-            for orders in itertools.product(fitting, repeat=stages)
+        every = stage_orders(microbatches, whole=True)
+        least_s = least_time_s(
+            [order for order in every if peak(order) <= (most or microbatches)],
+            lambda stage, kind, _, rows=profile.rows: rows[stage][kind][0].time_s,
+            np.broadcast_to(conditions.latency_s, (stages - 1,)),
+            conditions.tail_by_stage_s,
         )
         plan = shortest(profile, microbatches, conditions=conditions, max_in_flight=most).plan
         assert most is None or max(plan.schedule.peak_in_flight) <= most

@@ -22,16 +22,16 @@ def test_freeing_an_output_does_not_touch_its_send(three_ranks):
     assert three_ranks.run(channel_ranks.swapped, 32)[1] == list(range(32))
 
 
-def test_output_that_does_not_lie_in_one_piece(three_ranks):
-    assert three_ranks.run(channel_ranks.transposed)[1] == [[0, 2, 4], [1, 3, 5]]
-
-
 def test_messages_of_several_tensors(three_ranks):
     upstream, downstream, _ = three_ranks.run(channel_ranks.several_tensors)
     for number in range(2):
         assert upstream[number] == [(torch.bfloat16, [-number] * 7, False)]
         assert downstream[number] == [
-            (torch.float32, [[number + 0.5] * 3] * 2, True),
+            (
+                torch.float32,
+                [[number, number + 2, number + 4], [number + 1, number + 3, number + 5]],
+                True,
+            ),
             (torch.int64, [number] * 5, False),
             (torch.bool, [position % 2 == number for position in range(4)], False),
         ]

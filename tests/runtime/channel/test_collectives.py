@@ -178,10 +178,6 @@ def test_the_levels_of_a_tree_are_about_as_wide(size, widths):
     assert [len(group) for group in tree_groups(0, size)] == widths
 
 
-def test_the_first_of_several_values_is_that_of_the_first_stage():
-    assert Told().seen_by(0, [None, 7, 8]).first(None) == (2, 7)
-
-
 def test_what_the_planner_makes_may_be_nothing():
     told = Told()
     assert told.seen_by(0).agreed(lambda: None) is None

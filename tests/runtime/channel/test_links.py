@@ -189,6 +189,16 @@ def groups_of(channel: P2PChannel) -> dict[tuple[str, Kind, int], Any]:
     return found
 
 
+def hops_of(pipeline: Sequence[int], stage: int, *, wraps: bool) -> set[tuple[str, Kind, int]]:
+    """The keys of these groups."""
+    return {
+        (way, kind, pipeline[(stage + step) % len(pipeline)])
+        for kind, back in ((Kind.FORWARD, -1), (Kind.BACKWARD, 1))
+        for way, step in (("from", back), ("to", -back))
+        if wraps or 0 <= stage + step < len(pipeline)
+    }
+
+
 @pytest.mark.parametrize("stages", [1, 2, 3])
 def test_over_gloo_the_pipelines_own_group_carries_all(monkeypatch, stages):
     """It has tags, and watches over no transfer: the carrier does."""
@@ -197,12 +207,8 @@ def test_over_gloo_the_pipelines_own_group_carries_all(monkeypatch, stages):
         assert (channel.ranks, channel.capacity) == (list(range(stages)), None)
         assert not channel.lets_go
         assert channel.about == ""
-        hops = {
-            (way, kind, (stage + step) % stages)
-            for kind, back in ((Kind.FORWARD, -1), (Kind.BACKWARD, 1))
-            for way, step in (("from", back), ("to", -back))
-        }
-        assert groups_of(channel) == dict.fromkeys(hops if stages > 1 else (), range(stages))
+        hops = hops_of(range(stages), stage, wraps=True) if stages > 1 else ()
+        assert groups_of(channel) == dict.fromkeys(hops, range(stages))
         for carrier in channel._carriers.values():
             assert (carrier._timeout, carrier._ahead) == (SECONDS, True)
             assert carrier._hosts == f"hosts of {list(range(stages))}"
@@ -244,14 +250,7 @@ def test_every_link_over_nccl_is_a_group_of_its_two_ranks(monkeypatch, stages, w
         own = groups_of(channel)
         assert sorted(own.values()) == sorted(job.exchanges[rank])
         pipeline = job.pipelines[rank % 2]
-        stage = pipeline.index(rank)
-        hops = {
-            (way, kind, pipeline[(stage + step) % stages])
-            for kind, back in ((Kind.FORWARD, -1), (Kind.BACKWARD, 1))
-            for way, step in (("from", back), ("to", -back))
-            if wraps or 0 <= stage + step < stages
-        }
-        assert set(own) == hops
+        assert set(own) == hops_of(pipeline, pipeline.index(rank), wraps=wraps)
         for (way, kind, peer), group in own.items():
             sender, receiver = (rank, peer) if way == "to" else (peer, rank)
             carries[group].add((kind, sender, receiver))

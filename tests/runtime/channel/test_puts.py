@@ -95,15 +95,6 @@ def test_random_orders_finish_whoever_is_slow(pipeline, seed, one_queue):
         assert all(len(ran) == steps * order.units_per_stage for ran in made.ran)
 
 
-@pytest.mark.parametrize("seed", range(4))
-def test_the_last_stage_sends_to_the_first(pipeline, seed):
-    """Two stages of two chunks have two boundaries between the same ranks."""
-    stages = 2 + seed % 2
-    made = pipeline(stages, seed=seed, wraps=True, one_queue=seed > 1)
-    order = builders.interleaved(stages, 2 * stages, 2)
-    assert made.train([order] * 2, syncs=0.2) == [None] * stages
-
-
 @pytest.mark.parametrize("seed", range(examples(30)))
 def test_one_queue_finishes_exactly_where_the_model_does(pipeline, seed, monkeypatch):
     """With fewer slots than are needed the device hangs: `channel_model` is no more than true."""

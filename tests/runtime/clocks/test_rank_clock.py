@@ -14,7 +14,6 @@ from fake_gpu import FakeGpu, pages_go  # noqa: F401 - a fixture
 from envpipe_megatron.gpu.base import GpuAddress, GpuError
 from envpipe_megatron.gpu.clock.controller import PageController
 from envpipe_megatron.gpu.control import ChosenControl
-from envpipe_megatron.gpu.guard.lease import LeaseHeldError
 from envpipe_megatron.gpu.guard.messages import AGENT_VARIABLE
 from envpipe_megatron.runtime.clocks import rank_clock
 from envpipe_megatron.runtime.clocks.rank_clock import (
@@ -157,19 +156,6 @@ def test_a_rank_that_serves_its_page_tries_a_reset_again(gpu, caplog):
     assert gpu.history == [1000, None]
 
 
-def test_a_guard_that_ends_is_the_end_of_control(guard, gpu):
-    clock = RankClock(gpu, guarded=True)
-    ask(clock, 1000)
-    guard.end()
-    ask(clock, 1100)
-    assert gpu.history == [1000]
-    assert "guard of this GPU's clock has ended. The clock is at" in str(clock.error)
-    assert guard.released == 0
-    clock.close()
-    clock.close()
-    assert guard.released == 2  # a hold that is released does nothing
-
-
 def test_control_ends_before_the_right_to_it(guard, gpu, monkeypatch):
     """Behind a token's end nothing could be reset; training goes on."""
     ends_s = [time.time() + 1000.0, time.time()]
@@ -234,15 +220,6 @@ def test_a_clock_on_every_rank_or_on_none(guard, gpu):
     clock.close()
     assert (read.read_only, why) == (True, "another rank was refused")
     assert guard.released == 3
-
-
-def test_a_gpu_that_is_held_is_refused(gpu, monkeypatch):
-    def hold_gpu(address, **_):
-        raise LeaseHeldError("held")
-
-    monkeypatch.setattr(rank_clock, "hold_gpu", hold_gpu)
-    with pytest.raises(LeaseHeldError):
-        RankClock(gpu, guarded=True)
 
 
 @pytest.mark.parametrize("wanted", ["auto", "nvml", "dry_run"])

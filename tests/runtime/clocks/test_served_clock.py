@@ -230,15 +230,6 @@ def test_requests_that_nobody_takes_end_control_alone(clock, monkeypatch, caplog
     assert "takes no requests" in str(clock.error)
 
 
-def test_equal_clocks_are_asked_for_once(clock):
-    page = clock.page
-    for _ in range(2):
-        clock.request(1000)
-    assert (page.counted(DUE, 1), page.counted(DUE, 2)) == (True, False)
-    clock.request(1100)
-    assert page.counted(DUE, 2)
-
-
 @pytest.mark.parametrize("call", ["open", "posix_fallocate"])
 def test_without_memory_to_share_no_clock_is_changed(monkeypatch, call):
     def refuse(*_):

@@ -16,12 +16,12 @@ import pytest
 from fake_gpu import FakeGpu
 from on_request import asked_for
 
-from envpipe_megatron.formats.energy import append_line
-from envpipe_megatron.formats.energy_sums import steps_of
-from envpipe_megatron.formats.steps import StepEnergy, mean_steps
+from envpipe_megatron.formats.energy import SHARES, append_line, parse_window
+from envpipe_megatron.formats.energy_sums import compared_steps
+from envpipe_megatron.formats.steps import StepEnergy
 from envpipe_megatron.gpu.base import GpuError
 from envpipe_megatron.runtime.energy import log as energy_log
-from envpipe_megatron.runtime.energy.log import EnergyLog, PhaseTotals, Window
+from envpipe_megatron.runtime.energy.log import EnergyLog, Window
 from envpipe_megatron.runtime.energy.meter import CounterAt, EnergyMeter, WindowEnergy
 
 
@@ -89,7 +89,7 @@ def stall(gpu: FakeGpu, monkeypatch) -> None:
 
 def uneven_j(time_s: float) -> float:
     """A counter whose power is never the same."""
-    return 100 * time_s + 20 * np.sin(3 * time_s)
+    return 100 * time_s + 20 * math.sin(3 * time_s)
 
 
 def test_windows_keep_phases_apart_and_last_long_enough(logged):
@@ -116,7 +116,7 @@ def test_windows_add_up_to_the_whole(logged, duration_s):
     assert total_j == pytest.approx(truth_j, rel=0.01)  # its ends lie between two refreshes
     totals = logged.log.totals["steady"]
     assert (totals.energy_j, totals.duration_s) == pytest.approx((total_j, whole_s))
-    assert totals.iterations == count
+    assert totals.steps == count
     for one, other in itertools.pairwise(lines):
         assert one["begin_s"] + one["duration_s"] == pytest.approx(other["begin_s"])
     corners_s = np.arange(0, 100) * 0.1
@@ -143,28 +143,29 @@ def test_what_a_line_says(logged):
         "blocking_s": pytest.approx(0.1),
         "idle_s": pytest.approx(0.4),
     }
-    assert logged.log.totals == {
-        "steady": PhaseTotals(*(pytest.approx(x) for x in (300, 0.001 * 3**0.5, 3, 1.5, 0.3)), 6)
-    }
+    (total,) = logged.log.totals.values()
+    assert (total.energy_j, total.energy_uncertainty_j) == pytest.approx((300, 0.001 * 3**0.5))
+    assert (total.windows, total.steps, total.duration_s) == (3, 6, pytest.approx(3))
+    assert total.shares_s == pytest.approx((1.5, 0.3, 1.2))
 
 
 def test_a_window_that_waits_for_the_counter_keeps_its_baseline(logged):
     """Short steps, and a counter that is seen late: it is written when another is in force."""
     earlier, later = (StepEnergy(9, time_s, 0.01, 100 * time_s, 0.5) for time_s in (0.5, 0.6))
-    logged.log.hold_against("steady", earlier)
+    logged.log.compare_with("steady", earlier)
     logged.step("steady", 0, 0.0, 1.0)
     for iteration, phase in enumerate(["steady", "baseline", "steady"], start=1):
         logged.log.add(step(phase, iteration, 0.5 + 0.5 * iteration, 0.5))
-    logged.log.hold_against("steady", later)
+    logged.log.compare_with("steady", later)
     logged.log.add(step("steady", 4, 2.5, 0.5))
     logged.at(2.0, 3.2)
-    so_far = logged.log.compared("steady").sums
+    so_far = logged.log.sums("steady")
     logged.log.close()
     lines = [line.get("baseline") for line in logged.lines()]
     assert lines == [asdict(earlier), asdict(earlier), None, asdict(later)]
-    totals = logged.log.compared("steady").sums
-    assert so_far == pytest.approx(totals), "what is not written yet counts, too"
-    assert mean_steps(totals)[1].time_s == pytest.approx((2 * 0.5 + 2 * 0.6) / 4)
+    whole = logged.log.sums("steady")
+    assert so_far.compared.sums == pytest.approx(whole.compared.sums), "also what is not written"
+    assert compared_steps([whole])[1].time_s == pytest.approx((2 * 0.5 + 2 * 0.6) / 4)
 
 
 def test_lines_for_an_agent_say_where_the_counter_stood(logged):
@@ -239,7 +240,7 @@ def test_a_counter_that_never_comes_back_ends_the_log_at_its_last_whole_window(l
     assert lines[-1]["last_iteration"] == 11
     assert sum(line["energy_j"] for line in lines) == pytest.approx(600)
     assert logged.log.totals.keys() == {"steady"}
-    assert logged.log.totals["steady"].iterations == 12
+    assert logged.log.totals["steady"].steps == 12
 
 
 def test_windows_that_wait_in_vain_are_given_up_one_by_one(logged, monkeypatch, caplog):
@@ -258,9 +259,6 @@ def test_windows_that_wait_in_vain_are_given_up_one_by_one(logged, monkeypatch, 
     assert caplog.text.count("has a gap") == 1
 
 
-# A disk that fails ---------------------------------------------------------------------------
-
-
 # A job of weeks --------------------------------------------------------------------------------
 
 #: Labels as long as they get.
@@ -277,8 +275,8 @@ class Weeks:
     min_window_s, last_refresh_s, error = 1.0, math.inf, None
 
     def window(self, start_s: float, end_s: float) -> WindowEnergy:
-        at_begin, at_end = (CounterAt(uneven_j(at_s), 0.1234567891234) for at_s in (start_s, end_s))
-        return WindowEnergy(at_begin, at_end)
+        ends = (CounterAt(at_s, uneven_j(at_s), 0.1234567891234) for at_s in (start_s, end_s))
+        return WindowEnergy(*ends)
 
     def catch_up(self) -> None:
         pass
@@ -292,7 +290,7 @@ def weeks(step_s: float, days: float, lines: list[dict[str, Any]], **how: Any) -
         place = iteration % 500
         if place == 0:
             known = StepEnergy(9, step_s + iteration / 7e9, 0.0123456789, 351.2345678, 0.61234567)
-            log.hold_against("steady", known)
+            log.compare_with("steady", known)
         if place in (496, 0) and iteration:
             log.add(Window("plan", iteration, iteration, begin_s, begin_s + 0.031, 0))
             begin_s += 0.031
@@ -313,9 +311,11 @@ def test_three_weeks_leave_less_than_8_mb_of_a_gpu_and_lack_nothing(step_s):
     assert sum(sizes) + late / (days - 1) * (21 - days) < 8e6
     for phase, total in log.totals.items():
         own = [line for line in lines if line["phase"] == phase]
-        for name in ("energy_j", "duration_s", "compute_s", "blocking_s"):
-            assert sum(line[name] for line in own) == pytest.approx(getattr(total, name), rel=1e-7)
-        assert sum(map(steps_of, own)) == total.iterations
+        added = dict(zip(SHARES, total.shares_s, strict=True))
+        added |= {"energy_j": total.energy_j, "duration_s": total.duration_s}
+        for name, amount in added.items():
+            assert sum(line[name] for line in own) == pytest.approx(amount, rel=1e-7)
+        assert sum(parse_window(line).steps for line in own) == total.steps
     assert iterations([line for line in lines if line["phase"] != "plan"]) == list(
         range(int(days * 86400 / step_s))
     )

@@ -19,6 +19,7 @@ from fake_gpu import FakeGpu
 from rank_pool import RankPool
 
 from envpipe_megatron.formats.energy import Phase
+from envpipe_megatron.formats.energy_sums import comparison_facts
 from envpipe_megatron.formats.steps import (
     BaselineEnergy,
     IntervalEnergy,
@@ -205,10 +206,11 @@ def test_all_that_is_told_of_one_job(rank):
                   "steady": (3, 1.75)}  # fmt: skip
     for name, phase in phases.items():
         assert phase["total_energy_j"] == 128 * phase["total_duration_s"]
-        assert phase["total_units_s"] == energy.log.totals[name].compute_s
+        assert phase["total_units_s"] == energy.log.totals[name].shares_s[0]
         assert phase.get("power_w") == (None if name == "plan" else 128)
     assert phases["steady"]["time_s"] == 1.75 / 3
-    assert summary["job"] == {"comparison": asdict(steady.saved), "other_batches": {}}
+    of_job = comparison_facts([energy.sums()] * 2)
+    assert of_job == {"comparison": asdict(steady.saved), "other_batches": {}}
     assert summary["baseline"] == {**asdict(energy.baselines[""].mean), "power_w": 128}
     # Of two steps, one of which takes a third longer, nobody knows what to expect.
     compared = summary["gpu"]["comparison"]
@@ -225,9 +227,11 @@ def test_a_baseline_of_an_earlier_start_is_not_measured_again(rank):
     assert job.energy.baselines.get("") == BaselineEnergy(mean, (mean, mean))
     assert len(job.described) == 1
     job.step(Phase.STEADY, 4.0, 4.0, 4.5)
+    job.energy.catch_up()
     job.energy.close()
     summary = job.energy.summary()
-    assert summary["gpu"]["comparison"] is None  # what this GPU took then is not known
+    # What this GPU took then is not known: its stage's mean stands in.
+    assert summary["gpu"]["comparison"]["saving_percent"] == pytest.approx(36.0)
     assert summary["baseline"] == {**asdict(mean), "power_w": 100.0}
 
 
@@ -293,13 +297,10 @@ def test_each_step_is_held_against_the_baseline_in_force_in_log_bill_and_summary
     last = asdict(steady[-1])
     assert last["saving_percent"] == pytest.approx(100 * (1 - (20 * 80 + 10 * 140) / 4000))
     job.energy.close()
-    summary = job.energy.summary()
-    for scope in ("gpu", "job"):
-        assert summary[scope]["comparison"]["saving_percent"] == pytest.approx(
-            last["saving_percent"]
-        )
+    summary = job.energy.summary()["gpu"]
+    assert summary["comparison"]["saving_percent"] == pytest.approx(last["saving_percent"])
     bill = bill_of(parsed([{**line, "node": "n"} for line in job.lines]))
-    assert asdict(bill.comparison()) == pytest.approx(summary["gpu"]["comparison"], abs=1e-9)
+    assert asdict(bill.comparison()) == pytest.approx(summary["comparison"], abs=1e-9)
 
 
 def test_a_job_without_a_meter_is_compared_by_its_time(rank):
@@ -322,7 +323,6 @@ def test_a_job_without_a_meter_is_compared_by_its_time(rank):
     assert str(told[-1].saved).startswith("12.50 +- ")
     assert str(told[-1].saved).endswith(" % less time")
     job.energy.close()
-    assert job.energy.summary()["job"]["comparison"] == asdict(told[-1].saved)
     assert job.energy.summary()["gpu"]["comparison"] == asdict(told[-1].saved)
 
 
@@ -355,7 +355,7 @@ def test_where_the_warm_up_is_no_baseline_that_is_said_once(rank, caplog, planne
     summary = job.energy.summary()
     assert summary["baseline"] is None
     assert summary["gpu"]["comparison"] is None
-    assert summary["job"] == {"comparison": None, "other_batches": {}}
+    assert summary["gpu"]["other_batches"] == {}
 
 
 # Baseline -------------------------------------------------------------------------------------
@@ -374,8 +374,7 @@ def test_the_baseline_is_the_warm_up_without_its_slow_steps(three_ranks, tmp_pat
         # The same order at the same clock saves nothing.
         assert comparison.saving_percent == pytest.approx(0, abs=0.1)
         assert comparison.slowdown_percent == pytest.approx(0, abs=0.1)
-        for scope in ("gpu", "job"):
-            assert summary[scope]["comparison"] is None, "the job only measures"
+        assert summary["gpu"]["comparison"] is None, "the job only measures"
 
 
 @pytest.mark.parametrize(

@@ -494,32 +494,6 @@ def test_without_a_cuda_device_there_is_no_memory_to_measure():
     assert device_memory() is None
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_cuda_memory_is_that_of_torchs_allocator():
-    mebibyte = 2**20
-    kept = torch.empty(64 * mebibyte, dtype=torch.uint8, device="cuda")
-    memory = device_memory()
-    memory.reset_peak()
-    before, capacity = memory.read(), memory.capacity_bytes()
-    del kept
-    large = torch.empty(256 * mebibyte, dtype=torch.uint8, device="cuda")
-    assert memory.read().allocated_bytes == before.allocated_bytes + 192 * mebibyte
-    del large
-    assert memory.read().allocated_bytes == before.allocated_bytes - 64 * mebibyte
-    assert memory.peak_bytes() == before.allocated_bytes + 192 * mebibyte
-    memory.reset_peak()
-    assert memory.peak_bytes() == memory.read().allocated_bytes
-    # Cached or given back, what was freed is there to be had; others on the device may come and go.
-    assert memory.capacity_bytes() == pytest.approx(capacity, abs=64 * mebibyte)
-    pieces = [torch.empty(3 * mebibyte, dtype=torch.uint8, device="cuda") for _ in range(16)]
-    del pieces[::2]
-    assert memory.read().unusable_bytes >= 16 * mebibyte  # holes between live blocks
-    more = torch.cuda.memory_reserved() + 512 * mebibyte
-    assert memory.reserve(more)
-    assert torch.cuda.memory_reserved() == pytest.approx(more, abs=32 * mebibyte)
-    assert not memory.reserve(2 * memory.capacity_bytes())
-
-
 def test_cuda_memory_reads_the_allocators_counters(monkeypatch):
     """By their names in torch's nested statistics; a block that a stream still uses is not free."""
 

@@ -1,20 +1,96 @@
-"""Tables that `envpipe search` prints: the best configurations, and where their time goes.
+"""Tables of the commands on plans: plans side by side, and what a search found.
 
-Enter at `show_found`; `envpipe partition` prints the stages of a split by `show_stages`.
+Enter at `show_plans`, or with figures in columns at `cells`; at `show_found` for `envpipe search`,
+and at `show_stages`, by which `envpipe partition` prints its split.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from itertools import groupby
+from typing import Any
 
+import numpy as np
+
+from envpipe_megatron.cli.common import numbers
 from envpipe_megatron.console import say, show_table
 from envpipe_megatron.core.arrays import FloatArray
+from envpipe_megatron.core.plan import NORMAL_95, Cost, Plan, saving_uncertainty_percent
+from envpipe_megatron.policies.orders.judged import peak_held
 from envpipe_megatron.search.candidates import Candidate, Losses
 from envpipe_megatron.search.layer_profile import EMBEDDING, LOSS, LayerProfile
 from envpipe_megatron.search.search import Found, Ranked
 
 _GIB = 2.0**30
+
+
+#: Figures of a plan: their names in JSON and in tables, and how a cell shows them.
+_FIGURES: tuple[tuple[str, str, Callable[[Any], str]], ...] = (
+    ("schedule", "order", str),
+    ("policy", "clocks", str),
+    ("iteration_time_s", "iteration time (s)", "{:.4f}".format),
+    ("energy_j", "energy (J)", "{:.1f}".format),
+    ("mean_power_w", "mean power (W)", "{:.1f}".format),
+    ("saving_percent", "saving (%)", "{:.2f}".format),
+    ("saving_uncertainty_percent", "saving, 95 % (+-)", lambda of: f"{NORMAL_95 * of:.2f}"),
+    ("gap_percent", "gap to the lower bound (%)", "{:.3f}".format),
+    ("slowdown_percent", "slowdown (%)", "{:.3f}".format),
+    ("num_chunks", "chunks of a stage", str),
+    ("extra_forwards", "extra forwards by stage", numbers),
+    ("microbatches_in_flight", "peak in flight by stage", numbers),
+    ("activations_gib", "activations (GiB) by stage", lambda of: numbers(np.round(of, 2))),
+    ("clock_changes", "changes of clock by stage", numbers),
+)
+
+
+def facts_of(plan: Plan, baseline: Cost) -> dict[str, Any]:
+    """Figures of a plan beside a baseline's cost, as the commands' JSON has them; None: unknown."""
+    held = plan.profile.sidecar.activation_bytes
+    if held is not None:
+        held = (peak_held(plan.schedule, plan.profile.weight_shares) * held / _GIB).tolist()
+    return {
+        "schedule": plan.schedule.name,
+        "policy": plan.policy,
+        **vars(plan.cost),
+        "saving_percent": plan.cost.saving_percent(baseline),
+        "saving_uncertainty_percent": saving_uncertainty_percent(plan),
+        "slowdown_percent": plan.cost.slowdown_percent(baseline),
+        "gap_percent": plan.gap_percent,
+        "mean_power_w": plan.cost.mean_power_w,
+        "num_chunks": plan.schedule.num_chunks,
+        "extra_forwards": list(plan.schedule.extra_forwards),
+        "peak_in_flight": list(plan.schedule.peak_in_flight),
+        "microbatches_in_flight": list(plan.schedule.microbatches_in_flight),
+        "activations_gib": held,
+        "clock_changes": plan.evaluation.clock_changes.tolist(),
+    }
+
+
+def cells(plan: Plan, names: Collection[str]) -> dict[str, str]:
+    """Figures of a plan beside its own baseline, by their names in tables."""
+    facts = facts_of(plan, plan.baseline.cost)
+    return {
+        shown: "" if facts[name] is None else write(facts[name])
+        for name, shown, write in _FIGURES
+        if name in names
+    }
+
+
+def show_plans(title: str, columns: Mapping[str, dict[str, Any]]) -> None:
+    """Print the `facts_of` plans, a column each, but for what none of them has."""
+    rows = [
+        (shown, *("" if each[name] is None else write(each[name]) for each in columns.values()))
+        for name, shown, write in _FIGURES
+    ]
+    show_table(title, ("", *columns), (row for row in rows if any(row[1:])))
+
+
+def show_summary(plan: Plan) -> None:
+    """Print a plan beside its baseline."""
+    baseline = plan.baseline
+    named = {"plan": plan, f"baseline ({baseline.schedule.name})": baseline}
+    facts = {name: facts_of(each, baseline.cost) for name, each in named.items()}
+    show_plans(f"{plan.policy} on {plan.schedule.name}", facts)
 
 
 #: Parts of an iteration's time: as a column, in words, and their names in `Losses`.
