@@ -24,7 +24,7 @@ from envpipe_megatron.runtime.job.options import JobOptions
 
 logger = logging.getLogger(__name__)
 
-NEEDED_BY_ITERATION = 3
+_NEEDED_BY_ITERATION = 3
 #: What units cost rests on, of any Megatron's arguments: the model, its split, experts, number
 #: formats, kernels, recomputation, optimizer. Another value makes a stored profile useless.
 _SAME_JOB = (
@@ -72,13 +72,14 @@ class Hooks(Generic[T]):
         self.job: T | None = None
 
     def note(self, name: str) -> int:
-        """A call has reached this hook; how often calls have."""
+        """A call has reached this hook; how often calls have. In each step comes one at most."""
         self._counts[name] += 1
+        if self._counts[name] == _NEEDED_BY_ITERATION + 1:
+            self.check(_NEEDED_BY_ITERATION, *self._needed)
         return self._counts[name]
 
-    def check(self, iteration: int, *more: str) -> None:
+    def check(self, iteration: int, *needed: str) -> None:
         """Log, once a node, which hooks no call has reached by an iteration, and were needed."""
-        needed = (*self._needed, *more)
         missing = [n for n in needed if not self._counts[n] and n not in self._missing]
         self._missing.update(missing)
         if missing and _logs_here():
@@ -152,14 +153,16 @@ def _logs_here() -> bool:
 
 @contextmanager
 def replaced(owner: Any, **values: Any) -> Iterator[None]:
-    """Within, the owner's names have these values, also where its class has others."""
-    own = {name: vars(owner)[name] for name in values if name in vars(owner)}
+    """Within, the owner's names have these values; it has all of them, or its class has."""
+    own = {name: getattr(owner, name) for name in values}
+    of_class = {name for name in own if hasattr(type(owner), name)} - vars(owner).keys()
     for name, value in values.items():
         setattr(owner, name, value)
     try:
         yield
     finally:
-        for name in values:
-            delattr(owner, name)
         for name, value in own.items():
-            setattr(owner, name, value)
+            if name in of_class:
+                delattr(owner, name)
+            else:
+                setattr(owner, name, value)

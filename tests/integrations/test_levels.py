@@ -1,12 +1,14 @@
-"""The level of a job: the highest that is left, or a lower one that is asked for."""
+"""The level of a job: the highest that is left, or a lower one; what hooks put back."""
 
 from __future__ import annotations
 
 import argparse
 
 import pytest
+import torch
 
 from envpipe_megatron.errors import EnvPipeError
+from envpipe_megatron.integrations.hooking import replaced
 from envpipe_megatron.integrations.levels import Level, LevelError, Limit, decide, on
 
 EXPERTS = Limit("experts", on("experts"), Level.ORDER, "not proven")
@@ -62,3 +64,18 @@ def test_more_is_an_error_that_names_what_stands_against_it() -> None:
     assert not [name for name in ("graphs", "experts") if name in str(error.value)]
     with pytest.raises(LevelError, match=r"Level order .*with: experts \(not proven\)"):
         decide(asking("experts"), LIMITS, Level.ORDER, checks=False)
+
+
+def test_names_of_objects_classes_and_modules_are_replaced_and_put_back() -> None:
+    class Stage(torch.nn.Module):
+        def forward(self) -> str:
+            return "own"
+
+    stage = Stage()
+    stage.layers = torch.nn.ModuleList([torch.nn.Linear(1, 1)])
+    before = dict(vars(stage)), [*stage.layers]
+    with replaced(stage, forward=lambda: "other", layers=torch.nn.ModuleList()):
+        assert (stage.forward(), len(stage.layers)) == ("other", 0)
+        with replaced(Stage, forward=lambda stage: "of all"):
+            assert Stage()() == "of all"
+    assert (dict(vars(stage)), [*stage.layers], stage.forward()) == (*before, "own")

@@ -20,7 +20,6 @@ from envpipe_megatron.integrations.deepspeed.initialize import (
     parsed_config,
 )
 from envpipe_megatron.integrations.hooking import (
-    NEEDED_BY_ITERATION,
     HookError,
     Hooks,
     options_of,
@@ -176,8 +175,6 @@ def begin_training(args: argparse.Namespace, model: list[Any]) -> None:
 def end_step() -> None:
     """An iteration has ended."""
     steps, engine = _hooks.note("end_step"), _hooks.running()
-    if steps == NEEDED_BY_ITERATION:
-        _hooks.check(steps)
     if steps == engine.logged_every + 1:
         _hooks.check(steps, "log")
 

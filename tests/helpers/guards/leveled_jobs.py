@@ -9,8 +9,11 @@ from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock, patch
 
+import pytest
+
 from envpipe_megatron.formats.energy import Phase
 from envpipe_megatron.integrations import leveled
+from envpipe_megatron.integrations.hooking import Hooks
 from envpipe_megatron.integrations.job import WithoutEnvPipeError
 from envpipe_megatron.integrations.leveled import LeveledJob
 from envpipe_megatron.runtime.job.options import JobOptions
@@ -64,3 +67,10 @@ def begin(
     with jobs_are_faked() as made:
         LeveledJob.__init__(job, options or given(), placement, Mock(), said.append, limits)
     return job, made, said
+
+
+def fresh_hooks(module: Any, monkeypatch: pytest.MonkeyPatch) -> Hooks[Any]:
+    """The state of a patch's hooks that nothing has called, which its module has from here on."""
+    made = Hooks[Any](module._hooks._file, *module._hooks._needed)
+    monkeypatch.setattr(module, "_hooks", made)
+    return made
