@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 
@@ -46,9 +46,14 @@ def no_bubble_threshold_s(schedule: Schedule, window: Window) -> float:
     return float(median_s[least] + 4 * 1.4826 * deviation_s + _LEAST_BUBBLE * shortest_s)
 
 
-@dataclass(frozen=True)
-class Reconfigurer:
-    """Runs a policy's steps on measured waits until one of its ends, and nothing can be lowered.
+def reconfigured(
+    plan: Plan,
+    policy: ReconfigurePolicy,
+    own: Schedule,
+    clocks_mhz: Sequence[Iterable[int]],
+    first: Window,
+) -> Run[tuple[Plan, int, Ended]]:
+    """Run a policy's steps on measured waits until one of its ends, and nothing can be lowered.
 
     Units rise through all clocks that the GPUs of their stage have, also through those that were
     not profiled: waits tell enough of them. Where an end is seen, measured times of units say who
@@ -60,51 +65,46 @@ class Reconfigurer:
         policy: what a step raises, and how many steps there are at most.
         own: the order that the warm-up ran at full clock.
         clocks_mhz: for each stage, all that its GPUs have.
+        first: the warm-up.
+
+    Returns:
+        The reconfigured plan, how many steps raised a clock, and why the loop ended.
     """
-
-    plan: Plan
-    policy: ReconfigurePolicy
-    own: Schedule
-    clocks_mhz: Sequence[Iterable[int]]
-
-    def run(self) -> Run[tuple[Plan, int, Ended]]:
-        """The reconfigured plan, how many steps raised a clock, and why the loop ended."""
-        threshold_s = no_bubble_threshold_s(self.own, (yield None))
-        plan, schedule = self.plan, self.plan.schedule
-        ladders = Ladders(schedule, plan.profile, self.clocks_mhz)
-        frequency_mhz = plan.frequency_mhz.copy()
-        steps, ended, lowered = 0, Ended.STEP_LIMIT, dict[int, int]()
-        #: What units took in each of the last iterations, which all showed an end.
-        times_s: list[FloatArray] = []
-        for _ in range(self.policy.max_steps):
-            clocked = Clocked(schedule, schedule.pair_clocks(frequency_mhz))
-            window = yield Command(Phase.RECONFIGURE, 1, orders=(clocked,))
-            if not window.whole:
-                continue
-            waits_s, clocks = window.waits_s[0].ravel().tolist(), frequency_mhz.ravel().tolist()
-            path = critical_path(schedule, waits_s, threshold_s)
-            taken = step(schedule, clocks, path, self.policy, ladders)
-            changes = taken.raised
-            steps += bool(changes)
-            times_s = [*times_s, _busy_s(window, threshold_s)] if taken.ended else []
-            if taken.ended and len(times_s) == _CONFIRMATIONS:
-                # The least of them: a hiccup of one unit would look like slack of all others.
-                least_s = np.min(times_s, axis=0)
-                changes = lower(plan, clocks, least_s, threshold_s, ladders, lowered)
-                if not changes:
-                    ended = taken.ended
-                    break
-                lowered |= changes
-                times_s = []
-            for node, target in changes.items():
-                frequency_mhz.flat[node] = target
-        reconfigured = replace(
-            plan,
-            policy=f"{plan.policy}-{self.policy.name}",
-            frequency_mhz=frequency_mhz,
-            profile=replace(plan.profile, interpolates=True),
-        )
-        return reconfigured, steps, ended
+    threshold_s, schedule = no_bubble_threshold_s(own, first), plan.schedule
+    ladders = Ladders(schedule, plan.profile, clocks_mhz)
+    frequency_mhz = plan.frequency_mhz.copy()
+    steps, ended, lowered = 0, Ended.STEP_LIMIT, dict[int, int]()
+    #: What units took in each of the last iterations, which all showed an end.
+    times_s: list[FloatArray] = []
+    for _ in range(policy.max_steps):
+        clocked = Clocked(schedule, schedule.pair_clocks(frequency_mhz))
+        window = yield Command(Phase.RECONFIGURE, 1, orders=(clocked,))
+        if not window.whole:
+            continue
+        waits_s, clocks = window.waits_s[0].ravel(), frequency_mhz.ravel().tolist()
+        path = critical_path(schedule, waits_s.tolist(), threshold_s)
+        taken = step(schedule, clocks, path, policy, ladders)
+        changes = taken.raised
+        steps += bool(changes)
+        times_s = [*times_s, _busy_s(window, threshold_s)] if taken.ended else []
+        if taken.ended and len(times_s) == _CONFIRMATIONS:
+            # The least of them: a hiccup of one unit would look like slack of all others.
+            least_s = np.min(times_s, axis=0)
+            changes = lower(plan, clocks, least_s, threshold_s, ladders, lowered)
+            if not changes:
+                ended = taken.ended
+                break
+            lowered |= changes
+            times_s = []
+        for node, target in changes.items():
+            frequency_mhz.flat[node] = target
+    reconfigured = replace(
+        plan,
+        policy=f"{plan.policy}-{policy.name}",
+        frequency_mhz=frequency_mhz,
+        profile=replace(plan.profile, interpolates=True),
+    )
+    return reconfigured, steps, ended
 
 
 def _busy_s(window: Window, threshold_s: float) -> FloatArray:

@@ -80,7 +80,8 @@ class Framework:
         )
 
     def end(self, optimizer_s: float) -> None:
-        self.session.executor.meet()  # for the norm of all gradients
+        executor = self.session.executor  # all meet for the norm of all gradients
+        executor._gpu.advance_to(executor._collectives.latest(executor.now_s()))
         self.idle(optimizer_s)
         self.session.end_step()
         self._end = self._now()

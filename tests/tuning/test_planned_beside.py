@@ -14,7 +14,7 @@ from envpipe_megatron.gpu.presets import load_preset
 from envpipe_megatron.runtime.job.options import JobOptions
 from envpipe_megatron.tuning.background import Background, BackgroundError
 from envpipe_megatron.tuning.commands import Command, Window
-from envpipe_megatron.tuning.planner import PlannedBeside
+from envpipe_megatron.tuning.planner import planned_beside
 
 LOOKS = 7
 
@@ -50,20 +50,17 @@ def test_planning_that_never_ends_is_ended(monkeypatch):
     monkeypatch.setattr(Background, "start", lambda self, make: start(self, partial(sum, count())))
     background: Background[Any] = Background(limit_s=0.05)
     asked: Any = None, ()
-    run = PlannedBeside(background, asked).run()
-    assert next(run) is None
-    commands = iter(lambda: run.send(Window(())), None)
-    assert next(commands) == Command(Phase.PROFILE, 1)
+    run = planned_beside(background, asked, Window(()))
+    assert next(run) == Command(Phase.PROFILE, 1)
     with pytest.raises(BackgroundError, match=r"No end in 0\.05 s"):
-        any(command is None for command in commands)
+        any(command is None for command in iter(lambda: run.send(Window(())), None))
     assert not background.busy
 
 
 def test_planning_that_nobody_waits_for_is_ended():
     background: Background[Any] = Background()
-    run = PlannedBeside(background, (None, ())).run()  # type: ignore[arg-type]
+    run = planned_beside(background, (None, ()), Window(()))  # type: ignore[arg-type]
     next(run)
-    run.send(Window(()))
     assert background.busy
     run.close()
     assert not background.busy

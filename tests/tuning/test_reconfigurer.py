@@ -22,7 +22,7 @@ from envpipe_megatron.policies.reconfigure import RECONFIGURE_POLICIES, Ended, S
 from envpipe_megatron.tuning import reconfigure as reconfiguring
 from envpipe_megatron.tuning.commands import Report, Window
 from envpipe_megatron.tuning.measured.meters import MeterSums
-from envpipe_megatron.tuning.reconfigure import Reconfigurer, no_bubble_threshold_s
+from envpipe_megatron.tuning.reconfigure import no_bubble_threshold_s
 
 # From the README of EnvPipe (casys-kaist/EnvPipe): its only sample, four stages and GPipe's order
 # but for the last stage.
@@ -95,7 +95,7 @@ def reconfigured(
         monkeypatch.setattr(reconfiguring, "step", step)
     policy = replace(RECONFIGURE_POLICIES["balanced"], max_steps=max_steps)
     known = [(1410, 1200), (1410, 1305, 1200)]
-    run = Reconfigurer(plan, policy, FRAMEWORKS, known).run()
+    run = reconfiguring.reconfigured(plan, policy, FRAMEWORKS, known, warm_up(0.03))
     waits_s = np.array([0.0, 0.0, 0.01, 0.04])
     # Of three replicas, one of stage 0 has a hiccup.
     first, last = (
@@ -104,9 +104,8 @@ def reconfigured(
     )
     window = window_of((first[:, None], first + 0.1), (last[:, None], last + 0.1))
     ran = []
-    assert next(run) is None
     try:
-        command = run.send(warm_up(0.03))
+        command = next(run)
         while True:
             assert (command.phase, command.iterations, command.settle) == (Phase.RECONFIGURE, 1, 0)
             (clocked,) = command.orders
@@ -173,12 +172,11 @@ class Pipeline:
     def reconfigured(self, name: str, max_steps: int = 3000) -> tuple[Plan, int, Ended]:
         policy = replace(RECONFIGURE_POLICIES[name], max_steps=max_steps)
         known = [range(1050, 1411, 30)] * 4
-        run = Reconfigurer(self.plan, policy, FRAMEWORKS, known).run()
-        next(run)
-        window = warm_up(self.THRESHOLD_S)
+        first, window = warm_up(self.THRESHOLD_S), None
+        run = reconfiguring.reconfigured(self.plan, policy, FRAMEWORKS, known, first)
         while True:
             try:
-                command = run.send(window)
+                command = run.send(window)  # type: ignore[arg-type]  # None begins it
             except StopIteration as ended:
                 return ended.value
             (clocked,) = command.orders
@@ -270,15 +268,15 @@ def test_a_hiccup_of_one_unit_is_no_slack_of_all_others():
 
 def test_an_iteration_that_did_not_run_whole_tells_nothing():
     pipeline = Pipeline()
-    run = Reconfigurer(
+    run = reconfiguring.reconfigured(
         pipeline.plan,
         replace(RECONFIGURE_POLICIES["balanced"], max_steps=2),
         FRAMEWORKS,
         [range(1050, 1411, 30)] * 4,
-    ).run()
-    next(run)
+        warm_up(0.004),
+    )
     unknown = window_of(*[(np.full((1, 1, 16), 9.0), np.full((1, 16), np.nan))] * 4)
-    first, second = run.send(warm_up(0.004)), run.send(unknown)
+    first, second = next(run), run.send(unknown)
     assert np.array_equal(first.orders[0].frequency_mhz, second.orders[0].frequency_mhz)
     with pytest.raises(StopIteration) as ended:
         run.send(unknown)

@@ -354,8 +354,7 @@ def fake_job(
         learn=lambda *of, **named: np.zeros(1),
     )
     planner: Any = FakePlanner(orders[best], orders["whole"])
-    job = ShortestOrder(orders["own"], orders["half"], store, 1, planner).run()
-    next(job)
+    job = ShortestOrder(orders["own"], orders["half"], store, 1, planner)
     random, ran, said, name = np.random.default_rng(seed), list[str](), list[str](), "own"
 
     def steps_s(count: int) -> list[float]:
@@ -364,15 +363,17 @@ def fake_job(
         return list(took * (1 + noise * random.standard_normal(count)))
 
     steps = steps_s(3)
+    run = job.run(None)  # type: ignore[arg-type]  # it does not look at the warm-up
+    command = next(run)
     while len(ran) < iterations:
-        command = job.send(SimpleNamespace(steps_s=np.array(steps[:-1]), problems=()))
-        assert command is not None
         said += filter(None, [command.note])
         steps = steps[-1:]  # a window's last step ends with the first of the next
         if command.orders:
             name, steps = command.orders[0].schedule.name, []
         steps_s(command.settle)
         steps += steps_s(command.iterations)
+        window: Any = SimpleNamespace(steps_s=np.array(steps[:-1]), problems=())
+        command = run.send(window)
     return ran, said
 
 

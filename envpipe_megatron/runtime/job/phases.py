@@ -52,13 +52,14 @@ from envpipe_megatron.runtime.job.planning import (
 from envpipe_megatron.runtime.job.restarts import JobFolder
 from envpipe_megatron.runtime.memory.peak import Watch
 from envpipe_megatron.runtime.memory.stage import with_memory
+from envpipe_megatron.tuning.commands import Run, Window
 from envpipe_megatron.tuning.controller import Controller
 from envpipe_megatron.tuning.judge import WINDOW
 from envpipe_megatron.tuning.measured.store import Store
 from envpipe_megatron.tuning.one_clock import ONE_CLOCK_STEP, OneClock
-from envpipe_megatron.tuning.planner import Limits, PlannedBeside, Planner
-from envpipe_megatron.tuning.probes.sweep import Measuring, Sweep
-from envpipe_megatron.tuning.reconfigure import Reconfigurer
+from envpipe_megatron.tuning.planner import Limits, Planner, planned_beside
+from envpipe_megatron.tuning.probes.sweep import measured_profile, sweep_probe
+from envpipe_megatron.tuning.reconfigure import reconfigured
 from envpipe_megatron.tuning.shortest import ShortestOrder
 
 _DRY_RUN = "profile: a dry run changes no clock, so energies and plan show the loop alone"
@@ -143,7 +144,7 @@ def _one_clock(job: PhaseParts, schedule: Schedule) -> PhaseRun[None]:
         found,
         keep,
     )
-    yield from run_commands(job, schedule, clocks, records, lambda: tuner)
+    yield from run_commands(job, schedule, clocks, records, tuner.run)
 
 
 def _warm_up(job: PhaseParts, order: IterationOrder, length: int) -> PhaseRun[list[StageRecord]]:
@@ -189,7 +190,7 @@ def _closed_loop(
 
 
 def _loop(job: PhaseParts, schedule: Schedule, records: Sequence[StageRecord]) -> PhaseRun[None]:
-    """Run the job's tuner, forever; GoesOnError if that fails. As `_save_energy`."""
+    """Run the closed loop, forever; GoesOnError if that fails. As `_save_energy`."""
     profile, measured = known_and_measured(job, schedule, records)
     if profile is not None:
         known, of_stages = profile, clocks_of_stages(job)
@@ -206,18 +207,19 @@ def _loop(job: PhaseParts, schedule: Schedule, records: Sequence[StageRecord]) -
         job.memory.watch = Watch.NOTHING
         facts = _facts(job)
     measured = yield from try_parts(job, schedule, measured)
-    make = partial(_tuner, job, schedule, measured, clocks, facts, profile)
-    yield from run_commands(job, schedule, clocks, records, make, profiled_kinds(measured))
+    begin = partial(_begin, job, schedule, measured, clocks, facts, profile)
+    yield from run_commands(job, schedule, clocks, records, begin, profiled_kinds(measured))
 
 
-def _tuner(
+def _begin(
     job: PhaseParts,
     schedule: Schedule,
     measured: Schedule,
     clocks_mhz: Sequence[int],
     facts: Sidecar,
     profile: Profile | None,
-) -> Controller | ShortestOrder:
+    first: Window,
+) -> Run[None]:
     store = _store(job, measured, clocks_mhz, facts)
     if profile is not None:
         store.take_profile(profile)
@@ -227,7 +229,7 @@ def _tuner(
     check = partial(check_plan, job, clocks_mhz=())
     planner = Planner(store, partial(plan_online, job), check, limits, job.background)
     tuner = ShortestOrder if job.options.changes_only_order else Controller
-    return tuner(schedule, measured, store, job.collectives.num_replicas, planner)
+    return tuner(schedule, measured, store, job.collectives.num_replicas, planner).run(first)
 
 
 def _save_energy(
@@ -268,10 +270,10 @@ def adopt_plan(
         job.folder.write_plan(given, given=options.plan)
         return given
 
-    def planner() -> PlannedBeside:
-        return PlannedBeside(job.background(), plan_online(job, profile))
+    def begin(first: Window) -> Run[tuple[Plan, tuple[str, ...]]]:
+        return planned_beside(job.background(), plan_online(job, profile), first)
 
-    (plan, notes), _ = yield from run_commands(job, schedule, own_clocks, records[-1:], planner)
+    (plan, notes), _ = yield from run_commands(job, schedule, own_clocks, records[-1:], begin)
     by_planner(job.collectives, partial(check_plan, job, plan, clocks_mhz))
     make_room(job, plan)
     state.plan = plan
@@ -279,8 +281,8 @@ def adopt_plan(
     policy = RECONFIGURE_POLICIES.get(options.reconfigure)
     if policy:
         job.say(f"reconfigure: {policy.name}, extra forwards {list(plan.schedule.extra_forwards)}")
-        tuner = Reconfigurer(plan, policy, schedule, clocks_mhz)
-        run = run_commands(job, schedule, own_clocks, records[1:], lambda: tuner)
+        raises = partial(reconfigured, plan, policy, schedule, clocks_mhz)
+        run = run_commands(job, schedule, own_clocks, records[1:], raises)
         (plan, state.reconfigure_steps, state.reconfigure_ended), _ = yield from run
         ended = state.reconfigure_ended.value
         job.say(f"reconfigure: ended after {state.reconfigure_steps} steps, since {ended}")
@@ -329,11 +331,12 @@ def _profile(
     if measured is not schedule:
         job.memory.learn(schedule, job.specs)
         measured = yield from try_parts(job, schedule, measured)
-    sweep, store = Sweep(measured, job.options.profiler), _store(job, measured, swept, _facts(job))
-    make = partial(Measuring, measured, store, job.collectives.num_replicas, sweep)
+    store = _store(job, measured, swept, _facts(job))
+    looks = sweep_probe(measured, store, job.options.profiler)
+    begin = partial(measured_profile, store, job.collectives.num_replicas, looks, measured)
     if not records or measured is not schedule:
         records = yield from iterations(constant_order(Phase.PROFILE, measured, swept[0], swept[0]))
-    profile, _ = yield from run_commands(job, measured, swept, records, make)
+    profile, _ = yield from run_commands(job, measured, swept, records, begin)
     # Not before: after skipped steps, the optimizer's state may have been allocated meanwhile.
     if measured is schedule:
         job.memory.learn(schedule, job.specs)

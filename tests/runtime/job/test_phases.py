@@ -32,9 +32,6 @@ from envpipe_megatron.runtime.job.parts import PhaseParts, SessionState
 from envpipe_megatron.runtime.job.phases import run_phases
 from envpipe_megatron.runtime.job.restarts import JobFolder
 from envpipe_megatron.runtime.memory.peak import MemoryFullError, Watch
-from envpipe_megatron.tuning.planner import PlannedBeside
-from envpipe_megatron.tuning.probes.sweep import Measuring
-from envpipe_megatron.tuning.reconfigure import Reconfigurer
 
 CLOCKS = (1005, 1200, 1410)
 STAGES, MICROBATCHES = 2, 4
@@ -281,13 +278,16 @@ def saving(monkeypatch) -> Any:
         parts.calls.append((profile, clocks_mhz))
         return parts.known
 
-    def run(job: Any, schedule: Schedule, clocks_mhz: Any, records: Any, make: Any) -> Any:
+    def run(job: Any, schedule: Schedule, clocks_mhz: Any, records: Any, begin: Any) -> Any:
         assert clocks_mhz == CLOCKS
-        parts.calls.append((schedule.name, records, make()))
+        what, *given = begin("warm-up")
+        parts.calls.append((schedule.name, records, given))
         order = yield "tuning"
-        planned = isinstance(parts.calls[-1][2], PlannedBeside)
-        found = (plan_of(), ("A note.",)) if planned else (plan_of(1410), 7, Ended.ENVELOPE)
-        return found, order
+        planned = (plan_of(), ("A note.",)), (plan_of(1410), 7, Ended.ENVELOPE)
+        return planned[what == "reconfigured"], order
+
+    for name in ("planned_beside", "reconfigured"):
+        monkeypatch.setattr(phases, name, lambda *given, name=name: (name, *given))
 
     monkeypatch.setattr(phases, "check_files", lambda job: None)
     monkeypatch.setattr(phases, "known_and_measured", profile)
@@ -326,11 +326,12 @@ def test_a_plan_is_reconfigured_where_it_is_new(saving, tmp_path, is_known):
         return
     (name, records, planner), with_memory, (_, measured, reconfigurer) = made
     assert (name, records, measured) == ("1f1b", ["record 1"], ["record 1"])
-    assert planner == PlannedBeside("background", (profile_of(), "asked"))
-    assert with_memory.to_json() == reconfigurer.plan.to_json() == plan_of().to_json()
+    assert planner == ["background", (profile_of(), "asked"), "warm-up"]
+    started, *others = reconfigurer
+    assert with_memory.to_json() == started.to_json() == plan_of().to_json()
     own = builders.one_f_one_b(STAGES, MICROBATCHES)
     policy = RECONFIGURE_POLICIES["balanced"]
-    assert reconfigurer == Reconfigurer(reconfigurer.plan, policy, own, clocks)
+    assert others == [policy, own, clocks, "warm-up"]
     assert rank.state.notes == ("A note.",)
     assert (rank.state.reconfigure_steps, rank.state.reconfigure_ended) == (7, Ended.ENVELOPE)
     assert rank.said[-4:] == [
@@ -400,9 +401,9 @@ def measuring(monkeypatch) -> Any:
     parts = SimpleNamespace()
 
     def run_commands(*arguments: Any) -> Any:
-        *parts.ran, make, _ = arguments if callable(arguments[-2]) else (*arguments, ())
-        facts = parts.known = make.args[1].facts
-        parts.made = make()
+        *parts.ran, begin = arguments
+        facts = parts.known = begin.args[0].facts
+        parts.begins = begin.func
         return replace(profile_of(), sidecar=facts), "the last order"
         yield
 
@@ -440,7 +441,7 @@ def test_an_online_profile_knows_what_surrounds_the_units(measuring, tmp_path, i
     )
     assert measuring.hop == (0, STAGES, CHANNEL, SPECS, "executor")
     assert measuring.ran == [rank, schedule, (1410, 1200, 1005), ["a record"]]
-    assert isinstance(measuring.made, Measuring)
+    assert measuring.begins is phases.measured_profile
     assert profile.sidecar.free_bytes == (100.0, 200.0)
     assert rank.memory.calls == [("learn", "1f1b")]
     assert (tmp_path / "profile.csv").exists() is is_planner
@@ -537,5 +538,5 @@ def test_one_clock_is_looked_for_where_clocks_change(monkeypatch, changes_clock)
     config = replace(BASELINE, type="uniform", level=Level.UNIFORM, max_slowdown=5.0)
     rank: Any = Rank(config, changes_clock=changes_clock)
     finish(phases._one_clock(rank, builders.one_f_one_b(STAGES, MICROBATCHES)))
-    tuner = made[-1]()
+    tuner = made[-1].__self__
     assert (tuner.clocks_mhz[0], tuner.follows) == (1410, changes_clock)

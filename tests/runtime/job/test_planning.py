@@ -137,7 +137,7 @@ class Starting:
         job: Any = self
         schedule = builders.one_f_one_b(2, 2)
         empty = np.zeros(schedule.units_per_stage)
-        records = [StageRecord(empty, empty, empty, 0.0, 0.0, 0.0)]
+        records = [StageRecord(empty, empty, 0.0, 0.0, 0.0)]
         run = adopt_plan(job, schedule, records, profile or profile_of_two(), clocks_mhz or CLOCKS)
         with pytest.raises(StopIteration) as ended:
             next(run)
