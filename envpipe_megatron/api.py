@@ -13,6 +13,7 @@ from envpipe_megatron.core.schedule import Placement, Schedule
 from envpipe_megatron.core.sidecar import Sidecar
 from envpipe_megatron.core.timeline import Timeline
 from envpipe_megatron.errors import EnvPipeError
+from envpipe_megatron.formats.frontier import read_frontier, write_frontier
 from envpipe_megatron.formats.torch_csv import read_torch_csv, torch_csv
 from envpipe_megatron.policies.objective import Goal, Objective, peak_power_w
 from envpipe_megatron.policies.planner import (
@@ -51,10 +52,12 @@ __all__ = [
     "make_profile",
     "parse_unit",
     "peak_power_w",
+    "read_frontier",
     "read_order",
     "read_plan",
     "read_profile",
     "read_torch_csv",
     "saving_uncertainty_percent",
     "torch_csv",
+    "write_frontier",
 ]

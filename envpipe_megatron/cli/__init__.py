@@ -16,11 +16,13 @@ from envpipe_megatron.cli.jobs.profile import profile
 from envpipe_megatron.cli.jobs.results import energy, prove, quickstart, report
 from envpipe_megatron.cli.machine.clocks import clocks
 from envpipe_megatron.cli.machine.doctor import doctor
-from envpipe_megatron.cli.plans.made_plans import (
-    compare,
+from envpipe_megatron.cli.plans.interchange import (
+    export_freqs,
     export_schedule,
-    simulate,
+    import_freqs,
+    straggler,
 )
+from envpipe_megatron.cli.plans.made_plans import compare, simulate
 from envpipe_megatron.cli.plans.partition import partition
 from envpipe_megatron.cli.plans.plan import plan
 from envpipe_megatron.cli.plans.search import search_command
@@ -56,8 +58,11 @@ for command in (
     plan,
     simulate,
     compare,
+    straggler,
     partition,
     search_command,
+    import_freqs,
+    export_freqs,
     export_schedule,
     quickstart,
     prove,

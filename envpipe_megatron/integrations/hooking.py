@@ -19,8 +19,8 @@ from typing import Any, Generic, NoReturn, TypeVar
 import torch
 
 from envpipe_megatron.errors import EnvPipeError
-from envpipe_megatron.integrations.options import Options, flag_of
-from envpipe_megatron.integrations.reading import Named, prepare_files, read_options
+from envpipe_megatron.integrations.options import Named, flag_of, prepare_files, read_options
+from envpipe_megatron.runtime.job.options import JobOptions
 
 logger = logging.getLogger(__name__)
 
@@ -68,7 +68,7 @@ class Hooks(Generic[T]):
         self._counts = Counter[str]()
         self._missing: set[str] = set()
         #: The options, once they are read, and the job from begin to end.
-        self.options: Options | None = None
+        self.options: JobOptions | None = None
         self.job: T | None = None
 
     def note(self, name: str) -> int:
@@ -90,7 +90,7 @@ class Hooks(Generic[T]):
                 ", ".join(missing),
             )
 
-    def validated(self) -> Options:
+    def validated(self) -> JobOptions:
         """The options; a HookError if none were read."""
         if self.options is None:
             raise HookError(
@@ -116,7 +116,7 @@ class Hooks(Generic[T]):
         return job
 
 
-def options_of(args: argparse.Namespace, named: Named = flag_of) -> Options:
+def options_of(args: argparse.Namespace, named: Named = flag_of) -> JobOptions:
     """EnvPipe's options among Megatron's arguments, checked before anything is built.
 
     `named` is how errors name options.

@@ -286,7 +286,7 @@ class LayerProfile:
 
 
 @dataclass(frozen=True)
-class Way:
+class WaySums:
     """Effects of recomputing: running sums [n + 1] over pieces; others [n] of each.
 
     `can_be` says which pieces can be recomputed.
@@ -384,9 +384,9 @@ class Pieces:
         of_pieces = [nothing if value is None else value for value in values]
         return np.cumsum([nothing, *of_pieces], axis=0)
 
-    def _way(self, name: str) -> Way:
+    def _way(self, name: str) -> WaySums:
         pairs = [(m, m.way(name)) for m in self._by_piece]
-        return Way(
+        return WaySums(
             np.array([way is not None for _, way in pairs]),
             running([way.time_s[0] if way else 0.0 for _, way in pairs]),
             running(

@@ -63,7 +63,7 @@ Cut = tuple[int, ...]
 
 
 @dataclass(frozen=True)
-class Found:
+class BestSplit:
     """A cut.
 
     Args:
@@ -192,7 +192,7 @@ def _layers_only(profile: LayerProfile) -> LayerProfile:
     return replace(profile, measures=measures, links=Links(), optimizer_s=0.0, gradients_s=0.0)
 
 
-def least_bottleneck(space: SplitSpace) -> Found:
+def least_bottleneck(space: SplitSpace) -> BestSplit:
     """The cut with the least slowest stage; of equal ones that whose stages force the least time.
 
     Then the evenest.
@@ -204,7 +204,7 @@ def least_bottleneck(space: SplitSpace) -> Found:
         for stage, force in zip(stages, space.cuts.forced_s, strict=True)
     ]
     cut = tuple(space.cuts.evenest(within)[1].tolist())
-    return Found(cut, space.candidate(cut).iteration_time_s)
+    return BestSplit(cut, space.candidate(cut).iteration_time_s)
 
 
 def least_energy(
@@ -212,7 +212,7 @@ def least_energy(
     blocking_power_w: float,
     time_tolerance: float,
     max_planned: int = MAX_PLANNED,
-) -> Found:
+) -> BestSplit:
     """The cut with the least planned energy of those about as fast as the fastest.
 
     Args:
@@ -239,7 +239,7 @@ def least_energy(
     best = min(range(len(costs)), key=lambda index: costs[index].energy_j)
     stages = list(candidates)[best].stages
     cut = (0, *(stage.chunks[0][1] for stage in stages))
-    return Found(cut, limit_s, costs[best], len(costs))
+    return BestSplit(cut, limit_s, costs[best], len(costs))
 
 
 def plan_cost(

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
 
 from envpipe_megatron.core.arrays import BoolArray, FloatArray, IntArray
-from envpipe_megatron.search.layer_profile import Pieces, Way
+from envpipe_megatron.search.layer_profile import Pieces, WaySums
 from envpipe_megatron.search.work import workspace_bytes
 
 #: A cut must be better by more than rounding.
@@ -108,7 +108,7 @@ class PieceRuns(Runs):
 
     def recomputed_until(
         self,
-        way: Way,
+        way: WaySums,
         limit_bytes: float,
         in_flight: int,
         of_parameters_bytes: FloatArray,

@@ -45,9 +45,8 @@ def test_a_profile_is_written_again_with_its_sidecar(folder):
     assert read_profile(folder / "p.csv").num_stages == 2
 
 
-def test_a_frontier_overwrites_nothing_but_an_earlier_one(folder, profile_path):
-    beside = "front.png"
-
+@pytest.mark.parametrize("beside", ["front.jsonl", "front.png"])
+def test_a_frontier_overwrites_nothing_but_an_earlier_one(folder, profile_path, beside):
     def plan():
         return run(
             "plan", "--profile", profile_path, "--num-microbatches", 2, "--blocking-power", 80,

@@ -42,7 +42,7 @@ from envpipe_megatron.integrations.deepspeed.initialize import (
     settings_of,
 )
 from envpipe_megatron.integrations.levels import Level
-from envpipe_megatron.integrations.reading import OptionError
+from envpipe_megatron.integrations.options import OptionError
 from envpipe_megatron.runtime.memory.peak import MemoryFullError
 from envpipe_megatron.search.layer_file import read_layers
 from envpipe_megatron.search.layer_profile import Sizes

@@ -47,6 +47,9 @@ COMMANDS = {
     ("simulate",): [["--help"]],
     ("partition",): [["--help"]],
     ("search",): [["--help"]],
+    ("straggler",): [["--help"]],
+    ("import-freqs",): [["--help"]],
+    ("export-freqs",): [["--help"]],
     ("export-schedule",): [["--help"]],
     ("compare",): [["--help"]],
     ("quickstart",): [["--help"]],  # emulated GPUs alone

@@ -478,4 +478,4 @@ def test_a_batch_that_no_pipeline_of_chunks_runs_is_measured(
         )
         hooks.Training(args, usual, LIMITS, [gpt(), gpt(), gpt()], group)
     assert [job.level for job in made] == [Level.OBSERVE] * 2
-    check_request(made[1].options.request(8, 3))
+    check_request(replace(made[1].options, num_microbatches=8, num_chunks=3).request())

@@ -1,5 +1,7 @@
-"""Frontiers of time and of memory."""
+"""Frontiers of time and of memory, and what is stored of them."""
 
+import csv
+import json
 from dataclasses import replace
 from itertools import pairwise
 from operator import le
@@ -11,8 +13,14 @@ from on_request import on_request
 from envpipe_megatron.core.conditions import Conditions
 from envpipe_megatron.core.kinds import Kind
 from envpipe_megatron.core.orders import builders
+from envpipe_megatron.core.plan import PlanError
 from envpipe_megatron.core.profile import make_profile
 from envpipe_megatron.core.profile_rows import ProfileRow, SplitBackward
+from envpipe_megatron.formats.frontier import (
+    CSV_COLUMNS,
+    read_frontier,
+    write_frontier,
+)
 from envpipe_megatron.policies.planner import make_frontier, make_memory_frontier, make_plan
 from envpipe_megatron.policies.problem import PlannerError
 from envpipe_megatron.policies.request import PlanRequest
@@ -126,6 +134,108 @@ def test_a_memory_frontier_is_of_all_families(chunks, own):
     assert points[-1].plan.cost.energy_j <= free.cost.energy_j * (1 + 1e-4)
     tight = make_plan(PROFILE, replace(asked, max_extra_forwards=points[0].max_extra_forwards))
     assert points[0].plan.cost.energy_j <= tight.plan.cost.energy_j * (1 + 1e-4)
+
+
+@pytest.fixture(scope="module")
+def plans():
+    return make_frontier(PROFILE, request("auto"), 12)
+
+
+@pytest.fixture
+def stored_path(plans, tmp_path):
+    return write_frontier(plans, tmp_path / "frontier.csv")
+
+
+def test_the_csv_holds_times_energies_and_bounds(plans, stored_path):
+    text = stored_path.with_suffix(".csv").read_bytes().decode()
+    assert "\r" not in text
+    rows = list(csv.reader(text.splitlines()))
+    assert tuple(rows[0]) == CSV_COLUMNS
+    assert [[float(cell) for cell in row] for row in rows[1:]] == [
+        [p.cost.iteration_time_s, p.cost.energy_j, p.energy_lower_bound_j, p.cost.mean_power_w]
+        for p in plans
+    ]
+
+
+def test_the_header_of_the_plans_holds_the_same_figures(plans, stored_path):
+    baseline = plans[0].baseline.cost
+    assert json.loads(stored_path.read_text().splitlines()[0]) == {
+        "format": "envpipe-frontier/1",
+        "iteration_time_s": [p.cost.iteration_time_s for p in plans],
+        "energy_j": [p.cost.energy_j for p in plans],
+        "energy_lower_bound_j": [p.energy_lower_bound_j for p in plans],
+        "mean_power_w": [p.cost.mean_power_w for p in plans],
+        "baseline": {
+            "iteration_time_s": baseline.iteration_time_s,
+            "energy_j": baseline.energy_j,
+        },
+        "profile_sha256": PROFILE.sha256,
+    }
+
+
+def test_a_straggler_gets_the_slowest_plan_that_just_meets_it(plans, stored_path):
+    stored = read_frontier(stored_path)
+    assert stored.baseline_s == plans[0].baseline.cost.iteration_time_s
+    for index, plan in enumerate(plans):
+        exact_s = plan.cost.iteration_time_s
+        found = stored.plan_for(exact_s, PROFILE)
+        assert found.cost == plan.cost
+        assert found.schedule == plan.schedule
+        assert found.energy_lower_bound_j == plan.energy_lower_bound_j
+        if index:
+            assert stored.plan_for(exact_s - 1e-6, PROFILE).cost == plans[index - 1].cost
+    assert stored.plan_for(1e9, PROFILE).cost == plans[-1].cost
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda header: header.update(format="envpipe-frontier/9"), "stored frontier"),
+        (lambda header: header["iteration_time_s"].reverse(), "iteration_time_s"),
+        (lambda header: header["iteration_time_s"].pop(), "iteration_time_s"),
+        (lambda header: header.update(baseline=3), "baseline"),
+        (lambda header: header.pop("baseline"), "baseline"),
+        *[
+            (
+                lambda header, time_s=bad: header["baseline"].update(iteration_time_s=time_s),
+                "baseline",
+            )
+            for bad in ("9", None, 0, -0.5, float("inf"), float("nan"))
+        ],
+    ],
+)
+def test_a_broken_header_is_named(stored_path, change, said):
+    first, rest = stored_path.read_text().split("\n", 1)
+    header = json.loads(first)
+    change(header)
+    stored_path.write_text(json.dumps(header) + "\n" + rest)
+    with pytest.raises(PlanError, match=said):
+        read_frontier(stored_path)
+
+
+def test_a_frontier_without_plans_is_refused(stored_path):
+    header = json.loads(stored_path.read_text().splitlines()[0]) | {"iteration_time_s": []}
+    stored_path.write_text(json.dumps(header) + "\n")
+    with pytest.raises(PlanError, match="not a stored frontier with plans"):
+        read_frontier(stored_path)
+
+
+@pytest.mark.parametrize("text", ["", "not json", "[]\n{}\n"])
+def test_what_is_no_frontier_is_refused(tmp_path, text):
+    path = tmp_path / "frontier.jsonl"
+    path.write_text(text)
+    with pytest.raises(PlanError, match=r"frontier\.jsonl.* Give the \.jsonl file"):
+        read_frontier(path)
+
+
+@pytest.mark.parametrize("line", ["{", "3", '{"format": "envpipe-plan/1"}'])
+def test_a_broken_plan_is_found_when_it_is_asked_for(stored_path, plans, line):
+    header, *rest = stored_path.read_text().splitlines()
+    stored_path.write_text("\n".join([header, line, *rest[1:]]) + "\n")
+    stored = read_frontier(stored_path)
+    with pytest.raises(PlanError, match=r"frontier\.jsonl"):
+        stored.plan_for(plans[0].cost.iteration_time_s, PROFILE)
+    assert stored.plan_for(1e9, PROFILE).cost == plans[-1].cost
 
 
 @on_request("CORE")

@@ -1,4 +1,4 @@
-"""Commands on plans that are made: `simulate`, `compare` and `export-schedule`."""
+"""Commands on plans that are made: `envpipe simulate` and `compare`."""
 
 from __future__ import annotations
 
@@ -12,23 +12,19 @@ import click
 
 from envpipe_megatron.cli.common import (
     EXISTING_FILE,
-    OUTPUT_FILE,
     OUTPUT_FOLDER,
     PLAN_OPTION,
     PROFILE_OPTION,
-    check_outputs,
 )
 from envpipe_megatron.cli.plans.tables import facts_of, show_plans, show_summary
 from envpipe_megatron.console import say, say_working, show_table
 from envpipe_megatron.core.plan import (
     Plan,
     PlanError,
-    read_order,
     read_plan,
 )
 from envpipe_megatron.core.profile import read_profile
 from envpipe_megatron.files import refuse_foreign, replace_files
-from envpipe_megatron.formats.torch_csv import torch_csv
 
 #: What is left in the folder of pictures.
 _FILES = ("simulation.json", "timeline.png", "timeline_baseline.png", "energy_valley.png")
@@ -161,22 +157,3 @@ def compare(plan_paths: Sequence[Path], profile_path: Path | None, as_json: bool
             say(f"Note: {path} was made for other conditions than {plan_paths[0]}.")
     title = f"Against {baseline.schedule.name} at the highest clocks"
     show_plans(title, dict(zip(map(str, plan_paths), facts, strict=True)))
-
-
-@click.command("export-schedule")
-@click.argument("plan_path", metavar="PLAN", type=EXISTING_FILE)
-@click.option("--output", type=OUTPUT_FILE, help="CSV; without it, it is printed.")
-def export_schedule(plan_path: Path, output: Path | None) -> None:
-    """Write a plan's order as torch.distributed.pipelining reads it (format compute_only).
-
-    Example:
-
-      envpipe export-schedule plan.json --output order.csv
-    """
-    text = torch_csv(read_order(plan_path))
-    if output is None:
-        click.echo(text, nl=False)
-        return
-    check_outputs([output], [plan_path])
-    replace_files({output: [text]})
-    say(f"Order written to {output}")

@@ -24,8 +24,8 @@ from envpipe_megatron.errors import plain
 from envpipe_megatron.search.configuration import layout_flag, megatron_even_split
 from envpipe_megatron.search.layer_file import read_layers
 from envpipe_megatron.search.partition import (
+    BestSplit,
     Cut,
-    Found,
     SplitSpace,
     cut_of,
     layers_of,
@@ -132,7 +132,7 @@ def _figures(
     return figures
 
 
-def _compare(space: SplitSpace, found: Found, num_layers: int, power_w: float) -> None:
+def _compare(space: SplitSpace, found: BestSplit, num_layers: int, power_w: float) -> None:
     """Print a split's figures beside those of Megatron's even one."""
     ours = _figures(space, found.cut, power_w, cost=found.cost)
     columns, rows = ["", "this split"], [[name, f"{value:.{n}f}"] for name, value, n in ours]

@@ -30,6 +30,7 @@ from envpipe_megatron.core.profile import Profile, read_profile
 from envpipe_megatron.core.profile_rows import SplitBackward
 from envpipe_megatron.core.sidecar import sidecar_path
 from envpipe_megatron.files import csv_text, replace_files
+from envpipe_megatron.formats.frontier import FRONTIER_FORMAT, write_frontier
 from envpipe_megatron.policies.objective import Goal, Objective
 from envpipe_megatron.policies.planner import (
     check_frontier,
@@ -152,8 +153,9 @@ _POWER_CAP = Number(positive=True, unit="W", mistaken=(("kW", 1e3),))
     "--frontier",
     "frontier_path",
     type=OUTPUT_FILE,
-    help="CSV of the time-energy frontier, from the fastest iteration to the cheapest; a picture "
-    "(.png) goes beside it. Deadline and objective only decide which order competes.",
+    help="CSV of the time-energy frontier, from the fastest iteration to the cheapest; its plans "
+    "(.jsonl) and a picture (.png) go beside it. Deadline and objective only decide which order "
+    "competes.",
 )
 @click.option(
     "--frontier-points", type=click.IntRange(2, 10_000), default=100, show_default=True,
@@ -193,6 +195,7 @@ def plan(
     if frontier_path is not None:
         from envpipe_megatron.report.stills import PICTURE_MARK
 
+        beside[frontier_path.with_suffix(".jsonl")] = FRONTIER_FORMAT
         beside[frontier_path.with_suffix(".png")] = PICTURE_MARK
     written = [path for path in (output, frontier_path, memory_path) if path is not None]
     read = [profile_path, sidecar_path(profile_path)]
@@ -243,19 +246,14 @@ def _make_frontier(profile: Profile, request: PlanRequest, num_points: int, path
     from envpipe_megatron.report.views import frontier_charts
 
     plans = make_frontier(profile, request, num_points)
-    header = ("iteration_time_s", "energy_j", "energy_lower_bound_j", "mean_power_w")
-    listed = (
-        (*vars(plan.cost).values(), plan.energy_lower_bound_j, plan.cost.mean_power_w)
-        for plan in plans
-    )
-    replace_files({path: [csv_text([header, *listed])]})
+    stored = write_frontier(plans, path)
     name = Path(profile.source).name
     save(frontier_charts(plans), f"{name}: time and energy", path.with_suffix(".png"))
     shown = sorted({round(at * (len(plans) - 1) / 9) for at in range(10)})
     rows = [cells(plans[index], _FIGURES) for index in shown]
     some = f", {len(rows)} of them below" if len(rows) < len(plans) else ""
     show_table(f"Frontier: {len(plans)} plans{some}", rows[0], (row.values() for row in rows))
-    say(f"Frontier written to {path}")
+    say(f"Frontier written to {path}, its plans to {stored}")
 
 
 def _make_memory_frontier(profile: Profile, request: PlanRequest, path: Path) -> None:

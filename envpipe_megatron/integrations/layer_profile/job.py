@@ -22,7 +22,7 @@ from envpipe_megatron.files import replace_files
 from envpipe_megatron.integrations.hooking import refuse
 from envpipe_megatron.integrations.layer_profile.gpt import GptPieces
 from envpipe_megatron.integrations.layer_profile.measuring import Microbatches, now_s
-from envpipe_megatron.integrations.layer_profile.passes import Way, measure_pieces
+from envpipe_megatron.integrations.layer_profile.passes import MeasuredPiece, measure_pieces
 from envpipe_megatron.integrations.layer_profile.rank_gpu import RankGpu
 from envpipe_megatron.search.layer_file import layers_text
 from envpipe_megatron.search.layer_jobs import LayerJob
@@ -145,7 +145,7 @@ def _measure(
     pieces: GptPieces,
     name: str,
     sent_bytes: int,
-    ways: Mapping[tuple[str, str | None], Way],
+    ways: Mapping[tuple[str, str | None], MeasuredPiece],
     *,
     counted: bool,
 ) -> Measure:

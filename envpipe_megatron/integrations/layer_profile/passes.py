@@ -52,7 +52,7 @@ class Held(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Way:
+class MeasuredPiece:
     """A piece as it is, or recomputed in some way; arrays go by clock.
 
     Args:
@@ -83,7 +83,7 @@ _Look = tuple[list[Held], FloatArray]
 
 def measure_pieces(
     pieces: GptPieces, microbatches: Microbatches, size: int, gpu: RankGpu
-) -> dict[tuple[str, str | None], Way]:
+) -> dict[tuple[str, str | None], MeasuredPiece]:
     """Each piece as it is (None) and recomputed in each of its ways; every rank calls it.
 
     Of layers of a kind, the mean of those in a row.
@@ -123,7 +123,7 @@ def measure_pieces(
                 if name not in (EMBEDDING, LOSS) and gpu.name is not None:
                     # The host gets ahead of a few layers at the loss, and not of a whole model.
                     figures = figures * np.maximum(1.0, host_s / (figures[0] + figures[1]))
-                found[name, way] = Way(
+                found[name, way] = MeasuredPiece(
                     Held(*np.mean([held[at] for at in at_slots], axis=0).tolist()),
                     host_s,
                     float(data_s.min()),  # no clock changes it
@@ -190,6 +190,8 @@ class _Pass:
         forward_w = _powers_w(
             (forwards, few_forwards), (forwards_j, few_forwards_j), own[0], layers
         )
+        # Forwards by themselves may wait for the host, and then take joules for longer.
+        forward_w *= max(1.0, _run_s(forwards) / float(own[0].sum()))
         return {
             way: np.stack(
                 [

@@ -28,10 +28,8 @@ from envpipe_megatron.integrations.hooking import (
 )
 from envpipe_megatron.integrations.job import JobError
 from envpipe_megatron.integrations.levels import (
-    AUTO,
     FREES_WHILE_TRAINING,
     Asks,
-    Level,
     RefusedError,
     above_one,
     any_of,
@@ -58,7 +56,7 @@ def _configured(*path: str) -> Asks:
 #: Feature, and whether arguments or DeepSpeed's configuration ask for it.
 REFUSED: Mapping[str, Asks] = {
     "a level below order (--envpipe-level)": lambda args: (
-        getattr(args, "envpipe_level", AUTO) not in (AUTO, str(Level.ORDER))
+        getattr(args, "envpipe_level", None) not in (None, "auto", "order")
     ),
     "DeepSpeed's pipeline turned off (--no-pipeline-parallel)": on("no_pipeline_parallel"),
     "training without DeepSpeed (no --deepspeed)": lambda args: not args.deepspeed,

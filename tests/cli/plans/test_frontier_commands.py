@@ -1,11 +1,10 @@
-"""Frontiers and conditions by the command."""
+"""Frontiers, stragglers and conditions by the command."""
 
 import csv
 import json
-from itertools import pairwise
 
 import pytest
-from cli_helpers import plan_for, run_badly, run_well
+from cli_helpers import plan_for, run_badly, run_well, write_profile
 
 
 def rows(path):
@@ -13,27 +12,79 @@ def rows(path):
         return list(csv.DictReader(file))
 
 
-def test_a_frontier_is_a_csv_and_a_picture(profile_path, tmp_path):
-    printed = plan_for(
-        profile_path, tmp_path / "plan.json", "--schedule", "auto", "--policy", "optimal",
-        "--frontier", tmp_path / "frontier.csv", "--frontier-points", 12,
-    ).stdout  # fmt: skip
-    listed = rows(tmp_path / "frontier.csv")
+@pytest.fixture(scope="module")
+def frontier(tmp_path_factory):
+    """The stored frontier, and what was printed."""
+    folder = tmp_path_factory.mktemp("frontier")
+    result = plan_for(
+        write_profile(folder / "profile.csv"), folder / "plan.json", "--schedule", "auto",
+        "--policy", "optimal", "--frontier", folder / "frontier.csv", "--frontier-points", 12,
+    )  # fmt: skip
+    return folder / "frontier.jsonl", result.stdout
+
+
+def test_a_frontier_is_a_csv_plans_and_a_picture(frontier):
+    stored, printed = frontier
+    listed = rows(stored.with_suffix(".csv"))
     assert 2 < len(listed) <= 12
-    figures = [[float(cell) for cell in row.values()] for row in listed]
-    for (time_s, energy_j, bound_j, power_w), slower in pairwise(figures):
-        assert time_s < slower[0]
-        assert slower[1] < energy_j >= bound_j * (1 - 1e-12)
-        assert power_w == pytest.approx(energy_j / time_s)
-    # A replica as slow as another takes what the frontier says.
-    factor = figures[-1][0] / float(figures[0][0])
-    late = plan_for(profile_path, tmp_path / "late.json", "--deadline-factor", factor)
-    assert late.exit_code == 0
-    assert json.loads((tmp_path / "late.json").read_text())["energy_j"] <= 1.01 * figures[-1][1]
-    assert (tmp_path / "frontier.png").read_bytes().startswith(b"\x89PNG")
+    assert len(stored.read_text().splitlines()) == 1 + len(listed)
+    assert stored.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
     assert f"Frontier: {len(listed)} plans" in printed
     assert "gap to the lower bound (%)" in printed
     assert "No order of whole backwards can save more than" in printed
+
+
+def straggler(profile, frontier, output, *how, runs=run_well):
+    return runs("straggler", "--profile", profile, "--frontier", frontier, "--output", output, *how)
+
+
+def test_a_straggler_slows_the_plan_down_and_saves(frontier, profile_path, tmp_path):
+    stored, _ = frontier
+    baseline_s = json.loads(stored.read_text().splitlines()[0])["baseline"]["iteration_time_s"]
+    energy_j = []
+    for number, how in enumerate(
+        [
+            ("--factor", 1.0),
+            ("--factor", 1.1),
+            ("--time", 1.1 * baseline_s),
+            ("--time", 90 * baseline_s),
+        ]
+    ):
+        output = tmp_path / f"straggler{number}.json"
+        shown = straggler(profile_path, stored, output, *how).stdout
+        plan = json.loads(output.read_text())
+        allowed_s = how[1] * (baseline_s if how[0] == "--factor" else 1)
+        assert f"The plan takes {plan['iteration_time_s']:.4f} s, the slower" in shown
+        assert f"replica {allowed_s:.4f} s" in shown
+        assert plan["iteration_time_s"] <= allowed_s * (1 + 1e-9)
+        energy_j.append(plan["energy_j"])
+    assert energy_j[0] > energy_j[1] == energy_j[2] >= energy_j[3]
+
+
+def test_a_replica_faster_than_all_plans_gets_the_fastest_and_a_note(
+    frontier, profile_path, tmp_path
+):
+    result = straggler(profile_path, frontier[0], tmp_path / "s.json", "--time", 0.001)
+    assert "no plan of the frontier is so fast" in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("how", "said"),
+    [
+        ((), "--factor or --time"),
+        (("--factor", 1.1, "--time", 3.0), "--factor or --time"),
+        (("--time", "nan"), "not a number"),
+        (("--factor", "inf"), "not a number"),
+        (("--factor", "10%"), "10 % longer is 1.1"),
+        (("--time", 3800), "in s, not ms"),
+    ],
+)
+def test_how_slow_a_straggler_is_must_be_said_once_and_as_a_number(
+    frontier, profile_path, tmp_path, how, said
+):
+    output = tmp_path / "s.json"
+    assert said in straggler(profile_path, frontier[0], output, *how, runs=run_badly)
+    assert not output.exists()
 
 
 def test_a_memory_frontier_says_what_each_microbatch_buys(profile_path, tmp_path):
@@ -109,3 +160,13 @@ def test_dwell_and_parking_are_options(profile_path, tmp_path):
     assert energy_j[2] > energy_j[1]
     clocks = json.loads(output.read_text())["frequency_mhz"]
     assert all(len(set(row)) == 1 for row in clocks)  # kept longer than an iteration lasts
+
+
+def test_a_straggler_never_overwrites_what_it_reads(frontier, profile_path):
+    stored, _ = frontier
+    profile_path.with_suffix(".json").write_text('{"format": "envpipe-profile/1"}')
+    for target in (profile_path, profile_path.with_suffix(".json"), stored):
+        before = target.read_bytes()
+        how = ("--factor", 1.1)
+        assert "overwrite" in straggler(profile_path, stored, target, *how, runs=run_badly)
+        assert target.read_bytes() == before

@@ -16,14 +16,14 @@ from envpipe_megatron.integrations import leveled
 from envpipe_megatron.integrations.hooking import Hooks
 from envpipe_megatron.integrations.job import WithoutEnvPipeError
 from envpipe_megatron.integrations.leveled import LeveledJob
-from envpipe_megatron.integrations.options import OPTIONS, Options
+from envpipe_megatron.runtime.job.options import JobOptions
 
 
 class FakeJob:
     """Notes at what level it was made, and what of it was closed."""
 
     def __init__(
-        self, options: Options, *, level: Any, notes: Any, say: Any, made: list[Any], **_: Any
+        self, options: JobOptions, *, level: Any, notes: Any, say: Any, made: list[Any], **_: Any
     ) -> None:
         if options.gpu_control == "none":
             raise WithoutEnvPipeError("NVML is not there")
@@ -41,10 +41,9 @@ class FakeJob:
         self.closed = True
 
 
-def given(**options: Any) -> Options:
+def given(**options: Any) -> JobOptions:
     """Options by name; all others as they are where nothing is given."""
-    usual = {name: option.read(option.flag.get("default")) for name, option in OPTIONS.items()}
-    return Options(**{**usual, **options})
+    return JobOptions(**options)
 
 
 @contextmanager
@@ -59,7 +58,7 @@ def jobs_are_faked() -> Iterator[list[FakeJob]]:
 
 
 def begin(
-    of: Any = LeveledJob, options: Options | None = None, limits: Any = ()
+    of: Any = LeveledJob, options: JobOptions | None = None, limits: Any = ()
 ) -> tuple[Any, list[FakeJob], list[str]]:
     """A job of a class that is a `LeveledJob`, the jobs that it makes, and what it says."""
     said: list[str] = []

@@ -14,7 +14,7 @@ torch = pytest.importorskip("torch")
 from envpipe_megatron.integrations.layer_profile import passes  # noqa: E402
 from envpipe_megatron.integrations.layer_profile.gpt import FULL  # noqa: E402
 from envpipe_megatron.integrations.layer_profile.measuring import Looks, Window  # noqa: E402
-from envpipe_megatron.integrations.layer_profile.passes import Way, measure_pieces  # noqa: E402
+from envpipe_megatron.integrations.layer_profile.passes import MeasuredPiece, measure_pieces  # noqa: E402
 
 #: Of each piece; the host hands forward and backward over in more time than the device needs.
 FORWARD_S, BACKWARD_S, HOST_S, DATA_S = 1.25, 2.75, 6.0, 0.25
@@ -24,7 +24,7 @@ ROW = 4
 
 
 class Gpu:
-    """Of two clocks; windows end where their joules do."""
+    """Of two clocks; windows begin at the number of pieces that run in them."""
 
     name, frequency_mhz = "a GPU", (2000, 1000)
 
@@ -33,9 +33,11 @@ class Gpu:
 
     def energies_j(self, windows: list[Window]) -> list[float]:
         """Those of a run of which all but an embedding and a loss is layers'."""
-        around_s = 2 * (FORWARD_S + BACKWARD_S)
-        runs_s = [(each.end_s - each.begin_s) / each.runs for each in windows]
-        return [AROUND_W * around_s + LAYER_W * (run_s - around_s) for run_s in runs_s]
+        return [
+            (each.end_s - each.begin_s) / each.runs
+            * (2 * AROUND_W + (each.begin_s - 2) * LAYER_W) / each.begin_s
+            for each in windows
+        ]  # fmt: skip
 
 
 class Layers:
@@ -70,7 +72,7 @@ class Layers:
 class Machine:
     """Stands for what runs microbatches: the host is slow in some passes, the device never."""
 
-    message_bytes = 0
+    message_bytes, waits = 0, 1.0
 
     def __init__(self, layers: Layers, slow: set[int], host_s: float) -> None:
         self.layers, self.slow, self.host_s = layers, slow, host_s
@@ -91,16 +93,16 @@ class Machine:
         times_s = np.array([0.0, *[forward_s] * slots, *[BACKWARD_S] * slots])
         times_s[:2] += (DATA_S, -DATA_S)
         times_s *= RESTED if rest_cycles else 1.0
-        return times_s[:, None], Window(0.0, count * times_s.sum(), count)
+        return times_s[:, None], Window(slots, slots + count * times_s.sum(), count)
 
     def run(self, size: int, count: int, marks: Any, *, forward_only: bool = False) -> Window:
-        each_s = FORWARD_S + BACKWARD_S
-        return Window(0.0, count * each_s * len(self.layers.slots), count)
+        slots, each_s = len(self.layers.slots), FORWARD_S + (not forward_only) * BACKWARD_S
+        return Window(slots, slots + self.waits * count * each_s * slots, count)
 
 
 def measured(
     monkeypatch: pytest.MonkeyPatch, slow: set[int], host_s: float, looked_s: float | None = None
-) -> tuple[dict[tuple[str, str | None], Way], Machine]:
+) -> tuple[dict[tuple[str, str | None], MeasuredPiece], Machine]:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(passes, "lowest", int)
     monkeypatch.setattr(passes, "free_bytes", lambda: math.inf)
@@ -149,4 +151,13 @@ def test_joules_are_shared_out_by_rows_of_two_lengths(monkeypatch: pytest.Monkey
         power_w = LAYER_W if name == "layer" else AROUND_W
         np.testing.assert_allclose(each.both_j, power_w * each.both_s)
         if way is None:
-            assert (each.forward_j < each.both_j).all()
+            np.testing.assert_allclose(each.forward_j, power_w * each.forward_s)
+
+
+def test_joules_of_forwards_that_wait_for_the_host_are_all_shared_out(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(Machine, "waits", 1.5)
+    ways, _ = measured(monkeypatch, set(), 1.0)
+    layer = ways["layer", None]
+    np.testing.assert_allclose(layer.forward_j, 1.5 * LAYER_W * layer.forward_s)
