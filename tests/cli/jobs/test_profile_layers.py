@@ -162,26 +162,6 @@ def test_what_is_there_of_another_profile_is_refused_before_any_job(
     assert not jobs.words
 
 
-def test_a_row_that_cannot_be_right_is_named_and_may_be_measured_again(
-    tmp_path: Path, jobs: Jobs
-) -> None:
-    options = ("--tensor-parallel", "1", "--microbatch-size", "1,2")
-    assert profile(tmp_path, *options, gpus=1)[0] == 0
-    path = tmp_path / "layers.json"
-    known = read_layers(path)
-    slow = replace(MEASURE, forward_s=9 * MEASURE.forward_s)
-    held_up = {**known.measures, Sizes(1, 2): {"layer": slow}}
-    path.write_text(layers_text(replace(known, measures=held_up, gpu="a GPU")))
-    told = profile(tmp_path, *options, gpus=1)[1]
-    assert "layer at microbatch 2 takes 3.7 times as long as at microbatch 1" in told
-    assert "take all its rows out" in told
-    rows = {sizes: row for sizes, row in known.measures.items() if sizes != Sizes(1, 2)}
-    path.write_text(layers_text(replace(known, measures=rows)))
-    told = profile(tmp_path, *options, gpus=1)[1]
-    assert "times as long" not in told
-    assert read_layers(path).measures.keys() == known.measures.keys()
-
-
 @pytest.mark.parametrize(
     ("options", "said"),
     [
