@@ -47,6 +47,12 @@ def start_child(
     )
 
 
+def ignore_signals_of_ranks() -> None:
+    """Ignore what batch systems send to all of a job's processes, and mean its ranks."""
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(number, signal.SIG_IGN)
+
+
 def end_with_parent(parent: int, number: signal.Signals) -> None:
     """Get a signal when the parent ends, or end now if it is gone; only Linux has the signal."""
     with contextlib.suppress(OSError, AttributeError):

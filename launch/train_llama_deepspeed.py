@@ -23,7 +23,7 @@ from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.integrations.deepspeed import end_training, initialize
 from envpipe_megatron.integrations.huggingface import split_model
 from envpipe_megatron.integrations.huggingface.deepspeed_stages import pipeline_module
-from envpipe_megatron.integrations.options import RECONFIGURES, SCHEDULINGS, TYPES
+from envpipe_megatron.runtime.job.options import OPTIONS
 
 #: Layers, hidden size, heads, groups of them, inner size, words.
 SIZES = {
@@ -79,9 +79,9 @@ def parse() -> argparse.Namespace:
     envpipe = parser.add_argument_group(
         "EnvPipe", 'Each goes before what the block "envpipe" of the DeepSpeed configuration says.'
     )
-    envpipe.add_argument("--type", choices=TYPES)
-    envpipe.add_argument("--scheduling", choices=SCHEDULINGS)
-    envpipe.add_argument("--reconfig", choices=RECONFIGURES)
+    envpipe.add_argument("--type", choices=OPTIONS["type"].flag["choices"])
+    envpipe.add_argument("--scheduling", choices=OPTIONS["scheduling"].flag["choices"])
+    envpipe.add_argument("--reconfig", choices=OPTIONS["reconfigure"].flag["choices"])
     envpipe.add_argument(
         "--output", metavar="DIR", help="For profile, plan, energy log and summary."
     )

@@ -12,8 +12,7 @@ from benchmarks.online.pipelines import Pipelines
 from benchmarks.online.runs import run_job
 from envpipe_megatron.formats.energy import Phase
 from envpipe_megatron.gpu.presets import load_preset
-from envpipe_megatron.policies.request import PlanRequest
-from envpipe_megatron.runtime.job.config import SessionConfig
+from envpipe_megatron.runtime.job.options import JobOptions
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 CURVE = {1200: (0.10, 40.0), 1000: (0.11, 34.0), 800: (0.13, 31.0)}
@@ -54,30 +53,22 @@ def backwards_slowly(schedule, profile):
     return np.where(schedule.is_backward, lowest, highest)
 
 
-class WholeIterations:
-    """Looks at three clocks, each in an iteration of its own."""
-
-    def __init__(self, own):
-        self._own, self._places = own, [-4, -8, -12]
-
-    def next(self, store):
-        if not self._places:
-            return None
-        clock_mhz = int(store.clocks_mhz[self._places.pop(0)])
-        clocks_mhz = np.full(self._own.is_backward.shape, clock_mhz)
-        return Look(Clocked(self._own, clocks_mhz), iterations=1, note=f"at {clock_mhz} MHz")
+def whole_iterations(own, store):
+    """Look at three clocks, each in an iteration of its own."""
+    for place in (-4, -8, -12):
+        clock_mhz = int(store.clocks_mhz[place])
+        clocks_mhz = np.full(own.is_backward.shape, clock_mhz)
+        yield Look(Clocked(own, clocks_mhz), iterations=1, note=f"at {clock_mhz} MHz")
 
 
-class AtNoClock(WholeIterations):
-    """Looks at a clock that is half of another."""
-
-    def next(self, store):
-        look = super().next(store)
-        return replace(look, clocked=Clocked(self._own, look.clocked.frequency_mhz // 2))
+def at_no_clock(own, store):
+    """Look at a clock that is half of another."""
+    for look in whole_iterations(own, store):
+        yield replace(look, clocked=Clocked(own, look.clocked.frequency_mhz // 2))
 
 
-def of_another_order(own):
-    return WholeIterations(one_more(own, own))
+def of_another_order(own, store):
+    return whole_iterations(one_more(own, own), store)
 '''
 ENTRY_POINTS = """
 [envpipe_megatron.schedules]
@@ -175,12 +166,11 @@ def test_new_names_are_planned_with_simulated_and_drawn(command, tmp_path):
 def test_a_job_takes_both_names(command):
     program = """
 import argparse
-from envpipe_megatron.integrations.options import add_arguments
-from envpipe_megatron.integrations.reading import read_options
+from envpipe_megatron.integrations.options import add_arguments, read_options
 parser = argparse.ArgumentParser()
 add_arguments(parser.add_argument_group("envpipe"))
 given = parser.parse_args()
-print(read_options(given, {}, num_stages=3, on_gpu=True).request(4))
+print(read_options(given, {}, num_stages=3, on_gpu=True).request())
 """
     arguments = ["--envpipe-type", "backwards-slowly", "--envpipe-scheduling", "in-pairs"]
     done = command(program, *arguments)
@@ -217,13 +207,13 @@ def run_probed(monkeypatch, folder, probes, iterations=40):
         return inner(self, orders)
 
     monkeypatch.setattr(Pipelines, "run", watched)
-    config = SessionConfig(PlanRequest(12, policy="optimal"), closed_loop=True)
+    config = JobOptions(num_microbatches=12, type="optimal", scheduling="1f1b", baseline_steps=3)
     preset = load_preset("a100-sxm")
     return run_job(config, preset, [0.03, 0.03, 0.036], iterations=iterations), clocks_mhz
 
 
 def test_a_probe_looks_at_other_clocks_and_the_job_saves(monkeypatch, tmp_path):
-    ran, clocks_mhz = run_probed(monkeypatch, tmp_path, "mine = mine:WholeIterations")
+    ran, clocks_mhz = run_probed(monkeypatch, tmp_path, "mine = mine:whole_iterations")
     assert clocks_mhz[Phase.PROFILE] == {1230, 990, 750}
     assert "at 990 MHz" in [text for _, text in ran.said]
     assert ran.job[-1].phase == Phase.STEADY
@@ -235,8 +225,8 @@ def test_a_probe_looks_at_other_clocks_and_the_job_saves(monkeypatch, tmp_path):
     ("probes", "why"),
     [
         ("mine = mine:not_there", "'mine' of envpipe_megatron.probes cannot be imported"),
-        ("a = mine:WholeIterations\nb = mine:WholeIterations", "probes (got a, b). Remove all"),
-        ("mine = mine:AtNoClock", "clocks (MHz) that plans may not use (got 615)"),
+        ("a = mine:whole_iterations\nb = mine:whole_iterations", "probes (got a, b). Remove all"),
+        ("mine = mine:at_no_clock", "clocks (MHz) that plans may not use (got 615)"),
         ("mine = mine:of_another_order", "Look at '1f1b', with clocks of shape (3, 24)"),
     ],
 )

@@ -304,14 +304,15 @@ def run_plan(rank: int, root: Path, dwell_s: float) -> Cost:
     import plain_stages  # type: ignore[import-not-found]  # of tests/
 
     from benchmarks.planner.workloads import TIME_AT_MAX_S
-    from envpipe_megatron.runtime.job.session import SessionConfig
+    from envpipe_megatron.runtime.job.options import JobOptions
 
-    config = SessionConfig(
-        PlanRequest(_MICROBATCHES),
-        warmup_iterations=1,
-        profile_file=root / "profile.csv",
-        plan_file=root / "plan.json",
-        min_dwell_s=dwell_s,
+    config = JobOptions(
+        num_microbatches=_MICROBATCHES,
+        type="baseline",
+        baseline_steps=1,
+        profile=root / "profile.csv",
+        plan=root / "plan.json",
+        min_dwell_ms=1000.0 * dwell_s,
     )
     session, gpu = plain_stages.session(
         rank, config, root, preset=PRESET, time_at_max_s=TIME_AT_MAX_S

@@ -11,7 +11,7 @@ from pathlib import Path
 from benchmarks.figures.experiments import BASELINE, Job, Setting
 from envpipe_megatron.core.plan import Plan
 from envpipe_megatron.formats.energy_sums import EnergySums
-from envpipe_megatron.runtime.job.session import SessionState
+from envpipe_megatron.runtime.job.parts import SessionState
 
 #: A back end that changes no clock, and the name of none.
 DRY_RUN, NO_CONTROL = "dry_run", "none"

@@ -13,6 +13,7 @@ from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -39,16 +40,15 @@ from envpipe_megatron.formats.energy import Phase
 from envpipe_megatron.gpu.base import Gpu
 from envpipe_megatron.gpu.devices import uid_of_cuda_device
 from envpipe_megatron.gpu.emulated.emulated_gpu import EmulatedGpu
-from envpipe_megatron.policies.request import PlanRequest
 from envpipe_megatron.runtime.channel.carrier import StageSpecs, TensorSpec
 from envpipe_megatron.runtime.channel.collectives import make_collectives
 from envpipe_megatron.runtime.channel.links import make_channel
 from envpipe_megatron.runtime.clocks.rank_clock import open_rank_gpu
 from envpipe_megatron.runtime.execution.emulated_executor import EmulatedExecutor
 from envpipe_megatron.runtime.execution.executor import CudaExecutor, Executor
-from envpipe_megatron.runtime.job.session import Session, SessionConfig
+from envpipe_megatron.runtime.job.options import JobOptions
+from envpipe_megatron.runtime.job.session import Session
 from envpipe_megatron.trials.ranks import emit, report_to_command
-from envpipe_megatron.tuning.probes.sweep import ProfilerSettings
 
 _TIMEOUT = timedelta(seconds=120)
 #: How long an emulated clock is measured, s: ten looks of the meter, which looks 20 times a second.
@@ -244,18 +244,16 @@ class Run:
             return self._executor
 
         return Session(
-            SessionConfig(
-                PlanRequest(
-                    num_microbatches=request.job.num_microbatches,
-                    schedule=setting.scheduling,
-                    policy=setting.type,
-                    reconfigure=setting.reconfigure,
-                ),
-                warmup_iterations=WARMUP_ITERATIONS,
-                profiler=self._profiler(),
-                profile_file=self.profile_file,
-                output_dir=self.folder,
-                gpu_preset=str(self._preset()) if emulated else None,
+            JobOptions(
+                num_microbatches=request.job.num_microbatches,
+                type=setting.type,
+                scheduling=setting.scheduling,
+                reconfigure=setting.reconfigure,
+                baseline_steps=WARMUP_ITERATIONS,
+                **self._profiler(),
+                profile=self.profile_file,
+                output=self.folder,
+                gpu=str(self._preset()) if emulated else None,
                 labels={"run": request.key, "emulated": emulated is not None},
             ),
             gpu,
@@ -265,11 +263,10 @@ class Run:
             say=lambda text: emit("say", text=text),
         )
 
-    def _profiler(self) -> ProfilerSettings:
-        if self.request.emulated is None:
-            return ProfilerSettings()
+    def _profiler(self) -> dict[str, Any]:
         # Emulated units take the same time whenever they run.
-        return ProfilerSettings(1, 2, _PROFILE_WINDOW_S)
+        quick = {"profile_steps": 2, "window_s": _PROFILE_WINDOW_S}
+        return {} if self.request.emulated is None else quick
 
     def _any_input(self) -> torch.Tensor:
         rank, samples = self.rank, self.request.job.microbatch_size

@@ -38,11 +38,11 @@ from envpipe_megatron.core.schedule import Schedule
 from envpipe_megatron.gpu.base import FORBID_VARIABLE
 from envpipe_megatron.gpu.presets import load_preset
 from envpipe_megatron.integrations.megatron.core import ForwardBackward
-from envpipe_megatron.policies.request import PlanRequest
 from envpipe_megatron.runtime.channel.collectives import all_pipelines, make_collectives
 from envpipe_megatron.runtime.channel.links import make_channel
 from envpipe_megatron.runtime.execution.executor import CudaExecutor, Executor
-from envpipe_megatron.runtime.job.session import Session, SessionConfig
+from envpipe_megatron.runtime.job.options import JobOptions
+from envpipe_megatron.runtime.job.session import Session
 from envpipe_megatron.trials.model import forward_step
 
 VOCABULARY = 32000
@@ -132,12 +132,15 @@ class Bench:
         with tempfile.TemporaryDirectory() as folder:
             profile_file, plan_file = write_unmeasured_plan(schedule, Path(folder))
             session = Session(
-                SessionConfig(
-                    PlanRequest(self.options["num_microbatches"], policy="envelope"),
-                    warmup_iterations=1,
-                    profile_file=profile_file,
-                    splits=True,
-                    plan_file=plan_file,
+                JobOptions(
+                    num_microbatches=self.options["num_microbatches"],
+                    type="envelope",
+                    scheduling="1f1b",
+                    reconfigure="default",
+                    baseline_steps=1,
+                    profile=profile_file,
+                    why_whole="",
+                    plan=plan_file,
                 ),
                 NullGpu(load_preset(PRESET).supported_frequencies_mhz),
                 lambda settle: self.make_executor(),

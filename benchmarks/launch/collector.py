@@ -12,6 +12,7 @@ line takes from the file to the sums and back, and whether the total is that of 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import logging
 import math
@@ -151,13 +152,34 @@ class _Counter(logging.Handler):
         _Counter.count += 1
 
 
+class _Watched(Uplink):
+    """One that says when it knows more."""
+
+    def __init__(self, log: NodeLog) -> None:
+        self._more = asyncio.Event()
+        super().__init__(log)
+
+    def __setattr__(self, name: str, value: object) -> None:
+        super().__setattr__(name, value)
+        if name == "known_bytes":
+            self._more.set()
+
+    async def all_known(self, timeout_s: float) -> None:
+        """Wait until the collector has the whole log, for a time."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                while not self.knows_all():
+                    self._more.clear()
+                    await self._more.wait()
+
+
 class _Agent:
     def __init__(self, folder: Path, index: int, load: Load) -> None:
         self._load = load
         self._index = index
         self._random = random.Random(index)
         self._log = NodeLog(folder, f"node{index}")
-        self._uplink = Uplink(self._log)
+        self._uplink = _Watched(self._log)
         self._log.grown = self._uplink.grown
         self.total_j = 0.0
         self.latencies_s: list[float] = []

@@ -238,9 +238,9 @@ def random_orders(
         source = random.Random(seed)
         clocks = sorted(job.gpu.supported_frequencies_mhz)
         while True:
-            if job.config.request.num_chunks > 1:
+            if job.options.num_chunks > 1:
                 schedule, extra = random_interleaved(
-                    source, job.num_stages, job.num_microbatches, job.config.request.num_chunks
+                    source, job.num_stages, job.num_microbatches, job.options.num_chunks
                 )
                 schedule = stirred(source, schedule)
             else:

@@ -24,7 +24,7 @@ from benchmarks.models.configs import NAMES, batches, config_of, length_of
 from envpipe_megatron.integrations.deepspeed import end_training, initialize
 from envpipe_megatron.integrations.huggingface import split_model
 from envpipe_megatron.integrations.huggingface.deepspeed_stages import pipeline_module
-from envpipe_megatron.integrations.options import RECONFIGURES, SCHEDULINGS, TYPES
+from envpipe_megatron.runtime.job.options import OPTIONS
 
 
 def deepspeed_config(microbatch_size: int, num_microbatches: int, precision: str) -> dict[str, Any]:
@@ -54,9 +54,15 @@ def deepspeed_config(microbatch_size: int, num_microbatches: int, precision: str
 @click.option("--num-stages", type=int, help="Default: as many as processes.")
 @click.option("--cut", default="parameters", show_default=True, help="Or time:FILE, energy:FILE.")
 @click.option("--precision", type=click.Choice(["bf16", "fp32"]), help="Default: bf16 on GPUs.")
-@click.option("--type", "kind", type=click.Choice(TYPES), default="envelope", show_default=True)
-@click.option("--scheduling", type=click.Choice(SCHEDULINGS))
-@click.option("--reconfig", type=click.Choice(RECONFIGURES))
+@click.option(
+    "--type",
+    "kind",
+    type=click.Choice(OPTIONS["type"].flag["choices"]),
+    default="envelope",
+    show_default=True,
+)
+@click.option("--scheduling", type=click.Choice(OPTIONS["scheduling"].flag["choices"]))
+@click.option("--reconfig", type=click.Choice(OPTIONS["reconfigure"].flag["choices"]))
 @click.option("--output", help="Folder for profile, plan, energy log and summary.")
 def main(
     name: str,

@@ -28,8 +28,7 @@ from benchmarks.online.runs import FAULTS, restarts, run_job, scripted
 from benchmarks.outputs import leave, make_console, make_table, output_option
 from envpipe_megatron.formats.energy import Phase
 from envpipe_megatron.gpu.presets import load_preset
-from envpipe_megatron.policies.request import PlanRequest
-from envpipe_megatron.runtime.job.config import SessionConfig
+from envpipe_megatron.runtime.job.options import JobOptions
 from envpipe_megatron.tuning import controller, judge, parking, replicas
 from envpipe_megatron.tuning.commands import Window
 from envpipe_megatron.tuning.controller import Controller
@@ -50,19 +49,19 @@ VARIANTS: dict[str, tuple[Any, str, Any]] = {
     "probe: no clock below the valley": (slack, "_BELOW_VALLEY", 0),
     "probe: as few units as there can be": (slack, "_ENOUGH_S", 0.01),
     "probe: no slack is used": (slack._within_slack, "(slack_s + allowed_s >=", "(-np.inf >"),
-    "probe: only in slack": (slack.SlackProbe.next, "= self._at_cost and", "= False and"),
+    "probe: only in slack": (slack.slack_probe, "=at_cost and", "=False and"),
     "probe: again at cost too": (Controller._look_again, "at_cost=False", "at_cost=True"),
     "looks: only after a drift": (controller, "_LOOKS_AT_TOP", _NEVER),
     "looks: always as often": (controller, "_SELDOM", 2),
     "looks: no unit is lifted": (slack.lifted, "if there.size:", "if False:"),
     "upset: never": (judge, "_UPSETS", _NEVER),
     "upset: not looked at again": (Controller._look_again, "self._store.forget", "return "),
-    "window: 8 iterations": (Controller._plan_command, "WINDOW, settle", "8, settle"),
+    "window: 8 iterations": (Controller._run_plan, "WINDOW, settle", "8, settle"),
     "baseline: never again": (controller, "BASELINE_EVERY", _NEVER),
     "baseline: one iteration": (controller, "BASELINE_ITERATIONS", 1),
     "corrections: none": (controller, "_MOST_CORRECTIONS", 0),
     "corrections: one": (controller, "_MOST_CORRECTIONS", 1),
-    "corrections: no other price": (Controller._correct, "self._a", "better and self._a"),
+    "corrections: no other price": (Controller._correct, "if not better:", "if False:"),
     "plans: only the faster one is tried": (Planner.begin, "faster, factor]", "faster]"),
     "parking: none": (parking.parked, "if not change_s:", "if True:"),
     "harm: never seen": (Judge.harmed, "return True", "return False"),
@@ -101,10 +100,14 @@ VARIANTS: dict[str, tuple[Any, str, Any]] = {
     "replicas: none follows": (Followers.follow, "room < 1 + self._differ", "room > 0"),
     "replicas: noise tells them apart": (replicas, "_SURELY", 0.0),
     "replicas: the slowest is as others": (Followers.compare, "factor.max()", "factor[self.usual]"),
-    "replicas: one is measured": (Controller._learn_usual, "replicas,", "[self._followers.usual],"),
+    "replicas: one is measured": (
+        Controller._learn_usual,
+        "replicas, _FADES",
+        "replicas[:1], _FADES",
+    ),
 }
 
-_CONFIG = SessionConfig(PlanRequest(12, schedule="auto", policy="optimal"), closed_loop=True)
+_CONFIG = JobOptions(num_microbatches=12, baseline_steps=3)
 #: Iterations of a job; those between which faults last, and after which it is steady.
 _ITERATIONS, _FAULT, _OVER, _FOUND_OUT, _STEADY = 150, 50, 105, 10, 44
 MEASURES = ("energy (points)", "slowest (%)", "lost (iterations)")

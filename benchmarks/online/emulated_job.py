@@ -4,9 +4,8 @@ Each rank is a thread that runs `run_phases`; one of them runs at a time, and on
 iterations. The iterations themselves are worked out unit by unit on the emulated GPUs' own state,
 so that clocks come late, waits cost their power and counters refresh as for a real rank.
 
-    request = PlanRequest(24, schedule="auto", policy="optimal")
     pipelines = Pipelines(load_preset("a100-sxm"), [0.03] * 4)
-    with EmulatedJob(pipelines, SessionConfig(request, closed_loop=True)) as job:
+    with EmulatedJob(pipelines, JobOptions(num_microbatches=24)) as job:
         iterations = job.run(100)
 """
 
@@ -26,10 +25,10 @@ from envpipe_megatron.core.orders.builders import framework_order
 from envpipe_megatron.core.schedule import Schedule
 from envpipe_megatron.runtime.channel.collectives import Collectives, tree_groups
 from envpipe_megatron.runtime.execution.orders import IterationOrder
-from envpipe_megatron.runtime.job.config import SessionConfig
+from envpipe_megatron.runtime.job.options import JobOptions
 from envpipe_megatron.runtime.job.parts import PhaseParts, SessionState
 from envpipe_megatron.runtime.job.phases import run_phases
-from envpipe_megatron.runtime.job.restarts.folder import JobFolder
+from envpipe_megatron.runtime.job.restarts import JobFolder
 from envpipe_megatron.runtime.memory.peak import JobMemory
 from envpipe_megatron.tuning.background import Background
 
@@ -116,7 +115,7 @@ class EmulatedJob:
     def __init__(
         self,
         pipelines: Pipelines,
-        config: SessionConfig,
+        config: JobOptions,
         own_order: Schedule | None = None,
         *,
         late: Sequence[int] = (0,),
@@ -200,7 +199,7 @@ class EmulatedJob:
         replica: int,
         stage: int,
         collectives: Collectives,
-        config: SessionConfig,
+        config: JobOptions,
         own_order: Schedule | None,
     ) -> PhaseParts:
         gpu = self.pipelines.gpus[replica][stage]
@@ -208,8 +207,7 @@ class EmulatedJob:
         def said(text: str) -> None:
             self.said.append((self.pipelines.begun, text))
 
-        asked = config.request
-        counts = asked.num_microbatches, asked.num_chunks, asked.group_size
+        counts = config.num_microbatches, config.num_chunks, config.group_size
         own = framework_order(self._stages, *counts)
         rooms = chain(self._rooms, repeat(self._rooms[-1]))
         late = chain(self._late, repeat(self._late[-1]))
@@ -223,8 +221,8 @@ class EmulatedJob:
             receive=_nothing,
             end_step=_nothing,
         )
-        folder = JobFolder(config.output_dir, collectives)
-        folder.resume(config, self._stages, channel, gpu)  # type: ignore[arg-type]
+        folder = JobFolder(config.output, collectives)
+        folder.resume(config, self._stages, gpu)  # type: ignore[arg-type]
         executor = SimpleNamespace(
             now_s=lambda: gpu.state.end_s,
             wait_for_messages=_nothing,
@@ -232,28 +230,25 @@ class EmulatedJob:
         )
         message = SimpleNamespace(make=_nothing)
         parts = PhaseParts(
-            config=config,
+            options=config,
             state=SessionState(),
             folder=folder,
             batch="",
             stage=stage,
             num_stages=self._stages,
-            num_microbatches=config.request.num_microbatches,
             specs=SimpleNamespace(sends=dict.fromkeys(Kind, message)),  # type: ignore[arg-type]
             own_order=own_order,
             gpu=gpu,  # type: ignore[arg-type]
             channel=channel,  # type: ignore[arg-type]
             executor=executor,
             clock=SimpleNamespace(  # type: ignore[arg-type]
-                request=lambda mhz, after: gpu.request(mhz), error=None
+                request=lambda mhz, after: gpu.request(mhz), problems=tuple, error=None
             ),
-            problems=tuple,
             meter=VirtualMeter(gpu),
             energy=SimpleNamespace(baselines={}),  # type: ignore[arg-type]
             collectives=collectives,
             memory=JobMemory(None, stage, collectives, said),
             say=said if collectives.is_planner else _nothing,
-            print_grid=_nothing,
             background=lambda: Immediate(next(backgrounds)),
         )
         if collectives.is_planner:

@@ -35,24 +35,22 @@ from benchmarks.outputs import leave, make_console, make_table, memory_mib, outp
 from envpipe_megatron.core.profile_rows import MEASURED_SPLIT
 from envpipe_megatron.formats.energy import Phase
 from envpipe_megatron.gpu.presets import load_preset
-from envpipe_megatron.policies.objective import Goal, Objective
-from envpipe_megatron.policies.request import PlanRequest
-from envpipe_megatron.runtime.job.config import SessionConfig
+from envpipe_megatron.policies.objective import Goal
+from envpipe_megatron.runtime.job.options import JobOptions
 
 PARTS = ("costs", "faults", "trouble", "noise", "chunks", "long")
 PRESETS = ("a100-sxm", "a40")
 MICROBATCHES = 24
 FORWARD_S = 0.03
-_OPTIMAL = PlanRequest(MICROBATCHES, schedule="auto", policy="optimal")
-_SHORTEST = replace(_OPTIMAL, objective=Objective(Goal.TIME))
-_BALANCED = PlanRequest(MICROBATCHES, schedule="envpipe", policy="envelope", reconfigure="balanced")
+_OPTIMAL = JobOptions(num_microbatches=MICROBATCHES, baseline_steps=3)
+_SHORTEST = replace(_OPTIMAL, objective=Goal.TIME)
 #: How a job comes to its plan.
 WAYS = {
-    "closed loop": SessionConfig(_OPTIMAL, closed_loop=True),
-    "closed loop, split": SessionConfig(_OPTIMAL, closed_loop=True, splits=True),
-    "order only": SessionConfig(_SHORTEST, closed_loop=True, splits=True),
-    "sweep, optimal": SessionConfig(_OPTIMAL),
-    "sweep, balanced": SessionConfig(_BALANCED),
+    "closed loop": _OPTIMAL,
+    "closed loop, split": replace(_OPTIMAL, why_whole=""),
+    "order only": replace(_SHORTEST, why_whole=""),
+    "sweep, optimal": replace(_OPTIMAL, sweep=True),
+    "sweep, balanced": JobOptions(num_microbatches=MICROBATCHES, type="envelope", baseline_steps=3),
 }
 #: A sweep takes so long, and the loop is steady before.
 _ITERATIONS = 200
@@ -69,7 +67,7 @@ _HICCUPS, _MANY, _NOISY = (0.0, 0.01, 0.05), 16, 160
 _CHUNKS_ITERATIONS, _CHUNKS_STEADY, _CHUNKS_FORWARD_S = 110, 70, 0.12
 _CHUNKED = {"even": (1.0, 1.0, 1.0, 1.0), "uneven": (1.0, 1.05, 1.0, 1.15)}
 #: Of `long`: the GPU's state changes after so many iterations.
-CONFIG = SessionConfig(PlanRequest(8, schedule="auto", policy="optimal"), closed_loop=True)
+CONFIG = JobOptions(num_microbatches=8, baseline_steps=3)
 STAGES, _CHANGES_EVERY = 4, 250
 
 
@@ -86,7 +84,7 @@ def cost_rows(stages: Sequence[int], replicas: Sequence[int]) -> Iterator[dict[s
             for even in (True, False):
                 forward_s = forward_times_s(count, even=even)
                 best = {
-                    splits: best_saving(preset, forward_s, replace(_OPTIMAL, split=split))
+                    splits: best_saving(preset, forward_s, replace(_OPTIMAL.request(), split=split))
                     for splits, split in ((False, None), (True, MEASURED_SPLIT))
                 }
                 for number in replicas:
@@ -107,7 +105,7 @@ def cost_rows(stages: Sequence[int], replicas: Sequence[int]) -> Iterator[dict[s
                             * ran.slower(ran.profiled, _ITERATIONS),
                             "saved in steady (%)": 100 * ran.saved(steady, steady + _STEADY),
                             "less time (%)": -100 * ran.longer(steady, steady + _STEADY),
-                            "best (%)": 100 * best[config.splits],
+                            "best (%)": 100 * best[not config.why_whole],
                         }
 
 
@@ -119,7 +117,7 @@ def fault_rows() -> Iterator[dict[str, Any]]:
         faults = scripted(kind, _FAULT, _OVER, 4, number)
         during = range(_FAULT + _FOUND_OUT, _OVER)
         best = best_saving(
-            preset, forward_s, _OPTIMAL, replicas=number, faults=faults, iterations=during
+            preset, forward_s, _OPTIMAL.request(), replicas=number, faults=faults, iterations=during
         )
         ran = run_job(
             WAYS["closed loop"],
@@ -199,8 +197,12 @@ def chunk_rows(gpu: str) -> Iterator[dict[str, Any]]:
             own = "1f1b" if chunks == 1 else "interleaved"
             forward_s = [_CHUNKS_FORWARD_S * share / chunks for share in shares]
             for schedule, splits in ((own, False), ("auto", False), ("auto", True)):
-                request = PlanRequest(MICROBATCHES, schedule, "optimal", num_chunks=chunks)
-                config = SessionConfig(request, closed_loop=True, splits=splits)
+                config = replace(
+                    _OPTIMAL,
+                    scheduling=schedule,
+                    num_chunks=chunks,
+                    why_whole="" if splits else "whole",
+                )
                 ran = run_job(config, load_preset(gpu), forward_s, iterations=_CHUNKS_ITERATIONS)
                 own_s = ran.own[-1].time_s
                 one_chunk_s = one_chunk_s or own_s
@@ -224,7 +226,7 @@ def footprints(iterations: int, every: int) -> Iterator[dict[str, Any]]:
     )
     with (
         TemporaryDirectory() as folder,
-        EmulatedJob(pipelines, replace(CONFIG, output_dir=Path(folder))) as job,
+        EmulatedJob(pipelines, replace(CONFIG, output=Path(folder))) as job,
     ):
         while pipelines.begun < iterations:
             job.run(every)

@@ -25,7 +25,7 @@ from envpipe_megatron.gpu.presets import GpuPreset, load_preset, override_for, s
 from envpipe_megatron.policies.planner import make_plan
 from envpipe_megatron.policies.request import PlanRequest
 from envpipe_megatron.runtime.execution.orders import constant_order
-from envpipe_megatron.runtime.job.config import SessionConfig
+from envpipe_megatron.runtime.job.options import JobOptions
 
 BACKWARD_RATIO = 2.0
 
@@ -84,7 +84,7 @@ class Ran:
 
 
 def run_job(
-    config: SessionConfig,
+    config: JobOptions,
     preset: GpuPreset,
     forward_s: Sequence[float],
     *,
@@ -115,7 +115,7 @@ def run_job(
     said: list[tuple[int, str]] = []
     with TemporaryDirectory(ignore_cleanup_errors=True) as folder:  # ranks end a little later
         if starts_again:
-            config = replace(config, output_dir=Path(folder), fingerprint={})
+            config = replace(config, output=Path(folder), fingerprint={})
         for first, after in pairwise((0, *starts_again, iterations)):
             with EmulatedJob(controlled, config, **trouble) as job:
                 job.run(after - first)
@@ -123,8 +123,7 @@ def run_job(
             assert job.planner is not None
             notes = job.planner.state.notes
     own, top = pipelines(), preset.max_frequency_mhz
-    asked = config.request
-    counts = asked.num_microbatches, asked.num_chunks, asked.group_size
+    counts = config.num_microbatches, config.num_chunks, config.group_size
     order = framework_order(len(forward_s), *counts)
     for _ in range(iterations):
         own.run([constant_order(Phase.BASELINE, order, top, top)] * replicas)

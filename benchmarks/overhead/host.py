@@ -26,7 +26,6 @@ from envpipe_megatron.formats.energy import Phase
 from envpipe_megatron.formats.steps import StepEnergy, step_sums
 from envpipe_megatron.gpu.emulated.emulated_gpu import EmulatedGpu
 from envpipe_megatron.gpu.presets import load_preset
-from envpipe_megatron.policies.request import PlanRequest
 from envpipe_megatron.runtime.channel.carrier import StageSpecs, TensorSpec
 from envpipe_megatron.runtime.channel.collectives import SUM, make_collectives
 from envpipe_megatron.runtime.channel.links import make_channel
@@ -41,8 +40,7 @@ from envpipe_megatron.runtime.execution.executor import (
 )
 from envpipe_megatron.runtime.execution.orders import IterationOrder
 from envpipe_megatron.runtime.execution.stage_run import StageRun
-from envpipe_megatron.runtime.job.session import SessionConfig
-from envpipe_megatron.tuning.probes.sweep import ProfilerSettings
+from envpipe_megatron.runtime.job.options import JobOptions
 
 MICROBATCHES = 32
 WARM_UP = 3
@@ -221,11 +219,15 @@ def leave_logs(rank: int, root: Path) -> tuple[dict[str, int], float]:
     output = root / "run"
     session, _ = plain_stages.session(
         rank,
-        SessionConfig(
-            PlanRequest(LOGGED_MICROBATCHES, "envpipe", "envelope"),
-            warmup_iterations=1,
-            profiler=ProfilerSettings(1, 1, min_window_s=0.3),
-            output_dir=output,
+        JobOptions(
+            num_microbatches=LOGGED_MICROBATCHES,
+            type="envelope",
+            scheduling="envpipe",
+            reconfigure="default",
+            baseline_steps=1,
+            profile_steps=1,
+            window_s=0.3,
+            output=output,
         ),
         root,
         time_at_max_s={Kind.FORWARD: 0.05, Kind.BACKWARD: 0.1},

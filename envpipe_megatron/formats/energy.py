@@ -11,7 +11,7 @@
 ```
 
 Instants are on the GPU's time base, which for real GPUs is the node's monotonic clock: they compare
-within a node alone. The three times add up to the duration: units, waits in receives, and the rest
+within a node only. The three times add up to the duration: units, waits in receives, and the rest
 (optimizer, data, the wait for the slowest stage; all of phase `framework`, which is steps that the
 framework ran by itself, of `plan`, which is what lies between other phases, and of `between`, which
 is what a node's agent metered outside all training: evaluations, checkpoints, restarts). Steps of a
@@ -313,7 +313,7 @@ def append_line(path: Path, entry: dict[str, Any]) -> None:
         while True:
             whole = line if _ends_a_line(descriptor, os.fstat(descriptor).st_size) else b"\n" + line
             lacking = len(whole) - os.write(descriptor, whole)
-            if lacking > 1:  # its end alone is the next writer's to add
+            if lacking > 1:  # only its end is the next writer's to add
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             begin = os.lseek(descriptor, 0, os.SEEK_CUR) + lacking - len(line)
             if _ends_a_line(descriptor, begin):

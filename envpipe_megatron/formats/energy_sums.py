@@ -44,6 +44,7 @@ class EnergySums:
         shares_s: GPU-seconds of `SHARES`.
         steps: those that were repeated after a restart as often as they ran.
         last: the last window, for the names in it; None of a sum over sums.
+        baseline: the mean of those of one GPU's steps.
         step_s: mean step times of the windows of one GPU.
         compared: steps of one GPU whose baseline is known.
     """
@@ -56,6 +57,7 @@ class EnergySums:
     shares_s: tuple[float, ...] = _NO_TIME_S
     steps: int = 0
     last: EnergyWindow | None = field(default=None, compare=False)
+    baseline: StepEnergy | None = field(default=None, compare=False)
     step_s: RunningMean = field(default_factory=RunningMean, compare=False)
     compared: ComparedSteps = field(default_factory=ComparedSteps, compare=False)
 
@@ -71,16 +73,37 @@ class EnergySums:
         self.duration_s += window.duration_s
         mine, new = self.shares_s, window.shares_s or _UNKNOWN_S
         self.shares_s = mine[0] + new[0], mine[1] + new[1], mine[2] + new[2]
-        if count := window.steps:
-            self.steps += count
-            self.step_s.add(window.duration_s / count)
-            if window.baseline is not None:
-                measured = window.duration_s, window.energy_j, uncertainty_j
-                self.compared.add(window.baseline, count, *measured)
+        if not (count := window.steps):
+            return
+        if window.baseline is not None:
+            self.baseline = _mean(self.steps, self.baseline, count, window.baseline)
+            measured = window.duration_s, window.energy_j, uncertainty_j
+            self.compared.add(window.baseline, count, *measured)
+        self.steps += count
+        self.step_s.add(window.duration_s / count)
 
     def __copy__(self) -> EnergySums:
         """Return sums that stay as these are now."""
         return replace(self, step_s=copy.copy(self.step_s), compared=copy.copy(self.compared))
+
+    def window(self, begin_s: float, first_iteration: int | None) -> EnergyWindow:
+        """Return all of one GPU and phase as one window, from that instant and iteration on."""
+        assert self.last is not None
+        error_j, shares_s = self.energy_uncertainty_j, self.known_shares_s
+        place: dict[str, Any] = {}
+        if self.steps:
+            first = first_iteration or 0
+            place = {"first_iteration": first, "last_iteration": first + self.steps - 1}
+        return replace(
+            self.last,
+            energy_j=round(self.energy_j, _DIGITS),
+            energy_uncertainty_j=None if error_j is None else round(error_j, _DIGITS),
+            begin_s=begin_s,
+            duration_s=round(self.duration_s, _DIGITS),
+            shares_s=shares_s and tuple(round(share_s, _DIGITS) for share_s in shares_s),
+            baseline=self.baseline,
+            **place,
+        )
 
     @property
     def energy_uncertainty_j(self) -> float | None:
@@ -188,7 +211,9 @@ class LineSums:
         self._share, self._longest_s = share, longest_s
         self._first_s = self._begin_s = math.inf
         self._next_iteration: int | None = None
-        self._sums: dict[Hashable, EnergyWindow] = {}
+        self._sums: dict[Hashable, EnergySums] = {}
+        #: The first iteration of the span.
+        self._first: int | None = None
         #: Of spans that have ended.
         self._due: deque[EnergyWindow] = deque()
 
@@ -198,12 +223,11 @@ class LineSums:
         if window.steps and window.first_iteration != self._next_iteration:
             self._end_span()
         if not self._sums:
-            self._begin_s = begin_s
+            self._begin_s, self._first = begin_s, None
         self._first_s = min(self._first_s, begin_s)
-        alike = _labels(window)
-        known = self._sums.get(alike)
-        self._sums[alike] = window if known is None else _added(known, window)
+        self._sums.setdefault(_labels(window), EnergySums()).add(window)
         if window.steps and window.last_iteration is not None:
+            self._first = window.first_iteration if self._first is None else self._first
             self._next_iteration = window.last_iteration + 1
         end_s = begin_s + window.duration_s
         if end_s - self._begin_s >= min(self._share * (end_s - self._first_s), self._longest_s):
@@ -216,15 +240,11 @@ class LineSums:
         self._write_due()
 
     def _end_span(self) -> None:
-        iteration = None
-        for window in self._sums.values():
-            place: dict[str, Any] = {"begin_s": self._begin_s}
-            self._begin_s += window.duration_s
-            if steps := window.steps:
-                first = window.first_iteration if iteration is None else iteration
-                iteration = (first or 0) + steps
-                place |= {"first_iteration": first, "last_iteration": iteration - 1}
-            self._due.append(replace(window, **place))
+        for sums in self._sums.values():
+            self._due.append(sums.window(self._begin_s, self._first))
+            self._begin_s += self._due[-1].duration_s
+            if self._first is not None:
+                self._first += sums.steps
         self._sums = {}
 
     def _write_due(self) -> None:
@@ -234,7 +254,7 @@ class LineSums:
 
 
 def _labels(window: EnergyWindow) -> Hashable:
-    """What windows of one sum have in common."""
+    """Return a key that windows of one sum have in common."""
     return (
         window.node, window.gpu_uid, window.gpu, window.rank, window.stage, window.run,
         window.phase, window.num_ranks, window.clock_backend, window.steps > 0,
@@ -242,29 +262,10 @@ def _labels(window: EnergyWindow) -> Hashable:
     )  # fmt: skip
 
 
-def _added(known: EnergyWindow, window: EnergyWindow) -> EnergyWindow:
-    """Return both as one window."""
-    more: dict[str, Any] = {}
-    if window.steps:
-        more["last_iteration"] = (known.last_iteration or 0) + window.steps
-    if known.energy_uncertainty_j is not None and window.energy_uncertainty_j is not None:
-        error_j = math.hypot(known.energy_uncertainty_j, window.energy_uncertainty_j)
-        more["energy_uncertainty_j"] = round(error_j, _DIGITS)
-    if known.shares_s and window.shares_s:
-        parts = zip(known.shares_s, window.shares_s, strict=True)
-        more["shares_s"] = tuple(round(own + new, _DIGITS) for own, new in parts)
-    if known.baseline != window.baseline and known.baseline and window.baseline:
-        more["baseline"] = _mean(known.steps, known.baseline, window.steps, window.baseline)
-    return replace(
-        known,
-        energy_j=round(known.energy_j + window.energy_j, _DIGITS),
-        duration_s=round(known.duration_s + window.duration_s, _DIGITS),
-        **more,
-    )
-
-
-def _mean(steps: int, own: StepEnergy, more: int, other: StepEnergy) -> StepEnergy:
-    """The baseline of two windows' steps, with its errors taken for common ones, as most are."""
+def _mean(steps: int, own: StepEnergy | None, more: int, other: StepEnergy) -> StepEnergy:
+    """The baseline of both steps, with its errors taken for common ones, as most are."""
+    if own is None or own == other:
+        return other
     means: dict[str, Any] = {
         name: None if None in (a, b) else round((steps * a + more * b) / (steps + more), _DIGITS)
         for name, a, b in ((name, getattr(own, name), getattr(other, name)) for name in STEP)

@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import os
 import select
-import signal
 import socket
 import subprocess
 import sys
@@ -20,7 +19,7 @@ from contextlib import suppress
 from dataclasses import asdict, astuple
 from typing import Any
 
-from envpipe_megatron.child import start_child
+from envpipe_megatron.child import ignore_signals_of_ranks, start_child
 from envpipe_megatron.gpu.base import EnergyReading, GpuAddress, GpuError
 from envpipe_megatron.gpu.devices import open_reader
 from envpipe_megatron.gpu.guard.messages import wait_readable
@@ -115,9 +114,7 @@ def main() -> None:
     also kill it.
     """
     order = json.loads(sys.argv[1])
-    # Batch systems send these to all of a job's processes, and mean its ranks.
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
-        signal.signal(number, signal.SIG_IGN)
+    ignore_signals_of_ranks()
     gpu = open_reader(GpuAddress(**order["address"]))
     # A rank that takes nothing for minutes must not keep this process from looking.
     os.set_blocking(_RANK, False)

@@ -19,12 +19,12 @@ from typing import Any, Generic, NoReturn, TypeVar
 import torch
 
 from envpipe_megatron.errors import EnvPipeError
-from envpipe_megatron.integrations.options import Options, flag_of
-from envpipe_megatron.integrations.reading import Named, prepare_files, read_options
+from envpipe_megatron.integrations.options import Named, flag_of, prepare_files, read_options
+from envpipe_megatron.runtime.job.options import JobOptions
 
 logger = logging.getLogger(__name__)
 
-NEEDED_BY_ITERATION = 3
+_NEEDED_BY_ITERATION = 3
 #: What units cost rests on, of any Megatron's arguments: the model, its split, experts, number
 #: formats, kernels, recomputation, optimizer. Another value makes a stored profile useless.
 _SAME_JOB = (
@@ -68,17 +68,18 @@ class Hooks(Generic[T]):
         self._counts = Counter[str]()
         self._missing: set[str] = set()
         #: The options, once they are read, and the job from begin to end.
-        self.options: Options | None = None
+        self.options: JobOptions | None = None
         self.job: T | None = None
 
     def note(self, name: str) -> int:
-        """A call has reached this hook; how often calls have."""
+        """A call has reached this hook; how often calls have. In each step comes one at most."""
         self._counts[name] += 1
+        if self._counts[name] == _NEEDED_BY_ITERATION + 1:
+            self.check(_NEEDED_BY_ITERATION, *self._needed)
         return self._counts[name]
 
-    def check(self, iteration: int, *more: str) -> None:
+    def check(self, iteration: int, *needed: str) -> None:
         """Log, once a node, which hooks no call has reached by an iteration, and were needed."""
-        needed = (*self._needed, *more)
         missing = [n for n in needed if not self._counts[n] and n not in self._missing]
         self._missing.update(missing)
         if missing and _logs_here():
@@ -89,7 +90,7 @@ class Hooks(Generic[T]):
                 ", ".join(missing),
             )
 
-    def validated(self) -> Options:
+    def validated(self) -> JobOptions:
         """The options; a HookError if none were read."""
         if self.options is None:
             raise HookError(
@@ -115,7 +116,7 @@ class Hooks(Generic[T]):
         return job
 
 
-def options_of(args: argparse.Namespace, named: Named = flag_of) -> Options:
+def options_of(args: argparse.Namespace, named: Named = flag_of) -> JobOptions:
     """EnvPipe's options among Megatron's arguments, checked before anything is built.
 
     `named` is how errors name options.

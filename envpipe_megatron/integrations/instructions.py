@@ -33,8 +33,7 @@ from envpipe_megatron.integrations.framework_units import (
 from envpipe_megatron.integrations.job import JobFacts, Placement, own_gloo_group, say_line
 from envpipe_megatron.integrations.leveled import LeveledJob
 from envpipe_megatron.integrations.levels import Level, stands_against
-from envpipe_megatron.integrations.options import OF_LEVELS
-from envpipe_megatron.integrations.reading import read_settings
+from envpipe_megatron.integrations.options import OF_LEVELS, read_settings
 from envpipe_megatron.runtime.channel.carrier import StageSpecs, TensorSpec
 from envpipe_megatron.runtime.channel.collectives import of_all_ranks
 from envpipe_megatron.runtime.channel.links import timeout_of

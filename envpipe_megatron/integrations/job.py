@@ -23,13 +23,11 @@ from envpipe_megatron.core.sidecar import Sidecar
 from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.gpu.control import ChosenControl
 from envpipe_megatron.integrations.device import DeviceError, open_device
-from envpipe_megatron.integrations.levels import Level, Limit, stands_against
-from envpipe_megatron.integrations.options import Options
+from envpipe_megatron.integrations.levels import Limit, stands_against
 from envpipe_megatron.integrations.reporting import end_of_job
 from envpipe_megatron.integrations.versions import version_of
 from envpipe_megatron.policies.objective import Goal
 from envpipe_megatron.policies.orders.judged import check_own_within
-from envpipe_megatron.policies.request import PlanRequest
 from envpipe_megatron.policies.schedules import SCHEDULES
 from envpipe_megatron.runtime.channel.carrier import first_line
 from envpipe_megatron.runtime.channel.collectives import (
@@ -41,16 +39,13 @@ from envpipe_megatron.runtime.channel.collectives import (
 )
 from envpipe_megatron.runtime.channel.links import backend_of, make_channel
 from envpipe_megatron.runtime.channel.p2p import P2PChannel
-from envpipe_megatron.runtime.job.config import OWN_ORDERS
-from envpipe_megatron.runtime.job.session import Session, SessionConfig
-from envpipe_megatron.tuning.probes.sweep import ProfilerSettings
+from envpipe_megatron.runtime.job.options import OPTIONS, OWN_ORDERS, JobOptions, Level
+from envpipe_megatron.runtime.job.session import Session
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-#: What a closed loop may cost in time before clocks go up; one clock for a job, nothing.
-CLOSED_LOOP_SLOWDOWN_PERCENT = 0.5
 #: Packages whose kernels units may run, beside torch's.
 _KERNELS = ("transformer-engine", "flash-attn", "apex", "triton")
 
@@ -104,7 +99,7 @@ class JobFacts:
     Args:
         sidecar: facts for the online profile's sidecar.
         bill: see `Session.describe_job`.
-        same_job: what units cost rests on (see `SessionConfig`), but for what is known of the GPU.
+        same_job: what units cost rests on (see `JobOptions`), but for what is known of the GPU.
     """
 
     sidecar: Sidecar
@@ -134,7 +129,7 @@ class Job:
 
     def __init__(
         self,
-        options: Options,
+        options: JobOptions,
         placement: Placement,
         facts: JobFacts,
         say: Callable[[str], None],
@@ -149,24 +144,30 @@ class Job:
                 value=str(level),
                 remedy="Leave out --envpipe-profile, -profile-only and -plan.",
             )
-        if level is Level.OBSERVE:
-            options = _observing(options)
-        own = placement.own_order
+        count, num_stages = placement.num_microbatches, placement.num_stages
+        own = placement.own_order or framework_order(num_stages, count)
         if options.scheduling == "1f1b":  # the framework's own, whatever that is
             if placement.runs_units:
                 level = min(level, Level.UNITS)
-            elif own is not None:
+            else:
                 options = replace(options, scheduling=own.name)
         orders = level is Level.ORDER
+        chunks = own.num_chunks if orders else 1
         why_whole = _why_whole(options, placement, level)
         keeps_order = placement.runs_units or not orders
-        if not orders:  # what is planned for is the own order, whatever options could call it
-            options = replace(options, scheduling="1f1b", max_in_flight=None)
+        options = replace(
+            options.at(level),
+            num_microbatches=count,
+            num_chunks=chunks,
+            group_size=placement.group_size if chunks > 1 else None,
+            runs_units=placement.runs_units,
+            why_whole=why_whole,
+        )
+        if level is Level.OBSERVE and torch.cuda.is_available():  # without, a GPU is emulated
+            options = replace(options, gpu_control="none")
         if options.objective == Goal.TIME and options.scheduling in OWN_ORDERS:
             notes = (*notes, "Objective time needs another order, and this job keeps its own")
-            options = replace(options, type="baseline", objective=None)
-        one_clock = level is Level.UNIFORM and options.type != "baseline"
-        num_microbatches = placement.num_microbatches
+            options = options.measuring()
         pipeline = dist.get_process_group_ranks(placement.pipeline_group)
         require = options.require_control or (
             options.profile_only and options.gpu_control != "dry_run"
@@ -174,25 +175,17 @@ class Job:
         pipelines = all_pipelines(pipeline)
         self.collectives = self._made(require, make_collectives, pipelines, placement.timeout)
         check_same_everywhere(self.collectives, _of_all_ranks(options))
-        self.options = options
-        self._one_clock = one_clock
-        slowdown = options.max_slowdown
-        usual = 0.0 if one_clock else CLOSED_LOOP_SLOWDOWN_PERCENT
-        self._max_slowdown_percent = usual if slowdown is None else slowdown
         self._keeps_order = keeps_order
-        self._order_name = options.scheduling if orders or own is None else own.name
-        own = own or framework_order(len(pipeline), num_microbatches)
+        self._order_name = options.scheduling if orders else own.name
         check_in_flight(options.max_in_flight, own)
-        chunks = own.num_chunks if orders else 1
-        _check_split_order(options, chunks, why_whole)
-        groups = placement.group_size if chunks > 1 else None
+        _check_split_order(options, why_whole)
         self.device = self._made(
             require,
-            partial(open_device, require=require, one_clock=one_clock),
-            *(self.collectives, len(pipeline), options.gpu_control, options.gpu),
+            partial(open_device, require=require, one_clock=options.one_clock),
+            *(self.collectives, num_stages, options.gpu_control, options.gpu),
         )
         controlled = self.collectives.on_all(not self.device.gpu.read_only)
-        if keeps_order and (one_clock or not (controlled or orders)):
+        if keeps_order and (options.one_clock or not (controlled or orders)):
             self.channel = P2PChannel(pipeline, placement.stage, {})  # nothing asks it
         else:
             make = partial(
@@ -204,40 +197,18 @@ class Job:
                 between_iterations=keeps_order,
             )
             self.channel = self._made(require, make, placement.pipeline_group, self.collectives)
-        request = options.request(num_microbatches, chunks, groups)
-        if one_clock:
-            request = PlanRequest(num_microbatches, policy="uniform")
         # A profile that is asked for is measured, whatever an earlier start left.
-        fingerprint = (
-            None
-            if options.profile_only
-            else {
-                **_fingerprint(facts.same_job, options, self.device.gpu.name),
-                # Other messages disturb units in another way.
-                "keeps_order": keeps_order,
-            }
-        )
+        if not options.profile_only:
+            units = _fingerprint(facts.same_job, options, self.device.gpu.name)
+            # Other messages disturb units in another way.
+            options = replace(options, fingerprint={**units, "keeps_order": keeps_order})
+        self.options = options
         self.session = Session(
-            SessionConfig(
-                request,
-                warmup_iterations=options.baseline_steps,
-                profiler=ProfilerSettings(measured_iterations=options.profile_steps),
-                profile_file=options.profile,
-                plan_file=options.plan,
-                output_dir=options.output,
-                min_dwell_s=options.min_dwell_ms / 1e3,
-                closed_loop=options.closed_loop and not one_clock,
-                max_slowdown_percent=self._max_slowdown_percent,
-                one_clock_slowdown_percent=self._max_slowdown_percent if one_clock else None,
-                gpu_preset=options.gpu,
-                labels=self.device.labels,
-                facts=facts.sidecar,
-                fingerprint=fingerprint,
+            replace(
+                options,
                 require_control=require,
-                reorders=keeps_order and orders,
-                splits=not why_whole,
-                why_whole=why_whole,
-                may_be_lowered=not keeps_order,
+                labels=self.device.labels,
+                sidecar=facts.sidecar,
             ),
             self.device.gpu,
             self.device.make_executor,
@@ -255,10 +226,10 @@ class Job:
             {
                 **facts.bill,
                 "level": str(Level.OBSERVE if self.session.only_measures else level),
-                "type": request.policy,
+                "type": options.type,
                 "scheduling": self._order_name,
-                "reconfigure": request.reconfigure,
-                "objective": self.session.config.request.objective.goal,
+                "reconfigure": options.reconfigure,
+                "objective": self.session.options.goal.goal,
                 "notes": self.session.summary()["notes"],
             }
         )
@@ -289,20 +260,20 @@ class Job:
         asked = f"type {options.type}, order {self._order_name}, reconfigure {options.reconfigure}"
         locked = control.backend is not None and self.device.gpu.changes_clock
         clocks = "the highest clock" if locked else "the clocks as they are"
-        slower = f"at most {self._max_slowdown_percent:g} % slower"
+        slower = f"at most {options.slowdown_percent:g} % slower"
         if options.closed_loop:
             asked = (
                 f"order {self._order_name}, plans of least {options.objective or Goal.ENERGY}, "
                 f"corrected as the job runs, {slower}"
             )
-        if self.session.config.changes_only_order:
+        if self.session.options.changes_only_order:
             asked = (
                 f"order {self._order_name}, the shortest that is found, at {clocks}, where it is "
                 "faster than the framework's"
             )
         if options.plan is not None:
             asked = f"the plan {options.plan}"
-        if self._one_clock:
+        if options.one_clock:
             asked = f"one clock of least energy for the whole job, {slower}"
         if self.session.only_measures:
             instead = "" if options.type == "baseline" else f", not {asked}"
@@ -401,17 +372,10 @@ def limits_of_ranks(own: Iterable[Limit]) -> list[Limit]:
     return [stands_against(*each) for each in found]
 
 
-def _observing(options: Options) -> Options:
-    """The same options where clocks and order are left alone; without a GPU one is emulated."""
-    control = "none" if torch.cuda.is_available() else options.gpu_control
-    options = replace(options, type="baseline", reconfigure="default", gpu_control=control)
-    options = replace(options, objective=None, energy_price=0.0, gpu_price=0.0)
-    return replace(options, max_in_flight=None, profile=None, plan=None)
-
-
-def _of_all_ranks(options: Options) -> dict[str, object]:
+def _of_all_ranks(options: JobOptions) -> dict[str, object]:
     # Paths may differ from node to node: the planner alone reads, and says where.
-    own = {k: v is not None if isinstance(v, Path) else v for k, v in vars(options).items()}
+    given = {name: getattr(options, name) for name in OPTIONS}
+    own = {k: v is not None if isinstance(v, Path) else v for k, v in given.items()}
     return {
         **own,
         QUEUES_VARIABLE: os.environ.get(QUEUES_VARIABLE),
@@ -419,7 +383,7 @@ def _of_all_ranks(options: Options) -> dict[str, object]:
     }
 
 
-def _why_whole(options: Options, placement: Placement, level: Level) -> str:
+def _why_whole(options: JobOptions, placement: Placement, level: Level) -> str:
     """Why backwards are whole at a level; empty if they may be in two parts."""
     if not placement.splits:
         return "its framework runs no part of one"
@@ -432,14 +396,14 @@ def _why_whole(options: Options, placement: Placement, level: Level) -> str:
     return placement.why_whole or ""
 
 
-def _check_split_order(options: Options, num_chunks: int, why_whole: str) -> None:
+def _check_split_order(options: JobOptions, why_whole: str) -> None:
     """Refuse by a JobError an order that splits backwards by name where the job cannot run it."""
     row = SCHEDULES[options.scheduling]
     if not row.splits:
         return
     against = f"backwards of this job are whole: {why_whole}" if why_whole else ""
-    if row.chunks not in (None, num_chunks):
-        against = f"it is of {row.chunks} chunk a stage, and this job has {num_chunks}"
+    if row.chunks not in (None, options.num_chunks):
+        against = f"it is of {row.chunks} chunk a stage, and this job has {options.num_chunks}"
     if against:
         raise JobError(
             f"The order {row.name} cannot be had: {against}",
@@ -455,8 +419,10 @@ def check_in_flight(limit: int | tuple[int, ...] | str | None, own: Schedule) ->
     check_own_within(own, [most * own.num_chunks for most in limits], JobError)
 
 
-def _fingerprint(same_job: Mapping[str, object], options: Options, gpu: str) -> dict[str, object]:
-    """What units cost rests on, for `SessionConfig`."""
+def _fingerprint(
+    same_job: Mapping[str, object], options: JobOptions, gpu: str
+) -> dict[str, object]:
+    """What units cost rests on, for `JobOptions`."""
     # torch's types and enumerations become text: the facts are written as JSON.
     job: dict[str, object] = {
         name: value if isinstance(value, (str, int, float, list, type(None))) else str(value)

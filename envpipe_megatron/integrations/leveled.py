@@ -24,10 +24,10 @@ from envpipe_megatron.integrations.job import (
     limits_of_replicas,
 )
 from envpipe_megatron.integrations.levels import Decision, Level, Limit, decide
-from envpipe_megatron.integrations.options import Options
 from envpipe_megatron.integrations.reporting import IntervalReport
 from envpipe_megatron.runtime.channel.carrier import StageSpecs
 from envpipe_megatron.runtime.channel.collectives import Collectives
+from envpipe_megatron.runtime.job.options import JobOptions
 from envpipe_megatron.runtime.job.session import Session
 
 
@@ -49,7 +49,7 @@ class LeveledJob:
 
     def __init__(
         self,
-        options: Options,
+        options: JobOptions,
         placement: Placement,
         facts: JobFacts,
         say: Callable[[str], None],
@@ -238,7 +238,7 @@ class LeveledJob:
         checks = self.options.self_check != "off"
         return decide(self._args, self._limits, asked, checks=checks)
 
-    def _make_job(self, options: Options, found: Sequence[Limit]) -> Job | None:
+    def _make_job(self, options: JobOptions, found: Sequence[Limit]) -> Job | None:
         try:
             return self._make(options, level=self.level, notes=[*map(str, found)])
         except WithoutEnvPipeError:

@@ -7,35 +7,14 @@ table. Where the user names no level it gives the highest that can be had, and n
 from __future__ import annotations
 
 import argparse
-import enum
 import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 
 from envpipe_megatron.errors import EnvPipeError
+from envpipe_megatron.runtime.job.options import Level as Level
 
 Asks = Callable[[argparse.Namespace], bool]
-
-
-class Level(enum.IntEnum):
-    """What EnvPipe changes in a job; each level has all of the one below."""
-
-    #: Nothing: a bill, a timeline, bubbles.
-    OBSERVE = 0
-    #: One clock for the whole job, found while it trains.
-    UNIFORM = 1
-    #: A clock for each unit; the framework's own order and messages.
-    UNITS = 2
-    #: EnvPipe's order, and a clock for each unit.
-    ORDER = 3
-
-    def __str__(self) -> str:
-        """The name as users write it."""
-        return self.name.lower()
-
-
-#: What `--envpipe-level` takes besides a level's name: the highest that can be had.
-AUTO = "auto"
 
 
 class LevelError(EnvPipeError):

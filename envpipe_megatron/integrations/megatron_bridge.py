@@ -20,7 +20,7 @@ from envpipe_megatron.integrations.hooking import options_of, replaced
 from envpipe_megatron.integrations.levels import Asks, Level, Limit, on
 from envpipe_megatron.integrations.megatron.limits import LIMITS, NOT_PROVEN, REFUSED, check_metered
 from envpipe_megatron.integrations.megatron.training import Training
-from envpipe_megatron.integrations.reading import parse_settings
+from envpipe_megatron.integrations.options import parse_settings
 
 BRIDGE_LIMITS = (
     *LIMITS,

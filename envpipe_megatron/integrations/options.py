@@ -1,288 +1,40 @@
-"""The options of a job, each a field that says its flag, help, default and what goes with it.
+"""Reads the options of a job, from flags or by name and value; no framework, no torch.
 
-`add_arguments` makes flags of them, and `settings` takes them by name and value; `reading` checks
-both ways' against each other. No framework, no torch.
+EnvPipe's environment variables ENVPIPE_TYPE, ENVPIPE_SCHEDULING and ENVPIPE_RECONFIGURE stand for
+the options of those names where these are not given.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields, replace
+import math
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from envpipe_megatron.core.channel_model import CARRIERS
-from envpipe_megatron.core.fields import AMOUNT, PERCENT, Number
-from envpipe_megatron.gpu.control import CHOICES as GPU_CONTROLS
-from envpipe_megatron.gpu.presets import load_preset
-from envpipe_megatron.integrations.levels import AUTO, Level
-from envpipe_megatron.policies.objective import Goal, Objective
-from envpipe_megatron.policies.request import BY_MEMORY, POLICIES, PlanRequest
+from envpipe_megatron.core.plan import read_plan
+from envpipe_megatron.core.profile import read_profile
+from envpipe_megatron.errors import EnvPipeError
+from envpipe_megatron.policies.objective import Goal
+from envpipe_megatron.policies.problem import PlannerError
+from envpipe_megatron.policies.request import BY_MEMORY, check_request
 from envpipe_megatron.policies.schedules import SCHEDULES
+from envpipe_megatron.runtime.job.options import OPTIONS, JobOptions
 
-TYPES = POLICIES
-SCHEDULINGS = tuple(name for name, row in SCHEDULES.items() if row.in_jobs)
-SELF_CHECKS = ("off", "auto", "always")
-RECONFIGURES = ("default", "greedy", "balanced", "optimal")
-
-
-@dataclass(frozen=True)
-class Option:
-    """How users give a field of `Options`, which has the option's name.
-
-    Args:
-        flag: keywords of argparse.
-        read: makes the field of what argparse has parsed. Its ValueError says what that must be.
-        least: of its range, which is finite.
-        is_file: whether it names a file that must be there.
-        with_type: what it is by default with a type, and with the others (None).
-    """
-
-    flag: Mapping[str, Any]
-    read: Callable[[Any], Any] = lambda given: given
-    least: float | None = None
-    is_file: bool = False
-    with_type: Mapping[str | None, str] | None = None
-
-
-def _option(help_text: str, **given: Any) -> Any:
-    """Make a field, of what `Option` takes and keywords of argparse."""
-    about = {key: given.pop(key) for key in Option.__annotations__ if key in given}
-    return field(metadata={"option": Option({**given, "help": help_text}, **about)})
-
-
-def _number(number: Number) -> Callable[[str], float]:
-    """Make a reader for argparse: an error names the unit. `reading` checks the range."""
-
-    def read(text: str) -> float:
-        try:
-            return float(text)
-        except ValueError:
-            wanted = number.wanted(text)
-            raise argparse.ArgumentTypeError(f"{text!r} is not {wanted}") from None
-
-    return read
-
-
-def _preset(given: str) -> str | None:
-    """The preset, whose name users write in any case; a path stays as it is."""
-    if given == "auto":
-        return None
-    name = given if given.endswith(".toml") else given.lower()
-    load_preset(name)
-    return name
-
-
-def _in_flight(given: str | None) -> int | tuple[int, ...] | str | None:
-    if given is None or given == BY_MEMORY:
-        return given
-    try:
-        numbers = tuple(int(part) for part in given.split(","))
-    except ValueError:
-        numbers = ()
-    if not numbers or min(numbers) < 1:
-        raise ValueError("a number of microbatches, one for each stage, or 'memory'")
-    return numbers if len(numbers) > 1 else numbers[0]
-
-
-@dataclass(frozen=True)
-class Options:
-    """The options of a job, checked, with defaults filled in.
-
-    None as the level is the highest that the job can have; as the objective, what clocks allow; as
-    the limit of microbatches in flight it is no limit; as the slowdown, what is usual; as a file,
-    folder or preset, none.
-    """
-
-    level: Level | None = _option(
-        "observe: only measure; uniform: one clock for the whole job; units: a clock for "
-        "each forward and backward, in the framework's order; order: EnvPipe's order too; auto "
-        "(default): the highest of these that the job can have.",
-        choices=(AUTO, *map(str, Level)),
-        default=AUTO,
-        read=lambda word: None if word == AUTO else Level[word.upper()],
-    )
-    self_check: str = _option(
-        "Before level order, train one iteration by the framework's own order, that again, "
-        "and EnvPipe's, from the same state; if losses or gradients differ, go on with whole "
-        "backwards, or at level units. auto (default): before backwards are split, and for what no "
-        "test of EnvPipe's has seen; off: neither, so backwards are whole, and such jobs get level "
-        "units; always: for every job.",
-        choices=SELF_CHECKS,
-        default="auto",
-    )
-    type: str = _option(
-        "baseline: measure, at the highest clock; uniform: each stage at its optimal "
-        "clock, without a pipeline the whole job; envelope: highest on the outer envelope, optimal "
-        "inside; optimal: least energy by a linear program, corrected as long as the job runs. "
-        "Default: $ENVPIPE_TYPE, else optimal, without a pipeline uniform.",
-        type=str.lower,
-        choices=TYPES,
-    )
-    objective: str | None = _option(
-        "With type optimal, what plans make least: energy, in the framework's own time; time: the "
-        "shortest order, at the highest clock; cost, by the prices below; edp, energy times time. "
-        "Default: energy where clocks may be changed, else time.",
-        choices=tuple(goal.value for goal in Goal),
-    )
-    energy_price: float = _option(
-        "With objective cost: price of a kWh. Default: 0.",
-        type=_number(AMOUNT),
-        default=0.0,
-        metavar="X",
-        least=0,
-    )
-    gpu_price: float = _option(
-        "With objective cost: price of a GPU for an hour. Default: 0.",
-        type=_number(AMOUNT),
-        default=0.0,
-        metavar="X",
-        least=0,
-    )
-    scheduling: str = _option(
-        "Order of forwards and backwards: 1f1b; ours or envpipe: EnvPipe's; zb-h1 and zb-h2: "
-        "with backwards in two parts; auto: planned together with the clocks, with type optimal. "
-        "Default: $ENVPIPE_SCHEDULING, else auto with type optimal, ours with envelope, 1f1b with "
-        "the others.",
-        type=str.lower,
-        choices=SCHEDULINGS,
-        with_type={"envelope": "ours", "optimal": "auto", None: "1f1b"},
-    )
-    split: str = _option(
-        "Whether orders may run a backward in two parts, the gradients of its input and of "
-        "its weights, where the framework can: auto (default) measures what they take and plans "
-        "with that; off: backwards are whole.",
-        choices=("auto", "off"),
-        default="auto",
-    )
-    reconfigure: str = _option(
-        "With type envelope, which greedy and balanced stand for, adjust clocks from "
-        "measured iterations; default: do not; optimal: the same as type optimal. Default: "
-        "$ENVPIPE_RECONFIGURE, else balanced with type envelope.",
-        type=str.lower,
-        choices=RECONFIGURES,
-        with_type={"envelope": "balanced", None: "default"},
-    )
-    max_in_flight: int | tuple[int, ...] | str | None = _option(
-        "Most microbatches whose activations a stage holds, one number or one for each "
-        "stage; memory (default on GPUs): as many as fit, by what the first steps measure.",
-        metavar="N[,N...]|memory",
-        read=_in_flight,
-    )
-    baseline_steps: int = _option(
-        "Steps in the framework's own order at the highest clock, which savings are "
-        "measured against. Default: 10.",
-        type=int,
-        default=10,
-        metavar="N",
-        least=2,
-    )
-    profile_steps: int = _option(
-        "Steps measured at each clock while profiling, at least; short ones are repeated "
-        "for a second. Default: 5.",
-        type=int,
-        default=5,
-        metavar="N",
-        least=1,
-    )
-    profile: Path | None = _option(
-        "A profile CSV, instead of profiling.",
-        type=Path,
-        metavar="FILE",
-        is_file=True,
-    )
-    plan: Path | None = _option(
-        "A plan JSON to run as it stands, whatever type and order; needs the profile that "
-        "prices it.",
-        type=Path,
-        metavar="FILE",
-        is_file=True,
-    )
-    profile_only: bool = _option(
-        "End the job when the profile is written.",
-        action="store_true",
-    )
-    sweep: bool = _option(
-        "With type optimal: sweep clocks before planning, as the other types do, and "
-        "leave the plan as it is.",
-        action="store_true",
-    )
-    max_slowdown: float | None = _option(
-        "How much longer steps may take than at full clock, where the whole job has one "
-        "clock (default 0: what cannot be measured), and with type optimal (0.5), before clocks go "
-        "up.",
-        type=_number(PERCENT),
-        metavar="PERCENT",
-        least=0,
-    )
-    gpu_control: str = _option(
-        "What changes clocks; auto (default): the first that is allowed; dry_run: log what "
-        "would be done; none: nothing does, as where nothing is allowed.",
-        choices=GPU_CONTROLS,
-        default="auto",
-    )
-    require_control: bool = _option(
-        "Refuse to train where clocks may not be changed.",
-        action="store_true",
-    )
-    channel: str = _option(
-        "What carries messages between GPUs; auto (default): one-sided copies where two "
-        "stages reach each other's memory, else NCCL's receives; receives: these everywhere.",
-        choices=CARRIERS,
-        default="auto",
-    )
-    min_dwell_ms: float = _option(
-        "Least time between two changes of a GPU's clock. Default: 0.",
-        type=_number(replace(AMOUNT, unit="ms", mistaken=(("ms", 1), ("s", 1e3)))),
-        default=0.0,
-        metavar="X",
-        least=0,
-    )
-    gpu: str | None = _option(
-        "The kind of GPU whose range of clocks is profiled, such as v100; auto (default): "
-        "by the name of the GPU. Without a GPU: the kind that is emulated.",
-        default="auto",
-        metavar="PRESET",
-        read=_preset,
-    )
-    output: Path | None = _option(
-        "Folder for profile, plan, energy log and summary. Default: 'envpipe' in the "
-        "folder of --save, else nothing is written.",
-        type=Path,
-        metavar="DIR",
-    )
-
-    @property
-    def closed_loop(self) -> bool:
-        """True if plans are corrected as long as the job runs."""
-        as_it_stands = self.sweep or self.profile_only or self.plan is not None
-        return self.type == "optimal" and not as_it_stands
-
-    def request(
-        self, num_microbatches: int, num_chunks: int = 1, group_size: int | None = None
-    ) -> PlanRequest:
-        """Make the request to plan, in chunks and groups as `PlanRequest` takes them."""
-        return PlanRequest(
-            num_microbatches,
-            schedule=self.scheduling,
-            policy=self.type,
-            reconfigure=self.reconfigure,
-            num_chunks=num_chunks,
-            group_size=group_size,
-            max_in_flight=self.max_in_flight,
-            min_dwell_s=self.min_dwell_ms / 1e3 if self.type == "optimal" else 0.0,
-            objective=Objective(
-                self.objective or Goal.ENERGY,
-                energy_price=self.energy_price,
-                gpu_price=self.gpu_price,
-            ),
-        )
-
-
+#: Says an option in an error, by its name: as a flag, or `str` as a setting.
+Named = Callable[[str], str]
 #: Options that go with frameworks only that have more than one level.
-OF_LEVELS = ("level", "self_check", "split")
-OPTIONS: Mapping[str, Option] = {each.name: each.metadata["option"] for each in fields(Options)}
+OF_LEVELS = tuple(name for name, option in OPTIONS.items() if option.of_levels)
+_OF_VARIABLES = ("type", "scheduling", "reconfigure")
+#: The names of a request's parts, where options have others.
+_PLANNED_BY = {"policy": "type", "schedule": "scheduling"}
+_DEFAULTS = vars(JobOptions())
+
+
+class OptionError(EnvPipeError):
+    """An option of EnvPipe that is wrong, or does not go with another."""
 
 
 def flag_of(name: str) -> str:
@@ -291,6 +43,262 @@ def flag_of(name: str) -> str:
 
 
 def add_arguments(group: argparse._ArgumentGroup) -> None:
-    """Add the options that go with --envpipe to a framework's command line."""
+    """Add the options that go with --envpipe to a framework's command line; None: not given."""
     for name, option in OPTIONS.items():
-        group.add_argument(flag_of(name), **option.flag)
+        usual = f" Default: {option.usual}." if option.usual else ""
+        help_text = (option.help + usual).replace("%", "%%")
+        group.add_argument(flag_of(name), default=None, help=help_text, **option.flag)
+
+
+def read_options(
+    args: argparse.Namespace,
+    environment: Mapping[str, str] | None = None,
+    *,
+    num_stages: int,
+    save_folder: str | Path | None = None,
+    on_gpu: bool,
+    named: Named = flag_of,
+) -> JobOptions:
+    """Check the options against each other, and fill in what was not given.
+
+    Args:
+        args: has what `add_arguments` added, parsed.
+        environment: environment variables; by default this process's.
+        num_stages: p.
+        save_folder: where the job keeps its checkpoints, if it does.
+        on_gpu: whether memory can be measured.
+        named: how errors name options.
+
+    Raises OptionError for an option that is wrong, or does not go with another.
+    """
+    variables = os.environ if environment is None else environment
+    given = {
+        name: _read(name, value, variables, named)
+        for name in OPTIONS
+        if (value := getattr(args, f"envpipe_{name}")) is not None
+    }
+    options = JobOptions(**_with_variables(given, variables, num_stages, named))
+    if on_gpu and options.plan is None and "max_in_flight" in SCHEDULES[options.scheduling].takes:
+        options = replace(options, max_in_flight=options.max_in_flight or BY_MEMORY)
+    if options.output is None and save_folder is not None:
+        options = replace(options, output=Path(save_folder) / "envpipe")
+    limit = options.max_in_flight
+    if isinstance(limit, tuple) and len(limit) != num_stages:
+        which = f"one number, or one for each of {num_stages} stages"
+        raise OptionError(f"{named('max_in_flight')} is {which}", value=limit)
+    _check_rules(options, {"a pipeline": num_stages > 1, "GPUs": on_gpu}, named)
+    try:
+        check_request(options.request(), named=lambda part: named(_PLANNED_BY.get(part, part)))
+    except PlannerError as error:
+        raise OptionError(str(error)) from None
+    return options
+
+
+def _read(name: str, value: Any, variables: Mapping[str, str], named: Named) -> Any:
+    """One option that is given; an OptionError if it is wrong by itself."""
+    option = OPTIONS[name]
+    if option.least is not None and not option.least <= value < math.inf:
+        raise OptionError(f"{named(name)} is at least {option.least}, and finite", value=value)
+    if option.is_file and _reads_files(variables) and not value.is_file():
+        raise OptionError(f"The file of {named(name)} is not there", value=str(value))
+    try:
+        return option.read(value)
+    except ValueError as error:
+        raise OptionError(f"{named(name)} is {error}", value=value) from None
+
+
+def _with_variables(
+    given: Mapping[str, Any], variables: Mapping[str, str], num_stages: int, named: Named
+) -> dict[str, Any]:
+    """Fill in what variables say, and what follows from type and reconfiguring.
+
+    Of a variable that does not go with what is given, the latter wins.
+    """
+    told: dict[str, Any] = {}
+    for name in _OF_VARIABLES:
+        variable, choices = f"ENVPIPE_{name.upper()}", OPTIONS[name].flag["choices"]
+        value = variables.get(variable, "").lower()
+        if name not in given and value:
+            told[name] = value
+        if name in told and value not in choices:
+            raise OptionError(
+                f"The value of the environment variable {variable} is not a valid choice",
+                value=value,
+                remedy=f"Use {', '.join(choices)}.",
+            )
+    if num_stages == 1 and told.get("type", "optimal") not in ("baseline", "uniform"):
+        told["type"] = "uniform"  # a site's variable is for its pipelines
+    if "type" not in told and given.get("reconfigure") in ("greedy", "balanced"):
+        told["type"] = "envelope"
+    policy = given.get("type") or told.get("type", "optimal")
+    time = given.get("objective") == Goal.TIME
+    unfit = "auto" if policy != "optimal" else "1f1b" if time else ""
+    if "plan" in given or told.get("scheduling") == unfit:
+        told.pop("scheduling", None)
+    if "plan" in given or policy != "envelope":
+        told["reconfigure"] = "default"
+    whole = {**told, **given}
+    if whole.get("reconfigure") == "optimal":
+        if policy not in ("envelope", "optimal"):
+            raise OptionError(
+                f"{named('reconfigure')} optimal does not go with {named('type')} {policy}",
+                remedy=f"Use {named('type')} optimal.",
+            )
+        whole |= {"type": "optimal", "reconfigure": "default"}
+    return whole
+
+
+def _check_rules(options: JobOptions, facts: Mapping[str, bool], named: Named) -> None:
+    """Refuse by an OptionError what does not go together, by the rules of its options."""
+
+    def holds(term: str) -> bool:
+        if " or " in term:
+            return any(map(holds, term.split(" or ")))
+        name, _, values = term.partition(" ")
+        if term in facts:
+            return facts[term]
+        value = getattr(options, name)
+        return str(value) in values.split("|") if values else value != _DEFAULTS[name]
+
+    def said(term: str) -> str:
+        words = term.replace("|", " or ").split(" ")
+        return term if term in facts else " ".join(named(w) if w in OPTIONS else w for w in words)
+
+    for name, option in OPTIONS.items():
+        for rule in option.rules:
+            if not holds(f"{name} {rule.when}".strip()):
+                continue
+            own = said(f"{name} {getattr(options, name)}" if rule.when else name)
+            for term in rule.needs:
+                if not holds(term):
+                    instead = "." if term in facts else f", or use {said(term)}."
+                    what = f"{own} needs {said(term)}: it {rule.why}"
+                    raise OptionError(what, remedy=f"Leave it out{instead}")
+            for term in filter(holds, rule.without):
+                what = f"{own} does not go with {said(term)}: it {rule.why}"
+                raise OptionError(what, remedy="Leave one of them out.")
+
+
+def prepare_files(options: JobOptions, num_stages: int, named: Named = flag_of) -> None:
+    """Make the output folder, and read what files are given, before anything is built.
+
+    Only rank 0 reads: files may lie on its node only. Raises EnvPipeError if something else has
+    the folder's name, the profile that is asked for has no folder, or a file is damaged or of
+    another number of stages. A folder that cannot be made otherwise costs its files only.
+    """
+    if options.output is not None:
+        try:
+            options.output.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            if options.profile_only or isinstance(error, FileExistsError | NotADirectoryError):
+                raise OptionError(
+                    f"There can be no output folder: {error.strerror}",
+                    value=str(options.output),
+                    remedy=f"Give another one by {named('output')}.",
+                ) from error
+    if options.profile is None or not _reads_files(os.environ):
+        return
+    profile = read_profile(options.profile)
+    if profile.num_stages != num_stages:
+        raise OptionError(
+            f"The profile has {profile.num_stages} stages and this job {num_stages}",
+            value=str(options.profile),
+            remedy="Give the profile of this model on as many stages.",
+        )
+    if options.plan is not None:
+        read_plan(options.plan, profile)
+
+
+def _reads_files(variables: Mapping[str, str]) -> bool:
+    return variables.get("RANK", "0") == "0"
+
+
+def plain_names(settings: Mapping[str, object]) -> dict[str, object]:
+    """The same settings by the one name that each has here; two names are an OptionError."""
+    named: dict[str, object] = {}
+    for given, value in settings.items():
+        name = str(given).replace("-", "_")
+        name = "reconfigure" if name == "reconfig" else name  # as EnvPipe itself calls it
+        if name in named:
+            raise OptionError("An option is given twice", value=given, remedy="Give it once.")
+        named[name] = value
+    return named
+
+
+def merged(block: Mapping[str, object], call: Mapping[str, object]) -> dict[str, object]:
+    """Settings of a file, and those of a call, which go before them.
+
+    A type in the call drops the file's order, reconfiguring and objective: they may not go with it.
+    """
+    below, above = plain_names(block), plain_names(call)
+    if above.get("type") is not None:
+        for name in (*_OF_VARIABLES, "objective", "energy_price", "gpu_price"):
+            below.pop(name, None)
+    return {**below, **above}
+
+
+def read_settings(
+    settings: Mapping[str, object],
+    without: Sequence[str] = (),
+    *,
+    num_stages: int,
+    on_gpu: bool,
+    scheduling: str | None = None,
+) -> JobOptions:
+    """Make of settings what the same flags would be: {"type": "uniform"} is --envpipe-type uniform.
+
+    Args:
+        settings, without: as `parse_settings` takes them.
+        num_stages: p.
+        on_gpu: whether memory can be measured.
+        scheduling: the framework's only one, if it is.
+
+    Raises EnvPipeError, with the settings' names, as `read_options` and `prepare_files` do.
+    """
+    parsed = parse_settings(settings, without)
+    parsed.envpipe_scheduling = scheduling or parsed.envpipe_scheduling
+    options = read_options(parsed, num_stages=num_stages, on_gpu=on_gpu, named=str)
+    prepare_files(options, num_stages, named=str)
+    return options
+
+
+def parse_settings(
+    settings: Mapping[str, object], without: Sequence[str] = ()
+) -> argparse.Namespace:
+    """Parse settings as the same flags would be; what goes with what is not looked at.
+
+    Args:
+        settings: option names without `--envpipe-`, with underscores or dashes; `reconfig` stands
+            for `reconfigure`. Values are words, numbers, paths, truth values for flags without a
+            value, lists for one number per stage; None is as if the name were not there.
+        without: options that the framework does not have.
+
+    Raises OptionError, with the settings' names.
+    """
+    parser = argparse.ArgumentParser(allow_abbrev=False, add_help=False, exit_on_error=False)
+    add_arguments(parser.add_argument_group())
+    known = sorted(OPTIONS.keys() - {*without})
+    words: list[str] = []
+    for name, value in plain_names(settings).items():
+        if name not in known:
+            raise OptionError(
+                "No such option of EnvPipe here",
+                value=name,
+                remedy=f"There are {', '.join(known)}.",
+            )
+        if value is None:
+            continue
+        is_switch = "action" in OPTIONS[name].flag
+        if isinstance(value, bool) is not is_switch:
+            kind = "true or false" if is_switch else "a value"
+            raise OptionError(f"The option {name} takes {kind}", value=value)
+        if not is_switch:
+            parts = value if isinstance(value, (list, tuple)) else [value]
+            words.append(f"{flag_of(name)}={','.join(map(str, parts))}")
+        elif value:
+            words.append(flag_of(name))
+    try:
+        return parser.parse_args(words)
+    except argparse.ArgumentError as error:
+        error.argument_name = {flag_of(name): name for name in known}[error.argument_name or ""]
+        raise OptionError(str(error)) from None

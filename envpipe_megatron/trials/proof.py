@@ -16,7 +16,7 @@ from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.files import replace_files
 from envpipe_megatron.report.page.document import tables_page
 from envpipe_megatron.report.summary import Section, to_markdown
-from envpipe_megatron.runtime.job.restarts.job_file import PROFILE_FILE
+from envpipe_megatron.runtime.job.options import PROFILE_FILE
 from envpipe_megatron.trials.claims import Claim, Turns, difference
 from envpipe_megatron.trials.machine import Machine
 from envpipe_megatron.trials.run import Trial

@@ -38,8 +38,8 @@ from envpipe_megatron.runtime.channel.collectives import make_collectives
 from envpipe_megatron.runtime.channel.links import make_channel
 from envpipe_megatron.runtime.clocks import latency
 from envpipe_megatron.runtime.execution.executor import METER_MARGIN_S
-from envpipe_megatron.runtime.job.restarts.job_file import PROFILE_FILE, plan_file
-from envpipe_megatron.runtime.job.session import Session, SessionConfig
+from envpipe_megatron.runtime.job.options import PROFILE_FILE, JobOptions, plan_file
+from envpipe_megatron.runtime.job.session import Session
 from envpipe_megatron.runtime.memory.stage import in_flight_limit, knows_memory
 from envpipe_megatron.trials import model as gpt
 from envpipe_megatron.trials.ranks import emit, report_to_command
@@ -122,9 +122,9 @@ class Rank:
             "profile",
             self._device.gpu,
             framework_iterations=None,
-            warmup_iterations=_PROFILE_WARMUP,
-            output_dir=self._profile_folder,
-            closed_loop=orders,
+            baseline_steps=_PROFILE_WARMUP,
+            output=self._profile_folder,
+            sweep=not orders,
         )
         try:
             while session.state.plan is None and session.state.phase is not Phase.STEADY:
@@ -160,11 +160,11 @@ class Rank:
             f"{arm.name} {number}" if settings.proof else arm.name,
             gpu,
             framework_iterations=0,
-            warmup_iterations=settings.warmup_iterations,
-            profile_file=self._profile_folder / PROFILE_FILE if from_profile else None,
-            plan_file=own_plan if own_plan.exists() else None,
-            output_dir=settings.output_of(arm),
-            closed_loop=arm.policy == "optimal" and not from_profile,
+            baseline_steps=settings.warmup_iterations,
+            profile=self._profile_folder / PROFILE_FILE if from_profile else None,
+            plan=own_plan if own_plan.exists() else None,
+            output=settings.output_of(arm),
+            sweep=from_profile,
         )
         session.clock.repeats = arm.relock
         # A closed loop measures between warm-up and steady iterations: its run is longer.
@@ -217,7 +217,7 @@ class Rank:
     ) -> tuple[Session, Callable[..., list[torch.Tensor]]]:
         """Return a session that starts from the first state, and what trains an iteration of it.
 
-        That waits for the GPU's end of the `last` one. `options` are those of `SessionConfig`.
+        That waits for the GPU's end of the `last` one. `options` are those of `JobOptions`.
         """
         settings = self._settings
         with torch.no_grad():
@@ -225,9 +225,12 @@ class Rank:
                 parameter.copy_(first)
         optimizer = torch.optim.AdamW(self._model.parameters(), lr=settings.learning_rate)
         session = Session(
-            SessionConfig(
-                PlanRequest(settings.num_microbatches, schedule=arm.schedule, policy=arm.policy),
-                splits=True,
+            JobOptions(
+                num_microbatches=settings.num_microbatches,
+                type=arm.policy,
+                scheduling=arm.schedule,
+                reconfigure="default",
+                why_whole="",
                 labels={"run": run, **self._device.labels},
                 **options,
             ),

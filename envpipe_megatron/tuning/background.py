@@ -18,7 +18,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any, Generic, TypeVar
 
-from envpipe_megatron.child import end_with_parent, start_child
+from envpipe_megatron.child import end_with_parent, ignore_signals_of_ranks, start_child
 from envpipe_megatron.errors import EnvPipeError
 
 T = TypeVar("T")
@@ -123,9 +123,7 @@ def main() -> None:
     may also kill it.
     """
     order = json.loads(sys.argv[1])
-    # Batch systems send these to all of a job's processes, and mean its ranks.
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
-        signal.signal(number, signal.SIG_IGN)
+    ignore_signals_of_ranks()
     end_with_parent(order["parent"], signal.SIGKILL)
     signal.alarm(math.ceil(order["limit_s"]) + _LATER_S)
     os.nice(_NICE)

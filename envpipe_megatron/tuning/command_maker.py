@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from envpipe_megatron.core.arrays import FloatArray
 from envpipe_megatron.core.plan import Plan
 from envpipe_megatron.formats.energy import Phase
-from envpipe_megatron.tuning.commands import Clocked, Command
+from envpipe_megatron.tuning.commands import Clocked, Command, Run, Window
 from envpipe_megatron.tuning.measured.store import Store
 
 
@@ -14,29 +15,27 @@ class CommandMaker:
     """Keeps what ranks run, and what they and the bill have not heard yet.
 
     Args:
-        store: what is known of a job's units.
+        store: learns what is measured.
+        num_replicas: pipelines.
 
     Attributes:
-        fresh: whether the order of the last command began with it.
+        bill: what it is to say: why no plan runs, what was too slow, and what was won.
         adopted: the plan that ranks have not heard of.
-        billed: what the bill is to say from the next command on; empty if nothing new.
-        won: likewise, what splitting backwards wins.
     """
 
-    def __init__(self, store: Store) -> None:
-        self._store = store
+    def __init__(self, store: Store, num_replicas: int) -> None:
+        self._store, self._everyone = store, range(num_replicas)
         self._running: tuple[tuple[Clocked, ...], tuple[int, ...]] = ((), ())
-        self.fresh, self.billed, self.won = False, "", ""
-        #: The last of both that was not empty.
-        self._billed = "", ""
+        #: Whether the order of the last command began with it.
+        self._fresh = False
+        self.bill = dict.fromkeys(("none", "late", "won"), "")
         self.adopted: Plan | None = None
-        #: The plan before the last that ranks have heard of, and that one; with what was won.
-        self._heard: tuple[tuple[Plan | None, str], ...] = ((None, ""), (None, ""))
-        self._notes: list[str] = []
+        #: What the bill has heard, what the next command says, and what the last one said.
+        self._billed, self._notes, self._said = "", list[str](), ""
 
     def note(self, *texts: str) -> None:
-        """Have the next command say something."""
-        self._notes += texts
+        """Have the next command say something; an empty text is nothing."""
+        self._notes += filter(None, texts)
 
     def for_all(self, phase: Phase, clocked: Clocked, iterations: int, settle: int = 0) -> Command:
         """Return a command of one order and its clocks, the same on all replicas."""
@@ -53,14 +52,11 @@ class CommandMaker:
         """Return a command; `which` is each replica's place among the orders, empty: the first."""
         running = tuple(orders), which
         same, self._running = self._running == running, running
-        self.fresh = not same and not settle
-        note, self._notes = "; ".join(self._notes), []
-        new, self.billed, self.won = (self.billed, self.won), "", ""
-        self._billed = new[0] or self._billed[0], new[1] or self._billed[1]
-        billed = "\n".join(filter(None, self._billed)) if any(new) else ""
+        self._fresh = not same and not settle
+        self._said, self._notes = "; ".join(self._notes), []
+        billed = "\n".join(filter(None, self.bill.values()))
+        new, self._billed = billed != self._billed, billed
         adopted, self.adopted = self.adopted, None
-        if adopted is not None:
-            self._heard = self._heard[1], (adopted, self._billed[1])
         return Command(
             phase,
             iterations,
@@ -70,14 +66,25 @@ class CommandMaker:
             () if same else running[0],
             which,
             adopted,
-            note,
-            billed,
+            self._said,
+            billed if new else "",
         )
 
-    def take_back(self, command: Command) -> Plan | None:
-        """Ranks refuse a command's plan: the next one says its words; the plan that ran before."""
-        before, won = self._heard[0]
-        self._heard = self._heard[:1] * 2
-        self._notes = [command.note] if command.note else []
-        self._billed = self.billed, self.won = self._billed[0], won
-        return before
+    def run(
+        self, phase: Phase, clocked: Clocked, iterations: int, settle: int = 0
+    ) -> Run[tuple[Window, FloatArray]]:
+        """Run one order on all replicas; its window, and what drifted, as `learn`."""
+        window = yield self.for_all(phase, clocked, iterations, settle)
+        return window, self.learn(clocked, window)
+
+    def learn(
+        self, clocked: Clocked, window: Window, replicas: Sequence[int] = (), fades: float = 1.0
+    ) -> FloatArray:
+        """Have the store learn what some replicas ran last, by default all; as `Store.learn`."""
+        replicas = replicas or self._everyone
+        return self._store.learn(clocked, window, replicas, fresh=self._fresh, fades=fades)
+
+    def take_back(self) -> None:
+        """Have the next command say what the last one would have, which ranks refused."""
+        self._notes = [*filter(None, [self._said]), *self._notes]
+        self._billed = ""

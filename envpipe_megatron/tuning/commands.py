@@ -18,6 +18,7 @@ from numpy.typing import ArrayLike
 from envpipe_megatron.core.arrays import FloatArray, IntArray
 from envpipe_megatron.core.plan import Plan
 from envpipe_megatron.core.schedule import Schedule
+from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.formats.energy import Phase
 from envpipe_megatron.tuning.measured.meters import MeterSums
 
@@ -87,9 +88,13 @@ class Command:
     metered: bool = False
 
 
-#: Decides what a job runs: yields None first, then commands; is sent what they measured, the
-#: warm-up first; and returns what it found.
-Run: TypeAlias = Generator[Command | None, "Window", T]
+#: Decides what a job runs: yields commands, is sent what they measured, and returns what it found.
+#: PlanRefusedError comes in place of a window: the next command takes the place of the last one.
+Run: TypeAlias = Generator[Command, "Window", T]
+
+
+class PlanRefusedError(EnvPipeError):
+    """Ranks have no memory for the plan of a command, which did not run."""
 
 
 def median_error(deviation: float, count: int) -> float:

@@ -7,7 +7,7 @@ beside training, and the new plan is run from the next window on.
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+from collections.abc import Iterator, Sequence
 
 from envpipe_megatron.core.arrays import FloatArray
 from envpipe_megatron.core.plan import Plan
@@ -15,19 +15,12 @@ from envpipe_megatron.core.schedule import Schedule
 from envpipe_megatron.formats.energy import Phase
 from envpipe_megatron.policies.optimal.optimizer import order_at_maximum_s
 from envpipe_megatron.tuning.command_maker import CommandMaker
-from envpipe_megatron.tuning.commands import Clocked, Command, Run, Window
-from envpipe_megatron.tuning.judge import (
-    WINDOW,
-    Judge,
-    Silence,
-    larger,
-    upset,
-    what_drifted,
-)
+from envpipe_megatron.tuning.commands import Clocked, PlanRefusedError, Run, Window
+from envpipe_megatron.tuning.judge import WINDOW, Judge, Silence, larger, upset, what_drifted
 from envpipe_megatron.tuning.measured.store import Store
 from envpipe_megatron.tuning.planner import UNPLANNED, Planner, Plans
-from envpipe_megatron.tuning.probes.probe import Probe, first_probe
-from envpipe_megatron.tuning.probes.slack import SlackProbe, lifted
+from envpipe_megatron.tuning.probes.probe import Look, first_probe
+from envpipe_megatron.tuning.probes.slack import lifted, slack_probe
 from envpipe_megatron.tuning.replicas import Followers
 
 #: Corrections that gain nothing end after so many. Without any, a job in which a GPU becomes slow
@@ -39,10 +32,11 @@ BASELINE_ITERATIONS, BASELINE_EVERY = 3, 500
 #: So many times the iterations of a baseline pass at most before another plan is tried.
 _MOST_STRETCHES = 1024
 #: After so many windows a few units run at the highest clock, if no others do; after twice as many
-#: each time that all is as before, up to the second number.
+#: each time that all is as before, up to the second number. Without any, iterations of a job whose
+#: power cap has ended are 9.5 % too long until the next baseline.
 _LOOKS_AT_TOP, _SELDOM = 2, 8
-#: What meters said counts this much less with each window.
-FADES = 0.98
+#: What meters said counts this much less with each window of a plan.
+_FADES = 0.98
 
 
 class Looks:
@@ -76,37 +70,37 @@ class Controller:
         self, own: Schedule, measured: Schedule, store: Store, num_replicas: int, planner: Planner
     ) -> None:
         self.plan: Plan | None = None
+        #: What ranks ran before that, with what the bill said of it.
+        self._before: tuple[Plan | None, str] = None, ""
         self._store, self._planner = store, planner
-        self._everyone = range(num_replicas)
         self._top, self._measured = store.at_top(own), measured
         self._followers = Followers(num_replicas)
-        self._commands = CommandMaker(store)
+        self._commands = CommandMaker(store, num_replicas)
         self._judge = Judge(planner.limits.allowed())
         self._looks, self._since_baseline = Looks(), 0
+        self._corrections = _MOST_CORRECTIONS
         self._silence = Silence(own.num_stages)
 
-    def run(self) -> Run[None]:
-        """Everything after the warm-up: the first window has its iterations, but for the first.
+    def run(self, first: Window) -> Run[None]:
+        """Go on after the warm-up, forever; the first window has all of it but an iteration.
 
-        The first value it yields is None. Raises EnvPipeError if nothing can be planned.
+        Raises EnvPipeError if nothing can be planned.
         """
-        first = yield None
-        self._learn(self._top, first)
+        self._commands.learn(self._top, first)
         if first.followed:
             self._measured_baseline(first)
         else:
             yield from self._at_baseline()
         if not self._store.profiled:
-            own = self._measured
+            own, store = self._measured, self._store
             if own is not self._top.schedule:
-                at_top = self._store.at_top(own)
                 self._commands.note("profile: half of the backwards in two parts")
-                self._learn(at_top, (yield self._commands.for_all(Phase.PROFILE, at_top, WINDOW)))
-            yield from self._look(first_probe(own, SlackProbe(own, at_cost=True)))
+                yield from self._commands.run(Phase.PROFILE, store.at_top(own), WINDOW)
+            usual = slack_probe(own, store, at_cost=True)
+            yield from self._look(first_probe(own, store, usual))
         self._replan(reorder=True)
         while (plans := self._take()) is None:
-            window = yield self._commands.for_all(Phase.PROFILE, self._top, 1)
-            self._learn_own(window)
+            yield from self._run_own(Phase.PROFILE, 1)
             if plans := self._planner.quick(self._top.schedule):
                 made = "a plan that was made in seconds runs until the best one is there"
                 self._commands.note(made)
@@ -115,74 +109,35 @@ class Controller:
             self._adopt(plans[0])
         else:
             self._lead(self._unplanned())
-        yield from self._correct()
         while True:
-            yield from self._steady()
-
-    def refuse(self, command: Command, why: str) -> Command:
-        """Go back, from a command whose plan has no memory, to the plan that ran before."""
-        before = self._commands.take_back(command)
-        self._lead(before or self._unplanned())
-        self._failed(f"the new plan does not run: {why}")
-        return self._commands.make(command.phase, command.iterations, 1, *self._followers.running)
+            yield from self._go_on()
 
     # --- phases ---------------------------------------------------------------------------------
 
-    def _look(self, probe: Probe) -> Run[None]:
+    def _look(self, looks: Iterator[Look]) -> Run[None]:
         """Run what a probe proposes."""
-        while (look := probe.next(self._store)) is not None:
+        for look in looks:
             self._commands.note(look.note)
-            window = yield self._commands.for_all(
-                Phase.PROFILE, look.clocked, look.iterations, look.settle
-            )
-            self._learn(look.clocked, window)
+            yield from self._commands.run(Phase.PROFILE, look.clocked, look.iterations, look.settle)
 
-    def _correct(self) -> Run[None]:
-        """Run the plan, correct what it was made from, and plan again, until nothing improves."""
-        assert self.plan is not None
-        for correction in range(_MOST_CORRECTIONS):
-            window = yield self._plan_command(Phase.RECONFIGURE, settle=1)
-            drift = self._learn_plan(window)
-            if self._harmed():
-                why = "the plan is slower than expected"
-                yield from self._out_of_harm(window, why, drift)
-                continue
-            if not self._planner.busy:  # else the best plan is on its way
-                self._replan(reorder=False)
-            while (plans := self._take()) is None and not self._harmed():
-                window = yield self._plan_command(Phase.RECONFIGURE)
-                self._learn_plan(window)
-            if plans is None:
-                continue
-            today = self._planner.repriced(self.plan)
-            time = self._prediction_error(today)
-            energy = today.cost.energy_j / self.plan.cost.energy_j - 1
-            new = plans.get(0, self.plan)
-            better = self._better(new)
-            if not better and new.schedule.split != self.plan.schedule.split:
-                self._planner.won = ""  # it is said of the plan that runs
-            # One that stays is kept with what it is known to cost by now.
-            self._adopt(new if better else self.plan)
-            self._commands.note(
-                f"correction {correction + 1}: time {100 * time:+.2f} %, energy "
-                f"{100 * energy:+.2f} % off what was predicted, "
-                f"{'planned again' if better else 'nothing better is found'}"
-            )
-            if not better:
-                return
+    def _go_on(self) -> Run[None]:
+        """Run a window of the plan, and do what follows from it.
 
-    def _steady(self) -> Run[None]:
-        """One window of the steady phase, and what follows from it."""
-        judge, planner = self._judge, self._planner
-        window = yield self._plan_command(Phase.STEADY, settle=1 if judge.begins else 0)
-        drift = self._learn_plan(window)
-        look = drift.any() or self._looks.are_due(judge.windows)
+        At first the plan is corrected: it is made again from what its units take, until nothing
+        improves.
+        """
+        judge, planner, correcting = self._judge, self._planner, self._corrections > 0
+        window, drift = yield from self._run_plan()
+        look = not correcting and (drift.any() or self._looks.are_due(judge.windows))
         if look and not self._harmed():
-            at_top = yield from self._look_at_the_top()
-            drift = larger(at_top, drift)
+            drift = larger((yield from self._look_at_the_top()), drift)
             self._looks.looked(judge.windows, calm=not drift.any())
         if self._harmed():
-            yield from self._out_of_harm(window, what_drifted(drift, window), drift)
+            why = "the plan is slower than expected" if correcting else what_drifted(drift, window)
+            yield from self._out_of_harm(window, why, drift)
+        elif correcting:
+            if not planner.busy:  # else the best plan is on its way
+                self._replan(reorder=False)
         elif drift.any() and planner.busy:  # it is not in the plan that is being made
             planner.begin_again(judge.windows)
         elif drift.any():
@@ -199,9 +154,10 @@ class Controller:
                 if is_upset or eased:
                     self._replan(reorder=True)
         self._take_plans()
-        self._follow()
+        if not correcting:
+            self._follow()
 
-    def _look_at_the_top(self) -> Generator[Command | None, Window, FloatArray]:
+    def _look_at_the_top(self) -> Run[FloatArray]:
         """See what the highest clock gives today, by which harm is known; drifts of stages."""
         orders, which = self._followers.running
         looking = tuple(
@@ -211,17 +167,18 @@ class Controller:
         return self._learn_usual(looking, which, window)
 
     def _out_of_harm(self, window: Window, why: str, drift: FloatArray) -> Run[None]:
-        """The framework's order at the highest clocks, until there is another plan."""
+        """Run the framework's order at the highest clocks, until there is another plan."""
         assert self.plan is not None
         own_s, judge = self._own_predicted_s(), self._judge
         late = judge.late(own_s)
         error = self._prediction_error(self._planner.repriced(self.plan))
-        self._commands.billed = judge.blame(window, own_s, error, why)
+        self._commands.bill["late"] = judge.blame(window, own_s, error, why)
         self._looks.looked(judge.windows, calm=False)
         self._commands.note(
             f"{why}, and steps {100 * late:+.1f} %: the framework's order at the highest clocks, "
             f"for {BASELINE_ITERATIONS + 1} iterations or more"
         )
+        self._corrections = max(self._corrections - 1, 0)
         plans: Plans | None = None
         stretches = 1  # longer each time that planning fails
         while not plans:
@@ -230,64 +187,60 @@ class Controller:
             stretches = min(2 * stretches, _MOST_STRETCHES)
             yield from self._plan_anew(drift)
             while (plans := self._take()) is None:
-                window = yield self._commands.for_all(Phase.BASELINE, self._top, 1)
-                self._learn_own(window)
+                yield from self._run_own(Phase.BASELINE, 1)
         self._adopt(plans[0])
 
     def _at_baseline(self) -> Run[None]:
-        """A few iterations of the framework's order at the highest clocks."""
-        window = yield self._commands.for_all(
-            Phase.BASELINE, self._top, BASELINE_ITERATIONS, settle=1
-        )
-        self._learn_own(window)
+        """Run a few iterations of the framework's order at the highest clocks."""
+        window = yield from self._run_own(Phase.BASELINE, BASELINE_ITERATIONS, settle=1)
         self._measured_baseline(window)
         self._judge.begin()
 
-    # --- what is known --------------------------------------------------------------------------
-
-    def _learn(
-        self,
-        clocked: Clocked,
-        window: Window,
-        replicas: Sequence[int] = (),
-        *,
-        fades: float = 1.0,
-    ) -> FloatArray:
-        return self._store.learn(
-            clocked.schedule,
-            clocked.frequency_mhz,
-            window,
-            parking=clocked.parking,
-            fresh=self._commands.fresh,
-            replicas=replicas or self._everyone,
-            fades=fades,
-        )
-
-    def _learn_own(self, window: Window) -> None:
-        """Take in a window of the framework's order at the highest clocks."""
-        drift = self._learn(self._top, window)
+    def _run_own(self, phase: Phase, iterations: int, settle: int = 0) -> Run[Window]:
+        """Run the framework's order at the highest clocks."""
+        window, drift = yield from self._commands.run(phase, self._top, iterations, settle)
         if drift.any():
             self._store.forget(upset(drift))
             self._planner.begin_again(self._judge.windows)
             if self.plan is not None:
                 self._commands.note(what_drifted(drift, window) + ": planning again")
+        return window
 
-    def _learn_plan(self, window: Window) -> FloatArray:
-        """Take in a window of the plan; by how much stages drifted."""
+    def _run_plan(self) -> Run[tuple[Window, FloatArray]]:
+        """Run a window of the plan; by how much stages drifted."""
+        phase = Phase.RECONFIGURE if self._corrections else Phase.STEADY
+        while True:
+            orders, which = self._followers.running
+            settle = int(self._judge.begins)
+            try:
+                window = yield self._commands.make(phase, WINDOW, settle, orders, which)
+                break
+            except PlanRefusedError as refused:
+                self._take_back(refused)
+        self._before = self.plan, self._commands.bill["won"]
         self._commands.note(*self._silence.add(window))
         self._compare(window)
-        drift = self._learn_usual(*self._followers.running, window)
+        drift = self._learn_usual(orders, which, window)
         self._judge.add(window)
         self._since_baseline += WINDOW
-        return drift
+        return window, drift
+
+    def _take_back(self, refused: PlanRefusedError) -> None:
+        """Go back to the plan that ran before."""
+        plan, self._commands.bill["won"] = self._before
+        self._commands.take_back()
+        self._lead(plan or self._unplanned())
+        self._failed(f"the new plan does not run: {refused}")
+
+    # --- what is known --------------------------------------------------------------------------
 
     def _learn_usual(
         self, orders: Sequence[Clocked], which: Sequence[int], window: Window
     ) -> FloatArray:
         """Take in what the usual replica measured, and all that ran the same; drifts of stages."""
         usual = which[self._followers.usual]
-        replicas = [replica for replica in self._everyone if which[replica] == usual]
-        drift = self._learn(orders[usual], window, replicas, fades=FADES)
+        replicas = [replica for replica, place in enumerate(which) if place == usual]
+        drift = self._commands.learn(orders[usual], window, replicas, _FADES)
         if drift.any():
             self._store.forget(upset(drift))
         return drift
@@ -331,7 +284,7 @@ class Controller:
     def _look_again(self) -> Run[None]:
         """See what clocks mean to upset stages today, where that takes no time."""
         self._store.forget(self._store.upset)
-        yield from self._look(SlackProbe(self._measured, at_cost=False))
+        yield from self._look(slack_probe(self._measured, self._store, at_cost=False))
 
     def _replan(self, *, reorder: bool) -> None:
         order = None if reorder or self.plan is None else self.plan.schedule
@@ -345,7 +298,7 @@ class Controller:
         self._commands.note(why)
         self._planner.failed(self._judge.windows)
         if self._has_no_plan:
-            self._commands.billed = f"The framework's own order, at the highest clocks: {why}"
+            self._commands.bill["none"] = f"The framework's own order, at the highest clocks: {why}"
 
     @property
     def _has_no_plan(self) -> bool:
@@ -353,21 +306,46 @@ class Controller:
 
     def _take_plans(self) -> None:
         """Turn to what was planned meanwhile, if it is better."""
-        plans = self._take() or {}
+        plans, planner = self._take(), self._planner
+        if plans is None:
+            return
         if 0 not in plans:
-            self._followers.extend({level: self._planner.ready(p) for level, p in plans.items()})
-        elif self._better(plans[0]):
+            if not plans:  # it failed
+                self._corrections = 0
+            self._followers.extend({level: planner.ready(plan) for level, plan in plans.items()})
+            return
+        better = self._has_no_plan or self._better(plans[0])
+        if not better:
+            planner.won = ""  # it is said of the plan that runs
+        if self._corrections and not self._has_no_plan:
+            self._correct(better=better)
+        if better:
             self._adopt(plans[0])
+
+    def _correct(self, *, better: bool) -> None:
+        """Count a correction: a plan that stays is kept with what it is known to cost by now."""
+        assert self.plan is not None
+        number = _MOST_CORRECTIONS + 1 - self._corrections
+        self._corrections = self._corrections - 1 if better else 0
+        today = self._planner.repriced(self.plan)
+        time, energy = self._prediction_error(today), today.cost.energy_j / self.plan.cost.energy_j
+        if not better:
+            self._adopt(self.plan)
+        self._commands.note(
+            f"correction {number}: time {100 * time:+.2f} %, energy {100 * (energy - 1):+.2f} % "
+            f"off what was predicted, {'planned again' if better else 'nothing better is found'}"
+        )
 
     def _better(self, plan: Plan) -> bool:
         assert self.plan is not None
         return self._planner.better(self._planner.ready(plan), self.plan, self._usual_own_s())
 
     def _adopt(self, plan: Plan) -> None:
-        if plan.policy != UNPLANNED and self.plan is not None and self._has_no_plan:
-            self._commands.billed = "The framework's own order ran until there was a plan"
-        self._commands.won, self._planner.won = self._planner.won, ""
-        self._commands.note(*filter(None, [self._commands.won]))
+        bill, won = self._commands.bill, self._planner.won
+        if bill["none"] and plan.policy != UNPLANNED:
+            bill["none"] = "The framework's own order ran until there was a plan"
+        bill["won"], self._planner.won = won or bill["won"], ""
+        self._commands.note(won)
         self._lead(self._planner.ready(plan))
         self._commands.adopted = None if self._has_no_plan else self.plan
 
@@ -385,15 +363,9 @@ class Controller:
     def _follow(self) -> None:
         assert self.plan is not None
         followers = self._followers
-        note = followers.follow()
-        if note:
+        if note := followers.follow():
             self._commands.note(note)
             self._judge.begin()
         if followers.missing and not self._planner.busy:
             levels, expected = followers.asked(), self._expected(self.plan)
             self._planner.begin_levels(self.plan.schedule, levels, expected)
-
-    # --- commands -------------------------------------------------------------------------------
-
-    def _plan_command(self, phase: Phase, settle: int = 0) -> Command:
-        return self._commands.make(phase, WINDOW, settle, *self._followers.running)

@@ -158,13 +158,13 @@ class OneClock:
     keep: Callable[[int, Mapping[int, StepEnergy]], None]
     _steps: int = 0
 
-    def run(self) -> Run[None]:
-        """Everything after the warm-up, forever.
+    def run(self, first: Window) -> Run[None]:
+        """Go on after the `first` window, of the highest clock, forever.
 
         Raises EnvPipeError if the control of a clock ended or, in a search, a meter failed: whether
         a clock is right, times tell without.
         """
-        self._fill((yield None))
+        self._fill(first)
         why = ""
         if self.found_mhz is not None:
             told = f"One clock for the whole job: {self.found_mhz} MHz, as found before"

@@ -21,7 +21,7 @@ from envpipe_megatron.policies.optimal.linear_program import LinearProgramError
 from envpipe_megatron.policies.planner import Planned, solve
 from envpipe_megatron.policies.problem import Problem
 from envpipe_megatron.tuning.background import Background
-from envpipe_megatron.tuning.commands import Command, Run
+from envpipe_megatron.tuning.commands import Command, Run, Window
 from envpipe_megatron.tuning.measured.store import Store
 from envpipe_megatron.tuning.parking import parked, still_parked
 from envpipe_megatron.tuning.replicas import level_factor
@@ -90,26 +90,18 @@ def first_plans(asked: Mapping[int, Sequence[Asked]]) -> _Made:
     }
 
 
-@dataclass(frozen=True)
-class PlannedBeside:
-    """Has one plan made while training goes on as it ran last.
+def planned_beside(
+    background: Background[tuple[Plan, tuple[str, ...]]], asked: Asked, first: Window
+) -> Run[tuple[Plan, tuple[str, ...]]]:
+    """Have one plan made by `background` while training goes on as it ran last.
 
-    Args:
-        background: makes it.
-        asked: what to plan.
+    Returns what `planned` does; raises what that raises, BackgroundError if it is ended.
     """
-
-    background: Background[tuple[Plan, tuple[str, ...]]]
-    asked: Asked
-
-    def run(self) -> Run[tuple[Plan, tuple[str, ...]]]:
-        """Return what `planned` does; raises what that raises, BackgroundError if it is ended."""
-        yield None
-        with closing(self.background) as background:
-            background.start(partial(planned, *self.asked))
-            while (made := background.take()) is None:
-                yield Command(Phase.PROFILE, 1)
-        return made
+    with closing(background):
+        background.start(partial(planned, *asked))
+        while (made := background.take()) is None:
+            yield Command(Phase.PROFILE, 1)
+    return made
 
 
 class Planner:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -16,7 +16,6 @@ from envpipe_megatron.policies.reconfigure import (
     Ended,
     Ladders,
     ReconfigurePolicy,
-    Step,
     lower,
     step,
 )
@@ -47,9 +46,14 @@ def no_bubble_threshold_s(schedule: Schedule, window: Window) -> float:
     return float(median_s[least] + 4 * 1.4826 * deviation_s + _LEAST_BUBBLE * shortest_s)
 
 
-@dataclass(frozen=True)
-class Reconfigurer:
-    """Runs a policy's steps on measured waits until one of its ends, and nothing can be lowered.
+def reconfigured(
+    plan: Plan,
+    policy: ReconfigurePolicy,
+    own: Schedule,
+    clocks_mhz: Sequence[Iterable[int]],
+    first: Window,
+) -> Run[tuple[Plan, int, Ended]]:
+    """Run a policy's steps on measured waits until one of its ends, and nothing can be lowered.
 
     Units rise through all clocks that the GPUs of their stage have, also through those that were
     not profiled: waits tell enough of them. Where an end is seen, measured times of units say who
@@ -61,56 +65,46 @@ class Reconfigurer:
         policy: what a step raises, and how many steps there are at most.
         own: the order that the warm-up ran at full clock.
         clocks_mhz: for each stage, all that its GPUs have.
-        print_grid: called for each iteration.
+        first: the warm-up.
+
+    Returns:
+        The reconfigured plan, how many steps raised a clock, and why the loop ended.
     """
-
-    plan: Plan
-    policy: ReconfigurePolicy
-    own: Schedule
-    clocks_mhz: Sequence[Iterable[int]]
-    print_grid: Callable[[str], None]
-
-    def run(self) -> Run[tuple[Plan, int, Ended]]:
-        """The reconfigured plan, how many steps raised a clock, and why the loop ended."""
-        threshold_s = no_bubble_threshold_s(self.own, (yield None))
-        plan, schedule = self.plan, self.plan.schedule
-        ladders = Ladders(schedule, plan.profile, self.clocks_mhz)
-        frequency_mhz = plan.frequency_mhz.copy()
-        steps, ended, lowered = 0, Ended.STEP_LIMIT, dict[int, int]()
-        #: What units took in each of the last iterations, which all showed an end.
-        times_s: list[FloatArray] = []
-        for iteration in range(self.policy.max_steps):
-            clocked = Clocked(schedule, schedule.pair_clocks(frequency_mhz))
-            window = yield Command(Phase.RECONFIGURE, 1, orders=(clocked,))
-            if not window.whole:
-                continue
-            waits_s, clocks = window.waits_s[0].ravel(), frequency_mhz.ravel().tolist()
-            path = critical_path(schedule, waits_s.tolist(), threshold_s)
-            taken = step(schedule, clocks, path, self.policy, ladders)
-            self.print_grid(
-                f"Reconfigure step {iteration}\n{grid(schedule, clocks, waits_s, taken)}"
-            )
-            changes = taken.raised
-            steps += bool(changes)
-            times_s = [*times_s, _busy_s(window, threshold_s)] if taken.ended else []
-            if taken.ended and len(times_s) == _CONFIRMATIONS:
-                # The least of them: a hiccup of one unit would look like slack of all others.
-                least_s = np.min(times_s, axis=0)
-                changes = lower(plan, clocks, least_s, threshold_s, ladders, lowered)
-                if not changes:
-                    ended = taken.ended
-                    break
-                lowered |= changes
-                times_s = []
-            for node, target in changes.items():
-                frequency_mhz.flat[node] = target
-        reconfigured = replace(
-            plan,
-            policy=f"{plan.policy}-{self.policy.name}",
-            frequency_mhz=frequency_mhz,
-            profile=replace(plan.profile, interpolates=True),
-        )
-        return reconfigured, steps, ended
+    threshold_s, schedule = no_bubble_threshold_s(own, first), plan.schedule
+    ladders = Ladders(schedule, plan.profile, clocks_mhz)
+    frequency_mhz = plan.frequency_mhz.copy()
+    steps, ended, lowered = 0, Ended.STEP_LIMIT, dict[int, int]()
+    #: What units took in each of the last iterations, which all showed an end.
+    times_s: list[FloatArray] = []
+    for _ in range(policy.max_steps):
+        clocked = Clocked(schedule, schedule.pair_clocks(frequency_mhz))
+        window = yield Command(Phase.RECONFIGURE, 1, orders=(clocked,))
+        if not window.whole:
+            continue
+        waits_s, clocks = window.waits_s[0].ravel(), frequency_mhz.ravel().tolist()
+        path = critical_path(schedule, waits_s.tolist(), threshold_s)
+        taken = step(schedule, clocks, path, policy, ladders)
+        changes = taken.raised
+        steps += bool(changes)
+        times_s = [*times_s, _busy_s(window, threshold_s)] if taken.ended else []
+        if taken.ended and len(times_s) == _CONFIRMATIONS:
+            # The least of them: a hiccup of one unit would look like slack of all others.
+            least_s = np.min(times_s, axis=0)
+            changes = lower(plan, clocks, least_s, threshold_s, ladders, lowered)
+            if not changes:
+                ended = taken.ended
+                break
+            lowered |= changes
+            times_s = []
+        for node, target in changes.items():
+            frequency_mhz.flat[node] = target
+    reconfigured = replace(
+        plan,
+        policy=f"{plan.policy}-{policy.name}",
+        frequency_mhz=frequency_mhz,
+        profile=replace(plan.profile, interpolates=True),
+    )
+    return reconfigured, steps, ended
 
 
 def _busy_s(window: Window, threshold_s: float) -> FloatArray:
@@ -123,22 +117,3 @@ def _busy_s(window: Window, threshold_s: float) -> FloatArray:
         for stage in window.stages
     ]
     return np.median(busy_s, axis=1)
-
-
-def grid(
-    schedule: Schedule, frequency_mhz: Sequence[int], receive_wait_s: FloatArray, taken: Step
-) -> str:
-    """EnvPipe's grid: unit, frequency in MHz, wait in ms; `[ ]` on the critical path."""
-    on_path = set(taken.path)
-    lines = []
-    for stage, order in enumerate(schedule.stages):
-        cells = []
-        for position, unit in enumerate(order):
-            node = stage * schedule.units_per_stage + position
-            text = (
-                f"{unit.label(schedule.num_chunks)} {frequency_mhz[node]} "
-                f"{1e3 * receive_wait_s[node]:.1f}"
-            )
-            cells.append(f"[{text}]" if node in on_path else text)
-        lines.append(f"Stage {stage} | " + " ".join(cells))
-    return "\n".join(lines)

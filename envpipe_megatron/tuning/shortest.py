@@ -9,9 +9,6 @@ never predicted: units may be slow in a new order only.
 
 from __future__ import annotations
 
-from collections.abc import Generator
-from functools import partial
-
 import numpy as np
 
 from envpipe_megatron.core.arrays import FloatArray
@@ -19,8 +16,8 @@ from envpipe_megatron.core.plan import Plan
 from envpipe_megatron.core.schedule import Schedule
 from envpipe_megatron.formats.energy import Phase
 from envpipe_megatron.tuning.command_maker import CommandMaker
-from envpipe_megatron.tuning.commands import Clocked, Command, Run, Window
-from envpipe_megatron.tuning.controller import BASELINE_EVERY, FADES
+from envpipe_megatron.tuning.commands import Clocked, PlanRefusedError, Run, Window
+from envpipe_megatron.tuning.controller import BASELINE_EVERY
 from envpipe_megatron.tuning.judge import WINDOW, Judge, what_drifted
 from envpipe_megatron.tuning.measured.store import Store
 from envpipe_megatron.tuning.planner import Planner, Plans
@@ -50,15 +47,13 @@ class ShortestOrder:
         self._own, self._measured = store.at_top(own), measured
         #: What runs but for looks and trials, and what ran last.
         self._order = self._last = self._own
-        self._learn = partial(store.learn, replicas=range(num_replicas), fades=FADES)
-        self._commands, self._judge = CommandMaker(store), Judge(1.0)
+        self._commands, self._judge = CommandMaker(store, num_replicas), Judge(1.0)
         #: Iterations so far, at the last baseline, and those before which no plan is made.
         self._ran = self._baseline_at = self._plan_at = 0
         self._pause = _PAUSE
 
-    def run(self) -> Run[None]:
-        """Everything after the warm-up, as `Controller.run`."""
-        yield None
+    def run(self, first: Window) -> Run[None]:
+        """Go on after the warm-up, as `Controller.run`."""
         changed = False
         while True:
             phase = Phase.STEADY if self._plan_at else Phase.PROFILE
@@ -76,13 +71,6 @@ class ShortestOrder:
                 yield from self._plan()
             if (plans := self._planner.take(self._stay)) is not None:
                 yield from self._turn_to(plans)
-
-    def refuse(self, command: Command, why: str) -> Command:
-        """Go back, from a command whose plan has no memory, to the framework's order."""
-        self._commands.take_back(command)
-        self._commands.note(f"the new plan does not run: {why}")
-        self._last = self._own
-        return self._commands.for_all(command.phase, self._own, command.iterations)
 
     # --- plans ----------------------------------------------------------------------------------
 
@@ -120,14 +108,14 @@ class ShortestOrder:
         if why := (yield from self._try(self.plan)):
             self._order = self._own  # also for want of memory
             if slow:
-                self._commands.billed = self._judge.blame(window, 1.0, 0.0, slow)
+                self._commands.bill["late"] = self._judge.blame(window, 1.0, 0.0, slow)
             self._stay(f"the planned order is not faster any more ({why})")
 
-    def _try(self, plan: Plan) -> Generator[Command | None, Window, str]:
+    def _try(self, plan: Plan) -> Run[str]:
         """Run a plan between windows of the framework's order; why it does not run on, else empty.
 
-        Then that order is to run, unless the plan was refused. The one that runs is tried again
-        only if the first window does not tell.
+        Then that order is to run, unless ranks have no memory for the plan. The one that runs is
+        tried again only if the first window does not tell.
         """
         tried, judge = self._store.at_top(plan.schedule), self._judge
         backwards = "split" if plan.schedule.split else "whole"
@@ -140,8 +128,12 @@ class ShortestOrder:
         judge.begin()
         for iterations in _TRIED:
             settle = int(judge.begins)
-            window, _ = yield from self._run_order(Phase.RECONFIGURE, tried, iterations, settle)
-            if self._last is not tried:
+            try:
+                window, _ = yield from self._run_order(Phase.RECONFIGURE, tried, iterations, settle)
+            except PlanRefusedError as refused:
+                self._commands.take_back()
+                self._commands.note(f"the new plan does not run: {refused}")
+                self._last = self._own
                 return f"{backwards} backwards: no memory"
             self.plan = plan
             judge.add(window)
@@ -177,7 +169,7 @@ class ShortestOrder:
     def _say(self, text: str) -> None:
         """Have log and bill say it, the bill behind what it says of steps that were too slow."""
         self._commands.note(text)
-        self._commands.won = text
+        self._commands.bill["won"] = text
 
     # --- what is known --------------------------------------------------------------------------
 
@@ -189,18 +181,17 @@ class ShortestOrder:
 
     def _run_order(
         self, phase: Phase, clocked: Clocked, iterations: int = WINDOW, settle: int = 0
-    ) -> Generator[Command | None, Window, tuple[Window, FloatArray]]:
+    ) -> Run[tuple[Window, FloatArray]]:
         """Run an order; its window, and [num_stages] drifts as of `Store.learn`.
 
         None is seen where another ran before: units may differ by order.
         """
         before, self._last = self._last, clocked
-        window = yield self._commands.for_all(phase, clocked, iterations, settle)
+        window, drift = yield from self._commands.run(phase, clocked, iterations, settle)
         self._ran += settle + iterations
-        drift = self._learn(self._last.schedule, self._last.frequency_mhz, window)
         return window, drift if clocked is before else np.zeros_like(drift)
 
-    def _at_own(self, *, anew: bool = False) -> Generator[Command | None, Window, float]:
+    def _at_own(self, *, anew: bool = False) -> Run[float]:
         """Run a window of the framework's order, for the baseline; what a step took, s."""
         window, _ = yield from self._run_order(Phase.BASELINE, self._own)
         self._judge.add_baseline(window, 1.0, anew=anew)

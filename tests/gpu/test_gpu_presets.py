@@ -143,7 +143,14 @@ def test_unknown_preset_lists_the_names():
     [
         ("wait_power_w = 50", "", "field wait_power_w is missing"),
         ("wait_power_w = 50", "wait_power_w = -1", "field wait_power_w must be a finite number"),
-        ("preset/1", "preset/2", "field format must be"),
+        ("preset/1", "preset/2", r"field format must be 'envpipe-gpu-preset/1' \(got"),
+        ('"Round numbers"', '""', "field gpu must be a text"),
+        ('"Round numbers"', "3", "field gpu must be a text"),
+        *[
+            ("frequency_mhz = 1000", f"frequency_mhz = {bad}", "mhz must be a whole number above 0")
+            for bad in ("0", "true", "1.5")
+        ],
+        ("[forward]", "[[forward]]", "field forward must be a table"),
         ("memory_fraction = 0.0", "memory = 0", r"field forward\.memory is not a known field"),
         ("refresh_s = 0.125", "refresh_s = 0", "refresh_s must be above 0"),
         ("frequency_step_mhz = 100", "frequency_step_mhz = 0", "frequency_step_mhz must be above"),
@@ -153,12 +160,6 @@ def test_unknown_preset_lists_the_names():
         ("memory_fraction = 0.0", "memory_fraction = 2", r"forward\.memory_fraction must be at"),
         ("memory_fraction = 0.5", "memory_fraction = 2", r"backward\.memory_fraction must be at"),
         ("min_frequency_mhz = 100", "min_frequency_mhz = 1100", "min_frequency_mhz must not exc"),
-        ("fitted = false", "fitted = true", "fit_error_percent is needed"),
-        (
-            "[forward]",
-            '[control]\nnvml_names = ["x"]\nprofile_min_mhz = 9\nprofile_max_mhz = 8\n[forward]',
-            r"control\.profile_min_mhz must not exceed",
-        ),
     ],
 )
 def test_a_wrong_field_is_named_with_its_file(round_preset, old, new, problem):

@@ -100,10 +100,8 @@ from pathlib import Path
 import plain_stages
 from forked_ranks import run_forked
 from envpipe_megatron.gpu.devices import uid_of_cuda_device
-from envpipe_megatron.policies.request import PlanRequest
 from envpipe_megatron.runtime.clocks.rank_clock import open_rank_gpu
-from envpipe_megatron.runtime.job.session import SessionConfig
-from envpipe_megatron.tuning.probes.sweep import ProfilerSettings
+from envpipe_megatron.runtime.job.options import JobOptions
 
 def train(rank):
     def opened(emulated):
@@ -111,9 +109,9 @@ def train(rank):
         return open_rank_gpu(uid, plain_stages.lone_pipeline(2), "auto", require=True)[0]
 
     root = Path(sys.argv[1])
-    config = SessionConfig(
-        PlanRequest(3, "envpipe", "envelope"), warmup_iterations=1, output_dir=root,
-        profiler=ProfilerSettings(1, 1, min_window_s=0.1),
+    config = JobOptions(
+        num_microbatches=3, type="envelope", reconfigure="default", baseline_steps=1,
+        profile_steps=1, window_s=0.1, output=root,
     )
     session, _ = plain_stages.session(rank, config, root, fast=False, seen_as=opened)
     for _ in range(4):

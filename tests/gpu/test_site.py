@@ -2,7 +2,6 @@
 
 import os
 import subprocess
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -15,7 +14,6 @@ from envpipe_megatron.gpu.site import (
     read_site,
     read_site_file,
 )
-from envpipe_megatron.gpu.toml_tables import build, parse_toml
 
 WHOLE = """
 format = "envpipe-site/1"
@@ -131,7 +129,18 @@ ARGV = [  # of a lock command, and what is said of it
         (PAIR.replace('"/a", "{uuid}"]', '"/a", "all"]'), ["reset_command", "{uuid} or {index}"]),
         (PAIR.replace('"/a", "{uuid}"]', '"/a", "{mhz}"]'), ["reset_command", "braces", "{index}"]),
         ("command_time_limit_s = 0", ["command_time_limit_s", "above 0"]),
+        *[
+            (f"command_time_limit_s = {bad}", ["command_time_limit_s must be a finite number"])
+            for bad in ("-1", "nan", "inf", "true", "'2'")
+        ],
         ("reset_range_mhz = [1410, 210]", ["reset_range_mhz", "lowest"]),
+        *[
+            (f"reset_range_mhz = {bad}", ["reset_range_mhz must be a list of two whole numbers"])
+            for bad in ("1", "[1]", "[1, 2, 3]", "[0, 1]", "[true, 2]", "[1, 2.0]")
+        ],
+        ("backends = [3]", ["backends must be a list of texts"]),
+        ("zeusd_socket = 3", ["zeusd_socket must be an absolute path (got 3)"]),
+        ("allow_power_profiles = 1", ["allow_power_profiles must be true or false"]),
         ("backend = []", ["backend is not a known field", "Known", "backends"]),
     ],
 )
@@ -253,85 +262,3 @@ def test_the_example_script_locks_and_resets_one_gpu(gpu_clock):
 def test_the_example_script_refuses_all_else(gpu_clock, tmp_path, arguments):
     assert gpu_clock(*arguments) == (2, [])
     assert {path.name for path in tmp_path.iterdir()} == {"nvidia-smi"}
-
-
-@dataclass
-class Part:
-    size_w: float = 1.0
-
-
-@dataclass
-class Whole:
-    name: str
-    count: int
-    on: bool
-    time_s: float
-    part: Part
-    path: Path | None = None
-    words: tuple[str, ...] = ()
-    range_mhz: tuple[int, int] | None = None
-    other: Part | None = None
-
-
-TABLES = """
-format = "test/1"
-count = 3
-on = true
-time_s = 2
-path = "/somewhere"
-words = ["", "b"]
-range_mhz = [1, 2]
-[part]
-[other]
-size_w = 0
-"""
-
-
-def read(text, **given):
-    return build(Whole, parse_toml(text.encode(), "The file", "test/1"), "The file: ", **given)
-
-
-def test_every_type():
-    assert read(TABLES, name="given") == Whole(
-        "given", 3, True, 2.0, Part(), Path("/somewhere"), ("", "b"), (1, 2), Part(0.0)
-    )
-    assert type(read(TABLES, name="given").time_s) is float
-    few = 'format = "test/1"\nname = "x"\ncount = 1\non = false\ntime_s = 0.5\n[part]'
-    assert read(few) == Whole("x", 1, False, 0.5, Part())
-
-
-@pytest.mark.parametrize(
-    ("old", "new", "said"),
-    [
-        ("test/1", "test/2", "field format must be 'test/1' (got 'test/2')"),
-        ("count = 3", "count = ", "The file is not TOML"),
-        ("count = 3", "", "The file: count is missing"),
-        ("count = 3", "count = 3\ncounts = 4", "counts is not a known field. Known are count, on"),
-        ("size_w", "size", "The file: other.size is not a known field. Known are size_w."),
-        ("[part]", "[[part]]", "The file: part must be a table"),
-        *[("count = 3", f"count = {bad}", "count must be a whole") for bad in ("0", "true", "1.5")],
-        ("on = true", "on = 1", "on must be true or false"),
-        *[
-            ("time_s = 2", f"time_s = {bad}", "time_s must be a finite number")
-            for bad in ("-1", "nan", "inf", "true", "'2'")
-        ],
-        ("/somewhere", "elsewhere", "path must be an absolute path (got 'elsewhere')"),
-        ('"/somewhere"', "3", "path must be an absolute path"),
-        ('words = ["", "b"]', "words = [3]", "words must be a list of texts"),
-        ('words = ["", "b"]', "words = 'b'", "words must be a list of texts"),
-        *[
-            ("[1, 2]", bad, "range_mhz must be a list of two whole numbers")
-            for bad in ("1", "[1]", "[1, 2, 3]", "[0, 1]", "[true, 2]", "[1, 2.0]")
-        ],
-    ],
-)
-def test_what_is_wrong_is_named(old, new, said):
-    with pytest.raises(GpuError) as caught:
-        read(TABLES.replace(old, new), name="given")
-    assert said in str(caught.value)
-
-
-@pytest.mark.parametrize("name", ['""', "3"])
-def test_a_text_is_not_empty(name):
-    with pytest.raises(GpuError, match="name must be a text"):
-        read(TABLES.replace("count", f"name = {name}\ncount"))

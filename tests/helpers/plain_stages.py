@@ -28,7 +28,8 @@ from envpipe_megatron.runtime.channel.links import make_channel
 from envpipe_megatron.runtime.channel.p2p import P2PChannel
 from envpipe_megatron.runtime.execution import emulated_executor
 from envpipe_megatron.runtime.execution.emulated_executor import EmulatedExecutor
-from envpipe_megatron.runtime.job.session import Session, SessionConfig
+from envpipe_megatron.runtime.job.options import JobOptions
+from envpipe_megatron.runtime.job.session import Session
 
 SHAPE = (2, 3)
 SPECS = StageSpecs.alike(TensorSpec.of_one_type((SHAPE,), torch.float32, torch.device("cpu")))
@@ -176,7 +177,7 @@ def lone_pipeline(stages: int, timeout_s: float = 30.0) -> Collectives:
 
 def session(
     rank: int,
-    config: SessionConfig,
+    config: JobOptions,
     root: Path,
     *,
     timeout_s: float = 10.0,

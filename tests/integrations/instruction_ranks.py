@@ -26,11 +26,10 @@ from envpipe_megatron.integrations.device import FORWARD_VARIABLE
 from envpipe_megatron.integrations.instructions import InstrumentedPipeline
 from envpipe_megatron.integrations.job import Job
 from envpipe_megatron.integrations.leveled import LeveledJob
-from envpipe_megatron.policies.request import PlanRequest
 from envpipe_megatron.runtime.channel import collectives
 from envpipe_megatron.runtime.channel.carrier import ChannelError
-from envpipe_megatron.runtime.job.session import Session, SessionConfig
-from envpipe_megatron.tuning.probes.sweep import ProfilerSettings
+from envpipe_megatron.runtime.job.options import JobOptions
+from envpipe_megatron.runtime.job.session import Session
 
 #: Of each stage: the last one has most to do.
 FORWARD_S = (0.03, 0.03, 0.03, 0.05)
@@ -126,10 +125,13 @@ def train_example(
 
 def train_session(rank: int, root: Path, preset: Path, microbatches: int, steps: int) -> Any:
     """The same job, whose units EnvPipe executes."""
-    config = SessionConfig(
-        PlanRequest(microbatches, "1f1b", "envelope", "balanced"),
-        warmup_iterations=3,
-        profiler=ProfilerSettings(measured_iterations=1),
+    config = JobOptions(
+        num_microbatches=microbatches,
+        type="envelope",
+        scheduling="1f1b",
+        reconfigure="balanced",
+        baseline_steps=3,
+        profile_steps=1,
     )
     session, _ = plain_stages.session(
         rank,

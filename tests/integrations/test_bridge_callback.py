@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from envpipe_megatron.integrations.levels import LevelError, RefusedError, decide
-from envpipe_megatron.integrations.reading import OptionError
+from envpipe_megatron.integrations.options import OptionError
 
 pytestmark = pytest.mark.xdist_group("megatron")
 
@@ -247,7 +247,7 @@ def test_wrong_options_are_told_at_once(loop: Any, options: dict[str, Any], told
 def test_options_that_do_not_go_together_have_the_callbacks_names(
     loop: Any, trainings: list[FakeTraining]
 ) -> None:
-    with pytest.raises(OptionError, match=r"^plan needs the profile"):
+    with pytest.raises(OptionError, match=r"^plan needs profile"):
         begin(make(plan=__file__), loop, config())
 
 

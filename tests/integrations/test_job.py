@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections import defaultdict
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from datetime import timedelta
 from enum import Enum
 from pathlib import Path
@@ -34,6 +35,7 @@ from envpipe_megatron.integrations.job import (
 from envpipe_megatron.integrations.levels import Level
 from envpipe_megatron.integrations.reporting import end_of_job
 from envpipe_megatron.launch.bill.report import Tariff, bill_facts, bill_lines
+from envpipe_megatron.runtime.job.options import JobOptions
 
 #: Iterations, s and J of one on an average GPU.
 PHASES = {"profile": (50, 0.3, 120.0), "steady": (62, 0.25, 100.0), "steady m24": (4, 0.5, 190.0)}
@@ -164,19 +166,16 @@ def test_ranks_that_were_started_differently_are_refused_with_what_differs() -> 
 def test_orders_that_split_backwards_by_name_run_where_nothing_stands_against_it(
     level: Level, given: dict[str, Any], placed: dict[str, Any], why: str
 ) -> None:
-    options: Any = SimpleNamespace(
-        scheduling="zb-h1", **{"split": "auto", "self_check": "auto"} | given
-    )
+    options = JobOptions(scheduling="zb-h1", **given)
     placement: Any = SimpleNamespace(**{"splits": True, "why_whole": None} | placed)
     assert _why_whole(options, placement, level) == why
     for chunks, said in ((1, f"backwards of this job are whole: {why}"), (2, "of 1 chunk a stage")):
         if why or chunks == 2:
             with pytest.raises(JobError, match=f"The order zb-h1 cannot be had: .*{said}"):
-                _check_split_order(options, chunks, why)
+                _check_split_order(replace(options, num_chunks=chunks), why)
         else:
-            _check_split_order(options, chunks, why)
-        options_of_any = SimpleNamespace(scheduling="auto")
-        _check_split_order(options_of_any, chunks, why)  # type: ignore[arg-type]
+            _check_split_order(options, why)
+        _check_split_order(JobOptions(num_chunks=chunks), why)
 
 
 @pytest.mark.parametrize(

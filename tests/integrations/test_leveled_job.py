@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 from leveled_jobs import begin, given
 
+from envpipe_megatron.core.kinds import Kind
+from envpipe_megatron.core.orders import builders
+from envpipe_megatron.integrations.framework_units import Seen
 from envpipe_megatron.integrations.job import JobError
 from envpipe_megatron.integrations.levels import Level, LevelError, Limit, stands_against
 
@@ -86,3 +90,27 @@ def test_a_job_whose_gpu_is_gone_trains_without_envpipe() -> None:
     assert not job.lower([GRAPHS])
     job.end()
     job.close()
+
+
+@pytest.mark.parametrize("ends", [False, True])
+def test_a_step_that_failed_is_waited_for_where_another_begins_and_not_at_the_end(
+    ends: bool,
+) -> None:
+    """Its peers may be gone, and the clock is to come back."""
+    job, (made,), _ = begin()
+    order = builders.one_f_one_b(1, 1)
+    run = made.session.open_iteration.return_value
+    run.configure_mock(units=order.stages[0], next_unit=None, whole=True)
+    job.begin_step(0)
+    job.follow(order, Mock()).begin(Seen(Kind.FORWARD))
+    job.fail()
+    assert (run.whole, job.in_step, run.end_unit.called) == (False, False, False)
+    made.session.highest_clock.assert_called_once()
+    if ends:
+        made.end = Mock()  # type: ignore[attr-defined]
+        job.end()
+    else:
+        job.begin_step(1)
+        made.session.pause.assert_called_once()
+    assert run.end_unit.called is not ends
+    made.session.end_step.assert_not_called()

@@ -17,9 +17,10 @@ import pytest
 pytest.importorskip("deepspeed")
 
 from deepspeed.runtime.pipe.engine import PipelineEngine
+from leveled_jobs import fresh_hooks
 
 from envpipe_megatron.integrations.deepspeed.engine import EnvPipeEngine
-from envpipe_megatron.integrations.hooking import HookError, Hooks
+from envpipe_megatron.integrations.hooking import HookError
 from envpipe_megatron.integrations.levels import RefusedError
 from envpipe_megatron.integrations.megatron_deepspeed import hooks
 from envpipe_megatron.integrations.megatron_deepspeed.hooks import (
@@ -31,17 +32,10 @@ from envpipe_megatron.integrations.options import add_arguments
 LOG_INTERVAL = 4
 
 
-def fresh(monkeypatch: pytest.MonkeyPatch) -> Hooks[Any]:
-    """The state of hooks that nothing has called."""
-    made = Hooks[Any](hooks._hooks._file, *hooks._hooks._needed)
-    monkeypatch.setattr(hooks, "_hooks", made)
-    return made
-
-
 @pytest.fixture
 def engine(monkeypatch: pytest.MonkeyPatch) -> Any:
     """The engine of a job that has begun."""
-    made, state = object.__new__(EnvPipeEngine), fresh(monkeypatch)
+    made, state = object.__new__(EnvPipeEngine), fresh_hooks(hooks, monkeypatch)
     report = SimpleNamespace(
         scalars=lambda: {"envpipe-power/gpu": 300.0}, line=lambda: " envpipe |"
     )
@@ -89,7 +83,7 @@ def test_a_log_line_that_lacks_the_energy_is_told_once(
 def test_training_that_never_began_ends_the_job(
     engine: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    fresh(monkeypatch)
+    fresh_hooks(hooks, monkeypatch)
     with pytest.raises(HookError, match="outside training"):
         hooks.end_step()
 
@@ -111,7 +105,7 @@ def test_the_engine_is_deepspeeds_own_after_training(engine: Any) -> None:
 def test_arguments_from_elsewhere_than_the_command_line(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    fresh(monkeypatch)
+    fresh_hooks(hooks, monkeypatch)
     with pytest.raises(SystemExit):
         hooks.begin_training(SimpleNamespace(), [])  # type: ignore[arg-type]
     assert "came from elsewhere" in capsys.readouterr().err
@@ -175,7 +169,7 @@ def test_the_configuration_of_deepspeed_is_read_from_its_file(tmp_path: Path) ->
 def test_what_is_wrong_is_told_without_a_stack(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    fresh(monkeypatch)
+    fresh_hooks(hooks, monkeypatch)
     monkeypatch.setattr("sys.argv", ["/somewhere/pretrain_gpt.py"])
     monkeypatch.delenv("LOCAL_RANK", raising=False)
     with pytest.raises(SystemExit) as ended:
@@ -188,7 +182,7 @@ def test_what_is_wrong_is_told_without_a_stack(
 def test_options_are_read_from_the_arguments(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    fresh(monkeypatch)
+    fresh_hooks(hooks, monkeypatch)
     monkeypatch.setattr("sys.argv", ["/somewhere/pretrain_gpt.py"])
     parser = argparse.ArgumentParser()
     add_arguments(parser.add_argument_group())

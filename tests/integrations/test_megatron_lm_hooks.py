@@ -17,11 +17,11 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from leveled_jobs import begin, given, jobs_are_faked
+from leveled_jobs import begin, fresh_hooks, given, jobs_are_faked
 
 from envpipe_megatron.core.orders.builders import whole_iteration
 from envpipe_megatron.formats.energy import Phase
-from envpipe_megatron.integrations.hooking import HookError, Hooks
+from envpipe_megatron.integrations.hooking import HookError
 from envpipe_megatron.integrations.job import JobError
 from envpipe_megatron.integrations.levels import Level
 from envpipe_megatron.integrations.megatron.limits import LIMITS
@@ -51,13 +51,6 @@ def hooks() -> Any:
     return hooks
 
 
-def fresh(hooks: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """The state of hooks that nothing has called."""
-    made = Hooks[Any](hooks._hooks._file, *hooks._hooks._needed)
-    monkeypatch.setattr(hooks, "_hooks", made)
-    return made
-
-
 @pytest.fixture
 def job(hooks: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
     """A job that has begun: arguments validated, training begun."""
@@ -69,7 +62,7 @@ def job(hooks: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
     )
     training, *_ = begin(hooks.Training)
     training.job, training._stand_in = made, None
-    made_hooks = fresh(hooks, monkeypatch)
+    made_hooks = fresh_hooks(hooks, monkeypatch)
     made_hooks.job = training
     for name in ("validate", "begin_training"):
         made_hooks.note(name)
@@ -149,7 +142,7 @@ def test_arguments_that_were_not_validated(
     hooks: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """As with --yaml-cfg."""
-    fresh(hooks, monkeypatch)
+    fresh_hooks(hooks, monkeypatch)
     with pytest.raises(SystemExit):
         hooks.begin_training(SimpleNamespace(), [gpt()])
     assert "came from elsewhere" in capsys.readouterr().err
@@ -180,7 +173,7 @@ def arguments(**given: Any) -> Any:
 def test_what_is_wrong_is_told_once_a_node_and_without_a_stack(
     hooks: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    fresh(hooks, monkeypatch)
+    fresh_hooks(hooks, monkeypatch)
     monkeypatch.setattr("sys.argv", ["/somewhere/pretrain_gpt.py"])
     for local_rank, told in (("0", "pretrain_gpt.py: error: "), ("1", "")):
         monkeypatch.setenv("LOCAL_RANK", local_rank)
@@ -213,7 +206,7 @@ def test_what_a_job_cannot_have_ends_it(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    fresh(hooks, monkeypatch)
+    fresh_hooks(hooks, monkeypatch)
     monkeypatch.delenv("LOCAL_RANK", raising=False)
     with pytest.raises(SystemExit):
         hooks.validate(arguments(**{"pipeline_model_parallel_size": 2, **given}))
@@ -341,8 +334,6 @@ def test_a_check_tries_what_a_plan_may_run(
     assert [named[order.stages] for order in others] == tried
     alike = orders_to_try(args, model, count, regroups=False)[1:]
     assert [named[order.stages] for order in alike] == tried[-1:]
-    # Of as few microbatches as stages, each warms up with all that a backward does not wait for.
-    assert len(orders_to_try(args, model[:1], stages, regroups=True)) == 1
 
 
 def test_what_the_interpreter_does_not_run_goes_to_megatron_itself() -> None:
@@ -428,7 +419,10 @@ def test_a_job_that_trains_without_envpipe(
     training, *_ = begin(hooks.Training, given(gpu_control="auto" if later else "none"))
     training._stand_in = training._replaced = None
     training.options = replace(training.options, gpu_control="none")
-    fresh(hooks, monkeypatch).options = SimpleNamespace()  # type: ignore[assignment]
+    state = fresh_hooks(hooks, monkeypatch)
+    state.options = SimpleNamespace()
+    for name in ("validate", "begin_training", "forward_backward"):
+        state.note(name)
     monkeypatch.setattr(hooks, "Training", lambda *arguments: training)
     monkeypatch.setattr(hooks, "by_stage", lambda args: None)
     monkeypatch.setattr(hooks.parallel_state, "get_pipeline_model_parallel_group", lambda: None)
@@ -484,4 +478,4 @@ def test_a_batch_that_no_pipeline_of_chunks_runs_is_measured(
         )
         hooks.Training(args, usual, LIMITS, [gpt(), gpt(), gpt()], group)
     assert [job.level for job in made] == [Level.OBSERVE] * 2
-    check_request(made[1].options.request(8, 3))
+    check_request(replace(made[1].options, num_microbatches=8, num_chunks=3).request())

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from envpipe_megatron.integrations.options import OF_LEVELS
-from envpipe_megatron.integrations.reading import (
+from envpipe_megatron.integrations.options import (
+    OF_LEVELS,
     OptionError,
     merged,
     parse_settings,
@@ -77,7 +77,10 @@ def test_values_of_all_kinds(tmp_path: Path) -> None:
         ({"objective": "joules"}, "invalid choice: 'joules' .*'energy', 'time', 'cost', 'edp'"),
         ({"profile": "nowhere.csv"}, "^The file of profile is not there"),
         ({"output": __file__}, "Give another one by output"),
-        ({"gpu_control": "none", "require_control": True}, "out with profile_only and require_"),
+        (
+            {"gpu_control": "none", "require_control": True},
+            "gpu_control none does not go with require_control",
+        ),
     ],
 )
 def test_what_is_wrong_is_named(settings: dict[str, Any], said: str) -> None:

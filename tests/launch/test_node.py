@@ -63,7 +63,8 @@ def train(monkeypatch, output) -> Callable[..., int]:
                 other = nodes.rank(nodes.agent("n1"), nodes.gpu(1), 1).say_hello()
                 send(other.connection, {"op": "send_to", "endpoint": endpoint})
                 other.say_hello()  # answered after what was sent before it
-                assert other.agent._call(other.agent._uplink.all_known(LONG_S))
+                until = other.agent._holds(other.agent._uplink.knows_all, LONG_S)
+                assert other.agent._call(until)
             rank.train(0)
             rank.bye()
             return code

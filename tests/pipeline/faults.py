@@ -10,8 +10,7 @@ from typing import Any
 
 import plain_stages
 
-from envpipe_megatron.policies.request import PlanRequest
-from envpipe_megatron.runtime.job.session import SessionConfig
+from envpipe_megatron.runtime.job.options import JobOptions
 
 MICROBATCHES = 4
 
@@ -34,7 +33,7 @@ def train(
     """Train until the victim fails in its second step; tell how that looked from here."""
     session, gpu = plain_stages.session(
         rank,
-        SessionConfig(PlanRequest(MICROBATCHES)),
+        JobOptions(num_microbatches=MICROBATCHES, type="baseline", baseline_steps=3),
         root,
         timeout_s=timeout_s,
         collectives_timeout_s=timeout_s,
@@ -70,7 +69,7 @@ def train(
         session.close()
 
 
-def refusal(rank: int, root: Path, config: SessionConfig, microbatches: list[int]) -> str:
+def refusal(rank: int, root: Path, config: JobOptions, microbatches: list[int]) -> str:
     """The error of a job that is refused."""
     session, _ = plain_stages.session(rank, config, root)
     try:

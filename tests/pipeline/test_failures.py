@@ -16,8 +16,7 @@ from envpipe_megatron.core.conditions import Conditions
 from envpipe_megatron.core.orders import builders
 from envpipe_megatron.core.plan import Plan
 from envpipe_megatron.gpu.emulated.emulated_gpu import EmulatedGpu
-from envpipe_megatron.policies.request import PlanRequest
-from envpipe_megatron.runtime.job.session import SessionConfig
+from envpipe_megatron.runtime.job.options import JobOptions
 
 pytestmark = pytest.mark.xdist_group("pipeline")
 
@@ -92,7 +91,7 @@ def test_plan_of_another_job_is_refused(two_ranks, tmp_path, stages, microbatche
     assert EmulatedGpu.open(tmp_path, 0).requested_frequency_mhz is None
 
 
-def planned(folder: Path, stages: int, microbatches: int) -> SessionConfig:
+def planned(folder: Path, stages: int, microbatches: int) -> JobOptions:
     profile = synthetic_profile(stages)
     profile.write(folder / "profile.csv")
     schedule = builders.one_f_one_b(stages, microbatches)
@@ -100,9 +99,10 @@ def planned(folder: Path, stages: int, microbatches: int) -> SessionConfig:
     Plan("custom", schedule, frequency, profile, Conditions((80.0,) * stages)).write(
         folder / "plan.json"
     )
-    return SessionConfig(
-        PlanRequest(4),
-        warmup_iterations=1,
-        profile_file=folder / "profile.csv",
-        plan_file=folder / "plan.json",
+    return JobOptions(
+        num_microbatches=4,
+        type="baseline",
+        baseline_steps=1,
+        profile=folder / "profile.csv",
+        plan=folder / "plan.json",
     )

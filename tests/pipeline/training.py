@@ -65,13 +65,12 @@ from envpipe_megatron.integrations.megatron.core import ForwardBackward
 from envpipe_megatron.integrations.megatron.kept import KeptOrder
 from envpipe_megatron.integrations.megatron.self_check import SelfCheck
 from envpipe_megatron.integrations.megatron.work import MegatronWork
-from envpipe_megatron.policies.request import PlanRequest
 from envpipe_megatron.runtime.channel.collectives import Collectives, make_collectives
 from envpipe_megatron.runtime.channel.links import make_channel
 from envpipe_megatron.runtime.channel.p2p import P2PChannel
 from envpipe_megatron.runtime.execution.emulated_executor import EmulatedExecutor
-from envpipe_megatron.runtime.job.session import Session, SessionConfig
-from envpipe_megatron.tuning.probes.sweep import ProfilerSettings
+from envpipe_megatron.runtime.job.options import JobOptions
+from envpipe_megatron.runtime.job.session import Session
 
 SEQUENCE, MICROBATCH, HIDDEN, VOCAB = 16, 2, 32, 64
 
@@ -736,23 +735,22 @@ def _session(
         own = builders.framework_order(job.stages, job.microbatches, job.chunks, job.group)
         executor = partial(_LateExecutor, own, ours.slow_from, gpu, times, collectives)
     session = _RecordingSession(
-        SessionConfig(
-            PlanRequest(
-                num_microbatches=job.microbatches,
-                schedule=ours.schedule,
-                policy=ours.policy,
-                reconfigure=ours.reconfigure,
-                num_chunks=job.chunks,
-                group_size=job.group,
-                objective=ours.objective,
-            ),
-            warmup_iterations=ours.warmup_iterations,
-            profiler=ProfilerSettings(*ours.profiler, min_window_s=0.3),
-            profile_file=ours.profile_file,
-            plan_file=ours.plan_file,
-            output_dir=root,
-            splits=ours.splits,
-            closed_loop=ours.closed_loop,
+        JobOptions(
+            num_microbatches=job.microbatches,
+            type=ours.policy,
+            scheduling=ours.schedule,
+            reconfigure=ours.reconfigure,
+            num_chunks=job.chunks,
+            group_size=job.group,
+            objective=ours.objective.goal,
+            sweep=not ours.closed_loop,
+            profile_steps=ours.profiler[1],
+            baseline_steps=ours.warmup_iterations,
+            window_s=0.3,
+            profile=ours.profile_file,
+            plan=ours.plan_file,
+            output=root,
+            why_whole="" if ours.splits else "of a test",
         ),
         ReadOnlyGpu(gpu) if ours.reads_only else gpu,
         executor,

@@ -48,20 +48,22 @@ class Page:
     def until(self, code):
         WebDriverWait(self.driver, 30, poll_frequency=0.05).until(lambda _: self.ask(code))
 
-    def range_of(self, plot):
+    def of(self, name, code):
+        """What code says of `it`, a plot or a part of one."""
         return self.ask(
-            "const plot = Bokeh.documents[0].get_model_by_name(arguments[0]);"
-            "return [plot.x_range.start, plot.x_range.end]",
-            plot,
+            f"const it = Bokeh.documents[0].get_model_by_name(arguments[0]); return {code}", name
         )
+
+    def range_of(self, plot):
+        return self.of(plot, "[it.x_range.start, it.x_range.end]")
 
     def shown(self, plot):
         """The rows of the units that a timeline shows."""
-        return self.ask(
-            "return Array.from(Bokeh.documents[0].get_model_by_name(arguments[0] + ' units')"
-            ".view.filter.indices)",
-            plot,
-        )
+        return self.of(f"{plot} units", "Array.from(it.view.filter.indices)")
+
+    def names_below(self, plot):
+        items = "it.below.at(-1).items.filter((item) => item.visible)"
+        return self.of(plot, f"{items}.map((item) => item.label.value)")
 
     def frame(self, plot):
         return self.driver.find_element(By.CSS_SELECTOR, f"[data-plot='{plot}']")
@@ -126,7 +128,7 @@ def test_it_fits_and_asks_for_nothing_and_has_no_error(driver, path, width, dark
     page = Page(driver, path)
     assert page.ask("return document.documentElement.scrollWidth") <= width
     page.until("return document.querySelectorAll('.plot').length > 5")
-    colour = page.ask("return Bokeh.documents[0].get_model_by_name('after').background_fill_color")
+    colour = page.of("after", "it.background_fill_color")
     assert colour == ("#16181b" if dark else "#ffffff")
     cells = "[...document.querySelectorAll('td, th')]"
     rights = page.ask(f"return {cells}.map((cell) => cell.getBoundingClientRect().right)")
@@ -213,33 +215,24 @@ def test_another_iteration_pipeline_and_colour_can_be_chosen(page):
     assert page.shown("after") == list(range(units, 2 * units))
     assert page.shown("before") == list(range(units))
     page.choose("pipeline", "pipeline 1")
-    rows = page.ask(
-        "const y = Bokeh.documents[0].get_model_by_name('after').y_range; return [y.start, y.end]"
-    )
+    rows = page.of("after", "[it.y_range.start, it.y_range.end]")
     assert rows == [2 * STAGES - 0.5, STAGES - 0.5]
     page.choose("colour", "kind")
-    field = "return Bokeh.documents[0].get_model_by_name('after units').glyph.fill_color.field"
-    assert page.ask(field) == "kind"
+    field = "it.glyph.fill_color.field"
+    assert page.of("after units", field) == "kind"
     page.choose("colour", "power (W)")
-    assert page.ask(field) == "watts"
+    assert page.of("after units", field) == "watts"
 
 
 def test_power_of_nodes_and_the_clock_of_another_rank_can_be_chosen(page):
-    rows = (
-        "return Array.from(Bokeh.documents[0].get_model_by_name(arguments[0])"
-        ".renderers[0].view.filter.indices)"
-    )
-    named = (
-        "return Bokeh.documents[0].get_model_by_name(arguments[0]).below.at(-1).items"
-        ".filter((item) => item.visible).map((item) => item.label.value)"
-    )
-    assert page.ask(rows, "power") == [*range(6)]
+    rows = "Array.from(it.renderers[0].view.filter.indices)"
+    assert page.of("power", rows) == [*range(6)]
     page.choose("power-group", "each node")
-    assert page.ask(rows, "power") == [6, 7]
-    assert page.ask(named, "power") == ["n1", "n2"]
+    assert page.of("power", rows) == [6, 7]
+    assert page.names_below("power") == ["n1", "n2"]
     page.choose("clocks-group", "rank 3, stage 1")
-    assert page.ask(rows, "clocks") == [8, 9]
-    assert page.ask(named, "clocks") == ["seen", "asked for"]
+    assert page.of("clocks", rows) == [8, 9]
+    assert page.names_below("clocks") == ["seen", "asked for"]
 
 
 def test_a_group_without_names_can_be_chosen(driver, tmp_path):
@@ -254,32 +247,21 @@ def test_a_group_without_names_can_be_chosen(driver, tmp_path):
     troubles(driver)
     page = Page(driver, path)
     page.choose("many-group", "each node")
-    shown = "Bokeh.documents[0].get_model_by_name('many').renderers[0].view.filter.indices"
-    assert page.ask(f"return Array.from({shown})") == [*range(9, 18)]
+    assert page.of("many", "Array.from(it.renderers[0].view.filter.indices)") == [*range(9, 18)]
     assert troubles(driver) == ([], [])
 
 
 def test_phases_and_gpus_have_their_names_below(page):
-    labels = (
-        "return Bokeh.documents[0].get_model_by_name(arguments[0]).below.at(-1).items"
-        ".filter((item) => item.visible).map((item) => item.label.value)"
-    )
-    phases = ["warm-up", "profile", "steady"]
-    assert page.ask(labels, "iterations-time_s") == phases
-    gpus = page.ask(labels, "power")
+    assert page.names_below("iterations-time_s") == ["warm-up", "profile", "steady"]
+    gpus = page.names_below("power")
     assert gpus[:2] == ["rank 0 · stage 0", "rank 1 · stage 0"]
     assert len(gpus) == 6
 
 
 def test_what_held_clocks_back_has_a_row_for_each_gpu(page):
     """Two reasons of each of six GPUs, and none while they were idle."""
-    boxes = (
-        "const drawn = Bokeh.documents[0].get_model_by_name('held-back').renderers;"
-        "return drawn.map((one) => Array.from(one.data_source.data.end))"
-    )
-    assert page.ask(boxes) == [[0.5] * 6 + [1.0] * 6]
-    told = (
-        "return Bokeh.documents[0].get_model_by_name('held-back').toolbar.tools"
-        ".filter((tool) => tool.tooltips).map((tool) => tool.tooltips[1][1])"
-    )
-    assert set(page.ask(told)) == {"@name"}, "a tip's own text would be taken for HTML"
+    boxes = "it.renderers.map((one) => Array.from(one.data_source.data.end))"
+    assert page.of("held-back", boxes) == [[0.5] * 6 + [1.0] * 6]
+    tips = "it.toolbar.tools.filter((tool) => tool.tooltips).map((tool) => tool.tooltips[1][1])"
+    told = set(page.of("held-back", tips))
+    assert told == {"@name"}, "a tip's own text would be taken for HTML"

@@ -21,10 +21,9 @@ from envpipe_megatron.gpu.devices import list_gpus
 from envpipe_megatron.gpu.emulated.emulated_gpu import EmulatedGpu
 from envpipe_megatron.gpu.guard.lease import list_leases
 from envpipe_megatron.gpu.guard.messages import AGENT_VARIABLE
-from envpipe_megatron.policies.request import PlanRequest
 from envpipe_megatron.runtime.clocks.rank_clock import open_rank_gpu
-from envpipe_megatron.runtime.job.session import Session, SessionConfig
-from envpipe_megatron.tuning.probes.sweep import ProfilerSettings
+from envpipe_megatron.runtime.job.options import JobOptions
+from envpipe_megatron.runtime.job.session import Session
 
 MICROBATCHES = 3
 
@@ -39,16 +38,20 @@ def use_guards_of(root: Path, name: str) -> None:
     )
 
 
-def _config(root: Path) -> SessionConfig:
-    return SessionConfig(
-        PlanRequest(MICROBATCHES, "envpipe", "envelope"),
-        warmup_iterations=1,
-        profiler=ProfilerSettings(1, 1, min_window_s=0.3),
-        output_dir=root,
+def _config(root: Path) -> JobOptions:
+    return JobOptions(
+        num_microbatches=MICROBATCHES,
+        type="envelope",
+        scheduling="envpipe",
+        reconfigure="default",
+        baseline_steps=1,
+        profile_steps=1,
+        window_s=0.3,
+        output=root,
     )
 
 
-def _guarded_session(rank: int, config: SessionConfig, root: Path) -> tuple[Session, EmulatedGpu]:
+def _guarded_session(rank: int, config: JobOptions, root: Path) -> tuple[Session, EmulatedGpu]:
     """A session on an emulated node that has guards: one with an agent, which bills nothing."""
     with patch.dict(os.environ, {AGENT_VARIABLE: ""}):
         return plain_stages.session(rank, config, root)
@@ -133,7 +136,7 @@ def be_without_a_folder(rank: int, root: Path, victim: int) -> tuple[str, bool]:
     """Train where one rank cannot make its output folder; whether a clock was changed."""
     use_guards_of(root, "no folder")
     output = root / "file" / "output" if rank == victim else root / "output"
-    config = replace(_config(root), output_dir=output)
+    config = replace(_config(root), output=output)
     session, _ = _guarded_session(rank, config, root)
     _iterate(session, rank, 3)
     session.close()
@@ -145,8 +148,8 @@ def train_on_a_node_alone(rank: int, root: Path) -> dict[str, Any]:
     use_guards_of(root, "by hand")
     node = root / f"node-{rank}"
     node.mkdir()
-    config = SessionConfig(
-        PlanRequest(MICROBATCHES), warmup_iterations=1, output_dir=root / "output"
+    config = JobOptions(
+        num_microbatches=MICROBATCHES, type="baseline", baseline_steps=1, output=root / "output"
     )
     # All are on this machine, whose name they would write.
     with (

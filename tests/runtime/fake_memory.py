@@ -188,6 +188,7 @@ def run_units(work: object, units: tuple[Unit, ...], memory: JobMemory) -> None:
         work.sent(unit)  # type: ignore[attr-defined]
         if unit_ended is not None:
             unit_ended(unit)
+    memory.units_ended()
 
 
 SPECS = StageSpecs.alike(TensorSpec.of_one_type(((5,),), torch.float16, torch.device("cpu")))
@@ -250,7 +251,6 @@ class FakeJob:
             for _ in range(iterations):
                 memory.watch = watch
                 run_units(work, schedule.stages[stage], memory)
-                memory.units_ended()
                 peak = memory._source.peak
                 work.end_iteration()
                 work.step()

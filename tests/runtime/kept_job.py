@@ -14,19 +14,17 @@ from envpipe_megatron.core.profile import Profile, make_profile
 from envpipe_megatron.core.profile_rows import ProfileRow
 from envpipe_megatron.formats.steps import BaselineEnergy, StepEnergy
 from envpipe_megatron.policies.planner import make_plan
-from envpipe_megatron.policies.reconfigure import Ended
 from envpipe_megatron.policies.request import PlanRequest
-from envpipe_megatron.runtime.job.config import SessionConfig
-from envpipe_megatron.runtime.job.restarts import folder as job_folder_module
-from envpipe_megatron.runtime.job.restarts.folder import JobFolder
-from envpipe_megatron.runtime.job.restarts.job_file import JobKeys
+from envpipe_megatron.runtime.job import restarts
+from envpipe_megatron.runtime.job.options import JobOptions
+from envpipe_megatron.runtime.job.restarts import JobFolder, JobKeys
 
 KEYS: JobKeys = {
-    "profile": {"hidden_size": 2048, "stages": [1, 2], "gpu": "NVIDIA H200", "recompute": None},
-    "plan": {"policy": "envelope", "reconfigure": "greedy", "num_microbatches": 4},
+    "units": {"hidden_size": 2048, "stages": [1, 2], "gpu": "NVIDIA H200", "recompute": None},
+    "steps": {"num_microbatches": 4, "group_size": None, "num_replicas": 1},
 }
 #: Those of a job whose units cost something else.
-OTHER: JobKeys = {"profile": {"other": 1}, "plan": {}}
+OTHER: JobKeys = {"units": {"other": 1}, "steps": {}}
 STEP = StepEnergy(9, 0.6, 0.01, 210.5, 0.4)
 BASELINE = BaselineEnergy(STEP, (STEP, replace(STEP, energy_j=190.0)))
 
@@ -65,20 +63,20 @@ def planned() -> Plan:
 
 def of_units(**change: object) -> JobKeys:
     """The keys of a job whose units rest on other facts."""
-    return {**KEYS, "profile": {**KEYS["profile"], **change}}
+    return {**KEYS, "units": {**KEYS["units"], **change}}
 
 
-def job_folder(path: Path | None, keys: JobKeys = KEYS, **files: Path) -> JobFolder:
+def job_folder(path: Path | None, keys: JobKeys = KEYS, **given: Any) -> JobFolder:
     """The folder of a job that is started, as one rank alone sees it.
 
     Args:
         keys: in place of those that come from the options.
-        files: that the user gave.
+        given: other options.
     """
     made: Any = JobFolder(path, Alone())  # type: ignore[arg-type]
-    config = SessionConfig(PlanRequest(4), fingerprint={}, **files)  # type: ignore[arg-type]
-    with patch.object(job_folder_module, "_keys", lambda *arguments: keys):
-        made.resume(config, 2, None, None)
+    options = JobOptions(fingerprint={}, **given)  # type: ignore[arg-type]
+    with patch.object(restarts, "_keys", lambda *arguments: keys):
+        made.resume(options, 2, None)
     return made  # type: ignore[no-any-return]
 
 
@@ -86,6 +84,6 @@ def kept_job(path: Path) -> Path:
     """Leave a whole job in a folder."""
     folder = job_folder(path)
     folder.keep_profile(profiled())
-    folder.keep_plan(planned(), 12, Ended.ENVELOPE)
+    folder.write_plan(planned())
     folder.keep_baselines({"": replace(BASELINE, own=STEP)})
     return path

@@ -15,13 +15,11 @@ from plain_stages import PlainWork
 from envpipe_megatron.core.kinds import Kind, Unit
 from envpipe_megatron.core.schedule import Schedule
 from envpipe_megatron.integrations.reporting import end_of_job
-from envpipe_megatron.policies.request import PlanRequest
-from envpipe_megatron.runtime.job.session import SessionConfig
+from envpipe_megatron.runtime.job.options import JobOptions
 from envpipe_megatron.runtime.memory.stage import StageMemory
-from envpipe_megatron.tuning.probes.sweep import ProfilerSettings
 
 SIZES = Sizes(message=0)
-QUICK = ProfilerSettings(1, 1, min_window_s=0.3)
+QUICK = {"profile_steps": 1, "window_s": 0.3}
 #: Long backwards, so that EnvPipe's rule wants many extra forwards.
 TIMES = {Kind.FORWARD: 0.002, Kind.BACKWARD: 0.012}
 
@@ -85,13 +83,15 @@ def train(
         sizes: what each stage holds.
     """
     told = Told()
-    config = SessionConfig(
-        PlanRequest(microbatches, **request),
-        profiler=QUICK,
-        output_dir=root,
-        profile_file=profile_file,
+    config = JobOptions(
+        num_microbatches=microbatches,
+        baseline_steps=3,
+        **QUICK,
+        output=root,
+        profile=profile_file,
         fingerprint=fingerprint,
-        splits=splits,
+        why_whole="" if splits else "of a test",
+        **{"type": "baseline", "reconfigure": "default", **request},
     )
     device = FakeMemory(capacities[rank] if capacities else 10**9)
     stage = FakeStage(device, sizes, random.Random(rank))
@@ -133,8 +133,14 @@ def train(
 
 def refused(rank: int, root: Path, profile_file: Path | None) -> str:
     """What a session says that is asked for a limit that nobody knows."""
-    config = SessionConfig(
-        PlanRequest(8, "envpipe", "envelope", max_in_flight="memory"), profile_file=profile_file
+    config = JobOptions(
+        num_microbatches=8,
+        type="envelope",
+        scheduling="envpipe",
+        reconfigure="default",
+        max_in_flight="memory",
+        baseline_steps=3,
+        profile=profile_file,
     )
     try:
         session, _ = plain_stages.session(rank, config, root)

@@ -10,9 +10,7 @@ import plain_stages
 
 from envpipe_megatron.core.kinds import Kind
 from envpipe_megatron.core.orders import builders
-from envpipe_megatron.policies.request import PlanRequest
-from envpipe_megatron.runtime.job.session import SessionConfig
-from envpipe_megatron.tuning.probes.sweep import ProfilerSettings
+from envpipe_megatron.runtime.job.options import JobOptions, Level
 
 #: Of an iteration of each stage at the highest clock.
 UNSEEN_S = (1.0, 1.2, 0.8)
@@ -20,11 +18,13 @@ UNSEEN_S = (1.0, 1.2, 0.8)
 
 def train_unseen(rank: int, root: Path, allowed_percent: float) -> Any:
     """Train a framework that runs whole iterations of which no unit is seen."""
-    config = SessionConfig(
-        PlanRequest(1, policy="uniform"),
-        warmup_iterations=2,
-        profiler=ProfilerSettings(1, 1),
-        one_clock_slowdown_percent=allowed_percent,
+    config = JobOptions(
+        num_microbatches=1,
+        type="uniform",
+        baseline_steps=2,
+        profile_steps=1,
+        level=Level.UNIFORM,
+        max_slowdown=allowed_percent,
     )
     session, gpu = plain_stages.session(
         rank, config, root, time_at_max_s={Kind.FORWARD: UNSEEN_S[rank]}

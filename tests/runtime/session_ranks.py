@@ -21,13 +21,12 @@ from waiting_plans import plans_are_waited_for
 from envpipe_megatron.core.kinds import WHOLE, Kind, Unit
 from envpipe_megatron.gpu.base import GpuError, ReadOnlyGpu
 from envpipe_megatron.gpu.emulated.emulated_gpu import EmulatedGpu
-from envpipe_megatron.policies.request import PlanRequest
 from envpipe_megatron.runtime.channel.carrier import StageSpecs, TensorSpec
 from envpipe_megatron.runtime.channel.p2p import P2PChannel
 from envpipe_megatron.runtime.job import phases
 from envpipe_megatron.runtime.job.measuring import measure_p2p_latency_s
-from envpipe_megatron.runtime.job.session import Session, SessionConfig
-from envpipe_megatron.tuning.probes.sweep import ProfilerSettings
+from envpipe_megatron.runtime.job.options import JobOptions
+from envpipe_megatron.runtime.job.session import Session
 
 MICROBATCHES = 3
 
@@ -52,10 +51,14 @@ LONG_UNITS_S = {Kind.FORWARD: 0.1, Kind.BACKWARD: 0.2}
 
 def train_with_reconfiguring(rank: int, root: Path) -> None:
     """EnvPipe's full configuration, from a profile by file."""
-    config = SessionConfig(
-        PlanRequest(MICROBATCHES, "envpipe", "envelope", "balanced"),
-        profile_file=root / "profile.csv",
-        output_dir=root,
+    config = JobOptions(
+        num_microbatches=MICROBATCHES,
+        type="envelope",
+        scheduling="envpipe",
+        reconfigure="balanced",
+        baseline_steps=3,
+        profile=root / "profile.csv",
+        output=root,
     )
     session, _ = plain_stages.session(rank, config, root, time_at_max_s=LONG_UNITS_S)
     _until_steady(rank, session)
@@ -63,11 +66,13 @@ def train_with_reconfiguring(rank: int, root: Path) -> None:
 
 def lose_control(rank: int, root: Path, victim: int, schedule: str) -> Any:
     """The victim's clock control ends in a closed loop; its notes, and what was kept by then."""
-    config = SessionConfig(
-        PlanRequest(MICROBATCHES, schedule, "optimal"),
-        output_dir=root,
+    config = JobOptions(
+        num_microbatches=MICROBATCHES,
+        type="optimal",
+        scheduling=schedule,
+        baseline_steps=3,
+        output=root,
         fingerprint={},
-        closed_loop=True,
     )
     session, _ = plain_stages.session(rank, config, root, time_at_max_s=LONG_UNITS_S)
     with (
@@ -84,13 +89,14 @@ def lose_control(rank: int, root: Path, victim: int, schedule: str) -> Any:
 
 def look_for_the_shortest(rank: int, root: Path) -> Any:
     """A start of a job that may set no clock: its notes, and the phases of its iterations."""
-    config = SessionConfig(
-        PlanRequest(MICROBATCHES, "auto", "optimal"),
-        warmup_iterations=6,
-        output_dir=root / "job",
+    config = JobOptions(
+        num_microbatches=MICROBATCHES,
+        type="optimal",
+        scheduling="auto",
+        baseline_steps=6,
+        output=root / "job",
         fingerprint={},
-        closed_loop=True,
-        splits=True,
+        why_whole="",
     )
     made = partial(plain_stages.session, time_at_max_s=LONG_UNITS_S, seen_as=ReadOnlyGpu)
     session, _ = made(rank, config, root)
@@ -124,11 +130,15 @@ def measure_a_job(rank: int, root: Path, tail_s: tuple[float, ...]) -> Any:
     Args:
         tail_s: for each stage, how long; the next iteration waits for the slowest of them.
     """
-    config = SessionConfig(
-        PlanRequest(MICROBATCHES, "envpipe", "envelope"),
-        warmup_iterations=1,
-        profiler=ProfilerSettings(1, 3, min_window_s=0.0),
-        output_dir=root,
+    config = JobOptions(
+        num_microbatches=MICROBATCHES,
+        type="envelope",
+        scheduling="envpipe",
+        reconfigure="default",
+        baseline_steps=1,
+        profile_steps=3,
+        window_s=0.0,
+        output=root,
     )
     times = {Kind.FORWARD: 0.1, Kind.BACKWARD: 0.2}
     session, gpu = plain_stages.session(rank, config, root, time_at_max_s=times)
@@ -168,7 +178,7 @@ def hops(rank: int, rounds: int, shape: tuple[int, ...], seed: int) -> list[floa
 
 def use_again_after_a_failure(rank: int, root: Path) -> list[str]:
     """Each rank fails by itself in its first unit; then tries once more."""
-    config = SessionConfig(PlanRequest(MICROBATCHES))
+    config = JobOptions(num_microbatches=MICROBATCHES, type="baseline", baseline_steps=3)
     session, _ = plain_stages.session(rank, config, root, timeout_s=2.0)
     errors = []
     try:
@@ -261,13 +271,15 @@ def run_plan(
     steps: int,
 ) -> list[dict[str, Any]]:
     """One warm-up iteration, then those of the plan, while the host adds its own jitter."""
-    config = SessionConfig(
-        PlanRequest(microbatches, num_chunks=chunks),
-        warmup_iterations=1,
-        profile_file=root / "profile.csv",
-        plan_file=root / "plan.json",
-        output_dir=root / "output",
-        splits=True,
+    config = JobOptions(
+        num_microbatches=microbatches,
+        type="baseline",
+        num_chunks=chunks,
+        baseline_steps=1,
+        profile=root / "profile.csv",
+        plan=root / "plan.json",
+        output=root / "output",
+        why_whole="",
     )
     session, _ = plain_stages.session(
         rank,
@@ -303,11 +315,15 @@ def run_plan(
 
 def profile(rank: int, root: Path, preset: str, times_s: tuple[float, float]) -> Any:
     """The profile that a session measures, and the phases it went through."""
-    config = SessionConfig(
-        PlanRequest(3, "envpipe", "envelope"),
-        warmup_iterations=1,
-        profiler=ProfilerSettings(1, 3, min_window_s=0.0),
-        output_dir=root,
+    config = JobOptions(
+        num_microbatches=3,
+        type="envelope",
+        scheduling="envpipe",
+        reconfigure="default",
+        baseline_steps=1,
+        profile_steps=3,
+        window_s=0.0,
+        output=root,
     )
     session, gpu = plain_stages.session(
         rank, config, root, preset=preset, time_at_max_s=dict(zip(WHOLE, times_s, strict=True))

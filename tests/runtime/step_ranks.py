@@ -23,10 +23,9 @@ from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.formats.steps import BaselineEnergy, compare
 from envpipe_megatron.gpu.emulated.emulated_gpu import EmulatedGpu
 from envpipe_megatron.integrations.reporting import IntervalReport
-from envpipe_megatron.policies.request import PlanRequest
 from envpipe_megatron.runtime.execution import emulated_executor
-from envpipe_megatron.runtime.job.session import Session, SessionConfig
-from envpipe_megatron.tuning.probes.sweep import ProfilerSettings
+from envpipe_megatron.runtime.job.options import JobOptions
+from envpipe_megatron.runtime.job.session import Session
 
 MICROBATCHES = 3
 REFRESH_S = 0.1
@@ -81,7 +80,8 @@ class Framework:
         )
 
     def end(self, optimizer_s: float) -> None:
-        self.session.executor.meet()  # for the norm of all gradients
+        executor = self.session.executor  # all meet for the norm of all gradients
+        executor._gpu.advance_to(executor._collectives.latest(executor.now_s()))
         self.idle(optimizer_s)
         self.session.end_step()
         self._end = self._now()
@@ -117,7 +117,7 @@ class Framework:
 
 
 def framework(
-    rank: int, config: SessionConfig, root: Path, times: float = 1.0, **options: Any
+    rank: int, config: JobOptions, root: Path, times: float = 1.0, **options: Any
 ) -> Framework:
     """One whose units take so many times as long as `TIMES_S`."""
     times_s = {kind: times * time_s for kind, time_s in TIMES_S.items()}
@@ -133,13 +133,15 @@ def with_few_clocks(gpu: EmulatedGpu) -> EmulatedGpu:
     return gpu
 
 
-def config(root: Path, warmup: int = 3, **wishes: Any) -> SessionConfig:
-    wanted = {"schedule": "envpipe", "policy": "envelope", **wishes}
-    return SessionConfig(
-        PlanRequest(MICROBATCHES, **wanted),
-        warmup_iterations=warmup,
-        profiler=ProfilerSettings(1, 1, min_window_s=0.3),
-        output_dir=root,
+def config(root: Path, warmup: int = 3, **wishes: Any) -> JobOptions:
+    wanted = {"type": "envelope", "reconfigure": "default", **wishes}
+    return JobOptions(
+        num_microbatches=MICROBATCHES,
+        baseline_steps=warmup,
+        profile_steps=1,
+        window_s=0.3,
+        output=root,
+        **wanted,
     )
 
 
@@ -189,7 +191,7 @@ def _baseline(session: Session) -> BaselineEnergy | None:
 
 def measure_a_baseline(rank: int, root: Path, warmup: int, slow_first: int, own_steps: int) -> Any:
     """Warm up, with some first steps that take long; the baseline, and what it should be."""
-    made = framework(rank, config(root, warmup, schedule="1f1b", policy="baseline"), root)
+    made = framework(rank, config(root, warmup, type="baseline"), root)
     session = made.session
     before_settled = []
     try:
@@ -214,7 +216,7 @@ def measure_a_baseline(rank: int, root: Path, warmup: int, slow_first: int, own_
 
 def fail_and_close(rank: int, root: Path, victim: int) -> Any:
     """One rank raises in the middle of an iteration, and all close, twice."""
-    made = framework(rank, config(root, schedule="1f1b", policy="baseline"), root, timeout_s=2.0)
+    made = framework(rank, config(root, type="baseline"), root, timeout_s=2.0)
     session = made.session
 
     def before_unit(unit: Any) -> None:
@@ -237,7 +239,7 @@ def fail_and_close(rank: int, root: Path, victim: int) -> Any:
 
 def outlive_a_dead_rank(rank: int, root: Path) -> Any:
     """The last rank is killed in the middle of an iteration; how long the others take to close."""
-    baseline = config(root, schedule="1f1b", policy="baseline")
+    baseline = config(root, type="baseline")
     made = framework(rank, baseline, root, collectives_timeout_s=4.0)
     session = made.session
     for _ in range(3):
@@ -329,7 +331,7 @@ def train_kept(
         said, and what is known in the end.
     """
     said: list[str] = []
-    wishes = {"schedule": "1f1b", "policy": "optimal", **options}
+    wishes = {"type": "optimal", "scheduling": "1f1b", "sweep": True, **options}
     wanted = replace(
         config(root / "output", **wishes),
         fingerprint=FINGERPRINT,

@@ -41,10 +41,9 @@ def run_rank() -> None:
     from envpipe_megatron.integrations.device import Device, use_cpu
     from envpipe_megatron.runtime.clocks import latency
     from envpipe_megatron.runtime.clocks.rank_clock import open_rank_gpu
-    from envpipe_megatron.runtime.job.config import SessionConfig
+    from envpipe_megatron.runtime.job.options import JobOptions
     from envpipe_megatron.trials import worker
     from envpipe_megatron.tuning import shortest
-    from envpipe_megatron.tuning.probes.sweep import ProfilerSettings
 
     def open_device(collectives, num_stages, wanted, preset, *, require):
         uid = list_gpus()[collectives.stage].uid
@@ -63,8 +62,7 @@ def run_rank() -> None:
     worker._LATENCY_REPEATS = 1
     shortest._WORTH = -9  # the best order is tried, however little it gains on this host
     latency.LONGEST_S = 0.05
-    short = ProfilerSettings(measured_iterations=2, min_window_s=0.3)
-    worker.SessionConfig = partial(SessionConfig, profiler=short)
+    worker.JobOptions = partial(JobOptions, profile_steps=2, window_s=0.3)
     worker.main()
 
 

@@ -30,8 +30,8 @@ from envpipe_megatron.core.profile_rows import MEASURED_SPLIT
 from envpipe_megatron.gpu.presets import load_preset
 from envpipe_megatron.policies.objective import Objective
 from envpipe_megatron.policies.planner import make_plan
-from envpipe_megatron.policies.request import PlanRequest
-from envpipe_megatron.runtime.job.config import SessionConfig, SessionError
+from envpipe_megatron.runtime.job.options import JobOptions
+from envpipe_megatron.runtime.job.parts import SessionError
 from envpipe_megatron.tuning import controller
 
 STAGES, MICROBATCHES = 3, 12
@@ -39,7 +39,7 @@ STAGES, MICROBATCHES = 3, 12
 BEGIN, END = 45, 85
 #: After so many iterations a job has found out.
 FOUND_OUT = 10
-REQUEST = PlanRequest(MICROBATCHES, schedule="auto", policy="optimal")
+REQUEST = JobOptions(num_microbatches=MICROBATCHES, baseline_steps=3)
 SMALL = replace(REQUEST, num_microbatches=8)
 PRICES = {"energy_price": 0.2, "gpu_price": 0.05}
 
@@ -54,11 +54,11 @@ def run(
     hiccups: float = 0.0,
     scatter: float = 0.0,
     starts_again: Sequence[int] = (),
-    request: PlanRequest = REQUEST,
+    request: JobOptions = REQUEST,
     splits: bool = False,
 ) -> Ran:
     return run_job(
-        SessionConfig(request, closed_loop=True, splits=splits),
+        replace(request, why_whole="" if splits else "of a test"),
         load_preset(preset),
         forward_s,
         iterations=iterations,
@@ -98,7 +98,7 @@ def test_the_best_plan_is_found_at_next_to_no_cost(preset, forward_s):
     assert ran.steady <= 40
     assert ran.lost(0, ran.profiled) < 2
     assert ran.slower(ran.profiled, 50) < 1e-3
-    best = best_saving(load_preset(preset), forward_s, REQUEST)
+    best = best_saving(load_preset(preset), forward_s, REQUEST.request())
     assert ran.saved(ran.steady, 50) == pytest.approx(best, abs=0.005)
 
 
@@ -118,7 +118,7 @@ def test_split_backwards_are_measured_and_planned_at_next_to_no_cost(preset, sta
     assert ran.lost(0, ran.profiled) < 1
     assert ran.slower(ran.profiled, 50) < 0.005
     best, whole = (
-        best_saving(load_preset(preset), forward_s, replace(request, split=split))
+        best_saving(load_preset(preset), forward_s, replace(request.request(), split=split))
         for split in (MEASURED_SPLIT, None)
     )
     assert ran.saved(ran.steady, 50) == pytest.approx(best, abs=0.005)
@@ -137,11 +137,11 @@ def test_split_backwards_are_measured_and_planned_at_next_to_no_cost(preset, sta
     ids=["edp", "cost"],
 )
 def test_other_objectives_find_their_plan_and_are_not_left_for_being_slower(goal):
-    objective = Objective(**goal)
-    request = replace(SMALL, objective=objective)
+    prices = {name: value for name, value in goal.items() if name != "goal"}
+    request, objective = replace(SMALL, objective=goal["goal"], **prices), Objective(**goal)
     ran = run((0.03,) * 2, iterations=60, request=request)
     exact = exact_profile(load_preset("a100-sxm"), (0.03,) * 2, {})
-    best = make_plan(exact, replace(request, conditions=known_conditions(exact))).plan
+    best = make_plan(exact, replace(request.request(), conditions=known_conditions(exact))).plan
     own = best.baseline.cost
     factors = 1 + ran.longer(ran.steady, 60), 1 - ran.saved(ran.steady, 60)
     found = Cost(factors[0] * own.iteration_time_s, factors[1] * own.energy_j)
@@ -163,7 +163,7 @@ def test_a_plan_that_units_do_not_explain_is_left_once_where_there_is_no_deadlin
 
     monkeypatch.setattr(pipelines, "_HICCUP_S", 0.012)
     monkeypatch.setattr(Pipelines, "run", run_late)
-    ran = run((0.03,) * 2, iterations=160, request=replace(SMALL, objective=Objective("edp")))
+    ran = run((0.03,) * 2, iterations=160, request=replace(SMALL, objective="edp"))
     assert not [each.phase for each in ran.job[60:] if each.phase == "baseline"]
     (note,) = ran.notes
     assert note.startswith("Too slow: 3 steps took 0.02 s longer in all than they may")
@@ -171,7 +171,7 @@ def test_a_plan_that_units_do_not_explain_is_left_once_where_there_is_no_deadlin
 
 @on_request("CONTROL")
 def test_replicas_follow_a_slow_one_by_least_energy_whatever_the_objective():
-    request = replace(SMALL, objective=Objective("edp"))
+    request = replace(SMALL, objective="edp")
     faults = scripted("replica", BEGIN, END, 2, 2)
     ran = run((0.03,) * 2, iterations=END, replicas=2, request=request, faults=faults)
     assert ran.saved(END - 20, END) > ran.saved(BEGIN - 10, BEGIN) + 0.03
@@ -224,7 +224,7 @@ def test_after_a_fault_steps_last_no_longer_and_save_what_the_best_plan_would(ki
     assert ran.slower(BEGIN + FOUND_OUT, END) < 0.005
     assert ran.slower(END + FOUND_OUT, 135) < 0.005
     preset, forward_s, last = load_preset("a100-sxm"), (0.03,) * STAGES, range(END - 15, END)
-    best = best_saving(preset, forward_s, REQUEST, faults=faults, iterations=last)
+    best = best_saving(preset, forward_s, REQUEST.request(), faults=faults, iterations=last)
     assert ran.saved(last.start, last.stop) > best - 0.01
     if kind != "stuck":  # that a clock follows again is seen with the next baseline
         calm = ran.saved(BEGIN - 10, BEGIN)
@@ -309,7 +309,7 @@ def test_a_profile_of_other_gpus_is_refused(tmp_path):
     preset, forward_s = load_preset("a100-sxm"), [0.03] * STAGES
     exact = exact_profile(load_preset("h200"), forward_s, {})
     (tmp_path / "profile.csv").write_text(exact.to_csv())
-    config = SessionConfig(REQUEST, closed_loop=True, profile_file=tmp_path / "profile.csv")
+    config = replace(REQUEST, profile=tmp_path / "profile.csv")
     with (
         EmulatedJob(Pipelines(preset, forward_s), config) as job,
         pytest.raises(SessionError, match="lacks the highest clock"),

@@ -13,7 +13,7 @@ from envpipe_megatron.core.sidecar import Sidecar
 from envpipe_megatron.gpu.presets import load_preset
 from envpipe_megatron.tuning.measured.fit import Times, fit_times_s
 from envpipe_megatron.tuning.measured.meters import TAIL, WAITING, MeterSums, Stretch, meter_sums
-from envpipe_megatron.tuning.measured.powers import PowerModel
+from envpipe_megatron.tuning.measured.powers import fit_powers
 from envpipe_megatron.tuning.measured.store import Store
 
 DATA = Path(__file__).resolve().parents[3] / "shared" / "data" / "perseus_sosp24"
@@ -88,7 +88,7 @@ def test_powers_come_out_of_a_counter_that_refreshes_slowly():
     )
     assert sums.time_s == pytest.approx(now_s, abs=0.2)
     limit_mhz = preset.power_cap_frequency_mhz
-    power_w, tail_w, _ = PowerModel(NODES, 2).fit(sums.products, sums.weighted, limit_mhz)
+    power_w, tail_w, _ = fit_powers(sums, NODES, 2, limit_mhz)
     for clock in (1410.0, 1200.0, 950.0):
         forward_w, backward_w = (np.interp(clock, NODES, of_kind) for of_kind in power_w[:2])
         model_j = 0.02 * preset.busy_power_w("forward", clock)
@@ -130,7 +130,7 @@ def test_powers_are_as_unsure_as_readings_scatter():
             now_s = np.arange(41) / 10
             energy_j = watts * clock / NODES[-1] * now_s + rng.normal(0, noise_j / 2**0.5, 41)
             sums += meter_sums(0.0, [Stretch(4.0, 0, clock)], now_s, energy_j, NODES, 1)
-        power_w, tail_w, errors = PowerModel(NODES, 1).fit(sums.products, sums.weighted, 1410.0)
+        power_w, tail_w, errors = fit_powers(sums, NODES, 1, 1410.0)
         scatter_j = sums.scatter_j(np.append(power_w, tail_w))
         assert scatter_j == pytest.approx(noise_j, rel=0.25)
         off.append(power_w[0, 6] - watts * NODES[6] / NODES[-1])

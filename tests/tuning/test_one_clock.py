@@ -153,9 +153,9 @@ class Job:
             "keep": lambda *kept: self.kept.append(kept),
         }
         order = builders.whole_iteration(STAGES)
-        self._run = OneClock(order, CLOCKS, **{**given, **options}).run()
-        next(self._run)
-        self.command = self._run.send(self._window(CLOCKS[0], 3))
+        tuner = OneClock(order, CLOCKS, **{**given, **options})
+        self._run = tuner.run(self._window(CLOCKS[0], 3))
+        self.command = next(self._run)
 
     @property
     def clock_mhz(self) -> int:

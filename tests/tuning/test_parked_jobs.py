@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from on_request import on_request
-from window_reports import report_of
+from window_reports import iteration
 
 from benchmarks.online.emulated_job import EmulatedJob
 from benchmarks.online.pipelines import Pipelines
@@ -24,12 +24,10 @@ from envpipe_megatron.core.timeline import Timeline
 from envpipe_megatron.formats.energy import Phase
 from envpipe_megatron.gpu.presets import load_preset
 from envpipe_megatron.policies.clock_changes.parking import park
-from envpipe_megatron.policies.request import PlanRequest
 from envpipe_megatron.runtime.execution.orders import constant_order
-from envpipe_megatron.runtime.job.config import SessionConfig
+from envpipe_megatron.runtime.job.options import JobOptions
 from envpipe_megatron.tuning import planner
-from envpipe_megatron.tuning.commands import Parking, Window
-from envpipe_megatron.tuning.measured.meters import MeterSums
+from envpipe_megatron.tuning.commands import Clocked, Parking
 from envpipe_megatron.tuning.measured.store import Store
 from envpipe_megatron.tuning.parking import parked
 
@@ -59,11 +57,16 @@ def run(
     """
     preset = replace(PRESET, frequency_change_s=change_s)
     name = "auto" if own_order is None else "1f1b"
-    request = PlanRequest(MICROBATCHES, name, "optimal", min_dwell_s=min_dwell_s)
+    request = JobOptions(
+        num_microbatches=MICROBATCHES,
+        type="optimal",
+        scheduling=name,
+        min_dwell_ms=1e3 * min_dwell_s,
+    )
     made, own = (
         Pipelines(preset, forward_s, replicas, wait_follows=wait_follows, **what) for _ in range(2)
     )
-    with EmulatedJob(made, SessionConfig(request, closed_loop=True), own_order) as job:
+    with EmulatedJob(made, replace(request, baseline_steps=3), own_order) as job:
         for _ in range(iterations):
             job.run(1)
             if late is not None:
@@ -172,15 +175,6 @@ def test_a_unit_counts_whose_clock_was_asked_for_long_before_it_began(early):
     own_after_s = np.zeros(clocks.shape)
     own_after_s[0, first] = wait_s - (3 * change_s if early else change_s)
     parking = Parking(np.where(clocks == clock_mhz, 705, 0), own_after_s)
-    nothing, none = np.full((1, 1), np.nan), MeterSums.none(len(store.powers.sums[0].weighted))
-    window = Window(
-        tuple(
-            report_of(
-                row[np.newaxis], np.full((1, 1), row.sum()), nothing, nothing, none, metered=0
-            )
-            for row in unit_s
-        )
-    )
-    store.learn(order, clocks, window, parking=parking, replicas=[0])
+    store.learn(Clocked(order, clocks, parking), iteration(store, unit_s), [0])
     learned_s = store.durations_s(order, clocks)[0, first]
     assert learned_s == pytest.approx((unit_s if early else known_s)[0, first], rel=1e-3)

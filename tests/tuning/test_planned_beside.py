@@ -11,19 +11,23 @@ import pytest
 from benchmarks.online.runs import Ran, run_job
 from envpipe_megatron.formats.energy import Phase
 from envpipe_megatron.gpu.presets import load_preset
-from envpipe_megatron.policies.request import PlanRequest
-from envpipe_megatron.runtime.job.config import SessionConfig
+from envpipe_megatron.runtime.job.options import JobOptions
 from envpipe_megatron.tuning.background import Background, BackgroundError
 from envpipe_megatron.tuning.commands import Command, Window
-from envpipe_megatron.tuning.planner import PlannedBeside
-from envpipe_megatron.tuning.probes.sweep import ProfilerSettings
+from envpipe_megatron.tuning.planner import planned_beside
 
 LOOKS = 7
 
 
 def run(reconfigure: str, late: int) -> Ran:
-    request = PlanRequest(6, "envpipe", "envelope", reconfigure)
-    config = SessionConfig(request, profiler=ProfilerSettings(1, 1, 0.0))
+    config = JobOptions(
+        num_microbatches=6,
+        type="envelope",
+        reconfigure=reconfigure,
+        baseline_steps=3,
+        profile_steps=1,
+        window_s=0.0,
+    )
     preset = load_preset("a100-sxm")
     return run_job(config, preset, [0.03, 0.03, 0.036], iterations=130, replicas=2, late=(late,))
 
@@ -46,20 +50,17 @@ def test_planning_that_never_ends_is_ended(monkeypatch):
     monkeypatch.setattr(Background, "start", lambda self, make: start(self, partial(sum, count())))
     background: Background[Any] = Background(limit_s=0.05)
     asked: Any = None, ()
-    run = PlannedBeside(background, asked).run()
-    assert next(run) is None
-    commands = iter(lambda: run.send(Window(())), None)
-    assert next(commands) == Command(Phase.PROFILE, 1)
+    run = planned_beside(background, asked, Window(()))
+    assert next(run) == Command(Phase.PROFILE, 1)
     with pytest.raises(BackgroundError, match=r"No end in 0\.05 s"):
-        any(command is None for command in commands)
+        any(command is None for command in iter(lambda: run.send(Window(())), None))
     assert not background.busy
 
 
 def test_planning_that_nobody_waits_for_is_ended():
     background: Background[Any] = Background()
-    run = PlannedBeside(background, (None, ())).run()  # type: ignore[arg-type]
+    run = planned_beside(background, (None, ()), Window(()))  # type: ignore[arg-type]
     next(run)
-    run.send(Window(()))
     assert background.busy
     run.close()
     assert not background.busy

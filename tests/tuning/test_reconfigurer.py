@@ -15,7 +15,6 @@ from envpipe_megatron.core.conditions import Conditions
 from envpipe_megatron.core.kinds import Kind
 from envpipe_megatron.core.orders import builders
 from envpipe_megatron.core.plan import Plan
-from envpipe_megatron.core.schedule import Schedule
 from envpipe_megatron.core.timeline import Timeline, critical_path
 from envpipe_megatron.formats.energy import Phase
 from envpipe_megatron.policies.frequencies import envelope
@@ -23,16 +22,10 @@ from envpipe_megatron.policies.reconfigure import RECONFIGURE_POLICIES, Ended, S
 from envpipe_megatron.tuning import reconfigure as reconfiguring
 from envpipe_megatron.tuning.commands import Report, Window
 from envpipe_megatron.tuning.measured.meters import MeterSums
-from envpipe_megatron.tuning.reconfigure import Reconfigurer, grid, no_bubble_threshold_s
+from envpipe_megatron.tuning.reconfigure import no_bubble_threshold_s
 
 # From the README of EnvPipe (casys-kaist/EnvPipe): its only sample, four stages and GPipe's order
 # but for the last stage.
-SAMPLE = """
-Stage 0 | [F0 1980 0.0] F1 1260 0.0 F2 1260 0.0 F3 1260 0.0 B0 1260 185.8 B1 1260 62.7 B2 1260 61.8 [B3 1980 40.3]
-Stage 1 | [F0 1980 23.4] F1 1260 8.4 F2 1260 2.1 F3 1260 1.3 B0 1260 109.1 B1 1260 63.0 B2 1260 62.2 [B3 1980 50.9]
-Stage 2 | [F0 1980 41.4] F1 1260 12.8 F2 1260 2.1 F3 1260 1.4 B0 1260 32.8 B1 1260 62.7 B2 1260 62.3 [B3 1980 61.1]
-Stage 3 | [F0 1980 59.5] [B0 1980 0.0] [F1 1980 0.6] [B1 1980 0.0] [F2 1980 0.6] [B2 1980 0.0] [F3 1980 0.6] [B3 1980 0.0]
-"""  # noqa: E501
 
 
 def window_of(*stages: tuple[Any, Any]) -> Window:
@@ -101,9 +94,8 @@ def reconfigured(
     if by_hand:
         monkeypatch.setattr(reconfiguring, "step", step)
     policy = replace(RECONFIGURE_POLICIES["balanced"], max_steps=max_steps)
-    said: list[str] = []
     known = [(1410, 1200), (1410, 1305, 1200)]
-    run = Reconfigurer(plan, policy, FRAMEWORKS, known, said.append).run()
+    run = reconfiguring.reconfigured(plan, policy, FRAMEWORKS, known, warm_up(0.03))
     waits_s = np.array([0.0, 0.0, 0.01, 0.04])
     # Of three replicas, one of stage 0 has a hiccup.
     first, last = (
@@ -112,9 +104,8 @@ def reconfigured(
     )
     window = window_of((first[:, None], first + 0.1), (last[:, None], last + 0.1))
     ran = []
-    assert next(run) is None
     try:
-        command = run.send(warm_up(0.03))
+        command = next(run)
         while True:
             assert (command.phase, command.iterations, command.settle) == (Phase.RECONFIGURE, 1, 0)
             (clocked,) = command.orders
@@ -126,10 +117,6 @@ def reconfigured(
         assert path != critical_path(schedule, [*waits_s, *(2 * waits_s)], 0.05)
         assert all(look[1:] == (path, "balanced", (1410, 1305)) for look in looked)
         assert [look[0] for look in looked] == [clocks.ravel().tolist() for clocks in ran]
-        assert [text.splitlines()[0] for text in said] == [
-            f"Reconfigure step {number}" for number in range(len(ran))
-        ]
-        assert all("B0 1200 10.0" in text for text in said)
         made, count, why = ended.value
         assert made.policy == "envelope-balanced"
         assert made.profile == replace(profile, interpolates=True)
@@ -185,12 +172,11 @@ class Pipeline:
     def reconfigured(self, name: str, max_steps: int = 3000) -> tuple[Plan, int, Ended]:
         policy = replace(RECONFIGURE_POLICIES[name], max_steps=max_steps)
         known = [range(1050, 1411, 30)] * 4
-        run = Reconfigurer(self.plan, policy, FRAMEWORKS, known, lambda text: None).run()
-        next(run)
-        window = warm_up(self.THRESHOLD_S)
+        first, window = warm_up(self.THRESHOLD_S), None
+        run = reconfiguring.reconfigured(self.plan, policy, FRAMEWORKS, known, first)
         while True:
             try:
-                command = run.send(window)
+                command = run.send(window)  # type: ignore[arg-type]  # None begins it
             except StopIteration as ended:
                 return ended.value
             (clocked,) = command.orders
@@ -282,48 +268,18 @@ def test_a_hiccup_of_one_unit_is_no_slack_of_all_others():
 
 def test_an_iteration_that_did_not_run_whole_tells_nothing():
     pipeline = Pipeline()
-    run = Reconfigurer(
+    run = reconfiguring.reconfigured(
         pipeline.plan,
         replace(RECONFIGURE_POLICIES["balanced"], max_steps=2),
         FRAMEWORKS,
         [range(1050, 1411, 30)] * 4,
-        lambda text: pytest.fail("there is nothing to see"),
-    ).run()
-    next(run)
+        warm_up(0.004),
+    )
     unknown = window_of(*[(np.full((1, 1, 16), 9.0), np.full((1, 16), np.nan))] * 4)
-    first, second = run.send(warm_up(0.004)), run.send(unknown)
+    first, second = next(run), run.send(unknown)
     assert np.array_equal(first.orders[0].frequency_mhz, second.orders[0].frequency_mhz)
     with pytest.raises(StopIteration) as ended:
         run.send(unknown)
     plan, *found = ended.value.value
     assert np.array_equal(plan.frequency_mhz, pipeline.plan.frequency_mhz)
     assert found == [0, Ended.STEP_LIMIT]
-
-
-def test_grid_has_the_form_of_the_sample():
-    lines = SAMPLE.strip().splitlines()
-    cells = [line.split("|")[1].replace("[", " [ ").split() for line in lines]
-    gpipe, one_f_one_b = builders.gpipe(4, 4).stages, builders.one_f_one_b(4, 4).stages
-    schedule = Schedule("sample", 4, 1, (*gpipe[:3], one_f_one_b[3]))
-    frequency, wait_s, path = [], [], []
-    for stage, row in enumerate(cells):
-        tokens = [token.strip("[]") for token in row if token != "["]
-        for position in range(8):
-            label, mhz, wait_ms = tokens[3 * position : 3 * position + 3]
-            assert schedule.stages[stage][position].label() == label
-            frequency.append(int(mhz))
-            wait_s.append(float(wait_ms) / 1e3)
-        on_path = [p for p in range(8) if f"[{tokens[3 * p]} " in lines[stage]]
-        path += [stage * 8 + p for p in on_path]
-    text = grid(schedule, frequency, np.array(wait_s), Step(path[::-1], {}, Ended.ENVELOPE))
-    assert text.splitlines() == lines
-
-
-def test_cells_hold_unit_frequency_and_wait():
-    schedule = builders.one_f_one_b(2, 2)
-    waits_s = np.array([0, 0.1, 0, 0, 0, 0.0123, 0.0001, 0.00001])
-    text = grid(schedule, [1410] * 4 + [990] * 4, waits_s, Step([0, 5], {}, None))
-    one, other = text.splitlines()
-    assert one.startswith("Stage 0 | [F0 1410 0.0] ")
-    assert "[B0 990 12.3]" in other
-    assert " F1 1410 100.0 " in one

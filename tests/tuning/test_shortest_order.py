@@ -22,12 +22,11 @@ from envpipe_megatron.core.profile_rows import MEASURED_SPLIT
 from envpipe_megatron.core.schedule import Schedule
 from envpipe_megatron.formats.energy import Phase
 from envpipe_megatron.gpu.presets import load_preset
-from envpipe_megatron.policies.objective import LEAST_ENERGY, Goal, Objective
+from envpipe_megatron.policies.objective import Goal
 from envpipe_megatron.policies.planner import make_plan
-from envpipe_megatron.policies.request import PlanRequest
 from envpipe_megatron.runtime.execution.orders import constant_order
 from envpipe_megatron.runtime.job import phases
-from envpipe_megatron.runtime.job.config import SessionConfig
+from envpipe_megatron.runtime.job.options import JobOptions
 from envpipe_megatron.tuning import shortest
 from envpipe_megatron.tuning.judge import WINDOW
 from envpipe_megatron.tuning.shortest import ShortestOrder
@@ -35,10 +34,12 @@ from envpipe_megatron.tuning.shortest import ShortestOrder
 STAGES, MICROBATCHES = 2, 4
 FORWARD_S = (0.03,) * STAGES
 OWN = builders.one_f_one_b(STAGES, MICROBATCHES)
-REQUEST = PlanRequest(MICROBATCHES, "auto", "optimal", objective=Objective(Goal.TIME))
+REQUEST = JobOptions(
+    num_microbatches=MICROBATCHES, type="optimal", scheduling="auto", objective=Goal.TIME
+)
 #: The share of the time that the shortest order takes less.
 _EXACT = exact_profile(load_preset("a100-sxm"), FORWARD_S, {})
-_BEST = make_plan(_EXACT, replace(REQUEST, split=MEASURED_SPLIT)).plan
+_BEST = make_plan(_EXACT, replace(REQUEST.request(), split=MEASURED_SPLIT)).plan
 GAIN = -_BEST.cost.slowdown_percent(_BEST.baseline.cost) / 100
 FRAMEWORKS, PLANNED = "The framework's own order: ", "The planned order takes "
 #: Faults begin here, when the order is found, and are known after so many iterations.
@@ -94,7 +95,7 @@ def run(
     iterations: int = 60,
     trouble: Trouble = lambda at, order: {},
     *,
-    request: PlanRequest = REQUEST,
+    request: JobOptions = REQUEST,
     splits: bool = True,
     replicas: int = 1,
     own: Schedule = OWN,
@@ -104,7 +105,12 @@ def run(
     """Run a job, and the framework's `own` order."""
     more = {"num_replicas": replicas, **(emulated or {})}
     pipelines = OrderedPipelines(trouble, **more)
-    config = SessionConfig(request, closed_loop=True, splits=splits, reorders="own_order" in job)
+    config = replace(
+        request,
+        baseline_steps=3,
+        why_whole="" if splits else "of a test",
+        runs_units="own_order" in job,
+    )
     with EmulatedJob(pipelines, config, **job) as ran:
         ran.run(iterations)
     beside = OrderedPipelines(trouble, **more)
@@ -245,7 +251,7 @@ def test_gpus_keep_their_own_highest_clocks(monkeypatch):
     monkeypatch.setattr(pipelines, "run", lambda orders: asked.append(orders) or ran(orders))
     ran = partial(Pipelines.run, pipelines)
     pipelines.orders = [OWN] * 40
-    with EmulatedJob(pipelines, SessionConfig(REQUEST, closed_loop=True, splits=True)) as job:
+    with EmulatedJob(pipelines, replace(REQUEST, baseline_steps=3, why_whole="")) as job:
         job.run(40)
     for own, other in asked:
         assert set(own.frequency_mhz.ravel().tolist()) == {1410}
@@ -257,7 +263,7 @@ def test_where_gpus_have_a_single_clock_the_order_is_all_that_there_is():
     pipelines = OrderedPipelines(lambda at, order: {})
     for gpu in pipelines.gpus[0]:
         gpu.supported_frequencies_mhz = gpu.supported_frequencies_mhz[:1]
-    config = SessionConfig(replace(REQUEST, objective=LEAST_ENERGY), closed_loop=True, splits=True)
+    config = replace(REQUEST, baseline_steps=3, why_whole="", objective=None)
     with EmulatedJob(pipelines, config) as job:
         job.run(240)
         assert job.planner is not None
@@ -350,8 +356,7 @@ def fake_job(
         learn=lambda *of, **named: np.zeros(1),
     )
     planner: Any = FakePlanner(orders[best], orders["whole"])
-    job = ShortestOrder(orders["own"], orders["half"], store, 1, planner).run()
-    next(job)
+    job = ShortestOrder(orders["own"], orders["half"], store, 1, planner)
     random, ran, said, name = np.random.default_rng(seed), list[str](), list[str](), "own"
 
     def steps_s(count: int) -> list[float]:
@@ -360,15 +365,17 @@ def fake_job(
         return list(took * (1 + noise * random.standard_normal(count)))
 
     steps = steps_s(3)
+    run = job.run(None)  # type: ignore[arg-type]  # it does not look at the warm-up
+    command = next(run)
     while len(ran) < iterations:
-        command = job.send(SimpleNamespace(steps_s=np.array(steps[:-1]), problems=()))
-        assert command is not None
         said += filter(None, [command.note])
         steps = steps[-1:]  # a window's last step ends with the first of the next
         if command.orders:
             name, steps = command.orders[0].schedule.name, []
         steps_s(command.settle)
         steps += steps_s(command.iterations)
+        window: Any = SimpleNamespace(steps_s=np.array(steps[:-1]), problems=())
+        command = run.send(window)
     return ran, said
 
 

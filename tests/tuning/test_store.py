@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from window_reports import report_of
+from window_reports import iteration
 
 from benchmarks.online.pipelines import Conditions
 from benchmarks.online.runs import BACKWARD_RATIO, exact_profile, slower
@@ -16,8 +16,7 @@ from envpipe_megatron.core.profile_rows import SplitBackward
 from envpipe_megatron.core.schedule import Schedule
 from envpipe_megatron.core.sidecar import Sidecar
 from envpipe_megatron.gpu.presets import load_preset
-from envpipe_megatron.tuning.commands import Window
-from envpipe_megatron.tuning.measured.meters import MeterSums
+from envpipe_megatron.tuning.commands import Clocked
 from envpipe_megatron.tuning.measured.store import Store
 
 PRESET, FORWARD_S = load_preset("a100-sxm"), 0.03
@@ -45,10 +44,8 @@ def learn(store: Store, low_mhz: int, conditions: Conditions) -> None:
 
 
 def take(store: Store, clocks: IntArray, unit_s: FloatArray, order: Schedule = SCHEDULE) -> None:
-    end_s, unknown = np.array([[unit_s.sum()]]), np.array([[np.nan]])
-    meter = MeterSums.none(len(store.powers.sums[0].weighted))
-    report = report_of(unit_s[np.newaxis], end_s, unknown, unknown, meter, metered=0)
-    store.learn(order, clocks[np.newaxis], Window((report,)), replicas=[0])
+    window = iteration(store, unit_s[np.newaxis])
+    store.learn(Clocked(order, clocks[np.newaxis]), window, [0])
 
 
 def seconds(conditions: Conditions, kind, mhz: float) -> float:
@@ -174,19 +171,11 @@ def test_units_that_run_as_one_tell_nothing_of_late_changes():
     order = builders.interleaved(2, 8, 2, 2, combined=True)
     kinds = [*WHOLE, Kind.COMBINED]
     store = Store(2, 2, kinds, range(600, TOP_MHZ + 1, 15), Sidecar())
-    none = MeterSums.none(len(store.powers.sums[0].weighted))
-    unknown = np.array([[np.nan]])
     clocks = np.full((2, order.units_per_stage), TOP_MHZ)
     for low_mhz in (TOP_MHZ, 990):
         clocks[:, 10:20] = low_mhz
         clocks = order.pair_clocks(clocks)
         unit_s = np.where(order.combined, 0.0, FORWARD_S * TOP_MHZ / clocks)
-        window = Window(
-            tuple(
-                report_of(row[np.newaxis], np.array([[row.sum()]]), unknown, unknown, none, 0)
-                for row in unit_s
-            )
-        )
-        store.learn(order, clocks, window, replicas=[0])
+        store.learn(Clocked(order, clocks), iteration(store, unit_s), [0])
     assert store.lateness.change_s is None or np.isfinite(store.lateness.change_s)
     assert np.isfinite(store.time_s).all()

@@ -20,17 +20,22 @@ from envpipe_megatron.core.profile import Profile
 from envpipe_megatron.core.schedule import Schedule, profiled_kinds
 from envpipe_megatron.core.sidecar import Sidecar
 from envpipe_megatron.gpu.presets import load_preset, override_for, sweep_range
-from envpipe_megatron.policies.request import PlanRequest
-from envpipe_megatron.runtime.job.config import SessionConfig
+from envpipe_megatron.runtime.job.options import JobOptions
 from envpipe_megatron.tuning.commands import Command, Report, Window
 from envpipe_megatron.tuning.measured.meters import Stretch, meter_sums
 from envpipe_megatron.tuning.measured.store import Store
-from envpipe_megatron.tuning.probes.probe import Look
-from envpipe_megatron.tuning.probes.sweep import Measuring, ProfilerSettings, Sweep, SweepError
+from envpipe_megatron.tuning.probes.sweep import (
+    ProfilerSettings,
+    SweepError,
+    measured_profile,
+    sweep_probe,
+)
 
 STAGES, MICROBATCHES = 3, 12
 FORWARD_S = (0.03, 0.03, 0.0375)
-CONFIG = SessionConfig(PlanRequest(MICROBATCHES, schedule="auto", policy="optimal"))
+CONFIG = JobOptions(
+    num_microbatches=MICROBATCHES, type="optimal", scheduling="auto", sweep=True, baseline_steps=3
+)
 PRESET = load_preset("a100-sxm")
 TOP_MHZ = PRESET.max_frequency_mhz
 CLOCKS_MHZ = sweep_range(PRESET.supported_frequencies_mhz, override_for(PRESET.gpu))
@@ -96,13 +101,6 @@ def test_a_meter_that_fails_in_the_middle_ends_profiling_on_all_ranks():
     assert job.pipelines.iterations[-1].phase == "steady"
 
 
-def looks_of(store: Store, order: Schedule, settings: ProfilerSettings) -> list[Look]:
-    sweep, looks = Sweep(order, settings), []
-    while (look := sweep.next(store)) is not None:
-        looks.append(look)
-    return looks
-
-
 def known(order: Schedule) -> Store:
     """Of a job without errors."""
     store = Store(order.num_stages, 1, WHOLE, CLOCKS_MHZ, Sidecar())
@@ -114,7 +112,7 @@ def test_clocks_are_left_where_all_stages_are_past_their_valley(monkeypatch):
     order = builders.one_f_one_b(STAGES, MICROBATCHES)
     store = known(order)
     monkeypatch.setattr(store, "valley_mhz", lambda *, waiting: 700.0 if waiting else 1000.0)
-    looks = looks_of(store, order, ProfilerSettings(2, 3, 1.0))
+    looks = list(sweep_probe(order, store, ProfilerSettings(2, 3, 1.0)))
     alike = [look for look in looks if np.ptp(look.clocked.frequency_mhz) == 0]
     clocks = [int(look.clocked.frequency_mhz[0, 0]) for look in alike]
     assert looks[: len(clocks)] == alike
@@ -142,7 +140,7 @@ def test_a_clock_settles_and_short_iterations_are_repeated_until_they_fill_a_win
     order = builders.one_f_one_b(STAGES, MICROBATCHES)
     for settings in (ProfilerSettings(2, 3, 1.0), ProfilerSettings(1, 2, 20.0)):
         store = known(order)
-        for look in looks_of(store, order, settings):
+        for look in sweep_probe(order, store, settings):
             iteration_s = store.iteration_s(order, look.clocked.frequency_mhz)
             assert look.settle == settings.settle_iterations
             assert look.iterations >= settings.measured_iterations
@@ -186,14 +184,14 @@ class Hand:
     def profile(self) -> Profile:
         kinds = profiled_kinds(self.order)
         store = Store(self.order.num_stages, len(self.slowness), kinds, CLOCKS_MHZ, Sidecar())
-        sweep = Sweep(self.order, ProfilerSettings(1, 2, 1.0))
-        run = Measuring(self.order, store, 1, sweep).run()
-        next(run)
+        looks = sweep_probe(self.order, store, ProfilerSettings(1, 2, 1.0))
         clocks = np.full((self.order.num_stages, self.order.units_per_stage), TOP_MHZ)
-        command, windows = None, 0
+        run = measured_profile(store, 1, looks, self.order, self.window(store, clocks, None))
+        windows = 1
         try:
+            command = next(run)
             while True:
-                if command is not None and command.orders:
+                if command.orders:
                     clocks = command.orders[0].frequency_mhz
                 window = self.window(store, clocks, command)
                 if windows > 1:

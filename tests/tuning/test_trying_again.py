@@ -14,16 +14,15 @@ from envpipe_megatron.core.kinds import WHOLE
 from envpipe_megatron.core.orders import builders
 from envpipe_megatron.core.sidecar import Sidecar
 from envpipe_megatron.gpu.presets import load_preset
-from envpipe_megatron.policies.request import PlanRequest
 from envpipe_megatron.runtime.job import phases
-from envpipe_megatron.runtime.job.config import SessionConfig
+from envpipe_megatron.runtime.job.options import JobOptions
 from envpipe_megatron.tuning.measured.store import Store
 
 ITERATIONS = 60
 
 
 def run(schedule: str = "auto", iterations: int = ITERATIONS, **trouble: Any) -> Ran:
-    config = SessionConfig(PlanRequest(12, schedule=schedule, policy="optimal"), closed_loop=True)
+    config = JobOptions(num_microbatches=12, type="optimal", scheduling=schedule, baseline_steps=3)
     preset, forward_s = load_preset("a100-sxm"), [0.03, 0.03, 0.036]
     return run_job(config, preset, forward_s, iterations=iterations, **trouble)
 

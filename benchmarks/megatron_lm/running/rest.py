@@ -84,7 +84,7 @@ def let_torchtitan_rest(rests: Question) -> None:
     from envpipe_megatron.integrations.torch_pipelining import AttachedPipeline
 
     def step(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if self._begun:
+        if self.in_step:
             self.pause()
         return self._torch_step(*args, **kwargs)
 

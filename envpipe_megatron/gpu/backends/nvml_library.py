@@ -31,6 +31,12 @@ _NEEDS_NO_ROOT = (
     "configuration"
 )
 
+_TOO_OLD = (
+    GpuNotSupportedError,
+    "the installed driver does not know this call, or knows another version of it",
+    "Update the NVIDIA driver, or nvidia-ml-py",
+)
+
 _NAMED: dict[int, tuple[type[GpuError], str, str]] = {
     pynvml.NVML_ERROR_NO_PERMISSION: (
         GpuPermissionError,
@@ -43,30 +49,12 @@ _NAMED: dict[int, tuple[type[GpuError], str, str]] = {
         "Locked clocks and energy counters need a data-center or workstation GPU since Volta; "
         "check with nvidia-smi -q",
     ),
-    pynvml.NVML_ERROR_FUNCTION_NOT_FOUND: (
-        GpuNotSupportedError,
-        "the installed driver is too old to know this call",
-        "Update the NVIDIA driver",
-    ),
-    pynvml.NVML_ERROR_ARGUMENT_VERSION_MISMATCH: (
-        GpuNotSupportedError,
-        "the installed driver knows this call in another version",
-        "Update the NVIDIA driver, or nvidia-ml-py",
-    ),
+    pynvml.NVML_ERROR_FUNCTION_NOT_FOUND: _TOO_OLD,
+    pynvml.NVML_ERROR_ARGUMENT_VERSION_MISMATCH: _TOO_OLD,
     pynvml.NVML_ERROR_GPU_IS_LOST: (
         GpuError,
         "the GPU is lost: it fell off the bus",
         "Look for an Xid in the kernel log; the node needs a GPU reset or a reboot",
-    ),
-    pynvml.NVML_ERROR_RESET_REQUIRED: (
-        GpuError,
-        "the GPU needs a reset before it can be used again",
-        "Have an administrator reset the GPU or reboot the node",
-    ),
-    pynvml.NVML_ERROR_NOT_FOUND: (
-        GpuError,
-        "there is no such GPU",
-        "List the GPUs of this node with nvidia-smi -L",
     ),
     pynvml.NVML_ERROR_LIB_RM_VERSION_MISMATCH: (
         GpuError,
@@ -89,11 +77,6 @@ _NAMED: dict[int, tuple[type[GpuError], str, str]] = {
         "another client of the driver has the GPU in use",
         "Look for what else manages GPUs here (DCGM, fabric manager, a reset that is under way), "
         "and try again",
-    ),
-    pynvml.NVML_ERROR_TIMEOUT: (
-        GpuError,
-        "the driver gave up waiting for the GPU",
-        "Try again; if it stays, look for an Xid in the kernel log",
     ),
 }
 

@@ -1,7 +1,7 @@
 """A GPU whose clock zeusd changes: the Zeus project's daemon, which has the rights for everybody.
 
-Requests go over its Unix socket, or over TCP where it is on this machine, as its HTTP API
-(https://ml.energy/zeus/zeusd/api/) describes them. All are blocking ones: they return with the
+Requests go over its Unix socket, as its HTTP API (https://ml.energy/zeus/zeusd/api/) describes
+them. All are blocking ones: they return with the
 driver's error, and the daemon works them off in order.
 
 A daemon numbers GPUs as its own NVML does, which another container need not share. So every change
@@ -19,7 +19,6 @@ import socket
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from ipaddress import ip_address
 from pathlib import Path
 from typing import Any, Self, TypeVar
 from urllib.parse import urlencode
@@ -30,11 +29,9 @@ from envpipe_megatron.gpu.site import SiteConfig
 
 _DEFAULT_SOCKET = Path("/run/zeusd/zeusd.sock")
 _SOCKET_VARIABLE = "ZEUSD_SOCK_PATH"
-_HOST_VARIABLE = "ZEUSD_HOST_PORT"
 _TOKEN_VARIABLE = "ZEUSD_TOKEN"
 """The variables are Zeus's own, so that a job that uses Zeus already needs nothing more."""
 
-_DEFAULT_PORT = 4938
 CONTROL_GROUP = "gpu-control"
 _REQUEST_TIME_LIMIT_S = 5.0
 """A lock takes milliseconds; without persistence mode the driver wakes a GPU for about a second."""
@@ -58,48 +55,35 @@ class ZeusdOffer:
     auth_required: bool
 
 
-def zeusd_socket(site: SiteConfig) -> Path | str:
-    """Return the daemon's socket, or its host and port.
-
-    ZEUSD_SOCK_PATH says so, else ZEUSD_HOST_PORT, else the site; else it is Zeus's default socket.
-    """
-    if given := os.environ.get(_SOCKET_VARIABLE):
-        return Path(given)
-    return os.environ.get(_HOST_VARIABLE) or site.zeusd_socket or _DEFAULT_SOCKET
+def zeusd_socket(site: SiteConfig) -> Path:
+    """Return the daemon's socket: ZEUSD_SOCK_PATH, else the site's, else Zeus's default."""
+    given = os.environ.get(_SOCKET_VARIABLE)
+    return Path(given) if given else site.zeusd_socket or _DEFAULT_SOCKET
 
 
 class _Connection(http.client.HTTPConnection):
     # One that the daemon has closed must not reconnect unseen: the numbers of GPUs may be others.
     auto_open = 0
 
-    def __init__(self, address: Path | str, time_limit_s: float) -> None:
+    def __init__(self, address: Path, time_limit_s: float) -> None:
         super().__init__("localhost", timeout=time_limit_s)
         self._address = address
 
     def connect(self) -> None:
-        if isinstance(self._address, str):
-            host, *port = self._address.rsplit(":", 1)
-            place = host.strip("[]"), int(port[0]) if port else _DEFAULT_PORT
-            self.sock = socket.create_connection(place, self.timeout)
-            here, there = self.sock.getsockname()[0], self.sock.getpeername()[0]
-            if here != there and not ip_address(there).is_loopback:
-                # GPUs of two machines have the same PCI addresses.
-                raise OSError(f"{there} is another machine than {here}")
-            return
         self.sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self.sock.settimeout(self.timeout)
         self.sock.connect(str(self._address))
 
 
 class Zeusd:
-    """The daemon at a socket, or a host and port. Any thread may call: each call connects anew.
+    """The daemon at a socket. Any thread may call: each call connects anew.
 
     All methods raise GpuPermissionError if the daemon, its socket or the driver refuses it to
     this user, and GpuError if there is no daemon, it gives no answer within `time_limit_s`, is
     none that this understands, or fails.
     """
 
-    def __init__(self, address: Path | str, time_limit_s: float = _REQUEST_TIME_LIMIT_S) -> None:
+    def __init__(self, address: Path, time_limit_s: float = _REQUEST_TIME_LIMIT_S) -> None:
         self.address = address
         self._time_limit_s = time_limit_s
         token = os.environ.get(_TOKEN_VARIABLE)
@@ -146,11 +130,11 @@ class Zeusd:
                     f"The socket of zeusd is not writable by this user: {self.address}",
                     remedy="Ask for access to it (zeusd's --socket-permissions, --socket-gid)",
                 ) from error
-            except (OSError, ValueError) as error:  # a port is a number
+            except OSError as error:
                 raise GpuError(
                     f"There is no zeusd at {self.address}: {error.args[-1]}",
-                    remedy=f"Start zeusd here, or set {_SOCKET_VARIABLE}, {_HOST_VARIABLE} or the "
-                    "site's zeusd_socket",
+                    remedy=f"Start zeusd here, or set {_SOCKET_VARIABLE} or the site's "
+                    "zeusd_socket",
                 ) from error
             try:
                 return work(connection)
@@ -222,8 +206,7 @@ class Zeusd:
         return GpuError(
             f"What listens at {self.address} does not answer {target} as zeusd does",
             value=body[:200].decode(errors="replace"),
-            remedy=f"Correct {_SOCKET_VARIABLE}, {_HOST_VARIABLE} or the site's zeusd_socket, or "
-            "upgrade zeusd",
+            remedy=f"Correct {_SOCKET_VARIABLE} or the site's zeusd_socket, or upgrade zeusd",
         )
 
 

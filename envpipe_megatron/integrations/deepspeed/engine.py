@@ -7,7 +7,6 @@ backward, to reduce gradients and to step. Which comes when, and how messages tr
 from __future__ import annotations
 
 import functools
-import math
 import os
 from collections.abc import Callable, Sequence
 from types import MethodType
@@ -58,8 +57,7 @@ class EnvPipeEngine(PipelineEngine):  # type: ignore[misc]  # DeepSpeed has no t
 
     job: LeveledJob
     _own_steps: int
-    #: Endless where EnvPipe does not run what is set by its first unit.
-    _own_steps_left: float
+    _own_steps_left: int
     _takes_tuple: bool
     _tells: bool
     _specs: StageSpecs
@@ -69,8 +67,11 @@ class EnvPipeEngine(PipelineEngine):  # type: ignore[misc]  # DeepSpeed has no t
     def take_job(self, job: LeveledJob, *, tells: bool) -> None:
         """Have its session execute training steps; `tells`: print energy where DeepSpeed does."""
         self.job, self._tells, self.full_microbatches = job, tells, None
-        self._own_steps = 2 if self.device.type == "cuda" else 1
-        self._own_steps_left = math.inf if job.level is Level.OBSERVE else self._own_steps
+        self._own_steps = self._own_steps_left = 2 if self.device.type == "cuda" else 1
+
+    @property
+    def _only_measures(self) -> bool:
+        return self.job.level is Level.OBSERVE
 
     @property
     def session(self) -> Session:
@@ -82,7 +83,7 @@ class EnvPipeEngine(PipelineEngine):  # type: ignore[misc]  # DeepSpeed has no t
 
         Raises SystemExit once the profile is written, if only that was asked for.
         """
-        if 0 < self._own_steps_left < math.inf:  # at the highest clock
+        if self._own_steps_left and not self._only_measures:  # at the highest clock
             self.job.pause()
         self.job.begin_step(self.global_steps)
         try:
@@ -91,8 +92,7 @@ class EnvPipeEngine(PipelineEngine):  # type: ignore[misc]  # DeepSpeed has no t
             self.timers(TRAIN_BATCH_TIMER).reset()
             raise
         self.job.end_step()
-        leaves = self._own_steps_left == math.inf
-        if not (leaves or self.session.executed or self.was_step_applied()):
+        if not (self._only_measures or self.session.executed or self.was_step_applied()):
             # The optimizer's state, and so its memory, is allocated at the first one that is.
             self._own_steps_left += 1
         every = self.steps_per_print()
@@ -126,12 +126,12 @@ class EnvPipeEngine(PipelineEngine):  # type: ignore[misc]  # DeepSpeed has no t
         if not isinstance(pipe_schedule, pipe.TrainSchedule):
             super()._exec_schedule(pipe_schedule)
             return
-        if not self._own_steps_left and not self.job.session.executed:
+        if not (self._only_measures or self._own_steps_left or self.session.executed):
             self._look_again()
-        if self._own_steps_left > 0:
-            self._own_steps_left -= 1
+        if self._only_measures or self._own_steps_left:
             super()._exec_schedule(pipe_schedule)
-            if self._own_steps_left < math.inf:
+            if not self._only_measures:
+                self._own_steps_left -= 1
                 self._specs = self._learned_specs()
             return
         self.full_microbatches = self.full_microbatches or self.micro_batches
@@ -139,7 +139,7 @@ class EnvPipeEngine(PipelineEngine):  # type: ignore[misc]  # DeepSpeed has no t
         self._reserve_pipe_buffers(self.micro_batches)
         self.fwd_outputs: list[Any] = []
         try:
-            self.job.session.run_iteration(
+            self.session.run_iteration(
                 self.micro_batches,
                 self._specs,
                 lambda schedule: _Units(self),
@@ -160,7 +160,6 @@ class EnvPipeEngine(PipelineEngine):  # type: ignore[misc]  # DeepSpeed has no t
 
     def _leave_to_deepspeed(self, why: str) -> None:
         """Leave this step and all later ones to DeepSpeed, and only measure."""
-        self._own_steps_left = math.inf
         self.job.lower([stands_against("DeepSpeed's own schedule", Level.OBSERVE, why)])
 
     def run_instruction(self, instruction: pipe.PipeInstruction) -> None:

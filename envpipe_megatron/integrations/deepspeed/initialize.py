@@ -22,9 +22,9 @@ from envpipe_megatron.integrations.deepspeed.engine import (
 )
 from envpipe_megatron.integrations.job import JobFacts, Placement, say_line
 from envpipe_megatron.integrations.leveled import LeveledJob
-from envpipe_megatron.integrations.options import OF_LEVELS, Options
-from envpipe_megatron.integrations.reading import OptionError, merged, read_settings
+from envpipe_megatron.integrations.options import OF_LEVELS, OptionError, merged, read_settings
 from envpipe_megatron.runtime.channel.links import timeout_of
+from envpipe_megatron.runtime.job.options import JobOptions
 
 BLOCK = "envpipe"
 #: Where DeepSpeed looks for its configuration, before `args`.
@@ -124,7 +124,7 @@ def end_training(engine: Any) -> None:
 
 def begin(
     engine: Any,
-    options: Options,
+    options: JobOptions,
     config: Mapping[str, Any],
     *,
     sequence_length: int | None = None,

@@ -29,9 +29,9 @@ from envpipe_megatron.integrations.megatron.kept import KeptOrder
 from envpipe_megatron.integrations.megatron.limits import NOT_PROVEN, POSTED_AHEAD
 from envpipe_megatron.integrations.megatron.self_check import SelfCheck
 from envpipe_megatron.integrations.megatron.split_backward import why_whole
-from envpipe_megatron.integrations.options import Options
 from envpipe_megatron.runtime.channel.collectives import of_all_ranks
 from envpipe_megatron.runtime.channel.links import timeout_of
+from envpipe_megatron.runtime.job.options import JobOptions
 from envpipe_megatron.runtime.memory.peak import MemoryFullError
 
 #: Whose layers come to the same result in any order, as far as jobs were proven with them.
@@ -56,7 +56,7 @@ class Training(LeveledJob):
     def __init__(
         self,
         args: argparse.Namespace,
-        options: Options,
+        options: JobOptions,
         limits: Iterable[Limit],
         model: Sequence[Any],
         pipeline_group: dist.ProcessGroup,

@@ -20,7 +20,6 @@ from envpipe_megatron.integrations.deepspeed.initialize import (
     parsed_config,
 )
 from envpipe_megatron.integrations.hooking import (
-    NEEDED_BY_ITERATION,
     HookError,
     Hooks,
     options_of,
@@ -29,10 +28,8 @@ from envpipe_megatron.integrations.hooking import (
 )
 from envpipe_megatron.integrations.job import JobError
 from envpipe_megatron.integrations.levels import (
-    AUTO,
     FREES_WHILE_TRAINING,
     Asks,
-    Level,
     RefusedError,
     above_one,
     any_of,
@@ -59,7 +56,7 @@ def _configured(*path: str) -> Asks:
 #: Feature, and whether arguments or DeepSpeed's configuration ask for it.
 REFUSED: Mapping[str, Asks] = {
     "a level below order (--envpipe-level)": lambda args: (
-        getattr(args, "envpipe_level", AUTO) not in (AUTO, str(Level.ORDER))
+        getattr(args, "envpipe_level", None) not in (None, "auto", "order")
     ),
     "DeepSpeed's pipeline turned off (--no-pipeline-parallel)": on("no_pipeline_parallel"),
     "training without DeepSpeed (no --deepspeed)": lambda args: not args.deepspeed,
@@ -178,8 +175,6 @@ def begin_training(args: argparse.Namespace, model: list[Any]) -> None:
 def end_step() -> None:
     """An iteration has ended."""
     steps, engine = _hooks.note("end_step"), _hooks.running()
-    if steps == NEEDED_BY_ITERATION:
-        _hooks.check(steps)
     if steps == engine.logged_every + 1:
         _hooks.check(steps, "log")
 

@@ -18,7 +18,6 @@ from megatron.core.transformer.transformer_block import TransformerBlock
 from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.integrations import options as job_options
 from envpipe_megatron.integrations.hooking import (
-    NEEDED_BY_ITERATION,
     HookError,
     Hooks,
     options_of,
@@ -84,6 +83,7 @@ def begin_training(args: argparse.Namespace, model: Sequence[Any]) -> None:
     except (HookError, JobError, LevelError) as error:
         refuse(error)
     if training.job is None:
+        _hooks.note("forward_backward")  # which stays Megatron's
         return
 
     def hook(framework_function: Callable[..., Any]) -> Callable[..., Any]:
@@ -105,10 +105,8 @@ def end_step(skipped: int) -> None:
 
     Raises SystemExit if only the profile was asked for, and it is written.
     """
-    count, training = _hooks.note("end_step"), _hooks.running()
-    training.end_step(skipped=bool(skipped))
-    if count == NEEDED_BY_ITERATION and training.job is not None:
-        _hooks.check(count)
+    _hooks.note("end_step")
+    _hooks.running().end_step(skipped=bool(skipped))
 
 
 def log(iteration: int, writer: Any, wandb_writer: Any) -> str:
@@ -148,11 +146,8 @@ def _reaching(stand_in: Callable[..., Any]) -> Callable[..., Any]:
     """The forward-backward function, which notes that Megatron called it."""
 
     def forward_backward(**arguments: Any) -> Any:
-        # Forwards alone may be many in a step.
-        if not arguments.get("forward_only"):
-            count = _hooks.note("forward_backward")
-            if count == NEEDED_BY_ITERATION + 1:
-                _hooks.check(NEEDED_BY_ITERATION)
+        if not arguments.get("forward_only"):  # these may be many in a step
+            _hooks.note("forward_backward")
         return stand_in(**arguments)
 
     return forward_backward

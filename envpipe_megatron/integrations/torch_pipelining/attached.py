@@ -27,7 +27,7 @@ from envpipe_megatron.integrations.job import (
 )
 from envpipe_megatron.integrations.leveled import LeveledJob
 from envpipe_megatron.integrations.levels import Level, stands_against
-from envpipe_megatron.integrations.reading import read_settings
+from envpipe_megatron.integrations.options import read_settings
 from envpipe_megatron.integrations.reporting import IntervalReport
 from envpipe_megatron.integrations.torch_pipelining.orders import (
     AttachError,

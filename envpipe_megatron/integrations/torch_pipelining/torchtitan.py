@@ -21,9 +21,10 @@ from typing import Any
 from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.integrations.hooking import replaced
 from envpipe_megatron.integrations.job import say_line
-from envpipe_megatron.integrations.options import OPTIONS, add_arguments, flag_of
+from envpipe_megatron.integrations.options import add_arguments, flag_of
 from envpipe_megatron.integrations.torch_pipelining.attached import AttachedPipeline, attach
 from envpipe_megatron.integrations.torch_pipelining.orders import AttachError
+from envpipe_megatron.runtime.job.options import OPTIONS
 
 logger = logging.getLogger(__name__)
 
@@ -180,6 +181,5 @@ def divided(arguments: Sequence[str]) -> tuple[dict[str, object], list[str]]:
     if unknown := [word for word in rest if word.startswith(prefix)]:
         names = ", ".join(flag_of(name).removeprefix(prefix) for name in OPTIONS)
         raise AttachError("No such option of EnvPipe", value=unknown, remedy=f"There are {names}.")
-    usual = parser.parse_args([])
-    given = {n: value for n, value in vars(found).items() if value != getattr(usual, n)}
+    given = {name: value for name, value in vars(found).items() if value is not None}
     return {name.removeprefix("envpipe_"): value for name, value in given.items()}, rest

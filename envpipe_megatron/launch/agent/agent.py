@@ -11,9 +11,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import os
 import socket
 import threading
+import time
 from collections.abc import Callable, Coroutine, Mapping
 from concurrent.futures import CancelledError
 from functools import partial
@@ -24,7 +26,7 @@ from envpipe_megatron.formats.energy import JOB
 from envpipe_megatron.gpu.base import GpuAddress
 from envpipe_megatron.gpu.devices import open_reader
 from envpipe_megatron.gpu.guard.messages import GuardError, peer_uid_and_pid, receive, send
-from envpipe_megatron.launch.agent.collector import Collector, Uplink, holds_within
+from envpipe_megatron.launch.agent.collector import Collector, Uplink
 from envpipe_megatron.launch.agent.ledger import GpuLedger, NodeLog
 from envpipe_megatron.launch.bill.bill import Bill
 from envpipe_megatron.runtime.energy.meter import CounterAt
@@ -37,6 +39,9 @@ T = TypeVar("T")
 _TICK_S = 10.0
 _ACCEPT_AGAIN_S = 0.2
 _BACKLOG = 256
+#: How often to look whether what the end waits for has come, and how long at least: what is
+#: under way on this node comes in that time.
+_LOOK_S, _LEAST_WAIT_S = 0.01, 0.5
 #: For a reading of a counter, which back ends give up after three seconds.
 _READ_S = 5.0
 
@@ -82,8 +87,8 @@ class NodeAgent:
         self._opening: dict[str, asyncio.Lock] = {}
         #: The name of each connected rank.
         self._ranks: dict[socket.socket, str] = {}
-        self._changed = asyncio.Event()
-        self._waited_enough = asyncio.Event()
+        #: Until when this may wait at the end, by the monotonic clock.
+        self._patient_until_s = math.inf
         self._loop = asyncio.new_event_loop()
         self._tasks: set[asyncio.Task[None]] = set()
         self._thread = threading.Thread(target=self._run, name="envpipe-agent", daemon=True)
@@ -123,13 +128,12 @@ class NodeAgent:
 
     def shorten_waits(self, to_s: float = 0.0) -> None:
         """Wait no longer than this from now on; may be called from a signal handler."""
-        self._loop.call_soon_threadsafe(self._loop.call_later, to_s, self._waited_enough.set)
+        until_s = time.monotonic() + max(to_s, _LEAST_WAIT_S)
+        self._patient_until_s = min(self._patient_until_s, until_s)
 
     def wait_until_none_is_connected(self, timeout_s: float) -> bool:
         """Wait until all ranks of this node have ended; False after a time."""
-        none = holds_within(timeout_s, lambda: not self._ranks, self._changed)
-        self._call(self._unless_shortened(none))
-        return not self._ranks
+        return self._call(self._holds(lambda: not self._ranks, timeout_s))
 
     def finish(self, exit_code: int, wait_s: float) -> list[str]:
         """End the bill of this node, and on the agent of rank 0 that of the job.
@@ -271,7 +275,6 @@ class NodeAgent:
                     await self._read_and_bill(ledger)
             finally:  # also if the agent ends just now
                 del self._ranks[connection]
-                self._changed.set()
 
     async def _received(self, connection: socket.socket) -> dict[str, Any] | None:
         while True:
@@ -309,22 +312,21 @@ class NodeAgent:
         self._failure = None
         self._uplink.grown()
 
-    async def _unless_shortened(self, waiting: Coroutine[Any, Any, object]) -> None:
-        tasks = [asyncio.ensure_future(task) for task in (waiting, self._waited_enough.wait())]
-        try:
-            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+    async def _holds(self, condition: Callable[[], bool], timeout_s: float) -> bool:
+        """Wait for a condition, for a time that may be shortened; return whether it holds."""
+        give_up_s = time.monotonic() + timeout_s
+        while not condition() and time.monotonic() < min(give_up_s, self._patient_until_s):
+            await asyncio.sleep(_LOOK_S)
+        return condition()
 
     async def _finish(self, exit_code: int, wait_s: float) -> list[str]:
         await self._hang_up()  # on ranks that no signal could end: nothing follows the last note
         await asyncio.gather(*map(self._read_and_bill, self.ledgers()))
         self._guarded(self.log.end, exit_code)
-        await self._unless_shortened(self._uplink.all_known(wait_s))
+        if self._uplink.sends:
+            await self._holds(self._uplink.knows_all, wait_s)
         if not self._collects:
             return []
-        await self._unless_shortened(self._collector.all_ended(wait_s))
+        await self._holds(lambda: not self._collector.bill.running(), wait_s)
         await self._collector.close()  # the bill that is shown now stays as it is
         return self._collector.bill.running()

@@ -51,18 +51,6 @@ _NEXT_ADDRESS_S = 0.25
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 2.0
 
 
-async def holds_within(
-    timeout_s: float, condition: Callable[[], bool], changed: asyncio.Event
-) -> bool:
-    """Wait for a condition, at most for a time, and return it; it is checked after each change."""
-    with contextlib.suppress(TimeoutError):
-        async with asyncio.timeout(timeout_s):
-            while not condition():
-                changed.clear()
-                await changed.wait()
-    return condition()
-
-
 class Collector:
     """A server for the agents of one job, whose lines it adds to a bill.
 
@@ -80,7 +68,6 @@ class Collector:
         self._sending: dict[str, tuple[str, asyncio.StreamWriter]] = {}
         self._server: asyncio.Server | None = None
         self._connections: set[asyncio.Task[Any]] = set()
-        self._complete = asyncio.Event()
 
     async def start(self, host: str) -> dict[str, Any]:
         """Listen, and return the endpoint for agents, who know this node by `host`.
@@ -112,10 +99,6 @@ class Collector:
         for task in self._connections:
             task.cancel()
         await asyncio.gather(*self._connections)
-
-    async def all_ended(self, timeout_s: float) -> bool:
-        """Wait until every node that ever sent something ends its bill; False after a time."""
-        return await holds_within(timeout_s, lambda: not self.bill.running(), self._complete)
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         task = asyncio.current_task()
@@ -164,7 +147,6 @@ class Collector:
             except ValueError:
                 self.bill.unreadable += 1
         if not self.bill.running():
-            self._complete.set()
             self._report()
         elif self._reporting is None:
             loop = asyncio.get_running_loop()
@@ -186,7 +168,6 @@ class Uplink:
         self._endpoint: Any = None
         self._task: asyncio.Task[None] | None = None
         self._grown = asyncio.Event()
-        self._known = asyncio.Event()
         #: Bytes that the collector is known to have.
         self.known_bytes = 0
         #: Why nothing is sent; empty if it is.
@@ -206,22 +187,20 @@ class Uplink:
         """The log has more."""
         self._grown.set()
 
-    async def all_known(self, timeout_s: float) -> bool:
-        """Wait until the collector has the whole log; False after a time."""
-        if self._task is None:
-            return False
-        return await holds_within(timeout_s, self._knows_all, self._known)
+    @property
+    def sends(self) -> bool:
+        """True if it was given a collector."""
+        return self._task is not None
+
+    def knows_all(self) -> bool:
+        """True if the collector has the whole log."""
+        return self._task is not None and self.known_bytes >= self._log.size
 
     def why_unknown(self) -> str:
         """Why the collector has not got the whole log; empty if it has."""
         if self._task is None:
             return "the node of rank 0 runs no collector"
-        if self._knows_all():
-            return ""
-        return self.trouble or "not all was confirmed in time"
-
-    def _knows_all(self) -> bool:
-        return self.known_bytes >= self._log.size
+        return "" if self.knows_all() else self.trouble or "not all was confirmed in time"
 
     async def close(self) -> None:
         """Stop sending."""
@@ -271,7 +250,6 @@ class Uplink:
                     raise ConnectionError("the collector takes nothing")
                 self.known_bytes = int(answer["have"])
                 self.trouble = ""
-                self._known.set()
         finally:
             writer.close()
 

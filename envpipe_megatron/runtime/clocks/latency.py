@@ -98,7 +98,15 @@ def measure_latency(
     # It imports torch, which takes long: commands that only name this module do without.
     from envpipe_megatron.runtime.clocks.rank_clock import RankClock
 
-    clocks = _checked(gpu, clocks_mhz)
+    clocks = sorted(set(clocks_mhz), reverse=True)
+    if len(clocks) < 2:
+        raise ClockLatencyError(
+            "A change of clock needs two different clocks",
+            value=list(clocks_mhz),
+            remedy="Name two or more.",
+        )
+    for mhz in clocks:
+        gpu.check_supported(mhz)
 
     def check() -> None:
         if clock.error is not None:
@@ -135,19 +143,6 @@ def measure_latency(
         clock.close()
     check()
     return summarise(gpu.name, changes)
-
-
-def _checked(gpu: Gpu, clocks_mhz: Sequence[int]) -> list[int]:
-    clocks = sorted(set(clocks_mhz), reverse=True)
-    if len(clocks) < 2:
-        raise ClockLatencyError(
-            "A change of clock needs two different clocks",
-            value=list(clocks_mhz),
-            remedy="Name two or more.",
-        )
-    for clock in clocks:
-        gpu.check_supported(clock)
-    return clocks
 
 
 def analyse(traces: Sequence[Trace]) -> dict[str, float | None]:

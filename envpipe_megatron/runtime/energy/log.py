@@ -80,7 +80,7 @@ class EnergyLog:
             node may share, or to the node's agent.
         labels: what every line says of this GPU; see `envpipe_megatron.formats.energy`.
         with_counter: whether lines are for the node's agent, which adds them up: each window has
-            its own, and says where the counter stood: `begin_counter` and `end_counter`, each J
+            its own, and says where the counter was: `begin_counter` and `end_counter`, each J
             and its uncertainty.
     """
 

@@ -77,9 +77,9 @@ class EnergyMeter:
     """Samples one GPU's energy counter from the moment it is made until `close`.
 
     A counter that cannot be read, stands still or goes back spoils the windows it touches and no
-    others: the counter is cumulative, so a window whose ends were both seen is right whatever
-    happened to the readings between them. Windows may start `horizon_s` back. Where no other
-    process reads, or it ends, a thread of this process does.
+    others: the counter is cumulative, so a window whose ends were both seen is right without the
+    readings between them. Windows may start `horizon_s` back. Where no other process reads, or it
+    ends, a thread of this process does.
     """
 
     def __init__(self, gpu: Gpu, poll_s: float = POLL_S, horizon_s: float = 12 * 3600.0) -> None:

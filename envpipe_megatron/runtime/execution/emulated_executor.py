@@ -79,7 +79,8 @@ class EmulatedExecutor(Executor):
         self._ends: list[float] = []
         #: Sends under way, and what they send.
         self._sent: list[tuple[dist.Work, torch.Tensor]] = []
-        self._begin_s = self.meet()
+        self._begin_s = self._collectives.latest(self.now_s())
+        self._gpu.advance_to(self._begin_s)
         self._wall_begin_s = time.monotonic()
         self._anchor_s = self._wall_begin_s - self._begin_s
         self._gpu.anchor(self._anchor_s)
@@ -149,12 +150,6 @@ class EmulatedExecutor(Executor):
     def now_s(self) -> float:
         """Where this GPU's committed work ends: what no unit does takes no emulated time."""
         return self._gpu.committed_end_s()
-
-    def meet(self) -> float:
-        """Bring the emulated GPUs of the pipeline to one instant."""
-        latest_s = self._collectives.latest(self.now_s())
-        self._gpu.advance_to(latest_s)
-        return latest_s
 
     def idle(self, time_s: float) -> None:
         """The emulated GPU idles, and a meter sees that it did; the host does not sleep."""

@@ -50,8 +50,6 @@ class StageRecord:
 
     Attributes:
         start_s: of each unit, after the start of the iteration, as `end_s`.
-        receive_wait_s: from the end of the previous unit (or the start of the iteration) until the
-            input was there.
         begin_s: start of the iteration on the time base of the GPU's meter.
         iteration_time_s: from there to the end of this stage, on emulated GPUs of the slowest one.
         wall_time_s: on the host's clock, until the framework said that the iteration was over.
@@ -64,7 +62,6 @@ class StageRecord:
 
     start_s: FloatArray
     end_s: FloatArray
-    receive_wait_s: FloatArray
     begin_s: float
     iteration_time_s: float
     wall_time_s: float
@@ -78,16 +75,15 @@ class StageRecord:
         """[units_per_stage] how long each unit took."""
         return self.end_s - self.start_s
 
+    @property
+    def receive_wait_s(self) -> FloatArray:
+        """[units_per_stage] from the end of the unit before, or the start, until the input came."""
+        return self.start_s - np.concatenate(([0.0], self.end_s[:-1]))
+
     def with_units_of(self, like: StageRecord) -> StageRecord:
         """The same iteration, of which only begin and end were timed, with the units of another."""
         share = float(self.end_s[-1] / (like.end_s[-1] or 1.0))
-        return replace(
-            self,
-            start_s=share * like.start_s,
-            end_s=share * like.end_s,
-            receive_wait_s=share * like.receive_wait_s,
-            timed=False,
-        )
+        return replace(self, start_s=share * like.start_s, end_s=share * like.end_s, timed=False)
 
     @property
     def end_of_iteration_s(self) -> float:
@@ -270,6 +266,5 @@ def make_record(
     wall_time_s: float,
 ) -> StageRecord:
     """A record from starts and ends relative to the start of the iteration."""
-    start, end = np.array(starts_s), np.array(ends_s)
-    previous_end = np.concatenate(([0.0], end[:-1]))
-    return StageRecord(start, end, start - previous_end, begin_s, iteration_time_s, wall_time_s)
+    times_s = np.array(starts_s), np.array(ends_s)
+    return StageRecord(*times_s, begin_s, iteration_time_s, wall_time_s)

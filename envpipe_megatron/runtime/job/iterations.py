@@ -23,8 +23,7 @@ from envpipe_megatron.runtime.energy.training import TrainingEnergy
 from envpipe_megatron.runtime.execution.executor import Executor, StageRecord
 from envpipe_megatron.runtime.execution.orders import IterationOrder, PhaseRun
 from envpipe_megatron.runtime.execution.stage_run import StageRun
-from envpipe_megatron.runtime.job.config import SessionError
-from envpipe_megatron.runtime.job.parts import JobParts, PhaseParts
+from envpipe_megatron.runtime.job.parts import PhaseParts, SessionError
 from envpipe_megatron.runtime.job.phases import run_phases
 from envpipe_megatron.runtime.job.planning import predicted
 
@@ -56,7 +55,7 @@ class Batches:
         describe_job: called with new notes, and with what a new plan predicts.
     """
 
-    def __init__(self, job: JobParts, describe_job: Callable[[Mapping[str, Any]], None]) -> None:
+    def __init__(self, job: PhaseParts, describe_job: Callable[[Mapping[str, Any]], None]) -> None:
         self._job = job
         self._describe_job = describe_job
         #: The one whose iterations run now; None before the first.
@@ -95,12 +94,15 @@ class Batches:
             state.several_sizes = True
             # A sweep that is cut short is not gone on with: later there may be a profile.
             swept = left.order.phase is Phase.PROFILE and state.profile is None
-            if self._job.config.closed_loop or not swept:
+            if self._job.options.closed_loop or not swept:
                 self._waiting[left.num_microbatches] = left
         self.now = self._waiting.pop(num_microbatches, None)
         if self.now is None:
             name = "" if full_batch else f"m{num_microbatches}"
-            phases = run_phases(self._parts(name, num_microbatches, specs, own_order))
+            parts = replace(
+                self._job.of_batch(name, num_microbatches), specs=specs, own_order=own_order
+            )
+            phases = run_phases(parts)
             self.now = Batch(name, num_microbatches, phases, next(phases))
         return self.now.order
 
@@ -118,25 +120,6 @@ class Batches:
             self._describe_job({"predicted": predicted(job.state.plan)})
         if batch.order.phase is not ended:
             job.energy.add_between_phases(job.state.iteration, begin_s)
-
-    def _parts(
-        self, name: str, num_microbatches: int, specs: StageSpecs, own_order: Schedule | None
-    ) -> PhaseParts:
-        job = self._job
-        if name:
-            job = replace(job, say=_named(name, job.say), print_grid=_named(name, job.print_grid))
-        return PhaseParts(
-            **vars(job),
-            batch=name,
-            num_microbatches=num_microbatches,
-            specs=specs,
-            own_order=own_order,
-        )
-
-
-def _named(name: str, put: Callable[[str], None]) -> Callable[[str], None]:
-    """Prints what a batch has a name for."""
-    return lambda text: put(f"{name}: {text}")
 
 
 class Iterations:

@@ -1,35 +1,52 @@
-"""What a job measures beside its profile: parts of backwards, and how long a hop takes.
+"""What a job knows of its units: a profile that holds, parts of backwards, how long a hop takes.
 
-Where plans may split backwards, units are measured in an order that splits some: what both parts of
-one take is seen in the same iterations as all else, so that nothing is assumed of it. Called by
-`phases`.
+Units may cost something else today than they did: by another driver, heat, another node, or a fact
+that no key has. What was measured in the warm-up, at the highest clock, tells. Where plans may
+split backwards, units are measured in an order that splits some: what both parts of one take is
+seen in the same iterations as all else, so that nothing is assumed of it. Called by `phases`.
 """
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Sequence
+from functools import partial
 
+import numpy as np
 import torch
 
 from envpipe_megatron.core.kinds import WHOLE, Kind, unit
 from envpipe_megatron.core.orders.zero_bubble import half_split
+from envpipe_megatron.core.plan import NORMAL_95
 from envpipe_megatron.core.profile import Profile
+from envpipe_megatron.core.profile_rows import row_name
 from envpipe_megatron.core.schedule import Schedule
 from envpipe_megatron.formats.energy import Phase
 from envpipe_megatron.runtime.channel.carrier import StageSpecs
 from envpipe_megatron.runtime.channel.p2p import P2PChannel
 from envpipe_megatron.runtime.execution.executor import Executor, StageRecord
 from envpipe_megatron.runtime.execution.orders import PhaseRun, constant_order
+from envpipe_megatron.runtime.going_on import by_planner
 from envpipe_megatron.runtime.job.parts import PhaseParts, note
-from envpipe_megatron.runtime.job.planning import capacity, make_room_for_messages, splits
-from envpipe_megatron.runtime.job.restarts.known_profile import known_profile
+from envpipe_megatron.runtime.job.planning import (
+    capacity,
+    make_room_for_messages,
+    read_named,
+    splits,
+)
 from envpipe_megatron.runtime.memory.peak import MemoryFullError, Watch
+from envpipe_megatron.runtime.memory.stage import knows_memory, with_memory
 
 #: Round trips that count; those before them bring buffers and routes into use.
 _ROUND_TRIPS = 11
 _WARMUPS = 3
 _NO_PARTS = "has no rows of input-gradient and weight-gradient"
+#: A kind of units whose time differs by a larger share is not the one that was profiled, and a step
+#: is not that of the baseline.
+_MOST_APART = 0.03
+#: Where a baseline is known less well, a step may differ by as much, up to this share.
+_MOST_UNSURE = 0.1
 
 
 def known_and_measured(
@@ -40,17 +57,17 @@ def known_and_measured(
     That is the framework's, with half of its backwards split if plans may split some. Every rank
     calls it, as `known_profile`. Where only the order matters, units are always measured.
     """
-    profile = None if job.config.changes_only_order else known_profile(job, schedule, records)
+    profile = None if job.options.changes_only_order else known_profile(job, schedule, records)
     measured = schedule
-    may_split = job.config.may_split and splits(job) and capacity(job) is None
-    may_split = may_split and job.config.plan_file is None  # whose order is there
+    may_split = job.options.may_split and splits(job) and capacity(job) is None
+    may_split = may_split and job.options.plan is None  # whose order is there
     whole = schedule.unit_kinds == WHOLE and not schedule.combined.any()
     if may_split and whole and schedule.num_microbatches > 1:
         measured = half_split(schedule)
     if profile is None or measured is schedule or Kind.INPUT_GRADIENT in profile.kinds:
         return profile, measured
-    if job.config.profile_file is not None:
-        given = job.config.profile_file
+    if job.options.profile is not None:
+        given = job.options.profile
         note(job, f"Backwards stay whole: {given} {_NO_PARTS}; measure it again (envpipe profile)")
         return profile, schedule
     job.say(f"the profile that is known is not used: it {_NO_PARTS}")
@@ -125,3 +142,107 @@ def measure_p2p_latency_s(
         trips_s.append(executor.now_s() - sent_s)
     channel.end_step()
     return statistics.median(trips_s[_WARMUPS:]) / 2
+
+
+def known_profile(
+    job: PhaseParts, schedule: Schedule, records: Sequence[StageRecord]
+) -> Profile | None:
+    """The profile of another batch, the user's, or an earlier start's; else None.
+
+    An earlier start's is forgotten where the warm-up contradicts it; the user's is used all the
+    same, and the log says so. Every rank calls it, with the warm-up's records.
+
+    Raises GoesOnError on all ranks if the user's cannot be read, or is of another number of stages.
+    """
+    before = job.state.profile  # what units cost does not depend on how many there are
+    if before is not None and _has_all_pairs(job.state.profiled, schedule):
+        return before
+    given, profile = job.options.profile, job.folder.found.profile
+    if given is not None:
+        profile = by_planner(job.collectives, partial(read_named, given, job.num_stages))
+    if profile is None:
+        return None
+    apart = _contradiction(job, profile, schedule, records)
+    if apart and given is None:
+        job.say(f"the profile of an earlier start is not used: {apart}")
+        job.folder.forget_profile()
+        return None
+    if apart:
+        job.say(f"the profile {given} is used, but may not be one of this job: {apart}")
+    pending = profile.sidecar.pending_bytes
+    if given is None and pending is not None:
+        job.memory.waiting_bytes = (pending[job.stage],) * schedule.num_chunks
+    job.memory.learn(schedule, job.specs)
+    if given is not None and knows_memory(profile.sidecar):
+        return profile
+    return with_memory(profile, job.memory.stages)
+
+
+def baseline_holds(job: PhaseParts) -> bool:
+    """True if a step of the warm-up takes as long as the baseline that is known.
+
+    An earlier start's that it contradicts is forgotten. Every rank calls it.
+    """
+    baseline = job.energy.baselines.get(job.batch)
+    if baseline is None or baseline.own is not None:
+        return True  # this start measures it
+    step, known = job.energy.warm_step(job.batch), baseline.mean
+    if step is not None:
+        unsure = NORMAL_95 * (known.time_uncertainty_s or 0.0) / known.time_s
+        share = step.time_s / known.time_s - 1
+        if abs(share) <= min(max(_MOST_APART, unsure), _MOST_UNSURE):
+            return True
+        job.say(
+            f"the baseline of an earlier start is not used: a step takes {step.time_s:.4g} s, "
+            f"{100 * share:+.1f} % against its {known.time_s:.4g} s"
+        )
+    job.energy.forget_baseline(job.batch)
+    return False
+
+
+def _has_all_pairs(measured: Schedule | None, schedule: Schedule) -> bool:
+    """True if each stage with combined units ran some: with few microbatches there are none."""
+    pairs = schedule.combined.any(axis=1)
+    return measured is None or bool((measured.combined.any(axis=1) >= pairs).all())
+
+
+def _contradiction(
+    job: PhaseParts, profile: Profile, schedule: Schedule, records: Sequence[StageRecord]
+) -> str:
+    """How far the warm-up is from the profile, in words; empty if no kind of units is too far.
+
+    Medians count: over iterations and units of a kind on each rank, then over replicas. A kind that
+    did not run, or has no row at the clock of the warm-up, contradicts nothing.
+    """
+    chunks = schedule.num_chunks
+    if not records or profile.sidecar.num_chunks not in (1, chunks):
+        return ""  # planning refuses other chunks
+    profile = profile.for_chunks(chunks)
+    parts = profile.listed_chunks
+    kinds = [kind for kind in profile.kinds if kind is not Kind.NOTHING]
+    keys = schedule.unit_keys(parts, kinds)[job.stage] - len(kinds) * parts * job.stage
+    times_s = np.array([record.unit_time_s for record in records])
+    own_s = [
+        np.median(times_s[:, keys == key]) if key in keys else math.nan
+        for key in range(len(kinds) * parts)
+    ]
+    stages_s = job.collectives.medians(np.array(own_s))
+    top_mhz = max(job.gpu.supported_frequencies_mhz)
+
+    def look() -> str:
+        rows = [(part, kind, of[kind][0]) for part, of in enumerate(profile.rows) for kind in kinds]
+        apart = [
+            (time_s / row.time_s - 1, row_name(part, kind, parts), time_s, row.time_s)
+            for (part, kind, row), time_s in zip(rows, np.ravel(stages_s).tolist(), strict=True)
+            if row.frequency_mhz == top_mhz and abs(time_s / row.time_s - 1) > _MOST_APART
+        ]
+        if not apart:
+            return ""
+        share, name, time_s, profiled_s = max(apart, key=lambda one: abs(one[0]))
+        more = f"; {len(apart) - 1} more kind(s) of units differ too" if len(apart) > 1 else ""
+        return (
+            f"at {top_mhz} MHz {name} takes {1e3 * time_s:.4g} ms, {100 * share:+.1f} % against "
+            f"its {1e3 * profiled_s:.4g} ms{more}"
+        )
+
+    return by_planner(job.collectives, look)

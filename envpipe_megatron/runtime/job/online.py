@@ -1,6 +1,6 @@
 """Runs on every rank what the planning rank decides, and reports what came of it.
 
-A `Tuner` decides, on the planning rank only (`tuning`). All ranks hear of it by one small exchange
+A `Run` decides, on the planning rank only (`tuning`). All ranks hear of it by one small exchange
 each few iterations, and by none between.
 """
 
@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import count
-from typing import Any, Protocol, TypeVar, cast
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -33,17 +33,17 @@ from envpipe_megatron.runtime.job.planning import make_room
 from envpipe_megatron.runtime.job.reports import make_report, places
 from envpipe_megatron.runtime.memory.peak import MemoryFullError
 from envpipe_megatron.runtime.memory.stage import with_memory
-from envpipe_megatron.tuning.commands import Command, Report, Run, Window, merged
+from envpipe_megatron.tuning.commands import (
+    Command,
+    PlanRefusedError,
+    Report,
+    Run,
+    Window,
+    merged,
+)
 from envpipe_megatron.tuning.measured.powers import power_nodes_mhz
 
-T = TypeVar("T", covariant=True)
-
-
-class Tuner(Protocol[T]):
-    """Decides for a job, on its planning rank."""
-
-    def run(self) -> Run[T]:
-        """Everything after the warm-up."""
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -58,34 +58,40 @@ def run_commands(
     schedule: Schedule,
     clocks_mhz: Sequence[int],
     records: Sequence[StageRecord],
-    make: Callable[[], Tuner[T]],
+    begin: Callable[[Window], Run[T]],
     kinds: Sequence[Kind] = (),
 ) -> PhaseRun[tuple[T, IterationOrder]]:
-    """Run a tuner; what it found, if it ends, and what ran last. GoesOnError: it failed on a rank.
+    """Run what a run decides; what it found, if it ends, and what ran last.
+
+    Raises GoesOnError if it failed on a rank.
 
     Args:
         job: this rank's parts.
         schedule: the framework's order.
         clocks_mhz: those that plans may use, the same on every rank; or this GPU's highest.
         records: of the iterations before, one at least.
-        make: makes the tuner, on the planning rank.
+        begin: begins the run by what `records` say, on the planning rank.
         kinds: those that it tells apart; by default the framework's.
     """
     kinds, nodes_mhz = kinds or profiled_kinds(schedule), power_nodes_mhz(clocks_mhz)
+    needs_clocks = job.options.closed_loop and not job.options.changes_only_order
     replica = _replica(job)
     top_mhz = max(clocks_mhz)
     order = replace(constant_order(Phase.WARMUP, schedule, top_mhz, top_mhz), billed_late=True)
     command = Command(Phase.WARMUP, 0)
-    tuner: Tuner[T] | None = None
     run: Run[T] | None = None
 
-    def begin() -> None:
-        nonlocal tuner, run
-        tuner = make()
-        run = _whole(tuner.run())
-        next(run)
+    def decide(stages: Sequence[Report | str]) -> Command | _Ended:
+        nonlocal run
+        window = _window(stages, needs_clocks=needs_clocks)
+        try:
+            if run is not None:
+                return run.send(window)
+            run = _whole(begin(window))
+            return next(run)
+        except StopIteration as end:
+            return _Ended(end.value)
 
-    by_planner(job.collectives, begin)
     records, steady = list(records), count()
     billed: list[str] = []
     while True:
@@ -101,23 +107,21 @@ def run_commands(
             late_s=command.late_s,
             tail_s=command.tail_s[job.stage] if command.tail_s else 0.0,
             metered=command.metered,
-            problems=job.problems(),
+            problems=job.clock.problems(),
             lost=job.clock.error is not None,
         )
         stages = job.collectives.to_planner(_made(make_own), _merged)
 
-        needs_clocks = job.config.closed_loop and not job.config.changes_only_order
-        decided = by_planner(job.collectives, partial(_next, run, stages, needs_clocks))
+        decided = by_planner(job.collectives, partial(decide, stages))
         if isinstance(decided, _Ended):
             return decided.found, order
         command = decided
         if command.plan is not None and (why := _refused(job, command.plan, schedule)):
-            refused = partial(_instead, tuner, command, why)
-            command = by_planner(job.collectives, refused)
+            command = by_planner(job.collectives, partial(_instead, run, why))
         if command.orders:
             clocked = command.orders[command.which[replica] if command.which else 0]
             clocks = clocked.frequency_mhz
-            if job.config.changes_only_order:  # those of the planning rank's GPU
+            if job.options.changes_only_order:  # those of the planning rank's GPU
                 clocks = np.full_like(clocks, top_mhz)
             order = replace(
                 order, schedule=clocked.schedule, frequency_mhz=clocks, parking=clocked.parking
@@ -125,13 +129,12 @@ def run_commands(
         order = replace(order, phase=command.phase)
         for line in command.note.splitlines():
             job.say(line)
-        told = job.config.closed_loop and (command.note or command.plan is not None)
+        told = job.options.closed_loop and (command.note or command.plan is not None)
         if job.collectives.is_planner and told:
             job.folder.append("loop", _described(job, command))
         if command.billed:
             kept = [note for note in job.state.notes if note not in billed]
-            named = f"{job.batch}: " if job.batch else ""
-            billed = [named + line for line in command.billed.splitlines()]
+            billed = [*map(job.named, command.billed.splitlines())]
             job.state.notes = (*kept, *billed)
         # The step of a window's last iteration is known once another has begun.
         records = [] if command.orders or command.settle else records[-1:]
@@ -156,43 +159,40 @@ def _merged(parts: Sequence[Report | str]) -> Report | str:
     return failures[0] if failures else merged([p for p in parts if isinstance(p, Report)])
 
 
-def _next(
-    run: Run[Any] | None, stages: Sequence[Report | str], needs_clocks: bool
-) -> Command | _Ended:
-    """Return the run's command upon the reports of all stages; on the planning rank."""
-    assert run is not None
+def _window(stages: Sequence[Report | str], *, needs_clocks: bool) -> Window:
+    """Return the reports of all stages; GoesOnError where one has none, or a clock is lost."""
     for stage, report in enumerate(stages):
         if isinstance(report, str):
             raise GoesOnError(f"Stage {stage}: {report}")
         if needs_clocks and report.lost:
             raise GoesOnError(f"Stage {stage}: Clock control ended: {'; '.join(report.problems)}")
-    try:
-        command = run.send(Window(tuple(r for r in stages if isinstance(r, Report))))
-    except StopIteration as end:
-        return _Ended(end.value)
-    assert command is not None
-    return command
+    return Window(tuple(report for report in stages if isinstance(report, Report)))
 
 
 def _whole(run: Run[T]) -> Run[T]:
-    """The commands of a run, each again while no iteration of its window ran whole."""
-    command = next(run)
-    while True:
-        for left in reversed(range(MOST_TRIES)):
-            window = yield command
-            if command is None or window.whole or not left:
-                break
-            note = "units came otherwise: looking again"
-            command = replace(command, settle=1, orders=(), plan=None, note=note, billed="")
-        try:
-            command = run.send(window)
-        except StopIteration as end:
-            return end.value  # type: ignore[no-any-return]  # of a generator
+    """Yield the commands of a run, each again while no iteration of its window ran whole."""
+    try:
+        command = next(run)
+        while True:
+            try:
+                for left in reversed(range(MOST_TRIES)):
+                    window = yield command
+                    if window.whole or not left:
+                        break
+                    note = "units came otherwise: looking again"
+                    command = replace(command, settle=1, orders=(), plan=None, note=note, billed="")
+            except PlanRefusedError as refused:
+                command = run.throw(refused)
+            else:
+                command = run.send(window)
+    except StopIteration as end:
+        return end.value  # type: ignore[no-any-return]  # of a generator
 
 
-def _instead(tuner: Any, command: Command, why: str) -> Command:
-    """Return the tuner's command in place of one whose plan is refused; likewise."""
-    return cast(Command, tuner.refuse(command, why))
+def _instead(run: Run[Any] | None, why: str) -> Command:
+    """Return the run's command in place of one whose plan is refused; on the planning rank."""
+    assert run is not None
+    return run.throw(PlanRefusedError(why))
 
 
 def _refused(job: PhaseParts, plan: Plan, own: Schedule) -> str:
@@ -210,7 +210,7 @@ def _refused(job: PhaseParts, plan: Plan, own: Schedule) -> str:
             job.say(f"memory: {error}")
     job.state.plan, job.state.profile = plan, plan.profile
     job.folder.keep_profile(with_memory(plan.profile, job.memory.stages))
-    job.folder.keep_plan(plan, 0, None, job.batch)
+    job.folder.write_plan(plan, job.batch)
     return ""
 
 
@@ -218,7 +218,7 @@ def _described(job: PhaseParts, command: Command) -> dict[str, object]:
     """Return what the run says and predicts from this iteration on, of one pipeline."""
     cost = None if command.plan is None else command.plan.cost
     return {
-        **job.folder.run_label(job.config.labels),
+        **job.folder.run_label(job.options.labels),
         "batch": job.batch,
         "iteration": job.state.iteration,
         "phase": command.phase,

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from envpipe_megatron.core.plan import Plan
 from envpipe_megatron.core.profile import Profile
 from envpipe_megatron.core.schedule import Schedule
+from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.formats.energy import Phase
 from envpipe_megatron.gpu.base import Gpu
 from envpipe_megatron.policies.reconfigure import Ended
@@ -19,10 +20,14 @@ from envpipe_megatron.runtime.clocks.rank_clock import RankClock
 from envpipe_megatron.runtime.energy.meter import EnergyMeter
 from envpipe_megatron.runtime.energy.training import TrainingEnergy
 from envpipe_megatron.runtime.execution.executor import Executor
-from envpipe_megatron.runtime.job.config import SessionConfig
-from envpipe_megatron.runtime.job.restarts.folder import JobFolder
+from envpipe_megatron.runtime.job.options import JobOptions
+from envpipe_megatron.runtime.job.restarts import JobFolder
 from envpipe_megatron.runtime.memory.peak import JobMemory
 from envpipe_megatron.tuning.background import Background
+
+
+class SessionError(EnvPipeError):
+    """A job that changes shape, or one that EnvPipe cannot run."""
 
 
 @dataclass
@@ -45,16 +50,21 @@ class SessionState:
 
 
 @dataclass(frozen=True, kw_only=True)
-class JobParts:
-    """The parts of one rank of a job.
+class PhaseParts:
+    """The parts of one rank of a job, and of its phases for batches of one size.
 
     Args:
-        config: its profile and plan files are the user's; an earlier start's are in `folder`.
-        problems: what was wrong with this rank's clock since the last call, in words.
+        options: profile and plan are the user's; an earlier start's are in `folder`. The number of
+            microbatches is the batch's.
         background: makes what runs work of the planning rank beside training.
+        batch: name of the batch whose iterations these phases run; empty for that of full size.
+            Profile and memory are of the job, whatever its batches.
+        specs: what messages carry, once iterations run.
+        own_order: order of a framework that runs its units and sends their messages itself; None if
+            EnvPipe does.
     """
 
-    config: SessionConfig
+    options: JobOptions
     state: SessionState
     folder: JobFolder
     stage: int
@@ -63,41 +73,40 @@ class JobParts:
     channel: P2PChannel
     executor: Executor
     clock: RankClock
-    problems: Callable[[], tuple[str, ...]]
     meter: EnergyMeter
     energy: TrainingEnergy
     collectives: Collectives
     memory: JobMemory
     say: Callable[[str], None]
-    print_grid: Callable[[str], None]
     background: Callable[[], Background[Any]] = Background
-
-
-@dataclass(frozen=True, kw_only=True)
-class PhaseParts(JobParts):
-    """The parts of the phases of one rank, for batches of one size.
-
-    Args:
-        batch: name of the batch whose iterations these phases run; empty for that of full size.
-            Profile and memory are of the job, whatever its batches.
-        own_order: order of a framework that runs its units and sends their messages itself; None if
-            EnvPipe does.
-    """
-
-    batch: str
-    num_microbatches: int
-    specs: StageSpecs
-    own_order: Schedule | None
+    batch: str = ""
+    specs: StageSpecs = field(default_factory=lambda: StageSpecs({}, {}))
+    own_order: Schedule | None = None
 
     @property
     def kept_order(self) -> Schedule | None:
         """The framework's order, if it runs no other."""
-        return None if self.config.reorders else self.own_order
+        return None if self.options.reorders else self.own_order
+
+    @property
+    def num_microbatches(self) -> int:
+        """Number of microbatches of the batch."""
+        return self.options.num_microbatches
+
+    def named(self, text: str) -> str:
+        """A text behind the batch's name, if it has one."""
+        return f"{self.batch}: {text}" if self.batch else text
+
+    def of_batch(self, name: str, num_microbatches: int) -> PhaseParts:
+        """The same parts for batches of another size."""
+        options = replace(self.options, num_microbatches=num_microbatches)
+        job = replace(self, batch=name, options=options)
+        return replace(job, say=lambda text: self.say(job.named(text)))
 
 
 def note(job: PhaseParts, *notes: str) -> None:
     """Say notes, and have the bill say them behind those of before, each once."""
-    own = tuple(f"{job.batch}: {note}" if job.batch else note for note in notes)
+    own = tuple(map(job.named, notes))
     kept = (note for note in job.state.notes if note not in own)
     job.state.notes = (*kept, *dict.fromkeys(own))
     for note in notes:

@@ -30,6 +30,7 @@ from envpipe_megatron.runtime.execution.orders import (
 )
 from envpipe_megatron.runtime.going_on import GoesOnError, by_planner, on_every_rank
 from envpipe_megatron.runtime.job.measuring import (
+    baseline_holds,
     known_and_measured,
     measure_p2p_latency_s,
     try_parts,
@@ -41,24 +42,24 @@ from envpipe_megatron.runtime.job.planning import (
     check_files,
     check_plan,
     clocks_of_stages,
-    known_plan,
+    given_plan,
     make_room,
     make_room_for_messages,
     megatron_order,
     plan_online,
     profiled_clocks,
 )
-from envpipe_megatron.runtime.job.restarts.folder import JobFolder
-from envpipe_megatron.runtime.job.restarts.known_profile import baseline_holds
+from envpipe_megatron.runtime.job.restarts import JobFolder
 from envpipe_megatron.runtime.memory.peak import Watch
 from envpipe_megatron.runtime.memory.stage import with_memory
+from envpipe_megatron.tuning.commands import Run, Window
 from envpipe_megatron.tuning.controller import Controller
 from envpipe_megatron.tuning.judge import WINDOW
 from envpipe_megatron.tuning.measured.store import Store
 from envpipe_megatron.tuning.one_clock import ONE_CLOCK_STEP, OneClock
-from envpipe_megatron.tuning.planner import Limits, PlannedBeside, Planner
-from envpipe_megatron.tuning.probes.sweep import Measuring, Sweep
-from envpipe_megatron.tuning.reconfigure import Reconfigurer
+from envpipe_megatron.tuning.planner import Limits, Planner, planned_beside
+from envpipe_megatron.tuning.probes.sweep import measured_profile, sweep_probe
+from envpipe_megatron.tuning.reconfigure import reconfigured
 from envpipe_megatron.tuning.shortest import ShortestOrder
 
 _DRY_RUN = "profile: a dry run changes no clock, so energies and plan show the loop alone"
@@ -75,18 +76,18 @@ def run_phases(job: PhaseParts) -> PhaseRun[None]:
     not one of this job, and MemoryFullError if messages have no memory. Nothing ends training later
     on.
     """
-    config = job.config
+    options = job.options
     check_files(job)
     schedule = megatron_order(job) if job.own_order is None else job.own_order
     make_room_for_messages(job, schedule)
     top = max(job.gpu.supported_frequencies_mhz)
     at_top = replace(constant_order(Phase.WARMUP, schedule, top, top), billed_late=True)
-    known, usual = job.batch in job.energy.baselines, config.warmup_iterations
+    known, usual = job.batch in job.energy.baselines, options.baseline_steps
     # Of a known one, an iteration that does not count and one that it is held against.
     for length in (2, usual) if known else (usual,):
         job.say(f"warm-up: {length} iterations of {schedule.name} at {top} MHz")
         warm_up = partial(_warm_up, job, at_top, length)
-        if config.measures_alone(schedule.name):  # nothing is learned from its units
+        if options.measures_alone(schedule.name):  # nothing is learned from its units
             records = yield from warm_up()
         else:
             records = yield from whole(warm_up, job.collectives)
@@ -94,11 +95,11 @@ def run_phases(job: PhaseParts) -> PhaseRun[None]:
             break
     order, own_order = replace(at_top, phase=Phase.STEADY), True
     try:
-        if config.one_clock_slowdown_percent is not None:
+        if options.one_clock:
             yield from _one_clock(job, schedule)
-        elif config.closed_loop:
+        elif options.closed_loop:
             yield from _closed_loop(job, at_top, records[1:])
-        elif not config.measures_alone(schedule.name):
+        elif not options.measures_alone(schedule.name):
             order = yield from _save_energy(job, schedule, records)
             own_order = False
     except GoesOnError as error:
@@ -120,8 +121,7 @@ def _go_on(job: PhaseParts, schedule: Schedule, error: GoesOnError) -> None:
 
 def _one_clock(job: PhaseParts, schedule: Schedule) -> PhaseRun[None]:
     """Find a clock, and another when it is not right any more, forever. As `_save_energy`."""
-    config, supported = job.config, job.gpu.supported_frequencies_mhz
-    assert config.one_clock_slowdown_percent is not None
+    supported = job.gpu.supported_frequencies_mhz
     found, top = job.folder.found.one_clock_mhz, max(supported)
     if not job.collectives.on_all(found in supported):
         found = None
@@ -138,13 +138,13 @@ def _one_clock(job: PhaseParts, schedule: Schedule) -> PhaseRun[None]:
     tuner = OneClock(
         schedule,
         clocks,
-        config.one_clock_slowdown_percent,
-        config.profiler,
+        job.options.slowdown_percent,
+        job.options.profiler,
         job.collectives.on_all(job.gpu.changes_clock),
         found,
         keep,
     )
-    yield from run_commands(job, schedule, clocks, records, lambda: tuner)
+    yield from run_commands(job, schedule, clocks, records, tuner.run)
 
 
 def _warm_up(job: PhaseParts, order: IterationOrder, length: int) -> PhaseRun[list[StageRecord]]:
@@ -175,9 +175,9 @@ def _closed_loop(
         clocks_mhz = job.gpu.supported_frequencies_mhz
         if not job.collectives.on_all(job.clock.error is None and len(clocks_mhz) > 1):
             # What is found from here on is no use to a start that has control again.
-            without, none = job.config.without_control(), JobFolder(None, job.collectives)
-            job = replace(job, config=without, folder=none)
-        if not job.config.closed_loop:
+            without, none = job.options.without_control(), JobFolder(None, job.collectives)
+            job = replace(job, options=without, folder=none)
+        if not job.options.closed_loop:
             return
         if not job.state.several_sizes:
             job.state.profile = None  # it may be what has failed
@@ -190,7 +190,7 @@ def _closed_loop(
 
 
 def _loop(job: PhaseParts, schedule: Schedule, records: Sequence[StageRecord]) -> PhaseRun[None]:
-    """Run the job's tuner, forever; GoesOnError if that fails. As `_save_energy`."""
+    """Run the closed loop, forever; GoesOnError if that fails. As `_save_energy`."""
     profile, measured = known_and_measured(job, schedule, records)
     if profile is not None:
         known, of_stages = profile, clocks_of_stages(job)
@@ -199,7 +199,7 @@ def _loop(job: PhaseParts, schedule: Schedule, records: Sequence[StageRecord]) -
     else:
         # Of this GPU, others may have another; 0 where it tells none.
         clocks = [max(job.gpu.supported_frequencies_mhz) or 1]
-        if not job.config.changes_only_order:
+        if not job.options.changes_only_order:
             clocks = list(_swept_clocks(job))
             if not job.gpu.changes_clock:
                 job.say(_DRY_RUN)
@@ -207,29 +207,29 @@ def _loop(job: PhaseParts, schedule: Schedule, records: Sequence[StageRecord]) -
         job.memory.watch = Watch.NOTHING
         facts = _facts(job)
     measured = yield from try_parts(job, schedule, measured)
-    make = partial(_tuner, job, schedule, measured, clocks, facts, profile)
-    yield from run_commands(job, schedule, clocks, records, make, profiled_kinds(measured))
+    begin = partial(_begin, job, schedule, measured, clocks, facts, profile)
+    yield from run_commands(job, schedule, clocks, records, begin, profiled_kinds(measured))
 
 
-def _tuner(
+def _begin(
     job: PhaseParts,
     schedule: Schedule,
     measured: Schedule,
     clocks_mhz: Sequence[int],
     facts: Sidecar,
     profile: Profile | None,
-) -> Controller | ShortestOrder:
+    first: Window,
+) -> Run[None]:
     store = _store(job, measured, clocks_mhz, facts)
     if profile is not None:
         store.take_profile(profile)
-    config, asked = job.config, job.config.request
-    within = (asked.deadline_factor or 1.0) if asked.objective.goal == Goal.ENERGY else None
-    slowdown = config.max_slowdown_percent / 100
-    limits = Limits(slowdown, within, asked.min_dwell_s, asked.objective)
+    options, goal = job.options, job.options.goal
+    within = 1.0 if goal.goal == Goal.ENERGY else None
+    limits = Limits(options.slowdown_percent / 100, within, options.min_dwell_s, goal)
     check = partial(check_plan, job, clocks_mhz=())
     planner = Planner(store, partial(plan_online, job), check, limits, job.background)
-    tuner = ShortestOrder if job.config.changes_only_order else Controller
-    return tuner(schedule, measured, store, job.collectives.num_replicas, planner)
+    tuner = ShortestOrder if job.options.changes_only_order else Controller
+    return tuner(schedule, measured, store, job.collectives.num_replicas, planner).run(first)
 
 
 def _save_energy(
@@ -258,36 +258,35 @@ def adopt_plan(
     profile: Profile,
     clocks_mhz: Sequence[set[int]],
 ) -> PhaseRun[Plan]:
-    """The plan to start from, whose memory is ready: a known one, or one made beside training.
+    """The plan to start from, whose memory is ready: the user's, or one made beside training.
 
-    Only that is reconfigured, and kept. Clocks are, for each stage, those that all its GPUs have.
+    Only that is reconfigured. Clocks are, for each stage, those that all its GPUs have.
 
     Raises GoesOnError if no plan can be made, or run: training is under way, whoever gave it.
     """
-    config, state, own_clocks = job.config, job.state, job.gpu.supported_frequencies_mhz
-    known = known_plan(job, profile, clocks_mhz)
-    if known is not None:
-        if config.plan_file is not None and not job.batch:
-            job.folder.copy_plan(known, config.plan_file)
-        return known
+    options, state, own_clocks = job.options, job.state, job.gpu.supported_frequencies_mhz
+    given = given_plan(job, profile, clocks_mhz)
+    if given is not None:
+        job.folder.write_plan(given, given=options.plan)
+        return given
 
-    def planner() -> PlannedBeside:
-        return PlannedBeside(job.background(), plan_online(job, profile))
+    def begin(first: Window) -> Run[tuple[Plan, tuple[str, ...]]]:
+        return planned_beside(job.background(), plan_online(job, profile), first)
 
-    (plan, notes), _ = yield from run_commands(job, schedule, own_clocks, records[-1:], planner)
+    (plan, notes), _ = yield from run_commands(job, schedule, own_clocks, records[-1:], begin)
     by_planner(job.collectives, partial(check_plan, job, plan, clocks_mhz))
     make_room(job, plan)
     state.plan = plan
     note(job, *notes)
-    policy = RECONFIGURE_POLICIES.get(config.request.reconfigure)
+    policy = RECONFIGURE_POLICIES.get(options.reconfigure)
     if policy:
         job.say(f"reconfigure: {policy.name}, extra forwards {list(plan.schedule.extra_forwards)}")
-        tuner = Reconfigurer(plan, policy, schedule, clocks_mhz, job.print_grid)
-        run = run_commands(job, schedule, own_clocks, records[1:], lambda: tuner)
+        raises = partial(reconfigured, plan, policy, schedule, clocks_mhz)
+        run = run_commands(job, schedule, own_clocks, records[1:], raises)
         (plan, state.reconfigure_steps, state.reconfigure_ended), _ = yield from run
         ended = state.reconfigure_ended.value
         job.say(f"reconfigure: ended after {state.reconfigure_steps} steps, since {ended}")
-    job.folder.keep_plan(plan, state.reconfigure_steps, state.reconfigure_ended, job.batch)
+    job.folder.write_plan(plan, job.batch)
     return plan
 
 
@@ -332,11 +331,12 @@ def _profile(
     if measured is not schedule:
         job.memory.learn(schedule, job.specs)
         measured = yield from try_parts(job, schedule, measured)
-    sweep, store = Sweep(measured, job.config.profiler), _store(job, measured, swept, _facts(job))
-    make = partial(Measuring, measured, store, job.collectives.num_replicas, sweep)
+    store = _store(job, measured, swept, _facts(job))
+    looks = sweep_probe(measured, store, job.options.profiler)
+    begin = partial(measured_profile, store, job.collectives.num_replicas, looks, measured)
     if not records or measured is not schedule:
         records = yield from iterations(constant_order(Phase.PROFILE, measured, swept[0], swept[0]))
-    profile, _ = yield from run_commands(job, measured, swept, records, make)
+    profile, _ = yield from run_commands(job, measured, swept, records, begin)
     # Not before: after skipped steps, the optimizer's state may have been allocated meanwhile.
     if measured is schedule:
         job.memory.learn(schedule, job.specs)
@@ -359,12 +359,12 @@ def _facts(job: PhaseParts) -> Sidecar:
     hops_s = [
         total / job.collectives.num_replicas for total in job.collectives.by_stage(hop_s, sum)
     ]
-    return replace(job.config.facts, gpu=job.gpu.name, p2p_latency_s=tuple(hops_s[:-1]))
+    return replace(job.options.sidecar, gpu=job.gpu.name, p2p_latency_s=tuple(hops_s[:-1]))
 
 
 def _swept_clocks(job: PhaseParts, step: float = SWEEP_STEP) -> tuple[int, ...]:
     """The clocks to measure; GoesOnError on all ranks if GPUs differ or have one clock."""
-    preset = job.config.gpu_preset
+    preset = job.options.gpu
 
     def own() -> tuple[int, ...]:
         override = load_preset(preset).control if preset else override_for(job.gpu.name)

@@ -1,25 +1,24 @@
-"""A job's request for a plan, and the plan that it has by file or from an earlier start."""
+"""A job's request for a plan, and the plan that it has by file."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 
 from envpipe_megatron.core.channel_model import find_stall
 from envpipe_megatron.core.conditions import known_conditions
 from envpipe_megatron.core.kinds import Kind
 from envpipe_megatron.core.orders import builders
-from envpipe_megatron.core.plan import Plan, read_plan
-from envpipe_megatron.core.profile import Profile
+from envpipe_megatron.core.plan import Plan, check_stages, read_plan
+from envpipe_megatron.core.profile import Profile, read_profile
 from envpipe_megatron.core.schedule import Placement, Schedule
 from envpipe_megatron.policies.objective import LEAST_ENERGY
 from envpipe_megatron.policies.optimal.optimizer import order_at_maximum_s
 from envpipe_megatron.policies.request import make_problem
 from envpipe_megatron.policies.schedules import SCHEDULES
 from envpipe_megatron.runtime.going_on import GoesOnError, by_planner
-from envpipe_megatron.runtime.job.config import SessionError
-from envpipe_megatron.runtime.job.parts import PhaseParts
-from envpipe_megatron.runtime.job.restarts.known_profile import read_named
+from envpipe_megatron.runtime.job.parts import PhaseParts, SessionError
 from envpipe_megatron.runtime.memory.peak import MemoryFullError
 from envpipe_megatron.runtime.memory.stage import in_flight_limit, with_memory
 from envpipe_megatron.tuning.planner import Asked
@@ -33,16 +32,16 @@ def check_files(job: PhaseParts) -> None:
 
     Raises EnvPipeError on all ranks.
     """
-    named = job.config.profile_file
+    named = job.options.profile
     if named is None or job.state.several_sizes:
         return
     # One that was found not to run in this job ends no training either.
-    given = None if job.batch or job.state.whole else job.config.plan_file
+    given = None if job.batch or job.state.whole else job.options.plan
     clocks_mhz = clocks_of_stages(job)
 
     def look() -> None:
         profile = read_named(named, job.num_stages)
-        if job.config.closed_loop:
+        if job.options.closed_loop:
             profiled_clocks(job, profile, clocks_mhz)
         if given is not None:
             check_plan(job, read_plan(given, profile), clocks_mhz)
@@ -50,37 +49,42 @@ def check_files(job: PhaseParts) -> None:
     job.collectives.agreed(look)
 
 
+def read_named(path: Path, num_stages: int) -> Profile:
+    """A job's profile; EnvPipeError if it cannot be read, or is of another number of stages."""
+    profile = read_profile(path)
+    check_stages(profile, num_stages)
+    return profile
+
+
 def splits(job: PhaseParts) -> bool:
     """True if the job runs orders that split backwards."""
-    return job.config.splits and not job.state.whole
+    return not (job.options.why_whole or job.state.whole)
 
 
-def known_plan(job: PhaseParts, profile: Profile, clocks_mhz: Sequence[set[int]]) -> Plan | None:
-    """The plan by file or of an earlier start, whose memory is ready; every rank calls it.
+def given_plan(job: PhaseParts, profile: Profile, clocks_mhz: Sequence[set[int]]) -> Plan | None:
+    """The user's plan, whose memory is ready; None if one is to be made. Every rank calls it.
 
-    None if one is to be made. An earlier start's plan that does not run any more is none, and
-    neither is one by file where the job has trained batches of another size before: that is for the
-    full batch alone. Clocks are, for each stage, those that all its GPUs have.
+    It is for the full batch alone, and none where the job has trained batches of another size
+    before and it does not run. Clocks are, for each stage, those that all its GPUs have.
 
-    Raises GoesOnError if another one cannot be run: training is under way, whoever gave it.
+    Raises GoesOnError if it cannot be run: training is under way.
     """
-    given = None if job.batch else job.config.plan_file
-    found = job.folder.found.plans.get(job.batch)
+    given = job.options.plan
+    if given is None or job.batch:
+        return None
 
-    def known() -> Plan | None:
-        plan = read_plan(given, profile) if given and not found else found
-        if plan is not None:
-            check_plan(job, plan, clocks_mhz)
+    def look() -> Plan:
+        plan = read_plan(given, profile)
+        check_plan(job, plan, clocks_mhz)
         return plan
 
     try:
-        plan = by_planner(job.collectives, known)
-        if plan is not None:
-            make_room(job, plan)
+        plan = by_planner(job.collectives, look)
+        make_room(job, plan)
     except GoesOnError as error:
-        if not (found or job.state.several_sizes):
+        if not job.state.several_sizes:
             raise
-        job.say(f"the plan {'of an earlier start' if found else given} is made again: {error}")
+        job.say(f"the plan {given} is made again: {error}")
         return None
     return plan
 
@@ -142,8 +146,8 @@ def plan_online(
     Of least energy in a time, by default as the job's own request has it. Called on the planner
     only.
     """
-    asked, kept = job.config.request, job.kept_order
-    schedule, order, most_waiting = asked.schedule, kept or order or asked.order, capacity(job)
+    asked, kept = job.options.request(), job.kept_order
+    schedule, order, most_waiting = asked.schedule, kept or order, capacity(job)
     if asked.num_chunks > 1 and most_waiting is not None:
         # Only of the framework's order is it known that one hardware queue can run it.
         schedule = "interleaved"
@@ -171,13 +175,12 @@ def plan_online(
             notes = (f"Memory holds at most {held} microbatches in flight.",)
     request = replace(
         asked,
-        num_microbatches=job.num_microbatches,
         schedule=schedule,
         order=order,
         reconfigure="default",  # the loop online replaces the offline one
         max_in_flight=most,
         channel_capacity=most_waiting if "channel_capacity" in takes else None,
-        deadline_factor=deadline_factor or asked.deadline_factor,
+        deadline_factor=deadline_factor,
         objective=LEAST_ENERGY if deadline_factor else asked.objective,
         conditions=conditions,
         runnable=True,
@@ -187,9 +190,9 @@ def plan_online(
 
 def megatron_order(job: PhaseParts) -> Schedule:
     """Megatron's own order of the job; ScheduleError: it cannot run."""
-    asked = job.config.request
+    asked = job.options
     return builders.framework_order(
-        job.num_stages, job.num_microbatches, asked.num_chunks, asked.group_size
+        job.num_stages, asked.num_microbatches, asked.num_chunks, asked.group_size
     )
 
 
@@ -206,42 +209,42 @@ def predicted(plan: Plan | None) -> dict[str, float] | None:
 
 def check_plan(job: PhaseParts, plan: Plan, clocks_mhz: Sequence[set[int]]) -> None:
     """Refuse a plan of an order that the job cannot run, or of clocks that GPUs lack."""
-    if plan.schedule.num_microbatches != job.num_microbatches:
-        raise SessionError(
-            f"The plan is for {plan.schedule.num_microbatches} microbatches, and this job has "
-            f"{job.num_microbatches}",
-            remedy="Plan again with the job's number of microbatches, or let the job plan.",
-        )
-    if job.kept_order is not None and plan.schedule.stages != job.kept_order.stages:
-        raise SessionError(
-            f"The framework runs its units itself, as {job.kept_order.name}, and the plan has "
-            "another order",
-            value=plan.schedule.name,
-            remedy=f"Plan with --schedule {job.kept_order.name}, or let the job plan.",
-        )
-    order, own = plan.schedule, job.own_order
+    order, own, kept = plan.schedule, job.own_order, job.kept_order
     placement = Placement.LOOPED if own is None else own.placement
-    if job.kept_order is None and order.placement is not placement:
-        raise SessionError(
-            f"The plan lays chunks out as {order.placement}, and this job's model is {placement}",
-            value=order.name,
-            remedy="Plan with --runnable, or let the job plan.",
-        )
-    if job.kept_order is None and order.split and not splits(job):
-        raise SessionError(
-            "The plan splits backwards, and those of this job are whole: "
-            f"{job.state.whole or job.config.why_whole}",
-            value=order.name,
-            remedy="Plan from a profile without rows of input-gradient and weight-gradient, or let "
-            "the job plan.",
-        )
-    if job.kept_order is None:
-        if (turned := order.out_of_turn) and (own is None or order.stages != own.stages):
-            raise SessionError(
-                f"The plan adds gradients up in another sequence than the framework: {turned}",
-                value=order.name,
-                remedy="List microbatches in their order, by kind and chunk, or let the job plan.",
-            )
+    turned = "" if own is not None and order.stages == own.stages else order.out_of_turn
+    for wrong, what, remedy in (
+        (
+            order.num_microbatches != job.num_microbatches,
+            f"is for {order.num_microbatches} microbatches, and this job has "
+            f"{job.num_microbatches}",
+            "Plan again with the job's number of microbatches, or let the job plan.",
+        ),
+        (
+            kept is not None and order.stages != kept.stages,
+            "has another order than the framework, which runs its units itself",
+            "Plan with the framework's, or let the job plan.",
+        ),
+        (
+            kept is None and order.placement is not placement,
+            f"lays chunks out as {order.placement}, and this job's model is {placement}",
+            "Plan with --runnable, or let the job plan.",
+        ),
+        (
+            kept is None and order.split and not splits(job),
+            "splits backwards, and those of this job are whole: "
+            f"{job.state.whole or job.options.why_whole}",
+            "Plan from a profile without rows of input-gradient and weight-gradient, or let the "
+            "job plan.",
+        ),
+        (
+            kept is None and turned,
+            f"adds gradients up in another sequence than the framework: {turned}",
+            "List microbatches in their order, by kind and chunk, or let the job plan.",
+        ),
+    ):
+        if wrong:
+            raise SessionError(f"The plan {what}", value=order.name, remedy=remedy)
+    if kept is None:
         _check_finishes(job, order)
     asked_for = () if job.gpu.read_only else clocks_mhz
     for stage, supported in enumerate(asked_for):
@@ -256,7 +259,7 @@ def check_plan(job: PhaseParts, plan: Plan, clocks_mhz: Sequence[set[int]]) -> N
 
 def capacity(job: PhaseParts) -> int | None:
     """Messages that may wait between neighbours; None for any number."""
-    return None if job.config.reorders else job.channel.capacity
+    return None if job.options.reorders else job.channel.capacity
 
 
 def _check_finishes(job: PhaseParts, order: Schedule) -> None:

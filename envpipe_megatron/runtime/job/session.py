@@ -26,10 +26,10 @@ from envpipe_megatron.runtime.energy.training import TrainingEnergy
 from envpipe_megatron.runtime.execution.executor import METER_MARGIN_S, Executor
 from envpipe_megatron.runtime.execution.orders import constant_order
 from envpipe_megatron.runtime.execution.stage_run import StageRun, StageWork, execute
-from envpipe_megatron.runtime.job.config import SessionConfig, SessionError
 from envpipe_megatron.runtime.job.iterations import Batches, Iterations
-from envpipe_megatron.runtime.job.parts import JobParts, SessionState
-from envpipe_megatron.runtime.job.restarts.folder import JobFolder
+from envpipe_megatron.runtime.job.options import JobOptions
+from envpipe_megatron.runtime.job.parts import PhaseParts, SessionState
+from envpipe_megatron.runtime.job.restarts import JobFolder
 from envpipe_megatron.runtime.memory.peak import JobMemory
 from envpipe_megatron.runtime.memory.stage import (
     CudaMemory,
@@ -43,14 +43,12 @@ logger = logging.getLogger(__name__)
 #: Lines of the timeline that wait for a slow disk; of more, those that come meanwhile are left out.
 _MOST_LINES = 256
 
-__all__ = ["Session", "SessionConfig", "SessionError", "SessionState"]
-
 
 class Session:
     """Executes iterations for one rank; the clock comes back when it is closed.
 
     Every rank of the job makes one, together. If a GPU is opened for reading only or not held, no
-    rank requests a clock, and the job is `SessionConfig.without_control`; energy is still measured.
+    rank requests a clock, and the job is `JobOptions.without_control`; energy is still measured.
 
     For each step of training, a framework calls `begin_step`, `run_iteration` and `end_step`; and
     `pause` before anything that is not training. Times are read when the next iteration's units
@@ -72,7 +70,7 @@ class Session:
 
     def __init__(
         self,
-        config: SessionConfig,
+        options: JobOptions,
         gpu: Gpu,
         make_executor: Callable[[Callable[[], None]], Executor],
         channel: P2PChannel,
@@ -90,13 +88,13 @@ class Session:
         self.memory = JobMemory(memory, self._stage, collectives, self._say)
 
         def check_memory() -> None:
-            reads_files = collectives.is_planner or config.profile_file is None
-            if config.plan_file is None and reads_files:
-                check_memory_is_known(config.request, config.profile_file, memory)
+            reads_files = collectives.is_planner or options.profile is None
+            if options.plan is None and reads_files:
+                check_memory_is_known(options.request(), options.profile, memory)
 
         # What can fail comes before the GPU is held: nobody could close a session that is not made.
         collectives.everywhere(check_memory)
-        self._folder = JobFolder(config.output_dir, collectives)
+        self._folder = JobFolder(options.output, collectives)
         #: Where the job's files are: elsewhere than asked for where another live job writes.
         self.output_dir = self._folder.path
         #: Global rank of each stage of this rank's pipeline.
@@ -110,32 +108,30 @@ class Session:
             half_made.push(self._parts)
 
             def make_clock(gpu: Gpu) -> RankClock:
-                return RankClock(gpu, config.min_dwell_s, on_sample=self._see_clock)
+                return RankClock(gpu, options.min_dwell_s, on_sample=self._see_clock)
 
             #: `refused` says why control was given up when the GPUs were to be held, if it was.
             self.clock, self._gpu, self.refused = hold_everywhere(
-                gpu, collectives, make_clock, required=config.require_control
+                gpu, collectives, make_clock, required=options.require_control
             )
             half_made.callback(self.clock.close)
             gpu = self._gpu
             self._controlled = collectives.on_all(not gpu.read_only)
             #: What the job does, where it was asked for more than it may too.
-            self.config = config if self._controlled else config.without_control()
+            self.options = options if self._controlled else options.without_control()
             #: Whether the job keeps the framework's order at baseline clocks, from begin to end.
-            self.only_measures = self.config.measures_alone()
-            if self._controlled or self.config.closed_loop:
-                self._folder.resume(self.config, num_stages, channel, gpu)
+            self.only_measures = self.options.measures_alone()
+            if self._controlled or self.options.closed_loop:
+                self._folder.resume(self.options, num_stages, gpu)
                 found = self._folder.found
-                self.state.reconfigure_steps = found.reconfigure_steps
-                self.state.reconfigure_ended = found.reconfigure_ended
                 if found.phases_done:
                     done = ", ".join(found.phases_done)
                     self._say(f"resumed: {done} of the job started {found.starts[0]} are done")
             if not self._controlled:
-                note = f"A GPU is opened for reading only: {self.config.order_in_words(config)}"
+                note = f"A GPU is opened for reading only: {self.options.order_in_words(options)}"
                 self.state.notes = (note, *([self.refused] if self.refused else []))
             self._labels: dict[str, object] = {
-                **self._folder.run_label(config.labels),
+                **self._folder.run_label(options.labels),
                 "node": self._folder.node,
                 "gpu": gpu.name,
                 "gpu_uid": gpu.address.uid,
@@ -176,8 +172,8 @@ class Session:
         self._parts.callback(self.executor.idle, METER_MARGIN_S)
         self._parts.callback(self._log_clock_summary)
         self._batches = Batches(
-            JobParts(
-                config=self.config,
+            PhaseParts(
+                options=self.options,
                 state=self.state,
                 folder=self._folder,
                 stage=self._stage,
@@ -186,13 +182,11 @@ class Session:
                 channel=channel,
                 executor=self.executor,
                 clock=self.clock,
-                problems=self.clock.problems,
                 meter=self.meter,
                 energy=self._energy,
                 collectives=collectives,
                 memory=self.memory,
                 say=self._say,
-                print_grid=self._folder.add_grid,
                 background=lambda: self._parts.enter_context(contextlib.closing(Background())),
             ),
             self.describe_job,
@@ -252,7 +246,7 @@ class Session:
     @property
     def may_split(self) -> bool:
         """True if orders may come that split backwards."""
-        return self.config.may_split and not self.state.whole
+        return self.options.may_split and not self.state.whole
 
     def split_no_more(self, why: str) -> None:
         """Have whole backwards only; every rank calls it, before the first iteration."""
@@ -295,7 +289,7 @@ class Session:
         count = own_order.num_microbatches
         run = self._open(count, specs, own_order, None, full_batch=full_batch)
         run.all_ended = self.iterations.catch_up
-        if self.config.reorders:
+        if self.options.reorders:
             run.unit_ended, run.all_ended = self.memory.begin_units(), self._units_ended
         run.begin()
         self._running = run

@@ -89,6 +89,7 @@ class JobMemory:
         self._units: list[Unit] = []
         self._readings: list[Reading] = []
         self._peaks_bytes: list[int] = []  #: While each of these units ran.
+        #: While all units of the last iteration that was watched ran.
         self._units_peak_bytes: int | None = None
         self._unusable_bytes = 0
 
@@ -193,9 +194,7 @@ class JobMemory:
 
     def peak_bytes(self) -> int | None:
         """The peak of the iteration that has just ended, if memory is known and it was watched."""
-        if self.stages is None or self._source is None:
-            return None
-        return self._peak_bytes(self._source)
+        return None if self.stages is None else self._units_peak_bytes
 
     def compare(self, peak_bytes: int | None) -> None:
         """Hold the prediction, if there is one, against the peak that this rank saw meanwhile.
@@ -232,7 +231,8 @@ class JobMemory:
             return None
         allocated = [reading.allocated_bytes for reading in self._readings]
         self._unusable_bytes = self._readings[int(np.argmax(allocated))].unusable_bytes
-        peak, spare = self._peak_bytes(self._source), None
+        peak, spare = self._units_peak_bytes, None
+        assert peak is not None
         if ran is not None:  # whole backwards of it run where most is held, as in the schedule
             kinds, after = ran.priced_kinds[self._stage], np.array(allocated[1:])
             peaks, is_whole = np.array(self._peaks_bytes), np.isin(kinds, WHOLE_KINDS)
@@ -259,10 +259,6 @@ class JobMemory:
             pending,
             spare,
         )
-
-    def _peak_bytes(self, source: CudaMemory) -> int:
-        """Peak of the last iteration's units, whether its step has ended or not."""
-        return source.peak_bytes() if self._units_peak_bytes is None else self._units_peak_bytes
 
     def _unit_ended(self, unit: Unit) -> None:
         assert self._source is not None

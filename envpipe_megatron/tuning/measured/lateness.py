@@ -6,9 +6,9 @@ from collections import deque
 
 import numpy as np
 
-from envpipe_megatron.core.arrays import BoolArray, FloatArray, IntArray
+from envpipe_megatron.core.arrays import BoolArray, FloatArray
 from envpipe_megatron.core.timeline import Timeline
-from envpipe_megatron.tuning.commands import Parking
+from envpipe_megatron.tuning.commands import Clocked
 
 #: How late a change of clock is taken to be until one was seen, s. With 0, uneven stages save 11
 #: points less.
@@ -21,17 +21,15 @@ _TELLING = 0.05
 _KEPT = 64
 
 
-def asked_s(
-    frequency_mhz: IntArray, timeline: Timeline, parking: Parking | None, fresh: bool
-) -> FloatArray:
+def asked_s(clocked: Clocked, timeline: Timeline, *, fresh: bool) -> FloatArray:
     """[num_stages, units_per_stage] when units' clocks were asked for; -inf if they ran already.
 
     Args:
-        frequency_mhz: [num_stages, units_per_stage] clocks.
+        clocked: what ran.
         timeline: of what units took.
-        parking: which waits were spent at other clocks than those of the units after them.
         fresh: whether another order ran before.
     """
+    frequency_mhz, parking = clocked.frequency_mhz, clocked.parking
     changes = frequency_mhz[:, 1:] != frequency_mhz[:, :-1]
     asked = np.full(frequency_mhz.shape, -np.inf)
     asked[:, 1:] = np.where(changes, timeline.end_s[:, :-1], -np.inf)

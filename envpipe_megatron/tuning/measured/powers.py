@@ -51,7 +51,6 @@ class Powers:
         self.nodes_mhz = power_nodes_mhz(clocks_mhz)
         self._needs_meters = len(clocks_mhz) > 1
         self._num_kinds = num_kinds
-        self._model = PowerModel(self.nodes_mhz, num_kinds)
         columns = (num_kinds + 1) * _NUM_NODES + 1
         self.sums = [MeterSums.none(columns) for _ in range(num_stages)]
 
@@ -86,62 +85,38 @@ class Powers:
                 f"The energy counters of stage {stage} have said nothing",
                 remedy="Look at the driver's log; a profile by file needs no counter.",
             )
-        power_w, tail_w, errors = self._model.fit(sums.products, sums.weighted, limit_mhz)
+        power_w, tail_w, errors = fit_powers(sums, self.nodes_mhz, self._num_kinds, limit_mhz)
         return power_w, sums.scatter_j(np.append(power_w, tail_w)) * errors
 
 
-class PowerModel:
-    """Power of each kind of unit, of waiting and of the tail, on one GPU.
+def fit_powers(
+    sums: MeterSums, nodes_mhz: FloatArray, num_kinds: int, limit_mhz: float
+) -> tuple[FloatArray, float, FloatArray]:
+    """Fit the power of each kind of unit, of waiting and of the tail, on one GPU.
+
+    Kinds that nothing tells apart are taken to draw the same power.
 
     Args:
+        sums: of what was measured; some time, at least.
         nodes_mhz: [nodes] clocks at which powers stand in sums, the highest last.
         num_kinds: kinds of units.
+        limit_mhz: the clock that units do not go beyond.
+
+    Returns:
+        [kinds + 1, nodes] W, waiting last; the tail's; and [kinds + 1, nodes] their standard errors
+        per J that readings scatter by.
     """
-
-    def __init__(self, nodes_mhz: FloatArray, num_kinds: int) -> None:
-        self._nodes_mhz = nodes_mhz
-        self._num_kinds = num_kinds
-
-    def fit(
-        self,
-        products: FloatArray,
-        weighted: FloatArray,
-        limit_mhz: float,
-    ) -> tuple[FloatArray, float, FloatArray]:
-        """[kinds + 1, nodes] W, waiting last, and the tail's, from sums of what was measured.
-
-        The last value is [kinds + 1, nodes] their standard errors per J that readings scatter by.
-
-        Kinds that nothing tells apart are taken to draw the same power.
-
-        Args:
-            products: [columns, columns] sums of products of times, s^2; see `meter_sums`.
-            weighted: [columns] sums of times by energies, s J.
-            limit_mhz: the clock that units do not go beyond.
-        """
-        values, vectors = np.linalg.eigh(products)
-        kept = values > 1e-9 * values[-1]
-        root = np.sqrt(values[kept])
-        rows = root[:, None] * vectors[:, kept].T
-        wanted = (vectors[:, kept].T @ weighted) / root
-        for alikeness in _ALIKENESS:
-            alike = self._alike(np.sqrt(alikeness * values[-1]))
-            power_w, shapes = self._fit_alike(rows, wanted, alike, limit_mhz)
-            kinds_w = power_w[:-1].reshape(self._num_kinds + 1, -1)
-            # A few noisy refreshes may not tell one way of spending time from the others.
-            if (kinds_w.max(axis=1) > 0).all():
-                break
-        covariance = np.linalg.pinv(shapes.T @ products @ shapes + alike.T @ alike)
-        errors = np.sqrt(np.einsum("ni,ij,nj->n", shapes, covariance, shapes))
-        return kinds_w, float(power_w[-1]), errors[:-1].reshape(kinds_w.shape)
-
-    def _fit_alike(
-        self, rows: FloatArray, wanted: FloatArray, alike: FloatArray, limit_mhz: float
-    ) -> tuple[FloatArray, FloatArray]:
-        """[columns] W, the tail last, of the knee that explains most, and its `_shapes`."""
+    products = sums.products
+    values, vectors = np.linalg.eigh(products)
+    kept = values > 1e-9 * values[-1]
+    root = np.sqrt(values[kept])
+    rows = root[:, None] * vectors[:, kept].T
+    wanted = (vectors[:, kept].T @ sums.weighted) / root
+    for alikeness in _ALIKENESS:
+        alike = _alike(np.sqrt(alikeness * values[-1]), num_kinds)
         best: tuple[float, FloatArray, FloatArray] | None = None
         for knee in _KNEES:
-            shapes = self._shapes(knee, limit_mhz)
+            shapes = _shapes(nodes_mhz, num_kinds, knee, limit_mhz)
             terms, error = nnls(
                 np.concatenate([rows @ shapes, alike]),
                 np.concatenate([wanted, np.zeros(len(alike))]),
@@ -150,36 +125,44 @@ class PowerModel:
             if best is None or error < best[0]:
                 best = float(error), shapes @ terms, shapes
         assert best is not None
-        return best[1:]
+        _, power_w, shapes = best
+        kinds_w = power_w[:-1].reshape(num_kinds + 1, -1)
+        # A few noisy refreshes may not tell one way of spending time from the others.
+        if (kinds_w.max(axis=1) > 0).all():
+            break
+    covariance = np.linalg.pinv(shapes.T @ products @ shapes + alike.T @ alike)
+    errors = np.sqrt(np.einsum("ni,ij,nj->n", shapes, covariance, shapes))
+    return kinds_w, float(power_w[-1]), errors[:-1].reshape(kinds_w.shape)
 
-    def _shapes(self, knee: float, limit_mhz: float) -> FloatArray:
-        """[columns, terms]: static power, each kind's terms, two of waiting, and the tail's."""
-        asked = self._nodes_mhz / self._nodes_mhz[-1]
-        reached = np.minimum(self._nodes_mhz, limit_mhz) / limit_mhz
-        above = np.maximum(reached - knee, 0.0)
-        terms = reached[:, None] * np.stack([np.ones_like(above), above, above**2], axis=1)
-        nodes, kinds = len(asked), self._num_kinds
-        shapes = np.zeros(((kinds + 1) * nodes + 1, 1 + _TERMS * kinds + 3))
-        for kind in range(kinds):
-            rows = slice(kind * nodes, (kind + 1) * nodes)
-            shapes[rows, 0] = 1.0
-            shapes[rows, 1 + _TERMS * kind : 1 + _TERMS * (kind + 1)] = terms
-        waiting = 1 + _TERMS * kinds
-        shapes[kinds * nodes : -1, waiting] = 1.0
-        shapes[kinds * nodes : -1, waiting + 1] = asked
-        shapes[-1, -1] = 1.0
-        return shapes
 
-    def _alike(self, weight: float) -> FloatArray:
-        """Rows that are 0 where all kinds draw the same, and waiting and tail static power."""
-        kinds = self._num_kinds
-        rows = np.zeros((_TERMS * (kinds - 1) + 3, 1 + _TERMS * kinds + 3))
-        for term in range(_TERMS * (kinds - 1)):
-            rows[term, 1 + term], rows[term, 1 + term + _TERMS] = weight, -weight
-        rows[-3, 0], rows[-3, -3] = weight, -weight
-        rows[-2, -3:] = weight, weight, -weight
-        rows[-1, -2] = weight  # waiting that was seen at one clock alone takes as much at others
-        return rows
+def _shapes(nodes_mhz: FloatArray, kinds: int, knee: float, limit_mhz: float) -> FloatArray:
+    """[columns, terms]: static power, each kind's terms, two of waiting, and the tail's."""
+    asked = nodes_mhz / nodes_mhz[-1]
+    reached = np.minimum(nodes_mhz, limit_mhz) / limit_mhz
+    above = np.maximum(reached - knee, 0.0)
+    terms = reached[:, None] * np.stack([np.ones_like(above), above, above**2], axis=1)
+    nodes = len(asked)
+    shapes = np.zeros(((kinds + 1) * nodes + 1, 1 + _TERMS * kinds + 3))
+    for kind in range(kinds):
+        rows = slice(kind * nodes, (kind + 1) * nodes)
+        shapes[rows, 0] = 1.0
+        shapes[rows, 1 + _TERMS * kind : 1 + _TERMS * (kind + 1)] = terms
+    waiting = 1 + _TERMS * kinds
+    shapes[kinds * nodes : -1, waiting] = 1.0
+    shapes[kinds * nodes : -1, waiting + 1] = asked
+    shapes[-1, -1] = 1.0
+    return shapes
+
+
+def _alike(weight: float, kinds: int) -> FloatArray:
+    """Rows that are 0 where all kinds draw the same, and waiting and tail static power."""
+    rows = np.zeros((_TERMS * (kinds - 1) + 3, 1 + _TERMS * kinds + 3))
+    for term in range(_TERMS * (kinds - 1)):
+        rows[term, 1 + term], rows[term, 1 + term + _TERMS] = weight, -weight
+    rows[-3, 0], rows[-3, -3] = weight, -weight
+    rows[-2, -3:] = weight, weight, -weight
+    rows[-1, -2] = weight  # waiting that was seen at one clock alone takes as much at others
+    return rows
 
 
 def power_nodes_mhz(clocks_mhz: Sequence[int]) -> FloatArray:

@@ -22,7 +22,7 @@ from envpipe_megatron.core.profile_rows import ProfileRow
 from envpipe_megatron.core.schedule import Schedule
 from envpipe_megatron.core.sidecar import Sidecar
 from envpipe_megatron.core.timeline import Timeline
-from envpipe_megatron.tuning.commands import Clocked, Parking, Window, tail_times_s
+from envpipe_megatron.tuning.commands import Clocked, Window, tail_times_s
 from envpipe_megatron.tuning.measured.fit import Point, Times
 from envpipe_megatron.tuning.measured.lateness import Lateness, asked_s
 from envpipe_megatron.tuning.measured.meters import WAITING
@@ -153,30 +153,27 @@ class Store:
 
     def learn(
         self,
-        schedule: Schedule,
-        frequency_mhz: IntArray,
+        clocked: Clocked,
         window: Window,
-        *,
-        parking: Parking | None = None,
-        fresh: bool = False,
         replicas: Sequence[int],
+        *,
+        fresh: bool = False,
         fades: float = 1.0,
     ) -> FloatArray:
         """Take in what a window of iterations measured.
 
         Args:
-            schedule: what ran.
-            frequency_mhz: [num_stages, units_per_stage] at these clocks.
+            clocked: what ran.
             window: what came of it.
-            parking: which waits it spent at other clocks than those of the units after them.
-            fresh: whether another order ran before the first iteration.
             replicas: those that ran this.
+            fresh: whether another order ran before the first iteration.
             fades: share of the weight that what meters said before keeps.
 
         Returns:
             [num_stages] the share by which the kind of units of a stage that changed most takes
                 longer than before, below zero if shorter; 0 for what is no more than scatter.
         """
+        schedule, frequency_mhz = clocked.schedule, clocked.frequency_mhz
         measured_s = window.unit_s(replicas)
         known_s = self.durations_s(schedule, frequency_mhz)
         odd = self._odd(measured_s, known_s)
@@ -185,7 +182,7 @@ class Store:
             raise StoreError("Units of the framework's order did not run whole")
         timeline = Timeline(schedule, measured_s, self.facts.p2p_latency_s or 0.0)
         self._learn_tails(window)
-        asked = asked_s(frequency_mhz, timeline, parking, fresh)
+        asked = asked_s(clocked, timeline, fresh=fresh)
         common = self._common_error(window)
         clean = self.lateness.at_their_clock(asked, timeline) & ~odd
         keys = self.keys(schedule)

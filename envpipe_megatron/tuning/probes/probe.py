@@ -1,12 +1,12 @@
-"""A `Probe` says which iterations to run next, so that the store learns what units take.
+"""Probes: generators that say which iterations to run next, so that the store learns unit times.
 
 `first_probe` is what a job without a profile begins with; another package can put its own there.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 
@@ -16,7 +16,8 @@ from envpipe_megatron.policies.frequencies import added_functions
 from envpipe_megatron.tuning.commands import Clocked
 from envpipe_megatron.tuning.measured.store import Store
 
-#: Entry points of packages that add a probe: each makes one for the order that runs.
+#: Entry points of packages that add a probe: functions of the order that runs and the store, which
+#: yield looks; the store has what a look measured when the next one is asked for.
 _GROUP = "envpipe_megatron.probes"
 
 
@@ -37,14 +38,7 @@ class Look:
     settle: int = 0
 
 
-class Probe(Protocol):
-    """Proposes what to look at; one is made for each time that clocks are to be looked at."""
-
-    def next(self, store: Store) -> Look | None:
-        """The next look, from what was measured so far; None if enough was seen."""
-
-
-def first_probe(own: Schedule, usual: Probe) -> Probe:
+def first_probe(own: Schedule, store: Store, usual: Iterator[Look]) -> Iterator[Look]:
     """Return what a job without a profile looks at its clocks by, in the order `own`.
 
     That is the probe of an installed package, if one adds it, or else the usual one. Raises
@@ -58,23 +52,14 @@ def first_probe(own: Schedule, usual: Probe) -> Probe:
             remedy="Remove all but one of them.",
         )
     for make in added.values():
-        return _Checked(make(own), own)
+        return _checked(make(own, store), own, store)
     return usual
 
 
-@dataclass(frozen=True)
-class _Checked:
-    """A probe of another package, of which nothing runs that the job has no memory or clock for."""
-
-    probe: Probe
-    own: Schedule
-
-    def next(self, store: Store) -> Look | None:
-        """The probe's next look; EnvPipeError if it is not of the order and clocks of the job."""
-        look = self.probe.next(store)
-        if look is None:
-            return None
-        own, clocks_mhz = self.own, look.clocked.frequency_mhz
+def _checked(looks: Iterator[Look], own: Schedule, store: Store) -> Iterator[Look]:
+    """Yield looks of another package; EnvPipeError for an order or clocks that the job lacks."""
+    for look in looks:
+        clocks_mhz = look.clocked.frequency_mhz
         shape = own.num_stages, own.units_per_stage
         if look.clocked.schedule.stages != own.stages or clocks_mhz.shape != shape:
             raise EnvPipeError(
@@ -90,4 +75,4 @@ class _Checked:
                 value=lacking.tolist(),
                 remedy="Take clocks of `store.clocks_mhz`.",
             )
-        return look
+        yield look

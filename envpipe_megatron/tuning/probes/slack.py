@@ -8,7 +8,7 @@ as tell enough are slowed, at the same time on all these stages: they lose what 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 
@@ -30,41 +30,30 @@ _NOTHING_LOST = 1e-4
 _BELOW_VALLEY = 1
 
 
-class SlackProbe:
-    """One clock after the other, from the highest down, by units that have time to spare.
+def slack_probe(own: Schedule, store: Store, *, at_cost: bool) -> Iterator[Look]:
+    """Look at one clock after the other, from the highest down, by units that have time to spare.
 
-    Ends below the bottom of all energy valleys.
+    Ends below the bottom of all energy valleys, and where no time is left to look in.
 
     Args:
         own: the order that runs.
+        store: what is known of its units.
         at_cost: whether units without slack are looked at too, as few as tell enough.
     """
-
-    def __init__(self, own: Schedule, *, at_cost: bool) -> None:
-        self._own, self._at_cost = own, at_cost
-        self._seen: list[int] = []
-        #: How many looks were below their own valley, and below that of units with slack.
-        self._below, self._below_all = 0, 0
-
-    def next(self, store: Store) -> Look | None:
-        """The next clock to look at; None also where no time is left to look at it in."""
-        if self._seen:
-            last_mhz = self._seen[-1]
-            self._below += store.valley_mhz(waiting=False) > last_mhz
-            self._below_all += store.valley_mhz(waiting=True) > last_mhz
-        clocks = probe_clocks_mhz(store.clocks_mhz.astype(int).tolist())
-        if self._below_all > _BELOW_VALLEY or len(self._seen) == len(clocks):
-            return None
-        clock_mhz = clocks[len(self._seen)]
-        self._seen.append(clock_mhz)
+    #: How many looks were below their own valley, and below that of units with slack.
+    below = below_all = 0
+    for clock_mhz in probe_clocks_mhz(store.clocks_mhz.astype(int).tolist()):
         # Below its own valley, a unit without slack never pays.
-        at_cost = self._at_cost and self._below <= _BELOW_VALLEY
-        clocks_mhz = probe(self._own, store, clock_mhz, at_cost=at_cost)
-        count = repeats(self._own, store, clocks_mhz, clock_mhz)
+        clocks_mhz = probe(own, store, clock_mhz, at_cost=at_cost and below <= _BELOW_VALLEY)
+        count = repeats(own, store, clocks_mhz, clock_mhz)
         if not count:
-            return None
+            return
         note = f"profile: looking at {clock_mhz} MHz in {count} iteration(s)"
-        return Look(Clocked(self._own, clocks_mhz), count, note)
+        yield Look(Clocked(own, clocks_mhz), count, note)
+        below += store.valley_mhz(waiting=False) > clock_mhz
+        below_all += store.valley_mhz(waiting=True) > clock_mhz
+        if below_all > _BELOW_VALLEY:
+            return
 
 
 def probe_clocks_mhz(clocks_mhz: Sequence[int], step: float = 0.1) -> list[int]:

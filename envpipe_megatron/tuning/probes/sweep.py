@@ -24,7 +24,7 @@ from envpipe_megatron.formats.energy import Phase
 from envpipe_megatron.tuning.command_maker import CommandMaker
 from envpipe_megatron.tuning.commands import Clocked, Run, Window
 from envpipe_megatron.tuning.measured.store import Store
-from envpipe_megatron.tuning.probes.probe import Look, Probe
+from envpipe_megatron.tuning.probes.probe import Look
 from envpipe_megatron.tuning.probes.slack import probe, probe_clocks_mhz
 
 #: From one clock to the next, as a share of the highest. On emulated A100 and A40, plans of such a
@@ -69,95 +69,68 @@ class ProfilerSettings:
         return max(self.measured_iterations, in_window)
 
 
-class Sweep:
-    """The probe of a sweep.
+def sweep_probe(own: Schedule, store: Store, settings: ProfilerSettings) -> Iterator[Look]:
+    """Look at units of all kinds, then of each kind, then at lower clocks by those with time."""
+    keys, top_mhz = store.keys(own), int(store.clocks_mhz[-1])
 
-    Args:
-        own: the framework's order.
-        settings: how long to stay at each clock.
-    """
-
-    def __init__(self, own: Schedule, settings: ProfilerSettings) -> None:
-        self._own, self._settings = own, settings
-        self._looks: Iterator[Look] | None = None
-
-    def next(self, store: Store) -> Look | None:
-        """As `Probe.next`."""
-        if self._looks is None:
-            self._looks = self._all(store)
-        return next(self._looks, None)
-
-    def _all(self, store: Store) -> Iterator[Look]:
-        top_mhz = int(store.clocks_mhz[-1])
-        # Sums of meters know no lower clocks.
-        known = store.clocks_mhz[store.clocks_mhz >= store.powers.nodes_mhz[0]].astype(int).tolist()
-        left = [top_mhz, *probe_clocks_mhz(known, _STEP)]
-        seen: list[int] = []
-        while left and (len(seen) < 2 or store.valley_mhz(waiting=False) <= seen[-1]):
-            seen.append(left.pop(0))
-            yield self._look_at(store, "unit", store.kinds, seen[-1])
-        for kind in store.kinds[:-1]:
-            for clock_mhz in seen[1:]:
-                yield self._look_at(store, kind, (kind,), clock_mhz)
-        while left and store.valley_mhz(waiting=True) <= seen[-1]:
-            seen.append(left.pop(0))
-            clocks_mhz = probe(self._own, store, seen[-1], at_cost=False)
-            if (clocks_mhz == top_mhz).all():
-                return
-            yield self._look(store, clocks_mhz, f"units that have time at {seen[-1]} MHz")
-
-    def _look_at(self, store: Store, name: str, kinds: Sequence[Kind], clock_mhz: int) -> Look:
-        """Return a look at all units of some kinds; the others run at the highest clock."""
-        keys = store.keys(self._own)
-        places = [store.kinds.index(kind) for kind in kinds]
-        there = (keys >= 0) & np.isin(keys % len(store.kinds), places)
-        clocks_mhz = np.where(there, clock_mhz, int(store.clocks_mhz[-1]))
-        return self._look(
-            store, self._own.pair_clocks(clocks_mhz), f"each {name} at {clock_mhz} MHz"
-        )
-
-    def _look(self, store: Store, clocks_mhz: IntArray, what: str) -> Look:
-        settings = self._settings
-        count = settings.count(store.iteration_s(self._own, clocks_mhz))
-        clocked = Clocked(self._own, clocks_mhz)
+    def look(clocks_mhz: IntArray, what: str) -> Look:
+        count = settings.count(store.iteration_s(own, clocks_mhz))
+        clocked = Clocked(own, clocks_mhz)
         return Look(clocked, count, f"profile: {what}", settings.settle_iterations)
 
+    def look_at(name: str, kinds: Sequence[Kind], clock_mhz: int) -> Look:
+        places = [store.kinds.index(kind) for kind in kinds]
+        there = (keys >= 0) & np.isin(keys % len(store.kinds), places)
+        clocks_mhz = own.pair_clocks(np.where(there, clock_mhz, top_mhz))
+        return look(clocks_mhz, f"each {name} at {clock_mhz} MHz")
 
-class Measuring:
-    """Makes a profile by what a probe looks at, on a job's planning rank.
+    # Sums of meters know no lower clocks.
+    known = store.clocks_mhz[store.clocks_mhz >= store.powers.nodes_mhz[0]].astype(int).tolist()
+    left = [top_mhz, *probe_clocks_mhz(known, _STEP)]
+    seen: list[int] = []
+    while left and (len(seen) < 2 or store.valley_mhz(waiting=False) <= seen[-1]):
+        seen.append(left.pop(0))
+        yield look_at("unit", store.kinds, seen[-1])
+    for kind in store.kinds[:-1]:
+        for clock_mhz in seen[1:]:
+            yield look_at(kind, (kind,), clock_mhz)
+    while left and store.valley_mhz(waiting=True) <= seen[-1]:
+        seen.append(left.pop(0))
+        clocks_mhz = probe(own, store, seen[-1], at_cost=False)
+        if (clocks_mhz == top_mhz).all():
+            return
+        yield look(clocks_mhz, f"units that have time at {seen[-1]} MHz")
+
+
+def measured_profile(
+    store: Store, num_replicas: int, looks: Iterator[Look], own: Schedule, first: Window
+) -> Run[Profile]:
+    """Run looks, and return the profile that they make.
 
     Args:
-        own: the framework's order.
         store: empty.
         num_replicas: pipelines.
-        probe: proposes the looks.
+        looks: of a probe.
+        own: the framework's order.
+        first: iterations of it at the highest clock.
+
+    Raises SweepError if a clock ceases to follow, or the counters of a stage fail.
     """
-
-    def __init__(self, own: Schedule, store: Store, num_replicas: int, probe: Probe) -> None:
-        self._own, self._store, self._probe = own, store, probe
-        self._everyone = range(num_replicas)
-        self._commands = CommandMaker(store)
-
-    def run(self) -> Run[Profile]:
-        """The profile; SweepError if a clock ceases to follow, or the counters of a stage fail."""
-        first = yield None
-        self._learn(self._store.at_top(self._own), first)
-        while (look := self._probe.next(self._store)) is not None:
-            self._commands.note(look.note)
-            clocked, count, settle = look.clocked, look.iterations, look.settle
-            for longer in _LONGER:
-                # Waiting for the counter, so that what it has seen of a short window is there.
-                command = self._commands.for_all(Phase.PROFILE, clocked, longer * count, settle)
-                window = yield replace(command, metered=True)
-                if all(report.metered for report in window.stages):
-                    break
-            _check(window)
-            self._learn(clocked, window)
-        self._store.align()
-        return self._store.profile(careful=False)
-
-    def _learn(self, clocked: Clocked, window: Window) -> None:
-        self._store.learn(clocked.schedule, clocked.frequency_mhz, window, replicas=self._everyone)
+    commands = CommandMaker(store, num_replicas)
+    commands.learn(store.at_top(own), first)
+    for look in looks:
+        commands.note(look.note)
+        for longer in _LONGER:
+            # Waiting for the counter, so that what it has seen of a short window is there.
+            count = longer * look.iterations
+            command = commands.for_all(Phase.PROFILE, look.clocked, count, look.settle)
+            window = yield replace(command, metered=True)
+            if all(report.metered for report in window.stages):
+                break
+        _check(window)
+        commands.learn(look.clocked, window)
+    store.align()
+    return store.profile(careful=False)
 
 
 def _check(window: Window) -> None:

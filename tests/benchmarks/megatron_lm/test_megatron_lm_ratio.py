@@ -215,12 +215,12 @@ def test_megatron_is_alone_while_envpipe_rests(calls, own_s):
 
 def test_torchtitan_is_alone_while_envpipe_rests(calls):
     turns, pipeline = Turns(), object.__new__(AttachedPipeline)
-    pipeline._begun, pipeline._torch_step = True, calls.append
+    pipeline._begin_again, pipeline._torch_step = print, calls.append
     rest.let_torchtitan_rest(lambda: rest.rests_in(turns.turn))
     for number in range(6):
         turns.begun += 1
         AttachedPipeline._step(pipeline, number)
-        pipeline._begun = number != 2
+        pipeline._begin_again = None if number == 2 else print
     assert calls == ["_step", "_step", "pause", 2, 3, "_step", "_step"]
 
 

@@ -58,12 +58,11 @@ def write_run(folder, *, begin_s=100.0, **more):
                 append_line(folder / "timeline.jsonl", entry)
             steps = last - first + 1
             metered = window(
-                stage, first, steps * length_s * POWER_W[phase], **labels(stage, **more),
-                phase=phase, last_iteration=last, begin_s=begin_s + first * length_s,
-                duration_s=steps * length_s, compute_s=steps * 1.2, blocking_s=steps * 0.2,
-                idle_s=steps * (length_s - 1.4),
+                stage, first, steps * length_s * POWER_W[phase], phase=phase, last_iteration=last,
+                begin_s=begin_s + first * length_s, duration_s=steps * length_s,
+                compute_s=steps * 1.2, blocking_s=steps * 0.2, idle_s=steps * (length_s - 1.4),
             )  # fmt: skip
-            append_line(folder / "energy.jsonl", metered)
+            append_line(folder / "energy.jsonl", metered | labels(stage, **more))
     return folder
 
 

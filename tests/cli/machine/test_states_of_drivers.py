@@ -194,7 +194,7 @@ def test_a_job_on_that_gpu(node, state):
 
 @pytest.mark.parametrize(
     ("fault", "said"),
-    [("lost", "the GPU is lost"), ("in_use", "in use"), ("timeout", "gave up waiting")],
+    [("lost", "the GPU is lost"), ("in_use", "in use"), ("timeout", "NVML says")],
 )
 def test_what_comes_while_a_job_runs_ends_its_control_and_not_the_job(node, fault, said):
     """As in the reports above, and of a driver that hangs: leptonai/gpud#604."""

@@ -32,7 +32,7 @@ def node(fake_nvml):
     [
         ("no_permission", 1, GpuPermissionError, "root or CAP_SYS_ADMIN.*zeusd"),
         ("lost", 1, GpuError, "Xid"),
-        ("timeout", 1, GpuError, "Try again"),
+        ("timeout", 1, GpuError, "nvidia-smi"),
         ("not_supported", 1, GpuNotSupportedError, "nvidia-smi -q"),
         ("fail_after", 0, GpuError, "nvidia-smi"),
     ],

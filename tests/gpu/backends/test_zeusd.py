@@ -20,7 +20,6 @@ from envpipe_megatron.gpu.site import SiteConfig
 @pytest.fixture(autouse=True)
 def _no_zeus_variables(monkeypatch):
     monkeypatch.delenv("ZEUSD_SOCK_PATH", raising=False)
-    monkeypatch.delenv("ZEUSD_HOST_PORT", raising=False)
     monkeypatch.delenv("ZEUSD_TOKEN", raising=False)
 
 
@@ -285,51 +284,5 @@ def test_where_the_socket_is(monkeypatch, tmp_path):
     assert str(zeusd_socket(SiteConfig())) == "/run/zeusd/zeusd.sock"
     site = SiteConfig(zeusd_socket=tmp_path / "site.sock")
     assert zeusd_socket(site) == tmp_path / "site.sock"
-    monkeypatch.setenv("ZEUSD_HOST_PORT", "localhost:4938")
-    assert zeusd_socket(site) == "localhost:4938"
     monkeypatch.setenv("ZEUSD_SOCK_PATH", str(tmp_path / "mine.sock"))
     assert zeusd_socket(site) == tmp_path / "mine.sock"
-
-
-def test_over_tcp_it_is_asked_with_the_token_and_changes_what_it_would_by_its_socket(monkeypatch):
-    daemon = FakeZeusd(None)
-    daemon.tokens = {"good": ["gpu-control"]}
-    monkeypatch.setenv("ZEUSD_HOST_PORT", daemon.host_port)
-    place = zeusd_socket(SiteConfig())
-    with pytest.raises(GpuPermissionError, match=f"{daemon.host_port} refuses.*ZEUSD_TOKEN"):
-        ZeusdGpu(PlainReader(), "0000:41:00.0", Zeusd(place)).lock_frequency(1380)
-    monkeypatch.setenv("ZEUSD_TOKEN", "good")
-    gpu = ZeusdGpu(PlainReader(), "0000:41:00.0", Zeusd(place))
-    gpu.lock_frequency(1380)
-    gpu.reset_frequency()
-    assert daemon.changes == [locked(1380), RESET]
-    daemon.stop()
-
-
-@pytest.mark.parametrize("place", ["localhost:1", "localhost:port", "no.such.host.invalid"])
-def test_where_no_zeusd_listens_the_place_is_named(place):
-    with pytest.raises(GpuError, match=f"no zeusd at {place}: .*ZEUSD_HOST_PORT"):
-        Zeusd(place).discover()
-
-
-def test_the_zeusd_of_another_machine_is_asked_for_nothing(monkeypatch):
-    """Its GPUs may have the same PCI addresses as ours."""
-    daemon = FakeZeusd(None)
-    connect = socket.create_connection
-
-    class Elsewhere:
-        def __init__(self, *place):
-            self.connection = connect(*place)
-
-        def getpeername(self):
-            return "10.0.0.7", 4938
-
-        def __getattr__(self, name):
-            return getattr(self.connection, name)
-
-    monkeypatch.setattr(socket, "create_connection", Elsewhere)
-    gpu = ZeusdGpu(PlainReader(), "0000:41:00.0", Zeusd(daemon.host_port))
-    with pytest.raises(GpuError, match=r"10\.0\.0\.7 is another machine than 127"):
-        gpu.lock_frequency(1380)
-    assert daemon.requests == []
-    daemon.stop()

@@ -1,4 +1,4 @@
-"""A small zeusd over a Unix socket or TCP, as its HTTP API is documented; remembers requests."""
+"""A small zeusd over a Unix socket, as its HTTP API is documented; remembers requests."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 class FakeZeusd:
-    """Listens from the start, without a path at `host_port`; its offers may be changed any time.
+    """Listens from the start; its offers may be changed any time.
 
     Attributes:
         gpus: {pci_address: {"id": number}}; the fields are those of /discover.
@@ -62,7 +62,7 @@ class FakeZeusd:
         requests: every request, as "METHOD /path".
     """
 
-    def __init__(self, path: Path | None) -> None:
+    def __init__(self, path: Path) -> None:
         self.path = path
         self.gpus = {address: dict(gpu) for address, gpu in GPUS.items()}
         self.groups = ALL_GROUPS
@@ -83,23 +83,19 @@ class FakeZeusd:
         daemon = self
 
         class Server(_Server):
-            address_family = socket.AF_UNIX if self.path else socket.AF_INET
+            address_family = socket.AF_UNIX
 
             def get_request(self):
                 connection, address = super().get_request()
                 daemon._open.append(connection)
                 return connection, address
 
-        place = str(self.path) if self.path else ("127.0.0.1", 0)
-        self._server = Server(place, _Handler)
-        if self.path is None:
-            self.host_port = "{}:{}".format(*self._server.server_address)
+        self._server = Server(str(self.path), _Handler)
         self._server.daemon = self
         threading.Thread(target=self._server.serve_forever, args=(0.01,), daemon=True).start()
 
     def stop(self):
-        if self.path:
-            self.path.unlink()
+        self.path.unlink()
         self._end(self._server, self._open)
 
     def restart(self):

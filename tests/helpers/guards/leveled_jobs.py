@@ -9,18 +9,21 @@ from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock, patch
 
+import pytest
+
 from envpipe_megatron.formats.energy import Phase
 from envpipe_megatron.integrations import leveled
+from envpipe_megatron.integrations.hooking import Hooks
 from envpipe_megatron.integrations.job import WithoutEnvPipeError
 from envpipe_megatron.integrations.leveled import LeveledJob
-from envpipe_megatron.integrations.options import OPTIONS, Options
+from envpipe_megatron.runtime.job.options import JobOptions
 
 
 class FakeJob:
     """Notes at what level it was made, and what of it was closed."""
 
     def __init__(
-        self, options: Options, *, level: Any, notes: Any, say: Any, made: list[Any], **_: Any
+        self, options: JobOptions, *, level: Any, notes: Any, say: Any, made: list[Any], **_: Any
     ) -> None:
         if options.gpu_control == "none":
             raise WithoutEnvPipeError("NVML is not there")
@@ -38,10 +41,9 @@ class FakeJob:
         self.closed = True
 
 
-def given(**options: Any) -> Options:
+def given(**options: Any) -> JobOptions:
     """Options by name; all others as they are where nothing is given."""
-    usual = {name: option.read(option.flag.get("default")) for name, option in OPTIONS.items()}
-    return Options(**{**usual, **options})
+    return JobOptions(**options)
 
 
 @contextmanager
@@ -56,7 +58,7 @@ def jobs_are_faked() -> Iterator[list[FakeJob]]:
 
 
 def begin(
-    of: Any = LeveledJob, options: Options | None = None, limits: Any = ()
+    of: Any = LeveledJob, options: JobOptions | None = None, limits: Any = ()
 ) -> tuple[Any, list[FakeJob], list[str]]:
     """A job of a class that is a `LeveledJob`, the jobs that it makes, and what it says."""
     said: list[str] = []
@@ -65,3 +67,10 @@ def begin(
     with jobs_are_faked() as made:
         LeveledJob.__init__(job, options or given(), placement, Mock(), said.append, limits)
     return job, made, said
+
+
+def fresh_hooks(module: Any, monkeypatch: pytest.MonkeyPatch) -> Hooks[Any]:
+    """The state of a patch's hooks that nothing has called, which its module has from here on."""
+    made = Hooks[Any](module._hooks._file, *module._hooks._needed)
+    monkeypatch.setattr(module, "_hooks", made)
+    return made

@@ -5,8 +5,9 @@ from __future__ import annotations
 import numpy as np
 
 from envpipe_megatron.core.arrays import FloatArray
-from envpipe_megatron.tuning.commands import Report
+from envpipe_megatron.tuning.commands import Report, Window
 from envpipe_megatron.tuning.measured.meters import MeterSums
+from envpipe_megatron.tuning.measured.store import Store
 
 
 def report_of(
@@ -22,3 +23,14 @@ def report_of(
     waits_s = np.zeros((replicas, iterations, unit_s.shape[1]))
     power_w = np.full((replicas, 2), np.nan)
     return Report(unit_s, ends_s, gaps_s, steps_s, waits_s, meter, metered, power_w)
+
+
+def iteration(store: Store, unit_s: FloatArray) -> Window:
+    """One iteration of one replica, [num_stages, units_per_stage], that nothing followed."""
+    unknown, meter = np.full((1, 1), np.nan), MeterSums.none(len(store.powers.sums[0].weighted))
+    return Window(
+        tuple(
+            report_of(row[np.newaxis], np.full((1, 1), row.sum()), unknown, unknown, meter, 0)
+            for row in unit_s
+        )
+    )

@@ -233,25 +233,19 @@ def emulate(rank: int, case: Case, root: Path, preset: str = "a100-sxm") -> None
     plain_stages.emulate(rank, root, preset, case.forward_s)
     leveled.Job = FastJob  # type: ignore[misc]
     FastJob.late_from = case.late_from
-    phases._tuner = partial(Turning, case.turns) if case.turns else _own_tuner
+    phases._begin = partial(turning, case.turns) if case.turns else _begin
 
 
-_own_tuner = phases._tuner
+_begin = phases._begin
 
 
-class Turning:
-    """Takes the place of what decides upon measurements: orders as a test lists them."""
-
-    def __init__(self, turns: Sequence[tuple[Schedule, int]], job: Any, *rest: Any) -> None:
-        self._turns, self._top_mhz = turns, max(job.gpu.supported_frequencies_mhz)
-
-    def run(self) -> Run[None]:
-        """Run all of them, again and again."""
-        yield None
-        for order, times in cycle(self._turns):
-            at_top = constant_order(Phase.STEADY, order, self._top_mhz, self._top_mhz)
-            clocked = Clocked(order, at_top.frequency_mhz)
-            yield Command(Phase.STEADY, times, orders=(clocked,), note=f"turns to {order.name}")
+def turning(turns: Sequence[tuple[Schedule, int]], job: Any, *rest: Any) -> Run[None]:
+    """Run orders as a test lists them, again and again, in place of what measurements tell."""
+    top_mhz = max(job.gpu.supported_frequencies_mhz)
+    for order, times in cycle(turns):
+        at_top = constant_order(Phase.STEADY, order, top_mhz, top_mhz)
+        clocked = Clocked(order, at_top.frequency_mhz)
+        yield Command(Phase.STEADY, times, orders=(clocked,), note=f"turns to {order.name}")
 
 
 def step_of_ones(schedule: Any, case: Case, rank: int) -> None:

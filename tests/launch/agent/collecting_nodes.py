@@ -7,6 +7,7 @@ import contextlib
 import functools
 import json
 import random
+from asyncio import sleep  # which a test may replace
 from collections.abc import AsyncIterator, Callable, Coroutine
 from pathlib import Path
 from typing import Any
@@ -35,6 +36,20 @@ def in_time(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., Non
     return run
 
 
+async def holds(condition: Callable[[], bool], timeout_s: float = LONG_S) -> bool:
+    """Wait until a condition holds; False after a time."""
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(timeout_s):
+            while not condition():
+                await sleep(0.001)
+    return condition()
+
+
+def ended(collector: Collector) -> Callable[[], bool]:
+    """A condition: all nodes have ended."""
+    return lambda: not collector.bill.running()
+
+
 class Agent:
     """A node's log and its uplink."""
 
@@ -50,7 +65,7 @@ class Agent:
                 self.log.append(line_of(self.log.node, gpu, iteration))
 
     async def is_known(self) -> None:
-        assert await self.uplink.all_known(LONG_S), self.uplink.trouble
+        assert await holds(self.uplink.knows_all), self.uplink.trouble
 
     async def is_troubled(self) -> str:
         while not self.uplink.trouble:

@@ -15,6 +15,8 @@ from collecting_nodes import (
     assert_is_the_files_bill,
     collecting,
     connected,
+    ended,
+    holds,
     in_time,
     is_hung_up,
     piece_of,
@@ -53,7 +55,7 @@ async def test_the_live_sum_is_that_of_the_files(tmp_path, monkeypatch):
         assert sorted(collector.bill.running()) == ["a", "b"]
         for agent in nodes:
             agent.log.end(0)
-        assert await collector.all_ended(LONG_S)
+        assert await holds(ended(collector), LONG_S)
         assert_is_the_files_bill(collector.bill, *nodes)
         assert told == [2 * 20 + 4 * 20], "no more often, and at the end"
         assert all(agent.uplink.trouble == "" for agent in nodes)
@@ -75,18 +77,18 @@ async def test_torn_lines_are_counted_and_passed_over(tmp_path):
 @in_time
 async def test_waiting_ends_in_time(tmp_path):
     async with collecting() as collector, agents(tmp_path, "a") as (agent,):
-        assert not await agent.uplink.all_known(LONG_S)  # nobody ever said where to send
+        assert not agent.uplink.sends  # nobody ever said where to
         assert "runs no collector" in agent.uplink.why_unknown()
         endpoint = await collector.start("localhost")
-        assert await collector.all_ended(SHORT_S)  # there is no node
+        assert await holds(ended(collector), SHORT_S)  # there is no node
         agent.uplink.send_to({**endpoint, "token": "wrong"})
-        assert not await agent.uplink.all_known(SHORT_S)
+        assert not await holds(agent.uplink.knows_all, SHORT_S)
         agent.uplink.send_to(endpoint)
         await agent.is_known()
         assert agent.uplink.why_unknown() == ""
-        assert not await collector.all_ended(SHORT_S)
+        assert not await holds(ended(collector), SHORT_S)
         assert collector.bill.running() == ["a"]
-        waiting = asyncio.create_task(collector.all_ended(LONG_S))
+        waiting = asyncio.create_task(holds(ended(collector), LONG_S))
         await asyncio.sleep(0)
         agent.log.end(0)
         assert await waiting
@@ -237,5 +239,5 @@ async def test_closing_hangs_up_on_everybody(tmp_path):
         await is_hung_up(*silent)
         assert not collector._connections
         nodes[0].append(0)
-        assert not await nodes[0].uplink.all_known(SHORT_S)
+        assert not await holds(nodes[0].uplink.knows_all, SHORT_S)
         assert nodes[0].uplink.trouble

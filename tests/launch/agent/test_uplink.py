@@ -17,6 +17,8 @@ from collecting_nodes import (
     agents,
     assert_is_the_files_bill,
     collecting,
+    ended,
+    holds,
     in_time,
 )
 
@@ -97,7 +99,7 @@ async def test_a_network_that_is_cut_anywhere_loses_nothing_and_repeats_nothing(
             agent.log.end(0)
         for agent in nodes:
             await agent.is_known()
-        assert await collector.all_ended(SHORT_S)
+        assert await holds(ended(collector), SHORT_S)
         assert_is_the_files_bill(collector.bill, *nodes)
         assert proxy.cuts > 20
         await proxy.close()

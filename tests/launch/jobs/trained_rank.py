@@ -21,8 +21,7 @@ import torch.distributed as dist
 from plain_job import MICROBATCHES, PRESET, TIMES_S, WARMUP_ITERATIONS
 
 from envpipe_megatron.gpu.emulated.store import default_root
-from envpipe_megatron.policies.request import PlanRequest
-from envpipe_megatron.runtime.job.session import SessionConfig
+from envpipe_megatron.runtime.job.options import JobOptions
 
 #: Of every wait for another rank.
 TIMEOUT_S = 20.0
@@ -40,10 +39,12 @@ def done_by_all(folder: Path, ranks: int) -> int:
     return min(counts)
 
 
-def configured(folder: Path) -> SessionConfig:
+def configured(folder: Path) -> JobOptions:
     plan = folder / "plan.json"
-    given = {"plan_file": plan, "profile_file": folder / "profile.csv"} if plan.exists() else {}
-    return SessionConfig(PlanRequest(MICROBATCHES), warmup_iterations=WARMUP_ITERATIONS, **given)
+    given = {"plan": plan, "profile": folder / "profile.csv"} if plan.exists() else {}
+    return JobOptions(
+        num_microbatches=MICROBATCHES, type="baseline", baseline_steps=WARMUP_ITERATIONS, **given
+    )
 
 
 class Teller:

@@ -259,9 +259,6 @@ def test_windows_that_wait_in_vain_are_given_up_one_by_one(logged, monkeypatch, 
     assert caplog.text.count("has a gap") == 1
 
 
-# A disk that fails ---------------------------------------------------------------------------
-
-
 # A job of weeks --------------------------------------------------------------------------------
 
 #: Labels as long as they get.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from dataclasses import fields, replace
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -24,7 +23,8 @@ from envpipe_megatron.policies.request import PlanRequest
 from envpipe_megatron.report.run_folder import read_run_folder
 from envpipe_megatron.runtime.execution.orders import constant_order
 from envpipe_megatron.runtime.job import iterations
-from envpipe_megatron.runtime.job.parts import JobParts, SessionState
+from envpipe_megatron.runtime.job.options import JobOptions
+from envpipe_megatron.runtime.job.parts import PhaseParts, SessionState
 
 pytestmark = pytest.mark.xdist_group("pipeline")
 
@@ -75,14 +75,15 @@ def test_each_size_has_its_plan_and_a_restart_finds_it(three_ranks, tmp_path):
         found = read_plan(output / name, profile)
         assert (found.frequency_mhz == plans[count].frequency_mhz).all()
     job = json.loads((output / "job.json").read_text())
-    assert set(job["plans"]) == {"", "m2", "m3"}
     assert set(job["baselines"]) == {"", "m2", "m3"}
 
-    again = [3] * 3 + [4] * 3 + [2] * 3
+    again = [3] * 8 + [4] * 8 + [2] * 8
     for stage, told in enumerate(three_ranks.run(step_ranks.train_kept, tmp_path, again, {})):
-        assert [phase for phase, _ in told["steps"]] == ["warm-up", "warm-up", "steady"] * 3
-        for (_, clocks), count in zip(told["steps"][2::3], (3, 4, 2), strict=True):
-            assert clocks == tuple(plans[count].frequency_mhz[stage])
+        for place, count in enumerate((3, 4, 2)):  # plans are made again, from the same profile
+            own = told["steps"][8 * place : 8 * place + 8]
+            assert [phase for phase, _ in own].count("warm-up") == 2
+            assert "profile" not in [phase for phase, _ in own]
+            assert own[-1] == ("steady", tuple(plans[count].frequency_mhz[stage]))
         before = {name: b.mean for name, b in ranks[stage]["baselines"].items()}
         assert {name: b.mean for name, b in told["baselines"].items()} == before
     assert {name: (output / name).read_bytes() for name in kept} == kept
@@ -132,9 +133,9 @@ def test_a_plan_of_the_users_is_for_the_full_batch(three_ranks, tmp_path):
     mine = planned(profile, 4)
     clocks = np.full_like(mine.frequency_mhz, 1200)
     mine = replace(mine, frequency_mhz=clocks, energy_lower_bound_j=None)
-    files = {"profile_file": tmp_path / "mine.csv", "plan_file": tmp_path / "plan_mine.json"}
-    profile.write(files["profile_file"])
-    mine.write(files["plan_file"])
+    files = {"profile": tmp_path / "mine.csv", "plan": tmp_path / "plan_mine.json"}
+    profile.write(files["profile"])
+    mine.write(files["plan"])
     counts = [2] * (WARMUP + 1) + [4] * (WARMUP + 1)
     of_two_mhz = planned(profile, 2).frequency_mhz
     for stage, told in enumerate(
@@ -149,7 +150,7 @@ def test_a_plan_of_the_users_is_for_the_full_batch(three_ranks, tmp_path):
 def test_a_closed_loop_knows_sizes_that_take_turns(three_ranks, tmp_path):
     """Its probes may be apart, so what one size has learnt is not lost to another."""
     counts = [4, 2] * 16
-    ranks = three_ranks.run(step_ranks.train_kept, tmp_path, counts, {}, {"closed_loop": True})
+    ranks = three_ranks.run(step_ranks.train_kept, tmp_path, counts, {}, {"sweep": False})
     for told in ranks:
         for count in (2, 4):
             own = phases(told, counts, count)
@@ -169,12 +170,12 @@ def test_what_another_size_interrupts_goes_on_unless_it_is_a_sweep(monkeypatch, 
             yield order
 
     monkeypatch.setattr(iterations, "run_phases", run_phases)
-    parts = dict.fromkeys((field.name for field in fields(JobParts)), None)
+    parts = dict.fromkeys((field.name for field in fields(PhaseParts)), None)
     # While a plan is being made, there is a profile.
     known: Any = None if swept else "a profile"
     state = SessionState(profile=known)
-    parts |= {"state": state, "config": SimpleNamespace(closed_loop=False)}
-    job = JobParts(**parts)
+    parts |= {"state": state, "options": JobOptions(type="baseline")}
+    job = PhaseParts(**parts)
     batches = iterations.Batches(job, lambda facts: None)
     for count in (4, 2, 4):
         assert batches.next_order(None, count, None, None, full_batch=count == 4) is order

@@ -19,7 +19,7 @@ from envpipe_megatron.gpu.presets import load_preset
 
 pytestmark = pytest.mark.xdist_group("pipeline")
 
-LOOP = {"closed_loop": True}
+LOOP = {"sweep": False}
 
 
 def test_ranks_turn_to_plans_together_and_a_restart_looks_at_no_clock_twice(three_ranks, tmp_path):
@@ -72,7 +72,7 @@ def test_ranks_park_where_a_profile_says_that_waiting_takes_less_at_lower_clocks
     wait_power_w = ({clock: 4 + 80 * clock / 1410 for clock in clocks},) * 3
     known = Sidecar(wait_power_w=wait_power_w, frequency_change_s=model.frequency_change_s)
     make_profile(rows, source="the preset", sidecar=known).write(tmp_path / "given.csv")
-    given = {"profile_file": tmp_path / "given.csv"}
+    given = {"profile": tmp_path / "given.csv"}
     three_ranks.run(step_ranks.train_kept, tmp_path, [4] * 12, {}, {**LOOP, **given})
     output = tmp_path / "output"
     plan = read_plan(output / "plan.json", read_profile(output / "profile.csv"))

@@ -16,7 +16,6 @@ from rank_pool import RankPool
 
 from envpipe_megatron.core.plan import read_plan
 from envpipe_megatron.core.profile import read_profile
-from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.formats.energy import read_energy_logs
 from envpipe_megatron.formats.timeline import read_timelines
 from envpipe_megatron.gpu.clock.page import ClockPage
@@ -27,8 +26,6 @@ from envpipe_megatron.gpu.presets import load_preset
 from envpipe_megatron.launch.bill.bill import bill_of
 from envpipe_megatron.policies.frequencies import envelope
 from envpipe_megatron.policies.reconfigure import RECONFIGURE_POLICIES, reconfigure
-from envpipe_megatron.policies.request import PlanRequest
-from envpipe_megatron.runtime.job.session import SessionConfig
 
 pytestmark = pytest.mark.xdist_group("pipeline")
 
@@ -219,19 +216,6 @@ def test_no_rank_locks_where_one_could_not_reset(fake_nvml_library, fake_nvml, t
         for rank, told in enumerate(pool.run(*arguments, True)):
             assert told.startswith("GpuPermissionError" if rank == 1 else "CollectivesError")
     assert not list((tmp_path / "leases").iterdir())
-
-
-@pytest.mark.parametrize(
-    ("options", "shown"),
-    [
-        ({"request": PlanRequest(4, reconfigure="balancd")}, "balancd"),
-        ({"request": PlanRequest(4, policy="uniform", reconfigure="balanced")}, "envelope"),
-        ({"request": PlanRequest(4, schedule="zero-bubble")}, "zero-bubble"),
-    ],
-)
-def test_contradictions_are_refused_before_training(options, shown):
-    with pytest.raises(EnvPipeError, match=shown):
-        SessionConfig(**options)
 
 
 def test_reconfiguring_raises_clocks_between_those_that_were_profiled(three_ranks, tmp_path):

@@ -17,7 +17,7 @@ from envpipe_megatron.policies.problem import PlannerError
 
 pytestmark = pytest.mark.xdist_group("pipeline")
 
-ENVELOPE = {"schedule": "envpipe", "policy": "envelope", "reconfigure": "balanced"}
+ENVELOPE = {"type": "envelope", "reconfigure": "balanced"}
 
 
 def phases(told):
@@ -59,7 +59,6 @@ def test_what_fails_leaves_the_frameworks_order(three_ranks, tmp_path, fault):
     """Of each part, the tests of that part have all that may fail in it."""
     told = three_ranks.run(session_ranks.train_with_faults, tmp_path, ENVELOPE, (fault,))
     check_own_order(told, "of a test")
-    assert not stored(tmp_path)["plans"]
     assert not (tmp_path / "plan.json").exists()
 
 
@@ -89,7 +88,6 @@ def test_no_start_meets_the_same_failure_for_ever(three_ranks, tmp_path):
     last = run(session_ranks.train_with_faults, tmp_path, ENVELOPE)
     assert phases(last[0]) == ["warm-up", "profile", "reconfigure", "steady"]
     assert stored(tmp_path)["profile"]
-    assert stored(tmp_path)["plans"]
 
 
 def test_what_the_user_gave_ends_no_training_that_is_under_way(three_ranks, tmp_path):

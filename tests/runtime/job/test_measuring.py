@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,23 +16,22 @@ from envpipe_megatron.core.orders.zero_bubble import half_split, zero_bubble
 from envpipe_megatron.core.profile_rows import SplitBackward
 from envpipe_megatron.core.schedule import Schedule
 from envpipe_megatron.formats.energy import Phase
-from envpipe_megatron.policies.request import PlanRequest
 from envpipe_megatron.runtime.job import measuring
-from envpipe_megatron.runtime.job.config import SessionConfig
 from envpipe_megatron.runtime.job.measuring import (
     known_and_measured,
     measure_p2p_latency_s,
     try_parts,
 )
+from envpipe_megatron.runtime.job.options import JobOptions
 from envpipe_megatron.runtime.job.parts import note
 from envpipe_megatron.runtime.memory.peak import MemoryFullError, Watch
 
 OWN = builders.one_f_one_b(STAGES, MICROBATCHES)
-AUTO = PlanRequest(MICROBATCHES, "auto", "optimal")
+AUTO = JobOptions(num_microbatches=MICROBATCHES, why_whole="")
 
 
-def measured_by(own: Schedule = OWN, request: PlanRequest = AUTO, **config: Any) -> str:
-    rank: Any = Rank(SessionConfig(request, **{"splits": True, **config}))
+def measured_by(own: Schedule = OWN, **given: Any) -> str:
+    rank: Any = Rank(replace(AUTO, **given))
     profile, measured = known_and_measured(rank, own, [])
     assert profile is None
     assert measured is own or measured.stages == half_split(own).stages
@@ -40,8 +40,8 @@ def measured_by(own: Schedule = OWN, request: PlanRequest = AUTO, **config: Any)
 
 def test_half_of_the_backwards_are_split_where_plans_may_split_some():
     assert measured_by() == "half"
-    assert measured_by(request=PlanRequest(MICROBATCHES, "zb-h1", "uniform")) == "half"
-    assert measured_by(splits=False) == "whole"
+    assert measured_by(scheduling="zb-h1", type="uniform") == "half"
+    assert measured_by(why_whole="of a test") == "whole"
     assert measured_by(builders.one_f_one_b(STAGES, 2)) == "half"
     assert measured_by(builders.one_f_one_b(STAGES, 1)) == "whole"  # both in one iteration?
     assert measured_by(builders.interleaved(2, 4, 2)) == "half"
@@ -52,7 +52,7 @@ def test_half_of_the_backwards_are_split_where_plans_may_split_some():
 @pytest.mark.parametrize("schedule", ["1f1b", "envpipe"])
 @pytest.mark.parametrize("policy", ["uniform", "envelope", "optimal"])
 def test_orders_that_are_whole_by_name_measure_no_parts(schedule, policy):
-    assert measured_by(request=PlanRequest(MICROBATCHES, schedule, policy)) == "whole"
+    assert measured_by(scheduling=schedule, type=policy) == "whole"
 
 
 @pytest.mark.parametrize("by_file", [False, True])
@@ -60,7 +60,7 @@ def test_a_profile_without_parts_is_used_only_where_the_user_gave_it(monkeypatch
     named = Path("named.csv") if by_file else None
     for known in (profile_of(), profile_of().with_split_backwards(SplitBackward())):
         monkeypatch.setattr(measuring, "known_profile", lambda *of, known=known: known)
-        rank: Any = Rank(SessionConfig(AUTO, splits=True, profile_file=named))
+        rank: Any = Rank(replace(AUTO, profile=named))
         profile, measured = known_and_measured(rank, OWN, [])
         if known.assumed is not None:
             assert (profile, measured.stages) == (known, half_split(OWN).stages)
@@ -91,7 +91,7 @@ class Roomy(Full):
 
 
 def test_what_parts_hold_is_watched_before_they_are_measured():
-    rank: Any = Rank(SessionConfig(AUTO, splits=True), memory=Roomy())
+    rank: Any = Rank(AUTO, memory=Roomy())
     rank.memory.watch = Watch.PEAK
     trying = try_parts(rank, OWN, half_split(OWN))
     order = next(trying)
@@ -107,7 +107,7 @@ def test_what_parts_hold_is_watched_before_they_are_measured():
 
 
 def test_without_memory_for_parts_backwards_stay_whole():
-    rank: Any = Rank(SessionConfig(AUTO, splits=True), memory=Full())
+    rank: Any = Rank(AUTO, memory=Full())
     with pytest.raises(StopIteration) as ended:
         next(try_parts(rank, OWN, half_split(OWN)))
     assert ended.value.value is OWN

@@ -39,7 +39,7 @@ def train(pool, root, devices, request, profile_file=None):
     return pool.run(run, root, devices, MICROBATCHES, request)
 
 
-ENVELOPE = {"schedule": "envpipe", "policy": "envelope"}
+ENVELOPE = {"scheduling": "envpipe", "type": "envelope"}
 
 
 def test_extra_forwards_are_limited_by_measured_memory(three_ranks, tmp_path):
@@ -80,7 +80,7 @@ def test_split_orders_hold_what_was_measured_in_parts(three_ranks, tmp_path, las
     sizes = Sizes(message=0, activations=400, pending=6_400, backward=2_000, layers=4)
     alone = sizes.weights + sizes.gradients + sizes.optimizer + sizes.backward
     devices = tuple(int((alone + more) / (1 - SAFETY_MARGIN)) for more in (13_000, 9_000, last))
-    request = {"schedule": "auto", "policy": "optimal", "max_in_flight": "memory"}
+    request = {"type": "optimal", "sweep": True, "max_in_flight": "memory"}
     run = functools.partial(memory_ranks.train, splits=True, sizes=sizes)
     told = three_ranks.run(run, tmp_path, devices, MICROBATCHES, request)
     for one, stage in zip(told, told[0].memory, strict=True):

@@ -22,24 +22,23 @@ from envpipe_megatron.core.sidecar import Sidecar
 from envpipe_megatron.formats.energy import Phase
 from envpipe_megatron.gpu.presets import load_preset, sweep_range
 from envpipe_megatron.policies.reconfigure import RECONFIGURE_POLICIES, Ended
-from envpipe_megatron.policies.request import PlanRequest
 from envpipe_megatron.runtime.channel.collectives import Collectives
 from envpipe_megatron.runtime.execution.orders import IterationOrder
 from envpipe_megatron.runtime.going_on import GoesOnError
 from envpipe_megatron.runtime.job import phases
-from envpipe_megatron.runtime.job.config import SessionConfig
-from envpipe_megatron.runtime.job.parts import SessionState
+from envpipe_megatron.runtime.job.measuring import known_profile
+from envpipe_megatron.runtime.job.options import JobOptions, Level
+from envpipe_megatron.runtime.job.parts import PhaseParts, SessionState
 from envpipe_megatron.runtime.job.phases import run_phases
-from envpipe_megatron.runtime.job.restarts.folder import JobFolder
-from envpipe_megatron.runtime.job.restarts.known_profile import known_profile
+from envpipe_megatron.runtime.job.restarts import JobFolder
 from envpipe_megatron.runtime.memory.peak import MemoryFullError, Watch
-from envpipe_megatron.tuning.planner import PlannedBeside
-from envpipe_megatron.tuning.probes.sweep import Measuring, ProfilerSettings
-from envpipe_megatron.tuning.reconfigure import Reconfigurer
 
 CLOCKS = (1005, 1200, 1410)
 STAGES, MICROBATCHES = 2, 4
-ENVELOPE = PlanRequest(MICROBATCHES, "envpipe", "envelope")
+ENVELOPE = JobOptions(
+    num_microbatches=MICROBATCHES, type="envelope", reconfigure="default", baseline_steps=3
+)
+BASELINE = JobOptions(num_microbatches=MICROBATCHES, type="baseline", baseline_steps=1)
 
 
 def profile_of(stages: int = STAGES) -> Any:
@@ -89,7 +88,7 @@ class Record(str):
 class Rank:
     """Stage 0 of a job, on one of its two replicas; others say what it says, but for `other`."""
 
-    config: SessionConfig
+    options: JobOptions
     own_order: Schedule | None = None
     other: Callable[[Any], Any] = lambda own: own
     replica: Callable[[Any], Any] = lambda own: own
@@ -108,7 +107,7 @@ class Rank:
     executor: Any = "executor"
     energy: Any = field(default_factory=lambda: SimpleNamespace(baselines={}))
     meter: Any = "meter"
-    print_grid: Any = "grid"
+    named = PhaseParts.named
 
     def __post_init__(self) -> None:
         pipeline: Any = SimpleNamespace(
@@ -123,7 +122,7 @@ class Rank:
             changes_clock=self.changes_clock,
             supported_frequencies_mhz=self.supported,
         )
-        self.folder = JobFolder(self.config.output_dir, self.collectives)
+        self.folder = JobFolder(self.options.output, self.collectives)
         self.collectives.is_planner = self.is_planner
         self.clock = SimpleNamespace(error=None)
         self.say = self.said.append
@@ -149,18 +148,26 @@ def test_messages_have_memory_on_all_ranks_before_a_unit_runs(own):
     """Else an integration lets its framework run the step, and goes on at a lower level."""
     asked = []
     channel = SimpleNamespace(make_room=lambda *what: asked.append(what) or own)
-    rank = Rank(SessionConfig(PlanRequest(MICROBATCHES)), channel=channel, other=lambda own: False)
+    rank = Rank(
+        BASELINE,
+        channel=channel,
+        other=lambda own: False,
+    )
     for _ in range(2):  # the next step would ask again
         with pytest.raises(MemoryFullError, match=r"no memory for messages .* '1f1b'"):
             rank.run(1)
     assert [(order.name, specs) for order, specs in asked] == [("1f1b", SPECS)] * 2
     kept = builders.one_f_one_b(STAGES, MICROBATCHES)
-    Rank(SessionConfig(PlanRequest(MICROBATCHES)), kept, channel=channel).run(1)
+    Rank(
+        BASELINE,
+        kept,
+        channel=channel,
+    ).run(1)
     assert len(asked) == 2  # its framework sends the messages itself
 
 
 def test_a_baseline_keeps_the_frameworks_order_at_the_highest_clock():
-    rank = Rank(SessionConfig(PlanRequest(MICROBATCHES), warmup_iterations=2))
+    rank = Rank(replace(BASELINE, baseline_steps=2))
     ran = rank.run(7)
     assert [(order.phase, watched) for order, watched in ran] == [
         (Phase.WARMUP, Watch.PEAK),
@@ -177,7 +184,7 @@ def test_a_baseline_keeps_the_frameworks_order_at_the_highest_clock():
 
 
 def test_units_of_a_plan_that_stays_are_timed_where_they_are_recorded():
-    ran = Rank(SessionConfig(PlanRequest(MICROBATCHES), warmup_iterations=2)).run(2 + 250)
+    ran = Rank(replace(BASELINE, baseline_steps=2)).run(2 + 250)
     timed = [number for number, (order, _) in enumerate(ran[2:]) if order.times_units]
     assert timed == [*range(10), 100, 200]
     assert all(order.times_units for order, _ in ran[:2])
@@ -186,7 +193,7 @@ def test_units_of_a_plan_that_stays_are_timed_where_they_are_recorded():
 
 @pytest.mark.parametrize("peaks", [[None, 4, 3], [None] * 3])
 def test_peaks_that_nobody_knows_are_not_compared(peaks):
-    rank = Rank(SessionConfig(PlanRequest(MICROBATCHES), warmup_iterations=1))
+    rank = Rank(BASELINE)
     rank.memory.peaks, rank.memory.stages = [*peaks], "known"
     rank.run(5)
     assert rank.memory.calls == [("compare", 4 if peaks[1] else None)]
@@ -194,23 +201,23 @@ def test_peaks_that_nobody_knows_are_not_compared(peaks):
 
 @pytest.mark.parametrize("error", [MemoryFullError, GoesOnError])
 def test_too_little_memory_for_the_own_order_is_said_alone(error):
-    rank = Rank(SessionConfig(PlanRequest(MICROBATCHES), warmup_iterations=1))
+    rank = Rank(BASELINE)
     rank.memory.predicting = error("Of a test")
     assert rank.run(3)[-1][0].phase is Phase.STEADY
     assert "memory: Of a test" in rank.said
 
 
 def test_chunks_and_orders_that_are_kept_warm_up_as_they_will_run():
-    chunks = PlanRequest(MICROBATCHES, "interleaved", num_chunks=2)
-    warmup, _ = Rank(SessionConfig(chunks)).run(1)[0]
+    chunks = replace(BASELINE, scheduling="interleaved", num_chunks=2)
+    warmup, _ = Rank(chunks).run(1)[0]
     assert warmup.schedule.stages == builders.interleaved(STAGES, MICROBATCHES, 2).stages
     kept = builders.gpipe(STAGES, MICROBATCHES)
-    warmup, _ = Rank(SessionConfig(chunks), own_order=kept).run(1)[0]
+    warmup, _ = Rank(chunks, own_order=kept).run(1)[0]
     assert warmup.schedule is kept
 
 
 GPIPE = builders.gpipe(STAGES, MICROBATCHES)
-FILES = {"plan_file": Path("plan.json"), "profile_file": Path("profile.csv")}
+FILES = {"plan": Path("plan.json"), "profile": Path("profile.csv")}
 
 
 @pytest.mark.parametrize(
@@ -237,8 +244,9 @@ def test_where_nothing_is_saved_nothing_is_measured(monkeypatch, request_, optio
     monkeypatch.setattr(phases, "_save_energy", save)
     monkeypatch.setattr(phases, "check_files", lambda job: None)
     chunks = 2 if request_[0] == "interleaved" else 1
-    request = PlanRequest(MICROBATCHES, *request_, num_chunks=chunks)
-    rank = Rank(SessionConfig(request, warmup_iterations=3, **options), own_order=kept)
+    scheduling, policy = request_
+    given = {"type": policy, "scheduling": scheduling, "num_chunks": chunks, **options}
+    rank = Rank(replace(BASELINE, baseline_steps=3, **given), own_order=kept)
     rank.state.plan = "plan"  # type: ignore[assignment]
     order, _ = rank.run(4)[-1]
     assert (order.phase, clocks_of(order)) == (Phase.STEADY, {1410})
@@ -270,17 +278,20 @@ def saving(monkeypatch) -> Any:
         parts.calls.append((profile, clocks_mhz))
         return parts.known
 
-    def run(job: Any, schedule: Schedule, clocks_mhz: Any, records: Any, make: Any) -> Any:
+    def run(job: Any, schedule: Schedule, clocks_mhz: Any, records: Any, begin: Any) -> Any:
         assert clocks_mhz == CLOCKS
-        parts.calls.append((schedule.name, records, make()))
+        what, *given = begin("warm-up")
+        parts.calls.append((schedule.name, records, given))
         order = yield "tuning"
-        planned = isinstance(parts.calls[-1][2], PlannedBeside)
-        found = (plan_of(), ("A note.",)) if planned else (plan_of(1410), 7, Ended.ENVELOPE)
-        return found, order
+        planned = (plan_of(), ("A note.",)), (plan_of(1410), 7, Ended.ENVELOPE)
+        return planned[what == "reconfigured"], order
+
+    for name in ("planned_beside", "reconfigured"):
+        monkeypatch.setattr(phases, name, lambda *given, name=name: (name, *given))
 
     monkeypatch.setattr(phases, "check_files", lambda job: None)
     monkeypatch.setattr(phases, "known_and_measured", profile)
-    monkeypatch.setattr(phases, "known_plan", known)
+    monkeypatch.setattr(phases, "given_plan", known)
     monkeypatch.setattr(phases, "plan_online", lambda job, profile: (profile, "asked"))
     monkeypatch.setattr(phases, "by_planner", lambda collectives, make: make())
     monkeypatch.setattr(phases, "check_plan", lambda job, plan, clocks_mhz: None)
@@ -295,7 +306,7 @@ def test_a_plan_is_reconfigured_where_it_is_new(saving, tmp_path, is_known):
     saving.known = plan_of() if is_known else None
     both = {set: lambda own: own - {1200}}
     rank = Rank(
-        SessionConfig(request, warmup_iterations=2, output_dir=tmp_path),
+        replace(request, baseline_steps=2, output=tmp_path),
         replica=lambda own: both.get(type(own), lambda same: same)(own),
         other=lambda own: own - {1005} if isinstance(own, set) else own,
     )
@@ -315,11 +326,12 @@ def test_a_plan_is_reconfigured_where_it_is_new(saving, tmp_path, is_known):
         return
     (name, records, planner), with_memory, (_, measured, reconfigurer) = made
     assert (name, records, measured) == ("1f1b", ["record 1"], ["record 1"])
-    assert planner == PlannedBeside("background", (profile_of(), "asked"))
-    assert with_memory.to_json() == reconfigurer.plan.to_json() == plan_of().to_json()
+    assert planner == ["background", (profile_of(), "asked"), "warm-up"]
+    started, *others = reconfigurer
+    assert with_memory.to_json() == started.to_json() == plan_of().to_json()
     own = builders.one_f_one_b(STAGES, MICROBATCHES)
     policy = RECONFIGURE_POLICIES["balanced"]
-    assert reconfigurer == Reconfigurer(reconfigurer.plan, policy, own, clocks, "grid")  # type: ignore[arg-type]
+    assert others == [policy, own, clocks, "warm-up"]
     assert rank.state.notes == ("A note.",)
     assert (rank.state.reconfigure_steps, rank.state.reconfigure_ended) == (7, Ended.ENVELOPE)
     assert rank.said[-4:] == [
@@ -331,7 +343,7 @@ def test_a_plan_is_reconfigured_where_it_is_new(saving, tmp_path, is_known):
 
 
 def test_one_iteration_is_warm_up_enough_to_plan_beside(saving):
-    rank = Rank(SessionConfig(ENVELOPE, warmup_iterations=1))
+    rank = Rank(replace(ENVELOPE, baseline_steps=1))
     rank.state.profile = profile_of()
     *_, (order, _) = rank.run(3)
     assert order.phase is Phase.STEADY
@@ -344,18 +356,18 @@ def test_one_iteration_is_warm_up_enough_to_plan_beside(saving):
         ({}, True, False, True),
         ({}, False, False, False),
         (FILES, True, True, True),
-        ({**FILES, "plan_file": "own"}, True, True, False),
-        ({**FILES, "plan_file": "own"}, True, False, True),
+        ({**FILES, "plan": "own"}, True, True, False),
+        ({**FILES, "plan": "own"}, True, False, True),
     ],
 )
 @pytest.mark.usefixtures("written_at_once")
 def test_the_plan_is_left_where_it_is_not_yet(
     saving, tmp_path, options, is_planner, is_known, left
 ):
-    if options.get("plan_file") == "own":
-        options = {**options, "plan_file": tmp_path / "plan.json"}
+    if options.get("plan") == "own":
+        options = {**options, "plan": tmp_path / "plan.json"}
     saving.known = plan_of() if is_known else None
-    config = SessionConfig(ENVELOPE, warmup_iterations=2, output_dir=tmp_path, **options)
+    config = replace(ENVELOPE, baseline_steps=2, output=tmp_path, **options)
     Rank(config, is_planner=is_planner).run(3 if is_known else 4)
     assert (tmp_path / "plan.json").exists() is left
 
@@ -389,9 +401,9 @@ def measuring(monkeypatch) -> Any:
     parts = SimpleNamespace()
 
     def run_commands(*arguments: Any) -> Any:
-        *parts.ran, make, _ = arguments if callable(arguments[-2]) else (*arguments, ())
-        facts = parts.known = make.args[1].facts
-        parts.made = make()
+        *parts.ran, begin = arguments
+        facts = parts.known = begin.args[0].facts
+        parts.begins = begin.func
         return replace(profile_of(), sidecar=facts), "the last order"
         yield
 
@@ -407,11 +419,12 @@ def measuring(monkeypatch) -> Any:
 @pytest.mark.parametrize("is_planner", [True, False])
 @pytest.mark.usefixtures("written_at_once")
 def test_an_online_profile_knows_what_surrounds_the_units(measuring, tmp_path, is_planner):
-    config = SessionConfig(
+    config = replace(
         ENVELOPE,
-        facts=Sidecar(tensor_parallel=1, sequence_length=77),
-        profiler=ProfilerSettings(2, 3, 4.0),
-        output_dir=tmp_path,
+        sidecar=Sidecar(tensor_parallel=1, sequence_length=77),
+        profile_steps=3,
+        window_s=4.0,
+        output=tmp_path,
     )
     # The other replica's hop takes thrice as long, that of the next stage nothing.
     rank: Any = Rank(
@@ -428,14 +441,14 @@ def test_an_online_profile_knows_what_surrounds_the_units(measuring, tmp_path, i
     )
     assert measuring.hop == (0, STAGES, CHANNEL, SPECS, "executor")
     assert measuring.ran == [rank, schedule, (1410, 1200, 1005), ["a record"]]
-    assert isinstance(measuring.made, Measuring)
+    assert measuring.begins is phases.measured_profile
     assert profile.sidecar.free_bytes == (100.0, 200.0)
     assert rank.memory.calls == [("learn", "1f1b")]
     assert (tmp_path / "profile.csv").exists() is is_planner
 
 
 def test_a_warm_up_of_one_iteration_is_followed_by_one_that_counts(measuring):
-    rank: Any = Rank(SessionConfig(ENVELOPE, warmup_iterations=1), memory=Measured())
+    rank: Any = Rank(replace(ENVELOPE, baseline_steps=1), memory=Measured())
     own = builders.one_f_one_b(STAGES, MICROBATCHES)
     going = phases._profile(rank, own, own, [])
     order = next(going)
@@ -446,7 +459,7 @@ def test_a_warm_up_of_one_iteration_is_followed_by_one_that_counts(measuring):
 
 
 def test_one_profile_serves_all_batches_that_have_no_other_units(measuring):
-    rank: Any = Rank(SessionConfig(ENVELOPE), memory=Measured())
+    rank: Any = Rank(ENVELOPE, memory=Measured())
     few, more = (builders.interleaved(STAGES, count, 2, combined=True) for count in (2, 8))
     assert not few.combined[0].any()
     assert known_profile(rank, few, []) is None
@@ -461,8 +474,8 @@ def test_a_batch_that_cannot_be_planned_leaves_the_others_as_they_are(saving, mo
     def fails(*arguments: Any) -> Any:
         raise GoesOnError("Of a test")
 
-    monkeypatch.setattr(phases, "known_plan", fails)
-    rank = Rank(SessionConfig(ENVELOPE, warmup_iterations=2), batch="m4")
+    monkeypatch.setattr(phases, "given_plan", fails)
+    rank = Rank(replace(ENVELOPE, baseline_steps=2), batch="m4")
     rank.folder.forget_profile = lambda: pytest.fail("others use it")  # type: ignore[method-assign]
     rank.state.several_sizes = True
     rank.state.notes = ("Of another.",)
@@ -475,7 +488,7 @@ def test_a_batch_that_cannot_be_planned_leaves_the_others_as_they_are(saving, mo
 
 @pytest.mark.usefixtures("measuring")
 def test_a_dry_run_says_that_it_changes_no_clock():
-    rank: Any = Rank(SessionConfig(ENVELOPE), changes_clock=False, memory=Measured())
+    rank: Any = Rank(ENVELOPE, changes_clock=False, memory=Measured())
     own = builders.one_f_one_b(STAGES, MICROBATCHES)
     finish(phases._profile(rank, own, own, ["a record"]))
     assert any("a dry run changes no clock" in text for text in rank.said)
@@ -487,24 +500,24 @@ def test_clocks_that_cannot_be_found_end_profiling_alone(monkeypatch):
 
     monkeypatch.setattr(phases, "sweep_range", fails)
     with pytest.raises(GoesOnError, match="Stage 0: KeyError: 'of a test'"):
-        phases._swept_clocks(Rank(SessionConfig(ENVELOPE)))  # type: ignore[arg-type]
+        phases._swept_clocks(Rank(ENVELOPE))  # type: ignore[arg-type]
 
 
 def test_clocks_of_another_kind_of_gpu_are_swept_as_it_needs():
     supported = tuple(range(300, 2100, 15))
-    rank: Any = Rank(SessionConfig(ENVELOPE), supported=supported)
+    rank: Any = Rank(ENVELOPE, supported=supported)
     swept = {None: phases._swept_clocks(rank)}
     assert swept[None] == sweep_range(supported, None)
     rank.gpu.name = "NVIDIA GeForce RTX 3090"
     for name, preset in ((None, "rtx3090"), ("v100", "v100")):
-        rank.config = SessionConfig(ENVELOPE, gpu_preset=name)
+        rank.options = replace(ENVELOPE, gpu=name)
         swept[preset] = phases._swept_clocks(rank)
         assert swept[preset] == sweep_range(supported, load_preset(preset).control)
     assert len(set(swept.values())) == 3
     rank.other = lambda own: not own if isinstance(own, bool) else own
     with pytest.raises(GoesOnError, match="different clocks"):
         phases._swept_clocks(rank)
-    few: Any = Rank(SessionConfig(ENVELOPE), supported=(1410, 1005))
+    few: Any = Rank(ENVELOPE, supported=(1410, 1005))
     assert phases._swept_clocks(few) == (1410, 1005)
     few.gpu.supported_frequencies_mhz = (1410,)
     with pytest.raises(GoesOnError, match=r"a single clock \(MHz\) \(got 1410\)"):
@@ -522,8 +535,8 @@ def test_one_clock_is_looked_for_where_clocks_change(monkeypatch, changes_clock)
 
     for name in ("_compared", "run_commands"):
         monkeypatch.setattr(phases, name, no_iteration)
-    config = SessionConfig(PlanRequest(MICROBATCHES), one_clock_slowdown_percent=5.0)
+    config = replace(BASELINE, type="uniform", level=Level.UNIFORM, max_slowdown=5.0)
     rank: Any = Rank(config, changes_clock=changes_clock)
     finish(phases._one_clock(rank, builders.one_f_one_b(STAGES, MICROBATCHES)))
-    tuner = made[-1]()
+    tuner = made[-1].__self__
     assert (tuner.clocks_mhz[0], tuner.follows) == (1410, changes_clock)

@@ -23,7 +23,7 @@ from envpipe_megatron.core.conditions import Conditions, known_conditions
 from envpipe_megatron.core.kinds import SPLIT, WHOLE, Kind, all_units, unit
 from envpipe_megatron.core.orders import builders
 from envpipe_megatron.core.orders.zero_bubble import split_in_place
-from envpipe_megatron.core.plan import Plan, read_plan
+from envpipe_megatron.core.plan import Plan
 from envpipe_megatron.core.profile import make_profile
 from envpipe_megatron.core.profile_rows import SplitBackward
 from envpipe_megatron.core.schedule import Placement, Schedule
@@ -37,11 +37,11 @@ from envpipe_megatron.runtime.channel.collectives import Collectives
 from envpipe_megatron.runtime.execution.executor import StageRecord
 from envpipe_megatron.runtime.going_on import GoesOnError
 from envpipe_megatron.runtime.job import phases, planning
-from envpipe_megatron.runtime.job.config import SessionError
-from envpipe_megatron.runtime.job.parts import SessionState
+from envpipe_megatron.runtime.job.options import JobOptions
+from envpipe_megatron.runtime.job.parts import PhaseParts, SessionError, SessionState
 from envpipe_megatron.runtime.job.phases import adopt_plan
 from envpipe_megatron.runtime.job.planning import check_files, plan_online, predicted
-from envpipe_megatron.runtime.job.restarts.job_file import StoredJob
+from envpipe_megatron.runtime.job.restarts import StoredJob
 from envpipe_megatron.runtime.memory.peak import MemoryFullError
 from envpipe_megatron.runtime.memory.stage import with_memory
 from envpipe_megatron.tuning import planner
@@ -70,10 +70,9 @@ class Starting:
     """A job of one rank that plans; its parts by hand."""
 
     path: Path
-    keeps_plan: bool = False
     batch: str = ""
     named_profile: bool = False
-    request: PlanRequest = field(default_factory=lambda: PlanRequest(4, "1f1b", "uniform"))
+    asked: dict[str, Any] = field(default_factory=lambda: {"type": "uniform"})
     num_microbatches: int = 4
     num_stages: int = 2
     own_order: Any = None
@@ -91,30 +90,22 @@ class Starting:
     #: Plans that were made, with what reconfiguring has come to.
     kept: list[Any] = field(default_factory=list)
     stage: int = 0
-    problems: Any = tuple
-    clock: Any = field(default_factory=lambda: SimpleNamespace(error=None))
-    print_grid: Any = None
+    clock: Any = field(default_factory=lambda: SimpleNamespace(error=None, problems=tuple))
 
     def __post_init__(self) -> None:
         by_file = self.path if self.path.exists() else None
         named = Path("named.csv") if self.named_profile else None
-        given = None if self.keeps_plan else by_file
-        self.config = SimpleNamespace(
-            plan_file=given,
-            profile_file=named,
-            request=self.request,
-            reorders=self.reorders,
-            splits=self.splits,
-            why_whole="of a test",
-            closed_loop=False,
+        self.options = JobOptions(
+            plan=by_file,
+            profile=named,
+            num_microbatches=self.num_microbatches,
+            runs_units=self.reorders,
+            why_whole="" if self.splits else "of a test",
+            **{"sweep": True, "reconfigure": "default", **self.asked},
         )
-        plans = {}
-        if by_file and self.keeps_plan:
-            plans[self.batch] = read_plan(by_file, profile_of_two().with_split_backwards(ASSUMED))
         self.folder = SimpleNamespace(
-            found=StoredJob(plans=plans),
-            keep_plan=lambda *what: self.kept.append(what),
-            copy_plan=lambda *what: None,
+            found=StoredJob(),
+            write_plan=lambda plan, batch="", given=None: given or self.kept.append(plan),
         )
         self.state = SessionState()
         self.gpu = SimpleNamespace(supported_frequencies_mhz=(1410, 1200, 1005), read_only=False)
@@ -132,9 +123,7 @@ class Starting:
         self.say = self.said.append
         self.background = Immediate
 
-    @property
-    def kept_order(self) -> Any:
-        return None if self.reorders else self.own_order
+    kept_order, named = PhaseParts.kept_order, PhaseParts.named
 
     def predict(self, schedule: Any, more_bytes: Any) -> None:
         # A framework that keeps its order carries its own messages.
@@ -148,7 +137,7 @@ class Starting:
         job: Any = self
         schedule = builders.one_f_one_b(2, 2)
         empty = np.zeros(schedule.units_per_stage)
-        records = [StageRecord(empty, empty, empty, 0.0, 0.0, 0.0)]
+        records = [StageRecord(empty, empty, 0.0, 0.0, 0.0)]
         run = adopt_plan(job, schedule, records, profile or profile_of_two(), clocks_mhz or CLOCKS)
         with pytest.raises(StopIteration) as ended:
             next(run)
@@ -156,7 +145,7 @@ class Starting:
 
     def check(self) -> None:
         """As before the first iteration; the profile lies beside the plan."""
-        self.config.profile_file = self.path.parent / "profile.csv"
+        self.options = replace(self.options, profile=self.path.parent / "profile.csv")
         self.gpu.supported_frequencies_mhz = CLOCKS[0]
         self.collectives.by_stage = lambda own, merge: [merge([own])] * 2
         job: Any = self
@@ -180,17 +169,16 @@ def by_file(tmp_path) -> Path:
 
 
 def test_a_plan_by_file_is_run_as_it_stands(by_file):
-    for keeps in (False, True):
-        job = Starting(by_file, keeps_plan=keeps)
-        assert job.adopt().schedule.name == "envpipe"
-        assert (job.kept, job.predicted, job.said) == ([], ["envpipe"], [])
+    job = Starting(by_file)
+    assert job.adopt().schedule.name == "envpipe"
+    assert (job.kept, job.predicted, job.said) == ([], ["envpipe"], [])
 
 
 def test_without_a_file_a_plan_is_made(tmp_path):
     job = Starting(tmp_path / "none")
     plan = job.adopt()
     assert (plan.schedule.name, plan.policy) == ("1f1b", "uniform")
-    assert (job.kept, job.predicted, job.said) == ([(plan, 0, None, "")], ["1f1b"], [])
+    assert (job.kept, job.predicted, job.said) == ([plan], ["1f1b"], [])
 
 
 REFUSED = [
@@ -198,7 +186,7 @@ REFUSED = [
     ({"capacity": 1}, "needs a deeper channel"),
     (
         {"own_order": builders.one_f_one_b(2, 4)},
-        "as 1f1b, and the plan has another order .got 'envpipe'",
+        "has another order than the framework, which runs its units itself .got 'envpipe'",
     ),
 ]
 
@@ -209,12 +197,13 @@ def test_a_plan_by_file_that_cannot_run_is_refused_or_made_anew(by_file, options
         Starting(by_file, **options).check()
     with pytest.raises(GoesOnError, match=said):
         Starting(by_file, **options).adopt()  # it became so since
-    job = Starting(by_file, keeps_plan=True, **options)
+    job = Starting(by_file, **options)
+    job.state.several_sizes = True
     job.check()
     assert job.adopt().schedule.name == "1f1b"
     assert len(job.kept) == 1
     (told,) = job.said
-    assert told.startswith("the plan of an earlier start is made again: ")
+    assert told.startswith(f"the plan {by_file} is made again: ")
 
 
 UNITS = all_units(4, 2)
@@ -237,16 +226,10 @@ THROUGH_A_V = (*UNITS[:8], *UNITS[12:], *UNITS[8:12])  # F of both chunks, B of 
     ],
     ids=["split", "v"],
 )
-def test_a_plan_by_file_that_the_job_does_not_run_is_refused_or_made_anew(
-    tmp_path, order, why, remedy
-):
+def test_a_plan_by_file_that_the_job_does_not_run_is_refused(tmp_path, order, why, remedy):
     path = write_plan(tmp_path / "plan.json", order)
     with pytest.raises(SessionError, match=f"{why} .got '{order.name}'.*{remedy}"):
         Starting(path).check()
-    job = Starting(path, keeps_plan=True)
-    assert job.adopt().schedule.name == "1f1b"
-    assert why in job.said[0]
-    assert job.predicted == ["1f1b"]
 
 
 def test_a_split_plan_by_file_runs_where_the_job_splits(tmp_path):
@@ -275,9 +258,8 @@ def test_of_a_profile_with_split_backwards_whole_ones_are_planned(tmp_path):
         for row in rows
     ]
     profile = make_profile(rows, source="of a test")
-    request = PlanRequest(4, "auto", "optimal")
-    assert make_plan(profile, request).plan.schedule.split
-    job: Any = Starting(tmp_path / "none", request=request)
+    assert make_plan(profile, PlanRequest(4, "auto", "optimal")).plan.schedule.split
+    job: Any = Starting(tmp_path / "none", asked={})
     plan = job.adopt(profile)
     assert not plan.schedule.split
     assert plan.profile.kinds == (*WHOLE, Kind.NOTHING)
@@ -286,9 +268,8 @@ def test_of_a_profile_with_split_backwards_whole_ones_are_planned(tmp_path):
 @pytest.mark.parametrize(("overhead", "splits"), [(0.0, 16), (0.1, 8), (0.6, 0)])
 def test_the_more_splitting_costs_the_fewer_backwards_are_split(tmp_path, overhead, splits):
     """As where tensor parallel messages hide under the weight's product of a whole backward."""
-    request = PlanRequest(8, "auto", "optimal")
     profile = profile_of_two().with_split_backwards(SplitBackward(0.5, overhead))
-    job: Any = Starting(tmp_path / "none", request=request, num_microbatches=8, splits=True)
+    job: Any = Starting(tmp_path / "none", asked={}, num_microbatches=8, splits=True)
     order = planner.planned(*plan_online(job, profile))[0].schedule
     parts = sum(
         own.kind is Kind.INPUT_GRADIENT and not own.combined for of in order.stages for own in of
@@ -298,8 +279,7 @@ def test_the_more_splitting_costs_the_fewer_backwards_are_split(tmp_path, overhe
 
 
 def test_an_order_by_name_that_turned_out_not_to_split_is_the_frameworks(tmp_path):
-    request = PlanRequest(4, "zb-h1", "optimal")
-    job: Any = Starting(tmp_path / "none", request=request, splits=True)
+    job: Any = Starting(tmp_path / "none", asked={"scheduling": "zb-h1"}, splits=True)
     profile = replace(profile_of_two().with_split_backwards(ASSUMED), assumed=None)
     assert planner.planned(*plan_online(job, profile))[0].schedule.name == "zb-h1"
     job.state.whole = "its self-check failed"
@@ -314,21 +294,17 @@ def test_a_plan_that_adds_gradients_up_in_another_sequence_is_refused(tmp_path):
         Starting(write_plan(tmp_path / "plan.json", order), splits=True).check()
 
 
-def test_a_kept_plan_that_memory_does_not_hold_is_made_anew(by_file):
-    job = Starting(by_file, keeps_plan=True, full=1)
+def test_a_plan_that_memory_does_not_hold_is_made_anew(by_file):
+    job = Starting(by_file, full=1)
+    job.state.several_sizes = True
     assert job.adopt().schedule.name == "1f1b"
     assert len(job.kept) == 1
     assert job.predicted == ["envpipe", "1f1b"]
-    assert job.said == ["the plan of an earlier start is made again: Too little of a test"]
-    with pytest.raises(GoesOnError, match="Too little of a test"):
-        Starting(by_file, keeps_plan=True, full=2).adopt()
+    assert job.said == [f"the plan {by_file} is made again: Too little of a test"]
     with pytest.raises(GoesOnError, match="Too little of a test"):
         Starting(by_file, full=1).adopt()
-    job = Starting(by_file, keeps_plan=True, no_slots=("envpipe",))
-    assert job.adopt().schedule.name == "1f1b"
-    assert "no memory for messages between stages in the order 'envpipe'" in job.said[0]
-    with pytest.raises(MemoryFullError, match="messages"):
-        Starting(by_file, keeps_plan=True, no_slots=("envpipe", "1f1b")).adopt()
+    with pytest.raises(MemoryFullError, match=r"messages between stages in the order 'envpipe'"):
+        Starting(by_file, no_slots=("envpipe",)).adopt()
 
 
 def test_clocks_that_gpus_lack_end_no_training(tmp_path, by_file, monkeypatch):
@@ -350,7 +326,7 @@ def test_a_profile_that_a_job_cannot_use_is_refused_before_its_first_iteration(
 ):
     job = Starting(by_file)
     job.check()
-    job.config.closed_loop, job.config.plan_file = True, None
+    job.options = replace(job.options, type="optimal", sweep=False, plan=None)
     job.check()
     monkeypatch.setattr(sys.modules[__name__], "CLOCKS", [{1980, 1410, 1200}] * 2)
     with pytest.raises(SessionError, match=r"lacks the highest clock .*got 1980"):
@@ -412,7 +388,7 @@ def test_a_solver_may_fail_anywhere(monkeypatch, tmp_path):
             sys.setprofile(None)
 
     monkeypatch.setattr(planner, "solve", profiled)
-    job = Starting(tmp_path / "none", request=PlanRequest(4, "auto", "optimal"))
+    job = Starting(tmp_path / "none", asked={})
     job.adopt()
     total, rng = calls, random.Random(0)
     assert total > 100
@@ -424,8 +400,8 @@ def test_a_solver_may_fail_anywhere(monkeypatch, tmp_path):
 @pytest.mark.parametrize("limit", [None, 3])
 @pytest.mark.parametrize("schedule", ["auto", "envpipe"])
 def test_chunks_keep_the_frameworks_order_over_one_hardware_queue(tmp_path, schedule, limit):
-    request = PlanRequest(6, schedule, "optimal", num_chunks=2, max_in_flight=limit)
-    job = Starting(tmp_path / "none", request=request, num_microbatches=6, capacity=1)
+    asked = {"scheduling": schedule, "num_chunks": 2, "max_in_flight": limit}
+    job = Starting(tmp_path / "none", asked=asked, num_microbatches=6, capacity=1)
     plan = job.adopt()
     assert plan.schedule.stages == builders.interleaved(2, 6, 2).stages
     assert plan.cost.energy_j < plan.baseline.cost.energy_j
@@ -438,11 +414,11 @@ def test_chunks_get_no_plan_where_one_hardware_queue_cannot_run_the_frameworks_o
 ):
     """Groups larger than the pipeline are too far ahead for it."""
     assert find_stall(builders.interleaved(2, 4, 2, 4), 1)
-    request = PlanRequest(4, schedule, "optimal", num_chunks=2, group_size=4)
+    asked = {"scheduling": schedule, "num_chunks": 2, "group_size": 4}
     said = r"'interleaved' needs a deeper channel.*CONNECTIONS=8\.\nposition .*\nstage 0 .*\["
     with pytest.raises(GoesOnError, match=said):
-        Starting(tmp_path / "none", request=request, capacity=1).adopt()
-    Starting(tmp_path / "none", request=request).adopt()
+        Starting(tmp_path / "none", asked=asked, capacity=1).adopt()
+    Starting(tmp_path / "none", asked=asked).adopt()
 
 
 def online_job(seed: int) -> tuple[Starting, Any]:
@@ -466,10 +442,8 @@ def online_job(seed: int) -> tuple[Starting, Any]:
     )
     own = builders.interleaved(stages, microbatches, chunks, group)
     limit = rng.choice([None, max(own.microbatches_in_flight), 1.5 * microbatches])
-    request = PlanRequest(
-        microbatches, "auto", "optimal", num_chunks=chunks, group_size=group, max_in_flight=limit
-    )
-    job = Starting(Path("none"), request=request, num_microbatches=microbatches)
+    asked = {"num_chunks": chunks, "group_size": group, "max_in_flight": limit}
+    job = Starting(Path("none"), asked=asked, num_microbatches=microbatches)
     return job, replace(profile, sidecar=measured)
 
 
@@ -517,9 +491,9 @@ def test_a_plan_is_made_of_all_that_is_known_of_the_job(monkeypatch, tmp_path, l
         return limit
 
     monkeypatch.setattr(planning, "in_flight_limit", limited)
-    request = PlanRequest(1, "ours", "envelope", "balanced", max_in_flight=3)
+    asked = {"type": "envelope", "reconfigure": "balanced", "max_in_flight": 3}
     job: Any = Starting(
-        tmp_path / "none", request=request, num_microbatches=7, capacity=1, known_memory=known
+        tmp_path / "none", asked=asked, num_microbatches=7, capacity=1, known_memory=known
     )
     profile = replace(profile_of_two(), sidecar=Sidecar(wait_power_w=({1410: 80.0},) * 2))
     problem, notes = plan_online(job, profile)

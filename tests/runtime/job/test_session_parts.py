@@ -15,16 +15,15 @@ from plain_stages import SPECS
 from envpipe_megatron.core.orders import builders
 from envpipe_megatron.formats.energy import Phase
 from envpipe_megatron.integrations.framework_units import Followed, Seen
-from envpipe_megatron.policies.objective import Objective
-from envpipe_megatron.policies.request import PlanRequest
 from envpipe_megatron.runtime.channel.carrier import ChannelError
 from envpipe_megatron.runtime.channel.collectives import Collectives
 from envpipe_megatron.runtime.execution.executor import always, make_record
 from envpipe_megatron.runtime.execution.orders import IterationOrder
 from envpipe_megatron.runtime.job import iterations
 from envpipe_megatron.runtime.job import session as runtime_session
-from envpipe_megatron.runtime.job.config import SessionConfig, SessionError
-from envpipe_megatron.runtime.job.restarts.folder import JobFolder
+from envpipe_megatron.runtime.job.options import JobOptions
+from envpipe_megatron.runtime.job.parts import SessionError
+from envpipe_megatron.runtime.job.restarts import JobFolder
 from envpipe_megatron.runtime.job.session import Session
 from envpipe_megatron.runtime.memory.stage import MemoryUnknownError
 from envpipe_megatron.tuning.commands import Parking
@@ -141,7 +140,7 @@ class World:
             else:
                 order()
 
-    def session(self, config: SessionConfig | None = None, **options: Any) -> Session:
+    def session(self, config: JobOptions | None = None, **options: Any) -> Session:
         self.collectives = Collectives(0, self.pipeline, [], 1)
         self.channel: Any = Noted("channel", self.calls)
         self.channel.ranks, self.channel.lets_go = [4], False
@@ -152,7 +151,7 @@ class World:
 
         self.clock.wait_idle = "settle"
         return Session(
-            config or SessionConfig(PlanRequest(2)),
+            config or JobOptions(num_microbatches=2, type="baseline", baseline_steps=3),
             self.gpu,
             options.pop("make_executor", make_executor),
             self.channel,
@@ -272,17 +271,17 @@ def test_steps_are_numbered_billed_and_told_to_the_phases(world):
     ("asked", "alone"),
     [
         ({}, True),
-        ({"schedule": "interleaved", "num_chunks": 2}, True),
-        ({"schedule": "interleaved"}, True),  # of a framework that keeps it
-        ({"schedule": "envpipe"}, False),
-        ({"policy": "envelope"}, False),
-        ({"policy": "uniform"}, False),
+        ({"scheduling": "interleaved", "num_chunks": 2}, True),
+        ({"scheduling": "interleaved"}, True),  # of a framework that keeps it
+        ({"scheduling": "envpipe"}, False),
+        ({"type": "envelope"}, False),
+        ({"type": "uniform"}, False),
     ],
 )
 def test_what_changes_neither_clocks_nor_order_only_measures(asked, alone):
-    config = SessionConfig(PlanRequest(2, **asked))
+    config = JobOptions(num_microbatches=2, **{"type": "baseline", **asked})
     assert config.measures_alone() is alone
-    files = {"plan_file": Path("plan.json"), "profile_file": Path("profile.csv")}
+    files = {"plan": Path("plan.json"), "profile": Path("profile.csv")}
     assert not replace(config, **files).measures_alone()
     assert config.without_control().measures_alone()
 
@@ -538,9 +537,11 @@ def test_every_line_says_whose_it_is(world, tmp_path, with_agent, socket, log):
     if with_agent:
         world.agent = Noted("agent", world.calls)
         world.agent.node, world.agent.window = "agent's", "window"
-    config = SessionConfig(
-        PlanRequest(2),
-        output_dir=tmp_path,
+    config = JobOptions(
+        num_microbatches=2,
+        type="baseline",
+        baseline_steps=3,
+        output=tmp_path,
         labels={"run": "first", "rank": 9},
     )
     world.session(config)
@@ -576,7 +577,9 @@ def test_closing_goes_on_whatever_fails(world, tmp_path, fails, caplog):
     if fails:
         method = "idle" if fails == "executor" else "close"
         getattr(world, fails)._gives[method] = OSError("of a test")
-    session = world.session(SessionConfig(PlanRequest(2), output_dir=tmp_path))
+    session = world.session(
+        JobOptions(num_microbatches=2, type="baseline", baseline_steps=3, output=tmp_path)
+    )
     world.calls.clear()
     if fails:
         with pytest.raises(OSError, match="of a test"):
@@ -613,29 +616,40 @@ def test_a_session_that_cannot_be_made_leaves_nothing_open(world, fails):
 
 
 def test_memory_is_known_before_the_gpu_is_held(world):
-    config = SessionConfig(PlanRequest(4, "envpipe", "envelope", max_in_flight="memory"))
+    config = JobOptions(
+        num_microbatches=4,
+        type="envelope",
+        scheduling="envpipe",
+        reconfigure="default",
+        max_in_flight="memory",
+        baseline_steps=3,
+    )
     with pytest.raises(MemoryUnknownError):
         world.session(config)
     assert "RankClock" not in world.made
-    files = {"profile_file": Path("profile.csv"), "plan_file": Path("plan.json")}
+    files = {"profile": Path("profile.csv"), "plan": Path("plan.json")}
     world.session(replace(config, **files))  # the plan says what is held
 
 
 @pytest.mark.parametrize(("chunks", "schedule"), [(1, "1f1b"), (3, "interleaved")])
 def test_without_control_the_frameworks_order_is_asked_for(chunks, schedule):
     """By all that neither plans orders as the job runs nor is given one."""
-    request = PlanRequest(6, "interleaved" if chunks > 1 else "envpipe", num_chunks=chunks)
-    config = SessionConfig(request, warmup_iterations=7, profile_file=Path("profile.csv"))
-    wanted = SessionConfig(PlanRequest(6, schedule, num_chunks=chunks), warmup_iterations=7)
-    kept = replace(request, schedule=schedule, policy="optimal")
+    wanted = JobOptions(
+        num_microbatches=6, type="baseline", scheduling=schedule, num_chunks=chunks, sweep=True
+    )
+    asked = schedule if chunks > 1 else "envpipe"
+    config = replace(wanted, scheduling=asked, profile=Path("profile.csv"))
     assert config.without_control() == wanted
-    assert replace(config, request=kept, closed_loop=True).without_control() == wanted
+    closed = replace(wanted, type="optimal", sweep=False)
+    assert closed.without_control() == replace(wanted, sweep=False)
     assert wanted.order_in_words(config) == "the framework's order at baseline clocks"
 
 
 def test_without_control_the_order_of_a_plan_by_file_runs():
-    files = {"profile_file": Path("profile.csv"), "plan_file": Path("plan.json")}
-    config = SessionConfig(PlanRequest(6, "envpipe"), **files)  # type: ignore[arg-type]
+    files = {"profile": Path("profile.csv"), "plan": Path("plan.json")}
+    config = JobOptions(
+        num_microbatches=6, type="baseline", scheduling="envpipe", baseline_steps=3, **files
+    )  # type: ignore[arg-type]
     assert config.without_control() == config
     assert not config.measures_alone()
     assert config.order_in_words(config) == "the plan's order, and clocks stay as they are"
@@ -644,11 +658,9 @@ def test_without_control_the_order_of_a_plan_by_file_runs():
 @pytest.mark.parametrize("goal", ["energy", "time", "edp"])
 @pytest.mark.parametrize("schedule", ["auto", "envpipe", "zb-h1"])
 def test_without_control_a_closed_loop_looks_for_the_shortest_order(schedule, goal):
-    asked = PlanRequest(6, schedule, "optimal", objective=Objective(goal), min_dwell_s=0.1)
-    config = SessionConfig(asked, closed_loop=True, splits=True, max_slowdown_percent=3)
+    config = JobOptions(num_microbatches=6, scheduling=schedule, objective=goal, why_whole="")
     without = config.without_control()
-    wanted = replace(asked, objective=Objective("time"))
-    assert without == replace(config, request=wanted)
+    assert without == replace(config, objective="time")
     assert without.may_split is (schedule != "envpipe")
     assert not without.measures_alone()
     instead = "" if goal == "time" else f" in place of least {goal}"
@@ -667,6 +679,7 @@ def test_without_control_a_closed_loop_looks_for_the_shortest_order(schedule, go
     ],
 )
 def test_orders_may_come_that_split_backwards(tmp_path, splits, schedule, by_file, may):
-    plan = {"plan_file": tmp_path / "plan.json", "profile_file": tmp_path / "profile.csv"}
-    request = PlanRequest(4, schedule, "optimal")
-    assert SessionConfig(request, splits=splits, **plan if by_file else {}).may_split is may
+    plan = {"plan": tmp_path / "plan.json", "profile": tmp_path / "profile.csv"}
+    whole = "" if splits else "of a test"
+    options = JobOptions(scheduling=schedule, why_whole=whole, **plan if by_file else {})
+    assert options.may_split is may

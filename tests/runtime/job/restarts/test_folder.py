@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import shutil
 import socket
@@ -33,17 +32,18 @@ from envpipe_megatron.formats.energy import read_energy_logs
 from envpipe_megatron.formats.steps import BaselineEnergy
 from envpipe_megatron.gpu.base import GpuError
 from envpipe_megatron.launch.bill.bill import bill_of
-from envpipe_megatron.policies.objective import Objective
-from envpipe_megatron.policies.reconfigure import Ended
-from envpipe_megatron.policies.request import PlanRequest
-from envpipe_megatron.runtime.job.config import SessionConfig
-from envpipe_megatron.runtime.job.restarts import folder as folder_module
-from envpipe_megatron.runtime.job.restarts import job_file
-from envpipe_megatron.runtime.job.restarts.folder import JobFolder
-from envpipe_megatron.runtime.job.restarts.job_file import JobKeys, StoredJob, read_job
+from envpipe_megatron.runtime.job import restarts
+from envpipe_megatron.runtime.job.options import JobOptions, Level
+from envpipe_megatron.runtime.job.restarts import JobFolder, JobKeys, StoredJob, read_job
 
 pytestmark = pytest.mark.usefixtures("written_at_once")
-GREEDY = PlanRequest(4, "envpipe", "envelope", "greedy", blocking_power_w=80.0, channel_capacity=9)
+GREEDY = JobOptions(
+    num_microbatches=4,
+    type="envelope",
+    scheduling="envpipe",
+    reconfigure="greedy",
+    baseline_steps=3,
+)
 
 
 def stored(folder: Path, keys: JobKeys = KEYS) -> StoredJob:
@@ -59,77 +59,54 @@ def files(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.glob("[!.]*")}
 
 
-def resumed(config: SessionConfig, power_limit_w: float | None = None, **gpu: Any) -> JobFolder:
-    folder = JobFolder(config.output_dir, Alone())  # type: ignore[arg-type]
-    channel: Any = SimpleNamespace(capacity=3)
-    folder.resume(config, 2, channel, FakeGpu(power_limit_w=power_limit_w, **gpu))
+def resumed(config: JobOptions, power_limit_w: float | None = None, **gpu: Any) -> JobFolder:
+    folder = JobFolder(config.output, Alone())  # type: ignore[arg-type]
+    folder.resume(config, 2, FakeGpu(power_limit_w=power_limit_w, **gpu))
     return folder
 
 
 def test_what_was_measured_for_the_least_time_is_of_one_clock_and_of_no_other_objective(tmp_path):
     for goal, clocks in (("time", [1400, 1400]), ("energy", [1400, 1000])):
-        asked = PlanRequest(4, "auto", "optimal", objective=Objective(goal))
-        config = SessionConfig(asked, output_dir=tmp_path, fingerprint={}, closed_loop=True)
+        asked = JobOptions(num_microbatches=4, type="optimal", scheduling="auto", objective=goal)
+        config = replace(asked, baseline_steps=3, output=tmp_path, fingerprint={})
         assert resumed(config).found.starts == ()
         assert len(resumed(config).found.starts) == 1
-        keys = json.loads((tmp_path / "job.json").read_text())["keys"]
-        assert keys["profile"]["envpipe_clocks_mhz"] == clocks
-        assert keys["plan"]["objective"] == {"goal": goal}
+        units = json.loads((tmp_path / "job.json").read_text())["units"]
+        assert units["envpipe_clocks_mhz"] == clocks
 
 
-def test_keys_have_all_that_profile_baseline_and_plan_rest_on(tmp_path):
-    given = tmp_path / "given.csv"
-    given.write_text("mine")
-    config = SessionConfig(
-        GREEDY, output_dir=tmp_path, profile_file=given, fingerprint={"layers": 24}, min_dwell_s=0.2
-    )
+def test_keys_have_all_that_profile_and_baseline_rest_on(tmp_path):
+    config = replace(GREEDY, output=tmp_path, fingerprint={"layers": 24})
     made, again = resumed(config, 400.0), resumed(config, 400.0)
     job = json.loads((tmp_path / "job.json").read_text())
-    assert job["keys"] == {
-        "profile": {
-            "layers": 24,
-            "envpipe_num_stages": 2,
-            "envpipe_num_chunks": 1,
-            "envpipe_clocks_mhz": [1400, 1000],
-            "envpipe_num_clocks": 5,
-            "envpipe_clock_backend": "fake",
-            "envpipe_power_limit_w": 400.0,
-            "envpipe_power_profiles": [],
-            "envpipe_profile_sha256": hashlib.sha256(b"mine").hexdigest(),
-        },
-        "plan": {
-            "num_microbatches": 4,
-            "num_replicas": 1,
-            "group_size": None,
-            "schedule": "envpipe",
-            "policy": "envelope",
-            "reconfigure": "greedy",
-            "max_extra_forwards": None,
-            "max_in_flight": None,
-            "deadline_factor": 1.0,
-            "min_dwell_s": 0.2,
-            "park": False,
-            "objective": {"goal": "energy"},
-            "one_clock_slowdown_percent": None,
-            "channel_capacity": 3,
-            "splits_backwards": False,
-            "plan_sha256": None,
-        },
+    assert job["units"] == {
+        "layers": 24,
+        "envpipe_num_stages": 2,
+        "envpipe_num_chunks": 1,
+        "envpipe_clocks_mhz": [1400, 1000],
+        "envpipe_num_clocks": 5,
+        "envpipe_clock_backend": "fake",
+        "envpipe_power_limit_w": 400.0,
+        "envpipe_power_profiles": [],
+    }
+    assert job["steps"] == {
+        "num_microbatches": 4,
+        "group_size": None,
+        "num_replicas": 1,
+        "one_clock_slowdown_percent": None,
     }
     assert job["starts"] == [made.started, again.started]
     assert made.found.starts == ()
-    assert again.found == StoredJob(job["keys"], (made.started,))
-    given.unlink()  # whoever needs it says so
+    assert again.found == StoredJob((made.started,))
     resumed(config, error=GpuError("of a test"))
-    keys = json.loads((tmp_path / "job.json").read_text())["keys"]["profile"]
-    assert keys["envpipe_profile_sha256"] is None
-    assert keys["envpipe_power_limit_w"] is None
+    units = json.loads((tmp_path / "job.json").read_text())["units"]
+    assert units["envpipe_power_limit_w"] is None
 
 
-@pytest.mark.parametrize("lacks", ["output_dir", "fingerprint"])
+@pytest.mark.parametrize("lacks", ["output", "fingerprint"])
 def test_without_a_folder_or_a_fingerprint_nothing_is_looked_for_or_kept(tmp_path, lacks):
-    given = {"output_dir": tmp_path, "fingerprint": {"layers": 24}, lacks: None}
-    folder = resumed(SessionConfig(GREEDY, **given))
+    given = {"output": tmp_path, "fingerprint": {"layers": 24}, lacks: None}
+    folder = resumed(replace(GREEDY, **given))
     assert folder.found == StoredJob()
     assert folder.run_label({"run": "mine"}) == {"run": "mine"}
     folder.keep_profile(profiled())
@@ -140,11 +117,11 @@ def test_without_a_folder_or_a_fingerprint_nothing_is_looked_for_or_kept(tmp_pat
 
 def test_every_rank_gets_what_the_planner_found(whole):
     before = files(whole)
-    config = SessionConfig(GREEDY, output_dir=whole, fingerprint={"a": 1})
-    for found in (stored(whole), StoredJob(KEYS, ("first",)), StoredJob(KEYS)):
+    config = replace(GREEDY, baseline_steps=3, output=whole, fingerprint={"a": 1})
+    for found in (stored(whole), StoredJob(("first",)), StoredJob()):
         folder = JobFolder(whole, Alone())  # type: ignore[arg-type]
         folder._collectives.agreed = lambda look, found=found: (found, "now")  # type: ignore[method-assign]
-        folder.resume(config, 2, None, None)  # type: ignore[arg-type]
+        folder.resume(config, 2, None)  # type: ignore[arg-type]
         assert folder.found is found
         assert folder.run_label({"rank": 3}) == {"rank": 3, "run": "now"}
         assert folder.run_label({"run": "mine"}) == {"run": "mine now"}
@@ -152,33 +129,29 @@ def test_every_rank_gets_what_the_planner_found(whole):
 
 
 @pytest.mark.parametrize(
-    ("plan", "shown"),
+    ("steps", "shown"),
     [
         ({"num_microbatches": 8}, "num_microbatches was 4 and is now 8"),
-        ({"policy": "optimal"}, "policy was 'envelope'"),
-        ({}, "reconfigure was 'greedy' and is now not"),
+        ({"num_replicas": 2}, "num_replicas was 1 and is now 2"),
+        ({}, "group_size was nothing and is now not"),
     ],
 )
-def test_a_profile_is_kept_where_units_cost_the_same(whole, caplog, plan, shown):
-    change, kept = {"plan": plan}, ("profile",)
-    folder = job_folder(whole)
-    folder.keep_one_clock(1200)
+def test_a_profile_is_kept_where_units_cost_the_same(whole, caplog, steps, shown):
+    change = {**KEYS, "steps": steps}
+    job_folder(whole).keep_one_clock(1200)
     before = files(whole)
-    again = job_folder(whole, {**KEYS, **change})
-    assert again.found.phases_done == kept
+    again = job_folder(whole, change)
+    assert again.found.phases_done == ("profile",)
     assert again.found.profile.to_csv() == profiled().to_csv()
     (record,) = caplog.records
-    assert f"Of what it had, {', '.join(kept)} is kept. Put aside: plan.old1.json" in record.message
+    assert "Of it, profile is kept" in record.message
     assert shown in record.message
     after = files(whole)
-    assert after["plan.old1.json"] == before["plan.json"]
-    assert after["profile.csv"] == before["profile.csv"]
-    assert set(after) == set(before) - {"plan.json"} | {"plan.old1.json"}
-    # It is this job from now on, without a word, and has the other one's plan no more.
-    assert job_folder(whole, {**KEYS, **change}).found.phases_done == kept
+    assert after.pop("job.json") != before.pop("job.json")
+    assert after == before
+    # It is this job from now on, without a word.
+    assert job_folder(whole, change).found.phases_done == ("profile",)
     assert len(caplog.records) == 1
-    job_folder(whole)
-    assert stored(whole).phases_done == kept
 
 
 def test_another_start_needs_none_of_the_files_for_people(whole):
@@ -186,9 +159,8 @@ def test_another_start_needs_none_of_the_files_for_people(whole):
         (whole / name).unlink()
     (whole / "plan.json").write_text("no plan")
     found = job_folder(whole).found
-    assert found.phases_done == ("warm-up", "profile", "plan", "reconfigure")
+    assert found.phases_done == ("warm-up", "profile")
     assert found.profile.to_csv() == profiled().to_csv()
-    assert found.plans[""].to_json() == planned().to_json()
 
 
 def test_another_job_starts_over_and_nothing_is_overwritten(whole, caplog):
@@ -198,7 +170,7 @@ def test_another_job_starts_over_and_nothing_is_overwritten(whole, caplog):
     assert caplog.text.count("starts over") == 1
     after = files(whole)
     new = json.loads(after.pop("job.json"))
-    assert (new["keys"], new["phases_done"]) == (now, [])
+    assert ({"units": new["units"], "steps": new["steps"]}, new["profile"]) == (now, None)
     assert after == {name.replace(".", ".old1."): content for name, content in before.items()}
     # The first job comes back: the second is kept beside it.
     job_folder(whole)
@@ -210,8 +182,8 @@ def test_kept_files_may_fail_in_any_way(whole, monkeypatch):
     def fail(*arguments: Any) -> Any:
         raise OverflowError("of a test")
 
-    monkeypatch.setattr(job_file, "profile_of_json", fail)
-    assert job_folder(whole).found == StoredJob(KEYS)
+    monkeypatch.setattr(restarts, "profile_of_json", fail)
+    assert job_folder(whole).found == StoredJob()
     assert (whole / "profile.old1.csv").exists()
 
 
@@ -226,7 +198,7 @@ def test_a_folder_that_cannot_be_looked_at_ends_no_training(whole, monkeypatch, 
         for name in ("exists", "glob"):
             closed.setattr(Path, name, refuse)
         folder = job_folder(whole)
-    assert folder.found == StoredJob(KEYS)
+    assert folder.found == StoredJob()
     assert "could not be written, and is tried again. Training goes on" in caplog.text
     assert files(whole) == before
     folder.keep_one_clock(1200)
@@ -251,8 +223,8 @@ def test_setting_aside_takes_up_where_it_was_killed(whole, monkeypatch):
 
 def test_files_that_somebody_gave_stay_where_they_are(whole):
     before = files(whole)
-    given = {"profile_file": whole / "profile.csv", "plan_file": whole / "plan.json"}
-    assert job_folder(whole, OTHER, **given).found == StoredJob(OTHER)
+    given = {"profile": whole / "profile.csv", "plan": whole / "plan.json"}
+    assert job_folder(whole, OTHER, **given).found == StoredJob()
     for name in ("profile.csv", "plan.json"):
         assert files(whole)[name] == before[name]
     assert files(whole)["job.old1.json"] == before["job.json"]
@@ -271,40 +243,17 @@ def test_a_folder_whose_files_cannot_be_set_aside_keeps_them(whole, monkeypatch,
     assert "Its files stay as they are" in caplog.text
 
 
-def test_a_profile_of_no_use_is_forgotten_with_its_plan(whole):
+def test_a_profile_of_no_use_is_forgotten(whole):
     """But not one that this start has measured."""
     folder = job_folder(whole)
     folder.forget_profile()
     job = stored(whole)
-    assert job == StoredJob(KEYS, job.starts, baselines={"": BASELINE})
+    assert job == StoredJob(job.starts, baselines={"": BASELINE})
     assert folder.found == replace(job, starts=job.starts[:1])
     again = job_folder(whole)
     again.keep_profile(profiled(watts=120.0))
     again.forget_profile()
     assert stored(whole).phases_done == ("warm-up", "profile")
-
-
-def test_plans_of_other_batches_stand_beside_it_as_long_as_their_profile_does(whole):
-    folder = job_folder(whole)
-    folder.keep_plan(planned(), 3, None, "m4")
-    again = job_folder(whole)
-    assert set(again.found.plans) == {"", "m4"}
-    again.keep_profile(profiled(watts=120.0))
-    assert stored(whole).plans == {}
-    job_folder(whole, OTHER)
-    assert (whole / "plan-m4.old1.json").exists()
-    assert not (whole / "plan-m4.json").exists()
-
-
-def test_a_plan_by_a_given_profile_is_found_again(tmp_path):
-    (tmp_path / "given").mkdir()
-    given = tmp_path / "given" / "mine.csv"
-    profiled().write(given)
-    job_folder(tmp_path, profile_file=given).keep_plan(planned(), 2, None)
-    again = job_folder(tmp_path, profile_file=given)
-    assert (again.found.phases_done, again.found.reconfigure_steps) == (("plan",), 2)
-    again.forget_profile()  # which is none of its own
-    assert read_job(tmp_path / "job.json", KEYS, given).phases_done == ("plan",)
 
 
 @pytest.mark.parametrize("energy_j", [None, 0.0])
@@ -326,9 +275,8 @@ def test_a_plan_that_the_user_gave_is_copied_unless_it_is_there(tmp_path):
     folder = job_folder(tmp_path)
     for source in (tmp_path / "plan.json", tmp_path / "mine.json"):
         assert not (tmp_path / "plan.json").exists()
-        folder.copy_plan(planned(), source)
+        folder.write_plan(planned(), given=source)
     assert (tmp_path / "plan.json").exists()
-    assert stored(tmp_path).plans == {}
 
 
 def test_what_could_not_be_written_is_kept_once_it_can_be(tmp_path, caplog):
@@ -336,9 +284,9 @@ def test_what_could_not_be_written_is_kept_once_it_can_be(tmp_path, caplog):
         (tmp_path / name).mkdir()  # as little to be written as a file on a full disk
     folder = job_folder(tmp_path)
     folder.keep_profile(profiled())
-    folder.keep_plan(planned(), 0, Ended.ENVELOPE)
+    folder.write_plan(planned())
     assert "profile.csv could not be written" in caplog.text
-    assert stored(tmp_path).phases_done == ("profile", "plan", "reconfigure")
+    assert stored(tmp_path).phases_done == ("profile",)
     for name in ("profile.csv", "plan.json"):
         (tmp_path / name).rmdir()
     folder.keep_one_clock(1200)  # all is tried again
@@ -415,7 +363,7 @@ def test_a_lock_that_a_dead_node_left_costs_no_folder(
     own, lock, slept = tmp_path / "out", tmp_path / "out" / ".lock", []
     own.mkdir()
     monkeypatch.setenv("SLURM_JOB_ID", "7")
-    monkeypatch.setattr(folder_module, "_OWN_LOCK_LOOKS", 4)
+    monkeypatch.setattr(restarts, "_OWN_LOCK_LOOKS", 4)
     with ExitStack() as held:
         held.enter_context(locked_file(lock))
         job, boot = lock.read_text().split("\n")
@@ -428,7 +376,7 @@ def test_a_lock_that_a_dead_node_left_costs_no_folder(
             if ends and len(slept) == looks:
                 held.close()
 
-        monkeypatch.setattr(folder_module, "time", SimpleNamespace(sleep=sleep))
+        monkeypatch.setattr(restarts, "time", SimpleNamespace(sleep=sleep))
         second = job_folder(own)
         assert second.path == (own if taken else tmp_path / "out.2")
         assert len(slept) == looks
@@ -483,20 +431,20 @@ def test_several_nodes_have_a_file_each_and_one_bill(monkeypatch, tmp_path):
 def test_what_may_be_lowered_leaves_another_jobs_files_until_it_keeps_something(whole, caplog):
     """They may be those of the lower level, by which the job goes on then."""
     before, now = files(whole), of_units(keeps_order=False)
-    folder = job_folder(whole, now, may_be_lowered=True)
-    assert folder.found == StoredJob(now)
+    folder = job_folder(whole, now, level=Level.ORDER)
+    assert folder.found == StoredJob()
     assert files(whole) == before
     assert job_folder(whole).found.phases_done == job_folder(whole).found.phases_done != ()
-    folder = job_folder(whole, now, may_be_lowered=True)
+    folder = job_folder(whole, now, level=Level.ORDER)
     folder.keep_one_clock(1200)
     after = files(whole)
-    assert json.loads(after.pop("job.json"))["keys"] == now
+    assert json.loads(after.pop("job.json"))["units"] == now["units"]
     assert {name for name in after if "old1" not in name} == set()
     assert caplog.text.count("starts over") == 1
 
 
 def test_what_may_be_lowered_leaves_an_empty_folder_empty(tmp_path):
-    job_folder(tmp_path, may_be_lowered=True)
+    job_folder(tmp_path, level=Level.ORDER)
     assert not files(tmp_path)
 
 
@@ -505,7 +453,7 @@ def test_what_is_written_does_not_change_meanwhile(tmp_path):
     folder = job_folder(tmp_path)
     plan = planned.__wrapped__()  # nobody has looked at it
     before = [list(vars(each)) for each in (plan, plan.schedule, plan.profile)]
-    folder.keep_plan(plan, 0, None)
+    folder.write_plan(plan)
     folder.close()
     assert (tmp_path / "plan.json").exists()
     assert [list(vars(each)) for each in (plan, plan.schedule, plan.profile)] == before

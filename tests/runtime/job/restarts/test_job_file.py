@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import json
 import random
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from kept_job import BASELINE, KEYS, STEP, job_folder, kept_job, of_units, planned, profiled
+from kept_job import BASELINE, KEYS, job_folder, kept_job, of_units, profiled
 
 from envpipe_megatron.errors import EnvPipeError
-from envpipe_megatron.formats.steps import BaselineEnergy
-from envpipe_megatron.policies.reconfigure import Ended
-from envpipe_megatron.runtime.job.restarts.job_file import JobKeys, StoredJob, read_job
+from envpipe_megatron.runtime.job.restarts import JobKeys, StoredJob, read_job
 
 pytestmark = pytest.mark.usefixtures("written_at_once")
 
@@ -25,20 +22,13 @@ def path(tmp_path) -> Path:
 
 def test_what_was_kept_is_found_again(path):
     job = read_job(path, of_units(stages=(1, 2)))  # JSON knows no tuples
-    assert (job.keys, job.changed) == (KEYS, ())
-    assert job.phases_done == ("warm-up", "profile", "plan", "reconfigure")
+    assert job.changed == ""
+    assert job.phases_done == ("warm-up", "profile")
     assert (job.profile.to_csv(), job.profile.sidecar) == (profiled().to_csv(), profiled().sidecar)
     assert job.profile.sha256 == profiled().sha256
-    assert job.plans[""].to_json() == planned().to_json()
     assert job.baselines == {"": BASELINE}  # one GPU's own is nobody else's
-    assert (job.reconfigure_steps, job.reconfigure_ended) == (12, Ended.ENVELOPE)
     assert len(job.starts) == 1
-    assert read_job(path.with_name("elsewhere"), KEYS) == StoredJob(KEYS)
-    # Whole numbers, and steps of which there was one.
-    exact = replace(STEP, time_s=1, time_uncertainty_s=None, metering_uncertainty_j=0)
-    whole = replace(job, plans={}, baselines={"m3": BaselineEnergy(exact, (exact,))})
-    whole.write(path)
-    assert read_job(path, KEYS) == whole
+    assert read_job(path.with_name("elsewhere"), KEYS) == StoredJob()
 
 
 @pytest.mark.parametrize(
@@ -57,9 +47,9 @@ def test_what_was_kept_is_found_again(path):
 def test_another_job_is_told_from_this_one(path, change, shown):
     with pytest.raises(EnvPipeError, match=shown):
         read_job(path, of_units(**change))
-    fewer = {key: value for key, value in KEYS["profile"].items() if key != "gpu"}
-    now: JobKeys = {**KEYS, "profile": fewer, "plan": {}}
-    with pytest.raises(EnvPipeError, match="gpu was 'NVIDIA H200' and is now not given; num"):
+    fewer = {key: value for key, value in KEYS["units"].items() if key != "gpu"}
+    now: JobKeys = {**KEYS, "units": fewer, "steps": {}}
+    with pytest.raises(EnvPipeError, match="gpu was 'NVIDIA H200' and is now not given; group"):
         read_job(path, now)
 
 
@@ -91,13 +81,35 @@ def test_a_damaged_job_starts_over_and_is_kept(path, caplog, how, seed):
     damaged = {each.name for each in path.parent.iterdir()}
     with pytest.raises(EnvPipeError, match=r"job\.json"):
         read_job(path, KEYS)
-    assert job_folder(path.parent).found == StoredJob(KEYS)
+    assert job_folder(path.parent).found == StoredJob()
     assert caplog.text.count("starts over") == 1
     assert {each.name.replace(".old1", "") for each in path.parent.iterdir()} >= damaged
     assert read_job(path, KEYS).phases_done == ()
 
 
-def test_the_file_of_another_version_is_refused_by_its_format(path):
-    path.write_text(json.dumps({**json.loads(path.read_text()), "format": "envpipe-job/3"}))
-    with pytest.raises(EnvPipeError, match="It must be 'envpipe-job/4'"):
+#: What `job.json` was before its fourth and its fifth version, and what no version ever was.
+BEFORE = {
+    "envpipe-job/3": {"format": "envpipe-job/3", "keys": {}, "starts": [], "plan": None},
+    "envpipe-job/4": {
+        "format": "envpipe-job/4",
+        "sha256": "0",
+        "keys": KEYS,
+        "starts": ["2026-05-04T10:11:12.345+00:00"],
+        "phases_done": ["warm-up"],
+    },
+    "none": {"name": "somebody's"},
+}
+
+
+@pytest.mark.parametrize("version", BEFORE)
+def test_the_file_of_another_version_is_refused_by_its_format_and_kept(path, caplog, version):
+    path.write_text(json.dumps(BEFORE[version]))
+    with pytest.raises(EnvPipeError, match="It must be 'envpipe-job/5'"):
         read_job(path, KEYS)
+    folder = job_folder(path.parent)
+    assert folder.found == StoredJob()
+    folder.keep_one_clock(1200)
+    assert "The job starts over" in caplog.text
+    assert "It must be 'envpipe-job/5'" in caplog.text
+    assert json.loads(path.with_name("job.old1.json").read_text()) == BEFORE[version]
+    assert read_job(path, KEYS).one_clock_mhz == 1200

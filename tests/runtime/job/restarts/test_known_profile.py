@@ -19,15 +19,13 @@ from envpipe_megatron.core.orders import builders
 from envpipe_megatron.core.profile import Profile
 from envpipe_megatron.core.schedule import Schedule
 from envpipe_megatron.core.sidecar import Sidecar
-from envpipe_megatron.policies.request import PlanRequest
 from envpipe_megatron.runtime.channel.collectives import Collectives
 from envpipe_megatron.runtime.execution.executor import make_record
 from envpipe_megatron.runtime.going_on import GoesOnError
-from envpipe_megatron.runtime.job.config import SessionConfig
+from envpipe_megatron.runtime.job.measuring import known_profile
+from envpipe_megatron.runtime.job.options import JobOptions
 from envpipe_megatron.runtime.job.parts import SessionState
-from envpipe_megatron.runtime.job.restarts.folder import JobFolder
-from envpipe_megatron.runtime.job.restarts.job_file import StoredJob
-from envpipe_megatron.runtime.job.restarts.known_profile import known_profile
+from envpipe_megatron.runtime.job.restarts import JobFolder, StoredJob
 
 STAGES, MICROBATCHES, TOP_MHZ = 2, 4, 1410
 TIMES_S = {Kind.FORWARD: 0.1, Kind.BACKWARD: 0.2}
@@ -80,13 +78,18 @@ class Starting:
         self.collectives = Collectives(0, pipeline, [replicas], 3)
         self.folder = JobFolder(self.path.parent, self.collectives)
         kept = self.path.name == "profile.csv"
-        self.config = SessionConfig(PlanRequest(4), profile_file=None if kept else self.path)
+        self.options = JobOptions(
+            num_microbatches=4,
+            type="baseline",
+            baseline_steps=3,
+            profile=None if kept else self.path,
+        )
         self.memory: Any = SimpleNamespace(stages=None, learn=self.learn)
         self.say = self.said.append
 
     def has(self, profile: Profile) -> None:
         """It is the profile of an earlier start, or the user's."""
-        if self.config.profile_file is None:
+        if self.options.profile is None:
             self.folder.found = StoredJob(profile=profile)
         else:
             profile.write(self.path)
@@ -172,7 +175,7 @@ def test_a_profile_of_another_pipeline_is_refused(tmp_path):
 def test_a_profile_that_the_warm_up_bears_out_is_used(job, records):
     assert job.known(*records).to_csv() == profile_of().to_csv()
     assert job.said == []
-    assert job.config.profile_file or job.folder.found.profile
+    assert job.options.profile or job.folder.found.profile
 
 
 @pytest.mark.parametrize(
@@ -183,7 +186,7 @@ def test_a_profile_that_the_warm_up_bears_out_is_used(job, records):
     ],
 )
 def test_one_that_it_contradicts_is_forgotten_unless_the_user_gave_it(job, kind, share, said):
-    users = job.config.profile_file is not None
+    users = job.options.profile is not None
     profile = job.known(slow(kind, share), slow(kind, share))
     (told,) = job.said
     assert said in told

@@ -1,14 +1,30 @@
 """The output folder of a job: its files for people, and `job.json`, by which another start goes on.
 
-Every rank of the job makes a `JobFolder`, together, and appends lines to the files of its node.
-Only the planning rank writes profile, plan, and `job.json` (see `job_file`), the only one that is
-read back. A folder that cannot be read or written ends no training, nor holds it up: once a job has
-begun, all is written by the rank's `Writer`.
+```json
+{
+ "format": "envpipe-job/5", "sha256": "of the rest",
+ "units": {"hidden_size": 2048, "...": 0}, "steps": {"num_microbatches": 24, "...": 0},
+ "starts": ["2026-05-04T10:11:12.345+00:00"],
+ "profile": {"rows": [[0, "forward", 1410, 0.1, 35.0, 0.2], "..."], "listed_chunks": 1,
+             "sidecar": {"...": 0}},
+ "baselines": {"": {"mean": {"iterations": 9, "time_s": 0.6, "time_uncertainty_s": 0.001,
+                             "energy_j": 210.0, "metering_uncertainty_j": 0.4},
+                    "by_stage": ["..."], "own": null}},
+ "one_clock_mhz": null
+}
+```
+
+What units cost rests on what lies under `units`: model, sizes, GPU; and so all else does. What a
+step takes rests on `steps` besides: how many microbatches and replicas there are. Baselines have
+the names of their batches: empty is the full one, `m24` one of 24 microbatches. Plans are made
+again, from the profile. `job.json` is all that a start reads, and is replaced as a whole: a kill
+leaves the old one or the new one.
 """
 
 from __future__ import annotations
 
 import hashlib
+import json
 import logging
 import math
 import pickle
@@ -17,52 +33,129 @@ import socket
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from functools import cache, partial
 from itertools import count
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, TypeAlias
 
+from envpipe_megatron.core.fields import read_json
 from envpipe_megatron.core.plan import Plan
-from envpipe_megatron.core.profile import Profile
+from envpipe_megatron.core.profile import Profile, profile_of_json
 from envpipe_megatron.core.sidecar import sidecar_path
-from envpipe_megatron.files import is_of_this_job, lock_file
+from envpipe_megatron.errors import EnvPipeError, plain
+from envpipe_megatron.files import is_of_this_job, lock_file, replace_files
 from envpipe_megatron.formats.energy import append_line
-from envpipe_megatron.formats.steps import BaselineEnergy
+from envpipe_megatron.formats.steps import BaselineEnergy, StepEnergy
 from envpipe_megatron.gpu.base import Gpu, GpuError
-from envpipe_megatron.policies.reconfigure import Ended
 from envpipe_megatron.runtime.channel.collectives import Collectives
-from envpipe_megatron.runtime.channel.p2p import P2PChannel
-from envpipe_megatron.runtime.job.config import SessionConfig
-from envpipe_megatron.runtime.job.restarts.job_file import (
-    JOB_FILE,
-    PROFILE_FILE,
-    JobKeys,
-    StoredJob,
-    plan_file,
-    read_job,
-)
+from envpipe_megatron.runtime.job.options import PROFILE_FILE, JobOptions, plan_file
 from envpipe_megatron.runtime.writer import Writer
 
 logger = logging.getLogger(__name__)
 
-_GRIDS_FILE = "reconfigure.txt"
+JOB_FILE = "job.json"
+_JOB_FORMAT = "envpipe-job/5"
 #: Locked by the planning rank of the job that writes to the folder.
 _LOCK_FILE = ".lock"
-#: What is put aside of a job that has changed, and of another one.
-_PLANS = re.compile(r"plan(-m\d+)?\.json")
-_ALL = re.compile(r"profile\.(csv|json)|job\.json|" + _PLANS.pattern)
+#: What is put aside of another job.
+_KEPT = re.compile(r"profile\.(csv|json)|job\.json|plan(-m\d+)?\.json")
 #: Looks at a lock of this job's own, in 95 s: NFS keeps one of a node that died for 90 s.
 _OWN_LOCK_LOOKS, _LOOK_S = 190, 0.5
-#: Fields of a plan's request that are among other facts, follow from them, or that no job asks for.
-_NOT_OF_PLAN = {"num_chunks", "blocking_power_w", "conditions", "order", "split", "runnable"}
-#: Of a job whose profile is another one: plans of the one that it had are not this one's.
-_NO_PLANS: dict[str, Any] = {"plans": {}, "reconfigure_steps": 0, "reconfigure_ended": None}
+
+#: Facts of JSON's types, by the names under which the file has them.
+JobKeys: TypeAlias = Mapping[str, Mapping[str, Any]]
+
+
+@dataclass(frozen=True)
+class StoredJob:
+    """What an earlier start left that still holds, as `job.json` has it.
+
+    Args:
+        changed: which facts were others before, in words, where that left the profile.
+    """
+
+    starts: tuple[str, ...] = ()
+    profile: Profile | None = None
+    baselines: Mapping[str, BaselineEnergy] = field(default_factory=dict)
+    one_clock_mhz: int | None = None
+    changed: str = ""
+
+    @property
+    def phases_done(self) -> tuple[str, ...]:
+        """The phases that need not be run again."""
+        done = {
+            "warm-up": self.baselines,
+            "profile": self.profile,
+            "one clock": self.one_clock_mhz,
+        }
+        return tuple(phase for phase, result in done.items() if result)
+
+    def write(self, path: Path, keys: JobKeys) -> None:
+        """Replace a job file (OSError); a kill at any point leaves the old or the new one."""
+        data = {
+            "format": _JOB_FORMAT,
+            **keys,
+            "starts": self.starts,
+            "profile": self.profile and self.profile.to_json(),
+            "baselines": {batch: asdict(known) for batch, known in self.baselines.items()},
+            "one_clock_mhz": self.one_clock_mhz,
+        }
+        data["sha256"] = _digest(data)
+        lines = (f' "{name}": {json.dumps(value)}' for name, value in data.items())
+        replace_files({path: ["{\n", ",\n".join(lines), "\n}\n"]})
+
+
+def read_job(path: Path, keys: JobKeys) -> StoredJob:
+    """Read what a job file has that still holds by these keys: nothing if there is no such file.
+
+    Raises EnvPipeError if it is of another job (naming what differs) or version, or damaged.
+    """
+    if not path.exists():
+        return StoredJob()
+    fields = read_json(path, "Job file")
+    fields.check_format(_JOB_FORMAT)
+    data, now = fields.data, json.loads(json.dumps(keys))
+    if data.pop("sha256", None) != _digest(data):
+        raise EnvPipeError(f"{path} is damaged")
+    units, steps = (_changes(data[part], now[part]) for part in ("units", "steps"))
+    if units:
+        raise EnvPipeError(f"{path} is of another job: {'; '.join(units + steps)}")
+    profile = profile_of_json(data["profile"], path) if data["profile"] else None
+    job = StoredJob(tuple(data["starts"]), profile, changed="; ".join(steps))
+    if steps:
+        return job
+    baselines = {batch: _baseline(known) for batch, known in data["baselines"].items()}
+    return replace(job, baselines=baselines, one_clock_mhz=data["one_clock_mhz"])
+
+
+def _baseline(known: Mapping[str, Any]) -> BaselineEnergy:
+    by_stage = tuple(StepEnergy(**each) for each in known["by_stage"])
+    return BaselineEnergy(StepEnergy(**known["mean"]), by_stage)
+
+
+def _digest(data: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(data).encode()).hexdigest()
+
+
+def _changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    def shown(facts: Mapping[str, Any], name: str) -> str:
+        return plain(facts[name]) if name in facts else "not given"
+
+    return [
+        f"{name} was {shown(before, name)} and is now {shown(now, name)}"
+        for name in sorted({*before, *now})
+        if (name in before, before.get(name)) != (name in now, now.get(name))
+    ]
 
 
 class JobFolder:
     """The files of a job, and what an earlier start left among them; no path, no files.
+
+    Every rank of the job makes one, together, and appends lines to the files of its node. Only the
+    planning rank writes profile, plan and `job.json`. A folder that cannot be read or written ends
+    no training, nor holds it up: once a job has begun, all is written by the rank's `Writer`.
 
     Where another live job writes to the path, this one has `<path>.2` or the next that is free, and
     no files where that cannot be made: it would put the other job's aside, or write over them. A
@@ -94,6 +187,7 @@ class JobFolder:
         self.started = ""
         #: What `job.json` is to say; None if it is not kept, and on all ranks but the planning one.
         self._job: StoredJob | None = None
+        self._keys: JobKeys = {}
         self._writer = Writer()
         #: Renames another job's files, once, before the first of this one's; False if that failed.
         self._make_way: Callable[[], bool] = lambda: True
@@ -104,19 +198,18 @@ class JobFolder:
         if self._lock is not None:
             self._lock.close()
 
-    def resume(self, config: SessionConfig, num_stages: int, channel: P2PChannel, gpu: Gpu) -> None:
+    def resume(self, options: JobOptions, num_stages: int, gpu: Gpu) -> None:
         """Find what an earlier start left that still holds; every rank calls it.
 
-        Where the stored job is another one or damaged, the job starts over, with a warning, and the
-        stored one is kept under other names. So are plans that do not hold any more. A job that may
-        be lowered touches nothing until it has something to keep: what is stored may be of the
-        lower level.
+        Where the stored job is another one, of another version or damaged, the job starts over,
+        with a warning, and the stored one is kept under other names. A job that may be lowered
+        touches nothing until it has something to keep: what is stored may be of the lower level.
         """
         path, replicas = self.path, self._collectives.num_replicas
-        if path is None or config.fingerprint is None:
+        if path is None or options.fingerprint is None:
             return
         self.found, self.started = self._collectives.agreed(
-            lambda: self._look(path, config, _keys(config, num_stages, replicas, channel, gpu))
+            lambda: self._look(path, options, _keys(options, num_stages, replicas, gpu))
         )
 
     def run_label(self, labels: Mapping[str, object]) -> dict[str, object]:
@@ -134,26 +227,15 @@ class JobFolder:
             path = self.path / f"{name}{self._of_node}.jsonl"
             self._writer.put(name, partial(append_line, path, entry), most)
 
-    def add_grid(self, text: str) -> None:
-        """Append a grid of reconfiguring, as a person reads it; on the planning rank."""
-        self._write(_GRIDS_FILE, partial(_append, text + "\n\n"))
-
     def keep_profile(self, profile: Profile) -> None:
         """Keep the profile that was measured, even if no plan can be made from it."""
         self._write(PROFILE_FILE, profile.write)
-        self._keep(profile=profile, **_NO_PLANS)
+        self._keep(profile=profile)
 
-    def keep_plan(self, plan: Plan, steps: int, ended: Ended | None, batch: str = "") -> None:
-        """Keep the plan of a batch once nothing changes it any more."""
-        self._write(plan_file(batch), plan.write)
-        others = self._job.plans if self._job is not None else {}
-        plans = {**others, batch: plan}
-        self._keep(plans=plans, reconfigure_steps=steps, reconfigure_ended=ended)
-
-    def copy_plan(self, plan: Plan, source: Path) -> None:
-        """Write a plan that the user gave, unless it is the file that would be written."""
-        if self.path is not None and source != self.path / plan_file(""):
-            self._write(plan_file(""), plan.write)
+    def write_plan(self, plan: Plan, batch: str = "", given: Path | None = None) -> None:
+        """Write the plan of a batch, for people, unless the user gave that file."""
+        if self.path is not None and given != self.path / plan_file(batch):
+            self._write(plan_file(batch), plan.write)
 
     def keep_one_clock(self, frequency_mhz: int) -> None:
         """Keep the clock that was found for the whole job."""
@@ -172,13 +254,13 @@ class JobFolder:
     def forget_profile(self) -> None:
         """Have a profile measured: an earlier start's is of no use. Every rank calls it."""
         if self.found.profile is not None:
-            self.found = replace(self.found, profile=None, **_NO_PLANS)
-            self._keep(profile=None, **_NO_PLANS)
+            self.found = replace(self.found, profile=None)
+            self._keep(profile=None)
 
     def _keep(self, **changes: Any) -> None:
         if self._job is not None:
             self._job = replace(self._job, **changes)
-            self._write(JOB_FILE, self._job.write)
+            self._write(JOB_FILE, partial(self._job.write, keys=self._keys))
 
     def _write(self, name: str, write: Callable[[Path], object]) -> None:
         """Have the planning rank write a file, once another job's has made way."""
@@ -215,87 +297,67 @@ class JobFolder:
             return own if self._lock else None, (note,)
         raise AssertionError
 
-    def _look(self, path: Path, config: SessionConfig, keys: JobKeys) -> tuple[StoredJob, str]:
+    def _look(self, path: Path, options: JobOptions, keys: JobKeys) -> tuple[StoredJob, str]:
         """Return what was found, and when this start began; on the planning rank."""
-        found, why, names = StoredJob(keys), "", _PLANS
+        found = StoredJob()
         try:
-            found = read_job(path / JOB_FILE, keys, config.profile_file)
+            found = read_job(path / JOB_FILE, keys)
         except Exception as error:  # a kept file may fail in any way, and the job must start
-            why, names = f"The job starts over: {error}", _ALL
+            said = error if isinstance(error, EnvPipeError) else repr(error)
+            why = f"The job starts over: {said}"
+            self._make_way = cache(partial(_set_aside, path, options, why))
         if found.changed:
             left = ", ".join(found.phases_done) or "nothing"
-            why = f"The job has changed: {'; '.join(found.changed)}. Of what it had, {left} is kept"
-        if why:
-            self._make_way = cache(partial(_set_aside, path, config, why, names))
+            logger.warning("The job has changed: %s. Of it, %s is kept", found.changed, left)
         started = datetime.now(UTC).isoformat(timespec="milliseconds")
-        self._job = replace(found, starts=(*found.starts, started))
-        if found.starts or not config.may_be_lowered:
-            self._write(JOB_FILE, self._job.write)
+        self._job, self._keys = replace(found, starts=(*found.starts, started)), keys
+        if found.starts or not options.may_be_lowered:
+            self._keep()
         return found, started
 
 
-def _append(text: str, path: Path) -> None:
-    with path.open("a") as file:
-        file.write(text)
-
-
-def _keys(
-    config: SessionConfig, num_stages: int, num_replicas: int, channel: P2PChannel, gpu: Gpu
-) -> JobKeys:
-    """All that a profile, a baseline and a plan rest on."""
-    request, clocks = config.request, gpu.supported_frequencies_mhz
-    if config.changes_only_order:  # units are profiled at no other
+def _keys(options: JobOptions, num_stages: int, num_replicas: int, gpu: Gpu) -> JobKeys:
+    """All that a profile, a baseline and a clock for the whole job rest on."""
+    clocks = gpu.supported_frequencies_mhz
+    if options.changes_only_order:  # units are profiled at no other
         clocks = (max(clocks),)
-    asked = {name: value for name, value in asdict(request).items() if name not in _NOT_OF_PLAN}
     return {
-        "profile": {
-            **(config.fingerprint or {}),
+        "units": {
+            **(options.fingerprint or {}),
             "envpipe_num_stages": num_stages,
-            "envpipe_num_chunks": request.num_chunks,
+            "envpipe_num_chunks": options.num_chunks,
             "envpipe_clocks_mhz": [max(clocks), min(clocks)],
             "envpipe_num_clocks": len(clocks),
             "envpipe_clock_backend": gpu.address.backend,
             "envpipe_power_limit_w": _if_known(lambda: gpu.clock_state().power_limit_w),
             "envpipe_power_profiles": _if_known(lambda: gpu.power_state().enforced_profiles),
-            "envpipe_profile_sha256": _sha256(config.profile_file),
         },
-        "plan": {
-            **asked,
-            "objective": request.objective.to_json(),
+        "steps": {
+            "num_microbatches": options.num_microbatches,
+            "group_size": options.group_size,
             "num_replicas": num_replicas,
-            "deadline_factor": request.deadline_factor or 1.0,
-            "min_dwell_s": max(request.min_dwell_s, config.min_dwell_s),
-            "one_clock_slowdown_percent": config.one_clock_slowdown_percent,
-            "channel_capacity": channel.capacity,
-            "splits_backwards": config.splits,
-            "plan_sha256": _sha256(config.plan_file),
+            "one_clock_slowdown_percent": options.slowdown_percent if options.one_clock else None,
         },
     }
 
 
 def _if_known(read: Callable[[], object]) -> object:
-    """A fact of a GPU or file; None where it cannot be read: whoever needs that says so."""
+    """A fact of a GPU; None where it cannot be read: whoever needs that says so."""
     try:
         return read()
-    except (GpuError, OSError):
+    except GpuError:
         return None
 
 
-def _sha256(path: Path | None) -> object:
-    return path and _if_known(lambda: hashlib.sha256(path.read_bytes()).hexdigest())
-
-
-def _set_aside(folder: Path, config: SessionConfig, reason: str, names: re.Pattern[str]) -> bool:
+def _set_aside(folder: Path, options: JobOptions, reason: str) -> bool:
     """Rename a job's files but those that the user gave, so that others may have their names.
 
     False if that failed; OSError if the folder cannot be looked at.
     """
-    profile = config.profile_file
-    given = {config.plan_file, profile, profile and sidecar_path(profile)}
-    files = {path for path in folder.glob("*.*") if names.fullmatch(path.name)} - given
-    number = 1
-    while any(folder.glob(f"*.old{number}.*")):
-        number += 1
+    profile = options.profile
+    given = {options.plan, profile, profile and sidecar_path(profile)}
+    files = {path for path in folder.glob("*.*") if _KEPT.fullmatch(path.name)} - given
+    number = next(n for n in count(1) if not any(folder.glob(f"*.old{n}.*")))
     kept = []
     try:
         # The job file comes last: as long as it is there, the others pass for no new job's.
