@@ -208,21 +208,13 @@ class JobMemory:
             replace(stage, measured_peak_bytes=peak)
             for stage, peak in zip(self.stages, measured, strict=True)
         )
-        errors = []
-        for number, (stage, peak) in enumerate(zip(self.stages, measured, strict=True)):
-            predicted = stage.predicted_peak_bytes
-            assert predicted is not None
-            errors.append(peak / predicted - 1)
-            if errors[-1] > PREDICTION_ERROR and self._collectives.is_planner:
-                logger.warning(
-                    "Stage %d holds %.1f%% more than was predicted: %.2f GiB in place of %.2f",
-                    number,
-                    100 * errors[-1],
-                    peak / _GIB,
-                    predicted / _GIB,
-                )
+        pairs = zip(measured, (stage.predicted_peak_bytes for stage in self.stages), strict=True)
+        errors = [peak / (predicted or math.nan) - 1 for peak, predicted in pairs]
         shown = ", ".join(f"{error:+.1%}" for error in errors)
-        self._say(f"memory: measured peak {_gib(measured)} GiB, {shown} from the prediction")
+        text = f"memory: measured peak {_gib(measured)} GiB, {shown} from the prediction"
+        self._say(text)
+        if max(errors) > PREDICTION_ERROR and self._collectives.is_planner:
+            logger.warning("%s", text)
 
     def _own(
         self, schedule: Schedule, specs: StageSpecs, ran: Schedule | None
