@@ -338,11 +338,16 @@ def tree_groups(member: int, size: int) -> list[range]:
     """The groups, in a tree over `size` members, that one of them belongs to, from the leaves up.
 
     The first member of each group leads it, and belongs to a group of the next level. No group has
-    more than `FAN_IN` members.
+    more than `FAN_IN` members, and groups of all levels are about as large.
     """
+    levels = width = 1
+    while FAN_IN**levels < size:
+        levels += 1
+    while width**levels < size:
+        width += 1
     groups, step = [], 1
     while step < size and member % step == 0:
-        first = member - member % (step * FAN_IN)
-        groups.append(range(first, min(first + step * FAN_IN, size), step))
-        step *= FAN_IN
+        first = member - member % (step * width)
+        groups.append(range(first, min(first + step * width, size), step))
+        step *= width
     return [group for group in groups if len(group) > 1]
