@@ -207,7 +207,7 @@ def run_probed(monkeypatch, folder, probes, iterations=40):
         return inner(self, orders)
 
     monkeypatch.setattr(Pipelines, "run", watched)
-    config = JobOptions(num_microbatches=12, type="optimal", scheduling="1f1b", baseline_steps=3)
+    config = JobOptions(num_microbatches=12, scheduling="1f1b", baseline_steps=3)
     preset = load_preset("a100-sxm")
     return run_job(config, preset, [0.03, 0.03, 0.036], iterations=iterations), clocks_mhz
 

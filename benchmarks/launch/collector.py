@@ -34,7 +34,6 @@ import numpy as np
 from envpipe_megatron.formats.energy import ENERGY_FORMAT, JOB, Phase
 from envpipe_megatron.launch.agent.collector import Collector, Uplink
 from envpipe_megatron.launch.agent.ledger import NodeLog
-from envpipe_megatron.launch.bill.bill import Bill
 from envpipe_megatron.launch.bill.report import BillReport, Tariff
 
 SWEPT_AGENTS = (64, 128, 256, 512, 1024)
@@ -91,8 +90,15 @@ def serve(pipe: Connection, folder: Path) -> None:
 
 
 async def _serve(pipe: Connection, folder: Path) -> None:
-    bill, report = Bill(), BillReport(folder, Tariff(), LIVE_ITERATIONS)
-    collector = Collector(bill, lambda: report.look(bill))
+    report, collector = BillReport(folder, Tariff(), LIVE_ITERATIONS), Collector()
+    bill = collector.bill
+
+    async def show() -> None:
+        while True:
+            await asyncio.sleep(1.0)
+            report.look(bill)
+
+    showing = asyncio.create_task(show())
     pipe.send(await collector.start("127.0.0.1"))
     loop = asyncio.get_running_loop()
     asked = asyncio.Event()
@@ -116,6 +122,7 @@ async def _serve(pipe: Connection, folder: Path) -> None:
             )
         )
     loop.remove_reader(pipe.fileno())
+    showing.cancel()
     await collector.close()
 
 

@@ -222,7 +222,6 @@ def leave_logs(rank: int, root: Path) -> tuple[dict[str, int], float]:
         JobOptions(
             num_microbatches=LOGGED_MICROBATCHES,
             type="envelope",
-            scheduling="envpipe",
             reconfigure="default",
             baseline_steps=1,
             profile_steps=1,

@@ -22,8 +22,6 @@ from envpipe_megatron.search.layer_profile import (
 #: The letters of pieces in a layout; all others are transformer layers.
 _LETTERS = {EMBEDDING: "E", LOSS: "L"}
 
-#: Transformer layers on each stage.
-Split = tuple[int, ...]
 #: The name of a recomputation, and of how many of the first pieces that know it.
 Recomputed = tuple[str | None, int]
 
@@ -146,29 +144,6 @@ def _layout_text(stages: Sequence[str]) -> str:
         text = f"{short(stage)}|"
         middle += text if repeats == 1 else f"({text})*{repeats}"
     return f"{short(stages[0])}|{middle}{short(stages[-1])}"
-
-
-def megatron_even_split(num_layers: int, num_stages: int) -> tuple[Split, tuple[str, ...]] | None:
-    """The split that Megatron makes without a layout, and the flags it needs for that.
-
-    Without flags the stages must divide the layers; `--account-for-embedding-in-pipeline-split` and
-    `--account-for-loss-in-pipeline-split` count the embedding and the loss as one layer each. None
-    if Megatron refuses all of these.
-    """
-    for embedding, loss in ((0, 0), (1, 1), (1, 0)):  # only the loss splits as only the embedding
-        share, left = divmod(num_layers + embedding + loss, num_stages)
-        split = [share] * num_stages
-        split[0] -= embedding
-        split[-1] -= loss
-        if left or min(split) < 1:
-            continue
-        flags = [
-            f"--account-for-{what}-in-pipeline-split"
-            for what, counted in ((EMBEDDING, embedding), (LOSS, loss))
-            if counted
-        ]
-        return tuple(split), tuple(flags)
-    return None
 
 
 def _recomputation(profile: LayerProfile, configuration: Configuration) -> Iterator[str]:

@@ -31,12 +31,10 @@ from envpipe_megatron.policies.optimal.linear_program import LinearProgramError
 from envpipe_megatron.policies.optimal.optimizer import Optimizer
 from envpipe_megatron.policies.problem import envpipe_counts, in_flight_by_memory, order_limits
 from envpipe_megatron.search.candidates import Candidate
-from envpipe_megatron.search.configuration import Job, Split
+from envpipe_megatron.search.configuration import Job
 from envpipe_megatron.search.cuts import Shape, ShapeCuts
 from envpipe_megatron.search.layer_file import read_layers
 from envpipe_megatron.search.layer_profile import (
-    EMBEDDING,
-    LOSS,
     LayerProfile,
     Links,
     running,
@@ -129,18 +127,10 @@ class SplitSpace:
             self._check_memory(memory_limit_bytes, static_bytes)
 
     def candidate(self, cut: Cut) -> Candidate:
-        """A cut as the search has it; without the memory limit if it does not keep that."""
+        """A cut as the search has it."""
         configuration = self._space.configuration(self.shape, cut, [(None, 0)] * self.num_stages)
         job = replace(self._space.job, memory_bytes=self.memory_limit_bytes)
-        found, limit_bytes = Candidate(configuration, self.profile, job), job.memory_bytes
-        if limit_bytes is not None and (found.peak_bytes > limit_bytes * _SLACK).any():
-            return replace(found, job=replace(job, memory_bytes=None))
-        return found
-
-    def bottleneck_s(self, cut: Cut) -> float:
-        """The slowest stage of a cut, forward plus backward at the highest clocks."""
-        at, pieces = list(cut), self.pieces
-        return float((np.diff(pieces.forward_s[at]) + np.diff(pieces.backward_s[at])).max())
+        return Candidate(configuration, self.profile, job)
 
     def in_time(self, longest_s: float, blocking_power_w: float, most: int) -> list[Candidate]:
         """The cheapest cuts by the search's estimate that take no longer in 1F1B."""
@@ -164,20 +154,6 @@ class SplitSpace:
                 value=least,
                 remedy="Raise --memory-limit, use more stages, or recompute activations.",
             )
-
-
-def layers_of(profile: LayerProfile, cut: Sequence[int]) -> Split:
-    """Transformer layers on each stage of a cut."""
-    counts = np.diff(cut)
-    counts[0] -= profile.pieces[0] == EMBEDDING
-    counts[-1] -= profile.pieces[-1] == LOSS
-    return tuple(counts.tolist())
-
-
-def cut_of(profile: LayerProfile, split: Split) -> Cut:
-    """The inverse of `layers_of`."""
-    inner = np.cumsum(split[:-1]) + (profile.pieces[0] == EMBEDDING)
-    return (0, *inner.tolist(), len(profile.pieces))
 
 
 def _layers_only(profile: LayerProfile) -> LayerProfile:

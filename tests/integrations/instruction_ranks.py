@@ -129,7 +129,6 @@ def train_session(rank: int, root: Path, preset: Path, microbatches: int, steps:
         num_microbatches=microbatches,
         type="envelope",
         scheduling="1f1b",
-        reconfigure="balanced",
         baseline_steps=3,
         profile_steps=1,
     )

@@ -109,7 +109,7 @@ def run_script(
         "steps_per_print": 5,
         "zero_optimization": {"stage": 0},
     }
-    file = folder.with_suffix(".json")
+    file = folder.with_name(f"{folder.name}-deepspeed.json")  # a profile's facts are in .json
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text(json.dumps(configuration))
     program = [str(CPU_RUN), str(script), *shlex.split(args), "--deepspeed_config", str(file)]

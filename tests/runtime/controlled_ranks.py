@@ -42,7 +42,6 @@ def _config(root: Path) -> JobOptions:
     return JobOptions(
         num_microbatches=MICROBATCHES,
         type="envelope",
-        scheduling="envpipe",
         reconfigure="default",
         baseline_steps=1,
         profile_steps=1,

@@ -136,7 +136,6 @@ def refused(rank: int, root: Path, profile_file: Path | None) -> str:
     config = JobOptions(
         num_microbatches=8,
         type="envelope",
-        scheduling="envpipe",
         reconfigure="default",
         max_in_flight="memory",
         baseline_steps=3,

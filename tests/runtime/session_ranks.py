@@ -54,8 +54,6 @@ def train_with_reconfiguring(rank: int, root: Path) -> None:
     config = JobOptions(
         num_microbatches=MICROBATCHES,
         type="envelope",
-        scheduling="envpipe",
-        reconfigure="balanced",
         baseline_steps=3,
         profile=root / "profile.csv",
         output=root,
@@ -68,7 +66,6 @@ def lose_control(rank: int, root: Path, victim: int, schedule: str) -> Any:
     """The victim's clock control ends in a closed loop; its notes, and what was kept by then."""
     config = JobOptions(
         num_microbatches=MICROBATCHES,
-        type="optimal",
         scheduling=schedule,
         baseline_steps=3,
         output=root,
@@ -91,8 +88,6 @@ def look_for_the_shortest(rank: int, root: Path) -> Any:
     """A start of a job that may set no clock: its notes, and the phases of its iterations."""
     config = JobOptions(
         num_microbatches=MICROBATCHES,
-        type="optimal",
-        scheduling="auto",
         baseline_steps=6,
         output=root / "job",
         fingerprint={},
@@ -133,7 +128,6 @@ def measure_a_job(rank: int, root: Path, tail_s: tuple[float, ...]) -> Any:
     config = JobOptions(
         num_microbatches=MICROBATCHES,
         type="envelope",
-        scheduling="envpipe",
         reconfigure="default",
         baseline_steps=1,
         profile_steps=3,
@@ -318,7 +312,6 @@ def profile(rank: int, root: Path, preset: str, times_s: tuple[float, float]) ->
     config = JobOptions(
         num_microbatches=3,
         type="envelope",
-        scheduling="envpipe",
         reconfigure="default",
         baseline_steps=1,
         profile_steps=3,

@@ -58,10 +58,7 @@ def run(
     preset = replace(PRESET, frequency_change_s=change_s)
     name = "auto" if own_order is None else "1f1b"
     request = JobOptions(
-        num_microbatches=MICROBATCHES,
-        type="optimal",
-        scheduling=name,
-        min_dwell_ms=1e3 * min_dwell_s,
+        num_microbatches=MICROBATCHES, scheduling=name, min_dwell_ms=1000.0 * min_dwell_s
     )
     made, own = (
         Pipelines(preset, forward_s, replicas, wait_follows=wait_follows, **what) for _ in range(2)

@@ -34,9 +34,7 @@ from envpipe_megatron.tuning.shortest import ShortestOrder
 STAGES, MICROBATCHES = 2, 4
 FORWARD_S = (0.03,) * STAGES
 OWN = builders.one_f_one_b(STAGES, MICROBATCHES)
-REQUEST = JobOptions(
-    num_microbatches=MICROBATCHES, type="optimal", scheduling="auto", objective=Goal.TIME
-)
+REQUEST = JobOptions(num_microbatches=MICROBATCHES, objective=Goal.TIME)
 #: The share of the time that the shortest order takes less.
 _EXACT = exact_profile(load_preset("a100-sxm"), FORWARD_S, {})
 _BEST = make_plan(_EXACT, replace(REQUEST.request(), split=MEASURED_SPLIT)).plan

@@ -33,9 +33,7 @@ from envpipe_megatron.tuning.probes.sweep import (
 
 STAGES, MICROBATCHES = 3, 12
 FORWARD_S = (0.03, 0.03, 0.0375)
-CONFIG = JobOptions(
-    num_microbatches=MICROBATCHES, type="optimal", scheduling="auto", sweep=True, baseline_steps=3
-)
+CONFIG = JobOptions(num_microbatches=MICROBATCHES, sweep=True, baseline_steps=3)
 PRESET = load_preset("a100-sxm")
 TOP_MHZ = PRESET.max_frequency_mhz
 CLOCKS_MHZ = sweep_range(PRESET.supported_frequencies_mhz, override_for(PRESET.gpu))

@@ -22,7 +22,7 @@ ITERATIONS = 60
 
 
 def run(schedule: str = "auto", iterations: int = ITERATIONS, **trouble: Any) -> Ran:
-    config = JobOptions(num_microbatches=12, type="optimal", scheduling=schedule, baseline_steps=3)
+    config = JobOptions(num_microbatches=12, scheduling=schedule, baseline_steps=3)
     preset, forward_s = load_preset("a100-sxm"), [0.03, 0.03, 0.036]
     return run_job(config, preset, forward_s, iterations=iterations, **trouble)
 

@@ -18,17 +18,11 @@ from envpipe_megatron.cli.common import (
 from envpipe_megatron.cli.plans.tables import show_stages
 from envpipe_megatron.console import say, show_table
 from envpipe_megatron.core.fields import PERCENT, POWER, Number
-from envpipe_megatron.core.plan import Cost
 from envpipe_megatron.core.sidecar import SIDECAR_FORMAT, sidecar_path
-from envpipe_megatron.errors import plain
-from envpipe_megatron.search.configuration import layout_flag, megatron_even_split
+from envpipe_megatron.search.configuration import layout_flag
 from envpipe_megatron.search.layer_file import read_layers
 from envpipe_megatron.search.partition import (
-    BestSplit,
-    Cut,
     SplitSpace,
-    cut_of,
-    layers_of,
     least_bottleneck,
     least_energy,
     plan_cost,
@@ -93,11 +87,22 @@ def partition(
         found = least_energy(space, power_w, time_tolerance / 100)
     else:
         found = least_bottleneck(space)
-    split, best_one = layers_of(profile, found.cut), space.candidate(found.cut)
+    best_one = space.candidate(found.cut)
     write_stages(best_one.stage_profile, blocking_power, output)
     title, memory = "Stages, at the highest clocks", "1F1B memory (GiB)"
     show_stages(title, best_one, best_one.peak_bytes, memory)
-    _compare(space, found, sum(split), power_w)
+    cost = found.cost
+    if cost is None and profile.has_energy:
+        longest_s = best_one.iteration_time_s
+        cost = plan_cost(best_one.stage_profile, num_microbatches, power_w, longest_s)
+    figures = [
+        ("iteration time (s)", f"{best_one.iteration_time_s:.4f}"),
+        ("bottleneck (ms)", f"{1e3 * max(work.time_s for work in best_one.works):.3f}"),
+    ]
+    if cost is not None:
+        figures.append(("planned time (s)", f"{cost.iteration_time_s:.4f}"))
+        figures.append(("planned energy (J)", f"{cost.energy_j:.1f}"))
+    show_table("1F1B at the highest clocks, and planned", ("", "this split"), figures)
     if found.cost is None:
         say("Least bottleneck; of equal ones the split whose stages force the shortest iteration.")
     else:
@@ -108,49 +113,3 @@ def partition(
     say("\nFor Megatron-LM, in place of its other flags for the split:")
     say(f"  {layout_flag(profile, best_one.configuration)}")
     say(f"\nStage profile written to {output}")
-
-
-def _figures(
-    space: SplitSpace, cut: Cut, power_w: float, deadline_s: float = 0.0, cost: Cost | None = None
-) -> list[tuple[str, float, int]]:
-    """Name the figures of a split, with the digits to show; the iteration time comes first.
-
-    Without a cost, that of a plan in time, or if the split is late at the highest clocks, no later.
-    """
-    candidate = space.candidate(cut)
-    time_s = candidate.iteration_time_s
-    if cost is None and space.profile.has_energy:
-        longest_s = max(time_s, deadline_s)
-        cost = plan_cost(candidate.stage_profile, space.num_microbatches, power_w, longest_s)
-    figures = [
-        ("iteration time (s)", time_s, 4),
-        ("bottleneck (ms)", 1e3 * space.bottleneck_s(cut), 3),
-    ]
-    if cost is not None:
-        figures.append(("planned time (s)", cost.iteration_time_s, 4))
-        figures.append(("planned energy (J)", cost.energy_j, 1))
-    return figures
-
-
-def _compare(space: SplitSpace, found: BestSplit, num_layers: int, power_w: float) -> None:
-    """Print a split's figures beside those of Megatron's even one."""
-    ours = _figures(space, found.cut, power_w, cost=found.cost)
-    columns, rows = ["", "this split"], [[name, f"{value:.{n}f}"] for name, value, n in ours]
-    text = f"Megatron has no even split of {num_layers} layers over {space.num_stages} stages."
-    if known := megatron_even_split(num_layers, space.num_stages):
-        even, flags = known
-        cut = cut_of(space.profile, even)
-        theirs = _figures(space, cut, power_w, found.deadline_s)
-        columns += ["even split", "change (%)"]
-        for row, (_, value, digits), (_, other, _) in zip(rows, ours, theirs, strict=True):
-            row += [f"{other:.{digits}f}", f"{100 * (value / other - 1):+.2f}"]
-        text = f"Even split: {plain(even)}" + (f", with {' '.join(flags)}." if flags else ".")
-        limited = space.memory_limit_bytes is not None
-        if limited and space.candidate(cut).job.memory_bytes is None:
-            text += " It does not keep the memory limit."
-        if space.profile.has_energy and theirs[0][1] > found.deadline_s:
-            text += (
-                " It is slower, and planned within its own time: energies are not at equal time."
-            )
-    show_table("1F1B at the highest clocks, and planned", columns, rows)
-    say(text)

@@ -37,6 +37,8 @@ T = TypeVar("T")
 
 #: How often to look for GPUs without windows, and after how long to accept ranks again.
 _TICK_S = 10.0
+#: How often to show the bill so far.
+_SHOW_S = 1.0
 _ACCEPT_AGAIN_S = 0.2
 _BACKLOG = 256
 #: How often to look whether what the end waits for has come, and how long at least: what is
@@ -53,7 +55,7 @@ class NodeAgent:
         output_dir: where the node's energy log goes.
         node: this node's name.
         socket_path: where ranks find the agent, in a folder of this user's own.
-        on_lines: called with the job's bill after lines were added to it, on the agent of rank 0.
+        show: called with the job's bill each second, on the agent of rank 0.
 
     Raises EnvPipeError if another agent writes this node's log, OSError if log or socket fail.
     """
@@ -63,7 +65,7 @@ class NodeAgent:
         output_dir: Path,
         node: str,
         socket_path: Path,
-        on_lines: Callable[[Bill], None] = lambda bill: None,
+        show: Callable[[Bill], None] = lambda bill: None,
     ) -> None:
         self.socket_path = socket_path
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -78,8 +80,8 @@ class NodeAgent:
         self._uplink = Uplink(self.log)
         self.log.grown = self._log_has_grown
         self._failure: str | None = None
-        bill = Bill()
-        self._collector = Collector(bill, lambda: on_lines(bill))
+        self._show = show
+        self._collector = Collector()
         self._collects = False
         self._ledgers: dict[str, GpuLedger] = {}
         #: Whose counter a thread waits for: a driver may hang.
@@ -158,6 +160,7 @@ class NodeAgent:
     def _run(self) -> None:
         self._start(self._accept())
         self._start(self._bill_long_gaps())
+        self._start(self._show_bill())
         self._loop.run_forever()
         self._loop.run_until_complete(self._end())
         self._loop.close()
@@ -205,6 +208,13 @@ class NodeAgent:
             for ledger in self.ledgers():
                 if ledger.is_behind() and ledger not in self._reading:
                     await self._read_and_bill(ledger)
+
+    async def _show_bill(self) -> None:
+        """Not with each line: in a large job a thousand come a second."""
+        while True:
+            await asyncio.sleep(_SHOW_S)
+            if self._collects:
+                self._show(self._collector.bill)
 
     async def _read_and_bill(self, ledger: GpuLedger) -> None:
         """Bill up to now, unless the driver hangs: that thread is left behind."""
@@ -329,4 +339,5 @@ class NodeAgent:
             return []
         await self._holds(lambda: not self._collector.bill.running(), wait_s)
         await self._collector.close()  # the bill that is shown now stays as it is
+        self._show(self._collector.bill)
         return self._collector.bill.running()

@@ -22,7 +22,6 @@ import json
 import logging
 import secrets
 import socket
-from collections.abc import Callable
 from typing import Any, NoReturn
 
 from envpipe_megatron.formats.energy import EnergyNote, EnergyWindow, parse_line
@@ -38,8 +37,6 @@ _PIECE_BYTES, _EARLIER_BYTES = 2**18, 2**20
 #: Of a piece as JSON, which may write a character in as many as three times its bytes.
 _MOST_BYTES = 4 * _EARLIER_BYTES
 _HELLO_S = 10.0
-#: Lines come a thousand times a second in a large job, and the live line looks at all its GPUs.
-_REPORT_EACH_S = 1.0
 _BACKLOG = 1024
 #: A node that lost its power does not close its connection, and may come back with another log:
 #: the connection ends after half a minute without an answer to a probe.
@@ -52,16 +49,11 @@ _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 2.0
 
 
 class Collector:
-    """A server for the agents of one job, whose lines it adds to a bill.
+    """A server for the agents of one job, whose lines it adds to a bill."""
 
-    `on_lines` is called within a second after lines were added, and when all nodes have ended.
-    """
-
-    def __init__(self, bill: Bill, on_lines: Callable[[], None] = lambda: None) -> None:
-        self.bill = bill
+    def __init__(self) -> None:
+        self.bill = Bill()
         self.token = secrets.token_hex(16)
-        self._on_lines = on_lines
-        self._reporting: asyncio.TimerHandle | None = None
         #: Bytes of each log that are in the bill, by node and identity of the log.
         self._known_bytes: dict[tuple[str, str], int] = {}
         #: Which log each node sends now, and the connection to it.
@@ -94,8 +86,6 @@ class Collector:
         """Stop listening, and close all connections."""
         if self._server is not None:
             self._server.close()
-        if self._reporting is not None:
-            self._reporting.cancel()
         for task in self._connections:
             task.cancel()
         await asyncio.gather(*self._connections)
@@ -146,18 +136,7 @@ class Collector:
                 self.bill.add(parse_line(line))
             except ValueError:
                 self.bill.unreadable += 1
-        if not self.bill.running():
-            self._report()
-        elif self._reporting is None:
-            loop = asyncio.get_running_loop()
-            self._reporting = loop.call_later(_REPORT_EACH_S, self._report)
         return {"have": self._known_bytes[node, log]}
-
-    def _report(self) -> None:
-        if self._reporting is not None:
-            self._reporting.cancel()
-            self._reporting = None
-        self._on_lines()
 
 
 class Uplink:

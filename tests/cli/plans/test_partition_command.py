@@ -57,7 +57,6 @@ def test_flags_and_a_profile_that_can_be_planned(layers_path, tmp_path, objectiv
     assert flag(text, "--pipeline-model-parallel-layout") == "Et*3|t*4|tL"
     assert "embedding, 0-2" in text
     assert "7, loss" in text
-    assert "2, 3, 3, with --account-for-embedding-in-pipeline-split." in text
     profile = read_profile(output)
     assert profile.sidecar.blocking_power_w == (80, 80, 80)
     times = [kinds["forward"][0].time_s for kinds in profile.rows]
@@ -65,36 +64,16 @@ def test_flags_and_a_profile_that_can_be_planned(layers_path, tmp_path, objectiv
     plan_for(output, tmp_path / "plan.json", "--schedule", "envpipe", "--policy", "envelope")
 
 
-def test_against_the_even_split(tmp_path):
+def test_the_figures_of_the_split(tmp_path):
     layers = write(tmp_path / "layers.json", transformer_layers=16, heavy=5)
     text = partition(layers, tmp_path / "profile.csv", "--blocking-power", 80).stdout
     assert flag(text, "--pipeline-model-parallel-layout") == "Et*4|t*4|t*5|t*3L"
-    assert "4, 4, 4, 4" in text
     rows = {
         line.split("│")[1].strip(): line.split("│") for line in text.splitlines() if "│" in line
     }
-    ours, even, change = (float(cell) for cell in rows["bottleneck (ms)"][2:5])
-    assert (ours, even) == (150.0, 180.0)
-    assert change == pytest.approx(100 * (ours / even - 1), abs=0.01)
-    assert float(rows["iteration time (s)"][4]) < 0
-    assert "planned energy (J)" in rows
-
-
-def test_a_split_saves_nothing_beside_itself(tmp_path):
-    """Both may take as long as splits may be slower than the fastest."""
-    layers = write(tmp_path / "layers.json", loss=0.5)
-    options = ("--objective", "energy", "--blocking-power", 80, "--time-tolerance", 5)
-    text = partition(layers, tmp_path / "profile.csv", *options, stages=2).stdout
-    assert flag(text, "--pipeline-model-parallel-layout") == "Et*4|t*4L"
-    changes = [line.split("│")[4].strip() for line in text.splitlines() if line.count("│") == 5]
-    assert changes == ["+0.00"] * 4
-
-
-def test_where_megatron_has_no_even_split(tmp_path):
-    layers = write(tmp_path / "layers.json", transformer_layers=9)
-    text = partition(layers, tmp_path / "profile.csv", "--blocking-power", 80).stdout
-    assert "no even split of 9 layers over 4 stages" in text
-    assert "change (%)" not in text
+    assert float(rows["bottleneck (ms)"][2]) == 150.0
+    assert float(rows["planned time (s)"][2]) <= float(rows["iteration time (s)"][2])
+    assert float(rows["planned energy (J)"][2]) > 0
 
 
 def test_times_alone_are_enough_for_the_bottleneck(tmp_path):
@@ -124,7 +103,6 @@ def test_memory_limit(tmp_path):
     ).stdout
     assert flag(free, "--pipeline-model-parallel-layout").startswith("Et*2|")
     assert flag(held, "--pipeline-model-parallel-layout").startswith("Et|")
-    assert "2, 2, 2, 2. It does not keep the memory limit" in held
     assert read_profile(tmp_path / "held.csv").sidecar.free_bytes is not None
     message = partition_badly(layers, tmp_path / "no.csv", "--memory-limit", "2e9")
     for part in ("least peak", "2e+09 bytes", "--memory-limit"):

@@ -83,8 +83,8 @@ def line_of(node: str, gpu: int, iteration: int) -> Line:
 
 
 @contextlib.asynccontextmanager
-async def collecting(bill: Bill | None = None, **options: Any) -> AsyncIterator[Collector]:
-    collector = Collector(bill or Bill(), **options)
+async def collecting() -> AsyncIterator[Collector]:
+    collector = Collector()
     try:
         yield collector
     finally:

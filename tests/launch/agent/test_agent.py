@@ -97,7 +97,7 @@ def test_a_rank_that_starts_again_goes_on_where_the_bill_ended(nodes):
         rank.connection.close()
         assert agent.wait_until_none_is_connected(LONG_S)
         gpu.advance_to(gpu.time_s() + 1.0)
-    until(lambda: len(agent._tasks) == 2)  # it accepts and ticks; nothing is left of the ranks
+    until(lambda: len(agent._tasks) == 3)  # it accepts, ticks and shows; no rank has one left
     agent.finish(0, 0.0)
     assert len(agent.ledgers()) == 1
     assert bill(agent).total().energy_j == pytest.approx(nodes.counted_j(gpu), rel=1e-12)
@@ -450,15 +450,17 @@ def send_to_first(ranks: list[Rank]) -> None:
         send(rank.connection, {"op": "send_to", "endpoint": answer["endpoint"]})
 
 
-def test_the_agent_of_rank_0_gets_the_jobs_bill(nodes):
-    told: list[float] = []
-    a, b, ranks = two_nodes(nodes, on_lines=lambda bill: told.append(bill.total().energy_j))
+def test_the_agent_of_rank_0_gets_the_jobs_bill_and_shows_it(nodes, monkeypatch):
+    monkeypatch.setattr(agent_module, "_SHOW_S", 0.01)
+    shown: list[float] = []
+    a, b, ranks = two_nodes(nodes, show=lambda bill: shown.append(bill.total().energy_j))
     for rank in ranks:
         for iteration in range(3):
             rank.train(iteration)
         rank.bye()
     for agent in (a, b):
         assert agent.wait_until_none_is_connected(LONG_S)
+    until(lambda: shown and shown[-1] > 0)
     assert b.finish(0, LONG_S) == []
     assert a.finish(0, LONG_S) == []
     assert (b.bill, b.trouble, a.trouble) == (None, "", "")
@@ -467,7 +469,7 @@ def test_the_agent_of_rank_0_gets_the_jobs_bill(nodes):
     counted_j = nodes.counted_j(*(rank.gpu for rank in ranks))
     assert a.bill.total().energy_j == pytest.approx(counted_j, rel=1e-12)
     assert a.bill.missing() == []
-    assert told[-1] == a.bill.total().energy_j
+    assert shown == sorted(shown)
 
 
 def test_a_node_that_does_not_end_is_named_and_the_bill_that_is_shown_stays(nodes):

@@ -281,24 +281,3 @@ async def test_a_collector_that_talks_nonsense_is_tried_again(tmp_path, answer):
         agent.uplink.send_to(await collector.start("localhost"))
         await agent.is_known()
         assert_is_the_files_bill(collector.bill, agent)
-
-
-@pytest.mark.parametrize(
-    "bad",
-    [
-        {"port": 70_000},
-        {"port": None},
-        {"port": [1]},
-        {"host": 5},
-        {"host": "no such host.invalid"},
-        {"host": "x" * 300},
-    ],
-)
-@in_time
-async def test_an_endpoint_that_is_none_is_told_of(tmp_path, bad):
-    async with collecting() as collector, agents(tmp_path, "a") as (agent,):
-        endpoint = await collector.start("localhost")
-        agent.uplink.send_to({**endpoint, **bad})
-        assert await agent.is_troubled()
-        agent.uplink.send_to(endpoint)
-        await agent.is_known()

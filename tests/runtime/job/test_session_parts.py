@@ -619,7 +619,6 @@ def test_memory_is_known_before_the_gpu_is_held(world):
     config = JobOptions(
         num_microbatches=4,
         type="envelope",
-        scheduling="envpipe",
         reconfigure="default",
         max_in_flight="memory",
         baseline_steps=3,

@@ -37,13 +37,7 @@ from envpipe_megatron.runtime.job.options import JobOptions, Level
 from envpipe_megatron.runtime.job.restarts import JobFolder, JobKeys, StoredJob, read_job
 
 pytestmark = pytest.mark.usefixtures("written_at_once")
-GREEDY = JobOptions(
-    num_microbatches=4,
-    type="envelope",
-    scheduling="envpipe",
-    reconfigure="greedy",
-    baseline_steps=3,
-)
+GREEDY = JobOptions(num_microbatches=4, type="envelope", reconfigure="greedy", baseline_steps=3)
 
 
 def stored(folder: Path, keys: JobKeys = KEYS) -> StoredJob:
@@ -67,7 +61,7 @@ def resumed(config: JobOptions, power_limit_w: float | None = None, **gpu: Any) 
 
 def test_what_was_measured_for_the_least_time_is_of_one_clock_and_of_no_other_objective(tmp_path):
     for goal, clocks in (("time", [1400, 1400]), ("energy", [1400, 1000])):
-        asked = JobOptions(num_microbatches=4, type="optimal", scheduling="auto", objective=goal)
+        asked = JobOptions(num_microbatches=4, objective=goal)
         config = replace(asked, baseline_steps=3, output=tmp_path, fingerprint={})
         assert resumed(config).found.starts == ()
         assert len(resumed(config).found.starts) == 1
