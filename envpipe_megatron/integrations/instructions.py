@@ -75,7 +75,7 @@ class InstrumentedPipeline:
         facts: what tells this job from others, of JSON's types: `model`, `microbatch_size`,
             `samples_per_iteration`, `tokens_per_iteration` or anything else. The energy bill shows
             it, and a job that is started again with the same facts and `output` goes on with its
-            profile and plan. Without facts it starts over.
+            profile and baseline. Without facts it starts over.
         timeout: time after which a silent rank is an error; by default that of torch's groups.
         say: prints a line; called on one rank.
         settings: EnvPipe's options, as in docs/megatron_lm.md, without `--envpipe-` and with

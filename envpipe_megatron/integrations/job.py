@@ -155,6 +155,7 @@ class Job:
         chunks = own.num_chunks if orders else 1
         why_whole = _why_whole(options, placement, level)
         keeps_order = placement.runs_units or not orders
+        for_time = options.objective == Goal.TIME and level is not Level.OBSERVE
         options = replace(
             options.at(level),
             num_microbatches=count,
@@ -165,7 +166,7 @@ class Job:
         )
         if level is Level.OBSERVE and torch.cuda.is_available():  # without, a GPU is emulated
             options = replace(options, gpu_control="none")
-        if options.objective == Goal.TIME and options.scheduling in OWN_ORDERS:
+        if for_time and options.scheduling in OWN_ORDERS:
             notes = (*notes, "Objective time needs another order, and this job keeps its own")
             options = options.measuring()
         pipeline = dist.get_process_group_ranks(placement.pipeline_group)

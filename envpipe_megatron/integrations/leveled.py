@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import closing
 from dataclasses import replace
 from functools import partial
 
@@ -211,8 +212,8 @@ class LeveledJob:
         """
         if not self._closed:
             assert self.job is not None
-            self.job.end()
-            self.close()
+            with closing(self):
+                self.job.end()
 
     def check_profiled(self) -> None:
         """End by a JobError a job that was started for its profile only and has none."""

@@ -115,7 +115,7 @@ def _with_variables(
     Of a variable that does not go with what is given, the latter wins.
     """
     told: dict[str, Any] = {}
-    for name in _OF_VARIABLES:
+    for name in ("type",) if "plan" in given else _OF_VARIABLES:
         variable, choices = f"ENVPIPE_{name.upper()}", OPTIONS[name].flag["choices"]
         value = variables.get(variable, "").lower()
         if name not in given and value:
@@ -133,8 +133,8 @@ def _with_variables(
     policy = given.get("type") or told.get("type", "optimal")
     time = given.get("objective") == Goal.TIME
     unfit = "auto" if policy != "optimal" else "1f1b" if time else ""
-    if "plan" in given or told.get("scheduling") == unfit:
-        told.pop("scheduling", None)
+    if told.get("scheduling") == unfit:
+        del told["scheduling"]
     if "plan" in given or policy != "envelope":
         told["reconfigure"] = "default"
     whole = {**told, **given}
@@ -176,7 +176,8 @@ def _check_rules(options: JobOptions, facts: Mapping[str, bool], named: Named) -
                     raise OptionError(what, remedy=f"Leave it out{instead}")
             for term in filter(holds, rule.without):
                 what = f"{own} does not go with {said(term)}: it {rule.why}"
-                raise OptionError(what, remedy="Leave one of them out.")
+                left = "it" if term in facts else "one of them"
+                raise OptionError(what, remedy=f"Leave {left} out.")
 
 
 def prepare_files(options: JobOptions, num_stages: int, named: Named = flag_of) -> None:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import argparse
 import json
+from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import call
+from unittest.mock import Mock, call
 
 import pytest
 
@@ -106,6 +107,21 @@ def test_without_envpipe_deepspeed_is_called_as_it_is(monkeypatch: pytest.Monkey
 
 def test_deepspeed_does_not_mind_the_block() -> None:
     assert DeepSpeedConfig(CONFIG).train_batch_size == 4
+
+
+def test_a_job_is_told_from_another_by_each_setting_of_its_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """So that a restart names the one that has changed, in place of all of them."""
+    module = import_module("envpipe_megatron.integrations.deepspeed.initialize")
+    monkeypatch.setattr(module, "dist", Mock())
+    engine = Mock(module=torch.nn.Linear(2, 2), device="cpu", train_batch_size=Mock(return_value=4))
+    engine.module.parts, engine.module.activation_checkpoint_interval = [0, 1], 0
+    facts = module._facts(engine, CONFIG | {"bf16": {"enabled": True}}, None).same_job
+    assert facts["deepspeed bf16"] == '{"enabled": true}'
+    assert not any(
+        "envpipe" in str(each) or each[0] == "deepspeed train_batch_size" for each in facts.items()
+    )
 
 
 def test_a_model_without_a_pipeline_is_refused() -> None:

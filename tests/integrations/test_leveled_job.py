@@ -14,6 +14,7 @@ from envpipe_megatron.core.orders import builders
 from envpipe_megatron.integrations.framework_units import Seen
 from envpipe_megatron.integrations.job import JobError
 from envpipe_megatron.integrations.levels import Level, LevelError, Limit, stands_against
+from envpipe_megatron.runtime.channel.collectives import CollectivesError
 
 DRAWS = stands_against("random numbers", Level.UNITS, "drawn in order")
 GRAPHS = stands_against("graphs", Level.UNIFORM, "no host")
@@ -114,3 +115,13 @@ def test_a_step_that_failed_is_waited_for_where_another_begins_and_not_at_the_en
         made.session.pause.assert_called_once()
     assert run.end_unit.called is not ends
     made.session.end_step.assert_not_called()
+
+
+def test_a_job_that_cannot_bill_gives_back_what_it_has_all_the_same() -> None:
+    job, (made,), _ = begin()
+    made.end = Mock(side_effect=CollectivesError("a rank is gone"))  # type: ignore[attr-defined]
+    with pytest.raises(CollectivesError):
+        job.end()
+    assert made.closed
+    job.begin_step(1)  # a schedule that was attached is the framework's again
+    made.session.begin_step.assert_not_called()

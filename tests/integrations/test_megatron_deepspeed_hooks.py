@@ -164,6 +164,10 @@ def test_the_configuration_of_deepspeed_is_read_from_its_file(tmp_path: Path) ->
     path.write_text(json.dumps({"elasticity": {"enabled": True}}))
     with pytest.raises(RefusedError, match="elasticity"):
         check_supported(supported(deepspeed_config=str(path)))
+    path.write_text("{")
+    for given in (path, tmp_path / "none.json"):
+        with pytest.raises(RefusedError, match=f"cannot be read.*{given.name}"):
+            check_supported(supported(deepspeed_config=str(given)))
 
 
 def test_what_is_wrong_is_told_without_a_stack(

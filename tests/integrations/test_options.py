@@ -214,7 +214,7 @@ def test_files_are_read_before_anything_is_built(tmp_path: Path, monkeypatch: An
         (("--envpipe-objective", "cost", "--envpipe-gpu-price", "2", "--envpipe-sweep"), "-sweep"),
         (("--envpipe-objective", "time", "--envpipe-scheduling", "1f1b"), "another order than"),
         (("--envpipe-objective", "time", "--envpipe-profile", __file__), "what units take in this"),
-        (("--envpipe-gpu-control", "emulated"), "without GPUs"),
+        (("--envpipe-gpu-control", "emulated"), r"without GPUs\. Leave it out"),
     ],
 )
 def test_wrong_combinations_are_refused_by_name(words: tuple[str, ...], told: str) -> None:
@@ -282,6 +282,7 @@ OF_AUTO = {"ENVPIPE_SCHEDULING": "auto", "ENVPIPE_RECONFIGURE": "balanced"}
         (("--envpipe-type", "optimal"), OF_AUTO, {"scheduling": "auto"}),
         (("--envpipe-objective", "time"), {"ENVPIPE_SCHEDULING": "1f1b"}, {"scheduling": "auto"}),
         (PLANNED, OF_AUTO, {"reconfigure": "default"}),
+        (PLANNED, {"ENVPIPE_SCHEDULING": "theirs"}, {"plan": Path(__file__)}),
         ((), {"num_stages": 1, **VARIABLES}, {"type": "uniform", "reconfigure": "default"}),
         ((), {"num_stages": 1, "ENVPIPE_TYPE": "baseline"}, {"type": "baseline"}),
     ],

@@ -169,7 +169,6 @@ def _facts(engine: Any, config: Mapping[str, Any], sequence_length: int | None) 
     parameters = list(engine.module.parameters())
     elements = torch.tensor([sum(each.numel() for each in parameters)], device=engine.device)
     dist.all_reduce(elements)
-    told = {name: value for name, value in config.items() if name not in _LEFT_OUT}
     bill = {
         "model": type(engine.module).__name__,
         "samples_per_iteration": samples,
@@ -186,7 +185,11 @@ def _facts(engine: Any, config: Mapping[str, Any], sequence_length: int | None) 
         bill,
         {
             "deepspeed": deepspeed.__version__,
-            "deepspeed configuration": json.dumps(told, sort_keys=True, default=str),
+            **{
+                f"deepspeed {name}": json.dumps(value, sort_keys=True, default=str)
+                for name, value in config.items()
+                if name not in _LEFT_OUT
+            },
             "microbatch_size": microbatch_size,
             "slice_parallel_size": slices,
             "parameters": int(elements),

@@ -126,7 +126,14 @@ def check_supported(args: argparse.Namespace) -> None:
 def deepspeed_config(args: argparse.Namespace) -> dict[str, Any]:
     """DeepSpeed's configuration, wherever Megatron keeps it at the moment."""
     given = getattr(args, "deepspeed_config_dict", None) or getattr(args, "deepspeed_config", None)
-    return parsed_config({"config": given})
+    try:
+        return parsed_config({"config": given})
+    except (OSError, ValueError) as error:
+        raise RefusedError(
+            f"The configuration of DeepSpeed cannot be read: {error}",
+            value=str(given),
+            remedy="Give the path of a JSON file by --deepspeed_config.",
+        ) from error
 
 
 _hooks = Hooks[PipelineEngine]("megatron/arguments.py", "validate", "begin_training", "end_step")

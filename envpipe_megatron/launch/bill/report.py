@@ -1,4 +1,4 @@
-"""A bill for people and machines: tables and JSON, and its file as it grows."""
+"""A bill for people and machines: tables, JSON and CSV, and its file as it grows."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from rich.console import Console
 from rich.markup import escape
 
 from envpipe_megatron.console import say, say_as_launcher, show_table
-from envpipe_megatron.files import lock_file, replace_files
-from envpipe_megatron.formats.energy import SHARES, EnergyWindow
-from envpipe_megatron.formats.energy_sums import EnergySums
+from envpipe_megatron.files import csv_text, lock_file, replace_files
+from envpipe_megatron.formats.energy import SHARES, EnergyWindow, Phase
+from envpipe_megatron.formats.energy_sums import EnergySums, total_of
 from envpipe_megatron.launch.agent.ledger import log_path
 from envpipe_megatron.launch.bill.bill import JOULES_PER_KWH, Bill
 
@@ -26,6 +26,14 @@ logger = logging.getLogger(__name__)
 
 _LONGEST_NAME = 16
 _GPU_NAMES = ("node", "gpu_uid", "gpu", "rank", "stage")
+
+#: EnvPipe's columns, then ours.
+CSV_COLUMNS = (
+    "Model", "Microbatch size", "Minibatch size", "Type", "Scheduling", "Reconfig",
+    "Throughput (sample/s)", "Energy (mJ)",
+    "Phase", "GPUs", "Iterations", "Iteration time (s)", "Energy per iteration (J)",
+    "Average power (W)",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -146,6 +154,26 @@ def bill_lines(bill: Bill, tariff: Tariff) -> list[str]:
     return lines
 
 
+def bill_csv(bill: Bill) -> str:
+    """Return a row for the baseline's steps and one for the steady ones, summed over nodes."""
+    facts, samples = bill.facts, bill.fact("samples_per_iteration")
+    rows: list[tuple[object, ...]] = [CSV_COLUMNS]
+    for phase in (Phase.WARMUP.value, Phase.STEADY.value):
+        step, total = bill.steps(phase), total_of(bill.of_phase(phase))
+        if step is None or step.energy_j is None:
+            continue
+        own = ("baseline", "1f1b", "default")
+        if phase == Phase.STEADY:
+            own = tuple(facts.get(name, "") for name in ("type", "scheduling", "reconfigure"))
+        rows.append((
+            facts.get("model", ""), facts.get("microbatch_size", ""), samples, *own,
+            samples / step.time_s if samples else "", total.energy_j * 1e3,
+            phase, len(total.gpus), step.iterations, step.time_s,
+            step.energy_j * len(total.gpus), total.average_power_w,
+        ))  # fmt: skip
+    return csv_text(rows)
+
+
 def _show_totals(
     names: tuple[str, ...], totals: Mapping[tuple[Any, ...], EnergySums], console: Console
 ) -> None:
@@ -175,7 +203,7 @@ def _short(name: str) -> str:
 
 
 class BillReport:
-    """The job's bill on the node of rank 0: `bill.json`, written anew as it grows.
+    """The job's bill on the node of rank 0: `bill.json`, written anew as it grows, and `bill.csv`.
 
     `interval` iterations lie between that while the job trains; with 0 it is written at the end
     only. Where another live job has its bill in the folder, the file's name has `node` in it.
@@ -232,18 +260,20 @@ class BillReport:
     def _tell(self, line: str, bill: Bill) -> None:
         with contextlib.suppress(OSError):  # a closed terminal
             say_as_launcher(line)
-        self._write(bill_facts(bill, self._tariff, over=False))
+        self._write(self._path, bill_facts(bill, self._tariff, over=False))
 
-    def _write(self, facts: Mapping[str, Any]) -> None:
+    def _write(self, path: Path, facts: Mapping[str, Any] | str) -> None:
+        text = facts if isinstance(facts, str) else json.dumps(facts, indent=1) + "\n"
         try:
-            replace_files({self._path: [json.dumps(facts, indent=1), "\n"]})
+            replace_files({path: [text]})
         except OSError as error:  # a full disk: the sums go on
-            logger.error("%s is not written: %s", self._path.name, error)
+            logger.error("%s is not written: %s", path.name, error)
 
     def end(self, bill: Bill) -> None:
         """The job is over. What cannot be written or shown keeps nothing else from being so."""
         self._writer.shutdown()
-        self._write(bill_facts(bill, self._tariff))
+        self._write(self._path, bill_facts(bill, self._tariff))
+        self._write(self._path.with_suffix(".csv"), bill_csv(bill))
         if bill.unreadable:
             logger.warning("%d torn or foreign lines of energy logs passed over", bill.unreadable)
         of_nodes = {log_path(self._folder, node) for node in bill.nodes}

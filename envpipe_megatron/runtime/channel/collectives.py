@@ -37,8 +37,7 @@ T = TypeVar("T")
 FRAME_BYTES = 256
 _LENGTH_BYTES = 8
 
-#: Beside those of `HostGroup.send`.
-_UP_TAG, _DOWN_TAG = 0, 99
+_GATHER_TAG = 0
 
 #: The most ranks of one group of a tree, whose values its leader receives.
 FAN_IN = 8
@@ -86,25 +85,32 @@ class HostGroup:
 
     def gather(self, value: T) -> list[T]:
         """The values of all ranks in their order, on the leader; elsewhere nothing."""
+        if self._size == 1:
+            return [value]
+        frame, rest = _packed(value)
         if not self.leads:
-            self._send_to([self._leader], value, _UP_TAG)
+            self._transport.gather([], frame, self._leader).wait()
+            if rest is not None:
+                self._transport.send([rest], self._leader, _GATHER_TAG).wait()
             return []
-        ranks = range(self._size)
-        return [value if n == self._index else self.receive(n, _UP_TAG) for n in ranks]
+        frames = [torch.empty_like(frame) for _ in range(self._size)]
+        self._transport.gather(frames, frame, self._leader).wait()
+        return [
+            value if index == self._index else self._value(other, index, _GATHER_TAG)
+            for index, other in enumerate(frames)
+        ]
 
     def broadcast(self, value: T) -> T:
         """The leader's value, on all ranks."""
+        if self._size == 1:
+            return value
+        frame, rest = _packed(value)
+        self._transport.broadcast(frame, self._leader).wait()
         if not self.leads:
-            received: T = self.receive(self._leader, _DOWN_TAG)
-            return received
-        self._send_to([n for n in range(self._size) if n != self._index], value, _DOWN_TAG)
-        return value
-
-    def _send_to(self, ranks: Sequence[int], value: object, tag: int) -> None:
-        """Send a value to some ranks, and wait until it has left."""
-        parts = _packed(value)
-        for work in [self._transport.send([part], to, tag) for to in ranks for part in parts]:
-            work.wait()
+            rest = _rest_of(frame)
+        if rest is not None:
+            self._transport.broadcast(rest, self._leader).wait()
+        return value if self.leads else _unpacked(frame, rest)
 
     def send(self, value: object, to: int, tag: int) -> list[tuple[dist.Work, torch.Tensor]]:
         """Send a value to another rank, by its place in the group; returns at once.
@@ -114,32 +120,46 @@ class HostGroup:
         Args:
             value: anything that pickles.
             to: the place of the rank that calls `receive`.
-            tag: from 1 to 98, or from 100.
+            tag: at least 1.
 
         Returns:
             what must be kept until it has left, and the works that say whether it has.
         """
-        return [(self._transport.send([part], to, tag), part) for part in _packed(value)]
+        parts = [part for part in _packed(value) if part is not None]
+        return [(self._transport.send([part], to, tag), part) for part in parts]
 
     def receive(self, source: int, tag: int) -> Any:
         """Wait for a value that another rank sends to this one."""
         frame = torch.empty(FRAME_BYTES, dtype=torch.uint8)
         self._transport.recv([frame], source, tag).wait()
-        text = frame.numpy().tobytes()
-        more = int.from_bytes(text[:_LENGTH_BYTES]) + _LENGTH_BYTES - FRAME_BYTES
-        if more > 0:
-            rest = torch.empty(more, dtype=torch.uint8)
+        return self._value(frame, source, tag)
+
+    def _value(self, frame: torch.Tensor, source: int, tag: int) -> Any:
+        """The value that a frame begins, whose rest comes by the same way."""
+        rest = _rest_of(frame)
+        if rest is not None:
             self._transport.recv([rest], source, tag).wait()
-            text += rest.numpy().tobytes()
-        return pickle.loads(text[_LENGTH_BYTES:])
+        return _unpacked(frame, rest)
 
 
-def _packed(value: object) -> list[torch.Tensor]:
-    """The frame, and what does not fit into it, if anything."""
+def _packed(value: object) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """The frame, and what does not fit into it."""
     text = pickle.dumps(value)
-    text = (len(text).to_bytes(_LENGTH_BYTES) + text).ljust(FRAME_BYTES, b"\0")
-    whole = torch.frombuffer(bytearray(text), dtype=torch.uint8)
-    return [part for part in (whole[:FRAME_BYTES], whole[FRAME_BYTES:]) if len(part)]
+    whole = torch.frombuffer(bytearray(len(text).to_bytes(_LENGTH_BYTES) + text), dtype=torch.uint8)
+    frame = torch.zeros(FRAME_BYTES, dtype=torch.uint8)
+    frame[: len(whole)] = whole[:FRAME_BYTES]
+    return frame, whole[FRAME_BYTES:] if len(whole) > FRAME_BYTES else None
+
+
+def _rest_of(frame: torch.Tensor) -> torch.Tensor | None:
+    """Room for what did not fit into a frame."""
+    more = int.from_bytes(frame[:_LENGTH_BYTES].numpy().tobytes()) + _LENGTH_BYTES - FRAME_BYTES
+    return torch.empty(more, dtype=torch.uint8) if more > 0 else None
+
+
+def _unpacked(frame: torch.Tensor, rest: torch.Tensor | None) -> Any:
+    parts = [frame[_LENGTH_BYTES:]] + ([] if rest is None else [rest])
+    return pickle.loads(b"".join(part.numpy().tobytes() for part in parts))
 
 
 class CollectivesError(EnvPipeError):
@@ -318,11 +338,16 @@ def tree_groups(member: int, size: int) -> list[range]:
     """The groups, in a tree over `size` members, that one of them belongs to, from the leaves up.
 
     The first member of each group leads it, and belongs to a group of the next level. No group has
-    more than `FAN_IN` members.
+    more than `FAN_IN` members, and groups of all levels are about as large.
     """
+    levels = width = 1
+    while FAN_IN**levels < size:
+        levels += 1
+    while width**levels < size:
+        width += 1
     groups, step = [], 1
     while step < size and member % step == 0:
-        first = member - member % (step * FAN_IN)
-        groups.append(range(first, min(first + step * FAN_IN, size), step))
-        step *= FAN_IN
+        first = member - member % (step * width)
+        groups.append(range(first, min(first + step * width, size), step))
+        step *= width
     return [group for group in groups if len(group) > 1]

@@ -1,7 +1,8 @@
-"""A bill as tables and sentences for people, and as JSON for machines."""
+"""A bill as tables and sentences for people, and as JSON and CSV for machines."""
 
 from __future__ import annotations
 
+import csv
 import io
 import math
 import re
@@ -13,6 +14,7 @@ from rich.console import Console
 from envpipe_megatron.launch.bill.bill import Bill
 from envpipe_megatron.launch.bill.report import (
     Tariff,
+    bill_csv,
     bill_facts,
     bill_lines,
     show_bill,
@@ -150,6 +152,47 @@ def test_a_gpu_that_serves_another_rank_after_a_restart_is_told_by_the_last():
     made = bill(window(0, 0, 10.0, rank=0, stage=0), window(0, 1, 20.0, rank=3, stage=0))
     (gpu,) = bill_facts(made, Tariff())["gpus"]
     assert (gpu["rank"], gpu["energy_j"]) == (3, 30)
+
+
+ENVPIPE_COLUMNS = [
+    "Model", "Microbatch size", "Minibatch size", "Type", "Scheduling", "Reconfig",
+    "Throughput (sample/s)", "Energy (mJ)",
+]  # fmt: skip
+
+
+def test_csv_begins_with_envpipes_columns_and_sums_over_nodes():
+    def phase(name, energy_j):
+        return [
+            window(gpu, i, energy_j, node=f"n{gpu}", phase=name) for gpu in range(2) for i in (0, 1)
+        ]
+
+    facts = {
+        "model": "gpt",
+        "microbatch_size": 4,
+        "samples_per_iteration": 32,
+        "type": "envpipe",
+        "scheduling": "ours",
+        "reconfigure": "greedy",
+    }
+    made = bill(*phase("warm-up", 120.0), *phase("steady", 90.0), job(**facts))
+    header, baseline, ours = csv.reader(bill_csv(made).splitlines())
+    assert header[: len(ENVPIPE_COLUMNS)] == ENVPIPE_COLUMNS
+    assert baseline[:6] == ["gpt", "4", "32", "baseline", "1f1b", "default"]
+    assert ours[:6] == ["gpt", "4", "32", "envpipe", "ours", "greedy"]
+    for row, energy_j in ((baseline, 120), (ours, 90)):
+        told = dict(zip(header, row, strict=True))
+        assert float(told["Throughput (sample/s)"]) == 16
+        assert float(told["Energy (mJ)"]) == 4 * energy_j * 1000
+        assert float(told["Energy per iteration (J)"]) == 2 * energy_j
+        assert (told["GPUs"], told["Iterations"]) == ("2", "2")
+        assert float(told["Average power (W)"]) == energy_j / 2
+
+
+def test_csv_of_a_job_that_tells_nothing_of_itself():
+    (row,) = csv.DictReader(bill_csv(bill(window())).splitlines())
+    assert row["Model"] == row["Throughput (sample/s)"] == ""
+    assert float(row["Energy (mJ)"]) == 100_000
+    assert not list(csv.DictReader(bill_csv(Bill()).splitlines()))
 
 
 def test_names_are_shown_as_they_are():
