@@ -95,7 +95,8 @@ def write_freqs(plan: Plan, path: Path) -> None:
     )
     for wrong, what in (
         (path.suffix != ".py", "files that are not called .py"),
-        (schedule.num_chunks > 1 or schedule.forward_only or schedule.split, "such orders"),
+        (schedule.num_chunks > 1, "chunks"),
+        (schedule.forward_only or schedule.split, "order without whole backwards"),
         (plan.park_mhz is not None and plan.park_mhz.any(), "clocks that are parked in a wait"),
         (any(each != sorted(each) for each in counted), "microbatches out of ascending order"),
     ):
