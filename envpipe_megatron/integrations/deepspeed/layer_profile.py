@@ -68,8 +68,7 @@ def profile_layers(
             measures[str(index)] = Measure(
                 _amount(forward_s),
                 _amount(both_s - forward_s),
-                None if np.isnan(forward_j) else _amount(forward_j),
-                None if np.isnan(both_j) else _amount(both_j - forward_j),
+                *(None if np.isnan(j) else _amount(j) for j in (forward_j, both_j - forward_j)),
             )
             inputs = _detached(forward())
     profile = LayerProfile(
