@@ -124,7 +124,9 @@ def _completed(
 
     `find` gets the name, and the number of nodes as far as it is known. Where the rendezvous is
     given (`--standalone`, or a `--rdzv-backend` other than static), node rank and master are left
-    alone; with `--rdzv-endpoint` the master is.
+    alone; with `--rdzv-endpoint` the master is. EnvPipeError: what torchrun's parser refuses, a
+    node for which torchrun would wait for 15 minutes, and what is no number of processes, for which
+    it has only a traceback.
     """
     given = vars(_given(line))
     by_rank = given["rdzv_backend"] == "static" and not given["standalone"]
@@ -147,7 +149,21 @@ def _completed(
     filled = [f"{option}={value}" for option, (value, _) in settings.items()]
     # The dashes keep torchrun from looking for its own abbreviated options in the script's.
     arguments = (*filled, *line.options, "--", *line.script)
-    return TorchrunOptions(arguments, settings, read(arguments))
+    options = read(arguments)
+    most = options.nnodes.rpartition(":")[2]
+    if by_rank and most.isdecimal() and not 0 <= options.node_rank < max(int(most), 1):
+        raise EnvPipeError(
+            "--node-rank (or NODE_RANK) is not the number of a node",
+            value=options.node_rank,
+            remedy=f"Number {most} nodes from 0.",
+        )
+    if not re.fullmatch(r"0*[1-9]\d*|auto|[cgx]pu", options.nproc_per_node):
+        raise EnvPipeError(
+            "--nproc-per-node (or NPROC_PER_NODE) is not a number of processes from 1",
+            value=options.nproc_per_node,
+            remedy="Correct it, or give auto, cpu or gpu.",
+        )
+    return TorchrunOptions(arguments, settings, options)
 
 
 def _several(nodes: str | None) -> bool:

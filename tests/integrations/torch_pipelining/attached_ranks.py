@@ -393,6 +393,7 @@ def _train(rank: int, case: Case, root: Path | None, preset: str) -> dict[str, A
             "predicted": None if plan is None else (plan.cost, plan.baseline.cost),
             "clocks": None if plan is None else sorted(set(plan.frequency_mhz.ravel().tolist())),
             "summary": session.summary(),
+            "energy": session.energy_sums(),
         }
     return found
 

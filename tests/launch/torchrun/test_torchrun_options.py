@@ -167,11 +167,24 @@ def test_processes_by_default(gpus, processes, environ):
     assert no_gpus.read.nproc_per_node == processes
 
 
-@pytest.mark.parametrize("name", ["NODE_RANK", "MASTER_PORT"])
-def test_torchruns_parser_names_what_is_no_number(name):
-    told = refused("train.py", **TWO_NODES | {name: "one"})
-    assert f"--{name.lower().replace('_', '-')}" in told
-    assert "one" in told
+@pytest.mark.parametrize(
+    ("name", "good", "bad", "message"),
+    [
+        ("NODE_RANK", ["0", "1"], ["2", "-1"], "NODE_RANK"),
+        ("NODE_RANK", [], ["one"], "--node-rank"),
+        ("MASTER_PORT", ["1"], ["http"], "--master-port"),
+        ("NPROC_PER_NODE", ["1", "auto"], ["0", "8 GPUs", "two"], "NPROC_PER_NODE"),
+    ],
+)
+def test_wrong_numbers_of_nodes_and_processes_are_named(name, good, bad, message):
+    for value in good:
+        assert (
+            str(getattr(here("train.py", **TWO_NODES | {name: value}).read, name.lower())) == value
+        )
+    for value in bad:
+        told = refused("train.py", **TWO_NODES | {name: value})
+        assert message in told
+        assert value in told
 
 
 @pytest.mark.parametrize("missing", ["NODE_RANK", "MASTER_ADDR"])
