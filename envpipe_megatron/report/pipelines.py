@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 import statistics
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import groupby
 
 from envpipe_megatron.core.kinds import ScheduleError, Unit
 from envpipe_megatron.core.schedule import Placement, Schedule
@@ -90,11 +90,12 @@ def kept_iterations(
     """
     units = sum(len(read.start_us) for reads in iterations.values() for read in reads)
     stride = max(1, math.ceil(units / most_units))
-    return [
-        key
-        for _, phase in groupby(iterations, key=lambda key: key[0])
-        for key in list(phase)[::-1][::stride][::-1]
-    ]
+    left, kept = Counter(phase for phase, _ in iterations), []
+    for phase, number in iterations:  # phases take turns
+        left[phase] -= 1
+        if left[phase] % stride == 0:
+            kept.append((phase, number))
+    return kept
 
 
 def before_and_after(keys: Sequence[IterationKey]) -> tuple[IterationKey, IterationKey]:

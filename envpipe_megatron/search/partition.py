@@ -150,8 +150,8 @@ class SplitSpace:
             )
         if least > limit_bytes * _SLACK:
             raise EnvPipeError(
-                f"No split keeps the memory limit of {limit_bytes:.6g} bytes: the least peak is",
-                value=least,
+                f"No split keeps the memory limit of {limit_bytes:.6g} bytes; the least peak is "
+                f"{least:.6g} bytes",
                 remedy="Raise --memory-limit, use more stages, or recompute activations.",
             )
 

@@ -52,15 +52,25 @@ def test_joules_are_the_profiles_at_the_clock_asked_for():
     assert np.isnan(unpriced.columns["joules"]).all()
 
 
-def test_of_too_many_iterations_every_nth_of_a_phase_is_kept_and_the_last():
-    phases = ("warm-up",) * 3 + ("steady",) * 10
+@pytest.mark.parametrize(
+    ("phases", "kept"),
+    [
+        (
+            ("warm-up",) * 3 + ("steady",) * 10,
+            [("warm-up", 2), ("steady", 4), ("steady", 8), ("steady", 12)],
+        ),
+        (
+            ("steady", "baseline") * 4,
+            [("steady", 2), ("baseline", 3), ("steady", 6), ("baseline", 7)],
+        ),
+    ],
+)
+def test_of_too_many_iterations_every_nth_of_a_phase_is_kept_and_the_last(phases, kept):
     table = unit_table(
         iterations(STAGES, MICROBATCHES, phases), STAGES, None, most_units=4 * STAGES * UNITS
     )
-    assert table.recorded == 13
-    assert [*table.iterations] == [
-        ("warm-up", 2), ("steady", 4), ("steady", 8), ("steady", 12)
-    ]  # fmt: skip
+    assert table.recorded == len(phases)
+    assert [*table.iterations] == kept
 
 
 @pytest.mark.parametrize("lacking", [1, STAGES - 1])

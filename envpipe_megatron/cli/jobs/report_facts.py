@@ -208,8 +208,9 @@ def _metered_facts(folder: RunFolder) -> ReportFacts:
         notes.append(f"Asked for something else, so these figures leave them out: starts {named}.")
     means, steady, baseline = whole.compared(), bill.steps(_STEADY), _recorded(folder, bill)
     if means:
-        count = baseline.iterations if baseline else means[1].iterations
-        baseline = replace(means[1], iterations=count)
+        of_gpus = (sums.baseline for sums in whole.of_phase(_STEADY))
+        baseline = baseline or next(filter(None, of_gpus))
+        baseline = replace(means[1], iterations=baseline.iterations)
     if baseline is None and (baseline := bill.steps(_WARMUP)) is not None:
         notes.append(
             "The job recorded no baseline: its whole warm-up stands in for it, with the first "

@@ -205,7 +205,7 @@ def _write(
     """Write what was found; what an earlier search left and this one has not is removed."""
     best = found.ranked[0]
     known = {
-        "format": "envpipe-configuration/1",
+        "format": "envpipe-configuration/2",
         "profile": profile.source,
         **asdict(job),
         **asdict(best.candidate.configuration),

@@ -13,6 +13,7 @@ from envpipe_megatron.core.orders import builders
 from envpipe_megatron.core.orders.zero_bubble import half_split
 from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.formats.energy import EnergyLogs, EnergyNote, EnergyWindow
+from envpipe_megatron.formats.steps import StepEnergy
 from envpipe_megatron.formats.timeline import TimelineLogs
 from envpipe_megatron.policies.planner import make_plan
 from envpipe_megatron.report.facts import find_bubbles
@@ -59,6 +60,13 @@ def test_a_baseline_of_which_no_gpu_was_metered_has_no_power():
     facts = report_facts(folder(*lines, job=job_of(told)))
     assert facts.baseline.mean.time_s == 2.0
     assert facts.baseline.energy_j is None
+
+
+def test_windows_alone_tell_of_how_many_iterations_their_baseline_is():
+    baseline = StepEnergy(3, 2.0, 0.0, 400.0, 0.1)
+    facts = report_facts(folder(replace(window(0, 4, 11, energy_j=1600), baseline=baseline)))
+    assert (facts.baseline.mean.iterations, facts.steady.mean.iterations) == (3, 8)
+    assert facts.compared.saving_percent == 50
 
 
 def test_notes_alone_are_told_without_energies():
