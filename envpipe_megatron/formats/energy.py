@@ -356,8 +356,9 @@ def read_step(said: Any) -> StepEnergy | None:
         read = {name: None if said[name] is None else read_amount(said[name]) for name in STEP}
     except (TypeError, KeyError, ValueError):  # of another version
         return None
-    known = read["iterations"] and read["time_s"]
-    return StepEnergy(**read) if known else None  # type: ignore[arg-type]
+    if not (read["iterations"] and read["time_s"]):
+        return None
+    return StepEnergy(**read | {"iterations": int(read["iterations"])})  # type: ignore[arg-type]
 
 
 def read_text(data: dict[str, Any], name: str) -> str:

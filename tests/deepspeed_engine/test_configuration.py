@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
@@ -261,6 +262,19 @@ def test_layers_are_measured_and_split_by_time(
     assert make_parts(cut, [1] * 5, 3) == [0, 2, 4, 5]
     with pytest.raises(EnvPipeError, match="another model"):
         make_parts(cut, [1] * 6, 2)
+
+
+def test_layers_of_a_meter_that_fails_at_times_have_times(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    measured = iter([(1.0, math.nan), (3.0, 9.0), (1.0, 2.0), (3.0, math.nan)])
+    monkeypatch.setattr(layer_profile, "measure", lambda *_: next(measured))
+    layers, batch = [torch.nn.Identity()] * 2, (torch.ones(1), torch.ones(1))
+    path = tmp_path / "layers.json"
+    layer_profile.profile_layers(layers, batch, None, torch.device("cpu"), path)
+    first, second = read_layers(path).at(Sizes()).values()
+    assert (first.forward_j, first.backward_j, first.backward_s[0]) == (None, None, 2.0)
+    assert (second.forward_j, second.backward_j) == ([2.0], None)
 
 
 def test_a_step_without_memory_for_messages_is_deepspeeds_and_so_are_those_after(monkeypatch):

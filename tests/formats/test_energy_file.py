@@ -177,6 +177,7 @@ def test_steps_of_several_baselines_are_compared_with_their_mean():
     sums.flush()
     (window,) = written
     assert window.baseline == StepEnergy(9, 1.25, 0.01, 110.0, None)
+    assert type(window.baseline.iterations) is int  # it is printed
     assert (window.first_iteration, window.last_iteration) == (0, 3)
 
 

@@ -68,8 +68,8 @@ def profile_layers(
             measures[str(index)] = Measure(
                 _amount(forward_s),
                 _amount(both_s - forward_s),
-                None if np.isnan(forward_j) else _amount(forward_j),
-                None if np.isnan(both_j) else _amount(both_j - forward_j),
+                _joules(forward_j),
+                _joules(both_j - forward_j),
             )
             inputs = _detached(forward())
     profile = LayerProfile(
@@ -100,6 +100,10 @@ def measure(run: Callable[[], object], gpu: RankGpu) -> tuple[float, float]:
 def _amount(value: float) -> FloatArray:
     """[1] a value; a layer without weights may have no backward that can be told from none."""
     return np.array([max(value, _LEAST)])
+
+
+def _joules(value: float) -> FloatArray | None:
+    return None if np.isnan(value) else _amount(value)
 
 
 def _on_device(layer: Any, device: torch.device) -> Callable[..., Any]:

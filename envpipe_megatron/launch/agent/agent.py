@@ -214,7 +214,14 @@ class NodeAgent:
         while True:
             await asyncio.sleep(_SHOW_S)
             if self._collects:
-                self._show(self._collector.bill)
+                self._show_now()
+
+    def _show_now(self) -> None:
+        try:
+            self._show(self._collector.bill)
+        except Exception:  # no thread can be started, say
+            logger.exception("The bill is added up, but no longer shown while it grows")
+            self._show = lambda bill: None
 
     async def _read_and_bill(self, ledger: GpuLedger) -> None:
         """Bill up to now, unless the driver hangs: that thread is left behind."""
@@ -339,5 +346,5 @@ class NodeAgent:
             return []
         await self._holds(lambda: not self._collector.bill.running(), wait_s)
         await self._collector.close()  # the bill that is shown now stays as it is
-        self._show(self._collector.bill)
+        self._show_now()
         return self._collector.bill.running()

@@ -304,7 +304,7 @@ class JobFolder:
             found = read_job(path / JOB_FILE, keys)
         except Exception as error:  # a kept file may fail in any way, and the job must start
             said = error if isinstance(error, EnvPipeError) else repr(error)
-            why = f"The job starts over: {said}"
+            why = f"The job starts over: {said}".rstrip(".")
             self._make_way = cache(partial(_set_aside, path, options, why))
         if found.changed:
             left = ", ".join(found.phases_done) or "nothing"

@@ -472,6 +472,23 @@ def test_the_agent_of_rank_0_gets_the_jobs_bill_and_shows_it(nodes, monkeypatch)
     assert shown == sorted(shown)
 
 
+def test_a_bill_that_cannot_be_shown_is_added_up_all_the_same(nodes, monkeypatch, caplog):
+    monkeypatch.setattr(agent_module, "_SHOW_S", 0.01)
+
+    def fail(bill):
+        raise RuntimeError("can't start new thread")
+
+    a, b, ranks = two_nodes(nodes, show=fail)
+    until(lambda: "no longer shown" in caplog.text)
+    for rank in ranks:
+        rank.train(0)
+        rank.bye()
+    assert b.finish(0, LONG_S) == []
+    assert a.finish(0, LONG_S) == []
+    assert a.bill.missing() == []
+    assert caplog.text.count("no longer shown") == 1
+
+
 def test_a_node_that_does_not_end_is_named_and_the_bill_that_is_shown_stays(nodes):
     """Though the node that was late goes on."""
     a, b, ranks = two_nodes(nodes)

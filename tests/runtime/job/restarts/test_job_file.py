@@ -110,6 +110,6 @@ def test_the_file_of_another_version_is_refused_by_its_format_and_kept(path, cap
     assert folder.found == StoredJob()
     folder.keep_one_clock(1200)
     assert "The job starts over" in caplog.text
-    assert "It must be 'envpipe-job/5'" in caplog.text
+    assert "It must be 'envpipe-job/5'. Put aside: " in caplog.text
     assert json.loads(path.with_name("job.old1.json").read_text()) == BEFORE[version]
     assert read_job(path, KEYS).one_clock_mhz == 1200
