@@ -40,10 +40,19 @@ _FADES = 0.98
 
 
 class Looks:
-    """When looks at the highest clock are due, in windows of plans."""
+    """When looks at the highest clock are due, and baselines, in windows of plans.
+
+    Attributes:
+        baseline_at: windows at the last baseline.
+    """
 
     def __init__(self) -> None:
         self._every, self._at = _LOOKS_AT_TOP, _LOOKS_AT_TOP
+        self.baseline_at = 0
+
+    def baseline_is_due(self, windows: int) -> bool:
+        """True if a baseline is, after so many windows in all."""
+        return WINDOW * (windows - self.baseline_at) >= BASELINE_EVERY
 
     def are_due(self, windows: int) -> bool:
         """True if a look is, after so many windows in all."""
@@ -77,8 +86,7 @@ class Controller:
         self._followers = Followers(num_replicas)
         self._commands = CommandMaker(store, num_replicas)
         self._judge = Judge(planner.limits.allowed())
-        self._looks, self._since_baseline = Looks(), 0
-        self._corrections = _MOST_CORRECTIONS
+        self._looks, self._corrections = Looks(), _MOST_CORRECTIONS
         self._silence = Silence(own.num_stages)
 
     def run(self, first: Window) -> Run[None]:
@@ -145,7 +153,7 @@ class Controller:
             yield from self._plan_anew(drift)
         elif planner.is_due(judge.windows) and not planner.busy:
             self._replan(reorder=True)
-        elif self._since_baseline >= BASELINE_EVERY:
+        elif self._looks.baseline_is_due(judge.windows):
             yield from self._at_baseline()
             eased = judge.ease()
             if not planner.busy:
@@ -222,7 +230,6 @@ class Controller:
         self._compare(window)
         drift = self._learn_usual(orders, which, window)
         self._judge.add(window)
-        self._since_baseline += WINDOW
         return window, drift
 
     def _take_back(self, refused: PlanRefusedError) -> None:
@@ -252,7 +259,7 @@ class Controller:
     def _measured_baseline(self, window: Window) -> None:
         self._compare(window, alike=True)
         self._judge.add_baseline(window, self._own_predicted_s())
-        self._since_baseline = 0
+        self._looks.baseline_at = self._judge.windows
 
     def _own_predicted_s(self) -> float:
         """Return what the slowest replica takes in the framework's order at the highest clocks."""

@@ -9,6 +9,8 @@ never predicted: units may be slow in a new order only.
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 
 from envpipe_megatron.core.arrays import FloatArray
@@ -48,24 +50,24 @@ class ShortestOrder:
         #: What runs but for looks and trials, and what ran last.
         self._order = self._last = self._own
         self._commands, self._judge = CommandMaker(store, num_replicas), Judge(1.0)
-        #: Iterations so far, at the last baseline, and those before which no plan is made.
-        self._ran = self._baseline_at = self._plan_at = 0
+        #: Iterations since the last baseline, and until another plan is made; the first at once.
+        self._since_baseline, self._until_plan = 0, -math.inf
         self._pause = _PAUSE
 
     def run(self, first: Window) -> Run[None]:
         """Go on after the warm-up, as `Controller.run`."""
         changed = False
         while True:
-            phase = Phase.STEADY if self._plan_at else Phase.PROFILE
+            phase = Phase.PROFILE if self._until_plan == -math.inf else Phase.STEADY
             window, drift = yield from self._run_order(phase, self._order)
             changed |= bool(drift.any())
             slow = ""
             if self._order is not self._own:
                 self._judge.add(window)
                 slow = what_drifted(drift, window) if self._judge.harmed(1.0) else ""
-            if slow or self._ran - self._baseline_at >= BASELINE_EVERY:
+            if slow or self._since_baseline >= BASELINE_EVERY:
                 yield from self._look(window, slow)
-            due = self._ran >= self._plan_at and not self._planner.busy
+            due = self._until_plan <= 0 and not self._planner.busy
             if due and (changed or self._order is self._own):
                 changed = False
                 yield from self._plan()
@@ -146,7 +148,7 @@ class ShortestOrder:
                 self._say(
                     f"The planned order takes {gain:.1f} % less time (predicted {predicted:.1f} %)"
                 )
-                self._plan_at = self._ran + _PAUSE
+                self._until_plan = _PAUSE
                 return ""
             before_s = after_s
         self._order = self._own
@@ -163,7 +165,7 @@ class ShortestOrder:
                 self.plan = None
         else:
             self._commands.note(why)
-        self._plan_at = self._ran + self._pause
+        self._until_plan = self._pause
         self._pause = min(2 * self._pause, _LONGEST_PAUSE)
 
     def _say(self, text: str) -> None:
@@ -188,12 +190,13 @@ class ShortestOrder:
         """
         before, self._last = self._last, clocked
         window, drift = yield from self._commands.run(phase, clocked, iterations, settle)
-        self._ran += settle + iterations
+        self._since_baseline += settle + iterations
+        self._until_plan -= settle + iterations
         return window, drift if clocked is before else np.zeros_like(drift)
 
     def _at_own(self, *, anew: bool = False) -> Run[float]:
         """Run a window of the framework's order, for the baseline; what a step took, s."""
         window, _ = yield from self._run_order(Phase.BASELINE, self._own)
         self._judge.add_baseline(window, 1.0, anew=anew)
-        self._baseline_at = self._ran
+        self._since_baseline = 0
         return float(np.median(window.steps_s))

@@ -230,9 +230,8 @@ def test_splits_above_the_memory_limit_are_left_out(job, data):
     limit = float(data.draw(st.integers(1, 40)))
     fitting = [cut for cut in cuts if peak(cut) <= limit]
     if not fitting:
-        with pytest.raises(EnvPipeError, match="least peak is") as caught:
+        with pytest.raises(EnvPipeError, match=f"peak is {min(map(peak, cuts)):.6g} bytes"):
             SplitSpace(table, num_stages, num_microbatches, limit)
-        assert f"(got {min(map(peak, cuts)):.6g}" in str(caught.value)
         return
     space = SplitSpace(table, num_stages, num_microbatches, limit)
     found = least_bottleneck(space)

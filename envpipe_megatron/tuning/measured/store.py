@@ -73,7 +73,7 @@ class Store:
         self._common: deque[float] = deque(maxlen=_KEPT_COMMON)
         #: [num_stages] whether units of the last window were too fast to be true.
         self._refused: BoolArray = np.zeros(num_stages, dtype=bool)
-        self._num_stages, self._num_chunks = num_stages, num_chunks
+        self._num_chunks = num_chunks
         self.facts = replace(facts, num_chunks=num_chunks)
         #: Keys of the units that the last window ran; none before the first.
         self._seen = set[int]()
@@ -101,7 +101,7 @@ class Store:
         conditions = known_conditions(profile)
         self.tail_s = conditions.tail_by_stage_s
         self.lateness.change_s = conditions.change_time_s
-        for part in range(self._num_stages * self._num_chunks):
+        for part in range(len(self.tail_s) * self._num_chunks):
             stage = part // self._num_chunks
             kinds = profile.rows[stage if profile.listed_chunks == 1 else part]
             for place, kind in enumerate(self.kinds):
@@ -114,7 +114,7 @@ class Store:
                 for row in kinds[kind]:
                     self.powers.look(stage, place, row.frequency_mhz, row.energy_j / row.time_s)
         waits_w = conditions.waiting_power_w(
-            np.tile(self.powers.nodes_mhz, (self._num_stages, 1)).astype(np.int64)
+            np.tile(self.powers.nodes_mhz, (len(self.tail_s), 1)).astype(np.int64)
         )
         for stage, curve in enumerate(waits_w.tolist()):
             for clock_mhz, power_w in zip(self.powers.nodes_mhz.tolist(), curve, strict=True):
@@ -186,7 +186,7 @@ class Store:
         common = self._common_error(window)
         clean = self.lateness.at_their_clock(asked, timeline) & ~odd
         keys = self.keys(schedule)
-        drifted = np.zeros(self._num_stages)
+        drifted = np.zeros(len(self.tail_s))
         seen, changed, before_s = set(np.unique(keys[keys >= 0]).tolist()), set[int](), self.time_s
         for key in sorted(seen):
             stage = key // (len(self.kinds) * self._num_chunks)
@@ -263,7 +263,7 @@ class Store:
         rows, waits = [], []
         # Where a stage's parts of a backward have not been seen, plans have whole ones.
         left_out = SPLIT[1:] if np.isnan(self.time_s).any() else ()
-        for stage in range(self._num_stages):
+        for stage in range(len(self.tail_s)):
             power_w, errors_w = self._fitted_w(stage)
             waits.append(
                 {
@@ -327,7 +327,7 @@ class Store:
         """
         lowest = float(self.clocks_mhz[-1])
         places = self._num_chunks * len(self.kinds)
-        for stage in range(self._num_stages):
+        for stage in range(len(self.tail_s)):
             power_w = self.power_w(stage)
             per_clock = np.stack(
                 [np.interp(self.clocks_mhz, self.powers.nodes_mhz, power) for power in power_w[:-1]]
