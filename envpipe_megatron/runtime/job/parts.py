@@ -24,6 +24,7 @@ from envpipe_megatron.runtime.job.options import JobOptions
 from envpipe_megatron.runtime.job.restarts import JobFolder
 from envpipe_megatron.runtime.memory.peak import JobMemory
 from envpipe_megatron.tuning.background import Background
+from envpipe_megatron.tuning.wishes import NO_WISHES, Wishes
 
 
 class SessionError(EnvPipeError):
@@ -47,6 +48,8 @@ class SessionState:
     notes: tuple[str, ...] = ()
     #: Why backwards are not split from now on, though the job's may be; empty for no reason.
     whole: str = ""
+    #: What an operator asks for, the same on every rank.
+    wishes: Wishes = NO_WISHES
 
 
 @dataclass(frozen=True, kw_only=True)
