@@ -136,6 +136,8 @@ def run_commands(
             kept = [note for note in job.state.notes if note not in billed]
             billed = [*map(job.named, command.billed.splitlines())]
             job.state.notes = (*kept, *billed)
+        if command.power is not None:
+            job.state.power = command.power
         # The step of a window's last iteration is known once another has begun.
         records = [] if command.orders or command.settle else records[-1:]
         for _ in range(command.settle):

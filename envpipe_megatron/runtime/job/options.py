@@ -23,6 +23,7 @@ from envpipe_megatron.policies.objective import Goal, Objective
 from envpipe_megatron.policies.request import BY_MEMORY, POLICIES, PlanRequest
 from envpipe_megatron.policies.schedules import SCHEDULES
 from envpipe_megatron.tuning.probes.sweep import ProfilerSettings
+from envpipe_megatron.tuning.wishes import NO_WISHES, Wishes, read_power_budget
 
 PROFILE_FILE = "profile.csv"
 #: Names of the framework's own order, of one chunk and of several.
@@ -341,6 +342,27 @@ class JobOptions:
         metavar="PERCENT",
         least=0,
     )
+    power_budget: Wishes = _option(
+        "Most that a GPU may draw, as the mean over GPUs and an iteration: W, or a share of what it "
+        "takes in the framework's order at the highest clocks. Plans keep it in the least time; it "
+        "may be changed while the job runs.",
+        NO_WISHES,
+        usual="none",
+        metavar="W|PERCENT%",
+        read=read_power_budget,
+        rules=(
+            Rule(
+                "is kept by clocks that the job chooses as it trains",
+                without=(
+                    "level observe",
+                    "type baseline|envelope",
+                    "objective time",
+                    "gpu_control none|dry_run",
+                    *_ONLY_PLANS,
+                ),
+            ),
+        ),
+    )
     gpu_control: str = _option(
         "What changes clocks; auto: the first that is allowed; dry_run: log what "
         "would be done; none: nothing does, as where nothing is allowed.",
@@ -406,6 +428,17 @@ class JobOptions:
         """True if plans are corrected as long as the job runs."""
         as_it_stands = self.sweep or self.profile_only or self.plan is not None or self.one_clock
         return self.type == "optimal" and not as_it_stands
+
+    @property
+    def wishes(self) -> Wishes:
+        """What is asked of the job before anybody asks otherwise."""
+        return self.power_budget
+
+    @property
+    def keeps_power(self) -> bool:
+        """True if the job can keep a power budget."""
+        chooses = self.closed_loop and not self.changes_only_order or self.one_clock
+        return chooses and self.gpu_control not in ("none", "dry_run")
 
     @property
     def changes_only_order(self) -> bool:

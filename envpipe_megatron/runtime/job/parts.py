@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -50,6 +50,8 @@ class SessionState:
     whole: str = ""
     #: What an operator asks for, the same on every rank.
     wishes: Wishes = NO_WISHES
+    #: How a power budget was kept so far; None if there was none.
+    power: Mapping[str, float | None] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
