@@ -65,6 +65,7 @@ class PhaseParts:
         specs: what messages carry, once iterations run.
         own_order: order of a framework that runs its units and sends their messages itself; None if
             EnvPipe does.
+        asked: what an operator asks for by now, on the planning rank; None on all where nobody can.
     """
 
     options: JobOptions
@@ -85,6 +86,7 @@ class PhaseParts:
     batch: str = ""
     specs: StageSpecs = field(default_factory=lambda: StageSpecs({}, {}))
     own_order: Schedule | None = None
+    asked: Callable[[], Wishes] | None = None
 
     @property
     def kept_order(self) -> Schedule | None:
