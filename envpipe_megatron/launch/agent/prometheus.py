@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from prometheus_client import CollectorRegistry, start_http_server
+from prometheus_client import CollectorRegistry, make_wsgi_app, start_http_server
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
@@ -15,6 +15,7 @@ from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.formats.energy import split_phase
 from envpipe_megatron.gpu.base import GpuError
 from envpipe_megatron.launch.agent.agent import NodeAgent
+from envpipe_megatron.launch.agent.control import with_control
 from envpipe_megatron.launch.agent.ledger import GpuLedger
 from envpipe_megatron.launch.bill.bill import Bill
 from envpipe_megatron.launch.bill.report import Tariff
@@ -65,9 +66,28 @@ FAMILIES = {
         (*_JOB, "source"),
     ),
     "envpipe_job_slowdown_uncertainty_ratio": ("Standard uncertainty of what was measured.", _JOB),
+    "envpipe_job_power_budget_watts": ("Mean power of a GPU that is allowed now.", _JOB),
+    "envpipe_job_power_watts": (
+        "Mean power of a GPU since the first budget: of all windows of iterations, and the peak.",
+        (*_JOB, "of"),
+    ),
+    "envpipe_job_power_swing_watts": ("Largest change of it from one window to the next.", _JOB),
+    "envpipe_job_power_ramp_watts_per_second": ("The fastest such change.", _JOB),
+    "envpipe_job_power_exceeded_seconds_total": (
+        "Time in windows more than 1 % above the budget.",
+        _JOB,
+    ),
 }
 #: What the times of `SHARES` are called here.
 _SPENT = ("units", "receives", "rest")
+
+#: Families of what `power` says among a job's facts.
+_POWER = {
+    "job_power_budget_watts": "budget_w",
+    "job_power_swing_watts": "swing_w",
+    "job_power_ramp_watts_per_second": "ramp_w_per_s",
+    "job_power_exceeded_seconds_total": "exceeded_s",
+}
 
 
 class _Families(dict[str, CounterMetricFamily | GaugeMetricFamily]):
@@ -142,6 +162,12 @@ class _NodeMetrics(Collector):
         known = self._tariff.facts(total.energy_j)
         add("job_cost_total", known.get("cost"), job)
         add("job_co2_grams_total", known.get("co2_g"), job)
+        power = bill.facts.get("power")
+        if isinstance(power, dict):
+            for name, figure in _POWER.items():
+                add(name, power.get(figure), job)
+            for of in ("mean", "peak"):
+                add("job_power_watts", power.get(f"{of}_w"), job, of)
         measured = bill.comparison()
         told = {"predicted": bill.facts.get("predicted"), "measured": measured and vars(measured)}
         for name in ("saving", "slowdown"):
@@ -159,7 +185,10 @@ def _ratio(percent: object) -> float | None:
 def serve_metrics(
     agent: NodeAgent, address: str, port: int, job_name: str, tariff: Tariff
 ) -> Callable[[], None]:
-    """Serve a node's metrics over HTTP; return what ends that. EnvPipeError: it cannot listen."""
+    """Serve a node's metrics, and `/control`, over HTTP; return what ends that.
+
+    EnvPipeError: it cannot listen.
+    """
     registry = CollectorRegistry()
     registry.register(_NodeMetrics(agent, job_name, tariff))
     try:
@@ -170,6 +199,8 @@ def serve_metrics(
             value=f"{address}:{port}",
             remedy="Give another --prometheus-port or --prometheus-address.",
         ) from error
+
+    server.set_app(with_control(make_wsgi_app(registry), agent))
 
     def end() -> None:
         server.shutdown()

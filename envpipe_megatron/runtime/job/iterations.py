@@ -21,14 +21,17 @@ from envpipe_megatron.runtime.channel.carrier import StageSpecs
 from envpipe_megatron.runtime.energy.timeline_log import TimelineLog
 from envpipe_megatron.runtime.energy.training import TrainingEnergy
 from envpipe_megatron.runtime.execution.executor import Executor, StageRecord
-from envpipe_megatron.runtime.execution.orders import IterationOrder, PhaseRun
+from envpipe_megatron.runtime.execution.orders import IterationOrder, PhaseRun, constant_order
 from envpipe_megatron.runtime.execution.stage_run import StageRun
+from envpipe_megatron.runtime.job.control import Switch
 from envpipe_megatron.runtime.job.parts import PhaseParts, SessionError
 from envpipe_megatron.runtime.job.phases import run_phases
-from envpipe_megatron.runtime.job.planning import predicted
+from envpipe_megatron.runtime.job.planning import megatron_order, predicted
 
 #: A job of weeks must not grow.
 _KEPT_ITERATIONS = 10_000
+#: The bill hears of power so often, s.
+_POWER_S = 60.0
 
 
 @dataclass
@@ -37,19 +40,21 @@ class Batch:
 
     Args:
         name: empty for the batch of full size, see `phase_in_batch`.
-        order: what the next one runs.
+        order: what the next one runs, unless the job is off.
+        off: what it runs then, the framework's order.
     """
 
     name: str
     num_microbatches: int
     phases: PhaseRun[None]
     order: IterationOrder
+    off: IterationOrder
 
 
 class Batches:
     """The phases of each size of batch that has come, and what they run next.
 
-    All ranks turn to the same ones.
+    All ranks turn to the same ones. While an operator has the job off, phases wait.
 
     Args:
         describe_job: called with new notes, and with what a new plan predicts.
@@ -58,9 +63,12 @@ class Batches:
     def __init__(self, job: PhaseParts, describe_job: Callable[[Mapping[str, Any]], None]) -> None:
         self._job = job
         self._describe_job = describe_job
+        self._switch, self._was_off = Switch(job, describe_job), False
         #: The one whose iterations run now; None before the first.
         self.now: Batch | None = None
         self._waiting: dict[int, Batch] = {}
+        #: When the bill hears again how a power budget is kept, on the GPU's time base.
+        self._power_due_s = 0.0
         #: Whether an iteration, or what phases do behind it, has begun and not ended: no other may
         #: begin. Whoever runs iterations says so too.
         self.unfinished = False
@@ -83,12 +91,13 @@ class Batches:
                 "An earlier iteration failed, so messages and phases do not match any more",
                 remedy="Close this session and make a new one on every rank.",
             )
-        if self.now is not None and last is not None:
+        was_off, self._was_off = self._was_off, self._switch.hear()
+        if self.now is not None and last is not None and not was_off:
             self.unfinished = True  # even if the phases raise
             self._advance(self.now, last)
         left = self.now
         if left is not None and left.num_microbatches == num_microbatches:
-            return left.order
+            return self._next(left)
         if left is not None:
             state = self._job.state
             state.several_sizes = True
@@ -103,8 +112,16 @@ class Batches:
                 self._job.of_batch(name, num_microbatches), specs=specs, own_order=own_order
             )
             phases = run_phases(parts)
-            self.now = Batch(name, num_microbatches, phases, next(phases))
-        return self.now.order
+            order = next(phases)
+            own = megatron_order(parts) if own_order is None else own_order
+            top = max(parts.gpu.supported_frequencies_mhz)
+            off = replace(constant_order(Phase.OFF, own, top, top), billed_late=True)
+            off = replace(off, times_units=False)
+            self.now = Batch(name, num_microbatches, phases, order, off)
+        return self._next(self.now)
+
+    def _next(self, batch: Batch) -> IterationOrder:
+        return batch.off if self._was_off else batch.order
 
     def _advance(self, batch: Batch, last: StageRecord) -> None:
         """Let a batch's phases look at its last iteration, and say what the next one runs."""
@@ -118,6 +135,9 @@ class Batches:
             self._describe_job({"notes": [*job.folder.notes, *job.state.notes]})
         if job.state.plan is not plan and not batch.name and job.collectives.is_planner:
             self._describe_job({"predicted": predicted(job.state.plan)})
+        if job.state.power is not None and begin_s >= self._power_due_s:
+            self._describe_job({"power": job.state.power})
+            self._power_due_s = begin_s + _POWER_S
         if batch.order.phase is not ended:
             job.energy.add_between_phases(job.state.iteration, begin_s)
 

@@ -343,9 +343,9 @@ class JobOptions:
         least=0,
     )
     power_budget: Wishes = _option(
-        "Most that a GPU may draw, as the mean over GPUs and an iteration: W, or a share of what it "
-        "takes in the framework's order at the highest clocks. Plans keep it in the least time; it "
-        "may be changed while the job runs.",
+        "Most that a GPU may draw, as the mean over an iteration and all GPUs: W, or a share of "
+        "what it takes in the framework's order at the highest clocks. Steps get no longer than it "
+        "takes to keep that; it may be changed while the job runs.",
         NO_WISHES,
         usual="none",
         metavar="W|PERCENT%",
@@ -431,13 +431,13 @@ class JobOptions:
 
     @property
     def wishes(self) -> Wishes:
-        """What is asked of the job before anybody asks otherwise."""
+        """What is asked for until an operator asks for something else."""
         return self.power_budget
 
     @property
     def keeps_power(self) -> bool:
         """True if the job can keep a power budget."""
-        chooses = self.closed_loop and not self.changes_only_order or self.one_clock
+        chooses = self.one_clock or (self.closed_loop and not self.changes_only_order)
         return chooses and self.gpu_control not in ("none", "dry_run")
 
     @property

@@ -26,6 +26,9 @@ from envpipe_megatron.runtime.memory.peak import JobMemory
 from envpipe_megatron.tuning.background import Background
 from envpipe_megatron.tuning.wishes import NO_WISHES, Wishes
 
+#: What a job says that is asked for a power budget and cannot keep one.
+NO_POWER = "The power budget is not kept: this job chooses no clocks"
+
 
 class SessionError(EnvPipeError):
     """A job that changes shape, or one that EnvPipe cannot run."""
@@ -67,6 +70,7 @@ class PhaseParts:
         specs: what messages carry, once iterations run.
         own_order: order of a framework that runs its units and sends their messages itself; None if
             EnvPipe does.
+        asked: what an operator asks for by now, on the planning rank; None on all where nobody can.
     """
 
     options: JobOptions
@@ -87,6 +91,7 @@ class PhaseParts:
     batch: str = ""
     specs: StageSpecs = field(default_factory=lambda: StageSpecs({}, {}))
     own_order: Schedule | None = None
+    asked: Callable[[], Wishes] | None = None
 
     @property
     def kept_order(self) -> Schedule | None:

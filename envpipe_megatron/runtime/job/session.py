@@ -26,6 +26,7 @@ from envpipe_megatron.runtime.energy.training import TrainingEnergy
 from envpipe_megatron.runtime.execution.executor import METER_MARGIN_S, Executor
 from envpipe_megatron.runtime.execution.orders import constant_order
 from envpipe_megatron.runtime.execution.stage_run import StageRun, StageWork, execute
+from envpipe_megatron.runtime.job.control import ControlFile
 from envpipe_megatron.runtime.job.iterations import Batches, Iterations
 from envpipe_megatron.runtime.job.options import JobOptions
 from envpipe_megatron.runtime.job.parts import PhaseParts, SessionState
@@ -37,6 +38,7 @@ from envpipe_megatron.runtime.memory.stage import (
     device_memory,
 )
 from envpipe_megatron.tuning.background import Background
+from envpipe_megatron.tuning.wishes import CONTROL_FILE, NO_WISHES, Wishes
 
 logger = logging.getLogger(__name__)
 
@@ -83,7 +85,7 @@ class Session:
         self._collectives = collectives
         self._stage, num_stages = collectives.stage, len(channel.ranks)
         self._say = say if collectives.is_planner else lambda text: None
-        self.state = SessionState()
+        self.state = SessionState(wishes=options.wishes)
         memory = memory or device_memory()
         self.memory = JobMemory(memory, self._stage, collectives, self._say)
 
@@ -104,6 +106,7 @@ class Session:
         #: What `close` calls once the clock is back, the last first.
         self._parts = contextlib.ExitStack()
         self._parts.callback(self._folder.close)
+        asked, control = self._hear(options)
         with contextlib.ExitStack() as half_made:
             half_made.push(self._parts)
 
@@ -140,7 +143,7 @@ class Session:
                 "num_ranks": num_stages * collectives.num_replicas,
                 "stage": self._stage,
             }
-            self._agent = connect_to_agent(gpu, self._labels, collectives)
+            self._agent = connect_to_agent(gpu, self._labels, collectives, control)
             if self._agent is not None:
                 self._labels["node"] = self._agent.node  # the agent's lines use this name
             append = partial(self._folder.append, "timeline", most=_MOST_LINES)
@@ -187,6 +190,7 @@ class Session:
                 collectives=collectives,
                 memory=self.memory,
                 say=self._say,
+                asked=asked,
                 background=lambda: self._parts.enter_context(contextlib.closing(Background())),
             ),
             self.describe_job,
@@ -311,7 +315,9 @@ class Session:
             run,
             name,
             # Once control has ended, requests are dropped.
-            controlled=lambda: self._controlled and self.clock.error is None,
+            controlled=lambda: (
+                self._controlled and self.clock.error is None and not self.clock.given_back
+            ),
         )
         self._batches.unfinished = False
 
@@ -323,11 +329,23 @@ class Session:
         """Add facts about the job to the bill of the node's agent, if there is one.
 
         Facts are `tokens_per_iteration`, `samples_per_iteration`, `model`, `microbatch_size`,
-        `type`, `scheduling`, `reconfigure`, `level`, `predicted` (saving and slowdown of the plan)
-        and `notes`, of JSON's types.
+        `type`, `scheduling`, `reconfigure`, `level`, `predicted` (saving and slowdown of the plan),
+        `power` (how a power budget is kept) and `notes`, of JSON's types.
         """
         if self._agent is not None and self._collectives.is_planner:
             self._agent.job(facts)
+
+    def _hear(
+        self, options: JobOptions
+    ) -> tuple[Callable[[], Wishes] | None, dict[str, Any] | None]:
+        """Return what tells what an operator asks for, and what the agent must know to ask it."""
+        if self._folder.path is None:
+            return None, None
+        if not self._collectives.is_planner:
+            return lambda: NO_WISHES, None
+        file = ControlFile(self._folder.path.absolute() / CONTROL_FILE, options.wishes)
+        self._parts.callback(file.close)
+        return lambda: file.wishes, {"file": str(file.path), "asked": options.wishes.to_json()}
 
     def _see_clock(self, time_s: float, state: ClockState) -> None:
         """The watch has looked at the clock, on its own thread."""
@@ -383,7 +401,7 @@ class Session:
         """The job so far, as this rank knows it; complete once the session is closed.
 
         Keys: those of `TrainingEnergy.summary`, `rank`, `stage`, `phase`, `iteration`, `notes`,
-        `reconfigure` (`steps`, `ended`) and `clocks`.
+        `reconfigure` (`steps`, `ended`), `power` (how a power budget was kept) and `clocks`.
         """
         state = self.state
         return {
@@ -394,6 +412,7 @@ class Session:
             "notes": [*self._folder.notes, *state.notes],
             **self._energy.summary(),
             "reconfigure": {"steps": state.reconfigure_steps, "ended": state.reconfigure_ended},
+            "power": state.power,
             "clocks": self.clock_summary(),
         }
 
@@ -435,6 +454,7 @@ class Session:
         )
         self.iterations.make_way_for(order.schedule)
         self.state.phase = order.phase
+        self.clock.given_back = order.phase is Phase.OFF
         self._batches.unfinished = True  # until it is closed
         like = None
         if channel is None and order.parking is None and not self.clock.waits:
