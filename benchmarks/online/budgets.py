@@ -69,9 +69,7 @@ class Offline:
             return 1.0
         asked = replace(self._request, objective=Objective(Goal.TIME, power_cap_w=cap_w))
         own_s = self.own.iteration_time_s
-        return (
-            make_plan(self._profile, asked).plan.cost.iteration_time_s / self.own.iteration_time_s
-        )
+        return make_plan(self._profile, asked).plan.cost.iteration_time_s / own_s
 
     def within(self, time: float) -> Plan:
         """The plan of least energy in a time."""
@@ -123,7 +121,7 @@ class Job:
 
     def power(self, ran: Sequence[Iteration]) -> float:
         """Mean power, in percent of what GPUs take at the highest clocks."""
-        energy_j, time_s = (sum(getattr(i, of) for i in ran) for of in ("energy_j", "time_s"))
+        energy_j, time_s = sum(each.energy_j for each in ran), sum(each.time_s for each in ran)
         return 100 * energy_j / time_s / self._gpus / self._own_w
 
     def time(self, ran: Sequence[Iteration]) -> float:

@@ -79,7 +79,8 @@ class NodeAgent:
             half_made.pop_all()
         self._uplink = Uplink(self.log)
         self.log.grown = self._log_has_grown
-        self._control: dict[str, Any] | None = None
+        #: The job's control `file` and what is `asked` without it, where rank 0 is or was.
+        self.control: dict[str, Any] | None = None
         self._failure: str | None = None
         self._show = show
         self._collector = Collector()
@@ -101,14 +102,6 @@ class NodeAgent:
     def bill(self) -> Bill | None:
         """The job's bill, on the agent of rank 0; None on others. It grows until `finish`."""
         return self._collector.bill if self._collects else None
-
-    @property
-    def control(self) -> dict[str, Any] | None:
-        """The job's control `file` and what is `asked` without it, on the agent of rank 0.
-
-        None on others, and of a job without a folder.
-        """
-        return self._control if self._collects else None
 
     @property
     def trouble(self) -> str:
@@ -273,7 +266,7 @@ class NodeAgent:
                         self._ranks[connection] = f"rank {message.get('rank')}"
                         send(connection, {"event": "welcome", "node": self.log.node})
                     case "collect":
-                        self._collects, self._control = True, message.get("control")
+                        self._collects, self.control = True, message.get("control")
                         endpoint = await self._collector.start(str(message["host"]))
                         send(connection, {"event": "collecting", "endpoint": endpoint})
                     case "send_to":

@@ -20,6 +20,7 @@ from envpipe_megatron.runtime.clocks.rank_clock import RankClock
 from envpipe_megatron.runtime.energy.meter import EnergyMeter
 from envpipe_megatron.runtime.energy.training import TrainingEnergy
 from envpipe_megatron.runtime.execution.executor import Executor
+from envpipe_megatron.runtime.job.control import ControlFile
 from envpipe_megatron.runtime.job.options import JobOptions
 from envpipe_megatron.runtime.job.restarts import JobFolder
 from envpipe_megatron.runtime.memory.peak import JobMemory
@@ -70,7 +71,7 @@ class PhaseParts:
         specs: what messages carry, once iterations run.
         own_order: order of a framework that runs its units and sends their messages itself; None if
             EnvPipe does.
-        asked: what an operator asks for by now, on the planning rank; None on all where nobody can.
+        control: by which an operator asks, on the planning rank; None on all where nobody can.
     """
 
     options: JobOptions
@@ -91,7 +92,7 @@ class PhaseParts:
     batch: str = ""
     specs: StageSpecs = field(default_factory=lambda: StageSpecs({}, {}))
     own_order: Schedule | None = None
-    asked: Callable[[], Wishes] | None = None
+    control: ControlFile | None = None
 
     @property
     def kept_order(self) -> Schedule | None:

@@ -38,7 +38,6 @@ from envpipe_megatron.runtime.memory.stage import (
     device_memory,
 )
 from envpipe_megatron.tuning.background import Background
-from envpipe_megatron.tuning.wishes import CONTROL_FILE, NO_WISHES, Wishes
 
 logger = logging.getLogger(__name__)
 
@@ -106,7 +105,11 @@ class Session:
         #: What `close` calls once the clock is back, the last first.
         self._parts = contextlib.ExitStack()
         self._parts.callback(self._folder.close)
-        asked, control = self._hear(options)
+        control = about = None
+        if (path := self._folder.path) is not None:
+            control = ControlFile(path, options.wishes, reads=collectives.is_planner)
+            self._parts.callback(control.close)
+            about = control.about()
         with contextlib.ExitStack() as half_made:
             half_made.push(self._parts)
 
@@ -143,7 +146,7 @@ class Session:
                 "num_ranks": num_stages * collectives.num_replicas,
                 "stage": self._stage,
             }
-            self._agent = connect_to_agent(gpu, self._labels, collectives, control)
+            self._agent = connect_to_agent(gpu, self._labels, collectives, about)
             if self._agent is not None:
                 self._labels["node"] = self._agent.node  # the agent's lines use this name
             append = partial(self._folder.append, "timeline", most=_MOST_LINES)
@@ -190,7 +193,7 @@ class Session:
                 collectives=collectives,
                 memory=self.memory,
                 say=self._say,
-                asked=asked,
+                control=control,
                 background=lambda: self._parts.enter_context(contextlib.closing(Background())),
             ),
             self.describe_job,
@@ -315,9 +318,7 @@ class Session:
             run,
             name,
             # Once control has ended, requests are dropped.
-            controlled=lambda: (
-                self._controlled and self.clock.error is None and not self.clock.given_back
-            ),
+            controlled=lambda: self._controlled and not (self.clock.error or self.clock.given_back),
         )
         self._batches.unfinished = False
 
@@ -334,18 +335,6 @@ class Session:
         """
         if self._agent is not None and self._collectives.is_planner:
             self._agent.job(facts)
-
-    def _hear(
-        self, options: JobOptions
-    ) -> tuple[Callable[[], Wishes] | None, dict[str, Any] | None]:
-        """Return what tells what an operator asks for, and what the agent must know to ask it."""
-        if self._folder.path is None:
-            return None, None
-        if not self._collectives.is_planner:
-            return lambda: NO_WISHES, None
-        file = ControlFile(self._folder.path.absolute() / CONTROL_FILE, options.wishes)
-        self._parts.callback(file.close)
-        return lambda: file.wishes, {"file": str(file.path), "asked": options.wishes.to_json()}
 
     def _see_clock(self, time_s: float, state: ClockState) -> None:
         """The watch has looked at the clock, on its own thread."""

@@ -92,11 +92,15 @@ def test_other_jobs_that_change_something(three_ranks, tmp_path, options, locked
     check(ranks, [7, 8], locked=locked)
 
 
-def test_a_job_that_changes_nothing_says_so(three_ranks, tmp_path):
-    asks = {2: OFF}
-    ranks = three_ranks.run(control_ranks.train_asked, tmp_path, 4, {"type": "baseline"}, asks)
-    assert {phase for phase, *_ in ranks[0]["ran"]} == {"warm-up", "steady"}
-    assert "as if off" in ranks[0]["notes"][-1]
+def test_a_job_that_only_measures_has_its_clocks_given_back_and_keeps_no_budget(
+    three_ranks, tmp_path
+):
+    asks = {2: '{"power_budget": 200}', 4: OFF}
+    ranks = three_ranks.run(control_ranks.train_asked, tmp_path, 6, {"type": "baseline"}, asks)
+    check(ranks, [4, 5])
+    budget, off = ranks[0]["notes"]
+    assert "No power budget is kept" in budget
+    assert off.endswith(" on")
 
 
 # --- the file -------------------------------------------------------------------------------------
@@ -105,7 +109,7 @@ def test_a_job_that_changes_nothing_says_so(three_ranks, tmp_path):
 @pytest.fixture
 def file(tmp_path, monkeypatch):
     monkeypatch.setattr(control, "_LOOK_S", 0.002)
-    made = ControlFile(tmp_path / "control.json", Wishes(power_budget_w=300))
+    made = ControlFile(tmp_path, Wishes(power_budget_w=300))
     yield made
     made.close()
 
@@ -131,7 +135,7 @@ def test_the_last_wish_that_could_be_read_stays(file, caplog):
 def test_a_disk_that_hangs_holds_up_nobody(tmp_path):
     path = tmp_path / "control.json"
     os.mkfifo(path)  # to open it waits for a writer
-    file = ControlFile(path, NO_WISHES)
+    file = ControlFile(tmp_path, NO_WISHES)
     assert file.wishes == NO_WISHES
     file.close()
     with path.open("w") as there:  # it answers in the end
