@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 
 from envpipe_megatron.core.plan import Plan
 from envpipe_megatron.tuning.commands import Window
-from envpipe_megatron.tuning.planner import CAPPED, Planner, gpu_power_w
+from envpipe_megatron.tuning.planner import CAPPED, Planner
+from envpipe_megatron.tuning.replicas import Followers, gpu_power_w
 from envpipe_megatron.tuning.wishes import NO_WISHES, Wishes
 
 #: A window is above the budget if it takes more by this share: no goal is nearer than a meter.
@@ -110,12 +111,10 @@ class Allowance:
             return "the power budget is lifted"
         return f"power budget: {self.allowed_w:.1f} W of a GPU, which took {self.own_w:.1f} W"
 
-    def count(self, window: Window) -> bool:
-        """Count a window for the bill, if there is or was a budget; True if it was metered."""
-        metered = self.facts is not None and not math.isnan(window.power_w)
-        if metered:
+    def count(self, window: Window) -> None:
+        """Count a window for the bill, if there is or was a budget."""
+        if self.facts is not None and not math.isnan(window.power_w):
             self._sums.add(window.power_w, float(window.steps_s.sum()), self.allowed_w)
-        return metered
 
     def fell_short(self, least_w: float) -> None:
         """Have the bill say that the budget is not kept, if the least takes too much."""
@@ -132,16 +131,17 @@ class Budget(Allowance):
 
     Args:
         planner: makes plans of least energy, and from now on those that keep a budget.
+        followers: replicas, which run what is planned.
 
     Attributes:
         usual: the plan that runs without a budget.
         stale: whether something has changed since that was made.
-        windows: of the plan that runs, in which GPUs were metered.
+        windows: of what replicas run, in which GPUs were metered.
     """
 
-    def __init__(self, planner: Planner) -> None:
+    def __init__(self, planner: Planner, followers: Followers) -> None:
         super().__init__()
-        self._planner, self._limits = planner, planner.limits
+        self._planner, self._limits, self._followers = planner, planner.limits, followers
         self.stale, self.windows = False, 0
         self.usual: Plan | None = None
         #: How many times what is predicted GPUs take, and plans more than what they are made for.
@@ -155,11 +155,11 @@ class Budget(Allowance):
         """True if plans are made to keep the budget, which the usual one does not."""
         return self._planner.limits is not self._limits
 
-    def add(self, window: Window, running: Plan) -> None:
-        """Take in a window of the plan that runs."""
-        if self.count(window):
+    def add(self, window: Window) -> None:
+        """Take in a window of what replicas run."""
+        if self.asks and not math.isnan(window.power_w):
             self.windows += 1
-            off = window.power_w / gpu_power_w(self._planner.repriced(running))
+            off = window.power_w / self._followers.power_w
             self._off += (off - self._off) / min(self.windows, _REMEMBERED)
 
     def choose(self) -> Plan:
@@ -194,23 +194,22 @@ class Budget(Allowance):
             self._careful = ready.cost.mean_power_w / plan.cost.mean_power_w
         return False
 
-    def missed(self, running: Plan) -> float:
-        """By which share the plan that runs takes more, or less, than planning again is worth."""
+    def missed(self) -> float:
+        """By which share what runs takes more, or less, than planning again is worth; or 0."""
         allowed_w = self.allowed_w
-        if allowed_w is None or not self.windows or self.why:
+        if allowed_w is None or self.why:
             return 0.0
-        off = self._takes_w(self._planner.repriced(running)) / allowed_w - 1
-        if off > _NEAR:
-            return off
-        unused = self.binds and off < -_NEAR and self.windows > 1 and self._tries > 0
-        return off if unused else 0.0
+        off = self._off * self._followers.power_w / allowed_w - 1
+        metered = self.windows > 0 and off > _NEAR
+        unused = self.windows > 0 and self.binds and off < -_NEAR and self._tries > 0
+        return off if off > _AT_ONCE or metered or unused else 0.0
 
     def again(self, running: Plan) -> Plan | None:
         """Say what to plan, by what meters said; a plan that takes less, if it is needed now."""
-        self._tries -= 1
-        missed, allowed_w = self.missed(running), self.allowed_w
+        missed, allowed_w = self.missed(), self.allowed_w
         assert allowed_w is not None
-        self._limit()
+        self._tries -= 1
+        self._limit(gpu_power_w(running) / self._followers.power_w)
         if missed > _AT_ONCE:
             self._known.pop(allowed_w, None)
             return self._planner.capped(running, allowed_w / self._off)
@@ -220,11 +219,12 @@ class Budget(Allowance):
         """Forget plans: something has changed."""
         self._known, self.stale, self._tries = {}, True, _MOST_TRIES
 
-    def _limit(self) -> None:
+    def _limit(self, leads: float = 1.0) -> None:
+        """Have plans keep what is allowed, where the first takes so many times what all do."""
         assert self.usual is not None
         assert self.allowed_w is not None
         gpus = float(self.usual.conditions.gpus_by_stage.sum())
-        limit_w = gpus * self.allowed_w / (self._off * self._careful)
+        limit_w = gpus * leads * self.allowed_w / (self._off * self._careful)
         self._planner.limits = self._limits.within(limit_w)
 
     def _takes_w(self, plan: Plan) -> float:
