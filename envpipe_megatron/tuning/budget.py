@@ -59,14 +59,9 @@ class PowerSums:
 
     def facts(self, budget_w: float | None) -> dict[str, float | None]:
         """As JSON, with the budget of now."""
-        return {
-            "budget_w": budget_w,
-            "mean_w": self.energy_j / self.time_s if self.time_s else None,
-            **{
-                name: getattr(self, name)
-                for name in ("peak_w", "swing_w", "ramp_w_per_s", "time_s", "exceeded_s")
-            },
-        }
+        own = {name: value for name, value in vars(self).items() if name[0] != "_"}
+        mean_w = self.energy_j / self.time_s if self.time_s else None
+        return {"budget_w": budget_w, "mean_w": mean_w, **own}
 
 
 class Allowance:
@@ -135,18 +130,16 @@ class Budget(Allowance):
 
     Attributes:
         usual: the plan that runs without a budget.
-        stale: whether something has changed since that was made.
         windows: of what replicas run, in which GPUs were metered.
     """
 
     def __init__(self, planner: Planner, followers: Followers) -> None:
         super().__init__()
         self._planner, self._limits, self._followers = planner, planner.limits, followers
-        self.stale, self.windows = False, 0
+        self.windows = 0
         self.usual: Plan | None = None
-        #: How many times what is predicted GPUs take, and plans more than what they are made for.
-        self._off, self._careful = 1.0, 1.0
-        self._tries = _MOST_TRIES
+        #: How many times what is predicted GPUs take.
+        self._off, self._tries = 1.0, _MOST_TRIES
         #: Plans that were made for budgets since something has changed last, by W of a GPU.
         self._known: dict[float, Plan] = {}
 
@@ -174,24 +167,22 @@ class Budget(Allowance):
         if allowed_w in self._known:
             return planner.ready(self._known[allowed_w])
         plans = [usual, *map(planner.ready, self._known.values())]
-        within = [plan for plan in plans if self._takes_w(plan) <= allowed_w]
-        above = min((plan for plan in plans if plan not in within), key=self._takes_w)
-        capped = planner.capped(above, allowed_w / self._off)
-        if not within:
-            self.fell_short(self._takes_w(capped))
-        return min([capped, *within], key=lambda plan: plan.cost.iteration_time_s)
+        above = [plan for plan in plans if self._takes_w(plan) > allowed_w]
+        capped = planner.capped(min(above, key=self._takes_w), allowed_w / self._off)
+        self.fell_short(self._takes_w(capped))
+        plans = [capped, *(plan for plan in plans if self._takes_w(plan) <= allowed_w)]
+        return min(plans, key=lambda plan: plan.cost.iteration_time_s)
 
     def take(self, plan: Plan, ready: Plan) -> bool:
         """Take in a plan that was made; True if it breaks the budget, and another is to run."""
         made_for, allowed_w = plan.objective or {}, self.allowed_w
         if "power_cap_w" not in made_for:
-            self.usual, self.stale = ready, False
+            self.usual = ready
             return allowed_w is not None and self._takes_w(ready) > allowed_w * (1 + _NEAR)
         if allowed_w is not None and plan.policy != CAPPED:
             self._known[allowed_w] = ready
             if len(self._known) > _MOST_KNOWN:
                 del self._known[next(iter(self._known))]
-            self._careful = ready.cost.mean_power_w / plan.cost.mean_power_w
         return False
 
     def missed(self) -> float:
@@ -217,14 +208,14 @@ class Budget(Allowance):
 
     def changed(self) -> None:
         """Forget plans: something has changed."""
-        self._known, self.stale, self._tries = {}, True, _MOST_TRIES
+        self._known, self._tries = {}, _MOST_TRIES
 
     def _limit(self, leads: float = 1.0) -> None:
         """Have plans keep what is allowed, where the first takes so many times what all do."""
         assert self.usual is not None
         assert self.allowed_w is not None
         gpus = float(self.usual.conditions.gpus_by_stage.sum())
-        limit_w = gpus * leads * self.allowed_w / (self._off * self._careful)
+        limit_w = gpus * leads * self.allowed_w / self._off
         self._planner.limits = self._limits.within(limit_w)
 
     def _takes_w(self, plan: Plan) -> float:

@@ -252,7 +252,7 @@ class Controller:
         budget, planner = self._budget, self._planner
         if drift.any():
             budget.changed()
-        if math.isnan(budget.own_w):  # meters said nothing of it
+        if math.isnan(budget.own_w) and window.wishes.power_budget is not None:
             budget.own_w = gpu_power_w(self._unplanned())
         if news := budget.heed(window.wishes):
             self._commands.note(news)
@@ -269,6 +269,7 @@ class Controller:
     def _turn(self) -> None:
         """Run what is there at once for the budget, and have what is best for it planned."""
         budget, planner = self._budget, self._planner
+        bound = budget.binds
         self._turn_to(budget.choose())
         if (why := budget.why) != self._commands.bill["power"]:
             self._commands.note(why)
@@ -277,7 +278,7 @@ class Controller:
             return  # the best one is on its way
         if budget.binds and not why:
             self._replan(reorder=self._has_no_plan)
-        elif budget.stale or planner.busy:
+        elif bound and not budget.binds:  # the usual one may be of before a change
             self._replan(reorder=True)
 
     # --- what is known --------------------------------------------------------------------------

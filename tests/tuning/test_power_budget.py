@@ -139,6 +139,7 @@ def test_what_a_budget_cost_is_added_up():
     assert sums.facts(260.0) == {
         "budget_w": 260.0,
         "mean_w": pytest.approx(250.0),
+        "energy_j": pytest.approx(12500.0),
         "peak_w": 300.0,
         "swing_w": 100.0,
         "ramp_w_per_s": 10.0,
