@@ -19,12 +19,13 @@ from envpipe_megatron.policies.planner import make_plan
 from envpipe_megatron.policies.request import PlanRequest
 from envpipe_megatron.runtime.job.options import JobOptions
 from envpipe_megatron.runtime.job.parts import NO_POWER
+from envpipe_megatron.tuning import controller
 from envpipe_megatron.tuning.budget import EXCEEDS, PowerSums
 from envpipe_megatron.tuning.wishes import read_power_budget
 
-PRESET, FORWARD_S, WINDOW = load_preset("a40"), [0.03] * 3, 4
+PRESET, FORWARD_S, WINDOW = load_preset("a40"), [0.05] * 2, 4
 #: Iterations before a budget: the job has its plan.
-BEFORE = 50
+BEFORE = 40
 
 
 class Job:
@@ -32,7 +33,7 @@ class Job:
 
     def __init__(self, replicas: int = 1, budget: str | None = None, **emulated: object) -> None:
         self.pipelines = Pipelines(PRESET, FORWARD_S, replicas, **emulated)
-        options = JobOptions(num_microbatches=12, baseline_steps=3)
+        options = JobOptions(num_microbatches=8, baseline_steps=3)
         self.emulated = EmulatedJob(self.pipelines, options, late=(1,))
         self.emulated.run(1)
         assert self.emulated.planner is not None
@@ -40,7 +41,7 @@ class Job:
         self.run(budget, BEFORE - 1)
         self.own = self.pipelines.iterations[1]
 
-    def run(self, budget: object, iterations: int = 40) -> list[Iteration]:
+    def run(self, budget: object, iterations: int = 28) -> list[Iteration]:
         self.state.wishes = read_power_budget(budget)
         return self.emulated.run(iterations)
 
@@ -70,12 +71,12 @@ def fastest(share: float) -> float:
     profile = exact_profile(PRESET, FORWARD_S, {})
     conditions = known_conditions(profile)
     usual = make_plan(
-        profile, PlanRequest(12, "auto", "optimal", conditions=conditions, runnable=True)
+        profile, PlanRequest(8, "auto", "optimal", conditions=conditions, runnable=True)
     ).plan
     own = usual.baseline.cost
     objective = Objective(Goal.TIME, power_cap_w=share * own.mean_power_w)
     asked = PlanRequest(
-        12, policy="optimal", order=usual.schedule, objective=objective, conditions=conditions
+        8, policy="optimal", order=usual.schedule, objective=objective, conditions=conditions
     )
     return make_plan(profile, asked).plan.cost.iteration_time_s / own.iteration_time_s
 
@@ -115,19 +116,21 @@ def test_less_than_is_reachable_is_said_and_the_least_runs(job):
     assert not [note for note in job.state.notes if "reachable" in note]
 
 
-def test_no_baseline_runs_while_a_budget_is_below_it():
+def test_no_baseline_runs_while_a_budget_is_below_it(monkeypatch):
+    monkeypatch.setattr(controller, "BASELINE_EVERY", 20)
     job = Job(budget="85%")
     with job.emulated:
-        ran = job.run("85%", 560)
+        ran = job.run("85%", 60)
+        assert Phase.BASELINE in {each.phase for each in job.run(None)}
     assert max(job.shares(ran[2 * WINDOW :])) < 0.85 * (1 + EXCEEDS)
     assert Phase.BASELINE not in {each.phase for each in ran}
 
 
 def test_a_replica_that_becomes_slower_breaks_no_budget():
-    begin, end = BEFORE + 30, BEFORE + 90
+    begin, end = BEFORE + 20, BEFORE + 60
     job = Job(2, faults=scripted("replica", begin, end, len(FORWARD_S), 2))
     with job.emulated:
-        ran = job.run("80%", 160)
+        ran = job.run("80%", 90)
     assert max(job.shares(ran[2 * WINDOW :])) < 0.8 * (1 + EXCEEDS)
     assert job.longer(ran) < fastest(0.8) + 0.005, "fast again"
 
@@ -149,7 +152,7 @@ def test_what_a_budget_cost_is_added_up():
 
 
 def test_where_no_clocks_are_chosen_it_is_said_that_no_budget_is_kept():
-    options = JobOptions(num_microbatches=12, baseline_steps=3, objective=Goal.TIME)
+    options = JobOptions(num_microbatches=8, baseline_steps=3, objective=Goal.TIME)
     with EmulatedJob(Pipelines(PRESET, FORWARD_S), options) as job:
         job.run(1)
         assert job.planner is not None
