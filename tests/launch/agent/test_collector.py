@@ -67,23 +67,16 @@ async def test_torn_lines_are_counted_and_passed_over(tmp_path):
 
 
 @in_time
-async def test_waiting_ends_in_time(tmp_path):
+async def test_why_a_collector_does_not_know_all(tmp_path):
     async with collecting() as collector, agents(tmp_path, "a") as (agent,):
         assert not agent.uplink.sends  # nobody ever said where to
         assert "runs no collector" in agent.uplink.why_unknown()
         endpoint = await collector.start("localhost")
-        assert await holds(ended(collector), SHORT_S)  # there is no node
         agent.uplink.send_to({**endpoint, "token": "wrong"})
         assert not await holds(agent.uplink.knows_all, SHORT_S)
         agent.uplink.send_to(endpoint)
         await agent.is_known()
         assert agent.uplink.why_unknown() == ""
-        assert not await holds(ended(collector), SHORT_S)
-        assert collector.bill.running() == ["a"]
-        waiting = asyncio.create_task(holds(ended(collector), LONG_S))
-        await asyncio.sleep(0)
-        agent.log.end(0)
-        assert await waiting
 
 
 @pytest.mark.parametrize("both", [True, False])
@@ -173,18 +166,7 @@ async def test_another_jobs_agent_is_refused(tmp_path, token):
 
 @pytest.mark.parametrize(
     "data",
-    [
-        b"\n",
-        b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n",
-        b"\x16\x03\x01\x02\0\x01\0\x01\xfc\x03\x03\n",
-        b"\xff\xfe\0\n",
-        b"[]\n",
-        b"{}\n",
-        b"5\n",
-        b"x" * 5_000_000,
-        b"[" * 60_000 + b"\n",
-        b'{"token": "x", "node": "a"}\n',
-    ],
+    [b"GET / HTTP/1.1\r\n\r\n", b"\xff\n", b"[]\n", b"x" * 5_000_000, b"[" * 60_000 + b"\n"],
 )
 @in_time
 async def test_garbage_is_hung_up_on_and_harms_no_other(tmp_path, data, caplog):
