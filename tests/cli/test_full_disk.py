@@ -13,9 +13,7 @@ from envpipe_megatron.formats.energy import append_line
 SAID = "Error: Cannot read or write the output: No space left on device. Make room there"
 COMMANDS = {
     "help": "--help",
-    "help of a command": "launch --help",
     "tables": "simulate --profile profile.csv --plan plan.json",
-    "JSON": "simulate --profile profile.csv --plan plan.json --json",
     "text": "export-schedule plan.json",
     "bill": "energy sum energy.jsonl",
 }

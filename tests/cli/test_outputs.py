@@ -45,6 +45,45 @@ def test_a_profile_is_written_again_with_its_sidecar(folder):
     assert read_profile(folder / "p.csv").num_stages == 2
 
 
+#: What each command reads, before and behind the option of its output.
+INPUTS = {
+    "plan": ("--num-microbatches 4 --blocking-power 80 --profile {} --schedule {}", "p.csv o.csv"),
+    "partition": ("--num-stages 2 --num-microbatches 4 --layers {}", "layers.json"),
+    "straggler": ("--factor 1.1 --profile {} --frontier {}", "p.csv front.jsonl"),
+    "import-freqs": (
+        "--num-microbatches 4 --blocking-power 80 --profile {} --freqs {}", "p.csv freqs.py",
+    ),
+    "export-freqs": ("--profile {} --plan {}", "p.csv plan.json"),
+    "export-schedule": ("{}", "plan.json"),
+}  # fmt: skip
+
+
+@pytest.fixture
+def inputs(folder, profile_path):
+    """A file of each kind, whose names are those of `INPUTS`."""
+    profile_path.rename("p.csv")
+    (folder / "p.json").write_text('{"format": "envpipe-profile/1"}')
+    optimal = ("--schedule", "auto", "--policy", "optimal", "--frontier", "front.csv")
+    plan_for("p.csv", "optimal.json", *optimal, "--frontier-points", 2, microbatches=4)
+    plan_for("p.csv", "plan.json", microbatches=4)
+    run_well("export-freqs", "--profile", "p.csv", "--plan", "plan.json", "--output", "freqs.py")
+    run_well("export-schedule", "plan.json", "--output", "o.csv")
+    return folder
+
+
+@pytest.mark.parametrize("command", INPUTS)
+def test_no_command_writes_over_what_it_reads(inputs, command):
+    words, names = INPUTS[command]
+    words = words.format(*names.split()).split()
+    sidecar = ["p.json"] * ("p.csv" in names and command != "export-freqs")
+    before = {path: path.read_bytes() for path in inputs.iterdir()}
+    for output in [*names.split(), *sidecar]:
+        message = run_badly(command, *words, "--output", output)
+        assert "overwrite" in message, output
+        assert output in message
+    assert {path: path.read_bytes() for path in inputs.iterdir()} == before
+
+
 @pytest.mark.parametrize("beside", ["front.jsonl", "front.png"])
 def test_a_frontier_overwrites_nothing_but_an_earlier_one(folder, profile_path, beside):
     def plan():

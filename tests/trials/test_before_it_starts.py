@@ -56,12 +56,6 @@ class TestRefused:
         assert "3200 bytes" in message
         assert not (tmp_path / "out").exists()
 
-    def test_an_unknown_preset(self, tmp_path):
-        message = refused(short_settings(tmp_path, preset="abacus"))
-        assert "abacus" in message
-        assert "a100-sxm" in message
-        assert not (tmp_path / "out").exists()
-
     @pytest.mark.parametrize(
         ("kind", "names"),
         [

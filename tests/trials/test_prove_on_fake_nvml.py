@@ -115,32 +115,6 @@ def kill_something(proofs, draw):
     return name
 
 
-@on_request("GPU")
-def test_a_whole_proof_on_the_fake_library(proofs):
-    before = len(proofs.nvml.changes())
-    output = proofs.start()
-    assert proofs.wait() == 0, (output / "log.txt").read_text()
-    document = json.loads((output / "claims.json").read_text())
-    assert document["complete"] is True
-    assert document["emulated"] is False
-    assert document["clocks_changed"] is True
-    claims = {claim["name"]: claim for claim in document["claims"]}
-    assert claims["losses_equal"]["holds"] is True
-    assert claims["weights_equal"]["holds"] is True
-    turns = [json.loads(line) for line in (output / "turns.jsonl").read_text().splitlines()]
-    changes = {
-        turn["arm"]: sum(stage["clocks"]["changes"] for stage in turn["stages"]) for turn in turns
-    }
-    assert changes["stock"] == 0
-    # Four forwards and four backwards of two ranks in five iterations, but for the first of all.
-    assert changes["relock"] >= 5 * 8 * 2
-    assert 0 < changes["constant"] < 20
-    assert all(stage["temperature_c"] == [40, 40] for turn in turns for stage in turn["stages"])
-    assert len(proofs.nvml.changes()) > before
-    assert proofs.locked() == []
-    assert list_leases() == []
-
-
 @on_request("QUICKSTART")
 def test_a_proof_without_clocks_proves_orders_and_changes_nothing(proofs):
     before, read_before = len(proofs.nvml.changes()), len(proofs.nvml.history())

@@ -76,9 +76,3 @@ def wait_until(condition, timeout_s, what):
     while not condition():
         assert time.monotonic() < deadline, f"{what} did not happen within {timeout_s} s"
         time.sleep(0.05)
-
-
-def is_training(output):
-    """Whether iterations have been metered and a clock is locked at this moment."""
-    log = output / "energy.jsonl"
-    return log.exists() and log.stat().st_size > 0 and any(locks_mhz(output))

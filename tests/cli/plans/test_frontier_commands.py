@@ -160,13 +160,3 @@ def test_dwell_and_parking_are_options(profile_path, tmp_path):
     assert energy_j[2] > energy_j[1]
     clocks = json.loads(output.read_text())["frequency_mhz"]
     assert all(len(set(row)) == 1 for row in clocks)  # kept longer than an iteration lasts
-
-
-def test_a_straggler_never_overwrites_what_it_reads(frontier, profile_path):
-    stored, _ = frontier
-    profile_path.with_suffix(".json").write_text('{"format": "envpipe-profile/1"}')
-    for target in (profile_path, profile_path.with_suffix(".json"), stored):
-        before = target.read_bytes()
-        how = ("--factor", 1.1)
-        assert "overwrite" in straggler(profile_path, stored, target, *how, runs=run_badly)
-        assert target.read_bytes() == before

@@ -126,9 +126,6 @@ def test_what_does_not_go_with_a_table(profile_path, order_path, tmp_path):
     for chunks in ("--num-chunks", "--group-size"):
         assert "no order from a file" in told("--schedule", order_path, chunks, 4)
     assert "does not exist" in told("--schedule", tmp_path / "none.csv")
-    assert "overwrite" in run_badly(
-        "plan", "--profile", profile_path, "--schedule", order_path, "--output", order_path
-    )
     split = torch_csv(ORDER).replace("0B0", "0I0,0W0")
     (tmp_path / "split.csv").write_text(split)
     message = told("--schedule", tmp_path / "split.csv")
@@ -139,9 +136,3 @@ def test_what_does_not_go_with_a_table(profile_path, order_path, tmp_path):
     assert "is not readable JSON" in run_badly("export-schedule", order_path)
     (tmp_path / "mine.json").write_text('{"format": "envpipe-profile/1"}')
     assert "field 'format'" in told("--schedule", tmp_path / "mine.json")
-
-
-def test_an_export_overwrites_no_plan(profile_path, tmp_path):
-    plan(profile_path, "--num-microbatches", 4, "--output", tmp_path / "plan.json")
-    words = ("export-schedule", tmp_path / "plan.json", "--output", tmp_path / "plan.json")
-    assert "overwrite" in run_badly(*words)

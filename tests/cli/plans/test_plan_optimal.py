@@ -149,12 +149,3 @@ def test_the_saving_is_as_sure_as_the_profile(profile_path, tmp_path):
     assert simulate_json(path, plan)["saving_uncertainty_percent"] > 0
     plan_of(profile_path, plan, "--schedule", "1f1b")
     assert simulate_json(profile_path, plan)["saving_uncertainty_percent"] is None
-
-
-def test_a_deadline_is_explained_where_no_backward_of_the_best_order_is_split(
-    profile_path, tmp_path
-):
-    """The order is planned without its limits for that, and is refused with a cost of splits."""
-    options = ("--split-overhead", 0.3, "--deadline-factor", 1.02)
-    plan_of(profile_path, tmp_path / "plan.json", "--schedule", "auto", *options)
-    assert not read_plan(tmp_path / "plan.json", read_profile(profile_path)).schedule.split
