@@ -154,13 +154,6 @@ def test_rounding_to_microseconds_makes_no_slices_overlap(tmp_path, made):
     assert facts.overlapping == 0
 
 
-def test_a_run_without_timelines_still_has_its_power(tmp_path, made):
-    facts, events = traced(tmp_path / "t.json.gz", TimelineLogs(), run_made.windows(made))
-    check_format(events)
-    assert facts.units == 0
-    assert sum(event["ph"] == "C" for event in events) == len(made)
-
-
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     """A small one of the benchmark's, with its trace."""

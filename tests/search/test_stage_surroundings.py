@@ -1,5 +1,6 @@
 """What lies around a stage's units, by hand: messages, reductions, replicas, energy, memory."""
 
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from itertools import pairwise
 
@@ -56,6 +57,10 @@ def test_messages_between_nodes_take_the_slow_link() -> None:
     # Of three GPUs a stage the first's peer is on its own node, and the last's is not.
     three = Job(num_gpus=6, gpus_per_node=4, global_batch=8)
     assert candidate_of(profile, replicas=3, job=three).hops_s.tolist() == [5.0]
+    # Stages over several nodes reduce over it, too.
+    four = Job(num_gpus=8, gpus_per_node=2, global_batch=8)
+    tails_s = candidate_of(profile, replicas=4, job=four).tails_s.tolist()
+    assert tails_s == pytest.approx([5.0 * 12] * 2)
 
 
 @pytest.mark.parametrize(
@@ -83,12 +88,6 @@ def test_gradients_are_reduced_among_those_who_hold_the_same(
     assert (candidate.peak_bytes - shared.peak_bytes).tolist() == pytest.approx([saved] * 2)
 
 
-def test_stages_over_several_nodes_reduce_over_the_slow_link() -> None:
-    job = Job(num_gpus=8, gpus_per_node=2, global_batch=8)
-    four = candidate_of(profile_of(), replicas=4, job=job)
-    assert four.tails_s.tolist() == pytest.approx([5.0 * 12] * 2)
-
-
 def test_what_all_ranks_do_for_gradients_is_not_shared() -> None:
     profile = profile_of(links=Links(), optimizer_s=0.1, gradients_s=0.01)
     assert candidate_of(profile, replicas=2).tails_s[0] == pytest.approx(30 * 0.11)
@@ -114,51 +113,41 @@ def test_layers_without_activations_limit_no_microbatches() -> None:
     assert limited.plan(50.0).cost.energy_j == pytest.approx(free.plan(50.0).cost.energy_j)
 
 
-def test_a_recomputation_that_takes_no_time_can_be_used() -> None:
-    profile = whole_layers(1, ("layer",) * 6)
+def with_ways(profile: LayerProfile, ways: Callable[[Measure], Iterable[Recomputation]]):
+    """The same, whose pieces have other ways of recomputation."""
     measures = {
-        sizes: {
-            name: replace(
-                measure,
-                recomputation=tuple(
-                    replace(way, time_s=0 * way.time_s) for way in measure.recomputation
-                ),
-            )
-            for name, measure in by_piece.items()
-        }
-        for sizes, by_piece in profile.measures.items()
+        sizes: {name: replace(each, recomputation=tuple(ways(each))) for name, each in of.items()}
+        for sizes, of in profile.measures.items()
     }
+    return replace(profile, measures=measures)
+
+
+def test_a_recomputation_that_takes_no_time_can_be_used() -> None:
+    profile, fastest = whole_layers(1, ("layer",) * 6), Objective(goal="time")
+    at_once = with_ways(
+        profile, lambda each: (replace(way, time_s=0 * way.time_s) for way in each.recomputation)
+    )
     job = Job(4, 2, 8, memory_bytes=250.0)
-    fastest = Objective(goal="time")
     slow = search(profile, job, Space(), fastest).ranked[0].iteration_time_s
     for same in (False, True):
-        free = search(
-            replace(profile, measures=measures), job, Space(same_recomputation=same), fastest
-        )
+        free = search(at_once, job, Space(same_recomputation=same), fastest)
         assert free.ranked[0].iteration_time_s <= slow
 
 
 def test_a_recomputation_that_saves_nothing_is_not_used() -> None:
     profile = whole_layers(1, ("layer",) * 6)
-    useless, none = (
-        replace(
-            profile,
-            measures={
-                sizes: {name: replace(each, recomputation=ways(each)) for name, each in of.items()}
-                for sizes, of in profile.measures.items()
-            },
-        )
-        for ways in (_saving_nothing, lambda _: ())
+    useless = with_ways(
+        profile,
+        lambda each: (
+            replace(way, activation_bytes=each.activation_bytes) for way in each.recomputation
+        ),
     )
     job = Job(4, 2, 8, memory_bytes=400.0)
-    with_it, without = (MegatronSpace(each, job, Space()) for each in (useless, none))
+    with_it, without = (
+        MegatronSpace(each, job, Space()) for each in (useless, with_ways(profile, lambda _: ()))
+    )
     for shape in without.shapes:
         assert with_it.best_cut(shape) == without.best_cut(shape)
-
-
-def _saving_nothing(measure: Measure) -> tuple[Recomputation, ...]:
-    ways = measure.recomputation
-    return tuple(replace(way, activation_bytes=measure.activation_bytes) for way in ways)
 
 
 def test_the_planned_order_keeps_the_memory_of_unlike_chunks() -> None:
