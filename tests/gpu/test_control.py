@@ -18,11 +18,8 @@ from envpipe_megatron.gpu.base import (
 )
 from envpipe_megatron.gpu.control import (
     CHOICES,
-    ChosenControl,
-    Control,
     check_controls,
     choose_control,
-    first_allowed,
     open_controlled,
 )
 from envpipe_megatron.gpu.devices import open_reader
@@ -39,17 +36,6 @@ def test_a_plain_user_without_anything(machine):
     assert "no lock_command is set in " in found["command"].reason
     nowhere = {check.backend: check for check in check_controls(SiteConfig())}
     assert nowhere["command"].reason == ("no lock_command is set (there is no site configuration)")
-
-
-def test_each_right_allows_its_back_end(machine):
-    machine.set_sys_admin(True)
-    machine.start_zeusd()
-    machine.grant_command()
-    found = machine.look()
-    assert all(check.allowed for check in found.values())
-    assert "CAP_SYS_ADMIN" in found["nvml"].reason
-    assert str(machine.zeusd.path) in found["zeusd"].reason
-    assert "site.toml" in found["command"].reason
 
 
 def test_the_forbid_variable_forbids_all_of_them(machine, monkeypatch):
@@ -217,15 +203,6 @@ def test_none_allowed_is_one_warning_with_every_reason_and_remedy(machine):
     assert "\n" not in chosen.warning
 
 
-def test_a_reason_without_a_remedy_adds_none():
-    controls = [Control("nvml", False, "no"), Control("zeusd", False, "none", "Start it")]
-    chosen = first_allowed("auto", controls)
-    assert chosen == ChosenControl(
-        "auto", None, "no back end is allowed (nvml: no; zeusd: none)", ("Start it.",)
-    )
-    assert chosen.warning.endswith("all the same. Start it.")
-
-
 def test_required_control_is_an_error_where_none_is_allowed(machine):
     with pytest.raises(GpuPermissionError, match=r"required.*nvml: .*lock_command"):
         choose_control("auto", machine.site, require=True)
@@ -258,9 +235,6 @@ def test_what_drives_no_hardware_needs_no_rights(machine, monkeypatch):
 def test_required_control_contradicts_wishing_for_none(machine, wanted):
     with pytest.raises(GpuPermissionError, match="required"):
         choose_control(wanted, machine.site, require=True)
-
-
-def test_an_unknown_wish(machine):
     with pytest.raises(GpuError, match="auto, nvml, zeusd, command, dry_run, emulated, none"):
         choose_control("magic", machine.site)
 

@@ -150,21 +150,10 @@ def test_throttle_reasons_in_words(node):
     )
 
 
-def test_what_a_gpu_does_not_tell_stays_empty(node, monkeypatch):
-    def not_supported(*_):
-        raise pynvml.NVMLError(pynvml.NVML_ERROR_NOT_SUPPORTED)
-
-    for name in (
-        "nvmlDeviceGetCurrentClocksEventReasons",
-        "nvmlDeviceGetCurrentClocksThrottleReasons",
-        "nvmlDeviceGetEnforcedPowerLimit",
-        "nvmlDeviceGetMigMode",
-        "nvmlDeviceGetVirtualizationMode",
-    ):
-        monkeypatch.setattr(pynvml, name, not_supported)
-    gpu = NvmlGpu(node.uuids[0])
-    assert gpu.clock_state() == ClockState(None, 1410, (), None)
-    assert gpu.obstacle() is None
+def test_a_gpu_that_knows_no_mig_and_no_vgpu_is_neither(node, monkeypatch):
+    for name in ("MigMode", "VirtualizationMode"):
+        monkeypatch.setattr(pynvml, f"nvmlDeviceGet{name}", not_supported)
+    assert NvmlGpu(node.uuids[0]).obstacle() is None
 
 
 def test_an_old_driver_knows_the_reasons_by_their_old_name(node):

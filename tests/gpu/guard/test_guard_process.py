@@ -11,14 +11,13 @@ import time
 
 import pytest
 from fake_gpu import FakeGpu, look_until, pages_go  # noqa: F401 - a fixture
-from lease_helpers import dead
 
 from envpipe_megatron.gpu.base import GpuAddress, GpuError
 from envpipe_megatron.gpu.clock import controller as clock_controller
 from envpipe_megatron.gpu.clock.controller import PageController
 from envpipe_megatron.gpu.clock.page import DUE, ClockPage
 from envpipe_megatron.gpu.guard import process
-from envpipe_megatron.gpu.guard.lease import Lease, list_leases
+from envpipe_megatron.gpu.guard.lease import list_leases
 from envpipe_megatron.gpu.guard.lease_file import LEASE_DIR_VARIABLE
 from envpipe_megatron.gpu.guard.messages import GuardSettings, ProcessIdentity, receive, send
 from envpipe_megatron.gpu.guard.process import Guard
@@ -214,16 +213,6 @@ class Playing(threading.Thread):
         assert list_leases() == []
 
 
-def test_a_guard_sets_clocks_until_a_rank_is_silent_and_again_when_it_is_heard(guarded):
-    def play(rank):
-        rank.ask(1000)
-        look_until(lambda: rank.history[:2] == [1000, None])  # silent
-        assert len(list_leases()) == 1
-        look_until(lambda: 1000 in rank.history[2:] or rank.beat())
-
-    Playing(guarded, play).guarded_by(guarded, heartbeat_s=0.05)
-
-
 def test_a_silent_ranks_reset_that_fails_is_tried_again(guarded, caplog):
     tried = []
 
@@ -321,18 +310,6 @@ def test_a_failure_of_its_own_resets_the_gpu_and_leaves_the_lease(guarded, monke
         guarded.run()
     assert (guarded.gpu.resets, guarded.made._reserve) == (1, None)
     assert [record.address for record in list_leases()] == [ONE]
-
-
-def test_what_others_left_is_undone(guarded):
-    """Of whichever job, and whether the rank lives that can have its clock set no more."""
-    others = [GpuAddress("emulated", f"/node#{index}") for index in (1, 2)]
-    for address, rank in zip(others, [dead(), ProcessIdentity.own()], strict=True):
-        Lease.take(address, "other", rank=rank, open_gpu=lambda _: Gpu()).close()
-    guarded.gpu.late_request_s = 0.0
-    guarded.page.end()
-    guarded.run()
-    assert list_leases() == []
-    assert guarded.gpu.resets == 1 + 2
 
 
 def test_signals_that_a_rank_ignores_or_blocks_reach_its_guard():
