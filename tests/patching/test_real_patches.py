@@ -110,21 +110,16 @@ def test_apply_equals_git_apply_compiles_and_reverts(patch, checkout, tmp_path, 
 
 
 @each_patch
-def test_its_hooks_are_live(patch, checkout, stand_ins):
+def test_its_hooks_are_live_where_it_is_applied(patch, checkout, stand_ins):
     needs(patch)
+    answers = ask_hooks(checkout, patch.hooks)
+    assert {answer.outcome for answer in answers} == {Outcome.NOT_LIVE}
     apply_patch(checkout)
     answers = ask_hooks(checkout, patch.hooks)
     assert [(answer.outcome, answer.detail) for answer in answers] == [
         (Outcome.LIVE, str(checkout / (hook.module.replace(".", "/") + ".py")))
         for hook in patch.hooks
     ]
-
-
-@each_patch
-def test_a_stock_checkout_has_no_live_hook(patch, checkout, stand_ins):
-    needs(patch)
-    answers = ask_hooks(checkout, patch.hooks)
-    assert {answer.outcome for answer in answers} == {Outcome.NOT_LIVE}
 
 
 @each_patch
@@ -168,13 +163,9 @@ def own_file(patch, monkeypatch):
 
 
 @each_patch
-def test_without_the_flag_nothing_is_imported(own_file):
+def test_without_the_flag_nothing_is_imported_and_options_are_an_error(own_file, capsys):
     args, hooks = own_file()
     assert (args.envpipe, hooks) == (False, None)
-
-
-@each_patch
-def test_options_without_the_flag_are_an_error_that_names_it(own_file, capsys):
     with pytest.raises(SystemExit):
         own_file("--envpipe-type", "optimal")
     assert "need --envpipe" in capsys.readouterr().err

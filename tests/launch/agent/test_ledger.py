@@ -8,6 +8,7 @@ import math
 from typing import Any
 
 import pytest
+from energy_lines import window
 from fake_gpu import FakeGpu
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -46,23 +47,17 @@ class Billed:
         """A rank's line, half of it in units."""
         length_s = end_s - begin_s
         begin_j, end_j = self.gpu.counter_j(begin_s), self.gpu.counter_j(end_s)
-        return {
-            "format": "envpipe-energy/1",
+        own = {
             **LABELS,
-            "phase": "steady",
-            "first_iteration": iteration,
-            "last_iteration": iteration,
             "begin_s": begin_s,
             "duration_s": length_s,
-            "energy_j": end_j - begin_j,
-            "energy_uncertainty_j": 0.5,
             "compute_s": length_s / 2,
             "blocking_s": length_s / 4,
             "idle_s": length_s / 4,
             "begin_counter": [begin_j, 0.3],
             "end_counter": [end_j, 0.4],
-            **fields,
         }
+        return {**window(0, iteration, end_j - begin_j), **own, **fields}
 
     def take(self, begin_s: float, end_s: float, iteration: int = 0, **fields: Any) -> None:
         """A window that has just ended."""
@@ -347,9 +342,7 @@ def test_a_window_that_is_none_changes_nothing(bills, fields):
 
 @pytest.mark.parametrize("unknown", [["compute_s"], ["blocking_s"], ["compute_s", "blocking_s"]])
 def test_a_window_may_tell_no_shares(bills, unknown):
-    window = bills.window(5.0, 6.0, **dict.fromkeys([*unknown, "idle_s"]))
-    bills.at(6.0)
-    bills.ledger.take(window)
+    bills.take(5.0, 6.0, **dict.fromkeys([*unknown, "idle_s"]))
     (line,) = bills.lines
     assert not {"compute_s", "blocking_s", "idle_s"} & line.keys()
 

@@ -166,15 +166,6 @@ def test_a_line_each_so_many_iterations():
     assert never.told == []
 
 
-def test_what_lies_between_is_no_iteration_and_in_the_total():
-    live = Live(2)
-    live.add(window(0, 0), window(0, 0, 500.0, phase="between"))
-    assert live.told == []
-    live.add(window(0, 1))
-    (line,) = live.told
-    assert "700 J in all" in line
-
-
 def test_the_saving_is_told_once_it_is_known():
     baseline = {
         "iterations": 5,
