@@ -1,10 +1,17 @@
-"""What commands write beside what they were told to, and never over another's file."""
+"""What commands write: never over another's file, and never a file that is cut short."""
+
+import subprocess
+import sys
 
 import pytest
-from cli_helpers import plan_for, run, run_badly, run_well
+from cli_helpers import plan_for
+from commands import run, run_badly, run_well
+from energy_lines import window
 from whole_layers import write_layers
 
+from envpipe_megatron.cli import main
 from envpipe_megatron.core.profile import read_profile
+from envpipe_megatron.formats.energy import append_line
 
 COMMANDS = {
     "profile": ["--", "train.py"],
@@ -114,3 +121,47 @@ def test_pictures_overwrite_nothing_but_earlier_ones(folder, profile_path):
     assert (folder / "timeline.png").read_text() == "mine"
     for _ in range(2):
         run_well(*words, folder / "pictures")
+
+
+SAID = "Error: Cannot read or write the output: No space left on device. Make room there"
+PRINTING = {
+    "help": "--help",
+    "tables": "simulate --profile profile.csv --plan plan.json",
+    "text": "export-schedule plan.json",
+    "bill": "energy sum energy.jsonl",
+}
+
+
+@pytest.fixture
+def shown(folder, profile_path):
+    """What these commands print."""
+    plan_for(profile_path, "plan.json")
+    append_line(folder / "energy.jsonl", window())
+
+
+@pytest.mark.usefixtures("shown")
+@pytest.mark.parametrize("command", PRINTING)
+def test_output_to_a_full_disk_is_an_error_in_a_line(monkeypatch, capsys, command):
+    with open("/dev/full", "w") as full:  # noqa: PTH123  # what it still holds may not fail at its end
+        monkeypatch.setattr(sys, "stdout", full)
+        with pytest.raises(SystemExit) as end:
+            main(PRINTING[command].split(), "envpipe")
+    assert end.value.code == 1
+    *before, said = capsys.readouterr().err.splitlines()
+    assert said.startswith(SAID)
+    assert before in ([], ["Simulating plan.json ..."])
+
+
+@pytest.mark.usefixtures("shown")
+def test_the_interpreter_has_nothing_to_add():
+    command = [sys.executable, "-m", "envpipe_megatron.cli", *PRINTING["text"].split()]
+    with open("/dev/full", "w") as full:  # noqa: PTH123
+        ended = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, check=False, text=True)
+    assert ended.returncode == 1
+    assert ended.stderr.startswith(SAID)
+    assert ended.stderr.count("\n") == 1
+
+
+def test_a_plan_for_a_device_that_is_full(profile_path):
+    words = ["plan", "--profile", profile_path, "--num-microbatches", 4, "--blocking-power", 80]
+    assert "/dev/full: No space left on device" in run_badly(*words, "--output", "/dev/full")

@@ -175,18 +175,6 @@ def test_a_comparison_in_words_says_more_where_it_is(compared, said):
     assert line == f"a step takes 329.3 ms ({time_said}) and 214.4 J a GPU ({energy_said})"
 
 
-def test_the_first_line_of_a_bill():
-    found = Comparison(0.3293, 214.4, 4.4, 0.3, -10.0, 0.2)
-    assert found.told(2, 65536, clocks_kept=True) == (
-        "a step takes 329.3 ms (10.00 +- 0.39 % less time) and 214.4 J a GPU (4.40 +- 0.59 % less "
-        "energy); a token 5.025 us and 6.543 mJ on 2 GPUs; no clock was changed"
-    )
-    long = replace(found, time_s=12345.6, energy_j=None)
-    assert long.told(2, 10, clocks_kept=False) == (
-        "a step takes 12346 s (10.00 +- 0.39 % less time); a token 1235 s"
-    )
-
-
 def drifting_job(rng: np.random.Generator, drift: np.ndarray) -> tuple[Comparison, float]:
     """Steps that take 5 % less, in windows of four, against nine of the framework's before them.
 

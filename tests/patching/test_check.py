@@ -1,8 +1,9 @@
+from functools import partial
+
+import commands
 import pytest
-from click.testing import CliRunner
 from patch_project import snapshot, stock_files, write_tree
 
-from envpipe_megatron.cli import main
 from envpipe_megatron.patching.catalog import Hook
 from envpipe_megatron.patching.checkout import apply_patch
 from envpipe_megatron.patching.liveness import Outcome, ask_hooks
@@ -170,10 +171,7 @@ def test_the_probes_own_folder_is_not_on_the_path(patched):
 
 @pytest.fixture
 def run(catalog):
-    def run(*arguments):
-        return CliRunner().invoke(main, ["patch", *map(str, arguments)])
-
-    return run
+    return partial(commands.run, "patch")
 
 
 def test_a_checkout_goes_there_and_back(run, checkout, patches):
@@ -203,10 +201,12 @@ def test_a_fork_is_listed_and_proven(run, checkout):
     (checkout / "run.sh").write_text((checkout / "run.sh").read_text() + "echo fork\n")
     (checkout / "toy/version.py").write_text("MAJOR = 9\n")
     assert run("apply", checkout).exit_code == 1
+    assert "no patch for this tag (got 'v7')" in run("apply", "--tag", "v7", checkout).output
     for command in (("apply", "--tag", "v1.0"), ("check",)):
         said = run(*command, checkout)
         assert said.exit_code == 0
         assert "differ from the released ones, and the patch fits them:\n  run.sh\n" in said.output
+    assert run("revert", checkout).exit_code == 0
 
 
 def test_commands_to_run_next_can_be_pasted(run, checkout):

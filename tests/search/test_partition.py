@@ -279,15 +279,6 @@ def flag_of(split, **ends):
     return layout_flag(table, found)
 
 
-@pytest.mark.parametrize("ends", [{}, {"embedding": True, "loss": True}])
-def test_layouts_as_they_look(ends):
-    flag = "--pipeline-model-parallel-layout"
-    assert flag_of((3, 4, 4, 2), **ends) == f"{flag} 'Et*3|(t*4|)*2t*2L'"
-    assert flag_of((1, 1), **ends) == f"{flag} 'Et|tL'"
-    if ends:
-        assert flag_of((0, 1, 2, 0), **ends) == f"{flag} 'E|t|t*2|L'"
-
-
 @pytest.fixture(scope="module")
 def megatron_config():
     pytest.importorskip("torch")
@@ -313,6 +304,8 @@ def test_megatron_reads_the_flags_alike(megatron_config, split):
     from megatron.core.transformer.enums import LayerType
 
     text = shlex.split(flag_of(split, embedding=True, loss=True))[1]
+    if min(split):  # whether embedding and loss were profiled or not
+        assert shlex.split(flag_of(split))[1] == text
     config = megatron_config(split, pipeline_model_parallel_layout=text)
     layout = config.pipeline_model_parallel_layout
     decoders = [

@@ -10,14 +10,13 @@ import sys
 from dataclasses import replace
 
 import pytest
-from click.testing import CliRunner
+from commands import run_badly
 from memory_folder import memory_folder
 from on_request import asked_for
 from presets import write_changed_preset
 from rich.console import Console
-from trials_helpers import locks_mhz, processes_of, short_settings, write_text
+from trials_helpers import locks_mhz, processes_of, short_settings, turn, write_text
 
-from envpipe_megatron.cli import main
 from envpipe_megatron.core.plan import read_plan
 from envpipe_megatron.core.profile import read_profile
 from envpipe_megatron.gpu.backends import nvml
@@ -165,11 +164,8 @@ def node(own_node, monkeypatch):
     assert made.changes() == []
 
 
-def refused(*arguments):
-    result = CliRunner().invoke(main, ["prove", *map(str, arguments)])
-    assert result.exit_code == 1, result.output
-    assert isinstance(result.exception, SystemExit), repr(result.exception)
-    return " ".join(result.stderr.split())
+def refused(*words):
+    return run_badly("prove", *words)
 
 
 def test_a_quiet_machine_is_taken(node):
@@ -243,18 +239,13 @@ def test_one_gpu_is_no_pipeline(node, monkeypatch, tmp_path):
 
 def test_an_interrupted_proof_keeps_what_was_told(tmp_path, monkeypatch):
     job = short_settings(tmp_path, num_stages=2, num_layers=2)
-    step = {"time_s": 1.0, "energy_j": 9.0, "iterations": 3}
-    stage = {
-        "clocks": {"error": None, "followed": None, "changes": 0}, "temperature_c": [None, None],
-        "weights_sha256": "a", "sampled": {"throttle_reasons": ["power cap"]},
-    }  # fmt: skip
+    told = turn("stock", 0, 1.0, 9.0)
+    for stage in told["stages"]:
+        stage |= {"temperature_c": [None, None], "sampled": {"throttle_reasons": ["power cap"]}}
 
     def train(proof, console):
         proof.begin(console)
-        proof.take({
-            "event": "turn", "arm": "stock", "round": 0, "step": step, "losses": [[1.0]],
-            "stages": [stage], "failure": "",
-        })  # fmt: skip
+        proof.take(told)
         raise KeyboardInterrupt
 
     monkeypatch.setattr(trial_run, "_train", train)
@@ -270,7 +261,7 @@ def test_an_interrupted_proof_keeps_what_was_told(tmp_path, monkeypatch):
         )
     assert "Interrupted: clocks are reset" in screen.getvalue()
     output = tmp_path / "out"
-    row = "| 0 stock | 3 | 1.0000 | 18.0 |  | power cap | 0 | 2 processes on GPU 0 |"
+    row = "| 0 stock | 2 | 1.0000 | 18.0 |  | power cap | 2 | 2 processes on GPU 0 |"
     assert row in (output / "summary.md").read_text()
     assert json.loads((output / "claims.json").read_text())["complete"] is False
     assert not (output / "text.bin").exists()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from presets import preset_profile
+from trials_helpers import turn
 
 from envpipe_megatron import __version__
 from envpipe_megatron.core.kinds import Kind
@@ -30,14 +31,6 @@ ORDER_RATIOS = {
     "stock": (1.0, 1.0), "1f1b": (1.004, 1.0), "whole": (0.96, 0.98), "split": (0.92, 0.96),
 }  # fmt: skip
 LATENCY = [{"frequency_change_s": 0.01}, {"frequency_change_s": 0.012}]
-
-
-def turn(arm, number, time_s, energy_j, **changes):
-    stage = {"weights_sha256": "a", "clocks": {"error": None}, "temperature_c": [40, 50]}
-    return {
-        "arm": arm, "round": number, "step": {"time_s": time_s, "energy_j": energy_j},
-        "losses": [[4.0, 3.5], [3.0, 2.5]], "stages": [stage, stage], "failure": "", **changes,
-    }  # fmt: skip
 
 
 def rounds(count, jitter=0.0, ratios=RATIOS):

@@ -13,6 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
+from energy_lines import json_lines
 from fake_nvml.fake_nvml import FakeNvml
 from fake_nvml.models import MODELS, FakeModel
 from on_request import asked_for, on_request
@@ -134,7 +135,7 @@ def test_a_proof_without_clocks_proves_orders_and_changes_nothing(proofs):
     assert claims["split_speedup"]["value"] is not None
     assert claims["split_saving"]["value"] is not None
     assert "the right of a test" in (output / "summary.md").read_text()
-    turns = [json.loads(line) for line in (output / "turns.jsonl").read_text().splitlines()]
+    turns = json_lines(output / "turns.jsonl")
     executed = {turn["arm"]: turn["stages"][0]["executed"] for turn in turns}
     # Of stock, each iteration is one unit: megatron-core's own function runs all of it.
     assert {arm: len(units) > 1 for arm, units in executed.items()} == {

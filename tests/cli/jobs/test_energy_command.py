@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from cli_helpers import run_well
+from commands import run_well
 from energy_lines import job, note, window
 
 from envpipe_megatron.formats.energy import append_line

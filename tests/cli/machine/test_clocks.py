@@ -5,7 +5,7 @@ import re
 from pathlib import Path
 
 import pytest
-from cli_helpers import run, run_badly, run_well
+from commands import run, run_badly, run_well
 from fake_zeusd import FakeZeusd
 
 from envpipe_megatron.gpu.backends import nvml

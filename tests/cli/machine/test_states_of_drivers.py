@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pynvml
 import pytest
-from cli_helpers import run, run_well
+from commands import run, run_well
 from fake_gpu import look_until
 
 from envpipe_megatron.errors import EnvPipeError

@@ -6,7 +6,8 @@ One case of each kind: tests of the core and of the planner have the others.
 import json
 
 import pytest
-from cli_helpers import plan_badly, plan_for, run_badly
+from cli_helpers import plan_badly, plan_for
+from commands import run_badly
 from whole_layers import write_layers
 
 

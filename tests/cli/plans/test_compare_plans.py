@@ -4,7 +4,8 @@ import json
 from pathlib import Path
 
 import pytest
-from cli_helpers import plan_for, run_badly, run_well, simulate_json
+from cli_helpers import plan_for, simulate_json
+from commands import run_badly, run_well
 
 from envpipe_megatron.core.plan import read_plan
 from envpipe_megatron.core.profile import read_profile

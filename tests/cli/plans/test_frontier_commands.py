@@ -4,7 +4,8 @@ import csv
 import json
 
 import pytest
-from cli_helpers import plan_for, run_badly, run_well, write_profile
+from cli_helpers import plan_for, write_profile
+from commands import run_badly, run_well
 
 
 def rows(path):

@@ -1,9 +1,10 @@
-"""What `envpipe plan` does by itself, and with an order from a file; `envpipe export-schedule`."""
+"""What `envpipe plan` does by itself, and with orders and clocks from files."""
 
 import json
 
 import pytest
-from cli_helpers import plan_badly, plan_for, run_badly, run_well
+from cli_helpers import plan_badly, plan_for
+from commands import run_badly, run_well
 
 from envpipe_megatron.core.orders import builders
 from envpipe_megatron.formats.torch_csv import torch_csv
@@ -136,3 +137,20 @@ def test_what_does_not_go_with_a_table(profile_path, order_path, tmp_path):
     assert "is not readable JSON" in run_badly("export-schedule", order_path)
     (tmp_path / "mine.json").write_text('{"format": "envpipe-profile/1"}')
     assert "field 'format'" in told("--schedule", tmp_path / "mine.json")
+
+
+@pytest.mark.parametrize(("schedule", "name"), [("1f1b", "1f1b"), ("envpipe", "imported")])
+def test_a_plan_goes_out_and_comes_back(tmp_path, profile_path, schedule, name):
+    first, freqs, second = (tmp_path / n for n in ("a.json", "freqs_pipeline_00012.py", "b.json"))
+    plan_for(profile_path, first, "--schedule", schedule, "--policy", "envelope")
+    run_well("export-freqs", "--profile", profile_path, "--plan", first, "--output", freqs)
+    run_well(
+        "import-freqs", "--profile", profile_path, "--freqs", freqs, "--num-microbatches", 8,
+        "--output", second, "--blocking-power", 80,
+    )  # fmt: skip
+    before, after = json.loads(first.read_text()), json.loads(second.read_text())
+    assert after["schedule_name"] == name
+    assert after["policy"] == "imported"
+    assert len({clock for stage in after["frequency_mhz"] for clock in stage}) > 1
+    for field in ("schedule", "frequency_mhz", "iteration_time_s", "energy_j", "baseline"):
+        assert after[field] == before[field]

@@ -3,7 +3,8 @@
 import shlex
 
 import pytest
-from cli_helpers import plan_for, run_badly, run_well
+from cli_helpers import plan_for
+from commands import run_badly, run_well
 from whole_layers import CURVE, write_layers
 
 from envpipe_megatron.core.profile import read_profile

@@ -6,7 +6,8 @@ import subprocess
 import sys
 
 import pytest
-from cli_helpers import plan_for, run_well, simulate_json
+from cli_helpers import plan_for, simulate_json
+from commands import run_well
 
 from envpipe_megatron.cli import main
 

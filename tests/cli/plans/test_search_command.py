@@ -4,7 +4,8 @@ import csv
 import json
 
 import pytest
-from cli_helpers import plan_for, run_badly, run_well
+from cli_helpers import plan_for
+from commands import run_badly, run_well
 from on_request import on_request
 from whole_layers import whole_layers
 

@@ -17,11 +17,9 @@ from envpipe_megatron.gpu.emulated.emulated_gpu import EmulatedGpu
 from envpipe_megatron.gpu.emulated.store import (
     ROOT_VARIABLE,
     EmulatedState,
-    Segment,
     StateFile,
     default_root,
     list_emulated,
-    parse_state,
     tick_number,
 )
 from envpipe_megatron.gpu.presets import load_preset
@@ -263,17 +261,6 @@ def test_foreign_file_is_named_with_a_remedy(tmp_path, content, problem):
     for call in (EmulatedGpu.open, lambda root, i: EmulatedGpu.create("a40", i, root)):
         with pytest.raises(GpuError, match=rf"no env.*{problem}.*gpu0\.json.*delete the file"):
             call(tmp_path, 0)
-
-
-def test_a_state_comes_back_bit_for_bit(gpu):
-    gpu.run_unit("forward", 1 / 3, 0.1)
-    gpu.lock_frequency(400)
-    gpu.anchor(-1 / 7)
-    state = gpu._file.read()
-    assert state.pending == (400, 0.1 + 1 / 3 + 0.25)
-    assert state.segments[0] == Segment(0.0, 0.1, 0.0, 50.0, 1000)
-    assert state.wall_minus_virtual_s == -1 / 7
-    assert parse_state(state.to_json()) == state
 
 
 def test_missing_gpu_lists_those_there_are(tmp_path):

@@ -193,16 +193,6 @@ def test_a_stale_lease_beside_a_live_one_resets_nothing(defaults, planted_first)
     assert fake.resets == 0
 
 
-@needs_root
-def test_stale_leases_of_one_gpu_in_two_folders_are_both_undone(defaults):
-    _, own = defaults
-    record = left_by_a_dead_guard(REAL, dead())
-    (own / "envpipe-leases-0").mkdir()
-    shutil.copy(record.path, own / "envpipe-leases-0")
-    assert undo_stale(FakeGpu()) == [REAL, REAL]
-    assert list_leases() == []
-
-
 @pytest.mark.parametrize("umask", [0o077, 0])
 def test_whoever_makes_the_shared_folder_others_can_use_it(defaults, umask, monkeypatch):
     shared, own = defaults

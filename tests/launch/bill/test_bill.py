@@ -329,25 +329,6 @@ def test_steps_of_a_start_that_asked_for_something_else_are_no_part_of_a_saving(
     assert again.steps("steady").energy_j == pytest.approx(35.0), "a restart of the same job"
 
 
-def test_starts_count_by_their_steps():
-    long = [window(0, 10 * i, 1000.0, last_iteration=10 * i + 9, run=STARTS[0]) for i in range(9)]
-    made = bill(*long, *(window(0, 90 + i, 200.0, run=STARTS[1]) for i in range(10)))
-    step = made.steps("steady")
-    assert (step.iterations, step.energy_j) == (100, pytest.approx(110.0))
-    assert step.time_s == pytest.approx((9 * 2.0 + 10 * 2.0) / 100)
-
-
-def test_a_step_of_an_average_gpu():
-    """Both scatter alike; the one that says less of its metering leaves it unknown."""
-    slow = [window(0, i, 0.0, duration_s=3.0 + i, energy_uncertainty_j=0.6) for i in range(2)]
-    fast = [window(1, i, 50.0, duration_s=1.0, energy_uncertainty_j=0.8) for i in range(2)]
-    error_s, error_j = error_of([3.0, 4.0]), math.hypot(0.6, 0.6, 0.8, 0.8) / 2 / 2
-    mean = StepEnergy(2, (3.5 + 1.0) / 2, error_s, 25.0, pytest.approx(error_j))
-    assert bill(*slow, *fast).steps("steady") == mean
-    fast[0]["energy_uncertainty_j"] = None
-    assert bill(*slow, *fast).steps("steady").metering_uncertainty_j is None
-
-
 def test_a_single_step_tells_a_saving_and_not_how_sure_it_is():
     got = bill(window(0, 0, 100.0, baseline=BASELINE)).comparison()
     assert got.saving_percent == pytest.approx(20.0)

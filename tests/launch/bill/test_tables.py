@@ -21,14 +21,6 @@ from envpipe_megatron.launch.bill.report import (
 )
 
 
-def test_cost_and_co2():
-    """A kWh is 3.6 MJ."""
-    tariff = Tariff(price_per_kwh=0.25, grid_g_per_kwh=400.0)
-    assert tariff.facts(7.2e6) == {"cost": 0.5, "co2_g": 800.0}
-    assert Tariff(price_per_kwh=0.0).facts(1e6) == {"cost": 0.0}
-    assert Tariff().facts(1e6) == {}
-
-
 def told(energy_j: float, error_j: float, gpus: int, windows: int, *shares_s: float) -> dict:
     """A sum in the JSON."""
     return {

@@ -78,8 +78,6 @@ def test_nodes_train_as_one_does(num_nodes):
             assert result["losses"][:steps] == alone[run]["losses"][:steps]
             digests = [stage["weights_sha256"] for stage in result["stages"]]
             assert digests == [stage["weights_sha256"] for stage in alone[run]["stages"]]
-            wanted = {"warm-up", "steady"} | ({"profile"} if run != "baseline" else set())
-            assert all(stage["metered"].keys() >= wanted for stage in result["stages"])
 
         for job in (many, one):
             bill = job.nodes[0].bill

@@ -22,11 +22,10 @@ from pathlib import Path
 from typing import Any
 
 import plain_job
-from click.testing import CliRunner
+from commands import run_well
 from free_port import free_port
 from on_request import on_request
 
-from envpipe_megatron.cli import main as envpipe
 from envpipe_megatron.gpu.emulated.emulated_gpu import EmulatedGpu
 from envpipe_megatron.gpu.emulated.store import list_emulated
 from envpipe_megatron.gpu.guard.messages import wait_readable
@@ -343,9 +342,7 @@ def new_job() -> Iterator[Job]:
 
 def summed(*logs: Path) -> dict[str, Any]:
     """What `envpipe energy sum` says of energy logs."""
-    result = CliRunner().invoke(envpipe, ["energy", "sum", "--json", *map(str, logs)])
-    assert result.exit_code == 0, result.output
-    return json.loads(result.stdout)
+    return json.loads(run_well("energy", "sum", "--json", *logs).stdout)
 
 
 def assert_equals_counters(energy_j: float, nodes: Sequence[Node]) -> None:
