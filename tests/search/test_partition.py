@@ -262,6 +262,16 @@ def test_a_split_needs_two_stages_and_a_microbatch(sizes):
         SplitSpace(table, 2, 8, 40.0)
 
 
+def test_the_estimate_takes_the_slowest_clocks_that_there_is_time_for():
+    # Two layers take 6 s at 1200 MHz, 6.6 s at 1000. Less what waiting takes they use 1920 J there,
+    # 1518 J at 1000 MHz and 1368 J at 900, the least.
+    space = SplitSpace(table_of(np.ones(4), np.full(4, 2.0)), 2, 2)
+    limit_s = 6.0 + 2 * 6.6
+    first, second = space.cuts.energy_weights(limit_s, limit_s, 80.0)
+    assert first[space.cuts.runs[0].place(0, 2)] == pytest.approx(1368.0)
+    assert second[space.cuts.runs[1].place(2, 4)] == pytest.approx(1518.0)
+
+
 def test_a_split_that_is_too_slow_in_every_order_is_refused():
     profile = uniform_profile(2, {clock: (t, t * w) for clock, (t, w) in CURVE.items()})
     with pytest.raises(EnvPipeError, match=r"longer than the deadline.*got 1.0"):
