@@ -1,8 +1,3 @@
-import os
-import shutil
-import tempfile
-from pathlib import Path
-
 import pytest
 from patch_project import copy_tree, edited_files, make_patches, stock_files, write_tree
 
@@ -11,11 +6,9 @@ from envpipe_megatron.patching.catalog import load_catalog
 
 
 @pytest.fixture(scope="session")
-def patches():
-    """The folder of the made-up project's patches, which every user may read."""
-    with tempfile.TemporaryDirectory() as folder:
-        Path(folder).chmod(0o755)
-        yield make_patches(Path(folder))
+def patches(tmp_path_factory):
+    """The folder of the made-up project's patches."""
+    return make_patches(tmp_path_factory.mktemp("project"))
 
 
 @pytest.fixture
@@ -38,18 +31,6 @@ def catalog(install, patches):
 def checkout(tmp_path, catalog):
     """A stock checkout of v1.0."""
     return write_tree(tmp_path / "checkout", stock_files(0))
-
-
-@pytest.fixture
-def open_folder():
-    """A folder that every user may pass into, which pytest's own are not."""
-    folder = Path(tempfile.mkdtemp())
-    folder.chmod(0o755)
-    yield folder
-    for path in folder.rglob("*"):  # what a test has closed can't be removed by ordinary users
-        if path.is_dir() and path.stat().st_uid == os.getuid():
-            path.chmod(0o755)
-    shutil.rmtree(folder)
 
 
 @pytest.fixture
