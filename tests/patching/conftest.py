@@ -1,5 +1,5 @@
 import pytest
-from patch_project import copy_tree, edited_files, make_patches, stock_files, write_tree
+from patch_project import edited_files, make_patches, stock_files, write_tree
 
 import envpipe_megatron.patching.catalog
 from envpipe_megatron.patching.catalog import load_catalog
@@ -33,20 +33,12 @@ def checkout(tmp_path, catalog):
     return write_tree(tmp_path / "checkout", stock_files(0))
 
 
-@pytest.fixture
-def copies(tmp_path):
-    """Makes one copy after the other of a folder."""
-    made = iter(range(10**6))
-    return lambda source: copy_tree(source, tmp_path / f"copy{next(made)}")
-
-
-@pytest.fixture
-def newer(tmp_path, monkeypatch):
-    """The folder of a later release's patches for the same tags."""
-    edited = edited_files
-    monkeypatch.setattr(
-        "patch_project.edited_files",
-        lambda minor: edited(minor) | {"run.sh": stock_files(minor)["run.sh"]},
-    )
-    (tmp_path / "newer").mkdir()
-    return make_patches(tmp_path / "newer")
+@pytest.fixture(scope="session")
+def modules(tmp_path_factory):
+    """Patches of modules only, as a later release may have them for the same tags."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            "patch_project.edited_files",
+            lambda minor: {**edited_files(minor), "run.sh": stock_files(minor)["run.sh"]},
+        )
+        return make_patches(tmp_path_factory.mktemp("modules"))

@@ -11,6 +11,7 @@ from patch_project import (
     by_hand,
     cloned,
     contents,
+    copy_tree,
     edited_files,
     git,
     give_to_nobody,
@@ -57,10 +58,10 @@ def test_apply_makes_the_edited_bytes_and_revert_the_stock_ones(tmp_path, catalo
     assert snapshot(root) == before
 
 
-def test_git_apply_makes_the_same_bytes_and_is_known_and_reverted(checkout, catalog, copies):
+def test_git_apply_makes_the_same_bytes_and_is_known_and_reverted(checkout, catalog, tmp_path):
     cloned(checkout)
     before = contents(checkout)
-    other = copies(checkout)
+    other = copy_tree(checkout, tmp_path / "other")
     by_hand(checkout, catalog[0])
     assert look_at(checkout).state is State.PATCHED
     assert apply_patch(checkout)[1] == ()
@@ -262,10 +263,10 @@ def test_an_unknown_version_is_refused_with_what_is_supported(checkout, do):
 # --- other versions of the patch -----------------------------------------------------------------
 
 
-def test_what_an_older_release_patched_is_reverted_from_its_record(checkout, install, newer):
+def test_what_an_older_release_patched_is_reverted_from_its_record(checkout, install, modules):
     stock = snapshot(checkout)
     apply_patch(checkout)
-    install(newer)
+    install(modules)
     refused(apply_patch, checkout, "Another version of the patch", "revert")
     found = look_at(checkout)
     assert (found.state, found.superseded) == (State.PATCHED, True)
@@ -274,10 +275,10 @@ def test_what_an_older_release_patched_is_reverted_from_its_record(checkout, ins
     assert not look_at(checkout).superseded
 
 
-def test_a_record_that_outlived_its_patch_is_replaced(checkout, catalog, patches, install, newer):
+def test_a_record_that_outlived_its_patch_is_replaced(checkout, catalog, patches, install, modules):
     apply_patch(checkout)
     by_hand(checkout, catalog[0], "-R")
-    install(newer)
+    install(modules)
     found = look_at(checkout)
     assert found.state is State.STOCK
     assert revert_patch(checkout)[1] == ()
@@ -285,7 +286,7 @@ def test_a_record_that_outlived_its_patch_is_replaced(checkout, catalog, patches
     install(patches)
     apply_patch(checkout)
     by_hand(checkout, catalog[0], "-R")
-    install(newer)
+    install(modules)
     apply_patch(checkout)
     assert look_at(checkout).state is State.PATCHED
 

@@ -208,30 +208,6 @@ def test_a_guard_waits_at_least_as_long_as_a_request_may_be_under_way(daemon):
     assert Zeusd(daemon.path)._time_limit_s == 5.0
 
 
-class Chatter:
-    """Something that listens and is no zeusd."""
-
-    def __init__(self, path, answer):
-        self._socket = socket.socket(socket.AF_UNIX)
-        self._socket.bind(str(path))
-        self._socket.listen()
-        self._answer = answer
-        threading.Thread(target=self._serve, daemon=True).start()
-
-    def _serve(self):
-        while True:
-            try:
-                connection, _ = self._socket.accept()
-            except OSError:
-                return
-            with connection:
-                connection.recv(4096)
-                connection.sendall(self._answer)
-
-    def close(self):
-        self._socket.close()
-
-
 HTML = b"HTTP/1.1 200 OK\r\nContent-Length: 6\r\n\r\n<html>"
 
 
@@ -243,12 +219,10 @@ HTML = b"HTTP/1.1 200 OK\r\nContent-Length: 6\r\n\r\n<html>"
         (HTML, "does not answer /discover as zeusd does"),
     ],
 )
-def test_what_is_no_zeusd_is_told_apart(tmp_path, answer, said):
-    other = Chatter(tmp_path / "other.sock", answer)
-    gpu = ZeusdGpu(PlainReader(), "0000:41:00.0", Zeusd(tmp_path / "other.sock", 10.0))
+def test_what_is_no_zeusd_is_told_apart(daemon, answer, said):
+    daemon.raw = answer
     with pytest.raises(GpuError, match=said):
-        gpu.lock_frequency(1380)
-    other.close()
+        gpu_of(daemon).lock_frequency(1380)
 
 
 def test_threads_do_not_mix_answers(daemon):
