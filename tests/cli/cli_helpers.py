@@ -25,6 +25,11 @@ def write_profile(path, stages=4):
     return path
 
 
+def write_sidecar(profile_path, **fields):
+    document = {"format": "envpipe-profile/1", **fields}
+    profile_path.with_suffix(".json").write_text(json.dumps(document))
+
+
 @contextmanager
 def files_of_at_most(num_bytes):
     """As on a full disk, what is longer cannot be written."""
@@ -66,3 +71,9 @@ def simulate_json(profile, plan, *options):
     return json.loads(
         run_well("simulate", "--profile", profile, "--plan", plan, "--json", *options).stdout
     )
+
+
+def rows_of(shown):
+    """The cells of a printed table's rows, by their names."""
+    rows = (line.split("│")[1:-1] for line in shown.splitlines() if line.count("│") > 1)
+    return {cells[0].strip(): [cell.strip() for cell in cells[1:]] for cells in rows}

@@ -9,12 +9,6 @@ from envpipe_megatron.gpu.devices import uid_of_cuda_device, visible_gpus
 from envpipe_megatron.gpu.registry import Device, Driver
 
 
-@pytest.fixture
-def node(fake_nvml):
-    fake_nvml.use_here()
-    return fake_nvml
-
-
 def _shown(variables):
     return visible_among(NvmlGpu.list_gpus(), variables)
 

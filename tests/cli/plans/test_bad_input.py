@@ -6,7 +6,7 @@ One case of each kind: tests of the core and of the planner have the others.
 import json
 
 import pytest
-from cli_helpers import plan_badly, plan_for
+from cli_helpers import plan_badly, plan_for, write_sidecar
 from commands import run_badly
 from whole_layers import write_layers
 
@@ -91,8 +91,7 @@ def test_an_option_in_another_unit_is_named(profile_path, tmp_path, option, give
     ],
 )
 def test_a_sidecar_in_another_unit_is_named(profile_path, tmp_path, field, value, said):
-    sidecar = {"format": "envpipe-profile/1", field: value}
-    profile_path.with_suffix(".json").write_text(json.dumps(sidecar))
+    write_sidecar(profile_path, **{field: value})
     assert_says(plan_badly(profile_path, tmp_path), f"field '{field}'", said)
 
 

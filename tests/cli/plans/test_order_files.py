@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from cli_helpers import plan_badly, plan_for
+from cli_helpers import plan_badly, plan_for, rows_of, write_sidecar
 from commands import run_badly, run_well
 
 from envpipe_megatron.core.orders import builders
@@ -52,13 +52,11 @@ def test_what_is_not_named_goes_with_what_is(profile_path, options, title):
 
 
 def test_activations_are_shown_where_they_are_known(profile_path):
-    sidecar = {"format": "envpipe-profile/1", "activation_bytes": [2**30, 2**29, 2**28, 2**27]}
-    profile_path.with_suffix(".json").write_text(json.dumps(sidecar))
+    write_sidecar(profile_path, activation_bytes=[2**30, 2**29, 2**28, 2**27])
     options = ("--schedule", "gpipe", "--num-microbatches", 8)
     for chunks in ([], ["--schedule", "interleaved", "--num-chunks", 2]):
         shown = plan(profile_path, *options, *chunks).stdout
-        rows = {cells[1].strip(): cells[2:4] for line in shown.splitlines()
-                if len(cells := line.split("│")) > 3}  # fmt: skip
+        rows = rows_of(shown)
         peaks, held = (rows[f"{name} by stage"] for name in ("peak in flight", "activations (GiB)"))
         for peak, gib in zip(peaks, held, strict=True):
             wanted = [float(n) / 2**stage for stage, n in enumerate(peak.split())]

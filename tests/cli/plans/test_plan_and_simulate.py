@@ -6,7 +6,7 @@ import subprocess
 import sys
 
 import pytest
-from cli_helpers import plan_for, simulate_json
+from cli_helpers import plan_for, simulate_json, write_sidecar
 from commands import run_well
 
 from envpipe_megatron.cli import main
@@ -100,19 +100,13 @@ def test_tables_tell_the_saving_and_every_stage(profile_path, tmp_path):
     assert f"Plan written to {tmp_path / 'plan.json'}\n" in told.stdout
 
 
-def write_wait_power(profile_path, powers):
-    entries = [
-        {"stage": stage, "frequency_mhz": frequency, "power_w": power}
-        for stage, power in enumerate(powers)
-        for frequency in (1200, 600)
-        for power in [power if frequency == 1200 else power / 2]
-    ]
-    sidecar = {"format": "envpipe-profile/1", "wait_power_w": entries}
-    profile_path.with_suffix(".json").write_text(json.dumps(sidecar))
-
-
 def test_blocking_power_comes_from_the_sidecar_at_its_highest_clock(profile_path, tmp_path):
-    write_wait_power(profile_path, [70, 71, 72, 73])
+    curves = [
+        {"stage": stage, "frequency_mhz": frequency, "power_w": power}
+        for stage in range(4)
+        for frequency, power in ((1200, 70 + stage), (600, 35))
+    ]
+    write_sidecar(profile_path, wait_power_w=curves)
     plan = tmp_path / "plan.json"
     wanted = ("plan", "--profile", profile_path, "--num-microbatches", 4, "--output", plan)
     run_well(*wanted)

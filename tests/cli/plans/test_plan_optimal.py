@@ -4,7 +4,7 @@ import json
 import re
 
 import pytest
-from cli_helpers import plan_badly, plan_for, simulate_json
+from cli_helpers import plan_badly, plan_for, simulate_json, write_sidecar
 
 from envpipe_megatron.core.plan import read_plan
 from envpipe_megatron.core.profile import read_profile
@@ -96,12 +96,7 @@ def test_memory_by_the_sidecar(profile_path, tmp_path):
     message = plan_badly(profile_path, tmp_path, *wanted)
     assert "has no activation_bytes and free_bytes" in message
     assert "as a number of microbatches" in message
-    sidecar = {
-        "format": "envpipe-profile/1",
-        "activation_bytes": [10, 10, 10, 10],
-        "free_bytes": [45, 20, 20, 0],
-    }
-    profile_path.with_suffix(".json").write_text(json.dumps(sidecar))
+    write_sidecar(profile_path, activation_bytes=[10] * 4, free_bytes=[45, 20, 20, 0])
     plan, _ = plan_of(
         profile_path, tmp_path / "plan.json", "--schedule", "auto", "--max-in-flight", "memory"
     )

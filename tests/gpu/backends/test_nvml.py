@@ -21,12 +21,6 @@ LOCK = "nvmlDeviceSetGpuLockedClocks"
 RESET = "nvmlDeviceResetGpuLockedClocks"
 
 
-@pytest.fixture
-def node(fake_nvml):
-    fake_nvml.use_here()
-    return fake_nvml
-
-
 def _changes(node):
     return [(call.function, call.uuid, call.arguments) for call in node.changes()]
 

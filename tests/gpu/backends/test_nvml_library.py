@@ -20,12 +20,6 @@ from envpipe_megatron.gpu.base import (
 from envpipe_megatron.gpu.devices import open_gpu
 
 
-@pytest.fixture
-def node(fake_nvml):
-    fake_nvml.use_here()
-    return fake_nvml
-
-
 @pytest.mark.parametrize("change", ["lock", "reset", "site reset"])
 @pytest.mark.parametrize(
     ("fault", "value", "error", "remedy"),
