@@ -14,9 +14,8 @@ from on_request import examples
 
 from envpipe_megatron.core.conditions import Conditions
 from envpipe_megatron.core.kinds import WHOLE
-from envpipe_megatron.core.orders import builders, zero_bubble
+from envpipe_megatron.core.orders import builders
 from envpipe_megatron.core.plan import Plan
-from envpipe_megatron.core.profile_rows import SplitBackward
 from envpipe_megatron.core.schedule import Schedule
 from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.formats.interchange import InterchangeError, read_freqs, write_freqs
@@ -180,17 +179,6 @@ def test_units_that_do_not_fit_are_refused(tmp_path, changed, microbatches, told
 @pytest.mark.parametrize(
     ("plan", "name", "told"),
     [
-        (
-            Plan(
-                "split",
-                zero_bubble.zero_bubble(2, 3),
-                np.full((2, 9), max(CURVE)),
-                uniform_profile(2, CURVE).with_split_backwards(SplitBackward()),
-                Conditions((80.0, 80.0)),
-            ),
-            "plan.py",
-            "no order without whole backwards",
-        ),
         (plan_on(builders.one_f_one_b(2, 2)), "plan.json", r"not called \.py"),
         (plan_on(builders.interleaved(2, 2, 2)), "plan.py", "no chunks"),
         (plan_on(builders.forward_only(2, 2)), "plan.py", "no order without whole backwards"),
@@ -205,7 +193,7 @@ def test_units_that_do_not_fit_are_refused(tmp_path, changed, microbatches, told
             "parked",
         ),
     ],
-    ids=["split", "name", "chunks", "forward-only", "descending", "parking"],
+    ids=["name", "chunks", "forward-only", "descending", "parking"],
 )
 def test_a_plan_that_the_format_cannot_hold_is_refused(tmp_path, plan, name, told):
     with pytest.raises(InterchangeError, match=told):

@@ -352,7 +352,8 @@ def test_an_agent_that_cannot_be_made_leaves_nothing_behind(nodes):
     agent = nodes.agent()
     files = open_files()
     # Whose traceback holds what was half made: none of it is closed by chance.
-    with pytest.raises(EnvPipeError, match="Another agent") as refused:
+    said = r"Another agent writes.*energy-n0\.jsonl.*--node-name"
+    with pytest.raises(EnvPipeError, match=said) as refused:
         NodeAgent(nodes.folder / "out", "n0", nodes.folder / "other")
     with pytest.raises(OSError, match="in use"):
         NodeAgent(nodes.folder / "out", "n1", agent.socket_path)

@@ -72,16 +72,6 @@ def test_labels_of_the_dashboard_are_those_of_its_metrics():
         assert set(re.findall(r"(\w+)=", matchers)) <= set(FAMILIES[name][1])
 
 
-def test_panels_lie_side_by_side():
-    places = [panel["gridPos"] for panel in DASHBOARD["panels"]]
-    cells = [
-        (at["x"] + x, at["y"] + y) for at in places for x in range(at["w"]) for y in range(at["h"])
-    ]
-    assert len(cells) == len(set(cells))
-    assert max(x for x, _ in cells) < 24
-    assert len({panel["id"] for panel in DASHBOARD["panels"]}) == len(places)
-
-
 def test_the_dashboard_is_of_grafanas_own_types():
     """Read by the types that Grafana publishes, and written again: nothing is lost or changed."""
     dashboard = pytest.importorskip("grafana_foundation_sdk.models.dashboard")

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from agent_ranks import open_files
 from energy_lines import window
 
-from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.formats.energy import read_energy_logs
 from envpipe_megatron.launch.agent.ledger import NodeLog
 from envpipe_megatron.launch.bill.bill import bill_of
@@ -97,30 +94,6 @@ def test_a_torn_first_line_costs_no_identity(tmp_path, torn):
     lines = log.path.read_bytes().split(b"\n")
     assert lines[0] == torn
     assert [json.loads(line)["note"] for line in lines[1:-1]] == ["begun", "begun"]
-
-
-def test_a_second_agent_is_refused_in_another_process_until_the_first_has_died(tmp_path):
-    program = (
-        "import sys; from pathlib import Path\n"
-        "from envpipe_megatron.launch.agent.ledger import NodeLog\n"
-        "log = NodeLog(Path(sys.argv[1]), 'n0'); print(log.identity, flush=True); sys.stdin.read()"
-    )
-    with subprocess.Popen(
-        [sys.executable, "-c", program, str(tmp_path)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    ) as process:
-        assert process.stdout is not None
-        identity = process.stdout.readline().strip()
-        files = open_files()
-        with pytest.raises(EnvPipeError, match=r"energy-n0\.jsonl.*--node-name"):
-            NodeLog(tmp_path, "n0")
-        assert open_files() == files
-        process.kill()
-    log = NodeLog(tmp_path, "n0")
-    assert log.identity == identity
-    log.close()
 
 
 @pytest.mark.parametrize("node", ["../../etc/passwd", "rack 1/node 2", "a:b\0c", "..", "é"])
