@@ -38,9 +38,9 @@ def labels(figure):
     return {text.get_text() for text in figure.axes[0].texts}
 
 
-def test_each_unit_is_a_box_at_its_times_and_in_its_row_and_waits_fill_the_rest():
+def test_units_waits_envelope_and_critical_path_are_where_the_timeline_has_them():
     p = plan(builders.one_f_one_b(3, 4))
-    waits, units, _ = boxes(chart_of(p))
+    waits, units, envelope = boxes(chart_of(p))
     timeline = p.timeline
     assert units["begin"] == pytest.approx(1e3 * timeline.start_s.ravel())
     assert units["end"] == pytest.approx(1e3 * timeline.end_s.ravel())
@@ -54,6 +54,12 @@ def test_each_unit_is_a_box_at_its_times_and_in_its_row_and_waits_fill_the_rest(
         waiting[row] += end - begin
     busy = 1e3 * timeline.duration_s.sum(axis=1)
     assert busy + waiting == pytest.approx(1e3 * p.cost.iteration_time_s)
+    outlined = sorted(p.schedule.outer_envelope)
+    assert envelope["begin"] == pytest.approx(1e3 * timeline.start_s.ravel()[outlined])
+    (path,) = (marks.columns for marks in chart_of(p).marks if marks.shape == "line")
+    (x,) = path["x"]
+    assert (x[0], x[-1]) == (0, pytest.approx(1e3 * p.cost.iteration_time_s))
+    assert np.all(np.diff(x) >= -1e-9)
 
 
 def test_a_pair_is_one_box():
@@ -65,21 +71,6 @@ def test_a_pair_is_one_box():
     assert {"F0.0", "F3.0+B0.1", "F1.1+B0.1", "B3.0"} <= named.keys()
     assert named["F3.0+B0.1"] == named["B3.0"] > named["F0.0"]
     assert len(units["label"]) == schedule.num_units - schedule.combined.sum()
-
-
-def test_the_envelope_is_outlined():
-    p = plan(builders.one_f_one_b(3, 6))
-    *_, envelope = boxes(chart_of(p))
-    starts = 1e3 * p.timeline.start_s.ravel()
-    assert envelope["begin"] == pytest.approx(starts[sorted(p.schedule.outer_envelope)])
-
-
-def test_the_critical_path_runs_from_start_to_end_of_the_iteration():
-    p = plan(builders.one_f_one_b(3, 4))
-    (path,) = (marks.columns for marks in chart_of(p).marks if marks.shape == "line")
-    (x,) = path["x"]
-    assert (x[0], x[-1]) == (0, pytest.approx(1e3 * p.cost.iteration_time_s))
-    assert np.all(np.diff(x) >= -1e-9)
 
 
 def test_labels_name_the_units_and_drop_out_where_boxes_are_narrow(tmp_path):

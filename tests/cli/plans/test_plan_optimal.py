@@ -59,12 +59,6 @@ def test_runnable_orders_are_those_of_training_jobs(profile_path, tmp_path):
     assert "--runnable goes with --schedule auto" in told
 
 
-def test_plans_by_rule_have_no_gap(profile_path, tmp_path):
-    result = plan_for(profile_path, tmp_path / "plan.json", "--policy", "envelope")
-    assert "gap to the lower bound" not in result.stdout
-    assert "energy_lower_bound_j" not in json.loads((tmp_path / "plan.json").read_text())
-
-
 def test_two_percent_more_time_saves_more(profile_path, tmp_path):
     path = tmp_path / "plan.json"
     for schedule in ("1f1b", "auto"):

@@ -106,23 +106,6 @@ async def test_a_network_that_is_cut_anywhere_loses_nothing_and_repeats_nothing(
 
 
 @in_time
-async def test_an_agent_that_starts_again_goes_on(tmp_path):
-    async with collecting() as collector:
-        endpoint = await collector.start("localhost")
-        for start in range(3):
-            async with agents(tmp_path, "a") as (agent,):
-                agent.append(5 * start, 5)
-                agent.uplink.send_to(endpoint)
-                await agent.is_known()
-                assert_is_the_files_bill(collector.bill, agent)
-                assert collector.bill.running() == ["a"]
-                if start == 1:
-                    agent.log.end(1)
-                    await agent.is_known()
-                    assert collector.bill.running() == []
-
-
-@in_time
 async def test_a_start_sends_what_is_new_and_sums_of_what_was_before(tmp_path, monkeypatch):
     """Each piece once, also over a connection that is cut; torn lines are counted."""
     async with agents(tmp_path, "a", gpus=8) as (agent,):
