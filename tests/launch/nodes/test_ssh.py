@@ -9,8 +9,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from launch_helpers import LONG_S, Launcher, run
-from sshd import ssh_server
+import sshd
+from launch_helpers import LONG_S, Launcher, run_well
 
 from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.launch.hosts import (
@@ -259,17 +259,19 @@ def test_what_is_carried_of_the_environment():
         carried_environment(environ, ["WANDB"])
 
 
+# A real ssh server
+
+
+@pytest.fixture(scope="module")
+def ssh(tmp_path_factory):
+    return sshd.ssh_command(tmp_path_factory.mktemp("sshd"))
+
+
 #: Stands for the Python of a node, and says what it got.
 STUB = """#!{python}
 import json, os, sys
 facts = [sys.argv[1:], os.getcwd(), {{n: os.environ.get(n) for n in ("NCCL_X", "OWN", "NOT")}}]
 print(json.dumps(facts), flush=True)
-"""
-#: Stands for ssh where there is none: runs the command on this machine, in no environment.
-FAKE_SSH = """#!/bin/sh
-for word; do host=$target; target=$word; done
-echo "to $host" >&2
-exec env -i PATH="$PATH" sh -c "$target"
 """
 
 
@@ -279,10 +281,8 @@ def program(path, text):
     return path
 
 
-def test_two_hosts_from_the_command_line_to_the_end(tmp_path, monkeypatch):
+def test_two_hosts_from_the_command_line_to_the_end(ssh, tmp_path, monkeypatch):
     stub = program(tmp_path / "it's a stub", STUB.format(python=sys.executable))
-    program(tmp_path / "ssh", FAKE_SSH)
-    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
     folder = tmp_path / "a folder's name"
     folder.mkdir()
     monkeypatch.chdir(folder)
@@ -290,12 +290,9 @@ def test_two_hosts_from_the_command_line_to_the_end(tmp_path, monkeypatch):
         monkeypatch.setenv(name, value)
     hosts = tmp_path / "hosts"
     hosts.write_text("127.0.0.1 slots=2\nlocalhost slots=2\n")
-    words = ["--hostfile", hosts, "--python", stub, "--export", "OWN", "train.py", *AWKWARD]
-    result = run(*words)
-    assert result.exit_code == 0, (result.output, result.exception)
-    lines = result.stdout.splitlines()
+    words = ["--hostfile", hosts, "--ssh", ssh, "--python", stub, "--export", "OWN"]
+    lines = run_well(*words, "train.py", *AWKWARD).stdout.splitlines()
     for rank, host in enumerate(("127.0.0.1", "localhost")):
-        assert f"[{host}] to {host}" in result.stderr
         mark = f"[{host}] "
         (told,) = (line.removeprefix(mark) for line in lines if line.startswith(f"{mark}["))
         arguments, cwd, variables = json.loads(told)
@@ -306,15 +303,6 @@ def test_two_hosts_from_the_command_line_to_the_end(tmp_path, monkeypatch):
         assert arguments[arguments.index("--") :] == ["--", "train.py", *AWKWARD]
         assert cwd == str(folder)
         assert variables == {"NCCL_X": "a 'b'\n$c", "OWN": "exported", "NOT": None}
-
-
-# A real ssh server
-
-
-@pytest.fixture(scope="module")
-def ssh(tmp_path_factory):
-    with ssh_server(tmp_path_factory.mktemp("sshd")) as command:
-        yield command
 
 
 def over_ssh(ssh, host, python):
@@ -336,7 +324,7 @@ def test_a_killed_launcher_leaves_nothing_over_ssh(ssh, witness, held_stub):
 
 def test_a_host_that_is_not_reached(ssh, witness, held_stub):
     # Nobody listens at that port.
-    refused = ssh.replace(" -p ", " -p 1 -p ")
+    refused = ssh.replace(" -F none", " -F none -o ProxyCommand=none -p 1")
     nodes = {
         "localhost": over_ssh(ssh, "localhost", held_stub),
         "127.0.0.1": over_ssh(refused, "127.0.0.1", held_stub),
