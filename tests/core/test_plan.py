@@ -35,17 +35,9 @@ def small_plan(**changes):
     return replace(plan, **changes)
 
 
-def test_iteration_energy_by_hand():
-    # Stage 0: F0 0-1, F1 1-2.5, B0 4-7, B1 7-9.  Stage 1: F0 1-2, B0 2-4, F1 4-5, B1 5-7.
-    cost = small_plan().cost
-    assert cost.iteration_time_s == 9.0
-    units = (10 + 7 + 15 + 24) + (11 + 25 + 11 + 25)
-    waiting = 40 * (9 - 7.5) + 50 * (9 - 6)
-    assert cost.energy_j == units + waiting == 338
-
-
 def test_baseline_is_everything_at_the_highest_clock():
     # 1F1B at 1200 MHz ends after 9 s as well; both stages are busy for 6 s.
+    assert small_plan().cost == Cost(9.0, 338.0)  # as in test_evaluation
     baseline = small_plan().baseline
     assert set(baseline.frequency_mhz.ravel()) == {1200}
     assert baseline.cost == Cost(9.0, 2 * (10 + 24 + 11 + 25) + 40 * 3 + 50 * 3)

@@ -67,21 +67,6 @@ def test_accepts_exactly_what_a_naive_run_finishes(job):
         assert all(f"{name} waits for" in str(caught.value) for name in stuck)
 
 
-@settings(max_examples=examples(100), deadline=None)
-@given(st.integers(0, 2**32))
-def test_topological_order_respects_stage_order_and_messages(seed):
-    schedule = random_schedule(random.Random(seed))
-    rank = {node: i for i, node in enumerate(schedule.topological_order)}
-    for node in range(schedule.num_units):
-        if node % schedule.units_per_stage:
-            assert rank[node - 1] < rank[node]
-        source = int(schedule.cross_dependency[node])
-        if source >= 0:
-            assert rank[source] < rank[node]
-            assert int(schedule.cross_successor[source]) == node
-            assert schedule.waiting[source] == (node,)
-
-
 GOOD = ("F0 F1 B0 B1", "F0 B0 F1 B1")
 
 

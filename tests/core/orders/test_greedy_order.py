@@ -35,18 +35,12 @@ def time_s(schedule: Schedule, job: OrderJob) -> float:
 
 
 def peaks(schedule: Schedule, weight_share: float | list[float]) -> list[float]:
-    """The most that each stage holds, unit by unit."""
+    """The most that each stage holds."""
     shares = np.broadcast_to(weight_share, schedule.num_stages)
-    most = []
-    for order, share in zip(schedule.stages, shares, strict=True):
-        changes = {
-            Kind.FORWARD: 1.0,
-            Kind.BACKWARD: -1.0,
-            Kind.INPUT_GRADIENT: share - 1.0,
-            Kind.WEIGHT_GRADIENT: -share,
-        }
-        most.append(max(itertools.accumulate(changes[u.kind] for u in order)))
-    return most
+    return [
+        peak([(u.kind, u.microbatch) for u in order], share)
+        for order, share in zip(schedule.stages, shares, strict=True)
+    ]
 
 
 @pytest.mark.parametrize("most_held", [1, 2, 3])
