@@ -237,23 +237,6 @@ def test_few_linear_programs_find_the_time(monkeypatch):
         solved.clear()
 
 
-def test_the_best_time_is_what_a_fine_grid_finds():
-    optimizer = Optimizer(builders.one_f_one_b(4, 8), PROFILE, Conditions((30.0,) * 4))
-    times_s = np.linspace(optimizer.fastest_s, optimizer.cheapest_s(), 400)
-    energies_j = np.array([optimizer.relaxed(time_s).cost_j for time_s in times_s])
-    middle_j = (energies_j[0] + energies_j[-1]) / 2
-    middle_w = middle_j / times_s[200]
-    cases = (
-        (Objective("time", max_energy_j=middle_j), times_s, energies_j <= middle_j),
-        (Objective("time", power_cap_w=middle_w), times_s, energies_j <= middle_w * times_s),
-        (Objective("edp"), energies_j * times_s, times_s > 0),
-    )
-    for objective, scores, kept in cases:
-        found_s = ObjectivePlanner(objective, math.inf).best_time_s(optimizer)
-        score = np.interp(found_s, times_s, scores)
-        assert score == pytest.approx(scores[kept].min(), rel=2e-3), objective
-
-
 def test_what_was_asked_stands_in_the_file(tmp_path):
     plan = planned(power_cap_w=320.0, power_window_s=2.0)
     path = tmp_path / "plan.json"

@@ -3,7 +3,6 @@
 import itertools
 import math
 import random
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -157,27 +156,6 @@ def test_the_change_back_to_the_first_clock_counts():
     for change_j, clocks in ((0.0, [0, 1, 1, 1]), (0.7, [0, 1, 1, 1]), (1.0, [0, 0, 0, 0])):
         index = RunFinder(table, np.array([change_j]), 0.0).find(cost_j, table.profiled)
         assert index.tolist() == [clocks]
-
-
-class TestRunsAroundTheIteration:
-    """Of units of one second, of which the first and the last alone are to be at a lower clock."""
-
-    profile = uniform_profile(1, {1000: (1.0, 10.0), 800: (1.0, 8.0)})
-    schedule = builders.one_f_one_b(1, 3)
-    cost_j = np.array([[0.0, -1.0], *[[0.0, 5.0]] * 4, [0.0, -1.0]])[:, None]
-
-    def runs(self, dwell_s, wait_s=None):
-        table = make_clock_table(self.schedule, self.profile, Conditions((0.0,)), np.zeros(1))
-        table = replace(table, time_s=np.ones((6, 1, 2)), profiled=np.ones((6, 1, 2), dtype=bool))
-        return RunFinder(table, np.zeros(1), dwell_s, wait_s).find(self.cost_j, table.profiled)
-
-    def test_the_last_run_goes_on_in_the_first(self):
-        assert self.runs(2.0).tolist() == [[1, 0, 0, 0, 0, 1]]
-        assert self.runs(2.5).tolist() == [[0] * 6]
-
-    def test_waits_count(self):
-        wait_s = np.array([[0.5, 0, 0, 0, 0, 0]])
-        assert self.runs(2.5, wait_s).tolist() == [[1, 0, 0, 0, 0, 1]]
 
 
 class TestClockTable:

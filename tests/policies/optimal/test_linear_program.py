@@ -26,9 +26,7 @@ from envpipe_megatron.policies.optimal.choices import make_choices, node_keys
 from envpipe_megatron.policies.optimal.interior_point import InteriorPoint
 from envpipe_megatron.policies.optimal.linear_program import DurationProgram, LinearProgramError
 from envpipe_megatron.policies.optimal.newton_step import (
-    BandMatrix,
     NewtonStep,
-    Point,
 )
 
 SEEDS = st.integers(0, 2**32)
@@ -254,38 +252,6 @@ def test_units_without_a_choice_are_no_trouble():
     assert relaxed.cost_j == pytest.approx(energies_j.sum())
 
 
-@settings(max_examples=examples(60), deadline=None, derandomize=True)
-@given(SEEDS)
-def test_a_newton_step_solves_the_linear_equations(seed):
-    """From any positive point: a full step leaves no residual, and changes products as asked."""
-    problem = Case(seed).program()._problem
-    numbers = np.random.default_rng(seed)
-    edge, last, below, above, ends = problem.pairs
-    slack, price, product = (numbers.uniform(0.1, 2.0, ends.stop) for _ in range(3))
-    slack[above] = slack[below]  # stretches and what is left of their widths sum to the widths
-    problem = replace(problem, width=slack[below] + slack[above])
-    method = InteriorPoint(problem, np.arange(problem.num_nodes))
-    point = Point(slack, price, numbers.uniform(0, 9, problem.num_nodes), 10.0)
-    residual = method._residual(point, 12.0, 5.0)
-    step = NewtonStep(problem, BandMatrix(problem, np.arange(problem.num_nodes)), point, residual)
-    moved = step.step(product)
-    after = method._residual(point.moved(moved, 1.0, 1.0), 12.0, 5.0)
-    for name in ("edge", "iteration", "segment", "node", "early_late"):
-        assert np.abs(getattr(after, name)).max(initial=0.0) < 1e-8, name
-    reached = point.moved(moved, 1.0, 1.0)
-    assert reached.slack[last] - point.slack[last] == pytest.approx(
-        moved.iteration - moved.end[problem.last_node]
-    )
-    assert reached.slack[below] + reached.slack[above] == pytest.approx(problem.width)
-    assert reached.slack[edge] == pytest.approx(
-        problem.apart(reached.end)
-        - problem.least
-        - problem.by_node(reached.slack[below])[problem.target]
-    )
-    products = slack * moved.price + price * moved.slack
-    assert products == pytest.approx(product, abs=1e-8)
-
-
 @pytest.mark.parametrize(
     ("schedule", "height"),
     [
@@ -339,14 +305,3 @@ def test_it_needs_few_steps(monkeypatch):
             assert (prices >= 0).all()
         assert own.deadline_price.sum() >= program._problem.waiting_cost * (1 - 1e-6)
     assert steps <= 820
-
-
-@pytest.mark.parametrize("too_low", [5.0, 500.0])
-def test_overtime_that_pays_is_made_dearer(too_low):
-    case = Case(3, factors=(1.0,))
-    program = case.program()
-    program._solver._overtime_cost /= too_low
-    late = program._checked(case.deadline_s, 1.0)
-    assert case.iteration_s(late.duration_s) <= case.deadline_s * (1 + 1e-6)
-    relaxed = program.solve(case.deadline_s)
-    assert relaxed.cost_j == pytest.approx(slow_optimum_j(case), rel=CLOSE)
