@@ -45,15 +45,6 @@ def test_the_highest_that_is_left_and_what_stands_against_the_next(
     assert str(decide(asking(asked), LIMITS, checks=checks)) == said
 
 
-def test_less_is_granted() -> None:
-    for asked in Level:
-        assert decide(asking(""), LIMITS, asked).level is asked
-        assert decide(asking("experts"), LIMITS, asked).level is asked
-    found = decide(asking("graphs"), LIMITS, Level.UNIFORM)
-    assert found.against == {Level.UNITS: (), Level.ORDER: (GRAPHS,)}
-    assert str(found) == "level uniform; no more was asked for"
-
-
 def test_more_is_an_error_that_names_what_stands_against_it() -> None:
     assert issubclass(LevelError, EnvPipeError)
     wanting = asking("experts graphs one_graph")

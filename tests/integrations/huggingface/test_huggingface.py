@@ -365,16 +365,6 @@ def test_gradients_go_to_where_the_head_is_though_its_bias_is_elsewhere(monkeypa
     assert asked == peers
 
 
-@pytest.mark.parametrize("name", ["bert", "untied bert"])
-def test_a_mask_comes_to_every_layer(name):
-    """DeepSpeed takes the last part of any message for one, whichever layers a stage has."""
-    model = split_model(tiny.config_of(name))
-    assert all(
-        model.extras(index)[-1:] == ("attention_mask",) for index in range(len(model.entries))
-    )
-    assert model.extras(len(model.entries)) == ()
-
-
 def test_shared_weights_need_their_gradients():
     stages = stages_of(split_model(tiny.config_of("gpt2")))
     with pytest.raises(EnvPipeError, match=r"after schedule\.step"):

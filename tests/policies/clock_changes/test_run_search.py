@@ -4,19 +4,79 @@ import random
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
+import pytest
 from planning_cases import random_job
+from test_optimal_conditions import any_conditions
 
 from envpipe_megatron.core.conditions import Conditions
 from envpipe_megatron.core.kinds import WHOLE
 from envpipe_megatron.core.orders import builders
+from envpipe_megatron.core.plan import Plan, max_frequencies
 from envpipe_megatron.core.profile import make_profile, read_profile
 from envpipe_megatron.core.profile_rows import ProfileRow
 from envpipe_megatron.policies.clock_changes.clock_runs import shortest_dwell_s
+from envpipe_megatron.policies.clock_changes.run_search import _RunSearch
 from envpipe_megatron.policies.optimal.optimizer import Optimizer, all_maximum_s
 from envpipe_megatron.policies.planner import make_plan
 from envpipe_megatron.policies.request import PlanRequest
 
 ROOT = Path(__file__).resolve().parents[3]
+
+
+class Case:
+    """A search that starts from clocks at random, the same for some units in a row."""
+
+    def __init__(self, seed):
+        self.optimizer, self.deadline_s, self.dwell_s = any_conditions(seed)
+        optimizer, conditions = self.optimizer, self.optimizer.conditions
+        powers_w = np.array(conditions.blocking_power_w)
+        self.numbers = np.random.default_rng(seed)
+        highest = max_frequencies(optimizer.schedule, optimizer.profile)
+        plan = Plan("mine", optimizer.schedule, highest, optimizer.profile, conditions)
+        relaxed = optimizer.relaxed(self.deadline_s)
+        self.search = _RunSearch(
+            plan, relaxed, powers_w, self.deadline_s, self.dwell_s, optimizer.plan
+        )
+        self.table = self.search._table
+
+    def any_plan(self):
+        index = np.zeros(self.optimizer.schedule.is_backward.shape, dtype=np.int64)
+        for stage, position in np.ndindex(index.shape):
+            known = np.flatnonzero(self.table.profiled[position, stage])
+            before = index[stage, position - 1]
+            keep = position and before in known and self.numbers.random() < 0.7
+            index[stage, position] = before if keep else self.numbers.choice(known)
+        return index, self.search._plan(index)
+
+
+def chosen(values, index):
+    """[units_per_stage, num_stages] the values of the chosen clocks."""
+    return np.take_along_axis(values, index.T[:, :, None], axis=2)[:, :, 0]
+
+
+@pytest.mark.parametrize("seed", range(16))
+def test_costs_waiting_and_changes_add_up_to_the_plans_energy(seed):
+    case = Case(seed)
+    index, plan = case.any_plan()
+    conditions = plan.conditions
+    price_w = case.numbers.random(index.shape)
+    cost_j, late = case.search._costs(plan, price_w)
+    assert (late is not None) == (conditions.change_time_s > 0)
+    if late is None:
+        total_j = chosen(cost_j, index).sum()
+        total_j += np.dot(conditions.blocking_power_w, conditions.gpus_by_stage) * (
+            plan.cost.iteration_time_s
+        )
+        total_j += np.dot(plan.evaluation.clock_changes, case.search._change_j)
+        assert total_j == pytest.approx(plan.cost.energy_j)
+        return
+    wait_s = plan.timeline.wait_s.T
+    expected_s = np.maximum(conditions.change_time_s - wait_s, 0.0)
+    assert late.late_s[1:].tolist() == expected_s[1:].tolist()
+    assert not late.late_s[0].any()
+    at = chosen(late.cost_j - cost_j, index)
+    assert at == pytest.approx(price_w.T * chosen(case.table.time_s, index))
 
 
 def test_a_long_dwell_time_still_saves_by_runs_with_waits_in_them():
