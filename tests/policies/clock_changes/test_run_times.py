@@ -180,27 +180,6 @@ class TestSavingMoves:
             more_s = table.time_s[begin:end, stage, clock] - table.time_s[begin:end, stage, now]
             assert in_time or (more_s < 0).any()  # units that are faster are later than others
 
-    @settings(max_examples=examples(80), deadline=None, derandomize=True)
-    @given(SEEDS)
-    def test_leave_out_none_of_a_single_unit_that_helps(self, seed):
-        """To a neighbour's clock, or to its next two slower ones."""
-        case = RandomRuns(seed)
-        moves = saving_moves(case.plan, case.table, case.change_j, case.deadline_s)
-        known = {move[1:] for move in moves}
-        for stage, row in enumerate(case.index.tolist()):
-            for at, now in enumerate(row):
-                sides = (row[at - 1], row[(at + 1) % len(row)])
-                if now in sides:
-                    continue
-                time_s = case.table.time_s[at, stage]
-                slower = sorted(c for c in range(len(time_s)) if time_s[c] > time_s[now])
-                slower = sorted(slower, key=time_s.__getitem__)[:2]
-                for clock in {*sides, *slower}:
-                    saved_j, _, in_time = case.tried(stage, at, at + 1, clock)
-                    if abs(saved_j) > 1e-9 * case.plan.cost.energy_j:
-                        wanted = in_time and saved_j > 0
-                        assert ((stage, at, at + 1, clock) in known) == wanted
-
 
 class RandomRuns:
     """A plan of random runs, waiting for free: then what a move saves is what the plan saves."""
