@@ -5,16 +5,15 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from core_cases import profile_of, uniform_profile
+from core_cases import uniform_profile
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from on_request import examples
 
 from envpipe_megatron.core.conditions import Conditions
-from envpipe_megatron.core.kinds import Kind
 from envpipe_megatron.core.orders import builders
 from envpipe_megatron.core.plan import Plan
-from envpipe_megatron.core.timeline import critical_path, is_envelope
+from envpipe_megatron.core.timeline import is_envelope
 from envpipe_megatron.policies import reconfigure as reconfiguring
 from envpipe_megatron.policies.frequencies import POLICIES
 from envpipe_megatron.policies.problem import order_limits
@@ -23,7 +22,6 @@ from envpipe_megatron.policies.reconfigure import (
     Ended,
     Ladders,
     Step,
-    lower,
     reconfigure,
     step,
 )
@@ -220,69 +218,6 @@ def test_ends_at_the_limit_of_steps():
     assert reconfigure(plan, replace(GREEDY, max_steps=full.steps)).ended is full.ended
     untouched = reconfigure(plan, replace(GREEDY, max_steps=0))
     assert (untouched.frequency_mhz == plan.frequency_mhz).all()
-
-
-class TestLowering3By3:
-    """All units of 1F1B have been raised to 1200 MHz; a rung is 0.1 s of F and 0.2 s of B.
-
-    Stage 0: F0 0-1  F1 1-2  F2 2-3  B0 7-9  B1 10-12  B2 13-15
-    Stage 1: F0 1-2  F1 2-3  B0 5-7  F2 7-8  B1 8-10   B2 11-13
-    Stage 2: F0 2-3  B0 3-5  F1 5-6  B1 6-8  F2 8-9    B2 9-11
-    """
-
-    TOP = (1200,) * 18
-
-    @pytest.fixture
-    def plan(self):
-        """Stage 1 saves twice as much with each rung."""
-        curve = {
-            (stage, kind): {
-                mhz: (weight * time_s, weight * (1 + (stage == 1)) * energy_j)
-                for mhz, (time_s, energy_j) in CURVE.items()
-            }
-            for stage in range(3)
-            for kind, weight in ((Kind.FORWARD, 1), (Kind.BACKWARD, 2))
-        }
-        return plan_of(builders.one_f_one_b(3, 3), profile_of(curve))
-
-    def lowered(self, plan, threshold_s, before=()):
-        frequency_mhz = np.full((3, 6), 1200)
-        duration_s, _ = plan.profile.lookup(plan.schedule, frequency_mhz)
-        ladders = Ladders(plan.schedule, plan.profile)
-        found = lower(plan, self.TOP, duration_s, threshold_s, ladders, dict(before))
-        for node, clock in found.items():
-            frequency_mhz.flat[node] = clock
-        at_top = replace(plan, frequency_mhz=np.full((3, 6), 1200))
-        after = replace(plan, frequency_mhz=frequency_mhz)
-        assert at_top.cost.iteration_time_s == 15
-        assert after.cost.iteration_time_s == pytest.approx(15, abs=1e-12)
-        waits_s = after.timeline.wait_s.ravel().tolist()
-        path = critical_path(plan.schedule, waits_s, threshold_s)
-        assert path == at_top.timeline.critical_path()
-        return {plan.schedule.describe(node): clock for node, clock in found.items()}
-
-    def test_slack_goes_where_it_saves_most_and_a_bubble_is_left(self, plan):
-        # B1 on stages 0 and 1 have one second together, which is five rungs, or four and a bubble.
-        found = self.lowered(plan, 0.01)
-        names = ("F1 on stage 0", "F2 on stage 0", "B0 on stage 0", "F1 on stage 1")
-        assert found == dict.fromkeys((*names, "B1 on stage 1"), 1080)
-
-    def test_a_bubble_of_twice_what_counts_as_none_is_left(self, plan):
-        # 0.62 of the second that B1 on stage 1 has, and of the two that F1 there has.
-        found = self.lowered(plan, 0.31)
-        assert (found["B1 on stage 1"], found["F1 on stage 1"]) == (1170, 1080)
-
-    def test_what_was_raised_again_stays(self, plan):
-        (node,) = (n for n in range(18) if plan.schedule.describe(n) == "B1 on stage 1")
-        found = self.lowered(plan, 0.01, {node: 1170})
-        assert "B1 on stage 1" not in found
-        assert found["B1 on stage 0"] == 1080  # it has the slack now
-
-    def test_the_plans_clocks_are_the_lowest(self, plan):
-        held = plan.frequency_mhz.copy()
-        held[1, 1:3] = 1140  # F1 and B0
-        found = self.lowered(replace(plan, frequency_mhz=held), 0.01)
-        assert found["F1 on stage 1"] == 1140
 
 
 def without_lowering(plan, policy):
