@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from core_cases import uniform_profile
+from core_cases import B, F, profile_of, uniform_profile
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from on_request import examples
@@ -22,6 +22,7 @@ from envpipe_megatron.policies.reconfigure import (
     Ended,
     Ladders,
     Step,
+    lower,
     reconfigure,
     step,
 )
@@ -218,6 +219,38 @@ def test_ends_at_the_limit_of_steps():
     assert reconfigure(plan, replace(GREEDY, max_steps=full.steps)).ended is full.ended
     untouched = reconfigure(plan, replace(GREEDY, max_steps=0))
     assert (untouched.frequency_mhz == plan.frequency_mhz).all()
+
+
+def test_slack_goes_where_it_saves_most_and_a_bubble_is_left():
+    """All units of 1F1B have been raised to 1200 MHz; a rung is 0.1 s of F and 0.2 s of B.
+
+    Stage 0: F0 0-1  F1 1-2  F2 2-3  B0 7-9  B1 10-12  B2 13-15
+    Stage 1: F0 1-2  F1 2-3  B0 5-7  F2 7-8  B1 8-10   B2 11-13
+    Stage 2: F0 2-3  B0 3-5  F1 5-6  B1 6-8  F2 8-9    B2 9-11
+    """
+    curve = {
+        (stage, kind): {  # stage 1 saves twice as much with each rung
+            mhz: (weight * time_s, weight * (1 + (stage == 1)) * energy_j)
+            for mhz, (time_s, energy_j) in CURVE.items()
+        }
+        for stage in range(3)
+        for kind, weight in ((F, 1), (B, 2))
+    }
+    plan, top = plan_of(builders.one_f_one_b(3, 3), profile_of(curve)), np.full((3, 6), 1200)
+    duration_s, _ = plan.profile.lookup(plan.schedule, top)
+    raised = plan, top.ravel().tolist(), duration_s
+    for threshold_s, clock in ((0.01, 1080), (0.31, 1170)):
+        found = lower(*raised, threshold_s, Ladders(plan.schedule, plan.profile), {})
+        # B1 on stages 0 and 1 have one second together, which is five rungs, or four and a bubble
+        # of twice what counts as none.
+        names = {plan.schedule.describe(node): mhz for node, mhz in found.items()}
+        assert names["B1 on stage 1"] == clock
+        assert names["F1 on stage 1"] == 1080
+    (node,) = (n for n in range(18) if plan.schedule.describe(n) == "B1 on stage 1")
+    # What had to be raised again stays, and others have its slack.
+    again = lower(*raised, 0.01, Ladders(plan.schedule, plan.profile), {node: 1170})
+    assert node not in again
+    assert "B1 on stage 0" in map(plan.schedule.describe, again)
 
 
 def without_lowering(plan, policy):
