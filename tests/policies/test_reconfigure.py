@@ -251,6 +251,10 @@ def test_slack_goes_where_it_saves_most_and_a_bubble_is_left():
     again = lower(*raised, 0.01, Ladders(plan.schedule, plan.profile), {node: 1170})
     assert node not in again
     assert "B1 on stage 0" in map(plan.schedule.describe, again)
+    held = plan.frequency_mhz.copy()
+    held[1, 1] = 1140  # the plan's clocks are the lowest
+    plan = replace(plan, frequency_mhz=held)
+    assert lower(plan, *raised[1:], 0.01, Ladders(plan.schedule, plan.profile), {})[7] == 1140
 
 
 def without_lowering(plan, policy):
