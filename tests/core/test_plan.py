@@ -82,13 +82,9 @@ def test_the_baseline_of_megatrons_order_has_its_groups(group_size, num_chunks):
     "changes",
     [
         {"frequency_mhz": FREQUENCY[:, :3]},
-        {"frequency_mhz": FREQUENCY[:1]},
         {"conditions": Conditions((40.0,))},
         {"park_mhz": FREQUENCY[:1]},
-        {"park_mhz": -FREQUENCY},
         {"energy_lower_bound_j": 0.0},
-        {"energy_lower_bound_j": float("nan")},
-        {"energy_lower_bound_j": float("inf")},
         {"profile": uniform_profile(3, {1200: (1, 1)})},
         {"profile": PROFILE.for_chunks(2)},
     ],

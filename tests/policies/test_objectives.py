@@ -241,9 +241,7 @@ def test_what_cannot_be_kept_is_refused(schedule, limits, said):
         ({"power_cap_w": 0.0}, "'power_cap_w' must be above 0"),
         ({"max_energy_j": math.nan}, "'max_energy_j' must be above 0"),
         ({"power_window_s": 1.0}, "go with a power cap"),
-        ({"stages_per_node": 2}, "go with a power cap"),
         ({"goal": "cost"}, "needs a price"),
-        ({"energy_price": 0.2}, "needs a price"),
         ({"goal": "cost", "gpu_price": -1.0}, "zero or more"),
     ],
 )
