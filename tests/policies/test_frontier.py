@@ -207,19 +207,15 @@ def test_a_broken_header_is_named(stored_path, change, said):
         read_frontier(stored_path)
 
 
-def test_a_frontier_without_plans_is_refused(stored_path):
+@pytest.mark.parametrize("text", ["", "not json", "[]\n{}\n"])
+def test_what_is_no_frontier_is_refused(stored_path, text):
     header = json.loads(stored_path.read_text().splitlines()[0]) | {"iteration_time_s": []}
     stored_path.write_text(json.dumps(header) + "\n")
     with pytest.raises(PlanError, match="not a stored frontier with plans"):
         read_frontier(stored_path)
-
-
-@pytest.mark.parametrize("text", ["", "not json", "[]\n{}\n"])
-def test_what_is_no_frontier_is_refused(tmp_path, text):
-    path = tmp_path / "frontier.jsonl"
-    path.write_text(text)
+    stored_path.write_text(text)
     with pytest.raises(PlanError, match=r"frontier\.jsonl.* Give the \.jsonl file"):
-        read_frontier(path)
+        read_frontier(stored_path)
 
 
 @pytest.mark.parametrize("line", ["{", "3", '{"format": "envpipe-plan/1"}'])

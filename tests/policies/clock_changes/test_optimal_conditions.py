@@ -65,32 +65,14 @@ def also(*values):
     return [pytest.param(value, marks=on_request("CORE")) for value in values]
 
 
-class TestOff:
-    """What is off changes nothing, to the bit."""
-
-    @pytest.fixture
-    def plain(self):
-        return optimizer_of(conditions_of(latency_s=0.001, tail_time_s=(0.1,) * 4))
-
-    @pytest.mark.parametrize(
-        ("conditions", "options"),
-        [
-            ({"change_time_s": 0.0, "change_energy_j": 0.0}, {}),
-            ({}, {"parking": True}),
-            ({"gpus_per_stage": (1,) * 4}, {}),
-        ],
-    )
-    def test_conditions(self, plain, conditions, options):
-        same = Optimizer(
-            plain.schedule,
-            plain.profile,
-            replace(plain.conditions, **conditions),
-            **options,
-        )
-        plan, expected = (o.plan(deadline_of(o), min_dwell_s=0.0) for o in (same, plain))
-        assert plan.frequency_mhz.tolist() == expected.frequency_mhz.tolist()
-        assert plan.energy_lower_bound_j == expected.energy_lower_bound_j
-        assert plan.park_mhz is None
+def test_parking_and_a_dwell_time_that_are_off_change_nothing():
+    """To the bit: parking needs waiting power by clock."""
+    plain = optimizer_of(conditions_of(latency_s=0.001, tail_time_s=(0.1,) * 4))
+    same = Optimizer(plain.schedule, plain.profile, plain.conditions, parking=True)
+    plan, expected = (o.plan(deadline_of(o), min_dwell_s=0.0) for o in (same, plain))
+    assert plan.frequency_mhz.tolist() == expected.frequency_mhz.tolist()
+    assert plan.energy_lower_bound_j == expected.energy_lower_bound_j
+    assert plan.park_mhz is None
 
 
 class TestWaitingPowerByClock:

@@ -84,29 +84,6 @@ def test_runs_of_one_unit_are_as_cheap_as_the_program_without_runs(seed):
     assert energy_j == pytest.approx(program.solve(deadline_s).cost_j, abs=1e-5 * scale_j, rel=1e-5)
 
 
-@settings(max_examples=examples(40), deadline=None, derandomize=True)
-@given(st.integers(0, 2**32))
-def test_one_run_a_stage_has_one_clock_and_misses_a_deadline_by_as_little_as_it_can(seed):
-    rng = random.Random(seed)
-    case = SharedClocks(rng)
-    index = np.zeros(case.schedule.is_backward.shape, dtype=np.int64)
-    duration_s, price_w = case.solve(index, 0.5 * case.fastest_s)
-    assert (price_w >= -1e-6).all()
-    for stage in range(case.job.num_stages):
-        backward = case.schedule.is_backward[stage]
-        for kind in (backward, ~backward):
-            assert np.ptp(duration_s[stage, kind]) <= 1e-9 * duration_s.max()
-    # No mixture of clocks that both kinds have makes it faster: try all single ones.
-    profiled = case.table.profiled.all(axis=0)
-    fastest_s = np.array(
-        [
-            [case.table.time_s[position, stage, profiled[stage]].min() for position in range(width)]
-            for stage, width in enumerate([index.shape[1]] * len(index))
-        ]
-    )
-    assert case.iteration_s(duration_s) >= case.iteration_s(fastest_s) * (1 - 1e-9)
-
-
 class TestLateClocks:
     """A forward and a backward on stage 0, each a run; another stage between them has one clock."""
 

@@ -3,7 +3,6 @@
 import random
 from dataclasses import replace
 
-import numpy as np
 import pytest
 from core_cases import B, F, profile_of, rows_of
 from hypothesis import given, settings
@@ -92,29 +91,6 @@ def test_times_that_only_rounding_tells_apart_leave_the_bound_its_digits():
     own, profile, conditions = builders.one_f_one_b(4, 8), profile_of(rows), Conditions((80.0,) * 4)
     plan = Optimizer(own, profile, conditions).plan(all_maximum_s(own, profile, conditions))
     assert plan.energy_lower_bound_j == pytest.approx(plan.cost.energy_j, rel=1e-6)
-
-
-@settings(max_examples=examples(50), deadline=None, derandomize=True)
-@given(SEEDS)
-def test_a_later_deadline_never_costs_energy(seed):
-    """Nor relaxed energies and bounds, but for the solver's tolerance.
-
-    Plans are rounded one by one. Of 6,000 pairs of deadlines of such jobs, with a handful of units
-    and two to four clocks, the later plan took more in 2.5 %: by more than 0.5 % in one of a
-    hundred, by 13 % in the worst.
-    """
-    rng = random.Random(seed)
-    optimizer = optimizer_of(rng)
-    relaxed_j, bound_j, plan_j = [], [], []
-    for factor in (1.0, 1.01, 1.05, 1.2, 1.5, 3.0, 100.0):
-        deadline_s = factor * optimizer.fastest_s
-        plan = optimizer.plan(deadline_s)
-        relaxed_j.append(optimizer.relaxed(deadline_s).cost_j)
-        bound_j.append(plan.energy_lower_bound_j)
-        plan_j.append(plan.cost.energy_j)
-    for energies_j, tolerance in ((relaxed_j, 1e-6), (bound_j, 1e-6), (plan_j, 0.1)):
-        rise = np.diff(energies_j) / energies_j[:-1]
-        assert rise.max() <= tolerance
 
 
 @settings(max_examples=examples(60), deadline=None, derandomize=True)
