@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from core_cases import PROFILE, B, random_schedule, uniform_profile
+from core_cases import PROFILE, B, random_schedule, uniform_profile, with_rows
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from on_request import examples
@@ -22,7 +22,6 @@ from envpipe_megatron.core.plan import (
     framework_schedule,
     read_plan,
 )
-from envpipe_megatron.core.profile import make_profile
 from envpipe_megatron.core.profile_rows import ProfileError, SplitBackward
 from envpipe_megatron.core.schedule import Schedule
 
@@ -267,15 +266,8 @@ def test_a_plan_for_another_number_of_stages_is_refused(tmp_path):
 
 
 def dearer_profile():
-    return make_profile(
-        [
-            (stage, kind, replace(row, energy_j=row.energy_j * 2))
-            for stage, kinds in enumerate(PROFILE.rows)
-            for kind, rows in kinds.items()
-            for row in rows
-        ],
-        source="another",
-    )
+    dearer = with_rows(PROFILE, lambda row: replace(row, energy_j=2 * row.energy_j))
+    return replace(dearer, sha256="another")
 
 
 def test_another_profile_prices_the_plan_anew_with_a_warning(tmp_path, caplog):

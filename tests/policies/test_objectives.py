@@ -189,21 +189,6 @@ def test_a_cap_of_nodes_holds_for_the_hottest():
     )
 
 
-def test_few_linear_programs_find_the_time(monkeypatch):
-    solved = []
-    relaxed = Optimizer.relaxed
-    monkeypatch.setattr(
-        Optimizer, "relaxed", lambda self, at_s: solved.append(at_s) or relaxed(self, at_s)
-    )
-    conditions = Conditions((30.0,) * 4)
-    optimizer = Optimizer(builders.one_f_one_b(4, 24), PROFILE, conditions)
-    cap_w = 0.8 * FREE.baseline.cost.mean_power_w
-    for objective in (Objective("time", power_cap_w=cap_w), Objective("edp")):
-        ObjectivePlanner(objective, math.inf).best_time_s(optimizer)
-        assert 2 < len(solved) <= 12
-        solved.clear()
-
-
 def test_what_was_asked_stands_in_the_file(tmp_path):
     plan = planned(power_cap_w=320.0, power_window_s=2.0)
     path = tmp_path / "plan.json"

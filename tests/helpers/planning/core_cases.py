@@ -208,6 +208,17 @@ def rows_of(profile, stage, unit):
     return profile.rows[stage][unit.kind]
 
 
+def with_rows(profile, change):
+    """The profile with each of its rows changed."""
+    return replace(
+        profile,
+        rows=tuple(
+            {kind: tuple(map(change, rows)) for kind, rows in kinds.items()}
+            for kinds in profile.rows
+        ),
+    )
+
+
 def uniform_profile(num_stages, curve, *, backward=2.0, slowness=None, **options):
     """All stages alike: a backward takes `backward` times a forward; `slowness` by stage."""
     slow = slowness or [1.0] * num_stages

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from core_cases import B, F, needs, profile_of, rows_of
+from core_cases import B, F, needs, profile_of, rows_of, with_rows
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from on_request import examples, on_request
@@ -192,12 +192,10 @@ def test_badly_conditioned_programs_are_solved_too(jobs):
 def test_a_wrong_answer_is_in_time_and_its_bound_shows_it(monkeypatch, how, unit_j):
     """A second try is made; where all are wrong, the nearest to its bound is the answer."""
     schedule = builders.one_f_one_b(3, 5)
-    profile = random_profile(random.Random(7), 3, 6)
-    rows = tuple(
-        {k: [replace(row, energy_j=row.energy_j * unit_j) for row in kinds[k]] for k in kinds}
-        for kinds in profile.rows
+    profile = with_rows(
+        random_profile(random.Random(7), 3, 6),
+        lambda row: replace(row, energy_j=row.energy_j * unit_j),
     )
-    profile = replace(profile, rows=rows)
     choices = make_choices(profile, np.full(3, 70.0 * unit_j), np.ones(3, dtype=np.int64))
     right, asked, wrong = (DurationProgram(schedule, choices, 0.0, np.zeros(3)) for _ in range(3))
     deadline_s = 1.05 * right.fastest_iteration_s
