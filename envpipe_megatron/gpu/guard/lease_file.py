@@ -247,6 +247,7 @@ def parse_lease(content: bytes, path: Path, uid: int) -> LeaseRecord | None:
                 remedy=f"Another version made {path}: undo it with that version",
             )
         address = document["address"]
+        told: dict[str, Any] = {name: printable(str(document.get(name, ""))) for name in _TEXTS}
         record = LeaseRecord(
             path=path,
             address=GpuAddress(str(address["backend"]), str(address["uid"])),
@@ -255,7 +256,7 @@ def parse_lease(content: bytes, path: Path, uid: int) -> LeaseRecord | None:
             guard=_identity(document["guard"]),
             rank=None if document["rank"] is None else _identity(document["rank"]),
             clocks_mhz=_clocks(document.get("clocks_mhz")),
-            **{name: printable(str(document.get(name, ""))) for name in _TEXTS},
+            **told,
         )
         named = lease_name(record.address)
     except (json.JSONDecodeError, UnicodeDecodeError):
