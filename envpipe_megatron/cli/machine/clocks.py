@@ -249,9 +249,9 @@ def _show_gpu(gpu: VendorGpu, now: dict[str, Any], all_clocks: bool) -> None:
     asked = "" if asked_mhz is None else f", {asked_mhz} MHz asked for"
     slowed = "no job of EnvPipe's that can be seen from here"
     if mark is not None:
-        slowed = "" if mark["live"] else "DEAD, `envpipe clocks reset` undoes it: "
-        slowed += "job {job} {job_name} of {user}, process {pid} on {host}, ".format(**mark)
-        slowed += "down to {lowest_mhz} MHz since {since}".format(**mark)
+        slowed = "" if mark["live"] else "DEAD, `envpipe clocks reset --dead-jobs` undoes it: "
+        slowed += "{job_name} (job {job}) of {user}, process {pid}, since {since}".format(**mark)
+        slowed += f", down to {mark['lowest_mhz']} MHz" if mark["lowest_mhz"] else ""
     rows = {
         "address" if gpu.address.backend == EmulatedGpu.backend else "UUID": now["uid"],
         "SM clocks": _range_text(supported),

@@ -141,7 +141,8 @@ def test_show_says_who_slows_which_gpu_for_people_and_for_machines(node, monkeyp
                 "slurm_job_id": "4711", "highest_mhz": 1410, "lowest_mhz": 750}  # fmt: skip
     assert marks[1].items() >= expected.items()
     shown = " ".join(run_well("clocks", "show", "--gpu", 1).stdout.split())
-    assert f"job slurm 4711 of {user}, process {os.getpid()} on " in shown
+    assert f"(job slurm 4711) of {user}, process {os.getpid()}, since " in shown
+    assert "down to 750 MHz" in shown
     lease.close()
     assert "DEAD" in run_well("clocks", "show", "--gpu", 1).stdout
     node.set_fault(node.uuids[0], "fail_after", 8)
