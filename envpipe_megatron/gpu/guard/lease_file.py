@@ -31,7 +31,7 @@ _FORMAT = "envpipe-lease/1"
 LEASE_SUFFIX = ".json"
 
 JOB_NAME_VARIABLE = "ENVPIPE_JOB_NAME"
-"""Names the job for people; `envpipe launch` sets it, and SLURM has one of its own."""
+"""Names the job for people; `envpipe launch` sets it."""
 
 PATH_BACKENDS = ("emulated", "dry_run")
 """Back ends whose addresses are their user's own, not the UUIDs of real GPUs."""
@@ -216,6 +216,9 @@ def lease_content(
     clocks_mhz: tuple[int, int] | None,
 ) -> bytes:
     """Return the content of a lease that this process looks after; see docs/schemas/lease.json."""
+    number, name = (os.environ.get(it, "") for it in ("SLURM_JOB_ID", JOB_NAME_VARIABLE))
+    if name in ("", number):  # nobody has given one to `envpipe launch`
+        name = os.environ.get("SLURM_JOB_NAME", name)
     document = {
         "format": _FORMAT,
         "address": asdict(address),
@@ -225,8 +228,8 @@ def lease_content(
         "rank": None if rank is None else asdict(rank),
         "clocks_mhz": clocks_mhz,
         "host": socket.gethostname(),
-        "job_name": os.environ.get(JOB_NAME_VARIABLE) or os.environ.get("SLURM_JOB_NAME", ""),
-        "slurm_job_id": os.environ.get("SLURM_JOB_ID", ""),
+        "job_name": name,
+        "slurm_job_id": number,
         "created": datetime.now(UTC).isoformat(timespec="seconds"),
     }
     return json.dumps(document).encode() + b"\n"

@@ -82,6 +82,12 @@ def test_a_lease_says_who_holds_the_gpu_and_goes_with_its_release(folder, gpu, m
     lease.release()
     assert list_leases() == []
     assert list(folder.iterdir()) == []
+    monkeypatch.setenv("SLURM_JOB_NAME", "llama")
+    for given, name in ((os.environ["SLURM_JOB_ID"], "llama"), ("", "llama"), ("mine", "mine")):
+        monkeypatch.setenv("ENVPIPE_JOB_NAME", given)
+        lease = take(gpu.address)
+        assert list_leases()[0].job_name == name
+        lease.release()
     assert open_files() <= before
 
 
