@@ -37,12 +37,15 @@ from envpipe_megatron.gpu.guard.resetting import that_can_be_undone
 from envpipe_megatron.gpu.site import SiteConfig, read_site
 from envpipe_megatron.runtime.channel.collectives import Collectives
 from envpipe_megatron.runtime.channel.cuda_device import counter_in_stream
-from envpipe_megatron.runtime.clocks.watch import ClockWatch
+from envpipe_megatron.runtime.clocks.watch import TOLERANCE_MHZ, ClockWatch
 
 logger = logging.getLogger(__name__)
 
 #: How often one who waits for the guard looks, and how long at most at the end, s.
 _LOOK_S, _LAST_ANSWER_S = 2e-4, 2.0
+#: How long `confirm` waits for the device to come to the request, for the clock then, and for the
+#: clock once it has not come in time; and how often it looks, s.
+_DEVICE_S, _SETTLES_S, _SETTLES_NEXT_S, _CLOCK_LOOK_S = 60.0, 0.5, 0.05, 2e-3
 
 #: Pages kept alive: a stream may still write to them.
 _pages: list[ClockPage] = []
@@ -123,6 +126,8 @@ class RankClock:
         self._gpu = gpu
         self.repeats = False
         self._asked_mhz: int | None = None
+        #: Whether that clock was read, and how long it is waited for.
+        self._confirmed, self._settles_s = False, _SETTLES_S
         self._error: Exception | None = None
         self._pid = os.getpid()
         self._hold: Hold | _Here | None = None
@@ -187,7 +192,7 @@ class RankClock:
         # Whether the guard has failed is seen by whoever asks for `error`, in each iteration.
         if (frequency_mhz == self._asked_mhz and not self.repeats) or self._error is not None:
             return None
-        self._asked_mhz = frequency_mhz
+        self._asked_mhz, self._confirmed = frequency_mhz, False
         number = self.page.ask(frequency_mhz, delay_s or 0.0)
         if number is None:
             self.stop(GpuError("The guard takes no requests", remedy="See its log"))
@@ -198,6 +203,36 @@ class RankClock:
     def wait_idle(self) -> None:
         """Return when every request made so far has been applied, held back, or given up."""
         self._wait_idle(math.inf)
+
+    def confirm(self) -> None:
+        """Wait until the clock that was asked for last, or a higher one, is read from the GPU.
+
+        Not for long: a power cap, heat or another program may hold it back, which is logged once.
+        Where this rank sets no clock, nothing is waited for.
+        """
+        asked_mhz = self._asked_mhz
+        if self._confirmed or asked_mhz is None or not self._gpu.changes_clock:
+            return
+        self._wait_idle(_DEVICE_S)
+        until_s, seen = time.monotonic() + self._settles_s, "it could not be read"
+        while not self.page.is_over:
+            with suppress(Exception):  # a driver may fail in any way; training must go on
+                state = self._gpu.clock_state()
+                self._confirmed = state.observed_mhz >= asked_mhz - TOLERANCE_MHZ
+                reasons = ", ".join(state.throttle_reasons) or "no reason reported"
+                seen = f"{state.observed_mhz} MHz was read ({reasons})"
+            if self._confirmed or time.monotonic() >= until_s:
+                break
+            self._look()
+            time.sleep(_CLOCK_LOOK_S)
+        if self._confirmed or self.page.is_over or self._settles_s == _SETTLES_NEXT_S:
+            return
+        self._settles_s = _SETTLES_NEXT_S
+        logger.warning(
+            "%s was not at %d MHz before something that is not training: %s. Training goes on; "
+            "who compares GPUs there may find this one slow",
+            *(self._gpu.name, asked_mhz, seen),
+        )
 
     def stop(self, error: Exception) -> None:
         """Give up control for this reason: nothing is locked any more, and the guard resets."""

@@ -349,11 +349,15 @@ class Session:
         self._step_begun = False
 
     def pause(self) -> None:
-        """Prepare for an evaluation or a checkpoint: it runs at the highest clock, not billed."""
+        """Prepare for what is not training: it runs at the highest clock, not billed.
+
+        That clock is waited for, as `RankClock.confirm` does.
+        """
         self.close_iteration()
         self.iterations.nothing_follows()
         self._energy.pause()
         self.highest_clock()
+        self.clock.confirm()
 
     def highest_clock(self) -> None:
         """Ask for it: what follows is no iteration that is planned for."""
