@@ -28,6 +28,7 @@ from envpipe_megatron.integrations.levels import (
     frees_while_training,
     stands_against,
 )
+from envpipe_megatron.integrations.watchers import BETWEEN_STEPS
 from envpipe_megatron.runtime.channel.carrier import StageSpecs, TensorSpec
 from envpipe_megatron.runtime.job.session import Session
 from envpipe_megatron.runtime.memory.peak import MemoryFullError
@@ -99,10 +100,6 @@ class EnvPipeEngine(PipelineEngine):  # type: ignore[misc]  # DeepSpeed has no t
         if self._tells and every is not None and self.global_steps % every == 0:
             self._tell()
         return loss
-
-    eval_batch = _paused(PipelineEngine.eval_batch)
-    save_checkpoint = _paused(PipelineEngine.save_checkpoint)
-    load_checkpoint = _paused(PipelineEngine.load_checkpoint)
 
     def end_training(self) -> None:
         """Give the clock back, and print the energy bill; every rank calls it.
@@ -210,6 +207,10 @@ class EnvPipeEngine(PipelineEngine):  # type: ignore[misc]  # DeepSpeed has no t
                     for name, value in report.scalars().items()
                 ]
             )
+
+
+for _row in BETWEEN_STEPS["DeepSpeed"]:
+    setattr(EnvPipeEngine, _row.function, _paused(getattr(PipelineEngine, _row.function)))
 
 
 class _Units:

@@ -124,7 +124,13 @@ def run_commands(
             if job.options.changes_only_order:  # those of the planning rank's GPU
                 clocks = np.full_like(clocks, top_mhz)
             order = replace(
-                order, schedule=clocked.schedule, frequency_mhz=clocks, parking=clocked.parking
+                order,
+                schedule=clocked.schedule,
+                frequency_mhz=clocks,
+                parking=clocked.parking,
+                others_mhz=min(int(each.frequency_mhz.min()) for each in command.orders)
+                if command.which
+                else None,
             )
         order = replace(order, phase=command.phase)
         for line in command.note.splitlines():

@@ -196,6 +196,7 @@ class Session:
         self._step_begun = False
         self._pid = os.getpid()
         self._last_run: StageRun | None = None
+        self._lowest_mhz = self._top_mhz = max(self._gpu.supported_frequencies_mhz)
 
     @property
     def executed(self) -> list[str]:
@@ -361,7 +362,17 @@ class Session:
 
     def highest_clock(self) -> None:
         """Ask for it: what follows is no iteration that is planned for."""
-        self._request(max(self._gpu.supported_frequencies_mhz), None)
+        self._request(self._top_mhz, None)
+
+    def slowest_share(self) -> float:
+        """Return the lowest clock of a unit since the last call, as a share of the highest.
+
+        Of all GPUs of the job; 1 where no clock is set.
+        """
+        lowest_mhz, last = self._lowest_mhz, self._last_run
+        self._lowest_mhz = self._top_mhz if last is None else last.order.lowest_mhz
+        sets = self._controlled and self._gpu.changes_clock
+        return lowest_mhz / self._top_mhz if sets else 1.0
 
     def lap(self) -> IntervalEnergy:
         """Return what training took on this GPU since the last lap; waits for the last unit."""
@@ -445,6 +456,7 @@ class Session:
             like = self.iterations.like(order)
         run = StageRun(order, self._stage, self.executor, self._request, channel, specs, like)
         self._last_run = run
+        self._lowest_mhz = min(self._lowest_mhz, order.lowest_mhz)
         self._request(run.frequencies_mhz[0], None)
         return run
 

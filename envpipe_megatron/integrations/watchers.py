@@ -1,0 +1,126 @@
+"""What frameworks run between training steps and is not training, and who judges GPUs there.
+
+A GPU that a plan has slowed looks sick to who compares GPUs. So before each row of the one table
+here the job pauses: the GPU is seen to run at its highest clock. Who reads times of training itself
+meets slowed GPUs all the same: NVRx has its thresholds lowered by as much as that explains, and
+Megatron's `--log-straggler`, which has none, gets one clock for all GPUs (`megatron.limits`).
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from typing import Any, NamedTuple
+
+from envpipe_megatron.integrations.framework_units import once
+from envpipe_megatron.integrations.hooking import replaced
+from envpipe_megatron.integrations.leveled import LeveledJob
+
+
+class Between(NamedTuple):
+    """A function that a framework calls between steps; versions that lack it do without.
+
+    Args:
+        owner: where it is called by its name: a module, or an attribute of the object that trains.
+        what: it does.
+        when: another function of the owner, which says by the same arguments whether it does that.
+    """
+
+    owner: str
+    function: str
+    what: str
+    when: str = ""
+
+
+_LM, _BRIDGE = "megatron.training.training", "megatron.bridge.training.train"
+_HASHES = "check_param_hashes_across_dp_replicas"
+_ENGINE = "deepspeed.runtime.pipe.engine"
+
+#: By framework. A schedule's `eval`, and any other forward-only call, is seen where it comes.
+BETWEEN_STEPS: Mapping[str, tuple[Between, ...]] = {
+    "Megatron-LM": (
+        Between(_LM, "_run_gpu_sniff_test", "products and collectives, compared over ranks"),
+        Between(_LM, "evaluate", "an evaluation"),
+        Between(_LM, "save_checkpoint_and_time", "a checkpoint, which older patches mark too"),
+        Between(_LM, _HASHES, "hashes of weights, compared over replicas"),
+    ),
+    "Megatron-Bridge": (
+        Between(_BRIDGE, "evaluate_and_print_results", "an evaluation"),
+        Between(_BRIDGE, "save_checkpoint_and_time", "a checkpoint"),
+        Between(_BRIDGE, _HASHES, "hashes of weights, compared over replicas"),
+    ),
+    "DeepSpeed": (
+        Between(_ENGINE, "eval_batch", "an evaluation"),
+        Between(_ENGINE, "save_checkpoint", "a checkpoint"),
+        Between(_ENGINE, "load_checkpoint", "a checkpoint"),
+    ),
+    "torchtitan": (
+        Between("checkpointer", "save", "a checkpoint", when="_should_save"),
+        Between("validator", "validate", "an evaluation"),
+    ),
+}
+#: Where NVRx has its reports, in older and in newer versions.
+_NVRX = (
+    "nvidia_resiliency_ext.straggler.reporting",
+    "nvidia_resiliency_ext.attribution.straggler.reporting",
+)
+
+
+@contextmanager
+def between_steps(framework: str, job: LeveledJob, trainer: object = None) -> Iterator[None]:
+    """Within, the job pauses before each row of a framework, and NVRx has other thresholds.
+
+    `trainer` has as attributes the owners that are no modules.
+    """
+    with ExitStack() as stack:
+        for row in BETWEEN_STEPS[framework]:
+            owner = sys.modules.get(row.owner) or getattr(trainer, row.owner, None)
+            if function := getattr(owner, row.function, None):
+                asks = getattr(owner, row.when, None) if row.when else None
+                if not row.when or asks is not None:
+                    instead = {row.function: _paused(function, job, asks)}
+                    stack.enter_context(replaced(owner, **instead))
+        for name in _NVRX:
+            if report := getattr(sys.modules.get(name), "Report", None):
+                told = _told(report.identify_stragglers, job)
+                stack.enter_context(replaced(report, identify_stragglers=told))
+        yield
+
+
+def _paused(
+    function: Callable[..., Any], job: LeveledJob, asks: Callable[..., bool] | None
+) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def paused(*args: Any, **kwargs: Any) -> Any:
+        if asks is None or asks(*args, **kwargs):
+            job.pause()
+        return function(*args, **kwargs)
+
+    return paused
+
+
+def _told(identify: Callable[..., Any], job: LeveledJob) -> Callable[..., Any]:
+    """NVRx's search for stragglers, by thresholds that slowed GPUs meet if they are well.
+
+    No kernel takes longer at a clock than by the share that it is of the highest one.
+    """
+    signature, say = inspect.signature(identify), once()
+
+    @functools.wraps(identify)
+    def told(*args: Any, **kwargs: Any) -> Any:
+        given, share = signature.bind(*args, **kwargs), job.slowest_share()
+        given.apply_defaults()
+        for name in given.arguments:
+            if name.endswith("_threshold"):
+                given.arguments[name] *= share
+        if share < 1:
+            say(
+                f"Units ran at clocks down to {share:.0%} of the highest, so NVRx's thresholds "
+                "are lowered to that share of what was set; docs/operators.md"
+            )
+        return identify(*given.args, **given.kwargs)
+
+    return told
