@@ -70,7 +70,7 @@ class Hooks(Generic[T]):
         #: The options, once they are read, and the job from begin to end.
         self.options: JobOptions | None = None
         self.job: T | None = None
-        #: What is replaced while the job trains.
+        #: Closed when training ends, with what was replaced for it.
         self.while_training = ExitStack()
 
     def note(self, name: str) -> int:

@@ -1,9 +1,10 @@
-"""What frameworks run between training steps and is not training, and who judges GPUs there.
+"""What frameworks run between training steps that is not training, and what judges GPUs there.
 
-A GPU that a plan has slowed looks sick to who compares GPUs. So before each row of the one table
-here the job pauses: the GPU is seen to run at its highest clock. Who reads times of training itself
-meets slowed GPUs all the same: NVRx has its thresholds lowered by as much as that explains, and
-Megatron's `--log-straggler`, which has none, gets one clock for all GPUs (`megatron.limits`).
+A GPU that a plan has slowed looks sick to a tool that compares GPUs. So the job pauses before each
+row of the table here: the GPU is seen to run at its highest clock. Tools that read times of
+training itself meet slowed GPUs all the same: NVRx gets its thresholds lowered by as much as that
+explains; a job with Megatron's `--log-straggler`, which has none, has one clock for all GPUs
+(`megatron.limits`). Integrations enter `between_steps`.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ _LM, _BRIDGE = "megatron.training.training", "megatron.bridge.training.train"
 _HASHES = "check_param_hashes_across_dp_replicas"
 _ENGINE = "deepspeed.runtime.pipe.engine"
 
-#: By framework. A schedule's `eval`, and any other forward-only call, is seen where it comes.
+#: By framework. Any forward-only call pauses too, wherever it comes from.
 BETWEEN_STEPS: Mapping[str, tuple[Between, ...]] = {
     "Megatron-LM": (
         Between(_LM, "_run_gpu_sniff_test", "products and collectives, compared over ranks"),
@@ -71,9 +72,11 @@ _NVRX = (
 
 @contextmanager
 def between_steps(framework: str, job: LeveledJob, trainer: object = None) -> Iterator[None]:
-    """Within, the job pauses before each row of a framework, and NVRx has other thresholds.
+    """Within, the job pauses before each row of a framework, and NVRx has lower thresholds.
 
-    `trainer` has as attributes the owners that are no modules.
+    Args:
+        framework: a key of `BETWEEN_STEPS`.
+        trainer: has the owners that are not modules, as attributes.
     """
     with ExitStack() as stack:
         for row in BETWEEN_STEPS[framework]:
@@ -85,8 +88,8 @@ def between_steps(framework: str, job: LeveledJob, trainer: object = None) -> It
                     stack.enter_context(replaced(owner, **instead))
         for name in _NVRX:
             if report := getattr(sys.modules.get(name), "Report", None):
-                told = _told(report.identify_stragglers, job)
-                stack.enter_context(replaced(report, identify_stragglers=told))
+                lowered = _lowered(report.identify_stragglers, job)
+                stack.enter_context(replaced(report, identify_stragglers=lowered))
         yield
 
 
@@ -102,15 +105,16 @@ def _paused(
     return paused
 
 
-def _told(identify: Callable[..., Any], job: LeveledJob) -> Callable[..., Any]:
-    """NVRx's search for stragglers, by thresholds that slowed GPUs meet if they are well.
+def _lowered(identify: Callable[..., Any], job: LeveledJob) -> Callable[..., Any]:
+    """Return NVRx's search for stragglers with thresholds that a slowed GPU that is well meets.
 
-    No kernel takes longer at a clock than by the share that it is of the highest one.
+    A score is a share of the speed of the fastest GPU, or of this one's own best; at a lower clock
+    no kernel is slower than by the ratio of the clocks.
     """
     signature, say = inspect.signature(identify), once()
 
     @functools.wraps(identify)
-    def told(*args: Any, **kwargs: Any) -> Any:
+    def lowered(*args: Any, **kwargs: Any) -> Any:
         given, share = signature.bind(*args, **kwargs), job.slowest_share()
         given.apply_defaults()
         for name in given.arguments:
@@ -123,4 +127,4 @@ def _told(identify: Callable[..., Any], job: LeveledJob) -> Callable[..., Any]:
             )
         return identify(*given.args, **given.kwargs)
 
-    return told
+    return lowered

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 from collections import Counter, defaultdict
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -41,6 +42,8 @@ from envpipe_megatron.integrations.versions import version_of
 from envpipe_megatron.patching.catalog import load_catalog, read_constants
 
 FORMAT = "envpipe-doctor/1"
+#: Programs that watch GPUs, by which their packages are found.
+_WATCHERS = ("nv-hostengine", "dcgm-exporter", "gcm", "health_checks")
 
 
 @dataclass(frozen=True)
@@ -397,3 +400,15 @@ def _deepspeed() -> Answer:
     if version is None:
         return False, "not installed", f"Not needed for Megatron-LM. {wanted}"
     return versions.is_tested(version, versions.DEEPSPEED), version, wanted
+
+
+@_check("software", "watchers")
+def _watchers() -> Answer:
+    nvrx = version_of("nvidia-resiliency-ext")
+    found = [f"nvidia-resiliency-ext {nvrx}, whose thresholds jobs lower"] if nvrx else []
+    found += filter(shutil.which, _WATCHERS)
+    said = (
+        "Checks between steps meet GPUs at full clock; what compares stages while they train, by "
+        "clock, power or speed, cannot tell a slowed one from a sick one: docs/operators.md"
+    )
+    return True, f"{', '.join(found) or 'none is found here'}. {said}", ""

@@ -211,7 +211,8 @@ class RankClock:
         Where this rank sets no clock, nothing is waited for.
         """
         asked_mhz = self._asked_mhz
-        if self._confirmed or asked_mhz is None or not self._gpu.changes_clock:
+        known = asked_mhz is not None and asked_mhz in self._gpu.supported_frequencies_mhz
+        if self._confirmed or not known or not self._gpu.changes_clock:
             return
         self._wait_idle(_DEVICE_S)
         until_s, seen = time.monotonic() + self._settles_s, "it could not be read"
