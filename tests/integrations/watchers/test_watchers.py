@@ -32,10 +32,14 @@ from envpipe_megatron.integrations.watchers import BETWEEN_STEPS, between_steps
 SLOWED, SLOW_MHZ = 1, 810
 #: A folder that NVRx was installed to, beside what is installed here.
 NVRX = os.environ.get("ENVPIPE_NVRX", "")
+HAS_NVRX = bool(NVRX or find_spec("nvidia_resiliency_ext"))
+NEWEST = "core_v0.19.0"
 
 
 @pytest.fixture(scope="module")
 def ranks() -> Iterator[RankPool]:
+    if not (HAS_NVRX or checkout_of(NEWEST)):
+        pytest.skip("neither Megatron-LM nor nvidia-resiliency-ext is here")
     with RankPool(STAGES) as pool:
         yield pool
 
@@ -55,8 +59,7 @@ def root(tmp_path: Path) -> Path:
 
 
 def newest() -> Path:
-    tag = "core_v0.19.0"
-    return checkout_of(tag) or pytest.skip(f"no checkout of Megatron-LM {tag}")
+    return checkout_of(NEWEST) or pytest.skip(f"no checkout of Megatron-LM {NEWEST}")
 
 
 def test_megatrons_check_of_gpus_meets_them_at_full_clock(ranks: RankPool, root: Path) -> None:
@@ -74,7 +77,7 @@ def test_megatrons_check_of_gpus_meets_them_at_full_clock(ranks: RankPool, root:
 def test_nvrx_has_thresholds_that_slowed_gpus_meet(
     ranks: RankPool, root: Path, sick: int | None
 ) -> None:
-    if not (NVRX or find_spec("nvidia_resiliency_ext")):
+    if not HAS_NVRX:
         pytest.skip("nvidia-resiliency-ext is not installed (ENVPIPE_NVRX names its folder)")
     (before, after), *_ = ranks.run(watcher_ranks.score, root, NVRX, sick)
     ill = set() if sick is None else {sick}
