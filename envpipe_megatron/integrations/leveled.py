@@ -201,10 +201,6 @@ class LeveledJob:
         if not self._closed:
             self.session.pause()
 
-    def slowest_share(self) -> float:
-        """As `Session.slowest_share`; 1 where no clock is set."""
-        return 1.0 if self._closed else self.session.slowest_share()
-
     def report(self) -> IntervalReport:
         """Energy since the last report; every rank calls it after the same step."""
         return IntervalReport() if self._closed else IntervalReport.gather(self.session)

@@ -86,9 +86,8 @@ def _is_on(part: Any, switch: str) -> bool:
 
 
 _LOOP = "megatron.bridge.training.train"
-#: What the loop's module calls by these names, and what a job pauses before.
+#: What the loop's module calls by these names.
 _BOUND = ("get_forward_backward_func", "checkpoint_and_decide_exit")
-_BETWEEN = tuple(row.function for row in BETWEEN_STEPS["Megatron-Bridge"])
 
 
 class BridgeError(EnvPipeError):
@@ -218,7 +217,7 @@ def _checked_loop() -> Any:
         events, loop, missing = (), None, [str(error)]
     else:
         needed = {name for name in vars(EnvPipeCallback) if name.startswith("on_")}
-        names = (*_BOUND, *_BETWEEN)
+        names = (*_BOUND, *(row.function for row in BETWEEN_STEPS["Megatron-Bridge"]))
         missing = sorted(needed - events) + [name for name in names if not hasattr(loop, name)]
     if missing:
         raise BridgeError(

@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 import inspect
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
 
@@ -22,12 +22,9 @@ from envpipe_megatron.integrations.leveled import LeveledJob
 
 
 class Between(NamedTuple):
-    """A function that a framework calls between steps; versions that lack it do without.
+    """A function, by its name in a module or in an attribute of a trainer, and what it does.
 
-    Args:
-        owner: where it is called by its name: a module, or an attribute of the object that trains.
-        what: it does.
-        when: another function of the owner, which says by the same arguments whether it does that.
+    `when` names another function of the owner, which says by the same arguments if it does that.
     """
 
     owner: str
@@ -37,15 +34,14 @@ class Between(NamedTuple):
 
 
 _LM, _BRIDGE = "megatron.training.training", "megatron.bridge.training.train"
-_HASHES = "check_param_hashes_across_dp_replicas"
-_ENGINE = "deepspeed.runtime.pipe.engine"
+_ENGINE, _HASHES = "deepspeed.runtime.pipe.engine", "check_param_hashes_across_dp_replicas"
 
-#: By framework. Any forward-only call pauses too, wherever it comes from.
-BETWEEN_STEPS: Mapping[str, tuple[Between, ...]] = {
+#: By framework; versions that lack a function do without. Any forward-only call pauses too.
+BETWEEN_STEPS = {
     "Megatron-LM": (
         Between(_LM, "_run_gpu_sniff_test", "products and collectives, compared over ranks"),
         Between(_LM, "evaluate", "an evaluation"),
-        Between(_LM, "save_checkpoint_and_time", "a checkpoint, which older patches mark too"),
+        Between(_LM, "save_checkpoint_and_time", "a checkpoint, which the patch marks too"),
         Between(_LM, _HASHES, "hashes of weights, compared over replicas"),
     ),
     "Megatron-Bridge": (
@@ -63,49 +59,52 @@ BETWEEN_STEPS: Mapping[str, tuple[Between, ...]] = {
         Between("validator", "validate", "an evaluation"),
     ),
 }
-#: Where NVRx has its reports, in older and in newer versions.
-_NVRX = (
-    "nvidia_resiliency_ext.straggler.reporting",
-    "nvidia_resiliency_ext.attribution.straggler.reporting",
-)
+#: Where NVRx has its reports, in newer and in older versions.
+_NVRX = [f"nvidia_resiliency_ext.{path}straggler.reporting" for path in ("attribution.", "")]
 
 
 @contextmanager
 def between_steps(framework: str, job: LeveledJob, trainer: object = None) -> Iterator[None]:
     """Within, the job pauses before each row of a framework, and NVRx has lower thresholds.
 
-    Args:
-        framework: a key of `BETWEEN_STEPS`.
-        trainer: has the owners that are not modules, as attributes.
+    `trainer` has as attributes the owners that are not modules.
     """
     with ExitStack() as stack:
+
+        def put(owner: Any, name: str, make: Callable[[Any], Any]) -> None:
+            if function := getattr(owner, name, None):
+                stack.enter_context(replaced(owner, **{name: make(function)}))
+
         for row in BETWEEN_STEPS[framework]:
             owner = sys.modules.get(row.owner) or getattr(trainer, row.owner, None)
-            if function := getattr(owner, row.function, None):
-                asks = getattr(owner, row.when, None) if row.when else None
-                if not row.when or asks is not None:
-                    instead = {row.function: _paused(function, job, asks)}
-                    stack.enter_context(replaced(owner, **instead))
+            does = getattr(owner, row.when, lambda *_, **__: False) if row.when else None
+            put(owner, row.function, functools.partial(paused, lambda *_: job.pause(), does=does))
         for name in _NVRX:
-            if report := getattr(sys.modules.get(name), "Report", None):
-                lowered = _lowered(report.identify_stragglers, job)
-                stack.enter_context(replaced(report, identify_stragglers=lowered))
+            report = getattr(sys.modules.get(name), "Report", None)
+            put(report, "identify_stragglers", functools.partial(_lowered, job))
         yield
 
 
-def _paused(
-    function: Callable[..., Any], job: LeveledJob, asks: Callable[..., bool] | None
+def paused(
+    pause: Callable[..., object],
+    function: Callable[..., Any],
+    does: Callable[..., bool] | None = None,
 ) -> Callable[..., Any]:
+    """Return a function that calls `pause` before another, if that `does` anything.
+
+    `pause` gets its first argument.
+    """
+
     @functools.wraps(function)
-    def paused(*args: Any, **kwargs: Any) -> Any:
-        if asks is None or asks(*args, **kwargs):
-            job.pause()
+    def run(*args: Any, **kwargs: Any) -> Any:
+        if does is None or does(*args, **kwargs):
+            pause(*args[:1])
         return function(*args, **kwargs)
 
-    return paused
+    return run
 
 
-def _lowered(identify: Callable[..., Any], job: LeveledJob) -> Callable[..., Any]:
+def _lowered(job: LeveledJob, identify: Callable[..., Any]) -> Callable[..., Any]:
     """Return NVRx's search for stragglers with thresholds that a slowed GPU that is well meets.
 
     A score is a share of the speed of the fastest GPU, or of this one's own best; at a lower clock
@@ -115,16 +114,12 @@ def _lowered(identify: Callable[..., Any], job: LeveledJob) -> Callable[..., Any
 
     @functools.wraps(identify)
     def lowered(*args: Any, **kwargs: Any) -> Any:
-        given, share = signature.bind(*args, **kwargs), job.slowest_share()
+        given, share = signature.bind(*args, **kwargs), job.session.slowest_share()
         given.apply_defaults()
-        for name in given.arguments:
-            if name.endswith("_threshold"):
-                given.arguments[name] *= share
+        for name in (name for name in given.arguments if name.endswith("_threshold")):
+            given.arguments[name] *= share
         if share < 1:
-            say(
-                f"Units ran at clocks down to {share:.0%} of the highest, so NVRx's thresholds "
-                "are lowered to that share of what was set; docs/operators.md"
-            )
+            say(f"NVRx's thresholds are lowered to {share:.0%}, as the slowest unit's clock was")
         return identify(*given.args, **given.kwargs)
 
     return lowered

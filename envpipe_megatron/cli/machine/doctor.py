@@ -42,8 +42,6 @@ from envpipe_megatron.integrations.versions import version_of
 from envpipe_megatron.patching.catalog import load_catalog, read_constants
 
 FORMAT = "envpipe-doctor/1"
-#: Programs that watch GPUs, by which their packages are found.
-_WATCHERS = ("nv-hostengine", "dcgm-exporter", "gcm", "health_checks")
 
 
 @dataclass(frozen=True)
@@ -405,10 +403,7 @@ def _deepspeed() -> Answer:
 @_check("software", "watchers")
 def _watchers() -> Answer:
     nvrx = version_of("nvidia-resiliency-ext")
-    found = [f"nvidia-resiliency-ext {nvrx}, whose thresholds jobs lower"] if nvrx else []
-    found += filter(shutil.which, _WATCHERS)
-    said = (
-        "Checks between steps meet GPUs at full clock; what compares stages while they train, by "
-        "clock, power or speed, cannot tell a slowed one from a sick one: docs/operators.md"
-    )
-    return True, f"{', '.join(found) or 'none is found here'}. {said}", ""
+    found = [*filter(shutil.which, ("nv-hostengine", "dcgm-exporter", "gcm"))]
+    found += [f"nvidia-resiliency-ext {nvrx}, whose thresholds jobs lower"] if nvrx else []
+    blind = "what compares stages while they train cannot tell a slowed one from a sick one"
+    return True, f"{', '.join(found) or 'none is found'}; {blind}: docs/operators.md", ""

@@ -6,9 +6,8 @@ backward, to reduce gradients and to step. Which comes when, and how messages tr
 
 from __future__ import annotations
 
-import functools
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from types import MethodType
 from typing import Any
 
@@ -28,7 +27,7 @@ from envpipe_megatron.integrations.levels import (
     frees_while_training,
     stands_against,
 )
-from envpipe_megatron.integrations.watchers import BETWEEN_STEPS
+from envpipe_megatron.integrations.watchers import BETWEEN_STEPS, paused
 from envpipe_megatron.runtime.channel.carrier import StageSpecs, TensorSpec
 from envpipe_megatron.runtime.job.session import Session
 from envpipe_megatron.runtime.memory.peak import MemoryFullError
@@ -36,17 +35,6 @@ from envpipe_megatron.runtime.memory.peak import MemoryFullError
 
 class UnsupportedEngineError(EnvPipeError):
     """A feature of DeepSpeed's pipelines that EnvPipe does not run."""
-
-
-def _paused(method: Callable[..., Any]) -> Callable[..., Any]:
-    """DeepSpeed's method, at the highest clock and not billed as training."""
-
-    @functools.wraps(method)
-    def run(engine: EnvPipeEngine, *arguments: Any, **named: Any) -> Any:
-        engine.job.pause()
-        return method(engine, *arguments, **named)
-
-    return run
 
 
 class EnvPipeEngine(PipelineEngine):  # type: ignore[misc]  # DeepSpeed has no types
@@ -210,7 +198,8 @@ class EnvPipeEngine(PipelineEngine):  # type: ignore[misc]  # DeepSpeed has no t
 
 
 for _row in BETWEEN_STEPS["DeepSpeed"]:
-    setattr(EnvPipeEngine, _row.function, _paused(getattr(PipelineEngine, _row.function)))
+    _own = getattr(PipelineEngine, _row.function)
+    setattr(EnvPipeEngine, _row.function, paused(lambda engine: engine.job.pause(), _own))
 
 
 class _Units:

@@ -207,33 +207,29 @@ class RankClock:
     def confirm(self) -> None:
         """Wait until the clock that was asked for last, or a higher one, is read from the GPU.
 
-        Not for long: a power cap, heat or another program may hold it back, which is logged once.
-        Where this rank sets no clock, nothing is waited for.
+        Half a second at most: a power cap, heat or another program may hold it back, which is
+        logged once, and waited for less from then on.
         """
-        asked_mhz = self._asked_mhz
-        known = asked_mhz is not None and asked_mhz in self._gpu.supported_frequencies_mhz
-        if self._confirmed or not known or not self._gpu.changes_clock:
+        asked_mhz = self._asked_mhz or 0
+        sets = self._gpu.changes_clock and asked_mhz in self._gpu.supported_frequencies_mhz
+        if self._confirmed or not sets:
             return
         self._wait_idle(_DEVICE_S)
-        until_s, seen = time.monotonic() + self._settles_s, "it could not be read"
-        while not self.page.is_over:
+        until_s, seen = time.monotonic() + self._settles_s, "its clock could not be read"
+        while not (self._confirmed or self.page.is_over):
             with suppress(Exception):  # a driver may fail in any way; training must go on
                 state = self._gpu.clock_state()
                 self._confirmed = state.observed_mhz >= asked_mhz - TOLERANCE_MHZ
                 reasons = ", ".join(state.throttle_reasons) or "no reason reported"
                 seen = f"{state.observed_mhz} MHz was read ({reasons})"
-            if self._confirmed or time.monotonic() >= until_s:
-                break
+            if not self._confirmed and time.monotonic() >= until_s:
+                if self._settles_s == _SETTLES_S:
+                    where = f"{self._gpu.name} was not at {asked_mhz} MHz between training steps"
+                    logger.warning("%s, so that GPU checks may find it slow: %s", where, seen)
+                self._settles_s = _SETTLES_NEXT_S
+                return
             self._look()
             time.sleep(_CLOCK_LOOK_S)
-        if self._confirmed or self.page.is_over or self._settles_s == _SETTLES_NEXT_S:
-            return
-        self._settles_s = _SETTLES_NEXT_S
-        logger.warning(
-            "%s was not at %d MHz before something that is not training: %s. Training goes on; "
-            "who compares GPUs there may find this one slow",
-            *(self._gpu.name, asked_mhz, seen),
-        )
 
     def stop(self, error: Exception) -> None:
         """Give up control for this reason: nothing is locked any more, and the guard resets."""

@@ -124,14 +124,10 @@ def run_commands(
             if job.options.changes_only_order:  # those of the planning rank's GPU
                 clocks = np.full_like(clocks, top_mhz)
             order = replace(
-                order,
-                schedule=clocked.schedule,
-                frequency_mhz=clocks,
-                parking=clocked.parking,
-                others_mhz=min(int(each.frequency_mhz.min()) for each in command.orders)
-                if command.which
-                else None,
+                order, schedule=clocked.schedule, frequency_mhz=clocks, parking=clocked.parking
             )
+            lowest_mhz = min(int(each.frequency_mhz.min()) for each in command.orders)
+            order = replace(order, lowest_mhz=lowest_mhz if command.which else None)
         order = replace(order, phase=command.phase)
         for line in command.note.splitlines():
             job.say(line)

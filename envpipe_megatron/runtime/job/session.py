@@ -196,7 +196,9 @@ class Session:
         self._step_begun = False
         self._pid = os.getpid()
         self._last_run: StageRun | None = None
-        self._lowest_mhz = self._top_mhz = max(self._gpu.supported_frequencies_mhz)
+        self._top_mhz = max(self._gpu.supported_frequencies_mhz)
+        #: The lowest clock of a unit: of any since `slowest_share`, and of the last iteration.
+        self._lowest_mhz = self._order_mhz = self._top_mhz
 
     @property
     def executed(self) -> list[str]:
@@ -369,8 +371,7 @@ class Session:
 
         Of all GPUs of the job; 1 where no clock is set.
         """
-        lowest_mhz, last = self._lowest_mhz, self._last_run
-        self._lowest_mhz = self._top_mhz if last is None else last.order.lowest_mhz
+        lowest_mhz, self._lowest_mhz = self._lowest_mhz, self._order_mhz
         sets = self._controlled and self._gpu.changes_clock
         return lowest_mhz / self._top_mhz if sets else 1.0
 
@@ -456,7 +457,9 @@ class Session:
             like = self.iterations.like(order)
         run = StageRun(order, self._stage, self.executor, self._request, channel, specs, like)
         self._last_run = run
-        self._lowest_mhz = min(self._lowest_mhz, order.lowest_mhz)
+        own_mhz = int(order.frequency_mhz.min())
+        self._order_mhz = min(own_mhz, order.lowest_mhz or own_mhz)
+        self._lowest_mhz = min(self._lowest_mhz, self._order_mhz)
         self._request(run.frequencies_mhz[0], None)
         return run
 

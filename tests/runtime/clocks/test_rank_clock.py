@@ -127,7 +127,7 @@ def test_the_watch_looks_at_this_gpu_and_tells(guard, gpu, monkeypatch):
 def test_a_clock_that_comes_late_is_waited_for_and_one_that_is_held_back_not_for_long(
     monkeypatch, caplog
 ):
-    monkeypatch.setattr(rank_clock, "_SETTLES_S", 0.02)
+    monkeypatch.setattr(rank_clock, "_SETTLES_S", 10)
     seen = iter([1000, 1000, 1399])
     monkeypatch.setattr(FakeGpu, "observed_frequency_mhz", property(lambda gpu: next(seen)))
     late = RankClock(FakeGpu())
@@ -137,13 +137,14 @@ def test_a_clock_that_comes_late_is_waited_for_and_one_that_is_held_back_not_for
     late.confirm()  # is not looked at again
     assert (list(seen), caplog.messages) == ([], [])
 
+    monkeypatch.setattr(rank_clock, "_SETTLES_S", 0.02)
     held = RankClock(gpu := FakeGpu(throttle_reasons=("sw_power_cap",)))
     monkeypatch.setattr(FakeGpu, "observed_frequency_mhz", property(lambda gpu: 1100))
     for clock_mhz in (1400, 1300, 1400):
         ask(held, clock_mhz)
         held.confirm()
     (said,) = caplog.messages
-    assert "not at 1400 MHz" in said
+    assert "not at 1400 MHz between" in said
     assert "1100 MHz was read (sw_power_cap)" in said
     gpu.error = GpuError("the driver fails")
     held.request(1000)  # its control has ended, and the GPU is at its default
