@@ -33,7 +33,9 @@ def with_control(metrics: _App, agent: NodeAgent) -> _App:
             return metrics(environ, start_response)
         try:
             control = agent.control if agent.bill is not None else None
-            status, said = "200 OK", _answer(environ, control)
+            if control is None:
+                raise FileNotFoundError("Ask on the node of rank 0, of a job that has a folder")
+            status, said = "200 OK", _answer(environ, control) | {"file": control["file"]}
         except (EnvPipeError, OSError) as error:
             status, said = _REFUSED.get(type(error), "400 Bad Request"), {"error": str(error)}
         start_response(status, [("Content-Type", _JSON)])
@@ -42,9 +44,7 @@ def with_control(metrics: _App, agent: NodeAgent) -> _App:
     return answer
 
 
-def _answer(environ: dict[str, Any], control: dict[str, Any] | None) -> dict[str, Any]:
-    if control is None:
-        raise FileNotFoundError("Ask on the node of rank 0, of a job that has a folder")
+def _answer(environ: dict[str, Any], control: dict[str, Any]) -> dict[str, Any]:
     path = Path(control["file"])
     if environ["REQUEST_METHOD"] == "GET":
         try:

@@ -15,13 +15,16 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from energy_lines import job, parsed, window
 from fake_gpu import FakeGpu
 from prometheus_client import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
 from envpipe_megatron.errors import EnvPipeError
-from envpipe_megatron.formats.energy import parse_line
-from envpipe_megatron.gpu.base import GpuError
+from envpipe_megatron.gpu.base import GpuAddress, GpuError
+from envpipe_megatron.gpu.devices import open_gpu
+from envpipe_megatron.gpu.guard.lease import Lease, list_leases
+from envpipe_megatron.gpu.guard.messages import ProcessIdentity
 from envpipe_megatron.launch.agent.control import with_control
 from envpipe_megatron.launch.agent.ledger import GpuLedger
 from envpipe_megatron.launch.agent.prometheus import FAMILIES, serve_metrics
@@ -127,28 +130,40 @@ def test_figures_of_each_gpu(node):
         assert f"# TYPE {name} " in text
 
 
+def test_a_gpu_that_a_job_may_slow_is_marked(node, tmp_path, monkeypatch):
+    monkeypatch.setenv("ENVPIPE_LEASE_DIR", str(tmp_path / "leases"))
+    node.add_gpu(0)
+    node.add_gpu(1)
+    port, _ = node.serve()
+    rank = ProcessIdentity.own()
+    leases = [
+        Lease.take(GpuAddress("nvml", uid), "j", rank=rank, open_gpu=open_gpu, clocks_mhz=(1410, 9))
+        for uid in ("GPU-1", "GPU-of-another-job")
+    ]
+    (sample,) = node.scrape(port)["envpipe_gpu_slowed_info"].samples
+    labels, mark = sample.labels, list_leases()[0].mark()
+    assert (sample.value, labels["gpu_uid"], labels["rank"]) == (1, "GPU-1", "1")
+    names = ("user", "pid", "host", "slurm_job_id", "highest_mhz", "lowest_mhz", "since")
+    assert {name: labels[name] for name in names} == {name: str(mark[name]) for name in names}
+    for lease in leases:
+        lease.close()  # as if its guard had died
+    assert not node.scrape(port)["envpipe_gpu_slowed_info"].samples
+    (tmp_path / "leases").chmod(0o777)
+    assert node.scrape(port)["envpipe_gpu_power_watts"].samples
+
+
 def test_figures_of_the_job(node):
     """Of the bill: 0.36 and 36 g of CO2 for a kWh, so 1 J costs 1e-7 and takes 1e-5 g."""
     port, _ = node.serve()
     node.bill = bill = Bill()
     assert not node.scrape(port)["envpipe_job_tokens"].samples
-    window = {
-        "node": "n",
-        "gpu_uid": "g",
-        "phase": "steady",
-        "first_iteration": 0,
-        "last_iteration": 9,
-        "duration_s": 5,
-        "energy_j": 800,
-        "energy_uncertainty_j": 1,
-    }
-    window["baseline"] = {"iterations": 9, "time_s": 0.5, "time_uncertainty_s": None,
-                          "energy_j": 100, "metering_uncertainty_j": 1}  # fmt: skip
+    baseline = {"iterations": 9, "time_s": 0.5, "time_uncertainty_s": None,
+                "energy_j": 100, "metering_uncertainty_j": 1}  # fmt: skip
+    trained = window(0, 0, 800, last_iteration=9, duration_s=5, baseline=baseline)
     facts = {"model": "GPT", "level": "units", "num_gpus": 2, "tokens_per_iteration": 40,
              "predicted": {"saving_percent": 25.0}}  # fmt: skip
-    note = {"format": "envpipe-note/1", "node": "n", "note": "job", "facts": facts}
-    bill.add(parse_line(json.dumps(note).encode()))
-    bill.add(parse_line(json.dumps(window).encode()))
+    for line in parsed([job(**facts), trained]):
+        bill.add(line)
     families = node.scrape(port)
     found = {
         (name.removeprefix("envpipe_job_"), *list(sample.labels.values())[1:]): sample.value
@@ -162,7 +177,7 @@ def test_figures_of_the_job(node):
         ("cost",): 8e-5, ("co2_grams",): 8e-3, ("saving_ratio", "predicted"): 0.25,
         ("saving_ratio", "measured"): 0.2, ("slowdown_ratio", "measured"): 0,
     })  # fmt: skip
-    bill.add(parse_line(json.dumps({**window, "phase": "steady m2"}).encode()))
+    bill.add(*parsed([{**trained, "phase": "steady m2"}]))
     families = node.scrape(port)  # batches of two sizes: nobody knows the tokens
     assert not families["envpipe_job_tokens"].samples
 
@@ -241,11 +256,12 @@ def test_an_operator_asks_by_http_what_the_jobs_file_says(node, tmp_path):
     file = tmp_path / "control.json"
     begun = {"power_budget": 300, "off": False}
     node.agent.control = {"file": str(file), "asked": begun}
-    assert ask(port) == (200, begun)
+    where = {"file": str(file)}
+    assert ask(port) == (200, begun | where)
     wanted = {"power_budget": "80%", "off": True}
-    assert ask(port, json.dumps(wanted)) == (200, wanted)
+    assert ask(port, json.dumps(wanted)) == (200, wanted | where)
     assert json.loads(file.read_text()) == wanted
-    assert ask(port) == (200, wanted)
+    assert ask(port) == (200, wanted | where)
     for body, what in (
         ("[", "not readable JSON"),
         ('{"of": true}', "unknown field"),
@@ -256,7 +272,7 @@ def test_an_operator_asks_by_http_what_the_jobs_file_says(node, tmp_path):
     assert ask(port, "{}", "text/plain")[0] == 403
     assert ask(port, " " * 5000 + "{}")[0] == 400
     assert json.loads(file.read_text()) == wanted, "nothing that is refused changes it"
-    assert ask(port, "{}", method="POST") == (200, {"power_budget": None, "off": False})
+    assert ask(port, "{}", method="POST") == (200, {"power_budget": None, "off": False} | where)
     file.write_text("[")
     assert ask(port)[0] == 400
     node.agent.control["file"] = str(tmp_path / "no folder" / "control.json")
