@@ -251,7 +251,7 @@ class Controller:
         assert self.plan is not None
         budget, planner = self._budget, self._planner
         if drift.any():
-            budget.changed()
+            budget.known.clear()
         if math.isnan(budget.own_w) and window.wishes.power_budget is not None:
             budget.own_w = gpu_power_w(self._unplanned())
         if news := budget.heed(window.wishes):

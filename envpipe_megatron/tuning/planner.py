@@ -19,7 +19,7 @@ from envpipe_megatron.core.profile import Profile
 from envpipe_megatron.core.schedule import Schedule
 from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.formats.energy import Phase
-from envpipe_megatron.policies.objective import LEAST_ENERGY, Goal, Objective
+from envpipe_megatron.policies.objective import LEAST_ENERGY, SHORTEST, Objective
 from envpipe_megatron.policies.optimal.linear_program import LinearProgramError
 from envpipe_megatron.policies.planner import Planned, solve
 from envpipe_megatron.policies.problem import Problem
@@ -73,13 +73,8 @@ class Limits:
         return (self.deadline_factor or max(1.0, expected)) * (1 + self.max_slowdown)
 
     def within(self, power_w: float) -> Limits:
-        """Return those of plans that keep a mean power of a pipeline, in the least time if need be.
-
-        Of the least energy in a time there is none, where a budget binds.
-        """
-        objective = self.objective
-        if objective.goal == Goal.ENERGY:
-            objective = Objective(Goal.TIME)
+        """Those of plans that keep a power of a pipeline: in place of the least energy, time."""
+        objective = SHORTEST if self.objective == LEAST_ENERGY else self.objective
         objective = replace(objective, power_cap_w=power_w)
         return replace(self, deadline_factor=None, objective=objective)
 

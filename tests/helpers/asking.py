@@ -8,10 +8,10 @@ from unittest.mock import patch
 
 from fake_gpu import look_until
 
+from envpipe_megatron.formats.wishes import CONTROL_FILE
 from envpipe_megatron.runtime.job import control
 from envpipe_megatron.runtime.job.control import ControlFile
 from envpipe_megatron.runtime.job.session import Session
-from envpipe_megatron.tuning.wishes import CONTROL_FILE
 
 _look = ControlFile._look
 _looks = 0

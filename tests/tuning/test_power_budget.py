@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from benchmarks.online.pipelines import Iteration, Pipelines
 from benchmarks.online.runs import exact_profile, scripted
 from envpipe_megatron.core.conditions import known_conditions
 from envpipe_megatron.formats.energy import Phase
+from envpipe_megatron.formats.wishes import read_power_budget
 from envpipe_megatron.gpu.presets import load_preset
 from envpipe_megatron.policies.objective import Goal, Objective
 from envpipe_megatron.policies.planner import make_plan
@@ -20,8 +22,7 @@ from envpipe_megatron.policies.request import PlanRequest
 from envpipe_megatron.runtime.job.options import JobOptions
 from envpipe_megatron.runtime.job.parts import NO_POWER
 from envpipe_megatron.tuning import controller
-from envpipe_megatron.tuning.budget import EXCEEDS, PowerSums
-from envpipe_megatron.tuning.wishes import read_power_budget
+from envpipe_megatron.tuning.budget import EXCEEDS, Allowance
 
 PRESET, FORWARD_S, WINDOW = load_preset("a40"), [0.05] * 2, 4
 #: Iterations before a budget: the job has its plan.
@@ -135,18 +136,25 @@ def test_a_replica_that_becomes_slower_breaks_no_budget():
     assert job.longer(ran) < fastest(0.8) + 0.005, "fast again"
 
 
-def test_what_a_budget_cost_is_added_up():
-    sums = PowerSums()
-    for power_w, time_s in ((200.0, 10.0), (300.0, 10.0), (250.0, 30.0)):
-        sums.add(power_w, time_s, 260.0)
-    assert sums.facts(260.0) == {
-        "budget_w": 260.0,
-        "mean_w": pytest.approx(250.0),
-        "energy_j": pytest.approx(12500.0),
+def test_how_a_budget_was_kept_is_added_up():
+    allowance = Allowance()
+    for budget, power_w, time_s in (
+        (None, 999.0, 1.0),
+        (260, 200.0, 10.0),
+        (260, 300.0, 10.0),
+        ("50%", 250.0, 30.0),
+    ):
+        allowance.own_w = 600.0
+        allowance.heed(read_power_budget(budget))
+        allowance.count(SimpleNamespace(power_w=power_w, steps_s=np.array([time_s])))
+    assert allowance.facts == {
+        "budget_w": 300.0,
+        "time_s": 50.0,
+        "energy_j": 12500.0,
+        "mean_w": 250.0,
         "peak_w": 300.0,
         "swing_w": 100.0,
         "ramp_w_per_s": 10.0,
-        "time_s": 50.0,
         "exceeded_s": 10.0,
     }
 
