@@ -16,6 +16,8 @@ EXCEEDS = 0.01
 #: Plans are made again if they miss the budget by more than the first share; if they take more than
 #: the second too much, clocks come down before that.
 _NEAR, _AT_ONCE = 0.003, 0.006
+#: The bill says so of a budget that was not kept, and is another now.
+OVER = "until it was changed"
 #: So many plans are kept, and so many windows of one by their mean.
 _MOST_KNOWN, _REMEMBERED = 16, 8
 

@@ -15,7 +15,7 @@ from envpipe_megatron.core.plan import Plan
 from envpipe_megatron.core.schedule import Schedule
 from envpipe_megatron.formats.energy import Phase
 from envpipe_megatron.policies.optimal.optimizer import order_at_maximum_s
-from envpipe_megatron.tuning.budget import EXCEEDS, Budget
+from envpipe_megatron.tuning.budget import EXCEEDS, OVER, Budget
 from envpipe_megatron.tuning.command_maker import CommandMaker
 from envpipe_megatron.tuning.commands import Clocked, PlanRefusedError, Run, Window
 from envpipe_megatron.tuning.judge import WINDOW, Judge, Silence, larger, upset, what_drifted
@@ -271,12 +271,12 @@ class Controller:
         budget, planner = self._budget, self._planner
         bound = budget.binds
         self._turn_to(budget.choose())
-        if (why := budget.why) != self._commands.bill["power"]:
-            self._commands.note(why)
-            self._commands.bill["power"] = why
+        said = self._commands.bill["power"]
+        self._commands.bill["power"] = budget.why or (said and f"{said.partition(',')[0]}, {OVER}")
+        self._commands.note(budget.why)
         if self._has_no_plan and planner.busy:
             return  # the best one is on its way
-        if budget.binds and not why:
+        if budget.binds and not budget.why:
             self._replan(reorder=self._has_no_plan)
         elif bound and not budget.binds:  # the usual one may be of before a change
             self._replan(reorder=True)

@@ -22,7 +22,7 @@ from envpipe_megatron.policies.request import PlanRequest
 from envpipe_megatron.runtime.job.options import JobOptions
 from envpipe_megatron.runtime.job.parts import NO_POWER
 from envpipe_megatron.tuning import controller
-from envpipe_megatron.tuning.budget import EXCEEDS, Allowance
+from envpipe_megatron.tuning.budget import EXCEEDS, OVER, Allowance
 
 PRESET, FORWARD_S, WINDOW = load_preset("a40"), [0.05] * 2, 4
 #: Iterations before a budget: the job has its plan.
@@ -102,7 +102,7 @@ def test_a_budget_is_kept_at_once_by_lower_clocks_and_then_by_the_fastest_plan(j
 
 def test_a_budget_in_watts_that_the_plan_keeps_anyway_changes_nothing(job):
     before = job.run(None, 8)[-1]
-    ran = job.run(0.99 * job.own.energy_j / job.own.time_s / len(FORWARD_S))
+    ran = job.run(float(0.99 * job.own.energy_j / job.own.time_s / len(FORWARD_S)))
     assert ran[-1].time_s == pytest.approx(before.time_s)
     assert {each.phase for each in ran} == {Phase.STEADY}
 
@@ -114,7 +114,7 @@ def test_less_than_is_reachable_is_said_and_the_least_runs(job):
         lowest * job.own.energy_j / job.own.time_s / len(FORWARD_S), rel=0.02
     )
     job.run(None)
-    assert not [note for note in job.state.notes if "reachable" in note]
+    assert [note for note in job.state.notes if "reachable" in note] == [f"{why}, {OVER}"]
 
 
 def test_no_baseline_runs_while_a_budget_is_below_it(monkeypatch):
