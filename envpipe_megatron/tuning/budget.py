@@ -183,4 +183,5 @@ class Budget(Allowance):
         self._planner.limits = self._limits.within(gpus * leads * self.allowed_w / self._off)
 
     def _keeps(self, plan: Plan) -> bool:
-        return self._off * gpu_power_w(plan) <= self.allowed_w * (1 + _NEAR)
+        most_w = self.allowed_w * (1 + _NEAR)
+        return not self.asks or self._off * gpu_power_w(plan) <= most_w
