@@ -135,14 +135,6 @@ def test_a_clock_may_wait_a_while_behind_the_unit_or_for_its_own(gpu, page, make
     look_until(lambda: gpu.history == [1000, 1400])
 
 
-@pytest.mark.parametrize("delay_s", [-0.001, 0.0, 1e-9])
-def test_what_has_no_time_to_wait_is_due_with_the_unit(gpu, page, make, delay_s):
-    number = page.ask(1000, delay_s)
-    page.count(DUE, number)
-    make()
-    look_until(lambda: gpu.history == [1000])
-
-
 @pytest.mark.parametrize("delay_s", [1e9, math.inf])
 def test_a_wait_without_end_is_for_the_next_unit_alone(page, delay_s):
     assert page.request(page.ask(1000, delay_s)) == (1000, MASK / 1e6)
@@ -204,15 +196,6 @@ def test_a_time_base_that_fails_is_told(gpu, page, make, monkeypatch):
     ask(page, 1000)
     look_until(lambda: page.failure is not None)
     assert gpu.history == []
-
-
-def test_a_thread_that_has_died_is_told(page, gpu, monkeypatch):
-    monkeypatch.setattr(PageController, "_run", lambda self: None)
-    controller = PageController(gpu, page)
-    controller.start()
-    controller._thread.join()
-    assert controller.has_ended()
-    assert page.failure == "The thread that sets clocks has ended"
 
 
 def test_a_driver_that_hangs_in_a_call_ends_control(gpu, page, make, monkeypatch):

@@ -15,12 +15,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from energy_lines import job, parsed, window
 from fake_gpu import FakeGpu
 from prometheus_client import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
 from envpipe_megatron.errors import EnvPipeError
-from envpipe_megatron.formats.energy import parse_line
 from envpipe_megatron.gpu.base import GpuError
 from envpipe_megatron.launch.agent.control import with_control
 from envpipe_megatron.launch.agent.ledger import GpuLedger
@@ -132,23 +132,13 @@ def test_figures_of_the_job(node):
     port, _ = node.serve()
     node.bill = bill = Bill()
     assert not node.scrape(port)["envpipe_job_tokens"].samples
-    window = {
-        "node": "n",
-        "gpu_uid": "g",
-        "phase": "steady",
-        "first_iteration": 0,
-        "last_iteration": 9,
-        "duration_s": 5,
-        "energy_j": 800,
-        "energy_uncertainty_j": 1,
-    }
-    window["baseline"] = {"iterations": 9, "time_s": 0.5, "time_uncertainty_s": None,
-                          "energy_j": 100, "metering_uncertainty_j": 1}  # fmt: skip
+    baseline = {"iterations": 9, "time_s": 0.5, "time_uncertainty_s": None,
+                "energy_j": 100, "metering_uncertainty_j": 1}  # fmt: skip
+    trained = window(0, 0, 800, last_iteration=9, duration_s=5, baseline=baseline)
     facts = {"model": "GPT", "level": "units", "num_gpus": 2, "tokens_per_iteration": 40,
              "predicted": {"saving_percent": 25.0}}  # fmt: skip
-    note = {"format": "envpipe-note/1", "node": "n", "note": "job", "facts": facts}
-    bill.add(parse_line(json.dumps(note).encode()))
-    bill.add(parse_line(json.dumps(window).encode()))
+    for line in parsed([job(**facts), trained]):
+        bill.add(line)
     families = node.scrape(port)
     found = {
         (name.removeprefix("envpipe_job_"), *list(sample.labels.values())[1:]): sample.value
@@ -162,7 +152,7 @@ def test_figures_of_the_job(node):
         ("cost",): 8e-5, ("co2_grams",): 8e-3, ("saving_ratio", "predicted"): 0.25,
         ("saving_ratio", "measured"): 0.2, ("slowdown_ratio", "measured"): 0,
     })  # fmt: skip
-    bill.add(parse_line(json.dumps({**window, "phase": "steady m2"}).encode()))
+    bill.add(*parsed([{**trained, "phase": "steady m2"}]))
     families = node.scrape(port)  # batches of two sizes: nobody knows the tokens
     assert not families["envpipe_job_tokens"].samples
 
