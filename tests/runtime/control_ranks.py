@@ -12,8 +12,7 @@ from unittest.mock import patch
 
 import controlled_ranks
 import step_ranks
-from asking import ask, asked_often
-from waiting_plans import plans_are_waited_for
+from waiting_plans import ask, asked_often, plans_are_waited_for
 
 from envpipe_megatron.gpu.base import Gpu, ReadOnlyGpu
 from envpipe_megatron.gpu.emulated.emulated_gpu import EmulatedGpu
