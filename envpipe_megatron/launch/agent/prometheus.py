@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator
 
 from prometheus_client import CollectorRegistry, make_wsgi_app, start_http_server
@@ -14,6 +15,7 @@ from prometheus_client.registry import Collector
 from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.formats.energy import split_phase
 from envpipe_megatron.gpu.base import GpuError
+from envpipe_megatron.gpu.guard.lease import list_leases
 from envpipe_megatron.launch.agent.agent import NodeAgent
 from envpipe_megatron.launch.agent.control import with_control
 from envpipe_megatron.launch.agent.ledger import GpuLedger
@@ -24,6 +26,8 @@ _JOB = ("job_name",)
 _NODE = (*_JOB, "node")
 _OF_LEDGER = ("gpu", "gpu_uid", "rank", "stage")
 _GPU = (*_NODE, *_OF_LEDGER)
+#: Of a mark what names who slows a GPU and between which clocks, as labels.
+_SLOWED = ("user", "pid", "host", "slurm_job_id", "highest_mhz", "lowest_mhz", "since")
 _ABOUT = ("model", "level", "type", "scheduling", "reconfigure")
 
 #: Of each family its help and its labels; one whose name ends in `_total` is a counter.
@@ -35,6 +39,10 @@ FAMILIES = {
     "envpipe_gpu_sm_clock_requested_hertz": (
         "SM clock that was requested then; none where the driver chooses.",
         _GPU,
+    ),
+    "envpipe_gpu_slowed_info": (
+        "1 while EnvPipe may slow the GPU: who, for which job, between which clocks, since when.",
+        (*_GPU, *_SLOWED),
     ),
     "envpipe_gpu_throttle_seconds_total": (
         "Time in which the SM clock was held back, by looks at it twice a second.",
@@ -66,9 +74,28 @@ FAMILIES = {
         (*_JOB, "source"),
     ),
     "envpipe_job_slowdown_uncertainty_ratio": ("Standard uncertainty of what was measured.", _JOB),
+    "envpipe_job_power_budget_watts": ("Mean power of a GPU that is allowed now.", _JOB),
+    "envpipe_job_power_watts": (
+        "Mean power of a GPU since the first budget: of all windows of iterations, and the peak.",
+        (*_JOB, "of"),
+    ),
+    "envpipe_job_power_swing_watts": ("Largest change of it from one window to the next.", _JOB),
+    "envpipe_job_power_ramp_watts_per_second": ("The fastest such change.", _JOB),
+    "envpipe_job_power_exceeded_seconds_total": (
+        "Time in windows more than 1 % above the budget.",
+        _JOB,
+    ),
 }
 #: What the times of `SHARES` are called here.
 _SPENT = ("units", "receives", "rest")
+
+#: Families of what `power` says among a job's facts.
+_POWER = {
+    "job_power_budget_watts": "budget_w",
+    "job_power_swing_watts": "swing_w",
+    "job_power_ramp_watts_per_second": "ramp_w_per_s",
+    "job_power_exceeded_seconds_total": "exceeded_s",
+}
 
 
 class _Families(dict[str, CounterMetricFamily | GaugeMetricFamily]):
@@ -101,11 +128,22 @@ class _NodeMetrics(Collector):
         for ledger in self._agent.ledgers():
             names = (getattr(ledger.of_gpu, name) for name in _OF_LEDGER)
             self._add_gpu(found, ledger, *node, *names)
+        with contextlib.suppress(GpuError, OSError):  # a folder of leases that cannot be read
+            self._add_marks(found, *node)
         found.add("node_ranks", len(self._agent.connected()), *node)
         bill = self._agent.snapshot()
         if bill is not None:
             self._add_job(found, bill)
         yield from found.values()
+
+    def _add_marks(self, found: _Families, *node: object) -> None:
+        of_gpu = {ledger.of_gpu.gpu_uid: ledger.of_gpu for ledger in self._agent.ledgers()}
+        for lease in list_leases():
+            names = of_gpu.get(lease.address.uid)
+            if lease.live and lease.clocks_mhz and names is not None:
+                gpu = (getattr(names, name) for name in _OF_LEDGER)
+                mark = lease.mark()
+                found.add("gpu_slowed_info", 1, *node, *gpu, *(mark[name] for name in _SLOWED))
 
     def _add_gpu(self, found: _Families, ledger: GpuLedger, *gpu: object) -> None:
         found.add("gpu_energy_joules_total", ledger.energy_j, *gpu)
@@ -143,6 +181,12 @@ class _NodeMetrics(Collector):
         known = self._tariff.facts(total.energy_j)
         add("job_cost_total", known.get("cost"), job)
         add("job_co2_grams_total", known.get("co2_g"), job)
+        power = bill.facts.get("power")
+        if isinstance(power, dict):
+            for name, figure in _POWER.items():
+                add(name, power.get(figure), job)
+            for of in ("mean", "peak"):
+                add("job_power_watts", power.get(f"{of}_w"), job, of)
         measured = bill.comparison()
         told = {"predicted": bill.facts.get("predicted"), "measured": measured and vars(measured)}
         for name in ("saving", "slowdown"):

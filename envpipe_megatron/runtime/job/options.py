@@ -17,13 +17,14 @@ from typing import Any
 from envpipe_megatron.core.channel_model import CARRIERS
 from envpipe_megatron.core.fields import AMOUNT, PERCENT, Number
 from envpipe_megatron.core.sidecar import Sidecar
+from envpipe_megatron.gpu.base import Gpu
 from envpipe_megatron.gpu.control import CHOICES as GPU_CONTROLS
-from envpipe_megatron.gpu.presets import load_preset
+from envpipe_megatron.gpu.presets import SWEEP_STEP, load_preset, override_for, sweep_range
 from envpipe_megatron.policies.objective import Goal, Objective
 from envpipe_megatron.policies.request import BY_MEMORY, POLICIES, PlanRequest
 from envpipe_megatron.policies.schedules import SCHEDULES
 from envpipe_megatron.tuning.probes.sweep import ProfilerSettings
-from envpipe_megatron.tuning.wishes import NO_WISHES, Wishes
+from envpipe_megatron.tuning.wishes import NO_WISHES, Wishes, read_power_budget
 
 PROFILE_FILE = "profile.csv"
 #: Names of the framework's own order, of one chunk and of several.
@@ -342,6 +343,27 @@ class JobOptions:
         metavar="PERCENT",
         least=0,
     )
+    power_budget: Wishes = _option(
+        "Most that a GPU may draw, as the mean over an iteration and all GPUs: W, or a share of "
+        "what it takes in the framework's order at the highest clocks. Steps get no longer than it "
+        "takes to keep that; it may be changed while the job runs.",
+        NO_WISHES,
+        usual="none",
+        metavar="W|PERCENT%",
+        read=read_power_budget,
+        rules=(
+            Rule(
+                "is kept by clocks that the job chooses as it trains",
+                without=(
+                    "level observe",
+                    "type baseline|envelope",
+                    "objective time",
+                    "gpu_control none|dry_run",
+                    *_ONLY_PLANS,
+                ),
+            ),
+        ),
+    )
     gpu_control: str = _option(
         "What changes clocks; auto: the first that is allowed; dry_run: log what "
         "would be done; none: nothing does, as where nothing is allowed.",
@@ -409,6 +431,17 @@ class JobOptions:
         return self.type == "optimal" and not as_it_stands
 
     @property
+    def wishes(self) -> Wishes:
+        """What is asked for until an operator asks for something else."""
+        return self.power_budget
+
+    @property
+    def keeps_power(self) -> bool:
+        """True if the job can keep a power budget."""
+        chooses = self.one_clock or (self.closed_loop and not self.changes_only_order)
+        return chooses and self.gpu_control not in ("none", "dry_run")
+
+    @property
     def changes_only_order(self) -> bool:
         """True if the job runs the order that takes least time, and changes no clock."""
         return self.closed_loop and self.objective == Goal.TIME
@@ -440,6 +473,17 @@ class JobOptions:
         """Least time between two changes of a GPU's clock, s."""
         return self.min_dwell_ms / 1e3
 
+    def swept_clocks_mhz(self, gpu: Gpu, step: float = SWEEP_STEP) -> tuple[int, ...]:
+        """Return the clocks of a GPU to measure, as `sweep_range`; GpuError for a bad preset."""
+        override = load_preset(self.gpu).control if self.gpu else override_for(gpu.name)
+        return sweep_range(gpu.supported_frequencies_mhz, override, step)
+
+    def lowest_clock_mhz(self, gpu: Gpu) -> int:
+        """Return the lowest clock that the job may ask of a GPU; 0 if any, as in a given plan."""
+        if self.plan is not None or self.profile is not None or gpu.read_only:
+            return 0
+        return min(self.swept_clocks_mhz(gpu, 0.0))
+
     @property
     def profiler(self) -> ProfilerSettings:
         """How long to stay at each clock of a sweep."""
@@ -451,11 +495,6 @@ class JobOptions:
         return Objective(
             self.objective or Goal.ENERGY, energy_price=self.energy_price, gpu_price=self.gpu_price
         )
-
-    @property
-    def wishes(self) -> Wishes:
-        """What is asked for until an operator asks for something else."""
-        return NO_WISHES
 
     def request(self) -> PlanRequest:
         """Make the request to plan."""

@@ -17,7 +17,7 @@ from envpipe_megatron.core.sidecar import Sidecar
 from envpipe_megatron.formats.energy import Phase
 from envpipe_megatron.formats.steps import StepEnergy
 from envpipe_megatron.formats.timeline import is_recorded
-from envpipe_megatron.gpu.presets import SWEEP_STEP, load_preset, override_for, sweep_range
+from envpipe_megatron.gpu.presets import SWEEP_STEP
 from envpipe_megatron.policies.objective import Goal
 from envpipe_megatron.policies.reconfigure import RECONFIGURE_POLICIES
 from envpipe_megatron.runtime.execution.executor import StageRecord
@@ -37,7 +37,7 @@ from envpipe_megatron.runtime.job.measuring import (
     watch_parts,
 )
 from envpipe_megatron.runtime.job.online import run_commands
-from envpipe_megatron.runtime.job.parts import PhaseParts, note
+from envpipe_megatron.runtime.job.parts import NO_POWER, PhaseParts, note
 from envpipe_megatron.runtime.job.planning import (
     check_files,
     check_plan,
@@ -78,6 +78,8 @@ def run_phases(job: PhaseParts) -> PhaseRun[None]:
     """
     options = job.options
     check_files(job)
+    if job.state.wishes.power_budget is not None and not options.keeps_power:
+        note(job, NO_POWER)
     schedule = megatron_order(job) if job.own_order is None else job.own_order
     make_room_for_messages(job, schedule)
     top = max(job.gpu.supported_frequencies_mhz)
@@ -364,12 +366,7 @@ def _facts(job: PhaseParts) -> Sidecar:
 
 def _swept_clocks(job: PhaseParts, step: float = SWEEP_STEP) -> tuple[int, ...]:
     """The clocks to measure; GoesOnError on all ranks if GPUs differ or have one clock."""
-    preset = job.options.gpu
-
-    def own() -> tuple[int, ...]:
-        override = load_preset(preset).control if preset else override_for(job.gpu.name)
-        return sweep_range(job.gpu.supported_frequencies_mhz, override, step)
-
+    own = partial(job.options.swept_clocks_mhz, job.gpu, step)
     here = on_every_rank(job.collectives, own)
     clocks = job.collectives.from_planner(here)
     if not job.collectives.on_all(here == clocks):

@@ -114,7 +114,8 @@ class Session:
             half_made.push(self._parts)
 
             def make_clock(gpu: Gpu) -> RankClock:
-                return RankClock(gpu, options.min_dwell_s, on_sample=self._see_clock)
+                lowest_mhz = options.lowest_clock_mhz(gpu)
+                return RankClock(gpu, options.min_dwell_s, lowest_mhz, on_sample=self._see_clock)
 
             #: `refused` says why control was given up when the GPUs were to be held, if it was.
             self.clock, self._gpu, self.refused = hold_everywhere(
@@ -203,6 +204,9 @@ class Session:
         self._step_begun = False
         self._pid = os.getpid()
         self._last_run: StageRun | None = None
+        self._top_mhz = max(self._gpu.supported_frequencies_mhz)
+        #: The lowest clock of a unit: of any since `slowest_share`, and of the last iteration.
+        self._lowest_mhz = self._order_mhz = self._top_mhz
 
     @property
     def executed(self) -> list[str]:
@@ -330,8 +334,8 @@ class Session:
         """Add facts about the job to the bill of the node's agent, if there is one.
 
         Facts are `tokens_per_iteration`, `samples_per_iteration`, `model`, `microbatch_size`,
-        `type`, `scheduling`, `reconfigure`, `level`, `predicted` (saving and slowdown of the plan)
-        and `notes`, of JSON's types.
+        `type`, `scheduling`, `reconfigure`, `level`, `predicted` (saving and slowdown of the plan),
+        `power` (how a power budget is kept) and `notes`, of JSON's types.
         """
         if self._agent is not None and self._collectives.is_planner:
             self._agent.job(facts)
@@ -356,15 +360,28 @@ class Session:
         self._step_begun = False
 
     def pause(self) -> None:
-        """Prepare for an evaluation or a checkpoint: it runs at the highest clock, not billed."""
+        """Prepare for what is not training: it runs at the highest clock, not billed.
+
+        That clock is waited for, as `RankClock.confirm` does.
+        """
         self.close_iteration()
         self.iterations.nothing_follows()
         self._energy.pause()
         self.highest_clock()
+        self.clock.confirm()
 
     def highest_clock(self) -> None:
         """Ask for it: what follows is no iteration that is planned for."""
-        self._request(max(self._gpu.supported_frequencies_mhz), None)
+        self._request(self._top_mhz, None)
+
+    def slowest_share(self) -> float:
+        """Return the lowest clock of a unit since the last call, as a share of the highest.
+
+        Of all GPUs of the job; 1 where no clock is set.
+        """
+        lowest_mhz, self._lowest_mhz = self._lowest_mhz, self._order_mhz
+        sets = self._controlled and self._gpu.changes_clock
+        return lowest_mhz / self._top_mhz if sets else 1.0
 
     def lap(self) -> IntervalEnergy:
         """Return what training took on this GPU since the last lap; waits for the last unit."""
@@ -390,7 +407,7 @@ class Session:
         """The job so far, as this rank knows it; complete once the session is closed.
 
         Keys: those of `TrainingEnergy.summary`, `rank`, `stage`, `phase`, `iteration`, `notes`,
-        `reconfigure` (`steps`, `ended`) and `clocks`.
+        `reconfigure` (`steps`, `ended`), `power` (how a power budget was kept) and `clocks`.
         """
         state = self.state
         return {
@@ -401,6 +418,7 @@ class Session:
             "notes": [*self._folder.notes, *state.notes],
             **self._energy.summary(),
             "reconfigure": {"steps": state.reconfigure_steps, "ended": state.reconfigure_ended},
+            "power": state.power,
             "clocks": self.clock_summary(),
         }
 
@@ -449,6 +467,9 @@ class Session:
             like = self.iterations.like(order)
         run = StageRun(order, self._stage, self.executor, self._request, channel, specs, like)
         self._last_run = run
+        own_mhz = int(order.frequency_mhz.min())
+        self._order_mhz = min(own_mhz, order.lowest_mhz or own_mhz)
+        self._lowest_mhz = min(self._lowest_mhz, self._order_mhz)
         self._request(run.frequencies_mhz[0], None)
         return run
 

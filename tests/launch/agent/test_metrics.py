@@ -21,7 +21,10 @@ from prometheus_client import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
 from envpipe_megatron.errors import EnvPipeError
-from envpipe_megatron.gpu.base import GpuError
+from envpipe_megatron.gpu.base import GpuAddress, GpuError
+from envpipe_megatron.gpu.devices import open_gpu
+from envpipe_megatron.gpu.guard.lease import Lease, list_leases
+from envpipe_megatron.gpu.guard.messages import ProcessIdentity
 from envpipe_megatron.launch.agent.control import with_control
 from envpipe_megatron.launch.agent.ledger import GpuLedger
 from envpipe_megatron.launch.agent.prometheus import FAMILIES, serve_metrics
@@ -125,6 +128,28 @@ def test_figures_of_each_gpu(node):
     for name in ("envpipe_gpu_power_watts", "envpipe_gpu_energy_joules_total"):
         assert f"# HELP {name} " in text
         assert f"# TYPE {name} " in text
+
+
+def test_a_gpu_that_a_job_may_slow_is_marked(node, tmp_path, monkeypatch):
+    monkeypatch.setenv("ENVPIPE_LEASE_DIR", str(tmp_path / "leases"))
+    node.add_gpu(0)
+    node.add_gpu(1)
+    port, _ = node.serve()
+    rank = ProcessIdentity.own()
+    leases = [
+        Lease.take(GpuAddress("nvml", uid), "j", rank=rank, open_gpu=open_gpu, clocks_mhz=(1410, 9))
+        for uid in ("GPU-1", "GPU-of-another-job")
+    ]
+    (sample,) = node.scrape(port)["envpipe_gpu_slowed_info"].samples
+    labels, mark = sample.labels, list_leases()[0].mark()
+    assert (sample.value, labels["gpu_uid"], labels["rank"]) == (1, "GPU-1", "1")
+    names = ("user", "pid", "host", "slurm_job_id", "highest_mhz", "lowest_mhz", "since")
+    assert {name: labels[name] for name in names} == {name: str(mark[name]) for name in names}
+    for lease in leases:
+        lease.close()  # as if its guard had died
+    assert not node.scrape(port)["envpipe_gpu_slowed_info"].samples
+    (tmp_path / "leases").chmod(0o777)
+    assert node.scrape(port)["envpipe_gpu_power_watts"].samples
 
 
 def test_figures_of_the_job(node):
