@@ -99,7 +99,7 @@ def test_a_job_that_only_measures_has_its_clocks_given_back_and_keeps_no_budget(
     ranks = three_ranks.run(control_ranks.train_asked, tmp_path, 6, {"type": "baseline"}, asks)
     check(ranks, [4, 5])
     budget, off = ranks[0]["notes"]
-    assert "No power budget is kept" in budget
+    assert "power budget is not kept" in budget
     assert off.endswith(" on")
 
 
