@@ -20,8 +20,10 @@ _TEXT_BYTES = 4096
 _NO_FILE = -1
 _LINE_BYTES = 64
 #: A request is one word, so that nobody sees half of it: 16 bits of which round of the page it is,
-#: 16 of the clock in MHz (0 asks for an answer alone), 32 of the delay in us.
+#: 16 of the clock in MHz (0 asks for an answer only), 32 of the delay in us.
 _ROUND, _CLOCK, _MOST_DELAY_US = 48, 32, MASK
+#: In place of a clock: it is to be given back to the driver.
+GIVEN_BACK = 0xFFFF
 
 
 class _OfStream(ctypes.Structure):
@@ -177,7 +179,7 @@ class ClockPage:
         self._of_guard.called_s = time_s
 
     def end_change(self, frequency_mhz: int, time_s: float) -> None:
-        """Note when it returned, and which clock it set."""
+        """Note when it returned, and which clock it set; 0 if it gave the clock back."""
         self._of_guard.set_mhz, self._of_guard.returned_s = frequency_mhz, time_s
 
     def forget_clock(self) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 
-from prometheus_client import CollectorRegistry, start_http_server
+from prometheus_client import CollectorRegistry, make_wsgi_app, start_http_server
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
@@ -17,6 +17,7 @@ from envpipe_megatron.formats.energy import split_phase
 from envpipe_megatron.gpu.base import GpuError
 from envpipe_megatron.gpu.guard.lease import list_leases
 from envpipe_megatron.launch.agent.agent import NodeAgent
+from envpipe_megatron.launch.agent.control import with_control
 from envpipe_megatron.launch.agent.ledger import GpuLedger
 from envpipe_megatron.launch.bill.bill import Bill
 from envpipe_megatron.launch.bill.report import Tariff
@@ -178,7 +179,10 @@ def _ratio(percent: object) -> float | None:
 def serve_metrics(
     agent: NodeAgent, address: str, port: int, job_name: str, tariff: Tariff
 ) -> Callable[[], None]:
-    """Serve a node's metrics over HTTP; return what ends that. EnvPipeError: it cannot listen."""
+    """Serve a node's metrics, and `/control`, over HTTP; return what ends that.
+
+    EnvPipeError: it cannot listen.
+    """
     registry = CollectorRegistry()
     registry.register(_NodeMetrics(agent, job_name, tariff))
     try:
@@ -189,6 +193,8 @@ def serve_metrics(
             value=f"{address}:{port}",
             remedy="Give another --prometheus-port or --prometheus-address.",
         ) from error
+
+    server.set_app(with_control(make_wsgi_app(registry), agent))
 
     def end() -> None:
         server.shutdown()

@@ -23,7 +23,7 @@ import torch
 
 from envpipe_megatron.gpu.base import ClockState, DryRunGpu, Gpu, GpuError, ReadOnlyGpu
 from envpipe_megatron.gpu.clock.controller import PageController, spread
-from envpipe_megatron.gpu.clock.page import BEGUN, DUE, ClockPage
+from envpipe_megatron.gpu.clock.page import BEGUN, DUE, GIVEN_BACK, ClockPage
 from envpipe_megatron.gpu.control import (
     ChosenControl,
     beside_power_profiles,
@@ -107,6 +107,8 @@ class RankClock:
         waits: whether requests wait for units that an executor has timed; else for what the stream
             holds.
         repeats: whether clocks are asked for at each request, even if it is for the same one.
+        given_back: whether each request gives the clock back to the driver, whatever it is for: the
+            GPU stays held, and the next request that finds it False takes the clock again.
 
     Raises GpuError, but for a dry run, if another job holds the GPU, no guard could be had, or the
     GPU's streams cannot say when a unit has ended.
@@ -122,7 +124,7 @@ class RankClock:
         on_sample: Callable[[float, ClockState], None] = lambda time_s, state: None,
     ) -> None:
         self._gpu = gpu
-        self.repeats = False
+        self.repeats = self.given_back = False
         self._asked_mhz: int | None = None
         self._error: Exception | None = None
         self._pid = os.getpid()
@@ -185,6 +187,8 @@ class RankClock:
         Here is behind all that the current stream holds. Called by one thread. What it returns of a
         request with a delay is to be called where the GPU may not wait for any longer.
         """
+        if self.given_back:
+            frequency_mhz = GIVEN_BACK
         # Whether the guard has failed is seen by whoever asks for `error`, in each iteration.
         if (frequency_mhz == self._asked_mhz and not self.repeats) or self._error is not None:
             return None

@@ -83,7 +83,7 @@ def run_commands(
 
     def decide(stages: Sequence[Report | str]) -> Command | _Ended:
         nonlocal run
-        window = _window(stages, needs_clocks=needs_clocks)
+        window = replace(_window(stages, needs_clocks=needs_clocks), wishes=job.state.wishes)
         try:
             if run is not None:
                 return run.send(window)

@@ -24,6 +24,7 @@ from envpipe_megatron.policies.objective import Goal, Objective
 from envpipe_megatron.policies.request import BY_MEMORY, POLICIES, PlanRequest
 from envpipe_megatron.policies.schedules import SCHEDULES
 from envpipe_megatron.tuning.probes.sweep import ProfilerSettings
+from envpipe_megatron.tuning.wishes import NO_WISHES, Wishes
 
 PROFILE_FILE = "profile.csv"
 #: Names of the framework's own order, of one chunk and of several.
@@ -462,6 +463,11 @@ class JobOptions:
         return Objective(
             self.objective or Goal.ENERGY, energy_price=self.energy_price, gpu_price=self.gpu_price
         )
+
+    @property
+    def wishes(self) -> Wishes:
+        """What is asked for until an operator asks for something else."""
+        return NO_WISHES
 
     def request(self) -> PlanRequest:
         """Make the request to plan."""

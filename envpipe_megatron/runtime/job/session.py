@@ -26,6 +26,7 @@ from envpipe_megatron.runtime.energy.training import TrainingEnergy
 from envpipe_megatron.runtime.execution.executor import METER_MARGIN_S, Executor
 from envpipe_megatron.runtime.execution.orders import constant_order
 from envpipe_megatron.runtime.execution.stage_run import StageRun, StageWork, execute
+from envpipe_megatron.runtime.job.control import ControlFile
 from envpipe_megatron.runtime.job.iterations import Batches, Iterations
 from envpipe_megatron.runtime.job.options import JobOptions
 from envpipe_megatron.runtime.job.parts import PhaseParts, SessionState
@@ -83,7 +84,7 @@ class Session:
         self._collectives = collectives
         self._stage, num_stages = collectives.stage, len(channel.ranks)
         self._say = say if collectives.is_planner else lambda text: None
-        self.state = SessionState()
+        self.state = SessionState(wishes=options.wishes)
         memory = memory or device_memory()
         self.memory = JobMemory(memory, self._stage, collectives, self._say)
 
@@ -104,6 +105,11 @@ class Session:
         #: What `close` calls once the clock is back, the last first.
         self._parts = contextlib.ExitStack()
         self._parts.callback(self._folder.close)
+        control = about = None
+        if (path := self._folder.path) is not None:
+            control = ControlFile(path, options.wishes, reads=collectives.is_planner)
+            self._parts.callback(control.close)
+            about = control.about()
         with contextlib.ExitStack() as half_made:
             half_made.push(self._parts)
 
@@ -141,7 +147,7 @@ class Session:
                 "num_ranks": num_stages * collectives.num_replicas,
                 "stage": self._stage,
             }
-            self._agent = connect_to_agent(gpu, self._labels, collectives)
+            self._agent = connect_to_agent(gpu, self._labels, collectives, about)
             if self._agent is not None:
                 self._labels["node"] = self._agent.node  # the agent's lines use this name
             append = partial(self._folder.append, "timeline", most=_MOST_LINES)
@@ -188,6 +194,7 @@ class Session:
                 collectives=collectives,
                 memory=self.memory,
                 say=self._say,
+                control=control,
                 background=lambda: self._parts.enter_context(contextlib.closing(Background())),
             ),
             self.describe_job,
@@ -312,7 +319,7 @@ class Session:
             run,
             name,
             # Once control has ended, requests are dropped.
-            controlled=lambda: self._controlled and self.clock.error is None,
+            controlled=lambda: self._controlled and not (self.clock.error or self.clock.given_back),
         )
         self._batches.unfinished = False
 
@@ -436,6 +443,7 @@ class Session:
         )
         self.iterations.make_way_for(order.schedule)
         self.state.phase = order.phase
+        self.clock.given_back = order.phase is Phase.OFF
         self._batches.unfinished = True  # until it is closed
         like = None
         if channel is None and order.parking is None and not self.clock.waits:

@@ -8,7 +8,7 @@ import socket
 from pathlib import Path
 
 import pytest
-from cli_helpers import run, run_badly, run_well
+from commands import run, run_badly, run_well
 from fake_zeusd import FakeZeusd
 from jsonschema import Draft202012Validator
 
@@ -26,22 +26,9 @@ ROOT = Path(__file__).parents[3]
 
 
 @pytest.fixture(autouse=True)
-def _surroundings(monkeypatch, tmp_path):
-    """A folder of leases of the test's own, and a user who may lock clocks."""
-    folder = tmp_path / "leases"
-    folder.mkdir(mode=0o700)
-    monkeypatch.setenv("ENVPIPE_LEASE_DIR", str(folder))
-    monkeypatch.setenv("ZEUSD_SOCK_PATH", str(tmp_path / "zeusd.sock"))
-    for name in ("CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER", "ENVPIPE_SITE_CONFIG"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(nvml, "has_sys_admin", lambda: True)
-    monkeypatch.setattr(nvml, "in_user_namespace", lambda: False)
-
-
-@pytest.fixture
-def node(fake_nvml):
-    fake_nvml.use_here()
-    return fake_nvml
+def node(own_node):
+    """Of a user who may lock clocks."""
+    return own_node(True)
 
 
 def lock(node, *indices, mhz=1200):
