@@ -37,12 +37,15 @@ from envpipe_megatron.gpu.guard.resetting import that_can_be_undone
 from envpipe_megatron.gpu.site import SiteConfig, read_site
 from envpipe_megatron.runtime.channel.collectives import Collectives
 from envpipe_megatron.runtime.channel.cuda_device import counter_in_stream
-from envpipe_megatron.runtime.clocks.watch import ClockWatch
+from envpipe_megatron.runtime.clocks.watch import TOLERANCE_MHZ, ClockWatch
 
 logger = logging.getLogger(__name__)
 
 #: How often one who waits for the guard looks, and how long at most at the end, s.
 _LOOK_S, _LAST_ANSWER_S = 2e-4, 2.0
+#: How long `confirm` waits for the device to come to the request, for the clock then, and for the
+#: clock once it has not come in time; and how often it looks, s.
+_DEVICE_S, _SETTLES_S, _SETTLES_NEXT_S, _CLOCK_LOOK_S = 60.0, 0.5, 0.05, 2e-3
 
 #: Pages kept alive: a stream may still write to them.
 _pages: list[ClockPage] = []
@@ -126,6 +129,8 @@ class RankClock:
         self._gpu = gpu
         self.repeats = self.given_back = False
         self._asked_mhz: int | None = None
+        #: Whether that clock was read, and how long it is waited for.
+        self._confirmed, self._settles_s = False, _SETTLES_S
         self._error: Exception | None = None
         self._pid = os.getpid()
         self._hold: Hold | _Here | None = None
@@ -192,7 +197,7 @@ class RankClock:
         # Whether the guard has failed is seen by whoever asks for `error`, in each iteration.
         if (frequency_mhz == self._asked_mhz and not self.repeats) or self._error is not None:
             return None
-        self._asked_mhz = frequency_mhz
+        self._asked_mhz, self._confirmed = frequency_mhz, False
         number = self.page.ask(frequency_mhz, delay_s or 0.0)
         if number is None:
             self.stop(GpuError("The guard takes no requests", remedy="See its log"))
@@ -203,6 +208,33 @@ class RankClock:
     def wait_idle(self) -> None:
         """Return when every request made so far has been applied, held back, or given up."""
         self._wait_idle(math.inf)
+
+    def confirm(self) -> None:
+        """Wait until the clock that was asked for last, or a higher one, is read from the GPU.
+
+        Half a second at most: a power cap, heat or another program may hold it back, which is
+        logged once, and waited for less from then on.
+        """
+        asked_mhz = self._asked_mhz or 0
+        sets = self._gpu.changes_clock and asked_mhz in self._gpu.supported_frequencies_mhz
+        if self._confirmed or not sets:
+            return
+        self._wait_idle(_DEVICE_S)
+        until_s, seen = time.monotonic() + self._settles_s, "its clock could not be read"
+        while not (self._confirmed or self.page.is_over):
+            with suppress(Exception):  # a driver may fail in any way; training must go on
+                state = self._gpu.clock_state()
+                self._confirmed = state.observed_mhz >= asked_mhz - TOLERANCE_MHZ
+                reasons = ", ".join(state.throttle_reasons) or "no reason reported"
+                seen = f"{state.observed_mhz} MHz was read ({reasons})"
+            if not self._confirmed and time.monotonic() >= until_s:
+                if self._settles_s == _SETTLES_S:
+                    where = f"{self._gpu.name} was not at {asked_mhz} MHz between training steps"
+                    logger.warning("%s, so that GPU checks may find it slow: %s", where, seen)
+                self._settles_s = _SETTLES_NEXT_S
+                return
+            self._look()
+            time.sleep(_CLOCK_LOOK_S)
 
     def stop(self, error: Exception) -> None:
         """Give up control for this reason: nothing is locked any more, and the guard resets."""

@@ -204,6 +204,9 @@ class Session:
         self._step_begun = False
         self._pid = os.getpid()
         self._last_run: StageRun | None = None
+        self._top_mhz = max(self._gpu.supported_frequencies_mhz)
+        #: The lowest clock of a unit: of any since `slowest_share`, and of the last iteration.
+        self._lowest_mhz = self._order_mhz = self._top_mhz
 
     @property
     def executed(self) -> list[str]:
@@ -357,15 +360,28 @@ class Session:
         self._step_begun = False
 
     def pause(self) -> None:
-        """Prepare for an evaluation or a checkpoint: it runs at the highest clock, not billed."""
+        """Prepare for what is not training: it runs at the highest clock, not billed.
+
+        That clock is waited for, as `RankClock.confirm` does.
+        """
         self.close_iteration()
         self.iterations.nothing_follows()
         self._energy.pause()
         self.highest_clock()
+        self.clock.confirm()
 
     def highest_clock(self) -> None:
         """Ask for it: what follows is no iteration that is planned for."""
-        self._request(max(self._gpu.supported_frequencies_mhz), None)
+        self._request(self._top_mhz, None)
+
+    def slowest_share(self) -> float:
+        """Return the lowest clock of a unit since the last call, as a share of the highest.
+
+        Of all GPUs of the job; 1 where no clock is set.
+        """
+        lowest_mhz, self._lowest_mhz = self._lowest_mhz, self._order_mhz
+        sets = self._controlled and self._gpu.changes_clock
+        return lowest_mhz / self._top_mhz if sets else 1.0
 
     def lap(self) -> IntervalEnergy:
         """Return what training took on this GPU since the last lap; waits for the last unit."""
@@ -450,6 +466,9 @@ class Session:
             like = self.iterations.like(order)
         run = StageRun(order, self._stage, self.executor, self._request, channel, specs, like)
         self._last_run = run
+        own_mhz = int(order.frequency_mhz.min())
+        self._order_mhz = min(own_mhz, order.lowest_mhz or own_mhz)
+        self._lowest_mhz = min(self._lowest_mhz, self._order_mhz)
         self._request(run.frequencies_mhz[0], None)
         return run
 
