@@ -100,7 +100,7 @@ class RankClock:
     does, as a token for zeusd has an end.
 
     Args:
-        min_dwell_s, lowest_mhz: see `ClockPage.create`.
+        min_dwell_s: least time between two changes; see `ClockPage.create`.
         guarded: whether a guard serves the page, else the rank does, at each request: as for an
             emulated GPU, whose time must not depend on when another process gets to it, unless its
             node has an agent. By default what the GPU needs.
@@ -121,7 +121,6 @@ class RankClock:
         self,
         gpu: Gpu,
         min_dwell_s: float = 0.0,
-        lowest_mhz: int = 0,
         *,
         guarded: bool | None = None,
         on_sample: Callable[[float, ClockState], None] = lambda time_s, state: None,
@@ -141,12 +140,12 @@ class RankClock:
             real = gpu.drives_hardware or is_dry_run or AGENT_VARIABLE in os.environ
             guarded = real and not gpu.read_only
         try:
-            self._begin(min_dwell_s, lowest_mhz, guarded=guarded)
+            self._begin(min_dwell_s, guarded=guarded)
         except GpuError as refused:
             if not is_dry_run:
                 raise
             logger.info("A dry run goes on without a guard: %s", refused)
-            self._begin(min_dwell_s, lowest_mhz, guarded=False)
+            self._begin(min_dwell_s, guarded=False)
         try:
             if (end_s := gpu.control_ends_s()) < math.inf:
                 left_s = min(max(0.0, end_s - time.time()), threading.TIMEOUT_MAX)
@@ -160,10 +159,10 @@ class RankClock:
             self.close()
             raise
 
-    def _begin(self, min_dwell_s: float, lowest_mhz: int, *, guarded: bool) -> None:
+    def _begin(self, min_dwell_s: float, *, guarded: bool) -> None:
         """Make the page, and whoever serves it. Raises GpuError."""
         try:
-            self.page = page = ClockPage.create(min_dwell_s, lowest_mhz, shared=guarded)
+            self.page = page = ClockPage.create(min_dwell_s, shared=guarded)
         except OSError as error:
             raise GpuError(
                 f"There is no memory to share with a guard: {error}",

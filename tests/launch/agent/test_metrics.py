@@ -141,9 +141,9 @@ def test_a_gpu_that_a_job_may_slow_is_marked(node, tmp_path, monkeypatch):
         for uid in ("GPU-1", "GPU-of-another-job")
     ]
     (sample,) = node.scrape(port)["envpipe_gpu_slowed_info"].samples
-    labels, mark = sample.labels, list_leases()[0].mark()
+    labels, mark = sample.labels, list_leases()[0].mark
     assert (sample.value, labels["gpu_uid"], labels["rank"]) == (1, "GPU-1", "1")
-    names = ("user", "pid", "host", "slurm_job_id", "highest_mhz", "lowest_mhz", "since")
+    names = ("user", "pid", "host", "slurm_job_id", "highest_mhz", "lowest_mhz", "created")
     assert {name: labels[name] for name in names} == {name: str(mark[name]) for name in names}
     for lease in leases:
         lease.close()  # as if its guard had died
