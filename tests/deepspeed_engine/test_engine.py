@@ -4,8 +4,6 @@ CI trains some models by some orders on two ranks; with ENVPIPE_DEEPSPEED_FULL=1
 all by all, with replicas and tensor parallelism, and run the whole loop.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess
@@ -34,7 +32,7 @@ Run = dict[str, Any]
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory) -> list[dict[str, dict[str, Run]]]:
+def trained(tmp_path_factory):
     """What each rank came to, by case and run."""
     folder = tmp_path_factory.mktemp("deepspeed")
     command = [sys.executable, str(RANK), str(folder), str(STAGES), str(STEPS), *CASES]

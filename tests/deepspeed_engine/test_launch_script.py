@@ -1,8 +1,5 @@
 """`launch/train_llama_deepspeed.sh`: what it refuses, what it starts, and one run to its bill."""
 
-from __future__ import annotations
-
-import argparse
 import importlib.util
 import json
 import os
@@ -11,7 +8,6 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 
@@ -34,13 +30,13 @@ for name in {" ".join(VARIABLES)}; do printf '%s=%s\\n' "$name" "${{!name-unset}
 PROGRAMS = str(Path(sys.executable).parent)
 
 
-def words(**changed: str | None) -> list[str]:
+def words(**changed):
     """The command line, with options changed or, by None, left out."""
     options = GOOD | {f"--{name}": value for name, value in changed.items()}
     return [word for name, value in options.items() if value is not None for word in (name, value)]
 
 
-def run(folder: Path, *arguments: str, **environ: str) -> subprocess.CompletedProcess[str]:
+def run(folder, *arguments, **environ):
     fake = folder / "programs" / "envpipe"
     fake.parent.mkdir()
     fake.write_text(FAKE)
@@ -57,7 +53,7 @@ def run(folder: Path, *arguments: str, **environ: str) -> subprocess.CompletedPr
     )
 
 
-def started(folder: Path) -> tuple[list[str], dict[str, str]]:
+def started(folder):
     lines = (folder / "variables").read_text().splitlines()
     called = (folder / "called").read_text().split("\0")[:-1]
     return called, dict(line.split("=", 1) for line in lines)
@@ -144,14 +140,14 @@ def test_it_emulates_gpus_where_there_are_none(tmp_path, gpu):
 
 
 @pytest.fixture(scope="module")
-def script() -> ModuleType:
+def script():
     spec = importlib.util.spec_from_file_location("train_llama_deepspeed", TRAINING)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
 
 
-def arguments(script: ModuleType, monkeypatch, *given: str) -> argparse.Namespace:
+def arguments(script, monkeypatch, *given):
     monkeypatch.setattr(sys, "argv", ["train_llama_deepspeed.py", *given])
     return script.parse()
 

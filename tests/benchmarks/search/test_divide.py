@@ -5,7 +5,7 @@ import pytest
 from brute_force import least_cost_s, random_profile
 from on_request import on_request
 
-from benchmarks.search.aceso_space.divide import Division, divide
+from benchmarks.search.aceso_space.divide import divide
 from envpipe_megatron.search.configuration import Job
 
 BATCHES = (1, 2, 4)
@@ -13,11 +13,11 @@ BATCHES = (1, 2, 4)
 SEEDS = (2, 38, 47, 48)
 
 
-def _job(random: np.random.Generator) -> Job:
+def _job(random):
     return Job(4, 4, global_batch=16, memory_bytes=float(random.uniform(150, 500)))
 
 
-def _equal(seed: int) -> Division | None:
+def _equal(seed):
     random = np.random.default_rng(seed)
     profile, job = random_profile(random), _job(random)
     division = divide(profile, job, BATCHES)
@@ -26,7 +26,7 @@ def _equal(seed: int) -> Division | None:
     return division
 
 
-def test_no_division_of_small_models_costs_less() -> None:
+def test_no_division_of_small_models_costs_less():
     divisions = [_equal(seed) for seed in SEEDS]
     found = [division.configuration for division in divisions if division is not None]
     # What the seeds have is what makes this a test.
@@ -37,12 +37,12 @@ def test_no_division_of_small_models_costs_less() -> None:
 
 
 @on_request("CORE")
-def test_no_division_of_more_small_models_costs_less() -> None:
+def test_no_division_of_more_small_models_costs_less():
     for seed in range(200):
         _equal(seed)
 
 
-def test_one_size_is_part_of_the_space() -> None:
+def test_one_size_is_part_of_the_space():
     random = np.random.default_rng(3)
     profile = random_profile(random)
     job = Job(4, 4, global_batch=16, memory_bytes=400.0)
