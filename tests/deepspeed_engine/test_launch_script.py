@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from on_request import on_request
 
 pytest.importorskip("deepspeed")
 pytest.importorskip("transformers")
@@ -201,10 +202,7 @@ def test_data_that_cannot_be_trained_with(script, monkeypatch, tmp_path, content
 # One real run
 
 
-@pytest.mark.skipif(
-    not os.environ.get("ENVPIPE_DEEPSPEED_FULL"),
-    reason="DeepSpeed compiles first, which takes long: set ENVPIPE_DEEPSPEED_FULL=1",
-)
+@on_request("DEEPSPEED")  # which compiles first
 def test_it_trains_to_its_bill(tmp_path):
     texts = [{"prompt": f"How much is {n} and {n}?", "output": f"It is {2 * n}."} for n in range(3)]
     (tmp_path / "data.json").write_text("\n".join(map(json.dumps, texts)))
