@@ -114,7 +114,8 @@ def _lowered(job: LeveledJob, identify: Callable[..., Any]) -> Callable[..., Any
 
     @functools.wraps(identify)
     def lowered(*args: Any, **kwargs: Any) -> Any:
-        given, share = signature.bind(*args, **kwargs), job.session.slowest_share()
+        share = 1.0 if job.job is None else job.session.slowest_share()
+        given = signature.bind(*args, **kwargs)
         given.apply_defaults()
         for name in (name for name in given.arguments if name.endswith("_threshold")):
             given.arguments[name] *= share

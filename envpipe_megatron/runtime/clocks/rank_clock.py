@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 
+from envpipe_megatron.formats.energy import IDLE
 from envpipe_megatron.gpu.base import ClockState, DryRunGpu, Gpu, GpuError, ReadOnlyGpu
 from envpipe_megatron.gpu.clock.controller import PageController, spread
 from envpipe_megatron.gpu.clock.page import BEGUN, DUE, GIVEN_BACK, ClockPage
@@ -220,14 +221,18 @@ class RankClock:
         if self._confirmed or not sets:
             return
         self._wait_idle(_DEVICE_S)
-        until_s, seen = time.monotonic() + self._settles_s, "its clock could not be read"
+        begin_s, seen = time.monotonic(), "its clock could not be read"
         while not (self._confirmed or self.page.is_over):
             with suppress(Exception):  # a driver may fail in any way; training must go on
                 state = self._gpu.clock_state()
-                self._confirmed = state.observed_mhz >= asked_mhz - TOLERANCE_MHZ
+                # Where nothing runs, a low clock does not say what the next kernel gets.
+                settled = time.monotonic() >= begin_s + _SETTLES_NEXT_S
+                self._confirmed = state.observed_mhz >= asked_mhz - TOLERANCE_MHZ or (
+                    IDLE in state.throttle_reasons and settled
+                )
                 reasons = ", ".join(state.throttle_reasons) or "no reason reported"
                 seen = f"{state.observed_mhz} MHz was read ({reasons})"
-            if not self._confirmed and time.monotonic() >= until_s:
+            if not self._confirmed and time.monotonic() >= begin_s + self._settles_s:
                 if self._settles_s == _SETTLES_S:
                     where = f"{self._gpu.name} was not at {asked_mhz} MHz between training steps"
                     logger.warning("%s, so that GPU checks may find it slow: %s", where, seen)
