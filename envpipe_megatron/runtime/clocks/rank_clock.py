@@ -213,8 +213,8 @@ class RankClock:
     def confirm(self) -> None:
         """Wait until the clock that was asked for last, or a higher one, is read from the GPU.
 
-        Half a second at most: a power cap, heat or another program may hold it back, which is
-        logged once, and waited for less from then on.
+        From where the device has come to the request, half a second at most: a power cap, heat or
+        another program may hold it back, which is logged once, and waited for less from then on.
         """
         asked_mhz = self._asked_mhz or 0
         sets = self._gpu.changes_clock and asked_mhz in self._gpu.supported_frequencies_mhz
