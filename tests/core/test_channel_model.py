@@ -119,7 +119,6 @@ def assert_one_stopping_point(schedule: Schedule, capacity: int | None) -> None:
     for at in stuck:
         finished[at.stage] = schedule.labels()[at.stage].index(at.unit)
     assert points == {tuple(finished.values())}, f"{where(schedule)} capacity {capacity}"
-    assert explore_all(schedule, capacity) == (not stuck)
 
 
 @pytest.mark.parametrize("num_stages", [2, 3, 4])
