@@ -7,10 +7,10 @@ from collections.abc import Iterator
 from importlib.util import find_spec
 
 import pytest
-from fake_nvml.fixtures import fake_nvml, fake_nvml_library, fake_nvml_node
+from fake_nvml.fixtures import fake_nvml, fake_nvml_library, fake_nvml_node, own_node
 from rank_pool import RankPool
 
-__all__ = ["fake_nvml", "fake_nvml_library", "fake_nvml_node"]
+__all__ = ["fake_nvml", "fake_nvml_library", "fake_nvml_node", "own_node"]
 
 # Megatron's decorators would import torch's compiler, which takes each rank three seconds.
 os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")

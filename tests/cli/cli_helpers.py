@@ -6,9 +6,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from click.testing import CliRunner
-
-from envpipe_megatron.cli import main
+from commands import run_badly, run_well
 
 MEASURED = Path(__file__).resolve().parents[3] / "shared" / "data" / "perseus_sosp24"
 SLOWNESS = (1.0, 1.1, 1.0, 1.2)
@@ -25,6 +23,11 @@ def write_profile(path, stages=4):
                 lines.append(f"{stage},{kind},{frequency},{scale * time_s},{scale * energy_j}")
     path.write_text("\n".join(lines) + "\n")
     return path
+
+
+def write_sidecar(profile_path, **fields):
+    document = {"format": "envpipe-profile/1", **fields}
+    profile_path.with_suffix(".json").write_text(json.dumps(document))
 
 
 @contextmanager
@@ -44,28 +47,6 @@ def measured_profile(name):
     if not found:
         pytest.skip(f"the published profiles are not at {MEASURED}")
     return found[0]
-
-
-def run(*arguments):
-    return CliRunner().invoke(main, [str(argument) for argument in arguments])
-
-
-def run_well(*arguments):
-    result = run(*arguments)
-    assert result.exit_code == 0, result.output
-    return result
-
-
-def run_badly(*arguments):
-    """Run what must fail, and give its message with single spaces."""
-    result = run(*arguments)
-    assert result.exit_code not in (0, None)
-    # An error that nobody caught would be here as itself, and a traceback for the user.
-    assert isinstance(result.exception, SystemExit), repr(result.exception)
-    assert "Traceback" not in result.output
-    message = " ".join(result.stderr.split())
-    assert "Error: " in message
-    return message
 
 
 def plan_for(profile, output, *options, microbatches=8, power=80):
@@ -90,3 +71,9 @@ def simulate_json(profile, plan, *options):
     return json.loads(
         run_well("simulate", "--profile", profile, "--plan", plan, "--json", *options).stdout
     )
+
+
+def rows_of(shown):
+    """The cells of a printed table's rows, by their names."""
+    rows = (line.split("│")[1:-1] for line in shown.splitlines() if line.count("│") > 1)
+    return {cells[0].strip(): [cell.strip() for cell in cells[1:]] for cells in rows}

@@ -1,10 +1,17 @@
-"""What commands write beside what they were told to, and never over another's file."""
+"""What commands write: never over another's file, and never a file that is cut short."""
+
+import subprocess
+import sys
 
 import pytest
-from cli_helpers import plan_for, run, run_badly, run_well
+from cli_helpers import plan_for
+from commands import run, run_badly, run_well
+from energy_lines import window
 from whole_layers import write_layers
 
+from envpipe_megatron.cli import main
 from envpipe_megatron.core.profile import read_profile
+from envpipe_megatron.formats.energy import append_line
 
 COMMANDS = {
     "profile": ["--", "train.py"],
@@ -45,6 +52,45 @@ def test_a_profile_is_written_again_with_its_sidecar(folder):
     assert read_profile(folder / "p.csv").num_stages == 2
 
 
+#: What each command reads, before and behind the option of its output.
+INPUTS = {
+    "plan": ("--num-microbatches 4 --blocking-power 80 --profile {} --schedule {}", "p.csv o.csv"),
+    "partition": ("--num-stages 2 --num-microbatches 4 --layers {}", "layers.json"),
+    "straggler": ("--factor 1.1 --profile {} --frontier {}", "p.csv front.jsonl"),
+    "import-freqs": (
+        "--num-microbatches 4 --blocking-power 80 --profile {} --freqs {}", "p.csv freqs.py",
+    ),
+    "export-freqs": ("--profile {} --plan {}", "p.csv plan.json"),
+    "export-schedule": ("{}", "plan.json"),
+}  # fmt: skip
+
+
+@pytest.fixture
+def inputs(folder, profile_path):
+    """A file of each kind, whose names are those of `INPUTS`."""
+    profile_path.rename("p.csv")
+    (folder / "p.json").write_text('{"format": "envpipe-profile/1"}')
+    optimal = ("--schedule", "auto", "--policy", "optimal", "--frontier", "front.csv")
+    plan_for("p.csv", "optimal.json", *optimal, "--frontier-points", 2, microbatches=4)
+    plan_for("p.csv", "plan.json", microbatches=4)
+    run_well("export-freqs", "--profile", "p.csv", "--plan", "plan.json", "--output", "freqs.py")
+    run_well("export-schedule", "plan.json", "--output", "o.csv")
+    return folder
+
+
+@pytest.mark.parametrize("command", INPUTS)
+def test_no_command_writes_over_what_it_reads(inputs, command):
+    words, names = INPUTS[command]
+    words = words.format(*names.split()).split()
+    sidecar = ["p.json"] * ("p.csv" in names and command != "export-freqs")
+    before = {path: path.read_bytes() for path in inputs.iterdir()}
+    for output in [*names.split(), *sidecar]:
+        message = run_badly(command, *words, "--output", output)
+        assert "overwrite" in message, output
+        assert output in message
+    assert {path: path.read_bytes() for path in inputs.iterdir()} == before
+
+
 @pytest.mark.parametrize("beside", ["front.jsonl", "front.png"])
 def test_a_frontier_overwrites_nothing_but_an_earlier_one(folder, profile_path, beside):
     def plan():
@@ -75,3 +121,47 @@ def test_pictures_overwrite_nothing_but_earlier_ones(folder, profile_path):
     assert (folder / "timeline.png").read_text() == "mine"
     for _ in range(2):
         run_well(*words, folder / "pictures")
+
+
+SAID = "Error: Cannot read or write the output: No space left on device. Make room there"
+PRINTING = {
+    "help": "--help",
+    "tables": "simulate --profile profile.csv --plan plan.json",
+    "text": "export-schedule plan.json",
+    "bill": "energy sum energy.jsonl",
+}
+
+
+@pytest.fixture
+def shown(folder, profile_path):
+    """What these commands print."""
+    plan_for(profile_path, "plan.json")
+    append_line(folder / "energy.jsonl", window())
+
+
+@pytest.mark.usefixtures("shown")
+@pytest.mark.parametrize("command", PRINTING)
+def test_output_to_a_full_disk_is_an_error_in_a_line(monkeypatch, capsys, command):
+    with open("/dev/full", "w") as full:  # noqa: PTH123  # what it still holds may not fail at its end
+        monkeypatch.setattr(sys, "stdout", full)
+        with pytest.raises(SystemExit) as end:
+            main(PRINTING[command].split(), "envpipe")
+    assert end.value.code == 1
+    *before, said = capsys.readouterr().err.splitlines()
+    assert said.startswith(SAID)
+    assert before in ([], ["Simulating plan.json ..."])
+
+
+@pytest.mark.usefixtures("shown")
+def test_the_interpreter_has_nothing_to_add():
+    command = [sys.executable, "-m", "envpipe_megatron.cli", *PRINTING["text"].split()]
+    with open("/dev/full", "w") as full:  # noqa: PTH123
+        ended = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, check=False, text=True)
+    assert ended.returncode == 1
+    assert ended.stderr.startswith(SAID)
+    assert ended.stderr.count("\n") == 1
+
+
+def test_a_plan_for_a_device_that_is_full(profile_path):
+    words = ["plan", "--profile", profile_path, "--num-microbatches", 4, "--blocking-power", 80]
+    assert "/dev/full: No space left on device" in run_badly(*words, "--output", "/dev/full")

@@ -6,7 +6,7 @@ import shlex
 from pathlib import Path
 
 import pytest
-from cli_helpers import run_badly, run_well
+from commands import run_badly, run_well
 
 from envpipe_megatron import api
 

@@ -204,16 +204,6 @@ def test_others_may_read_a_log_and_not_write_it(tmp_path):
     assert read_energy_logs([tmp_path / "energy.jsonl"]).windows == (parsed(WINDOW),)
 
 
-def test_a_log_is_closed_after_each_line(tmp_path):
-    def lowest_free():
-        os.close(descriptor := os.open(tmp_path, os.O_RDONLY))
-        return descriptor
-
-    free = lowest_free()
-    append_line(tmp_path / "energy.jsonl", WINDOW)
-    assert lowest_free() == free
-
-
 @pytest.mark.parametrize(
     ("run", "name"),
     [

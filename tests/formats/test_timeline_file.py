@@ -51,21 +51,10 @@ def test_both_kinds_of_lines_are_read(tmp_path):
     assert one.frequency_mhz.tolist() == [1410, 1260, 1260, 900]
 
 
-def test_the_first_rank_stage_and_iteration_are_numbered_0(tmp_path):
-    numbers = {"rank": 0, "stage": 0, "iteration": 0, "begin_s": 0}
-    (one,) = read(tmp_path, ITERATION | numbers).iterations
-    assert (one.labels.rank, one.labels.stage, one.iteration, one.begin_s) == (0, 0, 0, 0.0)
-
-
 @pytest.mark.parametrize("optional", ["node", "gpu", "gpu_uid", "run", "clock_backend", "phase"])
 def test_texts_may_be_absent(tmp_path, optional):
     (one,) = read(tmp_path, {k: v for k, v in ITERATION.items() if k != optional}).iterations
     assert getattr(one if optional == "phase" else one.labels, optional) == ""
-
-
-def test_without_clock_control_there_are_no_frequencies(tmp_path):
-    (one,) = read(tmp_path, {k: v for k, v in ITERATION.items() if k != "frequency_mhz"}).iterations
-    assert one.frequency_mhz is None
 
 
 @pytest.mark.parametrize(

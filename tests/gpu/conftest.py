@@ -27,6 +27,13 @@ def shared_data() -> Path:
     return path
 
 
+@pytest.fixture
+def node(fake_nvml):
+    """Four A100s that this process sees."""
+    fake_nvml.use_here()
+    return fake_nvml
+
+
 class Machine:
     """A node of fake GPUs, the rights that a user has on it, and what was changed on it."""
 

@@ -103,14 +103,11 @@ def test_a_named_file_that_is_missing_is_an_error_and_not_the_default(tmp_path, 
 PAIR = 'lock_command = ["/a", "{uuid}", "{mhz}"]\nreset_command = ["/a", "{uuid}"]\n'
 ARGV = [  # of a lock command, and what is said of it
     ('"a", "{uuid}", "{mhz}"', "absolute path"),
-    ('"/{uuid}", "{uuid}", "{mhz}"', "absolute path"),
     ('"/a", "{uuid}"', "{mhz}"),
     ('"/a", "{mhz}"', "{uuid} or {index}"),
     ('"/a", "{uuid}", "{mhz}", "{user}"', "braces"),
     ('"/a", "{uuid}", "{mhz}", "{"', "braces"),
-    ('"/a", "{uuid}", "{mhz}", "}"', "braces"),
     ('"/a", "{{uuid}}", "{mhz}"', "braces"),
-    ('"/a\\u0000", "{uuid}", "{mhz}"', "NUL"),
     ('"/a", "\\u0000{uuid}", "{mhz}"', "NUL"),
 ]
 
@@ -125,7 +122,6 @@ ARGV = [  # of a lock command, and what is said of it
         ('reset_command = ["/a", "{uuid}"]', ["lock_command", "missing"]),
         ('lock_command = ["/a", "{uuid}", "{mhz}"]', ["reset_command", "missing"]),
         *[(f"lock_command = [{argv}]", ["lock_command", said]) for argv, said in ARGV],
-        ('reset_command = ["/a", "all"]', ["lock_command", "missing"]),
         (PAIR.replace('"/a", "{uuid}"]', '"/a", "all"]'), ["reset_command", "{uuid} or {index}"]),
         (PAIR.replace('"/a", "{uuid}"]', '"/a", "{mhz}"]'), ["reset_command", "braces", "{index}"]),
         ("command_time_limit_s = 0", ["command_time_limit_s", "above 0"]),
@@ -138,8 +134,6 @@ ARGV = [  # of a lock command, and what is said of it
             (f"reset_range_mhz = {bad}", ["reset_range_mhz must be a list of two whole numbers"])
             for bad in ("1", "[1]", "[1, 2, 3]", "[0, 1]", "[true, 2]", "[1, 2.0]")
         ],
-        ("backends = [3]", ["backends must be a list of texts"]),
-        ("zeusd_socket = 3", ["zeusd_socket must be an absolute path (got 3)"]),
         ("allow_power_profiles = 1", ["allow_power_profiles must be true or false"]),
         ("backend = []", ["backend is not a known field", "Known", "backends"]),
     ],
@@ -241,18 +235,12 @@ def test_the_example_script_locks_and_resets_one_gpu(gpu_clock):
     "arguments",
     [
         (),
-        ("lock",),
         ("lock", UUID),
-        ("lock", UUID, ""),
         ("lock", UUID, "1200,1410"),
-        ("lock", UUID, "99999"),
         ("lock", UUID, "1200", "more"),
         ("lock", UUID, "$(touch injected)"),
         ("lock", "0", "1200"),
         ("lock", f"{UUID},GPU-2", "1200"),
-        ("lock", UUID.replace("0123-", "0;id-"), "1200"),
-        ("reset",),
-        ("reset", ""),
         ("reset", UUID, "1200"),
         ("reset", "GPU-$(touch inject)-ed89-abcd-ef01-23456789abcd"),
         ("reset", f"{UUID}\n"),

@@ -6,13 +6,7 @@ from envpipe_megatron.gpu.backends.cuda_order import visible_among
 from envpipe_megatron.gpu.backends.nvml import NvmlGpu
 from envpipe_megatron.gpu.base import GpuError, GpuNotSupportedError
 from envpipe_megatron.gpu.devices import uid_of_cuda_device, visible_gpus
-from envpipe_megatron.gpu.registry import Device, Driver, pci_address
-
-
-@pytest.fixture
-def node(fake_nvml):
-    fake_nvml.use_here()
-    return fake_nvml
+from envpipe_megatron.gpu.registry import Device, Driver
 
 
 def _shown(variables):
@@ -30,16 +24,13 @@ def _indices(visible, **variables):
     ("visible", "indices"),
     [
         (None, [0, 1, 2, 3]),
-        ("", []),
         (" ", []),
         ("2", [2]),
-        ("3,1", [3, 1]),
         (" 3 , 1 ", [3, 1]),
         ("-1", []),
         ("1,-1,2", [1]),
         ("1,4,2", [1]),
         ("1,x,2", [1]),
-        ("1,,2", [1]),
         ("NoDevFiles", []),
     ],
 )
@@ -97,21 +88,3 @@ def test_uids_that_torch_gives(node):
     for unknown in ("0", "cuda:0", "GPU-1", "00000000-0000-0000-0000-000000000000", "MIG-1234"):
         with pytest.raises(GpuError, match=f"no driver's library lists.*{node.uuids[3]}"):
             uid_of_cuda_device(unknown)
-
-
-@pytest.mark.parametrize(
-    ("text", "address"),
-    [
-        ("0000:1b:00.3", (0, 27, 0, 3)),
-        ("00010002:00:1F", (0x10002, 0, 31, 0)),
-        ("000:1b:00.0", None),
-        ("0000:1b:00.8", None),
-        ("0000:1b:00.0 ", None),
-    ],
-)
-def test_pci_bus_ids(text, address):
-    if address is not None:
-        assert pci_address(text) == address
-    else:
-        with pytest.raises(GpuError, match="Not a PCI bus id"):
-            pci_address(text)

@@ -8,6 +8,8 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+from energy_lines import window
+
 from envpipe_megatron.gpu.base import EnergyReading
 from envpipe_megatron.gpu.emulated.emulated_gpu import EmulatedGpu
 from envpipe_megatron.gpu.guard.messages import receive, send
@@ -51,23 +53,19 @@ class Rank:
 
     def line(self, iteration: int, begin: EnergyReading, end: EnergyReading) -> dict[str, Any]:
         length_s = end.time_s - begin.time_s
-        return {
-            "format": "envpipe-energy/1",
-            "rank": self.rank,
-            "stage": self.rank,
-            "gpu_uid": self.gpu.address.uid,
-            "phase": "steady",
-            "first_iteration": iteration,
-            "last_iteration": iteration,
-            "begin_s": begin.time_s,
-            "duration_s": length_s,
-            "energy_j": end.energy_j - begin.energy_j,
-            "compute_s": length_s,
-            "blocking_s": 0.0,
-            "idle_s": 0.0,
-            "begin_counter": [begin.energy_j, 0.1],
-            "end_counter": [end.energy_j, 0.1],
-        }
+        return window(
+            self.rank,
+            iteration,
+            end.energy_j - begin.energy_j,
+            gpu_uid=self.gpu.address.uid,
+            begin_s=begin.time_s,
+            duration_s=length_s,
+            compute_s=length_s,
+            blocking_s=0.0,
+            idle_s=0.0,
+            begin_counter=[begin.energy_j, 0.1],
+            end_counter=[end.energy_j, 0.1],
+        )
 
     def bye(self) -> None:
         send(self.connection, {"op": "bye"})

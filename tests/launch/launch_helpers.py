@@ -6,33 +6,16 @@ import select
 import subprocess
 import sys
 import time
+from functools import partial
 
-from click.testing import CliRunner
-
-from envpipe_megatron.cli import main
+import commands
 
 LONG_S = 30
 
 
-def run(*words):
-    return CliRunner().invoke(main, ["launch", *map(str, words)])
-
-
-def run_well(*words):
-    result = run(*words)
-    assert result.exit_code == 0, (result.output, result.exception)
-    return result
-
-
-def run_badly(*words):
-    """Run what must fail, and give its message with single spaces."""
-    result = run(*words)
-    assert result.exit_code not in (0, None)
-    # An error that nobody caught would be here as itself, and a traceback for the user.
-    assert isinstance(result.exception, SystemExit), repr(result.exception)
-    message = " ".join(result.stderr.split())
-    assert "Error: " in message
-    return message
+run, run_well, run_badly = (
+    partial(of, "launch") for of in (commands.run, commands.run_well, commands.run_badly)
+)
 
 
 _RUN_NODES = """

@@ -1,21 +1,14 @@
-import os
-import shutil
-import tempfile
-from pathlib import Path
-
 import pytest
-from patch_project import copy_tree, edited_files, make_patches, stock_files, write_tree
+from patch_project import edited_files, make_patches, stock_files, write_tree
 
 import envpipe_megatron.patching.catalog
 from envpipe_megatron.patching.catalog import load_catalog
 
 
 @pytest.fixture(scope="session")
-def patches():
-    """The folder of the made-up project's patches, which every user may read."""
-    with tempfile.TemporaryDirectory() as folder:
-        Path(folder).chmod(0o755)
-        yield make_patches(Path(folder))
+def patches(tmp_path_factory):
+    """The folder of the made-up project's patches."""
+    return make_patches(tmp_path_factory.mktemp("project"))
 
 
 @pytest.fixture
@@ -40,32 +33,12 @@ def checkout(tmp_path, catalog):
     return write_tree(tmp_path / "checkout", stock_files(0))
 
 
-@pytest.fixture
-def open_folder():
-    """A folder that every user may pass into, which pytest's own are not."""
-    folder = Path(tempfile.mkdtemp())
-    folder.chmod(0o755)
-    yield folder
-    for path in folder.rglob("*"):  # what a test has closed can't be removed by ordinary users
-        if path.is_dir() and path.stat().st_uid == os.getuid():
-            path.chmod(0o755)
-    shutil.rmtree(folder)
-
-
-@pytest.fixture
-def copies(tmp_path):
-    """Makes one copy after the other of a folder."""
-    made = iter(range(10**6))
-    return lambda source: copy_tree(source, tmp_path / f"copy{next(made)}")
-
-
-@pytest.fixture
-def newer(tmp_path, monkeypatch):
-    """The folder of a later release's patches for the same tags."""
-    edited = edited_files
-    monkeypatch.setattr(
-        "patch_project.edited_files",
-        lambda minor: edited(minor) | {"run.sh": stock_files(minor)["run.sh"]},
-    )
-    (tmp_path / "newer").mkdir()
-    return make_patches(tmp_path / "newer")
+@pytest.fixture(scope="session")
+def modules(tmp_path_factory):
+    """Patches of modules only, as a later release may have them for the same tags."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            "patch_project.edited_files",
+            lambda minor: {**edited_files(minor), "run.sh": stock_files(minor)["run.sh"]},
+        )
+        return make_patches(tmp_path_factory.mktemp("modules"))

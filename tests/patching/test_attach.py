@@ -10,10 +10,7 @@ import pytest
 from patch_project import (
     REPOSITORY,
     copy_tree,
-    edited_files,
-    make_patches,
     snapshot,
-    stock_files,
     write_tree,
 )
 
@@ -42,17 +39,6 @@ def hook(chosen):
 toy.schedules.envpipe_hook = hook
 toy.schedules.get_func()
 """
-
-
-@pytest.fixture(scope="module")
-def modules(tmp_path_factory):
-    """The folder of patches of modules only, as those of Megatron-LM are."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(
-            "patch_project.edited_files",
-            lambda minor: {**edited_files(minor), "run.sh": stock_files(minor)["run.sh"]},
-        )
-        return make_patches(tmp_path_factory.mktemp("project"))
 
 
 @pytest.fixture

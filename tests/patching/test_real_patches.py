@@ -18,7 +18,7 @@ from checkouts import (
     copy_checkout,
     folder_of_checkouts,
 )
-from patch_project import REPOSITORY, contents, maker, snapshot
+from patch_project import REPOSITORY, contents, copy_tree, maker, snapshot
 
 from envpipe_megatron.patching.catalog import load_catalog
 from envpipe_megatron.patching.checkout import (
@@ -90,9 +90,9 @@ def needs(patch):
 
 
 @each_patch
-def test_apply_equals_git_apply_compiles_and_reverts(patch, checkout, tmp_path, copies):
+def test_apply_equals_git_apply_compiles_and_reverts(patch, checkout, tmp_path):
     stock = snapshot(checkout)
-    by_hand = copies(checkout)
+    by_hand = copy_tree(checkout, tmp_path / "by_hand")
     subprocess.run(["git", "apply"], input=patch.text, cwd=by_hand, check=True)
     assert look_at(by_hand).state is State.PATCHED
 
@@ -110,8 +110,10 @@ def test_apply_equals_git_apply_compiles_and_reverts(patch, checkout, tmp_path, 
 
 
 @each_patch
-def test_its_hooks_are_live(patch, checkout, stand_ins):
+def test_its_hooks_are_live_where_it_is_applied(patch, checkout, stand_ins):
     needs(patch)
+    answers = ask_hooks(checkout, patch.hooks)
+    assert {answer.outcome for answer in answers} == {Outcome.NOT_LIVE}
     apply_patch(checkout)
     answers = ask_hooks(checkout, patch.hooks)
     assert [(answer.outcome, answer.detail) for answer in answers] == [
@@ -121,16 +123,9 @@ def test_its_hooks_are_live(patch, checkout, stand_ins):
 
 
 @each_patch
-def test_a_stock_checkout_has_no_live_hook(patch, checkout, stand_ins):
-    needs(patch)
-    answers = ask_hooks(checkout, patch.hooks)
-    assert {answer.outcome for answer in answers} == {Outcome.NOT_LIVE}
-
-
-@each_patch
-def test_the_patch_is_what_make_makes_of_the_patched_tree(patch, checkout, tmp_path, copies):
+def test_the_patch_is_what_make_makes_of_the_patched_tree(patch, checkout, tmp_path):
     """So that nobody has edited it by hand, and each hunk fits at one place only."""
-    stock = copies(checkout)
+    stock = copy_tree(checkout, tmp_path / "stock")
     apply_patch(checkout)
     shutil.copytree(
         REPOSITORY / "patches",
@@ -168,13 +163,9 @@ def own_file(patch, monkeypatch):
 
 
 @each_patch
-def test_without_the_flag_nothing_is_imported(own_file):
+def test_without_the_flag_nothing_is_imported_and_options_are_an_error(own_file, capsys):
     args, hooks = own_file()
     assert (args.envpipe, hooks) == (False, None)
-
-
-@each_patch
-def test_options_without_the_flag_are_an_error_that_names_it(own_file, capsys):
     with pytest.raises(SystemExit):
         own_file("--envpipe-type", "optimal")
     assert "need --envpipe" in capsys.readouterr().err

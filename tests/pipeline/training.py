@@ -28,6 +28,7 @@ import cpu_run
 import numpy as np
 import torch
 import torch.distributed as dist
+from asking import ask, asked_often
 from jobs import MAX_STEPS, SLOW_S, STEADY_STEPS, Bits, Job, Ours, Result
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
@@ -157,6 +158,7 @@ def train(rank: int, job: Job, ours: Ours | None, root: Path) -> Result | None:
             session = _session(rank, job, ours, root, result, collectives)
             stack.callback(session.close)
             stack.enter_context(plans_are_waited_for())
+            stack.enter_context(asked_often())
             stack.enter_context(_counted(result.put_off, ours.fault if _is_last() else ""))
         _train(job, ours, session, result, collectives)
         if session is not None:
@@ -344,7 +346,9 @@ def _train(
     steady_steps = step = 0
     while True:
         clear_grads()
-        if session is not None:
+        if session is not None and ours is not None:
+            if step in dict(ours.asks):
+                ask(session, dict(ours.asks)[step])
             session.begin_step()
         count = job.counts[step] if job.counts else job.microbatches
         reduced = call(

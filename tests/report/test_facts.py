@@ -82,6 +82,7 @@ def test_a_replica_that_is_slower_is_a_straggler():
 def test_without_a_whole_pipeline_nothing_is_said(lacking):
     recorded = [read for read in iterations(STAGES, MICROBATCHES) if read.labels.stage != lacking]
     assert find_bubbles(recorded, STAGES) is None
+    assert find_bubbles(iterations(1, MICROBATCHES), 1) is None
 
 
 def test_a_lower_clock_is_not_taken_for_the_highest():
@@ -113,7 +114,3 @@ def test_iterations_of_another_order_are_not_counted():
     others = iterations(STAGES, 2 * MICROBATCHES, ("warm-up",) * 3)
     last = [replace(read, iteration=3) for read in iterations(STAGES, MICROBATCHES, ("warm-up",))]
     assert find_bubbles([*others, *last], STAGES).iterations == 1
-
-
-def test_one_stage_has_no_bubbles():
-    assert find_bubbles(iterations(1, MICROBATCHES), 1) is None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-from on_request import on_request
 from page_made import MICROBATCHES, STAGES, folder, write_page
 
 pytest.importorskip("selenium")
@@ -113,15 +112,7 @@ def page(driver, path):
     return Page(driver, path)
 
 
-@pytest.mark.parametrize(
-    ("width", "dark"),
-    [
-        (WIDTHS_PX[0], False),
-        (WIDTHS_PX[1], True),
-        pytest.param(WIDTHS_PX[0], True, marks=on_request("CLI")),
-        pytest.param(WIDTHS_PX[1], False, marks=on_request("CLI")),
-    ],
-)
+@pytest.mark.parametrize(("width", "dark"), [(WIDTHS_PX[0], False), (WIDTHS_PX[1], True)])
 def test_it_fits_and_asks_for_nothing_and_has_no_error(driver, path, width, dark):
     troubles(driver)  # those of earlier pages
     show_as(driver, width, dark=dark)

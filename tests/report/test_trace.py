@@ -1,4 +1,4 @@
-"""A trace keeps the rules of its format, by Perfetto's own parser too where it is installed."""
+"""A trace keeps the rules of its format; `benchmarks/report` has Perfetto's parser read one."""
 
 import gzip
 import json
@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import run_made
 
-from benchmarks.report import perfetto_check, report_scale
+from benchmarks.report import report_scale
 from envpipe_megatron.formats.energy import PHASES
 from envpipe_megatron.formats.timeline import ClockSamples, TimelineLogs
 from envpipe_megatron.gpu.presets import load_preset
@@ -16,12 +16,6 @@ from envpipe_megatron.report.run_folder import read_run_folder
 from envpipe_megatron.report.trace import write_trace
 
 NODES = {2: ("n2", 5000.0)}  # whose clock began long before
-
-STAGES, REPLICAS, MICROBATCHES, ITERATIONS = 4, 2, 8, 25
-
-needs_perfetto = pytest.mark.skipif(
-    bool(perfetto_check.missing_checker()), reason=str(perfetto_check.missing_checker())
-)
 
 
 def check_format(events):
@@ -154,49 +148,16 @@ def test_rounding_to_microseconds_makes_no_slices_overlap(tmp_path, made):
     assert facts.overlapping == 0
 
 
-def test_a_run_without_timelines_still_has_its_power(tmp_path, made):
-    facts, events = traced(tmp_path / "t.json.gz", TimelineLogs(), run_made.windows(made))
-    check_format(events)
-    assert facts.units == 0
-    assert sum(event["ph"] == "C" for event in events) == len(made)
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    """A small one of the benchmark's, with its trace."""
+def test_the_benchmarks_job_is_one_that_could_have_been(tmp_path):
     preset = load_preset("a100-sxm")
-    plan = report_scale.plan_of(preset, STAGES, MICROBATCHES)
-    made = tmp_path_factory.mktemp("scale")
-    report_scale.make_folder(report_scale.Job(STAGES, REPLICAS, ITERATIONS, preset, plan), made)
-    read = read_run_folder(made)
-    facts = write_trace(made / "trace.json.gz", read.timelines, read.windows)
-    return made, read, facts
-
-
-def test_the_benchmarks_job_is_one_that_could_have_been(folder):
-    path, read, facts = folder
-    check_format(json.loads(gzip.decompress((path / "trace.json.gz").read_bytes()))["traceEvents"])
-    assert facts.units == STAGES * REPLICAS * ITERATIONS * 2 * MICROBATCHES
-    assert facts.overlapping == 0
+    plan = report_scale.plan_of(preset, 4, 8)
+    report_scale.make_folder(report_scale.Job(4, 2, 25, preset, plan), tmp_path)
+    read = read_run_folder(tmp_path)
+    facts, events = traced(tmp_path / "t.json.gz", read.timelines, read.windows)
+    check_format(events)
+    assert (facts.units, facts.overlapping) == (4 * 2 * 25 * 2 * 8, 0)
     assert {one.phase for one in read.timelines.iterations} < set(PHASES)
-    assert read.plan is not None
     last = {one.labels.stage: one for one in read.timelines.iterations}
     for stage, one in last.items():
         assert one.order.split() == read.plan.schedule.labels()[stage]
         assert one.frequency_mhz.tolist() == read.plan.frequency_mhz[stage].tolist()
-
-
-@needs_perfetto
-def test_perfetto_reads_all_of_it(folder):
-    path, read, facts = folder
-    found = perfetto_check.check(path / "trace.json.gz")
-    assert found["problems"] == {}
-    phases = len({one.phase for one in read.timelines.iterations})
-    assert found["slices"] == facts.units + ITERATIONS + phases
-    assert found["processes"] == STAGES * REPLICAS + 1
-    assert found["threads"] == STAGES * REPLICAS + 2
-    assert found["deepest"] == 0  # no slice lies on another
-    assert found["counter_tracks"] == {
-        "SM clock requested MHz": STAGES * REPLICAS,
-        "power W": STAGES * REPLICAS,
-    }

@@ -1,6 +1,7 @@
-"""Layer profiles and their file: what is written is read, fits the schema, and errors are named."""
+"""Layer profiles: their file and its schema, and which jobs measure what is in them."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -9,6 +10,7 @@ from jsonschema import Draft202012Validator
 
 from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.search.layer_file import layers_text, read_layers
+from envpipe_megatron.search.layer_jobs import LayerJob, jobs_for, merged
 from envpipe_megatron.search.layer_profile import (
     Block,
     BytesPerParameter,
@@ -83,14 +85,9 @@ def test_what_is_written_is_read_and_fits_the_schema(tmp_path, profile):
     path = tmp_path / "layers.json"
     path.write_text(layers_text(profile))
     assert plain(read_layers(path)) == plain(profile)
-    Draft202012Validator(SCHEMA).validate(json.loads(path.read_text()))
-
-
-def test_a_profile_that_does_not_say_its_source_is_named_by_its_path(tmp_path):
-    path = tmp_path / "layers.json"
-    fields = json.loads(layers_text(profile_with()))
-    del fields["source"]
-    path.write_text(json.dumps(fields))
+    fields = json.loads(path.read_text())
+    Draft202012Validator(SCHEMA).validate(fields)
+    path.write_text(json.dumps({key: value for key, value in fields.items() if key != "source"}))
     assert read_layers(path).source == str(path)
 
 
@@ -123,10 +120,8 @@ def changed(where, value):
         (("format",), "envpipe-plan/1", "'format' is wrong.*envpipe-layers/1"),
         (("strange",), 1, "layers.json: unknown field .got 'strange'"),
         (("measures", 3, "forward_s"), None, "measures/3: field 'forward_s'.*a list"),
-        (("measures", 3, "activation_bytes"), None, "'activation_bytes'.*got nothing"),
         (("measures", 0, "forward_s"), [1, -1], "measures/0: field 'forward_s'.*at least 0"),
         (("measures", 0, "microbatch_size"), 0, "'microbatch_size' is wrong .got 0"),
-        (("measures", 0, "speed"), 1, "measures/0: unknown field"),
         (("measures", 0, "recomputation", 1, "time_s"), "x", "recomputation/1: field 'time_s'"),
         (("measures", 1), {}, "measures/1: field 'forward_s' is wrong .got nothing"),
         (("links", "within_node"), [[2, 1], [1, 1]], "links: field 'within_node'.*rising in bytes"),
@@ -174,3 +169,66 @@ def test_files_that_are_none(tmp_path, content):
     path.write_bytes(content)
     with pytest.raises(EnvPipeError, match=r"layers\.json is not"):
         read_layers(path)
+
+
+def test_ranks_are_told_of_a_job_by_a_text():
+    job = LayerJob("/folder", 2, 1, 4, (1, 2), (1980, 1500))
+    assert LayerJob.of_text(job.to_text()) == job
+    (named,) = jobs_for((1,), (1,), (1,), (1,), (), Path("/parts"), [], "train.py --bf16")
+    assert LayerJob.of_text(named.to_text()).source == "train.py --bf16"
+    assert job.sizes(2) == Sizes(2, 2, 1, 4)
+
+
+@pytest.mark.parametrize(
+    ("tensor", "context", "expert", "ranks"),
+    [(2, 1, 1, 2), (2, 2, 1, 4), (1, 1, 4, 4), (2, 2, 4, 8), (2, 2, 2, 4)],
+)
+def test_experts_lie_on_ranks_of_data_and_context_parallelism(tensor, context, expert, ranks):
+    assert LayerJob("", tensor, context, expert, (1,)).num_ranks == ranks
+
+
+@pytest.mark.parametrize(
+    ("tensor", "speeds", "gpus"),
+    [
+        (1, [7, 7, 6, 7], [2]),
+        (2, [7, 7, 7, 6], [2, 3]),
+        (2, [7, 7, 6], [1, 2]),
+        (4, [7, 7, 6, 7], [0, 1, 2, 3]),
+        (1, [7, 7], [0]),
+        (1, [100.4, 102, 100], [0]),
+    ],
+)
+def test_a_job_runs_on_the_slowest_gpu_and_its_neighbours(tensor, speeds, gpus):
+    assert list(LayerJob("", tensor, 1, 1, (1,)).gpus(speeds)) == gpus
+
+
+def test_what_was_measured_is_left_out():
+    measured = [Sizes(1, 1), Sizes(1, 2), Sizes(2, 4)]
+    jobs = jobs_for((2, 1), (1,), (1,), (4, 2, 1), (), Path("/parts"), measured)
+    assert [(job.tensor_parallel, job.microbatch_sizes) for job in jobs] == [(1, (4,)), (2, (1, 2))]
+    assert len({job.folder for job in jobs}) == 2
+    assert jobs_for((1,), (1,), (1,), (1, 2), (), Path("/parts"), measured) == []
+
+
+def test_measures_of_several_jobs_become_one_profile():
+    first = profile_with()
+    measures = first.measures[Sizes(1, 1)]
+    more = replace(first, measures={Sizes(1, 2): measures})
+    assert merged(None, first) is first
+    both = merged(first, more)
+    assert both.measures == {**first.measures, Sizes(1, 2): measures}
+    assert both.links is first.links
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"blocks": (Block(("layer",)),)},
+        {"frequency_mhz": np.array([1980])},
+        {"source": "another command"},
+        {"gpu": "another GPU"},
+    ],
+)
+def test_measures_of_another_model_are_refused(other):
+    with pytest.raises(EnvPipeError, match="--output"):
+        merged(profile_with(), profile_with(**other))

@@ -243,19 +243,10 @@ def test_splits_above_the_memory_limit_are_left_out(job, data):
     assert both_times(table, found.cut).max() == pytest.approx(least_s)
 
 
-def test_a_limit_of_no_bytes_is_refused():
-    with pytest.raises(EnvPipeError, match="no bytes for the memory limit"):
-        SplitSpace(table_of(np.ones(4), np.ones(4)), 2, 8, 40.0)
-
-
 @pytest.mark.parametrize(("layers", "stages"), [(1, 3), (2, 4), (2, 10**9)])
 def test_fewer_layers_than_stages(layers, stages):
     with pytest.raises(EnvPipeError, match=f"too few layers for {stages} stages"):
         SplitSpace(table_of(np.ones(layers), np.ones(layers)), stages, 4)
-
-
-#: Forwards and backwards of unlike ratio, so that no split reaches the bound.
-UNLIKE = table_of(*np.random.default_rng(1).uniform(0.1, 2.0, (2, 14)))
 
 
 @pytest.mark.parametrize("sizes", [(1, 4), (2, 0)])
@@ -267,38 +258,8 @@ def test_a_split_needs_two_stages_and_a_microbatch(sizes):
     several = replace(table, measures={Sizes(): table.at(Sizes()), Sizes(2): table.at(Sizes())})
     with pytest.raises(EnvPipeError, match="at several sizes"):
         SplitSpace(several, 2, 1)
-
-
-def test_a_stage_that_waits_at_both_ends_bounds_the_iteration():
-    """The middle one, a little longer, waits for its first backward and for its last one."""
-    forward_s = np.array([1.0, 1.2, 1.0])
-    space = SplitSpace(table_of(forward_s, 2 * forward_s), 3, 8)
-    time_s = space.candidate((0, 1, 2, 3)).iteration_time_s
-    assert time_s == pytest.approx(9.6 + 3.0 + 6 * 3.6)
-    assert space.cuts.forced_s[1][0, 0] == pytest.approx(time_s)
-    # With fewer microbatches the last forward is ahead of the first backward.
-    few = SplitSpace(table_of(forward_s, 2 * forward_s), 3, 2)
-    assert few.cuts.forced_s[1][0, 0] <= few.candidate((0, 1, 2, 3)).iteration_time_s * (1 + 1e-9)
-
-
-def test_no_plan_is_below_the_estimate():
-    """For every split: the estimate, and what all stages take by waiting as long as it lasts."""
-    space = SplitSpace(UNLIKE, 3, 4)
-    cuts = list(cheapest_paths(space.cuts.runs, [stage.time_s for stage in space.cuts.stages]))
-    times_s = [iteration_time(UNLIKE, cut, 4) for cut in cuts]
-    limit_s = 1.1 * min(times_s)
-    estimate_j = space.cuts.energy_weights(limit_s, limit_s, 80.0)
-    for weights, force in zip(estimate_j, space.cuts.forced_s, strict=True):
-        assert (np.isfinite(weights) == (force <= limit_s)).all()
-    checked = 0
-    for cut, time_s in zip(cuts, times_s, strict=True):
-        if time_s <= limit_s:
-            weighed = zip(space.cuts.runs, estimate_j, pairwise(cut), strict=True)
-            least_j = 4 * sum(weights[runs.place(*run)] for runs, weights, run in weighed)
-            least_j += 3 * 80.0 * time_s
-            assert least_j <= planned_energy(UNLIKE, cut, 4, 80.0, limit_s) * (1 + 1e-9)
-            checked += 1
-    assert checked > 3
+    with pytest.raises(EnvPipeError, match="no bytes for the memory limit"):
+        SplitSpace(table, 2, 8, 40.0)
 
 
 def test_the_estimate_takes_the_slowest_clocks_that_there_is_time_for():
@@ -328,15 +289,6 @@ def flag_of(split, **ends):
     return layout_flag(table, found)
 
 
-@pytest.mark.parametrize("ends", [{}, {"embedding": True, "loss": True}])
-def test_layouts_as_they_look(ends):
-    flag = "--pipeline-model-parallel-layout"
-    assert flag_of((3, 4, 4, 2), **ends) == f"{flag} 'Et*3|(t*4|)*2t*2L'"
-    assert flag_of((1, 1), **ends) == f"{flag} 'Et|tL'"
-    if ends:
-        assert flag_of((0, 1, 2, 0), **ends) == f"{flag} 'E|t|t*2|L'"
-
-
 @pytest.fixture(scope="module")
 def megatron_config():
     pytest.importorskip("torch")
@@ -362,6 +314,8 @@ def test_megatron_reads_the_flags_alike(megatron_config, split):
     from megatron.core.transformer.enums import LayerType
 
     text = shlex.split(flag_of(split, embedding=True, loss=True))[1]
+    if min(split):  # whether embedding and loss were profiled or not
+        assert shlex.split(flag_of(split))[1] == text
     config = megatron_config(split, pipeline_model_parallel_layout=text)
     layout = config.pipeline_model_parallel_layout
     decoders = [

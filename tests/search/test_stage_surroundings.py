@@ -1,5 +1,6 @@
-"""What lies around a stage's units, by hand: messages, reductions, replicas, energy, memory."""
+"""A stage's work and what lies around its units, by hand: gradients, messages, replicas, memory."""
 
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from itertools import pairwise
 
@@ -12,6 +13,8 @@ from envpipe_megatron.search.candidates import Candidate
 from envpipe_megatron.search.configuration import Configuration, Job, StageLayout
 from envpipe_megatron.search.cuts import Shape
 from envpipe_megatron.search.layer_profile import (
+    Block,
+    BytesPerParameter,
     Curve,
     LayerProfile,
     Links,
@@ -21,6 +24,7 @@ from envpipe_megatron.search.layer_profile import (
 )
 from envpipe_megatron.search.search import estimates_j, search
 from envpipe_megatron.search.space import MegatronSpace, Space
+from envpipe_megatron.search.work import StageWork, stage_work
 
 WITHIN, ACROSS = Curve(np.array([10.0]), np.array([1.0])), Curve(np.array([10.0]), np.array([5.0]))
 LINKS = Links(WITHIN, ACROSS, {(2, False): WITHIN, (2, True): ACROSS, (4, True): ACROSS})
@@ -56,6 +60,10 @@ def test_messages_between_nodes_take_the_slow_link() -> None:
     # Of three GPUs a stage the first's peer is on its own node, and the last's is not.
     three = Job(num_gpus=6, gpus_per_node=4, global_batch=8)
     assert candidate_of(profile, replicas=3, job=three).hops_s.tolist() == [5.0]
+    # Stages over several nodes reduce over it, too.
+    four = Job(num_gpus=8, gpus_per_node=2, global_batch=8)
+    tails_s = candidate_of(profile, replicas=4, job=four).tails_s.tolist()
+    assert tails_s == pytest.approx([5.0 * 12] * 2)
 
 
 @pytest.mark.parametrize(
@@ -83,12 +91,6 @@ def test_gradients_are_reduced_among_those_who_hold_the_same(
     assert (candidate.peak_bytes - shared.peak_bytes).tolist() == pytest.approx([saved] * 2)
 
 
-def test_stages_over_several_nodes_reduce_over_the_slow_link() -> None:
-    job = Job(num_gpus=8, gpus_per_node=2, global_batch=8)
-    four = candidate_of(profile_of(), replicas=4, job=job)
-    assert four.tails_s.tolist() == pytest.approx([5.0 * 12] * 2)
-
-
 def test_what_all_ranks_do_for_gradients_is_not_shared() -> None:
     profile = profile_of(links=Links(), optimizer_s=0.1, gradients_s=0.01)
     assert candidate_of(profile, replicas=2).tails_s[0] == pytest.approx(30 * 0.11)
@@ -114,51 +116,41 @@ def test_layers_without_activations_limit_no_microbatches() -> None:
     assert limited.plan(50.0).cost.energy_j == pytest.approx(free.plan(50.0).cost.energy_j)
 
 
-def test_a_recomputation_that_takes_no_time_can_be_used() -> None:
-    profile = whole_layers(1, ("layer",) * 6)
+def with_ways(profile: LayerProfile, ways: Callable[[Measure], Iterable[Recomputation]]):
+    """The same, whose pieces have other ways of recomputation."""
     measures = {
-        sizes: {
-            name: replace(
-                measure,
-                recomputation=tuple(
-                    replace(way, time_s=0 * way.time_s) for way in measure.recomputation
-                ),
-            )
-            for name, measure in by_piece.items()
-        }
-        for sizes, by_piece in profile.measures.items()
+        sizes: {name: replace(each, recomputation=tuple(ways(each))) for name, each in of.items()}
+        for sizes, of in profile.measures.items()
     }
+    return replace(profile, measures=measures)
+
+
+def test_a_recomputation_that_takes_no_time_can_be_used() -> None:
+    profile, fastest = whole_layers(1, ("layer",) * 6), Objective(goal="time")
+    at_once = with_ways(
+        profile, lambda each: (replace(way, time_s=0 * way.time_s) for way in each.recomputation)
+    )
     job = Job(4, 2, 8, memory_bytes=250.0)
-    fastest = Objective(goal="time")
     slow = search(profile, job, Space(), fastest).ranked[0].iteration_time_s
     for same in (False, True):
-        free = search(
-            replace(profile, measures=measures), job, Space(same_recomputation=same), fastest
-        )
+        free = search(at_once, job, Space(same_recomputation=same), fastest)
         assert free.ranked[0].iteration_time_s <= slow
 
 
 def test_a_recomputation_that_saves_nothing_is_not_used() -> None:
     profile = whole_layers(1, ("layer",) * 6)
-    useless, none = (
-        replace(
-            profile,
-            measures={
-                sizes: {name: replace(each, recomputation=ways(each)) for name, each in of.items()}
-                for sizes, of in profile.measures.items()
-            },
-        )
-        for ways in (_saving_nothing, lambda _: ())
+    useless = with_ways(
+        profile,
+        lambda each: (
+            replace(way, activation_bytes=each.activation_bytes) for way in each.recomputation
+        ),
     )
     job = Job(4, 2, 8, memory_bytes=400.0)
-    with_it, without = (MegatronSpace(each, job, Space()) for each in (useless, none))
+    with_it, without = (
+        MegatronSpace(each, job, Space()) for each in (useless, with_ways(profile, lambda _: ()))
+    )
     for shape in without.shapes:
         assert with_it.best_cut(shape) == without.best_cut(shape)
-
-
-def _saving_nothing(measure: Measure) -> tuple[Recomputation, ...]:
-    ways = measure.recomputation
-    return tuple(replace(way, activation_bytes=measure.activation_bytes) for way in ways)
 
 
 def test_the_planned_order_keeps_the_memory_of_unlike_chunks() -> None:
@@ -191,3 +183,47 @@ def test_virtual_stages_are_the_evenest_that_single_moves_reach() -> None:
                 times_s = np.array([work.time_s for work in works])
                 ahead_s = [0.0, works[0].forward_s[0, 0] + works[0].backward_s[0, 0]]
                 assert (8 * times_s + ahead_s).max() >= cut.bound_s * (1 - 1e-9)
+
+
+PROFILE = LayerProfile(
+    blocks=(Block(("a",)),),
+    frequency_mhz=np.array([1]),
+    measures={Sizes(): {"a": Measure(np.array([1.0]), np.array([2.0]), parameters=10.0)}},
+    bytes_per_parameter=BytesPerParameter(),
+    links=Links(),
+)
+
+
+@pytest.mark.parametrize(("shared", "tail_s"), [(False, 0.0), (True, 1.5 + 5.0)])
+def test_weights_are_gathered_where_no_gradient_is_reduced(shared: bool, tail_s: float) -> None:
+    """Half an all-reduce of their 20 bytes, and the optimizer."""
+    links = Links(all_reduce={(2, False): Curve(np.array([10.0, 20.0]), np.array([1.0, 3.0]))})
+    each = BytesPerParameter(weight=2.0, gradient=0.0)
+    profile = replace(PROFILE, bytes_per_parameter=each, links=links, optimizer_s=float(shared))
+    stage = StageLayout(((0, 1),), Sizes(), 2)
+    configuration = Configuration((stage,), 1, distributed_optimizer=shared)
+    assert Candidate(configuration, profile, Job(2, 2, 2)).tails_s == pytest.approx([tail_s])
+
+
+def test_a_part_of_a_model_that_begins_elsewhere_loads_its_data_too() -> None:
+    profile = whole_layers(0)
+    loss, number = profile.measures[Sizes()]["loss"], len(profile.pieces)
+
+    def last_of(first: int) -> StageWork:
+        return stage_work(profile, StageLayout(((first, number),), Sizes(), 1))
+
+    alone = last_of(number - 1)
+    longer = 1 + loss.apart_s / loss.forward_s
+    np.testing.assert_allclose(alone.forward_s[0], loss.forward_s * longer)
+    np.testing.assert_allclose(alone.forward_j[0], loss.forward_j * longer)
+    np.testing.assert_allclose(alone.backward_s[0], loss.backward_s)
+    whole = profile.in_parts.sums(Sizes()).time_s[-1]
+    assert last_of(0).time_s == pytest.approx(whole - loss.apart_s)
+    megatron = MegatronSpace(profile, Job(2, 2, 8), Space())
+    for stages, apart_s in ((1, 0.0), (2, loss.apart_s)):
+        shape = Shape(Sizes(), stages, 2 // stages, 1, 4)
+        whole_s = whole - loss.apart_s + apart_s
+        assert megatron.pieces(shape).time_s[-1] == pytest.approx(whole_s)
+        by_clock = megatron.pieces(shape).by_clock
+        both_s = sum(by_clock[kind][1][-1, 0] for kind in ("forward", "backward"))
+        assert both_s == pytest.approx(whole_s)

@@ -86,19 +86,6 @@ def test_the_baselines_emulated_time_is_that_of_1f1b(finished):
     assert measured == pytest.approx(iteration_s, rel=1e-6)
 
 
-def test_energies_agree_between_summary_and_log(finished):
-    for run in ("baseline", "envpipe"):
-        step = finished.turns[run]["step"]
-        assert step["iterations"] == 2
-        steady = [w for w in finished.windows if w["run"] == run and w["phase"] == "steady"]
-        last = max(w["last_iteration"] for w in steady)
-        energy_j = 0.0
-        for w in steady:  # on a busy host, one may have the iteration before these two as well
-            own = range(w["first_iteration"], w["last_iteration"] + 1)
-            energy_j += w["energy_j"] * len([i for i in own if i > last - 2]) / len(own) / 2
-        assert STAGES * step["energy_j"] == pytest.approx(energy_j, rel=0.05)
-
-
 def test_every_iteration_of_every_gpu_is_in_the_log_once(finished):
     for run in ("baseline", "envpipe"):
         count = len(finished.turns[run]["losses"])

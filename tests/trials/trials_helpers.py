@@ -78,7 +78,14 @@ def wait_until(condition, timeout_s, what):
         time.sleep(0.05)
 
 
-def is_training(output):
-    """Whether iterations have been metered and a clock is locked at this moment."""
-    log = output / "energy.jsonl"
-    return log.exists() and log.stat().st_size > 0 and any(locks_mhz(output))
+def turn(arm, number=0, time_s=0.5, energy_j=50.0, **changes):
+    """What a rank reports of a turn on two GPUs."""
+    stage = {
+        "weights_sha256": "a", "clocks": {"error": None, "followed": None, "changes": 1},
+        "executed": ["F0", "B0"], "temperature_c": [40, 50], "sampled": {"throttle_reasons": []},
+    }  # fmt: skip
+    return {
+        "event": "turn", "arm": arm, "round": number, "notes": [], "failure": "",
+        "step": {"iterations": 2, "time_s": time_s, "energy_j": energy_j},
+        "losses": [[4.0, 3.5], [3.0, 2.5]], "stages": [stage, stage], **changes,
+    }  # fmt: skip

@@ -1,11 +1,9 @@
 """`envpipe energy sum`: what nodes and GPUs metered adds up, each line once."""
 
 import json
-import math
-import random
 
 import pytest
-from cli_helpers import run_well
+from commands import run_well
 from energy_lines import job, note, window
 
 from envpipe_megatron.formats.energy import append_line
@@ -21,42 +19,18 @@ def summed(*paths):
     return json.loads(run_well("energy", "sum", *paths, "--json").stdout)
 
 
-def test_two_hand_started_nodes_add_up_to_the_joule(tmp_path):
-    rng = random.Random(2)
-    files, all_j = [], []
-    for node in ("n0", "n1"):
-        entries = [
-            window(gpu, i, rng.uniform(0, 1e4), node=node) for gpu in range(4) for i in range(300)
-        ]
-        all_j += [entry["energy_j"] for entry in entries]
-        files.append(write(tmp_path / f"{node}.jsonl", *entries))
-    both = summed(*files)
-    assert both == {**summed(*reversed(files)), "nodes": both["nodes"], "gpus": both["gpus"]}
-    assert both["job"]["energy_j"] == pytest.approx(math.fsum(all_j), rel=1e-14)
-    alone = [summed(path)["job"]["energy_j"] for path in files]
-    assert [node["energy_j"] for node in both["nodes"]] == alone
-    assert len(both["gpus"]) == both["job"]["num_gpus"] == 8
-    assert (both["job"]["windows"], both["job"]["gpu_seconds"]) == (2400, 4800)
-
-
 def test_lines_that_are_given_twice_count_once_and_are_told_of(tmp_path, caplog):
     entries = [window(iteration=i, energy_j=10 + i) for i in range(6)]
-    whole = write(tmp_path / "whole.jsonl", *entries)
     early = write(tmp_path / "copied_early.jsonl", *entries[:4])
     late = write(tmp_path / "late.jsonl", *entries[2:], *entries[5:])
-    once = summed(whole)
-    assert once["job"]["energy_j"] == 75
-    assert once["repeated_lines"] == 0
-    for files, repeated in (((whole, whole), 6), ((early, late), 3), ((whole, early, late), 9)):
-        facts = summed(*files)
-        assert facts["job"] == once["job"]
-        assert facts["repeated_lines"] == repeated
+    facts = summed(early, late)
+    assert (facts["job"]["energy_j"], facts["repeated_lines"]) == (75, 3)
     assert "given twice" not in caplog.text
-    run_well("energy", "sum", whole, whole)
-    assert "6 lines were given twice and counted once" in caplog.text
+    run_well("energy", "sum", early, late)
+    assert "3 lines were given twice and counted once" in caplog.text
     # The same figures of another GPU, or at another time, are not the same line.
     other = write(tmp_path / "other.jsonl", window(gpu=1, energy_j=10), window(begin_s=900.0))
-    assert summed(whole, other)["repeated_lines"] == 0
+    assert summed(early, other)["repeated_lines"] == 0
 
 
 def test_torn_and_foreign_lines_are_passed_over_and_named_as_lacking(tmp_path, caplog):
@@ -97,14 +71,10 @@ def test_a_whole_job_is_complete(tmp_path):
     options = ("--price", "3.6e6", "--grid-intensity", "7.2e6")
     facts = json.loads(run_well("energy", "sum", path, *options, "--json").stdout)
     assert (facts["complete"], facts["missing"]) == (True, [])
-    assert facts["facts"] == {"num_gpus": 1, "tokens_per_iteration": 500}
     assert facts["job"]["iterations"] == 4
     assert facts["job"]["energy_per_iteration_j"] == 112.5
     assert facts["job"]["energy_per_token_j"] == 0.225
-    assert facts["job"]["windows"] == 5  # a note is no window
     assert (facts["job"]["cost"], facts["job"]["co2_g"]) == pytest.approx((450, 900))
-    (node,) = facts["nodes"]
-    assert (node["agent"], node["running"], node["exit_code"]) == (True, False, 0)
     shown = run_well("energy", "sum", path, *options).stdout
     assert "4 iterations: 112.5 J per iteration, 0.225 J per token" in shown
     assert "cost: 450 at 3.6e+06 a kWh" in shown

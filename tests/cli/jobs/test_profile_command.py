@@ -8,9 +8,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from click.testing import CliRunner
+from commands import run, run_badly
 
-from envpipe_megatron.cli import main
 from envpipe_megatron.core.profile import read_profile
 
 pytest.importorskip("torch")
@@ -42,7 +41,7 @@ def words(folder: Path, end: str, *torchrun: str) -> list[str]:
 
 
 def profile(folder: Path, end: str, *torchrun: str) -> tuple[int, str]:
-    result = CliRunner().invoke(main, words(folder, end, *(torchrun or ("--standalone",))))
+    result = run(*words(folder, end, *(torchrun or ("--standalone",))))
     return result.exit_code, result.output
 
 
@@ -77,10 +76,8 @@ def test_training_that_left_no_profile_leaves_nothing(
 
 
 def test_a_script_that_is_not_there_is_looked_for_before_torchrun_starts(tmp_path: Path) -> None:
-    command = ["profile", "--output", str(tmp_path / "out.csv"), "--", "--standalone", "none.py"]
-    result = CliRunner().invoke(main, command)
-    assert result.exit_code == 1
-    assert "There is no such script to run (got 'none.py')" in result.output
+    words = ("profile", "--output", tmp_path / "out.csv", "--", "--standalone", "none.py")
+    assert "There is no such script to run (got 'none.py')" in run_badly(*words)
 
 
 def test_what_ends_it_ends_the_training(tmp_path: Path) -> None:

@@ -7,9 +7,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from click.testing import CliRunner
+from commands import run
 
-from envpipe_megatron.cli import main
 from envpipe_megatron.gpu.devices import VISIBLE_VARIABLE
 from envpipe_megatron.search.layer_file import layers_text, links_text, read_layers
 from envpipe_megatron.search.layer_jobs import JOB_VARIABLE, LayerJob
@@ -68,7 +67,7 @@ def profile(folder: Path, *options: str, gpus: int = 2) -> tuple[int, str]:
     script.write_text("")
     words = ["profile", "--layers", "--output", str(folder / "layers.json"), *options, "--"]
     words += ["--standalone", "--nproc-per-node", str(gpus), str(script), "--bf16"]
-    result = CliRunner().invoke(main, words)
+    result = run(*words)
     return result.exit_code, result.output
 
 
@@ -189,6 +188,6 @@ def test_what_it_would_write_over_must_be_a_layer_profile(tmp_path: Path, jobs: 
 
 def test_sizes_are_for_layers(tmp_path: Path) -> None:
     words = ["profile", "--output", str(tmp_path / "a.csv"), "--clocks", "1000", "--", "train.py"]
-    result = CliRunner().invoke(main, words)
+    result = run(*words)
     assert result.exit_code == 2
     assert "for --layers alone" in result.output

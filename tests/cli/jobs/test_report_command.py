@@ -9,11 +9,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from cli_helpers import files_of_at_most, plan_for, run_badly, run_well, write_profile
-from click.testing import CliRunner
+from cli_helpers import files_of_at_most, plan_for, write_profile
+from commands import run_badly, run_well
 from energy_lines import note, window
 
-from envpipe_megatron.cli import main
 from envpipe_megatron.core.orders import builders
 from envpipe_megatron.core.timeline import Timeline
 from envpipe_megatron.formats.energy import append_line
@@ -218,8 +217,7 @@ def test_a_quickstart_ends_with_the_path_of_its_page_which_a_report_overwrites(
     python.with_name("activate").touch()
     monkeypatch.setattr(sys, "executable", str(python))
     monkeypatch.chdir(tmp_path)
-    shown = CliRunner().invoke(main, ["quickstart", "--output", "out"])
-    assert shown.exit_code == 0, shown.output
+    shown = run_well("quickstart", "--output", "out")
     *_, activate, plan = re.findall(r"^  (.*)", shown.output, re.MULTILINE)
     assert shlex.split(activate) == ["source", str(python.with_name("activate"))]
     run_well(*shlex.split(plan)[1:], "--blocking-power", 80)

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from run_made import BACKWARD_S, FORWARD_S, iterations, profile
+from run_made import FORWARD_S, iterations, profile
 
 from envpipe_megatron.cli.jobs.report_facts import _times, predict, report_facts
 from envpipe_megatron.core.kinds import Kind
@@ -206,10 +206,6 @@ def test_a_gpu_without_a_model_gets_no_prediction(bubbles, name):
     predicted = predict(bubbles, None, name)
     assert not predicted.levels
     assert name in predicted.lacking[0]
-
-
-def test_backwards_take_twice_the_time(bubbles):
-    assert bubbles.unit_s.sum() == pytest.approx(STAGES * MICROBATCHES * (FORWARD_S + BACKWARD_S))
 
 
 def test_parts_of_a_backward_cost_what_those_do_that_do_not_run_as_one(bubbles):

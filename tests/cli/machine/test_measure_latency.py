@@ -3,29 +3,30 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 
 import pytest
-from click.testing import CliRunner
+from commands import run
 
-from envpipe_megatron.cli.common import ErrorsAsMessages
-from envpipe_megatron.cli.machine.clocks import _cuda_device, measure_latency
+from envpipe_megatron.cli.machine.clocks import _cuda_device
 from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.gpu.base import FORBID_VARIABLE
 from envpipe_megatron.gpu.guard.lease_file import LEASE_DIR_VARIABLE
 from envpipe_megatron.gpu.presets import load_preset
 
 
-@pytest.fixture
-def invoke(tmp_path, monkeypatch):
+@pytest.fixture(autouse=True)
+def _own_leases(tmp_path, monkeypatch):
     monkeypatch.setenv(LEASE_DIR_VARIABLE, str(tmp_path / "leases"))
-    group = ErrorsAsMessages("clocks", commands=[measure_latency])
-    return lambda *arguments: CliRunner().invoke(group, ["measure-latency", *arguments])
 
 
-def test_emulated_gpu_tells_its_presets_latency(invoke, tmp_path, monkeypatch):
+measure = partial(run, "clocks", "measure-latency")
+
+
+def test_emulated_gpu_tells_its_presets_latency(tmp_path, monkeypatch):
     monkeypatch.setenv(FORBID_VARIABLE, "1")  # which is about real GPUs
     output = tmp_path / "latency.json"
-    result = invoke(
+    result = measure(
         "--emulated", "h200", "--clocks", "1980,990", "--repeats", "1", "--output", str(output)
     )
     assert result.exit_code == 0, result.output
@@ -48,10 +49,10 @@ def test_a_device_that_cuda_does_not_show_is_refused(monkeypatch):
         _cuda_device(2)
 
 
-def test_forbidden_before_anything_is_touched(invoke, fake_nvml, monkeypatch):
+def test_forbidden_before_anything_is_touched(fake_nvml, monkeypatch):
     fake_nvml.use_here()
     monkeypatch.setenv(FORBID_VARIABLE, "1")
-    result = invoke()
+    result = measure()
     assert result.exit_code == 1
     assert FORBID_VARIABLE in result.output
     assert "--emulated" in result.output
@@ -67,8 +68,8 @@ def test_forbidden_before_anything_is_touched(invoke, fake_nvml, monkeypatch):
         (("--emulated", "h200", "--output", "/nowhere/latency.json"), "no folder"),
     ],
 )
-def test_bad_input_is_said(invoke, arguments, said):
-    result = invoke(*arguments)
+def test_bad_input_is_said(arguments, said):
+    result = measure(*arguments)
     assert result.exit_code == 1
     assert said in result.output
     assert "Traceback" not in result.output

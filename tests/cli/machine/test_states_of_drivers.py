@@ -9,12 +9,11 @@ from types import SimpleNamespace
 
 import pynvml
 import pytest
-from cli_helpers import run, run_well
+from commands import run, run_well
 from fake_gpu import look_until
 
 from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.gpu import energy_counter
-from envpipe_megatron.gpu.backends import nvml
 from envpipe_megatron.runtime.clocks.rank_clock import RankClock, open_rank_gpu
 
 POWER_CAP = pynvml.nvmlClocksThrottleReasonSwPowerCap
@@ -114,17 +113,9 @@ STATES = {
 
 
 @pytest.fixture
-def node(fake_nvml, monkeypatch, tmp_path):
-    monkeypatch.setattr(nvml, "has_sys_admin", lambda: True)
-    monkeypatch.setattr(nvml, "in_user_namespace", lambda: False)
+def node(own_node, monkeypatch):
     monkeypatch.setattr(energy_counter, "STALL_S", 0.5)
-    for name in ("CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER", "ENVPIPE_SITE_CONFIG"):
-        monkeypatch.delenv(name, raising=False)
-    for name in ("ENVPIPE_LEASE_DIR", "XDG_RUNTIME_DIR"):
-        (tmp_path / name).mkdir(mode=0o700)
-        monkeypatch.setenv(name, str(tmp_path / name))
-    fake_nvml.use_here()
-    return fake_nvml
+    return own_node(True)
 
 
 @pytest.fixture

@@ -4,10 +4,10 @@ One case of each kind: tests of the core and of the planner have the others.
 """
 
 import json
-import os
 
 import pytest
-from cli_helpers import plan_badly, plan_for, run_badly
+from cli_helpers import plan_badly, plan_for, write_sidecar
+from commands import run_badly
 from whole_layers import write_layers
 
 
@@ -41,8 +41,6 @@ def test_a_broken_profile_is_named_with_line_and_value(profile_path, tmp_path):
 @pytest.mark.parametrize(
     "options",
     [
-        ["--schedule", "1f1b"],
-        ["--schedule", "gpipe"],
         ["--schedule", "envpipe", "--policy", "envelope", "--channel-capacity", 1],
         ["--schedule", "auto", "--policy", "optimal"],
         ["--schedule", "interleaved", "--num-chunks", 2],
@@ -70,10 +68,8 @@ def test_more_microbatches_than_any_file_has(profile_path, plan_path, tmp_path):
         ("--blocking-power", "0.0836", "0.0836 kW is 83.6 W"),
         ("--blocking-power", "83600,84000", "83600 mW is 83.6 W"),
         ("--p2p-latency", "20", "20 ms is 0.02 s"),
-        ("--change-time", "10", "10 ms is 0.01 s"),
         ("--tail-time", "1500", "1500 ms is 1.5 s"),
         ("--split-overhead", "5 %", "5 % is 0.05"),
-        ("--deadline-factor", "102", "102 % is 1.02"),
         ("--deadline-factor", "2%", "2 % longer is 1.02"),
         ("--max-energy", "5kJ", "5 kJ is 5000 J"),
         ("--power-window", "100ms", "100 ms is 0.1 s"),
@@ -95,8 +91,7 @@ def test_an_option_in_another_unit_is_named(profile_path, tmp_path, option, give
     ],
 )
 def test_a_sidecar_in_another_unit_is_named(profile_path, tmp_path, field, value, said):
-    sidecar = {"format": "envpipe-profile/1", field: value}
-    profile_path.with_suffix(".json").write_text(json.dumps(sidecar))
+    write_sidecar(profile_path, **{field: value})
     assert_says(plan_badly(profile_path, tmp_path), f"field '{field}'", said)
 
 
@@ -114,7 +109,6 @@ BASELINE = ("--policy", "baseline")
     [
         (["--reconfigure", "balanced"], ["envelope", "'balanced'", "--policy envelope"]),
         (["--schedule", "envpipe", "--max-in-flight", "2,3"], ["(got 2, 3)", "4 stages"]),
-        (["--schedule", "envpipe", "--max-in-flight", "0"], ["--max-in-flight", "'0'"]),
         (
             ["--schedule", "1f1b", "--max-in-flight", "memory"],
             ["in flight (got 'memory')", "--schedule envpipe, auto, zb-h1, zb-h2 or zb-v"],
@@ -169,22 +163,3 @@ def test_outputs_that_cannot_be_written(profile_path, plan_path, tmp_path):
     assert_says(message, str(pictures), "Not a directory")
     message = simulate_badly(profile_path, plan_path, "--output", plan_path)
     assert_says(message, "--output", str(plan_path), "is a file")
-
-
-def test_a_folder_of_somebody_else(profile_path, plan_path, tmp_path):
-    closed = tmp_path / "closed"
-    closed.mkdir(mode=0o500)
-    if os.access(closed, os.W_OK):
-        pytest.skip("this user may write everywhere")
-    message = plan_into(profile_path, closed / "plan.json")
-    assert_says(message, str(closed / "plan.json"), "Permission denied", "yours to write")
-    message = simulate_badly(profile_path, plan_path, "--output", closed / "pictures")
-    assert_says(message, str(closed / "pictures"), "Permission denied")
-
-
-def test_a_plan_never_overwrites_its_profile_or_the_sidecar(profile_path):
-    before = profile_path.read_bytes()
-    for output in (profile_path, profile_path.with_suffix(".json")):
-        assert_says(plan_into(profile_path, output), "overwrite", str(output), "--output")
-    assert profile_path.read_bytes() == before
-    assert not profile_path.with_suffix(".json").exists()

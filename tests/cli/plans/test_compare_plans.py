@@ -4,7 +4,8 @@ import json
 from pathlib import Path
 
 import pytest
-from cli_helpers import plan_for, run_badly, run_well, simulate_json
+from cli_helpers import plan_for, rows_of, simulate_json
+from commands import run_badly, run_well
 
 from envpipe_megatron.core.plan import read_plan
 from envpipe_megatron.core.profile import read_profile
@@ -54,8 +55,7 @@ def test_the_table_has_a_column_for_each(monkeypatch, tmp_path, plans):
     assert "Against 1f1b at the highest clocks" in shown
     assert "Note" not in shown
     facts = json.loads(run_well("compare", *plans, "--json").stdout)
-    rows = {cells[1].strip(): [cell.strip() for cell in cells[2:5]] for line in shown.splitlines()
-            if len(cells := line.split("│")) > 3}  # fmt: skip
+    rows = rows_of(shown)
     assert rows["energy (J)"] == [f"{each['energy_j']:.1f}" for each in facts]
     assert rows["order"] == ["1f1b", "envpipe", "interleaved"]
     assert all(name in shown for name in ("a.json", "b.json", "c.json"))

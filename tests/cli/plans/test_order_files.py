@@ -1,9 +1,10 @@
-"""What `envpipe plan` does by itself, and with an order from a file; `envpipe export-schedule`."""
+"""What `envpipe plan` does by itself, and with orders and clocks from files."""
 
 import json
 
 import pytest
-from cli_helpers import plan_badly, plan_for, run_badly, run_well
+from cli_helpers import plan_badly, plan_for, rows_of, write_sidecar
+from commands import run_badly, run_well
 
 from envpipe_megatron.core.orders import builders
 from envpipe_megatron.formats.torch_csv import torch_csv
@@ -51,13 +52,11 @@ def test_what_is_not_named_goes_with_what_is(profile_path, options, title):
 
 
 def test_activations_are_shown_where_they_are_known(profile_path):
-    sidecar = {"format": "envpipe-profile/1", "activation_bytes": [2**30, 2**29, 2**28, 2**27]}
-    profile_path.with_suffix(".json").write_text(json.dumps(sidecar))
+    write_sidecar(profile_path, activation_bytes=[2**30, 2**29, 2**28, 2**27])
     options = ("--schedule", "gpipe", "--num-microbatches", 8)
     for chunks in ([], ["--schedule", "interleaved", "--num-chunks", 2]):
         shown = plan(profile_path, *options, *chunks).stdout
-        rows = {cells[1].strip(): cells[2:4] for line in shown.splitlines()
-                if len(cells := line.split("│")) > 3}  # fmt: skip
+        rows = rows_of(shown)
         peaks, held = (rows[f"{name} by stage"] for name in ("peak in flight", "activations (GiB)"))
         for peak, gib in zip(peaks, held, strict=True):
             wanted = [float(n) / 2**stage for stage, n in enumerate(peak.split())]
@@ -126,9 +125,6 @@ def test_what_does_not_go_with_a_table(profile_path, order_path, tmp_path):
     for chunks in ("--num-chunks", "--group-size"):
         assert "no order from a file" in told("--schedule", order_path, chunks, 4)
     assert "does not exist" in told("--schedule", tmp_path / "none.csv")
-    assert "overwrite" in run_badly(
-        "plan", "--profile", profile_path, "--schedule", order_path, "--output", order_path
-    )
     split = torch_csv(ORDER).replace("0B0", "0I0,0W0")
     (tmp_path / "split.csv").write_text(split)
     message = told("--schedule", tmp_path / "split.csv")
@@ -141,7 +137,18 @@ def test_what_does_not_go_with_a_table(profile_path, order_path, tmp_path):
     assert "field 'format'" in told("--schedule", tmp_path / "mine.json")
 
 
-def test_an_export_overwrites_no_plan(profile_path, tmp_path):
-    plan(profile_path, "--num-microbatches", 4, "--output", tmp_path / "plan.json")
-    words = ("export-schedule", tmp_path / "plan.json", "--output", tmp_path / "plan.json")
-    assert "overwrite" in run_badly(*words)
+@pytest.mark.parametrize(("schedule", "name"), [("1f1b", "1f1b"), ("envpipe", "imported")])
+def test_a_plan_goes_out_and_comes_back(tmp_path, profile_path, schedule, name):
+    first, freqs, second = (tmp_path / n for n in ("a.json", "freqs_pipeline_00012.py", "b.json"))
+    plan_for(profile_path, first, "--schedule", schedule, "--policy", "envelope")
+    run_well("export-freqs", "--profile", profile_path, "--plan", first, "--output", freqs)
+    run_well(
+        "import-freqs", "--profile", profile_path, "--freqs", freqs, "--num-microbatches", 8,
+        "--output", second, "--blocking-power", 80,
+    )  # fmt: skip
+    before, after = json.loads(first.read_text()), json.loads(second.read_text())
+    assert after["schedule_name"] == name
+    assert after["policy"] == "imported"
+    assert len({clock for stage in after["frequency_mhz"] for clock in stage}) > 1
+    for field in ("schedule", "frequency_mhz", "iteration_time_s", "energy_j", "baseline"):
+        assert after[field] == before[field]

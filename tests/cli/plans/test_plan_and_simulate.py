@@ -6,7 +6,8 @@ import subprocess
 import sys
 
 import pytest
-from cli_helpers import plan_for, run, run_well, simulate_json, write_profile
+from cli_helpers import plan_for, simulate_json, write_sidecar
+from commands import run_well
 
 from envpipe_megatron.cli import main
 
@@ -67,17 +68,6 @@ def test_every_plan_has_the_promised_fields_and_simulates_to_its_own_figures(
     )
 
 
-def test_a_plan_costs_what_the_definitions_say(profile_path, tmp_path):
-    plan_for(profile_path, tmp_path / "plan.json", microbatches=1)
-    # One microbatch goes down and up the pipeline: no stage ever overlaps with another.
-    slow = 1.0 + 1.1 + 1.0 + 1.2
-    iteration_s = slow * (0.1 + 0.2)
-    plan = json.loads((tmp_path / "plan.json").read_text())
-    assert plan["iteration_time_s"] == pytest.approx(iteration_s)
-    waiting_s = 4 * iteration_s - iteration_s
-    assert plan["energy_j"] == pytest.approx(slow * (40 + 80) + 80 * waiting_s)
-
-
 def test_limits_reach_the_plan_and_a_shallow_channel_is_told(profile_path, tmp_path):
     path = tmp_path / "plan.json"
     plan_for(profile_path, path, "--schedule", "envpipe", "--max-in-flight", "5,4,2,1")
@@ -110,19 +100,13 @@ def test_tables_tell_the_saving_and_every_stage(profile_path, tmp_path):
     assert f"Plan written to {tmp_path / 'plan.json'}\n" in told.stdout
 
 
-def write_wait_power(profile_path, powers):
-    entries = [
-        {"stage": stage, "frequency_mhz": frequency, "power_w": power}
-        for stage, power in enumerate(powers)
-        for frequency in (1200, 600)
-        for power in [power if frequency == 1200 else power / 2]
-    ]
-    sidecar = {"format": "envpipe-profile/1", "wait_power_w": entries}
-    profile_path.with_suffix(".json").write_text(json.dumps(sidecar))
-
-
 def test_blocking_power_comes_from_the_sidecar_at_its_highest_clock(profile_path, tmp_path):
-    write_wait_power(profile_path, [70, 71, 72, 73])
+    curves = [
+        {"stage": stage, "frequency_mhz": frequency, "power_w": power}
+        for stage in range(4)
+        for frequency, power in ((1200, 70 + stage), (600, 35))
+    ]
+    write_sidecar(profile_path, wait_power_w=curves)
     plan = tmp_path / "plan.json"
     wanted = ("plan", "--profile", profile_path, "--num-microbatches", 4, "--output", plan)
     run_well(*wanted)
@@ -177,16 +161,3 @@ def test_every_command_has_help_with_an_example():
     assert all(name in overview for name in ("plan", "simulate", "quickstart"))
     assert run_well("-h").stdout == overview
     assert "0.1" in run_well("--version").stdout
-
-
-def test_nothing_given_or_asked_wrongly_is_not_success():
-    for arguments in (["plan"], ["simulate", "--json"], ["nonsense"], ["plan", "--nonsense"]):
-        assert run(*arguments).exit_code != 0, arguments
-
-
-def test_a_single_stage_is_all_envelope(tmp_path):
-    profile = write_profile(tmp_path / "one.csv", stages=1)
-    plan_for(profile, tmp_path / "plan.json", *options_of(("envelope", "greedy"), "envpipe"))
-    facts = simulate_json(profile, tmp_path / "plan.json")
-    assert facts["bubble_s"] == pytest.approx([0])
-    assert facts["saving_percent"] == pytest.approx(0)

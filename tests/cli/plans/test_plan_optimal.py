@@ -4,7 +4,7 @@ import json
 import re
 
 import pytest
-from cli_helpers import plan_badly, plan_for, simulate_json
+from cli_helpers import plan_badly, plan_for, simulate_json, write_sidecar
 
 from envpipe_megatron.core.plan import read_plan
 from envpipe_megatron.core.profile import read_profile
@@ -59,12 +59,6 @@ def test_runnable_orders_are_those_of_training_jobs(profile_path, tmp_path):
     assert "--runnable goes with --schedule auto" in told
 
 
-def test_plans_by_rule_have_no_gap(profile_path, tmp_path):
-    result = plan_for(profile_path, tmp_path / "plan.json", "--policy", "envelope")
-    assert "gap to the lower bound" not in result.stdout
-    assert "energy_lower_bound_j" not in json.loads((tmp_path / "plan.json").read_text())
-
-
 def test_two_percent_more_time_saves_more(profile_path, tmp_path):
     path = tmp_path / "plan.json"
     for schedule in ("1f1b", "auto"):
@@ -96,12 +90,7 @@ def test_memory_by_the_sidecar(profile_path, tmp_path):
     message = plan_badly(profile_path, tmp_path, *wanted)
     assert "has no activation_bytes and free_bytes" in message
     assert "as a number of microbatches" in message
-    sidecar = {
-        "format": "envpipe-profile/1",
-        "activation_bytes": [10, 10, 10, 10],
-        "free_bytes": [45, 20, 20, 0],
-    }
-    profile_path.with_suffix(".json").write_text(json.dumps(sidecar))
+    write_sidecar(profile_path, activation_bytes=[10] * 4, free_bytes=[45, 20, 20, 0])
     plan, _ = plan_of(
         profile_path, tmp_path / "plan.json", "--schedule", "auto", "--max-in-flight", "memory"
     )
@@ -149,12 +138,3 @@ def test_the_saving_is_as_sure_as_the_profile(profile_path, tmp_path):
     assert simulate_json(path, plan)["saving_uncertainty_percent"] > 0
     plan_of(profile_path, plan, "--schedule", "1f1b")
     assert simulate_json(profile_path, plan)["saving_uncertainty_percent"] is None
-
-
-def test_a_deadline_is_explained_where_no_backward_of_the_best_order_is_split(
-    profile_path, tmp_path
-):
-    """The order is planned without its limits for that, and is refused with a cost of splits."""
-    options = ("--split-overhead", 0.3, "--deadline-factor", 1.02)
-    plan_of(profile_path, tmp_path / "plan.json", "--schedule", "auto", *options)
-    assert not read_plan(tmp_path / "plan.json", read_profile(profile_path)).schedule.split

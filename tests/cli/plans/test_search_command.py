@@ -2,10 +2,10 @@
 
 import csv
 import json
-import re
 
 import pytest
-from cli_helpers import plan_for, run_badly, run_well
+from cli_helpers import plan_for
+from commands import run_badly, run_well
 from on_request import on_request
 from whole_layers import whole_layers
 
@@ -90,11 +90,6 @@ def test_memory_is_that_of_the_order_whose_energy_is_shown(layers_path, tmp_path
     assert again.cost.iteration_time_s == pytest.approx(predicted["own_order_iteration_time_s"])
 
 
-def test_a_profile_of_stages_is_told_from_one_of_layers(profile_path):
-    shown = run_badly("search", "--profile", profile_path, *JOB)
-    assert "a CSV of stages is for envpipe plan" in shown
-
-
 def test_joules_are_modelled_where_none_are_and_only_there(layers_path, tmp_path):
     timed = tmp_path / "timed.json"
     write_timed(layers_path, timed)
@@ -117,11 +112,6 @@ def test_layers_that_the_host_bounds_are_noted(layers_path, share, noted):
     assert ("Note: layer: the host" in result.stdout) == noted
 
 
-def test_an_option_that_would_change_nothing_is_refused(layers_path):
-    said = run_badly("search", "--profile", layers_path, *JOB, "--max-slowdown", 1)
-    assert re.search("--max-slowdown goes with --objective energy or cost: .* Leave", said)
-
-
 def test_a_search_without_joules_leaves_no_plan_of_an_earlier_one(layers_path, tmp_path):
     search = ("search", "--profile", layers_path, *JOB)
     output = tmp_path / "best"
@@ -135,16 +125,20 @@ def test_a_search_without_joules_leaves_no_plan_of_an_earlier_one(layers_path, t
     assert json.loads((output / "configuration.json").read_text())["num_gpus"] == 4
 
 
+def test_what_cannot_be_searched_for_is_said(layers_path, profile_path):
+    for profile, options, said in (
+        (profile_path, (), "a CSV of stages is for envpipe plan"),
+        (layers_path, ("--memory", 1e-9), "No configuration keeps"),
+        (layers_path, ("--max-slowdown", 1), "goes with --objective energy or cost: "),
+    ):
+        assert said in run_badly("search", "--profile", profile, *JOB, *options)
+
+
 def test_a_folder_that_cannot_be_made_is_named_before_the_search(layers_path, monkeypatch):
     monkeypatch.setattr("envpipe_megatron.cli.plans.search.search", None)
     output = layers_path / "best"
     words = ("search", "--profile", layers_path, *JOB, "--output", output)
     assert f"{output}: Not a directory" in run_badly(*words)
-
-
-def test_a_job_that_fits_nowhere_is_named(layers_path):
-    tiny = ("--memory", 1e-9)
-    assert "No configuration keeps" in run_badly("search", "--profile", layers_path, *JOB, *tiny)
 
 
 @on_request("CLI")

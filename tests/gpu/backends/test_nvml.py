@@ -21,12 +21,6 @@ LOCK = "nvmlDeviceSetGpuLockedClocks"
 RESET = "nvmlDeviceResetGpuLockedClocks"
 
 
-@pytest.fixture
-def node(fake_nvml):
-    fake_nvml.use_here()
-    return fake_nvml
-
-
 def _changes(node):
     return [(call.function, call.uuid, call.arguments) for call in node.changes()]
 
@@ -150,21 +144,10 @@ def test_throttle_reasons_in_words(node):
     )
 
 
-def test_what_a_gpu_does_not_tell_stays_empty(node, monkeypatch):
-    def not_supported(*_):
-        raise pynvml.NVMLError(pynvml.NVML_ERROR_NOT_SUPPORTED)
-
-    for name in (
-        "nvmlDeviceGetCurrentClocksEventReasons",
-        "nvmlDeviceGetCurrentClocksThrottleReasons",
-        "nvmlDeviceGetEnforcedPowerLimit",
-        "nvmlDeviceGetMigMode",
-        "nvmlDeviceGetVirtualizationMode",
-    ):
-        monkeypatch.setattr(pynvml, name, not_supported)
-    gpu = NvmlGpu(node.uuids[0])
-    assert gpu.clock_state() == ClockState(None, 1410, (), None)
-    assert gpu.obstacle() is None
+def test_a_gpu_that_knows_no_mig_and_no_vgpu_is_neither(node, monkeypatch):
+    for name in ("MigMode", "VirtualizationMode"):
+        monkeypatch.setattr(pynvml, f"nvmlDeviceGet{name}", not_supported)
+    assert NvmlGpu(node.uuids[0]).obstacle() is None
 
 
 def test_an_old_driver_knows_the_reasons_by_their_old_name(node):

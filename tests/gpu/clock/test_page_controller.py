@@ -15,7 +15,7 @@ from envpipe_megatron.gpu.base import GpuError
 from envpipe_megatron.gpu.clock import controller as clock_controller
 from envpipe_megatron.gpu.clock import page as clock_page
 from envpipe_megatron.gpu.clock.controller import PageController, spread
-from envpipe_megatron.gpu.clock.page import BEGUN, DUE, MASK, ClockPage
+from envpipe_megatron.gpu.clock.page import BEGUN, DUE, GIVEN_BACK, MASK, ClockPage
 
 
 @pytest.fixture
@@ -108,6 +108,21 @@ def test_the_clock_that_is_set_is_set_again_only_if_it_is_asked_for_next(gpu, pa
     assert not controller.serve()
 
 
+def test_a_clock_is_given_back_and_taken_again(gpu, page):
+    controller = PageController(gpu, page)
+    for clock_mhz in (1000, GIVEN_BACK, GIVEN_BACK, 1200):
+        page.count(DUE, page.ask(clock_mhz))
+        assert controller.serve()
+        assert page.set_mhz == (clock_mhz if clock_mhz < GIVEN_BACK else None)
+    page.count(DUE, ask(page, 1000, GIVEN_BACK, 1200, ended=False))
+    assert controller.serve()
+    assert gpu.history == [1000, None, None, 1200]
+    gpu.reset_error = GpuError("of a test")
+    page.count(DUE, page.ask(GIVEN_BACK))
+    controller.serve()
+    assert "of a test" in page.failure
+
+
 @pytest.mark.parametrize("begins", [True, False])
 def test_a_clock_may_wait_a_while_behind_the_unit_or_for_its_own(gpu, page, make, begins):
     make()
@@ -118,14 +133,6 @@ def test_a_clock_may_wait_a_while_behind_the_unit_or_for_its_own(gpu, page, make
     if begins:
         page.count(BEGUN, own)
     look_until(lambda: gpu.history == [1000, 1400])
-
-
-@pytest.mark.parametrize("delay_s", [-0.001, 0.0, 1e-9])
-def test_what_has_no_time_to_wait_is_due_with_the_unit(gpu, page, make, delay_s):
-    number = page.ask(1000, delay_s)
-    page.count(DUE, number)
-    make()
-    look_until(lambda: gpu.history == [1000])
 
 
 @pytest.mark.parametrize("delay_s", [1e9, math.inf])
@@ -189,15 +196,6 @@ def test_a_time_base_that_fails_is_told(gpu, page, make, monkeypatch):
     ask(page, 1000)
     look_until(lambda: page.failure is not None)
     assert gpu.history == []
-
-
-def test_a_thread_that_has_died_is_told(page, gpu, monkeypatch):
-    monkeypatch.setattr(PageController, "_run", lambda self: None)
-    controller = PageController(gpu, page)
-    controller.start()
-    controller._thread.join()
-    assert controller.has_ended()
-    assert page.failure == "The thread that sets clocks has ended"
 
 
 def test_a_driver_that_hangs_in_a_call_ends_control(gpu, page, make, monkeypatch):

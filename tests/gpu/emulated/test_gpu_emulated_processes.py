@@ -1,7 +1,6 @@
 """Emulated GPUs seen from several processes and threads, some of which are killed."""
 
 import fcntl
-import json
 import os
 import random
 import signal
@@ -72,13 +71,6 @@ def test_state_is_whole_after_a_kill_at_any_point(tmp_path, round_preset):
         [".json", ".lock"],
         [".json", ".lock", ".new"],
     )
-
-
-def test_half_written_new_file_is_ignored(tmp_path, round_preset):
-    gpu = EmulatedGpu.create(round_preset, 0, tmp_path)
-    (tmp_path / "gpu0.json.new").write_bytes(b'{"format": "envpipe-emulated-gpu/1", "pres')
-    gpu.run_unit("forward", 1.0, 0.0)
-    assert json.loads(gpu._file.path.read_text())["end_s"] == 1.0
 
 
 def test_whatever_a_signal_handler_raises_no_lock_is_kept(tmp_path):

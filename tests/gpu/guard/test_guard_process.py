@@ -6,21 +6,18 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
 
 import pytest
-from fake_gpu import FakeGpu, look_until, pages_go  # noqa: F401 - a fixture
-from lease_helpers import dead
+from fake_gpu import pages_go  # noqa: F401 - a fixture
 
 from envpipe_megatron.gpu.base import GpuAddress, GpuError
-from envpipe_megatron.gpu.clock import controller as clock_controller
 from envpipe_megatron.gpu.clock.controller import PageController
-from envpipe_megatron.gpu.clock.page import DUE, ClockPage
+from envpipe_megatron.gpu.clock.page import ClockPage
 from envpipe_megatron.gpu.guard import process
-from envpipe_megatron.gpu.guard.lease import Lease, list_leases
+from envpipe_megatron.gpu.guard.lease import list_leases
 from envpipe_megatron.gpu.guard.lease_file import LEASE_DIR_VARIABLE
-from envpipe_megatron.gpu.guard.messages import GuardSettings, ProcessIdentity, receive, send
+from envpipe_megatron.gpu.guard.messages import GuardSettings, ProcessIdentity, receive
 from envpipe_megatron.gpu.guard.process import Guard
 
 ONE = GpuAddress("emulated", "/node#0")
@@ -33,6 +30,8 @@ class Gpu:
     """
 
     late_request_s = 7.0
+    supported_frequencies_mhz = (1410, 210)
+    changes_clock = True
 
     def __init__(self):
         self.resets = 0
@@ -171,59 +170,6 @@ def test_a_rank_that_ended_before_it_was_watched_is_found(guarded, monkeypatch):
 # --- while clocks are set ------------------------------------------------------------------------
 
 
-class Playing(threading.Thread):
-    """The rank's side of a guard, while that runs in the test's own thread."""
-
-    def __init__(self, guarded, play):
-        super().__init__()
-        guarded.gpu = self.gpu = FakeGpu()
-        self.page, self.rank, self._play = guarded.page, guarded.rank, play
-        self.error = None
-        self.start()
-
-    def run(self):
-        try:
-            self._play(self)
-        except AssertionError as error:
-            self.error = error
-        finally:
-            self.page.end()
-
-    @property
-    def history(self):
-        """Since the GPU is held."""
-        return self.gpu.history[1:]
-
-    def ask(self, mhz):
-        self.page.count(DUE, self.page.ask(mhz))
-
-    def beat(self):
-        """Answered when the guard has acted on the one before."""
-        self.rank.setblocking(True)
-        send(self.rank, {"op": "beat"})
-        while receive(self.rank)["event"] != "beat":
-            pass
-
-    def guarded_by(self, guarded, **settings):
-        guarded.run(**settings)
-        self.join()
-        if self.error is not None:
-            raise self.error
-        assert guarded.made._controller is None
-        assert self.gpu.history[-1] is None
-        assert list_leases() == []
-
-
-def test_a_guard_sets_clocks_until_a_rank_is_silent_and_again_when_it_is_heard(guarded):
-    def play(rank):
-        rank.ask(1000)
-        look_until(lambda: rank.history[:2] == [1000, None])  # silent
-        assert len(list_leases()) == 1
-        look_until(lambda: 1000 in rank.history[2:] or rank.beat())
-
-    Playing(guarded, play).guarded_by(guarded, heartbeat_s=0.05)
-
-
 def test_a_silent_ranks_reset_that_fails_is_tried_again(guarded, caplog):
     tried = []
 
@@ -251,37 +197,24 @@ def test_a_gpu_that_cannot_be_opened_for_clocks_is_given_back(guarded, monkeypat
 
 
 def test_a_call_that_does_not_return_keeps_the_lease_until_it_does(guarded, monkeypatch):
-    monkeypatch.setattr(clock_controller, "_JOIN_S", 0.01)
-    closings, close = [], PageController.close
+    leased = []
 
-    def note(controller):
-        closings.append(closed := close(controller))
-        return closed
+    def close(controller):
+        leased.append(len(list_leases()))
+        return len(leased) == 4
 
-    monkeypatch.setattr(PageController, "close", note)
-
-    def play(rank):
-        rank.gpu.driver.clear()
-        rank.ask(1000)
-        assert rank.gpu.in_driver.wait(10)
-        rank.page.end()
-        look_until(lambda: closings.count(False) > 3)
-        assert len(list_leases()) == 1
-        rank.gpu.driver.set()
-
-    Playing(guarded, play).guarded_by(guarded)
+    monkeypatch.setattr(PageController, "start", lambda controller: guarded.page.end())
+    monkeypatch.setattr(PageController, "close", close)
+    assert guarded.run() == ["held"]
+    assert (leased, guarded.gpu.resets, list_leases()) == ([1] * 4, 1, [])
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_a_rank_learns_that_the_thread_that_sets_clocks_has_died(guarded, monkeypatch):
-    def play(rank):
-        rank.ask(1000)
-        look_until(lambda: rank.history == [1000])
-        monkeypatch.setattr(PageController, "serve", sys.exit)
-        look_until(lambda: rank.page.failure is not None)
-        look_until(lambda: None in rank.history)
-
-    Playing(guarded, play).guarded_by(guarded)
+    monkeypatch.setattr(PageController, "start", lambda controller: None)
+    guarded.gpu.late_request_s = 0.0
+    guarded.run()
+    assert guarded.page.failure == "The thread that sets clocks has ended"
+    assert (guarded.gpu.resets, list_leases()) == (1, [])
 
 
 # --- bringing the clock back ---------------------------------------------------------------------
@@ -321,18 +254,6 @@ def test_a_failure_of_its_own_resets_the_gpu_and_leaves_the_lease(guarded, monke
         guarded.run()
     assert (guarded.gpu.resets, guarded.made._reserve) == (1, None)
     assert [record.address for record in list_leases()] == [ONE]
-
-
-def test_what_others_left_is_undone(guarded):
-    """Of whichever job, and whether the rank lives that can have its clock set no more."""
-    others = [GpuAddress("emulated", f"/node#{index}") for index in (1, 2)]
-    for address, rank in zip(others, [dead(), ProcessIdentity.own()], strict=True):
-        Lease.take(address, "other", rank=rank, open_gpu=lambda _: Gpu()).close()
-    guarded.gpu.late_request_s = 0.0
-    guarded.page.end()
-    guarded.run()
-    assert list_leases() == []
-    assert guarded.gpu.resets == 1 + 2
 
 
 def test_signals_that_a_rank_ignores_or_blocks_reach_its_guard():

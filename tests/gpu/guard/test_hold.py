@@ -137,12 +137,6 @@ def test_a_guard_that_ends_before_it_answers_leaves_no_lease(guard):
     assert guard.gpu.history == [None]
 
 
-def test_a_refusal_says_why(guard):
-    guard.answer = lambda: guard.say("refused", what="It is so. Do this")
-    with pytest.raises(GuardError, match=r"^It is so. Do this$"):
-        guard.hold()
-
-
 def test_no_process_for_a_guard(guard, monkeypatch):
     guard.end = SimpleNamespace(close=lambda: None)
 
@@ -287,17 +281,6 @@ def test_what_a_guard_leaves_is_undone_by_its_rank(guard, nonsense):
     hold.release()
     assert list_leases() == []
     assert guard.gpu.history == [None]
-
-
-def test_a_rank_without_a_guard_looks_for_leases_until_it_is_released(guard):
-    """Where all guards of a job have died, and a rank dies then."""
-    hold = guard.hold()
-    guard.end.close()
-    assert guard.event() == "ended"
-    left_by(guard, "another rank's")
-    look_until(lambda: list_leases() == [])
-    assert guard.gpu.history == [None]
-    hold.release()
 
 
 def test_a_driver_that_hangs_does_not_keep_the_rank_that_stands_in(guard, monkeypatch):

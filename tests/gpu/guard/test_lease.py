@@ -3,12 +3,16 @@
 import errno
 import fcntl
 import json
-import multiprocessing
 import os
 import re
+import socket
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import asdict
+from pathlib import Path
 
 import pytest
+from jsonschema import Draft202012Validator
 from lease_helpers import (
     REAL,
     FakeGpu,
@@ -40,14 +44,18 @@ from envpipe_megatron.gpu.guard.messages import ProcessIdentity
 
 __all__ = ["folder", "gpu"]
 
+SCHEMA = json.loads((Path(__file__).parents[3] / "docs/schemas/lease.json").read_text())
+
 
 # --- taking and releasing ------------------------------------------------------------------------
 
 
-def test_a_lease_says_who_holds_the_gpu_and_goes_with_its_release(folder, gpu):
+def test_a_lease_says_who_holds_the_gpu_and_goes_with_its_release(folder, gpu, monkeypatch):
     before = open_files()
     umask = os.umask(0o077)
-    lease = take(gpu.address, "my job \x1b[2J\ud800")  # which harms no terminal
+    for name in ("ENVPIPE_JOB_NAME", "SLURM_JOB_ID"):
+        monkeypatch.setenv(name, f"{name} \x1b")  # which harms no terminal
+    lease = take(gpu.address, "my job \x1b[2J\ud800", clocks_mhz=(1410, 750))
     os.umask(umask)
     (record,) = list_leases()
     assert record == LeaseRecord(
@@ -58,8 +66,16 @@ def test_a_lease_says_who_holds_the_gpu_and_goes_with_its_release(folder, gpu):
         guard=ProcessIdentity.own(),
         rank=ProcessIdentity.own(),
         live=True,
+        clocks_mhz=(1410, 750),
+        host=socket.gethostname(),
+        job_name="ENVPIPE_JOB_NAME ?",
+        slurm_job_id="SLURM_JOB_ID ?",
+        created=record.created,
     )
     document = json.loads(lease.path.read_text())
+    assert document["created"] == record.created
+    Draft202012Validator(SCHEMA).validate(document)
+    assert document.keys() == SCHEMA["properties"].keys()
     assert (document["format"], document["uid"]) == ("envpipe-lease/1", os.geteuid())
     assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\+00:00", document["created"])
     assert lease.path.stat().st_mode & 0o777 == 0o644
@@ -67,6 +83,12 @@ def test_a_lease_says_who_holds_the_gpu_and_goes_with_its_release(folder, gpu):
     lease.release()
     assert list_leases() == []
     assert list(folder.iterdir()) == []
+    monkeypatch.setenv("SLURM_JOB_NAME", "llama")
+    for given, name in ((os.environ["SLURM_JOB_ID"], "llama"), ("", "llama"), ("mine", "mine")):
+        monkeypatch.setenv("ENVPIPE_JOB_NAME", given)
+        lease = take(gpu.address)
+        assert list_leases()[0].job_name == name
+        lease.release()
     assert open_files() <= before
 
 
@@ -88,50 +110,41 @@ def test_no_uid_leads_out_of_the_folder(uid):
     assert "/" not in lease_name(GpuAddress("emulated", uid))
 
 
-def _contend(address, results, wins, stop):
-    while not stop.is_set():
-        try:
-            lease = take(address)
-        except LeaseHeldError:
-            continue
-        with wins.get_lock():
-            wins.value += 1
-            alone = wins.value - results.value == 1
-        if not alone:
-            os._exit(1)
-        with wins.get_lock():
-            results.value += 1
-        lease.release()
-
-
 def test_takers_exclude_each_other(gpu):
-    context = multiprocessing.get_context("fork")
-    ended, begun, stop = context.Value("i", 0), context.Value("i", 0), context.Event()
-    processes = [
-        context.Process(target=_contend, args=(gpu.address, ended, begun, stop)) for _ in range(3)
-    ]
-    for process in processes:
-        process.start()
-    while begun.value < 300 and all(process.is_alive() for process in processes):
-        list_leases()  # a mere look takes nothing from anybody
-    stop.set()
-    for process in processes:
-        process.join()
-    assert [process.exitcode for process in processes] == [0, 0, 0]
+    """Each opens the file anew, as processes do."""
+    holders, taken = [], []
+
+    def contend(_):
+        while len(taken) < 300:
+            list_leases()  # a mere look takes nothing from anybody
+            with suppress(LeaseHeldError):
+                lease = take(gpu.address)
+                holders.append(lease)
+                assert holders == [lease]
+                taken.append(holders.pop())
+                lease.release()
+
+    with ThreadPoolExecutor(3) as pool:
+        list(pool.map(contend, range(3)))
     assert list_leases() == []
 
 
 # --- stale leases --------------------------------------------------------------------------------
 
 
-def test_a_stale_lease_is_reset_before_it_is_taken_over(gpu):
-    left_by_a_dead_guard(gpu.address, dead())
-    gpu.lock_frequency(1200)
-    lease = take(gpu.address, "next")
-    assert gpu.requested_frequency_mhz is None
+@pytest.mark.parametrize("clocks", [None, "1410", [1410], ["x", 750], {}])
+def test_a_lease_is_undone_whatever_its_mark_says(gpu, clocks):
+    """Earlier versions wrote none of it, and anybody may write anything."""
+    path = left_by_a_dead_guard(gpu.address, dead()).path
+    document = json.loads(path.read_text())
+    for name in ("host", "job_name", "slurm_job_id", "clocks_mhz"):
+        del document[name]
+    path.write_text(json.dumps(document if clocks is None else {**document, "clocks_mhz": clocks}))
     (record,) = list_leases()
-    assert (record.job, record.live) == ("next", True)
-    lease.release()
+    assert (record.clocks_mhz, record.host, record.mark()["lowest_mhz"]) == (None, "", None)
+    gpu.lock_frequency(1200)
+    assert undo_stale(open_gpu) == [gpu.address]
+    assert gpu.requested_frequency_mhz is None
 
 
 def test_a_lease_whose_gpu_cannot_be_reset_is_kept(gpu):
@@ -379,10 +392,8 @@ def test_a_lease_that_somebody_finds_before_its_maker_has_locked_it_is_made_anew
     [
         {"format": "envpipe-lease/2"},
         {"address": "x"},
-        {"guard": 3},
         {"rank": "me"},
         {"guard": {"pid": 2147483648}},
-        {"guard": {"pid": -1}},
         {"guard": {"start_ticks": 1e400}},
         {"address": {"backend": "nvml", "uid": "GPU-of-another-name"}},
         pytest.param("[" * 60_000, id="deep"),

@@ -2,13 +2,11 @@
 
 import errno
 import os
-import select
 import socket
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 from lease_helpers import dead
@@ -173,19 +171,3 @@ def test_the_other_end_of_a_socket_is_known():
     one, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with one, other:
         assert peer_uid_and_pid(one) == (os.geteuid(), os.getpid())
-
-
-def test_what_can_be_read_is_waited_for(monkeypatch):
-    one, other = socket.socketpair()
-    silent, _ = pair = socket.socketpair()
-    with one, other, pair[0], pair[1]:
-        descriptors = [silent.fileno(), one.fileno()]
-        for time_s in (0.0, -1.0, 1e-3):
-            assert wait_readable(descriptors, time_s) is False
-        other.send(b"x")
-        assert wait_readable(descriptors, 60.0) is True
-    waits_ms = []
-    poll = SimpleNamespace(register=lambda *_: None, poll=waits_ms.append)
-    monkeypatch.setattr(select, "poll", lambda: poll)
-    assert wait_readable([], 2.5) is False
-    assert waits_ms == [2500.0]

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from envpipe_megatron.gpu.backends import nvml
+from envpipe_megatron.gpu.base import FORBID_VARIABLE
 from fake_nvml.fake_nvml import FakeNvml, build_library
 
 
@@ -40,3 +42,28 @@ def fake_nvml_node(
 def fake_nvml(fake_nvml_node: Callable[..., FakeNvml]) -> FakeNvml:
     """Four A100s. Call `use_here()` on it where this process is to see them."""
     return fake_nvml_node("a100", "a100", "a100", "a100")
+
+
+@pytest.fixture
+def own_node(
+    fake_nvml: FakeNvml, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> Callable[[bool], FakeNvml]:
+    """Gives four A100s that this process sees, for a user who may lock them or not.
+
+    Folders of leases and sockets are the test's own, and no variable says otherwise.
+    """
+
+    def use(may_lock: bool) -> FakeNvml:
+        names = ("CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER", "CUDA_DEVICE_MAX_CONNECTIONS")
+        for name in (*names, "ENVPIPE_SITE_CONFIG", "ZEUSD_TOKEN", FORBID_VARIABLE):
+            monkeypatch.delenv(name, raising=False)
+        for name in ("ENVPIPE_LEASE_DIR", "XDG_RUNTIME_DIR"):
+            (tmp_path / name).mkdir(mode=0o700)
+            monkeypatch.setenv(name, str(tmp_path / name))
+        monkeypatch.setenv("ZEUSD_SOCK_PATH", str(tmp_path / "zeusd.sock"))
+        monkeypatch.setattr(nvml, "has_sys_admin", lambda: may_lock)
+        monkeypatch.setattr(nvml, "in_user_namespace", lambda: False)
+        fake_nvml.use_here()
+        return fake_nvml
+
+    return use

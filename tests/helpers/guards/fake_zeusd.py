@@ -34,7 +34,11 @@ class _Handler(BaseHTTPRequestHandler):
             super().handle_one_request()
 
     def do_GET(self):
-        self.server.daemon.handle(self)
+        if self.server.daemon.raw is None:
+            self.server.daemon.handle(self)
+        else:
+            self.wfile.write(self.server.daemon.raw)
+            self.close_connection = True
 
     do_POST = do_GET  # noqa: N815 - http.server finds handlers by name
 
@@ -57,6 +61,7 @@ class FakeZeusd:
         tokens: {token: scopes}, None for a daemon that wants no token.
         fault: (status, answer) given to every write, None for success.
         offer: what /discover answers instead of the truth.
+        raw: bytes that are the answer to everything, as of something that is no zeusd.
         wait_for: cleared by a test that wants writes to take their time.
         changes: every write that was made, as (path, query).
         requests: every request, as "METHOD /path".
@@ -70,6 +75,7 @@ class FakeZeusd:
         self.tokens_end_s = None
         self.fault = None
         self.offer = None
+        self.raw = None
         self.wait_for = threading.Event()
         self.wait_for.set()
         self.in_write = threading.Event()

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import errno
 import json
-import math
 import os
 import socket
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -55,6 +53,7 @@ def test_a_rank_from_hello_to_bye(nodes):
     assert agent.connected() == [f"process {os.getpid()}"]
     rank.say_hello()
     assert agent.connected() == ["rank 0"]
+    assert not agent.wait_until_none_is_connected(0.05)
     send(rank.connection, {"op": "job", "facts": {"num_gpus": 1}})
     gpu.advance_to(gpu.time_s() + 0.35)
     for iteration in range(3):
@@ -75,18 +74,6 @@ def test_a_rank_from_hello_to_bye(nodes):
         "last_iteration": 0, "compute_s": 0.0, "blocking_s": 0.0,
     }  # fmt: skip
     assert agent.bill is None
-
-
-def test_a_rank_that_is_killed_is_billed_up_to_the_last_refresh(nodes):
-    """The kernel closes its socket."""
-    agent, gpu = nodes.agent(), nodes.gpu()
-    rank = nodes.rank(agent, gpu).say_hello()
-    rank.train(0)
-    gpu.run_unit("forward", 0.7, 0.0)  # of which nobody tells
-    rank.connection.close()
-    assert agent.wait_until_none_is_connected(LONG_S)
-    assert kinds(agent) == ["begun", "steady", "between"]
-    assert bill(agent).total().energy_j == pytest.approx(nodes.counted_j(gpu), rel=1e-12)
 
 
 def test_a_rank_that_starts_again_goes_on_where_the_bill_ended(nodes):
@@ -110,17 +97,11 @@ def test_a_rank_that_starts_again_goes_on_where_the_bill_ended(nodes):
 
 NONSENSE = [
     b"garbage",
-    b"\xff\xfe",
-    b"[]",
     b"{}",
-    b"[" * 10_000,
     b'{"op": "lock", "mhz": 1000}',
     b'{"op": ["hello"]}',
-    b'{"op": "send_to"}',
     b'{"op": "send_to", "endpoint": 5}',
-    b'{"op": "send_to", "endpoint": {}}',
     b'{"op": "job"}',
-    b'{"op": "collect"}',
     b"x" * 20_000,
 ]
 
@@ -140,21 +121,6 @@ def test_a_rank_that_talks_nonsense_is_hung_up_on_and_billed(nodes, data, caplog
     assert "never retrieved" not in caplog.text
 
 
-@pytest.mark.parametrize("line", [None, 5, {}, {"energy_j": math.nan}, {"begin_s": 1e9}])
-def test_a_window_that_is_none_ends_nothing(nodes, line, caplog):
-    agent, gpu = nodes.agent(), nodes.gpu()
-    rank = nodes.rank(agent, gpu).say_hello()
-    if isinstance(line, dict):
-        line = {**rank.line(0, gpu.read_energy(), gpu.read_energy()), **line} if line else {}
-    send(rank.connection, {"op": "window", "line": line})
-    rank.train(1)
-    rank.bye()
-    assert agent.wait_until_none_is_connected(LONG_S)
-    assert kinds(agent) == ["begun", "steady"]
-    assert bill(agent).total().energy_j == pytest.approx(nodes.counted_j(gpu), rel=1e-12)
-    assert caplog.text.count("cannot take a line") == 1
-
-
 def test_what_a_rank_says_before_hello_is_not_taken(nodes, caplog):
     agent, gpu = nodes.agent(), nodes.gpu()
     rank = nodes.rank(agent, gpu)
@@ -165,16 +131,7 @@ def test_what_a_rank_says_before_hello_is_not_taken(nodes, caplog):
     assert agent.ledgers() == []
 
 
-@pytest.mark.parametrize(
-    "bad",
-    [
-        {"gpu_uid": "/nowhere#0"},
-        {"gpu_uid": "nothing"},
-        {"rank": [1]},
-        {"stage": -1},
-        {"gpu": 5},
-    ],
-)
+@pytest.mark.parametrize("bad", [{"gpu_uid": "/nowhere#0"}, {"rank": [1]}, {"gpu": 5}])
 def test_a_rank_whose_gpu_cannot_be_billed_is_told_so(nodes, bad, caplog):
     """It writes an energy log of its own then."""
     agent, gpu = nodes.agent(), nodes.gpu()
@@ -186,33 +143,15 @@ def test_a_rank_whose_gpu_cannot_be_billed_is_told_so(nodes, bad, caplog):
     nodes.rank(agent, gpu).say_hello().bye()
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="needs root to be somebody else")
-def test_another_user_is_not_served(nodes):
+def test_another_user_is_not_served(nodes, monkeypatch):
     """Though file permissions would let it in."""
     agent, gpu = nodes.agent(), nodes.gpu()
-    nodes.folder.chmod(0o755)
-    agent.socket_path.chmod(0o777)
-    program = (
-        "import os, socket, sys\n"
-        "connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)\n"
-        "connection.settimeout(20)\n"
-        "os.seteuid(65534)\n"
-        "connection.connect(sys.argv[1])\n"
-        "try:\n"
-        "    connection.send(sys.argv[2].encode())\n"
-        "    print(connection.recv(100))\n"
-        "except ConnectionError:\n"
-        "    print(b'')\n"
-    )
-    hello = json.dumps(nodes.rank(agent, gpu).hello())
-    done = subprocess.run(
-        [sys.executable, "-I", "-c", program, str(agent.socket_path), hello],
-        capture_output=True,
-        text=True,
-        timeout=LONG_S,
-        check=True,
-    )
-    assert done.stdout == "b''\n"
+    monkeypatch.setattr(agent_module, "peer_uid_and_pid", lambda _: (os.geteuid() + 1, 1))
+    rank = nodes.rank(agent, gpu)
+    with contextlib.suppress(OSError):  # the agent may be faster
+        send(rank.connection, rank.hello())
+    with contextlib.suppress(ConnectionError):  # what was sent is not read
+        assert rank.is_hung_up()
     assert agent.ledgers() == []
 
 
@@ -278,9 +217,8 @@ def test_an_agent_without_room_for_files_takes_ranks_when_there_is_some(nodes, m
     nodes.rank(agent, gpu).say_hello().bye()
 
 
-@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.ESTALE])
 def test_a_disk_that_takes_nothing_is_told_of_once_and_its_energy_is_billed_later(
-    nodes, monkeypatch, caplog, number
+    nodes, monkeypatch, caplog
 ):
     agent, gpu = nodes.agent(), nodes.gpu()
     rank = nodes.rank(agent, gpu).say_hello()
@@ -288,16 +226,17 @@ def test_a_disk_that_takes_nothing_is_told_of_once_and_its_energy_is_billed_late
 
     def full(path: Path, entry: object) -> None:
         tried.release()
-        raise OSError(number, os.strerror(number))
+        raise OSError(errno.ENOSPC, "No space left on device")
 
-    for times in (1, 2):
+    send(rank.connection, {"op": "window", "line": {}})  # which is none, and hangs nobody up
+    for times in (2, 3):
         with monkeypatch.context() as filled:
             filled.setattr(ledger_module, "append_line", full)
             for iteration in range(3):
                 rank.train(iteration)
                 assert tried.acquire(timeout=LONG_S)
         rank.train(3)
-        until(lambda written=2 * times: len(lines(agent)) > written)
+        until(lambda written=2 * times - 2: len(lines(agent)) > written)
         assert caplog.text.count("cannot take a line") == times
     rank.bye()
     assert agent.wait_until_none_is_connected(LONG_S)
@@ -381,15 +320,6 @@ def test_nothing_follows_the_end_of_a_bill(nodes):
     assert bill(agent).total().energy_j == pytest.approx(total_j, rel=1e-12)
 
 
-def test_waiting_for_ranks_ends_in_time(nodes):
-    agent = nodes.agent()
-    assert agent.wait_until_none_is_connected(0.0)
-    rank = nodes.rank(agent, nodes.gpu()).say_hello()
-    assert not agent.wait_until_none_is_connected(0.05)
-    rank.connection.close()
-    assert agent.wait_until_none_is_connected(LONG_S)
-
-
 def test_nothing_is_left_behind(nodes):
     def left() -> tuple[int, set[str]]:
         for thread in threading.enumerate():
@@ -422,7 +352,8 @@ def test_an_agent_that_cannot_be_made_leaves_nothing_behind(nodes):
     agent = nodes.agent()
     files = open_files()
     # Whose traceback holds what was half made: none of it is closed by chance.
-    with pytest.raises(EnvPipeError, match="Another agent") as refused:
+    said = r"Another agent writes.*energy-n0\.jsonl.*--node-name"
+    with pytest.raises(EnvPipeError, match=said) as refused:
         NodeAgent(nodes.folder / "out", "n0", nodes.folder / "other")
     with pytest.raises(OSError, match="in use"):
         NodeAgent(nodes.folder / "out", "n1", agent.socket_path)

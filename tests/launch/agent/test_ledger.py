@@ -8,6 +8,7 @@ import math
 from typing import Any
 
 import pytest
+from energy_lines import window
 from fake_gpu import FakeGpu
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -46,23 +47,17 @@ class Billed:
         """A rank's line, half of it in units."""
         length_s = end_s - begin_s
         begin_j, end_j = self.gpu.counter_j(begin_s), self.gpu.counter_j(end_s)
-        return {
-            "format": "envpipe-energy/1",
+        own = {
             **LABELS,
-            "phase": "steady",
-            "first_iteration": iteration,
-            "last_iteration": iteration,
             "begin_s": begin_s,
             "duration_s": length_s,
-            "energy_j": end_j - begin_j,
-            "energy_uncertainty_j": 0.5,
             "compute_s": length_s / 2,
             "blocking_s": length_s / 4,
             "idle_s": length_s / 4,
             "begin_counter": [begin_j, 0.3],
             "end_counter": [end_j, 0.4],
-            **fields,
         }
+        return {**window(0, iteration, end_j - begin_j), **own, **fields}
 
     def take(self, begin_s: float, end_s: float, iteration: int = 0, **fields: Any) -> None:
         """A window that has just ended."""
@@ -177,19 +172,6 @@ def test_windows_that_meet_but_for_rounding_have_nothing_between(bills):
     bills.check()
 
 
-def test_a_long_gap_is_billed_before_the_next_window_comes(bills):
-    bills.take(5.0, 5.5, 0)
-    bills.at(305.5)
-    assert not bills.ledger.is_behind()
-    bills.at(305.7)
-    assert bills.ledger.is_behind()
-    bills.finish()
-    assert not bills.ledger.is_behind()
-    bills.take(6.0, 319.0)  # an iteration that took that long after all
-    assert bills.spans() == [("steady", 5, 5.5), ("between", 5.5, 305.7), ("steady", 305.7, 319)]
-    bills.check()
-
-
 def test_iterations_of_minutes_are_no_gaps(bills):
     """The window of one is written when the next one ends."""
     bills.at(1500.0)
@@ -201,6 +183,8 @@ def test_iterations_of_minutes_are_no_gaps(bills):
     assert bills.spans() == [("steady", 5, 805), ("steady", 805, 1605)]
     bills.at(5606.0)
     assert bills.ledger.is_behind()
+    bills.finish()
+    assert not bills.ledger.is_behind()
     bills.check()
 
 
@@ -304,13 +288,6 @@ def test_a_counter_that_cannot_be_read_at_first():
     assert other.spans() == [("steady", 6, 7)]
 
 
-def test_a_gpu_that_does_not_tell_the_time_is_refused(monkeypatch):
-    gpu = FakeGpu()
-    monkeypatch.setattr(gpu, "time_s", lambda: (_ for _ in ()).throw(GpuError("lost")))
-    with pytest.raises(GpuError, match="lost"):
-        GpuLedger(gpu, LABELS, lambda line: None)
-
-
 # What a rank says ----------------------------------------------------------------------------
 
 
@@ -347,24 +324,9 @@ def test_a_window_that_is_none_changes_nothing(bills, fields):
 
 @pytest.mark.parametrize("unknown", [["compute_s"], ["blocking_s"], ["compute_s", "blocking_s"]])
 def test_a_window_may_tell_no_shares(bills, unknown):
-    window = bills.window(5.0, 6.0, **dict.fromkeys([*unknown, "idle_s"]))
-    bills.at(6.0)
-    bills.ledger.take(window)
+    bills.take(5.0, 6.0, **dict.fromkeys([*unknown, "idle_s"]))
     (line,) = bills.lines
     assert not {"compute_s", "blocking_s", "idle_s"} & line.keys()
-
-
-def test_what_cannot_be_written_is_written_with_the_next_line(bills):
-    write, full = bills.ledger._sums._write, OSError("No space left on device")
-    bills.ledger._sums._write = lambda line: (_ for _ in ()).throw(full)
-    for begin in (5, 6):
-        with pytest.raises(OSError, match="No space"):
-            bills.take(begin, begin + 1, begin)
-    assert bills.lines == []
-    bills.ledger._sums._write = write
-    bills.take(7.0, 8.0, 7)
-    assert bills.spans() == [("steady", 5, 6), ("steady", 6, 7), ("steady", 7, 8)]
-    bills.check()
 
 
 def test_a_gpu_that_trains_for_a_day_has_some_thousand_lines_and_all_joules(bills):

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from agent_ranks import open_files
 from energy_lines import window
 
-from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.formats.energy import read_energy_logs
 from envpipe_megatron.launch.agent.ledger import NodeLog
 from envpipe_megatron.launch.bill.bill import bill_of
@@ -69,21 +66,6 @@ def test_a_log_that_loses_its_name_loses_no_line(tmp_path, how):
     log.close()
 
 
-def test_an_agent_that_starts_again_goes_on_under_the_same_identity(tmp_path):
-    identities = set()
-    for start in range(3):
-        log = NodeLog(tmp_path, "n0")
-        identities.add(log.identity)
-        log.append(window(0, start))
-        log.close()
-    assert len(identities) == 1
-    assert [note["note"] for note in notes(log)] == ["begun"] * 3
-    assert len(read_energy_logs([log.path]).windows) == 3
-    other = NodeLog(tmp_path, "n1")
-    assert other.identity not in identities
-    other.close()
-
-
 def test_starts_that_end_alike_are_told_apart(tmp_path):
     """Readers count a line that is given twice once: two starts must leave no such lines."""
     for _ in range(3):
@@ -107,33 +89,11 @@ def test_a_torn_first_line_costs_no_identity(tmp_path, torn):
         identities.append(log.identity)
         log.close()
     assert identities[0] == identities[1]
+    (other := NodeLog(tmp_path, "n1")).close()
+    assert other.identity not in identities
     lines = log.path.read_bytes().split(b"\n")
     assert lines[0] == torn
     assert [json.loads(line)["note"] for line in lines[1:-1]] == ["begun", "begun"]
-
-
-def test_a_second_agent_is_refused_in_another_process_until_the_first_has_died(tmp_path):
-    program = (
-        "import sys; from pathlib import Path\n"
-        "from envpipe_megatron.launch.agent.ledger import NodeLog\n"
-        "log = NodeLog(Path(sys.argv[1]), 'n0'); print(log.identity, flush=True); sys.stdin.read()"
-    )
-    with subprocess.Popen(
-        [sys.executable, "-c", program, str(tmp_path)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    ) as process:
-        assert process.stdout is not None
-        identity = process.stdout.readline().strip()
-        files = open_files()
-        with pytest.raises(EnvPipeError, match=r"energy-n0\.jsonl.*--node-name"):
-            NodeLog(tmp_path, "n0")
-        assert open_files() == files
-        process.kill()
-    log = NodeLog(tmp_path, "n0")
-    assert log.identity == identity
-    log.close()
 
 
 @pytest.mark.parametrize("node", ["../../etc/passwd", "rack 1/node 2", "a:b\0c", "..", "é"])

@@ -98,17 +98,6 @@ def test_what_is_told_is_of_the_time_of_its_line(tmp_path, bill, monkeypatch):
     assert written(tmp_path) != before
 
 
-def test_a_terminal_that_is_closed_ends_no_sums(tmp_path, bill, monkeypatch):
-    def say(text: str) -> None:
-        raise BrokenPipeError("closed")
-
-    monkeypatch.setattr(bill_report, "say_as_launcher", say)
-    report = BillReport(tmp_path, Tariff())
-    report.tell("5 iterations", bill)
-    report._writer.shutdown()
-    assert written(tmp_path)["job"]["energy_j"] == 100
-
-
 def test_torn_lines_are_told_of_also_where_no_file_can_be_written(tmp_path, bill, caplog, capfd):
     (tmp_path / "bill.json").mkdir()
     bill.unreadable = 2
@@ -164,15 +153,6 @@ def test_a_line_each_so_many_iterations():
     never = Live(0)
     never.add(window())
     assert never.told == []
-
-
-def test_what_lies_between_is_no_iteration_and_in_the_total():
-    live = Live(2)
-    live.add(window(0, 0), window(0, 0, 500.0, phase="between"))
-    assert live.told == []
-    live.add(window(0, 1))
-    (line,) = live.told
-    assert "700 J in all" in line
 
 
 def test_the_saving_is_told_once_it_is_known():

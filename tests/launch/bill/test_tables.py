@@ -21,14 +21,6 @@ from envpipe_megatron.launch.bill.report import (
 )
 
 
-def test_cost_and_co2():
-    """A kWh is 3.6 MJ."""
-    tariff = Tariff(price_per_kwh=0.25, grid_g_per_kwh=400.0)
-    assert tariff.facts(7.2e6) == {"cost": 0.5, "co2_g": 800.0}
-    assert Tariff(price_per_kwh=0.0).facts(1e6) == {"cost": 0.0}
-    assert Tariff().facts(1e6) == {}
-
-
 def told(energy_j: float, error_j: float, gpus: int, windows: int, *shares_s: float) -> dict:
     """A sum in the JSON."""
     return {
@@ -140,18 +132,14 @@ def test_tables_and_sentences_of_a_bill():
     ]
 
 
-def test_a_gpu_that_serves_another_stage_after_a_restart():
-    made = bill(window(0, 0, 10.0, stage=0), window(0, 1, 20.0, stage=1))
-    stages = bill_facts(made, Tariff())["stages"]
-    assert [(entry["stage"], entry["energy_j"]) for entry in stages] == [(0, 10), (1, 20)]
-    (gpu,) = bill_facts(made, Tariff())["gpus"]
+def test_a_gpu_that_serves_another_stage_or_rank_after_a_restart():
+    """Its rank is the last one."""
+    made = bill_facts(bill(window(0, 0, 10.0, stage=0), window(0, 1, 20.0, stage=1)), Tariff())
+    assert [(each["stage"], each["energy_j"]) for each in made["stages"]] == [(0, 10), (1, 20)]
+    (gpu,) = made["gpus"]
     assert gpu["phases"]["steady"]["energy_j"] == 30
-
-
-def test_a_gpu_that_serves_another_rank_after_a_restart_is_told_by_the_last():
-    made = bill(window(0, 0, 10.0, rank=0, stage=0), window(0, 1, 20.0, rank=3, stage=0))
-    (gpu,) = bill_facts(made, Tariff())["gpus"]
-    assert (gpu["rank"], gpu["energy_j"]) == (3, 30)
+    (gpu,) = bill_facts(bill(window(0, 0), window(0, 1, rank=3)), Tariff())["gpus"]
+    assert gpu["rank"] == 3
 
 
 ENVPIPE_COLUMNS = [
@@ -193,6 +181,8 @@ def test_csv_of_a_job_that_tells_nothing_of_itself():
     assert row["Model"] == row["Throughput (sample/s)"] == ""
     assert float(row["Energy (mJ)"]) == 100_000
     assert not list(csv.DictReader(bill_csv(Bill()).splitlines()))
+    show_bill(Bill(), Tariff(0.1, 0.1), Console(file=io.StringIO()))
+    assert bill_facts(Bill(), Tariff())["complete"]
 
 
 def test_names_are_shown_as_they_are():
@@ -212,8 +202,3 @@ def test_runs_are_shown_where_there_are_some():
     show_bill(bill(window()), Tariff(), Console(file=without))
     assert "first" in with_runs.getvalue()
     assert "run" not in without.getvalue()
-
-
-def test_an_empty_bill_is_shown_too():
-    show_bill(Bill(), Tariff(0.1, 0.1), Console(file=io.StringIO()))
-    assert bill_facts(Bill(), Tariff())["complete"]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import re
 import shutil
@@ -19,15 +18,6 @@ import pytest
 INTERFACE = "eth0"
 _PREFIX = "envpipe-test"
 _COMMAND_S = 30.0
-#: A link that drops everything answers nothing.
-_REACH_S = 1.0
-_REACH = f"""
-import socket, sys
-try:
-    socket.create_connection((sys.argv[1], 9), {_REACH_S}).close()
-except ConnectionRefusedError:
-    pass
-"""
 
 
 def _ip(*words: str) -> str:
@@ -62,21 +52,6 @@ class Host:
     def mend(self) -> None:
         """Put it in again."""
         _ip("-n", self.switch, "link", "set", self.port, "up")
-
-    def interfaces(self) -> list[str]:
-        """All that there are."""
-        return [link["ifname"] for link in json.loads(_ip("-n", self.namespace, "-j", "link"))]
-
-    def carried_bytes(self) -> tuple[int, int]:
-        """Received and sent so far over the interface."""
-        shown = _ip("-n", self.namespace, "-s", "-j", "link", "show", "dev", INTERFACE)
-        counts = json.loads(shown)[0]["stats64"]
-        return counts["rx"]["bytes"], counts["tx"]["bytes"]
-
-    def reaches(self, other: Host) -> bool:
-        """Whether another one answers, if only with a refusal: nobody listens there."""
-        command = [*self.inside, "python3", "-I", "-S", "-c", _REACH, other.address]
-        return not subprocess.run(command, capture_output=True, timeout=_COMMAND_S).returncode
 
 
 @contextlib.contextmanager

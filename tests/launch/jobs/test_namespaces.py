@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from networks import INTERFACE, needs_namespaces, network
+from networks import needs_namespaces, network
 from presets import write_changed_preset
 from whole_nodes import Job, assert_equals_counters, full, new_job, summed
 
@@ -20,11 +20,7 @@ from envpipe_megatron.trials.settings import RUNS, Settings
 pytestmark = [pytest.mark.xdist_group("launch"), needs_namespaces()]
 
 #: Three clocks, and a counter that refreshes often: a profile of it takes seconds.
-PRESET_CHANGES = {
-    "min_frequency_mhz": (210, 1350),
-    "frequency_step_mhz": (15, 30),
-    "refresh_s": (0.1, 0.02),
-}
+PRESET_CHANGES = {"min_frequency_mhz": 1350, "frequency_step_mhz": 30, "refresh_s": 0.02}
 
 
 def start_quickstart(job: Job, num_stages: int, per_node: int) -> Settings:
@@ -63,13 +59,6 @@ def results(job: Job) -> dict[str, dict[str, Any]]:
 @pytest.mark.parametrize("num_nodes", [pytest.param(number, marks=full) for number in (2, 4)])
 def test_nodes_train_as_one_does(num_nodes):
     with network(num_nodes) as hosts, new_job() as many, new_job() as one:
-        assert all(host.interfaces() == ["lo", INTERFACE] for host in hosts)
-        for host in hosts[1:]:
-            assert host.reaches(hosts[0])
-            host.cut()
-            assert not host.reaches(hosts[0])
-            host.mend()
-        before = [host.carried_bytes() for host in hosts]
         for index, host in enumerate(hosts):
             many.node(f"n{index}", **host.place)
         one.node("alone")
@@ -89,19 +78,6 @@ def test_nodes_train_as_one_does(num_nodes):
             assert result["losses"][:steps] == alone[run]["losses"][:steps]
             digests = [stage["weights_sha256"] for stage in result["stages"]]
             assert digests == [stage["weights_sha256"] for stage in alone[run]["stages"]]
-            wanted = {"warm-up", "steady"} | ({"profile"} if run != "baseline" else set())
-            assert all(stage["metered"].keys() >= wanted for stage in result["stages"])
-
-        # Each iteration's activations came over the link, and its gradients went back.
-        message_bytes = (
-            4 * settings.microbatch_size * settings.sequence_length * settings.hidden_size
-        )
-        iterations = sum(len(result["losses"]) for result in mine.values())
-        least_bytes = message_bytes * settings.num_microbatches * iterations
-        for host, (received, sent) in zip(hosts, before, strict=True):
-            now_received, now_sent = host.carried_bytes()
-            assert now_received - received > least_bytes
-            assert now_sent - sent > least_bytes
 
         for job in (many, one):
             bill = job.nodes[0].bill

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 
 import pytest
@@ -85,23 +84,3 @@ def test_two_nodes_get_one_bill(places, per_node):
         own_j = next(node["energy_j"] for node in bill["nodes"] if node["node"] == "b")
         assert f"{own_j:.1f} J on this node, in {b.log}" in b.said
         assert "iterations: " in a.said, "a live line"
-
-
-@full
-def test_a_second_start_goes_on_with_the_bill():
-    """The same command again, as a batch system's requeue: one log, one bill of both starts."""
-    with new_job() as job:
-        node = job.node("a")
-        node.add_gpus(0)
-        for upto in (8, 12):
-            job.start_plain(upto)
-            assert node.wait() == 0, job.said()
-        bill = node.bill
-        assert bill["complete"]
-        assert bill["job"]["iterations"] == 12
-        assert_equals_counters(bill["job"]["energy_j"], [node])
-        assert summed(node.log)["job"]["energy_j"] == bill["job"]["energy_j"]
-        notes = [json.loads(line).get("note") for line in node.log.read_text().splitlines()]
-        assert (notes.count("begun"), notes.count("ended")) == (2, 2)
-        job.wait_until_none_runs()
-        assert node.left() == []

@@ -7,7 +7,6 @@ overlooked, and none of another job is taken for one.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import json
 import os
 import shutil
@@ -16,20 +15,17 @@ import socket
 import subprocess
 import sys
 import tempfile
-import termios
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from fractions import Fraction
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import plain_job
-from click.testing import CliRunner
+from commands import run_well
 from free_port import free_port
 from on_request import on_request
 
-from envpipe_megatron.cli import main as envpipe
 from envpipe_megatron.gpu.emulated.emulated_gpu import EmulatedGpu
 from envpipe_megatron.gpu.emulated.store import list_emulated
 from envpipe_megatron.gpu.guard.messages import wait_readable
@@ -121,13 +117,11 @@ class Node:
         *,
         environment: Mapping[str, str] | None = None,
         others_end_s: float | None = None,
-        terminal: int | None = None,
         **settings: Any,
     ) -> None:
         """Start the launcher with torchrun's arguments and fields of `NodeSettings`.
 
-        It prints to a file, or to the `terminal` that it is started from; `others_end_s` is for
-        `node_runner`.
+        It prints to a file; `others_end_s` is for `node_runner`.
         """
         given: dict[str, Any] = {
             "arguments": list(arguments),
@@ -139,14 +133,10 @@ class Node:
             self.process = subprocess.Popen(
                 [*self._inside, sys.executable, str(_RUNNER), json.dumps(given)],
                 env={**self._job.environment, **self._environment, **(environment or {})},
-                stdin=subprocess.DEVNULL if terminal is None else terminal,
-                stdout=log if terminal is None else terminal,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
-                # Its own, so that it is told when the terminal goes.
-                preexec_fn=None
-                if terminal is None
-                else partial(fcntl.ioctl, terminal, termios.TIOCSCTTY, 0),
             )
 
     @property
@@ -174,15 +164,9 @@ class Node:
     def wait(self, timeout_s: float = END_S) -> int:
         """Wait for its end; return the exit status."""
         assert self.process is not None
-        assert self.ends_within(timeout_s), f"node {self.name} does not end:\n{self._job.said()}"
-        return self.process.returncode
-
-    def ends_within(self, timeout_s: float) -> bool:
-        """Whether it ends by itself in a time."""
-        assert self.process is not None
         with contextlib.suppress(subprocess.TimeoutExpired):
-            self.process.wait(timeout_s)
-        return self.process.poll() is not None
+            return self.process.wait(timeout_s)
+        raise AssertionError(f"node {self.name} does not end:\n{self._job.said()}")
 
     @property
     def said(self) -> str:
@@ -358,9 +342,7 @@ def new_job() -> Iterator[Job]:
 
 def summed(*logs: Path) -> dict[str, Any]:
     """What `envpipe energy sum` says of energy logs."""
-    result = CliRunner().invoke(envpipe, ["energy", "sum", "--json", *map(str, logs)])
-    assert result.exit_code == 0, result.output
-    return json.loads(result.stdout)
+    return json.loads(run_well("energy", "sum", "--json", *logs).stdout)
 
 
 def assert_equals_counters(energy_j: float, nodes: Sequence[Node]) -> None:

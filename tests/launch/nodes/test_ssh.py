@@ -9,8 +9,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from launch_helpers import LONG_S, Launcher, run
-from sshd import ssh_server
+import sshd
+from launch_helpers import LONG_S, Launcher, run_well
 
 from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.launch.hosts import (
@@ -50,7 +50,9 @@ class Witness:
 
 @pytest.fixture
 def witness(tmp_path):
-    return Witness(tmp_path)
+    made = Witness(tmp_path)
+    yield made
+    made.wait_until_none_is_left()
 
 
 class Go:
@@ -118,7 +120,6 @@ def test_the_first_failure_stops_the_others_and_is_the_exit_status(witness, go):
         # They ended in order, and the later status changes nothing.
         assert launcher.output.count("bye") == 2
         assert "three failed" not in launcher.messages
-    witness.wait_until_none_is_left()
 
 
 def test_a_failure_while_others_are_started_stops_them(witness):
@@ -126,7 +127,6 @@ def test_a_failure_while_others_are_started_stops_them(witness):
     with Launcher(nodes) as launcher:
         assert launcher.end() == 3
         assert launcher.output.count("ready") == launcher.output.count("bye") == 5
-    witness.wait_until_none_is_left()
 
 
 @pytest.mark.parametrize(
@@ -170,7 +170,6 @@ def test_a_signal_stops_all_nodes_in_order(signum, to_all, witness):
         assert f"{signum.name} arrived" in launcher.messages
         assert "[one] bye\n" in launcher.output
         assert "[two] bye\n" in launcher.output
-    witness.wait_until_none_is_left()
 
 
 def test_what_is_ignored_stays_ignored():
@@ -197,7 +196,6 @@ def test_a_second_interrupt_kills_at_once(witness):
         launcher.process.send_signal(signal.SIGINT)
         assert launcher.end() == 128 + signal.SIGINT
         assert "Killing the connections to one, two." in launcher.messages
-    witness.wait_until_none_is_left()
 
 
 def test_a_node_that_does_not_end_is_killed_after_the_grace(witness):
@@ -209,7 +207,6 @@ def test_a_node_that_does_not_end_is_killed_after_the_grace(witness):
         assert "stays did not end within 1 s" in launcher.messages
         assert "good did not" not in launcher.messages
         assert "[good] bye\n" in launcher.output
-    witness.wait_until_none_is_left()
 
 
 def test_a_node_is_over_although_something_it_left_keeps_its_pipes(go):
@@ -217,13 +214,6 @@ def test_a_node_is_over_although_something_it_left_keeps_its_pipes(go):
         assert launcher.end() == 0
         assert launcher.output == "[one] end\n"
         go.now()
-
-
-def test_nodes_end_with_a_launcher_that_is_killed(witness):
-    with Launcher({host: witness.holding(WAITS) for host in ("one", "two")}) as launcher:
-        launcher.wait_for("[one] ready", "[two] ready")
-        launcher.process.kill()
-        witness.wait_until_none_is_left()
 
 
 @pytest.mark.usefixtures("signals_at_default")
@@ -238,7 +228,6 @@ def test_nodes_end_when_nobody_reads_their_output(witness):
         launcher.wait_for("another one kills")
         launcher.process.send_signal(signal.SIGINT)
         assert launcher.end() == 1
-    witness.wait_until_none_is_left()
 
 
 def test_a_client_that_cannot_be_started_stops_the_others(tmp_path, witness):
@@ -247,7 +236,6 @@ def test_a_client_that_cannot_be_started_stops_the_others(tmp_path, witness):
         assert launcher.end() == 1
         assert "two could not be started: " in launcher.messages
         assert missing in launcher.messages
-    witness.wait_until_none_is_left()
 
 
 # The command
@@ -271,17 +259,19 @@ def test_what_is_carried_of_the_environment():
         carried_environment(environ, ["WANDB"])
 
 
+# A real ssh server
+
+
+@pytest.fixture(scope="module")
+def ssh(tmp_path_factory):
+    return sshd.ssh_command(tmp_path_factory.mktemp("sshd"))
+
+
 #: Stands for the Python of a node, and says what it got.
 STUB = """#!{python}
 import json, os, sys
 facts = [sys.argv[1:], os.getcwd(), {{n: os.environ.get(n) for n in ("NCCL_X", "OWN", "NOT")}}]
 print(json.dumps(facts), flush=True)
-"""
-#: Stands for ssh where there is none: runs the command on this machine, in no environment.
-FAKE_SSH = """#!/bin/sh
-for word; do host=$target; target=$word; done
-echo "to $host" >&2
-exec env -i PATH="$PATH" sh -c "$target"
 """
 
 
@@ -291,10 +281,8 @@ def program(path, text):
     return path
 
 
-def test_two_hosts_from_the_command_line_to_the_end(tmp_path, monkeypatch):
+def test_two_hosts_from_the_command_line_to_the_end(ssh, tmp_path, monkeypatch):
     stub = program(tmp_path / "it's a stub", STUB.format(python=sys.executable))
-    program(tmp_path / "ssh", FAKE_SSH)
-    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
     folder = tmp_path / "a folder's name"
     folder.mkdir()
     monkeypatch.chdir(folder)
@@ -302,12 +290,9 @@ def test_two_hosts_from_the_command_line_to_the_end(tmp_path, monkeypatch):
         monkeypatch.setenv(name, value)
     hosts = tmp_path / "hosts"
     hosts.write_text("127.0.0.1 slots=2\nlocalhost slots=2\n")
-    words = ["--hostfile", hosts, "--python", stub, "--export", "OWN", "train.py", *AWKWARD]
-    result = run(*words)
-    assert result.exit_code == 0, (result.output, result.exception)
-    lines = result.stdout.splitlines()
+    words = ["--hostfile", hosts, "--ssh", ssh, "--python", stub, "--export", "OWN"]
+    lines = run_well(*words, "train.py", *AWKWARD).stdout.splitlines()
     for rank, host in enumerate(("127.0.0.1", "localhost")):
-        assert f"[{host}] to {host}" in result.stderr
         mark = f"[{host}] "
         (told,) = (line.removeprefix(mark) for line in lines if line.startswith(f"{mark}["))
         arguments, cwd, variables = json.loads(told)
@@ -318,15 +303,6 @@ def test_two_hosts_from_the_command_line_to_the_end(tmp_path, monkeypatch):
         assert arguments[arguments.index("--") :] == ["--", "train.py", *AWKWARD]
         assert cwd == str(folder)
         assert variables == {"NCCL_X": "a 'b'\n$c", "OWN": "exported", "NOT": None}
-
-
-# A real ssh server
-
-
-@pytest.fixture(scope="module")
-def ssh(tmp_path_factory):
-    with ssh_server(tmp_path_factory.mktemp("sshd")) as command:
-        yield command
 
 
 def over_ssh(ssh, host, python):
@@ -344,12 +320,11 @@ def test_a_killed_launcher_leaves_nothing_over_ssh(ssh, witness, held_stub):
     with Launcher({"localhost": over_ssh(ssh, "localhost", held_stub)}) as launcher:
         launcher.wait_for("[localhost] ready")
         launcher.process.kill()
-        witness.wait_until_none_is_left()
 
 
 def test_a_host_that_is_not_reached(ssh, witness, held_stub):
     # Nobody listens at that port.
-    refused = ssh.replace(" -p ", " -p 1 -p ")
+    refused = ssh.replace(" -F none", " -F none -o ProxyCommand=none -p 1")
     nodes = {
         "localhost": over_ssh(ssh, "localhost", held_stub),
         "127.0.0.1": over_ssh(refused, "127.0.0.1", held_stub),
@@ -358,11 +333,10 @@ def test_a_host_that_is_not_reached(ssh, witness, held_stub):
         assert launcher.end() == 255
         assert "Connection refused" in launcher.messages
         assert "127.0.0.1 failed, exit status 255, which is ssh's own" in launcher.messages
-    witness.wait_until_none_is_left()
 
 
-def test_nobody_is_asked_for_a_password(ssh, tmp_path, held_stub):
+def test_nobody_is_asked_for_a_password(ssh):
     unknown = ssh.replace("user_key", "no_key")
-    with Launcher({"localhost": over_ssh(unknown, "localhost", held_stub)}) as launcher:
+    with Launcher({"localhost": over_ssh(unknown, "localhost", "python3")}) as launcher:
         assert launcher.end() == 255
         assert "Permission denied" in launcher.messages

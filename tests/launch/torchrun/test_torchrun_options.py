@@ -96,12 +96,10 @@ def test_options_of_both_may_be_mixed_and_the_scripts_are_its_own(mixed, dashes,
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--ouput", "x", "train.py"], "unrecognized arguments: --ouput"),
         (["--ouput", "x", "train.py", "--n", "3"], "unrecognized arguments: --ouput"),
         (["--output"], "--output: expected one argument"),
         (["--output", "--nnodes", "2", "train.py"], "--output: expected one argument"),
         (["--nnodes"], "--nnodes: expected one argument"),
-        (["--nnodes", "--", "train.py"], "--nnodes: expected one argument"),
         (["--max-restarts", "few", "train.py"], "--max-restarts"),
         (["--start-method=none", "train.py"], "--start-method"),
         (["--nnodes", "2"], "required: training_script"),
@@ -239,7 +237,6 @@ def test_slurms_step_fills_everything_in():
 @pytest.mark.parametrize(
     ("hosts", "first"),
     [
-        ("node7", "node7"),
         ("a-1,b-2", "a-1"),
         ("node[001-016,020]", "node001"),
         ("node[7,9],gpu1", "node7"),
@@ -271,15 +268,12 @@ def test_the_batch_script_of_several_nodes_is_refused(step):
     assert here("--standalone", "train.py", **environ).read.standalone
 
 
-@pytest.mark.parametrize("tasks", ["2(x2)", "1,8", "1(x2),2", "12"])
+@pytest.mark.parametrize("tasks", ["2(x2)", "1,8", "12"])
 def test_several_tasks_on_a_node_are_refused(tasks):
     message = refused("train.py", **SLURM | {"SLURM_STEP_TASKS_PER_NODE": tasks})
     assert f"(SLURM_STEP_TASKS_PER_NODE) (got '{tasks}')" in message
-
-
-@pytest.mark.parametrize("tasks", ["1", "1(x12)", "1,1(x2)"])
-def test_one_task_a_node_is_right(tasks):
-    assert here("train.py", **SLURM | {"SLURM_STEP_TASKS_PER_NODE": tasks}).read.nnodes == "2"
+    for right in ("1", "1(x12)", "1,1(x2)"):
+        assert here("train.py", **SLURM | {"SLURM_STEP_TASKS_PER_NODE": right}).read.nnodes == "2"
 
 
 def test_a_place_among_nodes_that_slurm_does_not_count_is_no_rank():
@@ -326,19 +320,12 @@ def on_hosts(*words, hosts=HOSTS, **environ):
         return options_of_hosts(split(words), hosts)
 
 
-def test_hosts_are_numbered_in_their_order():
-    one, two = on_hosts("train.py", "--lr", "1", NNODES="7", NODE_RANK="5", NPROC_PER_NODE="9")
-    same = ("--master-addr=one",)
-    assert options(one) == ("--nproc-per-node=2", "--nnodes=2", "--node-rank=0", *same)
-    assert options(two) == ("--nproc-per-node=3", "--nnodes=2", "--node-rank=1", *same)
-    assert two.arguments[-4:] == ("--", "train.py", "--lr", "1")
-    assert origins(two)["--nproc-per-node"] == "hostfile"
-
-
 def test_the_command_line_is_stronger_than_slots():
     plans = on_hosts(
-        "--nproc_per_node", "4", "--master-addr=ib", "train.py", MASTER_ADDR="x", MASTER_PORT="7"
-    )
+        "--nproc_per_node", "4", "--master-addr=ib", "train.py", MASTER_ADDR="x", MASTER_PORT="7",
+        NNODES="7", NODE_RANK="5", NPROC_PER_NODE="9",
+    )  # fmt: skip
+    assert origins(on_hosts("train.py")[1])["--nproc-per-node"] == "hostfile"
     for rank, plan in enumerate(plans):
         assert options(plan) == (
             "--nnodes=2", f"--node-rank={rank}", "--master-port=7", "--nproc_per_node", "4",
@@ -356,10 +343,8 @@ def test_hosts_without_slots():
 @pytest.mark.parametrize(
     ("words", "environ", "named"),
     [
-        (["--node-rank=0"], {}, "--node-rank"),
         (["--standalone"], {}, "--standalone"),
         ([], {"PET_STANDALONE": "1"}, "--standalone"),
-        (["--nnodes=3"], {}, "--nnodes"),
         ([], {"MASTER_PORT": "x"}, "--master-port"),
     ],
 )
