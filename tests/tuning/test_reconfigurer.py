@@ -78,7 +78,7 @@ class Pipeline:
     Args:
         seconds: from the profile's times of units and their clocks, [num_stages, units_per_stage],
             what they take.
-        held_up_s: by how much the waits of one of three replicas are longer.
+        held_up_s: by how much waits and units of one of three replicas are longer.
     """
 
     THRESHOLD_S = 0.004
@@ -118,7 +118,10 @@ class Pipeline:
             units = zip(waits_s, timeline.duration_s, strict=True)
             window = window_of(
                 *[
-                    ([[waits], [waits + self._held_up_s], [waits]], [times] * 3)
+                    (
+                        [[waits], [waits + self._held_up_s], [waits]],
+                        [times, times + self._held_up_s, times],
+                    )
                     for waits, times in units
                 ]
             )
@@ -201,7 +204,7 @@ def test_a_hiccup_of_one_unit_is_no_slack_of_all_others():
     assert made.frequency_mhz.tolist() == smooth.frequency_mhz.tolist()
 
 
-def test_a_replica_that_is_held_up_tells_of_no_wait():
+def test_a_replica_that_is_held_up_tells_of_no_wait_and_no_time():
     alone, pipeline = Pipeline().reconfigured("balanced"), Pipeline(held_up_s=5.0)
     made, *ended = pipeline.reconfigured("balanced")
     assert ended == [*alone[1:]]
