@@ -127,7 +127,7 @@ class World:
 
         self.monkeypatch.setattr(runtime_session, name, make)
 
-    def connect(self, gpu: Any, labels: Any, collectives: Any) -> Any:
+    def connect(self, gpu: Any, labels: Any, collectives: Any, control: Any) -> Any:
         self.made["agent"] = (gpu, dict(labels), collectives)
         return self.agent
 
