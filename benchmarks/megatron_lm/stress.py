@@ -75,6 +75,8 @@ SETTINGS = (
     Setting("pp2vp2", replace(PP2, chunks=2), None),
     Setting("pp2-split", PP2, None, splits=True),
     Setting("pp2vp2-split", replace(PP2, chunks=2), None, splits=True),
+    Setting("pp4-split", PP4, None, splits=True),
+    Setting("pp4vp2-split", replace(PP4, chunks=2), None, splits=True),
     Setting("pp2ep2-experts", PP2DP2, None, _SPREAD),
     Setting("pp2vp2ep2-experts", replace(PP2DP2, chunks=2), None, _SPREAD),
 )

@@ -16,6 +16,7 @@ within a node only. The three times add up to the duration: units, waits in rece
 framework ran by itself, of `plan`, which is what lies between other phases, and of `between`, which
 is what a node's agent metered outside all training: evaluations, checkpoints, restarts). Steps of a
 batch of another size than the full one have phases of their own: `steady m24` with 24 microbatches.
+Phase `off` is the framework's own order at clocks that were given back, as an operator asked.
 `baseline` is the step that those of this GPU are compared with, where the job may save.
 The older a job, the more windows are added up in a line, and lines are laid end to end: their
 instants and iterations are right to such a line (`energy_sums`). A writer may add fields, such as
@@ -89,6 +90,7 @@ class Phase(StrEnum):
     RECONFIGURE = "reconfigure"
     STEADY = "steady"
     BASELINE = "baseline"
+    OFF = "off"
 
 
 def phase_in_batch(phase: str, batch: str) -> str:
@@ -110,6 +112,7 @@ PHASES = (
     PLAN,
     Phase.RECONFIGURE.value,
     Phase.STEADY.value,
+    Phase.OFF.value,
     BETWEEN,
 )
 

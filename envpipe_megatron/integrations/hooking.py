@@ -12,7 +12,7 @@ import os
 import sys
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, Generic, NoReturn, TypeVar
 
@@ -70,6 +70,8 @@ class Hooks(Generic[T]):
         #: The options, once they are read, and the job from begin to end.
         self.options: JobOptions | None = None
         self.job: T | None = None
+        #: Closed when training ends, with what was replaced for it.
+        self.while_training = ExitStack()
 
     def note(self, name: str) -> int:
         """A call has reached this hook; how often calls have. In each step comes one at most."""
@@ -112,6 +114,7 @@ class Hooks(Generic[T]):
 
     def ended(self) -> T:
         """The job, which is none from here on."""
+        self.while_training.close()
         job, self.job = self.running(), None
         return job
 

@@ -1,8 +1,8 @@
 """`EnvPipeCallback`, for `pretrain(config, forward_step, callbacks=[EnvPipeCallback()])`.
 
-Callbacks of Megatron-Bridge see steps, evaluations and checkpoints, but not the forward-backward
-function, which its training loop asks for ahead of the first of them, nor that training ends early.
-So the callback puts two functions of its own into the module of that loop; they call Bridge's.
+Callbacks of Megatron-Bridge see steps, but not the forward-backward function, which its training
+loop asks for ahead of the first of them, nor that a checkpoint begins or training ends early. So
+the callback puts functions of its own into the module of that loop; they call Bridge's.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from envpipe_megatron.integrations.levels import Asks, Level, Limit, on
 from envpipe_megatron.integrations.megatron.limits import LIMITS, NOT_PROVEN, REFUSED, check_metered
 from envpipe_megatron.integrations.megatron.training import Training
 from envpipe_megatron.integrations.options import parse_settings
+from envpipe_megatron.integrations.watchers import BETWEEN_STEPS, between_steps
 
 BRIDGE_LIMITS = (
     *LIMITS,
@@ -40,7 +41,7 @@ BRIDGE_REFUSED: Mapping[str, Asks] = {
 #: Parts of a configuration that have Megatron-LM's arguments; of those of one name the last counts.
 _PARTS = (
     *("logger", "rerun_state_machine", "checkpoint", "dist", "ddp", "validation", "train"),
-    *("optimizer", "ft"),
+    *("optimizer", "ft", "straggler"),
 )
 #: Megatron-LM's names of arguments, and what the fields of these are called here.
 _RENAMED = {
@@ -140,6 +141,7 @@ class EnvPipeCallback:
         group = get_pg_collection(context.model).pp
         self._training = Training(args, options, BRIDGE_LIMITS, context.model, group)
         self._training.in_place_of(self._framework_function)
+        self._put_back.enter_context(between_steps("Megatron-Bridge", self._training))
         self._training.announce()
 
     def on_train_step_start(self, context: Any) -> None:
@@ -161,15 +163,6 @@ class EnvPipeCallback:
     def on_train_end(self, context: Any) -> None:
         """Training has ended; evaluations may follow."""
         self._end()
-
-    def on_eval_start(self, context: Any) -> None:
-        """No training until the next step begins."""
-        if self._training is not None:
-            self._training.pause()
-
-    on_test_start = on_eval_start
-    #: Bridge calls it once a checkpoint is saved: what that took is no step's.
-    on_checkpoint_save = on_eval_start
 
     def close(self) -> None:
         """Give the clock back where an error has ended training and the process goes on.
@@ -224,7 +217,8 @@ def _checked_loop() -> Any:
         events, loop, missing = (), None, [str(error)]
     else:
         needed = {name for name in vars(EnvPipeCallback) if name.startswith("on_")}
-        missing = sorted(needed - events) + [name for name in _BOUND if not hasattr(loop, name)]
+        names = (*_BOUND, *(row.function for row in BETWEEN_STEPS["Megatron-Bridge"]))
+        missing = sorted(needed - events) + [name for name in names if not hasattr(loop, name)]
     if missing:
         raise BridgeError(
             "EnvPipe needs Megatron-Bridge 0.5 or later, whose training loop calls callbacks",

@@ -21,7 +21,7 @@ from envpipe_megatron.console import say_as_launcher
 from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.gpu.base import GpuError
 from envpipe_megatron.gpu.guard.lease import list_leases
-from envpipe_megatron.gpu.guard.lease_file import LeaseRecord
+from envpipe_megatron.gpu.guard.lease_file import JOB_NAME_VARIABLE, LeaseRecord
 from envpipe_megatron.gpu.guard.messages import AGENT_VARIABLE, wait_readable
 from envpipe_megatron.launch.agent.agent import NodeAgent
 from envpipe_megatron.launch.bill.report import BillReport, Tariff
@@ -94,7 +94,10 @@ def run_node(torchrun_arguments: Sequence[str], settings: NodeSettings) -> int:
 
                 where = settings.prometheus_address, settings.prometheus_port
                 last.callback(serve_metrics(agent, *where, settings.job_name, tariff))
-            environment = {AGENT_VARIABLE: str(agent.socket_path)}
+            environment = {
+                AGENT_VARIABLE: str(agent.socket_path),
+                JOB_NAME_VARIABLE: settings.job_name,
+            }
             code = run_torchrun(torchrun_arguments, environment, signals)
         except BaseException:
             agent.finish(1, 0.0)  # or the bill would call this node lost

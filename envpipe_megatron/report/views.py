@@ -42,7 +42,7 @@ from envpipe_megatron.report.series import (
 )
 
 #: Colours of phases, in a job's order.
-_PHASES = dict(zip(PHASES, (GREY, ORANGE, SKY, PURPLE, YELLOW, GREEN, GREY), strict=True))
+_PHASES = dict(zip(PHASES, (GREY, ORANGE, SKY, PURPLE, YELLOW, GREEN, GREY, GREY), strict=True))
 #: Of each line: more than a screen has pixels would not be seen.
 _MOST_POINTS = 800
 #: A frontier of so many units is made within seconds.

@@ -21,6 +21,7 @@ from envpipe_megatron.core.schedule import Schedule
 from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.formats.energy import Phase
 from envpipe_megatron.tuning.measured.meters import MeterSums
+from envpipe_megatron.tuning.wishes import NO_WISHES, Wishes
 
 T = TypeVar("T")
 
@@ -151,9 +152,10 @@ def merged(parts: Sequence[Report]) -> Report:
 
 @dataclass(frozen=True)
 class Window:
-    """Reports of all stages of some iterations."""
+    """Reports of all stages of some iterations, and what an operator asks for by now."""
 
     stages: tuple[Report, ...]
+    wishes: Wishes = NO_WISHES
 
     def unit_s(self, replicas: Sequence[int]) -> FloatArray:
         """[num_stages, units_per_stage] medians over some replicas.

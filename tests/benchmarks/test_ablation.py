@@ -1,7 +1,6 @@
 """The ablation: one ingredient is switched and nothing else, and claims say what the rows say."""
 
 import csv
-import itertools
 import json
 from dataclasses import replace
 
@@ -49,37 +48,6 @@ def test_one_ingredient_is_switched_and_the_others_stay(rows):
     highest = full.baseline.frequency_mhz.max()
     for row in of(rows, Ablation.ORDER, Start.BASELINE).values():
         assert (row.plan.frequency_mhz == highest).all()
-
-
-def test_what_is_limited_more_never_saves_more(rows):
-    memory = list(of(rows, Ablation.MEMORY).values())
-    peaks = [row.peak_in_flight for row in memory]
-    assert peaks[0] == STAGES
-    assert all(peak <= STAGES + more for peak, more in zip(peaks, (0, 1, 2, 4), strict=False))
-    for tighter, looser in itertools.pairwise(memory):
-        assert looser.saving_percent >= tighter.saving_percent - 0.05
-    dwell = [row.saving_percent for row in of(rows, Ablation.DWELL).values()]
-    assert dwell[-1] < dwell[0]
-    assert max(dwell) == dwell[0]
-
-
-def test_a_bound_is_below_every_plan_that_it_is_for(rows):
-    gaps = [row.plan.gap_percent for row in rows if row.plan.gap_percent is not None]
-    assert len(gaps) > len(rows) / 2
-    assert min(gaps) >= -1e-6
-    uniform = of(rows, Ablation.POLICY)["uniform"]
-    assert uniform.slowdown_percent > 1
-    assert uniform.plan.gap_percent is None  # it takes longer than the time that the bound is for
-
-
-def test_parking_is_worth_what_waiting_at_a_lower_clock_saves(rows):
-    waiting = of(rows, Ablation.WAITING)
-    parked, unparked = waiting["by clock, parked"], waiting["by clock (assumed)"]
-    assert parked.plan.park_mhz is not None
-    assert parked.saving_percent > unparked.saving_percent
-    alone = of(rows, Ablation.WAITING, Start.BASELINE)
-    assert alone["by clock (assumed)"].saving_percent == 0
-    assert alone["by clock, parked"].saving_percent > 0
 
 
 def test_claims_follow_the_rows(rows):

@@ -174,7 +174,6 @@ PARTS = {BASELINE: ended(), UNIFORM: saving(20, 25), ENVELOPE: saving(15, 6), BA
         ("fig9_b", {BASELINE: ended(), BALANCED: saving(15, 1.1)}, False),
         ("fig10", PARTS, True),
         ("fig10", {**PARTS, UNIFORM: saving(20, 5)}, False),
-        ("fig10", {**PARTS, BALANCED: saving(12, 2)}, False),
         ("fig11", {BASELINE: ended(), GREEDY: saving(11), BALANCED: saving(12)}, True),
         # 1 J of 200 J each: 1.4 points are told apart, and less is not.
         ("fig11", {BASELINE: ended(), GREEDY: saving(13.3), BALANCED: saving(12)}, True),
@@ -199,7 +198,6 @@ def test_how_much_is_saved_agrees_with_nothing_on_emulated_gpus(percent, agrees,
         (-1, True, True, ""),
         (1, False, True, "So."),
         (1, False, False, "Its profile is gone"),
-        (-0.01, None, True, "The meters cannot tell"),
         (0.01, None, True, "The meters cannot tell"),
     ],
 )

@@ -11,7 +11,6 @@ import torch
 from benchmarks.figures.experiments import (
     BALANCED,
     BASELINE,
-    EXPERIMENTS,
     MODELS,
     Job,
     reduced,
@@ -19,7 +18,6 @@ from benchmarks.figures.experiments import (
 from benchmarks.figures.layers import (
     build_stage,
     inputs_of,
-    layer_makers,
 )
 from benchmarks.figures.requests import RunRequest
 from benchmarks.figures.unit_times import (
@@ -28,26 +26,6 @@ from benchmarks.figures.unit_times import (
 )
 
 # --- what is trained -----------------------------------------------------------------------------
-
-
-def test_the_experiments_have_the_sizes_of_envpipes_scripts():
-    runs = {name: len(list(experiment.runs())) for name, experiment in EXPERIMENTS.items()}
-    assert runs == {"fig9_a": 8, "fig9_b": 10, "fig10": 8, "fig11": 12, "fig12": 4, "fig13": 24}
-    assert [(j.replicas, j.stages, j.num_microbatches) for j in EXPERIMENTS["fig12"].jobs] == [
-        (2, 8, 128), (4, 4, 64),
-    ]  # fmt: skip
-    fig13 = [job.num_microbatches // job.stages for job in EXPERIMENTS["fig13"].jobs]
-    assert fig13 == [1, 2, 4] * 4
-    for job in (job for name in ("fig9_a", "fig9_b") for job in EXPERIMENTS[name].jobs):
-        assert job.num_microbatches == 16
-
-
-def test_reduced_models_train_with_every_number_of_stages():
-    for model in ("resnet_152", "megatron_125M", "gpt_125M", "bert_336M"):
-        for stages in (2, 4):
-            small = reduced(MODELS[model], stages)
-            built = [build_stage(small, stages, stage) for stage in range(stages)]
-            assert sum(len(stage.layers) for stage in built) == len(layer_makers(small))
 
 
 @pytest.mark.parametrize("with_gradient", [False, True], ids=["a sample", "an activation"])

@@ -18,9 +18,7 @@ pytestmark = pytest.mark.xdist_group("launch")
     ("name", "millions"),
     [
         ("bert-336m", 335),
-        ("bert-1.3b", 1276),
         ("gpt-125m", 125),
-        ("gpt-350m", 356),
         ("megatron-1.3b", 1316),
         ("resnet-152", 58.35),  # of 100 classes
         ("llama-1b", 1100),

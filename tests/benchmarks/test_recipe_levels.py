@@ -90,10 +90,8 @@ def to_check(job: Job) -> list[str]:
     ("flags", "chunks"),
     [
         ("--num-layers: 24\n  --num-layers-per-virtual-pipeline-stage: 2", 6),
-        ("--encoder-num-layers: 12\n  --num-layers-per-virtual-pipeline-stage: 6", 1),
         ("--num-virtual-stages-per-pipeline-rank: 4", 4),
         (r'--pipeline-model-parallel-layout: "Et*3\\|\\(tt\\|\\)*6mL"', 4),
-        ("--pipeline-model-parallel-layout: Ettt|ttL", 1),
         ("--hybrid-layer-pattern: M-M*|M-M|M-M*|M-M/*-|", 2),
         ("--num-layers: 24", 1),
     ],

@@ -28,15 +28,6 @@ def profile(sidecar=FULL):
     return uniform_profile(3, {1200: (1.0, 10.0)}, sidecar=sidecar)
 
 
-def test_everything_but_the_blocking_power_is_off_by_default():
-    assert PLAIN.latency_s == (0.0, 0.0)
-    assert PLAIN.tail_time_s is PLAIN.gpus_per_stage is PLAIN.wait_power_w is None
-    assert PLAIN.change_time_s == PLAIN.change_energy_j == 0.0
-    assert PLAIN.tail_by_stage_s.tolist() == [0.0] * 3
-    assert PLAIN.gpus_by_stage.tolist() == [1] * 3
-    assert PLAIN.num_stages == 3
-
-
 @pytest.mark.parametrize(
     "same",
     [

@@ -69,12 +69,8 @@ def test_a_bad_row_is_refused_with_file_line_and_value(tmp_path, line, told):
     "header",
     [
         "",
-        "\n",
         "stage,instruction,frequency,time",
         "stage,instruction,frequency,time,energy,time",
-        "rank,stage,instruction,frequency,time,energy,rank",
-        "Stage,Instruction,Frequency,Time,Energy",
-        "0,forward,1200,1.0,10",
         "stage;instruction;frequency;time;energy",
     ],
 )
@@ -144,9 +140,7 @@ def test_the_ranks_of_a_stage_become_one_gpu(tmp_path):
 @pytest.mark.parametrize(
     ("body", "told"),
     [
-        ("", "job.csv has no rows"),
         ("0,forward,900,1,1\n", "no row for stage 0 backward"),
-        ("0,backward,900,1,1\n", "no row for stage 0 forward"),
         (GOOD + "2,forward,900,1,1\n", "no row for stage 1 forward"),
         (GOOD.replace("0,f", "1,f").replace("0,b", "1,b"), "no row for stage 0 forward"),
     ],
@@ -161,12 +155,10 @@ def test_an_incomplete_table_is_refused_with_what_it_lacks(tmp_path, body, told)
     [
         b"",
         b"\x89PNG\r\n\x1a\n\x00\x00",
-        bytes(range(256)),
-        b"\x00" * 64,
         b"\xff\xfe" + HEADER.encode("utf-16-le"),
         HEADER.encode() + b'\n0,"' + b"x" * 200_000,
     ],
-    ids=["empty", "png", "bytes", "zeros", "utf-16", "endless quote"],
+    ids=["empty", "png", "utf-16", "endless quote"],
 )
 def test_a_file_that_is_no_csv_is_refused_with_its_name(tmp_path, content):
     path = tmp_path / "odd.csv"
@@ -217,12 +209,9 @@ def test_the_uncertainty_of_energies_is_a_column_that_may_follow(tmp_path):
     for kind in ("forward", "backward"):
         ranks += [f"0,0,{kind},9,1,10,3", f"1,0,{kind},9,1,10,4"]
     assert read(tmp_path, "\n".join(ranks)).row(0, F, 9).energy_uncertainty_j == 2.5
-
-
-@pytest.mark.parametrize("value", ["-1", "nan", "text"])
-def test_a_wrong_uncertainty_is_refused(tmp_path, value):
-    with pytest.raises(ProfileError, match=r"line 2: energy_uncertainty_j \(J\)"):
-        read(tmp_path, f"{HEADER},energy_uncertainty_j\n0,forward,900,1,1,{value}\n")
+    for wrong in ("-1", "nan", "text"):
+        with pytest.raises(ProfileError, match=r"line 2: energy_uncertainty_j \(J\)"):
+            read(tmp_path, f"{HEADER},energy_uncertainty_j\n0,forward,900,1,1,{wrong}\n")
 
 
 def test_rows_may_stand_in_any_order_and_come_out_highest_first(tmp_path):
@@ -265,12 +254,6 @@ def test_the_optimal_frequency_is_the_bottom_of_the_sum():
         }
     )
     assert profile.optimal_frequency_mhz == (1200, 1500, 900)
-
-
-def test_no_common_frequency_means_no_valley():
-    profile = profile_of({(0, F): {1500: (1, 1)}, (0, B): {1200: (1, 1)}})
-    with pytest.raises(ProfileError, match="stage 0"):
-        _ = profile.optimal_frequency_mhz
 
 
 def test_what_is_made_in_memory_is_checked():

@@ -75,10 +75,6 @@ def test_facts_of_another_pipeline_are_refused(tmp_path, field, entries):
         read_sidecar(written(tmp_path, Sidecar(**{field: entries})), 3)
 
 
-def test_facts_of_as_many_stages_are_taken(tmp_path):
-    assert read_sidecar(written(tmp_path, FULL), 2) == FULL
-
-
 @pytest.mark.parametrize(
     ("field", "values"),
     [

@@ -6,7 +6,7 @@ import importlib.util
 import logging
 import os
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack, closing, suppress
+from contextlib import ExitStack, suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,6 @@ import torch
 import torch.distributed as dist
 from waiting_plans import plans_are_waited_for
 
-from envpipe_megatron.core.kinds import Kind
 from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.gpu.base import GpuError
 from envpipe_megatron.gpu.emulated.emulated_gpu import EmulatedGpu
@@ -28,7 +27,6 @@ from envpipe_megatron.integrations.job import Job
 from envpipe_megatron.integrations.leveled import LeveledJob
 from envpipe_megatron.runtime.channel import collectives
 from envpipe_megatron.runtime.channel.carrier import ChannelError
-from envpipe_megatron.runtime.job.options import JobOptions
 from envpipe_megatron.runtime.job.session import Session
 
 #: Of each stage: the last one has most to do.
@@ -121,35 +119,6 @@ def train_example(
         ),
         "trained": not torch.equal(model()[0].weight, own[0].weight),
     }
-
-
-def train_session(rank: int, root: Path, preset: Path, microbatches: int, steps: int) -> Any:
-    """The same job, whose units EnvPipe executes."""
-    config = JobOptions(
-        num_microbatches=microbatches,
-        type="envelope",
-        scheduling="1f1b",
-        baseline_steps=3,
-        profile_steps=1,
-    )
-    session, _ = plain_stages.session(
-        rank,
-        config,
-        root,
-        preset=str(preset),
-        time_at_max_s={Kind.FORWARD: FORWARD_S[rank], Kind.BACKWARD: 2 * FORWARD_S[rank]},
-    )
-    with closing(session), plans_are_waited_for():
-        for _ in range(steps):
-            session.begin_step()
-            session.run_iteration(
-                microbatches,
-                plain_stages.SPECS,
-                lambda schedule: plain_stages.PlainWork(schedule, rank),
-            )
-            session.end_step()
-        session.gather(session.lap())
-    return seen(session)
 
 
 def step(pipeline: InstrumentedPipeline, letters: str, group: Any = None) -> None:

@@ -12,6 +12,7 @@ import pytest
 
 from envpipe_megatron.integrations.levels import LevelError, RefusedError, decide
 from envpipe_megatron.integrations.options import OptionError
+from envpipe_megatron.integrations.watchers import BETWEEN_STEPS
 
 pytestmark = pytest.mark.xdist_group("megatron")
 
@@ -21,10 +22,8 @@ EVENTS = {
     "on_train_step_start",
     "on_train_step_end",
     "on_train_end",
-    "on_eval_start",
-    "on_test_start",
-    "on_checkpoint_save",
 }
+BETWEEN = [row.function for row in BETWEEN_STEPS["Megatron-Bridge"]]
 
 
 def config(**changes: Any) -> Any:
@@ -49,6 +48,7 @@ def config(**changes: Any) -> Any:
         rerun_state_machine=part(rerun_mode="disabled"),
         dataset=part(dataloader_type="single", seq_length=7),
         ft=None,
+        straggler=None,
         peft=None,
         inprocess_restart=None,
         tensor_inspect=None,
@@ -100,6 +100,7 @@ def loop(monkeypatch: pytest.MonkeyPatch) -> Any:
     vars(modules["train"]).update(
         get_forward_backward_func=lambda **_: lambda **arguments: f"Megatron {arguments}",
         checkpoint_and_decide_exit=lambda leaving: leaving,
+        **dict.fromkeys(BETWEEN, lambda *_: "Bridge's own"),
     )
     vars(modules["utils.pg_utils"])["get_pg_collection"] = lambda model: SimpleNamespace(pp="pp")
     for module in modules.values():
@@ -166,11 +167,10 @@ def test_a_training_from_begin_to_end(
         callback.on_train_step_start(context(settings, step))
         assert function(n=step) == f"ours for Megatron {{'n': {step}}}"
         callback.on_train_step_end(context(settings, step, skipped_iter=bool(step)))
-    for event in ("eval_start", "test_start", "checkpoint_save"):
-        getattr(callback, f"on_{event}")(context(settings))
+    assert [getattr(loop, name)(settings) for name in BETWEEN] == ["Bridge's own"] * 3
     assert not loop.checkpoint_and_decide_exit(False)
     callback.on_train_end(context(settings))
-    callback.on_eval_start(context(settings))  # one more, after training
+    loop.evaluate_and_print_results(settings)  # one more, after training
     assert training.told == [
         "announce",
         "begin_step 0",
@@ -270,8 +270,8 @@ def test_another_version_is_named(loop: Any, monkeypatch: pytest.MonkeyPatch) ->
     from envpipe_megatron.integrations.megatron_bridge import BridgeError
 
     callbacks = sys.modules["megatron.bridge.training.callbacks"]
-    monkeypatch.setattr(callbacks, "VALID_EVENTS", frozenset(EVENTS - {"on_checkpoint_save"}))
-    with pytest.raises(BridgeError, match=r"Megatron-Bridge 0\.5 or later.*on_checkpoint_save"):
+    monkeypatch.setattr(callbacks, "VALID_EVENTS", frozenset(EVENTS - {"on_train_end"}))
+    with pytest.raises(BridgeError, match=r"Megatron-Bridge 0\.5 or later.*on_train_end"):
         make()
     monkeypatch.setitem(sys.modules, callbacks.__name__, None)
     with pytest.raises(BridgeError, match=r"Megatron-Bridge 0\.5 or later"):
@@ -295,6 +295,7 @@ def test_another_version_is_named(loop: Any, monkeypatch: pytest.MonkeyPatch) ->
         ({"ft": SimpleNamespace(enable_ft_package=True)}, "units", "fault tolerance"),
         ({"tensor_inspect": SimpleNamespace(enabled=True)}, "units", "tensor inspection"),
         ({"rerun_state_machine__rerun_mode": "report_stats"}, "units", "report_stats"),
+        ({"straggler": SimpleNamespace(log_straggler=True)}, "uniform", "--log-straggler"),
         ({"train__rampup_batch_size": [4, 4, 8]}, "order", None),
         ({"model__pipeline_model_parallel_size": 1}, "uniform", "no pipeline"),
         ({"validation__skip_train": True}, "observe", "--skip-train"),

@@ -37,22 +37,11 @@ def letters(schedule: Schedule) -> list[str]:
     return ["".join(unit.kind.letter for unit in stage) for stage in schedule.stages]
 
 
-@pytest.mark.parametrize("stages", [2, 3, 5])
-@pytest.mark.parametrize("microbatches", [2, 4, 9])
-def test_orders_that_are_known(stages, microbatches):
-    for builder in (builders.one_f_one_b, builders.gpipe):
-        schedule = builder(stages, microbatches)
-        found = recognized(letters(schedule), microbatches)
-        assert found.stages == schedule.stages
-        assert found.name in ("1f1b", "gpipe")
-
-
 @pytest.mark.parametrize(
     "seen",
     [
         letters(builders.envpipe(2, 4, [1, 0])),
         ["FFBFBFBB", "FBFBFBBF"],
-        ["FFBFBFBB", "FBFBFBF"],
         ["FFBFBFBB", "FBFBFBFBFB"],
         ["F", "B"],
     ],
@@ -113,16 +102,6 @@ def test_the_example_saves_energy_in_its_own_order(trained):
     assert "no clock was changed" not in bill[0]
     assert re.search(r"envpipe report \S+ shows where", trained[0]["said"][-1])
     assert all(not rank["said"] for rank in trained[1:])
-
-
-def test_units_of_a_framework_are_timed_as_our_own(pool, folder, preset, trained):
-    """All iterations of all phases, and the plan, to the last bit of emulated time."""
-    ours = pool.run(
-        instruction_ranks.train_session, folder / "session", preset, MICROBATCHES, STEPS - 1
-    )
-    for here, there in zip(trained, ours, strict=True):
-        for name in ("iterations", "executed", "schedule", "frequency_mhz"):
-            assert here[name] == there[name]
 
 
 def test_replicas_with_other_numbers_of_microbatches_are_metered(pool, folder, preset):
@@ -260,12 +239,10 @@ CALLS = {
     ("calls", "said"),
     [
         ("F", "on_instruction_begin was called outside a step"),
-        (")", "on_step_end was called outside a step"),
         ("((", "on_step_begin was called within a step"),
         ("(|", "pause was called within a step"),
         ("(?", r"No such instruction \(got 'optimizer'\). There are forward, backward"),
         ("(f", "on_instruction_end was called within a step.* within a forward"),
-        ("(FF", "on_instruction_begin was called within a forward.* within a step"),
         ("(Fb", "on_instruction_end was called within a forward.* within a backward"),
         ("(F)", "on_step_end was called within a forward"),
         ("(Ff)", "neither 1F1B nor GPipe of 1 microbatches"),

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from envpipe_megatron.core.kinds import Kind, parse_unit
+from envpipe_megatron.core.kinds import Kind
 from envpipe_megatron.core.orders import builders
 from envpipe_megatron.core.schedule import Schedule
 from envpipe_megatron.integrations.framework_units import Followed, Seen
@@ -116,101 +116,6 @@ def test_what_a_session_is_told_of_one_call_after_another(
     for letters, told in calls:
         more = {"forward_only": True} if told == "pause" else {}
         assert " ".join(job(letters, **more)) == told
-
-
-COMBINED = "combined_1f1b_schedule_for_interleaved_pipelining"
-#: Virtual microbatches of one stage with two chunks, and of each its microbatch and chunk.
-TABLE = [(0, 0), (0, 1), (1, 0), (1, 1)]
-IN_PAIRS = "F0.0 F0.1 F1.0+ B0.1 F1.1+ B0.0 B1.1 B1.0"
-#: Forwards and backwards of each call.
-CALLS = [(0, None), (1, None), (2, 0), (3, 1), (None, 2), (None, 3)]
-
-
-@pytest.fixture
-def overlapped(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Calls a job whose communication of experts is overlapped; waits for inputs are told too."""
-    pytest.importorskip("megatron.core")
-    from megatron.core.pipeline_parallel import schedules
-
-    from envpipe_megatron.integrations.megatron import kept
-
-    schedule = Schedule("x", 2, 2, (tuple(parse_unit(text) for text in IN_PAIRS.split()),))
-    session: Any = Session(begins=True)
-
-    def combined(
-        get_microbatch_id_in_model_chunk: Any,
-        get_model_chunk_id: Any,
-        f_virtual_microbatch_id: int | None = None,
-        b_virtual_microbatch_id: int | None = None,
-        pre_forward: Any = None,
-        pre_backward: Any = None,
-    ) -> str:
-        for wait in (pre_forward, pre_backward):
-            if wait is not None:
-                wait(0)
-        session.told.append("run")
-        return "outputs"
-
-    monkeypatch.setattr(schedules, COMBINED, combined)
-    monkeypatch.setattr(kept, "_message", lambda arguments: None)
-    monkeypatch.setattr(kept.StageSpecs, "alike", lambda spec: None)
-
-    def microbatch_of(virtual: int, forward: bool) -> int:
-        return TABLE[virtual][0]
-
-    def chunk_of(virtual: int, forward: bool) -> int:
-        return TABLE[virtual][1] if forward else 1 - TABLE[virtual][1]
-
-    def framework_function(**arguments: Any) -> list[Any]:
-        for forward, backward in arguments["calls"]:
-            waits = {}
-            if arguments["waits"] and None not in (forward, backward):
-                waits = {
-                    f"pre_{name}": lambda chunk, name=name: session.told.append(f"wait {name}")
-                    for name in ("forward", "backward")
-                }
-            outputs = getattr(schedules, COMBINED)(
-                microbatch_of,
-                chunk_of,
-                f_virtual_microbatch_id=forward,
-                b_virtual_microbatch_id=backward,
-                **waits,
-            )
-            assert outputs == "outputs"
-        return ["loss"]
-
-    stand_in = kept.KeptOrder(session, framework_function, lambda count: schedule, 2, ALONE)
-
-    def call(calls: Any = CALLS, *, waits: bool = False) -> list[str]:
-        assert stand_in(num_microbatches=2, calls=calls, waits=waits) == ["loss"]
-        assert getattr(schedules, COMBINED) is combined
-        told, session.told = session.told, []
-        return told
-
-    return call
-
-
-def test_calls_are_a_forward_a_backward_or_a_pair(overlapped: Any) -> None:
-    assert overlapped() == ["run"] * len(CALLS)
-    told = overlapped()
-    assert told[:7] == ["open", "begin F0", "run", "F0", "begin F0.1", "run", "F0.1"]
-    assert told[7:12] == ["begin F1+", "F1+", "begin B0.1", "run", "B0.1"]
-    assert [text for text in told if not text.startswith(("begin", "run"))] == [
-        "open",
-        *["F0", "F0.1", "F1+", "B0.1", "F1.1+", "B0", "B1.1", "B1"],
-    ]
-
-
-def test_a_pair_begins_behind_its_waits(overlapped: Any) -> None:
-    overlapped(waits=True)
-    pair = ["wait forward", "begin F1+", "F1+", "wait backward", "begin B0.1", "run", "B0.1"]
-    assert overlapped(waits=True)[7:14] == pair
-
-
-def test_units_of_a_pair_one_by_one_are_another_order(overlapped: Any) -> None:
-    apart = [(0, None), (1, None), (2, None), (None, 0), (3, 1), (None, 2), (None, 3)]
-    assert overlapped(apart) == ["run"] * len(apart)
-    assert overlapped() == ["run"] * len(CALLS)  # for good
 
 
 def test_a_unit_that_begins_within_another_is_followed_no_more() -> None:

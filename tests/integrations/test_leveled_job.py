@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -74,23 +73,6 @@ def test_before_the_first_step_a_level_that_was_named_is_an_error() -> None:
     with pytest.raises(LevelError, match="drawn in order"):
         job.lower([DRAWS], Level.ORDER)
     assert not made[0].closed
-
-
-def test_a_job_whose_gpu_is_gone_trains_without_envpipe() -> None:
-    job, made, said = begin()
-    job.options = replace(job.options, gpu_control="none")
-    assert job.lower([DRAWS])
-    assert job.job is None
-    assert made[0].closed
-    job.announce()
-    job.begin_step(3)
-    job.end_step()
-    job.pause()
-    assert (job.phase, job.report().line(), said) == ("framework", "", [])
-    job.check_profiled()
-    assert not job.lower([GRAPHS])
-    job.end()
-    job.close()
 
 
 @pytest.mark.parametrize("ends", [False, True])

@@ -7,9 +7,8 @@ import argparse
 import pytest
 import torch
 
-from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.integrations.hooking import replaced
-from envpipe_megatron.integrations.levels import Level, LevelError, Limit, decide, on
+from envpipe_megatron.integrations.levels import Level, Limit, decide, on
 
 EXPERTS = Limit("experts", on("experts"), Level.ORDER, "not proven")
 VISION = Limit("vision", on("vision"), Level.ORDER, "not proven")
@@ -43,27 +42,6 @@ def test_the_highest_that_is_left_and_what_stands_against_the_next(
 ) -> None:
     """What is decided of Megatron's own table, `test_megatron_lm_limits` has in any combination."""
     assert str(decide(asking(asked), LIMITS, checks=checks)) == said
-
-
-def test_less_is_granted() -> None:
-    for asked in Level:
-        assert decide(asking(""), LIMITS, asked).level is asked
-        assert decide(asking("experts"), LIMITS, asked).level is asked
-    found = decide(asking("graphs"), LIMITS, Level.UNIFORM)
-    assert found.against == {Level.UNITS: (), Level.ORDER: (GRAPHS,)}
-    assert str(found) == "level uniform; no more was asked for"
-
-
-def test_more_is_an_error_that_names_what_stands_against_it() -> None:
-    assert issubclass(LevelError, EnvPipeError)
-    wanting = asking("experts graphs one_graph")
-    with pytest.raises(LevelError, match=r"Level order .*: graphs \(cap.*, one graph .*uniform"):
-        decide(wanting, LIMITS, Level.ORDER)
-    with pytest.raises(LevelError) as error:
-        decide(wanting, LIMITS, Level.UNITS)
-    assert not [name for name in ("graphs", "experts") if name in str(error.value)]
-    with pytest.raises(LevelError, match=r"Level order .*with: experts \(not proven\)"):
-        decide(asking("experts"), LIMITS, Level.ORDER, checks=False)
 
 
 def test_names_of_objects_classes_and_modules_are_replaced_and_put_back() -> None:

@@ -20,7 +20,6 @@ from deepspeed.runtime.pipe.engine import PipelineEngine
 from leveled_jobs import fresh_hooks
 
 from envpipe_megatron.integrations.deepspeed.engine import EnvPipeEngine
-from envpipe_megatron.integrations.hooking import HookError
 from envpipe_megatron.integrations.levels import RefusedError
 from envpipe_megatron.integrations.megatron_deepspeed import hooks
 from envpipe_megatron.integrations.megatron_deepspeed.hooks import (
@@ -80,14 +79,6 @@ def test_a_log_line_that_lacks_the_energy_is_told_once(
     assert "by iteration 5: log. Training goes on" in told
 
 
-def test_training_that_never_began_ends_the_job(
-    engine: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    fresh_hooks(hooks, monkeypatch)
-    with pytest.raises(HookError, match="outside training"):
-        hooks.end_step()
-
-
 def test_scalars_go_to_the_writer_that_is_enabled(engine: Any) -> None:
     written: list[Any] = []
     assert hooks.log(7, writer(enabled=False, written=written)) == " envpipe |"
@@ -100,15 +91,6 @@ def test_the_engine_is_deepspeeds_own_after_training(engine: Any) -> None:
     hooks.end_training()
     assert asked(engine) == ["end", "check_profiled"]
     assert type(engine) is PipelineEngine
-
-
-def test_arguments_from_elsewhere_than_the_command_line(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    fresh_hooks(hooks, monkeypatch)
-    with pytest.raises(SystemExit):
-        hooks.begin_training(SimpleNamespace(), [])  # type: ignore[arg-type]
-    assert "came from elsewhere" in capsys.readouterr().err
 
 
 def test_a_model_without_deepspeeds_pipeline_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -38,7 +38,7 @@ _BY_NUMBER = {
         """,
     Level.UNIFORM: """
         use_megatron_fsdp use_torch_fsdp2 use_custom_fsdp hybrid_context_parallel
-        dynamic_context_parallel freeze_all_layers
+        dynamic_context_parallel freeze_all_layers log_straggler
         """,
     Level.OBSERVE: "perform_rl_step skip_train",
 }
@@ -100,7 +100,15 @@ def no_allocator_settings(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(variable, raising=False)
 
 
-@pytest.mark.parametrize("asked", [{}, DEFAULTS, {"virtual_pipeline_model_parallel_size": 2}])
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {},
+        DEFAULTS,
+        {"virtual_pipeline_model_parallel_size": 2},
+        {"log_straggler": True, "disable_straggler_on_startup": True},
+    ],
+)
 def test_what_tests_have_proven_needs_no_check(asked: dict[str, Any]) -> None:
     for checks in (True, False):
         found = decide(job(**asked), LIMITS, checks=checks)

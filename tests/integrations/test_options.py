@@ -25,75 +25,70 @@ from envpipe_megatron.policies.objective import Objective
 from envpipe_megatron.runtime.job.options import OPTIONS, JobOptions
 
 GUIDE = Path(__file__).parents[2] / "docs" / "megatron_lm.md"
-PLANNED = ("--envpipe-profile", __file__, "--envpipe-plan", __file__)
+PLANNED = f"--profile {__file__} --plan {__file__}"
 
 
-def parsed(*words: str) -> argparse.Namespace:
+def parsed(flags: str) -> argparse.Namespace:
+    """Arguments from EnvPipe's flags, which are written without `envpipe-` here."""
     parser = argparse.ArgumentParser(allow_abbrev=False)
     add_arguments(parser.add_argument_group("envpipe"))
-    return parser.parse_args(words)
+    return parser.parse_args(re.sub(r"--(?=[a-z])", "--envpipe-", flags).split())
 
 
 def read(
-    *words: str,
+    flags: str = "",
+    *,
     save: str | None = None,
     on_gpu: bool = True,
     num_stages: int = 4,
     **environment: str,
 ) -> JobOptions:
     return read_options(
-        parsed(*words), environment, num_stages=num_stages, save_folder=save, on_gpu=on_gpu
+        parsed(flags), environment, num_stages=num_stages, save_folder=save, on_gpu=on_gpu
     )
 
 
 @pytest.mark.parametrize(
     ("words", "scheduling", "reconfigure", "max_in_flight"),
     [
-        ((), "auto", "default", "memory"),
-        (("--envpipe-type", "envelope"), "ours", "balanced", "memory"),
-        (("--envpipe-reconfigure", "greedy"), "ours", "greedy", "memory"),
-        (("--envpipe-type", "baseline"), "1f1b", "default", None),
-        (("--envpipe-type", "uniform"), "1f1b", "default", None),
-        (("--envpipe-type", "optimal"), "auto", "default", "memory"),
-        (("--envpipe-reconfigure", "optimal"), "auto", "default", "memory"),
-        (("--envpipe-scheduling", "1f1b"), "1f1b", "default", None),
-        (("--envpipe-max-in-flight", "6"), "auto", "default", 6),
-        (("--envpipe-max-in-flight", "6,5,4,3"), "auto", "default", (6, 5, 4, 3)),
+        ("", "auto", "default", "memory"),
+        ("--type envelope", "ours", "balanced", "memory"),
+        ("--reconfigure greedy", "ours", "greedy", "memory"),
+        ("--type baseline", "1f1b", "default", None),
+        ("--type optimal", "auto", "default", "memory"),
+        ("--scheduling 1f1b", "1f1b", "default", None),
+        ("--max-in-flight 6", "auto", "default", 6),
+        ("--max-in-flight 6,5,4,3", "auto", "default", (6, 5, 4, 3)),
     ],
 )
 def test_what_is_not_given_goes_with_the_type(
-    words: tuple[str, ...], scheduling: str, reconfigure: str, max_in_flight: Any
+    words: str, scheduling: str, reconfigure: str, max_in_flight: Any
 ) -> None:
-    options = read(*words)
+    options = read(words)
     assert (options.scheduling, options.reconfigure) == (scheduling, reconfigure)
     assert options.max_in_flight == max_in_flight
 
 
 def test_optimal_plans_are_corrected_unless_they_are_to_stand(tmp_path: Path) -> None:
     assert read().closed_loop
-    assert read("--envpipe-profile", __file__).closed_loop
-    for words in (
-        ("--envpipe-sweep",),
-        ("--envpipe-type", "envelope"),
-        PLANNED,
-        ("--envpipe-profile-only", "--envpipe-output", str(tmp_path)),
-    ):
-        assert not read(*words).closed_loop
-    for words in (PLANNED, ("--envpipe-type", "baseline")):
+    assert read(f"--profile {__file__}").closed_loop
+    for words in ("--sweep", "--type envelope", PLANNED, f"--profile-only --output {tmp_path}"):
+        assert not read(words).closed_loop
+    for words in (PLANNED, "--type baseline"):
         with pytest.raises(EnvPipeError, match=r"measures clocks first|only measures"):
-            read("--envpipe-sweep", *words)
+            read(f"--sweep {words}")
 
 
 def test_an_objective_becomes_the_plans() -> None:
     """Without one, it depends on what may change clocks, which is not known yet."""
     assert (read().objective, read().request().objective) == (None, Objective("energy"))
     for goal in ("energy", "time", "edp"):
-        options = read("--envpipe-objective", goal)
+        options = read(f"--objective {goal}")
         assert (options.objective, options.request().objective) == (goal, Objective(goal))
-    prices = ("--envpipe-energy-price", "0.3", "--envpipe-gpu-price", "2")
-    priced = read("--envpipe-objective", "cost", *prices).request()
+    prices = "--energy-price 0.3 --gpu-price 2"
+    priced = read(f"--objective cost {prices}").request()
     assert priced.objective == Objective("cost", energy_price=0.3, gpu_price=2.0)
-    assert read("--envpipe-objective", "energy", "--envpipe-type", "uniform").closed_loop is False
+    assert read("--objective energy --type uniform").closed_loop is False
 
 
 def table_row(name: str) -> str:
@@ -114,20 +109,16 @@ def test_the_guides_table_is_that_of_the_options() -> None:
 def test_a_job_without_a_pipeline_has_one_clock() -> None:
     alone = partial(read, num_stages=1)
     assert (alone().type, alone().max_slowdown) == ("uniform", None)
-    assert alone("--envpipe-max-slowdown", "2.5").max_slowdown == 2.5
-    assert alone("--envpipe-type", "baseline").type == "baseline"
-    for words in (
-        ("--envpipe-type", "envelope"),
-        ("--envpipe-profile", __file__),
-        ("--envpipe-profile-only", "--envpipe-output", "here"),
-    ):
+    assert alone("--max-slowdown 2.5").max_slowdown == 2.5
+    assert alone("--type baseline").type == "baseline"
+    for words in ("--type envelope", f"--profile {__file__}", "--profile-only --output here"):
         with pytest.raises(EnvPipeError, match="needs a pipeline"):
-            alone(*words)
+            alone(words)
     with pytest.raises(EnvPipeError, match=r"objective time needs a pipeline: .* Leave it out\."):
-        alone("--envpipe-objective", "time")
+        alone("--objective time")
     for wrong in ("-1", "nan", "inf"):
         with pytest.raises(EnvPipeError, match="max-slowdown is at least 0, and finite"):
-            alone("--envpipe-max-slowdown", wrong)
+            alone(f"--max-slowdown {wrong}")
 
 
 @pytest.mark.parametrize(
@@ -136,7 +127,7 @@ def test_a_job_without_a_pipeline_has_one_clock() -> None:
 )
 def test_a_number_in_another_unit_is_named(capsys, option, given, said) -> None:
     with pytest.raises(SystemExit):
-        parsed(f"--envpipe-{option}", given)
+        parsed(f"--{option} {given}")
     assert f"--envpipe-{option}: '{given}' is not a number" in (told := capsys.readouterr().err)
     assert said in told
 
@@ -146,17 +137,17 @@ def test_files_are_read_before_anything_is_built(tmp_path: Path, monkeypatch: An
     profile, plan = tmp_path / "profile.csv", tmp_path / "plan.json"
     make_profile(rows, source="a test's").write(profile)
     plan.write_text("{}")
-    by_file = read("--envpipe-profile", str(profile), "--envpipe-output", str(tmp_path / "a" / "b"))
+    by_file = read(f"--profile {profile} --output {tmp_path}/a/b")
     prepare_files(by_file, 4)
     assert (tmp_path / "a" / "b").is_dir()
     for words, stages, why in (
-        (("--envpipe-profile", str(profile)), 2, "4 stages and this job 2"),
-        (("--envpipe-profile", str(profile), "--envpipe-plan", str(plan)), 4, r"plan\.json"),
-        (("--envpipe-profile", __file__), 4, "header"),
-        (("--envpipe-output", __file__), 4, r"no output folder: .*--envpipe-output"),
+        (f"--profile {profile}", 2, "4 stages and this job 2"),
+        (f"--profile {profile} --plan {plan}", 4, r"plan\.json"),
+        (f"--profile {__file__}", 4, "header"),
+        (f"--output {__file__}", 4, r"no output folder: .*--envpipe-output"),
     ):
         with pytest.raises(EnvPipeError, match=why):
-            prepare_files(read(*words), stages)
+            prepare_files(read(words), stages)
     monkeypatch.setenv("RANK", "3")  # another node's, perhaps, without the file
     prepare_files(by_file, 2)
 
@@ -164,71 +155,47 @@ def test_files_are_read_before_anything_is_built(tmp_path: Path, monkeypatch: An
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        (("--envpipe-type", "uniform", "--envpipe-reconfigure", "greedy"), "envelope policy"),
-        (("--envpipe-type", "uniform", "--envpipe-reconfigure", "optimal"), "--envpipe-type opt"),
-        (("--envpipe-type", "envelope", "--envpipe-scheduling", "auto"), "optimal policy"),
-        (("--envpipe-max-in-flight", "0"), "got '0'"),
-        (("--envpipe-max-in-flight", "4,x"), "got '4,x'"),
-        (("--envpipe-max-in-flight", "4,3"), "each of 4 stages"),
-        (("--envpipe-scheduling", "1f1b", "--envpipe-max-in-flight", "4"), "1f1b"),
-        (("--envpipe-profile", "nowhere.csv"), "nowhere.csv"),
-        (("--envpipe-plan", __file__), "--envpipe-profile"),
-        (("--envpipe-profile-only",), "--envpipe-output"),
-        (("--envpipe-baseline-steps", "1"), "at least 2"),
-        (("--envpipe-profile-steps", "0"), "at least 1"),
-        (("--envpipe-min-dwell-ms", "-1"), "at least 0"),
-        (("--envpipe-min-dwell-ms", "nan"), "at least 0"),
-        (("--envpipe-min-dwell-ms", "inf"), "finite"),
-        (("--envpipe-type", "baseline", "--envpipe-profile", __file__), "only measures"),
+        ("--type uniform --reconfigure greedy", "envelope policy"),
+        ("--type envelope --scheduling auto", "optimal policy"),
+        ("--max-in-flight 0", "got '0'"),
+        ("--max-in-flight 4,3", "each of 4 stages"),
+        ("--scheduling 1f1b --max-in-flight 4", "1f1b"),
+        ("--profile nowhere.csv", "nowhere.csv"),
+        (f"--plan {__file__}", "--envpipe-profile"),
+        ("--profile-only", "--envpipe-output"),
+        ("--baseline-steps 1", "at least 2"),
+        ("--min-dwell-ms -1", "at least 0"),
+        (f"--type baseline --profile {__file__}", "only measures"),
         (
-            (*PLANNED, "--envpipe-max-in-flight", "4"),
+            f"{PLANNED} --max-in-flight 4",
             "plan does not go with --envpipe-max-in.*runs as it stands",
         ),
-        (
-            (*PLANNED, "--envpipe-reconfigure", "greedy"),
-            "not go with --envpipe-reconfigure",
-        ),
-        (("--envpipe-gpu-control", "none", "--envpipe-require-control"), "changes no clock"),
-        (
-            (
-                *("--envpipe-gpu-control", "none"),
-                *("--envpipe-profile-only", "--envpipe-output", "here"),
-            ),
-            "changes no clock",
-        ),
-        (
-            ("--envpipe-objective", "cost"),
-            "cost needs --envpipe-energy-price or",
-        ),
-        (("--envpipe-gpu-price", "2"), "gpu-price needs --envpipe-objective cost"),
-        (
-            ("--envpipe-objective", "edp", "--envpipe-energy-price", "0.3"),
-            "price needs --envpipe-objective cost",
-        ),
-        (("--envpipe-objective", "cost", "--envpipe-gpu-price", "-1"), "gpu-price is at least 0"),
-        (("--envpipe-objective", "time", *PLANNED), "time does not go with --envpipe-plan"),
-        (
-            ("--envpipe-objective", "edp", "--envpipe-type", "envelope"),
-            "edp needs --envpipe-type",
-        ),
-        (("--envpipe-objective", "cost", "--envpipe-gpu-price", "2", "--envpipe-sweep"), "-sweep"),
-        (("--envpipe-objective", "time", "--envpipe-scheduling", "1f1b"), "another order than"),
-        (("--envpipe-objective", "time", "--envpipe-profile", __file__), "what units take in this"),
-        (("--envpipe-gpu-control", "emulated"), r"without GPUs\. Leave it out"),
+        (f"{PLANNED} --reconfigure greedy", "not go with --envpipe-reconfigure"),
+        ("--gpu-control none --profile-only --output here", "changes no clock"),
+        ("--objective cost", "cost needs --envpipe-energy-price or"),
+        ("--gpu-price 2", "gpu-price needs --envpipe-objective cost"),
+        ("--objective edp --energy-price 0.3", "price needs --envpipe-objective cost"),
+        ("--objective cost --gpu-price -1", "gpu-price is at least 0"),
+        (f"--objective time {PLANNED}", "time does not go with --envpipe-plan"),
+        ("--objective edp --type envelope", "edp needs --envpipe-type"),
+        ("--objective cost --gpu-price 2 --sweep", "-sweep"),
+        ("--objective time --scheduling 1f1b", "another order than"),
+        (f"--objective time --profile {__file__}", "what units take in this"),
+        ("--gpu-control emulated", r"without GPUs\. Leave it out"),
     ],
 )
-def test_wrong_combinations_are_refused_by_name(words: tuple[str, ...], told: str) -> None:
+def test_wrong_combinations_are_refused_by_name(words: str, told: str) -> None:
     with pytest.raises(EnvPipeError, match=told) as error:
-        read(*words)
+        read(words)
     assert "zb-v" not in str(error.value)  # which no job runs
     named = re.findall(r"--[a-z][\w-]*", str(error.value))
     assert all(name.startswith("--envpipe-") for name in named)
 
 
 def test_files_are_looked_for_on_the_node_of_rank_0_alone() -> None:
-    assert read("--envpipe-profile", "there.csv", RANK="8").profile == Path("there.csv")
+    assert read("--profile there.csv", RANK="8").profile == Path("there.csv")
     with pytest.raises(EnvPipeError, match=r"there\.csv"):
-        read("--envpipe-profile", "there.csv", RANK="0")
+        read("--profile there.csv", RANK="0")
 
 
 def test_a_wrong_variable_is_named() -> None:
@@ -238,7 +205,7 @@ def test_a_wrong_variable_is_named() -> None:
 
 def test_memory_is_refused_without_gpus() -> None:
     with pytest.raises(EnvPipeError, match="needs GPUs"):
-        read("--envpipe-max-in-flight", "memory", on_gpu=False)
+        read("--max-in-flight memory", on_gpu=False)
 
 
 OF_FLAGS = {"scheduling": "1f1b", "reconfigure": "greedy"}
@@ -251,44 +218,36 @@ OF_AUTO = {"ENVPIPE_SCHEDULING": "auto", "ENVPIPE_RECONFIGURE": "balanced"}
     ("words", "how", "expected"),
     [
         # A plan's order runs also without control of clocks; it is not adjusted or limited.
-        (("--envpipe-gpu-control", "none", *PLANNED), {}, {"plan": Path(__file__)}),
+        (f"--gpu-control none {PLANNED}", {}, {"plan": Path(__file__)}),
         (PLANNED, {}, {"reconfigure": "default", "max_in_flight": None}),
-        ((), {}, {"level": None, "self_check": "auto", "output": None}),
-        (("--envpipe-level", "auto"), {}, {"level": None}),
-        *((("--envpipe-level", str(level)), {}, {"level": level}) for level in Level),
-        *(
-            (("--envpipe-self-check", word), {}, {"self_check": word})
-            for word in ("off", "auto", "always")
-        ),
-        ((), {"on_gpu": False}, {"max_in_flight": None}),
-        ((), {"save": "checkpoints"}, {"output": Path("checkpoints/envpipe")}),
-        (("--envpipe-output", "here"), {"save": "checkpoints"}, {"output": Path("here")}),
+        ("", {}, {"level": None, "self_check": "auto", "output": None}),
+        ("--level auto", {}, {"level": None}),
+        *((f"--level {level}", {}, {"level": level}) for level in Level),
+        *((f"--self-check {word}", {}, {"self_check": word}) for word in ("off", "always")),
+        ("", {"on_gpu": False}, {"max_in_flight": None}),
+        ("", {"save": "checkpoints"}, {"output": Path("checkpoints/envpipe")}),
+        ("--output here", {"save": "checkpoints"}, {"output": Path("here")}),
         # Names in any case.
-        (("--envpipe-scheduling", "1F1B"), {}, {"scheduling": "1f1b"}),
+        ("--scheduling 1F1B", {}, {"scheduling": "1f1b"}),
         (
-            (),
+            "",
             {"ENVPIPE_SCHEDULING": "1F1B", "ENVPIPE_TYPE": "Optimal"},
             {"scheduling": "1f1b", "type": "optimal"},
         ),
         # Variables stand for flags; flags win, and variables that do not go with them give way.
-        ((), VARIABLES, {"type": "envelope", **OF_FLAGS}),
-        (("--envpipe-reconfigure", "default"), VARIABLES, {"reconfigure": "default"}),
-        ((), {"ENVPIPE_TYPE": ""}, {"type": "optimal"}),
-        (
-            ("--envpipe-type", "baseline"),
-            OF_AUTO,
-            {"scheduling": "1f1b", "reconfigure": "default"},
-        ),
-        (("--envpipe-type", "optimal"), OF_AUTO, {"scheduling": "auto"}),
-        (("--envpipe-objective", "time"), {"ENVPIPE_SCHEDULING": "1f1b"}, {"scheduling": "auto"}),
+        ("", VARIABLES, {"type": "envelope", **OF_FLAGS}),
+        ("--reconfigure default", VARIABLES, {"reconfigure": "default"}),
+        ("", {"ENVPIPE_TYPE": ""}, {"type": "optimal"}),
+        ("--type baseline", OF_AUTO, {"scheduling": "1f1b", "reconfigure": "default"}),
+        ("--objective time", {"ENVPIPE_SCHEDULING": "1f1b"}, {"scheduling": "auto"}),
         (PLANNED, OF_AUTO, {"reconfigure": "default"}),
         (PLANNED, {"ENVPIPE_SCHEDULING": "theirs"}, {"plan": Path(__file__)}),
-        ((), {"num_stages": 1, **VARIABLES}, {"type": "uniform", "reconfigure": "default"}),
-        ((), {"num_stages": 1, "ENVPIPE_TYPE": "baseline"}, {"type": "baseline"}),
+        ("", {"num_stages": 1, **VARIABLES}, {"type": "uniform", "reconfigure": "default"}),
+        ("", {"num_stages": 1, "ENVPIPE_TYPE": "baseline"}, {"type": "baseline"}),
     ],
 )
 def test_options_are_what_flags_variables_and_the_job_say(
-    words: tuple[str, ...], how: dict[str, Any], expected: dict[str, Any]
+    words: str, how: dict[str, Any], expected: dict[str, Any]
 ) -> None:
-    options = read(*words, **how)
+    options = read(words, **how)
     assert {name: getattr(options, name) for name in expected} == expected

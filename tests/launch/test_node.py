@@ -100,7 +100,8 @@ def test_a_nodes_settings_and_torchruns_environment(
 
     def meanwhile(arguments: object, environment: dict[str, str], signals: Signals) -> None:
         given.append((arguments, signals.until_stdin_ends))
-        assert list(environment) == ["ENVPIPE_AGENT_SOCKET"]
+        assert list(environment) == ["ENVPIPE_AGENT_SOCKET", "ENVPIPE_JOB_NAME"]
+        assert environment["ENVPIPE_JOB_NAME"] == settings.get("job_name", "")
 
     monkeypatch.setattr(prometheus, "serve_metrics", serve)
     monkeypatch.setattr(Signals, "_watch_stdin", lambda self: None)

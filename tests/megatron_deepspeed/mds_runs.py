@@ -5,14 +5,13 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
-import re
 import shlex
 import shutil
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 
-from torchrun_ranks import Ended, run_ranks
+from lm_runs import Run
+from torchrun_ranks import run_ranks
 
 HERE = Path(__file__).parent
 CPU_RUN = HERE / "mds_cpu_run.py"
@@ -29,44 +28,6 @@ _JOB = (
     "--log-interval 1 --num-workers 0 --distributed-backend gloo --no-masked-softmax-fusion "
     "--no-bias-gelu-fusion --no-bias-dropout-fusion --no-gradient-accumulation-fusion"
 )
-_LOSS = re.compile(r"^ iteration +(\d+)/ +\d+ \|.* lm loss: (\S+) \|", re.M)
-_EVALUATION = re.compile(r"validation loss at (.*?) \| lm loss value: (\S+)")
-_PHASE = re.compile(r"envpipe phase: ([^|]*) \|")
-
-
-@dataclass(frozen=True)
-class Run:
-    """A run that has ended.
-
-    Attributes:
-        ended: torchrun's ranks.
-        losses: by iteration, as they were printed.
-        evaluations: what was evaluated, and its loss as it was printed.
-        phases: EnvPipe's, by iteration.
-        weights: a digest of each rank's weights at the end.
-        imported: whether EnvPipe was imported by any rank.
-        output: what all ranks printed.
-        folder: the working directory.
-    """
-
-    ended: Ended
-    losses: list[tuple[str, str]]
-    evaluations: list[tuple[str, str]]
-    phases: list[str]
-    weights: list[str]
-    imported: bool
-    output: str
-    folder: Path
-
-    @property
-    def result(self) -> tuple[object, ...]:
-        """All that must be the same in a run that computes the same."""
-        return self.losses, self.evaluations, self.weights
-
-    def require_success(self) -> Run:
-        """The run itself; an AssertionError with what the ranks said where it failed."""
-        self.ended.require_success()
-        return self
 
 
 def missing() -> list[str]:
@@ -125,14 +86,4 @@ def run_script(
         "ENVPIPE_EMULATED_ROOT": str(folder / "gpus"),
     }
     ended = run_ranks(program, CPU_RUN, folder, nproc=STAGES, env=environment, timeout_s=timeout_s)
-    output = "\n".join(ended.outputs)
-    return Run(
-        ended,
-        _LOSS.findall(output),
-        _EVALUATION.findall(output),
-        _PHASE.findall(output),
-        re.findall(r"^cpu_run: weights (\w+)$", output, re.M),
-        "cpu_run: envpipe imported" in output,
-        output,
-        folder,
-    )
+    return Run(**vars(ended))

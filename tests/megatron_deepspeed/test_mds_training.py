@@ -53,7 +53,7 @@ def test_flag_off_nothing_changes_and_nothing_is_imported(patched, data, stock_g
     assert run.require_success().result == stock_gpt.result
     assert not run.imported
     # There was something to compare.
-    assert len(run.losses) == ITERATIONS
+    assert len(run.iterations) == ITERATIONS
     assert len(run.evaluations) == 4
     assert len(run.weights) == STAGES
 
@@ -80,7 +80,7 @@ def test_a_batch_that_grows_trains_the_same(stock, patched, data, tmp_path):
     args += f" {with_envpipe(ENVELOPE, tmp_path / 'run')}"
     run = run_script(patched / "pretrain_gpt.py", args, tmp_path / "run").require_success()
     assert run.result == own.result
-    assert len(own.losses) == ITERATIONS
+    assert len(own.iterations) == ITERATIONS
     small = [phase.endswith(" m4") for phase in run.phases[1:]]
     assert small == sorted(small, reverse=True)
     assert {*small} == {True, False}
@@ -107,7 +107,8 @@ def test_a_restarted_job_trains_the_same(stock, patched, data, stock_gpt, tmp_pa
     assert "energy of 4 GPUs in training" in first.output
     own_first, own_then = first_and_then(stock, "stock", envpipe=False)
     assert (first.result, then.result) == (own_first.result, own_then.result)
-    assert first.losses + then.losses == stock_gpt.losses
+    losses = [each.loss for run in (first, then) for each in run.iterations]
+    assert losses == [each.loss for each in stock_gpt.iterations]
     # The last stage's copy of the position embeddings, which nothing uses, is the first's then.
     assert then.weights[:-1] == stock_gpt.weights[:-1]
 
@@ -140,7 +141,7 @@ def test_the_whole_loop_saves_energy(patched, data, tmp_path):
 def test_what_is_not_run_is_refused_before_anything_is_built(change, why, patched, data, tmp_path):
     args = f"{gpt_args(data).replace(*change)} --envpipe"
     run = run_script(patched / "pretrain_gpt.py", args, tmp_path / "run")
-    assert run.ended.returncode == 1
+    assert run.returncode == 1
     assert "pretrain_gpt.py: error: " in run.output
     assert why in run.output
     assert "building" not in run.output.split("error: ")[0]

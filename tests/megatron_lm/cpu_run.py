@@ -86,18 +86,6 @@ class _DefaultGenerators:
         return torch.default_generator
 
 
-class _FirstOfRank0(logging.Filter):
-    """Has Megatron warn once of the CPU's random numbers, not at each dropout of each rank."""
-
-    said = os.environ.get("RANK", "0") != "0"
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        if "CPU RNG state changed" not in record.getMessage():
-            return True
-        before, self.said = self.said, True
-        return not before
-
-
 def answer_for_cuda() -> None:
     """Shims of `torch.cuda`, to be installed before anything of Megatron is imported.
 
@@ -121,7 +109,8 @@ def answer_for_cuda() -> None:
     # The tracker of tensor-parallel random states sets these before dropout and initialization; on
     # the CPU both draw from the default generator.
     cuda.default_generators = _DefaultGenerators()
-    logging.getLogger("megatron.core.tensor_parallel.random").addFilter(_FirstOfRank0())
+    # Megatron would warn of the CPU's random numbers at each dropout of each rank.
+    logging.getLogger("megatron.core.tensor_parallel.random").setLevel(logging.ERROR)
     cuda._lazy_call = lambda callback, **_: callback()
     cuda.manual_seed = torch.default_generator.manual_seed
     for module in (cuda, cuda.random):

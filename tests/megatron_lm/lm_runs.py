@@ -60,25 +60,9 @@ class Iteration:
         return self.fields.get("lm loss")
 
     @property
-    def grad_norm(self) -> str | None:
-        """As it was printed; None where the iteration was skipped."""
-        return self.fields.get("grad norm")
-
-    @property
     def skipped(self) -> bool:
         """Whether the gradients overflowed, and no weight was changed."""
         return self.fields["number of skipped iterations"] != "0"
-
-    @property
-    def elapsed_ms(self) -> float:
-        """A mean over the log interval."""
-        return float(self.fields["elapsed time per iteration (ms)"])
-
-    @property
-    def energy_j(self) -> float | None:
-        """A GPU's mean energy, with `--log-energy`."""
-        energy = self.fields.get("energy per GPU (J/iter/GPU)")
-        return None if energy is None else float(energy)
 
     @property
     def phase(self) -> str | None:
@@ -91,40 +75,49 @@ class Iteration:
         return self.number, *(self.fields.get(name) for name in _COMPUTED)
 
 
-@dataclass(frozen=True)
-class Run:
-    """A run that has ended.
+class Run(Ended):
+    """What is read from what the ranks of a Megatron printed."""
 
-    Attributes:
-        returncode: Of torchrun; None when the run was ended since it took too long. The stacks of
-            all threads of all ranks are then in `outputs`.
-        iterations: Those whose line was printed.
-        evaluations: What was evaluated, e.g. `iteration 5`, and the loss as it was printed.
-        weights: A digest of each rank's weights at the end; None of a rank that did not get there.
-        imported: Whether EnvPipe was imported by any rank.
-        outputs: What each rank printed, to stdout and stderr.
-        torchrun: What torchrun printed.
-        folder: The working directory.
-    """
+    @property
+    def output(self) -> str:
+        """Of all ranks."""
+        return "\n".join(self.outputs)
 
-    returncode: int | None
-    iterations: tuple[Iteration, ...]
-    evaluations: tuple[tuple[str, str], ...]
-    weights: tuple[str | None, ...]
-    imported: bool
-    outputs: tuple[str, ...]
-    torchrun: str
-    folder: Path
+    @property
+    def iterations(self) -> tuple[Iteration, ...]:
+        """Those whose line was printed."""
+        return tuple(iterations_in(self.output))
+
+    @property
+    def evaluations(self) -> list[tuple[str, str]]:
+        """What was evaluated, e.g. `iteration 5`, and the loss as it was printed."""
+        return evaluations_in(self.output)
+
+    @property
+    def weights(self) -> tuple[str | None, ...]:
+        """A digest of each rank's weights at the end; None of a rank that did not get there."""
+        found = [re.search(r"^cpu_run: weights (\w+)$", each, re.M) for each in self.outputs]
+        return tuple(digest and digest[1] for digest in found)
+
+    @property
+    def imported(self) -> bool:
+        """Whether EnvPipe was imported by any rank."""
+        return "cpu_run: envpipe imported" in self.output
+
+    @property
+    def phases(self) -> list[str | None]:
+        """EnvPipe's, by iteration."""
+        return [iteration.phase for iteration in self.iterations]
 
     @property
     def digits(self) -> tuple[object, ...]:
         """All printed results, for comparison with another run's."""
         return *(iteration.digits for iteration in self.iterations), *self.evaluations
 
-    def require_success(self) -> Run:
-        """The run itself; an AssertionError with what the ranks said where it failed."""
-        Ended(self.returncode, self.outputs, self.torchrun).require_success()
-        return self
+    @property
+    def result(self) -> tuple[object, ...]:
+        """All that must be the same in a run that computes the same."""
+        return self.digits, self.weights
 
 
 def missing_modules() -> list[str]:
@@ -176,23 +169,12 @@ def run_pretrain(
         env={"PYTHONPATH": os.pathsep.join(filter(None, imports)), **(env or {})},
         timeout_s=timeout_s,
     )
-    outputs = ended.outputs
-    told = [dict(re.findall(r"^cpu_run: (\w+) (\w+)$", output, re.M)) for output in outputs]
-    return Run(
-        ended.returncode,
-        tuple(iterations_in("\n".join(outputs))),
-        tuple(evaluations_in("\n".join(outputs))),
-        tuple(rank.get("weights") for rank in told),
-        any(rank.get("envpipe") == "imported" for rank in told),
-        outputs,
-        ended.torchrun,
-        folder,
-    )
+    return Run(**vars(ended))
 
 
 def iterations_in(output: str) -> Iterable[Iteration]:
     """The iterations whose lines are in what the ranks printed."""
-    for number, rest in re.findall(r"\] iteration +(\d+)/ +\d+ \|(.*)", output):
+    for number, rest in re.findall(r"(?:^|\]) iteration +(\d+)/ +\d+ \|(.*)", output, re.M):
         fields = {}
         for field in rest.split("|"):
             name, _, value = field.partition(":")

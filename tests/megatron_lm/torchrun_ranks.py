@@ -12,6 +12,7 @@ import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Self
 
 # The variable by which everything that a run started is found again.
 _MARK = "ENVPIPE_TEST_RUN"
@@ -26,13 +27,15 @@ class Ended:
             all threads of all ranks are then in `outputs`.
         outputs: What each rank printed, to stdout and stderr.
         torchrun: What torchrun printed.
+        folder: The working directory.
     """
 
     returncode: int | None
     outputs: tuple[str, ...]
     torchrun: str
+    folder: Path
 
-    def require_success(self) -> Ended:
+    def require_success(self) -> Self:
         """The same; an AssertionError with what the ranks said where they failed."""
         if self.returncode != 0:
             ended = "took too long" if self.returncode is None else f"exit {self.returncode}"
@@ -86,7 +89,7 @@ def run_ranks(
         finally:
             _kill(process, mark)
     outputs = tuple(_output(folder, rank) for rank in range(nproc))
-    return Ended(returncode, outputs, torchrun.read_text(errors="replace"))
+    return Ended(returncode, outputs, torchrun.read_text(errors="replace"), folder)
 
 
 def _output(folder: Path, rank: int) -> str:

@@ -67,18 +67,3 @@ def train(
         }
     finally:
         session.close()
-
-
-def refusal(rank: int, root: Path, config: JobOptions, microbatches: list[int]) -> str:
-    """The error of a job that is refused."""
-    session, _ = plain_stages.session(rank, config, root)
-    try:
-        for count in microbatches:
-            session.run_iteration(
-                count, plain_stages.SPECS, lambda schedule: plain_stages.PlainWork(schedule, rank)
-            )
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    finally:
-        session.close()
-    return "nothing was refused"

@@ -93,6 +93,7 @@ class Ours:
         reads_only: whether clocks may not be set.
         slow_from: the iteration from which the host is late for a unit of the first stage, by
             `SLOW_S`, unless the order is the framework's; the first is 0. None if it never is.
+        asks: what an operator asks for before these steps.
         fault: what of `training.FAULTS` goes wrong on the last stage, in EnvPipe's units.
     """
 
@@ -108,6 +109,7 @@ class Ours:
     kept_orders: tuple[Schedule, ...] = ()
     checked: Schedule | None = None
     check_needed: bool = True
+    asks: tuple[tuple[int, str], ...] = ()
     fault: str = ""
     splits: bool = False
     closed_loop: bool = False

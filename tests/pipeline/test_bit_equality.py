@@ -316,6 +316,19 @@ def test_two_stages_and_two_replicas(stock, ours, tmp_path, reducer, name):
     assert_replicas_agree(trained_alike(stock, ours, job, by_plan(tmp_path, schedule), schedule))
 
 
+def test_off_and_on_again_in_two_replicas(stock, ours, tmp_path):
+    schedule = order_of(2, 6, (4, 0))
+    job = Job(2, 6, reducer=ALIGNED, steps=7)
+    asks = (3, '{"off": true}'), (5, '{"off": false}')
+    results = ours(job, replace(by_plan(tmp_path, schedule), unit_s=0.2, asks=asks))
+    assert {tuple(result.phases) for result in results} == {
+        ("warm-up", *["steady"] * 2, *["off"] * 2, *["steady"] * 2)
+    }
+    assert_executed(job, results, schedule)
+    assert_same_bits(results, stock(job))
+    assert_replicas_agree(results)
+
+
 ALL_ALIGNED = (*ALL, "align_grad_reduce")
 #: In Megatron's own order, what is done between units is Megatron's, and when it is done.
 AROUND = {

@@ -1,22 +1,13 @@
-"""A peer that dies or falls silent, and jobs that are refused: clear errors, clocks given back."""
+"""A peer that dies or falls silent: clear errors, clocks given back."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from pathlib import Path
-
 import faults
-import numpy as np
 import pytest
 from on_request import each_of
 from rank_pool import RankPool
-from test_bit_equality import synthetic_profile
 
-from envpipe_megatron.core.conditions import Conditions
-from envpipe_megatron.core.orders import builders
-from envpipe_megatron.core.plan import Plan
 from envpipe_megatron.gpu.emulated.emulated_gpu import EmulatedGpu
-from envpipe_megatron.runtime.job.options import JobOptions
 
 pytestmark = pytest.mark.xdist_group("pipeline")
 
@@ -71,38 +62,3 @@ def test_peer_lost_in_the_middle_of_a_step(fault, tmp_path):
     assert {
         r: EmulatedGpu.open(tmp_path, r).requested_frequency_mhz for r in returned
     } == dict.fromkeys(returned)
-
-
-@pytest.fixture(scope="module")
-def two_ranks() -> Iterator[RankPool]:
-    with RankPool(2) as pool:
-        yield pool
-
-
-@pytest.mark.parametrize(
-    ("stages", "microbatches", "message"),
-    [(3, 4, "stages, and"), (2, 5, "is for 5 microbatches, and this job has 4")],
-)
-def test_plan_of_another_job_is_refused(two_ranks, tmp_path, stages, microbatches, message):
-    config = planned(tmp_path, stages, microbatches)
-    for text in two_ranks.run(faults.refusal, tmp_path, config, [4, 4]):
-        assert "Error: " in text
-        assert message in text
-    assert EmulatedGpu.open(tmp_path, 0).requested_frequency_mhz is None
-
-
-def planned(folder: Path, stages: int, microbatches: int) -> JobOptions:
-    profile = synthetic_profile(stages)
-    profile.write(folder / "profile.csv")
-    schedule = builders.one_f_one_b(stages, microbatches)
-    frequency = np.full(schedule.is_backward.shape, 1410)
-    Plan("custom", schedule, frequency, profile, Conditions((80.0,) * stages)).write(
-        folder / "plan.json"
-    )
-    return JobOptions(
-        num_microbatches=4,
-        type="baseline",
-        baseline_steps=1,
-        profile=folder / "profile.csv",
-        plan=folder / "plan.json",
-    )

@@ -28,6 +28,7 @@ import cpu_run
 import numpy as np
 import torch
 import torch.distributed as dist
+from asking import ask, asked_often
 from jobs import MAX_STEPS, SLOW_S, STEADY_STEPS, Bits, Job, Ours, Result
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
@@ -126,8 +127,9 @@ def cuda_on_cpu() -> Iterator[None]:
         yield
 
 
-def train(rank: int, job: Job, ours: Ours | None, root: Path) -> Result | None:
-    """Train on this rank; without `ours` by megatron-core's own forward-backward function.
+@contextlib.contextmanager
+def prepared(job: Job) -> Iterator[tuple[Result, Collectives] | None]:
+    """Let this rank train; what is to be its result, and its collectives.
 
     Replicas that nothing connects would show the same: all but the first rest, without a result.
     """
@@ -136,17 +138,28 @@ def train(rank: int, job: Job, ours: Ours | None, root: Path) -> Result | None:
     getattr(moe_utils, "_MOE_LAYER_WISE_LOGGING_TRACKER", {}).clear()  # as long as a model's layers
     collectives = _collectives(job.stages)
     result = Result(_stage(), parallel_state.get_data_parallel_rank())
+    if not job.connected and result.replica:
+        yield None
+        return
     if not job.connected:
-        if result.replica:
-            return None
         collectives = Collectives(result.stage, collectives.pipeline, (), 1)
     tensor_parallel.random.initialize_rng_tracker(inference_rng_tracker=True, force_reset=True)
-    with cuda_on_cpu(), patch.object(schedules, COMBINED, in_turn), contextlib.ExitStack() as stack:
+    with cuda_on_cpu(), patch.object(schedules, COMBINED, in_turn):
+        yield result, collectives
+
+
+def train(rank: int, job: Job, ours: Ours | None, root: Path) -> Result | None:
+    """Train on this rank; without `ours` by megatron-core's own forward-backward function."""
+    with prepared(job) as ready, contextlib.ExitStack() as stack:
+        if ready is None:
+            return None
+        result, collectives = ready
         session = None
         if ours is not None:
             session = _session(rank, job, ours, root, result, collectives)
             stack.callback(session.close)
             stack.enter_context(plans_are_waited_for())
+            stack.enter_context(asked_often())
             stack.enter_context(_counted(result.put_off, ours.fault if _is_last() else ""))
         _train(job, ours, session, result, collectives)
         if session is not None:
@@ -334,7 +347,9 @@ def _train(
     steady_steps = step = 0
     while True:
         clear_grads()
-        if session is not None:
+        if session is not None and ours is not None:
+            if step in dict(ours.asks):
+                ask(session, dict(ours.asks)[step])
             session.begin_step()
         count = job.counts[step] if job.counts else job.microbatches
         reduced = call(

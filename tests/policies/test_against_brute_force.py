@@ -2,7 +2,6 @@
 
 import itertools
 import random
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -18,7 +17,6 @@ from planning_cases import (
 )
 
 from envpipe_megatron.core.conditions import Conditions
-from envpipe_megatron.core.evaluation import evaluate
 from envpipe_megatron.core.orders import builders
 from envpipe_megatron.core.profile_rows import SplitBackward
 from envpipe_megatron.core.schedule import Placement
@@ -47,24 +45,6 @@ ZERO_BUBBLE = Family("zero-bubble", split=True)
 def search_of(family, profile, microbatches, conditions, deadline_s):
     problem = Problem(profile, microbatches, conditions, "auto")
     return FamilySearch(family, problem, deadline_s)
-
-
-def test_brute_force_prices_as_the_evaluator_does():
-    rng, schedule, profile, conditions = tiny_job(5, [(3, 2, 2)])
-    conditions = replace(conditions, latency_s=(0.1, 0.2), tail_time_s=(0.0, 3.0, 0.1))
-    everything = try_everything(schedule, profile, conditions)
-    rows = [[profile.rows[s][u.kind] for u in order] for s, order in enumerate(schedule.stages)]
-    shape = [len(choices) for stage in rows for choices in stage]
-    for _ in range(50):
-        picked = [rng.randrange(count) for count in shape]
-        at = int(np.ravel_multi_index(picked, shape))
-        flat = [choices for stage in rows for choices in stage]
-        frequency = [c[index].frequency_mhz for c, index in zip(flat, picked, strict=True)]
-        result = evaluate(
-            schedule, np.array(frequency).reshape(schedule.is_backward.shape), profile, conditions
-        )
-        assert everything.iteration_time_s[at] == pytest.approx(result.timeline.iteration_time_s)
-        assert everything.energy_j[at] == pytest.approx(result.energy_by_stage_j.sum())
 
 
 def test_plans_stand_between_the_optimum_and_a_few_percent_above():

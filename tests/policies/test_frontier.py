@@ -146,29 +146,23 @@ def stored_path(plans, tmp_path):
     return write_frontier(plans, tmp_path / "frontier.csv")
 
 
-def test_the_csv_holds_times_energies_and_bounds(plans, stored_path):
+def test_both_files_hold_times_energies_and_bounds(plans, stored_path):
     text = stored_path.with_suffix(".csv").read_bytes().decode()
     assert "\r" not in text
     rows = list(csv.reader(text.splitlines()))
     assert tuple(rows[0]) == CSV_COLUMNS
-    assert [[float(cell) for cell in row] for row in rows[1:]] == [
+    found = [[float(cell) for cell in row] for row in rows[1:]]
+    assert found == [
         [p.cost.iteration_time_s, p.cost.energy_j, p.energy_lower_bound_j, p.cost.mean_power_w]
         for p in plans
     ]
-
-
-def test_the_header_of_the_plans_holds_the_same_figures(plans, stored_path):
-    baseline = plans[0].baseline.cost
-    assert json.loads(stored_path.read_text().splitlines()[0]) == {
+    # The header of the plans has the same figures.
+    header = json.loads(stored_path.read_text().splitlines()[0])
+    baseline = plans[0].baseline.cost.iteration_time_s, plans[0].baseline.cost.energy_j
+    assert [*map(list, zip(*found, strict=True))] == [header.pop(name) for name in CSV_COLUMNS]
+    assert header == {
         "format": "envpipe-frontier/1",
-        "iteration_time_s": [p.cost.iteration_time_s for p in plans],
-        "energy_j": [p.cost.energy_j for p in plans],
-        "energy_lower_bound_j": [p.energy_lower_bound_j for p in plans],
-        "mean_power_w": [p.cost.mean_power_w for p in plans],
-        "baseline": {
-            "iteration_time_s": baseline.iteration_time_s,
-            "energy_j": baseline.energy_j,
-        },
+        "baseline": dict(zip(CSV_COLUMNS, baseline, strict=False)),
         "profile_sha256": PROFILE.sha256,
     }
 
@@ -213,19 +207,15 @@ def test_a_broken_header_is_named(stored_path, change, said):
         read_frontier(stored_path)
 
 
-def test_a_frontier_without_plans_is_refused(stored_path):
+@pytest.mark.parametrize("text", ["", "not json", "[]\n{}\n"])
+def test_what_is_no_frontier_is_refused(stored_path, text):
     header = json.loads(stored_path.read_text().splitlines()[0]) | {"iteration_time_s": []}
     stored_path.write_text(json.dumps(header) + "\n")
     with pytest.raises(PlanError, match="not a stored frontier with plans"):
         read_frontier(stored_path)
-
-
-@pytest.mark.parametrize("text", ["", "not json", "[]\n{}\n"])
-def test_what_is_no_frontier_is_refused(tmp_path, text):
-    path = tmp_path / "frontier.jsonl"
-    path.write_text(text)
+    stored_path.write_text(text)
     with pytest.raises(PlanError, match=r"frontier\.jsonl.* Give the \.jsonl file"):
-        read_frontier(path)
+        read_frontier(stored_path)
 
 
 @pytest.mark.parametrize("line", ["{", "3", '{"format": "envpipe-plan/1"}'])

@@ -10,13 +10,13 @@ from core_cases import uniform_profile
 from on_request import on_request
 
 from envpipe_megatron.core.conditions import Conditions
+from envpipe_megatron.core.kinds import ScheduleError
 from envpipe_megatron.core.orders import builders
 from envpipe_megatron.core.orders.zero_bubble import zero_bubble, zero_bubble_v
 from envpipe_megatron.core.plan import read_plan
 from envpipe_megatron.core.profile import make_profile, read_profile
 from envpipe_megatron.core.profile_rows import ProfileError, SplitBackward
 from envpipe_megatron.core.sidecar import Sidecar
-from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.policies.clock_changes.clock_runs import shortest_dwell_s
 from envpipe_megatron.policies.optimal.choices import waiting_floor_w
 from envpipe_megatron.policies.optimal.linear_program import LinearProgramError
@@ -90,29 +90,6 @@ def test_zero_bubble_orders_fit_where_weight_gradients_hold_the_most(limit, name
             plan()
     else:
         assert plan().plan.schedule.name == name
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"schedule": "zb-h1"}, r"zb-h1 splits backwards.*--split-overhead.*input-gradient"),
-        ({"schedule": "zb-h2", "split": SplitBackward(), "max_in_flight": 3}, "Allow 4 in flight"),
-        ({"schedule": "zb-h2", "split": SplitBackward(), "num_chunks": 2}, "one chunk a stage"),
-        ({"schedule": "zb-v", "split": SplitBackward()}, "--num-chunks 2"),
-        (
-            {"schedule": "zb-h1", "max_extra_forwards": 1},
-            "no extra forwards to limit.*envpipe or auto",
-        ),
-    ],
-)
-def test_what_zero_bubble_orders_lack_is_said(options, message):
-    with pytest.raises(EnvPipeError, match=message):
-        make_plan(PROFILE, PlanRequest(8, **options))
-
-
-def test_the_size_of_groups_reaches_the_order():
-    request = PlanRequest(9, "interleaved", num_chunks=2, group_size=5)
-    assert build_schedule(PROFILE, request)[0] == builders.interleaved(4, 9, 2, 5)
 
 
 @pytest.mark.parametrize(
@@ -231,25 +208,6 @@ def test_a_profile_of_chunks_plans_no_order_without():
             make_plan(by_chunk(1, 1), PlanRequest(8, schedule, policy))
 
 
-@pytest.mark.parametrize(
-    ("request_", "value"),
-    [
-        (PlanRequest(8, policy="uniform", reconfigure="greedy"), "greedy"),
-        (PlanRequest(8, policy="baseline", reconfigure="balanced"), "balanced"),
-        (PlanRequest(8, "1f1b", num_chunks=2), "2"),
-        (PlanRequest(8, "gpipe", num_chunks=2), r"one chunk.*2.*interleaved, envpipe or auto"),
-        (PlanRequest(8, "1f1b", group_size=5), "5"),
-        (PlanRequest(8, "envpipe", max_in_flight=(5, 5)), r"\(got 5, 5\)"),
-        (PlanRequest(8, "zero-bubble"), "Unknown schedule.*zero-bubble"),
-        (PlanRequest(8, policy="cheapest"), "Unknown policy.*cheapest"),
-        (PlanRequest(8, policy="envelope", reconfigure="fast"), "Unknown reconfigure.*fast"),
-    ],
-)
-def test_wishes_that_contradict_each_other_are_refused(request_, value):
-    with pytest.raises(PlannerError, match=value):
-        make_plan(PROFILE, request_)
-
-
 def optimal(schedule="1f1b", microbatches=8, **wishes):
     chunks = 2 if schedule == "interleaved" else 1
     return PlanRequest(
@@ -296,20 +254,6 @@ def test_auto_is_at_least_as_good_as_any_order_by_name_and_says_what_is_left():
     assert "at this deadline" in most
 
 
-@pytest.mark.parametrize("policy", ["baseline", "uniform", "envelope"])
-@pytest.mark.parametrize(
-    ("wish", "said"),
-    [
-        ({"deadline_factor": 1.1}, "deadline.*got 1.1"),
-        ({"min_dwell_s": 0.1}, "dwell time.*got 0.1"),
-        ({"park": True}, "parking.*got true"),
-    ],
-)
-def test_what_goes_with_the_optimal_policy_alone(policy, wish, said):
-    with pytest.raises(PlannerError, match=rf"{policy} knows no {said}.*--policy optimal"):
-        make_plan(PROFILE, PlanRequest(8, "1f1b", policy, **wish))
-
-
 @pytest.mark.parametrize("schedule", ["1f1b", "auto"])
 @pytest.mark.parametrize("wishes", [{"park": True}, {"park": True, "min_dwell_s": 1.5}])
 def test_parking_and_dwell_times_reach_the_plan_and_the_frontier(schedule, wishes):
@@ -350,43 +294,54 @@ def test_a_deadline_that_no_clock_meets_is_told(schedule):
         make_plan(PROFILE, optimal(schedule, deadline_factor=0.9))
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "auto"])
-@pytest.mark.parametrize("factor", [0.0, -1.0, float("nan"), float("inf")])
-def test_a_deadline_that_is_none_is_refused(schedule, factor):
-    with pytest.raises(PlannerError, match=rf"deadline.*got {factor}.*above 0"):
-        make_plan(PROFILE, optimal(schedule, deadline_factor=factor))
-
-
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        ({"num_chunks": 0}, "at least one chunk .got 0"),
-        ({"num_chunks": 2, "channel_capacity": 1}, "of whole backwards.*got '2 chunks'"),
-        ({"split": SplitBackward(), "channel_capacity": 1}, "of whole.*got 'split backwards'"),
+SPLITS = {"split": SplitBackward()}
+TWO, LIMIT = {"num_chunks": 2}, {"channel_capacity": 1}
+#: What is asked for, a schedule's name first, and what is said of it.
+REFUSED = [
+    ("zb-h1", {}, r"zb-h1 splits backwards.*--split-overhead.*input-gradient"),
+    ("zb-h2", {**SPLITS, "max_in_flight": 3}, "Allow 4 in flight"),
+    ("zb-h2", {**SPLITS, **TWO}, "one chunk a stage"),
+    ("zb-v", SPLITS, "--num-chunks 2"),
+    ("zb-h1", {"max_extra_forwards": 1}, "no extra forwards to limit.*envpipe or auto"),
+    ("1f1b", {"policy": "uniform", "reconfigure": "greedy"}, "greedy"),
+    ("1f1b", {"policy": "baseline", "reconfigure": "balanced"}, "balanced"),
+    ("1f1b", {"policy": "envelope", "reconfigure": "fast"}, "Unknown reconfigure.*fast"),
+    ("1f1b", {"policy": "cheapest"}, "Unknown policy.*cheapest"),
+    ("1f1b", TWO, "2"),
+    ("gpipe", TWO, r"one chunk.*2.*interleaved, envpipe or auto"),
+    ("1f1b", {"group_size": 5}, "5"),
+    ("envpipe", {"max_in_flight": (5, 5)}, r"\(got 5, 5\)"),
+    ("zero-bubble", {}, "Unknown schedule.*zero-bubble"),
+    *[
+        ("1f1b", {"policy": policy, **wish}, rf"{policy} knows no {said}.*--policy optimal")
+        for policy in ("baseline", "uniform", "envelope")
+        for wish, said in (
+            ({"deadline_factor": 1.1}, "deadline.*got 1.1"),
+            ({"min_dwell_s": 0.1}, "dwell time.*got 0.1"),
+            ({"park": True}, "parking.*got true"),
+        )
     ],
-)
-def test_what_no_order_of_auto_can_do_is_refused(options, said):
-    with pytest.raises(PlannerError, match=said):
-        make_plan(PROFILE, PlanRequest(8, "auto", "optimal", **options))
+    *[
+        (name, {"policy": "optimal", "deadline_factor": factor}, rf"deadline.*got {factor}.*above")
+        for name in ("1f1b", "auto")
+        for factor in (0.0, -1.0, float("nan"), float("inf"))
+    ],
+    ("auto", {"policy": "optimal", "num_chunks": 0}, "at least one chunk .got 0"),
+    ("auto", {"policy": "optimal", **TWO, **LIMIT}, "of whole backwards.*got '2 chunks'"),
+    ("auto", {"policy": "optimal", **SPLITS, **LIMIT}, "of whole.*got 'split backwards'"),
+    *[(name, SPLITS, f"Schedule {name} splits no back") for name in ("1f1b", "gpipe", "envpipe")],
+    *[
+        (name, {**chunks, **limit}, rf"{name} .*got [16]\).*(envpipe or auto|envpipe, auto)")
+        for name, chunks in (("1f1b", {}), ("gpipe", {}), ("interleaved", TWO))
+        for limit in ({"max_extra_forwards": 1}, {"max_in_flight": 6}, LIMIT)
+    ],
+]
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "envpipe"])
-def test_what_a_split_takes_goes_with_orders_that_split(schedule):
-    with pytest.raises(PlannerError, match=f"Schedule {schedule} splits no backward"):
-        make_plan(PROFILE, optimal(schedule, split=SplitBackward()))
-
-
-LIMITS = ({"max_extra_forwards": 1}, {"max_in_flight": 6}, {"channel_capacity": 1})
-
-
-@pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "interleaved"])
-@pytest.mark.parametrize("limit", LIMITS, ids=lambda limit: next(iter(limit)))
-def test_limits_go_with_orders_that_have_extra_forwards(schedule, limit):
-    (value,) = limit.values()
-    with pytest.raises(
-        PlannerError, match=rf"{schedule} .*got {value}\).*(envpipe or auto|envpipe, auto)"
-    ):
-        make_plan(PROFILE, optimal(schedule, **limit))
+@pytest.mark.parametrize(("schedule", "options", "said"), REFUSED)
+def test_what_does_not_go_together_is_refused(schedule, options, said):
+    with pytest.raises(ScheduleError if "Allow 4" in said else PlannerError, match=said):
+        make_plan(PROFILE, PlanRequest(8, schedule, **options))
 
 
 def test_limits_hold_in_the_order_that_auto_finds():

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from core_cases import uniform_profile
+from core_cases import uniform_profile, with_rows
 
 from envpipe_megatron.core.conditions import Conditions
 from envpipe_megatron.core.kinds import SPLIT, unit
@@ -21,26 +21,13 @@ from envpipe_megatron.core.schedule import Schedule
 CURVE = {1400: (0.1, 40.0), 1200: (0.11, 34.0), 1000: (0.13, 31.0)}
 
 
-def unsure(profile, rng):
-    return replace(
-        profile,
-        rows=tuple(
-            {
-                kind: tuple(
-                    replace(row, energy_uncertainty_j=rng.uniform(0.005, 0.03) * row.energy_j)
-                    for row in rows
-                )
-                for kind, rows in kinds.items()
-            }
-            for kinds in profile.rows
-        ),
-    )
-
-
 @pytest.mark.parametrize("split", [False, True])
 def test_the_saving_is_as_unsure_as_when_rows_are_drawn(split):
     rng = random.Random(1)
-    profile = replace(unsure(uniform_profile(3, CURVE), rng), interpolates=True)
+    profile = with_rows(
+        replace(uniform_profile(3, CURVE), interpolates=True),
+        lambda row: replace(row, energy_uncertainty_j=rng.uniform(0.005, 0.03) * row.energy_j),
+    )
     order = builders.one_f_one_b(3, 6)
     if split:
         ways = dict(zip(SPLIT, "FIW", strict=True))
@@ -58,21 +45,13 @@ def test_the_saving_is_as_unsure_as_when_rows_are_drawn(split):
         return plan.cost.saving_percent(plan.baseline.cost)
 
     normal = np.random.default_rng(0).standard_normal
-    drawn = []
-    for _ in range(300):
-        rows = tuple(
-            {
-                kind: tuple(
-                    replace(row, energy_j=row.energy_j + normal() * row.energy_uncertainty_j)
-                    for row in listed
-                )
-                for kind, listed in kinds.items()
-            }
-            for kinds in profile.rows
-        )
-        drawn.append(saving(replace(profile, rows=rows)))
+
+    def drawn(row):
+        return replace(row, energy_j=row.energy_j + normal() * row.energy_uncertainty_j)
+
+    savings = [saving(with_rows(profile, drawn)) for _ in range(300)]
     told = saving_uncertainty_percent(plan_with(profile))
-    assert told == pytest.approx(np.std(drawn), rel=0.1)
+    assert told == pytest.approx(np.std(savings), rel=0.1)
     # What both take from the same rows cancels.
     own = builders.one_f_one_b(3, 6)
     same = Plan("test", own, max_frequencies(own, profile), profile, conditions)

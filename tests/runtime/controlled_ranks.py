@@ -91,10 +91,10 @@ def train_guarded(rank: int, root: Path, kill_guard: bool) -> Any:
         left the way it leaves itself; what the clock came to.
     """
     use_guards_of(root, "guarded")
-    session, gpu = _guarded_session(rank, _config(root), root)
+    session, gpu = _guarded_session(rank, replace(_config(root), gpu="a100-sxm"), root)
     try:
         _iterate(session, rank, 2)
-        leases = sorted(record.address.uid for record in list_leases() if record.live)
+        leases = sorted((it.address.uid, it.clocks_mhz) for it in list_leases() if it.live)
         locked_mhz = gpu.requested_frequency_mhz
         child = os.fork()
         if child == 0:

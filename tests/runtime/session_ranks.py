@@ -31,12 +31,8 @@ from envpipe_megatron.runtime.job.session import Session
 MICROBATCHES = 3
 
 
-def _work(rank: int, fail_in: str = "") -> Any:
-    def before_unit(unit: Any) -> None:
-        if str(unit) == fail_in:
-            raise ValueError("the forward of a test")
-
-    return lambda schedule: plain_stages.PlainWork(schedule, rank, before_unit)
+def _work(rank: int) -> Any:
+    return lambda schedule: plain_stages.PlainWork(schedule, rank)
 
 
 def _until_steady(rank: int, session: Session) -> None:
@@ -134,8 +130,7 @@ def measure_a_job(rank: int, root: Path, tail_s: tuple[float, ...]) -> Any:
         window_s=0.0,
         output=root,
     )
-    times = {Kind.FORWARD: 0.1, Kind.BACKWARD: 0.2}
-    session, gpu = plain_stages.session(rank, config, root, time_at_max_s=times)
+    session, gpu = plain_stages.session(rank, config, root, time_at_max_s=LONG_UNITS_S)
     gpu.supported_frequencies_mhz = gpu.supported_frequencies_mhz[::10]  # a short sweep
     slow_down(session._channel, gpu)
     try:
@@ -168,23 +163,6 @@ def hops(rank: int, rounds: int, shape: tuple[int, ...], seed: int) -> list[floa
         executor: Any = _RealTime()
         found.append(measure_p2p_latency_s(rank, 3, channel, specs, executor))
     return found
-
-
-def use_again_after_a_failure(rank: int, root: Path) -> list[str]:
-    """Each rank fails by itself in its first unit; then tries once more."""
-    config = JobOptions(num_microbatches=MICROBATCHES, type="baseline", baseline_steps=3)
-    session, _ = plain_stages.session(rank, config, root, timeout_s=2.0)
-    errors = []
-    try:
-        for _ in range(2):
-            try:
-                # The first stage fails at once; the others, when it is gone from their view.
-                session.run_iteration(MICROBATCHES, plain_stages.SPECS, _work(rank, "F0"))
-            except Exception as error:
-                errors.append(f"{type(error).__name__}: {error}")
-    finally:
-        session.close()
-    return errors
 
 
 @dataclass(frozen=True)
@@ -305,21 +283,3 @@ def run_plan(
     finally:
         session.close()
     return records
-
-
-def profile(rank: int, root: Path, preset: str, times_s: tuple[float, float]) -> Any:
-    """The profile that a session measures, and the phases it went through."""
-    config = JobOptions(
-        num_microbatches=3,
-        type="envelope",
-        reconfigure="default",
-        baseline_steps=1,
-        profile_steps=3,
-        window_s=0.0,
-        output=root,
-    )
-    session, gpu = plain_stages.session(
-        rank, config, root, preset=preset, time_at_max_s=dict(zip(WHOLE, times_s, strict=True))
-    )
-    _until_steady(rank, session)
-    return session.state.profile, gpu.preset

@@ -231,7 +231,7 @@ def fail_and_close(rank: int, root: Path, victim: int) -> Any:
         try:
             made.step(before_unit=before_unit)
         except Exception as error:
-            errors.append(type(error).__name__)
+            errors.append(f"{type(error).__name__}: {error}")
     session.close()
     session.close()
     return errors, truth, session.summary()

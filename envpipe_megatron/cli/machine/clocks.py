@@ -6,6 +6,7 @@ import json
 import os
 import tempfile
 from collections.abc import Sequence
+from dataclasses import asdict
 from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any
@@ -35,9 +36,11 @@ from envpipe_megatron.gpu.devices import (
 )
 from envpipe_megatron.gpu.emulated.emulated_gpu import EmulatedGpu
 from envpipe_megatron.gpu.emulated.store import ROOT_VARIABLE
+from envpipe_megatron.gpu.guard.lease import list_leases
+from envpipe_megatron.gpu.guard.lease_file import LeaseRecord, lease_name
 from envpipe_megatron.gpu.guard.resetting import Resetter
 from envpipe_megatron.gpu.presets import override_for, sweep_range
-from envpipe_megatron.gpu.registry import Device
+from envpipe_megatron.gpu.registry import Device, VendorGpu
 from envpipe_megatron.gpu.site import read_site
 from envpipe_megatron.runtime.clocks.latency import (
     CudaKernelTimer,
@@ -194,8 +197,9 @@ _GPU_OPTION = click.option(
 @clocks.command()
 @_GPU_OPTION
 @click.option("--all-clocks", is_flag=True, help="List every supported SM clock.")
-def show(wanted: tuple[str, ...], all_clocks: bool) -> None:
-    """Show the clocks that each GPU supports, and how it runs now. Reads only.
+@click.option("--json", "as_json", is_flag=True, help="Print JSON; see docs/schemas/clocks.json.")
+def show(wanted: tuple[str, ...], all_clocks: bool, as_json: bool) -> None:
+    """Show each GPU's clocks, how it runs now, and which job slows it. Reads only.
 
     Where there is no driver, the emulated GPUs of ENVPIPE_EMULATED_ROOT are shown.
 
@@ -206,38 +210,60 @@ def show(wanted: tuple[str, ...], all_clocks: bool) -> None:
     gpus = _listed_gpus()
     if not gpus:
         raise EnvPipeError("There is no GPU here", remedy="See `envpipe doctor`.")
-    failed = False
+    errors = [] if wanted else [str(unreadable) for unreadable in unreadable_gpus()]
+    leases: list[LeaseRecord] = []
+    try:
+        leases = sorted(list_leases(), key=lambda record: record.live)
+    except (GpuError, OSError) as error:
+        errors.append(f"Leases cannot be seen: {error}")
+    marks = {record.path.name: record.mark() for record in leases if record.rank}
+    shown = []
     for listed in _selected(wanted, gpus) if wanted else gpus:
         try:
-            _show_gpu(listed, all_clocks)
+            gpu = look_at(listed.uid)
+            shown.append(_clocks_now(listed, gpu, marks.get(lease_name(listed.address))))
+            if not as_json:
+                _show_gpu(gpu, shown[-1], all_clocks)
         except GpuError as error:
-            failed = True
-            say(f"GPU {listed.index} ({listed.uid}): {error}", Console(stderr=True))
-    for unreadable in () if wanted else unreadable_gpus():
-        failed = True
-        say(str(unreadable), Console(stderr=True))
-    if failed:
+            errors.append(f"GPU {listed.index} ({listed.uid}): {error}")
+    if as_json:
+        document = {"format": "envpipe-clocks/1", "gpus": shown, "errors": errors}
+        click.echo(json.dumps(document, indent=1))
+    for text in errors:
+        say(text, Console(stderr=True))
+    if errors:
         raise EnvPipeError("Some GPUs could not be read", remedy="See the messages above.")
 
 
-def _show_gpu(listed: Device, all_clocks: bool) -> None:
-    gpu = look_at(listed.uid)
-    supported = gpu.supported_frequencies_mhz
-    state, memory_mhz = gpu.clock_state(), gpu.memory_clocks_mhz()
-    emulated = listed.backend == EmulatedGpu.backend
-    limit = "" if state.power_limit_w is None else f" of at most {state.power_limit_w:.0f} W"
-    asked = "" if state.requested_mhz is None else f", {state.requested_mhz} MHz asked for"
+def _clocks_now(listed: Device, gpu: Gpu, mark: dict[str, Any] | None) -> dict[str, Any]:
+    """Return a GPU of docs/schemas/clocks.json. Raises GpuError if it cannot be read."""
+    state = asdict(gpu.clock_state())
+    named = {"index": listed.index, "uid": listed.uid, "name": gpu.name}
+    return {**named, **state, "power_w": gpu.power_w, "slowed_by": mark}
+
+
+def _show_gpu(gpu: VendorGpu, now: dict[str, Any], all_clocks: bool) -> None:
+    supported, memory_mhz = gpu.supported_frequencies_mhz, gpu.memory_clocks_mhz()
+    limit_w, asked_mhz, mark = now["power_limit_w"], now["requested_mhz"], now["slowed_by"]
+    limit = "" if limit_w is None else f" of at most {limit_w:.0f} W"
+    asked = "" if asked_mhz is None else f", {asked_mhz} MHz asked for"
+    slowed = "no job of EnvPipe's that can be seen from here"
+    if mark is not None:
+        slowed = "" if mark["live"] else "DEAD, `envpipe clocks reset --dead-jobs` undoes it: "
+        slowed += "{job_name} (job {job}) of {user}, process {pid}, since {since}".format(**mark)
+        slowed += f", down to {mark['lowest_mhz']} MHz" if mark["lowest_mhz"] else ""
     rows = {
-        "address" if emulated else "UUID": listed.uid,
+        "address" if gpu.address.backend == EmulatedGpu.backend else "UUID": now["uid"],
         "SM clocks": _range_text(supported),
         "all SM clocks (MHz)": numbers(supported) if all_clocks else "",
         "a profile lists (MHz)": numbers(sweep_range(supported, override_for(gpu.name))),
         "memory clocks (MHz)": numbers(memory_mhz),
-        "SM clock now": f"{state.observed_mhz} MHz{asked}",
-        "power now": f"{gpu.power_w:.1f} W{limit}",
-        "held back by": ", ".join(state.throttle_reasons) or "nothing that it reports",
+        "SM clock now": f"{now['observed_mhz']} MHz{asked}",
+        "power now": f"{now['power_w']:.1f} W{limit}",
+        "held back by": ", ".join(now["throttle_reasons"]) or "nothing that it reports",
+        "slowed by": slowed,
     }
-    show_table(f"GPU {listed.index}: {gpu.name}", ("", ""), filter(all, rows.items()))
+    show_table(f"GPU {now['index']}: {gpu.name}", ("", ""), filter(all, rows.items()))
 
 
 def _visible(gpus: Sequence[Device]) -> Sequence[Device]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 from collections import Counter, defaultdict
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -397,3 +398,12 @@ def _deepspeed() -> Answer:
     if version is None:
         return False, "not installed", f"Not needed for Megatron-LM. {wanted}"
     return versions.is_tested(version, versions.DEEPSPEED), version, wanted
+
+
+@_check("software", "watchers")
+def _watchers() -> Answer:
+    nvrx = version_of("nvidia-resiliency-ext")
+    found = [*filter(shutil.which, ("nv-hostengine", "dcgm-exporter", "gcm"))]
+    found += [f"nvidia-resiliency-ext {nvrx}, whose thresholds jobs lower"] if nvrx else []
+    blind = "what compares stages while they train cannot tell a slowed one from a sick one"
+    return True, f"{', '.join(found) or 'none is found'}; {blind}: docs/operators.md", ""

@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Iterable
 
 from envpipe_megatron.gpu.base import Gpu
-from envpipe_megatron.gpu.clock.page import BEGUN, DUE, ClockPage, following
+from envpipe_megatron.gpu.clock.page import BEGUN, DUE, GIVEN_BACK, ClockPage, following
 
 logger = logging.getLogger(__name__)
 
@@ -37,8 +37,8 @@ class PageController:
     """Serves the requests of a page in order, from the one that came due last.
 
     Of requests that are due, only the latest is applied, and not if it leaves the clock as it is. A
-    driver that fails ends this, not the training; the page says why. Nothing here resets the clock:
-    whoever made this does, once `close` has returned True.
+    driver that fails ends this, not the training; the page says why. The clock is reset where a
+    request gives it back; at the end whoever made this resets it, once `close` has returned True.
 
     Args:
         gpu: an object that nobody else uses meanwhile.
@@ -148,7 +148,8 @@ class PageController:
         # A rank that has given up on a guard that hangs resets the clock itself.
         if mhz is None or self._closing or self._page.is_over:
             return
-        if self._replaces and mhz == self._page.set_mhz:
+        held_mhz = 0 if mhz == GIVEN_BACK else mhz
+        if self._replaces and held_mhz == (self._page.set_mhz or 0):
             self._due_mhz = None
             return
         if dwell_s > 0.0:
@@ -158,9 +159,12 @@ class PageController:
             self._dwelling_since_s = now_s
         entered_s = time.monotonic()
         self._page.begin_change(entered_s)
-        self._gpu.lock_frequency(mhz)
+        if held_mhz:
+            self._gpu.lock_frequency(held_mhz)
+        else:
+            self._gpu.reset_frequency()
         returned_s = time.monotonic()
-        self._page.end_change(mhz, returned_s)
+        self._page.end_change(held_mhz, returned_s)
         if known_s is not None:
             self._latencies_s.append((entered_s - known_s, returned_s - entered_s))
         self._due_mhz = None

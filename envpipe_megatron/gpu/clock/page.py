@@ -20,8 +20,10 @@ _TEXT_BYTES = 4096
 _NO_FILE = -1
 _LINE_BYTES = 64
 #: A request is one word, so that nobody sees half of it: 16 bits of which round of the page it is,
-#: 16 of the clock in MHz (0 asks for an answer alone), 32 of the delay in us.
+#: 16 of the clock in MHz (0 asks for an answer only), 32 of the delay in us.
 _ROUND, _CLOCK, _MOST_DELAY_US = 48, 32, MASK
+#: In place of a clock: it is to be given back to the driver.
+GIVEN_BACK = 0xFFFF
 
 
 class _OfStream(ctypes.Structure):
@@ -32,7 +34,8 @@ class _OfRank(ctypes.Structure):
     _fields_ = (
         ("min_dwell_s", ctypes.c_double),
         ("over", ctypes.c_uint32),
-        ("line", ctypes.c_char * (_LINE_BYTES - 12)),
+        ("lowest_mhz", ctypes.c_uint32),
+        ("line", ctypes.c_char * (_LINE_BYTES - 16)),
     )
 
 
@@ -83,12 +86,13 @@ class ClockPage:
         self.address = ctypes.addressof(self._words)
 
     @staticmethod
-    def create(min_dwell_s: float = 0.0, *, shared: bool = True) -> ClockPage:
+    def create(min_dwell_s: float = 0.0, lowest_mhz: int = 0, *, shared: bool = True) -> ClockPage:
         """Make one without a name, which a child gets by its descriptor; `close_file` is to follow.
 
         Args:
             min_dwell_s: least time between two changes, on the GPU's time base; a request that
                 comes earlier is applied when the time is over, unless a later one replaces it.
+            lowest_mhz: no lower clock will be asked for; 0 where any may be.
             shared: without, it is of this process only, and has no file.
         """
         descriptor = _NO_FILE
@@ -104,6 +108,7 @@ class ClockPage:
                 os.close(descriptor)
             raise
         page._words.rank.min_dwell_s = min_dwell_s
+        page._words.rank.lowest_mhz = lowest_mhz
         page._words.guard.called_s = page._words.guard.returned_s = -math.inf
         return page
 
@@ -174,7 +179,7 @@ class ClockPage:
         self._of_guard.called_s = time_s
 
     def end_change(self, frequency_mhz: int, time_s: float) -> None:
-        """Note when it returned, and which clock it set."""
+        """Note when it returned, and which clock it set; 0 if it gave the clock back."""
         self._of_guard.set_mhz, self._of_guard.returned_s = frequency_mhz, time_s
 
     def forget_clock(self) -> None:
@@ -187,6 +192,11 @@ class ClockPage:
     def min_dwell_s(self) -> float:
         """Least time between two changes of the clock."""
         return float(self._words.rank.min_dwell_s)
+
+    @property
+    def lowest_mhz(self) -> int:
+        """The lowest clock that the rank may ask for; 0 if any."""
+        return int(self._words.rank.lowest_mhz)
 
     @property
     def is_over(self) -> bool:

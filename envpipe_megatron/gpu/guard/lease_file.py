@@ -13,7 +13,9 @@ one, and the next job must find the lease.
 import hashlib
 import json
 import os
+import pwd
 import re
+import socket
 import stat
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -28,6 +30,9 @@ from envpipe_megatron.gpu.guard.messages import ProcessIdentity
 _FORMAT = "envpipe-lease/1"
 LEASE_SUFFIX = ".json"
 
+JOB_NAME_VARIABLE = "ENVPIPE_JOB_NAME"
+"""Names the job for people; `envpipe launch` sets it."""
+
 PATH_BACKENDS = ("emulated", "dry_run")
 """Back ends whose addresses are their user's own, not the UUIDs of real GPUs."""
 
@@ -36,6 +41,7 @@ SHARED_FOLDER = Path("/run/envpipe/leases")
 OWN_FOLDERS = Path("/tmp")
 _OWN_PREFIX = "envpipe-leases-"
 _MAX_PID = 2**31 - 1
+_TEXTS = "host", "job_name", "slurm_job_id", "created"
 
 
 class LeaseFolderError(GpuError):
@@ -154,6 +160,9 @@ class LeaseRecord:
         guard: the process that looks, or looked, after it.
         rank: the process for which it locks the clock; None for `envpipe clocks reset`.
         live: whether its guard lives.
+        clocks_mhz: the GPU's highest clock, and the lowest that the job may ask for; None where
+            the lease does not say, as those of earlier versions.
+        host, job_name, slurm_job_id, created: as its writer knew them, empty where it did not.
     """
 
     path: Path
@@ -163,6 +172,28 @@ class LeaseRecord:
     guard: ProcessIdentity
     rank: ProcessIdentity | None
     live: bool = False
+    clocks_mhz: tuple[int, int] | None = None
+    host: str = ""
+    job_name: str = ""
+    slurm_job_id: str = ""
+    created: str = ""
+
+    def mark(self) -> dict[str, str | int | bool | None]:
+        """Return who slows the GPU, for which job, between which clocks in MHz, and since when."""
+        try:
+            user = pwd.getpwuid(self.uid).pw_name
+        except KeyError:
+            user = str(self.uid)
+        highest_mhz, lowest_mhz = self.clocks_mhz or (None, None)
+        same = ("uid", "host", "job", "job_name", "slurm_job_id", "live")
+        return {
+            "user": user,
+            "pid": (self.rank or self.guard).pid,
+            "highest_mhz": highest_mhz,
+            "lowest_mhz": lowest_mhz,
+            "since": self.created,
+            **{name: getattr(self, name) for name in same},
+        }
 
 
 def lease_name(address: GpuAddress) -> str:
@@ -178,8 +209,16 @@ def lease_name(address: GpuAddress) -> str:
     return address.uid + LEASE_SUFFIX
 
 
-def lease_content(address: GpuAddress, job: str, rank: ProcessIdentity | None) -> bytes:
-    """Return the content of a lease that this process looks after."""
+def lease_content(
+    address: GpuAddress,
+    job: str,
+    rank: ProcessIdentity | None,
+    clocks_mhz: tuple[int, int] | None,
+) -> bytes:
+    """Return the content of a lease that this process looks after; see docs/schemas/lease.json."""
+    number, name = (os.environ.get(it, "") for it in ("SLURM_JOB_ID", JOB_NAME_VARIABLE))
+    if name in ("", number):  # nobody has given one to `envpipe launch`
+        name = os.environ.get("SLURM_JOB_NAME", name)
     document = {
         "format": _FORMAT,
         "address": asdict(address),
@@ -187,6 +226,10 @@ def lease_content(address: GpuAddress, job: str, rank: ProcessIdentity | None) -
         "uid": os.geteuid(),
         "guard": asdict(ProcessIdentity.own()),
         "rank": None if rank is None else asdict(rank),
+        "clocks_mhz": clocks_mhz,
+        "host": socket.gethostname(),
+        "job_name": name,
+        "slurm_job_id": number,
         "created": datetime.now(UTC).isoformat(timespec="seconds"),
     }
     return json.dumps(document).encode() + b"\n"
@@ -207,6 +250,7 @@ def parse_lease(content: bytes, path: Path, uid: int) -> LeaseRecord | None:
                 remedy=f"Another version made {path}: undo it with that version",
             )
         address = document["address"]
+        told: dict[str, Any] = {name: printable(str(document.get(name, ""))) for name in _TEXTS}
         record = LeaseRecord(
             path=path,
             address=GpuAddress(str(address["backend"]), str(address["uid"])),
@@ -214,6 +258,8 @@ def parse_lease(content: bytes, path: Path, uid: int) -> LeaseRecord | None:
             uid=uid,
             guard=_identity(document["guard"]),
             rank=None if document["rank"] is None else _identity(document["rank"]),
+            clocks_mhz=_clocks(document.get("clocks_mhz")),
+            **told,
         )
         named = lease_name(record.address)
     except (json.JSONDecodeError, UnicodeDecodeError):
@@ -230,6 +276,13 @@ def parse_lease(content: bytes, path: Path, uid: int) -> LeaseRecord | None:
 def printable(name: str) -> str:
     """Return the name of a job without what could harm the terminal on which it is shown."""
     return "".join(letter if letter.isprintable() else "?" for letter in name)
+
+
+def _clocks(document: Any) -> tuple[int, int] | None:
+    match document:
+        case [int(highest), int(lowest)]:
+            return highest, lowest
+    return None  # nothing is undone by it
 
 
 def _identity(document: Any) -> ProcessIdentity:

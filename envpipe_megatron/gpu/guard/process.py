@@ -155,7 +155,15 @@ class Guard:
             with _time_limit(self._settings.give_up_s):
                 self._gpu = open_gpu(self._address)
                 late_s = self._gpu.late_request_s
-                lease = Lease.take(self._address, self._job, rank=self._rank, open_gpu=open_gpu)
+                clocks = self._gpu.supported_frequencies_mhz
+                within = clocks[0], self._page.lowest_mhz or clocks[-1]
+                lease = Lease.take(
+                    self._address,
+                    self._job,
+                    rank=self._rank,
+                    open_gpu=open_gpu,
+                    clocks_mhz=within if self._gpu.changes_clock else None,
+                )
                 # Permission to lock does not imply permission to reset, as with sudo rules: what
                 # cannot be undone shows before a clock is locked.
                 try:

@@ -6,9 +6,8 @@ backward, to reduce gradients and to step. Which comes when, and how messages tr
 
 from __future__ import annotations
 
-import functools
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from types import MethodType
 from typing import Any
 
@@ -28,6 +27,7 @@ from envpipe_megatron.integrations.levels import (
     frees_while_training,
     stands_against,
 )
+from envpipe_megatron.integrations.watchers import BETWEEN_STEPS, paused
 from envpipe_megatron.runtime.channel.carrier import StageSpecs, TensorSpec
 from envpipe_megatron.runtime.job.session import Session
 from envpipe_megatron.runtime.memory.peak import MemoryFullError
@@ -35,17 +35,6 @@ from envpipe_megatron.runtime.memory.peak import MemoryFullError
 
 class UnsupportedEngineError(EnvPipeError):
     """A feature of DeepSpeed's pipelines that EnvPipe does not run."""
-
-
-def _paused(method: Callable[..., Any]) -> Callable[..., Any]:
-    """DeepSpeed's method, at the highest clock and not billed as training."""
-
-    @functools.wraps(method)
-    def run(engine: EnvPipeEngine, *arguments: Any, **named: Any) -> Any:
-        engine.job.pause()
-        return method(engine, *arguments, **named)
-
-    return run
 
 
 class EnvPipeEngine(PipelineEngine):  # type: ignore[misc]  # DeepSpeed has no types
@@ -99,10 +88,6 @@ class EnvPipeEngine(PipelineEngine):  # type: ignore[misc]  # DeepSpeed has no t
         if self._tells and every is not None and self.global_steps % every == 0:
             self._tell()
         return loss
-
-    eval_batch = _paused(PipelineEngine.eval_batch)
-    save_checkpoint = _paused(PipelineEngine.save_checkpoint)
-    load_checkpoint = _paused(PipelineEngine.load_checkpoint)
 
     def end_training(self) -> None:
         """Give the clock back, and print the energy bill; every rank calls it.
@@ -210,6 +195,11 @@ class EnvPipeEngine(PipelineEngine):  # type: ignore[misc]  # DeepSpeed has no t
                     for name, value in report.scalars().items()
                 ]
             )
+
+
+for _row in BETWEEN_STEPS["DeepSpeed"]:
+    _own = getattr(PipelineEngine, _row.function)
+    setattr(EnvPipeEngine, _row.function, paused(lambda engine: engine.job.pause(), _own))
 
 
 class _Units:

@@ -208,6 +208,11 @@ LIMITS: tuple[Limit, ...] = (
         "a message that is measured would stop its host for ever",
     ),
     _against_units(
+        "--log-straggler, unless it is off on startup (--disable-straggler-on-startup)",
+        lambda args: on("log_straggler")(args) and not on("disable_straggler_on_startup")(args),
+        "it compares how long forwards take, and each GPU would have clocks of its own",
+    ),
+    _against_units(
         "no pipeline",
         lambda args: not above_one("pipeline_model_parallel_size")(args),
         "there is nothing to schedule",

@@ -27,6 +27,7 @@ from envpipe_megatron.integrations.job import JobError
 from envpipe_megatron.integrations.levels import LevelError, decide
 from envpipe_megatron.integrations.megatron.limits import LIMITS, check_metered
 from envpipe_megatron.integrations.megatron.training import Training
+from envpipe_megatron.integrations.watchers import between_steps
 
 FLAG = "--envpipe-recompute"
 _NONE, _FULL, _SELECTIVE = "none", "full", "selective"
@@ -91,6 +92,7 @@ def begin_training(args: argparse.Namespace, model: Sequence[Any]) -> None:
         return chosen if chosen is framework_function else _reaching(chosen)
 
     _hooked_schedules().envpipe_hook = hook
+    _hooks.while_training.enter_context(between_steps("Megatron-LM", training))
     training.announce()
 
 

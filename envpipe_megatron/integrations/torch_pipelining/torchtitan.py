@@ -24,6 +24,7 @@ from envpipe_megatron.integrations.job import say_line
 from envpipe_megatron.integrations.options import add_arguments, flag_of
 from envpipe_megatron.integrations.torch_pipelining.attached import AttachedPipeline, attach
 from envpipe_megatron.integrations.torch_pipelining.orders import AttachError
+from envpipe_megatron.integrations.watchers import between_steps
 from envpipe_megatron.runtime.job.options import OPTIONS
 
 logger = logging.getLogger(__name__)
@@ -74,13 +75,10 @@ def _train(trainer: Any, train: Callable[[], Any], settings: dict[str, Any]) -> 
     except AttachError as error:  # alike on every rank
         logger.warning("EnvPipe does nothing: %s", error)
         return train()
-    metrics, checkpointer = trainer.metrics_processor, trainer.checkpointer
-    saves_now = getattr(checkpointer, "_should_save", None)
-    log, save = (
-        _with_energy(metrics.log, pipeline),
-        _paused(checkpointer.save, saves_now, pipeline),
-    )
-    with closing(pipeline), replaced(metrics, log=log), replaced(checkpointer, save=save):
+    metrics = trainer.metrics_processor
+    log = _with_energy(metrics.log, pipeline)
+    between = between_steps("torchtitan", pipeline, trainer)
+    with closing(pipeline), replaced(metrics, log=log), between:
         result = train()
         pipeline.end_training()  # where training failed, other ranks are asked nothing
     return result
@@ -99,20 +97,6 @@ def _with_energy(log: Callable[..., Any], pipeline: AttachedPipeline) -> Callabl
         return log(step, average, most, norm, extra_metrics=extra_metrics, **kwargs)
 
     return with_energy
-
-
-def _paused(
-    save: Callable[..., Any], saves_now: Callable[..., bool] | None, pipeline: AttachedPipeline
-) -> Callable[..., Any]:
-    """What saves checkpoints, which are left out of the bill."""
-
-    @functools.wraps(save)
-    def paused(curr_step: int, last_step: bool = False) -> Any:
-        if saves_now is not None and saves_now(curr_step, last_step):
-            pipeline.pause()
-        return save(curr_step, last_step=last_step)
-
-    return paused
 
 
 def _config(trainer: Any) -> Any:

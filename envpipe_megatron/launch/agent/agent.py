@@ -79,6 +79,8 @@ class NodeAgent:
             half_made.pop_all()
         self._uplink = Uplink(self.log)
         self.log.grown = self._log_has_grown
+        #: The job's control `file` and what is `asked` without it, where rank 0 is or was.
+        self.control: dict[str, Any] | None = None
         self._failure: str | None = None
         self._show = show
         self._collector = Collector()
@@ -264,7 +266,7 @@ class NodeAgent:
                         self._ranks[connection] = f"rank {message.get('rank')}"
                         send(connection, {"event": "welcome", "node": self.log.node})
                     case "collect":
-                        self._collects = True
+                        self._collects, self.control = True, message.get("control")
                         endpoint = await self._collector.start(str(message["host"]))
                         send(connection, {"event": "collecting", "endpoint": endpoint})
                     case "send_to":

@@ -5,16 +5,19 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator
 
-from prometheus_client import CollectorRegistry, start_http_server
+from prometheus_client import CollectorRegistry, make_wsgi_app, start_http_server
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.formats.energy import split_phase
 from envpipe_megatron.gpu.base import GpuError
+from envpipe_megatron.gpu.guard.lease import list_leases
 from envpipe_megatron.launch.agent.agent import NodeAgent
+from envpipe_megatron.launch.agent.control import with_control
 from envpipe_megatron.launch.agent.ledger import GpuLedger
 from envpipe_megatron.launch.bill.bill import Bill
 from envpipe_megatron.launch.bill.report import Tariff
@@ -23,6 +26,8 @@ _JOB = ("job_name",)
 _NODE = (*_JOB, "node")
 _OF_LEDGER = ("gpu", "gpu_uid", "rank", "stage")
 _GPU = (*_NODE, *_OF_LEDGER)
+#: Of a mark what names who slows a GPU and between which clocks, as labels.
+_SLOWED = ("user", "pid", "host", "slurm_job_id", "highest_mhz", "lowest_mhz", "since")
 _ABOUT = ("model", "level", "type", "scheduling", "reconfigure")
 
 #: Of each family its help and its labels; one whose name ends in `_total` is a counter.
@@ -34,6 +39,10 @@ FAMILIES = {
     "envpipe_gpu_sm_clock_requested_hertz": (
         "SM clock that was requested then; none where the driver chooses.",
         _GPU,
+    ),
+    "envpipe_gpu_slowed_info": (
+        "1 while EnvPipe may slow the GPU: who, for which job, between which clocks, since when.",
+        (*_GPU, *_SLOWED),
     ),
     "envpipe_gpu_throttle_seconds_total": (
         "Time in which the SM clock was held back, by looks at it twice a second.",
@@ -100,11 +109,22 @@ class _NodeMetrics(Collector):
         for ledger in self._agent.ledgers():
             names = (getattr(ledger.of_gpu, name) for name in _OF_LEDGER)
             self._add_gpu(found, ledger, *node, *names)
+        with contextlib.suppress(GpuError, OSError):  # a folder of leases that cannot be read
+            self._add_marks(found, *node)
         found.add("node_ranks", len(self._agent.connected()), *node)
         bill = self._agent.snapshot()
         if bill is not None:
             self._add_job(found, bill)
         yield from found.values()
+
+    def _add_marks(self, found: _Families, *node: object) -> None:
+        of_gpu = {ledger.of_gpu.gpu_uid: ledger.of_gpu for ledger in self._agent.ledgers()}
+        for lease in list_leases():
+            names = of_gpu.get(lease.address.uid)
+            if lease.live and lease.clocks_mhz and names is not None:
+                gpu = (getattr(names, name) for name in _OF_LEDGER)
+                mark = lease.mark()
+                found.add("gpu_slowed_info", 1, *node, *gpu, *(mark[name] for name in _SLOWED))
 
     def _add_gpu(self, found: _Families, ledger: GpuLedger, *gpu: object) -> None:
         found.add("gpu_energy_joules_total", ledger.energy_j, *gpu)
@@ -159,7 +179,10 @@ def _ratio(percent: object) -> float | None:
 def serve_metrics(
     agent: NodeAgent, address: str, port: int, job_name: str, tariff: Tariff
 ) -> Callable[[], None]:
-    """Serve a node's metrics over HTTP; return what ends that. EnvPipeError: it cannot listen."""
+    """Serve a node's metrics, and `/control`, over HTTP; return what ends that.
+
+    EnvPipeError: it cannot listen.
+    """
     registry = CollectorRegistry()
     registry.register(_NodeMetrics(agent, job_name, tariff))
     try:
@@ -170,6 +193,8 @@ def serve_metrics(
             value=f"{address}:{port}",
             remedy="Give another --prometheus-port or --prometheus-address.",
         ) from error
+
+    server.set_app(with_control(make_wsgi_app(registry), agent))
 
     def end() -> None:
         server.shutdown()

@@ -23,7 +23,7 @@ import torch
 
 from envpipe_megatron.gpu.base import ClockState, DryRunGpu, Gpu, GpuError, ReadOnlyGpu
 from envpipe_megatron.gpu.clock.controller import PageController, spread
-from envpipe_megatron.gpu.clock.page import BEGUN, DUE, ClockPage
+from envpipe_megatron.gpu.clock.page import BEGUN, DUE, GIVEN_BACK, ClockPage
 from envpipe_megatron.gpu.control import (
     ChosenControl,
     beside_power_profiles,
@@ -37,12 +37,15 @@ from envpipe_megatron.gpu.guard.resetting import that_can_be_undone
 from envpipe_megatron.gpu.site import SiteConfig, read_site
 from envpipe_megatron.runtime.channel.collectives import Collectives
 from envpipe_megatron.runtime.channel.cuda_device import counter_in_stream
-from envpipe_megatron.runtime.clocks.watch import ClockWatch
+from envpipe_megatron.runtime.clocks.watch import TOLERANCE_MHZ, ClockWatch
 
 logger = logging.getLogger(__name__)
 
 #: How often one who waits for the guard looks, and how long at most at the end, s.
 _LOOK_S, _LAST_ANSWER_S = 2e-4, 2.0
+#: How long `confirm` waits for the device to come to the request, for the clock then, and for the
+#: clock once it has not come in time; and how often it looks, s.
+_DEVICE_S, _SETTLES_S, _SETTLES_NEXT_S, _CLOCK_LOOK_S = 60.0, 0.5, 0.05, 2e-3
 
 #: Pages kept alive: a stream may still write to them.
 _pages: list[ClockPage] = []
@@ -97,7 +100,7 @@ class RankClock:
     does, as a token for zeusd has an end.
 
     Args:
-        min_dwell_s: least time between two changes; see `ClockPage.create`.
+        min_dwell_s, lowest_mhz: see `ClockPage.create`.
         guarded: whether a guard serves the page, else the rank does, at each request: as for an
             emulated GPU, whose time must not depend on when another process gets to it, unless its
             node has an agent. By default what the GPU needs.
@@ -107,6 +110,8 @@ class RankClock:
         waits: whether requests wait for units that an executor has timed; else for what the stream
             holds.
         repeats: whether clocks are asked for at each request, even if it is for the same one.
+        given_back: whether each request gives the clock back to the driver, whatever it is for: the
+            GPU stays held, and the next request that finds it False takes the clock again.
 
     Raises GpuError, but for a dry run, if another job holds the GPU, no guard could be had, or the
     GPU's streams cannot say when a unit has ended.
@@ -116,13 +121,16 @@ class RankClock:
         self,
         gpu: Gpu,
         min_dwell_s: float = 0.0,
+        lowest_mhz: int = 0,
         *,
         guarded: bool | None = None,
         on_sample: Callable[[float, ClockState], None] = lambda time_s, state: None,
     ) -> None:
         self._gpu = gpu
-        self.repeats = False
+        self.repeats = self.given_back = False
         self._asked_mhz: int | None = None
+        #: Whether that clock was read, and how long it is waited for.
+        self._confirmed, self._settles_s = False, _SETTLES_S
         self._error: Exception | None = None
         self._pid = os.getpid()
         self._hold: Hold | _Here | None = None
@@ -133,12 +141,12 @@ class RankClock:
             real = gpu.drives_hardware or is_dry_run or AGENT_VARIABLE in os.environ
             guarded = real and not gpu.read_only
         try:
-            self._begin(min_dwell_s, guarded=guarded)
+            self._begin(min_dwell_s, lowest_mhz, guarded=guarded)
         except GpuError as refused:
             if not is_dry_run:
                 raise
             logger.info("A dry run goes on without a guard: %s", refused)
-            self._begin(min_dwell_s, guarded=False)
+            self._begin(min_dwell_s, lowest_mhz, guarded=False)
         try:
             if (end_s := gpu.control_ends_s()) < math.inf:
                 left_s = min(max(0.0, end_s - time.time()), threading.TIMEOUT_MAX)
@@ -152,10 +160,10 @@ class RankClock:
             self.close()
             raise
 
-    def _begin(self, min_dwell_s: float, *, guarded: bool) -> None:
+    def _begin(self, min_dwell_s: float, lowest_mhz: int, *, guarded: bool) -> None:
         """Make the page, and whoever serves it. Raises GpuError."""
         try:
-            self.page = page = ClockPage.create(min_dwell_s, shared=guarded)
+            self.page = page = ClockPage.create(min_dwell_s, lowest_mhz, shared=guarded)
         except OSError as error:
             raise GpuError(
                 f"There is no memory to share with a guard: {error}",
@@ -184,10 +192,12 @@ class RankClock:
         Here is behind all that the current stream holds. Called by one thread. What it returns of a
         request with a delay is to be called where the GPU may not wait for any longer.
         """
+        if self.given_back:
+            frequency_mhz = GIVEN_BACK
         # Whether the guard has failed is seen by whoever asks for `error`, in each iteration.
         if (frequency_mhz == self._asked_mhz and not self.repeats) or self._error is not None:
             return None
-        self._asked_mhz = frequency_mhz
+        self._asked_mhz, self._confirmed = frequency_mhz, False
         number = self.page.ask(frequency_mhz, delay_s or 0.0)
         if number is None:
             self.stop(GpuError("The guard takes no requests", remedy="See its log"))
@@ -198,6 +208,33 @@ class RankClock:
     def wait_idle(self) -> None:
         """Return when every request made so far has been applied, held back, or given up."""
         self._wait_idle(math.inf)
+
+    def confirm(self) -> None:
+        """Wait until the clock that was asked for last, or a higher one, is read from the GPU.
+
+        Half a second at most: a power cap, heat or another program may hold it back, which is
+        logged once, and waited for less from then on.
+        """
+        asked_mhz = self._asked_mhz or 0
+        sets = self._gpu.changes_clock and asked_mhz in self._gpu.supported_frequencies_mhz
+        if self._confirmed or not sets:
+            return
+        self._wait_idle(_DEVICE_S)
+        until_s, seen = time.monotonic() + self._settles_s, "its clock could not be read"
+        while not (self._confirmed or self.page.is_over):
+            with suppress(Exception):  # a driver may fail in any way; training must go on
+                state = self._gpu.clock_state()
+                self._confirmed = state.observed_mhz >= asked_mhz - TOLERANCE_MHZ
+                reasons = ", ".join(state.throttle_reasons) or "no reason reported"
+                seen = f"{state.observed_mhz} MHz was read ({reasons})"
+            if not self._confirmed and time.monotonic() >= until_s:
+                if self._settles_s == _SETTLES_S:
+                    where = f"{self._gpu.name} was not at {asked_mhz} MHz between training steps"
+                    logger.warning("%s, so that GPU checks may find it slow: %s", where, seen)
+                self._settles_s = _SETTLES_NEXT_S
+                return
+            self._look()
+            time.sleep(_CLOCK_LOOK_S)
 
     def stop(self, error: Exception) -> None:
         """Give up control for this reason: nothing is locked any more, and the guard resets."""

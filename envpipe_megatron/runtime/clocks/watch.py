@@ -21,7 +21,7 @@ from envpipe_megatron.gpu.base import ClockState, Gpu, PowerState
 from envpipe_megatron.gpu.clock.page import ClockPage
 
 #: Steps of NVIDIA's clock tables are 15 MHz at most; the clock seen may be one off.
-_TOLERANCE_MHZ = 15
+TOLERANCE_MHZ = 15
 #: The least share of samples, and the least number, with which clocks are said not to have
 #: followed.
 _WARN_SHARE = 0.05
@@ -211,4 +211,4 @@ def _side(state: ClockState) -> int:
     """Return 1 for a clock above the one requested, -1 below it, 0 if it followed."""
     assert state.requested_mhz is not None
     excess_mhz = state.observed_mhz - state.requested_mhz
-    return (excess_mhz > _TOLERANCE_MHZ) - (excess_mhz < -_TOLERANCE_MHZ)
+    return (excess_mhz > TOLERANCE_MHZ) - (excess_mhz < -TOLERANCE_MHZ)

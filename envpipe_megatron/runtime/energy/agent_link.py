@@ -5,7 +5,7 @@ to a guard:
 
     rank  -> agent   {"op": "hello", "backend": ..., "gpu_uid": ..., "gpu": ..., "rank": ..., ...}
     agent -> rank    {"event": "welcome", "node": ...}    the GPU is metered from here on
-    rank  -> agent   {"op": "collect", "host": ...}       asked of the agent of rank 0 only
+    rank  -> agent   {"op": "collect", "host": ..., "control": ...} asked of the agent of rank 0
     agent -> rank    {"event": "collecting", "endpoint": {"host": ..., "port": ..., "token": ...}}
     rank  -> agent   {"op": "send_to", "endpoint": ...}   where the job's energy is added up
     rank  -> agent   {"op": "window", "line": ...}        a line of the energy log, and the counter
@@ -102,12 +102,16 @@ class AgentLink:
 
 
 def connect_to_agent(
-    gpu: Gpu, labels: Mapping[str, object], collectives: Collectives
+    gpu: Gpu,
+    labels: Mapping[str, object],
+    collectives: Collectives,
+    control: Mapping[str, object] | None = None,
 ) -> AgentLink | None:
     """Have this rank's GPU billed by its node's agent; every rank of the job calls it.
 
-    `labels` are what lines of the energy log say of the GPU. None on a node without an agent, or
-    with one that does not answer, which is logged.
+    `labels` are what lines of the energy log say of the GPU; `control` has the `file` by which an
+    operator asks, and what is `asked` without it. None on a node without an agent, or with one that
+    does not answer, which is logged.
     """
     path = os.environ.get(AGENT_VARIABLE)
     link = _connected(path, gpu, labels) if path else None
@@ -115,7 +119,8 @@ def connect_to_agent(
     if link is not None and collectives.is_planner:
         with _logged("adds nothing up"):
             host = os.environ.get("MASTER_ADDR", "")
-            endpoint = link.ask({"op": "collect", "host": host}).get("endpoint")
+            asked = link.ask({"op": "collect", "host": host, "control": control})
+            endpoint = asked.get("endpoint")
     billed = None if link is None else (link.node, gpu.address.uid)
     endpoint = collectives.from_planner(endpoint)
     gpus = list(chain.from_iterable(collectives.all_to_planner(billed)))

@@ -30,6 +30,7 @@ class IterationOrder:
             looks at no bill, and seldom at what was measured.
         times_units: whether each unit is timed. Where not, those of an earlier iteration stand for
             them, if units and messages are the framework's and no thread waits for a unit's end.
+        lowest_mhz: the lowest clock of any replica's unit, where replicas run several orders.
     """
 
     phase: Phase
@@ -38,6 +39,7 @@ class IterationOrder:
     parking: Parking | None = None
     billed_late: bool = False
     times_units: bool = True
+    lowest_mhz: int | None = None
 
     def parked(self, stage: int) -> dict[int, tuple[int, float]]:
         """As `Parking.of_stage`; empty without parking."""

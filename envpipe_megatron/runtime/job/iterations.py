@@ -10,9 +10,11 @@ profile, whose iterations must follow each other: that is begun anew. Called by 
 from __future__ import annotations
 
 import contextlib
+import math
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from datetime import UTC, datetime
 from typing import Any
 
 from envpipe_megatron.core.schedule import Schedule
@@ -21,14 +23,19 @@ from envpipe_megatron.runtime.channel.carrier import StageSpecs
 from envpipe_megatron.runtime.energy.timeline_log import TimelineLog
 from envpipe_megatron.runtime.energy.training import TrainingEnergy
 from envpipe_megatron.runtime.execution.executor import Executor, StageRecord
-from envpipe_megatron.runtime.execution.orders import IterationOrder, PhaseRun
+from envpipe_megatron.runtime.execution.orders import IterationOrder, PhaseRun, constant_order
 from envpipe_megatron.runtime.execution.stage_run import StageRun
-from envpipe_megatron.runtime.job.parts import PhaseParts, SessionError
+from envpipe_megatron.runtime.job.parts import PhaseParts, SessionError, note
 from envpipe_megatron.runtime.job.phases import run_phases
-from envpipe_megatron.runtime.job.planning import predicted
+from envpipe_megatron.runtime.job.planning import megatron_order, predicted
+from envpipe_megatron.tuning.wishes import Wishes
 
 #: A job of weeks must not grow.
 _KEPT_ITERATIONS = 10_000
+#: How often the planning rank is asked what an operator asks, and the least iteration for it, s.
+_HEARD_S, _LEAST_STEP_S = 1.0, 1e-3
+#: How the notes begin that say when the job was off; so many of the latest are kept.
+_OFF, _MOST_NOTES = "Off from iteration", 8
 
 
 @dataclass
@@ -37,19 +44,21 @@ class Batch:
 
     Args:
         name: empty for the batch of full size, see `phase_in_batch`.
-        order: what the next one runs.
+        order: what the next one runs, unless the job is off.
+        off: what it runs then, the framework's order.
     """
 
     name: str
     num_microbatches: int
     phases: PhaseRun[None]
     order: IterationOrder
+    off: IterationOrder
 
 
 class Batches:
     """The phases of each size of batch that has come, and what they run next.
 
-    All ranks turn to the same ones.
+    All ranks turn to the same ones. While an operator has the job off, phases wait.
 
     Args:
         describe_job: called with new notes, and with what a new plan predicts.
@@ -58,6 +67,7 @@ class Batches:
     def __init__(self, job: PhaseParts, describe_job: Callable[[Mapping[str, Any]], None]) -> None:
         self._job = job
         self._describe_job = describe_job
+        self._switch, self._is_off = Switch(job, describe_job), False
         #: The one whose iterations run now; None before the first.
         self.now: Batch | None = None
         self._waiting: dict[int, Batch] = {}
@@ -83,12 +93,13 @@ class Batches:
                 "An earlier iteration failed, so messages and phases do not match any more",
                 remedy="Close this session and make a new one on every rank.",
             )
-        if self.now is not None and last is not None:
+        was_off, self._is_off = self._is_off, self._switch.hear()
+        if self.now is not None and last is not None and not was_off:
             self.unfinished = True  # even if the phases raise
             self._advance(self.now, last)
         left = self.now
         if left is not None and left.num_microbatches == num_microbatches:
-            return left.order
+            return left.off if self._is_off else left.order
         if left is not None:
             state = self._job.state
             state.several_sizes = True
@@ -103,8 +114,11 @@ class Batches:
                 self._job.of_batch(name, num_microbatches), specs=specs, own_order=own_order
             )
             phases = run_phases(parts)
-            self.now = Batch(name, num_microbatches, phases, next(phases))
-        return self.now.order
+            order, top = next(phases), max(parts.gpu.supported_frequencies_mhz)
+            off = constant_order(Phase.OFF, own_order or megatron_order(parts), top, top)
+            off = replace(off, billed_late=True, times_units=False)
+            self.now = Batch(name, num_microbatches, phases, order, off)
+        return self.now.off if self._is_off else self.now.order
 
     def _advance(self, batch: Batch, last: StageRecord) -> None:
         """Let a batch's phases look at its last iteration, and say what the next one runs."""
@@ -120,6 +134,56 @@ class Batches:
             self._describe_job({"predicted": predicted(job.state.plan)})
         if batch.order.phase is not ended:
             job.energy.add_between_phases(job.state.iteration, begin_s)
+
+
+class Switch:
+    """Turns the whole job off and on again, on all ranks in the same iteration.
+
+    Args:
+        job: this rank's parts; in one without a `control` file nobody is heard.
+        describe_job: has the bill say when the job was off.
+    """
+
+    def __init__(self, job: PhaseParts, describe_job: Callable[[Mapping[str, Any]], None]) -> None:
+        self._job, self._describe_job = job, describe_job
+        #: Iterations before the planning rank is asked again, those since, and when it was, s.
+        self._pause, self._since, self._asked_s = 0, 0, -math.inf
+
+    def hear(self) -> bool:
+        """Return whether the iteration that begins is off; every rank calls it before each."""
+        state, options, collectives = self._job.state, self._job.options, self._job.collectives
+        self._since += 1
+        if self._job.control is None or self._since <= self._pause:
+            return state.wishes.off
+        before, told = state.wishes, self._told() if collectives.is_planner else None
+        state.wishes, self._pause, now = collectives.from_planner(told)
+        self._since, notes = 0, state.notes
+        if state.wishes.off != before.off:
+            self._note_turn(now)
+        keeps_budgets = options.closed_loop or options.one_clock
+        if state.wishes.power_budget not in (None, before.power_budget) and not keeps_budgets:
+            note(self._job, "No power budget is kept: the job plans nothing while it runs")
+        if state.notes != notes:
+            self._describe_job({"notes": [*self._job.folder.notes, *state.notes]})
+        return state.wishes.off
+
+    def _told(self) -> tuple[Wishes, int, str]:
+        """What the planning rank says: wishes, iterations until it says so again, and the time."""
+        assert self._job.control is not None
+        now_s = self._job.executor.now_s()
+        step_s = (now_s - self._asked_s) / self._since
+        self._asked_s = now_s
+        now = datetime.now(UTC).isoformat(timespec="seconds")
+        return self._job.control.wishes, int(_HEARD_S / max(step_s, _LEAST_STEP_S)), now
+
+    def _note_turn(self, now: str) -> None:
+        state, text = self._job.state, f"{_OFF} {self._job.state.iteration} ({now}) on"
+        offs = [said for said in state.notes if said.startswith(_OFF)]
+        others = [said for said in state.notes if said not in offs]
+        if not state.wishes.off:
+            text = f"{offs.pop().removesuffix(' on')} to {state.iteration - 1} ({now})"
+        state.notes = (*others, *offs[1 - _MOST_NOTES :], text)
+        self._job.say(text)
 
 
 class Iterations:

@@ -83,7 +83,7 @@ def run_commands(
 
     def decide(stages: Sequence[Report | str]) -> Command | _Ended:
         nonlocal run
-        window = _window(stages, needs_clocks=needs_clocks)
+        window = replace(_window(stages, needs_clocks=needs_clocks), wishes=job.state.wishes)
         try:
             if run is not None:
                 return run.send(window)
@@ -126,6 +126,8 @@ def run_commands(
             order = replace(
                 order, schedule=clocked.schedule, frequency_mhz=clocks, parking=clocked.parking
             )
+            lowest_mhz = min(int(each.frequency_mhz.min()) for each in command.orders)
+            order = replace(order, lowest_mhz=lowest_mhz if command.which else None)
         order = replace(order, phase=command.phase)
         for line in command.note.splitlines():
             job.say(line)

@@ -20,10 +20,12 @@ from envpipe_megatron.runtime.clocks.rank_clock import RankClock
 from envpipe_megatron.runtime.energy.meter import EnergyMeter
 from envpipe_megatron.runtime.energy.training import TrainingEnergy
 from envpipe_megatron.runtime.execution.executor import Executor
+from envpipe_megatron.runtime.job.control import ControlFile
 from envpipe_megatron.runtime.job.options import JobOptions
 from envpipe_megatron.runtime.job.restarts import JobFolder
 from envpipe_megatron.runtime.memory.peak import JobMemory
 from envpipe_megatron.tuning.background import Background
+from envpipe_megatron.tuning.wishes import NO_WISHES, Wishes
 
 
 class SessionError(EnvPipeError):
@@ -47,6 +49,8 @@ class SessionState:
     notes: tuple[str, ...] = ()
     #: Why backwards are not split from now on, though the job's may be; empty for no reason.
     whole: str = ""
+    #: What an operator asks for, the same on every rank.
+    wishes: Wishes = NO_WISHES
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,6 +66,7 @@ class PhaseParts:
         specs: what messages carry, once iterations run.
         own_order: order of a framework that runs its units and sends their messages itself; None if
             EnvPipe does.
+        control: by which an operator asks, on the planning rank; None on all where nobody can.
     """
 
     options: JobOptions
@@ -82,6 +87,7 @@ class PhaseParts:
     batch: str = ""
     specs: StageSpecs = field(default_factory=lambda: StageSpecs({}, {}))
     own_order: Schedule | None = None
+    control: ControlFile | None = None
 
     @property
     def kept_order(self) -> Schedule | None:

@@ -26,6 +26,7 @@ from envpipe_megatron.runtime.energy.training import TrainingEnergy
 from envpipe_megatron.runtime.execution.executor import METER_MARGIN_S, Executor
 from envpipe_megatron.runtime.execution.orders import constant_order
 from envpipe_megatron.runtime.execution.stage_run import StageRun, StageWork, execute
+from envpipe_megatron.runtime.job.control import ControlFile
 from envpipe_megatron.runtime.job.iterations import Batches, Iterations
 from envpipe_megatron.runtime.job.options import JobOptions
 from envpipe_megatron.runtime.job.parts import PhaseParts, SessionState
@@ -83,7 +84,7 @@ class Session:
         self._collectives = collectives
         self._stage, num_stages = collectives.stage, len(channel.ranks)
         self._say = say if collectives.is_planner else lambda text: None
-        self.state = SessionState()
+        self.state = SessionState(wishes=options.wishes)
         memory = memory or device_memory()
         self.memory = JobMemory(memory, self._stage, collectives, self._say)
 
@@ -104,11 +105,17 @@ class Session:
         #: What `close` calls once the clock is back, the last first.
         self._parts = contextlib.ExitStack()
         self._parts.callback(self._folder.close)
+        control = about = None
+        if (path := self._folder.path) is not None:
+            control = ControlFile(path, options.wishes, reads=collectives.is_planner)
+            self._parts.callback(control.close)
+            about = control.about()
         with contextlib.ExitStack() as half_made:
             half_made.push(self._parts)
 
             def make_clock(gpu: Gpu) -> RankClock:
-                return RankClock(gpu, options.min_dwell_s, on_sample=self._see_clock)
+                lowest_mhz = options.lowest_clock_mhz(gpu)
+                return RankClock(gpu, options.min_dwell_s, lowest_mhz, on_sample=self._see_clock)
 
             #: `refused` says why control was given up when the GPUs were to be held, if it was.
             self.clock, self._gpu, self.refused = hold_everywhere(
@@ -140,7 +147,7 @@ class Session:
                 "num_ranks": num_stages * collectives.num_replicas,
                 "stage": self._stage,
             }
-            self._agent = connect_to_agent(gpu, self._labels, collectives)
+            self._agent = connect_to_agent(gpu, self._labels, collectives, about)
             if self._agent is not None:
                 self._labels["node"] = self._agent.node  # the agent's lines use this name
             append = partial(self._folder.append, "timeline", most=_MOST_LINES)
@@ -187,6 +194,7 @@ class Session:
                 collectives=collectives,
                 memory=self.memory,
                 say=self._say,
+                control=control,
                 background=lambda: self._parts.enter_context(contextlib.closing(Background())),
             ),
             self.describe_job,
@@ -196,6 +204,9 @@ class Session:
         self._step_begun = False
         self._pid = os.getpid()
         self._last_run: StageRun | None = None
+        self._top_mhz = max(self._gpu.supported_frequencies_mhz)
+        #: The lowest clock of a unit: of any since `slowest_share`, and of the last iteration.
+        self._lowest_mhz = self._order_mhz = self._top_mhz
 
     @property
     def executed(self) -> list[str]:
@@ -311,7 +322,7 @@ class Session:
             run,
             name,
             # Once control has ended, requests are dropped.
-            controlled=lambda: self._controlled and self.clock.error is None,
+            controlled=lambda: self._controlled and not (self.clock.error or self.clock.given_back),
         )
         self._batches.unfinished = False
 
@@ -349,15 +360,28 @@ class Session:
         self._step_begun = False
 
     def pause(self) -> None:
-        """Prepare for an evaluation or a checkpoint: it runs at the highest clock, not billed."""
+        """Prepare for what is not training: it runs at the highest clock, not billed.
+
+        That clock is waited for, as `RankClock.confirm` does.
+        """
         self.close_iteration()
         self.iterations.nothing_follows()
         self._energy.pause()
         self.highest_clock()
+        self.clock.confirm()
 
     def highest_clock(self) -> None:
         """Ask for it: what follows is no iteration that is planned for."""
-        self._request(max(self._gpu.supported_frequencies_mhz), None)
+        self._request(self._top_mhz, None)
+
+    def slowest_share(self) -> float:
+        """Return the lowest clock of a unit since the last call, as a share of the highest.
+
+        Of all GPUs of the job; 1 where no clock is set.
+        """
+        lowest_mhz, self._lowest_mhz = self._lowest_mhz, self._order_mhz
+        sets = self._controlled and self._gpu.changes_clock
+        return lowest_mhz / self._top_mhz if sets else 1.0
 
     def lap(self) -> IntervalEnergy:
         """Return what training took on this GPU since the last lap; waits for the last unit."""
@@ -435,12 +459,16 @@ class Session:
         )
         self.iterations.make_way_for(order.schedule)
         self.state.phase = order.phase
+        self.clock.given_back = order.phase is Phase.OFF
         self._batches.unfinished = True  # until it is closed
         like = None
         if channel is None and order.parking is None and not self.clock.waits:
             like = self.iterations.like(order)
         run = StageRun(order, self._stage, self.executor, self._request, channel, specs, like)
         self._last_run = run
+        own_mhz = int(order.frequency_mhz.min())
+        self._order_mhz = min(own_mhz, order.lowest_mhz or own_mhz)
+        self._lowest_mhz = min(self._lowest_mhz, self._order_mhz)
         self._request(run.frequencies_mhz[0], None)
         return run
 

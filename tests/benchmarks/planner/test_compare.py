@@ -8,7 +8,7 @@ from functools import partial
 import numpy as np
 import pytest
 from click.testing import CliRunner
-from core_cases import uniform_profile
+from core_cases import like_a_gpu
 from on_request import on_request
 
 from benchmarks import outputs
@@ -28,13 +28,7 @@ CLOCKS = (1400, 1300, 1200, 1100, 1000, 900)
 SCHEDULE = builders.one_f_one_b(STAGES, MICROBATCHES)
 
 
-def _cost(clock):
-    """Time and energy of a forward."""
-    time_s = 0.05 * 1400 / clock
-    return time_s, time_s * (120 + 180 * (clock / 1400) ** 3)
-
-
-PROFILE = uniform_profile(STAGES, {clock: _cost(clock) for clock in CLOCKS})
+PROFILE = like_a_gpu(STAGES, CLOCKS)
 WORKLOAD = Workload("made-up", "model", "GPU", False, PROFILE, MICROBATCHES, POWER_W)
 
 

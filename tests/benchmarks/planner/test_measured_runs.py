@@ -6,7 +6,7 @@ import random
 
 import numpy as np
 import pytest
-from core_cases import uniform_profile
+from core_cases import like_a_gpu
 
 from benchmarks.planner.measured_runs import validate
 from benchmarks.planner.validation import MemoryPrediction, validation_claims
@@ -21,13 +21,7 @@ SCHEDULE = builders.one_f_one_b(STAGES, MICROBATCHES)
 KNOWN_POWER_W = 80.0
 
 
-def _cost(clock):
-    """Time and energy of a forward."""
-    time_s = 0.05 * 1400 / clock
-    return time_s, time_s * (120 + 180 * (clock / 1400) ** 3)
-
-
-PROFILE = uniform_profile(STAGES, {clock: _cost(clock) for clock in CLOCKS})
+PROFILE = like_a_gpu(STAGES, CLOCKS)
 
 
 def _plans(num_runs, clocks):

@@ -1,12 +1,16 @@
 """`envpipe clocks show` and `reset`, by what they print and by what the GPUs' driver was told."""
 
+import json
 import os
+import pwd
 import re
+import socket
 from pathlib import Path
 
 import pytest
 from commands import run, run_badly, run_well
 from fake_zeusd import FakeZeusd
+from jsonschema import Draft202012Validator
 
 from envpipe_megatron.gpu.backends import nvml
 from envpipe_megatron.gpu.backends.nvml import NvmlGpu
@@ -17,6 +21,8 @@ from envpipe_megatron.gpu.guard import resetting
 from envpipe_megatron.gpu.guard.lease import Lease
 from envpipe_megatron.gpu.guard.lease_file import LeaseFolderError
 from envpipe_megatron.gpu.guard.messages import ProcessIdentity
+
+ROOT = Path(__file__).parents[3]
 
 
 @pytest.fixture(autouse=True)
@@ -104,6 +110,39 @@ def test_without_nvml_emulated_gpus_are_shown(node, tmp_path, monkeypatch):
     shown = run_well("clocks", "show").stdout
     assert "(emulated)" in shown
     assert "1200 MHz asked for" in shown
+
+
+def test_show_says_who_slows_which_gpu_for_people_and_for_machines(node, monkeypatch):
+    monkeypatch.setenv("SLURM_JOB_ID", "4711")
+    rank = ProcessIdentity.own()
+    address = GpuAddress("zeusd", node.uuids[1])  # another back end, the same GPU
+    lease = Lease.take(address, "slurm 4711", rank=rank, open_gpu=open_gpu, clocks_mhz=(1410, 750))
+    dead_job_leaves(node.uuids[2])  # by `envpipe clocks reset`, which slows nothing
+    document = json.loads(run_well("clocks", "show", "--json").stdout)
+    schema = json.loads((ROOT / "docs/schemas/clocks.json").read_text())
+    page = (ROOT / "docs/operators.md").read_text()
+    shown = re.findall(r"clocks show --json.*\n(\{(?:\n .*)*\n\})\n", page)
+    for fits in (document, *map(json.loads, shown)):
+        Draft202012Validator(schema).validate(fits)
+    assert len(shown) == 1
+    marks = [gpu["slowed_by"] for gpu in document["gpus"]]
+    assert marks[0] is marks[2] is marks[3] is None
+    user = pwd.getpwuid(os.geteuid()).pw_name
+    expected = {"user": user, "pid": os.getpid(), "host": socket.gethostname(), "live": True,
+                "slurm_job_id": "4711", "highest_mhz": 1410, "lowest_mhz": 750}  # fmt: skip
+    assert marks[1].items() >= expected.items()
+    shown = " ".join(run_well("clocks", "show", "--gpu", 1).stdout.split())
+    assert f"(job slurm 4711) of {user}, process {os.getpid()}, since " in shown
+    assert "down to 750 MHz" in shown
+    lease.close()
+    assert "DEAD" in run_well("clocks", "show", "--gpu", 1).stdout
+    node.set_fault(node.uuids[0], "fail_after", 8)
+    Path(os.environ["ENVPIPE_LEASE_DIR"]).chmod(0o777)
+    failed = run("clocks", "show", "--json")
+    assert failed.exit_code == 1
+    document = json.loads(failed.stdout)
+    assert [gpu["index"] for gpu in document["gpus"]] == [1, 2, 3]
+    assert "not sticky" in " ".join(document["errors"])
 
 
 # --- reset ---------------------------------------------------------------------------------------

@@ -90,12 +90,14 @@ def test_good_packages(packages):
     packages.add("deepspeed", (), "deepspeed", "0.19.8")
     packages.distribution("nvidia_ml_py", "13.580")
     packages.distribution("cuda_bindings", "13.0.3")
+    packages.distribution("nvidia_resiliency_ext", "0.4.1")
     found = packages.look((12, 4))  # a driver runs every CUDA of its major version
     assert_check(found["torch"], True, "2.11.0", "built for CUDA 12.8", "driver runs CUDA 12.4")
     assert_check(found["megatron-core"], True, "0.19.1")
     assert_check(found["DeepSpeed"], True, "0.19.8")
     assert_check(found["nvidia-ml-py"], True, "13.580")
     assert_check(found["cuda-bindings"], True, "13.0.3")
+    assert_check(found["watchers"], True, "nvidia-resiliency-ext 0.4.1", "docs/operators.md")
 
 
 def test_packages_that_will_not_do(packages):
@@ -116,7 +118,7 @@ def test_broken_packages_are_a_no_and_stop_nothing(packages):
     (packages.add("megatron") / "core").mkdir()
     (packages.folder / "megatron" / "core" / "package_info.py").write_bytes(b"\xff\xfe")
     found = packages.look()
-    assert len(found) == 5
+    assert len(found) == 6
     for name in ("torch", "megatron-core"):
         assert_check(found[name], False, "could not be looked at: SyntaxError")
 

@@ -23,15 +23,8 @@ from envpipe_megatron.policies.problem import order_limits
         (builders.one_f_one_b(4, 2), [*["F0 F1 B0 B1"] * 3, "F0 B0 F1 B1"]),
         (builders.gpipe(2, 3), ["F0 F1 F2 B0 B1 B2"] * 2),  # backwards in 1F1B's order
         (
-            # Warm-ups (p - s - 1) * 2 + (V - 1) * p = 4 and 2; groups of p microbatches a chunk.
-            builders.interleaved(2, 4, 2),
-            [
-                "F0.0 F1.0 F0.1 F1.1 F2.0 B0.1 F3.0 B1.1 F2.1 B0.0 F3.1 B1.0 B2.1 B3.1 B2.0 B3.0",
-                "F0.0 F1.0 F0.1 B0.1 F1.1 B1.1 F2.0 B0.0 F3.0 B1.0 F2.1 B2.1 F3.1 B3.1 B2.0 B3.0",
-            ],
-        ),
-        (
-            # Megatron's own example: PP2 N3 M5 with VP2. Warm-ups are 5 and 3.
+            # Megatron's own example: PP2 N3 M5 with VP2. Warm-ups are 5 and 3. Other jobs' orders
+            # are held against its table in integrations/test_megatron_orders.
             builders.interleaved(2, 5, 2, 3),
             [
                 "F0.0 F1.0 F2.0 F0.1 F1.1 F2.1 B0.1 F3.0 B1.1 F4.0 B2.1 F3.1 B0.0 F4.1 B1.0 B2.0 "
@@ -96,8 +89,6 @@ def test_peak_in_flight_follows_the_formulas(num_stages, num_microbatches):
     ("build", "value"),
     [
         (lambda: builders.one_f_one_b(0, 4), "0"),
-        (lambda: builders.gpipe(2, 0), "0"),
-        (lambda: builders.forward_only(2, -1), "-1"),
         (lambda: builders.interleaved(2, 4, 1), "1"),
         (lambda: builders.interleaved(4, 8, 2, 0), "0"),
         (lambda: builders.interleaved(4, 5, 3), "5"),
@@ -124,7 +115,6 @@ def extra(backward, forward, microbatches, **limits):
         # Stage 0 has 6 - 4 = 2 to spare and is at its cap, so stage 1 may exceed it by one.
         (TIMES, 6, {}, [2, 3, 1, 0]),
         (TIMES, 3, {}, [0, 0, 1, 0]),
-        (TIMES, 1, {}, [0, 0, 0, 0]),
         (TIMES, 96, {"max_extra_forwards": 2}, [2, 2, 1, 0]),
         (TIMES, 96, {"max_extra_forwards": 0}, [0, 0, 0, 0]),
         (TIMES, 96, {"max_in_flight": [6, 6, 2, 1]}, [2, 3, 0, 0]),  # 1F1B holds 4, 3, 2, 1

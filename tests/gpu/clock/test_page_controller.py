@@ -15,7 +15,7 @@ from envpipe_megatron.gpu.base import GpuError
 from envpipe_megatron.gpu.clock import controller as clock_controller
 from envpipe_megatron.gpu.clock import page as clock_page
 from envpipe_megatron.gpu.clock.controller import PageController, spread
-from envpipe_megatron.gpu.clock.page import BEGUN, DUE, MASK, ClockPage
+from envpipe_megatron.gpu.clock.page import BEGUN, DUE, GIVEN_BACK, MASK, ClockPage
 
 
 @pytest.fixture
@@ -106,6 +106,21 @@ def test_the_clock_that_is_set_is_set_again_only_if_it_is_asked_for_next(gpu, pa
         assert controller.serve()
     assert gpu.history == [1000, 1000, 1300]
     assert not controller.serve()
+
+
+def test_a_clock_is_given_back_and_taken_again(gpu, page):
+    controller = PageController(gpu, page)
+    for clock_mhz in (1000, GIVEN_BACK, GIVEN_BACK, 1200):
+        page.count(DUE, page.ask(clock_mhz))
+        assert controller.serve()
+        assert page.set_mhz == (clock_mhz if clock_mhz < GIVEN_BACK else None)
+    page.count(DUE, ask(page, 1000, GIVEN_BACK, 1200, ended=False))
+    assert controller.serve()
+    assert gpu.history == [1000, None, None, 1200]
+    gpu.reset_error = GpuError("of a test")
+    page.count(DUE, page.ask(GIVEN_BACK))
+    controller.serve()
+    assert "of a test" in page.failure
 
 
 @pytest.mark.parametrize("begins", [True, False])

@@ -74,6 +74,8 @@ def test_the_lease_is_there_before_the_hold_is_answered_and_gone_after_the_relea
     (record,) = list_leases()
     assert (record.address, record.job, record.live) == (hold.address, round_.job, True)
     assert (record.guard.pid, record.rank.pid) == (hold.guard_pid, os.getpid())
+    clocks = open_gpu(hold.address).supported_frequencies_mhz
+    assert record.clocks_mhz == (clocks[0], clocks[-1])  # its page names no lowest
     assert_detached(hold)
     hold.release()
     assert round_.node.locked_mhz(hold.address) is None

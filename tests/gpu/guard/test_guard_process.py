@@ -30,6 +30,8 @@ class Gpu:
     """
 
     late_request_s = 7.0
+    supported_frequencies_mhz = (1410, 210)
+    changes_clock = True
 
     def __init__(self):
         self.resets = 0

@@ -5,11 +5,14 @@ import fcntl
 import json
 import os
 import re
+import socket
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict
+from pathlib import Path
 
 import pytest
+from jsonschema import Draft202012Validator
 from lease_helpers import (
     REAL,
     FakeGpu,
@@ -41,14 +44,18 @@ from envpipe_megatron.gpu.guard.messages import ProcessIdentity
 
 __all__ = ["folder", "gpu"]
 
+SCHEMA = json.loads((Path(__file__).parents[3] / "docs/schemas/lease.json").read_text())
+
 
 # --- taking and releasing ------------------------------------------------------------------------
 
 
-def test_a_lease_says_who_holds_the_gpu_and_goes_with_its_release(folder, gpu):
+def test_a_lease_says_who_holds_the_gpu_and_goes_with_its_release(folder, gpu, monkeypatch):
     before = open_files()
     umask = os.umask(0o077)
-    lease = take(gpu.address, "my job \x1b[2J\ud800")  # which harms no terminal
+    for name in ("ENVPIPE_JOB_NAME", "SLURM_JOB_ID"):
+        monkeypatch.setenv(name, f"{name} \x1b")  # which harms no terminal
+    lease = take(gpu.address, "my job \x1b[2J\ud800", clocks_mhz=(1410, 750))
     os.umask(umask)
     (record,) = list_leases()
     assert record == LeaseRecord(
@@ -59,8 +66,16 @@ def test_a_lease_says_who_holds_the_gpu_and_goes_with_its_release(folder, gpu):
         guard=ProcessIdentity.own(),
         rank=ProcessIdentity.own(),
         live=True,
+        clocks_mhz=(1410, 750),
+        host=socket.gethostname(),
+        job_name="ENVPIPE_JOB_NAME ?",
+        slurm_job_id="SLURM_JOB_ID ?",
+        created=record.created,
     )
     document = json.loads(lease.path.read_text())
+    assert document["created"] == record.created
+    Draft202012Validator(SCHEMA).validate(document)
+    assert document.keys() == SCHEMA["properties"].keys()
     assert (document["format"], document["uid"]) == ("envpipe-lease/1", os.geteuid())
     assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\+00:00", document["created"])
     assert lease.path.stat().st_mode & 0o777 == 0o644
@@ -68,6 +83,12 @@ def test_a_lease_says_who_holds_the_gpu_and_goes_with_its_release(folder, gpu):
     lease.release()
     assert list_leases() == []
     assert list(folder.iterdir()) == []
+    monkeypatch.setenv("SLURM_JOB_NAME", "llama")
+    for given, name in ((os.environ["SLURM_JOB_ID"], "llama"), ("", "llama"), ("mine", "mine")):
+        monkeypatch.setenv("ENVPIPE_JOB_NAME", given)
+        lease = take(gpu.address)
+        assert list_leases()[0].job_name == name
+        lease.release()
     assert open_files() <= before
 
 
@@ -109,6 +130,21 @@ def test_takers_exclude_each_other(gpu):
 
 
 # --- stale leases --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("clocks", [None, "1410", [1410], ["x", 750], {}])
+def test_a_lease_is_undone_whatever_its_mark_says(gpu, clocks):
+    """Earlier versions wrote none of it, and anybody may write anything."""
+    path = left_by_a_dead_guard(gpu.address, dead()).path
+    document = json.loads(path.read_text())
+    for name in ("host", "job_name", "slurm_job_id", "clocks_mhz"):
+        del document[name]
+    path.write_text(json.dumps(document if clocks is None else {**document, "clocks_mhz": clocks}))
+    (record,) = list_leases()
+    assert (record.clocks_mhz, record.host, record.mark()["lowest_mhz"]) == (None, "", None)
+    gpu.lock_frequency(1200)
+    assert undo_stale(open_gpu) == [gpu.address]
+    assert gpu.requested_frequency_mhz is None
 
 
 def test_a_lease_whose_gpu_cannot_be_reset_is_kept(gpu):

@@ -66,10 +66,9 @@ def dead():
     return identity
 
 
-def take(address, job="job", rank=None, open_gpu=open_gpu, patience_s=0.0):
-    return Lease.take(
-        address, job, rank=rank or ProcessIdentity.own(), open_gpu=open_gpu, patience_s=patience_s
-    )
+def take(address, job="job", rank=None, open_gpu=open_gpu, patience_s=0.0, **more):
+    rank = rank or ProcessIdentity.own()
+    return Lease.take(address, job, rank=rank, open_gpu=open_gpu, patience_s=patience_s, **more)
 
 
 def left_by_a_dead_guard(address, rank, job="dead job"):

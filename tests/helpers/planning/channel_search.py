@@ -7,12 +7,6 @@ from envpipe_megatron.core.kinds import Kind, Unit
 from envpipe_megatron.core.schedule import Schedule
 
 
-def explore_all(schedule: Schedule, capacity: int | None, max_states: int = 1_000_000) -> bool:
-    """Whether every interleaving of the stages' steps finishes; see `stopping_points`."""
-    points = stopping_points(schedule, capacity, max_states)
-    return points == {(schedule.units_per_stage,) * schedule.num_stages}
-
-
 def stopping_points(
     schedule: Schedule, capacity: int | None, max_states: int = 1_000_000
 ) -> frozenset[tuple[int, ...]]:

@@ -208,6 +208,17 @@ def rows_of(profile, stage, unit):
     return profile.rows[stage][unit.kind]
 
 
+def with_rows(profile, change):
+    """The profile with each of its rows changed."""
+    return replace(
+        profile,
+        rows=tuple(
+            {kind: tuple(map(change, rows)) for kind, rows in kinds.items()}
+            for kinds in profile.rows
+        ),
+    )
+
+
 def uniform_profile(num_stages, curve, *, backward=2.0, slowness=None, **options):
     """All stages alike: a backward takes `backward` times a forward; `slowness` by stage."""
     slow = slowness or [1.0] * num_stages
@@ -222,6 +233,15 @@ def uniform_profile(num_stages, curve, *, backward=2.0, slowness=None, **options
         },
         **options,
     )
+
+
+def like_a_gpu(num_stages, clocks):
+    """A forward takes 50 ms at the first clock; power falls with the cube of the clock."""
+    curve = {}
+    for clock in clocks:
+        share = clock / clocks[0]
+        curve[clock] = 0.05 / share, 0.05 / share * (120 + 180 * share**3)
+    return uniform_profile(num_stages, curve)
 
 
 #: Two stages: a forward at 1200 MHz on stage 1 takes 1 s and 11 J.

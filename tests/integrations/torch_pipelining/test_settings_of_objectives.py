@@ -18,10 +18,8 @@ KEPT = "Objective time needs another order, and this job keeps its own"
 @pytest.mark.parametrize(
     ("asked", "does", "notes"),
     [
-        ({"objective": "edp"}, "order auto, plans of least edp, corrected as the job runs", []),
         ({"objective": "time"}, f"{SHORTEST}highest clock, where it is faster", []),
         ({"objective": "time", "level": "units"}, f"{ALONE}highest clock; clocks", [KEPT]),
-        ({"objective": "time", "level": "uniform"}, f"{ALONE}highest clock; clocks", [KEPT]),
         ({"objective": "edp", "level": "uniform"}, "one clock of least energy for the whole", []),
         (
             {"objective": "edp", "gpu_control": "none"},

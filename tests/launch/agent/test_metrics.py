@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import io
+import json
 import socket
 import threading
+import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -18,7 +21,11 @@ from prometheus_client import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
 from envpipe_megatron.errors import EnvPipeError
-from envpipe_megatron.gpu.base import GpuError
+from envpipe_megatron.gpu.base import GpuAddress, GpuError
+from envpipe_megatron.gpu.devices import open_gpu
+from envpipe_megatron.gpu.guard.lease import Lease, list_leases
+from envpipe_megatron.gpu.guard.messages import ProcessIdentity
+from envpipe_megatron.launch.agent.control import with_control
 from envpipe_megatron.launch.agent.ledger import GpuLedger
 from envpipe_megatron.launch.agent.prometheus import FAMILIES, serve_metrics
 from envpipe_megatron.launch.bill.bill import Bill
@@ -52,6 +59,8 @@ class Scraped:
             connected=lambda: ["rank 0", "rank 1"],
             log=SimpleNamespace(node='n"0\\'),
             snapshot=lambda: self.bill,
+            control=None,
+            bill=self.bill,
         )
 
     def add_gpu(self, rank: int) -> PoweredGpu:
@@ -119,6 +128,28 @@ def test_figures_of_each_gpu(node):
     for name in ("envpipe_gpu_power_watts", "envpipe_gpu_energy_joules_total"):
         assert f"# HELP {name} " in text
         assert f"# TYPE {name} " in text
+
+
+def test_a_gpu_that_a_job_may_slow_is_marked(node, tmp_path, monkeypatch):
+    monkeypatch.setenv("ENVPIPE_LEASE_DIR", str(tmp_path / "leases"))
+    node.add_gpu(0)
+    node.add_gpu(1)
+    port, _ = node.serve()
+    rank = ProcessIdentity.own()
+    leases = [
+        Lease.take(GpuAddress("nvml", uid), "j", rank=rank, open_gpu=open_gpu, clocks_mhz=(1410, 9))
+        for uid in ("GPU-1", "GPU-of-another-job")
+    ]
+    (sample,) = node.scrape(port)["envpipe_gpu_slowed_info"].samples
+    labels, mark = sample.labels, list_leases()[0].mark()
+    assert (sample.value, labels["gpu_uid"], labels["rank"]) == (1, "GPU-1", "1")
+    names = ("user", "pid", "host", "slurm_job_id", "highest_mhz", "lowest_mhz", "since")
+    assert {name: labels[name] for name in names} == {name: str(mark[name]) for name in names}
+    for lease in leases:
+        lease.close()  # as if its guard had died
+    assert not node.scrape(port)["envpipe_gpu_slowed_info"].samples
+    (tmp_path / "leases").chmod(0o777)
+    assert node.scrape(port)["envpipe_gpu_power_watts"].samples
 
 
 def test_figures_of_the_job(node):
@@ -196,3 +227,73 @@ def test_ending_frees_the_port(node):
     assert threading.active_count() <= threads
     with pytest.raises(OSError, match="refused"):
         node.text(port)
+
+
+# --- /control -------------------------------------------------------------------------------------
+
+JSON = "application/json"
+
+
+def ask(port: int, body: str | None = None, kind: str = JSON, method: str = "PUT") -> Any:
+    """The status and the answer."""
+    request = urllib.request.Request(f"http://127.0.0.1:{port}/control")
+    if body is not None:
+        request = urllib.request.Request(
+            request.full_url, body.encode(), {"Content-Type": kind}, method=method
+        )
+    try:
+        with urllib.request.urlopen(request, timeout=LONG_S) as answer:
+            return answer.status, json.load(answer)
+    except urllib.error.HTTPError as refused:
+        with refused:
+            return refused.code, json.load(refused)["error"]
+
+
+def test_an_operator_asks_by_http_what_the_jobs_file_says(node, tmp_path):
+    port, _ = node.serve()
+    node.agent.bill = object()
+    assert ask(port)[0] == 404
+    file = tmp_path / "control.json"
+    begun = {"power_budget": 300, "off": False}
+    node.agent.control = {"file": str(file), "asked": begun}
+    where = {"file": str(file)}
+    assert ask(port) == (200, begun | where)
+    wanted = {"power_budget": "80%", "off": True}
+    assert ask(port, json.dumps(wanted)) == (200, wanted | where)
+    assert json.loads(file.read_text()) == wanted
+    assert ask(port) == (200, wanted | where)
+    for body, what in (
+        ("[", "not readable JSON"),
+        ('{"of": true}', "unknown field"),
+        ('{"power_budget": "800%"}', "at full clock"),
+    ):
+        status, said = ask(port, body)
+        assert (status, what in said) == (400, True)
+    assert ask(port, "{}", "text/plain")[0] == 403
+    assert ask(port, " " * 5000 + "{}")[0] == 400
+    assert json.loads(file.read_text()) == wanted, "nothing that is refused changes it"
+    assert ask(port, "{}", method="POST") == (200, {"power_budget": None, "off": False} | where)
+    file.write_text("[")
+    assert ask(port)[0] == 400
+    node.agent.control["file"] = str(tmp_path / "no folder" / "control.json")
+    assert ask(port, "{}")[0] == 404
+    node.agent.bill = None
+    assert "rank 0" in ask(port)[1], "another node's agent has the bill"
+    assert "envpipe_job_info" in node.text(port)
+
+
+@pytest.mark.parametrize(
+    ("peer", "status"),
+    [("127.0.0.1", 200), ("::1", 200), ("::ffff:127.0.0.1", 200), ("10.0.0.7", 403)],
+)
+def test_only_this_node_may_ask(node, tmp_path, peer, status):
+    file = tmp_path / "control.json"
+    node.agent.bill, node.agent.control = object(), {"file": str(file), "asked": {}}
+    app, seen = with_control(lambda *call: [], node.agent), []
+    about = {"CONTENT_TYPE": JSON, "CONTENT_LENGTH": "2", "wsgi.input": io.BytesIO(b"{}")}
+    about |= {"PATH_INFO": "/control", "REQUEST_METHOD": "PUT", "REMOTE_ADDR": peer}
+    app(about, lambda said, headers: seen.append(int(said[:3])))
+    assert seen == [status]
+    assert file.exists() == (status == 200)
+    app(about | {"REQUEST_METHOD": "GET"}, lambda said, headers: seen.append(int(said[:3])))
+    assert seen[1] == 200

@@ -10,7 +10,8 @@ import pytest
 from jobs import ALL, OVERLAP, Job
 from memory_folder import memory_folder
 from on_request import asked_for, on_request
-from rehearsed import differences, random_order
+from random_orders import random_order
+from rehearsed import differences
 from test_split_features import JOBS as FEATURES
 
 from envpipe_megatron.core.kinds import SPLIT, WHOLE, Kind, unit
@@ -27,7 +28,8 @@ JOBS = {
 
 def assert_equal_in_random_orders(pool, name: str, job: Job, count: int) -> None:
     rng = random.Random(name)
-    orders = [random_order(rng, job.stages, job.microbatches, job.chunks) for _ in range(count)]
+    size = job.stages, job.microbatches, job.chunks
+    orders = [random_order(rng, *size, split=True, in_turn=True) for _ in range(count)]
     assert not any(order.out_of_turn for order in orders)
     with memory_folder() as folder:
         for some in range(0, count, 20):  # a pool waits two minutes for an answer
@@ -45,15 +47,6 @@ def test_random_orders_with_delays(pool, name):
 @pytest.mark.parametrize("name", FEATURES)
 def test_features_in_random_orders(pool, name):
     assert_equal_in_random_orders(pool, name, FEATURES[name], 4)
-
-
-def test_random_orders_differ_and_mix_whole_backwards_with_split_ones():
-    rng = random.Random(0)
-    orders = [random_order(rng, 3, 5, 2) for _ in range(50)]
-    assert len({order.stages for order in orders}) == 50
-    assert any(order.combined.any() for order in orders)
-    assert any(not order.combined.any() for order in orders)
-    assert len({order.peak_in_flight for order in orders}) > 20
 
 
 def turned(kinds: Sequence[Kind], kind: Kind) -> Schedule:

@@ -139,23 +139,6 @@ def test_chunks(stock, ours, tmp_path, size, what, reducer):
     trained_alike(stock, ours, job, by_plan(tmp_path, schedule), schedule)
 
 
-FEATURES = {
-    "dropout": Job(4, 8, dropout=0.1),
-    "full recomputation": Job(4, 8, recompute=True),
-    "recomputation and dropout": Job(4, 8, recompute=True, dropout=0.1, layers=8),
-    "per-token loss": Job(2, 8, per_token_loss=True, reducer=OVERLAP),
-    "not deallocated": Job(2, 8, deallocate=False),
-    "evaluation, tied": Job(4, 8, evaluate_after=1, tied=True),
-}
-
-
-@pytest.mark.parametrize("name", each_of(FEATURES, ["recomputation and dropout"]))
-def test_features(stock, ours, tmp_path, name):
-    job = FEATURES[name]
-    schedule = zero_bubble(job.stages, 8, 2 * job.stages - 1)
-    trained_alike(stock, ours, job, by_plan(tmp_path, schedule), schedule)
-
-
 PLANNED = {"p4": Job(4, 12, tied=True), "V2": Job(2, 8, chunks=2, reducer=ALIGNED)}
 
 

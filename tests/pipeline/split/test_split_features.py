@@ -32,25 +32,21 @@ LATENT = (
 )
 
 JOBS = {
-    "fused": Job(2, 8, fused=True, reducer=PLAIN),
-    "fused, overlapped": Job(2, 8, fused=True, reducer=OVERLAP),
-    "fused, aligned": Job(2, 8, fused=True, reducer=ALIGNED),
+    "dropout, not deallocated": Job(2, 8, dropout=0.1, deallocate=False),
+    "recomputation and dropout": Job(4, 8, recompute=True, dropout=0.1, layers=8),
+    "per-token loss": Job(2, 8, per_token_loss=True, reducer=OVERLAP),
+    "evaluation, tied": Job(4, 8, evaluate_after=1, tied=True),
     "fused, distributed, overlapped": Job(2, 8, fused=True, reducer=ALL),
     "fused, tied": Job(4, 8, fused=True, reducer=PLAIN, tied=True),
-    "fused, tied, overlapped": Job(2, 8, fused=True, reducer=OVERLAP, tied=True),
     "fused, two chunks": Job(2, 8, chunks=2, fused=True, reducer=ALIGNED, deallocate=False),
-    "bf16": Job(2, 8, half="bf16", reducer=PLAIN),
     "bf16, overlapped, distributed": Job(2, 8, half="bf16", reducer=ALL),
     "bf16, fused, tied": Job(2, 8, half="bf16", fused=True, reducer=OVERLAP, tied=True),
     "bf16, recomputed": Job(4, 8, half="bf16", recompute=True, dropout=0.1, reducer=PLAIN),
-    "fp16": Job(2, 8, half="fp16", reducer=PLAIN),
     "fp16, fused": Job(2, 8, half="fp16", fused=True, reducer=OVERLAP),
-    "sequence parallel": Job(2, 8, tensor=2, reducer=PLAIN),
     "sequence parallel, fused": Job(2, 8, tensor=2, fused=True, reducer=PLAIN),
     "sequence parallel, bf16, overlapped": Job(2, 8, tensor=2, half="bf16", reducer=OVERLAP),
     "sequence parallel, recomputed": Job(2, 8, tensor=2, recompute=True, reducer=PLAIN),
     "tensor parallel": Job(2, 8, tensor=2, reducer=PLAIN, options=(("sequence_parallel", False),)),
-    "selective recomputation": Job(2, 8, dropout=0.1, options=SELECTIVE),
     "selective, of activations": Job(
         2,
         8,
@@ -62,9 +58,7 @@ JOBS = {
         ),
     ),
     "gated": Job(2, 8, options=(("gated_linear_unit", True), ("normalization", "RMSNorm"))),
-    "experts": Job(2, 8, reducer=PLAIN, options=EXPERTS),
     "experts, overlapped": Job(2, 8, reducer=OVERLAP, options=EXPERTS),
-    "experts, shared": Job(2, 8, reducer=PLAIN, options=SHARED),
     "fp16, skipped steps, selective recomputation": Job(
         2, 8, half="fp16", reducer=OVERLAP, loss_scale=24, steps=6, options=SELECTIVE
     ),
@@ -78,20 +72,12 @@ JOBS = {
     "latent attention": Job(2, 8, reducer=OVERLAP, latent=True, options=LATENT),
     "latent attention, fused": Job(2, 8, reducer=ALL, fused=True, latent=True, options=LATENT),
     "multi-token prediction": Job(2, 8, reducer=PLAIN, options=(("mtp_num_layers", 1),)),
-    "multi-token prediction, tied": Job(
-        2, 8, reducer=PLAIN, tied=True, options=(("mtp_num_layers", 1),)
-    ),
-    "multi-token prediction, fused": Job(
-        2, 8, reducer=PLAIN, fused=True, options=(("mtp_num_layers", 1),)
-    ),
-    "multi-token prediction, fused, tied": Job(
-        2, 8, reducer=PLAIN, fused=True, tied=True, options=(("mtp_num_layers", 1),)
-    ),
 }
 
 
 #: Run each time; the others on request.
 ALWAYS = [
+    "recomputation and dropout",
     "fp16, skipped steps, selective recomputation",
     "sequence parallel, recomputed",
     "experts, shared, multi-token prediction, fused, tied",

@@ -3,11 +3,10 @@
 import itertools
 import math
 import random
-from dataclasses import replace
 
 import numpy as np
 import pytest
-from core_cases import PROFILE, WAIT_CURVES, B, F, profile_of, random_orders, uniform_profile
+from core_cases import PROFILE, WAIT_CURVES, random_orders, uniform_profile
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from on_request import examples
@@ -157,53 +156,3 @@ def test_the_change_back_to_the_first_clock_counts():
     for change_j, clocks in ((0.0, [0, 1, 1, 1]), (0.7, [0, 1, 1, 1]), (1.0, [0, 0, 0, 0])):
         index = RunFinder(table, np.array([change_j]), 0.0).find(cost_j, table.profiled)
         assert index.tolist() == [clocks]
-
-
-class TestRunsAroundTheIteration:
-    """Of units of one second, of which the first and the last alone are to be at a lower clock."""
-
-    profile = uniform_profile(1, {1000: (1.0, 10.0), 800: (1.0, 8.0)})
-    schedule = builders.one_f_one_b(1, 3)
-    cost_j = np.array([[0.0, -1.0], *[[0.0, 5.0]] * 4, [0.0, -1.0]])[:, None]
-
-    def runs(self, dwell_s, wait_s=None):
-        table = make_clock_table(self.schedule, self.profile, Conditions((0.0,)), np.zeros(1))
-        table = replace(table, time_s=np.ones((6, 1, 2)), profiled=np.ones((6, 1, 2), dtype=bool))
-        return RunFinder(table, np.zeros(1), dwell_s, wait_s).find(self.cost_j, table.profiled)
-
-    def test_the_last_run_goes_on_in_the_first(self):
-        assert self.runs(2.0).tolist() == [[1, 0, 0, 0, 0, 1]]
-        assert self.runs(2.5).tolist() == [[0] * 6]
-
-    def test_waits_count(self):
-        wait_s = np.array([[0.5, 0, 0, 0, 0, 0]])
-        assert self.runs(2.5, wait_s).tolist() == [[1, 0, 0, 0, 0, 1]]
-
-
-class TestClockTable:
-    profile = profile_of(
-        {
-            (0, F): {1200: (1.0, 10.0), 1000: (1.2, 8.0), 600: (3.0, 30.0)},
-            (0, B): {1200: (2.0, 24.0), 900: (3.0, 15.0)},
-            (1, F): {1400: (1.0, 11.0)},
-            (1, B): {1400: (2.0, 25.0), 700: (4.0, 15.5)},
-        }
-    )
-    conditions = Conditions((2.0, 3.0), gpus_per_stage=(1, 8))
-
-    @pytest.fixture
-    def table(self):
-        powers_w = np.array([2.0, 3.0])
-        return make_clock_table(builders.one_f_one_b(2, 1), self.profile, self.conditions, powers_w)
-
-    def test_holds_the_clocks_of_a_stage_that_are_worth_anything(self, table):
-        # 600 MHz is slower and dearer than 1000; stage 1 repeats its last clock.
-        assert table.frequency_mhz.tolist() == [[1200, 1000, 900], [1400, 700, 700]]
-        assert table.profiled[:, 0].tolist() == [[True, True, False], [True, False, True]]
-        assert table.profiled[:, 1].tolist() == [[True, False, False], [True, True, False]]
-
-    def test_times_between_profiled_clocks_are_on_the_line(self, table):
-        assert table.time_s[:, 0, 1] == pytest.approx([1.2, 2 + 2 / 3])
-
-    def test_costs_count_all_gpus_and_what_waiting_would_have_cost(self, table):
-        assert table.cost_j[:, 1, 0] == pytest.approx([8 * (11 - 3), 8 * (25 - 6)])

@@ -15,10 +15,8 @@ from envpipe_megatron.core.orders import builders
 from envpipe_megatron.core.plan import Plan, max_frequencies
 from envpipe_megatron.core.profile import make_profile, read_profile
 from envpipe_megatron.core.profile_rows import ProfileRow
-from envpipe_megatron.policies.clock_changes import run_search
 from envpipe_megatron.policies.clock_changes.clock_runs import shortest_dwell_s
 from envpipe_megatron.policies.clock_changes.run_search import _RunSearch
-from envpipe_megatron.policies.clock_changes.run_times import faster_path, saving_moves
 from envpipe_megatron.policies.optimal.optimizer import Optimizer, all_maximum_s
 from envpipe_megatron.policies.planner import make_plan
 from envpipe_megatron.policies.request import PlanRequest
@@ -52,17 +50,33 @@ class Case:
         return index, self.search._plan(index)
 
 
-CASES = pytest.mark.parametrize("case", range(16), indirect=True)
-
-
-@pytest.fixture
-def case(request):
-    return Case(request.param)
-
-
 def chosen(values, index):
     """[units_per_stage, num_stages] the values of the chosen clocks."""
     return np.take_along_axis(values, index.T[:, :, None], axis=2)[:, :, 0]
+
+
+@pytest.mark.parametrize("seed", range(16))
+def test_costs_waiting_and_changes_add_up_to_the_plans_energy(seed):
+    case = Case(seed)
+    index, plan = case.any_plan()
+    conditions = plan.conditions
+    price_w = case.numbers.random(index.shape)
+    cost_j, late = case.search._costs(plan, price_w)
+    assert (late is not None) == (conditions.change_time_s > 0)
+    if late is None:
+        total_j = chosen(cost_j, index).sum()
+        total_j += np.dot(conditions.blocking_power_w, conditions.gpus_by_stage) * (
+            plan.cost.iteration_time_s
+        )
+        total_j += np.dot(plan.evaluation.clock_changes, case.search._change_j)
+        assert total_j == pytest.approx(plan.cost.energy_j)
+        return
+    wait_s = plan.timeline.wait_s.T
+    expected_s = np.maximum(conditions.change_time_s - wait_s, 0.0)
+    assert late.late_s[1:].tolist() == expected_s[1:].tolist()
+    assert not late.late_s[0].any()
+    at = chosen(late.cost_j - cost_j, index)
+    assert at == pytest.approx(price_w.T * chosen(case.table.time_s, index))
 
 
 def test_a_long_dwell_time_still_saves_by_runs_with_waits_in_them():
@@ -107,89 +121,6 @@ def test_where_slower_units_leave_shorter_waits_runs_are_still_found():
         plan = make_plan(profile, request).plan
         savings.append(plan.cost.saving_percent(plan.baseline.cost))
     assert savings == sorted(savings, reverse=True)
-
-
-@CASES
-def test_costs_waiting_and_changes_add_up_to_the_plans_energy(case):
-    index, plan = case.any_plan()
-    conditions = plan.conditions
-    price_w = case.numbers.random(index.shape)
-    cost_j, late = case.search._costs(plan, price_w)
-    assert (late is not None) == (conditions.change_time_s > 0)
-    if late is None:
-        total_j = chosen(cost_j, index).sum()
-        total_j += np.dot(conditions.blocking_power_w, conditions.gpus_by_stage) * (
-            plan.cost.iteration_time_s
-        )
-        total_j += np.dot(plan.evaluation.clock_changes, case.search._change_j)
-        assert total_j == pytest.approx(plan.cost.energy_j)
-        return
-    wait_s = plan.timeline.wait_s.T
-    expected_s = np.maximum(conditions.change_time_s - wait_s, 0.0)
-    assert late.late_s[1:].tolist() == expected_s[1:].tolist()
-    assert not late.late_s[0].any()
-    at = chosen(late.cost_j - cost_j, index)
-    assert at == pytest.approx(price_w.T * chosen(case.table.time_s, index))
-
-
-@CASES
-def test_first_runs_are_of_profiled_clocks_and_some_keep_the_durations(case):
-    _, case.search._start = case.any_plan()
-    shares = {share: list(case.search._slowed(share)) for share in (1.0, 0.7)}
-    for plan in (*shares[1.0], *shares[0.7], *case.search._near_relaxed()):
-        assert chosen(case.table.profiled, case.table.index_of(plan.frequency_mhz)).all()
-    start = case.search._start
-    start_s, _ = start.profile.lookup(start.schedule, start.frequency_mhz)
-    fastest_s = case.table.time_s.min(axis=2)
-    for share, plans in shares.items():
-        for plan in plans:
-            allowed_s = fastest_s + share * (start_s.T - fastest_s)
-            planned_s, _ = plan.profile.lookup(plan.schedule, plan.frequency_mhz)
-            assert (allowed_s * (1 + 1e-9) >= planned_s.T).all()
-    if not case.dwell_s and not start.conditions.change_time_s:
-        # The clocks of the start are allowed, and one of the changes may be counted too late.
-        cost_j, _ = case.search._costs(start, case.search._price_w)
-        ours_j, start_j = (
-            chosen(cost_j, case.table.index_of(plan.frequency_mhz)).sum(axis=0)
-            + case.search._change_j * plan.evaluation.clock_changes
-            for plan in (shares[1.0][0], start)
-        )
-        small_j = 1e-9 * np.abs(cost_j).sum()
-        assert (ours_j <= start_j + case.search._change_j + small_j).all()
-
-
-@CASES
-def test_late_plans_are_made_faster_until_they_are_in_time_or_nothing_can_be(case, monkeypatch):
-    """Or after twenty paths."""
-    answers = []
-
-    def counted(*arguments):
-        answers.append(faster_path(*arguments))
-        return answers[-1]
-
-    monkeypatch.setattr(run_search, "faster_path", counted)
-    _, plan = case.any_plan()
-    faster = case.search._in_time(plan)
-    if plan.cost.iteration_time_s <= case.deadline_s:
-        assert faster is plan
-    elif faster.cost.iteration_time_s > case.deadline_s * (1 + 1e-9):
-        assert answers[-1] is None or len(answers) == 20
-
-
-@CASES
-def test_spending_ends_where_no_move_saves(case):
-    search = case.search
-    plan = search._in_time(case.any_plan()[1])
-    improved = search._spent(plan)
-    assert improved is plan or (
-        improved.cost.energy_j < plan.cost.energy_j and search._meets(improved)
-    )
-    index = case.table.index_of(improved.frequency_mhz)
-    for move in saving_moves(improved, case.table, search._change_j, case.deadline_s):
-        moved = index.copy()
-        moved[move.stage, move.begin : move.end] = move.clock
-        other = search._plan(moved)
-        assert other.cost.energy_j >= improved.cost.energy_j or not search._meets(other)
 
 
 def test_late_plans_with_a_dwell_time_are_made_faster_where_no_other_is_in_time():

@@ -84,29 +84,6 @@ def test_runs_of_one_unit_are_as_cheap_as_the_program_without_runs(seed):
     assert energy_j == pytest.approx(program.solve(deadline_s).cost_j, abs=1e-5 * scale_j, rel=1e-5)
 
 
-@settings(max_examples=examples(40), deadline=None, derandomize=True)
-@given(st.integers(0, 2**32))
-def test_one_run_a_stage_has_one_clock_and_misses_a_deadline_by_as_little_as_it_can(seed):
-    rng = random.Random(seed)
-    case = SharedClocks(rng)
-    index = np.zeros(case.schedule.is_backward.shape, dtype=np.int64)
-    duration_s, price_w = case.solve(index, 0.5 * case.fastest_s)
-    assert (price_w >= -1e-6).all()
-    for stage in range(case.job.num_stages):
-        backward = case.schedule.is_backward[stage]
-        for kind in (backward, ~backward):
-            assert np.ptp(duration_s[stage, kind]) <= 1e-9 * duration_s.max()
-    # No mixture of clocks that both kinds have makes it faster: try all single ones.
-    profiled = case.table.profiled.all(axis=0)
-    fastest_s = np.array(
-        [
-            [case.table.time_s[position, stage, profiled[stage]].min() for position in range(width)]
-            for stage, width in enumerate([index.shape[1]] * len(index))
-        ]
-    )
-    assert case.iteration_s(duration_s) >= case.iteration_s(fastest_s) * (1 - 1e-9)
-
-
 class TestLateClocks:
     """A forward and a backward on stage 0, each a run; another stage between them has one clock."""
 
@@ -180,27 +157,6 @@ class TestSavingMoves:
             more_s = table.time_s[begin:end, stage, clock] - table.time_s[begin:end, stage, now]
             assert in_time or (more_s < 0).any()  # units that are faster are later than others
 
-    @settings(max_examples=examples(80), deadline=None, derandomize=True)
-    @given(SEEDS)
-    def test_leave_out_none_of_a_single_unit_that_helps(self, seed):
-        """To a neighbour's clock, or to its next two slower ones."""
-        case = RandomRuns(seed)
-        moves = saving_moves(case.plan, case.table, case.change_j, case.deadline_s)
-        known = {move[1:] for move in moves}
-        for stage, row in enumerate(case.index.tolist()):
-            for at, now in enumerate(row):
-                sides = (row[at - 1], row[(at + 1) % len(row)])
-                if now in sides:
-                    continue
-                time_s = case.table.time_s[at, stage]
-                slower = sorted(c for c in range(len(time_s)) if time_s[c] > time_s[now])
-                slower = sorted(slower, key=time_s.__getitem__)[:2]
-                for clock in {*sides, *slower}:
-                    saved_j, _, in_time = case.tried(stage, at, at + 1, clock)
-                    if abs(saved_j) > 1e-9 * case.plan.cost.energy_j:
-                        wanted = in_time and saved_j > 0
-                        assert ((stage, at, at + 1, clock) in known) == wanted
-
 
 class RandomRuns:
     """A plan of random runs, waiting for free: then what a move saves is what the plan saves."""
@@ -261,7 +217,6 @@ class TestFasterPath:
         [
             (8.75, [1000, 900, 900, 900]),
             (8.74, [1000, 900, 1000, 900]),
-            (8.5, [1000, 900, 1000, 900]),
             (8.25, [1000, 1100, 1000, 900]),
             (1.0, [1000, 1100, 1000, 1100]),
         ],
@@ -282,9 +237,7 @@ class TestFasterPath:
         ("forward_j", "deadline_s", "clocks"),
         [
             (13.0, 7.0, [1200, 1200, 900, 1200]),
-            (13.0, 6.5, [1200, 1200, 900, 1200]),
             (13.0, 6.3, [1200, 1200, 1200, 1200]),
-            (13.0, 5.0, [1200, 1200, 1200, 1200]),
             (16.0, 6.85, [1000, 1200, 900, 1200]),
         ],
     )

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from on_request import examples
-from planning_cases import random_conditions, random_profile, try_everything
+from planning_cases import random_profile
 from program_cases import Case
 from scipy.optimize import OptimizeResult
 
@@ -57,37 +57,6 @@ def test_any_duals_give_a_bound(seed):
     for scale in (0.0, 0.1, 1.0, 30.0):
         bound = bound_j(case, garbage(case, scale * steepest_w))
         assert bound <= optimum_j + 1e-7 * abs(optimum_j)
-
-
-@settings(max_examples=examples(60), deadline=None, derandomize=True)
-@given(SEEDS)
-def test_any_duals_give_a_bound_on_what_exists(seed):
-    """Below the best of all assignments of frequencies that meet the deadline."""
-    rng = random.Random(seed)
-    profile = random_profile(rng, 2, 3)
-    conditions = random_conditions(rng, profile)
-    schedule = rng.choice([builders.one_f_one_b, builders.gpipe])(2, rng.choice([1, 2]))
-    everything = try_everything(schedule, profile, conditions)
-    deadline_s = float(everything.iteration_time_s.min()) * rng.choice([1.0, 1.1, 2.0])
-    choices = make_choices(profile, np.array(conditions.blocking_power_w), conditions.gpus_by_stage)
-    optimum_j = everything.least_energy_j(deadline_s)
-    numbers = np.random.default_rng(seed)
-    for scale_w in (0.0, 1.0, 100.0, 10_000.0):
-        units, stages = schedule.num_units, schedule.num_stages
-        guess = Prices(
-            numbers.random(units),
-            numbers.random(units),
-            scale_w * numbers.random(stages),
-        )
-        bound = energy_lower_bound_j(
-            schedule,
-            choices,
-            conditions.latency_s,
-            conditions.tail_by_stage_s,
-            deadline_s,
-            guess,
-        )
-        assert bound <= optimum_j * (1 + 1e-9)
 
 
 def small_job(deadline_s=None):

@@ -1,18 +1,14 @@
 """Which frequencies a planner looks at, and what it is told they cost."""
 
 import random
-from dataclasses import replace
 
 import numpy as np
-import pytest
 from core_cases import B, F, profile_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from on_request import examples
 from planning_cases import random_job
 
-from envpipe_megatron.core.evaluation import evaluate
-from envpipe_megatron.core.orders import builders
 from envpipe_megatron.policies.optimal.choices import make_choices
 
 SEEDS = st.integers(0, 2**32)
@@ -44,20 +40,6 @@ def test_a_clock_that_another_beats_in_time_and_cost_is_no_choice():
     assert table(forward) == [(1400, 1.0, 20.0), (1200, 1.5, 12.0), (800, 2.0, 9.0)]
 
 
-def test_the_hull_leaves_out_what_lies_on_or_above_a_line():
-    curve = {
-        1400: (1.0, 20.0),
-        1300: (1.5, 19.0),  # above the line from 1400 to 1200
-        1200: (2.0, 10.0),
-        1100: (2.5, 8.0),  # on the line from 1200 to 1000
-        1000: (3.0, 6.0),
-        900: (4.0, 5.5),
-    }
-    forward, _ = choices_of(curve).units
-    assert forward.frequency_mhz[forward.hull].tolist() == [1400, 1200, 1000, 900]
-    assert len(forward.frequency_mhz) == 6
-
-
 def test_waiting_is_taken_off_the_cost_and_makes_slow_units_cheaper():
     curve = {1400: (1.0, 20.0), 1000: (2.0, 25.0)}
     assert table(choices_of(curve).units[0]) == [(1400, 1.0, 20.0)]
@@ -80,32 +62,3 @@ def test_the_hull_is_convex_and_below_every_choice(seed):
         assert np.all(np.diff(np.diff(cost_j) / np.diff(time_s)) > 0)
         below = np.interp(unit.time_s, time_s, cost_j)
         assert np.all(below <= unit.cost_j + 1e-9 * np.abs(unit.cost_j))
-
-
-@FIXED
-@given(SEEDS)
-def test_costs_and_waiting_power_add_up_to_the_energy_of_an_iteration(seed):
-    """For any frequencies, whatever the timeline: the identity that planning rests on."""
-    rng = random.Random(seed)
-    job = random_job(rng)
-    conditions = job.conditions
-    schedule = builders.one_f_one_b(job.num_stages, job.num_microbatches)
-    choices = make_choices(
-        job.profile, np.array(conditions.blocking_power_w), conditions.gpus_by_stage
-    )
-    cost_j, frequency = 0.0, []
-    for stage, order in enumerate(schedule.stages):
-        units = [choices.units[2 * stage + (unit.kind is B)] for unit in order]
-        picked = [rng.randrange(len(unit.time_s)) for unit in units]
-        frequency.append([u.frequency_mhz[at] for u, at in zip(units, picked, strict=True)])
-        cost_j += sum(u.cost_j[at] for u, at in zip(units, picked, strict=True))
-    result = evaluate(schedule, np.array(frequency), job.profile, conditions)
-    total_j = cost_j + choices.waiting_power_w * result.timeline.iteration_time_s
-    assert total_j == pytest.approx(result.energy_by_stage_j.sum(), rel=1e-9)
-    # A later end of the last tail is waiting of all GPUs, and nothing else.
-    later = replace(
-        conditions, tail_time_s=tuple(t + 1.0 for t in conditions.tail_by_stage_s.tolist())
-    )
-    longer = evaluate(schedule, np.array(frequency), job.profile, later)
-    more_j = longer.energy_by_stage_j.sum() - result.energy_by_stage_j.sum()
-    assert more_j == pytest.approx(choices.waiting_power_w, abs=1e-9 * total_j)

@@ -3,51 +3,26 @@
 import random
 from dataclasses import replace
 
-import numpy as np
 import pytest
-from core_cases import B, F, for_chunks, profile_of, random_orders, rows_of
+from core_cases import B, F, profile_of, rows_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from on_request import examples
 from planning_cases import random_job
+from program_cases import CLOSE, Case
 
 from envpipe_megatron.core.conditions import Conditions
 from envpipe_megatron.core.orders import builders
-from envpipe_megatron.core.schedule import Schedule
 from envpipe_megatron.policies.optimal.linear_program import LinearProgramError
 from envpipe_megatron.policies.optimal.optimizer import Optimizer, all_maximum_s
-from envpipe_megatron.policies.problem import order_limits
 
 SEEDS = st.integers(0, 2**32)
 FACTORS = (1.0, 1.0, 1.02, 1.2, 2.0)
 
 
-def any_schedule(rng, job):
-    """One of the builders' orders, or one that can run and that nobody would build."""
-    stages, microbatches = job.num_stages, job.num_microbatches
-    schedules = [
-        builders.one_f_one_b(stages, microbatches),
-        builders.gpipe(stages, microbatches),
-        Schedule("random", microbatches, 1, random_orders(rng, stages, microbatches)),
-    ]
-    wanted = [rng.randint(0, microbatches)] * stages
-    caps = order_limits(stages, microbatches).most
-    schedules.append(builders.envpipe(stages, microbatches, list(map(min, wanted, caps))))
-    if microbatches % stages == 0:
-        schedules.append(builders.interleaved(stages, microbatches, rng.choice([2, 3])))
-    return rng.choice(schedules)
-
-
-def optimizer_of(rng, schedule=None):
-    job = random_job(rng)
-    schedule = schedule or any_schedule(rng, job)
-    return Optimizer(schedule, for_chunks(rng, job.profile, schedule.num_chunks), job.conditions)
-
-
-def one_f_one_b(rng):
-    job = random_job(rng)
-    schedule = builders.one_f_one_b(job.num_stages, job.num_microbatches)
-    return Optimizer(schedule, job.profile, job.conditions)
+def optimizer_of(rng):
+    case = Case(rng.getrandbits(32), job=lambda rng, _: random_job(rng))
+    return Optimizer(case.schedule, case.profile, case.conditions)
 
 
 @settings(max_examples=examples(60), deadline=None, derandomize=True)
@@ -66,26 +41,17 @@ def test_plans_of_any_order_are_in_time_and_not_below_their_bound(seed):
     assert plan.policy == "optimal"
     assert plan.cost.iteration_time_s <= deadline_s * (1 + 1e-9)
     assert plan.energy_lower_bound_j <= plan.cost.energy_j * (1 + 1e-9)
-    # The certificate loses nothing of the solver's optimum, and is never above it.
+    # The certificate loses no more of the solver's optimum than its disturbed slopes do.
     relaxed_j = optimizer.relaxed(deadline_s).cost_j
-    assert plan.energy_lower_bound_j == pytest.approx(relaxed_j, rel=1e-6)
-
-
-@settings(max_examples=examples(60), deadline=None, derandomize=True)
-@given(SEEDS)
-def test_on_1f1b_a_plan_takes_no_more_than_the_baseline(seed):
-    rng = random.Random(seed)
-    optimizer = one_f_one_b(rng)
-    baseline_s = all_maximum_s(optimizer.schedule, optimizer.profile, optimizer.conditions)
-    plan = optimizer.plan(rng.choice(FACTORS) * baseline_s)
-    assert plan.energy_lower_bound_j <= plan.cost.energy_j * (1 + 1e-9)
-    assert plan.cost.energy_j <= plan.baseline.cost.energy_j * (1 + 1e-9)
+    assert plan.energy_lower_bound_j == pytest.approx(relaxed_j, rel=CLOSE)
 
 
 @pytest.mark.parametrize("seed", [53, 521])
 def test_on_coarse_profiles_too_a_plan_takes_no_more_than_the_baseline(seed):
     """Two jobs of a thousand where rounding alone ends above all-maximum clocks."""
-    optimizer = one_f_one_b(random.Random(seed))
+    job = random_job(random.Random(seed))
+    own = builders.one_f_one_b(job.num_stages, job.num_microbatches)
+    optimizer = Optimizer(own, job.profile, job.conditions)
     baseline_s = all_maximum_s(optimizer.schedule, optimizer.profile, optimizer.conditions)
     plan = optimizer.plan(baseline_s)
     assert plan.cost.energy_j <= plan.baseline.cost.energy_j * (1 + 1e-9)
@@ -125,29 +91,6 @@ def test_times_that_only_rounding_tells_apart_leave_the_bound_its_digits():
     own, profile, conditions = builders.one_f_one_b(4, 8), profile_of(rows), Conditions((80.0,) * 4)
     plan = Optimizer(own, profile, conditions).plan(all_maximum_s(own, profile, conditions))
     assert plan.energy_lower_bound_j == pytest.approx(plan.cost.energy_j, rel=1e-6)
-
-
-@settings(max_examples=examples(50), deadline=None, derandomize=True)
-@given(SEEDS)
-def test_a_later_deadline_never_costs_energy(seed):
-    """Nor relaxed energies and bounds, but for the solver's tolerance.
-
-    Plans are rounded one by one. Of 6,000 pairs of deadlines of such jobs, with a handful of units
-    and two to four clocks, the later plan took more in 2.5 %: by more than 0.5 % in one of a
-    hundred, by 13 % in the worst.
-    """
-    rng = random.Random(seed)
-    optimizer = optimizer_of(rng)
-    relaxed_j, bound_j, plan_j = [], [], []
-    for factor in (1.0, 1.01, 1.05, 1.2, 1.5, 3.0, 100.0):
-        deadline_s = factor * optimizer.fastest_s
-        plan = optimizer.plan(deadline_s)
-        relaxed_j.append(optimizer.relaxed(deadline_s).cost_j)
-        bound_j.append(plan.energy_lower_bound_j)
-        plan_j.append(plan.cost.energy_j)
-    for energies_j, tolerance in ((relaxed_j, 1e-6), (bound_j, 1e-6), (plan_j, 0.1)):
-        rise = np.diff(energies_j) / energies_j[:-1]
-        assert rise.max() <= tolerance
 
 
 @settings(max_examples=examples(60), deadline=None, derandomize=True)

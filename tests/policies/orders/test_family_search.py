@@ -1,10 +1,12 @@
 """Families of orders in `auto`: chunks, split backwards, chunks in a V."""
 
+import itertools
 import random
 from dataclasses import replace
 
 import pytest
-from core_cases import F, I, W, uniform_profile
+from core_cases import B, I, W, uniform_profile
+from every_order import peak
 from on_request import examples, on_request
 from planning_cases import random_conditions, random_profile
 
@@ -149,20 +151,12 @@ def split_by_memory(share, free, chunks=1):
     plan = planned(
         profile, 12, num_chunks=chunks, split=SplitBackward(0.5, 0.0), max_in_flight="memory"
     ).plan
-    share, most = 1.0 if share is None else share, []
+    most = []
     for order in plan.schedule.stages:
-        held = dict[tuple[int, int], float]()
-        peak = 0.0
-        for unit in order:
-            own = unit.microbatch, unit.chunk
-            if unit.kind is F:
-                held[own] = 100.0 / chunks
-            elif unit.kind is I and not unit.combined:
-                held[own] *= share
-            elif unit.kind is W or unit.kind is Kind.BACKWARD:
-                del held[own]
-            peak = max(peak, sum(held.values()))
-        most.append(peak)
+        units = [(B if u.combined else u.kind, u.microbatch) for u in order]
+        # A whole backward stands for both of its parts.
+        left = [units[0], *(b for a, b in itertools.pairwise(units) if (a[0], b[0]) != (B, W))]
+        most.append(100.0 / chunks * peak(left, 1.0 if share is None else share))
     return plan, most
 
 

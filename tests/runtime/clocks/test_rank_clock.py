@@ -124,6 +124,34 @@ def test_the_watch_looks_at_this_gpu_and_tells(guard, gpu, monkeypatch):
     assert not clock._watch._thread.is_alive()
 
 
+def test_a_clock_that_comes_late_is_waited_for_and_one_that_is_held_back_not_for_long(
+    monkeypatch, caplog
+):
+    monkeypatch.setattr(rank_clock, "_SETTLES_S", 10)
+    seen = iter([1000, 1000, 1399])
+    monkeypatch.setattr(FakeGpu, "observed_frequency_mhz", property(lambda gpu: next(seen)))
+    late = RankClock(FakeGpu())
+    late.confirm()  # nothing was asked for
+    ask(late, 1400)
+    late.confirm()
+    late.confirm()  # is not looked at again
+    assert (list(seen), caplog.messages) == ([], [])
+
+    monkeypatch.setattr(rank_clock, "_SETTLES_S", 0.02)
+    held = RankClock(gpu := FakeGpu(throttle_reasons=("sw_power_cap",)))
+    monkeypatch.setattr(FakeGpu, "observed_frequency_mhz", property(lambda gpu: 1100))
+    for clock_mhz in (1400, 1300, 1400):
+        ask(held, clock_mhz)
+        held.confirm()
+    (said,) = caplog.messages
+    assert "not at 1400 MHz between" in said
+    assert "1100 MHz was read (sw_power_cap)" in said
+    gpu.error = GpuError("the driver fails")
+    held.request(1000)  # its control has ended, and the GPU is at its default
+    held.confirm()
+    assert held.error is not None
+
+
 def test_the_controller_does_as_wished():
     gpus = [FakeGpu() for _ in range(3)]
     dwelling, repeating, plain = (

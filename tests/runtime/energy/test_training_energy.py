@@ -452,27 +452,13 @@ def test_steps_follow_each_other_without_a_gap_but_for_pauses(rank):
     assert (line["compute_s"], line["blocking_s"]) == pytest.approx((0.5, 0.1))
 
 
-def test_what_a_lap_says(rank):
+def test_a_lap_may_have_no_step(rank):
     job = rank()
-    for begin_s, end_s in ((0.5, 1.0), (1.0, 1.75)):
-        job.step(Phase.WARMUP, begin_s, begin_s, end_s)
-    job.energy.begin_step()
-    job.now_s = 2.25
-    job.energy.add_between_phases(2, 1.75)
-    job.energy.pause()
-    job.step(Phase.STEADY, 2.5, 2.5, 3.25)
-    uncertainty_j = math.sqrt(2) * 0.001  # of two spans, each known to the counter's resolution
-    assert job.energy.lap() == IntervalEnergy(
-        {"warm-up": 2, "plan": 0, "steady": 1},
-        StepEnergy(
-            3, 2.5 / 3, error_of([0.5, 0.75, 0.75]), 320 / 3, pytest.approx(uncertainty_j / 3)
-        ),
-    )
+    assert job.energy.lap() == IntervalEnergy({}, None)
     job.energy.begin_step()
     job.now_s = 4.0
     job.energy.add_between_phases(4, 3.25)
     assert job.energy.lap() == IntervalEnergy({"plan": 0}, None)
-    assert job.energy.lap() == IntervalEnergy({}, None)
 
 
 def test_what_a_lap_told_too_high_is_made_up_for_once(rank):
@@ -517,8 +503,8 @@ def test_closing_after_an_error_bills_what_had_ended(tmp_path):
     with RankPool(2, timeout_s=5) as pool:  # its own: the failed messages stay in the group
         told = pool.run(step_ranks.fail_and_close, tmp_path, 1)
     for rank, (errors, truth, summary) in enumerate(told):
-        assert errors[0] == ("ValueError" if rank == 1 else "ChannelError")
-        assert errors[1] == "SessionError"
+        assert errors[0].startswith("ValueError" if rank == 1 else "ChannelError")
+        assert errors[1].startswith("SessionError: An earlier iteration failed")
         assert summary["gpu"]["total_energy_j"] == pytest.approx(truth[0], rel=1e-5)
         assert summary["gpu"]["phases"]["warm-up"]["iterations"] == 2
         assert summary["clocks"]["error"] is None

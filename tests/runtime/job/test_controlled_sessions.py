@@ -63,7 +63,8 @@ def test_without_control_of_one_gpu_no_rank_asks_for_a_clock(three_ranks, tmp_pa
 def test_a_guarded_session_holds_its_gpu_and_gives_it_back(three_ranks, guards):
     told = three_ranks.run(controlled_ranks.train_guarded, guards, False)
     for leases, locked_mhz, forked_mhz, after_mhz, error in told:
-        assert leases == [f"{guards}#{index}" for index in range(3)]
+        # From the highest clock to the lowest that is profiled.
+        assert leases == [(f"{guards}#{index}", (1410, 750)) for index in range(3)]
         assert locked_mhz is not None
         assert forked_mhz == locked_mhz
         assert after_mhz is not None
@@ -265,15 +266,7 @@ def test_a_restart_without_control_has_its_baseline_and_looks_for_the_order_agai
             assert phases[-1] == "steady"
 
 
-def test_a_session_is_not_used_again_after_a_failure(tmp_path):
-    with RankPool(2) as pool:  # its own: the failed messages stay in the group
-        told = pool.run(session_ranks.use_again_after_a_failure, tmp_path)
-    for first, second in told:
-        assert first.startswith(("ValueError", "ChannelError"))
-        assert second.startswith("SessionError: An earlier iteration failed")
-
-
-def test_the_sidecar_holds_what_surrounds_the_units(three_ranks, tmp_path):
+def test_a_profile_holds_what_units_cost_and_what_surrounds_them(three_ranks, tmp_path):
     """Waiting power over the clock, hops, tails and changes; on every rank and in the file."""
     tails_s = (0.03, 0.05, 0.01)
     profiles = three_ranks.run(session_ranks.measure_a_job, tmp_path, tails_s)
@@ -282,6 +275,12 @@ def test_the_sidecar_holds_what_surrounds_the_units(three_ranks, tmp_path):
     assert all(other.sidecar == profile.sidecar for other in profiles)
     assert all(other.to_csv() == profile.to_csv() for other in profiles)
     assert read_profile(tmp_path / "profile.csv").sidecar == profile.sidecar
+    for kind, at_max_s in session_ranks.LONG_UNITS_S.items():
+        for row in profile.rows[0][kind]:
+            time_s = preset.unit_time_s(kind.value, row.frequency_mhz, at_max_s)
+            power_w = preset.busy_power_w(kind.value, row.frequency_mhz)
+            assert row.time_s == pytest.approx(time_s, rel=0.02)
+            assert row.energy_j == pytest.approx(time_s * power_w, rel=0.03)
     facts = profile.sidecar
     for curve in facts.wait_power_w:
         assert max(curve) == preset.max_frequency_mhz

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from test_phases import CLOCKS, MICROBATCHES, STAGES, Memory, Rank, clocks_of, profile_of
+from one_rank import CLOCKS, MICROBATCHES, OWN, STAGES, Memory, Rank, finish, profile_of
 
 from envpipe_megatron.core.kinds import WHOLE, Kind
 from envpipe_megatron.core.orders import builders
@@ -26,7 +26,6 @@ from envpipe_megatron.runtime.job.options import JobOptions
 from envpipe_megatron.runtime.job.parts import note
 from envpipe_megatron.runtime.memory.peak import MemoryFullError, Watch
 
-OWN = builders.one_f_one_b(STAGES, MICROBATCHES)
 AUTO = JobOptions(num_microbatches=MICROBATCHES, why_whole="")
 
 
@@ -75,42 +74,29 @@ def test_a_profile_without_parts_is_used_only_where_the_user_gave_it(monkeypatch
             assert not rank.state.notes
 
 
-class Full(Memory):
-    """Has no room for any other order."""
-
-    def predict(self, schedule: Schedule) -> None:
-        raise MemoryFullError("Too little of a test")
-
-    def learn(self, schedule: Schedule, specs: Any, ran: Schedule | None = None) -> None:
-        self.calls.append(("learn", schedule.name, ran and ran.name, self.watch))
-
-
-class Roomy(Full):
-    def predict(self, schedule: Schedule) -> None:
-        self.predicted.append(schedule.name)
+class OfParts(Memory):
+    def learn(self, schedule: Schedule, specs: Any, ran: Schedule) -> None:  # type: ignore
+        self.calls.append(("learn", schedule.name, ran.name, self.watch))
 
 
 def test_what_parts_hold_is_watched_before_they_are_measured():
-    rank: Any = Rank(AUTO, memory=Roomy())
+    rank: Any = Rank(AUTO, memory=OfParts())
     rank.memory.watch = Watch.PEAK
     trying = try_parts(rank, OWN, half_split(OWN))
     order = next(trying)
     assert (order.phase, order.schedule.name) == (Phase.PROFILE, "1f1b-split")
-    assert clocks_of(order) == {max(CLOCKS)}
+    assert (order.frequency_mhz == max(CLOCKS)).all()
     assert rank.memory.watch is Watch.UNITS
-    with pytest.raises(StopIteration) as ended:
-        next(trying)
-    assert ended.value.value.name == "1f1b-split"
+    assert finish(trying).name == "1f1b-split"
     assert rank.memory.calls == [("learn", "1f1b", "1f1b-split", Watch.UNITS)]
     assert (rank.memory.predicted, rank.memory.watch) == (["1f1b-split"], Watch.PEAK)
     assert not rank.state.whole
 
 
 def test_without_memory_for_parts_backwards_stay_whole():
-    rank: Any = Rank(AUTO, memory=Full())
-    with pytest.raises(StopIteration) as ended:
-        next(try_parts(rank, OWN, half_split(OWN)))
-    assert ended.value.value is OWN
+    rank: Any = Rank(AUTO)
+    rank.memory.predicting = MemoryFullError("Too little of a test")
+    assert finish(try_parts(rank, OWN, half_split(OWN))) is OWN
     assert rank.state.whole == "Too little of a test"
     assert rank.state.notes == ("Backwards stay whole: Too little of a test",)
     assert known_and_measured(rank, OWN, [])[1] is OWN

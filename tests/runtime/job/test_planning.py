@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import itertools
 import random
-import sys
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
 from core_cases import for_chunks
 from on_request import on_request
+from one_rank import CLOCKS, MICROBATCHES, OWN, Rank, finish, profile_of
 from planning_cases import random_profile
-from presets import preset_profile
 
-from benchmarks.online.emulated_job import Immediate
 from envpipe_megatron.core.channel_model import find_stall
 from envpipe_megatron.core.conditions import Conditions, known_conditions
 from envpipe_megatron.core.kinds import SPLIT, WHOLE, Kind, all_units, unit
@@ -33,14 +32,18 @@ from envpipe_megatron.policies.optimal.linear_program import LinearProgramError
 from envpipe_megatron.policies.planner import make_plan
 from envpipe_megatron.policies.problem import PlannerError, Problem
 from envpipe_megatron.policies.request import PlanRequest
-from envpipe_megatron.runtime.channel.collectives import Collectives
 from envpipe_megatron.runtime.execution.executor import StageRecord
 from envpipe_megatron.runtime.going_on import GoesOnError
 from envpipe_megatron.runtime.job import phases, planning
 from envpipe_megatron.runtime.job.options import JobOptions
-from envpipe_megatron.runtime.job.parts import PhaseParts, SessionError, SessionState
+from envpipe_megatron.runtime.job.parts import SessionError
 from envpipe_megatron.runtime.job.phases import adopt_plan
-from envpipe_megatron.runtime.job.planning import check_files, plan_online, predicted
+from envpipe_megatron.runtime.job.planning import (
+    check_files,
+    clocks_of_stages,
+    plan_online,
+    predicted,
+)
 from envpipe_megatron.runtime.job.restarts import StoredJob
 from envpipe_megatron.runtime.memory.peak import MemoryFullError
 from envpipe_megatron.runtime.memory.stage import with_memory
@@ -48,7 +51,7 @@ from envpipe_megatron.tuning import planner
 
 
 def test_what_a_plan_is_to_save():
-    plan = make_plan(profile_of_two(), PlanRequest(4, "1f1b", "optimal")).plan
+    plan = make_plan(profile_of(), PlanRequest(4, "1f1b", "optimal")).plan
     told = predicted(plan)
     assert told is not None
     assert told["saving_percent"] > 1
@@ -58,72 +61,60 @@ def test_what_a_plan_is_to_save():
 
 
 ASSUMED = SplitBackward(0.5, 0.0)
-CLOCKS = [{1410, 1200, 1005}] * 2
 
 
-def profile_of_two():
-    return preset_profile("a100-sxm", 2, {Kind.FORWARD: 0.1, Kind.BACKWARD: 0.2}, (1200, 1005))
+class Starting(Rank):
+    """A rank that plans.
 
+    Args:
+        path: of the user's plan, if it is there; the profile lies beside it.
+        asked: other options of the job.
+        full: how many predictions find too little memory.
+        no_slots: orders whose messages do.
+        supported: the clocks of this stage's GPUs; `of_next` those of the next.
+    """
 
-@dataclass
-class Starting:
-    """A job of one rank that plans; its parts by hand."""
-
-    path: Path
-    batch: str = ""
-    named_profile: bool = False
-    asked: dict[str, Any] = field(default_factory=lambda: {"type": "uniform"})
-    num_microbatches: int = 4
-    num_stages: int = 2
-    own_order: Any = None
-    reorders: bool = False
-    splits: bool = False
-    capacity: int | None = None
-    known_memory: Any = None
-    #: How many predictions find too little memory.
-    full: int = 0
-    #: Orders whose messages do.
-    no_slots: tuple[str, ...] = ()
-    specs: Any = None
-    said: list[str] = field(default_factory=list)
-    predicted: list[Any] = field(default_factory=list)
-    #: Plans that were made, with what reconfiguring has come to.
-    kept: list[Any] = field(default_factory=list)
-    stage: int = 0
-    clock: Any = field(default_factory=lambda: SimpleNamespace(error=None, problems=tuple))
-
-    def __post_init__(self) -> None:
-        by_file = self.path if self.path.exists() else None
-        named = Path("named.csv") if self.named_profile else None
-        self.options = JobOptions(
-            plan=by_file,
-            profile=named,
-            num_microbatches=self.num_microbatches,
-            runs_units=self.reorders,
-            why_whole="" if self.splits else "of a test",
-            **{"sweep": True, "reconfigure": "default", **self.asked},
+    def __init__(
+        self,
+        path: Path,
+        *,
+        named_profile: bool = False,
+        asked: Any = None,
+        num_microbatches: int = MICROBATCHES,
+        splits: bool = False,
+        capacity: int | None = None,
+        full: int = 0,
+        no_slots: tuple[str, ...] = (),
+        supported: tuple[int, ...] = CLOCKS,
+        of_next: tuple[int, ...] = CLOCKS,
+        **parts: Any,
+    ) -> None:
+        wanted = {"type": "uniform"} if asked is None else asked
+        wanted = {"sweep": True, "reconfigure": "default", **wanted}
+        options = JobOptions(
+            plan=path if path.exists() else None,
+            profile=Path("named.csv") if named_profile else None,
+            num_microbatches=num_microbatches,
+            why_whole="" if splits else "of a test",
+            **wanted,
         )
+        super().__init__(options, supported=supported, **parts)
+        self.other = lambda own: {*of_next} if isinstance(own, set) else own
+        self.path, self.full = path, full
+        #: Plans that were made, and those that were given.
+        self.kept, self.given = list[Plan](), list[Plan]()
         self.folder = SimpleNamespace(
             found=StoredJob(),
-            write_plan=lambda plan, batch="", given=None: given or self.kept.append(plan),
+            write_plan=lambda plan, batch="", given=None: (
+                self.given if given else self.kept
+            ).append(plan),
         )
-        self.state = SessionState()
-        self.gpu = SimpleNamespace(supported_frequencies_mhz=(1410, 1200, 1005), read_only=False)
-        self.meter = SimpleNamespace(refreshes=lambda begin_s: (np.zeros(0), np.zeros(0)))
         self.channel = SimpleNamespace(
-            capacity=self.capacity,
+            capacity=capacity,
             more_bytes=lambda s, specs: s.num_units,
-            make_room=lambda s, specs: s.name not in self.no_slots,
+            make_room=lambda s, specs: s.name not in no_slots,
         )
-        self.memory = SimpleNamespace(stages=self.known_memory, predict=self.predict)
-        alone: Any = SimpleNamespace(
-            leads=True, gather=lambda own: [own], broadcast=lambda own: own
-        )
-        self.collectives = Collectives(0, alone, [], 1)
-        self.say = self.said.append
-        self.background = Immediate
-
-    kept_order, named = PhaseParts.kept_order, PhaseParts.named
+        self.memory.predict, self.predicted = self.predict, self.memory.predicted
 
     def predict(self, schedule: Any, more_bytes: Any) -> None:
         # A framework that keeps its order carries its own messages.
@@ -134,26 +125,19 @@ class Starting:
 
     def adopt(self, profile: Any = None, clocks_mhz: Any = None) -> Plan:
         """What `phases.adopt_plan` does after a warm-up of one iteration."""
-        job: Any = self
-        schedule = builders.one_f_one_b(2, 2)
-        empty = np.zeros(schedule.units_per_stage)
+        empty = np.zeros(OWN.units_per_stage)
         records = [StageRecord(empty, empty, 0.0, 0.0, 0.0)]
-        run = adopt_plan(job, schedule, records, profile or profile_of_two(), clocks_mhz or CLOCKS)
-        with pytest.raises(StopIteration) as ended:
-            next(run)
-        return ended.value.value
+        clocks_mhz, profile = clocks_mhz or clocks_of_stages(self), profile or profile_of()
+        return finish(adopt_plan(self, OWN, records, profile, clocks_mhz))
 
     def check(self) -> None:
-        """As before the first iteration; the profile lies beside the plan."""
+        """As before the first iteration."""
         self.options = replace(self.options, profile=self.path.parent / "profile.csv")
-        self.gpu.supported_frequencies_mhz = CLOCKS[0]
-        self.collectives.by_stage = lambda own, merge: [merge([own])] * 2
-        job: Any = self
-        check_files(job)
+        check_files(self)  # type: ignore[arg-type]
 
 
 def write_plan(path: Path, order: Schedule) -> Path:
-    profile = profile_of_two().with_split_backwards(ASSUMED)
+    profile = profile_of().with_split_backwards(ASSUMED)
     clocks = np.full(order.is_backward.shape, 1200)
     conditions = Conditions((80.0, 80.0))
     plan = Plan("uniform", order, clocks, profile.for_chunks(order.num_chunks), conditions)
@@ -170,8 +154,9 @@ def by_file(tmp_path) -> Path:
 
 def test_a_plan_by_file_is_run_as_it_stands(by_file):
     job = Starting(by_file)
-    assert job.adopt().schedule.name == "envpipe"
-    assert (job.kept, job.predicted, job.said) == ([], ["envpipe"], [])
+    plan = job.adopt()
+    assert plan.schedule.name == "envpipe"
+    assert (job.kept, job.given, job.predicted, job.said) == ([], [plan], ["envpipe"], [])
 
 
 def test_without_a_file_a_plan_is_made(tmp_path):
@@ -238,7 +223,7 @@ def test_a_split_plan_by_file_runs_where_the_job_splits(tmp_path):
     path = write_plan(tmp_path / "plan.json", order)
     job = Starting(path, splits=True)
     job.check()
-    profile = profile_of_two().with_split_backwards(ASSUMED)
+    profile = profile_of().with_split_backwards(ASSUMED)
     assert job.adopt(profile).schedule.stages == order.stages
     job = Starting(path, splits=True)
     job.state.whole = "its self-check failed"
@@ -249,7 +234,7 @@ def test_a_split_plan_by_file_runs_where_the_job_splits(tmp_path):
 
 def test_of_a_profile_with_split_backwards_whole_ones_are_planned(tmp_path):
     """Where splitting costs nothing, so that planning by itself would split."""
-    parts = profile_of_two().with_split_backwards(SplitBackward(0.5, 0.0))
+    parts = profile_of().with_split_backwards(SplitBackward(0.5, 0.0))
     rows = [
         (stage, kind, row)
         for stage, kinds in enumerate(parts.rows)
@@ -268,7 +253,7 @@ def test_of_a_profile_with_split_backwards_whole_ones_are_planned(tmp_path):
 @pytest.mark.parametrize(("overhead", "splits"), [(0.0, 16), (0.1, 8), (0.6, 0)])
 def test_the_more_splitting_costs_the_fewer_backwards_are_split(tmp_path, overhead, splits):
     """As where tensor parallel messages hide under the weight's product of a whole backward."""
-    profile = profile_of_two().with_split_backwards(SplitBackward(0.5, overhead))
+    profile = profile_of().with_split_backwards(SplitBackward(0.5, overhead))
     job: Any = Starting(tmp_path / "none", asked={}, num_microbatches=8, splits=True)
     order = planner.planned(*plan_online(job, profile))[0].schedule
     parts = sum(
@@ -280,7 +265,7 @@ def test_the_more_splitting_costs_the_fewer_backwards_are_split(tmp_path, overhe
 
 def test_an_order_by_name_that_turned_out_not_to_split_is_the_frameworks(tmp_path):
     job: Any = Starting(tmp_path / "none", asked={"scheduling": "zb-h1"}, splits=True)
-    profile = replace(profile_of_two().with_split_backwards(ASSUMED), assumed=None)
+    profile = replace(profile_of().with_split_backwards(ASSUMED), assumed=None)
     assert planner.planned(*plan_online(job, profile))[0].schedule.name == "zb-h1"
     job.state.whole = "its self-check failed"
     plan, _ = planner.planned(*plan_online(job, profile))
@@ -307,28 +292,24 @@ def test_a_plan_that_memory_does_not_hold_is_made_anew(by_file):
         Starting(by_file, no_slots=("envpipe",)).adopt()
 
 
-def test_clocks_that_gpus_lack_end_no_training(tmp_path, by_file, monkeypatch):
-    few = r"the GPUs of stage 1 do not have .got 1\d\d\d"
-    monkeypatch.setattr(sys.modules[__name__], "CLOCKS", [{1410, 1200, 1005}, {1410}])
+def test_clocks_that_gpus_lack_end_no_training(tmp_path, by_file):
+    few = r"the GPUs of stage {} do not have .got 1\d\d\d"
     for named in (False, True):
-        with pytest.raises(GoesOnError, match=few):
-            Starting(tmp_path / "none", named_profile=named).adopt()
-    monkeypatch.setattr(sys.modules[__name__], "CLOCKS", [{1410}] * 2)
-    job = Starting(by_file)
-    with pytest.raises(SessionError, match=few.replace("stage 1", "stage 0")):
+        with pytest.raises(GoesOnError, match=few.format(1)):
+            Starting(tmp_path / "none", named_profile=named, of_next=(1410,)).adopt()
+    job = Starting(by_file, supported=(1410,))
+    with pytest.raises(SessionError, match=few.format(0)):
         job.check()
     job.gpu.read_only = True  # nobody asks for them
     job.check()
 
 
-def test_a_profile_that_a_job_cannot_use_is_refused_before_its_first_iteration(
-    by_file, monkeypatch
-):
+def test_a_profile_that_a_job_cannot_use_is_refused_before_its_first_iteration(by_file):
     job = Starting(by_file)
     job.check()
     job.options = replace(job.options, type="optimal", sweep=False, plan=None)
     job.check()
-    monkeypatch.setattr(sys.modules[__name__], "CLOCKS", [{1980, 1410, 1200}] * 2)
+    job.gpu.supported_frequencies_mhz = (1980, 1410, 1200)
     with pytest.raises(SessionError, match=r"lacks the highest clock .*got 1980"):
         job.check()
     (by_file.parent / "profile.csv").unlink()
@@ -336,13 +317,8 @@ def test_a_profile_that_a_job_cannot_use_is_refused_before_its_first_iteration(
         job.check()
 
 
-def test_a_plan_for_the_full_batch_is_not_held_against_a_smaller_one_or_later_on(by_file):
+def test_a_plan_for_the_full_batch_is_not_held_against_a_smaller_one(by_file):
     Starting(by_file, batch="m3", num_microbatches=3).check()
-    job = Starting(by_file, num_microbatches=5)
-    job.state.several_sizes = True
-    job.check()
-    job.adopt()
-    assert len(job.kept) == 1
 
 
 @pytest.mark.parametrize(
@@ -358,43 +334,10 @@ def test_a_plan_for_the_full_batch_is_not_held_against_a_smaller_one_or_later_on
     "error", [ZeroDivisionError, MemoryError, RecursionError, LinearProgramError, PlannerError]
 )
 def test_planning_may_fail_anywhere(monkeypatch, tmp_path, part, error):
-    def fails(*arguments: Any) -> Any:
-        raise error("of a test")
-
-    monkeypatch.setattr(*part, fails)
+    monkeypatch.setattr(*part, Mock(side_effect=error("of a test")))
     said = "of a test" if issubclass(error, EnvPipeError) else f"{error.__name__}: of a test"
     with pytest.raises(GoesOnError, match=f"^{said}"):
         Starting(tmp_path / "none", named_profile=True).adopt()
-
-
-def test_a_solver_may_fail_anywhere(monkeypatch, tmp_path):
-    """At any call of any function below `policies`."""
-    solve, calls, at_call = planner.solve, 0, 0
-
-    def count(frame: Any, event: str, _: object) -> None:
-        nonlocal calls
-        if event == "call" and "/envpipe_megatron/policies/" in frame.f_code.co_filename:
-            calls += 1
-            if calls == at_call:
-                raise MemoryError("of a test")
-
-    def profiled(*arguments: Any) -> Any:
-        nonlocal calls
-        calls = 0
-        sys.setprofile(count)
-        try:
-            return solve(*arguments)
-        finally:
-            sys.setprofile(None)
-
-    monkeypatch.setattr(planner, "solve", profiled)
-    job = Starting(tmp_path / "none", asked={})
-    job.adopt()
-    total, rng = calls, random.Random(0)
-    assert total > 100
-    for at_call in (1, *(rng.randint(2, total) for _ in range(8))):  # noqa: B007 - of `count`
-        with pytest.raises(GoesOnError, match="MemoryError: of a test"):
-            job.adopt()
 
 
 @pytest.mark.parametrize("limit", [None, 3])
@@ -492,10 +435,9 @@ def test_a_plan_is_made_of_all_that_is_known_of_the_job(monkeypatch, tmp_path, l
 
     monkeypatch.setattr(planning, "in_flight_limit", limited)
     asked = {"type": "envelope", "reconfigure": "balanced", "max_in_flight": 3}
-    job: Any = Starting(
-        tmp_path / "none", asked=asked, num_microbatches=7, capacity=1, known_memory=known
-    )
-    profile = replace(profile_of_two(), sidecar=Sidecar(wait_power_w=({1410: 80.0},) * 2))
+    job: Any = Starting(tmp_path / "none", asked=asked, num_microbatches=7, capacity=1)
+    job.memory.stages = known
+    profile = replace(profile_of(), sidecar=Sidecar(wait_power_w=({1410: 80.0},) * 2))
     problem, notes = plan_online(job, profile)
     assert problem == Problem(
         with_memory(profile, known),

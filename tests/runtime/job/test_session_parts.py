@@ -500,7 +500,8 @@ def test_what_is_no_training_runs_at_the_highest_clock(world):
     session = world.session()
     world.taken()
     session.pause()
-    assert world.taken() == [("energy.pause",), ("clock.request", 1410, None)]
+    asked = [("clock.request", 1410, None), ("clock.confirm",)]
+    assert world.taken() == [("energy.pause",), *asked]
     assert (session.lap(), session.gather("interval")) == ("lap", "all")  # type: ignore[arg-type]
     assert world.taken() == [("energy.lap",), ("energy.gather", "interval")]
 

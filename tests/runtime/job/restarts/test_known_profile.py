@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
-from plain_stages import SPECS
-from presets import preset_profile
+from one_rank import CLOCKS, MICROBATCHES, OWN, STAGES, TIMES_S, Rank, profile_of
 
 from envpipe_megatron.core.arrays import FloatArray
 from envpipe_megatron.core.kinds import WHOLE, Kind
@@ -19,34 +18,16 @@ from envpipe_megatron.core.orders import builders
 from envpipe_megatron.core.profile import Profile
 from envpipe_megatron.core.schedule import Schedule
 from envpipe_megatron.core.sidecar import Sidecar
-from envpipe_megatron.runtime.channel.collectives import Collectives
 from envpipe_megatron.runtime.execution.executor import make_record
 from envpipe_megatron.runtime.going_on import GoesOnError
 from envpipe_megatron.runtime.job.measuring import known_profile
 from envpipe_megatron.runtime.job.options import JobOptions
-from envpipe_megatron.runtime.job.parts import SessionState
-from envpipe_megatron.runtime.job.restarts import JobFolder, StoredJob
+from envpipe_megatron.runtime.job.restarts import StoredJob
 
-STAGES, MICROBATCHES, TOP_MHZ = 2, 4, 1410
-TIMES_S = {Kind.FORWARD: 0.1, Kind.BACKWARD: 0.2}
-ORDER = builders.one_f_one_b(STAGES, MICROBATCHES)
+TOP_MHZ = max(CLOCKS)
 
 
-def profile_of(stages: int = STAGES) -> Profile:
-    """Units take `TIMES_S` at the highest clock of the GPU."""
-    return preset_profile("a100-sxm", stages, TIMES_S, (1200,))
-
-
-@dataclass(frozen=True)
-class Room:
-    activation_bytes: float
-    free_bytes: float
-    pending_bytes: tuple[float, ...] | None = None
-    spare_bytes: tuple[float, ...] | None = None
-
-
-@dataclass
-class Starting:
+class Starting(Rank):
     """Stage 0 of a job, on one of its three replicas, and what the others measured.
 
     Args:
@@ -55,37 +36,14 @@ class Starting:
         of_next: what the next stage's is, by this one's.
     """
 
-    path: Path
-    of_replicas: tuple[float, ...] = (1.0, 1.0)
-    of_next: float = 1.0
-    said: list[str] = field(default_factory=list)
-    state: SessionState = field(default_factory=SessionState)
-    stage: int = 0
-    num_stages: int = STAGES
-    specs: Any = SPECS
-    gpu: Any = field(
-        default_factory=lambda: SimpleNamespace(supported_frequencies_mhz=(1200, TOP_MHZ))
-    )
-
-    def __post_init__(self) -> None:
-        pipeline: Any = SimpleNamespace(
-            leads=True,
-            gather=lambda own: [own, scaled(own, self.of_next)],
-            broadcast=lambda own: own,
-        )
-        replicas: Any = SimpleNamespace(leads=True, broadcast=lambda own: own)
-        replicas.gather = lambda own: [own, *(scaled(own, by) for by in self.of_replicas)]
-        self.collectives = Collectives(0, pipeline, [replicas], 3)
-        self.folder = JobFolder(self.path.parent, self.collectives)
-        kept = self.path.name == "profile.csv"
-        self.options = JobOptions(
-            num_microbatches=4,
-            type="baseline",
-            baseline_steps=3,
-            profile=None if kept else self.path,
-        )
-        self.memory: Any = SimpleNamespace(stages=None, learn=self.learn)
-        self.say = self.said.append
+    def __init__(
+        self, path: Path, of_replicas: tuple[float, float] = (1.0, 1.0), of_next: float = 1.0
+    ) -> None:
+        kept = path.name == "profile.csv"
+        options = JobOptions(num_microbatches=MICROBATCHES, profile=None if kept else path)
+        replicas = [partial(scaled, by=by) for by in of_replicas]
+        super().__init__(options, other=partial(scaled, by=of_next), replicas=replicas)
+        self.path = path
 
     def has(self, profile: Profile) -> None:
         """It is the profile of an earlier start, or the user's."""
@@ -94,13 +52,8 @@ class Starting:
         else:
             profile.write(self.path)
 
-    def learn(self, schedule: Schedule, specs: Any) -> None:
-        assert (schedule, specs) == (ORDER, SPECS)
-        self.memory.stages = (Room(10.0, 100.0), Room(20.0, 200.0))
-
-    def known(self, *records: Any) -> Profile | None:
-        job: Any = self
-        return known_profile(job, ORDER, records)
+    def known(self, *records: Any, order: Schedule = OWN) -> Profile | None:
+        return known_profile(self, order, records)  # type: ignore[arg-type]
 
 
 def scaled(own: Any, by: float) -> Any:
@@ -109,7 +62,7 @@ def scaled(own: Any, by: float) -> Any:
 
 def record(change: Callable[[FloatArray], Any] = lambda times_s: None) -> Any:
     """An iteration of stage 0 whose units take `TIMES_S`, but for what is changed."""
-    times_s = np.where(ORDER.is_backward[0], TIMES_S[Kind.BACKWARD], TIMES_S[Kind.FORWARD])
+    times_s = np.where(OWN.is_backward[0], TIMES_S[Kind.BACKWARD], TIMES_S[Kind.FORWARD])
     change(times_s)
     ends_s = np.cumsum(times_s)
     return make_record((ends_s - times_s).tolist(), ends_s.tolist(), 0.0, ends_s[-1], 0.0)
@@ -117,7 +70,7 @@ def record(change: Callable[[FloatArray], Any] = lambda times_s: None) -> Any:
 
 def slow(kind: Kind, share: float) -> Any:
     def change(times_s: FloatArray) -> None:
-        times_s[ORDER.is_backward[0] == (kind is Kind.BACKWARD)] *= 1 + share
+        times_s[OWN.is_backward[0] == (kind is Kind.BACKWARD)] *= 1 + share
 
     return record(change)
 
@@ -240,13 +193,11 @@ def test_chunks_and_pairs_are_compared_each_for_itself(tmp_path):
     assert order.combined[0].any()
     times_s = np.where(keys % 3 == 0, TIMES_S[Kind.FORWARD], TIMES_S[Kind.BACKWARD])
     times_s[keys < 0] = 0.0
-    starting: Any = Starting(tmp_path / "profile.csv")
+    starting = Starting(tmp_path / "profile.csv")
     starting.has(replace(profile_of(), rows=rows, sidecar=sidecar, listed_chunks=2))
-    starting.memory.learn = lambda *arguments: None
     for slower, said in ((None, ""), (5, "stage 0 chunk 1 combined takes 220 ms")):
         times_s[keys == slower] *= 1.1
         ends_s = np.cumsum(times_s)
         ran = make_record((ends_s - times_s).tolist(), ends_s.tolist(), 0.0, 1.0, 1.0)
-        known = known_profile(starting, order, [ran])
-        assert (known is None) is bool(said)
+        assert (starting.known(ran, order=order) is None) is bool(said)
         assert said in "".join(starting.said)
