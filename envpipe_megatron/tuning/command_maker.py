@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from envpipe_megatron.core.arrays import FloatArray
 from envpipe_megatron.core.plan import Plan
@@ -19,8 +19,11 @@ class CommandMaker:
         num_replicas: pipelines.
 
     Attributes:
-        bill: what it is to say: why no plan runs, what was too slow, and what was won.
+        bill: what it is to say: why no plan runs, what was too slow, what was won, and why a power
+            budget is not kept.
         adopted: the plan that ranks have not heard of.
+        before: the plan that ran before the last one, with what the bill said of it.
+        power: as `Command.power`.
     """
 
     def __init__(self, store: Store, num_replicas: int) -> None:
@@ -28,8 +31,10 @@ class CommandMaker:
         self._running: tuple[tuple[Clocked, ...], tuple[int, ...]] = ((), ())
         #: Whether the order of the last command began with it.
         self._fresh = False
-        self.bill = dict.fromkeys(("none", "late", "won"), "")
+        self.bill = dict.fromkeys(("none", "late", "won", "power"), "")
         self.adopted: Plan | None = None
+        self.before: tuple[Plan | None, str] = None, ""
+        self.power: Mapping[str, float | None] | None = None
         #: What the bill has heard, what the next command says, and what the last one said.
         self._billed, self._notes, self._said = "", list[str](), ""
 
@@ -68,6 +73,7 @@ class CommandMaker:
             adopted,
             self._said,
             billed if new else "",
+            power=self.power,
         )
 
     def run(

@@ -8,7 +8,7 @@ one GPU is no drift. Energies add up, by which short looks at a slow counter bec
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias, TypeVar
 
@@ -72,8 +72,9 @@ class Command:
         note: what was seen and done, in lines; empty if there is nothing to say.
         billed: what the bill says of these steps from now on, in lines, in place of what it said;
             empty if nothing changes.
-        metered: whether the report says what power its steps drew, for which the energy counter is
-            waited for.
+        metered: whether the energy counter is waited for, so that the report says what power its
+            steps drew.
+        power: how a power budget was kept so far, as `PowerSums.facts` has it; None without one.
     """
 
     phase: Phase
@@ -87,6 +88,7 @@ class Command:
     note: str = ""
     billed: str = ""
     metered: bool = False
+    power: Mapping[str, float | None] | None = None
 
 
 #: Decides what a job runs: yields commands, is sent what they measured, and returns what it found.
@@ -118,7 +120,8 @@ class Report:
         meter: of all replicas together.
         metered: how many of them have a meter that works.
         power_w: [replicas, 2] mean power in steps that were not held up, of units only if no step
-            is known, and its standard uncertainty; NaN if nobody asked for it, or the meter failed.
+            is known, and its standard uncertainty; NaN if the meter has not seen all of them yet,
+            or failed.
         problems: what is wrong with a GPU, in words; empty if nothing is.
         lost: whether the control of a clock has ended, which is among the problems then.
     """
@@ -231,6 +234,12 @@ class Window:
         ).max(0)
         usual_s = np.median(own_s, axis=1, keepdims=True)
         return median_error(float(np.median(np.abs(own_s / usual_s - 1))), own_s.shape[1])
+
+    @property
+    def power_w(self) -> float:
+        """Mean power of a GPU of the job; NaN if it is not known of any GPU of a stage."""
+        known = [report.power_w[np.isfinite(report.power_w[:, 0]), 0] for report in self.stages]
+        return float(np.mean([of.mean() if of.size else np.nan for of in known]))
 
     @property
     def problems(self) -> tuple[str, ...]:

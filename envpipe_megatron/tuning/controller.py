@@ -7,6 +7,7 @@ beside training, and the new plan is run from the next window on.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 
 from envpipe_megatron.core.arrays import FloatArray
@@ -14,11 +15,12 @@ from envpipe_megatron.core.plan import Plan
 from envpipe_megatron.core.schedule import Schedule
 from envpipe_megatron.formats.energy import Phase
 from envpipe_megatron.policies.optimal.optimizer import order_at_maximum_s
+from envpipe_megatron.tuning.budget import Budget
 from envpipe_megatron.tuning.command_maker import CommandMaker
 from envpipe_megatron.tuning.commands import Clocked, PlanRefusedError, Run, Window
 from envpipe_megatron.tuning.judge import WINDOW, Judge, Silence, larger, upset, what_drifted
 from envpipe_megatron.tuning.measured.store import Store
-from envpipe_megatron.tuning.planner import UNPLANNED, Planner, Plans
+from envpipe_megatron.tuning.planner import UNPLANNED, Planner, Plans, gpu_power_w
 from envpipe_megatron.tuning.probes.probe import Look, first_probe
 from envpipe_megatron.tuning.probes.slack import lifted, slack_probe
 from envpipe_megatron.tuning.replicas import Followers
@@ -79,15 +81,13 @@ class Controller:
         self, own: Schedule, measured: Schedule, store: Store, num_replicas: int, planner: Planner
     ) -> None:
         self.plan: Plan | None = None
-        #: What ranks ran before that, with what the bill said of it.
-        self._before: tuple[Plan | None, str] = None, ""
         self._store, self._planner = store, planner
         self._top, self._measured = store.at_top(own), measured
         self._followers = Followers(num_replicas)
         self._commands = CommandMaker(store, num_replicas)
         self._judge = Judge(planner.limits.allowed())
         self._looks, self._corrections = Looks(), _MOST_CORRECTIONS
-        self._silence = Silence(own.num_stages)
+        self._silence, self._budget = Silence(own.num_stages), Budget(planner)
 
     def run(self, first: Window) -> Run[None]:
         """Go on after the warm-up, forever; the first window has all of it but an iteration.
@@ -116,7 +116,8 @@ class Controller:
         if plans:
             self._adopt(plans[0])
         else:
-            self._lead(self._unplanned())
+            self._budget.usual = self._unplanned()
+            self._lead(self._budget.choose())
         while True:
             yield from self._go_on()
 
@@ -153,7 +154,7 @@ class Controller:
             yield from self._plan_anew(drift)
         elif planner.is_due(judge.windows) and not planner.busy:
             self._replan(reorder=True)
-        elif self._looks.baseline_is_due(judge.windows):
+        elif self._looks.baseline_is_due(judge.windows) and not self._budget.holds:
             yield from self._at_baseline()
             eased = judge.ease()
             if not planner.busy:
@@ -161,6 +162,7 @@ class Controller:
                     yield from self._look_again()
                 if is_upset or eased:
                     self._replan(reorder=True)
+        self._keep_budget(window, drift)
         self._take_plans()
         if not correcting:
             self._follow()
@@ -225,19 +227,57 @@ class Controller:
                 break
             except PlanRefusedError as refused:
                 self._take_back(refused)
-        self._before = self.plan, self._commands.bill["won"]
+        self._commands.before = self.plan, self._commands.bill["won"]
         self._commands.note(*self._silence.add(window))
         self._compare(window)
         drift = self._learn_usual(orders, which, window)
+        assert self.plan is not None
+        self._budget.add(window, self.plan)
         self._judge.add(window)
         return window, drift
 
     def _take_back(self, refused: PlanRefusedError) -> None:
         """Go back to the plan that ran before."""
-        plan, self._commands.bill["won"] = self._before
+        plan, self._commands.bill["won"] = self._commands.before
         self._commands.take_back()
         self._lead(plan or self._unplanned())
         self._failed(f"the new plan does not run: {refused}")
+
+    # --- a power budget ---------------------------------------------------------------------------
+
+    def _keep_budget(self, window: Window, drift: FloatArray) -> None:
+        """Turn to what keeps the budget of now, and have it planned."""
+        assert self.plan is not None
+        budget, planner = self._budget, self._planner
+        if drift.any():
+            budget.changed()
+        if math.isnan(budget.own_w):  # meters said nothing of it
+            budget.own_w = gpu_power_w(self._unplanned())
+        if news := budget.heed(window.wishes):
+            self._commands.note(news)
+            self._turn()
+        elif budget.missed(self.plan) and not planner.busy:
+            if not budget.binds:
+                self._turn()
+            else:
+                if plan := budget.again(self.plan):
+                    self._turn_to(plan)
+                self._replan(reorder=False)
+        self._commands.power = budget.facts
+
+    def _turn(self) -> None:
+        """Run what is there at once for the budget, and have what is best for it planned."""
+        budget, planner = self._budget, self._planner
+        self._turn_to(budget.choose())
+        if (why := budget.why) != self._commands.bill["power"]:
+            self._commands.note(why)
+            self._commands.bill["power"] = why
+        if self._has_no_plan and planner.busy:
+            return  # the best one is on its way
+        if budget.binds and not why:
+            self._replan(reorder=self._has_no_plan)
+        elif budget.stale or planner.busy:
+            self._replan(reorder=True)
 
     # --- what is known --------------------------------------------------------------------------
 
@@ -260,6 +300,8 @@ class Controller:
         self._compare(window, alike=True)
         self._judge.add_baseline(window, self._own_predicted_s())
         self._looks.baseline_at = self._judge.windows
+        if not math.isnan(window.power_w):
+            self._budget.own_w = window.power_w
 
     def _own_predicted_s(self) -> float:
         """Return what the slowest replica takes in the framework's order at the highest clocks."""
@@ -269,7 +311,8 @@ class Controller:
         return self._store.iteration_s(self._top.schedule, self._top.frequency_mhz)
 
     def _harmed(self) -> bool:
-        return self._judge.harmed(self._own_predicted_s())
+        # Where the framework's order takes too much power, there is no other way out of harm.
+        return not self._budget.holds and self._judge.harmed(self._own_predicted_s())
 
     def _prediction_error(self, plan: Plan) -> float:
         """By which share steps last longer than the plan that runs would, at what it takes now."""
@@ -353,12 +396,20 @@ class Controller:
             bill["none"] = "The framework's own order ran until there was a plan"
         bill["won"], self._planner.won = won or bill["won"], ""
         self._commands.note(won)
-        self._lead(self._planner.ready(plan))
+        ready = self._planner.ready(plan)
+        if self._budget.take(plan, ready):
+            self._turn()
+        else:
+            self._turn_to(ready)
+
+    def _turn_to(self, plan: Plan) -> None:
+        self._lead(plan)
         self._commands.adopted = None if self._has_no_plan else self.plan
 
     def _lead(self, plan: Plan) -> None:
         self.plan = plan
         self._followers.lead(plan)
+        self._budget.windows = 0
         # Where there is no deadline, one that is always as late as the last ones is none the worse.
         expected = self._expected(plan) * (1 + self._judge.faster)
         self._judge.allowed = self._planner.limits.allowed(expected)
@@ -373,6 +424,7 @@ class Controller:
         if note := followers.follow():
             self._commands.note(note)
             self._judge.begin()
+            self._budget.windows = 0
         if followers.missing and not self._planner.busy:
             levels, expected = followers.asked(), self._expected(self.plan)
             self._planner.begin_levels(self.plan.schedule, levels, expected)

@@ -21,6 +21,7 @@ from envpipe_megatron.core.schedule import Schedule
 from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.formats.energy import Phase
 from envpipe_megatron.formats.steps import HELD_UP, RunningMean, StepEnergy, compare
+from envpipe_megatron.tuning.budget import Allowance
 from envpipe_megatron.tuning.commands import Clocked, Command, Run, Window
 from envpipe_megatron.tuning.probes.sweep import ProfilerSettings
 
@@ -157,6 +158,11 @@ class OneClock:
     found_mhz: int | None
     keep: Callable[[int, Mapping[int, StepEnergy]], None]
     _steps: int = 0
+    _allowance: Allowance = field(default_factory=Allowance)
+    #: W of an average GPU at each clock, as they were metered last.
+    _powers_w: dict[int, float] = field(default_factory=dict)
+    #: What is new of a budget, until it is said.
+    _news: str = ""
 
     def run(self, first: Window) -> Run[None]:
         """Go on after the `first` window, of the highest clock, forever.
@@ -196,14 +202,21 @@ class OneClock:
         return best, "\n".join([choice, *map(search.told, steps)])
 
     def _stay(self, kept: int, told: str) -> Run[str]:
-        """Keep a clock until two comparisons in a row speak against it; return what they say."""
+        """Keep a clock until two comparisons in a row speak against it; return what they say.
+
+        Where there is a power budget, a lower one that keeps it runs, and none is compared.
+        """
         top = self.clocks_mhz[0]
         while True:
+            if self._allowance.asks:
+                told = yield from self._keep_budget(kept, told)
             search = ClockSearch(self.clocks_mhz, self.slowdown_percent)
             settle = max(_COMPARED_AFTER, _MEASUREMENTS_APART * self._steps)
             for _ in range(_ROUNDS):
                 yield from self._measure(search, Phase.STEADY, kept, told, settle)
                 told, settle = "", 1
+                if self._allowance.asks:
+                    break
                 if kept != top:
                     yield from self._measure(search, Phase.BASELINE, top)
                 if search.is_right(kept):
@@ -211,20 +224,40 @@ class OneClock:
             else:
                 return f"one clock: not right any more, {search.told(kept)}\n"
 
+    def _keep_budget(self, kept: int, told: str) -> Run[str]:
+        """Run clocks that keep the power budget, until it is lifted; what the bill says then."""
+        allowance, top = self._allowance, self.clocks_mhz[0]
+        if top not in self._powers_w:  # of a clock that was found before
+            yield from self._run(Phase.BASELINE, top, told)
+        note, ran = told, top
+        while allowance.asks:
+            clock = self._within(kept)
+            window = yield from self._run(Phase.STEADY, clock, note, settle=int(clock != ran))
+            allowance.count(window)
+            note, ran = "", clock
+            if clock == min(self.clocks_mhz) and not allowance.why:
+                allowance.fell_short(self._powers_w.get(clock, 0.0))
+                note = allowance.why and f"{told}\n{allowance.why}"
+        return told
+
+    def _within(self, kept: int) -> int:
+        """Return the highest clock that keeps the budget and is no higher than the one to keep.
+
+        By what was metered at clocks, and between them; below them, power follows the clock.
+        """
+        clocks = [clock for clock in self.clocks_mhz if clock <= kept] if self.follows else [kept]
+        known = {0: 0.0, **self._powers_w}
+        at = sorted(known)
+        powers_w = np.interp(clocks, at, [known[clock] for clock in at])
+        allowed_w = self._allowance.allowed_w or math.inf
+        within = (c for c, w in zip(clocks, powers_w, strict=True) if not w > allowed_w)
+        return next(within, clocks[-1])
+
     def _measure(
         self, search: ClockSearch, phase: Phase, clock: int, note: str = "", settle: int = 1
     ) -> Run[None]:
         """Add a round to a search: steps at a clock, and the begin of another, which ends them."""
-        clocks_mhz = np.full((self.schedule.num_stages, self.schedule.units_per_stage), clock)
-        window = yield Command(
-            phase,
-            self._steps + 1,
-            settle,
-            orders=(Clocked(self.schedule, clocks_mhz),),
-            note=note,
-            billed=note if phase is Phase.STEADY else "",
-            metered=True,
-        )
+        window = yield from self._run(phase, clock, note, settle)
         for stage, report in enumerate(window.stages):
             if report.lost:
                 why = "; ".join(report.problems)
@@ -232,6 +265,26 @@ class OneClock:
         search.add(clock, window)
         if clock == self.clocks_mhz[0]:
             self._fill(window)
+
+    def _run(self, phase: Phase, clock: int, note: str = "", settle: int = 1) -> Run[Window]:
+        """Run steps at a clock, and hear what GPUs take there, and what is asked for."""
+        allowance = self._allowance
+        clocks_mhz = np.full((self.schedule.num_stages, self.schedule.units_per_stage), clock)
+        window = yield Command(
+            phase,
+            self._steps + 1,
+            settle,
+            orders=(Clocked(self.schedule, clocks_mhz),),
+            note="\n".join(filter(None, [note, self._news])),
+            billed=note if phase is Phase.STEADY else "",
+            metered=True,
+            power=allowance.facts,
+        )
+        if not math.isnan(window.power_w):
+            self._powers_w[clock] = window.power_w
+            allowance.own_w = self._powers_w.get(self.clocks_mhz[0], math.nan)
+        self._news = allowance.heed(window.wishes)
+        return window
 
     def _fill(self, window: Window) -> None:
         """Let measurements last long enough, by what steps took at the highest clock."""

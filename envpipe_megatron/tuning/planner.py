@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import logging
+from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TypeAlias
+
+import numpy as np
 
 from envpipe_megatron.core.arrays import IntArray
 from envpipe_megatron.core.conditions import known_conditions
@@ -16,7 +19,7 @@ from envpipe_megatron.core.profile import Profile
 from envpipe_megatron.core.schedule import Schedule
 from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.formats.energy import Phase
-from envpipe_megatron.policies.objective import LEAST_ENERGY, Objective
+from envpipe_megatron.policies.objective import LEAST_ENERGY, Goal, Objective
 from envpipe_megatron.policies.optimal.linear_program import LinearProgramError
 from envpipe_megatron.policies.planner import Planned, solve
 from envpipe_megatron.policies.problem import Problem
@@ -32,12 +35,14 @@ _WORTH = 5e-4
 _LATEST = 1024
 #: The policy of what runs while no plan could be made.
 UNPLANNED = "baseline"
+#: That of a plan whose clocks were lowered to keep a power budget.
+CAPPED = "capped"
 
 #: What to plan, and what is known beforehand: for `planned`.
 Asked: TypeAlias = tuple[Problem, tuple[str, ...]]
 #: Asks for a plan from a profile, for an order or the best there is: of least energy, to take so
-#: many times as long as the framework's own order; None as the objective has it.
-Ask: TypeAlias = Callable[[Profile, Schedule | None, float | None], Asked]
+#: many times as long as the framework's own order; None for an objective.
+Ask: TypeAlias = Callable[[Profile, Schedule | None, float | None, Objective], Asked]
 #: Plans by level of the frontier.
 Plans: TypeAlias = dict[int, Plan]
 #: The same, each with what splitting backwards wins, in words.
@@ -66,6 +71,22 @@ class Limits:
     def allowed(self, expected: float = 1.0) -> float:
         """As a multiple of the framework's own, what steps may last where so much is `expected`."""
         return (self.deadline_factor or max(1.0, expected)) * (1 + self.max_slowdown)
+
+    def within(self, power_w: float) -> Limits:
+        """Return those of plans that keep a mean power of a pipeline, in the least time if need be.
+
+        Of the least energy in a time there is none, where a budget binds.
+        """
+        objective = self.objective
+        if objective.goal == Goal.ENERGY:
+            objective = Objective(Goal.TIME)
+        objective = replace(objective, power_cap_w=power_w)
+        return replace(self, deadline_factor=None, objective=objective)
+
+
+def gpu_power_w(plan: Plan) -> float:
+    """Return the mean power of a GPU in a plan."""
+    return plan.cost.mean_power_w / float(plan.conditions.gpus_by_stage.sum())
 
 
 def planned(problem: Problem, notes: tuple[str, ...]) -> tuple[Plan, tuple[str, ...]]:
@@ -178,13 +199,13 @@ class Planner:
             self._again_at = 0
         factor = self.limits.deadline_factor
         factors = [None] if factor is None else dict.fromkeys([factor - faster, factor])
-        self._begin(lambda known: {0: [self._ask(known, order, each) for each in factors]})
+        self._begin(lambda known: {0: [self._asked(known, order, each) for each in factors]})
 
     def begin_shortest(self, *, whole: bool) -> None:
         """Make the plan of the best order, and as level 1 that of whole backwards if asked for."""
         self._begin(
             lambda known: {
-                level: [self._ask(profile, None, None)]
+                level: [self._asked(profile, None, None)]
                 for level, profile in enumerate((known, known.whole())[: 1 + whole])
             }
         )
@@ -194,7 +215,7 @@ class Planner:
         self._reorders, first = False, self.limits.deadline_factor or expected
         factors = {level: first * level_factor(level) for level in levels}
         self._begin(
-            lambda known: {level: [self._ask(known, order, at)] for level, at in factors.items()}
+            lambda known: {level: [self._asked(known, order, at)] for level, at in factors.items()}
         )
 
     def quick(self, order: Schedule) -> Plans:
@@ -206,7 +227,7 @@ class Planner:
             if self._quick is None:
                 self._quick = self._make_background()
                 known = self._store.profile(careful=True)
-                problem, notes = self._ask(known, order, self.limits.deadline_factor)
+                problem, notes = self._asked(known, order, self.limits.deadline_factor)
                 conditions = replace(
                     problem.conditions, wait_power_w=None, change_time_s=0.0, change_energy_j=0.0
                 )
@@ -216,6 +237,9 @@ class Planner:
         except Exception:  # of any kind: the best plan comes later
             logger.exception("No quick plan")
             return {}
+
+    def _asked(self, known: Profile, order: Schedule | None, factor: float | None) -> Asked:
+        return self._ask(known, order, factor, self.limits.objective)
 
     def _begin(self, ask: Callable[[Profile], Mapping[int, Sequence[Asked]]]) -> None:
         try:
@@ -253,12 +277,36 @@ class Planner:
         """A plan as it would run: repriced, and parked if that pays."""
         return parked(self.repriced(plan), self._store, self.limits.min_dwell_s, _WORTH)
 
+    def capped(self, plan: Plan, power_w: float) -> Plan:
+        """A plan at the highest clock above which no unit runs, so that GPUs take no more than W.
+
+        Where none is low enough, at the lowest that are known.
+        """
+        policy = UNPLANNED if plan.policy == UNPLANNED else CAPPED
+        made_for = {"power_cap_w": power_w * float(plan.conditions.gpus_by_stage.sum())}
+        today = replace(self.repriced(plan), policy=policy, park_mhz=None, objective=made_for)
+        rows = [of for kinds in today.profile.rows for of in kinds.values()]
+        least_mhz = np.array([of[-1].frequency_mhz for of in rows])
+        least_mhz = least_mhz[today.profile.keys(plan.schedule)]
+
+        def below(limit_mhz: int) -> Plan:
+            clocks_mhz = np.maximum(np.minimum(today.frequency_mhz, limit_mhz), least_mhz)
+            return replace(today, frequency_mhz=clocks_mhz)
+
+        clocks_mhz = self._store.clocks_mhz.astype(int).tolist()
+        within = bisect_right(clocks_mhz, power_w, key=lambda mhz: gpu_power_w(below(mhz)))
+        return self.ready(below(clocks_mhz[max(within - 1, 0)]))
+
     def better(self, new: Plan, running: Plan, own_s: float) -> bool:
         """True if a ready plan is better by the objective than one that runs, or that is too slow.
 
-        The framework's own order takes `own_s` by what is known.
+        Or it takes less power than one that takes too much. The framework's own order takes `own_s`
+        by what is known.
         """
         today, limits = self.repriced(running), self.limits
+        cap_w = limits.objective.power_cap_w
+        if cap_w is not None and today.cost.mean_power_w > cap_w:
+            return new.cost.mean_power_w < today.cost.mean_power_w
         if limits.deadline_factor and today.cost.iteration_time_s > own_s * limits.allowed():
             return new.cost.iteration_time_s < today.cost.iteration_time_s
         num_gpus = int(today.conditions.gpus_by_stage.sum())

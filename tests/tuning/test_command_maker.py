@@ -55,7 +55,7 @@ def test_what_splitting_wins_is_said_of_the_plan_that_runs(monkeypatch, better, 
 
     def plan(*, split: bool) -> Any:
         cost, schedule = SimpleNamespace(energy_j=1.0), SimpleNamespace(split=split)
-        return SimpleNamespace(policy="optimal", schedule=schedule, cost=cost)
+        return SimpleNamespace(policy="optimal", schedule=schedule, cost=cost, objective=None)
 
     planner: Any = SimpleNamespace(
         limits=SimpleNamespace(allowed=lambda expected=1.0: expected),

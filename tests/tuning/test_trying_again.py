@@ -71,10 +71,11 @@ def of_another_order(inner: Callable[..., Any]) -> Callable[..., Any]:
     """The first plans are of 1F1B, later ones of any order."""
     calls: list[int] = []
 
-    def plan_online(job: Any, profile: Any, order: Any, factor: float) -> Any:
+    def plan_online(job: Any, profile: Any, order: Any, factor: float, objective: Any) -> Any:
         calls.append(0)
         first = len(calls) <= 1
-        return inner(job, profile, builders.one_f_one_b(3, 12) if first else None, factor)
+        order = builders.one_f_one_b(3, 12) if first else None
+        return inner(job, profile, order, factor, objective)
 
     return plan_online
 

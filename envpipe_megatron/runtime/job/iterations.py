@@ -25,13 +25,15 @@ from envpipe_megatron.runtime.energy.training import TrainingEnergy
 from envpipe_megatron.runtime.execution.executor import Executor, StageRecord
 from envpipe_megatron.runtime.execution.orders import IterationOrder, PhaseRun, constant_order
 from envpipe_megatron.runtime.execution.stage_run import StageRun
-from envpipe_megatron.runtime.job.parts import PhaseParts, SessionError, note
+from envpipe_megatron.runtime.job.parts import NO_POWER, PhaseParts, SessionError, note
 from envpipe_megatron.runtime.job.phases import run_phases
 from envpipe_megatron.runtime.job.planning import megatron_order, predicted
 from envpipe_megatron.tuning.wishes import Wishes
 
 #: A job of weeks must not grow.
 _KEPT_ITERATIONS = 10_000
+#: The bill hears of power so often, s.
+_POWER_S = 60.0
 #: How often the planning rank is asked what an operator asks, and the least iteration for it, s.
 _HEARD_S, _LEAST_STEP_S = 1.0, 1e-3
 #: How the notes begin that say when the job was off; so many of the latest are kept.
@@ -71,6 +73,8 @@ class Batches:
         #: The one whose iterations run now; None before the first.
         self.now: Batch | None = None
         self._waiting: dict[int, Batch] = {}
+        #: When the bill hears again how a power budget is kept, on the GPU's time base.
+        self._power_due_s = 0.0
         #: Whether an iteration, or what phases do behind it, has begun and not ended: no other may
         #: begin. Whoever runs iterations says so too.
         self.unfinished = False
@@ -132,6 +136,9 @@ class Batches:
             self._describe_job({"notes": [*job.folder.notes, *job.state.notes]})
         if job.state.plan is not plan and not batch.name and job.collectives.is_planner:
             self._describe_job({"predicted": predicted(job.state.plan)})
+        if job.state.power is not None and begin_s >= self._power_due_s:
+            self._describe_job({"power": job.state.power})
+            self._power_due_s = begin_s + _POWER_S
         if batch.order.phase is not ended:
             job.energy.add_between_phases(job.state.iteration, begin_s)
 
@@ -160,9 +167,9 @@ class Switch:
         self._since, notes = 0, state.notes
         if state.wishes.off != before.off:
             self._note_turn(now)
-        keeps_budgets = options.closed_loop or options.one_clock
-        if state.wishes.power_budget not in (None, before.power_budget) and not keeps_budgets:
-            note(self._job, "No power budget is kept: the job plans nothing while it runs")
+        budget = state.wishes.power_budget
+        if budget not in (None, before.power_budget) and not options.keeps_power:
+            note(self._job, NO_POWER)
         if state.notes != notes:
             self._describe_job({"notes": [*self._job.folder.notes, *state.notes]})
         return state.wishes.off

@@ -138,12 +138,17 @@ def run_commands(
             kept = [note for note in job.state.notes if note not in billed]
             billed = [*map(job.named, command.billed.splitlines())]
             job.state.notes = (*kept, *billed)
+        if command.power is not None:
+            job.state.power = command.power
+        asked = job.state.wishes.power_budget
         # The step of a window's last iteration is known once another has begun.
         records = [] if command.orders or command.settle else records[-1:]
         for _ in range(command.settle):
             # But for the timeline, nobody looks at times of their units.
             timed = command.phase is not Phase.STEADY or is_recorded(command.phase, next(steady))
             yield replace(order, times_units=timed)
+            if job.state.wishes.power_budget != asked:
+                break  # it is not to wait for the end of a long rest
         for _ in range(command.iterations):
             records.append((yield order))
 

@@ -24,7 +24,7 @@ from envpipe_megatron.policies.objective import Goal, Objective
 from envpipe_megatron.policies.request import BY_MEMORY, POLICIES, PlanRequest
 from envpipe_megatron.policies.schedules import SCHEDULES
 from envpipe_megatron.tuning.probes.sweep import ProfilerSettings
-from envpipe_megatron.tuning.wishes import NO_WISHES, Wishes
+from envpipe_megatron.tuning.wishes import NO_WISHES, Wishes, read_power_budget
 
 PROFILE_FILE = "profile.csv"
 #: Names of the framework's own order, of one chunk and of several.
@@ -343,6 +343,27 @@ class JobOptions:
         metavar="PERCENT",
         least=0,
     )
+    power_budget: Wishes = _option(
+        "Most that a GPU may draw, as the mean over an iteration and all GPUs: W, or a share of "
+        "what it takes in the framework's order at the highest clocks. Steps get no longer than it "
+        "takes to keep that; it may be changed while the job runs.",
+        NO_WISHES,
+        usual="none",
+        metavar="W|PERCENT%",
+        read=read_power_budget,
+        rules=(
+            Rule(
+                "is kept by clocks that the job chooses as it trains",
+                without=(
+                    "level observe",
+                    "type baseline|envelope",
+                    "objective time",
+                    "gpu_control none|dry_run",
+                    *_ONLY_PLANS,
+                ),
+            ),
+        ),
+    )
     gpu_control: str = _option(
         "What changes clocks; auto: the first that is allowed; dry_run: log what "
         "would be done; none: nothing does, as where nothing is allowed.",
@@ -410,6 +431,17 @@ class JobOptions:
         return self.type == "optimal" and not as_it_stands
 
     @property
+    def wishes(self) -> Wishes:
+        """What is asked for until an operator asks for something else."""
+        return self.power_budget
+
+    @property
+    def keeps_power(self) -> bool:
+        """True if the job can keep a power budget."""
+        chooses = self.one_clock or (self.closed_loop and not self.changes_only_order)
+        return chooses and self.gpu_control not in ("none", "dry_run")
+
+    @property
     def changes_only_order(self) -> bool:
         """True if the job runs the order that takes least time, and changes no clock."""
         return self.closed_loop and self.objective == Goal.TIME
@@ -463,11 +495,6 @@ class JobOptions:
         return Objective(
             self.objective or Goal.ENERGY, energy_price=self.energy_price, gpu_price=self.gpu_price
         )
-
-    @property
-    def wishes(self) -> Wishes:
-        """What is asked for until an operator asks for something else."""
-        return NO_WISHES
 
     def request(self) -> PlanRequest:
         """Make the request to plan."""

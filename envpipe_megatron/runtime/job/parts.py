@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -26,6 +26,9 @@ from envpipe_megatron.runtime.job.restarts import JobFolder
 from envpipe_megatron.runtime.memory.peak import JobMemory
 from envpipe_megatron.tuning.background import Background
 from envpipe_megatron.tuning.wishes import NO_WISHES, Wishes
+
+#: What a job says that is asked for a power budget and cannot keep one.
+NO_POWER = "The power budget is not kept: this job chooses no clocks"
 
 
 class SessionError(EnvPipeError):
@@ -51,6 +54,8 @@ class SessionState:
     whole: str = ""
     #: What an operator asks for, the same on every rank.
     wishes: Wishes = NO_WISHES
+    #: How a power budget was kept so far; None if there was none.
+    power: Mapping[str, float | None] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,7 +13,7 @@ from envpipe_megatron.core.orders import builders
 from envpipe_megatron.core.plan import Plan, check_stages, read_plan
 from envpipe_megatron.core.profile import Profile, read_profile
 from envpipe_megatron.core.schedule import Placement, Schedule
-from envpipe_megatron.policies.objective import LEAST_ENERGY
+from envpipe_megatron.policies.objective import LEAST_ENERGY, Objective
 from envpipe_megatron.policies.optimal.optimizer import order_at_maximum_s
 from envpipe_megatron.policies.request import make_problem
 from envpipe_megatron.policies.schedules import SCHEDULES
@@ -140,11 +140,12 @@ def plan_online(
     profile: Profile,
     order: Schedule | None = None,
     deadline_factor: float | None = None,
+    objective: Objective | None = None,
 ) -> Asked:
     """Say what to plan from all that is known of the job: an order, or the best one.
 
-    Of least energy in a time, by default as the job's own request has it. Called on the planner
-    only.
+    Of least energy in a time, or else for an objective, by default as the job's own request has it.
+    Called on the planner only.
     """
     asked, kept = job.options.request(), job.kept_order
     schedule, order, most_waiting = asked.schedule, kept or order, capacity(job)
@@ -181,7 +182,7 @@ def plan_online(
         max_in_flight=most,
         channel_capacity=most_waiting if "channel_capacity" in takes else None,
         deadline_factor=deadline_factor,
-        objective=LEAST_ENERGY if deadline_factor else asked.objective,
+        objective=LEAST_ENERGY if deadline_factor else objective or asked.objective,
         conditions=conditions,
         runnable=True,
     )

@@ -54,7 +54,7 @@ def make_report(
         nodes_mhz: as `meter_sums` takes them, and `num_kinds`.
         late_s: by how much a change of the clock comes late.
         tail_s: what this stage does after its last unit.
-        metered: whether to wait for the counter, and say what power was drawn.
+        metered: whether to wait for the counter, where it has not seen all of them.
         problems: what is wrong with this rank's GPU.
         lost: whether the control of its clock has ended.
     """
@@ -86,7 +86,7 @@ def make_report(
         waits_s=np.array([[record.receive_wait_s for record in records]]),
         meter=sums,
         metered=int(sums.time_s > 0),
-        power_w=np.array([_power_w(meter, begins_s, ends_s, steps_s) if metered else _UNKNOWN]),
+        power_w=np.array([_power_w(meter, begins_s, ends_s, steps_s)]),
         problems=problems,
         lost=lost,
     )

@@ -334,8 +334,8 @@ class Session:
         """Add facts about the job to the bill of the node's agent, if there is one.
 
         Facts are `tokens_per_iteration`, `samples_per_iteration`, `model`, `microbatch_size`,
-        `type`, `scheduling`, `reconfigure`, `level`, `predicted` (saving and slowdown of the plan)
-        and `notes`, of JSON's types.
+        `type`, `scheduling`, `reconfigure`, `level`, `predicted` (saving and slowdown of the plan),
+        `power` (how a power budget is kept) and `notes`, of JSON's types.
         """
         if self._agent is not None and self._collectives.is_planner:
             self._agent.job(facts)
@@ -407,7 +407,7 @@ class Session:
         """The job so far, as this rank knows it; complete once the session is closed.
 
         Keys: those of `TrainingEnergy.summary`, `rank`, `stage`, `phase`, `iteration`, `notes`,
-        `reconfigure` (`steps`, `ended`) and `clocks`.
+        `reconfigure` (`steps`, `ended`), `power` (how a power budget was kept) and `clocks`.
         """
         state = self.state
         return {
@@ -418,6 +418,7 @@ class Session:
             "notes": [*self._folder.notes, *state.notes],
             **self._energy.summary(),
             "reconfigure": {"steps": state.reconfigure_steps, "ended": state.reconfigure_ended},
+            "power": state.power,
             "clocks": self.clock_summary(),
         }
 
