@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import lru_cache
@@ -31,7 +31,7 @@ from envpipe_megatron.runtime.execution.emulated_executor import EmulatedExecuto
 from envpipe_megatron.runtime.job.options import JobOptions
 from envpipe_megatron.runtime.job.session import Session
 
-SHAPE = (2, 3)
+SHAPE, MICROBATCHES = (2, 3), 3
 SPECS = StageSpecs.alike(TensorSpec.of_one_type((SHAPE,), torch.float32, torch.device("cpu")))
 
 
@@ -76,6 +76,29 @@ class PlainWork:
 
     def sent(self, unit: Unit) -> None:
         pass
+
+
+class OtherStages:
+    """The host group of an emulated pipeline, as one stage sees it, whose inputs have their times.
+
+    Args:
+        behind_s: by how much another stage is behind when stages meet.
+    """
+
+    def __init__(self, inputs_s: Iterable[float] = (), behind_s: float = 0.0) -> None:
+        self.pipeline, self.names_the_loss = self, nullcontext
+        self.inputs_s, self.behind_s = [*inputs_s], behind_s
+        self.sent: list[tuple[float, int]] = []
+
+    def latest(self, own_s: float) -> float:
+        return own_s + self.behind_s
+
+    def send(self, end_s: float, stage: int, tag: int) -> list[Any]:
+        self.sent.append((end_s, stage))
+        return []
+
+    def receive(self, stage: int, tag: int) -> float:
+        return self.inputs_s.pop(0)
 
 
 #: Twice in each refresh of an emulated GPU's counter.
@@ -212,3 +235,24 @@ def session(
     )
     fast_time.meanwhile = made.meter._try_sample
     return made, gpu
+
+
+def options(output: Path | None = None, **asked: Any) -> JobOptions:
+    """Those of a job that comes to its steady phase in few iterations."""
+    usual = {"type": "envelope", "reconfigure": "default", "num_microbatches": MICROBATCHES}
+    short = {"baseline_steps": 1, "profile_steps": 1, "window_s": 0.3}
+    return JobOptions(output=output, **{**usual, **short, **asked})
+
+
+def iterate(
+    session: Session,
+    rank: int,
+    count: int = 1,
+    before_unit: Callable[[Unit], None] = lambda unit: None,
+    microbatches: int = MICROBATCHES,
+) -> None:
+    """Run iterations of plain tensors."""
+    for _ in range(count):
+        session.run_iteration(
+            microbatches, SPECS, lambda schedule: PlainWork(schedule, rank, before_unit)
+        )

@@ -10,8 +10,6 @@ from typing import Any
 
 import plain_stages
 
-from envpipe_megatron.runtime.job.options import JobOptions
-
 MICROBATCHES = 4
 
 
@@ -33,7 +31,7 @@ def train(
     """Train until the victim fails in its second step; tell how that looked from here."""
     session, gpu = plain_stages.session(
         rank,
-        JobOptions(num_microbatches=MICROBATCHES, type="baseline", baseline_steps=3),
+        plain_stages.options(num_microbatches=MICROBATCHES, type="baseline", baseline_steps=3),
         root,
         timeout_s=timeout_s,
         collectives_timeout_s=timeout_s,
@@ -46,24 +44,19 @@ def train(
 
     try:
         while True:
-            session.run_iteration(
-                MICROBATCHES,
-                plain_stages.SPECS,
-                lambda schedule: plain_stages.PlainWork(schedule, rank, before_unit),
-            )
+            plain_stages.iterate(session, rank, 1, before_unit, MICROBATCHES)
             steps += 1
     except Exception as error:
         after_s = time.monotonic() - float((root / "failed_at").read_text())
-        locked_mhz = gpu.requested_frequency_mhz
+        locked_mhz, closes_s = gpu.requested_frequency_mhz, time.monotonic()
+        session.close()
         if isinstance(error, StageWorkError):
-            session.close()
             os._exit(1)  # as a script ends that does not catch it
         return {
             "error": type(error).__name__,
             "text": str(error),
             "after_s": after_s,
+            "closing_s": time.monotonic() - closes_s,
             "locked_mhz": locked_mhz,
             "steps": steps,
         }
-    finally:
-        session.close()

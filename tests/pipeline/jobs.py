@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from envpipe_megatron.core.orders import builders
 from envpipe_megatron.core.plan import Plan
 from envpipe_megatron.core.profile import Profile
 from envpipe_megatron.core.schedule import Schedule
@@ -79,6 +80,15 @@ class Job:
         """Whether replicas exchange anything."""
         return self.reducer is not None or self.tied or self.tensor > 1
 
+    @property
+    def own_order(self) -> Schedule:
+        """Megatron's."""
+        if self.chunks == 1:
+            return builders.one_f_one_b(self.stages, self.microbatches)
+        return builders.interleaved(
+            self.stages, self.microbatches, self.chunks, self.group, combined=self.combined
+        )
+
 
 @dataclass(frozen=True)
 class Ours:
@@ -103,7 +113,6 @@ class Ours:
     profile_file: Path | None = None
     warmup_iterations: int = 1
     plan_file: Path | None = None
-    profiler: tuple[int, int] = (1, 1)
     unit_s: float = 0.001
     clocks_mhz: tuple[int, ...] | None = None
     kept_orders: tuple[Schedule, ...] = ()

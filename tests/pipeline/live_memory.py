@@ -16,7 +16,6 @@ from jobs import Job, Ours
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
-from envpipe_megatron.core.orders.builders import framework_order
 from envpipe_megatron.core.schedule import Schedule
 from envpipe_megatron.runtime.execution.stage_run import execute
 from envpipe_megatron.runtime.job.session import Session
@@ -106,7 +105,7 @@ def peaks_of_orders(
     """Learn from an iteration of `ran`, then run others; this rank's peak in each of them."""
     import training
 
-    order_of, peaks = iter([job_order(job), job_order(job), ran, *orders]), []
+    order_of, peaks = iter([job.own_order, job.own_order, ran, *orders]), []
 
     def run_iteration(session: Any, count: int, specs: Any, make_work: Any, **_: Any) -> None:
         order, memory = next(order_of), session.memory
@@ -116,15 +115,10 @@ def peaks_of_orders(
             session.rehearse(order, specs, make_work)
         memory.units_ended()
         if order is ran:
-            memory.learn(job_order(job), specs, ran)
+            memory.learn(job.own_order, specs, ran)
         elif memory.stages is not None:
             peaks.append(memory.peak_bytes())
 
     with _watched_sessions() as sessions, patch.object(Session, "run_iteration", run_iteration):
         training.train(rank, replace(job, steps=3 + len(orders)), Ours(), root)
     return (sessions[0].memory.stages, peaks) if sessions else None
-
-
-def job_order(job: Job) -> Schedule:
-    """The framework's own."""
-    return framework_order(job.stages, job.microbatches, job.chunks)

@@ -127,12 +127,6 @@ def assert_replicas_agree(results: list[Result]) -> None:
         assert one.losses != other.losses or not one.losses[0]
 
 
-def framework_order(job: Job) -> Schedule:
-    if job.chunks > 1:
-        return builders.interleaved(job.stages, job.microbatches, job.chunks, job.group)
-    return builders.one_f_one_b(job.stages, job.microbatches)
-
-
 def labels_that_run(order: Schedule, stage: int) -> list[str]:
     """A stage's units; a whole backward among split ones is listed as two, and runs as one."""
     ran: list[str] = []
@@ -150,7 +144,7 @@ def assert_executed(job: Job, results: list[Result], steady: Schedule) -> None:
     """Every stage ran the framework's order up to its plan, then the intended one."""
     for result in results:
         orders = [
-            steady if phase in ("reconfigure", "steady") else framework_order(job)
+            steady if phase in ("reconfigure", "steady") else job.own_order
             for phase in result.phases
         ]
         assert result.executed == [labels_that_run(order, result.stage) for order in orders]
@@ -222,79 +216,49 @@ def test_interleaved_reference_is_right(stock):
 # Policies ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("schedule", "policy"),
-    [
-        pytest.param("1f1b", "uniform", marks=on_request("PIPELINE")),
-        pytest.param("gpipe", "baseline", marks=on_request("PIPELINE")),
-        ("envpipe", "envelope"),
-    ],
-)
-def test_policies_planned_by_the_session(stock, ours, tmp_path, schedule, policy):
+def test_a_policy_planned_by_the_session(stock, ours, tmp_path):
     job = Job(4, 6)
     profile = synthetic_profile(4)
     profile.write(tmp_path / "profile_in.csv")
-    planned = make_plan(profile, PlanRequest(6, schedule, policy)).plan
-    # Not a plan in name only: EnvPipe's order has extra forwards.
-    assert sum(planned.schedule.extra_forwards) > 0 or schedule == "1f1b"
-    how = Ours(schedule, policy, profile_file=tmp_path / "profile_in.csv")
+    planned = make_plan(profile, PlanRequest(6, "envpipe", "envelope")).plan
+    assert sum(planned.schedule.extra_forwards) > 0  # not a plan in name only
+    how = Ours("envpipe", "envelope", profile_file=tmp_path / "profile_in.csv")
     results = trained_alike(stock, ours, job, how, planned.schedule)
     assert_locked(results, planned.frequency_mhz)
 
 
-@pytest.mark.parametrize(
-    "job",
-    [
-        pytest.param(Job(4, 12, chunks=2), marks=on_request("PIPELINE"), id="p4"),
-        pytest.param(Job(2, 8, chunks=2, group=4), id="groups"),
-    ],
-)
-def test_orders_that_are_searched_for_chunks(stock, ours, tmp_path, job):
+def test_an_order_that_is_searched_for_chunks(stock, ours, tmp_path):
     """Forwards of two chunks come otherwise than in Megatron's order."""
+    job = Job(2, 8, chunks=2, group=4)
     profile = synthetic_profile(job.stages)
     profile.write(tmp_path / "profile_in.csv")
     how = Ours("auto", "optimal", profile_file=tmp_path / "profile_in.csv")
     results = ours(job, how)
     order = results[0].plan.schedule
-    assert order.stages != framework_order(job).stages
+    assert order.stages != job.own_order.stages
     assert_executed(job, results, order)
     assert_same_bits(results, stock(job))
 
 
-@pytest.mark.parametrize("stages", [2, pytest.param(4, marks=on_request("PIPELINE"))])
-def test_whole_loop_online(stock, ours, stages):
+def test_whole_loop_online(stock, ours):
     """Warm-up, profile, plan, reconfigure, steady: training goes on through all of them."""
     # Few clocks, and units of which one iteration fills a window: else a hundred are trained twice.
     few = {"unit_s": 0.05, "clocks_mhz": CLOCKS_MHZ[::2]}
     how = Ours("envpipe", "envelope", "balanced", warmup_iterations=2, **few)
-    results = _run_online(stock, ours, Job(stages, 6, steps=None), how)
+    job = Job(2, 6, steps=None)
+    results = ours(job, how)
+    plan = results[0].plan
+    assert plan.policy == "envelope-balanced"
+    assert sum(plan.schedule.extra_forwards) > 0
+    assert results[0].reconfigure_steps > 0
+    assert min(results[0].locked_mhz) < 1410
+    assert_executed(job, results, plan.schedule)
+    assert_same_bits(results, stock(replace(job, steps=len(results[0].losses))))
     phases = [phase for phase, _ in itertools.groupby(results[0].phases)]
     assert phases == ["warm-up", "profile", "reconfigure", "steady"]
     for result in results:
         assert result.profile.to_csv() == results[0].profile.to_csv()
-
-
-@on_request("PIPELINE")
-def test_greedy_online(stock, ours, tmp_path):
-    synthetic_profile(4, 990, CLOCKS_MHZ[::2]).write(tmp_path / "profile_in.csv")
-    how = Ours("envpipe", "envelope", "greedy", tmp_path / "profile_in.csv", 2, unit_s=0.05)
-    results = _run_online(stock, ours, Job(4, 6, steps=None, tied=True), how)
-    phases = [phase for phase, _ in itertools.groupby(results[0].phases)]
-    assert phases == ["warm-up", "reconfigure", "steady"]
-
-
-def _run_online(stock, ours, job: Job, how: Ours) -> list[Result]:
-    results: list[Result] = ours(job, how)
-    plan = results[0].plan
-    assert plan.policy == f"{how.policy}-{how.reconfigure}"
-    assert sum(plan.schedule.extra_forwards) > 0
-    assert results[0].reconfigure_steps > 0
-    for result in results:
         assert result.plan.to_json() == plan.to_json()
-    assert min(results[0].locked_mhz) < 1410
-    assert_executed(job, results, plan.schedule)
-    assert_same_bits(results, stock(replace(job, steps=len(results[0].losses))))
-    return results
 
 
 # What megatron-core does around the units ----------------------------------------------------
@@ -346,7 +310,7 @@ ALL_AROUND = AROUND | {
 @pytest.mark.parametrize("name", each_of(ALL_AROUND, AROUND))
 def test_what_is_done_between_units(stock, ours, tmp_path, name):
     job = ALL_AROUND[name]
-    results = ours(job, by_plan(tmp_path, framework_order(job)))
+    results = ours(job, by_plan(tmp_path, job.own_order))
     references = stock(job)
     assert_same_bits(results, references)
     for result, reference in zip(results, references, strict=True):

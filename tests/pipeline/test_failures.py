@@ -52,6 +52,7 @@ def test_peer_lost_in_the_middle_of_a_step(fault, tmp_path):
             # One that is no neighbour learns of it from a neighbour that has fallen silent.
             silences = 2 if how == "stop" else 1
             assert seen["after_s"] < GRACE_S + silences * TIMEOUT_S
+            assert seen["closing_s"] < TIMEOUT_S - 1  # of those that a collective would wait
             assert seen["locked_mhz"] == 1410  # there was a lock to undo
         neighbours = survivors & {victim - 1, victim + 1}
         if "last backward" not in fault:

@@ -9,9 +9,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from jobs import Job, Ours
-from on_request import each_of, on_request
+from on_request import each_of
 from test_bit_equality import (
-    CLOCKS_MHZ,
     assert_locked,
     assert_same_bits,
     by_plan,
@@ -24,21 +23,12 @@ from envpipe_megatron.core.kinds import Kind
 from envpipe_megatron.core.orders import builders
 from envpipe_megatron.core.plan import read_plan
 from envpipe_megatron.core.profile import read_profile
-from envpipe_megatron.core.schedule import Schedule
 from envpipe_megatron.policies.planner import make_plan
 from envpipe_megatron.policies.request import PlanRequest
 
 pytestmark = pytest.mark.xdist_group("pipeline")
 __all__ = ["ours", "stock"]
 F, B = Kind.FORWARD, Kind.BACKWARD
-
-
-def kept(job: Job) -> Schedule:
-    if job.chunks == 1:
-        return builders.one_f_one_b(job.stages, job.microbatches)
-    return builders.interleaved(
-        job.stages, job.microbatches, job.chunks, job.group, combined=job.combined
-    )
 
 
 JOBS = {
@@ -52,15 +42,10 @@ JOBS = {
 }
 
 
-#: And one feature of those, or more of what they have.
+#: And more of what they have.
 ALL_JOBS = JOBS | {
-    "1f1b": Job(4, 6),
     "four chunks": Job(2, 4, chunks=4),
     "overlapped experts, few microbatches": Job(2, 2, chunks=2, combined=True, reducer=()),
-    "recompute": Job(2, 4, chunks=2, recompute=True),
-    "lengths vary, two chunks": Job(2, 6, chunks=2, lengths=(16, 5, 11, 2)),
-    "four stages": Job(4, 8, chunks=2),
-    "lengths vary": Job(4, 6, lengths=(16, 5, 11, 2)),
     "overlapped experts, four stages": Job(4, 8, chunks=2, combined=True),
     "overlapped experts, four chunks": Job(2, 8, chunks=4, group=3, combined=True, tied=True),
 }
@@ -69,7 +54,7 @@ ALL_JOBS = JOBS | {
 @pytest.mark.parametrize("name", each_of(ALL_JOBS, JOBS))
 def test_every_unit_has_its_clock_and_nothing_else_changes(stock, ours, tmp_path, name):
     job = replace(ALL_JOBS[name], deallocate=ALL_JOBS[name].chunks == 1)
-    schedule = kept(job)
+    schedule = job.own_order
     how = by_plan(tmp_path, schedule)
     results = ours(job, replace(how, kept_orders=(schedule,)))
     assert_same_bits(results, stock(job))
@@ -92,7 +77,7 @@ def test_each_number_of_microbatches_has_its_clocks(stock, ours, tmp_path, name)
     """Up, down and back; the full batch's plan is by file, others are planned when they come."""
     counts = (2, 2, 2, 6, 6, 6, 2, 4, 6, 4, 4, 2)
     job = replace(CHANGING[name], counts=counts, steps=len(counts), deallocate=name != "two chunks")
-    orders = {count: kept(replace(job, microbatches=count)) for count in set(counts)}
+    orders = {count: replace(job, microbatches=count).own_order for count in set(counts)}
     how = by_plan(tmp_path, orders[6])
     results = ours(
         job,
@@ -139,51 +124,15 @@ def test_each_number_of_microbatches_has_its_order(stock, ours, tmp_path, name):
         request = PlanRequest(count, "auto", "optimal", num_chunks=job.chunks, runnable=True)
         planned[count] = make_plan(profile, request).plan.schedule
     if job.chunks == 1:
-        assert planned[6].stages != kept(job).stages
+        assert planned[6].stages != job.own_order.stages
     seen: Counter[int] = Counter()
     wanted = []
     for count in counts:
         seen[count] += 1
-        own = kept(replace(job, microbatches=count))
+        own = replace(job, microbatches=count).own_order
         wanted.append(own if seen[count] == 1 else planned[count])
     for result in results:
         assert result.executed == [order.labels()[result.stage] for order in wanted]
-
-
-@on_request("PIPELINE")
-def test_pairs_are_measured_planned_and_run_at_their_clocks(stock, ours):
-    job = Job(2, 4, chunks=2, combined=True, steps=None, deallocate=False)
-    schedule = kept(job)
-    results = ours(
-        job,
-        Ours(
-            schedule.name,
-            "optimal",
-            warmup_iterations=2,
-            unit_s=0.05,
-            clocks_mhz=CLOCKS_MHZ,
-            kept_orders=(schedule,),
-        ),
-    )
-    assert_same_bits(results, stock(replace(job, steps=len(results[0].losses))))
-    plan, profile = results[0].plan, results[0].profile
-    assert plan.schedule == schedule
-    assert Kind.COMBINED in profile.kinds
-    for stage, chunk in ((0, 0), (0, 1), (1, 0), (1, 1)):
-        for kind, time_s in ((F, 0.05), (B, 0.1), (Kind.COMBINED, 0.15)):
-            row = profile.row(2 * stage + chunk, kind, 1410)
-            assert row.time_s == pytest.approx(time_s, rel=0.01)
-    assert plan.cost.energy_j < plan.baseline.cost.energy_j
-    for result in results:
-        assert result.executed == [schedule.labels()[result.stage]] * len(result.executed)
-        assert set(plan.frequency_mhz[result.stage].tolist()) <= set(result.locked_mhz)
-        units = zip(schedule.stages[result.stage], plan.frequency_mhz[result.stage], strict=True)
-        clocks = [int(clock) for _, clock in units]
-        steady = [clock for clock, _ in itertools.groupby(clocks * 2)]
-        assert any(
-            result.locked_mhz[at : at + len(steady)] == steady
-            for at in range(len(result.locked_mhz))
-        )
 
 
 def test_a_job_whose_units_come_otherwise_is_left_alone(stock, ours):

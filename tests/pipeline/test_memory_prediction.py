@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 from jobs import Job
-from live_memory import MESSAGE_BYTES, job_order, peaks_of_orders, train_and_watch
+from live_memory import MESSAGE_BYTES, peaks_of_orders, train_and_watch
 from on_request import on_request
 from rank_pool import RankPool
 from test_bit_equality import by_plan
@@ -60,7 +60,7 @@ def test_peaks_are_as_predicted(pool: RankPool, tmp_path, stages, extra, options
 def test_peaks_of_split_orders_are_as_predicted(pool: RankPool, tmp_path, how):
     """What weight gradients wait for is held: of recomputed layers more than of those in flight."""
     job = Job(2, microbatches=8, layers=4, deallocate=False, **how)
-    own = job_order(job)
+    own = job.own_order
     orders = [split_in_place(own, 8)]
     orders += [zero_bubble(2, 8, most) for most in (2, 3) if job.chunks == 1]
     told = pool.run(peaks_of_orders, job, half_split(own), orders, tmp_path)[::2]  # of one replica

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import partial
 
 import pytest
 import torch_ranks
 from core_cases import uniform_profile
 
-from envpipe_megatron.core.kinds import Kind, unit
 from envpipe_megatron.core.orders import builders
-from envpipe_megatron.core.orders.zero_bubble import zero_bubble_v
+from envpipe_megatron.core.orders.zero_bubble import zero_bubble, zero_bubble_v
 from envpipe_megatron.core.schedule import Placement, Schedule
 from envpipe_megatron.formats.torch_csv import read_torch_csv, torch_csv
 from envpipe_megatron.policies.planner import make_plan
@@ -34,38 +32,12 @@ def auto() -> Schedule:
     return order
 
 
-def split(order: Schedule, late: int) -> Schedule:
-    """An order whose weights' gradients come `late` backwards after their inputs'."""
-    stages = []
-    for own in order.stages:
-        units, waiting = [], []
-        for each in own:
-            if each.kind is Kind.FORWARD:
-                units.append(each)
-                continue
-            units.append(unit(Kind.INPUT_GRADIENT, each.microbatch, each.chunk))
-            waiting.append(unit(Kind.WEIGHT_GRADIENT, each.microbatch, each.chunk))
-            if len(waiting) > late:
-                units.append(waiting.pop(0))
-        stages.append((*units, *waiting))
-    return replace(order, name="split", stages=tuple(stages))
-
-
-def v_shaped() -> Schedule:
-    """All forwards, then all backwards, through chunks that lie in a V."""
-    ways = [(Kind.FORWARD, 0), (Kind.FORWARD, 1), (Kind.BACKWARD, 1), (Kind.BACKWARD, 0)]
-    order = tuple(unit(kind, m, chunk) for kind, chunk in ways for m in range(MICROBATCHES))
-    return Schedule("v", MICROBATCHES, 2, (order,) * RANKS, Placement.V)
-
-
 ORDERS = {
     "extra forwards": partial(builders.envpipe, RANKS, MICROBATCHES, [4, 3, 1, 0]),
     "auto": auto,
     "interleaved": partial(builders.interleaved, RANKS, MICROBATCHES, 2),
     "pairs": partial(builders.interleaved, RANKS, MICROBATCHES, 2, combined=True),
-    "split": lambda: split(builders.envpipe(RANKS, MICROBATCHES, [2, 1, 1, 0]), 2),
-    "interleaved and split": lambda: split(builders.interleaved(RANKS, MICROBATCHES, 2), 3),
-    "in a V": v_shaped,
+    "split": partial(zero_bubble, RANKS, MICROBATCHES, 7),
     "zb-v": partial(zero_bubble_v, RANKS, MICROBATCHES),
 }
 

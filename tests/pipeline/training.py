@@ -28,7 +28,6 @@ import cpu_run
 import numpy as np
 import torch
 import torch.distributed as dist
-from asking import ask, asked_often
 from jobs import MAX_STEPS, SLOW_S, STEADY_STEPS, Bits, Job, Ours, Result
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
@@ -52,10 +51,9 @@ from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.moe import moe_utils
 from megatron.core.utils import get_model_config
 from plain_stages import FastTime
-from waiting_plans import plans_are_waited_for
+from waiting_plans import ask, asked_often, plans_are_waited_for
 
 from envpipe_megatron.core.kinds import Kind
-from envpipe_megatron.core.orders import builders
 from envpipe_megatron.core.schedule import Schedule
 from envpipe_megatron.formats.energy import Phase
 from envpipe_megatron.gpu.base import ReadOnlyGpu
@@ -669,31 +667,27 @@ class _LateExecutor(EmulatedExecutor):
         return begun
 
 
-class _RecordingWork:
-    """Notes each unit when it is run."""
+#: Of units, by what runs them.
+_KINDS = {
+    "forward": [Kind.FORWARD],
+    "backward": [Kind.BACKWARD, Kind.INPUT_GRADIENT],
+    "weight_gradient": [Kind.WEIGHT_GRADIENT],
+}
 
-    def __init__(self, work: Any, num_chunks: int, executed: list[str]) -> None:
-        self._work = work
-        self._num_chunks = num_chunks
-        self._executed = executed
 
-    def forward(self, unit: Any, inputs: Any) -> Any:
-        assert unit.kind is Kind.FORWARD
-        self._executed.append(unit.label(self._num_chunks))
-        return self._work.forward(unit, inputs)
+def _noting(work: Any, num_chunks: int, executed: list[str]) -> Any:
+    """Work whose units are noted when they are run."""
 
-    def backward(self, unit: Any, gradients: Any) -> Any:
-        assert unit.kind in (Kind.BACKWARD, Kind.INPUT_GRADIENT)
-        self._executed.append(unit.label(self._num_chunks))
-        return self._work.backward(unit, gradients)
+    def noted(function: Any, kinds: list[Kind]) -> Any:
+        def run(unit: Any, *got: Any) -> Any:
+            assert unit.kind in kinds
+            executed.append(unit.label(num_chunks))
+            return function(unit, *got)
 
-    def weight_gradient(self, unit: Any) -> None:
-        assert unit.kind is Kind.WEIGHT_GRADIENT
-        self._executed.append(unit.label(self._num_chunks))
-        self._work.weight_gradient(unit)
+        return run
 
-    def sent(self, unit: Any) -> None:
-        self._work.sent(unit)
+    runs = {name: noted(getattr(work, name), kinds) for name, kinds in _KINDS.items()}
+    return SimpleNamespace(sent=work.sent, **runs)
 
 
 class _RecordingSession(Session):
@@ -721,7 +715,7 @@ class _RecordingSession(Session):
     def _recording(self, make_work: Any) -> Any:
         executed: list[str] = []
         self._result.executed.append(executed)
-        return lambda schedule: _RecordingWork(make_work(schedule), self._num_chunks, executed)
+        return lambda schedule: _noting(make_work(schedule), self._num_chunks, executed)
 
 
 @functools.cache
@@ -747,8 +741,7 @@ def _session(
     times |= {Kind.INPUT_GRADIENT: ours.unit_s, Kind.WEIGHT_GRADIENT: ours.unit_s}
     executor: Any = partial(EmulatedExecutor, gpu, times, collectives)
     if ours.slow_from is not None:
-        own = builders.framework_order(job.stages, job.microbatches, job.chunks, job.group)
-        executor = partial(_LateExecutor, own, ours.slow_from, gpu, times, collectives)
+        executor = partial(_LateExecutor, job.own_order, ours.slow_from, gpu, times, collectives)
     session = _RecordingSession(
         JobOptions(
             num_microbatches=job.microbatches,
@@ -759,7 +752,7 @@ def _session(
             group_size=job.group,
             objective=ours.objective.goal,
             sweep=not ours.closed_loop,
-            profile_steps=ours.profiler[1],
+            profile_steps=1,
             baseline_steps=ours.warmup_iterations,
             window_s=0.3,
             profile=ours.profile_file,

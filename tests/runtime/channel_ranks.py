@@ -59,38 +59,27 @@ def exchanged(rank: int, times: int) -> Any:
 
 
 def many_pending(rank: int, count: int) -> Any:
-    """Stage 0 sends `count` messages while stage 1 takes none; then stage 1 takes all."""
+    """Stage 0 sends `count` messages while stage 1 takes none; then stage 1 takes all.
+
+    Outputs are freed as Megatron does, while their sends are pending.
+    """
     channel = expecting(count if rank == 1 else 0)
     times_s, messages = [], []
     if rank == 0:
         for number in range(count):
+            output = message(number).requires_grad_()
             begin_s = time.monotonic()
-            channel.send(unit(Kind.FORWARD, number), [message(number)])
+            channel.send(unit(Kind.FORWARD, number), [output])
             times_s.append(time.monotonic() - begin_s)
+            output.data = torch.empty(1)
+            del output
+            for _ in range(8):
+                message(-1)  # takes the freed memory, if there is any
     dist.barrier()  # only now may stage 1 start: all sends have returned
     if rank == 1:
         messages = [received(channel, number) for number in range(count)]
     channel.end_step()
     return times_s, messages
-
-
-def swapped(rank: int, count: int) -> Any:
-    """Stage 0 frees its outputs as Megatron does, while their sends are pending."""
-    channel = expecting(count if rank == 1 else 0)
-    messages = []
-    if rank == 0:
-        for number in range(count):
-            output = message(number).requires_grad_()
-            channel.send(unit(Kind.FORWARD, number), [output])
-            output.data = torch.empty(1)
-            del output
-            for _ in range(8):
-                message(-1)  # takes the freed memory, if there is any
-    dist.barrier()
-    if rank == 1:
-        messages = [received(channel, number) for number in range(count)]
-    channel.end_step()
-    return messages
 
 
 def several_tensors(rank: int) -> Any:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import os
 import signal
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -13,10 +12,11 @@ from unittest.mock import patch
 import plain_stages
 import torch.distributed as dist
 from fake_gpu import look_until
+from plain_stages import iterate, options
 
 from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.gpu.backends import nvml
-from envpipe_megatron.gpu.base import FORBID_VARIABLE, ReadOnlyGpu
+from envpipe_megatron.gpu.base import FORBID_VARIABLE
 from envpipe_megatron.gpu.devices import list_gpus
 from envpipe_megatron.gpu.emulated.emulated_gpu import EmulatedGpu
 from envpipe_megatron.gpu.guard.lease import list_leases
@@ -24,8 +24,6 @@ from envpipe_megatron.gpu.guard.messages import AGENT_VARIABLE
 from envpipe_megatron.runtime.clocks.rank_clock import open_rank_gpu
 from envpipe_megatron.runtime.job.options import JobOptions
 from envpipe_megatron.runtime.job.session import Session
-
-MICROBATCHES = 3
 
 
 def use_guards_of(root: Path, name: str) -> None:
@@ -38,49 +36,10 @@ def use_guards_of(root: Path, name: str) -> None:
     )
 
 
-def _config(root: Path) -> JobOptions:
-    return JobOptions(
-        num_microbatches=MICROBATCHES,
-        type="envelope",
-        reconfigure="default",
-        baseline_steps=1,
-        profile_steps=1,
-        window_s=0.3,
-        output=root,
-    )
-
-
 def _guarded_session(rank: int, config: JobOptions, root: Path) -> tuple[Session, EmulatedGpu]:
     """A session on an emulated node that has guards: one with an agent, which bills nothing."""
     with patch.dict(os.environ, {AGENT_VARIABLE: ""}):
         return plain_stages.session(rank, config, root)
-
-
-def _iterate(session: Session, rank: int, count: int) -> None:
-    for _ in range(count):
-        session.run_iteration(
-            MICROBATCHES,
-            plain_stages.SPECS,
-            lambda schedule: plain_stages.PlainWork(schedule, rank),
-        )
-
-
-def train_with_a_gpu_to_read(rank: int, root: Path, reader: int) -> Any:
-    """One rank has no right to change its clock; what every rank then did."""
-    session, gpu = plain_stages.session(
-        rank, _config(root), root, seen_as=lambda gpu: ReadOnlyGpu(gpu) if rank == reader else gpu
-    )
-    try:
-        _iterate(session, rank, 6)
-    finally:
-        session.close()
-    return (
-        session.state.phase.value,
-        session.state.notes,
-        session.clock_summary(),
-        gpu.requested_frequency_mhz,
-        session.energy_log.totals["steady"].energy_j,
-    )
 
 
 def train_guarded(rank: int, root: Path, kill_guard: bool) -> Any:
@@ -91,10 +50,10 @@ def train_guarded(rank: int, root: Path, kill_guard: bool) -> Any:
         left the way it leaves itself; what the clock came to.
     """
     use_guards_of(root, "guarded")
-    session, gpu = _guarded_session(rank, replace(_config(root), gpu="a100-sxm"), root)
+    session, gpu = _guarded_session(rank, options(root, gpu="a100-sxm"), root)
     try:
-        _iterate(session, rank, 2)
-        leases = sorted((it.address.uid, it.clocks_mhz) for it in list_leases() if it.live)
+        iterate(session, rank, 2)
+        leases = sorted(record.address.uid for record in list_leases() if record.live)
         locked_mhz = gpu.requested_frequency_mhz
         child = os.fork()
         if child == 0:
@@ -109,7 +68,7 @@ def train_guarded(rank: int, root: Path, kill_guard: bool) -> Any:
             os.kill(hold.guard_pid, signal.SIGKILL)
             look_until(lambda: session.clock_summary()["error"] is not None)
             look_until(lambda: gpu.requested_frequency_mhz is None)
-        _iterate(session, rank, 2)
+        iterate(session, rank, 2)
         after_mhz = gpu.requested_frequency_mhz
     finally:
         session.close()
@@ -119,13 +78,13 @@ def train_guarded(rank: int, root: Path, kill_guard: bool) -> Any:
 def be_refused(rank: int, root: Path, require: bool) -> Any:
     """Train where another job holds rank 1's GPU, or get the error."""
     use_guards_of(root, "refused")
-    config = replace(_config(root), require_control=require)
+    config = options(root, require_control=require)
     try:
         session, gpu = _guarded_session(rank, config, root)
     except EnvPipeError as error:
         return f"{type(error).__name__}: {error}"
     requested = gpu.requested_frequency_mhz if rank != 1 else None  # that of the other job
-    _iterate(session, rank, 4)
+    iterate(session, rank, 4)
     session.close()
     energy_j = session.energy_log.totals["steady"].energy_j
     return session.state.phase.value, session.state.notes, requested, energy_j
@@ -135,54 +94,11 @@ def be_without_a_folder(rank: int, root: Path, victim: int) -> tuple[str, bool]:
     """Train where one rank cannot make its output folder; whether a clock was changed."""
     use_guards_of(root, "no folder")
     output = root / "file" / "output" if rank == victim else root / "output"
-    config = replace(_config(root), output=output)
+    config = options(output)
     session, _ = _guarded_session(rank, config, root)
-    _iterate(session, rank, 3)
+    iterate(session, rank, 3)
     session.close()
     return session.state.phase.value, session.clock_summary()["changes"] > 0
-
-
-def train_on_a_node_alone(rank: int, root: Path) -> dict[str, Any]:
-    """Train as the only rank of a node; its guard, its energy and its lock behind the session."""
-    use_guards_of(root, "by hand")
-    node = root / f"node-{rank}"
-    node.mkdir()
-    config = JobOptions(
-        num_microbatches=MICROBATCHES, type="baseline", baseline_steps=1, output=root / "output"
-    )
-    # All are on this machine, whose name they would write.
-    with (
-        patch.dict(os.environ, GROUP_RANK=str(rank)),
-        patch("socket.gethostname", lambda: node.name),
-    ):
-        session, gpu = _guarded_session(rank, config, node)
-        begin_j = gpu._file.read().energy_j
-        try:
-            _iterate(session, rank, 12)
-        finally:
-            session.close()
-    hold = session.clock._hold
-    assert hold is not None
-    return {
-        "counter_j": gpu._file.read().energy_j - begin_j,
-        "logged_j": sum(total.energy_j for total in session.energy_log.totals.values()),
-        "guard_pid": hold.guard_pid,
-        "locked": gpu.requested_frequency_mhz,
-    }
-
-
-def train_until_killed(rank: int, root: Path) -> None:
-    """Train for ever with the guard; the last rank kills itself in its third iteration."""
-    use_guards_of(root, "killed")
-    session, _ = _guarded_session(rank, _config(root), root)
-    last = dist.get_world_size() - 1
-    _iterate(session, rank, 2)
-    if rank == last:
-        os.kill(os.getpid(), signal.SIGKILL)
-    try:
-        _iterate(session, rank, 10**6)
-    finally:
-        session.close()
 
 
 def choose(

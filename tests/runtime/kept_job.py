@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -15,6 +16,7 @@ from envpipe_megatron.core.profile_rows import ProfileRow
 from envpipe_megatron.formats.steps import BaselineEnergy, StepEnergy
 from envpipe_megatron.policies.planner import make_plan
 from envpipe_megatron.policies.request import PlanRequest
+from envpipe_megatron.runtime.channel.collectives import Collectives
 from envpipe_megatron.runtime.job import restarts
 from envpipe_megatron.runtime.job.options import JobOptions
 from envpipe_megatron.runtime.job.restarts import JobFolder, JobKeys
@@ -29,20 +31,10 @@ STEP = StepEnergy(9, 0.6, 0.01, 210.5, 0.4)
 BASELINE = BaselineEnergy(STEP, (STEP, replace(STEP, energy_j=190.0)))
 
 
-class Alone:
-    """Collectives of one rank, which plans."""
-
-    is_planner = True
-    num_replicas = 1
-
-    def on_all(self, holds: bool) -> bool:
-        return holds
-
-    def from_planner(self, own: Any) -> Any:
-        return own
-
-    def agreed(self, make: Any) -> Any:
-        return make()
+def alone() -> Collectives:
+    """Of one rank, which plans."""
+    group: Any = SimpleNamespace(leads=True, gather=lambda own: [own], broadcast=lambda own: own)
+    return Collectives(0, group, [], 1)
 
 
 @cache
@@ -73,7 +65,7 @@ def job_folder(path: Path | None, keys: JobKeys = KEYS, **given: Any) -> JobFold
         keys: in place of those that come from the options.
         given: other options.
     """
-    made: Any = JobFolder(path, Alone())  # type: ignore[arg-type]
+    made: Any = JobFolder(path, alone())
     options = JobOptions(fingerprint={}, **given)  # type: ignore[arg-type]
     with patch.object(restarts, "_keys", lambda *arguments: keys):
         made.resume(options, 2, None)

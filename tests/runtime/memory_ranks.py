@@ -15,11 +15,9 @@ from plain_stages import PlainWork
 from envpipe_megatron.core.kinds import Kind, Unit
 from envpipe_megatron.core.schedule import Schedule
 from envpipe_megatron.integrations.reporting import end_of_job
-from envpipe_megatron.runtime.job.options import JobOptions
 from envpipe_megatron.runtime.memory.stage import StageMemory
 
 SIZES = Sizes(message=0)
-QUICK = {"profile_steps": 1, "window_s": 0.3}
 #: Long backwards, so that EnvPipe's rule wants many extra forwards.
 TIMES = {Kind.FORWARD: 0.002, Kind.BACKWARD: 0.012}
 
@@ -83,15 +81,14 @@ def train(
         sizes: what each stage holds.
     """
     told = Told()
-    config = JobOptions(
+    config = plain_stages.options(
+        root,
         num_microbatches=microbatches,
         baseline_steps=3,
-        **QUICK,
-        output=root,
         profile=profile_file,
         fingerprint=fingerprint,
         why_whole="" if splits else "of a test",
-        **{"type": "baseline", "reconfigure": "default", **request},
+        **{"type": "baseline", **request},
     )
     device = FakeMemory(capacities[rank] if capacities else 10**9)
     stage = FakeStage(device, sizes, random.Random(rank))
@@ -129,21 +126,3 @@ def train(
         told.peak_in_flight = state.plan.schedule.peak_in_flight
         told.free_bytes = state.profile.sidecar.free_bytes
     return told
-
-
-def refused(rank: int, root: Path, profile_file: Path | None) -> str:
-    """What a session says that is asked for a limit that nobody knows."""
-    config = JobOptions(
-        num_microbatches=8,
-        type="envelope",
-        reconfigure="default",
-        max_in_flight="memory",
-        baseline_steps=3,
-        profile=profile_file,
-    )
-    try:
-        session, _ = plain_stages.session(rank, config, root)
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    session.close()
-    return "nothing was refused"

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -17,6 +18,7 @@ from envpipe_megatron.core.kinds import Kind
 from envpipe_megatron.core.orders import builders
 from envpipe_megatron.core.schedule import Schedule
 from envpipe_megatron.runtime.channel.collectives import Collectives
+from envpipe_megatron.runtime.energy.meter import MeterError
 from envpipe_megatron.runtime.job.options import JobOptions
 from envpipe_megatron.runtime.job.parts import PhaseParts, SessionState
 from envpipe_megatron.runtime.job.restarts import JobFolder
@@ -130,5 +132,8 @@ class Rank:
         self.folder: Any = JobFolder(self.options.output, self.collectives)
         self.collectives.is_planner = self.is_planner
         self.clock = SimpleNamespace(error=None, problems=tuple)
-        self.meter = SimpleNamespace(refreshes=lambda begin_s: (np.zeros(0), np.zeros(0)))
+        self.meter = SimpleNamespace(
+            refreshes=lambda begin_s: (np.zeros(0), np.zeros(0)),
+            window=Mock(side_effect=MeterError("Of a test")),
+        )
         self.say = self.said.append

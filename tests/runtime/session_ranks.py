@@ -5,40 +5,33 @@ from __future__ import annotations
 import pkgutil
 import random
 import time
-from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import AbstractContextManager, ExitStack, closing, nullcontext
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain, repeat
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
+from unittest.mock import DEFAULT, Mock, patch
 
 import memory_ranks
 import plain_stages
 import torch
+from plain_stages import MICROBATCHES, iterate, options
 from waiting_plans import plans_are_waited_for
 
 from envpipe_megatron.core.kinds import WHOLE, Kind, Unit
 from envpipe_megatron.gpu.base import GpuError, ReadOnlyGpu
 from envpipe_megatron.gpu.emulated.emulated_gpu import EmulatedGpu
-from envpipe_megatron.runtime.channel.carrier import StageSpecs, TensorSpec
 from envpipe_megatron.runtime.channel.p2p import P2PChannel
 from envpipe_megatron.runtime.job import phases
-from envpipe_megatron.runtime.job.measuring import measure_p2p_latency_s
 from envpipe_megatron.runtime.job.options import JobOptions
 from envpipe_megatron.runtime.job.session import Session
-
-MICROBATCHES = 3
-
-
-def _work(rank: int) -> Any:
-    return lambda schedule: plain_stages.PlainWork(schedule, rank)
 
 
 def _until_steady(rank: int, session: Session) -> None:
     with closing(session), plans_are_waited_for():
         while session.state.phase != "steady":
-            session.run_iteration(MICROBATCHES, plain_stages.SPECS, _work(rank))
+            iterate(session, rank)
 
 
 #: Of one unit at the highest clock, s: changes of clock take little of it.
@@ -76,7 +69,7 @@ def lose_control(rank: int, root: Path, victim: int, schedule: str) -> Any:
         for number in range(40):
             if rank == victim and number == 8:
                 session.clock.stop(GpuError("the driver of a test"))
-            session.run_iteration(MICROBATCHES, plain_stages.SPECS, _work(rank))
+            iterate(session, rank)
     return session.state.notes
 
 
@@ -92,8 +85,7 @@ def look_for_the_shortest(rank: int, root: Path) -> Any:
     made = partial(plain_stages.session, time_at_max_s=LONG_UNITS_S, seen_as=ReadOnlyGpu)
     session, _ = made(rank, config, root)
     with closing(session), plans_are_waited_for():
-        for _ in range(36):
-            session.run_iteration(MICROBATCHES, plain_stages.SPECS, _work(rank))
+        iterate(session, rank, 36)
     return session.state.notes, [phase.value for phase, *_ in session.iterations.latest]
 
 
@@ -121,48 +113,17 @@ def measure_a_job(rank: int, root: Path, tail_s: tuple[float, ...]) -> Any:
     Args:
         tail_s: for each stage, how long; the next iteration waits for the slowest of them.
     """
-    config = JobOptions(
-        num_microbatches=MICROBATCHES,
-        type="envelope",
-        reconfigure="default",
-        baseline_steps=1,
-        profile_steps=3,
-        window_s=0.0,
-        output=root,
-    )
+    config = options(root, profile_steps=3, window_s=0.0)
     session, gpu = plain_stages.session(rank, config, root, time_at_max_s=LONG_UNITS_S)
     gpu.supported_frequencies_mhz = gpu.supported_frequencies_mhz[::10]  # a short sweep
     slow_down(session._channel, gpu)
     try:
         while session.state.phase != "steady":
-            session.run_iteration(MICROBATCHES, plain_stages.SPECS, _work(rank))
+            iterate(session, rank)
             gpu.advance_to(gpu.committed_end_s() + tail_s[rank])
     finally:
         session.close()
     return session.state.profile
-
-
-class _RealTime:
-    """An executor that lets messages be waited for and time be real, without a GPU."""
-
-    def now_s(self) -> float:
-        return time.monotonic()
-
-    def wait_for_messages(self) -> None:
-        pass
-
-
-def hops(rank: int, rounds: int, shape: tuple[int, ...], seed: int) -> list[float]:
-    """Latencies as the ranks see them, who come to each measurement at random times."""
-    rng = random.Random(10 * seed + rank)
-    channel = plain_stages.channel(10.0)
-    specs = StageSpecs.alike(TensorSpec.of_one_type((shape,), torch.float32, torch.device("cpu")))
-    found = []
-    for _ in range(rounds):
-        time.sleep(rng.expovariate(1 / 0.005))
-        executor: Any = _RealTime()
-        found.append(measure_p2p_latency_s(rank, 3, channel, specs, executor))
-    return found
 
 
 @dataclass(frozen=True)
@@ -170,7 +131,7 @@ class Fault:
     """A call that raises.
 
     Args:
-        target: `module:function` or `module:Class.method`, below `envpipe_megatron`.
+        target: a function or a class's method, below `envpipe_megatron`.
         victim: the rank; None for all.
         error: what is raised.
         call: the number of the first call that raises.
@@ -181,26 +142,13 @@ class Fault:
     error: type[BaseException] = ZeroDivisionError
     call: int = 1
 
-    @contextmanager
-    def on(self, rank: int) -> Iterator[None]:
+    def on(self, rank: int) -> AbstractContextManager[Any]:
         """While it lasts, the call raises on its victim."""
         if self.victim not in (None, rank):
-            yield
-            return
-        path, name = self.target.rsplit("." if "." in self.target.split(":")[1] else ":", 1)
-        owner = pkgutil.resolve_name(f"envpipe_megatron.{path}")
-        original = getattr(owner, name)
-        calls = 0
-
-        def failing(*arguments: Any, **named: Any) -> Any:
-            nonlocal calls
-            calls += 1
-            if calls >= self.call:
-                raise self.error("of a test")
-            return original(*arguments, **named)
-
-        with patch.object(owner, name, failing):
-            yield
+            return nullcontext()
+        target = f"envpipe_megatron.{self.target}"
+        ends = chain(repeat(DEFAULT, self.call - 1), repeat(self.error("of a test")))
+        return patch(target, Mock(wraps=pkgutil.resolve_name(target), side_effect=ends))
 
 
 def train_with_faults(
@@ -212,7 +160,9 @@ def train_with_faults(
     profile_file: Path | None = None,
 ) -> memory_ranks.Told:
     """Train into the steady phase; the job can be started again."""
-    with _all(faults, rank):
+    with ExitStack() as stack:
+        for fault in faults:
+            stack.enter_context(fault.on(rank))
         return memory_ranks.train(
             rank,
             root,
@@ -222,15 +172,6 @@ def train_with_faults(
             profile_file,
             fingerprint={"hidden_size": 64},
         )
-
-
-@contextmanager
-def _all(faults: tuple[Fault, ...], rank: int) -> Iterator[None]:
-    if not faults:
-        yield
-        return
-    with faults[0].on(rank), _all(faults[1:], rank):
-        yield
 
 
 def run_plan(
@@ -260,17 +201,15 @@ def run_plan(
         preset=preset,
         time_at_max_s=dict(zip(WHOLE, times_s[rank], strict=True)),
     )
-    jitter = random.Random(rank)
+    by_chance = random.Random(rank)
+
+    def jitter(unit: Unit) -> None:
+        time.sleep(by_chance.expovariate(1 / 0.0005))
+
     records = []
     try:
         for _ in range(steps):
-            session.run_iteration(
-                microbatches,
-                plain_stages.SPECS,
-                lambda schedule: plain_stages.PlainWork(
-                    schedule, rank, lambda unit: time.sleep(jitter.expovariate(1 / 0.0005))
-                ),
-            )
+            iterate(session, rank, 1, jitter, microbatches)
             record = session.iterations.last_record
             records.append(
                 {

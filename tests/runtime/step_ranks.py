@@ -6,7 +6,6 @@ import math
 import os
 import random
 import signal
-import time
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import replace
@@ -14,20 +13,16 @@ from pathlib import Path
 from typing import Any
 
 import plain_stages
-import torch.distributed as dist
 from waiting_plans import plans_are_waited_for
 
 from envpipe_megatron.core.kinds import Kind
 from envpipe_megatron.core.orders import builders
-from envpipe_megatron.errors import EnvPipeError
-from envpipe_megatron.formats.steps import BaselineEnergy, compare
 from envpipe_megatron.gpu.emulated.emulated_gpu import EmulatedGpu
 from envpipe_megatron.integrations.reporting import IntervalReport
 from envpipe_megatron.runtime.execution import emulated_executor
 from envpipe_megatron.runtime.job.options import JobOptions
 from envpipe_megatron.runtime.job.session import Session
 
-MICROBATCHES = 3
 REFRESH_S = 0.1
 TIMES_S = {Kind.FORWARD: 0.1, Kind.BACKWARD: 0.2}
 FINGERPRINT = {"hidden_size": 64, "pipeline": 3, "gpu": "emulated", "lr": None}
@@ -73,11 +68,7 @@ class Framework:
         self.session.begin_step(iteration)
 
     def iterate(self, before_unit: Callable[[Any], None] = lambda unit: None) -> None:
-        self.session.run_iteration(
-            MICROBATCHES,
-            plain_stages.SPECS,
-            lambda schedule: plain_stages.PlainWork(schedule, self.rank, before_unit),
-        )
+        plain_stages.iterate(self.session, self.rank, 1, before_unit)
 
     def end(self, optimizer_s: float) -> None:
         executor = self.session.executor  # all meet for the norm of all gradients
@@ -134,15 +125,7 @@ def with_few_clocks(gpu: EmulatedGpu) -> EmulatedGpu:
 
 
 def config(root: Path, warmup: int = 3, **wishes: Any) -> JobOptions:
-    wanted = {"type": "envelope", "reconfigure": "default", **wishes}
-    return JobOptions(
-        num_microbatches=MICROBATCHES,
-        baseline_steps=warmup,
-        profile_steps=1,
-        window_s=0.3,
-        output=root,
-        **wanted,
-    )
+    return plain_stages.options(root, baseline_steps=warmup, **wishes)
 
 
 def bill_random_steps(rank: int, root: Path) -> Any:
@@ -184,36 +167,6 @@ def bill_random_steps(rank: int, root: Path) -> Any:
     return laps, billed, (expected_j + rest[0], expected_s + rest[1]), session.summary()
 
 
-def _baseline(session: Session) -> BaselineEnergy | None:
-    """Of the batches of full size."""
-    return session._energy.baselines.get("")
-
-
-def measure_a_baseline(rank: int, root: Path, warmup: int, slow_first: int, own_steps: int) -> Any:
-    """Warm up, with some first steps that take long; the baseline, and what it should be."""
-    made = framework(rank, config(root, warmup, type="baseline"), root)
-    session = made.session
-    before_settled = []
-    try:
-        for iteration in range(warmup):
-            made.step(optimizer_s=4.0 if iteration < slow_first else 0.25)
-            if iteration < slow_first:
-                made.lapped()
-            before_settled.append(_baseline(session))
-        truth = made.lapped()
-        made.step(optimizer_s=0.25)  # before it lies what belongs to no phase
-        session.lap()
-        for _ in range(own_steps):
-            made.step(optimizer_s=0.25)
-        lap = session.lap()
-        job = session.gather(lap)
-        baseline = _baseline(session)
-        comparison = compare(job.step, baseline.mean) if job and baseline else None
-    finally:
-        session.close()
-    return before_settled, baseline, truth, comparison, session.summary()
-
-
 def fail_and_close(rank: int, root: Path, victim: int) -> Any:
     """One rank raises in the middle of an iteration, and all close, twice."""
     made = framework(rank, config(root, type="baseline"), root, timeout_s=2.0)
@@ -235,26 +188,6 @@ def fail_and_close(rank: int, root: Path, victim: int) -> Any:
     session.close()
     session.close()
     return errors, truth, session.summary()
-
-
-def outlive_a_dead_rank(rank: int, root: Path) -> Any:
-    """The last rank is killed in the middle of an iteration; how long the others take to close."""
-    baseline = config(root, type="baseline")
-    made = framework(rank, baseline, root, collectives_timeout_s=4.0)
-    session = made.session
-    for _ in range(3):
-        made.step()
-    truth = made.lapped()
-    if rank == dist.get_world_size() - 1:
-        os.kill(os.getpid(), signal.SIGKILL)
-    try:
-        while True:
-            made.step()
-    except EnvPipeError:
-        pass
-    begin_s = time.monotonic()
-    session.close()
-    return time.monotonic() - begin_s, truth, session.summary()
 
 
 def start_job(
@@ -305,7 +238,7 @@ def start_job(
         "said": said,
         "profile": csv,
         "plan": plan,
-        "baseline": _baseline(session),
+        "baseline": session._energy.baselines.get(""),
         "summary": session.summary(),
         "logged_j": sum(t.energy_j for t in session.energy_log.totals.values()),
     }
@@ -337,15 +270,8 @@ def train_kept(
         fingerprint=FINGERPRINT,
         **(files or {}),
     )
-    session, gpu = plain_stages.session(
-        rank,
-        wanted,
-        root,
-        time_at_max_s={kind: times * time_s for kind, time_s in TIMES_S.items()},
-        seen_as=with_few_clocks,
-        say=said.append,
-    )
-    made = Framework(rank, session, gpu)
+    made = framework(rank, wanted, root, times, seen_as=with_few_clocks, say=said.append)
+    session = made.session
     steps, reports = [], []
     with closing(session), plans_are_waited_for():
         for count in counts:

@@ -12,7 +12,6 @@ import pytest
 from on_request import on_request
 
 from benchmarks.online import online, pipelines
-from benchmarks.online.emulated_job import EmulatedJob
 from benchmarks.online.pipelines import Conditions, Faults, Pipelines
 from benchmarks.online.runs import (
     Ran,
@@ -31,7 +30,6 @@ from envpipe_megatron.gpu.presets import load_preset
 from envpipe_megatron.policies.objective import Objective
 from envpipe_megatron.policies.planner import make_plan
 from envpipe_megatron.runtime.job.options import JobOptions
-from envpipe_megatron.runtime.job.parts import SessionError
 from envpipe_megatron.tuning import controller
 
 STAGES, MICROBATCHES = 3, 12
@@ -302,19 +300,6 @@ def test_a_long_job_holds_no_more_than_a_shorter_one(monkeypatch):
     for name in ("open files", "threads", "files in the folder"):
         assert last[name] == middle[name]
     assert last["their size (KiB)"] < 1.2 * middle["their size (KiB)"]
-
-
-def test_a_profile_of_other_gpus_is_refused(tmp_path):
-    """Clocks that a GPU lacks would end the control of its clock."""
-    preset, forward_s = load_preset("a100-sxm"), [0.03] * STAGES
-    exact = exact_profile(load_preset("h200"), forward_s, {})
-    (tmp_path / "profile.csv").write_text(exact.to_csv())
-    config = replace(REQUEST, profile=tmp_path / "profile.csv")
-    with (
-        EmulatedJob(Pipelines(preset, forward_s), config) as job,
-        pytest.raises(SessionError, match="lacks the highest clock"),
-    ):
-        job.run(10)
 
 
 @on_request("CONTROL")

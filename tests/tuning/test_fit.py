@@ -11,8 +11,9 @@ from envpipe_megatron.core.kinds import WHOLE
 from envpipe_megatron.core.profile import read_profile
 from envpipe_megatron.core.sidecar import Sidecar
 from envpipe_megatron.gpu.presets import load_preset
+from envpipe_megatron.tuning.commands import tail_times_s
 from envpipe_megatron.tuning.measured.fit import Times, fit_times_s
-from envpipe_megatron.tuning.measured.meters import TAIL, WAITING, MeterSums, Stretch, meter_sums
+from envpipe_megatron.tuning.measured.meters import MeterSums, Stretch, meter_sums
 from envpipe_megatron.tuning.measured.powers import fit_powers
 from envpipe_megatron.tuning.measured.store import Store
 
@@ -60,44 +61,6 @@ def test_five_clocks_of_a_published_profile_give_the_others(name):
             fitted_s, _ = fit_times_s(clocks, clocks[at].tolist(), times_s[at].tolist())
             missed.append(np.abs(fitted_s / times_s - 1)[at[0] :])
     assert np.concatenate(missed).mean() < 0.005
-
-
-def test_powers_come_out_of_a_counter_that_refreshes_slowly():
-    """Forwards and backwards alternate three times within a refresh, at three clocks."""
-    preset = load_preset("a100-sxm")
-    rng = np.random.default_rng(3)
-    stretches, powers_w, now_s = [], [], 0.0
-    for clock in (1410.0, 1200.0, 950.0, 1410.0):
-        for _ in range(60):
-            for kind, name, time_s in ((0, "forward", 0.02), (1, "backward", 0.045)):
-                now_s += time_s * rng.uniform(0.8, 1.2)
-                stretches.append(Stretch(now_s, kind, clock))
-                powers_w.append(preset.busy_power_w(name, clock))
-            if rng.random() < 0.3:
-                now_s += 0.03
-                stretches.append(Stretch(now_s, WAITING, clock))
-                powers_w.append(84.0)
-        now_s += 0.2
-        stretches.append(Stretch(now_s, TAIL, clock))
-        powers_w.append(150.0)
-    bounds_s = np.array([0.0, *(stretch.end_s for stretch in stretches)])
-    energy_j = np.concatenate([[0.0], np.cumsum(np.diff(bounds_s) * powers_w)])
-    refreshes_s = np.arange(0.05, now_s, 0.1)
-    sums = meter_sums(
-        0.0, stretches, refreshes_s, np.interp(refreshes_s, bounds_s, energy_j), NODES, 2
-    )
-    assert sums.time_s == pytest.approx(now_s, abs=0.2)
-    limit_mhz = preset.power_cap_frequency_mhz
-    power_w, tail_w, _ = fit_powers(sums, NODES, 2, limit_mhz)
-    for clock in (1410.0, 1200.0, 950.0):
-        forward_w, backward_w = (np.interp(clock, NODES, of_kind) for of_kind in power_w[:2])
-        model_j = 0.02 * preset.busy_power_w("forward", clock)
-        model_j += 0.045 * preset.busy_power_w("backward", clock)
-        # What alternates within a refresh is told from its sum alone.
-        assert 0.02 * forward_w + 0.045 * backward_w == pytest.approx(model_j, rel=0.02)
-        assert forward_w == pytest.approx(preset.busy_power_w("forward", clock), rel=0.1)
-    assert power_w[-1, -1] == pytest.approx(84.0, rel=0.03)
-    assert tail_w == pytest.approx(150.0, rel=0.03)
 
 
 @pytest.mark.parametrize("seed", range(30))
@@ -194,3 +157,23 @@ def test_after_weeks_a_small_change_is_followed_and_more_scatter_is_no_change():
     windows(100, 0.03 * 1.005, 0.005)
     assert times.points[1410].time_s == pytest.approx(0.03 * 1.005, rel=0.001)
     assert windows(1000, 0.03 * 1.005, 0.02) < 20
+
+
+@pytest.mark.parametrize(
+    ("end_s", "gap_s", "tails_s"),
+    [
+        # What the slowest takes until the next iteration is the tail, and no wait for it.
+        ([[1.0], [0.9], [0.7]], [[0.25], [0.35], [0.55]], [0.25] * 3),
+        ([[1.0], [0.9], [0.5]], [[0.25], [0.35], [0.1]], [0.25, 0.25, 0.1]),  # it does not wait
+        (
+            [[1.0, 1.0, 3.0, 1.0, 1.0], [0.8, 0.8, 0.8, 0.8, 0.8]],
+            [[0.2, 0.21, 0.2, 0.19, 5.0], [0.4, 0.41, 2.4, 0.39, 5.2]],
+            [0.2, 0.2],  # the medians: odd iterations do not move them
+        ),
+        ([[1.0], [0.9]], [[-1e-12], [0.1 - 1e-12]], [0.0, 0.0]),  # rounding
+    ],
+)
+def test_a_tail_is_what_a_stage_takes_behind_its_last_unit(end_s, gap_s, tails_s):
+    found_s = tail_times_s(end_s, gap_s)
+    assert found_s == pytest.approx(tails_s, abs=1e-9)
+    assert (found_s >= 0).all()

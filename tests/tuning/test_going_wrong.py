@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -9,30 +11,42 @@ import pytest
 from on_request import on_request
 from window_reports import report_of
 
+from benchmarks.online.pipelines import Conditions
 from benchmarks.online.runs import Ran, run_job, slower
+from envpipe_megatron.core.kinds import WHOLE
+from envpipe_megatron.core.orders import builders
+from envpipe_megatron.core.sidecar import Sidecar
 from envpipe_megatron.gpu.presets import load_preset
-from envpipe_megatron.policies.optimal.linear_program import LinearProgramError
 from envpipe_megatron.runtime.job import phases
 from envpipe_megatron.runtime.job.options import JobOptions
 from envpipe_megatron.tuning import controller
 from envpipe_megatron.tuning.commands import Window
 from envpipe_megatron.tuning.judge import Judge, Silence
 from envpipe_megatron.tuning.measured.meters import MeterSums
+from envpipe_megatron.tuning.measured.store import Store
 
 STAGES, MICROBATCHES, TOO_SLOW = 3, 12, "Too slow: "
 
 
-def run(iterations: int, faults: Any, **asked: Any) -> Ran:
-    config = JobOptions(num_microbatches=MICROBATCHES, baseline_steps=3, **asked)
-    preset, forward_s = load_preset("a100-sxm"), [0.03] * STAGES
-    return run_job(config, preset, forward_s, iterations=iterations, faults=faults)
+ITERATIONS, UNEVEN = 60, (0.03, 0.03, 0.036)
 
 
-def run_where_planning_fails(
-    monkeypatch: pytest.MonkeyPatch, errors: list[Exception], iterations: int, share: float
+def run(
+    iterations: int = ITERATIONS,
+    faults: Any = lambda iteration: {},
+    *,
+    forward_s: Sequence[float] = (0.03,) * STAGES,
+    schedule: str = "auto",
+    **trouble: Any,
 ) -> Ran:
-    """From iteration 45 a stage is slower; the plans begun since then fail, one for each error."""
-    inner, begun = phases.plan_online, []
+    config = JobOptions(num_microbatches=MICROBATCHES, scheduling=schedule, baseline_steps=3)
+    preset = load_preset("a100-sxm")
+    return run_job(config, preset, forward_s, iterations=iterations, faults=faults, **trouble)
+
+
+def test_planning_that_fails_in_any_way_is_tried_again(monkeypatch):
+    """There is a plan to go on with, whatever a solver or the machine has run out of."""
+    inner, begun, errors = phases.plan_online, [], [MemoryError()]
 
     def plan_online(*arguments: Any) -> Any:
         if begun and errors:
@@ -42,25 +56,10 @@ def run_where_planning_fails(
     def faults(iteration: int) -> Any:
         if iteration >= 45:
             begun.append(iteration)
-        return {(0, 1): slower(share)} if iteration >= 45 else {}
+        return {(0, 1): slower(1.05)} if iteration >= 45 else {}
 
     monkeypatch.setattr(phases, "plan_online", plan_online)
-    return run(iterations, faults)
-
-
-@on_request("CONTROL")
-def test_a_plan_that_cannot_be_made_after_harm_is_tried_again(monkeypatch):
-    errors: list[Exception] = [LinearProgramError("The solver has failed") for _ in range(3)]
-    ran = run_where_planning_fails(monkeypatch, errors, 110, 1.1)
-    assert any("The solver has failed" in text for _, text in ran.said)
-    assert ran.job[-1].phase == "steady"
-    assert ran.saved(90, 110) > ran.saved(35, 45)
-    assert ran.slower(55, 110) < 0.005
-
-
-def test_planning_that_fails_in_any_way_is_tried_again(monkeypatch):
-    """There is a plan to go on with, whatever a solver or the machine has run out of."""
-    ran = run_where_planning_fails(monkeypatch, [MemoryError()], 80, 1.05)
+    ran = run(80, faults)
     assert any("nothing better is planned: MemoryError" in text for _, text in ran.said)
     assert ran.job[-1].phase == "steady"
     assert ran.saved(70, 80) > ran.saved(35, 45)
@@ -70,7 +69,7 @@ def test_planning_that_fails_in_any_way_is_tried_again(monkeypatch):
 def test_what_changes_in_a_baseline_is_planned_for(monkeypatch):
     """No later window differs from what the baseline has shown."""
     monkeypatch.setattr(controller, "BASELINE_EVERY", 24)
-    calm = run(70, lambda iteration: {})
+    calm = run(70)
     (at, *_) = (i for i, each in enumerate(calm.job) if i > 40 and each.phase == "baseline")
     ran = run(90, lambda iteration: {(0, 1): slower(1.08)} if iteration > at else {})
     assert any("stage 1's units take +8.0 %: planning again" in text for _, text in ran.said)
@@ -146,3 +145,103 @@ def test_counters_that_come_in_time_are_not_silent(seen):
         assert silence.add(window([1.0], (0, 1))) == []
         assert silence.add(window([1.0], (1, 1))) == []
     assert silence.add(window([1.0], seen)) == []
+
+
+# What fails is tried again, and iterations that did not run whole teach nothing ------------------
+
+run_uneven = partial(run, forward_s=UNEVEN)
+
+
+def fails_once(
+    monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, errors: Sequence[Exception]
+) -> None:
+    left, original = list(errors), getattr(owner, name)
+
+    def failing(*arguments: Any, **named: Any) -> Any:
+        if left:
+            raise left.pop()
+        return original(*arguments, **named)
+
+    monkeypatch.setattr(owner, name, failing)
+
+
+@pytest.fixture(scope="module")
+def calm() -> float:
+    return run_uneven().saved(50, ITERATIONS)
+
+
+@pytest.mark.parametrize(
+    ("errors", "trouble"),
+    [([TimeoutError("no end"), MemoryError()], {}), ([], {"rooms": (False, True)})],
+    ids=["not planned", "no memory"],
+)
+def test_a_first_plan_that_fails_is_not_the_last(monkeypatch, calm, errors, trouble):
+    fails_once(monkeypatch, phases, "plan_online", errors)
+    ran = run_uneven(**trouble)
+    assert ran.saved(50, ITERATIONS) == pytest.approx(calm, abs=1e-3)
+    assert ran.slower(ran.profiled, ITERATIONS) < 1e-3
+    assert ran.notes == ("The framework's own order ran until there was a plan",)
+
+
+def test_a_later_plan_without_memory_leaves_the_one_that_runs(monkeypatch):
+    monkeypatch.setattr(phases, "plan_online", of_another_order(phases.plan_online))
+    ran = run_uneven(rooms=(False,))
+    assert any("the new plan does not run: A GPU has no memory" in text for _, text in ran.said)
+    assert ran.job[-1].phase == "steady"
+    assert ran.saved(50, ITERATIONS) > 0.1
+    assert ran.notes == ()
+
+
+def of_another_order(inner: Callable[..., Any]) -> Callable[..., Any]:
+    """The first plans are of 1F1B, later ones of any order."""
+    calls: list[int] = []
+
+    def plan_online(job: Any, profile: Any, order: Any, factor: float, objective: Any) -> Any:
+        calls.append(0)
+        first = len(calls) <= 1
+        order = builders.one_f_one_b(3, 12) if first else None
+        return inner(job, profile, order, factor, objective)
+
+    return plan_online
+
+
+def test_while_the_best_plan_takes_long_a_quick_one_runs(calm):
+    ran = run_uneven(iterations=130, late=(23, 0))
+    (quick,) = (at for at, text in ran.said if "made in seconds" in text)
+    assert quick == ran.profiled
+    assert 0.02 < ran.saved(quick + 2, 60) < calm
+    assert ran.saved(120, 130) == pytest.approx(calm, abs=1e-3)
+    assert ran.slower(quick, 130) < 0.01
+
+
+def test_a_loop_that_failed_is_begun_anew(monkeypatch, calm):
+    monkeypatch.setattr(phases, "_TRIED_AFTER", 5)
+    fails_once(monkeypatch, Store, "learn", [ZeroDivisionError("of a test")])
+    ran = run_uneven(iterations=80)
+    assert any("ZeroDivisionError: of a test" in text for _, text in ran.said)
+    failed, anew = ran.notes
+    assert failed.startswith("The framework's own order, at the highest clock: ")
+    assert anew == "After a failure, the closed loop was begun anew"
+    assert ran.saved(70, 80) == pytest.approx(calm, abs=1e-3)
+
+
+@pytest.mark.parametrize(("at", "told"), [(4, True), (25, True), (4, False)])
+def test_iterations_that_did_not_run_whole_teach_nothing(told, at):
+    """In a probe, and at a look at the highest clock; if it is told, and nearly so if it is not."""
+    ill = {(0, 1): Conditions(partial=True, untold=not told)}
+    usual = run_uneven(schedule="1f1b")
+    ran = run_uneven(schedule="1f1b", faults=lambda iteration: ill if iteration == at else {})
+    assert ran.saved(50, ITERATIONS) == pytest.approx(
+        usual.saved(50, ITERATIONS), abs=1e-3 if told else 1e-2
+    )
+    assert ran.slower(20, ITERATIONS) < 1e-3
+    assert not any("%: planning again" in text for _, text in ran.said)
+
+
+def test_units_that_became_much_faster_are_believed_the_second_time():
+    store = Store(1, 1, WHOLE, [1000, 900], Sidecar())
+    known_s = np.full((1, 4), 1.0)
+    assert not store._odd(known_s, known_s).any()
+    assert store._odd(0.2 * known_s, known_s).all()
+    assert not store._odd(0.2 * known_s, known_s).any()
+    assert store._odd(np.full((1, 4), np.nan), known_s).all()

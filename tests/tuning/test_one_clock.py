@@ -84,21 +84,6 @@ def test_the_best_clock_is_found_with_few_measurements(preset, allowed):
         assert measured.count(best) == 2
 
 
-def test_clocks_above_a_power_cap_are_free_and_none_below():
-    """An A40 under load does not get above 1470 MHz."""
-    clocks, model = model_of("a40")
-    best, measured = found(clocks, model, 0.0)
-    assert best == min(clock for clock in clocks if clock >= 1470) < clocks[0]
-    assert len(measured) <= 12
-
-
-def test_a_job_that_waits_for_memory_gets_the_lowest_clock():
-    clocks = list(range(1400, 190, -15))
-    best, measured = found(clocks, lambda clock: (1.0, 100.0 + clock), 0.0)
-    assert best == clocks[-1]
-    assert len(measured) <= 16
-
-
 @pytest.mark.parametrize("count", [2, 3, 4, 9, 17, 40])
 def test_any_number_of_clocks_is_searched(count):
     clocks = list(range(2000, 2000 - 20 * count, -20))

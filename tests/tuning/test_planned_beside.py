@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
-from itertools import count
 from typing import Any
 
 import pytest
@@ -12,8 +10,8 @@ from benchmarks.online.runs import Ran, run_job
 from envpipe_megatron.formats.energy import Phase
 from envpipe_megatron.gpu.presets import load_preset
 from envpipe_megatron.runtime.job.options import JobOptions
-from envpipe_megatron.tuning.background import Background, BackgroundError
-from envpipe_megatron.tuning.commands import Command, Window
+from envpipe_megatron.tuning.background import Background
+from envpipe_megatron.tuning.commands import Window
 from envpipe_megatron.tuning.planner import planned_beside
 
 LOOKS = 7
@@ -43,18 +41,6 @@ def test_training_goes_on_while_the_plan_is_made(reconfigure):
     assert abs(slow.saved(first + 1, planned)) < 1e-9
     assert slow.saved(129, 130) == pytest.approx(at_once.saved(129, 130)) != 0
     assert slow.notes == at_once.notes == ()
-
-
-def test_planning_that_never_ends_is_ended(monkeypatch):
-    start = Background.start
-    monkeypatch.setattr(Background, "start", lambda self, make: start(self, partial(sum, count())))
-    background: Background[Any] = Background(limit_s=0.05)
-    asked: Any = None, ()
-    run = planned_beside(background, asked, Window(()))
-    assert next(run) == Command(Phase.PROFILE, 1)
-    with pytest.raises(BackgroundError, match=r"No end in 0\.05 s"):
-        any(command is None for command in iter(lambda: run.send(Window(())), None))
-    assert not background.busy
 
 
 def test_planning_that_nobody_waits_for_is_ended():

@@ -9,16 +9,13 @@ from typing import Any
 import numpy as np
 import pytest
 from core_cases import uniform_profile
-from presets import preset_profile
 
 from envpipe_megatron.core.conditions import Conditions
-from envpipe_megatron.core.kinds import Kind
 from envpipe_megatron.core.orders import builders
 from envpipe_megatron.core.plan import Plan
-from envpipe_megatron.core.timeline import Timeline, critical_path
-from envpipe_megatron.formats.energy import Phase
+from envpipe_megatron.core.timeline import Timeline
 from envpipe_megatron.policies.frequencies import envelope
-from envpipe_megatron.policies.reconfigure import RECONFIGURE_POLICIES, Ended, Step
+from envpipe_megatron.policies.reconfigure import RECONFIGURE_POLICIES, Ended
 from envpipe_megatron.tuning import reconfigure as reconfiguring
 from envpipe_megatron.tuning.commands import Report, Window
 from envpipe_megatron.tuning.measured.meters import MeterSums
@@ -75,95 +72,28 @@ def warm_up(threshold_s: float) -> Window:
     return window_of(*[(waits_s, np.zeros((2, 4)))] * 2)
 
 
-def reconfigured(
-    monkeypatch, taken: list[Step], max_steps: int = 50, *, by_hand: bool = True
-) -> Any:
-    """Run the loop on steps by hand; what it came to, what ran, and what each step looked at."""
-    clocks = (1410, 1200)
-    profile = preset_profile("a100-sxm", 2, {Kind.FORWARD: 0.1, Kind.BACKWARD: 0.2}, clocks[1:])
-    schedule = builders.one_f_one_b(2, 2)
-    plan = Plan("envelope", schedule, np.full((2, 4), 1200), profile, Conditions((80.0, 80.0)))
-    looked: list[Any] = []
-    steps = iter(taken)
-
-    def step(schedule: Any, clocks_mhz: Any, path: Any, policy: Any, ladders: Any) -> Step:
-        above = ladders.next_above(0, 1200, 30), ladders.next_above(4, 1200, 30)
-        looked.append((clocks_mhz, path, policy.name, above))
-        return next(steps)
-
-    if by_hand:
-        monkeypatch.setattr(reconfiguring, "step", step)
-    policy = replace(RECONFIGURE_POLICIES["balanced"], max_steps=max_steps)
-    known = [(1410, 1200), (1410, 1305, 1200)]
-    run = reconfiguring.reconfigured(plan, policy, FRAMEWORKS, known, warm_up(0.03))
-    waits_s = np.array([0.0, 0.0, 0.01, 0.04])
-    # Of three replicas, one of stage 0 has a hiccup.
-    first, last = (
-        np.array([waits_s, waits_s, waits_s + 5.0]),
-        np.array([2 * waits_s] * 3),
-    )
-    window = window_of((first[:, None], first + 0.1), (last[:, None], last + 0.1))
-    ran = []
-    try:
-        command = next(run)
-        while True:
-            assert (command.phase, command.iterations, command.settle) == (Phase.RECONFIGURE, 1, 0)
-            (clocked,) = command.orders
-            assert clocked.schedule == schedule
-            ran.append(clocked.frequency_mhz.copy())
-            command = run.send(window)
-    except StopIteration as ended:
-        path = critical_path(schedule, [*waits_s, *(2 * waits_s)], 0.03)
-        assert path != critical_path(schedule, [*waits_s, *(2 * waits_s)], 0.05)
-        assert all(look[1:] == (path, "balanced", (1410, 1305)) for look in looked)
-        assert [look[0] for look in looked] == [clocks.ravel().tolist() for clocks in ran]
-        made, count, why = ended.value
-        assert made.policy == "envelope-balanced"
-        assert made.profile == replace(profile, interpolates=True)
-        assert (made.schedule, made.conditions) == (schedule, plan.conditions)
-        return made.frequency_mhz.tolist(), count, why, [clocks.ravel().tolist() for clocks in ran]
-
-
-def test_an_end_must_be_seen_twice_in_a_row(monkeypatch):
-    start = [1200] * 8
-    one, two = [1410, *start[1:]], [1410, 1200, 1200, 1200, 1200, 1305, 1200, 1200]
-    taken = [
-        Step([0], {0: 1410}, None),
-        Step([0], {}, Ended.ENVELOPE),
-        Step([0], {5: 1305}, None),
-        Step([0], {}, Ended.ENVELOPE),
-        Step([0], {}, Ended.NOTHING_CAN_RISE),
-    ]
-    found = reconfigured(monkeypatch, taken)
-    assert found == ([two[:4], two[4:]], 2, Ended.NOTHING_CAN_RISE, [start, one, one, two, two])
-
-
-def test_reconfiguring_ends_by_its_limit_of_steps(monkeypatch):
-    taken = [Step([0], {0: 1305}, None), Step([0], {0: 1410}, None)]
-    frequencies, count, why, ran = reconfigured(monkeypatch, taken, max_steps=2)
-    assert (count, why, len(ran)) == (2, Ended.STEP_LIMIT, 2)
-    assert frequencies == [[1410, 1200, 1200, 1200], [1200] * 4]
-
-
 class Pipeline:
     """A job of four stages that differ, in its place: each iteration is a timeline.
 
     Args:
         seconds: from the profile's times of units and their clocks, [num_stages, units_per_stage],
             what they take.
+        held_up_s: by how much waits and units of one of three replicas are longer.
     """
 
     THRESHOLD_S = 0.004
     WAYS = ("greedy", "balanced")
 
-    def __init__(self, seconds: Any = lambda profiled_s, clocks: profiled_s) -> None:
+    def __init__(
+        self, seconds: Any = lambda profiled_s, clocks: profiled_s, held_up_s: float = 0.0
+    ) -> None:
         curve = {f: (0.1 * (1 + (1410 - f) / 900), f / 100) for f in range(1050, 1411, 30)}
         self.profile = uniform_profile(4, curve, slowness=[1.0, 0.7, 0.8, 1.0])
         self.schedule = builders.one_f_one_b(4, 8)
         clocks = envelope(self.schedule, self.profile)
         self.plan = Plan("envelope", self.schedule, clocks, self.profile, Conditions((30.0,) * 4))
         self.ran: list[np.ndarray] = []
-        self._seconds = seconds
+        self._seconds, self._held_up_s = seconds, held_up_s
 
     def cost(self, clocks: np.ndarray) -> Any:
         """By the profile."""
@@ -186,7 +116,15 @@ class Pipeline:
             waits_s = timeline.start_s
             waits_s[:, 1:] -= timeline.end_s[:, :-1]
             units = zip(waits_s, timeline.duration_s, strict=True)
-            window = window_of(*[([[waits]], [times]) for waits, times in units])
+            window = window_of(
+                *[
+                    (
+                        [[waits], [waits + self._held_up_s], [waits]],
+                        [times, times + self._held_up_s, times],
+                    )
+                    for waits, times in units
+                ]
+            )
 
     def moves(self) -> list[str]:
         """For each unit, how its clock moved: `+` for up and `-` for down, runs as one."""
@@ -264,6 +202,15 @@ def test_a_hiccup_of_one_unit_is_no_slack_of_all_others():
     assert late
     smooth, *_ = Pipeline().reconfigured("balanced")
     assert made.frequency_mhz.tolist() == smooth.frequency_mhz.tolist()
+
+
+def test_a_replica_that_is_held_up_tells_of_no_wait_and_no_time():
+    alone, pipeline = Pipeline().reconfigured("balanced"), Pipeline(held_up_s=5.0)
+    made, *ended = pipeline.reconfigured("balanced")
+    assert ended == [*alone[1:]]
+    assert made.frequency_mhz.tolist() == alone[0].frequency_mhz.tolist()
+    assert (made.policy, made.profile.interpolates) == ("envelope-balanced", True)
+    assert (made.schedule, made.conditions) == (pipeline.schedule, pipeline.plan.conditions)
 
 
 def test_an_iteration_that_did_not_run_whole_tells_nothing():

@@ -493,32 +493,11 @@ def a_gpu_that_a_live_job_holds(round_: Round) -> None:
     round_.await_back(rank)
 
 
+#: All that is done to a round.
 FAULTS: dict[str, Callable[[Round], None]] = {
-    fault.__name__: fault
-    for fault in (
-        sigkill_of_one_rank,
-        sigkill_of_all_ranks,
-        sigkill_of_a_rank_with_a_child,
-        sigkill_of_a_rank_in_mid_request,
-        end_of_a_ranks_child,
-        sigkill_of_the_guard,
-        sigkill_of_a_rank_and_its_guard,
-        sigkill_of_all_guards_and_one_rank,
-        sigkill_of_everything,
-        sigkill_of_a_guard_that_starts,
-        guard_that_cannot_start,
-        sigkill_of_a_rank_whose_guard_starts,
-        exception_in_the_training_step,
-        sigterm_to_the_ranks,
-        sigterm_to_everything,
-        sigterm_to_the_guard,
-        sigstop_of_a_rank,
-        sigstop_of_the_guard,
-        out_of_memory_in_the_guard,
-        driver_that_fails,
-        two_jobs_on_disjoint_gpus,
-        a_gpu_that_a_live_job_holds,
-    )
+    name: fault
+    for name, fault in list(vars().items())
+    if getattr(fault, "__annotations__", None) == {"round_": Round, "return": None}
 }
 
 

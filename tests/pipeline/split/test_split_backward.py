@@ -1,14 +1,16 @@
-"""Orders that split backwards come to the same bits as megatron-core's own."""
+"""Orders that split backwards, or take messages in any sequence, come to megatron-core's bits."""
 
 from __future__ import annotations
 
 import itertools
+import random
 from dataclasses import replace
 
 import numpy as np
 import pytest
 from jobs import ALIGNED, ALL, OVERLAP, Job, Ours
 from on_request import each_of, label, on_request
+from random_orders import random_order
 from test_bit_equality import (
     CLOCKS_MHZ,
     assert_executed,
@@ -22,7 +24,8 @@ from test_bit_equality import (
     trained_alike,
 )
 
-from envpipe_megatron.core.kinds import SPLIT, Kind, unit
+from envpipe_megatron.core.channel_model import most_kept
+from envpipe_megatron.core.kinds import WHOLE, Kind
 from envpipe_megatron.core.orders import builders
 from envpipe_megatron.core.orders.greedy import shortest
 from envpipe_megatron.core.orders.job import OrderJob
@@ -33,23 +36,6 @@ from envpipe_megatron.policies.objective import Objective
 
 pytestmark = pytest.mark.xdist_group("pipeline")
 __all__ = ["ours", "stock"]
-
-
-def all_in_place(order: Schedule) -> Schedule:
-    """Each backward in two parts, one behind the other."""
-    stages = tuple(
-        tuple(
-            part
-            for own in units
-            for part in (
-                [own]
-                if own.kind is Kind.FORWARD
-                else [unit(kind, own.microbatch, own.chunk) for kind in SPLIT[1:]]
-            )
-        )
-        for units in order.stages
-    )
-    return Schedule("in-place", order.num_microbatches, order.num_chunks, stages)
 
 
 def searched(stages, microbatches, chunks=1, most=None, weight=0.8) -> Schedule:
@@ -69,7 +55,7 @@ ORDERS = {
     "zb-h2 p4": zero_bubble(4, 8, 7),
     "searched p2": searched(2, 8),
     "searched p4": searched(4, 8),
-    "in place p4": all_in_place(builders.one_f_one_b(4, 8)),
+    "in place p4": split_in_place(builders.one_f_one_b(4, 8), 8),
     "few microbatches p4": zero_bubble(4, 3),
     "the last two of 1F1B p4": split_in_place(builders.one_f_one_b(4, 8), 2),
     "the last four of EnvPipe's p4": split_in_place(builders.envpipe(4, 8, [3, 2, 1, 0]), 4),
@@ -127,15 +113,43 @@ def test_reducers_of_two_replicas(stock, ours, tmp_path, name, reducer, tied):
 )
 def test_chunks(stock, ours, tmp_path, size, what, reducer):
     stages, microbatches, chunks = size
+    job = Job(stages, microbatches, chunks=chunks, reducer=reducer)
     schedule = {
-        "in place": lambda: all_in_place(builders.interleaved(stages, microbatches, chunks)),
-        "the last": lambda: split_in_place(
-            builders.interleaved(stages, microbatches, chunks), stages * chunks
-        ),
+        "in place": lambda: split_in_place(job.own_order, microbatches * chunks),
+        "the last": lambda: split_in_place(job.own_order, stages * chunks),
         "searched": lambda: searched(stages, microbatches, chunks),
         "more in flight": lambda: searched(stages, microbatches, chunks, 4 * stages * chunks, 1.1),
     }[what]()
-    job = Job(stages, microbatches, chunks=chunks, reducer=reducer)
+    trained_alike(stock, ours, job, by_plan(tmp_path, schedule), schedule)
+
+
+@pytest.mark.parametrize(
+    ("stages", "microbatches", "chunks", "split", "seed"),
+    each_of(
+        (
+            (*size, split, seed)
+            for size in ((2, 8, 2), (2, 6, 3), (4, 8, 2), (4, 8, 1))
+            for split in (False, True)
+            for seed in range(2 * split, 4)
+        ),
+        [(2, 8, 2, False, 0), (2, 8, 2, True, 2)],
+    ),
+)
+def test_orders_that_take_messages_otherwise_than_they_are_sent(
+    stock, ours, tmp_path, stages, microbatches, chunks, split, seed
+):
+    rng = random.Random(seed)
+    schedule = random_order(rng, stages, microbatches, chunks, split=split, in_turn=True)
+    kept = [most_kept(schedule, stage, kind) for stage in range(stages) for kind in WHOLE]
+    assert max(kept) > 0 or chunks == 1
+    job = Job(stages, microbatches, chunks=chunks)
+    trained_alike(stock, ours, job, by_plan(tmp_path, schedule), schedule)
+
+
+def test_a_searched_order_of_messages_out_of_order(stock, ours, tmp_path):
+    schedule = searched(4, 12, 2)
+    assert max(most_kept(schedule, stage, kind) for stage in range(4) for kind in WHOLE) > 0
+    job = Job(4, 12, chunks=2)
     trained_alike(stock, ours, job, by_plan(tmp_path, schedule), schedule)
 
 
@@ -156,40 +170,7 @@ def test_an_order_of_the_planner(stock, ours, tmp_path, name):
 
 
 @on_request("PIPELINE")
-def test_parts_are_measured_online(stock, ours):
-    """Half of the backwards of Megatron's own order are split where they are, to be measured."""
-    job = Job(4, 12, steps=None)
-    how = Ours("auto", "optimal", unit_s=0.05, clocks_mhz=CLOCKS_MHZ[::2], splits=True)
-    results = ours(job, how)
-    plan, profile = results[0].plan, results[0].profile
-    assert set(profile.kinds) >= {*SPLIT, Kind.BACKWARD}
-    assert plan.schedule.split
-    own = builders.one_f_one_b(4, 12)
-    measured = half_split(own)
-    for result in results:
-        ran = {phase: [] for phase in result.phases}
-        for units, phase in zip(result.executed, result.phases, strict=True):
-            ran[phase].append(units)
-        looked_at, planning, planned = (
-            labels_that_run(order, result.stage) for order in (measured, own, plan.schedule)
-        )
-        profiled = ran["profile"]
-        behind = len(profiled) - profiled[::-1].index(looked_at)
-        assert all(units == looked_at for units in profiled[:behind])
-        assert all(units == planning for units in profiled[behind:])  # it runs meanwhile
-        assert all(units == planned for units in ran["steady"])
-        assert all(units == planning for units in ran["warm-up"])
-    assert_same_bits(results, stock(replace(job, steps=len(results[0].losses))))
-
-
-@pytest.mark.parametrize(
-    ("goal", "steps"),
-    [
-        pytest.param("energy", 160, marks=on_request("PIPELINE")),
-        pytest.param("edp", 160, marks=on_request("PIPELINE")),
-        pytest.param("time", 60, marks=on_request("PIPELINE")),
-    ],
-)
+@pytest.mark.parametrize(("goal", "steps"), [("energy", 160), ("edp", 160), ("time", 60)])
 def test_closed_loop(stock, ours, goal, steps):
     """It measures, plans beside training, and corrects: orders change while training goes on."""
     job = Job(2, 8, steps=steps)

@@ -84,27 +84,6 @@ def equal(one: list[Any], other: list[Any]) -> bool:
     return len(one) == len(other) and all(map(torch.equal, one, other))
 
 
-@pytest.mark.parametrize("fused", [False, True])
-def test_parts_come_to_the_bits_of_the_whole(split, layers, fused):
-    whole, parts = Net(layers, fused), Net(layers, fused)
-    pairs, again = data(), data()
-    for x, gradient in pairs:
-        whole(x).backward(gradient)
-    waiting: list[list[Any]] = [[] for _ in again]
-    outputs = [parts(x) for x, _ in again]
-    for (_, gradient), output, put_off in zip(again, outputs, waiting, strict=True):
-        with split.first_part(put_off):
-            output.backward(gradient)
-        assert len(put_off) == 3
-    assert equal([x.grad for x, _ in pairs], [x.grad for x, _ in again])
-    assert parts.first.grad is None
-    assert not parts.first.main_grad.any()
-    for put_off in waiting:
-        split.second_part(put_off)
-        assert not put_off
-    assert equal(whole.gradients(), parts.gradients())
-
-
 def test_a_gradient_becomes_the_parameters_own_without_a_copy(split, layers):
     net, put_off, made = Net(layers, fused=False), [], []
     ((x, gradient),) = data(1)
@@ -148,18 +127,6 @@ def test_what_a_part_needs_is_freed_as_it_goes(split, layers):
 
 def test_a_stage_may_have_nothing_to_put_off(split):
     split.second_part([])
-
-
-def test_whole_backwards_are_megatrons_own(split, layers, monkeypatch):
-    calls = []
-    own = split._WHOLE.backward
-    monkeypatch.setattr(
-        split._WHOLE, "backward", staticmethod(lambda *args: calls.append(1) or own(*args))
-    )
-    monkeypatch.setattr(split, "_input_gradient", None)
-    ((x, gradient),) = data(1)
-    Net(layers, fused=False)(x).backward(gradient)
-    assert len(calls) == 3
 
 
 def left_whole(split: Any, net: Net, within: Callable[[], Any] = lambda: None) -> None:

@@ -10,7 +10,6 @@ from on_request import on_request
 from test_bit_equality import (
     assert_same_bits,
     by_plan,
-    framework_order,
     labels_that_run,
     ours,
     stock,
@@ -18,7 +17,6 @@ from test_bit_equality import (
 )
 
 from envpipe_megatron.core.orders.zero_bubble import half_split, zero_bubble
-from envpipe_megatron.policies.objective import Objective
 
 pytestmark = pytest.mark.xdist_group("pipeline")
 __all__ = ["ours", "stock"]
@@ -51,7 +49,7 @@ def test_the_shortest_order_runs_until_the_host_is_late_in_it(stock, ours, slow_
     job = Job(2, 4, steps=60)
     results = ours(job, replace(LOOP, slow_from=slow_from))
     assert_same_bits(results, stock(job))
-    own, measured = framework_order(job), half_split(framework_order(job))
+    own, measured = job.own_order, half_split(job.own_order)
     for result in results:
         assert not result.locked_mhz
         units = [labels_that_run(order, result.stage) for order in (own, measured)]
@@ -68,15 +66,3 @@ def test_the_shortest_order_runs_until_the_host_is_late_in_it(stock, ours, slow_
         said = "\n".join(["", *others])
         assert "\nThe framework's own order: the " in said
         assert "\nToo slow: 4 steps took" in said or slow_from == 0
-
-
-@on_request("PIPELINE")
-def test_where_clocks_may_be_set_the_shortest_order_runs_at_the_highest(stock, ours):
-    job = Job(2, 4, steps=40)
-    results = ours(job, replace(LOOP, reads_only=False, objective=Objective("time")))
-    assert_same_bits(results, stock(job))
-    for result in results:
-        assert set(result.locked_mhz) == {1410}
-        assert result.executed[-1] == labels_that_run(result.plan.schedule, result.stage)
-        assert result.plan.schedule.split
-        assert "% less time" in result.notes[-1]

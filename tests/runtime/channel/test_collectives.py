@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import channel_ranks
 import pytest
@@ -158,12 +159,8 @@ class Told:
 )
 def test_an_error_of_the_planner_is_everybodys(error, others):
     told = Told()
-
-    def fails() -> None:
-        raise error
-
     with pytest.raises(type(error), match="of a test") as raised:
-        told.seen_by(0).agreed(fails)
+        told.seen_by(0).agreed(Mock(side_effect=error))
     assert raised.value is error
     with pytest.raises(others, match="of a test") as raised:
         told.seen_by(1).agreed(lambda: pytest.fail("the planner alone makes it"))
@@ -187,10 +184,7 @@ def test_what_the_planner_makes_may_be_nothing():
 def test_an_error_of_one_rank_ends_what_every_rank_makes():
     alone = Told().seen_by(0)
     assert alone.everywhere(lambda: 5) == 5
-
-    def fails() -> None:
-        raise KeyError("of a test")
-
+    fails = Mock(side_effect=KeyError("of a test"))
     with pytest.raises(KeyError):
         alone.everywhere(fails)
     with pytest.raises(GoesOnError, match=r"^Stage 0: KeyError: 'of a test'$"):
@@ -207,9 +201,7 @@ def test_an_error_of_one_rank_ends_what_every_rank_makes():
 @pytest.mark.parametrize(("text", "reason"), [("\n gone\nfor ever", "gone"), ("", "")])
 @pytest.mark.parametrize("exchange", ["in_pipeline", "from_planner", "on_all"])
 def test_a_rank_that_is_gone_is_told_by_its_stage(exchange, text, reason):
-    def gone(value: Any) -> Any:
-        raise RuntimeError(text)
-
+    gone = Mock(side_effect=RuntimeError(text))
     group: Any = SimpleNamespace(leads=True, gather=gone, broadcast=gone)
     with pytest.raises(
         CollectivesError, match=rf"^Stage 3 lost another rank of the job: {reason}\. Look"
@@ -247,11 +239,7 @@ def test_an_error_is_told_in_words_of_some_length(caplog):
 
 def test_planning_goes_on_without_what_fails():
     told = Told()
-
-    def fails() -> None:
-        raise ValueError("of a test")
-
     with pytest.raises(GoesOnError, match=r"^ValueError: of a test$"):
-        by_planner(told.seen_by(0), fails)
+        by_planner(told.seen_by(0), Mock(side_effect=ValueError("of a test")))
     with pytest.raises(GoesOnError, match=r"^ValueError: of a test$"):
         by_planner(told.seen_by(1), lambda: pytest.fail("the planner alone makes it"))

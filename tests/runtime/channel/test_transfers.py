@@ -43,6 +43,15 @@ def channel_of(
     return P2PChannel(range(10, 10 + stages), stage, carriers, **options)
 
 
+def exchange(made: P2PChannel, count: int = 1) -> None:
+    """A step of a forward that leaves and a backward that comes, so many times."""
+    made.expect(BACKWARDS[:count], SPECS)
+    for forward, backward in zip(FORWARDS[:count], BACKWARDS, strict=False):
+        made.send(forward, [torch.zeros(SHAPE)])
+        made.receive(backward)
+    made.end_step()
+
+
 class Transfer:
     """One of NCCL's: `wait` returns at once, and the watchdog tells how it ended, or not yet."""
 
@@ -73,23 +82,14 @@ def test_what_nccl_gave_up_ends_the_step(monkeypatch, lost, result):
             dist, transfer, lambda *a, name=name, **kw: Transfer(results[name].pop(0), waited)
         )
     made = channel_of(2, timeout=None)
-    specs = StageSpecs.alike(TensorSpec.of_one_type(((1,),), torch.float32, torch.device("cpu")))
-
-    def step() -> None:
-        made.expect(BACKWARDS[:2], specs)
-        for microbatch in range(2):
-            made.send(Unit(Kind.FORWARD, microbatch), [torch.zeros(1)])
-            made.receive(Unit(Kind.BACKWARD, microbatch))
-        made.end_step()
-
-    step()  # those of which the watchdog does not know yet are no error
+    exchange(made, 2)  # those of which the watchdog does not know yet are no error
     assert len(waited) == 2  # by the stream, for each receive
     results |= {"receive": [0, 0], "send": [0, 0]}
     results[lost][1] = result
     with pytest.raises(ChannelError, match=r"lost its neighbour, stage 1 \(rank 11\)"):
-        step()
+        exchange(made, 2)
     results |= {"receive": [0, 0], "send": [0, 0]}
-    step()
+    exchange(made, 2)
 
 
 @pytest.mark.parametrize("silent", ["irecv", "isend"])
@@ -107,16 +107,8 @@ def test_a_silent_neighbour_is_waited_for_no_longer_than_told(monkeypatch, silen
 
     for name in ("irecv", "isend"):
         monkeypatch.setattr(dist, name, lambda *a, name=name, **kw: transfer(name))
-    made = channel_of(2, timeout=patience)
-
-    def step() -> None:
-        made.expect(BACKWARDS[:1], SPECS)
-        made.send(Unit(Kind.FORWARD, 0), [torch.zeros(1)])
-        made.receive(Unit(Kind.BACKWARD, 0))
-        made.end_step()
-
     with pytest.raises(ChannelError, match=r"lost its neighbour, stage 1 \(rank 11\)"):
-        step()
+        exchange(channel_of(2, timeout=patience))
 
 
 def test_over_the_frameworks_own_communicator_a_message_is_a_batch(monkeypatch):

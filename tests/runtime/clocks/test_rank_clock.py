@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import pytest
 from fake_gpu import FakeGpu, pages_go  # noqa: F401 - a fixture
 
+from envpipe_megatron.formats.energy import IDLE
 from envpipe_megatron.gpu.base import GpuAddress, GpuError
 from envpipe_megatron.gpu.clock.controller import PageController
 from envpipe_megatron.gpu.control import ChosenControl
@@ -135,17 +136,25 @@ def test_a_clock_that_comes_late_is_waited_for_and_one_that_is_held_back_not_for
     ask(late, 1400)
     late.confirm()
     late.confirm()  # is not looked at again
+    late.given_back = True
+    ask(late, 1400)
+    late.confirm()
     assert (list(seen), caplog.messages) == ([], [])
 
     monkeypatch.setattr(rank_clock, "_SETTLES_S", 0.02)
-    held = RankClock(gpu := FakeGpu(throttle_reasons=("sw_power_cap",)))
     monkeypatch.setattr(FakeGpu, "observed_frequency_mhz", property(lambda gpu: 1100))
+    idle = RankClock(FakeGpu(throttle_reasons=(IDLE,)))
+    ask(idle, 1400)
+    idle.confirm()
+    assert caplog.messages == []
+
+    held = RankClock(gpu := FakeGpu(throttle_reasons=("sw_power_cap",)))
     for clock_mhz in (1400, 1300, 1400):
         ask(held, clock_mhz)
         held.confirm()
     (said,) = caplog.messages
     assert "not at 1400 MHz between" in said
-    assert "1100 MHz was read (sw_power_cap)" in said
+    assert "sw_power_cap" in said
     gpu.error = GpuError("the driver fails")
     held.request(1000)  # its control has ended, and the GPU is at its default
     held.confirm()
@@ -277,56 +286,28 @@ READS = ChosenControl("auto", None, "nobody may", ("Ask for the right.",))
 
 @pytest.mark.parametrize("planner", [True, False])
 @pytest.mark.parametrize(
-    ("own", "first", "opened"),
+    ("first", "said"),
     [
-        (CONTROLLED, None, CONTROLLED),
-        (CONTROLLED, (2, READS), READS),
-        (READS, (0, READS), READS),
-        (ChosenControl("none", None, "as wished"), (0, ChosenControl("none", None, "so")), None),
+        (None, ["clocks are controlled by nvml, zeusd: this process has the right"]),
+        ((2, READS), [READS.warning]),
+        ((0, ChosenControl("none", None, "as wished")), []),
     ],
 )
-def test_all_ranks_open_as_the_first_that_has_no_control(
-    monkeypatch, caplog, planner, own, first, opened
-):
+def test_the_planner_says_what_all_ranks_open(monkeypatch, caplog, planner, first, said):
+    """A power profile is not looked for where the job has one clock."""
     caplog.set_level(logging.INFO)
-    told = []
     collectives = SimpleNamespace(
         is_planner=planner,
         everywhere=lambda make: make(),
         to_planner=lambda mine, merge: [merge([mine, {"zeusd"}]), mine] if planner else [],
-        first=lambda without: told.append(without) or first,
+        first=lambda without: first,
     )
     monkeypatch.setattr(rank_clock, "read_site", lambda: "the site")
-    monkeypatch.setattr(
-        rank_clock, "choose_control", lambda *wish, require: told.append((*wish, require)) or own
-    )
-    monkeypatch.setattr(
-        rank_clock,
-        "beside_power_profiles",
-        lambda chosen, uid, site, *, require: told.append((uid, site, require)) or chosen,
-    )
-    undone = []
-    monkeypatch.setattr(
-        rank_clock,
-        "that_can_be_undone",
-        lambda chosen, uid, site, *, require: undone.append((uid, site, require)) or chosen,
-    )
+    for name in ("choose_control", "that_can_be_undone"):
+        monkeypatch.setattr(rank_clock, name, lambda *asked, require: CONTROLLED)
+    monkeypatch.setattr(rank_clock, "beside_power_profiles", None)
     monkeypatch.setattr(rank_clock, "open_controlled", lambda *opening: opening)
-    opened = opened or first[1]
-    found = open_rank_gpu("GPU-1", collectives, "auto", **({"require": True} if planner else {}))
+    opened = first[1] if first else CONTROLLED
+    found = open_rank_gpu("GPU-1", collectives, "auto", one_clock=True)
     assert found == (("GPU-1", opened, "the site"), opened)
-    looked = "GPU-1", "the site", planner
-    without = None if own.backend else own
-    asked = [without] * (1 if first else 2)
-    assert told == [("auto", "the site", planner), looked, *asked]
-    # Nothing is reset where one of the ranks may not lock.
-    assert undone == ([] if first else [looked])
-    del told[:]
-    open_rank_gpu("GPU-1", collectives, "auto", one_clock=True)
-    assert told == [("auto", "the site", False), *asked]
-    said = []
-    if planner and opened.backend:
-        said = ["clocks are controlled by nvml, zeusd: this process has the right"]
-    elif planner and opened.warning:
-        said = [READS.warning]
-    assert [record.getMessage() for record in caplog.records] == 2 * said
+    assert [record.getMessage() for record in caplog.records] == said * planner

@@ -27,10 +27,8 @@ from envpipe_megatron.gpu.clock import page as clock_page
 from envpipe_megatron.gpu.clock.controller import PageController
 from envpipe_megatron.gpu.clock.page import BEGUN, DUE, ClockPage
 from envpipe_megatron.gpu.emulated.emulated_gpu import EmulatedGpu
-from envpipe_megatron.gpu.guard import hold
 from envpipe_megatron.gpu.guard.lease import list_leases
 from envpipe_megatron.gpu.guard.lease_file import LEASE_DIR_VARIABLE
-from envpipe_megatron.gpu.guard.messages import GuardSettings
 from envpipe_megatron.runtime.clocks import rank_clock
 from envpipe_megatron.runtime.clocks.rank_clock import RankClock, count_by_stream
 from envpipe_megatron.runtime.clocks.watch import ClockWatch
@@ -116,16 +114,6 @@ def test_while_the_job_runs_its_summary_is_the_last_that_came(job):
     look_until(lambda: job.clock.summary()["changes"] == 2)
 
 
-def test_a_guard_that_dies_ends_control_alone(job, caplog):
-    job.ask(job.gpu.supported_frequencies_mhz[-1])
-    os.kill(job.clock._hold.guard_pid, signal.SIGKILL)
-    look_until(lambda: job.clock.error is not None)
-    assert "The guard of this GPU's clock has ended" in job.clock.problems()[0]
-    look_until(lambda: job.set_mhz is None)
-    job.ask(job.gpu.supported_frequencies_mhz[-1])  # is not heard, nor waited for
-    assert job.set_mhz is None
-
-
 def test_a_clock_that_cannot_be_set_ends_control_alone(job, caplog):
     job.ask(job.gpu.supported_frequencies_mhz[-1], 1)
     assert "cannot run at this SM clock" in job.clock.problems()[0]
@@ -133,53 +121,24 @@ def test_a_clock_that_cannot_be_set_ends_control_alone(job, caplog):
     look_until(lambda: job.set_mhz is None)
 
 
-def test_a_guard_begins_anew_with_a_rank_that_was_silent(node, monkeypatch):
-    gpu = EmulatedGpu.create("a100-sxm", 0, node / "emulated")
-    start = hold._start
-
-    def start_impatient(address, job, settings, *more):  # the rank stays patient
-        return start(address, job, GuardSettings(heartbeat_s=0.4), *more)
-
-    monkeypatch.setattr(hold, "_start", start_impatient)
-    clock = RankClock(gpu, guarded=True)
-    try:
-        lowest = gpu.supported_frequencies_mhz[-1]
-        clock.request(lowest)
-        look_until(lambda: gpu.requested_frequency_mhz == lowest)
-        look_until(lambda: gpu.requested_frequency_mhz is None)
-        clock._hold._beat()
-        look_until(lambda: gpu.requested_frequency_mhz == lowest)
-        assert clock.error is None
-    finally:
-        clock.close()
-
-
 @pytest.mark.parametrize("where", [DUE, BEGUN])
-def test_a_mark_that_the_driver_refuses_gives_the_clock_back(node, where, caplog):
-    gpu = EmulatedGpu.create("a100-sxm", 0, node / "emulated")
-    clock = RankClock(gpu, guarded=True)
-    try:
-        lowest = gpu.supported_frequencies_mhz[-1]
-        clock.request(lowest)
-        clock.wait_idle()
-        assert gpu.requested_frequency_mhz == lowest
-        count = clock._count
+def test_a_mark_that_the_driver_refuses_gives_the_clock_back(job, where, caplog):
+    highest, *_, lowest = job.gpu.supported_frequencies_mhz
+    job.ask(lowest)
+    assert job.set_mhz == lowest
+    count = job.clock._count
 
-        def refusing(mark: int, number: int) -> None:
-            if mark == where:
-                raise RuntimeError("cuStreamWriteValue32: CUDA_ERROR_NOT_SUPPORTED")
-            count(mark, number)
+    def refusing(mark: int, number: int) -> None:
+        if mark == where:
+            raise RuntimeError("cuStreamWriteValue32: CUDA_ERROR_NOT_SUPPORTED")
+        count(mark, number)
 
-        clock._count = refusing
-        clock.request(gpu.supported_frequencies_mhz[0], 3600.0)()
-        assert "can mark no unit: cuStream" in clock.problems()[0]
-        look_until(lambda: gpu.requested_frequency_mhz is None)
-        clock.request(lowest)
-        clock.wait_idle()
-        assert gpu.requested_frequency_mhz is None
-    finally:
-        clock.close()
-    assert list_leases() == []
+    job.clock._count = refusing
+    job.clock.request(highest, 3600.0)()
+    assert "can mark no unit: cuStream" in job.clock.problems()[0]
+    look_until(lambda: job.set_mhz is None)
+    job.ask(lowest)
+    assert job.set_mhz is None
 
 
 @pytest.fixture

@@ -360,22 +360,6 @@ def test_where_the_warm_up_is_no_baseline_that_is_said_once(rank, caplog, planne
 # Baseline -------------------------------------------------------------------------------------
 
 
-def test_the_baseline_is_the_warm_up_without_its_slow_steps(three_ranks, tmp_path):
-    told = three_ranks.run(step_ranks.measure_a_baseline, tmp_path, 7, 2, 5)
-    energies_j = [truth[0] / 5 for _, _, truth, _, _ in told]
-    for rank, (before, baseline, truth, comparison, summary) in enumerate(told):
-        assert before == [None] * 7  # as long as the warm-up goes on
-        assert baseline.mean.iterations == 5
-        assert baseline.own.energy_j == pytest.approx(energies_j[rank], rel=1e-5)
-        assert baseline.mean.energy_j == pytest.approx(np.mean(energies_j), rel=1e-5)
-        assert [s.energy_j for s in baseline.by_stage] == pytest.approx(energies_j, rel=1e-5)
-        assert baseline.mean.time_s == pytest.approx(truth[1] / 5, rel=1e-5)
-        # The same order at the same clock saves nothing.
-        assert comparison.saving_percent == pytest.approx(0, abs=0.1)
-        assert comparison.slowdown_percent == pytest.approx(0, abs=0.1)
-        assert summary["gpu"]["comparison"] is None, "the job only measures"
-
-
 @pytest.mark.parametrize(
     ("steps_s", "counted"),
     [
@@ -509,14 +493,3 @@ def test_closing_after_an_error_bills_what_had_ended(tmp_path):
         assert summary["gpu"]["phases"]["warm-up"]["iterations"] == 2
         assert summary["clocks"]["error"] is None
         json.dumps(summary)
-
-
-def test_closing_beside_a_dead_rank_does_not_hang(tmp_path):
-    with RankPool(3, timeout_s=4) as pool:
-        pool.start(step_ranks.outlive_a_dead_rank, tmp_path)
-        outcomes = pool.outcomes(ranks=[0, 1])
-    for worked, told in outcomes.values():
-        assert worked, told
-        closing_s, truth, summary = told
-        assert closing_s < 3  # of 4 that a collective would wait
-        assert summary["gpu"]["total_energy_j"] == pytest.approx(truth[0], rel=1e-5)

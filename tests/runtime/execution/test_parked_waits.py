@@ -5,14 +5,13 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 from fake_gpu import FakeGpu
-from plain_stages import SPECS
+from plain_stages import SPECS, OtherStages
 
 from envpipe_megatron.core.kinds import WHOLE
 from envpipe_megatron.core.orders import builders
@@ -188,27 +187,9 @@ def test_the_end_of_a_job_does_not_wait_for_a_wait_to_end(cuda, guarded):
 # --- an emulated GPU ------------------------------------------------------------------------------
 
 
-class Pipeline:
-    """The host group of an emulated pipeline, whose other stage answers at once or later."""
-
-    def __init__(self) -> None:
-        self.pipeline = self
-        self.names_the_loss = nullcontext
-        self.inputs_s: list[float] = []
-
-    def latest(self, own_s: float) -> float:
-        return own_s
-
-    def send(self, end_s: float, stage: int, tag: int) -> list[Any]:
-        return []
-
-    def receive(self, stage: int, tag: int) -> float:
-        return self.inputs_s.pop(0)
-
-
 @pytest.mark.parametrize("wait_s", [0.2, 0.05, 0.0])
 def test_emulated_time_has_parked_waits_too(tmp_path, wait_s):
-    gpu, stages = EmulatedGpu.create("a100-sxm", 0, tmp_path), Pipeline()
+    gpu, stages = EmulatedGpu.create("a100-sxm", 0, tmp_path), OtherStages()
     clock = RankClock(gpu, guarded=False)
     timed = EmulatedExecutor(gpu, dict.fromkeys(WHOLE, 0.03), stages, clock.wait_idle)  # type: ignore[arg-type]
     run = run_of(timed, clock, [1410, 1200, 1305, 1305], 1005)

@@ -4,21 +4,22 @@ from __future__ import annotations
 
 import random
 import weakref
-from contextlib import nullcontext
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from plain_stages import SPECS
+from plain_stages import SPECS, OtherStages
 from random_orders import random_order
 
-from envpipe_megatron.core.kinds import WHOLE, Kind
+from envpipe_megatron.core.kinds import Kind
 from envpipe_megatron.core.orders import builders
 from envpipe_megatron.core.schedule import Schedule
 from envpipe_megatron.core.timeline import Timeline
 from envpipe_megatron.formats.energy import Phase
+from envpipe_megatron.gpu.emulated.emulated_gpu import EmulatedGpu
 from envpipe_megatron.gpu.presets import times_by_kind_s
 from envpipe_megatron.runtime.execution import emulated_executor
 from envpipe_megatron.runtime.execution.emulated_executor import EmulatedExecutor
@@ -202,106 +203,55 @@ def test_units_that_another_iterations_stand_for_are_not_timed():
     assert (record.number, record.begin_s, record.iteration_time_s) == (7, 90.0, 6.5)
 
 
-class World:
-    """A wall clock, other stages, and an emulated GPU whose clock is always the highest.
+def test_the_wall_clock_follows_emulated_time(monkeypatch, tmp_path):
+    """Behind units for which the host is late, it catches up."""
+    gpu, stages = EmulatedGpu.create("a100-sxm", 0, tmp_path), OtherStages([3.75, 7.25], 0.25)
+    wall_s, slept_s, settled = 1000.0, list[float](), list[None]()
 
-    Args:
-        behind_s: by how much another stage is behind when stages meet.
-    """
+    def sleep(duration_s: float) -> None:
+        nonlocal wall_s
+        slept_s.append(duration_s)
+        wall_s += duration_s
 
-    def __init__(self, behind_s: float = 0.0) -> None:
-        self.wall_s, self.end_s, self.behind_s = 1000.0, 50.0, behind_s
-        self.calls: list[Any] = []
-        self.pipeline = self
-        self.names_the_loss = nullcontext
-
-    def latest(self, own_s: float) -> float:
-        return own_s + self.behind_s
-
-    def send(self, end_s: float, stage: int, tag: int) -> list[Any]:
-        self.calls.append(("send", end_s, stage))
-        return []
-
-    def receive(self, stage: int, tag: int) -> float:
-        self.calls.append(("receive", stage))
-        return self.end_s + 1.5
-
-    def monotonic(self) -> float:
-        return self.wall_s
-
-    def sleep(self, duration_s: float) -> None:
-        assert duration_s > 0
-        self.calls.append(("sleep", duration_s))
-        self.wall_s += duration_s
-
-    def anchor(self, wall_s: float) -> None:
-        self.calls.append(("anchor", wall_s))
-
-    def advance_to(self, end_s: float) -> None:
-        self.calls.append(("advance", end_s))
-        self.end_s = max(self.end_s, end_s)
-
-    def committed_end_s(self) -> float:
-        return self.end_s
-
-    def run_unit(self, kind: str, time_at_max_s: float, ready_s: float) -> Any:
-        self.calls.append(kind)
-        start_s = max(self.end_s, ready_s)
-        self.end_s = start_s + time_at_max_s
-        return start_s, self.end_s
-
-    def settle(self) -> None:
-        self.calls.append("settle")
-
-
-@pytest.fixture
-def world(monkeypatch) -> Any:
-    world = World()
-    monkeypatch.setattr(emulated_executor, "time", world)
-    return world
-
-
-def test_the_wall_clock_follows_emulated_time(world):
-    world.behind_s = 0.25
+    clock = SimpleNamespace(monotonic=lambda: wall_s, sleep=sleep)
+    monkeypatch.setattr(emulated_executor, "time", clock)
     times_s = {Kind.FORWARD: 1.0, Kind.BACKWARD: 2.0}
-    timed = EmulatedExecutor(world, times_s, world, world.settle)
+    timed: Any = EmulatedExecutor(gpu, times_s, stages, lambda: settled.append(None))  # type: ignore
     timed.begin_iteration(builders.one_f_one_b(2, 2), 0)
-    assert world.calls == [("advance", 50.25), ("anchor", 949.75)]
-    units = []
-    for real_s in (0.5, 5.0, 0.0, 1.125):
-        world.calls.clear()
+    assert gpu.committed_end_s() == 0.25
+    for number, real_s in enumerate((0.5, 5.0, 0.0, 1.125), 1):
         timed.begin_unit()
-        world.wall_s += real_s
+        wall_s += real_s
         assert timed.end_unit()() is True
-        units.append(world.calls.copy())
-    assert units == [
-        ["settle", "forward", ("sleep", 0.5), ("send", 51.25, 1)],
-        ["settle", "forward", ("send", 52.25, 1)],  # the host is late, and catches up
-        [("receive", 1), "settle", "backward"],
-        [("receive", 1), "settle", "backward", ("sleep", 1.875)],
-    ]
-    world.calls.clear()
+        assert len(settled) == number
+    assert slept_s == pytest.approx([0.5, 1.875])
+    assert stages.sent == [(pytest.approx(1.25), 1), (pytest.approx(2.25), 1)]
     record = timed.end_iteration(always)()
-    assert world.calls == ["settle", ("advance", 59.5)]
-    assert record.start_s.tolist() == [0.0, 1.0, 3.5, 7.0]
-    assert record.end_s.tolist() == [1.0, 2.0, 5.5, 9.0]
-    assert record.receive_wait_s.tolist() == [0.0, 0.0, 1.5, 1.5]
-    assert (record.begin_s, record.iteration_time_s) == (50.25, 9.25)
-    assert record.wall_time_s == world.wall_s - 1000.0
+    assert record.start_s == pytest.approx([0.0, 1.0, 3.5, 7.0])
+    assert record.end_s == pytest.approx([1.0, 2.0, 5.5, 9.0])
+    assert record.receive_wait_s == pytest.approx([0.0, 0.0, 1.5, 1.5])
+    assert (record.begin_s, record.iteration_time_s) == pytest.approx((0.25, 9.25))
+    assert gpu.committed_end_s() == pytest.approx(9.5)
+    assert record.wall_time_s == wall_s - 1000.0
+    timed.wait_for_messages()
+    timed.idle(0.25)
+    assert timed.now_s() == pytest.approx(9.75)
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_emulated_units_wait_for_their_own_inputs_in_any_order(monkeypatch, seed):
+def test_emulated_units_wait_for_their_own_inputs_in_any_order(monkeypatch, tmp_path, seed):
     rng, mail = random.Random(seed), dict[tuple[int, int], float]()
     order = random_order(rng, 3, 4, 2, split=seed > 1)
     whole_s, executors = {Kind.FORWARD: 1.0, Kind.BACKWARD: 2.0}, []
+    late = SimpleNamespace(monotonic=lambda: 1e9)  # a host that never sleeps
+    monkeypatch.setattr(emulated_executor, "time", late)
     for stage in range(3):
-        world = World()
-        world.send = lambda end_s, to, tag: mail.update({(to, tag): end_s}) or []  # type: ignore
-        world.receive = lambda _, tag, stage=stage: mail.pop((stage, tag))  # type: ignore
-        executors.append(EmulatedExecutor(world, whole_s, world, world.settle))  # type: ignore
-        monkeypatch.setattr(emulated_executor, "time", world)
+        gpu, others = EmulatedGpu.create("a100-sxm", stage, tmp_path), OtherStages()
+        others.send = lambda end_s, to, tag: mail.update({(to, tag): end_s}) or []  # type: ignore
+        others.receive = lambda _, tag, stage=stage: mail.pop((stage, tag))  # type: ignore
+        executors.append(EmulatedExecutor(gpu, whole_s, others, lambda: None))  # type: ignore
         executors[-1].begin_iteration(order, stage)
+    late.monotonic = lambda: 2e9
     for node in order.topological_order:
         executor = executors[order.stage_of(node)]
         executor.begin_unit()
@@ -311,14 +261,6 @@ def test_emulated_units_wait_for_their_own_inputs_in_any_order(monkeypatch, seed
     expected = Timeline(order, prices_s[order.priced_kinds])
     for stage, executor in enumerate(executors):
         assert executor._ends == pytest.approx(expected.end_s[stage].tolist())
-
-
-def test_outside_iterations_idling_alone_takes_emulated_time(world):
-    timed = EmulatedExecutor(world, dict.fromkeys(WHOLE, 1.0), world, world.settle)
-    timed.wait_for_messages()
-    assert (timed.now_s(), world.calls) == (50.0, [])
-    timed.idle(0.25)
-    assert world.calls == ["settle", ("advance", 50.25), ("anchor", 1000.0 - 50.25)]
 
 
 def test_a_record_tells_waits_units_and_its_end():

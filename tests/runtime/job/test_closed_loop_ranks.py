@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import step_ranks
+from presets import preset_profile
 
 from envpipe_megatron.core.plan import read_plan
-from envpipe_megatron.core.profile import make_profile, read_profile
-from envpipe_megatron.core.profile_rows import ProfileRow
+from envpipe_megatron.core.profile import read_profile
 from envpipe_megatron.core.sidecar import Sidecar
 from envpipe_megatron.formats.timeline import read_timelines
 from envpipe_megatron.gpu.emulated.emulated_gpu import EmulatedGpu
@@ -62,16 +63,10 @@ def test_ranks_park_where_a_profile_says_that_waiting_takes_less_at_lower_clocks
     three_ranks, tmp_path
 ):
     model, clocks = load_preset("a100-sxm"), (1410, 1305, 1200, 1095)
-    rows = [
-        (stage, kind, ProfileRow(clock, time_s, time_s * model.busy_power_w(kind.value, clock)))
-        for stage in range(3)
-        for kind, at_max_s in step_ranks.TIMES_S.items()
-        for clock in clocks
-        for time_s in [model.unit_time_s(kind.value, clock, at_max_s)]
-    ]
     wait_power_w = ({clock: 4 + 80 * clock / 1410 for clock in clocks},) * 3
     known = Sidecar(wait_power_w=wait_power_w, frequency_change_s=model.frequency_change_s)
-    make_profile(rows, source="the preset", sidecar=known).write(tmp_path / "given.csv")
+    profile = preset_profile("a100-sxm", 3, step_ranks.TIMES_S, clocks[1:])
+    replace(profile, sidecar=known).write(tmp_path / "given.csv")
     given = {"profile": tmp_path / "given.csv"}
     three_ranks.run(step_ranks.train_kept, tmp_path, [4] * 12, {}, {**LOOP, **given})
     output = tmp_path / "output"

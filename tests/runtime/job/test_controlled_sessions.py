@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import threading
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,14 +15,12 @@ from rank_pool import RankPool
 
 from envpipe_megatron.core.plan import read_plan
 from envpipe_megatron.core.profile import read_profile
-from envpipe_megatron.formats.energy import read_energy_logs
 from envpipe_megatron.formats.timeline import read_timelines
 from envpipe_megatron.gpu.clock.page import ClockPage
 from envpipe_megatron.gpu.emulated.emulated_gpu import EmulatedGpu
 from envpipe_megatron.gpu.guard.hold import hold_gpu
 from envpipe_megatron.gpu.guard.lease import list_leases
 from envpipe_megatron.gpu.presets import load_preset
-from envpipe_megatron.launch.bill.bill import bill_of
 from envpipe_megatron.policies.frequencies import envelope
 from envpipe_megatron.policies.reconfigure import RECONFIGURE_POLICIES, reconfigure
 
@@ -44,27 +41,10 @@ def requested_mhz(root: Path, count: int) -> list[int | None]:
     return [EmulatedGpu.open(root, index).requested_frequency_mhz for index in range(count)]
 
 
-def test_without_control_of_one_gpu_no_rank_asks_for_a_clock(three_ranks, tmp_path):
-    """Everybody runs the framework's order at baseline clocks, and energy is measured."""
-    reader = 2
-    told = three_ranks.run(controlled_ranks.train_with_a_gpu_to_read, tmp_path, reader)
-    for rank, (phase, notes, clock, requested, energy_j) in enumerate(told):
-        assert phase == "steady"
-        assert "reading only" in notes[0]
-        assert clock["changes"] == 0
-        assert clock["error"] is None
-        assert clock["backend"] == ("none" if rank == reader else "emulated")
-        assert requested is None
-        assert energy_j > 0
-    ran = read_timelines([tmp_path / "timeline.jsonl"]).iterations
-    assert {of.frequency_mhz for of in ran} == {None}, "no clock is said that nobody set"
-
-
 def test_a_guarded_session_holds_its_gpu_and_gives_it_back(three_ranks, guards):
     told = three_ranks.run(controlled_ranks.train_guarded, guards, False)
     for leases, locked_mhz, forked_mhz, after_mhz, error in told:
-        # From the highest clock to the lowest that is profiled.
-        assert leases == [(f"{guards}#{index}", (1410, 750)) for index in range(3)]
+        assert leases == [f"{guards}#{index}" for index in range(3)]
         assert locked_mhz is not None
         assert forked_mhz == locked_mhz
         assert after_mhz is not None
@@ -100,6 +80,8 @@ def test_a_gpu_of_another_job_is_only_read_and_so_are_all_others(three_ranks, gu
             assert "run another job" in notes[1]
             assert requested is None
             assert energy_j > 0
+        ran = read_timelines([guards / "timeline.jsonl"]).iterations
+        assert {of.frequency_mhz for of in ran} == {None}, "no clock is said that nobody set"
         told = three_ranks.run(controlled_ranks.be_refused, guards, True)
         assert "GuardError" in told[1]
         assert all("CollectivesError" in told[rank] for rank in (0, 2))
@@ -116,34 +98,6 @@ def test_a_rank_without_a_folder_costs_its_files_alone(three_ranks, guards, vict
     told = three_ranks.run(controlled_ranks.be_without_a_folder, guards, victim)
     assert told == [("profile", True)] * 3
     assert not list_leases()
-
-
-def test_nodes_that_are_started_by_hand_add_up(three_ranks, guards):
-    """Each has a guard and a log of its own, and they are one bill."""
-    nodes = three_ranks.run(controlled_ranks.train_on_a_node_alone, guards)
-    assert len({node["guard_pid"] for node in nodes}) == 3
-    assert [node["locked"] for node in nodes] == [None] * 3
-    assert not list_leases()
-    logs = [guards / "output" / f"energy-node-{number}.jsonl" for number in range(3)]
-    total_j = bill_of(read_energy_logs(logs).lines).total().energy_j
-    assert total_j == pytest.approx(sum(node["logged_j"] for node in nodes), rel=1e-14)
-    # The log misses no more than what ran before the first iteration and after the last.
-    assert total_j == pytest.approx(sum(node["counter_j"] for node in nodes), rel=0.25)
-
-
-def test_the_clock_of_a_killed_rank_comes_back(guards):
-    with RankPool(2) as pool:
-        pool.start(controlled_ranks.train_until_killed, guards)
-        outcomes = pool.outcomes(ranks=[0])
-        assert outcomes[0][0] is False
-        # The guard ends by itself when it is done, and nothing tells of that.
-        look = threading.Event()
-        for _ in range(2000):
-            if not list_leases():
-                break
-            look.wait(0.01)
-        assert not list_leases()
-        assert requested_mhz(guards, 2) == [None, None]
 
 
 def test_a_power_profile_on_one_gpu_leaves_the_clocks_of_all_alone(
@@ -183,40 +137,37 @@ def resets(node):
     return sorted(call.uuid for call in calls)
 
 
-@pytest.mark.parametrize("without", [-1, 2])
-def test_all_ranks_control_clocks_or_none(fake_nvml_library, fake_nvml, tmp_path, without):
-    library = str(fake_nvml_library)
+@pytest.mark.parametrize(
+    ("without", "said"),
+    [
+        (None, ""),
+        (2, "ENVPIPE_FORBID_CLOCK_CONTROL"),
+        (1, "the clock of {} cannot be reset by nvml"),
+    ],
+    ids=["all may", "one is forbidden", "one could not reset"],
+)
+def test_all_ranks_control_clocks_or_none(fake_nvml_library, fake_nvml, tmp_path, without, said):
     environment = {**fake_nvml.environment, "ENVPIPE_LEASE_DIR": str(tmp_path / "leases")}
+    if without == 1:
+        fake_nvml.set_fault(fake_nvml.uuids[1], "no_permission")
+    forbidden, said = 2 if without == 2 else -1, said.format(fake_nvml.uuids[1])
+    arguments = controlled_ranks.choose, str(fake_nvml_library), environment, "auto", forbidden
     with RankPool(3) as pool:  # its own: a library stays loaded
-        arguments = (controlled_ranks.choose, library, environment, "auto", without)
-        for told in pool.run(*arguments, False):
-            if without < 0:
-                assert told == ("nvml", "nvml", None)
-            else:
-                assert told[:2] == ("none", None)
-                assert "ENVPIPE_FORBID_CLOCK_CONTROL" in told[2]
-                assert "energy is measured" in told[2]
-        for rank, told in enumerate(pool.run(*arguments, True)):
-            if without < 0:
-                assert told == ("nvml", "nvml", None)
-            else:
-                named = "GpuPermissionError" if rank == without else "CollectivesError"
-                assert told.startswith(named)
-                assert "ENVPIPE_FORBID_CLOCK_CONTROL" in told
-    assert resets(fake_nvml) == sorted(2 * fake_nvml.uuids[:3] * (without < 0))
-
-
-def test_no_rank_locks_where_one_could_not_reset(fake_nvml_library, fake_nvml, tmp_path):
-    fake_nvml.set_fault(fake_nvml.uuids[1], "no_permission")
-    environment = {**fake_nvml.environment, "ENVPIPE_LEASE_DIR": str(tmp_path / "leases")}
-    with RankPool(3) as pool:  # its own: a library stays loaded
-        arguments = (controlled_ranks.choose, str(fake_nvml_library), environment, "auto", -1)
-        for told in pool.run(*arguments, False):
-            assert told[:2] == ("none", None)
-            assert f"the clock of {fake_nvml.uuids[1]} cannot be reset by nvml" in told[2]
-        for rank, told in enumerate(pool.run(*arguments, True)):
-            assert told.startswith("GpuPermissionError" if rank == 1 else "CollectivesError")
-    assert not list((tmp_path / "leases").iterdir())
+        chosen, required = pool.run(*arguments, False), pool.run(*arguments, True)
+    if without is None:
+        assert chosen == required == [("nvml", "nvml", None)] * 3
+    else:
+        for *backends, warning in chosen:
+            assert backends == ["none", None]
+            assert said in warning
+            assert "energy is measured" in warning
+        for rank, told in enumerate(required):
+            named = "GpuPermissionError" if rank == without else "CollectivesError"
+            assert told.startswith(named)
+            assert said in told
+    if without != 1:
+        assert resets(fake_nvml) == sorted(2 * fake_nvml.uuids[:3] * (without is None))
+    assert not [*(tmp_path / "leases").glob("*")]
 
 
 def test_reconfiguring_raises_clocks_between_those_that_were_profiled(three_ranks, tmp_path):
@@ -290,12 +241,3 @@ def test_a_profile_holds_what_units_cost_and_what_surrounds_them(three_ranks, tm
     # The next iteration begins when the slowest is ready: that is what a planner must add.
     assert facts.tail_time_s == pytest.approx((0.05,) * 3, abs=1e-9)
     assert facts.frequency_change_s == pytest.approx(preset.frequency_change_s, rel=0.3)
-
-
-def test_hops_are_measured_whenever_the_stages_come_to_it(three_ranks):
-    """On a channel whose sends wait for their receives."""
-    for seed in range(2):
-        *front, last = three_ranks.run(session_ranks.hops, 5, (512, 512), seed)
-        assert last == [0.0] * 5  # has no next stage
-        for found_s in front:
-            assert all(0 < latency_s < 0.5 for latency_s in found_s)

@@ -44,14 +44,14 @@ def check_own_order(told, text):
 @pytest.mark.parametrize(
     "fault",
     [
-        pytest.param(fault, id=fault.target.split(":")[1], marks=marks)
+        pytest.param(fault, id=fault.target.rpartition(".")[2], marks=marks)
         for fault, marks in (
-            (Fault("runtime.job.online:make_report", victim=1, call=3), ()),
+            (Fault("runtime.job.online.make_report", victim=1, call=3), ()),
             (
-                Fault("runtime.memory.peak:peaks_bytes", victim=None),
+                Fault("runtime.memory.peak.peaks_bytes", victim=None),
                 on_request("PIPELINE"),
             ),
-            (Fault("tuning.reconfigure:step", call=2), on_request("PIPELINE")),
+            (Fault("tuning.reconfigure.step", call=2), on_request("PIPELINE")),
         )
     ],
 )
@@ -65,9 +65,9 @@ def test_what_fails_leaves_the_frameworks_order(three_ranks, tmp_path, fault):
 @on_request("PIPELINE")
 def test_what_is_not_needed_for_a_plan_may_fail(three_ranks, tmp_path):
     faults = (
-        Fault("core.plan:Plan.write"),
-        Fault("core.profile:Profile.write", error=MemoryError),
-        Fault("runtime.memory.peak:bytes_by_chunk", victim=1),
+        Fault("core.plan.Plan.write"),
+        Fault("core.profile.Profile.write", error=MemoryError),
+        Fault("runtime.memory.peak.bytes_by_chunk", victim=1),
     )
     for one in three_ranks.run(session_ranks.train_with_faults, tmp_path, ENVELOPE, faults):
         assert one.phase == "steady"
@@ -75,7 +75,7 @@ def test_what_is_not_needed_for_a_plan_may_fail(three_ranks, tmp_path):
 
 
 def test_no_start_meets_the_same_failure_for_ever(three_ranks, tmp_path):
-    fault = Fault("runtime.job.phases:plan_online", error=MemoryError)
+    fault = Fault("runtime.job.phases.plan_online", error=MemoryError)
     run = three_ranks.run
     check_own_order(
         run(session_ranks.train_with_faults, tmp_path, ENVELOPE, (fault,)), "MemoryError"
@@ -95,7 +95,7 @@ def test_what_the_user_gave_ends_no_training_that_is_under_way(three_ranks, tmp_
     given = tmp_path / "given.csv"
     clocks = sorted(load_preset("a100-sxm").supported_frequencies_mhz[::40])[:-1]
     preset_profile("a100-sxm", 3, memory_ranks.TIMES, clocks).write(given)
-    wrong = Fault("runtime.job.phases:plan_online", error=PlannerError)
+    wrong = Fault("runtime.job.phases.plan_online", error=PlannerError)
     plenty = (10**9,) * 3
     told = three_ranks.run(
         session_ranks.train_with_faults, tmp_path, ENVELOPE, (wrong,), plenty, given

@@ -118,13 +118,3 @@ def test_a_profile_by_file_is_heeded(three_ranks, tmp_path):
         assert told[0].peak_in_flight == expected
         assert told[0].free_bytes == free_bytes
         assert all((one.memory is None) is (devices is None) for one in told)
-
-
-def test_a_limit_that_nobody_knows_is_refused_before_training(three_ranks, tmp_path):
-    for text in three_ranks.run(memory_ranks.refused, tmp_path, None):
-        assert text.startswith("MemoryUnknownError: ")
-        assert "activation_bytes and free_bytes" in text
-    told = three_ranks.run(memory_ranks.refused, tmp_path, tmp_path / "profile.csv")
-    assert told[0].startswith("MemoryUnknownError: ")
-    assert all(text.startswith("CollectivesError: ") for text in told[1:])
-    assert all("no CUDA device" in text for text in told)

@@ -41,12 +41,7 @@ def record(begin_s: float) -> StageRecord:
 
 
 def report(
-    records: list[StageRecord],
-    late_s: float = 0.0,
-    tail_s: float = 0.0,
-    parked: Any = None,
-    *,
-    metered: bool = False,
+    records: list[StageRecord], late_s: float = 0.0, tail_s: float = 0.0, parked: Any = None
 ) -> Any:
     return make_report(
         records,
@@ -58,7 +53,7 @@ def report(
         num_kinds=2,
         late_s=late_s,
         tail_s=tail_s,
-        metered=metered,
+        metered=True,
     )
 
 
@@ -87,8 +82,7 @@ def test_a_stage_that_ends_long_before_others_has_steps():
 
 def test_power_is_that_of_steps_that_were_not_held_up():
     records = [record(begin_s) for begin_s in (0.0, 1.0, 2.0, 3.9, 5.0, 6.0)]
-    assert np.isnan(report(records).power_w).all(), "nobody asked"
-    made = report(records, metered=True)
+    made = report(records)
     # From 0 s to 2 s, and from 3.9 s to 6 s.
     power_w, error_w = (410 + 90) / 4.1, math.hypot(3.0, 3.0) / 4.1
     np.testing.assert_allclose(made.power_w, [[power_w * 1.0, error_w]])
@@ -96,12 +90,12 @@ def test_power_is_that_of_steps_that_were_not_held_up():
 
 def test_where_no_step_follows_another_power_is_that_of_units():
     records = [replace(record(begin_s), followed=False) for begin_s in (0.0, 1.0)]
-    made = report(records, metered=True)
+    made = report(records)
     np.testing.assert_allclose(made.power_w, [[100.0, math.hypot(3.0, 3.0) / 1.8]])
 
 
 def test_the_power_that_a_meter_does_not_know_is_not_known():
-    assert np.isnan(report([record(-1.0), record(0.0)], metered=True).power_w).all()
+    assert np.isnan(report([record(-1.0), record(0.0)]).power_w).all()
 
 
 @pytest.mark.parametrize("late_s", [0.0, 0.25])

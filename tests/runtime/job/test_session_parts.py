@@ -29,6 +29,7 @@ from envpipe_megatron.runtime.memory.stage import MemoryUnknownError
 from envpipe_megatron.tuning.commands import Parking
 
 SCHEDULE = builders.one_f_one_b(1, 2)
+FILES = {"profile": Path("profile.csv"), "plan": Path("plan.json")}
 RECORD = make_record([0.0, 1.0, 2.0, 3.0], [0.5, 1.5, 2.5, 3.5], 10.0, 4.0, 5.0)
 
 
@@ -126,7 +127,7 @@ class World:
 
         self.monkeypatch.setattr(runtime_session, name, make)
 
-    def connect(self, gpu: Any, labels: Any, collectives: Any) -> Any:
+    def connect(self, gpu: Any, labels: Any, collectives: Any, control: Any) -> Any:
         self.made["agent"] = (gpu, dict(labels), collectives)
         return self.agent
 
@@ -281,8 +282,7 @@ def test_steps_are_numbered_billed_and_told_to_the_phases(world):
 def test_what_changes_neither_clocks_nor_order_only_measures(asked, alone):
     config = JobOptions(num_microbatches=2, **{"type": "baseline", **asked})
     assert config.measures_alone() is alone
-    files = {"plan": Path("plan.json"), "profile": Path("profile.csv")}
-    assert not replace(config, **files).measures_alone()
+    assert not replace(config, **FILES).measures_alone()
     assert config.without_control().measures_alone()
 
 
@@ -627,45 +627,43 @@ def test_memory_is_known_before_the_gpu_is_held(world):
     with pytest.raises(MemoryUnknownError):
         world.session(config)
     assert "RankClock" not in world.made
-    files = {"profile": Path("profile.csv"), "plan": Path("plan.json")}
-    world.session(replace(config, **files))  # the plan says what is held
+    world.session(replace(config, **FILES))  # the plan says what is held
 
 
-@pytest.mark.parametrize(("chunks", "schedule"), [(1, "1f1b"), (3, "interleaved")])
-def test_without_control_the_frameworks_order_is_asked_for(chunks, schedule):
-    """By all that neither plans orders as the job runs nor is given one."""
-    wanted = JobOptions(
-        num_microbatches=6, type="baseline", scheduling=schedule, num_chunks=chunks, sweep=True
-    )
-    asked = schedule if chunks > 1 else "envpipe"
-    config = replace(wanted, scheduling=asked, profile=Path("profile.csv"))
-    assert config.without_control() == wanted
-    closed = replace(wanted, type="optimal", sweep=False)
-    assert closed.without_control() == replace(wanted, sweep=False)
-    assert wanted.order_in_words(config) == "the framework's order at baseline clocks"
-
-
-def test_without_control_the_order_of_a_plan_by_file_runs():
-    files = {"profile": Path("profile.csv"), "plan": Path("plan.json")}
-    config = JobOptions(
-        num_microbatches=6, type="baseline", scheduling="envpipe", baseline_steps=3, **files
-    )  # type: ignore[arg-type]
-    assert config.without_control() == config
-    assert not config.measures_alone()
-    assert config.order_in_words(config) == "the plan's order, and clocks stay as they are"
-
-
-@pytest.mark.parametrize("goal", ["energy", "time", "edp"])
-@pytest.mark.parametrize("schedule", ["auto", "envpipe", "zb-h1"])
-def test_without_control_a_closed_loop_looks_for_the_shortest_order(schedule, goal):
-    config = JobOptions(num_microbatches=6, scheduling=schedule, objective=goal, why_whole="")
-    without = config.without_control()
-    assert without == replace(config, objective="time")
-    assert without.may_split is (schedule != "envpipe")
-    assert not without.measures_alone()
-    instead = "" if goal == "time" else f" in place of least {goal}"
-    said = f"the shortest order{instead}, and clocks stay as they are"
-    assert without.order_in_words(config) == said
+@pytest.mark.parametrize(
+    ("asked", "without", "words"),
+    [
+        # By all that neither plans orders as the job runs nor is given one, the framework's.
+        (
+            {"type": "baseline", "scheduling": "envpipe", "profile": Path("profile.csv")},
+            {"scheduling": "1f1b", "profile": None},
+            "the framework's order at baseline clocks",
+        ),
+        (
+            {"type": "optimal", "scheduling": "interleaved", "num_chunks": 3},
+            {"type": "baseline"},
+            "the framework's order at baseline clocks",
+        ),
+        (
+            {"type": "baseline", "scheduling": "envpipe", **FILES},
+            {},
+            "the plan's order, and clocks stay as they are",
+        ),
+        *(
+            (
+                {"scheduling": schedule, "objective": goal, "why_whole": ""},
+                {"objective": "time"},
+                f"the shortest order{instead}, and clocks stay as they are",
+            )
+            for schedule in ("auto", "zb-h1")
+            for goal, instead in (("edp", " in place of least edp"), ("time", ""))
+        ),
+    ],
+)
+def test_without_control_another_order_may_run_and_clocks_stay(asked, without, words):
+    config = JobOptions(num_microbatches=6, **asked)
+    assert config.without_control() == replace(config, **without)
+    assert config.without_control().order_in_words(config) == words
 
 
 @pytest.mark.parametrize(

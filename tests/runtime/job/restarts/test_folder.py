@@ -19,7 +19,7 @@ from kept_job import (
     KEYS,
     OTHER,
     STEP,
-    Alone,
+    alone,
     job_folder,
     kept_job,
     of_units,
@@ -54,7 +54,7 @@ def files(folder: Path) -> dict[str, bytes]:
 
 
 def resumed(config: JobOptions, power_limit_w: float | None = None, **gpu: Any) -> JobFolder:
-    folder = JobFolder(config.output, Alone())  # type: ignore[arg-type]
+    folder = JobFolder(config.output, alone())
     folder.resume(config, 2, FakeGpu(power_limit_w=power_limit_w, **gpu))
     return folder
 
@@ -113,7 +113,7 @@ def test_every_rank_gets_what_the_planner_found(whole):
     before = files(whole)
     config = replace(GREEDY, baseline_steps=3, output=whole, fingerprint={"a": 1})
     for found in (stored(whole), StoredJob(("first",)), StoredJob()):
-        folder = JobFolder(whole, Alone())  # type: ignore[arg-type]
+        folder = JobFolder(whole, alone())
         folder._collectives.agreed = lambda look, found=found: (found, "now")  # type: ignore[method-assign]
         folder.resume(config, 2, None)  # type: ignore[arg-type]
         assert folder.found is found

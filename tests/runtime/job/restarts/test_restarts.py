@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import step_ranks
 from memory_folder import memory_folder
+from plain_stages import MICROBATCHES
 from rank_pool import RankPool
 
 from envpipe_megatron.formats.energy import read_energy_logs
@@ -95,9 +96,9 @@ def test_jobs_killed_anywhere_go_on_from_what_they_had(tmp_path):
         last = start == 2
         victim = rng.randrange(3)
         steps = ENOUGH if last else rng.choice([2, 6, 12, 20, ENOUGH])
-        unit = f"{rng.choice('FB')}{rng.randrange(step_ranks.MICROBATCHES)}"
+        unit = f"{rng.choice('FB')}{rng.randrange(MICROBATCHES)}"
         killed = None if last else (victim, rng.randrange(steps), unit)
-        with RankPool(3, timeout_s=10) as pool:
+        with RankPool(3, timeout_s=5) as pool:
             pool.start(step_ranks.start_job, tmp_path, steps, 0, killed)
             outcomes = pool.outcomes(ranks=[r for r in range(3) if killed is None or r != victim])
         if killed is None:
