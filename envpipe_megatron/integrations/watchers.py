@@ -9,11 +9,11 @@ explains; a job with Megatron's `--log-straggler`, which has none, has one clock
 
 from __future__ import annotations
 
-import functools
 import inspect
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial, wraps
 from typing import Any, NamedTuple
 
 from envpipe_megatron.integrations.framework_units import once
@@ -22,15 +22,12 @@ from envpipe_megatron.integrations.leveled import LeveledJob
 
 
 class Between(NamedTuple):
-    """A function, by its name in a module or in an attribute of a trainer, and what it does.
-
-    `when` names another function of the owner, which says by the same arguments if it does that.
-    """
+    """A function, by its name in a module or in an attribute of a trainer, and what it does."""
 
     owner: str
     function: str
     what: str
-    when: str = ""
+    when: str = ""  # names what says by the same arguments if it does that
 
 
 _LM, _BRIDGE = "megatron.training.training", "megatron.bridge.training.train"
@@ -65,10 +62,7 @@ _NVRX = [f"nvidia_resiliency_ext.{path}straggler.reporting" for path in ("attrib
 
 @contextmanager
 def between_steps(framework: str, job: LeveledJob, trainer: object = None) -> Iterator[None]:
-    """Within, the job pauses before each row of a framework, and NVRx has lower thresholds.
-
-    `trainer` has as attributes the owners that are not modules.
-    """
+    """Within, the job pauses before each row of a framework, and NVRx has lower thresholds."""
     with ExitStack() as stack:
 
         def put(owner: Any, name: str, make: Callable[[Any], Any]) -> None:
@@ -78,10 +72,10 @@ def between_steps(framework: str, job: LeveledJob, trainer: object = None) -> It
         for row in BETWEEN_STEPS[framework]:
             owner = sys.modules.get(row.owner) or getattr(trainer, row.owner, None)
             does = getattr(owner, row.when, lambda *_, **__: False) if row.when else None
-            put(owner, row.function, functools.partial(paused, lambda *_: job.pause(), does=does))
+            put(owner, row.function, partial(paused, lambda *_: job.pause(), does=does))
         for name in _NVRX:
             report = getattr(sys.modules.get(name), "Report", None)
-            put(report, "identify_stragglers", functools.partial(_lowered, job))
+            put(report, "identify_stragglers", partial(_lowered, job))
         yield
 
 
@@ -90,12 +84,9 @@ def paused(
     function: Callable[..., Any],
     does: Callable[..., bool] | None = None,
 ) -> Callable[..., Any]:
-    """Return a function that calls `pause` before another, if that `does` anything.
+    """Return a function that calls `pause`, with its first argument, before it `does` anything."""
 
-    `pause` gets its first argument.
-    """
-
-    @functools.wraps(function)
+    @wraps(function)
     def run(*args: Any, **kwargs: Any) -> Any:
         if does is None or does(*args, **kwargs):
             pause(*args[:1])
@@ -112,14 +103,14 @@ def _lowered(job: LeveledJob, identify: Callable[..., Any]) -> Callable[..., Any
     """
     signature, say = inspect.signature(identify), once()
 
-    @functools.wraps(identify)
+    @wraps(identify)
     def lowered(*args: Any, **kwargs: Any) -> Any:
-        given, share = signature.bind(*args, **kwargs), job.session.slowest_share()
+        given = signature.bind(*args, **kwargs)
         given.apply_defaults()
-        for name in (name for name in given.arguments if name.endswith("_threshold")):
-            given.arguments[name] *= share
+        share = 1.0 if job.job is None else job.session.slowest_share()
         if share < 1:
             say(f"NVRx's thresholds are lowered to {share:.0%}, as the slowest unit's clock was")
-        return identify(*given.args, **given.kwargs)
+        report, *thresholds = given.args
+        return identify(report, *(share * threshold for threshold in thresholds))
 
     return lowered

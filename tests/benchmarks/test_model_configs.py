@@ -1,7 +1,5 @@
 """EnvPipe's models as transformers has them: their sizes, and batches that they take."""
 
-from __future__ import annotations
-
 import pytest
 
 pytest.importorskip("transformers")

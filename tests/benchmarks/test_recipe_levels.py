@@ -1,19 +1,16 @@
 """Published jobs and their levels: what their features ask for, and the counts."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from benchmarks.recipes import RECIPES, Job, job_rows, read_jobs, total_rows
+from benchmarks.recipes import RECIPES, job_rows, read_jobs, total_rows
 
 SHARED = Path(__file__).parents[2] / RECIPES
 
 
-def recipe(pipeline: int, *features: str, chunks: int | None = None) -> dict[str, Any]:
+def recipe(pipeline, *features, chunks=None):
     return {
         "recipe": f"recipes/gpt.py:gpt_{'_'.join(features) or 'plain'}_pp{pipeline}",
         "set": "recipes",
@@ -28,7 +25,7 @@ def recipe(pipeline: int, *features: str, chunks: int | None = None) -> dict[str
 
 
 @pytest.fixture
-def recipes(tmp_path: Path) -> Path:
+def recipes(tmp_path):
     path = tmp_path / "recipes.json"
     listed = [
         recipe(1, "fp8_or_fp4"),
@@ -42,7 +39,7 @@ def recipes(tmp_path: Path) -> Path:
     return path
 
 
-def test_published_recipes() -> None:
+def test_published_recipes():
     if not SHARED.exists():
         pytest.skip(f"{RECIPES} is not there")
     jobs = job_rows(read_jobs(SHARED))
@@ -67,7 +64,7 @@ def test_published_recipes() -> None:
     assert f"{of_pipelines['splits']} of the {of_pipelines['order']} may split backwards" in page
 
 
-def test_features_become_arguments(recipes: Path) -> None:
+def test_features_become_arguments(recipes):
     jobs = list(read_jobs(recipes))
     assert [(job["level"], job["against_the_next"]) for job in job_rows(jobs)] == [
         ("uniform", ["no pipeline"]),
@@ -82,7 +79,7 @@ def test_features_become_arguments(recipes: Path) -> None:
     ]  # fmt: skip
 
 
-def to_check(job: Job) -> list[str]:
+def to_check(job):
     return [limit.feature for limit in job.decide().to_check]
 
 
@@ -96,13 +93,13 @@ def to_check(job: Job) -> list[str]:
         ("--num-layers: 24", 1),
     ],
 )
-def test_chunks_of_functional_tests(tmp_path: Path, flags: str, chunks: int) -> None:
+def test_chunks_of_functional_tests(tmp_path, flags, chunks):
     path = functional_test(tmp_path, "gpt", f"--pipeline-model-parallel-size: 2\n  {flags}")
     (job,) = read_jobs(path)
     assert job.args.virtual_pipeline_model_parallel_size == chunks
 
 
-def functional_test(root: Path, kind: str, flags: str, *, trains: bool = True) -> Path:
+def functional_test(root, kind, flags, *, trains=True):
     pytest.importorskip("yaml")
     path = root / "test_cases" / kind / "case" / "model_config.yaml"
     path.parent.mkdir(parents=True)
@@ -111,7 +108,7 @@ def functional_test(root: Path, kind: str, flags: str, *, trains: bool = True) -
     return path
 
 
-def test_functional_tests_below_a_folder(tmp_path: Path) -> None:
+def test_functional_tests_below_a_folder(tmp_path):
     pipeline = "--pipeline-model-parallel-size: 2"
     functional_test(
         tmp_path, "gpt", f"{pipeline}\n  --fp8-format: hybrid\n  --fp8-recipe: blockwise"

@@ -58,13 +58,12 @@ def test_without_conditions():
     assert result.clock_changes.tolist() == [2, 0]
 
 
-class TestTail:
-    def test_the_iteration_lasts_until_the_last_tail_ends(self):
-        # Stage 0 ends its units at 9, stage 1 at 7.
-        result = evaluated(tail_time_s=(0.5, 3.0))
-        assert result.timeline.iteration_time_s == 10.0
-        assert result.timeline.end_s.max() == 9.0
-        assert result.energy_by_stage_j.tolist() == [UNITS_J[0] + 40 * 2.5, UNITS_J[1] + 50 * 4]
+def test_the_iteration_lasts_until_the_last_tail_ends():
+    # Stage 0 ends its units at 9, stage 1 at 7.
+    result = evaluated(tail_time_s=(0.5, 3.0))
+    assert result.timeline.iteration_time_s == 10.0
+    assert result.timeline.end_s.max() == 9.0
+    assert result.energy_by_stage_j.tolist() == [UNITS_J[0] + 40 * 2.5, UNITS_J[1] + 50 * 4]
 
 
 def test_energies_count_for_each_gpu_of_a_stage():
@@ -74,11 +73,10 @@ def test_energies_count_for_each_gpu_of_a_stage():
     assert several.timeline.iteration_time_s == 9.0
 
 
-class TestWaitingPowerByClock:
-    def test_a_wait_runs_at_the_clock_of_the_unit_after_it(self):
-        # Stage 0 waits 1.5 s before B0 at 900 MHz; stage 1 a second before F0 and two at the end.
-        result = evaluated(wait_power_w=WAIT_CURVES)
-        assert result.energy_by_stage_j.tolist() == [UNITS_J[0] + 30 * 1.5, UNITS_J[1] + 50 * 3]
+def test_a_wait_runs_at_the_clock_of_the_unit_after_it():
+    # Stage 0 waits 1.5 s before B0 at 900 MHz; stage 1 a second before F0 and two at the end.
+    result = evaluated(wait_power_w=WAIT_CURVES)
+    assert result.energy_by_stage_j.tolist() == [UNITS_J[0] + 30 * 1.5, UNITS_J[1] + 50 * 3]
 
 
 class TestClockChanges:

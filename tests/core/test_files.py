@@ -32,19 +32,6 @@ def test_a_failed_write_leaves_all_files_as_they_were(tmp_path):
     assert left(tmp_path) == {"a": "old"}
 
 
-def test_the_old_file_stands_until_the_new_one_is_whole(tmp_path):
-    path = tmp_path / "a"
-    path.write_text("old")
-
-    def parts():
-        assert path.read_text() == "old"
-        yield "new"
-        assert path.read_text() == "old"
-
-    replace_files({path: parts()})
-    assert path.read_text() == "new"
-
-
 def test_links_modes_and_devices_stay_what_they_are(tmp_path):
     target = tmp_path / "target"
     target.write_text("old")

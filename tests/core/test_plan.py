@@ -11,6 +11,7 @@ from core_cases import PROFILE, B, random_schedule, uniform_profile, with_rows
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from on_request import examples
+from planning_cases import random_conditions
 
 from envpipe_megatron.core.conditions import Conditions
 from envpipe_megatron.core.kinds import unit
@@ -99,18 +100,6 @@ def test_a_frequency_that_was_not_profiled_is_refused():
         _ = plan.cost
 
 
-def random_conditions(rng, num_stages):
-    """Each of the optional ones in half of all cases."""
-    every = {
-        "tail_time_s": tuple(rng.uniform(0, 1) for _ in range(num_stages)),
-        "gpus_per_stage": tuple(rng.randint(1, 8) for _ in range(num_stages)),
-        "wait_power_w": tuple({1200: rng.uniform(0, 99), 900: 1 / 3} for _ in range(num_stages)),
-        "change_time_s": rng.uniform(0, 0.2),
-        "change_energy_j": rng.uniform(0, 1),
-    }
-    return {name: value for name, value in every.items() if rng.random() < 0.5}
-
-
 @settings(max_examples=examples(60), deadline=None)
 @given(st.integers(0, 2**32))
 def test_round_trip_of_any_schedule(tmp_path_factory, seed):
@@ -121,9 +110,13 @@ def test_round_trip_of_any_schedule(tmp_path_factory, seed):
     priced = profile.with_split_backwards(split) if schedule.split else profile
     priced = priced.for_chunks(schedule.num_chunks)
     frequency = np.array([[rng.choice([1200, 900]) for _ in order] for order in schedule.stages])
-    latency = tuple(rng.choice([0.0, 0.1]) for _ in range(schedule.num_stages - 1))
-    powers = tuple(rng.uniform(0, 99) for _ in schedule.stages)
-    conditions = Conditions(powers, latency, **random_conditions(rng, schedule.num_stages))
+    curves = tuple({1200: rng.uniform(0, 99), 900: 1 / 3} for _ in schedule.stages)
+    conditions = replace(
+        random_conditions(rng, profile),
+        wait_power_w=rng.choice([None, curves]),
+        change_time_s=rng.choice([0.0, rng.uniform(0, 0.2)]),
+        change_energy_j=rng.choice([0.0, rng.uniform(0, 1)]),
+    )
     plan = Plan("mine", schedule, frequency, priced, conditions)
     bound_j = rng.choice([None, plan.cost.energy_j / 3])
     plan = replace(plan, energy_lower_bound_j=bound_j)

@@ -1,12 +1,9 @@
 """The block of EnvPipe in what `deepspeed.initialize` is called with, and layers split by time."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import math
 from importlib import import_module
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock, call
@@ -55,14 +52,14 @@ PLAIN = {"train_batch_size": 4}
 
 
 @pytest.fixture
-def path(tmp_path: Path) -> str:
+def path(tmp_path):
     file = tmp_path / "deepspeed.json"
     file.write_text(json.dumps(CONFIG))
     return str(file)
 
 
 @pytest.mark.parametrize("place", ["config", "config_params", "file", "args", "args' file"])
-def test_the_block_is_found_where_deepspeed_looks(place: str, path: str) -> None:
+def test_the_block_is_found_where_deepspeed_looks(place, path):
     given: dict[str, Any] = {
         "config": {"config": CONFIG},
         "config_params": {"config_params": CONFIG},
@@ -83,20 +80,20 @@ def test_the_block_is_found_where_deepspeed_looks(place: str, path: str) -> None
         (PLAIN, {}, {}),
     ],
 )
-def test_the_call_goes_before_the_block(config: Any, given: Any, settings: Any) -> None:
+def test_the_call_goes_before_the_block(config, given, settings):
     assert settings_of(config, given) == settings
 
 
 @pytest.mark.parametrize("block", ["envelope", ["envelope"], True])
-def test_a_block_that_is_no_table(block: Any) -> None:
+def test_a_block_that_is_no_table(block):
     with pytest.raises(OptionError, match="table"):
         settings_of({"envpipe": block}, None)
 
 
-def test_without_envpipe_deepspeed_is_called_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_envpipe_deepspeed_is_called_as_it_is(monkeypatch):
     seen: list[dict[str, Any]] = []
 
-    def fake(args: Any = None, model: Any = None, config: Any = None) -> tuple[str, ...]:
+    def fake(args=None, model=None, config=None):
         seen.append({"args": args, "model": model, "config": config})
         return "engine", "optimizer", "loader", "scheduler"
 
@@ -106,13 +103,11 @@ def test_without_envpipe_deepspeed_is_called_as_it_is(monkeypatch: pytest.Monkey
     assert [each["config"] for each in seen] == [PLAIN, CONFIG]
 
 
-def test_deepspeed_does_not_mind_the_block() -> None:
+def test_deepspeed_does_not_mind_the_block():
     assert DeepSpeedConfig(CONFIG).train_batch_size == 4
 
 
-def test_a_job_is_told_from_another_by_each_setting_of_its_own(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_job_is_told_from_another_by_each_setting_of_its_own(monkeypatch):
     """So that a restart names the one that has changed, in place of all of them."""
     module = import_module("envpipe_megatron.integrations.deepspeed.initialize")
     monkeypatch.setattr(module, "dist", Mock())
@@ -125,20 +120,20 @@ def test_a_job_is_told_from_another_by_each_setting_of_its_own(
     )
 
 
-def test_a_model_without_a_pipeline_is_refused() -> None:
+def test_a_model_without_a_pipeline_is_refused():
     with pytest.raises(UnsupportedEngineError, match=r"PipelineModule.*'Linear'"):
         initialize(model=torch.nn.Linear(1, 1), config=CONFIG)
 
 
 @pytest.mark.parametrize("version", ["0.18.9", "0.19.6rc1", "0.20.0rc1", "1.0"])
-def test_versions_that_were_not_tried(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_versions_that_were_not_tried(version, monkeypatch):
     check_version()
     monkeypatch.setattr(deepspeed, "__version__", version)
     with pytest.raises(UnsupportedEngineError, match=f"'{version}'.*0.19.6"):
         check_version()
 
 
-def with_checkpoints(name: str) -> dict[str, Any]:
+def with_checkpoints(name):
     return {"config": {"activation_checkpointing": {name: True}}}
 
 
@@ -156,9 +151,7 @@ def with_checkpoints(name: str) -> dict[str, Any]:
         ({"config": {"comms_logger": {"enabled": True}}}, "8", "comms_logger"),
     ],
 )
-def test_engines_that_are_not_run(
-    changes: dict[str, Any], queues: str, named: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_engines_that_are_not_run(changes, queues, named, monkeypatch):
     monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", queues)
     found = not_run(an_engine(**changes))
     assert len(found) == bool(named)
@@ -169,7 +162,7 @@ def test_engines_that_are_not_run(
         assert "contiguous" in why
 
 
-def an_engine(config: Any = None, **changes: Any) -> Any:
+def an_engine(config=None, **changes):
     """What is looked at of an engine that EnvPipe runs, but for some changes."""
     engine = object.__new__(PipelineEngine)
     fit = {
@@ -187,7 +180,7 @@ def an_engine(config: Any = None, **changes: Any) -> Any:
 
 
 @pytest.mark.parametrize("elsewhere", [None, (1, "seen on another rank")])
-def test_what_is_set_late_leaves_all_steps_to_deepspeed(elsewhere: Any) -> None:
+def test_what_is_set_late_leaves_all_steps_to_deepspeed(elsewhere):
     """On all ranks, in place of an error in training."""
     waits = {"activation_checkpointing": {"contiguous_memory_optimization": True}}
     engine = an_engine(None if elsewhere else waits, _own_steps_left=0)
@@ -200,7 +193,7 @@ def test_what_is_set_late_leaves_all_steps_to_deepspeed(elsewhere: Any) -> None:
     assert ("another rank" if elsewhere else "contiguous") in said[-1]
 
 
-def test_an_engine_of_another_class_keeps_it() -> None:
+def test_an_engine_of_another_class_keeps_it():
     class Own(PipelineEngine):  # type: ignore[misc]  # DeepSpeed has no types
         pass
 
@@ -209,9 +202,7 @@ def test_an_engine_of_another_class_keeps_it() -> None:
     assert not_run(engine) == ["an engine of another class (Own)"]
 
 
-def test_layers_are_measured_and_split_by_time(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_layers_are_measured_and_split_by_time(tmp_path, monkeypatch):
     norm = torch.nn.LayerNorm(4)
     layers = [
         TiedLayerSpec("embedding", torch.nn.Embedding, 7, 4),
@@ -229,7 +220,7 @@ def test_layers_are_measured_and_split_by_time(
     forward_s = [0.001, 0.010, 0.001, 0.010, 0.030]
     times_s = iter([time_s * k for time_s in forward_s for k in (1, 3)])
 
-    def measure(run: Any, _gpu: object) -> tuple[float, float]:
+    def measure(run, _gpu):
         run()
         time_s = next(times_s)
         return time_s, 200 * time_s
@@ -238,7 +229,7 @@ def test_layers_are_measured_and_split_by_time(
     words = torch.randint(7, (2, 5))
     path = tmp_path / "layers.json"
 
-    def loss(outputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    def loss(outputs, labels):
         return torch.nn.functional.cross_entropy(outputs.flatten(0, 1), labels.flatten())
 
     layer_profile.profile_layers(layers, (words, words), loss, torch.device("cpu"), path)
@@ -254,9 +245,7 @@ def test_layers_are_measured_and_split_by_time(
         make_parts(cut, [1] * 6, 2)
 
 
-def test_layers_of_a_meter_that_fails_at_times_have_times(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_layers_of_a_meter_that_fails_at_times_have_times(tmp_path, monkeypatch):
     measured = iter([(1.0, math.nan), (3.0, 9.0), (1.0, 2.0), (3.0, math.nan)])
     monkeypatch.setattr(layer_profile, "measure", lambda *_: next(measured))
     layers, batch = [torch.nn.Identity()] * 2, (torch.ones(1), torch.ones(1))
@@ -268,7 +257,7 @@ def test_layers_of_a_meter_that_fails_at_times_have_times(
 
 
 def test_a_step_without_memory_for_messages_is_deepspeeds_and_so_are_those_after(monkeypatch):
-    def full(*arguments: Any, **options: Any) -> None:
+    def full(*arguments, **options):
         raise MemoryFullError("too little of a test")
 
     ran, steps = [], TrainSchedule(2, 2, 0)

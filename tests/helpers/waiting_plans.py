@@ -1,13 +1,22 @@
-"""Training that waits for its plans: they come at the same step however busy the host is."""
+"""Training that waits for its plans, and for an operator, who asks something of a job.
+
+Both come at the same step however busy the host is.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 from unittest.mock import patch
 
+from fake_gpu import look_until
+
+from envpipe_megatron.runtime.job import control
+from envpipe_megatron.runtime.job.control import ControlFile
+from envpipe_megatron.runtime.job.session import Session
 from envpipe_megatron.tuning.background import Background
+from envpipe_megatron.tuning.wishes import CONTROL_FILE
 
 _start = Background.start
 
@@ -21,3 +30,37 @@ def _start_and_wait(self: Background[Any], make: Callable[[], Any]) -> None:
 def plans_are_waited_for() -> AbstractContextManager[Any]:
     """While it lasts, work beside training has ended when it was begun."""
     return patch.object(Background, "start", _start_and_wait)
+
+
+_look = ControlFile._look
+_looks = 0
+
+
+def _counted(file: ControlFile) -> None:
+    global _looks
+    _look(file)
+    _looks += 1
+
+
+@contextmanager
+def asked_often() -> Iterator[None]:
+    """While it lasts, files are looked at again and again."""
+    with (
+        patch.object(control, "_LOOK_S", 0.005),
+        patch.object(ControlFile, "_look", _counted),
+    ):
+        yield
+
+
+def ask(session: Session, text: str | None) -> None:
+    """Put the file there, or take it away, on the planning rank; returns when it was looked at."""
+    if not session._collectives.is_planner:
+        return
+    assert session.output_dir is not None
+    path = session.output_dir / CONTROL_FILE
+    if text is None:
+        path.unlink()
+    else:
+        path.write_text(text)
+    seen = _looks
+    look_until(lambda: _looks >= seen + 2)

@@ -1,12 +1,8 @@
 """Frameworks that keep their order of units: what they are told, and what EnvPipe makes of it."""
 
-from __future__ import annotations
-
 import json
 import re
-from collections.abc import Iterator, Sequence
-from pathlib import Path
-from typing import Any
+from collections.abc import Sequence
 from unittest.mock import Mock
 
 import instruction_ranks
@@ -14,13 +10,10 @@ import pytest
 from energy_lines import json_lines
 from memory_folder import memory_folder
 from presets import preset_profile, write_changed_preset
-from rank_pool import RankPool
 from torch import distributed as dist
 
 from envpipe_megatron.core.kinds import Kind
 from envpipe_megatron.core.orders import builders
-from envpipe_megatron.core.profile import Profile
-from envpipe_megatron.core.schedule import Schedule
 from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.gpu.presets import load_preset
 from envpipe_megatron.integrations.framework_units import OrderError, recognized
@@ -33,7 +26,7 @@ QUICK = {"baseline_steps": 3, "profile_steps": 1}
 STEPS = 44
 
 
-def letters(schedule: Schedule) -> list[str]:
+def letters(schedule):
     return ["".join(unit.kind.letter for unit in stage) for stage in schedule.stages]
 
 
@@ -52,26 +45,26 @@ def test_other_orders_are_refused_with_what_was_seen(seen):
 
 
 @pytest.fixture(scope="module")
-def folder() -> Iterator[Path]:
+def folder():
     with memory_folder() as made:
         yield made
 
 
 @pytest.fixture(scope="module")
-def preset(folder: Path) -> Path:
+def preset(folder):
     """An A100 with four clocks."""
     changes = {"min_frequency_mhz": 810, "frequency_step_mhz": 200}
     return write_changed_preset(folder / "few.toml", changes)
 
 
-def profile(preset: Path, stages: int = STAGES) -> Profile:
+def profile(preset, stages=STAGES):
     slowest_s = max(instruction_ranks.FORWARD_S)
     times = {Kind.FORWARD: slowest_s, Kind.BACKWARD: 2 * slowest_s}
     return preset_profile(str(preset), stages, times, (1010, 810))
 
 
 @pytest.fixture(scope="module")
-def trained(pool: RankPool, folder: Path, preset: Path) -> list[dict[str, Any]]:
+def trained(pool, folder, preset):
     """What the ranks of the example came to."""
     settings = {**QUICK, "type": "envelope", "output": str(folder / "output")}
     arguments = (folder / "example", preset, MICROBATCHES, STEPS, settings)
@@ -119,14 +112,7 @@ def test_replicas_with_other_numbers_of_microbatches_are_metered(pool, folder, p
     assert "replicas with other numbers of microbatches" in note
 
 
-def run_letters(
-    pool: RankPool,
-    folder: Path,
-    preset: Path,
-    schedule: Schedule,
-    steps: int = 8,
-    **settings: Any,
-) -> list[Any]:
+def run_letters(pool, folder, preset, schedule, steps=8, **settings):
     order: Sequence[str] = letters(schedule)
     root = folder / f"letters-{len(list(folder.iterdir()))}"
     given = {**QUICK, **settings}
@@ -215,7 +201,7 @@ def test_an_order_that_cannot_be_planned_is_refused_on_all_ranks(pool, folder, p
 
 
 @pytest.fixture
-def alone(monkeypatch) -> Iterator[Any]:
+def alone(monkeypatch):
     """Makes a pipeline of this process, whose first step has not been."""
     monkeypatch.setenv("RANK", "0")
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
@@ -307,7 +293,7 @@ def test_a_step_that_could_not_begin_is_none(caplog):
     assert "on_step_end was called outside a step" in record.message
 
 
-def started(pool: RankPool, folder: Path, preset: Path, fault: str, **settings: Any) -> Any:
+def started(pool, folder, preset, fault, **settings):
     orders = letters(builders.one_f_one_b(STAGES, MICROBATCHES))
     with memory_folder() as root:
         return pool.run(

@@ -1,14 +1,11 @@
 """What a job refuses before it begins, and what it survives."""
 
-from __future__ import annotations
-
 import json
 from collections import defaultdict
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from datetime import timedelta
 from enum import Enum
-from pathlib import Path
 from threading import Barrier
 from types import SimpleNamespace
 from typing import Any
@@ -16,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from energy_lines import Line, bill, job, window
+from energy_lines import bill, job, window
 
 from envpipe_megatron.core.orders.builders import framework_order
 from envpipe_megatron.formats.energy import parse_window
@@ -45,7 +42,7 @@ BASELINES = {
 }
 
 
-def windows_of(rank: int, *, compares: bool) -> list[Line]:
+def windows_of(rank, *, compares):
     """A GPU's lines, two of a phase: a fifth more or less than an average one."""
     lines = [window(rank, 0, 5.0, phase="plan")]
     for phase, (count, step_s, step_j) in PHASES.items():
@@ -63,7 +60,7 @@ def windows_of(rank: int, *, compares: bool) -> list[Line]:
 
 
 @pytest.mark.parametrize("only_measures", [False, True])
-def test_summary_and_bill_are_of_one_sum(only_measures: bool, tmp_path: Path) -> None:
+def test_summary_and_bill_are_of_one_sum(only_measures, tmp_path):
     """Closing lines have every step that was metered, and the figures that a bill has."""
     lines = [windows_of(rank, compares=not only_measures) for rank in (0, 1)]
     ranks = []
@@ -111,13 +108,13 @@ def test_summary_and_bill_are_of_one_sum(only_measures: bool, tmp_path: Path) ->
     assert other.startswith("against the job's own baseline, batches of m24: a step takes 500 ms")
 
 
-def told_to(*facts: dict[str, object]) -> list[str]:
+def told_to(*facts):
     """What ranks are told that begin with these facts, each in a thread."""
     met = Barrier(len(facts), timeout=20)
     told: dict[int, Any] = {}
 
-    def begin(rank: int) -> str:
-        def by_stage(own: Any, merge: Any) -> list[Any]:
+    def begin(rank):
+        def by_stage(own, merge):
             told[rank] = own
             met.wait()
             return [merge(list(told.values()))]
@@ -133,7 +130,7 @@ def told_to(*facts: dict[str, object]) -> list[str]:
         return list(threads.map(begin, range(len(facts))))
 
 
-def test_ranks_that_were_started_differently_are_refused_with_what_differs() -> None:
+def test_ranks_that_were_started_differently_are_refused_with_what_differs():
     here: dict[str, object] = {
         "policy": "envelope",
         "CUDA_DEVICE_MAX_CONNECTIONS": None,
@@ -164,8 +161,8 @@ def test_ranks_that_were_started_differently_are_refused_with_what_differs() -> 
     ],
 )
 def test_orders_that_split_backwards_by_name_run_where_nothing_stands_against_it(
-    level: Level, given: dict[str, Any], placed: dict[str, Any], why: str
-) -> None:
+    level, given, placed, why
+):
     options = JobOptions(scheduling="zb-h1", **given)
     placement: Any = SimpleNamespace(**{"splits": True, "why_whole": None} | placed)
     assert _why_whole(options, placement, level) == why
@@ -190,9 +187,7 @@ def test_orders_that_split_backwards_by_name_run_where_nothing_stands_against_it
          r"\(interleaved\) holds, 7.5, 6.5, 5.5, 4.5 .*at least 8"),
     ],
 )  # fmt: skip
-def test_a_limit_is_no_lower_than_what_the_own_order_holds(
-    own: Any, kept: Any, below: Any, holds: str
-) -> None:
+def test_a_limit_is_no_lower_than_what_the_own_order_holds(own, kept, below, holds):
     order = framework_order(*own)
     for limit in (*kept, None, "memory"):
         check_in_flight(limit, order)
@@ -201,7 +196,7 @@ def test_a_limit_is_no_lower_than_what_the_own_order_holds(
             check_in_flight(limit, order)
 
 
-def test_what_units_rest_on_is_json_and_the_same_each_time(monkeypatch: Any) -> None:
+def test_what_units_rest_on_is_json_and_the_same_each_time(monkeypatch):
     kinds = Enum("kinds", "flash auto")
     job = {"attention_backend": kinds.flash, "params_dtype": torch.bfloat16, "num_layers": 4}
     options = SimpleNamespace(gpu=None)
@@ -213,7 +208,7 @@ def test_what_units_rest_on_is_json_and_the_same_each_time(monkeypatch: Any) -> 
     assert _fingerprint(job, options, "H200") != first  # type: ignore[arg-type]
 
 
-def test_a_closed_job_gives_back_the_clock_and_then_the_channels_memory() -> None:
+def test_a_closed_job_gives_back_the_clock_and_then_the_channels_memory():
     called: list[str] = []
     job: Any = object.__new__(Job)
     job.session = SimpleNamespace(close=lambda: called.append("session"))
@@ -222,7 +217,7 @@ def test_a_closed_job_gives_back_the_clock_and_then_the_channels_memory() -> Non
     assert called == ["session", "channel"]
 
 
-def test_a_silent_rank_has_the_time_that_the_user_gave_the_process_group() -> None:
+def test_a_silent_rank_has_the_time_that_the_user_gave_the_process_group():
     hours = timedelta(hours=2)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1, timeout=hours)
     try:

@@ -1,7 +1,5 @@
 """Megatron's own function with hooks around its units: what a session is told of any call."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,7 +7,6 @@ import pytest
 
 from envpipe_megatron.core.kinds import Kind
 from envpipe_megatron.core.orders import builders
-from envpipe_megatron.core.schedule import Schedule
 from envpipe_megatron.integrations.framework_units import Followed, Seen
 
 pytestmark = pytest.mark.xdist_group("megatron")
@@ -21,35 +18,35 @@ ALONE: Any = SimpleNamespace(stage=0, on_all=lambda own: own)
 class Session:
     """Notes what it is told; its runs are of one stage."""
 
-    def __init__(self, *, begins: bool = False) -> None:
+    def __init__(self, *, begins=False):
         self.told: list[str] = []
         self._begins = begins
 
-    def open_iteration(self, schedule: Schedule, specs: Any, *, full_batch: bool) -> Any:
+    def open_iteration(self, schedule, specs, *, full_batch):
         self.told.append("open" if full_batch else "open part")
         left = list(schedule.stages[0])
         run = SimpleNamespace(units=schedule.stages[0], next_unit=left[0])
 
-        def end_unit() -> None:
+        def end_unit():
             self.told.append(str(left.pop(0)))
             run.next_unit = left[0] if left else None
 
-        def begin_unit() -> None:
+        def begin_unit():
             if self._begins:
                 self.told.append(f"begin {left[0]}")
 
         run.begin_unit, run.end_unit = begin_unit, end_unit
         return run
 
-    def highest_clock(self) -> None:
+    def highest_clock(self):
         self.told.append("highest")
 
-    def pause(self) -> None:
+    def pause(self):
         self.told.append("pause")
 
 
 @pytest.fixture
-def job(monkeypatch: pytest.MonkeyPatch) -> Any:
+def job(monkeypatch):
     """Calls a job of one stage: with letters, the kinds of the units that Megatron runs."""
     pytest.importorskip("megatron.core")
     from megatron.core.pipeline_parallel import schedules
@@ -62,7 +59,7 @@ def job(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(kept.StageSpecs, "alike", lambda spec: None)
     steps = schedules.forward_step, schedules.backward_step
 
-    def framework_function(**arguments: Any) -> list[Any]:
+    def framework_function(**arguments):
         forwards = 0
         for letter in arguments["letters"]:
             if letter == "F":
@@ -74,12 +71,12 @@ def job(monkeypatch: pytest.MonkeyPatch) -> Any:
 
     session: Any = Session()
 
-    def order_of(count: int) -> Schedule:
+    def order_of(count):
         return builders.one_f_one_b(1, count)
 
     stand_in = kept.KeptOrder(session, framework_function, order_of, M, ALONE)
 
-    def call(letters: str = "FBFB", **more: Any) -> list[str]:
+    def call(letters="FBFB", **more):
         arguments = {"num_microbatches": letters.count("F"), "letters": letters, **more}
         assert stand_in(**arguments) == ["loss"]
         assert (schedules.forward_step, schedules.backward_step) == steps
@@ -110,15 +107,13 @@ OWN = ("FBFB", "open F0 B0 F1 B1")
         [("FBFB", ""), ("FFBB", "open F0 highest B0 F1 B1"), OWN],
     ],
 )
-def test_what_a_session_is_told_of_one_call_after_another(
-    job: Any, calls: list[tuple[str, str]]
-) -> None:
+def test_what_a_session_is_told_of_one_call_after_another(job, calls):
     for letters, told in calls:
         more = {"forward_only": True} if told == "pause" else {}
         assert " ".join(job(letters, **more)) == told
 
 
-def test_a_unit_that_begins_within_another_is_followed_no_more() -> None:
+def test_a_unit_that_begins_within_another_is_followed_no_more():
     session: Any = Session(begins=True)
     run = session.open_iteration(builders.one_f_one_b(1, 2), None, full_batch=True)
     followed = Followed(run, session.highest_clock)
@@ -130,7 +125,7 @@ def test_a_unit_that_begins_within_another_is_followed_no_more() -> None:
     assert run.next_unit is None
 
 
-def test_an_end_that_nobody_began_is_none() -> None:
+def test_an_end_that_nobody_began_is_none():
     session: Any = Session()
     run = session.open_iteration(builders.one_f_one_b(1, 1), None, full_batch=True)
     followed = Followed(run, session.highest_clock)

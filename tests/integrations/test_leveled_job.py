@@ -1,7 +1,5 @@
 """A job that goes on at a lower level: what is made again, dropped and said."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -12,7 +10,7 @@ from envpipe_megatron.core.kinds import Kind
 from envpipe_megatron.core.orders import builders
 from envpipe_megatron.integrations.framework_units import Seen
 from envpipe_megatron.integrations.job import JobError
-from envpipe_megatron.integrations.levels import Level, LevelError, Limit, stands_against
+from envpipe_megatron.integrations.levels import Level, LevelError, stands_against
 from envpipe_megatron.runtime.channel.collectives import CollectivesError
 
 DRAWS = stands_against("random numbers", Level.UNITS, "drawn in order")
@@ -21,7 +19,7 @@ LEFT = stands_against("its own schedule", Level.OBSERVE, "it was set later")
 FILES = {"plan": Path("plan.json"), "profile": Path("profile.csv")}
 
 
-def test_a_limit_that_shows_makes_the_job_again_at_its_level() -> None:
+def test_a_limit_that_shows_makes_the_job_again_at_its_level():
     job, made, said = begin(options=given(**FILES))
     job.announce()
     assert job.lower([DRAWS])
@@ -38,9 +36,7 @@ def test_a_limit_that_shows_makes_the_job_again_at_its_level() -> None:
 
 
 @pytest.mark.parametrize(("limit", "requires"), [(GRAPHS, True), (LEFT, False)])
-def test_what_a_level_below_units_cannot_have_ends_no_training(
-    limit: Limit, requires: bool
-) -> None:
+def test_what_a_level_below_units_cannot_have_ends_no_training(limit, requires):
     """But who only wants a profile gets an error in the end."""
     job, made, said = begin(options=given(**FILES, profile_only=True, require_control=True))
     assert job.lower([DRAWS, limit])
@@ -52,7 +48,7 @@ def test_what_a_level_below_units_cannot_have_ends_no_training(
         job.check_profiled()
 
 
-def test_a_job_for_its_profile_only_that_ends_without_one() -> None:
+def test_a_job_for_its_profile_only_that_ends_without_one():
     job, made, _ = begin(options=given(profile_only=True))
     with pytest.raises(JobError, match="before every stage was profiled"):
         job.check_profiled()
@@ -60,7 +56,7 @@ def test_a_job_for_its_profile_only_that_ends_without_one() -> None:
     job.check_profiled()
 
 
-def test_a_limit_above_the_jobs_level_changes_nothing() -> None:
+def test_a_limit_above_the_jobs_level_changes_nothing():
     job, made, _ = begin(limits=[GRAPHS])
     assert not job.lower([DRAWS])
     assert not job.lower([])
@@ -68,7 +64,7 @@ def test_a_limit_above_the_jobs_level_changes_nothing() -> None:
     assert not made[0].closed
 
 
-def test_before_the_first_step_a_level_that_was_named_is_an_error() -> None:
+def test_before_the_first_step_a_level_that_was_named_is_an_error():
     job, made, _ = begin(options=given(level=Level.ORDER))
     with pytest.raises(LevelError, match="drawn in order"):
         job.lower([DRAWS], Level.ORDER)
@@ -76,9 +72,7 @@ def test_before_the_first_step_a_level_that_was_named_is_an_error() -> None:
 
 
 @pytest.mark.parametrize("ends", [False, True])
-def test_a_step_that_failed_is_waited_for_where_another_begins_and_not_at_the_end(
-    ends: bool,
-) -> None:
+def test_a_step_that_failed_is_waited_for_where_another_begins_and_not_at_the_end(ends):
     """Its peers may be gone, and the clock is to come back."""
     job, (made,), _ = begin()
     order = builders.one_f_one_b(1, 1)
@@ -99,7 +93,7 @@ def test_a_step_that_failed_is_waited_for_where_another_begins_and_not_at_the_en
     made.session.end_step.assert_not_called()
 
 
-def test_a_job_that_cannot_bill_gives_back_what_it_has_all_the_same() -> None:
+def test_a_job_that_cannot_bill_gives_back_what_it_has_all_the_same():
     job, (made,), _ = begin()
     made.end = Mock(side_effect=CollectivesError("a rank is gone"))  # type: ignore[attr-defined]
     with pytest.raises(CollectivesError):

@@ -1,7 +1,5 @@
 """The level of a job: the highest that is left, or a lower one; what hooks put back."""
 
-from __future__ import annotations
-
 import argparse
 
 import pytest
@@ -17,7 +15,7 @@ ONE_GRAPH = Limit("one graph", on("one_graph"), Level.UNIFORM, "no host")
 LIMITS = (EXPERTS, VISION, GRAPHS, ONE_GRAPH)
 
 
-def asking(names: str) -> argparse.Namespace:
+def asking(names):
     return argparse.Namespace(**dict.fromkeys(names.split(), True))
 
 
@@ -37,16 +35,14 @@ def asking(names: str) -> argparse.Namespace:
         ("experts one_graph", False, "level uniform; against units: one graph (no host)"),
     ],
 )
-def test_the_highest_that_is_left_and_what_stands_against_the_next(
-    asked: str, checks: bool, said: str
-) -> None:
+def test_the_highest_that_is_left_and_what_stands_against_the_next(asked, checks, said):
     """What is decided of Megatron's own table, `test_megatron_lm_limits` has in any combination."""
     assert str(decide(asking(asked), LIMITS, checks=checks)) == said
 
 
-def test_names_of_objects_classes_and_modules_are_replaced_and_put_back() -> None:
+def test_names_of_objects_classes_and_modules_are_replaced_and_put_back():
     class Stage(torch.nn.Module):
-        def forward(self) -> str:
+        def forward(self):
             return "own"
 
     stage = Stage()

@@ -1,7 +1,5 @@
 """Megatron-DeepSpeed's hooks: what is not reached ends the job, what is not run is refused."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import sys
@@ -32,7 +30,7 @@ LOG_INTERVAL = 4
 
 
 @pytest.fixture
-def engine(monkeypatch: pytest.MonkeyPatch) -> Any:
+def engine(monkeypatch):
     """The engine of a job that has begun."""
     made, state = object.__new__(EnvPipeEngine), fresh_hooks(hooks, monkeypatch)
     report = SimpleNamespace(
@@ -45,33 +43,31 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> Any:
     return made
 
 
-def asked(engine: Any) -> list[str]:
+def asked(engine):
     """What the hooks have asked of the engine's job."""
     return [name for name, *_ in engine.job.mock_calls]
 
 
-def writer(*, enabled: bool, written: list[Any] | None = None) -> Any:
+def writer(*, enabled, written=None):
     return SimpleNamespace(
         is_enabled=lambda: enabled,
         add_scalar=lambda *scalar: written.append(scalar) if written is not None else None,
     )
 
 
-def steps(count: int, *, logged: bool = True) -> None:
+def steps(count, *, logged=True):
     for step in range(1, count + 1):
         hooks.end_step()
         if logged and step % LOG_INTERVAL == 0:
             hooks.log(step, writer(enabled=False))
 
 
-def test_all_hooks_reached(engine: Any) -> None:
+def test_all_hooks_reached(engine):
     steps(2 * LOG_INTERVAL + 1)
     assert asked(engine) == ["report", "report"]
 
 
-def test_a_log_line_that_lacks_the_energy_is_told_once(
-    engine: Any, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_log_line_that_lacks_the_energy_is_told_once(engine, caplog):
     steps(LOG_INTERVAL, logged=False)
     assert not caplog.records
     steps(2 * LOG_INTERVAL, logged=False)
@@ -79,7 +75,7 @@ def test_a_log_line_that_lacks_the_energy_is_told_once(
     assert "by iteration 5: log. Training goes on" in told
 
 
-def test_scalars_go_to_the_writer_that_is_enabled(engine: Any) -> None:
+def test_scalars_go_to_the_writer_that_is_enabled(engine):
     written: list[Any] = []
     assert hooks.log(7, writer(enabled=False, written=written)) == " envpipe |"
     assert written == []
@@ -87,13 +83,13 @@ def test_scalars_go_to_the_writer_that_is_enabled(engine: Any) -> None:
     assert written == [("envpipe-power/gpu", 300.0, 8)]
 
 
-def test_the_engine_is_deepspeeds_own_after_training(engine: Any) -> None:
+def test_the_engine_is_deepspeeds_own_after_training(engine):
     hooks.end_training()
     assert asked(engine) == ["end", "check_profiled"]
     assert type(engine) is PipelineEngine
 
 
-def test_a_model_without_deepspeeds_pipeline_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_without_deepspeeds_pipeline_is_refused(monkeypatch):
     model = SimpleNamespace(GPTModelPipe=type("GPTModelPipe", (), {}))
     monkeypatch.setitem(sys.modules, "megatron.model", model)
     with pytest.raises(RefusedError, match="other than GPTModelPipe"):
@@ -103,7 +99,7 @@ def test_a_model_without_deepspeeds_pipeline_is_refused(monkeypatch: pytest.Monk
 # --- what is refused ------------------------------------------------------------------------------
 
 
-def supported(**changed: object) -> argparse.Namespace:
+def supported(**changed):
     """Arguments of a job that is run."""
     return argparse.Namespace(
         **{
@@ -136,12 +132,12 @@ def supported(**changed: object) -> argparse.Namespace:
         ({"deepspeed_config": {"wall_clock_breakdown": True}}, "wall_clock_breakdown"),
     ],
 )
-def test_features_are_refused_by_name(changed: dict[str, object], named: str | None) -> None:
+def test_features_are_refused_by_name(changed, named):
     with pytest.raises(RefusedError, match=named) if named else nullcontext():
         check_supported(supported(**changed))
 
 
-def test_the_configuration_of_deepspeed_is_read_from_its_file(tmp_path: Path) -> None:
+def test_the_configuration_of_deepspeed_is_read_from_its_file(tmp_path):
     path = tmp_path / "deepspeed.json"
     path.write_text(json.dumps({"elasticity": {"enabled": True}}))
     with pytest.raises(RefusedError, match="elasticity"):
@@ -152,9 +148,7 @@ def test_the_configuration_of_deepspeed_is_read_from_its_file(tmp_path: Path) ->
             check_supported(supported(deepspeed_config=str(given)))
 
 
-def test_what_is_wrong_is_told_without_a_stack(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_is_wrong_is_told_without_a_stack(monkeypatch, capsys):
     fresh_hooks(hooks, monkeypatch)
     monkeypatch.setattr("sys.argv", ["/somewhere/pretrain_gpt.py"])
     monkeypatch.delenv("LOCAL_RANK", raising=False)
@@ -165,9 +159,7 @@ def test_what_is_wrong_is_told_without_a_stack(
     assert said.startswith("pretrain_gpt.py: error: Under --envpipe, these are refused")
 
 
-def test_options_are_read_from_the_arguments(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_options_are_read_from_the_arguments(monkeypatch, tmp_path):
     fresh_hooks(hooks, monkeypatch)
     monkeypatch.setattr("sys.argv", ["/somewhere/pretrain_gpt.py"])
     parser = argparse.ArgumentParser()
@@ -179,14 +171,12 @@ def test_options_are_read_from_the_arguments(
     assert hooks._hooks.options.output == tmp_path / "envpipe"
 
 
-def test_the_user_guide_lists_what_is_refused() -> None:
+def test_the_user_guide_lists_what_is_refused():
     guide = (Path(__file__).parents[2] / "docs" / "megatron_deepspeed.md").read_text()
     assert not [feature for feature in REFUSED if f"- {feature}\n" not in guide]
 
 
-def test_a_job_that_trains_without_envpipe_has_deepspeeds_engine(
-    engine: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_job_that_trains_without_envpipe_has_deepspeeds_engine(engine, monkeypatch):
     # The package has a function of its name.
     initialize = import_module("envpipe_megatron.integrations.deepspeed.initialize")
     own = object.__new__(PipelineEngine)

@@ -3,11 +3,8 @@
 megatron-core is imported when a test needs it: it takes seconds, in every worker of pytest.
 """
 
-from __future__ import annotations
-
 import argparse
 import sys
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -35,16 +32,16 @@ pytestmark = pytest.mark.xdist_group("megatron")
 class FakeSession:
     """Notes what the hooks tell it."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.told: list[str] = []
         self.state = SimpleNamespace(profile=None, phase=Phase.WARMUP, notes=("no meter",))
 
-    def __getattr__(self, name: str) -> Callable[..., None]:
+    def __getattr__(self, name):
         return lambda *args: self.told.append(" ".join((name, *map(str, args))))
 
 
 @pytest.fixture
-def hooks() -> Any:
+def hooks():
     pytest.importorskip("megatron.core")
     from envpipe_megatron.integrations.megatron_lm import hooks
 
@@ -52,7 +49,7 @@ def hooks() -> Any:
 
 
 @pytest.fixture
-def job(hooks: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
+def job(hooks, monkeypatch):
     """A job that has begun: arguments validated, training begun."""
     session = FakeSession()
     made = SimpleNamespace(
@@ -76,7 +73,7 @@ def job(hooks: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
     return made
 
 
-def gpt() -> Any:
+def gpt():
     from megatron.core.models.gpt import GPTModel
 
     model = object.__new__(GPTModel)
@@ -84,7 +81,7 @@ def gpt() -> Any:
     return model
 
 
-def steps(hooks: Any, count: int, *, without: str = "") -> None:
+def steps(hooks, count, *, without=""):
     """As Megatron's loop calls the hooks, but for one of them."""
     forward_backward = hooks._reaching(lambda **arguments: arguments)
     for iteration in range(count):
@@ -99,15 +96,13 @@ def steps(hooks: Any, count: int, *, without: str = "") -> None:
             hooks.log(iteration, None, None)
 
 
-def test_all_hooks_reached(hooks: Any, job: Any) -> None:
+def test_all_hooks_reached(hooks, job):
     steps(hooks, 5)
     assert job.session.told == [text for n in range(5) for text in (f"begin_step {n}", "end_step")]
 
 
 @pytest.mark.parametrize("hook", ["begin_step", "forward_backward", "end_step", "log"])
-def test_one_that_is_never_reached_is_told_once(
-    hooks: Any, job: Any, hook: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_one_that_is_never_reached_is_told_once(hooks, job, hook, caplog):
     """As where Megatron 0.19 trains over several grids, by a function that EnvPipe is not given."""
     steps(hooks, 2, without=hook)
     assert not caplog.records
@@ -116,7 +111,7 @@ def test_one_that_is_never_reached_is_told_once(
     assert f"not reached by iteration 3: {hook}. Training goes on" in told
 
 
-def test_scalars_go_to_both_writers(hooks: Any, job: Any) -> None:
+def test_scalars_go_to_both_writers(hooks, job):
     written: list[Any] = []
     tensorboard = SimpleNamespace(add_scalar=lambda *scalar: written.append(scalar))
     wandb = SimpleNamespace(log=lambda *scalar: written.append(scalar))
@@ -124,9 +119,7 @@ def test_scalars_go_to_both_writers(hooks: Any, job: Any) -> None:
     assert written == [("envpipe-power/gpu", 300.0, 7), ({"envpipe-power/gpu": 300.0}, 7)]
 
 
-def test_a_checkpoint_pauses_and_one_after_training_does_not(
-    hooks: Any, job: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_checkpoint_pauses_and_one_after_training_does_not(hooks, job, monkeypatch):
     schedules = SimpleNamespace(envpipe_hook=object())
     monkeypatch.setattr(hooks, "_hooked_schedules", lambda: schedules)
     hooks.pause()
@@ -138,9 +131,7 @@ def test_a_checkpoint_pauses_and_one_after_training_does_not(
         hooks.end_step(0)
 
 
-def test_arguments_that_were_not_validated(
-    hooks: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_arguments_that_were_not_validated(hooks, monkeypatch, capsys):
     """As with --yaml-cfg."""
     fresh_hooks(hooks, monkeypatch)
     with pytest.raises(SystemExit):
@@ -148,7 +139,7 @@ def test_arguments_that_were_not_validated(
     assert "came from elsewhere" in capsys.readouterr().err
 
 
-def test_an_unpatched_megatron_core_is_named(hooks: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unpatched_megatron_core_is_named(hooks, monkeypatch):
     from megatron.core.pipeline_parallel import schedules
 
     monkeypatch.delattr(schedules, "envpipe_hook", raising=False)
@@ -156,7 +147,7 @@ def test_an_unpatched_megatron_core_is_named(hooks: Any, monkeypatch: pytest.Mon
         hooks._hooked_schedules()
 
 
-def test_a_job_for_the_profile_alone_that_gets_none(hooks: Any, job: Any) -> None:
+def test_a_job_for_the_profile_alone_that_gets_none(hooks, job):
     training = hooks._hooks.job
     training.options = replace(training.options, profile_only=True)
     job.session.state.phase = Phase.STEADY
@@ -164,15 +155,13 @@ def test_a_job_for_the_profile_alone_that_gets_none(hooks: Any, job: Any) -> Non
         steps(hooks, 1)
 
 
-def arguments(**given: Any) -> Any:
+def arguments(**given):
     parser = argparse.ArgumentParser()
     add_arguments(parser.add_argument_group())
     return parser.parse_args([], argparse.Namespace(save=None, **given))
 
 
-def test_what_is_wrong_is_told_once_a_node_and_without_a_stack(
-    hooks: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_is_wrong_is_told_once_a_node_and_without_a_stack(hooks, monkeypatch, capsys):
     fresh_hooks(hooks, monkeypatch)
     monkeypatch.setattr("sys.argv", ["/somewhere/pretrain_gpt.py"])
     for local_rank, told in (("0", "pretrain_gpt.py: error: "), ("1", "")):
@@ -199,13 +188,7 @@ WITH_EXPERTS = {"num_experts": 8, "envpipe_level": "order"}
         ({"fake_process_group": True}, "cannot meter"),
     ],
 )
-def test_what_a_job_cannot_have_ends_it(
-    hooks: Any,
-    given: dict[str, Any],
-    told: str,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_what_a_job_cannot_have_ends_it(hooks, given, told, monkeypatch, capsys):
     fresh_hooks(hooks, monkeypatch)
     monkeypatch.delenv("LOCAL_RANK", raising=False)
     with pytest.raises(SystemExit):
@@ -213,9 +196,7 @@ def test_what_a_job_cannot_have_ends_it(
     assert told in capsys.readouterr().err
 
 
-def test_whole_steps_are_opened_and_closed_outside_of_megatrons_function(
-    hooks: Any, job: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_whole_steps_are_opened_and_closed_outside_of_megatrons_function(hooks, job, monkeypatch):
     """So that a CUDA graph may hold all of it. A smaller batch is none of them."""
     from envpipe_megatron.integrations.megatron import training as module
 
@@ -236,11 +217,8 @@ def test_whole_steps_are_opened_and_closed_outside_of_megatrons_function(
     assert told[5:] == ["begin_step 1", "highest_clock", "train", "end_step", "pause", "train"]
 
 
-def test_megatrons_energy_monitor_asks_for_no_device_that_it_lacks(
-    hooks: Any,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    def ask() -> None:
+def test_megatrons_energy_monitor_asks_for_no_device_that_it_lacks(hooks, monkeypatch):
+    def ask():
         raise AssertionError("a null handle")
 
     monitor = SimpleNamespace(pause=ask, resume=ask)
@@ -252,12 +230,12 @@ def test_megatrons_energy_monitor_asks_for_no_device_that_it_lacks(
     monitor.resume()
 
 
-def test_what_flags_do_not_tell_of_a_model_is_checked_or_keeps_megatrons_order(hooks: Any) -> None:
+def test_what_flags_do_not_tell_of_a_model_is_checked_or_keeps_megatrons_order(hooks):
     from megatron.core.transformer import TransformerConfig
 
     from envpipe_megatron.integrations.megatron.training import limits_of
 
-    def limits(model: Any, **changes: Any) -> dict[str, str]:
+    def limits(model, **changes):
         config = TransformerConfig(
             num_layers=2, hidden_size=8, num_attention_heads=1, pipeline_dtype=torch.float32
         )
@@ -288,9 +266,7 @@ def test_what_flags_do_not_tell_of_a_model_is_checked_or_keeps_megatrons_order(h
         {},
     ],
 )
-def test_what_random_numbers_and_histories_rest_on_keeps_the_sequence_of_chunks(
-    set_: dict[str, Any],
-) -> None:
+def test_what_random_numbers_and_histories_rest_on_keeps_the_sequence_of_chunks(set_):
     from envpipe_megatron.integrations.megatron.training import sequence_counts
 
     config = SimpleNamespace(hidden_dropout=0.0, attention_dropout=0, moe_input_jitter_eps=None)
@@ -308,9 +284,7 @@ def test_what_random_numbers_and_histories_rest_on_keeps_the_sequence_of_chunks(
         (4, 8, 4, ["groups of 6", "groups of 8", "more"]),
     ],
 )
-def test_a_check_tries_what_a_plan_may_run(
-    stages: int, count: int, own_group: int, tried: list[str]
-) -> None:
+def test_a_check_tries_what_a_plan_may_run(stages, count, own_group, tried):
     """Another sequence of chunks first: what rests on it is not seen by more forwards alone."""
     from envpipe_megatron.core.kinds import ScheduleError
     from envpipe_megatron.core.orders import builders
@@ -336,7 +310,7 @@ def test_a_check_tries_what_a_plan_may_run(
     assert [named[order.stages] for order in alike] == tried[-1:]
 
 
-def test_what_the_interpreter_does_not_run_goes_to_megatron_itself() -> None:
+def test_what_the_interpreter_does_not_run_goes_to_megatron_itself():
     """From the first call on, also shapes that ModelOpt adjusts; on this rank, or another one."""
     pytest.importorskip("megatron.core")
     from megatron.core.transformer import TransformerConfig
@@ -363,9 +337,7 @@ def test_what_the_interpreter_does_not_run_goes_to_megatron_itself() -> None:
     assert failed is None
 
 
-def called(
-    config: Any, ranks: Any = (0, 1), told: Any = None, later: Any = None, **named: Any
-) -> tuple[Any, Any]:
+def called(config, ranks=(0, 1), told=None, later=None, **named):
     """Three training calls that reached Megatron's own function, and what is said against ours.
 
     Those after the first have the arguments of `later`, too.
@@ -375,7 +347,7 @@ def called(
     own: list[Any] = []
     asked: list[str | None] = []
 
-    def first(why: str | None) -> Any:
+    def first(why):
         asked.append(why)
         return told or (why and (0, why))
 
@@ -394,7 +366,7 @@ def called(
     return own, stand_in.end_step(skipped=False)
 
 
-def test_ranks_that_share_out_weights_have_data_of_their_own() -> None:
+def test_ranks_that_share_out_weights_have_data_of_their_own():
     pytest.importorskip("megatron.core")
     from envpipe_megatron.integrations.megatron import training
 
@@ -410,9 +382,7 @@ def test_ranks_that_share_out_weights_have_data_of_their_own() -> None:
 
 
 @pytest.mark.parametrize("later", [False, True])
-def test_a_job_that_trains_without_envpipe(
-    hooks: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, later: bool
-) -> None:
+def test_a_job_that_trains_without_envpipe(hooks, monkeypatch, caplog, later):
     """Megatron has its own function, and hooks have nothing to do: also if it lost its level."""
     from megatron.core.pipeline_parallel import schedules
 
@@ -447,9 +417,7 @@ def test_a_job_that_trains_without_envpipe(
     assert not caplog.records
 
 
-def test_a_batch_that_no_pipeline_of_chunks_runs_is_measured(
-    hooks: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_batch_that_no_pipeline_of_chunks_runs_is_measured(hooks, monkeypatch):
     """Where other microbatches than those of the arguments are trained, Megatron refuses none.
 
     Where the sequence of chunks counts, no order is looked for that memory would limit.

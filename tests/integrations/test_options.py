@@ -1,12 +1,9 @@
 """The options of a job as flags: what goes without saying, and what is refused with its fix."""
 
-from __future__ import annotations
-
 import argparse
 import re
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -22,27 +19,20 @@ from envpipe_megatron.integrations.options import (
     read_options,
 )
 from envpipe_megatron.policies.objective import Objective
-from envpipe_megatron.runtime.job.options import OPTIONS, JobOptions
+from envpipe_megatron.runtime.job.options import OPTIONS
 
 GUIDE = Path(__file__).parents[2] / "docs" / "megatron_lm.md"
 PLANNED = f"--profile {__file__} --plan {__file__}"
 
 
-def parsed(flags: str) -> argparse.Namespace:
+def parsed(flags):
     """Arguments from EnvPipe's flags, which are written without `envpipe-` here."""
     parser = argparse.ArgumentParser(allow_abbrev=False)
     add_arguments(parser.add_argument_group("envpipe"))
     return parser.parse_args(re.sub(r"--(?=[a-z])", "--envpipe-", flags).split())
 
 
-def read(
-    flags: str = "",
-    *,
-    save: str | None = None,
-    on_gpu: bool = True,
-    num_stages: int = 4,
-    **environment: str,
-) -> JobOptions:
+def read(flags="", *, save=None, on_gpu=True, num_stages=4, **environment):
     return read_options(
         parsed(flags), environment, num_stages=num_stages, save_folder=save, on_gpu=on_gpu
     )
@@ -61,15 +51,13 @@ def read(
         ("--max-in-flight 6,5,4,3", "auto", "default", (6, 5, 4, 3)),
     ],
 )
-def test_what_is_not_given_goes_with_the_type(
-    words: str, scheduling: str, reconfigure: str, max_in_flight: Any
-) -> None:
+def test_what_is_not_given_goes_with_the_type(words, scheduling, reconfigure, max_in_flight):
     options = read(words)
     assert (options.scheduling, options.reconfigure) == (scheduling, reconfigure)
     assert options.max_in_flight == max_in_flight
 
 
-def test_optimal_plans_are_corrected_unless_they_are_to_stand(tmp_path: Path) -> None:
+def test_optimal_plans_are_corrected_unless_they_are_to_stand(tmp_path):
     assert read().closed_loop
     assert read(f"--profile {__file__}").closed_loop
     for words in ("--sweep", "--type envelope", PLANNED, f"--profile-only --output {tmp_path}"):
@@ -79,7 +67,7 @@ def test_optimal_plans_are_corrected_unless_they_are_to_stand(tmp_path: Path) ->
             read(f"--sweep {words}")
 
 
-def test_an_objective_becomes_the_plans() -> None:
+def test_an_objective_becomes_the_plans():
     """Without one, it depends on what may change clocks, which is not known yet."""
     assert (read().objective, read().request().objective) == (None, Objective("energy"))
     for goal in ("energy", "time", "edp"):
@@ -91,7 +79,7 @@ def test_an_objective_becomes_the_plans() -> None:
     assert read("--objective energy --type uniform").closed_loop is False
 
 
-def table_row(name: str) -> str:
+def table_row(name):
     """The row of an option in the guide."""
     option = OPTIONS[name]
     words = option.flag.get("metavar") or "|".join(option.flag.get("choices", ()))
@@ -99,14 +87,14 @@ def table_row(name: str) -> str:
     return f"| `{given}` | {option.usual} | {option.help} |"
 
 
-def test_the_guides_table_is_that_of_the_options() -> None:
+def test_the_guides_table_is_that_of_the_options():
     """Where it fails, the rows that it wants are the ones to put there."""
     rows = re.findall(r"^\| `--envpipe-.*", GUIDE.read_text(), re.MULTILINE)
     rows = [row for row in rows if "--envpipe-recompute " not in row]
     assert rows == [table_row(name) for name in OPTIONS]
 
 
-def test_a_job_without_a_pipeline_has_one_clock() -> None:
+def test_a_job_without_a_pipeline_has_one_clock():
     alone = partial(read, num_stages=1)
     assert (alone().type, alone().max_slowdown) == ("uniform", None)
     assert alone("--max-slowdown 2.5").max_slowdown == 2.5
@@ -125,14 +113,14 @@ def test_a_job_without_a_pipeline_has_one_clock() -> None:
     ("option", "given", "said"),
     [("max-slowdown", "2%", "2 % is 2"), ("min-dwell-ms", "0.05s", "0.05 s is 50 ms")],
 )
-def test_a_number_in_another_unit_is_named(capsys, option, given, said) -> None:
+def test_a_number_in_another_unit_is_named(capsys, option, given, said):
     with pytest.raises(SystemExit):
         parsed(f"--{option} {given}")
     assert f"--envpipe-{option}: '{given}' is not a number" in (told := capsys.readouterr().err)
     assert said in told
 
 
-def test_files_are_read_before_anything_is_built(tmp_path: Path, monkeypatch: Any) -> None:
+def test_files_are_read_before_anything_is_built(tmp_path, monkeypatch):
     rows = [(stage, kind, ProfileRow(1000, 0.1, 10.0)) for stage in range(4) for kind in WHOLE]
     profile, plan = tmp_path / "profile.csv", tmp_path / "plan.json"
     make_profile(rows, source="a test's").write(profile)
@@ -184,7 +172,7 @@ def test_files_are_read_before_anything_is_built(tmp_path: Path, monkeypatch: An
         ("--gpu-control emulated", r"without GPUs\. Leave it out"),
     ],
 )
-def test_wrong_combinations_are_refused_by_name(words: str, told: str) -> None:
+def test_wrong_combinations_are_refused_by_name(words, told):
     with pytest.raises(EnvPipeError, match=told) as error:
         read(words)
     assert "zb-v" not in str(error.value)  # which no job runs
@@ -192,18 +180,18 @@ def test_wrong_combinations_are_refused_by_name(words: str, told: str) -> None:
     assert all(name.startswith("--envpipe-") for name in named)
 
 
-def test_files_are_looked_for_on_the_node_of_rank_0_alone() -> None:
+def test_files_are_looked_for_on_the_node_of_rank_0_alone():
     assert read("--profile there.csv", RANK="8").profile == Path("there.csv")
     with pytest.raises(EnvPipeError, match=r"there\.csv"):
         read("--profile there.csv", RANK="0")
 
 
-def test_a_wrong_variable_is_named() -> None:
+def test_a_wrong_variable_is_named():
     with pytest.raises(EnvPipeError, match=r"ENVPIPE_SCHEDULING .*'theirs'"):
         read(ENVPIPE_SCHEDULING="theirs")
 
 
-def test_memory_is_refused_without_gpus() -> None:
+def test_memory_is_refused_without_gpus():
     with pytest.raises(EnvPipeError, match="needs GPUs"):
         read("--max-in-flight memory", on_gpu=False)
 
@@ -246,8 +234,6 @@ OF_AUTO = {"ENVPIPE_SCHEDULING": "auto", "ENVPIPE_RECONFIGURE": "balanced"}
         ("", {"num_stages": 1, "ENVPIPE_TYPE": "baseline"}, {"type": "baseline"}),
     ],
 )
-def test_options_are_what_flags_variables_and_the_job_say(
-    words: str, how: dict[str, Any], expected: dict[str, Any]
-) -> None:
+def test_options_are_what_flags_variables_and_the_job_say(words, how, expected):
     options = read(words, **how)
     assert {name: getattr(options, name) for name in expected} == expected

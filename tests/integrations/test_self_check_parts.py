@@ -1,7 +1,5 @@
 """What a self-check compares, and what it puts back before an iteration runs again."""
 
-from __future__ import annotations
-
 import math
 import threading
 from dataclasses import replace
@@ -21,14 +19,14 @@ pytestmark = pytest.mark.xdist_group("megatron")
 
 
 @pytest.fixture(scope="module", autouse=True)
-def megatron() -> None:
+def megatron():
     pytest.importorskip("megatron.core", reason="megatron-core is not installed")
 
 
 class Router(torch.nn.Module):
     """With all kinds of state, of which a forward changes each."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.weight = torch.nn.Parameter(torch.ones(3))
         self.register_buffer("tokens", torch.zeros(3))
@@ -37,7 +35,7 @@ class Router(torch.nn.Module):
         self.seen: list[object] = [1]
         self.sums: dict[str, object] = {}
 
-    def forward(self, data: dict[str, torch.Tensor]) -> torch.Tensor:
+    def forward(self, data):
         kept = torch.rand(3) < 0.5
         self.tokens += kept
         self.scale = self.scale * 2
@@ -47,12 +45,12 @@ class Router(torch.nn.Module):
         return (self.weight * kept * data.pop("x")).sum()
 
 
-def state(router: Router) -> tuple[object, ...]:
+def state(router):
     held = router.tokens.tolist(), router.scale.tolist(), router.calls
     return *held, len(router.seen), sorted(router.sums)
 
 
-def test_each_run_begins_where_the_first_one_did() -> None:
+def test_each_run_begins_where_the_first_one_did():
     from envpipe_megatron.integrations.megatron.repeating import RepeatedIteration
 
     router, lock = Router(), threading.Lock()
@@ -60,7 +58,7 @@ def test_each_run_begins_where_the_first_one_did() -> None:
     iteration = RepeatedIteration([router], [drawn, None])
     began, ended = [], []
 
-    def run(data: list[object]) -> float:
+    def run(data):
         iterator, nothing = data
         assert nothing is None
         assert router.weight.grad is None
@@ -77,7 +75,7 @@ def test_each_run_begins_where_the_first_one_did() -> None:
     assert ended[0][2] == 2
 
 
-def test_sums_for_the_log_are_those_of_one_run() -> None:
+def test_sums_for_the_log_are_those_of_one_run():
     from megatron.core.transformer.moe import moe_utils
 
     from envpipe_megatron.integrations.megatron.repeating import RepeatedIteration
@@ -86,7 +84,7 @@ def test_sums_for_the_log_are_those_of_one_run() -> None:
         pytest.skip("megatron-core from 0.18 on sums up elsewhere")
     sums = moe_utils.get_moe_layer_wise_logging_tracker()
 
-    def run(data: object) -> list[float]:
+    def run(data):
         for loss in (1.0, 2.0):
             moe_utils.save_to_aux_losses_tracker("load", torch.tensor(loss), 1, 2)
         return list(sums["load"]["values"].tolist())
@@ -100,7 +98,7 @@ def test_sums_for_the_log_are_those_of_one_run() -> None:
         sums.clear()
 
 
-def outcome(**gradients: torch.Tensor) -> Any:
+def outcome(**gradients):
     from envpipe_megatron.integrations.megatron.self_check import Outcome
 
     model = torch.nn.Module()
@@ -111,11 +109,11 @@ def outcome(**gradients: torch.Tensor) -> Any:
     return Outcome.of([{"loss": torch.tensor(2.0)}], [model])
 
 
-def noisy(gradient: torch.Tensor, share: float) -> torch.Tensor:
+def noisy(gradient, share):
     return gradient * (1 + share * torch.randn(gradient.shape))
 
 
-def test_equal_is_to_the_last_bit_of_every_gradient() -> None:
+def test_equal_is_to_the_last_bit_of_every_gradient():
     torch.manual_seed(1)
     one, large = torch.randn(5), torch.randn(70_000)
     same = outcome(a=one, b=large)
@@ -128,7 +126,7 @@ def test_equal_is_to_the_last_bit_of_every_gradient() -> None:
     assert halves.differs_from(outcome(a=one.bfloat16())) is None
 
 
-def test_gradients_that_are_no_numbers_are_seen_wherever_they_are() -> None:
+def test_gradients_that_are_no_numbers_are_seen_wherever_they_are():
     large = torch.ones(70_000)
     assert outcome(a=large).finite
     for number in (math.nan, math.inf):
@@ -136,11 +134,11 @@ def test_gradients_that_are_no_numbers_are_seen_wherever_they_are() -> None:
         assert not outcome(a=large).finite
 
 
-def test_what_is_further_than_chance_is_named() -> None:
+def test_what_is_further_than_chance_is_named():
     torch.manual_seed(2)
     weight, nothing = torch.randn(400), 1e-9 * torch.randn(40)
 
-    def run(w: torch.Tensor) -> Any:
+    def run(w):
         return outcome(w=noisy(w, 1e-4), nothing=1e-9 * torch.randn(40), last=noisy(weight, 1e-4))
 
     first, again = outcome(w=weight, nothing=nothing, last=weight), run(weight)
@@ -153,11 +151,11 @@ def test_what_is_further_than_chance_is_named() -> None:
 
 
 @pytest.mark.parametrize("orders", [["own"], ["own", "longer"]])
-def test_a_batch_that_admits_fewer_orders_than_a_full_one_is_not_checked(orders: list[str]) -> None:
+def test_a_batch_that_admits_fewer_orders_than_a_full_one_is_not_checked(orders):
     """It would pass, and a full one's order would be run unchecked."""
     from envpipe_megatron.integrations.megatron.self_check import SelfCheck
 
-    def orders_of(count: int) -> list[Any]:
+    def orders_of(count):
         return ["own", "regrouped", "longer"] if count == 8 else orders
 
     planner: Any = SimpleNamespace(is_planner=True)
@@ -173,8 +171,8 @@ def test_a_batch_that_admits_fewer_orders_than_a_full_one_is_not_checked(orders:
     [(True, (2, 3), 1), (True, (2,), 1), (False, (2, 3), None), (False, (2,), 0)],
 )
 def test_a_sequence_that_there_is_no_room_to_try_fails_the_check(
-    has_room: bool, group_sizes: tuple[int, ...], found: int | None, split: bool
-) -> None:
+    has_room, group_sizes, found, split
+):
     """A forward more need not be tried where memory has none for it."""
     from envpipe_megatron.core.orders import builders
     from envpipe_megatron.core.orders.zero_bubble import split_late
@@ -203,8 +201,8 @@ GIB = 2**30
      (True, 40.0, (True, True))],
 )  # fmt: skip
 def test_room_for_what_waits_between_two_parts_is_that_of_linear_layers(
-    monkeypatch: pytest.MonkeyPatch, recomputes: bool, free_gib: float, fits: tuple[bool, bool]
-) -> None:
+    monkeypatch, recomputes, free_gib, fits
+):
     """With recomputation a microbatch in flight holds next to nothing, and such a wait much."""
     from envpipe_megatron.core.orders import builders
     from envpipe_megatron.core.orders.zero_bubble import split_late
@@ -237,11 +235,11 @@ def test_room_for_what_waits_between_two_parts_is_that_of_linear_layers(
         assert (memory.has_room(own, longer), memory.has_room(own, split_late(own))) == fits
 
 
-def test_a_step_without_memory_for_messages_is_megatrons_and_the_level_falls() -> None:
+def test_a_step_without_memory_for_messages_is_megatrons_and_the_level_falls():
     from envpipe_megatron.integrations.megatron.training import Training
     from envpipe_megatron.runtime.memory.peak import MemoryFullError
 
-    def full(own: Any, **arguments: Any) -> Any:
+    def full(own, **arguments):
         raise MemoryFullError("too little of a test")
 
     training, made, said = begin(Training)
@@ -263,9 +261,7 @@ def test_a_step_without_memory_for_messages_is_megatrons_and_the_level_falls() -
 
 @pytest.mark.parametrize("checked", [False, True])
 @pytest.mark.parametrize("may_split", [False, True])
-def test_a_job_checks_what_its_table_says_and_split_backwards(
-    monkeypatch: pytest.MonkeyPatch, checked: bool, may_split: bool
-) -> None:
+def test_a_job_checks_what_its_table_says_and_split_backwards(monkeypatch, checked, may_split):
     from envpipe_megatron.core.orders import builders
     from envpipe_megatron.integrations.megatron import training as module
 

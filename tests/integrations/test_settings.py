@@ -1,10 +1,5 @@
 """Options by name and value: the same as flags."""
 
-from __future__ import annotations
-
-from pathlib import Path
-from typing import Any
-
 import pytest
 
 from envpipe_megatron.integrations.options import (
@@ -17,16 +12,16 @@ from envpipe_megatron.integrations.options import (
 
 
 @pytest.fixture(autouse=True)
-def no_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+def no_variables(monkeypatch):
     for name in ("TYPE", "SCHEDULING", "RECONFIGURE"):
         monkeypatch.delenv(f"ENVPIPE_{name}", raising=False)
 
 
-def read(settings: dict[str, Any]) -> Any:
+def read(settings):
     return read_settings(settings, OF_LEVELS, num_stages=4, on_gpu=False)
 
 
-def test_envpipes_own_block() -> None:
+def test_envpipes_own_block():
     options = read({"type": "envelope", "scheduling": "ours", "reconfig": "greedy", "gpu": "V100"})
     assert (options.type, options.scheduling, options.reconfigure) == (
         "envelope",
@@ -36,11 +31,11 @@ def test_envpipes_own_block() -> None:
     assert options.gpu == "v100"
 
 
-def test_nothing_said_is_as_without_flags() -> None:
+def test_nothing_said_is_as_without_flags():
     assert read({}) == read({"type": None, "gpu": "auto", "require_control": False})
 
 
-def test_values_of_all_kinds(tmp_path: Path) -> None:
+def test_values_of_all_kinds(tmp_path):
     options = read(
         {
             "max_in_flight": [5, 4, 3, 2],
@@ -79,7 +74,7 @@ def test_values_of_all_kinds(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_what_is_wrong_is_named(settings: dict[str, Any], said: str) -> None:
+def test_what_is_wrong_is_named(settings, said):
     with pytest.raises(Exception, match=said) as error:
         read(settings)
     assert "Error" in type(error.value).__name__
@@ -87,7 +82,7 @@ def test_what_is_wrong_is_named(settings: dict[str, Any], said: str) -> None:
         assert isinstance(error.value, OptionError)
 
 
-def test_levels_and_their_check_are_named_where_a_framework_has_them() -> None:
+def test_levels_and_their_check_are_named_where_a_framework_has_them():
     named = {"level": "order", "self_check": "always"}
     parsed = parse_settings(named)
     assert (parsed.envpipe_level, parsed.envpipe_self_check) == ("order", "always")
@@ -95,7 +90,7 @@ def test_levels_and_their_check_are_named_where_a_framework_has_them() -> None:
         parse_settings({"self_check": "never"})
 
 
-def test_a_call_goes_before_a_file() -> None:
+def test_a_call_goes_before_a_file():
     file = {"type": "envelope", "scheduling": "ours", "reconfig": "greedy", "gpu": "a40"}
     assert merged(file, {}) == read_names(file)
     assert merged(file, {"reconfigure": "balanced"})["reconfigure"] == "balanced"
@@ -106,5 +101,5 @@ def test_a_call_goes_before_a_file() -> None:
     assert merged(priced, {"type": "baseline"}) == {"type": "baseline", "gpu": "a40"}
 
 
-def read_names(settings: dict[str, Any]) -> dict[str, Any]:
+def read_names(settings):
     return {("reconfigure" if name == "reconfig" else name): v for name, v in settings.items()}

@@ -10,23 +10,20 @@ import itertools
 import json
 import os
 import re
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 from checkouts import BRIDGE_VARIABLE
 from energy_lines import json_lines
 from presets import preset_profile
-from torchrun_ranks import Ended, run_ranks
+from torchrun_ranks import run_ranks
 
 from envpipe_megatron.core.conditions import Conditions
 from envpipe_megatron.core.kinds import Kind
 from envpipe_megatron.core.orders.builders import envpipe, interleaved, one_f_one_b
 from envpipe_megatron.core.plan import Plan
-from envpipe_megatron.core.schedule import Schedule
 from envpipe_megatron.formats.timeline import parse_order
 
 pytestmark = pytest.mark.xdist_group("megatron_bridge")
@@ -68,7 +65,7 @@ class Run:
 
 
 @pytest.fixture(scope="session")
-def train(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Run]:
+def train(tmp_path_factory):
     """Trains on two ranks; skips where Megatron-Bridge cannot be run. Equal jobs run once."""
     named = os.environ.get(BRIDGE_VARIABLE)
     if not named:
@@ -82,7 +79,7 @@ def train(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Run]:
     imports = [HERE.parent / "megatron_lm", checkout / "src", megatron_lm]
     runs: dict[str, Run] = {}
 
-    def run(job: dict[str, Any], **options: Any) -> Run:
+    def run(job, **options):
         settings = {**job, **({"envpipe": options} if options else {})}
         text = json.dumps(settings)
         if text in runs:
@@ -115,22 +112,22 @@ def train(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Run]:
     return run
 
 
-def _is_there(name: str) -> bool:
+def _is_there(name):
     try:
         return importlib.util.find_spec(name) is not None
     except ImportError:
         return False
 
 
-def _computed(output: str) -> tuple[str, ...]:
+def _computed(output):
     return tuple(re.findall(r"^(?:bridge_run: .*|cpu_run: weights .*)", output, re.M))
 
 
-def _imported(ended: Ended) -> bool:
+def _imported(ended):
     return any("cpu_run: envpipe imported" in output for output in ended.outputs)
 
 
-def _alternating(schedule: Schedule, folder: Path) -> dict[str, str]:
+def _alternating(schedule, folder):
     """Options of a plan of this order, by which each unit has another clock than the one before."""
     times_s = {Kind.FORWARD: FORWARD_S, Kind.BACKWARD: 2 * FORWARD_S}
     profile = preset_profile(PRESET, STAGES, times_s, CLOCKS_MHZ[1:])

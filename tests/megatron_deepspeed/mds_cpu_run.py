@@ -16,7 +16,6 @@ import signal
 import sys
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 sys.path.append(str(Path(__file__).parents[1] / "megatron_lm"))
 import cpu_run  # sets TORCHDYNAMO_DISABLE before torch is imported
@@ -49,22 +48,6 @@ def name_unused_modules() -> None:
                 setattr(sys.modules[parent], child, module)
 
 
-def remember_model() -> list[torch.nn.Module]:
-    """The engine of this rank, once it is built."""
-    from megatron import training
-
-    set_up = training.setup_model_and_optimizer
-    engines: list[torch.nn.Module] = []
-
-    def set_up_and_remember(*args: Any, **kwargs: Any) -> Any:
-        result = set_up(*args, **kwargs)
-        engines.extend(result[0])
-        return result
-
-    training.setup_model_and_optimizer = set_up_and_remember
-    return engines
-
-
 def main() -> None:
     """Run the script named first, with the arguments after it, as torchrun would."""
     script = Path(sys.argv[1]).resolve()
@@ -73,7 +56,9 @@ def main() -> None:
     faulthandler.register(signal.SIGUSR1)  # prints the stacks of all threads
     torch.set_num_threads(1)
     name_unused_modules()
-    engines = remember_model()
+    from megatron import training
+
+    engines = cpu_run.remember_model(training)
     try:
         runpy.run_path(str(script), run_name="__main__")
     except SystemExit as ended:

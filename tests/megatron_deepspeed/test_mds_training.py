@@ -3,10 +3,7 @@
 A run takes half a minute where two cores are free.
 """
 
-from __future__ import annotations
-
 import json
-from pathlib import Path
 
 import pytest
 from mds_runs import (
@@ -15,7 +12,6 @@ from mds_runs import (
     PRESET,
     STAGES,
     WARMUP,
-    Run,
     gpt_args,
     run_script,
 )
@@ -35,12 +31,12 @@ ARMS = {
 
 
 @pytest.fixture(scope="session")
-def stock_gpt(stock: Path, data: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
+def stock_gpt(stock, data, tmp_path_factory):
     folder = tmp_path_factory.mktemp("stock") / "run"
     return run_script(stock / "pretrain_gpt.py", gpt_args(data), folder).require_success()
 
 
-def with_envpipe(how: str, folder: Path) -> str:
+def with_envpipe(how, folder):
     """Arguments of a run that has the profile of its emulated GPUs."""
     profile = folder.with_suffix(".csv")
     preset_profile(PRESET, STAGES, TIMES_S, range(1290, 690, -120)).write(profile)
@@ -55,7 +51,7 @@ def test_flag_off_nothing_changes_and_nothing_is_imported(patched, data, stock_g
     # There was something to compare.
     assert len(run.iterations) == ITERATIONS
     assert len(run.evaluations) == 4
-    assert len(run.weights) == STAGES
+    assert None not in run.weights
 
 
 @pytest.mark.parametrize("arm", ARMS)
@@ -91,7 +87,7 @@ def test_a_restarted_job_trains_the_same(stock, patched, data, stock_gpt, tmp_pa
     """Stopped at a checkpoint in the middle, with its bill, and started again from it."""
     middle = ITERATIONS // 2
 
-    def first_and_then(checkout: Path, arm: str, envpipe: bool) -> tuple[Run, Run]:
+    def first_and_then(checkout, arm, envpipe):
         saved, runs = tmp_path / f"{arm} saved", []
         for part, args in (
             ("first", f"--save '{saved}' --save-interval {middle} --exit-interval {middle}"),

@@ -283,10 +283,8 @@ def spawn_without_the_script() -> None:
     multiprocessing.spawn.get_preparation_data = prepare_without
 
 
-def remember_model() -> list[torch.nn.Module]:
-    """The chunks of this rank's model, once they are built."""
-    from megatron.training import training
-
+def remember_model(training: Any) -> list[torch.nn.Module]:
+    """The chunks of this rank's model, or its engine, once Megatron's module has built them."""
     set_up = training.setup_model_and_optimizer
     chunks: list[torch.nn.Module] = []
 
@@ -330,7 +328,9 @@ def main() -> None:
         keep_what_gloo_still_sends()
         take_built_helpers(checkout)
         spawn_without_the_script()
-        chunks = remember_model()
+        from megatron.training import training
+
+        chunks = remember_model(training)
         runpy.run_path(str(script), run_name="__main__")
         tell(chunks)
     # Process groups that the interpreter's end meets alive abort one rank in some twenty runs.

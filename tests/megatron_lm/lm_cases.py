@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-import itertools
-import os
 from dataclasses import dataclass
 from pathlib import Path
 
-import pytest
 from lm_runs import GPT, LLAMA, MOCK_DATA, OPTIMIZER, Run, run_pretrain
+from on_request import on_request
+from presets import preset_profile
 
-from envpipe_megatron.core.kinds import WHOLE, Kind
-from envpipe_megatron.core.profile import make_profile
-from envpipe_megatron.core.profile_rows import ProfileRow
-from envpipe_megatron.gpu.presets import load_preset
+from envpipe_megatron.core.kinds import Kind
 
-FULL = os.environ.get("ENVPIPE_LM_FULL") == "1"
-full = pytest.mark.skipif(not FULL, reason="takes minutes: ENVPIPE_LM_FULL=1 runs it")
+full = on_request("LM")
 
 MICROBATCHES, ITERATIONS, WARMUP = 8, 12, 3
 PRESET, FORWARD_S = "a100-sxm", 0.01
@@ -124,15 +119,8 @@ def run_case(
 
 def write_profile(path: Path, num_stages: int) -> None:
     """Write what profiling the emulated GPUs would find, without the minute that it takes."""
-    gpu = load_preset(PRESET)
-    rows = []
-    for stage, kind, clock in itertools.product(range(num_stages), WHOLE, CLOCKS_MHZ):
-        at_max_s = FORWARD_S * (2 if kind is Kind.BACKWARD else 1)
-        time_s = gpu.unit_time_s(kind, clock, at_max_s)
-        rows.append(
-            (stage, kind, ProfileRow(clock, time_s, time_s * gpu.busy_power_w(kind, clock)))
-        )
-    make_profile(rows, source=PRESET).write(path)
+    times_s = {Kind.FORWARD: FORWARD_S, Kind.BACKWARD: 2 * FORWARD_S}
+    preset_profile(PRESET, num_stages, times_s, CLOCKS_MHZ[1:]).write(path)
 
 
 def run_envpipe(

@@ -1,7 +1,5 @@
 """A real text through Megatron-LM's own preprocessing and tokenizer, and training on it."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import os

@@ -1,12 +1,9 @@
 """`envpipe profile --layers` of stock Megatron-LM on the CPU, on several ranks."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -27,7 +24,7 @@ EXPERTS = (
 )
 
 
-def profile(checkout: Path, folder: Path, options: str, model: str) -> Path:
+def profile(checkout, folder, options, model):
     output = folder / "layers.json"
     command = [sys.executable, "-m", "envpipe_megatron.cli", "profile", "--layers"]
     command += ["--output", str(output), *options.split(), "--", "--standalone"]
@@ -45,9 +42,7 @@ def profile(checkout: Path, folder: Path, options: str, model: str) -> Path:
 
 
 @pytest.mark.parametrize("tag", TAGS)
-def test_layers_at_two_tensor_parallel_sizes(
-    tag: str, checkout: Callable[[str], Path], tmp_path: Path
-) -> None:
+def test_layers_at_two_tensor_parallel_sizes(tag, checkout, tmp_path):
     path = profile(checkout(tag), tmp_path, "--microbatch-size 1,2", f"{LLAMA} {OVERLAPPED}")
     Draft202012Validator(json.loads(SCHEMA.read_text())).validate(json.loads(path.read_text()))
     made = read_layers(path)
@@ -63,7 +58,7 @@ def test_layers_at_two_tensor_parallel_sizes(
     assert set(made.links.all_reduce) == {(2, False)}
 
 
-def test_experts_are_another_kind_of_layer(checkout: Callable[[str], Path], tmp_path: Path) -> None:
+def test_experts_are_another_kind_of_layer(checkout, tmp_path):
     options = "--microbatch-size 1 --tensor-parallel 1 --expert-parallel 1,2"
     made = read_layers(profile(checkout("core_v0.19.0"), tmp_path, options, f"{LLAMA} {EXPERTS}"))
     assert [block.pieces for block in made.blocks] == [

@@ -1,7 +1,5 @@
 """What tests rely on when they read a run of Megatron-LM, or end one."""
 
-from __future__ import annotations
-
 import pytest
 from lm_cases import full
 from lm_runs import iterations_in, run_pretrain

@@ -1,10 +1,8 @@
 """Jobs in Megatron-LM's own order, or with one clock, train on the CPU as stock does."""
 
-from __future__ import annotations
-
 import itertools
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -31,7 +29,6 @@ from envpipe_megatron.core.conditions import Conditions
 from envpipe_megatron.core.orders import builders
 from envpipe_megatron.core.plan import Plan, read_plan
 from envpipe_megatron.core.profile import read_profile
-from envpipe_megatron.core.schedule import Schedule
 from envpipe_megatron.formats.timeline import read_timelines
 
 pytestmark = [pytest.mark.xdist_group("megatron_lm"), full]
@@ -71,7 +68,7 @@ LOOP_STEPS = 200
 Find = Callable[[str], Path]
 
 
-def _level(run) -> str:
+def _level(run):
     return next(
         line.split("level ")[1].split(";")[0]
         for output in run.outputs
@@ -80,7 +77,7 @@ def _level(run) -> str:
     )
 
 
-def megatron_order(case: Case, more: Sequence[int] = ()) -> Schedule:
+def megatron_order(case, more=()):
     """Megatron's, or with more forwards in the warm-up of each stage."""
     stages = case.num_stages
     if case.chunks > 1:
@@ -89,7 +86,7 @@ def megatron_order(case: Case, more: Sequence[int] = ()) -> Schedule:
     return builders.envpipe(stages, MICROBATCHES, more) if more else own
 
 
-def by_plan(case: Case, folder: Path, order: Schedule, level: str) -> str:
+def by_plan(case, folder, order, level):
     """Write a plan of an order whose clocks change at every unit, and say so."""
     write_profile(folder / "given.csv", case.num_stages)
     profile = read_profile(folder / "given.csv").for_chunks(case.chunks)

@@ -1,14 +1,12 @@
 """Parts of real recipes train on the CPU in EnvPipe's order as stock does, and check themselves."""
 
-from __future__ import annotations
-
 import os
 from unittest import mock
 
 import pytest
 from checkouts import TAGS
 from lm_cases import full, run_case, run_envpipe
-from test_lower_levels import KEPT, Find, by_plan, megatron_order
+from test_lower_levels import KEPT, by_plan, megatron_order
 
 from envpipe_megatron.formats.timeline import read_timelines
 
@@ -46,9 +44,7 @@ pytestmark = [pytest.mark.xdist_group("megatron_lm"), full]
 
 
 @pytest.mark.parametrize(("name", "tag"), FOUND)
-def test_another_order_gives_the_same_bits(
-    name: str, tag: str, checkout: Find, patched: Find, tmp_path
-) -> None:
+def test_another_order_gives_the_same_bits(name, tag, checkout, patched, tmp_path):
     case = KEPT[name]
     # With more forwards in the warm-up than Megatron's own order has.
     order = megatron_order(case, [1] * (case.num_stages - 1) + [0])
@@ -66,7 +62,7 @@ def test_another_order_gives_the_same_bits(
         assert iteration.order.split() == order.labels()[iteration.labels.stage]
 
 
-def test_a_job_that_fails_its_check_trains_on_at_level_units(checkout, patched, tmp_path) -> None:
+def test_a_job_that_fails_its_check_trains_on_at_level_units(checkout, patched, tmp_path):
     case, tag = KEPT["experts on two ranks"], "core_v0.19.0"
     stock = run_case(checkout(tag), case, "", tmp_path / "stock")
     (tmp_path / "sitecustomize.py").write_text(_DIFFERENT)

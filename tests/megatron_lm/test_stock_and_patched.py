@@ -4,8 +4,6 @@ With ENVPIPE_LM_FULL=1 on all mappings, features and tags; else the least that s
 a quarter of a minute where two cores are free.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 
@@ -20,7 +18,6 @@ from lm_cases import (
     ONE_F_ONE_B,
     OVERLAPPED,
     WARMUP,
-    Case,
     full,
     run_case,
     run_envpipe,
@@ -42,11 +39,11 @@ Stock = Callable[[str, str], Run]
 
 
 @pytest.fixture(scope="session")
-def stock(checkout: Find, tmp_path_factory: pytest.TempPathFactory) -> Stock:
+def stock(checkout, tmp_path_factory):
     """What stock Megatron-LM makes of a case, on a tag; each is run once."""
     runs: dict[tuple[str, str], Run] = {}
 
-    def find(name: str, tag: str) -> Run:
+    def find(name, tag):
         if (name, tag) not in runs:
             folder = tmp_path_factory.mktemp("stock") / name
             runs[name, tag] = run_case(checkout(tag), CASES[name], "", folder)
@@ -55,7 +52,7 @@ def stock(checkout: Find, tmp_path_factory: pytest.TempPathFactory) -> Stock:
     return find
 
 
-def _assert_same(run: Run, stock: Run) -> None:
+def _assert_same(run, stock):
     assert run.digits == stock.digits
     assert run.weights == stock.weights
     # There was something to compare.
@@ -64,7 +61,7 @@ def _assert_same(run: Run, stock: Run) -> None:
     assert None not in stock.weights
 
 
-def _assert_planned(run: Run, case: Case, how: str) -> None:
+def _assert_planned(run, case, how):
     """EnvPipe was at work, in the order that was asked for."""
     assert run.imported
     phases = run.phases
@@ -78,7 +75,7 @@ def _assert_planned(run: Run, case: Case, how: str) -> None:
         assert (plan.schedule.stages == framework_order.stages) == (how == ONE_F_ONE_B)
 
 
-def _check(name: str, tag: str, how: str, stock: Stock, patched: Find, folder: Path) -> None:
+def _check(name, tag, how, stock, patched, folder):
     run = run_envpipe(patched(tag), CASES[name], folder, how)
     _assert_planned(run, CASES[name], how)
     _assert_same(run, stock(name, tag))
@@ -152,10 +149,10 @@ def test_a_restarted_job_trains_the_same(name, tag, checkout, stock, patched, tm
     loses_state = OVERLAPPED in case.features
     without_state = "--no-load-optim" if loses_state else ""
 
-    def saving(arm: str) -> str:
+    def saving(arm):
         return f"--save {tmp_path / arm} --save-interval {middle} --exit-interval {middle}"
 
-    def loading(arm: str) -> str:
+    def loading(arm):
         return f"--load {tmp_path / arm} {without_state}"
 
     first = run_case(checkout(tag), case, saving("stock"), tmp_path / "stock first")

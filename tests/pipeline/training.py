@@ -28,7 +28,6 @@ import cpu_run
 import numpy as np
 import torch
 import torch.distributed as dist
-from asking import ask, asked_often
 from jobs import MAX_STEPS, SLOW_S, STEADY_STEPS, Bits, Job, Ours, Result
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
@@ -52,7 +51,7 @@ from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.moe import moe_utils
 from megatron.core.utils import get_model_config
 from plain_stages import FastTime
-from waiting_plans import plans_are_waited_for
+from waiting_plans import ask, asked_often, plans_are_waited_for
 
 from envpipe_megatron.core.kinds import Kind
 from envpipe_megatron.core.schedule import Schedule

@@ -1,6 +1,5 @@
 """Plans for other ends than the least energy: against brute force, within their limits."""
 
-import json
 import math
 import random
 
@@ -12,7 +11,6 @@ from planning_cases import random_conditions, random_profile, try_everything
 
 from envpipe_megatron.core.conditions import Conditions
 from envpipe_megatron.core.orders import builders
-from envpipe_megatron.core.plan import read_plan
 from envpipe_megatron.core.profile_rows import SplitBackward
 from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.policies.frontier import ObjectivePlanner
@@ -187,17 +185,6 @@ def test_a_cap_of_nodes_holds_for_the_hottest():
     assert planned(power_cap_w=75.0, stages_per_node=1).energy_by_stage_j.max() <= (
         75.0 * planned(power_cap_w=75.0, stages_per_node=1).cost.iteration_time_s
     )
-
-
-def test_what_was_asked_stands_in_the_file(tmp_path):
-    plan = planned(power_cap_w=320.0, power_window_s=2.0)
-    path = tmp_path / "plan.json"
-    plan.write(path)
-    asked = {"goal": "time", "power_cap_w": 320.0, "power_window_s": 2.0}
-    assert json.loads(path.read_text())["objective"] == asked
-    assert read_plan(path, PROFILE).objective == asked
-    FREE.write(path)
-    assert "objective" not in json.loads(path.read_text())
 
 
 @pytest.mark.parametrize(

@@ -12,10 +12,9 @@ from unittest.mock import patch
 
 import controlled_ranks
 import step_ranks
-from asking import ask, asked_often
-from waiting_plans import plans_are_waited_for
+from waiting_plans import ask, asked_often, plans_are_waited_for
 
-from envpipe_megatron.gpu.base import Gpu, ReadOnlyGpu
+from envpipe_megatron.gpu.base import Gpu, GpuError, ReadOnlyGpu
 from envpipe_megatron.gpu.emulated.emulated_gpu import EmulatedGpu
 from envpipe_megatron.gpu.guard.lease import list_leases
 from envpipe_megatron.gpu.guard.messages import AGENT_VARIABLE
@@ -28,11 +27,13 @@ def train_asked(
     options: Mapping[str, Any],
     asks: Mapping[int, str | None],
     pauses: Sequence[int] = (),
+    lost: tuple[int, int] | None = None,
 ) -> dict[str, Any]:
     """Train, and ask before these steps; after some there is an evaluation.
 
     Args:
         options: `reads_only` and `guarded` are of the GPU.
+        lost: the rank, and the step before which its clock control ends.
 
     Returns:
         of each step its phase, the lock behind it and its units; locks in evaluations, and live
@@ -61,6 +62,8 @@ def train_asked(
             for number in range(steps):
                 if number in asks:
                     ask(session, asks[number])
+                if (rank, number) == lost:
+                    session.clock.stop(GpuError("the driver of a test"))
                 made.step()
                 phase = session.state.phase.value
                 ran.append((phase, made.gpu.requested_frequency_mhz, session.executed))

@@ -53,7 +53,7 @@ def train_guarded(rank: int, root: Path, kill_guard: bool) -> Any:
     session, gpu = _guarded_session(rank, options(root, gpu="a100-sxm"), root)
     try:
         iterate(session, rank, 2)
-        leases = sorted((it.address.uid, it.clocks_mhz) for it in list_leases() if it.live)
+        leases = sorted(record.address.uid for record in list_leases() if record.live)
         locked_mhz = gpu.requested_frequency_mhz
         child = os.fork()
         if child == 0:

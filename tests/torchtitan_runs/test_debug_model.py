@@ -4,8 +4,6 @@ Needs a checkout, named by ENVPIPE_TORCHTITAN, and its requirements; a run takes
 loop ten (ENVPIPE_TORCHTITAN_FULL=1).
 """
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import os
@@ -34,7 +32,7 @@ Train = Callable[..., Ended]
 
 
 @pytest.fixture(scope="session")
-def train(tmp_path_factory: pytest.TempPathFactory) -> Train:
+def train(tmp_path_factory):
     """Trains on four ranks, with EnvPipe where it has options; skips where torchtitan is not."""
     named = os.environ.get(VARIABLE)
     if not named:
@@ -47,7 +45,7 @@ def train(tmp_path_factory: pytest.TempPathFactory) -> Train:
     rows = [{"text": sentence} for sentence in sentences if len(sentence) > 100]
     text.write_text("\n".join(map(json.dumps, 20 * rows)))
 
-    def run(steps: int, forward_s: float, *options: str) -> Ended:
+    def run(steps, forward_s, *options):
         folder = tmp_path_factory.mktemp("run")
         arguments = [
             f"--job.config_file={checkout}/torchtitan/models/llama3/train_configs/debug_model.toml",
@@ -79,13 +77,13 @@ def train(tmp_path_factory: pytest.TempPathFactory) -> Train:
     return run
 
 
-def computed(ended: Ended) -> list[list[str]]:
+def computed(ended):
     """Of each rank, its losses and weights."""
     return [re.findall("^titan_run: (.*)", output, re.M) for output in ended.outputs]
 
 
 @pytest.fixture(scope="module")
-def alone(train: Train) -> list[list[str]]:
+def alone(train):
     """What twelve steps without EnvPipe come to."""
     found = computed(train(12, 0.002))
     assert [len(of_rank) for of_rank in found] == [13] * STAGES
@@ -93,9 +91,7 @@ def alone(train: Train) -> list[list[str]]:
 
 
 @pytest.mark.parametrize("level", ["units", "order"])
-def test_it_computes_the_same(
-    train: Train, alone: list[list[str]], tmp_path: Path, level: str
-) -> None:
+def test_it_computes_the_same(train, alone, tmp_path, level):
     if level == "units":
         made = builders.one_f_one_b(STAGES, MICROBATCHES), another_each_unit
     else:
@@ -119,7 +115,7 @@ def test_it_computes_the_same(
 
 
 @on_request("TORCHTITAN")
-def test_the_whole_loop_saves_what_it_predicts(train: Train, tmp_path: Path) -> None:
+def test_the_whole_loop_saves_what_it_predicts(train, tmp_path):
     """By one option, as a new user has it; a bill stands at the end."""
     output = tmp_path / "out"
     ended = train(150, FORWARD_S, f"--envpipe-output={output}")

@@ -216,7 +216,7 @@ def show(wanted: tuple[str, ...], all_clocks: bool, as_json: bool) -> None:
         leases = sorted(list_leases(), key=lambda record: record.live)
     except (GpuError, OSError) as error:
         errors.append(f"Leases cannot be seen: {error}")
-    marks = {record.path.name: record.mark() for record in leases if record.rank}
+    marks = {lease.path.name: {**lease.mark, "live": lease.live} for lease in leases if lease.rank}
     shown = []
     for listed in _selected(wanted, gpus) if wanted else gpus:
         try:
@@ -250,7 +250,7 @@ def _show_gpu(gpu: VendorGpu, now: dict[str, Any], all_clocks: bool) -> None:
     slowed = "no job of EnvPipe's that can be seen from here"
     if mark is not None:
         slowed = "" if mark["live"] else "DEAD, `envpipe clocks reset --dead-jobs` undoes it: "
-        slowed += "{job_name} (job {job}) of {user}, process {pid}, since {since}".format(**mark)
+        slowed += "{job_name} (job {job}) of {user}, process {pid}, since {created}".format(**mark)
         slowed += f", down to {mark['lowest_mhz']} MHz" if mark["lowest_mhz"] else ""
     rows = {
         "address" if gpu.address.backend == EmulatedGpu.backend else "UUID": now["uid"],

@@ -34,8 +34,7 @@ class _OfRank(ctypes.Structure):
     _fields_ = (
         ("min_dwell_s", ctypes.c_double),
         ("over", ctypes.c_uint32),
-        ("lowest_mhz", ctypes.c_uint32),
-        ("line", ctypes.c_char * (_LINE_BYTES - 16)),
+        ("line", ctypes.c_char * (_LINE_BYTES - 12)),
     )
 
 
@@ -86,13 +85,12 @@ class ClockPage:
         self.address = ctypes.addressof(self._words)
 
     @staticmethod
-    def create(min_dwell_s: float = 0.0, lowest_mhz: int = 0, *, shared: bool = True) -> ClockPage:
+    def create(min_dwell_s: float = 0.0, *, shared: bool = True) -> ClockPage:
         """Make one without a name, which a child gets by its descriptor; `close_file` is to follow.
 
         Args:
             min_dwell_s: least time between two changes, on the GPU's time base; a request that
                 comes earlier is applied when the time is over, unless a later one replaces it.
-            lowest_mhz: no lower clock will be asked for; 0 where any may be.
             shared: without, it is of this process only, and has no file.
         """
         descriptor = _NO_FILE
@@ -108,7 +106,6 @@ class ClockPage:
                 os.close(descriptor)
             raise
         page._words.rank.min_dwell_s = min_dwell_s
-        page._words.rank.lowest_mhz = lowest_mhz
         page._words.guard.called_s = page._words.guard.returned_s = -math.inf
         return page
 
@@ -192,11 +189,6 @@ class ClockPage:
     def min_dwell_s(self) -> float:
         """Least time between two changes of the clock."""
         return float(self._words.rank.min_dwell_s)
-
-    @property
-    def lowest_mhz(self) -> int:
-        """The lowest clock that the rank may ask for; 0 if any."""
-        return int(self._words.rank.lowest_mhz)
 
     @property
     def is_over(self) -> bool:

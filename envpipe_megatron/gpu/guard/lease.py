@@ -15,7 +15,7 @@ import logging
 import os
 import stat
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import closing, suppress
 from dataclasses import replace
 from itertools import chain
@@ -70,15 +70,14 @@ class Lease:
         rank: ProcessIdentity | None,
         open_gpu: OpenGpu,
         patience_s: float = _PATIENCE_S,
-        clocks_mhz: tuple[int, int] | None = None,
+        clocks_mhz: Sequence[int] = (),
     ) -> Self:
         """Take the lease of a GPU; undo a stale one first.
 
         Waits up to `patience_s` while its guard, or somebody else, undoes an old one, or resets the
-        GPU. `clocks_mhz` are the GPU's highest clock and the lowest that the job may ask for, None
-        under a lease that slows nothing. Raises LeaseHeldError if a live job holds it or another
-        user's stale lease is in the way, LeaseFolderError if the folder is missing or unsafe,
-        GpuError if the file there is no lease, or its GPU could not be reset (the file then stays).
+        GPU. Raises LeaseHeldError if a live job holds it or another user's stale lease is in the
+        way, LeaseFolderError if the folder is missing or unsafe, GpuError if the file there is no
+        lease, or its GPU could not be reset (the file then stays). `clocks_mhz` are for its mark.
         """
         content = lease_content(address, job, rank, clocks_mhz)
         paths = [folder / lease_name(address) for folder in lease_folders(create=True)]

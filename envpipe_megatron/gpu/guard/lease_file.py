@@ -17,7 +17,7 @@ import pwd
 import re
 import socket
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
@@ -41,7 +41,8 @@ SHARED_FOLDER = Path("/run/envpipe/leases")
 OWN_FOLDERS = Path("/tmp")
 _OWN_PREFIX = "envpipe-leases-"
 _MAX_PID = 2**31 - 1
-_TEXTS = "host", "job_name", "slurm_job_id", "created"
+_TEXTS = "host", "job", "job_name", "slurm_job_id", "created"
+_CLOCKS = "highest_mhz", "lowest_mhz"
 
 
 class LeaseFolderError(GpuError):
@@ -160,9 +161,8 @@ class LeaseRecord:
         guard: the process that looks, or looked, after it.
         rank: the process for which it locks the clock; None for `envpipe clocks reset`.
         live: whether its guard lives.
-        clocks_mhz: the GPU's highest clock, and the lowest that the job may ask for; None where
-            the lease does not say, as those of earlier versions.
-        host, job_name, slurm_job_id, created: as its writer knew them, empty where it did not.
+        mark: who slows the GPU, for which job, between which clocks, and since when, as in
+            docs/schemas/clocks.json, but for `live`.
     """
 
     path: Path
@@ -171,29 +171,8 @@ class LeaseRecord:
     uid: int
     guard: ProcessIdentity
     rank: ProcessIdentity | None
+    mark: Mapping[str, str | int | None]
     live: bool = False
-    clocks_mhz: tuple[int, int] | None = None
-    host: str = ""
-    job_name: str = ""
-    slurm_job_id: str = ""
-    created: str = ""
-
-    def mark(self) -> dict[str, str | int | bool | None]:
-        """Return who slows the GPU, for which job, between which clocks in MHz, and since when."""
-        try:
-            user = pwd.getpwuid(self.uid).pw_name
-        except KeyError:
-            user = str(self.uid)
-        highest_mhz, lowest_mhz = self.clocks_mhz or (None, None)
-        same = ("uid", "host", "job", "job_name", "slurm_job_id", "live")
-        return {
-            "user": user,
-            "pid": (self.rank or self.guard).pid,
-            "highest_mhz": highest_mhz,
-            "lowest_mhz": lowest_mhz,
-            "since": self.created,
-            **{name: getattr(self, name) for name in same},
-        }
 
 
 def lease_name(address: GpuAddress) -> str:
@@ -210,15 +189,9 @@ def lease_name(address: GpuAddress) -> str:
 
 
 def lease_content(
-    address: GpuAddress,
-    job: str,
-    rank: ProcessIdentity | None,
-    clocks_mhz: tuple[int, int] | None,
+    address: GpuAddress, job: str, rank: ProcessIdentity | None, clocks_mhz: Sequence[int]
 ) -> bytes:
     """Return the content of a lease that this process looks after; see docs/schemas/lease.json."""
-    number, name = (os.environ.get(it, "") for it in ("SLURM_JOB_ID", JOB_NAME_VARIABLE))
-    if name in ("", number):  # nobody has given one to `envpipe launch`
-        name = os.environ.get("SLURM_JOB_NAME", name)
     document = {
         "format": _FORMAT,
         "address": asdict(address),
@@ -226,11 +199,11 @@ def lease_content(
         "uid": os.geteuid(),
         "guard": asdict(ProcessIdentity.own()),
         "rank": None if rank is None else asdict(rank),
-        "clocks_mhz": clocks_mhz,
         "host": socket.gethostname(),
-        "job_name": name,
-        "slurm_job_id": number,
+        "job_name": os.environ.get("SLURM_JOB_NAME") or os.environ.get(JOB_NAME_VARIABLE, ""),
+        "slurm_job_id": os.environ.get("SLURM_JOB_ID", ""),
         "created": datetime.now(UTC).isoformat(timespec="seconds"),
+        **dict(zip(_CLOCKS, clocks_mhz, strict=False)),
     }
     return json.dumps(document).encode() + b"\n"
 
@@ -250,7 +223,6 @@ def parse_lease(content: bytes, path: Path, uid: int) -> LeaseRecord | None:
                 remedy=f"Another version made {path}: undo it with that version",
             )
         address = document["address"]
-        told: dict[str, Any] = {name: printable(str(document.get(name, ""))) for name in _TEXTS}
         record = LeaseRecord(
             path=path,
             address=GpuAddress(str(address["backend"]), str(address["uid"])),
@@ -258,8 +230,7 @@ def parse_lease(content: bytes, path: Path, uid: int) -> LeaseRecord | None:
             uid=uid,
             guard=_identity(document["guard"]),
             rank=None if document["rank"] is None else _identity(document["rank"]),
-            clocks_mhz=_clocks(document.get("clocks_mhz")),
-            **told,
+            mark=_mark(document, uid),
         )
         named = lease_name(record.address)
     except (json.JSONDecodeError, UnicodeDecodeError):
@@ -278,11 +249,16 @@ def printable(name: str) -> str:
     return "".join(letter if letter.isprintable() else "?" for letter in name)
 
 
-def _clocks(document: Any) -> tuple[int, int] | None:
-    match document:
-        case [int(highest), int(lowest)]:
-            return highest, lowest
-    return None  # nothing is undone by it
+def _mark(document: dict[str, Any], uid: int) -> dict[str, str | int | None]:
+    """Return a record's mark: nothing is undone by it, so anything may be wrong or missing."""
+    user = str(uid)
+    with suppress(KeyError):
+        user = pwd.getpwuid(uid).pw_name
+    texts = {name: printable(str(document.get(name, ""))) for name in _TEXTS}
+    clocks = {name: document.get(name) for name in _CLOCKS}
+    numbers = {name: mhz if isinstance(mhz, int) else None for name, mhz in clocks.items()}
+    pid = _identity(document["rank"] or document["guard"]).pid
+    return {"user": user, "uid": uid, "pid": pid, **texts, **numbers}
 
 
 def _identity(document: Any) -> ProcessIdentity:

@@ -45,6 +45,7 @@ from envpipe_megatron.gpu.guard.messages import (
     receive,
     send,
 )
+from envpipe_megatron.gpu.presets import override_for, sweep_range
 
 _LOG = logging.getLogger(__name__)
 
@@ -156,13 +157,13 @@ class Guard:
                 self._gpu = open_gpu(self._address)
                 late_s = self._gpu.late_request_s
                 clocks = self._gpu.supported_frequencies_mhz
-                within = clocks[0], self._page.lowest_mhz or clocks[-1]
+                usual = sweep_range(clocks or (0,), override_for(self._gpu.name), 0.0)
                 lease = Lease.take(
                     self._address,
                     self._job,
                     rank=self._rank,
                     open_gpu=open_gpu,
-                    clocks_mhz=within if self._gpu.changes_clock else None,
+                    clocks_mhz=(*clocks[:1], usual[-1]) if self._gpu.changes_clock else (),
                 )
                 # Permission to lock does not imply permission to reset, as with sudo rules: what
                 # cannot be undone shows before a clock is locked.

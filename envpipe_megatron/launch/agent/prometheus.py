@@ -27,7 +27,7 @@ _NODE = (*_JOB, "node")
 _OF_LEDGER = ("gpu", "gpu_uid", "rank", "stage")
 _GPU = (*_NODE, *_OF_LEDGER)
 #: Of a mark what names who slows a GPU and between which clocks, as labels.
-_SLOWED = ("user", "pid", "host", "slurm_job_id", "highest_mhz", "lowest_mhz", "since")
+_SLOWED = ("user", "pid", "host", "slurm_job_id", "highest_mhz", "lowest_mhz", "created")
 _ABOUT = ("model", "level", "type", "scheduling", "reconfigure")
 
 #: Of each family its help and its labels; one whose name ends in `_total` is a counter.
@@ -128,22 +128,18 @@ class _NodeMetrics(Collector):
         for ledger in self._agent.ledgers():
             names = (getattr(ledger.of_gpu, name) for name in _OF_LEDGER)
             self._add_gpu(found, ledger, *node, *names)
+        names_of = {ledger.of_gpu.gpu_uid: ledger.of_gpu for ledger in self._agent.ledgers()}
         with contextlib.suppress(GpuError, OSError):  # a folder of leases that cannot be read
-            self._add_marks(found, *node)
+            for lease in list_leases():
+                of_gpu, mark = names_of.get(lease.address.uid), lease.mark
+                if lease.live and of_gpu is not None and mark["lowest_mhz"] is not None:
+                    gpu = (getattr(of_gpu, name) for name in _OF_LEDGER)
+                    found.add("gpu_slowed_info", 1, *node, *gpu, *map(mark.get, _SLOWED))
         found.add("node_ranks", len(self._agent.connected()), *node)
         bill = self._agent.snapshot()
         if bill is not None:
             self._add_job(found, bill)
         yield from found.values()
-
-    def _add_marks(self, found: _Families, *node: object) -> None:
-        of_gpu = {ledger.of_gpu.gpu_uid: ledger.of_gpu for ledger in self._agent.ledgers()}
-        for lease in list_leases():
-            names = of_gpu.get(lease.address.uid)
-            if lease.live and lease.clocks_mhz and names is not None:
-                gpu = (getattr(names, name) for name in _OF_LEDGER)
-                mark = lease.mark()
-                found.add("gpu_slowed_info", 1, *node, *gpu, *(mark[name] for name in _SLOWED))
 
     def _add_gpu(self, found: _Families, ledger: GpuLedger, *gpu: object) -> None:
         found.add("gpu_energy_joules_total", ledger.energy_j, *gpu)

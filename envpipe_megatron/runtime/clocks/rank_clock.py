@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 
+from envpipe_megatron.formats.energy import IDLE
 from envpipe_megatron.gpu.base import ClockState, DryRunGpu, Gpu, GpuError, ReadOnlyGpu
 from envpipe_megatron.gpu.clock.controller import PageController, spread
 from envpipe_megatron.gpu.clock.page import BEGUN, DUE, GIVEN_BACK, ClockPage
@@ -43,9 +44,8 @@ logger = logging.getLogger(__name__)
 
 #: How often one who waits for the guard looks, and how long at most at the end, s.
 _LOOK_S, _LAST_ANSWER_S = 2e-4, 2.0
-#: How long `confirm` waits for the device to come to the request, for the clock then, and for the
-#: clock once it has not come in time; and how often it looks, s.
-_DEVICE_S, _SETTLES_S, _SETTLES_NEXT_S, _CLOCK_LOOK_S = 60.0, 0.5, 0.05, 2e-3
+#: How long `confirm` waits for the device to come to the request, and for the clock then, s.
+_DEVICE_S, _SETTLES_S = 60.0, 0.25
 
 #: Pages kept alive: a stream may still write to them.
 _pages: list[ClockPage] = []
@@ -100,7 +100,7 @@ class RankClock:
     does, as a token for zeusd has an end.
 
     Args:
-        min_dwell_s, lowest_mhz: see `ClockPage.create`.
+        min_dwell_s: least time between two changes; see `ClockPage.create`.
         guarded: whether a guard serves the page, else the rank does, at each request: as for an
             emulated GPU, whose time must not depend on when another process gets to it, unless its
             node has an agent. By default what the GPU needs.
@@ -121,7 +121,6 @@ class RankClock:
         self,
         gpu: Gpu,
         min_dwell_s: float = 0.0,
-        lowest_mhz: int = 0,
         *,
         guarded: bool | None = None,
         on_sample: Callable[[float, ClockState], None] = lambda time_s, state: None,
@@ -129,8 +128,8 @@ class RankClock:
         self._gpu = gpu
         self.repeats = self.given_back = False
         self._asked_mhz: int | None = None
-        #: Whether that clock was read, and how long it is waited for.
-        self._confirmed, self._settles_s = False, _SETTLES_S
+        #: Whether that clock was read, and whether it was said that one was not.
+        self._confirmed = self._told = False
         self._error: Exception | None = None
         self._pid = os.getpid()
         self._hold: Hold | _Here | None = None
@@ -141,12 +140,12 @@ class RankClock:
             real = gpu.drives_hardware or is_dry_run or AGENT_VARIABLE in os.environ
             guarded = real and not gpu.read_only
         try:
-            self._begin(min_dwell_s, lowest_mhz, guarded=guarded)
+            self._begin(min_dwell_s, guarded=guarded)
         except GpuError as refused:
             if not is_dry_run:
                 raise
             logger.info("A dry run goes on without a guard: %s", refused)
-            self._begin(min_dwell_s, lowest_mhz, guarded=False)
+            self._begin(min_dwell_s, guarded=False)
         try:
             if (end_s := gpu.control_ends_s()) < math.inf:
                 left_s = min(max(0.0, end_s - time.time()), threading.TIMEOUT_MAX)
@@ -160,10 +159,10 @@ class RankClock:
             self.close()
             raise
 
-    def _begin(self, min_dwell_s: float, lowest_mhz: int, *, guarded: bool) -> None:
+    def _begin(self, min_dwell_s: float, *, guarded: bool) -> None:
         """Make the page, and whoever serves it. Raises GpuError."""
         try:
-            self.page = page = ClockPage.create(min_dwell_s, lowest_mhz, shared=guarded)
+            self.page = page = ClockPage.create(min_dwell_s, shared=guarded)
         except OSError as error:
             raise GpuError(
                 f"There is no memory to share with a guard: {error}",
@@ -212,29 +211,25 @@ class RankClock:
     def confirm(self) -> None:
         """Wait until the clock that was asked for last, or a higher one, is read from the GPU.
 
-        Half a second at most: a power cap, heat or another program may hold it back, which is
-        logged once, and waited for less from then on.
+        From where the device has come to the request, `_SETTLES_S` at most: a power cap, heat or
+        another program may hold it back, which is logged once.
         """
-        asked_mhz = self._asked_mhz or 0
+        asked_mhz, state = self._asked_mhz or 0, None
         sets = self._gpu.changes_clock and asked_mhz in self._gpu.supported_frequencies_mhz
         if self._confirmed or not sets:
             return
         self._wait_idle(_DEVICE_S)
-        until_s, seen = time.monotonic() + self._settles_s, "its clock could not be read"
-        while not (self._confirmed or self.page.is_over):
+        until_s = time.monotonic() + _SETTLES_S
+        while not (self._confirmed or self.page.is_over or time.monotonic() >= until_s):
+            self._look()
             with suppress(Exception):  # a driver may fail in any way; training must go on
                 state = self._gpu.clock_state()
                 self._confirmed = state.observed_mhz >= asked_mhz - TOLERANCE_MHZ
-                reasons = ", ".join(state.throttle_reasons) or "no reason reported"
-                seen = f"{state.observed_mhz} MHz was read ({reasons})"
-            if not self._confirmed and time.monotonic() >= until_s:
-                if self._settles_s == _SETTLES_S:
-                    where = f"{self._gpu.name} was not at {asked_mhz} MHz between training steps"
-                    logger.warning("%s, so that GPU checks may find it slow: %s", where, seen)
-                self._settles_s = _SETTLES_NEXT_S
-                return
-            self._look()
-            time.sleep(_CLOCK_LOOK_S)
+        idles = state is not None and IDLE in state.throttle_reasons  # the next kernel may get it
+        if not (self._confirmed or self.page.is_over or idles or self._told):
+            self._told = True
+            where = f"{self._gpu.name} was not at {asked_mhz} MHz between training steps"
+            logger.warning("%s, so that GPU checks may find it slow: %s", where, state)
 
     def stop(self, error: Exception) -> None:
         """Give up control for this reason: nothing is locked any more, and the guard resets."""

@@ -109,9 +109,9 @@ def connect_to_agent(
 ) -> AgentLink | None:
     """Have this rank's GPU billed by its node's agent; every rank of the job calls it.
 
-    `labels` are what lines of the energy log say of the GPU; `control` has the `file` by which an
-    operator asks, and what is `asked` without it. None on a node without an agent, or with one that
-    does not answer, which is logged.
+    `labels` are what lines of the energy log say of the GPU, and `control` is of the planning rank:
+    `ControlFile.about`. None on a node without an agent, or with one that does not answer, which is
+    logged.
     """
     path = os.environ.get(AGENT_VARIABLE)
     link = _connected(path, gpu, labels) if path else None

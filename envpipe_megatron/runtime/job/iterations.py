@@ -36,8 +36,6 @@ _KEPT_ITERATIONS = 10_000
 _POWER_S = 60.0
 #: How often the planning rank is asked what an operator asks, and the least iteration for it, s.
 _HEARD_S, _LEAST_STEP_S = 1.0, 1e-3
-#: How the notes begin that say when the job was off; so many of the latest are kept.
-_OFF, _MOST_NOTES = "Off from iteration", 8
 
 
 @dataclass
@@ -155,6 +153,8 @@ class Switch:
         self._job, self._describe_job = job, describe_job
         #: Iterations before the planning rank is asked again, those since, and when it was, s.
         self._pause, self._since, self._asked_s = 0, 0, -math.inf
+        #: The note of when it was turned off last.
+        self._off = ""
 
     def hear(self) -> bool:
         """Return whether the iteration that begins is off; every rank calls it before each."""
@@ -184,13 +184,13 @@ class Switch:
         return self._job.control.wishes, int(_HEARD_S / max(step_s, _LEAST_STEP_S)), now
 
     def _note_turn(self, now: str) -> None:
-        state, text = self._job.state, f"{_OFF} {self._job.state.iteration} ({now}) on"
-        offs = [said for said in state.notes if said.startswith(_OFF)]
-        others = [said for said in state.notes if said not in offs]
-        if not state.wishes.off:
-            text = f"{offs.pop().removesuffix(' on')} to {state.iteration - 1} ({now})"
-        state.notes = (*others, *offs[1 - _MOST_NOTES :], text)
-        self._job.say(text)
+        state, text = self._job.state, self._off
+        if state.wishes.off:
+            text = self._off = f"Off from iteration {state.iteration} ({now})"
+        else:
+            state.notes = tuple(said for said in state.notes if said != self._off)
+            text += f" to {state.iteration - 1} ({now})"
+        note(self._job, text)
 
 
 class Iterations:

@@ -17,9 +17,8 @@ from typing import Any
 from envpipe_megatron.core.channel_model import CARRIERS
 from envpipe_megatron.core.fields import AMOUNT, PERCENT, Number
 from envpipe_megatron.core.sidecar import Sidecar
-from envpipe_megatron.gpu.base import Gpu
 from envpipe_megatron.gpu.control import CHOICES as GPU_CONTROLS
-from envpipe_megatron.gpu.presets import SWEEP_STEP, load_preset, override_for, sweep_range
+from envpipe_megatron.gpu.presets import load_preset
 from envpipe_megatron.policies.objective import Goal, Objective
 from envpipe_megatron.policies.request import BY_MEMORY, POLICIES, PlanRequest
 from envpipe_megatron.policies.schedules import SCHEDULES
@@ -472,17 +471,6 @@ class JobOptions:
     def min_dwell_s(self) -> float:
         """Least time between two changes of a GPU's clock, s."""
         return self.min_dwell_ms / 1e3
-
-    def swept_clocks_mhz(self, gpu: Gpu, step: float = SWEEP_STEP) -> tuple[int, ...]:
-        """Return the clocks of a GPU to measure, as `sweep_range`; GpuError for a bad preset."""
-        override = load_preset(self.gpu).control if self.gpu else override_for(gpu.name)
-        return sweep_range(gpu.supported_frequencies_mhz, override, step)
-
-    def lowest_clock_mhz(self, gpu: Gpu) -> int:
-        """Return the lowest clock that the job may ask of a GPU; 0 if any, as in a given plan."""
-        if self.plan is not None or self.profile is not None or gpu.read_only:
-            return 0
-        return min(self.swept_clocks_mhz(gpu, 0.0))
 
     @property
     def profiler(self) -> ProfilerSettings:

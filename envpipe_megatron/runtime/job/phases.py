@@ -17,7 +17,7 @@ from envpipe_megatron.core.sidecar import Sidecar
 from envpipe_megatron.formats.energy import Phase
 from envpipe_megatron.formats.steps import StepEnergy
 from envpipe_megatron.formats.timeline import is_recorded
-from envpipe_megatron.gpu.presets import SWEEP_STEP
+from envpipe_megatron.gpu.presets import SWEEP_STEP, load_preset, override_for, sweep_range
 from envpipe_megatron.policies.objective import Goal
 from envpipe_megatron.policies.reconfigure import RECONFIGURE_POLICIES
 from envpipe_megatron.runtime.execution.executor import StageRecord
@@ -366,7 +366,12 @@ def _facts(job: PhaseParts) -> Sidecar:
 
 def _swept_clocks(job: PhaseParts, step: float = SWEEP_STEP) -> tuple[int, ...]:
     """The clocks to measure; GoesOnError on all ranks if GPUs differ or have one clock."""
-    own = partial(job.options.swept_clocks_mhz, job.gpu, step)
+    preset = job.options.gpu
+
+    def own() -> tuple[int, ...]:
+        override = load_preset(preset).control if preset else override_for(job.gpu.name)
+        return sweep_range(job.gpu.supported_frequencies_mhz, override, step)
+
     here = on_every_rank(job.collectives, own)
     clocks = job.collectives.from_planner(here)
     if not job.collectives.on_all(here == clocks):

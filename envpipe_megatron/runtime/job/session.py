@@ -114,8 +114,7 @@ class Session:
             half_made.push(self._parts)
 
             def make_clock(gpu: Gpu) -> RankClock:
-                lowest_mhz = options.lowest_clock_mhz(gpu)
-                return RankClock(gpu, options.min_dwell_s, lowest_mhz, on_sample=self._see_clock)
+                return RankClock(gpu, options.min_dwell_s, on_sample=self._see_clock)
 
             #: `refused` says why control was given up when the GPUs were to be held, if it was.
             self.clock, self._gpu, self.refused = hold_everywhere(

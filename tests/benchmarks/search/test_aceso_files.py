@@ -1,11 +1,9 @@
 """Op profiles of Aceso and Sailor become layer profiles that count as theirs do."""
 
-from pathlib import Path
-
 import pytest
 
 from benchmarks.search.aceso_space.aceso_files import fold_blocks, read_aceso_profile
-from envpipe_megatron.search.layer_profile import Measure, Sizes
+from envpipe_megatron.search.layer_profile import Sizes
 
 MIB = 2**20
 HEADER = "op_name,forward-compute,backward-compute,input,output,weights,activations,fwd,bwd"
@@ -24,7 +22,7 @@ BANDS = (17.0, 24.0, 31.0, 35.0)
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
+def folder(tmp_path):
     (tmp_path / "gpt_1B_mbs2_tp4_algo0.csv").write_text(f"{HEADER}\n{OPERATORS}")
     (tmp_path / "gpt_1B_mbs2_tp4_algo1.csv").write_text("is not read")
     (tmp_path / "p2p_intra_node.csv").write_text(f"1,2,4,8\n{','.join(map(str, BANDS))}\n")
@@ -32,7 +30,7 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_a_model_is_its_head_its_layers_and_its_tail(folder: Path) -> None:
+def test_a_model_is_its_head_its_layers_and_its_tail(folder):
     profile = read_aceso_profile(folder, "gpt_1B", num_layers=3)
     assert list(profile.measures) == [Sizes(tensor_parallel=4, microbatch_size=2)]
     assert profile.block_edges == (0, 1, 8, 15, 22, 24)
@@ -43,7 +41,7 @@ def test_a_model_is_its_head_its_layers_and_its_tail(folder: Path) -> None:
     assert _measure(folder, "enc-attention-qkv").backward_s == pytest.approx(1300e-6)
 
 
-def test_a_folded_layer_recomputes_its_attention_or_all(folder: Path) -> None:
+def test_a_folded_layer_recomputes_its_attention_or_all(folder):
     folded = fold_blocks(read_aceso_profile(folder, "gpt_1B", num_layers=3))
     assert folded.pieces == ("embedding", "layer", "layer", "layer", "loss")
     layer = folded.at(Sizes(4, 2))["layer"]
@@ -58,5 +56,5 @@ def test_a_folded_layer_recomputes_its_attention_or_all(folder: Path) -> None:
     assert not folded.at(Sizes(4, 2))["loss"].recomputation
 
 
-def _measure(folder: Path, operator: str) -> Measure:
+def _measure(folder, operator):
     return read_aceso_profile(folder, "gpt_1B").at(Sizes(4, 2))[operator]

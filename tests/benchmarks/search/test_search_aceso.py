@@ -1,7 +1,5 @@
 """Aceso's own cost model takes our divisions, and says of them what ours does."""
 
-from pathlib import Path
-
 import pytest
 from on_request import on_request
 
@@ -13,13 +11,13 @@ needs_data = pytest.mark.skipif(not ARCHIVE.exists(), reason=f"{ARCHIVE} is not 
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory):
     path = tmp_path_factory.mktemp("aceso")
     unpack(path)
     return path
 
 
-def _judged(folder: Path, name: str) -> float:
+def _judged(folder, name):
     setting = SETTINGS[name]
     division = divide_operators(folder, setting)
     assert division is not None
@@ -33,7 +31,7 @@ def _judged(folder: Path, name: str) -> float:
 
 
 @needs_data
-def test_their_model_judges_as_ours(folder: Path) -> None:
+def test_their_model_judges_as_ours(folder):
     # Aceso's authors found 58,760.92 ms.
     assert _judged(folder, "gpt-1.3B-small") <= 57_817.9
 
@@ -51,12 +49,12 @@ def test_their_model_judges_as_ours(folder: Path) -> None:
         ("1024-layers", 448_726.6),
     ],
 )
-def test_their_model_judges_all_settings_as_ours(folder: Path, name: str, time_ms: float) -> None:
+def test_their_model_judges_all_settings_as_ours(folder, name, time_ms):
     assert _judged(folder, name) <= time_ms
 
 
 @needs_data
 @on_request("FIGURES")
-def test_sailors_runs_are_predicted(tmp_path: Path) -> None:
+def test_sailors_runs_are_predicted(tmp_path):
     sailor.main.main(["--output", str(tmp_path)], standalone_mode=False)
     assert '"agrees": true' in (tmp_path / "claims.json").read_text()

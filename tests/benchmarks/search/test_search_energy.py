@@ -18,7 +18,7 @@ WAIT_W = 80.0
 
 
 @pytest.fixture(scope="module")
-def candidate() -> Candidate:
+def candidate():
     """Stages of a small model with joules, uneven as random layers are."""
     profile, job = whole_layers(3, clocks=4), Job(4, 4, 16)
     space = MegatronSpace(profile, job, Space())
@@ -27,7 +27,7 @@ def candidate() -> Candidate:
     return Candidate(cut.configuration, profile, job)
 
 
-def test_a_stretched_plan_takes_no_longer_and_less(candidate: Candidate) -> None:
+def test_a_stretched_plan_takes_no_longer_and_less(candidate):
     time_s = candidate.iteration_time_s
     plan, later = (energy.stretched(candidate, WAIT_W, x * time_s) for x in (1.0, 1.2))
     assert plan.cost.iteration_time_s <= time_s * (1 + 1e-9)
@@ -36,7 +36,7 @@ def test_a_stretched_plan_takes_no_longer_and_less(candidate: Candidate) -> None
     assert later.cost.energy_j < plan.cost.energy_j
 
 
-def test_a_search_at_scale_says_what_it_found(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_search_at_scale_says_what_it_found(monkeypatch):
     layers = whole_layers(3)
     monkeypatch.setattr(searches, "read_setting", lambda *_: layers)
     monkeypatch.setattr(searches, "fold_blocks", lambda profile: profile)
@@ -48,7 +48,7 @@ def test_a_search_at_scale_says_what_it_found(monkeypatch: pytest.MonkeyPatch) -
 
 @on_request("FIGURES")
 @pytest.mark.skipif(not ARCHIVE.exists() or not sailor.ARCHIVE.exists(), reason="no data")
-def test_simulator_and_memory_agree_with_acesos(tmp_path: Path) -> None:
+def test_simulator_and_memory_agree_with_acesos(tmp_path):
     unpack(tmp_path)
     energy.unpack_neo(tmp_path)
     found = energy.find(tmp_path, energy.NEO, budget_s=20)

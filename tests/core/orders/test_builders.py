@@ -126,8 +126,3 @@ def extra(backward, forward, microbatches, **limits):
 def test_extra_forwards_fill_the_wait_for_the_first_gradient(times, microbatches, limits, expected):
     """floor(backward at maximum x stages behind / forward at the optimum), then the caps."""
     assert extra(*times, microbatches, **limits) == expected
-
-
-def test_memory_below_1f1b_is_refused_with_stage_and_need():
-    with pytest.raises(ScheduleError, match=r"Stage 1 .*got 2.*holds 3"):
-        extra(*TIMES, 96, max_in_flight=[9, 2, 9, 9])

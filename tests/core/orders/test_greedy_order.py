@@ -13,16 +13,16 @@ from envpipe_megatron.core.kinds import SPLIT, WHOLE, Kind, ScheduleError
 from envpipe_megatron.core.orders import builders
 from envpipe_megatron.core.orders.greedy import shortest
 from envpipe_megatron.core.orders.job import OrderJob
-from envpipe_megatron.core.schedule import Placement, Schedule
+from envpipe_megatron.core.schedule import Placement
 from envpipe_megatron.core.timeline import Timeline
 
 
-def random_job(rng, stages, chunks, microbatches, *, kinds=SPLIT, **others) -> OrderJob:
+def random_job(rng, stages, chunks, microbatches, *, kinds=SPLIT, **others):
     shape = (stages, chunks, microbatches)
     return OrderJob({kind: rng.uniform(0.3, 1.5, shape) for kind in kinds}, **others)
 
 
-def time_s(schedule: Schedule, job: OrderJob) -> float:
+def time_s(schedule, job):
     """The iteration by the timeline, whose longest path is not the scheduler's."""
     duration_s = [
         [job.duration_s[u.kind][stage, u.chunk, u.microbatch] for u in order]
@@ -31,7 +31,7 @@ def time_s(schedule: Schedule, job: OrderJob) -> float:
     return Timeline(schedule, duration_s, job.latency_s, job.tail_s).iteration_time_s
 
 
-def peaks(schedule: Schedule, weight_share: float | list[float]) -> list[float]:
+def peaks(schedule, weight_share):
     """The most that each stage holds."""
     shares = np.broadcast_to(weight_share, schedule.num_stages)
     return [

@@ -28,7 +28,7 @@ from envpipe_megatron.core.schedule import Placement
 from envpipe_megatron.core.timeline import Timeline
 
 
-def longest_stage_s(schedule, forward_s=1.0, input_s=1.0, weights_s=1.0) -> float:
+def longest_stage_s(schedule, forward_s=1.0, input_s=1.0, weights_s=1.0):
     """From a stage's first unit to its last, as the papers count; the longest."""
     seconds = {
         Kind.FORWARD: forward_s,
@@ -144,7 +144,7 @@ def test_less_memory_than_1f1bs_first_stage_is_refused():
         zero_bubble_v(4, 8, 1)
 
 
-def level_job(stages: int, microbatches: int, limit: int) -> OrderJob:
+def level_job(stages, microbatches, limit):
     unit_s = np.ones((stages, 2, microbatches))
     return OrderJob(dict.fromkeys(SPLIT, unit_s), placement=Placement.V, limits=[limit] * stages)
 

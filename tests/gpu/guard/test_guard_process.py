@@ -31,7 +31,7 @@ class Gpu:
 
     late_request_s = 7.0
     supported_frequencies_mhz = (1410, 210)
-    changes_clock = True
+    changes_clock, name = True, "fake"
 
     def __init__(self):
         self.resets = 0

@@ -2,8 +2,7 @@
 
 Started with DS_ACCELERATOR=cpu. Args: a folder, and names of `tiny_models.CONFIGS`. Each rank
 leaves `rank-<n>.pt`: by model and engine the losses, and the weights by their names in
-transformers; `whole` is the unsplit model, trained in one process. That EnvPipe's orders change
-nothing of DeepSpeed's is tested in `deepspeed_engine`.
+transformers; `whole` is the unsplit model, trained in one process.
 """
 
 from __future__ import annotations
@@ -18,8 +17,11 @@ import deepspeed
 import tiny_models as tiny
 import torch
 from forked_ranks import run_forked
+from presets import preset_profile
 from torch.distributed.pipelining import Schedule1F1B
 
+from envpipe_megatron.core.kinds import Kind
+from envpipe_megatron.integrations.deepspeed import end_training, initialize
 from envpipe_megatron.integrations.huggingface import split_model, weights_of
 from envpipe_megatron.integrations.huggingface.deepspeed_stages import pipeline_module
 from envpipe_megatron.integrations.huggingface.torch_stages import (
@@ -61,11 +63,11 @@ def train_by_torch(name: str, rank: int) -> dict[str, Any]:
     return {"losses": losses, "weights": weights_of(stage.submod)}
 
 
-def train_by_deepspeed(name: str) -> dict[str, Any]:
+def train_by_deepspeed(name: str, settings: dict[str, Any] | bool) -> dict[str, Any]:
     model = split_model(tiny.config_of(name))
     module = pipeline_module(model, RANKS)
     parameters = [weight for weight in module.parameters() if weight.requires_grad]
-    engine, *_ = deepspeed.initialize(
+    engine, *_ = initialize(
         model=module,
         model_parameters=parameters,
         optimizer=tiny.Momentum(parameters),
@@ -75,6 +77,7 @@ def train_by_deepspeed(name: str) -> dict[str, Any]:
             "gradient_clipping": 0.0,  # else it clips at 1
             "steps_per_print": 1000,
         },
+        envpipe=settings,
     )
     engine.set_has_attention_mask("bert" in name)
     losses = []
@@ -84,12 +87,16 @@ def train_by_deepspeed(name: str) -> dict[str, Any]:
             for inputs, extras, labels in tiny.microbatches(name)
         )
         losses.append(engine.train_batch(batches).item())
+    end_training(engine)
     found = {"losses": losses, "weights": weights_of(engine.module)}
     engine.destroy()
     return found
 
 
 def main(folder: Path, names: list[str], rank: int) -> None:
+    if rank == 0:
+        times_s = {Kind.FORWARD: 0.001, Kind.BACKWARD: 0.002}
+        preset_profile("a100-sxm", RANKS, times_s, (1305, 1110)).write(folder / "profile.csv")
     deepspeed.ops.__compatible_ops__.clear()  # else each machine compiles some first
     results: dict[str, Any] = {name: {"torch": train_by_torch(name, rank)} for name in names}
     if rank == 0:
@@ -97,7 +104,14 @@ def main(folder: Path, names: list[str], rank: int) -> None:
             results[name]["whole"] = train_whole(name)
     deepspeed.init_distributed("gloo")
     for name in names:
-        results[name]["deepspeed"] = train_by_deepspeed(name)
+        results[name]["deepspeed"] = train_by_deepspeed(name, False)
+        settings = {
+            "type": "envelope",
+            "baseline_steps": 2,
+            "profile": str(folder / "profile.csv"),
+            "output": str(folder / f"envpipe-{name}"),
+        }
+        results[name]["envpipe"] = train_by_deepspeed(name, settings)
     torch.save(results, folder / f"rank-{rank}.pt")
 
 

@@ -1,7 +1,5 @@
 """Split models in one process: as the unsplit ones, from drawn weights and from files."""
 
-from __future__ import annotations
-
 import json
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
@@ -57,7 +55,7 @@ def weights(stages):
 
 
 @torch.no_grad()
-def disturb(module) -> None:
+def disturb(module):
     """Norms and biases of a new model are ones and zeros, which hide what they do."""
     generator = torch.Generator().manual_seed(8)
     for parameter in module.parameters():

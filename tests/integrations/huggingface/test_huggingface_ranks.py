@@ -30,7 +30,13 @@ ON_REQUEST = [
 
 
 def train_ranks(folder: Path, names: list[str]) -> list[dict]:
-    environment = {**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
+    environment = {
+        **os.environ,
+        "DS_ACCELERATOR": "cpu",
+        "OMP_NUM_THREADS": "1",
+        "ENVPIPE_EMULATED_GPU": "a100-sxm",
+        "ENVPIPE_EMULATED_FORWARD_S": "0.001",
+    }
     command = [sys.executable, str(Path(__file__).with_name("huggingface_ranks.py"))]
     done = subprocess.run(
         [*command, str(folder), *names], env=environment, capture_output=True, text=True,
@@ -46,14 +52,17 @@ def check(ranks: list[dict], name: str) -> None:
     whole = first["whole"]
     shared = first["torch"]["weights"].keys() & last["torch"]["weights"].keys()
     exact = {"rtol": 1e-5, "atol": 1e-6} if shared else {"rtol": 0, "atol": 0}
-    for engine in ("torch", "deepspeed"):
+    for engine in ("torch", "deepspeed", "envpipe"):
         assert last[engine]["losses"] == pytest.approx(whole["losses"], rel=1e-6), engine
         for stage in (first, last):
             for weight, found in stage[engine]["weights"].items():
                 torch.testing.assert_close(found, whole["weights"][weight], **exact)
         for weight in shared:
             assert torch.equal(first[engine]["weights"][weight], last[engine]["weights"][weight])
-    assert first["deepspeed"]["losses"] == last["deepspeed"]["losses"]
+    assert first["envpipe"]["losses"] == first["deepspeed"]["losses"] == last["envpipe"]["losses"]
+    for stage in (first, last):
+        for weight, found in stage["envpipe"]["weights"].items():
+            assert torch.equal(found, stage["deepspeed"]["weights"][weight])
 
 
 @pytest.fixture(scope="module")

@@ -1,10 +1,7 @@
 """A layer profile has what is undisturbed, where a host that others use is held up at times."""
 
-from __future__ import annotations
-
 import math
 from contextlib import contextmanager, nullcontext
-from typing import Any
 
 import numpy as np
 import pytest
@@ -14,7 +11,7 @@ torch = pytest.importorskip("torch")
 from envpipe_megatron.integrations.layer_profile import passes  # noqa: E402
 from envpipe_megatron.integrations.layer_profile.gpt import FULL  # noqa: E402
 from envpipe_megatron.integrations.layer_profile.measuring import Looks, Window  # noqa: E402
-from envpipe_megatron.integrations.layer_profile.passes import MeasuredPiece, measure_pieces  # noqa: E402
+from envpipe_megatron.integrations.layer_profile.passes import measure_pieces  # noqa: E402
 
 #: Of each piece; the host hands forward and backward over in more time than the device needs.
 FORWARD_S, BACKWARD_S, HOST_S, DATA_S = 1.25, 2.75, 6.0, 0.25
@@ -28,10 +25,10 @@ class Gpu:
 
     name, frequency_mhz = "a GPU", (2000, 1000)
 
-    def set(self, frequency_mhz: int) -> None:
+    def set(self, frequency_mhz):
         pass
 
-    def energies_j(self, windows: list[Window]) -> list[float]:
+    def energies_j(self, windows):
         """Those of a run of which all but an embedding and a loss is layers'."""
         return [
             (each.end_s - each.begin_s) / each.runs
@@ -46,24 +43,24 @@ class Layers:
     names = ("embedding", "layer", "loss")
     longest_row = ROW
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.length, self.way = ROW, None
 
     @property
-    def slots(self) -> list[str]:
+    def slots(self):
         return ["embedding", *["layer"] * self.length, "loss"]
 
-    def ways(self, piece: str) -> tuple[str, ...]:
+    def ways(self, piece):
         return (FULL,) if piece == "layer" else ()
 
     @contextmanager
-    def rows(self, most: int) -> Any:
+    def rows(self, most):
         before, self.length = self.length, min(most, ROW)
         yield
         self.length = before
 
     @contextmanager
-    def recomputing(self, way: str | None) -> Any:
+    def recomputing(self, way):
         before, self.way = self.way, way
         yield
         self.way = before
@@ -74,12 +71,12 @@ class Machine:
 
     message_bytes, waits = 0, 1.0
 
-    def __init__(self, layers: Layers, slow: set[int], host_s: float) -> None:
+    def __init__(self, layers, slow, host_s):
         self.layers, self.slow, self.host_s = layers, slow, host_s
         self.looked_s = host_s
         self.timed: list[str | None] = []
 
-    def measure(self, size: int, count: int, marks: Any, rest_cycles: int = 0) -> Any:
+    def measure(self, size, count, marks, rest_cycles=0):
         slots = len(self.layers.slots)
         if isinstance(marks, Looks):
             looked = np.zeros((1 + 2 * slots, 4))
@@ -95,14 +92,12 @@ class Machine:
         times_s *= RESTED if rest_cycles else 1.0
         return times_s[:, None], Window(slots, slots + count * times_s.sum(), count)
 
-    def run(self, size: int, count: int, marks: Any, *, forward_only: bool = False) -> Window:
+    def run(self, size, count, marks, *, forward_only=False):
         slots, each_s = len(self.layers.slots), FORWARD_S + (not forward_only) * BACKWARD_S
         return Window(slots, slots + self.waits * count * each_s * slots, count)
 
 
-def measured(
-    monkeypatch: pytest.MonkeyPatch, slow: set[int], host_s: float, looked_s: float | None = None
-) -> tuple[dict[tuple[str, str | None], MeasuredPiece], Machine]:
+def measured(monkeypatch, slow, host_s, looked_s=None):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(passes, "lowest", int)
     monkeypatch.setattr(passes, "free_bytes", lambda: math.inf)
@@ -114,9 +109,7 @@ def measured(
 
 @pytest.mark.parametrize("slow", [{0}, {1}, {0, 2}, {1, 2}, {0, 1, 2}])
 @pytest.mark.parametrize("host_s", [1.0, HOST_S])
-def test_a_slow_phase_of_the_host_leaves_no_trace(
-    slow: set[int], host_s: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_slow_phase_of_the_host_leaves_no_trace(slow, host_s, monkeypatch):
     """But a host that is always slow counts."""
     ways, _ = measured(monkeypatch, slow, host_s)
     assert set(ways) == {(name, None) for name in Layers.names} | {("layer", FULL)}
@@ -132,20 +125,20 @@ def test_a_slow_phase_of_the_host_leaves_no_trace(
     assert ways["layer", None].data_s == 0
 
 
-def test_a_layer_takes_no_less_than_the_host_needs_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_layer_takes_no_less_than_the_host_needs_for_it(monkeypatch):
     """In a row of a few it may: the host is ahead of the first ones."""
     ways, _ = measured(monkeypatch, set(), HOST_S, looked_s=1.1 * HOST_S)
     for (name, _), each in ways.items():
         np.testing.assert_allclose(each.both_s, (1.1 if name == "layer" else 1.0) * HOST_S)
 
 
-def test_passes_lie_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_passes_lie_apart(monkeypatch):
     _, machine = measured(monkeypatch, set(), HOST_S)
     once = [FULL, None, None]  # the last one rests
     assert machine.timed == [None, FULL] + once * passes._PASSES * len(Gpu.frequency_mhz)
 
 
-def test_joules_are_shared_out_by_rows_of_two_lengths(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_joules_are_shared_out_by_rows_of_two_lengths(monkeypatch):
     ways, _ = measured(monkeypatch, set(), 1.0)
     for (name, way), each in ways.items():
         power_w = LAYER_W if name == "layer" else AROUND_W
@@ -154,9 +147,7 @@ def test_joules_are_shared_out_by_rows_of_two_lengths(monkeypatch: pytest.Monkey
             np.testing.assert_allclose(each.forward_j, power_w * each.forward_s)
 
 
-def test_joules_of_forwards_that_wait_for_the_host_are_all_shared_out(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_joules_of_forwards_that_wait_for_the_host_are_all_shared_out(monkeypatch):
     monkeypatch.setattr(Machine, "waits", 1.5)
     ways, _ = measured(monkeypatch, set(), 1.0)
     layer = ways["layer", None]

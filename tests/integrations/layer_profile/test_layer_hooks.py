@@ -1,7 +1,5 @@
 """What a job that measures layers changes of Megatron-LM's arguments."""
 
-from __future__ import annotations
-
 from argparse import Namespace
 from types import SimpleNamespace
 
@@ -12,9 +10,7 @@ from envpipe_megatron.search.layer_jobs import LayerJob
 
 
 @pytest.mark.parametrize(("needs_it", "kept"), [(False, False), (True, True)])
-def test_the_whole_optimizer_state_is_counted_where_megatron_allows_it(
-    needs_it: bool, kept: bool
-) -> None:
+def test_the_whole_optimizer_state_is_counted_where_megatron_allows_it(needs_it, kept):
     given = Namespace(
         use_distributed_optimizer=True,
         overlap_param_gather_with_optimizer_step=True,

@@ -1,12 +1,8 @@
 """Pieces of a model, run one by one, are the model; and what measuring them leaves."""
 
-from __future__ import annotations
-
 import time
 from argparse import Namespace
-from collections.abc import Iterator
 from contextlib import closing
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -27,7 +23,6 @@ from envpipe_megatron.integrations.layer_profile.job import measure_model  # noq
 from envpipe_megatron.integrations.layer_profile.measuring import (  # noqa: E402
     Looks,
     Microbatches,
-    Window,
 )
 from envpipe_megatron.search.layer_file import read_layers  # noqa: E402
 from envpipe_megatron.search.layer_jobs import LayerJob  # noqa: E402
@@ -47,7 +42,7 @@ DATA_S, LOSS_S = 0.02, 0.03
 
 
 @pytest.fixture(scope="module", autouse=True)
-def alone() -> Iterator[None]:
+def alone():
     """A job of one rank, on the CPU, whose models get a row of each kind of layers."""
     with one_rank_job() as patch:
         block = transformer_block.TransformerBlock
@@ -56,7 +51,7 @@ def alone() -> Iterator[None]:
         yield
 
 
-def make_model(experts: bool = False, tied: bool = False, layers: int = 3) -> Any:
+def make_model(experts=False, tied=False, layers=3):
     more: dict[str, Any] = {}
     if experts:
         more = {
@@ -82,7 +77,7 @@ def make_model(experts: bool = False, tied: bool = False, layers: int = 3) -> An
     return GPTModel(config, spec, 32, 8, share_embeddings_and_output_weights=tied)
 
 
-def test_a_few_layers_of_each_kind_are_built() -> None:
+def test_a_few_layers_of_each_kind_are_built():
     pieces = GptPieces(make_model())
     assert pieces.blocks == (Block(("embedding",)), Block(("layer",), 3), Block(("loss",)))
     model = make_model(layers=6)
@@ -98,7 +93,7 @@ def test_a_few_layers_of_each_kind_are_built() -> None:
     )
 
 
-def test_a_row_is_as_long_as_memory_allows(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_row_is_as_long_as_memory_allows(monkeypatch):
     free = 16 * 18 * 10**9  # a quarter of it for all kinds: 2e9 parameters of each of two
     monkeypatch.setattr(measuring, "free_bytes", lambda: free)
     assert measuring.row_lengths([2, 30], [10**8, 10**9]) == [2, 2]
@@ -106,7 +101,7 @@ def test_a_row_is_as_long_as_memory_allows(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @pytest.mark.parametrize(("way", "runs"), [(None, 1), ("selective", 1), (FULL, 2)])
-def test_edges_are_met_in_order_however_layers_are_recomputed(way: str | None, runs: int) -> None:
+def test_edges_are_met_in_order_however_layers_are_recomputed(way, runs):
     model = make_model()
     pieces = GptPieces(model)
     assert pieces.ways("layer") == ("selective", FULL)
@@ -132,7 +127,7 @@ def test_edges_are_met_in_order_however_layers_are_recomputed(way: str | None, r
     assert not model._forward_pre_hooks
 
 
-def test_weights_are_counted_where_a_stage_would_hold_them() -> None:
+def test_weights_are_counted_where_a_stage_would_hold_them():
     for tied in (True, False):
         pieces = GptPieces(make_model(tied=tied))
         counts = {name: pieces.parameters(name) for name in pieces.names}
@@ -144,7 +139,7 @@ def test_weights_are_counted_where_a_stage_would_hold_them() -> None:
         }
 
 
-def forward_step(data: Iterator[dict[str, Any]], model: Any) -> tuple[Any, Any]:
+def forward_step(data, model):
     """A training script's, which takes a while for its data and for its loss."""
     batch = next(data)
     time.sleep(DATA_S)
@@ -152,7 +147,7 @@ def forward_step(data: Iterator[dict[str, Any]], model: Any) -> tuple[Any, Any]:
     labels = batch["labels"]
     losses = model(batch["tokens"], batch["position_ids"], batch["attention_mask"], labels=labels)
 
-    def loss_of(losses: Any) -> tuple[Any, Any, dict[str, Any]]:
+    def loss_of(losses):
         time.sleep(LOSS_S)
         mask = batch["loss_mask"]
         return (losses * mask).sum(), mask.sum().int(), {}
@@ -160,7 +155,7 @@ def forward_step(data: Iterator[dict[str, Any]], model: Any) -> tuple[Any, Any]:
     return losses, loss_of
 
 
-def measure(folder: Path, *sizes: int, model: Any = None) -> LayerJob:
+def measure(folder, *sizes, model=None):
     model = model or make_model()
     for weight in model.parameters():
         weight.main_grad = torch.zeros_like(weight)
@@ -176,7 +171,7 @@ def measure(folder: Path, *sizes: int, model: Any = None) -> LayerJob:
     return measured
 
 
-def test_a_model_is_measured_into_a_file_for_each_microbatch_size(tmp_path: Path) -> None:
+def test_a_model_is_measured_into_a_file_for_each_microbatch_size(tmp_path):
     model = make_model()
     of = measure(tmp_path, 1, 2, model=model)
     for size in (1, 2):
@@ -204,21 +199,21 @@ class Metered:
 
     name, frequency_mhz = "a GPU", (2000, 1000)
 
-    def __init__(self, _clocks: object) -> None:
+    def __init__(self, _clocks):
         self.clock_mhz = 0
 
-    def set(self, frequency_mhz: int) -> None:
+    def set(self, frequency_mhz):
         self.clock_mhz = frequency_mhz
 
-    def energies_j(self, windows: list[Window]) -> list[float]:
+    def energies_j(self, windows):
         power_w = self.clock_mhz / 10
         return [power_w * (w.end_s - w.begin_s) / w.runs for w in windows]
 
-    def close(self) -> None:
+    def close(self):
         self.clock_mhz = 0
 
 
-def test_times_and_joules_go_by_clock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_times_and_joules_go_by_clock(tmp_path, monkeypatch):
     monkeypatch.setattr(job, "RankGpu", Metered)
     made = read_layers(measure(tmp_path, 1).file(1))
     assert made.frequency_mhz.tolist() == [2000, 1000]
@@ -230,6 +225,6 @@ def test_times_and_joules_go_by_clock(tmp_path: Path, monkeypatch: pytest.Monkey
     assert all(way.energy_j.shape == (2,) for way in layer.recomputation)
 
 
-def test_other_models_are_refused() -> None:
+def test_other_models_are_refused():
     with pytest.raises(EnvPipeError, match="GPTModel"):
         GptPieces(torch.nn.Linear(1, 1))

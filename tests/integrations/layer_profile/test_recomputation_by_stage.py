@@ -1,10 +1,7 @@
 """A stage that recomputes some of its layers computes what it did, and those layers twice."""
 
-from __future__ import annotations
-
 import argparse
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
@@ -22,7 +19,7 @@ from envpipe_megatron.integrations.megatron_lm.hooks import (  # noqa: E402
 )
 
 
-def given(text: str | None, stages: int = 2, granularity: str | None = None) -> Any:
+def given(text, stages=2, granularity=None):
     parser = argparse.ArgumentParser()
     add_arguments(parser.add_argument_group())
     args = parser.parse_args([] if text is None else ["--envpipe-recompute", text])
@@ -31,7 +28,7 @@ def given(text: str | None, stages: int = 2, granularity: str | None = None) -> 
     )
 
 
-def test_each_stage_is_told_what_it_recomputes() -> None:
+def test_each_stage_is_told_what_it_recomputes():
     assert by_stage(given("full:2,none")) == [("full", 2), ("none", 0)]
     assert by_stage(given("selective:6, full:0")) == [("selective", 6), ("full", 0)]
     assert by_stage(given(None, granularity="full")) is None
@@ -48,22 +45,22 @@ def test_each_stage_is_told_what_it_recomputes() -> None:
         ("none,none", "full", "goes with no --recompute-granularity"),
     ],
 )
-def test_what_cannot_be_is_refused(text: str, granularity: str | None, message: str) -> None:
+def test_what_cannot_be_is_refused(text, granularity, message):
     with pytest.raises(RecomputationError, match=message):
         by_stage(given(text, granularity=granularity))
 
 
-def test_layers_compute_again_and_gradients_stay_the_same() -> None:
+def test_layers_compute_again_and_gradients_stay_the_same():
     with one_rank_job():
         _compute_again()
 
 
-def _compute_again() -> None:
+def _compute_again():
     model = make_model()
     layers = model.decoder.layers
     calls = {f"{part} {number}": 0 for part in ("layer", "attention") for number in range(3)}
 
-    def count(name: str) -> Any:
+    def count(name):
         return lambda *_: calls.update({name: calls[name] + 1})
 
     for number, layer in enumerate(layers):
@@ -72,7 +69,7 @@ def _compute_again() -> None:
     tokens = torch.arange(8).repeat(2, 1)
     positions, mask = torch.arange(8).repeat(2, 1), torch.ones(1, 1, 8, 8).triu(1).bool()
 
-    def train(*ways: tuple[str, int]) -> list[Any]:
+    def train(*ways):
         for way in ways:
             recompute([model], *way)
         calls.update(dict.fromkeys(calls, 0))

@@ -1,7 +1,5 @@
 """Schedules of torch.distributed.pipelining with EnvPipe attached: the same bits, less energy."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import replace
 from functools import partial
@@ -13,7 +11,7 @@ from attached_ranks import Case
 from memory_folder import memory_folder
 from on_request import on_request
 from presets import preset_profile
-from rank_pool import RankFailedError, RankPool
+from rank_pool import RankFailedError
 
 from envpipe_megatron.core.kinds import Kind, parse_unit
 from envpipe_megatron.formats.energy_sums import comparison_facts
@@ -260,7 +258,7 @@ def test_a_stage_on_another_gpu_than_its_process_s_is_refused(monkeypatch):
 
 
 @pytest.mark.parametrize("later", [False, True])
-def test_where_a_gpu_cannot_be_read_the_schedule_is_torchs(two_ranks: RankPool, later) -> None:
+def test_where_a_gpu_cannot_be_read_the_schedule_is_torchs(two_ranks, later):
     """From the start, or where the job is made again, at the level that the first step allows."""
     train = partial(attached_ranks.train_where_no_gpu_is_read, later=later)
     case = Case("Schedule1F1B", draws_in_backward=later)

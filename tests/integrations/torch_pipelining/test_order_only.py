@@ -1,7 +1,5 @@
 """Schedules of torch's in jobs that may set no clock: the order changes, and losses do not."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import attached_ranks

@@ -1,9 +1,6 @@
 """What is found out of a stage's backward before it is split."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -24,7 +21,7 @@ WIDTH = 4
 class Model(torch.nn.Module):
     """Computes what a test says of a few layers."""
 
-    def __init__(self, compute: Any) -> None:
+    def __init__(self, compute):
         super().__init__()
         torch.manual_seed(1)
         self.compute = compute
@@ -32,11 +29,11 @@ class Model(torch.nn.Module):
         self.linear, self.norm = torch.nn.Linear(WIDTH, WIDTH), torch.nn.LayerNorm(WIDTH)
         self.layer = torch.nn.TransformerEncoderLayer(WIDTH, 2, WIDTH, batch_first=True)
 
-    def forward(self, x: torch.Tensor) -> Any:
+    def forward(self, x):
         return self.compute(self, x)
 
 
-def stage_of(compute: Any) -> SimpleNamespace:
+def stage_of(compute):
     """One that has run the forward of microbatch 0, and got its gradients."""
     model = Model(compute)
     x = torch.randn(WIDTH, WIDTH, requires_grad=True)
@@ -69,7 +66,7 @@ def stage_of(compute: Any) -> SimpleNamespace:
     ],
     ids=["linear", "transformer", "added", "twice", "beside", "function", "past", "reentrant"],
 )
-def test_backwards_that_stay_whole_are_known_by_one_of_them(compute: Any, why: str) -> None:
+def test_backwards_that_stay_whole_are_known_by_one_of_them(compute, why):
     """And gradients are as they were, with the graph for the job's own backward."""
     stage = stage_of(compute)
     model, (outputs, (x,)) = stage.submod, stage.fwd_cache[0]
@@ -84,12 +81,12 @@ def test_backwards_that_stay_whole_are_known_by_one_of_them(compute: Any, why: s
     torch.autograd.backward(outputs, [torch.ones_like(each) for each in outputs])
 
 
-def test_other_bits_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_bits_are_noticed(monkeypatch):
     """As those of torch 2.12 and before are, which counts some gradients twice."""
     stage = stage_of(lambda of, x: of.linear(x))
     own = _backward.stage_backward_weight
 
-    def twice(weights: Any, groups: Any, retain_graph: bool = False) -> Any:
+    def twice(weights, groups, retain_graph=False):
         given = list(weights)
         own(iter(given), groups, retain_graph)
         given[2].grad[0, 0] = torch.nextafter(given[2].grad[0, 0], torch.tensor(9.0))
@@ -99,14 +96,14 @@ def test_other_bits_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("always", [False, True])
-def test_kernels_that_are_not_deterministic_are_asked_to_be(always: bool) -> None:
+def test_kernels_that_are_not_deterministic_are_asked_to_be(always):
     """As the backward of attention is on GPUs by default: no two of them have the same bits."""
 
-    def noisy(gradient: torch.Tensor) -> torch.Tensor:
+    def noisy(gradient):
         calm = torch.are_deterministic_algorithms_enabled() and not always
         return gradient if calm else gradient * (1 + torch.rand(1))
 
-    def compute(of: Any, x: torch.Tensor) -> torch.Tensor:
+    def compute(of, x):
         y = of.linear(x).tanh()
         y.register_hook(noisy)
         return y @ of.weight
@@ -116,7 +113,7 @@ def test_kernels_that_are_not_deterministic_are_asked_to_be(always: bool) -> Non
     assert not torch.are_deterministic_algorithms_enabled()
 
 
-def test_what_is_computed_again_is_seen() -> None:
+def test_what_is_computed_again_is_seen():
     for again in (False, True):
         stage = stage_of(
             lambda of, x, again=again: (
@@ -129,7 +126,7 @@ def test_what_is_computed_again_is_seen() -> None:
         assert called == ["Linear"] * again
 
 
-def test_what_is_known_before_a_step() -> None:
+def test_what_is_known_before_a_step():
     stage = stage_of(lambda of, x: of.linear(x))
     assert known_reason([stage]) == ""
     hook = stage.submod.weight.register_hook(lambda gradient: None)

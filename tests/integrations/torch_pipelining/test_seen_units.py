@@ -1,7 +1,5 @@
 """What units are seen to change beside their outputs and gradients."""
 
-from __future__ import annotations
-
 import random
 from types import SimpleNamespace
 from typing import Any
@@ -28,27 +26,27 @@ from envpipe_megatron.integrations.torch_pipelining.units import (
 class Stage:
     """One of torch's, whose units do what they are told to."""
 
-    def __init__(self, forward: Any = None, backward: Any = None) -> None:
+    def __init__(self, forward=None, backward=None):
         self.submod = torch.nn.BatchNorm1d(2)
         self.device, self.is_last, self.stage_index = torch.device("cpu"), False, 0
         self.args_recv_info: dict[int, Any] = {}
         self._does = {"forward": forward, "backward": backward}
 
-    def _do(self, kind: str) -> None:
+    def _do(self, kind):
         if self._does[kind] is not None:
             self._does[kind](self)
 
-    def forward_one_chunk(self, microbatch: int) -> None:
+    def forward_one_chunk(self, microbatch):
         self._do("forward")
 
-    def backward_one_chunk(self, microbatch: int) -> None:
+    def backward_one_chunk(self, microbatch):
         self._do("backward")
 
-    def backward_weight_one_chunk(self, microbatch: int) -> None:
+    def backward_weight_one_chunk(self, microbatch):
         self._do("backward")
 
 
-def run_again(stage: Stage) -> None:
+def run_again(stage):
     """As a checkpoint's recomputation does."""
     stage.submod(torch.ones(3, 2))
 
@@ -65,9 +63,7 @@ def run_again(stage: Stage) -> None:
         (None, lambda stage: random.random(), {DRAWN_BY_BACKWARDS}),
     ],
 )
-def test_what_the_order_of_units_may_change_is_seen(
-    forward: Any, backward: Any, seen: set[str]
-) -> None:
+def test_what_the_order_of_units_may_change_is_seen(forward, backward, seen):
     stage: Any = Stage(forward, backward)
     units = Units([stage], split=False)
     units.reporter, units.seen = Recorded(), set()
@@ -79,7 +75,7 @@ def test_what_the_order_of_units_may_change_is_seen(
     assert [limit.highest for limit in limits] == [Level.UNITS] * len(seen)
 
 
-def test_an_object_gets_its_own_function_back() -> None:
+def test_an_object_gets_its_own_function_back():
     stage, schedule = Stage(), SimpleNamespace(step=print, _maybe_compute_loss=max)
     units = Units([stage], split=False)
     units.hear_losses_of(schedule)
@@ -91,7 +87,7 @@ def test_an_object_gets_its_own_function_back() -> None:
 
 
 @pytest.mark.parametrize("name", ["step", "_compute_loss", "_check_inputs", "_initialize_stage"])
-def test_a_schedule_with_a_function_of_its_own_keeps_its_order(name: str) -> None:
+def test_a_schedule_with_a_function_of_its_own_keeps_its_order(name):
     """Another order runs in a schedule of torch's, which has not got it."""
     order, stage = builders.one_f_one_b(2, 4), Stage()
     harmless = {"_get_pipeline_order": print, "mine": print, "__init__": print}
@@ -105,7 +101,7 @@ def test_a_schedule_with_a_function_of_its_own_keeps_its_order(name: str) -> Non
         assert (limit.highest, limit.feature) == (Level.UNITS, f"{name} of one's own")
 
 
-def test_a_class_of_ones_own_has_the_order_of_torchs_class_below_it() -> None:
+def test_a_class_of_ones_own_has_the_order_of_torchs_class_below_it():
     schedule = object.__new__(type("OnesOwn", (Schedule1F1B,), {}))
     schedule._stage = SimpleNamespace(stage_index=1, num_stages=2)
     schedule._n_microbatches = 4

@@ -1,9 +1,5 @@
 """The objective of a job: what it goes for at its level, with control of clocks and without."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import pytest
 from attached_ranks import Case
 
@@ -33,9 +29,7 @@ KEPT = "Objective time needs another order, and this job keeps its own"
         ),
     ],
 )
-def test_what_a_job_goes_for(
-    trained: Any, two_ranks: Any, asked: dict[str, str], does: str, notes: list[str]
-) -> None:
+def test_what_a_job_goes_for(trained, two_ranks, asked, does, notes):
     case = Case("Schedule1F1B", 4, steps=4, settings={"baseline_steps": 2, **asked})
     _, ours = trained(case, ranks=two_ranks)
     assert f"is active: {does}" in ours[0]["said"][0]

@@ -1,7 +1,5 @@
 """Orders that split backwards, by torch's own runtime: the same bits, or whole backwards."""
 
-from __future__ import annotations
-
 import random
 import re
 from collections import Counter
@@ -14,7 +12,7 @@ from on_request import asked_for, on_request
 from planning.core_cases import random_orders
 from presets import preset_profile
 
-from envpipe_megatron.core.kinds import Kind, Unit
+from envpipe_megatron.core.kinds import Kind
 from envpipe_megatron.core.orders import builders
 from envpipe_megatron.core.orders.zero_bubble import half_split, split_in_place
 from envpipe_megatron.core.schedule import Placement, Schedule
@@ -27,7 +25,7 @@ SETTINGS = {"baseline_steps": 2, "gpu_control": "none"}
 IN_CI = {("Schedule1F1B", 2), ("ScheduleZBVZeroBubble", 2), ("ScheduleInterleaved1F1B", 4)}
 
 
-def random_split(rng: random.Random, ranks: int, case: Case, placement: Placement) -> Schedule:
+def random_split(rng, ranks, case, placement):
     """Any order with each kind in the microbatches' order, some backwards of which are whole."""
     found = random_orders(
         rng, ranks, case.microbatches, case.chunks, split=True, placement=placement
@@ -37,7 +35,7 @@ def random_split(rng: random.Random, ranks: int, case: Case, placement: Placemen
     )
 
 
-def in_turn(rng: random.Random, order: tuple[Unit, ...]) -> tuple[Unit, ...]:
+def in_turn(rng, order):
     """The units numbered as they come: what they need still comes before them."""
     counted: Counter[object] = Counter()
     units = []

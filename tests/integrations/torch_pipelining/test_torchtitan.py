@@ -35,7 +35,7 @@ class Config:
 class Trainer:
     """What the hooks need of torchtitan's."""
 
-    def __init__(self, folder: Any, fails: bool = False, schedule: Any = "schedule") -> None:
+    def __init__(self, folder, fails=False, schedule="schedule"):
         self.job_config = Config(SimpleNamespace(dump_folder=str(folder)))
         self.told: list[Any] = []
         self.pp_schedule = schedule
@@ -46,10 +46,10 @@ class Trainer:
         )
         self.fails = fails
 
-    def _log(self, step: int, loss: float, most: Any, norm: Any, extra_metrics: Any) -> None:
+    def _log(self, step, loss, most, norm, extra_metrics):
         self.told.append((step, loss, extra_metrics))
 
-    def train(self) -> str:
+    def train(self):
         self.metrics_processor.log(1, 0.5, 0.6, 0.7, {"lr": 1})
         self.checkpointer.save(1)
         self.checkpointer.save(2)
@@ -62,7 +62,7 @@ class Trainer:
 class Pipeline:
     """What `attach` returns, which tells the trainer what it is asked for."""
 
-    def __init__(self, told: list[Any]) -> None:
+    def __init__(self, told):
         report = SimpleNamespace(line=lambda: " energy |", scalars=lambda: {"envpipe": 2})
         self.report = lambda: report
         self.tell = lambda text: told.append(text)
@@ -76,12 +76,12 @@ def hooked(monkeypatch):
     """A class of trainers with hooks, and what it attached to."""
     attached: list[Any] = []
 
-    def make(**settings: Any) -> tuple[type[Trainer], list[Any]]:
+    def make(**settings):
         kind = type("Trainer", (Trainer,), {})
         torchtitan.hook(kind, **settings)
         return kind, attached
 
-    def attach(schedule: Any, **how: Any) -> Pipeline:
+    def attach(schedule, **how):
         attached.append((schedule, how))
         return Pipeline(trainer_of[0].told)
 
@@ -117,7 +117,7 @@ def test_a_trainer_that_fails_gives_clocks_back_and_asks_nobody(hooked, tmp_path
 
 
 def test_a_schedule_that_is_none_of_torchs_trains_by_itself(hooked, tmp_path, monkeypatch, caplog):
-    def refuse(schedule: Any, **how: Any) -> Any:
+    def refuse(schedule, **how):
         raise AttachError("No schedule of a test")
 
     kind, _ = hooked()
@@ -135,7 +135,7 @@ def test_without_a_pipeline_nothing_is_attached(hooked, tmp_path, caplog):
 
 
 def test_facts_change_with_what_units_cost_and_not_with_how_long_they_run(tmp_path):
-    def digest(**training: int) -> str:
+    def digest(**training):
         config = Config(SimpleNamespace(dump_folder="x"), training=Parts(**training))
         return torchtitan._facts(config)["configuration"]
 

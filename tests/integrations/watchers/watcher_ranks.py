@@ -61,7 +61,7 @@ class Job:
         self.session, self.gpu = plain_stages.session(
             rank, options, root, time_at_max_s=TIMES_S if by_plan else {Kind.FORWARD: 0.2}
         )
-        self.pause, self.close = self.session.pause, self.session.close
+        self.job, self.pause, self.close = self, self.session.pause, self.session.close
 
     def step(self) -> Mapping[str, list[float]]:
         """Train an iteration; what its units took, s."""

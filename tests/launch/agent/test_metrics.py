@@ -141,9 +141,9 @@ def test_a_gpu_that_a_job_may_slow_is_marked(node, tmp_path, monkeypatch):
         for uid in ("GPU-1", "GPU-of-another-job")
     ]
     (sample,) = node.scrape(port)["envpipe_gpu_slowed_info"].samples
-    labels, mark = sample.labels, list_leases()[0].mark()
+    labels, mark = sample.labels, list_leases()[0].mark
     assert (sample.value, labels["gpu_uid"], labels["rank"]) == (1, "GPU-1", "1")
-    names = ("user", "pid", "host", "slurm_job_id", "highest_mhz", "lowest_mhz", "since")
+    names = ("user", "pid", "host", "slurm_job_id", "highest_mhz", "lowest_mhz", "created")
     assert {name: labels[name] for name in names} == {name: str(mark[name]) for name in names}
     for lease in leases:
         lease.close()  # as if its guard had died
@@ -284,7 +284,7 @@ def test_an_operator_asks_by_http_what_the_jobs_file_says(node, tmp_path):
 
 @pytest.mark.parametrize(
     ("peer", "status"),
-    [("127.0.0.1", 200), ("::1", 200), ("::ffff:127.0.0.1", 200), ("10.0.0.7", 403)],
+    [("127.0.0.1", 200), ("::1", 200), ("10.0.0.7", 403)],
 )
 def test_only_this_node_may_ask(node, tmp_path, peer, status):
     file = tmp_path / "control.json"
@@ -295,5 +295,6 @@ def test_only_this_node_may_ask(node, tmp_path, peer, status):
     app(about, lambda said, headers: seen.append(int(said[:3])))
     assert seen == [status]
     assert file.exists() == (status == 200)
+    app(about | {"CONTENT_LENGTH": "-1"}, lambda said, headers: None)  # is not waited for
     app(about | {"REQUEST_METHOD": "GET"}, lambda said, headers: seen.append(int(said[:3])))
     assert seen[1] == 200

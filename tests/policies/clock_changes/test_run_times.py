@@ -10,12 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from on_request import examples
 from planning_cases import random_job
+from program_cases import Case
 from scipy.optimize import OptimizeResult
 
 from envpipe_megatron.core.conditions import Conditions
 from envpipe_megatron.core.orders import builders
 from envpipe_megatron.core.plan import Plan, max_frequencies
-from envpipe_megatron.core.timeline import Timeline
 from envpipe_megatron.policies.clock_changes import run_times
 from envpipe_megatron.policies.clock_changes.clock_runs import make_clock_table
 from envpipe_megatron.policies.clock_changes.run_times import (
@@ -23,65 +23,24 @@ from envpipe_megatron.policies.clock_changes.run_times import (
     faster_path,
     saving_moves,
 )
-from envpipe_megatron.policies.optimal.choices import make_choices, node_keys
-from envpipe_megatron.policies.optimal.linear_program import DurationProgram
-
-
-class SharedClocks:
-    """A small job with its table, and two clocks a unit to tell runs by."""
-
-    def __init__(self, rng):
-        self.job = random_job(rng)
-        profile, conditions = self.job.profile, self.job.conditions
-        self.schedule = builders.one_f_one_b(self.job.num_stages, self.job.num_microbatches)
-        self.power_w = np.array(conditions.blocking_power_w)
-        self.total_w = float(np.dot(self.power_w, conditions.gpus_by_stage))
-        self.table = make_clock_table(self.schedule, profile, conditions, self.power_w)
-        self.choices = make_choices(profile, self.power_w, conditions.gpus_by_stage)
-        self.key = node_keys(self.schedule, self.choices).reshape(self.schedule.is_backward.shape)
-        fastest_s = np.array([unit.time_s[0] for unit in self.choices.units])[self.key]
-        self.fastest_s = self.iteration_s(fastest_s)
-
-    def iteration_s(self, duration_s):
-        conditions = self.job.conditions
-        ends_s = Timeline(self.schedule, duration_s, conditions.latency_s).end_s[:, -1]
-        return float((ends_s + conditions.tail_by_stage_s).max())
-
-    def solve(self, index, deadline_s):
-        schedule, profile = self.schedule, self.job.profile
-        highest = max_frequencies(schedule, profile)
-        plan = Plan("mine", schedule, highest, profile, self.job.conditions)
-        return divide_time(plan, self.table, index, self.total_w, deadline_s)
-
-    def runs_of_one(self):
-        """Indices that differ from unit to unit: every unit is a run of its own."""
-        shape = self.schedule.is_backward.shape
-        return np.broadcast_to(np.arange(shape[1]) % 2, shape)
 
 
 @settings(max_examples=examples(80), deadline=None, derandomize=True)
 @given(st.integers(0, 2**32))
 def test_runs_of_one_unit_are_as_cheap_as_the_program_without_runs(seed):
-    rng = random.Random(seed)
-    case = SharedClocks(rng)
-    conditions = case.job.conditions
-    deadline_s = rng.choice([1.0, 1.05, 1.3, 3.0]) * case.fastest_s
-    duration_s, _ = case.solve(case.runs_of_one(), deadline_s)
-    iteration_s = case.iteration_s(duration_s)
-    assert iteration_s <= deadline_s * (1 + 1e-6)
-    energy_j = case.total_w * iteration_s
-    for unit, longest_s in zip(
-        np.array(case.choices.units, dtype=object)[case.key.ravel()],
-        duration_s.ravel(),
-        strict=True,
-    ):
-        hull_s, hull_j = unit.time_s[unit.hull], unit.cost_j[unit.hull]
-        energy_j += np.interp(longest_s, hull_s, hull_j)
-    program = DurationProgram(
-        case.schedule, case.choices, conditions.latency_s, conditions.tail_by_stage_s
-    )
+    case = Case(seed, job=lambda rng, _: random_job(rng))
+    schedule, profile, conditions = case.schedule, case.profile, case.conditions
+    table = make_clock_table(schedule, profile, conditions, case.powers_w)
+    plan = Plan("mine", schedule, max_frequencies(schedule, profile), profile, conditions)
+    # Indices that differ from unit to unit: every unit is a run of its own.
+    index = np.broadcast_to(np.arange(schedule.units_per_stage) % 2, schedule.is_backward.shape)
+    power_w = case.choices.waiting_power_w
+    duration_s, _ = divide_time(plan, table, index, power_w, case.deadline_s)
+    assert case.iteration_s(duration_s) <= case.deadline_s * (1 + 1e-6)
+    energy_j = case.cost_j(duration_s.ravel())
     scale_j = sum(abs(unit.cost_j).max() for unit in case.choices.units)
-    assert energy_j == pytest.approx(program.solve(deadline_s).cost_j, abs=1e-5 * scale_j, rel=1e-5)
+    least_j = case.program().solve(case.deadline_s).cost_j
+    assert energy_j == pytest.approx(least_j, abs=1e-5 * scale_j, rel=1e-5)
 
 
 class TestLateClocks:

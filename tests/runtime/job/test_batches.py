@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import fields, replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -175,8 +176,10 @@ def test_what_another_size_interrupts_goes_on_unless_it_is_a_sweep(monkeypatch, 
     known: Any = None if swept else "a profile"
     state = SessionState(profile=known)
     parts |= {"state": state, "options": JobOptions(type="baseline")}
+    parts["gpu"] = SimpleNamespace(supported_frequencies_mhz=(1410,))
     job = PhaseParts(**parts)
     batches = iterations.Batches(job, lambda facts: None)
     for count in (4, 2, 4):
-        assert batches.next_order(None, count, None, None, full_batch=count == 4) is order
+        own = builders.one_f_one_b(1, count)
+        assert batches.next_order(None, count, None, own, full_batch=count == 4) is order
     assert found == begun

@@ -99,8 +99,19 @@ def test_a_job_that_only_measures_has_its_clocks_given_back_and_keeps_no_budget(
     ranks = three_ranks.run(control_ranks.train_asked, tmp_path, 6, {"type": "baseline"}, asks)
     check(ranks, [4, 5])
     budget, off = ranks[0]["notes"]
-    assert "No power budget is kept" in budget
-    assert off.endswith(" on")
+    assert "power budget is not kept" in budget
+    assert re.fullmatch(r"Off from iteration 4 \(20.*\)", off)
+
+
+def test_a_clock_that_is_lost_while_the_job_is_off_is_said_when_it_is_on_again(
+    three_ranks, tmp_path
+):
+    loop, asks = {"type": "optimal", "scheduling": "auto"}, {12: OFF, 15: ON}
+    ranks = three_ranks.run(control_ranks.train_asked, tmp_path, 19, loop, asks, (), (1, 13))
+    for rank in ranks:
+        assert [phase for phase, *_ in rank["ran"][12:16]] == ["off"] * 3 + ["steady"]
+        assert rank["notes"] == ranks[0]["notes"]
+    assert any("the driver of a test" in text for text in ranks[0]["notes"])
 
 
 # --- the file -------------------------------------------------------------------------------------

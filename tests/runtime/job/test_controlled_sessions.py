@@ -44,8 +44,7 @@ def requested_mhz(root: Path, count: int) -> list[int | None]:
 def test_a_guarded_session_holds_its_gpu_and_gives_it_back(three_ranks, guards):
     told = three_ranks.run(controlled_ranks.train_guarded, guards, False)
     for leases, locked_mhz, forked_mhz, after_mhz, error in told:
-        # From the highest clock to the lowest that is profiled.
-        assert leases == [(f"{guards}#{index}", (1410, 750)) for index in range(3)]
+        assert leases == [f"{guards}#{index}" for index in range(3)]
         assert locked_mhz is not None
         assert forked_mhz == locked_mhz
         assert after_mhz is not None
