@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import select
 import signal
@@ -24,16 +25,6 @@ from envpipe_megatron.runtime.energy.meter import EnergyMeter
 #: It looks when it is asked, and at no other time.
 NEVER_S = 3600.0
 WAIT_S = 60.0
-#: A rank that starts a reader, says its pid, and waits to be killed.
-RANK = """
-import json, sys
-from envpipe_megatron.gpu.base import GpuAddress
-from envpipe_megatron.gpu.energy_reader import EnergyReader
-reader = EnergyReader(GpuAddress(**json.loads(sys.argv[1])), float(sys.argv[2]))
-list(reader.look(60.0))
-print(reader._process.pid, flush=True)
-sys.stdin.read()
-"""
 
 
 @pytest.fixture
@@ -165,15 +156,18 @@ def test_it_ends_with_its_meter(meter):
 
 @pytest.mark.parametrize("poll_s", [NEVER_S, 0.01])
 def test_it_ends_with_its_rank(gpu, poll_s):
-    rank = subprocess.Popen(
-        [sys.executable, "-c", RANK, json.dumps(asdict(gpu.address)), str(poll_s)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-    )
-    pid = int(rank.stdout.readline())
-    descriptor = os.pidfd_open(pid)
+    def run():
+        reader = EnergyReader(gpu.address, poll_s)
+        list(reader.look(WAIT_S))
+        tell.send(reader._process.pid)
+        signal.pause()
+
+    told, tell = multiprocessing.Pipe(duplex=False)
+    rank = multiprocessing.get_context("fork").Process(target=run)
+    rank.start()
+    descriptor = os.pidfd_open(told.recv())
     rank.kill()
-    rank.wait(WAIT_S)
+    rank.join(WAIT_S)
     assert select.select([descriptor], [], [], WAIT_S)[0]
     os.close(descriptor)
 

@@ -20,7 +20,6 @@ import pytest
 from agent_ranks import Nodes
 
 from envpipe_megatron.errors import EnvPipeError
-from envpipe_megatron.gpu.guard import messages
 from envpipe_megatron.gpu.guard.messages import send
 from envpipe_megatron.launch import node
 from envpipe_megatron.launch.agent import prometheus
@@ -127,43 +126,32 @@ def test_a_node_ends_behind_the_guards_of_its_ranks(
     nodes, train, output, monkeypatch, caplog, ends
 ):
     """Its end may kill them, where it is the first process of a container."""
-    waited = []
+    guard, gone = (subprocess.Popen(["sleep", "1000"]) for _ in range(2))
+    gone.kill()
+    gone.wait()
 
     def lease(gpu: str, **other: Any) -> SimpleNamespace:
-        rank = SimpleNamespace(is_alive=lambda: None)
-        fields = {"rank": rank, "live": True, "uid": os.geteuid()}
+        own = {"rank": SimpleNamespace(is_alive=lambda: None), "guard": guard, "live": True}
         address = SimpleNamespace(uid=gpu)
-        return SimpleNamespace(**{**fields, "address": address, "guard": guard, **other})
+        return SimpleNamespace(**{**own, "uid": os.geteuid(), "address": address, **other})
 
-    def wait(descriptors: list[int], time_s: float) -> bool:
-        waited.append(time_s)
-        if ends:
-            guard.process.kill()
-        return ends and messages.wait_readable(descriptors, LONG_S)
-
-    ended = subprocess.Popen(["true"])
-    ended.wait()
-    process = subprocess.Popen(["sleep", "1000"])
-    guard = SimpleNamespace(pid=process.pid, process=process)
-    monkeypatch.setattr(node, "wait_readable", wait)
-    monkeypatch.setattr(
-        node,
-        "list_leases",
-        lambda: [
-            lease("of a rank that lives", rank=SimpleNamespace(is_alive=lambda: True)),
-            lease("of a command", rank=None),
-            lease("without a guard", live=False),
-            lease("of a stranger", uid=os.geteuid() + 1),
-            lease("whose guard has just ended", guard=SimpleNamespace(pid=ended.pid)),
-            lease("of ours"),
-        ],
-    )
+    leases = [
+        lease("of a rank that lives", rank=SimpleNamespace(is_alive=lambda: True)),
+        lease("of a command", rank=None),
+        lease("without a guard", live=False),
+        lease("of a stranger", uid=os.geteuid() + 1),
+        lease("whose guard has just ended", guard=gone),
+        lease("of ours"),
+    ]
+    monkeypatch.setattr(node, "list_leases", lambda: leases)
+    monkeypatch.setattr(node, "_GUARDS_S", LONG_S if ends else 0.01)
+    if ends:
+        guard.kill()
     assert train(nodes) == 0
-    process.kill()
-    process.wait()
-    assert len(waited) == 1
-    assert 0 < waited[0] <= node._GUARDS_S
-    assert ("of ours is not reset yet" in caplog.text) is not ends
+    guard.kill()
+    guard.wait()
+    said = [record.getMessage() for record in caplog.records if "reset yet" in record.getMessage()]
+    assert said == ([] if ends else ["of ours is not reset yet by its guard"])
 
 
 class Ended:

@@ -199,6 +199,7 @@ def test_an_answer_that_comes_too_late(daemon):
     with pytest.raises(GpuError, match=r"within 0\.2 s.*may still take effect"):
         gpu.lock_frequency(1380)
     daemon.wait_for.set()
+    gpu._zeusd._time_limit_s = 30.0  # the host may be busy
     gpu.lock_frequency(1200)
     assert locked(1200) in daemon.changes
 

@@ -1,10 +1,11 @@
 """Emulated GPUs seen from several processes and threads, some of which are killed."""
 
 import fcntl
+import itertools
+import multiprocessing
 import os
 import random
 import signal
-import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -12,35 +13,29 @@ from concurrent.futures import ThreadPoolExecutor
 from envpipe_megatron.gpu.emulated.emulated_gpu import EmulatedGpu
 from envpipe_megatron.gpu.emulated.store import parse_state
 
-UNITS = """
-import sys
-from envpipe_megatron.gpu.emulated.emulated_gpu import EmulatedGpu
-gpu = EmulatedGpu.open(sys.argv[1], 0)
-print("ready", flush=True)
-count = int(sys.argv[2])
-while count != 0:
-    gpu.run_unit("forward", 0.0625, 0.0)
-    count -= 1
-"""
+FORK = multiprocessing.get_context("fork")
 
 
-def start(code, *arguments, **options):
-    return subprocess.Popen(
-        [sys.executable, "-c", code, *map(str, arguments)],
-        stdout=subprocess.PIPE,
-        text=True,
-        **options,
-    )
+def start(gpu, count):
+    """Another process that runs so many units, or units for ever."""
+
+    def run():
+        for _ in range(count) if count else itertools.count():
+            gpu.run_unit("forward", 0.0625, 0.0)
+
+    process = FORK.Process(target=run)
+    process.start()
+    return process
 
 
 def test_concurrent_units_are_all_counted(tmp_path, round_preset):
     gpu = EmulatedGpu.create(round_preset, 0, tmp_path)
-    processes = [start(UNITS, tmp_path, 150) for _ in range(2)]
+    processes = [start(gpu, 150) for _ in range(2)]
     with ThreadPoolExecutor(4) as pool:  # threads exclude each other, too
         list(pool.map(lambda _: gpu.run_unit("forward", 0.0625, 0.0), range(100)))
     for process in processes:
-        process.communicate(timeout=30)
-        assert process.returncode == 0
+        process.join(30)
+        assert process.exitcode == 0
     assert gpu.committed_end_s() == 400 * 0.0625
     assert gpu._file.read().energy_j == 400 * 0.0625 * 300
 
@@ -50,15 +45,14 @@ def test_state_is_whole_after_a_kill_at_any_point(tmp_path, round_preset):
     delays = random.Random(20240924)
     last_end_s = 0.0
     for _ in range(4):
-        process = start(UNITS, tmp_path, -1)
+        process = start(gpu, None)
         try:
-            assert process.stdout.readline() == "ready\n"
             deadline_s = time.monotonic() + delays.uniform(0.001, 0.04)
-            while time.monotonic() < deadline_s:  # a reader never sees half a state
-                parse_state(gpu._file.path.read_bytes())
+            while time.monotonic() < deadline_s or gpu.committed_end_s() == last_end_s:
+                parse_state(gpu._file.path.read_bytes())  # a reader never sees half a state
         finally:
-            os.kill(process.pid, signal.SIGKILL)
-            process.communicate(timeout=30)
+            process.kill()
+            process.join(30)
         state = parse_state(gpu._file.path.read_bytes())
         assert state.energy_j == state.end_s * 300  # exact: binary fractions
         assert state.end_s % 0.0625 == 0

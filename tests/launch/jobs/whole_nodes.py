@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import shutil
 import signal
@@ -17,11 +18,11 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
 import plain_job
+import pytest
 from commands import run_well
 from free_port import free_port
 from on_request import on_request
@@ -91,11 +92,11 @@ class Node:
         root = self.folder / "gpus"
         return [EmulatedGpu.open(root, index) for index in list_emulated(root)]
 
-    def counted_j(self) -> Fraction:
-        """What the counters of all GPUs have counted since `add_gpus`, exactly."""
-        readings = {gpu.index: gpu.read_energy().energy_j for gpu in self.gpus}
-        before = {index: self._before_j.get(index, 0.0) for index in readings}
-        return sum((Fraction(j) - Fraction(before[i]) for i, j in readings.items()), Fraction())
+    def counted_j(self) -> float:
+        """What the counters of all GPUs have counted since `add_gpus`."""
+        return math.fsum(
+            gpu.read_energy().energy_j - self._before_j.get(gpu.index, 0.0) for gpu in self.gpus
+        )
 
     def locked_mhz(self) -> list[int | None]:
         """The clock that is locked on each GPU."""
@@ -352,12 +353,8 @@ def assert_equals_counters(energy_j: float, nodes: Sequence[Node]) -> None:
     each rounds at the 16th digit of its counter: a thousand lines differ from the difference of
     last and first reading at the 13th digit at most. A line too much or too little is far more.
     """
-    counted_j = sum((node.counted_j() for node in nodes), Fraction())
-    assert abs(Fraction(energy_j) - counted_j) <= counted_j * Fraction(1, 10**9), (
-        energy_j,
-        float(counted_j),
-        "\n".join(node.said for node in nodes),
-    )
+    counted_j = math.fsum(node.counted_j() for node in nodes)
+    assert energy_j == pytest.approx(counted_j, rel=1e-9), "\n".join(node.said for node in nodes)
 
 
 def _environ(pid: int) -> bytes:
