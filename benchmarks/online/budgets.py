@@ -32,12 +32,12 @@ from benchmarks.outputs import leave, make_console, make_table, output_option
 from envpipe_megatron.core.conditions import known_conditions
 from envpipe_megatron.core.plan import Plan
 from envpipe_megatron.formats.energy import Phase
+from envpipe_megatron.formats.wishes import read_power_budget
 from envpipe_megatron.gpu.presets import load_preset
 from envpipe_megatron.policies.objective import Goal, Objective
 from envpipe_megatron.policies.planner import make_plan
 from envpipe_megatron.runtime.execution.orders import constant_order
 from envpipe_megatron.runtime.job.options import JobOptions
-from envpipe_megatron.tuning.wishes import read_power_budget
 
 PARTS = ("changes", "signal", "trouble")
 _OPTIONS = JobOptions(num_microbatches=24, baseline_steps=3)

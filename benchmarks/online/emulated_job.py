@@ -231,7 +231,7 @@ class EmulatedJob:
         message = SimpleNamespace(make=_nothing)
         parts = PhaseParts(
             options=config,
-            state=SessionState(),
+            state=SessionState(wishes=config.wishes),
             folder=folder,
             batch="",
             stage=stage,

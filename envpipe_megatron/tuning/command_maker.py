@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from envpipe_megatron.core.arrays import FloatArray
 from envpipe_megatron.core.plan import Plan
 from envpipe_megatron.formats.energy import Phase
+from envpipe_megatron.tuning.budget import Allowance
 from envpipe_megatron.tuning.commands import Clocked, Command, Run, Window
 from envpipe_megatron.tuning.measured.store import Store
 
@@ -17,16 +18,17 @@ class CommandMaker:
     Args:
         store: learns what is measured.
         num_replicas: pipelines.
+        allowance: counts the power of all windows, if there is or was a power budget.
 
     Attributes:
         bill: what it is to say: why no plan runs, what was too slow, what was won, and why a power
             budget is not kept.
         adopted: the plan that ranks have not heard of.
         before: the plan that ran before the last one, with what the bill said of it.
-        power: as `Command.power`.
     """
 
-    def __init__(self, store: Store, num_replicas: int) -> None:
+    def __init__(self, store: Store, num_replicas: int, allowance: Allowance | None = None) -> None:
+        self._allowance = allowance or Allowance()
         self._store, self._everyone = store, range(num_replicas)
         self._running: tuple[tuple[Clocked, ...], tuple[int, ...]] = ((), ())
         #: Whether the order of the last command began with it.
@@ -34,7 +36,6 @@ class CommandMaker:
         self.bill = dict.fromkeys(("none", "late", "won", "power"), "")
         self.adopted: Plan | None = None
         self.before: tuple[Plan | None, str] = None, ""
-        self.power: Mapping[str, float | None] | None = None
         #: What the bill has heard, what the next command says, and what the last one said.
         self._billed, self._notes, self._said = "", list[str](), ""
 
@@ -73,7 +74,7 @@ class CommandMaker:
             adopted,
             self._said,
             billed if new else "",
-            power=self.power,
+            power=self._allowance.facts,
         )
 
     def run(
@@ -87,6 +88,7 @@ class CommandMaker:
         self, clocked: Clocked, window: Window, replicas: Sequence[int] = (), fades: float = 1.0
     ) -> FloatArray:
         """Have the store learn what some replicas ran last, by default all; as `Store.learn`."""
+        self._allowance.count(window)
         replicas = replicas or self._everyone
         return self._store.learn(clocked, window, replicas, fresh=self._fresh, fades=fades)
 

@@ -20,8 +20,8 @@ from envpipe_megatron.core.plan import Plan
 from envpipe_megatron.core.schedule import Schedule
 from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.formats.energy import Phase
+from envpipe_megatron.formats.wishes import NO_WISHES, Wishes
 from envpipe_megatron.tuning.measured.meters import MeterSums
-from envpipe_megatron.tuning.wishes import NO_WISHES, Wishes
 
 T = TypeVar("T")
 
@@ -74,7 +74,7 @@ class Command:
             empty if nothing changes.
         metered: whether the energy counter is waited for, so that the report says what power its
             steps drew.
-        power: how a power budget was kept so far, as `PowerSums.facts` has it; None without one.
+        power: how a power budget was kept so far, as `Allowance.facts` has it; None without one.
     """
 
     phase: Phase

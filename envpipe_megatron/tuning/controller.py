@@ -15,15 +15,15 @@ from envpipe_megatron.core.plan import Plan
 from envpipe_megatron.core.schedule import Schedule
 from envpipe_megatron.formats.energy import Phase
 from envpipe_megatron.policies.optimal.optimizer import order_at_maximum_s
-from envpipe_megatron.tuning.budget import Budget
+from envpipe_megatron.tuning.budget import EXCEEDS, OVER, Budget
 from envpipe_megatron.tuning.command_maker import CommandMaker
 from envpipe_megatron.tuning.commands import Clocked, PlanRefusedError, Run, Window
 from envpipe_megatron.tuning.judge import WINDOW, Judge, Silence, larger, upset, what_drifted
 from envpipe_megatron.tuning.measured.store import Store
-from envpipe_megatron.tuning.planner import UNPLANNED, Planner, Plans, gpu_power_w
+from envpipe_megatron.tuning.planner import UNPLANNED, Planner, Plans
 from envpipe_megatron.tuning.probes.probe import Look, first_probe
 from envpipe_megatron.tuning.probes.slack import lifted, slack_probe
-from envpipe_megatron.tuning.replicas import Followers
+from envpipe_megatron.tuning.replicas import Followers, gpu_power_w
 
 #: Corrections that gain nothing end after so many. Without any, a job in which a GPU becomes slow
 #: saves 0.8 points less.
@@ -84,10 +84,11 @@ class Controller:
         self._store, self._planner = store, planner
         self._top, self._measured = store.at_top(own), measured
         self._followers = Followers(num_replicas)
-        self._commands = CommandMaker(store, num_replicas)
+        self._budget = Budget(planner, self._followers)
+        self._commands = CommandMaker(store, num_replicas, self._budget)
         self._judge = Judge(planner.limits.allowed())
         self._looks, self._corrections = Looks(), _MOST_CORRECTIONS
-        self._silence, self._budget = Silence(own.num_stages), Budget(planner)
+        self._silence = Silence(own.num_stages)
 
     def run(self, first: Window) -> Run[None]:
         """Go on after the warm-up, forever; the first window has all of it but an iteration.
@@ -138,6 +139,7 @@ class Controller:
         judge, planner, correcting = self._judge, self._planner, self._corrections > 0
         window, drift = yield from self._run_plan()
         look = not correcting and (drift.any() or self._looks.are_due(judge.windows))
+        look = look and not self._budget.binds  # a window with one would take 2 % more
         if look and not self._harmed():
             drift = larger((yield from self._look_at_the_top()), drift)
             self._looks.looked(judge.windows, calm=not drift.any())
@@ -162,10 +164,10 @@ class Controller:
                     yield from self._look_again()
                 if is_upset or eased:
                     self._replan(reorder=True)
-        self._keep_budget(window, drift)
         self._take_plans()
         if not correcting:
             self._follow()
+        self._keep_budget(window, drift)
 
     def _look_at_the_top(self) -> Run[FloatArray]:
         """See what the highest clock gives today, by which harm is known; drifts of stages."""
@@ -231,8 +233,7 @@ class Controller:
         self._commands.note(*self._silence.add(window))
         self._compare(window)
         drift = self._learn_usual(orders, which, window)
-        assert self.plan is not None
-        self._budget.add(window, self.plan)
+        self._budget.add(window)
         self._judge.add(window)
         return window, drift
 
@@ -250,33 +251,34 @@ class Controller:
         assert self.plan is not None
         budget, planner = self._budget, self._planner
         if drift.any():
-            budget.changed()
-        if math.isnan(budget.own_w):  # meters said nothing of it
+            budget.known.clear()
+        if math.isnan(budget.own_w) and window.wishes.power_budget is not None:
             budget.own_w = gpu_power_w(self._unplanned())
         if news := budget.heed(window.wishes):
             self._commands.note(news)
             self._turn()
-        elif budget.missed(self.plan) and not planner.busy:
+        elif budget.missed() and not planner.busy:
             if not budget.binds:
                 self._turn()
             else:
-                if plan := budget.again(self.plan):
-                    self._turn_to(plan)
+                plan = budget.again(self.plan)
                 self._replan(reorder=False)
-        self._commands.power = budget.facts
+                if plan is not None:
+                    self._turn_to(plan)
 
     def _turn(self) -> None:
         """Run what is there at once for the budget, and have what is best for it planned."""
         budget, planner = self._budget, self._planner
+        bound = budget.binds
         self._turn_to(budget.choose())
-        if (why := budget.why) != self._commands.bill["power"]:
-            self._commands.note(why)
-            self._commands.bill["power"] = why
+        said = self._commands.bill["power"]
+        self._commands.bill["power"] = budget.why or (said and f"{said.partition(',')[0]}, {OVER}")
+        self._commands.note(budget.why)
         if self._has_no_plan and planner.busy:
             return  # the best one is on its way
-        if budget.binds and not why:
+        if budget.binds and not budget.why:
             self._replan(reorder=self._has_no_plan)
-        elif budget.stale or planner.busy:
+        elif bound and not budget.binds:  # the usual one may be of before a change
             self._replan(reorder=True)
 
     # --- what is known --------------------------------------------------------------------------
@@ -338,7 +340,8 @@ class Controller:
 
     def _replan(self, *, reorder: bool) -> None:
         order = None if reorder or self.plan is None else self.plan.schedule
-        self._planner.begin(order, self._judge.faster)
+        followed = set(self._followers.levels) - {0} if self._budget.binds else ()
+        self._planner.begin(order, self._judge.faster, sorted(followed))
 
     def _take(self) -> Plans | None:
         return self._planner.take(self._failed)
@@ -370,7 +373,8 @@ class Controller:
         if self._corrections and not self._has_no_plan:
             self._correct(better=better)
         if better:
-            self._adopt(plans[0])
+            self._adopt(plans.pop(0))
+            self._followers.extend({level: planner.ready(plan) for level, plan in plans.items()})
 
     def _correct(self, *, better: bool) -> None:
         """Count a correction: a plan that stays is kept with what it is known to cost by now."""
@@ -421,10 +425,12 @@ class Controller:
     def _follow(self) -> None:
         assert self.plan is not None
         followers = self._followers
+        before_w = followers.power_w
         if note := followers.follow():
             self._commands.note(note)
             self._judge.begin()
-            self._budget.windows = 0
+            if abs(followers.power_w / before_w - 1) > EXCEEDS:
+                self._budget.windows = 0
         if followers.missing and not self._planner.busy:
             levels, expected = followers.asked(), self._expected(self.plan)
             self._planner.begin_levels(self.plan.schedule, levels, expected)

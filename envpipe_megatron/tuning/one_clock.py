@@ -249,7 +249,7 @@ class OneClock:
         known = {0: 0.0, **self._powers_w}
         at = sorted(known)
         powers_w = np.interp(clocks, at, [known[clock] for clock in at])
-        allowed_w = self._allowance.allowed_w or math.inf
+        allowed_w = self._allowance.allowed_w
         within = (c for c, w in zip(clocks, powers_w, strict=True) if not w > allowed_w)
         return next(within, clocks[-1])
 

@@ -19,7 +19,7 @@ from envpipe_megatron.core.profile import Profile
 from envpipe_megatron.core.schedule import Schedule
 from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.formats.energy import Phase
-from envpipe_megatron.policies.objective import LEAST_ENERGY, Goal, Objective
+from envpipe_megatron.policies.objective import LEAST_ENERGY, SHORTEST, Objective
 from envpipe_megatron.policies.optimal.linear_program import LinearProgramError
 from envpipe_megatron.policies.planner import Planned, solve
 from envpipe_megatron.policies.problem import Problem
@@ -27,7 +27,7 @@ from envpipe_megatron.tuning.background import Background
 from envpipe_megatron.tuning.commands import Command, Run, Window
 from envpipe_megatron.tuning.measured.store import Store
 from envpipe_megatron.tuning.parking import parked, still_parked
-from envpipe_megatron.tuning.replicas import level_factor
+from envpipe_megatron.tuning.replicas import gpu_power_w, level_factor
 
 #: A new plan must be better by this share than the one that runs.
 _WORTH = 5e-4
@@ -73,20 +73,10 @@ class Limits:
         return (self.deadline_factor or max(1.0, expected)) * (1 + self.max_slowdown)
 
     def within(self, power_w: float) -> Limits:
-        """Return those of plans that keep a mean power of a pipeline, in the least time if need be.
-
-        Of the least energy in a time there is none, where a budget binds.
-        """
-        objective = self.objective
-        if objective.goal == Goal.ENERGY:
-            objective = Objective(Goal.TIME)
+        """Those of plans that keep a power of a pipeline: in place of the least energy, time."""
+        objective = SHORTEST if self.objective == LEAST_ENERGY else self.objective
         objective = replace(objective, power_cap_w=power_w)
         return replace(self, deadline_factor=None, objective=objective)
-
-
-def gpu_power_w(plan: Plan) -> float:
-    """Return the mean power of a GPU in a plan."""
-    return plan.cost.mean_power_w / float(plan.conditions.gpus_by_stage.sum())
 
 
 def planned(problem: Problem, notes: tuple[str, ...]) -> tuple[Plan, tuple[str, ...]]:
@@ -95,8 +85,11 @@ def planned(problem: Problem, notes: tuple[str, ...]) -> tuple[Plan, tuple[str, 
     return made.plan, (*made.notes, *notes)
 
 
-def first_plans(asked: Mapping[int, Sequence[Asked]]) -> _Made:
-    """By level, the first plan of those asked for that there is; LinearProgramError: none."""
+def first_plans(asked: Mapping[int, Sequence[Asked]], followed: Sequence[int] = ()) -> _Made:
+    """By level, the first plan of those asked for that there is; LinearProgramError: none.
+
+    And levels that follow the plan of level 0, in its order.
+    """
     made: dict[int, Planned] = {}
     for level, (*others, last) in asked.items():
         for one, _ in others:
@@ -105,6 +98,11 @@ def first_plans(asked: Mapping[int, Sequence[Asked]]) -> _Made:
                 break
         else:
             made[level] = solve(last[0])
+    for level in followed:
+        lead, problem = made[0].plan, asked[0][0][0]
+        own_s, factor = lead.cost.iteration_time_s, level_factor(level)
+        like = replace(problem, order=lead.schedule, own_s=own_s, deadline_factor=factor)
+        made[level] = solve(replace(like, objective=LEAST_ENERGY))
     return {
         level: (of.plan, of.auto.splitting(of.plan) if of.auto else "")
         for level, of in made.items()
@@ -192,14 +190,19 @@ class Planner:
         """Have the best plan made once more when this one is there; so many windows have passed."""
         self._again_at = windows + 1
 
-    def begin(self, order: Schedule | None, faster: float) -> None:
-        """Make a plan for an order, or the best there is, if possible faster by a share."""
+    def begin(self, order: Schedule | None, faster: float, followed: Sequence[int] = ()) -> None:
+        """Make a plan for an order, or the best there is, if possible faster by a share.
+
+        Levels of the frontier that are `followed` come with it.
+        """
         self._reorders = order is None
         if self._reorders:
             self._again_at = 0
         factor = self.limits.deadline_factor
         factors = [None] if factor is None else dict.fromkeys([factor - faster, factor])
-        self._begin(lambda known: {0: [self._asked(known, order, each) for each in factors]})
+        self._begin(
+            lambda known: {0: [self._asked(known, order, each) for each in factors]}, followed
+        )
 
     def begin_shortest(self, *, whole: bool) -> None:
         """Make the plan of the best order, and as level 1 that of whole backwards if asked for."""
@@ -241,10 +244,14 @@ class Planner:
     def _asked(self, known: Profile, order: Schedule | None, factor: float | None) -> Asked:
         return self._ask(known, order, factor, self.limits.objective)
 
-    def _begin(self, ask: Callable[[Profile], Mapping[int, Sequence[Asked]]]) -> None:
+    def _begin(
+        self,
+        ask: Callable[[Profile], Mapping[int, Sequence[Asked]]],
+        followed: Sequence[int] = (),
+    ) -> None:
         try:
             asked = ask(self._store.profile(careful=True))
-            self._background.start(partial(first_plans, asked))
+            self._background.start(partial(first_plans, asked, followed))
         except Exception as error:  # of any kind: whoever takes the plans raises it
             self._failure = error
 

@@ -22,6 +22,13 @@ from envpipe_megatron.tuning.parking import timed
 _DIFFER, _SURELY = 0.01, 7.0
 #: From one level of the frontier to the next, plans take this share longer.
 _LEVEL = 0.005
+#: A level is run that is higher by this share of one: else noise has a replica leave its level.
+_NEARLY = 0.1
+
+
+def gpu_power_w(plan: Plan) -> float:
+    """Return the mean power of a GPU in a plan."""
+    return plan.cost.mean_power_w / float(plan.conditions.gpus_by_stage.sum())
 
 
 def level_factor(level: int) -> float:
@@ -46,6 +53,7 @@ class Followers:
         self._differ = _DIFFER
         self._orders: dict[int, Clocked] = {}
         self._times_s: dict[int, float] = {}
+        self._powers_w: dict[int, float] = {}
 
     @property
     def running(self) -> tuple[tuple[Clocked, ...], tuple[int, ...]]:
@@ -56,7 +64,7 @@ class Followers:
 
     def lead(self, plan: Plan) -> None:
         """All replicas run this plan from now on; the frontier of the one before is forgotten."""
-        self._orders, self._times_s = {}, {}
+        self._orders, self._times_s, self._powers_w = {}, {}, {}
         self.levels, self.missing = [0] * len(self.levels), []
         self._asked = set()
         self.extend({0: plan})
@@ -66,6 +74,12 @@ class Followers:
         for level, plan in plans.items():
             self._orders[level] = Clocked(plan.schedule, plan.frequency_mhz, timed(plan))
             self._times_s[level] = plan.cost.iteration_time_s
+            self._powers_w[level] = gpu_power_w(plan)
+
+    @property
+    def power_w(self) -> float:
+        """Mean power of a GPU that is predicted, of all replicas at their levels."""
+        return float(np.mean([self._powers_w[level] for level in self.levels]))
 
     def asked(self) -> list[int]:
         """The missing levels, once: what could not be planned is not asked for again."""
@@ -88,7 +102,7 @@ class Followers:
         """Choose levels by what was compared last; what changed, in words."""
         factor = self._factor
         room = factor.max() / factor
-        wanted = np.where(room < 1 + self._differ, 0, np.log(room) / np.log(1 + _LEVEL) + 1e-6)
+        wanted = np.where(room < 1 + self._differ, 0, np.log(room) / np.log(1 + _LEVEL) + _NEARLY)
         # The highest level that is planned and no higher.
         levels = [max(known for known in self._orders if known <= level) for level in wanted]
         known = set(self._orders) | self._asked

@@ -12,11 +12,11 @@ from unittest.mock import patch
 
 from fake_gpu import look_until
 
+from envpipe_megatron.formats.wishes import CONTROL_FILE
 from envpipe_megatron.runtime.job import control
 from envpipe_megatron.runtime.job.control import ControlFile
 from envpipe_megatron.runtime.job.session import Session
 from envpipe_megatron.tuning.background import Background
-from envpipe_megatron.tuning.wishes import CONTROL_FILE
 
 _start = Background.start
 

@@ -18,6 +18,7 @@ from envpipe_megatron.core.orders import builders
 from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.formats.energy import Phase
 from envpipe_megatron.formats.steps import StepEnergy
+from envpipe_megatron.formats.wishes import NO_WISHES, read_power_budget
 from envpipe_megatron.gpu.presets import load_preset, override_for, sweep_range
 from envpipe_megatron.tuning.commands import Window
 from envpipe_megatron.tuning.measured.meters import MeterSums
@@ -128,7 +129,7 @@ class Job:
 
     def __init__(self, costs: Costs, **options: Any) -> None:
         self.costs, self.metered, self.lost = costs, np.ones((STAGES, REPLICAS), bool), False
-        self.held_up = 1.0
+        self.held_up, self.wishes = 1.0, NO_WISHES
         self.kept: list[tuple[int, Mapping[int, StepEnergy]]] = []
         given: dict[str, Any] = {
             "slowdown_percent": 1.0,
@@ -163,6 +164,10 @@ class Job:
         while self.command.phase is not phase:
             self.go_on()
 
+    def ask(self, budget: float | str | None) -> None:
+        """An operator asks for a power budget."""
+        self.wishes = read_power_budget(budget)
+
     def _window(self, clock_mhz: int, iterations: int) -> Window:
         step_s, power_w = self.costs[clock_mhz]
         steps_s = np.full((REPLICAS, iterations), step_s)
@@ -174,7 +179,7 @@ class Job:
         powers = np.where(self.metered[..., np.newaxis], (power_w, 1.0), np.nan)
         first, last = (replace(report, power_w=of_stage) for of_stage in powers)
         lost = replace(last, lost=True, problems=("the driver of a test",))
-        return Window((first, lost if self.lost else last))
+        return Window((first, lost if self.lost else last), self.wishes)
 
 
 @pytest.fixture
@@ -205,6 +210,25 @@ def test_a_clock_that_is_found_is_kept_and_compared_now_and_then(steady):
     assert steady.go_on(4) == KEPT * 2
     assert not steady.command.billed, "said once"
     assert len(steady.kept) == 1
+
+
+def test_a_power_budget_is_kept_by_the_highest_clock_that_keeps_it():
+    job = Job({clock: (0.5 if clock > 1200 else 600 / clock, clock / 4) for clock in CLOCKS})
+    job.until(Phase.STEADY)
+    kept = job.clock_mhz
+    for budget, clock in (("88%", 1200), (320.0, 1200), (280.0, 1100), ("95%", 1300)):
+        job.ask(budget)
+        job.go_on(3)
+        assert job.clock_mhz == min(clock, kept)
+        assert job.command.settle <= 1, "it hears of the next one soon"
+    job.ask(100.0)
+    job.go_on(3)
+    assert job.clock_mhz == CLOCKS[-1]
+    assert job.command.power["exceeded_s"] > 0
+    job.ask(None)
+    job.go_on()
+    assert (job.clock_mhz, job.command.settle) == (kept, 1000)
+    assert "lifted" in job.command.note
 
 
 @pytest.mark.parametrize(("step_s", "steps", "settle"), [(0.5, 5, 1000), (0.02, 50, 5000)])

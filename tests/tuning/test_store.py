@@ -16,7 +16,7 @@ from envpipe_megatron.core.profile_rows import SplitBackward
 from envpipe_megatron.core.schedule import Schedule
 from envpipe_megatron.core.sidecar import Sidecar
 from envpipe_megatron.gpu.presets import load_preset
-from envpipe_megatron.tuning.commands import Clocked
+from envpipe_megatron.tuning.commands import Clocked, tail_times_s
 from envpipe_megatron.tuning.measured.store import Store
 
 PRESET, FORWARD_S = load_preset("a100-sxm"), 0.03
@@ -179,3 +179,23 @@ def test_units_that_run_as_one_tell_nothing_of_late_changes():
         store.learn(Clocked(order, clocks), iteration(store, unit_s), [0])
     assert store.lateness.change_s is None or np.isfinite(store.lateness.change_s)
     assert np.isfinite(store.time_s).all()
+
+
+@pytest.mark.parametrize(
+    ("end_s", "gap_s", "tails_s"),
+    [
+        # What the slowest takes until the next iteration is the tail, and no wait for it.
+        ([[1.0], [0.9], [0.7]], [[0.25], [0.35], [0.55]], [0.25] * 3),
+        ([[1.0], [0.9], [0.5]], [[0.25], [0.35], [0.1]], [0.25, 0.25, 0.1]),  # it does not wait
+        (
+            [[1.0, 1.0, 3.0, 1.0, 1.0], [0.8, 0.8, 0.8, 0.8, 0.8]],
+            [[0.2, 0.21, 0.2, 0.19, 5.0], [0.4, 0.41, 2.4, 0.39, 5.2]],
+            [0.2, 0.2],  # the medians: odd iterations do not move them
+        ),
+        ([[1.0], [0.9]], [[-1e-12], [0.1 - 1e-12]], [0.0, 0.0]),  # rounding
+    ],
+)
+def test_a_tail_is_what_a_stage_takes_behind_its_last_unit(end_s, gap_s, tails_s):
+    found_s = tail_times_s(end_s, gap_s)
+    assert found_s == pytest.approx(tails_s, abs=1e-9)
+    assert (found_s >= 0).all()

@@ -13,8 +13,8 @@ from typing import Any, TypeAlias
 
 from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.files import read_text, replace_files
+from envpipe_megatron.formats.wishes import parse_wishes
 from envpipe_megatron.launch.agent.agent import NodeAgent
-from envpipe_megatron.tuning.wishes import parse_wishes
 
 _App: TypeAlias = Callable[..., Iterable[bytes]]
 _JSON, _MOST_BYTES = "application/json", 4096

@@ -74,28 +74,16 @@ FAMILIES = {
         (*_JOB, "source"),
     ),
     "envpipe_job_slowdown_uncertainty_ratio": ("Standard uncertainty of what was measured.", _JOB),
-    "envpipe_job_power_budget_watts": ("Mean power of a GPU that is allowed now.", _JOB),
     "envpipe_job_power_watts": (
-        "Mean power of a GPU since the first budget: of all windows of iterations, and the peak.",
+        "Of an average GPU: the budget of now; since the first one the mean, the peak in a window "
+        "of iterations, and the largest swing from one window to the next.",
         (*_JOB, "of"),
     ),
-    "envpipe_job_power_swing_watts": ("Largest change of it from one window to the next.", _JOB),
-    "envpipe_job_power_ramp_watts_per_second": ("The fastest such change.", _JOB),
-    "envpipe_job_power_exceeded_seconds_total": (
-        "Time in windows more than 1 % above the budget.",
-        _JOB,
-    ),
+    "envpipe_job_power_ramp_watts_per_second": ("The fastest swing.", _JOB),
+    "envpipe_job_power_exceeded_seconds_total": ("Time more than 1 % above the budget.", _JOB),
 }
 #: What the times of `SHARES` are called here.
 _SPENT = ("units", "receives", "rest")
-
-#: Families of what `power` says among a job's facts.
-_POWER = {
-    "job_power_budget_watts": "budget_w",
-    "job_power_swing_watts": "swing_w",
-    "job_power_ramp_watts_per_second": "ramp_w_per_s",
-    "job_power_exceeded_seconds_total": "exceeded_s",
-}
 
 
 class _Families(dict[str, CounterMetricFamily | GaugeMetricFamily]):
@@ -179,10 +167,10 @@ class _NodeMetrics(Collector):
         add("job_co2_grams_total", known.get("co2_g"), job)
         power = bill.facts.get("power")
         if isinstance(power, dict):
-            for name, figure in _POWER.items():
-                add(name, power.get(figure), job)
-            for of in ("mean", "peak"):
+            for of in ("budget", "mean", "peak", "swing"):
                 add("job_power_watts", power.get(f"{of}_w"), job, of)
+            add("job_power_ramp_watts_per_second", power.get("ramp_w_per_s"), job)
+            add("job_power_exceeded_seconds_total", power.get("exceeded_s"), job)
         measured = bill.comparison()
         told = {"predicted": bill.facts.get("predicted"), "measured": measured and vars(measured)}
         for name in ("saving", "slowdown"):

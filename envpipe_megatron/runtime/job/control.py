@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from envpipe_megatron.files import read_text
-from envpipe_megatron.tuning.wishes import CONTROL_FILE, Wishes, parse_wishes
+from envpipe_megatron.formats.wishes import CONTROL_FILE, Wishes, parse_wishes
 
 logger = logging.getLogger(__name__)
 

@@ -19,6 +19,7 @@ from typing import Any
 
 from envpipe_megatron.core.schedule import Schedule
 from envpipe_megatron.formats.energy import FRAMEWORK, Phase, phase_in_batch
+from envpipe_megatron.formats.wishes import Wishes
 from envpipe_megatron.runtime.channel.carrier import StageSpecs
 from envpipe_megatron.runtime.energy.timeline_log import TimelineLog
 from envpipe_megatron.runtime.energy.training import TrainingEnergy
@@ -28,7 +29,6 @@ from envpipe_megatron.runtime.execution.stage_run import StageRun
 from envpipe_megatron.runtime.job.parts import NO_POWER, PhaseParts, SessionError, note
 from envpipe_megatron.runtime.job.phases import run_phases
 from envpipe_megatron.runtime.job.planning import megatron_order, predicted
-from envpipe_megatron.tuning.wishes import Wishes
 
 #: A job of weeks must not grow.
 _KEPT_ITERATIONS = 10_000

@@ -17,13 +17,13 @@ from typing import Any
 from envpipe_megatron.core.channel_model import CARRIERS
 from envpipe_megatron.core.fields import AMOUNT, PERCENT, Number
 from envpipe_megatron.core.sidecar import Sidecar
+from envpipe_megatron.formats.wishes import NO_WISHES, Wishes, read_power_budget
 from envpipe_megatron.gpu.control import CHOICES as GPU_CONTROLS
 from envpipe_megatron.gpu.presets import load_preset
 from envpipe_megatron.policies.objective import Goal, Objective
 from envpipe_megatron.policies.request import BY_MEMORY, POLICIES, PlanRequest
 from envpipe_megatron.policies.schedules import SCHEDULES
 from envpipe_megatron.tuning.probes.sweep import ProfilerSettings
-from envpipe_megatron.tuning.wishes import NO_WISHES, Wishes, read_power_budget
 
 PROFILE_FILE = "profile.csv"
 #: Names of the framework's own order, of one chunk and of several.

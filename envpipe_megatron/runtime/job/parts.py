@@ -11,6 +11,7 @@ from envpipe_megatron.core.profile import Profile
 from envpipe_megatron.core.schedule import Schedule
 from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.formats.energy import Phase
+from envpipe_megatron.formats.wishes import NO_WISHES, Wishes
 from envpipe_megatron.gpu.base import Gpu
 from envpipe_megatron.policies.reconfigure import Ended
 from envpipe_megatron.runtime.channel.carrier import StageSpecs
@@ -25,7 +26,6 @@ from envpipe_megatron.runtime.job.options import JobOptions
 from envpipe_megatron.runtime.job.restarts import JobFolder
 from envpipe_megatron.runtime.memory.peak import JobMemory
 from envpipe_megatron.tuning.background import Background
-from envpipe_megatron.tuning.wishes import NO_WISHES, Wishes
 
 #: What a job says that is asked for a power budget and cannot keep one.
 NO_POWER = "The power budget is not kept: this job chooses no clocks"

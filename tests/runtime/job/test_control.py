@@ -14,11 +14,11 @@ from presets import preset_profile
 
 from envpipe_megatron.files import replace_files
 from envpipe_megatron.formats.energy import read_energy_logs
+from envpipe_megatron.formats.wishes import NO_WISHES, Wishes
 from envpipe_megatron.launch.bill.bill import bill_of
 from envpipe_megatron.runtime.job import control
 from envpipe_megatron.runtime.job.control import ControlFile
 from envpipe_megatron.runtime.job.options import Level
-from envpipe_megatron.tuning.wishes import NO_WISHES, Wishes
 
 pytestmark = pytest.mark.xdist_group("pipeline")
 
