@@ -30,11 +30,11 @@ from envpipe_megatron.errors import EnvPipeError
 CAPACITIES = (None, 0, 1, 2)
 
 
-def most_extra(num_stages: int, num_microbatches: int) -> list[int]:
+def most_extra(num_stages, num_microbatches):
     return [max(0, num_microbatches - (num_stages - stage)) for stage in range(num_stages)]
 
 
-def extra_vectors(num_stages: int, num_microbatches: int) -> list[tuple[int, ...]]:
+def extra_vectors(num_stages, num_microbatches):
     """Every vector of extra forwards that has an order at all.
 
     A stage cannot take more warm-up forwards than the stage before sends ahead of its first
@@ -48,14 +48,14 @@ def extra_vectors(num_stages: int, num_microbatches: int) -> list[tuple[int, ...
     ]
 
 
-def envpipe_orders(num_stages: int, num_microbatches: int) -> list[Schedule]:
+def envpipe_orders(num_stages, num_microbatches):
     return [
         builders.envpipe(num_stages, num_microbatches, extra)
         for extra in extra_vectors(num_stages, num_microbatches)
     ]
 
 
-def other_orders(num_stages: int, num_microbatches: int, max_chunks: int = 3) -> list[Schedule]:
+def other_orders(num_stages, num_microbatches, max_chunks=3):
     """GPipe, 1F1B, forward-only, and with chunks where the job allows it."""
     orders = [
         builders.gpipe(num_stages, num_microbatches),
@@ -68,13 +68,13 @@ def other_orders(num_stages: int, num_microbatches: int, max_chunks: int = 3) ->
     return orders
 
 
-def where(schedule: Schedule) -> str:
+def where(schedule):
     return f"{schedule.name} p={schedule.num_stages} M={schedule.num_microbatches} " + str(
         schedule.extra_forwards
     )
 
 
-def schedule_of(num_microbatches: int, *stages: str) -> Schedule:
+def schedule_of(num_microbatches, *stages):
     orders = tuple(tuple(parse_unit(text) for text in stage.split()) for stage in stages)
     return Schedule("by hand", num_microbatches, 1, orders)
 
@@ -92,7 +92,7 @@ ALL_SMALL = [
 
 
 @pytest.mark.parametrize("size", ALL_SMALL, ids=str)
-def test_every_small_order_ends_as_the_model_says(size: tuple[int, int, int, bool, int]) -> None:
+def test_every_small_order_ends_as_the_model_says(size):
     """Also those that take messages in another order than they are sent, as most do."""
     *job, split, every = size
     tried = early = 0
@@ -105,7 +105,7 @@ def test_every_small_order_ends_as_the_model_says(size: tuple[int, int, int, boo
     assert tried / 10 < early < tried
 
 
-def assert_one_stopping_point(schedule: Schedule, capacity: int | None) -> None:
+def assert_one_stopping_point(schedule, capacity):
     points = stopping_points(schedule, capacity)
     assert len(points) == 1, f"{where(schedule)} capacity {capacity} is not confluent: {points}"
     stuck = find_stall(schedule, capacity)
@@ -115,7 +115,7 @@ def assert_one_stopping_point(schedule: Schedule, capacity: int | None) -> None:
     assert points == {tuple(finished.values())}, f"{where(schedule)} capacity {capacity}"
 
 
-def any_order(rng: random.Random, most_stages: int, most_microbatches: int) -> Schedule:
+def any_order(rng, most_stages, most_microbatches):
     """With one or two chunks, of whole or split backwards."""
     chunks, split = rng.randint(1, 2), rng.random() < 0.5
     stages, microbatches = rng.randint(2, most_stages), rng.randint(1, most_microbatches)
@@ -124,7 +124,7 @@ def any_order(rng: random.Random, most_stages: int, most_microbatches: int) -> S
 
 @settings(deadline=None, max_examples=examples(150))
 @given(st.randoms(use_true_random=False))
-def test_asynchronous_sends_carry_every_random_order(rng: random.Random) -> None:
+def test_asynchronous_sends_carry_every_random_order(rng):
     schedule = any_order(rng, 8, 24)
     assert completes(schedule, None)
     # A capacity no channel can fill is the same as none, and a larger one never hurts.
@@ -136,13 +136,13 @@ def test_asynchronous_sends_carry_every_random_order(rng: random.Random) -> None
 
 @settings(deadline=None, max_examples=examples(40))
 @given(st.randoms(use_true_random=False))
-def test_all_interleavings_of_random_orders_end_alike(rng: random.Random) -> None:
+def test_all_interleavings_of_random_orders_end_alike(rng):
     schedule = any_order(rng, 3, 3)
     for capacity in CAPACITIES:
         assert_one_stopping_point(schedule, capacity)
 
 
-def under_way(schedule: Schedule, done: tuple[int, ...]) -> int:
+def under_way(schedule, done):
     """Of the channel that holds most, the messages sent and not received after so many units."""
     width = schedule.units_per_stage
     sent: dict[tuple[int, int, bool], list[int]] = {}
@@ -158,7 +158,7 @@ def under_way(schedule: Schedule, done: tuple[int, ...]) -> int:
     return max((len(takers) - received[c] for c, takers in sent.items()), default=0)
 
 
-def most_in_any_interleaving(schedule: Schedule) -> int:
+def most_in_any_interleaving(schedule):
     """By looking at every state that the stages can be in together."""
     width, start = schedule.units_per_stage, (0,) * schedule.num_stages
     seen, left, most = {start}, deque([start]), 0
@@ -176,9 +176,7 @@ def most_in_any_interleaving(schedule: Schedule) -> int:
 
 
 @pytest.mark.parametrize(("num_stages", "num_microbatches"), [(2, 3), (2, 5), (3, 4), (4, 3)])
-def test_as_many_messages_are_under_way_as_is_said_and_no_more(
-    num_stages: int, num_microbatches: int
-) -> None:
+def test_as_many_messages_are_under_way_as_is_said_and_no_more(num_stages, num_microbatches):
     rng = random.Random(num_microbatches)
     orders = envpipe_orders(num_stages, num_microbatches)
     orders += other_orders(num_stages, num_microbatches, max_chunks=2)
@@ -194,7 +192,7 @@ def test_as_many_messages_are_under_way_as_is_said_and_no_more(
 
 @settings(deadline=None, max_examples=examples(40))
 @given(st.randoms(use_true_random=False))
-def test_with_its_slots_an_order_finishes_in_all_interleavings(rng: random.Random) -> None:
+def test_with_its_slots_an_order_finishes_in_all_interleavings(rng):
     schedule = any_order(rng, 3, 3)
     needed, most = slots_of(schedule, 1), most_under_way(schedule)
     assert needed == next(k for k in range(1, 99) if completes(schedule, k))
@@ -207,7 +205,7 @@ def test_with_its_slots_an_order_finishes_in_all_interleavings(rng: random.Rando
         assert completes(schedule, count)
 
 
-def test_in_the_planned_timeline_no_sender_waits_for_a_slot() -> None:
+def test_in_the_planned_timeline_no_sender_waits_for_a_slot():
     rng = random.Random(0)
     for _ in range(150):
         num_stages = rng.randint(2, 8)
@@ -229,13 +227,13 @@ def test_in_the_planned_timeline_no_sender_waits_for_a_slot() -> None:
             assert (freed_s <= end_s[senders[slots:]] + 1e-9).all(), where(schedule)
 
 
-def test_1f1b_with_blocking_sends_stalls_at_the_last_two_stages() -> None:
+def test_1f1b_with_blocking_sends_stalls_at_the_last_two_stages():
     stuck = find_stall(builders.one_f_one_b(2, 2), 0)
     assert stuck == [StuckStage(0, "F1", True, 1, 1), StuckStage(1, "B0", True, 0, 5)]
     assert str(stuck[0]) == "stage 0 sends the output of F1 to stage 1"
 
 
-def test_stall_on_a_channel_of_capacity_one_names_every_stuck_stage() -> None:
+def test_stall_on_a_channel_of_capacity_one_names_every_stuck_stage():
     schedule = builders.envpipe(3, 5, [2, 0, 0])  # 4, 1 and 0 warm-up forwards
     stuck = find_stall(schedule, 1)
     assert stuck == [
@@ -247,7 +245,7 @@ def test_stall_on_a_channel_of_capacity_one_names_every_stuck_stage() -> None:
     assert completes(schedule, 2)
 
 
-def test_what_is_sent_before_a_message_is_received_before_it() -> None:
+def test_what_is_sent_before_a_message_is_received_before_it():
     schedule = schedule_of(3, "F0 F1 F2 B0 B1 B2", "F2 F1 F0 B0 B1 B2")
     assert [most_kept(schedule, stage, Kind.FORWARD) for stage in range(2)] == [0, 2]
     assert [str(unit) for unit in inputs_of(schedule, 1)] == ["F0", "F1", "F2"]
@@ -261,7 +259,7 @@ def test_what_is_sent_before_a_message_is_received_before_it() -> None:
     assert completes(later, 1)
 
 
-def test_combined_forwards_are_refused() -> None:
+def test_combined_forwards_are_refused():
     for early, late in (
         ("F0 F1 F2 B0 B1 B2", "F0 F1 B0 F2+ B1 B2"),
         ("F0 F1 F2 I0 W0 I1 W1 I2 W2", "F0 F1 I0 W0 F2+ I1+ W1 I2 W2"),
@@ -272,7 +270,7 @@ def test_combined_forwards_are_refused() -> None:
     assert completes(schedule_of(3, whole, whole), None)
 
 
-def test_one_stage_with_chunks_uses_no_channel() -> None:
+def test_one_stage_with_chunks_uses_no_channel():
     assert completes(builders.interleaved(1, 3, 2), 0)
     order = "F0.0 F1.0 F1.1 F0.1 B0.1 B1.1 B0.0 B1.0"  # chunks pass tensors on in any order
     alone = Schedule("by hand", 2, 2, (tuple(parse_unit(text) for text in order.split()),))
@@ -283,13 +281,11 @@ def test_one_stage_with_chunks_uses_no_channel() -> None:
     ("queues", "capacity"),
     [(None, None), ("1", 1), ("7", 1), ("8", None), ("32", None), ("", None), ("many", None)],
 )
-def test_fewer_hardware_queues_than_usual_make_a_channel_of_one(
-    queues: str | None, capacity: int | None
-) -> None:
+def test_fewer_hardware_queues_than_usual_make_a_channel_of_one(queues, capacity):
     environment = {} if queues is None else {"CUDA_DEVICE_MAX_CONNECTIONS": queues}
     assert hardware_capacity(environment) == capacity
 
 
-def test_negative_capacity_is_refused() -> None:
+def test_negative_capacity_is_refused():
     with pytest.raises(EnvPipeError, match="got -1"):
         completes(builders.gpipe(2, 2), -1)

@@ -147,14 +147,6 @@ def test_empty_jobs_are_refused(microbatches, chunks, stages):
         Schedule("x", microbatches, chunks, parse_stages(*stages))
 
 
-def test_outer_envelope_of_4_by_4_by_hand():
-    schedule = builders.one_f_one_b(4, 4)
-    names = {schedule.describe(node) for node in schedule.outer_envelope}
-    last_stage = {f"{kind}{m} on stage 3" for kind in "FB" for m in range(4)}
-    edges = {f"{u} on stage {stage}" for u in ("F0", "B3") for stage in range(3)}
-    assert names == last_stage | edges
-
-
 @settings(max_examples=examples(60), deadline=None)
 @given(st.integers(0, 2**32))
 def test_memory_and_warmup_are_those_of_a_walk_through_the_order(seed):

@@ -26,7 +26,7 @@ EVENTS = {
 BETWEEN = [row.function for row in BETWEEN_STEPS["Megatron-Bridge"]]
 
 
-def config(**changes: Any) -> Any:
+def config(**changes):
     """As a ConfigContainer is when training begins; changes by dotted name, with `__`."""
     part = SimpleNamespace
     made = part(
@@ -68,28 +68,28 @@ class FakeTraining:
 
     made: list[FakeTraining]
 
-    def __init__(self, args: Any, options: Any, limits: Any, model: Any, group: Any) -> None:
+    def __init__(self, args, options, limits, model, group):
         decide(args, limits, options.level, checks=options.self_check != "off")
         self.options, self.group = options, group
         self.told: list[str] = []
         self.made.append(self)
 
-    def in_place_of(self, function: Callable[..., Any]) -> Callable[..., Any]:
+    def in_place_of(self, function):
         return lambda **arguments: f"ours for {function(**arguments)}"
 
-    def end_step(self, *, skipped: bool) -> None:
+    def end_step(self, *, skipped):
         self.told.append(f"end_step {skipped}")
 
-    def log(self, iteration: int, tensorboard: Any, wandb: Any) -> str:
+    def log(self, iteration, tensorboard, wandb):
         self.told.append(f"log {iteration} {tensorboard} {wandb}")
         return " energy |"
 
-    def __getattr__(self, name: str) -> Callable[..., None]:
+    def __getattr__(self, name):
         return lambda *args: self.told.append(" ".join((name, *map(str, args))))
 
 
 @pytest.fixture
-def loop(monkeypatch: pytest.MonkeyPatch) -> Any:
+def loop(monkeypatch):
     """The module of Bridge's training loop."""
     pytest.importorskip("megatron.core")
     modules = {
@@ -109,7 +109,7 @@ def loop(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 @pytest.fixture
-def arguments() -> Any:
+def arguments():
     """The module that reads a configuration."""
     pytest.importorskip("megatron.core")
     from envpipe_megatron.integrations import megatron_bridge
@@ -118,7 +118,7 @@ def arguments() -> Any:
 
 
 @pytest.fixture
-def trainings(loop: Any, monkeypatch: pytest.MonkeyPatch) -> list[FakeTraining]:
+def trainings(loop, monkeypatch):
     from envpipe_megatron.integrations import megatron_bridge as callback
 
     monkeypatch.setattr(FakeTraining, "made", [], raising=False)
@@ -129,13 +129,13 @@ def trainings(loop: Any, monkeypatch: pytest.MonkeyPatch) -> list[FakeTraining]:
     return FakeTraining.made
 
 
-def make(**options: Any) -> Any:
+def make(**options):
     from envpipe_megatron.integrations.megatron_bridge import EnvPipeCallback
 
     return EnvPipeCallback(**options)
 
 
-def context(settings: Any, step: int = 0, **more: Any) -> Any:
+def context(settings, step=0, **more):
     state = SimpleNamespace(
         cfg=settings,
         train_state=SimpleNamespace(step=step),
@@ -145,16 +145,14 @@ def context(settings: Any, step: int = 0, **more: Any) -> Any:
     return SimpleNamespace(state=state, model=["chunk"], **more)
 
 
-def begin(callback: Any, loop: Any, settings: Any) -> Callable[..., Any]:
+def begin(callback, loop, settings):
     """As the loop begins; the function that it then calls at each step."""
     function: Callable[..., Any] = loop.get_forward_backward_func(pp_size=2, vp_size=None)
     callback.on_train_start(context(settings))
     return function
 
 
-def test_a_training_from_begin_to_end(
-    loop: Any, trainings: list[FakeTraining], tmp_path: Path
-) -> None:
+def test_a_training_from_begin_to_end(loop, trainings, tmp_path):
     own = dict(vars(loop))
     settings = config(checkpoint__save=str(tmp_path))
     callback = make(level="units", baseline_steps=3)
@@ -186,15 +184,13 @@ def test_a_training_from_begin_to_end(
     assert function(n=2) == "Megatron {'n': 2}"
 
 
-def test_a_loop_that_is_left_early_ends_training(loop: Any, trainings: list[FakeTraining]) -> None:
+def test_a_loop_that_is_left_early_ends_training(loop, trainings):
     begin(make(), loop, config())
     assert loop.checkpoint_and_decide_exit(True)
     assert trainings[0].told[-1] == "end"
 
 
-def test_a_training_that_an_error_ended_is_closed_by_the_next_callback(
-    loop: Any, trainings: list[FakeTraining]
-) -> None:
+def test_a_training_that_an_error_ended_is_closed_by_the_next_callback(loop, trainings):
     """It is not called again, by the next training of the same process for one."""
     own = dict(vars(loop))
     failed = make()
@@ -208,9 +204,7 @@ def test_a_training_that_an_error_ended_is_closed_by_the_next_callback(
     assert vars(loop) == own
 
 
-def test_what_never_trained_leaves_the_loop_as_it_was(
-    loop: Any, trainings: list[FakeTraining]
-) -> None:
+def test_what_never_trained_leaves_the_loop_as_it_was(loop, trainings):
     own = dict(vars(loop))
     failed = make()
     failed.close()
@@ -222,7 +216,7 @@ def test_what_never_trained_leaves_the_loop_as_it_was(
     assert vars(loop) == own
 
 
-def test_a_loop_that_is_not_reached(loop: Any, trainings: list[FakeTraining]) -> None:
+def test_a_loop_that_is_not_reached(loop, trainings):
     from envpipe_megatron.integrations.megatron_bridge import BridgeError
 
     with pytest.raises(BridgeError, match="does not get EnvPipe's forward-backward function"):
@@ -237,23 +231,19 @@ def test_a_loop_that_is_not_reached(loop: Any, trainings: list[FakeTraining]) ->
         ({"profile_only": 3}, "takes true or false"),
     ],
 )
-def test_wrong_options_are_told_at_once(loop: Any, options: dict[str, Any], told: str) -> None:
+def test_wrong_options_are_told_at_once(loop, options, told):
     own = dict(vars(loop))
     with pytest.raises(OptionError, match=told):
         make(**options)
     assert vars(loop) == own
 
 
-def test_options_that_do_not_go_together_have_the_callbacks_names(
-    loop: Any, trainings: list[FakeTraining]
-) -> None:
+def test_options_that_do_not_go_together_have_the_callbacks_names(loop, trainings):
     with pytest.raises(OptionError, match=r"^plan needs profile"):
         begin(make(plan=__file__), loop, config())
 
 
-def test_what_a_job_cannot_have_is_told_before_its_first_step(
-    loop: Any, trainings: list[FakeTraining]
-) -> None:
+def test_what_a_job_cannot_have_is_told_before_its_first_step(loop, trainings):
     with pytest.raises(LevelError, match="CUDA graphs"):
         begin(make(level="order"), loop, config(model__cuda_graph_impl="local"))
     experts = config(model__num_moe_experts=8)
@@ -266,7 +256,7 @@ def test_what_a_job_cannot_have_is_told_before_its_first_step(
             begin(make(), loop, config(**changes))
 
 
-def test_another_version_is_named(loop: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_version_is_named(loop, monkeypatch):
     from envpipe_megatron.integrations.megatron_bridge import BridgeError
 
     callbacks = sys.modules["megatron.bridge.training.callbacks"]
@@ -301,13 +291,7 @@ def test_another_version_is_named(loop: Any, monkeypatch: pytest.MonkeyPatch) ->
         ({"validation__skip_train": True}, "observe", "--skip-train"),
     ],
 )
-def test_the_level_is_that_of_the_same_arguments(
-    changes: dict[str, Any],
-    level: str,
-    said: str | None,
-    arguments: Any,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_the_level_is_that_of_the_same_arguments(changes, level, said, arguments, monkeypatch):
     """What is said is what is to be checked, or stands against the next level."""
     for variable in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF", "CUDA_LAUNCH_BLOCKING"):
         monkeypatch.delenv(variable, raising=False)
@@ -320,7 +304,7 @@ def test_the_level_is_that_of_the_same_arguments(
     assert (*named, args.world_size, args.optimizer) == (True, True, 64, 2, "adam")
 
 
-def test_the_page_has_the_limits_that_are_bridges_own(arguments: Any) -> None:
+def test_the_page_has_the_limits_that_are_bridges_own(arguments):
     page = (Path(__file__).parents[2] / "docs" / "megatron_bridge.md").read_text().replace("`", "")
     for limit in set(arguments.BRIDGE_LIMITS) - set(arguments.LIMITS):
         assert f"\n| {limit.feature} | {limit.highest} |\n" in page

@@ -1,7 +1,5 @@
 """What in a Megatron-LM job stands against which level: row by row, and in random combinations."""
 
-from __future__ import annotations
-
 import argparse
 import enum
 import random
@@ -90,12 +88,12 @@ DEFAULTS: dict[str, Any] = {
 }
 
 
-def job(**asked: Any) -> argparse.Namespace:
+def job(**asked):
     return argparse.Namespace(**{"pipeline_model_parallel_size": 4, **asked})
 
 
 @pytest.fixture(autouse=True)
-def no_allocator_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+def no_allocator_settings(monkeypatch):
     for variable in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF", "CUDA_LAUNCH_BLOCKING"):
         monkeypatch.delenv(variable, raising=False)
 
@@ -109,13 +107,13 @@ def no_allocator_settings(monkeypatch: pytest.MonkeyPatch) -> None:
         {"log_straggler": True, "disable_straggler_on_startup": True},
     ],
 )
-def test_what_tests_have_proven_needs_no_check(asked: dict[str, Any]) -> None:
+def test_what_tests_have_proven_needs_no_check(asked):
     for checks in (True, False):
         found = decide(job(**asked), LIMITS, checks=checks)
         assert (found.level, found.to_check) == (Level.ORDER, ())
 
 
-def test_each_row_is_asked_for_and_leaves_its_level() -> None:
+def test_each_row_is_asked_for_and_leaves_its_level():
     unseen = {limit.feature for limit in LIMITS} - {FREES_WHILE_TRAINING, "CUDA_LAUNCH_BLOCKING"}
     for asked, level in ASKING:
         args = job(**{**DEFAULTS, **asked})
@@ -132,9 +130,7 @@ def test_each_row_is_asked_for_and_leaves_its_level() -> None:
 
 
 @pytest.mark.parametrize("variable", ["PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"])
-def test_an_allocator_that_frees_while_training(
-    monkeypatch: pytest.MonkeyPatch, variable: str
-) -> None:
+def test_an_allocator_that_frees_while_training(monkeypatch, variable):
     monkeypatch.setenv(variable, "expandable_segments:True, garbage_collection_threshold:0.0")
     assert decide(job(), LIMITS).to_check == ()
     monkeypatch.setenv(variable, "expandable_segments:True, garbage_collection_threshold:0.8")
@@ -143,7 +139,7 @@ def test_an_allocator_that_frees_while_training(
     assert [limit.feature for limit in found.to_check] == [FREES_WHILE_TRAINING]
 
 
-def test_any_combination_gets_a_level_and_no_feature_raises_it() -> None:
+def test_any_combination_gets_a_level_and_no_feature_raises_it():
     draw = random.Random(22)
     features = [asked for asked, _ in ASKING]
     settings = [*features, *({name: None} for asked in features for name in asked)]
@@ -175,7 +171,7 @@ def test_any_combination_gets_a_level_and_no_feature_raises_it() -> None:
             assert (str(limit) in str(error.value)) == (highest < level)
 
 
-def test_the_user_guide_has_the_table() -> None:
+def test_the_user_guide_has_the_table():
     guide = (Path(__file__).parents[2] / "docs" / "megatron_lm.md").read_text()
     table = guide.partition("| feature | highest level |")[2].partition("\n\n")[0]
     assert table.splitlines()[2:] == [

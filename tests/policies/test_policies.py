@@ -39,12 +39,6 @@ def test_envelope_of_4_by_4_by_hand():
     assert frequency.tolist() == [inside, inside, inside, [1500] * 8]
 
 
-def test_envelope_of_chunks():
-    profile = uniform_profile(2, CURVE).for_chunks(2)
-    frequency = envelope(builders.interleaved(2, 4, 2), profile)
-    assert frequency.tolist() == [[1500, *[1000] * 14, 1500], [1500] * 16]
-
-
 @pytest.mark.parametrize("policy", [uniform, envelope])
 def test_without_a_valley_there_is_no_optimum(policy):
     profile = profile_of({(0, F): {900: (1, 1)}, (0, B): {1000: (1, 1)}})

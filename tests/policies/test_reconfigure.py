@@ -129,11 +129,6 @@ class TestLadders:
         assert climb == [800, 900, 1005, None]
 
 
-def test_the_policies_are_those_of_envpipes_code():
-    known = {name: (p.granularity_mhz, p.max_steps) for name, p in RECONFIGURE_POLICIES.items()}
-    assert known == {"greedy": (90, 50_000), "balanced": (30, 5_000)}
-
-
 def test_ends_when_nothing_on_the_path_can_rise():
     # Stage 1 is the bottleneck: however fast, the path goes through its inside.
     profile = uniform_profile(4, CURVE, slowness=[1.0, 2.0, 1.0, 1.0])

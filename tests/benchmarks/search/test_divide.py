@@ -24,7 +24,7 @@ _SIZES = (Sizes(1, 1), Sizes(2, 1), Sizes(1, 2), Sizes(2, 2))
 _KEPT = ("head", "tail")
 
 
-def random_profile(random: np.random.Generator) -> LayerProfile:
+def random_profile(random):
     """Nine pieces in five blocks, at tensor parallel and microbatch sizes of 1 and 2."""
     blocks = (Block(("head",)), Block(("a", "b", "c"), 1), Block(("x", "y"), 2), Block(("tail",)))
     base = {piece: random.integers(1, 100, 6) for block in blocks for piece in block.pieces}
@@ -42,7 +42,7 @@ def random_profile(random: np.random.Generator) -> LayerProfile:
     )
 
 
-def _measure(name: str, values: np.ndarray, sizes: Sizes, random: np.random.Generator) -> Measure:
+def _measure(name, values, sizes, random):
     share = sizes.microbatch_size / sizes.tensor_parallel
     slower = random.uniform(1.0, 2.0) if sizes.tensor_parallel > 1 else 1.0
     forward_s = np.array([values[0] * share * slower * random.uniform(0.8, 1.2) / 10])
@@ -61,7 +61,7 @@ def _measure(name: str, values: np.ndarray, sizes: Sizes, random: np.random.Gene
     )
 
 
-def test_no_division_of_small_models_costs_less() -> None:
+def test_no_division_of_small_models_costs_less():
     found = []
     for seed, least_s in LEAST_S.items():
         random = np.random.default_rng(seed)

@@ -59,32 +59,6 @@ def test_interleaved_with_all_microbatches_in_the_warm_up():
     assert builders.interleaved(4, 2, 2).peak_in_flight == (4, 4, 4, 3)
 
 
-@pytest.mark.parametrize("num_stages", [1, 2, 4, 7])
-@pytest.mark.parametrize("num_microbatches", [1, 3, 4, 12])
-def test_peak_in_flight_follows_the_formulas(num_stages, num_microbatches):
-    stages = range(num_stages)
-    forwards = builders.forward_only(num_stages, num_microbatches)
-    assert forwards.peak_in_flight == (0,) * num_stages
-    assert builders.gpipe(num_stages, num_microbatches).peak_in_flight == (
-        (num_microbatches,) * num_stages
-    )
-    assert builders.one_f_one_b(num_stages, num_microbatches).peak_in_flight == tuple(
-        min(num_stages - s, num_microbatches) for s in stages
-    )
-    extra = [min(2, max(0, num_microbatches - num_stages)) * (s < num_stages - 1) for s in stages]
-    assert builders.envpipe(num_stages, num_microbatches, extra).peak_in_flight == tuple(
-        min(num_stages - s, num_microbatches) + extra[s] for s in stages
-    )
-    if num_microbatches % num_stages == 0:
-        for chunks in (2, 3):
-            total = num_microbatches * chunks
-            assert builders.interleaved(
-                num_stages, num_microbatches, chunks
-            ).peak_in_flight == tuple(
-                min((num_stages - s - 1) * 2 + (chunks - 1) * num_stages + 1, total) for s in stages
-            )
-
-
 @pytest.mark.parametrize(
     ("build", "value"),
     [

@@ -3,8 +3,6 @@
 CI trains a Llama and a GPT-2; with ENVPIPE_HUGGINGFACE_FULL=1 every model.
 """
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
@@ -29,7 +27,7 @@ ON_REQUEST = [
 ]  # fmt: skip
 
 
-def train_ranks(folder: Path, names: list[str]) -> list[dict]:
+def train_ranks(folder, names):
     environment = {
         **os.environ,
         "DS_ACCELERATOR": "cpu",
@@ -46,7 +44,7 @@ def train_ranks(folder: Path, names: list[str]) -> list[dict]:
     return [torch.load(folder / f"rank-{rank}.pt") for rank in (0, 1)]
 
 
-def check(ranks: list[dict], name: str) -> None:
+def check(ranks, name):
     """Against the unsplit model, to the last bit where no weights are shared."""
     first, last = (rank[name] for rank in ranks)
     whole = first["whole"]

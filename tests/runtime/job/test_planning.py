@@ -152,6 +152,25 @@ def by_file(tmp_path) -> Path:
     return write_plan(tmp_path / "plan.json", builders.envpipe(2, 4, [2, 0]))
 
 
+def test_the_first_iteration_of_a_warm_up_tells_nothing(monkeypatch, tmp_path):
+    """Planning goes on from the last one, and reconfiguring looks at all others."""
+    looked: list[Any] = []
+
+    def run_commands(job: Any, schedule: Any, clocks_mhz: Any, records: Any, begin: Any) -> Any:
+        looked.append(records)
+        if len(looked) == 2:
+            raise GoesOnError("Of a test")
+        yield from ()
+        return planner.planned(*plan_online(job, profile_of())), None
+
+    monkeypatch.setattr(phases, "run_commands", run_commands)
+    job: Any = Starting(tmp_path / "none", asked={"type": "envelope", "reconfigure": "balanced"})
+    warm_up: Any = ["first", "second", "last"]
+    with pytest.raises(GoesOnError, match="Of a test"):
+        finish(adopt_plan(job, OWN, warm_up, profile_of(), clocks_of_stages(job)))
+    assert looked == [["last"], ["second", "last"]]
+
+
 def test_a_plan_by_file_is_run_as_it_stands(by_file):
     job = Starting(by_file)
     plan = job.adopt()
