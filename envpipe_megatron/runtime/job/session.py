@@ -84,7 +84,7 @@ class Session:
         self._collectives = collectives
         self._stage, num_stages = collectives.stage, len(channel.ranks)
         self._say = say if collectives.is_planner else lambda text: None
-        self.state = SessionState(wishes=options.wishes)
+        self.state = SessionState(wishes=options.power_budget)
         memory = memory or device_memory()
         self.memory = JobMemory(memory, self._stage, collectives, self._say)
 
@@ -107,7 +107,7 @@ class Session:
         self._parts.callback(self._folder.close)
         control = about = None
         if (path := self._folder.path) is not None:
-            control = ControlFile(path, options.wishes, reads=collectives.is_planner)
+            control = ControlFile(path, options.power_budget, reads=collectives.is_planner)
             self._parts.callback(control.close)
             about = control.about()
         with contextlib.ExitStack() as half_made:
