@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -494,6 +495,15 @@ def test_the_baseline_is_kept_and_notes_go_to_the_bill(world):
     session._collectives.is_planner = True
     session.describe_job({"model": "m"})
     assert world.calls[-1] == ("agent.job", {"model": "m"})
+
+
+def test_how_a_power_budget_was_kept_in_the_end_goes_to_the_bill(world):
+    world.agent = Noted("agent", world.calls)
+    world.agent.node = "node of the agent"
+    with closing(world.session()) as session:
+        session.state.power = {"budget_w": 200.0}
+    told = [call for call in world.calls if call[0].startswith("agent.")]
+    assert told[-2:] == [("agent.job", {"power": {"budget_w": 200.0}}), ("agent.close",)]
 
 
 def test_what_is_no_training_runs_at_the_highest_clock(world):
