@@ -516,14 +516,15 @@ def test_what_is_no_training_runs_at_the_highest_clock(world):
     assert world.taken() == [("energy.lap",), ("energy.gather", "interval")]
 
 
-def test_once_clocks_are_not_controlled_any_more_none_is_told(world):
-    world.orders = [order(Phase.WARMUP, 1410)] * 2
+def test_clocks_that_are_given_back_or_not_controlled_any_more_are_not_told(world):
+    world.orders = [order(phase, 1410) for phase in (Phase.OFF, Phase.WARMUP, Phase.WARMUP)]
     session = world.session()
+    run(session)
     run(session)
     world.clock.error = "lost"
     run(session)
     told = [call[-1] for call in world.taken() if call[0] == "timeline.add"]
-    assert told == [[1410, 1005, 1200, 1005], None]
+    assert told == [None, [1410, 1005, 1200, 1005], None]
 
 
 LABELS = {
