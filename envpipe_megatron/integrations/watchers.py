@@ -110,7 +110,9 @@ def _lowered(job: LeveledJob, identify: Callable[..., Any]) -> Callable[..., Any
         share = 1.0 if job.job is None else job.session.slowest_share()
         if share < 1:
             say(f"NVRx's thresholds are lowered to {share:.0%}, as the slowest unit's clock was")
-        report, *thresholds = given.args
-        return identify(report, *(share * threshold for threshold in thresholds))
+        for name, value in given.arguments.items():
+            if name.endswith("_threshold") and value is not None:
+                given.arguments[name] = share * value
+        return identify(*given.args, **given.kwargs)
 
     return lowered
