@@ -119,9 +119,7 @@ def test_scalars_go_to_both_writers(hooks, job):
     assert written == [("envpipe-power/gpu", 300.0, 7), ({"envpipe-power/gpu": 300.0}, 7)]
 
 
-def test_what_lies_between_steps_pauses_and_what_follows_training_does_not(
-    hooks, job, monkeypatch
-):
+def test_what_lies_between_steps_pauses_and_what_follows_training_does_not(hooks, job, monkeypatch):
     told, schedules = job.session.told, SimpleNamespace(envpipe_hook=None)
     loop = SimpleNamespace(evaluate=lambda: told.append("evaluate"))
     training, state = hooks._hooks.job, fresh_hooks(hooks, monkeypatch)
