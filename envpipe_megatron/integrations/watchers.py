@@ -1,4 +1,4 @@
-"""What frameworks run between training steps that is not training, and what judges GPUs there.
+"""Pauses a job before what frameworks run between training steps, such as checks of GPUs.
 
 A GPU that a plan has slowed looks sick to a tool that compares GPUs. So the job pauses before each
 row of the table here: the GPU is seen to run at its highest clock. Tools that read times of
