@@ -15,6 +15,7 @@ units in Megatron's order.
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -35,6 +36,7 @@ from envpipe_megatron.formats.energy import Phase
 from envpipe_megatron.formats.wishes import read_power_budget
 from envpipe_megatron.gpu.presets import load_preset
 from envpipe_megatron.policies.objective import Goal, Objective
+from envpipe_megatron.policies.optimal.linear_program import LinearProgramError
 from envpipe_megatron.policies.planner import make_plan
 from envpipe_megatron.runtime.execution.orders import constant_order
 from envpipe_megatron.runtime.job.options import JobOptions
@@ -63,13 +65,16 @@ class Offline:
         self.own, self.order = self._usual.baseline.cost, self._usual.baseline.schedule
 
     def time(self, percent: float) -> float:
-        """Of the fastest plan within a budget, by the least energy in the framework's time."""
+        """Of the fastest plan within a budget; NaN for one below the end of the frontier."""
         cap_w = percent / 100 * self.own.mean_power_w
         if self._usual.cost.mean_power_w <= cap_w:
             return 1.0
         asked = replace(self._request, objective=Objective(Goal.TIME, power_cap_w=cap_w))
         own_s = self.own.iteration_time_s
-        return make_plan(self._profile, asked).plan.cost.iteration_time_s / own_s
+        try:
+            return make_plan(self._profile, asked).plan.cost.iteration_time_s / own_s
+        except LinearProgramError:
+            return math.nan
 
     def within(self, time: float) -> Plan:
         """The plan of least energy in a time."""

@@ -74,9 +74,9 @@ class Allowance:
 
     def count(self, window: Window) -> None:
         """Add a window to the figures, if there is or was a budget."""
-        power_w, time_s = window.power_w, float(window.steps_s.sum())
-        if self.facts is None or math.isnan(power_w):
+        if self.facts is None or math.isnan(power_w := window.power_w):
             return
+        time_s = float(window.steps_s.sum())
         sums, (last_w, last_s) = self._sums, self._last or (power_w, time_s)
         swing_w = abs(power_w - last_w)
         sums["time_s"] += time_s

@@ -78,6 +78,23 @@ def test_a_job_without_a_loop_waits_in_every_phase_and_its_gpus_stay_held(three_
     assert len(ranks[0]["notes"]) == 3
 
 
+def test_a_power_budget_is_kept_on_all_ranks_until_it_is_lifted(three_ranks, tmp_path):
+    loop = {"type": "optimal", "scheduling": "auto"}
+    asks = {14: '{"power_budget": "70%"}', 34: None}
+    ranks = three_ranks.run(control_ranks.train_asked, tmp_path, 44, loop, asks)
+    power = ranks[0]["summary"]["power"]
+    assert [rank["summary"]["power"] for rank in ranks] == [power] * 3
+    assert power["budget_w"] is None, "lifted"
+    assert power["exceeded_s"] < 0.2 * power["time_s"], "a window or two"
+    assert power["swing_w"] > 0.1 * power["peak_w"]
+    said = "\n".join(ranks[0]["said"])
+    (allowed_w, own_w) = re.search(
+        r"power budget: (\S+) W of a GPU, which took (\S+) W", said
+    ).groups()
+    assert float(allowed_w) == pytest.approx(0.7 * float(own_w), rel=1e-3)
+    assert "the power budget is lifted" in said
+
+
 @pytest.mark.parametrize(
     ("options", "locked"),
     [
