@@ -1,4 +1,4 @@
-"""What frameworks run between training steps that is not training, and what judges GPUs there.
+"""Pauses a job before what frameworks run between training steps, such as checks of GPUs.
 
 A GPU that a plan has slowed looks sick to a tool that compares GPUs. So the job pauses before each
 row of the table here: the GPU is seen to run at its highest clock. Tools that read times of
@@ -110,7 +110,9 @@ def _lowered(job: LeveledJob, identify: Callable[..., Any]) -> Callable[..., Any
         share = 1.0 if job.job is None else job.session.slowest_share()
         if share < 1:
             say(f"NVRx's thresholds are lowered to {share:.0%}, as the slowest unit's clock was")
-        report, *thresholds = given.args
-        return identify(report, *(share * threshold for threshold in thresholds))
+        for name, value in given.arguments.items():
+            if name.endswith("_threshold") and value is not None:
+                given.arguments[name] = share * value
+        return identify(*given.args, **given.kwargs)
 
     return lowered

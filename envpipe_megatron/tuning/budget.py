@@ -56,12 +56,16 @@ class Allowance:
         """As JSON, the budget of now and figures since the first one; None if there was none.
 
         Mean, peak of a window, largest swing from one to the next, fastest swing (ramp), and how
-        long windows took more above the budget of then than `EXCEEDS`.
+        long windows took more above the budget of then than `EXCEEDS`; None before one has ended.
         """
         if not (self.asks or self._last):
             return None
-        mean_w = self._sums["energy_j"] / self._sums["time_s"] if self._last else None
-        return {"budget_w": self.allowed_w if self.asks else None, "mean_w": mean_w, **self._sums}
+        # A share of what no meter has seen is no number.
+        budget_w = self.allowed_w if self.asks and not math.isnan(self.allowed_w) else None
+        if self._last is None:
+            return {"budget_w": budget_w, "mean_w": None, **dict.fromkeys(self._sums)}
+        mean_w = self._sums["energy_j"] / self._sums["time_s"]
+        return {"budget_w": budget_w, "mean_w": mean_w, **self._sums}
 
     def heed(self, wishes: Wishes) -> str:
         """Take in what is asked for; what is new, in words."""

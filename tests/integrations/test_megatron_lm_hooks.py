@@ -119,13 +119,24 @@ def test_scalars_go_to_both_writers(hooks, job):
     assert written == [("envpipe-power/gpu", 300.0, 7), ({"envpipe-power/gpu": 300.0}, 7)]
 
 
-def test_a_checkpoint_pauses_and_one_after_training_does_not(hooks, job, monkeypatch):
-    schedules = SimpleNamespace(envpipe_hook=object())
+def test_what_lies_between_steps_pauses_and_what_follows_training_does_not(hooks, job, monkeypatch):
+    told, schedules = job.session.told, SimpleNamespace(envpipe_hook=None)
+    loop = SimpleNamespace(evaluate=lambda: told.append("evaluate"))
+    training, state = hooks._hooks.job, fresh_hooks(hooks, monkeypatch)
+    state.options, training.announce = SimpleNamespace(), lambda: None
+    monkeypatch.setattr(hooks, "Training", lambda *arguments: training)
+    monkeypatch.setattr(hooks, "by_stage", lambda args: None)
+    monkeypatch.setattr(hooks.parallel_state, "get_pipeline_model_parallel_group", lambda: None)
     monkeypatch.setattr(hooks, "_hooked_schedules", lambda: schedules)
+    monkeypatch.setitem(sys.modules, "megatron.training.training", loop)
+    hooks.begin_training(SimpleNamespace(log_energy=True), [gpt()])
+    assert schedules.envpipe_hook is not None
+    loop.evaluate()
     hooks.pause()
     hooks.end_training()
+    loop.evaluate()
     hooks.pause()
-    assert job.session.told == ["pause", "end", "close"]
+    assert told == ["pause", "evaluate", "pause", "end", "close", "evaluate"]
     assert schedules.envpipe_hook is None
     with pytest.raises(HookError, match="outside training"):
         hooks.end_step(0)

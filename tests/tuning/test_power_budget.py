@@ -138,6 +138,8 @@ def test_a_replica_that_becomes_slower_breaks_no_budget():
 
 def test_how_a_budget_was_kept_is_added_up():
     allowance = Allowance()
+    allowance.heed(read_power_budget("50%"))
+    assert set(allowance.facts.values()) == {None}, "nothing was metered"
     for budget, power_w, time_s in (
         (None, 999.0, 1.0),
         (260, 200.0, 10.0),
@@ -146,6 +148,10 @@ def test_how_a_budget_was_kept_is_added_up():
     ):
         allowance.own_w = 600.0
         allowance.heed(read_power_budget(budget))
+        if power_w == 200:  # no window has ended, and a peak of 0 W would be none
+            assert {name for name, value in allowance.facts.items() if value is not None} == {
+                "budget_w"
+            }
         allowance.count(SimpleNamespace(power_w=power_w, steps_s=np.array([time_s])))
     assert allowance.facts == {
         "budget_w": 300.0,

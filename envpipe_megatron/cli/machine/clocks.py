@@ -13,6 +13,7 @@ from typing import Any
 
 import click
 from rich.console import Console
+from rich.markup import escape
 
 from envpipe_megatron.cli.common import OUTPUT_FILE, check_outputs, counts, numbers
 from envpipe_megatron.console import say, show_table
@@ -232,7 +233,7 @@ def show(wanted: tuple[str, ...], all_clocks: bool, as_json: bool) -> None:
     for text in errors:
         say(text, Console(stderr=True))
     if errors:
-        raise EnvPipeError("Some GPUs could not be read", remedy="See the messages above.")
+        raise EnvPipeError("Some of this could not be read", remedy="See the messages above.")
 
 
 def _clocks_now(listed: Device, gpu: Gpu, mark: dict[str, Any] | None) -> dict[str, Any]:
@@ -250,7 +251,8 @@ def _show_gpu(gpu: VendorGpu, now: dict[str, Any], all_clocks: bool) -> None:
     slowed = "no job of EnvPipe's that can be seen from here"
     if mark is not None:
         slowed = "" if mark["live"] else "DEAD, `envpipe clocks reset --dead-jobs` undoes it: "
-        slowed += "{job_name} (job {job}) of {user}, process {pid}, since {created}".format(**mark)
+        slowed += f"{mark['job_name']} " if mark["job_name"] else ""
+        slowed += "(job {job}) of {user}, process {pid}, since {created}".format(**mark)
         slowed += f", down to {mark['lowest_mhz']} MHz" if mark["lowest_mhz"] else ""
     rows = {
         "address" if gpu.address.backend == EmulatedGpu.backend else "UUID": now["uid"],
@@ -261,7 +263,7 @@ def _show_gpu(gpu: VendorGpu, now: dict[str, Any], all_clocks: bool) -> None:
         "SM clock now": f"{now['observed_mhz']} MHz{asked}",
         "power now": f"{now['power_w']:.1f} W{limit}",
         "held back by": ", ".join(now["throttle_reasons"]) or "nothing that it reports",
-        "slowed by": slowed,
+        "slowed by": escape(slowed),
     }
     show_table(f"GPU {now['index']}: {gpu.name}", ("", ""), filter(all, rows.items()))
 

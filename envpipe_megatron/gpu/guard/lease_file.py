@@ -203,6 +203,10 @@ def lease_content(
     address: GpuAddress, job: str, rank: ProcessIdentity | None, clocks_mhz: Sequence[int]
 ) -> bytes:
     """Return the content of a lease that this process looks after; see docs/schemas/lease.json."""
+    slurm_job_id = os.environ.get("SLURM_JOB_ID", "")
+    name = os.environ.get(JOB_NAME_VARIABLE, "")
+    if name in ("", slurm_job_id):  # `envpipe launch` was given none
+        name = os.environ.get("SLURM_JOB_NAME", name)
     document = {
         "format": _FORMAT,
         "address": asdict(address),
@@ -211,8 +215,8 @@ def lease_content(
         "guard": asdict(ProcessIdentity.own()),
         "rank": None if rank is None else asdict(rank),
         "host": socket.gethostname(),
-        "job_name": os.environ.get("SLURM_JOB_NAME") or os.environ.get(JOB_NAME_VARIABLE, ""),
-        "slurm_job_id": os.environ.get("SLURM_JOB_ID", ""),
+        "job_name": name,
+        "slurm_job_id": slurm_job_id,
         "created": datetime.now(UTC).isoformat(timespec="seconds"),
         **dict(zip(_CLOCKS, clocks_mhz, strict=False)),
     }

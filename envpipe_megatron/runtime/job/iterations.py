@@ -34,7 +34,7 @@ from envpipe_megatron.runtime.job.planning import megatron_order, predicted
 _NO_POWER = "The power budget is not kept: this job chooses no clocks"
 #: A job of weeks must not grow.
 _KEPT_ITERATIONS = 10_000
-#: The bill hears of power so often, s.
+#: The bill hears of power so often, s, and of another budget at once.
 _POWER_S = 60.0
 #: Notes of when the job was off that the bill keeps, of the last times.
 _KEPT_NOTES = 50
@@ -75,8 +75,10 @@ class Batches:
         #: The one whose iterations run now; None before the first.
         self.now: Batch | None = None
         self._waiting: dict[int, Batch] = {}
-        #: When the bill hears again how a power budget is kept, on the GPU's time base.
+        #: When the bill hears again how a power budget is kept, on the GPU's time base, and of
+        #: which budget it has heard.
         self._power_due_s = 0.0
+        self._budget_w: float | None = None
         #: Whether an iteration, or what phases do behind it, has begun and not ended: no other may
         #: begin. Whoever runs iterations says so too.
         self.unfinished = False
@@ -139,9 +141,12 @@ class Batches:
         batch.order = batch.phases.send(last)
         if job.state.plan is not plan and not batch.name and job.collectives.is_planner:
             self._describe_job({"predicted": predicted(job.state.plan)})
-        if job.state.power is not None and begin_s >= self._power_due_s:
-            self._describe_job({"power": job.state.power})
-            self._power_due_s = begin_s + _POWER_S
+        power = job.state.power
+        if power is not None and (
+            begin_s >= self._power_due_s or power["budget_w"] != self._budget_w
+        ):
+            self._describe_job({"power": power})
+            self._power_due_s, self._budget_w = begin_s + _POWER_S, power["budget_w"]
         if batch.order.phase is not ended:
             job.energy.add_between_phases(job.state.iteration, begin_s)
 

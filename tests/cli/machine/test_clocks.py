@@ -114,6 +114,8 @@ def test_without_nvml_emulated_gpus_are_shown(node, tmp_path, monkeypatch):
 
 def test_show_says_who_slows_which_gpu_for_people_and_for_machines(node, monkeypatch):
     monkeypatch.setenv("SLURM_JOB_ID", "4711")
+    monkeypatch.setenv("ENVPIPE_JOB_NAME", "[/] [7b] run")  # no markup of a table's
+    monkeypatch.setenv("COLUMNS", "200")
     rank = ProcessIdentity.own()
     address = GpuAddress("zeusd", node.uuids[1])  # another back end, the same GPU
     lease = Lease.take(address, "slurm 4711", rank=rank, open_gpu=open_gpu, clocks_mhz=(1410, 750))
@@ -132,7 +134,7 @@ def test_show_says_who_slows_which_gpu_for_people_and_for_machines(node, monkeyp
                 "slurm_job_id": "4711", "highest_mhz": 1410, "lowest_mhz": 750}  # fmt: skip
     assert marks[1].items() >= expected.items()
     shown = " ".join(run_well("clocks", "show", "--gpu", 1).stdout.split())
-    assert f"(job slurm 4711) of {user}, process {os.getpid()}, since " in shown
+    assert f"[/] [7b] run (job slurm 4711) of {user}, process {os.getpid()}, since " in shown
     assert "down to 750 MHz" in shown
     lease.close()
     assert "DEAD" in run_well("clocks", "show", "--gpu", 1).stdout

@@ -130,6 +130,22 @@ def test_takers_exclude_each_other(gpu):
     assert list_leases() == []
 
 
+@pytest.mark.parametrize(
+    ("given", "slurm", "named"),
+    [("mine", "batch", "mine"), ("4711", "batch", "batch"), ("4711", None, "4711")],
+)
+def test_a_name_that_was_given_counts_before_slurms(gpu, monkeypatch, given, slurm, named):
+    """Without one, `envpipe launch` gives the job's number in SLURM."""
+    monkeypatch.setenv("ENVPIPE_JOB_NAME", given)
+    monkeypatch.setenv("SLURM_JOB_ID", "4711")
+    monkeypatch.delenv("SLURM_JOB_NAME", raising=False)
+    if slurm:
+        monkeypatch.setenv("SLURM_JOB_NAME", slurm)
+    lease = take(gpu.address)
+    assert [record.mark["job_name"] for record in list_leases()] == [named]
+    lease.release()
+
+
 # --- stale leases --------------------------------------------------------------------------------
 
 

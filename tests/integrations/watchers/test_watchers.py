@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 import os
+import sys
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
@@ -123,3 +124,22 @@ def test_a_row_is_paused_before_while_it_lasts_and_only_if_it_does_something() -
         checkpointer.save(3, last=True)
     checkpointer.save(2)
     assert told == ["save 1", "pause", "save 2", "pause", "save 3", "save 2"]
+
+
+def test_thresholds_are_lowered_by_their_names(monkeypatch):
+    """So that a version with other arguments beside them, or with none that is set, goes on."""
+
+    class Report:
+        def identify_stragglers(self, gpu_rel_threshold=0.75, *, gpu_indiv_threshold, **others):
+            return gpu_rel_threshold, gpu_indiv_threshold, others
+
+    module = SimpleNamespace(Report=Report)
+    monkeypatch.setitem(sys.modules, "nvidia_resiliency_ext.straggler.reporting", module)
+    job: Any = Mock()
+    job.session.slowest_share.return_value = 0.5
+    with between_steps("Megatron-LM", job):
+        assert Report().identify_stragglers(gpu_indiv_threshold=None, top=3) == (
+            *(0.375, None),
+            {"top": 3},
+        )
+    assert Report().identify_stragglers(0.7, gpu_indiv_threshold=0.7) == (0.7, 0.7, {})

@@ -506,6 +506,19 @@ def test_how_a_power_budget_was_kept_in_the_end_goes_to_the_bill(world):
     assert told[-2:] == [("agent.job", {"power": {"budget_w": 200.0}}), ("agent.close",)]
 
 
+def test_the_bill_hears_at_once_of_another_power_budget(world):
+    world.agent = Noted("agent", world.calls)
+    world.agent.node = "node of the agent"
+    world.orders = [order(Phase.STEADY, 1410)] * 6
+    session = world.session()
+    run(session)
+    for budget_w in (300.0, 300.0, 250.0, 250.0, None):
+        session.state.power = {"budget_w": budget_w}
+        run(session)
+    said = [{"power": {"budget_w": budget_w}} for budget_w in (300.0, 250.0, None)]
+    assert [call[1] for call in world.calls if call[0] == "agent.job"] == said
+
+
 def test_what_is_no_training_runs_at_the_highest_clock(world):
     session = world.session()
     world.taken()
