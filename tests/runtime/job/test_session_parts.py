@@ -469,6 +469,19 @@ def test_a_session_ends_with_what_its_phases_raise(world):
         run(session)
 
 
+def test_the_bill_hears_at_once_of_another_power_budget(world):
+    world.agent = Noted("agent", world.calls)
+    world.agent.node = "node of the agent"
+    world.orders = [order(Phase.STEADY, 1410)] * 6
+    session = world.session()
+    run(session)
+    for budget_w in (300.0, 300.0, 250.0, 250.0, None):
+        session.state.power = {"budget_w": budget_w}
+        run(session)
+    said = [{"power": {"budget_w": budget_w}} for budget_w in (300.0, 250.0, None)]
+    assert [call[1] for call in world.calls if call[0] == "agent.job"] == said
+
+
 def test_the_baseline_is_kept_and_notes_go_to_the_bill(world):
     world.agent = Noted("agent", world.calls)
     world.agent.node = "node of the agent"
@@ -494,19 +507,6 @@ def test_the_baseline_is_kept_and_notes_go_to_the_bill(world):
     session._collectives.is_planner = True
     session.describe_job({"model": "m"})
     assert world.calls[-1] == ("agent.job", {"model": "m"})
-
-
-def test_the_bill_hears_at_once_of_another_power_budget(world):
-    world.agent = Noted("agent", world.calls)
-    world.agent.node = "node of the agent"
-    world.orders = [order(Phase.STEADY, 1410)] * 6
-    session = world.session()
-    run(session)
-    for budget_w in (300.0, 300.0, 250.0, 250.0, None):
-        session.state.power = {"budget_w": budget_w}
-        run(session)
-    said = [{"power": {"budget_w": budget_w}} for budget_w in (300.0, 250.0, None)]
-    assert [call[1] for call in world.calls if call[0] == "agent.job"] == said
 
 
 def test_what_is_no_training_runs_at_the_highest_clock(world):
