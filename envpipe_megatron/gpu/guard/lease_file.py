@@ -160,9 +160,8 @@ class LeaseRecord:
         uid: the user who made the file.
         guard: the process that looks, or looked, after it.
         rank: the process for which it locks the clock; None for `envpipe clocks reset`.
+        said: what the file says of the job for people, clocks and when it was made.
         live: whether its guard lives.
-        mark: who slows the GPU, for which job, between which clocks, and since when, as in
-            docs/schemas/clocks.json, but for `live`.
     """
 
     path: Path
@@ -171,8 +170,20 @@ class LeaseRecord:
     uid: int
     guard: ProcessIdentity
     rank: ProcessIdentity | None
-    mark: Mapping[str, str | int | None]
+    said: Mapping[str, str | int | None]
     live: bool = False
+
+    @property
+    def mark(self) -> dict[str, str | int | None]:
+        """Who slows the GPU, for which job, between which clocks, and since when.
+
+        As in docs/schemas/clocks.json, but for `live`. A server may be asked for the user's name,
+        and may hang: no guard calls this.
+        """
+        user = str(self.uid)
+        with suppress(KeyError):
+            user = pwd.getpwuid(self.uid).pw_name
+        return {"user": user, "uid": self.uid, "pid": (self.rank or self.guard).pid, **self.said}
 
 
 def lease_name(address: GpuAddress) -> str:
@@ -234,7 +245,7 @@ def parse_lease(content: bytes, path: Path, uid: int) -> LeaseRecord | None:
             uid=uid,
             guard=_identity(document["guard"]),
             rank=None if document["rank"] is None else _identity(document["rank"]),
-            mark=_mark(document, uid),
+            said=_said(document),
         )
         named = lease_name(record.address)
     except (json.JSONDecodeError, UnicodeDecodeError):
@@ -253,16 +264,12 @@ def printable(name: str) -> str:
     return "".join(letter if letter.isprintable() else "?" for letter in name)
 
 
-def _mark(document: dict[str, Any], uid: int) -> dict[str, str | int | None]:
-    """Return a record's mark: nothing is undone by it, so anything may be wrong or missing."""
-    user = str(uid)
-    with suppress(KeyError):
-        user = pwd.getpwuid(uid).pw_name
+def _said(document: dict[str, Any]) -> dict[str, str | int | None]:
+    """Return a record's `said`: nothing is undone by it, so anything may be wrong or missing."""
     texts = {name: printable(str(document.get(name, ""))) for name in _TEXTS}
     clocks = {name: document.get(name) for name in _CLOCKS}
     numbers = {name: mhz if isinstance(mhz, int) else None for name, mhz in clocks.items()}
-    pid = _identity(document["rank"] or document["guard"]).pid
-    return {"user": user, "uid": uid, "pid": pid, **texts, **numbers}
+    return {**texts, **numbers}
 
 
 def _identity(document: Any) -> ProcessIdentity:

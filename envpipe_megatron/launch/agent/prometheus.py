@@ -119,10 +119,10 @@ class _NodeMetrics(Collector):
         names_of = {ledger.of_gpu.gpu_uid: ledger.of_gpu for ledger in self._agent.ledgers()}
         with contextlib.suppress(GpuError, OSError):  # a folder of leases that cannot be read
             for lease in list_leases():
-                of_gpu, mark = names_of.get(lease.address.uid), lease.mark
-                if lease.live and of_gpu is not None and mark["lowest_mhz"] is not None:
+                of_gpu = names_of.get(lease.address.uid)
+                if lease.live and of_gpu is not None and lease.said["lowest_mhz"] is not None:
                     gpu = (getattr(of_gpu, name) for name in _OF_LEDGER)
-                    found.add("gpu_slowed_info", 1, *node, *gpu, *map(mark.get, _SLOWED))
+                    found.add("gpu_slowed_info", 1, *node, *gpu, *map(lease.mark.get, _SLOWED))
         found.add("node_ranks", len(self._agent.connected()), *node)
         bill = self._agent.snapshot()
         if bill is not None:

@@ -128,8 +128,8 @@ class RankClock:
         self._gpu = gpu
         self.repeats = self.given_back = False
         self._asked_mhz: int | None = None
-        #: Whether that clock was read, and whether it was said that one was not.
-        self._confirmed = self._told = False
+        #: Whether that clock was waited for, and whether it was said that one was not read.
+        self._waited_for = self._told = False
         self._error: Exception | None = None
         self._pid = os.getpid()
         self._hold: Hold | _Here | None = None
@@ -196,7 +196,7 @@ class RankClock:
         # Whether the guard has failed is seen by whoever asks for `error`, in each iteration.
         if (frequency_mhz == self._asked_mhz and not self.repeats) or self._error is not None:
             return None
-        self._asked_mhz, self._confirmed = frequency_mhz, False
+        self._asked_mhz, self._waited_for = frequency_mhz, False
         number = self.page.ask(frequency_mhz, delay_s or 0.0)
         if number is None:
             self.stop(GpuError("The guard takes no requests", remedy="See its log"))
@@ -211,22 +211,23 @@ class RankClock:
     def confirm(self) -> None:
         """Wait until the clock that was asked for last, or a higher one, is read from the GPU.
 
-        From where the device has come to the request, `_SETTLES_S` at most: a power cap, heat or
-        another program may hold it back, which is logged once.
+        From where the device has come to the request, once, `_SETTLES_S` and the dwell time at
+        most: a power cap, heat or another program may hold it back, which is logged once.
         """
-        asked_mhz, state = self._asked_mhz or 0, None
+        asked_mhz, state, is_read = self._asked_mhz or 0, None, False
         sets = self._gpu.changes_clock and asked_mhz in self._gpu.supported_frequencies_mhz
-        if self._confirmed or not sets:
+        if self._waited_for or not sets:
             return
+        self._waited_for = True
         self._wait_idle(_DEVICE_S)
-        until_s = time.monotonic() + _SETTLES_S
-        while not (self._confirmed or self.page.is_over or time.monotonic() >= until_s):
+        until_s = time.monotonic() + _SETTLES_S + self.page.min_dwell_s
+        while not (is_read or self.page.is_over or time.monotonic() >= until_s):
             self._look()
             with suppress(Exception):  # a driver may fail in any way; training must go on
                 state = self._gpu.clock_state()
-                self._confirmed = state.observed_mhz >= asked_mhz - TOLERANCE_MHZ
+                is_read = state.observed_mhz >= asked_mhz - TOLERANCE_MHZ
         idles = state is not None and IDLE in state.throttle_reasons  # the next kernel may get it
-        if not (self._confirmed or self.page.is_over or idles or self._told):
+        if not (is_read or self.page.is_over or idles or self._told):
             self._told = True
             where = f"{self._gpu.name} was not at {asked_mhz} MHz between training steps"
             logger.warning("%s, so that GPU checks may find it slow: %s", where, state)

@@ -21,7 +21,8 @@ _LOOK_S = 1.0
 class ControlFile:
     """Reads a job's control file every second, on a thread that no disk can make anybody wait for.
 
-    A file that is broken, or cannot be read, is logged once, and what was asked before stays.
+    What it asks for is logged as it changes: a job that starts again may find what was asked of an
+    earlier one. A file that is broken, or cannot be read, is logged once, and changes nothing.
 
     Args:
         folder: the job's.
@@ -51,11 +52,15 @@ class ControlFile:
             time.sleep(_LOOK_S)
 
     def _look(self) -> None:
+        wishes, failure = self.wishes, ""
         try:
-            self.wishes, self._failure = parse_wishes(read_text(self.path), self.path), ""
+            wishes = parse_wishes(read_text(self.path), self.path)
         except FileNotFoundError:
-            self.wishes, self._failure = self._without, ""
+            wishes = self._without
         except Exception as error:  # a disk or a text may be bad in any way
-            if str(error) != self._failure:
-                logger.error("What was asked before is kept, training goes on: %s", error)
-            self._failure = str(error)
+            failure = str(error)
+            if failure != self._failure:
+                logger.error("What was asked before is kept, training goes on: %s", failure)
+        if wishes != self.wishes:
+            logger.warning("Asked for from now on, by %s: %s", self.path, wishes.to_json())
+        self.wishes, self._failure = wishes, failure

@@ -19,21 +19,25 @@ from typing import Any
 
 from envpipe_megatron.core.schedule import Schedule
 from envpipe_megatron.formats.energy import FRAMEWORK, Phase, phase_in_batch
-from envpipe_megatron.formats.wishes import Wishes
+from envpipe_megatron.formats.wishes import NO_WISHES, Wishes
 from envpipe_megatron.runtime.channel.carrier import StageSpecs
 from envpipe_megatron.runtime.energy.timeline_log import TimelineLog
 from envpipe_megatron.runtime.energy.training import TrainingEnergy
 from envpipe_megatron.runtime.execution.executor import Executor, StageRecord
 from envpipe_megatron.runtime.execution.orders import IterationOrder, PhaseRun, constant_order
 from envpipe_megatron.runtime.execution.stage_run import StageRun
-from envpipe_megatron.runtime.job.parts import NO_POWER, PhaseParts, SessionError, note
+from envpipe_megatron.runtime.job.parts import PhaseParts, SessionError, note
 from envpipe_megatron.runtime.job.phases import run_phases
 from envpipe_megatron.runtime.job.planning import megatron_order, predicted
 
+#: What a job says that is asked for a power budget and cannot keep one.
+_NO_POWER = "The power budget is not kept: this job chooses no clocks"
 #: A job of weeks must not grow.
 _KEPT_ITERATIONS = 10_000
 #: The bill hears of power so often, s, and of another budget at once.
 _POWER_S = 60.0
+#: Notes of when the job was off that the bill keeps, of the last times.
+_KEPT_NOTES = 50
 #: How often the planning rank is asked what an operator asks, and the least iteration for it, s.
 _HEARD_S, _LEAST_STEP_S = 1.0, 1e-3
 
@@ -150,7 +154,7 @@ class Switch:
     """Turns the whole job off and on again, on all ranks in the same iteration.
 
     Args:
-        job: this rank's parts; in one without a `control` file nobody is heard.
+        job: this rank's parts; in one without a `control` file only its options are.
         describe_job: has the bill say when the job was off.
     """
 
@@ -158,24 +162,25 @@ class Switch:
         self._job, self._describe_job = job, describe_job
         #: Iterations before the planning rank is asked again, those since, and when it was, s.
         self._pause, self._since, self._asked_s = 0, 0, -math.inf
-        #: The note of when it was turned off last.
-        self._off = ""
+        self._heard = NO_WISHES
+        #: The notes of when it was off, the last one last.
+        self._off: list[str] = []
 
     def hear(self) -> bool:
         """Return whether the iteration that begins is off; every rank calls it before each."""
-        state, options, collectives = self._job.state, self._job.options, self._job.collectives
+        state, collectives, now = self._job.state, self._job.collectives, ""
         self._since += 1
-        if self._job.control is None or self._since <= self._pause:
-            return state.wishes.off
-        before, told = state.wishes, self._told() if collectives.is_planner else None
-        state.wishes, self._pause, now = collectives.from_planner(told)
-        self._since, notes = 0, state.notes
-        if state.wishes.off != before.off:
-            self._note_turn(now)
-        budget = state.wishes.power_budget
-        if budget not in (None, before.power_budget) and not options.keeps_power:
-            note(self._job, NO_POWER)
-        if state.notes != notes:
+        if self._job.control is not None and self._since > self._pause:
+            told = self._told() if collectives.is_planner else None
+            state.wishes, self._pause, now = collectives.from_planner(told)
+            self._since = 0
+        before, self._heard = self._heard, state.wishes
+        if before != state.wishes:
+            if before.off != state.wishes.off:
+                self._note_turn(now)
+            budget = state.wishes.power_budget
+            if budget not in (None, before.power_budget) and not self._job.options.keeps_power:
+                note(self._job, _NO_POWER)
             self._describe_job({"notes": [*self._job.folder.notes, *state.notes]})
         return state.wishes.off
 
@@ -189,12 +194,13 @@ class Switch:
         return self._job.control.wishes, int(_HEARD_S / max(step_s, _LEAST_STEP_S)), now
 
     def _note_turn(self, now: str) -> None:
-        state, text = self._job.state, self._off
-        if state.wishes.off:
-            text = self._off = f"Off from iteration {state.iteration} ({now})"
-        else:
-            state.notes = tuple(said for said in state.notes if said != self._off)
-            text += f" to {state.iteration - 1} ({now})"
+        state, gone = self._job.state, self._off[: 1 - _KEPT_NOTES]
+        text = f"Off from iteration {state.iteration} ({now})"
+        if not state.wishes.off:
+            gone = self._off[-1:]
+            text = f"{gone[0]} to {state.iteration - 1} ({now})"
+        self._off = [*(said for said in self._off if said not in gone), text]
+        state.notes = tuple(said for said in state.notes if said not in gone)
         note(self._job, text)
 
 

@@ -27,9 +27,6 @@ from envpipe_megatron.runtime.job.restarts import JobFolder
 from envpipe_megatron.runtime.memory.peak import JobMemory
 from envpipe_megatron.tuning.background import Background
 
-#: What a job says that is asked for a power budget and cannot keep one.
-NO_POWER = "The power budget is not kept: this job chooses no clocks"
-
 
 class SessionError(EnvPipeError):
     """A job that changes shape, or one that EnvPipe cannot run."""

@@ -37,7 +37,7 @@ from envpipe_megatron.runtime.job.measuring import (
     watch_parts,
 )
 from envpipe_megatron.runtime.job.online import run_commands
-from envpipe_megatron.runtime.job.parts import NO_POWER, PhaseParts, note
+from envpipe_megatron.runtime.job.parts import PhaseParts, note
 from envpipe_megatron.runtime.job.planning import (
     check_files,
     check_plan,
@@ -78,8 +78,6 @@ def run_phases(job: PhaseParts) -> PhaseRun[None]:
     """
     options = job.options
     check_files(job)
-    if job.state.wishes.power_budget is not None and not options.keeps_power:
-        note(job, NO_POWER)
     schedule = megatron_order(job) if job.own_order is None else job.own_order
     make_room_for_messages(job, schedule)
     top = max(job.gpu.supported_frequencies_mhz)

@@ -176,7 +176,7 @@ class Session:
         self.iterations = Iterations(self._stage, self.executor, self._energy, self._timeline)
         self._parts.callback(self.iterations.end)
         self._parts.callback(self.executor.idle, METER_MARGIN_S)
-        self._parts.callback(self._log_clock_summary)
+        self._parts.callback(self._say_last)
         self._batches = Batches(
             PhaseParts(
                 options=self.options,
@@ -434,7 +434,9 @@ class Session:
             # The second time too: a signal may have interrupted the first one.
             self.clock.close()
 
-    def _log_clock_summary(self) -> None:
+    def _say_last(self) -> None:
+        if self.state.power is not None:  # the bill heard of it a while ago
+            self.describe_job({"power": self.state.power})
         summary = self.clock_summary()
         followed = summary["followed"]
         if followed and followed["warning"]:

@@ -273,8 +273,9 @@ def test_an_operator_asks_by_http_what_the_jobs_file_says(node, tmp_path):
     assert ask(port, " " * 5000 + "{}")[0] == 400
     assert json.loads(file.read_text()) == wanted, "nothing that is refused changes it"
     assert ask(port, "{}", method="POST") == (200, {"power_budget": None, "off": False} | where)
-    file.write_text("[")
-    assert ask(port)[0] == 400
+    for broken in (b"[", b'{"off": "\xe9"}'):
+        file.write_bytes(broken)
+        assert ask(port)[0] == 400
     node.agent.control["file"] = str(tmp_path / "no folder" / "control.json")
     assert ask(port, "{}")[0] == 404
     node.agent.bill = None
@@ -283,18 +284,27 @@ def test_an_operator_asks_by_http_what_the_jobs_file_says(node, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("peer", "status"),
-    [("127.0.0.1", 200), ("::1", 200), ("10.0.0.7", 403)],
+    ("peer", "host", "status"),
+    [
+        ("127.0.0.1", "localhost:9400", 200),
+        ("::1", "[::1]:9400", 200),
+        ("::ffff:127.0.0.1", "127.0.0.1:9400", 200),
+        ("10.0.0.7", "127.0.0.1:9400", 403),
+        ("127.0.0.1", "a-page-that-was.elsewhere:9400", 403),
+        ("127.0.0.1", "[::1", 400),
+    ],
 )
-def test_only_this_node_may_ask(node, tmp_path, peer, status):
+def test_only_this_node_may_ask(node, tmp_path, peer, host, status):
     file = tmp_path / "control.json"
     node.agent.bill, node.agent.control = object(), {"file": str(file), "asked": {}}
     app, seen = with_control(lambda *call: [], node.agent), []
     about = {"CONTENT_TYPE": JSON, "CONTENT_LENGTH": "2", "wsgi.input": io.BytesIO(b"{}")}
     about |= {"PATH_INFO": "/control", "REQUEST_METHOD": "PUT", "REMOTE_ADDR": peer}
+    about["HTTP_HOST"] = host
     app(about, lambda said, headers: seen.append(int(said[:3])))
     assert seen == [status]
     assert file.exists() == (status == 200)
-    app(about | {"CONTENT_LENGTH": "-1"}, lambda said, headers: None)  # is not waited for
+    for length in ("-1", "9" * 5000):  # is not waited for
+        app(about | {"CONTENT_LENGTH": length}, lambda said, headers: None)
     app(about | {"REQUEST_METHOD": "GET"}, lambda said, headers: seen.append(int(said[:3])))
     assert seen[1] == 200

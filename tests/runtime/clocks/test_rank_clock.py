@@ -152,6 +152,8 @@ def test_a_clock_that_comes_late_is_waited_for_and_one_that_is_held_back_not_for
     for clock_mhz in (1400, 1300, 1400):
         ask(held, clock_mhz)
         held.confirm()
+    monkeypatch.setattr(rank_clock, "_SETTLES_S", 1e9)
+    held.confirm()  # as each batch of an evaluation does
     (said,) = caplog.messages
     assert "not at 1400 MHz between" in said
     assert "sw_power_cap" in said
@@ -159,6 +161,18 @@ def test_a_clock_that_comes_late_is_waited_for_and_one_that_is_held_back_not_for
     held.request(1000)  # its control has ended, and the GPU is at its default
     held.confirm()
     assert held.error is not None
+
+
+def test_a_clock_that_is_held_back_for_the_dwell_time_is_waited_for(guard, monkeypatch, caplog):
+    monkeypatch.setattr(rank_clock, "_SETTLES_S", 0.2)
+    monkeypatch.setattr(FakeGpu, "time_s", lambda gpu: time.monotonic())
+    gpu = guard._gpu
+    clock = RankClock(gpu, 0.4, guarded=True)
+    ask(clock, 1000, 1400)
+    assert gpu.history == [1000]
+    clock.confirm()
+    assert (gpu.history, caplog.messages) == ([1000, 1400], [])
+    clock.close()
 
 
 def test_the_controller_does_as_wished():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -469,19 +470,6 @@ def test_a_session_ends_with_what_its_phases_raise(world):
         run(session)
 
 
-def test_the_bill_hears_at_once_of_another_power_budget(world):
-    world.agent = Noted("agent", world.calls)
-    world.agent.node = "node of the agent"
-    world.orders = [order(Phase.STEADY, 1410)] * 6
-    session = world.session()
-    run(session)
-    for budget_w in (300.0, 300.0, 250.0, 250.0, None):
-        session.state.power = {"budget_w": budget_w}
-        run(session)
-    said = [{"power": {"budget_w": budget_w}} for budget_w in (300.0, 250.0, None)]
-    assert [call[1] for call in world.calls if call[0] == "agent.job"] == said
-
-
 def test_the_baseline_is_kept_and_notes_go_to_the_bill(world):
     world.agent = Noted("agent", world.calls)
     world.agent.node = "node of the agent"
@@ -509,6 +497,28 @@ def test_the_baseline_is_kept_and_notes_go_to_the_bill(world):
     assert world.calls[-1] == ("agent.job", {"model": "m"})
 
 
+def test_how_a_power_budget_was_kept_in_the_end_goes_to_the_bill(world):
+    world.agent = Noted("agent", world.calls)
+    world.agent.node = "node of the agent"
+    with closing(world.session()) as session:
+        session.state.power = {"budget_w": 200.0}
+    told = [call for call in world.calls if call[0].startswith("agent.")]
+    assert told[-2:] == [("agent.job", {"power": {"budget_w": 200.0}}), ("agent.close",)]
+
+
+def test_the_bill_hears_at_once_of_another_power_budget(world):
+    world.agent = Noted("agent", world.calls)
+    world.agent.node = "node of the agent"
+    world.orders = [order(Phase.STEADY, 1410)] * 6
+    session = world.session()
+    run(session)
+    for budget_w in (300.0, 300.0, 250.0, 250.0, None):
+        session.state.power = {"budget_w": budget_w}
+        run(session)
+    said = [{"power": {"budget_w": budget_w}} for budget_w in (300.0, 250.0, None)]
+    assert [call[1] for call in world.calls if call[0] == "agent.job"] == said
+
+
 def test_what_is_no_training_runs_at_the_highest_clock(world):
     session = world.session()
     world.taken()
@@ -519,14 +529,15 @@ def test_what_is_no_training_runs_at_the_highest_clock(world):
     assert world.taken() == [("energy.lap",), ("energy.gather", "interval")]
 
 
-def test_once_clocks_are_not_controlled_any_more_none_is_told(world):
-    world.orders = [order(Phase.WARMUP, 1410)] * 2
+def test_clocks_that_are_given_back_or_not_controlled_any_more_are_not_told(world):
+    world.orders = [order(phase, 1410) for phase in (Phase.OFF, Phase.WARMUP, Phase.WARMUP)]
     session = world.session()
+    run(session)
     run(session)
     world.clock.error = "lost"
     run(session)
     told = [call[-1] for call in world.taken() if call[0] == "timeline.add"]
-    assert told == [[1410, 1005, 1200, 1005], None]
+    assert told == [None, [1410, 1005, 1200, 1005], None]
 
 
 LABELS = {

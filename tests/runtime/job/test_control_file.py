@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 from itertools import groupby
+from types import SimpleNamespace
 
 import control_ranks
 import pytest
@@ -18,7 +19,9 @@ from envpipe_megatron.formats.wishes import NO_WISHES, Wishes
 from envpipe_megatron.launch.bill.bill import bill_of
 from envpipe_megatron.runtime.job import control
 from envpipe_megatron.runtime.job.control import ControlFile
+from envpipe_megatron.runtime.job.iterations import Switch
 from envpipe_megatron.runtime.job.options import Level
+from envpipe_megatron.runtime.job.parts import SessionState
 
 pytestmark = pytest.mark.xdist_group("pipeline")
 
@@ -131,6 +134,42 @@ def test_a_clock_that_is_lost_while_the_job_is_off_is_said_when_it_is_on_again(
     assert any("the driver of a test" in text for text in ranks[0]["notes"])
 
 
+@pytest.fixture
+def job():
+    """A rank of its own, that chooses no clocks, and an operator."""
+    alone = SimpleNamespace(is_planner=True, from_planner=lambda told: told)
+    job = SimpleNamespace(state=SessionState(), control=SimpleNamespace(wishes=NO_WISHES), said=[])
+    job.options, job.folder = SimpleNamespace(keeps_power=False), SimpleNamespace(notes=())
+    job.executor, job.collectives = SimpleNamespace(now_s=lambda: job.state.iteration), alone
+    job.named, job.say = str, job.said.append
+    return job
+
+
+def test_notes_of_a_job_that_is_off_again_and_again_do_not_grow(job):
+    described: list[dict[str, list[str]]] = []
+    switch = Switch(job, described.append)
+    for number in range(1, 1001):
+        job.state.iteration = 2 * number
+        job.control.wishes = Wishes(off=number % 2 == 1)
+        assert switch.hear() == job.control.wishes.off
+    notes = job.state.notes
+    said = [re.sub(r" \(.*?\)", "", note) for note in notes]
+    assert said == [f"Off from iteration {at} to {at + 1}" for at in range(1802, 2000, 4)]
+    assert len(job.said) == 1000
+    assert described[-1] == {"notes": list(notes)}
+
+
+@pytest.mark.parametrize("has_folder", [True, False])
+def test_a_budget_of_the_options_that_is_not_kept_is_said_once(job, has_folder):
+    job.control = SimpleNamespace(wishes=Wishes(200.0)) if has_folder else None
+    job.state.wishes = Wishes(200.0)
+    switch = Switch(job, lambda facts: None)
+    for job.state.iteration in range(1, 4):
+        switch.hear()
+    assert job.said == list(job.state.notes)
+    assert "not kept" in job.said[0]
+
+
 # --- the file -------------------------------------------------------------------------------------
 
 
@@ -154,7 +193,9 @@ def test_the_last_wish_that_could_be_read_stays(file, caplog):
     file.path.mkdir()
     look_until(lambda: "directory" in caplog.text)
     assert file.wishes == Wishes(power_budget_w=300)
-    assert len(caplog.records) == 2, "each is said once"
+    said = [record.getMessage()[:9] for record in caplog.records]
+    assert said == ["Asked for", "What was ", "Asked for", "What was "], "each is said once"
+    assert f"{file.path}: {{'power_budget': '80%', 'off': True}}" in caplog.text
     file.path.rmdir()
     replace_files({file.path: ["{}"]})
     look_until(lambda: file.wishes == NO_WISHES)
