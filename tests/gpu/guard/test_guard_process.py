@@ -17,7 +17,7 @@ from envpipe_megatron.gpu.clock.page import ClockPage
 from envpipe_megatron.gpu.guard import process
 from envpipe_megatron.gpu.guard.lease import list_leases
 from envpipe_megatron.gpu.guard.lease_file import LEASE_DIR_VARIABLE
-from envpipe_megatron.gpu.guard.messages import GuardSettings, ProcessIdentity, receive
+from envpipe_megatron.gpu.guard.messages import GuardSettings, ProcessIdentity, receive, send
 from envpipe_megatron.gpu.guard.process import Guard
 
 ONE = GpuAddress("emulated", "/node#0")
@@ -181,6 +181,21 @@ def test_a_silent_ranks_reset_that_fails_is_tried_again(guarded, caplog):
     guarded.run(heartbeat_s=0.0)
     assert (len(tried), guarded.gpu.resets, list_leases()) == (2, 4, [])
     assert "is silent" in caplog.text
+
+
+def test_a_silent_rank_that_is_heard_again_is_served_again(guarded, monkeypatch):
+    served = []
+
+    def start(controller):
+        served.append(controller)
+        if len(served) == 2:
+            guarded.page.end()
+
+    monkeypatch.setattr(PageController, "start", start)
+    monkeypatch.setattr(PageController, "has_ended", lambda controller: False)
+    guarded.gpu.at_reset = [lambda: send(guarded.rank, {"op": "beat"})]
+    assert guarded.run(heartbeat_s=0.0) == ["held", "beat"]
+    assert (len(served), guarded.gpu.resets, list_leases()) == (2, 2, [])
 
 
 def test_a_gpu_that_cannot_be_opened_for_clocks_is_given_back(guarded, monkeypatch):

@@ -283,6 +283,18 @@ def test_what_a_guard_leaves_is_undone_by_its_rank(guard, nonsense):
     assert guard.gpu.history == [None]
 
 
+def test_a_rank_without_a_guard_looks_for_leases_until_it_is_released(guard):
+    """Where all guards of a job have died, and a rank dies then."""
+    hold = guard.hold()
+    guard.end.close()
+    assert guard.event() == "ended"
+    look_until(lambda: hold._is_back)
+    left_by(guard, "another rank's")
+    look_until(lambda: list_leases() == [])
+    assert guard.gpu.history == [None]
+    hold.release()
+
+
 def test_a_driver_that_hangs_does_not_keep_the_rank_that_stands_in(guard, monkeypatch):
     hanging, go_on = threading.Event(), threading.Event()
 

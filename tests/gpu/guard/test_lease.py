@@ -412,6 +412,7 @@ def test_a_lease_that_somebody_finds_before_its_maker_has_locked_it_is_made_anew
         {"address": "x"},
         {"rank": "me"},
         {"guard": {"pid": 2147483648}},
+        {"guard": {"pid": -1}},
         {"guard": {"start_ticks": 1e400}},
         {"address": {"backend": "nvml", "uid": "GPU-of-another-name"}},
         pytest.param("[" * 60_000, id="deep"),

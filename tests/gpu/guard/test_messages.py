@@ -7,6 +7,7 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from lease_helpers import dead
@@ -171,3 +172,15 @@ def test_the_other_end_of_a_socket_is_known():
     one, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with one, other:
         assert peer_uid_and_pid(one) == (os.geteuid(), os.getpid())
+
+
+def test_what_can_be_read_is_waited_for(ends, monkeypatch):
+    one, other = ends
+    assert wait_readable([one.fileno()], -1.0) is wait_readable([one.fileno()], 1e-3) is False
+    other.send(b"x")
+    assert wait_readable([other.fileno(), one.fileno()], 60.0) is True
+    waits_ms = []
+    poll = SimpleNamespace(register=lambda *_: None, poll=waits_ms.append)
+    monkeypatch.setattr(messages.select, "poll", lambda: poll)
+    assert wait_readable([], 2.5) is False
+    assert waits_ms == [2500.0]

@@ -1,6 +1,7 @@
 """From relaxed durations to choices: each move keeps the deadline, and none is left undone."""
 
 import numpy as np
+import pytest
 from core_cases import B, F, profile_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -81,3 +82,20 @@ def test_choices_are_in_time_and_no_worse_than_any_way_alone(seed):
         ways.append(carried)
     best_j = min(way.cost_j for way in ways)
     assert case.chosen_j(chosen) <= best_j + 1e-9 * abs(best_j)
+
+
+@pytest.mark.parametrize("choose", [*CARRIES, hull_floor])
+@settings(max_examples=examples(25), deadline=None, derandomize=True)
+@given(seed=SEEDS)
+def test_durations_that_exist_are_kept(choose, seed):
+    """Hull points within the deadline are taken as they are, by what a solver leaves of them."""
+    case = Case(seed)
+    wanted = [int(case.rng.choice(unit.hull)) for unit in case.units]
+    duration_s = np.array([unit.time_s[at] for unit, at in zip(case.units, wanted, strict=True)])
+    case.deadline_s = case.chosen_s(wanted)
+    if choose is hull_floor:
+        assert hull_floor(case.schedule, case.choices, duration_s * (1 - 1e-9)) == wanted
+        return
+    rounding = case.rounding(case.fastest)
+    choose(rounding, duration_s)
+    assert rounding.chosen == wanted

@@ -114,6 +114,14 @@ def test_while_the_job_runs_its_summary_is_the_last_that_came(job):
     look_until(lambda: job.clock.summary()["changes"] == 2)
 
 
+def test_a_guard_that_dies_ends_control_alone(job):
+    job.ask(job.gpu.supported_frequencies_mhz[-1])
+    os.kill(job.clock._hold.guard_pid, signal.SIGKILL)
+    look_until(lambda: job.clock.error is not None)
+    assert "The guard of this GPU's clock has ended" in job.clock.problems()[0]
+    look_until(lambda: job.set_mhz is None)
+
+
 def test_a_clock_that_cannot_be_set_ends_control_alone(job, caplog):
     job.ask(job.gpu.supported_frequencies_mhz[-1], 1)
     assert "cannot run at this SM clock" in job.clock.problems()[0]
