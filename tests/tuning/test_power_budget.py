@@ -20,8 +20,7 @@ from envpipe_megatron.gpu.presets import load_preset
 from envpipe_megatron.policies.objective import Goal, Objective
 from envpipe_megatron.policies.planner import make_plan
 from envpipe_megatron.policies.request import PlanRequest
-from envpipe_megatron.runtime.job.options import JobOptions
-from envpipe_megatron.runtime.job.parts import NO_POWER
+from envpipe_megatron.runtime.job.options import JobOptions, Level
 from envpipe_megatron.tuning import controller
 from envpipe_megatron.tuning.budget import EXCEEDS, Budget
 
@@ -175,14 +174,9 @@ def test_silent_meters_are_no_budget_that_was_kept():
     assert budget.facts["exceeded_s"] is None
 
 
-def test_where_no_clocks_are_chosen_it_is_said_that_no_budget_is_kept():
-    options = JobOptions(num_microbatches=8, baseline_steps=3, objective=Goal.TIME)
-    with EmulatedJob(Pipelines(PRESET, FORWARD_S), options) as job:
-        job.run(1)
-        assert job.planner is not None
-        assert not job.planner.state.notes
-    asked = replace(options, power_budget=read_power_budget("80%"))
-    with EmulatedJob(Pipelines(PRESET, FORWARD_S), asked) as job:
-        job.run(1)
-        assert job.planner is not None
-        assert job.planner.state.notes == (NO_POWER,)
+def test_jobs_that_choose_clocks_as_they_train_keep_budgets():
+    job = JobOptions(num_microbatches=8)
+    assert job.keeps_power
+    assert replace(job, level=Level.UNIFORM).keeps_power
+    for fixed in ({"objective": Goal.TIME}, {"type": "envelope"}, {"gpu_control": "dry_run"}):
+        assert not replace(job, **fixed).keeps_power
