@@ -1,7 +1,5 @@
 """A power budget of a running job: how soon it is kept, what it costs, and what is said of it."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from dataclasses import replace
