@@ -83,9 +83,9 @@ class Budget:
 
     def count(self, window: Window) -> None:
         """Add a window to the figures, if there is or was a budget."""
-        power_w, time_s = window.power_w, float(window.steps_s.sum())
         if self.facts is None:
             return
+        power_w, time_s = window.power_w, float(window.steps_s.sum())
         if math.isnan(power_w):
             self._unseen_s += time_s * self.asks
             if self._unseen_s >= SILENT_S and not self.fails:
