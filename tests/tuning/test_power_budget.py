@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -20,7 +19,6 @@ from envpipe_megatron.policies.objective import Goal, Objective
 from envpipe_megatron.policies.planner import make_plan
 from envpipe_megatron.policies.request import PlanRequest
 from envpipe_megatron.runtime.job.options import JobOptions
-from envpipe_megatron.runtime.job.parts import NO_POWER
 from envpipe_megatron.tuning import controller
 from envpipe_megatron.tuning.budget import EXCEEDS, OVER, Allowance
 
@@ -163,16 +161,3 @@ def test_how_a_budget_was_kept_is_added_up():
         "ramp_w_per_s": 10.0,
         "exceeded_s": 10.0,
     }
-
-
-def test_where_no_clocks_are_chosen_it_is_said_that_no_budget_is_kept():
-    options = JobOptions(num_microbatches=8, baseline_steps=3, objective=Goal.TIME)
-    with EmulatedJob(Pipelines(PRESET, FORWARD_S), options) as job:
-        job.run(1)
-        assert job.planner is not None
-        assert not job.planner.state.notes
-    asked = replace(options, power_budget=read_power_budget("80%"))
-    with EmulatedJob(Pipelines(PRESET, FORWARD_S), asked) as job:
-        job.run(1)
-        assert job.planner is not None
-        assert job.planner.state.notes == (NO_POWER,)
