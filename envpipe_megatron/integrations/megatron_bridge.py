@@ -21,7 +21,7 @@ from envpipe_megatron.integrations.levels import Asks, Level, Limit, on
 from envpipe_megatron.integrations.megatron.limits import LIMITS, NOT_PROVEN, REFUSED, check_metered
 from envpipe_megatron.integrations.megatron.training import Training
 from envpipe_megatron.integrations.options import parse_settings
-from envpipe_megatron.integrations.watchers import BETWEEN_STEPS, between_steps
+from envpipe_megatron.integrations.watchers import between_steps
 
 BRIDGE_LIMITS = (
     *LIMITS,
@@ -217,8 +217,7 @@ def _checked_loop() -> Any:
         events, loop, missing = (), None, [str(error)]
     else:
         needed = {name for name in vars(EnvPipeCallback) if name.startswith("on_")}
-        names = (*_BOUND, *(row.function for row in BETWEEN_STEPS["Megatron-Bridge"]))
-        missing = sorted(needed - events) + [name for name in names if not hasattr(loop, name)]
+        missing = sorted(needed - events) + [name for name in _BOUND if not hasattr(loop, name)]
     if missing:
         raise BridgeError(
             "EnvPipe needs Megatron-Bridge 0.5 or later, whose training loop calls callbacks",

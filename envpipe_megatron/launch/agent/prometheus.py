@@ -164,8 +164,7 @@ class _NodeMetrics(Collector):
         known = self._tariff.facts(total.energy_j)
         add("job_cost_total", known.get("cost"), job)
         add("job_co2_grams_total", known.get("co2_g"), job)
-        power = bill.facts.get("power")
-        if isinstance(power, dict):
+        if isinstance(power := bill.facts.get("power"), dict):
             for of in ("budget", "mean", "peak", "swing"):
                 add("job_power_watts", power.get(f"{of}_w"), job, of)
             add("job_power_ramp_watts_per_second", power.get("ramp_w_per_s"), job)

@@ -141,10 +141,11 @@ def be(monkeypatch, uid):
 def test_a_users_folders(defaults, monkeypatch):
     """Those that root has made are trusted by everybody."""
     shared, own = defaults
-    be(monkeypatch, 2000)
     theirs = own / "envpipe-leases-2000"
     for path in (theirs, own / "envpipe-leases-2001"):
         path.mkdir()
+    assert {*lease_folders()} == {*own.iterdir()}, "root looks at all, as an epilogue must"
+    be(monkeypatch, 2000)
     assert new_lease_folder() == theirs
     assert lease_folders() == [theirs]
     shared.mkdir(parents=True)
