@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Iterator
-from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -19,7 +18,6 @@ from envpipe_megatron.policies.objective import Goal, Objective
 from envpipe_megatron.policies.planner import make_plan
 from envpipe_megatron.policies.request import PlanRequest
 from envpipe_megatron.runtime.job.options import JobOptions
-from envpipe_megatron.runtime.job.parts import NO_POWER
 from envpipe_megatron.tuning import controller
 from envpipe_megatron.tuning.budget import EXCEEDS, Budget
 
@@ -171,16 +169,3 @@ def test_silent_meters_are_no_budget_that_was_kept():
     budget.count(silent)
     assert "no meter" in budget.billed
     assert budget.facts["exceeded_s"] is None
-
-
-def test_where_no_clocks_are_chosen_it_is_said_that_no_budget_is_kept():
-    options = JobOptions(num_microbatches=8, baseline_steps=3, objective=Goal.TIME)
-    with EmulatedJob(Pipelines(PRESET, FORWARD_S), options) as job:
-        job.run(1)
-        assert job.planner is not None
-        assert not job.planner.state.notes
-    asked = replace(options, power_budget=read_power_budget("80%"))
-    with EmulatedJob(Pipelines(PRESET, FORWARD_S), asked) as job:
-        job.run(1)
-        assert job.planner is not None
-        assert job.planner.state.notes == (NO_POWER,)
