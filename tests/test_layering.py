@@ -1,7 +1,5 @@
 """Imports go one way, and what plans or answers a command starts without torch."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys

@@ -5,8 +5,6 @@ or `loop of` a model. Each rank leaves `rank-<n>.json`: by case and run the loss
 weights, and what EnvPipe did.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

@@ -1,7 +1,5 @@
 """Average steps: their errors, means over GPUs, and comparisons."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 

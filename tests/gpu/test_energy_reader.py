@@ -1,7 +1,5 @@
 """A counter that another process reads."""
 
-from __future__ import annotations
-
 import json
 import multiprocessing
 import os

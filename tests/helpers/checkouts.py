@@ -4,8 +4,6 @@
 checkout; without it they are looked for in the user's cache folder, `~/.cache/envpipe/megatron-lm`.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Lines of energy logs for tests, and of files that several processes have written to."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable
 from pathlib import Path

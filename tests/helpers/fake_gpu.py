@@ -1,7 +1,5 @@
 """A GPU that tests hold in their hands: its time, its counter, its driver's speed and errors."""
 
-from __future__ import annotations
-
 import gc
 import threading
 from collections.abc import Callable, Iterator

@@ -4,8 +4,6 @@ For frameworks whose import takes seconds, and which must be imported in another
 own process does; where that is not so, `rank_pool` keeps ranks for many tests.
 """
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 from collections.abc import Callable

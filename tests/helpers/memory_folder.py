@@ -3,8 +3,6 @@
 Their state is renamed into place at every unit, which a disk takes milliseconds for.
 """
 
-from __future__ import annotations
-
 import os
 import tempfile
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """A pipeline of plain tensors for tests of the runtime: no training framework, little time."""
 
-from __future__ import annotations
-
 import os
 import time
 from collections.abc import Callable, Iterable, Mapping

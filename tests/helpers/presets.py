@@ -1,7 +1,5 @@
 """GPU presets with lines changed, and profiles as a preset would measure them."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path

@@ -3,8 +3,6 @@
 Both come at the same step however busy the host is.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any

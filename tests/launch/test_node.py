@@ -1,7 +1,5 @@
 """A node's launcher around a made-up torchrun: its bill and exit status, whatever happens."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

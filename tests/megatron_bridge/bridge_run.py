@@ -9,8 +9,6 @@ for CUDA and Triton of `tests/megatron_lm/cpu_run.py`, which has to be importabl
 nvidia-resiliency-ext and Bridge's own question whether there is CUDA.
 """
 
-from __future__ import annotations
-
 import builtins
 import contextlib
 import faulthandler

@@ -3,8 +3,6 @@
 A run takes half a minute. The interpreter needs what Bridge imports: docs/megatron_bridge.md.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import itertools
 import json

@@ -6,8 +6,6 @@ DeepSpeed's CPU accelerator answers most questions about a GPU; LOCAL_SIZE tells
 are. EnvPipe is not imported here, so that what a checkout imports by itself can be seen.
 """
 
-from __future__ import annotations
-
 import faulthandler
 import importlib.machinery
 import importlib.util

@@ -3,8 +3,6 @@
 Started with a checkout in PYTHONPATH; its `tools/preprocess_data.py` needs nltk, and this does not.
 """
 
-from __future__ import annotations
-
 import random
 import sys
 from pathlib import Path

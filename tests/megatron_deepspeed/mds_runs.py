@@ -1,7 +1,5 @@
 """Starts Megatron-DeepSpeed's training scripts on the CPU, and reads their logs."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import os

@@ -1,7 +1,5 @@
 """The jobs that stock and patched Megatron-LM train on the CPU."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 

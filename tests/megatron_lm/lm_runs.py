@@ -1,7 +1,5 @@
 """Starts Megatron-LM's pretrain_gpt.py on the CPU, and reads its log."""
 
-from __future__ import annotations
-
 import importlib.util
 import os
 import re

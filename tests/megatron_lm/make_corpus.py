@@ -7,8 +7,6 @@ on it by the package `tokenizers`, and used as Megatron's TikTokenizer, which ne
 stays in OUTDIR, less than 2 MB, serves any tag; the last line that is printed has the arguments.
 """
 
-from __future__ import annotations
-
 import base64
 import importlib.util
 import json

@@ -1,7 +1,5 @@
 """Starts ranks under torchrun on the CPU, and ends all that they started."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import signal

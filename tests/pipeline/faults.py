@@ -1,7 +1,5 @@
 """What the ranks of the failure tests run."""
 
-from __future__ import annotations
-
 import os
 import signal
 import time

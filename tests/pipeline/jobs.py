@@ -1,7 +1,5 @@
 """What a training run of a test is told and tells; free of torch, so that tests start fast."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The bytes of live tensors on the CPU, counted as a GPU's allocator would count them."""
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager

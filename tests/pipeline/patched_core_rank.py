@@ -3,8 +3,6 @@
 The hook is the only way by which EnvPipe's function gets to the training run.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from functools import partial

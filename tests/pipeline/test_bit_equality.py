@@ -1,7 +1,5 @@
 """Losses, gradients and weights are those of megatron-core's own schedules, to the last bit."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace

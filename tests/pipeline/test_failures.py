@@ -1,7 +1,5 @@
 """A peer that dies or falls silent: clear errors, clocks given back."""
 
-from __future__ import annotations
-
 import faults
 import pytest
 from on_request import each_of

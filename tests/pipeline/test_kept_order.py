@@ -1,7 +1,5 @@
 """Clocks under megatron-core's own orders: results are its own, units those that are planned."""
 
-from __future__ import annotations
-
 import itertools
 from collections import Counter
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """What megatron-core's tensors take in other orders is as predicted from 1F1B."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

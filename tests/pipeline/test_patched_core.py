@@ -1,7 +1,5 @@
 """The patch's hunk for schedules.py on the megatron-core that PyPI has, and training through it."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import os

@@ -1,7 +1,5 @@
 """A job whose own iteration shows whether another order changes anything."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Orders run as tables in torch.distributed.pipelining: results are those of its own schedules."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import pytest

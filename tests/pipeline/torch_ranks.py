@@ -1,7 +1,5 @@
 """A rank of a small model under torch.distributed.pipelining, by its own schedule or a table."""
 
-from __future__ import annotations
-
 import torch
 import torch.distributed as dist
 

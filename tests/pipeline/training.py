@@ -5,8 +5,6 @@ optimizers run without a GPU; EnvPipe's path needs none of it but `megatron_cpu.
 part of the package.
 """
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import functools

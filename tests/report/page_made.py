@@ -1,7 +1,5 @@
 """The page of a job that was never run: two pipelines of three stages, two nodes."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Timelines and windows of a job that was never run: those of a plan, shifted on."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from envpipe_megatron.core.kinds import Kind

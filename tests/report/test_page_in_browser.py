@@ -1,7 +1,5 @@
 """The page of a report in a real browser: what moves and answers, and that it asks for nothing."""
 
-from __future__ import annotations
-
 import pytest
 from page_made import MICROBATCHES, STAGES, folder, write_page
 

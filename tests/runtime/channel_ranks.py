@@ -1,7 +1,5 @@
 """What the ranks of the channel tests run; each is a stage of one pipeline."""
 
-from __future__ import annotations
-
 import random
 import time
 from collections.abc import Sequence

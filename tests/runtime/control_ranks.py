@@ -1,7 +1,5 @@
 """What the ranks of the tests of control by an operator run."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Mapping, Sequence
 from contextlib import closing

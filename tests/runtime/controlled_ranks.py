@@ -1,7 +1,5 @@
 """What the ranks of the tests of clock control run."""
 
-from __future__ import annotations
-
 import ctypes
 import os
 import signal

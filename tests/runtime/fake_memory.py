@@ -1,7 +1,5 @@
 """A device's memory that tests allocate by hand, stages that do so unit by unit, jobs of them."""
 
-from __future__ import annotations
-
 import random
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor

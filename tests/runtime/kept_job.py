@@ -1,7 +1,5 @@
 """A folder of a job that has come to its steady phase, for tests of what another start finds."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import cache
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What the ranks of the memory tests run: sessions on emulated GPUs with fake memory."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import dataclass, field
 from pathlib import Path

@@ -1,7 +1,5 @@
 """One rank of a job by hand, for the phases to run in: what other ranks say, its GPU and memory."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace

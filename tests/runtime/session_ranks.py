@@ -1,7 +1,5 @@
 """What the ranks of the session tests run."""
 
-from __future__ import annotations
-
 import pkgutil
 import random
 import time

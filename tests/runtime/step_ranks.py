@@ -1,7 +1,5 @@
 """What the ranks of the tests of steps, pauses and restarts run."""
 
-from __future__ import annotations
-
 import math
 import os
 import random

@@ -1,7 +1,5 @@
 """Files are written beside training: by one thread, in order, again after an error."""
 
-from __future__ import annotations
-
 import os
 import threading
 import time

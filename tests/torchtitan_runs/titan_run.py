@@ -4,8 +4,6 @@ torchtitan runs on GPUs alone; what it asks of one is answered here. Losses and 
 are told to the last bit.
 """
 
-from __future__ import annotations
-
 import faulthandler
 import functools
 import hashlib

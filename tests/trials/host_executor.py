@@ -1,7 +1,5 @@
 """What stands in for CUDA where GPUs are those of the fake NVML library: the host's own time."""
 
-from __future__ import annotations
-
 import time
 from itertools import pairwise
 

@@ -1,7 +1,5 @@
 """A proof on the two GPUs of the fake NVML library: the command and, under torchrun, its ranks."""
 
-from __future__ import annotations
-
 import io
 import os
 import sys

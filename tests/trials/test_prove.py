@@ -1,7 +1,5 @@
 """One short proof on emulated A100s, in full, and what `envpipe prove` refuses before it starts."""
 
-from __future__ import annotations
-
 import io
 import json
 import os

@@ -1,7 +1,5 @@
 """Claims of made-up rounds, the constant clock, and what a line says."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from presets import preset_profile

@@ -1,7 +1,5 @@
 """Proofs on two GPUs of the fake NVML library: whole ones, dry ones, and ones that are killed."""
 
-from __future__ import annotations
-
 import json
 import os
 import random

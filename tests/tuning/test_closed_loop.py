@@ -1,7 +1,5 @@
 """The closed loop of whole jobs on emulated GPUs: what it costs to get, and what faults do."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """What ranks and the bill hear of a run, and when."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Models of time and power over the clock, on presets and on published profiles."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

@@ -1,7 +1,5 @@
 """What a closed loop does when parts of it fail, and what it must not take for harm."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any

@@ -1,7 +1,5 @@
 """Which clock is kept for a whole job, how few are measured, and when it is kept no longer."""
 
-from __future__ import annotations
-
 import math
 import random
 from collections.abc import Callable, Mapping

@@ -1,7 +1,5 @@
 """Parking in jobs: it saves energy where waiting takes less at lower clocks, and costs no time."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any

@@ -1,7 +1,5 @@
 """Training goes on, on all ranks, while the plan of a job with a sweep is made."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

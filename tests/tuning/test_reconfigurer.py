@@ -1,7 +1,5 @@
 """What reconfiguring takes for a wait, over replicas that have hiccups; and its loop."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import replace
 from typing import Any

@@ -1,7 +1,5 @@
 """The shortest order of whole jobs on emulated GPUs: found, held against the framework's, left."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace

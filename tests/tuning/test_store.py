@@ -1,7 +1,5 @@
 """What is known of units, when conditions change under which few clocks run."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from window_reports import iteration

@@ -1,7 +1,5 @@
 """The sweep: what it looks at, what that costs, and how well its profile tells what units cost."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any

@@ -1,7 +1,5 @@
 """`envpipe profile`: what it starts, and what becomes of what that leaves."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """`envpipe profile --layers`: which jobs it starts, and what becomes of what they leave."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

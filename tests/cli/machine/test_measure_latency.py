@@ -1,7 +1,5 @@
 """`envpipe clocks measure-latency`: what it prints and writes, and what it refuses."""
 
-from __future__ import annotations
-
 import json
 from functools import partial
 

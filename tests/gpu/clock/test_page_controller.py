@@ -1,7 +1,5 @@
 """What a guard's controller does with a page of requests, which a rank and a stream write here."""
 
-from __future__ import annotations
-
 import json
 import math
 import subprocess

@@ -1,7 +1,5 @@
 """Jobs of frameworks without ranks, a GPU or a session, which say what they are told."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial

@@ -1,7 +1,5 @@
 """A pipeline over one-sided copies on fake GPUs, whose units check what they get when they run."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path

@@ -5,8 +5,6 @@ go on, and meanwhile runs what other actors have to do, as the streams of `fake_
 waits for time: when nothing can go on, the clock jumps. So a hang is seen at once.
 """
 
-from __future__ import annotations
-
 import math
 import random
 import threading

@@ -1,7 +1,5 @@
 """Orders of units in any sequence that can run: each stage starts whichever unit is ready."""
 
-from __future__ import annotations
-
 import itertools
 import random
 from collections import Counter

@@ -1,7 +1,5 @@
 """Reports of windows without waits and powers."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from envpipe_megatron.core.arrays import FloatArray

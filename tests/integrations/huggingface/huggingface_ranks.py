@@ -5,8 +5,6 @@ leaves `rank-<n>.pt`: by model and engine the losses, and the weights by their n
 transformers; `whole` is the unsplit model, trained in one process.
 """
 
-from __future__ import annotations
-
 import sys
 from functools import partial
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Tiny models of transformers, what they are trained with, and the training of a whole one."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 from transformers import (

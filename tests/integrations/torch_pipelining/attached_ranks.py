@@ -1,7 +1,5 @@
 """What the ranks of the tests of attached schedules run."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 from collections.abc import Collection, Mapping, Sequence

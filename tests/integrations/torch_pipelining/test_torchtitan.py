@@ -1,7 +1,5 @@
 """torchtitan's trainer with EnvPipe hooked in, and the command in place of torchtitan's own."""
 
-from __future__ import annotations
-
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path

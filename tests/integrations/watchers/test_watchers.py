@@ -3,8 +3,6 @@
 Megatron's and NVRx's own functions judge, by what emulated GPUs take at their clocks.
 """
 
-from __future__ import annotations
-
 import ast
 import os
 import sys

@@ -1,7 +1,5 @@
 """Nodes' logs and uplinks, and a job's collector, over real loopback TCP."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import functools

@@ -1,7 +1,5 @@
 """A node's agent at its Unix socket: what ranks say, do not say, and how they end."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import errno

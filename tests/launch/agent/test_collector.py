@@ -1,7 +1,5 @@
 """The job's collector, over real loopback TCP: sums, and those who are none of its agents."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json

@@ -3,8 +3,6 @@
 Alone: `pytest tests/launch/agent/test_dashboard.py`, with Debian's package prometheus installed.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import re

@@ -1,7 +1,5 @@
 """The ledger of one GPU: its lines leave nothing out, whatever its rank says or does not say."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import math

@@ -1,7 +1,5 @@
 """Live figures of a node for Prometheus."""
 
-from __future__ import annotations
-
 import io
 import json
 import socket

@@ -1,7 +1,5 @@
 """The energy log of a node: one writer, one identity, whole lines."""
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A node's uplink, over real loopback TCP that fails in every way."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json

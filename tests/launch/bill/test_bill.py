@@ -1,7 +1,5 @@
 """The sums of a job's energy logs: the same in any order of nodes, and of bounded size."""
 
-from __future__ import annotations
-
 import gc
 import io
 import math

@@ -1,7 +1,5 @@
 """What is told of a bill while it grows, and that nobody waits for its readers."""
 
-from __future__ import annotations
-
 import concurrent.futures
 import errno
 import json

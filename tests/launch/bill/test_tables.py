@@ -1,7 +1,5 @@
 """A bill as tables and sentences for people, and as JSON and CSV for machines."""
 
-from __future__ import annotations
-
 import csv
 import io
 import math

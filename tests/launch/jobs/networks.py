@@ -1,7 +1,5 @@
 """Networks of Linux namespaces: nodes that reach each other over one switch, and nothing else."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import re

@@ -1,7 +1,5 @@
 """The job that `trained_rank` trains, and a plan for it under which clocks change all the time."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

@@ -3,8 +3,6 @@
 ENVPIPE_FAULT_ROUNDS repeats each fault at other points (1), ENVPIPE_FAULT_SEED chooses them.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import random

@@ -3,8 +3,6 @@
 The quickstart's worker trains a GPT over the nodes, and again on one of them: the same, bit by bit.
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

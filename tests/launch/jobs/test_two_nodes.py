@@ -1,7 +1,5 @@
 """Two nodes under `envpipe launch`: one bill, to the last joule of every counter."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

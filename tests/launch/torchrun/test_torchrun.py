@@ -1,7 +1,5 @@
 """How torchrun is started and ended, and what becomes of ranks whose torchrun was killed."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

@@ -3,8 +3,6 @@
 Runs inside the ranks of a pool; there is no plan, no clock and no step of an optimizer.
 """
 
-from __future__ import annotations
-
 import contextlib
 import random
 import time

@@ -1,7 +1,5 @@
 """Split backwards with the megatron-core of checkouts of Megatron-LM, in place of the own."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

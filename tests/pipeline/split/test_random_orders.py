@@ -1,7 +1,5 @@
 """Random orders of split backwards come to megatron-core's own losses and gradients, bit by bit."""
 
-from __future__ import annotations
-
 import itertools
 import random
 from collections.abc import Sequence

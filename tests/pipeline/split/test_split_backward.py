@@ -1,7 +1,5 @@
 """Orders that split backwards, or take messages in any sequence, come to megatron-core's bits."""
 
-from __future__ import annotations
-
 import itertools
 import random
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Split backwards beside what else models and reducers have."""
 
-from __future__ import annotations
-
 import pytest
 from jobs import ALIGNED, ALL, OVERLAP, Job
 from on_request import each_of

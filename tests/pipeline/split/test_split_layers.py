@@ -1,7 +1,5 @@
 """Layers whose backward is in two parts, one by one: gradients, what is held, and errors midway."""
 
-from __future__ import annotations
-
 import gc
 import inspect
 import threading

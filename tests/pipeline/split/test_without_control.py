@@ -1,7 +1,5 @@
 """Jobs that may not set a clock: another order runs, and comes to the same bits."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """The channel over gloo, between three ranks without a training framework; and its messages."""
 
-from __future__ import annotations
-
 import channel_ranks
 import pytest
 import torch

@@ -1,7 +1,5 @@
 """What ranks tell each other reaches all of them, and none takes in what grows with the job."""
 
-from __future__ import annotations
-
 import itertools
 import logging
 import pickle

@@ -1,7 +1,5 @@
 """Memory that two processes share, on a driver that is made up."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from queue import SimpleQueue

@@ -1,7 +1,5 @@
 """The channel's making: what carries messages between which stages, agreed by all ranks."""
 
-from __future__ import annotations
-
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from datetime import timedelta

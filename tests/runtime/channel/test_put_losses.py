@@ -1,7 +1,5 @@
 """What never comes ends the job: soon, on every stage, and without garbage."""
 
-from __future__ import annotations
-
 import ctypes
 import gc
 import multiprocessing

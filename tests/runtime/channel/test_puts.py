@@ -1,7 +1,5 @@
 """One-sided copies on fake GPUs: what comes is what was sent, and every order finishes."""
 
-from __future__ import annotations
-
 import random
 import weakref
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Sends and receives: each on its link, kept until it has left, and neighbours that are gone."""
 
-from __future__ import annotations
-
 import weakref
 from contextlib import nullcontext
 from dataclasses import replace

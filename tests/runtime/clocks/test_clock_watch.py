@@ -1,7 +1,5 @@
 """What is said of a clock that was asked for and did or did not come."""
 
-from __future__ import annotations
-
 import math
 import threading
 import time

@@ -1,7 +1,5 @@
 """What surrounds the clock of a rank: who is asked, told and given back, in one process."""
 
-from __future__ import annotations
-
 import logging
 import math
 import threading

@@ -1,7 +1,5 @@
 """The clock of a rank whose guard sets it: real guards, emulated GPUs, and words stored by hand."""
 
-from __future__ import annotations
-
 import errno
 import gc
 import multiprocessing

@@ -1,7 +1,5 @@
 """What a rank tells its node's agent, and that it never waits for it."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import queue

@@ -1,7 +1,5 @@
 """The energy log of one GPU: which windows it writes, also when counter or disk fail."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import math

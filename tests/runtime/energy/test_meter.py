@@ -1,7 +1,5 @@
 """The meter of one GPU's energy counter."""
 
-from __future__ import annotations
-
 import math
 import threading
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """What of a job's iterations is written."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise

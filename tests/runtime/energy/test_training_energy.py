@@ -1,7 +1,5 @@
 """Energy of steps, intervals and the baseline, against counters of emulated GPUs that are exact."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import logging

@@ -1,7 +1,5 @@
 """Emulated iterations take exactly the longest path, and leave their timelines."""
 
-from __future__ import annotations
-
 import random
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Waits that are spent at a lower clock: which clocks a GPU gets, and when."""
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Iterator, Sequence

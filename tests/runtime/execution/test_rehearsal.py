@@ -1,7 +1,5 @@
 """An error in work that is rehearsed: the rest of the order runs, without it."""
 
-from __future__ import annotations
-
 import logging
 from types import SimpleNamespace
 from typing import Any

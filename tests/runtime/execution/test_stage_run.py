@@ -1,7 +1,5 @@
 """What a stage's units are made of, in one process: calls, messages, clocks and emulated time."""
 
-from __future__ import annotations
-
 import random
 import weakref
 from dataclasses import replace

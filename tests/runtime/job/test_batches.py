@@ -1,7 +1,5 @@
 """Jobs whose batches grow or shrink: each size has a plan, and they share a profile."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import fields, replace
 from types import SimpleNamespace

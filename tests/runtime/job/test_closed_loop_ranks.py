@@ -1,7 +1,5 @@
 """The closed loop in processes of their own, and after a restart."""
 
-from __future__ import annotations
-
 import json
 import re
 from dataclasses import replace

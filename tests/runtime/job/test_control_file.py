@@ -17,10 +17,11 @@ from envpipe_megatron.files import replace_files
 from envpipe_megatron.formats.energy import read_energy_logs
 from envpipe_megatron.formats.wishes import NO_WISHES, Wishes
 from envpipe_megatron.launch.bill.bill import bill_of
+from envpipe_megatron.policies.objective import Goal
 from envpipe_megatron.runtime.job import control
 from envpipe_megatron.runtime.job.control import ControlFile
 from envpipe_megatron.runtime.job.iterations import Switch
-from envpipe_megatron.runtime.job.options import Level
+from envpipe_megatron.runtime.job.options import JobOptions, Level
 from envpipe_megatron.runtime.job.parts import SessionState
 
 pytestmark = pytest.mark.xdist_group("pipeline")
@@ -158,14 +159,16 @@ def test_notes_of_a_job_that_is_off_again_and_again_do_not_grow(job):
 
 
 @pytest.mark.parametrize("has_folder", [True, False])
-def test_a_budget_of_the_options_that_is_not_kept_is_said_once(job, has_folder):
-    job.control = SimpleNamespace(wishes=Wishes(200.0)) if has_folder else None
-    job.state.wishes = Wishes(200.0)
+@pytest.mark.parametrize("budget", [None, 200.0])
+def test_a_budget_of_the_options_that_is_not_kept_is_said_once(job, has_folder, budget):
+    job.state.wishes = Wishes(budget)
+    job.options = JobOptions(num_microbatches=8, objective=Goal.TIME, power_budget=job.state.wishes)
+    job.control = SimpleNamespace(wishes=job.state.wishes) if has_folder else None
     switch = Switch(job)
     for job.state.iteration in range(1, 4):
         switch.hear()
-    assert job.said == list(job.state.notes)
-    assert "not kept" in job.said[0]
+    said = () if budget is None else ("The power budget is not kept: this job chooses no clocks",)
+    assert (tuple(job.said), job.state.notes) == (said, said)
 
 
 # --- the file -------------------------------------------------------------------------------------

@@ -1,7 +1,5 @@
 """Sessions and the rights to change clocks: all ranks or none, and clocks that come back."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Nothing that EnvPipe does by itself ends a training, whatever of it fails, and on which rank."""
 
-from __future__ import annotations
-
 import json
 
 import memory_ranks

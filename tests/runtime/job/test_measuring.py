@@ -1,7 +1,5 @@
 """What a job measures beside its profile: with half of its backwards split, and between stages."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace

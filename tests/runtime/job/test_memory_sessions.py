@@ -1,7 +1,5 @@
 """Sessions whose plans are limited by the memory that was measured, through the real runtime."""
 
-from __future__ import annotations
-
 import functools
 import json
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """The phases of one rank, by hand: what runs in them, and what is watched, said and written."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """Plans made online: from all that was measured of the job."""
 
-from __future__ import annotations
-
 import itertools
 import random
 from dataclasses import replace

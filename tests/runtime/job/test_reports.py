@@ -1,7 +1,5 @@
 """What a rank reports of a window: how it spent its time, at which clocks."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from types import SimpleNamespace

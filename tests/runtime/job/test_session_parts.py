@@ -1,7 +1,5 @@
 """A session among its parts, each of which notes how it is called: on one rank, without a GPU."""
 
-from __future__ import annotations
-
 import inspect
 from contextlib import closing
 from dataclasses import replace

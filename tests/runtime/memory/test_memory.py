@@ -1,7 +1,5 @@
 """Memory is measured in the framework's own order; peaks of other orders are as predicted."""
 
-from __future__ import annotations
-
 import logging
 import random
 import re

@@ -1,7 +1,5 @@
 """The output folder: what another start finds, keeps and sets aside, and each node's own files."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import socket

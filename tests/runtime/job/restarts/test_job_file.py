@@ -1,7 +1,5 @@
 """The job file: what fits is read, what does not is refused by name, and no kill leaves half."""
 
-from __future__ import annotations
-
 import json
 import random
 from pathlib import Path

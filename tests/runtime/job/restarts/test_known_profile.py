@@ -1,7 +1,5 @@
 """Profiles that are not measured: whose they are, and what the warm-up says of them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial

@@ -1,7 +1,5 @@
 """Jobs that are started again: what was measured is used, and every joule is billed once."""
 
-from __future__ import annotations
-
 import json
 import random
 import shutil
