@@ -1,7 +1,10 @@
 """A power budget of a running job: how soon it is kept, what it costs, and what is said of it."""
 
+from __future__ import annotations
+
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -17,7 +20,7 @@ from envpipe_megatron.gpu.presets import load_preset
 from envpipe_megatron.policies.objective import Goal, Objective
 from envpipe_megatron.policies.planner import make_plan
 from envpipe_megatron.policies.request import PlanRequest
-from envpipe_megatron.runtime.job.options import JobOptions
+from envpipe_megatron.runtime.job.options import JobOptions, Level
 from envpipe_megatron.tuning import controller
 from envpipe_megatron.tuning.budget import EXCEEDS, Budget
 
@@ -169,3 +172,11 @@ def test_silent_meters_are_no_budget_that_was_kept():
     budget.count(silent)
     assert "no meter" in budget.billed
     assert budget.facts["exceeded_s"] is None
+
+
+def test_jobs_that_choose_clocks_as_they_train_keep_budgets():
+    job = JobOptions(num_microbatches=8)
+    assert job.keeps_power
+    assert replace(job, level=Level.UNIFORM).keeps_power
+    for fixed in ({"objective": Goal.TIME}, {"type": "envelope"}, {"gpu_control": "dry_run"}):
+        assert not replace(job, **fixed).keeps_power
