@@ -134,3 +134,25 @@ def test_an_end_that_nobody_began_is_none():
         followed.end()
         followed.end()
     assert session.told == ["open", "F0", "B0"]
+
+
+def test_units_of_a_pair_begin_behind_their_waits():
+    """Which are within Megatron's function that runs both."""
+    pytest.importorskip("megatron.core")
+    from envpipe_megatron.integrations.megatron import kept
+
+    told: list[str] = []
+    reporter: Any = SimpleNamespace(
+        begin=lambda seen: told.append(str(seen)), end=lambda: told.append("end")
+    )
+
+    def run(get_microbatch_id_in_model_chunk, get_model_chunk_id, f_virtual_microbatch_id,
+            b_virtual_microbatch_id, pre_forward, pre_backward):  # fmt: skip
+        for wait in (pre_forward, pre_backward):
+            wait(0)
+        told.append("run")
+
+    waits = [lambda chunk, name=name: told.append(f"wait {name}") for name in "FB"]
+    step = kept._told_of_combined(run, reporter)
+    step(lambda virtual, forward: virtual, lambda virtual, forward: 1, 3, 2, *waits)
+    assert told == ["wait F", "F3.1+", "end", "wait B", "B.1", "run", "end"]

@@ -1,5 +1,6 @@
 """A job that goes on at a lower level: what is made again, dropped and said."""
 
+from dataclasses import replace
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -69,6 +70,18 @@ def test_before_the_first_step_a_level_that_was_named_is_an_error():
     with pytest.raises(LevelError, match="drawn in order"):
         job.lower([DRAWS], Level.ORDER)
     assert not made[0].closed
+
+
+def test_a_job_whose_gpu_is_gone_trains_without_envpipe():
+    job, made, said = begin()
+    job.options = replace(job.options, gpu_control="none")
+    assert job.lower([DRAWS])
+    assert (job.job, made[0].closed) == (None, True)
+    for call in (job.announce, job.begin_step, job.end_step, job.pause, job.check_profiled):
+        call()
+    assert (job.phase, job.report().line(), said) == ("framework", "", [])
+    assert not job.lower([GRAPHS])
+    job.end()
 
 
 @pytest.mark.parametrize("ends", [False, True])

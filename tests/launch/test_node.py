@@ -296,8 +296,6 @@ def test_without_a_folder_for_the_agents_socket_it_is_said_which_to_set(
 
 
 # Signals -------------------------------------------------------------------------------------
-
-
 @pytest.fixture
 def stdin() -> Iterator[int]:
     """Standard input is a pipe, whose other end this is."""
@@ -339,6 +337,8 @@ def test_standard_input_that_ends_later_means_nothing(stdin):
 
 
 def test_a_signal_that_means_nothing_yet_ends_the_process():
+    before = signal.getsignal(signal.SIGTERM)
     with pytest.raises(SystemExit) as ended, Signals():
         os.kill(os.getpid(), signal.SIGTERM)
     assert ended.value.code == 128 + signal.SIGTERM
+    assert signal.getsignal(signal.SIGTERM) is before

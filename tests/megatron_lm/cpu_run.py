@@ -23,6 +23,7 @@ import os
 import runpy
 import signal
 import site
+import subprocess
 import sys
 import typing
 from functools import partial
@@ -283,6 +284,18 @@ def spawn_without_the_script() -> None:
     multiprocessing.spawn.get_preparation_data = prepare_without
 
 
+def wait_for_plans() -> None:
+    """Wait for what plans beside training: its plan comes at one step however busy the host is."""
+    start = subprocess.Popen.__init__
+
+    def start_and_wait(self: Any, words: Any, *args: Any, **kwargs: Any) -> None:
+        start(self, words, *args, **kwargs)
+        if "envpipe_megatron.tuning.background" in words:
+            self.wait()
+
+    subprocess.Popen.__init__ = start_and_wait  # type: ignore[method-assign]
+
+
 def remember_model(training: Any) -> list[torch.nn.Module]:
     """The chunks of this rank's model, or its engine, once Megatron's module has built them."""
     set_up = training.setup_model_and_optimizer
@@ -328,6 +341,7 @@ def main() -> None:
         keep_what_gloo_still_sends()
         take_built_helpers(checkout)
         spawn_without_the_script()
+        wait_for_plans()
         from megatron.training import training
 
         chunks = remember_model(training)

@@ -4,6 +4,7 @@ import itertools
 import json
 import math
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from energy_lines import window
@@ -98,8 +99,6 @@ def bills() -> Billed:
 
 
 # For those who look now -----------------------------------------------------------------------
-
-
 def test_the_last_line_tells_what_an_iteration_takes(bills):
     ledger = bills.ledger
     assert ledger.last is None
@@ -134,8 +133,6 @@ def test_looks_at_the_clock_add_up_to_times_in_which_it_was_held_back(bills, mon
 
 
 # Windows -------------------------------------------------------------------------------------
-
-
 def test_windows_and_what_lies_between_add_up(bills):
     bills.take(5.55, 6.7, 10)
     bills.take(6.7, 7.0, 11)
@@ -221,8 +218,6 @@ def test_nothing_is_lost_or_billed_twice_whatever_windows_come(happened):
 
 
 # The counter ---------------------------------------------------------------------------------
-
-
 def test_a_reading_is_as_uncertain_as_its_instant(bills, monkeypatch):
     monkeypatch.setattr(type(bills.gpu), "power_w", 300.0)
     monkeypatch.setattr(bills.gpu, "read_energy", lambda: EnergyReading(1700.0, 7.0, 0.002))
@@ -286,9 +281,14 @@ def test_a_counter_that_cannot_be_read_at_first():
     assert other.spans() == [("steady", 6, 7)]
 
 
+def test_a_gpu_that_does_not_tell_the_time_is_refused(monkeypatch):
+    """Of which nobody could say whether its rank is behind."""
+    monkeypatch.setattr(gpu := FakeGpu(), "time_s", Mock(side_effect=GpuError("lost")))
+    with pytest.raises(GpuError, match="lost"):
+        GpuLedger(gpu, LABELS, print)
+
+
 # What a rank says ----------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     "fields",
     [

@@ -6,6 +6,7 @@ import json
 import threading
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from energy_lines import job, note, parsed, window
@@ -94,6 +95,14 @@ def test_what_is_told_is_of_the_time_of_its_line(tmp_path, bill, monkeypatch):
     assert written(tmp_path) == before
     report.end(bill)
     assert written(tmp_path) != before
+
+
+def test_a_terminal_that_is_closed_ends_no_sums(tmp_path, bill, monkeypatch):
+    monkeypatch.setattr(bill_report, "say_as_launcher", Mock(side_effect=BrokenPipeError))
+    report = BillReport(tmp_path, Tariff())
+    report.tell("5 iterations", bill)
+    report._writer.shutdown()
+    assert written(tmp_path)["job"]["energy_j"] == 100
 
 
 def test_torn_lines_are_told_of_also_where_no_file_can_be_written(tmp_path, bill, caplog, capfd):

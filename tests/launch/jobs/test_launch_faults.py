@@ -188,6 +188,22 @@ def test_a_killed_rank_or_torchrun_or_a_signal_ends_the_job_in_order(chance, fau
         complete_bill(job, job.nodes[0])
 
 
+@pytest.mark.usefixtures("signals_at_default")
+@full
+def test_a_terminal_that_goes_away_ends_the_job_in_order(chance):
+    """By SIGHUP; and nothing can be printed any more."""
+    with new_job() as job:
+        node = job.node("a")
+        node.add_gpus(0)
+        ours, terminal = os.openpty()
+        job.start_plain(FOR_EVER, terminal=terminal)
+        os.close(terminal)
+        reach_a_random_point(job, chance)
+        os.close(ours)
+        assert end_in_time(job)[0] > 0
+        complete_bill(job, node)
+
+
 @full
 def test_a_killed_guard_is_followed_by_another(chance):
     """Ranks that had it train on without clock control; one that starts again has the new one."""

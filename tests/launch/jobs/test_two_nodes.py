@@ -1,6 +1,8 @@
 """Two nodes under `envpipe launch`: one bill, to the last joule of every counter."""
 
+import json
 import math
+import time
 
 import pytest
 from networks import needs_namespaces, network, why_not
@@ -82,3 +84,23 @@ def test_two_nodes_get_one_bill(places, per_node):
         own_j = next(node["energy_j"] for node in bill["nodes"] if node["node"] == "b")
         assert f"{own_j:.1f} J on this node, in {b.log}" in b.said
         assert "iterations: " in a.said, "a live line"
+
+
+@full
+def test_a_node_may_start_late_and_a_second_start_goes_on_with_the_bill():
+    """The same command again, as a batch system's requeue: one log of both starts."""
+    with new_job() as job:
+        a, b = job.node("a"), job.node("b")
+        for node in (a, b):
+            node.add_gpus(0)
+        for start, upto in enumerate((8, 12), 1):
+            port = job.start_plain(upto, nodes=[a])
+            time.sleep(10.0)
+            job.start_plain(upto, nodes=[b], port=port)
+            assert [a.wait(), b.wait()] == [0, 0], job.said()
+            bill = a.bill
+            assert (bill["complete"], bill["job"]["iterations"]) == (True, upto)
+            assert_equals_counters(bill["job"]["energy_j"], [a, b])
+            notes = [json.loads(line).get("note") for line in b.log.read_text().splitlines()]
+            assert (notes.count("begun"), notes.count("ended")) == (start, start)
+        assert summed(a.log, b.log)["job"]["energy_j"] == bill["job"]["energy_j"]

@@ -7,6 +7,7 @@ overlooked, and none of another job is taken for one.
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import math
 import os
@@ -16,8 +17,10 @@ import socket
 import subprocess
 import sys
 import tempfile
+import termios
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -118,11 +121,12 @@ class Node:
         *,
         environment: Mapping[str, str] | None = None,
         others_end_s: float | None = None,
+        terminal: int | None = None,
         **settings: Any,
     ) -> None:
         """Start the launcher with torchrun's arguments and fields of `NodeSettings`.
 
-        It prints to a file; `others_end_s` is for `node_runner`.
+        It prints to a file, or has a `terminal` of its own; `others_end_s` is for `node_runner`.
         """
         given: dict[str, Any] = {
             "arguments": list(arguments),
@@ -134,10 +138,13 @@ class Node:
             self.process = subprocess.Popen(
                 [*self._inside, sys.executable, str(_RUNNER), json.dumps(given)],
                 env={**self._job.environment, **self._environment, **(environment or {})},
-                stdin=subprocess.DEVNULL,
-                stdout=log,
+                stdin=subprocess.DEVNULL if terminal is None else terminal,
+                stdout=log if terminal is None else terminal,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
+                preexec_fn=None
+                if terminal is None
+                else partial(fcntl.ioctl, terminal, termios.TIOCSCTTY, 0),
             )
 
     @property

@@ -44,6 +44,11 @@ def test_slack_goes_where_a_second_saves_most():
     rounding = one_of_each(forward, backward, 3.0, [0, 0])
     rounding.spend_slack()
     assert rounding.chosen == [0, 1]
+    # Of three seconds all are spent, one after another.
+    backward[800] = (3.0, 1.0)
+    rounding = one_of_each(forward, backward, 5.0, [0, 0])
+    rounding.spend_slack()
+    assert rounding.chosen == [1, 2]
 
 
 def test_a_pair_of_moves_finds_what_greedy_spending_misses():
