@@ -231,7 +231,7 @@ class EmulatedJob:
         message = SimpleNamespace(make=_nothing)
         parts = PhaseParts(
             options=config,
-            state=SessionState(wishes=config.wishes),
+            state=SessionState(wishes=config.power_budget),
             folder=folder,
             batch="",
             stage=stage,

@@ -88,6 +88,10 @@ class BaselineEnergy:
     own: StepEnergy | None = None
 
 
+#: What a comparison says where an operator's budget had steps take longer, and less energy.
+UNDER_BUDGETS = "; steps under a power budget, slower as asked, are among these"
+
+
 @dataclass(frozen=True)
 class Comparison:
     """An average step of a GPU, and by how many percent it differs from a baseline's.
@@ -115,8 +119,13 @@ class Comparison:
     def __str__(self) -> str:
         return ", ".join(self._parts())
 
-    def told(self, num_gpus: float, tokens: object, *, clocks_kept: bool) -> str:
-        """The first line of a bill; `tokens` is a number of those of a step, if it is known."""
+    def told(
+        self, num_gpus: float, tokens: object, *, clocks_kept: bool, power: object = None
+    ) -> str:
+        """The first line of a bill; `tokens` is a number of those of a step, if it is known.
+
+        And `power` is how a power budget was kept, if there was one.
+        """
         each = [(self.time_s, "s", "", "", 1.0)]
         if self.energy_j is not None:
             each.append((self.energy_j, "J", " a GPU", f" on {num_gpus:g} GPUs", num_gpus))
@@ -126,6 +135,7 @@ class Comparison:
         if isinstance(tokens, int | float) and tokens > 0:
             token = (f"{_measured(n * v / tokens, unit)}{of}" for v, unit, _, of, n in each)
             told += f"; a token {' and '.join(token)}"
+        told += UNDER_BUDGETS if power else ""
         return f"{told}; no clock was changed" if clocks_kept else told
 
 

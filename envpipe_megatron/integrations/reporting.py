@@ -118,7 +118,9 @@ def _bill(
     for batch, comparison in compared.items():
         if comparison is not None:
             tokens = None if batch else summary["tokens_per_iteration"]
-            told = Comparison(**comparison).told(len(ranks), tokens, clocks_kept=clocks_kept)
+            told = Comparison(**comparison).told(
+                len(ranks), tokens, clocks_kept=clocks_kept, power=ranks[0]["power"]
+            )
             of_batch = f", batches of {batch}" if batch else ""
             yield f"against the job's own baseline{of_batch}: {told}"
     total = total_of(own for phases in sums for own in phases.values())

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from envpipe_megatron.core.arrays import FloatArray
 from envpipe_megatron.core.plan import Plan
 from envpipe_megatron.formats.energy import Phase
-from envpipe_megatron.tuning.budget import Allowance
+from envpipe_megatron.tuning.budget import Budget
 from envpipe_megatron.tuning.commands import Clocked, Command, Run, Window
 from envpipe_megatron.tuning.measured.store import Store
 
@@ -18,22 +18,21 @@ class CommandMaker:
     Args:
         store: learns what is measured.
         num_replicas: pipelines.
-        allowance: counts the power of all windows, if there is or was a power budget.
+        budget: counts the power of all windows, if there is or was one.
 
     Attributes:
-        bill: what it is to say: why no plan runs, what was too slow, what was won, and why a power
-            budget is not kept.
+        bill: what it is to say: why no plan runs, what was too slow, and what was won.
         adopted: the plan that ranks have not heard of.
         before: the plan that ran before the last one, with what the bill said of it.
     """
 
-    def __init__(self, store: Store, num_replicas: int, allowance: Allowance | None = None) -> None:
-        self._allowance = allowance or Allowance()
+    def __init__(self, store: Store, num_replicas: int, budget: Budget | None = None) -> None:
+        self._budget = budget or Budget()
         self._store, self._everyone = store, range(num_replicas)
         self._running: tuple[tuple[Clocked, ...], tuple[int, ...]] = ((), ())
         #: Whether the order of the last command began with it.
         self._fresh = False
-        self.bill = dict.fromkeys(("none", "late", "won", "power"), "")
+        self.bill = dict.fromkeys(("none", "late", "won"), "")
         self.adopted: Plan | None = None
         self.before: tuple[Plan | None, str] = None, ""
         #: What the bill has heard, what the next command says, and what the last one said.
@@ -60,7 +59,7 @@ class CommandMaker:
         same, self._running = self._running == running, running
         self._fresh = not same and not settle
         self._said, self._notes = "; ".join(self._notes), []
-        billed = "\n".join(filter(None, self.bill.values()))
+        billed = "\n".join(filter(None, [*self.bill.values(), self._budget.billed]))
         new, self._billed = billed != self._billed, billed
         adopted, self.adopted = self.adopted, None
         return Command(
@@ -74,7 +73,7 @@ class CommandMaker:
             adopted,
             self._said,
             billed if new else "",
-            power=self._allowance.facts,
+            power=self._budget.facts,
         )
 
     def run(
@@ -88,7 +87,7 @@ class CommandMaker:
         self, clocked: Clocked, window: Window, replicas: Sequence[int] = (), fades: float = 1.0
     ) -> FloatArray:
         """Have the store learn what some replicas ran last, by default all; as `Store.learn`."""
-        self._allowance.count(window)
+        self._budget.count(window)
         replicas = replicas or self._everyone
         return self._store.learn(clocked, window, replicas, fresh=self._fresh, fades=fades)
 

@@ -74,7 +74,7 @@ class Command:
             empty if nothing changes.
         metered: whether the energy counter is waited for, so that the report says what power its
             steps drew.
-        power: how a power budget was kept so far, as `Allowance.facts` has it; None without one.
+        power: how a power budget was kept so far, as `Budget.facts` has it; None without one.
     """
 
     phase: Phase

@@ -15,7 +15,7 @@ from envpipe_megatron.core.plan import Plan
 from envpipe_megatron.core.schedule import Schedule
 from envpipe_megatron.formats.energy import Phase
 from envpipe_megatron.policies.optimal.optimizer import order_at_maximum_s
-from envpipe_megatron.tuning.budget import EXCEEDS, OVER, Budget
+from envpipe_megatron.tuning.budget import EXCEEDS, Budget
 from envpipe_megatron.tuning.command_maker import CommandMaker
 from envpipe_megatron.tuning.commands import Clocked, PlanRefusedError, Run, Window
 from envpipe_megatron.tuning.judge import WINDOW, Judge, Silence, larger, upset, what_drifted
@@ -39,6 +39,8 @@ _MOST_STRETCHES = 1024
 _LOOKS_AT_TOP, _SELDOM = 2, 8
 #: What meters said counts this much less with each window of a plan.
 _FADES = 0.98
+#: A plan that is nearer to the power budget than this share keeps it, and makes use of it.
+_NEAR = 0.004
 
 
 class Looks:
@@ -81,10 +83,12 @@ class Controller:
         self, own: Schedule, measured: Schedule, store: Store, num_replicas: int, planner: Planner
     ) -> None:
         self.plan: Plan | None = None
-        self._store, self._planner = store, planner
+        #: What runs without a power budget.
+        self._usual: Plan
+        self._store, self._planner, self._limits = store, planner, planner.limits
         self._top, self._measured = store.at_top(own), measured
         self._followers = Followers(num_replicas)
-        self._budget = Budget(planner, self._followers)
+        self._budget = Budget()
         self._commands = CommandMaker(store, num_replicas, self._budget)
         self._judge = Judge(planner.limits.allowed())
         self._looks, self._corrections = Looks(), _MOST_CORRECTIONS
@@ -117,8 +121,8 @@ class Controller:
         if plans:
             self._adopt(plans[0])
         else:
-            self._budget.usual = self._unplanned()
-            self._lead(self._budget.choose())
+            self._usual = self._unplanned()
+            self._lead(self._usual)
         while True:
             yield from self._go_on()
 
@@ -139,7 +143,7 @@ class Controller:
         judge, planner, correcting = self._judge, self._planner, self._corrections > 0
         window, drift = yield from self._run_plan()
         look = not correcting and (drift.any() or self._looks.are_due(judge.windows))
-        look = look and not self._budget.binds  # a window with one would take 2 % more
+        look = look and not self._budget.holds  # a window with one would take 2 % more
         if look and not self._harmed():
             drift = larger((yield from self._look_at_the_top()), drift)
             self._looks.looked(judge.windows, calm=not drift.any())
@@ -167,7 +171,7 @@ class Controller:
         self._take_plans()
         if not correcting:
             self._follow()
-        self._keep_budget(window, drift)
+        self._keep_budget(window)
 
     def _look_at_the_top(self) -> Run[FloatArray]:
         """See what the highest clock gives today, by which harm is known; drifts of stages."""
@@ -233,7 +237,7 @@ class Controller:
         self._commands.note(*self._silence.add(window))
         self._compare(window)
         drift = self._learn_usual(orders, which, window)
-        self._budget.add(window)
+        self._budget.compare(window, self._followers.power_w)
         self._judge.add(window)
         return window, drift
 
@@ -241,45 +245,47 @@ class Controller:
         """Go back to the plan that ran before."""
         plan, self._commands.bill["won"] = self._commands.before
         self._commands.take_back()
-        self._lead(plan or self._unplanned())
+        self._usual = plan or self._unplanned()
+        self._lead(self._usual)
         self._failed(f"the new plan does not run: {refused}")
 
     # --- a power budget ---------------------------------------------------------------------------
 
-    def _keep_budget(self, window: Window, drift: FloatArray) -> None:
-        """Turn to what keeps the budget of now, and have it planned."""
+    def _keep_budget(self, window: Window) -> None:
+        """Turn to what keeps the budget of now, and have the fastest such plan made."""
         assert self.plan is not None
         budget, planner = self._budget, self._planner
-        if drift.any():
-            budget.known.clear()
         if math.isnan(budget.own_w) and window.wishes.power_budget is not None:
             budget.own_w = gpu_power_w(self._unplanned())
-        if news := budget.heed(window.wishes):
-            self._commands.note(news)
-            self._turn()
-        elif budget.missed() and not planner.busy:
-            if not budget.binds:
-                self._turn()
-            else:
-                plan = budget.again(self.plan)
-                self._replan(reorder=False)
-                if plan is not None:
-                    self._turn_to(plan)
+        self._commands.note(news := budget.heed(window))
+        above = budget.above(running_w := self._followers.power_w)
+        turns = (above > _NEAR and not budget.fails) or (news and self._bound)
+        # Plans that take less are made again after one, two, four, ... windows.
+        less = self._bound and above < -_NEAR and (budget.windows or not budget.asks)
+        if not turns and (not less or planner.busy or budget.windows & (budget.windows - 1)):
+            return
+        allowed_w, leads = budget.allowed_w / budget.off, gpu_power_w(self.plan) / running_w
+        usual, bound = planner.ready(self._usual), self._bound
+        if turns:
+            within = [planner.capped(plan, allowed_w) for plan in (usual, self.plan)]
+            self._turn_to(min(within, key=lambda plan: plan.cost.iteration_time_s))
+            leads = 1.0
+            self._commands.note(budget.reach(budget.off * self._followers.power_w))
+        if planner.busy and (self._has_no_plan or not news):
+            return  # it is looked at when it is there
+        if planner.reorders:
+            planner.begin_again(self._judge.windows)
+        planner.limits = self._limits
+        if budget.above(gpu_power_w(usual)) > _NEAR:
+            gpus = float(usual.conditions.gpus_by_stage.sum())
+            planner.limits = planner.limits.within(gpus * leads * allowed_w)
+        if (bound or self._bound) and not budget.fails:
+            self._replan(reorder=self._has_no_plan or not self._bound)
 
-    def _turn(self) -> None:
-        """Run what is there at once for the budget, and have what is best for it planned."""
-        budget, planner = self._budget, self._planner
-        bound = budget.binds
-        self._turn_to(budget.choose())
-        said = self._commands.bill["power"]
-        self._commands.bill["power"] = budget.why or (said and f"{said.partition(',')[0]}, {OVER}")
-        self._commands.note(budget.why)
-        if self._has_no_plan and planner.busy:
-            return  # the best one is on its way
-        if budget.binds and not budget.why:
-            self._replan(reorder=self._has_no_plan)
-        elif bound and not budget.binds:  # the usual one may be of before a change
-            self._replan(reorder=True)
+    @property
+    def _bound(self) -> bool:
+        """True if plans are made to keep the budget, which the usual one does not."""
+        return self._planner.limits is not self._limits
 
     # --- what is known --------------------------------------------------------------------------
 
@@ -340,7 +346,7 @@ class Controller:
 
     def _replan(self, *, reorder: bool) -> None:
         order = None if reorder or self.plan is None else self.plan.schedule
-        followed = set(self._followers.levels) - {0} if self._budget.binds else ()
+        followed = set(self._followers.levels) - {0} if self._budget.holds else ()
         self._planner.begin(order, self._judge.faster, sorted(followed))
 
     def _take(self) -> Plans | None:
@@ -401,10 +407,9 @@ class Controller:
         bill["won"], self._planner.won = won or bill["won"], ""
         self._commands.note(won)
         ready = self._planner.ready(plan)
-        if self._budget.take(plan, ready):
-            self._turn()
-        else:
-            self._turn_to(ready)
+        if not self._bound:
+            self._usual = ready
+        self._turn_to(ready)
 
     def _turn_to(self, plan: Plan) -> None:
         self._lead(plan)

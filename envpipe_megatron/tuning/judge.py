@@ -19,7 +19,7 @@ WINDOW = 4
 #: So many latest steps of a plan are kept, and of the baseline: a pause in one moves no median.
 _KEPT_STEPS, _KEPT_BASELINE = 64, 16
 #: A counter that was not seen for so long is silent, s: thirty of its refreshes.
-_SILENT_S = 3.0
+SILENT_S = 3.0
 #: A stage whose units have changed by more than this share is not the one that was looked at: its
 #: clock follows no more, or again. Without it a job whose clock is stuck loses 3.2 iterations.
 #: But where all stages changed as much, within the second share, it is the work that has: without
@@ -195,11 +195,11 @@ class Silence:
 
     def add(self, window: Window) -> list[str]:
         """Take in a window; what is new, in words."""
-        silent = self._unseen_s >= _SILENT_S
+        silent = self._unseen_s >= SILENT_S
         seen = np.array([report.metered > 0 for report in window.stages])
         self._unseen_s = np.where(seen, 0.0, self._unseen_s + window.steps_s.sum())
         changes = {
-            "say nothing: what they said before counts on": (self._unseen_s >= _SILENT_S) & ~silent,
+            "say nothing: what they said before counts on": (self._unseen_s >= SILENT_S) & ~silent,
             "are back": silent & seen,
         }
         return [

@@ -21,7 +21,7 @@ from envpipe_megatron.core.schedule import Schedule
 from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.formats.energy import Phase
 from envpipe_megatron.formats.steps import HELD_UP, RunningMean, StepEnergy, compare
-from envpipe_megatron.tuning.budget import Allowance
+from envpipe_megatron.tuning.budget import Budget
 from envpipe_megatron.tuning.commands import Clocked, Command, Run, Window
 from envpipe_megatron.tuning.probes.sweep import ProfilerSettings
 
@@ -158,11 +158,14 @@ class OneClock:
     found_mhz: int | None
     keep: Callable[[int, Mapping[int, StepEnergy]], None]
     _steps: int = 0
-    _allowance: Allowance = field(default_factory=Allowance)
+    _budget: Budget = field(default_factory=Budget)
     #: W of an average GPU at each clock, as they were metered last.
     _powers_w: dict[int, float] = field(default_factory=dict)
     #: What is new of a budget, until it is said.
     _news: str = ""
+    #: What the bill says of the clock, and what it has heard of that and of budgets.
+    _told: str = ""
+    _billed: str = ""
 
     def run(self, first: Window) -> Run[None]:
         """Go on after the `first` window, of the highest clock, forever.
@@ -171,7 +174,7 @@ class OneClock:
         a clock is right, times tell without.
         """
         self._fill(first)
-        why = ""
+        why, self._news = "", self._budget.heed(first)
         if self.found_mhz is not None:
             told = f"One clock for the whole job: {self.found_mhz} MHz, as found before"
             why = yield from self._stay(self.found_mhz, told)
@@ -206,16 +209,16 @@ class OneClock:
 
         Where there is a power budget, a lower one that keeps it runs, and none is compared.
         """
-        top = self.clocks_mhz[0]
+        top, self._told = self.clocks_mhz[0], told
         while True:
-            if self._allowance.asks:
-                told = yield from self._keep_budget(kept, told)
+            if self._budget.asks:
+                yield from self._keep_budget(kept)
             search = ClockSearch(self.clocks_mhz, self.slowdown_percent)
             settle = max(_COMPARED_AFTER, _MEASUREMENTS_APART * self._steps)
             for _ in range(_ROUNDS):
-                yield from self._measure(search, Phase.STEADY, kept, told, settle)
-                told, settle = "", 1
-                if self._allowance.asks:
+                yield from self._measure(search, Phase.STEADY, kept, settle=settle)
+                settle = 1
+                if self._budget.asks:
                     break
                 if kept != top:
                     yield from self._measure(search, Phase.BASELINE, top)
@@ -224,21 +227,17 @@ class OneClock:
             else:
                 return f"one clock: not right any more, {search.told(kept)}\n"
 
-    def _keep_budget(self, kept: int, told: str) -> Run[str]:
-        """Run clocks that keep the power budget, until it is lifted; what the bill says then."""
-        allowance, top = self._allowance, self.clocks_mhz[0]
-        if top not in self._powers_w:  # of a clock that was found before
-            yield from self._run(Phase.BASELINE, top, told)
-        note, ran = told, top
-        while allowance.asks:
+    def _keep_budget(self, kept: int) -> Run[None]:
+        """Run clocks that keep the power budget, until it is lifted."""
+        budget, ran = self._budget, self.clocks_mhz[0]
+        if ran not in self._powers_w:  # of a clock that was found before
+            yield from self._run(Phase.BASELINE, ran)
+        while budget.asks:
             clock = self._within(kept)
-            window = yield from self._run(Phase.STEADY, clock, note, settle=int(clock != ran))
-            allowance.count(window)
-            note, ran = "", clock
-            if clock == min(self.clocks_mhz) and not allowance.why:
-                allowance.fell_short(self._powers_w.get(clock, 0.0))
-                note = allowance.why and f"{told}\n{allowance.why}"
-        return told
+            budget.count((yield from self._run(Phase.STEADY, clock, settle=int(clock != ran))))
+            ran = clock
+            if clock == min(self.clocks_mhz):
+                budget.reach(self._powers_w.get(clock, 0.0))
 
     def _within(self, kept: int) -> int:
         """Return the highest clock that keeps the budget and is no higher than the one to keep.
@@ -249,7 +248,7 @@ class OneClock:
         known = {0: 0.0, **self._powers_w}
         at = sorted(known)
         powers_w = np.interp(clocks, at, [known[clock] for clock in at])
-        allowed_w = self._allowance.allowed_w
+        allowed_w = self._budget.allowed_w
         within = (c for c, w in zip(clocks, powers_w, strict=True) if not w > allowed_w)
         return next(within, clocks[-1])
 
@@ -268,22 +267,25 @@ class OneClock:
 
     def _run(self, phase: Phase, clock: int, note: str = "", settle: int = 1) -> Run[Window]:
         """Run steps at a clock, and hear what GPUs take there, and what is asked for."""
-        allowance = self._allowance
+        budget = self._budget
+        billed = "\n".join(filter(None, [self._told, budget.billed]))
+        new = billed if phase is Phase.STEADY and billed != self._billed else ""
+        self._billed = new or self._billed
         clocks_mhz = np.full((self.schedule.num_stages, self.schedule.units_per_stage), clock)
         window = yield Command(
             phase,
             self._steps + 1,
             settle,
             orders=(Clocked(self.schedule, clocks_mhz),),
-            note="\n".join(filter(None, [note, self._news])),
-            billed=note if phase is Phase.STEADY else "",
+            note="\n".join(filter(None, [note, new, self._news])),
+            billed=new,
             metered=True,
-            power=allowance.facts,
+            power=budget.facts,
         )
         if not math.isnan(window.power_w):
             self._powers_w[clock] = window.power_w
-            allowance.own_w = self._powers_w.get(self.clocks_mhz[0], math.nan)
-        self._news = allowance.heed(window.wishes)
+            budget.own_w = self._powers_w.get(self.clocks_mhz[0], math.nan)
+        self._news = budget.heed(window)
         return window
 
     def _fill(self, window: Window) -> None:

@@ -35,8 +35,6 @@ _WORTH = 5e-4
 _LATEST = 1024
 #: The policy of what runs while no plan could be made.
 UNPLANNED = "baseline"
-#: That of a plan whose clocks were lowered to keep a power budget.
-CAPPED = "capped"
 
 #: What to plan, and what is known beforehand: for `planned`.
 Asked: TypeAlias = tuple[Problem, tuple[str, ...]]
@@ -155,6 +153,11 @@ class Planner:
         self._reorders = True
         #: How often planning failed, and the window after which it is tried again; 0: it is not.
         self._failures, self._again_at = 0, 0
+
+    @property
+    def reorders(self) -> bool:
+        """True if the best order is being made, not only clocks."""
+        return self.busy and self._reorders
 
     @property
     def busy(self) -> bool:
@@ -285,16 +288,13 @@ class Planner:
         return parked(self.repriced(plan), self._store, self.limits.min_dwell_s, _WORTH)
 
     def capped(self, plan: Plan, power_w: float) -> Plan:
-        """A plan at the highest clock above which no unit runs, so that GPUs take no more than W.
+        """A plan, ready, with no unit above the highest clock at which GPUs take no more than W.
 
         Where none is low enough, at the lowest that are known.
         """
-        policy = UNPLANNED if plan.policy == UNPLANNED else CAPPED
-        made_for = {"power_cap_w": power_w * float(plan.conditions.gpus_by_stage.sum())}
-        today = replace(self.repriced(plan), policy=policy, park_mhz=None, objective=made_for)
-        rows = [of for kinds in today.profile.rows for of in kinds.values()]
-        least_mhz = np.array([of[-1].frequency_mhz for of in rows])
-        least_mhz = least_mhz[today.profile.keys(plan.schedule)]
+        today = replace(self.repriced(plan), park_mhz=None)
+        rows = [of[-1].frequency_mhz for kinds in today.profile.rows for of in kinds.values()]
+        least_mhz = np.array(rows)[today.profile.keys(plan.schedule)]
 
         def below(limit_mhz: int) -> Plan:
             clocks_mhz = np.maximum(np.minimum(today.frequency_mhz, limit_mhz), least_mhz)
@@ -307,13 +307,9 @@ class Planner:
     def better(self, new: Plan, running: Plan, own_s: float) -> bool:
         """True if a ready plan is better by the objective than one that runs, or that is too slow.
 
-        Or it takes less power than one that takes too much. The framework's own order takes `own_s`
-        by what is known.
+        The framework's own order takes `own_s` by what is known.
         """
         today, limits = self.repriced(running), self.limits
-        cap_w = limits.objective.power_cap_w
-        if cap_w is not None and today.cost.mean_power_w > cap_w:
-            return new.cost.mean_power_w < today.cost.mean_power_w
         if limits.deadline_factor and today.cost.iteration_time_s > own_s * limits.allowed():
             return new.cost.iteration_time_s < today.cost.iteration_time_s
         num_gpus = int(today.conditions.gpus_by_stage.sum())

@@ -18,7 +18,7 @@ from envpipe_megatron.core.orders import builders
 from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.formats.energy import Phase
 from envpipe_megatron.formats.steps import StepEnergy
-from envpipe_megatron.formats.wishes import NO_WISHES, read_power_budget
+from envpipe_megatron.formats.wishes import read_power_budget
 from envpipe_megatron.gpu.presets import load_preset, override_for, sweep_range
 from envpipe_megatron.tuning.commands import Window
 from envpipe_megatron.tuning.measured.meters import MeterSums
@@ -127,9 +127,9 @@ class Job:
         kept: what the tuner had kept.
     """
 
-    def __init__(self, costs: Costs, **options: Any) -> None:
+    def __init__(self, costs: Costs, budget: float | str | None = None, **options: Any) -> None:
         self.costs, self.metered, self.lost = costs, np.ones((STAGES, REPLICAS), bool), False
-        self.held_up, self.wishes = 1.0, NO_WISHES
+        self.held_up, self.wishes = 1.0, read_power_budget(budget)
         self.kept: list[tuple[int, Mapping[int, StepEnergy]]] = []
         given: dict[str, Any] = {
             "slowdown_percent": 1.0,
@@ -142,6 +142,7 @@ class Job:
         tuner = OneClock(order, CLOCKS, **{**given, **options})
         self._run = tuner.run(self._window(CLOCKS[0], 3))
         self.command = next(self._run)
+        self._billed = ""
 
     @property
     def clock_mhz(self) -> int:
@@ -157,6 +158,7 @@ class Job:
         for _ in range(count):
             ran.append((self.command.phase, self.clock_mhz, self.command.settle))
             self.command = self._run.send(self._window(self.clock_mhz, self.command.iterations))
+            self._billed = self.command.billed or self._billed
         return ran
 
     def until(self, phase: Phase) -> None:
@@ -167,6 +169,10 @@ class Job:
     def ask(self, budget: float | str | None) -> None:
         """An operator asks for a power budget."""
         self.wishes = read_power_budget(budget)
+
+    def bill(self) -> list[str]:
+        """What the bill says."""
+        return self._billed.splitlines()
 
     def _window(self, clock_mhz: int, iterations: int) -> Window:
         step_s, power_w = self.costs[clock_mhz]
@@ -225,8 +231,18 @@ def test_a_power_budget_is_kept_by_the_highest_clock_that_keeps_it():
     job.go_on(3)
     assert job.clock_mhz == CLOCKS[-1]
     assert job.command.power["exceeded_s"] > 0
+    (short,) = (line for line in job.bill() if "reachable" in line)
+    job.ask(300.0)
+    job.go_on(3)
+    assert f"{short}, until it was changed" in job.bill()
+    job.ask(90.0)
+    job.go_on(3)
+    assert any(line.startswith("The power budget of 90.0 W") for line in job.bill()), (
+        "the next, too"
+    )
     job.ask(None)
     job.go_on()
+    assert job.bill()[-1].endswith("until it was changed")
     assert (job.clock_mhz, job.command.settle) == (kept, 1000)
     assert "lifted" in job.command.note
 
@@ -243,6 +259,13 @@ def test_the_highest_clock_is_compared_with_none():
     job = Job({clock: (700 / clock, 300.0) for clock in CLOCKS})
     job.until(Phase.STEADY)
     assert job.go_on(3) == [(Phase.STEADY, 1400, 1000)] * 3
+
+
+def test_a_clock_that_was_found_before_waits_with_no_power_budget():
+    job = Job(SLOW_AT_1100, "70%", found_mhz=1200)
+    assert job.command.note == "power budget: 70%; full clock is not metered yet"
+    assert job.go_on(4)[0] == (Phase.BASELINE, 1400, 1)
+    assert job.clock_mhz == 1100
 
 
 def test_a_clock_that_was_found_before_is_not_searched():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import replace
 from types import SimpleNamespace
@@ -22,7 +23,7 @@ from envpipe_megatron.policies.request import PlanRequest
 from envpipe_megatron.runtime.job.options import JobOptions
 from envpipe_megatron.runtime.job.parts import NO_POWER
 from envpipe_megatron.tuning import controller
-from envpipe_megatron.tuning.budget import EXCEEDS, OVER, Allowance
+from envpipe_megatron.tuning.budget import EXCEEDS, Budget
 
 PRESET, FORWARD_S, WINDOW = load_preset("a40"), [0.05] * 2, 4
 #: Iterations before a budget: the job has its plan.
@@ -114,7 +115,8 @@ def test_less_than_is_reachable_is_said_and_the_least_runs(job):
         lowest * job.own.energy_j / job.own.time_s / len(FORWARD_S), rel=0.02
     )
     job.run(None)
-    assert [note for note in job.state.notes if "reachable" in note] == [f"{why}, {OVER}"]
+    (note,) = (note for note in job.state.notes if "reachable" in note)
+    assert note == f"{why}, until it was changed"
 
 
 def test_no_baseline_runs_while_a_budget_is_below_it(monkeypatch):
@@ -137,23 +139,19 @@ def test_a_replica_that_becomes_slower_breaks_no_budget():
 
 
 def test_how_a_budget_was_kept_is_added_up():
-    allowance = Allowance()
-    allowance.heed(read_power_budget("50%"))
-    assert set(allowance.facts.values()) == {None}, "nothing was metered"
-    for budget, power_w, time_s in (
+    budget = Budget()
+    for asked, power_w, time_s in (
         (None, 999.0, 1.0),
         (260, 200.0, 10.0),
         (260, 300.0, 10.0),
         ("50%", 250.0, 30.0),
     ):
-        allowance.own_w = 600.0
-        allowance.heed(read_power_budget(budget))
-        if power_w == 200:  # no window has ended, and a peak of 0 W would be none
-            assert {name for name, value in allowance.facts.items() if value is not None} == {
-                "budget_w"
-            }
-        allowance.count(SimpleNamespace(power_w=power_w, steps_s=np.array([time_s])))
-    assert allowance.facts == {
+        budget.own_w = 600.0
+        wishes, steps_s = read_power_budget(asked), np.array([time_s])
+        window = SimpleNamespace(power_w=power_w, steps_s=steps_s, wishes=wishes)
+        budget.heed(window)
+        budget.count(window)
+    assert budget.facts == {
         "budget_w": 300.0,
         "time_s": 50.0,
         "energy_j": 12500.0,
@@ -163,6 +161,18 @@ def test_how_a_budget_was_kept_is_added_up():
         "ramp_w_per_s": 10.0,
         "exceeded_s": 10.0,
     }
+
+
+def test_silent_meters_are_no_budget_that_was_kept():
+    budget, wishes = Budget(), read_power_budget("80%")
+    silent = SimpleNamespace(power_w=math.nan, steps_s=np.ones(WINDOW), wishes=wishes)
+    assert budget.heed(silent) == "power budget: 80%; full clock is not metered yet"
+    assert budget.facts is not None
+    assert budget.facts["budget_w"] is None
+    budget.own_w = 300.0
+    budget.count(silent)
+    assert "no meter" in budget.billed
+    assert budget.facts["exceeded_s"] is None
 
 
 def test_where_no_clocks_are_chosen_it_is_said_that_no_budget_is_kept():

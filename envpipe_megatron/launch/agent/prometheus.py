@@ -112,16 +112,15 @@ class _NodeMetrics(Collector):
     def collect(self) -> Iterator[Metric]:
         """The figures of every GPU that ranks have used, of the node and of the job."""
         found = _Families()
-        node = self._job_name, self._agent.log.node
+        node, gpus = (self._job_name, self._agent.log.node), dict[str, list[str]]()
         for ledger in self._agent.ledgers():
-            names = (getattr(ledger.of_gpu, name) for name in _OF_LEDGER)
-            self._add_gpu(found, ledger, *node, *names)
-        names_of = {ledger.of_gpu.gpu_uid: ledger.of_gpu for ledger in self._agent.ledgers()}
+            gpu = [getattr(ledger.of_gpu, name) for name in _OF_LEDGER]
+            self._add_gpu(found, ledger, *node, *gpu)
+            gpus[ledger.of_gpu.gpu_uid] = gpu
         with contextlib.suppress(GpuError, OSError):  # a folder of leases that cannot be read
             for lease in list_leases():
-                of_gpu = names_of.get(lease.address.uid)
-                if lease.live and of_gpu is not None and lease.said["lowest_mhz"] is not None:
-                    gpu = (getattr(of_gpu, name) for name in _OF_LEDGER)
+                gpu, slows = gpus.get(lease.address.uid, []), lease.said["lowest_mhz"] is not None
+                if gpu and lease.live and slows:
                     found.add("gpu_slowed_info", 1, *node, *gpu, *map(lease.mark.get, _SLOWED))
         found.add("node_ranks", len(self._agent.connected()), *node)
         bill = self._agent.snapshot()
@@ -165,8 +164,7 @@ class _NodeMetrics(Collector):
         known = self._tariff.facts(total.energy_j)
         add("job_cost_total", known.get("cost"), job)
         add("job_co2_grams_total", known.get("co2_g"), job)
-        power = bill.facts.get("power")
-        if isinstance(power, dict):
+        if isinstance(power := bill.facts.get("power"), dict):
             for of in ("budget", "mean", "peak", "swing"):
                 add("job_power_watts", power.get(f"{of}_w"), job, of)
             add("job_power_ramp_watts_per_second", power.get("ramp_w_per_s"), job)

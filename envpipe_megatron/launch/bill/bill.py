@@ -215,7 +215,8 @@ class Bill:
         clocks_kept = all(window.clock_backend in KEEP_CLOCKS for window in steady)
         gpus = len({window.member for window in steady})
         tokens = self.facts.get("tokens_per_iteration") if self._one_batch else None
-        return comparison.told(gpus, tokens, clocks_kept=clocks_kept)
+        power = self.facts.get("power")
+        return comparison.told(gpus, tokens, clocks_kept=clocks_kept, power=power)
 
     def per_unit(self) -> Mapping[str, float]:
         """J per iteration, token and sample of training; those that are known.

@@ -19,6 +19,7 @@ from envpipe_megatron.console import say, say_as_launcher, show_table
 from envpipe_megatron.files import csv_text, lock_file, replace_files
 from envpipe_megatron.formats.energy import SHARES, EnergyWindow, Phase
 from envpipe_megatron.formats.energy_sums import EnergySums, total_of
+from envpipe_megatron.formats.steps import UNDER_BUDGETS
 from envpipe_megatron.launch.agent.ledger import log_path
 from envpipe_megatron.launch.bill.bill import JOULES_PER_KWH, Bill
 
@@ -245,6 +246,7 @@ class BillReport:
         line += f"in all on {len(job.gpus)} GPUs, {job.average_power_w:.1f} W each"
         compared = bill.comparison()
         line += f"; against the job's own baseline {compared}" if compared else ""
+        line += UNDER_BUDGETS if compared and bill.facts.get("power") else ""
         self.tell(line, bill)
         self._done = done
 

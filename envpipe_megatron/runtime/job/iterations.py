@@ -71,7 +71,7 @@ class Batches:
     def __init__(self, job: PhaseParts, describe_job: Callable[[Mapping[str, Any]], None]) -> None:
         self._job = job
         self._describe_job = describe_job
-        self._switch, self._is_off = Switch(job, describe_job), False
+        self._switch, self._described_notes = Switch(job), tuple[str, ...]()
         #: The one whose iterations run now; None before the first.
         self.now: Batch | None = None
         self._waiting: dict[int, Batch] = {}
@@ -101,15 +101,18 @@ class Batches:
                 "An earlier iteration failed, so messages and phases do not match any more",
                 remedy="Close this session and make a new one on every rank.",
             )
-        was_off, self._is_off = self._is_off, self._switch.hear()
+        state = self._job.state
+        was_off, is_off = state.wishes.off, self._switch.hear()
         if self.now is not None and last is not None and not was_off:
             self.unfinished = True  # even if the phases raise
             self._advance(self.now, last)
+        if state.notes != self._described_notes:
+            self._described_notes = state.notes
+            self._describe_job({"notes": [*self._job.folder.notes, *state.notes]})
         left = self.now
         if left is not None and left.num_microbatches == num_microbatches:
-            return left.off if self._is_off else left.order
+            return left.off if is_off else left.order
         if left is not None:
-            state = self._job.state
             state.several_sizes = True
             # A sweep that is cut short is not gone on with: later there may be a profile.
             swept = left.order.phase is Phase.PROFILE and state.profile is None
@@ -126,18 +129,16 @@ class Batches:
             off = constant_order(Phase.OFF, own_order or megatron_order(parts), top, top)
             off = replace(off, billed_late=True, times_units=False)
             self.now = Batch(name, num_microbatches, phases, order, off)
-        return self.now.off if self._is_off else self.now.order
+        return self.now.off if is_off else self.now.order
 
     def _advance(self, batch: Batch, last: StageRecord) -> None:
         """Let a batch's phases look at its last iteration, and say what the next one runs."""
         job, ended = self._job, batch.order.phase
-        begin_s, notes, plan = job.executor.now_s(), job.state.notes, job.state.plan
+        begin_s, plan = job.executor.now_s(), job.state.plan
         if ended not in (Phase.WARMUP, Phase.BASELINE):
             job.energy.settle_baseline(batch.name)
             job.folder.keep_baselines(job.energy.baselines)
         batch.order = batch.phases.send(last)
-        if job.state.notes != notes:
-            self._describe_job({"notes": [*job.folder.notes, *job.state.notes]})
         if job.state.plan is not plan and not batch.name and job.collectives.is_planner:
             self._describe_job({"predicted": predicted(job.state.plan)})
         power = job.state.power
@@ -154,12 +155,11 @@ class Switch:
     """Turns the whole job off and on again, on all ranks in the same iteration.
 
     Args:
-        job: this rank's parts; in one without a `control` file only its options are.
-        describe_job: has the bill say when the job was off.
+        job: this rank's parts; without a `control` file only its options are heard.
     """
 
-    def __init__(self, job: PhaseParts, describe_job: Callable[[Mapping[str, Any]], None]) -> None:
-        self._job, self._describe_job = job, describe_job
+    def __init__(self, job: PhaseParts) -> None:
+        self._job = job
         #: Iterations before the planning rank is asked again, those since, and when it was, s.
         self._pause, self._since, self._asked_s = 0, 0, -math.inf
         self._heard = NO_WISHES
@@ -175,13 +175,11 @@ class Switch:
             state.wishes, self._pause, now = collectives.from_planner(told)
             self._since = 0
         before, self._heard = self._heard, state.wishes
-        if before != state.wishes:
-            if before.off != state.wishes.off:
-                self._note_turn(now)
-            budget = state.wishes.power_budget
-            if budget not in (None, before.power_budget) and not self._job.options.keeps_power:
-                note(self._job, _NO_POWER)
-            self._describe_job({"notes": [*self._job.folder.notes, *state.notes]})
+        if before.off != state.wishes.off:
+            self._note_turn(now)
+        budget = state.wishes.power_budget
+        if budget not in (None, before.power_budget) and not self._job.options.keeps_power:
+            note(self._job, _NO_POWER)
         return state.wishes.off
 
     def _told(self) -> tuple[Wishes, int, str]:

@@ -138,7 +138,7 @@ def run_commands(
             kept = [note for note in job.state.notes if note not in billed]
             billed = [*map(job.named, command.billed.splitlines())]
             job.state.notes = (*kept, *billed)
-        if command.power is not None:
+        if command.power is not None and not job.batch:
             job.state.power = command.power
         asked = job.state.wishes.power_budget
         # The step of a window's last iteration is known once another has begun.

@@ -430,11 +430,6 @@ class JobOptions:
         return self.type == "optimal" and not as_it_stands
 
     @property
-    def wishes(self) -> Wishes:
-        """What is asked for until an operator asks for something else."""
-        return self.power_budget
-
-    @property
     def keeps_power(self) -> bool:
         """True if the job can keep a power budget."""
         chooses = self.one_clock or (self.closed_loop and not self.changes_only_order)

@@ -51,7 +51,7 @@ class SessionState:
     whole: str = ""
     #: What an operator asks for, the same on every rank.
     wishes: Wishes = NO_WISHES
-    #: How a power budget was kept so far; None if there was none.
+    #: How batches of full size kept a power budget so far; None if there was none.
     power: Mapping[str, float | None] | None = None
 
 

@@ -84,7 +84,7 @@ class Session:
         self._collectives = collectives
         self._stage, num_stages = collectives.stage, len(channel.ranks)
         self._say = say if collectives.is_planner else lambda text: None
-        self.state = SessionState(wishes=options.wishes)
+        self.state = SessionState(wishes=options.power_budget)
         memory = memory or device_memory()
         self.memory = JobMemory(memory, self._stage, collectives, self._say)
 
@@ -105,11 +105,10 @@ class Session:
         #: What `close` calls once the clock is back, the last first.
         self._parts = contextlib.ExitStack()
         self._parts.callback(self._folder.close)
-        control = about = None
+        control = None
         if (path := self._folder.path) is not None:
-            control = ControlFile(path, options.wishes, reads=collectives.is_planner)
+            control = ControlFile(path, options.power_budget, reads=collectives.is_planner)
             self._parts.callback(control.close)
-            about = control.about()
         with contextlib.ExitStack() as half_made:
             half_made.push(self._parts)
 
@@ -146,6 +145,7 @@ class Session:
                 "num_ranks": num_stages * collectives.num_replicas,
                 "stage": self._stage,
             }
+            about = None if control is None else control.about()
             self._agent = connect_to_agent(gpu, self._labels, collectives, about)
             if self._agent is not None:
                 self._labels["node"] = self._agent.node  # the agent's lines use this name
@@ -264,7 +264,6 @@ class Session:
         note = f"Backwards stay whole: {why}"
         self.state.notes += (note,)
         self._say(note)
-        self.describe_job({"notes": [*self._folder.notes, *self.state.notes]})
 
     def rehearse(
         self, order: Schedule, specs: StageSpecs, make_work: Callable[[Schedule], StageWork]

@@ -260,6 +260,11 @@ def test_saving_against_the_jobs_own_baseline():
     [
         (("none", "dry_run"), {"tokens_per_iteration": 1000}, "{tokens}; no clock was changed"),
         (("none", "nvml"), {"tokens_per_iteration": 1000}, "{tokens}"),
+        (
+            ("nvml", "nvml"),
+            {"power": {"budget_w": None}},
+            "; steps under a power budget, slower as asked, are among these",
+        ),
         (("none", ""), {}, ""),
         (("none", "none"), {"tokens_per_iteration": "many"}, "; no clock was changed"),
     ],
