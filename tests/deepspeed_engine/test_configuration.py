@@ -3,6 +3,7 @@
 import argparse
 import json
 import math
+from contextlib import suppress
 from importlib import import_module
 from types import SimpleNamespace
 from typing import Any
@@ -42,6 +43,7 @@ from envpipe_megatron.integrations.deepspeed.initialize import (
 )
 from envpipe_megatron.integrations.levels import Level
 from envpipe_megatron.integrations.options import OptionError
+from envpipe_megatron.integrations.watchers import BETWEEN_STEPS
 from envpipe_megatron.runtime.memory.peak import MemoryFullError
 from envpipe_megatron.search.layer_file import read_layers
 from envpipe_megatron.search.layer_profile import Sizes
@@ -292,3 +294,17 @@ def test_a_step_without_memory_for_messages_is_deepspeeds_and_so_are_those_after
     assert second.session.state.notes == (why,)
     assert second.session.begin_step.call_args_list == [call(3)] * 3
     second.session.pause.assert_not_called()  # short steps are metered together
+
+
+def test_evaluations_and_checkpoints_are_paused_before():
+    told = []
+    engine = SimpleNamespace(job=SimpleNamespace(pause=lambda: told.append("pause")))
+    for row in BETWEEN_STEPS["DeepSpeed"]:
+        with suppress(AttributeError, TypeError):  # DeepSpeed's own finds no engine there
+            getattr(EnvPipeEngine, row.function)(engine)
+        told.append(row.function)
+    assert told == [
+        *("pause", "eval_batch"),
+        *("pause", "save_checkpoint"),
+        *("pause", "load_checkpoint"),
+    ]
