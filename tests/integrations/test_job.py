@@ -68,7 +68,7 @@ def test_summary_and_bill_are_of_one_sum(only_measures, tmp_path):
         sums: defaultdict[str, EnergySums] = defaultdict(EnergySums)
         for line in own:
             sums[line["phase"]].add(parse_window(line))
-        told = {"baseline": None, "notes": ["a note"]}
+        told = {"baseline": None, "notes": ["a note"], "power": None}
         ranks.append(({**told, "clocks": {"followed": None, "backend": "none"}}, sums))
     session: Any = SimpleNamespace(
         summary=lambda: ranks[0][0],
