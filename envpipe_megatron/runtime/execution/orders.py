@@ -41,6 +41,12 @@ class IterationOrder:
     times_units: bool = True
     lowest_mhz: int | None = None
 
+    @property
+    def slowest_mhz(self) -> int:
+        """The lowest clock of any unit, in any replica."""
+        own_mhz = int(self.frequency_mhz.min())
+        return min(own_mhz, self.lowest_mhz or own_mhz)
+
     def parked(self, stage: int) -> dict[int, tuple[int, float]]:
         """As `Parking.of_stage`; empty without parking."""
         return {} if self.parking is None else self.parking.of_stage(stage)

@@ -204,8 +204,8 @@ class Session:
         self._pid = os.getpid()
         self._last_run: StageRun | None = None
         self._top_mhz = max(self._gpu.supported_frequencies_mhz)
-        #: The lowest clock of a unit: of any since `slowest_share`, and of the last iteration.
-        self._lowest_mhz = self._order_mhz = self._top_mhz
+        #: The lowest clock of any unit since `slowest_share`.
+        self._lowest_mhz = self._top_mhz
 
     @property
     def executed(self) -> list[str]:
@@ -272,8 +272,7 @@ class Session:
 
         Raises ChannelError if a neighbour is gone or silent.
         """
-        clock_mhz = max(self._gpu.supported_frequencies_mhz)
-        at_top = constant_order(Phase.WARMUP, order, clock_mhz, clock_mhz)
+        at_top = constant_order(Phase.WARMUP, order, self._top_mhz, self._top_mhz)
         self.iterations.catch_up()
         run = StageRun(at_top, self._stage, self.executor, _unheard, self._channel, specs)
         execute(order, self._stage, make_work(order), run)
@@ -377,7 +376,8 @@ class Session:
 
         Of all GPUs of the job; 1 where no clock is set.
         """
-        lowest_mhz, self._lowest_mhz = self._lowest_mhz, self._order_mhz
+        last, lowest_mhz = self._last_run, self._lowest_mhz
+        self._lowest_mhz = self._top_mhz if last is None else last.order.slowest_mhz
         sets = self._controlled and self._gpu.changes_clock
         return lowest_mhz / self._top_mhz if sets else 1.0
 
@@ -467,9 +467,7 @@ class Session:
             like = self.iterations.like(order)
         run = StageRun(order, self._stage, self.executor, self._request, channel, specs, like)
         self._last_run = run
-        own_mhz = int(order.frequency_mhz.min())
-        self._order_mhz = min(own_mhz, order.lowest_mhz or own_mhz)
-        self._lowest_mhz = min(self._lowest_mhz, self._order_mhz)
+        self._lowest_mhz = min(self._lowest_mhz, order.slowest_mhz)
         self._request(run.frequencies_mhz[0], None)
         return run
 
