@@ -1,4 +1,4 @@
-"""What an operator asks of a job while it runs, and `control.json`, which says it.
+"""Wishes of an operator for a job that runs, and `control.json`, which says it.
 
 ```json
 {"power_budget": "80%", "off": false}

@@ -71,7 +71,7 @@ class Limits:
         return (self.deadline_factor or max(1.0, expected)) * (1 + self.max_slowdown)
 
     def within(self, power_w: float) -> Limits:
-        """Those of plans that keep a power of a pipeline: in place of the least energy, time."""
+        """Return limits of plans within a power of a pipeline: not for least energy but time."""
         objective = SHORTEST if self.objective == LEAST_ENERGY else self.objective
         objective = replace(objective, power_cap_w=power_w)
         return replace(self, deadline_factor=None, objective=objective)

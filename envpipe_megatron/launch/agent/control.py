@@ -48,7 +48,7 @@ def _answer(environ: dict[str, Any], agent: NodeAgent) -> dict[str, Any]:
     path, asked = Path(agent.control["file"]), agent.control["asked"]
     if environ["REQUEST_METHOD"] != "GET":
         # Nobody is asked who they are: users of this node may, pages in their browsers may not,
-        # whatever address the pages' own names have by now.
+        # even if the pages' own names have this address by now.
         kind = environ.get("CONTENT_TYPE", "").partition(";")[0].strip()
         host = urlsplit(f"//{environ.get('HTTP_HOST', 'localhost')}").hostname
         if not (_is_here(environ["REMOTE_ADDR"]) and _is_here(host) and kind == _JSON):

@@ -110,8 +110,8 @@ class RankClock:
         waits: whether requests wait for units that an executor has timed; else for what the stream
             holds.
         repeats: whether clocks are asked for at each request, even if it is for the same one.
-        given_back: whether each request gives the clock back to the driver, whatever it is for: the
-            GPU stays held, and the next request that finds it False takes the clock again.
+        given_back: whether each request gives the clock back to the driver, for any clock: the GPU
+            stays held, and the next request that finds it False takes the clock again.
 
     Raises GpuError, but for a dry run, if another job holds the GPU, no guard could be had, or the
     GPU's streams cannot say when a unit has ended.

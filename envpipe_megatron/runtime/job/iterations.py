@@ -171,8 +171,8 @@ class Switch:
         state, collectives, now = self._job.state, self._job.collectives, ""
         self._since += 1
         if self._job.control is not None and self._since > self._pause:
-            told = self._told() if collectives.is_planner else None
-            state.wishes, self._pause, now = collectives.from_planner(told)
+            said = self._said() if collectives.is_planner else None
+            state.wishes, self._pause, now = collectives.from_planner(said)
             self._since = 0
         before, self._heard = self._heard, state.wishes
         if before.off != state.wishes.off:
@@ -182,8 +182,8 @@ class Switch:
             note(self._job, _NO_POWER)
         return state.wishes.off
 
-    def _told(self) -> tuple[Wishes, int, str]:
-        """What the planning rank says: wishes, iterations until it says so again, and the time."""
+    def _said(self) -> tuple[Wishes, int, str]:
+        """Return wishes, iterations until the planning rank says them again, and the time."""
         assert self._job.control is not None
         now_s = self._job.executor.now_s()
         step_s = (now_s - self._asked_s) / self._since
