@@ -21,15 +21,13 @@ from pathlib import Path
 import numpy as np
 
 from envpipe_megatron.core.arrays import FloatArray
-from envpipe_megatron.core.conditions import make_conditions
-from envpipe_megatron.core.orders import builders
 from envpipe_megatron.core.plan import Cost
 from envpipe_megatron.core.profile import Profile
 from envpipe_megatron.core.timeline import RELATIVE_TOLERANCE
 from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.policies.optimal.linear_program import LinearProgramError
-from envpipe_megatron.policies.optimal.optimizer import Optimizer
-from envpipe_megatron.policies.problem import envpipe_counts, in_flight_by_memory, order_limits
+from envpipe_megatron.policies.planner import solve
+from envpipe_megatron.policies.request import BY_MEMORY, PlanRequest, make_problem
 from envpipe_megatron.search.candidates import Candidate
 from envpipe_megatron.search.configuration import Job
 from envpipe_megatron.search.cuts import Shape, ShapeCuts
@@ -221,28 +219,25 @@ def least_energy(
 def plan_cost(
     profile: Profile, num_microbatches: int, blocking_power_w: float, deadline_s: float
 ) -> Cost:
-    """Time and energy of a stage profile once its order and frequencies are planned.
+    """Return time and energy of a stage profile once its order and frequencies are planned.
 
-    The one place that says how a split is planned: optimal frequencies on 1F1B or on EnvPipe's
-    order, whichever is cheaper. Activation and free bytes of the profile's sidecar limit the
-    microbatches in flight. EnvPipeError: neither order meets the deadline.
+    That is with optimal frequencies on 1F1B or on EnvPipe's order, whichever is cheaper. Activation
+    and free bytes of the profile's sidecar limit the microbatches in flight. EnvPipeError: neither
+    order meets the deadline.
     """
-    stages = profile.num_stages
-    conditions = make_conditions(profile, blocking_power_w=blocking_power_w)
-    known = profile.sidecar.activation_bytes is not None and profile.sidecar.free_bytes is not None
-    limits = order_limits(
-        stages,
-        num_microbatches,
-        max_in_flight=in_flight_by_memory(profile, num_microbatches) if known else None,
-    )
-    wanted = limits.fit(envpipe_counts(profile, num_microbatches))
-    costs = []
-    for schedule in (
-        builders.one_f_one_b(stages, num_microbatches),
-        builders.envpipe(stages, num_microbatches, wanted),
-    ):
+    sidecar, costs = profile.sidecar, []
+    known = sidecar.activation_bytes is not None and sidecar.free_bytes is not None
+    for schedule, limit in (("1f1b", None), ("envpipe", BY_MEMORY if known else None)):
+        request = PlanRequest(
+            num_microbatches,
+            schedule,
+            "optimal",
+            blocking_power_w=blocking_power_w,
+            max_in_flight=limit,
+        )
+        problem = make_problem(profile, request, own_s=deadline_s)
         with contextlib.suppress(LinearProgramError):  # an order that is too slow is no candidate
-            costs.append(Optimizer(schedule, profile, conditions).plan(deadline_s).cost)
+            costs.append(solve(problem).plan.cost)
     if not costs:
         raise EnvPipeError(
             "A split takes longer than the deadline (s) in every order",
