@@ -125,13 +125,13 @@ class SplitSpace:
             self._check_memory(memory_limit_bytes, static_bytes)
 
     def candidate(self, cut: Cut) -> Candidate:
-        """A cut as the search has it."""
+        """Return a cut as the search has it."""
         configuration = self._space.configuration(self.shape, cut, [(None, 0)] * self.num_stages)
         job = replace(self._space.job, memory_bytes=self.memory_limit_bytes)
         return Candidate(configuration, self.profile, job)
 
     def in_time(self, longest_s: float, blocking_power_w: float, most: int) -> list[Candidate]:
-        """The cheapest cuts by the search's estimate that take no longer in 1F1B."""
+        """Return the cheapest cuts by the search's estimate that take no longer in 1F1B."""
         return alternatives(self._space, self.shape, blocking_power_w, longest_s, most)
 
     def _check_memory(self, limit_bytes: float, static_bytes: FloatArray) -> None:
@@ -155,7 +155,7 @@ class SplitSpace:
 
 
 def _layers_only(profile: LayerProfile) -> LayerProfile:
-    """The profile without links and optimizer, recomputation, and times of GPUs that rest."""
+    """Return the profile without links, optimizer, recomputation, and times of rested GPUs."""
     measures = {
         sizes: {
             piece: replace(measure, recomputation=(), rested_s=None)
@@ -167,7 +167,7 @@ def _layers_only(profile: LayerProfile) -> LayerProfile:
 
 
 def least_bottleneck(space: SplitSpace) -> BestSplit:
-    """The cut with the least slowest stage; of equal ones that whose stages force the least time.
+    """Return the cut with the least slowest stage; of equal ones that which forces the least time.
 
     Then the evenest.
     """
@@ -187,7 +187,7 @@ def least_energy(
     time_tolerance: float,
     max_planned: int = MAX_PLANNED,
 ) -> BestSplit:
-    """The cut with the least planned energy of those about as fast as the fastest.
+    """Return the cut with the least planned energy of those about as fast as the fastest.
 
     Args:
         time_tolerance: the 1F1B iteration time at the highest clocks may exceed that of the cut
@@ -248,7 +248,7 @@ def plan_cost(
 
 
 def make_parts(cut: str | Sequence[int], parameters: Sequence[int], num_stages: int) -> list[int]:
-    """Parts by what a user asks for.
+    """Return parts by what a user asks for.
 
     Args:
         cut: the parts themselves, or as a text, `parts:0,3,7`; `parameters` for a stage with the
@@ -287,7 +287,7 @@ def make_parts(cut: str | Sequence[int], parameters: Sequence[int], num_stages: 
 
 
 def _check_parts(parts: Sequence[int], num_layers: int, num_stages: int) -> list[int]:
-    """Parts that a user gave, as a list; EnvPipeError if they do not fit the layers or stages."""
+    """Return a user's parts as a list; EnvPipeError if they do not fit layers or stages."""
     given = [int(part) for part in parts]
     rising = all(first < following for first, following in pairwise(given))
     if len(given) != num_stages + 1 or (given[0], given[-1]) != (0, num_layers) or not rising:

@@ -80,7 +80,7 @@ class Move(NamedTuple):
 def saving_moves(
     plan: Plan, table: ClockTable, change_j: FloatArray, deadline_s: float
 ) -> list[Move]:
-    """Moves worth evaluating, the best first.
+    """Return moves worth evaluating, the best first.
 
     A run goes to a slower clock or to that of a neighbour, or gives units at one of its ends to
     that neighbour: the most whose extra time, all together, is within the slack of each.
@@ -105,7 +105,7 @@ def _moves_of_run(
     change_j: float,
     slack_s: FloatArray,
 ) -> Iterator[Move]:
-    """The moves of one run of a stage, whose clocks are in `row`."""
+    """Yield the moves of one run of a stage, whose clocks are in `row`."""
     now, sides = int(row[begin]), (int(row[begin - 1]), int(row[end % len(row)]))
     profiled = table.profiled[begin:end, stage]
     more_j, more_s = (
@@ -241,7 +241,7 @@ def _sparse(
 
 
 def _hulls(table: ClockTable, begin: IntArray, num_units: int) -> list[tuple[IntArray, FloatArray]]:
-    """For each run, the clocks on the lower hull of its cost over its time, and its cost at them.
+    """Return for each run the clocks on its lower hull of cost over time, and its cost at them.
 
     Runs with as many units of each key have the same hull.
     """

@@ -48,7 +48,7 @@ def round_durations(
     relaxed_j: float,
     good_gap: float,
 ) -> list[int]:
-    """[num_units] a choice for each node, near to relaxed durations and within the deadline.
+    """Return [num_units] a choice for each node, near to relaxed durations and within the deadline.
 
     The fastest choices must meet it. `duration_s`, [num_units], are the relaxed durations,
     `relaxed_j` what they cost with all waiting; a plan within `good_gap` of that is not improved.
@@ -77,7 +77,7 @@ def round_durations(
 
 
 def hull_floor(schedule: Schedule, choices: Choices, duration_s: FloatArray) -> list[int]:
-    """[num_units] for each node the slowest hull choice that takes no longer than given."""
+    """Return [num_units] for each node the slowest hull choice that takes no longer than given."""
     key = node_keys(schedule, choices)
     chosen = np.empty(schedule.num_units, dtype=np.int64)
     for index, unit in enumerate(choices.units):
@@ -159,7 +159,7 @@ class Rounding:
         path.find_ends()
 
     def _take_nearest(self, node: int, relaxed_s: float, allowed_s: float) -> None:
-        """The first hull choice that is not faster than relaxed, or the slowest that is allowed."""
+        """Take the first hull choice not faster than relaxed, or the slowest that is allowed."""
         times, hull = self._time[node], self._hull[node]
         at = 0
         while (
@@ -186,7 +186,7 @@ class Rounding:
             self._choose(cheapest, self.chosen[cheapest] - 1)
 
     def spend_slack(self, max_work: float = math.inf) -> None:
-        """Slow units down while any time is left, the largest saving a second first.
+        """Slow units down while time is left, the largest saving a second first.
 
         At most `max_work` ends of units move before no more are slowed down.
         """
@@ -211,7 +211,7 @@ class Rounding:
                 return
 
     def _try_pairs(self, node: int) -> float:
-        """Planning cost saved by the first move from this node that saves any."""
+        """Make the first move from this node that saves cost; return the saving, or 0."""
         now = self.chosen[node]
         costs = self._cost[node]
         for faster in range(now - 1, max(-1, now - 1 - _MOST_STEPS), -1):
@@ -222,7 +222,7 @@ class Rounding:
             saved_j = sum(
                 self._cost[other][old] - self._cost[other][new] for other, old, new in undo
             )
-            # Sums of the same costs in another order differ by rounding alone.
+            # Sums of the same costs in another order differ only by rounding.
             if saved_j > lost_j + 1e-9 * abs(costs[0]):
                 return saved_j - lost_j
             for other, old, _ in reversed(undo):
@@ -264,7 +264,7 @@ class Rounding:
         return done
 
     def _best_slower(self, node: int) -> tuple[float, int] | None:
-        """The slower choice that fits and saves most a second, with that saving in J/s."""
+        """Return the slower choice that fits and saves most a second, with that saving in J/s."""
         times, costs, now = self._time[node], self._cost[node], self.chosen[node]
         slowest = bisect_right(times, times[now] + self._slack_s(node) + self._tolerance_s) - 1
         best = None
