@@ -119,24 +119,24 @@ class Comparison:
     def __str__(self) -> str:
         return ", ".join(self._parts())
 
-    def told(
+    def bill_line(
         self, num_gpus: float, tokens: object, *, clocks_kept: bool, power: object = None
     ) -> str:
-        """Return the first line of a bill; `tokens` is a number of those of a step, if it is known.
+        """Return the first line of a bill.
 
-        And `power` is how a power budget was kept, if there was one.
+        `tokens` is their number in a step, `power` how a power budget was kept; both if known.
         """
         each = [(self.time_s, "s", "", "", 1.0)]
         if self.energy_j is not None:
             each.append((self.energy_j, "J", " a GPU", f" on {num_gpus:g} GPUs", num_gpus))
         parts = zip(each, self._parts(), strict=True)
         step = (f"{_measured(v, unit)}{of} ({said})" for (v, unit, of, *_), said in parts)
-        told = f"a step takes {' and '.join(step)}"
+        line = f"a step takes {' and '.join(step)}"
         if isinstance(tokens, int | float) and tokens > 0:
             token = (f"{_measured(n * v / tokens, unit)}{of}" for v, unit, _, of, n in each)
-            told += f"; a token {' and '.join(token)}"
-        told += UNDER_BUDGETS if power else ""
-        return f"{told}; no clock was changed" if clocks_kept else told
+            line += f"; a token {' and '.join(token)}"
+        line += UNDER_BUDGETS if power else ""
+        return f"{line}; no clock was changed" if clocks_kept else line
 
 
 def _against(more: float | None, error: float | None, what: str) -> str:
