@@ -1,11 +1,10 @@
 """From durations between profiled times to frequencies that exist, and closer to the bound.
 
-Three ways to begin. Carried: in the order of time, each unit takes the next slower hull point as
-soon as what earlier units have left over allows it. Carried back: the same from the last unit to
-the first. Floored: each takes the next faster one, and all that is left over is spent afterwards,
-where a second saves most; an over-run by the solver's tolerance is repaired by the cheapest steps.
-The best is then improved by pairs of moves: one unit a step faster, and the time it frees spent
-elsewhere, if that saves more.
+Two ways to begin. Carried: in the order of time, each unit takes the next slower hull point as soon
+as what earlier units have left over allows it. Floored: each takes the next faster one, and all
+that is left over is spent afterwards, where a second saves most; an over-run by the solver's
+tolerance is repaired by the cheapest steps. The better is then improved by pairs of moves: one unit
+a step faster, and the time it frees spent elsewhere, if that saves more.
 
 A change of one unit moves the ends of many; how many may move in all is limited, so that time grows
 with the number of units only.
@@ -66,12 +65,10 @@ def round_durations(
     enough_j = (1 + good_gap) * relaxed_j - waiting_j
     gap = _NEAR_GAP if schedule.num_units <= _SMALL_UNITS else good_gap
     if rounding.cost_j > (1 + gap) * relaxed_j - waiting_j:
-        carried_back, floored = begun(), begun()
-        carried_back.carry_back(duration_s)
-        for other in (carried_back, floored):
-            other.repair()
-            other.spend_slack(_SPENDING_WORK * schedule.num_units)
-        rounding = min(rounding, carried_back, floored, key=lambda rounded: rounded.cost_j)
+        floored = begun()
+        floored.repair()
+        floored.spend_slack(_SPENDING_WORK * schedule.num_units)
+        rounding = min(rounding, floored, key=lambda rounded: rounded.cost_j)
     rounding.move_pairs(enough_j, max_work=_PAIRS_WORK)
     return rounding.chosen
 
@@ -141,22 +138,6 @@ class Rounding:
             self._take_nearest(node, relaxed_s[node], path.latest_end_s[node] - start)
             path.end_s[node] = start + path.duration_s[node]
         path.find_latest_ends(self._last_end_s)
-
-    def carry_back(self, duration_s: FloatArray) -> None:
-        """Choose again as `carry` does, from the last unit to the first.
-
-        Each unit may start when it would if all units before it took their relaxed durations.
-        """
-        relaxed_s: list[float] = duration_s.tolist()
-        path = self._path
-        path.duration_s = relaxed_s.copy()
-        path.find_ends()
-        start = [end - relaxed for end, relaxed in zip(path.end_s, relaxed_s, strict=True)]
-        for node in reversed(path.order):
-            end = path.find_latest_end(node)
-            self._take_nearest(node, relaxed_s[node], end - start[node])
-            path.latest_end_s[node] = end
-        path.find_ends()
 
     def _take_nearest(self, node: int, relaxed_s: float, allowed_s: float) -> None:
         """Take the first hull choice not faster than relaxed, or the slowest that is allowed."""
