@@ -86,7 +86,7 @@ class TestWaitingPowerByClock:
             deadline_s = deadline_of(own, factor)
             plan = own.plan(deadline_s)
             other = replace(ignoring.plan(deadline_s), conditions=conditions)
-            # Waiting is priced at the least power: at 80 W 0.01 % are lost, 0.07 % in 1.3 of the time.
+            # Waiting is priced at the least power: at 80 W 0.01 % are lost, 0.07 % at 1.3.
             assert plan.cost.energy_j <= other.cost.energy_j * (1 + 1e-3)
             assert plan.energy_lower_bound_j <= plan.cost.energy_j
 
