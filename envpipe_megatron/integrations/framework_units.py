@@ -162,7 +162,7 @@ def recognized(letters: Sequence[str], num_microbatches: int) -> Schedule:
         value=dict(enumerate(letters)),
         remedy="Report every forward and backward, and give the right num_microbatches. Other "
         "orders, with several chunks a stage or split backwards, EnvPipe has to execute "
-        "(docs/integration.md).",
+        "(docs/start/other.md).",
     )
 
 

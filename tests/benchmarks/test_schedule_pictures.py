@@ -11,7 +11,7 @@ from benchmarks.planner.workloads import read_workloads
 from benchmarks.schedules import families
 from benchmarks.schedules import pictures as schedule_pictures
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "schedules.md"
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "understand" / "schedules.md"
 NUMBER = re.compile(r"\d+(?:\.\d+)?")
 
 

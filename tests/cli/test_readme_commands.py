@@ -12,7 +12,7 @@ from envpipe_megatron import api
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLE = "configs/profiles/quickstart.csv"
-PAGE = "docs/planner.md"
+PAGE = "docs/do/plan.md"
 
 
 def commands(page):
@@ -64,7 +64,7 @@ def test_the_python_of_the_planners_page_runs_and_it_names_all_there_is(tmp_path
     assert set(api.__all__) <= listed
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/guide.md", PAGE])
+@pytest.mark.parametrize("page", ["README.md", "docs/start/quickstart.md", PAGE])
 def test_before_its_first_command_a_page_says_how_it_gets_on_the_path(page):
     text = (ROOT / page).read_text()
     assert "source .venv/bin/activate" in text.partition("\nenvpipe ")[0]

@@ -21,7 +21,7 @@ from envpipe_megatron.integrations.options import (
 from envpipe_megatron.policies.objective import Objective
 from envpipe_megatron.runtime.job.options import OPTIONS
 
-GUIDE = Path(__file__).parents[2] / "docs" / "megatron_lm.md"
+GUIDE = Path(__file__).parents[2] / "docs" / "start" / "megatron_lm.md"
 PLANNED = f"--profile {__file__} --plan {__file__}"
 
 
