@@ -13,6 +13,7 @@ from envpipe_megatron import api
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLE = "configs/profiles/quickstart.csv"
 PAGE = "docs/do/plan.md"
+PYTHON_PAGE = "docs/lookup/python.md"
 
 
 def commands(page):
@@ -52,11 +53,11 @@ def test_documented_commands_run_as_written(tmp_path, monkeypatch, caplog, page,
 def test_the_python_of_the_planners_page_runs_and_it_names_all_there_is(tmp_path, monkeypatch):
     (tmp_path / "configs").symlink_to(ROOT / "configs")
     monkeypatch.chdir(tmp_path)
-    text = (ROOT / PAGE).read_text()
+    text = (ROOT / PYTHON_PAGE).read_text()
     blocks = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
     assert len(blocks) == 2
     for block in blocks:
-        exec(compile(block, PAGE, "exec"), {})
+        exec(compile(block, PYTHON_PAGE, "exec"), {})
     assert run_well("export-schedule", "plan.json").stdout
     refused = run_badly("plan", "--profile", EXAMPLE, "--schedule", "order.csv")
     assert "has 2 stages, 3 microbatches" in refused
