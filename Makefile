@@ -37,8 +37,8 @@ docs:
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --site-dir site
 
 # Every command on the pages that needs no GPU, in a fresh clone, each with its time; an hour.
-docs-commands: install
-	$(BIN)/python docs/tools/page_commands.py $(ARGS)
+docs-commands:
+	$(PYTHON) docs/tools/page_commands.py $(ARGS)
 
 install: $(VENV)/.installed
 

@@ -3,8 +3,8 @@
 python docs/tools/page_commands.py [PAGE...]      # or: make docs-commands
 
 A comment `<!-- not run: WHY -->` before a block says what it needs. Blocks with `...` or a path to
-be filled in are templates. Each other block runs by bash in a clone of this checkout's commit, one
-page after the other; the table at the end has each command's time.
+be filled in are templates. Each other block runs by bash in a clone of this checkout's commit, in
+an environment of its own, one page after the other; the table at the end has each one's time.
 """
 
 from __future__ import annotations
@@ -48,8 +48,10 @@ class Block:
 
 
 def pages() -> list[Path]:
-    """Return the README and all pages."""
-    return [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+    """Return the README and all pages, the quickstart first, whose run others read."""
+    first = ROOT / "docs" / "start" / "quickstart.md"
+    found = sorted((ROOT / "docs").rglob("*.md"), key=lambda page: (page != first, page))
+    return [ROOT / "README.md", *found]
 
 
 def blocks(page: Path) -> Iterator[Block]:
@@ -68,6 +70,7 @@ def main(named: Sequence[str]) -> int:
     with tempfile.TemporaryDirectory(prefix="envpipe-pages-") as folder:
         clone = Path(folder, "clone")
         subprocess.run(["git", "clone", "--quiet", str(ROOT), str(clone)], check=True)
+        subprocess.run(["make", "install"], cwd=clone, check=True)
         for block in (block for page in chosen for block in blocks(page)):
             if block.reason:
                 results.append((block, block.reason, None))
@@ -84,8 +87,8 @@ def main(named: Sequence[str]) -> int:
 
 def _run(block: Block, clone: Path) -> str:
     """Run a block; return what went wrong, empty if nothing did."""
-    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    environment = {**os.environ, "PATH": path, "PYTHONPATH": str(clone)}
+    path = f"{clone / '.venv' / 'bin'}{os.pathsep}{os.environ['PATH']}"
+    environment = {**os.environ, "PATH": path}
     words = ["bash", "-euo", "pipefail", "-c", block.text]
     try:
         subprocess.run(
