@@ -349,10 +349,11 @@ class Controller:
         self._store.forget(self._store.upset)
         yield from self._look(slack_probe(self._measured, self._store, at_cost=False))
 
-    def _replan(self, *, reorder: bool) -> None:
+    def _replan(self, *, reorder: bool, levels: Sequence[int] = ()) -> None:
         order = None if reorder or self.plan is None else self.plan.schedule
-        followed = set(self._followers.levels) - {0} if self._budget.holds else ()
-        self._planner.begin(order, self._judge.faster, sorted(followed))
+        if self._budget.holds:
+            levels = sorted({*levels, *self._followers.levels} - {0})
+        self._planner.begin(order, self._judge.faster, levels)
 
     def _take(self) -> Plans | None:
         return self._planner.take(self._failed)
@@ -373,18 +374,18 @@ class Controller:
         plans, planner = self._take(), self._planner
         if plans is None:
             return
-        if 0 not in plans:
-            if not plans:  # it failed
-                self._corrections = 0
-            self._followers.extend({level: planner.ready(plan) for level, plan in plans.items()})
+        if not plans:  # it failed
+            self._corrections = 0
             return
-        better = self._has_no_plan or self._better(plans[0])
+        lead = plans.pop(0)
+        better = self._has_no_plan or self._better(lead)
         if not better:
             planner.won = ""  # it is said of the plan that runs
         if self._corrections and not self._has_no_plan:
             self._correct(better=better)
         if better:
-            self._adopt(plans.pop(0))
+            self._adopt(lead)
+        if self.plan is not None and lead.schedule.stages == self.plan.schedule.stages:
             self._followers.extend({level: planner.ready(plan) for level, plan in plans.items()})
 
     def _correct(self, *, better: bool) -> None:
@@ -435,7 +436,6 @@ class Controller:
         return self._planner.unplanned(self._top.schedule, self._top.frequency_mhz)
 
     def _follow(self) -> None:
-        assert self.plan is not None
         followers = self._followers
         before_w = followers.power_w
         if note := followers.follow():
@@ -444,5 +444,4 @@ class Controller:
             if abs(followers.power_w / before_w - 1) > EXCEEDS:
                 self._budget.windows = 0
         if followers.missing and not self._planner.busy:
-            levels, expected = followers.asked(), self._expected(self.plan)
-            self._planner.begin_levels(self.plan.schedule, levels, expected)
+            self._replan(reorder=False, levels=followers.asked())

@@ -83,10 +83,10 @@ def planned(problem: Problem, notes: tuple[str, ...]) -> tuple[Plan, tuple[str, 
     return made.plan, (*made.notes, *notes)
 
 
-def first_plans(asked: Mapping[int, Sequence[Asked]], followed: Sequence[int] = ()) -> _Made:
-    """By level, the first plan of those asked for that there is; LinearProgramError: none.
+def first_plans(asked: Mapping[int, Sequence[Asked]], levels: Sequence[int] = ()) -> _Made:
+    """Return the first plan that there is of those asked for, by level; LinearProgramError: none.
 
-    And levels that follow the plan of level 0, in its order.
+    And of other levels of the frontier, plans in the order of that of level 0.
     """
     made: dict[int, Planned] = {}
     for level, (*others, last) in asked.items():
@@ -96,7 +96,7 @@ def first_plans(asked: Mapping[int, Sequence[Asked]], followed: Sequence[int] = 
                 break
         else:
             made[level] = solve(last[0])
-    for level in followed:
+    for level in levels:
         lead, problem = made[0].plan, asked[0][0][0]
         own_s, factor = lead.cost.iteration_time_s, level_factor(level)
         like = replace(problem, order=lead.schedule, own_s=own_s, deadline_factor=factor)
@@ -193,10 +193,10 @@ class Planner:
         """Have the best plan made once more when this one is there; so many windows have passed."""
         self._again_at = windows + 1
 
-    def begin(self, order: Schedule | None, faster: float, followed: Sequence[int] = ()) -> None:
+    def begin(self, order: Schedule | None, faster: float, levels: Sequence[int] = ()) -> None:
         """Make a plan for an order, or the best there is, if possible faster by a share.
 
-        Levels of the frontier that are `followed` come with it.
+        And others in its order for levels of the frontier.
         """
         self._reorders = order is None
         if self._reorders:
@@ -204,7 +204,7 @@ class Planner:
         factor = self.limits.deadline_factor
         factors = [None] if factor is None else dict.fromkeys([factor - faster, factor])
         self._begin(
-            lambda known: {0: [self._asked(known, order, each) for each in factors]}, followed
+            lambda known: {0: [self._asked(known, order, each) for each in factors]}, levels
         )
 
     def begin_shortest(self, *, whole: bool) -> None:
@@ -214,14 +214,6 @@ class Planner:
                 level: [self._asked(profile, None, None)]
                 for level, profile in enumerate((known, known.whole())[: 1 + whole])
             }
-        )
-
-    def begin_levels(self, order: Schedule, levels: Sequence[int], expected: float) -> None:
-        """Make plans of an order for levels of the frontier, of which the first is `expected`."""
-        self._reorders, first = False, self.limits.deadline_factor or expected
-        factors = {level: first * level_factor(level) for level in levels}
-        self._begin(
-            lambda known: {level: [self._asked(known, order, at)] for level, at in factors.items()}
         )
 
     def quick(self, order: Schedule) -> Plans:
@@ -250,11 +242,11 @@ class Planner:
     def _begin(
         self,
         ask: Callable[[Profile], Mapping[int, Sequence[Asked]]],
-        followed: Sequence[int] = (),
+        levels: Sequence[int] = (),
     ) -> None:
         try:
             asked = ask(self._store.profile(careful=True))
-            self._background.start(partial(first_plans, asked, followed))
+            self._background.start(partial(first_plans, asked, levels))
         except Exception as error:  # of any kind: whoever takes the plans raises it
             self._failure = error
 
