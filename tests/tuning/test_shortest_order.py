@@ -111,7 +111,7 @@ def run(
         ran.run(iterations)
     beside = OrderedPipelines(trouble, **more)
     top = load_preset("a100-sxm").max_frequency_mhz
-    at_top = constant_order(Phase.BASELINE, own, top, top)
+    at_top = constant_order(Phase.BASELINE, own, top)
     for _ in range(iterations):
         beside.run([at_top] * replicas)
     known = own.stages, half_split(own).stages

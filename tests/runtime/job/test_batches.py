@@ -160,7 +160,7 @@ def test_a_closed_loop_knows_sizes_that_take_turns(three_ranks, tmp_path):
 @pytest.mark.parametrize(("swept", "begun"), [(True, [4, 2, 4]), (False, [4, 2])])
 def test_what_another_size_interrupts_goes_on_unless_it_is_a_sweep(monkeypatch, swept, begun):
     own = builders.one_f_one_b(2, 4)
-    order = constant_order(Phase.PROFILE, own, 1410, 1410)
+    order = constant_order(Phase.PROFILE, own, 1410)
     found = []
 
     def run_phases(parts):
