@@ -126,7 +126,7 @@ class Batches:
             )
             phases = run_phases(parts)
             order, top = next(phases), max(parts.gpu.supported_frequencies_mhz)
-            off = constant_order(Phase.OFF, own_order or megatron_order(parts), top, top)
+            off = constant_order(Phase.OFF, own_order or megatron_order(parts), top)
             off = replace(off, billed_late=True, times_units=False)
             self.now = Batch(name, num_microbatches, phases, order, off)
         return self.now.off if is_off else self.now.order

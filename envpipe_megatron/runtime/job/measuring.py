@@ -97,7 +97,7 @@ def watch_parts(job: PhaseParts, schedule: Schedule, measured: Schedule) -> Phas
     """Learn what units hold, by an iteration of the order whose units are looked at."""
     top = max(job.gpu.supported_frequencies_mhz)
     before, job.memory.watch = job.memory.watch, Watch.UNITS
-    yield constant_order(Phase.PROFILE, measured, top, top)
+    yield constant_order(Phase.PROFILE, measured, top)
     job.memory.learn(schedule, job.specs, measured)
     job.memory.watch = before
 

@@ -77,7 +77,7 @@ def run_commands(
     needs_clocks = job.options.closed_loop and not job.options.changes_only_order
     replica = _replica(job)
     top_mhz = max(clocks_mhz)
-    order = replace(constant_order(Phase.WARMUP, schedule, top_mhz, top_mhz), billed_late=True)
+    order = constant_order(Phase.WARMUP, schedule, top_mhz, billed_late=True)
     command = Command(Phase.WARMUP, 0)
     run: Run[T] | None = None
 

@@ -81,7 +81,7 @@ def run_phases(job: PhaseParts) -> PhaseRun[None]:
     schedule = megatron_order(job) if job.own_order is None else job.own_order
     make_room_for_messages(job, schedule)
     top = max(job.gpu.supported_frequencies_mhz)
-    at_top = replace(constant_order(Phase.WARMUP, schedule, top, top), billed_late=True)
+    at_top = constant_order(Phase.WARMUP, schedule, top, billed_late=True)
     known, usual = job.batch in job.energy.baselines, options.baseline_steps
     # Of a known one, an iteration that does not count and one that it is held against.
     for length in (2, usual) if known else (usual,):
@@ -128,7 +128,7 @@ def _one_clock(job: PhaseParts, schedule: Schedule) -> PhaseRun[None]:
     clocks = (top, *(clock for clock in _swept_clocks(job, ONE_CLOCK_STEP) if clock < top))
     _keep_own_order(job, schedule)
     first, phase = found or top, Phase.STEADY if found else Phase.PROFILE
-    records = yield from _compared(job, constant_order(phase, schedule, first, first))
+    records = yield from _compared(job, constant_order(phase, schedule, first))
 
     def keep(clock: int, steps: Mapping[int, StepEnergy]) -> None:
         measured = [{"frequency_mhz": at, **asdict(step)} for at, step in steps.items()]
@@ -335,7 +335,7 @@ def _profile(
     looks = sweep_probe(measured, store, job.options.profiler)
     begin = partial(measured_profile, store, job.collectives.num_replicas, looks, measured)
     if not records or measured is not schedule:
-        records = yield from iterations(constant_order(Phase.PROFILE, measured, swept[0], swept[0]))
+        records = yield from iterations(constant_order(Phase.PROFILE, measured, swept[0]))
     profile, _ = yield from run_commands(job, measured, swept, records, begin)
     # Not before: after skipped steps, the optimizer's state may have been allocated meanwhile.
     if measured is schedule:
