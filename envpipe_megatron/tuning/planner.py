@@ -193,28 +193,35 @@ class Planner:
         """Have the best plan made once more when this one is there; so many windows have passed."""
         self._again_at = windows + 1
 
-    def begin(self, order: Schedule | None, faster: float, levels: Sequence[int] = ()) -> None:
-        """Make a plan for an order, or the best there is, if possible faster by a share.
+    def begin(
+        self,
+        order: Schedule | None,
+        faster: float = 0.0,
+        levels: Sequence[int] = (),
+        *,
+        whole: bool = False,
+    ) -> None:
+        """Begin a plan for an order, or for the best there is: level 0 of what `take` returns.
 
-        And others in its order for levels of the frontier.
+        Args:
+            order: None for the best.
+            faster: share by which it is to be faster than what is asked, if that is possible.
+            levels: of the frontier, for which there are to be plans in its order too.
+            whole: whether level 1 is to be the best plan without split backwards.
         """
         self._reorders = order is None
         if self._reorders:
             self._again_at = 0
         factor = self.limits.deadline_factor
         factors = [None] if factor is None else dict.fromkeys([factor - faster, factor])
-        self._begin(
-            lambda known: {0: [self._asked(known, order, each) for each in factors]}, levels
-        )
-
-    def begin_shortest(self, *, whole: bool) -> None:
-        """Make the plan of the best order, and as level 1 that of whole backwards if asked for."""
-        self._begin(
-            lambda known: {
-                level: [self._asked(profile, None, None)]
-                for level, profile in enumerate((known, known.whole())[: 1 + whole])
-            }
-        )
+        try:
+            known = self._store.profile(careful=True)
+            asked = {0: [self._asked(known, order, each) for each in factors]}
+            if whole:
+                asked[1] = [self._asked(known.whole(), None, None)]
+            self._background.start(partial(first_plans, asked, levels))
+        except Exception as error:  # of any kind: whoever takes the plans raises it
+            self._failure = error
 
     def quick(self, order: Schedule) -> Plans:
         """A plan of an order, made in seconds: begun by the first call, and there once.
@@ -238,17 +245,6 @@ class Planner:
 
     def _asked(self, known: Profile, order: Schedule | None, factor: float | None) -> Asked:
         return self._ask(known, order, factor, self.limits.objective)
-
-    def _begin(
-        self,
-        ask: Callable[[Profile], Mapping[int, Sequence[Asked]]],
-        levels: Sequence[int] = (),
-    ) -> None:
-        try:
-            asked = ask(self._store.profile(careful=True))
-            self._background.start(partial(first_plans, asked, levels))
-        except Exception as error:  # of any kind: whoever takes the plans raises it
-            self._failure = error
 
     def _taken(self, background: Background[_Made]) -> Plans | None:
         made = background.take()

@@ -319,7 +319,7 @@ class FakePlanner:
         self._plans = {0: SimpleNamespace(schedule=split), 1: SimpleNamespace(schedule=whole)}
         self._asked = False
 
-    def begin_shortest(self, *, whole: bool) -> None:
+    def begin(self, order: None, *, whole: bool) -> None:
         self._asked = True
 
     def take(self, failed: Any) -> Any:
