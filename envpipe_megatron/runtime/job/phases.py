@@ -355,7 +355,7 @@ def _store(job: PhaseParts, schedule: Schedule, clocks_mhz: Sequence[int], facts
 
 def _facts(job: PhaseParts) -> Sidecar:
     """What is known of the job beside its units; every rank calls it."""
-    hop_s = measure_p2p_latency_s(job.stage, job.num_stages, job.channel, job.specs, job.executor)
+    hop_s = measure_p2p_latency_s(job)
     hops_s = [
         total / job.collectives.num_replicas for total in job.collectives.by_stage(hop_s, sum)
     ]
