@@ -31,8 +31,6 @@ from envpipe_megatron.tuning.replicas import gpu_power_w, level_factor
 
 #: A new plan must be better by this share than the one that runs.
 _WORTH = 5e-4
-#: After so many windows at most, planning that failed is tried again.
-_LATEST = 1024
 #: The policy of what runs while no plan could be made.
 UNPLANNED = "baseline"
 
@@ -149,15 +147,8 @@ class Planner:
         self.won = ""
         #: Why nothing could be begun.
         self._failure: Exception | None = None
-        #: Whether what is planned is the best order, not only clocks.
-        self._reorders = True
-        #: How often planning failed, and the window after which it is tried again; 0: it is not.
-        self._failures, self._again_at = 0, 0
-
-    @property
-    def reorders(self) -> bool:
-        """True if the best order is being made, not only clocks."""
-        return self.busy and self._reorders
+        #: Whether what is planned, or was last, is the best order, not only clocks.
+        self.reorders = True
 
     @property
     def busy(self) -> bool:
@@ -170,28 +161,12 @@ class Planner:
         try:
             if failure is not None:
                 raise failure
-            plans = self._taken(self._background)
+            return self._taken(self._background)
         except Exception as error:  # of any kind: there is a plan to go on with
             if not isinstance(error, EnvPipeError):
                 logger.exception("Planning failed")
             failed(f"nothing better is planned: {type(error).__name__}: {error}")
             return {}
-        if plans is not None and self._reorders:
-            self._failures = 0
-        return plans
-
-    def failed(self, windows: int) -> None:
-        """Have the best plan made again, each time later; so many windows have passed."""
-        self._failures += 1
-        self._again_at = windows + min(2**self._failures, _LATEST)
-
-    def is_due(self, windows: int) -> bool:
-        """True if a plan is to be made again after a failure."""
-        return 0 < self._again_at <= windows
-
-    def begin_again(self, windows: int) -> None:
-        """Have the best plan made once more when this one is there; so many windows have passed."""
-        self._again_at = windows + 1
 
     def begin(
         self,
@@ -209,10 +184,7 @@ class Planner:
             levels: of the frontier, for which there are to be plans in its order too.
             whole: whether level 1 is to be the best plan without split backwards.
         """
-        self._reorders = order is None
-        if self._reorders:
-            self._again_at = 0
-        factor = self.limits.deadline_factor
+        self.reorders, factor = order is None, self.limits.deadline_factor
         factors = [None] if factor is None else dict.fromkeys([factor - faster, factor])
         try:
             known = self._store.profile(careful=True)

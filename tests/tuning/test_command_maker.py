@@ -58,6 +58,7 @@ def test_what_splitting_wins_is_said_of_the_plan_that_runs(monkeypatch, better, 
     planner: Any = SimpleNamespace(
         limits=SimpleNamespace(allowed=lambda expected=1.0: expected),
         won="4 %",
+        reorders=True,
         take=lambda failed: {0: plan(split=splits)},
         ready=lambda of: of,
         repriced=lambda of: of,
