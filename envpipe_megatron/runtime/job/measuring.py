@@ -93,9 +93,8 @@ def try_parts(job: PhaseParts, schedule: Schedule, measured: Schedule) -> PhaseR
 
 def watch_parts(job: PhaseParts, schedule: Schedule, measured: Schedule) -> PhaseRun[None]:
     """Learn what units hold, by an iteration of the order whose units are looked at."""
-    top = max(job.gpu.supported_frequencies_mhz)
     before, job.memory.watch = job.memory.watch, Watch.UNITS
-    yield constant_order(Phase.PROFILE, measured, top)
+    yield constant_order(Phase.PROFILE, measured, job.top_mhz)
     job.memory.learn(schedule, job.specs, measured)
     job.memory.watch = before
 
@@ -224,7 +223,7 @@ def _contradiction(
         for key in range(len(kinds) * parts)
     ]
     stages_s = job.collectives.medians(np.array(own_s))
-    top_mhz = max(job.gpu.supported_frequencies_mhz)
+    top_mhz = job.top_mhz
 
     def look() -> str:
         rows = [(part, kind, of[kind][0]) for part, of in enumerate(profile.rows) for kind in kinds]

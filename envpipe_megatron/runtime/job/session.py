@@ -97,8 +97,8 @@ class Session:
         self._closing = contextlib.ExitStack()
         self._closing.callback(folder.close)
         control = None
-        if folder.path is not None:
-            control = ControlFile(folder.path, options.power_budget, reads=collectives.is_planner)
+        if folder.path is not None and collectives.is_planner:
+            control = ControlFile(folder.path, options.power_budget)
             self._closing.callback(control.close)
         with contextlib.ExitStack() as half_made:
             half_made.push(self._closing)
@@ -189,9 +189,8 @@ class Session:
         self._step_begun = False
         self._pid = os.getpid()
         self._last_run: StageRun | None = None
-        self._top_mhz = max(gpu.supported_frequencies_mhz)
         #: The lowest clock of any unit since `slowest_share`.
-        self._lowest_mhz = self._top_mhz
+        self._lowest_mhz = self.parts.top_mhz
 
     @property
     def executed(self) -> list[str]:
@@ -258,7 +257,7 @@ class Session:
 
         Raises ChannelError if a neighbour is gone or silent.
         """
-        at_top = constant_order(Phase.WARMUP, order, self._top_mhz)
+        at_top = constant_order(Phase.WARMUP, order, self.parts.top_mhz)
         self.iterations.catch_up()
         run = StageRun(at_top, self.parts.stage, self.executor, _unheard, self.parts.channel, specs)
         execute(order, self.parts.stage, make_work(order), run)
@@ -355,7 +354,7 @@ class Session:
 
     def highest_clock(self) -> None:
         """Ask for it: what follows is no iteration that is planned for."""
-        self._request(self._top_mhz, None)
+        self._request(self.parts.top_mhz, None)
 
     def slowest_share(self) -> float:
         """Return the lowest clock of a unit since the last call, as a share of the highest.
@@ -363,9 +362,9 @@ class Session:
         Of all GPUs of the job; 1 where no clock is set.
         """
         last, lowest_mhz = self._last_run, self._lowest_mhz
-        self._lowest_mhz = self._top_mhz if last is None else last.order.slowest_mhz
+        self._lowest_mhz = self.parts.top_mhz if last is None else last.order.slowest_mhz
         sets = self._controlled and self.parts.gpu.changes_clock
-        return lowest_mhz / self._top_mhz if sets else 1.0
+        return lowest_mhz / self.parts.top_mhz if sets else 1.0
 
     def summary(self) -> dict[str, Any]:
         """The job so far, as this rank knows it; complete once the session is closed.

@@ -175,6 +175,7 @@ def test_what_another_size_interrupts_goes_on_unless_it_is_a_sweep(monkeypatch, 
     state = SessionState(profile=known)
     parts |= {"state": state, "options": JobOptions(type="baseline")}
     parts["gpu"] = SimpleNamespace(supported_frequencies_mhz=(1410,))
+    parts["folder"] = SimpleNamespace(path=None)
     job = PhaseParts(**parts)
     batches = iterations.Batches(job, lambda facts: None)
     for count in (4, 2, 4):
