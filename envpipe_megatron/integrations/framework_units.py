@@ -94,7 +94,7 @@ class Followed:
     @classmethod
     def whole_step(cls, session: Session) -> Followed:
         """Begin a step that is one unit: no code on the host may run within it, as in a graph."""
-        order = builders.whole_iteration(len(session.pipeline_ranks))
+        order = builders.whole_iteration(session.parts.num_stages)
         no_message = StageSpecs.alike(TensorSpec(((1,),), (torch.uint8,), current_device()))
         followed = cls(session.open_iteration(order, no_message), session.highest_clock)
         followed.begin(Seen(Kind.FORWARD))
