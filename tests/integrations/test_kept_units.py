@@ -41,9 +41,6 @@ class Session:
     def highest_clock(self):
         self.told.append("highest")
 
-    def pause(self):
-        self.told.append("pause")
-
 
 @pytest.fixture
 def job(monkeypatch):
@@ -76,8 +73,8 @@ def job(monkeypatch):
 
     stand_in = kept.KeptOrder(session, framework_function, order_of, M, ALONE)
 
-    def call(letters="FBFB", **more):
-        arguments = {"num_microbatches": letters.count("F"), "letters": letters, **more}
+    def call(letters):
+        arguments = {"num_microbatches": letters.count("F"), "letters": letters}
         assert stand_in(**arguments) == ["loss"]
         assert (schedules.forward_step, schedules.backward_step) == steps
         told, session.told = session.told, []
@@ -92,8 +89,8 @@ OWN = ("FBFB", "open F0 B0 F1 B1")
 @pytest.mark.parametrize(
     "calls",
     [
-        # The first iteration is Megatron's, and others are told of; forwards alone are a pause.
-        [("FBFB", ""), OWN, ("FF", "pause"), OWN],
+        # The first iteration is Megatron's, and others are told of.
+        [("FBFB", ""), OWN, OWN],
         # Each number has an order, and another's clocks are not left for what is Megatron's alone.
         [
             *(("FB", ""), ("FB", "open part F0 B0"), ("FBFB", "highest"), OWN),
@@ -109,8 +106,7 @@ OWN = ("FBFB", "open F0 B0 F1 B1")
 )
 def test_what_a_session_is_told_of_one_call_after_another(job, calls):
     for letters, told in calls:
-        more = {"forward_only": True} if told == "pause" else {}
-        assert " ".join(job(letters, **more)) == told
+        assert " ".join(job(letters)) == told
 
 
 def test_a_unit_that_begins_within_another_is_followed_no_more():

@@ -223,6 +223,7 @@ def test_whole_steps_are_opened_and_closed_outside_of_megatrons_function(hooks, 
         hooks.begin_step(iteration)
         function(num_microbatches=1)
         hooks.end_step(0)
+    training._stand_in = lambda **_: pytest.fail("not Megatron's own")  # at a level above
     function(forward_only=True)
     assert told[:5] == ["begin_step 0", "begin", "train", "end", "end_step"]
     assert told[5:] == ["begin_step 1", "highest_clock", "train", "end_step", "pause", "train"]

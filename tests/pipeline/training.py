@@ -366,7 +366,9 @@ def _train(
                 result.failed = stand_in.end_step(skipped=not stepped)
             session.end_step()
         if job.evaluate_after == step:
-            _evaluate(job, call, result)
+            if session is not None:
+                session.pause()
+            _evaluate(job, partial(get_forward_backward_func(), **call.keywords), result)
         if last:
             break
         step += 1

@@ -89,7 +89,7 @@ class ForwardBackward:
         self._put_off_in: list[torch.nn.Module] = []
 
     def __call__(self, **arguments: Any) -> list[Any]:
-        """Run all forwards and backwards of one iteration.
+        """Run all forwards and backwards of one training iteration.
 
         Arguments and result are those of megatron-core's function: on the last stage what the loss
         function reduced, one entry per microbatch. What EnvPipe does not run, by what the first
@@ -97,13 +97,8 @@ class ForwardBackward:
         `Session` does.
         """
         given, arguments = arguments, {**_DEFAULTS, **arguments}
-        forward_only = arguments["forward_only"]
         groups = arguments["pg_collection"] or _default_groups()
-        if forward_only:
-            # Not by the interpreter: evaluation loads kernels of its own, and a kernel that is
-            # loaded while a posted receive spins hangs.
-            self._session.pause()
-        elif not self._is_looked_at:  # before the framework's own iterations, too
+        if not self._is_looked_at:  # before the framework's own iterations, too
             self._is_looked_at = True
             found = self._first(self._why_not(arguments, groups))
             self._against = found and found[1]
@@ -111,8 +106,8 @@ class ForwardBackward:
                 self._session.memory.waiting_bytes = split_backward.waiting_bytes(arguments)
         own = self._framework_function or get_forward_backward_func()
         left = self._framework_iterations_left
-        if forward_only or arguments["collect_non_loss_data"] or self._against or left:
-            self._framework_iterations_left -= left > 0 and not forward_only
+        if arguments["collect_non_loss_data"] or self._against or left:
+            self._framework_iterations_left -= left > 0
             losses: list[Any] = own(**given)
             return losses
         if unknown := _unknown(arguments):  # the first call had none: see `_why_not`

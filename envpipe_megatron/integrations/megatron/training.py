@@ -198,11 +198,17 @@ class Training(LeveledJob):
         )
 
     def _forward_backward(self, **arguments: Any) -> Any:
-        """What Megatron calls in each step; what it gets once may stand for another later."""
+        """Run an iteration by what now takes the place of Megatron's function.
+
+        Forwards without backwards are Megatron's at every level: evaluation loads kernels of its
+        own, and a kernel that is loaded while a posted receive spins hangs.
+        """
         assert self._replaced is not None
-        if self._stand_in is None:
-            if arguments.get("forward_only") and self._followed is None:
+        if arguments.get("forward_only"):
+            if self._followed is None:  # else they are part of a step that is measured as one
                 self.pause()
+            return self._replaced(**arguments)
+        if self._stand_in is None:
             return self._replaced(**arguments)
         try:
             return self._stand_in(**arguments)
