@@ -20,6 +20,7 @@ class Session:
 
     def __init__(self, *, begins=False):
         self.told: list[str] = []
+        self.options = SimpleNamespace(num_microbatches=M)
         self._begins = begins
 
     def open_iteration(self, schedule, specs, *, full_batch):
@@ -71,7 +72,7 @@ def job(monkeypatch):
     def order_of(count):
         return builders.one_f_one_b(1, count)
 
-    stand_in = kept.KeptOrder(session, framework_function, order_of, M, ALONE)
+    stand_in = kept.KeptOrder(session, framework_function, order_of, ALONE)
 
     def call(letters):
         arguments = {"num_microbatches": letters.count("F"), "letters": letters}

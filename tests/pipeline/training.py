@@ -424,13 +424,12 @@ def _stand_in(
 ) -> ForwardBackward | KeptOrder:
     if not ours.kept_orders:
         check = _check(ours, job.microbatches, session, collectives, result)
-        return ForwardBackward(session, check=check, full_microbatches=job.microbatches)
+        return ForwardBackward(session, check=check)
     orders = {order.num_microbatches: order for order in ours.kept_orders}
     return KeptOrder(
         session,
         get_forward_backward_func(),
         orders.__getitem__,
-        job.microbatches,
         collectives,
     )
 

@@ -59,7 +59,6 @@ class ForwardBackward:
             GPUs some are needed: a kernel that is loaded while a receive spins can hang both.
         framework_function: that function; by default what `get_forward_backward_func` gives.
         check: makes one of the iterations behind these by both, unless the job needs no such check.
-        full_microbatches: number of a batch of full size; None if all are of one size.
         first: returns the first of all ranks' values that is one, with its stage; all call it.
     """
 
@@ -69,13 +68,11 @@ class ForwardBackward:
         framework_iterations: int | None = None,
         framework_function: Callable[..., list[Any]] | None = None,
         check: SelfCheck | None = None,
-        full_microbatches: int | None = None,
         first: Callable[[str | None], tuple[int, str] | None] = lambda why: (
             (0, why) if why else None
         ),
     ) -> None:
         self._session = session
-        self._full_microbatches = full_microbatches
         self._check = check
         self._framework_function = framework_function
         if framework_iterations is None:
@@ -146,7 +143,7 @@ class ForwardBackward:
             embedding_module = clear_embedding_activation_buffer(config, chunks, last_stage)
         if rehearsal is None:
             count = arguments["num_microbatches"]
-            full = self._full_microbatches in (None, count)
+            full = count == self._session.options.num_microbatches
             self._session.run_iteration(count, specs, make_work, full_batch=full)
         else:
             order, tried = rehearsal.order, rehearsal.of

@@ -52,7 +52,6 @@ class KeptOrder:
         session: gets an iteration for each call but the first.
         framework_function: Megatron's.
         order_of: the order that is planned for, of a number of microbatches.
-        full_microbatches: number of a batch of full size.
         collectives: of the job.
     """
 
@@ -61,13 +60,11 @@ class KeptOrder:
         session: Session,
         framework_function: Callable[..., list[Any]],
         order_of: Callable[[int], Schedule],
-        full_microbatches: int,
         collectives: Collectives,
     ) -> None:
         self._session = session
         self._framework_function = framework_function
         self._order_of = order_of
-        self._full_microbatches = full_microbatches
         self._collectives = collectives
         self._warn = once()
         #: By number of microbatches, of those that have come; None if their units come otherwise.
@@ -83,7 +80,7 @@ class KeptOrder:
             known = count in self._orders
             return self._framework_function(**arguments) if known else self._first(arguments)
         specs = StageSpecs.alike(_message(arguments))
-        full = count == self._full_microbatches
+        full = count == self._session.options.num_microbatches
         run = self._session.open_iteration(order, specs, full_batch=full)
         followed = Followed(run, self._session.highest_clock, self._warn)
         with _told_of_units(followed):

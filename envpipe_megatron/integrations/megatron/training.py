@@ -173,16 +173,16 @@ class Training(LeveledJob):
     def _make_stand_in(self) -> ForwardBackward | KeptOrder | None:
         if self.job is None or self._replaced is None or not self.decision.tells_units:
             return None
-        session, collectives, microbatches = self.session, self.collectives, self._microbatches
+        session, collectives = self.session, self.collectives
         if self.level is not Level.ORDER:
-            return KeptOrder(session, self._replaced, self._order_of, microbatches, collectives)
+            return KeptOrder(session, self._replaced, self._order_of, collectives)
         check = None
         if self._checked or session.may_split:
             regroups = self.job.options.scheduling == "auto"
             orders_of = partial(orders_to_try, self._args, self._model, regroups=regroups)
             check = SelfCheck(
                 orders_of,
-                microbatches,
+                self._microbatches,
                 self.job.channel,
                 collectives,
                 self.tell,
@@ -193,7 +193,6 @@ class Training(LeveledJob):
             session,
             framework_function=self._replaced,
             check=check,
-            full_microbatches=microbatches,
             first=collectives.first,
         )
 
