@@ -25,14 +25,14 @@ from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.formats.energy import FRAMEWORK
 from envpipe_megatron.integrations.device import current_device
 from envpipe_megatron.integrations.framework_units import (
-    Recorded,
     Reporter,
-    Seen,
+    SeenUnit,
+    UnitRecorder,
     recognized,
 )
-from envpipe_megatron.integrations.job import JobFacts, Placement, own_gloo_group, say_line
+from envpipe_megatron.integrations.job import JobFacts, RankPlace, own_gloo_group, say_line
 from envpipe_megatron.integrations.leveled import LeveledJob
-from envpipe_megatron.integrations.levels import Level, stands_against
+from envpipe_megatron.integrations.levels import Level, Limit
 from envpipe_megatron.integrations.options import OF_LEVELS, read_settings
 from envpipe_megatron.runtime.channel.carrier import StageSpecs, TensorSpec
 from envpipe_megatron.runtime.channel.collectives import of_all_ranks
@@ -98,7 +98,7 @@ class InstrumentedPipeline:
         **settings: object,
     ) -> None:
         timeout = timeout or timeout_of(pipeline_group)
-        self._placement = Placement(pipeline_group, num_microbatches, timeout, runs_units=True)
+        self._placement = RankPlace(pipeline_group, num_microbatches, timeout, runs_units=True)
         num_stages = self._placement.num_stages
         if num_microbatches < 1:
             raise InstructionError("A step has at least one microbatch", value=num_microbatches)
@@ -155,7 +155,7 @@ class InstrumentedPipeline:
         if self._closed:
             return
         self._leave_step()
-        reporter: Reporter = Recorded()
+        reporter: Reporter = UnitRecorder()
         if self._job is not None:
             assert self._kept_order is not None
             self._job.begin_step()
@@ -176,7 +176,7 @@ class InstrumentedPipeline:
         if self._reporter is None:
             self.pause()
             return
-        self._reporter.begin(Seen(kind))
+        self._reporter.begin(SeenUnit(kind))
         self._running = kind
 
     def on_instruction_end(self, name: str) -> None:
@@ -205,7 +205,7 @@ class InstrumentedPipeline:
         if self._closed:
             return
         self._check_place("on_step_end", _WITHIN)
-        if isinstance(self._reporter, Recorded):
+        if isinstance(self._reporter, UnitRecorder):
             self._job, self._kept_order = self._begin_job(self._reporter)
             self._closed = self._job.job is None
             self._reporter = None
@@ -280,7 +280,7 @@ class InstrumentedPipeline:
             self._told.add(what)
             logger.warning("Training goes on: %s", error)
 
-    def _begin_job(self, recorded: Recorded) -> tuple[LeveledJob, Schedule]:
+    def _begin_job(self, recorded: UnitRecorder) -> tuple[LeveledJob, Schedule]:
         placement, seen = self._placement, "".join(each.kind.letter for each in recorded.units)
         pipeline = tuple(dist.get_process_group_ranks(placement.pipeline_group))
         own = (pipeline, placement.stage, seen, placement.num_microbatches)
@@ -293,7 +293,7 @@ class InstrumentedPipeline:
         orders = {ranks: recognized(letters, counts[ranks]) for ranks, letters in stages.items()}
         kept_order = orders[pipeline]
         group = own_gloo_group(placement.pipeline_group, placement.timeout)
-        placement = replace(placement, pipeline_group=group, own_order=kept_order)
+        placement = replace(placement, pipeline_group=group, framework_order=kept_order)
         # Without facts, a job cannot be recognised as a restart.
         same_job = {"start": time.time_ns()} if self._facts is None else self._facts
         highest = Level.UNIFORM if placement.num_stages == 1 else Level.UNITS
@@ -305,7 +305,7 @@ class InstrumentedPipeline:
             placement,
             JobFacts(Sidecar(), self._facts or {}, {**same_job, "kept_order": kept_order.name}),
             self._say,
-            [stands_against("units of its own", highest, "the framework keeps its order")],
+            [Limit("units of its own", highest, "the framework keeps its order")],
         )
         job.announce()
         return job, kept_order

@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.integrations.hooking import options_of, replaced
-from envpipe_megatron.integrations.levels import Asks, Level, Limit, on
+from envpipe_megatron.integrations.levels import ArgumentLimit, Level, Predicate, on
 from envpipe_megatron.integrations.megatron.limits import LIMITS, NOT_PROVEN, REFUSED, check_metered
 from envpipe_megatron.integrations.megatron.training import Training
 from envpipe_megatron.integrations.options import parse_settings
@@ -25,15 +25,20 @@ from envpipe_megatron.integrations.watchers import between_steps
 
 BRIDGE_LIMITS = (
     *LIMITS,
-    Limit(
+    ArgumentLimit(
         "process groups of the model's own (use_decentralized_pg)",
-        on("use_decentralized_pg"),
         Level.ORDER,
         NOT_PROVEN,
+        on("use_decentralized_pg"),
     ),
-    Limit("tensor inspection", on("inspects_tensors"), Level.UNITS, "it counts Megatron's calls"),
+    ArgumentLimit(
+        "tensor inspection",
+        Level.UNITS,
+        "it counts Megatron's calls",
+        on("inspects_tensors"),
+    ),
 )
-BRIDGE_REFUSED: Mapping[str, Asks] = {
+BRIDGE_REFUSED: Mapping[str, Predicate] = {
     **REFUSED,
     "stages of two models (dist_train)": on("of_two_models"),
 }
@@ -158,7 +163,7 @@ class EnvPipeCallback:
         interval = state.cfg.logger.log_interval
         if interval and iteration % interval == 0:
             line = self._training.log(iteration, state.tensorboard_logger, state.wandb_logger)
-            self._training.tell(line and f"iteration {iteration} |{line}")
+            self._training.say(line and f"iteration {iteration} |{line}")
 
     def on_train_end(self, context: Any) -> None:
         """Training has ended; evaluations may follow."""

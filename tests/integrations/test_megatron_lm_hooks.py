@@ -412,7 +412,7 @@ def test_a_job_that_trains_without_envpipe(hooks, monkeypatch, caplog, later):
     if later:
         hooks._hooks.job, schedules.envpipe_hook = training, training.in_place_of
         training._why_lower = "too little of a test"
-        training._args.train_iters = None
+        training._args = SimpleNamespace(train_iters=None)
     else:
         hooks.begin_training(SimpleNamespace(log_energy=True), [gpt()])
     hooks.begin_step(0)

@@ -243,7 +243,7 @@ def test_a_step_without_memory_for_messages_is_megatrons_and_the_level_falls():
         raise MemoryFullError("too little of a test")
 
     training, made, said = begin(Training)
-    training._args.train_iters = None
+    training._args = SimpleNamespace(train_iters=None)
     # Where the GPU cannot be read by then, all later steps are Megatron's as well.
     training.options = replace(training.options, gpu_control="none")
     stand_in = {"end_step": lambda own, skipped: None, "__call__": full}
@@ -270,7 +270,7 @@ def test_a_job_checks_what_its_table_says_and_split_backwards(monkeypatch, check
     training, (job,), _ = begin(module.Training)
     job.channel = None
     job.session.may_split = may_split
-    training._checked, training._replaced = checked, dict
+    training._args, training._checked, training._replaced = None, checked, dict
     training._microbatches, training._model = 4, []
     job.collectives.first = None
     check = training._make_stand_in()._check

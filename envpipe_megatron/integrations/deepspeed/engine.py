@@ -24,8 +24,8 @@ from envpipe_megatron.integrations.leveled import LeveledJob
 from envpipe_megatron.integrations.levels import (
     FREES_WHILE_TRAINING,
     Level,
+    Limit,
     frees_while_training,
-    stands_against,
 )
 from envpipe_megatron.integrations.watchers import BETWEEN_STEPS, paused
 from envpipe_megatron.runtime.channel.carrier import StageSpecs, TensorSpec
@@ -145,7 +145,7 @@ class EnvPipeEngine(PipelineEngine):  # type: ignore[misc]  # DeepSpeed has no t
 
     def _leave_to_deepspeed(self, why: str) -> None:
         """Leave this step and all later ones to DeepSpeed, and only measure."""
-        self.job.lower([stands_against("DeepSpeed's own schedule", Level.OBSERVE, why)])
+        self.job.lower([Limit("DeepSpeed's own schedule", Level.OBSERVE, why)])
 
     def run_instruction(self, instruction: pipe.PipeInstruction) -> None:
         """Run one of DeepSpeed's instructions."""
@@ -187,7 +187,7 @@ class EnvPipeEngine(PipelineEngine):  # type: ignore[misc]  # DeepSpeed has no t
         """Energy since the last time; every rank does it after the same step."""
         report = self.job.report()
         line = report.line()
-        self.job.tell(line and f"steps: {self.global_steps} |{line}")
+        self.job.say(line and f"steps: {self.global_steps} |{line}")
         if self.global_rank == 0 and self.monitor.enabled:
             self.monitor.write_events(
                 [

@@ -20,7 +20,7 @@ from envpipe_megatron.integrations.deepspeed.engine import (
     UnsupportedEngineError,
     not_run,
 )
-from envpipe_megatron.integrations.job import JobFacts, Placement, say_line
+from envpipe_megatron.integrations.job import JobFacts, RankPlace, say_line
 from envpipe_megatron.integrations.leveled import LeveledJob
 from envpipe_megatron.integrations.options import OF_LEVELS, OptionError, merged, read_settings
 from envpipe_megatron.runtime.channel.links import timeout_of
@@ -148,7 +148,7 @@ def begin(
             remedy="Train without EnvPipe, or without these.",
         )
     group = engine.grid.get_pipe_parallel_group()
-    placement = Placement(
+    placement = RankPlace(
         group,
         engine.gradient_accumulation_steps(),
         timeout_of(group),

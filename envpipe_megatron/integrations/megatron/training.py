@@ -21,11 +21,17 @@ from envpipe_megatron.core.orders import builders
 from envpipe_megatron.core.schedule import Schedule
 from envpipe_megatron.core.sidecar import Sidecar
 from envpipe_megatron.integrations.hooking import same_job
-from envpipe_megatron.integrations.job import JobFacts, Placement, limits_of_ranks, say_line
+from envpipe_megatron.integrations.job import JobFacts, RankPlace, limits_of_ranks, say_line
 from envpipe_megatron.integrations.leveled import LeveledJob
-from envpipe_megatron.integrations.levels import Level, Limit, limits_where, stands_against
+from envpipe_megatron.integrations.levels import (
+    ArgumentLimit,
+    Level,
+    Limit,
+    limits_of_arguments,
+    limits_where,
+)
 from envpipe_megatron.integrations.megatron.core import ForwardBackward
-from envpipe_megatron.integrations.megatron.kept import KeptOrder
+from envpipe_megatron.integrations.megatron.hooked import HookedForwardBackward
 from envpipe_megatron.integrations.megatron.limits import NOT_PROVEN, POSTED_AHEAD
 from envpipe_megatron.integrations.megatron.self_check import SelfCheck
 from envpipe_megatron.integrations.megatron.split_backward import why_whole
@@ -43,7 +49,7 @@ class Training(LeveledJob):
 
     Args:
         args: the job's arguments, by the names that Megatron-LM has for them.
-        limits: what stands against which level, besides what the model has.
+        table: the framework's limits by arguments; those of the model come to them.
         model: the chunks of this rank.
         pipeline_group: the ranks of its pipeline.
 
@@ -57,11 +63,11 @@ class Training(LeveledJob):
         self,
         args: argparse.Namespace,
         options: JobOptions,
-        limits: Iterable[Limit],
+        table: Iterable[ArgumentLimit],
         model: Sequence[Any],
         pipeline_group: dist.ProcessGroup,
     ) -> None:
-        self._model, self._microbatches = model, num_microbatches_of(args)
+        self._args, self._model, self._microbatches = args, model, num_microbatches_of(args)
         self._order_of = partial(megatron_order, args, model)
         config = get_model_config(model[0])
         if options.scheduling == "auto" and len(model) > 1 and sequence_counts(config):
@@ -70,14 +76,14 @@ class Training(LeveledJob):
         own = None
         with suppress(ScheduleError):  # lower levels need none
             own = self._order_of(self._microbatches)
-        placement = Placement(
+        placement = RankPlace(
             pipeline_group,
             self._microbatches,
             timeout_of(pipeline_group),
             messages_vary=config.variable_seq_lengths,
             splits=True,
             why_whole=next(filter(None, of_all_ranks(whole)), None),
-            own_order=own,
+            framework_order=own,
             group_size=config.microbatch_group_size_per_vp_stage,
         )
         super().__init__(
@@ -85,12 +91,11 @@ class Training(LeveledJob):
             placement,
             facts_of(args),
             say_line,
-            (*limits, *limits_of_ranks(limits_of(model))),
-            args,
+            (*limits_of_arguments(args, table), *limits_of_ranks(limits_of(model))),
         )
         self._checked = bool(self.decision.to_check) or options.self_check == "always"
         #: What runs in place of Megatron's own function, once there is one.
-        self._stand_in: ForwardBackward | KeptOrder | None = None
+        self._stand_in: ForwardBackward | HookedForwardBackward | None = None
         self._replaced: Callable[..., Any] | None = None
         if self.job is not None and self.level is Level.ORDER and (why := self._against_order()):
             self._lower_order(why, options.level)
@@ -100,7 +105,7 @@ class Training(LeveledJob):
         super().announce()
         steps = self._args.train_iters
         if steps is not None and steps <= self.options.baseline_steps:
-            self.tell("training ends within its baseline steps, so nothing will be planned")
+            self.say("training ends within its baseline steps, so nothing will be planned")
 
     def in_place_of(self, framework_function: Callable[..., Any]) -> Callable[..., Any]:
         """What to call in place of Megatron's forward-backward function.
@@ -117,7 +122,7 @@ class Training(LeveledJob):
     def begin_step(self, iteration: int | None = None) -> None:
         """The training step of this iteration begins; the first is 0."""
         super().begin_step(iteration)
-        if self.job is None or self.decision.tells_units:
+        if self.job is None or self.decision.sees_units:
             return
         if get_num_microbatches() == self._microbatches:
             self.follow_whole()
@@ -167,15 +172,15 @@ class Training(LeveledJob):
     def _lower_order(self, why: str, asked: Level | None = None) -> None:
         """Go on at level `units`; a LevelError if level `order` is `asked`."""
         features = ", ".join(limit.feature for limit in self.decision.to_check) or "this job"
-        if self.lower([stands_against(features, Level.UNITS, why)], asked):
+        if self.lower([Limit(features, Level.UNITS, why)], asked):
             self._stand_in = self._make_stand_in()
 
-    def _make_stand_in(self) -> ForwardBackward | KeptOrder | None:
-        if self.job is None or self._replaced is None or not self.decision.tells_units:
+    def _make_stand_in(self) -> ForwardBackward | HookedForwardBackward | None:
+        if self.job is None or self._replaced is None or not self.decision.sees_units:
             return None
         session, collectives = self.session, self.collectives
         if self.level is not Level.ORDER:
-            return KeptOrder(session, self._replaced, self._order_of, collectives)
+            return HookedForwardBackward(session, self._replaced, self._order_of, collectives)
         check = None
         if self._checked or session.may_split:
             regroups = self.job.options.scheduling == "auto"
@@ -185,7 +190,7 @@ class Training(LeveledJob):
                 self._microbatches,
                 self.job.channel,
                 collectives,
-                self.tell,
+                self.say,
                 session.split_no_more if session.may_split else None,
                 needed=self._checked,
             )

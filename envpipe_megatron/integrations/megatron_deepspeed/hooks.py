@@ -29,7 +29,7 @@ from envpipe_megatron.integrations.hooking import (
 from envpipe_megatron.integrations.job import JobError
 from envpipe_megatron.integrations.levels import (
     FREES_WHILE_TRAINING,
-    Asks,
+    Predicate,
     RefusedError,
     above_one,
     any_of,
@@ -39,7 +39,7 @@ from envpipe_megatron.integrations.levels import (
 from envpipe_megatron.integrations.options import add_arguments as add_arguments  # for the patch
 
 
-def _configured(*path: str) -> Asks:
+def _configured(*path: str) -> Predicate:
     """Whether a block or a switch of DeepSpeed's configuration is on."""
 
     def asks(args: argparse.Namespace) -> bool:
@@ -54,7 +54,7 @@ def _configured(*path: str) -> Asks:
 
 
 #: Feature, and whether arguments or DeepSpeed's configuration ask for it.
-REFUSED: Mapping[str, Asks] = {
+REFUSED: Mapping[str, Predicate] = {
     "a level below order (--envpipe-level)": lambda args: (
         getattr(args, "envpipe_level", None) not in (None, "auto", "order")
     ),

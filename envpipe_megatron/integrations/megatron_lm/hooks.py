@@ -24,7 +24,7 @@ from envpipe_megatron.integrations.hooking import (
     refuse,
 )
 from envpipe_megatron.integrations.job import JobError
-from envpipe_megatron.integrations.levels import LevelError, decide
+from envpipe_megatron.integrations.levels import LevelError, decide, limits_of_arguments
 from envpipe_megatron.integrations.megatron.limits import LIMITS, check_metered
 from envpipe_megatron.integrations.megatron.training import Training
 from envpipe_megatron.integrations.watchers import between_steps
@@ -59,7 +59,8 @@ def validate(args: argparse.Namespace) -> None:
         check_metered(args)
         by_stage(args)
         options = _hooks.options = options_of(args)
-        decide(args, LIMITS, options.level, checks=options.self_check != "off")
+        limits = limits_of_arguments(args, LIMITS)
+        decide(limits, options.level, checks=options.self_check != "off")
         _hooked_schedules()
     except EnvPipeError as error:
         refuse(error)

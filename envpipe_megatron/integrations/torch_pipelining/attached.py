@@ -17,16 +17,16 @@ import torch.distributed as dist
 from envpipe_megatron.core.schedule import Schedule
 from envpipe_megatron.core.sidecar import Sidecar
 from envpipe_megatron.integrations.device import check_current, current_device
-from envpipe_megatron.integrations.framework_units import Recorded, once
+from envpipe_megatron.integrations.framework_units import UnitRecorder, once
 from envpipe_megatron.integrations.job import (
     JobFacts,
-    Placement,
+    RankPlace,
     limits_of_ranks,
     own_gloo_group,
     say_line,
 )
 from envpipe_megatron.integrations.leveled import LeveledJob
-from envpipe_megatron.integrations.levels import Level, stands_against
+from envpipe_megatron.integrations.levels import Level, Limit
 from envpipe_megatron.integrations.options import read_settings
 from envpipe_megatron.integrations.reporting import IntervalReport
 from envpipe_megatron.integrations.torch_pipelining.orders import (
@@ -110,13 +110,13 @@ class AttachedPipeline(LeveledJob):
             "order": None if own is None else own.name,
             "chunks": 1 if own is None else own.num_chunks,
         }
-        placement = Placement(
+        placement = RankPlace(
             own_gloo_group(group, timeout),
             count,
             timeout,
             runs_units=True,
             splits=True,
-            own_order=own,
+            framework_order=own,
             group_size=group_size(num_stages, count),
         )
         super().__init__(
@@ -207,7 +207,7 @@ class AttachedPipeline(LeveledJob):
                 "A step has other microbatches, functions or units than EnvPipe plans for: such "
                 "steps run as by torch only. If they stay so, call end_training and attach again"
             )
-        if self.decision.tells_units:
+        if self.decision.sees_units:
             assert self._own is not None
             run = self.follow(self._own, StageSpecs.alike(self._message)).run
             # While shapes are inferred, nobody knows yet whether another order still fits.
@@ -250,13 +250,13 @@ class AttachedPipeline(LeveledJob):
         self._followed.complete()
         if runs is None:
             self._end_step()
-            self.lower(limits_of_ranks([stands_against(order.name, Level.UNITS, why)]))
+            self.lower(limits_of_ranks([Limit(order.name, Level.UNITS, why)]))
             self.begin_step()
         return result
 
     def _first_step(self, *args: Any, **kwargs: Any) -> Any:
         """Torch's alone: its units are held against the order that it says."""
-        seen, self._units.seen = Recorded(), set()
+        seen, self._units.seen = UnitRecorder(), set()
         self._units.reporter = seen
         try:
             result = self._torch_step(*args, **kwargs)

@@ -69,7 +69,7 @@ def stages_trained_by(schedule: Any) -> list[Any]:
     return stages
 
 
-def own_order(schedule: Any) -> Schedule:
+def torch_order(schedule: Any) -> Schedule:
     """The order that a schedule of torch's runs; of each rank, as it is known on all of them.
 
     A forward and a backward that torch lists as one are two units, which it runs one behind the
@@ -99,7 +99,7 @@ def own_order(schedule: Any) -> Schedule:
 def known_order(schedule: Any) -> tuple[Schedule | None, str]:
     """The order of a schedule, or why it is not known."""
     try:
-        return own_order(schedule), ""
+        return torch_order(schedule), ""
     except ScheduleError as error:
         return None, str(error)
 

@@ -92,7 +92,7 @@ def _with_energy(log: Callable[..., Any], pipeline: AttachedPipeline) -> Callabl
         step: int, average: Any, most: Any, norm: Any, extra_metrics: Any = None, **kwargs: Any
     ) -> Any:
         report = pipeline.report()
-        pipeline.tell(report.line().strip(" |"))
+        pipeline.say(report.line().strip(" |"))
         extra_metrics = {**(extra_metrics or {}), **report.scalars()}
         return log(step, average, most, norm, extra_metrics=extra_metrics, **kwargs)
 

@@ -14,9 +14,9 @@ import torch
 
 from envpipe_megatron.core.kinds import Kind
 from envpipe_megatron.core.schedule import Placement, Schedule, profiled_kinds
-from envpipe_megatron.integrations.framework_units import Reporter, Seen
+from envpipe_megatron.integrations.framework_units import Reporter, SeenUnit
 from envpipe_megatron.integrations.hooking import replaced
-from envpipe_megatron.integrations.levels import Level, Limit, limits_where, stands_against
+from envpipe_megatron.integrations.levels import Level, Limit, limits_where
 from envpipe_megatron.integrations.torch_pipelining import parts
 
 _ORDINARY = "forward_one_chunk", "backward_one_chunk", "backward_weight_one_chunk"
@@ -100,9 +100,9 @@ class Units:
             whole = args[1] if len(args) > 1 else kwargs.get("full_backward", True)
             kinds = _KINDS.get(name) or self._backward(whole=whole)
             for kind in kinds[:-1]:
-                self.reporter.begin(Seen(kind, microbatch, chunk, combined=True))
+                self.reporter.begin(SeenUnit(kind, microbatch, chunk, combined=True))
                 self.reporter.end()
-            self.reporter.begin(Seen(kinds[-1], microbatch, chunk))
+            self.reporter.begin(SeenUnit(kinds[-1], microbatch, chunk))
             if self.seen is None:
                 result = own(microbatch, *args, **kwargs)
             else:
@@ -186,7 +186,7 @@ def limits_of(
         stages: of this rank.
     """
     if order is None:
-        return [stands_against("this schedule", Level.UNIFORM, why_not)]
+        return [Limit("this schedule", Level.UNIFORM, why_not)]
     missing, own, name = _missing(order), _functions_of_ones_own(schedule)[:1], order.name
     in_v = order.placement is Placement.V and order.num_chunks > 2
     own_kinds = getattr(schedule, "_comp_type_to_function_map", None)
