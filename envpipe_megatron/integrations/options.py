@@ -1,7 +1,7 @@
 """Reads the options of a job, from flags or by name and value; no framework, no torch.
 
-EnvPipe's environment variables ENVPIPE_TYPE, ENVPIPE_SCHEDULING and ENVPIPE_RECONFIGURE stand for
-the options of those names where these are not given.
+EnvPipe's environment variables ENVPIPE_TYPE, ENVPIPE_SCHEDULING and ENVPIPE_RECONFIGURE count where
+the options of those names are not given.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from envpipe_megatron.policies.request import BY_MEMORY, check_request
 from envpipe_megatron.policies.schedules import SCHEDULES
 from envpipe_megatron.runtime.job.options import OPTIONS, JobOptions
 
-#: Says an option in an error, by its name: as a flag, or `str` as a setting.
+#: Writes an option's name for an error: as a flag, or by `str` as a setting.
 Named = Callable[[str], str]
-#: Options that go with frameworks only that have more than one level.
+#: Options only for frameworks that have more than one level.
 OF_LEVELS = tuple(name for name, option in OPTIONS.items() if option.of_levels)
 _OF_VARIABLES = ("type", "scheduling", "reconfigure")
 #: The names of a request's parts, where options have others.
@@ -38,7 +38,7 @@ class OptionError(EnvPipeError):
 
 
 def flag_of(name: str) -> str:
-    """The flag of an option."""
+    """Return the flag of an option."""
     return f"--envpipe-{name.replace('_', '-')}"
 
 
@@ -95,7 +95,7 @@ def read_options(
 
 
 def _read(name: str, value: Any, variables: Mapping[str, str], named: Named) -> Any:
-    """One option that is given; an OptionError if it is wrong by itself."""
+    """Return an option that is given; an OptionError if it is wrong by itself."""
     option = OPTIONS[name]
     if option.least is not None and not option.least <= value < math.inf:
         raise OptionError(f"{named(name)} is at least {option.least}, and finite", value=value)
@@ -110,34 +110,34 @@ def _read(name: str, value: Any, variables: Mapping[str, str], named: Named) -> 
 def _with_variables(
     given: Mapping[str, Any], variables: Mapping[str, str], num_stages: int, named: Named
 ) -> dict[str, Any]:
-    """Fill in what variables say, and what follows from type and reconfiguring.
+    """Fill in options from variables, and those that follow from type and reconfiguring.
 
-    Of a variable that does not go with what is given, the latter wins.
+    A variable that does not go with what is given does not count.
     """
-    told: dict[str, Any] = {}
+    filled: dict[str, Any] = {}
     for name in ("type",) if "plan" in given else _OF_VARIABLES:
         variable, choices = f"ENVPIPE_{name.upper()}", OPTIONS[name].flag["choices"]
         value = variables.get(variable, "").lower()
         if name not in given and value:
-            told[name] = value
-        if name in told and value not in choices:
+            filled[name] = value
+        if name in filled and value not in choices:
             raise OptionError(
                 f"The value of the environment variable {variable} is not a valid choice",
                 value=value,
                 remedy=f"Use {', '.join(choices)}.",
             )
-    if num_stages == 1 and told.get("type", "optimal") not in ("baseline", "uniform"):
-        told["type"] = "uniform"  # a site's variable is for its pipelines
-    if "type" not in told and given.get("reconfigure") in ("greedy", "balanced"):
-        told["type"] = "envelope"
-    policy = given.get("type") or told.get("type", "optimal")
+    if num_stages == 1 and filled.get("type", "optimal") not in ("baseline", "uniform"):
+        filled["type"] = "uniform"  # a site's variable is for its pipelines
+    if "type" not in filled and given.get("reconfigure") in ("greedy", "balanced"):
+        filled["type"] = "envelope"
+    policy = given.get("type") or filled.get("type", "optimal")
     time = given.get("objective") == Goal.TIME
     unfit = "auto" if policy != "optimal" else "1f1b" if time else ""
-    if told.get("scheduling") == unfit:
-        del told["scheduling"]
+    if filled.get("scheduling") == unfit:
+        del filled["scheduling"]
     if "plan" in given or policy != "envelope":
-        told["reconfigure"] = "default"
-    whole = {**told, **given}
+        filled["reconfigure"] = "default"
+    whole = {**filled, **given}
     if whole.get("reconfigure") == "optimal":
         if policy not in ("envelope", "optimal"):
             raise OptionError(
@@ -149,7 +149,7 @@ def _with_variables(
 
 
 def _check_rules(options: JobOptions, facts: Mapping[str, bool], named: Named) -> None:
-    """Refuse by an OptionError what does not go together, by the rules of its options."""
+    """Refuse by an OptionError options that do not go together, by their rules."""
 
     def holds(term: str) -> bool:
         if " or " in term:
@@ -215,7 +215,7 @@ def _reads_files(variables: Mapping[str, str]) -> bool:
 
 
 def plain_names(settings: Mapping[str, object]) -> dict[str, object]:
-    """The same settings by the one name that each has here; two names are an OptionError."""
+    """Return settings by the one name that each has here; two names are an OptionError."""
     named: dict[str, object] = {}
     for given, value in settings.items():
         name = str(given).replace("-", "_")
@@ -227,7 +227,7 @@ def plain_names(settings: Mapping[str, object]) -> dict[str, object]:
 
 
 def merged(block: Mapping[str, object], call: Mapping[str, object]) -> dict[str, object]:
-    """Settings of a file, and those of a call, which go before them.
+    """Return settings of a file and of a call, which win.
 
     A type in the call drops the file's order, reconfiguring and objective: they may not go with it.
     """
@@ -246,7 +246,7 @@ def read_settings(
     on_gpu: bool,
     scheduling: str | None = None,
 ) -> JobOptions:
-    """Make of settings what the same flags would be: {"type": "uniform"} is --envpipe-type uniform.
+    """Return the options of settings: {"type": "uniform"} is --envpipe-type uniform.
 
     Args:
         settings, without: as `parse_settings` takes them.
@@ -266,11 +266,11 @@ def read_settings(
 def parse_settings(
     settings: Mapping[str, object], without: Sequence[str] = ()
 ) -> argparse.Namespace:
-    """Parse settings as the same flags would be; what goes with what is not looked at.
+    """Parse settings as the same flags would be; rules between options are not checked.
 
     Args:
-        settings: option names without `--envpipe-`, with underscores or dashes; `reconfig` stands
-            for `reconfigure`. Values are words, numbers, paths, truth values for flags without a
+        settings: option names without `--envpipe-`, with underscores or dashes; `reconfig` is
+            `reconfigure`. Values are words, numbers, paths, truth values for flags without a
             value, lists for one number per stage; None is as if the name were not there.
         without: options that the framework does not have.
 
