@@ -181,7 +181,7 @@ def test_a_training_from_begin_to_end(loop, trainings, tmp_path):
         "begin_step 1",
         "end_step True",
         "log 2 tensorboard None",
-        "tell iteration 2 | energy |",
+        "say iteration 2 | energy |",
         *["pause"] * 3,
         "end",
     ]

@@ -58,7 +58,7 @@ def job(hooks, monkeypatch):
         close=lambda: session.told.append("close"),
     )
     training, *_ = begin(hooks.Training)
-    training.job, training._stand_in = made, None
+    training.job, training._replacement = made, None
     made_hooks = fresh_hooks(hooks, monkeypatch)
     made_hooks.job = training
     for name in ("validate", "begin_training"):
@@ -216,14 +216,14 @@ def test_whole_steps_are_opened_and_closed_outside_of_megatrons_function(hooks, 
     run.begin_unit, run.end_unit = (partial(told.append, name) for name in ("begin", "end"))
     job.session.pipeline_ranks, job.session.open_iteration = [0], lambda *_: run
     training.decision = replace(training.decision, level=Level.UNIFORM)
-    training._microbatches, training._replaced = 4, None
+    training._microbatches, training._framework_function = 4, None
     monkeypatch.setattr(module, "get_num_microbatches", iter([4, 2]).__next__)
     function = training.in_place_of(lambda **_: told.append("train"))
     for iteration in range(2):
         hooks.begin_step(iteration)
         function(num_microbatches=1)
         hooks.end_step(0)
-    training._stand_in = lambda **_: pytest.fail("not Megatron's own")  # at a level above
+    training._replacement = lambda **_: pytest.fail("not Megatron's own")  # at a level above
     function(forward_only=True)
     assert told[:5] == ["begin_step 0", "begin", "train", "end", "end_step"]
     assert told[5:] == ["begin_step 1", "highest_clock", "train", "end_step", "pause", "train"]
@@ -399,7 +399,7 @@ def test_a_job_that_trains_without_envpipe(hooks, monkeypatch, caplog, later):
     from megatron.core.pipeline_parallel import schedules
 
     training, *_ = begin(hooks.Training, given(gpu_control="auto" if later else "none"))
-    training._stand_in = training._replaced = None
+    training._replacement = training._framework_function = None
     training.options = replace(training.options, gpu_control="none")
     state = fresh_hooks(hooks, monkeypatch)
     state.options = SimpleNamespace()
