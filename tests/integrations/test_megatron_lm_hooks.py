@@ -263,7 +263,7 @@ def test_what_flags_do_not_tell_of_a_model_is_checked_or_keeps_megatrons_order(h
     }
     own = gpt()
     own.layer, own.norm = type("Layer", (torch.nn.Linear,), {})(1, 1), torch.nn.LayerNorm(1)
-    assert limits(own) == {f"layers of one's own: {__name__}.Layer": "order"}
+    assert limits(own) == {f"layers of the user's: {__name__}.Layer": "order"}
 
 
 @pytest.mark.parametrize(

@@ -231,7 +231,7 @@ def limits_of(model: Sequence[Any]) -> list[Limit]:
     return limits_where(
         Level.ORDER,
         (not is_gpt, f"models other than GPTModel: {own.__name__}", NOT_PROVEN),
-        (is_gpt and names, f"layers of one's own: {names}", NOT_PROVEN),
+        (is_gpt and names, f"layers of the user's: {names}", NOT_PROVEN),
         (config.variable_seq_lengths, "sequences of varying length", NOT_PROVEN),
     )
 

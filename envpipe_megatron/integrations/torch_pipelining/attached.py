@@ -1,4 +1,4 @@
-"""A schedule of torch.distributed.pipelining under EnvPipe: bill, profile, plan and clocks.
+"""Attaches EnvPipe to a schedule of torch.distributed.pipelining: bill, profile, plan, clocks.
 
 The schedule is called as ever. Torch runs all units and sends all messages: in its own order by the
 schedule's own function, in a planned one by torch's own runtime of tables.
@@ -52,7 +52,7 @@ _WITHOUT = ("channel", "profile_only", "self_check")
 
 
 class AttachedPipeline(LeveledJob):
-    """EnvPipe on a schedule, whose `step` and `eval` are called as ever; `attach` makes it.
+    """Runs EnvPipe on a schedule, whose `step` and `eval` are called as ever; `attach` makes it.
 
     Every rank of the job makes one at the same point of the program, replicas and the other ranks
     of a stage too, before the schedule's first step, and calls its methods at the same points.
@@ -128,7 +128,7 @@ class AttachedPipeline(LeveledJob):
         )
         self.announce()
         self._units = Units(self._stages, split=self._own is not None and self._own.split)
-        self._units.hear_losses_of(schedule)
+        self._units.report_losses_of(schedule)
         self._why_whole = "--envpipe-split off" if options.split == "off" else ""
         self._why_whole = self._why_whole or known_reason(self._stages)
         if not self._why_whole:
@@ -148,7 +148,7 @@ class AttachedPipeline(LeveledJob):
         self._has_known_shapes = True
 
     def pause(self) -> None:
-        """Something that is not training follows, such as a checkpoint; `eval` says so by itself.
+        """Pause for what is not training, such as a checkpoint; `eval` pauses by itself.
 
         It runs at the highest clock and is not billed. Training goes on with the next step.
         """
@@ -156,7 +156,7 @@ class AttachedPipeline(LeveledJob):
         super().pause()
 
     def report(self) -> IntervalReport:
-        """Energy since the last report: its `line`, and `scalars`; after the same step everywhere.
+        """Return energy since the last report, as `line` and `scalars`; ranks call it at one step.
 
         The last step is in the next report, since it has not ended.
         """
@@ -164,10 +164,10 @@ class AttachedPipeline(LeveledJob):
         return super().report()
 
     def end_training(self) -> None:
-        """Give the clock back and say the energy bill; every rank calls it.
+        """Give the clock back and print the energy bill; every rank calls it.
 
         Training that ends without it gives clocks back as well, and has no bill. The schedule is
-        torch's alone from here on. Raises CollectivesError if a rank is gone or silent.
+        only torch's from here on. Raises CollectivesError if a rank is gone or silent.
         """
         self._end_step()
         self.end()
@@ -175,13 +175,13 @@ class AttachedPipeline(LeveledJob):
     def close(self) -> None:
         """Give the clock back and finish the energy log; safe to call twice.
 
-        The schedule is torch's alone from here on.
+        The schedule is only torch's from here on.
         """
         self._units.release()
         super().close()
 
     def _step(self, *args: Any, **kwargs: Any) -> Any:
-        """In place of the schedule's `step`: with the same arguments, and what it returns."""
+        """Take the place of the schedule's `step`, with its arguments and result."""
         if self._closed or not self._schedule._has_backward:
             self.pause()
             return self._torch_step(*args, **kwargs)
@@ -211,8 +211,8 @@ class AttachedPipeline(LeveledJob):
             assert self._own is not None
             run = self.follow(self._own, StageSpecs.alike(self._message)).run
             # While shapes are inferred, nobody knows yet whether another order still fits.
-            alone = changed or (infers_shapes and self._own.stages != run.order.schedule.stages)
-            result = self._told(run.order.schedule, alone, *args, **kwargs)
+            by_torch = changed or (infers_shapes and self._own.stages != run.order.schedule.stages)
+            result = self._run_units(run.order.schedule, by_torch, *args, **kwargs)
         else:
             run = self.follow_whole().run
             result = self._torch_step(*args, **kwargs)
@@ -224,10 +224,10 @@ class AttachedPipeline(LeveledJob):
             run.same_work = self._has_known_shapes and not changed
         return result
 
-    def _told(self, order: Schedule, alone: bool, /, *args: Any, **kwargs: Any) -> Any:
-        """Run a step by units, or by torch only: also where its runtime refuses an order.
+    def _run_units(self, order: Schedule, by_torch: bool, /, *args: Any, **kwargs: Any) -> Any:
+        """Run a step in an order, or by torch only: also where its runtime refuses the order.
 
-        Then it is the job's level from here on.
+        Then the job's level is lower from here on.
         """
         assert self._runner is not None
         assert self._followed is not None
@@ -236,10 +236,10 @@ class AttachedPipeline(LeveledJob):
             runs = self._runner.turn_to(order)
         except Exception as error:  # alike on every rank, which all have the same order
             why = f"torch's runtime refuses an order: {type(error).__name__}: {error}"
-        if alone or runs is None:
+        if by_torch or runs is None:
             self._followed.fail()
         else:
-            self._units.hear_losses_of(runs)
+            self._units.report_losses_of(runs)
             self._units.split = order.split
             self._units.reporter = self._followed
         if self._units.reporter is None or runs is self._schedule:
@@ -255,7 +255,7 @@ class AttachedPipeline(LeveledJob):
         return result
 
     def _first_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Torch's alone: its units are held against the order that it says."""
+        """Run a step by torch, and compare its units with the order that the schedule names."""
         seen, self._units.seen = UnitRecorder(), set()
         self._units.reporter = seen
         try:
@@ -275,7 +275,7 @@ class AttachedPipeline(LeveledJob):
             found = limits_seen(
                 self._own,
                 self._stages,
-                as_told=seen.shows(own.stages[collectives.stage]),
+                in_order=seen.shows(own.stages[collectives.stage]),
                 seen=changed,
                 why_whole=why_whole,
             )
@@ -286,7 +286,7 @@ class AttachedPipeline(LeveledJob):
         return result
 
     def _end_step(self) -> None:
-        """The last step ends, if there is one that has not failed: the optimizer has stepped."""
+        """End the last step, if there is one that has not failed: the optimizer has stepped."""
         if self.in_step:
             if self._unreported is not None:
                 self._unreported += 1
