@@ -125,7 +125,7 @@ class _NodeMetrics(Collector):
         self._tariff = tariff
 
     def collect(self) -> Iterator[Metric]:
-        """The figures of every GPU that ranks have used, of the node and of the job."""
+        """Yield the figures of every GPU that ranks have used, of the node and of the job."""
         found = _Families()
         node, gpus = (self._job_name, self._agent.log.node), dict[str, list[str]]()
         for ledger in self._agent.ledgers():
@@ -185,9 +185,10 @@ class _NodeMetrics(Collector):
             add("job_power_ramp_watts_per_second", power.get("ramp_w_per_s"), job)
             add("job_power_exceeded_seconds_total", power.get("exceeded_s"), job)
         measured = bill.comparison()
-        told = {"predicted": bill.facts.get("predicted"), "measured": measured and vars(measured)}
+        predicted = bill.facts.get("predicted")
+        sources = {"predicted": predicted, "measured": measured and vars(measured)}
         for name in ("saving", "slowdown"):
-            for source, its in told.items():
+            for source, its in sources.items():
                 ratio = _ratio(its.get(f"{name}_percent")) if isinstance(its, dict) else None
                 add(f"job_{name}_ratio", ratio, job, source)
             error = getattr(measured, f"{name}_uncertainty_percent", None)
