@@ -52,7 +52,6 @@ def add_arguments(group: argparse._ArgumentGroup) -> None:
 
 def read_options(
     args: argparse.Namespace,
-    environment: Mapping[str, str] | None = None,
     *,
     num_stages: int,
     save_folder: str | Path | None = None,
@@ -63,7 +62,6 @@ def read_options(
 
     Args:
         args: has what `add_arguments` added, parsed.
-        environment: environment variables; by default this process's.
         num_stages: p.
         save_folder: where the job keeps its checkpoints, if it does.
         on_gpu: whether memory can be measured.
@@ -71,13 +69,12 @@ def read_options(
 
     Raises OptionError for an option that is wrong, or does not go with another.
     """
-    variables = os.environ if environment is None else environment
     given = {
-        name: _read(name, value, variables, named)
+        name: _read(name, value, named)
         for name in OPTIONS
         if (value := getattr(args, f"envpipe_{name}")) is not None
     }
-    options = JobOptions(**_with_variables(given, variables, num_stages, named))
+    options = JobOptions(**_with_variables(given, num_stages, named))
     if on_gpu and options.plan is None and "max_in_flight" in SCHEDULES[options.scheduling].takes:
         options = replace(options, max_in_flight=options.max_in_flight or BY_MEMORY)
     if options.output is None and save_folder is not None:
@@ -94,12 +91,12 @@ def read_options(
     return options
 
 
-def _read(name: str, value: Any, variables: Mapping[str, str], named: Named) -> Any:
+def _read(name: str, value: Any, named: Named) -> Any:
     """Return an option that is given; an OptionError if it is wrong by itself."""
     option = OPTIONS[name]
     if option.least is not None and not option.least <= value < math.inf:
         raise OptionError(f"{named(name)} is at least {option.least}, and finite", value=value)
-    if option.is_file and _reads_files(variables) and not value.is_file():
+    if option.is_file and _reads_files() and not value.is_file():
         raise OptionError(f"The file of {named(name)} is not there", value=str(value))
     try:
         return option.read(value)
@@ -107,9 +104,7 @@ def _read(name: str, value: Any, variables: Mapping[str, str], named: Named) -> 
         raise OptionError(f"{named(name)} is {error}", value=value) from None
 
 
-def _with_variables(
-    given: Mapping[str, Any], variables: Mapping[str, str], num_stages: int, named: Named
-) -> dict[str, Any]:
+def _with_variables(given: Mapping[str, Any], num_stages: int, named: Named) -> dict[str, Any]:
     """Fill in options from variables, and those that follow from type and reconfiguring.
 
     A variable that does not go with what is given does not count.
@@ -117,7 +112,7 @@ def _with_variables(
     filled: dict[str, Any] = {}
     for name in ("type",) if "plan" in given else _OF_VARIABLES:
         variable, choices = f"ENVPIPE_{name.upper()}", OPTIONS[name].flag["choices"]
-        value = variables.get(variable, "").lower()
+        value = os.environ.get(variable, "").lower()
         if name not in given and value:
             filled[name] = value
         if name in filled and value not in choices:
@@ -197,7 +192,7 @@ def prepare_files(options: JobOptions, num_stages: int, named: Named = flag_of) 
                     value=str(options.output),
                     remedy=f"Give another one by {named('output')}.",
                 ) from error
-    if options.profile is None or not _reads_files(os.environ):
+    if options.profile is None or not _reads_files():
         return
     profile = read_profile(options.profile)
     if profile.num_stages != num_stages:
@@ -210,8 +205,8 @@ def prepare_files(options: JobOptions, num_stages: int, named: Named = flag_of) 
         read_plan(options.plan, profile)
 
 
-def _reads_files(variables: Mapping[str, str]) -> bool:
-    return variables.get("RANK", "0") == "0"
+def _reads_files() -> bool:
+    return os.environ.get("RANK", "0") == "0"
 
 
 def plain_names(settings: Mapping[str, object]) -> dict[str, object]:
