@@ -109,7 +109,7 @@ def lock_file(path: Path) -> IO[str]:
 def is_of_this_job(path: Path, *, elsewhere: bool = False) -> bool:
     """Return whether a start of this job has locked a file last; `elsewhere`: under another boot.
 
-    A lock of this host's present boot is of a process that lives; of others, nobody knows.
+    A lock of this host's present boot is of a process that lives; of others, that is not known.
     """
     with suppress(OSError, ValueError):
         job, boot = path.read_text().split("\n")

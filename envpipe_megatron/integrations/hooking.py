@@ -60,7 +60,7 @@ class Hooks(Generic[T]):
 
     Args:
         file: of the framework's, whose hook reads the options.
-        needed: hooks that every job comes to within its first steps.
+        needed: hooks that every job reaches within its first steps.
     """
 
     def __init__(self, file: str, *needed: str) -> None:

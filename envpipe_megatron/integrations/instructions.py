@@ -160,7 +160,7 @@ class InstrumentedPipeline:
             assert self._framework_order is not None
             self._job.begin_step()
             reporter = self._job.follow(self._framework_order, self._specs)
-        self._reporter = reporter  # a step that could not begin is none
+        self._reporter = reporter  # not before: the step may fail to begin
         self._paused = False
 
     def on_instruction_begin(self, name: str) -> None:
@@ -248,7 +248,7 @@ class InstrumentedPipeline:
             self._job.close()
 
     def _leave_step(self) -> None:
-        """End the step that is under way, if there is one, as far as it has come."""
+        """End the step that is under way, if there is one."""
         left, self._reporter, self._running = self._reporter, None, None
         if left is not None and self._job is not None:
             self._job.end_step()

@@ -96,7 +96,7 @@ _BOUND = ("get_forward_backward_func", "checkpoint_and_decide_exit")
 
 
 class BridgeError(EnvPipeError):
-    """A version of Megatron-Bridge, or a loop of its, that EnvPipe does not fit."""
+    """A version of Megatron-Bridge, or its loop, that EnvPipe does not fit."""
 
 
 class EnvPipeCallback:

@@ -50,7 +50,7 @@ class EnvPipeEngine(PipelineEngine):  # type: ignore[misc]  # DeepSpeed has no t
     _takes_tuple: bool
     _prints: bool
     _specs: StageSpecs
-    #: M of a batch of full size; as in the first step if nobody says.
+    #: M of a batch of full size; by default that of the first step.
     full_microbatches: int | None
 
     def take_job(self, job: LeveledJob, *, prints: bool) -> None:

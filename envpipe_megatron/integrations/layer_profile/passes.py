@@ -38,8 +38,8 @@ _MEMORY_SHARE = 0.8
 #: starts kernels more slowly for half a second to a second at times: work that waits for it is then
 #: longer, by 40 % to twofold, and never shorter.
 _HELD_UP = 1.05
-#: Layers take at least so much power and at most so many times as much as all pieces in the mean:
-#: what lies beyond is the counter's error in a difference of windows.
+#: Power of layers as a multiple of the mean power of all pieces, at least and at most: what lies
+#: beyond is the counter's error in a difference of windows.
 _POWER_RANGE = (0.5, 2.0)
 
 

@@ -21,7 +21,7 @@ from envpipe_megatron.runtime.energy.meter import EnergyMeter, MeterError
 _SETTLE_S = 0.2
 #: The counter refreshes after a window, without an event.
 _MARGIN_S = 0.3
-#: A number for the clock of a CPU, which nobody sets.
+#: A number for the clock of a CPU, which is not set.
 _CPU_MHZ = 1000
 
 

@@ -67,7 +67,7 @@ class HookedForwardBackward:
         self._order_of = order_of
         self._collectives = collectives
         self._warn = once()
-        #: By number of microbatches, of those that have come; None if their units come otherwise.
+        #: By number of microbatches, once there was an iteration; None if its units came otherwise.
         self._orders: dict[int, Schedule | None] = {}
 
     def __call__(self, **arguments: Any) -> list[Any]:

@@ -32,7 +32,7 @@ _SUMS = (
     ),
 )
 #: Attributes of a module that are not noted: parameters, modules, which are noted by themselves,
-#: and FP8 weights, which the first microbatch of each iteration makes anew.
+#: and FP8 weights, which the first microbatch of each iteration makes again.
 _LEFT_OUT = ("_parameters", "_modules", "_fp8_workspaces")
 #: Packages of objects that hold state, besides modules.
 _WITH_STATE = ("transformer_engine", "megatron.core.transformer.moe.moe_logging")

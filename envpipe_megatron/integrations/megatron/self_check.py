@@ -53,8 +53,8 @@ class SelfCheck:
     and runs by megatron-core's own function.
 
     Args:
-        orders_of: megatron-core's order of a number of microbatches, then those unlike it that are
-            worth a try, the most unlike first.
+        orders_of: of a number of microbatches, megatron-core's order, then others that are worth a
+            try, the most different first.
         full_microbatches: number of a batch of full size.
         channel: carries the interpreter's messages.
         collectives: of the job.

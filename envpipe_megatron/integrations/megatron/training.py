@@ -257,7 +257,7 @@ def facts_of(args: argparse.Namespace) -> JobFacts:
 def orders_to_try(
     args: argparse.Namespace, model: Sequence[Any], count: int, *, regroups: bool
 ) -> list[Schedule]:
-    """Return Megatron's order, then others that a self-check may try, the most unlike first.
+    """Return Megatron's order, then others that a self-check may try, the most different first.
 
     With `regroups`, a plan's order may take chunks in another turn, so that forwards come in
     another sequence; else it may have more of them in flight.
@@ -300,8 +300,8 @@ def _is_known(module: type) -> bool:
 def sequence_counts(config: Any) -> bool:
     """Return whether the sequence of a stage's forwards of different chunks changes the result.
 
-    With chunks, a search finds orders in which they come otherwise: random numbers would be others,
-    and so would scales that FP8 takes from several forwards before.
+    With chunks, a search finds orders with another sequence: random numbers would differ, and so
+    would scales that FP8 takes from several earlier forwards.
     """
     draws = (
         "hidden_dropout",

@@ -45,7 +45,7 @@ from envpipe_megatron.runtime.channel.carrier import StageSpecs, TensorSpec
 from envpipe_megatron.runtime.channel.collectives import of_all_ranks
 from envpipe_megatron.runtime.channel.links import timeout_of
 
-#: The bill tells phases apart by reports: where nobody asks for any, so many steps have one.
+#: Steps between reports where the user asks for none: they separate the bill's phases.
 _REPORT_EVERY = 10
 #: Options that do not go with a framework that sends its messages itself.
 _WITHOUT = ("channel", "profile_only", "self_check")
@@ -191,7 +191,7 @@ class AttachedPipeline(LeveledJob):
             if self._seen:
                 return self._planned_step(*args, **kwargs)
             return self._first_step(*args, **kwargs)
-        except BaseException:  # whoever catches it may train on
+        except BaseException:  # if it is caught, training may go on
             self._units.forget()
             self.fail()
             raise
@@ -210,7 +210,7 @@ class AttachedPipeline(LeveledJob):
         if self.decision.sees_units:
             assert self._own is not None
             run = self.follow(self._own, StageSpecs.alike(self._message)).run
-            # While shapes are inferred, nobody knows yet whether another order still fits.
+            # Until shapes are inferred, it is not known whether another order still fits.
             by_torch = changed or (infers_shapes and self._own.stages != run.order.schedule.stages)
             result = self._run_units(run.order.schedule, by_torch, *args, **kwargs)
         else:

@@ -41,8 +41,8 @@ _TICK_S = 10.0
 _SHOW_S = 1.0
 _ACCEPT_AGAIN_S = 0.2
 _BACKLOG = 256
-#: How often to look whether what the end waits for has come, and how long at least: what is
-#: under way on this node comes in that time.
+#: How often to check what the end waits for, and for how long at least: messages on this node
+#: arrive in that time.
 _LOOK_S, _LEAST_WAIT_S = 0.01, 0.5
 #: For a reading of a counter, which back ends give up after three seconds.
 _READ_S = 5.0
@@ -240,7 +240,7 @@ class NodeAgent:
         self._guarded(ledger.bill_up_to, reading)
 
     async def _apart(self, call: Callable[[], T]) -> T:
-        """Ask a driver in a thread that nobody waits for as this process ends."""
+        """Ask a driver in a thread that the end of this process does not wait for."""
         answer: asyncio.Future[T] = self._loop.create_future()
 
         def ask() -> None:

@@ -204,7 +204,7 @@ def _short(name: str) -> str:
 
 
 class BillReport:
-    """The job's bill on the node of rank 0: `bill.json`, written anew as it grows, and `bill.csv`.
+    """Writes the job's bill on the node of rank 0: `bill.json` as it grows, and `bill.csv`.
 
     `interval` iterations lie between that while the job trains; with 0 it is written at the end
     only. Where another live job has its bill in the folder, the file's name has `node` in it.
@@ -253,8 +253,8 @@ class BillReport:
     def tell(self, line: str, bill: Bill) -> None:
         """Show a line, and write the bill so far. Returns at once.
 
-        A terminal that is stopped, or a disk that hangs, holds up a thread that nobody waits for
-        before the end; lines are left out meanwhile.
+        A stopped terminal or a disk that hangs delays only a thread, which is waited for at the end;
+        lines are left out meanwhile.
         """
         if self._writing is None or self._writing.done():
             self._writing = self._writer.submit(self._tell, line, bill.snapshot())
