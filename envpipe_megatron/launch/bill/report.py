@@ -253,8 +253,8 @@ class BillReport:
     def tell(self, line: str, bill: Bill) -> None:
         """Show a line, and write the bill so far. Returns at once.
 
-        A stopped terminal or a disk that hangs delays only a thread, which is waited for at the end;
-        lines are left out meanwhile.
+        A stopped terminal or a disk that hangs delays only a thread, which is waited for at the
+        end; lines are left out meanwhile.
         """
         if self._writing is None or self._writing.done():
             self._writing = self._writer.submit(self._tell, line, bill.snapshot())
