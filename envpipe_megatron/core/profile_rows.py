@@ -113,7 +113,7 @@ class SplitBackward:
         }
 
 
-#: What emulated GPUs charge. The overhead is that of linear layers on an H200 (docs/measured.md).
+#: What emulated GPUs charge: the overhead of linear layers on an H200 (docs/evidence/megatron.md).
 #: The two products of a linear layer's backward are equally large; attention makes the first part
 #: larger: 0.8 of it was seen on an H200 with attention in plain products, and plans save about as
 #: much up to 0.7.

@@ -230,7 +230,7 @@ def _metered_facts(folder: RunFolder) -> ReportFacts:
         StepFacts("baseline", _num_gpus(bill, _WARMUP), baseline) if baseline else None,
         StepFacts(_STEADY, _num_gpus(bill, _STEADY), steady) if steady else None,
         compared,
-        bill.told(compared) if compared else "",
+        bill.in_words(compared) if compared else "",
         (*_stages("baseline", bill, _WARMUP), *_stages(_STEADY, bill, _STEADY)),
         tuple(notes),
     )

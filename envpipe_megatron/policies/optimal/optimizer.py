@@ -98,11 +98,6 @@ class Optimizer:
         """
         return self._floor.program.solve(deadline_s)
 
-    def plans_changes(self, min_dwell_s: float) -> bool:
-        """Return whether changes of clock, which the relaxed energy omits, cost or are limited."""
-        conditions = self.conditions
-        return bool(conditions.change_time_s or conditions.change_energy_j or min_dwell_s)
-
     def plan(
         self, deadline_s: float, min_dwell_s: float = 0.0, waiting_worth_w: float | None = None
     ) -> Plan:
@@ -123,7 +118,7 @@ class Optimizer:
         priced = self._floor if waiting_worth_w is None else self._priced_at(waiting_worth_w)
         rounded, relaxed = self._round(priced, deadline_s)
         plan: Plan | None = rounded
-        if self.plans_changes(min_dwell_s):
+        if conditions.change_time_s or conditions.change_energy_j or min_dwell_s:
             around = priced.waiting_power_w, deadline_s, min_dwell_s
             plan = RunSearch(rounded, relaxed, *around).search()
         if plan is None:

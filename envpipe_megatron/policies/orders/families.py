@@ -105,8 +105,6 @@ class FamilySearch:
         own, profile = problem.own_order, problem.profile
         #: By their stages, orders that were looked at; None if one does not meet the deadline.
         self._judged: dict[object, Judged | None] = {}
-        #: Stages of orders by EnvPipe's rule, within the limits of each search.
-        self._by_rule = set[object]()
         self._free = _freely_split(profile) if family.split else profile
         #: Of orders that split all backwards or none; None if splitting all takes too long.
         self._target: AnyOrder | None = self._limit(self._free, deadline_s)  # or raises
@@ -145,7 +143,6 @@ class FamilySearch:
             always.append(own)
         if self.family == ENVPIPE:
             rule, *more = envpipe_orders(problem)
-            self._by_rule.add(rule.stages)
             always, likely = [*always, rule], [*more, *likely]
             if own.num_units > _MANY_UNITS:
                 always, likely = [], [*always, *likely]
@@ -207,8 +204,7 @@ class FamilySearch:
             optimizer, judged = Optimizer(schedule, *job, parking=problem.park), None
             if optimizer.fastest_s <= self._deadline_s * (1 + RELATIVE_TOLERANCE):
                 relaxed_j = optimizer.relaxed(self._deadline_s).cost_j
-                own, by_rule = problem.own_order, schedule.stages in self._by_rule
-                judged = Judged(self.family.name, optimizer, relaxed_j, own, by_rule)
+                judged = Judged(self.family.name, optimizer, relaxed_j, problem.own_order)
             self._judged[schedule.stages] = judged
         return self._judged[schedule.stages]
 

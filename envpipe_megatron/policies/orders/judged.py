@@ -35,7 +35,6 @@ class Judged:
         family: what the order is called among others.
         score: the energy of its relaxed plan, J, or where only time counts its time, s.
         own: the framework's own order of the job.
-        by_rule: whether it has the extra forwards of EnvPipe's rule.
         price: what a further microbatch in flight must win, as a fraction of the score.
     """
 
@@ -43,7 +42,6 @@ class Judged:
     optimizer: Optimizer
     score: float
     own: Schedule
-    by_rule: bool = False
     price: float = WORTH
 
     @property
@@ -76,16 +74,13 @@ def best_by_family(judged: Iterable[Judged]) -> list[Judged]:
 def best_plan(judged: Iterable[Judged], planner: ObjectivePlanner) -> Plan:
     """Return the best plan of the first few orders, and of the framework's own if it is among them.
 
-    Of EnvPipe's rule too where changes of clock count, which orders are not judged by. What is
-    gained must be worth its memory. LinearProgramError: none of them has a plan.
+    What is gained must be worth its memory. LinearProgramError: none of them has a plan.
     """
     best: Plan | None = None
     least_judged = least = math.inf
     refused: LinearProgramError | None = None
     for rank, order in enumerate(sorted(judged, key=lambda order: order.worth)):
-        always = order.optimizer.schedule.stages == order.own.stages or (
-            order.by_rule and order.optimizer.plans_changes(planner.min_dwell_s)
-        )
+        always = order.optimizer.schedule.stages == order.own.stages
         if (rank >= ROUNDED and not always) or order.worth >= least_judged:
             continue
         try:
