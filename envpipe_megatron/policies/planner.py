@@ -9,7 +9,7 @@ import numpy as np
 from envpipe_megatron.core.plan import Plan
 from envpipe_megatron.core.profile import Profile
 from envpipe_megatron.policies.frequencies import POLICIES as RULES
-from envpipe_megatron.policies.frontier import FRONTIER_GAP, plan_frontier
+from envpipe_megatron.policies.frontier import plan_frontier
 from envpipe_megatron.policies.optimal.optimizer import Optimizer
 from envpipe_megatron.policies.orders.auto import AutoSearch, MemoryPoint, memory_frontier
 from envpipe_megatron.policies.problem import PlannerError, Problem
@@ -52,15 +52,8 @@ def make_frontier(profile: Profile, request: PlanRequest, num_points: int) -> li
         optimizers = AutoSearch(problem).competing()
     else:
         schedule, _ = build_order(problem)
-        optimizers = [
-            Optimizer(
-                schedule,
-                problem.profile,
-                problem.conditions,
-                parking=problem.park,
-                good_gap=FRONTIER_GAP,
-            )
-        ]
+        job = problem.profile, problem.conditions
+        optimizers = [Optimizer(schedule, *job, parking=problem.park)]
     return plan_frontier(optimizers, num_points, problem.min_dwell_s)
 
 

@@ -16,7 +16,6 @@ from itertools import chain, count, takewhile
 
 from envpipe_megatron.core.kinds import Kind
 from envpipe_megatron.core.plan import Plan
-from envpipe_megatron.policies.frontier import FRONTIER_GAP
 from envpipe_megatron.policies.objective import SHORTEST, Goal
 from envpipe_megatron.policies.optimal.linear_program import LinearProgramError
 from envpipe_megatron.policies.optimal.optimizer import Optimizer
@@ -128,13 +127,7 @@ class AutoSearch:
         orders += [order.optimizer.schedule for order in best_by_family(self.judged)]
         most = self.problem.most_in_flight
         return [
-            Optimizer(
-                order,
-                self._profile,
-                self._conditions,
-                parking=self.problem.park,
-                good_gap=FRONTIER_GAP,
-            )
+            Optimizer(order, self._profile, self._conditions, parking=self.problem.park)
             for order in {order.stages: order for order in orders}.values()
             if within(order, most, self._profile.weight_shares)
         ]
