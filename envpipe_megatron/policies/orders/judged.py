@@ -19,6 +19,7 @@ from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.policies.frontier import ObjectivePlanner
 from envpipe_megatron.policies.optimal.linear_program import LinearProgramError
 from envpipe_megatron.policies.optimal.optimizer import Optimizer
+from envpipe_megatron.policies.problem import Problem
 
 #: What a further microbatch in flight must save on the way, as a fraction of the energy: memory
 #: that buys nothing is not taken.
@@ -107,14 +108,11 @@ def peak_held(schedule: Schedule, weight_shares: ArrayLike = 1.0) -> FloatArray:
     return peaks
 
 
-def within(
-    schedule: Schedule, max_in_flight: Sequence[int] | None, weight_shares: ArrayLike = 1.0
-) -> bool:
-    """Return whether no stage holds more, in microbatches x chunks."""
-    if max_in_flight is None:
-        return True
-    held = peak_held(schedule, weight_shares)
-    return bool(np.all(held <= np.add(max_in_flight, HELD_TOLERANCE)))
+def within(order: Schedule, problem: Problem) -> bool:
+    """Return whether no stage holds more than a problem allows, in microbatches x chunks."""
+    most = problem.most_in_flight
+    held = peak_held(order, problem.profile.weight_shares)
+    return most is None or bool(np.all(held <= np.add(most, HELD_TOLERANCE)))
 
 
 def check_own_within(
