@@ -102,11 +102,12 @@ class _Numbers(click.ParamType):  # type: ignore[type-arg]  # generic in click's
 
 
 class Finite(click.FloatRange):
-    """A number in a range, which NaN and infinity are not; `of` is what it is to be."""
+    """One such number, which NaN and infinity are not."""
 
-    def __init__(self, min: float = 0, *, min_open: bool = False, of: Number | None = None) -> None:
-        super().__init__(min, min_open=min_open)
-        self._number = of or Number(least=min, positive=min_open or min > 0)
+    def __init__(self, number: Number = AMOUNT) -> None:
+        least = number.least if number.positive else 0
+        super().__init__(least, min_open=number.positive and not least)
+        self._number = number
 
     def convert(self, value: Any, param: Any, ctx: Any) -> float:
         """Read the number."""

@@ -136,14 +136,14 @@ def _file_name(ctx: click.Context, param: click.Parameter, value: str) -> str:
 @click.option(
     "--price",
     "price_per_kwh",
-    type=Finite(0),
+    type=Finite(),
     metavar="X",
     help="Price of a kWh, in a currency of your choice.",
 )
 @click.option(
     "--grid-intensity",
     "grid_g_per_kwh",
-    type=Finite(0),
+    type=Finite(),
     metavar="G",
     help="Carbon intensity of the grid, in g CO2 per kWh.",
 )

@@ -95,8 +95,8 @@ def energy() -> None:
 
 @energy.command(name="sum")
 @click.argument("files", type=EXISTING_FILE, nargs=-1, required=True)
-@click.option("--price", type=Finite(min=0), help="Price of a kWh, for a line of cost.")
-@click.option("--grid-intensity", type=Finite(min=0), help="g of CO2 a kWh, for a line of CO2.")
+@click.option("--price", type=Finite(), help="Price of a kWh, for a line of cost.")
+@click.option("--grid-intensity", type=Finite(), help="g of CO2 a kWh, for a line of CO2.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of tables.")
 def sum_energy(
     files: tuple[Path, ...], price: float | None, grid_intensity: float | None, as_json: bool

@@ -43,7 +43,7 @@ _OUTPUT_OPTION = click.option("--output", type=OUTPUT_FILE, required=True, help=
 @_OUTPUT_OPTION
 @click.option(
     "--blocking-power",
-    type=Finite(of=POWER),
+    type=Finite(POWER),
     help="Power of a GPU that waits in a receive, W. Default: the profile's sidecar, or 0.",
 )
 def import_freqs(
@@ -115,11 +115,11 @@ def export_schedule(plan_path: Path, output: Path | None) -> None:
 )  # fmt: skip
 @click.option(
     "--factor",
-    type=Finite(1, of=replace(FACTOR, least=1)),
+    type=Finite(replace(FACTOR, least=1)),
     help="Time of the slower replica over that of the framework's own order at the highest clocks.",
 )
 @click.option(
-    "--time", "time_s", type=Finite(min_open=True, of=replace(TIME, positive=True, below=1e300)),
+    "--time", "time_s", type=Finite(replace(TIME, positive=True, below=1e300)),
     help="Measured iteration time of the slower replica, s.",
 )  # fmt: skip
 @_OUTPUT_OPTION

@@ -44,15 +44,15 @@ _BYTES = Number(positive=True, unit="bytes", mistaken=(("GiB", 2.0**30), ("GB", 
     help="The fastest slowest stage, or the least planned energy among the fastest splits.",
 )  # fmt: skip
 @click.option(
-    "--memory-limit", type=Finite(min_open=True, of=_BYTES),
+    "--memory-limit", type=Finite(_BYTES),
     help="Bytes that a stage may hold at 1F1B's peak; needs bytes in the layers' file.",
 )  # fmt: skip
 @click.option(
-    "--time-tolerance", type=Finite(of=PERCENT), default=0.1, show_default=True,
+    "--time-tolerance", type=Finite(PERCENT), default=0.1, show_default=True,
     help="With --objective energy: percent that a split may be slower than the fastest.",
 )  # fmt: skip
 @click.option(
-    "--blocking-power", type=Finite(of=POWER),
+    "--blocking-power", type=Finite(POWER),
     help="Power of a GPU that waits in a receive, W. Default: 0.",
 )  # fmt: skip
 @click.option(

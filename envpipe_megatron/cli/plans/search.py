@@ -57,7 +57,7 @@ logger = logging.getLogger(__name__)
     "--global-batch", type=click.IntRange(min=1), required=True, help="Samples of an iteration."
 )
 @click.option(
-    "--memory", "memory_gib", type=Finite(min_open=True, of=_MEMORY),
+    "--memory", "memory_gib", type=Finite(_MEMORY),
     help="Of one GPU at its peak, GiB.",
 )  # fmt: skip
 @click.option(
@@ -65,7 +65,7 @@ logger = logging.getLogger(__name__)
     default=Goal.TIME.value, show_default=True, help="What is to be least.",
 )  # fmt: skip
 @click.option(
-    "--max-slowdown", "slowdown_percent", type=Finite(of=PERCENT), default=0.0, show_default=True,
+    "--max-slowdown", "slowdown_percent", type=Finite(PERCENT), default=0.0, show_default=True,
     help="With --objective energy or cost: percent that an iteration may take longer than that of "
     "the fastest configuration at the highest clocks.",
 )  # fmt: skip
@@ -86,13 +86,11 @@ logger = logging.getLogger(__name__)
     help="Model joules and clocks by a GPU preset, such as a100-sxm, where none were measured.",
 )  # fmt: skip
 @click.option(
-    "--blocking-power", "blocking_power_w", type=Finite(of=POWER),
+    "--blocking-power", "blocking_power_w", type=Finite(POWER),
     help="Power of a GPU that waits in a receive, W. Default: the power model's, or 0.",
 )  # fmt: skip
-@click.option("--energy-price", type=Finite(min=0), default=0.0, help="With cost: of a kWh.")
-@click.option(
-    "--gpu-price", type=Finite(min=0), default=0.0, help="With cost: of an hour of a GPU."
-)
+@click.option("--energy-price", type=Finite(), default=0.0, help="With cost: of a kWh.")
+@click.option("--gpu-price", type=Finite(), default=0.0, help="With cost: of an hour of a GPU.")
 @click.option(
     "--output", type=OUTPUT_FOLDER,
     help="Folder for the best configuration, and with joules its stage profile, plan and frontier.",
