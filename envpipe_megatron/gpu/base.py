@@ -14,6 +14,7 @@ import logging
 import math
 import os
 import re
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -233,14 +234,9 @@ class Gpu(ABC):
         """
         return math.inf
 
-    @property
     @abstractmethod
-    def observed_frequency_mhz(self) -> int:
-        """The SM clock that the GPU reports now."""
-
     def clock_state(self) -> ClockState:
         """Return the clock, throttle reasons and power limit. May take milliseconds."""
-        return ClockState(None, self.observed_frequency_mhz)
 
     def power_state(self) -> PowerState:
         """Return power profiles and power limits. May take milliseconds."""
@@ -255,9 +251,9 @@ class Gpu(ABC):
     def read_energy(self) -> EnergyReading:
         """Return the cumulative energy counter at its last refresh. May take milliseconds."""
 
-    @abstractmethod
     def time_s(self) -> float:
-        """Return the present instant on the time base of `EnergyReading.time_s`."""
+        """Return the present instant on the time base of `EnergyReading.time_s`: monotonic here."""
+        return time.monotonic()
 
 
 class ReadThroughGpu(Gpu):
@@ -277,11 +273,6 @@ class ReadThroughGpu(Gpu):
         self.supported_frequencies_mhz = reader.supported_frequencies_mhz
         self.read_apart = reader.read_apart
         self._reader = reader
-
-    @property
-    def observed_frequency_mhz(self) -> int:
-        """The reader's clock."""
-        return self._reader.observed_frequency_mhz
 
     def clock_state(self) -> ClockState:
         """Return the reader's."""

@@ -15,7 +15,7 @@ import json, os, time
 from pathlib import Path
 
 from envpipe_megatron.gpu.base import (
-    GpuAddress, GpuError, NoDriverError
+    ClockState, GpuAddress, GpuError, NoDriverError
 )
 from envpipe_megatron.gpu.energy_counter import EnergyCounter
 from envpipe_megatron.gpu.registry import Device, Driver, VendorGpu
@@ -83,14 +83,13 @@ class AcmeGpu(VendorGpu):
     def _reset(self):
         self._tell("reset")
 
-    observed_frequency_mhz = 900
     power_w = 100.0
+
+    def clock_state(self):
+        return ClockState(None, 900)
 
     def read_energy(self):
         return self._counter.read()
-
-    def time_s(self):
-        return time.monotonic()
 '''
 
 #: Two ranks on two cards, whose units take what those of emulated GPUs take.
