@@ -18,12 +18,12 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, Self, final
+from typing import TYPE_CHECKING, ClassVar, final
 
 from envpipe_megatron.errors import EnvPipeError
 
 if TYPE_CHECKING:
-    from envpipe_megatron.gpu.registry import Device, VendorGpu
+    from envpipe_megatron.gpu.registry import Device
     from envpipe_megatron.gpu.site import SiteConfig
 
 _LOG = logging.getLogger(__name__)
@@ -259,15 +259,11 @@ class Gpu(ABC):
 class ReadThroughGpu(Gpu):
     """Name, clock table and meters of another GPU object, whose own clock control is never used.
 
-    A subclass sets the clock its own way, and names its `backend`.
+    A subclass sets the clock its own way, as the site has it, and names its `backend`. GpuError if
+    that cannot be.
     """
 
-    @classmethod
-    def through(cls, reader: VendorGpu, site: SiteConfig) -> Self:
-        """Return a GPU under this back end, as the site has it; GpuError if that cannot be."""
-        return cls(reader)
-
-    def __init__(self, reader: Gpu) -> None:
+    def __init__(self, reader: Gpu, site: SiteConfig | None = None) -> None:
         self.address = GpuAddress(self.backend, reader.address.uid)
         self.name = reader.name
         self.supported_frequencies_mhz = reader.supported_frequencies_mhz

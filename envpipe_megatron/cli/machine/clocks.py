@@ -7,7 +7,7 @@ import os
 import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict
-from itertools import chain, pairwise
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +39,7 @@ from envpipe_megatron.gpu.emulated.emulated_gpu import EmulatedGpu
 from envpipe_megatron.gpu.emulated.store import ROOT_VARIABLE
 from envpipe_megatron.gpu.guard.lease import list_leases
 from envpipe_megatron.gpu.guard.lease_file import LeaseRecord, lease_name
-from envpipe_megatron.gpu.guard.resetting import Resetter
+from envpipe_megatron.gpu.guard.resetting import reset_clocks
 from envpipe_megatron.gpu.presets import override_for, sweep_range
 from envpipe_megatron.gpu.registry import Device, VendorGpu
 from envpipe_megatron.gpu.site import read_site
@@ -317,16 +317,12 @@ def reset(wanted: tuple[str, ...], dead_jobs: bool) -> None:
     site = read_site()
     gpus = _listed_gpus()
     chosen = [] if dead_jobs else _selected(wanted, gpus) if wanted else _visible(gpus)
-    resetter = Resetter(site)
     if not wanted:
         chosen = [gpu for gpu in chosen if _can_be_locked(gpu)]
     addresses = [gpu.address for gpu in chosen]
     index_of = {gpu.uid: gpu.index for gpu in gpus}
     done = []
-    outcomes = resetter.reset_all(addresses)
-    if not wanted:
-        outcomes = chain(outcomes, resetter.undo_others(address.uid for address in addresses))
-    for outcome in outcomes:
+    for outcome in reset_clocks(site, addresses, dead_jobs=not wanted):
         index = index_of.get(outcome.uid)
         name = outcome.uid if index is None else f"GPU {index} ({outcome.uid})"
         say(f"{name}: {outcome.what}")

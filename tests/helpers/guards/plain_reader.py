@@ -13,8 +13,9 @@ class PlainReader(Gpu):
     supported_frequencies_mhz = CLOCKS_MHZ
     power_w = 250.0
 
-    def __init__(self, uid=UUID):
+    def __init__(self, uid=UUID, pci_bus_id="0000:1b:00.0"):
         self.address = GpuAddress("nvml", uid)
+        self.pci_bus_id = pci_bus_id
 
     def _lock(self, frequency_mhz):
         raise AssertionError("a reader's own clock control was used")
@@ -23,7 +24,7 @@ class PlainReader(Gpu):
         raise AssertionError("a reader's own clock control was used")
 
     def device(self):
-        return Device("nvml", 3, self.address.uid, self.name, "0000:1b:00.0", "")
+        return Device("nvml", 3, self.address.uid, self.name, self.pci_bus_id, "")
 
     def clock_state(self):
         return ClockState(None, 1395, ("power cap",), 400.0)
