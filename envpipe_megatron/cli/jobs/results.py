@@ -144,8 +144,7 @@ def quickstart(text: Path, output: Path, preset: str) -> None:
     """
     from envpipe_megatron.report.report import PAGE_FILE
     from envpipe_megatron.report.summary import RESULT
-    from envpipe_megatron.trials.quickstart import Quickstart
-    from envpipe_megatron.trials.run import run_trial
+    from envpipe_megatron.trials.run import Quickstart, run_trial
     from envpipe_megatron.trials.settings import Settings
 
     settings = Settings(str(output.resolve()), str(text.resolve()), preset)
