@@ -14,7 +14,7 @@ from envpipe_megatron.core.plan import Plan, read_plan
 from envpipe_megatron.core.profile import read_profile
 from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.files import replace_files
-from envpipe_megatron.report.page.document import tables_page
+from envpipe_megatron.report.page.document import page_text
 from envpipe_megatron.report.summary import Section, to_markdown
 from envpipe_megatron.runtime.job.options import PROFILE_FILE
 from envpipe_megatron.trials.claims import Claim, Turns, difference
@@ -69,7 +69,7 @@ class Proof(Trial):
         replace_files(
             {
                 output / "summary.md": [to_markdown(title, sections, "prove")],
-                output / "index.html": [tables_page(title, marks, sections, "prove")],
+                output / "index.html": [page_text(title, marks, sections, "prove")],
             }
         )
 
