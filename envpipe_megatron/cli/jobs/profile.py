@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 import click
 
-from envpipe_megatron.cli.common import OUTPUT_FILE, check_outputs, counts
+from envpipe_megatron.cli.common import COUNTS, OUTPUT_FILE, check_outputs
 from envpipe_megatron.console import say
 from envpipe_megatron.core.kinds import Kind
 from envpipe_megatron.core.profile import read_profile
@@ -167,7 +167,7 @@ def _words(job: LayerJob) -> str:
 
 def _of_layers(name: str, help: str, metavar: str = "N[,N...]") -> Callable[[_Command], _Command]:
     """An option of --layers: several numbers."""
-    return click.option(name, type=counts(), metavar=metavar, help=help)
+    return click.option(name, type=COUNTS, metavar=metavar, help=help)
 
 
 @click.command(context_settings={"ignore_unknown_options": True})

@@ -15,7 +15,7 @@ import click
 from rich.console import Console
 from rich.markup import escape
 
-from envpipe_megatron.cli.common import OUTPUT_FILE, check_outputs, counts, numbers
+from envpipe_megatron.cli.common import COUNTS, OUTPUT_FILE, check_outputs, numbers
 from envpipe_megatron.console import say, show_table
 from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.files import replace_files
@@ -57,7 +57,7 @@ from envpipe_megatron.runtime.clocks.latency import measure_latency as measure
 @click.option("--emulated", metavar="PRESET", help="An emulated GPU of this preset instead.")
 @click.option(
     "--clocks",
-    type=counts(),
+    type=COUNTS,
     metavar="MHZ,MHZ[,...]",
     help="Changed between every two of them. Default: near all, 3/4 and 1/2 of the highest.",
 )

@@ -10,20 +10,28 @@ import click
 from click.core import ParameterSource
 
 from envpipe_megatron.cli.common import (
+    COUNTS,
     EXISTING_FILE,
     OUTPUT_FILE,
     PROFILE_OPTION,
     Finite,
-    amounts,
+    Numbers,
     check_outputs,
-    counts,
     known_blocking_power,
-    microbatches,
 )
 from envpipe_megatron.cli.plans.tables import cells, show_summary
 from envpipe_megatron.console import say, show_table
 from envpipe_megatron.core.conditions import SIDECAR_FIELDS, Conditions, make_conditions
-from envpipe_megatron.core.fields import ENERGY, FACTOR, POWER, RATIO, SHORT_TIME, TIME, Number
+from envpipe_megatron.core.fields import (
+    COUNT,
+    ENERGY,
+    FACTOR,
+    POWER,
+    RATIO,
+    SHORT_TIME,
+    TIME,
+    Number,
+)
 from envpipe_megatron.core.plan import read_order_and_groups
 from envpipe_megatron.core.profile import Profile, read_profile
 from envpipe_megatron.core.profile_rows import SplitBackward
@@ -55,6 +63,13 @@ _FIGURES = (
 _OF_MEMORY = ("schedule", "energy_j", "saving_percent", "microbatches_in_flight")
 _POWER_CAP = Number(positive=True, unit="W", mistaken=(("kW", 1e3),))
 _EACH = "one number, or one for each stage."
+
+
+def _microbatches(text: str) -> float:
+    """Read microbatches from 1, of which one of V chunks is a part: 5.5."""
+    read = COUNT if text.isdigit() else Number(least=1, positive=True)
+    number: float = read.of_text(text)
+    return number
 
 
 class _NameOrFile(click.Choice[str]):
@@ -139,7 +154,7 @@ class _NameOrFile(click.Choice[str]):
     help="With --policy optimal: lower the clock in long waits; with --use wait-power.",
 )  # fmt: skip
 @click.option(
-    "--blocking-power", type=amounts(of=POWER),
+    "--blocking-power", type=Numbers(POWER.of_text),
     help=f"Power of a GPU that waits in a receive, W; {_EACH} Default: what the profile's "
     "sidecar knows at the highest clock, or 0.",
 )  # fmt: skip
@@ -149,15 +164,15 @@ class _NameOrFile(click.Choice[str]):
     "always taken where it is known.",
 )  # fmt: skip
 @click.option(
-    "--p2p-latency", "latency_s", type=amounts(of=SHORT_TIME),
+    "--p2p-latency", "latency_s", type=Numbers(SHORT_TIME.of_text),
     help="Latency of a p2p hop, s; one number, or one for each boundary between stages.",
 )  # fmt: skip
 @click.option(
-    "--tail-time", "tail_time_s", type=amounts(of=TIME),
+    "--tail-time", "tail_time_s", type=Numbers(TIME.of_text),
     help=f"Time after a stage's last unit (gradient reduction, optimizer), s; {_EACH}",
 )  # fmt: skip
 @click.option(
-    "--tensor-parallel", "gpus_per_stage", type=counts(),
+    "--tensor-parallel", "gpus_per_stage", type=COUNTS,
     help=f"Tensor-parallel degree, GPUs that follow one plan; {_EACH}",
 )  # fmt: skip
 @click.option(
@@ -171,7 +186,7 @@ class _NameOrFile(click.Choice[str]):
 @click.option("--max-extra-forwards", type=click.IntRange(min=0), help="Limit for every stage.")
 @click.option(
     "--max-in-flight",
-    type=microbatches(BY_MEMORY),
+    type=Numbers(_microbatches, BY_MEMORY),
     help="Limit on microbatches held, or for each stage, or by the sidecar's free bytes. One "
     "of two chunks is half of one: 5.5.",
 )
