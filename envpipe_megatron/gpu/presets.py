@@ -23,7 +23,7 @@ from pathlib import Path
 from envpipe_megatron.core.kinds import Kind
 from envpipe_megatron.core.profile_rows import MEASURED_SPLIT
 from envpipe_megatron.gpu.base import GpuError
-from envpipe_megatron.gpu.toml_tables import build, parse_toml
+from envpipe_megatron.gpu.toml_tables import make, read_toml
 
 _FORMAT = "envpipe-gpu-preset/1"
 SWEEP_STEP = 0.04
@@ -210,8 +210,7 @@ def _load(path: Path) -> GpuPreset:
         content = path.read_bytes()
     except OSError as error:
         raise GpuError(f"Cannot read the GPU preset {path}: {error}") from error
-    table = parse_toml(content, f"GPU preset {path}", _FORMAT)
-    preset = build(GpuPreset, table, f"GPU preset {path}: field ", name=path.stem)
+    preset = make(GpuPreset, read_toml(content, path, _FORMAT), name=path.stem)
     _check(preset, path)
     return preset
 
@@ -235,7 +234,7 @@ def _check(preset: GpuPreset, path: Path) -> None:
         ),
     ):
         if wrong:
-            raise GpuError(f"GPU preset {path}: field {problem}", remedy="Correct the file.")
+            raise GpuError(f"{path}: field {problem}", remedy="Correct the file.")
 
 
 def override_for(nvml_name: str) -> ControlOverride | None:
