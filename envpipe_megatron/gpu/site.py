@@ -116,7 +116,7 @@ def in_user_namespace() -> bool:
 
 def _parse(path: Path, content: bytes) -> SiteConfig:
     document = read_toml(content, path, _FORMAT)
-    for unknown in document.data.keys() - {"format", "gpu_control"}:
+    for unknown in document.data.keys() - {"gpu_control"}:
         raise GpuError(f"{path}: unknown field", value=unknown, remedy="Known: gpu_control.")
     if "gpu_control" not in document.data:
         return SiteConfig(path)

@@ -17,12 +17,13 @@ Table = TypeVar("Table")
 
 
 def read_toml(content: bytes, path: Path, format_name: str) -> Fields:
-    """Return the fields of a file; GpuError if it is not TOML, or of another format."""
+    """Return a file's fields but its format; GpuError if it is not TOML, or of another one."""
     try:
         fields = Fields(tomllib.loads(decode(content)), path, GpuError)
     except ValueError as error:
         raise GpuError(f"{path} is not TOML: {error}", remedy="Repair the file") from error
     fields.check_format(format_name)
+    del fields.data["format"]
     return fields
 
 
@@ -36,7 +37,7 @@ def make(kind: type[Table], fields: Fields, **given: object) -> Table:
     """
     hints = {name: hint for name, hint in get_type_hints(kind).items() if name not in given}
     readers = {name: _reader(hint, fields.path / name) for name, hint in hints.items()}
-    return fields.make(kind, readers, ("format",), **given)
+    return fields.make(kind, readers, **given)
 
 
 def _reader(hint: Any, path: Path) -> Reader[Any]:
