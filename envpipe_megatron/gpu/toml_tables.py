@@ -37,7 +37,7 @@ def make(kind: type[Table], fields: Fields, **given: object) -> Table:
     """
     hints = {name: hint for name, hint in get_type_hints(kind).items() if name not in given}
     readers = {name: _reader(hint, fields.path / name) for name, hint in hints.items()}
-    return fields.make(kind, readers, **given)
+    return fields.make(kind, readers, (), **given)
 
 
 def _reader(hint: Any, path: Path) -> Reader[Any]:

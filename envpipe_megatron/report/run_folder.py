@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
+from envpipe_megatron.core.fields import read_json
 from envpipe_megatron.core.plan import Plan, read_plan
 from envpipe_megatron.core.profile import Profile, read_profile
 from envpipe_megatron.errors import EnvPipeError
@@ -207,14 +208,7 @@ def _objects(path: Path, files: str) -> Iterator[dict[str, Any]]:
 
 
 def _json_object(file: Path) -> dict[str, Any]:
-    """Read a JSON object; EnvPipeError if it is none."""
-    try:
-        data = json.loads(file.read_bytes())
-    except ValueError as error:
-        raise EnvPipeError(f"it is damaged: {error}") from error
-    if not isinstance(data, dict):
-        raise EnvPipeError("it is damaged: it is not a JSON object")
-    return data
+    return read_json(file, "File").data
 
 
 def _num_lines(folder: RunFolder) -> int:
