@@ -59,7 +59,7 @@ class GpuAddress:
     """Names a GPU for other processes of the node, and for the next job.
 
     `uid` is a real GPU's UUID, of an emulated one its folder and index (`/folder#0`): the same in
-    every process, whatever is visible.
+    every process, even where other GPUs are visible.
     """
 
     backend: str

@@ -129,5 +129,5 @@ def look_at(uid: str) -> VendorGpu:
 
 
 def open_reader(address: GpuAddress) -> Gpu:
-    """Open a GPU to read its meters, whatever back end changes its clock."""
+    """Open a GPU to read its meters; any back end may change its clock."""
     return open_gpu(address if address.backend == "emulated" else GpuAddress("none", address.uid))

@@ -6,9 +6,9 @@ clock it reaches when its maximum is requested:
     time(f)  = time(max) * (m + (1 - m) * top / g)
     power(f) = static + dynamic * (g / top) * V(g)^2
 
-`m` is the part of the time that waits for memory, whatever the clock. The voltage V, relative to
-that at `top`, lies at a floor up to a knee and rises linearly to 1 from there. The cap is a clock
-because that is what a power limit looks like from outside.
+`m` is the part of the time that waits for memory, the same at every clock. The voltage V, relative
+to that at `top`, lies at a floor up to a knee and rises linearly to 1 from there. The cap is a
+clock because that is what a power limit looks like from outside.
 
 A real GPU's clocks come from its own table: `sweep_range` says which are worth profiling, and a
 preset's table `[control]` where that kind of GPU needs something else.
@@ -89,7 +89,7 @@ class GpuPreset:
         static_power_w: power that no clock changes.
         voltage_floor: V at and below the knee, relative to V at the top clock, in (0, 1].
         power_cap_frequency_mhz: the highest clock that a full load reaches, None for the maximum.
-        control: for real GPUs of this kind, None if the preset is for emulation alone.
+        control: for real GPUs of this kind, None if the preset is for emulation only.
     """
 
     name: str
@@ -244,7 +244,7 @@ def override_for(nvml_name: str) -> ControlOverride | None:
 
 
 def model_for(gpu_name: str) -> GpuPreset | None:
-    """The preset whose model is nearest to a GPU's product, emulated or not; None if none is.
+    """Return the preset whose model is nearest to a GPU's product, emulated or not, or None.
 
     Where no preset has the name, one of the same chip: the first word of its name with a digit.
     """

@@ -34,7 +34,7 @@ CLAIMS_FORMAT = "envpipe-claims/1"
 
 
 class Trial:
-    """What the ranks of a quickstart or a proof report, and what it shows, complete or not.
+    """The reports of the ranks of a quickstart or a proof, and what they show, complete or not.
 
     Attributes:
         who: the command's work, in a word.

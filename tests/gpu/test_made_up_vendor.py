@@ -229,7 +229,7 @@ def test_what_it_refuses_is_said_and_nothing_is_changed(acme):
     doctor, reset = acme.commands("doctor", "clocks reset")
     assert "GPU 1: The card is sealed" in doctor[1]
     assert (reset[0], acme.told()) == (0, ["acme.a reset"])
-    assert "GPU 1 (acme.b): left alone: The card is sealed" in reset[1]
+    assert "GPU 1 (acme.b): left as it is: The card is sealed" in reset[1]
 
 
 def test_a_session_sets_its_clocks_and_gives_them_back(acme, tmp_path):

@@ -107,7 +107,7 @@ def measure_latency(
 
 
 def _cuda_device(device: int) -> tuple[str, KernelTimer]:
-    """The UUID of CUDA's device, and a timer on it."""
+    """Return the UUID of CUDA's device, and a timer on it."""
     try:
         import torch
     except ImportError as error:
@@ -165,7 +165,7 @@ def _listed_gpus() -> tuple[Device, ...]:
 
 
 def _selected(wanted: Sequence[str], gpus: Sequence[Device]) -> list[Device]:
-    """The GPUs that were named by index or UUID, in the order of the node."""
+    """Return the GPUs that were named by index or UUID, in the order of the node."""
     for name in wanted:
         if not any(name in (str(gpu.index), gpu.uid) for gpu in gpus):
             known = ", ".join(f"{gpu.index} ({gpu.uid})" for gpu in gpus)
@@ -175,7 +175,7 @@ def _selected(wanted: Sequence[str], gpus: Sequence[Device]) -> list[Device]:
 
 @click.group()
 def clocks() -> None:
-    """Clocks of this node's GPUs: what there is, giving them back, how long a change takes.
+    """Show clocks of this node's GPUs, give them back, measure how long a change takes.
 
     Example:
 
@@ -191,7 +191,7 @@ _GPU_OPTION = click.option(
     "wanted",
     multiple=True,
     metavar="INDEX|UUID",
-    help="This GPU alone, by nvidia-smi's index or by UUID; repeat for more.",
+    help="Only this GPU, by nvidia-smi's index or by UUID; repeat for more.",
 )
 
 
@@ -269,7 +269,7 @@ def _show_gpu(gpu: VendorGpu, now: dict[str, Any], all_clocks: bool) -> None:
 
 
 def _visible(gpus: Sequence[Device]) -> Sequence[Device]:
-    """GPUs that CUDA_VISIBLE_DEVICES shows, in the driver's order; all, if it is not set."""
+    """Return GPUs that CUDA_VISIBLE_DEVICES shows, in the driver's order; all if it is not set."""
     emulated = all(gpu.backend == EmulatedGpu.backend for gpu in gpus)
     if VISIBLE_VARIABLE not in os.environ or emulated:
         return gpus
@@ -278,7 +278,7 @@ def _visible(gpus: Sequence[Device]) -> Sequence[Device]:
 
 
 def _range_text(supported: Sequence[int]) -> str:
-    """Lowest and highest clock, the steps between, and how many there are."""
+    """Say the lowest and highest clock, the steps between, and how many there are."""
     steps = sorted({high - low for high, low in pairwise(supported)})
     stepped = f" in steps of {' and '.join(map(str, steps))} MHz" if 0 < len(steps) <= 2 else ""
     return f"{supported[-1]} to {supported[0]} MHz{stepped}, {len(supported)} clocks"
@@ -291,7 +291,7 @@ def _can_be_locked(listed: Device) -> bool:
     except GpuError:
         return True  # resetting it says what is wrong
     if obstacle:
-        say(f"GPU {listed.index} ({listed.uid}): left alone: {obstacle}")
+        say(f"GPU {listed.index} ({listed.uid}): left as it is: {obstacle}")
     return obstacle is None
 
 

@@ -89,7 +89,7 @@ def simulate(profile_path: Path, plan_path: Path, output: Path | None, as_json: 
 
 
 def _simulation_facts(plan: Plan) -> dict[str, Any]:
-    """Figures of a plan that `simulate` prints as JSON."""
+    """Return the figures of a plan that `simulate` prints as JSON."""
     baseline = plan.baseline
     return {
         **facts_of(plan, baseline.cost),

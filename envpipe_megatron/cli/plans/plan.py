@@ -90,7 +90,7 @@ class _NameOrFile(click.Choice[str]):
     "--num-microbatches", type=click.IntRange(min=1),
     help="Microbatches of an iteration; by default those of the file that --schedule names.",
 )  # fmt: skip
-@click.option("--output", type=OUTPUT_FILE, help="Plan JSON; without it, a plan is shown alone.")
+@click.option("--output", type=OUTPUT_FILE, help="Plan JSON; without it, a plan is only shown.")
 @click.option(
     "--schedule",
     type=_NameOrFile(tuple(SCHEDULES), case_sensitive=False),

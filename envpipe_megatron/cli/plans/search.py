@@ -185,7 +185,7 @@ def _warn_of_links(profile: LayerProfile, gpus: int, gpus_per_node: int) -> None
 def _with_power(
     profile: LayerProfile, preset: str | None, blocking_power_w: float | None
 ) -> tuple[LayerProfile, float]:
-    """The profile with joules as far as there are any, and the power of waiting."""
+    """Return the profile with joules as far as there are any, and the power of waiting."""
     if preset is not None:
         if profile.has_energy:
             raise EnvPipeError(

@@ -288,7 +288,7 @@ class NvmlGpu(VendorGpu):
         except GpuNotSupportedError:
             if self._reasons is pynvml.nvmlDeviceGetCurrentClocksThrottleReasons:
                 return ()
-            # Drivers before 535 know the call by its old name alone.
+            # Drivers before 535 know the call by its old name only.
             self._reasons = pynvml.nvmlDeviceGetCurrentClocksThrottleReasons
             return self._throttle_reasons()
         set_bits = (1 << place for place in range(bits.bit_length()) if bits >> place & 1)

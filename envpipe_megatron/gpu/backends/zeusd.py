@@ -38,7 +38,7 @@ _REQUEST_TIME_LIMIT_S = 5.0
 
 _LOOK_TIME_LIMIT_S = 2.0
 BEFORE_TOKEN_ENDS_S = 600.0
-"""As long as a guard tries to reset."""
+"""A guard tries to reset for as long."""
 
 PciAddress = tuple[int, int, int, int]
 """Domain, bus, device and function."""
@@ -176,7 +176,7 @@ class Zeusd:
         if any(not isinstance(address, str) for _, address in gpus):
             raise GpuError(
                 f"Zeusd at {self.address} does not report the PCI addresses of its GPUs",
-                remedy="Upgrade zeusd to 0.5 or newer: its numbers alone do not name a GPU safely",
+                remedy="Upgrade zeusd to 0.5 or newer: a number does not name a GPU safely",
             )
         gpu_ids = {pci_address(address): int(gpu_id) for gpu_id, address in gpus}
         return ZeusdOffer(gpu_ids, groups, auth_required)

@@ -74,7 +74,7 @@ class EmulatedGpu(VendorGpu):
 
     @classmethod
     def open(cls, root: str | os.PathLike[str] | None, index: int) -> Self:
-        """Open a GPU that exists, whatever its preset.
+        """Open a GPU that exists, of any preset.
 
         Raises GpuError if there is none, its file is foreign, or its preset is gone.
         """

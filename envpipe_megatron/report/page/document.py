@@ -178,7 +178,7 @@ def _timelines(table: UnitTable) -> Block:
         choices.append(("pipeline", "Pipeline", [every, *options], ""))
     text = (
         "The units of two iterations: low boxes are forwards, tall ones backwards, red frames the "
-        "critical path. Slack and path are those of the measured durations alone; energy is the "
+        "critical path. Slack and path follow from the measured durations; energy is the "
         "profile's at the clock that was asked for. Ctrl and the wheel, or + and -, zoom; dragging "
         "or arrow keys move; 0 shows all."
     )
