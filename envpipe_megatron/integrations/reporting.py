@@ -119,11 +119,11 @@ def _bill(
     for batch, comparison in compared.items():
         if comparison is not None:
             tokens = None if batch else summary["tokens_per_iteration"]
-            compared_text = Comparison(**comparison).bill_line(
+            line = Comparison(**comparison).bill_line(
                 len(ranks), tokens, clocks_kept=clocks_kept, power=ranks[0]["power"]
             )
             of_batch = f", batches of {batch}" if batch else ""
-            yield f"against the job's own baseline{of_batch}: {compared_text}"
+            yield f"against the job's own baseline{of_batch}: {line}"
     total = total_of(own for phases in sums for own in phases.values())
     yield f"energy of {len(ranks)} GPUs in training: {total.energy_j:.0f} J"
     yield from _step_line("the latest baseline", read_step(summary["baseline"]))

@@ -97,9 +97,8 @@ class AutoSearch:
             judged += search.search(problem, judged)
         if not judged:
             check_own_within(self._own, problem.most_in_flight, LinearProgramError)
-            self.problem.optimizer(self._own).relaxed(
-                self._time_s
-            )  # raises, and says how late even it is
+            own = self.problem.optimizer(self._own)
+            own.relaxed(self._time_s)  # raises, and says how late even it is
             raise self._refused or LinearProgramError(
                 "No order that was found keeps the limits of memory",
                 value=problem.most_in_flight,
