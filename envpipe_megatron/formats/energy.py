@@ -290,17 +290,12 @@ def _parse_line(line: bytes) -> tuple[EnergyWindow | EnergyNote, Any]:
     """Read a line; return what it says, and its JSON."""
     try:
         data = json.loads(line)
-        return parse_entry(data), data
+        if isinstance(data, dict) and data.get("format") == NOTE_FORMAT:
+            json.dumps(data, ensure_ascii=False).encode()  # what facts say is printed, too
+            return EnergyNote(read_text(data, "node"), read_text(data, "note"), data), data
+        return parse_window(data), data
     except (TypeError, KeyError, OverflowError, RecursionError) as error:
         raise ValueError("Not a line of an energy log") from error
-
-
-def parse_entry(data: Any) -> EnergyWindow | EnergyNote:
-    """Read a line from its JSON; raises one of the errors that `parse_line` catches."""
-    if isinstance(data, dict) and data.get("format") == NOTE_FORMAT:
-        json.dumps(data, ensure_ascii=False).encode()  # what facts say is printed, too
-        return EnergyNote(read_text(data, "node"), read_text(data, "note"), data)
-    return parse_window(data)
 
 
 def append_line(path: Path, entry: dict[str, Any]) -> None:
@@ -333,7 +328,7 @@ def _ends_a_line(descriptor: int, place: int) -> bool:
 
 
 def parse_window(data: Any) -> EnergyWindow:
-    """Return a window from its JSON; errors as for `parse_entry`."""
+    """Return a window from its JSON; raises one of the errors that `parse_line` catches."""
     if not isinstance(data, dict) or data.get("format", ENERGY_FORMAT) != ENERGY_FORMAT:
         raise ValueError
     shares_s = [data.get(name) for name in SHARES]

@@ -27,7 +27,7 @@ from envpipe_megatron.policies.request import BY_MEMORY, PlanRequest
 from envpipe_megatron.search.configuration import Configuration, Job
 from envpipe_megatron.search.layer_profile import LayerProfile
 from envpipe_megatron.search.work import (
-    StageWork,
+    StageLoad,
     most_held_bytes,
     replica_groups,
     stage_peak_bytes,
@@ -58,7 +58,7 @@ class Candidate:
     job: Job
 
     @cached_property
-    def works(self) -> tuple[StageWork, ...]:
+    def works(self) -> tuple[StageLoad, ...]:
         """Work of each stage; at its power limit a GPU is the faster the more it waits."""
         works = measured = self._measured_works
         for _ in range(_ROUNDS if self.profile.least_rested < 1 else 0):
@@ -70,7 +70,7 @@ class Candidate:
         return works
 
     @cached_property
-    def _measured_works(self) -> tuple[StageWork, ...]:
+    def _measured_works(self) -> tuple[StageLoad, ...]:
         """The same where no GPU ever waits."""
         return tuple(stage_work(self.profile, stage) for stage in self.configuration.stages)
 
@@ -126,7 +126,7 @@ class Candidate:
         """One iteration."""
         return self._timeline(self.works)
 
-    def _timeline(self, works: Sequence[StageWork]) -> Timeline:
+    def _timeline(self, works: Sequence[StageLoad]) -> Timeline:
         configuration = self.configuration
         schedule = framework_order(
             len(works), configuration.num_microbatches, configuration.num_chunks

@@ -24,7 +24,7 @@ from envpipe_megatron.core.schedule import Schedule
 from envpipe_megatron.policies.optimal.optimizer import order_at_maximum_s
 from envpipe_megatron.policies.orders.families import (
     ENVPIPE,
-    Family,
+    OrderFamily,
     costs_nothing,
     envpipe_orders,
     order_jobs,
@@ -46,7 +46,7 @@ _AGAIN = 1
 class ShortestSearch:
     """Searches the orders of one family of a problem, as `FamilySearch` does for energy."""
 
-    def __init__(self, family: Family, problem: Problem) -> None:
+    def __init__(self, family: OrderFamily, problem: Problem) -> None:
         self.family, self._problem = family, problem
         #: As many microbatches more as twice what 1F1B holds must win some 1e-4, of any pipeline.
         self._price = WORTH / problem.num_stages
