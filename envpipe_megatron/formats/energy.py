@@ -17,7 +17,7 @@ framework ran by itself, of `plan`, which is what lies between other phases, and
 is what a node's agent metered outside all training: evaluations, checkpoints, restarts). Steps of a
 batch of another size than the full one have phases of their own: `steady m24` with 24 microbatches.
 Phase `off` is the framework's own order at clocks that were given back, as an operator asked.
-`baseline` is the step that those of this GPU are compared with, where the job may save.
+`baseline` is the step that this GPU's steps are compared with, where the job may save.
 The older a job, the more windows are added up in a line, and lines are laid end to end: their
 instants and iterations are right to such a line (`energy_sums`). A writer may add fields, such as
 the name of a run. Ranks that are killed while they write leave torn lines; readers pass over them

@@ -215,7 +215,7 @@ def build_order(problem: Problem) -> Built:
         )
     if problem.profile.assumed is not None and not schedule.split:
         raise PlannerError(
-            f"Schedule {name} splits no backward, and it is said what that takes",
+            f"Schedule {name} splits no backward, and the cost of splitting is given",
             remedy="Leave --split-overhead out, or use --schedule auto.",
         )
     return schedule, notes

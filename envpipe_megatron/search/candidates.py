@@ -208,7 +208,7 @@ class Candidate:
         asked = partial(self._request, blocking_power_w, factor)
         try:
             plan = make_plan(self.stage_profile, asked(objective=objective)).plan
-        except LinearProgramError:  # the least time hoped for is that of no order that was found
+        except LinearProgramError:  # no order that was found is as fast as hoped
             plan = make_plan(self.stage_profile, asked()).plan
         limit = self.job.memory_bytes
         if limit is None or (self.peak_bytes_of(plan.schedule) <= limit).all():
@@ -230,7 +230,7 @@ class Candidate:
         )
 
     def frontier(self, blocking_power_w: float, num_points: int) -> list[Plan]:
-        """Return plans of which none is both faster and cheaper, the fastest first."""
+        """Return the plans that no other beats in both time and energy, the fastest first."""
         return make_frontier(self.stage_profile, self._request(blocking_power_w, 1.0), num_points)
 
     def _request(

@@ -29,7 +29,7 @@ class StageLoad:
         recomputed_s: [num_chunks] of it at the highest clock.
         held_bytes: [num_chunks] for each microbatch of a chunk in flight.
         beside_bytes: held at the peak besides: workspace, and one layer that is computed again.
-        parameters, expert_parameters: that the GPU holds, and those of them that are experts'.
+        parameters, expert_parameters: that the GPU holds, and the experts' among them.
         message_bytes: [num_chunks] the output of each chunk.
         rested: [num_frequencies] times where the GPU rests half of the time, of those without.
     """

@@ -26,7 +26,7 @@ _WEIGHTS_PATIENCE = 0.5
 
 @dataclass(frozen=True)
 class TurnRule:
-    """TurnRule by which a stage chooses among units that are ready.
+    """Rule by which a stage chooses among units that are ready.
 
     Args:
         strict: a forward and a gradient in turn, also where the forward must wait for room that

@@ -47,7 +47,7 @@ _THREADS = ThreadpoolController()
 
 @dataclass(frozen=True)
 class Solution:
-    """The best point that was found, in the problem's units; nobody has checked it.
+    """The best point that was found, in the problem's units, not checked yet.
 
     Args:
         segment: [num_segments] how far each is used.

@@ -1,4 +1,4 @@
-"""The optimal policy: the best frequencies for an order and a deadline, with a certificate.
+"""The optimal policy: the best frequencies of an order within a deadline, with a certificate.
 
 A linear program over the hulls gives durations and a lower bound, rounding gives frequencies that
 exist, and what is left between the two is printed with every plan.
@@ -130,7 +130,7 @@ class Optimizer:
         return replace(plan, energy_lower_bound_j=at_floor.lower_bound_j or None)
 
     def _or_by_rule(self, plan: Plan, deadline_s: float) -> Plan:
-        """Return the plan, or that of a simple rule if it is cheaper.
+        """Return the plan, or a simple rule's if it is cheaper.
 
         On profiles of a few odd clocks rounding can lose more than it gains on a rule.
         """

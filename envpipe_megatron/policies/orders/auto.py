@@ -135,7 +135,7 @@ class AutoSearch:
         time_s = plan.cost.iteration_time_s
         bounds_j = []
         for search in self._searches:
-            with suppress(LinearProgramError):  # of a family of which no order is so fast
+            with suppress(LinearProgramError):  # no order of that family is so fast
                 if isinstance(search, FamilySearch):
                     bounds_j.append(search.any_order_bound_j(time_s))
         return min(bounds_j, default=0.0)
@@ -207,7 +207,7 @@ def _peak(order: Judged) -> str:
 
 @dataclass(frozen=True)
 class MemoryPoint:
-    """The best plan found where stages hold so many microbatches beyond the framework's order."""
+    """The best plan where stages hold at most a number of microbatches beyond Megatron's order."""
 
     max_extra_forwards: int
     plan: Plan

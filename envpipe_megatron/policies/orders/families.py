@@ -48,7 +48,7 @@ _FEWEST_LOOKS, _MOST_LOOKS, _LOOK_BUDGET = 2, 4, 10_000
 #: Units of all orders whose linear programs a search may solve: eight of 8 x 24 in two chunks.
 _UNIT_BUDGET = 9_300
 _FEWEST_ORDERS = 1
-#: Of EnvPipe's family fewer of those that are near to the deadline, and at most so many.
+#: At most this many orders of EnvPipe's family that are near to the deadline.
 _MOST_NEAR = 8
 #: Multiples of EnvPipe's counts that are tried, and of even ramps: how many more than the next
 #: stage each stage has.

@@ -82,7 +82,7 @@ class ShortestSearch:
             look(split_from(shortest(each, self.family.name, most), first))
         if not found:
             return []
-        # Of the first stage nobody waits for a gradient; others have time for whole backwards.
+        # No stage waits for a gradient of the first; others have time for whole backwards.
         few = self.family.split and own.num_units <= _LOOK_BUDGET // problem.num_stages
         for stage in range(problem.num_stages if few else 0):
             look(split_from(found[min(found)], own.num_microbatches, stage))
