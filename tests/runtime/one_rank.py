@@ -46,7 +46,7 @@ class Known:
     activation_bytes: float
     free_bytes: float
     pending_bytes: tuple[float, ...] | None = None
-    spare_bytes: tuple[float, ...] | None = None
+    unit_bytes: tuple[tuple[float, ...], ...] | None = None
 
 
 class Memory:
