@@ -216,8 +216,8 @@ def bytes_by_chunk(
     changes: dict[tuple[Kind, int], list[float]] = defaultdict(list)
     forwarded: dict[int, int] = {}  # the last microbatch by chunk
     outlived = set[int]()  # chunks whose last input is all that is left of its microbatch
-    whole, of_first = False, 0
-    for own, change in zip(units, np.diff(allocated_bytes).tolist(), strict=True):
+    whole, of_first = False, 0.0
+    for own, change in zip(units, np.diff(allocated_bytes).astype(float), strict=True):
         kind, chunk = Kind.BACKWARD if whole else own.kind, own.chunk
         change += of_first
         if kind is Kind.FORWARD:
@@ -230,7 +230,7 @@ def bytes_by_chunk(
         if not own.combined:
             changes[kind, chunk].append(change)
         whole = own.combined
-        of_first = change if whole and own.kind is Kind.INPUT_GRADIENT else 0
+        of_first = change if whole and own.kind is Kind.INPUT_GRADIENT else 0.0
     chunks = range(1 + max(own.chunk for own in units))
     forward, backward, first, second = (
         np.array([np.median(changes[kind, chunk] or math.nan) for chunk in chunks])
