@@ -29,7 +29,7 @@ from envpipe_megatron.formats.steps import IntervalEnergy
 from envpipe_megatron.gpu.base import Gpu, ReadOnlyGpu
 from envpipe_megatron.gpu.devices import look_at
 from envpipe_megatron.integrations.device import FORWARD_VARIABLE, open_device, use_cpu
-from envpipe_megatron.integrations.framework_units import Followed
+from envpipe_megatron.integrations.framework_units import UnitFollower
 from envpipe_megatron.integrations.megatron.core import ForwardBackward
 from envpipe_megatron.policies.objective import SHORTEST
 from envpipe_megatron.policies.planner import make_plan
@@ -249,7 +249,7 @@ class Rank:
 
         def step(*, last: bool = False) -> list[torch.Tensor]:
             session.begin_step()
-            whole = Followed.whole_step(session) if arm.by_framework else None
+            whole = UnitFollower.whole_step(session) if arm.by_framework else None
             optimizer.zero_grad()
             reduced = forward_backward(
                 forward_step_func=gpt.forward_step,

@@ -13,7 +13,7 @@ from plain_stages import SPECS
 
 from envpipe_megatron.core.orders import builders
 from envpipe_megatron.formats.energy import Phase
-from envpipe_megatron.integrations.framework_units import Followed, Seen
+from envpipe_megatron.integrations.framework_units import SeenUnit, UnitFollower
 from envpipe_megatron.runtime.channel.carrier import ChannelError
 from envpipe_megatron.runtime.channel.collectives import Collectives
 from envpipe_megatron.runtime.execution.executor import always, make_record
@@ -348,9 +348,9 @@ def test_units_that_did_not_all_run_stand_for_no_others(world):
     session, timed = world.session(), []
     for whole in (True, False, True, True):
         run = session.open_iteration(SCHEDULE, SPECS)
-        followed = Followed(run, session.highest_clock)
+        followed = UnitFollower(run, session.highest_clock)
         for unit in run.units[: None if whole else 1]:
-            followed.begin(Seen(unit.kind, unit.microbatch))
+            followed.begin(SeenUnit(unit.kind, unit.microbatch))
             followed.end()
         followed.complete()
         assert run.whole == whole
