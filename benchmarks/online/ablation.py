@@ -39,7 +39,7 @@ from envpipe_megatron.tuning.measured.lateness import Lateness
 from envpipe_megatron.tuning.measured.store import Store
 from envpipe_megatron.tuning.planner import Planner
 from envpipe_megatron.tuning.probes import slack
-from envpipe_megatron.tuning.replicas import Followers
+from envpipe_megatron.tuning.replicas import ReplicaLevels
 
 _NEVER, _AS_IS = 10**9, "as it is"
 #: A module, a constant of it, and its value; or a function, text of it, and what is there instead.
@@ -97,9 +97,13 @@ VARIANTS: dict[str, tuple[Any, str, Any]] = {
     "times: unseen points stay": (Times._move, "for clock in unseen:", "for clock in ():"),
     "times: no point is forgotten": (Times._move, "alike or", "True or"),
     "times: beyond what was seen, all has changed": (Times._move, "near.append(1.0)", "pass"),
-    "replicas: none follows": (Followers.follow, "room < 1 + self._differ", "room > 0"),
+    "replicas: none follows": (ReplicaLevels.follow, "room < 1 + self._differ", "room > 0"),
     "replicas: noise tells them apart": (replicas, "_SURELY", 0.0),
-    "replicas: the slowest is as others": (Followers.compare, "factor.max()", "factor[self.usual]"),
+    "replicas: the slowest is as others": (
+        ReplicaLevels.compare,
+        "factor.max()",
+        "factor[self.usual]",
+    ),
     "replicas: one is measured": (
         Controller._learn_usual,
         "replicas, _FADES",

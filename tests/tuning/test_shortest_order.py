@@ -194,7 +194,7 @@ def test_an_order_that_has_become_slow_is_left(begin):
     assert ran.new[begin]
     assert not any(ran.new[begin + FOUND_OUT : begin + 60])
     said = " ".join(text for at, text in ran.said if begin <= at < begin + FOUND_OUT)
-    assert re.search(r"stage \d's units take \+\d|no stage's units tell why", said)
+    assert re.search(r"stage \d's units take \+\d|no stage's units say why", said)
     assert f"{FRAMEWORKS}the planned order is not faster any more (split backwards: +" in said
     assert told(ran, "Too slow: ")
     assert len(ran.tried) <= 4

@@ -30,7 +30,7 @@ from envpipe_megatron.core.timeline import RELATIVE_TOLERANCE
 from envpipe_megatron.errors import plain
 from envpipe_megatron.runtime.channel.carrier import StageSpecs
 from envpipe_megatron.runtime.channel.collectives import Collectives
-from envpipe_megatron.runtime.going_on import GoesOnError, in_words, on_every_rank
+from envpipe_megatron.runtime.fallback import DegradedError, in_words, on_every_rank
 from envpipe_megatron.runtime.memory.stage import (
     PREDICTION_ERROR,
     SAFETY_MARGIN,
@@ -48,7 +48,7 @@ logger = logging.getLogger(__name__)
 _GIB = 2**30
 
 
-class MemoryFullError(GoesOnError):
+class MemoryFullError(DegradedError):
     """An order that needs more memory than there is, on all ranks alike: another one goes on."""
 
 
@@ -95,7 +95,7 @@ class JobMemory:
         self._unusable_bytes = 0
 
     def begin_units(self) -> Callable[[Unit], None] | None:
-        """The next training iteration begins; what to call as a unit ends, if each is watched."""
+        """Begin an iteration; returns what to call as a unit ends, if each is watched."""
         source = self._source
         if source is None or self.watch is Watch.NOTHING:
             return None
@@ -107,7 +107,7 @@ class JobMemory:
         return self._unit_ended
 
     def units_ended(self) -> None:
-        """All units of the iteration have run: what the optimizer takes is not theirs."""
+        """End the units of an iteration: what the optimizer takes is not theirs."""
         if self._source is not None and self.watch is not Watch.NOTHING:
             of_units = self._peaks_bytes if self.watch is Watch.UNITS else []
             self._units_peak_bytes = max([self._source.peak_bytes(), *of_units])
@@ -148,8 +148,8 @@ class JobMemory:
         caches, which waits for all that the device does. With receives of NCCL it would wait for a
         sender that may be waiting for this stage, and both would hang when an error is due.
 
-        Raises MemoryFullError if there is too little (what ran before goes on), GoesOnError if the
-        prediction failed (nothing is known from here on), both on all ranks alike.
+        Raises MemoryFullError if there is too little (what ran before goes on), DegradedError if
+        the prediction failed (nothing is known from here on), both on all ranks alike.
         """
         source, stages, own = self._source, self.stages, self._own_order
         if stages is None or source is None or own is None:  # on every rank alike
@@ -194,7 +194,7 @@ class JobMemory:
         )
 
     def peak_bytes(self) -> int | None:
-        """The peak of the iteration that has just ended, if memory is known and it was watched."""
+        """Return the last iteration's peak, if memory is known and it was watched."""
         return None if self.stages is None else self._units_peak_bytes
 
     def compare(self, peak_bytes: int | None) -> None:
@@ -260,7 +260,7 @@ class JobMemory:
 
 
 def _least_room(replicas: Sequence[StageMemory | None]) -> StageMemory | None:
-    """The most memory that a stage's replicas take, and the least room; None if not all know."""
+    """Return the most memory of a stage's replicas, and the least room; None if not all know."""
     known = [own for own in replicas if own is not None]
     if len(known) < len(replicas):
         return None

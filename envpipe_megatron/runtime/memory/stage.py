@@ -62,7 +62,7 @@ class CudaMemory:
         self._device = torch.cuda.current_device()
 
     def read(self) -> Reading:
-        """One call into the allocator; the flat `memory_stats` takes several times as long."""
+        """Read by one call of the allocator; the flat `memory_stats` takes far longer."""
         stats = torch.cuda.memory.memory_stats_as_nested_dict(self._device)
         allocated = stats["allocated_bytes"]["all"]["current"]
         awaiting_streams = stats["active_bytes"]["all"]["current"] - allocated
@@ -71,11 +71,11 @@ class CudaMemory:
         )
 
     def peak_bytes(self) -> int:
-        """As `torch.cuda.max_memory_allocated`."""
+        """Return `torch.cuda.max_memory_allocated`."""
         return torch.cuda.max_memory_allocated(self._device)
 
     def reset_peak(self) -> None:
-        """As `torch.cuda.reset_peak_memory_stats`."""
+        """Call `torch.cuda.reset_peak_memory_stats`."""
         torch.cuda.reset_peak_memory_stats(self._device)
 
     def capacity_bytes(self) -> int:
@@ -101,7 +101,7 @@ class CudaMemory:
 
 
 def device_memory() -> CudaMemory | None:
-    """The memory of this rank's device; None without a CUDA device in use, or without counters."""
+    """Return this device's memory; None without a CUDA device in use, or without counters."""
     if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]  # torch's
         return None
     memory = CudaMemory()
@@ -144,14 +144,14 @@ class StageMemory:
 
     @property
     def free_bytes(self) -> float:
-        """The bytes free beside one microbatch, as a profile's sidecar has it.
+        """Return the bytes free beside one microbatch, as a profile's sidecar has it.
 
         The framework's own order holds more than one at the peak that the room was measured at.
         """
         return self.room_bytes + (self.baseline_in_flight - 1) * self.activation_bytes
 
     def with_room_below(self, peak_bytes: float) -> StageMemory:
-        """The same if there is no room for an order of such a peak, nor one microbatch below it."""
+        """Return the same without room for an order of such a peak, nor one microbatch below it."""
         below = peak_bytes - self.baseline_peak_bytes - self.activation_bytes
         return replace(self, room_bytes=max(0.0, min(self.room_bytes, below)))
 
@@ -173,7 +173,8 @@ def peaks_bytes(
         held = order.held(one, pending)  # nothing at the end, so before the first unit
         stage = np.arange(order.num_stages)[:, np.newaxis]
         beyond: FloatArray = needed[stage, order.priced_kinds, order.chunks]
-        return (np.maximum(held, np.roll(held, 1, axis=1)) + beyond).max(axis=1)
+        peaks: FloatArray = (np.maximum(held, np.roll(held, 1, axis=1)) + beyond).max(axis=1)
+        return peaks
 
     known = np.array([stage.baseline_peak_bytes for stage in stages])
     return tuple((known + most(schedule) - most(own)).tolist())
@@ -267,7 +268,7 @@ def knows_memory(sidecar: Sidecar) -> bool:
 
 
 def with_memory(profile: Profile, stages: Sequence[StageMemory] | None) -> Profile:
-    """The profile whose sidecar says what was measured, if anything was.
+    """Return the profile whose sidecar says what was measured, if anything was.
 
     What waits for weight gradients may be a bound: what an earlier start measured is kept.
     """
@@ -291,7 +292,7 @@ def in_flight_limit(
     profile: Profile,
     stages: Sequence[StageMemory] | None,
 ) -> tuple[float, ...] | None:
-    """For each stage, the most microbatches in flight that memory allows a job's plan.
+    """Return the most microbatches in flight that memory allows a plan, for each stage.
 
     Nothing is planned beyond what was measured, even if a file says more; the sidecar counts where
     a limit by memory is `asked` for. The framework's own order is allowed in any case: it
