@@ -1,4 +1,4 @@
-"""The planner for Python programs; docs/planner.md shows it at work.
+"""The planner for Python programs; docs/lookup/python.md shows it at work.
 
 These names, their arguments and their results stay the same within a major version. Modules behind
 them may move.

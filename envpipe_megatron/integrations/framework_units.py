@@ -94,7 +94,7 @@ class UnitFollower:
     @classmethod
     def whole_step(cls, session: Session) -> UnitFollower:
         """Begin a step that is one unit: no code on the host may run within it, as in a graph."""
-        order = builders.whole_iteration(len(session.pipeline_ranks))
+        order = builders.whole_iteration(session.parts.num_stages)
         no_message = StageSpecs.alike(TensorSpec(((1,),), (torch.uint8,), current_device()))
         followed = cls(session.open_iteration(order, no_message), session.highest_clock)
         followed.begin(SeenUnit(Kind.FORWARD))
@@ -162,7 +162,7 @@ def recognized(letters: Sequence[str], num_microbatches: int) -> Schedule:
         value=dict(enumerate(letters)),
         remedy="Report every forward and backward, and give the right num_microbatches. Other "
         "orders, with several chunks a stage or split backwards, EnvPipe has to execute "
-        "(docs/integration.md).",
+        "(docs/start/other.md).",
     )
 
 

@@ -1,7 +1,7 @@
 """Runs EnvPipe in any pipeline framework that reports when its units begin and end.
 
 The framework keeps its own loop, its own messages and its own order of units, which is 1F1B or
-GPipe; EnvPipe profiles, plans, sets clocks and meters. docs/integration.md says where the calls
+GPipe; EnvPipe profiles, plans, sets clocks and meters. docs/start/other.md says where the calls
 belong.
 """
 
@@ -78,7 +78,7 @@ class InstrumentedPipeline:
             profile and baseline. Without facts it starts over.
         timeout: time after which a silent rank is an error; by default that of torch's groups.
         say: prints a line; called on one rank.
-        settings: EnvPipe's options, as in docs/megatron_lm.md, without `--envpipe-` and with
+        settings: EnvPipe's options, as in docs/lookup/options.md, without `--envpipe-` and with
             underscores: `type`, `objective` (all but `time`), `energy_price`, `gpu_price`,
             `reconfigure`, `baseline_steps`, `profile_steps`, `profile`, `plan`, `max_slowdown`,
             `output`, `gpu_control`, `require_control`, `min_dwell_ms`, `gpu`.

@@ -232,7 +232,7 @@ class Job:
         self.session.describe_job(
             {
                 **facts.bill,
-                "level": str(Level.OBSERVE if self.session.only_measures else level),
+                "level": str(Level.OBSERVE if self.session.options.measures_alone() else level),
                 "type": options.type,
                 "scheduling": self._order_name,
                 "reconfigure": options.reconfigure,
@@ -287,14 +287,14 @@ class Job:
             asked = f"the plan {options.plan}"
         if options.one_clock:
             asked = f"one clock of least energy for the whole job, {slower}"
-        if self.session.only_measures:
+        if self.session.options.measures_alone():
             instead = "" if options.type == "baseline" else f", not {asked}"
             asked = f"only measuring, in the framework's order and at {clocks}{instead}"
         lines = [
             f"EnvPipe {__version__} is active: {asked}",
             f"clocks of {self.device.gpu.name}: {set_by} ({control.why})",
             f"in flight: {options.max_in_flight or 'no limit'}; "
-            f"output: {self.session.output_dir or 'none'}",
+            f"output: {self.session.parts.folder.path or 'none'}",
             *self.session.state.notes,
         ]
         if self.channel.about and not self._keeps_order:
@@ -318,7 +318,7 @@ class Job:
     def end(self) -> None:
         """Give the clock back, then print the energy bill; every rank calls it."""
         self.session.close()
-        folder = self.session.output_dir
+        folder = self.session.parts.folder.path
         lines = end_of_job(self.session, self.collectives, folder, self._tokens)
         if lines and folder is not None and not self.options.profile_only:
             lines.append(f"envpipe report {folder} shows where time and energy went")

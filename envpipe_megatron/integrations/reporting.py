@@ -46,7 +46,7 @@ class IntervalReport:
     @classmethod
     def gather(cls, session: Session) -> IntervalReport:
         """End the interval; every rank of the job calls it at the same iteration."""
-        return cls(session.gather(session.lap()))
+        return cls(session.energy.gather(session.energy.lap()))
 
     def scalars(self) -> dict[str, float]:
         """Return scalars for TensorBoard and W&B, beside Megatron's own of energy and power."""
@@ -84,15 +84,16 @@ def end_of_job(
     `tokens` are those of an iteration, if they are known.
     """
     own = session.summary()
-    by_stage = collectives.all_to_planner((own, session.energy_sums()))
+    by_stage = collectives.all_to_planner((own, session.energy.sums()))
     if not collectives.is_planner:
         return []
+    only_measures = session.options.measures_alone()
     ranks, sums = zip(*(rank for replicas in by_stage for rank in replicas), strict=True)
-    memory = session.memory.stages
+    memory = session.parts.memory.stages
     summary = {
         "format": SUMMARY_FORMAT,
         "created_by": f"envpipe {__version__}",
-        "only_measures": session.only_measures,
+        "only_measures": only_measures,
         "tokens_per_iteration": tokens,
         "baseline": own["baseline"],
         "job": comparison_facts(sums),
@@ -106,7 +107,7 @@ def end_of_job(
         except OSError as error:
             logger.error("%s could not be written: %s", path, error)
     whole_iterations = len(session.executed) == 1
-    return list(_bill(summary, sums, shares=session.only_measures and not whole_iterations))
+    return list(_bill(summary, sums, shares=only_measures and not whole_iterations))
 
 
 def _bill(
@@ -118,11 +119,11 @@ def _bill(
     for batch, comparison in compared.items():
         if comparison is not None:
             tokens = None if batch else summary["tokens_per_iteration"]
-            compared_text = Comparison(**comparison).told(
+            line = Comparison(**comparison).bill_line(
                 len(ranks), tokens, clocks_kept=clocks_kept, power=ranks[0]["power"]
             )
             of_batch = f", batches of {batch}" if batch else ""
-            yield f"against the job's own baseline{of_batch}: {compared_text}"
+            yield f"against the job's own baseline{of_batch}: {line}"
     total = total_of(own for phases in sums for own in phases.values())
     yield f"energy of {len(ranks)} GPUs in training: {total.energy_j:.0f} J"
     yield from _step_line("the latest baseline", read_step(summary["baseline"]))

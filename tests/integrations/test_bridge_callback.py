@@ -312,6 +312,10 @@ def test_the_level_is_that_of_the_same_arguments(changes, level, said, arguments
 
 
 def test_the_page_has_the_limits_that_are_bridges_own(arguments):
-    page = (Path(__file__).parents[2] / "docs" / "megatron_bridge.md").read_text().replace("`", "")
+    page = (
+        (Path(__file__).parents[2] / "docs" / "start" / "megatron_bridge.md")
+        .read_text()
+        .replace("`", "")
+    )
     for limit in set(arguments.BRIDGE_LIMITS) - set(arguments.LIMITS):
         assert f"\n| {limit.feature} | {limit.highest} |\n" in page

@@ -214,7 +214,8 @@ def test_whole_steps_are_opened_and_closed_outside_of_megatrons_function(hooks, 
     told, training = job.session.told, hooks._hooks.job
     run = SimpleNamespace(units=whole_iteration(1).stages[0], next_unit=None)
     run.begin_unit, run.end_unit = (partial(told.append, name) for name in ("begin", "end"))
-    job.session.pipeline_ranks, job.session.open_iteration = [0], lambda *_: run
+    job.session.parts = SimpleNamespace(num_stages=1)
+    job.session.open_iteration = lambda *_: run
     training.decision = replace(training.decision, level=Level.UNIFORM)
     training._microbatches, training._framework_function = 4, None
     monkeypatch.setattr(module, "get_num_microbatches", iter([4, 2]).__next__)
@@ -368,7 +369,8 @@ def called(config, ranks=(0, 1), told=None, later=None, **named):
     names = ("forward_step_func", "data_iterator", "num_microbatches", "micro_batch_size")
     given = dict.fromkeys(names, 1) | {"seq_length": 8, "model": SimpleNamespace(config=config)}
     given |= {"p2p_communicator": object(), "pg_collection": groups, **named}
-    session: Any = SimpleNamespace(pipeline_ranks=[0, 1], may_split=False, executed=[])
+    parts = SimpleNamespace(channel=SimpleNamespace(ranks=[0, 1]))
+    session: Any = SimpleNamespace(parts=parts, may_split=False, executed=[])
     stand_in = ForwardBackward(session, 1, lambda **given: own.append(given), first=first)
     with patch("torch.distributed.get_process_group_ranks", lambda group: list(ranks)):
         for _ in range(3):

@@ -183,7 +183,7 @@ def test_any_combination_gets_a_level_and_no_feature_raises_it():
 
 
 def test_the_user_guide_has_the_table():
-    guide = (Path(__file__).parents[2] / "docs" / "megatron_lm.md").read_text()
+    guide = (Path(__file__).parents[2] / "docs" / "lookup" / "levels.md").read_text()
     table = guide.partition("| feature | highest level |")[2].partition("\n\n")[0]
     assert table.splitlines()[2:] == [
         f"| {limit.feature} | `{limit.highest}` | {limit.reason} |" for limit in LIMITS

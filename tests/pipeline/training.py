@@ -766,7 +766,7 @@ def _session(
         result=result,
         num_chunks=job.chunks,
     )
-    fast_time.meanwhile = session.meter._sample
+    fast_time.meanwhile = session.parts.meter._sample
     return session
 
 

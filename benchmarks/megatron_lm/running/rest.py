@@ -70,7 +70,7 @@ def let_megatron_rest(rests: Question, rests_next: Question) -> Callable[[], Non
 
 def _tell_reader(session: Any, number: signal.Signals) -> None:
     """Tell the process that reads a real GPU's counter, which sums up what nobody reads."""
-    reader = session.meter._reader
+    reader = session.parts.meter._reader
     if reader is not None:
         reader._process.send_signal(number)
 

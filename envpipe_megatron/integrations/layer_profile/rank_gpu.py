@@ -84,7 +84,7 @@ class RankGpu:
 
 def _energy_j(meter: EnergyMeter, window: Window) -> float:
     try:
-        return meter.energy_j(window.begin_s, window.end_s) / window.runs
+        return meter.window(window.begin_s, window.end_s).energy_j / window.runs
     except MeterError:
         return math.nan
 

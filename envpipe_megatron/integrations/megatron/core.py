@@ -100,7 +100,7 @@ class ForwardBackward:
             found = self._first(self._why_not(arguments, groups))
             self._against = found and found[1]
             if self._session.may_split and not self._against:
-                self._session.memory.waiting_bytes = split_backward.waiting_bytes(arguments)
+                self._session.parts.memory.waiting_bytes = split_backward.waiting_bytes(arguments)
         own = self._framework_function or get_forward_backward_func()
         left = self._framework_iterations_left
         if arguments["collect_non_loss_data"] or self._against or left:
@@ -184,7 +184,7 @@ class ForwardBackward:
     def _why_not(self, arguments: dict[str, Any], groups: ProcessGroupCollection) -> str | None:
         """Return why the interpreter does not run this rank's call; None if it does."""
         config = get_model_config(listed(arguments["model"])[0])
-        ranks, joined = dist.get_process_group_ranks(groups.pp), self._session.pipeline_ranks
+        ranks, joined = dist.get_process_group_ranks(groups.pp), self._session.parts.channel.ranks
         given = {arguments[name] is not None for name in ("p2p_communicator", "pg_collection")}
         unknown = _unknown(arguments)
         against = {

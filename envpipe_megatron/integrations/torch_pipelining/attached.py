@@ -69,7 +69,7 @@ class AttachedPipeline(LeveledJob):
             and baseline. Without facts it starts over.
         timeout: time after which a silent rank is an error; by default that of torch's groups.
         say: prints a line; called on one rank.
-        settings: EnvPipe's options, as in docs/megatron_lm.md, without `--envpipe-` and with
+        settings: EnvPipe's options, as in docs/lookup/options.md, without `--envpipe-` and with
             underscores: `level`, `type`, `output`, `max_slowdown` and so on.
 
     Raises:

@@ -216,7 +216,7 @@ class Bill:
         gpus = len({window.member for window in steady})
         tokens = self.facts.get("tokens_per_iteration") if self._one_batch else None
         power = self.facts.get("power")
-        return comparison.told(gpus, tokens, clocks_kept=clocks_kept, power=power)
+        return comparison.bill_line(gpus, tokens, clocks_kept=clocks_kept, power=power)
 
     def per_unit(self) -> Mapping[str, float]:
         """Return the known of J per iteration, token and sample of training.

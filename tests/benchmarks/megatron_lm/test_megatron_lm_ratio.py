@@ -184,7 +184,8 @@ def test_megatron_is_alone_while_envpipe_rests(calls, own_s):
     turns, session = Turns(), object.__new__(Session)
     told: list[object] = []
     process = SimpleNamespace(send_signal=told.append)
-    session.meter = SimpleNamespace(_reader=SimpleNamespace(_process=process))
+    meter = SimpleNamespace(_reader=SimpleNamespace(_process=process))
+    session.parts = SimpleNamespace(meter=meter)  # type: ignore[assignment]
     order = object.__new__(HookedForwardBackward)
     order._framework_function = lambda **given: calls.append(given)
     between = rest.let_megatron_rest(

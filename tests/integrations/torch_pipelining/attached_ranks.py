@@ -241,7 +241,7 @@ def turning(turns: Sequence[tuple[Schedule, int]], job: Any, *rest: Any) -> Run[
     """Run orders as a test lists them, again and again, in place of what measurements tell."""
     top_mhz = max(job.gpu.supported_frequencies_mhz)
     for order, times in cycle(turns):
-        at_top = constant_order(Phase.STEADY, order, top_mhz, top_mhz)
+        at_top = constant_order(Phase.STEADY, order, top_mhz)
         clocked = Clocked(order, at_top.frequency_mhz)
         yield Command(Phase.STEADY, times, orders=(clocked,), note=f"turns to {order.name}")
 
@@ -391,7 +391,7 @@ def _train(rank: int, case: Case, root: Path | None, preset: str) -> dict[str, A
             "predicted": None if plan is None else (plan.cost, plan.baseline.cost),
             "clocks": None if plan is None else sorted(set(plan.frequency_mhz.ravel().tolist())),
             "summary": session.summary(),
-            "energy": session.energy_sums(),
+            "energy": session.energy.sums(),
         }
     return found
 
