@@ -89,7 +89,7 @@ class LeveledJob:
     def collectives(self) -> Collectives:
         """Return the job's collectives; there are none where it trains without EnvPipe."""
         assert self.job is not None
-        return self.job.collectives
+        return self.job.session.parts.collectives
 
     @property
     def in_step(self) -> bool:
@@ -98,8 +98,8 @@ class LeveledJob:
 
     def say(self, text: str) -> None:
         """Print a line on the planning rank; an empty one nowhere."""
-        if text and self.job is not None and self.collectives.is_planner:
-            self.job.say(text)
+        if text and self.job is not None:
+            self.session.parts.say(text)
 
     def announce(self) -> None:
         """Print what the job does."""

@@ -189,7 +189,7 @@ def test_what_is_set_late_leaves_all_steps_to_deepspeed(elsewhere):
     engine.__class__ = EnvPipeEngine
     engine.job, made, said = begin()
     engine.job.announce()
-    made[0].collectives.first = lambda own: elsewhere or (0, own)
+    made[0].session.parts.collectives.first = lambda own: elsewhere or (0, own)
     engine._check_again()
     assert [job.level for job in made] == [Level.ORDER, Level.OBSERVE]
     assert ("another rank" if elsewhere else "contiguous") in said[-1]

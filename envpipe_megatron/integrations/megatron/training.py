@@ -161,10 +161,10 @@ class Training(LeveledJob):
 
     def _why_not_order(self) -> str | None:
         """Return why the channel rules out level `order`, the same on all ranks; None if not."""
-        assert self.job is not None
-        if self.decision.to_check and self.job.channel.capacity is not None:
+        capacity = self.session.parts.channel.capacity
+        if self.decision.to_check and capacity is not None:
             return POSTED_AHEAD
-        stuck = find_stall(self._order_of(self._microbatches), self.job.channel.capacity)
+        stuck = find_stall(self._order_of(self._microbatches), capacity)
         if not stuck:
             return None
         return f"Megatron's order needs a deeper channel than one hardware queue has: {stuck[0]}"
