@@ -26,7 +26,6 @@ from envpipe_megatron.integrations.job import (
 from envpipe_megatron.integrations.levels import Decision, Level, Limit, decide
 from envpipe_megatron.integrations.reporting import IntervalReport
 from envpipe_megatron.runtime.channel.carrier import StageSpecs
-from envpipe_megatron.runtime.channel.collectives import Collectives
 from envpipe_megatron.runtime.job.options import JobOptions
 from envpipe_megatron.runtime.job.session import Session
 
@@ -84,12 +83,6 @@ class LeveledJob:
         """Return the job's session; there is none where it trains without EnvPipe."""
         assert self.job is not None
         return self.job.session
-
-    @property
-    def collectives(self) -> Collectives:
-        """Return the job's collectives; there are none where it trains without EnvPipe."""
-        assert self.job is not None
-        return self.job.session.parts.collectives
 
     @property
     def in_step(self) -> bool:

@@ -277,7 +277,6 @@ def test_a_step_without_memory_for_messages_is_deepspeeds_and_so_are_those_after
         "_own_steps_left": 0,
         "_specs": None,
         "micro_batches": 2,
-        "full_microbatches": 2,
         "_reserve_pipe_buffers": lambda count: None,
         "_prints": False,
         "steps_per_print": lambda: None,
