@@ -118,8 +118,8 @@ def train(rank):
             3, plain_stages.SPECS, lambda schedule: plain_stages.PlainWork(schedule, rank)
         )
     session.close()
-    summary = session.clock_summary()
-    found = [summary["backend"], summary["error"], session.meter.last_refresh_s > 0]
+    summary = session.clock.summary()
+    found = [summary["backend"], summary["error"], session.parts.meter.last_refresh_s > 0]
     (root / f"found-{rank}").write_text(json.dumps(found))
 
 sys.exit(run_forked(2, train, Path(sys.argv[1])))

@@ -291,7 +291,7 @@ def test_without_a_guard_on_one_rank_all_train_and_change_no_clock(pool, folder,
     for phase, _, _, notes, changes in ranks:
         assert (phase, changes) == ("warm-up", 0)
         assert "not only this user's" in notes[1]
-    assert any("left alone (" in text and "only this user's" in text for text in ranks[0][2])
+    assert any("left as they are (" in text and "only this user's" in text for text in ranks[0][2])
     for error in started(pool, folder, preset, "guard", require_control=True):
         assert "not only this user's" in error
 

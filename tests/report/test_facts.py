@@ -122,7 +122,7 @@ def test_iterations_of_another_order_are_not_counted():
 
 
 COMPARED = Comparison(0.2, 40.0, 12.0, 0.1, -10.0, 0.2)
-FACTS = ReportFacts((), *STEPS, COMPARED, COMPARED.told(6, None, clocks_kept=True))
+FACTS = ReportFacts((), *STEPS, COMPARED, COMPARED.bill_line(6, None, clocks_kept=True))
 
 
 @pytest.mark.parametrize("changed_nothing", [True, False])

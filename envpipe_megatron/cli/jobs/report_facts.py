@@ -237,7 +237,7 @@ def _metered_facts(folder: RunFolder) -> ReportFacts:
         average("baseline", _WARMUP, baseline),
         average(_STEADY, _STEADY, steady),
         compared,
-        bill.told(compared) if compared else "",
+        bill.in_words(compared) if compared else "",
         (*_stages("baseline", bill, _WARMUP), *_stages(_STEADY, bill, _STEADY)),
         tuple(notes),
     )

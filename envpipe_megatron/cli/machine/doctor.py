@@ -406,4 +406,4 @@ def _watchers() -> Answer:
     found = [*filter(shutil.which, ("nv-hostengine", "dcgm-exporter", "gcm"))]
     found += [f"nvidia-resiliency-ext {nvrx}, whose thresholds jobs lower"] if nvrx else []
     blind = "what compares stages while they train cannot tell a slowed one from a sick one"
-    return True, f"{', '.join(found) or 'none is found'}; {blind}: docs/operators.md", ""
+    return True, f"{', '.join(found) or 'none is found'}; {blind}: docs/do/operators.md", ""

@@ -97,7 +97,7 @@ def test_good_packages(packages):
     assert_check(found["DeepSpeed"], True, "0.19.8")
     assert_check(found["nvidia-ml-py"], True, "13.580")
     assert_check(found["cuda-bindings"], True, "13.0.3")
-    assert_check(found["watchers"], True, "nvidia-resiliency-ext 0.4.1", "docs/operators.md")
+    assert_check(found["watchers"], True, "nvidia-resiliency-ext 0.4.1", "docs/do/operators.md")
 
 
 def test_packages_that_will_not_do(packages):
