@@ -20,8 +20,8 @@ from envpipe_megatron.core.timeline import Timeline
 from envpipe_megatron.formats.timeline import RankIteration, parse_order
 from envpipe_megatron.report.charts import GREY, INK, PATH, SKY, Chart, Marks, columns_of
 from envpipe_megatron.report.pipelines import (
-    Gpu,
     IterationKey,
+    PlacedGpu,
     before_and_after,
     by_iteration,
     gpus_of,
@@ -58,7 +58,7 @@ class UnitTable:
             the iteration's time, `envelope` for those of the outer envelope.
     """
 
-    gpus: tuple[Gpu, ...]
+    gpus: tuple[PlacedGpu, ...]
     iterations: tuple[IterationKey, ...]
     shown: tuple[int, int]
     recorded: int
@@ -98,7 +98,7 @@ def unit_table(
 def _columns(
     number: int,
     reads: Sequence[RankIteration],
-    gpus: Sequence[Gpu],
+    gpus: Sequence[PlacedGpu],
     num_stages: int,
     offsets_s: Mapping[tuple[str, str], float],
     profile: Profile | None,
