@@ -9,4 +9,7 @@ import sys
 from pathlib import Path
 
 _TESTS = Path(__file__).resolve().parents[1] / "tests"
-sys.path[1:1] = [str(_TESTS / name) for name in ("helpers", "helpers/guards", "pipeline")]
+sys.path[1:1] = [
+    str(_TESTS / name)
+    for name in ("helpers", "helpers/guards", "helpers/emulated_jobs", "pipeline")
+]

@@ -1,7 +1,8 @@
 """Every figure and measurement that claims something without a GPU, and one table of claims.
 
     python benchmarks/all.py                      # all, under an hour on two cores
-    python benchmarks/all.py fig9_a ablation      # some
+    python benchmarks/all.py fig9_a overhead      # some
+    python -m benchmarks.all --list               # all commands, those on GPUs too
 
 If a part fails, the others still run, and its name is printed at the end. Figures take over the
 runs that another figure has already made in the same folder; give a new folder to make all anew.
@@ -28,7 +29,6 @@ _VERDICTS = {True: "yes", False: "**no**", None: ""}
 #: Each part's name, which is its folder's, with its script and options.
 PARTS: dict[str, tuple[str, ...]] = {
     **{name: ("figures/figure.py", name) for name in EXPERIMENTS},
-    "ablation": ("ablation/ablation.py",),
     "overhead": ("overhead/overhead.py",),
     "schedules": ("schedules/pictures.py",),
     "families": ("schedules/families.py",),

@@ -30,7 +30,6 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer import TransformerConfig
 
 from benchmarks.gpu.null_gpu import NullGpu
-from benchmarks.unmeasured import PRESET, stepped_order, write_unmeasured_plan
 from envpipe_megatron.core.channel_model import CARRIERS
 from envpipe_megatron.core.orders import builders
 from envpipe_megatron.core.orders.zero_bubble import split_in_place, zero_bubble
@@ -44,6 +43,7 @@ from envpipe_megatron.runtime.execution.executor import CudaExecutor, Executor
 from envpipe_megatron.runtime.job.options import JobOptions
 from envpipe_megatron.runtime.job.session import Session
 from envpipe_megatron.trials.model import forward_step
+from unmeasured import PRESET, stepped_order, write_unmeasured_plan
 
 VOCABULARY = 32000
 

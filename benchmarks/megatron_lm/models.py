@@ -9,7 +9,6 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmarks.unmeasured import another_each_unit, stepped_order, write_unmeasured_plan
 from envpipe_megatron.core import kinds
 from envpipe_megatron.core.orders import builders
 from envpipe_megatron.core.orders.greedy import shortest
@@ -17,6 +16,7 @@ from envpipe_megatron.core.orders.job import OrderJob
 from envpipe_megatron.core.orders.zero_bubble import split_in_place, zero_bubble
 from envpipe_megatron.core.schedule import Schedule
 from envpipe_megatron.policies.frequencies import envelope
+from unmeasured import another_each_unit, stepped_order, write_unmeasured_plan
 
 ROOT = Path(__file__).resolve().parents[2]
 CPU_RUN = ROOT / "tests" / "megatron_lm" / "cpu_run.py"

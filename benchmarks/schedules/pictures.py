@@ -17,7 +17,10 @@ import click
 from PIL import Image
 
 from benchmarks.outputs import markdown_line
-from benchmarks.planner.workloads import preset_profile
+
+# isort: split
+from presets import preset_profile  # of tests/helpers
+
 from envpipe_megatron.core.conditions import make_conditions
 from envpipe_megatron.core.kinds import WHOLE, Kind, unit
 from envpipe_megatron.core.orders import builders
@@ -139,8 +142,9 @@ def emulated_profile() -> Profile:
     assert preset.control is not None
     # As close as reconfiguring steps.
     control = replace(preset.control, profile_step_mhz=30)
-    clocks_mhz = sweep_range(preset.supported_frequencies_mhz, control)
-    return preset_profile(GPU, STAGES, UNIT_TIME_S, clocks_mhz)
+    _, *clocks_mhz = sweep_range(preset.supported_frequencies_mhz, control)
+    profile: Profile = preset_profile(GPU, STAGES, UNIT_TIME_S, clocks_mhz)
+    return profile
 
 
 def one_at_a_time() -> Schedule:

@@ -28,9 +28,9 @@ from benchmarks.megatron_lm.ratio import PART, Keeper, Rounds, ratio_rows
 from benchmarks.megatron_lm.running.jobs import State, at_free_port, launch_ranks
 from benchmarks.megatron_lm.running.rest import RESTING
 from benchmarks.megatron_lm.running.turns import Referee
-from benchmarks.unmeasured import another_each_unit, stepped_order, write_unmeasured_plan
 from envpipe_megatron.core.orders import builders
 from envpipe_megatron.policies.frequencies import envelope
+from unmeasured import another_each_unit, stepped_order, write_unmeasured_plan
 
 _ARM = Path(__file__).with_name("torchtitan_arm.py")
 _WARMUP = 3  # of EnvPipe's own, within the first turn
