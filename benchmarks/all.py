@@ -38,7 +38,6 @@ PARTS: dict[str, tuple[str, ...]] = {
     "h200_validation": ("planner/h200_validation.py",),
     "search_aceso": ("search/aceso.py",),
     "search_sailor": ("search/sailor.py",),
-    "search_energy": ("search/energy.py",),
     "search_scale": ("search/scale.py",),
 }
 

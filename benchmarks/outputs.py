@@ -118,10 +118,3 @@ def span(values: Sequence[float], digits: int = 1) -> str:
     """The least and the greatest value, such as `1.8 to 9.2`; one number where both are alike."""
     low, high = (f"{round(value, digits) + 0.0:.{digits}f}" for value in (min(values), max(values)))
     return low if low == high else f"{low} to {high}"
-
-
-def memory_mib(field: str) -> float:
-    """This process's memory by a field of Linux: VmRSS now, VmHWM the most so far."""
-    # Not ru_maxrss: Linux passes that on through fork and exec, so it is the parent's.
-    status = Path("/proc/self/status").read_text()
-    return int(status.partition(f"{field}:")[2].split()[0]) / 1024

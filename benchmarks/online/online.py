@@ -28,7 +28,8 @@ from typing import Any
 
 import click
 
-from benchmarks.outputs import leave, make_console, make_table, memory_mib, output_option
+from benchmarks.outputs import leave, make_console, make_table, output_option
+from benchmarks.processes import memory_mib
 from emulated_job import EmulatedJob
 from emulated_pipelines import Conditions, Pipelines
 from envpipe_megatron.core.profile_rows import MEASURED_SPLIT
