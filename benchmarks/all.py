@@ -20,7 +20,7 @@ import click
 from rich.console import Console
 
 from benchmarks.figures.experiments import EXPERIMENTS
-from benchmarks.outputs import CLAIMS_FILE, Claim, make_table, markdown_line, read_claims
+from benchmarks.outputs import CLAIMS_FILE, Claim, make_table, markdown_table, read_claims
 from envpipe_megatron.launch.signals import Signals
 
 _HERE = Path(__file__).resolve().parent
@@ -100,13 +100,18 @@ def collect_claims(output: Path, names: Iterable[str]) -> list[Claim]:
 def claims_table(claims: Iterable[Claim]) -> str:
     """A Markdown table of all claims, with the command beside each."""
     head = ("part", "seen", "on", "the paper or a rival", "agrees", "command")
-    lines = [markdown_line(head), markdown_line(["---"] * len(head))]
-    for claim in claims:
-        seen = f"{claim.claim}. {claim.why}".rstrip()
-        verdict = _VERDICTS[claim.agrees]
-        cells = claim.figure, seen, claim.basis, claim.paper, verdict, f"`{claim.command}`"
-        lines.append(markdown_line(cells))
-    return "\n".join(lines) + "\n"
+    rows = (
+        (
+            claim.figure,
+            f"{claim.claim}. {claim.why}".rstrip(),
+            claim.basis,
+            claim.paper,
+            _VERDICTS[claim.agrees],
+            f"`{claim.command}`",
+        )
+        for claim in claims
+    )
+    return markdown_table(head, rows) + "\n"
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import csv
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -53,6 +53,18 @@ def read_claims(folder: Path) -> list[Claim]:
     path = folder / CLAIMS_FILE
     text = path.read_text(encoding="utf-8") if path.is_file() else "[]"
     return [Claim(**entry) for entry in json.loads(text)]
+
+
+def markdown_table(
+    columns: Sequence[str], rows: Iterable[Iterable[str]], texts: Collection[str] | None = None
+) -> str:
+    """Return a table in Markdown; numbers lie right, unless a column is one of `texts`, or all are.
+
+    Args:
+        texts: names of columns; all without.
+    """
+    rules = ["---" if texts is None or name in texts else "---:" for name in columns]
+    return "\n".join(map(markdown_line, (columns, rules, *rows)))
 
 
 def markdown_line(cells: Iterable[str]) -> str:

@@ -44,7 +44,7 @@ from benchmarks.megatron_lm.running.jobs import Job, Site, State, modified, prep
 from benchmarks.megatron_lm.running.pool import Limits, run_jobs
 from benchmarks.megatron_lm.running.rest import RESTING
 from benchmarks.megatron_lm.unit_times import prediction_rows, unit_rows
-from benchmarks.outputs import markdown_line
+from benchmarks.outputs import markdown_table
 from benchmarks.shared_gpu import partitioned
 from envpipe_megatron.core.channel_model import CARRIERS
 
@@ -328,9 +328,8 @@ def write_report(state: State, site: Site, output: Path) -> str:
     lines += [f"{name}: {value}  " for name, value in state.machine.items()]
     for title, rows in found.items():
         if rows and title not in ("machine", "rounds", "commands"):
-            lines += ["", f"## {title}", "", markdown_line(rows[0])]
-            lines.append(markdown_line(["---"] * len(rows[0])))
-            lines += [markdown_line(map(_cell, row.values())) for row in rows]
+            table = markdown_table([*rows[0]], (map(_cell, row.values()) for row in rows))
+            lines += ["", f"## {title}", "", table]
     lines += ["", "## commands", ""]
     lines += [f"- {name}: `{command}`" for name, command in found["commands"].items()]
     text = "\n".join(lines) + "\n"

@@ -204,6 +204,7 @@ def _sizes(folder: Path) -> dict[str, int]:
 OPTIONS: dict[str, Any] = {
     "layers": 4, "hidden": 256, "sequence": 128, "microbatch_size": 1, "num_microbatches": 8,
     "blocks": 12, "block_iterations": 2, "steps": 2, "carrier": "auto",
+    "vocabulary": 512,
 }  # fmt: skip
 
 
@@ -224,18 +225,10 @@ def _compare() -> dict[str, Any]:
 
     from benchmarks.gpu.schedules import Bench
 
-    class CpuBench(Bench):
-        device = "cpu"
-        dtype = torch.float32
-        vocabulary = 512
-
-        def make_executor(self) -> Any:
-            return HostExecutor()
-
     parallel_state.initialize_model_parallel(pipeline_model_parallel_size=dist.get_world_size())
     tensor_parallel.random.initialize_rng_tracker(inference_rng_tracker=True, force_reset=True)
     torch.manual_seed(1234)
-    bench = CpuBench(OPTIONS)
+    bench = Bench(OPTIONS, "cpu", HostExecutor)
     bench.add_orders()
     report = bench.compare()
     bench.close()

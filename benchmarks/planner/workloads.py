@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
+import click
 from presets import preset_profile  # of tests/helpers
 
+from benchmarks import outputs
 from envpipe_megatron.core.conditions import Conditions
 from envpipe_megatron.core.kinds import Kind
 from envpipe_megatron.core.profile import Profile, read_profile
@@ -92,6 +95,21 @@ def read_workloads(data_dir: Path) -> list[Workload]:
             )
         )
     return workloads
+
+
+def workloads_here(names: Iterable[str] = ("",)) -> list[Workload]:
+    """Return those of ../shared/data whose keys contain one of some names.
+
+    Without the data it says so, and there are none. Raises click.UsageError if no key has a name.
+    """
+    if not outputs.PERSEUS_DATA.is_dir():
+        click.echo(f"Skipped: there are no profiles at {outputs.PERSEUS_DATA}.")
+        return []
+    known = read_workloads(outputs.PERSEUS_DATA)
+    found = [workload for workload in known if any(name in workload.key for name in names)]
+    if not found:
+        raise click.UsageError(f"No workload has such a name: {', '.join(names)}")
+    return found
 
 
 #: The pipeline that is used where there are no measured profiles: GPU, and times of units, s.

@@ -16,7 +16,7 @@ from pathlib import Path
 import click
 from PIL import Image
 
-from benchmarks.outputs import markdown_line
+from benchmarks.outputs import markdown_table
 
 # isort: split
 from presets import preset_profile  # of tests/helpers
@@ -180,7 +180,7 @@ def table(cases: Iterable[Case]) -> str:
     """The cases as a table in Markdown."""
     cases = list(cases)
     reference = next(case.plan.cost for case in cases if case.picture == "1f1b")
-    lines = [markdown_line(_COLUMNS), "| --- | --- | ---: | ---: | --- | ---: | ---: |"]
+    rows = []
     for case in cases:
         cost = case.plan.cost
         cells = (
@@ -192,8 +192,8 @@ def table(cases: Iterable[Case]) -> str:
             f"{cost.energy_j:.0f}",
             f"{round(cost.saving_percent(reference), 1) + 0.0:.1f}",  # never -0.0
         )
-        lines.append(markdown_line(cells))
-    return "\n".join(lines)
+        rows.append(cells)
+    return markdown_table(_COLUMNS, rows, texts=(*_COLUMNS[:2], "peak in flight, by stage"))
 
 
 if __name__ == "__main__":
