@@ -29,7 +29,7 @@ import subprocess
 import tarfile
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -39,10 +39,9 @@ import torch
 
 from benchmarks.megatron_lm import equality, lost, ratio, stress
 from benchmarks.megatron_lm.models import APEX, ENVPIPE, SIZES, TRANSFORMER_ENGINE
-from benchmarks.megatron_lm.ratio import Keeper, Rounds
+from benchmarks.megatron_lm.ratio import Rounds
 from benchmarks.megatron_lm.running.jobs import Job, Site, State, modified, prepare, prepare_corpus
 from benchmarks.megatron_lm.running.pool import Limits, run_jobs
-from benchmarks.megatron_lm.running.rest import RESTING
 from benchmarks.megatron_lm.unit_times import prediction_rows, unit_rows
 from benchmarks.outputs import markdown_table
 from benchmarks.shared_gpu import partitioned
@@ -55,8 +54,6 @@ _FOR_THE_END_S = 15.0
 #: Of all packed logs, bytes; an archive that is too large does not come back from some machines.
 _MOST_LOG_BYTES, _MOST_OF_A_LOG = 40 * 2**20, 2 * 2**20
 _ERROR = re.compile(r"^(?:\[rank\d+\]: *)?((?!.*ChildFailed)[\w.]*(?:Error|Exit)(?::.*)?)$", re.M)
-#: What jobs take to end when their last turn has ended, s.
-_FOR_AN_END_S = 20.0
 
 
 @click.command(help=(__doc__ or "").replace("\n\n    python", "\n\n\b\n    python"))
@@ -179,7 +176,9 @@ class _Proof:
         alone = self._limits(concurrency=1)
         run_jobs(self._site, self._state, self._jobs("stress", "energy"), alone)
         lost.run_jobs(self._site, self._state, self._jobs("lost"), alone)
-        self._take_turns(self._jobs("ratio"))
+        arms = self._jobs("ratio")
+        limits = self._limits(concurrency=len(arms))
+        ratio.take_turns(self._site, self._state, arms, self._rounds, limits)
 
     def show(self) -> None:
         for job in self._jobs(*PARTS):
@@ -187,30 +186,6 @@ class _Proof:
             status = run.get("status", "not run")
             old = status == "ok" and not self._state.done(job)
             click.echo(f"{job.name}: {'ok, of another job' if old else status}")
-
-    def _take_turns(self, jobs: Sequence[Job]) -> None:
-        longest_s = 0.0
-
-        def on_block(run: str, block: Any) -> None:
-            nonlocal longest_s
-            if block.turn:
-                longest_s = max(longest_s, block.time_s)
-            keeper(run, block)
-
-        def goes_on(left: int) -> bool:
-            # A round that is begun should end.
-            in_round = len(arms) * self._rounds.turns
-            turns = in_round if left % in_round == 0 else 1
-            return self._limits().left_s > 1.05 * turns * longest_s + _FOR_AN_END_S
-
-        arms = [job.name.split("/")[-1] for job in jobs]
-        arms += [RESTING] * any(job.rests for job in jobs)
-        keeper = Keeper(self._state, self._rounds, arms)
-        order = ratio.order(jobs)
-        limits = self._limits(concurrency=len(jobs))
-        run_jobs(
-            self._site, self._state, jobs, limits, order=order, goes_on=goes_on, on_block=on_block
-        )
 
     def _limits(self, concurrency: int | None = None) -> Limits:
         patience = self._site.ranks_per_gpu  # a first iteration then takes most of a minute

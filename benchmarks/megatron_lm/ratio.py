@@ -52,6 +52,7 @@ from benchmarks.megatron_lm.models import (
     training,
 )
 from benchmarks.megatron_lm.running.jobs import Job, Site, State
+from benchmarks.megatron_lm.running.pool import Limits, run_jobs
 from benchmarks.megatron_lm.running.rest import RESTING, rests_in
 from benchmarks.megatron_lm.running.turns import Block
 from envpipe_megatron.core.schedule import Schedule
@@ -69,6 +70,8 @@ _CUT = 0.2
 LEAST_ITERATION_S = 0.5
 _OF_A_NAME = re.compile(r"(.+)-m(\d+)")
 LOG_INTERVAL = 10
+#: What jobs take to end when their last turn has ended, s.
+_FOR_AN_END_S = 20.0
 #: Without weights that tell tokens apart, each expert gets its share of them by chance.
 _ZERO_WEIGHTS = "--init-method-std 0 --moe-router-force-load-balancing"
 #: As NVIDIA's performance recipes train. By default the host waits for each microbatch's loss.
@@ -93,6 +96,10 @@ class Rounds:
     def turns_of_a_job(self, arms: Collection[str]) -> int:
         """In a round: those of its arm, or of all arms where EnvPipe rests in some of them."""
         return self.turns * (len(arms) if RESTING in arms else 1)
+
+    def lengths(self, arms: Collection[str]) -> tuple[int, ...]:
+        """Return the iterations of each turn of a job, the warm-up first."""
+        return (self.warmup, *[self.iterations] * (self.turns_of_a_job(arms) * self.count))
 
 
 @dataclass(frozen=True)
@@ -235,14 +242,41 @@ def jobs(site: Site, state: State, of: Setting, rounds: Rounds) -> list[Job]:
     missing = rounds.count - len(measured(state, of.name, of.arms))
     if missing <= 0:
         return []
-    start = f"{PART}/{of.name} start"
-    number = 1 + len({n.split("/")[1] for n in state.runs if n.startswith(f"{start} ")})
-    turns = (rounds.warmup, *[rounds.iterations] * (rounds.turns_of_a_job(of.arms) * missing))
+    start, turns = next_start(state, of.name), replace(rounds, count=missing).lengths(of.arms)
     # One more: a turn ends where the next iteration would begin.
     iterations = sum(turns) + 1
-    return [
-        job_of(site, of, f"{start} {number}/{arm}", arm, iterations, turns) for arm in of.like.arms
-    ]
+    return [job_of(site, of, f"{start}/{arm}", arm, iterations, turns) for arm in of.like.arms]
+
+
+def next_start(state: State, name: str) -> str:
+    """Return what the names of a setting's next jobs begin with."""
+    start = f"{PART}/{name} start"
+    number = 1 + len({n.split("/")[1] for n in state.runs if n.startswith(f"{start} ")})
+    return f"{start} {number}"
+
+
+def take_turns(
+    site: Site, state: State, jobs_made: Sequence[Job], rounds: Rounds, limits: Limits
+) -> None:
+    """Run the arms of a setting in turns, and keep each round that there is time for."""
+    arms = [job.name.split("/")[-1] for job in jobs_made]
+    arms += [RESTING] * any(job.rests for job in jobs_made)
+    keeper, longest_s = Keeper(state, rounds, arms), 0.0
+
+    def on_block(run: str, block: Block) -> None:
+        nonlocal longest_s
+        if block.turn:
+            longest_s = max(longest_s, block.time_s)
+        keeper(run, block)
+
+    def goes_on(left: int) -> bool:
+        # A round that is begun should end.
+        in_round = len(arms) * rounds.turns
+        turns = in_round if left % in_round == 0 else 1
+        return limits.left_s > 1.05 * turns * longest_s + _FOR_AN_END_S
+
+    turns = order(jobs_made)
+    run_jobs(site, state, jobs_made, limits, order=turns, goes_on=goes_on, on_block=on_block)
 
 
 def order(jobs_made: Sequence[Job]) -> list[str]:

@@ -76,11 +76,11 @@ class Site:
 
 @dataclass(frozen=True)
 class Job:
-    """One run of pretrain_gpt.py.
+    """One run of pretrain_gpt.py, or of another script on ranks that take turns.
 
     Args:
         name: part/setting/arm.
-        arguments: Megatron's; `{folder}` is the job's own folder; `{scratch}`, `{corpus}` and
+        arguments: of the script; `{folder}` is the job's own folder; `{scratch}`, `{corpus}` and
             `{control}` are the site's.
         iterations: how often the train step is called.
         turns: iterations of each turn, where an order of turns is kept.
@@ -93,6 +93,7 @@ class Job:
         mark_norms: let Megatron take torch's norms for sequence parallelism, as the tests on the
             CPU do; without Apex and Transformer Engine it has no others.
         rests: whether EnvPipe rests in every other turn (`rest`).
+        entry: the script of each rank, in this checkout; it gets the job's file and the arguments.
     """
 
     name: str
@@ -109,6 +110,7 @@ class Job:
     mark_norms: bool = False
     rests: bool = False
     limit_s: float = 300.0
+    entry: str = "benchmarks/megatron_lm/running/entry.py"
 
     @property
     def identity(self) -> str:
@@ -224,7 +226,7 @@ def make_launch(job: Job, site: Site, socket_path: Path, *, by_torchrun: bool = 
     if "--envpipe" in arguments:
         arguments += ["--envpipe-channel", site.channel]
     options = (*at_free_port(), *apart(folder / "ranks")) if by_torchrun else None
-    script = [str(Path(__file__).with_name("entry.py")), str(folder / "job.json"), *arguments]
+    script = [str(ROOT / job.entry), str(folder / "job.json"), *arguments]
     return launch_ranks(
         job.num_ranks,
         options,
