@@ -10,10 +10,11 @@ runs that another figure has already made in the same folder; give a new folder 
 
 from __future__ import annotations
 
+import ast
 import subprocess
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import click
@@ -51,9 +52,13 @@ PARTS: dict[str, tuple[str, ...]] = {
     show_default=True,
     help="Folder for all parts and claims.md.",
 )
-def main(names: tuple[str, ...], output: Path) -> None:
+@click.option("--list", "listed", is_flag=True, help="Only list all commands, with what they show.")
+def main(names: tuple[str, ...], output: Path, listed: bool) -> None:
     """Run all parts, or those named, and collect their claims."""
     console = Console()
+    if listed:
+        console.print("\n".join(commands()), highlight=False, markup=False, soft_wrap=True)
+        return
     output.mkdir(parents=True, exist_ok=True)
     ended = []
     for name in names or PARTS:
@@ -71,6 +76,15 @@ def main(names: tuple[str, ...], output: Path) -> None:
     failed = [str(end["part"]) for end in ended if end["exit code"]]
     if failed:
         raise click.ClickException(f"Failed: {', '.join(failed)}")
+
+
+def commands() -> Iterator[str]:
+    """Return each command below benchmarks/, those that others start too, by its first line."""
+    for path in sorted(_HERE.rglob("*.py")):
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        if "__main__" in ast.unparse(tree.body[-1]):
+            module = ".".join(path.relative_to(_HERE.parent).with_suffix("").parts)
+            yield f"python -m {module}: {(ast.get_docstring(tree) or '').partition(chr(10))[0]}"
 
 
 def command_of(name: str, output: Path) -> list[str]:

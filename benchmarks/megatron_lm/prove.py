@@ -4,15 +4,14 @@
 
 Parts: `equality` of losses and gradient norms; `ratio` of iteration times, with peak memory and
 what the units of one order predict of another; `stress` by random orders and delays; `energy` as
-both sides print it; `lost`, what others do when a rank is killed or stopped; `report` of all that
-is in OUT. Level `units` has arms of its own, and is the only one for jobs that another order is not
-proven for; those with Transformer Engine or Apex run where these are installed. With
---ranks-per-gpu 4, one GPU is enough for all but energy and, without MPS, times (shared_gpu.py);
-more than --jobs 2 starve each other then, and of eight ranks more than one job. What is done
-already is not done again, so a call that ran out of time is simply repeated. Another --channel than
-auto has a folder of its own in OUT, and so have ranks that share GPUs. No clock is ever changed:
-all runs get a back end that sets nothing and ENVPIPE_FORBID_CLOCK_CONTROL=1, and none is started
-without.
+both sides print it; `report` of all that is in OUT. Level `units` has arms of its own, and is the
+only one for jobs that another order is not proven for; those with Transformer Engine or Apex run
+where these are installed. With --ranks-per-gpu 4, one GPU is enough for all but energy and, without
+MPS, times (shared_gpu.py); more than --jobs 2 starve each other then, and of eight ranks more than
+one job. What is done already is not done again, so a call that ran out of time is simply repeated.
+Another --channel than auto has a folder of its own in OUT, and so have ranks that share GPUs. No
+clock is ever changed: all runs get a back end that sets nothing and
+ENVPIPE_FORBID_CLOCK_CONTROL=1, and none is started without.
 """
 
 from __future__ import annotations
@@ -37,17 +36,17 @@ from typing import Any
 import click
 import torch
 
-from benchmarks.megatron_lm import equality, lost, ratio, stress
+from benchmarks.megatron_lm import equality, ratio, stress
 from benchmarks.megatron_lm.models import APEX, ENVPIPE, SIZES, TRANSFORMER_ENGINE
-from benchmarks.megatron_lm.ratio import Rounds
 from benchmarks.megatron_lm.running.jobs import Job, Site, State, modified, prepare, prepare_corpus
 from benchmarks.megatron_lm.running.pool import Limits, run_jobs
+from benchmarks.megatron_lm.running.rounds import Rounds, ratio_rows, take_turns
 from benchmarks.megatron_lm.unit_times import prediction_rows, unit_rows
 from benchmarks.outputs import markdown_table
 from benchmarks.shared_gpu import partitioned
 from envpipe_megatron.core.channel_model import CARRIERS
 
-PARTS = ("equality", "ratio", "stress", "energy", "lost", "report")
+PARTS = ("equality", "ratio", "stress", "energy", "report")
 ENERGY_RUN, _ENERGY_TARGET_PERCENT = "energy/envpipe", 1.0
 #: Kept of the time that a call may take, for logs and report, s.
 _FOR_THE_END_S = 15.0
@@ -175,10 +174,9 @@ class _Proof:
         # one alone computed; none did that had the GPUs for itself.
         alone = self._limits(concurrency=1)
         run_jobs(self._site, self._state, self._jobs("stress", "energy"), alone)
-        lost.run_jobs(self._site, self._state, self._jobs("lost"), alone)
         arms = self._jobs("ratio")
         limits = self._limits(concurrency=len(arms))
-        ratio.take_turns(self._site, self._state, arms, self._rounds, limits)
+        take_turns(self._site, self._state, arms, self._rounds, limits)
 
     def show(self) -> None:
         for job in self._jobs(*PARTS):
@@ -207,7 +205,6 @@ class _Proof:
         makers: dict[str, Callable[[], list[Job]]] = {
             "equality": lambda: equality.jobs(site, iterations),
             "stress": lambda: stress.jobs(site, options["stress_iterations"], delay_s),
-            "lost": lambda: lost.jobs(site),
             "energy": lambda: energy_jobs(site, options["energy_iterations"]),
             "ratio": lambda: ratio.jobs(site, self._state, setting, self._rounds),
         }
@@ -280,12 +277,11 @@ def report(state: State, site: Site) -> dict[str, Any]:
     return {
         "machine": state.machine,
         "equality": equality.rows(state, site.cpu),
-        "ratio": ratio.ratio_rows(state),
+        "ratio": ratio_rows(state),
         "prediction": ratio.rows_of_units(state, prediction_rows),
         "times of units": ratio.rows_of_units(state, unit_rows),
         "memory": ratio.memory_rows(state),
         "stress": stress.rows(state),
-        "lost": lost.rows(state),
         "energy": energy_rows(state),
         "not well": [
             {"run": name, "status": run["status"], "first error": error[1][:200] if error else ""}

@@ -25,10 +25,10 @@ from typing import Any
 import click
 
 from benchmarks.megatron_lm.models import ENVPIPE, STOCK, UNITS, Mapping, Planned
-from benchmarks.megatron_lm.ratio import Rounds, next_start, ratio_rows, take_turns
 from benchmarks.megatron_lm.running.jobs import Job, Site, State
 from benchmarks.megatron_lm.running.pool import Limits
 from benchmarks.megatron_lm.running.rest import RESTING
+from benchmarks.megatron_lm.running.rounds import Rounds, next_start, ratio_rows, take_turns
 from benchmarks.torch_pipelining.torchtitan_arm import SHIM_VARIABLE
 
 _ARM = "benchmarks/torch_pipelining/torchtitan_arm.py"
