@@ -35,7 +35,7 @@ from envpipe_megatron.core.channel_model import CARRIERS
 from envpipe_megatron.core.orders import builders
 from envpipe_megatron.core.orders.zero_bubble import split_in_place, zero_bubble
 from envpipe_megatron.core.schedule import Schedule
-from envpipe_megatron.gpu.base import FORBID_VARIABLE, EnergyReading, Gpu, GpuAddress
+from envpipe_megatron.gpu.base import FORBID_VARIABLE, ClockState, EnergyReading, Gpu, GpuAddress
 from envpipe_megatron.gpu.presets import load_preset
 from envpipe_megatron.integrations.megatron.core import ForwardBackward
 from envpipe_megatron.runtime.channel.collectives import all_pipelines, make_collectives
@@ -91,13 +91,11 @@ class NullGpu(Gpu):
 
     drives_hardware = changes_clock = False
     name = "no GPU"
-    observed_frequency_mhz: int = 0
     power_w: float = 0.0
 
     def __init__(self, frequencies_mhz: Sequence[int]) -> None:
         self.address = GpuAddress("null", f"none#{id(self)}")
         self.supported_frequencies_mhz = tuple(frequencies_mhz)
-        self.observed_frequency_mhz = frequencies_mhz[0]
 
     def _lock(self, frequency_mhz: int) -> None:
         """Do nothing."""
@@ -105,13 +103,13 @@ class NullGpu(Gpu):
     def _reset(self) -> None:
         """Do nothing."""
 
+    def clock_state(self) -> ClockState:
+        """Return the highest clock."""
+        return ClockState(None, self.supported_frequencies_mhz[0])
+
     def read_energy(self) -> EnergyReading:
         """Return 0 J at the present instant."""
         return EnergyReading(0.0, self.time_s())
-
-    def time_s(self) -> float:
-        """Return the monotonic clock's instant, s."""
-        return time.monotonic()
 
 
 class Bench:
@@ -211,7 +209,7 @@ class Bench:
             if self.device == "cuda":
                 report[name]["peak_memory_gib"] = self._peak_memory(name)
         for name in names:
-            clock = self.sessions[name].clock_summary()
+            clock = self.sessions[name].clock.summary()
             report[name] |= {"clock_requests": clock["changes"], "coalesced": clock["coalesced"]}
         return report
 
