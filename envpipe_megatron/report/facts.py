@@ -80,9 +80,9 @@ class Bubbles:
 def find_bubbles(
     recorded: Sequence[RankIteration], num_stages: int, top_mhz: int | None = None
 ) -> Bubbles | None:
-    """The bubbles of a job's own order; None if no whole pipeline was recorded at full clock.
+    """Return the bubbles of a job's own order; None without a whole pipeline at full clock.
 
-    None, too, for one stage, and for orders of forwards alone, as whole iterations are.
+    None, too, for one stage, and for orders of forwards only, as whole iterations are.
 
     Args:
         num_stages: of the job.
@@ -159,7 +159,7 @@ def _at_full_clock(
 
 
 def _span_s(reads: Sequence[RankIteration]) -> float:
-    """From a pipeline's first unit to its last; each node's clock begins anywhere.
+    """Return the time from a pipeline's first unit to its last; nodes' clocks begin anywhere.
 
     The first stage has the first unit, and the last backward ends there, too. Where stages share a
     node, all of them are looked at.
@@ -244,7 +244,7 @@ class ReportFacts:
         phases: an average step of each phase.
         baseline: what is compared with; None if that is not known.
         compared: the steady phase with the baseline; None if that cannot be said.
-        told: that in words.
+        in_words: the same in words.
         notes: what a reader of the figures must know.
         bubbles: None if no whole iteration at full clock was recorded.
         predicted: None without bubbles.
@@ -255,7 +255,7 @@ class ReportFacts:
     baseline: StepFacts | None = None
     steady: StepFacts | None = None
     compared: Comparison | None = None
-    told: str = ""
+    in_words: str = ""
     stages: tuple[StageFacts, ...] = ()
     notes: tuple[str, ...] = ()
     bubbles: Bubbles | None = None

@@ -1,9 +1,11 @@
 """The options of a job as flags: what goes without saying, and what is refused with its fix."""
 
 import argparse
+import os
 import re
 from functools import partial
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 
@@ -30,9 +32,8 @@ def parsed(flags):
 
 
 def read(flags="", *, save=None, on_gpu=True, num_stages=4, **environment):
-    return read_options(
-        parsed(flags), environment, num_stages=num_stages, save_folder=save, on_gpu=on_gpu
-    )
+    with patch.dict(os.environ, environment):
+        return read_options(parsed(flags), num_stages=num_stages, save_folder=save, on_gpu=on_gpu)
 
 
 @pytest.mark.parametrize(

@@ -50,7 +50,7 @@ All of torchrun's options are accepted before SCRIPT, among them
   --node-rank I   --master-addr HOST   --master-port PORT
   --rdzv-backend NAME   --rdzv-endpoint HOST:PORT
   -m (SCRIPT is a module)   --no-python (SCRIPT is a program)
-What follows SCRIPT is the script's alone.
+What follows SCRIPT is the script's own.
 
 \b
 What is not given is taken from torchrun's variables (PET_NNODES, ...), then
@@ -136,14 +136,14 @@ def _file_name(ctx: click.Context, param: click.Parameter, value: str) -> str:
 @click.option(
     "--price",
     "price_per_kwh",
-    type=Finite(0),
+    type=Finite(),
     metavar="X",
     help="Price of a kWh, in a currency of your choice.",
 )
 @click.option(
     "--grid-intensity",
     "grid_g_per_kwh",
-    type=Finite(0),
+    type=Finite(),
     metavar="G",
     help="Carbon intensity of the grid, in g CO2 per kWh.",
 )

@@ -48,7 +48,7 @@ def report(folder: Path, output: Path | None) -> None:
 
       envpipe report runs/quickstart
     """
-    from envpipe_megatron.report.report import PAGE_FILE, SUMMARY_FILE, TRACE_FILE
+    from envpipe_megatron.report.page.document import PAGE_FILE, SUMMARY_FILE, TRACE_FILE
     from envpipe_megatron.report.summary import BUBBLES, LEVELS, RESULT
 
     written = output or folder / "report"
@@ -74,7 +74,7 @@ def show_sections(sections: Iterable[Section], *titles: str) -> None:
 def report_on(folder: Path, output: Path) -> tuple[RunFolder, list[Section]]:
     """Write the report of a run's folder; what was read of it, and what the summary says."""
     from envpipe_megatron.cli.jobs.report_facts import report_facts
-    from envpipe_megatron.report.report import write_report
+    from envpipe_megatron.report.page.document import write_report
     from envpipe_megatron.report.run_folder import read_run_folder
 
     say_working(f"Reading {folder}")
@@ -95,8 +95,8 @@ def energy() -> None:
 
 @energy.command(name="sum")
 @click.argument("files", type=EXISTING_FILE, nargs=-1, required=True)
-@click.option("--price", type=Finite(min=0), help="Price of a kWh, for a line of cost.")
-@click.option("--grid-intensity", type=Finite(min=0), help="g of CO2 a kWh, for a line of CO2.")
+@click.option("--price", type=Finite(), help="Price of a kWh, for a line of cost.")
+@click.option("--grid-intensity", type=Finite(), help="g of CO2 a kWh, for a line of CO2.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of tables.")
 def sum_energy(
     files: tuple[Path, ...], price: float | None, grid_intensity: float | None, as_json: bool
@@ -142,10 +142,9 @@ def quickstart(text: Path, output: Path, preset: str) -> None:
 
       envpipe quickstart --text my_book.txt
     """
-    from envpipe_megatron.report.report import PAGE_FILE
+    from envpipe_megatron.report.page.document import PAGE_FILE
     from envpipe_megatron.report.summary import RESULT
-    from envpipe_megatron.trials.quickstart import Quickstart
-    from envpipe_megatron.trials.run import run_trial
+    from envpipe_megatron.trials.run import Quickstart, run_trial
     from envpipe_megatron.trials.settings import Settings
 
     settings = Settings(str(output.resolve()), str(text.resolve()), preset)

@@ -1,4 +1,4 @@
-"""Megatron's own forward-backward function, with hooks around its units.
+"""Runs Megatron's own forward-backward function with hooks around its units.
 
 Order and messages stay Megatron's, so nothing can differ and nothing can hang: EnvPipe times each
 unit and sets its clock. Its functions call `forward_step` and `backward_step` as names of
@@ -22,10 +22,10 @@ from envpipe_megatron.core.kinds import Kind
 from envpipe_megatron.core.schedule import Schedule
 from envpipe_megatron.integrations.device import current_device
 from envpipe_megatron.integrations.framework_units import (
-    Followed,
-    Recorded,
     Reporter,
-    Seen,
+    SeenUnit,
+    UnitFollower,
+    UnitRecorder,
     once,
 )
 from envpipe_megatron.integrations.hooking import replaced
@@ -41,18 +41,17 @@ _COMBINED = "combined_1f1b_schedule_for_interleaved_pipelining"
 _signature = functools.cache(inspect.signature)
 
 
-class KeptOrder:
-    """Stands in for the function that `get_forward_backward_func` returns, and calls it.
+class HookedForwardBackward:
+    """Replaces the function that `get_forward_backward_func` returns, and calls it.
 
-    The first iteration of each number of microbatches is Megatron's alone: its units are held
-    against the order that is planned for. If they come otherwise, Megatron trains on as it would
-    without EnvPipe: at the highest clock, should iterations of another number have set a lower one.
+    The first iteration of each number of microbatches is only recorded, and its units are compared
+    with the order that is planned for. If they differ, Megatron trains on as it would without
+    EnvPipe: at the highest clock, should iterations of another number have set a lower one.
 
     Args:
         session: gets an iteration for each call but the first.
         framework_function: Megatron's.
         order_of: the order that is planned for, of a number of microbatches.
-        full_microbatches: number of a batch of full size.
         collectives: of the job.
     """
 
@@ -61,23 +60,18 @@ class KeptOrder:
         session: Session,
         framework_function: Callable[..., list[Any]],
         order_of: Callable[[int], Schedule],
-        full_microbatches: int,
         collectives: Collectives,
     ) -> None:
         self._session = session
         self._framework_function = framework_function
         self._order_of = order_of
-        self._full_microbatches = full_microbatches
         self._collectives = collectives
         self._warn = once()
-        #: By number of microbatches, of those that have come; None if their units come otherwise.
+        #: By number of microbatches, once there was an iteration; None if its units came otherwise.
         self._orders: dict[int, Schedule | None] = {}
 
     def __call__(self, **arguments: Any) -> list[Any]:
-        """Call Megatron's function with its arguments; what it returns."""
-        if arguments.get("forward_only"):
-            self._session.pause()
-            return self._framework_function(**arguments)
+        """Call Megatron's function with its arguments, and return its result."""
         count = arguments["num_microbatches"]
         order = self._orders.get(count)
         if order is None:
@@ -86,17 +80,17 @@ class KeptOrder:
             known = count in self._orders
             return self._framework_function(**arguments) if known else self._first(arguments)
         specs = StageSpecs.alike(_message(arguments))
-        full = count == self._full_microbatches
+        full = count == self._session.options.num_microbatches
         run = self._session.open_iteration(order, specs, full_batch=full)
-        followed = Followed(run, self._session.highest_clock, self._warn)
-        with _told_of_units(followed):
+        followed = UnitFollower(run, self._session.highest_clock, self._warn)
+        with _reported_units(followed):
             losses = self._framework_function(**arguments)
         followed.complete()
         return losses
 
     def _first(self, arguments: dict[str, Any]) -> list[Any]:
-        seen = Recorded()
-        with _told_of_units(seen):
+        seen = UnitRecorder()
+        with _reported_units(seen):
             losses = self._framework_function(**arguments)
         count = arguments["num_microbatches"]
         order = self._order_of(count)
@@ -106,7 +100,7 @@ class KeptOrder:
         if not own:
             logger.warning(
                 "Units of %d microbatches come in another order than EnvPipe plans for, so it "
-                "leaves them alone: %s, and not %s",
+                "leaves them as they are: %s, and not %s",
                 count,
                 " ".join(map(str, seen.units)) or "none is seen",
                 " ".join(map(str, planned)),
@@ -114,26 +108,26 @@ class KeptOrder:
         return losses
 
 
-def _told_of_units(reporter: Reporter) -> AbstractContextManager[None]:
-    """Within, `reporter` is told of each unit that a function of Megatron's runs."""
+def _reported_units(reporter: Reporter) -> AbstractContextManager[None]:
+    """Within, each unit that a function of Megatron's runs is reported."""
 
     def around(kind: Kind, step: Callable[..., Any]) -> Callable[..., Any]:
         def unit(*args: Any, **kwargs: Any) -> Any:
-            reporter.begin(Seen(kind, kwargs.get("current_microbatch"), kwargs.get("vp_stage")))
+            reporter.begin(SeenUnit(kind, kwargs.get("current_microbatch"), kwargs.get("vp_stage")))
             result = step(*args, **kwargs)
             reporter.end()
             return result
 
         return unit
 
-    told = {name: around(kind, getattr(schedules, name)) for kind, name in _FUNCTIONS.items()}
+    hooked = {name: around(kind, getattr(schedules, name)) for kind, name in _FUNCTIONS.items()}
     if hasattr(schedules, _COMBINED):
-        told[_COMBINED] = _told_of_combined(getattr(schedules, _COMBINED), reporter)
-    return replaced(schedules, **told)
+        hooked[_COMBINED] = _reported_pairs(getattr(schedules, _COMBINED), reporter)
+    return replaced(schedules, **hooked)
 
 
-def _told_of_combined(step: Callable[..., Any], reporter: Reporter) -> Callable[..., Any]:
-    """Megatron's combined function, `reporter` told of what it runs: F alone, B alone, or a pair.
+def _reported_pairs(step: Callable[..., Any], reporter: Reporter) -> Callable[..., Any]:
+    """Return Megatron's combined function, which reports what it runs: F, B, or both as a pair.
 
     A pair may wait for its inputs within the call, in `pre_forward` and `pre_backward`, which come
     in this order: its units begin behind these.
@@ -148,13 +142,13 @@ def _told_of_combined(step: Callable[..., Any], reporter: Reporter) -> Callable[
         def begin_forward() -> None:
             microbatch = of["get_microbatch_id_in_model_chunk"](forward, forward=True)
             chunk = of["get_model_chunk_id"](forward, forward=True)
-            reporter.begin(Seen(Kind.FORWARD, microbatch, chunk, combined=pair))
+            reporter.begin(SeenUnit(Kind.FORWARD, microbatch, chunk, combined=pair))
             if pair:
                 reporter.end()
 
         def begin_backward() -> None:
             chunk = of["get_model_chunk_id"](backward, forward=False)
-            reporter.begin(Seen(Kind.BACKWARD, None, chunk))
+            reporter.begin(SeenUnit(Kind.BACKWARD, None, chunk))
 
         def behind(name: str, begin: Callable[[], None]) -> None:
             wait = of.get(name)
@@ -180,7 +174,7 @@ def _told_of_combined(step: Callable[..., Any], reporter: Reporter) -> Callable[
 
 
 def _message(arguments: dict[str, Any]) -> TensorSpec:
-    """What a stage sends to the next, near enough to measure what a message takes."""
+    """Return what a stage sends to the next, near enough to measure the time of a message."""
     model = arguments["model"]
     config = schedules.get_model_config(model[0] if isinstance(model, list) else model)
     parts = config.context_parallel_size

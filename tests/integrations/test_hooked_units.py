@@ -7,7 +7,7 @@ import pytest
 
 from envpipe_megatron.core.kinds import Kind
 from envpipe_megatron.core.orders import builders
-from envpipe_megatron.integrations.framework_units import Followed, Seen
+from envpipe_megatron.integrations.framework_units import SeenUnit, UnitFollower
 
 pytestmark = pytest.mark.xdist_group("megatron")
 
@@ -20,6 +20,7 @@ class Session:
 
     def __init__(self, *, begins=False):
         self.told: list[str] = []
+        self.options = SimpleNamespace(num_microbatches=M)
         self._begins = begins
 
     def open_iteration(self, schedule, specs, *, full_batch):
@@ -41,9 +42,6 @@ class Session:
     def highest_clock(self):
         self.told.append("highest")
 
-    def pause(self):
-        self.told.append("pause")
-
 
 @pytest.fixture
 def job(monkeypatch):
@@ -51,12 +49,12 @@ def job(monkeypatch):
     pytest.importorskip("megatron.core")
     from megatron.core.pipeline_parallel import schedules
 
-    from envpipe_megatron.integrations.megatron import kept
+    from envpipe_megatron.integrations.megatron import hooked
 
     monkeypatch.setattr(schedules, "forward_step", lambda **_: None)
     monkeypatch.setattr(schedules, "backward_step", lambda **_: None)
-    monkeypatch.setattr(kept, "_message", lambda arguments: None)
-    monkeypatch.setattr(kept.StageSpecs, "alike", lambda spec: None)
+    monkeypatch.setattr(hooked, "_message", lambda arguments: None)
+    monkeypatch.setattr(hooked.StageSpecs, "alike", lambda spec: None)
     steps = schedules.forward_step, schedules.backward_step
 
     def framework_function(**arguments):
@@ -74,10 +72,10 @@ def job(monkeypatch):
     def order_of(count):
         return builders.one_f_one_b(1, count)
 
-    stand_in = kept.KeptOrder(session, framework_function, order_of, M, ALONE)
+    stand_in = hooked.HookedForwardBackward(session, framework_function, order_of, ALONE)
 
-    def call(letters="FBFB", **more):
-        arguments = {"num_microbatches": letters.count("F"), "letters": letters, **more}
+    def call(letters):
+        arguments = {"num_microbatches": letters.count("F"), "letters": letters}
         assert stand_in(**arguments) == ["loss"]
         assert (schedules.forward_step, schedules.backward_step) == steps
         told, session.told = session.told, []
@@ -92,8 +90,8 @@ OWN = ("FBFB", "open F0 B0 F1 B1")
 @pytest.mark.parametrize(
     "calls",
     [
-        # The first iteration is Megatron's, and others are told of; forwards alone are a pause.
-        [("FBFB", ""), OWN, ("FF", "pause"), OWN],
+        # The first iteration is Megatron's, and others are told of.
+        [("FBFB", ""), OWN, OWN],
         # Each number has an order, and another's clocks are not left for what is Megatron's alone.
         [
             *(("FB", ""), ("FB", "open part F0 B0"), ("FBFB", "highest"), OWN),
@@ -109,16 +107,15 @@ OWN = ("FBFB", "open F0 B0 F1 B1")
 )
 def test_what_a_session_is_told_of_one_call_after_another(job, calls):
     for letters, told in calls:
-        more = {"forward_only": True} if told == "pause" else {}
-        assert " ".join(job(letters, **more)) == told
+        assert " ".join(job(letters)) == told
 
 
 def test_a_unit_that_begins_within_another_is_followed_no_more():
     session: Any = Session(begins=True)
     run = session.open_iteration(builders.one_f_one_b(1, 2), None, full_batch=True)
-    followed = Followed(run, session.highest_clock)
-    followed.begin(Seen(Kind.FORWARD, 0))
-    followed.begin(Seen(Kind.BACKWARD))
+    followed = UnitFollower(run, session.highest_clock)
+    followed.begin(SeenUnit(Kind.FORWARD, 0))
+    followed.begin(SeenUnit(Kind.BACKWARD))
     followed.end()
     followed.complete()
     assert session.told[:4] == ["open", "begin F0", "highest", "F0"]
@@ -128,9 +125,9 @@ def test_a_unit_that_begins_within_another_is_followed_no_more():
 def test_an_end_that_nobody_began_is_none():
     session: Any = Session()
     run = session.open_iteration(builders.one_f_one_b(1, 1), None, full_batch=True)
-    followed = Followed(run, session.highest_clock)
+    followed = UnitFollower(run, session.highest_clock)
     for kind in (Kind.FORWARD, Kind.BACKWARD):
-        followed.begin(Seen(kind))
+        followed.begin(SeenUnit(kind))
         followed.end()
         followed.end()
     assert session.told == ["open", "F0", "B0"]
@@ -139,7 +136,7 @@ def test_an_end_that_nobody_began_is_none():
 def test_units_of_a_pair_begin_behind_their_waits():
     """Which are within Megatron's function that runs both."""
     pytest.importorskip("megatron.core")
-    from envpipe_megatron.integrations.megatron import kept
+    from envpipe_megatron.integrations.megatron import hooked
 
     told: list[str] = []
     reporter: Any = SimpleNamespace(
@@ -153,6 +150,6 @@ def test_units_of_a_pair_begin_behind_their_waits():
         told.append("run")
 
     waits = [lambda chunk, name=name: told.append(f"wait {name}") for name in "FB"]
-    step = kept._told_of_combined(run, reporter)
+    step = hooked._reported_pairs(run, reporter)
     step(lambda virtual, forward: virtual, lambda virtual, forward: 1, 3, 2, *waits)
     assert told == ["wait F", "F3.1+", "end", "wait B", "B.1", "run", "end"]
