@@ -94,15 +94,14 @@ class PlannedJob:
         """Return how many of the boundaries between stages lie between nodes, in some pipeline."""
         between = 1 if getattr(self.args, "use_tp_pp_dp_mapping", False) else self.replicas()
         stride = between * self.ranks // (self.stages * self.replicas())
-        node = self.ranks_per_node
-        ranks = range(0, self.stages * stride, stride)
-        crosses = [
-            any(
-                (rank + first) // node != (rank + stride + first) // node for first in range(stride)
-            )
-            for rank in ranks[:-1]
-        ]
-        return sum(crosses)
+
+        def node_of(stage: int, pipeline: int) -> int:
+            return (stage * stride + pipeline) // self.ranks_per_node
+
+        return sum(
+            any(node_of(stage, each) != node_of(stage + 1, each) for each in range(stride))
+            for stage in range(self.stages - 1)
+        )
 
 
 def explain(job: PlannedJob) -> dict[str, list[str]]:
@@ -188,8 +187,8 @@ def _carriers(job: PlannedJob, decision: Decision, at: JobOptions) -> Iterator[s
         crossing = boundaries
     if inside := boundaries - crossing:
         yield (
-            f"within nodes ({inside} of {boundaries} boundaries): one-sided copies where GPUs reach "
-            "each other's memory and cuda-bindings is installed, else NCCL's receives"
+            f"within nodes ({inside} of {boundaries} boundaries): one-sided copies where GPUs "
+            "reach each other's memory and cuda-bindings is installed, else NCCL's receives"
         )
     if crossing:
         asked = "as asked for" if at.channel == "receives" else "between nodes"

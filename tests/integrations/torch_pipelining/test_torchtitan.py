@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from envpipe_megatron.integrations.options import OptionError
 from envpipe_megatron.integrations.torch_pipelining import torchtitan
 from envpipe_megatron.integrations.torch_pipelining.orders import AttachError
 
@@ -144,9 +145,9 @@ def test_a_command_line_is_divided():
     words = ["--a", "1", "--envpipe-level", "units", "--envpipe-sweep", "--envpipe-output=x", "b"]
     settings = {"level": "units", "sweep": True, "output": Path("x")}
     assert torchtitan.divided(words) == (settings, ["--a", "1", "b"])
-    with pytest.raises(AttachError, match="--envpipe-level: expected one argument"):
+    with pytest.raises(OptionError, match="--envpipe-level: expected one argument"):
         torchtitan.divided(["--envpipe-level"])
-    with pytest.raises(AttachError, match=r"No such option .*got --envpipe-levels=3"):
+    with pytest.raises(OptionError, match=r"No such option .*got --envpipe-levels=3"):
         torchtitan.divided(["--envpipe-levels=3"])
 
 
