@@ -294,7 +294,8 @@ class Job:
         """Give the clock back, then print the energy bill; every rank calls it."""
         self.session.close()
         folder = self.session.output_dir
-        lines = end_of_job(self.session, self.collectives, folder, self._tokens)
+        price = self.options.energy_price or None
+        lines = end_of_job(self.session, self.collectives, folder, self._tokens, price)
         if lines and folder is not None and not self.options.profile_only:
             lines.append(f"envpipe report {folder} shows where time and energy went")
         for line in lines:

@@ -13,6 +13,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from envpipe_megatron.errors import EnvPipeError
+from envpipe_megatron.formats.account import Tariff
 from envpipe_megatron.formats.energy import split_phase
 from envpipe_megatron.gpu.base import GpuError
 from envpipe_megatron.gpu.guard.lease import list_leases
@@ -20,7 +21,6 @@ from envpipe_megatron.launch.agent.agent import NodeAgent
 from envpipe_megatron.launch.agent.control import with_control
 from envpipe_megatron.launch.agent.ledger import GpuLedger
 from envpipe_megatron.launch.bill.bill import Bill
-from envpipe_megatron.launch.bill.report import Tariff
 
 _JOB = ("job_name",)
 _NODE = (*_JOB, "node")
