@@ -103,9 +103,19 @@ def test_boundaries_cross_nodes_where_ranks_of_neighbours_do(per_node, mapping):
 
 def test_one_hardware_queue_over_nccl_lowers_what_must_check_itself():
     one_queue = {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
-    said = explained("--num-experts 8", environment=one_queue, nodes=4, ranks_per_node=1)
-    assert "between nodes (3 of 3 boundaries): NCCL's receives" in said["carries"]
-    assert said["carries"][-1].endswith(f"level units: {POSTED_AHEAD}")
+    over_nodes = {"environment": one_queue, "nodes": 4, "ranks_per_node": 1}
+    said = explained("--num-experts 8", **over_nodes)
+    assert said["gets"][0].startswith("level units")
+    assert said["way"] == [f"of level order: mixture of experts ({POSTED_AHEAD})"]
+    with pytest.raises(LevelError, match="mixture of experts"):
+        explained("--num-experts 8", JobOptions(level=Level.ORDER), **over_nodes)
+    assert (
+        "between nodes (3 of 3 boundaries): NCCL's receives"
+        in explained("", **over_nodes)["carries"]
+    )
+    within = explained("--num-experts 8", environment=one_queue)
+    assert within["gets"][0].startswith("level order")
+    assert within["carries"][-1].endswith(f"level units: {POSTED_AHEAD}")
     plain = explained("", environment=one_queue)["carries"]
     assert plain[-1].endswith("neighbours' extra forwards are kept close")
     assert len(explained("")["carries"]) == 1

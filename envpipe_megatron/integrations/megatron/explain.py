@@ -7,15 +7,16 @@ No torch, GPU or Megatron is needed. What shows only in a job that runs is named
 from __future__ import annotations
 
 import argparse
+import math
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 
 from envpipe_megatron.core.channel_model import QUEUES_VARIABLE, hardware_capacity
 from envpipe_megatron.core.kinds import ScheduleError
 from envpipe_megatron.core.orders.builders import framework_order
 from envpipe_megatron.errors import EnvPipeError
-from envpipe_megatron.integrations.levels import Decision, Level, decide
+from envpipe_megatron.integrations.levels import Decision, Level, decide, stands_against
 from envpipe_megatron.integrations.megatron.evidence import never_tried, seen_like
 from envpipe_megatron.integrations.megatron.limits import (
     LIMITS,
@@ -26,6 +27,8 @@ from envpipe_megatron.integrations.megatron.limits import (
 )
 from envpipe_megatron.runtime.job.options import LEVELS, JobOptions
 
+#: GPUs of a node, where nobody says it.
+_USUAL_NODE = 8
 #: What no argument says, and a job finds out when it starts.
 _AT_START = (
     "whether this process may set clocks: `envpipe doctor` says it for a machine",
@@ -111,7 +114,12 @@ def explain(job: PlannedJob) -> dict[str, list[str]]:
     """
     check_metered(job.args)
     options = keep_sequence(job.options, job.chunks, job.args)
-    decision = decide(job.args, LIMITS, options.level, checks=options.self_check != "off")
+    decide_by = partial(decide, job.args, asked=options.level, checks=options.self_check != "off")
+    decision = decide_by(LIMITS)
+    why = _against_order_over_nccl(job, decision)
+    if why and _over_nccl(job, options):
+        features = ", ".join(limit.feature for limit in decision.to_check) or "this job"
+        decision = decide_by([*LIMITS, stands_against(features, Level.UNITS, why)])
     at = options.at(decision.level)
     whole = at.why_whole_at(decision.level, ", ".join(keeps_whole(job.args)))
     seen = seen_like(decision.level, job.args, splits=not whole)
@@ -119,7 +127,7 @@ def explain(job: PlannedJob) -> dict[str, list[str]]:
         "What it gets": list(_gets(job, decision, at)),
         "What is in the way of the next level": list(_in_the_way(decision)),
         "What is proven, and what is checked at start": list(_proven(decision, whole)),
-        "What carries messages between stages": list(_carriers(job, decision, at)),
+        "What carries messages between stages": list(_carriers(job, decision, at, why)),
         "What was seen of such jobs, against Megatron's own order at the highest clocks": (
             list(map(str, seen)) or ["no figure is known"]
         ),
@@ -139,10 +147,11 @@ def _gets(job: PlannedJob, decision: Decision, at: JobOptions) -> Iterator[str]:
         yield at.in_words(order, "the highest clock")
         without = at.without_control()
         yield f"where no clock may be set: {without.order_in_words(at)}"
-    count = job.microbatches()
-    size = f"{job.ranks} ranks on nodes of {job.ranks_per_node}, {job.stages} stages"
-    size += f" of {job.chunks} virtual ones" if job.chunks > 1 else ""
-    yield f"for {size}, {count or 'an unknown number of'} microbatches"
+    chunks = f" of {job.chunks} virtual ones" if job.chunks > 1 else ""
+    yield (
+        f"ranks: {job.ranks} on nodes of {job.ranks_per_node}; stages: {job.stages}{chunks}; "
+        f"microbatches: {job.microbatches() or 'not known'}"
+    )
 
 
 def _in_the_way(decision: Decision) -> Iterator[str]:
@@ -175,41 +184,48 @@ def _proven(decision: Decision, whole: str) -> Iterator[str]:
         yield "checked in the first iterations, else whole: backwards in two parts"
 
 
-def _carriers(job: PlannedJob, decision: Decision, at: JobOptions) -> Iterator[str]:
+def _over_nccl(job: PlannedJob, options: JobOptions) -> int:
+    """Return over how many boundaries between stages NCCL carries messages for certain."""
+    return job.stages - 1 if options.channel == "receives" else job.crossing()
+
+
+def _against_order_over_nccl(job: PlannedJob, decision: Decision) -> str | None:
+    """Return what a channel over NCCL has against level `order`, None if nothing."""
+    if decision.level is not Level.ORDER:
+        return None
+    count, group = (
+        job.microbatches() or job.stages,
+        "microbatch_group_size_per_virtual_pipeline_stage",
+    )
+    try:
+        own = framework_order(job.stages, count, job.chunks, getattr(job.args, group, None))
+    except ScheduleError:  # Megatron says what is wrong with such a job
+        return None
+    return against_order(decision, own, hardware_capacity(job.environment))
+
+
+def _carriers(
+    job: PlannedJob, decision: Decision, at: JobOptions, why: str | None
+) -> Iterator[str]:
+    """Yield what carries messages; `why` is what one over NCCL has against level `order`."""
     if job.stages == 1:
         yield "there are none: the job has no pipeline"
         return
     if decision.level is not Level.ORDER:
         yield "Megatron's own"
         return
-    boundaries, crossing = job.stages - 1, job.crossing()
-    if at.channel == "receives":
-        crossing = boundaries
-    if inside := boundaries - crossing:
+    boundaries, over_nccl = job.stages - 1, _over_nccl(job, at)
+    if over_nccl:
+        where = "between nodes" if at.channel == "auto" else "as asked for"
+        yield f"{where} ({over_nccl} of {boundaries} boundaries): NCCL's receives"
+    if inside := boundaries - over_nccl:
         yield (
             f"within nodes ({inside} of {boundaries} boundaries): one-sided copies where GPUs "
             "reach each other's memory and cuda-bindings is installed, else NCCL's receives"
         )
-    if crossing:
-        asked = "as asked for" if at.channel == "receives" else "between nodes"
-        yield f"{asked} ({crossing} of {boundaries} boundaries): NCCL's receives"
-    capacity = hardware_capacity(job.environment)
-    if capacity is None:
-        return
-    own = None
-    with suppress(ScheduleError):  # Megatron says what is wrong with such a job
-        count = job.microbatches() or job.stages
-        own = framework_order(job.stages, count, job.chunks, _group_size(job))
-    why = own and against_order(decision, own, capacity)
-    yield (
-        f"over NCCL with {QUEUES_VARIABLE}={job.environment[QUEUES_VARIABLE]}: "
-        + (f"level units: {why}" if why else "neighbours' extra forwards are kept close")
-    )
-
-
-def _group_size(job: PlannedJob) -> int | None:
-    size = getattr(job.args, "microbatch_group_size_per_virtual_pipeline_stage", None)
-    return size if isinstance(size, int) else None
+    if hardware_capacity(job.environment) is not None:
+        lower = f"level units: {why}" if why else "neighbours' extra forwards are kept close"
+        yield f"over NCCL with {QUEUES_VARIABLE}={job.environment[QUEUES_VARIABLE]}: {lower}"
 
 
 def planned_job(
@@ -220,8 +236,9 @@ def planned_job(
     nodes: int | None = None,
     ranks_per_node: int | None = None,
 ) -> PlannedJob:
-    """Return a job of so many nodes and ranks on each; where not given, one pipeline of few nodes.
+    """Return a job of so many nodes and ranks on each.
 
+    Where neither is given it has one pipeline, on nodes of eight; else as few nodes as it takes.
     Raises EnvPipeError if ranks do not divide into pipelines.
     """
     least = (
@@ -229,8 +246,10 @@ def planned_job(
         * args.tensor_model_parallel_size
         * args.context_parallel_size
     )
-    per_node = ranks_per_node or min(8, least)
-    ranks = (nodes or -(-least // per_node)) * per_node
+    per_node = ranks_per_node or _USUAL_NODE
+    ranks = least
+    if nodes is not None or ranks_per_node is not None:
+        ranks = nodes * per_node if nodes else math.lcm(least, per_node)
     made = PlannedJob(args, options, ranks, per_node, environment)
     made.replicas()
     return replace(made, args=argparse.Namespace(**vars(args), ranks=ranks))

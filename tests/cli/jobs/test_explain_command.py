@@ -20,8 +20,8 @@ def test_a_command_as_it_starts_the_job():
     command = ("torchrun", "--nnodes=2", "--nproc_per_node", "8", *JOB, "--envpipe")
     said = explained("--", *command)
     assert said["What it gets"][0].startswith("level order: ")
-    assert "for 16 ranks on nodes of 8, 4 stages" in said["What it gets"][-1]
-    assert "8 ranks on nodes of 8" in explained("--nodes", 1, "--", *command)["What it gets"][-1]
+    assert "ranks: 16 on nodes of 8; stages: 4; " in said["What it gets"][-1]
+    assert "ranks: 8 on nodes of 8" in explained("--nodes", 1, "--", *command)["What it gets"][-1]
     shown = run_well("explain", *command).stdout
     assert shown.startswith("What it gets\n  - level order: ")
     assert (
