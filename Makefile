@@ -1,4 +1,4 @@
-# The two commands of the README. Each sets up a virtual environment first.
+# The commands of the README. Each sets up a virtual environment first.
 PYTHON ?= python3
 VENV ?= .venv
 # For a torch that is installed already: make ... VENV_OPTIONS=--system-site-packages CONSTRAINTS=/dev/null
@@ -13,7 +13,7 @@ BIN := $(VENV)/bin
 # Where an environment forbids it, each of a thousand processes compiles torch anew: 6 s in place of 2.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: quickstart test install clean
+.PHONY: quickstart test docs docs-commands install clean
 
 quickstart: install
 	$(BIN)/envpipe quickstart $(ARGS)
@@ -29,6 +29,17 @@ test: install
 		$(BIN)/pytest -n 3 --dist loadgroup $(ARGS); tests=$$?; \
 		wait $$types && exit $$tests
 
+# A site of docs/ in site/; a link to nothing is an error.
+docs:
+	test -x $(BIN)/pip || $(PYTHON) -m venv $(VENV_OPTIONS) $(VENV)
+	$(BIN)/python -c "import material, latex2mathml" 2> /dev/null || \
+		$(BIN)/pip install --quiet --disable-pip-version-check $(PIP_OPTIONS) -e '.[docs]'
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --site-dir site
+
+# Every command on the pages that needs no GPU, in a fresh clone, each with its time; an hour.
+docs-commands:
+	$(PYTHON) docs/tools/page_commands.py $(ARGS)
+
 install: $(VENV)/.installed
 
 $(VENV)/.installed: pyproject.toml constraints.txt
@@ -39,4 +50,4 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	touch $@
 
 clean:
-	rm -rf $(VENV) runs
+	rm -rf $(VENV) runs site

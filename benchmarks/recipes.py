@@ -21,7 +21,14 @@ from typing import Any
 import click
 
 from benchmarks.outputs import make_console, make_table
-from envpipe_megatron.integrations.levels import Decision, Level, Limit, decide, on
+from envpipe_megatron.integrations.levels import (
+    ArgumentLimit,
+    Decision,
+    Level,
+    decide,
+    limits_of_arguments,
+    on,
+)
 from envpipe_megatron.integrations.megatron.arguments import read_flags, read_recipe
 from envpipe_megatron.integrations.megatron.limits import LIMITS, NOT_PROVEN, keeps_whole
 
@@ -30,7 +37,7 @@ FUNCTIONAL_TEST = "model_config.yaml"
 #: In training the model tells its class; here the kind of recipe does, by an argument of our own.
 JOB_LIMITS = (
     *LIMITS,
-    Limit("a model other than GPTModel", on("other_model"), Level.ORDER, NOT_PROVEN),
+    ArgumentLimit("a model other than GPTModel", Level.ORDER, NOT_PROVEN, on("other_model")),
 )
 
 #: A recipe's features as arguments. Where a number matters there is a field for it.
@@ -82,7 +89,7 @@ class Job:
 
     def decide(self) -> Decision:
         """The highest level that it can have."""
-        return decide(self.args, JOB_LIMITS)
+        return decide(limits_of_arguments(self.args, JOB_LIMITS))
 
 
 def read_jobs(path: Path) -> Iterator[Job]:

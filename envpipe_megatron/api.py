@@ -1,4 +1,4 @@
-"""The planner for Python programs; docs/planner.md shows it at work.
+"""The planner for Python programs; docs/lookup/python.md shows it at work.
 
 Names that stand here, what they take and what they return stay as they are within a major version.
 Modules behind them may move.

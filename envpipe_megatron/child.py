@@ -1,4 +1,4 @@
-"""Processes that end in order: what a rank has beside it, and commands that end with their parent.
+"""Starts processes that end in order: those beside a rank, and commands that end with a parent.
 
 Run as a program, this becomes a command that gets SIGTERM when its parent dies, however it dies:
 

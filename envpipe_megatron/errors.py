@@ -1,4 +1,4 @@
-"""The one base class of errors that a user is meant to read."""
+"""The base class of all errors that a user is meant to read."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _MOST_CHARACTERS = 200
 
 
 def plain(value: object) -> str:
-    """A value as a message shows it: texts in quotes, several values with commas between them."""
+    """Return a value as a message shows it: texts in quotes, commas between several values."""
     if isinstance(value, Enum):
         value = value.value
     if isinstance(value, bytes):
@@ -33,7 +33,7 @@ def plain(value: object) -> str:
 
 
 def _item(value: object) -> str:
-    """One of several values: a word needs no quotes, and several in one stand in brackets."""
+    """Return one of several values: a word needs no quotes, and several in one have brackets."""
     text = plain(value)
     if isinstance(value, list | tuple | Mapping):
         return f"({text})"

@@ -1,4 +1,4 @@
-"""Files that people name: read as UTF-8, replaced whole, and never another's."""
+"""Reads files as UTF-8, replaces them whole, and never writes over another's."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _UTF_16 = (b"\xff\xfe", b"\xfe\xff")
 
 
 def decode(content: bytes) -> str:
-    """The text of a file's bytes, without a byte order mark; ValueError says what is not UTF-8."""
+    """Return the text of a file's bytes, without a byte order mark; ValueError if not UTF-8."""
     if content.startswith(_UTF_16):
         raise ValueError("it is UTF-16; save it as UTF-8")
     try:
@@ -34,12 +34,12 @@ def decode(content: bytes) -> str:
 
 
 def read_text(path: Path) -> str:
-    """A file's text as `decode` gives it; OSError if it cannot be read."""
+    """Return a file's text as `decode` does; OSError if it cannot be read."""
     return decode(path.read_bytes())
 
 
 def csv_text(rows: Iterable[Iterable[object]]) -> str:
-    """The text of a CSV, its header among the rows."""
+    """Return the text of a CSV, its header among the rows."""
     table = io.StringIO()
     csv.writer(table, lineterminator="\n").writerows(rows)
     return table.getvalue()
@@ -107,9 +107,9 @@ def lock_file(path: Path) -> IO[str]:
 
 
 def is_of_this_job(path: Path, *, elsewhere: bool = False) -> bool:
-    """True if a start of this job has locked a file last; `elsewhere`: under another boot.
+    """Return whether a start of this job has locked a file last; `elsewhere`: under another boot.
 
-    What this host holds since it was booted is of a process that lives; of others, nobody knows.
+    A lock of this host's present boot is of a process that lives; of others, that is not known.
     """
     with suppress(OSError, ValueError):
         job, boot = path.read_text().split("\n")
@@ -119,7 +119,7 @@ def is_of_this_job(path: Path, *, elsewhere: bool = False) -> bool:
 
 
 def _this_start() -> tuple[str, str]:
-    """The name of its job for all starts of it, empty if not known, and its host's boot."""
+    """Return the name of this job, the same for all its starts or empty, and the host's boot."""
     job = next(filter(None, map(os.environ.get, _JOB_VARIABLES)), "")
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return "" if job == "none" else job, boot

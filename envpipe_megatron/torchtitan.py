@@ -2,7 +2,7 @@
 
     torchrun --nproc-per-node 4 -m envpipe_megatron.torchtitan --envpipe-output runs/first ...
 
-What begins with --envpipe- is EnvPipe's, as docs/megatron_lm.md lists it; all else is torchtitan's.
+What begins with --envpipe- is EnvPipe's (docs/lookup/options.md), all else torchtitan's.
 """
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ from pathlib import Path
 import click
 from prepare_webtext_files import DataError
 
-from envpipe_megatron.patching import probe
+from envpipe_megatron.patching import liveness
 
 #: Runs a tool that imports Triton unasked, through Megatron, as `envpipe patch check` imports it.
 _RUN = (
@@ -50,7 +50,7 @@ def run_tool(command: Sequence[object], modules: Path, log: Path) -> None:
     told: list[str] = []
     with log.open("a", encoding="utf-8") as output:
         tool = subprocess.Popen(
-            [sys.executable, "-c", _RUN, probe.__file__, *map(str, command)],
+            [sys.executable, "-c", _RUN, liveness.__file__, *map(str, command)],
             stdout=output,
             stderr=subprocess.PIPE,
             encoding="utf-8",

@@ -69,7 +69,7 @@ def test_no_folder_on_a_path_passes_for_a_package_that_may_be_missing():
 
 def test_rooms_are_small_and_explained():
     """None holds more than a dozen modules; the architecture has all, and names what is there."""
-    page = (REPOSITORY / "docs" / "architecture.md").read_text()
+    page = (REPOSITORY / "docs" / "understand" / "architecture.md").read_text()
     crowded, unexplained = {}, []
     for top in ("envpipe_megatron", "benchmarks", "tests"):
         for room in {path.parent for path in (REPOSITORY / top).rglob("*.py")}:

@@ -170,7 +170,7 @@ from envpipe_megatron.integrations.options import add_arguments, read_options
 parser = argparse.ArgumentParser()
 add_arguments(parser.add_argument_group("envpipe"))
 given = parser.parse_args()
-print(read_options(given, {}, num_stages=3, on_gpu=True).request())
+print(read_options(given, num_stages=3, on_gpu=True).request())
 """
     arguments = ["--envpipe-type", "backwards-slowly", "--envpipe-scheduling", "in-pairs"]
     done = command(program, *arguments)

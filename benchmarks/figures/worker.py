@@ -287,7 +287,7 @@ class Run:
         return StageSpecs(receives, sends)
 
     def _outcome(self, session: Session, gpu: str, control: str) -> Outcome | None:
-        totals = session.energy_log.totals[Phase.STEADY.value]
+        totals = session.energy.log.totals[Phase.STEADY.value]
         mine = totals, str(session.clock.error or "")
         gathered = self.rank.collectives.all_to_planner((mine, self.losses))
         if not gathered:

@@ -271,7 +271,7 @@ def _window(
     time.sleep(0.3)
     begin = gpu.read_energy()
     time.sleep(WINDOW_S / 2)
-    clock_mhz = gpu.observed_frequency_mhz
+    clock_mhz = gpu.clock_state().observed_mhz
     time.sleep(WINDOW_S / 2)
     end = gpu.read_energy()
     node.gather(None)

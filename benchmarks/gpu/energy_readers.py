@@ -54,7 +54,7 @@ def measure(gpus: list[Gpu], readers: int, seconds: float) -> dict[str, Any]:
         end_s = time.monotonic() + seconds
         while time.monotonic() < end_s:
             begin_s = time.perf_counter()
-            _ = gpus[0].observed_frequency_mhz
+            _ = gpus[0].clock_state().observed_mhz
             calls_s.append(time.perf_counter() - begin_s)
             begin_s = time.perf_counter()
             work.run()

@@ -178,7 +178,7 @@ class Bench:
             if self.device == "cuda":
                 report[name]["peak_memory_gib"] = self._peak_memory(name)
         for name in names:
-            clock = self.sessions[name].clock_summary()
+            clock = self.sessions[name].clock.summary()
             report[name] |= {"clock_requests": clock["changes"], "coalesced": clock["coalesced"]}
         return report
 

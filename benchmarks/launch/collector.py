@@ -31,10 +31,11 @@ from typing import Any
 import click
 import numpy as np
 
+from envpipe_megatron.formats.account import Tariff
 from envpipe_megatron.formats.energy import ENERGY_FORMAT, JOB, Phase
 from envpipe_megatron.launch.agent.collector import Collector, Uplink
 from envpipe_megatron.launch.agent.ledger import NodeLog
-from envpipe_megatron.launch.bill.report import BillReport, Tariff
+from envpipe_megatron.launch.bill.report import BillReport
 
 SWEPT_AGENTS = (64, 128, 256, 512, 1024)
 #: Part of the time after which the collector has seen all GPUs and phases, and should not grow.

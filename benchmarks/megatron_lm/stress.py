@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import torch
 
 from benchmarks.megatron_lm.models import (
@@ -40,7 +41,7 @@ from envpipe_megatron.formats.energy import Phase
 from envpipe_megatron.policies.problem import order_limits
 from envpipe_megatron.runtime.channel.p2p import P2PChannel
 from envpipe_megatron.runtime.execution import stage_run
-from envpipe_megatron.runtime.execution.orders import PhaseRun, constant_order
+from envpipe_megatron.runtime.execution.orders import IterationOrder, PhaseRun
 from envpipe_megatron.runtime.execution.stage_run import StageRun
 from envpipe_megatron.runtime.job import iterations, session
 from envpipe_megatron.runtime.job.parts import PhaseParts
@@ -254,7 +255,8 @@ def random_orders(
                 schedule = randomly_split(source, schedule)
             told(extra, job.channel)
             forward_mhz, backward_mhz = source.choice(clocks), source.choice(clocks)
-            yield constant_order(Phase.STEADY, schedule, forward_mhz, backward_mhz)
+            clocks_mhz = np.where(schedule.is_backward, backward_mhz, forward_mhz)
+            yield IterationOrder(Phase.STEADY, schedule, schedule.pair_clocks(clocks_mhz))
 
     return run_phases
 

@@ -121,7 +121,7 @@ class Job:
 
     def off(self, iterations: int) -> None:
         """Run the framework's order at the highest clocks, of which the loop hears nothing."""
-        order = constant_order(Phase.OFF, self._order, self._top_mhz, self._top_mhz)
+        order = constant_order(Phase.OFF, self._order, self._top_mhz)
         for _ in range(iterations):
             self.pipelines.run([order] * len(self.pipelines.gpus))
 

@@ -192,7 +192,7 @@ class EmulatedJob:
             for members in tree_groups(replica, self._replicas)
         ]
         pipeline = groups.group(("pipeline", replica), stage, self._stages)
-        return Collectives(stage, pipeline, tree, self._replicas)  # type: ignore[arg-type]
+        return Collectives(stage, pipeline, tree, self._replicas, replica)  # type: ignore[arg-type]
 
     def _parts(
         self,

@@ -126,7 +126,7 @@ def run_job(
     counts = config.num_microbatches, config.num_chunks, config.group_size
     order = framework_order(len(forward_s), *counts)
     for _ in range(iterations):
-        own.run([constant_order(Phase.BASELINE, order, top, top)] * replicas)
+        own.run([constant_order(Phase.BASELINE, order, top)] * replicas)
     return Ran(controlled.iterations, own.iterations, said, notes)
 
 

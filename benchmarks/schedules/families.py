@@ -1,4 +1,4 @@
-"""Families of orders side by side, each with its best clocks: the tables of docs/schedules.md.
+"""Families of orders side by side, each with its best clocks: tables of docs/evidence/planning.md.
 
     python benchmarks/schedules/families.py
 

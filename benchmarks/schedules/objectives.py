@@ -1,4 +1,4 @@
-"""Least time, energy and energy x time of GPT-3 175B: a table of docs/schedules.md, simulated.
+"""Least time, energy and energy x time of GPT-3 175B, simulated: docs/evidence/planning.md has it.
 
 python benchmarks/schedules/objectives.py
 """

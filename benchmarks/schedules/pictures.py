@@ -1,4 +1,4 @@
-"""The pictures and the table of docs/schedules.md: one job in every order, by the simulator.
+"""One job in every order, by the simulator: pictures and table of docs/understand/schedules.md.
 
     python benchmarks/schedules/pictures.py
 
@@ -75,7 +75,7 @@ class Case:
     help="Folder for the pictures.",
 )
 def main(output: Path) -> None:
-    """Draw the pictures of docs/schedules.md and print its table."""
+    """Draw the pictures of docs/understand/schedules.md and print its table."""
     cases = make_cases()
     output.mkdir(parents=True, exist_ok=True)
     draw(cases, output)

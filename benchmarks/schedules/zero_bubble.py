@@ -1,4 +1,4 @@
-"""Zero-bubble orders against the scheduler of their authors: a table of docs/schedules.md.
+"""Zero-bubble orders against the scheduler of their authors: a table of docs/evidence/planning.md.
 
     python benchmarks/schedules/zero_bubble.py --checkout ../zero-bubble-pipeline-parallelism
 

@@ -24,7 +24,7 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleIn
 from benchmarks.megatron_lm.stress import random_extra_forwards, random_interleaved
 from envpipe_megatron.core.orders import builders
 from envpipe_megatron.core.schedule import Schedule
-from envpipe_megatron.integrations.torch_pipelining.orders import Runner, own_order
+from envpipe_megatron.integrations.torch_pipelining.orders import Runner, torch_order
 
 LAYERS_A_STAGE, WIDTH, SEQUENCE, MICROBATCH = 2, 512, 64, 2
 
@@ -85,7 +85,7 @@ def main(iterations: int, microbatches: int, chunks: int, delay_ms: float) -> No
         ([data[0]] if 0 in mine else []),
         data[1] if mine[-1] + 1 == ranks * chunks else None,
     )
-    own = own_order(schedule)
+    own = torch_order(schedule)
     runner, orders = Runner(schedule, own), random.Random(7)
 
     def step(order: Schedule) -> list[torch.Tensor]:

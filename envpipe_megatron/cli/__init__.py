@@ -17,16 +17,16 @@ from envpipe_megatron.cli.jobs.profile import profile
 from envpipe_megatron.cli.jobs.results import energy, prove, quickstart, report
 from envpipe_megatron.cli.machine.clocks import clocks
 from envpipe_megatron.cli.machine.doctor import doctor
-from envpipe_megatron.cli.plans.interchange import (
+from envpipe_megatron.cli.plans.made_plans import (
+    compare,
     export_freqs,
     export_schedule,
     import_freqs,
+    simulate,
     straggler,
 )
-from envpipe_megatron.cli.plans.made_plans import compare, simulate
-from envpipe_megatron.cli.plans.partition import partition
 from envpipe_megatron.cli.plans.plan import plan
-from envpipe_megatron.cli.plans.search import search_command
+from envpipe_megatron.cli.plans.search import partition, search_command
 
 _FIRST_STEPS = """Three things to do next:
 

@@ -15,7 +15,7 @@ from typing import Any
 import click
 
 from envpipe_megatron.console import drop_output
-from envpipe_megatron.core.fields import AMOUNT, COUNT, Number
+from envpipe_megatron.core.fields import AMOUNT, Number
 from envpipe_megatron.core.profile import Profile
 from envpipe_megatron.core.sidecar import sidecar_path
 from envpipe_megatron.errors import EnvPipeError
@@ -43,7 +43,7 @@ TEXT_OPTION = click.option(
     help="File or folder to train on. Default: the Python standard library's sources.",
 )
 
-#: A file's mark stands within these.
+#: A file's mark is within these.
 _HEAD_BYTES = 1 << 16
 
 #: A disk, a quota or a largest size of files is used up, or what is written to is broken.
@@ -53,7 +53,7 @@ logger = logging.getLogger(__name__)
 
 
 class ErrorsAsMessages(click.Group):
-    """Prints EnvPipe's errors as one message, and exits 0 on success alone."""
+    """Prints EnvPipe's errors as one message, and exits 0 on success only."""
 
     def main(self, *args: Any, **named: Any) -> Any:
         """Run the command line; what it prints is written when this ends, or it fails."""
@@ -84,30 +84,34 @@ class ErrorsAsMessages(click.Group):
         sys.exit(code)
 
 
-class _Numbers(click.ParamType):  # type: ignore[type-arg]  # generic in click's stubs alone
+class Numbers(click.ParamType):  # type: ignore[type-arg]  # generic in click's stubs only
     """One number, or several with commas between them; `words` are taken as they are."""
 
-    def __init__(self, number: Callable[[str], float], words: tuple[str, ...]) -> None:
+    def __init__(self, read: Callable[[str], float], *words: str) -> None:
         self.name = "|".join(("N[,N...]", *words))
-        self._number, self._words = number, words
+        self._read, self._words = read, words
 
     def convert(self, value: Any, param: Any, ctx: Any) -> Any:
         """Read the numbers."""
         if isinstance(value, tuple) or value in self._words:
             return value
         try:
-            return tuple(self._number(part) for part in str(value).split(","))
+            return tuple(self._read(part) for part in str(value).split(","))
         except ValueError as wrong:
             wanted = " or ".join((*self._words, f"{wrong}"))
             self.fail(f"{value!r} is not, once or for each stage, {wanted}", param, ctx)
 
 
-class Finite(click.FloatRange):
-    """A number in a range, which NaN and infinity are not; `of` is what it is to be."""
+COUNTS = Numbers(Number(whole=True, least=1, positive=True).of_text)
 
-    def __init__(self, min: float = 0, *, min_open: bool = False, of: Number | None = None) -> None:
-        super().__init__(min, min_open=min_open)
-        self._number = of or Number(least=min, positive=min_open or min > 0)
+
+class Finite(click.FloatRange):
+    """One number of a range, as NaN and infinity are not."""
+
+    def __init__(self, number: Number = AMOUNT) -> None:
+        least = number.least if number.positive else 0
+        super().__init__(least, min_open=number.positive and not least)
+        self._number = number
 
     def convert(self, value: Any, param: Any, ctx: Any) -> float:
         """Read the number."""
@@ -159,7 +163,7 @@ def check_outputs(
     for path, mark in beside.items():
         if path.is_file() and mark.encode() not in path.read_bytes()[:_HEAD_BYTES]:
             raise EnvPipeError(
-                f"{path} is written too, and what stands there is from elsewhere",
+                f"{path} is written too, and what is there is from elsewhere",
                 remedy="Give the output another name, or move that file.",
             )
     for target in targets:
@@ -169,26 +173,10 @@ def check_outputs(
             )
 
 
-def counts(*words: str) -> click.ParamType:  # type: ignore[type-arg]
-    """The type of an option that takes `N` or `N,N,...`, from 1, or a word."""
-    return _Numbers(Number(whole=True, least=1, positive=True).of_text, words)
-
-
-def microbatches(*words: str) -> click.ParamType:  # type: ignore[type-arg]
-    """The same for microbatches from 1, of which one of V chunks is a part: 5.5."""
-    whole, part = COUNT.of_text, Number(least=1, positive=True).of_text
-    return _Numbers(lambda text: whole(text) if text.isdigit() else part(text), words)
-
-
-def amounts(*words: str, of: Number = AMOUNT) -> click.ParamType:  # type: ignore[type-arg]
-    """The type of an option that takes `X` or `X,X,...`, each such a number, or a word."""
-    return _Numbers(of.of_text, words)
-
-
 def known_blocking_power(
     profile: Profile, given_w: float | tuple[float, ...] | None
 ) -> float | tuple[float, ...]:
-    """The blocking power that was given, or the sidecar's, or 0 with a warning, in W."""
+    """Return the blocking power in W that was given, or the sidecar's, or 0 with a warning."""
     if given_w is not None:
         return given_w
     if profile.sidecar.blocking_power_w is not None:
@@ -222,5 +210,5 @@ def write_stages(profile: Profile, blocking_power_w: float | None, path: Path) -
 
 
 def numbers(values: Iterable[float]) -> str:
-    """Numbers as a table's cell shows them."""
+    """Return numbers as a table's cell shows them."""
     return " ".join(f"{value:g}" for value in values)

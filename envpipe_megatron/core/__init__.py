@@ -1,1 +1,1 @@
-"""What a pipeline is: schedules, timelines, profiles, conditions, plans. No torch, no GPU."""
+"""The pipeline as data: schedules, timelines, profiles, conditions, plans. No torch, no GPU."""

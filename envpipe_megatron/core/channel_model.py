@@ -16,7 +16,7 @@ rendezvous: an unmatched message has not left its sender.
 
 **Capacity.** A stage stops behind a send for as long as more than `capacity` messages of that
 channel are not received: `None` for asynchronous sends (several hardware queues), `0` where a send
-returns when the peer stands at the receive, `k` for up to `k` messages on their way. A channel that
+returns when the peer is at the receive, `k` for up to `k` messages on their way. A channel that
 keeps one receive posted ahead has always one receive more posted than messages received, so a
 single hardware queue, which stops at the first unmatched send, has capacity 1. One-sided transfers
 into `k` slots have capacity `k`, since a message may leave when one of the last `k` was received.
@@ -59,7 +59,7 @@ CHANNEL_REMEDY = (
 
 
 def hardware_capacity(environment: Mapping[str, str]) -> int | None:
-    """The capacity of a channel over NCCL, by a process' environment variables.
+    """Return the capacity of a channel over NCCL, by a process' environment variables.
 
     With one hardware queue an unmatched transfer stops all that is enqueued after it; with fewer
     than CUDA's own number, a link and the units may share one.
@@ -84,14 +84,14 @@ class StuckStage:
 
 
 def inputs_of(schedule: Schedule, stage: int) -> list[Unit]:
-    """The units of a stage whose inputs other stages send, those of a channel as these are sent."""
+    """Return the units of a stage whose inputs other stages send, in the order of sending."""
     takers = np.flatnonzero(schedule.receives[stage])
     sources = schedule.cross_dependency.reshape(schedule.num_stages, -1)[stage, takers]
     return [schedule.stages[stage][place] for place in takers[np.argsort(sources)]]
 
 
 def most_kept(schedule: Schedule, stage: int, kind: Kind) -> int:
-    """The most messages of a kind that a stage has received and not taken."""
+    """Return the most messages of a kind that a stage has received and not taken."""
     sent = [unit for unit in inputs_of(schedule, stage) if MESSAGES[unit.kind] is kind]
     number = {unit: n for n, unit in enumerate(sent, 1)}
     taken = [number[unit] for unit in schedule.stages[stage] if unit in number]
@@ -100,12 +100,12 @@ def most_kept(schedule: Schedule, stage: int, kind: Kind) -> int:
 
 
 def completes(schedule: Schedule, capacity: int | None) -> bool:
-    """Whether every stage reaches the end of its order on such channels; raises as `find_stall`."""
+    """Return whether every stage reaches the end of its order; raises as `find_stall`."""
     return not find_stall(schedule, capacity)
 
 
 def find_stall(schedule: Schedule, capacity: int | None) -> list[StuckStage]:
-    """Run the order on channels of this capacity; the stages that never reach its end.
+    """Run the order on channels of this capacity; return the stages that never reach its end.
 
     EnvPipeError: a negative capacity, or forwards combined with backwards.
     """
@@ -127,7 +127,7 @@ def find_stall(schedule: Schedule, capacity: int | None) -> list[StuckStage]:
     senders, receivers = channels.sender.tolist(), channels.receiver.tolist()
     needed, sent, received = channels.needed.tolist(), [0] * len(senders), [0] * len(senders)
     position = [stage * width for stage in range(num_stages)]
-    behind_send = [-1] * num_stages  # the channel whose last send a stage still stands in
+    behind_send = [-1] * num_stages  # the channel in whose last send a stage still waits
     runnable = list(range(num_stages))
     while runnable:
         stage = runnable.pop()
@@ -164,7 +164,7 @@ def find_stall(schedule: Schedule, capacity: int | None) -> list[StuckStage]:
 
 
 def max_falling_step(capacity: int | None) -> int | None:
-    """How far a stage's extra forwards may exceed its successor's on channels of this capacity.
+    """Return by how much a stage's extra forwards may exceed its successor's on such channels.
 
     `2 * capacity - 1`; with a capacity of one or more EnvPipe's order finishes if and only if no
     step is larger. Take a stage with `w` warm-up forwards before one with `v`. When the first has
@@ -177,7 +177,7 @@ def max_falling_step(capacity: int | None) -> int | None:
 
 
 def most_under_way(schedule: Schedule) -> int:
-    """The most messages of a channel that are sent and not yet received, for any times of units.
+    """Return the most messages of a channel that are sent and not received, for any durations.
 
     A stage that has a message knows that its neighbour ran all units before the one that sent it,
     and received what they needed. A channel with as many slots never lets a sender wait. With
@@ -199,7 +199,7 @@ def most_under_way(schedule: Schedule) -> int:
 
 
 def slots_of(schedule: Schedule, most: int) -> int:
-    """Slots of each channel for one-sided transfers: at most `most`, unless more are needed.
+    """Return the slots of each channel for one-sided transfers: at most `most`, or all it needs.
 
     Needed is the least capacity on which the order finishes. With twice as many, and at least four,
     no sender has to wait for a slot in the planned timeline: so it was in all of 1,500 random

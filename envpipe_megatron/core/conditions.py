@@ -1,6 +1,6 @@
 """Conditions: what surrounds the units of a job, for the evaluator and for planners alike.
 
-A profile prices units one by one; what lies between and after them stands here. Everything but the
+A profile prices units one by one; what lies between and after them is here. Everything but the
 blocking power is off by default.
 """
 
@@ -36,7 +36,7 @@ SIDECAR_FIELDS = {
 
 @dataclass(frozen=True)
 class Conditions:
-    """What surrounds the units of a job with `len(blocking_power_w)` stages.
+    """Conditions around the units of a job with `len(blocking_power_w)` stages.
 
     Values are checked (EnvPipeError) and brought to one form, so that equal conditions compare
     equal: what is off becomes None, and one latency for all hops a latency for each.
@@ -55,7 +55,7 @@ class Conditions:
         change_energy_j: energy of one change of clock on one GPU.
         group_size: microbatches that pass a chunk before the next in the framework's own order,
             which plans are compared with; None for what `plan.framework_schedule` makes of theirs.
-            Conditions are equal whatever it is.
+            It does not count when conditions are compared.
     """
 
     blocking_power_w: tuple[float, ...]
@@ -104,7 +104,7 @@ class Conditions:
         return np.array(self.gpus_per_stage or (1,) * self.num_stages)
 
     def waiting_power_w(self, frequency_mhz: IntArray) -> FloatArray:
-        """Power (W) of one waiting GPU at [num_stages, any] clocks, in the same shape."""
+        """Return the power (W) of a waiting GPU at [num_stages, any] clocks, in the same shape."""
         if self.wait_power_w is None:
             by_stage = np.array(self.blocking_power_w)[:, None]
             return np.broadcast_to(by_stage, frequency_mhz.shape).copy()
@@ -123,14 +123,14 @@ def make_conditions(
     use: Collection[str] = (),
     **given: Any,
 ) -> Conditions:
-    """Conditions from a profile's sidecar, if asked for, and from values that override it.
+    """Make conditions of a profile's sidecar, if asked for, and of values that override it.
 
     Args:
         blocking_power_w: one number, or one for each stage.
         use: which of `SIDECAR_FIELDS` to take from the sidecar; its latency is always taken if
             known, and `change` takes the energy of a change along.
         given: other fields, as `Conditions` takes them; one number of `tail_time_s` or
-            `gpus_per_stage` stands for all stages. None leaves a field out.
+            `gpus_per_stage` counts for all stages. None leaves a field out.
 
     Raises EnvPipeError for a wrong value, a name not known in `use`, or a fact the sidecar lacks.
     """
@@ -156,7 +156,7 @@ def make_conditions(
 
 
 def known_conditions(profile: Profile) -> Conditions:
-    """All that a profile's sidecar knows of its job; without a power there, waiting is free."""
+    """Return all conditions that a sidecar knows; without a power there, waiting is free."""
     sidecar = profile.sidecar
     return make_conditions(
         profile,
@@ -168,7 +168,7 @@ def known_conditions(profile: Profile) -> Conditions:
 
 
 def conditions_to_json(conditions: Conditions) -> dict[str, Any]:
-    """The fields of conditions that are on, as a plan's file holds them."""
+    """Return the fields of conditions that are on, as a plan's file holds them."""
     data = {
         "p2p_latency_s": conditions.latency_s if np.any(conditions.latency_s) else None,
         "tail_time_s": conditions.tail_time_s,
@@ -182,7 +182,7 @@ def conditions_to_json(conditions: Conditions) -> dict[str, Any]:
 
 
 def read_conditions(fields: Fields, num_stages: int) -> Conditions:
-    """The inverse of `conditions_to_json`; fields that are absent are off."""
+    """Read what `conditions_to_json` made; fields that are absent are off."""
     amounts = many(AMOUNT, num_stages)
     curves = fields.read("wait_power_w", read_wait_power, None)
     if curves is not None and len(curves) != num_stages:
@@ -200,7 +200,7 @@ def read_conditions(fields: Fields, num_stages: int) -> Conditions:
 
 
 def _amounts(name: str, given: Any, count: int, unit: str) -> tuple[float, ...]:
-    """Checked amounts of zero or more; one number stands for all."""
+    """Check amounts of zero or more; one number counts for all."""
     try:
         values = (given,) * count if np.ndim(given) == 0 else given
         amounts = tuple(float(value) for value in values)
@@ -219,7 +219,7 @@ def _counts(given: Any, stages: int) -> tuple[int, ...]:
 
 
 def _curves(given: WaitCurves, stages: int) -> WaitCurves:
-    """Checked curves, lowest clock first as `np.interp` needs them."""
+    """Check curves; return them lowest clock first, as `np.interp` needs them."""
     if len(given) != stages or not all(given):
         needed = f"{stages} curve(s), one a stage, each with at least one clock"
         raise _wrong("wait_power_w", given, needed)

@@ -1,4 +1,4 @@
-"""What one iteration takes: the one evaluator of time and energy, whoever made the plan."""
+"""Time and energy of one iteration of any plan: the one evaluator of all planners."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def evaluate(
     conditions: Conditions,
     park_mhz: IntArray | None = None,
 ) -> Evaluation:
-    """Time and energy of one iteration in steady state, where each iteration is like the next.
+    """Return time and energy of one iteration in steady state, each iteration like the next.
 
     A stage's energy is that of its units plus that of waiting through the rest of the iteration,
     for as many GPUs as it has.
@@ -53,7 +53,7 @@ def evaluate(
     *Late clocks.* A unit's clock is requested when the unit before it on its stage has ended, if it
     differs from the clock requested last, and runs `change_time_s` later. A unit that starts `d`
     before that, at a clock that gives it t_old and e_old instead of t_new and e_new, runs at the
-    old clock alone if d >= t_old, and otherwise takes `d + (1 - d/t_old) t_new` and `d/t_old e_old
+    old clock only if d >= t_old, and otherwise takes `d + (1 - d/t_old) t_new` and `d/t_old e_old
     + (1 - d/t_old) e_new`. The old clock is the last one whose change has arrived; a request that
     has not arrived when the next one is made is dropped. Where the old clock was not profiled for
     the unit, `profile.at_any_clock` says what it takes. The first unit's clock was requested at the
@@ -124,7 +124,7 @@ def waiting_energy_j(
     conditions: Conditions,
     park_mhz: IntArray | None = None,
 ) -> FloatArray:
-    """[num_stages, units_per_stage] energy, J, of one GPU in the wait before each unit.
+    """Return the energy, J, of one GPU in the wait before each unit.
 
     Waits are `Timeline.wait_s`, and priced as `evaluate` says; PlanError as there.
     """
@@ -149,12 +149,12 @@ def _check_parking(
             f"'park_mhz' parks before {schedule.describe(node)}, where two changes of clock do not "
             "fit into the wait (s)",
             value=float(wait_s.ravel()[node]),
-            remedy="Park in waits longer than two changes alone.",
+            remedy="Park only in waits longer than two changes.",
         )
 
 
 def _changes_with_parking(frequency_mhz: IntArray, park_mhz: IntArray) -> IntArray:
-    """[num_stages] changes around the iteration, through the parked clocks."""
+    """Return [num_stages] changes of clock around the iteration, parked clocks included."""
     before = np.roll(frequency_mhz, 1, axis=1)
     parked = park_mhz > 0
     lowered = parked & (park_mhz != before)
@@ -169,7 +169,7 @@ def _durations_with_late_clocks(
     profile: Profile,
     conditions: Conditions,
 ) -> tuple[FloatArray, FloatArray]:
-    """[num_stages, units_per_stage] times and energies that late clocks leave the units.
+    """Return [num_stages, units_per_stage] times and energies of units where clocks come late.
 
     Starts decide who is late and durations decide starts: one pass, each unit after those it
     depends on. Parking needs no word here: a wait that two changes fit into hides one.

@@ -108,7 +108,7 @@ PERCENT = Number(mistaken=(("%", 1),))
 
 
 def of_type(kind: type[T], words: str) -> Reader[T]:
-    """A reader of values of a type, such as texts."""
+    """Return a reader of values of a type, such as texts."""
 
     def read(value: Any) -> T:
         if type(value) is not kind:
@@ -123,7 +123,7 @@ FLAG = of_type(bool, "true or false")
 
 
 def many(read: Reader[T], length: int | None = None) -> Reader[tuple[T, ...]]:
-    """A reader of lists, of any length or a given one."""
+    """Return a reader of lists, of any length or a given one."""
 
     def read_all(values: Any) -> tuple[T, ...]:
         if not isinstance(values, list) or length not in (None, len(values)):
@@ -146,12 +146,12 @@ class Fields:
         self.data, self.path, self._error = data, path, error
 
     def wrong(self, name: str, remedy: str) -> EnvPipeError:
-        """The error for one field."""
+        """Return the error for one field."""
         value = self.data.get(name)
         return self._error(f"{self.path}: field '{name}' is wrong", value=value, remedy=remedy)
 
     def read(self, name: str, reader: Reader[T], default: T = _REQUIRED) -> T:
-        """The value of a field; the default if it is absent."""
+        """Return the value of a field; the default if it is absent."""
         if default is not _REQUIRED and name not in self.data:
             return default
         try:
@@ -160,11 +160,11 @@ class Fields:
             raise self.wrong(name, f"It must be {error}.") from None
 
     def inside(self, name: str) -> Fields:
-        """The fields of an object in a field; messages name it as a part of the file's path."""
+        """Return the fields of an object in a field, which messages name as a part of the path."""
         return Fields(self.read(name, of_type(dict, "an object")), self.path / name, self._error)
 
     def entries(self, name: str) -> list[Fields]:
-        """The fields of each object in a list; none if it is absent."""
+        """Return the fields of each object in a list; none if it is absent."""
         none: tuple[dict[str, Any], ...] = ()
         values = self.read(name, many(of_type(dict, "an object")), none)
         at = self.path / name
@@ -177,7 +177,7 @@ class Fields:
         also: Iterable[str] = (),
         **more: Any,
     ) -> T:
-        """A dataclass of the fields; those that it has no default for, nor `more`, must be there.
+        """Make a dataclass of the fields; those without a default there or in `more` must be given.
 
         Other fields than those of the readers and `also` are refused.
         """
@@ -202,7 +202,7 @@ class Fields:
 def read_json(
     path: Path, what: str, error: type[EnvPipeError] = EnvPipeError, remedy: str = ""
 ) -> Fields:
-    """The fields of the JSON object in a file; `what` is its name in messages."""
+    """Return the fields of the JSON object in a file; `what` is its name in messages."""
     try:
         text = read_text(path)
     except (OSError, ValueError) as cause:
@@ -213,7 +213,7 @@ def read_json(
 def parse_json(
     text: str, path: Path, what: str, error: type[EnvPipeError] = EnvPipeError, remedy: str = ""
 ) -> Fields:
-    """The fields of a file's JSON object; `error`, with the remedy, for anything else."""
+    """Return the fields of a file's JSON object; `error`, with the remedy, for anything else."""
     try:
         data = json.loads(text)
     except (ValueError, RecursionError) as cause:

@@ -24,7 +24,7 @@ def marked_grid(
     places: Sequence[tuple[int, int]],
     write: Callable[[Any], str] = str,
 ) -> str:
-    """Orders as a grid, stage by position, with the units at `places` in brackets.
+    """Write orders as a grid, stage by position, with the units at `places` in brackets.
 
     A place behind the end of an order is where a unit is missing. Of many stages or positions, only
     those near the places are shown.
@@ -47,13 +47,13 @@ def marked_grid(
 
 
 def _near(at: Sequence[int], count: int, most: int) -> range:
-    """At most so many of `count` numbers: the first that is asked for, and those around it."""
+    """Return at most `most` of `count` numbers: the first asked for, and those around it."""
     start = max(0, min(min(at) - most // 3, count - most))
     return range(start, min(count, start + most))
 
 
 class Kind(StrEnum):
-    """What a unit computes; the values are the `instruction` column of a profile.
+    """Kind of a unit's work; the values are the `instruction` column of a profile.
 
     A backward is run whole, or as two units: the gradient of its input, which the stage before
     waits for, and that of its weights, for which nobody waits (Qi et al., ICLR'24, section 2).
@@ -65,7 +65,7 @@ class Kind(StrEnum):
     WEIGHT_GRADIENT = "weight-gradient"
     #: A forward and a backward that run as one: a price, not a unit of an order.
     COMBINED = "combined"
-    #: The price of units that run as one with the next of their stage, whose price is of them all.
+    #: Zero: such units run as one with the next of their stage, which carries the cost of all.
     NOTHING = "nothing"
 
     @cached_property
@@ -76,7 +76,7 @@ class Kind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Traits:
-    """How a unit of a kind stands between others.
+    """Dependencies of a unit of a kind.
 
     Args:
         way: 1 if its input comes from the unit of the chunk before and its output goes to that of
@@ -122,7 +122,7 @@ class Unit:
     combined: bool = False
 
     def label(self, num_chunks: int = 1) -> str:
-        """The unit as plans write it: `F3`, or `F3.1` if the pipeline has chunks; `+`: combined."""
+        """Return the unit as plans write it: `F3`, with chunks `F3.1`, combined `F3.1+`."""
         chunk = f".{self.chunk}" if num_chunks > 1 else ""
         return f"{self.kind.letter}{self.microbatch}{chunk}{'+' * self.combined}"
 
@@ -132,12 +132,12 @@ class Unit:
 
 @lru_cache(maxsize=1 << 16)
 def unit(kind: Kind, microbatch: int, chunk: int = 0, combined: bool = False) -> Unit:
-    """A shared `Unit`: every stage of a pipeline lists the same ones."""
+    """Return a shared `Unit`: every stage of a pipeline lists the same ones."""
     return Unit(kind, microbatch, chunk, combined)
 
 
 def all_units(num_microbatches: int, num_chunks: int, kinds: Sequence[Kind] = WHOLE) -> list[Unit]:
-    """Every unit that one stage runs: by kind, then chunk, then microbatch."""
+    """List every unit that one stage runs: by kind, then chunk, then microbatch."""
     return [
         unit(kind, microbatch, chunk)
         for kind in kinds

@@ -1,6 +1,6 @@
 """Plans: a frequency for each unit of a schedule, what that costs, and their file.
 
-Whoever reads a plan recomputes time and energy from the profile, under the conditions that stand in
+Readers of a plan recompute time and energy from the profile, under the conditions in
 the plan.
 """
 
@@ -47,7 +47,7 @@ from envpipe_megatron.files import replace_files
 
 PLAN_FORMAT = "envpipe-plan/1"
 #: A stored figure further than this from the recomputed one was not made by the plan and profile;
-#: a lower bound may stand as far above the energy, by a solver's tolerances.
+#: a lower bound may be as far above the energy, by a solver's tolerances.
 _STORED_TOLERANCE = 1e-6
 _PARK = Number(whole=True, below=MAX_FREQUENCY_MHZ)
 
@@ -56,7 +56,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Cost:
-    """What one iteration takes."""
+    """Time and energy of one iteration."""
 
     iteration_time_s: float
     energy_j: float
@@ -67,11 +67,11 @@ class Cost:
         return self.energy_j / self.iteration_time_s
 
     def saving_percent(self, baseline: Cost) -> float:
-        """Energy saved against a baseline."""
+        """Return the energy saved against a baseline."""
         return 100.0 * (1.0 - self.energy_j / baseline.energy_j)
 
     def slowdown_percent(self, baseline: Cost) -> float:
-        """Time lost against a baseline."""
+        """Return the time lost against a baseline."""
         return 100.0 * (self.iteration_time_s / baseline.iteration_time_s - 1.0)
 
 
@@ -151,7 +151,7 @@ class Plan:
 
     @property
     def gap_percent(self) -> float | None:
-        """How far the energy lies above its lower bound; None without a bound."""
+        """Distance of the energy above its lower bound, in percent; None without a bound."""
         if self.energy_lower_bound_j is None:
             return None
         return 100.0 * (self.cost.energy_j / self.energy_lower_bound_j - 1.0)
@@ -164,7 +164,7 @@ class Plan:
         return Plan("baseline", schedule, frequency, self.profile, self.conditions)
 
     def to_json(self) -> dict[str, Any]:
-        """The plan as its file holds it."""
+        """Return the plan as its file holds it."""
         data: dict[str, Any] = {
             "format": PLAN_FORMAT,
             "policy": self.policy,
@@ -213,7 +213,7 @@ class Plan:
 
 
 def max_frequencies(schedule: Schedule, profile: Profile) -> IntArray:
-    """[num_stages, units_per_stage] the highest profiled frequency of each unit."""
+    """Return [num_stages, units_per_stage] the highest profiled frequency of each unit."""
     top = [rows[0].frequency_mhz for kinds in profile.rows for rows in kinds.values()]
     return np.array(top, dtype=np.int64)[profile.keys(schedule)]
 
@@ -239,12 +239,12 @@ def read_plan(path: Path, profile: Profile) -> Plan:
 
 
 def read_order(path: Path) -> Schedule:
-    """The order of a plan's JSON, which takes no profile; PlanError as `read_plan`."""
+    """Return the order of a plan's JSON, which takes no profile; PlanError as `read_plan`."""
     return read_order_and_groups(path)[0]
 
 
 def read_order_and_groups(path: Path) -> tuple[Schedule, int | None]:
-    """The same, and the group size of the framework's own order where the plan has it."""
+    """Return the same, and the group size of the framework's own order where the plan has it."""
     fields = read_json(path, "Plan", PlanError)
     return _read_schedule(fields), fields.read("group_size", COUNT, None)
 
@@ -270,7 +270,7 @@ def _read_schedule(fields: Fields) -> Schedule:
 
 
 def _read_units(orders: Sequence[Sequence[str]]) -> tuple[tuple[Unit, ...], ...]:
-    """The units of each stage; ScheduleError marks one that is not readable."""
+    """Return the units of each stage; ScheduleError marks one that is not readable."""
     units: list[list[Unit]] = [[] for _ in orders]
     for stage, order in enumerate(orders):
         try:
@@ -283,7 +283,7 @@ def _read_units(orders: Sequence[Sequence[str]]) -> tuple[tuple[Unit, ...], ...]
 
 
 def plan_of_fields(fields: Fields, profile: Profile) -> Plan:
-    """`read_plan` of fields."""
+    """Read a plan as `read_plan` does, from its fields."""
     schedule = _read_schedule(fields)
 
     def clocks(name: str, clock: Number) -> IntArray:
@@ -320,11 +320,11 @@ def _assumed_split(value: Any) -> SplitBackward:
 
 
 def _compare_with_stored(plan: Plan, fields: Fields) -> Plan:
-    """The plan, without its bound if that was proved for another profile."""
+    """Return the plan, without its bound if that was proved for another profile."""
     own_profile = fields.data.get("profile_sha256") == plan.profile.sha256
     try:
         cost = plan.cost
-    except PlanError as error:  # evaluation refuses parking alone
+    except PlanError as error:  # evaluation refuses only parking
         raise PlanError(f"{fields.path}: field 'park_mhz': {error}") from error
     for name, value in vars(cost).items():
         stored = fields.data.get(name)
@@ -356,7 +356,7 @@ NORMAL_95 = 1.96
 
 
 def saving_uncertainty_percent(plan: Plan) -> float | None:
-    """Standard uncertainty of the saving, in points, from that of the profile's energies.
+    """Return the saving's standard uncertainty, in points, from that of the profile's energies.
 
     Linear: the saving changes with a row's energy by how many units the row prices, in the plan
     and in the baseline. Late clocks count as the clocks that come. None if a row that is used has
@@ -380,7 +380,7 @@ def saving_uncertainty_percent(plan: Plan) -> float | None:
 
 
 def _rows(profile: Profile) -> list[tuple[int, Kind, ProfileRow]]:
-    """All rows with their part and kind, in the order of `Profile.curves`."""
+    """Return all rows with their part and kind, in the order of `Profile.curves`."""
     return [
         (part, kind, row)
         for part, kinds in enumerate(profile.rows)
@@ -390,7 +390,7 @@ def _rows(profile: Profile) -> list[tuple[int, Kind, ProfileRow]]:
 
 
 def _row_uses(plan: Plan) -> FloatArray:
-    """How many units each of `_rows` prices; between two clocks, a share of a unit each."""
+    """Return how many units each of `_rows` prices; between two clocks, a share of a unit each."""
     keys = plan.profile.keys(plan.schedule)
     uses = []
     for key, (clocks, *_) in enumerate(plan.profile.curves):

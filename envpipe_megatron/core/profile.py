@@ -110,16 +110,16 @@ class Profile:
         return shares
 
     def parts(self, stage: int) -> tuple[Mapping[Kind, tuple[ProfileRow, ...]], ...]:
-        """The rows of a stage: those of each of its parts."""
+        """Return the rows of a stage: those of each of its parts."""
         return self.rows[stage * self.listed_chunks : (stage + 1) * self.listed_chunks]
 
     def clocks_mhz(self, stage: int) -> set[int]:
-        """All frequencies that something of a stage was profiled at."""
+        """Return all frequencies that something of a stage was profiled at."""
         parts = self.parts(stage)
         return {row.frequency_mhz for part in parts for rows in part.values() for row in rows}
 
     def row(self, part: int, kind: Kind, frequency_mhz: int) -> ProfileRow:
-        """The row of a part, kind and frequency; ProfileError if that was not profiled."""
+        """Return the row of a part, kind and frequency; ProfileError if that was not profiled."""
         rows = self.rows[part][kind]
         for row in rows:
             if row.frequency_mhz == frequency_mhz:
@@ -132,7 +132,7 @@ class Profile:
         )
 
     def energy_by_clock_j(self, stage: int, kind: Kind) -> dict[int, float]:
-        """Energy (J) of a kind in all parts of a stage, at each clock that all have."""
+        """Return the energy (J) of a kind in all parts of a stage, at each clock that all have."""
         parts = [{r.frequency_mhz: r.energy_j for r in part[kind]} for part in self.parts(stage)]
         return {f: sum(part[f] for part in parts) for f in set(parts[0]).intersection(*parts)}
 
@@ -158,7 +158,7 @@ class Profile:
         return tuple(optimal)
 
     def for_chunks(self, num_chunks: int) -> Profile:
-        """The profile of one of `num_chunks` chunks of each stage.
+        """Return the profile of one of `num_chunks` chunks of each stage.
 
         A profile without chunks gives each of V chunks 1/V of its stage's time, energy and
         activations; one measured with another number is refused (ProfileError).
@@ -181,7 +181,7 @@ class Profile:
         return replace(self, rows=rows, sidecar=self.sidecar.for_chunks(num_chunks))
 
     def with_split_backwards(self, assumed: SplitBackward) -> Profile:
-        """The profile with rows for both parts of a backward, by an assumption.
+        """Return the profile with rows for both parts of a backward, by an assumption.
 
         ProfileError: it has such rows.
         """
@@ -196,14 +196,14 @@ class Profile:
         return replace(self, rows=rows, assumed=assumed)
 
     def whole(self) -> Profile:
-        """The profile without rows of both parts of a backward: its orders split none."""
+        """Return the profile without rows of both parts of a backward: its orders split none."""
         rows = tuple(
             {kind: kinds[kind] for kind in kinds if kind not in SPLIT[1:]} for kinds in self.rows
         )
         return replace(self, rows=rows, assumed=None)
 
     def keys(self, schedule: Schedule) -> NDArray[np.int32]:
-        """[num_stages, units_per_stage] where `curves` has each unit of a schedule.
+        """Return where `curves` has each unit of a schedule, [num_stages, units_per_stage].
 
         ProfileError: it has units of a kind that the profile has no rows of.
         """
@@ -220,7 +220,7 @@ class Profile:
         return keys
 
     def lookup(self, schedule: Schedule, frequency_mhz: IntArray) -> tuple[FloatArray, FloatArray]:
-        """Time (s) and energy (J) of each unit, [num_stages, units_per_stage] as the frequencies.
+        """Return time (s) and energy (J) of each unit, shaped as the frequencies.
 
         ProfileError: a frequency that was not profiled for that part and kind, or where the
         profile interpolates, one above or below all that were.
@@ -249,7 +249,7 @@ class Profile:
 
     @cached_property
     def curves(self) -> tuple[FloatArray, ...]:
-        """By part and kind: rows of frequencies (MHz), times (s), energies (J), lowest first."""
+        """[part and kind] rows of frequencies (MHz), times (s), energies (J), lowest first."""
         return tuple(
             np.array([(row.frequency_mhz, row.time_s, row.energy_j) for row in reversed(rows)]).T
             for kinds in self.rows
@@ -269,13 +269,13 @@ class Profile:
         ]
 
     def to_json(self) -> dict[str, Any]:
-        """The table and the sidecar as one object, for `profile_of_json`."""
+        """Return the table and the sidecar as one object, for `profile_of_json`."""
         rows = [(part, kind.value, *astuple(row)) for part, kind, row in self._listed]
         sidecar = json.loads(self.sidecar.to_json_text())
         return {"rows": rows, "listed_chunks": self.listed_chunks, "sidecar": sidecar}
 
     def to_csv(self) -> str:
-        """The table as CSV text."""
+        """Return the table as CSV text."""
         listed = [
             (*divmod(part, self.listed_chunks), kind.value, row) for part, kind, row in self._listed
         ]
@@ -323,7 +323,7 @@ def make_profile(
     sidecar: Sidecar | None = None,
     listed_chunks: int = 1,
 ) -> Profile:
-    """A checked profile from rows in any order, each with the part (see `Profile`) that it is of.
+    """Make a checked profile of rows in any order, each with its part (see `Profile`).
 
     A part that has the two halves of a backward, and no whole one, gets one behind the other.
     ProfileError if a part lacks a kind, or the sidecar says another number of chunks.

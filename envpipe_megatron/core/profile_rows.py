@@ -43,7 +43,7 @@ class ProfileError(EnvPipeError):
 
 @dataclass(frozen=True, slots=True)
 class ProfileRow:
-    """What one unit costs at one frequency, of one GPU and microbatch.
+    """Cost of one unit at one frequency, of one GPU and microbatch.
 
     With the standard uncertainty of its energy, if that is known.
     """
@@ -67,7 +67,7 @@ class ProfileRow:
             raise ProfileError("The uncertainty of a row's energy is at least 0", value=known_j)
 
     def scaled(self, share: float) -> ProfileRow:
-        """The row of a share of the unit."""
+        """Return the row of a share of the unit."""
         known_j = self.energy_uncertainty_j
         return ProfileRow(
             self.frequency_mhz,
@@ -79,7 +79,7 @@ class ProfileRow:
 
 @dataclass(frozen=True)
 class SplitBackward:
-    """What is assumed of a backward in two parts, where neither was measured.
+    """Assumed costs of a backward in two parts, where neither was measured.
 
     Args:
         input_share: the share of the input's gradient.
@@ -107,13 +107,13 @@ class SplitBackward:
         }
 
     def rows(self, whole: Sequence[ProfileRow]) -> dict[Kind, tuple[ProfileRow, ...]]:
-        """Rows of both parts, from those of whole backwards."""
+        """Return rows of both parts, from those of whole backwards."""
         return {
             kind: tuple(row.scaled(share) for row in whole) for kind, share in self.shares.items()
         }
 
 
-#: What emulated GPUs charge. The overhead is that of linear layers on an H200 (docs/measured.md).
+#: What emulated GPUs charge: the overhead of linear layers on an H200 (docs/evidence/megatron.md).
 #: The two products of a linear layer's backward are equally large; attention makes the first part
 #: larger: 0.8 of it was seen on an H200 with attention in plain products, and plans save about as
 #: much up to 0.7.
@@ -133,7 +133,7 @@ class Row:
     cells: Mapping[str, str]
 
     def read(self, column: str, number: Number, unit: str = "") -> Any:
-        """The number in a cell; a message names the unit."""
+        """Return the number in a cell; a message names the unit."""
         try:
             return number.of_text(self.cells[column])
         except ValueError as cause:
@@ -146,7 +146,7 @@ class Row:
 def read_table(
     path: Path, columns: Sequence[str], optional: Sequence[str]
 ) -> tuple[bytes, list[Row]]:
-    """A CSV's bytes and its rows, columns in any order; blank lines and others are left out.
+    """Return a CSV's bytes and its rows, columns in any order; blank lines and others are left out.
 
     A row of more cells than the header is refused: with decimal commas, numbers would be others.
     """
@@ -191,7 +191,7 @@ def read_table(
 
 
 def lines_of(lines: Sequence[Row], kinds: Sequence[Kind]) -> Iterator[tuple[Row, Kind]]:
-    """Each line whose instruction is one of the kinds; a misspelt kind is refused.
+    """Yield each line whose instruction is one of the kinds; a misspelt kind is refused.
 
     Other instructions, such as the loading of data, are left out, and a warning names them.
     """
@@ -217,7 +217,7 @@ def lines_of(lines: Sequence[Row], kinds: Sequence[Kind]) -> Iterator[tuple[Row,
 
 
 def read_row(line: Row) -> ProfileRow:
-    """A line's frequency, time and energy."""
+    """Return a line's frequency, time and energy."""
     return ProfileRow(
         line.read("frequency", FREQUENCY, "MHz"),
         line.read("time", UNIT_TIME, "s"),
@@ -242,7 +242,7 @@ def check_power(
 
 
 def one_gpu(frequency_mhz: int, ranks: Sequence[ProfileRow]) -> ProfileRow:
-    """One row from those of a stage's GPUs."""
+    """Return one row for all GPUs of a stage."""
     known = [row.energy_uncertainty_j for row in ranks if row.energy_uncertainty_j is not None]
     return ProfileRow(
         frequency_mhz,
@@ -253,7 +253,7 @@ def one_gpu(frequency_mhz: int, ranks: Sequence[ProfileRow]) -> ProfileRow:
 
 
 def whole_backwards(kinds: Mapping[Kind, Sequence[ProfileRow]]) -> list[ProfileRow]:
-    """Backwards as one of their halves behind the other, at the clocks that both have."""
+    """Return backwards as one of their halves behind the other, at the clocks that both have."""
     second = {row.frequency_mhz: row for row in kinds[Kind.WEIGHT_GRADIENT]}
     return [
         ProfileRow(
@@ -269,7 +269,7 @@ def whole_backwards(kinds: Mapping[Kind, Sequence[ProfileRow]]) -> list[ProfileR
 def in_order(
     kinds: Mapping[Kind, tuple[ProfileRow, ...]],
 ) -> Mapping[Kind, tuple[ProfileRow, ...]]:
-    """Rows in the order of `Kind`; where units may run as one, with those of `Kind.NOTHING`.
+    """Sort rows by `Kind`; where units may run as one, add those of `Kind.NOTHING`.
 
     Such units run at the clock of the last of them, so there is a row for any clock.
     """
@@ -283,7 +283,7 @@ def in_order(
 
 
 def row_name(part: int, kind: Kind, listed_chunks: int) -> str:
-    """What rows are of, for messages: `stage 2 forward`, or `stage 2 chunk 1 combined`."""
+    """Return what rows are of, for messages: `stage 2 forward`, or `stage 2 chunk 1 combined`."""
     stage, chunk = divmod(part, listed_chunks)
     of_chunk = f" chunk {chunk}" if listed_chunks > 1 else ""
     return f"stage {stage}{of_chunk} {kind}"

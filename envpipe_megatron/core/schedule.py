@@ -32,7 +32,7 @@ _MOST_AS_ONE = 3
 
 
 class Placement(StrEnum):
-    """Where the chunks of a model lie on the stages of a pipeline."""
+    """Layout of a model's chunks on the stages of a pipeline."""
 
     #: Chunk `c + 1` of the first stage follows chunk `c` of the last (Narayanan et al., SC'21,
     #: section 2.2).
@@ -40,7 +40,7 @@ class Placement(StrEnum):
     #: Every other chunk goes back through the stages: chunk 1 of the last stage follows its chunk 0
     #: (Qi et al., ICLR'24, section 6).
     V = "v"
-    #: Units are whole iterations, between which nothing is known.
+    #: No pipeline: each unit is a whole iteration.
     APART = "apart"
 
 
@@ -100,12 +100,12 @@ class Schedule:
 
     @property
     def forward_only(self) -> bool:
-        """Whether the schedule has no backwards, as in evaluation."""
+        """True if the schedule has no backwards, as in evaluation."""
         return self.units_per_stage <= self.num_microbatches * self.num_chunks
 
     @property
     def split(self) -> bool:
-        """Whether backwards are two units each."""
+        """True if backwards are two units each."""
         return self.unit_kinds == SPLIT  # a pickled order has kinds of its own
 
     @cached_property
@@ -116,23 +116,23 @@ class Schedule:
         return WHOLE[: 1 if self.forward_only else 2]
 
     def unit_at(self, node: int) -> Unit:
-        """The unit of a node."""
+        """Return the unit of a node."""
         stage, position = divmod(node, self.units_per_stage)
         return self.stages[stage][position]
 
     def stage_of(self, node: int) -> int:
-        """The stage of a node."""
+        """Return the stage of a node."""
         return node // self.units_per_stage
 
     def marked(self, *nodes: int) -> str:
-        """The orders as a grid with some nodes marked, for messages."""
+        """Return the orders as a grid with some nodes marked, for messages."""
         return self._marked([divmod(node, self.units_per_stage) for node in nodes])
 
     def _marked(self, places: Sequence[tuple[int, int]]) -> str:
         return marked_grid(self.stages, places, lambda own: own.label(self.num_chunks))
 
     def describe(self, node: int) -> str:
-        """A node for messages: `F3 on stage 1`."""
+        """Return a node for messages: `F3 on stage 1`."""
         return f"{self.unit_at(node).label(self.num_chunks)} on stage {self.stage_of(node)}"
 
     @cached_property
@@ -146,7 +146,7 @@ class Schedule:
         return self._by_kind(_KINDS.index(kind) for kind in self.unit_kinds)
 
     def _by_kind(self, listed: Iterable[int]) -> IntArray:
-        """[num_stages, units_per_stage] what is listed for the kind of the unit there."""
+        """Return [num_stages, units_per_stage] the value listed for the kind of the unit there."""
         kind = self.places // (self.num_microbatches * self.num_chunks)
         return np.array(list(listed), dtype=np.int32)[kind]
 
@@ -154,7 +154,7 @@ class Schedule:
     def combined(self) -> BoolArray:
         """[num_stages, units_per_stage] whether the unit there runs as one with the next.
 
-        The last of such units stands for them all; those before it take no time.
+        The last of such units has the time of them all; those before it take none.
         """
         return np.array([[unit.combined for unit in order] for order in self.stages])
 
@@ -173,7 +173,7 @@ class Schedule:
         return kinds
 
     def pair_clocks(self, frequency_mhz: NDArray[np.int64]) -> NDArray[np.int64]:
-        """[num_stages, units_per_stage] clocks as given, but one for units that run as one."""
+        """Return clocks as given, [num_stages, units_per_stage], one for units that run as one."""
         for _ in range(_MOST_AS_ONE - 1):
             following = np.roll(frequency_mhz, -1, axis=1)
             frequency_mhz = np.where(self.combined, following, frequency_mhz)
@@ -217,12 +217,12 @@ class Schedule:
         return np.where(exists, source, -1).astype(np.int32).ravel()
 
     def _along(self, chunk: NDArray[np.int64], stage: NDArray[np.int64]) -> NDArray[np.int64]:
-        """How far along its chunk a stage stands; also its inverse."""
+        """Return a stage's place along its chunk; also the inverse."""
         back = (self.placement is Placement.V) & (chunk % 2 == 1)
         return np.where(back, self.num_stages - 1 - stage, stage)
 
     def unit_keys(self, parts_per_stage: int, kinds: Sequence[Kind]) -> IntArray:
-        """[num_stages, units_per_stage] where a list of costs has each unit's, or below zero.
+        """Return [num_stages, units_per_stage] each unit's index in a list of costs, or below zero.
 
         The list goes by stage, then, where a stage has a part for each chunk, by chunk, then by the
         given kinds; it is below zero for a kind that is not among them.
@@ -295,7 +295,7 @@ class Schedule:
 
     @cached_property
     def topological_rank(self) -> list[int]:
-        """[num_units] where each node stands in `topological_order`."""
+        """[num_units] the place of each node in `topological_order`."""
         rank = [0] * self.num_units
         for place, node in enumerate(self.topological_order):
             rank[node] = place
@@ -309,7 +309,7 @@ class Schedule:
         return tuple(map(int, self.held().max(axis=1)))
 
     def held(self, one: ArrayLike = 1.0, pending: ArrayLike = 1.0) -> FloatArray:
-        """[num_stages, units_per_stage] what each stage holds after the unit there.
+        """Return [num_stages, units_per_stage] what each stage holds after the unit there.
 
         Args:
             one: what a microbatch in flight holds; like [num_stages, num_chunks].
@@ -380,7 +380,7 @@ class Schedule:
         return frozenset([*edges, *last_stage])
 
     def labels(self) -> list[list[str]]:
-        """The orders as plans write them."""
+        """Return the orders as plans write them."""
         return [[unit.label(self.num_chunks) for unit in order] for order in self.stages]
 
     @cached_property
@@ -425,7 +425,7 @@ class Schedule:
 
     @cached_property
     def _position_of_code(self) -> NDArray[np.intp]:
-        """[num_stages, units_per_stage] where the unit of each code stands in its stage's order."""
+        """[num_stages, units_per_stage] the position of each code's unit in its order."""
         return np.argsort(self.places, axis=1)
 
     @property
@@ -434,7 +434,7 @@ class Schedule:
         return (self.places // self.num_microbatches) % self.num_chunks
 
     def _check_own_inputs(self) -> None:
-        """Each unit after those that it needs on its own stage."""
+        """Check that each unit comes after those that it needs on its own stage."""
         block = self.num_microbatches * self.num_chunks
         position = self._position_of_code
         width = self.units_per_stage
@@ -483,7 +483,7 @@ class Schedule:
 
 
 def profiled_kinds(schedule: Schedule) -> tuple[Kind, ...]:
-    """The kinds that the profile of an order that a framework runs has rows of.
+    """Return the kinds that the profile of an order that a framework runs has rows of.
 
     Where backwards are split, whole ones are among them only if the order has some; a profile takes
     those of the others as one part behind the other.

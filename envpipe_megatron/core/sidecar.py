@@ -30,7 +30,7 @@ SIDECAR_FORMAT = "envpipe-profile/1"
 
 @dataclass(frozen=True)
 class Sidecar:
-    """What is known of a profiled job beyond its table; every field may be absent.
+    """Facts of a profiled job beyond its table; every field may be absent.
 
     Args:
         wait_power_w: for each stage, the power of a GPU that waits in a receive by the clock set
@@ -69,7 +69,7 @@ class Sidecar:
         return None if curves is None else tuple(curve[max(curve)] for curve in curves)
 
     def for_chunks(self, num_chunks: int) -> Sidecar:
-        """What is known of a job without chunks, for one whose chunks hold equal parts of it."""
+        """Return the sidecar of a job without chunks for one whose chunks are equal parts of it."""
 
         def part(of_whole: tuple[float, ...] | None) -> tuple[float, ...] | None:
             return of_whole and tuple(each / num_chunks for each in of_whole)
@@ -87,7 +87,7 @@ class Sidecar:
         )
 
     def to_json_text(self) -> str:
-        """The sidecar as its file holds it."""
+        """Return the sidecar as its file holds it."""
         known = {name: value for name, value in vars(self).items() if value is not None}
         if self.wait_power_w is not None:
             known["wait_power_w"] = wait_power_entries(self.wait_power_w)
@@ -95,12 +95,12 @@ class Sidecar:
 
 
 def sidecar_path(profile_path: Path) -> Path:
-    """Where the sidecar of a profile CSV stands."""
+    """Return the path of a profile CSV's sidecar."""
     return profile_path.with_suffix(".json")
 
 
 def read_wait_power(entries: Any, power: Number = AMOUNT) -> tuple[Mapping[int, float], ...]:
-    """A reader of `[{"stage": 0, "frequency_mhz": 1410, "power_w": 83.6}]`: curves by stage."""
+    """Read `[{"stage": 0, "frequency_mhz": 1410, "power_w": 83.6}]` as curves by stage."""
     by_stage: dict[int, dict[int, float]] = {}
     try:
         for entry in many(of_type(dict, ""))(entries):
@@ -117,7 +117,7 @@ def read_wait_power(entries: Any, power: Number = AMOUNT) -> tuple[Mapping[int, 
 
 
 def wait_power_entries(curves: Sequence[Mapping[int, float]]) -> list[dict[str, int | float]]:
-    """The inverse of `read_wait_power`."""
+    """Return what `read_wait_power` reads."""
     return [
         {"stage": stage, "frequency_mhz": frequency, "power_w": power}
         for stage, curve in enumerate(curves)
@@ -148,7 +148,7 @@ def read_sidecar(path: Path, num_stages: int | None = None) -> Sidecar:
 
 
 def sidecar_of_fields(fields: Fields, num_stages: int | None = None) -> Sidecar:
-    """`read_sidecar` of fields."""
+    """Read a sidecar as `read_sidecar` does, from its fields."""
     fields.check_format(SIDECAR_FORMAT)
     sidecar = fields.make(Sidecar, _READERS, also=("format",))
     for name, value in vars(sidecar).items():

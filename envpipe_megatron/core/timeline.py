@@ -20,12 +20,12 @@ from envpipe_megatron.core.schedule import Placement, Schedule
 from envpipe_megatron.errors import EnvPipeError
 
 #: Times closer than this fraction of the iteration count as equal: sums of the same durations in
-#: another order differ by rounding alone.
+#: another order differ only by rounding.
 RELATIVE_TOLERANCE = 1e-9
 
 
 class Timeline:
-    """When each unit starts and ends, all as early as they can.
+    """Start and end of each unit, all as early as they can.
 
     Args:
         duration_s: [num_stages, units_per_stage].
@@ -97,7 +97,7 @@ class Timeline:
         return np.array(self._path.latest_end_s).reshape(self.end_s.shape) - self.end_s
 
     def critical_path(self) -> list[int]:
-        """Nodes of the path that sets the iteration time, from its end to its start."""
+        """Return nodes of the path that sets the iteration time, from its end to its start."""
         threshold_s = RELATIVE_TOLERANCE * self.iteration_time_s
         wait_s = self.wait_s.ravel().tolist()
         return critical_path(self.schedule, wait_s, threshold_s, self._last_stage)
@@ -106,7 +106,7 @@ class Timeline:
 def critical_path(
     schedule: Schedule, wait_s: Sequence[float], threshold_s: float, last_stage: int = 0
 ) -> list[int]:
-    """The critical path's nodes, from the last unit of the stage that ends last to the start.
+    """Return the critical path's nodes, from the last unit of the last stage to the start.
 
     A unit that waited for its input longer than the threshold is on the path because of the
     neighbour that fed it; otherwise because of the unit before it on its own stage. The same rule
@@ -132,7 +132,7 @@ def critical_path(
 
 
 def is_envelope(schedule: Schedule, path: Iterable[int]) -> bool:
-    """Whether every unit of a path lies on the outer envelope."""
+    """Return whether every unit of a path lies on the outer envelope."""
     return schedule.outer_envelope.issuperset(path)
 
 
@@ -162,13 +162,13 @@ class LongestPath:
         self._last_end_s: Sequence[float] = ()
 
     def start_s(self, node: int) -> float:
-        """The earliest start of a node, by the ends of those it waits for."""
+        """Return the earliest start of a node, by the ends of those it waits for."""
         start_s = self.end_s[node - 1] if node % self._width else 0.0
         source = self._cross[node]
         return start_s if source < 0 else max(start_s, self.end_s[source] + self.hop_s[node])
 
     def find_ends(self) -> None:
-        """The earliest ends of all nodes."""
+        """Find the earliest ends of all nodes."""
         # start_s written out: one call per unit would double the time for 10^5 units.
         end_s, duration_s, hop_s = self.end_s, self.duration_s, self.hop_s
         cross, width = self._cross, self._width
@@ -180,13 +180,13 @@ class LongestPath:
             end_s[node] = start_s + duration_s[node]
 
     def find_latest_ends(self, last_end_s: Sequence[float]) -> None:
-        """The latest ends of all nodes if each stage must have ended by `last_end_s`."""
+        """Find the latest ends of all nodes if each stage must have ended by `last_end_s`."""
         self._last_end_s = last_end_s
         for node in reversed(self.order):
             self.latest_end_s[node] = self.find_latest_end(node)
 
     def find_latest_end(self, node: int) -> float:
-        """The latest end of a node, by the latest ends of those that wait for it."""
+        """Return the latest end of a node, by the latest ends of those that wait for it."""
         latest, duration_s = self.latest_end_s, self.duration_s
         if (node + 1) % self._width:
             end_s = latest[node + 1] - duration_s[node + 1]
@@ -237,7 +237,7 @@ class LongestPath:
 
 
 def latency_by_node(schedule: Schedule, latency_s: float | Sequence[float]) -> list[float]:
-    """Latency of the hop that feeds each node; 0 if nothing does.
+    """Return the latency of the hop that feeds each node; 0 if nothing does.
 
     `latency_s` is one number for every hop, or one for each boundary between neighbouring stages
     (else EnvPipeError). The hop from the last stage back to the first, which only chunks use, takes
@@ -269,7 +269,7 @@ def latency_by_node(schedule: Schedule, latency_s: float | Sequence[float]) -> l
 
 
 def _pop(pending: list[int]) -> int:
-    """The least of a heap, once however often it is there: a fifth of the time of `change`."""
+    """Pop the least of a heap and its copies: a fifth of the time of `change`."""
     least = heappop(pending)
     while pending and pending[0] == least:
         heappop(pending)

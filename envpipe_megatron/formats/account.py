@@ -92,9 +92,11 @@ class Account:
         """
         for batch, each in self.compared.items():
             tokens = None if batch else self.tokens
-            told = each.told(self.num_gpus, tokens, clocks_kept=self.clocks_kept, power=self.power)
+            line = each.bill_line(
+                self.num_gpus, tokens, clocks_kept=self.clocks_kept, power=self.power
+            )
             of_batch = f", batches of {batch}" if batch else ""
-            yield f"against the job's own baseline{of_batch}: {told}"
+            yield f"against the job's own baseline{of_batch}: {line}"
             yield from self._saved(each, tokens, tariff)
         total = total_of(self.sums)
         said = [

@@ -94,12 +94,12 @@ class Phase(StrEnum):
 
 
 def phase_in_batch(phase: str, batch: str) -> str:
-    """A phase of steps of a batch that has not its full size: `steady m24`; `batch` is `m24`."""
+    """Return the phase of steps of a smaller batch: `steady m24`, where `batch` is `m24`."""
     return f"{phase} {batch}".strip()
 
 
 def split_phase(phase: str) -> tuple[str, str]:
-    """`phase_in_batch` undone: the phase and its batch, which is empty for that of full size."""
+    """Undo `phase_in_batch`: return the phase, and its batch, empty if that has full size."""
     found = _BATCH.search(phase)
     return (phase[: found.start()], found[1]) if found else (phase, "")
 
@@ -176,7 +176,7 @@ class EnergyWindow:
 
     @property
     def steps(self) -> int:
-        """How many steps it holds; 0 if it has none, or does not say."""
+        """Number of its steps; 0 if it has none, or does not say."""
         first, last = self.first_iteration, self.last_iteration
         if self.phase in OUTSIDE_STEPS or first is None or last is None:
             return 0
@@ -222,7 +222,7 @@ class EnergyLogs:
 
 
 def name_of_run(run: str) -> str:
-    """A run's name without the instant of its start, which tells restarts apart."""
+    """Return a run's name without the instant of its start, which tells restarts apart."""
     return _START.sub("", run)
 
 
@@ -302,7 +302,7 @@ def _parse_line(line: bytes) -> tuple[EnergyWindow | EnergyNote, Any]:
 
 
 def parse_entry(data: Any) -> EnergyWindow | EnergyNote:
-    """A line from its JSON; an error of those that `parse_line` catches if it is something else."""
+    """Read a line from its JSON; raises one of the errors that `parse_line` catches."""
     if isinstance(data, dict) and data.get("format") == NOTE_FORMAT:
         json.dumps(data, ensure_ascii=False).encode()  # what facts say is printed, too
         return EnergyNote(read_text(data, "node"), read_text(data, "note"), data)
@@ -339,7 +339,7 @@ def _ends_a_line(descriptor: int, place: int) -> bool:
 
 
 def parse_window(data: Any) -> EnergyWindow:
-    """A window from its JSON; errors as for `parse_entry`."""
+    """Return a window from its JSON; errors as for `parse_entry`."""
     if not isinstance(data, dict) or data.get("format", ENERGY_FORMAT) != ENERGY_FORMAT:
         raise ValueError
     shares_s = [data.get(name) for name in SHARES]
@@ -351,14 +351,14 @@ def parse_window(data: Any) -> EnergyWindow:
 
 
 def read_amount(value: Any) -> float:
-    """A number of a line, s or J: not negative and at most `MAX_AMOUNT`, else ValueError."""
+    """Return a number of a line, s or J: not negative and at most `MAX_AMOUNT`, else ValueError."""
     if type(value) not in (int, float) or not 0 <= value <= MAX_AMOUNT:
         raise ValueError
     return float(value)
 
 
 def read_step(said: Any) -> StepEnergy | None:
-    """A step of a baseline, by the names that `StepEnergy` has; None if it is none."""
+    """Return a step of a baseline, by the names that `StepEnergy` has; None if it is none."""
     from envpipe_megatron.formats.steps import StepEnergy
 
     try:
@@ -371,7 +371,7 @@ def read_step(said: Any) -> StepEnergy | None:
 
 
 def read_text(data: dict[str, Any], name: str) -> str:
-    """A text of a line, empty if the line does not say; TypeError if it is none.
+    """Return a text of a line, empty if the line does not say; TypeError if it is none.
 
     ValueError: a part of a character, which cannot be printed or written.
     """
@@ -383,7 +383,7 @@ def read_text(data: dict[str, Any], name: str) -> str:
 
 
 def read_index(value: Any, most: int = MAX_INDEX) -> int:
-    """A whole number of a line, from 0 to the most; else TypeError."""
+    """Return a whole number of a line, from 0 to the most; else TypeError."""
     if type(value) is not int or not 0 <= value <= most:
         raise TypeError
     return value

@@ -263,7 +263,7 @@ def _labels(window: EnergyWindow) -> Hashable:
 
 
 def _mean(steps: int, own: StepEnergy | None, more: int, other: StepEnergy) -> StepEnergy:
-    """The baseline of both steps, with its errors taken for common ones, as most are."""
+    """Return the baseline of both steps, with its errors taken for common ones, as most are."""
     if own is None or own == other:
         return other
     means: dict[str, Any] = {

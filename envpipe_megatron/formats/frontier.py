@@ -41,7 +41,7 @@ class StoredFrontier:
     lines: tuple[str, ...]
 
     def plan_for(self, iteration_time_s: float, profile: Profile) -> Plan:
-        """The cheapest plan that takes no longer than a time; the fastest if none is so fast.
+        """Return the cheapest plan that takes no longer than a time, or the fastest if none does.
 
         PlanError: the plan does not fit the profile, or is not one.
         """

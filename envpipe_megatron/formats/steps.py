@@ -111,7 +111,7 @@ class Comparison:
     iterations: int = 0
 
     def _parts(self) -> list[str]:
-        """Its time, and its energy if that is known, against the baseline's."""
+        """Say how its time, and its energy if known, compare with the baseline's."""
         parts = [_against(self.slowdown_percent, self.slowdown_uncertainty_percent, "time")]
         if self.energy_j is not None:
             more = None if self.saving_percent is None else -self.saving_percent
@@ -121,24 +121,24 @@ class Comparison:
     def __str__(self) -> str:
         return ", ".join(self._parts())
 
-    def told(
+    def bill_line(
         self, num_gpus: float, tokens: object, *, clocks_kept: bool, power: object = None
     ) -> str:
-        """The first line of a bill; `tokens` is a number of those of a step, if it is known.
+        """Return the first line of a bill.
 
-        And `power` is how a power budget was kept, if there was one.
+        `tokens` is their number in a step, `power` how a power budget was kept; both if known.
         """
         each = [(self.time_s, "s", "", "", 1.0)]
         if self.energy_j is not None:
             each.append((self.energy_j, "J", " a GPU", f" on {num_gpus:g} GPUs", num_gpus))
         parts = zip(each, self._parts(), strict=True)
         step = (f"{_measured(v, unit)}{of} ({said})" for (v, unit, of, *_), said in parts)
-        told = f"a step takes {' and '.join(step)}"
+        line = f"a step takes {' and '.join(step)}"
         if isinstance(tokens, int | float) and tokens > 0:
             token = (f"{_measured(n * v / tokens, unit)}{of}" for v, unit, _, of, n in each)
-            told += f"; a token {' and '.join(token)}"
-        told += UNDER_BUDGETS if power else ""
-        return f"{told}; no clock was changed" if clocks_kept else told
+            line += f"; a token {' and '.join(token)}"
+        line += UNDER_BUDGETS if power else ""
+        return f"{line}; no clock was changed" if clocks_kept else line
 
 
 def _against(more: float | None, error: float | None, what: str) -> str:
@@ -162,7 +162,7 @@ def _measured(value: float, unit: str) -> str:
 
 
 def compare(step: StepEnergy, baseline: StepEnergy) -> Comparison:
-    """How much energy a step saves against the baseline's, and how much longer it takes."""
+    """Return how much energy a step saves against the baseline's, and how much longer it takes."""
     own, base = step.energy_j, baseline.energy_j
     more: tuple[float | None, float | None] = None, None
     if own is not None and base:
@@ -176,7 +176,7 @@ def compare(step: StepEnergy, baseline: StepEnergy) -> Comparison:
 def _more(
     own: float, own_error: float | None, base: float, base_error: float | None
 ) -> tuple[float | None, float | None]:
-    """By how many percent it exceeds a base, and how uncertain that is, by Fieller's theorem."""
+    """Return how many percent it exceeds a base, and the uncertainty, by Fieller's theorem."""
     ratio, base_share2 = own / base, (NORMAL_95 * (base_error or 0.0) / base) ** 2
     if base_share2 >= 1:  # the base may be as good as nothing
         return None, None
@@ -222,7 +222,7 @@ class RunningMean:
 
     @property
     def drift(self) -> float:
-        """How far the mean is off what came before the first value, if values drift evenly.
+        """Distance of the mean from the value before the first, if values drift evenly.
 
         They scatter by more then than each does about the one before (von Neumann); 0 if not.
         """
@@ -273,7 +273,7 @@ class ComparedSteps:
         self._sums = tuple(map(operator.add, self._sums, more))
 
     def _errors_now(self) -> tuple[float, ...]:
-        """All errors so far, as `_errors`; those of the baseline in force all its steps share.
+        """Return all errors so far, as `_errors`; steps share those of the baseline in force.
 
         It was measured in a few steps before: as a job drifts (GPUs get warm), it is off theirs.
         """
@@ -305,7 +305,7 @@ def _or_nan(value: float | None) -> float:
 
 
 def mean_steps(sums: Sequence[float]) -> tuple[StepEnergy, StepEnergy] | None:
-    """The average step and the one expected, by `ComparedSteps.sums`; None of no steps."""
+    """Return the average step and the one expected, by `ComparedSteps.sums`; None of no steps."""
     gpus, steps, known, time_s, scatter_s, energy_j, error_j2, *expected = sums
     if not steps:
         return None
@@ -317,7 +317,7 @@ def mean_steps(sums: Sequence[float]) -> tuple[StepEnergy, StepEnergy] | None:
 
 
 def step_sums(step: StepEnergy | None) -> FloatArray:
-    """[7] A rank's part of sums: GPUs, iterations, s, its uncertainty, metered GPUs, J, J^2.
+    """Return [7] a rank's part of sums: GPUs, iterations, s, its uncertainty, metered GPUs, J, J^2.
 
     Unknown times are NaN. J, and J^2 (its squared metering uncertainty), count metered GPUs only.
     """
@@ -331,7 +331,7 @@ def step_sums(step: StepEnergy | None) -> FloatArray:
 
 
 def mean_over_gpus(sums: ArrayLike) -> StepEnergy | None:
-    """An average step on an average GPU, from [stages, 7] sums; None if one has no step.
+    """Return an average step on an average GPU, from [stages, 7] sums; None if one has no step.
 
     A GPU without an energy is taken to be like the others of its stage, which do the same work.
     """

@@ -94,7 +94,7 @@ class RankIteration:
     Args:
         phase: what the iteration was for.
         iteration: its number in the job.
-        begin_s: on the time base of the GPU's meter, which compares within a node alone.
+        begin_s: on the time base of the GPU's meter, which compares only within a node.
         iteration_time_s: to the end of the iteration on this rank.
         order: the units' names, with spaces between them.
         start_us: [num_units] after the begin.
@@ -144,7 +144,7 @@ class TimelineLogs:
 
 @lru_cache(maxsize=1024)
 def parse_order(order: str) -> tuple[Unit, ...]:
-    """Units from their names with spaces between them; ScheduleError if one is no unit."""
+    """Read units from names with spaces between them; ScheduleError if one is no unit."""
     return tuple(parse_unit(text) for text in order.split())
 
 

@@ -45,7 +45,7 @@ class _Cell:
     combined: bool
 
     def units(self, chunk: int, split: bool) -> Iterator[Unit]:
-        """The unit as orders list it: two for a whole backward among others that are split."""
+        """Yield the unit as orders list it: two for a whole backward among split ones."""
         if split and self.kind is Kind.BACKWARD:
             yield unit(Kind.INPUT_GRADIENT, self.microbatch, chunk, True)
             yield unit(Kind.WEIGHT_GRADIENT, self.microbatch, chunk)
@@ -54,7 +54,7 @@ class _Cell:
 
 
 def read_torch_csv(path: Path) -> Schedule:
-    """The order of a table.
+    """Return the order of a table.
 
     ScheduleError names the cell that cannot be read or is on another rank than its virtual stage,
     or the units that are missing, repeated, or could never run.
@@ -68,7 +68,7 @@ def read_torch_csv(path: Path) -> Schedule:
 
 
 def order_of_rows(rows: Sequence[Sequence[str]], name: str, *, source: str) -> Schedule:
-    """The order of a table's cells, a row for each rank; ScheduleError as `read_torch_csv`."""
+    """Read the order of a table's cells, a row for each rank; ScheduleError as `read_torch_csv`."""
     cells = [
         cell
         for rank, row in enumerate(rows)
@@ -99,19 +99,19 @@ def order_of_rows(rows: Sequence[Sequence[str]], name: str, *, source: str) -> S
 
 
 def torch_csv(schedule: Schedule) -> str:
-    """The table of an order; ScheduleError as `table_rows`."""
+    """Return the table of an order; ScheduleError as `table_rows`."""
     return csv_text(table_rows(schedule))
 
 
 def table_rows(schedule: Schedule) -> list[list[str]]:
-    """The cells of an order's table, a row for each rank.
+    """Return the cells of an order's table, a row for each rank.
 
-    ScheduleError for forwards alone, and where torch would take the wrong microbatch's loss: it
+    ScheduleError for forwards only, and where torch would take the wrong microbatch's loss: it
     numbers losses as its last virtual stage comes to them.
     """
     ranks, last = schedule.num_stages, schedule.num_chunks - 1
     if schedule.forward_only:
-        raise ScheduleError("Forwards alone are no order of torch's", value=schedule.name)
+        raise ScheduleError("Forwards only are no order of torch's", value=schedule.name)
     order = schedule.stages[_rank(last * ranks + ranks - 1, ranks, schedule.placement)]
     numbered = [u.microbatch for u in order if u.kind is Kind.FORWARD and u.chunk == last]
     if numbered != sorted(numbered):
@@ -129,7 +129,7 @@ def _row(schedule: Schedule, rank: int) -> Iterator[str]:
     parts: list[str] = []
     for at, own in enumerate(order):
         if own.combined and own.kind is Kind.INPUT_GRADIENT:
-            continue  # its weights' gradient behind it stands for both
+            continue  # its weights' gradient behind it is written for both
         whole = own.kind is Kind.WEIGHT_GRADIENT and order[at - 1].combined
         letter = Kind.BACKWARD.letter if whole else own.kind.letter
         first = own.chunk * ranks
@@ -191,7 +191,7 @@ def _placement(rows: Sequence[Sequence[str]], cells: Sequence[_Cell], source: st
 def _wrong(
     rows: Sequence[Sequence[str]], rank: int, column: int, what: str, *, value: object, remedy: str
 ) -> ScheduleError:
-    """The error for a cell, which is named by line and column, and marked."""
+    """Return the error for a cell, which is named by line and column, and marked."""
     grid = marked_grid(rows, [(rank, column)], str.strip)
     where = f"line {rank + 1}, column {column + 1}"
     return ScheduleError(f"{what} in {where}", value=value, remedy=f"{remedy}\n{grid}")

@@ -14,15 +14,16 @@ import logging
 import math
 import os
 import re
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, Self, final
+from typing import TYPE_CHECKING, ClassVar, final
 
 from envpipe_megatron.errors import EnvPipeError
 
 if TYPE_CHECKING:
-    from envpipe_megatron.gpu.registry import Device, VendorGpu
+    from envpipe_megatron.gpu.registry import Device
     from envpipe_megatron.gpu.site import SiteConfig
 
 _LOG = logging.getLogger(__name__)
@@ -58,7 +59,7 @@ class GpuAddress:
     """Names a GPU for other processes of the node, and for the next job.
 
     `uid` is a real GPU's UUID, of an emulated one its folder and index (`/folder#0`): the same in
-    every process, whatever is visible.
+    every process, even where other GPUs are visible.
     """
 
     backend: str
@@ -233,14 +234,9 @@ class Gpu(ABC):
         """
         return math.inf
 
-    @property
     @abstractmethod
-    def observed_frequency_mhz(self) -> int:
-        """The SM clock that the GPU reports now."""
-
     def clock_state(self) -> ClockState:
         """Return the clock, throttle reasons and power limit. May take milliseconds."""
-        return ClockState(None, self.observed_frequency_mhz)
 
     def power_state(self) -> PowerState:
         """Return power profiles and power limits. May take milliseconds."""
@@ -255,33 +251,24 @@ class Gpu(ABC):
     def read_energy(self) -> EnergyReading:
         """Return the cumulative energy counter at its last refresh. May take milliseconds."""
 
-    @abstractmethod
     def time_s(self) -> float:
-        """Return the present instant on the time base of `EnergyReading.time_s`."""
+        """Return the present instant on the time base of `EnergyReading.time_s`: monotonic here."""
+        return time.monotonic()
 
 
 class ReadThroughGpu(Gpu):
     """Name, clock table and meters of another GPU object, whose own clock control is never used.
 
-    A subclass sets the clock its own way, and names its `backend`.
+    A subclass sets the clock its own way, as the site has it, and names its `backend`. GpuError if
+    that cannot be.
     """
 
-    @classmethod
-    def through(cls, reader: VendorGpu, site: SiteConfig) -> Self:
-        """Return a GPU under this back end, as the site has it; GpuError if that cannot be."""
-        return cls(reader)
-
-    def __init__(self, reader: Gpu) -> None:
+    def __init__(self, reader: Gpu, site: SiteConfig | None = None) -> None:
         self.address = GpuAddress(self.backend, reader.address.uid)
         self.name = reader.name
         self.supported_frequencies_mhz = reader.supported_frequencies_mhz
         self.read_apart = reader.read_apart
         self._reader = reader
-
-    @property
-    def observed_frequency_mhz(self) -> int:
-        """The reader's clock."""
-        return self._reader.observed_frequency_mhz
 
     def clock_state(self) -> ClockState:
         """Return the reader's."""

@@ -1,4 +1,4 @@
-"""Which back end may change clocks on this machine, learned by reading alone.
+"""Finds which back end may change clocks on this machine, by reading only.
 
 Rights are read from the process's capabilities, from sockets and from files; no lock is tried. So
 the driver may still refuse what is allowed here (a script's sudo rule, a virtual GPU). Jobs enter
@@ -174,7 +174,7 @@ def beside_power_profiles(
     """Give control of a GPU up if a power profile is enforced on it, unless the site allows it.
 
     A profile sets clocks and limits too, and the driver arbitrates: a clock for each unit would not
-    be what was planned. What cannot be read stands against nothing. Raises GpuPermissionError if
+    be what was planned. What cannot be read is no obstacle. Raises GpuPermissionError if
     control is required, and given up.
     """
     if chosen.backend not in hardware_backends() or site.allow_power_profiles:
@@ -208,7 +208,7 @@ def first_allowed(wanted: str, controls: Sequence[Control]) -> ChosenControl:
             auto = wanted == "auto"
             first = "the first back end that is allowed" if auto else "requested and allowed"
             return ChosenControl(wanted, control.backend, f"{first}: {control.reason}")
-    # A reason that all share, such as the forbid variable, stands once.
+    # A reason that all share, such as the forbid variable, is given once.
     reasons = list(dict.fromkeys(control.reason for control in considered))
     remedies = tuple(
         dict.fromkeys(f"{control.remedy}." for control in considered if control.remedy)
@@ -221,5 +221,5 @@ def first_allowed(wanted: str, controls: Sequence[Control]) -> ChosenControl:
 
 
 def open_controlled(uid: str, chosen: ChosenControl, site: SiteConfig) -> Gpu:
-    """Open a GPU by its uid under the chosen back end, for reading alone if there is none."""
+    """Open a GPU by its uid under the chosen back end, for reading only if there is none."""
     return open_gpu(GpuAddress(chosen.backend or "none", uid), site)

@@ -120,7 +120,7 @@ def open_gpu(address: GpuAddress, site: SiteConfig | None = None) -> Gpu:
         gpu = vendor.from_uid(address.uid, site.reset_range_mhz)
         if obstacle := gpu.obstacle():
             raise obstacle
-    return backend.through(gpu, site) if issubclass(backend, ReadThroughGpu) else gpu
+    return backend(gpu, site) if issubclass(backend, ReadThroughGpu) else gpu
 
 
 def look_at(uid: str) -> VendorGpu:
@@ -129,5 +129,5 @@ def look_at(uid: str) -> VendorGpu:
 
 
 def open_reader(address: GpuAddress) -> Gpu:
-    """Open a GPU to read its meters, whatever back end changes its clock."""
+    """Open a GPU to read its meters; any back end may change its clock."""
     return open_gpu(address if address.backend == "emulated" else GpuAddress("none", address.uid))

@@ -14,6 +14,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections import deque
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import asdict, astuple
@@ -22,10 +23,9 @@ from typing import Any
 from envpipe_megatron.child import ignore_signals_of_ranks, start_child
 from envpipe_megatron.gpu.base import EnergyReading, GpuAddress, GpuError
 from envpipe_megatron.gpu.devices import open_reader
-from envpipe_megatron.gpu.guard.messages import wait_readable
+from envpipe_megatron.gpu.guard.messages import receive, send, wait_readable
 
 _PROCESS = ("-P", "-m", "envpipe_megatron.gpu.energy_reader")  # -P: not the working folder
-_BYTES = 1 << 16
 #: The socket to the rank is its standard input.
 _RANK = 0
 #: How long to wait for its end, s; a driver may hang.
@@ -48,7 +48,7 @@ class EnergyReader:
     def __init__(self, address: GpuAddress, poll_s: float) -> None:
         order = {"address": asdict(address), "poll_s": poll_s, "parent": os.getpid()}
         nothing = subprocess.DEVNULL  # what starts with Python may print
-        self._connection, theirs = socket.socketpair()
+        self._connection, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             try:
                 self._process = start_child(
@@ -58,26 +58,31 @@ class EnergyReader:
                 self._connection.close()
                 raise
         self._connection.setblocking(False)
-        self._rest = b""
         self._asked = self._answered = 0
         #: Why its last look failed; None when it went well.
         self.error: str | None = None
 
     def take(self) -> Iterator[EnergyReading]:
         """Yield the refreshes that were seen since the last call. Raises ReaderGoneError."""
-        while data := self._read():
-            *lines, self._rest = (self._rest + data).split(b"\n")
-            for line in lines:
-                said = json.loads(line)
-                self._answered, self.error = said["looks"], said["error"]
-                if "reading" in said:
-                    yield EnergyReading(*said["reading"])
+        while True:
+            try:
+                said = receive(self._connection)
+            except BlockingIOError:
+                return
+            if said is None:
+                raise ReaderGoneError(
+                    "The process that reads the energy counter has ended",
+                    value=self._process.poll(),
+                )
+            self._answered, self.error = said["looks"], said["error"]
+            if "reading" in said:
+                yield EnergyReading(*said["reading"])
 
     def look(self, timeout_s: float) -> Iterator[EnergyReading]:
         """Have it look now; yield what it has seen by then, or in time. Raises ReaderGoneError."""
         until_s = time.monotonic() + timeout_s
         with suppress(OSError):  # what it said before it ended is there to take
-            self._connection.send(b"?")
+            send(self._connection, {"op": "look"})
         self._asked += 1
         while True:
             yield from self.take()
@@ -93,32 +98,20 @@ class EnergyReader:
             self._process.wait(_END_S)
         self._connection.close()
 
-    def _read(self) -> bytes:
-        try:
-            data = self._connection.recv(_BYTES)
-        except BlockingIOError:
-            return b""
-        except ConnectionError:  # it left questions unread
-            data = b""
-        if not data:
-            raise ReaderGoneError(
-                "The process that reads the energy counter has ended", value=self._process.poll()
-            )
-        return data
-
 
 def main() -> None:
-    """Read a counter for a rank, and write a line of JSON for each refresh, answer and error.
+    """Read a counter for a rank, and send a message for each refresh, answer and error.
 
-    Looks as often as its order says, and when a byte comes in. It ends with the rank, which may
+    Looks as often as its order says, and when a message comes in. It ends with the rank, which may
     also kill it.
     """
     order = json.loads(sys.argv[1])
     ignore_signals_of_ranks()
     gpu = open_reader(GpuAddress(**order["address"]))
     # A rank that takes nothing for minutes must not keep this process from looking.
-    os.set_blocking(_RANK, False)
-    waiting, looks = b"", 0
+    rank = socket.socket(fileno=_RANK)
+    rank.setblocking(False)
+    waiting, looks = deque[dict[str, Any]](), 0
     last: EnergyReading | None = None
     said: dict[str, Any] = {}
     while os.getppid() == order["parent"]:  # a child that the rank forked may keep its end open
@@ -131,14 +124,16 @@ def main() -> None:
         news = {} if reading is None or reading == last else {"reading": astuple(reading)}
         if news or saying != said:
             last, said = reading, saying
-            waiting += json.dumps({**saying, **news}).encode() + b"\n"
+            waiting.append({**saying, **news})
         with suppress(BlockingIOError):
-            waiting = waiting[os.write(_RANK, waiting) :]
+            while waiting:
+                send(rank, waiting[0])
+                waiting.popleft()
         if select.select([_RANK], [], [], order["poll_s"])[0]:
-            asked = os.read(_RANK, 1 << 10)
-            if not asked:
+            with suppress(BlockingIOError):
+                while receive(rank):
+                    looks += 1
                 return
-            looks += len(asked)
 
 
 if __name__ == "__main__":

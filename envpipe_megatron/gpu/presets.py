@@ -6,9 +6,9 @@ clock it reaches when its maximum is requested:
     time(f)  = time(max) * (m + (1 - m) * top / g)
     power(f) = static + dynamic * (g / top) * V(g)^2
 
-`m` is the part of the time that waits for memory, whatever the clock. The voltage V, relative to
-that at `top`, lies at a floor up to a knee and rises linearly to 1 from there. The cap is a clock
-because that is what a power limit looks like from outside.
+`m` is the part of the time that waits for memory, the same at every clock. The voltage V, relative
+to that at `top`, lies at a floor up to a knee and rises linearly to 1 from there. The cap is a
+clock because that is what a power limit looks like from outside.
 
 A real GPU's clocks come from its own table: `sweep_range` says which are worth profiling, and a
 preset's table `[control]` where that kind of GPU needs something else.
@@ -23,7 +23,7 @@ from pathlib import Path
 from envpipe_megatron.core.kinds import Kind
 from envpipe_megatron.core.profile_rows import MEASURED_SPLIT
 from envpipe_megatron.gpu.base import GpuError
-from envpipe_megatron.gpu.toml_tables import build, parse_toml
+from envpipe_megatron.gpu.toml_tables import make, read_toml
 
 _FORMAT = "envpipe-gpu-preset/1"
 SWEEP_STEP = 0.04
@@ -89,7 +89,7 @@ class GpuPreset:
         static_power_w: power that no clock changes.
         voltage_floor: V at and below the knee, relative to V at the top clock, in (0, 1].
         power_cap_frequency_mhz: the highest clock that a full load reaches, None for the maximum.
-        control: for real GPUs of this kind, None if the preset is for emulation alone.
+        control: for real GPUs of this kind, None if the preset is for emulation only.
     """
 
     name: str
@@ -210,8 +210,7 @@ def _load(path: Path) -> GpuPreset:
         content = path.read_bytes()
     except OSError as error:
         raise GpuError(f"Cannot read the GPU preset {path}: {error}") from error
-    table = parse_toml(content, f"GPU preset {path}", _FORMAT)
-    preset = build(GpuPreset, table, f"GPU preset {path}: field ", name=path.stem)
+    preset = make(GpuPreset, read_toml(content, path, _FORMAT), name=path.stem)
     _check(preset, path)
     return preset
 
@@ -235,7 +234,7 @@ def _check(preset: GpuPreset, path: Path) -> None:
         ),
     ):
         if wrong:
-            raise GpuError(f"GPU preset {path}: field {problem}", remedy="Correct the file.")
+            raise GpuError(f"{path}: field {problem}", remedy="Correct the file.")
 
 
 def override_for(nvml_name: str) -> ControlOverride | None:
@@ -245,7 +244,7 @@ def override_for(nvml_name: str) -> ControlOverride | None:
 
 
 def model_for(gpu_name: str) -> GpuPreset | None:
-    """The preset whose model is nearest to a GPU's product, emulated or not; None if none is.
+    """Return the preset whose model is nearest to a GPU's product, emulated or not, or None.
 
     Where no preset has the name, one of the same chip: the first word of its name with a digit.
     """

@@ -34,7 +34,7 @@ _HARDWARE = {
     "zeusd": "envpipe_megatron.gpu.backends.zeusd:ZeusdGpu",
     "command": "envpipe_megatron.gpu.backends.command:CommandGpu",
 }
-"""Those that change real clocks, in the order in which `auto` tries them."""
+"""Back ends that change real clocks, in the order in which `auto` tries them."""
 
 _OWN = {
     **_HARDWARE,
@@ -77,7 +77,7 @@ class Driver:
 
 @dataclass(frozen=True, slots=True)
 class Activity:
-    """What goes on on a GPU; what it does not report is () or None.
+    """A GPU's present work; what it does not report is () or None.
 
     `processes` are those that compute on it, by the node's numbers, which a container may not know.
     """
@@ -180,7 +180,7 @@ def backend_class(name: str) -> type[Gpu]:
         loaded: type[Gpu] = entry.load()
         if not issubclass(loaded, Gpu):
             raise TypeError(f"{entry.value} is not derived from Gpu")
-    except Exception as error:  # whatever a package does as it is imported
+    except Exception as error:  # a package may do anything as it is imported
         raise GpuError(
             f"The GPU back end {name} cannot be imported: {error}",
             value=entry.value,

@@ -27,7 +27,7 @@ from pathlib import Path
 
 from envpipe_megatron.gpu.base import GpuError
 from envpipe_megatron.gpu.registry import hardware_backends
-from envpipe_megatron.gpu.toml_tables import build, parse_toml
+from envpipe_megatron.gpu.toml_tables import make, read_toml
 
 SITE_VARIABLE = "ENVPIPE_SITE_CONFIG"
 DEFAULT_SITE_PATH = Path("/etc/envpipe/site.toml")
@@ -115,14 +115,15 @@ def in_user_namespace() -> bool:
 
 
 def _parse(path: Path, content: bytes) -> SiteConfig:
-    what = f"The site configuration {path}"
-    document = parse_toml(content, what, _FORMAT)
-    table = document.pop("gpu_control", {})
-    for unknown in document:
-        raise GpuError(f"{what}: field {unknown} is not a known field", remedy="Use gpu_control.")
-    site = build(SiteConfig, table, f"{what}: field gpu_control.", path=path)
+    document = read_toml(content, path, _FORMAT)
+    for unknown in document.data.keys() - {"gpu_control"}:
+        raise GpuError(f"{path}: unknown field", value=unknown, remedy="Known: gpu_control.")
+    if "gpu_control" not in document.data:
+        return SiteConfig(path)
+    table = document.inside("gpu_control")
+    site = make(SiteConfig, table, path=path)
     for field, problem in _problems(site):
-        raise GpuError(f"{what}: field gpu_control.{field} {problem}", value=getattr(site, field))
+        raise table.wrong(field, f"It {problem}.")
     return site
 
 

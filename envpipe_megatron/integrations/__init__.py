@@ -1,1 +1,1 @@
-"""Bindings to training frameworks; each imports its own framework alone."""
+"""Bindings to training frameworks; each imports only its own framework."""

@@ -1,4 +1,4 @@
-"""The GPU that a rank trains on: a real one, or an emulated one if there is none.
+"""Opens the GPU that a rank trains on: a real one, or an emulated one if there is none.
 
 Emulation, for trying a whole job on CPUs and for tests, is asked for by two environment variables:
 ENVPIPE_EMULATED_GPU names the preset (such as a100-sxm), which an option of the job may, too;
@@ -57,7 +57,7 @@ class Device:
 
 
 def current_device() -> torch.device:
-    """What tensors of this process are on: its GPU, or the CPU if there is none."""
+    """Return the device of this process's tensors: its GPU, or the CPU if there is none."""
     if torch.cuda.is_available():
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")
@@ -66,7 +66,7 @@ def current_device() -> torch.device:
 def check_current(device: torch.device) -> None:
     """Refuse a stage that is on another GPU than this process's current one: a DeviceError.
 
-    What EnvPipe meters, times and clocks is the current one.
+    EnvPipe meters, times and clocks only the current one.
     """
     if device.type == "cuda" and device.index not in (None, torch.cuda.current_device()):
         raise DeviceError(

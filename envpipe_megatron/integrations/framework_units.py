@@ -1,4 +1,4 @@
-"""Units that a framework runs, as its hooks report them, and the order that they show."""
+"""Records or follows the units that a framework runs, as its hooks report them."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from envpipe_megatron.runtime.job.session import Session
 logger = logging.getLogger(__name__)
 
 
-class Seen(NamedTuple):
-    """A unit that begins, as a framework's hook says it; None for what that does not know."""
+class SeenUnit(NamedTuple):
+    """A unit that begins, as a framework's hook reports it; None for what the hook cannot know."""
 
     kind: Kind
     microbatch: int | None = None
@@ -43,40 +43,40 @@ class Seen(NamedTuple):
         )
 
 
-class Recorded:
-    """The units of a call."""
+class UnitRecorder:
+    """Records the units of a call."""
 
     def __init__(self) -> None:
-        self.units: list[Seen] = []
+        self.units: list[SeenUnit] = []
         self.running = self._overlapped = False
 
-    def begin(self, seen: Seen) -> None:
-        """A unit begins."""
+    def begin(self, seen: SeenUnit) -> None:
+        """Note that a unit begins."""
         self._overlapped |= self.running
         self.running = True
         self.units.append(seen)
 
     def end(self) -> None:
-        """The unit's work has been handed to the device."""
+        """Note that the unit's work has been handed to the device."""
         self.running = False
 
     def shows(self, units: tuple[Unit, ...]) -> bool:
-        """Whether they may be these, one after another."""
+        """Return whether these units may have run, one after another."""
         return (
             not self._overlapped
             and len(units) == len(self.units)
-            and all(map(Seen.may_be, self.units, units))
+            and all(map(SeenUnit.may_be, self.units, units))
         )
 
 
 def once() -> Callable[[str], None]:
-    """Warn the first time only: an order may have changed for good, for weeks."""
+    """Return a function that warns only once: an order may have changed for good, for weeks."""
     left = [logger.warning]
     return lambda text: left.pop()(text) if left else None
 
 
-class Followed:
-    """Tells an iteration of its units, as long as they come in its order, one after another."""
+class UnitFollower:
+    """Reports units to their iteration, as long as they come in its order, one after another."""
 
     def __init__(
         self,
@@ -92,16 +92,16 @@ class Followed:
         self._running = False
 
     @classmethod
-    def whole_step(cls, session: Session) -> Followed:
+    def whole_step(cls, session: Session) -> UnitFollower:
         """Begin a step that is one unit: no code on the host may run within it, as in a graph."""
-        order = builders.whole_iteration(len(session.pipeline_ranks))
+        order = builders.whole_iteration(session.parts.num_stages)
         no_message = StageSpecs.alike(TensorSpec(((1,),), (torch.uint8,), current_device()))
         followed = cls(session.open_iteration(order, no_message), session.highest_clock)
-        followed.begin(Seen(Kind.FORWARD))
+        followed.begin(SeenUnit(Kind.FORWARD))
         return followed
 
-    def begin(self, seen: Seen) -> None:
-        """A unit begins."""
+    def begin(self, seen: SeenUnit) -> None:
+        """Note that a unit begins."""
         if not self._in_order:
             return
         unit = None if self._running else next(self._units, None)
@@ -115,18 +115,18 @@ class Followed:
         self._highest_clock()
 
     def end(self) -> None:
-        """The unit's work has been handed to the device."""
+        """Note that the unit's work has been handed to the device."""
         if self._in_order and self._running:
             self._running = False
             self.run.end_unit()
 
     def fail(self) -> None:
-        """The step has failed: nothing more is told of it."""
+        """Report nothing more of this step, which has failed."""
         self._in_order = self.run.whole = self.run.same_work = False
         self._highest_clock()
 
     def complete(self) -> None:
-        """The step is over. Units that have not come end as if they took no time."""
+        """End the step. Units that have not come end as if they took no time."""
         if self._running:
             self._running = False
             self.run.end_unit()
@@ -140,8 +140,8 @@ class Followed:
             self.run.end_unit()
 
 
-#: What is told of each unit.
-Reporter = Recorded | Followed
+#: Gets `begin` and `end` of each unit.
+Reporter = UnitRecorder | UnitFollower
 
 
 class OrderError(EnvPipeError):
@@ -149,7 +149,7 @@ class OrderError(EnvPipeError):
 
 
 def recognized(letters: Sequence[str], num_microbatches: int) -> Schedule:
-    """The schedule that a recorded step was run by, from a stage's letters, such as `FFBFBB`.
+    """Return the schedule of a recorded step, from each stage's letters, such as `FFBFBB`.
 
     Raises OrderError for any other than 1F1B and GPipe, one chunk a stage.
     """
@@ -162,7 +162,7 @@ def recognized(letters: Sequence[str], num_microbatches: int) -> Schedule:
         value=dict(enumerate(letters)),
         remedy="Report every forward and backward, and give the right num_microbatches. Other "
         "orders, with several chunks a stage or split backwards, EnvPipe has to execute "
-        "(docs/integration.md).",
+        "(docs/start/other.md).",
     )
 
 

@@ -1,6 +1,6 @@
-"""What the hooks of all frameworks share.
+"""Code that the hooks of all frameworks share.
 
-A hook that is never reached would leave a job that trains without EnvPipe and says nothing of it.
+A hook that is never reached would leave a job that trains without EnvPipe and does not say so.
 So each notes that it was reached, and an error is logged if one was not; training goes on.
 """
 
@@ -25,8 +25,9 @@ from envpipe_megatron.runtime.job.options import JobOptions
 logger = logging.getLogger(__name__)
 
 _NEEDED_BY_ITERATION = 3
-#: What units cost rests on, of any Megatron's arguments: the model, its split, experts, number
-#: formats, kernels, recomputation, optimizer. Another value makes a stored profile useless.
+#: Arguments of any Megatron that decide the time and energy of units: the model, its split,
+#: experts, number formats, kernels, recomputation, optimizer. A stored profile is of no use where
+#: one differs.
 _SAME_JOB = (
     "num_layers hidden_size ffn_hidden_size num_attention_heads num_query_groups",
     "num_key_value_heads seq_length padded_vocab_size micro_batch_size swiglu normalization",
@@ -55,11 +56,11 @@ class HookError(EnvPipeError):
 
 
 class Hooks(Generic[T]):
-    """What the hooks of one patch share: a process trains one job at a time.
+    """State that the hooks of one patch share: a process trains one job at a time.
 
     Args:
         file: of the framework's, whose hook reads the options.
-        needed: hooks that every job comes to within its first steps.
+        needed: hooks that every job reaches within its first steps.
     """
 
     def __init__(self, file: str, *needed: str) -> None:
@@ -74,7 +75,7 @@ class Hooks(Generic[T]):
         self.while_training = ExitStack()
 
     def note(self, name: str) -> int:
-        """A call has reached this hook; how often calls have. In each step comes one at most."""
+        """Note a call of this hook, of which a step has at most one; return how many there were."""
         self._counts[name] += 1
         if self._counts[name] == _NEEDED_BY_ITERATION + 1:
             self.check(_NEEDED_BY_ITERATION, *self._needed)
@@ -93,7 +94,7 @@ class Hooks(Generic[T]):
             )
 
     def validated(self) -> JobOptions:
-        """The options; a HookError if none were read."""
+        """Return the options; a HookError if none were read."""
         if self.options is None:
             raise HookError(
                 f"The arguments of this job came from elsewhere than the command line, or the hook "
@@ -104,7 +105,7 @@ class Hooks(Generic[T]):
         return self.options
 
     def running(self) -> T:
-        """The job; a HookError if there is none."""
+        """Return the job; a HookError if there is none."""
         if self.job is None:
             raise HookError(
                 "A hook was called outside training",
@@ -113,14 +114,14 @@ class Hooks(Generic[T]):
         return self.job
 
     def ended(self) -> T:
-        """The job, which is none from here on."""
+        """Return the job, and forget it."""
         self.while_training.close()
         job, self.job = self.running(), None
         return job
 
 
 def options_of(args: argparse.Namespace, named: Named = flag_of) -> JobOptions:
-    """EnvPipe's options among Megatron's arguments, checked before anything is built.
+    """Return EnvPipe's options among Megatron's arguments, checked before anything is built.
 
     `named` is how errors name options.
     """
@@ -136,9 +137,9 @@ def options_of(args: argparse.Namespace, named: Named = flag_of) -> JobOptions:
 
 
 def same_job(args: argparse.Namespace) -> dict[str, object]:
-    """What units cost rests on, for `JobFacts`, from Megatron's arguments; None where it has none.
+    """Return Megatron's arguments for `JobFacts.same_job`; None where a version has no such one.
 
-    Of Megatron-DeepSpeed, what its flags say beside DeepSpeed's configuration.
+    Of Megatron-DeepSpeed, these are its flags beside DeepSpeed's configuration.
     """
     return {name: getattr(args, name, None) for row in _SAME_JOB for name in row.split()}
 

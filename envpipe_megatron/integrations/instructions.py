@@ -1,7 +1,7 @@
-"""EnvPipe for any pipeline framework that says when its units begin and end.
+"""Runs EnvPipe in any pipeline framework that reports when its units begin and end.
 
 The framework keeps its own loop, its own messages and its own order of units, which is 1F1B or
-GPipe; EnvPipe profiles, plans, sets clocks and meters. docs/integration.md says where the calls
+GPipe; EnvPipe profiles, plans, sets clocks and meters. docs/start/other.md says where the calls
 belong.
 """
 
@@ -25,14 +25,14 @@ from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.formats.energy import FRAMEWORK
 from envpipe_megatron.integrations.device import current_device
 from envpipe_megatron.integrations.framework_units import (
-    Recorded,
     Reporter,
-    Seen,
+    SeenUnit,
+    UnitRecorder,
     recognized,
 )
-from envpipe_megatron.integrations.job import JobFacts, Placement, own_gloo_group, say_line
+from envpipe_megatron.integrations.job import JobFacts, RankPlace, own_gloo_group, say_line
 from envpipe_megatron.integrations.leveled import LeveledJob
-from envpipe_megatron.integrations.levels import Level, stands_against
+from envpipe_megatron.integrations.levels import Level, Limit
 from envpipe_megatron.integrations.options import OF_LEVELS, read_settings
 from envpipe_megatron.runtime.channel.carrier import StageSpecs, TensorSpec
 from envpipe_megatron.runtime.channel.collectives import of_all_ranks
@@ -47,7 +47,7 @@ _OUTSIDE, _WITHIN = "outside a step", "within a step"
 
 
 class InstructionError(EnvPipeError):
-    """Calls that tell of no training step."""
+    """Calls that make no training step."""
 
 
 class InstrumentedPipeline:
@@ -58,8 +58,8 @@ class InstrumentedPipeline:
     and backward. The first step is recorded, and the job made at its end: clocks are controlled and
     energy is metered from the second step on. Messages of the framework are idle between steps.
 
-    Calls that tell of no step are an InstructionError up to the end of the first one. Later they
-    are said once, and training goes on: a unit that comes otherwise than in the first step runs at
+    Calls that make no step are an InstructionError up to the end of the first one. Later they are
+    logged once, and training goes on: a unit that comes otherwise than in the first step runs at
     the highest clock, as the rest of its step does, and a step that failed ends nothing.
 
     On a GPU, the stream that is current in `on_step_begin` is the one that units run on, and waits
@@ -68,7 +68,7 @@ class InstrumentedPipeline:
     Args:
         pipeline_group: the ranks of this rank's pipeline, in order of their stages; of gloo or
             NCCL. The i-th forward and the i-th backward are those of microbatch i. A job without a
-            pipeline has a group of each rank alone, and gets one clock.
+            pipeline has a group for each rank, and gets one clock.
         num_microbatches: M, of each pipeline and step.
         message: shape and type of what a stage sends to the next. The latency between stages is
             measured with it.
@@ -78,7 +78,7 @@ class InstrumentedPipeline:
             profile and baseline. Without facts it starts over.
         timeout: time after which a silent rank is an error; by default that of torch's groups.
         say: prints a line; called on one rank.
-        settings: EnvPipe's options, as in docs/megatron_lm.md, without `--envpipe-` and with
+        settings: EnvPipe's options, as in docs/lookup/options.md, without `--envpipe-` and with
             underscores: `type`, `objective` (all but `time`), `energy_price`, `gpu_price`,
             `reconfigure`, `baseline_steps`, `profile_steps`, `profile`, `plan`, `max_slowdown`,
             `output`, `gpu_control`, `require_control`, `min_dwell_ms`, `gpu`.
@@ -98,12 +98,12 @@ class InstrumentedPipeline:
         **settings: object,
     ) -> None:
         timeout = timeout or timeout_of(pipeline_group)
-        self._placement = Placement(pipeline_group, num_microbatches, timeout, runs_units=True)
+        self._placement = RankPlace(pipeline_group, num_microbatches, timeout, runs_units=True)
         num_stages = self._placement.num_stages
         if num_microbatches < 1:
             raise InstructionError("A step has at least one microbatch", value=num_microbatches)
         on_gpu = torch.cuda.is_available()
-        # Of the orders that flags know, the one whose defaults leave the order alone.
+        # Of the orders that flags know, the one whose defaults keep the framework's order.
         self._options = read_settings(
             settings, _WITHOUT, num_stages=num_stages, on_gpu=on_gpu, scheduling="1f1b"
         )
@@ -112,21 +112,21 @@ class InstrumentedPipeline:
         self._facts = facts
         self._say = say
         self._job: LeveledJob | None = None
-        self._kept_order: Schedule | None = None
+        self._framework_order: Schedule | None = None
         #: Notes a step's units: a record in the first, then its iteration; None between steps.
         self._reporter: Reporter | None = None
         self._running: Kind | None = None
         self._paused = self._closed = False
-        self._told: set[str] = set()
+        self._logged: set[str] = set()
 
     @property
     def phase(self) -> str:
-        """The last step's phase: `framework` for the first, then a job's phases up to `steady`."""
+        """Return the last step's phase: `framework` for the first, then a job's up to `steady`."""
         return FRAMEWORK if self._job is None else self._job.phase
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """A training step, from its first instruction up to its optimizer's end."""
+        """Within, run a training step: from its first instruction up to its optimizer's end."""
         self.on_step_begin()
         try:
             yield
@@ -139,13 +139,13 @@ class InstrumentedPipeline:
 
     @contextmanager
     def instruction(self, name: str) -> Iterator[None]:
-        """A unit of this stage: `forward` or `backward` of the next microbatch."""
+        """Within, run a unit of this stage: `forward` or `backward` of the next microbatch."""
         self.on_instruction_begin(name)
         yield
         self.on_instruction_end(name)
 
     def on_step_begin(self) -> None:
-        """A training step begins on all ranks; between two phases, this takes a while.
+        """Begin a training step, on all ranks; between two phases, this takes a while.
 
         Raises EnvPipeError if a given plan has another order.
         """
@@ -155,16 +155,16 @@ class InstrumentedPipeline:
         if self._closed:
             return
         self._leave_step()
-        reporter: Reporter = Recorded()
+        reporter: Reporter = UnitRecorder()
         if self._job is not None:
-            assert self._kept_order is not None
+            assert self._framework_order is not None
             self._job.begin_step()
-            reporter = self._job.follow(self._kept_order, self._specs)
-        self._reporter = reporter  # a step that could not begin is none
+            reporter = self._job.follow(self._framework_order, self._specs)
+        self._reporter = reporter  # not before: the step may fail to begin
         self._paused = False
 
     def on_instruction_begin(self, name: str) -> None:
-        """A `forward` or `backward` begins: its input is there, or the stream waits for it.
+        """Begin a `forward` or `backward`: its input is there, or the stream waits for it.
 
         In a pause, nothing happens. An InstructionError is an unknown name, or a unit outside a
         step or within another one.
@@ -176,11 +176,11 @@ class InstrumentedPipeline:
         if self._reporter is None:
             self.pause()
             return
-        self._reporter.begin(Seen(kind))
+        self._reporter.begin(SeenUnit(kind))
         self._running = kind
 
     def on_instruction_end(self, name: str) -> None:
-        """A unit's work has been handed to the device, or is done; its output is not sent yet.
+        """End a unit: its work is handed to the device, or done, and its output is not sent yet.
 
         In a pause, nothing happens. An InstructionError is one that has not begun.
         """
@@ -193,7 +193,7 @@ class InstrumentedPipeline:
             self._reporter.end()
 
     def on_step_end(self) -> None:
-        """A training step has ended on all ranks, its optimizer included.
+        """End a training step, its optimizer included, on all ranks.
 
         The end of the first one makes the job. An InstructionError is one outside a step, or within
         a unit.
@@ -205,14 +205,14 @@ class InstrumentedPipeline:
         if self._closed:
             return
         self._check_place("on_step_end", _WITHIN)
-        if isinstance(self._reporter, Recorded):
-            self._job, self._kept_order = self._begin_job(self._reporter)
+        if isinstance(self._reporter, UnitRecorder):
+            self._job, self._framework_order = self._begin_job(self._reporter)
             self._closed = self._job.job is None
             self._reporter = None
         self._leave_step()
 
     def pause(self) -> None:
-        """Something that is not training follows: an evaluation, or a checkpoint.
+        """Pause for what is not training: an evaluation, or a checkpoint.
 
         It runs at the highest clock, is not billed, and may report units as training does.
         Training goes on with the next step. Within a step, this is an InstructionError.
@@ -223,14 +223,14 @@ class InstrumentedPipeline:
                 self._job.pause()
 
     def report(self) -> str:
-        """Energy since the last report, for a log line; every rank calls it after the same step.
+        """Return energy since the last report, as a log line; all ranks call it at the same step.
 
         J per step and GPU, W, saving and slowdown; empty if no whole step was metered.
         """
         return "" if self._job is None else self._job.report().line()
 
     def end_training(self) -> None:
-        """Give the clock back and say the energy bill; every rank calls it.
+        """Give the clock back and print the energy bill; every rank calls it.
 
         Training that ends without it gives clocks back as well, and has no bill.
 
@@ -248,7 +248,7 @@ class InstrumentedPipeline:
             self._job.close()
 
     def _leave_step(self) -> None:
-        """End the step that is under way, if there is one, as far as it has come."""
+        """End the step that is under way, if there is one."""
         left, self._reporter, self._running = self._reporter, None, None
         if left is not None and self._job is not None:
             self._job.end_step()
@@ -261,7 +261,7 @@ class InstrumentedPipeline:
             return None
 
     def _check_place(self, call: str, expected: str) -> bool:
-        """Whether a call comes where it belongs, which is said if not."""
+        """Return whether a call is made where it belongs; if not, raise or log it."""
         place = _OUTSIDE if self._reporter is None else _WITHIN
         if self._running is not None:
             place = f"within a {self._running}"
@@ -272,15 +272,15 @@ class InstrumentedPipeline:
         return place == expected
 
     def _misused(self, what: str, remedy: str, **value: object) -> None:
-        """Raises InstructionError in the first step, and else says it once: training goes on."""
+        """Raise an InstructionError in the first step; later, log it once: training goes on."""
         error = InstructionError(what, remedy=remedy, **value)
         if self._job is None:
             raise error
-        if what not in self._told:
-            self._told.add(what)
+        if what not in self._logged:
+            self._logged.add(what)
             logger.warning("Training goes on: %s", error)
 
-    def _begin_job(self, recorded: Recorded) -> tuple[LeveledJob, Schedule]:
+    def _begin_job(self, recorded: UnitRecorder) -> tuple[LeveledJob, Schedule]:
         placement, seen = self._placement, "".join(each.kind.letter for each in recorded.units)
         pipeline = tuple(dist.get_process_group_ranks(placement.pipeline_group))
         own = (pipeline, placement.stage, seen, placement.num_microbatches)
@@ -291,9 +291,9 @@ class InstrumentedPipeline:
             stages.setdefault(ranks, []).append(letters)
         # Every rank checks all pipelines, so that none goes on if another is refused.
         orders = {ranks: recognized(letters, counts[ranks]) for ranks, letters in stages.items()}
-        kept_order = orders[pipeline]
+        framework_order = orders[pipeline]
         group = own_gloo_group(placement.pipeline_group, placement.timeout)
-        placement = replace(placement, pipeline_group=group, own_order=kept_order)
+        placement = replace(placement, pipeline_group=group, framework_order=framework_order)
         # Without facts, a job cannot be recognised as a restart.
         same_job = {"start": time.time_ns()} if self._facts is None else self._facts
         highest = Level.UNIFORM if placement.num_stages == 1 else Level.UNITS
@@ -303,9 +303,11 @@ class InstrumentedPipeline:
         job = LeveledJob(
             options,
             placement,
-            JobFacts(Sidecar(), self._facts or {}, {**same_job, "kept_order": kept_order.name}),
+            JobFacts(
+                Sidecar(), self._facts or {}, {**same_job, "kept_order": framework_order.name}
+            ),
             self._say,
-            [stands_against("units of its own", highest, "the framework keeps its order")],
+            [Limit("units of its own", highest, "the framework keeps its order")],
         )
         job.announce()
-        return job, kept_order
+        return job, framework_order

@@ -1,4 +1,4 @@
-"""One rank of a training job under EnvPipe, whatever the framework: its session, from options."""
+"""Makes one rank's part of a training job, of any framework: its device, channel and session."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -23,7 +24,7 @@ from envpipe_megatron.core.sidecar import Sidecar
 from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.gpu.control import ChosenControl
 from envpipe_megatron.integrations.device import DeviceError, open_device
-from envpipe_megatron.integrations.levels import Limit, stands_against
+from envpipe_megatron.integrations.levels import Limit
 from envpipe_megatron.integrations.reporting import end_of_job
 from envpipe_megatron.integrations.versions import version_of
 from envpipe_megatron.policies.objective import Goal
@@ -55,20 +56,25 @@ class JobError(EnvPipeError):
 
 
 class WithoutEnvPipeError(EnvPipeError):
-    """A job that can train without EnvPipe only; every rank raises it, and the first says why."""
+    """A job that can only train without EnvPipe; every rank raises it, and the first says why."""
 
 
 @dataclass(frozen=True)
-class Placement:
-    """Where a rank stands: its pipeline's ranks in order of their stages, and M of each pipeline.
+class RankPlace:
+    """A rank's pipeline, and what the framework does in it.
 
-    A rank that is silent for the time-out is an error. With `messages_vary`, stages may send
-    another shape each time. With `runs_units`, the framework runs units and sends messages itself
-    at every level, in any order at level `order`; else it does so below that level. There, the
-    channel only measures what messages take. Where it `splits`, units at level `order` may be parts
-    of a backward, unless the job has a reason `why_whole`, the same on all ranks. The framework's
-    `own_order` is Megatron's of one chunk by default; of chunks, `group_size` is as for
-    `PlanRequest`.
+    Args:
+        pipeline_group: its ranks, in the order of their stages.
+        num_microbatches: M, of each pipeline.
+        timeout: time after which a silent rank is an error.
+        messages_vary: stages may send another shape each time.
+        runs_units: the framework runs units and sends messages itself at every level, in any order
+            at level `order`; else it does so only below that level. There, the channel only
+            measures how long messages take.
+        splits: units at level `order` may be parts of a backward, unless there is a reason
+            `why_whole`, the same on all ranks.
+        framework_order: by default Megatron's of one chunk.
+        group_size: of chunks, as for `PlanRequest`.
     """
 
     pipeline_group: dist.ProcessGroup
@@ -78,28 +84,28 @@ class Placement:
     runs_units: bool = False
     splits: bool = False
     why_whole: str | None = None
-    own_order: Schedule | None = None
+    framework_order: Schedule | None = None
     group_size: int | None = None
 
     @property
     def stage(self) -> int:
-        """Stage of this rank."""
+        """Return the stage of this rank."""
         return dist.get_group_rank(self.pipeline_group, dist.get_rank())
 
     @property
     def num_stages(self) -> int:
-        """Number of stages of the pipeline, p."""
+        """Return the number of stages of the pipeline, p."""
         return dist.get_world_size(self.pipeline_group)
 
 
 @dataclass(frozen=True)
 class JobFacts:
-    """What the framework knows of its job.
+    """Facts that the framework knows of its job.
 
     Args:
         sidecar: facts for the online profile's sidecar.
         bill: see `Session.describe_job`.
-        same_job: what units cost rests on (see `JobOptions`), but for what is known of the GPU.
+        same_job: what decides the time and energy of units (see `JobOptions`), without the GPU.
     """
 
     sidecar: Sidecar
@@ -108,16 +114,16 @@ class JobFacts:
 
 
 class Job:
-    """What a rank keeps from the first iteration to the last.
+    """Holds what a rank has from the first iteration to the last.
 
     Every rank of the job makes one, at the same point of the program. Nothing of it outlives
     `close`, which gives the clock back.
 
     Args:
-        say: prints a line, on the planning rank alone.
-        level: of the job. At `uniform` one clock, within the slowdown that options allow, is in
-            place of what else they ask for, and at `observe` nothing is changed.
-        notes: for the bill, why the level is what it is.
+        say: prints a line, only on the planning rank.
+        level: of the job. At `uniform` it gets one clock, within the slowdown that options allow,
+            in place of what else they ask for; at `observe` nothing is changed.
+        notes: for the bill, why it has this level.
 
     Raises:
         JobError: ranks that were started differently, too few microbatches in flight, or a profile
@@ -130,7 +136,7 @@ class Job:
     def __init__(
         self,
         options: JobOptions,
-        placement: Placement,
+        placement: RankPlace,
         facts: JobFacts,
         say: Callable[[str], None],
         level: Level = Level.ORDER,
@@ -145,8 +151,8 @@ class Job:
                 remedy="Leave out --envpipe-profile, -profile-only and -plan.",
             )
         count, num_stages = placement.num_microbatches, placement.num_stages
-        own = placement.own_order or framework_order(num_stages, count)
-        if options.scheduling == "1f1b":  # the framework's own, whatever that is
+        own = placement.framework_order or framework_order(num_stages, count)
+        if options.scheduling == "1f1b":  # means the framework's own order
             if placement.runs_units:
                 level = min(level, Level.UNITS)
             else:
@@ -198,7 +204,7 @@ class Job:
                 between_iterations=keeps_order,
             )
             self.channel = self._made(require, make, placement.pipeline_group, self.collectives)
-        # A profile that is asked for is measured, whatever an earlier start left.
+        # A profile that is asked for is measured, even if an earlier start left one.
         if not options.profile_only:
             units = _fingerprint(facts.same_job, options, self.device.gpu.name)
             # Other messages disturb units in another way.
@@ -226,7 +232,7 @@ class Job:
         self.session.describe_job(
             {
                 **facts.bill,
-                "level": str(Level.OBSERVE if self.session.only_measures else level),
+                "level": str(Level.OBSERVE if self.session.options.measures_alone() else level),
                 "type": options.type,
                 "scheduling": self._order_name,
                 "reconfigure": options.reconfigure,
@@ -239,7 +245,11 @@ class Job:
         atexit.register(self.close)
 
     def _made(self, required: bool, make: Callable[..., T], *arguments: Any) -> T:
-        """Make it on this rank; a WithoutEnvPipeError on all ranks if one cannot, and need not."""
+        """Make a part of the job on all ranks.
+
+        Raises on all ranks if one of them cannot: its own error where the part is `required` or the
+        device is wrong, else a WithoutEnvPipeError.
+        """
         failure: Exception | None = None
         try:
             made = make(*arguments)
@@ -256,20 +266,21 @@ class Job:
         raise WithoutEnvPipeError(why) from failure
 
     def banner(self) -> str:
-        """What the job does, in a line."""
+        """Return what the job does, in a line."""
         options, control = self.options, self.device.control
         locked = control.backend is not None and self.device.gpu.changes_clock
         clocks = "the highest clock" if locked else "the clocks as they are"
+        set_by = control.backend or "left as they are"
         runs = self.session.options if self.session.options.changes_only_order else options
         asked = runs.in_words(self._order_name, clocks)
-        if self.session.only_measures:
+        if self.session.options.measures_alone():
             instead = "" if options.type == "baseline" else f", not {asked}"
             asked = f"only measuring, in the framework's order and at {clocks}{instead}"
         lines = [
             f"EnvPipe {__version__} is active: {asked}",
-            f"clocks of {self.device.gpu.name}: {control.backend or 'left alone'} ({control.why})",
+            f"clocks of {self.device.gpu.name}: {set_by} ({control.why})",
             f"in flight: {options.max_in_flight or 'no limit'}; "
-            f"output: {self.session.output_dir or 'none'}",
+            f"output: {self.session.parts.folder.path or 'none'}",
             *self.session.state.notes,
         ]
         if self.channel.about and not self._keeps_order:
@@ -293,7 +304,7 @@ class Job:
     def end(self) -> None:
         """Give the clock back, then print the energy bill; every rank calls it."""
         self.session.close()
-        folder = self.session.output_dir
+        folder = self.session.parts.folder.path
         price = self.options.energy_price or None
         lines = end_of_job(self.session, self.collectives, folder, self._tokens, price)
         if lines and folder is not None and not self.options.profile_only:
@@ -303,15 +314,15 @@ class Job:
 
 
 def say_line(text: str) -> None:
-    """Print a line of the log; the planning rank alone does."""
+    """Print a line of the log; only the planning rank calls it."""
     print(f"[envpipe] {text}", flush=True)
 
 
 def own_gloo_group(group: dist.ProcessGroup, timeout: timedelta) -> dist.ProcessGroup:
-    """Another group of a pipeline's ranks if theirs is of gloo, else the same.
+    """Return another group of a pipeline's ranks if theirs is of gloo, else the same.
 
-    There, tags alone would tell EnvPipe's messages from the framework's. Every rank of the job
-    calls it, at the same point of the program.
+    In a group of gloo, only tags would separate EnvPipe's messages from the framework's. Every rank
+    of the job calls it, at the same point of the program.
     """
     if backend_of(group) != "gloo":
         return group
@@ -344,24 +355,22 @@ def _joined(parts: Sequence[Mapping[str, set[str]]]) -> dict[str, set[str]]:
 
 
 def limits_of_replicas(num_microbatches: int) -> list[Limit]:
-    """Find what replicas with other numbers of microbatches rule out; every rank calls it."""
+    """Return the limit of replicas with other numbers of microbatches; every rank calls it."""
     feature = "replicas with other numbers of microbatches"
-    limit = stands_against(feature, Level.OBSERVE, "they cannot follow one plan")
+    limit = Limit(feature, Level.OBSERVE, "they cannot follow one plan")
     return [limit] if len(set(of_all_ranks(num_microbatches))) > 1 else []
 
 
 def limits_of_ranks(own: Iterable[Limit]) -> list[Limit]:
-    """Gather what stands against levels on any rank, the same on all; every rank calls it.
+    """Return the limits of all ranks, the same on each; every rank calls it.
 
     Stages may have models of different classes, and layers of different kinds.
     """
-    named = [(limit.feature, limit.highest, limit.reason) for limit in own]
-    found = dict.fromkeys(each for of_rank in of_all_ranks(named) for each in of_rank)
-    return [stands_against(*each) for each in found]
+    return list(dict.fromkeys(chain.from_iterable(of_all_ranks(list(own)))))
 
 
 def _of_all_ranks(options: JobOptions) -> dict[str, object]:
-    # Paths may differ from node to node: the planner alone reads, and says where.
+    # Paths may differ from node to node: only the planner reads, and says where.
     given = {name: getattr(options, name) for name in OPTIONS}
     own = {k: v is not None if isinstance(v, Path) else v for k, v in given.items()}
     return {
@@ -371,8 +380,8 @@ def _of_all_ranks(options: JobOptions) -> dict[str, object]:
     }
 
 
-def _why_whole(options: JobOptions, placement: Placement, level: Level) -> str:
-    """Why backwards are whole at a level; empty if they may be in two parts."""
+def _why_whole(options: JobOptions, placement: RankPlace, level: Level) -> str:
+    """Return why backwards are whole at a level; empty if they may be in two parts."""
     if not placement.splits:
         return "its framework runs no part of one"
     return options.why_whole_at(level, placement.why_whole or "")
@@ -404,7 +413,7 @@ def check_in_flight(limit: int | tuple[int, ...] | str | None, own: Schedule) ->
 def _fingerprint(
     same_job: Mapping[str, object], options: JobOptions, gpu: str
 ) -> dict[str, object]:
-    """What units cost rests on, for `JobOptions`."""
+    """Return what decides the time and energy of units, for `JobOptions`."""
     # torch's types and enumerations become text: the facts are written as JSON.
     job: dict[str, object] = {
         name: value if isinstance(value, (str, int, float, list, type(None))) else str(value)
@@ -420,7 +429,7 @@ def _fingerprint(
 
 
 def _cudnn_version() -> object:
-    """What torch says of it: an error, where another one is loaded than torch was built with."""
+    """Return torch's version of cuDNN, or its error where another one is loaded."""
     try:
         return torch.backends.cudnn.version()  # type: ignore[no-untyped-call]  # torch's
     except RuntimeError as error:

@@ -1,11 +1,10 @@
-"""A rank's job at the highest level that it can have, made again where that turns out to be lower.
+"""Keeps a rank's job at the highest level that it can have: makes it again where that is lower.
 
-What stands against a level may show before the first step, in it, or in any later one.
+Limits of its level may show before the first step, in it, or in any later one.
 """
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import closing
 from dataclasses import replace
@@ -15,12 +14,12 @@ import torch.distributed as dist
 
 from envpipe_megatron.core.schedule import Schedule
 from envpipe_megatron.formats.energy import FRAMEWORK, Phase
-from envpipe_megatron.integrations.framework_units import Followed, once
+from envpipe_megatron.integrations.framework_units import UnitFollower, once
 from envpipe_megatron.integrations.job import (
     Job,
     JobError,
     JobFacts,
-    Placement,
+    RankPlace,
     WithoutEnvPipeError,
     limits_of_replicas,
 )
@@ -33,15 +32,14 @@ from envpipe_megatron.runtime.job.session import Session
 
 
 class LeveledJob:
-    """A job from before its first step to after its last, for any framework.
+    """Runs a job from before its first step to after its last, for any framework.
 
     Every rank makes one and calls its methods at the same points of the program. Where a GPU cannot
     be read, there is no `job`: the framework trains without EnvPipe, and methods do nothing.
 
     Args:
         options, placement, facts, say: as for `Job`.
-        limits: what stands against which level, the same on all ranks.
-        args: the framework's arguments, which limits look at.
+        limits: of the level, the same on all ranks.
 
     Raises:
         LevelError: the level that options name cannot be had.
@@ -51,15 +49,13 @@ class LeveledJob:
     def __init__(
         self,
         options: JobOptions,
-        placement: Placement,
+        placement: RankPlace,
         facts: JobFacts,
         say: Callable[[str], None],
         limits: Iterable[Limit] = (),
-        args: argparse.Namespace | None = None,
     ) -> None:
         self.options = options
         self._make = partial(Job, placement=placement, facts=facts, say=say)
-        self._args = args or argparse.Namespace()
         of_replicas = limits_of_replicas(placement.num_microbatches)
         self._limits = *limits, *of_replicas
         self.decision = self._decide(options.level)
@@ -68,30 +64,30 @@ class LeveledJob:
         self._closed = self.job is None
         #: Begins the step that is under way, in a job that is made again; None between steps.
         self._begin_again: Callable[[], None] | None = None
-        #: What is told of that step's units, or of it as one, where the framework runs them.
-        self._followed: Followed | None = None
-        #: Says what comes otherwise than is planned for.
+        #: Gets that step's units, or the step as one, where the framework runs them.
+        self._followed: UnitFollower | None = None
+        #: Warns of units that come otherwise than planned.
         self._warn = once()
 
     @property
     def level(self) -> Level:
-        """The level at which EnvPipe runs in this job."""
+        """Return the level at which EnvPipe runs in this job."""
         return self.decision.level
 
     @property
     def phase(self) -> str:
-        """The last step's phase; `framework` where the job trains without EnvPipe."""
+        """Return the last step's phase; `framework` where the job trains without EnvPipe."""
         return FRAMEWORK if self.job is None else self.session.state.phase.value
 
     @property
     def session(self) -> Session:
-        """The session of a job that does not train without EnvPipe."""
+        """Return the job's session; there is none where it trains without EnvPipe."""
         assert self.job is not None
         return self.job.session
 
     @property
     def collectives(self) -> Collectives:
-        """The parts of a job that does not train without EnvPipe."""
+        """Return the job's collectives; there are none where it trains without EnvPipe."""
         assert self.job is not None
         return self.job.collectives
 
@@ -100,16 +96,16 @@ class LeveledJob:
         """True from where a step begins to its end, or to a pause."""
         return self._begin_again is not None
 
-    def tell(self, text: str) -> None:
+    def say(self, text: str) -> None:
         """Print a line on the planning rank; an empty one nowhere."""
         if text and self.job is not None and self.collectives.is_planner:
             self.job.say(text)
 
     def announce(self) -> None:
-        """Say what the job does."""
+        """Print what the job does."""
         self._is_announced = True
         if self.job is not None:
-            self.tell(f"{self.decision}; {self.job.banner()}")
+            self.say(f"{self.decision}; {self.job.banner()}")
 
     def lower(self, found: Sequence[Limit], asked: Level | None = None) -> bool:
         """Make the job again if limits that showed by now, the same on all ranks, are below it.
@@ -124,11 +120,11 @@ class LeveledJob:
             return False
         self.decision = decision
         if self.options.plan is not None:
-            self.tell(f"the plan {self.options.plan} is not run: it may be of another order")
+            self.say(f"the plan {self.options.plan} is not run: it may be of another order")
         options = self.options = replace(self.options, plan=None)
         if decision.level < Level.UNITS:
             if options.profile is not None or options.profile_only:
-                self.tell("no profile is used or written: it is of units, and the level below that")
+                self.say("no profile is used or written: it is of units, and the level below that")
             self.options = replace(options, profile=None)
             options = replace(self.options, profile_only=False)
         if decision.level is Level.OBSERVE:
@@ -144,31 +140,31 @@ class LeveledJob:
         return True
 
     def begin_step(self, iteration: int | None = None) -> None:
-        """The training step of this iteration begins; by default, one more."""
-        if self._failed:  # what has followed it, such as a restart, is none of its
+        """Begin the training step of this iteration; by default, of the next one."""
+        if self._failed:  # what has followed, such as a restart, is not part of it
             self.pause()
         self._begin_again = partial(LeveledJob.begin_step, self, iteration)
         if not self._closed:
             self.session.begin_step(iteration)
 
-    def follow(self, order: Schedule, specs: StageSpecs) -> Followed:
-        """Open this step's iteration, whose units the framework runs; returns what to tell of them.
+    def follow(self, order: Schedule, specs: StageSpecs) -> UnitFollower:
+        """Open this step's iteration, whose units the framework runs; return what gets them.
 
         The arguments are those of `Session.open_iteration`.
         """
         run = self.session.open_iteration(order, specs)
-        self._followed = Followed(run, self.session.highest_clock, self._warn)
+        self._followed = UnitFollower(run, self.session.highest_clock, self._warn)
         return self._followed
 
-    def follow_whole(self) -> Followed:
+    def follow_whole(self) -> UnitFollower:
         """Begin this step as one unit."""
-        self._followed = Followed.whole_step(self.session)
+        self._followed = UnitFollower.whole_step(self.session)
         return self._followed
 
     def fail(self) -> None:
-        """This step has failed, and training may go on.
+        """Drop this step, which has failed; training may go on.
 
-        Nothing is waited for, since peers may be gone, before another step begins or a pause.
+        Peers may be gone: until another step or a pause begins, nothing waits for them.
         """
         self._failed, self._begin_again = True, None
         if self._followed is not None:
@@ -177,7 +173,7 @@ class LeveledJob:
             self.session.highest_clock()
 
     def end_step(self) -> None:
-        """The optimizer has stepped.
+        """End this step, whose optimizer has stepped.
 
         Raises SystemExit if only the profile was asked for, and it is written; a JobError if there
         can be none.
@@ -196,13 +192,13 @@ class LeveledJob:
                 raise JobError(f"There is no profile to write: {' '.join(state.notes)}")
 
     def pause(self) -> None:
-        """Something that is not training follows, until the next step begins."""
+        """Pause for what is not training, until the next step begins."""
         self._leave_step()
         if not self._closed:
             self.session.pause()
 
     def report(self) -> IntervalReport:
-        """Energy since the last report; every rank calls it after the same step."""
+        """Return the energy since the last report; every rank calls it after the same step."""
         return IntervalReport() if self._closed else IntervalReport.gather(self.session)
 
     def end(self) -> None:
@@ -237,7 +233,7 @@ class LeveledJob:
 
     def _decide(self, asked: Level | None) -> Decision:
         checks = self.options.self_check != "off"
-        return decide(self._args, self._limits, asked, checks=checks)
+        return decide(self._limits, asked, checks=checks)
 
     def _make_job(self, options: JobOptions, found: Sequence[Limit]) -> Job | None:
         try:

@@ -1,7 +1,7 @@
-"""Which level a job gets, by what its arguments ask for; free of frameworks.
+"""Decides the level of a job by the limits that it has; free of frameworks.
 
-A framework's integration has a table of `Limit`s. `decide` is a pure function of arguments and
-table. Where the user names no level it gives the highest that can be had, and never fails.
+A framework's integration has a table of `ArgumentLimit`s, and may see others as a job runs. Where
+the user names no level, `decide` gives the highest that can be had, and never fails.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from dataclasses import dataclass, replace
 from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.runtime.job.options import Level as Level
 
-Asks = Callable[[argparse.Namespace], bool]
+#: Says of a job's arguments whether they ask for something.
+Predicate = Callable[[argparse.Namespace], bool]
 
 
 class LevelError(EnvPipeError):
@@ -23,17 +24,15 @@ class LevelError(EnvPipeError):
 
 @dataclass(frozen=True)
 class Limit:
-    """A feature of a framework, and the highest level that a job with it can have.
+    """A feature of a job, and the highest level that a job with it can have.
 
     Args:
         feature: its name, as users write it.
-        asks: whether a job's arguments ask for it.
         highest: `Level.ORDER` if a self-check of the job's own first iteration must hold for that.
-        reason: what stands against the levels above, or wants the check.
+        reason: why no level above can be had, or why the check is needed.
     """
 
     feature: str
-    asks: Asks
     highest: Level
     reason: str
 
@@ -41,19 +40,26 @@ class Limit:
         return f"{self.feature} ({self.reason})"
 
 
-def stands_against(feature: str, highest: Level, reason: str) -> Limit:
-    """A limit that a job is known to have, whatever its arguments."""
-    return Limit(feature, lambda args: True, highest, reason)
+@dataclass(frozen=True)
+class ArgumentLimit(Limit):
+    """A row of a framework's table: the limit of a job whose arguments ask for the feature."""
+
+    asks: Predicate
+
+
+def limits_of_arguments(args: argparse.Namespace, table: Iterable[ArgumentLimit]) -> list[Limit]:
+    """Return the rows of a table that a job's arguments ask for."""
+    return [row for row in table if row.asks(args)]
 
 
 def limits_where(highest: Level, *rows: tuple[object, str, str]) -> list[Limit]:
-    """Limits of a level that a job is known to have; of each whether it has, feature and reason."""
-    return [stands_against(feature, highest, reason) for has, feature, reason in rows if has]
+    """Return limits of a level, of rows (does the job have it, feature, reason)."""
+    return [Limit(feature, highest, reason) for has, feature, reason in rows if has]
 
 
 @dataclass(frozen=True)
 class Decision:
-    """The level of a job, and for each level above it what stands against that one.
+    """The level of a job, and for each level above it the limits that rule that one out.
 
     `to_check` are the features for which level `order` depends on a self-check; none below it.
     """
@@ -63,12 +69,12 @@ class Decision:
     to_check: tuple[Limit, ...] = ()
 
     @property
-    def tells_units(self) -> bool:
-        """True if the job has more than whole steps: its units are seen, one by one."""
+    def sees_units(self) -> bool:
+        """True if the units of a step are seen one by one; False if it is measured as one."""
         return self.level is not Level.UNIFORM and not self.against.get(Level.UNITS)
 
     def __str__(self) -> str:
-        """The level, and what stands against the next one."""
+        """Return the level, and what rules out the next one."""
         said = [f"level {self.level}"]
         if self.to_check:
             features = ", ".join(limit.feature for limit in self.to_check)
@@ -79,26 +85,21 @@ class Decision:
 
 
 def decide(
-    args: argparse.Namespace,
     limits: Iterable[Limit],
     asked: Level | None = None,
     *,
     checks: bool = True,
 ) -> Decision:
-    """Give a job the level that it asks for, or by default the highest that it can have.
+    """Return the level that is asked for, or by default the highest that limits leave.
 
-    Without `checks`, what wants a self-check stands against level `order`. Raises LevelError if the
-    job asks for more than it can have, with what stands against it by name.
+    Without `checks`, what needs a self-check rules out level `order`. Raises LevelError if more is
+    asked for than limits leave; it names them.
     """
     most = Level.ORDER if checks else Level.UNITS
-    asked_for = [
-        replace(limit, highest=min(limit.highest, most)) for limit in limits if limit.asks(args)
-    ]
-    highest = min((limit.highest for limit in asked_for), default=Level.ORDER)
+    capped = [replace(limit, highest=min(limit.highest, most)) for limit in limits]
+    highest = min((limit.highest for limit in capped), default=Level.ORDER)
     level = highest if asked is None else asked
-    against = {
-        above: tuple(limit for limit in asked_for if limit.highest < above) for above in Level
-    }
+    against = {above: tuple(limit for limit in capped if limit.highest < above) for above in Level}
     if level > highest:
         raise LevelError(
             f"Level {level} cannot be had with: {_text(against[level])}",
@@ -107,7 +108,7 @@ def decide(
     return Decision(
         level,
         {above: found for above, found in against.items() if above > level},
-        tuple(asked_for) if level is Level.ORDER else (),
+        tuple(capped) if level is Level.ORDER else (),
     )
 
 
@@ -115,18 +116,18 @@ def _text(limits: Iterable[Limit]) -> str:
     return ", ".join(map(str, limits))
 
 
-def on(*names: str) -> Asks:
-    """Whether one of the arguments is there and set; versions do not have the same ones."""
+def on(*names: str) -> Predicate:
+    """Return whether one of the arguments exists and is set; versions have different ones."""
     return lambda args: any(getattr(args, name, None) for name in names)
 
 
-def above_one(*names: str) -> Asks:
-    """Whether one of the arguments is there and above 1."""
+def above_one(*names: str) -> Predicate:
+    """Return whether one of the arguments exists and is above 1."""
     return lambda args: any((getattr(args, name, None) or 1) > 1 for name in names)
 
 
-def any_of(*several: Asks) -> Asks:
-    """Whether one of several questions is answered by yes."""
+def any_of(*several: Predicate) -> Predicate:
+    """Return whether arguments ask for one of several things."""
     return lambda args: any(asks(args) for asks in several)
 
 
@@ -135,9 +136,9 @@ class RefusedError(EnvPipeError):
 
 
 def frees_while_training() -> bool:
-    """Whether torch's allocator may give memory back at any time.
+    """Return whether torch's allocator may give memory back at any time.
 
-    That waits for all that the device does, and so for a posted receive whose sender may be waiting
+    That waits for all work of the device, and so for a posted receive whose sender may be waiting
     for this stage: both would hang.
     """
     settings = [
@@ -151,5 +152,5 @@ def frees_while_training() -> bool:
     )
 
 
-#: What no framework may ask of torch, and whether the environment does.
+#: Names what `frees_while_training` finds, for users.
 FREES_WHILE_TRAINING = "garbage_collection_threshold in PYTORCH_CUDA_ALLOC_CONF"

@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.integrations.hooking import options_of, replaced
-from envpipe_megatron.integrations.levels import Asks, Level, Limit, on
+from envpipe_megatron.integrations.levels import ArgumentLimit, Level, Predicate, on
 from envpipe_megatron.integrations.megatron.limits import LIMITS, NOT_PROVEN, REFUSED, check_metered
 from envpipe_megatron.integrations.megatron.training import Training
 from envpipe_megatron.integrations.options import parse_settings
@@ -25,15 +25,20 @@ from envpipe_megatron.integrations.watchers import between_steps
 
 BRIDGE_LIMITS = (
     *LIMITS,
-    Limit(
+    ArgumentLimit(
         "process groups of the model's own (use_decentralized_pg)",
-        on("use_decentralized_pg"),
         Level.ORDER,
         NOT_PROVEN,
+        on("use_decentralized_pg"),
     ),
-    Limit("tensor inspection", on("inspects_tensors"), Level.UNITS, "it counts Megatron's calls"),
+    ArgumentLimit(
+        "tensor inspection",
+        Level.UNITS,
+        "it counts Megatron's calls",
+        on("inspects_tensors"),
+    ),
 )
-BRIDGE_REFUSED: Mapping[str, Asks] = {
+BRIDGE_REFUSED: Mapping[str, Predicate] = {
     **REFUSED,
     "stages of two models (dist_train)": on("of_two_models"),
 }
@@ -57,7 +62,7 @@ _RENAMED = {
 
 
 def arguments_of(config: Any, world_size: int) -> argparse.Namespace:
-    """What `limits` and `job` ask of arguments, from a validated ConfigContainer.
+    """Return the arguments that `limits` and `job` read, from a validated ConfigContainer.
 
     Most of Bridge's fields have the names of Megatron-LM's arguments; these are the others. Of
     fields of one name in several parts, the model's counts.
@@ -91,19 +96,19 @@ _BOUND = ("get_forward_backward_func", "checkpoint_and_decide_exit")
 
 
 class BridgeError(EnvPipeError):
-    """A version of Megatron-Bridge, or a loop of its, that EnvPipe does not fit."""
+    """A version of Megatron-Bridge, or its loop, that EnvPipe does not fit."""
 
 
 class EnvPipeCallback:
-    """EnvPipe in one training by Megatron-Bridge; every rank makes one before `pretrain`.
+    """Runs EnvPipe in one training by Megatron-Bridge; every rank makes one before `pretrain`.
 
     Args:
-        options: those of the flags by name, without `--envpipe-` and with underscores
+        options: EnvPipe's by name, without `--envpipe-` and with underscores
             (`level="units"`, `max_slowdown=3`), as a block of a configuration has them.
 
     Raises:
         OptionError: no such option, or a value that it cannot have.
-        BridgeError: another version of Megatron-Bridge than EnvPipe can follow.
+        BridgeError: a version of Megatron-Bridge that EnvPipe cannot follow.
 
     When training begins, an EnvPipeError ends a job that cannot have what it asks for, before its
     first step.
@@ -122,7 +127,7 @@ class EnvPipeCallback:
         self._put_into(loop)
 
     def on_train_start(self, context: Any) -> None:
-        """The model is built, and no step has begun.
+        """Make the job: the model is built, and no step has begun.
 
         Bridge has an earlier event too, `on_data_init_start`, but refuses `train.num_epochs` where
         a callback has that.
@@ -145,12 +150,12 @@ class EnvPipeCallback:
         self._training.announce()
 
     def on_train_step_start(self, context: Any) -> None:
-        """A step begins."""
+        """Begin a step."""
         if self._training is not None:
             self._training.begin_step(context.state.train_state.step)
 
     def on_train_step_end(self, context: Any) -> None:
-        """The optimizer has stepped; Bridge logs after this."""
+        """End a step, whose optimizer has stepped; Bridge logs after this."""
         if self._training is None:
             return
         self._training.end_step(skipped=bool(context.skipped_iter))
@@ -158,10 +163,10 @@ class EnvPipeCallback:
         interval = state.cfg.logger.log_interval
         if interval and iteration % interval == 0:
             line = self._training.log(iteration, state.tensorboard_logger, state.wandb_logger)
-            self._training.tell(line and f"iteration {iteration} |{line}")
+            self._training.say(line and f"iteration {iteration} |{line}")
 
     def on_train_end(self, context: Any) -> None:
-        """Training has ended; evaluations may follow."""
+        """End the job: training has ended, and evaluations may follow."""
         self._end()
 
     def close(self) -> None:
@@ -179,7 +184,7 @@ class EnvPipeCallback:
             training.end()
 
     def _left(self) -> Training | None:
-        """Take back what the loop calls; returns the training, which is none from here on."""
+        """Let the loop call Bridge's functions again; return the training, and forget it."""
         self._put_back.close()
         training, self._training = self._training, None
         return training
@@ -209,7 +214,7 @@ class EnvPipeCallback:
 
 
 def _checked_loop() -> Any:
-    """The module of Bridge's training loop; a BridgeError if it is not as EnvPipe needs it."""
+    """Return the module of Bridge's training loop; a BridgeError if EnvPipe cannot use it."""
     try:
         events = importlib.import_module("megatron.bridge.training.callbacks").VALID_EVENTS
         loop = importlib.import_module(_LOOP)

@@ -1,7 +1,7 @@
 """Reads the options of a job, from flags or by name and value; no framework, no torch.
 
-EnvPipe's environment variables ENVPIPE_TYPE, ENVPIPE_SCHEDULING and ENVPIPE_RECONFIGURE stand for
-the options of those names where these are not given.
+EnvPipe's environment variables ENVPIPE_TYPE, ENVPIPE_SCHEDULING and ENVPIPE_RECONFIGURE count where
+the options of those names are not given.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from envpipe_megatron.policies.request import BY_MEMORY, check_request
 from envpipe_megatron.policies.schedules import SCHEDULES
 from envpipe_megatron.runtime.job.options import OPTIONS, JobOptions
 
-#: Says an option in an error, by its name: as a flag, or `str` as a setting.
+#: Writes an option's name for an error: as a flag, or by `str` as a setting.
 Named = Callable[[str], str]
-#: Options that go with frameworks only that have more than one level.
+#: Options only for frameworks that have more than one level.
 OF_LEVELS = tuple(name for name, option in OPTIONS.items() if option.of_levels)
 _OF_VARIABLES = ("type", "scheduling", "reconfigure")
 #: The names of a request's parts, where options have others.
@@ -38,7 +38,7 @@ class OptionError(EnvPipeError):
 
 
 def flag_of(name: str) -> str:
-    """The flag of an option."""
+    """Return the flag of an option."""
     return f"--envpipe-{name.replace('_', '-')}"
 
 
@@ -52,7 +52,6 @@ def add_arguments(group: argparse._ArgumentGroup) -> None:
 
 def read_options(
     args: argparse.Namespace,
-    environment: Mapping[str, str] | None = None,
     *,
     num_stages: int,
     save_folder: str | Path | None = None,
@@ -63,7 +62,6 @@ def read_options(
 
     Args:
         args: has what `add_arguments` added, parsed.
-        environment: environment variables; by default this process's.
         num_stages: p.
         save_folder: where the job keeps its checkpoints, if it does.
         on_gpu: whether memory can be measured.
@@ -71,13 +69,12 @@ def read_options(
 
     Raises OptionError for an option that is wrong, or does not go with another.
     """
-    variables = os.environ if environment is None else environment
     given = {
-        name: _read(name, value, variables, named)
+        name: _read(name, value, named)
         for name in OPTIONS
         if (value := getattr(args, f"envpipe_{name}")) is not None
     }
-    options = JobOptions(**_with_variables(given, variables, num_stages, named))
+    options = JobOptions(**_with_variables(given, num_stages, named))
     if on_gpu and options.plan is None and "max_in_flight" in SCHEDULES[options.scheduling].takes:
         options = replace(options, max_in_flight=options.max_in_flight or BY_MEMORY)
     if options.output is None and save_folder is not None:
@@ -94,12 +91,12 @@ def read_options(
     return options
 
 
-def _read(name: str, value: Any, variables: Mapping[str, str], named: Named) -> Any:
-    """One option that is given; an OptionError if it is wrong by itself."""
+def _read(name: str, value: Any, named: Named) -> Any:
+    """Return an option that is given; an OptionError if it is wrong by itself."""
     option = OPTIONS[name]
     if option.least is not None and not option.least <= value < math.inf:
         raise OptionError(f"{named(name)} is at least {option.least}, and finite", value=value)
-    if option.is_file and _reads_files(variables) and not value.is_file():
+    if option.is_file and _reads_files() and not value.is_file():
         raise OptionError(f"The file of {named(name)} is not there", value=str(value))
     try:
         return option.read(value)
@@ -107,37 +104,35 @@ def _read(name: str, value: Any, variables: Mapping[str, str], named: Named) -> 
         raise OptionError(f"{named(name)} is {error}", value=value) from None
 
 
-def _with_variables(
-    given: Mapping[str, Any], variables: Mapping[str, str], num_stages: int, named: Named
-) -> dict[str, Any]:
-    """Fill in what variables say, and what follows from type and reconfiguring.
+def _with_variables(given: Mapping[str, Any], num_stages: int, named: Named) -> dict[str, Any]:
+    """Fill in options from variables, and those that follow from type and reconfiguring.
 
-    Of a variable that does not go with what is given, the latter wins.
+    A variable that does not go with what is given does not count.
     """
-    told: dict[str, Any] = {}
+    filled: dict[str, Any] = {}
     for name in ("type",) if "plan" in given else _OF_VARIABLES:
         variable, choices = f"ENVPIPE_{name.upper()}", OPTIONS[name].flag["choices"]
-        value = variables.get(variable, "").lower()
+        value = os.environ.get(variable, "").lower()
         if name not in given and value:
-            told[name] = value
-        if name in told and value not in choices:
+            filled[name] = value
+        if name in filled and value not in choices:
             raise OptionError(
                 f"The value of the environment variable {variable} is not a valid choice",
                 value=value,
                 remedy=f"Use {', '.join(choices)}.",
             )
-    if num_stages == 1 and told.get("type", "optimal") not in ("baseline", "uniform"):
-        told["type"] = "uniform"  # a site's variable is for its pipelines
-    if "type" not in told and given.get("reconfigure") in ("greedy", "balanced"):
-        told["type"] = "envelope"
-    policy = given.get("type") or told.get("type", "optimal")
+    if num_stages == 1 and filled.get("type", "optimal") not in ("baseline", "uniform"):
+        filled["type"] = "uniform"  # a site's variable is for its pipelines
+    if "type" not in filled and given.get("reconfigure") in ("greedy", "balanced"):
+        filled["type"] = "envelope"
+    policy = given.get("type") or filled.get("type", "optimal")
     time = given.get("objective") == Goal.TIME
     unfit = "auto" if policy != "optimal" else "1f1b" if time else ""
-    if told.get("scheduling") == unfit:
-        del told["scheduling"]
+    if filled.get("scheduling") == unfit:
+        del filled["scheduling"]
     if "plan" in given or policy != "envelope":
-        told["reconfigure"] = "default"
-    whole = {**told, **given}
+        filled["reconfigure"] = "default"
+    whole = {**filled, **given}
     if whole.get("reconfigure") == "optimal":
         if policy not in ("envelope", "optimal"):
             raise OptionError(
@@ -149,7 +144,7 @@ def _with_variables(
 
 
 def _check_rules(options: JobOptions, facts: Mapping[str, bool], named: Named) -> None:
-    """Refuse by an OptionError what does not go together, by the rules of its options."""
+    """Refuse by an OptionError options that do not go together, by their rules."""
 
     def holds(term: str) -> bool:
         if " or " in term:
@@ -197,7 +192,7 @@ def prepare_files(options: JobOptions, num_stages: int, named: Named = flag_of) 
                     value=str(options.output),
                     remedy=f"Give another one by {named('output')}.",
                 ) from error
-    if options.profile is None or not _reads_files(os.environ):
+    if options.profile is None or not _reads_files():
         return
     profile = read_profile(options.profile)
     if profile.num_stages != num_stages:
@@ -210,12 +205,12 @@ def prepare_files(options: JobOptions, num_stages: int, named: Named = flag_of) 
         read_plan(options.plan, profile)
 
 
-def _reads_files(variables: Mapping[str, str]) -> bool:
-    return variables.get("RANK", "0") == "0"
+def _reads_files() -> bool:
+    return os.environ.get("RANK", "0") == "0"
 
 
 def plain_names(settings: Mapping[str, object]) -> dict[str, object]:
-    """The same settings by the one name that each has here; two names are an OptionError."""
+    """Return settings by the one name that each has here; two names are an OptionError."""
     named: dict[str, object] = {}
     for given, value in settings.items():
         name = str(given).replace("-", "_")
@@ -227,7 +222,7 @@ def plain_names(settings: Mapping[str, object]) -> dict[str, object]:
 
 
 def merged(block: Mapping[str, object], call: Mapping[str, object]) -> dict[str, object]:
-    """Settings of a file, and those of a call, which go before them.
+    """Return settings of a file and of a call, which win.
 
     A type in the call drops the file's order, reconfiguring and objective: they may not go with it.
     """
@@ -268,7 +263,7 @@ def read_settings(
     on_gpu: bool,
     scheduling: str | None = None,
 ) -> JobOptions:
-    """Make of settings what the same flags would be: {"type": "uniform"} is --envpipe-type uniform.
+    """Return the options of settings: {"type": "uniform"} is --envpipe-type uniform.
 
     Args:
         settings, without: as `parse_settings` takes them.
@@ -288,11 +283,11 @@ def read_settings(
 def parse_settings(
     settings: Mapping[str, object], without: Sequence[str] = ()
 ) -> argparse.Namespace:
-    """Parse settings as the same flags would be; what goes with what is not looked at.
+    """Parse settings as the same flags would be; rules between options are not checked.
 
     Args:
-        settings: option names without `--envpipe-`, with underscores or dashes; `reconfig` stands
-            for `reconfigure`. Values are words, numbers, paths, truth values for flags without a
+        settings: option names without `--envpipe-`, with underscores or dashes; `reconfig` is
+            `reconfigure`. Values are words, numbers, paths, truth values for flags without a
             value, lists for one number per stage; None is as if the name were not there.
         without: options that the framework does not have.
 

@@ -1,4 +1,4 @@
-"""What a job reports: a piece of Megatron's log line, scalars, and the bill at its end."""
+"""Reports of a job: a piece of Megatron's log line, scalars, and the bill at its end."""
 
 from __future__ import annotations
 
@@ -48,10 +48,10 @@ class IntervalReport:
     @classmethod
     def gather(cls, session: Session) -> IntervalReport:
         """End the interval; every rank of the job calls it at the same iteration."""
-        return cls(session.gather(session.lap()))
+        return cls(session.energy.gather(session.energy.lap()))
 
     def scalars(self) -> dict[str, float]:
-        """For TensorBoard and W&B, beside Megatron's own `iter-energy/gpu` and `power/gpu`."""
+        """Return scalars for TensorBoard and W&B, beside Megatron's own of energy and power."""
         if self.energy is None or self.energy.step is None:
             return {}
         step, saved = self.energy.step, self.energy.saved
@@ -60,7 +60,7 @@ class IntervalReport:
         return {name: value for name, value in values if value is not None}
 
     def line(self) -> str:
-        """For Megatron's log line: J per iteration and GPU, W per GPU, a step by the baseline."""
+        """Return text for Megatron's log line: J per iteration and GPU, W per GPU, the saving."""
         if self.energy is None or self.energy.step is None:
             return ""
         mean = self.energy.step
@@ -84,22 +84,23 @@ def end_of_job(
     tokens: object = None,
     energy_price: float | None = None,
 ) -> list[str]:
-    """The bill of a closed session: lines for the log, on the planning rank only.
+    """Return the bill of a closed session: lines for the log, on the planning rank only.
 
     Every rank calls it. It is written to `summary.json` too; if that fails, an error is logged.
     `tokens` are those of an iteration, if they are known; `energy_price` is that of a kWh, in place
     of the environment's.
     """
     own = session.summary()
-    by_stage = collectives.all_to_planner((own, session.energy_sums()))
+    by_stage = collectives.all_to_planner((own, session.energy.sums()))
     if not collectives.is_planner:
         return []
+    only_measures = session.options.measures_alone()
     ranks, sums = zip(*(rank for replicas in by_stage for rank in replicas), strict=True)
-    memory = session.memory.stages
+    memory = session.parts.memory.stages
     summary = {
         "format": SUMMARY_FORMAT,
         "created_by": f"envpipe {__version__}",
-        "only_measures": session.only_measures,
+        "only_measures": only_measures,
         "tokens_per_iteration": tokens,
         "baseline": own["baseline"],
         "job": comparison_facts(sums),
@@ -114,8 +115,7 @@ def end_of_job(
             logger.error("%s could not be written: %s", path, error)
     whole_iterations = len(session.executed) == 1
     tariff = Tariff.of_environment(os.environ, energy_price)
-    shares = session.only_measures and not whole_iterations
-    return list(_bill(summary, sums, tariff, shares=shares))
+    return list(_bill(summary, sums, tariff, shares=only_measures and not whole_iterations))
 
 
 def _bill(
@@ -158,7 +158,7 @@ def _bill(
 
 
 def _step_line(phase: str, step: StepEnergy | None) -> Iterator[str]:
-    """A line, unless nothing was metered; the framework's first step may be unseen."""
+    """Yield a line, unless nothing was metered; the framework's first step may be unseen."""
     if step is not None and step.power_w is not None:
         yield (
             f"{phase}: {step.iterations} iterations, {step.time_s:.4f} s and "

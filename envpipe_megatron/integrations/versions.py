@@ -1,6 +1,6 @@
-"""Versions: those of DeepSpeed and Transformers that EnvPipe goes with, and what is installed.
+"""Versions of DeepSpeed and Transformers that EnvPipe was tried with, and the installed ones.
 
-Those of Megatron are the patches'.
+Versions of Megatron are those of the patches.
 """
 
 from __future__ import annotations
@@ -13,16 +13,14 @@ from envpipe_megatron.errors import EnvPipeError
 if TYPE_CHECKING:
     from packaging.requirements import Requirement
 
-#: From the first that was tested, below the next minor one: what its engine is made of is not
-#: promised to stay.
+#: From the first that was tested, below the next minor one: parts of its engine may change.
 DEEPSPEED = "deepspeed>=0.19.6,<0.20"
-#: As DEEPSPEED: which modules a model is made of is not promised to stay. 5.0, 5.8, 5.16 and 5.24
-#: were tested.
+#: As DEEPSPEED: the modules of a model may change. 5.0, 5.8, 5.16 and 5.24 were tested.
 TRANSFORMERS = "transformers>=5.0,<5.25"
 
 
 def is_tested(version: str, wanted: str) -> bool:
-    """Whether a version is one of DEEPSPEED or TRANSFORMERS; of either end, no prerelease is."""
+    """Return whether a version is in DEEPSPEED or TRANSFORMERS; no prerelease of an end is."""
     return _requirement(wanted).specifier.contains(version, prereleases=True)
 
 

@@ -22,23 +22,23 @@ from envpipe_megatron.integrations.leveled import LeveledJob
 
 
 class Between(NamedTuple):
-    """A function, by its name in a module or in an attribute of a trainer, and what it does."""
+    """A function, by its name in a module or in an attribute of a trainer, and its purpose."""
 
     owner: str
     function: str
     what: str
-    when: str = ""  # names what says by the same arguments if it does that
+    when: str = ""  # name of a function that tells by the same arguments if it does that
 
 
 _LM, _BRIDGE = "megatron.training.training", "megatron.bridge.training.train"
 _ENGINE, _HASHES = "deepspeed.runtime.pipe.engine", "check_param_hashes_across_dp_replicas"
 
-#: By framework; versions that lack a function do without. Any forward-only call pauses too.
+#: By framework; versions that lack a function do without. Any forward-only call pauses too, and
+#: Megatron-LM's patch pauses before a checkpoint.
 BETWEEN_STEPS = {
     "Megatron-LM": (
         Between(_LM, "_run_gpu_sniff_test", "products and collectives, compared over ranks"),
         Between(_LM, "evaluate", "an evaluation"),
-        Between(_LM, "save_checkpoint_and_time", "a checkpoint, which the patch marks too"),
         Between(_LM, _HASHES, "hashes of weights, compared over replicas"),
     ),
     "Megatron-Bridge": (

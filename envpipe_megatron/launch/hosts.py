@@ -72,7 +72,7 @@ class Host:
 
     @property
     def name(self) -> str:
-        """The host without a user."""
+        """Return the host without a user."""
         return self.target.rpartition("@")[2]
 
 

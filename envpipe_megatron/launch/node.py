@@ -46,7 +46,7 @@ _LONGEST_PATH_BYTES = 103 - len("/envpipe-12345678/socket")
 
 @dataclass(frozen=True)
 class NodeSettings:
-    """How a node is run.
+    """Settings of a node.
 
     Args:
         output_dir: folder for the node's energy log and, on the node of rank 0, the job's bill.
@@ -166,8 +166,8 @@ def _bill(agent: NodeAgent, code: int, report: BillReport) -> None:
     if bill is None:
         own_j = sum(ledger.energy_j for ledger in agent.ledgers())
         say_as_launcher(f"{own_j:.1f} J on this node, in {agent.log.path}")
-        if agent.trouble:
-            say_as_launcher(f"the job's bill may lack them: {agent.trouble}")
+        if agent.why_incomplete:
+            say_as_launcher(f"the job's bill may lack them: {agent.why_incomplete}")
         return
     for name in late:
         logger.warning("%s did not end in time; `envpipe energy sum` adds its log up later", name)

@@ -123,10 +123,10 @@ def _completed(
     """Add to a command line what it lacks of `NAMES`, and `find` has.
 
     `find` gets the name, and the number of nodes as far as it is known. Where the rendezvous is
-    given (`--standalone`, or a `--rdzv-backend` other than static), node rank and master are left
-    alone; with `--rdzv-endpoint` the master is. EnvPipeError: what torchrun's parser refuses, a
-    node for which torchrun would wait for 15 minutes, and what is no number of processes, for which
-    it has only a traceback.
+    given (`--standalone`, or a `--rdzv-backend` other than static), node rank and master are not
+    filled in; with `--rdzv-endpoint` the master is not. EnvPipeError: what torchrun's parser
+    refuses, a node for which torchrun would wait for 15 minutes, and what is no number of
+    processes, for which it has only a traceback.
     """
     given = vars(_given(line))
     by_rank = given["rdzv_backend"] == "static" and not given["standalone"]
@@ -171,7 +171,7 @@ def _several(nodes: str | None) -> bool:
 
 
 def _slurm(name: str) -> _Found | None:
-    """The value of one of `NAMES` in a SLURM job, and the name of its variable.
+    """Return the value of one of `NAMES` in a SLURM job, and the name of its variable.
 
     Raises EnvPipeError in the batch script of several nodes, in one of several tasks of a node,
     and if the list of hosts is not in SLURM's form.
@@ -198,7 +198,7 @@ def _slurm(name: str) -> _Found | None:
 
 
 def _slurm_nodes(by_srun: bool) -> _Found | None:
-    """The nodes of a step of srun, or of the job."""
+    """Return the number of nodes of a step of srun, or of the job."""
     tasks = _first("SLURM_STEP_TASKS_PER_NODE") if by_srun else None
     # 2(x3),1: two tasks on each of three nodes, one on the next.
     if tasks and not re.fullmatch(r"(1(\(x\d+\))?,?)+", tasks[0]):
@@ -220,7 +220,7 @@ def _slurm_nodes(by_srun: bool) -> _Found | None:
 
 
 def _slurm_master() -> _Found | None:
-    """The name of the node with rank 0.
+    """Return the name of the node with rank 0.
 
     SLURM's short form of host names is read here, because containers have no `scontrol`.
     """
@@ -240,11 +240,11 @@ def _slurm_master() -> _Found | None:
 
 
 def _variable(name: str) -> _Found | None:
-    """The value of torchrun's own variable, or else of EnvPipe's."""
+    """Return the value of torchrun's own variable, or else of EnvPipe's."""
     return _first(f"PET_{name.upper()}", name.upper())
 
 
 def _first(*variables: str) -> _Found | None:
-    """The first variable that is set and not empty."""
+    """Return the first variable that is set and not empty."""
     found = [(os.environ[name], name) for name in variables if os.environ.get(name)]
     return found[0] if found else None

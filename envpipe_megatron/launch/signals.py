@@ -42,7 +42,7 @@ class Signals:
         self._before: dict[signal.Signals, Any] = {}
 
     def call(self, first: Callable[[], object], again: Callable[[], object]) -> None:
-        """From here on, the next signal calls `first`, and all others call `again`.
+        """Have the next signal call `first`, and all others `again`.
 
         The end of standard input calls them in a thread.
         """

@@ -1,4 +1,4 @@
-"""torchrun on one node: its own parser reads its options, and it is run to its end.
+"""Runs torchrun on one node, whose options its own parser reads.
 
 Importing that parser takes a second, for torch. `cli/jobs/launch.py` calls `split` and, through
 `launch/node.py`, `run_torchrun`.
@@ -134,7 +134,7 @@ def check_script(options: argparse.Namespace) -> None:
 
 
 def ranks_of_node(options: argparse.Namespace) -> int:
-    """The ranks that torchrun starts on a node: `--nproc-per-node`, or one for each GPU here."""
+    """Return how many ranks torchrun starts here: `--nproc-per-node`, or one for each GPU."""
     if options.nproc_per_node.isdigit():
         return int(options.nproc_per_node)
     import torch
@@ -150,7 +150,7 @@ def handled_signals(arguments: Sequence[str]) -> set[signal.Signals]:
 
 
 def shutdown_s(arguments: Sequence[str]) -> int:
-    """How long torchrun, with these arguments, gives its ranks from a signal to their end."""
+    """Return how long torchrun gives its ranks from a signal to their end, s."""
     # Older torchruns have no such option; and any torchrun refuses a variable that is no number.
     given: int | None = getattr(read(arguments), "shutdown_timeout", None)
     variable = os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "")
@@ -251,7 +251,7 @@ def _end_marked(mark: str, grace_s: float) -> None:
 
 
 def _marked(mark: str) -> list[int]:
-    """Processes of this machine that have the mark from their parents; none without /proc."""
+    """Return processes of this machine that inherited the mark; none without /proc."""
     entry = f"{TORCHRUN_MARK}={mark}".encode()
     found = []
     for folder in Path("/proc").glob("[0-9]*"):

@@ -1,4 +1,4 @@
-"""The patches that come with the package, what they are for, and how a version is known.
+"""Reads the patches that come with the package, and recognizes their versions of projects.
 
 Descriptions are of format envpipe-patch/1.
 """
@@ -27,7 +27,7 @@ class PatchError(EnvPipeError):
 
 @dataclass(frozen=True)
 class Recognition:
-    """How a version is known: by constants of a Python file, or by a file's sha256."""
+    """Recognizes a version: by constants of a Python file, or by a file's sha256."""
 
     file: str
     constants: dict[str, object] = field(default_factory=dict)
@@ -97,7 +97,7 @@ class Patch:
 
     @property
     def name(self) -> str:
-        """Project and tag, for messages."""
+        """Return project and tag, for messages."""
         return f"{self.title} {self.tag}"
 
 

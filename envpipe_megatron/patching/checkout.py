@@ -71,7 +71,7 @@ class Checkout:
 
     @property
     def superseded(self) -> bool:
-        """The patch is not the one that this package has for the version."""
+        """Return whether the patch is another one than this package has for the version."""
         return patch_file(self.patch) is None
 
 

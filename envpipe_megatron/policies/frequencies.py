@@ -24,13 +24,13 @@ Frequencies = IntArray
 
 
 def uniform(schedule: Schedule, profile: Profile) -> Frequencies:
-    """All units at their stage's optimal frequency; ProfileError if a stage has none."""
+    """Return all units at their stage's optimal frequency; ProfileError if a stage has none."""
     optimal = np.array(profile.optimal_frequency_mhz, dtype=np.int64)[:, None]
     return np.repeat(optimal, schedule.units_per_stage, axis=1)
 
 
 def envelope(schedule: Schedule, profile: Profile) -> Frequencies:
-    """Maximum frequency on the outer envelope, optimal frequency inside it; errors as `uniform`."""
+    """Return maximum clocks on the outer envelope, optimal ones inside; errors as `uniform`."""
     on_envelope = np.isin(np.arange(schedule.num_units), list(schedule.outer_envelope))
     return np.where(
         on_envelope.reshape(schedule.is_backward.shape),
@@ -40,7 +40,7 @@ def envelope(schedule: Schedule, profile: Profile) -> Frequencies:
 
 
 def added_functions(group: str, known: Collection[str]) -> dict[str, Callable[..., Any]]:
-    """Functions that installed packages add to ours, by name; each is imported when it is called.
+    """Return functions of installed packages by name; each is imported when it is called.
 
     A package adds one by an entry point in its `pyproject.toml`, after which commands and the
     options of a job take its name. None can replace a `known` one.

@@ -45,7 +45,7 @@ _MORE_TIME = ", or allow more time (--deadline-factor, --objective time)"
 def plan_frontier(
     optimizers: Sequence[Optimizer], num_points: int, min_dwell_s: float = 0.0
 ) -> list[Plan]:
-    """The plans that no other found beats in both time and energy, the fastest first.
+    """Return the plans that no other found beats in both time and energy, the fastest first.
 
     Args:
         optimizers: one for each order that competes, all for one profile and conditions.
@@ -72,7 +72,7 @@ def plan_frontier(
 
 
 def _relaxed_energies(optimizers: Sequence[Optimizer], deadlines: FloatArray) -> FloatArray:
-    """[orders, deadlines] relaxed energy, infinite if an order is too slow.
+    """Return [orders, deadlines] relaxed energy, infinite if an order is too slow.
 
     Energy over time is convex for each order, so between the probed deadlines it lies close to a
     line; the orders' own plans are certified one by one.
@@ -133,7 +133,7 @@ class ObjectivePlanner:
     min_dwell_s: float = 0.0
 
     def best_time_s(self, optimizer: Optimizer) -> float | None:
-        """The time that is best for an order if units ran between profiled clocks.
+        """Return the time that is best for an order if units ran between profiled clocks.
 
         None if no time up to the cheapest keeps the limits. LinearProgramError: the order takes
         longer than `longest_s` at any clocks. The highest of the known solutions' lines is nowhere
@@ -168,15 +168,15 @@ class ObjectivePlanner:
         return float(times_s[min(at + 1, _TIMES - 1) if at else 0])
 
     def latest_time_s(self, optimizer: Optimizer, worth_w: float | None = None) -> float:
-        """The longest time that is worth a look: no plan needs more, or it is forbidden."""
+        """Return the longest time that is worth a look: no plan needs more, or it is forbidden."""
         return min(self.longest_s, optimizer.cheapest_s(worth_w))
 
     def score(self, plan: Plan) -> float:
-        """The quantity that is to be least."""
+        """Return the quantity that is to be least."""
         return self.objective.score(plan.cost, int(plan.conditions.gpus_by_stage.sum()))
 
     def plan(self, optimizer: Optimizer) -> Plan:
-        """The best plan found within the limits.
+        """Return the best plan found within the limits.
 
         LinearProgramError: none was found, or no frequencies are in time.
         """
@@ -207,7 +207,7 @@ class ObjectivePlanner:
     def _later(
         self, optimizer: Optimizer, early_s: float, early: _Found, worth_w: float | None = None
     ) -> _Found:
-        """The plan for the first time within limits, from one on; the nearest if there is none."""
+        """Return the plan for the first time within limits; the nearest if there is none."""
         late_s = self.latest_time_s(optimizer, worth_w)
         if early.excess <= 1 or late_s <= early_s or self.objective.goal == Goal.ENERGY:
             return early
@@ -228,7 +228,7 @@ class ObjectivePlanner:
         return best
 
     def _found(self, optimizer: Optimizer, time_s: float, worth_w: float | None = None) -> _Found:
-        """The plan for a time; none if changes of clock leave none in time."""
+        """Return the plan for a time; none if changes of clock leave none in time."""
         try:
             plan = optimizer.plan(time_s, self.min_dwell_s, worth_w)
         except LinearProgramError:

@@ -30,7 +30,7 @@ class Goal(StrEnum):
 
 @dataclass(frozen=True)
 class Objective:
-    """What a plan of one pipeline is made for; EnvPipeError for parts that contradict each other.
+    """Goal and limits of a plan of one pipeline; EnvPipeError for parts that contradict each other.
 
     How long an iteration may take is not part of it, since that is relative to an order.
 
@@ -71,19 +71,19 @@ class Objective:
             raise EnvPipeError("Prices must be zero or more", value=prices)
         if (self.goal == Goal.COST) != any(prices):
             raise EnvPipeError(
-                "The objective cost, and it alone, needs a price above 0",
+                "The objective cost, and no other, needs a price above 0",
                 value=self.goal,
                 remedy="Use --objective cost with --energy-price, --gpu-price or both.",
             )
 
     def score(self, cost: Cost, num_gpus: int) -> float:
-        """The quantity that is to be least."""
+        """Return the quantity that is to be least."""
         return float(self.scores(cost.iteration_time_s, np.array(cost.energy_j), num_gpus))
 
     def scores(
         self, iteration_time_s: float | FloatArray, energy_j: FloatArray, num_gpus: int
     ) -> FloatArray:
-        """[n] scores of n iteration times and energies."""
+        """Return [n] scores of n iteration times and energies."""
         if self.goal == Goal.ENERGY:
             return energy_j
         if self.goal == Goal.TIME:
@@ -98,7 +98,7 @@ class Objective:
         return cost.iteration_time_s if self == SHORTEST else cost.energy_j
 
     def limits(self, num_stages: int) -> list[tuple[float, float, float]]:
-        """(a, b, c): plans within the limits keep a T + b E <= c (s, J).
+        """Return (a, b, c): plans within the limits keep a T + b E <= c (s, J).
 
         Windows and single nodes are left out: a plan that keeps their cap keeps it in the mean over
         the iteration and the nodes too.
@@ -112,7 +112,7 @@ class Objective:
         return kept
 
     def gpus_below_cap(self, conditions: Conditions) -> int:
-        """How many GPUs share the power cap, of the node with the most."""
+        """Return how many GPUs share the power cap, of the node with the most."""
         return max(
             int(conditions.gpus_by_stage[node].sum()) for node in self._nodes(conditions.num_stages)
         )
@@ -122,7 +122,7 @@ class Objective:
         return [slice(first, first + step) for first in range(0, num_stages, step)]
 
     def power_w(self, plan: Plan) -> float:
-        """The power of a plan that is held against the cap, W."""
+        """Return the power of a plan that is held against the cap, W."""
         nodes = self._nodes(plan.schedule.num_stages)
         if self.power_window_s is not None:
             return max(peak_power_w(plan, self.power_window_s, node) for node in nodes)
@@ -130,7 +130,7 @@ class Objective:
         return max(float(by_stage_w[node].sum()) for node in nodes)
 
     def excess(self, plan: Plan) -> float:
-        """How much of its tightest limit a plan takes: more than 1 breaks it."""
+        """Return how much of its tightest limit a plan takes: more than 1 breaks it."""
         shares = [0.0]
         if self.max_energy_j is not None:
             shares.append(plan.cost.energy_j / self.max_energy_j)
@@ -139,7 +139,7 @@ class Objective:
         return max(shares)
 
     def to_json(self) -> dict[str, Any]:
-        """The request, for a plan's file: all that is not the default, and the goal."""
+        """Return the request, for a plan's file: all that is not the default, and the goal."""
         asked = asdict(self)
         return {
             field.name: asked[field.name]
@@ -154,7 +154,7 @@ SHORTEST = Objective(Goal.TIME)
 
 
 def peak_power_w(plan: Plan, window_s: float, stages: slice = slice(None)) -> float:
-    """The largest mean power, W, of all GPUs of some stages in any window of a length, s.
+    """Return the largest mean power, W, of all GPUs of some stages in any window of a length, s.
 
     A unit takes its mean power from start to end, and so does a wait, parked or not; what changes
     of clock take is spread over the iteration. Over a whole iteration that adds up to the plan's
@@ -173,7 +173,7 @@ def peak_power_w(plan: Plan, window_s: float, stages: slice = slice(None)) -> fl
 
 
 def _energy_over_time(plan: Plan, stages: slice) -> tuple[FloatArray, FloatArray]:
-    """[n] times from 0 to the iteration's end, and the energy that was used until then, J."""
+    """Return [n] times from 0 to the iteration's end, and the energy used until then, J."""
     timeline, conditions = plan.timeline, plan.conditions
     iteration_s = timeline.iteration_time_s
     start_s, end_s = timeline.start_s, timeline.end_s

@@ -42,9 +42,9 @@ def make_plan(profile: Profile, request: PlanRequest) -> Planned:
 
 
 def make_frontier(profile: Profile, request: PlanRequest, num_points: int) -> list[Plan]:
-    """The time-energy frontier of a request's job, the fastest plan first.
+    """Return the time-energy frontier of a request's job, the fastest plan first.
 
-    Its deadline matters for the schedule auto alone, whose order is searched there.
+    Its deadline matters only for the schedule auto, whose order is searched there.
     """
     check_frontier(request)
     problem = make_problem(profile, request)
@@ -65,13 +65,13 @@ def make_frontier(profile: Profile, request: PlanRequest, num_points: int) -> li
 
 
 def make_memory_frontier(profile: Profile, request: PlanRequest) -> list[MemoryPoint]:
-    """The best plans of a request's job for rising limits of microbatches in flight."""
+    """Return the best plans of a request's job for rising limits of microbatches in flight."""
     check_memory_frontier(request)
     return memory_frontier(AutoSearch(make_problem(profile, request)))
 
 
 def build_schedule(profile: Profile, request: PlanRequest) -> Built:
-    """The order of a request for a profile's pipeline, and notes on what limited it.
+    """Return the order of a request for a profile's pipeline, and notes on what limited it.
 
     Not for the schedule auto, whose order depends on the deadline.
     """
@@ -99,7 +99,7 @@ def check_memory_frontier(request: PlanRequest) -> None:
 
 
 def solve(problem: Problem) -> Planned:
-    """The plan of a problem; errors as of `make_plan`."""
+    """Return the plan of a problem; errors as of `make_plan`."""
     if _is_searched(problem):
         auto = AutoSearch(problem)
         plan = auto.plan()

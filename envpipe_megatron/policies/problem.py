@@ -41,7 +41,7 @@ class OrderLimits:
     max_fall: int | None
 
     def fit(self, extra_forwards: Sequence[int]) -> tuple[int, ...]:
-        """The largest counts within the limits, none above the given."""
+        """Return the largest counts within the limits, none above the given."""
         fitted = [max(0, min(pair)) for pair in zip(extra_forwards, self.most, strict=True)]
         for stage in range(1, len(fitted)):
             fitted[stage] = min(fitted[stage], fitted[stage - 1] + 1)
@@ -51,7 +51,7 @@ class OrderLimits:
         return tuple(fitted)
 
     def allow(self, extra_forwards: Sequence[int]) -> bool:
-        """Whether counts keep the limits as they are."""
+        """Return whether counts keep the limits as they are."""
         return min(extra_forwards) >= 0 and self.fit(extra_forwards) == tuple(extra_forwards)
 
 
@@ -63,7 +63,7 @@ def order_limits(
     max_in_flight: Sequence[int] | None = None,
     channel_capacity: int | None = None,
 ) -> OrderLimits:
-    """The extra forwards that the batch and limits allow a job without chunks.
+    """Return the extra forwards that the batch and limits allow a job without chunks.
 
     Limits are as `Problem` has them. ScheduleError: fewer in flight than 1F1B itself holds.
     EnvPipeError: a channel on which not even 1F1B finishes.
@@ -98,7 +98,7 @@ def order_limits(
 def envpipe_counts(
     profile: Profile, num_microbatches: int, caps: Sequence[int] | None = None
 ) -> list[int]:
-    """EnvPipe's extra forwards; by default nothing but the batch limits them."""
+    """Return EnvPipe's extra forwards; by default nothing but the batch limits them."""
     return builders.envpipe_extra_forwards(
         [kinds[Kind.BACKWARD][0].time_s for kinds in profile.rows],
         [
@@ -110,7 +110,7 @@ def envpipe_counts(
 
 
 def in_flight_by_memory(profile: Profile, num_microbatches: int) -> tuple[int, ...]:
-    """For each stage, the microbatches (x chunks) whose activations fit into its memory.
+    """Return for each stage the microbatches (x chunks) whose activations fit into its memory.
 
     No more than there are, but as many as all pending weight gradients take. One is there already;
     the sidecar says what is free beside it. EnvPipeError: it does not.
@@ -136,13 +136,13 @@ class PlannerError(EnvPipeError):
 
 @dataclass(frozen=True)
 class Problem:
-    """What is to be planned.
+    """All that a plan is made from.
 
     Args:
         profile: what units take, of the chunks that each stage has.
         num_microbatches: M.
         conditions: what surrounds the units; with chunks, also the groups of the framework's order.
-        order: an order that is there already, or the name of one, of `schedules.SCHEDULES`.
+        order: a schedule to use, or the name of one, of `schedules.SCHEDULES`.
         policy: baseline, uniform, envelope or optimal.
         reconfigure: default (none), greedy or balanced.
         max_extra_forwards: no stage gets more; in orders without any, no stage holds as many
@@ -210,7 +210,7 @@ class Problem:
         return most or None
 
     def order_limits(self) -> OrderLimits:
-        """The extra forwards that limits allow; EnvPipeError if those refuse 1F1B itself."""
+        """Return the extra forwards that limits allow; EnvPipeError if those refuse 1F1B itself."""
         return order_limits(
             self.num_stages,
             self.num_microbatches,
@@ -220,7 +220,7 @@ class Problem:
         )
 
     def planner(self, order: Schedule) -> ObjectivePlanner:
-        """What plans `order`, and any other of the job, within the deadline."""
+        """Return what plans `order`, and any other of the job, within the deadline."""
         factor, own_s = self.deadline_factor, self.own_s
         if factor is None:
             factor = 1.0 if self.objective.goal == Goal.ENERGY else math.inf

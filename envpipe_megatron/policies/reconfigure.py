@@ -37,7 +37,7 @@ class Ended(StrEnum):
 
 @dataclass(frozen=True)
 class ReconfigurePolicy:
-    """Which units on the critical path one step raises.
+    """Choice of the units on the critical path that one step raises.
 
     Args:
         granularity_mhz: a raised unit gets the lowest clock that is at least this much higher.
@@ -121,7 +121,7 @@ class Ladders:
         self._curves = profile.curves
 
     def next_above(self, node: int, frequency_mhz: int, granularity_mhz: int) -> int | None:
-        """The frequency to raise a node to, or None at the top."""
+        """Return the frequency to raise a node to, or None at the top."""
         rungs = self._rungs[self._keys[node]]
         if not rungs or frequency_mhz >= rungs[-1]:
             return None
@@ -129,7 +129,7 @@ class Ladders:
         return rungs[min(at, len(rungs) - 1)]
 
     def next_below(self, node: int, frequency_mhz: int, waiting_w: float) -> Rung | None:
-        """The next lower rung that saves energy, or None; of a node whose frequency is a rung.
+        """Return the next lower rung of a node that saves energy, or None; its frequency is a rung.
 
         The unit's time and energy are the profile's, and a wait that it fills took `waiting_w`.
         """
@@ -152,7 +152,7 @@ def step(
     policy: ReconfigurePolicy,
     ladders: Ladders,
 ) -> Step:
-    """One reconfigure step on a critical path (nodes, from its end).
+    """Take one reconfigure step on a critical path (nodes, from its end).
 
     `frequency_mhz`, [num_units], is the current frequency of each node. Units that run
     as one have one clock, that of the last of them.
@@ -183,11 +183,11 @@ def lower(
     ladders: Ladders,
     lowered: Mapping[int, int],
 ) -> dict[int, int]:
-    """The units to slow down together where nothing is to be raised: node -> frequency in MHz.
+    """Return the units to slow down where nothing is to be raised: node -> frequency in MHz.
 
     They were raised, but others wait for them only later, so the iteration keeps its time. Slack
     goes, rung by rung, to whom it saves most for its time. As much is left of it as makes a wait on
-    the path, which therefore stays the same. Units that had to be raised again are left alone, so
+    the path, which therefore stays the same. Units that had to be raised again are not lowered, so
     that a loop of raising and lowering ends.
 
     Args:
@@ -232,8 +232,8 @@ def lower(
 def reconfigure(plan: Plan, policy: ReconfigurePolicy) -> Reconfigured:
     """Repeat a policy's step offline, until the path that the evaluator gives the plan is done.
 
-    Late clocks are left out until nothing else is on the path: a unit that rises alone comes late
-    itself, and raising those around it one by one would end with whole stages at the top. Then
+    Late clocks are left out until nothing else is on the path: a unit that rises by itself
+    comes late, and raising those around it one by one would end with whole stages at the top. Then
     units are lowered and, where late clocks bring one onto the path, raised again, as long as the
     evaluator finds that it saves energy and costs no time.
     """
@@ -267,6 +267,6 @@ def reconfigure(plan: Plan, policy: ReconfigurePolicy) -> Reconfigured:
 
 
 def _better(plan: Plan, other: Plan) -> bool:
-    """Whether a plan takes less energy than another, and no more time."""
+    """Return whether a plan takes less energy than another, and no more time."""
     longest_s = other.cost.iteration_time_s * (1 + RELATIVE_TOLERANCE)
     return plan.cost.energy_j < other.cost.energy_j and plan.cost.iteration_time_s <= longest_s

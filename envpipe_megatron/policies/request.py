@@ -1,4 +1,4 @@
-"""What a user asks for, and the problem that it makes for a profile."""
+"""A user's request for a plan, and the problem that it makes for a profile."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _HAS = {
 
 @dataclass(frozen=True)
 class PlanRequest:
-    """What to plan.
+    """A request for a plan.
 
     Args:
         num_microbatches: M.
@@ -54,11 +54,11 @@ class PlanRequest:
         deadline_factor: the optimal policy may take this many times as long as the framework's own
             order at the highest clocks; by default 1 for the least energy, and any time for other
             objectives.
-        conditions: what surrounds the units, in place of the blocking power alone.
+        conditions: what surrounds the units, in place of only the blocking power.
         min_dwell_s: the optimal policy keeps each clock of a stage at least as long.
         park: the optimal policy may lower the clock in long waits; needs the waiting power by clock
             among the conditions.
-        order: an order that is there already, in place of one that `schedule` names.
+        order: a schedule to use instead of building one by name.
         objective: what the optimal policy plans for.
         split: what a backward in two parts is assumed to take, where the profile does not say. With
             it, or with such rows in the profile, auto has orders that split backwards too.
@@ -165,7 +165,7 @@ def check_request(request: PlanRequest, *, named: Callable[[str], str] | None = 
     ):
         if request.policy != "optimal" and value != default:
             raise PlannerError(
-                f"Policy {request.policy} knows no {what}",
+                f"Policy {request.policy} takes no {what}",
                 value=value,
                 remedy=f"Use {option('policy')} optimal, or leave the {what} out.",
             )
@@ -201,7 +201,7 @@ def check_request(request: PlanRequest, *, named: Callable[[str], str] | None = 
 
 
 def _check_chunks(request: PlanRequest) -> None:
-    # Not in check_request: a job that is given its plan has chunks whatever order it asks for.
+    # Not in check_request: a job that is given its plan has chunks in any order it asks for.
     row, chunks = SCHEDULES[request.schedule], request.num_chunks
     if row.chunks not in (None, chunks):
         count, remedy = "two chunks", "--num-chunks 2"
@@ -221,7 +221,7 @@ def _check_chunks(request: PlanRequest) -> None:
 
 
 def _conditions(profile: Profile, request: PlanRequest) -> Conditions:
-    """What surrounds the units; with chunks also how the framework's own order groups them."""
+    """Return what surrounds the units; with chunks also how the framework's order groups them."""
     conditions = request.conditions or make_conditions(
         profile, blocking_power_w=request.blocking_power_w
     )
@@ -236,7 +236,7 @@ def _conditions(profile: Profile, request: PlanRequest) -> Conditions:
 
 
 def _in_flight(profile: Profile, request: PlanRequest, chunks: int) -> tuple[int, ...] | None:
-    """[num_stages] the most microbatches x chunks that each stage may hold; None for any number."""
+    """Return [num_stages] the most microbatches x chunks that each stage may hold; None: any."""
     limit, stages = request.max_in_flight, profile.num_stages
     if limit is None:
         return None

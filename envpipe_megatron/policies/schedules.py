@@ -31,7 +31,7 @@ _IN_CHUNKS = (
 
 
 def envpipe_order(problem: Problem) -> tuple[Schedule, tuple[str, ...]]:
-    """EnvPipe's order for a problem's job, and notes on what limited it.
+    """Return EnvPipe's order for a problem's job, and notes on what limited it.
 
     With chunks it is Megatron's own, which saves more than with extra forwards by EnvPipe's rule.
     ScheduleError: that holds more than the limit.
@@ -54,7 +54,7 @@ def envpipe_order(problem: Problem) -> tuple[Schedule, tuple[str, ...]]:
 
 
 def _lowered(wanted: Sequence[int], extra: Sequence[int]) -> str:
-    """The stages that have fewer extra forwards than wanted, with both counts; or nothing."""
+    """Name the stages that have fewer extra forwards than wanted, with both counts."""
     return ", ".join(
         f"stage {stage} from {before} to {after}"
         for stage, (before, after) in enumerate(zip(wanted, extra, strict=True))
@@ -101,7 +101,7 @@ def _interleaved(problem: Problem, *, combined: bool = False) -> Schedule:
 def _zero_bubble(
     problem: Problem, build: Callable[[int, int, int], Schedule], most: Callable[[int], int]
 ) -> Schedule:
-    """ZB-H1, ZB-H2 or ZB-V for equal units, within the problem's limit of memory.
+    """Return ZB-H1, ZB-H2 or ZB-V for equal units, within the problem's limit of memory.
 
     `most` says how many microbatches x chunks each of p stages holds at most.
     """
@@ -167,7 +167,7 @@ _ROWS = (
 
 
 def _table(rows: Iterable[Row]) -> dict[str, Row]:
-    """Rows by name, then those of other packages, then rows by their other names."""
+    """Return rows by name, then those of other packages, then rows by their other names."""
     by_name = {row.name: row for row in rows}
     aliases = {row.alias: row for row in rows if row.alias is not None}
     added = added_functions("envpipe_megatron.schedules", known=(*by_name, *aliases))
@@ -185,14 +185,14 @@ SCHEDULES = _table(_ROWS)
 
 
 def that_take(field: str, *, of_job: bool = False) -> str:
-    """Names of the schedules, or only of those of jobs, that may be given a field, for messages."""
+    """Name the schedules, or only those of jobs, that may be given a field, for messages."""
     rows = [row for row in _ROWS if field in row.takes]
     *others, last = (row.name for row in rows if row.in_jobs or not of_job)
     return f"{', '.join(others)} or {last}"
 
 
 def build_order(problem: Problem) -> Built:
-    """The order of a problem, and notes on what limited it; not for one planned with the clocks.
+    """Return the order of a problem, not planned with the clocks, and notes on what limited it.
 
     PlannerError: a function of another package made an order of another job.
     """

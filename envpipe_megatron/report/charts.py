@@ -84,9 +84,9 @@ class Chart:
 
     @property
     def legends(self) -> dict[str | None, dict[str, tuple[Marks, int]]]:
-        """By group (None where there are none), the first mark of each name.
+        """The first mark of each name, by group (None where there are none).
 
-        More names than colours could not be told apart: such a group has no names.
+        A group of more names than colours has none.
         """
         found: dict[str | None, dict[str, tuple[Marks, int]]] = {}
         for marks in self.marks:

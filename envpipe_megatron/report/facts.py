@@ -80,9 +80,9 @@ class Bubbles:
 def find_bubbles(
     recorded: Sequence[RankIteration], num_stages: int, top_mhz: int | None = None
 ) -> Bubbles | None:
-    """The bubbles of a job's own order; None if no whole pipeline was recorded at full clock.
+    """Return the bubbles of a job's own order; None without a whole pipeline at full clock.
 
-    None, too, for one stage, and for orders of forwards alone, as whole iterations are.
+    None, too, for one stage, and for orders of forwards only, as whole iterations are.
 
     Args:
         num_stages: of the job.
@@ -159,7 +159,7 @@ def _at_full_clock(
 
 
 def _span_s(reads: Sequence[RankIteration]) -> float:
-    """From a pipeline's first unit to its last; each node's clock begins anywhere.
+    """Return the time from a pipeline's first unit to its last; nodes' clocks begin anywhere.
 
     The first stage has the first unit, and the last backward ends there, too. Where stages share a
     node, all of them are looked at.

@@ -60,7 +60,7 @@ class Gpu:
 
 
 def gpus_of(labels: Iterable[GpuLabels]) -> tuple[Gpu, ...]:
-    """GPUs by pipeline and stage; Megatron's ranks of a stage stand in the order of pipelines."""
+    """Return GPUs by pipeline and stage; Megatron's ranks of a stage are in pipelines' order."""
     ranks: dict[int, tuple[str, int]] = {one.rank: (one.node, one.stage) for one in labels}
     met: dict[int, int] = {}
     gpus = []
@@ -84,7 +84,7 @@ def by_iteration(recorded: Iterable[RankIteration]) -> dict[IterationKey, list[R
 def kept_iterations(
     iterations: Mapping[IterationKey, Sequence[RankIteration]], most_units: int
 ) -> list[IterationKey]:
-    """Every n-th iteration of each phase, the last among them, with at most about so many units.
+    """Return every n-th iteration of each phase, and its last, with at most about so many units.
 
     The same ones of all GPUs, in their order.
     """
@@ -113,7 +113,7 @@ def before_and_after(keys: Sequence[IterationKey]) -> tuple[IterationKey, Iterat
 def whole_pipelines(
     reads: Iterable[RankIteration], gpus: Mapping[int, Gpu], num_stages: int
 ) -> Iterator[tuple[Schedule, Sequence[RankIteration]]]:
-    """Each pipeline of one iteration that all its stages recorded: its order, and its stages.
+    """Yield each pipeline of one iteration that all its stages recorded: its order, its stages.
 
     Args:
         gpus: by rank.
@@ -134,7 +134,7 @@ def whole_pipelines(
 
 @lru_cache(maxsize=64)
 def _schedule(units: tuple[tuple[Unit, ...], ...]) -> Schedule | None:
-    """The order of a whole pipeline; None if it is none."""
+    """Return the order of a whole pipeline; None if it is none."""
     every = [unit for order in units for unit in order]
     if len({len(order) for order in units}) != 1:
         return None

@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
+from envpipe_megatron.core.fields import read_json
 from envpipe_megatron.core.plan import Plan, read_plan
 from envpipe_megatron.core.profile import Profile, read_profile
 from envpipe_megatron.errors import EnvPipeError
@@ -62,9 +63,9 @@ class RunFolder:
     @property
     def emulated(self) -> bool:
         """True if a rank or the summary says that its GPU is emulated."""
-        told = (*self.clocks, *([self.summary] if self.summary else []))
+        entries = (*self.clocks, *([self.summary] if self.summary else []))
         return (
-            any(entry.get("emulated") is True for entry in told)
+            any(entry.get("emulated") is True for entry in entries)
             or any(window.gpu.endswith("(emulated)") for window in self.windows)
             or self._has_back_end("emulated")
         )
@@ -72,15 +73,15 @@ class RunFolder:
     @property
     def dry_run(self) -> bool:
         """True if a rank only logged the clocks that it would have set."""
-        told = any(entry.get("backend") == "dry_run" for entry in self.clocks)
-        return told or self._has_back_end("dry_run")
+        is_said = any(entry.get("backend") == "dry_run" for entry in self.clocks)
+        return is_said or self._has_back_end("dry_run")
 
     @property
     def changed_nothing(self) -> bool:
         """True if the job says so; if it was killed, if each rank ran one order at one clock."""
-        told = (self.summary or {}).get("only_measures")
-        if told is not None:
-            return told is True
+        said = (self.summary or {}).get("only_measures")
+        if said is not None:
+            return said is True
         orders: dict[tuple[int, int], set[str]] = {}
         clocks_mhz: dict[int, set[int]] = {}
         for read in self.timelines.iterations:
@@ -134,12 +135,12 @@ def read_run_folder(path: Path) -> RunFolder:
     folder = _of_present_job(whole)
     if others := _num_lines(whole) - _num_lines(folder):
         missing.append(f"{others} lines of other jobs, which wrote to the same folder")
-    missing += _untold_stages(folder)
+    missing += _stages_without_timelines(folder)
     if not folder.timelines.iterations and not folder.windows:
         raise EnvPipeError(
             f"No run has left timeline*.jsonl or energy*.jsonl in {path}",
             remedy="Give the folder that --output, --envpipe-output or the quickstart wrote; "
-            "envpipe simulate draws a profile and a plan alone.",
+            "envpipe simulate draws a profile and a plan.",
         )
     return replace(folder, missing=tuple(missing))
 
@@ -197,7 +198,7 @@ def _read(file: Path, lacking: str, read: Callable[[Path], T], missing: list[str
 
 
 def _objects(path: Path, files: str) -> Iterator[dict[str, Any]]:
-    """The JSON objects of all lines; torn ones are passed over."""
+    """Yield the JSON objects of all lines; torn ones are passed over."""
     for file in sorted(path.glob(files)):
         for line in file.read_bytes().splitlines():
             with suppress(ValueError):
@@ -207,25 +208,18 @@ def _objects(path: Path, files: str) -> Iterator[dict[str, Any]]:
 
 
 def _json_object(file: Path) -> dict[str, Any]:
-    """Read a JSON object; EnvPipeError if it is none."""
-    try:
-        data = json.loads(file.read_bytes())
-    except ValueError as error:
-        raise EnvPipeError(f"it is damaged: {error}") from error
-    if not isinstance(data, dict):
-        raise EnvPipeError("it is damaged: it is not a JSON object")
-    return data
+    return read_json(file, "File").data
 
 
 def _num_lines(folder: RunFolder) -> int:
-    """How many lines ranks appended to the folder's files, without agents' notes."""
+    """Count the lines that ranks appended to the folder's files, without agents' notes."""
     timelines = folder.timelines
     lines = (timelines.iterations, timelines.clocks, folder.windows, folder.clocks)
     return sum(map(len, lines))
 
 
 def _of_present_job(folder: RunFolder) -> RunFolder:
-    """Without the lines of earlier jobs: `job.json` has the present one's starts.
+    """Leave out the lines of earlier jobs: `job.json` has the present one's starts.
 
     Lines whose run names no start are kept; all are kept if the job names no starts. Of several
     names of runs, which no job of one folder has, those of the last line. A node gets its name in
@@ -266,8 +260,8 @@ def _of_present_job(folder: RunFolder) -> RunFolder:
     return replace(folder, timelines=timelines, energy=energy, clocks=clocks)
 
 
-def _untold_stages(folder: RunFolder) -> list[str]:
-    """Which stages recorded no timeline, if others did."""
+def _stages_without_timelines(folder: RunFolder) -> list[str]:
+    """Name the stages that recorded no timeline, if others did."""
     seen = {read.labels.stage for read in folder.timelines.iterations}
     lacking = sorted(set(range(folder.num_stages)) - seen)
     if not seen or not lacking:

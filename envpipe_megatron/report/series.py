@@ -35,7 +35,7 @@ class StepSeries:
 
 
 def step_series(metered: Iterable[EnergyWindow]) -> StepSeries | None:
-    """Steps over all starts; a window of several steps stands for their mean. None without any."""
+    """Return steps over all starts, None without any; those of a longer window are their mean."""
     windows = [window for window in metered if window.steps]
     if not windows:
         return None
@@ -81,7 +81,7 @@ def _covered(begin: FloatArray, end: FloatArray, *values: FloatArray) -> list[Fl
 
 
 def _phase_spans(windows: Sequence[EnergyWindow]) -> tuple[tuple[str, int, int], ...]:
-    """The phases in one rank's order, and their iterations."""
+    """Return the phases in one rank's order, and their iterations."""
     own = sorted(
         (w.first_iteration or 0, w.last_iteration or 0, w.phase)
         for w in windows
@@ -113,7 +113,7 @@ class PowerSeries:
 def power_series(
     windows: Iterable[EnergyWindow], offsets_s: Mapping[StartAndNode, float]
 ) -> PowerSeries:
-    """The power of each GPU, in the order of ranks; `offsets_s` brings nodes to one time axis.
+    """Return the power of each GPU, by rank; `offsets_s` brings nodes to one time axis.
 
     Powers of windows that overlap add up: times of all bins by their powers give all energy.
     """
@@ -138,7 +138,7 @@ def power_series(
 def _spans(
     own: Sequence[EnergyWindow], offsets_s: Mapping[StartAndNode, float]
 ) -> tuple[FloatArray, FloatArray, FloatArray]:
-    """Begin, length and energy of windows; a start is behind the one before it.
+    """Return begin, length and energy of windows; a start is behind the one before it.
 
     The clock of a node that was rebooted begins anew.
     """
@@ -159,7 +159,7 @@ def _spans(
 def _binned_power_w(
     begin_s: FloatArray, length_s: FloatArray, energy_j: FloatArray, edges_s: FloatArray
 ) -> FloatArray:
-    """[bins] mean power in each, NaN where no window lies; windows give their energy evenly."""
+    """Return [bins] mean power, NaN where no window lies; windows give their energy evenly."""
     corners_s, count, sum_w = _covered(begin_s, begin_s + length_s, energy_j / length_s)
 
     def in_bins(rate: FloatArray) -> FloatArray:

@@ -22,7 +22,7 @@ from envpipe_megatron.files import written_beside
 from envpipe_megatron.report.charts import GRID, INK, MUTED, SERIES, Chart, Marks
 
 DPI = 150
-#: Stands in every PNG of ours.
+#: In every PNG of ours.
 PICTURE_MARK = "EnvPipe for Megatron"
 _MOST_PIXELS = 2000  # of a side: the pictures of large pipelines
 _MOST_TICKS = 32
@@ -66,7 +66,7 @@ def draw(charts: Sequence[Chart], title: str) -> Figure:
     for axes in panels:
         for handle, name in zip(*axes.get_legend_handles_labels(), strict=True):
             handles.setdefault(name, handle)
-    if len(handles) > len(SERIES):  # they could not be told apart
+    if len(handles) > len(SERIES):  # more than colours
         handles = {}
     figure.legend(
         handles.values(), handles, loc="outside lower center", ncols=max(1, min(5, len(handles))),
@@ -76,7 +76,7 @@ def draw(charts: Sequence[Chart], title: str) -> Figure:
 
 
 def _dress(axes: Axes, chart: Chart) -> None:
-    """Plain axes: a light grid, no box, small muted numbers."""
+    """Make axes plain: a light grid, no box, small muted numbers."""
     axes.set_xlabel(chart.x_label, color=MUTED, fontsize=9)
     axes.set_ylabel(chart.y_label, color=MUTED, fontsize=9)
     axes.set_title(chart.title, loc="left", fontsize=9, color=MUTED)
@@ -93,7 +93,7 @@ def _dress(axes: Axes, chart: Chart) -> None:
 
 
 def _clock_scale(figure: Figure, axes: Axes, low_mhz: float, high_mhz: float) -> ScalarMappable:
-    """The colours of clocks, which a bar beside the axes explains."""
+    """Return the colours of clocks; draw a bar beside the axes that explains them."""
     # Viridis less its darkest end, where outlines would drown.
     viridis = colormaps["viridis"](np.linspace(0.16, 1))
     colours = LinearSegmentedColormap.from_list("clock", viridis)

@@ -48,7 +48,7 @@ class Section:
 def sections_of(
     folder: RunFolder, facts: ReportFacts, trace: TraceFacts, stills: Mapping[str, str]
 ) -> list[Section]:
-    """All of a report; `stills` have captions by the names of their files."""
+    """Return all of a report; `stills` have captions by the names of their files."""
     compared = comparison_section(facts)
     known = [
         compared,
@@ -66,7 +66,7 @@ def sections_of(
 
 
 def comparison_section(facts: ReportFacts) -> Section:
-    """The baseline beside the steady phase; nothing is saved where nothing was changed."""
+    """Compare the steady phase with the baseline; where nothing was changed, nothing is saved."""
     baseline, steady = facts.baseline, facts.steady
     columns = [step for step in (baseline, steady) if step is not None]
     if not columns:
@@ -88,7 +88,7 @@ def comparison_section(facts: ReportFacts) -> Section:
 
 
 def _bubbles(facts: ReportFacts) -> Iterator[Section]:
-    """Where pipelines wait, and what that is worth."""
+    """Show where pipelines wait, and what that is worth."""
     found, predicted = facts.bubbles, facts.predicted
     if found is None:
         return
@@ -174,7 +174,7 @@ def _stages(facts: ReportFacts) -> Section:
 
 
 def _clocks(folder: RunFolder) -> Section:
-    """How each rank's clock was controlled, and whether it followed."""
+    """Show how each rank's clock was controlled, and whether it followed."""
     header = ("rank", "stage", "back end", "changes", "samples", "above (%)", "below (%)", "error")
     rows, warnings, powers = [], [], defaultdict[str, list[str]](list)
     several = len({entry.get("run") for entry in folder.clocks}) > 1
@@ -203,7 +203,7 @@ def _clocks(folder: RunFolder) -> Section:
 
 
 def _memory(folder: RunFolder) -> Section:
-    """Peaks of memory: predicted from the warm-up, and measured."""
+    """Show peaks of memory: predicted from the warm-up, and measured."""
     peaks_bytes = (
         [own.get(f"{which}_peak_bytes") for which in ("predicted", "measured")]
         for own in (folder.summary or {}).get("memory") or ()
@@ -229,7 +229,7 @@ def _trace_lines(trace: TraceFacts) -> Iterator[str]:
 
 
 def marks_of(folder: RunFolder) -> Iterator[str]:
-    """Warnings that nobody must overlook."""
+    """Yield warnings that nobody must overlook."""
     if folder.emulated:
         yield (
             "These joules are emulated: no GPU was used. Times are those of a model, in which a "
@@ -244,8 +244,8 @@ def _notes(folder: RunFolder, facts: ReportFacts) -> Iterator[str]:
     yield from facts.notes
     summary = folder.summary or {}
     runs = summary.get("runs")
-    told = runs.values() if isinstance(runs, Mapping) else summary.get("ranks") or ()
-    entries = (entry for entry in told if isinstance(entry, Mapping))
+    known = runs.values() if isinstance(runs, Mapping) else summary.get("ranks") or ()
+    entries = (entry for entry in known if isinstance(entry, Mapping))
     yield from dict.fromkeys(str(note) for entry in entries for note in entry.get("notes") or ())
     if folder.plan is not None:
         planned = folder.plan.schedule
@@ -271,7 +271,7 @@ def _power(step: StepFacts) -> str:
 
 
 def to_markdown(title: str, sections: Iterable[Section], command: str = "report") -> str:
-    """Markdown, made by one of EnvPipe's commands; pictures are linked."""
+    """Return Markdown, made by one of EnvPipe's commands; pictures are linked."""
     parts = [f"# {title}", f"Made by `envpipe {command}` {__version__}."]
     for section in sections:
         parts.append(f"## {section.title}")

@@ -116,7 +116,7 @@ class _Gpu:
 
 
 def _gpus(timelines: TimelineLogs, windows: Sequence[EnergyWindow]) -> list[_Gpu]:
-    """In the order of their ranks; those that are only metered come last."""
+    """Return GPUs in the order of their ranks; those that are only metered come last."""
     gpus: dict[tuple[str, str], _Gpu] = {}
 
     def of(line: GpuLabels | EnergyWindow) -> _Gpu:
@@ -164,7 +164,7 @@ def _named(pid: int, tid: int, kind: str, name: str) -> str:
 
 
 def _job_events(gpus: Sequence[_Gpu], axis: _Axis) -> Iterator[str]:
-    """Phases and iterations, as the first GPU that recorded any saw them."""
+    """Yield phases and iterations, as the first GPU that recorded any saw them."""
     recorded = next((gpu.iterations for gpu in gpus if gpu.iterations), [])
     for tid, thread in (_PHASES, "phases"), (_ITERATIONS, "iterations"):
         if recorded:
@@ -184,7 +184,7 @@ def _job_events(gpus: Sequence[_Gpu], axis: _Axis) -> Iterator[str]:
 
 @lru_cache(maxsize=256)
 def _unit_template(order: str, phase: str, clocked: bool) -> str:
-    """The events of an iteration's units, with places for pid, begin, duration, MHz, iteration."""
+    """Return events of an iteration's units, with places for pid, begin, time, MHz, iteration."""
     clock = '"MHz":%d,' if clocked else ""
     category = json.dumps(phase).replace("%", "%%")
     return "".join(
@@ -195,7 +195,7 @@ def _unit_template(order: str, phase: str, clocked: bool) -> str:
 
 
 def _unit_events(pid: int, read: RankIteration, begin_us: int) -> str:
-    """All units of an iteration: one format operation, since there may be millions."""
+    """Return all units of an iteration by one format operation: there may be millions."""
     columns = [
         np.full_like(read.start_us, pid),
         read.start_us + begin_us,
@@ -208,7 +208,7 @@ def _unit_events(pid: int, read: RankIteration, begin_us: int) -> str:
 
 
 def _counters(pid: int, gpu: _Gpu, axis: _Axis, *, dry_run: bool) -> Iterator[str]:
-    """A GPU's requested clock when it changes, the observed one when it was read, and its power."""
+    """Yield a GPU's requested clock where it changes, observed ones when read, and its power."""
 
     def counter(name: str, at_us: int, **value: float) -> str:
         return _event("C", pid, name, ts=at_us, args=value)

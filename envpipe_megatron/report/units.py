@@ -71,7 +71,7 @@ def unit_table(
     profile: Profile | None,
     most_units: int = MOST_UNITS,
 ) -> UnitTable:
-    """The units of a job's recorded iterations, at most about `most_units` of them.
+    """Return the units of a job's recorded iterations, at most about `most_units` of them.
 
     Of more, those of every n-th iteration are left out, of all GPUs alike. The first to look at are
     iterations that all GPUs recorded, if there are any.
@@ -109,16 +109,16 @@ def _columns(
         for read in reads
     ]
     first_s = min(begins_s)
-    told = {
+    known_of = {
         read.labels.rank: one
         for schedule, stages in whole_pipelines(reads, {gpu.rank: gpu for gpu in gpus}, num_stages)
-        for read, one in zip(stages, _told(schedule, stages, profile), strict=True)
+        for read, one in zip(stages, _known(schedule, stages, profile), strict=True)
     }
     parts = []
     for read, begin_s in zip(reads, begins_s, strict=True):
         count = len(read.start_us)
         begin_ms = 1e3 * (begin_s - first_s) - 1e-3 * read.start_us[0]
-        known = told.get(read.labels.rank) or {
+        known = known_of.get(read.labels.rank) or {
             name: np.full(count, value) for name, value in _UNKNOWN.items()
         }
         parts.append(
@@ -144,16 +144,16 @@ def _columns(
 
 @lru_cache(maxsize=256)
 def _what(order: str) -> dict[str, NDArray[Any]]:
-    """Columns `kind`, `microbatch`, `chunk` and `height` of an order."""
+    """Return columns `kind`, `microbatch`, `chunk` and `height` of an order."""
     rows = [(KINDS.index(u.kind), u.microbatch, u.chunk) for u in parse_order(order)]
     kind, microbatch, chunk = np.array(rows, np.int32).T
     return {"kind": kind, "microbatch": microbatch, "chunk": chunk, "height": HEIGHTS[kind]}
 
 
-def _told(
+def _known(
     schedule: Schedule, reads: Sequence[RankIteration], profile: Profile | None
 ) -> list[dict[str, NDArray[Any]]]:
-    """For each stage the columns of `_UNKNOWN`; slack and path are those of measured durations."""
+    """Return each stage's columns of `_UNKNOWN`; slack and path are of measured durations."""
     timeline = Timeline(schedule, [1e-6 * (read.end_us - read.start_us) for read in reads])
     columns: dict[str, NDArray[Any]] = {
         "slack_ms": 1e3 * timeline.slack_s,
@@ -167,7 +167,7 @@ def _told(
 
 
 def _among(schedule: Schedule, nodes: Collection[int]) -> NDArray[np.int8]:
-    """[num_stages, units_per_stage] 1 for some nodes, 0 for the others."""
+    """Return [num_stages, units_per_stage] 1 for some nodes, 0 for the others."""
     marked = np.zeros(schedule.num_units, dtype=np.int8)
     marked[list(nodes)] = 1
     return marked.reshape(schedule.num_stages, -1)
@@ -176,7 +176,7 @@ def _among(schedule: Schedule, nodes: Collection[int]) -> NDArray[np.int8]:
 def _joules(
     schedule: Schedule, reads: Sequence[RankIteration], profile: Profile | None
 ) -> FloatArray:
-    """[num_stages, units_per_stage] by the profile at the clocks asked for; NaN if not known."""
+    """Return [num_stages, units_per_stage] J, by the profile at the clocks asked for, or NaN."""
     joules = np.full((schedule.num_stages, schedule.units_per_stage), np.nan)
     clocks = [read.frequency_mhz for read in reads if read.frequency_mhz is not None]
     if profile is None or len(clocks) != len(reads) or profile.num_stages != len(reads):
@@ -200,7 +200,7 @@ def plan_chart(
     scale_mhz: tuple[float, float],
     note: str = "",
 ) -> Chart:
-    """One iteration of a plan; the path that sets its time is dotted.
+    """Draw one iteration of a plan; the path that sets its time is dotted.
 
     Args:
         plan: what ran or would run.
@@ -239,7 +239,7 @@ def plan_chart(
 
 
 def measured_charts(table: UnitTable) -> list[Chart]:
-    """The first iterations to look at, of the first pipeline, on the same axes and colours."""
+    """Draw the first iterations to look at, of the first pipeline, on equal axes and colours."""
     pipeline = [row for row, gpu in enumerate(table.gpus) if gpu.pipeline == 0]
     drawn = []
     for shown in dict.fromkeys(table.shown):
@@ -279,7 +279,7 @@ def _chart(
     scale_mhz: tuple[float, float] | None,
     title: str,
 ) -> Chart:
-    """Units coloured by their clocks, the waits between them, envelope and critical path.
+    """Draw units coloured by their clocks, waits between them, envelope and critical path.
 
     `units` has the columns of boxes, which are in the order of time in each row, `mhz`, `critical`
     and `envelope`.

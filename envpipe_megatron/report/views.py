@@ -50,7 +50,7 @@ _MOST_UNITS, _POINTS = 2_000, 8
 
 
 def views_of(folder: RunFolder, facts: ReportFacts) -> Iterator[View]:
-    """All views of a run but its timelines, the most telling first."""
+    """Yield all views of a run but its timelines, the most telling first."""
     offsets_s = node_offsets_s(folder.timelines.iterations)
     if facts.bubbles is not None:
         yield View(
@@ -110,7 +110,7 @@ def gpu_rows(gpus: Sequence[Gpu]) -> tuple[str, list[str]]:
 
 
 def bubbles_chart(found: Bubbles) -> Chart:
-    """A bar for each GPU: units on the critical path, other units, bubbles."""
+    """Draw a bar for each GPU: units on the critical path, other units, bubbles."""
     label, rows = gpu_rows([each.gpu for each in found.gpus])
     marks, begins_ms = [], np.zeros(len(rows))
     for name, colour, times_s in (
@@ -131,7 +131,7 @@ def bubbles_chart(found: Bubbles) -> Chart:
 
 
 def steps_charts(series: StepSeries) -> list[Chart]:
-    """Time and energy of each iteration, on one axis of iterations."""
+    """Draw time and energy of each iteration, on one axis of iterations."""
     spans = [
         (split_phase(phase)[0], first - 0.5, last + 0.5) for phase, first, last in series.phases
     ]
@@ -163,12 +163,12 @@ def _phase_at(series: StepSeries, iteration: int) -> str:
 
 
 def _thinned(count: int) -> NDArray[np.intp]:
-    """Places of at most so many points of a line, the first and the last among them."""
+    """Return places of some of a line's points, the first and the last among them."""
     return np.unique(np.linspace(0, count - 1, min(count, _MOST_POINTS)).round().astype(np.intp))
 
 
 def power_chart(power: PowerSeries) -> Chart:
-    """Power of each GPU, and the sum of each node's."""
+    """Draw the power of each GPU, and the sum of each node's."""
     middle_s = ((power.edges_s[1:] + power.edges_s[:-1]) / 2).astype(np.float32)
     by_node = {
         node: np.nansum(power.power_w[np.array(power.nodes) == node], axis=0)
@@ -192,7 +192,7 @@ def power_chart(power: PowerSeries) -> Chart:
 def clock_charts(
     samples: Sequence[ClockSamples], offsets_s: Mapping[StartAndNode, float]
 ) -> list[Chart]:
-    """Clocks asked for and seen of each GPU, and what held all back, if anything but idling did."""
+    """Draw clocks asked for and seen of each GPU, and what held them back but for idling."""
     gpus = gpus_of(read.labels for read in samples)
     looks = [_looks(gpu, samples, offsets_s) for gpu in gpus]
     first_s = min(own[0][0] for own in looks)
@@ -234,7 +234,7 @@ def clock_charts(
 def _looks(
     gpu: Gpu, samples: Sequence[ClockSamples], offsets_s: Mapping[StartAndNode, float]
 ) -> list[tuple[float, float, float, str]]:
-    """Some looks at a GPU's clock in their order: when, the clocks seen and asked for, reasons.
+    """Return some looks at a GPU's clock in order: when, clocks seen and asked for, reasons.
 
     NaN where none was asked for.
     """
@@ -254,7 +254,7 @@ def _looks(
 
 
 def valley_chart(profile: Profile) -> Chart:
-    """Energy of one microbatch (forward and backward of all chunks) over the clock, by stage."""
+    """Draw the energy of a microbatch (forward and backward of all chunks) over the clock."""
     valleys = [_valley(profile, stage) for stage in range(profile.num_stages)]
     stages = [f"stage {stage}" for stage in range(profile.num_stages)]
     named = list(zip(stages, series_colours(len(stages)), valleys, strict=True))
@@ -272,7 +272,7 @@ def valley_chart(profile: Profile) -> Chart:
 
 
 def _valley(profile: Profile, stage: int) -> dict[int, float]:
-    """Joules of a microbatch by the clocks that all of its kinds were profiled at."""
+    """Return joules of a microbatch by the clocks that all of its kinds were profiled at."""
     by_kind = [
         energies
         for kind in profile.kinds
@@ -283,7 +283,7 @@ def _valley(profile: Profile, stage: int) -> dict[int, float]:
 
 
 def frontier_of(plan: Plan) -> list[Plan]:
-    """Plans of a plan's order from the fastest to the cheapest; none for an order too large."""
+    """Return plans of a plan's order, fastest to cheapest; none for an order too large."""
     if plan.schedule.num_units > _MOST_UNITS or plan.schedule.forward_only:
         return []
     optimizer = Optimizer(plan.schedule, plan.profile, plan.conditions, good_gap=FRONTIER_GAP)
@@ -294,7 +294,7 @@ def frontier_of(plan: Plan) -> list[Plan]:
 
 
 def frontier_charts(plans: Sequence[Plan], ran: Plan | None = None) -> list[Chart]:
-    """Energy and mean power over the time of plans, the fastest first, and of the one that ran."""
+    """Draw energy and mean power over the time of plans, the fastest first, and what ran."""
     full = plans[0].baseline
     times_s = [plan.cost.iteration_time_s for plan in plans]
     bounds_j = [plan.energy_lower_bound_j for plan in plans]
@@ -334,7 +334,7 @@ def frontier_charts(plans: Sequence[Plan], ran: Plan | None = None) -> list[Char
 
 
 def configurations_chart(frontiers: Mapping[str, Sequence[tuple[float, float]]]) -> Chart:
-    """Energy over time of the plans of each configuration, by its name."""
+    """Draw energy over time of the plans of each configuration, by its name."""
     named = list(zip(frontiers, series_colours(len(frontiers)), frontiers.values(), strict=True))
     lines = [(*names, *zip(*points, strict=True)) for *names, points in named]
     dots = [(*names, *point) for *names, points in named for point in points]

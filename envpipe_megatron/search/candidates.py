@@ -41,7 +41,7 @@ _ROUNDS = 2
 
 @dataclass(frozen=True)
 class Losses:
-    """Where the time of all GPUs goes, as fractions of the iteration; messages wait in bubbles."""
+    """Shares of the time of all GPUs in an iteration; messages wait in bubbles."""
 
     computed: float
     recomputed: float
@@ -143,7 +143,7 @@ class Candidate:
 
     @property
     def losses(self) -> Losses:
-        """Where the time goes."""
+        """Shares of the time of all GPUs."""
         configuration, all_s = self.configuration, self.iteration_time_s
         gpus = np.array([stage.num_gpus for stage in configuration.stages])
         share = gpus / gpus.sum() / all_s
@@ -189,7 +189,7 @@ class Candidate:
         return make_profile(rows, source=source, sidecar=sidecar, listed_chunks=chunks)
 
     def conditions(self, blocking_power_w: float) -> Conditions:
-        """Conditions around the units; all GPUs of a stage follow its plan."""
+        """Return conditions around the units; all GPUs of a stage follow its plan."""
         return make_conditions(
             self.stage_profile,
             blocking_power_w=blocking_power_w,
@@ -203,7 +203,7 @@ class Candidate:
         longest_s: float | None = None,
         objective: Objective = LEAST_ENERGY,
     ) -> Plan:
-        """The best order and clocks within a time, by default that of the framework's own order."""
+        """Plan the best order and clocks within a time, by default that of Megatron's own order."""
         factor = 1.0 if longest_s is None else max(1.0, longest_s / self.iteration_time_s)
         asked = partial(self._request, blocking_power_w, factor)
         try:
@@ -218,7 +218,7 @@ class Candidate:
         return make_plan(self.stage_profile, asked(objective=objective, **own)).plan
 
     def peak_bytes_of(self, schedule: Schedule) -> FloatArray:
-        """[num_stages] the most that a GPU holds in an order."""
+        """Return [num_stages] the most that a GPU holds in an order."""
         return np.array(
             [
                 static_bytes(self.profile, self.configuration, layout, work)
@@ -230,7 +230,7 @@ class Candidate:
         )
 
     def frontier(self, blocking_power_w: float, num_points: int) -> list[Plan]:
-        """Plans of which none is both faster and cheaper, the fastest first."""
+        """Return plans of which none is both faster and cheaper, the fastest first."""
         return make_frontier(self.stage_profile, self._request(blocking_power_w, 1.0), num_points)
 
     def _request(
@@ -249,7 +249,7 @@ class Candidate:
         return PlanRequest(**{**usual, **other})
 
     def _free_bytes(self, held: Sequence[float]) -> tuple[float, ...] | None:
-        """For each stage what is free beside one microbatch; at least what its own order needs."""
+        """Return for each stage what is free beside one microbatch; enough for its own order."""
         if self.job.memory_bytes is None:
             return None
         needed = np.array(self.timeline.schedule.peak_in_flight) - 1

@@ -56,7 +56,7 @@ class StageLayout:
 
 @dataclass(frozen=True)
 class Configuration:
-    """How a job is cut. Stages may differ in sizes (Aceso's runtime can), in Megatron they do not.
+    """A job's cut. Stages may differ in sizes (Aceso's runtime can), in Megatron they do not.
 
     Args:
         num_microbatches: of an iteration, on each data parallel rank of a stage whose
@@ -89,7 +89,7 @@ class Job:
 
 
 def megatron_flags(profile: LayerProfile, configuration: Configuration, job: Job) -> list[str]:
-    """The flags that make Megatron-LM (core_v0.16.1 to core_v0.19.0) train a configuration.
+    """Return the flags that make Megatron-LM (core_v0.16.1 to core_v0.19.0) train a configuration.
 
     Where stages recompute different numbers of layers, which Megatron has no flag for, the flag is
     EnvPipe's own.
@@ -113,7 +113,7 @@ def megatron_flags(profile: LayerProfile, configuration: Configuration, job: Job
 
 
 def layout_flag(profile: LayerProfile, configuration: Configuration) -> str:
-    """Megatron's flag for any cut, quoted for a shell: slots chunk by chunk, stage by stage.
+    """Return Megatron's flag for any cut, quoted for a shell: slots chunk by chunk, stage by stage.
 
     Embedding and loss are demanded exactly once, first and last, whether they were profiled or not.
     """
@@ -128,7 +128,7 @@ def layout_flag(profile: LayerProfile, configuration: Configuration) -> str:
 
 
 def _layout_text(stages: Sequence[str]) -> str:
-    """Letters of stages as Megatron's layout: `Et*3|(tt|)*2tL`.
+    """Write letters of stages as Megatron's layout: `Et*3|(tt|)*2tL`.
 
     The syntax of core_v0.16.1 to core_v0.19.0: stages between `|`; `E` embedding, `t` transformer
     layer, `m` layer that predicts a further token, `L` loss; `x*n` and `(...)*n` repeat.

@@ -129,7 +129,7 @@ class ShapeCuts:
         return StageRuns(runs, least_s, ways)
 
     def _forced_s(self, passed_s: FloatArray) -> list[FloatArray]:
-        """For each stage [rows, width] the iteration time (s) of 1F1B that a run forces.
+        """Return for each stage [rows, width] the iteration time (s) of 1F1B that a run forces.
 
         `passed_s` [n + 1] is the time of a microbatch through all pieces up to each. Either all its
         microbatches between the way of the first forward there and of the last backward back;
@@ -168,7 +168,7 @@ class ShapeCuts:
         return tuple(found)
 
     def fastest(self) -> BestCut:
-        """The cut that forces the least time; of equal ones that with the evenest stages."""
+        """Return the cut that forces the least time; of equal ones that with the evenest stages."""
         if not self.stages:
             return BestCut()
         bound_s, path = self.evenest(self.forced_s)
@@ -185,7 +185,7 @@ class ShapeCuts:
         return BestCut(bound_s, tuple(nodes[path].tolist()), self.recomputed(path.tolist()))
 
     def evenest(self, forced: Sequence[FloatArray]) -> tuple[float, IntArray]:
-        """The least time (s) that any cut forces, and the evenest of the cuts that do."""
+        """Return the least time (s) that any cut forces, and the evenest of the cuts that do."""
         least_s, path = least_path(self.runs, forced, largest=True)
         if math.isfinite(least_s):
             even = [
@@ -198,7 +198,7 @@ class ShapeCuts:
     def energy_weights(
         self, within_s: float, longest_s: float, blocking_power_w: float
     ) -> list[FloatArray]:
-        """For each stage [rows, width] J of a microbatch above waiting in an iteration time.
+        """Return for each stage [rows, width] J of a microbatch above waiting in an iteration time.
 
         Infinite where a run forces more than `within_s`. A stage can spread its microbatches over
         the iteration less the way of the first forward there and of the last backward back.
@@ -206,7 +206,7 @@ class ShapeCuts:
         places = [np.nonzero(force <= within_s) for force in self.forced_s]
 
         def gather(by_stage: Iterable[IntArray]) -> IntArray:
-            """[num_runs] of all stages."""
+            """Return [num_runs] of all stages."""
             return np.concatenate([of[at] for of, at in zip(by_stage, places, strict=True)])
 
         first = gather(np.broadcast_to(s.runs.first, s.time_s.shape) for s in self.stages)
@@ -240,7 +240,7 @@ def best_cut(
     within_s: float = math.inf,
     everywhere: Recomputed | None = None,
 ) -> BestCut:
-    """The cut that forces the least time, exactly; arguments as `ShapeCuts`.
+    """Return the cut that forces the least time, exactly; arguments as `ShapeCuts`.
 
     Many pieces are cut coarsely first: no stage of a better cut takes longer for all microbatches.
     """
@@ -257,7 +257,7 @@ def best_cut(
 def least_energy_j(
     units: Sequence[Sequence[FloatArray]], window_s: FloatArray, blocking_power_w: float
 ) -> FloatArray:
-    """The least energy (J), above what waiting takes, of units that have a time in all.
+    """Return the least energy (J), above what waiting takes, of units that have a time in all.
 
     Args:
         units: J and s of each at each clock, [..., num_frequencies].

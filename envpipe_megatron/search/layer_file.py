@@ -87,7 +87,7 @@ def _check_energies(profile: LayerProfile, path: Path) -> None:
 
 
 def _read_measure(entry: Fields) -> tuple[str, Sizes, Measure]:
-    """One object of `measures`: the piece, at which sizes, what was measured."""
+    """Read one object of `measures`: the piece, at which sizes, what was measured."""
     ways = tuple(
         way.make(Recomputation, _RECOMPUTATION, energy_j=None)
         for way in entry.entries("recomputation")
@@ -99,7 +99,7 @@ def _read_measure(entry: Fields) -> tuple[str, Sizes, Measure]:
 
 
 def check_profile(profile: LayerProfile) -> LayerProfile:
-    """The profile, or an EnvPipeError that says which piece or size is missing or misshapen."""
+    """Return the profile; EnvPipeError names the piece or size that is missing or misshapen."""
     names = {piece for block in profile.blocks for piece in block.pieces}
     if not names or not profile.measures:
         raise EnvPipeError(f"{profile.source} has no pieces or no measures")
@@ -181,7 +181,7 @@ def links_text(links: Links) -> str:
 
 
 def read_links(path: Path) -> Links:
-    """The inverse of `links_text`; EnvPipeError as `read_layers`."""
+    """Read what `links_text` made; EnvPipeError as `read_layers`."""
     return _read_links(read_json(path, "File of links"))
 
 
@@ -197,7 +197,7 @@ def _links_entry(links: Links) -> dict[str, Any]:
 
 
 def _measure_entry(piece: str, sizes: Sizes, measure: Measure) -> dict[str, Any]:
-    """One object of `measures`, which `_read_measure` reads."""
+    """Return one object of `measures`, which `_read_measure` reads."""
     entry: dict[str, Any] = _known(
         {
             "piece": piece,
@@ -210,7 +210,7 @@ def _measure_entry(piece: str, sizes: Sizes, measure: Measure) -> dict[str, Any]
 
 
 def _known(value: Any) -> Any:
-    """A value as JSON has it; fields that are None are left out."""
+    """Return a value as JSON has it; fields that are None are left out."""
     if isinstance(value, Mapping):
         return {key: _known(item) for key, item in value.items() if item is not None}
     if isinstance(value, list | tuple):

@@ -1,4 +1,4 @@
-"""Which jobs measure a layer profile, and how what they leave becomes one profile.
+"""Jobs that measure a layer profile, and one profile of what they leave.
 
 `envpipe profile --layers` starts a job of Megatron for each way to share a microbatch among GPUs;
 a job measures several microbatch sizes and leaves a profile of each. The job's side is
@@ -43,7 +43,7 @@ class LayerJob:
     source: str = LayerProfile.source
 
     def sizes(self, microbatch_size: int) -> Sizes:
-        """Sizes of one of its measurements."""
+        """Return sizes of one of its measurements."""
         return Sizes(
             self.tensor_parallel, microbatch_size, self.context_parallel, self.expert_parallel
         )
@@ -64,7 +64,7 @@ class LayerJob:
         return range(begin, begin + self.num_ranks)
 
     def file(self, microbatch_size: int) -> Path:
-        """Where the profile of a microbatch size is left."""
+        """Return where the profile of a microbatch size is left."""
         return Path(self.folder) / f"{microbatch_size}.json"
 
     def to_text(self) -> str:
@@ -73,14 +73,14 @@ class LayerJob:
 
     @classmethod
     def of_text(cls, text: str) -> LayerJob:
-        """The inverse of `to_text`."""
+        """Read what `to_text` made."""
         data = json.loads(text)
         lists = {name: tuple(data[name]) for name in ("microbatch_sizes", "clocks_mhz")}
         return cls(**{**data, **lists})
 
 
 def slowest_gpu(speeds: Sequence[float]) -> int:
-    """The first of those that are about as slow as the slowest, so that it mostly is the same."""
+    """Return the first GPU about as slow as the slowest, so that it mostly is the same one."""
     return next(gpu for gpu, speed in enumerate(speeds) if speed <= _ALIKE * min(speeds))
 
 
@@ -94,7 +94,7 @@ def jobs_for(
     measured: Collection[Sizes],
     source: str = LayerProfile.source,
 ) -> list[LayerJob]:
-    """The jobs that measure all combinations but those that are measured, small groups first."""
+    """Return the jobs that measure all combinations not yet measured, small groups first."""
     jobs = []
     for t, c, e in sorted(set(product(tensor, context, expert))):
         missing = (b for b in sorted(set(microbatches)) if Sizes(t, b, c, e) not in measured)
@@ -105,7 +105,7 @@ def jobs_for(
 
 
 def merged(known: LayerProfile | None, new: LayerProfile) -> LayerProfile:
-    """A profile with the measures of both.
+    """Return a profile with the measures of both.
 
     EnvPipeError if they are of two commands, GPUs or lists of layers or clocks.
     """

@@ -99,7 +99,7 @@ class Measure:
     apart_s: float = 0.0
 
     def way(self, name: str | None) -> Recomputation | None:
-        """The recomputation of a name; None if the piece does not know it."""
+        """Return the recomputation of a name; None if the piece does not know it."""
         return next((way for way in self.recomputation if way.name == name), None)
 
     @property
@@ -113,7 +113,7 @@ class Measure:
         return self.both_s if self.rested_s is None else np.minimum(self.rested_s, self.both_s)
 
     def longer(self, more_s: FloatArray | float) -> Measure:
-        """The same with a longer forward, rested or not; its joules grow with its time."""
+        """Return the same with a longer forward, rested or not; its joules grow with its time."""
         forward_s = self.forward_s + more_s
         forward_j = None if self.forward_j is None else self.forward_j * forward_s / self.forward_s
         rested_s = None if self.rested_s is None else self.rested_s + more_s
@@ -158,7 +158,7 @@ class Curve:
     time_s: FloatArray
 
     def __call__(self, num_bytes: FloatArray | float) -> FloatArray:
-        """Time in s of transfers of some bytes; nothing takes no time."""
+        """Return the time (s) of transfers of some bytes; nothing takes no time."""
         amount = np.asarray(num_bytes, dtype=float)
         time_s = np.interp(amount, self.num_bytes, self.time_s)
         beyond = np.maximum(amount / self.num_bytes[-1], 1.0)
@@ -179,12 +179,12 @@ class Links:
     all_reduce: Mapping[tuple[int, bool], Curve] = field(default_factory=dict)
 
     def message_s(self, num_bytes: FloatArray | float, crosses: bool) -> FloatArray:
-        """Time of a message; across nodes as within one where only that was measured."""
+        """Return the time of a message; across nodes as within one where only that was measured."""
         curve = (self.across_nodes or self.within_node) if crosses else self.within_node
         return np.zeros(np.shape(num_bytes)) if curve is None else curve(num_bytes)
 
     def all_reduce_s(self, num_bytes: float, gpus: int, crosses: bool) -> float:
-        """Time of an all-reduce; that of the next larger group measured, scaled to this one's.
+        """Return the time of an all-reduce, scaled from the next larger group that was measured.
 
         A ring sends 2 (n - 1) / n of the bytes through each link (Patarasuk and Yuan, 2009), so
         groups that were not measured differ by that factor.
@@ -265,7 +265,7 @@ class LayerProfile:
         return replace(self, measures=measures)
 
     def at(self, sizes: Sizes) -> Mapping[str, Measure]:
-        """The measures at some sizes; EnvPipeError if they were not measured."""
+        """Return the measures at some sizes; EnvPipeError if they were not measured."""
         if sizes not in self.measures:
             raise EnvPipeError(
                 f"{self.source} was not measured at these sizes",
@@ -275,7 +275,7 @@ class LayerProfile:
         return self.measures[sizes]
 
     def sums(self, sizes: Sizes) -> Pieces:
-        """Running sums over the pieces at some sizes; EnvPipeError as `at`."""
+        """Return running sums over the pieces at some sizes; EnvPipeError as `at`."""
         if sizes not in self._sums:
             self._sums[sizes] = Pieces(self, sizes)
         return self._sums[sizes]
@@ -316,7 +316,7 @@ class WaySums:
         return found
 
     def until(self, first: IntArray, end: IntArray, count: int) -> IntArray:
-        """Where the first `count` pieces that can be recomputed end, in runs from first to end."""
+        """Return where the first `count` pieces that can be recomputed end in each run."""
         until = np.searchsorted(self.known, self.known[first] + count, side="left")
         return np.maximum(np.minimum(until, end), first)
 
@@ -379,7 +379,7 @@ class Pieces:
         return self._clocks(m.both_s - m.known_rested_s for m in self._by_piece)
 
     def _clocks(self, values: Iterable[FloatArray | None]) -> FloatArray:
-        """[n + 1, num_frequencies] running sums of values by clock; None is nothing."""
+        """Return [n + 1, num_frequencies] running sums of values by clock; None is nothing."""
         nothing = np.zeros(len(self.profile.frequency_mhz))
         of_pieces = [nothing if value is None else value for value in values]
         return np.cumsum([nothing, *of_pieces], axis=0)
@@ -399,7 +399,7 @@ class Pieces:
         )
 
     def _working_bytes(self, measure: Measure, way: Recomputation | None) -> float:
-        """Bytes that a piece holds while it is recomputed, as `work.workspace_bytes` takes it."""
+        """Return bytes held while a piece is recomputed, as `work.workspace_bytes` takes them."""
         if way is None:
             return 0.0
         beside = 0.0 if self.profile.workspaces_add else measure.backward_workspace_bytes
@@ -407,5 +407,5 @@ class Pieces:
 
 
 def running(values: ArrayLike) -> FloatArray:
-    """[n + 1] running sums that begin with nothing."""
+    """Return [n + 1] running sums that begin with nothing."""
     return np.concatenate([[0.0], np.cumsum(values)])

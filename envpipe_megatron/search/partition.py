@@ -21,15 +21,13 @@ from pathlib import Path
 import numpy as np
 
 from envpipe_megatron.core.arrays import FloatArray
-from envpipe_megatron.core.conditions import make_conditions
-from envpipe_megatron.core.orders import builders
 from envpipe_megatron.core.plan import Cost
 from envpipe_megatron.core.profile import Profile
 from envpipe_megatron.core.timeline import RELATIVE_TOLERANCE
 from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.policies.optimal.linear_program import LinearProgramError
-from envpipe_megatron.policies.optimal.optimizer import Optimizer
-from envpipe_megatron.policies.problem import envpipe_counts, in_flight_by_memory, order_limits
+from envpipe_megatron.policies.planner import solve
+from envpipe_megatron.policies.request import BY_MEMORY, PlanRequest, make_problem
 from envpipe_megatron.search.candidates import Candidate
 from envpipe_megatron.search.configuration import Job
 from envpipe_megatron.search.cuts import Shape, ShapeCuts
@@ -127,13 +125,13 @@ class SplitSpace:
             self._check_memory(memory_limit_bytes, static_bytes)
 
     def candidate(self, cut: Cut) -> Candidate:
-        """A cut as the search has it."""
+        """Return a cut as the search has it."""
         configuration = self._space.configuration(self.shape, cut, [(None, 0)] * self.num_stages)
         job = replace(self._space.job, memory_bytes=self.memory_limit_bytes)
         return Candidate(configuration, self.profile, job)
 
     def in_time(self, longest_s: float, blocking_power_w: float, most: int) -> list[Candidate]:
-        """The cheapest cuts by the search's estimate that take no longer in 1F1B."""
+        """Return the cheapest cuts by the search's estimate that take no longer in 1F1B."""
         return alternatives(self._space, self.shape, blocking_power_w, longest_s, most)
 
     def _check_memory(self, limit_bytes: float, static_bytes: FloatArray) -> None:
@@ -157,7 +155,7 @@ class SplitSpace:
 
 
 def _layers_only(profile: LayerProfile) -> LayerProfile:
-    """The profile without links and optimizer, recomputation, and times of GPUs that rest."""
+    """Return the profile without links, optimizer, recomputation, and times of rested GPUs."""
     measures = {
         sizes: {
             piece: replace(measure, recomputation=(), rested_s=None)
@@ -169,7 +167,7 @@ def _layers_only(profile: LayerProfile) -> LayerProfile:
 
 
 def least_bottleneck(space: SplitSpace) -> BestSplit:
-    """The cut with the least slowest stage; of equal ones that whose stages force the least time.
+    """Return the cut with the least slowest stage; of equal ones that which forces the least time.
 
     Then the evenest.
     """
@@ -189,7 +187,7 @@ def least_energy(
     time_tolerance: float,
     max_planned: int = MAX_PLANNED,
 ) -> BestSplit:
-    """The cut with the least planned energy of those about as fast as the fastest.
+    """Return the cut with the least planned energy of those about as fast as the fastest.
 
     Args:
         time_tolerance: the 1F1B iteration time at the highest clocks may exceed that of the cut
@@ -221,28 +219,25 @@ def least_energy(
 def plan_cost(
     profile: Profile, num_microbatches: int, blocking_power_w: float, deadline_s: float
 ) -> Cost:
-    """Time and energy of a stage profile once its order and frequencies are planned.
+    """Return time and energy of a stage profile once its order and frequencies are planned.
 
-    The one place that says how a split is planned: optimal frequencies on 1F1B or on EnvPipe's
-    order, whichever is cheaper. Activation and free bytes of the profile's sidecar limit the
-    microbatches in flight. EnvPipeError: neither order meets the deadline.
+    That is with optimal frequencies on 1F1B or on EnvPipe's order, whichever is cheaper. Activation
+    and free bytes of the profile's sidecar limit the microbatches in flight. EnvPipeError: neither
+    order meets the deadline.
     """
-    stages = profile.num_stages
-    conditions = make_conditions(profile, blocking_power_w=blocking_power_w)
-    known = profile.sidecar.activation_bytes is not None and profile.sidecar.free_bytes is not None
-    limits = order_limits(
-        stages,
-        num_microbatches,
-        max_in_flight=in_flight_by_memory(profile, num_microbatches) if known else None,
-    )
-    wanted = limits.fit(envpipe_counts(profile, num_microbatches))
-    costs = []
-    for schedule in (
-        builders.one_f_one_b(stages, num_microbatches),
-        builders.envpipe(stages, num_microbatches, wanted),
-    ):
+    sidecar, costs = profile.sidecar, []
+    known = sidecar.activation_bytes is not None and sidecar.free_bytes is not None
+    for schedule, limit in (("1f1b", None), ("envpipe", BY_MEMORY if known else None)):
+        request = PlanRequest(
+            num_microbatches,
+            schedule,
+            "optimal",
+            blocking_power_w=blocking_power_w,
+            max_in_flight=limit,
+        )
+        problem = make_problem(profile, request, own_s=deadline_s)
         with contextlib.suppress(LinearProgramError):  # an order that is too slow is no candidate
-            costs.append(Optimizer(schedule, profile, conditions).plan(deadline_s).cost)
+            costs.append(solve(problem).plan.cost)
     if not costs:
         raise EnvPipeError(
             "A split takes longer than the deadline (s) in every order",
@@ -253,7 +248,7 @@ def plan_cost(
 
 
 def make_parts(cut: str | Sequence[int], parameters: Sequence[int], num_stages: int) -> list[int]:
-    """Parts by what a user asks for.
+    """Return parts by what a user asks for.
 
     Args:
         cut: the parts themselves, or as a text, `parts:0,3,7`; `parameters` for a stage with the
@@ -292,7 +287,7 @@ def make_parts(cut: str | Sequence[int], parameters: Sequence[int], num_stages: 
 
 
 def _check_parts(parts: Sequence[int], num_layers: int, num_stages: int) -> list[int]:
-    """Parts that a user gave, as a list; EnvPipeError if they do not fit the layers or stages."""
+    """Return a user's parts as a list; EnvPipeError if they do not fit layers or stages."""
     given = [int(part) for part in parts]
     rising = all(first < following for first, following in pairwise(given))
     if len(given) != num_stages + 1 or (given[0], given[-1]) != (0, num_layers) or not rising:

@@ -42,7 +42,7 @@ class Runs:
         self.first, self.end = nodes[rows, None], nodes[np.minimum(index, len(nodes) - 1)]
 
     def place(self, node: int, end_node: int) -> tuple[int, int]:
-        """Where arrays have the run between two nodes."""
+        """Return where arrays have the run between two nodes."""
         return node - self.rows.start, end_node - node - 1
 
     def sums(self, running_sums: FloatArray) -> FloatArray:
@@ -59,7 +59,7 @@ class PieceRuns(Runs):
         self.pieces = pieces
 
     def largest(self, values: FloatArray) -> FloatArray:
-        """The largest of a value in each run."""
+        """Return the largest of a value in each run."""
         if not values.any():
             return np.zeros(self.end.shape)
         by_node = np.maximum.reduceat(values, self.nodes[:-1])
@@ -97,7 +97,7 @@ class PieceRuns(Runs):
         of_parameters_bytes: FloatArray,
         working_bytes: float = 0.0,
     ) -> FloatArray:
-        """Bytes by which each run exceeds its memory, before anything is saved by recomputing.
+        """Return the bytes by which each run exceeds its memory, with nothing recomputed.
 
         `of_parameters_bytes`, [rows, width], are held for each run's parameters.
         """
@@ -114,7 +114,7 @@ class PieceRuns(Runs):
         of_parameters_bytes: FloatArray,
         layers: int | None,
     ) -> IntArray:
-        """The piece up to which each run recomputes; behind all of them if it cannot fit.
+        """Return the piece up to which each run recomputes; behind all of them if it cannot fit.
 
         As little as memory allows, or the first `layers` that can be recomputed.
         """
@@ -138,7 +138,7 @@ class PieceRuns(Runs):
 def runs_within(
     pieces: Pieces, nodes: IntArray, num_stages: int, longest_s: float
 ) -> list[PieceRuns]:
-    """For each stage, at least the runs of all cuts whose stages take no longer; none if none do.
+    """Return for each stage the runs of all cuts whose stages take no longer; none if none do.
 
     With little time to spare, a stage can begin at few of the nodes.
     """
@@ -162,7 +162,7 @@ def runs_within(
 def least_path(
     runs: Sequence[Runs], weights: Sequence[FloatArray], *, largest: bool
 ) -> tuple[float, IntArray]:
-    """The path whose largest run, or whose sum of runs, is least.
+    """Return the path whose largest run, or whose sum of runs, is least.
 
     Args:
         weights: of each stage's runs, infinite where there is no run.
@@ -191,7 +191,7 @@ def least_path(
 def cheapest_paths(
     runs: Sequence[Runs], weights: Sequence[FloatArray]
 ) -> Iterator[tuple[int, ...]]:
-    """All paths, as `least_path` gives one, from the least sum of runs upwards.
+    """Yield all paths, as `least_path` gives one, from the least sum of runs upwards.
 
     The k shortest paths by recursive enumeration (Jimenez and Marzal, WAE'99): each node keeps its
     best completions so far, and a heap of the next one through each successor.
@@ -201,7 +201,7 @@ def cheapest_paths(
     waiting: dict[tuple[int, int], list[tuple[float, int, int]]] = {}
 
     def completion(stage: int, node: int, rank: int) -> float | None:
-        """The cost of a node's completion of that rank; None if there are fewer."""
+        """Return the cost of a node's completion of that rank; None if there are fewer."""
         if stage == num_stages:
             return 0.0 if node == last and rank == 0 else None
         if node not in runs[stage].rows:

@@ -80,7 +80,7 @@ def search(
     blocking_power_w: float = 0.0,
     max_slowdown: float = 0.0,
 ) -> Found:
-    """The best configurations of a job.
+    """Return the best configurations of a job.
 
     Args:
         objective: without joules only the least time.
@@ -120,7 +120,7 @@ def _cheapest(
     blocking_power_w: float,
     longest_s: float,
 ) -> list[Candidate]:
-    """The fastest candidate, then others, and other cuts of the best, by an estimated score.
+    """Return the fastest candidate, then others, and other cuts of the best, by an estimated score.
 
     It is the least at a few iteration times, from a candidate's own to the longest.
     """
@@ -142,7 +142,7 @@ def _cheapest(
 
 
 def estimates_j(candidate: Candidate, blocking_power_w: float, times_s: FloatArray) -> FloatArray:
-    """[n] energy (J) of all GPUs at [n] iteration times (s), estimated as `energy_weights`."""
+    """Return energies (J) of all GPUs at [n] iteration times (s), estimated as `energy_weights`."""
     configuration, works = candidate.configuration, candidate.works
     gpus = np.array([stage.num_gpus for stage in configuration.stages])
     first_s = np.array([work.forward_s[0, 0] + work.backward_s[0, 0] for work in works])
@@ -161,7 +161,7 @@ def estimates_j(candidate: Candidate, blocking_power_w: float, times_s: FloatArr
 def cheap_cuts(
     megatron: MegatronSpace, shape: Shape, blocking_power_w: float, longest_s: float
 ) -> Iterator[Configuration]:
-    """Cuts of a shape without virtual stages, the cheapest by the same estimate first."""
+    """Yield cuts of a shape without virtual stages, the cheapest by the same estimate first."""
     pieces = megatron.pieces(shape)
     if shape.num_chunks > 1 or not shape.num_stages <= pieces.num_pieces <= _MOST_PIECES:
         return
@@ -177,7 +177,7 @@ def cheap_cuts(
 def alternatives(
     megatron: MegatronSpace, shape: Shape, blocking_power_w: float, longest_s: float, most: int
 ) -> list[Candidate]:
-    """The cheapest cuts of a shape, among the first ones, that are in time by the simulator."""
+    """Return the cheapest cuts of a shape, of the first ones, that are in time by the simulator."""
     cuts = islice(cheap_cuts(megatron, shape, blocking_power_w, longest_s), most * _CUTS_FOR_ONE)
     candidates = (Candidate(each, megatron.profile, megatron.job) for each in cuts)
     in_time = (each for each in candidates if each.iteration_time_s <= longest_s)
@@ -187,7 +187,7 @@ def alternatives(
 def _simulated(
     megatron: MegatronSpace, max_slowdown: float, most: int | None
 ) -> tuple[list[Candidate], int]:
-    """The fastest candidates by the simulator, and how many shapes were cut for that.
+    """Return the fastest candidates by the simulator, and how many shapes were cut for that.
 
     `most` of them, or all that are within the slowdown. Shapes come by their bound, which is below
     that of their cut, which is below what the simulator finds where no GPU is the faster for its

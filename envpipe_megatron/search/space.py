@@ -111,7 +111,7 @@ class MegatronSpace:
         return tuple(sorted(found, key=self.bound_s))
 
     def bound_s(self, shape: Shape) -> float:
-        """No cut of a shape takes less, however memory is.
+        """Return a time that no cut of a shape takes less than, however memory is.
 
         With stages that take ever less, so that the time that each forces is the same: M times its
         own and once that of all before it.
@@ -127,7 +127,7 @@ class MegatronSpace:
         return profile.sums(shape.sizes)
 
     def static_bytes(self, shape: Shape) -> FloatArray:
-        """[n + 1] running sums of what a GPU holds for pieces' parameters."""
+        """Return [n + 1] running sums of what a GPU holds for pieces' parameters."""
         pieces = self.pieces(shape)
         return parameter_bytes(
             self.profile,
@@ -138,13 +138,13 @@ class MegatronSpace:
         )
 
     def best_cut(self, shape: Shape, within_s: float = math.inf) -> Cut | None:
-        """The best cut of a shape; None if nothing fits, or all take longer than that."""
+        """Return the best cut of a shape; None if nothing fits, or all take longer than that."""
         return self._plain(shape, within_s) if shape.num_chunks == 1 else self._in_chunks(shape)
 
     def configuration(
         self, shape: Shape, slots: Sequence[int], recomputed: Sequence[Recomputed]
     ) -> Configuration:
-        """A shape with its cut.
+        """Return a shape with its cut.
 
         Args:
             slots: the first piece of each slot, and the number of pieces; slot i is of stage i mod
@@ -240,13 +240,13 @@ class MegatronSpace:
     def _least_of_stage(
         self, shape: Shape, slots: IntArray, stage: int, options: Iterable[Recomputed]
     ) -> Recomputed | None:
-        """Which option takes a stage the least time of what fits; None if nothing does."""
+        """Return which option takes a stage the least time of what fits; None if nothing does."""
         found = [(*self._time_and_peak(shape, slots, stage, each), each) for each in options]
         fitting = [(time_s, each) for time_s, peak, each in found if peak <= self._limit_bytes]
         return min(fitting, key=lambda each: each[0])[1] if fitting else None
 
     def _fewest(self, shape: Shape, slots: IntArray, stage: int, name: str, most: int) -> int:
-        """The fewest pieces of each chunk that a stage must recompute; all if that is too few."""
+        """Return the fewest pieces of each chunk that a stage must recompute; all: too few."""
 
         def fits(count: int) -> bool:
             _, peak = self._time_and_peak(shape, slots, stage, (name, count))
@@ -257,7 +257,7 @@ class MegatronSpace:
     def _time_and_peak(
         self, shape: Shape, slots: IntArray, stage: int, option: Recomputed
     ) -> tuple[float, float]:
-        """Time (s) of a microbatch and peak (bytes) of a stage that recomputes in some way."""
+        """Return the time (s) of a microbatch and peak (bytes) of a stage that recomputes so."""
         layout = self._layout(shape, slots.tolist(), stage, option)
         work = stage_work(self.profile, layout)
         found = Configuration(  # of the other stages, how many there are is all that counts
@@ -295,7 +295,7 @@ class MegatronSpace:
 
 
 def shape_of(configuration: Configuration) -> Shape:
-    """The shape that a configuration is a cut of."""
+    """Return the shape that a configuration is a cut of."""
     first = configuration.stages[0]
     return Shape(
         first.sizes,
@@ -307,7 +307,7 @@ def shape_of(configuration: Configuration) -> Shape:
 
 
 def _spread(pieces: Pieces, shape: Shape) -> IntArray | None:
-    """[slots + 1] the first piece of each slot, and the number of pieces; None for too few."""
+    """Return [slots + 1] the first piece of each slot, and their number; None: too few pieces."""
     slots = shape.num_stages * shape.num_chunks
     if pieces.num_pieces < slots:
         return None
@@ -320,7 +320,7 @@ def _spread(pieces: Pieces, shape: Shape) -> IntArray | None:
 
 
 def _with_moves(pieces: Pieces, shape: Shape, cut: IntArray) -> IntArray:
-    """The cut after the best moves out of the stage that forces the most, until none helps."""
+    """Return the cut after the best moves out of the stage that forces the most."""
     value = float(_chunks_forced_s(pieces, shape, cut[None]).max())
     while True:
         worst = int(_chunks_forced_s(pieces, shape, cut[None])[0].argmax())
@@ -335,7 +335,7 @@ def _with_moves(pieces: Pieces, shape: Shape, cut: IntArray) -> IntArray:
 
 
 def _moves(cut: IntArray, slots: Iterable[int]) -> Iterator[IntArray]:
-    """Cuts in which one of some slots has one piece less, and another slot one more."""
+    """Yield cuts in which one of some slots has one piece less, and another slot one more."""
     for slot in slots:
         if cut[slot + 1] - cut[slot] == 1:
             continue
@@ -351,7 +351,7 @@ def _moves(cut: IntArray, slots: Iterable[int]) -> Iterator[IntArray]:
 
 
 def _chunks_forced_s(pieces: Pieces, shape: Shape, cuts: IntArray) -> FloatArray:
-    """[num_cuts, num_stages] the least time (s) that each stage forces.
+    """Return [num_cuts, num_stages] the least time (s) that each stage forces.
 
     All its microbatches, and the way of the first one there and of the last one back through the
     slots before it.

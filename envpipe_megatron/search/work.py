@@ -52,7 +52,7 @@ class StageWork:
         return float(self.forward_s[:, 0].sum() + self.backward_s[:, 0].sum())
 
     def busy_for(self, share: float) -> StageWork:
-        """The same where the GPU computes for this share of the time.
+        """Return the same where the GPU computes for this share of the time.
 
         Layers that each rest gain twice as much at that share; a pipeline's rests are few and long.
         """
@@ -66,7 +66,7 @@ class StageWork:
 
 
 def stage_work(profile: LayerProfile, stage: StageLayout) -> StageWork:
-    """The work of a stage; EnvPipeError for sizes that were not measured."""
+    """Return the work of a stage; EnvPipeError for sizes that were not measured."""
     whole = stage.chunks == ((0, len(profile.pieces)),)
     pieces = (profile if whole else profile.in_parts).sums(stage.sizes)
     first, end = np.array(stage.chunks).T
@@ -110,7 +110,7 @@ def workspace_bytes(
     working_bytes: FloatArray | float,
     parameters: FloatArray | float,
 ) -> FloatArray:
-    """Bytes held at the peak beside weights and activations, of one stage or many.
+    """Return the bytes held at the peak beside weights and activations, of one stage or many.
 
     The workspaces are the largest of a stage's pieces, and `working_bytes` the largest of a way's
     `working_bytes` of those that are recomputed.
@@ -123,7 +123,7 @@ def workspace_bytes(
 
 
 def replica_groups(sizes: Sizes, data_parallel: int) -> tuple[int, int]:
-    """GPUs that hold the same parameters and reduce their gradients: of experts', and of others.
+    """Return how many GPUs hold the same parameters: of experts', and of others.
 
     Context parallel ranks are among them (Megatron's process groups).
     """
@@ -139,7 +139,7 @@ def parameter_bytes(
     *,
     distributed_optimizer: bool,
 ) -> FloatArray:
-    """Bytes that a GPU holds for weights, gradients and its share of the optimizer's state."""
+    """Return the bytes that a GPU holds for weights, gradients and its share of optimizer state."""
     each = profile.bytes_per_parameter
     of_experts, of_others = (
         each.weight + each.gradient + each.optimizer / (group if distributed_optimizer else 1)
@@ -152,7 +152,7 @@ def parameter_bytes(
 def stage_peak_bytes(
     profile: LayerProfile, configuration: Configuration, stage: int, work: StageWork
 ) -> float:
-    """The most that a GPU of one stage holds."""
+    """Return the most that a GPU of one stage holds."""
     stages = configuration.stages
     microbatches = min(configuration.num_microbatches, _GROUPS_UNTIL_STEADY * len(stages))
     schedule = _short_order(len(stages), microbatches, configuration.num_chunks)
@@ -163,7 +163,7 @@ def stage_peak_bytes(
 def static_bytes(
     profile: LayerProfile, configuration: Configuration, layout: StageLayout, work: StageWork
 ) -> float:
-    """Bytes that a GPU of a stage holds at the peak but for microbatches in flight."""
+    """Return the bytes that a GPU of a stage holds at the peak but for microbatches in flight."""
     for_parameters = parameter_bytes(
         profile,
         replica_groups(layout.sizes, layout.data_parallel),
@@ -175,7 +175,7 @@ def static_bytes(
 
 
 def most_held_bytes(schedule: Schedule, stage: int, held_bytes: FloatArray) -> float:
-    """The most that an order's microbatches in flight hold on a stage, by chunk of it."""
+    """Return the most that an order's microbatches in flight hold on a stage, by chunk of it."""
     sign = np.where(schedule.is_backward[stage], -1.0, 1.0)
     return float((sign * held_bytes[schedule.chunks[stage]]).cumsum().max())
 

@@ -49,7 +49,7 @@ def build_model(settings: Settings) -> GPTModel:
         post_process=parallel_state.is_pipeline_last_stage(),
         share_embeddings_and_output_weights=False,
     )
-    # Megatron makes norms and embeddings of positions in float32, whatever `params_dtype` says.
+    # Megatron makes norms and embeddings of positions in float32, not in `params_dtype`.
     return model.to(current_device(), dtype)
 
 

@@ -14,7 +14,7 @@ from envpipe_megatron.core.plan import Plan, read_plan
 from envpipe_megatron.core.profile import read_profile
 from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.files import replace_files
-from envpipe_megatron.report.page.document import tables_page
+from envpipe_megatron.report.page.document import page_text
 from envpipe_megatron.report.summary import Section, to_markdown
 from envpipe_megatron.runtime.job.options import PROFILE_FILE
 from envpipe_megatron.trials.claims import Claim, Turns, difference
@@ -69,7 +69,7 @@ class Proof(Trial):
         replace_files(
             {
                 output / "summary.md": [to_markdown(title, sections, "prove")],
-                output / "index.html": [tables_page(title, marks, sections, "prove")],
+                output / "index.html": [page_text(title, marks, sections, "prove")],
             }
         )
 
@@ -110,13 +110,13 @@ def line_to_paste(claims: Sequence[Claim], machine: Machine, turns: Turns) -> st
     marks = ["emulated"] if machine.emulated else []
     if machine.missing:
         marks.append("no clock was changed")
-    holds, told = None, dict[str, list[str]]()
+    holds, said = None, dict[str, list[str]]()
     for claim in claims:
         if claim.name == "losses_equal":
             holds = claim.holds
         elif claim.takes:
-            told.setdefault(claim.name.partition("_")[0], []).append(claim.takes)
-    parts = [f"{arm} takes {', and '.join(takes)}" for arm, takes in reversed(told.items())]
+            said.setdefault(claim.name.partition("_")[0], []).append(claim.takes)
+    parts = [f"{arm} takes {', and '.join(takes)}" for arm, takes in reversed(said.items())]
     equal = {True: "losses equal to the last bit", False: "losses NOT equal"}
     parts.append("losses not compared" if holds is None else equal[holds])
     rounds = len({turn["round"] for turn in turns})
@@ -135,18 +135,18 @@ def _claims(claims: Sequence[Claim]) -> Section:
 def _arms(turns: Turns, arms: Sequence[Arm], plans: Mapping[str, Plan]) -> Section:
     rows = []
     for arm in arms:
-        cells, told, clocks, order = [arm.name], dict[str, str](), "", arm.schedule
+        cells, said, clocks, order = [arm.name], dict[str, str](), "", arm.schedule
         if plan := plans.get(arm.name):
             base, order = plan.baseline.cost, plan.schedule.name
             order += ", backwards split" if plan.schedule.split else ""
             if base.energy_j:  # it may not have been metered
-                told["saving"] = f"{plan.cost.saving_percent(base):.2f} %"
-            told["slowdown"] = f"{plan.cost.slowdown_percent(base):.2f} %"
+                said["saving"] = f"{plan.cost.saving_percent(base):.2f} %"
+            said["slowdown"] = f"{plan.cost.slowdown_percent(base):.2f} %"
             ends = (plan.frequency_mhz.min(), plan.frequency_mhz.max())
             clocks = " to ".join(dict.fromkeys(f"{mhz:.0f}" for mhz in ends))
         for which in ("saving", "slowdown"):
             value, interval = difference(turns, arm.name, STOCK.name, which)
-            cells += [Claim("", value, interval, "%", None, "").shown, told.get(which, "")]
+            cells += [Claim("", value, interval, "%", None, "").shown, said.get(which, "")]
         rows.append((*cells, order, clocks if arm.changes_clock else "as they are", arm.says))
     header = (
         "", "saving", "predicted", "slowdown", "predicted", "order", "planned MHz", "what it does"

@@ -44,7 +44,7 @@ STOCK = Arm(
 )
 RELOCK = Arm(
     "relock",
-    "as stock, with the highest clock locked again at every unit: what the calls alone cost",
+    "as stock, with the highest clock locked again at every unit: what only the calls cost",
     relock=True,
 )
 CONSTANT = Arm(

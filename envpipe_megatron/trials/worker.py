@@ -29,7 +29,7 @@ from envpipe_megatron.formats.steps import IntervalEnergy
 from envpipe_megatron.gpu.base import Gpu, ReadOnlyGpu
 from envpipe_megatron.gpu.devices import look_at
 from envpipe_megatron.integrations.device import FORWARD_VARIABLE, open_device, use_cpu
-from envpipe_megatron.integrations.framework_units import Followed
+from envpipe_megatron.integrations.framework_units import UnitFollower
 from envpipe_megatron.integrations.megatron.core import ForwardBackward
 from envpipe_megatron.policies.objective import SHORTEST
 from envpipe_megatron.policies.planner import make_plan
@@ -183,7 +183,7 @@ class Rank:
                 steady += session.state.phase is Phase.STEADY
             sampled = gpu.clock_state()  # before the last unit has ended
             own = _lap(session)
-            mean = session.gather(own)
+            mean = session.energy.gather(own)
         finally:
             session.close()
         stages: list[dict[str, Any]] = self._collectives.in_pipeline(
@@ -191,7 +191,7 @@ class Rank:
                 "energy_j": own.step.energy_j if own.step else None,
                 "temperature_c": (before_c, self._temperature_c()),
                 "sampled": asdict(sampled),
-                "clocks": session.clock_summary(),
+                "clocks": session.clock.summary(),
                 "executed": session.executed,
                 "weights_sha256": weights_sha256 or gpt.digest_of_weights(self._model),
                 "losses": [[float(loss) for loss in of_step] for of_step in losses],
@@ -249,7 +249,7 @@ class Rank:
 
         def step(*, last: bool = False) -> list[torch.Tensor]:
             session.begin_step()
-            whole = Followed.whole_step(session) if arm.by_framework else None
+            whole = UnitFollower.whole_step(session) if arm.by_framework else None
             optimizer.zero_grad()
             reduced = forward_backward(
                 forward_step_func=gpt.forward_step,
@@ -302,8 +302,8 @@ def _whole_plan(plan: Plan) -> Plan:
 def _lap(session: Session) -> IntervalEnergy:
     """Return the energy of training since the last lap, whose end the counter has passed."""
     session.executor.idle(METER_MARGIN_S)
-    session.meter.catch_up()
-    return session.lap()
+    session.parts.meter.catch_up()
+    return session.energy.lap()
 
 
 def main() -> None:

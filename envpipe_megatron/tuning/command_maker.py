@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from envpipe_megatron.core.arrays import FloatArray
 from envpipe_megatron.core.plan import Plan
@@ -16,17 +17,19 @@ class CommandMaker:
     """Keeps what ranks run, and what they and the bill have not heard yet.
 
     Args:
-        store: learns what is measured.
+        store: learns what is measured of units; None where nobody measures them.
         num_replicas: pipelines.
         budget: counts the power of all windows, if there is or was one.
 
     Attributes:
-        bill: what it is to say: why no plan runs, what was too slow, and what was won.
+        bill: what it is to say: why no plan runs, what was too slow, and what runs.
         adopted: the plan that ranks have not heard of.
         before: the plan that ran before the last one, with what the bill said of it.
     """
 
-    def __init__(self, store: Store, num_replicas: int, budget: Budget | None = None) -> None:
+    def __init__(
+        self, store: Store | None, num_replicas: int, budget: Budget | None = None
+    ) -> None:
         self._budget = budget or Budget()
         self._store, self._everyone = store, range(num_replicas)
         self._running: tuple[tuple[Clocked, ...], tuple[int, ...]] = ((), ())
@@ -42,9 +45,9 @@ class CommandMaker:
         """Have the next command say something; an empty text is nothing."""
         self._notes += filter(None, texts)
 
-    def for_all(self, phase: Phase, clocked: Clocked, iterations: int, settle: int = 0) -> Command:
-        """Return a command of one order and its clocks, the same on all replicas."""
-        return self.make(phase, iterations, settle, (clocked,), ())
+    def metered(self, phase: Phase, clocked: Clocked, iterations: int, settle: int = 0) -> Command:
+        """Return a command of one order on all replicas, behind which the counter is waited for."""
+        return replace(self.make(phase, iterations, settle, (clocked,), ()), metered=True)
 
     def make(
         self,
@@ -58,16 +61,19 @@ class CommandMaker:
         running = tuple(orders), which
         same, self._running = self._running == running, running
         self._fresh = not same and not settle
-        self._said, self._notes = "; ".join(self._notes), []
+        self._said, self._notes = "\n".join(self._notes), []
         billed = "\n".join(filter(None, [*self.bill.values(), self._budget.billed]))
         new, self._billed = billed != self._billed, billed
         adopted, self.adopted = self.adopted, None
+        late_s, tail_s = 0.0, tuple[float, ...]()
+        if self._store is not None:
+            late_s, tail_s = self._store.lateness.late_s, tuple(self._store.tail_s.tolist())
         return Command(
             phase,
             iterations,
             settle,
-            self._store.lateness.late_s,
-            tuple(self._store.tail_s.tolist()),
+            late_s,
+            tail_s,
             () if same else running[0],
             which,
             adopted,
@@ -80,13 +86,14 @@ class CommandMaker:
         self, phase: Phase, clocked: Clocked, iterations: int, settle: int = 0
     ) -> Run[tuple[Window, FloatArray]]:
         """Run one order on all replicas; its window, and what drifted, as `learn`."""
-        window = yield self.for_all(phase, clocked, iterations, settle)
+        window = yield self.make(phase, iterations, settle, (clocked,), ())
         return window, self.learn(clocked, window)
 
     def learn(
         self, clocked: Clocked, window: Window, replicas: Sequence[int] = (), fades: float = 1.0
     ) -> FloatArray:
         """Have the store learn what some replicas ran last, by default all; as `Store.learn`."""
+        assert self._store is not None
         self._budget.count(window)
         replicas = replicas or self._everyone
         return self._store.learn(clocked, window, replicas, fresh=self._fresh, fades=fades)

@@ -38,6 +38,8 @@ _MOST_STRETCHES = 1024
 #: each time that all is as before, up to the second number. Without any, iterations of a job whose
 #: power cap has ended are 9.5 % too long until the next baseline.
 _LOOKS_AT_TOP, _SELDOM = 2, 8
+#: After so many windows at most, planning that failed is tried again.
+_LATEST = 1024
 #: What meters said counts this much less with each window of a plan.
 _FADES = 0.98
 #: A plan that is nearer to the power budget than this share keeps it, and makes use of it.
@@ -46,29 +48,47 @@ _NEAR = 0.004
 _MOST_KNOWN = 8
 
 
-class Looks:
-    """When looks at the highest clock are due, and baselines, in windows of plans.
+class Due:
+    """When looks at the highest clock, baselines and new plans are due, in windows of plans.
 
     Attributes:
-        baseline_at: windows at the last baseline.
+        windows: how many have passed, and had at the last baseline, `baseline_at`.
+        failures: how often planning has failed since the best plan was made.
+        plan_at: when that is to be made again; 0 for never.
     """
 
     def __init__(self) -> None:
-        self._every, self._at = _LOOKS_AT_TOP, _LOOKS_AT_TOP
-        self.baseline_at = 0
+        self.windows = self.baseline_at = self.failures = self.plan_at = 0
+        self._every, self._look_at = _LOOKS_AT_TOP, _LOOKS_AT_TOP
 
-    def baseline_is_due(self, windows: int) -> bool:
-        """True if a baseline is, after so many windows in all."""
-        return WINDOW * (windows - self.baseline_at) >= BASELINE_EVERY
+    @property
+    def baseline(self) -> bool:
+        """True if a baseline is."""
+        return WINDOW * (self.windows - self.baseline_at) >= BASELINE_EVERY
 
-    def are_due(self, windows: int) -> bool:
-        """True if a look is, after so many windows in all."""
-        return windows >= self._at
+    @property
+    def look(self) -> bool:
+        """True if a look at the highest clock is."""
+        return self.windows >= self._look_at
 
-    def looked(self, windows: int, *, calm: bool) -> None:
+    @property
+    def plan(self) -> bool:
+        """True if the best plan is to be made again."""
+        return 0 < self.plan_at <= self.windows
+
+    def looked(self, *, calm: bool) -> None:
         """Have the next look later than this one was, if all is as before."""
         self._every = min(2 * self._every, _SELDOM) if calm else _LOOKS_AT_TOP
-        self._at = windows + self._every
+        self._look_at = self.windows + self._every
+
+    def plan_again(self) -> None:
+        """Have the best plan made once more when the one that is being made is there."""
+        self.plan_at = self.windows + 1
+
+    def failed(self) -> None:
+        """Have the best plan made again, each time later."""
+        self.failures += 1
+        self.plan_at = self.windows + min(2**self.failures, _LATEST)
 
 
 class Controller:
@@ -95,7 +115,7 @@ class Controller:
         self._budget = Budget()
         self._commands = CommandMaker(store, num_replicas, self._budget)
         self._judge = Judge(planner.limits.allowed())
-        self._looks, self._corrections = Looks(), _MOST_CORRECTIONS
+        self._due, self._corrections = Due(), _MOST_CORRECTIONS
         self._silence = Silence(own.num_stages)
 
     def run(self, first: Window) -> Run[None]:
@@ -146,11 +166,11 @@ class Controller:
         """
         judge, planner, correcting = self._judge, self._planner, self._corrections > 0
         window, drift = yield from self._run_plan()
-        look = not correcting and (drift.any() or self._looks.are_due(judge.windows))
+        look = not correcting and (drift.any() or self._due.look)
         look = look and not self._budget.holds  # a window with one would take 2 % more
         if look and not self._harmed():
             drift = larger((yield from self._look_at_the_top()), drift)
-            self._looks.looked(judge.windows, calm=not drift.any())
+            self._due.looked(calm=not drift.any())
         if self._harmed():
             why = "the plan is slower than expected" if correcting else what_drifted(drift, window)
             yield from self._out_of_harm(window, why, drift)
@@ -158,13 +178,13 @@ class Controller:
             if not planner.busy:  # else the best plan is on its way
                 self._replan(reorder=False)
         elif drift.any() and planner.busy:  # it is not in the plan that is being made
-            planner.begin_again(judge.windows)
+            self._due.plan_again()
         elif drift.any():
             self._commands.note(what_drifted(drift, window) + ": planning again")
             yield from self._plan_anew(drift)
-        elif planner.is_due(judge.windows) and not planner.busy:
+        elif self._due.plan and not planner.busy:
             self._replan(reorder=True)
-        elif self._looks.baseline_is_due(judge.windows) and not self._budget.holds:
+        elif self._due.baseline and not self._budget.holds:
             yield from self._at_baseline()
             eased = judge.ease()
             if not planner.busy:
@@ -193,7 +213,7 @@ class Controller:
         late = judge.late(own_s)
         error = self._prediction_error(self._planner.repriced(self.plan))
         self._commands.bill["late"] = judge.blame(window, own_s, error, why)
-        self._looks.looked(judge.windows, calm=False)
+        self._due.looked(calm=False)
         self._commands.note(
             f"{why}, and steps {100 * late:+.1f} %: the framework's order at the highest clocks, "
             f"for {BASELINE_ITERATIONS + 1} iterations or more"
@@ -221,7 +241,7 @@ class Controller:
         window, drift = yield from self._commands.run(phase, self._top, iterations, settle)
         if drift.any():
             self._store.forget(upset(drift))
-            self._planner.begin_again(self._judge.windows)
+            self._due.plan_again()
             if self.plan is not None:
                 self._commands.note(what_drifted(drift, window) + ": planning again")
         return window
@@ -243,6 +263,7 @@ class Controller:
         drift = self._learn_usual(orders, which, window)
         self._budget.compare(window, self._followers.power_w)
         self._judge.add(window)
+        self._due.windows += 1
         return window, drift
 
     def _take_back(self, refused: PlanRefusedError) -> None:
@@ -278,8 +299,8 @@ class Controller:
             self._commands.note(budget.reach(budget.off * self._followers.power_w))
         if planner.busy and (self._has_no_plan or not news):
             return  # it is looked at when it is there
-        if planner.reorders:
-            planner.begin_again(self._judge.windows)
+        if planner.busy and planner.reorders:
+            self._due.plan_again()
         planner.limits = self._limits
         if budget.above(gpu_power_w(usual)) > _NEAR:
             gpus = float(usual.conditions.gpus_by_stage.sum())
@@ -312,7 +333,7 @@ class Controller:
     def _measured_baseline(self, window: Window) -> None:
         self._compare(window, alike=True)
         self._judge.add_baseline(window, self._own_predicted_s())
-        self._looks.baseline_at = self._judge.windows
+        self._due.baseline_at = self._due.windows
         if not math.isnan(window.power_w):
             self._budget.own_w = window.power_w
 
@@ -349,18 +370,24 @@ class Controller:
         self._store.forget(self._store.upset)
         yield from self._look(slack_probe(self._measured, self._store, at_cost=False))
 
-    def _replan(self, *, reorder: bool) -> None:
+    def _replan(self, *, reorder: bool, levels: Sequence[int] = ()) -> None:
         order = None if reorder or self.plan is None else self.plan.schedule
-        followed = set(self._followers.levels) - {0} if self._budget.holds else ()
-        self._planner.begin(order, self._judge.faster, sorted(followed))
+        if self._budget.holds:
+            levels = sorted({*levels, *self._followers.levels} - {0})
+        if order is None:
+            self._due.plan_at = 0
+        self._planner.begin(order, self._judge.faster, levels)
 
     def _take(self) -> Plans | None:
-        return self._planner.take(self._failed)
+        plans = self._planner.take(self._failed)
+        if plans and self._planner.reorders:
+            self._due.failures = 0
+        return plans
 
     def _failed(self, why: str) -> None:
         """Have it tried again, each time later."""
         self._commands.note(why)
-        self._planner.failed(self._judge.windows)
+        self._due.failed()
         if self._has_no_plan:
             self._commands.bill["none"] = f"The framework's own order, at the highest clocks: {why}"
 
@@ -373,18 +400,18 @@ class Controller:
         plans, planner = self._take(), self._planner
         if plans is None:
             return
-        if 0 not in plans:
-            if not plans:  # it failed
-                self._corrections = 0
-            self._followers.extend({level: planner.ready(plan) for level, plan in plans.items()})
+        if not plans:  # it failed
+            self._corrections = 0
             return
-        better = self._has_no_plan or self._better(plans[0])
+        lead = plans.pop(0)
+        better = self._has_no_plan or self._better(lead)
         if not better:
             planner.won = ""  # it is said of the plan that runs
         if self._corrections and not self._has_no_plan:
             self._correct(better=better)
         if better:
-            self._adopt(plans.pop(0))
+            self._adopt(lead)
+        if self.plan is not None and lead.schedule.stages == self.plan.schedule.stages:
             self._followers.extend({level: planner.ready(plan) for level, plan in plans.items()})
 
     def _correct(self, *, better: bool) -> None:
@@ -435,7 +462,6 @@ class Controller:
         return self._planner.unplanned(self._top.schedule, self._top.frequency_mhz)
 
     def _follow(self) -> None:
-        assert self.plan is not None
         followers = self._followers
         before_w = followers.power_w
         if note := followers.follow():
@@ -444,5 +470,4 @@ class Controller:
             if abs(followers.power_w / before_w - 1) > EXCEEDS:
                 self._budget.windows = 0
         if followers.missing and not self._planner.busy:
-            levels, expected = followers.asked(), self._expected(self.plan)
-            self._planner.begin_levels(self.plan.schedule, levels, expected)
+            self._replan(reorder=False, levels=followers.asked())

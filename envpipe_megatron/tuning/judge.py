@@ -84,7 +84,6 @@ class Judge:
 
     Attributes:
         allowed: how many times as long as the framework's own order they may last.
-        windows: of plans, so far.
         faster: by which share plans are to be made faster than what is asked, for they turned out
             slower.
     """
@@ -95,7 +94,7 @@ class Judge:
         #: Since the plan that runs was swapped in.
         self._steps = Steps()
         self._latest_s = 0.0
-        self.windows, self.faster = 0, 0.0
+        self.faster = 0.0
         #: Steps that lasted longer than they may, by how much, s, and the longest's share.
         self._harm = 0, 0.0, 0.0
 
@@ -118,7 +117,6 @@ class Judge:
         """Take in a window of a plan."""
         self._steps.add(window.steps_s)
         self._latest_s = float(np.median(window.steps_s))
-        self.windows += 1
 
     def _own_s(self, predicted_s: float) -> float:
         """Return the time of the framework's own order today, if what is known predicts so much."""

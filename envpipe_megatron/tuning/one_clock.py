@@ -22,7 +22,8 @@ from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.formats.energy import Phase
 from envpipe_megatron.formats.steps import HELD_UP, RunningMean, StepEnergy, compare
 from envpipe_megatron.tuning.budget import Budget
-from envpipe_megatron.tuning.commands import Clocked, Command, Run, Window
+from envpipe_megatron.tuning.command_maker import CommandMaker
+from envpipe_megatron.tuning.commands import Clocked, Run, Window
 from envpipe_megatron.tuning.probes.sweep import ProfilerSettings
 
 #: Clocks are at least this share of the highest apart: closer ones differ by less than noise.
@@ -103,7 +104,7 @@ class ClockSearch:
         """True if a clock saves, and is no slower than allowed, as far as can be told."""
         return not self._too_slow(clock) and not self._takes_more(clock, self.clocks_mhz[0])
 
-    def told(self, clock: int) -> str:
+    def in_words(self, clock: int) -> str:
         """Put into words what was measured at a clock."""
         step = self.tried[clock]
         compared = compare(step, self.tried[self.clocks_mhz[0]])
@@ -157,15 +158,12 @@ class OneClock:
     follows: bool
     found_mhz: int | None
     keep: Callable[[int, Mapping[int, StepEnergy]], None]
-    _steps: int = 0
-    _budget: Budget = field(default_factory=Budget)
-    #: W of an average GPU at each clock, as they were metered last.
-    _powers_w: dict[int, float] = field(default_factory=dict)
-    #: What is new of a budget, until it is said.
-    _news: str = ""
-    #: What the bill says of the clock, and what it has heard of that and of budgets.
-    _told: str = ""
-    _billed: str = ""
+
+    def __post_init__(self) -> None:
+        self._steps, self._budget = 0, Budget()
+        self._commands = CommandMaker(None, 1, self._budget)
+        #: W of an average GPU at each clock, as they were metered last.
+        self._powers_w: dict[int, float] = {}
 
     def run(self, first: Window) -> Run[None]:
         """Go on after the `first` window, of the highest clock, forever.
@@ -174,27 +172,25 @@ class OneClock:
         a clock is right, times tell without.
         """
         self._fill(first)
-        why, self._news = "", self._budget.heed(first)
+        self._commands.note(self._budget.heed(first))
         if self.found_mhz is not None:
-            told = f"One clock for the whole job: {self.found_mhz} MHz, as found before"
-            why = yield from self._stay(self.found_mhz, told)
+            choice = f"One clock for the whole job: {self.found_mhz} MHz, as found before"
+            yield from self._stay(self.found_mhz, choice)
         while True:
-            clock, told = yield from self._find(why)
-            why = yield from self._stay(clock, told)
+            yield from self._stay(*(yield from self._find()))
 
-    def _find(self, note: str) -> Run[tuple[int, str]]:
-        """Return the clock to keep, and what the bill says of it.
+    def _find(self) -> Run[tuple[int, str]]:
+        """Return the clock to keep, and what the bill is to say of it.
 
         There are six to 18 measurements. In one to three of them steps last longer than allowed, by
         what a clock lower by a sixth, a twelfth and a 25th costs: about two steps' time in all.
         """
         search = ClockSearch(self.clocks_mhz, self.slowdown_percent)
         while (clock := search.next_mhz()) is not None:
-            note += f"one clock: measuring {clock} MHz"
-            yield from self._measure(search, Phase.PROFILE, clock, note)
+            self._commands.note(f"one clock: measuring {clock} MHz")
+            yield from self._measure(search, Phase.PROFILE, clock)
             if search.tried[clock].energy_j is None:
                 raise EnvPipeError("The energy counter failed while clocks were measured")
-            note = ""
         best, why = search.best_mhz(), f"at most {self.slowdown_percent:g} % slower was allowed"
         if not self.follows:
             best = self.clocks_mhz[0]
@@ -202,14 +198,15 @@ class OneClock:
         steps = dict(sorted(search.tried.items(), reverse=True))
         self.keep(best, steps)
         choice = f"One clock for the whole job: {best} MHz; {why}"
-        return best, "\n".join([choice, *map(search.told, steps)])
+        return best, "\n".join([choice, *map(search.in_words, steps)])
 
-    def _stay(self, kept: int, told: str) -> Run[str]:
-        """Keep a clock until two comparisons in a row speak against it; return what they say.
+    def _stay(self, kept: int, choice: str) -> Run[None]:
+        """Keep a clock until two comparisons in a row speak against it; `choice` is billed.
 
         Where there is a power budget, a lower one that keeps it runs, and none is compared.
         """
-        top, self._told = self.clocks_mhz[0], told
+        top, self._commands.bill["won"] = self.clocks_mhz[0], choice
+        self._commands.note(choice)
         while True:
             if self._budget.asks:
                 yield from self._keep_budget(kept)
@@ -225,7 +222,8 @@ class OneClock:
                 if search.is_right(kept):
                     break
             else:
-                return f"one clock: not right any more, {search.told(kept)}\n"
+                self._commands.note(f"one clock: not right any more, {search.in_words(kept)}")
+                return
 
     def _keep_budget(self, kept: int) -> Run[None]:
         """Run clocks that keep the power budget, until it is lifted."""
@@ -237,7 +235,7 @@ class OneClock:
             budget.count((yield from self._run(Phase.STEADY, clock, settle=int(clock != ran))))
             ran = clock
             if clock == min(self.clocks_mhz):
-                budget.reach(self._powers_w.get(clock, 0.0))
+                self._commands.note(budget.reach(self._powers_w.get(clock, 0.0)))
 
     def _within(self, kept: int) -> int:
         """Return the highest clock that keeps the budget and is no higher than the one to keep.
@@ -252,11 +250,9 @@ class OneClock:
         within = (c for c, w in zip(clocks, powers_w, strict=True) if not w > allowed_w)
         return next(within, clocks[-1])
 
-    def _measure(
-        self, search: ClockSearch, phase: Phase, clock: int, note: str = "", settle: int = 1
-    ) -> Run[None]:
+    def _measure(self, search: ClockSearch, phase: Phase, clock: int, settle: int = 1) -> Run[None]:
         """Add a round to a search: steps at a clock, and the begin of another, which ends them."""
-        window = yield from self._run(phase, clock, note, settle)
+        window = yield from self._run(phase, clock, settle)
         for stage, report in enumerate(window.stages):
             if report.lost:
                 why = "; ".join(report.problems)
@@ -265,27 +261,15 @@ class OneClock:
         if clock == self.clocks_mhz[0]:
             self._fill(window)
 
-    def _run(self, phase: Phase, clock: int, note: str = "", settle: int = 1) -> Run[Window]:
+    def _run(self, phase: Phase, clock: int, settle: int = 1) -> Run[Window]:
         """Run steps at a clock, and hear what GPUs take there, and what is asked for."""
-        budget = self._budget
-        billed = "\n".join(filter(None, [self._told, budget.billed]))
-        new = billed if phase is Phase.STEADY and billed != self._billed else ""
-        self._billed = new or self._billed
         clocks_mhz = np.full((self.schedule.num_stages, self.schedule.units_per_stage), clock)
-        window = yield Command(
-            phase,
-            self._steps + 1,
-            settle,
-            orders=(Clocked(self.schedule, clocks_mhz),),
-            note="\n".join(filter(None, [note, new, self._news])),
-            billed=new,
-            metered=True,
-            power=budget.facts,
-        )
+        clocked = Clocked(self.schedule, clocks_mhz)
+        window = yield self._commands.metered(phase, clocked, self._steps + 1, settle)
         if not math.isnan(window.power_w):
             self._powers_w[clock] = window.power_w
-            budget.own_w = self._powers_w.get(self.clocks_mhz[0], math.nan)
-        self._news = budget.heed(window)
+            self._budget.own_w = self._powers_w.get(self.clocks_mhz[0], math.nan)
+        self._commands.note(self._budget.heed(window))
         return window
 
     def _fill(self, window: Window) -> None:

@@ -31,8 +31,6 @@ from envpipe_megatron.tuning.replicas import gpu_power_w, level_factor
 
 #: A new plan must be better by this share than the one that runs.
 _WORTH = 5e-4
-#: After so many windows at most, planning that failed is tried again.
-_LATEST = 1024
 #: The policy of what runs while no plan could be made.
 UNPLANNED = "baseline"
 
@@ -83,10 +81,10 @@ def planned(problem: Problem, notes: tuple[str, ...]) -> tuple[Plan, tuple[str, 
     return made.plan, (*made.notes, *notes)
 
 
-def first_plans(asked: Mapping[int, Sequence[Asked]], followed: Sequence[int] = ()) -> _Made:
-    """By level, the first plan of those asked for that there is; LinearProgramError: none.
+def first_plans(asked: Mapping[int, Sequence[Asked]], levels: Sequence[int] = ()) -> _Made:
+    """Return the first plan that there is of those asked for, by level; LinearProgramError: none.
 
-    And levels that follow the plan of level 0, in its order.
+    And of other levels of the frontier, plans in the order of that of level 0.
     """
     made: dict[int, Planned] = {}
     for level, (*others, last) in asked.items():
@@ -96,7 +94,7 @@ def first_plans(asked: Mapping[int, Sequence[Asked]], followed: Sequence[int] = 
                 break
         else:
             made[level] = solve(last[0])
-    for level in followed:
+    for level in levels:
         lead, problem = made[0].plan, asked[0][0][0]
         own_s, factor = lead.cost.iteration_time_s, level_factor(level)
         like = replace(problem, order=lead.schedule, own_s=own_s, deadline_factor=factor)
@@ -149,15 +147,8 @@ class Planner:
         self.won = ""
         #: Why nothing could be begun.
         self._failure: Exception | None = None
-        #: Whether what is planned is the best order, not only clocks.
-        self._reorders = True
-        #: How often planning failed, and the window after which it is tried again; 0: it is not.
-        self._failures, self._again_at = 0, 0
-
-    @property
-    def reorders(self) -> bool:
-        """True if the best order is being made, not only clocks."""
-        return self.busy and self._reorders
+        #: Whether what is planned, or was last, is the best order, not only clocks.
+        self.reorders = True
 
     @property
     def busy(self) -> bool:
@@ -170,59 +161,39 @@ class Planner:
         try:
             if failure is not None:
                 raise failure
-            plans = self._taken(self._background)
+            return self._taken(self._background)
         except Exception as error:  # of any kind: there is a plan to go on with
             if not isinstance(error, EnvPipeError):
                 logger.exception("Planning failed")
             failed(f"nothing better is planned: {type(error).__name__}: {error}")
             return {}
-        if plans is not None and self._reorders:
-            self._failures = 0
-        return plans
 
-    def failed(self, windows: int) -> None:
-        """Have the best plan made again, each time later; so many windows have passed."""
-        self._failures += 1
-        self._again_at = windows + min(2**self._failures, _LATEST)
+    def begin(
+        self,
+        order: Schedule | None,
+        faster: float = 0.0,
+        levels: Sequence[int] = (),
+        *,
+        whole: bool = False,
+    ) -> None:
+        """Begin a plan for an order, or for the best there is: level 0 of what `take` returns.
 
-    def is_due(self, windows: int) -> bool:
-        """True if a plan is to be made again after a failure."""
-        return 0 < self._again_at <= windows
-
-    def begin_again(self, windows: int) -> None:
-        """Have the best plan made once more when this one is there; so many windows have passed."""
-        self._again_at = windows + 1
-
-    def begin(self, order: Schedule | None, faster: float, followed: Sequence[int] = ()) -> None:
-        """Make a plan for an order, or the best there is, if possible faster by a share.
-
-        Levels of the frontier that are `followed` come with it.
+        Args:
+            order: None for the best.
+            faster: share by which it is to be faster than what is asked, if that is possible.
+            levels: of the frontier, for which there are to be plans in its order too.
+            whole: whether level 1 is to be the best plan without split backwards.
         """
-        self._reorders = order is None
-        if self._reorders:
-            self._again_at = 0
-        factor = self.limits.deadline_factor
+        self.reorders, factor = order is None, self.limits.deadline_factor
         factors = [None] if factor is None else dict.fromkeys([factor - faster, factor])
-        self._begin(
-            lambda known: {0: [self._asked(known, order, each) for each in factors]}, followed
-        )
-
-    def begin_shortest(self, *, whole: bool) -> None:
-        """Make the plan of the best order, and as level 1 that of whole backwards if asked for."""
-        self._begin(
-            lambda known: {
-                level: [self._asked(profile, None, None)]
-                for level, profile in enumerate((known, known.whole())[: 1 + whole])
-            }
-        )
-
-    def begin_levels(self, order: Schedule, levels: Sequence[int], expected: float) -> None:
-        """Make plans of an order for levels of the frontier, of which the first is `expected`."""
-        self._reorders, first = False, self.limits.deadline_factor or expected
-        factors = {level: first * level_factor(level) for level in levels}
-        self._begin(
-            lambda known: {level: [self._asked(known, order, at)] for level, at in factors.items()}
-        )
+        try:
+            known = self._store.profile(careful=True)
+            asked = {0: [self._asked(known, order, each) for each in factors]}
+            if whole:
+                asked[1] = [self._asked(known.whole(), None, None)]
+            self._background.start(partial(first_plans, asked, levels))
+        except Exception as error:  # of any kind: whoever takes the plans raises it
+            self._failure = error
 
     def quick(self, order: Schedule) -> Plans:
         """A plan of an order, made in seconds: begun by the first call, and there once.
@@ -246,17 +217,6 @@ class Planner:
 
     def _asked(self, known: Profile, order: Schedule | None, factor: float | None) -> Asked:
         return self._ask(known, order, factor, self.limits.objective)
-
-    def _begin(
-        self,
-        ask: Callable[[Profile], Mapping[int, Sequence[Asked]]],
-        followed: Sequence[int] = (),
-    ) -> None:
-        try:
-            asked = ask(self._store.profile(careful=True))
-            self._background.start(partial(first_plans, asked, followed))
-        except Exception as error:  # of any kind: whoever takes the plans raises it
-            self._failure = error
 
     def _taken(self, background: Background[_Made]) -> Plans | None:
         made = background.take()

@@ -51,9 +51,9 @@ class Followers:
         self.usual = 0
         self._factor: FloatArray = np.ones(num_replicas)
         self._differ = _DIFFER
+        #: By level, what was planned, and how ranks run it.
+        self._plans: dict[int, Plan] = {}
         self._orders: dict[int, Clocked] = {}
-        self._times_s: dict[int, float] = {}
-        self._powers_w: dict[int, float] = {}
 
     @property
     def running(self) -> tuple[tuple[Clocked, ...], tuple[int, ...]]:
@@ -64,7 +64,7 @@ class Followers:
 
     def lead(self, plan: Plan) -> None:
         """All replicas run this plan from now on; the frontier of the one before is forgotten."""
-        self._orders, self._times_s, self._powers_w = {}, {}, {}
+        self._plans, self._orders = {}, {}
         self.levels, self.missing = [0] * len(self.levels), []
         self._asked = set()
         self.extend({0: plan})
@@ -72,14 +72,13 @@ class Followers:
     def extend(self, plans: Mapping[int, Plan]) -> None:
         """Add plans of levels."""
         for level, plan in plans.items():
+            self._plans[level] = plan
             self._orders[level] = Clocked(plan.schedule, plan.frequency_mhz, timed(plan))
-            self._times_s[level] = plan.cost.iteration_time_s
-            self._powers_w[level] = gpu_power_w(plan)
 
     @property
     def power_w(self) -> float:
         """Mean power of a GPU that is predicted, of all replicas at their levels."""
-        return float(np.mean([self._powers_w[level] for level in self.levels]))
+        return float(np.mean([gpu_power_w(self._plans[level]) for level in self.levels]))
 
     def asked(self) -> list[int]:
         """The missing levels, once: what could not be planned is not asked for again."""
@@ -92,7 +91,8 @@ class Followers:
 
         The error is the standard error of these times, as a share.
         """
-        times_s = [1.0 if alike else self._times_s[level] for level in self.levels]
+        plans = [] if alike else [self._plans[level] for level in self.levels]
+        times_s = [plan.cost.iteration_time_s for plan in plans] or 1.0
         factor = self._factor = own_s / times_s
         self._differ = max(_DIFFER, _SURELY * error)
         self.usual = int(factor.argsort()[(len(factor) - 1) // 2])

@@ -83,7 +83,7 @@ class ShortestOrder:
             measured = self._store.at_top(self._measured)
             yield from self._run_order(Phase.PROFILE, measured, settle=1)
         # A framework's own order that splits backwards has no time of whole ones.
-        self._planner.begin_shortest(whole=not self._own.schedule.split)
+        self._planner.begin(None, whole=not self._own.schedule.split)
 
     def _turn_to(self, plans: Plans) -> Run[None]:
         """Try those that are predicted to be shorter than what runs, until one is."""

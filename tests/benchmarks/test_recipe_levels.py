@@ -56,7 +56,7 @@ def test_published_recipes():
     assert below == {"CUDA graphs over the full iteration"}
     checked = sum(job.has_pipeline and bool(job.decide().to_check) for job in read_jobs(SHARED))
     of_pipelines = totals[True]
-    page = " ".join((Path(__file__).parents[2] / "docs" / "megatron_lm.md").read_text().split())
+    page = " ".join((Path(__file__).parents[2] / "docs" / "do" / "level.md").read_text().split())
     assert (
         f"{of_pipelines['jobs']} have a pipeline: {of_pipelines['order'] - checked} get `order`, "
         f"{checked} more if their self-check holds, {of_pipelines['units']} `units`"

@@ -11,7 +11,8 @@ from benchmarks.planner.workloads import read_workloads
 from benchmarks.schedules import families
 from benchmarks.schedules import pictures as schedule_pictures
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "schedules.md"
+DOCS = Path(__file__).resolve().parents[2] / "docs"
+PAGE = DOCS / "understand" / "schedules.md"
 NUMBER = re.compile(r"\d+(?:\.\d+)?")
 
 
@@ -37,8 +38,8 @@ def test_every_picture_is_drawn_and_shown_on_the_page(cases, tmp_path):
     page = PAGE.read_text(encoding="utf-8")
     for case in cases:
         if case.picture:
-            assert f"](pictures/{case.picture}.png)" in page
-            assert (PAGE.parent / "pictures" / f"{case.picture}.png").is_file()
+            assert f"](../pictures/{case.picture}.png)" in page
+            assert (DOCS / "pictures" / f"{case.picture}.png").is_file()
 
 
 @on_request("FIGURES")
@@ -46,7 +47,7 @@ def test_every_picture_is_drawn_and_shown_on_the_page(cases, tmp_path):
 def test_the_page_has_what_families_of_orders_save():
     """Of the workload with the fewest microbatches, which is the first of each four figures."""
     workload = read_workloads(outputs.PERSEUS_DATA)[0]
-    page = PAGE.read_text(encoding="utf-8").splitlines()
+    page = (DOCS / "evidence" / "planning.md").read_text(encoding="utf-8").splitlines()
     lines = families.tables(families.compare(workload)).splitlines()[4:]
     assert len(lines) == 4  # Megatron runs no chunks with fewer microbatches than stages
     for line in lines:

@@ -5,6 +5,7 @@ import re
 import shlex
 from pathlib import Path
 
+import page_commands
 import pytest
 from commands import run_badly, run_well
 
@@ -12,19 +13,21 @@ from envpipe_megatron import api
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLE = "configs/profiles/quickstart.csv"
-PAGE = "docs/planner.md"
+PAGE = "docs/do/plan.md"
+PYTHON_PAGE = "docs/lookup/python.md"
 
 
 def commands(page):
-    """The `envpipe` commands of a page's shell blocks that need nothing but the example profile."""
-    blocks = re.findall(r"```bash\n(.*?)```", (ROOT / page).read_text(), re.DOTALL)
-    lines = [line for text in blocks for line in text.replace("\\\n", " ").split("\n")]
-    return [shlex.split(line, comments=True)[1:] for line in lines if EXAMPLE in line]
+    """The `envpipe` commands of a page's blocks that need nothing but the example profile."""
+    blocks = [block.commands() for block in page_commands.blocks(ROOT / page)]
+    lines = [line for block in blocks if EXAMPLE in " ".join(block) for line in block]
+    return [shlex.split(line, comments=True)[1:] for line in lines]
 
 
-@pytest.mark.parametrize(
-    ("page", "names"), [("README.md", ["plan", "simulate"]), (PAGE, ["plan", "plan"])]
-)
+PLANNED = ["plan", "export-schedule", "plan", "plan", "plan", "straggler", "compare"]
+
+
+@pytest.mark.parametrize(("page", "names"), [("README.md", ["plan", "simulate"]), (PAGE, PLANNED)])
 def test_documented_commands_run_as_written(tmp_path, monkeypatch, caplog, page, names):
     (tmp_path / "configs").symlink_to(ROOT / "configs")
     monkeypatch.chdir(tmp_path)
@@ -52,11 +55,11 @@ def test_documented_commands_run_as_written(tmp_path, monkeypatch, caplog, page,
 def test_the_python_of_the_planners_page_runs_and_it_names_all_there_is(tmp_path, monkeypatch):
     (tmp_path / "configs").symlink_to(ROOT / "configs")
     monkeypatch.chdir(tmp_path)
-    text = (ROOT / PAGE).read_text()
+    text = (ROOT / PYTHON_PAGE).read_text()
     blocks = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
     assert len(blocks) == 2
     for block in blocks:
-        exec(compile(block, PAGE, "exec"), {})
+        exec(compile(block, PYTHON_PAGE, "exec"), {})
     assert run_well("export-schedule", "plan.json").stdout
     refused = run_badly("plan", "--profile", EXAMPLE, "--schedule", "order.csv")
     assert "has 2 stages, 3 microbatches" in refused
@@ -64,7 +67,7 @@ def test_the_python_of_the_planners_page_runs_and_it_names_all_there_is(tmp_path
     assert set(api.__all__) <= listed
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/guide.md", PAGE])
+@pytest.mark.parametrize("page", ["README.md", "docs/start/quickstart.md", PAGE])
 def test_before_its_first_command_a_page_says_how_it_gets_on_the_path(page):
     text = (ROOT / page).read_text()
     assert "source .venv/bin/activate" in text.partition("\nenvpipe ")[0]

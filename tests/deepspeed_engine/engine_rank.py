@@ -181,7 +181,7 @@ class FastJobs:
 
     def follow(self, engine: EnvPipeEngine) -> None:
         """Let the meter see the time that is jumped over."""
-        self.time.meanwhile = engine.session.meter._try_sample
+        self.time.meanwhile = engine.session.parts.meter._try_sample
 
 
 def batches(model: str, vary: bool) -> Iterator[Any]:

@@ -190,7 +190,7 @@ def test_what_is_set_late_leaves_all_steps_to_deepspeed(elsewhere):
     engine.job, made, said = begin()
     engine.job.announce()
     made[0].collectives.first = lambda own: elsewhere or (0, own)
-    engine._look_again()
+    engine._check_again()
     assert [job.level for job in made] == [Level.ORDER, Level.OBSERVE]
     assert ("another rank" if elsewhere else "contiguous") in said[-1]
 
@@ -279,7 +279,7 @@ def test_a_step_without_memory_for_messages_is_deepspeeds_and_so_are_those_after
         "micro_batches": 2,
         "full_microbatches": 2,
         "_reserve_pipe_buffers": lambda count: None,
-        "_tells": False,
+        "_prints": False,
         "steps_per_print": lambda: None,
     }
     for name, value in given.items():

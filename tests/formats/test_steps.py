@@ -169,7 +169,7 @@ def test_a_comparison_in_words_says_more_where_it_is(compared, said):
     time_said = str(replace(found, energy_j=None))  # as without a meter
     energy_said = said.removeprefix(f"{time_said}, ")
     assert energy_said != said
-    line = found.told(2, None, clocks_kept=False)
+    line = found.bill_line(2, None, clocks_kept=False)
     assert line == f"a step takes 329.3 ms ({time_said}) and 214.4 J a GPU ({energy_said})"
 
 

@@ -189,5 +189,5 @@ def test_empty_lines_at_the_end_are_no_ranks(tmp_path, after):
 
 @pytest.mark.parametrize("order", [builders.whole_iteration(2), builders.forward_only(2, 4)])
 def test_an_order_without_backwards_is_no_table(order):
-    with pytest.raises(ScheduleError, match="Forwards alone"):
+    with pytest.raises(ScheduleError, match="Forwards only"):
         torch_csv(order)

@@ -5,6 +5,7 @@ import multiprocessing
 import os
 import select
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -56,29 +57,41 @@ def test_it_says_each_refresh_once(gpu, reader):
     assert [*reader.take()] == []
 
 
-def test_what_a_full_pipe_refuses_is_said_later(monkeypatch):
+def test_what_a_full_socket_refuses_is_said_later(monkeypatch):
     """And is looked at meanwhile: a rank may take nothing for minutes."""
-    gpu, written, full = FakeGpu(), bytearray(), [True, True, False, True, False]
+    gpu, sent, full = FakeGpu(), [], [True, True, False, True]
+    asked: list[bool] = []
 
-    def write(_: int, data: bytes) -> int:
-        gpu.now_s += 0.1
-        if full.pop(0):
+    def send(_: socket.socket, message: dict) -> None:
+        if full and full.pop(0):
             raise BlockingIOError
-        written.extend(part := data[: 70 if len(full) == 2 else None])
-        return len(part)
+        sent.append(message)
 
+    def wait(*_: object) -> tuple[list[int], ...]:
+        gpu.now_s += 0.1
+        asked[:] = [True]
+        return ([0],)
+
+    def receive(_: socket.socket) -> dict | None:
+        if gpu.now_s > 0.35:
+            return None  # the rank has ended
+        if asked and asked.pop():
+            return {"op": "look"}
+        raise BlockingIOError
+
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    monkeypatch.setattr(energy_reader, "_RANK", theirs.detach())
     monkeypatch.setattr(energy_reader, "open_reader", lambda address: gpu)
-    monkeypatch.setattr(os, "write", write)
-    monkeypatch.setattr(os, "set_blocking", lambda *_: None)
-    monkeypatch.setattr(os, "read", lambda *_: b"?" if full else b"")
+    monkeypatch.setattr(energy_reader, "send", send)
+    monkeypatch.setattr(energy_reader, "receive", receive)
     monkeypatch.setattr(signal, "signal", lambda *_: None)
-    monkeypatch.setattr(energy_reader.select, "select", lambda *_: ([0], [], []))
+    monkeypatch.setattr(energy_reader.select, "select", wait)
     order = {"address": asdict(gpu.address), "poll_s": 0.0, "parent": os.getppid()}
     monkeypatch.setattr(sys, "argv", ["", json.dumps(order)])
     energy_reader.main()
-    lines = [json.loads(line) for line in written.splitlines()]
-    assert [line["looks"] for line in lines] == [0, 1, 2, 3, 4]
-    assert [line["reading"][0] for line in lines] == pytest.approx([0, 10, 20, 30, 40])
+    ours.close()
+    assert [message["looks"] for message in sent] == [0, 1, 2, 3]
+    assert [message["reading"][0] for message in sent] == pytest.approx([0, 10, 20, 30])
 
 
 def test_windows_are_those_of_a_meter_of_this_process(gpu, meter):

@@ -27,7 +27,7 @@ from envpipe_megatron.gpu.control import CHOICES, check_controls, choose_control
 from envpipe_megatron.gpu.devices import open_gpu
 from envpipe_megatron.gpu.guard.hold import hold_gpu
 from envpipe_megatron.gpu.guard.lease import Lease, list_leases, undo_lease
-from envpipe_megatron.gpu.guard.resetting import Resetter
+from envpipe_megatron.gpu.guard.resetting import reset_clocks
 from envpipe_megatron.gpu.registry import hardware_backends
 from envpipe_megatron.gpu.site import read_site
 
@@ -134,11 +134,10 @@ class Walk:
             lease = self.call(Lease.take, record.address, "new", rank=None, open_gpu=open_gpu)
             if lease is not None:
                 lease.release()
-        site = read_site()
-        resetter = Resetter(site)
         uuid = self.machine.nvml.uuids[3]
-        list(resetter.reset_all(GpuAddress(name, uuid) for name in hardware_backends()))
-        list(resetter.undo_others([]))
+        addresses = [GpuAddress(name, uuid) for name in hardware_backends()]
+        list(reset_clocks(read_site(), addresses, dead_jobs=False))
+        list(reset_clocks(read_site(), [], dead_jobs=True))
 
     def walk_guard(self):
         for backend, uuid in zip(hardware_backends(), self.machine.nvml.uuids, strict=False):

@@ -15,7 +15,7 @@ import json, os, time
 from pathlib import Path
 
 from envpipe_megatron.gpu.base import (
-    GpuAddress, GpuError, NoDriverError
+    ClockState, GpuAddress, GpuError, NoDriverError
 )
 from envpipe_megatron.gpu.energy_counter import EnergyCounter
 from envpipe_megatron.gpu.registry import Device, Driver, VendorGpu
@@ -83,14 +83,13 @@ class AcmeGpu(VendorGpu):
     def _reset(self):
         self._tell("reset")
 
-    observed_frequency_mhz = 900
     power_w = 100.0
+
+    def clock_state(self):
+        return ClockState(None, 900)
 
     def read_energy(self):
         return self._counter.read()
-
-    def time_s(self):
-        return time.monotonic()
 '''
 
 #: Two ranks on two cards, whose units take what those of emulated GPUs take.
@@ -119,8 +118,8 @@ def train(rank):
             3, plain_stages.SPECS, lambda schedule: plain_stages.PlainWork(schedule, rank)
         )
     session.close()
-    summary = session.clock_summary()
-    found = [summary["backend"], summary["error"], session.meter.last_refresh_s > 0]
+    summary = session.clock.summary()
+    found = [summary["backend"], summary["error"], session.parts.meter.last_refresh_s > 0]
     (root / f"found-{rank}").write_text(json.dumps(found))
 
 sys.exit(run_forked(2, train, Path(sys.argv[1])))
@@ -230,7 +229,7 @@ def test_what_it_refuses_is_said_and_nothing_is_changed(acme):
     doctor, reset = acme.commands("doctor", "clocks reset")
     assert "GPU 1: The card is sealed" in doctor[1]
     assert (reset[0], acme.told()) == (0, ["acme.a reset"])
-    assert "GPU 1 (acme.b): left alone: The card is sealed" in reset[1]
+    assert "GPU 1 (acme.b): left as it is: The card is sealed" in reset[1]
 
 
 def test_a_session_sets_its_clocks_and_gives_them_back(acme, tmp_path):

@@ -117,7 +117,7 @@ ARGV = [  # of a lock command, and what is said of it
     [
         ('backends = ["nvml", "magic"]', ["backends", "nvml, zeusd, command"]),
         ('backends = ["nvml", "nvml"]', ["backends", "once"]),
-        ('backends = "nvml"', ["backends", "list of texts", "'nvml'"]),
+        ('backends = "nvml"', ["backends", "a list", "'nvml'"]),
         ('zeusd_socket = "zeusd.sock"', ["zeusd_socket", "absolute"]),
         ('reset_command = ["/a", "{uuid}"]', ["lock_command", "missing"]),
         ('lock_command = ["/a", "{uuid}", "{mhz}"]', ["reset_command", "missing"]),
@@ -126,31 +126,37 @@ ARGV = [  # of a lock command, and what is said of it
         (PAIR.replace('"/a", "{uuid}"]', '"/a", "{mhz}"]'), ["reset_command", "braces", "{index}"]),
         ("command_time_limit_s = 0", ["command_time_limit_s", "above 0"]),
         *[
-            (f"command_time_limit_s = {bad}", ["command_time_limit_s must be a finite number"])
+            (
+                f"command_time_limit_s = {bad}",
+                ["'command_time_limit_s'", "must be a number of at least 0"],
+            )
             for bad in ("-1", "nan", "inf", "true", "'2'")
         ],
         ("reset_range_mhz = [1410, 210]", ["reset_range_mhz", "lowest"]),
         *[
-            (f"reset_range_mhz = {bad}", ["reset_range_mhz must be a list of two whole numbers"])
+            (f"reset_range_mhz = {bad}", ["'reset_range_mhz'", "a list of 2"])
             for bad in ("1", "[1]", "[1, 2, 3]", "[0, 1]", "[true, 2]", "[1, 2.0]")
         ],
-        ("allow_power_profiles = 1", ["allow_power_profiles must be true or false"]),
-        ("backend = []", ["backend is not a known field", "Known", "backends"]),
+        ("allow_power_profiles = 1", ["'allow_power_profiles'", "must be true or false"]),
+        ("backend = []", ["unknown field (got 'backend')", "Known", "backends"]),
     ],
 )
 def test_a_wrong_field_is_named_with_its_file(tmp_path, fields, said):
     path = site_of(tmp_path, fields)
     message = refused(path)
-    for part in (f"{path}: field gpu_control.", *said):
+    for part in (f"{path}/gpu_control: ", *said):
         assert part in message
 
 
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("", "field format"),
-        ('format = "envpipe-site/1"\ngpu_control = 3', "gpu_control must be a table"),
-        ('format = "envpipe-site/1"\nextra = 3', "field extra"),
+        ("", "field 'format'"),
+        (
+            'format = "envpipe-site/1"\ngpu_control = 3',
+            "'gpu_control' is wrong (got 3). It must be an object",
+        ),
+        ('format = "envpipe-site/1"\nextra = 3', "unknown field (got 'extra')"),
         ("format = ", "not TOML"),
     ],
 )

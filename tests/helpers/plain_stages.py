@@ -137,7 +137,7 @@ def run_fast(session: Session) -> None:
     for owner in (session, session.executor):
         gpu = owner._gpu  # type: ignore[attr-defined]
         fast_time.install(gpu._reader if gpu.read_only else gpu)
-    fast_time.meanwhile = session.meter._try_sample
+    fast_time.meanwhile = session.parts.meter._try_sample
 
 
 def emulate(rank: int, root: Path, preset: Path | str, forward_s: Iterable[float]) -> None:
@@ -231,7 +231,7 @@ def session(
         collectives,
         **options,
     )
-    fast_time.meanwhile = made.meter._try_sample
+    fast_time.meanwhile = made.parts.meter._try_sample
     return made, gpu
 
 

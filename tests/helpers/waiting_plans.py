@@ -54,8 +54,9 @@ def ask(session: Session, text: str | None) -> None:
     """Put the file there, or take it away, on the planning rank; returns when it was looked at."""
     if not session._collectives.is_planner:
         return
-    assert session.output_dir is not None
-    path = session.output_dir / CONTROL_FILE
+    folder = session.parts.folder.path
+    assert folder is not None
+    path = folder / CONTROL_FILE
     if text is None:
         path.unlink()
     else:

@@ -10,7 +10,12 @@ from typing import Any
 
 import pytest
 
-from envpipe_megatron.integrations.levels import LevelError, RefusedError, decide
+from envpipe_megatron.integrations.levels import (
+    LevelError,
+    RefusedError,
+    decide,
+    limits_of_arguments,
+)
 from envpipe_megatron.integrations.options import OptionError
 from envpipe_megatron.integrations.watchers import BETWEEN_STEPS
 
@@ -69,7 +74,7 @@ class FakeTraining:
     made: list[FakeTraining]
 
     def __init__(self, args, options, limits, model, group):
-        decide(args, limits, options.level, checks=options.self_check != "off")
+        decide(limits_of_arguments(args, limits), options.level, checks=options.self_check != "off")
         self.options, self.group = options, group
         self.told: list[str] = []
         self.made.append(self)
@@ -176,7 +181,7 @@ def test_a_training_from_begin_to_end(loop, trainings, tmp_path):
         "begin_step 1",
         "end_step True",
         "log 2 tensorboard None",
-        "tell iteration 2 | energy |",
+        "say iteration 2 | energy |",
         *["pause"] * 3,
         "end",
     ]
@@ -298,7 +303,7 @@ def test_the_level_is_that_of_the_same_arguments(changes, level, said, arguments
     for variable in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF", "CUDA_LAUNCH_BLOCKING"):
         monkeypatch.delenv(variable, raising=False)
     args = arguments.arguments_of(config(**changes), 2)
-    decision = decide(args, arguments.BRIDGE_LIMITS)
+    decision = decide(limits_of_arguments(args, arguments.BRIDGE_LIMITS))
     assert str(decision.level) == level
     assert bool(decision.to_check) is (level == "order" and said is not None)
     assert str(decision) == "level order" if said is None else said in str(decision)
@@ -307,6 +312,10 @@ def test_the_level_is_that_of_the_same_arguments(changes, level, said, arguments
 
 
 def test_the_page_has_the_limits_that_are_bridges_own(arguments):
-    page = (Path(__file__).parents[2] / "docs" / "megatron_bridge.md").read_text().replace("`", "")
+    page = (
+        (Path(__file__).parents[2] / "docs" / "start" / "megatron_bridge.md")
+        .read_text()
+        .replace("`", "")
+    )
     for limit in set(arguments.BRIDGE_LIMITS) - set(arguments.LIMITS):
         assert f"\n| {limit.feature} | {limit.highest} |\n" in page

@@ -7,7 +7,13 @@ from pathlib import Path
 import pytest
 
 from envpipe_megatron.errors import EnvPipeError
-from envpipe_megatron.integrations.levels import Level, LevelError, RefusedError, decide
+from envpipe_megatron.integrations.levels import (
+    Level,
+    LevelError,
+    RefusedError,
+    decide,
+    limits_of_arguments,
+)
 from envpipe_megatron.integrations.megatron.arguments import (
     ArgumentsError,
     read_flags,
@@ -47,7 +53,7 @@ def explained(flags, options=None, environment=None, **placed):
 )
 def test_the_level_is_the_jobs_own_with_each_limit_by_name(flags):
     said = explained(flags)
-    decision = decide(read_flags(f"{PIPELINE} {flags}".split()), LIMITS)
+    decision = decide(limits_of_arguments(read_flags(f"{PIPELINE} {flags}".split()), LIMITS))
     assert said["gets"][0].startswith(f"level {decision.level}: ")
     against = {str(limit) for limits in decision.against.values() for limit in limits}
     assert len(said["way"]) == max(1, len(against))

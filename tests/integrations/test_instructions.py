@@ -290,10 +290,10 @@ def test_without_a_guard_on_one_rank_all_train_and_change_no_clock(pool, folder,
     ranks = started(pool, folder, preset, "guard", type="envelope")
     for phase, _, _, notes, changes in ranks:
         assert (phase, changes) == ("warm-up", 0)
-        assert "not this user's alone" in notes[1]
-    assert any("left alone (" in text and "user's alone" in text for text in ranks[0][2])
+        assert "not only this user's" in notes[1]
+    assert any("left as they are (" in text and "only this user's" in text for text in ranks[0][2])
     for error in started(pool, folder, preset, "guard", require_control=True):
-        assert "not this user's alone" in error
+        assert "not only this user's" in error
 
 
 @pytest.mark.parametrize(

@@ -72,9 +72,9 @@ def test_summary_and_bill_are_of_one_sum(only_measures, tmp_path):
         ranks.append(({**told, "clocks": {"followed": None, "backend": "none"}}, sums))
     session: Any = SimpleNamespace(
         summary=lambda: ranks[0][0],
-        energy_sums=lambda: ranks[0][1],
-        memory=SimpleNamespace(stages=None),
-        only_measures=only_measures,
+        energy=SimpleNamespace(sums=lambda: ranks[0][1]),
+        parts=SimpleNamespace(memory=SimpleNamespace(stages=None)),
+        options=SimpleNamespace(measures_alone=lambda: only_measures),
         executed=["F0", "B0"],
     )
     collectives: Any = SimpleNamespace(

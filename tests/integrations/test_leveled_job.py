@@ -9,14 +9,14 @@ from leveled_jobs import begin, given
 
 from envpipe_megatron.core.kinds import Kind
 from envpipe_megatron.core.orders import builders
-from envpipe_megatron.integrations.framework_units import Seen
+from envpipe_megatron.integrations.framework_units import SeenUnit
 from envpipe_megatron.integrations.job import JobError
-from envpipe_megatron.integrations.levels import Level, LevelError, stands_against
+from envpipe_megatron.integrations.levels import Level, LevelError, Limit
 from envpipe_megatron.runtime.channel.collectives import CollectivesError
 
-DRAWS = stands_against("random numbers", Level.UNITS, "drawn in order")
-GRAPHS = stands_against("graphs", Level.UNIFORM, "no host")
-LEFT = stands_against("its own schedule", Level.OBSERVE, "it was set later")
+DRAWS = Limit("random numbers", Level.UNITS, "drawn in order")
+GRAPHS = Limit("graphs", Level.UNIFORM, "no host")
+LEFT = Limit("its own schedule", Level.OBSERVE, "it was set later")
 FILES = {"plan": Path("plan.json"), "profile": Path("profile.csv")}
 
 
@@ -92,7 +92,7 @@ def test_a_step_that_failed_is_waited_for_where_another_begins_and_not_at_the_en
     run = made.session.open_iteration.return_value
     run.configure_mock(units=order.stages[0], next_unit=None, whole=True)
     job.begin_step(0)
-    job.follow(order, Mock()).begin(Seen(Kind.FORWARD))
+    job.follow(order, Mock()).begin(SeenUnit(Kind.FORWARD))
     job.fail()
     assert (run.whole, job.in_step, run.end_unit.called) == (False, False, False)
     made.session.highest_clock.assert_called_once()

@@ -6,12 +6,18 @@ import pytest
 import torch
 
 from envpipe_megatron.integrations.hooking import replaced
-from envpipe_megatron.integrations.levels import Level, Limit, decide, on
+from envpipe_megatron.integrations.levels import (
+    ArgumentLimit,
+    Level,
+    decide,
+    limits_of_arguments,
+    on,
+)
 
-EXPERTS = Limit("experts", on("experts"), Level.ORDER, "not proven")
-VISION = Limit("vision", on("vision"), Level.ORDER, "not proven")
-GRAPHS = Limit("graphs", on("graphs"), Level.UNITS, "captured")
-ONE_GRAPH = Limit("one graph", on("one_graph"), Level.UNIFORM, "no host")
+EXPERTS = ArgumentLimit("experts", Level.ORDER, "not proven", on("experts"))
+VISION = ArgumentLimit("vision", Level.ORDER, "not proven", on("vision"))
+GRAPHS = ArgumentLimit("graphs", Level.UNITS, "captured", on("graphs"))
+ONE_GRAPH = ArgumentLimit("one graph", Level.UNIFORM, "no host", on("one_graph"))
 LIMITS = (EXPERTS, VISION, GRAPHS, ONE_GRAPH)
 
 
@@ -37,7 +43,7 @@ def asking(names):
 )
 def test_the_highest_that_is_left_and_what_stands_against_the_next(asked, checks, said):
     """What is decided of Megatron's own table, `test_megatron_lm_limits` has in any combination."""
-    assert str(decide(asking(asked), LIMITS, checks=checks)) == said
+    assert str(decide(limits_of_arguments(asking(asked), LIMITS), checks=checks)) == said
 
 
 def test_names_of_objects_classes_and_modules_are_replaced_and_put_back():

@@ -172,7 +172,7 @@ def test_options_are_read_from_the_arguments(monkeypatch, tmp_path):
 
 
 def test_the_user_guide_lists_what_is_refused():
-    guide = (Path(__file__).parents[2] / "docs" / "megatron_deepspeed.md").read_text()
+    guide = (Path(__file__).parents[2] / "docs" / "start" / "megatron_deepspeed.md").read_text()
     assert not [feature for feature in REFUSED if f"- {feature}\n" not in guide]
 
 

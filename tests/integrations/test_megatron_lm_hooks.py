@@ -58,7 +58,7 @@ def job(hooks, monkeypatch):
         close=lambda: session.told.append("close"),
     )
     training, *_ = begin(hooks.Training)
-    training.job, training._stand_in = made, None
+    training.job, training._replacement = made, None
     made_hooks = fresh_hooks(hooks, monkeypatch)
     made_hooks.job = training
     for name in ("validate", "begin_training"):
@@ -214,15 +214,17 @@ def test_whole_steps_are_opened_and_closed_outside_of_megatrons_function(hooks, 
     told, training = job.session.told, hooks._hooks.job
     run = SimpleNamespace(units=whole_iteration(1).stages[0], next_unit=None)
     run.begin_unit, run.end_unit = (partial(told.append, name) for name in ("begin", "end"))
-    job.session.pipeline_ranks, job.session.open_iteration = [0], lambda *_: run
+    job.session.parts = SimpleNamespace(num_stages=1)
+    job.session.open_iteration = lambda *_: run
     training.decision = replace(training.decision, level=Level.UNIFORM)
-    training._microbatches, training._replaced = 4, None
+    training._microbatches, training._framework_function = 4, None
     monkeypatch.setattr(module, "get_num_microbatches", iter([4, 2]).__next__)
     function = training.in_place_of(lambda **_: told.append("train"))
     for iteration in range(2):
         hooks.begin_step(iteration)
         function(num_microbatches=1)
         hooks.end_step(0)
+    training._replacement = lambda **_: pytest.fail("not Megatron's own")  # at a level above
     function(forward_only=True)
     assert told[:5] == ["begin_step 0", "begin", "train", "end", "end_step"]
     assert told[5:] == ["begin_step 1", "highest_clock", "train", "end_step", "pause", "train"]
@@ -262,7 +264,7 @@ def test_what_flags_do_not_tell_of_a_model_is_checked_or_keeps_megatrons_order(h
     }
     own = gpt()
     own.layer, own.norm = type("Layer", (torch.nn.Linear,), {})(1, 1), torch.nn.LayerNorm(1)
-    assert limits(own) == {f"layers of one's own: {__name__}.Layer": "order"}
+    assert limits(own) == {f"layers of the user's: {__name__}.Layer": "order"}
 
 
 @pytest.mark.parametrize(
@@ -367,7 +369,8 @@ def called(config, ranks=(0, 1), told=None, later=None, **named):
     names = ("forward_step_func", "data_iterator", "num_microbatches", "micro_batch_size")
     given = dict.fromkeys(names, 1) | {"seq_length": 8, "model": SimpleNamespace(config=config)}
     given |= {"p2p_communicator": object(), "pg_collection": groups, **named}
-    session: Any = SimpleNamespace(pipeline_ranks=[0, 1], may_split=False, executed=[])
+    parts = SimpleNamespace(channel=SimpleNamespace(ranks=[0, 1]))
+    session: Any = SimpleNamespace(parts=parts, may_split=False, executed=[])
     stand_in = ForwardBackward(session, 1, lambda **given: own.append(given), first=first)
     with patch("torch.distributed.get_process_group_ranks", lambda group: list(ranks)):
         for _ in range(3):
@@ -398,7 +401,7 @@ def test_a_job_that_trains_without_envpipe(hooks, monkeypatch, caplog, later):
     from megatron.core.pipeline_parallel import schedules
 
     training, *_ = begin(hooks.Training, given(gpu_control="auto" if later else "none"))
-    training._stand_in = training._replaced = None
+    training._replacement = training._framework_function = None
     training.options = replace(training.options, gpu_control="none")
     state = fresh_hooks(hooks, monkeypatch)
     state.options = SimpleNamespace()
@@ -411,7 +414,7 @@ def test_a_job_that_trains_without_envpipe(hooks, monkeypatch, caplog, later):
     if later:
         hooks._hooks.job, schedules.envpipe_hook = training, training.in_place_of
         training._why_lower = "too little of a test"
-        training._args.train_iters = None
+        training._args = SimpleNamespace(train_iters=None)
     else:
         hooks.begin_training(SimpleNamespace(log_energy=True), [gpt()])
     hooks.begin_step(0)

@@ -8,7 +8,13 @@ from typing import Any
 
 import pytest
 
-from envpipe_megatron.integrations.levels import FREES_WHILE_TRAINING, Level, LevelError, decide
+from envpipe_megatron.integrations.levels import (
+    FREES_WHILE_TRAINING,
+    Level,
+    LevelError,
+    decide,
+    limits_of_arguments,
+)
 from envpipe_megatron.integrations.megatron.limits import LIMITS
 
 #: As Megatron-LM has it until 0.17.
@@ -109,7 +115,7 @@ def no_allocator_settings(monkeypatch):
 )
 def test_what_tests_have_proven_needs_no_check(asked):
     for checks in (True, False):
-        found = decide(job(**asked), LIMITS, checks=checks)
+        found = decide(limits_of_arguments(job(**asked), LIMITS), checks=checks)
         assert (found.level, found.to_check) == (Level.ORDER, ())
 
 
@@ -117,7 +123,9 @@ def test_each_row_is_asked_for_and_leaves_its_level():
     unseen = {limit.feature for limit in LIMITS} - {FREES_WHILE_TRAINING, "CUDA_LAUNCH_BLOCKING"}
     for asked, level in ASKING:
         args = job(**{**DEFAULTS, **asked})
-        found, unchecked = (decide(args, LIMITS, checks=checks) for checks in (True, False))
+        found, unchecked = (
+            decide(limits_of_arguments(args, LIMITS), checks=checks) for checks in (True, False)
+        )
         assert found.level is level, asked
         assert unchecked.level is min(level, Level.UNITS), asked
         against = unchecked if level is Level.ORDER else found
@@ -132,9 +140,9 @@ def test_each_row_is_asked_for_and_leaves_its_level():
 @pytest.mark.parametrize("variable", ["PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"])
 def test_an_allocator_that_frees_while_training(monkeypatch, variable):
     monkeypatch.setenv(variable, "expandable_segments:True, garbage_collection_threshold:0.0")
-    assert decide(job(), LIMITS).to_check == ()
+    assert decide(limits_of_arguments(job(), LIMITS)).to_check == ()
     monkeypatch.setenv(variable, "expandable_segments:True, garbage_collection_threshold:0.8")
-    found = decide(job(), LIMITS)
+    found = decide(limits_of_arguments(job(), LIMITS))
     assert found.level is Level.ORDER
     assert [limit.feature for limit in found.to_check] == [FREES_WHILE_TRAINING]
 
@@ -149,7 +157,7 @@ def test_any_combination_gets_a_level_and_no_feature_raises_it():
             asked |= setting
         asked["pipeline_model_parallel_size"] = draw.choice((1, 2, 8))
         args, checks = job(**asked), draw.random() < 0.7
-        found = decide(args, LIMITS, checks=checks)
+        found = decide(limits_of_arguments(args, LIMITS), checks=checks)
         assert list(found.against) == [level for level in Level if level > found.level]
         assert all(found.against.values())
         wanted = [limit for limit in LIMITS if limit.asks(args)]
@@ -157,22 +165,25 @@ def test_any_combination_gets_a_level_and_no_feature_raises_it():
         assert list(found.to_check) == (wanted if found.level is Level.ORDER else [])
         assert checks or not found.to_check
         added = {k: v for k, v in draw.choice(features).items() if k not in asked}
-        assert decide(job(**asked, **added), LIMITS, checks=checks).level <= found.level
+        assert (
+            decide(limits_of_arguments(job(**asked, **added), LIMITS), checks=checks).level
+            <= found.level
+        )
         level = draw.choice(list(Level))
         if level <= found.level:
-            lower = decide(args, LIMITS, level, checks=checks)
+            lower = decide(limits_of_arguments(args, LIMITS), level, checks=checks)
             assert lower.level is level
             assert lower.to_check == (found.to_check if level is Level.ORDER else ())
             continue
         with pytest.raises(LevelError) as error:
-            decide(args, LIMITS, level, checks=checks)
+            decide(limits_of_arguments(args, LIMITS), level, checks=checks)
         for limit in wanted:  # those against this level are named, and no others
             highest = limit.highest if checks else min(limit.highest, Level.UNITS)
             assert (str(limit) in str(error.value)) == (highest < level)
 
 
 def test_the_user_guide_has_the_table():
-    guide = (Path(__file__).parents[2] / "docs" / "megatron_lm.md").read_text()
+    guide = (Path(__file__).parents[2] / "docs" / "lookup" / "levels.md").read_text()
     table = guide.partition("| feature | highest level |")[2].partition("\n\n")[0]
     assert table.splitlines()[2:] == [
         f"| {limit.feature} | `{limit.highest}` | {limit.reason} |" for limit in LIMITS

@@ -243,11 +243,11 @@ def test_a_step_without_memory_for_messages_is_megatrons_and_the_level_falls():
         raise MemoryFullError("too little of a test")
 
     training, made, said = begin(Training)
-    training._args.train_iters = None
+    training._args = SimpleNamespace(train_iters=None)
     # Where the GPU cannot be read by then, all later steps are Megatron's as well.
     training.options = replace(training.options, gpu_control="none")
     stand_in = {"end_step": lambda own, skipped: None, "__call__": full}
-    training._stand_in, training._replaced = type("Full", (), stand_in)(), dict
+    training._replacement, training._framework_function = type("Full", (), stand_in)(), dict
     assert training._forward_backward(model="m") == {"model": "m"}
     assert training.level is Level.ORDER, "within the step"
     for _ in range(2):
@@ -270,10 +270,10 @@ def test_a_job_checks_what_its_table_says_and_split_backwards(monkeypatch, check
     training, (job,), _ = begin(module.Training)
     job.channel = None
     job.session.may_split = may_split
-    training._checked, training._replaced = checked, dict
+    training._args, training._checked, training._framework_function = None, checked, dict
     training._microbatches, training._model = 4, []
     job.collectives.first = None
-    check = training._make_stand_in()._check
+    check = training._make_replacement()._check
     if not checked and not may_split:
         assert check is None
         return

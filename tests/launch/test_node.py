@@ -160,7 +160,7 @@ class Ended:
         self.finished: list[tuple[int, float]] = []
         self._ledgers = [SimpleNamespace(energy_j=energy_j) for energy_j in own_j]
         self._late = late or []
-        self.__dict__ |= {"bill": None, "trouble": "", **facts}
+        self.__dict__ |= {"bill": None, "why_incomplete": "", **facts}
 
     def ledgers(self) -> list[Any]:
         return self._ledgers
@@ -177,7 +177,7 @@ class Ended:
         (Ended(), 3, [], 0.0),
         (Ended(1.25, 2.5), 0, ["3.8 J on this node, in its log\n"], LONG_S),
         (
-            Ended(1.0, trouble="why"),
+            Ended(1.0, why_incomplete="why"),
             5,
             ["1.0 J on this node, in its log\n", "the job's bill may lack them: why\n"],
             LONG_S,

@@ -1,6 +1,6 @@
 """Megatron-Bridge's own `pretrain` on the CPU computes the same with EnvPipe's callback as without.
 
-A run takes half a minute. The interpreter needs what Bridge imports: docs/megatron_bridge.md.
+A run takes half a minute. The interpreter needs what Bridge imports: docs/start/megatron_bridge.md.
 """
 
 import importlib.util

@@ -146,7 +146,7 @@ def answer_for_cuda() -> None:
 
 def name_triton() -> None:
     """Stand in for Triton as `envpipe patch check` does; Megatron-LM imports it unasked."""
-    probe = Path(__file__).parents[2] / "envpipe_megatron" / "patching" / "probe.py"
+    probe = Path(__file__).parents[2] / "envpipe_megatron" / "patching" / "liveness.py"
     runpy.run_path(str(probe))["StandIns"]({"megatron"})
 
 

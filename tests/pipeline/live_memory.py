@@ -106,7 +106,7 @@ def peaks_of_orders(
     order_of, peaks = iter([job.own_order, job.own_order, ran, *orders]), []
 
     def run_iteration(session: Any, count: int, specs: Any, make_work: Any, **_: Any) -> None:
-        order, memory = next(order_of), session.memory
+        order, memory = next(order_of), session.parts.memory
         memory.watch = Watch.UNITS if order is ran else Watch.PEAK
         watched = partial(execute, unit_ended=memory.begin_units())
         with patch("envpipe_megatron.runtime.job.session.execute", watched):

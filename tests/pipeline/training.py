@@ -59,7 +59,7 @@ from envpipe_megatron.gpu.emulated.emulated_gpu import EmulatedGpu
 from envpipe_megatron.integrations.device import use_cpu
 from envpipe_megatron.integrations.megatron import core, split_backward
 from envpipe_megatron.integrations.megatron.core import ForwardBackward
-from envpipe_megatron.integrations.megatron.kept import KeptOrder
+from envpipe_megatron.integrations.megatron.hooked import HookedForwardBackward
 from envpipe_megatron.integrations.megatron.self_check import SelfCheck
 from envpipe_megatron.integrations.megatron.work import MegatronWork
 from envpipe_megatron.runtime.channel.collectives import Collectives, make_collectives
@@ -366,7 +366,9 @@ def _train(
                 result.failed = stand_in.end_step(skipped=not stepped)
             session.end_step()
         if job.evaluate_after == step:
-            _evaluate(job, call, result)
+            if session is not None:
+                session.pause()
+            _evaluate(job, partial(get_forward_backward_func(), **call.keywords), result)
         if last:
             break
         step += 1
@@ -419,16 +421,15 @@ def _check(
 
 def _stand_in(
     job: Job, ours: Ours, session: Session, collectives: Collectives, result: Result
-) -> ForwardBackward | KeptOrder:
+) -> ForwardBackward | HookedForwardBackward:
     if not ours.kept_orders:
         check = _check(ours, job.microbatches, session, collectives, result)
-        return ForwardBackward(session, check=check, full_microbatches=job.microbatches)
+        return ForwardBackward(session, check=check)
     orders = {order.num_microbatches: order for order in ours.kept_orders}
-    return KeptOrder(
+    return HookedForwardBackward(
         session,
         get_forward_backward_func(),
         orders.__getitem__,
-        job.microbatches,
         collectives,
     )
 
@@ -765,7 +766,7 @@ def _session(
         result=result,
         num_chunks=job.chunks,
     )
-    fast_time.meanwhile = session.meter._sample
+    fast_time.meanwhile = session.parts.meter._sample
     return session
 
 

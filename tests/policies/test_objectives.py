@@ -223,5 +223,5 @@ def test_objectives_that_make_no_sense_are_refused(parts, said):
 
 
 def test_only_the_optimal_policy_has_an_objective():
-    with pytest.raises(PlannerError, match="knows no objective"):
+    with pytest.raises(PlannerError, match="takes no objective"):
         make_plan(PROFILE, PlanRequest(8, objective=Objective(Goal.TIME)))

@@ -237,7 +237,7 @@ REFUSED = [
     ("envpipe", {"max_in_flight": (5, 5)}, r"\(got 5, 5\)"),
     ("zero-bubble", {}, "Unknown schedule.*zero-bubble"),
     *[
-        ("1f1b", {"policy": policy, **wish}, rf"{policy} knows no {said}.*--policy optimal")
+        ("1f1b", {"policy": policy, **wish}, rf"{policy} takes no {said}.*--policy optimal")
         for policy in ("baseline", "uniform", "envelope")
         for wish, said in (
             ({"deadline_factor": 1.1}, "deadline.*got 1.1"),

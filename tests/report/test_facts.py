@@ -12,7 +12,7 @@ from envpipe_megatron.core.timeline import Timeline
 from envpipe_megatron.formats.account import NO_TARIFF, Account
 from envpipe_megatron.formats.steps import Comparison
 from envpipe_megatron.report.facts import ReportFacts, find_bubbles
-from envpipe_megatron.report.page.document import page_text
+from envpipe_megatron.report.page.document import page_text, tiles_of
 from envpipe_megatron.report.summary import comparison_section, sections_of
 from envpipe_megatron.report.trace import TraceFacts
 
@@ -134,7 +134,7 @@ def test_where_nothing_was_changed_nothing_was_saved(tmp_path, changed_nothing):
     assert total.startswith("energy of 0 GPUs")
     told = "own baseline: a step takes 200 ms (10.00 +- 0.39 % less time) and 40 J a GPU"
     assert (told in line, "is chance" in line) == (not changed_nothing, changed_nothing)
-    page = page_text("A job", page_made.folder(tmp_path), facts, None, [], [])
+    page = page_text("A job", (), [], "report", tiles_of(facts))
     assert ("10.00 +- 0.39 % less time, 12.00" in page) == (not changed_nothing)
 
 

@@ -1,7 +1,7 @@
 """The page of a report in a real browser: what moves and answers, and that it asks for nothing."""
 
 import pytest
-from page_made import MICROBATCHES, STAGES, folder, write_page
+from page_made import MICROBATCHES, STAGES, write_page
 
 pytest.importorskip("selenium")
 
@@ -21,8 +21,7 @@ from benchmarks.report.browser import (
     troubles,
 )
 from envpipe_megatron.report.charts import GREY, Chart, Marks, View
-from envpipe_megatron.report.facts import ReportFacts
-from envpipe_megatron.report.page.document import page_text
+from envpipe_megatron.report.page.document import blocks_of, page_text
 
 pytestmark = [
     pytest.mark.xdist_group("browser"),  # one start of it
@@ -232,7 +231,7 @@ def test_a_group_without_names_can_be_chosen(driver, tmp_path):
     chart = Chart("many", "x", "y", [Marks("line", "", GREY, columns)], choice="Power of")
     views = [View("many", "Many", "", [chart])]
     path = tmp_path / "index.html"
-    path.write_text(page_text("A job", folder(tmp_path), ReportFacts(()), None, views, ()))
+    path.write_text(page_text("A job", (), (), "report", (), blocks_of(None, views)))
     troubles(driver)
     page = Page(driver, path)
     page.choose("many-group", "each node")

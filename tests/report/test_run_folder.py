@@ -135,4 +135,4 @@ def test_notes_without_energies_are_kept_and_named(tmp_path):
 def test_a_file_that_is_no_object_is_named(tmp_path, name, text):
     put_energy(tmp_path)
     (tmp_path / name).write_text(text)
-    assert lacks(read_run_folder(tmp_path), f"{name} cannot be used: it is damaged")
+    assert lacks(read_run_folder(tmp_path), f"{name} cannot be used: File {tmp_path / name} is not")

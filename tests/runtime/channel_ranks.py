@@ -156,6 +156,7 @@ def exchange(rank: int, pipelines: Sequence[Sequence[int]], fan_in: int) -> dict
         "to_planner": made.to_planner(rank, max),
         "objects": made.by_stage({rank}, lambda parts: set().union(*parts)),
         "all": made.all_to_planner(rank),
+        "replica": made.replica,
         "latest": made.latest(float(rank)),
         "on_all": [made.on_all(True), made.on_all(rank != 3)],
         "first": [made.first(None), made.first(rank if rank == 5 else None)],

@@ -64,13 +64,13 @@ def train_guarded(rank: int, root: Path, kill_guard: bool) -> Any:
             hold = session.clock._hold
             assert hold is not None
             os.kill(hold.guard_pid, signal.SIGKILL)
-            look_until(lambda: session.clock_summary()["error"] is not None)
+            look_until(lambda: session.clock.summary()["error"] is not None)
             look_until(lambda: gpu.requested_frequency_mhz is None)
         iterate(session, rank, 2)
         after_mhz = gpu.requested_frequency_mhz
     finally:
         session.close()
-    return leases, locked_mhz, forked_mhz, after_mhz, session.clock_summary()["error"]
+    return leases, locked_mhz, forked_mhz, after_mhz, session.clock.summary()["error"]
 
 
 def be_refused(rank: int, root: Path, require: bool) -> Any:
@@ -84,7 +84,7 @@ def be_refused(rank: int, root: Path, require: bool) -> Any:
     requested = gpu.requested_frequency_mhz if rank != 1 else None  # that of the other job
     iterate(session, rank, 4)
     session.close()
-    energy_j = session.energy_log.totals["steady"].energy_j
+    energy_j = session.energy.log.totals["steady"].energy_j
     return session.state.phase.value, session.state.notes, requested, energy_j
 
 
@@ -96,7 +96,7 @@ def be_without_a_folder(rank: int, root: Path, victim: int) -> tuple[str, bool]:
     session, _ = _guarded_session(rank, config, root)
     iterate(session, rank, 3)
     session.close()
-    return session.state.phase.value, session.clock_summary()["changes"] > 0
+    return session.state.phase.value, session.clock.summary()["changes"] > 0
 
 
 def choose(

@@ -230,7 +230,8 @@ class FakeJob:
             device = FakeMemory(capacity)
             stage = FakeStage(device, sizes(rank), random.Random(100 * seed + rank))
             replica, own = divmod(rank, stages)
-            ranks = Collectives(own, pipelines[replica].of(own), [trees[own].of(replica)], replicas)
+            groups = pipelines[replica].of(own), [trees[own].of(replica)]
+            ranks = Collectives(own, *groups, replicas, replica)
             memory = JobMemory(device, own, ranks, self._say(rank))
             self.devices.append(device)
             self.ranks.append((rank % stages, stage, memory))

@@ -119,7 +119,11 @@ def train(
         session.close()
     told.bill = end_of_job(session, session._collectives, root)
     state = session.state
-    told.phase, told.notes, told.memory = state.phase.value, state.notes, session.memory.stages
+    told.phase, told.notes, told.memory = (
+        state.phase.value,
+        state.notes,
+        session.parts.memory.stages,
+    )
     if state.plan is not None and state.profile is not None:
         told.peak_in_flight = state.plan.schedule.peak_in_flight
         told.free_bytes = state.profile.sidecar.free_bytes

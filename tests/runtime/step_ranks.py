@@ -48,7 +48,7 @@ class Framework:
             self.gpu.advance_to(min(end_s, self.gpu.committed_end_s() + REFRESH_S / 2))
             now_s = self.gpu.committed_end_s()
             self.gpu.anchor(emulated_executor.time.monotonic() - now_s)  # type: ignore[attr-defined]
-            self.session.meter._try_sample()
+            self.session.parts.meter._try_sample()
 
     def step(
         self,
@@ -142,8 +142,8 @@ def bill_random_steps(rank: int, root: Path) -> Any:
             made.step(7 + iteration, rng.uniform(0, 0.4))
             made.idle(rng.choice([0.0, 0.0, 0.07]))
             if rng.random() < 0.3:
-                lap = session.lap()
-                job = session.gather(lap)
+                lap = session.energy.lap()
+                job = session.energy.gather(lap)
                 truth = made.lapped()
                 expected_j += truth[0]
                 expected_s += truth[1]
@@ -157,10 +157,10 @@ def bill_random_steps(rank: int, root: Path) -> Any:
                     session.end_step()  # one too many changes nothing
                     session.pause()
         rest = made.lapped()
-        laps.append((session.lap(), None, rest))
+        laps.append((session.energy.lap(), None, rest))
     finally:
         session.close()
-    totals = session.energy_log.totals
+    totals = session.energy.log.totals
     billed = sum(t.energy_j for t in totals.values()), sum(t.duration_s for t in totals.values())
     return laps, billed, (expected_j + rest[0], expected_s + rest[1]), session.summary()
 
@@ -236,9 +236,9 @@ def start_job(
         "said": said,
         "profile": csv,
         "plan": plan,
-        "baseline": session._energy.baselines.get(""),
+        "baseline": session.energy.baselines.get(""),
         "summary": session.summary(),
-        "logged_j": sum(t.energy_j for t in session.energy_log.totals.values()),
+        "logged_j": sum(t.energy_j for t in session.energy.log.totals.values()),
     }
 
 
@@ -287,7 +287,7 @@ def train_kept(
         "reports": reports,
         "said": said,
         "profile": session.state.profile,
-        "baselines": dict(session._energy.baselines),
-        "sums": session.energy_sums(),
+        "baselines": dict(session.energy.baselines),
+        "sums": session.energy.sums(),
         "summary": session.summary(),
     }

@@ -41,7 +41,13 @@ def train(tmp_path_factory):
     if missing := [name for name in NEEDED if importlib.util.find_spec(name) is None]:
         pytest.skip(f"torchtitan imports what is not installed: {', '.join(missing)}")
     text = tmp_path_factory.mktemp("text") / "data.json"
-    sentences = Path(__file__).parents[2].joinpath("docs", "method.md").read_text().split("\n\n")
+    sentences = (
+        Path(__file__)
+        .parents[2]
+        .joinpath("docs", "understand", "method.md")
+        .read_text()
+        .split("\n\n")
+    )
     rows = [{"text": sentence} for sentence in sentences if len(sentence) > 100]
     text.write_text("\n".join(map(json.dumps, 20 * rows)))
 

@@ -17,8 +17,7 @@ from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.trials import run as trial_run
 from envpipe_megatron.trials.machine import emulated_machine
 from envpipe_megatron.trials.proof import Proof
-from envpipe_megatron.trials.quickstart import Quickstart
-from envpipe_megatron.trials.run import run_trial
+from envpipe_megatron.trials.run import Quickstart, run_trial
 from envpipe_megatron.trials.settings import ARMS, ORDER_ARMS, RUNS, Settings, load_text
 
 

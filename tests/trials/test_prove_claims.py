@@ -10,7 +10,7 @@ from envpipe_megatron.core.kinds import Kind
 from envpipe_megatron.core.plan import Plan
 from envpipe_megatron.policies.planner import make_plan
 from envpipe_megatron.policies.request import PlanRequest
-from envpipe_megatron.report.page.document import tables_page
+from envpipe_megatron.report.page.document import page_text
 from envpipe_megatron.report.summary import Section
 from envpipe_megatron.trials.claims import claims_of, difference
 from envpipe_megatron.trials.machine import Machine
@@ -184,7 +184,7 @@ def test_the_line_says_what_is_worse_and_nothing_of_an_arm_that_did_not_run_as_p
 
 def test_sentences_of_a_table_are_broken_into_lines_and_figures_are_not():
     section = Section("Claims", ("", "value", "claim"), (("a", "1", "b" * 50), ("c", "2", "d")))
-    page = tables_page("A page", (), (section,), "prove")
+    page = page_text("A page", (), (section,), "prove")
     assert page.count('<td data-name="claim" class="words">') == 2
     assert page.count('<th class="words">claim</th>') == page.count('class="words"') - 2 == 1
 

@@ -13,8 +13,7 @@ from trials_helpers import locks_mhz, processes_of, short_settings
 from envpipe_megatron.core.plan import read_plan
 from envpipe_megatron.core.profile import read_profile
 from envpipe_megatron.formats.energy import OUTSIDE_STEPS
-from envpipe_megatron.trials.quickstart import Quickstart
-from envpipe_megatron.trials.run import run_trial
+from envpipe_megatron.trials.run import Quickstart, run_trial
 
 pytestmark = pytest.mark.xdist_group("quickstart")
 

@@ -24,7 +24,7 @@ def said(commands: CommandMaker, **bill: str) -> Command:
     """The next command, where the bill is to say something new."""
     commands.bill |= bill
     order = Store(1, 1, WHOLE, [1000, 2000], Sidecar()).at_top(builders.one_f_one_b(1, 2))
-    return commands.for_all(Phase.STEADY, order, 1)
+    return commands.metered(Phase.STEADY, order, 1)
 
 
 def test_the_bill_keeps_what_splitting_won_beside_what_was_too_slow(commands):
@@ -43,7 +43,7 @@ def test_what_a_refused_command_would_have_said_comes_with_the_next(commands):
     commands.take_back()
     commands.note("no memory")
     again = said(commands, won="")
-    assert (again.note, again.billed) == ("something was seen; no memory", "slow")
+    assert (again.note, again.billed) == ("something was seen\nno memory", "slow")
 
 
 @pytest.mark.parametrize(("better", "splits"), [(True, True), (False, True)])
@@ -52,12 +52,13 @@ def test_what_splitting_wins_is_said_of_the_plan_that_runs(monkeypatch, better, 
     store, own = Store(1, 1, WHOLE, [1000, 2000], Sidecar()), builders.one_f_one_b(1, 2)
 
     def plan(*, split: bool) -> Any:
-        cost, schedule = SimpleNamespace(energy_j=1.0), SimpleNamespace(split=split)
+        cost, schedule = SimpleNamespace(energy_j=1.0), SimpleNamespace(split=split, stages=())
         return SimpleNamespace(policy="optimal", schedule=schedule, cost=cost, objective=None)
 
     planner: Any = SimpleNamespace(
         limits=SimpleNamespace(allowed=lambda expected=1.0: expected),
         won="4 %",
+        reorders=True,
         take=lambda failed: {0: plan(split=splits)},
         ready=lambda of: of,
         repriced=lambda of: of,

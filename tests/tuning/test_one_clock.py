@@ -131,7 +131,7 @@ class Job:
         self.kept: list[tuple[int, Mapping[int, StepEnergy]]] = []
         given: dict[str, Any] = {
             "slowdown_percent": 1.0,
-            "settings": ProfilerSettings(1, 5, 1.0),
+            "settings": ProfilerSettings(5, 1.0),
             "follows": True,
             "found_mhz": None,
             "keep": lambda *kept: self.kept.append(kept),
@@ -261,7 +261,9 @@ def test_the_highest_clock_is_compared_with_none():
 
 def test_a_clock_that_was_found_before_waits_with_no_power_budget():
     job = Job(SLOW_AT_1100, "70%", found_mhz=1200)
-    assert job.command.note == "power budget: 70%; full clock is not metered yet"
+    budget, choice = job.command.note.splitlines()
+    assert budget == "power budget: 70%; full clock is not metered yet"
+    assert choice.endswith("1200 MHz, as found before")
     assert job.go_on(4)[0] == (Phase.BASELINE, 1400, 1)
     assert job.clock_mhz == 1100
 

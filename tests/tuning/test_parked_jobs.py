@@ -71,7 +71,7 @@ def run(
     assert plan is not None
     order = builders.one_f_one_b(len(forward_s), MICROBATCHES)
     for _ in range(iterations):
-        own.run([constant_order(Phase.BASELINE, order, TOP_MHZ, TOP_MHZ)] * replicas)
+        own.run([constant_order(Phase.BASELINE, order, TOP_MHZ)] * replicas)
     return Ran(made.iterations, own.iterations, job.said, notes), made, plan
 
 

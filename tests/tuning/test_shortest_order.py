@@ -111,7 +111,7 @@ def run(
         ran.run(iterations)
     beside = OrderedPipelines(trouble, **more)
     top = load_preset("a100-sxm").max_frequency_mhz
-    at_top = constant_order(Phase.BASELINE, own, top, top)
+    at_top = constant_order(Phase.BASELINE, own, top)
     for _ in range(iterations):
         beside.run([at_top] * replicas)
     known = own.stages, half_split(own).stages
@@ -319,7 +319,7 @@ class FakePlanner:
         self._plans = {0: SimpleNamespace(schedule=split), 1: SimpleNamespace(schedule=whole)}
         self._asked = False
 
-    def begin_shortest(self, *, whole: bool) -> None:
+    def begin(self, order: None, *, whole: bool) -> None:
         self._asked = True
 
     def take(self, failed: Any) -> Any:

@@ -108,7 +108,7 @@ def test_clocks_are_left_where_all_stages_are_past_their_valley(monkeypatch):
     order = builders.one_f_one_b(STAGES, MICROBATCHES)
     store = known(order)
     monkeypatch.setattr(store, "valley_mhz", lambda *, waiting: 700.0 if waiting else 1000.0)
-    looks = list(sweep_probe(order, store, ProfilerSettings(2, 3, 1.0)))
+    looks = list(sweep_probe(order, store, ProfilerSettings(3, 1.0)))
     alike = [look for look in looks if np.ptp(look.clocked.frequency_mhz) == 0]
     clocks = [int(look.clocked.frequency_mhz[0, 0]) for look in alike]
     assert looks[: len(clocks)] == alike
@@ -134,23 +134,16 @@ def test_clocks_are_left_where_all_stages_are_past_their_valley(monkeypatch):
 
 def test_a_clock_settles_and_short_iterations_are_repeated_until_they_fill_a_window():
     order = builders.one_f_one_b(STAGES, MICROBATCHES)
-    for settings in (ProfilerSettings(2, 3, 1.0), ProfilerSettings(1, 2, 20.0)):
+    for settings in (ProfilerSettings(3, 1.0), ProfilerSettings(2, 20.0)):
         store = known(order)
         for look in sweep_probe(order, store, settings):
             iteration_s = store.iteration_s(order, look.clocked.frequency_mhz)
-            assert look.settle == settings.settle_iterations
+            assert look.settle == 1
             assert look.iterations >= settings.measured_iterations
             assert look.iterations * iteration_s >= settings.min_window_s
             assert (look.iterations - 1) * iteration_s < max(
                 settings.min_window_s, settings.measured_iterations * iteration_s
             )
-
-
-@pytest.mark.parametrize("iterations", [(0, 1), (1, 0)])
-def test_a_clock_has_an_iteration_to_settle_and_one_to_be_measured(iterations):
-    ProfilerSettings(1, 1)
-    with pytest.raises(SweepError, match="at least one"):
-        ProfilerSettings(*iterations)
 
 
 #: Of one unit of the first chunk, at the highest clock.
@@ -180,7 +173,7 @@ class Hand:
     def profile(self) -> Profile:
         kinds = profiled_kinds(self.order)
         store = Store(self.order.num_stages, len(self.slowness), kinds, CLOCKS_MHZ, Sidecar())
-        looks = sweep_probe(self.order, store, ProfilerSettings(1, 2, 1.0))
+        looks = sweep_probe(self.order, store, ProfilerSettings(2, 1.0))
         clocks = np.full((self.order.num_stages, self.order.units_per_stage), TOP_MHZ)
         run = measured_profile(store, 1, looks, self.order, self.window(store, clocks, None))
         windows = 1

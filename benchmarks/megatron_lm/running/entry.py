@@ -208,7 +208,7 @@ def main() -> None:
             turns.between = let_megatron_rest(
                 lambda: rests_in(turns.turn), lambda: rests_in(turns.next_turn)
             )
-        if job["tells_units"]:
+        if job["sees_units"]:
             from benchmarks.megatron_lm.stress import tell_units
 
             tell_units(turns.at, lambda: turns.begun - 1)

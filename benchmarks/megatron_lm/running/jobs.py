@@ -207,7 +207,7 @@ def make_launch(job: Job, site: Site, socket_path: Path, *, by_torchrun: bool = 
         "iterations": job.iterations,
         "stress": job.stress,
         "keeps_steps": job.lost is not None,
-        "tells_units": "unit" in (job.lost or {}),
+        "sees_units": "unit" in (job.lost or {}),
         "rests": job.rests,
         "cpu_run": str(CPU_RUN) if site.cpu else None,
         "mark_norms": str(CPU_RUN) if job.mark_norms and not site.cpu else None,

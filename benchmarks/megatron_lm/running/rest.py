@@ -37,7 +37,7 @@ def let_megatron_rest(rests: Question, rests_next: Question) -> Callable[[], Non
         rests_next: of the next iteration, whose step EnvPipe begins before it is that one's turn.
     """
     from envpipe_megatron.integrations.megatron.core import ForwardBackward
-    from envpipe_megatron.integrations.megatron.kept import KeptOrder
+    from envpipe_megatron.integrations.megatron.hooked import HookedForwardBackward
     from envpipe_megatron.runtime.job.session import Session
 
     own = Session.end_step
@@ -62,7 +62,7 @@ def let_megatron_rest(rests: Question, rests_next: Question) -> Callable[[], Non
         rests,
         "__call__",
         lambda self, **given: self._framework_function(**given),
-        KeptOrder,
+        HookedForwardBackward,
         ForwardBackward,
     )
     return between_turns
@@ -70,7 +70,7 @@ def let_megatron_rest(rests: Question, rests_next: Question) -> Callable[[], Non
 
 def _tell_reader(session: Any, number: signal.Signals) -> None:
     """Tell the process that reads a real GPU's counter, which sums up what nobody reads."""
-    reader = session.meter._reader
+    reader = session.parts.meter._reader
     if reader is not None:
         reader._process.send_signal(number)
 

@@ -65,7 +65,6 @@ def explain(
     args = read_flags([word for word in rest if word != _SWITCH])
     options = read_options(
         parse_settings(settings),
-        environment,
         num_stages=args.pipeline_model_parallel_size,
         save_folder=getattr(args, "save", None),
         on_gpu=True,

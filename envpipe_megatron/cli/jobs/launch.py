@@ -55,7 +55,7 @@ All of torchrun's options are accepted before SCRIPT, among them
   --node-rank I   --master-addr HOST   --master-port PORT
   --rdzv-backend NAME   --rdzv-endpoint HOST:PORT
   -m (SCRIPT is a module)   --no-python (SCRIPT is a program)
-What follows SCRIPT is the script's alone.
+What follows SCRIPT is the script's own.
 
 \b
 What is not given is taken from torchrun's variables (PET_NNODES, ...), then

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 import click
 
-from envpipe_megatron.cli.common import OUTPUT_FILE, check_outputs, counts
+from envpipe_megatron.cli.common import COUNTS, OUTPUT_FILE, check_outputs
 from envpipe_megatron.console import say
 from envpipe_megatron.core.kinds import Kind
 from envpipe_megatron.core.profile import read_profile
@@ -124,7 +124,7 @@ def _run_job(job: LayerJob, command: Sequence[str], speeds: Sequence[float]) -> 
 
 
 def _measure_node(command: Sequence[str], num_gpus: int, folder: Path) -> tuple[Links, list[float]]:
-    """The links, and the speed of each GPU."""
+    """Return the links, and the speed of each GPU."""
     code = _run(command, num_gpus, [f"{_MODULE}.node", str(folder)], {}, script=False)
     if code:
         raise EnvPipeError(
@@ -143,7 +143,7 @@ def _run(
     *,
     script: bool = True,
 ) -> int:
-    """Run a module under the command's torchrun, with its script behind or alone."""
+    """Run a module under the command's torchrun, with its script behind it or without."""
     parts = split(command)
     words = [*parts.options, "--nproc-per-node", str(num_ranks), "-m", *module]
     with Signals() as signals:
@@ -166,13 +166,13 @@ def _words(job: LayerJob) -> str:
 
 
 def _of_layers(name: str, help: str, metavar: str = "N[,N...]") -> Callable[[_Command], _Command]:
-    """An option of --layers: several numbers."""
-    return click.option(name, type=counts(), metavar=metavar, help=help)
+    """Return an option of --layers: several numbers."""
+    return click.option(name, type=COUNTS, metavar=metavar, help=help)
 
 
 @click.command(context_settings={"ignore_unknown_options": True})
 @click.option("--output", type=OUTPUT_FILE, required=True, help="Profile CSV; layers: JSON.")
-@click.option("--layers", is_flag=True, help="Measure layers alone, for `envpipe search`.")
+@click.option("--layers", is_flag=True, help="Measure layers only, for `envpipe search`.")
 @_of_layers("--tensor-parallel", help="Tensor parallel sizes. Default: 1, 2, 4, 8 up to the GPUs.")
 @_of_layers("--context-parallel", help="Context parallel sizes. Default: 1.")
 @_of_layers("--expert-parallel", help="Expert parallel sizes. Default: 1.")
@@ -190,8 +190,8 @@ def profile(
     --envpipe-gpu-control dry_run.
 
     With --layers nothing is trained, and any checkout will do. A job for each of the parallel sizes
-    runs each kind of layer alone; arguments about stages, sizes and recomputation are set aside.
-    What the output has already is not measured again.
+    runs one kind of layer after another; arguments about stages, sizes and recomputation are set
+    aside. What the output has already is not measured again.
 
     On several nodes, run it on each; the profile is left on the node of rank 0. Layers are measured
     on one.
@@ -207,7 +207,7 @@ def profile(
         _profile_layers(output.resolve(), command, **sizes)
         return
     if any(sizes.values()):
-        raise click.UsageError("Sizes and clocks are chosen for --layers alone.")
+        raise click.UsageError("Sizes and clocks are chosen for --layers only.")
     _profile_stages(output, command)
 
 

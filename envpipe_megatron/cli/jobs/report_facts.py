@@ -94,9 +94,9 @@ def _prices(profile: Profile, schedule: Schedule) -> bool:
 
 
 def _modelled(bubbles: Bubbles, preset: GpuPreset) -> Profile:
-    """The measured times at full clock, and what the model makes of them at others.
+    """Return the measured times at full clock, and what the model makes of them at others.
 
-    The GPU's highest clock stands for that of the measured times.
+    The measured times are taken to be at the GPU's highest clock.
     """
     schedule = bubbles.schedule
     rows = []
@@ -109,7 +109,10 @@ def _modelled(bubbles: Bubbles, preset: GpuPreset) -> Profile:
 
 
 def _times(bubbles: Bubbles) -> Iterator[tuple[int, Kind, float]]:
-    """Mean time of each part (a chunk of a stage) and kind, if any of units that run apart."""
+    """Yield the mean time of each part (a chunk of a stage) and kind, of units that run apart.
+
+    Where all units of a kind run as one with another, it is theirs.
+    """
     schedule = bubbles.schedule
     places = {kind: list(Kind).index(kind) for kind in schedule.unit_kinds}
     for stage in range(schedule.num_stages):
@@ -117,8 +120,8 @@ def _times(bubbles: Bubbles) -> Iterator[tuple[int, Kind, float]]:
             of_chunk = schedule.chunks[stage] == chunk
             for kind, place in places.items():
                 own = of_chunk & (schedule.kinds[stage] == place)
-                alone = own & (schedule.priced_kinds[stage] == place)
-                own_s = bubbles.unit_s[stage][alone if alone.any() else own]
+                apart = own & (schedule.priced_kinds[stage] == place)
+                own_s = bubbles.unit_s[stage][apart if apart.any() else own]
                 if len(own_s):
                     yield stage * schedule.num_chunks + chunk, kind, float(own_s.mean())
 
@@ -162,7 +165,7 @@ def _levels(
 
 
 def _uniform(full: Plan) -> Cost:
-    """The clock for all units that saves the most and takes no more time."""
+    """Return the cost at the clock for all units that saves the most and takes no more time."""
     stages = range(full.schedule.num_stages)
     clocks = set.intersection(*(set(full.profile.clocks_mhz(stage)) for stage in stages))
     costs = [
@@ -189,7 +192,7 @@ def report_facts(folder: RunFolder, tariff: Tariff = NO_TARIFF) -> ReportFacts:
 
 
 def _metered_facts(folder: RunFolder, tariff: Tariff) -> ReportFacts:
-    """Figures of phases, from meters.
+    """Return figures of phases, from meters.
 
     A job is compared as in its bill: with the mean of its baselines, each as long as it was in
     force. Before it could tell one, its whole warm-up is taken.
@@ -214,7 +217,7 @@ def _metered_facts(folder: RunFolder, tariff: Tariff) -> ReportFacts:
         baseline = replace(means[1], iterations=baseline.iterations)
     if baseline is None and (baseline := bill.steps(_WARMUP)) is not None:
         notes.append(
-            "The job recorded no baseline: its whole warm-up stands in for it, with the first "
+            "The job recorded no baseline: its whole warm-up is taken for it, with the first "
             "step, which is slower than others."
         )
     compared = compare(*means) if means else None
@@ -223,14 +226,18 @@ def _metered_facts(folder: RunFolder, tariff: Tariff) -> ReportFacts:
     tokens = (folder.summary or {}).get("tokens_per_iteration")
     bill.facts = {"tokens_per_iteration": tokens, **bill.facts}
     account = replace(bill.account(compared), sums=tuple(whole.phases.values()))
+
+    def average(name: str, phase: str, step: StepEnergy | None) -> StepFacts | None:
+        """Return an average step on all ranks of a phase."""
+        ranks = {gpu for gpu, _, own, _ in bill.phases if own == phase}
+        return None if step is None else StepFacts(name, len(ranks), step)
+
+    phases = dict.fromkeys(phase for _, _, phase, _ in bill.phases)
+    trained = [phase for phase in phases if phase not in (*OUTSIDE_STEPS, FRAMEWORK)]
     return ReportFacts(
-        tuple(
-            StepFacts(phase, _num_gpus(bill, phase), step)
-            for phase in _phases(bill)
-            if (step := bill.steps(phase)) is not None
-        ),
-        StepFacts("baseline", _num_gpus(bill, _WARMUP), baseline) if baseline else None,
-        StepFacts(_STEADY, _num_gpus(bill, _STEADY), steady) if steady else None,
+        tuple(filter(None, (average(phase, phase, bill.steps(phase)) for phase in trained))),
+        average("baseline", _WARMUP, baseline),
+        average(_STEADY, _STEADY, steady),
         compared,
         tuple(account.lines(tariff)),
         (*_stages("baseline", bill, _WARMUP), *_stages(_STEADY, bill, _STEADY)),
@@ -241,9 +248,9 @@ def _metered_facts(folder: RunFolder, tariff: Tariff) -> ReportFacts:
 def _of_ranks(
     lines: Iterable[EnergyWindow | EnergyNote], others: Container[str]
 ) -> Iterator[EnergyWindow | EnergyNote]:
-    """Notes, and the lines of all starts but others as of one run.
+    """Yield notes, and the lines of all starts but others as of one run.
 
-    A rank stands for its GPU, which may be another one after a restart.
+    A rank takes the place of its GPU, which may be another one after a restart.
     """
     windows = []
     for line in lines:
@@ -255,40 +262,29 @@ def _of_ranks(
     yield from windows
 
 
-def _phases(bill: Bill) -> list[str]:
-    """The phases that have steps, in the order of their coming."""
-    found = dict.fromkeys(phase for _, _, phase, _ in bill.phases)
-    return [phase for phase in found if phase not in (*OUTSIDE_STEPS, FRAMEWORK)]
-
-
-def _num_gpus(bill: Bill, phase: str) -> int:
-    """How many ranks a phase had."""
-    return len({gpu for gpu, _, own, _ in bill.phases if own == phase})
-
-
 def _recorded(folder: RunFolder, bill: Bill) -> StepEnergy | None:
-    """The baseline that the job measured, from its job file, its summary, or its agent's notes.
+    """Return the baseline that the job measured: by its job file, summary, or agent's notes.
 
     The job file is the present job's; the others may be left from an earlier one.
     """
-    told = [(folder.summary or {}).get("baseline"), bill.facts.get("baseline")]
+    known = [(folder.summary or {}).get("baseline"), bill.facts.get("baseline")]
     if folder.job is not None:
         mean: Any = folder.job
         for name in ("baselines", "", "mean"):  # of a file that may be damaged
             mean = mean.get(name) if isinstance(mean, dict) else None
-        told = [mean]
-    return next(filter(None, map(read_step, told)), None)
+        known = [mean]
+    return next(filter(None, map(read_step, known)), None)
 
 
 def _stages(name: str, bill: Bill, phase: str) -> list[StageFacts]:
-    """The stages of a phase, each by its mean GPU."""
+    """Return the stages of a phase, each by its mean GPU."""
     members: dict[int, list[EnergySums]] = {}
     for (_, _, own_phase, stage), each in bill.phases.items():
         if own_phase == phase and stage is not None and each.steps:
             members.setdefault(stage, []).append(each)
     stages = []
     for stage, own in sorted(members.items()):
-        steps, total = sum(member.steps for member in own), total_of(own)
-        shares_s = tuple(share_s / steps for share_s in total.known_shares_s or ())
-        stages.append(StageFacts(name, stage, len(own), total.energy_j / steps, shares_s))
+        total = total_of(own)
+        shares_s = tuple(share_s / total.steps for share_s in total.known_shares_s or ())
+        stages.append(StageFacts(name, stage, len(own), total.energy_j / total.steps, shares_s))
     return stages

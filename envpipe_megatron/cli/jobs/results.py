@@ -63,7 +63,7 @@ def report(
 
       envpipe report runs/quickstart
     """
-    from envpipe_megatron.report.report import PAGE_FILE, SUMMARY_FILE, TRACE_FILE
+    from envpipe_megatron.report.page.document import PAGE_FILE, SUMMARY_FILE, TRACE_FILE
     from envpipe_megatron.report.summary import BUBBLES, LEVELS, RESULT
 
     written = output or folder / "report"
@@ -89,7 +89,7 @@ def show_sections(sections: Iterable[Section], *titles: str) -> None:
 def report_on(folder: Path, output: Path, tariff: Tariff) -> tuple[RunFolder, list[Section]]:
     """Write the report of a run's folder; what was read of it, and what the summary says."""
     from envpipe_megatron.cli.jobs.report_facts import report_facts
-    from envpipe_megatron.report.report import write_report
+    from envpipe_megatron.report.page.document import write_report
     from envpipe_megatron.report.run_folder import read_run_folder
 
     say_working(f"Reading {folder}")
@@ -160,10 +160,9 @@ def quickstart(text: Path, output: Path, preset: str) -> None:
 
       envpipe quickstart --text my_book.txt
     """
-    from envpipe_megatron.report.report import PAGE_FILE
+    from envpipe_megatron.report.page.document import PAGE_FILE
     from envpipe_megatron.report.summary import RESULT
-    from envpipe_megatron.trials.quickstart import Quickstart
-    from envpipe_megatron.trials.run import run_trial
+    from envpipe_megatron.trials.run import Quickstart, run_trial
     from envpipe_megatron.trials.settings import Settings
 
     settings = Settings(str(output.resolve()), str(text.resolve()), preset)

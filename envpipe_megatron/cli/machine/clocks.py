@@ -7,7 +7,7 @@ import os
 import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict
-from itertools import chain, pairwise
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ import click
 from rich.console import Console
 from rich.markup import escape
 
-from envpipe_megatron.cli.common import OUTPUT_FILE, check_outputs, counts, numbers
+from envpipe_megatron.cli.common import COUNTS, OUTPUT_FILE, check_outputs, numbers
 from envpipe_megatron.console import say, show_table
 from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.files import replace_files
@@ -39,7 +39,7 @@ from envpipe_megatron.gpu.emulated.emulated_gpu import EmulatedGpu
 from envpipe_megatron.gpu.emulated.store import ROOT_VARIABLE
 from envpipe_megatron.gpu.guard.lease import list_leases
 from envpipe_megatron.gpu.guard.lease_file import LeaseRecord, lease_name
-from envpipe_megatron.gpu.guard.resetting import Resetter
+from envpipe_megatron.gpu.guard.resetting import reset_clocks
 from envpipe_megatron.gpu.presets import override_for, sweep_range
 from envpipe_megatron.gpu.registry import Device, VendorGpu
 from envpipe_megatron.gpu.site import read_site
@@ -57,7 +57,7 @@ from envpipe_megatron.runtime.clocks.latency import measure_latency as measure
 @click.option("--emulated", metavar="PRESET", help="An emulated GPU of this preset instead.")
 @click.option(
     "--clocks",
-    type=counts(),
+    type=COUNTS,
     metavar="MHZ,MHZ[,...]",
     help="Changed between every two of them. Default: near all, 3/4 and 1/2 of the highest.",
 )
@@ -107,7 +107,7 @@ def measure_latency(
 
 
 def _cuda_device(device: int) -> tuple[str, KernelTimer]:
-    """The UUID of CUDA's device, and a timer on it."""
+    """Return the UUID of CUDA's device, and a timer on it."""
     try:
         import torch
     except ImportError as error:
@@ -165,7 +165,7 @@ def _listed_gpus() -> tuple[Device, ...]:
 
 
 def _selected(wanted: Sequence[str], gpus: Sequence[Device]) -> list[Device]:
-    """The GPUs that were named by index or UUID, in the order of the node."""
+    """Return the GPUs that were named by index or UUID, in the order of the node."""
     for name in wanted:
         if not any(name in (str(gpu.index), gpu.uid) for gpu in gpus):
             known = ", ".join(f"{gpu.index} ({gpu.uid})" for gpu in gpus)
@@ -175,7 +175,7 @@ def _selected(wanted: Sequence[str], gpus: Sequence[Device]) -> list[Device]:
 
 @click.group()
 def clocks() -> None:
-    """Clocks of this node's GPUs: what there is, giving them back, how long a change takes.
+    """Show clocks of this node's GPUs, give them back, measure how long a change takes.
 
     Example:
 
@@ -191,7 +191,7 @@ _GPU_OPTION = click.option(
     "wanted",
     multiple=True,
     metavar="INDEX|UUID",
-    help="This GPU alone, by nvidia-smi's index or by UUID; repeat for more.",
+    help="Only this GPU, by nvidia-smi's index or by UUID; repeat for more.",
 )
 
 
@@ -269,7 +269,7 @@ def _show_gpu(gpu: VendorGpu, now: dict[str, Any], all_clocks: bool) -> None:
 
 
 def _visible(gpus: Sequence[Device]) -> Sequence[Device]:
-    """GPUs that CUDA_VISIBLE_DEVICES shows, in the driver's order; all, if it is not set."""
+    """Return GPUs that CUDA_VISIBLE_DEVICES shows, in the driver's order; all if it is not set."""
     emulated = all(gpu.backend == EmulatedGpu.backend for gpu in gpus)
     if VISIBLE_VARIABLE not in os.environ or emulated:
         return gpus
@@ -278,7 +278,7 @@ def _visible(gpus: Sequence[Device]) -> Sequence[Device]:
 
 
 def _range_text(supported: Sequence[int]) -> str:
-    """Lowest and highest clock, the steps between, and how many there are."""
+    """Say the lowest and highest clock, the steps between, and how many there are."""
     steps = sorted({high - low for high, low in pairwise(supported)})
     stepped = f" in steps of {' and '.join(map(str, steps))} MHz" if 0 < len(steps) <= 2 else ""
     return f"{supported[-1]} to {supported[0]} MHz{stepped}, {len(supported)} clocks"
@@ -291,7 +291,7 @@ def _can_be_locked(listed: Device) -> bool:
     except GpuError:
         return True  # resetting it says what is wrong
     if obstacle:
-        say(f"GPU {listed.index} ({listed.uid}): left alone: {obstacle}")
+        say(f"GPU {listed.index} ({listed.uid}): left as it is: {obstacle}")
     return obstacle is None
 
 
@@ -317,16 +317,12 @@ def reset(wanted: tuple[str, ...], dead_jobs: bool) -> None:
     site = read_site()
     gpus = _listed_gpus()
     chosen = [] if dead_jobs else _selected(wanted, gpus) if wanted else _visible(gpus)
-    resetter = Resetter(site)
     if not wanted:
         chosen = [gpu for gpu in chosen if _can_be_locked(gpu)]
     addresses = [gpu.address for gpu in chosen]
     index_of = {gpu.uid: gpu.index for gpu in gpus}
     done = []
-    outcomes = resetter.reset_all(addresses)
-    if not wanted:
-        outcomes = chain(outcomes, resetter.undo_others(address.uid for address in addresses))
-    for outcome in outcomes:
+    for outcome in reset_clocks(site, addresses, dead_jobs=not wanted):
         index = index_of.get(outcome.uid)
         name = outcome.uid if index is None else f"GPU {index} ({outcome.uid})"
         say(f"{name}: {outcome.what}")

@@ -85,7 +85,7 @@ def answered(area: str, name: str, look: Look) -> Check:
     except EnvPipeError as error:
         ok, evidence = False, str(error).removesuffix(f". {error.remedy}")
         remedy = error.remedy or "Correct what is named there"
-    except Exception as error:  # whatever is broken there, the other questions stay
+    except Exception as error:  # of any kind: the other questions stay
         ok, evidence = False, f"could not be looked at: {type(error).__name__}: {error}"
         remedy = "Repair or reinstall it"
     return Check(area, name, ok, evidence, "" if ok else remedy)
@@ -107,7 +107,7 @@ def doctor(as_json: bool) -> None:
     """Say what this machine can do: GPUs, rights to control clocks, environment, packages.
 
     Each no comes with its remedy. Everything is learned by reading: no clock is touched to find out
-    whether it may be, and no package is imported. Exits 0 when it could look, whatever it saw.
+    whether it may be, and no package is imported. Exits 0 when it could look, even if it saw a no.
 
     Example:
 
@@ -153,7 +153,7 @@ def _gpus() -> Answer:
 
 
 def _every_gpu() -> dict[int, VendorGpu]:
-    """All GPUs by index; GpuError if there is none, or one cannot be read."""
+    """Return all GPUs by index; GpuError if there is none, or one cannot be read."""
     gpus = {device.index: look_at(device.uid) for device in list_gpus()}
     if not gpus:
         raise GpuError("There is no GPU to look at", remedy="See the line on GPUs")
@@ -224,7 +224,7 @@ def _held_back(gpu: VendorGpu) -> str:
     "default power",
     "no power profile is enforced, and no limit is below the default",
     "A limit is a fact, and no fault: the highest clocks may not be reached. A profile sets clocks "
-    "too: jobs that set a clock for each unit leave clocks alone there, unless the site allows it. "
+    "too: jobs that set a clock for each unit set none there, unless the site allows it. "
     f"{PROFILES_REMEDY}",
 )
 def _power_other_than_default(gpu: VendorGpu) -> str:
@@ -249,7 +249,7 @@ def _forbid() -> Answer:
     value = os.environ[FORBID_VARIABLE]
     return (
         False,
-        f"set to {value!r}: nothing changes a real GPU, whatever flags say",
+        f"set to {value!r}: nothing changes a real GPU, even if flags ask for it",
         f"Leave it if these GPUs must not be changed; otherwise unset {FORBID_VARIABLE}",
     )
 
@@ -406,4 +406,4 @@ def _watchers() -> Answer:
     found = [*filter(shutil.which, ("nv-hostengine", "dcgm-exporter", "gcm"))]
     found += [f"nvidia-resiliency-ext {nvrx}, whose thresholds jobs lower"] if nvrx else []
     blind = "what compares stages while they train cannot tell a slowed one from a sick one"
-    return True, f"{', '.join(found) or 'none is found'}; {blind}: docs/operators.md", ""
+    return True, f"{', '.join(found) or 'none is found'}; {blind}: docs/do/operators.md", ""

@@ -10,27 +10,35 @@ import click
 from click.core import ParameterSource
 
 from envpipe_megatron.cli.common import (
+    COUNTS,
+    EXISTING_FILE,
     OUTPUT_FILE,
     PROFILE_OPTION,
     Finite,
+    Numbers,
     check_outputs,
-    microbatches,
-)
-from envpipe_megatron.cli.plans.options import (
-    CONDITION_NAMES,
-    SCHEDULE_OPTION,
-    conditions_options,
-    job_options,
-    read_conditions,
+    known_blocking_power,
 )
 from envpipe_megatron.cli.plans.tables import cells, show_summary
 from envpipe_megatron.console import say, show_table
-from envpipe_megatron.core.fields import ENERGY, FACTOR, RATIO, TIME, Number
+from envpipe_megatron.core.conditions import SIDECAR_FIELDS, Conditions, make_conditions
+from envpipe_megatron.core.fields import (
+    COUNT,
+    ENERGY,
+    FACTOR,
+    POWER,
+    RATIO,
+    SHORT_TIME,
+    TIME,
+    Number,
+)
+from envpipe_megatron.core.plan import read_order_and_groups
 from envpipe_megatron.core.profile import Profile, read_profile
 from envpipe_megatron.core.profile_rows import SplitBackward
 from envpipe_megatron.core.sidecar import sidecar_path
 from envpipe_megatron.files import csv_text, replace_files
 from envpipe_megatron.formats.frontier import FRONTIER_FORMAT, write_frontier
+from envpipe_megatron.formats.torch_csv import read_torch_csv
 from envpipe_megatron.policies.objective import Goal, Objective
 from envpipe_megatron.policies.planner import (
     check_frontier,
@@ -45,6 +53,7 @@ from envpipe_megatron.policies.request import (
     RECONFIGURE_NAMES,
     PlanRequest,
 )
+from envpipe_megatron.policies.schedules import SCHEDULES
 
 #: Figures of a frontier's plans; of those by memory all take nearly as long.
 _FIGURES = (
@@ -53,6 +62,26 @@ _FIGURES = (
 )
 _OF_MEMORY = ("schedule", "energy_j", "saving_percent", "microbatches_in_flight")
 _POWER_CAP = Number(positive=True, unit="W", mistaken=(("kW", 1e3),))
+_EACH = "one number, or one for each stage."
+
+
+def _microbatches(text: str) -> float:
+    """Read microbatches from 1, of which one of V chunks is a part: 5.5."""
+    read = COUNT if text.isdigit() else Number(least=1, positive=True)
+    number: float = read.of_text(text)
+    return number
+
+
+class _NameOrFile(click.Choice[str]):
+    """The name of an order, or the path of a file that holds one."""
+
+    def convert(self, value: Any, param: Any, ctx: Any) -> Any:
+        """Read the name; the file is read by `_job_options`."""
+        path = Path(value)
+        is_file = path.suffix in (".json", ".csv") or path.is_file()
+        if str(value).lower() in self.choices or not is_file:
+            return super().convert(value, param, ctx)
+        return EXISTING_FILE.convert(path, param, ctx)
 
 
 @click.command()
@@ -61,8 +90,16 @@ _POWER_CAP = Number(positive=True, unit="W", mistaken=(("kW", 1e3),))
     "--num-microbatches", type=click.IntRange(min=1),
     help="Microbatches of an iteration; by default those of the file that --schedule names.",
 )  # fmt: skip
-@click.option("--output", type=OUTPUT_FILE, help="Plan JSON; without it, a plan is shown alone.")
-@SCHEDULE_OPTION
+@click.option("--output", type=OUTPUT_FILE, help="Plan JSON; without it, a plan is only shown.")
+@click.option(
+    "--schedule",
+    type=_NameOrFile(tuple(SCHEDULES), case_sensitive=False),
+    metavar=f"[{'|'.join(SCHEDULES)}|FILE]",
+    help="Order of units; 'ours' is EnvPipe's own name for 'envpipe', and 'auto', the default with "
+    "the optimal policy, is planned together with the frequencies. Or a file with any order: a "
+    "plan JSON, or a CSV of torch.distributed.pipelining (format compute_only). With other "
+    "policies the default is 1f1b.",
+)
 @click.option(
     "--policy", type=click.Choice(POLICIES), default="optimal", show_default=True,
     help="How units get their frequencies.",
@@ -73,7 +110,7 @@ _POWER_CAP = Number(positive=True, unit="W", mistaken=(("kW", 1e3),))
 )  # fmt: skip
 @click.option(
     "--deadline-factor",
-    type=Finite(min_open=True, of=FACTOR),
+    type=Finite(FACTOR),
     help="With --policy optimal: times the iteration time of the framework's own order at the "
     "highest clocks. Default: 1 with --objective energy, and none with others.",
 )
@@ -84,16 +121,16 @@ _POWER_CAP = Number(positive=True, unit="W", mistaken=(("kW", 1e3),))
     help="With --policy optimal: what is to be least; edp is energy x time.",
 )  # fmt: skip
 @click.option(
-    "--max-energy", "max_energy_j", type=Finite(min_open=True, of=replace(ENERGY, positive=True)),
+    "--max-energy", "max_energy_j", type=Finite(replace(ENERGY, positive=True)),
     help="Most energy of an iteration, J.",
 )  # fmt: skip
 @click.option(
-    "--power-cap", "power_cap_w", type=Finite(min_open=True, of=_POWER_CAP),
+    "--power-cap", "power_cap_w", type=Finite(_POWER_CAP),
     help="Most power of all GPUs of the pipeline, the mean over an iteration, W.",
 )  # fmt: skip
 @click.option(
     "--power-window", "power_window_s",
-    type=Finite(min_open=True, of=replace(TIME, positive=True, below=Number.below)),
+    type=Finite(replace(TIME, positive=True, below=Number.below)),
     help="The cap is for the mean over every window of this length, s.",
 )  # fmt: skip
 @click.option(
@@ -101,26 +138,55 @@ _POWER_CAP = Number(positive=True, unit="W", mistaken=(("kW", 1e3),))
     help="The cap is for each node, of so many stages in a row.",
 )  # fmt: skip
 @click.option(
-    "--energy-price", type=Finite(min=0), default=0.0,
+    "--energy-price", type=Finite(), default=0.0,
     help="With --objective cost: price of a kWh.",
 )  # fmt: skip
 @click.option(
-    "--gpu-price", type=Finite(min=0), default=0.0,
+    "--gpu-price", type=Finite(), default=0.0,
     help="With --objective cost: price of an hour of a GPU.",
 )  # fmt: skip
 @click.option(
-    "--min-dwell", "min_dwell_s", type=Finite(of=TIME), default=0.0,
+    "--min-dwell", "min_dwell_s", type=Finite(TIME), default=0.0,
     help="With --policy optimal: keep each clock of a stage at least as long, s.",
 )  # fmt: skip
 @click.option(
     "--park", is_flag=True,
     help="With --policy optimal: lower the clock in long waits; with --use wait-power.",
 )  # fmt: skip
-@conditions_options
+@click.option(
+    "--blocking-power", type=Numbers(POWER.of_text),
+    help=f"Power of a GPU that waits in a receive, W; {_EACH} Default: what the profile's "
+    "sidecar knows at the highest clock, or 0.",
+)  # fmt: skip
+@click.option(
+    "--use", type=click.Choice(list(SIDECAR_FIELDS)), multiple=True,
+    help="Take this, too, from the profile's sidecar; repeat for more. The latency is "
+    "always taken where it is known.",
+)  # fmt: skip
+@click.option(
+    "--p2p-latency", "latency_s", type=Numbers(SHORT_TIME.of_text),
+    help="Latency of a p2p hop, s; one number, or one for each boundary between stages.",
+)  # fmt: skip
+@click.option(
+    "--tail-time", "tail_time_s", type=Numbers(TIME.of_text),
+    help=f"Time after a stage's last unit (gradient reduction, optimizer), s; {_EACH}",
+)  # fmt: skip
+@click.option(
+    "--tensor-parallel", "gpus_per_stage", type=COUNTS,
+    help=f"Tensor-parallel degree, GPUs that follow one plan; {_EACH}",
+)  # fmt: skip
+@click.option(
+    "--change-time", "change_time_s", type=Finite(SHORT_TIME),
+    help="Time from the request of a clock until it runs, s.",
+)  # fmt: skip
+@click.option(
+    "--change-energy", "change_energy_j", type=Finite(ENERGY),
+    help="Energy of a change of clock on one GPU, J.",
+)  # fmt: skip
 @click.option("--max-extra-forwards", type=click.IntRange(min=0), help="Limit for every stage.")
 @click.option(
     "--max-in-flight",
-    type=microbatches(BY_MEMORY),
+    type=Numbers(_microbatches, BY_MEMORY),
     help="Limit on microbatches held, or for each stage, or by the sidecar's free bytes. One "
     "of two chunks is half of one: 5.5.",
 )
@@ -140,7 +206,7 @@ _POWER_CAP = Number(positive=True, unit="W", mistaken=(("kW", 1e3),))
     "with chunks not in a V.",
 )  # fmt: skip
 @click.option(
-    "--split-overhead", type=Finite(of=RATIO),
+    "--split-overhead", type=Finite(RATIO),
     help="Backwards may be run in two halves, the gradients of inputs and of weights, which are "
     "assumed to take this fraction more (0.05: 5 %), for a profile without rows of such.",
 )  # fmt: skip
@@ -204,14 +270,13 @@ def plan(
         if options["num_chunks"] or options["group_size"]:
             raise click.UsageError("--num-chunks and --group-size go with no order from a file.")
     check_outputs(written, read, beside)
-    options |= job_options(schedule, options["num_microbatches"], options["policy"])
+    options |= _job_options(schedule, options["num_microbatches"], options["policy"])
     profile = read_profile(profile_path)
     options["num_chunks"] = options["num_chunks"] or profile.sidecar.num_chunks
     if split_overhead is not None:
         options["split"] = SplitBackward(overhead=split_overhead)
-    surroundings = {name: options.pop(name) for name in CONDITION_NAMES}
     objective = Objective(**{field.name: options.pop(field.name) for field in fields(Objective)})
-    conditions = read_conditions(profile, **surroundings)
+    conditions = _take_conditions(profile, options)
     request = PlanRequest(conditions=conditions, objective=objective, **options)
     given = click.get_current_context().get_parameter_source("frontier_points")
     if frontier_path is not None:
@@ -239,6 +304,44 @@ def plan(
         _make_frontier(profile, request, frontier_points, frontier_path)
     if memory_path is not None:
         _make_memory_frontier(profile, request, memory_path)
+
+
+def _take_conditions(profile: Profile, options: dict[str, Any]) -> Conditions:
+    """Remove the conditions from the options, and return them for the profile's job."""
+
+    def take(name: str) -> Any:
+        """Return an option's value; one number as itself, for all stages."""
+        given = options.pop(name)
+        return given[0] if isinstance(given, tuple) and len(given) == 1 else given
+
+    return make_conditions(
+        profile,
+        blocking_power_w=known_blocking_power(profile, take("blocking_power")),
+        use=options.pop("use"),
+        latency_s=take("latency_s"),
+        tail_time_s=take("tail_time_s"),
+        gpus_per_stage=take("gpus_per_stage"),
+        change_time_s=take("change_time_s"),
+        change_energy_j=take("change_energy_j"),
+    )
+
+
+def _job_options(
+    schedule: str | Path | None, num_microbatches: int | None, policy: str
+) -> dict[str, Any]:
+    """Return fields of a `PlanRequest` for order and microbatches; reads the file."""
+    if isinstance(schedule, Path):
+        group_size = None
+        if schedule.suffix == ".json":
+            order, group_size = read_order_and_groups(schedule)
+        else:
+            order = read_torch_csv(schedule)
+        num_microbatches = num_microbatches or order.num_microbatches
+        return {"order": order, "group_size": group_size, "num_microbatches": num_microbatches}
+    if num_microbatches is None:
+        raise click.UsageError("Missing option '--num-microbatches'.")
+    usual = "auto" if policy == "optimal" else "1f1b"
+    return {"schedule": schedule or usual, "num_microbatches": num_microbatches}
 
 
 def _make_frontier(profile: Profile, request: PlanRequest, num_points: int, path: Path) -> None:

@@ -44,7 +44,7 @@ _FIGURES: tuple[tuple[str, str, Callable[[Any], str]], ...] = (
 
 
 def facts_of(plan: Plan, baseline: Cost) -> dict[str, Any]:
-    """Figures of a plan beside a baseline's cost, as the commands' JSON has them; None: unknown."""
+    """Return figures of a plan beside a baseline's cost, as the commands' JSON has them."""
     held = plan.profile.sidecar.activation_bytes
     if held is not None:
         held = (peak_held(plan.schedule, plan.profile.weight_shares) * held / _GIB).tolist()
@@ -67,7 +67,7 @@ def facts_of(plan: Plan, baseline: Cost) -> dict[str, Any]:
 
 
 def cells(plan: Plan, names: Collection[str]) -> dict[str, str]:
-    """Figures of a plan beside its own baseline, by their names in tables."""
+    """Return figures of a plan beside its own baseline, by their names in tables."""
     facts = facts_of(plan, plan.baseline.cost)
     return {
         shown: "" if facts[name] is None else write(facts[name])
@@ -147,7 +147,7 @@ def show_found(profile: LayerProfile, found: Found) -> None:
 
 
 def _host_bound(profile: LayerProfile, candidate: Candidate) -> list[str]:
-    """The layers of a configuration that the host bounds."""
+    """Return the layers of a configuration that the host bounds."""
     stages = candidate.configuration.stages
     there = {(stage.sizes, profile.pieces[at]) for stage in stages for at in stage.pieces}
     return sorted(
@@ -166,7 +166,7 @@ def _show_columns(title: str, columns: Mapping[str, list[str]], left: Collection
 
 
 def sizes_words(each: Ranked) -> str:
-    """A configuration in a few words: parallel sizes, microbatches x samples."""
+    """Describe a configuration in a few words: parallel sizes, microbatches x samples."""
     configuration = each.candidate.configuration
     first = configuration.stages[0]
     parts = [
@@ -182,7 +182,7 @@ def sizes_words(each: Ranked) -> str:
 
 
 def recomputation_words(each: Ranked) -> str:
-    """The names of what is recomputed, and of how many layers on each stage."""
+    """Name what is recomputed, and of how many layers on each stage."""
     by_stage = [stage.recomputed for stage in each.candidate.configuration.stages]
     names = list(dict.fromkeys(name for name, _ in by_stage if name is not None))
     counts = " ".join(str(count) for _, count in by_stage[:8])
@@ -219,7 +219,7 @@ def show_stages(
 
 
 def pieces_words(names: tuple[str, ...]) -> str:
-    """Pieces in the order they run: those of a name in a row counted, numbers as a range."""
+    """Name pieces in the order they run: like ones in a row counted, numbers as a range."""
     words = []
     for name, same in groupby(names, lambda name: "" if name.isdigit() else name):
         run = list(same)

@@ -1,1 +1,1 @@
-"""Orders: builders of schedules from numbers alone, and a list scheduler that builds any."""
+"""Orders: builders of schedules from numbers only, and a list scheduler that builds any."""

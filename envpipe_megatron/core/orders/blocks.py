@@ -34,13 +34,13 @@ _REACH = 24
 
 
 def block_turns(job: OrderJob) -> Iterator[Turns]:
-    """The turns of some building blocks that the job's limits have room for."""
+    """Yield the turns of some building blocks that the job's limits have room for."""
     for timed in _blocks(job):
         yield [[turn for _, turn in own] for own in timed]
 
 
 def squeezed_blocks(job: OrderJob) -> Iterator[Turns]:
-    """Whole orders of the same blocks, whose units come sooner where a block leaves slots empty.
+    """Yield orders of the same blocks, whose units fill slots that the blocks leave empty.
 
     So it is before the first microbatch is done and after the last has come in. Weight gradients
     take the slots that stay empty, or come before that for memory's sake.
@@ -57,7 +57,7 @@ def _blocks(job: OrderJob) -> Iterator[_Timed]:
 
 
 def _timed(job: OrderJob, step: int) -> Iterator[_Timed]:
-    """The slots of all blocks in which no stage has two units at once, least waits first."""
+    """Yield the slots of all blocks in which no stage has two units at once, least waits first."""
     stages, _, microbatches = job.shape
     for waits in sorted(product(range(_PERIOD), repeat=3), key=sum):
         slots = _slots(stages, step, *waits)
@@ -68,7 +68,7 @@ def _timed(job: OrderJob, step: int) -> Iterator[_Timed]:
 def _slots(
     stages: int, step: int, turn: int, back: int, turn_back: int
 ) -> list[list[tuple[int, int, int]]]:
-    """By stage, slot, kind and chunk of each unit of microbatch 0, but for weight gradients.
+    """Return by stage slot, kind and chunk of each unit of microbatch 0, but for weight gradients.
 
     The waits are before it turns at the last stage, at the first stage, and at the last again.
     """
@@ -97,7 +97,7 @@ def _repeated(
 
 
 def _fits(job: OrderJob, timed: _Timed) -> bool:
-    """Whether there is room, if weight gradients come as soon as they must."""
+    """Return whether there is room, if weight gradients come as soon as they must."""
     peaks = (max(accumulate(1 if turn[0] == FORWARD else -1 for _, turn in own)) for own in timed)
     rooms = zip(peaks, job.stage_limits, job.least_room, strict=True)
     return all(p - 1 + room[FORWARD] <= limit + HELD_TOLERANCE for p, limit, room in rooms)

@@ -20,7 +20,7 @@ _UNIT_BYTES, _UNIT_S = 750, 2e-5
 
 
 def gpipe(num_stages: int, num_microbatches: int) -> Schedule:
-    """All forwards, then all backwards (Huang et al., NeurIPS'19, section 2.3).
+    """Return all forwards, then all backwards (Huang et al., NeurIPS'19, section 2.3).
 
     Backwards ascend by microbatch, so that gradients add up in the order of 1F1B and the result is
     equal to the last bit.
@@ -30,13 +30,13 @@ def gpipe(num_stages: int, num_microbatches: int) -> Schedule:
 
 
 def one_f_one_b(num_stages: int, num_microbatches: int) -> Schedule:
-    """Megatron's non-interleaved 1F1B (Narayanan et al., SC'21, section 2.2)."""
+    """Return Megatron's non-interleaved 1F1B (Narayanan et al., SC'21, section 2.2)."""
     check_job(num_stages, num_microbatches)
     return _from_warmups("1f1b", reversed(range(num_stages)), num_microbatches)
 
 
 def envpipe(num_stages: int, num_microbatches: int, extra_forwards: Sequence[int]) -> Schedule:
-    """1F1B with extra warm-up forwards on each stage (Choi et al., ATC'23, section 4.2).
+    """Return 1F1B with extra warm-up forwards on each stage (Choi et al., ATC'23, section 4.2).
 
     The last stage has none in EnvPipe, since its units are all on the envelope. No stage can have
     more than there are microbatches for.
@@ -55,7 +55,7 @@ def interleaved(
     combined: bool = False,
     extra_warmup: Sequence[int] = (),
 ) -> Schedule:
-    """Megatron's virtual pipeline order (Narayanan et al., SC'21, section 2.2).
+    """Return Megatron's virtual pipeline order (Narayanan et al., SC'21, section 2.2).
 
     `group_size` microbatches pass a chunk before the next chunk's turn (Megatron's
     `microbatch_group_size_per_vp_stage`; the number of stages by default), fewer in the last group.
@@ -104,14 +104,14 @@ def interleaved(
 def framework_order(
     num_stages: int, num_microbatches: int, num_chunks: int = 1, group_size: int | None = None
 ) -> Schedule:
-    """Megatron's own order: 1F1B, or interleaved where stages have chunks."""
+    """Return Megatron's own order: 1F1B, or interleaved where stages have chunks."""
     if num_chunks == 1:
         return one_f_one_b(num_stages, num_microbatches)
     return interleaved(num_stages, num_microbatches, num_chunks, group_size)
 
 
 def framework_schedule(schedule: Schedule, group_size: int | None = None) -> Schedule:
-    """The order that Megatron itself would run for the same job.
+    """Return the order that Megatron itself would run for the same job.
 
     With chunks in groups of `group_size` microbatches, by default of the pipeline's length unless
     the schedule is Megatron's own in others; where that cannot run, the schedule itself.
@@ -127,7 +127,7 @@ def framework_schedule(schedule: Schedule, group_size: int | None = None) -> Sch
 
 
 def _in_chunks(schedule: Schedule, group_size: int) -> Schedule | None:
-    """Megatron's order of a job with chunks, combined if the schedule is; None: it cannot run."""
+    """Return Megatron's order of a job with chunks, combined as this one; None: it cannot run."""
     job = schedule.num_stages, schedule.num_microbatches, schedule.num_chunks, group_size
     if schedule.forward_only:
         return forward_only(*job)
@@ -138,7 +138,7 @@ def _in_chunks(schedule: Schedule, group_size: int) -> Schedule | None:
 
 
 def breadth_first(num_stages: int, num_microbatches: int, num_chunks: int) -> Schedule:
-    """All forwards, chunk by chunk, then all backwards (Lamy-Poirier, MLSys'23, section 4).
+    """Return all forwards, chunk by chunk, then all backwards (Lamy-Poirier, MLSys'23, section 4).
 
     Each chunk's weights are used by all microbatches in turn, for all of whose activations a stage
     must have room.
@@ -154,7 +154,7 @@ def breadth_first(num_stages: int, num_microbatches: int, num_chunks: int) -> Sc
 def forward_only(
     num_stages: int, num_microbatches: int, num_chunks: int = 1, group_size: int | None = None
 ) -> Schedule:
-    """Forwards alone, as in evaluation; with chunks in groups as `interleaved` has them."""
+    """Return forwards only, as in evaluation; with chunks in groups as `interleaved` has them."""
     check_job(num_stages, num_microbatches, num_chunks)
     virtual = in_groups(
         num_microbatches, num_chunks, num_stages if group_size is None else group_size
@@ -164,7 +164,7 @@ def forward_only(
 
 
 def whole_iteration(num_stages: int) -> Schedule:
-    """One unit a stage, the whole iteration: of a job whose units no code on the host sees.
+    """Return one unit a stage, the whole iteration: of a job whose units the host does not see.
 
     So it is where CUDA graphs hold whole iterations. The unit is written as a forward.
     """
@@ -176,7 +176,7 @@ def whole_iteration(num_stages: int) -> Schedule:
 def envpipe_extra_forwards(
     backward_time_s: Sequence[float], forward_time_s: Sequence[float], caps: Sequence[int]
 ) -> list[int]:
-    """EnvPipe's number of extra forwards for each stage, from times and caps of each.
+    """Return EnvPipe's number of extra forwards for each stage, from times and limits of each.
 
     Enough forwards at the optimal frequency to fill the wait for the first gradient, which is one
     backward at the maximum clock for each stage behind (Choi et al., ATC'23, section 4.2, and the
@@ -188,7 +188,7 @@ def envpipe_extra_forwards(
         behind = len(caps) - stage - 1
         wanted = math.floor(backward_time_s[stage] * behind / forward_time_s[stage] + 1e-9)
         extra.append(min(wanted, cap, ahead))
-        # This stage must keep ahead of the next, unless memory or the batch alone holds it back;
+        # This stage must keep ahead of the next, unless only memory or the batch holds it back;
         # and even then that one cannot warm up with more forwards than this one has sent.
         ahead = extra[-1] + (extra[-1] == cap)
     return extra
@@ -220,7 +220,7 @@ def check_size(num_stages: int, num_microbatches: int, num_chunks: int) -> None:
 
 
 def in_groups(num_microbatches: int, num_chunks: int, group_size: int) -> list[tuple[int, int]]:
-    """Microbatch and chunk of each forward: a group passes all chunks, then comes the next."""
+    """List microbatch and chunk of each forward: a group passes all chunks, then comes the next."""
     if group_size < 1:
         raise ScheduleError(
             "A group needs at least one microbatch",
@@ -245,7 +245,7 @@ def _from_warmups(name: str, warmups: Iterable[int], num_microbatches: int) -> S
 def _one_f_one_b_order(
     forwards: Sequence[Unit], backwards: Sequence[Unit], warmup: int
 ) -> tuple[Unit, ...]:
-    """`warmup` forwards, then one forward and one backward in turn, then the backwards left."""
+    """Return `warmup` forwards, then forwards and backwards in turn, then the backwards left."""
     warmup = min(warmup, len(forwards))
     steady = chain.from_iterable(zip(forwards[warmup:], backwards, strict=False))
     return (*forwards[:warmup], *steady, *backwards[len(forwards) - warmup :])

@@ -58,7 +58,7 @@ _FEWEST_LOOKS = 49
 
 
 def shortest(job: OrderJob, name: str = "greedy", looks: int | None = None) -> Schedule:
-    """The shortest order that is found within the job's limits, and of those of least memory.
+    """Return the shortest order found within the job's limits; of equal ones that of least memory.
 
     `looks` limits how many orders are looked at; two take 40 ms for 8 stages x 96 microbatches x
     2 chunks with split backwards, and without it that job takes about a second.
@@ -81,7 +81,7 @@ def _rank(filled: Filled) -> tuple[float, float]:
 
 
 def _orders(job: OrderJob, first_s: float) -> Iterator[Filled]:
-    """Orders of a job, those first that are likely to be short; `first_s` is the first target."""
+    """Yield orders of a job, the promising ones first; `first_s` is the first target."""
     found: dict[tuple[int, _Way, float], Filled] = {}
     turns: list[Turns] = []
 
@@ -128,7 +128,7 @@ def _has_blocks(job: OrderJob) -> bool:
 
 
 def _schedule(job: OrderJob, filled: Filled, name: str) -> Schedule:
-    """The orders as a schedule, which checks that they can run."""
+    """Return the orders as a schedule, which checks that they can run."""
     _, chunks, microbatches = job.shape
     stages = tuple(
         tuple(unit(job.kinds[kind], microbatch, part % chunks) for kind, part, microbatch in order)
@@ -142,7 +142,7 @@ _REACH = 9
 
 
 def polished(job: OrderJob, filled: Filled) -> Iterator[Filled]:
-    """Orders beside one, and then beside the first that is better than it, and so on.
+    """Yield orders beside one, then beside the first that is better, and so on.
 
     To shorten an order, some unit must leave its longest path.
     """
@@ -158,13 +158,13 @@ def polished(job: OrderJob, filled: Filled) -> Iterator[Filled]:
 
 
 def _rank_by_ends(job: OrderJob, filled: Filled) -> tuple[float, float]:
-    """Time, and then how late stages end together: with less of it, one move is missing less."""
+    """Return the time, and how late stages end together: a smaller sum is a move nearer."""
     squares = sum((end_s / job.floor_s) ** 2 for end_s in filled.stage_end_s)
     return round(filled.time_s / job.floor_s, 9), round(squares, 9)
 
 
 def _beside(job: OrderJob, filled: Filled) -> Iterator[Turns]:
-    """Orders in which one unit of the longest path runs some places later on its stage."""
+    """Yield orders in which one unit of the longest path runs some places later on its stage."""
     for stage, at in _longest_path(job, filled):
         order = filled.orders[stage]
         kind, part, microbatch = order[at]
@@ -184,7 +184,7 @@ def _fits(job: OrderJob, stage: int, order: list[tuple[int, int, int]]) -> bool:
 
 
 def _longest_path(job: OrderJob, filled: Filled) -> list[tuple[int, int]]:
-    """Stage and position of the units that set the time, first to last."""
+    """Return stage and position of the units on the longest path, first to last."""
     tolerance_s = TIME_TOLERANCE * filled.time_s
     place = [{turn: at for at, turn in enumerate(order)} for order in filled.orders]
     stage = filled.stage_end_s.index(filled.time_s)

@@ -121,7 +121,7 @@ class OrderJob:
 
     @cached_property
     def neighbours(self) -> tuple[list[int], list[int]]:
-        """By kind, [num_parts] the part that a unit's output goes to, or -1."""
+        """[kind][num_parts] the part that a unit's output goes to, or -1."""
         after, before = [-1] * len(self.chain), [-1] * len(self.chain)
         for part, other in pairwise(self.chain):
             after[part], before[other] = other, part
@@ -129,7 +129,7 @@ class OrderJob:
 
     @cached_property
     def hops_s(self) -> tuple[list[float], list[float]]:
-        """By kind, [num_parts] the latency of a unit's output to its neighbour."""
+        """[kind][num_parts] the latency of a unit's output to its neighbour."""
         stages, chunks, _ = self.shape
         hop_s = np.broadcast_to(np.asarray(self.latency_s, dtype=np.float64), stages - 1)
         after, before = [0.0] * len(self.chain), [0.0] * len(self.chain)
@@ -164,13 +164,13 @@ class OrderJob:
         return max(map(sum, zip(self._ways_s(FORWARD), self.work_s, self.after_s, strict=True)))
 
     def _ways_s(self, kind: int) -> list[float]:
-        """[num_stages] the least time from stage 0 to each along chunk 0, or back."""
+        """Return [num_stages] the least time from stage 0 to each along chunk 0, or back."""
         parts = self.chain[: self.shape[0]]
         steps_s = (min(self.durations_s[kind][p]) + self.hops_s[FORWARD][p] for p in parts[:-1])
         return [*accumulate(steps_s, initial=0.0)]
 
     def level(self, weight_s: float) -> OrderJob:
-        """The same with forwards and gradients that all take as long, and messages no time."""
+        """Return the job with equal forwards and gradients, and messages that take no time."""
         unit_s = dict.fromkeys(self.duration_s, 1.0) | {Kind.WEIGHT_GRADIENT: weight_s}
         level_s = {kind: np.full(self.shape, unit_s[kind]) for kind in self.kinds}
         return replace(self, duration_s=level_s, latency_s=0.0, tail_s=0.0)
@@ -198,7 +198,7 @@ class Filled:
 
     @property
     def time_s(self) -> float:
-        """How long an iteration takes."""
+        """Iteration time."""
         return max(self.stage_end_s)
 
 
@@ -303,7 +303,7 @@ class _Walk:
         return end_s
 
     def finish(self) -> Filled:
-        """The whole orders, with the weight gradients that are left at their ends."""
+        """Return the whole orders, with the weight gradients that are left at their ends."""
         for stage, pending in enumerate(self._pending):
             while pending:
                 self._run(stage, pending.popleft(), 0.0)

@@ -26,7 +26,7 @@ _WEIGHTS_PATIENCE = 0.5
 
 @dataclass(frozen=True)
 class Rule:
-    """How a stage chooses among units that are ready.
+    """Rule by which a stage chooses among units that are ready.
 
     Args:
         strict: a forward and a gradient in turn, also where the forward must wait for room that
@@ -117,7 +117,7 @@ class _Simulation:
             self._start_weights(stage, now_s, until_s)
 
     def _next(self, stage: int, kind: int, ready_s: float) -> tuple[int, float, bool]:
-        """The part whose unit of a kind comes next, or -1; when an input of another arrives.
+        """Return the part whose unit of a kind comes next, or -1; when an input of another arrives.
 
         And whether a forward is ready that there is no room for.
         """
@@ -139,7 +139,7 @@ class _Simulation:
         return best, soonest_s, full
 
     def _rank(self, kind: int, chunk: int, microbatch: int) -> int:
-        """Looped chunks go by groups of microbatches, others by the oldest microbatch."""
+        """Return a rank, lowest first: looped chunks by groups of microbatches, others by chunk."""
         along = chunk if kind == FORWARD else self._chunks - 1 - chunk
         if self._job.placement is Placement.V:
             return -along
@@ -157,7 +157,7 @@ class _Simulation:
     def _waits(
         self, stage: int, now_s: float, until_s: float, other_s: float, patience: float
     ) -> bool:
-        """Whether to wait for an input, rather than start a unit that would delay what needs it."""
+        """Return whether to wait for an input rather than start a unit that delays its user."""
         if until_s - now_s >= patience * other_s or until_s >= now_s + other_s - self._tolerance_s:
             return False
         end_s = until_s + self._left_s[stage]

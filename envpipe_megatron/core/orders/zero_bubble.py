@@ -21,7 +21,7 @@ from envpipe_megatron.core.schedule import Placement, Schedule
 def zero_bubble(
     num_stages: int, num_microbatches: int, max_in_flight: int | None = None
 ) -> Schedule:
-    """ZB-H1, or with more memory up to ZB-H2 (Qi et al., ICLR'24, sections 2.1 and 2.2).
+    """Return ZB-H1, or with more memory up to ZB-H2 (Qi et al., ICLR'24, sections 2.1 and 2.2).
 
     Stage s warms up with 1F1B's `p - s` forwards, and up to `p - s - 1` more as memory allows. Then
     input gradients and forwards take turns, and each weight gradient comes as much later than its
@@ -57,7 +57,7 @@ def zero_bubble(
 def zero_bubble_v(
     num_stages: int, num_microbatches: int, max_in_flight: int | None = None
 ) -> Schedule:
-    """Two chunks a stage that lie in a V, with split backwards: ZB-V.
+    """Return two chunks a stage that lie in a V, with split backwards: ZB-V.
 
     (Qi et al., ICLR'24, section 6; with less memory as V-Half and V-Min of Qi et al., NeurIPS'24.)
     The first stage holds the model's first layers and its last, so all stages hold equally much.
@@ -78,7 +78,7 @@ def zero_bubble_v(
 
 
 def split_in_place(schedule: Schedule, last: int) -> Schedule:
-    """An order whose `last` backwards of each stage are in two parts, one behind the other.
+    """Return an order whose `last` backwards of each stage are in two parts, one behind the other.
 
     The stage before gets their gradients earlier; no more activations are held. For the last ones,
     on the way out of the pipeline, that is nearly all that splitting gains, and it is paid for on a
@@ -89,7 +89,7 @@ def split_in_place(schedule: Schedule, last: int) -> Schedule:
 
 
 def split_from(schedule: Schedule, microbatch: int, of_stage: int | None = None) -> Schedule:
-    """A split order in which the backwards of the microbatches before one are whole.
+    """Return a split order in which the backwards of the microbatches before one are whole.
 
     On all stages, or on one.
     """
@@ -106,7 +106,7 @@ def split_from(schedule: Schedule, microbatch: int, of_stage: int | None = None)
 
 
 def half_split(schedule: Schedule) -> Schedule:
-    """An order with every other microbatch's backwards in two parts, one behind the other.
+    """Return an order with every other microbatch's backwards in two parts, one behind the other.
 
     So whole backwards and both parts are measured in the same iterations and the same memory. Were
     the last half split, parts would be seen on the way out of the pipeline and whole ones before,
@@ -117,7 +117,7 @@ def half_split(schedule: Schedule) -> Schedule:
 
 
 def split_late(schedule: Schedule) -> Schedule:
-    """An order that is as unlike its whole backwards as may be, to try whether that changes a bit.
+    """Return an order as unlike its whole backwards as may be, to test whether a bit changes.
 
     Each second part waits for the first one of the backward that follows, so a microbatch more is
     held. Of more than two backwards, the middle one stays whole. Gradients keep their sequence.
@@ -129,7 +129,7 @@ def split_late(schedule: Schedule) -> Schedule:
 def _with_split(
     schedule: Schedule, how: str, whole: Callable[[Unit, int], bool], lag: int = 0
 ) -> Schedule:
-    """The order with backwards in two parts but those for which `whole` holds: it, and its number.
+    """Split the backwards in two parts, but those for which `whole` (of unit and number) holds.
 
     `lag` second parts wait while first parts of backwards that follow run.
     """

@@ -16,7 +16,6 @@ import subprocess
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Self
 
 from envpipe_megatron.gpu.base import SAFE_UID, GpuError, ReadThroughGpu
 from envpipe_megatron.gpu.registry import Device, VendorGpu
@@ -51,11 +50,6 @@ class CommandGpu(ReadThroughGpu):
         self._site, self._listed = site, reader
         # The limit and the time for stopping: how long a command of a killed caller may run.
         self.late_request_s = site.command_time_limit_s + 2 * _STOP_S
-
-    @classmethod
-    def through(cls, reader: VendorGpu, site: SiteConfig) -> Self:
-        """Return a GPU under the site's commands."""
-        return cls(reader, site)
 
     @classmethod
     def rights(cls, site: SiteConfig, devices: Sequence[Device]) -> str:

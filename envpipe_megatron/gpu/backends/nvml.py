@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import logging
 import os
-import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Self
@@ -18,12 +17,12 @@ from typing import Any, Self
 import pynvml
 
 from envpipe_megatron.formats.energy import IDLE
-from envpipe_megatron.gpu.backends.cuda_order import visible_among
 from envpipe_megatron.gpu.backends.nvml_library import (
     UID_START,
     call_gpu,
     call_library,
     read_power_profiles,
+    visible_among,
 )
 from envpipe_megatron.gpu.base import (
     ClockState,
@@ -133,7 +132,7 @@ class NvmlGpu(VendorGpu):
 
     @classmethod
     def visible(cls) -> tuple[Device, ...]:
-        """Return the GPUs that CUDA would show, as `cuda_order.visible_among` does."""
+        """Return the GPUs that CUDA would show, as `visible_among` does."""
         return visible_among(cls.list_gpus(), os.environ)
 
     @classmethod
@@ -241,12 +240,6 @@ class NvmlGpu(VendorGpu):
             remedy="Train without clock control, or on a GPU that is passed through whole",
         )
 
-    @property
-    def observed_frequency_mhz(self) -> int:
-        """The SM clock that the GPU reports now."""
-        clock = self._call("read the clock", pynvml.nvmlDeviceGetClockInfo, pynvml.NVML_CLOCK_SM)
-        return int(clock)
-
     def clock_state(self) -> ClockState:
         """Return the clock, throttle reasons and power limit; three calls, so some ms.
 
@@ -254,7 +247,7 @@ class NvmlGpu(VendorGpu):
         """
         return ClockState(
             None,
-            self.observed_frequency_mhz,
+            self._call("read the clock", pynvml.nvmlDeviceGetClockInfo, pynvml.NVML_CLOCK_SM),
             self._throttle_reasons(),
             self._power_limit_w(pynvml.nvmlDeviceGetEnforcedPowerLimit),
         )
@@ -295,7 +288,7 @@ class NvmlGpu(VendorGpu):
         except GpuNotSupportedError:
             if self._reasons is pynvml.nvmlDeviceGetCurrentClocksThrottleReasons:
                 return ()
-            # Drivers before 535 know the call by its old name alone.
+            # Drivers before 535 know the call by its old name only.
             self._reasons = pynvml.nvmlDeviceGetCurrentClocksThrottleReasons
             return self._throttle_reasons()
         set_bits = (1 << place for place in range(bits.bit_length()) if bits >> place & 1)
@@ -330,10 +323,6 @@ class NvmlGpu(VendorGpu):
     def _read_counter_j(self) -> float:
         energy_mj = self._call("read the energy", pynvml.nvmlDeviceGetTotalEnergyConsumption)
         return float(energy_mj) / 1000
-
-    def time_s(self) -> float:
-        """Return the monotonic clock's instant."""
-        return time.monotonic()
 
 
 def _identify_all() -> Iterator[Device | GpuError]:

@@ -20,10 +20,10 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self, TypeVar
+from typing import Any, TypeVar
 from urllib.parse import urlencode
 
-from envpipe_megatron.gpu.base import Gpu, GpuError, GpuPermissionError, ReadThroughGpu
+from envpipe_megatron.gpu.base import GpuError, GpuPermissionError, ReadThroughGpu
 from envpipe_megatron.gpu.registry import Device, VendorGpu, pci_address
 from envpipe_megatron.gpu.site import SiteConfig
 
@@ -38,7 +38,7 @@ _REQUEST_TIME_LIMIT_S = 5.0
 
 _LOOK_TIME_LIMIT_S = 2.0
 BEFORE_TOKEN_ENDS_S = 600.0
-"""As long as a guard tries to reset."""
+"""A guard tries to reset for as long."""
 
 PciAddress = tuple[int, int, int, int]
 """Domain, bus, device and function."""
@@ -176,7 +176,7 @@ class Zeusd:
         if any(not isinstance(address, str) for _, address in gpus):
             raise GpuError(
                 f"Zeusd at {self.address} does not report the PCI addresses of its GPUs",
-                remedy="Upgrade zeusd to 0.5 or newer: its numbers alone do not name a GPU safely",
+                remedy="Upgrade zeusd to 0.5 or newer: a number does not name a GPU safely",
             )
         gpu_ids = {pci_address(address): int(gpu_id) for gpu_id, address in gpus}
         return ZeusdOffer(gpu_ids, groups, auth_required)
@@ -224,33 +224,21 @@ def _reason(body: bytes) -> str:
 
 
 class ZeusdGpu(ReadThroughGpu):
-    """One GPU under zeusd. Opening it connects to nothing.
+    """One GPU under the zeusd that variables or the site name. Opening it connects to nothing.
 
     A process that was killed may have left a request with the daemon: see `late_request_s`. A reset
-    leaves `reset_range_mhz`, None for the driver's default. Raises GpuError if the PCI bus id is
-    not one.
+    leaves the site's `reset_range_mhz`, None for the driver's default. Raises GpuError if the
+    driver does not list the GPU.
     """
 
     backend = "zeusd"
     late_request_s = _REQUEST_TIME_LIMIT_S
 
-    def __init__(
-        self,
-        reader: Gpu,
-        pci_bus_id: str,
-        zeusd: Zeusd,
-        reset_range_mhz: tuple[int, int] | None = None,
-    ) -> None:
+    def __init__(self, reader: VendorGpu, site: SiteConfig) -> None:
         super().__init__(reader)
-        self._pci_address = pci_address(pci_bus_id)
-        self._zeusd = zeusd
-        self._reset_range_mhz = reset_range_mhz
-
-    @classmethod
-    def through(cls, reader: VendorGpu, site: SiteConfig) -> Self:
-        """Return a GPU under the daemon that variables or the site name."""
-        daemon = Zeusd(zeusd_socket(site))
-        return cls(reader, reader.device().pci_bus_id, daemon, site.reset_range_mhz)
+        self._pci_address = pci_address(reader.device().pci_bus_id)
+        self._zeusd = Zeusd(zeusd_socket(site))
+        self._reset_range_mhz = site.reset_range_mhz
 
     @classmethod
     def rights(cls, site: SiteConfig, devices: Sequence[Device]) -> str:

@@ -93,7 +93,7 @@ class PageController:
             self._thread.join(_JOIN_S)
             if self._thread.is_alive():
                 return False
-        self._page.forget_clock()
+        self._page.guard.set_mhz = 0
         self._summarize()
         return True
 
@@ -114,7 +114,7 @@ class PageController:
             if frequency_mhz and not self._is_due(delay_s):
                 break
             number, self._next, self._ended_s = self._next, following(self._next), None
-            self._page.take(number)
+            self._page.guard.taken = number
             if frequency_mhz:
                 self._replaces = self._due_mhz is not None
                 self._coalesced += self._replaces
@@ -122,7 +122,7 @@ class PageController:
                 continue
             self._apply(known_s)
             self._summarize()
-            self._page.answer(number)
+            self._page.guard.answered = number
         self._apply(known_s)
 
     def _is_due(self, delay_s: float) -> bool:
@@ -158,13 +158,13 @@ class PageController:
                 return
             self._dwelling_since_s = now_s
         entered_s = time.monotonic()
-        self._page.begin_change(entered_s)
+        self._page.guard.called_s = entered_s
         if held_mhz:
             self._gpu.lock_frequency(held_mhz)
         else:
             self._gpu.reset_frequency()
         returned_s = time.monotonic()
-        self._page.end_change(held_mhz, returned_s)
+        self._page.guard.set_mhz, self._page.guard.returned_s = held_mhz, returned_s
         if known_s is not None:
             self._latencies_s.append((entered_s - known_s, returned_s - entered_s))
         self._due_mhz = None
@@ -184,7 +184,7 @@ class PageController:
             "wake_to_lock_s": spread(before for before, _ in latencies_s),
             "lock_call_s": spread(call for _, call in latencies_s),
         }
-        self._page.summarize(json.dumps(said))
+        self._page.guard.summary = json.dumps(said).encode()
 
 
 def spread(values_s: Iterable[float]) -> dict[str, float | int]:

@@ -39,6 +39,13 @@ class _OfRank(ctypes.Structure):
 
 
 class _OfGuard(ctypes.Structure):
+    """Words of the guard.
+
+    Requests up to `taken` have freed their places, those up to `answered` are served. `set_mhz` is
+    the clock that was set last, 0 if it was given back or reset. The last call that set one began
+    at `called_s`, on the monotonic clock, and returned at `returned_s`.
+    """
+
     _fields_ = (
         ("taken", ctypes.c_uint32),
         ("answered", ctypes.c_uint32),
@@ -73,6 +80,7 @@ class ClockPage:
     Attributes:
         address: where it begins in this process.
         num_bytes: its size.
+        guard: the words that only the guard stores.
     """
 
     def __init__(self, descriptor: int) -> None:
@@ -81,7 +89,7 @@ class ClockPage:
         self.num_bytes = _NUM_BYTES
         self._memory = mmap.mmap(descriptor, self.num_bytes)
         self._words = _Words.from_buffer(self._memory)
-        self._of_guard, self._requests = self._words.guard, self._words.requests
+        self.guard, self._requests = self._words.guard, self._words.requests
         self.address = ctypes.addressof(self._words)
 
     @staticmethod
@@ -124,7 +132,7 @@ class ClockPage:
         units the host's caches are cold, and a call of Python's takes microseconds.
         """
         number = self._asked % MASK + 1
-        if (number - self._of_guard.taken) & MASK >= CAPACITY:
+        if (number - self.guard.taken) & MASK >= CAPACITY:
             return None
         word = (number // CAPACITY + 1 & 0xFFFF) << _ROUND | frequency_mhz << _CLOCK
         if delay_s > 0:
@@ -154,34 +162,10 @@ class ClockPage:
             return None
         return word >> _CLOCK & 0xFFFF, (word & _MOST_DELAY_US) / 1e6
 
-    def take(self, number: int) -> None:
-        """Free the place of a request."""
-        self._of_guard.taken = number
-
-    def summarize(self, text: str) -> None:
-        """Tell the rank what was done so far."""
-        self._of_guard.summary = _cut(text)
-
-    def answer(self, number: int) -> None:
-        """Say that all up to a number is served."""
-        self._of_guard.answered = number
-
     def fail(self, why: str) -> None:
         """Say why no clock is set any more."""
-        self._of_guard.failure = _cut(why)
-        self._of_guard.failed = 1
-
-    def begin_change(self, time_s: float) -> None:
-        """Note when a call that sets the clock begins, on the monotonic clock."""
-        self._of_guard.called_s = time_s
-
-    def end_change(self, frequency_mhz: int, time_s: float) -> None:
-        """Note when it returned, and which clock it set; 0 if it gave the clock back."""
-        self._of_guard.set_mhz, self._of_guard.returned_s = frequency_mhz, time_s
-
-    def forget_clock(self) -> None:
-        """Note that the clock is, or is about to be, reset."""
-        self._of_guard.set_mhz = 0
+        self.guard.failure = why.encode(errors="replace")[: _TEXT_BYTES - 1]
+        self.guard.failed = 1
 
     # --- either ---------------------------------------------------------------------------------
 
@@ -193,17 +177,17 @@ class ClockPage:
     @property
     def is_over(self) -> bool:
         """True if the rank wants no clock any more, or the guard can set none."""
-        return bool(self._words.rank.over or self._of_guard.failed)
+        return bool(self._words.rank.over or self.guard.failed)
 
     @property
     def set_mhz(self) -> int | None:
         """The clock that was set last, None if there is none."""
-        return self._of_guard.set_mhz or None
+        return self.guard.set_mhz or None
 
     @property
     def last_call_s(self) -> tuple[float, float]:
         """Begin and end of the last call that set it, on the monotonic clock."""
-        return float(self._of_guard.called_s), float(self._of_guard.returned_s)
+        return float(self.guard.called_s), float(self.guard.returned_s)
 
     @property
     def last_change_s(self) -> float:
@@ -214,26 +198,22 @@ class ClockPage:
     @property
     def summary(self) -> str:
         """The guard's last summary; half of it while the guard writes it."""
-        return bytes(self._of_guard.summary).decode(errors="replace")
+        return bytes(self.guard.summary).decode(errors="replace")
 
     @property
     def failure(self) -> str | None:
         """The reason for which the guard sets no clock any more; None while it does."""
-        if not self._of_guard.failed:
+        if not self.guard.failed:
             return None
-        return bytes(self._of_guard.failure).decode(errors="replace")
+        return bytes(self.guard.failure).decode(errors="replace")
 
     def is_answered(self, number: int) -> bool:
         """Return whether all is served up to a number."""
-        return _reached(self._of_guard.answered, number)
+        return _reached(self.guard.answered, number)
 
     def counted(self, where: int, number: int) -> bool:
         """Return whether a stream has counted to a number."""
         return _reached(ctypes.c_uint32.from_address(self.address + where).value, number)
-
-
-def _cut(text: str) -> bytes:
-    return text.encode(errors="replace")[: _TEXT_BYTES - 1]
 
 
 def following(number: int) -> int:

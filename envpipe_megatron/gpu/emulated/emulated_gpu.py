@@ -74,7 +74,7 @@ class EmulatedGpu(VendorGpu):
 
     @classmethod
     def open(cls, root: str | os.PathLike[str] | None, index: int) -> Self:
-        """Open a GPU that exists, whatever its preset.
+        """Open a GPU that exists, of any preset.
 
         Raises GpuError if there is none, its file is foreign, or its preset is gone.
         """
@@ -156,18 +156,14 @@ class EmulatedGpu(VendorGpu):
         return self._file.read().requested_mhz
 
     def clock_state(self) -> ClockState:
-        """Return the lock and the clock."""
-        return ClockState(self.requested_frequency_mhz, self.observed_frequency_mhz)
-
-    @property
-    def observed_frequency_mhz(self) -> int:
-        """The clock in force now. During an anchored wait it settles as time goes by."""
+        """Return the lock, and the clock in force now; in an anchored wait it settles with time."""
         state = self._file.read()
-        now_s, pending = self._instant_s(state), state.pending
-        if pending and pending[1] <= now_s:
-            return pending[0]
-        segment = state.segment_at(now_s) if now_s < state.end_s else None
-        return segment.frequency_mhz if segment else state.clock_mhz
+        now_s, clock_mhz = self._instant_s(state), state.clock_mhz
+        if state.pending and state.pending[1] <= now_s:
+            clock_mhz = state.pending[0]
+        elif now_s < state.end_s and (segment := state.segment_at(now_s)):
+            clock_mhz = segment.frequency_mhz
+        return ClockState(state.requested_mhz, clock_mhz)
 
     # --- meters ---------------------------------------------------------------------------------
 

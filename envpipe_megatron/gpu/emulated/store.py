@@ -208,7 +208,7 @@ class StateFile:
             raise self._broken(str(error)) from error
 
     def change(self, work: Callable[[EmulatedState], Result]) -> Result:
-        """Have `work` change the state, alone, and write it when that ends without error.
+        """Have only `work` change the state, and write it when that ends without error.
 
         Raises GpuError if the state is missing or wrong, or cannot be written.
         """
@@ -252,7 +252,7 @@ class StateFile:
             fcntl.flock(descriptor, fcntl.LOCK_EX)
             return work()
         finally:
-            # Closing alone would not do: a child that was forked meanwhile keeps file and lock.
+            # Closing is not enough: a child that was forked meanwhile keeps file and lock.
             fcntl.flock(descriptor, fcntl.LOCK_UN)
             os.close(descriptor)
 

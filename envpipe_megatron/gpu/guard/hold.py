@@ -93,9 +93,25 @@ def hold_gpu(
     settings = settings or GuardSettings()
     log = guard_log(address)
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    order = {
+        "address": asdict(address),
+        "job": job or job_key(),
+        "rank": asdict(ProcessIdentity.own()),
+        "settings": asdict(settings),
+        "page": page.descriptor,
+        "socket": theirs.fileno(),
+    }
+    flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW
     try:
-        with theirs:
-            process = _start(address, job or job_key(), settings, page, log, theirs)
+        with theirs, os.fdopen(os.open(log, flags, 0o600), "wb") as output:
+            process = start_child(
+                _GUARD,
+                order,
+                (theirs.fileno(), page.descriptor),
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+            )
         try:
             ours.settimeout(timeout_s)
             answer = receive(ours) or {"what": f"The guard ended before it held the GPU: see {log}"}
@@ -120,34 +136,6 @@ def hold_gpu(
             remedy="See its log: the driver may hang, or the machine be overloaded. No clock is "
             "locked without a guard",
         ) from error
-
-
-def _start(
-    address: GpuAddress,
-    job: str,
-    settings: GuardSettings,
-    page: ClockPage,
-    log: Path,
-    theirs: socket.socket,
-) -> subprocess.Popen[bytes]:
-    order = {
-        "address": asdict(address),
-        "job": job,
-        "rank": asdict(ProcessIdentity.own()),
-        "settings": asdict(settings),
-        "page": page.descriptor,
-        "socket": theirs.fileno(),
-    }
-    flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW
-    with os.fdopen(os.open(log, flags, 0o600), "wb") as output:
-        return start_child(
-            _GUARD,
-            order,
-            (theirs.fileno(), page.descriptor),
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=output,
-        )
 
 
 class Hold:

@@ -175,7 +175,7 @@ class LeaseRecord:
 
     @property
     def mark(self) -> dict[str, str | int | None]:
-        """Who slows the GPU, for which job, between which clocks, and since when.
+        """The user who slows the GPU, the job, between which clocks, and since when.
 
         As in docs/schemas/clocks.json, but for `live`. A server may be asked for the user's name,
         and may hang: no guard calls this.

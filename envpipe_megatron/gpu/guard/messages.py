@@ -103,7 +103,7 @@ def runtime_folder() -> Path:
         path.mkdir(mode=0o700, exist_ok=True)
         status = path.lstat()
         private = stat.S_ISDIR(status.st_mode) and not status.st_mode & 0o077
-        why = "" if private and status.st_uid == os.geteuid() else "is not this user's alone"
+        why = "" if private and status.st_uid == os.geteuid() else "is not only this user's"
     except OSError as error:
         why = f"cannot be made: {error.strerror}"
     if why:
@@ -141,7 +141,7 @@ class ProcessIdentity:
         return own
 
     def is_alive(self) -> bool | None:
-        """Return whether it lives; None if that cannot be told from this PID namespace.
+        """Return whether it lives; None if this PID namespace does not show it.
 
         A zombie is dead unless one of its threads is still at work, for example in the driver.
         """

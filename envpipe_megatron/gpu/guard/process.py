@@ -31,6 +31,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from envpipe_megatron.gpu.base import Gpu, GpuAddress
@@ -118,6 +119,7 @@ def _time_limit(limit_s: float) -> Iterator[None]:
         signal.setitimer(signal.ITIMER_REAL, 0)
 
 
+@dataclass
 class Guard:
     """The guard of one rank.
 
@@ -126,23 +128,15 @@ class Guard:
         signals: a descriptor that can be read when a signal to end has come.
     """
 
-    def __init__(
-        self,
-        address: GpuAddress,
-        job: str,
-        rank: ProcessIdentity,
-        settings: GuardSettings,
-        connection: socket.socket,
-        page: ClockPage,
-        signals: int,
-    ) -> None:
-        self._address = address
-        self._job = job
-        self._rank = rank
-        self._settings = settings
-        self._connection = connection
-        self._page = page
-        self._signals = signals
+    address: GpuAddress
+    job: str
+    rank: ProcessIdentity
+    settings: GuardSettings
+    connection: socket.socket
+    page: ClockPage
+    signals: int
+
+    def __post_init__(self) -> None:
         self._controller: PageController | None = None
         self._gpu: Gpu | None = None
         # Given back when memory runs out, so that the last reset has some.
@@ -153,15 +147,15 @@ class Guard:
     def run(self) -> None:
         """Take the lease, serve the rank, and bring the clock back."""
         try:
-            with _time_limit(self._settings.give_up_s):
-                self._gpu = open_gpu(self._address)
+            with _time_limit(self.settings.give_up_s):
+                self._gpu = open_gpu(self.address)
                 late_s = self._gpu.late_request_s
                 clocks = self._gpu.supported_frequencies_mhz
                 usual = sweep_range(clocks or (0,), override_for(self._gpu.name), 0.0)
                 lease = Lease.take(
-                    self._address,
-                    self._job,
-                    rank=self._rank,
+                    self.address,
+                    self.job,
+                    rank=self.rank,
                     open_gpu=open_gpu,
                     clocks_mhz=(*clocks[:1], usual[-1]) if self._gpu.changes_clock else (),
                 )
@@ -173,16 +167,16 @@ class Guard:
                     lease.release()
                     raise
         except Exception as error:
-            _LOG.warning("%s: not held: %s", self._address.uid, error)
+            _LOG.warning("%s: not held: %s", self.address.uid, error)
             self._say("refused", what=str(error))
             return
-        _LOG.info("%s: held for %s", self._address.uid, self._rank)
+        _LOG.info("%s: held for %s", self.address.uid, self.rank)
         try:
             self._looking.start()
-            self._connection.setblocking(False)
+            self.connection.setblocking(False)
             self._serve()
             self._say("held", guard_pid=os.getpid())
-            _LOG.info("%s: %s", self._address.uid, self._watch())
+            _LOG.info("%s: %s", self.address.uid, self._watch())
             if self._bring_back(late_s):
                 lease.release()
             else:
@@ -191,9 +185,9 @@ class Guard:
             self._reserve = None
             self._reset()
             raise
-        self._connection.close()
+        self.connection.close()
         self._ending.set()
-        self._looking.join(self._settings.give_up_s)
+        self._looking.join(self.settings.give_up_s)
 
     # --- while clocks are set -------------------------------------------------------------------
 
@@ -201,28 +195,28 @@ class Guard:
         """Serve the rank as long as it wants clocks; return why that has ended."""
         heard_s = time.monotonic()
         poll = select.poll()
-        poll.register(self._signals, select.POLLIN)
-        poll.register(self._connection, select.POLLIN)
+        poll.register(self.signals, select.POLLIN)
+        poll.register(self.connection, select.POLLIN)
         with suppress(OSError, AttributeError):  # before Linux 5.3 its pid must do
-            poll.register(os.pidfd_open(self._rank.pid), select.POLLIN)
+            poll.register(os.pidfd_open(self.rank.pid), select.POLLIN)
         while True:
             ready = dict(poll.poll(1000 * _TICK_S))
             now_s = time.monotonic()
-            if self._signals in ready:
+            if self.signals in ready:
                 return "received a signal to end"
             heard = self._hear()
-            if heard == "end" or self._rank.is_alive() is False:
+            if heard == "end" or self.rank.is_alive() is False:
                 return "the rank has ended"
             if (self._controller is not None and self._controller.has_ended()) or (
-                self._page.is_over
+                self.page.is_over
             ):
                 return "no clock is wanted any more"
             if heard:
                 heard_s = now_s
                 self._serve()
-            elif now_s >= heard_s + self._settings.heartbeat_s:
-                _LOG.warning("%s: %s is silent", self._address.uid, self._rank)
-                again_s = now_s + _RETRY_S - self._settings.heartbeat_s
+            elif now_s >= heard_s + self.settings.heartbeat_s:
+                _LOG.warning("%s: %s is silent", self.address.uid, self.rank)
+                again_s = now_s + _RETRY_S - self.settings.heartbeat_s
                 heard_s = math.inf if self._reset() else again_s
 
     def _hear(self) -> str:
@@ -231,9 +225,9 @@ class Guard:
         with suppress(BlockingIOError):
             while True:
                 try:
-                    message = receive(self._connection)
+                    message = receive(self.connection)
                 except GuardError as error:
-                    _LOG.error("%s: %s", self._rank, error)
+                    _LOG.error("%s: %s", self.rank, error)
                     message = None
                 if message is None:
                     return "end"
@@ -244,21 +238,21 @@ class Guard:
     def _say(self, event: str, **more: Any) -> None:
         # A rank that does not read misses this; its end is noticed all the same.
         with suppress(OSError):
-            send(self._connection, {"event": event, **more})
+            send(self.connection, {"event": event, **more})
 
     def _serve(self) -> None:
         """Set the clocks that the page asks for from here on, the last that came due first."""
-        if self._page.is_over or self._controller is not None:
+        if self.page.is_over or self._controller is not None:
             return
         try:
-            with _time_limit(self._settings.give_up_s):
+            with _time_limit(self.settings.give_up_s):
                 # An object of its own: the guard's is opened again where a reset has failed.
-                gpu = open_gpu(self._address)
-            self._controller = PageController(gpu, self._page)
+                gpu = open_gpu(self.address)
+            self._controller = PageController(gpu, self.page)
             self._controller.start()
         except Exception as error:  # the rank goes on without
-            _LOG.error("%s: cannot be set: %s", self._address.uid, error)
-            self._page.fail(str(error))
+            _LOG.error("%s: cannot be set: %s", self.address.uid, error)
+            self.page.fail(str(error))
 
     # --- bringing the clock back ----------------------------------------------------------------
 
@@ -266,16 +260,16 @@ class Guard:
         """Reset the clock for good; return False if that did not work within `give_up_s`."""
         if not self._reset_surely():
             return False
-        if late_s == 0 or self._page.failure is None:
+        if late_s == 0 or self.page.failure is None:
             return True
         time.sleep(late_s)  # a request that failed may still take effect
         return self._reset_surely()
 
     def _reset_surely(self) -> bool:
-        until_s, wait_s = time.monotonic() + self._settings.give_up_s, _FIRST_RETRY_S
+        until_s, wait_s = time.monotonic() + self.settings.give_up_s, _FIRST_RETRY_S
         while not self._reset():
             if time.monotonic() + wait_s > until_s:
-                _LOG.error("%s: given up; its lease says what to undo", self._address.uid)
+                _LOG.error("%s: given up; its lease says what to undo", self.address.uid)
                 return False
             time.sleep(wait_s)
             wait_s = min(2 * wait_s, _LONGEST_RETRY_S)
@@ -284,17 +278,17 @@ class Guard:
     def _reset(self) -> bool:
         """Set no clock any more, and reset it once; return whether that worked."""
         try:
-            with _time_limit(self._settings.give_up_s):
+            with _time_limit(self.settings.give_up_s):
                 self._serve_no_more()
                 if self._gpu is None:
-                    self._gpu = open_gpu(self._address)
+                    self._gpu = open_gpu(self.address)
                 self._gpu.reset_frequency()
         except Exception as error:
             # Logged each time: retries are rare, and an administrator wants to see them.
-            _LOG.error("%s: reset failed: %s", self._address.uid, error)
+            _LOG.error("%s: reset failed: %s", self.address.uid, error)
             self._gpu = None  # a driver that was reloaded needs to be opened again
             return False
-        _LOG.info("%s: reset", self._address.uid)
+        _LOG.info("%s: reset", self.address.uid)
         return True
 
     def _serve_no_more(self) -> None:
@@ -310,7 +304,7 @@ class Guard:
         last, said = False, set[str]()
         while not last:
             last = self._ending.wait(_LOOK_EVERY_S)
-            undo_stale_leases(self._address, open_gpu, said)
+            undo_stale_leases(self.address, open_gpu, said)
 
 
 if __name__ == "__main__":

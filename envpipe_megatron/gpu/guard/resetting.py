@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from functools import partial
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from envpipe_megatron.gpu.base import Gpu, GpuAddress, GpuError, GpuPermissionError
@@ -54,53 +53,51 @@ class ResetOutcome(NamedTuple):
     what: str
 
 
-class Resetter:
-    """Resets clocks by any back end that is allowed here."""
+def reset_clocks(
+    site: SiteConfig, addresses: Sequence[GpuAddress], *, dead_jobs: bool
+) -> Iterator[ResetOutcome]:
+    """Reset GPUs one by one, each under a lease, so that no job takes it at that moment.
 
-    def __init__(self, site: SiteConfig) -> None:
-        self._site = site
-        controls = check_controls(site)
-        self._allowed = {check.backend for check in controls if check.allowed}
-        #: The back end for real GPUs, or why there is none.
-        self._chosen = first_allowed("auto", controls)
+    A real GPU whose back end is not allowed is reset by the first one that is. A lease that a dead
+    job left on one of them is undone on the way; a GPU that a live job holds stays as it is. Where
+    no lease can be written the clock is reset all the same, unless a job holds it.
 
-    def reset_all(self, addresses: Iterable[GpuAddress]) -> Iterator[ResetOutcome]:
-        """Reset GPUs one by one, each under a lease, so that no job takes it at that moment.
+    Args:
+        dead_jobs: whether to undo, behind these, what dead jobs left on other GPUs; raises
+            LeaseFolderError if a folder of leases is unsafe.
+    """
+    controls = check_controls(site)
+    allowed = {check.backend for check in controls if check.allowed}
+    #: The back end for real GPUs, or why there is none.
+    chosen = first_allowed("auto", controls)
 
-        A real GPU whose back end is not allowed is reset by the chosen one. A lease that a dead job
-        left on one of them is undone on the way; a GPU that a live job holds is left alone. Where
-        no lease can be written the clock is reset all the same, unless a job holds it.
-        """
-        for address in addresses:
-            yield _outcome(address.uid, partial(self._reset, address))
-
-    def undo_others(self, uids: Iterable[str]) -> Iterator[ResetOutcome]:
-        """Undo what dead jobs left on other GPUs than these; those of live jobs are left alone.
-
-        Raises LeaseFolderError if a folder of leases is unsafe.
-        """
-        left_out = set(uids)
-        for record in list_leases():
-            if not record.live and record.address.uid not in left_out:
-                yield _outcome(record.address.uid, partial(self._reset, record.address))
-
-    def _open(self, address: GpuAddress) -> Gpu:
+    def open_allowed(address: GpuAddress) -> Gpu:
         if address.backend not in hardware_backends():
             return open_gpu(address)
-        backend = address.backend if address.backend in self._allowed else self._chosen.backend
+        backend = address.backend if address.backend in allowed else chosen.backend
         if backend is None:
-            raise GpuPermissionError(self._chosen.why, remedy=" ".join(self._chosen.remedies))
-        return open_gpu(GpuAddress(backend, address.uid), self._site)
+            raise GpuPermissionError(chosen.why, remedy=" ".join(chosen.remedies))
+        return open_gpu(GpuAddress(backend, address.uid), site)
 
-    def _reset(self, address: GpuAddress) -> str:
-        gpu = self._open(address)
+    def reset(address: GpuAddress) -> ResetOutcome:
         try:
-            _reset_leased(gpu, _JOB, None, self._open)
-        except LeaseFolderError as error:
-            _refuse_held(address.uid)
-            gpu.reset_frequency()
-            return f"reset by {gpu.address.backend}, without a lease: {error.what}"
-        return f"reset by {gpu.address.backend}"
+            gpu = open_allowed(address)
+            what = f"reset by {gpu.address.backend}"
+            try:
+                _reset_leased(gpu, _JOB, None, open_allowed)
+            except LeaseFolderError as error:
+                _refuse_held(address.uid)
+                gpu.reset_frequency()
+                what += f", without a lease: {error.what}"
+        except GpuError as error:
+            return ResetOutcome(address.uid, False, f"not reset: {error}")
+        return ResetOutcome(address.uid, True, what)
+
+    yield from map(reset, addresses)
+    if dead_jobs:
+        uids = {address.uid for address in addresses}
+        left = (record for record in list_leases() if not record.live)
+        yield from (reset(record.address) for record in left if record.address.uid not in uids)
 
 
 def _reset_leased(gpu: Gpu, job: str, rank: ProcessIdentity | None, open_gpu: OpenGpu) -> None:
@@ -120,10 +117,3 @@ def _refuse_held(uid: str) -> None:
         return  # no lease in such a folder is to be trusted
     for record in held:
         raise LeaseHeldError(f"job {record.job} holds it", remedy="Wait for that job or end it")
-
-
-def _outcome(uid: str, reset: Callable[[], str]) -> ResetOutcome:
-    try:
-        return ResetOutcome(uid, True, reset())
-    except GpuError as error:
-        return ResetOutcome(uid, False, f"not reset: {error}")

@@ -1,4 +1,4 @@
-"""EnvPipe under DeepSpeed, without a fork: `initialize` stands in for `deepspeed.initialize`."""
+"""EnvPipe under DeepSpeed, without a fork: call `initialize` in place of `deepspeed.initialize`."""
 
 from envpipe_megatron.integrations.deepspeed.engine import EnvPipeEngine, UnsupportedEngineError
 from envpipe_megatron.integrations.deepspeed.initialize import end_training, initialize

@@ -1,7 +1,7 @@
 """DeepSpeed's PipelineEngine, whose training steps are executed from a schedule.
 
-What a unit does is DeepSpeed's own: its instructions to load a microbatch, to run a forward or a
-backward, to reduce gradients and to step. Which comes when, and how messages travel, is EnvPipe's.
+Units run DeepSpeed's own instructions: to load a microbatch, to run a forward or a backward, to
+reduce gradients and to step. Their order, and the messages between stages, are EnvPipe's.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from envpipe_megatron.integrations.leveled import LeveledJob
 from envpipe_megatron.integrations.levels import (
     FREES_WHILE_TRAINING,
     Level,
+    Limit,
     frees_while_training,
-    stands_against,
 )
 from envpipe_megatron.integrations.watchers import BETWEEN_STEPS, paused
 from envpipe_megatron.runtime.channel.carrier import StageSpecs, TensorSpec
@@ -48,14 +48,14 @@ class EnvPipeEngine(PipelineEngine):  # type: ignore[misc]  # DeepSpeed has no t
     _own_steps: int
     _own_steps_left: int
     _takes_tuple: bool
-    _tells: bool
+    _prints: bool
     _specs: StageSpecs
-    #: M of a batch of full size; as in the first step if nobody says.
+    #: M of a batch of full size; by default that of the first step.
     full_microbatches: int | None
 
-    def take_job(self, job: LeveledJob, *, tells: bool) -> None:
-        """Have its session execute training steps; `tells`: print energy where DeepSpeed does."""
-        self.job, self._tells, self.full_microbatches = job, tells, None
+    def take_job(self, job: LeveledJob, *, prints: bool) -> None:
+        """Have its session execute training steps; `prints`: print energy where DeepSpeed does."""
+        self.job, self._prints, self.full_microbatches = job, prints, None
         self._own_steps = self._own_steps_left = 2 if self.device.type == "cuda" else 1
 
     @property
@@ -64,11 +64,11 @@ class EnvPipeEngine(PipelineEngine):  # type: ignore[misc]  # DeepSpeed has no t
 
     @property
     def session(self) -> Session:
-        """What executes its training steps: phase, profile, plan and meters."""
+        """Return what executes its training steps, with phase, profile, plan and meters."""
         return self.job.session
 
     def train_batch(self, data_iter: Any = None) -> torch.Tensor:
-        """As DeepSpeed's, in the order of the session's present phase.
+        """Run a training step as DeepSpeed does, in the order of the session's present phase.
 
         Raises SystemExit once the profile is written, if only that was asked for.
         """
@@ -85,8 +85,8 @@ class EnvPipeEngine(PipelineEngine):  # type: ignore[misc]  # DeepSpeed has no t
             # The optimizer's state, and so its memory, is allocated at the first one that is.
             self._own_steps_left += 1
         every = self.steps_per_print()
-        if self._tells and every is not None and self.global_steps % every == 0:
-            self._tell()
+        if self._prints and every is not None and self.global_steps % every == 0:
+            self._print_energy()
         return loss
 
     def end_training(self) -> None:
@@ -97,12 +97,12 @@ class EnvPipeEngine(PipelineEngine):  # type: ignore[misc]  # DeepSpeed has no t
         self.job.end()
 
     def destroy(self) -> None:
-        """As DeepSpeed's; the clock is given back."""
+        """Give the clock back, and destroy the engine as DeepSpeed does."""
         self.job.close()
         super().destroy()
 
     def reset_activation_shape(self) -> None:
-        """As DeepSpeed's; it also runs the next steps, from which new shapes are learned."""
+        """Reset shapes, and leave the next steps to DeepSpeed: new shapes are learned there."""
         super().reset_activation_shape()
         self._own_steps_left = max(self._own_steps_left, self._own_steps)
 
@@ -112,7 +112,7 @@ class EnvPipeEngine(PipelineEngine):  # type: ignore[misc]  # DeepSpeed has no t
             super()._exec_schedule(pipe_schedule)
             return
         if not (self._only_measures or self._own_steps_left or self.session.executed):
-            self._look_again()
+            self._check_again()
         if self._only_measures or self._own_steps_left:
             super()._exec_schedule(pipe_schedule)
             if not self._only_measures:
@@ -137,15 +137,15 @@ class EnvPipeEngine(PipelineEngine):  # type: ignore[misc]  # DeepSpeed has no t
         for instruction in (pipe.ReduceTiedGrads(), pipe.ReduceGrads(), pipe.OptimizerStep()):
             self.run_instruction(instruction)
 
-    def _look_again(self) -> None:
-        """Leave all steps to DeepSpeed, on all ranks, if one has set what EnvPipe does not run."""
+    def _check_again(self) -> None:
+        """Leave all steps to DeepSpeed, on all ranks, if one set what EnvPipe does not run."""
         first = self.job.collectives.first(", ".join(not_run(self)) or None)
         if first is not None:
             self._leave_to_deepspeed(first[1])
 
     def _leave_to_deepspeed(self, why: str) -> None:
         """Leave this step and all later ones to DeepSpeed, and only measure."""
-        self.job.lower([stands_against("DeepSpeed's own schedule", Level.OBSERVE, why)])
+        self.job.lower([Limit("DeepSpeed's own schedule", Level.OBSERVE, why)])
 
     def run_instruction(self, instruction: pipe.PipeInstruction) -> None:
         """Run one of DeepSpeed's instructions."""
@@ -153,11 +153,11 @@ class EnvPipeEngine(PipelineEngine):  # type: ignore[misc]  # DeepSpeed has no t
 
     @property
     def carries_mask(self) -> bool:
-        """Whether a message's last tensor holds truth values, which DeepSpeed sends as fp16."""
+        """Return whether a message ends with truth values, which DeepSpeed sends as fp16."""
         return bool(self.has_attention_mask or self.has_bool_tensors)
 
     def _learned_specs(self) -> StageSpecs:
-        """What messages carry, from the buffers that DeepSpeed has received them in."""
+        """Return what messages carry, from the buffers that DeepSpeed has received them in."""
         receives = {}
         if not self.is_first_stage():
             received = _as_list(self.pipe_recv_buf)
@@ -183,11 +183,11 @@ class EnvPipeEngine(PipelineEngine):  # type: ignore[misc]  # DeepSpeed has no t
         here = {kind: TensorSpec(s.shapes, s.dtypes, self.device) for kind, s in sends.items()}
         return StageSpecs(receives, here, vary=self.dynamic_shape)
 
-    def _tell(self) -> None:
-        """Energy since the last time; every rank does it after the same step."""
+    def _print_energy(self) -> None:
+        """Print and write the energy since the last time; all ranks do so after the same step."""
         report = self.job.report()
         line = report.line()
-        self.job.tell(line and f"steps: {self.global_steps} |{line}")
+        self.job.say(line and f"steps: {self.global_steps} |{line}")
         if self.global_rank == 0 and self.monitor.enabled:
             self.monitor.write_events(
                 [
@@ -242,7 +242,7 @@ class _Units:
         return sent
 
     def _gradients_of_inputs(self, unit: Unit) -> list[torch.Tensor]:
-        """What the stage before gets, as DeepSpeed's SendGrad sends it."""
+        """Return what the stage before gets, as DeepSpeed's SendGrad sends it."""
         engine = self._engine
         inputs = _as_list(self._buffers["inputs"][unit.microbatch])
         if engine.is_grad_partitioned:  # the others of a tuple get none
@@ -262,7 +262,7 @@ class _Units:
         return [gradient for gradient in gradients if gradient is not None]
 
     def sent(self, unit: Unit) -> None:
-        """The channel has the output: nothing is left to do."""
+        """Do nothing: the channel has the output."""
 
 
 def not_run(engine: PipelineEngine) -> list[str]:

@@ -20,7 +20,7 @@ from envpipe_megatron.integrations.deepspeed.engine import (
     UnsupportedEngineError,
     not_run,
 )
-from envpipe_megatron.integrations.job import JobFacts, Placement, say_line
+from envpipe_megatron.integrations.job import JobFacts, RankPlace, say_line
 from envpipe_megatron.integrations.leveled import LeveledJob
 from envpipe_megatron.integrations.options import OF_LEVELS, OptionError, merged, read_settings
 from envpipe_megatron.runtime.channel.links import timeout_of
@@ -60,7 +60,7 @@ def settings_of(
 
 
 def parsed_config(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """DeepSpeed's configuration among the arguments of `deepspeed.initialize`; empty without."""
+    """Return DeepSpeed's configuration from the arguments of its `initialize`; empty without."""
     config = next((arguments[name] for name in _PLACES if arguments.get(name) is not None), None)
     if config is None:
         config = getattr(arguments.get("args"), "deepspeed_config", None)
@@ -70,14 +70,14 @@ def parsed_config(arguments: Mapping[str, Any]) -> dict[str, Any]:
     return parsed
 
 
-#: What of DeepSpeed's configuration no unit's cost rests on: microbatches and replicas.
+#: Parts of DeepSpeed's configuration that change no unit's time or energy.
 _LEFT_OUT = ("train_batch_size", "gradient_accumulation_steps", BLOCK)
 
 
 def initialize(
     *arguments: Any, envpipe: Mapping[str, object] | bool | None = None, **named: Any
 ) -> tuple[Any, ...]:
-    """As `deepspeed.initialize`, whose arguments it takes.
+    """Make what `deepspeed.initialize` makes, whose arguments it takes, with EnvPipe.
 
     With a block `"envpipe"` in DeepSpeed's configuration, or `envpipe` given, the engine executes
     EnvPipe's schedules; without either it is DeepSpeed's own. Every rank calls it.
@@ -86,7 +86,7 @@ def initialize(
         arguments: those of `deepspeed.initialize`.
         envpipe: options by name (`{"type": "envelope", "scheduling": "ours", "reconfig":
             "balanced"}`), which go before those of the block; True for the defaults;
-            False to train without EnvPipe whatever the block says.
+            False to train without EnvPipe, with or without a block.
         named: those of `deepspeed.initialize`.
 
     Raises:
@@ -128,7 +128,7 @@ def begin(
     config: Mapping[str, Any],
     *,
     sequence_length: int | None = None,
-    tells: bool = True,
+    prints: bool = True,
 ) -> PipelineEngine:
     """Make the job of an engine that DeepSpeed has made; every rank does. Raises as `initialize`.
 
@@ -137,9 +137,9 @@ def begin(
     Args:
         engine: a PipelineEngine.
         options: EnvPipe's.
-        config: DeepSpeed's configuration, and whatever else tells jobs apart.
+        config: DeepSpeed's configuration, and other facts by which jobs differ.
         sequence_length: length of a sample, in tokens.
-        tells: whether the engine prints energy when DeepSpeed prints its steps.
+        prints: whether the engine prints energy when DeepSpeed prints its steps.
     """
     if found := not_run(engine):
         raise UnsupportedEngineError(
@@ -148,7 +148,7 @@ def begin(
             remedy="Train without EnvPipe, or without these.",
         )
     group = engine.grid.get_pipe_parallel_group()
-    placement = Placement(
+    placement = RankPlace(
         group,
         engine.gradient_accumulation_steps(),
         timeout_of(group),
@@ -159,7 +159,7 @@ def begin(
         return engine
     job.announce()
     engine.__class__ = EnvPipeEngine  # nothing else of DeepSpeed is touched
-    engine.take_job(job, tells=tells)
+    engine.take_job(job, prints=prints)
     return engine
 
 

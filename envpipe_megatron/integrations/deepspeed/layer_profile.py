@@ -1,4 +1,4 @@
-"""Time and energy of each layer of a pipeline, measured on one GPU."""
+"""Measures time and energy of each layer of a pipeline, on one GPU."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def measure(run: Callable[[], object], gpu: RankGpu) -> tuple[float, float]:
 
 
 def _amount(value: float) -> FloatArray:
-    """[1] a value; a layer without weights may have no backward that can be told from none."""
+    """Return [1] a value; of a layer without weights, the backward may take no time at all."""
     return np.array([max(value, _LEAST)])
 
 
@@ -134,7 +134,7 @@ def _forward_and_backward(forward: Callable[[], Any]) -> None:
 
 
 def _detached(outputs: Any) -> Any:
-    """Outputs as the next layer's inputs, which get gradients if they can."""
+    """Return outputs as the next layer's inputs, which get gradients if they can."""
     if isinstance(outputs, torch.Tensor):
         return outputs.detach().requires_grad_(outputs.is_floating_point())
     return tuple(_detached(tensor) for tensor in outputs)

@@ -1,4 +1,4 @@
-"""A split model for DeepSpeed's pipeline engine."""
+"""Makes DeepSpeed's pipelines of split models."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _WEIGHT = "embedding.weight"
 
 
 def deepspeed_layers(model: SplitModel) -> list[LayerSpec]:
-    """The layers as DeepSpeed's specs, which build one when its stage needs it.
+    """Return the layers as DeepSpeed's specs, which build one when its stage needs it.
 
     A batch's inputs are token numbers [samples, length], or images. Those of BERT are a tuple
     (token numbers, segment numbers, whether each position holds a token), each [samples, length],
@@ -68,7 +68,7 @@ def _named(model: SplitModel, entry: Entry) -> type[Layer]:
 
 
 def _logits(layer: Layer, message: Message) -> Message:
-    """Logits, and what comes with the hidden states."""
+    """Return logits, and what comes with the hidden states."""
     if isinstance(message, Tensor):
         return tied_logits(layer, message)
     hidden, *others = message

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 if TYPE_CHECKING:
     from envpipe_megatron.integrations.huggingface.split import SplitModel
 
-#: Hidden states, alone or with what later layers need.
+#: Hidden states, or a tuple of them and what later layers need.
 Message = Tensor | tuple[Tensor, ...]
 MASK = "attention_mask"
 #: Inputs of a model beside the first, in the order in which messages have them.
@@ -81,7 +81,7 @@ class Layer(nn.Module):
         return (hidden, *given) if given else hidden
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Parameters and lasting buffers by their name in the unsplit model."""
+        """Yield parameters and lasting buffers by their name in the unsplit model."""
         for name, tensor in self.state_dict(keep_vars=True).items():
             attribute, _, rest = name.partition(".")
             yield f"{self.entry.modules[attribute]}.{rest}", tensor
@@ -104,7 +104,7 @@ class Rotary:
         self._angles = functools.lru_cache(_KEPT)(self._make)
 
     def angles(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """Cosines and sines, [1, length, width of a head]."""
+        """Return cosines and sines, [1, length, width of a head]."""
         found: tuple[Tensor, Tensor] = self._angles(hidden.shape[1], hidden.dtype, hidden.device)
         return found
 
@@ -121,13 +121,13 @@ class Rotary:
 
 
 def embed(layer: Any, tokens: Tensor) -> Tensor:
-    """From token numbers, [samples, length], to hidden states."""
+    """Return hidden states of token numbers, [samples, length]."""
     embedded: Tensor = layer.embedding(tokens)
     return embedded
 
 
 def tied_logits(layer: Any, hidden: Tensor) -> Tensor:
-    """From hidden states to logits, by the weights of an embedding."""
+    """Return logits of hidden states, by the weights of an embedding."""
     return F.linear(hidden, layer.embedding.weight)
 
 
@@ -158,7 +158,7 @@ def run_decoder(layer: Any, hidden: Tensor) -> Tensor:
 
 @functools.lru_cache(_KEPT)
 def _within(window: int, length: int, device: torch.device) -> Tensor:
-    """The mask of a window, [1, 1, length, length]: one, which all blocks keep until backward."""
+    """Return the mask of a window, [1, 1, length, length]: one, which all blocks keep."""
     with torch.inference_mode(False):
         position = torch.arange(length, device=device)
         back = position[:, None] - position[None, :]

@@ -1,4 +1,4 @@
-"""The models that are split: their layers and losses. A new family is an entry of `FAMILIES`.
+"""Lists the models that are split, with layers and losses. A new family is a row of `FAMILIES`.
 
 Attention masks are those that transformers makes, without its looks at a mask's content: on a GPU
 these wait for the device within a unit.
@@ -30,10 +30,10 @@ IGNORED_LABEL = -100
 
 
 def language_model_loss(logits: Tensor, labels: Tensor) -> Tensor:
-    """Mean cross entropy of the labels that are not `IGNORED_LABEL`; 0 if all are.
+    """Return the mean cross entropy of labels that are not `IGNORED_LABEL`; 0 if all are.
 
     Logits are [samples, length, vocabulary], labels [samples, length]: the next tokens, or for BERT
-    those that were masked. The loss is in fp32, whatever the logits' data type.
+    those that were masked. The loss is in fp32, for logits of any data type.
     """
     total = F.cross_entropy(
         logits.flatten(0, 1).float(),
@@ -45,7 +45,7 @@ def language_model_loss(logits: Tensor, labels: Tensor) -> Tensor:
 
 
 def image_class_loss(logits: Tensor, labels: Tensor) -> Tensor:
-    """Mean cross entropy of logits [samples, classes] and labels [samples], in fp32."""
+    """Return the mean cross entropy of logits [samples, classes], labels [samples]; in fp32."""
     return F.cross_entropy(logits.float(), labels)
 
 
@@ -73,7 +73,7 @@ class Family:
 def _text_model(
     config: Any, words: str, blocks: list[Entry], norm: str, *more: Entry
 ) -> list[Entry]:
-    """A model of next words: `more` comes behind its embedding."""
+    """Return the layers of a model of next words; `more` comes behind its embedding."""
     embedding = {"embedding": words}
     tied = Entry(layers.tied_logits, embedding, tied=True)
     head = tied if config.tie_word_embeddings else Entry(layers.call, {"module": "lm_head"})

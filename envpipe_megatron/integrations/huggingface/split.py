@@ -1,4 +1,4 @@
-"""A model of transformers as a list of layers, which stages are made of; see `split_model`."""
+"""Divides a model of transformers into layers, which stages are made of; see `split_model`."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ class SplitModel:
             )
 
     def parts(self, num_stages: int, cut: str | Sequence[int] = "parameters") -> list[int]:
-        """The first layer of each stage, and the number of layers.
+        """Return the first layer of each stage, and the number of layers.
 
         Args:
             num_stages: p.
@@ -99,16 +99,16 @@ class SplitModel:
         return Layer(self, index, finished)
 
     def is_tied(self, index: int) -> bool:
-        """Whether a layer's weights are also another's: of the first layer and of a tied head."""
+        """Return whether a layer shares weights: the first layer and a tied head do."""
         return self.entries[index].tied or (index == 0 and any(e.tied for e in self.entries))
 
     def module(self, name: str) -> nn.Module:
-        """A module of the unsplit model by its name, on the device `meta`."""
+        """Return a module of the unsplit model by its name, on the device `meta`."""
         found: nn.Module = self.model.get_submodule(name)
         return found
 
     def extras(self, index: int) -> tuple[str, ...]:
-        """Which inputs beside the first come to a layer, in order: it or a later one needs them.
+        """Return the inputs beside the first that come to a layer: it or a later one needs them.
 
         A mask comes to all: DeepSpeed takes the last part of every message for one.
         """
@@ -134,7 +134,7 @@ class SplitModel:
 
 
 def weights_of(module: nn.Module) -> dict[str, Tensor]:
-    """The weights of a stage by their names in the unsplit model; safetensors saves them.
+    """Return a stage's weights by their names in the unsplit model; safetensors saves them.
 
     Args:
         module: a stage, a DeepSpeed PipelineModule, or anything with layers of a split model.
@@ -224,7 +224,7 @@ class Checkpoint:
 
 
 def _files(folder: Path) -> dict[str, Path]:
-    """By name of a tensor, the file that it is in."""
+    """Return the file of each tensor, by the tensor's name."""
     if (folder / _FILE).is_file():
         with _readable(folder / _FILE), safe_open(folder / _FILE, framework="pt") as opened:
             return dict.fromkeys(opened.keys(), folder / _FILE)

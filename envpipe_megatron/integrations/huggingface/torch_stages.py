@@ -1,4 +1,4 @@
-"""Stages of a split model for torch.distributed.pipelining."""
+"""Makes stages of a split model for torch.distributed.pipelining."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Stage(nn.Module):
 
     @property
     def tied_weight(self) -> nn.Parameter | None:
-        """The weights that another stage has, too; None without."""
+        """Return the weights that another stage has, too; None without."""
         if not self._tied:
             return None
         weight: nn.Parameter = self._tied[0].get_parameter("embedding.weight")
@@ -182,7 +182,7 @@ def reduce_tied_gradients(
 
 
 def _exchanged(mine: Tensor, peer: int, group: dist.ProcessGroup | None) -> Tensor:
-    """The other rank's tensor of the same shape, for this one's."""
+    """Return the other rank's tensor of the same shape, for this one's."""
     theirs = torch.empty_like(mine)
     exchange = [
         dist.P2POp(operation, tensor, group=group, group_peer=peer)
@@ -194,12 +194,12 @@ def _exchanged(mine: Tensor, peer: int, group: dist.ProcessGroup | None) -> Tens
 
 
 def _local(gradient: Tensor) -> Tensor:
-    """This rank's part, where FSDP shards the weights: as many on each stage."""
+    """Return this rank's part, where FSDP shards the weights: as many on each stage."""
     return gradient.to_local() if isinstance(gradient, DTensor) else gradient
 
 
 def _rank_of(stage: int, of_first: Sequence[int], size: int) -> int:
-    """The rank that has a stage, by the stages that the first of so many ranks has."""
+    """Return the rank that has a stage, by the stages that the first of `size` ranks has."""
     turn, along = divmod(stage, size)
     in_v = 2 * size - 1 in of_first
     return size - 1 - along if in_v and turn % 2 else along

@@ -1,4 +1,4 @@
-"""The pieces of megatron-core's GPTModel, of which a few layers of each kind were built."""
+"""Divides megatron-core's GPTModel, of which a few layers of each kind were built, in pieces."""
 
 from __future__ import annotations
 
@@ -45,17 +45,17 @@ class GptPieces:
 
     @property
     def longest_row(self) -> int:
-        """The most layers of a kind that were built."""
+        """Return the most layers of a kind that were built."""
         return max(map(len, self._layers.values()))
 
     @property
     def slots(self) -> list[str]:
-        """The pieces that the model now runs, one after another."""
+        """Return the pieces that the model now runs, one after another."""
         kind = {id(layer): name for name, row in self._layers.items() for layer in row}
         return [EMBEDDING, *(kind[id(layer)] for layer in self._decoder.layers), LOSS]
 
     def ways(self, piece: str) -> tuple[str, ...]:
-        """The recomputations that a piece has, from the mildest."""
+        """Return the recomputations that a piece has, from the mildest."""
         row = self._layers.get(piece)
         if row is None:
             return ()
@@ -63,13 +63,13 @@ class GptPieces:
         return (SELECTIVE, FULL) if hasattr(attention, "checkpoint_core_attention") else (FULL,)
 
     def rows(self, most: int) -> Any:
-        """While the model runs at most so many layers of each kind."""
+        """Within, the model runs at most so many layers of each kind."""
         layers = torch.nn.ModuleList(layer for row in self._layers.values() for layer in row[:most])
         return replaced(self._decoder, layers=layers, num_layers_per_pipeline_rank=len(layers))
 
     @contextmanager
     def recomputing(self, way: str | None) -> Iterator[None]:
-        """While all layers that know the way are recomputed so."""
+        """Within, all layers that have this recomputation do it."""
         with ExitStack() as stack:
             if way == FULL:
                 stack.enter_context(
@@ -87,7 +87,7 @@ class GptPieces:
             yield
 
     def parameters(self, piece: str, *, of_experts: bool = False) -> int:
-        """Parameters that this rank holds, or of them those that Megatron marks as experts'."""
+        """Return the number of parameters on this rank, or only of those that are experts'."""
         if piece == EMBEDDING:
             weights = list(self._model.embedding.parameters())
         elif piece == LOSS:

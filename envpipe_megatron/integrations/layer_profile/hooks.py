@@ -1,8 +1,8 @@
-"""What is changed in Megatron-LM, in memory, while layers are measured.
+"""Changes Megatron-LM in memory, so that it measures layers in place of training.
 
-The arguments after they were parsed: one stage, the job's sizes, nothing that a measurement of
-single layers has no use for. The transformer block: a few layers of each kind. What follows the
-set-up of model and optimizer: the measurement, and the job's end.
+Parsed arguments get one stage, the job's sizes, and nothing that a measurement of single layers has
+no use for. Transformer blocks build a few layers of each kind. After the set-up of model and
+optimizer come the measurement and the job's end.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.integrations.hooking import refuse
 from envpipe_megatron.search.layer_jobs import JOB_VARIABLE, LayerJob
 
-#: Of a job without stages, data parallelism, recomputation, checkpoints and logs.
+#: Arguments of a job without stages, data parallelism, recomputation, checkpoints and logs.
 _PLAIN: Mapping[str, Any] = {
     "pipeline_model_parallel_size": 1,
     "num_layers_per_virtual_pipeline_stage": None,
@@ -57,7 +57,7 @@ _PLAIN: Mapping[str, Any] = {
     "rerun_mode": "disabled",
 }
 
-#: Arguments that Megatron takes with its distributed optimizer alone.
+#: Arguments that Megatron takes only with its distributed optimizer.
 _WITH_DISTRIBUTED_OPTIMIZER = (
     "use_precision_aware_optimizer",
     "fp8_param_gather",

@@ -1,6 +1,6 @@
-"""A job's measurement: all pieces at each microbatch size, each size a file.
+"""Measures a model: all pieces at each microbatch size, each size a file.
 
-Beside the pieces: what the optimizer holds, and its step takes.
+Beside the pieces it measures the optimizer's memory, and the time of its step.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ _STEPS = 4
 
 
 class StepTime(NamedTuple):
-    """Of a training step for each parameter, as `LayerProfile` has it."""
+    """Times of a training step for each parameter, as `LayerProfile` has them."""
 
     gradients_s: float
     optimizer_s: float
 
 
 def measure_step(model: Any, optimizer: Any) -> StepTime:
-    """Seconds for each parameter of what follows, and comes before, a step's microbatches.
+    """Return seconds for each parameter of what surrounds a step's microbatches.
 
     Gradients are set to zero, checked and scaled, as each of several data parallel ranks does for
     all its parameters; a sum over ranks is in it only where this job has several. The first step,
@@ -61,7 +61,7 @@ def measure_step(model: Any, optimizer: Any) -> StepTime:
         model.zero_grad_buffer()
         optimizer.zero_grad()
         model.finish_grad_sync()
-        # A rank alone scales nothing by itself.
+        # One rank by itself scales nothing.
         model.scale_gradients(1.0)
         ready_s = now_s()
         optimizer.step()
@@ -73,7 +73,7 @@ def measure_step(model: Any, optimizer: Any) -> StepTime:
 
 
 def bytes_held(model: torch.nn.Module, optimizer: Any) -> BytesPerParameter:
-    """Means over the parameters of a model whose optimizer has made a step, alone in its group."""
+    """Return means over a model's parameters; the optimizer of its only replica has stepped."""
     weights: list[Any] = list(model.parameters())
     count = sum(weight.numel() for weight in weights)
     own = {weight.data_ptr() for weight in weights}
@@ -86,7 +86,7 @@ def bytes_held(model: torch.nn.Module, optimizer: Any) -> BytesPerParameter:
 
 
 def _state(optimizer: Any) -> Iterator[torch.Tensor]:
-    """All tensors of the optimizers that a job's optimizer consists of."""
+    """Yield all tensors of the optimizers that a job's optimizer consists of."""
     for part in getattr(optimizer, "chained_optimizers", [optimizer]):
         inner = part.optimizer
         for group in inner.param_groups:

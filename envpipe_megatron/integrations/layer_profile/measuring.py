@@ -1,9 +1,10 @@
-"""Microbatches in Megatron's own function, and what lies between the edges of the model's pieces.
+"""Runs microbatches by Megatron's own function, and marks the edges of the model's pieces.
 
 They run as in training, with the script's own `forward_step`, on samples of zeros. Marks are set
 where data have been loaded, where each layer and the last norm get their input, where the loss is
-there, and, on the way back, where the gradient of each such input is. So all that a microbatch
-takes is some piece's: data and mask, what the script makes of losses, and the host's looks at them.
+there, and, on the way back, where the gradient of each such input is. So the whole time of a
+microbatch belongs to pieces: data and mask, the script's work on losses, and the host's looks at
+them.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ _SHARE = 0.25
 
 
 class Window(NamedTuple):
-    """When some microbatches began and ended, as `time.monotonic` has it, and how many."""
+    """Begin and end of some microbatches, by `time.monotonic`, and how many they were."""
 
     begin_s: float
     end_s: float
@@ -40,7 +41,7 @@ class Window(NamedTuple):
 
 
 class Marks:
-    """Instants on the device's stream, which nobody waits for before the end; on a CPU, now."""
+    """Notes instants on the device's stream, without a wait for it; on a CPU, the host's."""
 
     def __init__(self) -> None:
         self._on_gpu = torch.cuda.is_available()
@@ -56,14 +57,14 @@ class Marks:
         self._marks.append(event)
 
     def gaps(self) -> FloatArray:
-        """[edges - 1, 1] time from each mark to the next, s."""
+        """Return [edges - 1, 1] time from each mark to the next, s."""
         now_s()
         pairs = pairwise(self._marks)
         return np.array([[a.elapsed_time(b) / 1e3 if self._on_gpu else b - a] for a, b in pairs])
 
 
 class Looks:
-    """Instants of the host, and the memory, at edges before which the device has done all.
+    """Notes instants of the host, and the memory, at edges where the device has done all its work.
 
     On a CPU no memory is counted.
     """
@@ -81,7 +82,7 @@ class Looks:
         self._looks.append((ended_s, time.perf_counter(), allocated, peak))
 
     def gaps(self) -> FloatArray:
-        """[edges - 1, 4] host's time, s; bytes held more at the end; peak above begin and end."""
+        """Return [edges - 1, 4] host's time, s; bytes held more; peak above begin and end."""
         return np.array(
             [
                 (ended_s - begun_s, held - before, peak - before, peak - held)
@@ -180,7 +181,7 @@ class Microbatches:
         return np.concatenate([medians[: slots + 1], medians[:slots:-1]]), window
 
     def _step(self, *arguments: Any) -> tuple[Any, Callable[..., Any]]:
-        """The script's forward step, whose loss function marks its end."""
+        """Run the script's forward step, whose loss function marks its end."""
         if self._started:
             self._marks.add()
         self._started += 1
@@ -211,7 +212,7 @@ class Microbatches:
 
 
 def _batches(args: argparse.Namespace) -> Iterator[Mapping[str, torch.Tensor]]:
-    """Samples of zeros as Megatron's dataset of a GPT gives them, in memory that is pinned."""
+    """Yield samples of zeros as Megatron's dataset of a GPT does, in pinned memory."""
     size, length = args.micro_batch_size, args.seq_length
     tokens = torch.zeros(size, length, dtype=torch.int64)
     batch = {
@@ -229,21 +230,21 @@ def _batches(args: argparse.Namespace) -> Iterator[Mapping[str, torch.Tensor]]:
 
 
 def now_s() -> float:
-    """Now, by the host's clock, when the device has done all that it was handed."""
+    """Return the host's time when the device has done all that it was handed, s."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()
     return time.perf_counter()
 
 
 def lowest(value: int) -> int:
-    """The lowest of all ranks' values; every rank calls it."""
+    """Return the lowest of all ranks' values; every rank calls it."""
     tensor = torch.tensor([value], device=current_device())
     dist.all_reduce(tensor, op=dist.ReduceOp.MIN)
     return int(tensor.item())
 
 
 def free_bytes() -> float:
-    """Memory that torch can still have; infinite on a CPU."""
+    """Return the memory that torch can still have, bytes; infinite on a CPU."""
     if not torch.cuda.is_available():
         return math.inf
     free, _ = torch.cuda.mem_get_info()
@@ -251,7 +252,7 @@ def free_bytes() -> float:
 
 
 def row_lengths(of_kind: Sequence[int], parameters: Sequence[int]) -> list[int]:
-    """For each kind of layers how many are built, the same on all ranks; every rank calls it.
+    """Return how many layers of each kind are built, the same on all ranks; every rank calls it.
 
     One layer that ran several times would have its gradients summed by autograd, and added to the
     model's once.

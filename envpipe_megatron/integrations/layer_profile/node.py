@@ -49,7 +49,7 @@ def main() -> None:
 
 
 def measure_speeds() -> list[float]:
-    """Matrix products a second of each rank, all at once as in training; every rank calls it.
+    """Return matrix products a second of each rank, measured at once; every rank calls it.
 
     GPUs of a kind differ by some percent where power limits their clocks. CPUs count as alike.
     """
@@ -74,7 +74,7 @@ def _products_per_s(matrix: torch.Tensor, products: torch.Tensor, least_s: float
 
 
 def measure_links() -> Links:
-    """The links of this node; every rank of the default group calls it, two or more."""
+    """Measure the links of this node; every rank of the default group calls it, two or more."""
     sizes = _BYTES if torch.cuda.is_available() else _CPU_BYTES
     world = dist.get_world_size()
     groups = [2**power for power in range(1, world.bit_length()) if 2**power <= world]
@@ -90,7 +90,7 @@ def _curve(
     ranks: Sequence[int],
     trips: int = 1,
 ) -> Curve:
-    """Time by bytes; ranks outside wait."""
+    """Measure time by bytes between ranks; others wait."""
     group = dist.new_group(list(ranks))
     times_s = []
     for size in sizes:
@@ -113,7 +113,7 @@ def _all_reduce(tensor: torch.Tensor, group: dist.ProcessGroup) -> None:
 
 
 def _there_and_back(tensor: torch.Tensor, group: dist.ProcessGroup) -> None:
-    """From rank 0 to rank 1 and back, as Megatron sends: through a batch of one operation."""
+    """Send from rank 0 to rank 1 and back, as Megatron does: by a batch of one operation."""
     ways = (dist.isend, dist.irecv)
     for way in ways if dist.get_rank() == 0 else reversed(ways):
         operation = dist.P2POp(way, tensor, 1 - dist.get_rank(), group)

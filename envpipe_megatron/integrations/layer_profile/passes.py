@@ -1,4 +1,4 @@
-"""Passes over all that is measured of a microbatch size, at each of the GPU's clocks.
+"""Measures a model's pieces at a microbatch size, in passes over the GPU's clocks.
 
 Seconds lie between the repeats of a pass. Windows are as long in each: where a GPU is at its power
 limit, a shorter one would run at a higher clock. Each holds several refreshes of the GPU's counter.
@@ -29,7 +29,7 @@ from envpipe_megatron.integrations.layer_profile.rank_gpu import RankGpu
 from envpipe_megatron.search.layer_profile import EMBEDDING, LOSS
 
 _PASSES = 3
-#: Of each window; of one in which the GPU rests as long again; on a CPU nothing is learnt of a GPU.
+#: Length of a window; of one in which the GPU rests as long again; of one on a CPU.
 _WINDOW_S, _RESTED_WINDOW_S, _CPU_WINDOW_S = 0.5, 0.3, 0.02
 _FEWEST, _MOST, _LOOKS = 2, 200, 3
 #: Of the free memory, what a microbatch may take.
@@ -38,8 +38,8 @@ _MEMORY_SHARE = 0.8
 #: starts kernels more slowly for half a second to a second at times: work that waits for it is then
 #: longer, by 40 % to twofold, and never shorter.
 _HELD_UP = 1.05
-#: Layers take at least so much power and at most so many times as much as all pieces in the mean:
-#: what lies beyond is the counter's error in a difference of windows.
+#: Power of layers as a multiple of the mean power of all pieces, at least and at most: what lies
+#: beyond is the counter's error in a difference of windows.
 _POWER_RANGE = (0.5, 2.0)
 
 
@@ -73,7 +73,7 @@ class MeasuredPiece:
 
     @property
     def both_s(self) -> FloatArray:
-        """Time of both directions."""
+        """Return the time of both directions."""
         return self.forward_s + self.backward_s
 
 
@@ -84,7 +84,7 @@ _Look = tuple[list[Held], FloatArray]
 def measure_pieces(
     pieces: GptPieces, microbatches: Microbatches, size: int, gpu: RankGpu
 ) -> dict[tuple[str, str | None], MeasuredPiece]:
-    """Each piece as it is (None) and recomputed in each of its ways; every rank calls it.
+    """Measure each piece as it is (None) and with each recomputation; every rank calls it.
 
     Of layers of a kind, the mean of those in a row.
     """
@@ -112,7 +112,7 @@ def measure_pieces(
                 repeats[way][at].append(measured)
     found = {}
     for way in ways:
-        by_clock = np.array([_undisturbed(np.array(each)) for each in repeats[way]])
+        by_clock = np.array([_medians(np.array(each)) for each in repeats[way]])
         for name in dict.fromkeys(slots):
             at_slots = [at for at, slot in enumerate(slots) if slot == name]
             if way is None or way in pieces.ways(name):
@@ -166,7 +166,7 @@ class _Pass:
     round_s: float
 
     def measure(self, ways: Sequence[str | None], clock_mhz: int) -> dict[str | None, FloatArray]:
-        """[6, slots] by way: forward, backward (s), both, forward (J), both rested, data (s)."""
+        """Return [6, slots] by way: forward, backward; both, forward (J); both rested; data."""
         found, windows = {}, {}
         with self.pieces.rows(self.row):
             layers = np.array([name not in (EMBEDDING, LOSS) for name in self.pieces.slots])
@@ -207,7 +207,7 @@ class _Pass:
         }
 
     def _times(self, window_s: float, rest_cycles: int = 0) -> tuple[FloatArray, Window]:
-        """[3, slots] forwards, data in, and backwards, s; and data; and the window."""
+        """Return [3, slots] forwards with data, backwards, data, s; and the window."""
         count = self._count(window_s)
         times, window = self.microbatches.measure(self.size, count, Marks(), rest_cycles)
         slots = len(times) // 2
@@ -220,7 +220,7 @@ class _Pass:
         return self.microbatches.run(self.size, count, Marks(), forward_only=forward_only)
 
     def _count(self, window_s: float) -> int:
-        """How many microbatches fill a window, the same on all ranks."""
+        """Return how many microbatches fill a window, the same on all ranks."""
         window_s = window_s if torch.cuda.is_available() else _CPU_WINDOW_S
         return lowest(min(max(_FEWEST, math.ceil(window_s / self.round_s)), _MOST))
 
@@ -232,7 +232,7 @@ def _run_s(window: Window) -> float:
 def _powers_w(
     windows: Sequence[Window], joules: Sequence[float], times_s: FloatArray, layers: BoolArray
 ) -> FloatArray:
-    """[slots] mean power of layers, and of the pieces around them.
+    """Return [slots] mean power of layers, and of the pieces around them.
 
     Args:
         windows: of microbatches with rows of layers, and with one of each kind.
@@ -251,10 +251,10 @@ def _powers_w(
     return np.where(layers, of_layers_w, around_w)
 
 
-def _undisturbed(repeats: FloatArray) -> FloatArray:
-    """[6, slots] medians of the [passes, 6, slots] that were not held up, by both directions.
+def _medians(repeats: FloatArray) -> FloatArray:
+    """Return [6, slots] medians of the [passes, 6, slots] that were not held up.
 
-    Where the host is slower than the GPU, the GPU's waits lie in the one or the other.
+    Both directions decide: where the host is slower, the GPU waits in the one or the other.
     """
     both_s = repeats[:, 0] + repeats[:, 1]
     kept = (both_s <= _HELD_UP * both_s.min(axis=0)).T

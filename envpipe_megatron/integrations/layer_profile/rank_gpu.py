@@ -1,4 +1,4 @@
-"""A rank's GPU while layers are measured: its clock, and the energy of windows of time."""
+"""Sets a GPU's clock, and reads its energy in windows, while layers are measured."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from envpipe_megatron.runtime.energy.meter import EnergyMeter, MeterError
 _SETTLE_S = 0.2
 #: The counter refreshes after a window, without an event.
 _MARGIN_S = 0.3
-#: Stands for the clock of a CPU, which nobody sets.
+#: A number for the clock of a CPU, which is not set.
 _CPU_MHZ = 1000
 
 
@@ -29,8 +29,8 @@ class RankGpu:
     """This rank's GPU, or its CPU, which has no counter and no clock.
 
     Args:
-        clocks_mhz: those that will be set, the highest first. None leaves the clock alone, and the
-            GPU is opened for reading.
+        clocks_mhz: those that will be set, the highest first. Without any the clock stays as it
+            is, and the GPU is opened for reading.
 
     Raises GpuError if the GPU cannot be opened, or clocks may not be set.
     """
@@ -84,7 +84,7 @@ class RankGpu:
 
 def _energy_j(meter: EnergyMeter, window: Window) -> float:
     try:
-        return meter.energy_j(window.begin_s, window.end_s) / window.runs
+        return meter.window(window.begin_s, window.end_s).energy_j / window.runs
     except MeterError:
         return math.nan
 

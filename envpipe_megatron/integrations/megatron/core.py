@@ -1,4 +1,4 @@
-"""megatron-core's forward-backward function, executed from a schedule.
+"""Executes megatron-core's training iterations from a schedule.
 
 `ForwardBackward` has the signature of megatron-core's forward-backward functions (0.16 to 0.19)
 and does what they do around the units (gathering parameters, synchronising gradients, finalising,
@@ -34,7 +34,7 @@ from envpipe_megatron.runtime.channel.carrier import StageSpecs, TensorSpec
 from envpipe_megatron.runtime.execution.stage_run import Rehearsal
 from envpipe_megatron.runtime.job.session import Session
 
-#: What a call may leave out, with Megatron's defaults, and what none leaves out.
+#: Arguments that a call may leave out, with Megatron's defaults, and those that it may not.
 _DEFAULTS = {
     **dict.fromkeys(("decoder_seq_length", "first_val_step", "adjust_tensor_shapes_fn")),
     **dict.fromkeys(("p2p_communicator", "pg_collection")),
@@ -51,7 +51,7 @@ _default_groups: Callable[[], ProcessGroupCollection] = getattr(
 
 
 class ForwardBackward:
-    """Stands in for the function that `get_forward_backward_func` returns.
+    """Replaces the function that `get_forward_backward_func` returns.
 
     Args:
         session: executes iterations, one per call.
@@ -59,7 +59,6 @@ class ForwardBackward:
             GPUs some are needed: a kernel that is loaded while a receive spins can hang both.
         framework_function: that function; by default what `get_forward_backward_func` gives.
         check: makes one of the iterations behind these by both, unless the job needs no such check.
-        full_microbatches: number of a batch of full size; None if all are of one size.
         first: returns the first of all ranks' values that is one, with its stage; all call it.
     """
 
@@ -69,13 +68,11 @@ class ForwardBackward:
         framework_iterations: int | None = None,
         framework_function: Callable[..., list[Any]] | None = None,
         check: SelfCheck | None = None,
-        full_microbatches: int | None = None,
         first: Callable[[str | None], tuple[int, str] | None] = lambda why: (
             (0, why) if why else None
         ),
     ) -> None:
         self._session = session
-        self._full_microbatches = full_microbatches
         self._check = check
         self._framework_function = framework_function
         if framework_iterations is None:
@@ -84,35 +81,30 @@ class ForwardBackward:
         self._first = first
         #: Why megatron-core's own function makes all iterations; not known before the first.
         self._against: str | None = None
-        self._is_looked_at = False
+        self._has_checked_call = False
         #: The model whose backwards can be split; it is prepared once, if it is to be.
         self._put_off_in: list[torch.nn.Module] = []
 
     def __call__(self, **arguments: Any) -> list[Any]:
-        """Run all forwards and backwards of one iteration.
+        """Run all forwards and backwards of one training iteration.
 
         Arguments and result are those of megatron-core's function: on the last stage what the loss
-        function reduced, one entry per microbatch. What EnvPipe does not run, by what the first
-        training call has, goes to that function, and `end_step` says it. Raises MemoryFullError as
-        `Session` does.
+        function reduced, one entry per microbatch. If the first call has what EnvPipe does not run,
+        all go to that function, and `end_step` returns why. Raises MemoryFullError as `Session`
+        does.
         """
         given, arguments = arguments, {**_DEFAULTS, **arguments}
-        forward_only = arguments["forward_only"]
         groups = arguments["pg_collection"] or _default_groups()
-        if forward_only:
-            # Not by the interpreter: evaluation loads kernels of its own, and a kernel that is
-            # loaded while a posted receive spins hangs.
-            self._session.pause()
-        elif not self._is_looked_at:  # before the framework's own iterations, too
-            self._is_looked_at = True
+        if not self._has_checked_call:  # before the framework's own iterations, too
+            self._has_checked_call = True
             found = self._first(self._why_not(arguments, groups))
             self._against = found and found[1]
             if self._session.may_split and not self._against:
-                self._session.memory.waiting_bytes = split_backward.waiting_bytes(arguments)
+                self._session.parts.memory.waiting_bytes = split_backward.waiting_bytes(arguments)
         own = self._framework_function or get_forward_backward_func()
         left = self._framework_iterations_left
-        if forward_only or arguments["collect_non_loss_data"] or self._against or left:
-            self._framework_iterations_left -= left > 0 and not forward_only
+        if arguments["collect_non_loss_data"] or self._against or left:
+            self._framework_iterations_left -= left > 0
             losses: list[Any] = own(**given)
             return losses
         if unknown := _unknown(arguments):  # the first call had none: see `_why_not`
@@ -151,7 +143,7 @@ class ForwardBackward:
             embedding_module = clear_embedding_activation_buffer(config, chunks, last_stage)
         if rehearsal is None:
             count = arguments["num_microbatches"]
-            full = self._full_microbatches in (None, count)
+            full = count == self._session.options.num_microbatches
             self._session.run_iteration(count, specs, make_work, full_batch=full)
         else:
             order, tried = rehearsal.order, rehearsal.of
@@ -175,7 +167,7 @@ class ForwardBackward:
         return work.losses
 
     def end_step(self, *, skipped: bool) -> str | None:
-        """The optimizer has stepped, or has skipped the step.
+        """End a step: the optimizer has stepped, or has skipped.
 
         If it skipped, and nothing else has run yet, megatron-core's own function runs once more:
         optimizer state, and so its memory, is allocated at the first step that is not skipped.
@@ -190,9 +182,9 @@ class ForwardBackward:
         return f"its self-check: {self._check.failed}"
 
     def _why_not(self, arguments: dict[str, Any], groups: ProcessGroupCollection) -> str | None:
-        """Name what this rank's call has that the interpreter does not run."""
+        """Return why the interpreter does not run this rank's call; None if it does."""
         config = get_model_config(listed(arguments["model"])[0])
-        ranks, joined = dist.get_process_group_ranks(groups.pp), self._session.pipeline_ranks
+        ranks, joined = dist.get_process_group_ranks(groups.pp), self._session.parts.channel.ranks
         given = {arguments[name] is not None for name in ("p2p_communicator", "pg_collection")}
         unknown = _unknown(arguments)
         against = {
@@ -217,15 +209,15 @@ class ForwardBackward:
 
 
 def _unknown(arguments: dict[str, Any]) -> str:
-    """The names of arguments that the interpreter would drop; empty if there are none."""
+    """Return the names of arguments that the interpreter would drop; empty if there are none."""
     return ", ".join(sorted(arguments.keys() - {*_DEFAULTS, *_NEEDED}))
 
 
 def _specs(arguments: dict[str, Any], groups: ProcessGroupCollection) -> StageSpecs:
-    """What stages send each other, by Megatron's own rule; where lengths vary, the longest."""
+    """Return what stages send each other, by Megatron's rule; where lengths vary, the longest."""
     config = get_model_config(listed(arguments["model"])[0])
     longest = copy.copy(config)
-    longest.variable_seq_lengths = False  # else no shape is said
+    longest.variable_seq_lengths = False  # else Megatron returns no shape
     shapes = get_tensor_shapes(
         seq_length=arguments["seq_length"],
         micro_batch_size=arguments["micro_batch_size"],

@@ -9,7 +9,7 @@ from __future__ import annotations
 from argparse import Namespace
 from dataclasses import dataclass
 
-from envpipe_megatron.integrations.levels import Asks, above_one, on
+from envpipe_megatron.integrations.levels import Predicate, above_one, on
 from envpipe_megatron.runtime.job.options import Level
 
 _LOOP = "stages alike, 24 microbatches: emulated, by a model fitted to measurements"
@@ -76,7 +76,7 @@ SEEN = (
 )
 
 #: What nobody has tried, where a job asks for it. The argument `ranks` is the job's world size.
-NEVER_TRIED: tuple[tuple[str, Asks], ...] = (
+NEVER_TRIED: tuple[tuple[str, Predicate], ...] = (
     (
         "changing the clock of a real GPU in training: savings by clocks are emulated or computed",
         lambda args: True,

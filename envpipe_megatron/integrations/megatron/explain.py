@@ -10,13 +10,18 @@ import argparse
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from functools import partial
 
 from envpipe_megatron.core.channel_model import QUEUES_VARIABLE, hardware_capacity
 from envpipe_megatron.core.kinds import ScheduleError
 from envpipe_megatron.core.orders.builders import framework_order
 from envpipe_megatron.errors import EnvPipeError
-from envpipe_megatron.integrations.levels import Decision, Level, decide, stands_against
+from envpipe_megatron.integrations.levels import (
+    Decision,
+    Level,
+    Limit,
+    decide,
+    limits_of_arguments,
+)
 from envpipe_megatron.integrations.megatron.evidence import never_tried, seen_like
 from envpipe_megatron.integrations.megatron.limits import (
     LIMITS,
@@ -75,7 +80,7 @@ class PlannedJob:
     def replicas(self) -> int:
         """Return the number of pipelines; an EnvPipeError if ranks do not divide into them."""
         args = self.args
-        of_one = self.stages * args.tensor_model_parallel_size * args.context_parallel_size
+        of_one: int = self.stages * args.tensor_model_parallel_size * args.context_parallel_size
         if self.ranks % of_one:
             raise EnvPipeError(
                 f"{self.ranks} ranks cannot be divided into pipelines of {of_one}",
@@ -114,12 +119,14 @@ def explain(job: PlannedJob) -> dict[str, list[str]]:
     """
     check_metered(job.args)
     options = keep_sequence(job.options, job.chunks, job.args)
-    decide_by = partial(decide, job.args, asked=options.level, checks=options.self_check != "off")
-    decision = decide_by(LIMITS)
+    limits = limits_of_arguments(job.args, LIMITS)
+    checks = options.self_check != "off"
+    decision = decide(limits, options.level, checks=checks)
     why = _against_order_over_nccl(job, decision)
     if why and _over_nccl(job, options):
         features = ", ".join(limit.feature for limit in decision.to_check) or "this job"
-        decision = decide_by([*LIMITS, stands_against(features, Level.UNITS, why)])
+        limits.append(Limit(features, Level.UNITS, why))
+        decision = decide(limits, options.level, checks=checks)
     at = options.at(decision.level)
     whole = at.why_whole_at(decision.level, ", ".join(keeps_whole(job.args)))
     seen = seen_like(decision.level, job.args, splits=not whole)

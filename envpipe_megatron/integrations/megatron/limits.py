@@ -1,4 +1,4 @@
-"""What in a job of megatron-core stands against which level, by Megatron-LM's names of arguments.
+"""Lists what limits the level of a job of megatron-core, by Megatron-LM's names of arguments.
 
 It is free of Megatron. Level `units` needs that each iteration calls Megatron's `forward_step` and
 `backward_step` in one order that is known beforehand. Level `order` needs proof that another order
@@ -17,10 +17,10 @@ from envpipe_megatron.core.channel_model import find_stall
 from envpipe_megatron.core.schedule import Schedule
 from envpipe_megatron.integrations.levels import (
     FREES_WHILE_TRAINING,
-    Asks,
+    ArgumentLimit,
     Decision,
     Level,
-    Limit,
+    Predicate,
     RefusedError,
     above_one,
     any_of,
@@ -40,11 +40,11 @@ POSTED_AHEAD = (
 WAITS = "waits for the device, where no receive may have been posted ahead"
 
 
-def _at_most(highest: Level) -> Callable[[str, Asks, str], Limit]:
-    return lambda feature, asks, reason: Limit(feature, asks, highest, reason)
+def _at_most(highest: Level) -> Callable[[str, Predicate, str], ArgumentLimit]:
+    return lambda feature, asks, reason: ArgumentLimit(feature, highest, reason, asks)
 
 
-def _not_proven(features: Mapping[str, Asks]) -> list[Limit]:
+def _not_proven(features: Mapping[str, Predicate]) -> list[ArgumentLimit]:
     return [_to_check(feature, asks, NOT_PROVEN) for feature, asks in features.items()]
 
 
@@ -53,7 +53,7 @@ _against_units, _against_uniform = _at_most(Level.UNIFORM), _at_most(Level.OBSER
 
 
 def _full_iteration_graph(args: argparse.Namespace) -> bool:
-    """Whether one CUDA graph holds an iteration, as versions spell it.
+    """Return whether one CUDA graph holds an iteration, as versions spell it.
 
     Until 0.17 it is a scope (an enum, or its name where arguments were not validated), since 0.18
     an implementation.
@@ -68,20 +68,23 @@ def _full_iteration_graph(args: argparse.Namespace) -> bool:
 
 
 def _fp8_unproven(args: argparse.Namespace) -> bool:
-    """Whether FP8 has another recipe than delayed scaling, holds weights, or computes again."""
+    """Return whether FP8 is used for more than plain delayed scaling.
+
+    That is another recipe, weights in FP8, or recomputation.
+    """
     more = on("fp8_param_gather", "recompute_granularity", "envpipe_recompute")
     return on("fp8")(args) and any_of(_other_than("delayed", "fp8_recipe"), more)(args)
 
 
-def _other_than(default: str, name: str) -> Asks:
-    """Whether the argument is there and has another value; empty is the default."""
+def _other_than(default: str, name: str) -> Predicate:
+    """Return whether the argument exists and has another value; empty is the default."""
     return lambda args: (getattr(args, name, None) or default) != default
 
 
 _REPORTS_STATS = ("report_stats", "report_determinism_stats")
 
 #: Feature by feature; a job's arguments may ask for several.
-LIMITS: tuple[Limit, ...] = (
+LIMITS: tuple[ArgumentLimit, ...] = (
     *_not_proven(
         {
             "mixture of experts": on("num_experts"),
@@ -154,7 +157,7 @@ LIMITS: tuple[Limit, ...] = (
     _against_order(
         "delayed weight gradients (--delay-wgrad-compute)",
         on("delay_wgrad_compute"),
-        "Megatron has them with overlapped expert communication alone",
+        "Megatron has them only with overlapped expert communication",
     ),
     _against_order(
         "logits by file (--logits-load-dir)",
@@ -254,8 +257,8 @@ LIMITS: tuple[Limit, ...] = (
 )
 
 #: With these there is no bill either: ranks start again within processes that hold clocks and
-#: connections, or one process stands for all ranks.
-REFUSED: Mapping[str, Asks] = {
+#: connections, or one process acts for all ranks.
+REFUSED: Mapping[str, Predicate] = {
     "in-process restart": on("inprocess_restart"),
     "--fake-process-group": on("fake_process_group"),
 }
@@ -289,7 +292,7 @@ def keeps_whole(settings: object) -> list[str]:
     return [*found, *shared]
 
 
-def check_metered(args: argparse.Namespace, refused: Mapping[str, Asks] = REFUSED) -> None:
+def check_metered(args: argparse.Namespace, refused: Mapping[str, Predicate] = REFUSED) -> None:
     """Raise a RefusedError that names what EnvPipe has not even a bill for."""
     if found := [feature for feature, asks in refused.items() if asks(args)]:
         raise RefusedError("EnvPipe cannot meter such a job", value=found, remedy="Leave it out.")

@@ -1,8 +1,8 @@
 """Runs one iteration of megatron-core several times from the same state, on the same data.
 
 A forward and a backward change more than gradients: states of random generators, scales of FP8,
-counters of a router, sums for the log. What such an iteration may change is noted before the first
-run and put back before each other one.
+counters of a router, sums for the log. All that such an iteration may change is noted before the
+first run and put back before each other one.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ _SUMS = (
         "DSAIndexerLossLoggingHelper",
     ),
 )
-#: Of a module's attributes: parameters, others that are looked at by themselves, and FP8 weights,
-#: which the first microbatch of each iteration makes anew.
+#: Attributes of a module that are not noted: parameters, modules, which are noted by themselves,
+#: and FP8 weights, which the first microbatch of each iteration makes again.
 _LEFT_OUT = ("_parameters", "_modules", "_fp8_workspaces")
 #: Packages of objects that hold state, besides modules.
 _WITH_STATE = ("transformer_engine", "megatron.core.transformer.moe.moe_logging")
@@ -58,7 +58,7 @@ class RepeatedIteration:
     def run(self, function: Callable[[Any], Any]) -> Any:
         """Call a function with the iteration's data; it runs forwards and backwards.
 
-        Megatron looks at the losses of the first run alone, to run an iteration again by itself.
+        Megatron checks losses to run an iteration again by itself: only those of the first run.
         """
         iterators = [each if each is None else iter(each) for each in self._drawn]
         data = iterators if self._several else iterators[0]
@@ -77,7 +77,7 @@ class RepeatedIteration:
 
 
 class _Drawn:
-    """What was drawn of an iterator so far, and the rest; forwards may change what they draw."""
+    """Iterates over what was drawn so far, and the rest; forwards may change what they draw."""
 
     def __init__(self, source: Iterator[Any]) -> None:
         self._source = source
@@ -96,7 +96,7 @@ class _Drawn:
 
 
 def _copy_of(item: Any) -> Any:
-    """Another one of an item's containers, tensors, and generators of random numbers."""
+    """Return a copy of an item's containers, tensors, and generators of random numbers."""
     if type(item) in (list, tuple):
         return type(item)(map(_copy_of, item))
     if type(item) is dict:
@@ -125,7 +125,7 @@ def _random_states() -> Callable[[], None]:
 
 
 def _state_of(chunk: torch.nn.Module) -> Callable[[], None]:
-    """Puts back buffers, other tensors and plain values of all modules, but no parameter."""
+    """Return what puts back buffers, other tensors and plain values of modules; no parameter."""
     noted = _Noted()
     for module in unwrap_model(chunk).modules():
         noted.note_attributes(module)
@@ -146,7 +146,7 @@ def _sums() -> Callable[[], None]:
 
 
 class _Noted:
-    """Attributes of objects, what containers hold, and the contents of tensors among them."""
+    """Notes attributes of objects, items of containers, and the contents of tensors among them."""
 
     def __init__(self) -> None:
         self._attributes: list[tuple[dict[str, Any], str, Any]] = []
@@ -186,7 +186,7 @@ class _Noted:
                 tensor.data = content.clone()
 
     def _note(self, value: object) -> bool:
-        """Note what can change of a value; whether it is to be put back."""
+        """Note what can change of a value; return whether it is to be put back."""
         if isinstance(value, _PLAIN):
             return True
         if isinstance(value, torch.Tensor):

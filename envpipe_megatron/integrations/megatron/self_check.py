@@ -1,4 +1,4 @@
-"""Whether a job comes to the same result in another order of units: tried on its own iteration.
+"""Checks that another order of units gives the same result, on one of the job's iterations.
 
 One iteration runs by megatron-core's own function, by that again, and by the interpreter in another
 order, each from the same state and on the same data. Losses and gradients are to be equal to the
@@ -47,18 +47,18 @@ Arguments = dict[str, Any]
 
 
 class SelfCheck:
-    """Checks one iteration, as soon as its gradients are finite; every rank of the job does.
+    """Checks an iteration, the first whose gradients are finite; every rank of the job does.
 
     A batch of fewer microbatches that admits fewer orders than a full one does shows too little,
     and runs by megatron-core's own function.
 
     Args:
-        orders_of: megatron-core's order of a number of microbatches, then those unlike it that are
-            worth a try, the most unlike first.
+        orders_of: of a number of microbatches, megatron-core's order, then others that are worth a
+            try, the most different first.
         full_microbatches: number of a batch of full size.
         channel: carries the interpreter's messages.
         collectives: of the job.
-        say: prints a line; called on the planning rank alone.
+        say: prints a line; called only on the planning rank.
         keep_whole: called with the reason, on all ranks, if backwards are not to be split; None if
             none would be anyway.
         needed: whether whole backwards, too, are not to run in another order without a check.
@@ -84,7 +84,7 @@ class SelfCheck:
         self._needed = needed
         self._tries = 0
         self.done = False
-        #: What differs, or stands against any other order; None if nothing does, or it is not done.
+        #: Why no other order may run; None if one may, or the check is not done.
         self.failed: str | None = None
 
     def __call__(
@@ -94,7 +94,7 @@ class SelfCheck:
         framework_function: Callable[..., list[Any]],
         interpret: Callable[[Arguments, Rehearsal], list[Any]],
     ) -> list[Any]:
-        """Run the iteration; what megatron-core's function returns of it.
+        """Run the iteration; return what megatron-core's function does.
 
         `specs` is what the interpreter's messages carry.
         """
@@ -153,7 +153,7 @@ class SelfCheck:
     def _that_fits(
         self, own: Schedule, others: Sequence[Schedule], memory: _Memory, *, split: bool
     ) -> Schedule | None:
-        """The first of the others that there is room for, on all ranks; Megatron's if none is.
+        """Return the first of the others that there is room for, on all ranks; else Megatron's.
 
         None if there is no room for one with another sequence of forwards: a plan, whose memory is
         measured, may have it.
@@ -171,7 +171,7 @@ class SelfCheck:
     def _compared(
         self, first: Outcome, again: Outcome, ours: Outcome, error: str | None
     ) -> str | None:
-        """What is different; None if nothing is that Megatron does not differ in by itself."""
+        """Return what differs by more than between two runs of Megatron's; None if nothing does."""
         if failed := self._collectives.first(error):
             return f"{failed[1]}, on stage {failed[0]}"
         if not self._collectives.on_all(ours.finite):
@@ -196,7 +196,7 @@ class SelfCheck:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What one run of an iteration came to on this rank.
+    """The result of one run of an iteration on this rank.
 
     Args:
         digests: of each gradient by its parameter's name, and of the losses.
@@ -210,7 +210,7 @@ class Outcome:
 
     @classmethod
     def of(cls, losses: Sequence[Any], chunks: Sequence[torch.nn.Module]) -> Outcome:
-        """Read it."""
+        """Read the losses of a run, and the gradients that the model has."""
         numbers = [value.detach().float().flatten().cpu() for value in _tensors(losses)]
         samples = {"losses": torch.cat(numbers) if numbers else torch.zeros(0)}
         digests = {"losses": samples["losses"].numpy().tobytes()}
@@ -228,13 +228,13 @@ class Outcome:
         return cls(digests, samples, finite)
 
     def differs_from(self, other: Outcome) -> str | None:
-        """The name of the first that is not the same; None if all are."""
+        """Return the name of the first that is not the same; None if all are."""
         names = dict.fromkeys((*self.digests, *other.digests))
         differ = (n for n in names if self.digests.get(n) != other.digests.get(n))
         return next(differ, None)
 
     def noise(self, again: Outcome) -> float:
-        """By how much of its size a gradient differs from that of another run, in the median."""
+        """Return the median of gradients' differences from another run, as shares of their size."""
         shares = [
             float((own - again.samples[name]).norm() / own.norm())
             for name, own in self.samples.items()
@@ -243,9 +243,9 @@ class Outcome:
         return statistics.median(shares) if shares else 0.0
 
     def strays_from(self, other: Outcome, again: Outcome) -> str | None:
-        """The first that is further from another order's than by chance, in words; None: none is.
+        """Name the first that differs from another order's by more than chance; None if none does.
 
-        Chance is how far it is from that of another run of its own, or the median of all is.
+        Chance is its difference from another run of its own, or the median of all of these.
         """
         noise = self.noise(again)
         if not noise <= _MOST_NOISE:
@@ -262,7 +262,7 @@ class Outcome:
 
 
 class _Memory:
-    """Memory of the device that was used while an iteration of a stage's ran."""
+    """The device memory that an iteration of this stage needed."""
 
     def __init__(self, arguments: Arguments, stage: int) -> None:
         self._stage = stage
@@ -273,7 +273,7 @@ class _Memory:
 
     @cached_property
     def _peak_bytes(self) -> int:
-        """Of Megatron's own runs: it is first asked for before another order is tried."""
+        """Return the peak of Megatron's own runs: it is first read before another order runs."""
         return torch.cuda.max_memory_allocated()
 
     def has_room(self, own: Schedule, other: Schedule) -> bool:
@@ -289,13 +289,13 @@ class _Memory:
 
 
 def _forwards(order: Schedule) -> list[tuple[int, int]]:
-    """Microbatches and chunks in the sequence of a stage's forwards; all have the same."""
+    """Return microbatch and chunk of a stage's forwards, in their sequence; all have the same."""
     units = order.stages[0]
     return [(unit.microbatch, unit.chunk) for unit in units if unit.kind is Kind.FORWARD]
 
 
 def _digest(flat: torch.Tensor) -> bytes:
-    """Of all bits: their sums along rows and along columns."""
+    """Return a digest of all bits: of their sums along rows and along columns."""
     types = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
     found = hashlib.sha256()
     for bits in torch.split(flat.view(types[flat.element_size()]), _SLICE):
@@ -307,7 +307,7 @@ def _digest(flat: torch.Tensor) -> bytes:
 
 
 def _tensors(value: Any) -> Iterator[torch.Tensor]:
-    """All tensors in nested lists, tuples and dictionaries."""
+    """Yield all tensors in nested lists, tuples and dictionaries."""
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, (list, tuple)):

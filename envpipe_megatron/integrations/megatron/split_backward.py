@@ -1,10 +1,10 @@
-"""Backwards in two parts: weight gradients of linear layers are computed by a unit of their own.
+"""Splits backwards: weight gradients of linear layers are computed by a unit of their own.
 
 Megatron computes both gradients of a linear layer in one node of autograd's graph. Within
 `first_part`, that node computes its input's and its bias's only, and keeps what its weight's needs:
 its input and the gradient of its output. `second_part` computes it, and autograd accumulates it as
-in a whole backward, hooks included. What is not known here (norms, embeddings, routers,
-convolutions, layers of other packages) has its weight gradients in the first part, as always.
+in a whole backward, hooks included. Other layers (norms, embeddings, routers,
+convolutions, those of other packages) have their weight gradients in the first part, as always.
 
 Two kinds of layers are known: those of Megatron's own linear function, by a function in its place,
 and Transformer Engine's, by a store in place of the one that they put weight gradients off with.
@@ -155,7 +155,7 @@ def why_whole(chunks: Sequence[torch.nn.Module], config: Any) -> str | None:
 
 
 def waiting_bytes(arguments: Mapping[str, Any]) -> tuple[float, ...]:
-    """Return what waits between both parts of a backward, at most, by chunk, in bytes.
+    """Return the most bytes that wait between both parts of a backward, by chunk.
 
     That is input and output gradient of each linear layer, by the shapes of weights. The arguments
     are those of megatron-core's forward-backward function.
@@ -188,7 +188,7 @@ def _modules(chunks: Sequence[torch.nn.Module]) -> Iterator[Any]:
 
 
 def _known_weights(module: Any) -> list[str]:
-    """The names of a layer's weights whose gradients can be put off, in the order they come in."""
+    """Return the names of weights whose gradients can be put off, in the order they come in."""
     if isinstance(module, (layers.ColumnParallelLinear, layers.RowParallelLinear)):
         return ["weight"] * (module.weight is not None and _knows_function())
     uses_userbuffers = any(on is True for name, on in vars(module).items() if name[:3] == "ub_")
@@ -239,7 +239,7 @@ class _Linear(_WHOLE):  # type: ignore[misc,valid-type]
 
 @layers.custom_bwd  # type: ignore[untyped-decorator]  # Megatron's
 def _input_gradient(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-    """As Megatron's backward computes it; put off what it would compute beside messages."""
+    """Return Megatron's gradients but the weight's, which it would compute beside messages."""
     inputs, weight = ctx.saved_tensors
     grad_output = grad_output.to(inputs.dtype)
     grad_input = grad_output.matmul(weight)
@@ -265,7 +265,7 @@ def _weight_gradient(
     main_grad: torch.Tensor | None,
     gathered_over: dist.ProcessGroup | None,
 ) -> Gradients:
-    """As Megatron's backward computes it.
+    """Compute the weight gradient as Megatron's backward does.
 
     Args:
         inputs: [tokens, inputs], of sequence parallelism this rank's tokens.
@@ -289,7 +289,7 @@ def _weight_gradient(
 
 
 class _Store:
-    """In place of the `WeightGradStore` of one of Transformer Engine's layers."""
+    """Takes the place of the `WeightGradStore` of one of Transformer Engine's layers."""
 
     context = None
 
@@ -302,7 +302,7 @@ class _Store:
         return _puts_off()
 
     def put(self, tensors: list[Any], compute: Callable[..., Any]) -> None:
-        """Take what the layer would compute, and the tensors to compute it from."""
+        """Put off a computation of the layer, which gets these tensors."""
         into, module = _Under.into, self._module
         assert into is not None
         weights = [name for name in self._weights if getattr(module, name).requires_grad]
@@ -326,5 +326,5 @@ class _Store:
 
 
 def _grouped(tensors: list[Any]) -> bool:
-    """True for a grouped layer's: inputs, gradients of outputs, and where to add the results."""
+    """Return whether they are a grouped layer's: inputs, output gradients, where to add results."""
     return len(tensors) == 3

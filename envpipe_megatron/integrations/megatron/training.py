@@ -1,4 +1,4 @@
-"""A rank's training by megatron-core's functions: what the hooks of each framework on it share."""
+"""Runs a rank's training by megatron-core's functions, for the hooks of each framework on it."""
 
 from __future__ import annotations
 
@@ -19,11 +19,17 @@ from envpipe_megatron.core.orders import builders
 from envpipe_megatron.core.schedule import Schedule
 from envpipe_megatron.core.sidecar import Sidecar
 from envpipe_megatron.integrations.hooking import same_job
-from envpipe_megatron.integrations.job import JobFacts, Placement, limits_of_ranks, say_line
+from envpipe_megatron.integrations.job import JobFacts, RankPlace, limits_of_ranks, say_line
 from envpipe_megatron.integrations.leveled import LeveledJob
-from envpipe_megatron.integrations.levels import Level, Limit, limits_where, stands_against
+from envpipe_megatron.integrations.levels import (
+    ArgumentLimit,
+    Level,
+    Limit,
+    limits_of_arguments,
+    limits_where,
+)
 from envpipe_megatron.integrations.megatron.core import ForwardBackward
-from envpipe_megatron.integrations.megatron.kept import KeptOrder
+from envpipe_megatron.integrations.megatron.hooked import HookedForwardBackward
 from envpipe_megatron.integrations.megatron.limits import (
     NOT_PROVEN,
     against_order,
@@ -36,16 +42,16 @@ from envpipe_megatron.runtime.channel.links import timeout_of
 from envpipe_megatron.runtime.job.options import JobOptions
 from envpipe_megatron.runtime.memory.peak import MemoryFullError
 
-#: Whose layers come to the same result in any order, as far as jobs were proven with them.
+#: Packages whose layers were proven to give the same result in any order.
 _KNOWN_PACKAGES = ("megatron", "transformer_engine", "torch", "apex")
 
 
 class Training(LeveledJob):
-    """What a rank does from before its first step to after its last, at the job's level.
+    """Runs a rank from before its first step to after its last, at the job's level.
 
     Args:
         args: the job's arguments, by the names that Megatron-LM has for them.
-        limits: what stands against which level, besides what the model has.
+        table: the framework's limits by arguments; those of the model come to them.
         model: the chunks of this rank.
         pipeline_group: the ranks of its pipeline.
 
@@ -59,11 +65,11 @@ class Training(LeveledJob):
         self,
         args: argparse.Namespace,
         options: JobOptions,
-        limits: Iterable[Limit],
+        table: Iterable[ArgumentLimit],
         model: Sequence[Any],
         pipeline_group: dist.ProcessGroup,
     ) -> None:
-        self._model, self._microbatches = model, num_microbatches_of(args)
+        self._args, self._model, self._microbatches = args, model, num_microbatches_of(args)
         self._order_of = partial(megatron_order, args, model)
         config = get_model_config(model[0])
         options = keep_sequence(options, len(model), config)
@@ -71,14 +77,14 @@ class Training(LeveledJob):
         own = None
         with suppress(ScheduleError):  # lower levels need none
             own = self._order_of(self._microbatches)
-        placement = Placement(
+        placement = RankPlace(
             pipeline_group,
             self._microbatches,
             timeout_of(pipeline_group),
             messages_vary=config.variable_seq_lengths,
             splits=True,
             why_whole=next(filter(None, of_all_ranks(whole)), None),
-            own_order=own,
+            framework_order=own,
             group_size=config.microbatch_group_size_per_vp_stage,
         )
         super().__init__(
@@ -86,39 +92,38 @@ class Training(LeveledJob):
             placement,
             facts_of(args),
             say_line,
-            (*limits, *limits_of_ranks(limits_of(model))),
-            args,
+            (*limits_of_arguments(args, table), *limits_of_ranks(limits_of(model))),
         )
         self._checked = bool(self.decision.to_check) or options.self_check == "always"
         #: What runs in place of Megatron's own function, once there is one.
-        self._stand_in: ForwardBackward | KeptOrder | None = None
-        self._replaced: Callable[..., Any] | None = None
-        if self.job is not None and self.level is Level.ORDER and (why := self._against_order()):
+        self._replacement: ForwardBackward | HookedForwardBackward | None = None
+        self._framework_function: Callable[..., Any] | None = None
+        if self.job is not None and self.level is Level.ORDER and (why := self._why_not_order()):
             self._lower_order(why, options.level)
 
     def announce(self) -> None:
-        """Say what the job does."""
+        """Print what the job does."""
         super().announce()
         steps = self._args.train_iters
         if steps is not None and steps <= self.options.baseline_steps:
-            self.tell("training ends within its baseline steps, so nothing will be planned")
+            self.say("training ends within its baseline steps, so nothing will be planned")
 
     def in_place_of(self, framework_function: Callable[..., Any]) -> Callable[..., Any]:
-        """What to call in place of Megatron's forward-backward function.
+        """Return the function to call in place of Megatron's forward-backward function.
 
         The first such function is that of the model that is trained; another one stays.
         """
-        if self._replaced is None:
-            self._replaced = framework_function
-            self._stand_in = self._make_stand_in()
-        return (
-            self._forward_backward if framework_function is self._replaced else framework_function
-        )
+        if self._framework_function is None:
+            self._framework_function = framework_function
+            self._replacement = self._make_replacement()
+        if framework_function is self._framework_function:
+            return self._forward_backward
+        return framework_function
 
     def begin_step(self, iteration: int | None = None) -> None:
-        """The training step of this iteration begins; the first is 0."""
+        """Begin the training step of this iteration; the first is 0."""
         super().begin_step(iteration)
-        if self.job is None or self.decision.tells_units:
+        if self.job is None or self.decision.sees_units:
             return
         if get_num_microbatches() == self._microbatches:
             self.follow_whole()
@@ -126,19 +131,19 @@ class Training(LeveledJob):
             self.session.highest_clock()
 
     def end_step(self, *, skipped: bool = False) -> None:
-        """The iteration ends after the optimizer, which may have skipped: gradients overflowed.
+        """End the step after its optimizer, which may have skipped: gradients overflowed.
 
         Raises SystemExit if only the profile was asked for, and it is written.
         """
         super().end_step()
-        if isinstance(self._stand_in, ForwardBackward):
-            self._why_lower = self._stand_in.end_step(skipped=skipped) or self._why_lower
+        if isinstance(self._replacement, ForwardBackward):
+            self._why_lower = self._replacement.end_step(skipped=skipped) or self._why_lower
         why, self._why_lower = self._why_lower, None
         if why is not None:
             self._lower_order(why)
 
     def log(self, iteration: int, tensorboard: Any, wandb: Any) -> str:
-        """Energy since the last call: scalars for the writers, text for a log line.
+        """Write energy since the last call to the writers, and return it as text for a log line.
 
         Every rank calls it at the same iteration; all but one without writers.
         """
@@ -155,8 +160,8 @@ class Training(LeveledJob):
         super().end()
         self.check_profiled()
 
-    def _against_order(self) -> str | None:
-        """What the channel has against level `order`, alike on all ranks."""
+    def _why_not_order(self) -> str | None:
+        """Return why the channel rules out level `order`, the same on all ranks; None if not."""
         assert self.job is not None
         own = self._order_of(self._microbatches)
         return against_order(self.decision, own, self.job.channel.capacity)
@@ -164,52 +169,58 @@ class Training(LeveledJob):
     def _lower_order(self, why: str, asked: Level | None = None) -> None:
         """Go on at level `units`; a LevelError if level `order` is `asked`."""
         features = ", ".join(limit.feature for limit in self.decision.to_check) or "this job"
-        if self.lower([stands_against(features, Level.UNITS, why)], asked):
-            self._stand_in = self._make_stand_in()
+        if self.lower([Limit(features, Level.UNITS, why)], asked):
+            self._replacement = self._make_replacement()
 
-    def _make_stand_in(self) -> ForwardBackward | KeptOrder | None:
-        if self.job is None or self._replaced is None or not self.decision.tells_units:
+    def _make_replacement(self) -> ForwardBackward | HookedForwardBackward | None:
+        if self.job is None or self._framework_function is None or not self.decision.sees_units:
             return None
-        session, collectives, microbatches = self.session, self.collectives, self._microbatches
+        session, collectives = self.session, self.collectives
         if self.level is not Level.ORDER:
-            return KeptOrder(session, self._replaced, self._order_of, microbatches, collectives)
+            own = self._framework_function
+            return HookedForwardBackward(session, own, self._order_of, collectives)
         check = None
         if self._checked or session.may_split:
             regroups = self.job.options.scheduling == "auto"
             orders_of = partial(orders_to_try, self._args, self._model, regroups=regroups)
             check = SelfCheck(
                 orders_of,
-                microbatches,
+                self._microbatches,
                 self.job.channel,
                 collectives,
-                self.tell,
+                self.say,
                 session.split_no_more if session.may_split else None,
                 needed=self._checked,
             )
         return ForwardBackward(
             session,
-            framework_function=self._replaced,
+            framework_function=self._framework_function,
             check=check,
-            full_microbatches=microbatches,
             first=collectives.first,
         )
 
     def _forward_backward(self, **arguments: Any) -> Any:
-        """What Megatron calls in each step; what it gets once may stand for another later."""
-        assert self._replaced is not None
-        if self._stand_in is None:
-            if arguments.get("forward_only") and self._followed is None:
+        """Run an iteration by what now takes the place of Megatron's function.
+
+        Forwards without backwards are Megatron's at every level: evaluation loads kernels of its
+        own, and a kernel that is loaded while a posted receive spins hangs.
+        """
+        assert self._framework_function is not None
+        if arguments.get("forward_only"):
+            if self._followed is None:  # else they are part of a step that is measured as one
                 self.pause()
-            return self._replaced(**arguments)
+            return self._framework_function(**arguments)
+        if self._replacement is None:
+            return self._framework_function(**arguments)
         try:
-            return self._stand_in(**arguments)
+            return self._replacement(**arguments)
         except MemoryFullError as error:  # on all ranks, and no unit has run
             self._why_lower = str(error)
-            return self._replaced(**arguments)
+            return self._framework_function(**arguments)
 
 
 def limits_of(model: Sequence[Any]) -> list[Limit]:
-    """What the model that was built has about EnvPipe's order, whatever the flags say."""
+    """Return the limits of the model that was built."""
     config, own = get_model_config(model[0]), type(unwrap_model(model[0]))
     others = {type(m) for chunk in model for m in chunk.modules() if not _is_known(type(m))}
     names = ", ".join(sorted(f"{each.__module__}.{each.__name__}" for each in others))
@@ -217,7 +228,7 @@ def limits_of(model: Sequence[Any]) -> list[Limit]:
     return limits_where(
         Level.ORDER,
         (not is_gpt, f"models other than GPTModel: {own.__name__}", NOT_PROVEN),
-        (is_gpt and names, f"layers of one's own: {names}", NOT_PROVEN),
+        (is_gpt and names, f"layers of the user's: {names}", NOT_PROVEN),
         (config.variable_seq_lengths, "sequences of varying length", NOT_PROVEN),
     )
 
@@ -243,7 +254,7 @@ def facts_of(args: argparse.Namespace) -> JobFacts:
 def orders_to_try(
     args: argparse.Namespace, model: Sequence[Any], count: int, *, regroups: bool
 ) -> list[Schedule]:
-    """Megatron's order, and those unlike it that a self-check may try, the most unlike first.
+    """Return Megatron's order, then others that a self-check may try, the most different first.
 
     With `regroups`, a plan's order may take chunks in another turn, so that forwards come in
     another sequence; else it may have more of them in flight.
@@ -262,7 +273,7 @@ def orders_to_try(
 def megatron_order(
     args: argparse.Namespace, model: Sequence[Any], count: int, more: Sequence[int] = ()
 ) -> Schedule:
-    """Megatron's order of a number of microbatches, or with more forwards in stages' warm-ups."""
+    """Return Megatron's order of `count` microbatches, or with more forwards in warm-ups."""
     stages, config = args.pipeline_model_parallel_size, get_model_config(model[0])
     if len(model) == 1:
         own = builders.one_f_one_b(stages, count)
@@ -278,13 +289,13 @@ def megatron_order(
 
 
 def _is_known(module: type) -> bool:
-    """Whether a module is of a package that jobs were proven with; adapters of Bridge's are not."""
+    """Return whether a module is of a known package; adapters of Bridge's are not."""
     package = module.__module__
     return package.split(".")[0] in _KNOWN_PACKAGES and not package.startswith("megatron.bridge")
 
 
 def num_microbatches_of(args: argparse.Namespace) -> int:
-    """M of a batch of full size."""
+    """Return M of a batch of full size."""
     # From 0.19 on, ranks that share out weights have data of their own, too.
     replicas = args.data_parallel_size * (getattr(args, "gtp_weight_remat_size", None) or 1)
     num_microbatches: int = _full_batch(args) // (args.micro_batch_size * replicas)
@@ -292,7 +303,7 @@ def num_microbatches_of(args: argparse.Namespace) -> int:
 
 
 def _full_batch(args: argparse.Namespace) -> int:
-    """Samples of a batch of full size, to which ramp-up and step schedules lead.
+    """Return the samples of a batch of full size, to which ramp-up and step schedules lead.
 
     With a step schedule, `global_batch_size` is a default that nothing uses.
     """

@@ -1,4 +1,4 @@
-"""A stage's units by megatron-core's own step functions, in whatever order they come."""
+"""Runs a stage's units, in any order, by megatron-core's own step functions."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from envpipe_megatron.runtime.channel.carrier import StageSpecs, TensorSpec
 
 Tensors = list[torch.Tensor | None]
 
-#: In 0.16 alone; it mattered for models of encoders and decoders.
+#: Only in 0.16; it mattered for models of encoders and decoders.
 _BACKWARD_TAKES_MODEL_TYPE = "model_type" in inspect.signature(backward_step).parameters
 
 
@@ -36,10 +36,10 @@ class UnsupportedModelError(EnvPipeError):
 
 
 class MegatronWork:
-    """Units of one stage in one iteration, by megatron-core's own step functions.
+    """Runs the units of one stage in one iteration.
 
-    `checked` is what messages carry, where a forward whose output is another raises an
-    UnsupportedModelError; None where nobody looks.
+    `checked` is what messages carry: a forward with another output raises an UnsupportedModelError.
+    None checks nothing.
     """
 
     def __init__(
@@ -137,7 +137,7 @@ class MegatronWork:
             split_backward.second_part(self._put_off[_key(unit)])
 
     def _put_off_later(self, key: tuple[int, int]) -> contextlib.AbstractContextManager[None]:
-        """Around a forward or a first part: weight gradients are put off where the order says."""
+        """Within, put weight gradients off where the order splits this backward."""
         if key not in self._put_off:
             return contextlib.nullcontext()
         return split_backward.first_part(self._put_off[key])
@@ -153,17 +153,17 @@ class MegatronWork:
         self._reduction.finish(broken_off=broken_off)
 
     def _gather_parameters(self, chunk: int) -> None:
-        """Launch it, where Megatron aligns it over the pipeline."""
+        """Gather a chunk's parameters, where Megatron aligns that over the pipeline."""
         _for_chunk(self._config.param_sync_func, chunk, self._chunks)
 
 
 class _Reduction:
-    """When the gradients of a stage's chunks are reduced over its replicas.
+    """Reduces the gradients of a stage's chunks over its replicas.
 
-    Where no backward is split, when Megatron does it: with its own reducer in a chunk's last
-    backward; with a `grad_sync_func` on stage 0 in that, too, on others behind their units, in the
-    bubble at the end. With chunks that is at the same time on all stages, of which those behind
-    come to a chunk later.
+    Where no backward is split, that is when Megatron does it: with its own reducer in a chunk's
+    last backward; with a `grad_sync_func` on stage 0 in that, too, on others behind their units,
+    in the bubble at the end. With chunks that is at the same time on all stages, of which those
+    behind come to a chunk later.
 
     Its own reducer wants each parameter's gradient in that backward, and one in two parts has none
     of some in either. So where some are split, its hooks only add gradients up, and it is called
@@ -254,7 +254,7 @@ def _key(unit: Unit) -> tuple[int, int]:
 
 
 def listed(one_or_more: Any) -> list[Any]:
-    """What Megatron has as one or as a list, as a list."""
+    """Return a list of what Megatron has as one or as a list."""
     return one_or_more if isinstance(one_or_more, list) else [one_or_more]
 
 

@@ -1,7 +1,7 @@
-"""What the patch calls; imported by a patched checkout when --envpipe is among its arguments.
+"""Hooks that the patch calls; a patched checkout imports them if --envpipe is an argument.
 
 DeepSpeed's engine executes EnvPipe's schedules once training begins, and is DeepSpeed's own again
-when it has ended. `hooking` tells what happens where a hook is never reached.
+when it has ended. `hooking` says what happens where a hook is never reached.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from envpipe_megatron.integrations.hooking import (
 from envpipe_megatron.integrations.job import JobError
 from envpipe_megatron.integrations.levels import (
     FREES_WHILE_TRAINING,
-    Asks,
+    Predicate,
     RefusedError,
     above_one,
     any_of,
@@ -39,8 +39,8 @@ from envpipe_megatron.integrations.levels import (
 from envpipe_megatron.integrations.options import add_arguments as add_arguments  # for the patch
 
 
-def _configured(*path: str) -> Asks:
-    """Whether a block or a switch of DeepSpeed's configuration is on."""
+def _configured(*path: str) -> Predicate:
+    """Return whether a block or a switch of DeepSpeed's configuration is on."""
 
     def asks(args: argparse.Namespace) -> bool:
         value: Any = deepspeed_config(args)
@@ -54,7 +54,7 @@ def _configured(*path: str) -> Asks:
 
 
 #: Feature, and whether arguments or DeepSpeed's configuration ask for it.
-REFUSED: Mapping[str, Asks] = {
+REFUSED: Mapping[str, Predicate] = {
     "a level below order (--envpipe-level)": lambda args: (
         getattr(args, "envpipe_level", None) not in (None, "auto", "order")
     ),
@@ -124,7 +124,7 @@ def check_supported(args: argparse.Namespace) -> None:
 
 
 def deepspeed_config(args: argparse.Namespace) -> dict[str, Any]:
-    """DeepSpeed's configuration, wherever Megatron keeps it at the moment."""
+    """Return DeepSpeed's configuration, from where Megatron keeps it at the moment."""
     given = getattr(args, "deepspeed_config_dict", None) or getattr(args, "deepspeed_config", None)
     try:
         return parsed_config({"config": given})
@@ -154,7 +154,7 @@ def validate(args: argparse.Namespace) -> None:
 
 
 def begin_training(args: argparse.Namespace, model: list[Any]) -> None:
-    """Have the engine, which is alone in the list, execute EnvPipe's schedules.
+    """Have the engine, the one item of the list, execute EnvPipe's schedules.
 
     Raises:
         SystemExit: arguments that did not come from the command line, a model without DeepSpeed's
@@ -170,7 +170,7 @@ def begin_training(args: argparse.Namespace, model: list[Any]) -> None:
             options,
             {**deepspeed_config(args), "megatron": same_job(args)},
             sequence_length=args.seq_length,
-            tells=False,
+            prints=False,
         )
         # Before a ramp-up sets the size that it begins with.
         engine.full_microbatches = engine.micro_batches
@@ -180,14 +180,14 @@ def begin_training(args: argparse.Namespace, model: list[Any]) -> None:
 
 
 def end_step() -> None:
-    """An iteration has ended."""
+    """End an iteration."""
     steps, engine = _hooks.note("end_step"), _hooks.running()
     if steps == engine.logged_every + 1:
         _hooks.check(steps, "log")
 
 
 def log(iteration: int, writer: Any) -> str:
-    """Energy since the last call, to add to Megatron's log line, for TensorBoard and W&B.
+    """Return energy since the last call for Megatron's log line, and write it to the writer.
 
     Every rank calls it at the same iteration; the writer, for both, is enabled on one.
     """
@@ -213,7 +213,7 @@ def end_training() -> None:
 
 
 def check_model(model: list[Any]) -> None:
-    """Refuse by a RefusedError models that flags do not tell, such as other entry scripts'."""
+    """Refuse by a RefusedError models that no flag names, such as other entry scripts'."""
     from megatron.model import GPTModelPipe
 
     engine = model[0]

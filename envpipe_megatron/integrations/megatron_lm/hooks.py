@@ -1,9 +1,8 @@
-"""What the patch calls; imported by a patched checkout when --envpipe is among its arguments.
+"""Hooks that the patch calls; a patched checkout imports them if --envpipe is an argument.
 
 `hooking` says what happens where a hook is never reached. Recomputation by stage is here too:
 Megatron's flags are for all stages alike, but what layers do is read from their configuration and
-attributes when they run, so a stage can be changed after it was built. Results stay the same, for
-what is recomputed is what was forgotten.
+attributes when they run, so a stage can be changed after it was built. Results stay the same.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from envpipe_megatron.integrations.hooking import (
     refuse,
 )
 from envpipe_megatron.integrations.job import JobError
-from envpipe_megatron.integrations.levels import LevelError, decide
+from envpipe_megatron.integrations.levels import LevelError, decide, limits_of_arguments
 from envpipe_megatron.integrations.megatron.limits import LIMITS, check_metered
 from envpipe_megatron.integrations.megatron.training import Training
 from envpipe_megatron.integrations.watchers import between_steps
@@ -59,7 +58,8 @@ def validate(args: argparse.Namespace) -> None:
         check_metered(args)
         by_stage(args)
         options = _hooks.options = options_of(args)
-        decide(args, LIMITS, options.level, checks=options.self_check != "off")
+        limits = limits_of_arguments(args, LIMITS)
+        decide(limits, options.level, checks=options.self_check != "off")
         _hooked_schedules()
     except EnvPipeError as error:
         refuse(error)
@@ -97,13 +97,13 @@ def begin_training(args: argparse.Namespace, model: Sequence[Any]) -> None:
 
 
 def begin_step(iteration: int) -> None:
-    """The training step of this iteration begins; the first is 0."""
+    """Begin the training step of this iteration; the first is 0."""
     _hooks.note("begin_step")
     _hooks.running().begin_step(iteration)
 
 
 def end_step(skipped: int) -> None:
-    """The iteration ends after the optimizer, which may have skipped: gradients overflowed.
+    """End the step after its optimizer, which may have skipped: gradients overflowed.
 
     Raises SystemExit if only the profile was asked for, and it is written.
     """
@@ -112,7 +112,7 @@ def end_step(skipped: int) -> None:
 
 
 def log(iteration: int, writer: Any, wandb_writer: Any) -> str:
-    """Energy since the last call, to add to Megatron's log line, for TensorBoard and W&B.
+    """Return energy since the last call for Megatron's log line, and write it to the writers.
 
     Every rank calls it at the same iteration; all but one without writers.
     """
@@ -121,7 +121,7 @@ def log(iteration: int, writer: Any, wandb_writer: Any) -> str:
 
 
 def pause() -> None:
-    """Something that is not training follows, until the next iteration begins."""
+    """Pause for what is not training, until the next iteration begins."""
     if _hooks.job is not None:  # a checkpoint may be saved after training, too
         _hooks.job.pause()
 
@@ -145,7 +145,7 @@ def _quiet_energy_monitor() -> None:
 
 
 def _reaching(stand_in: Callable[..., Any]) -> Callable[..., Any]:
-    """The forward-backward function, which notes that Megatron called it."""
+    """Return the forward-backward function, which notes that Megatron called it."""
 
     def forward_backward(**arguments: Any) -> Any:
         if not arguments.get("forward_only"):  # these may be many in a step
@@ -156,7 +156,7 @@ def _reaching(stand_in: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _hooked_schedules() -> Any:
-    """The module that chooses Megatron's forward-backward function, which the patch has changed."""
+    """Return the patched module that chooses Megatron's forward-backward function."""
     from megatron.core.pipeline_parallel import schedules
 
     if not hasattr(schedules, "envpipe_hook"):
@@ -174,16 +174,16 @@ class RecomputationError(EnvPipeError):
 
 
 def by_stage(args: argparse.Namespace) -> list[tuple[str, int]] | None:
-    """What each stage recomputes, and of how many layers; None if nothing was said.
+    """Return what each stage recomputes, and of how many layers; None if none is given.
 
-    RecomputationError: unreadable, not one for each stage, or beside Megatron's own flag.
+    Raises RecomputationError: unreadable, not one for each stage, or beside Megatron's own flag.
     """
     text = getattr(args, "envpipe_recompute", None)
     if text is None:
         return None
     if args.recompute_granularity is not None:
         raise RecomputationError(
-            f"{FLAG} goes with no --recompute-granularity",
+            f"{FLAG} cannot be combined with --recompute-granularity",
             value=args.recompute_granularity,
             remedy="Leave out one of the two.",
         )

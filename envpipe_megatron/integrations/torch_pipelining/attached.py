@@ -1,4 +1,4 @@
-"""A schedule of torch.distributed.pipelining under EnvPipe: bill, profile, plan and clocks.
+"""Attaches EnvPipe to a schedule of torch.distributed.pipelining: bill, profile, plan, clocks.
 
 The schedule is called as ever. Torch runs all units and sends all messages: in its own order by the
 schedule's own function, in a planned one by torch's own runtime of tables.
@@ -17,16 +17,16 @@ import torch.distributed as dist
 from envpipe_megatron.core.schedule import Schedule
 from envpipe_megatron.core.sidecar import Sidecar
 from envpipe_megatron.integrations.device import check_current, current_device
-from envpipe_megatron.integrations.framework_units import Recorded, once
+from envpipe_megatron.integrations.framework_units import UnitRecorder, once
 from envpipe_megatron.integrations.job import (
     JobFacts,
-    Placement,
+    RankPlace,
     limits_of_ranks,
     own_gloo_group,
     say_line,
 )
 from envpipe_megatron.integrations.leveled import LeveledJob
-from envpipe_megatron.integrations.levels import Level, stands_against
+from envpipe_megatron.integrations.levels import Level, Limit
 from envpipe_megatron.integrations.options import read_settings
 from envpipe_megatron.integrations.reporting import IntervalReport
 from envpipe_megatron.integrations.torch_pipelining.orders import (
@@ -45,14 +45,14 @@ from envpipe_megatron.runtime.channel.carrier import StageSpecs, TensorSpec
 from envpipe_megatron.runtime.channel.collectives import of_all_ranks
 from envpipe_megatron.runtime.channel.links import timeout_of
 
-#: The bill tells phases apart by reports: where nobody asks for any, so many steps have one.
+#: Steps between reports where the user asks for none: they separate the bill's phases.
 _REPORT_EVERY = 10
 #: Options that do not go with a framework that sends its messages itself.
 _WITHOUT = ("channel", "profile_only", "self_check")
 
 
 class AttachedPipeline(LeveledJob):
-    """EnvPipe on a schedule, whose `step` and `eval` are called as ever; `attach` makes it.
+    """Runs EnvPipe on a schedule, whose `step` and `eval` are called as ever; `attach` makes it.
 
     Every rank of the job makes one at the same point of the program, replicas and the other ranks
     of a stage too, before the schedule's first step, and calls its methods at the same points.
@@ -69,7 +69,7 @@ class AttachedPipeline(LeveledJob):
             and baseline. Without facts it starts over.
         timeout: time after which a silent rank is an error; by default that of torch's groups.
         say: prints a line; called on one rank.
-        settings: EnvPipe's options, as in docs/megatron_lm.md, without `--envpipe-` and with
+        settings: EnvPipe's options, as in docs/lookup/options.md, without `--envpipe-` and with
             underscores: `level`, `type`, `output`, `max_slowdown` and so on.
 
     Raises:
@@ -110,13 +110,13 @@ class AttachedPipeline(LeveledJob):
             "order": None if own is None else own.name,
             "chunks": 1 if own is None else own.num_chunks,
         }
-        placement = Placement(
+        placement = RankPlace(
             own_gloo_group(group, timeout),
             count,
             timeout,
             runs_units=True,
             splits=True,
-            own_order=own,
+            framework_order=own,
             group_size=group_size(num_stages, count),
         )
         super().__init__(
@@ -128,7 +128,7 @@ class AttachedPipeline(LeveledJob):
         )
         self.announce()
         self._units = Units(self._stages, split=self._own is not None and self._own.split)
-        self._units.hear_losses_of(schedule)
+        self._units.report_losses_of(schedule)
         self._why_whole = "--envpipe-split off" if options.split == "off" else ""
         self._why_whole = self._why_whole or known_reason(self._stages)
         if not self._why_whole:
@@ -148,7 +148,7 @@ class AttachedPipeline(LeveledJob):
         self._has_known_shapes = True
 
     def pause(self) -> None:
-        """Something that is not training follows, such as a checkpoint; `eval` says so by itself.
+        """Pause for what is not training, such as a checkpoint; `eval` pauses by itself.
 
         It runs at the highest clock and is not billed. Training goes on with the next step.
         """
@@ -156,7 +156,7 @@ class AttachedPipeline(LeveledJob):
         super().pause()
 
     def report(self) -> IntervalReport:
-        """Energy since the last report: its `line`, and `scalars`; after the same step everywhere.
+        """Return energy since the last report, as `line` and `scalars`; ranks call it at one step.
 
         The last step is in the next report, since it has not ended.
         """
@@ -164,10 +164,10 @@ class AttachedPipeline(LeveledJob):
         return super().report()
 
     def end_training(self) -> None:
-        """Give the clock back and say the energy bill; every rank calls it.
+        """Give the clock back and print the energy bill; every rank calls it.
 
         Training that ends without it gives clocks back as well, and has no bill. The schedule is
-        torch's alone from here on. Raises CollectivesError if a rank is gone or silent.
+        only torch's from here on. Raises CollectivesError if a rank is gone or silent.
         """
         self._end_step()
         self.end()
@@ -175,13 +175,13 @@ class AttachedPipeline(LeveledJob):
     def close(self) -> None:
         """Give the clock back and finish the energy log; safe to call twice.
 
-        The schedule is torch's alone from here on.
+        The schedule is only torch's from here on.
         """
         self._units.release()
         super().close()
 
     def _step(self, *args: Any, **kwargs: Any) -> Any:
-        """In place of the schedule's `step`: with the same arguments, and what it returns."""
+        """Take the place of the schedule's `step`, with its arguments and result."""
         if self._closed or not self._schedule._has_backward:
             self.pause()
             return self._torch_step(*args, **kwargs)
@@ -191,7 +191,7 @@ class AttachedPipeline(LeveledJob):
             if self._seen:
                 return self._planned_step(*args, **kwargs)
             return self._first_step(*args, **kwargs)
-        except BaseException:  # whoever catches it may train on
+        except BaseException:  # if it is caught, training may go on
             self._units.forget()
             self.fail()
             raise
@@ -207,12 +207,12 @@ class AttachedPipeline(LeveledJob):
                 "A step has other microbatches, functions or units than EnvPipe plans for: such "
                 "steps run as by torch only. If they stay so, call end_training and attach again"
             )
-        if self.decision.tells_units:
+        if self.decision.sees_units:
             assert self._own is not None
             run = self.follow(self._own, StageSpecs.alike(self._message)).run
-            # While shapes are inferred, nobody knows yet whether another order still fits.
-            alone = changed or (infers_shapes and self._own.stages != run.order.schedule.stages)
-            result = self._told(run.order.schedule, alone, *args, **kwargs)
+            # Until shapes are inferred, it is not known whether another order still fits.
+            by_torch = changed or (infers_shapes and self._own.stages != run.order.schedule.stages)
+            result = self._run_units(run.order.schedule, by_torch, *args, **kwargs)
         else:
             run = self.follow_whole().run
             result = self._torch_step(*args, **kwargs)
@@ -224,10 +224,10 @@ class AttachedPipeline(LeveledJob):
             run.same_work = self._has_known_shapes and not changed
         return result
 
-    def _told(self, order: Schedule, alone: bool, /, *args: Any, **kwargs: Any) -> Any:
-        """Run a step by units, or by torch only: also where its runtime refuses an order.
+    def _run_units(self, order: Schedule, by_torch: bool, /, *args: Any, **kwargs: Any) -> Any:
+        """Run a step in an order, or by torch only: also where its runtime refuses the order.
 
-        Then it is the job's level from here on.
+        Then the job's level is lower from here on.
         """
         assert self._runner is not None
         assert self._followed is not None
@@ -236,10 +236,10 @@ class AttachedPipeline(LeveledJob):
             runs = self._runner.turn_to(order)
         except Exception as error:  # alike on every rank, which all have the same order
             why = f"torch's runtime refuses an order: {type(error).__name__}: {error}"
-        if alone or runs is None:
+        if by_torch or runs is None:
             self._followed.fail()
         else:
-            self._units.hear_losses_of(runs)
+            self._units.report_losses_of(runs)
             self._units.split = order.split
             self._units.reporter = self._followed
         if self._units.reporter is None or runs is self._schedule:
@@ -250,13 +250,13 @@ class AttachedPipeline(LeveledJob):
         self._followed.complete()
         if runs is None:
             self._end_step()
-            self.lower(limits_of_ranks([stands_against(order.name, Level.UNITS, why)]))
+            self.lower(limits_of_ranks([Limit(order.name, Level.UNITS, why)]))
             self.begin_step()
         return result
 
     def _first_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Torch's alone: its units are held against the order that it says."""
-        seen, self._units.seen = Recorded(), set()
+        """Run a step by torch, and compare its units with the order that the schedule names."""
+        seen, self._units.seen = UnitRecorder(), set()
         self._units.reporter = seen
         try:
             result = self._torch_step(*args, **kwargs)
@@ -275,7 +275,7 @@ class AttachedPipeline(LeveledJob):
             found = limits_seen(
                 self._own,
                 self._stages,
-                as_told=seen.shows(own.stages[collectives.stage]),
+                in_order=seen.shows(own.stages[collectives.stage]),
                 seen=changed,
                 why_whole=why_whole,
             )
@@ -286,7 +286,7 @@ class AttachedPipeline(LeveledJob):
         return result
 
     def _end_step(self) -> None:
-        """The last step ends, if there is one that has not failed: the optimizer has stepped."""
+        """End the last step, if there is one that has not failed: the optimizer has stepped."""
         if self.in_step:
             if self._unreported is not None:
                 self._unreported += 1

@@ -1,4 +1,4 @@
-"""Torch's schedules as orders of units, and orders as what torch's own runtime executes.
+"""Reads the orders of torch's schedules, and makes what torch's own runtime executes of orders.
 
 `_PipelineScheduleRuntime` runs any table of units: it adds sends and receives, and for FSDP when to
 gather and reduce, so that all ranks come to them in one order and none waits for another forever.
@@ -27,7 +27,7 @@ from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.formats.torch_csv import order_of_rows, table_rows
 from envpipe_megatron.runtime.channel.carrier import TensorSpec
 
-#: What a step goes by besides its order.
+#: Attributes that a step uses besides its order.
 _HANDED_ON = (
     "_loss_fn",
     "scale_grads",
@@ -44,13 +44,13 @@ class AttachError(EnvPipeError):
 
 
 def stages_of(schedule: Any) -> list[Any]:
-    """The stages of this rank, by their place in the model."""
+    """Return the stages of this rank, by their place in the model."""
     stages = schedule._stages if hasattr(schedule, "_stages") else [schedule._stage]
     return sorted(stages, key=lambda stage: stage.stage_index)
 
 
 def stages_trained_by(schedule: Any) -> list[Any]:
-    """The stages of this rank; an AttachError if this is no schedule of torch's that trains."""
+    """Return this rank's stages; an AttachError if this is no schedule of torch's that trains."""
     try:
         stages = stages_of(schedule)
         trains = schedule._loss_fn is not None and callable(schedule.step)
@@ -69,11 +69,11 @@ def stages_trained_by(schedule: Any) -> list[Any]:
     return stages
 
 
-def own_order(schedule: Any) -> Schedule:
-    """The order that a schedule of torch's runs; of each rank, as it is known on all of them.
+def torch_order(schedule: Any) -> Schedule:
+    """Return the order that a schedule of torch's runs, of all ranks, the same on each.
 
     A forward and a backward that torch lists as one are two units, which it runs one behind the
-    other. Orders that have a name here get that. A class of one's own has that of torch's class
+    other. Orders that have a name here get that. A user's class has the order of torch's class
     below it, and the first step shows whether it keeps it. ScheduleError if the schedule does not
     say its order, or it is not one of a training step.
     """
@@ -97,15 +97,15 @@ def own_order(schedule: Any) -> Schedule:
 
 
 def known_order(schedule: Any) -> tuple[Schedule | None, str]:
-    """The order of a schedule, or why it is not known."""
+    """Return the order of a schedule, or why it is not known."""
     try:
-        return own_order(schedule), ""
+        return torch_order(schedule), ""
     except ScheduleError as error:
         return None, str(error)
 
 
 def _apart(order: Schedule) -> Schedule:
-    """Forwards by themselves, also where they are listed as one with a backward."""
+    """Return an order in which no forward is one with a backward."""
     stages = tuple(
         tuple(
             replace(unit, combined=False) if unit.kind is Kind.FORWARD else unit for unit in units
@@ -123,7 +123,7 @@ def _known(found: Schedule) -> Sequence[Schedule]:
 
 
 def group_size(num_stages: int, num_microbatches: int) -> int:
-    """Microbatches that pass a chunk before the next: torch makes rounds of about one a stage."""
+    """Return how many microbatches pass a chunk before the next: torch takes about one a stage."""
     return num_microbatches // max(1, num_microbatches // num_stages)
 
 
@@ -142,7 +142,7 @@ class Runner:
         self._turned: tuple[Schedule, Any] | None = None
 
     def turn_to(self, order: Schedule) -> Any:
-        """What is to make the next step, so that it runs this order of the same units.
+        """Return the schedule to call for the next step, so that it runs this order of the units.
 
         Raises what torch raises if its runtime does not take the order.
         """
@@ -153,7 +153,7 @@ class Runner:
         return self._turned[1]
 
     def _runtime_of(self, order: Schedule) -> Any:
-        """The runtime with the table of an order; the stages are prepared by then."""
+        """Return the runtime with the table of an order; the stages are prepared by then."""
         if self._runtime is None:
             self._runtime = _PipelineScheduleRuntime(  # type: ignore[no-untyped-call]  # torch's
                 stages_of(self._schedule),
@@ -169,7 +169,7 @@ class Runner:
         return self._runtime
 
     def step(self, runs: Any, /, *args: Any, **kwargs: Any) -> Any:
-        """A step by what `turn_to` returned, that is not the schedule itself.
+        """Run a step by what `turn_to` returned, if that is not the schedule itself.
 
         The schedule is the user's, who may change it between two steps.
         """
@@ -179,7 +179,7 @@ class Runner:
 
 
 def facts_of(schedule: Any) -> tuple[object, ...]:
-    """A key of all that a step goes by besides its inputs and what is handed on."""
+    """Return a key of all that a step uses besides its inputs and `_HANDED_ON`."""
     named = vars(schedule).items()
     apart = (*_HANDED_ON, "step", "eval")
     functions = {name: value for name, value in named if callable(value) and name not in apart}
@@ -189,13 +189,13 @@ def facts_of(schedule: Any) -> tuple[object, ...]:
 
 
 def is_prepared(schedule: Any) -> bool:
-    """True if shapes are known: else, as behind an evaluation, the next step infers them."""
+    """Return whether shapes are known; else, as after an evaluation, the next step infers them."""
     stages = "_stages" if isinstance(schedule, PipelineScheduleMulti) else "_stage"
     return all(getattr(schedule, f"{stages}_{way}_initialized") for way in ("forward", "backward"))
 
 
 def message_of(stages: Sequence[Any]) -> tuple[Any, Any]:
-    """Shapes and types of what this rank receives, near enough to measure what a message takes."""
+    """Return shapes and types of what this rank receives, to measure the time of a message."""
     for stage in stages:
         for infos in (stage.args_recv_info.get(0, ()), stage.grad_recv_info.get(0, ())):
             tensors = [info.buffer for info in infos if getattr(info, "buffer", None) is not None]

@@ -1,4 +1,4 @@
-"""Says whether torch's backward in two parts gives a stage the bits that the whole one gives.
+"""Checks that torch's backward in two parts gives a stage the bits that the whole one gives.
 
 torch.distributed.pipelining runs autograd for the gradients of inputs, and again from where weights
 meet activations for those of weights. That is not the same where a weight is used more than once
@@ -83,7 +83,7 @@ def seen_reason(stage: Any, microbatch: int, loss: torch.Tensor | None) -> str:
 
 @contextlib.contextmanager
 def calls_of_modules() -> Iterator[list[str]]:
-    """Yield the modules that are called meanwhile: in a backward, those that are computed again."""
+    """Yield the modules called within: in a backward, those that are computed again."""
     called: list[str] = []
     hook = register_module_forward_pre_hook(lambda of, inputs: called.append(type(of).__name__))
     try:

@@ -1,6 +1,6 @@
-"""EnvPipe in torchtitan's trainer, of any version that has one; torchtitan is not changed.
+"""Runs EnvPipe in torchtitan's trainer, of any version that has one; torchtitan is not changed.
 
-Enter by `hook(Trainer)`, where a script of one's own makes the trainer, or by `main`. Metrics go
+Enter by `hook(Trainer)`, where your own script makes the trainer, or by `main`. Metrics go
 where torchtitan's own go.
 """
 
@@ -27,7 +27,7 @@ from envpipe_megatron.integrations.watchers import between_steps
 
 logger = logging.getLogger(__name__)
 
-#: Of a configuration, what the cost of units rests on.
+#: Sections of a configuration that decide the time and energy of units.
 _SAME_JOB = (
     "model",
     "model_spec",
@@ -38,7 +38,7 @@ _SAME_JOB = (
     "quantize",
     "hf_assets_path",
 )
-#: Of its sections, what may change from start to start.
+#: Fields of these that may change from start to start.
 _LEFT_OUT = ("steps", "dataset_path", "global_batch_size", "data_parallel_replicate_degree")
 
 
@@ -46,7 +46,7 @@ def hook(trainer: type[Any], **settings: Any) -> None:
     """Attach EnvPipe to the pipeline of every trainer of a class, while it trains.
 
     Args:
-        trainer: torchtitan's `Trainer`, or a class of one's own that is like it.
+        trainer: torchtitan's `Trainer`, or a class like it.
         settings: as `torch_pipelining.attach` takes them; by default `output` is the folder
             `envpipe` in torchtitan's dump folder.
 
@@ -83,14 +83,14 @@ def _train(trainer: Any, train: Callable[[], Any], settings: dict[str, Any]) -> 
 
 
 def _with_energy(log: Callable[..., Any], pipeline: AttachedPipeline) -> Callable[..., Any]:
-    """What logs energy beside torchtitan's metrics; all ranks log at the same steps."""
+    """Return a function that logs energy beside torchtitan's metrics; all ranks log together."""
 
     @functools.wraps(log)
     def with_energy(
         step: int, average: Any, most: Any, norm: Any, extra_metrics: Any = None, **kwargs: Any
     ) -> Any:
         report = pipeline.report()
-        pipeline.tell(report.line().strip(" |"))
+        pipeline.say(report.line().strip(" |"))
         extra_metrics = {**(extra_metrics or {}), **report.scalars()}
         return log(step, average, most, norm, extra_metrics=extra_metrics, **kwargs)
 
@@ -98,7 +98,7 @@ def _with_energy(log: Callable[..., Any], pipeline: AttachedPipeline) -> Callabl
 
 
 def _config(trainer: Any) -> Any:
-    """Its configuration, which versions before 2026-04 call by another name."""
+    """Return its configuration, which versions before 2026-04 call by another name."""
     return getattr(trainer, "job_config", None) or trainer.config
 
 
@@ -108,7 +108,7 @@ def _dump_folder(config: Any) -> str:
 
 
 def _facts(config: Any) -> dict[str, Any]:
-    """What tells this job from others: a name to read, and a digest of what units cost rests on."""
+    """Return facts by which jobs differ: a name, and a digest of what decides units' cost."""
     parts = [repr(_plain(getattr(config, name, None))) for name in _SAME_JOB]
     model = getattr(config, "model", None) or getattr(config, "model_spec", None)
     names = (getattr(model, "name", None), getattr(model, "flavor", None))
@@ -119,7 +119,7 @@ def _facts(config: Any) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-    """The same without what may change from start to start, and without addresses in memory."""
+    """Return a value without what may change from start to start, and addresses in memory."""
     if dataclasses.is_dataclass(value):
         own = [(field.name, getattr(value, field.name)) for field in dataclasses.fields(value)]
         return [(name, _plain(each)) for name, each in own if name not in _LEFT_OUT]

@@ -1,4 +1,4 @@
-"""Units as torch.distributed.pipelining runs them, told to whoever wants to know."""
+"""Reports the units that torch.distributed.pipelining runs, and the limits that they show."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ import torch
 
 from envpipe_megatron.core.kinds import Kind
 from envpipe_megatron.core.schedule import Placement, Schedule, profiled_kinds
-from envpipe_megatron.integrations.framework_units import Reporter, Seen
+from envpipe_megatron.integrations.framework_units import Reporter, SeenUnit
 from envpipe_megatron.integrations.hooking import replaced
-from envpipe_megatron.integrations.levels import Level, Limit, limits_where, stands_against
+from envpipe_megatron.integrations.levels import Level, Limit, limits_where
 from envpipe_megatron.integrations.torch_pipelining import parts
 
 _ORDINARY = "forward_one_chunk", "backward_one_chunk", "backward_weight_one_chunk"
-#: Of those whose kind does not rest on how they are called.
+#: Kinds of those whose arguments do not matter.
 _KINDS = {_ORDINARY[0]: (Kind.FORWARD,), _ORDINARY[2]: (Kind.WEIGHT_GRADIENT,)}
 _NOT_TRIED = "none was tried in two parts"
 
 
-#: What units may change beside their outputs and gradients, and what another order would do to it.
+#: State that units may change beside their outputs and gradients, and the effect of another order.
 BUFFERS_BY_BACKWARDS = "buffers that backwards change"
 DRAWN_BY_BACKWARDS = "random numbers in backwards"
 DRAWN_BY_FORWARDS = "random numbers on ranks of several stages"
@@ -38,7 +38,7 @@ _EFFECTS = {
 
 
 class Units:
-    """Tells `reporter` of the units of this rank's stages; of none while there is no reporter.
+    """Reports the units of this rank's stages to `reporter`, while there is one.
 
     On the last stage a forward ends behind its loss, which the schedule computes.
 
@@ -49,13 +49,13 @@ class Units:
 
     def __init__(self, stages: Iterable[Any], *, split: bool) -> None:
         self.reporter: Reporter | None = None
-        #: What units were seen to change; None where nobody wants to know.
+        #: State that units were seen to change; None while they are not watched.
         self.seen: set[str] | None = None
         self.split = split
-        #: By chunk, why its backwards stay whole, if so; None where nobody wants to know.
+        #: By chunk, why its backwards stay whole, if they do; None if that is not looked for.
         self.why_whole: dict[int, str] | None = None
         self._awaits_loss = False
-        self._heard: list[Any] = []
+        self._reporting: list[Any] = []
         self._replaced = contextlib.ExitStack()
         for chunk, stage in enumerate(stages):
             for name in _ORDINARY:
@@ -67,14 +67,14 @@ class Units:
         self._replaced.close()
 
     def forget(self) -> None:
-        """A step has failed: nothing is to be said of the rest of it."""
+        """Report nothing of the rest of a step, which has failed."""
         self.reporter, self._awaits_loss = None, False
 
-    def hear_losses_of(self, schedule: Any) -> None:
-        """Have a schedule of these stages say when it has computed a loss."""
-        if any(schedule is each for each in self._heard):
+    def report_losses_of(self, schedule: Any) -> None:
+        """Have a schedule of these stages report when it has computed a loss."""
+        if any(schedule is each for each in self._reporting):
             return
-        self._heard.append(schedule)
+        self._reporting.append(schedule)
         compute = schedule._maybe_compute_loss
 
         def maybe_compute_loss(*args: Any, **kwargs: Any) -> Any:
@@ -100,9 +100,9 @@ class Units:
             whole = args[1] if len(args) > 1 else kwargs.get("full_backward", True)
             kinds = _KINDS.get(name) or self._backward(whole=whole)
             for kind in kinds[:-1]:
-                self.reporter.begin(Seen(kind, microbatch, chunk, combined=True))
+                self.reporter.begin(SeenUnit(kind, microbatch, chunk, combined=True))
                 self.reporter.end()
-            self.reporter.begin(Seen(kinds[-1], microbatch, chunk))
+            self.reporter.begin(SeenUnit(kinds[-1], microbatch, chunk))
             if self.seen is None:
                 result = own(microbatch, *args, **kwargs)
             else:
@@ -145,7 +145,7 @@ class Units:
             self.why_whole[chunk] = parts.seen_reason(stage, microbatch, loss)
 
     def _backward(self, *, whole: bool) -> tuple[Kind, ...]:
-        """The units of torch's backward, which run as one."""
+        """Return the units of torch's backward, which run as one."""
         if not whole:
             return (Kind.INPUT_GRADIENT,)
         return (Kind.INPUT_GRADIENT, Kind.WEIGHT_GRADIENT) if self.split else (Kind.BACKWARD,)
@@ -156,7 +156,7 @@ class Units:
 
 
 def _random_states(device: torch.device) -> tuple[object, ...]:
-    """Of all numbers that a unit may draw; on a GPU, known without a wait for it."""
+    """Return the states of all generators that a unit may use; a GPU is not waited for."""
     tensors = [torch.get_rng_state()]
     if torch.device(device).type == "cuda":
         tensors.append(torch.cuda.get_rng_state(device))
@@ -167,11 +167,11 @@ def _random_states(device: torch.device) -> tuple[object, ...]:
 
 
 def _versions(stage: Any) -> list[int]:
-    """They count writes in place, as a recomputed forward of a BatchNorm makes them."""
+    """Return counts of writes in place, as a recomputed forward of a BatchNorm makes them."""
     return [each._version for each in stage.submod.buffers() if not each.is_inference()]
 
 
-#: Functions of a schedule that make its order, or no step. One with others of its own is to be
+#: Functions of a schedule that make its order, or no step. One that replaces others has to be
 #: called as it is.
 _HARMLESS = {"eval", "_get_pipeline_order", "_calculate_single_rank_operations"}
 
@@ -179,15 +179,15 @@ _HARMLESS = {"eval", "_get_pipeline_order", "_calculate_single_rank_operations"}
 def limits_of(
     schedule: Any, order: Schedule | None, why_not: str, stages: Sequence[Any]
 ) -> list[Limit]:
-    """Limits by a schedule's own order, by what stages share, and by functions of the user's.
+    """Return limits by a schedule's order, by what stages share, and by functions of the user's.
 
     Args:
         order: None if it is not known, for the reason `why_not`.
         stages: of this rank.
     """
     if order is None:
-        return [stands_against("this schedule", Level.UNIFORM, why_not)]
-    missing, own, name = _missing(order), _functions_of_ones_own(schedule)[:1], order.name
+        return [Limit("this schedule", Level.UNIFORM, why_not)]
+    missing, own, name = _missing(order), _user_functions(schedule)[:1], order.name
     in_v = order.placement is Placement.V and order.num_chunks > 2
     own_kinds = getattr(schedule, "_comp_type_to_function_map", None)
     shared, why_shared = _share_parameters(stages), "gradients add up in the order of the units"
@@ -196,13 +196,13 @@ def limits_of(
             Level.UNIFORM,
             (order.num_stages == 1, "one rank", "there is no pipeline"),
             (missing, name, f"not every stage has a {missing} to be measured"),
-            (own_kinds, "a function of one's own for units", "it may run several units at once"),
+            (own_kinds, "a function of the user's for units", "it may run several units at once"),
         ),
         *limits_where(
             Level.UNITS,
             (in_v, name, "more than two stages of a rank lie in a V"),
             (order.out_of_turn, name, f"in it, {order.out_of_turn}"),
-            (own, f"{' '.join(own)} of one's own", "torch's runtime of tables does not have it"),
+            (own, f"{' '.join(own)} of the user's", "torch's runtime of tables does not have it"),
             (shared, "parameters of several stages on a rank", why_shared),
         ),
     ]
@@ -212,20 +212,20 @@ def limits_seen(
     order: Schedule,
     stages: Sequence[Any],
     *,
-    as_told: bool,
+    in_order: bool,
     seen: Collection[str],
     why_whole: str = "",
 ) -> list[Limit]:
-    """Limits by the first step: what ran, as it was told or not, and what else its units changed.
+    """Return limits by the first step: whether it ran in order, and what its units changed.
 
     The stages know by then what they receive. An order that splits backwards is kept where those of
     others would stay whole.
     """
     counts = {*seen} - ({DRAWN_BY_FORWARDS} if order.num_chunks == 1 else set())
     skips = any(abs(s - stage.stage_index) > 1 for stage in stages for s in _sources(stage))
-    why_not_told = "its units did not run one by one as the schedule says"
+    why_not = "its units did not run one by one as the schedule says"
     return [
-        *limits_where(Level.UNIFORM, (not as_told, order.name, why_not_told)),
+        *limits_where(Level.UNIFORM, (not in_order, order.name, why_not)),
         *limits_where(
             Level.UNITS,
             *((effect in counts, effect, why) for effect, why in _EFFECTS.items()),
@@ -235,8 +235,8 @@ def limits_seen(
     ]
 
 
-def _functions_of_ones_own(schedule: Any) -> list[str]:
-    """Those that a schedule, or a class of it that is not torch's, has in place of torch's."""
+def _user_functions(schedule: Any) -> list[str]:
+    """Return functions that a schedule, or its class if not torch's, has in place of torch's."""
     classes = type(schedule).__mro__
     torchs = [each for each in classes if each.__module__.startswith("torch.")]
     own = {name for each in (schedule, *classes) if each not in torchs for name in vars(each)}
@@ -248,7 +248,7 @@ def _functions_of_ones_own(schedule: Any) -> list[str]:
 
 
 def _missing(order: Schedule) -> Kind | None:
-    """A kind of units that some chunk of a stage has and another lacks."""
+    """Return a kind of units that some chunk of a stage has and another lacks."""
     kinds = profiled_kinds(order)
     parts = order.num_stages * order.num_chunks
     found = Counter(order.unit_keys(order.num_chunks, (*kinds, Kind.NOTHING)).ravel().tolist())
@@ -265,7 +265,7 @@ def _share_parameters(stages: Sequence[Any]) -> bool:
 
 
 def _sources(stage: Any) -> Iterator[int]:
-    """The stages whose outputs a stage receives."""
+    """Yield the stages whose outputs a stage receives."""
     for info in stage.args_recv_info.get(0, ()):
         if getattr(info, "source", None) is not None:
             yield info.source

@@ -1,4 +1,4 @@
-"""The node's agent: bills every GPU that the job's ranks on this node use.
+"""Runs the node's agent, which bills every GPU that the job's ranks on this node use.
 
 It lives in the process that runs torchrun, on a thread with its own event loop. Ranks meter their
 GPUs and send their windows (`runtime.energy.agent_link`); it bills what lies between them too,
@@ -41,8 +41,8 @@ _TICK_S = 10.0
 _SHOW_S = 1.0
 _ACCEPT_AGAIN_S = 0.2
 _BACKLOG = 256
-#: How often to look whether what the end waits for has come, and how long at least: what is
-#: under way on this node comes in that time.
+#: How often to check what the end waits for, and for how long at least: messages on this node
+#: arrive in that time.
 _LOOK_S, _LEAST_WAIT_S = 0.01, 0.5
 #: For a reading of a counter, which back ends give up after three seconds.
 _READ_S = 5.0
@@ -100,20 +100,20 @@ class NodeAgent:
 
     @property
     def bill(self) -> Bill | None:
-        """The job's bill, on the agent of rank 0; None on others. It grows until `finish`."""
+        """Return the job's bill, on the agent of rank 0 only. It grows until `finish`."""
         return self._collector.bill if self._collects else None
 
     @property
-    def trouble(self) -> str:
-        """Why the job's bill lacks some of what this node has written; empty if it has all."""
+    def why_incomplete(self) -> str:
+        """Return why the job's bill lacks lines that this node has written; empty if it has all."""
         return self._uplink.why_unknown()
 
     def ledgers(self) -> list[GpuLedger]:
-        """Ledgers of all GPUs that ranks have used so far."""
+        """Return the ledgers of all GPUs that ranks have used so far."""
         return list(self._ledgers.values())
 
     def snapshot(self) -> Bill | None:
-        """The job's bill as it is now, on the agent of rank 0; None on others, or at its end."""
+        """Return the job's bill as it is now, on the agent of rank 0 only; None at its end."""
         if not self._collects or not self._thread.is_alive():
             return None
 
@@ -127,7 +127,7 @@ class NodeAgent:
             return None
 
     def connected(self) -> list[str]:
-        """Names of the ranks that have not ended yet."""
+        """Return the names of the ranks that have not ended yet."""
         return list(self._ranks.values())
 
     def shorten_waits(self, to_s: float = 0.0) -> None:
@@ -212,7 +212,7 @@ class NodeAgent:
                     await self._read_and_bill(ledger)
 
     async def _show_bill(self) -> None:
-        """Not with each line: in a large job a thousand come a second."""
+        """Show the bill now and then: in a large job a thousand lines come a second."""
         while True:
             await asyncio.sleep(_SHOW_S)
             if self._collects:
@@ -240,7 +240,7 @@ class NodeAgent:
         self._guarded(ledger.bill_up_to, reading)
 
     async def _apart(self, call: Callable[[], T]) -> T:
-        """Ask a driver in a thread that nobody waits for as this process ends."""
+        """Ask a driver in a thread that the end of this process does not wait for."""
         answer: asyncio.Future[T] = self._loop.create_future()
 
         def ask() -> None:
@@ -255,7 +255,7 @@ class NodeAgent:
         return await answer
 
     async def _serve(self, connection: socket.socket) -> None:
-        """Take what a rank says, until it ends."""
+        """Answer a rank's messages, until it ends."""
         ledger: GpuLedger | None = None
         try:
             while (message := await self._received(connection)) is not None:

@@ -140,7 +140,7 @@ class Collector:
 
 
 class Uplink:
-    """One task that sends what the log has and the collector has not, until it is stopped."""
+    """Sends what the log has and the collector has not, until it is stopped."""
 
     def __init__(self, log: NodeLog) -> None:
         self._log = log
@@ -149,8 +149,8 @@ class Uplink:
         self._grown = asyncio.Event()
         #: Bytes that the collector is known to have.
         self.known_bytes = 0
-        #: Why nothing is sent; empty if it is.
-        self.trouble = ""
+        #: Why nothing can be sent; empty if it can.
+        self.failure = ""
 
     def send_to(self, endpoint: Any) -> None:
         """Send to a collector from here on; the same one twice changes nothing."""
@@ -163,23 +163,23 @@ class Uplink:
         self._task = asyncio.create_task(self._run())
 
     def grown(self) -> None:
-        """The log has more."""
+        """Note that the log has more."""
         self._grown.set()
 
     @property
     def sends(self) -> bool:
-        """True if it was given a collector."""
+        """Return whether it was given a collector."""
         return self._task is not None
 
     def knows_all(self) -> bool:
-        """True if the collector has the whole log."""
+        """Return whether the collector has the whole log."""
         return self._task is not None and self.known_bytes >= self._log.size
 
     def why_unknown(self) -> str:
-        """Why the collector has not got the whole log; empty if it has."""
+        """Return why the collector does not have the whole log; empty if it has."""
         if self._task is None:
             return "the node of rank 0 runs no collector"
-        return "" if self.knows_all() else self.trouble or "not all was confirmed in time"
+        return "" if self.knows_all() else self.failure or "not all was confirmed in time"
 
     async def close(self) -> None:
         """Stop sending."""
@@ -196,11 +196,11 @@ class Uplink:
             except Exception as error:  # anything may be at the other end
                 unanswered = isinstance(error, TimeoutError) and not str(error)
                 reason = f"no answer within {_ANSWER_S:g} s" if unanswered else str(error)
-                if not self.trouble:  # it was connected
+                if not self.failure:  # it was connected
                     pause_s = _FIRST_PAUSE_S
-                if reason != self.trouble:
+                if reason != self.failure:
                     logger.warning("Cannot reach the job's bill; will try again: %s", reason)
-                self.trouble = reason
+                self.failure = reason
             await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 
@@ -228,7 +228,7 @@ class Uplink:
                 if answer["have"] == self.known_bytes:
                     raise ConnectionError("the collector takes nothing")
                 self.known_bytes = int(answer["have"])
-                self.trouble = ""
+                self.failure = ""
         finally:
             writer.close()
 

@@ -1,4 +1,4 @@
-"""The energy log of one node, and the ledger of each GPU whose lines it gets.
+"""Writes the energy log of one node, from the ledger of each of its GPUs.
 
 A ledger bills its GPU without a gap, also where a rank ends early. The log is written by the node's
 agent only.
@@ -48,7 +48,7 @@ _LEAST_GAP_S = 1e-6
 _JITTER_J = 50.0
 #: How far in the future a window may end, for what rounding does.
 _SOON_S = 5.0
-#: A rank looks at its clock twice a second; what it saw this long ago tells nothing of now.
+#: A rank looks at its clock twice a second; a look this long ago says nothing of now.
 _STALE_LOOK_S = 3.0
 
 
@@ -94,7 +94,7 @@ class NodeLog:
 
     @property
     def size(self) -> int:
-        """Bytes that are written."""
+        """Return the bytes that are written."""
         return self._file.stat().st_size
 
     def append(self, line: dict[str, Any]) -> None:
@@ -119,7 +119,7 @@ class NodeLog:
         self.note(ENDED, exit_code=exit_code)
 
     def read(self, offset: int, most_bytes: int) -> bytes:
-        """Whole lines from an offset on; none if there are none yet."""
+        """Return whole lines from an offset on; none if there are none yet."""
         with self._file.open("rb") as file:
             file.seek(offset)
             data = file.read(most_bytes)
@@ -127,7 +127,7 @@ class NodeLog:
 
     @property
     def _file(self) -> Path:
-        """The file that was opened, also under another name: the job's bill needs all of it."""
+        """Return the file that was opened, even if renamed: the job's bill needs all of it."""
         return Path(f"/proc/self/fd/{self._lock}") if self._lock >= 0 else self.path
 
     def close(self) -> None:
@@ -138,7 +138,7 @@ class NodeLog:
 
 
 def log_path(folder: Path, node: str) -> Path:
-    """Where the log of a node is."""
+    """Return the path of a node's log."""
     name = re.sub(r"[^\w.-]", "_", node)
     return folder / f"energy-{name}.jsonl"
 
@@ -162,7 +162,7 @@ class GpuLedger:
         of_gpu: a window of nothing, with the GPU's names.
         last: the last window; None before the first.
         trained: sums of what was training.
-        throttled_s: for how long the clock was held back, by reason, as far as looks tell.
+        throttled_s: for how long the clock was held back, by reason, as far as looks show.
     """
 
     def __init__(
@@ -191,7 +191,7 @@ class GpuLedger:
 
     @property
     def energy_j(self) -> float:
-        """J that were billed."""
+        """Return the energy that was billed, J."""
         return self._billed[1]
 
     def read(self) -> CounterAt | None:
@@ -209,7 +209,7 @@ class GpuLedger:
         return CounterAt(reading.time_s, reading.energy_j, off_j)
 
     def look(self, seen: Mapping[str, Any]) -> None:
-        """Keep what the rank has seen of its clock: a `ClockState`, else TypeError or KeyError."""
+        """Keep the rank's last look at its clock: a `ClockState`, else TypeError or KeyError."""
         reasons = tuple(seen["throttle_reasons"])
         state = ClockState(**{**seen, "throttle_reasons": reasons})
         now_s = time.monotonic()
@@ -219,7 +219,7 @@ class GpuLedger:
         self._look = now_s, state
 
     def clock(self) -> ClockState:
-        """The clock as its rank saw it lately, else as it is now: GpuError if it cannot be read.
+        """Return the clock as its rank saw it lately, else as it is now; a GpuError if it cannot.
 
         Only the rank knows what it requested of a real GPU.
         """

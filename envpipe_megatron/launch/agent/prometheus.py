@@ -1,26 +1,41 @@
 """Live figures of a node, and on the node of rank 0 of the job, in Prometheus' text format.
 
-`FAMILIES` has them all; configs/dashboards/envpipe.json shows them in Grafana.
+`FAMILIES` has them all; configs/dashboards/envpipe.json shows them in Grafana. `/control` beside
+them shows and sets what is asked of the running job, by the job's own `control.json`: it is written
+down in one place, and survives a restart.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+import json
+from collections.abc import Callable, Iterable, Iterator
+from ipaddress import ip_address
+from pathlib import Path
+from typing import Any, TypeAlias
+from urllib.parse import urlsplit
 
 from prometheus_client import CollectorRegistry, make_wsgi_app, start_http_server
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from envpipe_megatron.errors import EnvPipeError
+from envpipe_megatron.files import read_text, replace_files
 from envpipe_megatron.formats.account import Tariff
 from envpipe_megatron.formats.energy import split_phase
+from envpipe_megatron.formats.wishes import parse_wishes
 from envpipe_megatron.gpu.base import GpuError
 from envpipe_megatron.gpu.guard.lease import list_leases
 from envpipe_megatron.launch.agent.agent import NodeAgent
-from envpipe_megatron.launch.agent.control import with_control
 from envpipe_megatron.launch.agent.ledger import GpuLedger
 from envpipe_megatron.launch.bill.bill import Bill
+
+_App: TypeAlias = Callable[..., Iterable[bytes]]
+_JSON, _MOST_BYTES = "application/json", 4096
+_REFUSED: dict[type[Exception], str] = {
+    FileNotFoundError: "404 Not Found",
+    PermissionError: "403 Forbidden",
+}
 
 _JOB = ("job_name",)
 _NODE = (*_JOB, "node")
@@ -110,7 +125,7 @@ class _NodeMetrics(Collector):
         self._tariff = tariff
 
     def collect(self) -> Iterator[Metric]:
-        """The figures of every GPU that ranks have used, of the node and of the job."""
+        """Yield the figures of every GPU that ranks have used, of the node and of the job."""
         found = _Families()
         node, gpus = (self._job_name, self._agent.log.node), dict[str, list[str]]()
         for ledger in self._agent.ledgers():
@@ -170,9 +185,10 @@ class _NodeMetrics(Collector):
             add("job_power_ramp_watts_per_second", power.get("ramp_w_per_s"), job)
             add("job_power_exceeded_seconds_total", power.get("exceeded_s"), job)
         measured = bill.comparison()
-        told = {"predicted": bill.facts.get("predicted"), "measured": measured and vars(measured)}
+        predicted = bill.facts.get("predicted")
+        sources = {"predicted": predicted, "measured": measured and vars(measured)}
         for name in ("saving", "slowdown"):
-            for source, its in told.items():
+            for source, its in sources.items():
                 ratio = _ratio(its.get(f"{name}_percent")) if isinstance(its, dict) else None
                 add(f"job_{name}_ratio", ratio, job, source)
             error = getattr(measured, f"{name}_uncertainty_percent", None)
@@ -208,3 +224,46 @@ def serve_metrics(
         server.server_close()
 
     return end
+
+
+def with_control(metrics: _App, agent: NodeAgent) -> _App:
+    """Return the app that answers `/control`, and all else as `metrics` does."""
+
+    def answer(environ: dict[str, Any], start_response: Callable[..., object]) -> Iterable[bytes]:
+        if environ["PATH_INFO"] != "/control":
+            return metrics(environ, start_response)
+        try:
+            status, said = "200 OK", _answer(environ, agent)
+        except (EnvPipeError, OSError, ValueError) as error:
+            status, said = _REFUSED.get(type(error), "400 Bad Request"), {"error": str(error)}
+        start_response(status, [("Content-Type", _JSON)])
+        return [(json.dumps(said) + "\n").encode()]
+
+    return answer
+
+
+def _answer(environ: dict[str, Any], agent: NodeAgent) -> dict[str, Any]:
+    if agent.bill is None or agent.control is None:
+        raise FileNotFoundError("Ask on the node of rank 0, of a job that has a folder")
+    path, asked = Path(agent.control["file"]), agent.control["asked"]
+    if environ["REQUEST_METHOD"] != "GET":
+        # Nobody is asked who they are: users of this node may, pages in their browsers may not,
+        # even if the pages' own names have this address by now.
+        kind = environ.get("CONTENT_TYPE", "").partition(";")[0].strip()
+        host = urlsplit(f"//{environ.get('HTTP_HOST', 'localhost')}").hostname
+        if not (_is_here(environ["REMOTE_ADDR"]) and _is_here(host) and kind == _JSON):
+            raise PermissionError(f"Ask from this node, by 127.0.0.1, with Content-Type: {_JSON}")
+        length = environ.get("CONTENT_LENGTH", "")
+        most = min(int(length), _MOST_BYTES) if length.isdecimal() else 0
+        body = environ["wsgi.input"].read(most).decode(errors="replace")
+        replace_files({path: [json.dumps(parse_wishes(body, path).to_json()), "\n"]})
+    with contextlib.suppress(FileNotFoundError):
+        asked = parse_wishes(read_text(path), path).to_json()
+    return {**asked, "file": str(path)}
+
+
+def _is_here(host: str | None) -> bool:
+    """Return whether a name or address can only be this node's own."""
+    with contextlib.suppress(ValueError):
+        return ip_address((host or "").removeprefix("::ffff:")).is_loopback
+    return host == "localhost"

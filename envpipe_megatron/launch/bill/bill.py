@@ -1,4 +1,4 @@
-"""The energy bill of a job: sums of the lines of its nodes' energy logs.
+"""Adds up the energy bill of a job, from the lines of its nodes' energy logs.
 
 Lines may come from files or, as they are written, from the nodes' agents. A GPU's lines come from
 one file, in its order, and GPUs are added up in a fixed order: the sums are the same to the last
@@ -36,7 +36,7 @@ from envpipe_megatron.formats.steps import Comparison, StepEnergy, compare
 
 Key = TypeVar("Key", bound=Hashable)
 
-#: Facts of a job by which its steps differ: those of a start that had others are another job's.
+#: Options by which steps differ: a start with others is not compared with the last one.
 _ASKED = ("level", "type", "objective", "scheduling", "reconfigure", "num_gpus")
 #: Facts by which an iteration's tokens and samples differ.
 _OF_ITERATION = ("tokens_per_iteration", "samples_per_iteration")
@@ -70,8 +70,8 @@ class Bill:
         self.unreadable = 0
         #: Runs of starts whose options differ from the last one's.
         self.other_runs: frozenset[str] = frozenset()
-        #: The node that told of the last one.
-        self._told_by = ""
+        #: The node whose note had the last one's facts.
+        self._facts_node = ""
         #: Whether all iterations had as many tokens.
         self._one_batch = True
 
@@ -88,7 +88,7 @@ class Bill:
                 node.exit_code = line.fields.get("exit_code")
             return
         name = name_of_run(line.run)
-        if line.run in self.other_runs and line.node == self._told_by and line.run != name:
+        if line.run in self.other_runs and line.node == self._facts_node and line.run != name:
             self.other_runs -= {line.run}  # this start's, of which other nodes' lines came first
         key = line.gpu_key, line.run, line.phase, line.stage
         if key not in self.phases:
@@ -104,12 +104,12 @@ class Bill:
         changed = {name for name in self.facts if new[name] != self.facts[name]}
         if not changed.isdisjoint(_ASKED):
             self.other_runs = frozenset(run for _, run, _, _ in self.phases)
-            self._told_by = note.node
+            self._facts_node = note.node
         self._one_batch &= not self.phases or changed.isdisjoint(_OF_ITERATION)
         self.facts = new
 
     def snapshot(self) -> Bill:
-        """A bill that stays as this one is now; made in a hundredth of the time of its tables."""
+        """Return a bill that stays as this one is now, in a hundredth of the time of its tables."""
         made = copy.copy(self)  # what is set anew, and never changed, is shared
         made.phases = {key: copy.copy(sums) for key, sums in self.phases.items()}
         made.nodes = {name: replace(node) for name, node in self.nodes.items()}
@@ -118,15 +118,15 @@ class Bill:
 
     @property
     def num_iterations(self) -> int:
-        """Iterations of all runs; one that is repeated after a restart counts once."""
+        """Return the iterations of all runs; one that is repeated after a restart counts once."""
         return sum(last - first + 1 for own in self.iterations.values() for first, last in own)
 
     def windows(self) -> list[EnergyWindow]:
-        """The last line of each of `phases`, for its names."""
+        """Return the last line of each of `phases`, for its names."""
         return [sums.last for sums in self.phases.values() if sums.last]
 
     def of_phase(self, phase: str) -> list[EnergySums]:
-        """Sums of a phase, of starts that asked for what the last one did."""
+        """Return sums of a phase, of starts with the options of the last one."""
         return [
             sums
             for (_, run, name, _), sums in self.phases.items()
@@ -134,11 +134,11 @@ class Bill:
         ]
 
     def total(self) -> EnergySums:
-        """The job's."""
+        """Return the total of the job."""
         return total_of(self.phases.values())
 
     def total_by(self, key: Callable[[EnergyWindow], Key]) -> dict[Key, EnergySums]:
-        """Totals of what shares a key, in the order of runs, ranks and phases."""
+        """Return totals by a key, in the order of runs, ranks and phases."""
         placed = [(sums.last, sums) for sums in self.phases.values() if sums.last]
         groups: dict[Key, list[EnergySums]] = {}
         for window, sums in sorted(placed, key=lambda each: _place(each[0])):
@@ -146,11 +146,11 @@ class Bill:
         return {name: total_of(own) for name, own in groups.items()}
 
     def running(self) -> list[str]:
-        """Nodes that have begun and not ended."""
+        """Return the nodes that have begun and not ended."""
         return [name for name, node in self.nodes.items() if node.running]
 
     def missing(self) -> list[str]:
-        """Why the bill is incomplete; nothing if it is complete, or no agent wrote of it."""
+        """Return why the bill is incomplete; empty if it is complete, or no agent wrote of it."""
         reasons = [
             f"{name} was lost: its energy up to its last line is in the bill"
             for name in sorted(self.running())
@@ -170,7 +170,7 @@ class Bill:
         return reasons + self.silent()
 
     def silent(self) -> list[str]:
-        """How many ranks of each start have no line, though others' lines tell of them."""
+        """Return how many ranks of each start have no line, though others' lines count them."""
         reasons = []
         starts: dict[str, dict[int, EnergyWindow]] = {}
         for window in self.windows():
@@ -184,19 +184,19 @@ class Bill:
         return reasons
 
     def fact(self, name: str) -> float | None:
-        """A number above 0 that the job reported and may be true; None if it reported none."""
+        """Return a number above 0 that the job reported and may be true; else None."""
         value: Any = self.facts.get(name)
         return value if type(value) in (int, float) and 0 < value <= MAX_AMOUNT else None
 
     def steps(self, phase: str) -> StepEnergy | None:
-        """A step of a phase on an average GPU; None if a GPU does not report its steps.
+        """Return a step of a phase on an average GPU; None if a GPU does not report its steps.
 
-        Of starts that asked for what the last one did: one that only measured is no part of it.
+        Only starts with the options of the last one count: one that only measured does not.
         """
         return mean_step(self.of_phase(phase))
 
     def compared(self) -> tuple[StepEnergy, StepEnergy] | None:
-        """A steady step, and one as baselines expect it, of steps for which one was in force.
+        """Return a steady step, and one as baselines expect it, of steps that had a baseline.
 
         None without such steps, if a GPU does not report its steps, or the job only measures.
         """
@@ -205,7 +205,7 @@ class Bill:
         return compared_steps(self.of_phase(Phase.STEADY.value))
 
     def comparison(self) -> Comparison | None:
-        """Steady steps against the baselines that were in force; None if none is known."""
+        """Compare steady steps with the baselines that were in force; None if none is known."""
         means = self.compared()
         return compare(*means) if means else None
 
@@ -222,7 +222,7 @@ class Bill:
         )
 
     def per_unit(self) -> Mapping[str, float]:
-        """J per iteration, token and sample of training; those that are known.
+        """Return the known of J per iteration, token and sample of training.
 
         What an iteration has is known where all batches have one size, and of one run only. None
         is known if lines cannot be read or are missing.
@@ -240,7 +240,7 @@ class Bill:
 
 
 def _with_range(ranges: list[tuple[int, int]], first: int, last: int) -> list[tuple[int, int]]:
-    """A set of whole numbers, as ranges, with those from first to last."""
+    """Return a set of whole numbers, as ranges, with those from first to last added."""
     kept = []
     for low, high in ranges:
         if high + 1 < first or last + 1 < low:
@@ -251,7 +251,7 @@ def _with_range(ranges: list[tuple[int, int]], first: int, last: int) -> list[tu
 
 
 def _place(window: EnergyWindow) -> tuple[Any, ...]:
-    """Key to sort phases of GPUs by."""
+    """Return a key to sort phases of GPUs by."""
     numbers = (-1 if number is None else number for number in (window.rank, window.stage))
     name, batch = split_phase(window.phase)
     phase = PHASES.index(name) if name in PHASES else len(PHASES)

@@ -1,4 +1,4 @@
-"""A bill for people and machines: tables, JSON and CSV, and its file as it grows."""
+"""Writes a bill for people and machines: tables, JSON and CSV, and its file as it grows."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ CSV_COLUMNS = (
 
 
 def bill_facts(bill: Bill, tariff: Tariff, *, over: bool = True) -> dict[str, Any]:
-    """A bill as JSON; while its job is not `over`, nobody is missing yet, and GPUs have no entries.
+    """Return a bill as JSON; until its job is `over`, none is missing, and GPUs have no entries.
 
     Those of a thousand GPUs are two megabytes, and a job of weeks has thousands of lines.
     """
@@ -92,7 +92,7 @@ def _gpu_facts(bill: Bill) -> list[dict[str, Any]]:
 
 
 def _total_facts(total: EnergySums) -> dict[str, Any]:
-    """A sum as JSON."""
+    """Return a sum as JSON."""
     return {
         "energy_j": total.energy_j,
         "energy_uncertainty_j": total.energy_uncertainty_j,
@@ -122,7 +122,7 @@ def show_bill(bill: Bill, tariff: Tariff, console: Console) -> None:
 
 
 def bill_lines(bill: Bill, tariff: Tariff) -> list[str]:
-    """The bill in sentences."""
+    """Return the bill in sentences."""
     lines, known = list(bill.account(bill.comparison()).lines(tariff)), bill.per_unit()
     if known:
         each = ", ".join(f"{value:.4g} J per {unit}" for unit, value in known.items())
@@ -177,12 +177,12 @@ def _show_totals(
 
 
 def _short(name: str) -> str:
-    """A UUID or folder that leaves room for figures; the JSON has the whole."""
+    """Return a UUID or folder that leaves room for figures; the JSON has the whole."""
     return escape(name if len(name) <= _LONGEST_NAME else f"{name[:8]}...{name[-5:]}")
 
 
 class BillReport:
-    """The job's bill on the node of rank 0: `bill.json`, written anew as it grows, and `bill.csv`.
+    """Writes the job's bill on the node of rank 0: `bill.json` as it grows, and `bill.csv`.
 
     `interval` iterations lie between that while the job trains; with 0 it is written at the end
     only. Where another live job has its bill in the folder, the file's name has `node` in it.
@@ -200,7 +200,7 @@ class BillReport:
 
     @cached_property
     def _path(self) -> Path:
-        """Where this job's bill is."""
+        """Return the path of this job's bill."""
         try:
             self._lock = lock_file(self._folder / ".bill.lock")
         except BlockingIOError:
@@ -231,8 +231,8 @@ class BillReport:
     def tell(self, line: str, bill: Bill) -> None:
         """Show a line, and write the bill so far. Returns at once.
 
-        A terminal that is stopped, or a disk that hangs, holds up a thread that nobody waits for
-        before the end; lines are left out meanwhile.
+        A stopped terminal or a disk that hangs delays only a thread, which is waited for at the
+        end; lines are left out meanwhile.
         """
         if self._writing is None or self._writing.done():
             self._writing = self._writer.submit(self._tell, line, bill.snapshot())
@@ -250,7 +250,7 @@ class BillReport:
             logger.error("%s is not written: %s", path.name, error)
 
     def end(self, bill: Bill) -> None:
-        """The job is over. What cannot be written or shown keeps nothing else from being so."""
+        """Write and show the last bill. What cannot be written or shown stops nothing else."""
         self._writer.shutdown()
         self._write(self._path, bill_facts(bill, self._tariff))
         self._write(self._path.with_suffix(".csv"), bill_csv(bill))

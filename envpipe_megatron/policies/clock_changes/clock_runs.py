@@ -28,7 +28,7 @@ _REFUSED = 1e6
 
 
 def shortest_dwell_s(plan: Plan) -> float:
-    """The shortest time between two requests for a clock on one stage, around the iteration.
+    """Return the shortest time between two requests for a clock on one stage, around the iteration.
 
     A unit's clock is requested when the unit before it has ended, a parked unit's one change before
     it starts. Infinite if no stage changes its clock.
@@ -59,7 +59,7 @@ def shortest_dwell_s(plan: Plan) -> float:
 
 @dataclass(frozen=True)
 class ClockTable:
-    """What each unit takes at each clock of its stage, by position in the order.
+    """Time and cost of each unit at each clock of its stage, by position in the order.
 
     Args:
         frequency_mhz: [num_stages, n] the clocks of each stage, the highest first; stages with
@@ -78,11 +78,11 @@ class ClockTable:
     key: NDArray[np.int32]
 
     def frequencies(self, index: IntArray) -> IntArray:
-        """[num_stages, units_per_stage] clocks in MHz from their indices."""
+        """Return [num_stages, units_per_stage] clocks in MHz of their indices."""
         return np.take_along_axis(self.frequency_mhz, index, axis=1)
 
     def index_of(self, frequency_mhz: IntArray) -> IntArray:
-        """The inverse of `frequencies`."""
+        """Return the indices of clocks in MHz; undoes `frequencies`."""
         same = frequency_mhz[:, :, None] == self.frequency_mhz[:, None, :]
         index: IntArray = same.argmax(axis=2)
         return index
@@ -91,7 +91,7 @@ class ClockTable:
 def make_clock_table(
     schedule: Schedule, profile: Profile, conditions: Conditions, waiting_power_w: FloatArray
 ) -> ClockTable:
-    """The table of a schedule, without clocks below all that are worth anything to their stage.
+    """Make the table of a schedule, without clocks that are worth nothing to their stage.
 
     `waiting_power_w`, [num_stages], is what waiting is priced by.
     """
@@ -119,7 +119,7 @@ def make_clock_table(
 
 
 class LateClocks(NamedTuple):
-    """What a unit pays that starts before its clock has come; see `evaluation.evaluate`.
+    """Cost of units that start before their clock has come; see `evaluation.evaluate`.
 
     Args:
         late_s: [units_per_stage, num_stages] how long after the unit's start a clock comes that is
@@ -172,7 +172,7 @@ class RunFinder:
     def find(
         self, cost_j: FloatArray, allowed: BoolArray, late: LateClocks | None = None
     ) -> IntArray | None:
-        """The runs of least cost, [num_stages, units_per_stage] indices of clocks.
+        """Return the runs of least cost, [num_stages, units_per_stage] indices of clocks.
 
         None if a stage has none. Costs and allowed clocks are [units_per_stage, num_stages,
         clocks].
@@ -195,7 +195,7 @@ class RunFinder:
         return np.array([np.roll(turned[n, s], self._begins[n]) for s, n in enumerate(best)])
 
     def _turned(self, values: NDArray[Any]) -> NDArray[Any]:
-        """Values by position and stage, once for each position that a run is to begin at.
+        """Return values by position and stage, once for each position that a run is to begin at.
 
         Positions are counted from there, and the copies are further stages.
         """
@@ -203,7 +203,7 @@ class RunFinder:
         return np.concatenate(turns, axis=1)
 
     def _close_j(self, first: IntArray, late: LateClocks | None) -> FloatArray:
-        """[num_stages, clocks] the cost of going from each clock to that of the first unit."""
+        """Return [num_stages, clocks] the cost of a change from each clock to the first unit's."""
         others = np.arange(self._time_s.shape[2]) != first[:, None]
         close_j: FloatArray = self._change_j[:, None] * others
         if late is not None:
@@ -215,7 +215,7 @@ class RunFinder:
     def _walk(
         self, unit_j: FloatArray, late: LateClocks | None, first: IntArray | None
     ) -> tuple[IntArray, FloatArray]:
-        """Runs and their cost; with `first`, that clock at the start, and closed to it."""
+        """Find runs and their cost; with `first`, that clock begins, and is closed to."""
         length, stages, clocks = unit_j.shape
         total_j = np.zeros((length + 1, stages, clocks))
         np.cumsum(unit_j, axis=0, out=total_j[1:])

@@ -58,7 +58,7 @@ def park(
 def _best_clocks(
     plan: Plan, curves: WaitCurves, clock_mhz: IntArray | None, least_wait_s: FloatArray | float
 ) -> tuple[IntArray, FloatArray]:
-    """[num_stages, units_per_stage] the clock to park at, 0 for none, and what that saves."""
+    """Return [num_stages, units_per_stage] the clock to park at or 0, and what that saves."""
     conditions, frequency = plan.conditions, plan.frequency_mhz
     before = np.roll(frequency, 1, axis=1)
     lowest = clock_mhz
@@ -82,7 +82,7 @@ def _best_clocks(
 def _keep_dwell(
     plan: Plan, park_mhz: IntArray, saved_j: FloatArray, min_dwell_s: float
 ) -> IntArray:
-    """The waits to park in that keep a dwell time, chosen by savings, largest first."""
+    """Return the waits to park in that keep a dwell time, chosen by savings, largest first."""
     kept = np.zeros_like(park_mhz)
     for node in np.argsort(-saved_j, axis=None)[: np.count_nonzero(park_mhz)]:
         tried = kept.copy()

@@ -1,4 +1,4 @@
-"""A lower bound on the energy of an iteration in some order, which anybody can check.
+"""A lower bound on the energy of an iteration in some order, which is checked by additions.
 
 Price every dependency with a flow: 1 J/s enters where the iteration ends, runs
 back through the dependencies of each unit to its start, and is never lost on the way. Whatever the
@@ -28,7 +28,7 @@ from envpipe_megatron.policies.optimal.choices import Choices, node_keys
 
 @dataclass(frozen=True)
 class Prices:
-    """How the price of a unit divides over what it waits for: a solution's duals, or any guess.
+    """Division of a unit's price over what it waits for: a solution's duals, or any guess.
 
     Args:
         same_stage_w: [num_units] what a second later end of the unit before on the same stage costs
@@ -50,7 +50,7 @@ def energy_lower_bound_j(
     deadline_s: float,
     prices: Prices,
 ) -> float:
-    """What no frequencies on this order can go below, J; time and memory are linear in its units.
+    """Return the least energy, J, of any frequencies on this order; linear in its units.
 
     `tail_s`, [num_stages], is the time after each stage's last unit. The prices need not be exact.
     """

@@ -16,7 +16,6 @@ import numpy as np
 from envpipe_megatron.core.arrays import FloatArray, IntArray
 from envpipe_megatron.core.conditions import Conditions
 from envpipe_megatron.core.kinds import Kind
-from envpipe_megatron.core.plan import Plan
 from envpipe_megatron.core.profile import Profile
 from envpipe_megatron.core.profile_rows import ProfileRow
 from envpipe_megatron.core.schedule import Schedule
@@ -59,13 +58,13 @@ class Choices:
 
 
 def node_keys(schedule: Schedule, choices: Choices) -> IntArray:
-    """[num_units] the index of each node's choices in `Choices.units`."""
+    """Return [num_units] the index of each node's choices in `Choices.units`."""
     parts_per_stage = len(choices.units) // (len(choices.kinds) * schedule.num_stages)
     return schedule.unit_keys(parts_per_stage, choices.kinds).ravel().astype(np.int64)
 
 
 def make_choices(profile: Profile, waiting_power_w: FloatArray, gpus_by_stage: IntArray) -> Choices:
-    """The choices of each part and kind.
+    """Return the choices of each part and kind.
 
     `waiting_power_w`, [num_stages], is of one GPU; `gpus_by_stage`, [num_stages], follow one plan.
     """
@@ -109,7 +108,7 @@ def unbeaten(choices: Iterable[Choice]) -> list[Choice]:
 
 
 def lower_hull(kept: Sequence[Choice]) -> list[int]:
-    """Indices of the unbeaten choices on the lower convex hull of cost over time."""
+    """Return indices of the unbeaten choices on the lower convex hull of cost over time."""
     hull: list[int] = []
     for index, (time_s, cost_j, _) in enumerate(kept):
         while len(hull) >= 2:
@@ -121,19 +120,8 @@ def lower_hull(kept: Sequence[Choice]) -> list[int]:
     return hull
 
 
-def mean_waiting_power_w(plan: Plan) -> FloatArray:
-    """[num_stages] mean power of one waiting GPU; the blocking power if a stage hardly waits."""
-    conditions, result = plan.conditions, plan.evaluation
-    by_gpu_j = result.energy_by_stage_j / conditions.gpus_by_stage
-    changes_j = conditions.change_energy_j * result.clock_changes
-    waiting_j = by_gpu_j - result.unit_energy_j.sum(axis=1) - changes_j
-    waiting_s = plan.cost.iteration_time_s - result.timeline.duration_s.sum(axis=1)
-    long = waiting_s > RELATIVE_TOLERANCE * plan.cost.iteration_time_s
-    return np.where(long, waiting_j / np.where(long, waiting_s, 1.0), conditions.blocking_power_w)
-
-
 def waiting_floor_w(profile: Profile, conditions: Conditions, parking: bool = False) -> FloatArray:
-    """[num_stages] the least power at which one GPU of a stage can wait.
+    """Return [num_stages] the least power at which one GPU of a stage can wait.
 
     At a clock that the profile has, or with parking at any other.
     """

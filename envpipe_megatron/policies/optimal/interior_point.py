@@ -128,7 +128,7 @@ class InteriorPoint:
         return Point(slack, price, end, iteration)
 
     def _cost(self, point: Point) -> float:
-        """Cost in the disturbed program."""
+        """Return the cost in the disturbed program."""
         units = self._problem.fixed_cost + float(self._slope @ point.slack[self._problem.pairs[2]])
         return units + self._problem.waiting_cost * point.iteration
 
@@ -151,7 +151,7 @@ class InteriorPoint:
         )
 
     def _cost_missed(self, point: Point, residual: Residual) -> float:
-        """By how much the cost may be wrong, to first order."""
+        """Return by how much the cost may be wrong, to first order."""
         edge, last, below, _, ends = self._problem.pairs
         return (
             float(np.abs(residual.edge) @ point.price[edge])
@@ -162,7 +162,7 @@ class InteriorPoint:
         )
 
     def _next(self, point: Point, newton: NewtonStep) -> Point:
-        """One step: first straight for the solution, then with what that one missed."""
+        """Take one step: first straight for the solution, then with what that one missed."""
         products = point.slack * point.price
         affine = newton.step(-products)
         of_slack, of_price = point.longest_steps(affine)

@@ -90,7 +90,7 @@ class DurationProgram:
         self._last: tuple[float, Relaxed] | None = None
 
     def attainable(self, deadline_s: float) -> float:
-        """The deadline, or the fastest iteration if that is later by rounding alone.
+        """Return the deadline, or the fastest iteration if that is later only by rounding.
 
         LinearProgramError: no durations meet the deadline.
         """
@@ -114,7 +114,7 @@ class DurationProgram:
         return self._last[1]
 
     def _solve(self, deadline_s: float) -> Relaxed:
-        """The first answer that its bound shows to be right, or else the one nearest to its bound.
+        """Return the first answer that its bound shows to be right, or that nearest to its bound.
 
         However badly conditioned a program is, there is an answer: a bound holds for any prices.
         """
@@ -132,7 +132,7 @@ class DurationProgram:
         return best
 
     def _checked(self, deadline_s: float, dearer: float) -> Relaxed:
-        """The solver's answer, made to be in time, with the bound that its prices give."""
+        """Return the solver's answer, made to be in time, with the bound that its prices give."""
         problem = self._problem
         solution = self._solver.solve(deadline_s / self._time_unit_s, dearer)
         segment, left = solution.segment, problem.width - solution.segment
@@ -171,7 +171,7 @@ class DurationProgram:
         return Timeline(self._schedule, by_stage, self._latency_s, self._tail_s).iteration_time_s
 
     def _make_problem(self, key: IntArray) -> tuple[IntArray, IntArray, DurationProblem]:
-        """Nodes with a unit before on their stage, nodes fed by a neighbour, and the program.
+        """Return nodes after others on their stage, nodes fed by a neighbour, and the program.
 
         Dependencies are in this order: on the same stage, on a neighbour, on nothing.
         """

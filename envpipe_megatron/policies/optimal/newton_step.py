@@ -68,7 +68,7 @@ class DurationProblem:
 
     @cached_property
     def pairs(self) -> tuple[slice, slice, slice, slice, slice]:
-        """Where slacks and their prices are in one array, in this order.
+        """Slices of slacks and their prices in one array, in this order.
 
         Dependencies, ends of stages, segments from below and from above, and how early and how late
         the iteration is.
@@ -80,24 +80,24 @@ class DurationProblem:
 
     @cached_property
     def can_save(self) -> float:
-        """What the units at their slowest cost less than at their fastest."""
+        """Cost that all units save at their slowest against their fastest."""
         return -float(self.slope @ self.width)
 
     def by_node(self, by_segment: FloatArray) -> FloatArray:
-        """[num_nodes] the sum over each node's segments."""
+        """Return [num_nodes] the sum over each node's segments."""
         return self.sum_at(self.segment_node, by_segment)
 
     def sum_at(self, nodes: IntArray, values: FloatArray) -> FloatArray:
-        """[num_nodes] the sum of the values at each node."""
+        """Return [num_nodes] the sum of the values at each node."""
         return np.bincount(nodes, values, minlength=self.num_nodes).astype(np.float64, copy=False)
 
     def net(self, by_edge: FloatArray) -> FloatArray:
-        """[num_nodes] the sum over what each node waits for, less that over what waits for it."""
+        """Return [num_nodes] sums over what a node waits for, less those over what waits for it."""
         passed = self.sum_at(self.source, by_edge[: len(self.source)])
         return self.sum_at(self.target, by_edge) - passed
 
     def apart(self, end: FloatArray) -> FloatArray:
-        """[num_edges] from the end of each source to that of its target."""
+        """Return [num_edges] the time from the end of each source to that of its target."""
         apart = end[self.target]
         apart[: len(self.source)] -= end[self.source]
         return apart
@@ -121,7 +121,7 @@ class Point:
         return float(self.slack @ self.price)
 
     def moved(self, step: Point, of_slack: float, of_price: float) -> Point:
-        """The point some way along a step."""
+        """Return the point some way along a step."""
         return Point(
             self.slack + of_slack * step.slack,
             self.price + of_price * step.price,
@@ -130,7 +130,7 @@ class Point:
         )
 
     def longest_steps(self, step: Point, share: float = 1.0) -> tuple[float, float]:
-        """The shares of a step, 1 at most, that take slacks and prices `share` of the way to 0."""
+        """Return the shares of a step, at most 1, that take slacks and prices that far to 0."""
         return (
             1.0 / max(1.0, float((step.slack / self.slack).min()) / -share),
             1.0 / max(1.0, float((step.price / self.price).min()) / -share),
@@ -139,7 +139,7 @@ class Point:
 
 @dataclass(frozen=True)
 class Residual:
-    """By how much a point misses each equation, to be made up by a step.
+    """Errors of a point in each equation, to be made up by a step.
 
     Args:
         edge: [num_edges] in the slack of each dependency.
@@ -157,7 +157,7 @@ class Residual:
 
 
 class BandMatrix:
-    """Where the entries of a Newton step's band matrix are, and its factors.
+    """Places of the entries of a Newton step's band matrix, and its factors.
 
     Through chunks, a band in the order of `near` (see `InteriorPoint`) is wide: it is made narrower
     step by step.
@@ -190,7 +190,7 @@ class BandMatrix:
         self._diagonal = self.place * self._height
 
     def factor(self, along: FloatArray, across: FloatArray, to_end: FloatArray) -> FloatArray:
-        """Cholesky factor of the band; LinAlgError if rounding errors made it indefinite.
+        """Return the Cholesky factor of the band; LinAlgError if rounding made it indefinite.
 
         Args:
             along: [num_edges] conductance of each dependency.
@@ -214,7 +214,7 @@ class BandMatrix:
         return found
 
     def solve(self, factor: FloatArray, right: FloatArray) -> FloatArray:
-        """[num_nodes] what the matrix takes to the right-hand side."""
+        """Return [num_nodes] the solution for a right-hand side."""
         ordered = np.empty_like(right)
         ordered[self.place] = right
         solved: FloatArray = dpbtrs(factor, ordered, lower=1, overwrite_b=1)[0]
@@ -260,7 +260,7 @@ class NewtonStep:
         self._iteration_pull = 1.0 / self._iteration_give + arrived
 
     def step(self, product: FloatArray) -> Point:
-        """The step that changes each product of slack and price by the given, to first order."""
+        """Return the step that changes products of slack and price as given, to first order."""
         problem, residual = self._problem, self._residual
         edge, last, below, above, ends = problem.pairs
         slack, price = self._point.slack, self._point.price
@@ -301,7 +301,7 @@ class NewtonStep:
     def _early_late(
         self, product: FloatArray, iteration: float, total: float
     ) -> tuple[FloatArray, FloatArray]:
-        """Steps ds, dp of how early and late the iteration ends (slacks s), and of their prices p.
+        """Return steps ds, dp of how early and late the iteration ends (slacks s, prices p).
 
         They solve p ds + s dp = product ([2]) and SIGN @ ds = iteration - residual; where s / p is
         less, dp = residual - SIGN total. `total` is the step of the sum of the stages' prices.

@@ -20,12 +20,11 @@ from envpipe_megatron.core.profile_rows import ProfileError
 from envpipe_megatron.core.schedule import Schedule
 from envpipe_megatron.core.timeline import RELATIVE_TOLERANCE, Timeline
 from envpipe_megatron.policies.clock_changes.parking import park
-from envpipe_megatron.policies.clock_changes.run_search import fewer_changes
+from envpipe_megatron.policies.clock_changes.run_search import RunSearch
 from envpipe_megatron.policies.frequencies import uniform
 from envpipe_megatron.policies.optimal.choices import (
     Choices,
     make_choices,
-    mean_waiting_power_w,
     node_keys,
     waiting_floor_w,
 )
@@ -34,14 +33,12 @@ from envpipe_megatron.policies.optimal.linear_program import (
     LinearProgramError,
     Relaxed,
 )
-from envpipe_megatron.policies.optimal.rounding import hull_floor, round_durations
+from envpipe_megatron.policies.optimal.rounding import round_durations
 
 #: The gap that is good enough for a single plan.
 GOOD_GAP = 0.002
 #: No frequency of a real GPU makes a unit slower than its fastest by this factor.
 _NO_DEADLINE = 1e3
-#: Waiting powers that differ by less are not worth another linear program.
-_SAME_POWER = 0.02
 
 
 @dataclass(frozen=True)
@@ -58,8 +55,7 @@ class Optimizer:
 
     The linear program leaves out some costs, which are planned around it:
 
-    - Waiting power depends on the clock: the bound prices waiting at a stage's least power. Plans
-      are made at the mean power at which a first plan waits, its clocks rounded up.
+    - Waiting power depends on the clock: waiting is priced at a stage's least power.
     - `run_search` plans changes of clock that cost energy or come late, and clocks to be kept long.
     - `parking` lowers clocks in long waits, if `conditions` have the waiting power by clock.
 
@@ -80,7 +76,6 @@ class Optimizer:
         self._parking, self._good_gap = parking, good_gap
         self._tail_s = conditions.tail_by_stage_s
         self._floor = self._priced(waiting_floor_w(profile, conditions, parking))
-        self._at_mean: _Priced | None = None
         self._at_worth: dict[float, _Priced] = {}
 
     @property
@@ -89,7 +84,7 @@ class Optimizer:
         return self._floor.program.fastest_iteration_s
 
     def cheapest_s(self, waiting_worth_w: float | None = None) -> float:
-        """Iteration time beyond which waiting costs more than slower units save.
+        """Return the iteration time beyond which waiting costs more than slower units save.
 
         Where waiting is worth more, as `plan` takes it, the time beyond which no unit is slower.
         """
@@ -97,21 +92,21 @@ class Optimizer:
         return priced.program.solve(_NO_DEADLINE * self.fastest_s).end_s
 
     def relaxed(self, deadline_s: float) -> Relaxed:
-        """The durations between the profiled ones that take the least energy.
+        """Return the durations between the profiled ones that take the least energy.
 
         Changes of clock are free in it, and waiting takes the least power that it can.
         """
         return self._floor.program.solve(deadline_s)
 
     def plans_changes(self, min_dwell_s: float) -> bool:
-        """Whether changes of clock, which the relaxed energy leaves out, cost or are limited."""
+        """Return whether changes of clock, which the relaxed energy omits, cost or are limited."""
         conditions = self.conditions
         return bool(conditions.change_time_s or conditions.change_energy_j or min_dwell_s)
 
     def plan(
         self, deadline_s: float, min_dwell_s: float = 0.0, waiting_worth_w: float | None = None
     ) -> Plan:
-        """The cheapest plan that is found, never slower than the deadline, late clocks included.
+        """Return the cheapest plan found, never slower than the deadline, late clocks included.
 
         Each clock of a stage is kept for `min_dwell_s` (see `clock_runs.shortest_dwell_s`). With
         `waiting_worth_w` units are slowed down, time allowing, as long as they take less than this
@@ -126,20 +121,11 @@ class Optimizer:
         at_floor = self._floor.program.solve(deadline_s)
         by_energy = waiting_worth_w is None
         priced = self._floor if waiting_worth_w is None else self._priced_at(waiting_worth_w)
-        if by_energy and conditions.wait_power_w is not None:
-            chosen = hull_floor(schedule, priced.choices, at_floor.duration_s)
-            priced = self._at_mean_power_of(self._plan(priced.choices, chosen))
         rounded, relaxed = self._round(priced, deadline_s)
         plan: Plan | None = rounded
         if self.plans_changes(min_dwell_s):
-            plan = fewer_changes(
-                rounded,
-                relaxed,
-                priced.waiting_power_w,
-                deadline_s,
-                min_dwell_s,
-                plan_for=lambda earlier_s: self._round(priced, earlier_s)[0],
-            )
+            around = priced.waiting_power_w, deadline_s, min_dwell_s
+            plan = RunSearch(rounded, relaxed, *around).search()
         if plan is None:
             raise LinearProgramError(
                 f"No plan of schedule '{schedule.name}' was found that meets the deadline (s) "
@@ -154,7 +140,7 @@ class Optimizer:
         return replace(plan, energy_lower_bound_j=at_floor.lower_bound_j or None)
 
     def _or_by_rule(self, plan: Plan, deadline_s: float) -> Plan:
-        """The plan, or that of a simple rule if it is cheaper.
+        """Return the plan, or that of a simple rule if it is cheaper.
 
         On profiles of a few odd clocks rounding can lose more than it gains on a rule.
         """
@@ -176,20 +162,11 @@ class Optimizer:
         return _Priced(waiting_power_w, choices, program)
 
     def _priced_at(self, waiting_worth_w: float) -> _Priced:
-        """The program for a worth of waiting, in which the time of the iteration costs nothing."""
+        """Return the program for a worth of waiting, where the iteration's time costs nothing."""
         if waiting_worth_w not in self._at_worth:
             worth_w = np.full(self.schedule.num_stages, waiting_worth_w)
             self._at_worth[waiting_worth_w] = self._priced(worth_w, time_costs=False)
         return self._at_worth[waiting_worth_w]
-
-    def _at_mean_power_of(self, plan: Plan) -> _Priced:
-        """The linear program for what a plan waits at, or for nearly that if it is at hand."""
-        mean_w = mean_waiting_power_w(self._parked(plan))
-        if self._at_mean is None or not np.allclose(
-            mean_w, self._at_mean.waiting_power_w, rtol=_SAME_POWER, atol=0.0
-        ):
-            self._at_mean = self._priced(mean_w)
-        return self._at_mean
 
     def _round(self, priced: _Priced, deadline_s: float) -> tuple[Plan, Relaxed]:
         """Round a linear program's solution to a plan, for which clocks are never late."""
@@ -222,19 +199,19 @@ class Optimizer:
 
 
 def iteration_time_s(schedule: Schedule, duration_s: FloatArray, conditions: Conditions) -> float:
-    """When the last stage is done, tails included, with units of [num_units] durations, s."""
+    """Return when the last stage is done, tails included, for [num_units] durations, s."""
     shape = schedule.is_backward.shape
     by_stage_s, tail_s = duration_s.reshape(shape), conditions.tail_by_stage_s
     return Timeline(schedule, by_stage_s, conditions.latency_s, tail_s).iteration_time_s
 
 
 def all_maximum_s(schedule: Schedule, profile: Profile, conditions: Conditions) -> float:
-    """Iteration time of the framework's own order with every unit at the highest clock, s."""
+    """Return the iteration time of the framework's own order at the highest clocks, s."""
     own = framework_schedule(schedule, conditions.group_size)
     return order_at_maximum_s(own, profile, conditions)
 
 
 def order_at_maximum_s(schedule: Schedule, profile: Profile, conditions: Conditions) -> float:
-    """Iteration time of an order with every unit at the highest clock, s."""
+    """Return the iteration time of an order with every unit at the highest clock, s."""
     frequency = max_frequencies(schedule, profile)
     return Plan("baseline", schedule, frequency, profile, conditions).cost.iteration_time_s

@@ -1,11 +1,10 @@
 """From durations between profiled times to frequencies that exist, and closer to the bound.
 
-Three ways to begin. Carried: in the order of time, each unit takes the next slower hull point as
-soon as what earlier units have left over allows it. Carried back: the same from the last unit to
-the first. Floored: each takes the next faster one, and all that is left over is spent afterwards,
-where a second saves most; an over-run by the solver's tolerance is repaired by the cheapest steps.
-The best is then improved by pairs of moves: one unit a step faster, and the time it frees spent
-elsewhere, if that saves more.
+Two ways to begin. Carried: in the order of time, each unit takes the next slower hull point as soon
+as what earlier units have left over allows it. Floored: each takes the next faster one, and all
+that is left over is spent afterwards, where a second saves most; an over-run by the solver's
+tolerance is repaired by the cheapest steps. The better is then improved by pairs of moves: one unit
+a step faster, and the time it frees spent elsewhere, if that saves more.
 
 A change of one unit moves the ends of many; how many may move in all is limited, so that time grows
 with the number of units only.
@@ -48,7 +47,7 @@ def round_durations(
     relaxed_j: float,
     good_gap: float,
 ) -> list[int]:
-    """[num_units] a choice for each node, near to relaxed durations and within the deadline.
+    """Return [num_units] a choice for each node, near to relaxed durations and within the deadline.
 
     The fastest choices must meet it. `duration_s`, [num_units], are the relaxed durations,
     `relaxed_j` what they cost with all waiting; a plan within `good_gap` of that is not improved.
@@ -66,18 +65,16 @@ def round_durations(
     enough_j = (1 + good_gap) * relaxed_j - waiting_j
     gap = _NEAR_GAP if schedule.num_units <= _SMALL_UNITS else good_gap
     if rounding.cost_j > (1 + gap) * relaxed_j - waiting_j:
-        carried_back, floored = begun(), begun()
-        carried_back.carry_back(duration_s)
-        for other in (carried_back, floored):
-            other.repair()
-            other.spend_slack(_SPENDING_WORK * schedule.num_units)
-        rounding = min(rounding, carried_back, floored, key=lambda rounded: rounded.cost_j)
+        floored = begun()
+        floored.repair()
+        floored.spend_slack(_SPENDING_WORK * schedule.num_units)
+        rounding = min(rounding, floored, key=lambda rounded: rounded.cost_j)
     rounding.move_pairs(enough_j, max_work=_PAIRS_WORK)
     return rounding.chosen
 
 
 def hull_floor(schedule: Schedule, choices: Choices, duration_s: FloatArray) -> list[int]:
-    """[num_units] for each node the slowest hull choice that takes no longer than given."""
+    """Return [num_units] for each node the slowest hull choice that takes no longer than given."""
     key = node_keys(schedule, choices)
     chosen = np.empty(schedule.num_units, dtype=np.int64)
     for index, unit in enumerate(choices.units):
@@ -142,24 +139,8 @@ class Rounding:
             path.end_s[node] = start + path.duration_s[node]
         path.find_latest_ends(self._last_end_s)
 
-    def carry_back(self, duration_s: FloatArray) -> None:
-        """Choose again as `carry` does, from the last unit to the first.
-
-        Each unit may start when it would if all units before it took their relaxed durations.
-        """
-        relaxed_s: list[float] = duration_s.tolist()
-        path = self._path
-        path.duration_s = relaxed_s.copy()
-        path.find_ends()
-        start = [end - relaxed for end, relaxed in zip(path.end_s, relaxed_s, strict=True)]
-        for node in reversed(path.order):
-            end = path.find_latest_end(node)
-            self._take_nearest(node, relaxed_s[node], end - start[node])
-            path.latest_end_s[node] = end
-        path.find_ends()
-
     def _take_nearest(self, node: int, relaxed_s: float, allowed_s: float) -> None:
-        """The first hull choice that is not faster than relaxed, or the slowest that is allowed."""
+        """Take the first hull choice not faster than relaxed, or the slowest that is allowed."""
         times, hull = self._time[node], self._hull[node]
         at = 0
         while (
@@ -186,7 +167,7 @@ class Rounding:
             self._choose(cheapest, self.chosen[cheapest] - 1)
 
     def spend_slack(self, max_work: float = math.inf) -> None:
-        """Slow units down while any time is left, the largest saving a second first.
+        """Slow units down while time is left, the largest saving a second first.
 
         At most `max_work` ends of units move before no more are slowed down.
         """
@@ -211,7 +192,7 @@ class Rounding:
                 return
 
     def _try_pairs(self, node: int) -> float:
-        """Planning cost saved by the first move from this node that saves any."""
+        """Make the first move from this node that saves cost; return the saving, or 0."""
         now = self.chosen[node]
         costs = self._cost[node]
         for faster in range(now - 1, max(-1, now - 1 - _MOST_STEPS), -1):
@@ -222,7 +203,7 @@ class Rounding:
             saved_j = sum(
                 self._cost[other][old] - self._cost[other][new] for other, old, new in undo
             )
-            # Sums of the same costs in another order differ by rounding alone.
+            # Sums of the same costs in another order differ only by rounding.
             if saved_j > lost_j + 1e-9 * abs(costs[0]):
                 return saved_j - lost_j
             for other, old, _ in reversed(undo):
@@ -264,7 +245,7 @@ class Rounding:
         return done
 
     def _best_slower(self, node: int) -> tuple[float, int] | None:
-        """The slower choice that fits and saves most a second, with that saving in J/s."""
+        """Return the slower choice that fits and saves most a second, with that saving in J/s."""
         times, costs, now = self._time[node], self._cost[node], self.chosen[node]
         slowest = bisect_right(times, times[now] + self._slack_s(node) + self._tolerance_s) - 1
         best = None

@@ -1,4 +1,4 @@
-"""A lower bound on the energy of an iteration in whatever order its units run.
+"""A lower bound on the energy of an iteration over all orders of its units.
 
 A stage cannot start before one forward has passed all stages before it, and a backward must pass
 them after its last one; in between it runs all its units, but for those gradients of weights that
@@ -24,7 +24,7 @@ from envpipe_megatron.policies.optimal.linear_program import LinearProgramError
 
 @dataclass(frozen=True)
 class AnyOrder:
-    """What holds for all orders of a pipeline.
+    """Bounds on all orders of a pipeline.
 
     Args:
         energy_lower_bound_j: no order takes less.
@@ -47,10 +47,10 @@ def any_order(
     num_chunks: int = 1,
     split: bool = False,
 ) -> AnyOrder:
-    """A lower bound on the energy of all orders of a pipeline that meet a deadline.
+    """Return a lower bound on the energy of all orders of a pipeline that meet a deadline.
 
     Of orders whose backwards are `split` all, or none. A linear program of a handful of variables:
-    for each stage and kind, of its first chunk, the fastest unit, which stands at the ends of the
+    for each stage and kind, of its first chunk, the fastest unit, which is at the ends of the
     longest chain, and the mean of the others. Even unsolved, it gives a lower bound.
     LinearProgramError: no order meets the deadline.
 

@@ -117,11 +117,11 @@ class AutoSearch:
         return max(0, math.ceil(more / self._own.num_chunks))
 
     def plan(self) -> Plan:
-        """The best plan; LinearProgramError: late clocks, the dwell time or limits leave none."""
+        """Return the best plan; LinearProgramError: late clocks, dwell or limits leave none."""
         return best_plan(self.judged, self.planner)
 
     def competing(self) -> list[Optimizer]:
-        """Optimizers of the framework's order, of EnvPipe's, and of the best of each family."""
+        """Return optimizers of the framework's order, EnvPipe's, and the best of each family."""
         orders = [self._own]
         if any(search.family == ENVPIPE for search in self._searches):
             orders += envpipe_orders(self.problem)[:1]
@@ -140,7 +140,7 @@ class AutoSearch:
         ]
 
     def bound_j(self, plan: Plan) -> float:
-        """What no order of any family can go below in a plan's time, J."""
+        """Return what no order of any family can go below in a plan's time, J."""
         time_s = plan.cost.iteration_time_s
         bounds_j = []
         for search in self._searches:
@@ -150,7 +150,7 @@ class AutoSearch:
         return min(bounds_j, default=0.0)
 
     def next_microbatch_percent(self) -> float | None:
-        """What another microbatch in flight on each stage would save, before rounding.
+        """Return what another microbatch in flight on each stage would save, before rounding.
 
         None without a limit of microbatches, and for other objectives than the least energy.
         """
@@ -177,7 +177,7 @@ class AutoSearch:
         return f"Whole backwards: {whole} {won}, and {split} with split ones"
 
     def notes(self, plan: Plan) -> tuple[str, ...]:
-        """What a user should know of the search for a plan."""
+        """Return what a user should know of the search for a plan."""
         own = self.problem.objective.judged(plan.baseline.cost)
         tried = sum(search.orders_tried for search in self._searches)
         splits = any(s.family.split for s in self._searches)
@@ -190,11 +190,11 @@ class AutoSearch:
             notes.append("Orders that split backwards were left out: they have no such limit.")
         best = best_by_family(self.judged)
         if len(best) > 1:
-            told = ", ".join(
+            savings = ", ".join(
                 f"{order.family} {100 * (1 - order.score / own):.2f} % ({_peak(order)} in flight)"
                 for order in best
             )
-            notes.append(f"Families of orders by what they save before rounding: {told}.")
+            notes.append(f"Families of orders by what they save before rounding: {savings}.")
         notes += filter(None, [self.splitting(plan)])
         split = self._profile.assumed
         if plan.schedule.split and split is not None:
@@ -206,7 +206,7 @@ class AutoSearch:
 
 
 def _peak(order: Judged) -> str:
-    """The most microbatches of a whole stage that a stage holds."""
+    """Return the most microbatches of a whole stage that a stage holds."""
     schedule = order.optimizer.schedule
     return f"{max(schedule.microbatches_in_flight):g}"
 
@@ -225,7 +225,7 @@ class MemoryPoint:
 
 
 def memory_frontier(search: AutoSearch) -> list[MemoryPoint]:
-    """Plans of all families for rising limits, as long as the best order needs more.
+    """Plan all families for rising limits, as long as the best order needs more.
 
     A limit that buys next to nothing (`WORTH`) is left out, and so is one within which no order
     meets the deadline. LinearProgramError: late clocks, the dwell time or limits leave no plan.

@@ -263,7 +263,7 @@ def envpipe_orders(problem: Problem) -> list[Schedule]:
 
 
 def _directions(num_stages: int) -> deque[tuple[int, ...]]:
-    """One more or one less: on one stage, on a front part, on a rear part of the pipeline."""
+    """List one more or one less: on one stage, on a front part, on a rear part of the pipeline."""
     # From the rear, where counts are small and EnvPipe's, rounded down, miss most.
     rearmost_first = [*reversed(range(num_stages - 1)), num_stages - 1]
     moved = [tuple(int(s == stage) for s in range(num_stages)) for stage in rearmost_first]
@@ -313,7 +313,7 @@ def order_jobs(
 
 
 def costs_nothing(profile: Profile) -> bool:
-    """Whether both parts of a backward take no longer than it does as a whole, at full clock."""
+    """Return whether both parts of a backward take no longer than a whole one, at full clock."""
     return all(
         sum(kinds[kind][0].time_s for kind in SPLIT[1:])
         <= kinds[Kind.BACKWARD][0].time_s * (1 + RELATIVE_TOLERANCE)
@@ -322,7 +322,7 @@ def costs_nothing(profile: Profile) -> bool:
 
 
 def _freely_split(profile: Profile) -> Profile:
-    """The profile whose parts of a backward may also be the two parts of a whole one.
+    """Return the profile whose parts of a backward may also be the two parts of a whole one.
 
     A whole backward then is an I and a W that together take exactly what it takes. So an order that
     splits some backwards is one that splits all, in the same time: that it sends a gradient only

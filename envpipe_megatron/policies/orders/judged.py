@@ -55,7 +55,7 @@ class Judged:
 
     @cached_property
     def memory_worth(self) -> float:
-        """What a score is multiplied by to be compared: memory that buys nothing is a loss."""
+        """Factor of the score in comparisons: memory that buys nothing is a loss."""
         shares = self.optimizer.profile.weight_shares
         return memory_worth(self.optimizer.schedule, self.own, shares, self.price)
 
@@ -66,7 +66,7 @@ class Judged:
 
 
 def best_by_family(judged: Iterable[Judged]) -> list[Judged]:
-    """The best order of each family, the best family first."""
+    """Return the best order of each family, the best family first."""
     best: dict[str, Judged] = {}
     for order in sorted(judged, key=lambda order: order.worth):
         best.setdefault(order.family, order)
@@ -74,7 +74,7 @@ def best_by_family(judged: Iterable[Judged]) -> list[Judged]:
 
 
 def best_plan(judged: Iterable[Judged], planner: ObjectivePlanner) -> Plan:
-    """The best plan of the first few orders, and of the framework's own if it is among them.
+    """Return the best plan of the first few orders, and of the framework's own if it is among them.
 
     Of EnvPipe's rule too where changes of clock count, which orders are not judged by. What is
     gained must be worth its memory. LinearProgramError: none of them has a plan.
@@ -104,7 +104,7 @@ def best_plan(judged: Iterable[Judged], planner: ObjectivePlanner) -> Plan:
 
 
 def peak_held(schedule: Schedule, weight_shares: ArrayLike = 1.0) -> FloatArray:
-    """[num_stages] the most that each stage holds, in microbatches x chunks in flight.
+    """Return [num_stages] the most that each stage holds, in microbatches x chunks in flight.
 
     `weight_shares` are as `Profile` has them.
     """
@@ -115,7 +115,7 @@ def peak_held(schedule: Schedule, weight_shares: ArrayLike = 1.0) -> FloatArray:
 def within(
     schedule: Schedule, max_in_flight: Sequence[int] | None, weight_shares: ArrayLike = 1.0
 ) -> bool:
-    """Whether no stage holds more, in microbatches x chunks."""
+    """Return whether no stage holds more, in microbatches x chunks."""
     if max_in_flight is None:
         return True
     held = peak_held(schedule, weight_shares)

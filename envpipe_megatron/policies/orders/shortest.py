@@ -111,7 +111,7 @@ class ShortestSearch:
 
     @property
     def _lasts(self) -> list[int]:
-        """How many microbatches split their backwards, the last ones."""
+        """Numbers of microbatches, the last ones, whose backwards are split."""
         problem = self._problem
         multiples = (inf,) if costs_nothing(problem.profile) else _SPLIT_LAST
         lasts = (min(m * problem.num_stages, problem.num_microbatches) for m in multiples)
@@ -137,7 +137,7 @@ class ShortestSearch:
             yield from ((each, first) for each in order_jobs(*job, max_in_flight, _MEMORY))
 
     def _time_s(self, kinds: Sequence[Kind]) -> FloatArray:
-        """[num_stages, num_chunks, kinds, num_microbatches] at the highest clocks."""
+        """Return [num_stages, num_chunks, kinds, num_microbatches] at the highest clocks."""
         profile, own = self._problem.profile, self._problem.own_order
         top_s = np.array([[part[kind][0].time_s for kind in kinds] for part in profile.rows])
         by_part = top_s.reshape(profile.num_stages, profile.listed_chunks, len(kinds), 1)

@@ -1,9 +1,14 @@
-"""The page: one file of HTML that holds its data and the library (Bokeh) that draws them."""
+"""The report of a run: summary with stills, trace, and the page.
+
+The page is one file of HTML that holds its data and the library (Bokeh) that draws them. Enter at
+`write_report`, or with tables only at `page_text`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from importlib.resources import files
+from pathlib import Path
 from typing import NamedTuple
 
 from bokeh.embed import components
@@ -14,6 +19,7 @@ from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup
 
 from envpipe_megatron import __version__
+from envpipe_megatron.files import refuse_foreign, replace_files
 from envpipe_megatron.report.charts import View
 from envpipe_megatron.report.facts import ReportFacts
 from envpipe_megatron.report.page.plots import (
@@ -24,11 +30,20 @@ from envpipe_megatron.report.page.plots import (
     timeline_figures,
 )
 from envpipe_megatron.report.run_folder import RunFolder
-from envpipe_megatron.report.summary import Section, marks_of
-from envpipe_megatron.report.units import MOST_UNITS, UnitTable
+from envpipe_megatron.report.stills import save
+from envpipe_megatron.report.summary import Section, marks_of, sections_of, to_markdown
+from envpipe_megatron.report.trace import write_trace
+from envpipe_megatron.report.units import MOST_UNITS, UnitTable, measured_charts, unit_table
+from envpipe_megatron.report.views import views_of
+
+TRACE_FILE = "trace.json.gz"
+SUMMARY_FILE = "summary.md"
+PAGE_FILE = "index.html"
+#: Views that the summary has as pictures; the page has all.
+_STILLS = ("timeline", "iterations", "energy_valley")
 
 
-class _Block(NamedTuple):
+class Block(NamedTuple):
     """A part of the page that can be zoomed and asked.
 
     Args:
@@ -44,50 +59,77 @@ class _Block(NamedTuple):
     choices: list[tuple[str, str, list[tuple[str, str]], str]]
 
 
+def write_report(folder: RunFolder, facts: ReportFacts, output: Path) -> list[Section]:
+    """Write a report into a folder, which is made; files of an earlier one are replaced.
+
+    Returns what the summary says. EnvPipeError: the folder holds such files, and no report.
+    """
+    mark = (" (emulated)" if folder.emulated else "") + (" (dry run)" if folder.dry_run else "")
+    views, table, timelines = list(views_of(folder, facts)), None, []
+    if folder.timelines.iterations:
+        table = unit_table(folder.timelines.iterations, folder.num_stages, folder.profile)
+        text = "An iteration as it was before, and one as it is."
+        timelines = [View("timeline", "Measured iterations", text, measured_charts(table))]
+    stills = {
+        f"{view.key}.png": view
+        for view in (*timelines, *views)
+        if view.key in _STILLS and view.charts
+    }
+    refuse_foreign(output, [SUMMARY_FILE, PAGE_FILE, *stills], TRACE_FILE)
+    output.mkdir(parents=True, exist_ok=True)
+    trace = write_trace(
+        output / TRACE_FILE, folder.timelines, folder.windows, dry_run=folder.dry_run
+    )
+    for name, view in stills.items():
+        save(view.charts, f"{view.title}{mark}", output / name)
+    captions = {name: view.text for name, view in stills.items()}
+    sections = sections_of(folder, facts, trace, captions)
+    title = f"EnvPipe: {folder.path.resolve().name}"
+    page = page_text(
+        title, marks_of(folder), sections, "report", tiles_of(facts), blocks_of(table, views)
+    )
+    replace_files(
+        {output / SUMMARY_FILE: [to_markdown(title, sections)], output / PAGE_FILE: [page]}
+    )
+    return sections
+
+
 def page_text(
     title: str,
-    folder: RunFolder,
-    facts: ReportFacts,
-    table: UnitTable | None,
-    views: Sequence[View],
-    sections: Sequence[Section],
+    marks: Iterable[str],
+    sections: Iterable[Section],
+    command: str,
+    tiles: Iterable[tuple[str, str]] = (),
+    blocks: Sequence[Block] = (),
 ) -> str:
-    """The page of a run: its timelines, views and tables."""
-    blocks = [*([] if table is None else [_timelines(table)]), *map(_block, views)]
+    """Return a page that one of EnvPipe's commands made: marks, tiles, blocks and tables."""
     figures = {name: plot for block in blocks for name, (_, plot) in block.plots.items()}
     script, divs = components(figures) if figures else ("", {})
-    return _rendered(
-        title=title,
-        tiles=_tiles(facts),
-        marks=marks_of(folder),
-        views=blocks,
-        divs={plot: Markup(div) for plot, div in divs.items()},
-        sections=[section for section in sections if section.rows or section.lines],
-        library=Markup("\n".join(Resources(mode="inline", components=["bokeh"]).js_raw)),
-        script=Markup(script),
-        command="report",
-    )
-
-
-def tables_page(title: str, marks: Sequence[str], sections: Sequence[Section], command: str) -> str:
-    """A page of tables only, made by one of EnvPipe's commands; `marks` are above them."""
-    return _rendered(
-        title=title, tiles=(), marks=marks, views=(), sections=sections, command=command
-    )
-
-
-def _rendered(**parts: object) -> str:
     own = files("envpipe_megatron.report.page")
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True)
     return environment.from_string((own / "page.html").read_text()).render(
         version=__version__,
         style=Markup((own / "page.css").read_text()),
         behaviour=Markup((own / "page.js").read_text()),
-        **parts,
+        library=Markup("\n".join(Resources(mode="inline", components=["bokeh"]).js_raw)),
+        script=Markup(script),
+        title=title,
+        tiles=list(tiles),
+        marks=marks,
+        views=blocks,
+        divs={plot: Markup(div) for plot, div in divs.items()},
+        sections=[section for section in sections if section.rows or section.lines],
+        command=command,
     )
 
 
-def _tiles(facts: ReportFacts) -> Iterator[tuple[str, str]]:
+def blocks_of(table: UnitTable | None, views: Iterable[View]) -> list[Block]:
+    """Draw a run's timelines, if it recorded any, and its views."""
+    return [*([] if table is None else [_timelines(table)]), *map(_block, views)]
+
+
+def tiles_of(facts: ReportFacts) -> Iterator[tuple[str, str]]:
+    """Yield the figures above all else: a name, and the figure."""
     if facts.changed_nothing and facts.bubbles is not None:
         yield "in bubbles", f"{100 * facts.bubbles.share:.1f} % of the time"
         levels = {} if facts.predicted is None else facts.predicted.levels
@@ -103,7 +145,7 @@ def _tiles(facts: ReportFacts) -> Iterator[tuple[str, str]]:
         yield step.name, f"{step.mean.time_s:.4g} s{joules} an iteration"
 
 
-def _block(view: View) -> _Block:
+def _block(view: View) -> Block:
     """Draw a view; its charts share one x axis."""
     ends = view.charts[0].x_range
     shared = DataRange1d() if ends is None else Range1d(*ends, bounds=ends)
@@ -113,10 +155,10 @@ def _block(view: View) -> _Block:
         for chart in view.charts
         if chart.choice
     ]
-    return _Block(view.key, view.title, view.text, plots, choices)
+    return Block(view.key, view.title, view.text, plots, choices)
 
 
-def _timelines(table: UnitTable) -> _Block:
+def _timelines(table: UnitTable) -> Block:
     ways = colourings(table)
     iterations = [
         (str(number), f"{phase}, {at}") for number, (phase, at) in enumerate(table.iterations)
@@ -136,7 +178,7 @@ def _timelines(table: UnitTable) -> _Block:
         choices.append(("pipeline", "Pipeline", [every, *options], ""))
     text = (
         "The units of two iterations: low boxes are forwards, tall ones backwards, red frames the "
-        "critical path. Slack and path are those of the measured durations alone; energy is the "
+        "critical path. Slack and path follow from the measured durations; energy is the "
         "profile's at the clock that was asked for. Ctrl and the wheel, or + and -, zoom; dragging "
         "or arrow keys move; 0 shows all."
     )
@@ -146,4 +188,4 @@ def _timelines(table: UnitTable) -> _Block:
             f"holds some {MOST_UNITS:,} units."
         )
     plots = {name: (name.title(), plot) for name, plot in timeline_figures(table, ways).items()}
-    return _Block("timeline", "Timelines", text, plots, choices)
+    return Block("timeline", "Timelines", text, plots, choices)

@@ -129,7 +129,7 @@ class _Colouring:
 
 
 def timeline_figures(table: UnitTable, ways: list[_Colouring]) -> dict[str, figure]:
-    """The plots before and after; each shows an iteration, coloured in the first of the ways."""
+    """Draw the plots before and after, an iteration each, coloured in the first of the ways."""
     source = ColumnDataSource(dict(table.columns))
     end_ms, which = table.columns["end"], table.shown
     longest_ms = float(end_ms.max())
@@ -145,7 +145,7 @@ def timeline_figures(table: UnitTable, ways: list[_Colouring]) -> dict[str, figu
 
 
 def colourings(table: UnitTable) -> list[_Colouring]:
-    """All ways to colour these units, the most telling first: one clock for all tells nothing."""
+    """Return all ways to colour these units, the most telling first: one clock tells nothing."""
     columns = table.columns
     known = [
         _Colouring(title, column, _scale(columns[column][there]), BasicTicker(), [])

@@ -177,13 +177,19 @@ class Collectives:
         pipeline: the stages of this rank's pipeline, in their order.
         tree: the groups of replicas of this rank's stage that it belongs to, from the leaves up.
         num_replicas: how many pipelines the job has.
+        replica: the place of this rank's among them, as the planner gets values of replicas.
     """
 
     def __init__(
-        self, stage: int, pipeline: HostGroup, tree: Sequence[HostGroup], num_replicas: int
+        self,
+        stage: int,
+        pipeline: HostGroup,
+        tree: Sequence[HostGroup],
+        num_replicas: int,
+        replica: int = 0,
     ) -> None:
         self.pipeline = pipeline
-        self.num_replicas = num_replicas
+        self.num_replicas, self.replica = num_replicas, replica
         self.stage = stage
         self._tree = list(tree)
         self._at_top = all(group.leads for group in tree)
@@ -331,7 +337,7 @@ def make_collectives(pipelines: Iterable[Sequence[int]], timeout: timedelta) -> 
         own = HostGroup(pipeline, f"{number}/{replica}", timeout, leader=min(pipeline))
     except RuntimeError as error:
         raise CollectivesError(f"Rank {rank} cannot reach others of the job: {error}") from error
-    return Collectives(stage, own, tree, len(replicas))
+    return Collectives(stage, own, tree, len(replicas), replica)
 
 
 def tree_groups(member: int, size: int) -> list[range]:

@@ -57,7 +57,7 @@ def make_channel(
         vary: whether messages may carry another shape each time.
         between_iterations: whether it carries messages only then, when the framework has none under
             way. They go over the group's own communicator: idle ones beside it took 2 % of an
-            iteration from torchtitan's pipeline of four H200s (docs/torchtitan.md).
+            iteration from torchtitan's pipeline of four H200s (docs/evidence/frameworks.md).
 
     Raises:
         ChannelError: another backend than NCCL and gloo, or a host that waits for each transfer.

@@ -143,10 +143,6 @@ class EnergyMeter:
         """
         self._look(_LOOK_TIMEOUT_S)
 
-    def energy_j(self, start_s: float, end_s: float) -> float:
-        """The energy of `window` without its uncertainty."""
-        return self.window(start_s, end_s).energy_j
-
     def window(self, start_s: float, end_s: float) -> WindowEnergy:
         """Energy between two instants on the GPU's time base; neither reads nor waits.
 

@@ -81,8 +81,7 @@ class EmulatedExecutor(Executor):
         self._sent: list[tuple[dist.Work, torch.Tensor]] = []
         self._begin_s = self._collectives.latest(self.now_s())
         self._gpu.advance_to(self._begin_s)
-        self._wall_begin_s = time.monotonic()
-        self._anchor_s = self._wall_begin_s - self._begin_s
+        self._anchor_s = time.monotonic() - self._begin_s
         self._gpu.anchor(self._anchor_s)
 
     def begin_unit(self) -> Passed:
@@ -143,7 +142,7 @@ class EmulatedExecutor(Executor):
             self._ends,
             self._begin_s,
             end_s - self._begin_s,
-            time.monotonic() - self._wall_begin_s,
+            time.monotonic() - self._anchor_s - self._begin_s,
         )
         return lambda: record
 

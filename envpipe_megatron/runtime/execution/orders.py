@@ -79,8 +79,8 @@ def whole(
 
 
 def constant_order(
-    phase: Phase, schedule: Schedule, forward_mhz: int, backward_mhz: int
+    phase: Phase, schedule: Schedule, frequency_mhz: int, *, billed_late: bool = False
 ) -> IterationOrder:
-    """All forwards at one frequency; all backwards, and what is combined with one, at another."""
-    frequency = np.where(schedule.is_backward, backward_mhz, forward_mhz).astype(np.int64)
-    return IterationOrder(phase, schedule, schedule.pair_clocks(frequency))
+    """Return an order of which all units run at one frequency."""
+    frequencies_mhz = np.full(schedule.is_backward.shape, frequency_mhz, dtype=np.int64)
+    return IterationOrder(phase, schedule, frequencies_mhz, billed_late=billed_late)

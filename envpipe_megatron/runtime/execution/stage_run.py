@@ -63,7 +63,6 @@ class StageRun:
         self.all_ended: Callable[[], None] = lambda: None
         #: Whether all units ran, as far as is known, and did the work that the phase is about.
         self.whole = self.same_work = True
-        self._count = len(self.units)
         self._ended = 0
         self._stage = stage
         self._executor = executor
@@ -87,7 +86,7 @@ class StageRun:
     @property
     def next_unit(self) -> Unit | None:
         """The unit that begins next, or has begun; None after the last."""
-        return self.units[self._ended] if self._ended < self._count else None
+        return self.units[self._ended] if self._ended < len(self.units) else None
 
     @property
     def times_units(self) -> bool:
@@ -129,11 +128,11 @@ class StageRun:
         position = self._ended
         unit = self.units[position]
         self._ended = position + 1
-        if self._like is None or self._ended == self._count:
+        if self._like is None or self._ended == len(self.units):
             self._last_end = self._executor.end_unit()
         # The wait before a unit runs at that unit's clock, or at a lower one for most of it; after
         # the last comes the next iteration's first, which mostly is the same as this one's.
-        following = self._ended % self._count
+        following = self._ended % len(self.units)
         delay_s = None
         if following and following in self._parked:  # what lies between iterations is no wait
             park_mhz, own_after_s = self._parked[following]
@@ -144,7 +143,7 @@ class StageRun:
             self._channel.send(self._sent_at[position], outputs)
         if self.unit_ended is not None:
             self.unit_ended(unit)
-        if self._ended == self._count:
+        if self._ended == len(self.units):
             self.all_ended()
 
     def hand_over(self) -> None:

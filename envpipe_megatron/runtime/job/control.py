@@ -19,7 +19,7 @@ _LOOK_S = 1.0
 
 
 class ControlFile:
-    """Reads a job's control file every second, on a thread that no disk can make anybody wait for.
+    """Reads a job's control file every second until `close`, on a thread: nobody waits for a disk.
 
     What it asks for is logged as it changes: a job that starts again may find what was asked of an
     earlier one. A file that is broken, or cannot be read, is logged once, and changes nothing.
@@ -27,16 +27,14 @@ class ControlFile:
     Args:
         folder: the job's.
         without: what is asked for while there is no file.
-        reads: whether this is the rank that reads it, until `close`.
     """
 
-    def __init__(self, folder: Path, without: Wishes, *, reads: bool = True) -> None:
+    def __init__(self, folder: Path, without: Wishes) -> None:
         self.wishes = self._without = without
         self.path = folder.absolute() / CONTROL_FILE
         self._failure, self._over = "", False
-        if reads:
-            with suppress(RuntimeError):  # threads are used up: nobody is heard
-                threading.Thread(target=self._run, name="envpipe-control", daemon=True).start()
+        with suppress(RuntimeError):  # threads are used up: nobody is heard
+            threading.Thread(target=self._run, name="envpipe-control", daemon=True).start()
 
     def about(self) -> dict[str, Any]:
         """Return what the node's agent needs, to ask in an operator's name."""

@@ -125,8 +125,8 @@ class Batches:
                 self._job.of_batch(name, num_microbatches), specs=specs, own_order=own_order
             )
             phases = run_phases(parts)
-            order, top = next(phases), max(parts.gpu.supported_frequencies_mhz)
-            off = constant_order(Phase.OFF, own_order or megatron_order(parts), top, top)
+            order = next(phases)
+            off = constant_order(Phase.OFF, own_order or megatron_order(parts), parts.top_mhz)
             off = replace(off, billed_late=True, times_units=False)
             self.now = Batch(name, num_microbatches, phases, order, off)
         return self.now.off if is_off else self.now.order
@@ -155,7 +155,7 @@ class Switch:
     """Turns the whole job off and on again, on all ranks in the same iteration.
 
     Args:
-        job: this rank's parts; without a `control` file only its options are heard.
+        job: this rank's parts; without a folder only its options are heard.
     """
 
     def __init__(self, job: PhaseParts) -> None:
@@ -170,7 +170,7 @@ class Switch:
         """Return whether the iteration that begins is off; every rank calls it before each."""
         state, collectives, now = self._job.state, self._job.collectives, ""
         self._since += 1
-        if self._job.control is not None and self._since > self._pause:
+        if self._job.folder.path is not None and self._since > self._pause:
             said = self._said() if collectives.is_planner else None
             state.wishes, self._pause, now = collectives.from_planner(said)
             self._since = 0

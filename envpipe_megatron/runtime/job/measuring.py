@@ -23,9 +23,7 @@ from envpipe_megatron.core.profile import Profile
 from envpipe_megatron.core.profile_rows import row_name
 from envpipe_megatron.core.schedule import Schedule
 from envpipe_megatron.formats.energy import Phase
-from envpipe_megatron.runtime.channel.carrier import StageSpecs
-from envpipe_megatron.runtime.channel.p2p import P2PChannel
-from envpipe_megatron.runtime.execution.executor import Executor, StageRecord
+from envpipe_megatron.runtime.execution.executor import StageRecord
 from envpipe_megatron.runtime.execution.orders import PhaseRun, constant_order
 from envpipe_megatron.runtime.going_on import by_planner
 from envpipe_megatron.runtime.job.parts import PhaseParts, note
@@ -95,16 +93,13 @@ def try_parts(job: PhaseParts, schedule: Schedule, measured: Schedule) -> PhaseR
 
 def watch_parts(job: PhaseParts, schedule: Schedule, measured: Schedule) -> PhaseRun[None]:
     """Learn what units hold, by an iteration of the order whose units are looked at."""
-    top = max(job.gpu.supported_frequencies_mhz)
     before, job.memory.watch = job.memory.watch, Watch.UNITS
-    yield constant_order(Phase.PROFILE, measured, top, top)
+    yield constant_order(Phase.PROFILE, measured, job.top_mhz)
     job.memory.learn(schedule, job.specs, measured)
     job.memory.watch = before
 
 
-def measure_p2p_latency_s(
-    stage: int, num_stages: int, channel: P2PChannel, specs: StageSpecs, executor: Executor
-) -> float:
+def measure_p2p_latency_s(job: PhaseParts) -> float:
     """Half the median round trip, in s, of a message between this stage and the next.
 
     Run by all stages between two iterations. A message of the size of training goes to the next
@@ -118,8 +113,9 @@ def measure_p2p_latency_s(
 
     It is 0 on the last stage, which has no next one, and where messages take no time.
     """
+    channel, specs, executor = job.channel, job.specs, job.executor
     rounds = _WARMUPS + _ROUND_TRIPS
-    if stage > 0:
+    if job.stage > 0:
         payload = specs.sends[Kind.BACKWARD].make(torch.zeros)
         comes = [unit(Kind.FORWARD, number) for number in range(rounds)]
         channel.expect(comes, specs)
@@ -128,7 +124,7 @@ def measure_p2p_latency_s(
             channel.send(unit(Kind.BACKWARD, number), payload)
             executor.wait_for_messages()
         channel.end_step()
-    if stage + 1 == num_stages:
+    if job.stage + 1 == job.num_stages:
         return 0.0
     trips_s = []
     payload = specs.sends[Kind.FORWARD].make(torch.zeros)
@@ -227,7 +223,7 @@ def _contradiction(
         for key in range(len(kinds) * parts)
     ]
     stages_s = job.collectives.medians(np.array(own_s))
-    top_mhz = max(job.gpu.supported_frequencies_mhz)
+    top_mhz = job.top_mhz
 
     def look() -> str:
         rows = [(part, kind, of[kind][0]) for part, of in enumerate(profile.rows) for kind in kinds]

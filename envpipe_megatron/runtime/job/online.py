@@ -6,7 +6,6 @@ each few iterations, and by none between.
 
 from __future__ import annotations
 
-import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -30,7 +29,7 @@ from envpipe_megatron.runtime.execution.orders import (
 from envpipe_megatron.runtime.going_on import GoesOnError, by_planner, in_words
 from envpipe_megatron.runtime.job.parts import PhaseParts
 from envpipe_megatron.runtime.job.planning import make_room
-from envpipe_megatron.runtime.job.reports import make_report, places
+from envpipe_megatron.runtime.job.reports import make_report
 from envpipe_megatron.runtime.memory.peak import MemoryFullError
 from envpipe_megatron.runtime.memory.stage import with_memory
 from envpipe_megatron.tuning.commands import (
@@ -75,9 +74,8 @@ def run_commands(
     """
     kinds, nodes_mhz = kinds or profiled_kinds(schedule), power_nodes_mhz(clocks_mhz)
     needs_clocks = job.options.closed_loop and not job.options.changes_only_order
-    replica = _replica(job)
     top_mhz = max(clocks_mhz)
-    order = replace(constant_order(Phase.WARMUP, schedule, top_mhz, top_mhz), billed_late=True)
+    order = constant_order(Phase.WARMUP, schedule, top_mhz, billed_late=True)
     command = Command(Phase.WARMUP, 0)
     run: Run[T] | None = None
 
@@ -95,23 +93,8 @@ def run_commands(
     records, steady = list(records), count()
     billed: list[str] = []
     while True:
-        make_own = partial(
-            make_report,
-            records,
-            order.frequency_mhz[job.stage].tolist(),
-            places(order.schedule, job.stage, kinds),
-            parked=order.parked(job.stage),
-            meter=job.meter,
-            nodes_mhz=nodes_mhz,
-            num_kinds=len(kinds),
-            late_s=command.late_s,
-            tail_s=command.tail_s[job.stage] if command.tail_s else 0.0,
-            metered=command.metered,
-            problems=job.clock.problems(),
-            lost=job.clock.error is not None,
-        )
+        make_own = partial(make_report, job, records, order, command, kinds, nodes_mhz)
         stages = job.collectives.to_planner(_made(make_own), _merged)
-
         decided = by_planner(job.collectives, partial(decide, stages))
         if isinstance(decided, _Ended):
             return decided.found, order
@@ -119,7 +102,8 @@ def run_commands(
         if command.plan is not None and (why := _refused(job, command.plan, schedule)):
             command = by_planner(job.collectives, partial(_instead, run, why))
         if command.orders:
-            clocked = command.orders[command.which[replica] if command.which else 0]
+            place = command.which[job.collectives.replica] if command.which else 0
+            clocked = command.orders[place]
             clocks = clocked.frequency_mhz
             if job.options.changes_only_order:  # those of the planning rank's GPU
                 clocks = np.full_like(clocks, top_mhz)
@@ -233,10 +217,3 @@ def _described(job: PhaseParts, command: Command) -> dict[str, object]:
         "time_s": cost and cost.iteration_time_s,
         "energy_j": cost and cost.energy_j,
     }
-
-
-def _replica(job: PhaseParts) -> int:
-    """The place of this rank's pipeline among the replicas, as the planner gets their values."""
-    own = secrets.token_hex(8)
-    stages = job.collectives.from_planner(job.collectives.all_to_planner(own))
-    return stages[job.stage].index(own)

@@ -1,8 +1,8 @@
 """The options of a job, from what users give to what its session runs: one dataclass.
 
 Each field that users give says its flag, help and range, and what it goes with: command lines,
-settings by name, errors and the table in docs/megatron_lm.md follow from it. The framework's part
-of a job fills in the others. No torch.
+settings by name, errors and docs/lookup/options.md follow from it. The framework's part of a job
+fills in the others. No torch.
 """
 
 from __future__ import annotations

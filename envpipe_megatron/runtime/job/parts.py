@@ -68,7 +68,7 @@ class PhaseParts:
         specs: what messages carry, once iterations run.
         own_order: order of a framework that runs its units and sends their messages itself; None if
             EnvPipe does.
-        control: by which an operator asks, on the planning rank; None on all where nobody can.
+        control: by which an operator asks, on the planning rank, if the job has a folder.
     """
 
     options: JobOptions
@@ -95,6 +95,11 @@ class PhaseParts:
     def kept_order(self) -> Schedule | None:
         """The framework's order, if it runs no other."""
         return None if self.options.reorders else self.own_order
+
+    @property
+    def top_mhz(self) -> int:
+        """The highest clock of this rank's GPU."""
+        return max(self.gpu.supported_frequencies_mhz)
 
     @property
     def num_microbatches(self) -> int:

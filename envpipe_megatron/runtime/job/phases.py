@@ -80,12 +80,11 @@ def run_phases(job: PhaseParts) -> PhaseRun[None]:
     check_files(job)
     schedule = megatron_order(job) if job.own_order is None else job.own_order
     make_room_for_messages(job, schedule)
-    top = max(job.gpu.supported_frequencies_mhz)
-    at_top = replace(constant_order(Phase.WARMUP, schedule, top, top), billed_late=True)
+    at_top = constant_order(Phase.WARMUP, schedule, job.top_mhz, billed_late=True)
     known, usual = job.batch in job.energy.baselines, options.baseline_steps
     # Of a known one, an iteration that does not count and one that it is held against.
     for length in (2, usual) if known else (usual,):
-        job.say(f"warm-up: {length} iterations of {schedule.name} at {top} MHz")
+        job.say(f"warm-up: {length} iterations of {schedule.name} at {job.top_mhz} MHz")
         warm_up = partial(_warm_up, job, at_top, length)
         if options.measures_alone(schedule.name):  # nothing is learned from its units
             records = yield from warm_up()
@@ -121,14 +120,13 @@ def _go_on(job: PhaseParts, schedule: Schedule, error: GoesOnError) -> None:
 
 def _one_clock(job: PhaseParts, schedule: Schedule) -> PhaseRun[None]:
     """Find a clock, and another when it is not right any more, forever. As `_save_energy`."""
-    supported = job.gpu.supported_frequencies_mhz
-    found, top = job.folder.found.one_clock_mhz, max(supported)
-    if not job.collectives.on_all(found in supported):
+    found, top = job.folder.found.one_clock_mhz, job.top_mhz
+    if not job.collectives.on_all(found in job.gpu.supported_frequencies_mhz):
         found = None
     clocks = (top, *(clock for clock in _swept_clocks(job, ONE_CLOCK_STEP) if clock < top))
     _keep_own_order(job, schedule)
     first, phase = found or top, Phase.STEADY if found else Phase.PROFILE
-    records = yield from _compared(job, constant_order(phase, schedule, first, first))
+    records = yield from _compared(job, constant_order(phase, schedule, first))
 
     def keep(clock: int, steps: Mapping[int, StepEnergy]) -> None:
         measured = [{"frequency_mhz": at, **asdict(step)} for at, step in steps.items()]
@@ -198,7 +196,7 @@ def _loop(job: PhaseParts, schedule: Schedule, records: Sequence[StageRecord]) -
         facts = profile.sidecar
     else:
         # Of this GPU, others may have another; 0 where it tells none.
-        clocks = [max(job.gpu.supported_frequencies_mhz) or 1]
+        clocks = [job.top_mhz or 1]
         if not job.options.changes_only_order:
             clocks = list(_swept_clocks(job))
             if not job.gpu.changes_clock:
@@ -335,7 +333,7 @@ def _profile(
     looks = sweep_probe(measured, store, job.options.profiler)
     begin = partial(measured_profile, store, job.collectives.num_replicas, looks, measured)
     if not records or measured is not schedule:
-        records = yield from iterations(constant_order(Phase.PROFILE, measured, swept[0], swept[0]))
+        records = yield from iterations(constant_order(Phase.PROFILE, measured, swept[0]))
     profile, _ = yield from run_commands(job, measured, swept, records, begin)
     # Not before: after skipped steps, the optimizer's state may have been allocated meanwhile.
     if measured is schedule:
@@ -355,7 +353,7 @@ def _store(job: PhaseParts, schedule: Schedule, clocks_mhz: Sequence[int], facts
 
 def _facts(job: PhaseParts) -> Sidecar:
     """What is known of the job beside its units; every rank calls it."""
-    hop_s = measure_p2p_latency_s(job.stage, job.num_stages, job.channel, job.specs, job.executor)
+    hop_s = measure_p2p_latency_s(job)
     hops_s = [
         total / job.collectives.num_replicas for total in job.collectives.by_stage(hop_s, sum)
     ]

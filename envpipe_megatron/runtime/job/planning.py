@@ -125,11 +125,10 @@ def profiled_clocks(job: PhaseParts, profile: Profile, clocks_mhz: Sequence[set[
     """
     profiled = map(profile.clocks_mhz, range(job.num_stages))
     clocks = set.intersection(*profiled, *clocks_mhz)
-    top_mhz = max(job.gpu.supported_frequencies_mhz)
-    if top_mhz not in clocks:
+    if job.top_mhz not in clocks:
         raise SessionError(
             "The profile lacks the highest clock (MHz) of the job's GPUs",
-            value=top_mhz,
+            value=job.top_mhz,
             remedy="Use a profile of these GPUs, or let the job measure one.",
         )
     return sorted(clocks)

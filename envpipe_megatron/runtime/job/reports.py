@@ -10,11 +10,12 @@ import numpy as np
 
 from envpipe_megatron.core.arrays import FloatArray
 from envpipe_megatron.core.kinds import Kind
-from envpipe_megatron.core.schedule import Schedule
 from envpipe_megatron.formats.steps import HELD_UP
 from envpipe_megatron.runtime.energy.meter import EnergyMeter, MeterError
 from envpipe_megatron.runtime.execution.executor import StageRecord
-from envpipe_megatron.tuning.commands import Report
+from envpipe_megatron.runtime.execution.orders import IterationOrder
+from envpipe_megatron.runtime.job.parts import PhaseParts
+from envpipe_megatron.tuning.commands import Command, Report
 from envpipe_megatron.tuning.measured.meters import TAIL, WAITING, Stretch, meter_sums
 
 #: A step that lasts this many times as long as its like holds something that is no training.
@@ -22,42 +23,30 @@ _PAUSED = 2.0
 _UNKNOWN = math.nan, math.nan
 
 
-def places(schedule: Schedule, stage: int, kinds: Sequence[Kind]) -> list[int]:
-    """The place of the kind of each of a stage's units; below zero if it takes no time."""
-    places: list[int] = (schedule.unit_keys(1, kinds)[stage] - len(kinds) * stage).tolist()
-    return places
-
-
 def make_report(
+    job: PhaseParts,
     records: Sequence[StageRecord],
-    clocks_mhz: Sequence[int],
-    kinds: Sequence[int],
-    *,
-    parked: Mapping[int, tuple[int, float]],
-    meter: EnergyMeter,
+    order: IterationOrder,
+    command: Command,
+    kinds: Sequence[Kind],
     nodes_mhz: FloatArray,
-    num_kinds: int,
-    late_s: float,
-    tail_s: float,
-    metered: bool = False,
-    problems: tuple[str, ...] = (),
-    lost: bool = False,
 ) -> Report:
-    """The report of iterations that ran one order, one after the other.
+    """Return this rank's report of a command's iterations, which ran one after the other.
 
     Args:
+        job: this rank's parts.
         records: what was measured, one iteration at least.
-        clocks_mhz: of each of this stage's units.
-        kinds: of each unit the place of its kind; below zero if it takes no time.
-        parked: as `IterationOrder.parked` gives it.
-        meter: this rank's.
-        nodes_mhz: as `meter_sums` takes them, and `num_kinds`.
-        late_s: by how much a change of the clock comes late.
-        tail_s: what this stage does after its last unit.
-        metered: whether to wait for the counter, where it has not seen all of them.
-        problems: what is wrong with this rank's GPU.
-        lost: whether the control of its clock has ended.
+        order: what they ran.
+        command: says what is known of late clocks and tails, and whether to wait for the counter,
+            where it has not seen all of them.
+        kinds: those that are told apart.
+        nodes_mhz: as `meter_sums` takes them.
     """
+    clocks_mhz: list[int] = order.frequency_mhz[job.stage].tolist()
+    parked, tail_s = order.parked(job.stage), command.tail_s[job.stage] if command.tail_s else 0.0
+    # Of each unit, the place of its kind; below zero if it takes no time.
+    places = order.schedule.unit_keys(1, kinds)[job.stage] - len(kinds) * job.stage
+    meter = job.meter
     begins_s = np.array([record.begin_s for record in records])
     ends_s = np.array([record.end_s[-1] for record in records])
     steps_s = np.append(np.diff(begins_s), np.nan)
@@ -70,16 +59,18 @@ def make_report(
         until_s = record.begin_s + step_s
         if not record.whole:
             break
-        stretches += _stretches(record, clocks_mhz, kinds, parked, late_s, tail_s, until_s)
+        stretches += _stretches(
+            record, clocks_mhz, places.tolist(), parked, command.late_s, tail_s, until_s
+        )
         if math.isnan(step_s):
             break
     begin_s = records[0].begin_s
-    if metered and meter.last_refresh_s < begins_s[-1] + ends_s[-1]:
+    if command.metered and meter.last_refresh_s < begins_s[-1] + ends_s[-1]:
         meter.catch_up()
-    sums = meter_sums(begin_s, stretches, *meter.refreshes(begin_s), nodes_mhz, num_kinds)
+    sums = meter_sums(begin_s, stretches, *meter.refreshes(begin_s), nodes_mhz, len(kinds))
     unit_s = [record.unit_time_s for record in records if record.whole]
     return Report(
-        unit_s=np.median(unit_s or [np.full(len(kinds), np.nan)], axis=0)[np.newaxis],
+        unit_s=np.median(unit_s or [np.full(len(clocks_mhz), np.nan)], axis=0)[np.newaxis],
         ends_s=ends_s[np.newaxis],
         gaps_s=(steps_s - ends_s)[np.newaxis],
         steps_s=steps_s[np.newaxis],
@@ -87,8 +78,8 @@ def make_report(
         meter=sums,
         metered=int(sums.time_s > 0),
         power_w=np.array([_power_w(meter, begins_s, ends_s, steps_s)]),
-        problems=problems,
-        lost=lost,
+        problems=job.clock.problems(),
+        lost=job.clock.error is not None,
     )
 
 

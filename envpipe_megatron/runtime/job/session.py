@@ -11,8 +11,6 @@ from typing import Any
 
 from envpipe_megatron.core.schedule import Schedule
 from envpipe_megatron.formats.energy import Phase
-from envpipe_megatron.formats.energy_sums import EnergySums
-from envpipe_megatron.formats.steps import IntervalEnergy
 from envpipe_megatron.gpu.base import ClockState, Gpu
 from envpipe_megatron.runtime.channel.carrier import StageSpecs
 from envpipe_megatron.runtime.channel.collectives import Collectives
@@ -80,132 +78,119 @@ class Session:
         say: Callable[[str], None] = lambda text: None,
         memory: CudaMemory | None = None,
     ) -> None:
-        self._channel = channel
-        self._collectives = collectives
-        self._stage, num_stages = collectives.stage, len(channel.ranks)
-        self._say = say if collectives.is_planner else lambda text: None
+        self._collectives, stage, num_stages = collectives, collectives.stage, len(channel.ranks)
+        say = say if collectives.is_planner else lambda text: None
         self.state = SessionState(wishes=options.power_budget)
-        memory = memory or device_memory()
-        self.memory = JobMemory(memory, self._stage, collectives, self._say)
+        device = memory or device_memory()
 
         def check_memory() -> None:
             reads_files = collectives.is_planner or options.profile is None
             if options.plan is None and reads_files:
-                check_memory_is_known(options.request(), options.profile, memory)
+                check_memory_is_known(options.request(), options.profile, device)
 
         # What can fail comes before the GPU is held: nobody could close a session that is not made.
         collectives.everywhere(check_memory)
-        self._folder = JobFolder(options.output, collectives)
-        #: Where the job's files are: elsewhere than asked for where another live job writes.
-        self.output_dir = self._folder.path
-        #: Global rank of each stage of this rank's pipeline.
-        self.pipeline_ranks = channel.ranks
+        folder = JobFolder(options.output, collectives)
         self._agent = None
         self._timeline = TimelineLog(None, {})  # for a clock that is looked at before it has one
         #: What `close` calls once the clock is back, the last first.
-        self._parts = contextlib.ExitStack()
-        self._parts.callback(self._folder.close)
+        self._closing = contextlib.ExitStack()
+        self._closing.callback(folder.close)
         control = None
-        if (path := self._folder.path) is not None:
-            control = ControlFile(path, options.power_budget, reads=collectives.is_planner)
-            self._parts.callback(control.close)
+        if folder.path is not None and collectives.is_planner:
+            control = ControlFile(folder.path, options.power_budget)
+            self._closing.callback(control.close)
         with contextlib.ExitStack() as half_made:
-            half_made.push(self._parts)
+            half_made.push(self._closing)
 
             def make_clock(gpu: Gpu) -> RankClock:
                 return RankClock(gpu, options.min_dwell_s, on_sample=self._see_clock)
 
             #: `refused` says why control was given up when the GPUs were to be held, if it was.
-            self.clock, self._gpu, self.refused = hold_everywhere(
+            self.clock, gpu, self.refused = hold_everywhere(
                 gpu, collectives, make_clock, required=options.require_control
             )
             half_made.callback(self.clock.close)
-            gpu = self._gpu
             self._controlled = collectives.on_all(not gpu.read_only)
             #: What the job does, where it was asked for more than it may too.
             self.options = options if self._controlled else options.without_control()
-            #: Whether the job keeps the framework's order at baseline clocks, from begin to end.
-            self.only_measures = self.options.measures_alone()
             if self._controlled or self.options.closed_loop:
-                self._folder.resume(self.options, num_stages, gpu)
-                found = self._folder.found
-                if found.phases_done:
-                    done = ", ".join(found.phases_done)
-                    self._say(f"resumed: {done} of the job started {found.starts[0]} are done")
+                folder.resume(self.options, num_stages, gpu)
+                if folder.found.phases_done:
+                    done = ", ".join(folder.found.phases_done)
+                    say(f"resumed: {done} of the job started {folder.found.starts[0]} are done")
             if not self._controlled:
                 note = f"A GPU is opened for reading only: {self.options.order_in_words(options)}"
                 self.state.notes = (note, *([self.refused] if self.refused else []))
             self._labels: dict[str, object] = {
-                **self._folder.run_label(options.labels),
-                "node": self._folder.node,
+                **folder.run_label(options.labels),
+                "node": folder.node,
                 "gpu": gpu.name,
                 "gpu_uid": gpu.address.uid,
                 "clock_backend": gpu.address.backend,
-                "rank": channel.ranks[self._stage],
+                "rank": channel.ranks[stage],
                 "num_ranks": num_stages * collectives.num_replicas,
-                "stage": self._stage,
+                "stage": stage,
             }
             about = None if control is None else control.about()
             self._agent = connect_to_agent(gpu, self._labels, collectives, about)
             if self._agent is not None:
                 self._labels["node"] = self._agent.node  # the agent's lines use this name
-            append = partial(self._folder.append, "timeline", most=_MOST_LINES)
-            self._timeline = TimelineLog(append if self._folder.path else None, self._labels)
-            self._parts.callback(self._timeline.close)
+            append = partial(folder.append, "timeline", most=_MOST_LINES)
+            self._timeline = TimelineLog(append if folder.path else None, self._labels)
+            self._closing.callback(self._timeline.close)
             if self._agent is not None:  # its bill waits for no disk
-                self._parts.callback(self._agent.close)
+                self._closing.callback(self._agent.close)
             self._request = self.clock.request if self._controlled else _unheard
             self.executor = make_executor(self.clock.wait_idle)
-            self.meter = EnergyMeter(gpu)
-            self._parts.callback(self.meter.close)
+            meter = EnergyMeter(gpu)
+            self._closing.callback(meter.close)
             half_made.pop_all()
-        has_agent, own_log = self._agent is not None, partial(self._folder.append, own_log_name())
+        has_agent, own_log = self._agent is not None, partial(folder.append, own_log_name())
         log_window = self._agent.window if self._agent else own_log
-        self.energy_log = EnergyLog(self.meter, log_window, self._labels, with_counter=has_agent)
-        self._energy = TrainingEnergy(
-            self.meter,
-            self.energy_log,
+        #: The bill of this rank's GPU.
+        self.energy = TrainingEnergy(
+            meter,
+            EnergyLog(meter, log_window, self._labels, with_counter=has_agent),
             self.executor.now_s,
             collectives,
-            self._folder.found.baselines,
+            folder.found.baselines,
             self.describe_job,
-            compares=not self.only_measures,
+            compares=not self.options.measures_alone(),
         )
-        self._parts.callback(self._energy.close)
+        self._closing.callback(self.energy.close)
         #: This rank's, in order; `latest` waits for the last unit.
-        self.iterations = Iterations(self._stage, self.executor, self._energy, self._timeline)
-        self._parts.callback(self.iterations.end)
-        self._parts.callback(self.executor.idle, METER_MARGIN_S)
-        self._parts.callback(self._say_last)
-        self._batches = Batches(
-            PhaseParts(
-                options=self.options,
-                state=self.state,
-                folder=self._folder,
-                stage=self._stage,
-                num_stages=num_stages,
-                gpu=gpu,
-                channel=channel,
-                executor=self.executor,
-                clock=self.clock,
-                meter=self.meter,
-                energy=self._energy,
-                collectives=collectives,
-                memory=self.memory,
-                say=self._say,
-                control=control,
-                background=lambda: self._parts.enter_context(contextlib.closing(Background())),
-            ),
-            self.describe_job,
+        self.iterations = Iterations(stage, self.executor, self.energy, self._timeline)
+        self._closing.callback(self.iterations.end)
+        self._closing.callback(self.executor.idle, METER_MARGIN_S)
+        self._closing.callback(self._say_last)
+        #: What the phases work with.
+        self.parts = PhaseParts(
+            options=self.options,
+            state=self.state,
+            folder=folder,
+            stage=stage,
+            num_stages=num_stages,
+            gpu=gpu,
+            channel=channel,
+            executor=self.executor,
+            clock=self.clock,
+            meter=meter,
+            energy=self.energy,
+            collectives=collectives,
+            memory=JobMemory(device, stage, collectives, say),
+            say=say,
+            control=control,
+            background=lambda: self._closing.enter_context(contextlib.closing(Background())),
         )
+        self._batches = Batches(self.parts, self.describe_job)
         #: The iteration that has not ended.
         self._running: StageRun | None = None
         self._step_begun = False
         self._pid = os.getpid()
         self._last_run: StageRun | None = None
-        self._top_mhz = max(self._gpu.supported_frequencies_mhz)
         #: The lowest clock of any unit since `slowest_share`.
-        self._lowest_mhz = self._top_mhz
+        self._lowest_mhz = self.parts.top_mhz
 
     @property
     def executed(self) -> list[str]:
@@ -217,7 +202,7 @@ class Session:
         self.close_iteration()
         self.state.iteration = self.state.iteration + 1 if iteration is None else iteration
         self._step_begun = True
-        self._energy.begin_step()
+        self.energy.begin_step()
 
     def run_iteration(
         self,
@@ -244,10 +229,10 @@ class Session:
             ChannelError: a neighbour is gone or silent.
         """
         in_step = self._step_begun
-        run = self._open(num_microbatches, specs, None, self._channel, full_batch=full_batch)
+        run = self._open(num_microbatches, specs, None, self.parts.channel, full_batch=full_batch)
         schedule = run.order.schedule
         work = make_work(schedule)
-        execute(schedule, self._stage, work, run, self.memory.begin_units())
+        execute(schedule, self.parts.stage, work, run, self.parts.memory.begin_units())
         self._units_ended()
         self._running = run
         if not in_step:
@@ -263,7 +248,7 @@ class Session:
         self.state.whole = why
         note = f"Backwards stay whole: {why}"
         self.state.notes += (note,)
-        self._say(note)
+        self.parts.say(note)
 
     def rehearse(
         self, order: Schedule, specs: StageSpecs, make_work: Callable[[Schedule], StageWork]
@@ -272,10 +257,10 @@ class Session:
 
         Raises ChannelError if a neighbour is gone or silent.
         """
-        at_top = constant_order(Phase.WARMUP, order, self._top_mhz, self._top_mhz)
+        at_top = constant_order(Phase.WARMUP, order, self.parts.top_mhz)
         self.iterations.catch_up()
-        run = StageRun(at_top, self._stage, self.executor, _unheard, self._channel, specs)
-        execute(order, self._stage, make_work(order), run)
+        run = StageRun(at_top, self.parts.stage, self.executor, _unheard, self.parts.channel, specs)
+        execute(order, self.parts.stage, make_work(order), run)
         _ = run.end().end_s  # waits for the last unit
 
     def open_iteration(
@@ -298,7 +283,7 @@ class Session:
         run = self._open(count, specs, own_order, None, full_batch=full_batch)
         run.all_ended = self.iterations.catch_up
         if self.options.reorders:
-            run.unit_ended, run.all_ended = self.memory.begin_units(), self._units_ended
+            run.unit_ended, run.all_ended = self.parts.memory.begin_units(), self._units_ended
         run.begin()
         self._running = run
         return run
@@ -324,7 +309,7 @@ class Session:
         self._batches.unfinished = False
 
     def _units_ended(self) -> None:
-        self.memory.units_ended()
+        self.parts.memory.units_ended()
         self.iterations.catch_up()
 
     def describe_job(self, facts: Mapping[str, Any]) -> None:
@@ -353,7 +338,7 @@ class Session:
         self.close_iteration()
         if self._step_begun:  # the framework may be ahead of an iteration that is held back
             self.iterations.catch_up()
-        self._energy.end_step(self.state.iteration)
+        self.energy.end_step(self.state.iteration)
         self._step_begun = False
 
     def pause(self) -> None:
@@ -363,13 +348,13 @@ class Session:
         """
         self.close_iteration()
         self.iterations.nothing_follows()
-        self._energy.pause()
+        self.energy.pause()
         self.highest_clock()
         self.clock.confirm()
 
     def highest_clock(self) -> None:
         """Ask for it: what follows is no iteration that is planned for."""
-        self._request(self._top_mhz, None)
+        self._request(self.parts.top_mhz, None)
 
     def slowest_share(self) -> float:
         """Return the lowest clock of a unit since the last call, as a share of the highest.
@@ -377,29 +362,9 @@ class Session:
         Of all GPUs of the job; 1 where no clock is set.
         """
         last, lowest_mhz = self._last_run, self._lowest_mhz
-        self._lowest_mhz = self._top_mhz if last is None else last.order.slowest_mhz
-        sets = self._controlled and self._gpu.changes_clock
-        return lowest_mhz / self._top_mhz if sets else 1.0
-
-    def lap(self) -> IntervalEnergy:
-        """Return what training took on this GPU since the last lap; waits for the last unit."""
-        self.iterations.catch_up()
-        return self._energy.lap()
-
-    def gather(self, interval: IntervalEnergy) -> IntervalEnergy | None:
-        """An interval over all GPUs of the job; every rank calls it after the same iteration.
-
-        None if a rank has no step in its interval.
-        """
-        return self._energy.gather(interval)
-
-    def energy_sums(self) -> dict[str, EnergySums]:
-        """Sums of what this rank's GPU took, by phase; complete once the session is closed."""
-        return self._energy.sums()
-
-    def clock_summary(self) -> dict[str, Any]:
-        """How this rank's clock was controlled and whether it followed; see `RankClock.summary`."""
-        return self.clock.summary()
+        self._lowest_mhz = self.parts.top_mhz if last is None else last.order.slowest_mhz
+        sets = self._controlled and self.parts.gpu.changes_clock
+        return lowest_mhz / self.parts.top_mhz if sets else 1.0
 
     def summary(self) -> dict[str, Any]:
         """The job so far, as this rank knows it; complete once the session is closed.
@@ -410,14 +375,14 @@ class Session:
         state = self.state
         return {
             "rank": self._labels["rank"],
-            "stage": self._stage,
+            "stage": self.parts.stage,
             "phase": state.phase.value,
             "iteration": state.iteration,
-            "notes": [*self._folder.notes, *state.notes],
-            **self._energy.summary(),
+            "notes": [*self.parts.folder.notes, *state.notes],
+            **self.energy.summary(),
             "reconfigure": {"steps": state.reconfigure_steps, "ended": state.reconfigure_ended},
             "power": state.power,
-            "clocks": self.clock_summary(),
+            "clocks": self.clock.summary(),
         }
 
     def close(self) -> None:
@@ -425,22 +390,22 @@ class Session:
 
         An iteration that the device has not ended is left out: peers may be gone, so nothing is
         waited for.
-        `clocks.jsonl` gets the rank's `clock_summary`. In a forked child, nothing happens.
+        `clocks.jsonl` gets the summary of the rank's clock. In a forked child, nothing happens.
         """
         if os.getpid() != self._pid:
             return
-        with self._parts:  # all of them, whatever fails, but once
+        with self._closing:  # all of them, whatever fails, but once
             # The second time too: a signal may have interrupted the first one.
             self.clock.close()
 
     def _say_last(self) -> None:
         if self.state.power is not None:  # the bill heard of it a while ago
             self.describe_job({"power": self.state.power})
-        summary = self.clock_summary()
+        summary = self.clock.summary()
         followed = summary["followed"]
         if followed and followed["warning"]:
             logger.warning("%s", followed["warning"])
-        self._folder.append("clocks", {**self._labels, **summary})
+        self.parts.folder.append("clocks", {**self._labels, **summary})
 
     def _open(
         self,
@@ -465,7 +430,7 @@ class Session:
         like = None
         if channel is None and order.parking is None and not self.clock.waits:
             like = self.iterations.like(order)
-        run = StageRun(order, self._stage, self.executor, self._request, channel, specs, like)
+        run = StageRun(order, self.parts.stage, self.executor, self._request, channel, specs, like)
         self._last_run = run
         self._lowest_mhz = min(self._lowest_mhz, order.slowest_mhz)
         self._request(run.frequencies_mhz[0], None)

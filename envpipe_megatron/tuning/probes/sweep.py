@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -43,25 +43,16 @@ class SweepError(EnvPipeError):
 
 @dataclass(frozen=True)
 class ProfilerSettings:
-    """How long to stay at each clock; SweepError if that is no iteration.
+    """How long to stay at each clock, behind an iteration in which it settles.
 
     Args:
-        settle_iterations: run and not measured after each change of clocks, one at least.
-        measured_iterations: measured then, at least.
+        measured_iterations: measured then, at least; one or more.
         min_window_s: iterations are added until they last so long: ten refreshes of a counter that
             refreshes every 100 ms.
     """
 
-    settle_iterations: int = 1
-    measured_iterations: int = 5
-    min_window_s: float = 1.0
-
-    def __post_init__(self) -> None:
-        if min(self.settle_iterations, self.measured_iterations) < 1:
-            raise SweepError(
-                "A clock needs at least one iteration to settle and one to be measured",
-                value=(self.settle_iterations, self.measured_iterations),
-            )
+    measured_iterations: int
+    min_window_s: float
 
     def count(self, iteration_s: float) -> int:
         """Return how many iterations of such a length are measured."""
@@ -76,7 +67,7 @@ def sweep_probe(own: Schedule, store: Store, settings: ProfilerSettings) -> Iter
     def look(clocks_mhz: IntArray, what: str) -> Look:
         count = settings.count(store.iteration_s(own, clocks_mhz))
         clocked = Clocked(own, clocks_mhz)
-        return Look(clocked, count, f"profile: {what}", settings.settle_iterations)
+        return Look(clocked, count, f"profile: {what}", settle=1)
 
     def look_at(name: str, kinds: Sequence[Kind], clock_mhz: int) -> Look:
         places = [store.kinds.index(kind) for kind in kinds]
@@ -123,8 +114,7 @@ def measured_profile(
         for longer in _LONGER:
             # Waiting for the counter, so that what it has seen of a short window is there.
             count = longer * look.iterations
-            command = commands.for_all(Phase.PROFILE, look.clocked, count, look.settle)
-            window = yield replace(command, metered=True)
+            window = yield commands.metered(Phase.PROFILE, look.clocked, count, look.settle)
             if all(report.metered for report in window.stages):
                 break
         _check(window)

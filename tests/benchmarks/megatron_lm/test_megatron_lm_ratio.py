@@ -31,7 +31,7 @@ from benchmarks.megatron_lm.running import entry, rest
 from benchmarks.megatron_lm.running.jobs import State
 from benchmarks.megatron_lm.running.rest import RESTING
 from benchmarks.megatron_lm.running.turns import Block
-from envpipe_megatron.integrations.megatron.kept import KeptOrder
+from envpipe_megatron.integrations.megatron.hooked import HookedForwardBackward
 from envpipe_megatron.integrations.torch_pipelining import AttachedPipeline
 from envpipe_megatron.runtime.clocks.watch import ClockWatch
 from envpipe_megatron.runtime.energy.meter import EnergyMeter
@@ -162,7 +162,7 @@ def calls(monkeypatch):
         (Session, "pause"),
         (EnergyMeter, "_sample"),
         (ClockWatch, "sample"),
-        (KeptOrder, "__call__"),
+        (HookedForwardBackward, "__call__"),
         (AttachedPipeline, "_step"),
         (AttachedPipeline, "pause"),
     ):
@@ -184,8 +184,9 @@ def test_megatron_is_alone_while_envpipe_rests(calls, own_s):
     turns, session = Turns(), object.__new__(Session)
     told: list[object] = []
     process = SimpleNamespace(send_signal=told.append)
-    session.meter = SimpleNamespace(_reader=SimpleNamespace(_process=process))
-    order = object.__new__(KeptOrder)
+    meter = SimpleNamespace(_reader=SimpleNamespace(_process=process))
+    session.parts = SimpleNamespace(meter=meter)  # type: ignore[assignment]
+    order = object.__new__(HookedForwardBackward)
     order._framework_function = lambda **given: calls.append(given)
     between = rest.let_megatron_rest(
         lambda: rest.rests_in(turns.turn), lambda: rest.rests_in(turns.next_turn)
@@ -195,7 +196,7 @@ def test_megatron_is_alone_while_envpipe_rests(calls, own_s):
         calls.clear()
         session.begin_step(number)
         turns.begun += 1
-        KeptOrder.__call__(order, number=number)
+        HookedForwardBackward.__call__(order, number=number)
         if number == 0:
             sys.setswitchinterval(own_s)
         intervals_s.append(sys.getswitchinterval())

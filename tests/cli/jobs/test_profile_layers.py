@@ -188,4 +188,4 @@ def test_sizes_are_for_layers(tmp_path: Path) -> None:
     words = ["profile", "--output", str(tmp_path / "a.csv"), "--clocks", "1000", "--", "train.py"]
     result = run(*words)
     assert result.exit_code == 2
-    assert "for --layers alone" in result.output
+    assert "for --layers only" in result.output

@@ -149,7 +149,7 @@ def test_what_is_missing_is_named_and_nothing_fails_for_it(killed):
         assert f"Missing: {name}" in killed[0], name
     assert "summary.json: the job did not end in order" in killed[0]
     assert "1 torn or foreign lines" in killed[0]
-    assert "whole warm-up stands in" in (killed[1] / "summary.md").read_text()
+    assert "whole warm-up is taken" in (killed[1] / "summary.md").read_text()
 
 
 @pytest.mark.parametrize("exit_code", [0, 1])

@@ -122,7 +122,7 @@ def test_show_says_who_slows_which_gpu_for_people_and_for_machines(node, monkeyp
     dead_job_leaves(node.uuids[2])  # by `envpipe clocks reset`, which slows nothing
     document = json.loads(run_well("clocks", "show", "--json").stdout)
     schema = json.loads((ROOT / "docs/schemas/clocks.json").read_text())
-    page = (ROOT / "docs/operators.md").read_text()
+    page = (ROOT / "docs/do/operators.md").read_text()
     shown = re.findall(r"clocks show --json.*\n(\{(?:\n .*)*\n\})\n", page)
     for fits in (document, *map(json.loads, shown)):
         Draft202012Validator(schema).validate(fits)

@@ -97,7 +97,7 @@ def test_good_packages(packages):
     assert_check(found["DeepSpeed"], True, "0.19.8")
     assert_check(found["nvidia-ml-py"], True, "13.580")
     assert_check(found["cuda-bindings"], True, "13.0.3")
-    assert_check(found["watchers"], True, "nvidia-resiliency-ext 0.4.1", "docs/operators.md")
+    assert_check(found["watchers"], True, "nvidia-resiliency-ext 0.4.1", "docs/do/operators.md")
 
 
 def test_packages_that_will_not_do(packages):
@@ -273,7 +273,7 @@ def test_a_wrong_site_configuration_is_named_and_the_rest_goes_on(node, monkeypa
     site.chmod(0o644)
     monkeypatch.setenv("ENVPIPE_SITE_CONFIG", str(site))
     found = look()
-    assert_check(found["site configuration"], False, str(site), "gpu_control.backend")
+    assert_check(found["site configuration"], False, str(site), "gpu_control: unknown field")
     assert "back end nvml" not in found
     assert_check(found["no leases of dead jobs"], True)
     site.write_text('format = "envpipe-site/1"\n[gpu_control]\nbackends = ["zeusd"]\n')

@@ -91,11 +91,12 @@ def test_a_gpu_without_a_list_of_clocks_is_read_and_never_locked(node, monkeypat
         monkeypatch.setattr(pynvml, f"nvmlDeviceGet{name}", not_supported)
     uid = node.uuids[0]
     gpu = open_gpu(GpuAddress("none", uid))
-    highest = gpu.observed_frequency_mhz if "MaxClockInfo" in lacks else 1980
+    now_mhz = gpu.clock_state().observed_mhz
+    highest = now_mhz if "MaxClockInfo" in lacks else 1980
     assert gpu.supported_frequencies_mhz == (highest,)
     assert gpu.read_energy().energy_j > 0
     assert gpu.power_w > 0
-    assert gpu.clock_state() == ClockState(None, gpu.observed_frequency_mhz)
+    assert gpu.clock_state() == ClockState(None, now_mhz)
     for backend in ("nvml", "dry_run"):
         with pytest.raises(GpuNotSupportedError, match=f"lists no SM clocks.*{uid}"):
             open_gpu(GpuAddress(backend, uid))
@@ -109,7 +110,7 @@ def test_lock_and_reset(node):
     gpu = open_gpu(GpuAddress("nvml", node.uuids[1]))
     gpu.lock_frequency(1200)
     assert node.locked_mhz(node.uuids[1]) == (1200, 1200)
-    assert gpu.observed_frequency_mhz == 1200
+    assert gpu.clock_state().observed_mhz == 1200
     gpu.lock_frequency(900)
     gpu.reset_frequency()
     assert node.locked_mhz(node.uuids[1]) is None
@@ -243,7 +244,7 @@ def test_somebody_else_shuts_nvml_down(node):
     gpu = NvmlGpu(node.uuids[0])
     pynvml.nvmlShutdown()
     gpu.lock_frequency(1200)
-    assert gpu.observed_frequency_mhz == 1200
+    assert gpu.clock_state().observed_mhz == 1200
     assert _changes(node) == [(LOCK, node.uuids[0], (1200, 1200))]
 
 
@@ -253,6 +254,6 @@ def test_a_call_does_not_hold_up_the_interpreter(node):
     gpu_thread = threading.Thread(target=NvmlGpu, args=(node.uuids[0],))
     gpu_thread.start()
     while gpu_thread.is_alive():
-        assert other.observed_frequency_mhz == 1410
+        assert other.clock_state().observed_mhz == 1410
     pids_and_uuids = [call.uuid for call in node.history() if call.function.endswith("ClockInfo")]
     assert len(pids_and_uuids) > 10

@@ -31,8 +31,9 @@ def daemon(tmp_path):
 
 
 def gpu_of(daemon, pci_address="00000000:41:00.0", time_limit_s=30.0):
-    zeusd = Zeusd(daemon.path, time_limit_s)
-    return ZeusdGpu(PlainReader(), pci_address, zeusd)
+    gpu = ZeusdGpu(PlainReader(UUID, pci_address), SiteConfig(zeusd_socket=daemon.path))
+    gpu._zeusd._time_limit_s = time_limit_s  # the host may be busy
+    return gpu
 
 
 def locked(mhz, gpu_id=1):
@@ -199,7 +200,7 @@ def test_an_answer_that_comes_too_late(daemon):
     with pytest.raises(GpuError, match=r"within 0\.2 s.*may still take effect"):
         gpu.lock_frequency(1380)
     daemon.wait_for.set()
-    gpu._zeusd._time_limit_s = 30.0  # the host may be busy
+    gpu._zeusd._time_limit_s = 30.0
     gpu.lock_frequency(1200)
     assert locked(1200) in daemon.changes
 
@@ -227,8 +228,8 @@ def test_what_is_no_zeusd_is_told_apart(daemon, answer, said):
 
 
 def test_threads_do_not_mix_answers(daemon):
-    gpus = [gpu_of(daemon)]
-    gpus.append(ZeusdGpu(PlainReader(), "0000:01:00.0", gpus[0]._zeusd))
+    gpus = [gpu_of(daemon), gpu_of(daemon, "0000:01:00.0")]
+    gpus[1]._zeusd = gpus[0]._zeusd
     clocks = (1410, 1395, 1380, 1200) * 10
     with ThreadPoolExecutor(2) as pool:
         list(pool.map(lambda gpu: [gpu.lock_frequency(clock) for clock in clocks], gpus))

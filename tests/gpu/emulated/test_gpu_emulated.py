@@ -182,7 +182,7 @@ def test_reader_in_a_sleep_does_not_see_the_future(gpu):
         assert reader.time_s() == pytest.approx(time_s)
         assert reader.read_energy() == reading
         assert reader.power_w == power_w
-        assert reader.observed_frequency_mhz == clock_mhz
+        assert reader.clock_state().observed_mhz == clock_mhz
     gpu.anchor(None)
     assert reader.time_s() == 3.5
     assert reader.power_w == 200.0

@@ -90,17 +90,17 @@ def test_the_runtime_folder_is_the_users_alone(tmp_path, monkeypatch):
     assert (folder, folder.stat().st_mode & 0o777) == (tmp_path / "envpipe", 0o700)
     for mode in (0o701, 0o710, 0o740):
         folder.chmod(mode)
-        with pytest.raises(GuardError, match="not this user's alone"):
+        with pytest.raises(GuardError, match="not only this user's"):
             runtime_folder()
     if os.geteuid() == 0:
         folder.chmod(0o700)
         os.chown(folder, 12345, 12345)
-        with pytest.raises(GuardError, match="not this user's alone"):
+        with pytest.raises(GuardError, match="not only this user's"):
             runtime_folder()
     folder.rmdir()
     (tmp_path / "elsewhere").mkdir(mode=0o700)
     folder.symlink_to(tmp_path / "elsewhere")
-    with pytest.raises(GuardError, match="not this user's alone"):
+    with pytest.raises(GuardError, match="not only this user's"):
         runtime_folder()
 
 

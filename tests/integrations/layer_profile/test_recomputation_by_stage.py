@@ -42,7 +42,7 @@ def test_each_stage_is_told_what_it_recomputes():
         ("full:x,none", None, "is wrong"),
         ("none:1,none", None, "is wrong"),
         ("none", None, "what 1 stages recompute"),
-        ("none,none", "full", "goes with no --recompute-granularity"),
+        ("none,none", "full", "cannot be combined with --recompute-granularity"),
     ],
 )
 def test_what_cannot_be_is_refused(text, granularity, message):

@@ -163,7 +163,7 @@ class FastJob(Job):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         plain_stages.run_fast(self.session)
-        own = kwargs["placement"].own_order
+        own = kwargs["placement"].framework_order
         if self.collectives.stage == 0 and own is not None and own.num_chunks == 1:
             times_s: dict[Kind, float] = self.session.executor._time_at_max_s  # type: ignore[attr-defined]
             times_s[Kind.WEIGHT_GRADIENT] = times_s[Kind.BACKWARD]
@@ -241,7 +241,7 @@ def turning(turns: Sequence[tuple[Schedule, int]], job: Any, *rest: Any) -> Run[
     """Run orders as a test lists them, again and again, in place of what measurements tell."""
     top_mhz = max(job.gpu.supported_frequencies_mhz)
     for order, times in cycle(turns):
-        at_top = constant_order(Phase.STEADY, order, top_mhz, top_mhz)
+        at_top = constant_order(Phase.STEADY, order, top_mhz)
         clocked = Clocked(order, at_top.frequency_mhz)
         yield Command(Phase.STEADY, times, orders=(clocked,), note=f"turns to {order.name}")
 
@@ -275,7 +275,7 @@ def attach_again(rank: int, case: Case, root: Path) -> tuple[str, list[str]]:
 def run_orders(rank: int, case: Case, tables: Sequence[Schedule]) -> list[list[bytes]]:
     """The bits of losses and gradients of a step in torch's own order, and in each of others."""
     schedule, layers = make(case, rank, dist.get_world_size())
-    runner = orders.Runner(schedule, orders.own_order(schedule))
+    runner = orders.Runner(schedule, orders.torch_order(schedule))
     mine, last = case.virtual(rank, dist.get_world_size()), dist.get_world_size() * case.chunks - 1
     data = torch.randn(
         2, case.microbatches * MICROBATCH, WIDTH, generator=torch.Generator().manual_seed(5)
@@ -283,7 +283,7 @@ def run_orders(rank: int, case: Case, tables: Sequence[Schedule]) -> list[list[b
     inputs, target = [data[0]] if 0 in mine else [], data[1] if last in mine else None
     weights = [weight for module in layers.values() for weight in module.parameters()]
     found = []
-    for order in (orders.own_order(schedule), *tables):
+    for order in (orders.torch_order(schedule), *tables):
         losses: list[torch.Tensor] = []
         for weight in weights:
             weight.grad = None
@@ -391,7 +391,7 @@ def _train(rank: int, case: Case, root: Path | None, preset: str) -> dict[str, A
             "predicted": None if plan is None else (plan.cost, plan.baseline.cost),
             "clocks": None if plan is None else sorted(set(plan.frequency_mhz.ravel().tolist())),
             "summary": session.summary(),
-            "energy": session.energy_sums(),
+            "energy": session.energy.sums(),
         }
     return found
 

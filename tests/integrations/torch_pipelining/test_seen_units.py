@@ -10,9 +10,9 @@ import torch
 from torch.distributed.pipelining import Schedule1F1B
 
 from envpipe_megatron.core.orders import builders
-from envpipe_megatron.integrations.framework_units import Recorded
+from envpipe_megatron.integrations.framework_units import UnitRecorder
 from envpipe_megatron.integrations.levels import Level
-from envpipe_megatron.integrations.torch_pipelining.orders import own_order
+from envpipe_megatron.integrations.torch_pipelining.orders import torch_order
 from envpipe_megatron.integrations.torch_pipelining.units import (
     BUFFERS_BY_BACKWARDS,
     DRAWN_BY_BACKWARDS,
@@ -66,19 +66,19 @@ def run_again(stage):
 def test_what_the_order_of_units_may_change_is_seen(forward, backward, seen):
     stage: Any = Stage(forward, backward)
     units = Units([stage], split=False)
-    units.reporter, units.seen = Recorded(), set()
+    units.reporter, units.seen = UnitRecorder(), set()
     stage.forward_one_chunk(0)
     stage.backward_one_chunk(0)
     assert units.seen == seen
     order = builders.interleaved(2, 4, 2)
-    limits = limits_seen(order, [stage], as_told=True, seen=seen)
+    limits = limits_seen(order, [stage], in_order=True, seen=seen)
     assert [limit.highest for limit in limits] == [Level.UNITS] * len(seen)
 
 
 def test_an_object_gets_its_own_function_back():
     stage, schedule = Stage(), SimpleNamespace(step=print, _maybe_compute_loss=max)
     units = Units([stage], split=False)
-    units.hear_losses_of(schedule)
+    units.report_losses_of(schedule)
     units.replace(schedule, "step", min)
     assert (schedule.step, vars(stage).keys() >= {"forward_one_chunk"}) == (min, True)
     units.release()
@@ -98,11 +98,11 @@ def test_a_schedule_with_a_function_of_its_own_keeps_its_order(name):
     of_class = object.__new__(type("OnesOwn", (Schedule1F1B,), {name: print}))
     for schedule in (of_object, of_class):
         (limit,) = limits_of(schedule, order, "", [stage])
-        assert (limit.highest, limit.feature) == (Level.UNITS, f"{name} of one's own")
+        assert (limit.highest, limit.feature) == (Level.UNITS, f"{name} of the user's")
 
 
 def test_a_class_of_ones_own_has_the_order_of_torchs_class_below_it():
     schedule = object.__new__(type("OnesOwn", (Schedule1F1B,), {}))
     schedule._stage = SimpleNamespace(stage_index=1, num_stages=2)
     schedule._n_microbatches = 4
-    assert own_order(schedule).stages == builders.one_f_one_b(2, 4).stages
+    assert torch_order(schedule).stages == builders.one_f_one_b(2, 4).stages

@@ -24,7 +24,7 @@ from watcher_ranks import MICROBATCHES, STAGES, TIMES_S
 from envpipe_megatron.core.conditions import Conditions
 from envpipe_megatron.core.orders import builders
 from envpipe_megatron.core.plan import Plan
-from envpipe_megatron.integrations.levels import Level, decide
+from envpipe_megatron.integrations.levels import Level, decide, limits_of_arguments
 from envpipe_megatron.integrations.megatron.limits import LIMITS
 from envpipe_megatron.integrations.watchers import BETWEEN_STEPS, between_steps
 
@@ -88,7 +88,7 @@ def test_megatrons_detector_of_stragglers_has_one_clock_to_compare(
     ranks: RankPool, root: Path
 ) -> None:
     asked = {"pipeline_model_parallel_size": STAGES, "log_straggler": True}
-    level = decide(SimpleNamespace(**asked), LIMITS).level  # type: ignore[arg-type]
+    level = decide(limits_of_arguments(SimpleNamespace(**asked), LIMITS)).level  # type: ignore[arg-type]
     before, *_ = ranks.run(watcher_ranks.report_stragglers, root, newest(), Level.ORDER)
     assert before["MnEtpt"] < 0.75 * before["MxEtpt"]
     assert before["MnClk"] < before["MxClk"]

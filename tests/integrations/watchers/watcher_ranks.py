@@ -105,7 +105,7 @@ class Torch:
 
         def clock_mhz() -> int:
             synchronize()
-            return gpu.observed_frequency_mhz
+            return gpu.clock_state().observed_mhz
 
         self.cuda = SimpleNamespace(
             Event=Event,

@@ -63,12 +63,12 @@ class Agent:
                 self.log.append(line_of(self.log.node, gpu, iteration))
 
     async def is_known(self) -> None:
-        assert await holds(self.uplink.knows_all), self.uplink.trouble
+        assert await holds(self.uplink.knows_all), self.uplink.failure
 
-    async def is_troubled(self) -> str:
-        while not self.uplink.trouble:
+    async def failure(self) -> str:
+        while not self.uplink.failure:
             await asyncio.sleep(0.001)
-        return self.uplink.trouble
+        return self.uplink.failure
 
     async def close(self) -> None:
         await self.uplink.close()

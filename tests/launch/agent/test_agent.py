@@ -392,7 +392,7 @@ def test_the_agent_of_rank_0_gets_the_jobs_bill_and_shows_it(nodes, monkeypatch)
     until(lambda: shown and shown[-1] > 0)
     assert b.finish(0, LONG_S) == []
     assert a.finish(0, LONG_S) == []
-    assert (b.bill, b.trouble, a.trouble) == (None, "", "")
+    assert (b.bill, b.why_incomplete, a.why_incomplete) == (None, "", "")
     assert a.bill is not None
     assert a.bill.total() == bill(a, b).total()
     counted_j = nodes.counted_j(*(rank.gpu for rank in ranks))
@@ -429,7 +429,7 @@ def test_a_node_that_does_not_end_is_named_and_the_bill_that_is_shown_stays(node
     ranks[1].train(0)
     ranks[1].bye()
     b.finish(0, 0.05)
-    assert b.trouble
+    assert b.why_incomplete
     assert kinds(b)[-1] == "ended"
     assert b.ledgers()[0].energy_j == pytest.approx(nodes.counted_j(ranks[1].gpu), rel=1e-12)
     assert a.bill.total() == shown

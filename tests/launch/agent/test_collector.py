@@ -117,7 +117,7 @@ async def test_two_agents_of_one_name_are_not_mixed_up(tmp_path):
         one.uplink.send_to(endpoint)
         await one.is_known()
         other.uplink.send_to(endpoint)
-        trouble = await other.is_troubled()
+        trouble = await other.failure()
         assert "another agent calls its node a, too" in trouble
         assert "--node-name" in trouble
         one.append(0, 3)
@@ -125,7 +125,7 @@ async def test_two_agents_of_one_name_are_not_mixed_up(tmp_path):
         assert_is_the_files_bill(collector.bill, one)
         await one.uplink.close()  # it was this node after all, whose disk was replaced
         await other.is_known()
-        assert other.uplink.trouble == ""
+        assert other.uplink.failure == ""
 
 
 @pytest.mark.parametrize("token", ["", "wrong", "é", None, 5])
@@ -134,7 +134,7 @@ async def test_another_jobs_agent_is_refused(tmp_path, token):
     async with collecting() as collector, agents(tmp_path, "a") as (agent,):
         endpoint = await collector.start("localhost")
         agent.uplink.send_to({**endpoint, "token": token})
-        trouble = await agent.is_troubled()
+        trouble = await agent.failure()
         assert trouble in ("another job's collector is here", "the collector hung up")
         assert collector.bill.nodes == {}
 
@@ -189,4 +189,4 @@ async def test_closing_hangs_up_on_everybody(tmp_path):
         assert not collector._connections
         nodes[0].append(0)
         assert not await holds(nodes[0].uplink.knows_all, SHORT_S)
-        assert nodes[0].uplink.trouble
+        assert nodes[0].uplink.failure

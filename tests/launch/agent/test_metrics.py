@@ -23,9 +23,8 @@ from envpipe_megatron.gpu.base import GpuAddress, GpuError
 from envpipe_megatron.gpu.devices import open_gpu
 from envpipe_megatron.gpu.guard.lease import Lease, list_leases
 from envpipe_megatron.gpu.guard.messages import ProcessIdentity
-from envpipe_megatron.launch.agent.control import with_control
 from envpipe_megatron.launch.agent.ledger import GpuLedger
-from envpipe_megatron.launch.agent.prometheus import FAMILIES, serve_metrics
+from envpipe_megatron.launch.agent.prometheus import FAMILIES, serve_metrics, with_control
 from envpipe_megatron.launch.bill.bill import Bill
 from envpipe_megatron.launch.bill.report import Tariff
 from envpipe_megatron.launch.node import NodeSettings

@@ -159,13 +159,13 @@ async def test_a_collector_that_is_there_only_later(tmp_path, monkeypatch, caplo
         while len(pauses_s) < 5:
             await sleep(0.001)
         assert pauses_s[:5] == [0.001, 0.002, 0.004, 0.004, 0.004]
-        assert agent.uplink.trouble
+        assert agent.uplink.failure
         pauses_s.clear()
         # As if it came up at the place that it was told to be at.
         agent.uplink._endpoint.update(await collector.start("127.0.0.1"))
         await agent.is_known()
         pauses_s.clear()
-        assert agent.uplink.trouble == ""
+        assert agent.uplink.failure == ""
         assert caplog.text.count("will try again") == 1
         for task in collector._connections:
             task.cancel()
@@ -235,7 +235,7 @@ async def test_a_collector_that_is_silent_or_talks_nonsense_is_tried_again(
         agent.uplink.send_to(nowhere)
         for _ in range(2):
             await connections.get()
-        trouble = await agent.is_troubled()
+        trouble = await agent.failure()
         assert (trouble == "no answer within 0.05 s") is (answer is None)
         assert not agent.uplink._task.done()
         monkeypatch.setattr(collector_module, "_ANSWER_S", LONG_S)

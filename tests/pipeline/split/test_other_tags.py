@@ -9,13 +9,13 @@ import pytest
 from checkouts import TAGS, checkout_of
 from on_request import on_request
 
-from envpipe_megatron.patching import probe
+from envpipe_megatron.patching import liveness
 
 RANDOM_ORDERS = Path(__file__).parent / "test_random_orders.py"
 #: What Megatron-LM imports unasked: Triton, and a decorator of Python 3.12.
 STAND_INS = f"""
 import runpy, typing
-runpy.run_path({probe.__file__!r})["StandIns"]({{"megatron"}})
+runpy.run_path({liveness.__file__!r})["StandIns"]({{"megatron"}})
 if not hasattr(typing, "override"):
     import typing_extensions
     typing.override = typing_extensions.override

@@ -16,7 +16,7 @@ from envpipe_megatron.core.plan import Plan, max_frequencies
 from envpipe_megatron.core.profile import make_profile, read_profile
 from envpipe_megatron.core.profile_rows import ProfileRow
 from envpipe_megatron.policies.clock_changes.clock_runs import shortest_dwell_s
-from envpipe_megatron.policies.clock_changes.run_search import _RunSearch
+from envpipe_megatron.policies.clock_changes.run_search import RunSearch
 from envpipe_megatron.policies.optimal.optimizer import Optimizer, all_maximum_s
 from envpipe_megatron.policies.planner import make_plan
 from envpipe_megatron.policies.request import PlanRequest
@@ -35,9 +35,7 @@ class Case:
         highest = max_frequencies(optimizer.schedule, optimizer.profile)
         plan = Plan("mine", optimizer.schedule, highest, optimizer.profile, conditions)
         relaxed = optimizer.relaxed(self.deadline_s)
-        self.search = _RunSearch(
-            plan, relaxed, powers_w, self.deadline_s, self.dwell_s, optimizer.plan
-        )
+        self.search = RunSearch(plan, relaxed, powers_w, self.deadline_s, self.dwell_s)
         self.table = self.search._table
 
     def any_plan(self):

@@ -69,5 +69,5 @@ def test_what_the_page_says_of_gpt3():
         assert plan.cost.slowdown_percent(plan.baseline.cost) <= 1e-6
         saved[schedule] = f"{plan.cost.saving_percent(plan.baseline.cost):.2f}"
     assert [*saved.values()] == ["18.11", "19.05"]
-    page = " ".join((Path(__file__).parents[3] / "docs" / "planner.md").read_text().split())
+    page = " ".join((Path(__file__).parents[3] / "docs" / "do" / "plan.md").read_text().split())
     assert "with 24 microbatches 19.05 % against 18.11 %" in page

@@ -79,6 +79,7 @@ def test_every_rank_has_the_same_of_all_others(pool, layout, fan_in):
         assert own["num_replicas"] == len(pipelines)
         assert [rank in pipeline and pipeline for pipeline in pipelines].count(own["in_pipeline"])
         assert own["sum"] == told[0]["sum"]  # to the last bit
+        assert told[0]["all"][stage_of[rank]][own["replica"]] == rank
         assert own["objects"] == [set(ranks) for ranks in stages]
         assert own["latest"] == 11.0
         assert own["on_all"] == [True, False]

@@ -217,7 +217,7 @@ def test_learns_of_changes_from_the_page(monkeypatch):
         page.count(DUE, page.ask(mhz))
         controller.serve()
 
-    page.end_change(1100, -math.inf)  # long ago
+    page.guard.set_mhz, page.guard.returned_s = 1100, -math.inf  # long ago
     watch.sample()
     gpu.driver.clear()
     changing = threading.Thread(target=change, args=(1000,))

@@ -112,10 +112,11 @@ def test_the_watch_looks_at_this_gpu_and_tells(guard, gpu, monkeypatch):
     monkeypatch.setattr(FakeGpu, "drives_hardware", True)
     seen = []
     clock = RankClock(gpu, guarded=True, on_sample=lambda time_s, state: seen.append(state))
-    guard.page.end_change(1200, -math.inf)  # requested in the guard
+    words = guard.page.guard
+    words.set_mhz, words.returned_s = 1200, -math.inf  # requested in the guard
     gpu.observed_mhz = 1200
     clock._watch.sample()
-    guard.page.begin_change(0.0)  # a call is under way
+    words.called_s = 0.0  # a call is under way
     clock._watch.sample()
     assert [state.requested_mhz for state in seen] == [1200, 1200]
     assert clock.summary()["followed"]["judged"] == 1

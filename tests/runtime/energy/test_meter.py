@@ -46,7 +46,7 @@ def test_windows_of_constant_pieces_are_exact(gpu, meter):
         wanted_j = np.interp(end_s, corners_s, energies_j) - np.interp(
             start_s, corners_s, energies_j
         )
-        assert meter.energy_j(start_s, end_s) == pytest.approx(wanted_j, abs=1e-9)
+        assert meter.window(start_s, end_s).energy_j == pytest.approx(wanted_j, abs=1e-9)
     meter.close()
 
 
@@ -54,9 +54,9 @@ def test_energy_before_the_meter_began_is_refused(gpu):
     gpu.now_s = 3.05
     meter = EnergyMeter(gpu, poll_s=3600)
     at(meter, gpu, 3.2)
-    assert meter.energy_j(3.0, 3.2) == pytest.approx(20)
+    assert meter.window(3.0, 3.2).energy_j == pytest.approx(20)
     with pytest.raises(MeterError, match="began before the meter"):
-        meter.energy_j(2.9, 3.2)
+        meter.window(2.9, 3.2)
     meter.close()
 
 
@@ -65,10 +65,10 @@ def test_old_samples_are_forgotten(gpu):
     for now_s in np.arange(0.1, 10.05, 0.1):
         at(meter, gpu, now_s)
         back_s = min(now_s, 2.8)  # and a refresh
-        assert meter.energy_j(now_s - back_s, now_s) == pytest.approx(100 * back_s)
+        assert meter.window(now_s - back_s, now_s).energy_j == pytest.approx(100 * back_s)
     assert len(meter._times_s) <= 39
     assert len(meter._energies_j) == len(meter._time_uncertainties_s) == len(meter._times_s)
-    assert meter.energy_j(9.0, 10.0) == pytest.approx(100)
+    assert meter.window(9.0, 10.0).energy_j == pytest.approx(100)
     meter.close()
 
 
@@ -95,7 +95,7 @@ def test_only_its_own_thread_reads(gpu, monkeypatch):
     for end_s in (0.3, 0.6, 0.9):
         gpu.now_s = end_s
         meter.catch_up()
-        assert meter.energy_j(end_s - 0.3, end_s) == pytest.approx(30)
+        assert meter.window(end_s - 0.3, end_s).energy_j == pytest.approx(30)
     meter.close()
     assert readers == {"envpipe-meter"}
 
@@ -113,7 +113,7 @@ def test_a_driver_that_hangs_holds_nobody_up_for_long(gpu, monkeypatch):
         meter.catch_up()
     assert threading.active_count() <= before + 2, "looks that hang are not piled up"
     with pytest.raises(MeterError, match="has not refreshed"):
-        meter.energy_j(0.0, 0.1)
+        meter.window(0.0, 0.1)
     answers.set()
     meter.catch_up()
     meter.close()
@@ -131,14 +131,14 @@ def test_a_counter_that_stands_still_is_not_extrapolated_for_ever(gpu, meter, mo
     read_energy = gpu.read_energy
     monkeypatch.setattr(gpu, "read_energy", standing_still)
     at(meter, gpu, *np.arange(2.1, 4.05, 0.1))
-    assert meter.energy_j(1.0, 2.0) == pytest.approx(100)  # seen before
-    assert meter.energy_j(1.0, 2.25) == pytest.approx(125)  # the last power holds for a while
+    assert meter.window(1.0, 2.0).energy_j == pytest.approx(100)  # seen before
+    assert meter.window(1.0, 2.25).energy_j == pytest.approx(125)  # the last power holds
     for end_s in (2.35, 4.0, 1e9):
         with pytest.raises(MeterError, match=r"has not refreshed since 2\.0"):
-            meter.energy_j(1.0, end_s)
+            meter.window(1.0, end_s)
     monkeypatch.setattr(gpu, "read_energy", read_energy)
     at(meter, gpu, 4.1, 4.2)
-    assert meter.energy_j(1.0, 4.2) == pytest.approx(320)  # the counter had counted on
+    assert meter.window(1.0, 4.2).energy_j == pytest.approx(320)  # the counter had counted on
 
 
 def test_a_counter_that_goes_back_spoils_the_windows_across_it_alone(gpu, meter):
@@ -149,15 +149,15 @@ def test_a_counter_that_goes_back_spoils_the_windows_across_it_alone(gpu, meter)
     meter.close()
     meter = EnergyMeter(gpu, poll_s=3600)
     at(meter, gpu, *np.arange(0.1, 2.15, 0.1))
-    assert meter.energy_j(1.0, 2.0) == pytest.approx(100)
+    assert meter.window(1.0, 2.0).energy_j == pytest.approx(100)
     with pytest.raises(MeterError, match="went back"):  # one refresh tells no power yet
-        meter.energy_j(2.1, 2.15)
+        meter.window(2.1, 2.15)
     at(meter, gpu, *np.arange(2.2, 4.05, 0.1))
     for start_s, end_s in [(1.0, 3.0), (1.95, 2.05), (2.0, 2.1), (2.05, 3.0), (0.0, 4.0)]:
         with pytest.raises(MeterError, match="went back"):
-            meter.energy_j(start_s, end_s)
+            meter.window(start_s, end_s)
     for start_s, end_s, wanted_j in [(0.5, 2.0, 150), (2.1, 3.1, 50), (2.1, 2.15, 2.5)]:
-        assert meter.energy_j(start_s, end_s) == pytest.approx(wanted_j)
+        assert meter.window(start_s, end_s).energy_j == pytest.approx(wanted_j)
     meter.close()
 
 
@@ -200,12 +200,12 @@ def test_a_read_that_fails_once_spoils_nothing(gpu, meter):
     gpu.now_s = 0.3
     meter.catch_up()
     with pytest.raises(MeterError, match="busy"):
-        meter.energy_j(0.0, 0.3)
+        meter.window(0.0, 0.3)
     gpu.error = None
     at(meter, gpu, 0.4, 0.5)
     meter.catch_up()
     assert meter.error is None
-    assert meter.energy_j(0.0, 0.5) == pytest.approx(50)
+    assert meter.window(0.0, 0.5).energy_j == pytest.approx(50)
 
 
 def test_the_least_window_is_ten_refreshes_as_seen(gpu, meter):

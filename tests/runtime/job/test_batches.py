@@ -160,7 +160,7 @@ def test_a_closed_loop_knows_sizes_that_take_turns(three_ranks, tmp_path):
 @pytest.mark.parametrize(("swept", "begun"), [(True, [4, 2, 4]), (False, [4, 2])])
 def test_what_another_size_interrupts_goes_on_unless_it_is_a_sweep(monkeypatch, swept, begun):
     own = builders.one_f_one_b(2, 4)
-    order = constant_order(Phase.PROFILE, own, 1410, 1410)
+    order = constant_order(Phase.PROFILE, own, 1410)
     found = []
 
     def run_phases(parts):
@@ -175,6 +175,7 @@ def test_what_another_size_interrupts_goes_on_unless_it_is_a_sweep(monkeypatch, 
     state = SessionState(profile=known)
     parts |= {"state": state, "options": JobOptions(type="baseline")}
     parts["gpu"] = SimpleNamespace(supported_frequencies_mhz=(1410,))
+    parts["folder"] = SimpleNamespace(path=None)
     job = PhaseParts(**parts)
     batches = iterations.Batches(job, lambda facts: None)
     for count in (4, 2, 4):

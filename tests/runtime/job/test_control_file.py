@@ -140,7 +140,7 @@ def job():
     """A rank of its own, that chooses no clocks, and an operator."""
     alone = SimpleNamespace(is_planner=True, from_planner=lambda told: told)
     job = SimpleNamespace(state=SessionState(), control=SimpleNamespace(wishes=NO_WISHES), said=[])
-    job.options, job.folder = SimpleNamespace(keeps_power=False), SimpleNamespace(notes=())
+    job.options, job.folder = SimpleNamespace(keeps_power=False), SimpleNamespace(path=".")
     job.executor, job.collectives = SimpleNamespace(now_s=lambda: job.state.iteration), alone
     job.named, job.say = str, job.said.append
     return job
@@ -163,7 +163,8 @@ def test_notes_of_a_job_that_is_off_again_and_again_do_not_grow(job):
 def test_a_budget_of_the_options_that_is_not_kept_is_said_once(job, has_folder, budget):
     job.state.wishes = Wishes(budget)
     job.options = JobOptions(num_microbatches=8, objective=Goal.TIME, power_budget=job.state.wishes)
-    job.control = SimpleNamespace(wishes=job.state.wishes) if has_folder else None
+    job.control = SimpleNamespace(wishes=job.state.wishes)
+    job.folder.path = "." if has_folder else None
     switch = Switch(job)
     for job.state.iteration in range(1, 4):
         switch.hear()

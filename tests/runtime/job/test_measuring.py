@@ -137,5 +137,6 @@ def transfers_of(stage: int, stages: int) -> list[tuple[str, int, Kind]]:
     executor: Any = SimpleNamespace(now_s=lambda: 0.0, wait_for_messages=lambda: None)
     spec = SimpleNamespace(make=lambda zeros: None)
     specs: Any = SimpleNamespace(sends=dict.fromkeys(WHOLE, spec))
-    measure_p2p_latency_s(stage, stages, channel, specs, executor)
+    job = {"stage": stage, "num_stages": stages, "channel": channel, "specs": specs}
+    measure_p2p_latency_s(SimpleNamespace(**job, executor=executor))  # type: ignore[arg-type]
     return done

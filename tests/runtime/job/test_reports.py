@@ -8,9 +8,13 @@ from typing import Any
 import numpy as np
 import pytest
 
+from envpipe_megatron.core.kinds import WHOLE
+from envpipe_megatron.core.orders import builders
+from envpipe_megatron.formats.energy import Phase
 from envpipe_megatron.runtime.energy.meter import MeterError
 from envpipe_megatron.runtime.execution.executor import StageRecord, make_record
 from envpipe_megatron.runtime.job.reports import make_report
+from envpipe_megatron.tuning.commands import Command
 
 NODES = np.array([1000.0, 1200.0, 1400.0])
 FORWARD, BACKWARD, WAITING, TAIL = 0, 3, 6, 9  # the first column of each
@@ -41,18 +45,16 @@ def record(begin_s: float) -> StageRecord:
 def report(
     records: list[StageRecord], late_s: float = 0.0, tail_s: float = 0.0, parked: Any = None
 ) -> Any:
-    return make_report(
-        records,
-        [1400, 1000],
-        [0, 1],
-        parked=parked or {},
-        meter=meter(),
-        nodes_mhz=NODES,
-        num_kinds=2,
-        late_s=late_s,
-        tail_s=tail_s,
-        metered=True,
+    job: Any = SimpleNamespace(
+        stage=0, meter=meter(), clock=SimpleNamespace(problems=tuple, error=None)
     )
+    order: Any = SimpleNamespace(
+        schedule=builders.one_f_one_b(1, 1),
+        frequency_mhz=np.array([[1400, 1000]]),
+        parked=lambda stage: parked or {},
+    )
+    command = Command(Phase.STEADY, len(records), late_s=late_s, tail_s=(tail_s,), metered=True)
+    return make_report(job, records, order, command, WHOLE, NODES)
 
 
 def test_times_are_medians_and_steps_those_that_follow_each_other():

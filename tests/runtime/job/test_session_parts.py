@@ -13,7 +13,7 @@ from plain_stages import SPECS
 
 from envpipe_megatron.core.orders import builders
 from envpipe_megatron.formats.energy import Phase
-from envpipe_megatron.integrations.framework_units import Followed, Seen
+from envpipe_megatron.integrations.framework_units import SeenUnit, UnitFollower
 from envpipe_megatron.runtime.channel.carrier import ChannelError
 from envpipe_megatron.runtime.channel.collectives import Collectives
 from envpipe_megatron.runtime.execution.executor import always, make_record
@@ -288,7 +288,7 @@ def test_what_changes_neither_clocks_nor_order_only_measures(asked, alone):
 def test_one_rank_alone_talks(world):
     world.pipeline.leads = False
     world.pipeline.broadcast = lambda own: True if own is None or own is False else own
-    world.session()._say("a word")
+    world.session().parts.say("a word")
     assert world.said == []
 
 
@@ -348,9 +348,9 @@ def test_units_that_did_not_all_run_stand_for_no_others(world):
     session, timed = world.session(), []
     for whole in (True, False, True, True):
         run = session.open_iteration(SCHEDULE, SPECS)
-        followed = Followed(run, session.highest_clock)
+        followed = UnitFollower(run, session.highest_clock)
         for unit in run.units[: None if whole else 1]:
-            followed.begin(Seen(unit.kind, unit.microbatch))
+            followed.begin(SeenUnit(unit.kind, unit.microbatch))
             followed.end()
         followed.complete()
         assert run.whole == whole
@@ -381,7 +381,7 @@ def test_where_the_phase_lets_it_times_are_read_behind_the_next_iterations_units
 
     assert step(0) == ["memory.units_ended", "optimizer"]
     assert step(1) == ["memory.units_ended", *LATE, "optimizer"]
-    for number, asks in enumerate((session.pause, session.lap), 2):
+    for number, asks in enumerate((session.pause, session.iterations.catch_up), 2):
         world.calls.clear()
         asks()
         assert [call[0] for call in world.calls if call[0] in LATE] == LATE
@@ -523,8 +523,6 @@ def test_what_is_no_training_runs_at_the_highest_clock(world):
     session.pause()
     asked = [("clock.request", 1410, None), ("clock.confirm",)]
     assert world.taken() == [("energy.pause",), *asked]
-    assert (session.lap(), session.gather("interval")) == ("lap", "all")  # type: ignore[arg-type]
-    assert world.taken() == [("energy.lap",), ("energy.gather", "interval")]
 
 
 def test_clocks_that_are_given_back_or_not_controlled_any_more_are_not_told(world):

@@ -1,0 +1,63 @@
+"""What the site needs beside its pages: the root's pages, links out of docs, and formulas.
+
+mkdocs calls the functions by their names. Pages stay readable on their own: links are relative to
+the file, and go to the root's pages (SECURITY.md) or to code; here the first become pages of the
+site, the second plain names, since a site has no code. A link to nothing is a warning, which is an
+error where mkdocs is strict.
+"""
+
+import html
+import logging
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+from latex2mathml.converter import convert
+from mkdocs.structure.files import File
+
+ROOT = Path(__file__).resolve().parents[2]
+ROOT_PAGES = ("CONTRIBUTING.md", "SECURITY.md")
+_LINK = re.compile(r"\[([^\]]*)\]\(([^)#\s]+)(#[^)\s]*)?\)")
+_FORMULA = re.compile(r'<(span|div) class="arithmatex">\s*(\\[(\[])(.*?)\\[)\]]\s*</\1>', re.DOTALL)
+_log = logging.getLogger("mkdocs.hooks.site")
+
+
+def on_files(files: Any, config: Any) -> Any:
+    """Add the root's pages."""
+    for name in ROOT_PAGES:
+        text = (ROOT / name).read_text(encoding="utf-8")
+        files.append(File.generated(config, name, content=text))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
+    """Point links that leave docs to the site's pages; leave the name of what the site lacks."""
+    source = page.file.src_uri
+    folder = ROOT if source in ROOT_PAGES else ROOT / "docs" / Path(source).parent
+
+    def link(found: re.Match[str]) -> str:
+        text, target, anchor = found[1], found[2], found[3] or ""
+        path = Path(os.path.normpath(folder / target))
+        if "://" in target or not (source in ROOT_PAGES or ROOT / "docs" not in path.parents):
+            return found[0]
+        if not path.exists():
+            _log.warning("%s links to %s, which is not there", source, target)
+        if path.parent == ROOT and path.name in ROOT_PAGES:
+            path = ROOT / "docs" / path.name
+        if ROOT / "docs" in path.parents:
+            here = ROOT / "docs" / Path(source).parent
+            return f"[{text}]({os.path.relpath(path, here)}{anchor})"
+        return text
+
+    return _LINK.sub(link, markdown)
+
+
+def on_page_content(content: str, **_: Any) -> str:
+    """Write formulas as MathML, which browsers draw without a script."""
+
+    def mathml(found: re.Match[str]) -> str:
+        tex = html.unescape(found[3]).strip()
+        return str(convert(tex, display="block" if found[1] == "div" else "inline"))
+
+    return _FORMULA.sub(mathml, content)

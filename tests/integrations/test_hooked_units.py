@@ -1,0 +1,155 @@
+"""Megatron's own function with hooks around its units: what a session is told of any call."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from envpipe_megatron.core.kinds import Kind
+from envpipe_megatron.core.orders import builders
+from envpipe_megatron.integrations.framework_units import SeenUnit, UnitFollower
+
+pytestmark = pytest.mark.xdist_group("megatron")
+
+M = 2
+ALONE: Any = SimpleNamespace(stage=0, on_all=lambda own: own)
+
+
+class Session:
+    """Notes what it is told; its runs are of one stage."""
+
+    def __init__(self, *, begins=False):
+        self.told: list[str] = []
+        self.options = SimpleNamespace(num_microbatches=M)
+        self._begins = begins
+
+    def open_iteration(self, schedule, specs, *, full_batch):
+        self.told.append("open" if full_batch else "open part")
+        left = list(schedule.stages[0])
+        run = SimpleNamespace(units=schedule.stages[0], next_unit=left[0])
+
+        def end_unit():
+            self.told.append(str(left.pop(0)))
+            run.next_unit = left[0] if left else None
+
+        def begin_unit():
+            if self._begins:
+                self.told.append(f"begin {left[0]}")
+
+        run.begin_unit, run.end_unit = begin_unit, end_unit
+        return run
+
+    def highest_clock(self):
+        self.told.append("highest")
+
+
+@pytest.fixture
+def job(monkeypatch):
+    """Calls a job of one stage: with letters, the kinds of the units that Megatron runs."""
+    pytest.importorskip("megatron.core")
+    from megatron.core.pipeline_parallel import schedules
+
+    from envpipe_megatron.integrations.megatron import hooked
+
+    monkeypatch.setattr(schedules, "forward_step", lambda **_: None)
+    monkeypatch.setattr(schedules, "backward_step", lambda **_: None)
+    monkeypatch.setattr(hooked, "_message", lambda arguments: None)
+    monkeypatch.setattr(hooked.StageSpecs, "alike", lambda spec: None)
+    steps = schedules.forward_step, schedules.backward_step
+
+    def framework_function(**arguments):
+        forwards = 0
+        for letter in arguments["letters"]:
+            if letter == "F":
+                schedules.forward_step(current_microbatch=forwards)
+                forwards += 1
+            else:
+                schedules.backward_step()
+        return ["loss"]
+
+    session: Any = Session()
+
+    def order_of(count):
+        return builders.one_f_one_b(1, count)
+
+    stand_in = hooked.HookedForwardBackward(session, framework_function, order_of, ALONE)
+
+    def call(letters):
+        arguments = {"num_microbatches": letters.count("F"), "letters": letters}
+        assert stand_in(**arguments) == ["loss"]
+        assert (schedules.forward_step, schedules.backward_step) == steps
+        told, session.told = session.told, []
+        return told
+
+    return call
+
+
+OWN = ("FBFB", "open F0 B0 F1 B1")
+
+
+@pytest.mark.parametrize(
+    "calls",
+    [
+        # The first iteration is Megatron's, and others are told of.
+        [("FBFB", ""), OWN, OWN],
+        # Each number has an order, and another's clocks are not left for what is Megatron's alone.
+        [
+            *(("FB", ""), ("FB", "open part F0 B0"), ("FBFB", "highest"), OWN),
+            *(("FB", "open part F0 B0"), ("FBFBFB", "highest")),
+            *(("FBFBFB", "open part F0 B0 F1 B1 F2 B2"), OWN),
+        ],
+        # A number whose units come otherwise is left alone, and in the full batch all are.
+        [("FBFB", ""), ("FFFBBB", "highest"), ("FBFBFB", "highest"), OWN],
+        [("FFBB", ""), ("FBFB", "")],
+        # Units that come otherwise later end nothing.
+        [("FBFB", ""), ("FFBB", "open F0 highest B0 F1 B1"), OWN],
+    ],
+)
+def test_what_a_session_is_told_of_one_call_after_another(job, calls):
+    for letters, told in calls:
+        assert " ".join(job(letters)) == told
+
+
+def test_a_unit_that_begins_within_another_is_followed_no_more():
+    session: Any = Session(begins=True)
+    run = session.open_iteration(builders.one_f_one_b(1, 2), None, full_batch=True)
+    followed = UnitFollower(run, session.highest_clock)
+    followed.begin(SeenUnit(Kind.FORWARD, 0))
+    followed.begin(SeenUnit(Kind.BACKWARD))
+    followed.end()
+    followed.complete()
+    assert session.told[:4] == ["open", "begin F0", "highest", "F0"]
+    assert run.next_unit is None
+
+
+def test_an_end_that_nobody_began_is_none():
+    session: Any = Session()
+    run = session.open_iteration(builders.one_f_one_b(1, 1), None, full_batch=True)
+    followed = UnitFollower(run, session.highest_clock)
+    for kind in (Kind.FORWARD, Kind.BACKWARD):
+        followed.begin(SeenUnit(kind))
+        followed.end()
+        followed.end()
+    assert session.told == ["open", "F0", "B0"]
+
+
+def test_units_of_a_pair_begin_behind_their_waits():
+    """Which are within Megatron's function that runs both."""
+    pytest.importorskip("megatron.core")
+    from envpipe_megatron.integrations.megatron import hooked
+
+    told: list[str] = []
+    reporter: Any = SimpleNamespace(
+        begin=lambda seen: told.append(str(seen)), end=lambda: told.append("end")
+    )
+
+    def run(get_microbatch_id_in_model_chunk, get_model_chunk_id, f_virtual_microbatch_id,
+            b_virtual_microbatch_id, pre_forward, pre_backward):  # fmt: skip
+        for wait in (pre_forward, pre_backward):
+            wait(0)
+        told.append("run")
+
+    waits = [lambda chunk, name=name: told.append(f"wait {name}") for name in "FB"]
+    step = hooked._reported_pairs(run, reporter)
+    step(lambda virtual, forward: virtual, lambda virtual, forward: 1, 3, 2, *waits)
+    assert told == ["wait F", "F3.1+", "end", "wait B", "B.1", "run", "end"]
