@@ -24,7 +24,7 @@ from envpipe_megatron.integrations.megatron.explain import explain, planned_job
 from envpipe_megatron.integrations.megatron.limits import LIMITS, POSTED_AHEAD
 from envpipe_megatron.runtime.job.options import JobOptions
 
-DOCS = Path(__file__).parents[2] / "docs"
+DOCS = Path(__file__).parents[3] / "docs"
 PIPELINE = "--pipeline-model-parallel-size 4 --micro-batch-size 1 --global-batch-size 64"
 
 
