@@ -7,6 +7,7 @@ test holds both against each other. Nothing is decided by it.
 from __future__ import annotations
 
 from argparse import Namespace
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from envpipe_megatron.integrations.levels import Predicate, above_one, on
@@ -75,24 +76,23 @@ SEEN = (
     Seen(Level.UNITS, "H200", 2, 2, False, "0.23 % more time", _COST),
 )
 
-#: What nobody has tried, where a job asks for it. The argument `ranks` is the job's world size.
-NEVER_TRIED: tuple[tuple[str, Predicate], ...] = (
-    (
-        "changing the clock of a real GPU in training: savings by clocks are emulated or computed",
-        lambda args: True,
-    ),
-    ("more than 4 GPUs, or several machines", lambda args: args.ranks > 4),
-    (
-        "selective recomputation: accepted, and not compared",
-        lambda args: getattr(args, "recompute_granularity", None) == "selective",
-    ),
-    (
-        "optimizers other than Adam: accepted, and not compared",
-        lambda args: (getattr(args, "optimizer", None) or "adam") != "adam",
-    ),
-    ("--async-save: accepted, and not compared", on("async_save")),
-    ("training for days: the longest real run had 1,000 iterations", lambda args: True),
+#: What nobody has tried.
+_NO_CLOCK = (
+    "changing the clock of a real GPU in training: savings by clocks are emulated or computed"
 )
+_MOST_GPUS = 4
+_MORE_GPUS = f"more than {_MOST_GPUS} GPUs, or several machines"
+_DAYS = "training for days: the longest real run had 1,000 iterations"
+#: Accepted, and not compared with Megatron's own results.
+_NOT_COMPARED: Mapping[str, Predicate] = {
+    "selective recomputation": (
+        lambda args: getattr(args, "recompute_granularity", None) == "selective"
+    ),
+    "optimizers other than Adam": (
+        lambda args: (getattr(args, "optimizer", None) or "adam") != "adam"
+    ),
+    "--async-save": on("async_save"),
+}
 
 
 def seen_like(level: Level, args: Namespace, *, splits: bool) -> list[Seen]:
@@ -114,9 +114,12 @@ def seen_like(level: Level, args: Namespace, *, splits: bool) -> list[Seen]:
     return list({(row.gpu, row.how): row for row in like}.values())
 
 
-def never_tried(level: Level, args: Namespace) -> list[str]:
-    """Return what of this job nobody has tried; at level `observe` no clock is changed."""
-    changes_clocks = level is not Level.OBSERVE
+def never_tried(level: Level, args: Namespace, ranks: int) -> list[str]:
+    """Return what of a job of so many ranks nobody has tried."""
+    not_compared = [what for what, asks in _NOT_COMPARED.items() if asks(args)]
     return [
-        what for what, asks in NEVER_TRIED if asks(args) and (changes_clocks or "clock" not in what)
+        *([] if level is Level.OBSERVE else [_NO_CLOCK]),
+        *([_MORE_GPUS] if ranks > _MOST_GPUS else []),
+        *(f"{what}: accepted, and not compared" for what in not_compared),
+        _DAYS,
     ]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from envpipe_megatron.core.channel_model import QUEUES_VARIABLE, hardware_capacity
 from envpipe_megatron.core.kinds import ScheduleError
@@ -122,7 +122,7 @@ def explain(job: PlannedJob) -> dict[str, list[str]]:
     limits = limits_of_arguments(job.args, LIMITS)
     checks = options.self_check != "off"
     decision = decide(limits, options.level, checks=checks)
-    why = _against_order_over_nccl(job, decision)
+    why = _against_order_over_nccl(job, decision, hardware_capacity(job.environment))
     if why and _over_nccl(job, options):
         features = ", ".join(limit.feature for limit in decision.to_check) or "this job"
         limits.append(Limit(features, Level.UNITS, why))
@@ -134,11 +134,11 @@ def explain(job: PlannedJob) -> dict[str, list[str]]:
         "What it gets": list(_gets(job, decision, at)),
         "What is in the way of the next level": list(_in_the_way(decision)),
         "What is proven, and what is checked at start": list(_proven(decision, whole)),
-        "What carries messages between stages": list(_carriers(job, decision, at, why)),
+        "What carries messages between stages": list(_carriers(job, decision, at)),
         "What was seen of such jobs, against Megatron's own order at the highest clocks": (
             list(map(str, seen)) or ["no figure is known"]
         ),
-        "Never tried": list(never_tried(decision.level, job.args)),
+        "Never tried": never_tried(decision.level, job.args, job.ranks),
         "Known only when it starts": list(_AT_START),
     }
 
@@ -151,8 +151,9 @@ def _gets(job: PlannedJob, decision: Decision, at: JobOptions) -> Iterator[str]:
     if at.measures_alone():
         yield "nothing is changed, only measured"
     else:
-        yield at.in_words(order, "the highest clock")
         without = at.without_control()
+        if at.gpu_control != "none":
+            yield at.in_words(order, "the highest clock")
         yield f"where no clock may be set: {without.order_in_words(at)}"
     chunks = f" of {job.chunks} virtual ones" if job.chunks > 1 else ""
     yield (
@@ -196,25 +197,22 @@ def _over_nccl(job: PlannedJob, options: JobOptions) -> int:
     return job.stages - 1 if options.channel == "receives" else job.crossing()
 
 
-def _against_order_over_nccl(job: PlannedJob, decision: Decision) -> str | None:
-    """Return what a channel over NCCL has against level `order`, None if nothing."""
+def _against_order_over_nccl(
+    job: PlannedJob, decision: Decision, capacity: int | None
+) -> str | None:
+    """Return what a channel over NCCL of a capacity has against level `order`, None if nothing."""
     if decision.level is not Level.ORDER:
         return None
-    count, group = (
-        job.microbatches() or job.stages,
-        "microbatch_group_size_per_virtual_pipeline_stage",
-    )
+    count = job.microbatches() or job.stages
+    group_size = getattr(job.args, "microbatch_group_size_per_virtual_pipeline_stage", None)
     try:
-        own = framework_order(job.stages, count, job.chunks, getattr(job.args, group, None))
+        own = framework_order(job.stages, count, job.chunks, group_size)
     except ScheduleError:  # Megatron says what is wrong with such a job
         return None
-    return against_order(decision, own, hardware_capacity(job.environment))
+    return against_order(decision, own, capacity)
 
 
-def _carriers(
-    job: PlannedJob, decision: Decision, at: JobOptions, why: str | None
-) -> Iterator[str]:
-    """Yield what carries messages; `why` is what one over NCCL has against level `order`."""
+def _carriers(job: PlannedJob, decision: Decision, at: JobOptions) -> Iterator[str]:
     if job.stages == 1:
         yield "there are none: the job has no pipeline"
         return
@@ -230,9 +228,16 @@ def _carriers(
             f"within nodes ({inside} of {boundaries} boundaries): one-sided copies where GPUs "
             "reach each other's memory and cuda-bindings is installed, else NCCL's receives"
         )
-    if hardware_capacity(job.environment) is not None:
-        lower = f"level units: {why}" if why else "neighbours' extra forwards are kept close"
-        yield f"over NCCL with {QUEUES_VARIABLE}={job.environment[QUEUES_VARIABLE]}: {lower}"
+    queues, args = job.environment.get(QUEUES_VARIABLE), job.args
+    demanded = ""
+    if queues is None and max(args.tensor_model_parallel_size, args.context_parallel_size) > 1:
+        demanded = ", which is not set here, and Megatron demands it before Blackwell"
+        queues = "1"
+    capacity = hardware_capacity({QUEUES_VARIABLE: queues or ""})
+    if capacity is not None:
+        why = _against_order_over_nccl(job, decision, capacity)
+        then = f"level units: {why}" if why else "neighbours' extra forwards are kept close"
+        yield f"over NCCL with {QUEUES_VARIABLE}={queues}{demanded}: {then}"
 
 
 def planned_job(
@@ -259,4 +264,4 @@ def planned_job(
         ranks = nodes * per_node if nodes else math.lcm(least, per_node)
     made = PlannedJob(args, options, ranks, per_node, environment)
     made.replicas()
-    return replace(made, args=argparse.Namespace(**vars(args), ranks=ranks))
+    return made

@@ -70,6 +70,8 @@ def test_options_count_as_in_a_job():
     split = explained("", JobOptions(level=None, split="off"))
     assert split["proven"][-1] == "backwards stay whole: --envpipe-split off"
     assert "tp_comm_overlap" in explained("--tp-comm-overlap")["proven"][-1]
+    alone = explained("", JobOptions(level=None, gpu_control="none"))["gets"]
+    assert not any("least energy, corrected" in line for line in alone)
     with pytest.raises(LevelError, match="CUDA graphs"):
         explained("--cuda-graph-impl local", JobOptions(level=Level.ORDER))
     with pytest.raises(RefusedError, match="cannot meter"):
@@ -125,6 +127,10 @@ def test_one_hardware_queue_over_nccl_lowers_what_must_check_itself():
     plain = explained("", environment=one_queue)["carries"]
     assert plain[-1].endswith("neighbours' extra forwards are kept close")
     assert len(explained("")["carries"]) == 1
+    demanded = explained("--tensor-model-parallel-size 2")["carries"]
+    assert "not set here, and Megatron demands it" in demanded[-1]
+    eight_queues = {"CUDA_DEVICE_MAX_CONNECTIONS": "8"}
+    assert len(explained("--context-parallel-size 2", environment=eight_queues)["carries"]) == 1
     receives = explained("", JobOptions(level=None, channel="receives"))["carries"]
     assert receives == ["as asked for (3 of 3 boundaries): NCCL's receives"]
 
@@ -159,9 +165,8 @@ def test_what_was_never_tried():
     assert len([line for line in said["never"] if line.endswith("not compared")]) == 2
     assert not any("4 GPUs" in line for line in said["never"])
     assert any("4 GPUs" in line for line in explained("", nodes=2, ranks_per_node=4)["never"])
-    job = planned_job(read_flags([]), JobOptions(), {})
-    assert not any("clock" in line for line in never_tried(Level.OBSERVE, job.args))
-    assert any("clock" in line for line in never_tried(Level.UNIFORM, job.args))
+    assert not any("clock" in line for line in never_tried(Level.OBSERVE, read_flags([]), 1))
+    assert any("clock" in line for line in never_tried(Level.UNIFORM, read_flags([]), 1))
 
 
 def test_arguments_as_megatron_has_them(tmp_path):
