@@ -95,17 +95,21 @@ _NOT_COMPARED: Mapping[str, Predicate] = {
 }
 
 
-def seen_like(level: Level, args: Namespace, *, splits: bool) -> list[Seen]:
+def seen_like(level: Level, args: Namespace, *, splits: bool, clocks: bool) -> list[Seen]:
     """Return what was seen at a level: of each GPU and way what is nearest in stages and chunks.
 
-    Split backwards are only of jobs that may split theirs, and there before whole ones.
+    Split backwards are only of jobs that may split theirs, and there before whole ones; without
+    `clocks`, no clock was changed.
     """
     stages, chunks = args.pipeline_model_parallel_size, args.virtual_pipeline_model_parallel_size
     several = above_one("virtual_pipeline_model_parallel_size")(args)
     like = [
         row
         for row in SEEN
-        if row.level is level and (row.chunks > 1) is several and row.split <= splits
+        if row.level is level
+        and (row.chunks > 1) is several
+        and row.split <= splits
+        and (clocks or row.how == _ORDER_ONLY)
     ]
     # The last of a key counts.
     like.sort(

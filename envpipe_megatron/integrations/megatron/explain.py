@@ -129,7 +129,8 @@ def explain(job: PlannedJob) -> dict[str, list[str]]:
         decision = decide(limits, options.level, checks=checks)
     at = options.at(decision.level)
     whole = at.why_whole_at(decision.level, ", ".join(keeps_whole(job.args)))
-    seen = seen_like(decision.level, job.args, splits=not whole)
+    clocks = at.gpu_control != "none"
+    seen = seen_like(decision.level, job.args, splits=not whole, clocks=clocks)
     return {
         "What it gets": list(_gets(job, decision, at)),
         "What is in the way of the next level": list(_in_the_way(decision)),

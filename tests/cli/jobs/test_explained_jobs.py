@@ -70,8 +70,9 @@ def test_options_count_as_in_a_job():
     split = explained("", JobOptions(level=None, split="off"))
     assert split["proven"][-1] == "backwards stay whole: --envpipe-split off"
     assert "tp_comm_overlap" in explained("--tp-comm-overlap")["proven"][-1]
-    alone = explained("", JobOptions(level=None, gpu_control="none"))["gets"]
-    assert not any("least energy, corrected" in line for line in alone)
+    without = explained("", JobOptions(level=None, gpu_control="none"))
+    assert not any("least energy, corrected" in line for line in without["gets"])
+    assert all("no clock changed" in line for line in without["seen"])
     with pytest.raises(LevelError, match="CUDA graphs"):
         explained("--cuda-graph-impl local", JobOptions(level=Level.ORDER))
     with pytest.raises(RefusedError, match="cannot meter"):
@@ -149,13 +150,18 @@ def test_figures_are_on_pages():
 
 def test_what_was_seen_is_of_jobs_like_it():
     args = read_flags(["--pipeline-model-parallel-size", "8"])
-    split, whole = (seen_like(Level.ORDER, args, splits=splits) for splits in (True, False))
+    split, whole = (
+        seen_like(Level.ORDER, args, splits=splits, clocks=True) for splits in (True, False)
+    )
     assert {row.stages for row in split if row.gpu.startswith("A")} == {8}
     assert any(row.split for row in split)
     assert not any(row.split for row in whole)
     chunks = read_flags(f"{PIPELINE} --num-virtual-stages-per-pipeline-rank 3".split())
-    assert {row.chunks for row in seen_like(Level.UNITS, chunks, splits=False)} == {2, 4}
-    assert seen_like(Level.UNIFORM, args, splits=False) == []
+    assert {row.chunks for row in seen_like(Level.UNITS, chunks, splits=False, clocks=True)} == {
+        2,
+        4,
+    }
+    assert seen_like(Level.UNIFORM, args, splits=False, clocks=True) == []
     for row in (*split, *whole):
         assert "measured" in row.how or "emulated" in row.how
 
