@@ -32,7 +32,7 @@ from envpipe_megatron.report.charts import (
     series_colours,
 )
 from envpipe_megatron.report.facts import Bubbles, ReportFacts
-from envpipe_megatron.report.pipelines import Gpu, StartAndNode, gpus_of, node_offsets_s
+from envpipe_megatron.report.pipelines import PlacedGpu, StartAndNode, gpus_of, node_offsets_s
 from envpipe_megatron.report.run_folder import RunFolder
 from envpipe_megatron.report.series import (
     PowerSeries,
@@ -102,7 +102,7 @@ def views_of(folder: RunFolder, facts: ReportFacts) -> Iterator[View]:
         )
 
 
-def gpu_rows(gpus: Sequence[Gpu]) -> tuple[str, list[str]]:
+def gpu_rows(gpus: Sequence[PlacedGpu]) -> tuple[str, list[str]]:
     """Return what the rows of GPUs are, and their names."""
     if len({gpu.pipeline for gpu in gpus}) > 1:
         return "pipeline · stage", [f"{gpu.pipeline} · {gpu.stage}" for gpu in gpus]
@@ -232,7 +232,7 @@ def clock_charts(
 
 
 def _looks(
-    gpu: Gpu, samples: Sequence[ClockSamples], offsets_s: Mapping[StartAndNode, float]
+    gpu: PlacedGpu, samples: Sequence[ClockSamples], offsets_s: Mapping[StartAndNode, float]
 ) -> list[tuple[float, float, float, str]]:
     """Return some looks at a GPU's clock in order: when, clocks seen and asked for, reasons.
 

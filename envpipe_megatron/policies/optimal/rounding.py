@@ -1,4 +1,4 @@
-"""From durations between profiled times to frequencies that exist, and closer to the bound.
+"""From durations between profiled times to frequencies that exist.
 
 Two ways to begin. Carried: in the order of time, each unit takes the next slower hull point as soon
 as what earlier units have left over allows it. Floored: each takes the next faster one, and all
