@@ -207,7 +207,7 @@ def cheapest_paths(
     Beginnings of paths are gone on with in the order of their sum with the least to the end (A*).
     """
     to_end, _ = _least_to_end(runs, weights, largest=False)
-    begun = [(float(to_end[0][0]), 0.0, (0,))]
+    begun: list[tuple[float, float, tuple[int, ...]]] = [(float(to_end[0][0]), 0.0, (0,))]
     while begun and math.isfinite(begun[0][0]):
         _, cost, path = heappop(begun)
         stage, node = len(path) - 1, path[-1]

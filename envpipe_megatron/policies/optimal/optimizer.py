@@ -18,7 +18,7 @@ from envpipe_megatron.core.plan import Plan, max_frequencies
 from envpipe_megatron.core.profile import Profile
 from envpipe_megatron.core.profile_rows import ProfileError
 from envpipe_megatron.core.schedule import Schedule
-from envpipe_megatron.core.timeline import RELATIVE_TOLERANCE, Timeline
+from envpipe_megatron.core.timeline import RELATIVE_TOLERANCE
 from envpipe_megatron.policies.clock_changes.parking import park
 from envpipe_megatron.policies.clock_changes.run_search import RunSearch
 from envpipe_megatron.policies.frequencies import uniform
@@ -69,7 +69,6 @@ class Optimizer:
         profile.keys(schedule)  # ProfileError, where a kind of the order has no rows
         self.schedule, self.profile, self.conditions = schedule, profile, conditions
         self._parking = parking
-        self._tail_s = conditions.tail_by_stage_s
         self._floor = self._priced(waiting_floor_w(profile, conditions, parking))
         self._at_worth: dict[float, _Priced] = {}
 
@@ -148,7 +147,7 @@ class Optimizer:
         choices = make_choices(self.profile, waiting_power_w, conditions.gpus_by_stage)
         if not time_costs:
             choices = replace(choices, waiting_power_w=0.0)
-        program = DurationProgram(self.schedule, choices, conditions.latency_s, self._tail_s)
+        program = DurationProgram(self.schedule, choices, conditions)
         return _Priced(waiting_power_w, choices, program)
 
     def _priced_at(self, waiting_worth_w: float) -> _Priced:
@@ -165,8 +164,7 @@ class Optimizer:
         chosen = round_durations(
             schedule,
             choices,
-            self.conditions.latency_s,
-            self._tail_s,
+            self.conditions,
             relaxed.end_s,
             relaxed.duration_s,
             relaxed.cost_j,
@@ -185,13 +183,6 @@ class Optimizer:
 
     def _parked(self, plan: Plan, min_dwell_s: float = 0.0) -> Plan:
         return park(plan, min_dwell_s) if self._parking else plan
-
-
-def iteration_time_s(schedule: Schedule, duration_s: FloatArray, conditions: Conditions) -> float:
-    """Return when the last stage is done, tails included, for [num_units] durations, s."""
-    shape = schedule.is_backward.shape
-    by_stage_s, tail_s = duration_s.reshape(shape), conditions.tail_by_stage_s
-    return Timeline(schedule, by_stage_s, conditions.latency_s, tail_s).iteration_time_s
 
 
 def all_maximum_s(schedule: Schedule, profile: Profile, conditions: Conditions) -> float:

@@ -19,6 +19,7 @@ from heapq import heapify, heappop, heappush
 import numpy as np
 
 from envpipe_megatron.core.arrays import FloatArray
+from envpipe_megatron.core.conditions import Conditions
 from envpipe_megatron.core.schedule import Schedule
 from envpipe_megatron.core.timeline import RELATIVE_TOLERANCE, LongestPath
 from envpipe_megatron.policies.optimal.choices import Choices, node_keys
@@ -35,8 +36,7 @@ _SPENDING_WORK = 30
 def round_durations(
     schedule: Schedule,
     choices: Choices,
-    latency_s: float | tuple[float, ...],
-    tail_s: FloatArray,
+    conditions: Conditions,
     deadline_s: float,
     duration_s: FloatArray,
     relaxed_j: float,
@@ -49,7 +49,7 @@ def round_durations(
     floor = hull_floor(schedule, choices, duration_s)
 
     def begun() -> Rounding:
-        return Rounding(schedule, choices, latency_s, tail_s, deadline_s, floor)
+        return Rounding(schedule, choices, conditions, deadline_s, floor)
 
     rounding = begun()
     rounding.carry(duration_s)
@@ -88,12 +88,11 @@ class Rounding:
         self,
         schedule: Schedule,
         choices: Choices,
-        latency_s: float | tuple[float, ...],
-        tail_s: FloatArray,
+        conditions: Conditions,
         deadline_s: float,
         chosen: Sequence[int],
     ) -> None:
-        self._last_end_s: list[float] = (deadline_s - tail_s).tolist()
+        self._last_end_s: list[float] = (deadline_s - conditions.tail_by_stage_s).tolist()
         key = node_keys(schedule, choices).tolist()
         hull: list[list[int]] = [unit.hull.tolist() for unit in choices.units]
         self._hull: list[list[int]] = [hull[k] for k in key]
@@ -105,7 +104,7 @@ class Rounding:
         duration_s = [times[i] for times, i in zip(self._time, self.chosen, strict=True)]
         # Far below what a sum of durations loses by rounding on its way to the deadline.
         self._tolerance_s = 1e-3 * RELATIVE_TOLERANCE * deadline_s
-        self._path = LongestPath(schedule, duration_s, latency_s)
+        self._path = LongestPath(schedule, duration_s, conditions.latency_s)
         self._path.find_ends()
         self._path.find_latest_ends(self._last_end_s)
 

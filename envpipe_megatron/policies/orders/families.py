@@ -32,8 +32,7 @@ from envpipe_megatron.core.profile_rows import ProfileError, ProfileRow
 from envpipe_megatron.core.schedule import Placement, Schedule
 from envpipe_megatron.core.timeline import RELATIVE_TOLERANCE
 from envpipe_megatron.policies.optimal.choices import waiting_floor_w
-from envpipe_megatron.policies.optimal.linear_program import LinearProgramError
-from envpipe_megatron.policies.optimal.optimizer import iteration_time_s
+from envpipe_megatron.policies.optimal.linear_program import LinearProgramError, iteration_time_s
 from envpipe_megatron.policies.orders.any_order import AnyOrder, any_order
 from envpipe_megatron.policies.orders.judged import Judged, best_by_family, memory_worth, within
 from envpipe_megatron.policies.problem import Problem, envpipe_counts

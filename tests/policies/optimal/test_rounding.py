@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from on_request import examples
 from program_cases import Case
 
+from envpipe_megatron.core.conditions import Conditions
 from envpipe_megatron.core.orders import builders
 from envpipe_megatron.policies.optimal.choices import make_choices
 from envpipe_megatron.policies.optimal.rounding import Rounding, hull_floor, round_durations
@@ -33,7 +34,9 @@ def one_of_each(forward, backward, deadline_s, chosen):
     """A forward, then a backward, on a single stage."""
     profile = profile_of({(0, F): forward, (0, B): backward})
     choices = make_choices(profile, np.zeros(1), np.ones(1, dtype=np.int64))
-    return Rounding(builders.one_f_one_b(1, 1), choices, 0.0, np.zeros(1), deadline_s, list(chosen))
+    return Rounding(
+        builders.one_f_one_b(1, 1), choices, Conditions((0.0,)), deadline_s, list(chosen)
+    )
 
 
 def test_slack_goes_where_a_second_saves_most():
@@ -55,7 +58,7 @@ def test_slack_goes_where_a_second_saves_most():
 def test_choices_are_in_time_and_no_worse_than_any_way_alone(seed):
     case = Case(seed)
     duration_s = case.program().solve(case.deadline_s).duration_s
-    where = case.schedule, case.choices, case.conditions.latency_s, case.tail_s
+    where = case.schedule, case.choices, case.conditions
     chosen = round_durations(*where, case.deadline_s, duration_s, -np.inf)
     assert_in_time(case, chosen)
     floored = case.rounding(hull_floor(case.schedule, case.choices, duration_s))
