@@ -215,7 +215,8 @@ def cheapest_paths(
             yield path
             continue
         row = weights[stage][node - runs[stage].rows.start]
-        for column in np.flatnonzero(np.isfinite(row)).tolist():
-            so_far, following = cost + float(row[column]), node + 1 + column
-            whole = so_far + float(to_end[stage + 1][following])
-            heappush(begun, (whole, so_far, (*path, following)))
+        behind = to_end[stage + 1][node + 1 : node + 1 + len(row)]
+        for column in np.flatnonzero(np.isfinite(row[: len(behind)] + behind)).tolist():
+            so_far = cost + float(row[column])
+            whole = so_far + float(behind[column])
+            heappush(begun, (whole, so_far, (*path, node + 1 + column)))
