@@ -19,7 +19,7 @@ from envpipe_megatron.core.timeline import Timeline
 from envpipe_megatron.formats.energy import Phase, split_phase
 from envpipe_megatron.formats.steps import Comparison, StepEnergy
 from envpipe_megatron.formats.timeline import RankIteration
-from envpipe_megatron.report.pipelines import Gpu, by_iteration, gpus_of, whole_pipelines
+from envpipe_megatron.report.pipelines import PlacedGpu, by_iteration, gpus_of, whole_pipelines
 
 #: So many of the latest iterations at full clock are looked at.
 _LATEST = 16
@@ -37,7 +37,7 @@ class GpuTime:
         critical_s: in units on the path that sets the pipeline's time.
     """
 
-    gpu: Gpu
+    gpu: PlacedGpu
     units_s: float
     bubbles_s: float
     critical_s: float
@@ -62,7 +62,7 @@ class Bubbles:
     gpus: tuple[GpuTime, ...]
     schedule: Schedule
     unit_s: FloatArray
-    stragglers: tuple[tuple[Gpu, float], ...]
+    stragglers: tuple[tuple[PlacedGpu, float], ...]
 
     @property
     def share(self) -> float:
@@ -171,7 +171,7 @@ def _span_s(reads: Sequence[RankIteration]) -> float:
     return max(ends_s) - min(begins_s)
 
 
-def _stragglers(means: Sequence[GpuTime]) -> Iterable[tuple[Gpu, float]]:
+def _stragglers(means: Sequence[GpuTime]) -> Iterable[tuple[PlacedGpu, float]]:
     by_stage: dict[int, list[GpuTime]] = {}
     for each in means:
         by_stage.setdefault(each.gpu.stage, []).append(each)
@@ -244,7 +244,7 @@ class ReportFacts:
         phases: an average step of each phase.
         baseline: what is compared with; None if that is not known.
         compared: the steady phase with the baseline; None if that cannot be said.
-        in_words: the same in words.
+        account: what the run took and saved, in words; the last line is of all of it.
         notes: what a reader of the figures must know.
         bubbles: None if no whole iteration at full clock was recorded.
         predicted: None without bubbles.
@@ -255,7 +255,7 @@ class ReportFacts:
     baseline: StepFacts | None = None
     steady: StepFacts | None = None
     compared: Comparison | None = None
-    in_words: str = ""
+    account: tuple[str, ...] = ()
     stages: tuple[StageFacts, ...] = ()
     notes: tuple[str, ...] = ()
     bubbles: Bubbles | None = None

@@ -11,9 +11,8 @@ import numpy as np
 import pytest
 from on_request import on_request
 
-from benchmarks.online.emulated_job import EmulatedJob
-from benchmarks.online.pipelines import Conditions, Iteration, Pipelines
-from benchmarks.online.runs import exact_profile, slower
+from emulated_job import EmulatedJob
+from emulated_pipelines import Conditions, Iteration, Pipelines
 from envpipe_megatron.core.orders import builders
 from envpipe_megatron.core.orders.zero_bubble import half_split
 from envpipe_megatron.core.profile_rows import MEASURED_SPLIT
@@ -28,6 +27,7 @@ from envpipe_megatron.runtime.job.options import JobOptions
 from envpipe_megatron.tuning import shortest
 from envpipe_megatron.tuning.judge import WINDOW
 from envpipe_megatron.tuning.shortest import ShortestOrder
+from job_runs import exact_profile, slower
 
 STAGES, MICROBATCHES = 2, 4
 FORWARD_S = (0.03,) * STAGES
