@@ -221,7 +221,7 @@ class Planner:
         made = background.take()
         if made is None:
             return None
-        for plan, self.won in made.values():
+        for plan, self.won in reversed(made.values()):  # what level 0 wins comes last, and counts
             self._check(plan)
         return {level: plan for level, (plan, _) in made.items()}
 
