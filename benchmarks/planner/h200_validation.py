@@ -2,8 +2,9 @@
 
 `benchmarks/h200` holds what was measured through a patched Megatron-LM, over one-sided copies and
 over receives that are posted ahead: the profile that one job made in Megatron's order, and jobs of
-other numbers of microbatches in Megatron's order and in EnvPipe's. Each is predicted twice: from that profile, and from the unit times of the profiled
-job when it ran the same order. Run from the checkout:
+other numbers of microbatches in Megatron's order and in EnvPipe's. Each is predicted twice: from
+that profile, and from the unit times of the profiled job when it ran the same order. Run from the
+checkout:
 
     python benchmarks/planner/h200_validation.py
 """
