@@ -55,9 +55,9 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
 
 
 def on_page_content(content: str, **_: Any) -> str:
-    """Write formulas as MathML, which browsers draw without a script, and `|` in tables' code.
+    r"""Write formulas as MathML, which browsers draw without a script, and `|` in tables' code.
 
-    A cell's code has `\\|` for it, which GitHub reads as `|` and Python's Markdown leaves.
+    A cell's code has `\|` for it, which GitHub reads as `|` and Python's Markdown leaves.
     """
 
     def mathml(found: re.Match[str]) -> str:
