@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import subprocess
 import sys
 import tempfile
@@ -90,15 +91,20 @@ def _run(block: Block, clone: Path) -> str:
     path = f"{clone / '.venv' / 'bin'}{os.pathsep}{os.environ['PATH']}"
     environment = {**os.environ, "PATH": path}
     words = ["bash", "-euo", "pipefail", "-c", block.text]
-    try:
-        subprocess.run(
-            words, cwd=clone, env=environment, check=True, capture_output=True, timeout=LIMIT_S
+    with tempfile.TemporaryFile() as output:
+        process = subprocess.Popen(
+            words, cwd=clone, env=environment, stdout=output, stderr=output, start_new_session=True
         )
-    except subprocess.TimeoutExpired:
-        return f"FAILED: not done after {LIMIT_S} s"
-    except subprocess.CalledProcessError as error:
-        sys.stderr.buffer.write(error.stdout[-2000:] + error.stderr[-4000:])
-        return f"FAILED: exit status {error.returncode}"
+        try:
+            status = process.wait(LIMIT_S)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGTERM)  # what it has started, too
+            process.wait()
+            return f"FAILED: not done after {LIMIT_S} s"
+        if status:
+            output.seek(0)
+            sys.stderr.buffer.write(output.read()[-6000:])
+            return f"FAILED: exit status {status}"
     return ""
 
 
