@@ -7,7 +7,6 @@ import logging
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 from envpipe_megatron import __version__
@@ -21,7 +20,6 @@ from envpipe_megatron.formats.energy_sums import (
     total_of,
 )
 from envpipe_megatron.formats.steps import Comparison, IntervalEnergy, StepEnergy
-from envpipe_megatron.runtime.channel.collectives import Collectives
 from envpipe_megatron.runtime.job.session import Session
 
 logger = logging.getLogger(__name__)
@@ -77,20 +75,14 @@ class IntervalReport:
         return "".join(f" {part} |" for part in parts)
 
 
-def end_of_job(
-    session: Session,
-    collectives: Collectives,
-    output_dir: Path | None,
-    tokens: object = None,
-    energy_price: float | None = None,
-) -> list[str]:
+def end_of_job(session: Session, tokens: object) -> list[str]:
     """Return the bill of a closed session: lines for the log, on the planning rank only.
 
     Every rank calls it. It is written to `summary.json` too; if that fails, an error is logged.
-    `tokens` are those of an iteration, if they are known; `energy_price` is that of a kWh, in place
-    of the environment's.
+    `tokens` are those of an iteration, if they are known. A price of energy among the job's options
+    goes before the environment's.
     """
-    own = session.summary()
+    own, collectives = session.summary(), session.parts.collectives
     by_stage = collectives.all_to_planner((own, session.energy.sums()))
     if not collectives.is_planner:
         return []
@@ -107,14 +99,14 @@ def end_of_job(
         "memory": None if memory is None else [asdict(stage) for stage in memory],
         "ranks": ranks,
     }
-    if output_dir is not None:
-        path = output_dir / "summary.json"
+    if session.parts.folder.path is not None:
+        path = session.parts.folder.path / "summary.json"
         try:
             replace_files({path: [json.dumps(summary, indent=1), "\n"]})
         except OSError as error:
             logger.error("%s could not be written: %s", path, error)
     whole_iterations = len(session.executed) == 1
-    tariff = Tariff.of_environment(os.environ, energy_price)
+    tariff = Tariff.of_environment(os.environ, session.options.energy_price or None)
     return list(_bill(summary, sums, tariff, shares=only_measures and not whole_iterations))
 
 
