@@ -306,7 +306,7 @@ class Job:
         """Give the clock back, then print the energy bill; every rank calls it."""
         self.session.close()
         folder = self.session.parts.folder.path
-        lines = end_of_job(self.session, self._tokens)
+        lines = end_of_job(self.session, self._tokens, self.options.energy_price or None)
         if lines and folder is not None and not self.options.profile_only:
             lines.append(f"envpipe report {folder} shows where time and energy went")
         for line in lines:

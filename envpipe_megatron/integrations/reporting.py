@@ -75,12 +75,12 @@ class IntervalReport:
         return "".join(f" {part} |" for part in parts)
 
 
-def end_of_job(session: Session, tokens: object) -> list[str]:
+def end_of_job(session: Session, tokens: object, energy_price: float | None = None) -> list[str]:
     """Return the bill of a closed session: lines for the log, on the planning rank only.
 
     Every rank calls it. It is written to `summary.json` too; if that fails, an error is logged.
-    `tokens` are those of an iteration, if they are known. A price of energy among the job's options
-    goes before the environment's.
+    `tokens` are those of an iteration, if they are known; `energy_price` is that of a kWh, in place
+    of the environment's.
     """
     own, collectives = session.summary(), session.parts.collectives
     by_stage = collectives.all_to_planner((own, session.energy.sums()))
@@ -106,7 +106,7 @@ def end_of_job(session: Session, tokens: object) -> list[str]:
         except OSError as error:
             logger.error("%s could not be written: %s", path, error)
     whole_iterations = len(session.executed) == 1
-    tariff = Tariff.of_environment(os.environ, session.options.energy_price or None)
+    tariff = Tariff.of_environment(os.environ, energy_price)
     return list(_bill(summary, sums, tariff, shares=only_measures and not whole_iterations))
 
 

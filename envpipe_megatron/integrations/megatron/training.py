@@ -162,8 +162,8 @@ class Training(LeveledJob):
 
     def _why_not_order(self) -> str | None:
         """Return why the channel rules out level `order`, the same on all ranks; None if not."""
-        own = self._order_of(self._microbatches)
-        return against_order(self.decision, own, self.session.parts.channel.capacity)
+        own, capacity = self._order_of(self._microbatches), self.session.parts.channel.capacity
+        return against_order(self.decision, own, capacity)
 
     def _lower_order(self, why: str, asked: Level | None = None) -> None:
         """Go on at level `units`; a LevelError if level `order` is `asked`."""
