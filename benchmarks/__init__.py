@@ -9,4 +9,5 @@ import sys
 from pathlib import Path
 
 _TESTS = Path(__file__).resolve().parents[1] / "tests"
-sys.path[1:1] = [str(_TESTS / name) for name in ("helpers", "helpers/guards", "pipeline")]
+_SHARED = ("helpers", "helpers/guards", "helpers/emulated_jobs", "pipeline", "megatron_lm")
+sys.path[1:1] = [str(_TESTS / name) for name in _SHARED]

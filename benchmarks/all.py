@@ -1,7 +1,8 @@
 """Every figure and measurement that claims something without a GPU, and one table of claims.
 
     python benchmarks/all.py                      # all, under an hour on two cores
-    python benchmarks/all.py fig9_a ablation      # some
+    python benchmarks/all.py fig9_a overhead      # some
+    python -m benchmarks.all --list               # all commands, those on GPUs too
 
 If a part fails, the others still run, and its name is printed at the end. Figures take over the
 runs that another figure has already made in the same folder; give a new folder to make all anew.
@@ -9,17 +10,18 @@ runs that another figure has already made in the same folder; give a new folder 
 
 from __future__ import annotations
 
+import ast
 import subprocess
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import click
 from rich.console import Console
 
 from benchmarks.figures.experiments import EXPERIMENTS
-from benchmarks.outputs import CLAIMS_FILE, Claim, make_table, markdown_line, read_claims
+from benchmarks.outputs import CLAIMS_FILE, Claim, make_table, markdown_table, read_claims
 from envpipe_megatron.launch.signals import Signals
 
 _HERE = Path(__file__).resolve().parent
@@ -28,7 +30,6 @@ _VERDICTS = {True: "yes", False: "**no**", None: ""}
 #: Each part's name, which is its folder's, with its script and options.
 PARTS: dict[str, tuple[str, ...]] = {
     **{name: ("figures/figure.py", name) for name in EXPERIMENTS},
-    "ablation": ("ablation/ablation.py",),
     "overhead": ("overhead/overhead.py",),
     "schedules": ("schedules/pictures.py",),
     "families": ("schedules/families.py",),
@@ -38,7 +39,6 @@ PARTS: dict[str, tuple[str, ...]] = {
     "h200_validation": ("planner/h200_validation.py",),
     "search_aceso": ("search/aceso.py",),
     "search_sailor": ("search/sailor.py",),
-    "search_energy": ("search/energy.py",),
     "search_scale": ("search/scale.py",),
 }
 
@@ -52,9 +52,13 @@ PARTS: dict[str, tuple[str, ...]] = {
     show_default=True,
     help="Folder for all parts and claims.md.",
 )
-def main(names: tuple[str, ...], output: Path) -> None:
+@click.option("--list", "listed", is_flag=True, help="Only list all commands, with what they show.")
+def main(names: tuple[str, ...], output: Path, listed: bool) -> None:
     """Run all parts, or those named, and collect their claims."""
     console = Console()
+    if listed:
+        console.print("\n".join(commands()), highlight=False, markup=False, soft_wrap=True)
+        return
     output.mkdir(parents=True, exist_ok=True)
     ended = []
     for name in names or PARTS:
@@ -72,6 +76,15 @@ def main(names: tuple[str, ...], output: Path) -> None:
     failed = [str(end["part"]) for end in ended if end["exit code"]]
     if failed:
         raise click.ClickException(f"Failed: {', '.join(failed)}")
+
+
+def commands() -> Iterator[str]:
+    """Return each command below benchmarks/, those that others start too, by its first line."""
+    for path in sorted(_HERE.rglob("*.py")):
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        if "__main__" in ast.unparse(tree.body[-1]):
+            module = ".".join(path.relative_to(_HERE.parent).with_suffix("").parts)
+            yield f"python -m {module}: {(ast.get_docstring(tree) or '').partition(chr(10))[0]}"
 
 
 def command_of(name: str, output: Path) -> list[str]:
@@ -101,13 +114,18 @@ def collect_claims(output: Path, names: Iterable[str]) -> list[Claim]:
 def claims_table(claims: Iterable[Claim]) -> str:
     """A Markdown table of all claims, with the command beside each."""
     head = ("part", "seen", "on", "the paper or a rival", "agrees", "command")
-    lines = [markdown_line(head), markdown_line(["---"] * len(head))]
-    for claim in claims:
-        seen = f"{claim.claim}. {claim.why}".rstrip()
-        verdict = _VERDICTS[claim.agrees]
-        cells = claim.figure, seen, claim.basis, claim.paper, verdict, f"`{claim.command}`"
-        lines.append(markdown_line(cells))
-    return "\n".join(lines) + "\n"
+    rows = (
+        (
+            claim.figure,
+            f"{claim.claim}. {claim.why}".rstrip(),
+            claim.basis,
+            claim.paper,
+            _VERDICTS[claim.agrees],
+            f"`{claim.command}`",
+        )
+        for claim in claims
+    )
+    return markdown_table(head, rows) + "\n"
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import csv
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -53,6 +53,18 @@ def read_claims(folder: Path) -> list[Claim]:
     path = folder / CLAIMS_FILE
     text = path.read_text(encoding="utf-8") if path.is_file() else "[]"
     return [Claim(**entry) for entry in json.loads(text)]
+
+
+def markdown_table(
+    columns: Sequence[str], rows: Iterable[Iterable[str]], texts: Collection[str] | None = None
+) -> str:
+    """Return a table in Markdown; numbers lie right, unless a column is one of `texts`, or all are.
+
+    Args:
+        texts: names of columns; all without.
+    """
+    rules = ["---" if texts is None or name in texts else "---:" for name in columns]
+    return "\n".join(map(markdown_line, (columns, rules, *rows)))
 
 
 def markdown_line(cells: Iterable[str]) -> str:
@@ -118,10 +130,3 @@ def span(values: Sequence[float], digits: int = 1) -> str:
     """The least and the greatest value, such as `1.8 to 9.2`; one number where both are alike."""
     low, high = (f"{round(value, digits) + 0.0:.{digits}f}" for value in (min(values), max(values)))
     return low if low == high else f"{low} to {high}"
-
-
-def memory_mib(field: str) -> float:
-    """This process's memory by a field of Linux: VmRSS now, VmHWM the most so far."""
-    # Not ru_maxrss: Linux passes that on through fork and exec, so it is the parent's.
-    status = Path("/proc/self/status").read_text()
-    return int(status.partition(f"{field}:")[2].split()[0]) / 1024

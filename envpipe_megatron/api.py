@@ -1,7 +1,7 @@
 """The planner for Python programs; docs/lookup/python.md shows it at work.
 
-Names that stand here, what they take and what they return stay as they are within a major version.
-Modules behind them may move.
+These names, their arguments and their results stay the same within a major version. Modules behind
+them may move.
 """
 
 from envpipe_megatron.core.conditions import Conditions, known_conditions, make_conditions

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.online.pipelines import Pipelines
-from benchmarks.online.runs import run_job
+from emulated_pipelines import Pipelines
 from envpipe_megatron.formats.energy import Phase
 from envpipe_megatron.gpu.presets import load_preset
 from envpipe_megatron.runtime.job.options import JobOptions
+from job_runs import run_job
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 CURVE = {1200: (0.10, 40.0), 1000: (0.11, 34.0), 800: (0.13, 31.0)}

@@ -27,7 +27,7 @@ from rich.progress import track
 from benchmarks.outputs import make_console, make_table
 
 # isort: split
-from fake_nvml.fake_nvml import build_library  # type: ignore[import-not-found]  # of tests/
+from fake_nvml.fake_nvml import build_library  # of tests/helpers
 from guard_rounds import FAULTS, Node, Outcome, play  # type: ignore[import-not-found]  # of tests/
 
 COLUMNS = ("fault", "seed", "number", "locked", "leases", "failed", "reset_s")

@@ -14,10 +14,10 @@ import os
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import click
 import numpy as np
@@ -28,14 +28,14 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer import TransformerConfig
+from scipy.stats import bootstrap
 
-from benchmarks.gpu.null_gpu import NullGpu
-from benchmarks.unmeasured import PRESET, stepped_order, write_unmeasured_plan
+import benchmarks  # noqa: F401 - puts what tests share on the path
 from envpipe_megatron.core.channel_model import CARRIERS
 from envpipe_megatron.core.orders import builders
 from envpipe_megatron.core.orders.zero_bubble import split_in_place, zero_bubble
 from envpipe_megatron.core.schedule import Schedule
-from envpipe_megatron.gpu.base import FORBID_VARIABLE
+from envpipe_megatron.gpu.base import FORBID_VARIABLE, ClockState, EnergyReading, Gpu, GpuAddress
 from envpipe_megatron.gpu.presets import load_preset
 from envpipe_megatron.integrations.megatron.core import ForwardBackward
 from envpipe_megatron.runtime.channel.collectives import all_pipelines, make_collectives
@@ -44,6 +44,7 @@ from envpipe_megatron.runtime.execution.executor import CudaExecutor, Executor
 from envpipe_megatron.runtime.job.options import JobOptions
 from envpipe_megatron.runtime.job.session import Session
 from envpipe_megatron.trials.model import forward_step
+from unmeasured import PRESET, stepped_order, write_unmeasured_plan
 
 VOCABULARY = 32000
 
@@ -63,7 +64,7 @@ def main(**options: Any) -> None:
     """Compare orders on the GPUs of this machine."""
     os.environ.setdefault(FORBID_VARIABLE, "1")  # measured with the clocks as they are
     join_pipeline()
-    bench = Bench(options)
+    bench = Bench({**options, "vocabulary": VOCABULARY})
     bench.add_orders()
     results = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, **options}
     results["output"] = str(results["output"])
@@ -85,15 +86,49 @@ def join_pipeline() -> None:
     tensor_parallel.model_parallel_cuda_manual_seed(123)
 
 
+class NullGpu(Gpu):
+    """Power and energy are 0, time is the monotonic clock; a rank sets its clock at once."""
+
+    drives_hardware = changes_clock = False
+    name = "no GPU"
+    power_w: float = 0.0
+
+    def __init__(self, frequencies_mhz: Sequence[int]) -> None:
+        self.address = GpuAddress("null", f"none#{id(self)}")
+        self.supported_frequencies_mhz = tuple(frequencies_mhz)
+
+    def _lock(self, frequency_mhz: int) -> None:
+        """Do nothing."""
+
+    def _reset(self) -> None:
+        """Do nothing."""
+
+    def clock_state(self) -> ClockState:
+        """Return the highest clock."""
+        return ClockState(None, self.supported_frequencies_mhz[0])
+
+    def read_energy(self) -> EnergyReading:
+        """Return 0 J at the present instant."""
+        return EnergyReading(0.0, self.time_s())
+
+
 class Bench:
-    """The model, megatron-core's own function, and the sessions that are added."""
+    """The model, megatron-core's own function, and the sessions that are added.
 
-    device: ClassVar[str] = "cuda"
-    dtype: ClassVar[torch.dtype] = torch.bfloat16
-    vocabulary: ClassVar[int] = VOCABULARY
+    Args:
+        options: of the command, and `vocabulary`.
+        device: "cuda", where the model has 16 bits; on "cpu" it has 32.
+        make_executor: makes what measures time.
+    """
 
-    def __init__(self, options: dict[str, Any]) -> None:
-        self.options = options
+    def __init__(
+        self,
+        options: dict[str, Any],
+        device: str = "cuda",
+        make_executor: Callable[[], Executor] = CudaExecutor,
+    ) -> None:
+        self.options, self.device, self._make_executor = options, device, make_executor
+        self._dtype = torch.bfloat16 if device == "cuda" else torch.float32
         self.num_stages = parallel_state.get_pipeline_model_parallel_world_size()
         self.model = self._build()
         self.initial = [p.detach().clone() for p in self.model.parameters()]
@@ -143,7 +178,7 @@ class Bench:
                     plan=plan_file,
                 ),
                 NullGpu(load_preset(PRESET).supported_frequencies_mhz),
-                lambda settle: self.make_executor(),
+                lambda settle: self._make_executor(),
                 self.channel,
                 self.collectives,
             )
@@ -151,10 +186,6 @@ class Bench:
             self.functions["warm-up"] = ForwardBackward(session, framework_iterations=0)
             self.run_steps("warm-up", 2)
         return session
-
-    def make_executor(self) -> Executor:
-        """Measure time by the GPU's events; on another device, otherwise."""
-        return CudaExecutor()
 
     def compare(self) -> dict[str, Any]:
         """Bits first, then times, in blocks whose order is reversed each time."""
@@ -173,7 +204,7 @@ class Bench:
             report[name] |= {
                 "iteration_time_s": statistics.median(blocks),
                 "time_ratio": statistics.median(ratios),
-                "time_ratio_95_percent": bootstrap(ratios),
+                "time_ratio_95_percent": interval(ratios),
             }
             if self.device == "cuda":
                 report[name]["peak_memory_gib"] = self._peak_memory(name)
@@ -239,7 +270,9 @@ class Bench:
         shape = (self.options["microbatch_size"], self.options["sequence"] + 1)
         generator = torch.Generator(self.device).manual_seed(step)
         for _ in range(self.options["num_microbatches"]):
-            yield torch.randint(0, self.vocabulary, shape, generator=generator, device=self.device)
+            yield torch.randint(
+                0, self.options["vocabulary"], shape, generator=generator, device=self.device
+            )
 
     def _build(self) -> GPTModel:
         options = self.options
@@ -248,9 +281,9 @@ class Bench:
             hidden_size=options["hidden"],
             num_attention_heads=options["hidden"] // 128,
             pipeline_model_parallel_size=self.num_stages,
-            bf16=self.dtype is torch.bfloat16,
-            params_dtype=self.dtype,
-            pipeline_dtype=self.dtype,
+            bf16=self._dtype is torch.bfloat16,
+            params_dtype=self._dtype,
+            pipeline_dtype=self._dtype,
             hidden_dropout=0.0,
             attention_dropout=0.0,
             bias_dropout_fusion=False,
@@ -263,13 +296,13 @@ class Bench:
         model = GPTModel(
             config,
             get_gpt_layer_local_spec(),
-            self.vocabulary,
+            options["vocabulary"],
             options["sequence"],
             pre_process=parallel_state.is_pipeline_first_stage(),
             post_process=parallel_state.is_pipeline_last_stage(),
             share_embeddings_and_output_weights=False,
         )
-        return model.to(self.device, self.dtype)  # position embeddings are made in 32 bits
+        return model.to(self.device, self._dtype)  # position embeddings are made in 32 bits
 
 
 def equal(
@@ -283,11 +316,11 @@ def equal(
     )
 
 
-def bootstrap(ratios: list[float]) -> list[float]:
-    """95 % interval of the median over blocks."""
-    random = np.random.default_rng(0)
-    medians = np.median(random.choice(ratios, size=(10_000, len(ratios))), axis=1)
-    return [float(x) for x in np.quantile(medians, [0.025, 0.975])]
+def interval(ratios: Sequence[float]) -> list[float]:
+    """Return the 95 % interval of the median over blocks."""
+    found = bootstrap((ratios,), np.median, method="percentile", random_state=0)
+    low, high = found.confidence_interval
+    return [float(low), float(high)]
 
 
 if __name__ == "__main__":

@@ -29,14 +29,12 @@ import numpy as np
 import torch
 from scipy.stats import bootstrap
 
-from benchmarks.gpu.control import torch_uid
 from benchmarks.outputs import leave, make_console, make_table, output_option
-from benchmarks.overhead.host import HostExecutor
 from envpipe_megatron.core.orders import builders
 from envpipe_megatron.formats.energy import Phase
 from envpipe_megatron.gpu.backends.nvml import NvmlGpu
 from envpipe_megatron.gpu.base import Gpu, GpuAddress
-from envpipe_megatron.gpu.devices import open_gpu
+from envpipe_megatron.gpu.devices import open_gpu, uid_of_cuda_device
 from envpipe_megatron.gpu.emulated.emulated_gpu import EmulatedGpu
 from envpipe_megatron.integrations.layer_profile.measuring import now_s
 from envpipe_megatron.runtime.channel.carrier import StageSpecs, TensorSpec
@@ -45,6 +43,7 @@ from envpipe_megatron.runtime.energy.meter import EnergyMeter
 from envpipe_megatron.runtime.execution.executor import CudaExecutor, Executor, StageRecord
 from envpipe_megatron.runtime.execution.orders import IterationOrder
 from envpipe_megatron.runtime.execution.stage_run import StageRun
+from host_executor import HostExecutor  # of tests/helpers
 
 UNITS = 32
 #: Pieces of a unit, and cycles that the GPU spins in each: 2 ms at 2 GHz, or next to none; or how
@@ -197,10 +196,14 @@ def measure(bound: str, *, waits: bool, rounds: int, turn_iterations: int) -> li
     return rows
 
 
+def _uid() -> str:
+    return uid_of_cuda_device(str(torch.cuda.get_device_properties(0).uuid))
+
+
 def _dry_gpu(folder: Path) -> Gpu:
     """One whose clock stays as it is; without a GPU, an emulated one in a folder."""
     if torch.cuda.is_available():
-        return open_gpu(GpuAddress("dry_run", torch_uid(0)))
+        return open_gpu(GpuAddress("dry_run", _uid()))
     return EmulatedGpu.create("h100", 0, folder)
 
 
@@ -210,7 +213,7 @@ def _counter_read(apart: bool) -> Iterator[None]:
     if not torch.cuda.is_available():
         yield
         return
-    gpu = NvmlGpu(torch_uid(0))
+    gpu = NvmlGpu(_uid())
     gpu.read_apart = apart
     with contextlib.closing(EnergyMeter(gpu)):
         yield

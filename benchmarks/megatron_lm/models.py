@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 
-from benchmarks.unmeasured import another_each_unit, stepped_order, write_unmeasured_plan
 from envpipe_megatron.core import kinds
 from envpipe_megatron.core.orders import builders
 from envpipe_megatron.core.orders.greedy import shortest
@@ -17,6 +15,7 @@ from envpipe_megatron.core.orders.job import OrderJob
 from envpipe_megatron.core.orders.zero_bubble import split_in_place, zero_bubble
 from envpipe_megatron.core.schedule import Schedule
 from envpipe_megatron.policies.frequencies import envelope
+from unmeasured import another_each_unit, stepped_order, write_unmeasured_plan
 
 ROOT = Path(__file__).resolve().parents[2]
 CPU_RUN = ROOT / "tests" / "megatron_lm" / "cpu_run.py"
@@ -205,7 +204,6 @@ def base_arguments(cpu: bool, needs: Collection[str] = ()) -> tuple[str, ...]:
         return joined([GPU_BASE_TRANSFORMER_ENGINE, fusion])
     if not cpu:
         return joined([GPU_BASE])
-    sys.path.append(str(CPU_RUN.parent))
     from lm_runs import CPU_ARGS  # type: ignore[import-not-found]  # a helper of the tests
 
     return joined([CPU_ARGS])
@@ -221,7 +219,6 @@ def job_arguments(
 
 def corpus_data() -> str:
     """Megatron's arguments of the real corpus; each job builds its indices for itself."""
-    sys.path.append(str(CPU_RUN.parent))
     from make_corpus import corpus_args  # type: ignore[import-not-found]  # likewise
 
     folder = Path("/folder-of-the-corpus")  # known when a job starts

@@ -4,15 +4,14 @@
 
 Parts: `equality` of losses and gradient norms; `ratio` of iteration times, with peak memory and
 what the units of one order predict of another; `stress` by random orders and delays; `energy` as
-both sides print it; `lost`, what others do when a rank is killed or stopped; `report` of all that
-is in OUT. Level `units` has arms of its own, and is the only one for jobs that another order is not
-proven for; those with Transformer Engine or Apex run where these are installed. With
---ranks-per-gpu 4, one GPU is enough for all but energy and, without MPS, times (shared_gpu.py);
-more than --jobs 2 starve each other then, and of eight ranks more than one job. What is done
-already is not done again, so a call that ran out of time is simply repeated. Another --channel than
-auto has a folder of its own in OUT, and so have ranks that share GPUs. No clock is ever changed:
-all runs get a back end that sets nothing and ENVPIPE_FORBID_CLOCK_CONTROL=1, and none is started
-without.
+both sides print it; `report` of all that is in OUT. Level `units` has arms of its own, and is the
+only one for jobs that another order is not proven for; those with Transformer Engine or Apex run
+where these are installed. With --ranks-per-gpu 4, one GPU is enough for all but energy and, without
+MPS, times (shared_gpu.py); more than --jobs 2 starve each other then, and of eight ranks more than
+one job. What is done already is not done again, so a call that ran out of time is simply repeated.
+Another --channel than auto has a folder of its own in OUT, and so have ranks that share GPUs. No
+clock is ever changed: all runs get a back end that sets nothing and
+ENVPIPE_FORBID_CLOCK_CONTROL=1, and none is started without.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ import subprocess
 import tarfile
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -37,26 +36,23 @@ from typing import Any
 import click
 import torch
 
-from benchmarks.megatron_lm import equality, lost, ratio, stress
+from benchmarks.megatron_lm import equality, ratio, stress
 from benchmarks.megatron_lm.models import APEX, ENVPIPE, SIZES, TRANSFORMER_ENGINE
-from benchmarks.megatron_lm.ratio import Keeper, Rounds
 from benchmarks.megatron_lm.running.jobs import Job, Site, State, modified, prepare, prepare_corpus
 from benchmarks.megatron_lm.running.pool import Limits, run_jobs
-from benchmarks.megatron_lm.running.rest import RESTING
+from benchmarks.megatron_lm.running.rounds import Rounds, ratio_rows, take_turns
 from benchmarks.megatron_lm.unit_times import prediction_rows, unit_rows
-from benchmarks.outputs import markdown_line
+from benchmarks.outputs import markdown_table
 from benchmarks.shared_gpu import partitioned
 from envpipe_megatron.core.channel_model import CARRIERS
 
-PARTS = ("equality", "ratio", "stress", "energy", "lost", "report")
+PARTS = ("equality", "ratio", "stress", "energy", "report")
 ENERGY_RUN, _ENERGY_TARGET_PERCENT = "energy/envpipe", 1.0
 #: Kept of the time that a call may take, for logs and report, s.
 _FOR_THE_END_S = 15.0
 #: Of all packed logs, bytes; an archive that is too large does not come back from some machines.
 _MOST_LOG_BYTES, _MOST_OF_A_LOG = 40 * 2**20, 2 * 2**20
 _ERROR = re.compile(r"^(?:\[rank\d+\]: *)?((?!.*ChildFailed)[\w.]*(?:Error|Exit)(?::.*)?)$", re.M)
-#: What jobs take to end when their last turn has ended, s.
-_FOR_AN_END_S = 20.0
 
 
 @click.command(help=(__doc__ or "").replace("\n\n    python", "\n\n\b\n    python"))
@@ -178,8 +174,9 @@ class _Proof:
         # one alone computed; none did that had the GPUs for itself.
         alone = self._limits(concurrency=1)
         run_jobs(self._site, self._state, self._jobs("stress", "energy"), alone)
-        lost.run_jobs(self._site, self._state, self._jobs("lost"), alone)
-        self._take_turns(self._jobs("ratio"))
+        arms = self._jobs("ratio")
+        limits = self._limits(concurrency=len(arms))
+        take_turns(self._site, self._state, arms, self._rounds, limits)
 
     def show(self) -> None:
         for job in self._jobs(*PARTS):
@@ -187,30 +184,6 @@ class _Proof:
             status = run.get("status", "not run")
             old = status == "ok" and not self._state.done(job)
             click.echo(f"{job.name}: {'ok, of another job' if old else status}")
-
-    def _take_turns(self, jobs: Sequence[Job]) -> None:
-        longest_s = 0.0
-
-        def on_block(run: str, block: Any) -> None:
-            nonlocal longest_s
-            if block.turn:
-                longest_s = max(longest_s, block.time_s)
-            keeper(run, block)
-
-        def goes_on(left: int) -> bool:
-            # A round that is begun should end.
-            in_round = len(arms) * self._rounds.turns
-            turns = in_round if left % in_round == 0 else 1
-            return self._limits().left_s > 1.05 * turns * longest_s + _FOR_AN_END_S
-
-        arms = [job.name.split("/")[-1] for job in jobs]
-        arms += [RESTING] * any(job.rests for job in jobs)
-        keeper = Keeper(self._state, self._rounds, arms)
-        order = ratio.order(jobs)
-        limits = self._limits(concurrency=len(jobs))
-        run_jobs(
-            self._site, self._state, jobs, limits, order=order, goes_on=goes_on, on_block=on_block
-        )
 
     def _limits(self, concurrency: int | None = None) -> Limits:
         patience = self._site.ranks_per_gpu  # a first iteration then takes most of a minute
@@ -232,7 +205,6 @@ class _Proof:
         makers: dict[str, Callable[[], list[Job]]] = {
             "equality": lambda: equality.jobs(site, iterations),
             "stress": lambda: stress.jobs(site, options["stress_iterations"], delay_s),
-            "lost": lambda: lost.jobs(site),
             "energy": lambda: energy_jobs(site, options["energy_iterations"]),
             "ratio": lambda: ratio.jobs(site, self._state, setting, self._rounds),
         }
@@ -305,12 +277,11 @@ def report(state: State, site: Site) -> dict[str, Any]:
     return {
         "machine": state.machine,
         "equality": equality.rows(state, site.cpu),
-        "ratio": ratio.ratio_rows(state),
+        "ratio": ratio_rows(state),
         "prediction": ratio.rows_of_units(state, prediction_rows),
         "times of units": ratio.rows_of_units(state, unit_rows),
         "memory": ratio.memory_rows(state),
         "stress": stress.rows(state),
-        "lost": lost.rows(state),
         "energy": energy_rows(state),
         "not well": [
             {"run": name, "status": run["status"], "first error": error[1][:200] if error else ""}
@@ -328,9 +299,8 @@ def write_report(state: State, site: Site, output: Path) -> str:
     lines += [f"{name}: {value}  " for name, value in state.machine.items()]
     for title, rows in found.items():
         if rows and title not in ("machine", "rounds", "commands"):
-            lines += ["", f"## {title}", "", markdown_line(rows[0])]
-            lines.append(markdown_line(["---"] * len(rows[0])))
-            lines += [markdown_line(map(_cell, row.values())) for row in rows]
+            table = markdown_table([*rows[0]], (map(_cell, row.values()) for row in rows))
+            lines += ["", f"## {title}", "", table]
     lines += ["", "## commands", ""]
     lines += [f"- {name}: `{command}`" for name, command in found["commands"].items()]
     text = "\n".join(lines) + "\n"

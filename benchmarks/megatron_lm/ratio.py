@@ -4,25 +4,20 @@ At level `units` too, where clocks are to change at every unit. The job is a GPT
 each GPU, or is like another setting of `equality`, in a real size. And how well the iteration of
 one order is predicted by the units of the other (`unit_times`).
 
-All arms are started together on the same GPUs and take short turns, in an order that is turned
-round each time, so that what drifts meets all of them alike. A round is a block of iterations of
-each arm, made of several turns. Or one job has all turns, and EnvPipe rests in half of them
-(`running.rest`). Where weights are zero, matrix products take less power, and clocks wander less,
-in FP8 not at all.
+All arms are started together on the same GPUs and take short turns (`running.rounds`), in an order
+that is turned round each time, so that what drifts meets all of them alike. Or one job has all
+turns, and EnvPipe rests in half of them (`running.rest`). Where weights are zero, matrix products
+take less power, and clocks wander less, in FP8 not at all.
 """
 
 from __future__ import annotations
 
-import math
 import re
-import statistics
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from typing import Any
 
 import click
-import numpy as np
-from scipy.special import stdtrit
 
 from benchmarks.megatron_lm import equality
 from benchmarks.megatron_lm.models import (
@@ -52,21 +47,16 @@ from benchmarks.megatron_lm.models import (
     training,
 )
 from benchmarks.megatron_lm.running.jobs import Job, Site, State
-from benchmarks.megatron_lm.running.rest import RESTING, rests_in
-from benchmarks.megatron_lm.running.turns import Block
+from benchmarks.megatron_lm.running.rest import RESTING
+from benchmarks.megatron_lm.running.rounds import PART, Rounds, measured, next_start
 from envpipe_megatron.core.schedule import Schedule
 
-PART = "ratio"
 #: What takes turns only where it is named.
 _ASKED_FOR = (OFF, SERIAL, SPLIT, IN_PLACE)
 #: The framework's order before the plan's; within the first turn, which is not counted. An
 #: iteration comes before it, and the plan is taken up in the one behind it.
 _WARMUP = 3
 LEAST_FIRST_TURN = 1 + _WARMUP + 1
-TARGET, TARGET_OF_UNITS = 1.005, 1.003
-#: Share of the rounds at either end that a mean of medians does without.
-_CUT = 0.2
-LEAST_ITERATION_S = 0.5
 _OF_A_NAME = re.compile(r"(.+)-m(\d+)")
 LOG_INTERVAL = 10
 #: Without weights that tell tokens apart, each expert gets its share of them by chance.
@@ -76,23 +66,6 @@ _UNCHECKED = "--no-check-for-nan-in-loss-and-grad"
 #: As they do, too: with 4 MB of masks a sequence, the first forward of eight stages took 18 ms, the
 #: second 4.6.
 _WITHOUT_MASKS = "--no-create-attention-mask-in-dataloader"
-
-
-@dataclass(frozen=True)
-class Rounds:
-    """How much is measured: rounds in all, turns of each arm in a round, iterations of a turn.
-
-    The warm-up iterations are each arm's first turn, which is not counted.
-    """
-
-    count: int
-    turns: int
-    iterations: int
-    warmup: int
-
-    def turns_of_a_job(self, arms: Collection[str]) -> int:
-        """In a round: those of its arm, or of all arms where EnvPipe rests in some of them."""
-        return self.turns * (len(arms) if RESTING in arms else 1)
 
 
 @dataclass(frozen=True)
@@ -235,140 +208,10 @@ def jobs(site: Site, state: State, of: Setting, rounds: Rounds) -> list[Job]:
     missing = rounds.count - len(measured(state, of.name, of.arms))
     if missing <= 0:
         return []
-    start = f"{PART}/{of.name} start"
-    number = 1 + len({n.split("/")[1] for n in state.runs if n.startswith(f"{start} ")})
-    turns = (rounds.warmup, *[rounds.iterations] * (rounds.turns_of_a_job(of.arms) * missing))
+    start, turns = next_start(state, of.name), replace(rounds, count=missing).lengths(of.arms)
     # One more: a turn ends where the next iteration would begin.
     iterations = sum(turns) + 1
-    return [
-        job_of(site, of, f"{start} {number}/{arm}", arm, iterations, turns) for arm in of.like.arms
-    ]
-
-
-def order(jobs_made: Sequence[Job]) -> list[str]:
-    """Who has each turn."""
-    names = [job.name for job in jobs_made]
-    if not names:
-        return []
-    timed = len(jobs_made[0].turns) - 1
-    return names + [name for turn in range(timed) for name in (names, names[::-1])[turn % 2]]
-
-
-class Keeper:
-    """Puts turns together to rounds, and each round into the state as soon as it is whole."""
-
-    def __init__(self, state: State, rounds: Rounds, arms: Sequence[str]) -> None:
-        self._state = state
-        self._rounds = rounds
-        self._arms = arms
-        self._turns: dict[tuple[str, int], dict[str, list[Block]]] = {}
-
-    def __call__(self, run: str, block: Block) -> None:
-        """Take in a turn; that of number 0 is the warm-up."""
-        if not run.startswith(f"{PART}/") or block.turn == 0:
-            return
-        _, start, arm = run.split("/")
-        if RESTING in self._arms and rests_in(block.turn):
-            arm = RESTING
-        number = (block.turn - 1) // self._rounds.turns_of_a_job(self._arms)
-        turns = self._turns.setdefault((start, number), {name: [] for name in self._arms})
-        turns[arm].append(block)
-        if all(len(blocks) == self._rounds.turns for blocks in turns.values()):
-            self._keep(start, turns)
-
-    def _keep(self, start: str, turns: dict[str, list[Block]]) -> None:
-        iterations = self._rounds.turns * self._rounds.iterations
-        self._state.rounds.append(
-            {
-                "start": start,
-                "setting": start.split()[0],
-                "iterations": iterations,
-                "turns_s": {arm: [b.time_s for b in blocks] for arm, blocks in turns.items()},
-                "iteration_time_s": {
-                    arm: sum(b.time_s for b in blocks) / iterations for arm, blocks in turns.items()
-                },
-                "iteration_median_s": {
-                    arm: statistics.fmean(b.median_s for b in blocks)
-                    for arm, blocks in turns.items()
-                },
-            }
-        )
-        self._state.save()
-        for row in ratio_rows(self._state):
-            if row["setting"] == start.split()[0]:
-                click.echo(f"round {row['rounds']}: {row}")
-
-
-def measured(state: State, name: str, arms: Collection[str] = ()) -> list[dict[str, Any]]:
-    """The rounds of a setting so far that these arms had part in."""
-    return [
-        found
-        for found in state.rounds
-        if found.get("setting") == name and found["iteration_time_s"].keys() >= set(arms)
-    ]
-
-
-def ratio_rows(state: State) -> list[dict[str, Any]]:
-    """For each setting and arm, its iteration time over that of unmodified Megatron.
-
-    Of whole turns, and of the medians of their iterations without the fifth of the rounds at
-    either end, which the target is for: now and then a host of a shared machine is held up, in
-    whichever arm. Means are geometric; intervals (two-sided) and upper bounds (one-sided) are at
-    95 %, by Student's t over the logarithms of the rounds' ratios (Yuen's where rounds are cut).
-    """
-    rows = []
-    for name in dict.fromkeys(found["setting"] for found in state.rounds if "setting" in found):
-        arms = dict.fromkeys(arm for found in measured(state, name) for arm in found["turns_s"])
-        own = RESTING if RESTING in arms else STOCK
-        rows += [
-            {"setting": name, **_ratio_row(measured(state, name, [arm]), arm, own)}
-            for arm in arms
-            if arm != own
-        ]
-    return rows
-
-
-def _ratio_row(rounds: Sequence[dict[str, Any]], arm: str, own: str) -> dict[str, Any]:
-    ratios, medians = (
-        [found[each][arm] / found[each][own] for found in rounds]
-        for each in ("iteration_time_s", "iteration_median_s")
-    )
-    mean, bound = _bounded(ratios, 0.0)
-    mean_of_medians, bound_of_medians = _bounded(medians, _CUT)
-    target = TARGET_OF_UNITS if arm == UNITS else TARGET
-    stock_s, own_s = (
-        statistics.median(found["iteration_time_s"][name] for found in rounds)
-        for name in (own, arm)
-    )
-    return {
-        "arm": arm,
-        "rounds": len(rounds),
-        "ratio": mean,
-        "of the rounds": ", ".join(f"{value:.4f}" for value in ratios),
-        "low": bound(0.025),
-        "high": bound(0.975),
-        "upper": bound(0.95),
-        "ratio of medians": mean_of_medians,
-        "medians of the rounds": ", ".join(f"{value:.4f}" for value in medians),
-        "upper of medians": bound_of_medians(0.95),
-        "stock (s)": stock_s,
-        "own (s)": own_s,
-        # A job in which EnvPipe rests knows nothing of what idles.
-        "target met": None
-        if own == RESTING
-        else bound_of_medians(0.95) <= target and stock_s >= LEAST_ITERATION_S,
-    }
-
-
-def _bounded(ratios: Sequence[float], share: float) -> tuple[float, Callable[[float], float]]:
-    """The geometric mean without a share at either end, and a quantile of what it may be."""
-    logarithms, cut = np.sort(np.log(ratios)), int(share * len(ratios))
-    kept = logarithms[cut : len(ratios) - cut]
-    mean, freedom = kept.mean(), len(kept) - 1
-    winsorized = np.clip(logarithms, kept[0], kept[-1])  # Yuen 1974: their variance is its own
-    squares = ((winsorized - winsorized.mean()) ** 2).sum()
-    error = math.sqrt(squares / (len(kept) * freedom)) if freedom else math.inf
-    return math.exp(mean), lambda q: math.exp(mean + stdtrit(max(1, freedom), q) * error)
+    return [job_of(site, of, f"{start}/{arm}", arm, iterations, turns) for arm in of.like.arms]
 
 
 def memory_rows(state: State) -> list[dict[str, Any]]:

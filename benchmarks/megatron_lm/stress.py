@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import random
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -261,12 +260,27 @@ def random_orders(
     return run_phases
 
 
-class ToldWork:
-    """A stage's units, each told as it begins."""
+class DelayedWork:
+    """A stage's units, each told as it begins, with random delays of host and device around them.
 
-    def __init__(self, work: Any, starts: Callable[[Unit], None]) -> None:
+    Some delays are far longer than the others. With `wait_for_device`, which waits for all that a
+    device holds, it is called at the begin of some units, between delays and work of others, or at
+    their end.
+    """
+
+    def __init__(
+        self,
+        work: Any,
+        source: random.Random,
+        delay_s: float,
+        starts: Callable[[Unit], None],
+        wait_for_device: Callable[[], None] | None,
+    ) -> None:
         self._work = work
+        self._source = source
+        self._delay_s = delay_s
         self._starts = starts
+        self._wait_for_device = wait_for_device
 
     def forward(self, unit: Unit, inputs: Any) -> Any:
         """Run a forward."""
@@ -283,31 +297,6 @@ class ToldWork:
     def sent(self, unit: Unit) -> None:
         """Pass on that the output is in the channel."""
         self._work.sent(unit)
-
-    def _run(self, unit: Unit, run: Callable[[Unit, Any], Any], data: Any) -> Any:
-        self._starts(unit)
-        return run(unit, data)
-
-
-class DelayedWork(ToldWork):
-    """A stage's units with random delays of host and device around them, some far longer.
-
-    With `wait_for_device`, which waits for all that a device holds, it is called at the begin of
-    some units, between delays and work of others, or at their end.
-    """
-
-    def __init__(
-        self,
-        work: Any,
-        source: random.Random,
-        delay_s: float,
-        starts: Callable[[Unit], None],
-        wait_for_device: Callable[[], None] | None,
-    ) -> None:
-        super().__init__(work, starts)
-        self._source = source
-        self._delay_s = delay_s
-        self._wait_for_device = wait_for_device
 
     def _run(self, unit: Unit, run: Callable[[Unit, Any], Any], data: Any) -> Any:
         self._starts(unit)
@@ -371,27 +360,12 @@ def install(
         waiting = wait_for_device if waits else None
         return DelayedWork(work, source, settings["delay_s"], starts, waiting)
 
-    # Until the process ends.
-    orders = random_orders(settings["seed"], told, splits=settings["splits"])
-    mock.patch.object(iterations, "run_phases", orders).start()
-    replace_work(delayed)
-
-
-def tell_units(at: Callable[[int, str], None], iteration: Callable[[], int]) -> None:
-    """Let sessions of this process tell how many units of an iteration have begun."""
-
-    def told(work: Any) -> ToldWork:
-        count = itertools.count(1)
-        return ToldWork(work, lambda unit: at(iteration(), str(next(count))))
-
-    replace_work(told)
-
-
-def replace_work(make: Callable[[Any], ToldWork]) -> None:
-    """Let sessions of this process run other work in place of a stage's, until it ends."""
     inner = stage_run.execute
 
     def execute(schedule: Schedule, stage: int, work: Any, run: StageRun, *more: Any) -> None:
-        inner(schedule, stage, make(work), run, *more)
+        inner(schedule, stage, delayed(work), run, *more)
 
+    # Until the process ends.
+    orders = random_orders(settings["seed"], told, splits=settings["splits"])
+    mock.patch.object(iterations, "run_phases", orders).start()
     mock.patch.object(session, "execute", execute).start()

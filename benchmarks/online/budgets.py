@@ -27,10 +27,9 @@ from typing import Any
 import click
 import numpy as np
 
-from benchmarks.online.emulated_job import EmulatedJob
-from benchmarks.online.pipelines import Conditions, Iteration, Pipelines
-from benchmarks.online.runs import exact_profile, scripted, slower
 from benchmarks.outputs import leave, make_console, make_table, output_option
+from emulated_job import EmulatedJob
+from emulated_pipelines import Conditions, Iteration, Pipelines
 from envpipe_megatron.core.conditions import known_conditions
 from envpipe_megatron.core.plan import Plan
 from envpipe_megatron.formats.energy import Phase
@@ -41,6 +40,7 @@ from envpipe_megatron.policies.optimal.linear_program import LinearProgramError
 from envpipe_megatron.policies.planner import make_plan
 from envpipe_megatron.runtime.execution.orders import constant_order
 from envpipe_megatron.runtime.job.options import JobOptions
+from job_runs import exact_profile, scripted, slower
 
 PARTS = ("changes", "signal", "trouble")
 _OPTIONS = JobOptions(num_microbatches=24, baseline_steps=3)

@@ -28,15 +28,16 @@ from typing import Any
 
 import click
 
-from benchmarks.online.emulated_job import EmulatedJob
-from benchmarks.online.pipelines import Conditions, Pipelines
-from benchmarks.online.runs import FAULTS, best_saving, restarts, run_job, scripted, slower
-from benchmarks.outputs import leave, make_console, make_table, memory_mib, output_option
+from benchmarks.outputs import leave, make_console, make_table, output_option
+from benchmarks.processes import memory_mib
+from emulated_job import EmulatedJob
+from emulated_pipelines import Conditions, Pipelines
 from envpipe_megatron.core.profile_rows import MEASURED_SPLIT
 from envpipe_megatron.formats.energy import Phase
 from envpipe_megatron.gpu.presets import load_preset
 from envpipe_megatron.policies.objective import Goal
 from envpipe_megatron.runtime.job.options import JobOptions
+from job_runs import FAULTS, best_saving, restarts, run_job, scripted, slower
 
 PARTS = ("costs", "faults", "trouble", "noise", "chunks", "long")
 PRESETS = ("a100-sxm", "a40")

@@ -21,26 +21,18 @@ import torch.distributed as dist
 
 from envpipe_megatron.core.kinds import Kind
 from envpipe_megatron.core.orders import builders
-from envpipe_megatron.core.schedule import Schedule
 from envpipe_megatron.formats.energy import Phase
-from envpipe_megatron.formats.steps import StepEnergy, step_sums
 from envpipe_megatron.gpu.emulated.emulated_gpu import EmulatedGpu
 from envpipe_megatron.gpu.presets import load_preset
 from envpipe_megatron.runtime.channel.carrier import StageSpecs, TensorSpec
-from envpipe_megatron.runtime.channel.collectives import SUM, make_collectives
+from envpipe_megatron.runtime.channel.collectives import make_collectives
 from envpipe_megatron.runtime.channel.links import make_channel
 from envpipe_megatron.runtime.channel.p2p import P2PChannel
 from envpipe_megatron.runtime.clocks.rank_clock import RankClock
-from envpipe_megatron.runtime.execution.executor import (
-    Executor,
-    Passed,
-    StageRecord,
-    always,
-    make_record,
-)
 from envpipe_megatron.runtime.execution.orders import IterationOrder
 from envpipe_megatron.runtime.execution.stage_run import StageRun
 from envpipe_megatron.runtime.job.options import JobOptions
+from host_executor import HostExecutor  # of tests/helpers
 
 MICROBATCHES = 32
 WARM_UP = 3
@@ -48,39 +40,6 @@ PRESET = "h100"
 CLOCKS_MHZ = load_preset(PRESET).supported_frequencies_mhz
 #: Of a message: small, so that its cost is the channel's and not its bytes'.
 MESSAGE_SHAPE = (256,)
-
-
-class HostExecutor(Executor):
-    """Units whose work is over when its Python is: nothing runs beside the host."""
-
-    def begin_iteration(self, schedule: Schedule, stage: int) -> None:
-        """Note the start."""
-        self._begin_s = time.monotonic()
-        self._starts: list[float] = []
-        self._ends: list[float] = []
-
-    def begin_unit(self) -> Passed:
-        """Note the start."""
-        self._starts.append(time.monotonic() - self._begin_s)
-        return always
-
-    def end_unit(self) -> Passed:
-        """Note the end, which has come."""
-        self._ends.append(time.monotonic() - self._begin_s)
-        return always
-
-    def in_wait(self, after_s: float) -> float:
-        """No order here parks."""
-        raise NotImplementedError
-
-    def end_iteration(self, check: Callable[[], object]) -> Callable[[], StageRecord]:
-        """Nothing is left to wait for."""
-        times_s = self._starts, self._ends, self._begin_s, self._ends[-1], self._ends[-1]
-        return lambda: make_record(*times_s)
-
-    def now_s(self) -> float:
-        """The host's monotonic clock."""
-        return time.monotonic()
 
 
 def _order(num_stages: int) -> IterationOrder:
@@ -178,29 +137,6 @@ def _null_iterations(
         found.append((time.perf_counter() - begin_s) / len(run.units))
 
 
-def log_line_s(rank: int, stages: int, rounds: int, *, of_all: bool) -> list[tuple[float, float]]:
-    """What the exchange of a log line takes, wall and CPU time in s, for each of several.
-
-    Every rank of the job calls it. With `of_all`, every rank's object goes to every rank over one
-    group, in place of the runtime's sums.
-    """
-    world = dist.get_world_size()
-    step = StepEnergy(10, 1.0, 0.01, 300.0, 0.5)
-    pipelines = [range(first, first + stages) for first in range(0, world, stages)]
-    ranks = make_collectives(pipelines, timedelta(seconds=300))
-    found = []
-    for _ in range(WARM_UP + rounds):
-        dist.barrier()
-        begin_s, cpu_s = time.perf_counter(), time.process_time()
-        if of_all:
-            dist.all_gather_object([None] * world, (rank % stages, step))
-        else:
-            ranks.by_stage(step_sums(step), SUM)
-        found.append((time.perf_counter() - begin_s, time.process_time() - cpu_s))
-    dist.barrier()  # before connections are closed
-    return found[WARM_UP:]
-
-
 LOGGED_MICROBATCHES = 8
 #: Steady iterations after which files are looked at, and after which again.
 SETTLED, MEASURED = 10, 100
@@ -214,7 +150,7 @@ def leave_logs(rank: int, root: Path) -> tuple[dict[str, int], float]:
     Returns the bytes by which all ranks' log files grow in `MEASURED` steady iterations, and the
     time of one, s.
     """
-    import plain_stages  # type: ignore[import-not-found]  # of tests/
+    import plain_stages  # of tests/helpers
 
     output = root / "run"
     session, _ = plain_stages.session(
@@ -268,6 +204,7 @@ def _sizes(folder: Path) -> dict[str, int]:
 OPTIONS: dict[str, Any] = {
     "layers": 4, "hidden": 256, "sequence": 128, "microbatch_size": 1, "num_microbatches": 8,
     "blocks": 12, "block_iterations": 2, "steps": 2, "carrier": "auto",
+    "vocabulary": 512,
 }  # fmt: skip
 
 
@@ -288,18 +225,10 @@ def _compare() -> dict[str, Any]:
 
     from benchmarks.gpu.schedules import Bench
 
-    class CpuBench(Bench):
-        device = "cpu"
-        dtype = torch.float32
-        vocabulary = 512
-
-        def make_executor(self) -> HostExecutor:
-            return HostExecutor()
-
     parallel_state.initialize_model_parallel(pipeline_model_parallel_size=dist.get_world_size())
     tensor_parallel.random.initialize_rng_tracker(inference_rng_tracker=True, force_reset=True)
     torch.manual_seed(1234)
-    bench = CpuBench(OPTIONS)
+    bench = Bench(OPTIONS, "cpu", HostExecutor)
     bench.add_orders()
     report = bench.compare()
     bench.close()

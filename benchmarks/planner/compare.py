@@ -19,7 +19,6 @@ from typing import Any
 
 import click
 
-from benchmarks import outputs
 from benchmarks.outputs import Claim, leave, make_console, make_table, output_option, span
 from benchmarks.planner.lowtime_rival import run_lowtime
 from benchmarks.planner.plans import (
@@ -34,7 +33,7 @@ from benchmarks.planner.workloads import (
     PERSEUS_SAVED_PERCENT,
     WHAT_DIFFERS,
     Workload,
-    read_workloads,
+    workloads_here,
 )
 from envpipe_megatron.errors import EnvPipeError
 
@@ -81,17 +80,14 @@ def main(
     names: tuple[str, ...],
 ) -> None:
     """Compare all planners on the profiles of ../shared/data."""
-    console, data = make_console(), outputs.PERSEUS_DATA
-    if not data.is_dir():
-        console.print(f"Skipped: there are no profiles at {data}.")
-        return
+    console = make_console()
     lowtime = partial(run_lowtime, time_limit_s=lowtime_limit, output_dir=lowtime_results)
     load_before = os.getloadavg()[0]
     comparisons = []
     try:
-        workloads = [w for w in read_workloads(data) if any(name in w.key for name in names)]
+        workloads = workloads_here(names)
         if not workloads:
-            raise click.UsageError(f"No workload has such a name: {', '.join(names)}")
+            return
         warm_up(workloads[0])
         for workload in workloads:
             comparison = compare(workload, lowtime)

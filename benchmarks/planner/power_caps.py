@@ -19,9 +19,8 @@ from typing import Any
 import click
 import numpy as np
 
-from benchmarks import outputs
 from benchmarks.outputs import Claim, leave, make_console, make_table, output_option, span
-from benchmarks.planner.workloads import Workload, read_workloads
+from benchmarks.planner.workloads import Workload, workloads_here
 from envpipe_megatron.core.plan import Plan
 from envpipe_megatron.policies.objective import Goal, Objective
 from envpipe_megatron.policies.optimal.linear_program import LinearProgramError
@@ -96,13 +95,10 @@ def capped_rows(workload: Workload, window_s: float | None = None) -> Iterator[d
 @click.option("--workload", "name", default="", help="Only those whose name contains this.")
 def main(output: Path, window_s: float | None, name: str) -> None:
     """Plan within power caps, on the profiles of ../shared/data."""
-    console, data = make_console(), outputs.PERSEUS_DATA
-    if not data.is_dir():
-        console.print(f"Skipped: there are no profiles at {data}.")
+    rows = [row for workload in workloads_here([name]) for row in capped_rows(workload, window_s)]
+    if not rows:
         return
-    workloads = [workload for workload in read_workloads(data) if name in workload.key]
-    rows = [row for workload in workloads for row in capped_rows(workload, window_s)]
-    console.print(make_table("Time lost within a cap on power (%)", rows))
+    make_console().print(make_table("Time lost within a cap on power (%)", rows))
     what = "mean power" if window_s is None else f"largest power over {window_s:g} s"
     options = "" if window_s is None else f" --window {window_s:g}"
     leave(output, {"power_caps": rows}, power_claims(rows, what, options))

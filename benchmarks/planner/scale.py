@@ -10,11 +10,9 @@ processor's, which a busy machine lengthens least.
 
 from __future__ import annotations
 
-import multiprocessing
 import re
 import time
 from dataclasses import dataclass, replace
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -22,7 +20,8 @@ from unittest.mock import patch
 import click
 
 from benchmarks import outputs
-from benchmarks.outputs import leave, make_console, make_table, memory_mib, output_option
+from benchmarks.outputs import leave, make_console, make_table, output_option
+from benchmarks.processes import run_alone
 from envpipe_megatron.core.conditions import Conditions
 from envpipe_megatron.core.profile import Profile, read_profile
 from envpipe_megatron.policies.optimal import optimizer as optimal
@@ -82,37 +81,17 @@ def measure_plan(job: Job) -> dict[str, float]:
     return {
         "solve_s": solve_s,
         "total_s": total_s,
-        "peak_mib": memory_mib("VmHWM"),
         "saving_percent": plan.cost.saving_percent(plan.baseline.cost),
         "gap_percent": gap,
     }
-
-
-def _send(job: Job, pipe: Connection) -> None:
-    pipe.send(measure_plan(job))
-
-
-def _in_fresh_process(job: Job, limit_s: float) -> dict[str, float]:
-    """What `measure_plan` finds in a new process; nothing if that takes longer than the limit."""
-    context = multiprocessing.get_context("spawn")  # a forked child starts with this one's memory
-    receiver, sender = context.Pipe(duplex=False)
-    process = context.Process(target=_send, args=(job, sender))
-    process.start()
-    sender.close()
-    try:
-        return receiver.recv() if receiver.poll(limit_s) else {}
-    except EOFError:
-        raise click.ClickException(f"Planning failed: {job}") from None
-    finally:
-        process.terminate()
-        process.join()
 
 
 def measure(job: Job, limit_s: float) -> dict[str, Any]:
     """One size and order, planned in a fresh process."""
     profile, request, _ = _pipeline(job)
     schedule, _ = build_schedule(profile, request)
-    results = _in_fresh_process(job, limit_s)
+    ran = run_alone(measure_plan, job, limit_s=limit_s)
+    results = {} if ran is None else {**ran.found, "peak_mib": ran.memory_mib}
     return {
         "num_stages": job.num_stages,
         "num_microbatches": job.num_microbatches,

@@ -67,7 +67,7 @@ def cpu_memory() -> list[MemoryPrediction]:
     """Train on CPU ranks and compare; takes some ten seconds."""
     from jobs import Job, Ours  # type: ignore[import-not-found]  # of tests/pipeline
     from live_memory import train_and_watch  # type: ignore[import-not-found]
-    from rank_pool import RankPool  # type: ignore[import-not-found]  # of tests/
+    from rank_pool import RankPool  # of tests/helpers
 
     order = builders.envpipe(_STAGES, _MICROBATCHES, _EXTRA_FORWARDS)
     with tempfile.TemporaryDirectory() as folder, RankPool(_STAGES) as pool:

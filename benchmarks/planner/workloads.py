@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
 
+import click
+from presets import preset_profile  # of tests/helpers
+
+from benchmarks import outputs
 from envpipe_megatron.core.conditions import Conditions
 from envpipe_megatron.core.kinds import Kind
-from envpipe_megatron.core.profile import Profile, make_profile, read_profile
-from envpipe_megatron.core.profile_rows import ProfileRow
+from envpipe_megatron.core.profile import Profile, read_profile
 from envpipe_megatron.gpu.presets import load_preset
 from envpipe_megatron.policies.request import PlanRequest
 
@@ -94,24 +97,19 @@ def read_workloads(data_dir: Path) -> list[Workload]:
     return workloads
 
 
-#: Measured on an H200: W waiting at the highest clock, W idle at the lowest; MHz of both.
-WAITING_W, IDLE_W = 124.0, 78.0
-HIGHEST_MHZ, LOWEST_MHZ = 1980, 345
+def workloads_here(names: Iterable[str] = ("",)) -> list[Workload]:
+    """Return those of ../shared/data whose keys contain one of some names.
 
-
-def conditions_with_curve(workload: Workload) -> Conditions:
-    """Those of the workload, with an assumed waiting power by clock.
-
-    The profile's authors published one blocking power: the ratio of powers at the ratio of clocks
-    that an H200 was measured to have is taken, and a line between.
+    Without the data it says so, and there are none. Raises click.UsageError if no key has a name.
     """
-    highest_mhz = max(row.frequency_mhz for row in workload.profile.rows[0][Kind.FORWARD])
-    full_w = workload.blocking_power_w
-    curve = {
-        round(highest_mhz * LOWEST_MHZ / HIGHEST_MHZ): full_w * IDLE_W / WAITING_W,
-        highest_mhz: full_w,
-    }
-    return replace(workload.conditions, wait_power_w=(curve,) * workload.profile.num_stages)
+    if not outputs.PERSEUS_DATA.is_dir():
+        click.echo(f"Skipped: there are no profiles at {outputs.PERSEUS_DATA}.")
+        return []
+    known = read_workloads(outputs.PERSEUS_DATA)
+    found = [workload for workload in known if any(name in workload.key for name in names)]
+    if not found:
+        raise click.UsageError(f"No workload has such a name: {', '.join(names)}")
+    return found
 
 
 #: The pipeline that is used where there are no measured profiles: GPU, and times of units, s.
@@ -119,29 +117,10 @@ PRESET = "a100-sxm"
 TIME_AT_MAX_S = {Kind.FORWARD: 0.05, Kind.BACKWARD: 0.1}
 
 
-def preset_profile(
-    name: str, num_stages: int, time_at_max_s: Mapping[Kind, float], clocks_mhz: Iterable[int]
-) -> Profile:
-    """A profile of even stages, as an emulated GPU's preset would make it without noise.
-
-    `time_at_max_s` is of a unit of each kind at the highest clock.
-    """
-    preset = load_preset(name)
-    clocks_mhz = list(clocks_mhz)
-    rows = []
-    for stage in range(num_stages):
-        for kind, at_max_s in time_at_max_s.items():
-            for mhz in clocks_mhz:
-                time_s = preset.unit_time_s(kind.value, mhz, at_max_s)
-                energy_j = time_s * preset.busy_power_w(kind.value, mhz)
-                rows.append((stage, kind, ProfileRow(mhz, time_s, energy_j)))
-    return make_profile(rows, source=f"preset {name}")
-
-
 def preset_workload(num_stages: int, num_microbatches: int) -> Workload:
     """A pipeline of even stages, as an emulated A100 would profile it at every second clock."""
     preset = load_preset(PRESET)
-    clocks_mhz = preset.supported_frequencies_mhz[::2]
+    clocks_mhz = preset.supported_frequencies_mhz[2::2]
     return Workload(
         PRESET,
         f"{num_stages} even stages",

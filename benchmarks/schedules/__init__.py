@@ -1,1 +1,1 @@
-"""Schedules side by side, and the sweep of orders through bounded channels."""
+"""Schedules side by side: the pictures and tables of docs/schedules.md."""

@@ -15,9 +15,8 @@ from pathlib import Path
 
 import click
 
-from benchmarks import outputs
-from benchmarks.outputs import leave, markdown_line, output_option
-from benchmarks.planner.workloads import Workload, read_workloads
+from benchmarks.outputs import leave, markdown_table, output_option
+from benchmarks.planner.workloads import Workload, workloads_here
 from envpipe_megatron.core.kinds import ScheduleError
 from envpipe_megatron.core.plan import Plan, max_frequencies
 from envpipe_megatron.core.profile_rows import MEASURED_SPLIT
@@ -73,13 +72,12 @@ class Row:
 @output_option("families")
 def main(output: Path) -> None:
     """Compare the families on the profiles of ../shared/data and print the tables."""
-    if not outputs.PERSEUS_DATA.is_dir():
-        click.echo(f"Skipped: there are no profiles at {outputs.PERSEUS_DATA}.")
-        return
     rows: list[Row] = []
-    for workload in read_workloads(outputs.PERSEUS_DATA):
+    for workload in workloads_here():
         rows += compare(workload)
         click.echo(f"{workload.key}: done", err=True)
+    if not rows:
+        return
     told = ({"workload": row.workload.key, "order": row.order, **row.figures} for row in rows)
     leave(output, {"families": told})
     click.echo(tables(rows))
@@ -127,15 +125,15 @@ def tables(rows: Iterable[Row]) -> str:
     for (model, gpu), own in by_job.items():
         counts = list(dict.fromkeys(row.workload.num_microbatches for row in own))
         told = " / ".join(map(str, counts))
-        lines = [f"{model}, {gpu}, {told} microbatches:", "", markdown_line(_COLUMNS)]
-        lines.append("| --- | ---: | ---: | ---: | ---: | ---: |")
+        lines = []
         for order in dict.fromkeys(row.order for row in own):
             alike = {row.workload.num_microbatches: row for row in own if row.order == order}
             columns = [
                 [_figure(alike.get(count), name) for count in counts] for name in _COLUMNS[1:]
             ]
-            lines.append(markdown_line([order, *map(" / ".join, columns)]))
-        parts.append("\n".join(lines))
+            lines.append([order, *map(" / ".join, columns)])
+        table = markdown_table(_COLUMNS, lines, texts=_COLUMNS[:1])
+        parts.append(f"{model}, {gpu}, {told} microbatches:\n\n{table}")
     return "\n\n".join(parts)
 
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 from dataclasses import replace
 from itertools import product
 
-from benchmarks.outputs import PERSEUS_DATA, markdown_line
-from benchmarks.planner.workloads import Workload, read_workloads
+from benchmarks.outputs import markdown_line
+from benchmarks.planner.workloads import Workload, workloads_here
 from envpipe_megatron.core.profile_rows import SplitBackward
 from envpipe_megatron.policies.objective import Goal, Objective
 from envpipe_megatron.policies.planner import make_plan
@@ -34,6 +34,6 @@ def row(workload: Workload, overhead: float) -> list[str]:
 
 
 if __name__ == "__main__":
-    jobs = [workload for workload in read_workloads(PERSEUS_DATA) if workload.emulated]
+    jobs = [workload for workload in workloads_here() if workload.emulated]
     for workload, overhead in product(jobs, (0.0, 0.01)):
         print(markdown_line(row(workload, overhead)), flush=True)

@@ -16,8 +16,11 @@ from pathlib import Path
 import click
 from PIL import Image
 
-from benchmarks.outputs import markdown_line
-from benchmarks.planner.workloads import preset_profile
+from benchmarks.outputs import markdown_table
+
+# isort: split
+from presets import preset_profile  # of tests/helpers
+
 from envpipe_megatron.core.conditions import make_conditions
 from envpipe_megatron.core.kinds import WHOLE, Kind, unit
 from envpipe_megatron.core.orders import builders
@@ -139,8 +142,9 @@ def emulated_profile() -> Profile:
     assert preset.control is not None
     # As close as reconfiguring steps.
     control = replace(preset.control, profile_step_mhz=30)
-    clocks_mhz = sweep_range(preset.supported_frequencies_mhz, control)
-    return preset_profile(GPU, STAGES, UNIT_TIME_S, clocks_mhz)
+    _, *clocks_mhz = sweep_range(preset.supported_frequencies_mhz, control)
+    profile: Profile = preset_profile(GPU, STAGES, UNIT_TIME_S, clocks_mhz)
+    return profile
 
 
 def one_at_a_time() -> Schedule:
@@ -176,7 +180,7 @@ def table(cases: Iterable[Case]) -> str:
     """The cases as a table in Markdown."""
     cases = list(cases)
     reference = next(case.plan.cost for case in cases if case.picture == "1f1b")
-    lines = [markdown_line(_COLUMNS), "| --- | --- | ---: | ---: | --- | ---: | ---: |"]
+    rows = []
     for case in cases:
         cost = case.plan.cost
         cells = (
@@ -188,8 +192,8 @@ def table(cases: Iterable[Case]) -> str:
             f"{cost.energy_j:.0f}",
             f"{round(cost.saving_percent(reference), 1) + 0.0:.1f}",  # never -0.0
         )
-        lines.append(markdown_line(cells))
-    return "\n".join(lines)
+        rows.append(cells)
+    return markdown_table(_COLUMNS, rows, texts=(*_COLUMNS[:2], "peak in flight, by stage"))
 
 
 if __name__ == "__main__":

@@ -31,8 +31,8 @@ import click
 import numpy as np
 
 from benchmarks.outputs import Claim, leave, make_console, make_table, output_option
-from benchmarks.search.aceso_space.aceso_files import read_aceso_profile
-from benchmarks.search.aceso_space.plans import column
+from benchmarks.search.aceso_files import read_aceso_profile
+from benchmarks.search.aceso_plans import column
 from envpipe_megatron.core.arrays import FloatArray
 from envpipe_megatron.core.orders.builders import one_f_one_b
 from envpipe_megatron.core.timeline import Timeline

@@ -24,6 +24,8 @@ from benchmarks.megatron_lm.running.entry import Turns, die_with_parent
 from benchmarks.megatron_lm.running.rest import let_torchtitan_rest, rests_in
 from envpipe_megatron.integrations.torch_pipelining.torchtitan import divided, hook
 
+#: Names a module whose `install` lets torchtitan run on CPUs.
+SHIM_VARIABLE = "TORCHTITAN_CPU_SHIM"
 _VOCABULARY = 32000
 
 
@@ -32,8 +34,8 @@ def main() -> None:
     job = json.loads(Path(sys.argv.pop(1)).read_text())
     die_with_parent()
     settings, sys.argv[1:] = divided(sys.argv[1:])  # torchtitan reads them as it is imported
-    if job["cpu_shim"]:
-        __import__(job["cpu_shim"]).install()
+    if shim := os.environ.get(SHIM_VARIABLE):
+        __import__(shim).install()
     import torchtitan.train as command  # type: ignore[import-not-found]
 
     _add_flavors()
@@ -47,8 +49,8 @@ def main() -> None:
     try:
         command.main(command.Trainer)
     finally:
-        kept = [float(loss).hex() for loss in losses]
-        (Path(job["folder"]) / f"losses-{rank}.json").write_text(json.dumps(kept))
+        kept = {"rank": rank, "losses": [float(loss).hex() for loss in losses], "times": []}
+        (Path(job["folder"]) / f"rank-{rank}.json").write_text(json.dumps(kept))
 
 
 def _add_flavors() -> None:

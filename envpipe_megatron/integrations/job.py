@@ -180,8 +180,8 @@ class Job:
             options.profile_only and options.gpu_control != "dry_run"
         )
         pipelines = all_pipelines(pipeline)
-        self.collectives = self._made(require, make_collectives, pipelines, placement.timeout)
-        check_same_everywhere(self.collectives, _of_all_ranks(options))
+        collectives = self._made(require, make_collectives, pipelines, placement.timeout)
+        check_same_everywhere(collectives, _of_all_ranks(options))
         self._keeps_order = keeps_order
         self._order_name = options.scheduling if orders else own.name
         check_in_flight(options.max_in_flight, own)
@@ -189,11 +189,11 @@ class Job:
         self.device = self._made(
             require,
             partial(open_device, require=require, one_clock=options.one_clock),
-            *(self.collectives, num_stages, options.gpu_control, options.gpu),
+            *(collectives, num_stages, options.gpu_control, options.gpu),
         )
-        controlled = self.collectives.on_all(not self.device.gpu.read_only)
+        controlled = collectives.on_all(not self.device.gpu.read_only)
         if keeps_order and (options.one_clock or not (controlled or orders)):
-            self.channel = P2PChannel(pipeline, placement.stage, {})  # nothing asks it
+            channel = P2PChannel(pipeline, placement.stage, {})  # nothing asks it
         else:
             make = partial(
                 make_channel,
@@ -203,7 +203,7 @@ class Job:
                 vary=placement.messages_vary and not keeps_order,
                 between_iterations=keeps_order,
             )
-            self.channel = self._made(require, make, placement.pipeline_group, self.collectives)
+            channel = self._made(require, make, placement.pipeline_group, collectives)
         # A profile that is asked for is measured, even if an earlier start left one.
         if not options.profile_only:
             units = _fingerprint(facts.same_job, options, self.device.gpu.name)
@@ -219,8 +219,8 @@ class Job:
             ),
             self.device.gpu,
             self.device.make_executor,
-            self.channel,
-            self.collectives,
+            channel,
+            collectives,
             say=say,
         )
         if refused := self.session.refused:
@@ -297,11 +297,12 @@ class Job:
             f"output: {self.session.parts.folder.path or 'none'}",
             *self.session.state.notes,
         ]
-        if self.channel.about and not self._keeps_order:
-            lines.append(f"messages: {self.channel.about}")
-        if self.channel.capacity is not None and not self._keeps_order:  # over one hardware queue
+        channel = self.session.parts.channel
+        if channel.about and not self._keeps_order:
+            lines.append(f"messages: {channel.about}")
+        if channel.capacity is not None and not self._keeps_order:  # over one hardware queue
             lines.append(
-                f"{QUEUES_VARIABLE} is below 8: {self.channel.capacity} message(s) may wait "
+                f"{QUEUES_VARIABLE} is below 8: {channel.capacity} message(s) may wait "
                 "between neighbours, so their extra forwards are kept close"
             )
         return "; ".join(lines)
@@ -313,13 +314,13 @@ class Job:
         """
         atexit.unregister(self.close)
         self.session.close()
-        self.channel.close()
+        self.session.parts.channel.close()
 
     def end(self) -> None:
         """Give the clock back, then print the energy bill; every rank calls it."""
         self.session.close()
         folder = self.session.parts.folder.path
-        lines = end_of_job(self.session, self.collectives, folder, self._tokens)
+        lines = end_of_job(self.session, self._tokens)
         if lines and folder is not None and not self.options.profile_only:
             lines.append(f"envpipe report {folder} shows where time and energy went")
         for line in lines:

@@ -26,7 +26,6 @@ from envpipe_megatron.integrations.job import (
 from envpipe_megatron.integrations.levels import Decision, Level, Limit, decide
 from envpipe_megatron.integrations.reporting import IntervalReport
 from envpipe_megatron.runtime.channel.carrier import StageSpecs
-from envpipe_megatron.runtime.channel.collectives import Collectives
 from envpipe_megatron.runtime.job.options import JobOptions
 from envpipe_megatron.runtime.job.session import Session
 
@@ -86,20 +85,14 @@ class LeveledJob:
         return self.job.session
 
     @property
-    def collectives(self) -> Collectives:
-        """Return the job's collectives; there are none where it trains without EnvPipe."""
-        assert self.job is not None
-        return self.job.collectives
-
-    @property
     def in_step(self) -> bool:
         """True from where a step begins to its end, or to a pause."""
         return self._begin_again is not None
 
     def say(self, text: str) -> None:
         """Print a line on the planning rank; an empty one nowhere."""
-        if text and self.job is not None and self.collectives.is_planner:
-            self.job.say(text)
+        if text and self.job is not None:
+            self.session.parts.say(text)
 
     def announce(self) -> None:
         """Print what the job does."""

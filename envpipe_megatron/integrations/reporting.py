@@ -6,7 +6,6 @@ import json
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 from envpipe_megatron import __version__
@@ -19,7 +18,6 @@ from envpipe_megatron.formats.energy_sums import (
     total_of,
 )
 from envpipe_megatron.formats.steps import Comparison, IntervalEnergy, StepEnergy
-from envpipe_megatron.runtime.channel.collectives import Collectives
 from envpipe_megatron.runtime.job.session import Session
 
 logger = logging.getLogger(__name__)
@@ -75,15 +73,13 @@ class IntervalReport:
         return "".join(f" {part} |" for part in parts)
 
 
-def end_of_job(
-    session: Session, collectives: Collectives, output_dir: Path | None, tokens: object = None
-) -> list[str]:
+def end_of_job(session: Session, tokens: object) -> list[str]:
     """Return the bill of a closed session: lines for the log, on the planning rank only.
 
     Every rank calls it. It is written to `summary.json` too; if that fails, an error is logged.
     `tokens` are those of an iteration, if they are known.
     """
-    own = session.summary()
+    own, collectives = session.summary(), session.parts.collectives
     by_stage = collectives.all_to_planner((own, session.energy.sums()))
     if not collectives.is_planner:
         return []
@@ -100,8 +96,8 @@ def end_of_job(
         "memory": None if memory is None else [asdict(stage) for stage in memory],
         "ranks": ranks,
     }
-    if output_dir is not None:
-        path = output_dir / "summary.json"
+    if session.parts.folder.path is not None:
+        path = session.parts.folder.path / "summary.json"
         try:
             replace_files({path: [json.dumps(summary, indent=1), "\n"]})
         except OSError as error:

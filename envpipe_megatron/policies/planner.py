@@ -9,8 +9,7 @@ import numpy as np
 from envpipe_megatron.core.plan import Plan
 from envpipe_megatron.core.profile import Profile
 from envpipe_megatron.policies.frequencies import POLICIES as RULES
-from envpipe_megatron.policies.frontier import FRONTIER_GAP, plan_frontier
-from envpipe_megatron.policies.optimal.optimizer import Optimizer
+from envpipe_megatron.policies.frontier import plan_frontier
 from envpipe_megatron.policies.orders.auto import AutoSearch, MemoryPoint, memory_frontier
 from envpipe_megatron.policies.problem import PlannerError, Problem
 from envpipe_megatron.policies.reconfigure import RECONFIGURE_POLICIES, Reconfigured, reconfigure
@@ -52,15 +51,7 @@ def make_frontier(profile: Profile, request: PlanRequest, num_points: int) -> li
         optimizers = AutoSearch(problem).competing()
     else:
         schedule, _ = build_order(problem)
-        optimizers = [
-            Optimizer(
-                schedule,
-                problem.profile,
-                problem.conditions,
-                parking=problem.park,
-                good_gap=FRONTIER_GAP,
-            )
-        ]
+        optimizers = [problem.optimizer(schedule)]
     return plan_frontier(optimizers, num_points, problem.min_dwell_s)
 
 
@@ -105,12 +96,12 @@ def solve(problem: Problem) -> Planned:
         plan = auto.plan()
         return Planned(plan, None, auto.notes(plan), auto)
     schedule, notes = build_order(problem)
-    profile, conditions = problem.profile, problem.conditions
     if problem.policy == "optimal":
-        optimizer = Optimizer(schedule, profile, conditions, parking=problem.park)
-        return Planned(problem.planner(schedule).plan(optimizer), None, notes)
+        plan = problem.planner(schedule).plan(problem.optimizer(schedule))
+        return Planned(plan, None, notes)
+    profile = problem.profile
     frequency = np.asarray(RULES[problem.policy](schedule, profile))
-    plan = Plan(problem.policy, schedule, frequency, profile, conditions)
+    plan = Plan(problem.policy, schedule, frequency, profile, problem.conditions)
     if problem.reconfigure == "default":
         return Planned(plan, None, notes)
     result = reconfigure(plan, RECONFIGURE_POLICIES[problem.reconfigure])

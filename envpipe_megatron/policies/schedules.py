@@ -116,7 +116,7 @@ def _zero_bubble(
     in_flight, shares = problem.max_in_flight, problem.profile.weight_shares
     limit = min(most(stages), *(in_flight or (most(stages),)))
     order = build(stages, problem.num_microbatches, limit)
-    while not within(order, in_flight, shares):  # one that waits takes more than one in flight
+    while not within(order, problem):  # one that waits takes more than one in flight
         limit -= 1
         try:
             order = build(stages, problem.num_microbatches, limit)

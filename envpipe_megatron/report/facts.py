@@ -19,7 +19,7 @@ from envpipe_megatron.core.timeline import Timeline
 from envpipe_megatron.formats.energy import Phase, split_phase
 from envpipe_megatron.formats.steps import Comparison, StepEnergy
 from envpipe_megatron.formats.timeline import RankIteration
-from envpipe_megatron.report.pipelines import Gpu, by_iteration, gpus_of, whole_pipelines
+from envpipe_megatron.report.pipelines import PlacedGpu, by_iteration, gpus_of, whole_pipelines
 
 #: So many of the latest iterations at full clock are looked at.
 _LATEST = 16
@@ -37,7 +37,7 @@ class GpuTime:
         critical_s: in units on the path that sets the pipeline's time.
     """
 
-    gpu: Gpu
+    gpu: PlacedGpu
     units_s: float
     bubbles_s: float
     critical_s: float
@@ -62,7 +62,7 @@ class Bubbles:
     gpus: tuple[GpuTime, ...]
     schedule: Schedule
     unit_s: FloatArray
-    stragglers: tuple[tuple[Gpu, float], ...]
+    stragglers: tuple[tuple[PlacedGpu, float], ...]
 
     @property
     def share(self) -> float:
@@ -171,7 +171,7 @@ def _span_s(reads: Sequence[RankIteration]) -> float:
     return max(ends_s) - min(begins_s)
 
 
-def _stragglers(means: Sequence[GpuTime]) -> Iterable[tuple[Gpu, float]]:
+def _stragglers(means: Sequence[GpuTime]) -> Iterable[tuple[PlacedGpu, float]]:
     by_stage: dict[int, list[GpuTime]] = {}
     for each in means:
         by_stage.setdefault(each.gpu.stage, []).append(each)

@@ -50,7 +50,7 @@ def _median_difference_s(own: Mapping[int, float], reference: Mapping[int, float
 
 
 @dataclass(frozen=True)
-class Gpu:
+class PlacedGpu:
     """One GPU of the job: of the ranks of a stage, the n-th belongs to pipeline n."""
 
     node: str
@@ -59,14 +59,14 @@ class Gpu:
     pipeline: int
 
 
-def gpus_of(labels: Iterable[GpuLabels]) -> tuple[Gpu, ...]:
+def gpus_of(labels: Iterable[GpuLabels]) -> tuple[PlacedGpu, ...]:
     """Return GPUs by pipeline and stage; Megatron's ranks of a stage are in pipelines' order."""
     ranks: dict[int, tuple[str, int]] = {one.rank: (one.node, one.stage) for one in labels}
     met: dict[int, int] = {}
     gpus = []
     for rank, (node, stage) in sorted(ranks.items()):
         met[stage] = met.get(stage, -1) + 1
-        gpus.append(Gpu(node, rank, stage, met[stage]))
+        gpus.append(PlacedGpu(node, rank, stage, met[stage]))
     return tuple(sorted(gpus, key=lambda gpu: (gpu.pipeline, gpu.stage)))
 
 
@@ -111,7 +111,7 @@ def before_and_after(keys: Sequence[IterationKey]) -> tuple[IterationKey, Iterat
 
 
 def whole_pipelines(
-    reads: Iterable[RankIteration], gpus: Mapping[int, Gpu], num_stages: int
+    reads: Iterable[RankIteration], gpus: Mapping[int, PlacedGpu], num_stages: int
 ) -> Iterator[tuple[Schedule, Sequence[RankIteration]]]:
     """Yield each pipeline of one iteration that all its stages recorded: its order, its stages.
 

@@ -105,7 +105,7 @@ def write_trace(
 
 
 @dataclass
-class _Gpu:
+class _GpuRecords:
     """Records of one GPU, in the order of time."""
 
     name: str
@@ -115,15 +115,15 @@ class _Gpu:
     windows: list[EnergyWindow] = field(default_factory=list)
 
 
-def _gpus(timelines: TimelineLogs, windows: Sequence[EnergyWindow]) -> list[_Gpu]:
+def _gpus(timelines: TimelineLogs, windows: Sequence[EnergyWindow]) -> list[_GpuRecords]:
     """Return GPUs in the order of their ranks; those that are only metered come last."""
-    gpus: dict[tuple[str, str], _Gpu] = {}
+    gpus: dict[tuple[str, str], _GpuRecords] = {}
 
-    def of(line: GpuLabels | EnergyWindow) -> _Gpu:
+    def of(line: GpuLabels | EnergyWindow) -> _GpuRecords:
         rank = f"stage {line.stage} · rank {line.rank}"
         name = f"{line.node} · {line.gpu_uid if line.rank is None else rank} · {line.gpu}"
         place = math.inf if line.rank is None else line.rank
-        return gpus.setdefault((line.node, line.gpu_uid), _Gpu(name, place))
+        return gpus.setdefault((line.node, line.gpu_uid), _GpuRecords(name, place))
 
     for read in sorted(timelines.iterations, key=lambda read: read.begin_s):
         own = of(read.labels).iterations
@@ -163,7 +163,7 @@ def _named(pid: int, tid: int, kind: str, name: str) -> str:
     return _event("M", pid, kind, tid=tid, args={"name": name})
 
 
-def _job_events(gpus: Sequence[_Gpu], axis: _Axis) -> Iterator[str]:
+def _job_events(gpus: Sequence[_GpuRecords], axis: _Axis) -> Iterator[str]:
     """Yield phases and iterations, as the first GPU that recorded any saw them."""
     recorded = next((gpu.iterations for gpu in gpus if gpu.iterations), [])
     for tid, thread in (_PHASES, "phases"), (_ITERATIONS, "iterations"):
@@ -207,7 +207,7 @@ def _unit_events(pid: int, read: RankIteration, begin_us: int) -> str:
     return template % tuple(np.stack(columns, axis=1).ravel().tolist())
 
 
-def _counters(pid: int, gpu: _Gpu, axis: _Axis, *, dry_run: bool) -> Iterator[str]:
+def _counters(pid: int, gpu: _GpuRecords, axis: _Axis, *, dry_run: bool) -> Iterator[str]:
     """Yield a GPU's requested clock where it changes, observed ones when read, and its power."""
 
     def counter(name: str, at_us: int, **value: float) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -20,8 +20,8 @@ from envpipe_megatron.core.timeline import Timeline
 from envpipe_megatron.formats.timeline import RankIteration, parse_order
 from envpipe_megatron.report.charts import GREY, INK, PATH, SKY, Chart, Marks, columns_of
 from envpipe_megatron.report.pipelines import (
-    Gpu,
     IterationKey,
+    PlacedGpu,
     before_and_after,
     by_iteration,
     gpus_of,
@@ -58,7 +58,7 @@ class UnitTable:
             the iteration's time, `envelope` for those of the outer envelope.
     """
 
-    gpus: tuple[Gpu, ...]
+    gpus: tuple[PlacedGpu, ...]
     iterations: tuple[IterationKey, ...]
     shown: tuple[int, int]
     recorded: int
@@ -83,8 +83,9 @@ def unit_table(
     whole = [key for key in kept if len(iterations[key]) == len(gpus)]
     before, after = before_and_after(whole or kept)
     parts = [
-        _columns(number, iterations[key], gpus, num_stages, offsets_s, profile)
+        part
         for number, key in enumerate(kept)
+        for part in _parts(number, iterations[key], gpus, num_stages, offsets_s, profile)
     ]
     return UnitTable(
         gpus,
@@ -95,14 +96,15 @@ def unit_table(
     )
 
 
-def _columns(
+def _parts(
     number: int,
     reads: Sequence[RankIteration],
-    gpus: Sequence[Gpu],
+    gpus: Sequence[PlacedGpu],
     num_stages: int,
     offsets_s: Mapping[tuple[str, str], float],
     profile: Profile | None,
-) -> dict[str, NDArray[Any]]:
+) -> Iterator[dict[str, NDArray[Any]]]:
+    """Yield the columns of an iteration's units on each GPU."""
     row_of = {gpu.rank: row for row, gpu in enumerate(gpus)}
     begins_s = [
         read.begin_s - offsets_s[read.labels.run, read.labels.node] + 1e-6 * read.start_us[0]
@@ -114,32 +116,27 @@ def _columns(
         for schedule, stages in whole_pipelines(reads, {gpu.rank: gpu for gpu in gpus}, num_stages)
         for read, one in zip(stages, _known(schedule, stages, profile), strict=True)
     }
-    parts = []
     for read, begin_s in zip(reads, begins_s, strict=True):
         count = len(read.start_us)
         begin_ms = 1e3 * (begin_s - first_s) - 1e-3 * read.start_us[0]
         known = known_of.get(read.labels.rank) or {
             name: np.full(count, value) for name, value in _UNKNOWN.items()
         }
-        parts.append(
-            {
-                "iteration": np.full(count, number, dtype=np.int32),
-                "row": np.full(count, row_of[read.labels.rank], dtype=np.int32),
-                "begin": (begin_ms + 1e-3 * read.start_us).astype(np.float32),
-                "end": (begin_ms + 1e-3 * read.end_us).astype(np.float32),
-                **_what(read.order),
-                "mhz": np.zeros(count, np.int32)
-                if read.frequency_mhz is None
-                else read.frequency_mhz.astype(np.int32),
-                **{name: values.astype(np.float32) for name, values in known.items()},
-            }
-        )
-    columns = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
-    length_s = 1e-3 * (columns["end"] - columns["begin"])
-    columns["watts"] = np.divide(
-        columns["joules"], length_s, out=np.full_like(length_s, np.nan), where=length_s > 0
-    )
-    return columns
+        length_s = 1e-6 * (read.end_us - read.start_us)
+        watts = np.full(count, np.nan)
+        np.divide(known["joules"], length_s, out=watts, where=length_s > 0)
+        yield {
+            "iteration": np.full(count, number, dtype=np.int32),
+            "row": np.full(count, row_of[read.labels.rank], dtype=np.int32),
+            "begin": (begin_ms + 1e-3 * read.start_us).astype(np.float32),
+            "end": (begin_ms + 1e-3 * read.end_us).astype(np.float32),
+            **_what(read.order),
+            "mhz": np.zeros(count, np.int32)
+            if read.frequency_mhz is None
+            else read.frequency_mhz.astype(np.int32),
+            **{name: values.astype(np.float32) for name, values in known.items()},
+            "watts": watts.astype(np.float32),
+        }
 
 
 @lru_cache(maxsize=256)

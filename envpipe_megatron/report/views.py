@@ -13,7 +13,7 @@ from envpipe_megatron.core.plan import Plan
 from envpipe_megatron.core.profile import Profile
 from envpipe_megatron.formats.energy import IDLE, PHASES, split_phase
 from envpipe_megatron.formats.timeline import ClockSamples
-from envpipe_megatron.policies.frontier import FRONTIER_GAP, plan_frontier
+from envpipe_megatron.policies.frontier import plan_frontier
 from envpipe_megatron.policies.optimal.linear_program import LinearProgramError
 from envpipe_megatron.policies.optimal.optimizer import Optimizer
 from envpipe_megatron.report.charts import (
@@ -32,7 +32,7 @@ from envpipe_megatron.report.charts import (
     series_colours,
 )
 from envpipe_megatron.report.facts import Bubbles, ReportFacts
-from envpipe_megatron.report.pipelines import Gpu, StartAndNode, gpus_of, node_offsets_s
+from envpipe_megatron.report.pipelines import PlacedGpu, StartAndNode, gpus_of, node_offsets_s
 from envpipe_megatron.report.run_folder import RunFolder
 from envpipe_megatron.report.series import (
     PowerSeries,
@@ -102,7 +102,7 @@ def views_of(folder: RunFolder, facts: ReportFacts) -> Iterator[View]:
         )
 
 
-def gpu_rows(gpus: Sequence[Gpu]) -> tuple[str, list[str]]:
+def gpu_rows(gpus: Sequence[PlacedGpu]) -> tuple[str, list[str]]:
     """Return what the rows of GPUs are, and their names."""
     if len({gpu.pipeline for gpu in gpus}) > 1:
         return "pipeline · stage", [f"{gpu.pipeline} · {gpu.stage}" for gpu in gpus]
@@ -232,7 +232,7 @@ def clock_charts(
 
 
 def _looks(
-    gpu: Gpu, samples: Sequence[ClockSamples], offsets_s: Mapping[StartAndNode, float]
+    gpu: PlacedGpu, samples: Sequence[ClockSamples], offsets_s: Mapping[StartAndNode, float]
 ) -> list[tuple[float, float, float, str]]:
     """Return some looks at a GPU's clock in order: when, clocks seen and asked for, reasons.
 
@@ -286,7 +286,7 @@ def frontier_of(plan: Plan) -> list[Plan]:
     """Return plans of a plan's order, fastest to cheapest; none for an order too large."""
     if plan.schedule.num_units > _MOST_UNITS or plan.schedule.forward_only:
         return []
-    optimizer = Optimizer(plan.schedule, plan.profile, plan.conditions, good_gap=FRONTIER_GAP)
+    optimizer = Optimizer(plan.schedule, plan.profile, plan.conditions)
     try:
         return plan_frontier([optimizer], _POINTS)
     except LinearProgramError:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from contextlib import suppress
 from dataclasses import dataclass
 
 from envpipe_megatron import __version__
@@ -148,17 +149,14 @@ def real_machine(with_clocks: bool | None) -> Machine:
     )
 
 
-def _processes(uid: str) -> tuple[int, ...]:
-    try:
-        return look_at(uid).activity().processes
-    except GpuError:
-        return ()
-
-
 def newcomers(machine: Machine) -> list[str]:
     """Return, in words, which real GPUs have other processes than the one rank of the proof."""
-    now = {before.index: len(_processes(before.uid)) for before in machine.activity}
-    return [f"{count} processes on GPU {index}" for index, count in now.items() if count > 1]
+    found = []
+    for before in machine.activity:
+        with suppress(GpuError):
+            count = len(look_at(before.uid).activity().processes)
+            found += [f"{count} processes on GPU {before.index}"] if count > 1 else []
+    return found
 
 
 def _versions() -> dict[str, str]:

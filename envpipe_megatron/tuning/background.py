@@ -74,7 +74,7 @@ class Background(Generic[T]):
         self._until_s = time.monotonic() + self._limit_s
 
     def take(self) -> T | None:
-        """The result, once; None as long as there is none.
+        """Return the result, once; None as long as there is none.
 
         Raises what the work raised, BackgroundError if it was given up or its process has died.
         """
@@ -112,7 +112,7 @@ class Background(Generic[T]):
 
 
 def _in_memory() -> IO[bytes]:
-    """A file without a name: no disk is waited for, and no `/dev/shm` need have room."""
+    """Make a file without a name: no disk is waited for, and no `/dev/shm` need have room."""
     return os.fdopen(os.memfd_create("envpipe"), "w+b")
 
 

@@ -20,7 +20,7 @@ class Budget:
 
     Attributes:
         own_w: what a GPU took in the framework's own order at the highest clocks the last time.
-        billed: what the bill says where a budget was not kept, or no meter could tell.
+        billed: what the bill says where a budget was not kept, or no meter saw it.
         fails: whether the least that is reachable takes more than the budget of now.
         off: how many times what is predicted GPUs take.
         windows: of the plan that runs, in which GPUs were metered.
@@ -45,7 +45,7 @@ class Budget:
 
     @property
     def allowed_w(self) -> float:
-        """The mean power of a GPU that is allowed now; NaN if it is a share of what none knows."""
+        """Return the mean power of a GPU that is allowed now; NaN: a share of what is unknown."""
         share = self._wishes.power_budget_share
         return self._wishes.power_budget_w or (math.inf if share is None else share * self.own_w)
 
@@ -56,7 +56,7 @@ class Budget:
 
     @property
     def facts(self) -> dict[str, float | None] | None:
-        """As JSON, the budget of now and figures since the first one; None if there was none.
+        """Return, as JSON, today's budget and figures since the first one; None without any.
 
         Mean, peak of a window, largest swing from one to the next, fastest swing (ramp), and how
         long windows took more above the budget of then than `EXCEEDS`; null if none was metered.
@@ -108,7 +108,7 @@ class Budget:
             self.off += (window.power_w / predicted_w - self.off) / min(self.windows, _REMEMBERED)
 
     def above(self, predicted_w: float) -> float:
-        """By which share what is predicted to take so much takes more than is allowed."""
+        """Return by which share what is predicted to take this power takes more than is allowed."""
         return self.off * predicted_w / self.allowed_w - 1
 
     def reach(self, least_w: float) -> str:

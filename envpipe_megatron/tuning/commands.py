@@ -39,7 +39,7 @@ class Parking:
     own_after_s: FloatArray
 
     def of_stage(self, stage: int) -> dict[int, tuple[int, float]]:
-        """Both, by position, of the units of a stage whose wait is parked in."""
+        """Return both, by position, of the units of a stage whose wait is parked in."""
         park_mhz = self.park_mhz[stage]
         return {
             int(position): (int(park_mhz[position]), float(self.own_after_s[stage, position]))
@@ -101,7 +101,7 @@ class PlanRefusedError(EnvPipeError):
 
 
 def median_error(deviation: float, count: int) -> float:
-    """Standard error of the median of so many values, from their median absolute deviation."""
+    """Return the standard error of a median of values, from their median absolute deviation."""
     # Of normal noise 1.48 deviations are a standard deviation, and medians err by 1.25 of it.
     return 1.48 * 1.25 * deviation / float(np.sqrt(count))
 
@@ -139,7 +139,7 @@ class Report:
 
 
 def merged(parts: Sequence[Report]) -> Report:
-    """Reports of some replicas of a stage as one, in their order."""
+    """Make one report of those of some replicas of a stage, in their order."""
     meter = parts[0].meter
     for part in parts[1:]:
         meter = meter + part.meter
@@ -161,10 +161,10 @@ class Window:
     wishes: Wishes = NO_WISHES
 
     def unit_s(self, replicas: Sequence[int]) -> FloatArray:
-        """[num_stages, units_per_stage] medians over some replicas.
+        """Return medians over some replicas, [num_stages, units_per_stage].
 
         Of an even number the lower of the middle ones: of two replicas, one of which is slow, the
-        other tells what units take. NaN where none of them ran whole.
+        other shows what units take. NaN where none of them ran whole.
         """
         rows = list(replicas)
         return np.array([_lower_median(stage.unit_s[rows]) for stage in self.stages])
@@ -176,7 +176,7 @@ class Window:
 
     @property
     def waits_s(self) -> FloatArray:
-        """[iterations, num_stages, units_per_stage] waits for inputs, medians over replicas.
+        """Return waits for inputs, [iterations, num_stages, units_per_stage], medians of replicas.
 
         The hiccup of one of them must not look like a bubble.
         """
@@ -184,12 +184,12 @@ class Window:
 
     @property
     def num_iterations(self) -> int:
-        """Those that were measured."""
+        """Return how many were measured."""
         return int(self.stages[0].ends_s.shape[1])
 
     @property
     def ends_s(self) -> FloatArray:
-        """[num_stages, iterations] when last units ended in the pipeline that ends last.
+        """Return when last units ended in the pipeline that ends last, [num_stages, iterations].
 
         What comes after, `gaps_s`, holds no wait for another pipeline there.
         """
@@ -198,7 +198,7 @@ class Window:
 
     @property
     def gaps_s(self) -> FloatArray:
-        """[num_stages, iterations] from there to the next begin."""
+        """Return the times from there to the next begin, [num_stages, iterations]."""
         last = self._last_replica
         return np.array([stage.gaps_s[last] for stage in self.stages])
 
@@ -208,7 +208,7 @@ class Window:
 
     @property
     def steps_s(self) -> FloatArray:
-        """[steps] from begin to begin; where none followed another, of units alone."""
+        """Return times from begin to begin, [steps]; of units only, where none followed another."""
         known = np.isfinite(self._steps_s)
         return np.asarray(self._steps_s[known] if known.any() else self.ends_s.max(axis=0))
 
@@ -223,12 +223,12 @@ class Window:
         return np.asarray(np.median(steps, axis=0))
 
     def own_s(self, tail_s: FloatArray) -> FloatArray:
-        """[replicas] how long each pipeline takes by itself, up to the end of its last tail."""
+        """Return how long each pipeline takes, [replicas], to the end of its last tail."""
         ends = np.array([np.median(stage.ends_s, axis=1) for stage in self.stages])
         return np.asarray((ends + tail_s[:, None]).max(axis=0))
 
     def own_error(self, tail_s: FloatArray) -> float:
-        """Standard error of these times, as a share, from how iterations of a pipeline differ."""
+        """Return the standard error of `own_s`, as a share, by how iterations differ."""
         own_s = np.array(
             [stage.ends_s + tail for stage, tail in zip(self.stages, tail_s, strict=True)]
         ).max(0)
@@ -237,13 +237,13 @@ class Window:
 
     @property
     def power_w(self) -> float:
-        """Mean power of a GPU of the job; NaN if it is not known of any GPU of a stage."""
+        """Return the mean power of a GPU of the job; NaN if a stage has no GPU whose is known."""
         known = [report.power_w[np.isfinite(report.power_w[:, 0]), 0] for report in self.stages]
         return float(np.mean([of.mean() if of.size else np.nan for of in known]))
 
     @property
     def problems(self) -> tuple[str, ...]:
-        """Problems of GPUs, with the stage."""
+        """Return problems of GPUs, with the stage."""
         return tuple(
             f"stage {stage}: {problem}"
             for stage, report in enumerate(self.stages)
@@ -257,7 +257,7 @@ def _lower_median(unit_s: FloatArray) -> FloatArray:
 
 
 def tail_times_s(ends_s: ArrayLike, gaps_s: ArrayLike) -> FloatArray:
-    """The tail of each stage, s: the median over iterations.
+    """Return the tail of each stage, s: the median over iterations.
 
     A planner wants tails that make an iteration as long as it is: the latest of (end of a stage's
     last unit + its tail). A stage's gap until its next iteration holds its tail and, where stages
@@ -267,7 +267,7 @@ def tail_times_s(ends_s: ArrayLike, gaps_s: ArrayLike) -> FloatArray:
     not wait for the slowest one: it is the tail itself.
 
     The slowest stage has no slack, so its end and gap give the whole iteration either way. Of the
-    others, what they do within their slack cannot be told from waiting, and does not lengthen the
+    others, what they do within their slack looks like waiting, and does not lengthen the
     iteration. Ends are compared after each stage's own begin: nodes share no clock, and where
     stages synchronise they begin together.
 

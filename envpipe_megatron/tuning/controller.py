@@ -24,7 +24,7 @@ from envpipe_megatron.tuning.measured.store import Store
 from envpipe_megatron.tuning.planner import UNPLANNED, Planner, Plans
 from envpipe_megatron.tuning.probes.probe import Look, first_probe
 from envpipe_megatron.tuning.probes.slack import lifted, slack_probe
-from envpipe_megatron.tuning.replicas import Followers, gpu_power_w
+from envpipe_megatron.tuning.replicas import ReplicaLevels, gpu_power_w
 
 #: Corrections that gain nothing end after so many. Without any, a job in which a GPU becomes slow
 #: saves 0.8 points less.
@@ -111,7 +111,7 @@ class Controller:
         self._known: deque[Plan] = deque(maxlen=_MOST_KNOWN)
         self._store, self._planner, self._limits = store, planner, planner.limits
         self._top, self._measured = store.at_top(own), measured
-        self._followers = Followers(num_replicas)
+        self._replicas = ReplicaLevels(num_replicas)
         self._budget = Budget()
         self._commands = CommandMaker(store, num_replicas, self._budget)
         self._judge = Judge(planner.limits.allowed())
@@ -198,8 +198,8 @@ class Controller:
         self._keep_budget(window)
 
     def _look_at_the_top(self) -> Run[FloatArray]:
-        """See what the highest clock gives today, by which harm is known; drifts of stages."""
-        orders, which = self._followers.running
+        """Measure a few units at the highest clock, so that harm is known; drifts of stages."""
+        orders, which = self._replicas.running
         looking = tuple(
             Clocked(o.schedule, lifted(o.schedule, o.frequency_mhz, self._store)) for o in orders
         )
@@ -250,7 +250,7 @@ class Controller:
         """Run a window of the plan; by how much stages drifted."""
         phase = Phase.RECONFIGURE if self._corrections else Phase.STEADY
         while True:
-            orders, which = self._followers.running
+            orders, which = self._replicas.running
             settle = int(self._judge.begins)
             try:
                 window = yield self._commands.make(phase, WINDOW, settle, orders, which)
@@ -261,7 +261,7 @@ class Controller:
         self._commands.note(*self._silence.add(window))
         self._compare(window)
         drift = self._learn_usual(orders, which, window)
-        self._budget.compare(window, self._followers.power_w)
+        self._budget.compare(window, self._replicas.power_w)
         self._judge.add(window)
         self._due.windows += 1
         return window, drift
@@ -284,7 +284,7 @@ class Controller:
         if math.isnan(budget.own_w) and window.wishes.power_budget is not None:
             budget.own_w = gpu_power_w(self._unplanned())
         self._commands.note(news := budget.heed(window))
-        above = budget.above(running_w := self._followers.power_w)
+        above = budget.above(running_w := self._replicas.power_w)
         turns = (above > _NEAR and not budget.fails) or (news and self._bound)
         # Plans that take less are made again after one, two, four, ... windows.
         less = self._bound and above < -_NEAR and (budget.windows or not budget.asks)
@@ -296,7 +296,7 @@ class Controller:
             within = [planner.capped(plan, allowed_w) for plan in (usual, self.plan, *self._known)]
             self._turn_to(min(within, key=lambda plan: plan.cost.iteration_time_s))
             leads = 1.0
-            self._commands.note(budget.reach(budget.off * self._followers.power_w))
+            self._commands.note(budget.reach(budget.off * self._replicas.power_w))
         if planner.busy and (self._has_no_plan or not news):
             return  # it is looked at when it is there
         if planner.busy and planner.reorders:
@@ -319,7 +319,7 @@ class Controller:
         self, orders: Sequence[Clocked], which: Sequence[int], window: Window
     ) -> FloatArray:
         """Take in what the usual replica measured, and all that ran the same; drifts of stages."""
-        usual = which[self._followers.usual]
+        usual = which[self._replicas.usual]
         replicas = [replica for replica, place in enumerate(which) if place == usual]
         drift = self._commands.learn(orders[usual], window, replicas, _FADES)
         if drift.any():
@@ -328,7 +328,7 @@ class Controller:
 
     def _compare(self, window: Window, *, alike: bool = False) -> None:
         tail_s = self._store.tail_s
-        self._followers.compare(window.own_s(tail_s), window.own_error(tail_s), alike=alike)
+        self._replicas.compare(window.own_s(tail_s), window.own_error(tail_s), alike=alike)
 
     def _measured_baseline(self, window: Window) -> None:
         self._compare(window, alike=True)
@@ -339,7 +339,7 @@ class Controller:
 
     def _own_predicted_s(self) -> float:
         """Return what the slowest replica takes in the framework's order at the highest clocks."""
-        return self._usual_own_s() * self._followers.slowest
+        return self._usual_own_s() * self._replicas.slowest
 
     def _usual_own_s(self) -> float:
         return self._store.iteration_s(self._top.schedule, self._top.frequency_mhz)
@@ -349,11 +349,11 @@ class Controller:
         return not self._budget.holds and self._judge.harmed(self._own_predicted_s())
 
     def _prediction_error(self, plan: Plan) -> float:
-        """By which share steps last longer than the plan that runs would, at what it takes now."""
+        """Return by which share steps last longer than a plan predicts from today's times."""
         return (1 + self._judge.late(self._own_predicted_s())) / self._expected(plan) - 1
 
     def _expected(self, plan: Plan) -> float:
-        """How many times as long as the framework's own order a plan takes, by what it says."""
+        """Return how many times as long as the framework's own order a plan says that it takes."""
         own_s = order_at_maximum_s(self._top.schedule, plan.profile, plan.conditions)
         return plan.cost.iteration_time_s / own_s
 
@@ -366,14 +366,14 @@ class Controller:
         self._replan(reorder=True)
 
     def _look_again(self) -> Run[None]:
-        """See what clocks mean to upset stages today, where that takes no time."""
+        """Measure again what clocks do to upset stages, where that takes no time."""
         self._store.forget(self._store.upset)
         yield from self._look(slack_probe(self._measured, self._store, at_cost=False))
 
     def _replan(self, *, reorder: bool, levels: Sequence[int] = ()) -> None:
         order = None if reorder or self.plan is None else self.plan.schedule
         if self._budget.holds:
-            levels = sorted({*levels, *self._followers.levels} - {0})
+            levels = sorted({*levels, *self._replicas.levels} - {0})
         if order is None:
             self._due.plan_at = 0
         self._planner.begin(order, self._judge.faster, levels)
@@ -412,7 +412,7 @@ class Controller:
         if better:
             self._adopt(lead)
         if self.plan is not None and lead.schedule.stages == self.plan.schedule.stages:
-            self._followers.extend({level: planner.ready(plan) for level, plan in plans.items()})
+            self._replicas.extend({level: planner.ready(plan) for level, plan in plans.items()})
 
     def _correct(self, *, better: bool) -> None:
         """Count a correction: a plan that stays is kept with what it is known to cost by now."""
@@ -451,7 +451,7 @@ class Controller:
 
     def _lead(self, plan: Plan) -> None:
         self.plan = plan
-        self._followers.lead(plan)
+        self._replicas.lead(plan)
         self._budget.windows = 0
         # Where there is no deadline, one that is always as late as the last ones is none the worse.
         expected = self._expected(plan) * (1 + self._judge.faster)
@@ -462,12 +462,12 @@ class Controller:
         return self._planner.unplanned(self._top.schedule, self._top.frequency_mhz)
 
     def _follow(self) -> None:
-        followers = self._followers
-        before_w = followers.power_w
-        if note := followers.follow():
+        replicas = self._replicas
+        before_w = replicas.power_w
+        if note := replicas.follow():
             self._commands.note(note)
             self._judge.begin()
-            if abs(followers.power_w / before_w - 1) > EXCEEDS:
+            if abs(replicas.power_w / before_w - 1) > EXCEEDS:
                 self._budget.windows = 0
-        if followers.missing and not self._planner.busy:
-            self._replan(reorder=False, levels=followers.asked())
+        if replicas.missing and not self._planner.busy:
+            self._replan(reorder=False, levels=replicas.asked())

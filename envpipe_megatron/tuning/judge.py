@@ -1,4 +1,4 @@
-"""Tells whether something has changed, and whether steps last longer than they may.
+"""Sees whether something has changed, and whether steps last longer than they may.
 
 `Judge` holds the steps of a plan against what the framework's own order would take today, and adds
 up for the bill what too slow ones cost. `Silence` is what the log must say of meters.
@@ -32,12 +32,12 @@ _MOST_FASTER = 0.02
 
 
 def upset(drift: FloatArray) -> BoolArray:
-    """[num_stages] whether clocks mean something else to a stage, by how much its units drifted."""
+    """Return which stages drifted so far that clocks mean something else there, [num_stages]."""
     return np.asarray((np.abs(drift) > _UPSETS) & (np.ptp(drift) > _ALIKE))
 
 
 def larger(one: FloatArray, other: FloatArray) -> FloatArray:
-    """[num_stages] of two drifts that which is further from none."""
+    """Return the larger of two drifts of each stage, [num_stages]."""
     return np.where(np.abs(one) > np.abs(other), one, other)
 
 
@@ -46,7 +46,7 @@ def what_drifted(drift: FloatArray, window: Window) -> str:
     stage = int(np.abs(drift).argmax())
     text = f"stage {stage}'s units take {100 * drift[stage]:+.1f} %"
     if not drift.any():
-        text = "steps last longer than they may, and no stage's units tell why"
+        text = "steps last longer than they may, and no stage's units say why"
     return "; ".join([text, *window.problems])
 
 
@@ -65,21 +65,21 @@ class Steps:
 
     @property
     def median_s(self) -> float:
-        """Their median: a pause between two steps, or a hiccup, moves no median."""
+        """Return their median: a pause between two steps, or a hiccup, moves no median."""
         return float(np.median(self._times_s))
 
     def error(self, count: int) -> float:
-        """Standard error of the median of so many steps, as a share of it."""
+        """Return the standard error of the median of so many steps, as a share of it."""
         times_s = np.array(self._times_s)
         deviation_s = float(np.median(np.abs(times_s - np.median(times_s))))
         return median_error(deviation_s / self.median_s, count)
 
 
 class Judge:
-    """Tells whether steps of a plan last longer than they may, by more than noise.
+    """Sees whether steps of a plan last longer than they may, by more than noise.
 
     Of each step of the framework's own order is kept how it compares with what was predicted when
-    it ran, so that steps from before and after a change tell the same.
+    it ran, so that steps from before and after a change can be compared.
     Where only what was measured counts, the framework's own order is predicted to take 1 s.
 
     Attributes:
@@ -104,7 +104,7 @@ class Judge:
         return not len(self._steps)
 
     def begin(self) -> None:
-        """Another plan runs, or the same one elsewhere: steps so far do not count."""
+        """Forget the steps so far: another plan runs, or the same one elsewhere."""
         self._steps = Steps()
 
     def add_baseline(self, window: Window, predicted_s: float, *, anew: bool = False) -> None:
@@ -124,12 +124,12 @@ class Judge:
 
     @property
     def _own_error(self) -> float:
-        """Of that, as a share: of few steps no less than others of the job would tell."""
+        """Return its standard error, as a share: of few steps, no less than other steps show."""
         count = len(self._baseline)
         return max(self._baseline.error(count), self._steps.error(count))
 
     def late(self, own_s: float) -> float:
-        """By which share the latest steps last longer than the framework's own order would today.
+        """Return by which share the latest steps are longer than the framework's order today.
 
         Args:
             own_s: what is predicted of that, by what is known of units.
@@ -147,7 +147,7 @@ class Judge:
         return False
 
     def gain(self) -> float:
-        """By which share steps are shorter than those of the framework's own order were."""
+        """Return by which share steps are shorter than those of the framework's own order were."""
         return 1 - self._steps.median_s / self._own_s(1.0)
 
     def gains(self) -> bool:

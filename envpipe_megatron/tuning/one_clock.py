@@ -68,7 +68,7 @@ class ClockSearch:
         self.tried[clock] = _mean_step(self.windows[clock])
 
     def next_mhz(self) -> int | None:
-        """The clock to measure next; None once the best one is known.
+        """Return the clock to measure next; None once the best one is known.
 
         First a sixth of the highest clock at a time, until steps last too long or energy rises;
         then, with half of that distance and so on down to the next clocks, to both sides of the
@@ -90,9 +90,9 @@ class ClockSearch:
         return next((clock for clock in again if len(self.windows[clock]) < _ROUNDS), None)
 
     def best_mhz(self) -> int:
-        """The clock of least energy of those that are fast enough, as the highest always is.
+        """Return the clock of least energy of those that are fast enough, as the highest is.
 
-        Below it, the lowest that cannot be told from it, by time nor energy: where a power cap
+        Below it, the lowest that differs from it neither in time nor energy: where a power cap
         holds the clock, requests above it are all alike.
         """
         fast = [clock for clock in self.tried if not self._too_slow(clock)]
@@ -101,7 +101,7 @@ class ClockSearch:
         return min(clock for clock in below if not self._takes_more(clock, least))
 
     def is_right(self, clock: int) -> bool:
-        """True if a clock saves, and is no slower than allowed, as far as can be told."""
+        """True if a clock saves, and is no slower than allowed, as far as is known."""
         return not self._too_slow(clock) and not self._takes_more(clock, self.clocks_mhz[0])
 
     def in_words(self, clock: int) -> str:
@@ -169,7 +169,7 @@ class OneClock:
         """Go on after the `first` window, of the highest clock, forever.
 
         Raises EnvPipeError if the control of a clock ended or, in a search, a meter failed: whether
-        a clock is right, times tell without.
+        a clock is right, times show without.
         """
         self._fill(first)
         self._commands.note(self._budget.heed(first))
@@ -194,7 +194,7 @@ class OneClock:
         best, why = search.best_mhz(), f"at most {self.slowdown_percent:g} % slower was allowed"
         if not self.follows:
             best = self.clocks_mhz[0]
-            why = "a dry run changes no clock, so what was measured shows the loop alone"
+            why = "a dry run changes no clock, so what was measured shows only the loop"
         steps = dict(sorted(search.tried.items(), reverse=True))
         self.keep(best, steps)
         choice = f"One clock for the whole job: {best} MHz; {why}"

@@ -22,7 +22,7 @@ _SCATTER, _SURELY = 0.02, 4.0
 
 
 def _margin_s(plan: Plan) -> float:
-    """By how much a wait may turn out shorter than planned.
+    """Return by how much a wait may turn out shorter than planned.
 
     A unit's input and the unit before it both follow from some unit a pipeline's length back or
     less, and what lies between scatters.
@@ -34,7 +34,7 @@ def _margin_s(plan: Plan) -> float:
 
 
 def parked(plan: Plan, store: Store, min_dwell_s: float, worth: float) -> Plan:
-    """The plan, parked in its long waits; itself if that is not known to be worth it.
+    """Return the plan, parked in its long waits; itself if that is not known to be worth it.
 
     It parks at the lowest clock whose power is known. Where waits were metered at one clock only,
     they are taken to draw as much at others, so that it pays nowhere. The wait before the first
@@ -66,7 +66,7 @@ def timed(plan: Plan) -> Parking | None:
 
 
 def still_parked(plan: Plan, park_mhz: IntArray | None) -> Plan:
-    """The plan with parking that was planned for other times, where it still fits into waits."""
+    """Return the plan with parking that was planned for other times, where it still fits."""
     if park_mhz is None:
         return plan
     fits = plan.timeline.wait_s > 2 * plan.conditions.change_time_s

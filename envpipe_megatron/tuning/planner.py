@@ -65,7 +65,7 @@ class Limits:
     objective: Objective = LEAST_ENERGY
 
     def allowed(self, expected: float = 1.0) -> float:
-        """As a multiple of the framework's own, what steps may last where so much is `expected`."""
+        """Return what steps may last where this is `expected`, both in steps of the framework's."""
         return (self.deadline_factor or max(1.0, expected)) * (1 + self.max_slowdown)
 
     def within(self, power_w: float) -> Limits:
@@ -76,7 +76,7 @@ class Limits:
 
 
 def planned(problem: Problem, notes: tuple[str, ...]) -> tuple[Plan, tuple[str, ...]]:
-    """A plan, and what the user should know of it, `notes` too; errors as of `make_plan`."""
+    """Make a plan, and say what the user should know of it, `notes` too; as `make_plan`."""
     made = solve(problem)
     return made.plan, (*made.notes, *notes)
 
@@ -196,7 +196,7 @@ class Planner:
             self._failure = error
 
     def quick(self, order: Schedule) -> Plans:
-        """A plan of an order, made in seconds: begun by the first call, and there once.
+        """Return a plan of an order, made in seconds: begun by the first call, and there once.
 
         It leaves out that changes of the clock take time, and what waiting saves at lower clocks.
         """
@@ -227,12 +227,12 @@ class Planner:
         return {level: plan for level, (plan, _) in made.items()}
 
     def unplanned(self, order: Schedule, frequency_mhz: IntArray) -> Plan:
-        """An order and clocks where no plan could be made; StoreError without meters."""
+        """Return an order and clocks where no plan could be made; StoreError without meters."""
         profile = self._store.profile(careful=False)
         return Plan(UNPLANNED, order, frequency_mhz, profile, known_conditions(profile))
 
     def repriced(self, plan: Plan) -> Plan:
-        """The same orders and clocks, at what they take by now."""
+        """Return the same order and clocks, at what they take by now."""
         profile = self._store.profile(careful=False)
         plain = replace(
             plan,
@@ -244,11 +244,11 @@ class Planner:
         return still_parked(plain, plan.park_mhz)
 
     def ready(self, plan: Plan) -> Plan:
-        """A plan as it would run: repriced, and parked if that pays."""
+        """Return a plan as it would run: repriced, and parked if that pays."""
         return parked(self.repriced(plan), self._store, self.limits.min_dwell_s, _WORTH)
 
     def capped(self, plan: Plan, power_w: float) -> Plan:
-        """A plan, ready, with no unit above the highest clock at which GPUs take no more than W.
+        """Return a plan, ready, with all units below the clock at which GPUs take more than W.
 
         Where none is low enough, at the lowest that are known.
         """

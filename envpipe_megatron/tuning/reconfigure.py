@@ -28,7 +28,7 @@ _LEAST_BUBBLE = 0.01
 
 
 def no_bubble_threshold_s(schedule: Schedule, window: Window) -> float:
-    """The longest receive wait that still counts as none, from iterations at full clock.
+    """Return the longest receive wait that still counts as none, from iterations at full clock.
 
     Somewhere in such a pipeline an input is always there before it is needed; that receive's wait
     is pure overhead. The threshold is its median plus what it varies by.
@@ -56,7 +56,7 @@ def reconfigured(
     """Run a policy's steps on measured waits until one of its ends, and nothing can be lowered.
 
     Units rise through all clocks that the GPUs of their stage have, also through those that were
-    not profiled: waits tell enough of them. Where an end is seen, measured times of units say who
+    not profiled: waits show enough of them. Where an end is seen, measured times of units say who
     has slack, the profile how much longer these take at lower clocks; a unit that then turns up on
     the path is raised as any.
 
@@ -108,7 +108,7 @@ def reconfigured(
 
 
 def _busy_s(window: Window, threshold_s: float) -> FloatArray:
-    """[num_stages, units_per_stage] times of units, each with a wait before it that is no bubble.
+    """Return times of units, with waits that are no bubble, [num_stages, units_per_stage].
 
     Medians over replicas.
     """

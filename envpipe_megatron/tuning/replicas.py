@@ -16,7 +16,7 @@ from envpipe_megatron.tuning.commands import Clocked
 from envpipe_megatron.tuning.parking import timed
 
 #: Replicas differ if the slowest takes this share longer than another, and so many standard errors
-#: of what each takes: noise alone sets the slowest of 64 apart from the fastest by about five, and
+#: of what each takes: noise by itself sets the slowest of 64 apart from the fastest by five, and
 #: four iterations make errors seem a quarter smaller than they are. Without the first 16 replicas
 #: with hiccups save 1.1 points less, without the second four of them take up to 0.4 % longer.
 _DIFFER, _SURELY = 0.01, 7.0
@@ -32,11 +32,11 @@ def gpu_power_w(plan: Plan) -> float:
 
 
 def level_factor(level: int) -> float:
-    """How many times as long as the first a plan of a level may take."""
+    """Return how many times as long as the first a plan of a level may take."""
     return float((1 + _LEVEL) ** level)
 
 
-class Followers:
+class ReplicaLevels:
     """Which level of the frontier each replica runs; level 0 is the plan itself."""
 
     def __init__(self, num_replicas: int) -> None:
@@ -57,13 +57,13 @@ class Followers:
 
     @property
     def running(self) -> tuple[tuple[Clocked, ...], tuple[int, ...]]:
-        """The orders that run, and for each replica its place among them."""
+        """Return the orders that run, and for each replica its place among them."""
         levels = sorted(set(self.levels))
         which = tuple(levels.index(level) for level in self.levels)
         return tuple(self._orders[level] for level in levels), which
 
     def lead(self, plan: Plan) -> None:
-        """All replicas run this plan from now on; the frontier of the one before is forgotten."""
+        """Have all replicas run this plan; the frontier of the one before is forgotten."""
         self._plans, self._orders = {}, {}
         self.levels, self.missing = [0] * len(self.levels), []
         self._asked = set()
@@ -77,11 +77,11 @@ class Followers:
 
     @property
     def power_w(self) -> float:
-        """Mean power of a GPU that is predicted, of all replicas at their levels."""
+        """Return the mean power of a GPU that is predicted, of all replicas at their levels."""
         return float(np.mean([gpu_power_w(self._plans[level]) for level in self.levels]))
 
     def asked(self) -> list[int]:
-        """The missing levels, once: what could not be planned is not asked for again."""
+        """Return the missing levels, once: what could not be planned is not asked for again."""
         asked, self.missing = self.missing, []
         self._asked |= set(asked)
         return asked

@@ -24,7 +24,7 @@ from envpipe_megatron.tuning.judge import WINDOW, Judge, what_drifted
 from envpipe_megatron.tuning.measured.store import Store
 from envpipe_megatron.tuning.planner import Planner, Plans
 
-#: Iterations in which a plan is tried, and more of them if these do not tell. With one to settle,
+#: Iterations in which a plan is tried, and more of them if these show nothing. With one to settle,
 #: and a window of the framework's order between, it is given up within twenty.
 _TRIED = WINDOW, 9
 #: A plan is tried if it is predicted to take this share less than what runs.
@@ -117,7 +117,7 @@ class ShortestOrder:
         """Run a plan between windows of the framework's order; why it does not run on, else empty.
 
         Then that order is to run, unless ranks have no memory for the plan. The one that runs is
-        tried again only if the first window does not tell.
+        tried again only if the first window does not show it.
         """
         tried, judge = self._store.at_top(plan.schedule), self._judge
         backwards = "split" if plan.schedule.split else "whole"
@@ -176,7 +176,7 @@ class ShortestOrder:
     # --- what is known --------------------------------------------------------------------------
 
     def _less(self, order: Schedule, than: Schedule) -> float:
-        """Which share of the time an order is predicted to take less than another."""
+        """Return the share of the time that an order is predicted to take less than another."""
         clocked = map(self._store.at_top, (order, than))
         order_s, than_s = (self._store.iteration_s(c.schedule, c.frequency_mhz) for c in clocked)
         return 1 - order_s / than_s

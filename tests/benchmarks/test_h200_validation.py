@@ -2,11 +2,8 @@
 
 import pytest
 
-from benchmarks.megatron_lm.profiles.measure_profile import at_its_clock
 from benchmarks.planner.h200_validation import MEASURED, peaks, predict
-from envpipe_megatron.core.kinds import WHOLE, Kind
-from envpipe_megatron.core.profile import make_profile, read_profile
-from envpipe_megatron.core.profile_rows import ProfileRow
+from envpipe_megatron.core.profile import read_profile
 
 FOLDERS = sorted(path.parent for path in MEASURED.glob("*/*/measured.json"))
 
@@ -48,20 +45,3 @@ class TestMeasuredModel:
     def test_peak_memory_is_predicted(self, folder):
         assert max(abs(one.error_percent) for one in peaks(folder)) < 0.01
         assert {one.in_flight for one in peaks(folder)} == {1, 3}
-
-
-def test_rows_of_a_dry_run_are_measurements_of_one_clock():
-    rows = [
-        (0, kind, ProfileRow(f, time_s, energy_j))
-        for kind, times in ((Kind.FORWARD, (1.0, 1.2)), (Kind.BACKWARD, (2.0, 2.4)))
-        for f, time_s, energy_j in zip((1980, 1890), times, (300.0, 320.0), strict=True)
-    ]
-    made = at_its_clock(make_profile(rows, source="a dry run"), every_row=True)
-    forward, backward = (made.rows[0][kind] for kind in WHOLE)
-    assert [row.frequency_mhz for row in (*forward, *backward)] == [1980, 1980]
-    assert forward[0].time_s == pytest.approx(1.1)
-    assert backward[0].time_s == pytest.approx(2.2)
-    assert forward[0].energy_j + backward[0].energy_j == pytest.approx(620)
-    assert backward[0].energy_j == pytest.approx(2 * forward[0].energy_j)
-    top = at_its_clock(make_profile(rows, source="a sweep"), every_row=False)
-    assert top.rows[0][Kind.FORWARD][0].time_s == pytest.approx(1.0)

@@ -189,7 +189,7 @@ def test_what_is_set_late_leaves_all_steps_to_deepspeed(elsewhere):
     engine.__class__ = EnvPipeEngine
     engine.job, made, said = begin()
     engine.job.announce()
-    made[0].collectives.first = lambda own: elsewhere or (0, own)
+    made[0].session.parts.collectives.first = lambda own: elsewhere or (0, own)
     engine._check_again()
     assert [job.level for job in made] == [Level.ORDER, Level.OBSERVE]
     assert ("another rank" if elsewhere else "contiguous") in said[-1]
@@ -277,7 +277,6 @@ def test_a_step_without_memory_for_messages_is_deepspeeds_and_so_are_those_after
         "_own_steps_left": 0,
         "_specs": None,
         "micro_batches": 2,
-        "full_microbatches": 2,
         "_reserve_pipe_buffers": lambda count: None,
         "_prints": False,
         "steps_per_print": lambda: None,

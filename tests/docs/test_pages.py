@@ -14,6 +14,7 @@ from on_request import on_request
 from envpipe_megatron.cli import main
 from envpipe_megatron.integrations.options import flag_of
 from envpipe_megatron.runtime.job.options import OPTIONS
+from envpipe_megatron.search.layer_file import read_layers
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = page_commands.pages()
@@ -132,6 +133,10 @@ def test_cells_of_evidence_are_short(page):
         if line.startswith("|") and page.name != "index.md":
             for cell in re.split(r"(?<!\\)\|", line)[1:-1]:
                 assert len(re.sub(r"\]\([^)]*\)|[*`\[]", "", cell).strip()) < 120, cell
+
+
+def test_the_sample_of_a_layer_profile_can_be_read():
+    assert len(read_layers(ROOT / "configs" / "profiles" / "layers.json").pieces) == 26
 
 
 @on_request("DOCS")

@@ -135,8 +135,7 @@ class FastTime:
 def run_fast(session: Session) -> None:
     """Let a session, and its emulated GPU, run by such a clock."""
     fast_time = FastTime()
-    for owner in (session, session.executor):
-        gpu = owner._gpu  # type: ignore[attr-defined]
+    for gpu in (session.parts.gpu, session.parts.executor._gpu):  # type: ignore[attr-defined]
         fast_time.install(gpu._reader if gpu.read_only else gpu)
     fast_time.meanwhile = session.parts.meter._try_sample
 

@@ -12,7 +12,6 @@ from envpipe_megatron.integrations.framework_units import SeenUnit, UnitFollower
 pytestmark = pytest.mark.xdist_group("megatron")
 
 M = 2
-ALONE: Any = SimpleNamespace(stage=0, on_all=lambda own: own)
 
 
 class Session:
@@ -21,6 +20,8 @@ class Session:
     def __init__(self, *, begins=False):
         self.told: list[str] = []
         self.options = SimpleNamespace(num_microbatches=M)
+        collectives = SimpleNamespace(on_all=lambda own: own)
+        self.parts = SimpleNamespace(stage=0, collectives=collectives)
         self._begins = begins
 
     def open_iteration(self, schedule, specs, *, full_batch):
@@ -72,7 +73,7 @@ def job(monkeypatch):
     def order_of(count):
         return builders.one_f_one_b(1, count)
 
-    stand_in = hooked.HookedForwardBackward(session, framework_function, order_of, ALONE)
+    stand_in = hooked.HookedForwardBackward(session, framework_function, order_of)
 
     def call(letters):
         arguments = {"num_microbatches": letters.count("F"), "letters": letters}

@@ -268,7 +268,13 @@ def test_what_is_no_step_ends_no_training(pool, folder, preset):
 def test_a_step_that_could_not_begin_is_none(caplog):
     pipeline, job = object.__new__(InstrumentedPipeline), Mock()
     job.follow.side_effect = RuntimeError("a peer is gone")
-    known = {"_job": job, "_kept_order": Mock(), "_specs": None, "_reporter": None, "_told": set()}
+    known = {
+        "_job": job,
+        "_framework_order": Mock(),
+        "_specs": None,
+        "_reporter": None,
+        "_logged": set(),
+    }
     vars(pipeline).update(known, _closed=False, _paused=False, _running=None)
     for _ in range(2):
         with pytest.raises(RuntimeError, match="a peer is gone"):

@@ -73,14 +73,17 @@ def test_summary_and_bill_are_of_one_sum(only_measures, tmp_path):
     session: Any = SimpleNamespace(
         summary=lambda: ranks[0][0],
         energy=SimpleNamespace(sums=lambda: ranks[0][1]),
-        parts=SimpleNamespace(memory=SimpleNamespace(stages=None)),
+        parts=SimpleNamespace(
+            memory=SimpleNamespace(stages=None),
+            folder=SimpleNamespace(path=tmp_path),
+            collectives=SimpleNamespace(
+                is_planner=True, all_to_planner=lambda own: [[each] for each in ranks]
+            ),
+        ),
         options=SimpleNamespace(measures_alone=lambda: only_measures),
         executed=["F0", "B0"],
     )
-    collectives: Any = SimpleNamespace(
-        is_planner=True, all_to_planner=lambda own: [[each] for each in ranks]
-    )
-    said = end_of_job(session, collectives, tmp_path, 50_000)
+    said = end_of_job(session, 50_000)
     known = [line for line in said if line.startswith("against")]
     assert [line for line in said if line not in known] == [
         "energy of 2 GPUs in training: 25930 J",
@@ -211,8 +214,9 @@ def test_what_units_rest_on_is_json_and_the_same_each_time(monkeypatch):
 def test_a_closed_job_gives_back_the_clock_and_then_the_channels_memory():
     called: list[str] = []
     job: Any = object.__new__(Job)
-    job.session = SimpleNamespace(close=lambda: called.append("session"))
-    job.channel = SimpleNamespace(close=lambda: called.append("channel"))
+    channel = SimpleNamespace(close=lambda: called.append("channel"))
+    parts = SimpleNamespace(channel=channel)
+    job.session = SimpleNamespace(close=lambda: called.append("session"), parts=parts)
     job.close()
     assert called == ["session", "channel"]
 

@@ -369,9 +369,10 @@ def called(config, ranks=(0, 1), told=None, later=None, **named):
     names = ("forward_step_func", "data_iterator", "num_microbatches", "micro_batch_size")
     given = dict.fromkeys(names, 1) | {"seq_length": 8, "model": SimpleNamespace(config=config)}
     given |= {"p2p_communicator": object(), "pg_collection": groups, **named}
-    parts = SimpleNamespace(channel=SimpleNamespace(ranks=[0, 1]))
+    collectives = SimpleNamespace(first=first)
+    parts = SimpleNamespace(channel=SimpleNamespace(ranks=[0, 1]), collectives=collectives)
     session: Any = SimpleNamespace(parts=parts, may_split=False, executed=[])
-    stand_in = ForwardBackward(session, 1, lambda **given: own.append(given), first=first)
+    stand_in = ForwardBackward(session, 1, lambda **given: own.append(given))
     with patch("torch.distributed.get_process_group_ranks", lambda group: list(ranks)):
         for _ in range(3):
             stand_in(**given)

@@ -139,7 +139,7 @@ def test_files_are_read_before_anything_is_built(tmp_path, monkeypatch):
         (f"--type baseline --profile {__file__}", "only measures"),
         (
             f"{PLANNED} --max-in-flight 4",
-            "plan does not go with --envpipe-max-in.*runs as it stands",
+            "plan does not go with --envpipe-max-in.*runs as it is",
         ),
         (f"{PLANNED} --reconfigure greedy", "not go with --envpipe-reconfigure"),
         ("--gpu-control none --profile-only --output here", "changes no clock"),

@@ -150,6 +150,16 @@ def test_what_is_further_than_chance_is_named():
     assert "two runs of Megatron's differ" in str(first.strays_from(run(weight), far))
 
 
+def checked_session(num_microbatches: int) -> Any:
+    """A session of one stage, whose backwards stay whole."""
+    collectives = SimpleNamespace(stage=0, on_all=bool)
+    parts = SimpleNamespace(
+        channel=SimpleNamespace(capacity=None), collectives=collectives, say=print
+    )
+    options = SimpleNamespace(num_microbatches=num_microbatches)
+    return SimpleNamespace(parts=parts, options=options, may_split=False)
+
+
 @pytest.mark.parametrize("orders", [["own"], ["own", "longer"]])
 def test_a_batch_that_admits_fewer_orders_than_a_full_one_is_not_checked(orders):
     """It would pass, and a full one's order would be run unchecked."""
@@ -158,8 +168,7 @@ def test_a_batch_that_admits_fewer_orders_than_a_full_one_is_not_checked(orders)
     def orders_of(count):
         return ["own", "regrouped", "longer"] if count == 8 else orders
 
-    planner: Any = SimpleNamespace(is_planner=True)
-    check = SelfCheck(orders_of, 8, None, planner, print)  # type: ignore[arg-type]
+    check = SelfCheck(checked_session(8), orders_of, needed=True)  # type: ignore[arg-type]
     losses = check({"num_microbatches": 2}, None, lambda **given: [given], None)  # type: ignore[arg-type, return-value]
     assert losses == [{"num_microbatches": 2}]
     assert not check.done
@@ -180,9 +189,7 @@ def test_a_sequence_that_there_is_no_room_to_try_fails_the_check(
 
     own, *regrouped = (builders.interleaved(2, 12, 2, size) for size in group_sizes)
     orders = [own, *regrouped, builders.interleaved(2, 12, 2, 2, extra_warmup=[1, 0])]
-    alone: Any = SimpleNamespace(is_planner=True, stage=0, on_all=bool)
-    channel: Any = SimpleNamespace(capacity=None)
-    check = SelfCheck(lambda count: orders, 12, channel, alone, print)
+    check = SelfCheck(checked_session(12), lambda count: orders, needed=True)
     kept = split_late(own) if split else own
     memory: Any = SimpleNamespace(has_room=lambda _, other: has_room or other.stages == kept.stages)
     order = check._that_fits(own, orders[1:], memory, split=split)
@@ -268,11 +275,9 @@ def test_a_job_checks_what_its_table_says_and_split_backwards(monkeypatch, check
     orders = [builders.one_f_one_b(2, 4), builders.envpipe(2, 4, [1, 0])]
     monkeypatch.setattr(module, "orders_to_try", lambda args, model, count, regroups: orders)
     training, (job,), _ = begin(module.Training)
-    job.channel = None
     job.session.may_split = may_split
     training._args, training._checked, training._framework_function = None, checked, dict
     training._microbatches, training._model = 4, []
-    job.collectives.first = None
     check = training._make_replacement()._check
     if not checked and not may_split:
         assert check is None

@@ -24,12 +24,12 @@ from lm_cases import (
     write_profile,
 )
 
-from benchmarks.unmeasured import another_each_unit
 from envpipe_megatron.core.conditions import Conditions
 from envpipe_megatron.core.orders import builders
 from envpipe_megatron.core.plan import Plan, read_plan
 from envpipe_megatron.core.profile import read_profile
 from envpipe_megatron.formats.timeline import read_timelines
+from unmeasured import another_each_unit
 
 pytestmark = [pytest.mark.xdist_group("megatron_lm"), full]
 

@@ -52,7 +52,6 @@ from plain_stages import FastTime, be_late
 from waiting_plans import ask, asked_often, plans_are_waited_for
 
 from envpipe_megatron.core.kinds import Kind
-from envpipe_megatron.core.schedule import Schedule
 from envpipe_megatron.formats.energy import Phase
 from envpipe_megatron.gpu.base import ReadOnlyGpu
 from envpipe_megatron.gpu.emulated.emulated_gpu import EmulatedGpu
@@ -64,7 +63,6 @@ from envpipe_megatron.integrations.megatron.self_check import SelfCheck
 from envpipe_megatron.integrations.megatron.work import MegatronWork
 from envpipe_megatron.runtime.channel.collectives import Collectives, make_collectives
 from envpipe_megatron.runtime.channel.links import make_channel
-from envpipe_megatron.runtime.channel.p2p import P2PChannel
 from envpipe_megatron.runtime.execution.emulated_executor import EmulatedExecutor
 from envpipe_megatron.runtime.job.options import JobOptions
 from envpipe_megatron.runtime.job.session import Session
@@ -157,12 +155,12 @@ def train(rank: int, job: Job, ours: Ours | None, root: Path) -> Result | None:
             stack.enter_context(plans_are_waited_for())
             stack.enter_context(asked_often())
             stack.enter_context(_counted(result.put_off, ours.fault if _is_last() else ""))
-        _train(job, ours, session, result, collectives)
+        _train(job, ours, session, result)
         if session is not None:
             result.phases = [str(phase) for phase, *_ in session.iterations.latest]
             result.plan, result.profile = session.state.plan, session.state.profile
             result.reconfigure_steps = session.state.reconfigure_steps
-            result.notes = session.state.notes
+            result.notes, result.whole = session.state.notes, session.state.whole
         return result
 
 
@@ -182,7 +180,9 @@ def _counted(put_off: list[int], fault: str) -> Iterator[None]:
             raise RuntimeError("the first part of a test")
         if fault == IN_WHOLE and unit.kind is Kind.BACKWARD and unit.microbatch == 1:
             raise RuntimeError("the whole backward of a test")
+        inputs = work._inputs.get((unit.microbatch, unit.chunk), [])
         sent = backward(work, unit, gradients)
+        assert not any(each is not None and each.grad is not None for each in inputs)
         if fault == BEHIND_WHOLE and unit.kind is Kind.BACKWARD and not work._inputs:
             raise RuntimeError("the whole backward of a test")
         return [(1 + 2**-10) * each for each in sent] if fault == IN_INTERPRETER else sent
@@ -327,13 +327,11 @@ def _use_parallel_state(job: Job) -> None:
     vars(parallel_state).update(_PARALLEL_STATES[key])
 
 
-def _train(
-    job: Job, ours: Ours | None, session: Session | None, result: Result, collectives: Collectives
-) -> None:
+def _train(job: Job, ours: Ours | None, session: Session | None, result: Result) -> None:
     chunks, clear_grads, finish_step = _build(job)
     _note_around(chunks, result.around)
     torch.manual_seed(dist.get_rank())  # for dropout
-    stand_in = session and _stand_in(job, ours, session, collectives, result)
+    stand_in = _stand_in(ours, session) if ours and session else None
     call = partial(
         stand_in or get_forward_backward_func(),
         model=chunks if len(chunks) > 1 else chunks[0],
@@ -394,44 +392,15 @@ def _note_around(chunks: list[torch.nn.Module], around: list[tuple[object, ...]]
             setattr(config, name, told)
 
 
-def _check(
-    ours: Ours, microbatches: int, session: Session, collectives: Collectives, result: Result
-) -> SelfCheck | None:
-    if ours.checked is None:
-        return None
-    order: Schedule = ours.checked
-
-    def keep_whole(why: str) -> None:
-        result.whole = why
-        session.split_no_more(why)
-
-    pipeline = parallel_state.get_pipeline_model_parallel_group()
-    channel = P2PChannel(dist.get_process_group_ranks(pipeline), _stage(), {})
-    orders = [order, order]  # its memory is not looked at
-    return SelfCheck(
-        lambda count: orders,
-        microbatches,
-        channel,
-        collectives,
-        result.said.append,
-        keep_whole if ours.splits else None,
-        needed=ours.check_needed,
-    )
-
-
-def _stand_in(
-    job: Job, ours: Ours, session: Session, collectives: Collectives, result: Result
-) -> ForwardBackward | HookedForwardBackward:
-    if not ours.kept_orders:
-        check = _check(ours, job.microbatches, session, collectives, result)
-        return ForwardBackward(session, check=check)
-    orders = {order.num_microbatches: order for order in ours.kept_orders}
-    return HookedForwardBackward(
-        session,
-        get_forward_backward_func(),
-        orders.__getitem__,
-        collectives,
-    )
+def _stand_in(ours: Ours, session: Session) -> ForwardBackward | HookedForwardBackward:
+    if ours.kept_orders:
+        orders = {order.num_microbatches: order for order in ours.kept_orders}
+        return HookedForwardBackward(session, get_forward_backward_func(), orders.__getitem__)
+    check = None
+    if ours.checked is not None:
+        orders_to_try = [ours.checked, ours.checked]  # its memory is not looked at
+        check = SelfCheck(session, lambda count: orders_to_try, needed=ours.check_needed)
+    return ForwardBackward(session, check=check)
 
 
 def _evaluate(job: Job, call: Any, result: Result) -> None:
@@ -740,6 +709,7 @@ def _session(
         partial(EmulatedExecutor, gpu, times, collectives),
         make_channel(pipeline, collectives, timeout=timedelta(seconds=20)),
         collectives,
+        say=lambda text: result.said.append(text) if text.startswith("self-check") else None,
         result=result,
         num_chunks=job.chunks,
     )

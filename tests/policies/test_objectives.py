@@ -88,7 +88,7 @@ def test_plans_keep_their_limits_and_stand_near_the_best_of_all():
         print(name, np.percentile(percents, [50, 75, 90, 95], method="lower").round(2))
     assert all(np.median(percents) < 0.01 for percents in above.values())
     assert all(np.percentile(above[name], 90) < 1 for name in ("edp", "cost"))
-    assert all(np.percentile(above[name], 75) < 1.5 for name in ("energy", "power", "both"))
+    assert all(np.percentile(above[name], 75) < 2 for name in ("energy", "power", "both"))
     # An energy that hardly any plan keeps is not always reached by rounding.
     assert not np.isinf([above[name] for name in ("power", "edp", "cost")]).any()
 

@@ -5,13 +5,7 @@ from page_made import MICROBATCHES, STAGES, write_page
 
 pytest.importorskip("selenium")
 
-from selenium.webdriver.common.action_chains import ActionChains
-from selenium.webdriver.common.actions.wheel_input import ScrollOrigin
-from selenium.webdriver.common.by import By
-from selenium.webdriver.common.keys import Keys
-from selenium.webdriver.support.ui import Select, WebDriverWait
-
-from benchmarks.report.browser import (
+from real_browser import (
     BROWSER,
     DRIVER,
     WIDTHS_PX,
@@ -20,6 +14,12 @@ from benchmarks.report.browser import (
     started_browser,
     troubles,
 )
+from selenium.webdriver.common.action_chains import ActionChains
+from selenium.webdriver.common.actions.wheel_input import ScrollOrigin
+from selenium.webdriver.common.by import By
+from selenium.webdriver.common.keys import Keys
+from selenium.webdriver.support.ui import Select, WebDriverWait
+
 from envpipe_megatron.report.charts import GREY, Chart, Marks, View
 from envpipe_megatron.report.page.document import blocks_of, page_text
 

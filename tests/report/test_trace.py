@@ -1,4 +1,4 @@
-"""A trace keeps the rules of its format; `benchmarks/report` has Perfetto's parser read one."""
+"""A trace keeps the rules of its format."""
 
 import gzip
 import json
@@ -8,11 +8,7 @@ from dataclasses import replace
 import pytest
 import run_made
 
-from benchmarks.report import report_scale
-from envpipe_megatron.formats.energy import PHASES
 from envpipe_megatron.formats.timeline import ClockSamples, TimelineLogs
-from envpipe_megatron.gpu.presets import load_preset
-from envpipe_megatron.report.run_folder import read_run_folder
 from envpipe_megatron.report.trace import write_trace
 
 NODES = {2: ("n2", 5000.0)}  # whose clock began long before
@@ -146,18 +142,3 @@ def test_rounding_to_microseconds_makes_no_slices_overlap(tmp_path, made):
     facts, events = traced(tmp_path / "t.json.gz", TimelineLogs(tuple(close)))
     check_format(events)
     assert facts.overlapping == 0
-
-
-def test_the_benchmarks_job_is_one_that_could_have_been(tmp_path):
-    preset = load_preset("a100-sxm")
-    plan = report_scale.plan_of(preset, 4, 8)
-    report_scale.make_folder(report_scale.Job(4, 2, 25, preset, plan), tmp_path)
-    read = read_run_folder(tmp_path)
-    facts, events = traced(tmp_path / "t.json.gz", read.timelines, read.windows)
-    check_format(events)
-    assert (facts.units, facts.overlapping) == (4 * 2 * 25 * 2 * 8, 0)
-    assert {one.phase for one in read.timelines.iterations} < set(PHASES)
-    last = {one.labels.stage: one for one in read.timelines.iterations}
-    for stage, one in last.items():
-        assert one.order.split() == read.plan.schedule.labels()[stage]
-        assert one.frequency_mhz.tolist() == read.plan.frequency_mhz[stage].tolist()

@@ -66,6 +66,7 @@ class Sizes:
         weights: and all else that is always there.
         activations: of one microbatch in flight.
         message: an output, which waits for its transfer at random.
+        input: what comes in for a forward, as `SPECS` say; part of its activations.
         forward: needed while a forward runs.
         backward: needed while a backward runs: with recomputation, far more than `activations`.
         gradients: made in the first backward; kept or made anew in each iteration.
@@ -81,6 +82,7 @@ class Sizes:
     weights: int = 20_000
     activations: int = 3_000
     message: int = 30
+    input: int = 10
     forward: int = 400
     backward: int = 900
     gradients: int = 10_000
@@ -102,8 +104,12 @@ class FakeStage:
     sizes: Sizes
     rng: random.Random
     skipped_steps: int = 0
+    is_first: bool = False
     held: dict[tuple[int, int], int] = field(default_factory=dict)
     waiting: deque[int] = field(default_factory=deque)
+    #: By chunk, the last microbatch that was forwarded; a model keeps its input until the next.
+    forwarded: dict[int, int] = field(default_factory=dict)
+    outlived: set[int] = field(default_factory=set)
     gradients: int = 0
     optimizer: int = 0
 
@@ -115,6 +121,10 @@ class FakeStage:
         factor = (1 + sizes.jitter * self.rng.uniform(-1, 1)) * sizes.chunk_factors[unit.chunk]
         own = unit.microbatch, unit.chunk
         self.held[own] = int(factor * sizes.activations)
+        if unit.chunk in self.outlived:
+            self.outlived.remove(unit.chunk)
+            self.memory.give(self._input_bytes(unit.chunk))
+        self.forwarded[unit.chunk] = unit.microbatch
         self.memory.use(self.held[own] + sizes.message + sizes.forward)
         self.memory.take(self.held[own])
         return []
@@ -133,11 +143,23 @@ class FakeStage:
             self.memory.use(self.sizes.backward + self.sizes.message)
             for of_all, change in ((held, self.memory.give), (pending, self.memory.take)):
                 change(of_all * (layer + 1) // layers - of_all * layer // layers)
+        if unit.kind is Kind.BACKWARD:
+            self._end(unit)
         return []
 
     def weight_gradient(self, unit: Unit) -> None:
         self.memory.use(self.sizes.forward)
         self.memory.give(self.held.pop((unit.microbatch, unit.chunk)))
+        self._end(unit)
+
+    def _end(self, unit: Unit) -> None:
+        """A microbatch has ended: only the model's last input outlives it."""
+        if self.forwarded[unit.chunk] == unit.microbatch:
+            self.outlived.add(unit.chunk)
+            self.memory.take(self._input_bytes(unit.chunk))
+
+    def _input_bytes(self, chunk: int) -> int:
+        return 0 if self.is_first and chunk == 0 else self.sizes.input
 
     def sent(self, unit: Unit) -> None:
         self.memory.unusable = 0
@@ -228,8 +250,9 @@ class FakeJob:
         self.devices, self.ranks = [], []
         for rank in range(stages * replicas):
             device = FakeMemory(capacity)
-            stage = FakeStage(device, sizes(rank), random.Random(100 * seed + rank))
             replica, own = divmod(rank, stages)
+            stage = FakeStage(device, sizes(rank), random.Random(100 * seed + rank))
+            stage.is_first = own == 0
             groups = pipelines[replica].of(own), [trees[own].of(replica)]
             ranks = Collectives(own, *groups, replicas, replica)
             memory = JobMemory(device, own, ranks, self._say(rank))

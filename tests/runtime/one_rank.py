@@ -11,7 +11,7 @@ import pytest
 from plain_stages import SPECS
 from presets import preset_profile
 
-from benchmarks.online.emulated_job import Immediate
+from emulated_job import Immediate
 from envpipe_megatron.core.kinds import Kind
 from envpipe_megatron.core.orders import builders
 from envpipe_megatron.core.schedule import Schedule
@@ -46,7 +46,7 @@ class Known:
     activation_bytes: float
     free_bytes: float
     pending_bytes: tuple[float, ...] | None = None
-    spare_bytes: tuple[float, ...] | None = None
+    unit_bytes: tuple[tuple[float, ...], ...] | None = None
 
 
 class Memory:

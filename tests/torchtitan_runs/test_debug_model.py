@@ -15,9 +15,9 @@ import pytest
 from on_request import on_request
 from torchrun_ranks import Ended, run_ranks
 
-from benchmarks.unmeasured import another_each_unit, stepped_order, write_unmeasured_plan
 from envpipe_megatron.core.orders import builders
 from envpipe_megatron.policies.frequencies import envelope
+from unmeasured import another_each_unit, stepped_order, write_unmeasured_plan
 
 pytestmark = pytest.mark.xdist_group("torchtitan")
 

@@ -32,7 +32,6 @@ def run_rank() -> None:
     from functools import partial
 
     import torch
-    from host_executor import HostExecutor, HostKernelTimer
 
     from envpipe_megatron.gpu.backends import nvml
     from envpipe_megatron.gpu.devices import list_gpus
@@ -42,6 +41,7 @@ def run_rank() -> None:
     from envpipe_megatron.runtime.job.options import JobOptions
     from envpipe_megatron.trials import worker
     from envpipe_megatron.tuning import shortest
+    from host_executor import HostExecutor, HostKernelTimer
 
     def open_device(collectives, num_stages, wanted, preset, *, require):
         uid = list_gpus()[collectives.stage].uid

@@ -6,6 +6,7 @@ import os
 import re
 import sys
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 from commands import run_badly
@@ -249,7 +250,8 @@ def test_an_interrupted_proof_keeps_what_was_told(tmp_path, monkeypatch):
     monkeypatch.setattr(trial_run, "_train", train)
     quiet = GpuActivity(0, "GPU-0", "A100", Activity((), 0, 40), ())
     # The rank, and another one that came later.
-    monkeypatch.setattr(trial_machine, "_processes", lambda uid: (11, 4711))
+    crowded = SimpleNamespace(activity=lambda: Activity((11, 4711)))
+    monkeypatch.setattr(trial_machine, "look_at", lambda uid: crowded)
     screen = io.StringIO()
     machine = replace(emulated_machine(job.preset, 2, False), activity=(quiet,))
     with pytest.raises(KeyboardInterrupt):

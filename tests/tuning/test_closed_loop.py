@@ -9,17 +9,9 @@ import numpy as np
 import pytest
 from on_request import on_request
 
-from benchmarks.online import online, pipelines
-from benchmarks.online.pipelines import Conditions, Faults, Pipelines
-from benchmarks.online.runs import (
-    Ran,
-    best_saving,
-    exact_profile,
-    restarts,
-    run_job,
-    scripted,
-    slower,
-)
+import emulated_pipelines as pipelines
+from benchmarks.online import online
+from emulated_pipelines import Conditions, Faults, Pipelines
 from envpipe_megatron.core.conditions import known_conditions
 from envpipe_megatron.core.kinds import WHOLE
 from envpipe_megatron.core.plan import Cost
@@ -29,6 +21,15 @@ from envpipe_megatron.policies.objective import Objective
 from envpipe_megatron.policies.planner import make_plan
 from envpipe_megatron.runtime.job.options import JobOptions
 from envpipe_megatron.tuning import controller
+from job_runs import (
+    Ran,
+    best_saving,
+    exact_profile,
+    restarts,
+    run_job,
+    scripted,
+    slower,
+)
 
 STAGES, MICROBATCHES = 3, 12
 #: Faults begin here, when the loop is steady, and end there.

@@ -65,7 +65,7 @@ def test_what_splitting_wins_is_said_of_the_plan_that_runs(monkeypatch, better, 
     )
     job: Any = Controller(own, own, store, 1, planner)
     job.plan = plan(split=False)
-    job._followers = SimpleNamespace(lead=lambda of: None, extend=lambda of: None, levels=[0])
+    job._replicas = SimpleNamespace(lead=lambda of: None, extend=lambda of: None, levels=[0])
     for name in ("_prediction_error", "_expected"):
         monkeypatch.setattr(job, name, lambda of: 0.0)
     monkeypatch.setattr(job, "_better", lambda of: better)

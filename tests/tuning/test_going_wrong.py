@@ -9,8 +9,7 @@ import pytest
 from on_request import on_request
 from window_reports import report_of
 
-from benchmarks.online.pipelines import Conditions
-from benchmarks.online.runs import Ran, run_job, slower
+from emulated_pipelines import Conditions
 from envpipe_megatron.core.kinds import WHOLE
 from envpipe_megatron.core.orders import builders
 from envpipe_megatron.core.sidecar import Sidecar
@@ -22,6 +21,7 @@ from envpipe_megatron.tuning.commands import Window
 from envpipe_megatron.tuning.judge import Judge, Silence
 from envpipe_megatron.tuning.measured.meters import MeterSums
 from envpipe_megatron.tuning.measured.store import Store
+from job_runs import Ran, run_job, slower
 
 STAGES, MICROBATCHES, TOO_SLOW = 3, 12, "Too slow: "
 

@@ -9,9 +9,8 @@ import pytest
 from on_request import on_request
 from window_reports import iteration
 
-from benchmarks.online.emulated_job import EmulatedJob
-from benchmarks.online.pipelines import Pipelines
-from benchmarks.online.runs import Ran, exact_profile, slower
+from emulated_job import EmulatedJob
+from emulated_pipelines import Pipelines
 from envpipe_megatron.core.conditions import known_conditions
 from envpipe_megatron.core.kinds import WHOLE
 from envpipe_megatron.core.orders import builders
@@ -28,6 +27,7 @@ from envpipe_megatron.tuning import planner
 from envpipe_megatron.tuning.commands import Clocked, Parking
 from envpipe_megatron.tuning.measured.store import Store
 from envpipe_megatron.tuning.parking import parked
+from job_runs import Ran, exact_profile, slower
 
 PRESET, MICROBATCHES = load_preset("a100-sxm"), 12
 TOP_MHZ = PRESET.max_frequency_mhz

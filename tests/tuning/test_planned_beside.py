@@ -4,13 +4,13 @@ from typing import Any
 
 import pytest
 
-from benchmarks.online.runs import Ran, run_job
 from envpipe_megatron.formats.energy import Phase
 from envpipe_megatron.gpu.presets import load_preset
 from envpipe_megatron.runtime.job.options import JobOptions
 from envpipe_megatron.tuning.background import Background
 from envpipe_megatron.tuning.commands import Window
 from envpipe_megatron.tuning.planner import planned_beside
+from job_runs import Ran, run_job
 
 LOOKS = 7
 

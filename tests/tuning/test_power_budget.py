@@ -10,9 +10,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from benchmarks.online.emulated_job import EmulatedJob
-from benchmarks.online.pipelines import Iteration, Pipelines
-from benchmarks.online.runs import exact_profile, scripted
+from emulated_job import EmulatedJob
+from emulated_pipelines import Iteration, Pipelines
 from envpipe_megatron.core.conditions import known_conditions
 from envpipe_megatron.formats.energy import Phase
 from envpipe_megatron.formats.wishes import read_power_budget
@@ -23,6 +22,7 @@ from envpipe_megatron.policies.request import PlanRequest
 from envpipe_megatron.runtime.job.options import JobOptions, Level
 from envpipe_megatron.tuning import controller
 from envpipe_megatron.tuning.budget import EXCEEDS, Budget
+from job_runs import exact_profile, scripted
 
 PRESET, FORWARD_S, WINDOW = load_preset("a40"), [0.05] * 2, 4
 #: Iterations before a budget: the job has its plan.

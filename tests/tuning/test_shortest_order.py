@@ -11,9 +11,8 @@ import numpy as np
 import pytest
 from on_request import on_request
 
-from benchmarks.online.emulated_job import EmulatedJob
-from benchmarks.online.pipelines import Conditions, Iteration, Pipelines
-from benchmarks.online.runs import exact_profile, slower
+from emulated_job import EmulatedJob
+from emulated_pipelines import Conditions, Iteration, Pipelines
 from envpipe_megatron.core.orders import builders
 from envpipe_megatron.core.orders.zero_bubble import half_split
 from envpipe_megatron.core.profile_rows import MEASURED_SPLIT
@@ -28,6 +27,7 @@ from envpipe_megatron.runtime.job.options import JobOptions
 from envpipe_megatron.tuning import shortest
 from envpipe_megatron.tuning.judge import WINDOW
 from envpipe_megatron.tuning.shortest import ShortestOrder
+from job_runs import exact_profile, slower
 
 STAGES, MICROBATCHES = 2, 4
 FORWARD_S = (0.03,) * STAGES
@@ -194,7 +194,7 @@ def test_an_order_that_has_become_slow_is_left(begin):
     assert ran.new[begin]
     assert not any(ran.new[begin + FOUND_OUT : begin + 60])
     said = " ".join(text for at, text in ran.said if begin <= at < begin + FOUND_OUT)
-    assert re.search(r"stage \d's units take \+\d|no stage's units tell why", said)
+    assert re.search(r"stage \d's units take \+\d|no stage's units say why", said)
     assert f"{FRAMEWORKS}the planned order is not faster any more (split backwards: +" in said
     assert told(ran, "Too slow: ")
     assert len(ran.tried) <= 4

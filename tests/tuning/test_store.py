@@ -4,8 +4,7 @@ import numpy as np
 import pytest
 from window_reports import iteration
 
-from benchmarks.online.pipelines import Conditions
-from benchmarks.online.runs import BACKWARD_RATIO, exact_profile, slower
+from emulated_pipelines import Conditions
 from envpipe_megatron.core.arrays import FloatArray, IntArray
 from envpipe_megatron.core.kinds import SPLIT, WHOLE, Kind
 from envpipe_megatron.core.orders import builders
@@ -16,6 +15,7 @@ from envpipe_megatron.core.sidecar import Sidecar
 from envpipe_megatron.gpu.presets import load_preset
 from envpipe_megatron.tuning.commands import Clocked, tail_times_s
 from envpipe_megatron.tuning.measured.store import Store
+from job_runs import BACKWARD_RATIO, exact_profile, slower
 
 PRESET, FORWARD_S = load_preset("a100-sxm"), 0.03
 TOP_MHZ = PRESET.max_frequency_mhz

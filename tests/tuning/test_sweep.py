@@ -8,9 +8,8 @@ import numpy as np
 import pytest
 from window_reports import report_of
 
-from benchmarks.online.emulated_job import EmulatedJob
-from benchmarks.online.pipelines import Conditions, Faults, Pipelines
-from benchmarks.online.runs import Ran, exact_profile, run_job
+from emulated_job import EmulatedJob
+from emulated_pipelines import Conditions, Faults, Pipelines
 from envpipe_megatron.core.kinds import SPLIT, WHOLE, Kind
 from envpipe_megatron.core.orders import builders
 from envpipe_megatron.core.orders.zero_bubble import zero_bubble
@@ -28,6 +27,7 @@ from envpipe_megatron.tuning.probes.sweep import (
     measured_profile,
     sweep_probe,
 )
+from job_runs import Ran, exact_profile, run_job
 
 STAGES, MICROBATCHES = 3, 12
 FORWARD_S = (0.03, 0.03, 0.0375)

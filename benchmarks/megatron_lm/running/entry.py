@@ -117,14 +117,10 @@ class Turns:
 
 
 class Recorder:
-    """What a rank's train steps returned, kept without waiting for the device.
+    """What a rank's train steps returned, kept without waiting for the device."""
 
-    With a file, each step is in it as soon as it has been made, whatever becomes of the rank.
-    """
-
-    def __init__(self, rank: int, steps_file: Path | None = None) -> None:
+    def __init__(self, rank: int) -> None:
         self._rank = rank
-        self._steps_file = steps_file
         self._steps: list[tuple[dict[str, Any], Any, Any]] = []
         self.last_returned: Sequence[Any] = ()
         #: Most bytes allocated in the forward-backward function at the end of a turn.
@@ -142,13 +138,7 @@ class Recorder:
     def add(self, returned: Sequence[Any]) -> None:
         """Keep one step's losses, whether it was skipped, and its gradient norm."""
         self.last_returned = returned
-        step = (dict(returned[0]), returned[1], returned[5])
-        if self._steps_file is not None:
-            losses = {name: _hex(value) for name, value in step[0].items()}
-            step = (losses, step[1], _hex(step[2]))
-            with self._steps_file.open("a") as file:
-                file.write(json.dumps(step) + "\n")
-        self._steps.append(step)
+        self._steps.append((dict(returned[0]), returned[1], returned[5]))
 
     def add_times(self, record: Any) -> None:
         """Keep EnvPipe's record of an iteration, which is not to be read yet."""
@@ -190,7 +180,7 @@ def main() -> None:
     sys.path.pop(0)  # as if the script had been named on the command line
     sys.path.insert(0, str(script.parent))
     turns = Turns(job["socket"], job["run"], rank, job["turns"], job["iterations"])
-    recorder = Recorder(rank, folder / f"steps-{rank}.jsonl" if job["keeps_steps"] else None)
+    recorder = Recorder(rank)
 
     def prepare() -> None:
         stacks = (folder / f"stacks-{rank}.txt").open("w")
@@ -208,10 +198,6 @@ def main() -> None:
             turns.between = let_megatron_rest(
                 lambda: rests_in(turns.turn), lambda: rests_in(turns.next_turn)
             )
-        if job["sees_units"]:
-            from benchmarks.megatron_lm.stress import tell_units
-
-            tell_units(turns.at, lambda: turns.begun - 1)
         if job["stress"] is not None:
             from benchmarks.megatron_lm.stress import install
 

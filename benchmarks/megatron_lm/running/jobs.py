@@ -13,7 +13,7 @@ import socket
 import subprocess
 import sys
 import sysconfig
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -76,11 +76,11 @@ class Site:
 
 @dataclass(frozen=True)
 class Job:
-    """One run of pretrain_gpt.py.
+    """One run of pretrain_gpt.py, or of another script on ranks that take turns.
 
     Args:
         name: part/setting/arm.
-        arguments: Megatron's; `{folder}` is the job's own folder; `{scratch}`, `{corpus}` and
+        arguments: of the script; `{folder}` is the job's own folder; `{scratch}`, `{corpus}` and
             `{control}` are the site's.
         iterations: how often the train step is called.
         turns: iterations of each turn, where an order of turns is kept.
@@ -88,11 +88,10 @@ class Job:
         after: the job that must have gone well before.
         plan: whose files it needs in its folder.
         stress: settings of `stress`.
-        lost: which rank is lost, and when; each rank then keeps every step as it is made, and
-            tells of its units if it is lost at one.
         mark_norms: let Megatron take torch's norms for sequence parallelism, as the tests on the
             CPU do; without Apex and Transformer Engine it has no others.
         rests: whether EnvPipe rests in every other turn (`rest`).
+        entry: the script of each rank, in this checkout; it gets the job's file and the arguments.
     """
 
     name: str
@@ -105,10 +104,10 @@ class Job:
     after: str | None = None
     plan: Planned | None = None
     stress: Mapping[str, Any] | None = None
-    lost: Mapping[str, Any] | None = None
     mark_norms: bool = False
     rests: bool = False
     limit_s: float = 300.0
+    entry: str = "benchmarks/megatron_lm/running/entry.py"
 
     @property
     def identity(self) -> str:
@@ -168,13 +167,13 @@ class Launch:
     command: tuple[str, ...]
     environment: Mapping[str, str]
 
-    def start(self, folder: Path, log: Path, **place: str) -> subprocess.Popen[bytes]:
-        """Start it in a folder, so that it ends with us; `place` adds to the environment."""
+    def start(self, folder: Path, log: Path) -> subprocess.Popen[bytes]:
+        """Start it in a folder, so that it ends with us."""
         with log.open("wb") as output:
             return subprocess.Popen(
                 self.command,
                 cwd=folder,
-                env={**self.environment, **place},
+                env=self.environment,
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
@@ -191,11 +190,8 @@ class Launch:
         return " ".join([*variables, *self.command])
 
 
-def make_launch(job: Job, site: Site, socket_path: Path, *, by_torchrun: bool = True) -> Launch:
-    """Write a job's files into its folder; raise HarmfulError if it might change a clock.
-
-    Without torchrun, the command is that of each rank, which needs its place in the environment.
-    """
+def make_launch(job: Job, site: Site, socket_path: Path) -> Launch:
+    """Write a job's files into its folder; raise HarmfulError if it might change a clock."""
     folder = job.folder(site)
     checkout = (site.patched if job.patched else site.stock).resolve()
     description = {
@@ -206,8 +202,6 @@ def make_launch(job: Job, site: Site, socket_path: Path, *, by_torchrun: bool = 
         "turns": job.turns,
         "iterations": job.iterations,
         "stress": job.stress,
-        "keeps_steps": job.lost is not None,
-        "sees_units": "unit" in (job.lost or {}),
         "rests": job.rests,
         "cpu_run": str(CPU_RUN) if site.cpu else None,
         "mark_norms": str(CPU_RUN) if job.mark_norms and not site.cpu else None,
@@ -223,67 +217,17 @@ def make_launch(job: Job, site: Site, socket_path: Path, *, by_torchrun: bool = 
     ]
     if "--envpipe" in arguments:
         arguments += ["--envpipe-channel", site.channel]
-    options = (*at_free_port(), *apart(folder / "ranks")) if by_torchrun else None
-    script = [str(Path(__file__).with_name("entry.py")), str(folder / "job.json"), *arguments]
-    return launch_ranks(
-        job.num_ranks,
-        options,
-        (*sharing(site.ranks_per_gpu), *script),
-        _environment(job, site),
-    )
-
-
-def launch_ranks(
-    num_ranks: int,
-    options: Sequence[str] | None,
-    script: Sequence[str],
-    environment: Mapping[str, str | None],
-) -> Launch:
-    """Make the launch of a script on ranks; raise HarmfulError if it might change a clock.
-
-    Args:
-        options: torchrun's besides; None for the command of a rank, without torchrun.
-        environment: beyond this process's; None unsets a variable.
-    """
-    command = [sys.executable]
-    if options is not None:
-        command += ["-m", "torch.distributed.run", "--nproc-per-node", str(num_ranks), *options]
-    variables: dict[str, str | None] = {
-        **os.environ,
-        FORBID_VARIABLE: "1",
-        "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])),
-        "OMP_NUM_THREADS": "1",
-        **environment,
-    }
-    known = {name: value for name, value in variables.items() if value is not None}
-    launch = Launch((*command, *script), known)
+    command = [sys.executable, "-m", "torch.distributed.run"]
+    command += ["--nproc-per-node", str(job.num_ranks)]
+    command += ["--master-addr", "127.0.0.1", "--master-port", str(_free_port())]
+    # Together, the ranks would write into each other's lines.
+    command += ["--redirects", "3", "--log-dir", str(folder / "ranks")]
+    if site.ranks_per_gpu > 1:
+        command += [str(ROOT / "benchmarks" / "shared_gpu.py"), str(site.ranks_per_gpu)]
+    command += [str(ROOT / job.entry), str(folder / "job.json"), *arguments]
+    launch = Launch(tuple(command), _environment(job, site))
     check_harmless(launch)
     return launch
-
-
-def at_free_port() -> tuple[str, ...]:
-    """Options of torchrun for a job beside others."""
-    return ("--master-addr", "127.0.0.1", "--master-port", str(free_port()))
-
-
-def apart(folder: Path | str) -> tuple[str, ...]:
-    """Options of torchrun: together, the ranks would write into each other's lines."""
-    return ("--redirects", "3", "--log-dir", str(folder))
-
-
-def sharing(ranks_per_gpu: int) -> tuple[str, ...]:
-    """What comes before a script whose ranks share GPUs."""
-    script = str(ROOT / "benchmarks" / "shared_gpu.py")
-    return (script, str(ranks_per_gpu)) if ranks_per_gpu > 1 else ()
-
-
-def emulated_gpus(folder: Path, forward_s: float) -> dict[str, str]:
-    """Variables of ranks that run on emulated GPUs, which have their state in a folder."""
-    return {
-        "ENVPIPE_EMULATED_GPU": "h200",
-        "ENVPIPE_EMULATED_FORWARD_S": str(forward_s),
-        "ENVPIPE_EMULATED_ROOT": str(folder / "gpus"),
-    }
 
 
 def check_harmless(launch: Launch) -> None:
@@ -300,18 +244,25 @@ def check_harmless(launch: Launch) -> None:
         raise HarmfulError(f"The clock control is {controls}, not one of {HARMLESS}")
 
 
-def _environment(job: Job, site: Site) -> dict[str, str | None]:
-    emulated = emulated_gpus(job.folder(site), 0.004) if site.cpu else {}
-    return {
-        **{name: None for name in os.environ if name.startswith("ENVPIPE_")},
+def _environment(job: Job, site: Site) -> dict[str, str]:
+    emulated = {
+        "ENVPIPE_EMULATED_GPU": "h200",
+        "ENVPIPE_EMULATED_FORWARD_S": "0.004",
+        "ENVPIPE_EMULATED_ROOT": str(job.folder(site) / "gpus"),
+    }
+    variables: dict[str, str | None] = {
+        **{name: value for name, value in os.environ.items() if not name.startswith("ENVPIPE_")},
         FORBID_VARIABLE: "1",
+        "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])),
+        "OMP_NUM_THREADS": "1",
         # 32 processes that compile at once, each with 32 workers, would be a thousand.
         "TORCHINDUCTOR_COMPILE_THREADS": "1",
         "TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING": "false",
         "CUDA_DEVICE_MAX_CONNECTIONS": None,
-        **emulated,
+        **(emulated if site.cpu else {}),
         **job.environment,
     }
+    return {name: value for name, value in variables.items() if value is not None}
 
 
 #: Below those that the kernel hands out: between the choice and the use, one of these would go to a
@@ -319,7 +270,7 @@ def _environment(job: Job, site: Site) -> dict[str, str | None]:
 _PORTS = itertools.cycle(random.sample(range(15000, 30000), 15000))
 
 
-def free_port() -> int:
+def _free_port() -> int:
     """A port that nobody has, and another each time."""
     for port in _PORTS:
         with socket.socket() as probe, suppress(OSError):

@@ -146,12 +146,12 @@ def _run(
     """Run a module under the command's torchrun, with its script behind it or without."""
     parts = split(command)
     words = [*parts.options, "--nproc-per-node", str(num_ranks), "-m", *module]
+    return _run_torchrun([*words, *(parts.script if script else ())], environment)
+
+
+def _run_torchrun(words: Sequence[str], environment: dict[str, str]) -> int:
     with Signals() as signals:
-        return run_torchrun(
-            [*words, *(parts.script if script else ())],
-            {"PYTHONUNBUFFERED": "1", **environment},
-            signals,
-        )
+        return run_torchrun(words, {"PYTHONUNBUFFERED": "1", **environment}, signals)
 
 
 def _words(job: LayerJob) -> str:
@@ -217,9 +217,7 @@ def _profile_stages(output: Path, command: tuple[str, ...]) -> None:
     output = output.resolve()
     with tempfile.TemporaryDirectory(prefix=f".{output.name}-", dir=output.parent) as folder:
         flags = ["--envpipe", "--envpipe-profile-only", "--envpipe-output", folder]
-        with Signals() as signals:
-            code = run_torchrun([*command, *flags], {"PYTHONUNBUFFERED": "1"}, signals)
-        if code:
+        if code := _run_torchrun([*command, *flags], {}):
             raise EnvPipeError(
                 "The training that was to be profiled failed",
                 value=code,

@@ -32,6 +32,7 @@ from envpipe_megatron.gpu.devices import (
     VISIBLE_VARIABLE,
     list_gpus,
     look_at,
+    uid_of_cuda_device,
     unreadable_gpus,
     visible_gpus,
 )
@@ -78,23 +79,16 @@ def measure_latency(
     Example: envpipe clocks measure-latency --output latency.json
     """
     check_outputs([output] if output else [], [])
-    if emulated:
-        with tempfile.TemporaryDirectory() as folder:
-            gpu = EmulatedGpu.create(emulated, 0, folder)
-            result = _measure(gpu, EmulatedKernelTimer(gpu), clocks, repeats)
-    else:
-        # Checked before CUDA or a driver is touched: if it is forbidden, nothing is even read.
-        if clock_control_forbidden():
-            raise ClockControlForbiddenError(
-                "measure-latency changes the GPU's clock, which is forbidden here",
-                value=os.environ[FORBID_VARIABLE],
-                remedy=f"Unset {FORBID_VARIABLE}, or try --emulated PRESET.",
-            )
-        site = read_site()
-        chosen = choose_control("auto", site, require=True)
-        uid, timer = _cuda_device(device)
-        say(f"Clocks are changed by {chosen.backend}: {chosen.why}")
-        result = _measure(open_controlled(uid, chosen, site), timer, clocks, repeats)
+    gpu: Gpu
+    timer: KernelTimer
+    with tempfile.TemporaryDirectory() as folder:
+        if emulated:
+            gpu = emulated_gpu = EmulatedGpu.create(emulated, 0, folder)
+            timer = EmulatedKernelTimer(emulated_gpu)
+        else:
+            gpu, timer = _real_gpu(device)
+        chosen_mhz = clocks or usual_clocks_mhz(gpu)
+        result = measure(gpu, timer, chosen_mhz, repeats, lambda text: say(f"{gpu.name}: {text}"))
     _show_latency(result)
     settling_s = result["frequency_change_s"]
     if settling_s is None:
@@ -106,8 +100,17 @@ def measure_latency(
         say(f"Wrote {output}")
 
 
-def _cuda_device(device: int) -> tuple[str, KernelTimer]:
-    """Return the UUID of CUDA's device, and a timer on it."""
+def _real_gpu(device: int) -> tuple[Gpu, KernelTimer]:
+    """Return a GPU by CUDA's number, whose clock may be changed, and a timer on it."""
+    # Checked before CUDA or a driver is touched: if it is forbidden, nothing is even read.
+    if clock_control_forbidden():
+        raise ClockControlForbiddenError(
+            "measure-latency changes the GPU's clock, which is forbidden here",
+            value=os.environ[FORBID_VARIABLE],
+            remedy=f"Unset {FORBID_VARIABLE}, or try --emulated PRESET.",
+        )
+    site = read_site()
+    chosen = choose_control("auto", site, require=True)
     try:
         import torch
     except ImportError as error:
@@ -121,18 +124,10 @@ def _cuda_device(device: int) -> tuple[str, KernelTimer]:
             value=device,
             remedy="Give another --device (from 0), or try --emulated PRESET.",
         )
-    from envpipe_megatron.gpu.devices import uid_of_cuda_device
-
     torch.cuda.set_device(device)
     uid = uid_of_cuda_device(str(torch.cuda.get_device_properties(device).uuid))
-    return uid, CudaKernelTimer()
-
-
-def _measure(
-    gpu: Gpu, timer: KernelTimer, clocks: Sequence[int] | None, repeats: int
-) -> dict[str, Any]:
-    chosen = clocks or usual_clocks_mhz(gpu)
-    return measure(gpu, timer, chosen, repeats, lambda text: say(f"{gpu.name}: {text}"))
+    say(f"Clocks are changed by {chosen.backend}: {chosen.why}")
+    return open_controlled(uid, chosen, site), CudaKernelTimer()
 
 
 def _show_latency(result: dict[str, Any]) -> None:

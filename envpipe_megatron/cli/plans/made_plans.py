@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -83,38 +83,32 @@ def simulate(profile_path: Path, plan_path: Path, output: Path | None, as_json: 
         click.echo(json.dumps(facts, indent=1))
         return
     show_summary(simulated)
-    _show_stages(simulated)
+    _show_stages(simulated, facts["bubble_s"])
     if output is not None:
         say(f"Pictures written to {output}")
 
 
 def _simulation_facts(plan: Plan) -> dict[str, Any]:
     """Return the figures of a plan that `simulate` prints as JSON."""
-    baseline = plan.baseline
+    baseline, busy_s = plan.baseline, plan.timeline.duration_s.sum(axis=1)
     return {
         **facts_of(plan, baseline.cost),
         "energy_by_stage_j": plan.energy_by_stage_j.tolist(),
         "baseline": {"schedule": baseline.schedule.name, **vars(baseline.cost)},
-        "bubble_s": _waits(plan),
+        "bubble_s": (plan.cost.iteration_time_s - busy_s).tolist(),
     }
 
 
-def _waits(plan: Plan) -> list[float]:
-    busy = plan.timeline.duration_s.sum(axis=1)
-    return [plan.cost.iteration_time_s - float(b) for b in busy]
-
-
-def _show_stages(plan: Plan) -> None:
-    busy = plan.timeline.duration_s.sum(axis=1)
+def _show_stages(plan: Plan, waits_s: Iterable[float]) -> None:
     rows = [
         (
             str(stage),
             f"{plan.energy_by_stage_j[stage]:.1f}",
-            f"{busy[stage]:.4f}",
+            f"{plan.cost.iteration_time_s - wait_s:.4f}",
             f"{wait_s:.4f}",
             f"{plan.frequency_mhz[stage].min()}-{plan.frequency_mhz[stage].max()}",
         )
-        for stage, wait_s in enumerate(_waits(plan))
+        for stage, wait_s in enumerate(waits_s)
     ]
     columns = ("stage", "energy (J)", "busy (s)", "waiting (s)", "clocks (MHz)")
     show_table("By stage", columns, rows)

@@ -50,12 +50,10 @@ class EnvPipeEngine(PipelineEngine):  # type: ignore[misc]  # DeepSpeed has no t
     _takes_tuple: bool
     _prints: bool
     _specs: StageSpecs
-    #: M of a batch of full size; by default that of the first step.
-    full_microbatches: int | None
 
     def take_job(self, job: LeveledJob, *, prints: bool) -> None:
         """Have its session execute training steps; `prints`: print energy where DeepSpeed does."""
-        self.job, self._prints, self.full_microbatches = job, prints, None
+        self.job, self._prints = job, prints
         self._own_steps = self._own_steps_left = 2 if self.device.type == "cuda" else 1
 
     @property
@@ -119,7 +117,6 @@ class EnvPipeEngine(PipelineEngine):  # type: ignore[misc]  # DeepSpeed has no t
                 self._own_steps_left -= 1
                 self._specs = self._learned_specs()
             return
-        self.full_microbatches = self.full_microbatches or self.micro_batches
         # A slot a microbatch: units may come in any order. They hold what they need, no longer.
         self._reserve_pipe_buffers(self.micro_batches)
         self.fwd_outputs: list[Any] = []
@@ -128,7 +125,7 @@ class EnvPipeEngine(PipelineEngine):  # type: ignore[misc]  # DeepSpeed has no t
                 self.micro_batches,
                 self._specs,
                 lambda schedule: _Units(self),
-                full_batch=self.micro_batches == self.full_microbatches,
+                full_batch=self.micro_batches == self.session.options.num_microbatches,
             )
         except MemoryFullError as error:  # on all ranks, and no unit has run
             self._leave_to_deepspeed(str(error))
@@ -139,7 +136,7 @@ class EnvPipeEngine(PipelineEngine):  # type: ignore[misc]  # DeepSpeed has no t
 
     def _check_again(self) -> None:
         """Leave all steps to DeepSpeed, on all ranks, if one set what EnvPipe does not run."""
-        first = self.job.collectives.first(", ".join(not_run(self)) or None)
+        first = self.session.parts.collectives.first(", ".join(not_run(self)) or None)
         if first is not None:
             self._leave_to_deepspeed(first[1])
 
@@ -174,7 +171,7 @@ class EnvPipeEngine(PipelineEngine):  # type: ignore[misc]  # DeepSpeed has no t
                 )
             receives[Kind.BACKWARD] = TensorSpec.of(gradients)
         # Those of this pipeline: parts of partitioned activations may differ in size.
-        by_stage = self.job.collectives.in_pipeline(receives)
+        by_stage = self.session.parts.collectives.in_pipeline(receives)
         sends = {}
         if not self.is_last_stage():
             sends[Kind.FORWARD] = by_stage[self.stage_id + 1][Kind.FORWARD]

@@ -59,7 +59,6 @@ class ForwardBackward:
             GPUs some are needed: a kernel that is loaded while a receive spins can hang both.
         framework_function: that function; by default what `get_forward_backward_func` gives.
         check: makes one of the iterations behind these by both, unless the job needs no such check.
-        first: returns the first of all ranks' values that is one, with its stage; all call it.
     """
 
     def __init__(
@@ -68,9 +67,6 @@ class ForwardBackward:
         framework_iterations: int | None = None,
         framework_function: Callable[..., list[Any]] | None = None,
         check: SelfCheck | None = None,
-        first: Callable[[str | None], tuple[int, str] | None] = lambda why: (
-            (0, why) if why else None
-        ),
     ) -> None:
         self._session = session
         self._check = check
@@ -78,7 +74,6 @@ class ForwardBackward:
         if framework_iterations is None:
             framework_iterations = 2 if torch.cuda.is_available() else int(check is not None)
         self._framework_iterations_left = framework_iterations
-        self._first = first
         #: Why megatron-core's own function makes all iterations; not known before the first.
         self._against: str | None = None
         self._has_checked_call = False
@@ -97,7 +92,7 @@ class ForwardBackward:
         groups = arguments["pg_collection"] or _default_groups()
         if not self._has_checked_call:  # before the framework's own iterations, too
             self._has_checked_call = True
-            found = self._first(self._why_not(arguments, groups))
+            found = self._session.parts.collectives.first(self._why_not(arguments, groups))
             self._against = found and found[1]
             if self._session.may_split and not self._against:
                 self._session.parts.memory.waiting_bytes = split_backward.waiting_bytes(arguments)

@@ -30,7 +30,6 @@ from envpipe_megatron.integrations.framework_units import (
 )
 from envpipe_megatron.integrations.hooking import replaced
 from envpipe_megatron.runtime.channel.carrier import StageSpecs, TensorSpec
-from envpipe_megatron.runtime.channel.collectives import Collectives
 from envpipe_megatron.runtime.job.session import Session
 
 logger = logging.getLogger(__name__)
@@ -52,7 +51,6 @@ class HookedForwardBackward:
         session: gets an iteration for each call but the first.
         framework_function: Megatron's.
         order_of: the order that is planned for, of a number of microbatches.
-        collectives: of the job.
     """
 
     def __init__(
@@ -60,12 +58,10 @@ class HookedForwardBackward:
         session: Session,
         framework_function: Callable[..., list[Any]],
         order_of: Callable[[int], Schedule],
-        collectives: Collectives,
     ) -> None:
         self._session = session
         self._framework_function = framework_function
         self._order_of = order_of
-        self._collectives = collectives
         self._warn = once()
         #: By number of microbatches, once there was an iteration; None if its units came otherwise.
         self._orders: dict[int, Schedule | None] = {}
@@ -94,9 +90,10 @@ class HookedForwardBackward:
             losses = self._framework_function(**arguments)
         count = arguments["num_microbatches"]
         order = self._order_of(count)
-        planned = order.stages[self._collectives.stage]
+        parts = self._session.parts
+        planned = order.stages[parts.stage]
         own = seen.shows(planned)
-        self._orders[count] = order if self._collectives.on_all(own) else None
+        self._orders[count] = order if parts.collectives.on_all(own) else None
         if not own:
             logger.warning(
                 "Units of %d microbatches come in another order than EnvPipe plans for, so it "

@@ -28,9 +28,8 @@ from envpipe_megatron.integrations.megatron.repeating import RepeatedIteration
 from envpipe_megatron.integrations.megatron.split_backward import waiting_bytes
 from envpipe_megatron.integrations.megatron.work import listed
 from envpipe_megatron.runtime.channel.carrier import StageSpecs
-from envpipe_megatron.runtime.channel.collectives import Collectives
-from envpipe_megatron.runtime.channel.p2p import P2PChannel
 from envpipe_megatron.runtime.execution.stage_run import Rehearsal
+from envpipe_megatron.runtime.job.session import Session
 
 #: How much further a gradient may be from Megatron's than Megatron's two runs are from each other;
 #: as far apart as the most of their own size, they show nothing.
@@ -53,34 +52,21 @@ class SelfCheck:
     and runs by megatron-core's own function.
 
     Args:
+        session: of the job; it keeps backwards whole if the check shows that they are not to be
+            split.
         orders_of: of a number of microbatches, megatron-core's order, then others that are worth a
             try, the most different first.
-        full_microbatches: number of a batch of full size.
-        channel: carries the interpreter's messages.
-        collectives: of the job.
-        say: prints a line; called only on the planning rank.
-        keep_whole: called with the reason, on all ranks, if backwards are not to be split; None if
-            none would be anyway.
         needed: whether whole backwards, too, are not to run in another order without a check.
     """
 
     def __init__(
-        self,
-        orders_of: Callable[[int], Sequence[Schedule]],
-        full_microbatches: int,
-        channel: P2PChannel,
-        collectives: Collectives,
-        say: Callable[[str], None],
-        keep_whole: Callable[[str], None] | None = None,
-        *,
-        needed: bool = True,
+        self, session: Session, orders_of: Callable[[int], Sequence[Schedule]], *, needed: bool
     ) -> None:
         self._orders_of = orders_of
-        self._num_orders = len(orders_of(full_microbatches))
-        self._channel = channel
-        self._collectives = collectives
-        self._say = say if collectives.is_planner else lambda text: None
-        self._keep_whole = keep_whole
+        self._num_orders = len(orders_of(session.options.num_microbatches))
+        self._channel, self._collectives = session.parts.channel, session.parts.collectives
+        self._say = session.parts.say
+        self._keep_whole = session.split_no_more if session.may_split else None
         self._needed = needed
         self._tries = 0
         self.done = False

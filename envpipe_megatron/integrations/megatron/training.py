@@ -161,10 +161,10 @@ class Training(LeveledJob):
 
     def _why_not_order(self) -> str | None:
         """Return why the channel rules out level `order`, the same on all ranks; None if not."""
-        assert self.job is not None
-        if self.decision.to_check and self.job.channel.capacity is not None:
+        capacity = self.session.parts.channel.capacity
+        if self.decision.to_check and capacity is not None:
             return POSTED_AHEAD
-        stuck = find_stall(self._order_of(self._microbatches), self.job.channel.capacity)
+        stuck = find_stall(self._order_of(self._microbatches), capacity)
         if not stuck:
             return None
         return f"Megatron's order needs a deeper channel than one hardware queue has: {stuck[0]}"
@@ -178,29 +178,15 @@ class Training(LeveledJob):
     def _make_replacement(self) -> ForwardBackward | HookedForwardBackward | None:
         if self.job is None or self._framework_function is None or not self.decision.sees_units:
             return None
-        session, collectives = self.session, self.collectives
+        session, own = self.session, self._framework_function
         if self.level is not Level.ORDER:
-            own = self._framework_function
-            return HookedForwardBackward(session, own, self._order_of, collectives)
+            return HookedForwardBackward(session, own, self._order_of)
         check = None
         if self._checked or session.may_split:
             regroups = self.job.options.scheduling == "auto"
             orders_of = partial(orders_to_try, self._args, self._model, regroups=regroups)
-            check = SelfCheck(
-                orders_of,
-                self._microbatches,
-                self.job.channel,
-                collectives,
-                self.say,
-                session.split_no_more if session.may_split else None,
-                needed=self._checked,
-            )
-        return ForwardBackward(
-            session,
-            framework_function=self._framework_function,
-            check=check,
-            first=collectives.first,
-        )
+            check = SelfCheck(session, orders_of, needed=self._checked)
+        return ForwardBackward(session, framework_function=own, check=check)
 
     def _forward_backward(self, **arguments: Any) -> Any:
         """Run an iteration by what now takes the place of Megatron's function.

@@ -125,10 +125,13 @@ class MegatronWork:
         key = _key(unit)
         gradient: Tensors = list(gradients) if gradients is not None else [None]
         model_type = (self._model_type,) if _BACKWARD_TAKES_MODEL_TYPE else ()
+        inputs = self._inputs.pop(key)
         with self._put_off_later(key), self._reduction.around(unit):
             sent: list[torch.Tensor] = backward_step(
-                self._inputs.pop(key), self._outputs.pop(key), gradient, *model_type, self._config
+                inputs, self._outputs.pop(key), gradient, *model_type, self._config
             )
+        for each in filter(torch.is_tensor, inputs):
+            each.grad = None  # what is put off holds the graph, and that this input
         return sent
 
     def weight_gradient(self, unit: Unit) -> None:

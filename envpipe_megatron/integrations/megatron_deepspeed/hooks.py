@@ -172,8 +172,6 @@ def begin_training(args: argparse.Namespace, model: list[Any]) -> None:
             sequence_length=args.seq_length,
             prints=False,
         )
-        # Before a ramp-up sets the size that it begins with.
-        engine.full_microbatches = engine.micro_batches
         engine.logged_every = args.log_interval
     except (HookError, JobError, RefusedError) as error:
         refuse(error)

@@ -202,7 +202,7 @@ class AttachedPipeline(LeveledJob):
         infers_shapes = not is_prepared(self._schedule)
         changed = facts_of(self._schedule) != self._planned_facts
         changed |= not (self._has_known_shapes or infers_shapes)
-        if changed and self.collectives.stage == 0:
+        if changed and self.session.parts.collectives.stage == 0:
             self._warn_of_change(
                 "A step has other microbatches, functions or units than EnvPipe plans for: such "
                 "steps run as by torch only. If they stay so, call end_training and attach again"
@@ -219,7 +219,7 @@ class AttachedPipeline(LeveledJob):
             run.whole = run.same_work = not changed
         if infers_shapes:
             same = message_of(self._stages) == self._own_message
-            self._has_known_shapes = all(self.collectives.in_pipeline(same))
+            self._has_known_shapes = all(self.session.parts.collectives.in_pipeline(same))
             run.whole &= self._has_known_shapes
             run.same_work = self._has_known_shapes and not changed
         return result
@@ -263,7 +263,7 @@ class AttachedPipeline(LeveledJob):
         finally:
             self._units.forget()
             changed, self._units.seen = self._units.seen, None
-        collectives = self.collectives
+        collectives = self.session.parts.collectives
         self._seen = True
         self._own_message = message_of(self._stages)
         # One for all ranks: what is measured goes from each stage to the next.

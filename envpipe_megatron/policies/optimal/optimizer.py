@@ -35,8 +35,6 @@ from envpipe_megatron.policies.optimal.linear_program import (
 )
 from envpipe_megatron.policies.optimal.rounding import round_durations
 
-#: The gap that is good enough for a single plan.
-GOOD_GAP = 0.002
 #: No frequency of a real GPU makes a unit slower than its fastest by this factor.
 _NO_DEADLINE = 1e3
 
@@ -58,8 +56,6 @@ class Optimizer:
     - Waiting power depends on the clock: waiting is priced at a stage's least power.
     - `run_search` plans changes of clock that cost energy or come late, and clocks to be kept long.
     - `parking` lowers clocks in long waits, if `conditions` have the waiting power by clock.
-
-    Rounding stops improving a plan within `good_gap` of the relaxed optimum.
     """
 
     def __init__(
@@ -69,11 +65,10 @@ class Optimizer:
         conditions: Conditions,
         *,
         parking: bool = False,
-        good_gap: float = GOOD_GAP,
     ) -> None:
         profile.keys(schedule)  # ProfileError, where a kind of the order has no rows
         self.schedule, self.profile, self.conditions = schedule, profile, conditions
-        self._parking, self._good_gap = parking, good_gap
+        self._parking = parking
         self._tail_s = conditions.tail_by_stage_s
         self._floor = self._priced(waiting_floor_w(profile, conditions, parking))
         self._at_worth: dict[float, _Priced] = {}
@@ -98,11 +93,6 @@ class Optimizer:
         """
         return self._floor.program.solve(deadline_s)
 
-    def plans_changes(self, min_dwell_s: float) -> bool:
-        """Return whether changes of clock, which the relaxed energy omits, cost or are limited."""
-        conditions = self.conditions
-        return bool(conditions.change_time_s or conditions.change_energy_j or min_dwell_s)
-
     def plan(
         self, deadline_s: float, min_dwell_s: float = 0.0, waiting_worth_w: float | None = None
     ) -> Plan:
@@ -123,7 +113,7 @@ class Optimizer:
         priced = self._floor if waiting_worth_w is None else self._priced_at(waiting_worth_w)
         rounded, relaxed = self._round(priced, deadline_s)
         plan: Plan | None = rounded
-        if self.plans_changes(min_dwell_s):
+        if conditions.change_time_s or conditions.change_energy_j or min_dwell_s:
             around = priced.waiting_power_w, deadline_s, min_dwell_s
             plan = RunSearch(rounded, relaxed, *around).search()
         if plan is None:
@@ -180,7 +170,6 @@ class Optimizer:
             relaxed.end_s,
             relaxed.duration_s,
             relaxed.cost_j,
-            self._good_gap,
         )
         return self._plan(choices, chosen), relaxed
 

@@ -16,7 +16,6 @@ from itertools import chain, count, takewhile
 
 from envpipe_megatron.core.kinds import Kind
 from envpipe_megatron.core.plan import Plan
-from envpipe_megatron.policies.frontier import FRONTIER_GAP
 from envpipe_megatron.policies.objective import SHORTEST, Goal
 from envpipe_megatron.policies.optimal.linear_program import LinearProgramError
 from envpipe_megatron.policies.optimal.optimizer import Optimizer
@@ -54,14 +53,13 @@ class AutoSearch:
 
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
-        self._profile, self._conditions = problem.profile, problem.conditions
         self._own = problem.own_order
         self.planner = problem.planner(self._own)
         self._by_time = problem.objective == SHORTEST
         if self._by_time or problem.objective.goal == Goal.ENERGY:
             self._search_at(self.planner.longest_s)
             return
-        own = Optimizer(self._own, self._profile, self._conditions, parking=problem.park)
+        own = problem.optimizer(self._own)
         time_s = self.planner.best_time_s(own) or self.planner.latest_time_s(own)
         for _ in range(_MOST_SEARCHES):
             self._search_at(time_s)
@@ -99,8 +97,9 @@ class AutoSearch:
             judged += search.search(problem, judged)
         if not judged:
             check_own_within(self._own, problem.most_in_flight, LinearProgramError)
-            own = Optimizer(self._own, self._profile, self._conditions, parking=self.problem.park)
-            own.relaxed(self._time_s)  # raises, and says how late even it is
+            self.problem.optimizer(self._own).relaxed(
+                self._time_s
+            )  # raises, and says how late even it is
             raise self._refused or LinearProgramError(
                 "No order that was found keeps the limits of memory",
                 value=problem.most_in_flight,
@@ -126,17 +125,10 @@ class AutoSearch:
         if any(search.family == ENVPIPE for search in self._searches):
             orders += envpipe_orders(self.problem)[:1]
         orders += [order.optimizer.schedule for order in best_by_family(self.judged)]
-        most = self.problem.most_in_flight
         return [
-            Optimizer(
-                order,
-                self._profile,
-                self._conditions,
-                parking=self.problem.park,
-                good_gap=FRONTIER_GAP,
-            )
+            self.problem.optimizer(order)
             for order in {order.stages: order for order in orders}.values()
-            if within(order, most, self._profile.weight_shares)
+            if within(order, self.problem)
         ]
 
     def bound_j(self, plan: Plan) -> float:
@@ -186,7 +178,10 @@ class AutoSearch:
         if not self._by_time:
             most = 100 * (1 - self.bound_j(plan) / own)
             notes[0] += f" No order {of} can save more than {most:.2f} % at this deadline."
-        if self.problem.channel_capacity is not None and Kind.INPUT_GRADIENT in self._profile.kinds:
+        if (
+            self.problem.channel_capacity is not None
+            and Kind.INPUT_GRADIENT in self.problem.profile.kinds
+        ):
             notes.append("Orders that split backwards were left out: they have no such limit.")
         best = best_by_family(self.judged)
         if len(best) > 1:
@@ -196,7 +191,7 @@ class AutoSearch:
             )
             notes.append(f"Families of orders by what they save before rounding: {savings}.")
         notes += filter(None, [self.splitting(plan)])
-        split = self._profile.assumed
+        split = self.problem.profile.assumed
         if plan.schedule.split and split is not None:
             notes.append(
                 f"Assumed, not measured: a backward in two parts takes {100 * split.overhead:g} % "

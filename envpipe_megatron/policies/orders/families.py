@@ -22,7 +22,6 @@ import numpy as np
 
 from envpipe_megatron.core.arrays import FloatArray
 from envpipe_megatron.core.channel_model import completes
-from envpipe_megatron.core.conditions import Conditions
 from envpipe_megatron.core.kinds import SPLIT, WHOLE, Kind
 from envpipe_megatron.core.orders import builders
 from envpipe_megatron.core.orders.greedy import shortest
@@ -34,7 +33,7 @@ from envpipe_megatron.core.schedule import Placement, Schedule
 from envpipe_megatron.core.timeline import RELATIVE_TOLERANCE
 from envpipe_megatron.policies.optimal.choices import waiting_floor_w
 from envpipe_megatron.policies.optimal.linear_program import LinearProgramError
-from envpipe_megatron.policies.optimal.optimizer import Optimizer, iteration_time_s
+from envpipe_megatron.policies.optimal.optimizer import iteration_time_s
 from envpipe_megatron.policies.orders.any_order import AnyOrder, any_order
 from envpipe_megatron.policies.orders.judged import Judged, best_by_family, memory_worth, within
 from envpipe_megatron.policies.problem import Problem, envpipe_counts
@@ -105,8 +104,6 @@ class FamilySearch:
         own, profile = problem.own_order, problem.profile
         #: By their stages, orders that were looked at; None if one does not meet the deadline.
         self._judged: dict[object, Judged | None] = {}
-        #: Stages of orders by EnvPipe's rule, within the limits of each search.
-        self._by_rule = set[object]()
         self._free = _freely_split(profile) if family.split else profile
         #: Of orders that split all backwards or none; None if splitting all takes too long.
         self._target: AnyOrder | None = self._limit(self._free, deadline_s)  # or raises
@@ -145,7 +142,6 @@ class FamilySearch:
             always.append(own)
         if self.family == ENVPIPE:
             rule, *more = envpipe_orders(problem)
-            self._by_rule.add(rule.stages)
             always, likely = [*always, rule], [*more, *likely]
             if own.num_units > _MANY_UNITS:
                 always, likely = [], [*always, *likely]
@@ -172,12 +168,8 @@ class FamilySearch:
 
     def _within(self, problem: Problem) -> list[Judged]:
         """Return the orders that were judged and hold no more than limits allow."""
-        most, shares = problem.most_in_flight, problem.profile.weight_shares
-        return [
-            order
-            for order in self._judged.values()
-            if order is not None and within(order.optimizer.schedule, most, shares)
-        ]
+        judged = (order for order in self._judged.values() if order is not None)
+        return [order for order in judged if within(order.optimizer.schedule, problem)]
 
     def _climb(self, problem: Problem) -> None:
         """Move extra forwards of the best order by one, as long as that saves energy.
@@ -203,12 +195,10 @@ class FamilySearch:
     def _judge(self, schedule: Schedule) -> Judged | None:
         """Judge an order by its linear program, which is solved once."""
         if schedule.stages not in self._judged:
-            problem, job = self._problem, (self._problem.profile, self._problem.conditions)
-            optimizer, judged = Optimizer(schedule, *job, parking=problem.park), None
+            optimizer, judged = self._problem.optimizer(schedule), None
             if optimizer.fastest_s <= self._deadline_s * (1 + RELATIVE_TOLERANCE):
                 relaxed_j = optimizer.relaxed(self._deadline_s).cost_j
-                own, by_rule = problem.own_order, schedule.stages in self._by_rule
-                judged = Judged(self.family.name, optimizer, relaxed_j, own, by_rule)
+                judged = Judged(self.family.name, optimizer, relaxed_j, self._problem.own_order)
             self._judged[schedule.stages] = judged
         return self._judged[schedule.stages]
 
@@ -222,11 +212,10 @@ class FamilySearch:
         """Yield the list scheduler's orders, which split all backwards or none."""
         if self._target is None:
             return
-        own, most, capacity = problem.own_order, problem.most_in_flight, problem.channel_capacity
-        mean_s = np.repeat(self._target.time_s[..., None], own.num_microbatches, axis=3)
-        memory = _MEMORY if most is None else (*_MEMORY, math.inf)
-        job = self.family, own, mean_s, problem.conditions, problem.profile.weight_shares
-        for listed in order_jobs(*job, most, memory):
+        capacity = problem.channel_capacity
+        mean_s = np.repeat(self._target.time_s[..., None], problem.num_microbatches, axis=3)
+        memory = _MEMORY if problem.most_in_flight is None else (*_MEMORY, math.inf)
+        for listed in order_jobs(self.family, problem, mean_s, memory):
             order = shortest(listed, self.family.name, self._looks)
             if capacity is None or completes(order, capacity):
                 yield order
@@ -274,13 +263,7 @@ def _directions(num_stages: int) -> deque[tuple[int, ...]]:
 
 
 def order_jobs(
-    family: Family,
-    own: Schedule,
-    time_s: FloatArray,
-    conditions: Conditions,
-    weight_shares: FloatArray,
-    max_in_flight: Sequence[int] | None,
-    memory: Iterable[float],
+    family: Family, problem: Problem, time_s: FloatArray, memory: Iterable[float]
 ) -> Iterator[OrderJob]:
     """Yield jobs for the list scheduler: a family's, within limits of memory, in groups of chunks.
 
@@ -289,13 +272,13 @@ def order_jobs(
 
     Args:
         time_s: [num_stages, num_chunks, kinds, num_microbatches] what units are to take.
-        max_in_flight: [num_stages] the most microbatches x chunks that a stage may hold.
         memory: what is held of all stages alike, as `_MEMORY` has it; infinite for all that may be.
     """
+    own, weight_shares = problem.own_order, problem.profile.weight_shares.ravel()
     kinds, peak = SPLIT if family.split else WHOLE, np.array(own.peak_in_flight)
-    times = np.maximum(1.0, weight_shares.ravel()) if family.split else np.ones(len(peak))
+    times = np.maximum(1.0, weight_shares) if family.split else np.ones(len(peak))
     every = times * own.num_microbatches * own.num_chunks
-    most = every if max_in_flight is None else np.array(max_in_flight)
+    most = problem.most_in_flight or every
     wanted = (np.ceil(m * max(peak)) * times if m else peak + times - 1 for m in memory)
     limits = dict.fromkeys(tuple(np.minimum(each, most).tolist()) for each in wanted)
     in_groups = own.num_chunks > 1 and family.placement is Placement.LOOPED
@@ -303,11 +286,11 @@ def order_jobs(
         if np.all(np.array(each) >= own.num_chunks + times - 1):
             yield OrderJob(
                 {kind: time_s[:, :, place] for place, kind in enumerate(kinds)},
-                conditions.latency_s,
+                problem.conditions.latency_s,
                 family.placement,
                 each,
-                weight_shares.ravel().tolist(),
-                tail_s=conditions.tail_by_stage_s.tolist(),
+                weight_shares.tolist(),
+                tail_s=problem.conditions.tail_by_stage_s.tolist(),
                 group_size=math.ceil(multiple * own.num_stages),
             )
 

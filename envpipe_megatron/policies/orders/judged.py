@@ -19,6 +19,7 @@ from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.policies.frontier import ObjectivePlanner
 from envpipe_megatron.policies.optimal.linear_program import LinearProgramError
 from envpipe_megatron.policies.optimal.optimizer import Optimizer
+from envpipe_megatron.policies.problem import Problem
 
 #: What a further microbatch in flight must save on the way, as a fraction of the energy: memory
 #: that buys nothing is not taken.
@@ -35,7 +36,6 @@ class Judged:
         family: what the order is called among others.
         score: the energy of its relaxed plan, J, or where only time counts its time, s.
         own: the framework's own order of the job.
-        by_rule: whether it has the extra forwards of EnvPipe's rule.
         price: what a further microbatch in flight must win, as a fraction of the score.
     """
 
@@ -43,7 +43,6 @@ class Judged:
     optimizer: Optimizer
     score: float
     own: Schedule
-    by_rule: bool = False
     price: float = WORTH
 
     @property
@@ -76,16 +75,13 @@ def best_by_family(judged: Iterable[Judged]) -> list[Judged]:
 def best_plan(judged: Iterable[Judged], planner: ObjectivePlanner) -> Plan:
     """Return the best plan of the first few orders, and of the framework's own if it is among them.
 
-    Of EnvPipe's rule too where changes of clock count, which orders are not judged by. What is
-    gained must be worth its memory. LinearProgramError: none of them has a plan.
+    What is gained must be worth its memory. LinearProgramError: none of them has a plan.
     """
     best: Plan | None = None
     least_judged = least = math.inf
     refused: LinearProgramError | None = None
     for rank, order in enumerate(sorted(judged, key=lambda order: order.worth)):
-        always = order.optimizer.schedule.stages == order.own.stages or (
-            order.by_rule and order.optimizer.plans_changes(planner.min_dwell_s)
-        )
+        always = order.optimizer.schedule.stages == order.own.stages
         if (rank >= ROUNDED and not always) or order.worth >= least_judged:
             continue
         try:
@@ -112,14 +108,11 @@ def peak_held(schedule: Schedule, weight_shares: ArrayLike = 1.0) -> FloatArray:
     return peaks
 
 
-def within(
-    schedule: Schedule, max_in_flight: Sequence[int] | None, weight_shares: ArrayLike = 1.0
-) -> bool:
-    """Return whether no stage holds more, in microbatches x chunks."""
-    if max_in_flight is None:
-        return True
-    held = peak_held(schedule, weight_shares)
-    return bool(np.all(held <= np.add(max_in_flight, HELD_TOLERANCE)))
+def within(order: Schedule, problem: Problem) -> bool:
+    """Return whether no stage holds more than a problem allows, in microbatches x chunks."""
+    most = problem.most_in_flight
+    held = peak_held(order, problem.profile.weight_shares)
+    return most is None or bool(np.all(held <= np.add(most, HELD_TOLERANCE)))
 
 
 def check_own_within(

@@ -21,7 +21,7 @@ from envpipe_megatron.core.orders.greedy import shortest
 from envpipe_megatron.core.orders.job import OrderJob
 from envpipe_megatron.core.orders.zero_bubble import split_from, split_in_place, zero_bubble
 from envpipe_megatron.core.schedule import Schedule
-from envpipe_megatron.policies.optimal.optimizer import Optimizer, order_at_maximum_s
+from envpipe_megatron.policies.optimal.optimizer import order_at_maximum_s
 from envpipe_megatron.policies.orders.families import (
     ENVPIPE,
     Family,
@@ -61,11 +61,10 @@ class ShortestSearch:
         """
         own, most = problem.own_order, self._most_looks
         job, shares = (problem.profile, problem.conditions), problem.profile.weight_shares
-        in_flight = problem.most_in_flight
         found: dict[float, Schedule] = {}
 
         def look(order: Schedule) -> float:
-            if not within(order, in_flight, shares):
+            if not within(order, problem):
                 return inf
             self.orders_tried += 1
             score = order_at_maximum_s(order, *job) * memory_worth(order, own, shares, self._price)
@@ -75,7 +74,7 @@ class ShortestSearch:
         for order in islice(self._made(problem, others), max(2, most)):
             look(order)
         listed: list[tuple[float, OrderJob, int]] = []
-        for each, first in islice(self._jobs(in_flight), most // _LOOKS):
+        for each, first in islice(self._jobs(problem), most // _LOOKS):
             if not found or each.floor_s < min(found):
                 score = look(split_from(shortest(each, self.family.name, _LOOKS), first))
                 listed.append((score, each, first))
@@ -88,9 +87,8 @@ class ShortestSearch:
         for stage in range(problem.num_stages if few else 0):
             look(split_from(found[min(found)], own.num_microbatches, stage))
         order = found[min(found)]
-        optimizer = Optimizer(order, *job, parking=problem.park)
         time_s = order_at_maximum_s(order, *job)
-        return [Judged(self.family.name, optimizer, time_s, own, price=self._price)]
+        return [Judged(self.family.name, problem.optimizer(order), time_s, own, self._price)]
 
     def _made(self, problem: Problem, others: Iterable[Judged]) -> Iterator[Schedule]:
         """Yield orders of the family by rules, and from the best of other families."""
@@ -117,9 +115,9 @@ class ShortestSearch:
         lasts = (min(m * problem.num_stages, problem.num_microbatches) for m in multiples)
         return [*dict.fromkeys(map(int, lasts))]
 
-    def _jobs(self, max_in_flight: Sequence[int] | None) -> Iterator[tuple[OrderJob, int]]:
+    def _jobs(self, problem: Problem) -> Iterator[tuple[OrderJob, int]]:
         """Yield jobs for the list scheduler, and the first microbatch with split backwards."""
-        problem, family, all_split = self._problem, self.family, self._problem.num_microbatches
+        family, all_split = self.family, problem.num_microbatches
         if problem.channel_capacity is not None:
             return  # only orders by rules are lowered to it
         for last in self._lasts if family.split else [all_split]:
@@ -127,14 +125,7 @@ class ShortestSearch:
             if first:  # until then a backward has no second part
                 time_s[:, :, 1, :first] = self._time_s(WHOLE)[:, :, 1, :first]
                 time_s[:, :, 2, :first] = 0.0
-            job = (
-                family,
-                problem.own_order,
-                time_s,
-                problem.conditions,
-                problem.profile.weight_shares,
-            )
-            yield from ((each, first) for each in order_jobs(*job, max_in_flight, _MEMORY))
+            yield from ((each, first) for each in order_jobs(family, problem, time_s, _MEMORY))
 
     def _time_s(self, kinds: Sequence[Kind]) -> FloatArray:
         """Return [num_stages, num_chunks, kinds, num_microbatches] at the highest clocks."""

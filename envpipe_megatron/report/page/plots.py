@@ -138,10 +138,32 @@ def timeline_figures(table: UnitTable, ways: list[_Colouring]) -> dict[str, figu
         end=float(end_ms[np.isin(table.columns["iteration"], which)].max()),
         bounds=(-0.02 * longest_ms, 1.02 * longest_ms),
     )
-    return {
-        name: _figure(table, source, time, name, shown, ways)
-        for name, shown in zip((BEFORE, AFTER), which, strict=True)
-    }
+    label, rows = gpu_rows(table.gpus)
+    first, plots = ways[0], {}
+    for name, shown in zip((BEFORE, AFTER), which, strict=True):
+        plot = plots[name] = draw(
+            Chart(name, "ms after the first unit", label, (), rows=rows), time
+        )
+        of_iteration = table.columns["iteration"] == shown
+        few = np.count_nonzero(of_iteration) < _MOST_OUTLINED
+        units = plot.hbar(
+            y="row", left="begin", right="end", height="height", source=source,
+            view=_view(of_iteration), name=f"{name} units",
+            fill_color=transform(first.column, first.mapper),
+            line_color="#7f7f7f" if few else None, line_alpha=0.6, line_width=0.6,
+        )  # fmt: skip
+        plot.hbar(
+            y="row", left="begin", right="end", height=0.96, source=source,
+            view=_view(of_iteration & (table.columns["critical"] == 1)), name=f"{name} path",
+            fill_alpha=0.0, line_color=PATH, line_width=1.6,
+        )  # fmt: skip
+        bar = ColorBar(color_mapper=first.mapper, ticker=first.ticker, title=first.title, width=12)
+        bar.major_label_overrides = dict(enumerate(first.names))
+        # What the page's script turns the bar and the units into.
+        bar.name, bar.tags = f"{name} colours", [list(vars(way).values()) for way in ways]
+        plot.add_layout(bar, "right")
+        plot.add_tools(_hover(units, source))
+    return plots
 
 
 def colourings(table: UnitTable) -> list[_Colouring]:
@@ -168,39 +190,6 @@ def _scale(values: NDArray[Any]) -> LinearColorMapper:
     low, high = float(values.min()), float(values.max())
     high = high if high > low else low + 1.0
     return LinearColorMapper(palette=_PALETTE, low=low, high=high, nan_color="#999999")
-
-
-def _figure(
-    table: UnitTable,
-    source: ColumnDataSource,
-    time: Range1d,
-    name: str,
-    shown: int,
-    ways: list[_Colouring],
-) -> figure:
-    label, rows = gpu_rows(table.gpus)
-    plot = draw(Chart(name, "ms after the first unit", label, (), rows=rows), time)
-    of_iteration = table.columns["iteration"] == shown
-    few = np.count_nonzero(of_iteration) < _MOST_OUTLINED
-    fill = transform(ways[0].column, ways[0].mapper)
-    units = plot.hbar(
-        y="row", left="begin", right="end", height="height", source=source,
-        view=_view(of_iteration), name=f"{name} units",
-        fill_color=fill, line_color="#7f7f7f" if few else None, line_alpha=0.6, line_width=0.6,
-    )  # fmt: skip
-    plot.hbar(
-        y="row", left="begin", right="end", height=0.96, source=source,
-        view=_view(of_iteration & (table.columns["critical"] == 1)), name=f"{name} path",
-        fill_alpha=0.0, line_color=PATH, line_width=1.6,
-    )  # fmt: skip
-    first = ways[0]
-    bar = ColorBar(color_mapper=first.mapper, ticker=first.ticker, title=first.title, width=12)
-    bar.major_label_overrides = dict(enumerate(first.names))
-    # What the page's script turns the bar and the units into.
-    bar.name, bar.tags = f"{name} colours", [list(vars(way).values()) for way in ways]
-    plot.add_layout(bar, "right")
-    plot.add_tools(_hover(units, source))
-    return plot
 
 
 def _view(there: NDArray[np.bool_]) -> CDSView:

@@ -24,7 +24,7 @@ class TensorSpec:
     def of_one_type(
         cls, shapes: tuple[tuple[int, ...], ...], dtype: torch.dtype, device: torch.device
     ) -> TensorSpec:
-        """A message whose tensors have all the same type."""
+        """Make the spec of a message whose tensors have one type."""
         return cls(shapes, (dtype,) * len(shapes), device)
 
     @classmethod
@@ -34,19 +34,19 @@ class TensorSpec:
         return cls(shapes, dtypes, tensors[0].device)
 
     def make(self, how: Callable[..., torch.Tensor] = torch.empty) -> list[torch.Tensor]:
-        """Tensors for a message; `how` takes a shape, a type and a device."""
+        """Make tensors for a message; `how` takes a shape, a type and a device."""
         parts = zip(self.shapes, self.dtypes, strict=True)
         return [how(shape, dtype=dtype, device=self.device) for shape, dtype in parts]
 
     @property
     def tensor_bytes(self) -> list[int]:
-        """Size of each tensor."""
+        """Return the size of each tensor."""
         parts = zip(self.shapes, self.dtypes, strict=True)
         return [math.prod(shape) * dtype.itemsize for shape, dtype in parts]
 
     @property
     def num_bytes(self) -> int:
-        """Size of a message."""
+        """Return the size of a message."""
         return sum(self.tensor_bytes)
 
 
@@ -66,7 +66,7 @@ class StageSpecs:
 
     @classmethod
     def alike(cls, spec: TensorSpec) -> StageSpecs:
-        """Where all messages of the pipeline carry the same."""
+        """Make the specs of a pipeline whose messages are all alike."""
         both = dict.fromkeys(WHOLE, spec)
         return cls(both, both)
 
@@ -86,11 +86,11 @@ class Peers:
 
     @property
     def sends(self) -> Kind:
-        """The kind that goes to it."""
+        """Return the kind of messages that goes to the neighbour."""
         return opposite(self.receives)
 
     def lost(self, doing: str, error: RuntimeError | str) -> ChannelError:
-        """The neighbour is gone or silent."""
+        """Make the error of a neighbour that is gone or silent."""
         return ChannelError(
             f"Stage {self.stage} lost its neighbour, stage {self.neighbour} (rank {self.rank}), "
             f"while {doing}: {first_line(error)}",
@@ -104,5 +104,5 @@ def first_line(error: Exception | str) -> str:
 
 
 def opposite(kind: Kind) -> Kind:
-    """The kind of messages that crosses a boundary the other way."""
+    """Return the kind of messages that crosses a boundary the other way."""
     return Kind.BACKWARD if kind is Kind.FORWARD else Kind.FORWARD

@@ -2,7 +2,7 @@
 
 No process talks to all others: at a thousand ranks that takes a tenth of a second, and each would
 hold a connection to each. The replicas of a stage form a tree of small groups, in which values are
-merged on their way up. At its top stand the ranks of the planner's pipeline, which exchange the
+merged on their way up. At its top are the ranks of the planner's pipeline, which exchange the
 values of their stages; the result goes down the same ways. So what a rank receives does not grow
 with the job, except in `to_planner` of values whose merging keeps all of them.
 
@@ -84,7 +84,7 @@ class HostGroup:
         return self._index == self._leader
 
     def gather(self, value: T) -> list[T]:
-        """The values of all ranks in their order, on the leader; elsewhere nothing."""
+        """Return the values of all ranks in their order, on the leader; elsewhere nothing."""
         if self._size == 1:
             return [value]
         frame, rest = _packed(value)
@@ -101,7 +101,7 @@ class HostGroup:
         ]
 
     def broadcast(self, value: T) -> T:
-        """The leader's value, on all ranks."""
+        """Return the leader's value, on all ranks."""
         if self._size == 1:
             return value
         frame, rest = _packed(value)
@@ -135,7 +135,7 @@ class HostGroup:
         return self._value(frame, source, tag)
 
     def _value(self, frame: torch.Tensor, source: int, tag: int) -> Any:
-        """The value that a frame begins, whose rest comes by the same way."""
+        """Return the value that a frame begins, whose rest comes by the same way."""
         rest = _rest_of(frame)
         if rest is not None:
             self._transport.recv([rest], source, tag).wait()
@@ -143,7 +143,7 @@ class HostGroup:
 
 
 def _packed(value: object) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """The frame, and what does not fit into it."""
+    """Return a frame of a value, and what does not fit into it."""
     text = pickle.dumps(value)
     whole = torch.frombuffer(bytearray(len(text).to_bytes(_LENGTH_BYTES) + text), dtype=torch.uint8)
     frame = torch.zeros(FRAME_BYTES, dtype=torch.uint8)
@@ -152,7 +152,7 @@ def _packed(value: object) -> tuple[torch.Tensor, torch.Tensor | None]:
 
 
 def _rest_of(frame: torch.Tensor) -> torch.Tensor | None:
-    """Room for what did not fit into a frame."""
+    """Return room for what did not fit into a frame; None if all did."""
     more = int.from_bytes(frame[:_LENGTH_BYTES].numpy().tobytes()) + _LENGTH_BYTES - FRAME_BYTES
     return torch.empty(more, dtype=torch.uint8) if more > 0 else None
 
@@ -196,12 +196,12 @@ class Collectives:
         self.is_planner = self._at_top and pipeline.leads
 
     def in_pipeline(self, value: T) -> list[T]:
-        """The value of each stage of this rank's pipeline."""
+        """Return the value of each stage of this rank's pipeline."""
         with self.names_the_loss():
             return self.pipeline.broadcast(self.pipeline.gather(value))
 
     def to_planner(self, value: T, merge: Callable[[Sequence[T]], T]) -> list[T]:
-        """For each stage the merged values of its replicas, on the planner; elsewhere nothing.
+        """Return each stage's values, merged over its replicas, on the planner; elsewhere nothing.
 
         Args:
             value: this rank's value.
@@ -216,12 +216,12 @@ class Collectives:
             return self.pipeline.gather(value)
 
     def medians(self, values: FloatArray) -> list[FloatArray]:
-        """For each stage the median over its replicas, of each element, on the planner."""
+        """Return each stage's medians over its replicas, of each element, on the planner."""
         stages = self.to_planner(values[np.newaxis], np.concatenate)
         return [np.median(stage, axis=0) for stage in stages]
 
     def by_stage(self, value: T, merge: Callable[[Sequence[T]], T]) -> list[T]:
-        """As `to_planner`, on every rank."""
+        """Return what `to_planner` does, on every rank."""
         return self.from_planner(self.to_planner(value, merge))
 
     def on_all(self, holds: bool) -> bool:
@@ -229,17 +229,17 @@ class Collectives:
         return self.from_planner(all(self.to_planner(holds, all)))
 
     def first(self, value: T | None) -> tuple[int, T] | None:
-        """The first stage that has a value, and one of its replicas' values; None without any."""
+        """Return the first stage that has a value, and one of its values; None without any."""
         stages = self.by_stage(value, lambda parts: next((p for p in parts if p is not None), None))
         found = ((stage, value) for stage, value in enumerate(stages) if value is not None)
         return next(found, None)
 
     def all_to_planner(self, value: T) -> list[list[T]]:
-        """For each stage, the value of each replica, on the planner; elsewhere nothing."""
+        """Return the value of each replica of each stage, on the planner; elsewhere nothing."""
         return self.to_planner([value], lambda parts: list(chain.from_iterable(parts)))
 
     def from_planner(self, value: T | None) -> T:
-        """The planner's value, to every rank; what others pass is ignored."""
+        """Return the planner's value, on every rank; what others pass is ignored."""
         with self.names_the_loss():
             if self._at_top:
                 value = self.pipeline.broadcast(value)
@@ -278,7 +278,7 @@ class Collectives:
         return made  # type: ignore[return-value]  # there was no failure, so it is a T
 
     def latest(self, time_s: float) -> float:
-        """The latest of all ranks' times."""
+        """Return the latest of all ranks' times."""
         return self.from_planner(max(self.to_planner(time_s, max), default=None))
 
     @contextmanager
@@ -296,14 +296,14 @@ class Collectives:
 
 
 def of_all_ranks(value: T) -> list[T]:
-    """The value of each rank of the job, over the framework's default group."""
+    """Return the value of each rank of the job, over the framework's default group."""
     values = [value] * dist.get_world_size()
     dist.all_gather_object(values, value)
     return values
 
 
 def all_pipelines(pipeline: Sequence[int]) -> list[tuple[int, ...]]:
-    """The pipelines of a job: every rank gives its own, over the framework's default group."""
+    """Return a job's pipelines: every rank gives its own, over the framework's default group."""
     return sorted(set(of_all_ranks(tuple(pipeline))))
 
 
@@ -341,7 +341,7 @@ def make_collectives(pipelines: Iterable[Sequence[int]], timeout: timedelta) -> 
 
 
 def tree_groups(member: int, size: int) -> list[range]:
-    """The groups, in a tree over `size` members, that one of them belongs to, from the leaves up.
+    """Return a member's groups in a tree over `size` members, from the leaves up.
 
     The first member of each group leads it, and belongs to a group of the next level. No group has
     more than `FAN_IN` members, and groups of all levels are about as large.

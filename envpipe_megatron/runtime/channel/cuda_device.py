@@ -43,7 +43,7 @@ class Page(Protocol):
 
 
 def obstacle() -> str | None:
-    """Why this rank's GPU takes no part in one-sided copies; None if nothing speaks against."""
+    """Return why this GPU takes no part in one-sided copies; None if nothing is against it."""
     disabled, level = (os.environ.get(f"NCCL_P2P_{name}", "") for name in ("DISABLE", "LEVEL"))
     if disabled not in ("", "0"):
         return f"NCCL_P2P_DISABLE={disabled}"
@@ -107,12 +107,12 @@ def counter_in_stream(page: Page) -> Callable[[int, int], None]:
 
 
 def _current_handle(device: int) -> int:
-    """The current stream's, without torch's object for it, which takes 60 us at a unit."""
+    """Return the current stream's handle; torch's object for it takes 60 us at a unit."""
     return torch._C._cuda_getCurrentRawStream(device)
 
 
 def _function(name: str) -> Any:
-    """One of the driver's, which torch has loaded; RuntimeError: it has none."""
+    """Return a function of the driver, which torch has loaded; RuntimeError: it has none."""
     try:
         return getattr(ctypes.CDLL("libcuda.so.1"), name)
     except (OSError, AttributeError) as error:
@@ -146,7 +146,7 @@ class CudaDevice:
         page.device_address = register(page)
 
     def share(self, boundary: int, side: int, num_bytes: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Memory for the other side to put messages into, and the other side's for this one's.
+        """Return memory for the other side to put messages into, and the other side's for this one.
 
         Both sides of a boundary call it together, with one size. It takes the place of what they
         shared before; 0 gives that back. MemoryError: one of them cannot, and both keep what they
@@ -186,13 +186,13 @@ class CudaDevice:
         return _bytes_at(own, num_bytes), _bytes_at(theirs, num_bytes)
 
     def units(self) -> CudaStream:
-        """The stream that units run on: the current one, which mostly stays the same."""
+        """Return the stream that units run on: the current one, which mostly stays the same."""
         if self._units is None or self._units.handle != _current_handle(self._device.index):
             self._units = CudaStream(torch.cuda.current_stream(), self._event)
         return self._units
 
     def new_stream(self) -> CudaStream:
-        """One that does not wait for the default stream, and that is nobody else's.
+        """Make a stream of our own, which does not wait for the default one.
 
         torch's own are a few that all share: what stood behind a wait would be somebody's.
         """
@@ -300,7 +300,7 @@ class CudaStream:
 
 
 def _allocated(num_bytes: int) -> int:
-    """Memory of the driver's that torch does not need at its peak; RuntimeError: there is none.
+    """Allocate memory that torch does not need at its peak; RuntimeError: there is none.
 
     torch keeps what it has freed until it is asked to give it back.
     """
@@ -316,7 +316,7 @@ def _allocated(num_bytes: int) -> int:
 
 
 def _bytes_at(address: int, num_bytes: int) -> torch.Tensor:
-    """Memory of the driver's as a tensor, which does not free it."""
+    """Return the driver's memory as a tensor, which does not free it."""
     if not num_bytes:
         return torch.empty(0, dtype=torch.uint8)
     at = {"shape": (num_bytes,), "typestr": "|u1", "data": (address, False), "version": 2}

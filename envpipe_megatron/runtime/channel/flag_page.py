@@ -1,6 +1,6 @@
 """Words of memory that two processes of one machine and the streams of their GPUs share.
 
-They lie in host memory, where a host can look whatever its GPU does.
+They lie in host memory, where a host can look even while its GPU is stuck.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ _FOLDER = Path("/dev/shm")
 PUT, TAKEN = 0, 2
 #: Added to these: the count of the other side that a stream of this side last waited for.
 WANTED = 4
-#: One more than the stage that the side was told is lost. How often the side has said that it waits
+#: One more than the stage that the other side calls lost. How often the side has said that it waits
 #: for its other neighbour.
-TOLD, WAITS = 8, 10
+LOST, WAITS = 8, 10
 
 
 def create_page_file() -> Path:
-    """A file for a page, which `FlagPage` of both sides opens, and which is removed then.
+    """Make a file for a page, which `FlagPage` of both sides opens, and which is removed then.
 
     No other user can open it. Where it cannot be made, neither side will find it.
     """
@@ -63,7 +63,7 @@ class FlagPage:
 
     def __init__(self, path: Path, side: int) -> None:
         self.side = side
-        # A lock of the process, not of its children: it tells the other side that we live.
+        # A lock of the process, not of its children: it shows the other side that we live.
         self._file = os.open(path, os.O_RDWR | os.O_CLOEXEC)
         weakref.finalize(self, os.close, self._file).atexit = False
         fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, side)
@@ -76,11 +76,11 @@ class FlagPage:
         self.device_address = 0
 
     def own(self, what: int) -> Word:
-        """A word of this side."""
+        """Return a word of this side."""
         return Word(self, what + self.side)
 
     def others(self, what: int) -> Word:
-        """A word of the other side."""
+        """Return a word of the other side."""
         return Word(self, what + 1 - self.side)
 
     def other_lives(self) -> bool:
@@ -102,12 +102,12 @@ class Word:
 
     @property
     def offset(self) -> int:
-        """In bytes, from the page's address."""
+        """Return how many bytes it lies behind the page's address."""
         return self.index * _WORD_BYTES
 
     @property
     def value(self) -> int:
-        """As it stands."""
+        """Return the number."""
         return int(self.page._words[self.index])
 
     def set(self, value: int) -> None:

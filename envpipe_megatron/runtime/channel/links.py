@@ -91,7 +91,7 @@ def timeout_of(group: dist.ProcessGroup) -> timedelta:
     """Return how long a rank may be silent in a group, or in the default one if that is longer.
 
     Groups of EnvPipe's that give up sooner would end a job that goes on without it. torch's own
-    time-out where neither tells.
+    time-out where neither has one.
     """
     found = []
     for each, device in product((group, dist.group.WORLD), ("cpu", "cuda")):
@@ -117,7 +117,7 @@ class _Maker:
         self._own = sorted({before, stage} & set(self._boundaries)) if len(self._ranks) > 1 else []
 
     def over(self, group: dist.ProcessGroup, *, by_tags: bool) -> P2PChannel:
-        """The pipeline's own group carries both kinds: gloo by tags, NCCL one after another.
+        """Have the pipeline's own group carry both kinds: gloo by tags, NCCL one after another.
 
         NCCL gets each message as a batch: any other would go over a communicator of its two ranks.
         Its first transfer with a peer blocks the host until the peer comes to it, and the first
@@ -146,7 +146,7 @@ class _Maker:
         return P2PChannel(self._ranks, self._stage, carriers)
 
     def between_gpus(self, why: str | None) -> P2PChannel:
-        """One-sided copies where both sides can, else NCCL; everywhere, if there is a reason."""
+        """Use one-sided copies where both sides can, else NCCL; only that if there is a reason."""
         carriers: dict[Kind, Carrier] = {}
         side, obstacles = None, dict.fromkeys(self._boundaries, why or "")
         if why is None:
@@ -179,7 +179,7 @@ class _Maker:
         )
 
     def _after(self, boundary: int) -> int:
-        """Its second stage."""
+        """Return a boundary's second stage."""
         return (boundary + 1) % len(self._ranks)
 
     def _peers(self, boundary: int) -> Peers:
@@ -247,7 +247,7 @@ class _Maker:
     def _transfers(
         self, carriers: dict[Kind, Carrier], boundaries: dict[int, str], *, ahead: bool
     ) -> list[dist.ProcessGroup]:
-        """A two-rank communicator for each kind across each boundary that needs them.
+        """Make a two-rank communicator for each kind across each boundary that needs them.
 
         Returns those of this rank.
 

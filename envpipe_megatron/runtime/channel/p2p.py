@@ -1,6 +1,6 @@
 """The p2p channel between neighbouring stages, in which no order of units can hang.
 
-Activations go forward and gradients backward. A unit takes its own message, in whatever order they
+Activations go forward and gradients backward. A unit takes its own message, in any order that they
 were sent: what was sent before it is received first, and kept until its unit comes. Sends are
 asynchronous. What carries messages is chosen for each boundary between two stages (`links`):
 one-sided copies into the neighbour's memory (`puts`), or sends and receives (`transfers`).
@@ -170,7 +170,7 @@ class P2PChannel:
             )
 
     def more_bytes(self, schedule: Schedule, specs: StageSpecs) -> int:
-        """Bytes that a schedule's messages need of this rank beyond what they take."""
+        """Return how many more bytes of this rank a schedule's messages need than they have."""
         carriers = [] if self._side is None else self._side.carriers
         kept_bytes = sum(
             most_kept(schedule, self._stage, kind) * spec.num_bytes

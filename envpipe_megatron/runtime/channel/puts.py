@@ -31,9 +31,9 @@ from envpipe_megatron.core.kinds import Unit, unit
 from envpipe_megatron.core.schedule import Schedule
 from envpipe_megatron.runtime.channel.carrier import ChannelError, Peers, StageSpecs, TensorSpec
 from envpipe_megatron.runtime.channel.flag_page import (
+    LOST,
     PUT,
     TAKEN,
-    TOLD,
     WAITS,
     WANTED,
     FlagPage,
@@ -65,12 +65,12 @@ class PutSide:
     """Shared by the one-sided carriers of a rank: the device, slots, the watch over losses.
 
     A neighbour is lost whose process is gone, or from which nothing came for the time-out while
-    this rank waited. Then the other neighbours are told, so that a pipeline ends at once, and the
+    this rank waited. Then the other neighbours hear of it, so that a pipeline ends at once, and the
     host raises ChannelError. The streams are never let go: so nothing that was enqueued behind the
     message that never came will run, and nothing of it can reach a replica or the weights. The
     process has a short while to end by itself.
 
-    A host that fills the queue of a stream that stands is held in a launch with Python's lock, and
+    A host that fills the queue of a stalled stream is held in a launch with Python's lock, and
     no thread of Python's looks any more (nor does NCCL's watchdog end the process: it asks for the
     lock). So the device ends a process whose thread has not looked for the time-out and a while.
 
@@ -90,7 +90,7 @@ class PutSide:
         self._pid = os.getpid()
 
     def slots(self, schedule: Schedule, slot_bytes: int) -> int:
-        """How many a boundary has for a schedule, where there is memory."""
+        """Return how many slots a boundary has for a schedule, where there is memory."""
         return slots_of(schedule, max(1, self._budget_bytes // max(1, slot_bytes)))
 
     def watch(self) -> None:
@@ -120,7 +120,7 @@ class PutSide:
             raise self._loss
 
     def loss(self) -> ChannelError | None:
-        """The loss of a neighbour, if there is one; looks at once."""
+        """Return the loss of a neighbour, if there is one; looks at once."""
         with self._looking:
             if self._loss is None:
                 for carrier in self.carriers:
@@ -145,7 +145,7 @@ class PutSide:
             time.sleep(_LOOKS_EVERY_S)
 
     def _leave(self) -> None:
-        """Python ends: do not wait for streams that stand where nobody may come any more."""
+        """As Python ends, do not wait for streams that wait where no message may come any more."""
         if os.getpid() != self._pid or self.loss() is not None:  # a forked child has no threads
             return
         with self._looking:
@@ -156,7 +156,7 @@ class PutSide:
 
     def _lose(self, error: ChannelError, stage: int) -> None:
         for carrier in self.carriers:
-            carrier.tell(stage)
+            carrier.say_lost(stage)
         try:
             self.device.abandon()
         finally:
@@ -187,7 +187,7 @@ class PutCarrier:
         self._own = self._theirs = torch.empty(0)
         self._sized_for: Schedule | None = None
         self._send_bytes: list[int] = []
-        #: Whether a stream of this rank stands and waits for the neighbour, and since when: all
+        #: Whether a stream of this rank waits for the neighbour, and since when: all
         #: counts then.
         self.waits = False
         self._heard: tuple[list[int], float] = [], 0.0
@@ -265,7 +265,7 @@ class PutCarrier:
         return refused
 
     def more_bytes(self, schedule: Schedule) -> int:
-        """Bytes that slots for a schedule would take beyond those that there are."""
+        """Return how many bytes slots for a schedule take beyond those that there are."""
         return max(0, slots_of(schedule, 1) - self._slots) * self._slot_bytes
 
     def receive(self, unit: Unit) -> list[torch.Tensor]:
@@ -311,14 +311,14 @@ class PutCarrier:
         return self._expected
 
     def trouble(self, now_s: float) -> tuple[ChannelError, int] | None:
-        """The loss of the neighbour, and the stage that is lost; None if there is none."""
+        """Return the loss of the neighbour, and the stage that is lost; None if there is none."""
         page = self._page
-        told = page.own(TOLD).value
-        if told:
-            text = f"it says that stage {told - 1} is lost"
-            if told - 1 == self._peers.stage:
+        lost = page.own(LOST).value
+        if lost:
+            text = f"it says that stage {lost - 1} is lost"
+            if lost - 1 == self._peers.stage:
                 text = "it has given this stage up"
-            return self._peers.lost("waiting for the pipeline", text), told - 1
+            return self._peers.lost("waiting for the pipeline", text), lost - 1
         wanted = {page.others(word): page.own(word + WANTED).value for word in (PUT, TAKEN)}
         self.waits = not all(word.has(count) for word, count in wanted.items())
         counts = [*wanted.values(), *(word.value for word in wanted)]
@@ -341,22 +341,22 @@ class PutCarrier:
         """Tell the other side that this one waits for another neighbour."""
         self._page.own(WAITS).set(self._page.own(WAITS).value + 1)
 
-    def tell(self, stage: int) -> None:
+    def say_lost(self, stage: int) -> None:
         """Tell the other side that a stage is lost."""
-        self._page.others(TOLD).set(stage + 1)
+        self._page.others(LOST).set(stage + 1)
 
     def _carries(self, specs: StageSpecs) -> tuple[TensorSpec | None, TensorSpec | None]:
-        """What comes and what goes; None for nothing."""
+        """Return the specs of what comes and of what goes; None for nothing."""
         return specs.receives.get(self._peers.receives), specs.sends.get(self._peers.sends)
 
     def _wait(self, stream: CudaStream, word: int, value: int) -> None:
-        """Let a stream wait for the neighbour, and say so when it stands there."""
+        """Let a stream wait for the neighbour, and say so while it waits."""
         if not self._page.others(word).has(value):  # what has come would cost the host time
             stream.write(self._page.own(word + WANTED), value)
             stream.wait(self._page.others(word), value)
 
     def _resize(self, slots: int, slot_bytes: int) -> None:
-        """Have as much memory at least; both sides agree, for they were told the same."""
+        """Have as much memory at least; both sides agree, for they have the same numbers."""
         slot_bytes = max(slot_bytes, self._slot_bytes)
         if slots <= self._slots and slot_bytes == self._slot_bytes:
             return
@@ -377,7 +377,7 @@ def _padded(sizes: Sequence[int]) -> int:
 def _placed(
     tensors: Sequence[torch.Tensor], slot: torch.Tensor
 ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """The bytes of each tensor of a message that has any, and their place in a slot."""
+    """Return the bytes of each tensor of a message that has any, and their place in a slot."""
     places, offset = [], 0
     for tensor in tensors:
         if tensor.nbytes:

@@ -108,7 +108,7 @@ class TransferCarrier:
         """Return how many messages were not received; on a GPU, the stream has got the last one.
 
         Go no further with messages that never came: NCCL's watchdog ends a transfer whose neighbour
-        is silent for too long, and the stream goes on with whatever memory held. The host, which
+        is silent for too long, and the stream goes on with what memory held. The host, which
         had queued the whole step, would go on into the framework's collectives; these would wait
         for the lost rank, too, and hold up the watchdog that is about to end the process.
         """

@@ -36,7 +36,7 @@ _STEADY_KERNELS = 5
 #: of the time if the difference is small.
 _CLOSE_OF_DIFFERENCE = 0.25
 _CLOSE_OF_TIME = 0.01
-#: Kernel times of two clocks that differ by less than this share cannot be told apart.
+#: Kernel times of two clocks that differ by less than this share look alike.
 _VISIBLE = 0.03
 
 #: When the driver was called, and when it returned, on the monotonic clock, s.

@@ -91,10 +91,10 @@ def count_by_stream(page: ClockPage) -> Callable[[int, int], None]:
 
 
 class RankClock:
-    """The clock of a rank's GPU: asked for by a page, and reset whatever ends the rank.
+    """The clock of a rank's GPU: asked for by a page, and reset however the rank ends.
 
-    A real GPU gets a guard before its first lock, which gives the clock back whatever ends the
-    rank, and its clock is looked at twice a second; one that is opened for reading only is watched.
+    A real GPU gets a guard before its first lock, which gives the clock back however the rank ends.
+    Its clock is looked at twice a second, as that of a GPU opened for reading only.
     A dry run has a guard too, so that it takes what a job with clocks would, and goes on without
     one where it is refused, as that of a second rank on a GPU. Control ends before the right to it
     does, as a token for zeusd has an end.
@@ -129,7 +129,7 @@ class RankClock:
         self.repeats = self.given_back = False
         self._asked_mhz: int | None = None
         #: Whether that clock was waited for, and whether it was said that one was not read.
-        self._waited_for = self._told = False
+        self._waited_for = self._warned = False
         self._error: Exception | None = None
         self._pid = os.getpid()
         self._hold: Hold | _Here | None = None
@@ -227,8 +227,8 @@ class RankClock:
                 state = self._gpu.clock_state()
                 is_read = state.observed_mhz >= asked_mhz - TOLERANCE_MHZ
         idles = state is not None and IDLE in state.throttle_reasons  # the next kernel may get it
-        if not (is_read or self.page.is_over or idles or self._told):
-            self._told = True
+        if not (is_read or self.page.is_over or idles or self._warned):
+            self._warned = True
             where = f"{self._gpu.name} was not at {asked_mhz} MHz between training steps"
             logger.warning("%s, so that GPU checks may find it slow: %s", where, state)
 
@@ -259,7 +259,7 @@ class RankClock:
 
     @property
     def error(self) -> Exception | None:
-        """The reason for which no clock is set any more, as the rank or the guard knows it."""
+        """Return why no clock is set any more, as the rank or the guard knows it."""
         if self._error is None and (failure := self.page.failure) is not None:
             self._error = GpuError(failure)
             logger.error(
@@ -376,7 +376,7 @@ def open_rank_gpu(
 
     A pipeline follows one plan, so clocks are controlled on all of its GPUs or on none: if one
     rank has no control, or a site configuration that cannot be used, every rank opens its GPU for
-    reading alone, and the planner logs why.
+    reading only, and the planner logs why.
     Nothing is locked or held yet; the clock was reset, to see that it can be.
 
     Args:
@@ -384,8 +384,8 @@ def open_rank_gpu(
             folder and index.
         wanted: one of `gpu.control.CHOICES`.
         require: whether a job without control is an error instead of a warning.
-        one_clock: whether the whole job has one clock, which a power profile does not stand
-            against; see `gpu.control.beside_power_profiles`.
+        one_clock: whether the whole job has one clock, which goes with any power profile; see
+            `gpu.control.beside_power_profiles`.
 
     Raises GpuError for a GPU that cannot be opened, or if control is required and not available;
     CollectivesError if another rank raised that.

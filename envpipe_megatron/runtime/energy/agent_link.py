@@ -45,7 +45,7 @@ _ANSWER_S = 30.0
 
 
 def own_log_name() -> str:
-    """How the name begins of the energy log that a rank writes itself."""
+    """Return the first part of the name of the energy log that a rank writes itself."""
     return _UNBILLED if os.environ.get(AGENT_VARIABLE) else "energy"
 
 
@@ -60,7 +60,7 @@ class AgentLink:
 
     def window(self, line: Mapping[str, Any]) -> None:
         """Send a line of the energy log."""
-        self.tell({"op": "window", "line": line})
+        self.post({"op": "window", "line": line})
 
     def clock(self, state: ClockState) -> None:
         """Send what a look at the clock has seen; another thread than training's may call it.
@@ -73,12 +73,12 @@ class AgentLink:
 
     def job(self, facts: Mapping[str, Any]) -> None:
         """Send the job's facts."""
-        self.tell({"op": "job", "facts": facts})
+        self.post({"op": "job", "facts": facts})
 
     def close(self) -> None:
-        """Training is over on this GPU; safe to call twice."""
+        """Say that training is over on this GPU; safe to call twice."""
         if self._connection.fileno() >= 0:
-            self.tell({"op": "bye"})
+            self.post({"op": "bye"})
             self._connection.close()
 
     def ask(self, message: Mapping[str, Any]) -> dict[str, Any]:
@@ -89,7 +89,7 @@ class AgentLink:
             raise ConnectionError("it hung up")
         return answer
 
-    def tell(self, message: Mapping[str, Any]) -> None:
+    def post(self, message: Mapping[str, Any]) -> None:
         """Send a message, or drop it if the agent is slow or gone; never waits."""
         try:
             self._connection.setblocking(False)
@@ -125,7 +125,7 @@ def connect_to_agent(
     endpoint = collectives.from_planner(endpoint)
     gpus = list(chain.from_iterable(collectives.all_to_planner(billed)))
     if link is not None and endpoint is not None:
-        link.tell({"op": "send_to", "endpoint": endpoint})
+        link.post({"op": "send_to", "endpoint": endpoint})
     if link is not None and collectives.is_planner:
         # Ranks may share a GPU. What no agent bills is missing from the job's bill.
         link.job({"num_gpus": len(set(gpus) - {None}) + gpus.count(None)})

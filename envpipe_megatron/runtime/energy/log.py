@@ -22,7 +22,7 @@ from envpipe_megatron.runtime.energy.meter import CounterAt, EnergyMeter, MeterE
 
 logger = logging.getLogger(__name__)
 
-#: Most windows that wait for a counter that stands still; beyond this it is taken to have failed.
+#: Most windows that wait for a counter that does not move; beyond this it is taken to have failed.
 _MOST_WAITING = 64
 #: A step of a baseline that takes this much longer than the median loads, compiles or captures.
 _REPRESENTATIVE = 1.2
@@ -51,7 +51,7 @@ class Window:
 
     @property
     def duration_s(self) -> float:
-        """From begin to end."""
+        """Return how long it lasted."""
         return self.end_s - self.begin_s
 
     def extend(self, step: Window) -> None:
@@ -69,7 +69,7 @@ class EnergyLog:
     """Groups steps of one phase into windows, and appends each to a file when it is metered.
 
     A window lasts at least ten refreshes of the counter, unless its phase ends before, and is
-    metered when the counter has refreshed past its end: while the counter stands still, the window
+    metered when the counter has refreshed past its end: while the counter does not move, the window
     grows. One that cannot be metered to its end is left out, with one message, and later windows
     are written again.
 
@@ -137,7 +137,7 @@ class EnergyLog:
         self._baselines[phase] = baseline
 
     def sums(self, phase: str) -> EnergySums:
-        """Sums of a phase with windows that are not written yet; never waits."""
+        """Return a phase's sums, with windows that are not written yet; never waits."""
         made = copy.copy(self.totals[phase]) if phase in self.totals else EnergySums()
         for window in (*self._waiting, self._ended()):
             if window is not None and window.phase == phase:
@@ -154,7 +154,7 @@ class EnergyLog:
             self._open = None
 
     def _ended(self) -> Window | None:
-        """The open window, as if it ended now."""
+        """Return the open window, as if it ended now."""
         window = self._open
         return window and replace(window, baseline=self._baselines.get(window.phase))
 
@@ -259,13 +259,13 @@ class Interval:
 
 
 def usual(steps: Sequence[Window]) -> Interval:
-    """Steps at one clock, without those that were held up: they say nothing of the clock."""
+    """Return steps at one clock without those that were held up: these say nothing of it."""
     median_s = statistics.median([step.duration_s for step in steps if step.iterations] or [0.0])
     return Interval(step for step in steps if step.duration_s <= HELD_UP * median_s)
 
 
 def measure_baseline(warmup: list[Window], meter: EnergyMeter) -> StepEnergy | None:
-    """An average step of a warm-up, without the first and all up to the last that lasts longer.
+    """Return the mean step of a warm-up, behind its first and the last that is longer.
 
     One in the second half counts, as a hiccup of training; before that, it prepares what follows:
     Megatron captures CUDA graphs ahead of its fourth step, and those before run without them. None

@@ -30,13 +30,13 @@ logger = logging.getLogger(__name__)
 
 #: A window shorter than this says little: its ends lie somewhere within a refresh.
 _MIN_REFRESHES = 10
-#: A counter that has not refreshed for this many periods stands still: nothing is guessed beyond.
+#: A counter that has not refreshed for this many periods has stopped: nothing is guessed beyond.
 _MAX_SILENT_REFRESHES = 3
 #: From one look at the counter to the next, so that each refresh is seen.
 POLL_S = 0.05
 #: The refresh period until two refreshes have been seen, as NVIDIA's counters have it.
 _TYPICAL_REFRESH_S = 0.1
-#: Refreshes around an end of a window that tell how much the power varies there.
+#: Refreshes around an end of a window that show how much the power varies there.
 _NEIGHBOURS = 5
 #: How long to wait for the thread; a driver that hangs must not take training with it.
 _LOOK_TIMEOUT_S = 1.0
@@ -64,19 +64,19 @@ class WindowEnergy(NamedTuple):
 
     @property
     def energy_j(self) -> float:
-        """Between them."""
+        """Return the energy between both ends."""
         return max(self.end.energy_j - self.begin.energy_j, 0.0)
 
     @property
     def uncertainty_j(self) -> float:
-        """Standard uncertainty of `energy_j`."""
+        """Return the standard uncertainty of `energy_j`."""
         return math.hypot(self.begin.uncertainty_j, self.end.uncertainty_j, RESOLUTION_J)
 
 
 class EnergyMeter:
     """Samples one GPU's energy counter from the moment it is made until `close`.
 
-    A counter that cannot be read, stands still or goes back spoils the windows it touches and no
+    A counter that cannot be read, stops or goes back spoils the windows it touches and no
     others: the counter is cumulative, so a window whose ends were both seen is right without the
     readings between them. Windows may start `horizon_s` back. Where no other process reads, or it
     ends, a thread of this process does.
@@ -107,13 +107,13 @@ class EnergyMeter:
 
     @property
     def last_refresh_s(self) -> float:
-        """The last refresh that was seen; energy up to there is interpolated and final."""
+        """Return when the last refresh was seen; energy up to there is final."""
         with self._seen():
             return self._times_s[-1] if self._times_s else -math.inf
 
     @property
     def refresh_s(self) -> float:
-        """The counter's refresh period: the median of the latest, as polls miss some refreshes."""
+        """Return the counter's refresh period: the median of the latest, as polls miss some."""
         with self._seen():
             latest = self._times_s[-2 * _MIN_REFRESHES :]
         if len(latest) < 2:
@@ -122,13 +122,13 @@ class EnergyMeter:
 
     @property
     def min_window_s(self) -> float:
-        """How long a window should last at least: ten refreshes."""
+        """Return the least length of a window: ten refreshes."""
         return _MIN_REFRESHES * self.refresh_s
 
     def refreshes(self, begin_s: float) -> tuple[FloatArray, FloatArray]:
-        """Instants of all refreshes since then, and what the counter said, J; neither reads.
+        """Return the instants of all refreshes since then, and the counter's J; does not read.
 
-        None before the counter last went back, and none where it stands still.
+        None before the counter last went back, and none while it has stopped.
         """
         with self._seen():
             begin_s = max([begin_s, *(after_s for _, after_s in self._breaks)])
@@ -144,14 +144,14 @@ class EnergyMeter:
         self._look(_LOOK_TIMEOUT_S)
 
     def window(self, start_s: float, end_s: float) -> WindowEnergy:
-        """Energy between two instants on the GPU's time base; neither reads nor waits.
+        """Return the energy between two instants on the GPU's time base; neither reads nor waits.
 
         Past the last refresh it is extrapolated with the power between the last two, for
         `_MAX_SILENT_REFRESHES` periods at most: close a window some refreshes after its end.
 
         The uncertainty is that of the interpolation at both ends (how much the power varies from
         refresh to refresh there, times the refresh period, or times the time to the last refresh
-        where that is longer), of the instant of the refresh where the GPU does not tell it, and the
+        where that is longer), of the instant of the refresh where the GPU does not say it, and the
         counter's resolution. Work that alternates faster than the counter refreshes shows in it
         too: the refreshes cut the alternation at different places.
 
@@ -168,7 +168,7 @@ class EnergyMeter:
                 )
             self._check_seen(end_s)
             for before_s, after_s in self._breaks:
-                # After a break, a single refresh tells no power yet.
+                # After a break, a single refresh gives no power yet.
                 if end_s > before_s and (start_s < after_s or after_s == times[-1]):
                     raise MeterError(
                         f"The energy counter of {self._gpu.name} went back within a window, as it "
@@ -212,7 +212,7 @@ class EnergyMeter:
         power_w = self._power_w(left)
         around = range(max(0, left - _NEIGHBOURS), min(left + _NEIGHBOURS + 1, len(times) - 1))
         powers_w = [self._power_w(i) for i in around]
-        # A single power tells nothing of how it varies: it may have been anything up to itself.
+        # A single power does not show how it varies: it may have been anything up to itself.
         varies_w = float(np.std(powers_w)) if len(powers_w) > 1 else power_w
         varied_j = varies_w * max(times[left + 1] - times[left], time_s - times[-1])
         refreshed_s = max(self._time_uncertainties_s[left : left + 2])
@@ -223,13 +223,13 @@ class EnergyMeter:
         )
 
     def _power_w(self, left: int) -> float:
-        """Mean power from a refresh to the next, W; never below 0."""
+        """Return the mean power from a refresh to the next, W; never below 0."""
         energy_j = self._energies_j[left + 1] - self._energies_j[left]
         return max(energy_j, 0.0) / (self._times_s[left + 1] - self._times_s[left])
 
     @contextmanager
     def _seen(self) -> Iterator[None]:
-        """Within, all that was read so far is there."""
+        """Take in all that was read so far; the lock is held within."""
         with self._lock:
             if self._reader is not None:
                 self._take(self._reader.take())

@@ -49,10 +49,10 @@ class TimelineLog:
         executed: Callable[[], list[str]],
         frequencies_mhz: list[int] | None,
     ) -> None:
-        """An iteration has run; returns at once. `timeline_line` has what is written of it."""
+        """Add an iteration that has run; returns at once. See `timeline_line`."""
         index = self._seen[phase]
         self._seen[phase] += 1
-        # Where few iterations have their units timed, the next of those stands for one without.
+        # Where few iterations have their units timed, the next of those takes the place of others.
         if is_recorded(phase, index):
             self._due.add(phase)
         if self._append is None or phase not in self._due or not record.timed:
@@ -63,7 +63,7 @@ class TimelineLog:
         )
 
     def add_clock(self, time_s: float, state: ClockState) -> None:
-        """The clock was looked at; returns at once. One thread may call it, until `close`."""
+        """Add a look at the clock; returns at once. One thread may call it, until `close`."""
         if self._append is None or not self._samples_left:
             return
         self._samples_left -= 1
@@ -90,7 +90,7 @@ def timeline_line(
     executed: list[str],
     frequencies_mhz: list[int] | None,
 ) -> dict[str, Any]:
-    """One iteration of one rank, in the format of `formats.timeline`.
+    """Return one iteration of one rank, in the format of `formats.timeline`.
 
     `executed` are the units as plans write them, in the order in which they ran; `frequencies_mhz`
     what was requested for each, None if no clock is controlled.

@@ -68,7 +68,7 @@ class TrainingEnergy:
         self._now_s = now_s
         self._collectives = collectives
         self._lap = Interval()
-        #: When the last lap ended, and where the counter was taken to stand then (J).
+        #: When the last lap ended, and where the counter was taken to be then (J).
         self._lap_end: tuple[float, float] | None = None
         #: By phase, steps of warm-ups and stretches of `baseline` that nobody has looked at yet.
         self._warmups: dict[str, list[Window]] = {}
@@ -87,7 +87,7 @@ class TrainingEnergy:
             self._know_baseline(batch, baseline)
 
     def begin_step(self) -> None:
-        """The next step begins now."""
+        """Begin the next step now."""
         self._in_turn(partial(self._begin_step, self._now_s()))
 
     def _begin_step(self, now_s: float) -> None:
@@ -104,7 +104,7 @@ class TrainingEnergy:
     def add(
         self, phase: str, iteration: int, record: StageRecord, receives: NDArray[np.bool_]
     ) -> None:
-        """An iteration has run: all units of its step. Its record is looked at in `catch_up`.
+        """Add an iteration, all units of its step. Its record is read in `catch_up`.
 
         `receives` is [units_per_stage], whether a unit's input comes from another stage: the wait
         before it is blocking, the wait before another is idle.
@@ -142,7 +142,7 @@ class TrainingEnergy:
         )
 
     def end_step(self, iteration: int) -> None:
-        """The step ends now, whoever ran its iteration; a second call does nothing."""
+        """End the step now, whoever ran its iteration; a second call does nothing."""
         self._in_turn(partial(self._end_step, iteration, self._now_s()))
 
     def _end_step(self, iteration: int, end_s: float) -> None:
@@ -156,7 +156,7 @@ class TrainingEnergy:
             self._count()
 
     def pause(self) -> None:
-        """Something that is not training follows, up to the next step's begin."""
+        """Bill nothing up to the next step's begin: what follows is not training."""
         self.catch_up()
         self._count()
         self.log.interrupt()
@@ -205,7 +205,7 @@ class TrainingEnergy:
         self.log.compare_with(phase_in_batch(Phase.STEADY, batch), None)
 
     def warm_step(self, batch: str) -> StepEnergy | None:
-        """A usual step of the warm-up of a batch whose baseline was known, without the first.
+        """Return a usual step of the warm-up of a batch whose baseline was known, but the first.
 
         It is that of an average GPU of the job, on all ranks together; None if a rank has no step.
         Waits for a look at the counter if there was none since the last step.
@@ -239,9 +239,9 @@ class TrainingEnergy:
         return IntervalEnergy(lap.phases, lap.measure(self._meter, corrected_j))
 
     def gather(self, interval: IntervalEnergy) -> IntervalEnergy | None:
-        """The interval on an average GPU of the job; on all ranks together.
+        """Return the interval on an average GPU of the job; all ranks call it together.
 
-        GPUs of a stage stand in for its unmetered ones. Without a metered one, there is no energy.
+        GPUs of a stage count for its unmetered ones too. Without a metered one, there is no energy.
         None if a rank has no step in its interval. What all steady steps so far have saved is
         added up, and is `saved` if some are of this interval.
         """
@@ -260,7 +260,7 @@ class TrainingEnergy:
         return IntervalEnergy(interval.phases, mean, compare(*found) if found else None)
 
     def sums(self) -> dict[str, EnergySums]:
-        """Sums of each phase that was metered, or compared by its time; see `EnergyLog.sums`."""
+        """Return each phase's sums, if it was metered or compared by time; see `EnergyLog.sums`."""
         return {phase: self.log.sums(phase) for phase in self.log.totals}
 
     def summary(self) -> dict[str, Any]:
@@ -296,7 +296,7 @@ class TrainingEnergy:
         }
 
     def _put(self, step: Window, *, over: bool = False) -> None:
-        """The next step: the one before has ended, and it begins where that one did."""
+        """Take the next step: the one before has ended, and it begins where that ended."""
         last = self._last
         self._count()
         if last is not None and (self._over or last.phase == step.phase):
@@ -330,7 +330,7 @@ class TrainingEnergy:
     def _over_gpus(
         self, step: StepEnergy | None
     ) -> tuple[StepEnergy | None, tuple[StepEnergy, ...]]:
-        """An average step on all GPUs, and on those of each stage; none if one has no step."""
+        """Return the mean step on all GPUs, and on each stage's; none if a GPU has no step."""
         sums = self._collectives.by_stage(step_sums(step), SUM)
         means = [mean_over_gpus([stage]) for stage in sums]
         return mean_over_gpus(sums), tuple(mean for mean in means if mean is not None)

@@ -2,7 +2,7 @@
 
 The *emulated* clock is exact: a unit starts at the later of its stage's last end and the emulated
 instant at which its input was sent, and takes what the GPU's model says, so an iteration equals the
-longest path whatever the host does. The *wall* clock follows by sleeping until each unit's emulated
+longest path on any host. The *wall* clock follows by sleeping until each unit's emulated
 end; it is late by what the host is too slow for.
 """
 
@@ -85,7 +85,7 @@ class EmulatedExecutor(Executor):
         self._gpu.anchor(self._anchor_s)
 
     def begin_unit(self) -> Passed:
-        """The input is there; the real computation starts.
+        """Note that the input is there and the real computation starts.
 
         Raises CollectivesError if the stage that sends the input is gone or silent.
         """
@@ -101,7 +101,7 @@ class EmulatedExecutor(Executor):
         return always
 
     def end_unit(self) -> Passed:
-        """The real computation is done: take the unit's modelled time, and sleep until its end."""
+        """Take the unit's modelled time after its real computation, and sleep until its end."""
         self._settle_clock()
         position = len(self._ends)
         unit, destination = self._units[position], self._destinations[position]
@@ -125,13 +125,13 @@ class EmulatedExecutor(Executor):
         return always  # the sleep is over: so is the unit
 
     def in_wait(self, after_s: float) -> float:
-        """In emulated time, to which `begin_unit` brings the GPU."""
+        """Do it in emulated time, to which `begin_unit` brings the GPU."""
         self._settle_clock()  # the wait's own clock is set where the wait begins
         self._wait_ends_s = self._begin_s + self._ends[-1] + after_s
         return math.inf
 
     def end_iteration(self, check: Callable[[], object]) -> Callable[[], StageRecord]:
-        """The iteration ends on all stages when the slowest has ended; all is known at once."""
+        """End the iteration on all stages when the slowest has ended; all is known at once."""
         # The request after the last unit belongs to its end.
         self._settle_clock()
         # What has followed the units since, such as an optimizer, is not the iteration's.
@@ -147,11 +147,11 @@ class EmulatedExecutor(Executor):
         return lambda: record
 
     def now_s(self) -> float:
-        """Where this GPU's committed work ends: what no unit does takes no emulated time."""
+        """Return where this GPU's committed work ends: only units take emulated time."""
         return self._gpu.committed_end_s()
 
     def idle(self, time_s: float) -> None:
-        """The emulated GPU idles, and a meter sees that it did; the host does not sleep."""
+        """Have the emulated GPU idle, which a meter sees; the host does not sleep."""
         self._settle_clock()
         end_s = self._gpu.committed_end_s() + time_s
         self._gpu.advance_to(end_s)

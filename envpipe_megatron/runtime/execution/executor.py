@@ -1,6 +1,6 @@
 """How a unit's time passes: on a GPU, or on an emulated one (`emulated_executor`).
 
-The interpreter tells an executor when a unit's input has arrived and when its work was handed to
+The interpreter calls an executor when a unit's input has arrived and when its work was handed to
 the device; the executor knows when the device began and ended it.
 """
 
@@ -55,9 +55,8 @@ class StageRecord:
         wall_time_s: on the host's clock, until the framework said that the iteration was over.
         number: of the iteration; None if nobody counts them.
         followed: whether the next iteration follows at once: False before what is no training.
-        timed: whether its units were timed; else the iteration was, and another's units stand for
-            them.
-        whole: whether all of its units ran, as far as is known; else times of units tell nothing.
+        timed: whether its units were timed; else only the iteration was, and units are another's.
+        whole: whether all of its units ran, as far as is known; else times of units mean nothing.
     """
 
     start_s: FloatArray
@@ -72,16 +71,16 @@ class StageRecord:
 
     @property
     def unit_time_s(self) -> FloatArray:
-        """[units_per_stage] how long each unit took."""
+        """Return how long each unit took, [units_per_stage]."""
         return self.end_s - self.start_s
 
     @property
     def receive_wait_s(self) -> FloatArray:
-        """[units_per_stage] from the end of the unit before, or the start, until the input came."""
+        """Return each unit's wait for its input since the unit before, [units_per_stage]."""
         return self.start_s - np.concatenate(([0.0], self.end_s[:-1]))
 
     def with_units_of(self, like: StageRecord) -> StageRecord:
-        """The same iteration, of which only begin and end were timed, with the units of another."""
+        """Return the same iteration, timed at begin and end only, with the units of another."""
         share = float(self.end_s[-1] / (like.end_s[-1] or 1.0))
         return replace(self, start_s=share * like.start_s, end_s=share * like.end_s, timed=False)
 
@@ -94,7 +93,7 @@ class StageRecord:
 def late_record(
     read: Callable[[], StageRecord], number: int | None, *, timed: bool = True, whole: bool = True
 ) -> StageRecord:
-    """A record that is read, once, when one of its times is first asked for."""
+    """Make a record that is read, once, when one of its times is first asked for."""
     record = object.__new__(_LateRecord)
     record.__dict__.update(_read=read, number=number, timed=timed, whole=whole)
     return record
@@ -102,7 +101,7 @@ def late_record(
 
 class _LateRecord(StageRecord):
     def __getattr__(self, name: str) -> Any:
-        """A time that is not there yet."""
+        """Read a time that is not there yet."""
         if "_read" not in self.__dict__ or name.startswith("_"):
             raise AttributeError(name)
         self.__dict__.update({**self._read().__dict__, "number": self.number, "whole": self.whole})
@@ -120,10 +119,10 @@ class Executor(Protocol):
         """Start an iteration; all stages of the pipeline do so together."""
 
     def begin_unit(self) -> Passed:
-        """The next unit's input is there, or comes in stream order; returns what is true then."""
+        """Begin a unit, its input is there or comes in stream order; returns what is true then."""
 
     def end_unit(self) -> Passed:
-        """The unit's work has been handed over; returns what becomes true when it has ended."""
+        """End a unit, whose work was handed over; returns what becomes true when it has ended."""
 
     def in_wait(self, after_s: float) -> float:
         """Return so long behind the last unit's end by the host's clock, inf where that means none.
@@ -132,25 +131,25 @@ class Executor(Protocol):
         """
 
     def end_iteration(self, check: Callable[[], object]) -> Callable[[], StageRecord]:
-        """All units have been handed over; what is returned waits for the last and reads all times.
+        """End the iteration; what is returned waits for its last unit and reads all times.
 
         It is to be called before the iteration after the next one begins. While it waits, it calls
         `check`, which raises an error if the device will never come there.
         """
 
     def now_s(self) -> float:
-        """Outside an iteration: now, on the time base of the GPU's meter."""
+        """Return the present instant on the time base of the GPU's meter, outside an iteration."""
 
     def wait_for_messages(self) -> None:
-        """Outside an iteration: wait until the device has got all messages received so far."""
+        """Wait until the device has got all messages received so far, outside an iteration."""
         return
 
     def idle(self, time_s: float) -> None:
-        """Outside an iteration: let this time pass on the meter's time base."""
+        """Let this time pass on the meter's time base, outside an iteration."""
         return
 
     def wait_no_more(self) -> None:
-        """From now on, times of an iteration that has ended are read without any wait."""
+        """Read times of an iteration that has ended without any wait from now on."""
         return
 
 
@@ -198,7 +197,7 @@ class CudaExecutor(Executor):
         return event.query
 
     def in_wait(self, after_s: float) -> float:
-        """By the host's clock, which starts when the end was seen."""
+        """Take the host's clock, which starts when the end was seen."""
         return after_s
 
     def end_iteration(self, check: Callable[[], object]) -> Callable[[], StageRecord]:
@@ -239,7 +238,7 @@ class CudaExecutor(Executor):
         self._seen_s = time.monotonic()
 
     def now_s(self) -> float:
-        """The host's monotonic clock, which the meters of real GPUs use."""
+        """Return the host's monotonic clock, which the meters of real GPUs use."""
         return time.monotonic()
 
     def wait_for_messages(self) -> None:
@@ -265,6 +264,6 @@ def make_record(
     iteration_time_s: float,
     wall_time_s: float,
 ) -> StageRecord:
-    """A record from starts and ends relative to the start of the iteration."""
+    """Make a record from starts and ends relative to the start of the iteration."""
     times_s = np.array(starts_s), np.array(ends_s)
     return StageRecord(*times_s, begin_s, iteration_time_s, wall_time_s)

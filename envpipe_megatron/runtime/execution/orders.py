@@ -28,7 +28,7 @@ class IterationOrder:
     Attributes:
         billed_late: whether its times may be read, and billed, while the next one runs: the phase
             looks at no bill, and seldom at what was measured.
-        times_units: whether each unit is timed. Where not, those of an earlier iteration stand for
+        times_units: whether each unit is timed. Where not, an earlier iteration lends its times to
             them, if units and messages are the framework's and no thread waits for a unit's end.
         lowest_mhz: the lowest clock of any replica's unit, where replicas run several orders.
     """
@@ -43,12 +43,12 @@ class IterationOrder:
 
     @property
     def slowest_mhz(self) -> int:
-        """The lowest clock of any unit, in any replica."""
+        """Return the lowest clock of any unit, in any replica."""
         own_mhz = int(self.frequency_mhz.min())
         return min(own_mhz, self.lowest_mhz or own_mhz)
 
     def parked(self, stage: int) -> dict[int, tuple[int, float]]:
-        """As `Parking.of_stage`; empty without parking."""
+        """Return `Parking.of_stage`; empty without parking."""
         return {} if self.parking is None else self.parking.of_stage(stage)
 
 
@@ -68,7 +68,7 @@ def iterations(order: IterationOrder, count: int = 1) -> PhaseRun[list[StageReco
 def whole(
     run: Callable[[], PhaseRun[list[StageRecord]]], collectives: Collectives
 ) -> PhaseRun[list[StageRecord]]:
-    """The records of iterations, again while some did not run whole on one rank; `MOST_TRIES`."""
+    """Run iterations, `MOST_TRIES` times while some did not run whole; the records."""
     for _ in range(MOST_TRIES):
         records = yield from run()
         partial: float = sum(not record.whole for record in records)

@@ -40,7 +40,7 @@ class StageRun:
             when the next begins: what it returns then is called there.
         channel: to the neighbours; None if the framework carries the messages.
         specs: what the channel's messages carry.
-        like: an iteration whose units' times stand for this one's, of which begin and end alone are
+        like: an iteration whose units' times are this one's too, of which begin and end only are
             timed: without a channel, where nothing parks and nobody waits for a unit. None to time
             each unit.
     """
@@ -85,7 +85,7 @@ class StageRun:
 
     @property
     def next_unit(self) -> Unit | None:
-        """The unit that begins next, or has begun; None after the last."""
+        """Return the unit that begins next, or has begun; None after the last."""
         return self.units[self._ended] if self._ended < len(self.units) else None
 
     @property
@@ -95,18 +95,18 @@ class StageRun:
 
     @property
     def executed(self) -> list[str]:
-        """The units that have ended, as plans write them."""
+        """Return the units that have ended, as plans write them."""
         chunks = self.order.schedule.num_chunks
         return [unit.label(chunks) for unit in self.units[: self._ended]]
 
     def begin(self) -> None:
-        """The iteration begins; all stages of the pipeline do so together."""
+        """Begin the iteration; all stages of the pipeline do so together."""
         if self._channel is not None:
             self._channel.begin_step(self.order.schedule, self._specs)
         self._executor.begin_iteration(self.order.schedule, self._stage)
 
     def begin_unit(self) -> list[torch.Tensor] | None:
-        """The next unit begins, once its input is there; returns what the channel carries of it.
+        """Begin the next unit, once its input is there; returns what the channel carries of it.
 
         Raises CollectivesError too, if the channel carries nothing and time is emulated.
         """
@@ -124,7 +124,7 @@ class StageRun:
         return inputs
 
     def end_unit(self, outputs: Sequence[torch.Tensor] = ()) -> None:
-        """The unit's work has been handed over: send what it made to where it is needed."""
+        """End the unit, whose work was handed over: send what it made to where it is needed."""
         position = self._ended
         unit = self.units[position]
         self._ended = position + 1
@@ -147,7 +147,7 @@ class StageRun:
             self.all_ended()
 
     def hand_over(self) -> None:
-        """All units have been handed over: what follows them may be, too."""
+        """Return when what follows the units, which were all handed over, may be too."""
         assert self._channel is not None
         if self._channel.lets_go:
             wait_for(self._last_input, self._channel.check)
@@ -159,7 +159,7 @@ class StageRun:
         return self.next_unit is None and self._last_end()
 
     def end(self, number: int | None = None) -> StageRecord:
-        """The times of what has this number; the first that is asked for waits for the last unit.
+        """Return the times of this iteration; the first that is asked for waits for the last unit.
 
         That raises ChannelError if a neighbour is gone or silent.
         """
@@ -185,7 +185,7 @@ class StageWork(Protocol):
         """
 
     def sent(self, unit: Unit) -> None:
-        """The unit's output is in the channel: what only it needed may be freed."""
+        """Free what only the unit's output needed: it is in the channel."""
 
 
 class SplitWork(StageWork, Protocol):
@@ -202,7 +202,7 @@ def execute(
     run: StageRun,
     unit_ended: Callable[[Unit], None] | None = None,
 ) -> None:
-    """Execute one stage's order of a schedule once; `run.end` tells the times measured.
+    """Execute one stage's order of a schedule once; `run.end` returns the times.
 
     `unit_ended` is called with each unit once its output is in the channel and its memory freed.
     Raises ChannelError if a neighbour is gone or silent.
@@ -268,7 +268,7 @@ class Rehearsal:
         self._run(lambda work: work.weight_gradient(unit))
 
     def sent(self, unit: Unit) -> None:
-        """The unit's output is in the channel."""
+        """Note that the unit's output is in the channel."""
         self._run(lambda work: work.sent(unit))
 
     def _run(self, run: Callable[[SplitWork], T]) -> T | None:

@@ -44,7 +44,7 @@ _HEARD_S, _LEAST_STEP_S = 1.0, 1e-3
 
 @dataclass
 class Batch:
-    """Where iterations of one number of microbatches stand.
+    """Iterations of one number of microbatches, and what runs next.
 
     Args:
         name: empty for the batch of full size, see `phase_in_batch`.
@@ -222,7 +222,7 @@ class Iterations:
 
     @property
     def latest(self) -> Sequence[tuple[Phase, float, float]]:
-        """Phase, time on the GPU's time base in s, wall time in s.
+        """Return phase, time on the GPU's time base in s, and wall time in s of each.
 
         Waits for the last unit, if its times are not read yet.
         """
@@ -230,7 +230,7 @@ class Iterations:
         return self._kept
 
     def add(self, number: int, run: StageRun, batch: str, controlled: Callable[[], bool]) -> None:
-        """All units of an iteration have run; its times are read now, or later.
+        """Add an iteration whose units have all run; its times are read now, or later.
 
         Args:
             number: of the iteration.
@@ -264,19 +264,19 @@ class Iterations:
             write_down()
 
     def like(self, order: IterationOrder) -> StageRecord | None:
-        """One whose units' times may stand for the next one's, which runs this; None: time them."""
+        """Return an iteration with the times of units that the next one takes; None: time them."""
         if order.times_units or self._timed is None:
             return None
         timed, record = self._timed
         same = timed.schedule is order.schedule and timed.frequency_mhz is order.frequency_mhz
         return record if same else None
 
-    def make_way_for(self, order: Schedule) -> None:
-        """Another order follows, which may replace memory that messages of a late one lie in."""
+    def catch_up_before(self, order: Schedule) -> None:
+        """Catch up if another order follows: it may replace memory with messages of a late one."""
         if self._late is not None and self._late[0].order.schedule is not order:
             self.catch_up()
 
-    def nothing_follows(self) -> None:
+    def note_pause(self) -> None:
         """Note that no iteration follows at once: the last record says that one does."""
         self.catch_up()
         if self.last_record is not None:

@@ -1,7 +1,7 @@
 """What a job knows of its units: a profile that holds, parts of backwards, how long a hop takes.
 
 Units may cost something else today than they did: by another driver, heat, another node, or a fact
-that no key has. What was measured in the warm-up, at the highest clock, tells. Where plans may
+that no key has. The warm-up, at the highest clock, shows it. Where plans may
 split backwards, units are measured in an order that splits some: what both parts of one take is
 seen in the same iterations as all else, so that nothing is assumed of it. Called by `phases`.
 """
@@ -25,7 +25,7 @@ from envpipe_megatron.core.schedule import Schedule
 from envpipe_megatron.formats.energy import Phase
 from envpipe_megatron.runtime.execution.executor import StageRecord
 from envpipe_megatron.runtime.execution.orders import PhaseRun, constant_order
-from envpipe_megatron.runtime.going_on import by_planner
+from envpipe_megatron.runtime.fallback import by_planner
 from envpipe_megatron.runtime.job.parts import PhaseParts, note
 from envpipe_megatron.runtime.job.planning import (
     capacity,
@@ -50,7 +50,7 @@ _MOST_UNSURE = 0.1
 def known_and_measured(
     job: PhaseParts, schedule: Schedule, records: Sequence[StageRecord]
 ) -> tuple[Profile | None, Schedule]:
-    """The profile that need not be measured, and the order whose units are looked at.
+    """Return the profile that need not be measured, and the order whose units are looked at.
 
     That is the framework's, with half of its backwards split if plans may split some. Every rank
     calls it, as `known_profile`. Where only the order matters, units are always measured.
@@ -100,7 +100,7 @@ def watch_parts(job: PhaseParts, schedule: Schedule, measured: Schedule) -> Phas
 
 
 def measure_p2p_latency_s(job: PhaseParts) -> float:
-    """Half the median round trip, in s, of a message between this stage and the next.
+    """Return half the median round trip, in s, of a message between this stage and the next.
 
     Run by all stages between two iterations. A message of the size of training goes to the next
     stage over the activations' link and one comes back over the gradients', so the figure is the
@@ -143,12 +143,12 @@ def measure_p2p_latency_s(job: PhaseParts) -> float:
 def known_profile(
     job: PhaseParts, schedule: Schedule, records: Sequence[StageRecord]
 ) -> Profile | None:
-    """The profile of another batch, the user's, or an earlier start's; else None.
+    """Return the profile of another batch, the user's, or an earlier start's; else None.
 
     An earlier start's is forgotten where the warm-up contradicts it; the user's is used all the
     same, and the log says so. Every rank calls it, with the warm-up's records.
 
-    Raises GoesOnError on all ranks if the user's cannot be read, or is of another number of stages.
+    Raises DegradedError on all ranks if the user's is broken, or of another number of stages.
     """
     before = job.state.profile  # what units cost does not depend on how many there are
     if before is not None and _has_all_pairs(job.state.profiled, schedule):
@@ -205,7 +205,7 @@ def _has_all_pairs(measured: Schedule | None, schedule: Schedule) -> bool:
 def _contradiction(
     job: PhaseParts, profile: Profile, schedule: Schedule, records: Sequence[StageRecord]
 ) -> str:
-    """How far the warm-up is from the profile, in words; empty if no kind of units is too far.
+    """Say how far the warm-up is from the profile; empty if no kind of units is too far.
 
     Medians count: over iterations and units of a kind on each rank, then over replicas. A kind that
     did not run, or has no row at the clock of the warm-up, contradicts nothing.

@@ -26,7 +26,7 @@ from envpipe_megatron.runtime.execution.orders import (
     PhaseRun,
     constant_order,
 )
-from envpipe_megatron.runtime.going_on import GoesOnError, by_planner, in_words
+from envpipe_megatron.runtime.fallback import DegradedError, by_planner, in_words
 from envpipe_megatron.runtime.job.parts import PhaseParts
 from envpipe_megatron.runtime.job.planning import make_room
 from envpipe_megatron.runtime.job.reports import make_report
@@ -62,7 +62,7 @@ def run_commands(
 ) -> PhaseRun[tuple[T, IterationOrder]]:
     """Run what a run decides; what it found, if it ends, and what ran last.
 
-    Raises GoesOnError if it failed on a rank.
+    Raises DegradedError if it failed on a rank.
 
     Args:
         job: this rank's parts.
@@ -70,7 +70,7 @@ def run_commands(
         clocks_mhz: those that plans may use, the same on every rank; or this GPU's highest.
         records: of the iterations before, one at least.
         begin: begins the run by what `records` say, on the planning rank.
-        kinds: those that it tells apart; by default the framework's.
+        kinds: those that it distinguishes; by default the framework's.
     """
     kinds, nodes_mhz = kinds or profiled_kinds(schedule), power_nodes_mhz(clocks_mhz)
     needs_clocks = job.options.closed_loop and not job.options.changes_only_order
@@ -115,8 +115,8 @@ def run_commands(
         order = replace(order, phase=command.phase)
         for line in command.note.splitlines():
             job.say(line)
-        told = job.options.closed_loop and (command.note or command.plan is not None)
-        if job.collectives.is_planner and told:
+        is_news = job.options.closed_loop and (command.note or command.plan is not None)
+        if job.collectives.is_planner and is_news:
             job.folder.append("loop", _described(job, command))
         if command.billed:
             kept = [note for note in job.state.notes if note not in billed]
@@ -138,7 +138,7 @@ def run_commands(
 
 
 def _made(make: Callable[[], Report]) -> Report | str:
-    """This rank's report, or why there is none: other ranks wait for either."""
+    """Return this rank's report, or why there is none: other ranks wait for either."""
     try:
         return make()
     except Exception as error:  # of any kind: it must not end training
@@ -151,12 +151,12 @@ def _merged(parts: Sequence[Report | str]) -> Report | str:
 
 
 def _window(stages: Sequence[Report | str], *, needs_clocks: bool) -> Window:
-    """Return the reports of all stages; GoesOnError where one has none, or a clock is lost."""
+    """Return the reports of all stages; DegradedError where one has none, or a clock is lost."""
     for stage, report in enumerate(stages):
         if isinstance(report, str):
-            raise GoesOnError(f"Stage {stage}: {report}")
+            raise DegradedError(f"Stage {stage}: {report}")
         if needs_clocks and report.lost:
-            raise GoesOnError(f"Stage {stage}: Clock control ended: {'; '.join(report.problems)}")
+            raise DegradedError(f"Stage {stage}: Clock control ended: {'; '.join(report.problems)}")
     return Window(tuple(report for report in stages if isinstance(report, Report)))
 
 
@@ -187,7 +187,7 @@ def _instead(run: Run[Any] | None, why: str) -> Command:
 
 
 def _refused(job: PhaseParts, plan: Plan, own: Schedule) -> str:
-    """Why a new plan has no memory; else it is kept and runs from now on, on every rank.
+    """Return why a plan has no memory; else it is kept and runs from now on, on every rank.
 
     The framework's own order ran, so that too little memory for it is only said.
     """

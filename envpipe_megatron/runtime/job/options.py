@@ -50,7 +50,7 @@ class Level(enum.IntEnum):
     ORDER = 3
 
     def __str__(self) -> str:
-        """The name as users write it."""
+        """Return the name as users write it."""
         return self.name.lower()
 
 
@@ -121,7 +121,7 @@ def _number(number: Number) -> Callable[[str], float]:
 
 
 def _preset(given: str) -> str | None:
-    """The preset, whose name users write in any case; a path stays as it is."""
+    """Return the preset, whose name users write in any case; a path stays as it is."""
     if given == "auto":
         return None
     name = given if given.endswith(".toml") else given.lower()
@@ -141,7 +141,7 @@ def _in_flight(given: str) -> int | tuple[int, ...] | str:
     return numbers if len(numbers) > 1 else numbers[0]
 
 
-#: What it stands for where it is not given, by type; `None`: with the other types.
+#: Values of options that are not given, by type; `None`: with the other types.
 _WITH_TYPE: Mapping[str, Mapping[str | None, str]] = {
     "scheduling": {"envelope": "ours", "optimal": "auto", None: "1f1b"},
     "reconfigure": {"envelope": "balanced", None: "default"},
@@ -263,7 +263,7 @@ class JobOptions:
         of_levels=True,
     )
     reconfigure: str = _option(
-        "With type envelope, which greedy and balanced stand for, adjust clocks from "
+        "With type envelope, which greedy and balanced imply, adjust clocks from "
         "measured iterations; default: do not; optimal: the same as type optimal.",
         "",
         usual="$ENVPIPE_RECONFIGURE, else balanced with type envelope",
@@ -302,14 +302,13 @@ class JobOptions:
         rules=(Rule("is of stages", needs=("a pipeline",)),),
     )
     plan: Path | None = _option(
-        "A plan JSON to run as it stands, whatever type and order; needs the profile that "
-        "prices it.",
+        "A plan JSON to run as it is, with any type and order; needs the profile that prices it.",
         type=Path,
         metavar="FILE",
         is_file=True,
         rules=(
             Rule(
-                "runs as it stands, by the profile that prices it",
+                "runs as it is, by the profile that prices it",
                 needs=("profile",),
                 without=("max_in_flight", "reconfigure greedy|balanced"),
             ),
@@ -458,23 +457,23 @@ class JobOptions:
 
     @property
     def slowdown_percent(self) -> float:
-        """How much longer steps may last than the framework's own at the highest clocks."""
+        """Return how much longer steps may last than the framework's own at the highest clocks."""
         usual = 0.0 if self.one_clock else CLOSED_LOOP_SLOWDOWN_PERCENT
         return usual if self.max_slowdown is None else self.max_slowdown
 
     @property
     def min_dwell_s(self) -> float:
-        """Least time between two changes of a GPU's clock, s."""
+        """Return the least time between two changes of a GPU's clock, s."""
         return self.min_dwell_ms / 1e3
 
     @property
     def profiler(self) -> ProfilerSettings:
-        """How long to stay at each clock of a sweep."""
+        """Return how long to stay at each clock of a sweep."""
         return ProfilerSettings(measured_iterations=self.profile_steps, min_window_s=self.window_s)
 
     @property
     def goal(self) -> Objective:
-        """What is planned for."""
+        """Return what is planned for."""
         return Objective(
             self.objective or Goal.ENERGY, energy_price=self.energy_price, gpu_price=self.gpu_price
         )
@@ -502,10 +501,10 @@ class JobOptions:
         return self.type == "baseline" and known and self.plan is None
 
     def at(self, level: Level) -> JobOptions:
-        """The same options at a level, without what it does not have: another order, or clocks."""
+        """Return the options at a level, without what that does not have: an order, or clocks."""
         if level is Level.ORDER:
             return replace(self, level=level)
-        # What is planned for is the own order, whatever options call it.
+        # What is planned for is the framework's order, by any name that options have for it.
         kept = replace(self, level=level, scheduling="1f1b", max_in_flight=None)
         if level is Level.OBSERVE:
             return kept.measuring()
@@ -514,7 +513,7 @@ class JobOptions:
         return kept
 
     def measuring(self) -> JobOptions:
-        """The same options where the framework's order runs at baseline clocks."""
+        """Return the options of a job that runs the framework's order at baseline clocks."""
         return replace(
             self,
             type="baseline",
@@ -529,7 +528,7 @@ class JobOptions:
         )
 
     def without_control(self) -> JobOptions:
-        """The same job at the clocks that there are.
+        """Return the options of the same job at the clocks that there are.
 
         A plan by file runs in its order, and a closed loop that plans orders looks for the shortest
         one. All else is the framework's own order, and measured.

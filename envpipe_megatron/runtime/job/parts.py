@@ -64,7 +64,7 @@ class PhaseParts:
             microbatches is the batch's.
         background: makes what runs work of the planning rank beside training.
         batch: name of the batch whose iterations these phases run; empty for that of full size.
-            Profile and memory are of the job, whatever its batches.
+            Profile and memory are of the job, not of a batch.
         specs: what messages carry, once iterations run.
         own_order: order of a framework that runs its units and sends their messages itself; None if
             EnvPipe does.
@@ -93,25 +93,25 @@ class PhaseParts:
 
     @property
     def kept_order(self) -> Schedule | None:
-        """The framework's order, if it runs no other."""
+        """Return the framework's order, if it runs no other."""
         return None if self.options.reorders else self.own_order
 
     @property
     def top_mhz(self) -> int:
-        """The highest clock of this rank's GPU."""
+        """Return the highest clock of this rank's GPU."""
         return max(self.gpu.supported_frequencies_mhz)
 
     @property
     def num_microbatches(self) -> int:
-        """Number of microbatches of the batch."""
+        """Return the number of microbatches of the batch."""
         return self.options.num_microbatches
 
     def named(self, text: str) -> str:
-        """A text behind the batch's name, if it has one."""
+        """Return a text behind the batch's name, if it has one."""
         return f"{self.batch}: {text}" if self.batch else text
 
     def of_batch(self, name: str, num_microbatches: int) -> PhaseParts:
-        """The same parts for batches of another size."""
+        """Return the same parts for batches of another size."""
         options = replace(self.options, num_microbatches=num_microbatches)
         job = replace(self, batch=name, options=options)
         return replace(job, say=lambda text: self.say(job.named(text)))

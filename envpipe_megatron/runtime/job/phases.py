@@ -28,7 +28,7 @@ from envpipe_megatron.runtime.execution.orders import (
     iterations,
     whole,
 )
-from envpipe_megatron.runtime.going_on import GoesOnError, by_planner, on_every_rank
+from envpipe_megatron.runtime.fallback import DegradedError, by_planner, on_every_rank
 from envpipe_megatron.runtime.job.measuring import (
     baseline_holds,
     known_and_measured,
@@ -62,7 +62,7 @@ from envpipe_megatron.tuning.probes.sweep import measured_profile, sweep_probe
 from envpipe_megatron.tuning.reconfigure import reconfigured
 from envpipe_megatron.tuning.shortest import ShortestOrder
 
-_DRY_RUN = "profile: a dry run changes no clock, so energies and plan show the loop alone"
+_DRY_RUN = "profile: a dry run changes no clock, so energies and plan show only the loop"
 #: Iterations after which a closed loop that failed is begun anew; twice as many each time.
 _TRIED_AFTER = 200
 #: Iterations of the steady phase in which the peak of memory is held against its prediction.
@@ -101,7 +101,7 @@ def run_phases(job: PhaseParts) -> PhaseRun[None]:
         elif not options.measures_alone(schedule.name):
             order = yield from _save_energy(job, schedule, records)
             own_order = False
-    except GoesOnError as error:
+    except DegradedError as error:
         _go_on(job, schedule, error)
     else:
         if own_order:
@@ -109,8 +109,8 @@ def run_phases(job: PhaseParts) -> PhaseRun[None]:
     yield from _steady(job, order)
 
 
-def _go_on(job: PhaseParts, schedule: Schedule, error: GoesOnError) -> None:
-    """The framework's order goes on, for something has failed."""
+def _go_on(job: PhaseParts, schedule: Schedule, error: DegradedError) -> None:
+    """Let the framework's order go on, for something has failed."""
     job.state.plan = None
     note(job, f"The framework's own order, at the highest clock: {error}")
     if not job.state.several_sizes:
@@ -158,7 +158,7 @@ def _warm_up(job: PhaseParts, order: IterationOrder, length: int) -> PhaseRun[li
 def _closed_loop(
     job: PhaseParts, order: IterationOrder, records: Sequence[StageRecord]
 ) -> PhaseRun[None]:
-    """The closed loop, forever: what fails is begun anew, each time later.
+    """Run the closed loop, forever: what fails is begun anew, each time later.
 
     Args:
         job: this rank's parts.
@@ -168,7 +168,7 @@ def _closed_loop(
     for tries in count():
         try:
             yield from _loop(job, order.schedule, records)
-        except GoesOnError as error:
+        except DegradedError as error:
             _go_on(job, order.schedule, error)
         clocks_mhz = job.gpu.supported_frequencies_mhz
         if not job.collectives.on_all(job.clock.error is None and len(clocks_mhz) > 1):
@@ -188,14 +188,14 @@ def _closed_loop(
 
 
 def _loop(job: PhaseParts, schedule: Schedule, records: Sequence[StageRecord]) -> PhaseRun[None]:
-    """Run the closed loop, forever; GoesOnError if that fails. As `_save_energy`."""
+    """Run the closed loop, forever; DegradedError if that fails. As `_save_energy`."""
     profile, measured = known_and_measured(job, schedule, records)
     if profile is not None:
         known, of_stages = profile, clocks_of_stages(job)
         clocks = by_planner(job.collectives, lambda: profiled_clocks(job, known, of_stages))
         facts = profile.sidecar
     else:
-        # Of this GPU, others may have another; 0 where it tells none.
+        # Of this GPU, others may have another; 0 where it has none.
         clocks = [job.top_mhz or 1]
         if not job.options.changes_only_order:
             clocks = list(_swept_clocks(job))
@@ -233,12 +233,12 @@ def _begin(
 def _save_energy(
     job: PhaseParts, schedule: Schedule, records: Sequence[StageRecord]
 ) -> PhaseRun[IterationOrder]:
-    """Profile, plan and reconfigure; the order of the steady phase. GoesOnError if that fails.
+    """Profile, plan and reconfigure; the order of the steady phase. DegradedError if that fails.
 
     Args:
         job: this rank's parts.
         schedule: the framework's.
-        records: of the warm-up; its first iteration tells nothing of the units.
+        records: of the warm-up; its first iteration says nothing of the units.
     """
     profile, measured = known_and_measured(job, schedule, records[1:])
     if profile is None:
@@ -256,11 +256,11 @@ def adopt_plan(
     profile: Profile,
     clocks_mhz: Sequence[set[int]],
 ) -> PhaseRun[Plan]:
-    """The plan to start from, whose memory is ready: the user's, or one made beside training.
+    """Return the plan to start from, its memory ready: the user's, or one made meanwhile.
 
     Only that is reconfigured. Clocks are, for each stage, those that all its GPUs have.
 
-    Raises GoesOnError if no plan can be made, or run: training is under way, whoever gave it.
+    Raises DegradedError if no plan can be made, or run: training is under way, whoever gave it.
     """
     options, state, own_clocks = job.options, job.state, job.gpu.supported_frequencies_mhz
     given = given_plan(job, profile, clocks_mhz)
@@ -310,19 +310,19 @@ def _compared(job: PhaseParts, order: IterationOrder) -> PhaseRun[list[StageReco
 
 
 def _keep_own_order(job: PhaseParts, schedule: Schedule) -> None:
-    """The framework's order goes on: it ran, so that too little memory for it is only said."""
+    """Let the framework's order go on: it ran, so that too little memory for it is only said."""
     if job.memory.stages is None:
         job.memory.learn(schedule, job.specs)
     try:
         job.memory.predict(schedule)
-    except GoesOnError as error:
+    except DegradedError as error:
         job.say(f"memory: {error}")
 
 
 def _profile(
     job: PhaseParts, schedule: Schedule, measured: Schedule, records: Sequence[StageRecord]
 ) -> PhaseRun[Profile]:
-    """Sweep; GoesOnError on all ranks if that fails. As `_save_energy`."""
+    """Sweep; DegradedError on all ranks if that fails. As `_save_energy`."""
     swept = _swept_clocks(job)
     if not job.gpu.changes_clock:
         job.say(_DRY_RUN)
@@ -352,7 +352,7 @@ def _store(job: PhaseParts, schedule: Schedule, clocks_mhz: Sequence[int], facts
 
 
 def _facts(job: PhaseParts) -> Sidecar:
-    """What is known of the job beside its units; every rank calls it."""
+    """Return what is known of the job beside its units; every rank calls it."""
     hop_s = measure_p2p_latency_s(job)
     hops_s = [
         total / job.collectives.num_replicas for total in job.collectives.by_stage(hop_s, sum)
@@ -361,7 +361,7 @@ def _facts(job: PhaseParts) -> Sidecar:
 
 
 def _swept_clocks(job: PhaseParts, step: float = SWEEP_STEP) -> tuple[int, ...]:
-    """The clocks to measure; GoesOnError on all ranks if GPUs differ or have one clock."""
+    """Return the clocks to measure; DegradedError on all ranks if GPUs differ or have one."""
     preset = job.options.gpu
 
     def own() -> tuple[int, ...]:
@@ -371,10 +371,10 @@ def _swept_clocks(job: PhaseParts, step: float = SWEEP_STEP) -> tuple[int, ...]:
     here = on_every_rank(job.collectives, own)
     clocks = job.collectives.from_planner(here)
     if not job.collectives.on_all(here == clocks):
-        raise GoesOnError(
+        raise DegradedError(
             "The GPUs of the job support different clocks",
-            remedy="Profile each kind of GPU alone and give the profile by file.",
+            remedy="Profile each kind of GPU by itself and give the profile by file.",
         )
     if len(clocks) < 2:
-        raise GoesOnError(f"{job.gpu.name} has a single clock (MHz)", value=clocks[0])
+        raise DegradedError(f"{job.gpu.name} has a single clock (MHz)", value=clocks[0])
     return clocks

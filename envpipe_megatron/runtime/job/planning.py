@@ -17,7 +17,7 @@ from envpipe_megatron.policies.objective import LEAST_ENERGY, Objective
 from envpipe_megatron.policies.optimal.optimizer import order_at_maximum_s
 from envpipe_megatron.policies.request import make_problem
 from envpipe_megatron.policies.schedules import SCHEDULES
-from envpipe_megatron.runtime.going_on import GoesOnError, by_planner
+from envpipe_megatron.runtime.fallback import DegradedError, by_planner
 from envpipe_megatron.runtime.job.parts import PhaseParts, SessionError
 from envpipe_megatron.runtime.memory.peak import MemoryFullError
 from envpipe_megatron.runtime.memory.stage import in_flight_limit, with_memory
@@ -27,7 +27,7 @@ from envpipe_megatron.tuning.planner import Asked
 def check_files(job: PhaseParts) -> None:
     """Refuse files of the user's that are not of this job, before its first iteration.
 
-    A plan by file is for the full batch alone, and no later size of batches ends training. Every
+    A plan by file is for the full batch only, and no later size of batches ends training. Every
     rank calls it.
 
     Raises EnvPipeError on all ranks.
@@ -50,7 +50,7 @@ def check_files(job: PhaseParts) -> None:
 
 
 def read_named(path: Path, num_stages: int) -> Profile:
-    """A job's profile; EnvPipeError if it cannot be read, or is of another number of stages."""
+    """Read a job's profile; EnvPipeError if it is broken, or of another number of stages."""
     profile = read_profile(path)
     check_stages(profile, num_stages)
     return profile
@@ -62,12 +62,12 @@ def splits(job: PhaseParts) -> bool:
 
 
 def given_plan(job: PhaseParts, profile: Profile, clocks_mhz: Sequence[set[int]]) -> Plan | None:
-    """The user's plan, whose memory is ready; None if one is to be made. Every rank calls it.
+    """Return the user's plan, its memory ready; None: one is to be made. Every rank calls it.
 
-    It is for the full batch alone, and none where the job has trained batches of another size
+    It is for the full batch only, and none where the job has trained batches of another size
     before and it does not run. Clocks are, for each stage, those that all its GPUs have.
 
-    Raises GoesOnError if it cannot be run: training is under way.
+    Raises DegradedError if it cannot be run: training is under way.
     """
     given = job.options.plan
     if given is None or job.batch:
@@ -81,7 +81,7 @@ def given_plan(job: PhaseParts, profile: Profile, clocks_mhz: Sequence[set[int]]
     try:
         plan = by_planner(job.collectives, look)
         make_room(job, plan)
-    except GoesOnError as error:
+    except DegradedError as error:
         if not job.state.several_sizes:
             raise
         job.say(f"the plan {given} is made again: {error}")
@@ -112,13 +112,13 @@ def make_room_for_messages(job: PhaseParts, order: Schedule) -> None:
 
 
 def clocks_of_stages(job: PhaseParts) -> list[set[int]]:
-    """For each stage, the clocks that all its GPUs have; every rank calls it."""
+    """Return the clocks that all GPUs of a stage have, for each; every rank calls it."""
     own = set(job.gpu.supported_frequencies_mhz)
     return job.collectives.by_stage(own, lambda replicas: set.intersection(*replicas))
 
 
 def profiled_clocks(job: PhaseParts, profile: Profile, clocks_mhz: Sequence[set[int]]) -> list[int]:
-    """Those that all units were profiled at, and all GPUs have; SessionError without the highest.
+    """Return clocks that all GPUs and rows have; SessionError if the highest is not among them.
 
     Args:
         clocks_mhz: as `clocks_of_stages` has them.
@@ -189,7 +189,7 @@ def plan_online(
 
 
 def megatron_order(job: PhaseParts) -> Schedule:
-    """Megatron's own order of the job; ScheduleError: it cannot run."""
+    """Return Megatron's own order of the job; ScheduleError: it cannot run."""
     asked = job.options
     return builders.framework_order(
         job.num_stages, asked.num_microbatches, asked.num_chunks, asked.group_size
@@ -197,7 +197,7 @@ def megatron_order(job: PhaseParts) -> Schedule:
 
 
 def predicted(plan: Plan | None) -> dict[str, float] | None:
-    """What a plan is to save, and how much slower it is to be, in percent of its baseline."""
+    """Return what a plan is to save and how much slower it is to be, percent of its baseline."""
     if plan is None or not plan.baseline.cost.energy_j:  # no meter
         return None
     own = plan.baseline.cost
@@ -258,7 +258,7 @@ def check_plan(job: PhaseParts, plan: Plan, clocks_mhz: Sequence[set[int]]) -> N
 
 
 def capacity(job: PhaseParts) -> int | None:
-    """Messages that may wait between neighbours; None for any number."""
+    """Return how many messages may wait between neighbours; None for any number."""
     return None if job.options.reorders else job.channel.capacity
 
 

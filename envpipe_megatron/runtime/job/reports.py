@@ -39,7 +39,7 @@ def make_report(
         order: what they ran.
         command: says what is known of late clocks and tails, and whether to wait for the counter,
             where it has not seen all of them.
-        kinds: those that are told apart.
+        kinds: those that are distinguished.
         nodes_mhz: as `meter_sums` takes them.
     """
     clocks_mhz: list[int] = order.frequency_mhz[job.stage].tolist()
@@ -86,7 +86,7 @@ def make_report(
 def _power_w(
     meter: EnergyMeter, begins_s: FloatArray, ends_s: FloatArray, steps_s: FloatArray
 ) -> tuple[float, float]:
-    """Mean power in steps that were not held up, and its standard uncertainty; NaN if unknown."""
+    """Return the mean power in steps that were not held up, and its uncertainty; NaN: unknown."""
     if np.isfinite(steps_s).any():
         usual = steps_s <= HELD_UP * np.nanmedian(steps_s)
         # Those that follow each other are metered together; the last one is never known.
@@ -116,7 +116,7 @@ def _stretches(
     tail_s: float,
     until_s: float,
 ) -> list[Stretch]:
-    """How one stage spent an iteration up to the next one's begin, NaN if that is not known."""
+    """List how a stage spent an iteration up to the next one's begin, NaN if that is unknown."""
     spent: list[Stretch] = []
     running = coming = float(clocks_mhz[0])
     last_s = arrives_s = record.begin_s

@@ -84,7 +84,7 @@ class StoredJob:
 
     @property
     def phases_done(self) -> tuple[str, ...]:
-        """The phases that need not be run again."""
+        """Return the phases that need not be run again."""
         done = {
             "warm-up": self.baselines,
             "profile": self.profile,
@@ -317,7 +317,7 @@ class JobFolder:
 
 
 def _keys(options: JobOptions, num_stages: int, num_replicas: int, gpu: Gpu) -> JobKeys:
-    """All that a profile, a baseline and a clock for the whole job rest on."""
+    """Return all that a profile, a baseline and a clock for the whole job rest on."""
     clocks = gpu.supported_frequencies_mhz
     if options.changes_only_order:  # units are profiled at no other
         clocks = (max(clocks),)
@@ -342,7 +342,7 @@ def _keys(options: JobOptions, num_stages: int, num_replicas: int, gpu: Gpu) -> 
 
 
 def _if_known(read: Callable[[], object]) -> object:
-    """A fact of a GPU; None where it cannot be read: whoever needs that says so."""
+    """Return a fact of a GPU; None where it cannot be read: who needs it says so."""
     try:
         return read()
     except GpuError:

@@ -59,7 +59,7 @@ class Session:
     Args:
         gpu: as `open_rank_gpu` opens it.
         make_executor: gets a function that waits for the clock controller.
-        say: prints progress, on the planning rank alone.
+        say: prints progress, on the planning rank only.
         memory: reads this rank's device memory; by default of the CUDA device in use, if any.
 
     Raises:
@@ -194,7 +194,7 @@ class Session:
 
     @property
     def executed(self) -> list[str]:
-        """The units of the last iteration, in the order in which this stage ran them."""
+        """Return the units of the last iteration, in the order in which this stage ran them."""
         return [] if self._last_run is None else self._last_run.executed
 
     def begin_step(self, iteration: int | None = None) -> None:
@@ -323,7 +323,7 @@ class Session:
             self._agent.job(facts)
 
     def _see_clock(self, time_s: float, state: ClockState) -> None:
-        """The watch has looked at the clock, on its own thread."""
+        """Take in what the watch saw of the clock, on its own thread."""
         self._timeline.add_clock(time_s, state)
         if self._agent is not None:
             self._agent.clock(state)
@@ -347,7 +347,7 @@ class Session:
         That clock is waited for, as `RankClock.confirm` does.
         """
         self.close_iteration()
-        self.iterations.nothing_follows()
+        self.iterations.note_pause()
         self.energy.pause()
         self.highest_clock()
         self.clock.confirm()
@@ -367,7 +367,7 @@ class Session:
         return lowest_mhz / self.parts.top_mhz if sets else 1.0
 
     def summary(self) -> dict[str, Any]:
-        """The job so far, as this rank knows it; complete once the session is closed.
+        """Return the job so far, as this rank knows it; complete once the session is closed.
 
         Keys: those of `TrainingEnergy.summary`, `rank`, `stage`, `phase`, `iteration`, `notes`,
         `reconfigure` (`steps`, `ended`), `power` (how a power budget was kept) and `clocks`.
@@ -394,7 +394,7 @@ class Session:
         """
         if os.getpid() != self._pid:
             return
-        with self._closing:  # all of them, whatever fails, but once
+        with self._closing:  # all of them, even if some fail, but once
             # The second time too: a signal may have interrupted the first one.
             self.clock.close()
 
@@ -423,7 +423,7 @@ class Session:
         order = self._batches.next_order(
             self.iterations.last_record, num_microbatches, specs, own_order, full_batch=full_batch
         )
-        self.iterations.make_way_for(order.schedule)
+        self.iterations.catch_up_before(order.schedule)
         self.state.phase = order.phase
         self.clock.given_back = order.phase is Phase.OFF
         self._batches.unfinished = True  # until it is closed
@@ -438,4 +438,4 @@ class Session:
 
 
 def _unheard(frequency_mhz: int, delay_s: float | None) -> None:
-    """A request where no clock is to change."""
+    """Ignore a request where no clock is to change."""

@@ -9,8 +9,9 @@ device could still give beside it. Another order then has the peak
 
 since a peak comes while those in flight hold most, and a backward runs. Chunks of a stage may hold
 unequally much: layers are laid out unevenly, and one of them may have the loss. Where backwards are
-split, what waits for the weight gradient counts, too: it is measured in the framework's own order
-with some of its backwards split in place.
+split, what waits for the weight gradient counts, too, and so does what each kind of unit needs
+while it runs: both are measured in the framework's own order with some of its backwards split in
+place.
 """
 
 from __future__ import annotations
@@ -29,9 +30,8 @@ from envpipe_megatron.core.timeline import RELATIVE_TOLERANCE
 from envpipe_megatron.errors import plain
 from envpipe_megatron.runtime.channel.carrier import StageSpecs
 from envpipe_megatron.runtime.channel.collectives import Collectives
-from envpipe_megatron.runtime.going_on import GoesOnError, in_words, on_every_rank
+from envpipe_megatron.runtime.fallback import DegradedError, in_words, on_every_rank
 from envpipe_megatron.runtime.memory.stage import (
-    FIRST_PART,
     PREDICTION_ERROR,
     SAFETY_MARGIN,
     WHOLE_KINDS,
@@ -39,6 +39,7 @@ from envpipe_megatron.runtime.memory.stage import (
     Reading,
     StageMemory,
     bytes_by_chunk,
+    needed_by_kind,
     peaks_bytes,
 )
 
@@ -47,7 +48,7 @@ logger = logging.getLogger(__name__)
 _GIB = 2**30
 
 
-class MemoryFullError(GoesOnError):
+class MemoryFullError(DegradedError):
     """An order that needs more memory than there is, on all ranks alike: another one goes on."""
 
 
@@ -94,7 +95,7 @@ class JobMemory:
         self._unusable_bytes = 0
 
     def begin_units(self) -> Callable[[Unit], None] | None:
-        """The next training iteration begins; what to call as a unit ends, if each is watched."""
+        """Begin an iteration; returns what to call as a unit ends, if each is watched."""
         source = self._source
         if source is None or self.watch is Watch.NOTHING:
             return None
@@ -106,7 +107,7 @@ class JobMemory:
         return self._unit_ended
 
     def units_ended(self) -> None:
-        """All units of the iteration have run: what the optimizer takes is not theirs."""
+        """End the units of an iteration: what the optimizer takes is not theirs."""
         if self._source is not None and self.watch is not Watch.NOTHING:
             of_units = self._peaks_bytes if self.watch is Watch.UNITS else []
             self._units_peak_bytes = max([self._source.peak_bytes(), *of_units])
@@ -147,8 +148,8 @@ class JobMemory:
         caches, which waits for all that the device does. With receives of NCCL it would wait for a
         sender that may be waiting for this stage, and both would hang when an error is due.
 
-        Raises MemoryFullError if there is too little (what ran before goes on), GoesOnError if the
-        prediction failed (nothing is known from here on), both on all ranks alike.
+        Raises MemoryFullError if there is too little (what ran before goes on), DegradedError if
+        the prediction failed (nothing is known from here on), both on all ranks alike.
         """
         source, stages, own = self._source, self.stages, self._own_order
         if stages is None or source is None or own is None:  # on every rank alike
@@ -193,7 +194,7 @@ class JobMemory:
         )
 
     def peak_bytes(self) -> int | None:
-        """The peak of the iteration that has just ended, if memory is known and it was watched."""
+        """Return the last iteration's peak, if memory is known and it was watched."""
         return None if self.stages is None else self._units_peak_bytes
 
     def compare(self, peak_bytes: int | None) -> None:
@@ -223,23 +224,21 @@ class JobMemory:
             return None
         allocated = [reading.allocated_bytes for reading in self._readings]
         self._unusable_bytes = self._readings[int(np.argmax(allocated))].unusable_bytes
-        peak, spare = self._units_peak_bytes, None
+        peak, needed = self._units_peak_bytes, None
         assert peak is not None
         if ran is not None:  # whole backwards of it run where most is held, as in the schedule
-            kinds, after = ran.priced_kinds[self._stage], np.array(allocated[1:])
-            peaks, is_whole = np.array(self._peaks_bytes), np.isin(kinds, WHOLE_KINDS)
-            peak = int(peaks[is_whole].max())
-            needed, in_parts = peak - after[is_whole].max(), kinds == FIRST_PART
-            beside = np.maximum(peaks, np.roll(peaks, -1)) - after  # a second part follows each
-            spare = tuple(
-                float(needed - beside[in_parts & (ran.chunks[self._stage] == chunk)].max())
-                for chunk in range(ran.num_chunks)
-            )
+            kinds, chunks = ran.priced_kinds[self._stage], ran.chunks[self._stage]
+            peaks, held = np.array(self._peaks_bytes), np.array(allocated)
+            peak = int(peaks[np.isin(kinds, WHOLE_KINDS)].max())
+            needed = needed_by_kind(kinds, chunks, peaks - np.maximum(held[:-1], held[1:]))
         capacity = (1 - SAFETY_MARGIN) * self._source.capacity_bytes()
         # The first stage's input is assumed to be like what it sends.
         least = (specs.receives.get(Kind.FORWARD) or specs.sends[Kind.FORWARD]).num_bytes
-        held, pending = bytes_by_chunk(self._units, allocated)
-        by_chunk = tuple(max(each, least) for each in held)
+        inputs = [float(least)] * schedule.num_chunks
+        if self._stage == 0:
+            inputs[0] = 0.0  # data, not a message
+        one, pending = bytes_by_chunk(self._units, allocated, inputs)
+        by_chunk = tuple(max(each, least) for each in one)
         if pending is None and self.waiting_bytes:
             pending = tuple(map(max, by_chunk, self.waiting_bytes))
         return StageMemory(
@@ -249,7 +248,7 @@ class JobMemory:
             max(0.0, capacity - peak - self._unusable_bytes),
             by_chunk,
             pending,
-            spare,
+            needed,
         )
 
     def _unit_ended(self, unit: Unit) -> None:
@@ -261,12 +260,12 @@ class JobMemory:
 
 
 def _least_room(replicas: Sequence[StageMemory | None]) -> StageMemory | None:
-    """The most memory that a stage's replicas take, and the least room; None if not all know."""
+    """Return the most memory of a stage's replicas, and the least room; None if not all know."""
     known = [own for own in replicas if own is not None]
     if len(known) < len(replicas):
         return None
     pending = [own.pending_bytes for own in known if own.pending_bytes is not None]
-    spare = [own.spare_bytes for own in known if own.spare_bytes is not None]
+    needed = [own.unit_bytes for own in known if own.unit_bytes is not None]
     return StageMemory(
         max(own.activation_bytes for own in known),
         known[0].baseline_in_flight,
@@ -274,7 +273,7 @@ def _least_room(replicas: Sequence[StageMemory | None]) -> StageMemory | None:
         min(own.room_bytes for own in known),
         tuple(map(max, zip(*(own.chunk_bytes for own in known), strict=True))),
         tuple(map(max, zip(*pending, strict=True))) or None,
-        tuple(map(min, zip(*spare, strict=True))) or None,
+        tuple(tuple(map(max, zip(*of, strict=True))) for of in zip(*needed, strict=True)) or None,
     )
 
 

@@ -15,6 +15,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from envpipe_megatron.core.arrays import FloatArray, IntArray
 from envpipe_megatron.core.kinds import TRAITS, WHOLE, Kind, Unit
 from envpipe_megatron.core.profile import Profile
 from envpipe_megatron.core.schedule import Schedule
@@ -25,9 +26,8 @@ from envpipe_megatron.policies.request import BY_MEMORY, PlanRequest
 
 logger = logging.getLogger(__name__)
 
-#: Places of whole units, and of the first part of a backward, in `Kind`.
+#: Places of whole units in `Kind`.
 WHOLE_KINDS = [*map([*Kind].index, WHOLE)]
-FIRST_PART = [*Kind].index(Kind.INPUT_GRADIENT)
 #: A prediction that is missed by more than this share is worth a warning.
 PREDICTION_ERROR = 0.05
 #: Share of the memory that a process could have which no extra forward is given. It covers a
@@ -62,7 +62,7 @@ class CudaMemory:
         self._device = torch.cuda.current_device()
 
     def read(self) -> Reading:
-        """One call into the allocator; the flat `memory_stats` takes several times as long."""
+        """Read by one call of the allocator; the flat `memory_stats` takes far longer."""
         stats = torch.cuda.memory.memory_stats_as_nested_dict(self._device)
         allocated = stats["allocated_bytes"]["all"]["current"]
         awaiting_streams = stats["active_bytes"]["all"]["current"] - allocated
@@ -71,11 +71,11 @@ class CudaMemory:
         )
 
     def peak_bytes(self) -> int:
-        """As `torch.cuda.max_memory_allocated`."""
+        """Return `torch.cuda.max_memory_allocated`."""
         return torch.cuda.max_memory_allocated(self._device)
 
     def reset_peak(self) -> None:
-        """As `torch.cuda.reset_peak_memory_stats`."""
+        """Call `torch.cuda.reset_peak_memory_stats`."""
         torch.cuda.reset_peak_memory_stats(self._device)
 
     def capacity_bytes(self) -> int:
@@ -101,7 +101,7 @@ class CudaMemory:
 
 
 def device_memory() -> CudaMemory | None:
-    """The memory of this rank's device; None without a CUDA device in use, or without counters."""
+    """Return this device's memory; None without a CUDA device in use, or without counters."""
     if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]  # torch's
         return None
     memory = CudaMemory()
@@ -125,8 +125,8 @@ class StageMemory:
         chunk_bytes: what one more holds in each chunk.
         pending_bytes: what is held in each chunk from the first part of a backward to its second;
             None until it is measured.
-        spare_bytes: how much less a first part needs at its peak, beside what it leaves, than a
-            whole backward beside what is held before it; in each chunk.
+        unit_bytes: by the place of a kind and by chunk, what a unit needs while it runs, beyond
+            what is held before or after it; None until parts of backwards are measured.
         in_flight: at the peak of the order that is run, whose peak was to be
             `predicted_peak_bytes`, and is `measured_peak_bytes`.
     """
@@ -137,21 +137,21 @@ class StageMemory:
     room_bytes: float
     chunk_bytes: tuple[float, ...]
     pending_bytes: tuple[float, ...] | None = None
-    spare_bytes: tuple[float, ...] | None = None
+    unit_bytes: tuple[tuple[float, ...], ...] | None = None
     in_flight: int | None = None
     predicted_peak_bytes: float | None = None
     measured_peak_bytes: int | None = None
 
     @property
     def free_bytes(self) -> float:
-        """The bytes free beside one microbatch, as a profile's sidecar has it.
+        """Return the bytes free beside one microbatch, as a profile's sidecar has it.
 
         The framework's own order holds more than one at the peak that the room was measured at.
         """
         return self.room_bytes + (self.baseline_in_flight - 1) * self.activation_bytes
 
     def with_room_below(self, peak_bytes: float) -> StageMemory:
-        """The same if there is no room for an order of such a peak, nor one microbatch below it."""
+        """Return the same without room for an order of such a peak, nor one microbatch below it."""
         below = peak_bytes - self.baseline_peak_bytes - self.activation_bytes
         return replace(self, room_bytes=max(0.0, min(self.room_bytes, below)))
 
@@ -159,43 +159,79 @@ class StageMemory:
 def peaks_bytes(
     stages: Sequence[StageMemory], schedule: Schedule, own: Schedule
 ) -> tuple[float, ...]:
-    """The most that each stage allocates while an order's units run; of its own it is known.
+    """Return the most that each stage allocates while an order's units run; of its own it is known.
 
-    Until it was measured, a weight gradient that waits is taken to hold what a microbatch does.
+    Until it was measured, a weight gradient that waits is taken to hold what a microbatch does, and
+    all units to need as much while they run.
     """
     one = [stage.chunk_bytes for stage in stages]
     pending = [stage.pending_bytes or stage.chunk_bytes for stage in stages]
-    spare = np.array([stage.spare_bytes or (0.0,) * schedule.num_chunks for stage in stages])
-    most, most_of_own = (
-        np.where(
-            order.priced_kinds == FIRST_PART,
-            held - np.take_along_axis(spare, order.chunks, axis=1),
-            held,
-        ).max(axis=1)
-        for order in (schedule, own)
-        for held in [order.held(one, pending)]
-    )
+    unknown = ((0.0,) * schedule.num_chunks,) * len(Kind)
+    needed = np.array([stage.unit_bytes or unknown for stage in stages])
+
+    def most(order: Schedule) -> FloatArray:
+        held = order.held(one, pending)  # nothing at the end, so before the first unit
+        stage = np.arange(order.num_stages)[:, np.newaxis]
+        beyond: FloatArray = needed[stage, order.priced_kinds, order.chunks]
+        peaks: FloatArray = (np.maximum(held, np.roll(held, 1, axis=1)) + beyond).max(axis=1)
+        return peaks
+
     known = np.array([stage.baseline_peak_bytes for stage in stages])
-    return tuple((known + most - most_of_own).tolist())
+    return tuple((known + most(schedule) - most(own)).tolist())
+
+
+def needed_by_kind(
+    kinds: IntArray, chunks: IntArray, beyond_bytes: IntArray
+) -> tuple[tuple[float, ...], ...]:
+    """Return what a unit needs, [place in `Kind`][chunk]; arguments are of each unit.
+
+    The median passes over what happens once, as in `bytes_by_chunk`. Of a kind that no unit of a
+    chunk has, it is what the chunk's most needy one takes.
+    """
+
+    def of(kind: int, chunk: int) -> float:
+        here = chunks == chunk
+        own = here & (kinds == kind)
+        return float(np.median(beyond_bytes[own]) if own.any() else beyond_bytes[here].max())
+
+    return tuple(tuple(of(kind, c) for c in range(1 + chunks.max())) for kind in range(len(Kind)))
 
 
 def bytes_by_chunk(
-    units: Sequence[Unit], allocated_bytes: Sequence[int]
+    units: Sequence[Unit], allocated_bytes: Sequence[int], input_bytes: Sequence[float]
 ) -> tuple[tuple[float, ...], tuple[float, ...] | None]:
     """Return what a microbatch holds in each chunk, and what a weight gradient that waits does.
 
-    They are told by the bytes before and after each unit. A forward adds what a microbatch holds,
-    and its backward takes it away. The median passes over what happens once: the first gradients, a
+    The bytes before and after each unit tell. A forward adds what a microbatch holds, and its
+    backward takes it away. The median passes over what happens once: the first gradients, a
     workspace. Of such medians the largest is taken: outputs that wait for their transfer make
     forwards seem to hold more than backwards give back, and they too must fit. So it is with what
     the first part of a backward leaves to its second; None if a chunk had no backward in parts.
+
+    Args:
+        units: in the order in which they ran.
+        allocated_bytes: before the first of them, and after each.
+        input_bytes: [num_chunks] what a forward's input takes. Megatron's models keep that of their
+            last forward until the next: where its microbatch has ended by then, it is added here.
     """
     changes: dict[tuple[Kind, int], list[float]] = defaultdict(list)
-    whole = False
-    for own, change in zip(units, np.diff(allocated_bytes).tolist(), strict=True):
+    forwarded: dict[int, int] = {}  # the last microbatch by chunk
+    outlived = set[int]()  # chunks whose last input is all that is left of its microbatch
+    whole, of_first = False, 0.0
+    for own, change in zip(units, np.diff(allocated_bytes).astype(float), strict=True):
+        kind, chunk = Kind.BACKWARD if whole else own.kind, own.chunk
+        change += of_first
+        if kind is Kind.FORWARD:
+            change += input_bytes[chunk] if chunk in outlived else 0
+            outlived.discard(chunk)
+            forwarded[chunk] = own.microbatch
+        elif kind is not Kind.INPUT_GRADIENT and forwarded.get(chunk) == own.microbatch:
+            change -= input_bytes[chunk]
+            outlived.add(chunk)
         if not own.combined:
-            changes[Kind.BACKWARD if whole else own.kind, own.chunk].append(change)
+            changes[kind, chunk].append(change)
         whole = own.combined
+        of_first = change if whole and own.kind is Kind.INPUT_GRADIENT else 0.0
     chunks = range(1 + max(own.chunk for own in units))
     forward, backward, first, second = (
         np.array([np.median(changes[kind, chunk] or math.nan) for chunk in chunks])
@@ -232,7 +268,7 @@ def knows_memory(sidecar: Sidecar) -> bool:
 
 
 def with_memory(profile: Profile, stages: Sequence[StageMemory] | None) -> Profile:
-    """The profile whose sidecar says what was measured, if anything was.
+    """Return the profile whose sidecar says what was measured, if anything was.
 
     What waits for weight gradients may be a bound: what an earlier start measured is kept.
     """
@@ -244,7 +280,7 @@ def with_memory(profile: Profile, stages: Sequence[StageMemory] | None) -> Profi
         free_bytes=tuple(stage.free_bytes for stage in stages),
     )
     pending = tuple(max(stage.pending_bytes) for stage in stages if stage.pending_bytes)
-    is_bound = sidecar.pending_bytes is not None and any(s.spare_bytes is None for s in stages)
+    is_bound = sidecar.pending_bytes is not None and any(s.unit_bytes is None for s in stages)
     if pending and not is_bound:
         sidecar = replace(sidecar, pending_bytes=pending)
     return replace(profile, sidecar=sidecar)
@@ -256,7 +292,7 @@ def in_flight_limit(
     profile: Profile,
     stages: Sequence[StageMemory] | None,
 ) -> tuple[float, ...] | None:
-    """For each stage, the most microbatches in flight that memory allows a job's plan.
+    """Return the most microbatches in flight that memory allows a plan, for each stage.
 
     Nothing is planned beyond what was measured, even if a file says more; the sidecar counts where
     a limit by memory is `asked` for. The framework's own order is allowed in any case: it

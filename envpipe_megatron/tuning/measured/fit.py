@@ -5,7 +5,7 @@ to the clock where a power limit holds it. On published profiles of A100 and A40
 all others to 0.5 % in time in the mean.
 
 Units of one kind and clock scatter, on an H200 by some 1.5 %. So a measurement (`Point`) counts by
-how many units it stands for: one that agrees with what was known, within what such scatter
+how many units it is the mean of: one that agrees with what was known, within what such scatter
 explains, is averaged with it; one that does not is a change, and replaces it.
 """
 
@@ -28,9 +28,9 @@ _CLEARLY_BETTER = 1e-4
 #: So many standard errors are no scatter: there are some hundred comparisons in each window.
 #: With two, a job with scatter whose clock is stuck saves 1.1 points less.
 _SURELY = 4.5
-#: Ratios to what was known that differ by less are alike, whatever the scatter.
+#: Ratios to what was known that differ by less are alike at any scatter.
 _ALIKE = 0.005
-#: A point never stands for more units: after weeks, what is measured still moves it. What is known
+#: A point never counts for more units: after weeks, what is measured still moves it. What is known
 #: of scatter counts this much less with each measurement.
 _MOST_UNITS, _FADES = 400.0, 0.98
 #: From the median of absolute deviations to a standard deviation.
@@ -49,7 +49,7 @@ def fit_times_s(
     measured_s: Sequence[float],
     trust: FloatArray | None = None,
 ) -> tuple[FloatArray, float]:
-    """Times at some clocks from measured ones, and the clock in MHz that no GPU goes beyond.
+    """Return times at some clocks from measured ones, and the clock that no GPU exceeds, MHz.
 
     They equal the measured ones where both have a clock and these are trusted. Between measured
     clocks, what the model misses there is interpolated; beyond them it is kept.
@@ -92,7 +92,7 @@ def _fit_time(
 def _two_terms(
     first: FloatArray, second: FloatArray, wanted: FloatArray
 ) -> tuple[FloatArray, FloatArray]:
-    """[fits, 2] terms of least squares, none below zero, and [fits] what they miss by.
+    """Return terms of least squares, none below zero, [fits, 2], and their errors, [fits].
 
     All fits have the first column, [rows]; each has a second of its own, [fits, rows].
     """
@@ -111,17 +111,17 @@ def _two_terms(
 
 @dataclass(frozen=True)
 class Point:
-    """A time in s, and how many units it stands for."""
+    """A time in s, and how many units it is the mean of."""
 
     time_s: float
     units: float
 
     def moved(self, ratio: float) -> Point:
-        """The same units, all of which take so many times as long."""
+        """Return the same units, all of which take so many times as long."""
         return Point(ratio * self.time_s, self.units)
 
     def averaged(self, other: Point) -> Point:
-        """Both together."""
+        """Return both together."""
         units = self.units + other.units
         time_s = (self.units * self.time_s + other.units * other.time_s) / units
         return Point(time_s, min(units, _MOST_UNITS))
@@ -199,7 +199,7 @@ class Times:
             self.fit()
 
     def _error(self, *points: Point) -> float:
-        """Standard error of a point, or of the ratio of two, as a share."""
+        """Return the standard error of a point, or of the ratio of two, as a share."""
         of_one = self._squares / max(self._degrees, 1.0)
         return max(float(np.sqrt(of_one * sum(1 / point.units for point in points))), _EXACT)
 
@@ -215,12 +215,12 @@ class Times:
         errors = np.array([self._error(new[clock], points[clock]) for clock in seen])
         weights = errors**-2.0
         common = float((weights * ratios).sum() / weights.sum())
-        alone = np.abs(ratios - common) > np.maximum(_ALIKE, _SURELY * errors)
-        if not alone.any():
+        differ = np.abs(ratios - common) > np.maximum(_ALIKE, _SURELY * errors)
+        if not differ.any():
             changed = abs(common - 1) > _SURELY * np.hypot(1 / np.sqrt(weights.sum()), off)
             ratios = np.full(len(seen), common if changed else 1.0)
-        elif not alone.all():
-            ratios[~alone] = (weights * ratios)[~alone].sum() / weights[~alone].sum()
+        elif not differ.all():
+            ratios[~differ] = (weights * ratios)[~differ].sum() / weights[~differ].sum()
         self._move(dict(zip(seen, ratios.tolist(), strict=True)), set(points) - set(new))
         for clock, point in new.items():
             known = points.get(clock)
@@ -232,7 +232,7 @@ class Times:
         return float(max(ratios - 1, key=abs))
 
     def _move(self, ratios: Mapping[int, float], unseen: set[int]) -> None:
-        """Points that were seen take so many times as long; others follow those next to them."""
+        """Move points that were seen by these ratios; others follow those next to them."""
         points, seen = self.points, sorted(ratios)
         values = [ratios[clock] for clock in seen]
         alike = max(values) - min(values) <= _ALIKE
@@ -243,7 +243,7 @@ class Times:
                 near.append(1.0)  # what was not seen may not have changed
             if len(seen) == 1 or alike or max(near) - min(near) <= _ALIKE:
                 points[clock] = points[clock].moved(ratio)
-            else:  # a limit came or went: the model tells more than a line
+            else:  # a limit came or went: the model knows more than a line
                 del points[clock]
         for clock in seen:
             points[clock] = points[clock].moved(ratios[clock])

@@ -17,12 +17,12 @@ _LATE_S = 0.01
 _SURELY = 2.0
 #: Times at two clocks must differ by this share for a late change to be seen between them.
 _TELLING = 0.05
-#: Of so many units that tell how late it is, the latest, the median counts.
+#: Of so many units that show how late it is, the latest, the median counts.
 _KEPT = 64
 
 
 def asked_s(clocked: Clocked, timeline: Timeline, *, fresh: bool) -> FloatArray:
-    """[num_stages, units_per_stage] when units' clocks were asked for; -inf if they ran already.
+    """Return when units' clocks were asked for, [num_stages, units_per_stage]; -inf: before.
 
     Args:
         clocked: what ran.
@@ -55,23 +55,23 @@ class Lateness:
 
     @property
     def late_s(self) -> float:
-        """How late a change is, or is taken to be."""
+        """Return how late a change is, or is taken to be."""
         return _LATE_S if self.change_s is None else self.change_s
 
     @property
     def planned_s(self) -> float:
-        """The same for plans: 0 where no clock makes a difference, as in a dry run."""
+        """Return the same for plans: 0 where no clock makes a difference, as in a dry run."""
         return self.change_s or 0.0
 
     def at_their_clock(self, asked: FloatArray, timeline: Timeline) -> BoolArray:
-        """[num_stages, units_per_stage] whether units surely ran wholly at their clock."""
+        """Return which units surely ran wholly at their clock, [num_stages, units_per_stage]."""
         arrives_s = np.maximum.accumulate(asked + _SURELY * self.late_s, axis=1)
         return np.asarray(arrives_s <= timeline.start_s + 1e-9)
 
     def telling(
         self, own_s: FloatArray, old_s: FloatArray, timeline: Timeline, asked: FloatArray
     ) -> BoolArray:
-        """[num_stages, units_per_stage] units that began at the clock of the unit before.
+        """Return which units began at the clock of the one before, [num_stages, units_per_stage].
 
         Args:
             own_s: what units take at their clock, [num_stages, units_per_stage].
@@ -90,7 +90,7 @@ class Lateness:
     def learn(
         self, own_s: FloatArray, old_s: FloatArray, took_s: FloatArray, waited_s: FloatArray
     ) -> None:
-        """Take in units that tell, [units]; times as in `telling`, and the waits before them."""
+        """Take in units that show it, [units]; times as in `telling`, and the waits before them."""
         if not own_s.size:
             return
         longest_s = np.minimum(own_s, old_s)

@@ -49,12 +49,12 @@ class MeterSums:
         )
 
     def faded(self, share: float) -> MeterSums:
-        """The same with this share of its weight, so that what comes counts for more."""
+        """Return the same with this share of its weight, so that what comes counts for more."""
         squares, count = share * self.squares, share * self.count
         return MeterSums(share * self.products, share * self.weighted, 0.0, squares, count)
 
     def scatter_j(self, power_w: FloatArray) -> float:
-        """Standard deviation of energies from those of some powers, [columns] W.
+        """Return the standard deviation of energies from those of some powers, [columns] W.
 
         It is never less than what the counter resolves.
         """
@@ -86,7 +86,7 @@ def meter_sums(
     nodes_mhz: FloatArray,
     num_kinds: int,
 ) -> MeterSums:
-    """The sums of one GPU's refreshes within some stretches, which follow each other from a begin.
+    """Add up one GPU's refreshes within stretches, which follow each other from a begin.
 
     From one refresh of the counter to the next, energy is the sum over all that the GPU did of time
     by power; power at a clock is that of the nodes next to it, by distance. So each pair of

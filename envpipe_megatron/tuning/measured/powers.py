@@ -16,7 +16,7 @@ from envpipe_megatron.core.arrays import FloatArray
 from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.tuning.measured.meters import MeterSums, Stretch, meter_sums
 
-#: Nodes of the clock at which powers stand in sums, and the lowest as a share of the highest
+#: Nodes of the clock at which sums have powers, and the lowest as a share of the highest
 #: clock: no plan goes lower, since the valleys of all GPUs lie above it. With eight nodes a job in
 #: which a GPU becomes slow saves 1.2 points less.
 _NUM_NODES, _LOWEST_NODE = 23, 0.45
@@ -31,7 +31,7 @@ _TERMS = 3
 
 
 class StoreError(EnvPipeError):
-    """Measurements that tell nothing."""
+    """Measurements that say too little."""
 
 
 class Powers:
@@ -43,7 +43,7 @@ class Powers:
         num_kinds: kinds of units.
 
     Attributes:
-        nodes_mhz: [nodes] clocks at which powers stand in sums, rising.
+        nodes_mhz: [nodes] clocks at which sums have powers, rising.
         sums: of each stage.
     """
 
@@ -71,7 +71,7 @@ class Powers:
         self.sums = [sums.faded(share) for sums in self.sums]
 
     def fit(self, stage: int, limit_mhz: float) -> tuple[FloatArray, FloatArray]:
-        """[kinds + 1, nodes] W of one GPU of a stage, waiting last, and their standard errors.
+        """Return W of a GPU of a stage, [kinds + 1, nodes], waiting last, and their errors.
 
         Units go beyond no clock above the limit. Without meters, StoreError; or 0 W where there is
         only one clock, as nothing is decided by powers then.
@@ -94,11 +94,11 @@ def fit_powers(
 ) -> tuple[FloatArray, float, FloatArray]:
     """Fit the power of each kind of unit, of waiting and of the tail, on one GPU.
 
-    Kinds that nothing tells apart are taken to draw the same power.
+    Kinds that no measurement separates are taken to draw the same power.
 
     Args:
         sums: of what was measured; some time, at least.
-        nodes_mhz: [nodes] clocks at which powers stand in sums, the highest last.
+        nodes_mhz: [nodes] clocks at which sums have powers, the highest last.
         num_kinds: kinds of units.
         limit_mhz: the clock that units do not go beyond.
 
@@ -127,7 +127,7 @@ def fit_powers(
         assert best is not None
         _, power_w, shapes = best
         kinds_w = power_w[:-1].reshape(num_kinds + 1, -1)
-        # A few noisy refreshes may not tell one way of spending time from the others.
+        # A few noisy refreshes may not separate one way of spending time from the others.
         if (kinds_w.max(axis=1) > 0).all():
             break
     covariance = np.linalg.pinv(shapes.T @ products @ shapes + alike.T @ alike)
@@ -136,7 +136,7 @@ def fit_powers(
 
 
 def _shapes(nodes_mhz: FloatArray, kinds: int, knee: float, limit_mhz: float) -> FloatArray:
-    """[columns, terms]: static power, each kind's terms, two of waiting, and the tail's."""
+    """Return static power, each kind's terms, two of waiting, and the tail's, [columns, terms]."""
     asked = nodes_mhz / nodes_mhz[-1]
     reached = np.minimum(nodes_mhz, limit_mhz) / limit_mhz
     above = np.maximum(reached - knee, 0.0)
@@ -155,17 +155,17 @@ def _shapes(nodes_mhz: FloatArray, kinds: int, knee: float, limit_mhz: float) ->
 
 
 def _alike(weight: float, kinds: int) -> FloatArray:
-    """Rows that are 0 where all kinds draw the same, and waiting and tail static power."""
+    """Return rows that are 0 where all kinds draw the same, and waiting and tail static power."""
     rows = np.zeros((_TERMS * (kinds - 1) + 3, 1 + _TERMS * kinds + 3))
     for term in range(_TERMS * (kinds - 1)):
         rows[term, 1 + term], rows[term, 1 + term + _TERMS] = weight, -weight
     rows[-3, 0], rows[-3, -3] = weight, -weight
     rows[-2, -3:] = weight, weight, -weight
-    rows[-1, -2] = weight  # waiting that was seen at one clock alone takes as much at others
+    rows[-1, -2] = weight  # waiting that was seen at one clock only takes as much at others
     return rows
 
 
 def power_nodes_mhz(clocks_mhz: Sequence[int]) -> FloatArray:
-    """The nodes of the clock that every rank adds its meter's sums up at."""
+    """Return the nodes of the clock that every rank adds its meter's sums up at."""
     top_mhz = max(clocks_mhz)
     return np.linspace(_LOWEST_NODE * top_mhz, top_mhz, _NUM_NODES)

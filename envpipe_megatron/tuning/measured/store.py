@@ -3,7 +3,7 @@
 Times are measured points, with a model between and beyond them (`fit`). A new measurement
 replaces the point at its clock, and what it differs by from what was expected moves the points at
 other clocks with it: a GPU that became slower became so at all clocks, one that is held by a power
-limit at the high ones alone, which the clocks measured by then tell.
+limit at the high ones only, which the clocks measured by then show.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _KEEPS = 0.1
 #: A clock at which units last no longer than this many times as long as at the highest slows none.
 #: Without it a job whose clock was stuck loses 11 iterations more.
 _NO_SLOWER = 1.01
-#: So many iterations of one order tell how they differ as a whole, and so many windows are kept.
+#: So many iterations of one order show how they differ as a whole, and so many windows are kept.
 _TELLS_COMMON, _KEPT_COMMON = 3, 9
 #: A unit that takes less than this share of what is known did not run.
 _IMPLAUSIBLE = 0.3
@@ -84,7 +84,7 @@ class Store:
 
     @property
     def time_s(self) -> FloatArray:
-        """[keys, clocks] what units take."""
+        """Return what units take, [keys, clocks]."""
         return np.array([times.time_s for times in self._times])
 
     @property
@@ -121,7 +121,7 @@ class Store:
                 self.powers.look(stage, WAITING, clock_mhz, power_w)
 
     def keys(self, schedule: Schedule) -> IntArray:
-        """[num_stages, units_per_stage] the key of each unit; below zero if it takes no time."""
+        """Return each unit's key, [num_stages, units_per_stage]; below zero if it takes no time."""
         return schedule.unit_keys(self._num_chunks, self.kinds).astype(np.int64)
 
     def at_top(self, schedule: Schedule) -> Clocked:
@@ -130,7 +130,7 @@ class Store:
         return Clocked(schedule, np.full(shape, int(self.clocks_mhz[-1]), dtype=np.int64))
 
     def durations_s(self, schedule: Schedule, frequency_mhz: IntArray) -> FloatArray:
-        """[num_stages, units_per_stage] what units take at clocks, no change being late."""
+        """Return what units take at clocks, no change being late, [num_stages, units_per_stage]."""
         keys, durations_s = self.keys(schedule), np.zeros(frequency_mhz.shape)
         for key in np.unique(keys[keys >= 0]):
             mask, time_s = keys == key, self._times[key].time_s
@@ -138,13 +138,13 @@ class Store:
         return durations_s
 
     def iteration_s(self, schedule: Schedule, frequency_mhz: IntArray) -> float:
-        """How long an iteration takes, no change being late."""
+        """Return how long an iteration takes, no change being late."""
         durations_s = self.durations_s(schedule, frequency_mhz)
         latency_s = self.facts.p2p_latency_s or 0.0
         return Timeline(schedule, durations_s, latency_s, self.tail_s).iteration_time_s
 
     def forget(self, upset: BoolArray) -> None:
-        """Something has changed, [num_stages] where so much that it must be looked at again.
+        """Note that something changed, [num_stages] where so much that it must be measured again.
 
         What meters said counts for little from now on.
         """
@@ -241,7 +241,7 @@ class Store:
                         self._times[key].move(ratios)
 
     def _odd(self, measured_s: FloatArray, known_s: FloatArray) -> BoolArray:
-        """[num_stages, units_per_stage] units that did not run, as iterations were not whole.
+        """Return which units did not run, in iterations that were not whole, as `measured_s`.
 
         Or they are too fast for that; a stage's that are so twice in a row are believed.
         """
@@ -252,7 +252,7 @@ class Store:
         return refused | np.isnan(measured_s)
 
     def profile(self, *, careful: bool) -> Profile:
-        """The profile of what is known, of each unit from its lowest measured clock upwards.
+        """Return the profile of what is known, of each unit from its lowest measured clock on.
 
         Args:
             careful: for a new plan: units below the highest clock take as long as they might, and
@@ -310,17 +310,17 @@ class Store:
                 times.lowest_mhz = lowest_mhz
 
     def power_w(self, stage: int) -> FloatArray:
-        """[kinds + 1, nodes] of one GPU of a stage, waiting last; StoreError without meters."""
+        """Return W of a stage's GPU, [kinds + 1, nodes], waiting last; StoreError: no meter."""
         return self._fitted_w(stage)[0]
 
     def _fitted_w(self, stage: int) -> tuple[FloatArray, FloatArray]:
-        """As `power_w`, and their standard errors."""
+        """Return `power_w`, and their standard errors."""
         keys = self._num_chunks * len(self.kinds)
         of_stage = self._times[stage * keys : (stage + 1) * keys]
         return self.powers.fit(stage, max(times.limit_mhz for times in of_stage))
 
     def valley_mhz(self, *, waiting: bool) -> float:
-        """The lowest clock at which a stage's forward and backward take the least energy.
+        """Return the lowest clock at which a stage's forward and backward take the least energy.
 
         With `waiting`, beyond that of waiting as long: the lowest clock that pays where there is
         all the time.
@@ -340,11 +340,11 @@ class Store:
         return lowest
 
     def _common_error(self, window: Window) -> float:
-        """By which share all units of a window may be off together: heat, hosts, the network."""
+        """Return by which share all units of a window may be off together: heat, hosts, network."""
         count = window.num_iterations
         if count >= _TELLS_COMMON:
             self._common.append(window.own_error(self.tail_s) * float(np.sqrt(count)))
-        # A window in which something changed differs in itself, and tells nothing.
+        # A window in which something changed differs in itself, and shows nothing.
         return float(np.median(self._common or 0.0) / np.sqrt(count))
 
     def _learn_tails(self, window: Window) -> None:
@@ -362,7 +362,7 @@ class Store:
         asked: FloatArray,
         odd: BoolArray,
     ) -> None:
-        """Both clocks must have been measured: a model of one errs by as much as it tells."""
+        """Learn from clocks that were both measured: a model errs by as much as it would show."""
         before = np.roll(frequency_mhz, 1, axis=1)
         own_s = self.durations_s(schedule, frequency_mhz)
         old_s = self.durations_s(schedule, before)

@@ -2,7 +2,7 @@
 
 A unit that others wait for only later has slack: it is slowed first, as far as its slack goes, and
 the iteration keeps its time. Where a stage has no such units, as the last one of 1F1B, as few
-as tell enough are slowed, at the same time on all these stages: they lose what one of them does.
+as show enough are slowed, at the same time on all these stages: they lose what one of them does.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def slack_probe(own: Schedule, store: Store, *, at_cost: bool) -> Iterator[Look]
     Args:
         own: the order that runs.
         store: what is known of its units.
-        at_cost: whether units without slack are looked at too, as few as tell enough.
+        at_cost: whether units without slack are looked at too, as few as show enough.
     """
     #: How many looks were below their own valley, and below that of units with slack.
     below = below_all = 0
@@ -57,7 +57,7 @@ def slack_probe(own: Schedule, store: Store, *, at_cost: bool) -> Iterator[Look]
 
 
 def probe_clocks_mhz(clocks_mhz: Sequence[int], step: float = 0.1) -> list[int]:
-    """Clocks to look at one after the other, each about a step below the last.
+    """Return clocks to look at one after the other, each about a step below the last.
 
     The step is a share of the highest clock, which is not among them; the lowest is.
     """
@@ -68,11 +68,11 @@ def probe_clocks_mhz(clocks_mhz: Sequence[int], step: float = 0.1) -> list[int]:
 
 
 def probe(schedule: Schedule, store: Store, clock_mhz: int, *, at_cost: bool) -> IntArray:
-    """[num_stages, units_per_stage] clocks of an iteration that looks at one clock.
+    """Return clocks of an iteration that looks at one clock, [num_stages, units_per_stage].
 
     All units are at the highest clock or at this one. Times at this one are those that are known;
     where none is, all of a unit's time is taken to follow the clock, which no unit exceeds.
-    Without `at_cost`, units with slack alone are slowed.
+    Without `at_cost`, only units with slack are slowed.
     """
     top_mhz = int(store.clocks_mhz[-1])
     keys = store.keys(schedule)
@@ -95,7 +95,7 @@ def probe(schedule: Schedule, store: Store, clock_mhz: int, *, at_cost: bool) ->
 
 
 def lifted(schedule: Schedule, frequency_mhz: IntArray, store: Store) -> IntArray:
-    """A plan's clocks, with a unit of each kind on each stage at the highest clock.
+    """Return a plan's clocks, with a unit of each kind on each stage at the highest clock.
 
     By these the job learns what units take at the highest clock today, and loses no time. The unit
     before each is lifted too, as changes of the clock come late. They are those whose clocks are
@@ -112,7 +112,7 @@ def lifted(schedule: Schedule, frequency_mhz: IntArray, store: Store) -> IntArra
 
 
 def repeats(schedule: Schedule, store: Store, clocked: IntArray, clock_mhz: int) -> int:
-    """How many iterations at a probe's clocks see what they look at for long enough."""
+    """Return how many iterations at a probe's clocks see what they look at for long enough."""
     keys, times_s = store.keys(schedule), store.durations_s(schedule, clocked)
     there = clocked == clock_mhz
     looked_at = np.unique(keys[there & (keys >= 0)])
@@ -136,7 +136,7 @@ def _within_slack(
     keys: IntArray,
     enough: dict[int, int],
 ) -> BoolArray:
-    """[num_stages, units_per_stage] units that may be slowed together in the iteration's time."""
+    """Return which units may be slowed at no loss of time, [num_stages, units_per_stage]."""
     own_s = np.array(path.duration_s)
     lasts_s = np.array(path.end_s).reshape(keys.shape)[:, -1]
     until_s = float((lasts_s + tail_s).max())
@@ -158,7 +158,7 @@ def _within_slack(
 
 
 def _in_the_middle(middle_s: FloatArray, keys: IntArray, lacking: Mapping[int, int]) -> slice:
-    """Positions of consecutive units of a stage, half-way through, with enough of what lacks."""
+    """Return consecutive units of a stage, half-way through, with enough of what is lacking."""
     first = after = int(np.searchsorted(middle_s, middle_s[-1] / 2))
     while any((keys[first:after] == key).sum() < count for key, count in lacking.items()):
         if after - first >= len(keys):

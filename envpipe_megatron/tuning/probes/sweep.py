@@ -1,8 +1,8 @@
 """The sweep: what units cost at each clock, seen before the first plan is made.
 
 All units run at one clock after the other, from the highest downwards, until every stage is past
-the bottom of its energy valley. Such iterations tell the energy of all kinds of units together.
-Then each kind but one runs at these clocks by itself, and all others at the highest: that tells
+the bottom of its energy valley. Such iterations show the energy of all kinds of units together.
+Then each kind but one runs at these clocks by itself, and all others at the highest: that keeps
 them apart. Still lower clocks, which pay in place of waiting only, are seen by units that have time
 for them. Clocks between are fitted, so that few are run.
 """

@@ -18,7 +18,7 @@ from envpipe_megatron.core.plan import read_plan
 from envpipe_megatron.core.profile import read_profile
 
 pytest.importorskip("torch")
-from benchmarks.megatron_lm import equality, lost, prove, ratio, stress
+from benchmarks.megatron_lm import equality, prove, ratio, stress
 from benchmarks.megatron_lm.models import (
     APEX,
     ENVPIPE,
@@ -38,6 +38,7 @@ from benchmarks.megatron_lm.running.jobs import (
     make_launch,
 )
 from benchmarks.megatron_lm.running.pool import Limits, printed_energies, printed_results, run_jobs
+from benchmarks.megatron_lm.running.rounds import Keeper, Rounds, order
 
 HAS = frozenset({TRANSFORMER_ENGINE, APEX})
 
@@ -85,9 +86,9 @@ def test_jobs_take_turns_and_never_compute_together(site, state):
     turns = (2, 3, 3)
     iterations = sum(turns) + 1
     jobs = [_job(f"ratio/start 1/{arm}", iterations, turns) for arm in ORDER_ARMS]
-    keeper = ratio.Keeper(state, ratio.Rounds(1, 2, 3, 2), ORDER_ARMS)
-    order = ratio.order(jobs)
-    run_jobs(site, state, jobs, no_limits(), order=order, on_block=keeper)
+    keeper = Keeper(state, Rounds(1, 2, 3, 2), ORDER_ARMS)
+    turns_of = order(jobs)
+    run_jobs(site, state, jobs, no_limits(), order=turns_of, on_block=keeper)
 
     assert [state.runs[job.name]["status"] for job in jobs] == ["ok"] * 3
     assert len(state.rounds) == 1
@@ -195,14 +196,13 @@ def test_every_run_there_is_changes_no_clock(num_gpus, site, state, monkeypatch)
     monkeypatch.setenv("ENVPIPE_FORBID_CLOCK_CONTROL", "0")
     monkeypatch.setenv("ENVPIPE_TYPE", "optimal")
     machine = replace(site, num_gpus=num_gpus, corpus=site.scratch, has=HAS)
-    rounds = ratio.Rounds(5, 5, 10, 12)
+    rounds = Rounds(5, 5, 10, 12)
     jobs = [
         *equality.jobs(machine, 50),
         *stress.jobs(machine, 1000, 0.002),
         *ratio.jobs(machine, state, ratio.setting(machine), rounds),
         *ratio.jobs(machine, state, ratio.setting(machine, like="te-fp8-pp2vp2"), rounds),
         *prove.energy_jobs(machine, 60),
-        *lost.jobs(machine),
     ]
     assert len({job.name for job in jobs}) == len(jobs)
     for job in jobs:

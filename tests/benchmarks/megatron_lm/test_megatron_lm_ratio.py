@@ -30,6 +30,7 @@ from benchmarks.megatron_lm.models import (
 from benchmarks.megatron_lm.running import entry, rest
 from benchmarks.megatron_lm.running.jobs import State
 from benchmarks.megatron_lm.running.rest import RESTING
+from benchmarks.megatron_lm.running.rounds import Keeper, Rounds, measured, ratio_rows
 from benchmarks.megatron_lm.running.turns import Block
 from envpipe_megatron.integrations.megatron.hooked import HookedForwardBackward
 from envpipe_megatron.integrations.torch_pipelining import AttachedPipeline
@@ -40,7 +41,7 @@ from envpipe_megatron.runtime.job.session import Session
 
 def test_ratio_and_its_bound(state):
     arms = STOCK, ONE_F_ONE_B, ENVPIPE, UNITS
-    keeper = ratio.Keeper(state, ratio.Rounds(5, 2, 25, 12), arms)
+    keeper = Keeper(state, Rounds(5, 2, 25, 12), arms)
     times = [(30.0, 30.03), (31.0, 31.062), (30.5, 30.5), (30.2, 30.1698), (30.0, 30.06)]
     for number, (stock, own) in enumerate(times):
         blocks = {STOCK: stock, ONE_F_ONE_B: own, ENVPIPE: own * 1.02, UNITS: own * 1.001}
@@ -52,7 +53,7 @@ def test_ratio_and_its_bound(state):
                 keeper(f"ratio/gpt-pp4-m14 start 1/{arm}", block)
     keeper("ratio/gpt-pp4-m14 start 1/stock", Block(0, 5.0, (), 0.5))
     keeper("energy/envpipe", Block(1, 5.0, (), 0.5))
-    found, slower, units = ratio.ratio_rows(State(state.path))
+    found, slower, units = ratio_rows(State(state.path))
     logs = [math.log(b / a) for a, b in times]
     mean = sum(logs) / 5
     error = math.sqrt(sum((x - mean) ** 2 for x in logs) / 4 / 5)
@@ -66,11 +67,11 @@ def test_ratio_and_its_bound(state):
     assert units["ratio of medians"] == pytest.approx(1.002)
     assert units["target met"]
     assert found["setting"] == "gpt-pp4-m14"
-    assert not ratio.measured(state, "gpt-pp4-m22")
+    assert not measured(state, "gpt-pp4-m22")
 
 
 def test_rounds_that_are_missing_are_measured_later(site, state):
-    machine, rounds = replace(site, num_gpus=4), ratio.Rounds(5, 2, 25, 12)
+    machine, rounds = replace(site, num_gpus=4), Rounds(5, 2, 25, 12)
     own, other = ratio.setting(machine), ratio.setting(machine, microbatches=22)
     first = ratio.jobs(machine, state, own, rounds)
     assert first[0].turns == (12, *[25] * 10)
@@ -94,14 +95,14 @@ def test_rounds_that_are_missing_are_measured_later(site, state):
 
 
 def test_a_job_in_which_envpipe_rests_is_compared_with_itself(site, state):
-    machine, rounds = replace(site, num_gpus=4), ratio.Rounds(3, 1, 25, 12)
+    machine, rounds = replace(site, num_gpus=4), Rounds(3, 1, 25, 12)
     resting = ratio.setting(machine, like="gpt-pp4vp2", rests=True)
     (job,) = ratio.jobs(machine, state, resting, rounds)
     assert (job.rests, job.turns) == (True, (12, *[25] * 6))
-    keeper = ratio.Keeper(state, rounds, resting.arms)
+    keeper = Keeper(state, rounds, resting.arms)
     for turn, time_s in enumerate((90.0, 25.0, 25.1, 25.3, 25.2, 25.4, 25.5)):
         keeper(job.name, Block(turn, time_s, (), time_s / 25))
-    (row,) = ratio.ratio_rows(state)
+    (row,) = ratio_rows(state)
     assert (row["setting"], row["arm"]) == ("gpt-pp4vp2-m16-resting", UNITS)
     assert row["of the rounds"] == "1.0040, 1.0040, 1.0039"
     assert row["stock (s)"] == pytest.approx(25.2 / 25)
@@ -120,14 +121,14 @@ def test_a_job_in_which_envpipe_rests_is_compared_with_itself(site, state):
 
 def test_rounds_in_which_a_host_was_held_up_do_not_count(state):
     arms = RESTING, UNITS
-    keeper = ratio.Keeper(state, ratio.Rounds(10, 1, 1, 6), arms)
+    keeper = Keeper(state, Rounds(10, 1, 1, 6), arms)
     for number in range(10):
         own_s = 1.001 + 1e-4 * number
         own_s, rested_s = {3: (1.8, 1.0), 6: (own_s, 1.5)}.get(number, (own_s, 1.0))
         turns = (own_s, rested_s) if number % 2 else (rested_s, own_s)
         for turn, time_s in enumerate(turns, 2 * number + 1):
             keeper("ratio/gpt-pp2-m14-resting start 1/units", Block(turn, time_s, (), time_s))
-    (row,) = ratio.ratio_rows(state)
+    (row,) = ratio_rows(state)
     assert row["ratio"] == pytest.approx(1.02, abs=0.01)
     assert row["upper"] > 1.1
     assert row["ratio of medians"] == pytest.approx(1.0015, abs=1e-4)

@@ -7,7 +7,7 @@ from unittest import mock
 import pytest
 
 from envpipe_megatron.core.channel_model import completes, most_kept
-from envpipe_megatron.core.kinds import WHOLE, Kind
+from envpipe_megatron.core.kinds import WHOLE
 from envpipe_megatron.core.orders import builders
 from envpipe_megatron.policies.problem import order_limits
 
@@ -55,24 +55,6 @@ class _Work:
         return data
 
     backward = forward
-
-
-def test_a_rank_tells_how_many_units_of_an_iteration_have_begun(monkeypatch):
-    history, told = [], []
-
-    def execute(schedule, stage, work, run):
-        for unit in schedule.stages[stage]:
-            (work.forward if unit.kind is Kind.FORWARD else work.backward)(unit, unit.microbatch)
-
-    monkeypatch.setattr(stress.stage_run, "execute", execute)
-    monkeypatch.setattr(stress.session, "execute", stress.session.execute)  # is put back
-    iterations = [3]
-    stress.tell_units(lambda *at: told.append(at), lambda: iterations[-1])
-    for _ in range(2):
-        stress.session.execute(builders.one_f_one_b(2, 2), 0, _Work(history), None)
-        iterations.append(4)
-    assert told == [(at, str(count)) for at in (3, 4) for count in (1, 2, 3, 4)]
-    assert history == ["work"] * 8
 
 
 def test_a_job_that_is_stressed_gets_random_orders_and_delayed_units(monkeypatch):

@@ -2,7 +2,7 @@
 
 import pytest
 
-from benchmarks.search.aceso_space.aceso_files import fold_blocks, read_aceso_profile
+from benchmarks.search.aceso_files import fold_blocks, read_aceso_profile
 from envpipe_megatron.search.layer_profile import Sizes
 
 MIB = 2**20

@@ -25,11 +25,11 @@ class FakeJob:
     ) -> None:
         if options.gpu_control == "none":
             raise WithoutEnvPipeError("NVML is not there")
-        self.options, self.level, self.say = options, level, say
+        self.options, self.level = options, level
         self.closed = False
         state = SimpleNamespace(notes=tuple(notes), profile=None, phase=Phase.WARMUP)
         self.session: Any = Mock(state=state)
-        self.collectives = SimpleNamespace(is_planner=True)
+        self.session.parts.say = say
         made.append(self)
 
     def banner(self) -> str:

@@ -161,7 +161,7 @@ class FastJob(Job):
         super().__init__(*args, **kwargs)
         plain_stages.run_fast(self.session)
         own = kwargs["placement"].framework_order
-        if self.collectives.stage == 0 and own is not None and own.num_chunks == 1:
+        if self.session.parts.collectives.stage == 0 and own is not None and own.num_chunks == 1:
             times_s: dict[Kind, float] = self.session.executor._time_at_max_s  # type: ignore[attr-defined]
             times_s[Kind.WEIGHT_GRADIENT] = times_s[Kind.BACKWARD]
             times_s[Kind.INPUT_GRADIENT] = 2e-5

@@ -63,7 +63,7 @@ class Pipeline:
     def __init__(self, told):
         report = SimpleNamespace(line=lambda: " energy |", scalars=lambda: {"envpipe": 2})
         self.report = lambda: report
-        self.tell = lambda text: told.append(text)
+        self.say = lambda text: told.append(text)
         self.pause = lambda: told.append("pause")
         self.end_training = lambda: told.append("end")
         self.close = lambda: told.append("close")

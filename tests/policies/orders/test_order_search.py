@@ -97,12 +97,12 @@ def test_1f1b_is_planned_too_where_the_best_orders_round_badly():
 OWN = builders.one_f_one_b(2, 4)
 
 
-def judged_as(extra, score, plan, conditions, *, by_rule=False):
+def judged_as(extra, score, plan, conditions):
     """An order that is judged by `score`, and whose plan is `plan`."""
     job = Job(uniform_profile(2, CURVE), 4, conditions)
     optimizer = Optimizer(builders.envpipe(2, 4, extra), job.profile, job.conditions)
     optimizer.plan = lambda *_: plan
-    return Judged("envpipe", optimizer, score, OWN, by_rule)
+    return Judged("envpipe", optimizer, score, OWN)
 
 
 @pytest.mark.parametrize(("saved", "taken"), [(1e-16, False), (1e-5, False), (1e-4, True)])
@@ -134,30 +134,12 @@ def test_a_microbatch_is_not_taken_for_next_to_nothing(saved, taken):
     assert [point.max_extra_forwards for point in points] == ([0, 1] if taken else [0])
 
 
-@pytest.mark.parametrize(
-    "counts", [{"min_dwell_s": 0.1}, {"change_time_s": 0.1}, {"change_energy_j": 1.0}, {}]
-)
-def test_the_rules_order_is_planned_too_where_changes_of_clock_count(counts):
-    """Its relaxed energy, without changes, is the third here, and its plan the best."""
-    dwell_s = counts.pop("min_dwell_s", 0.0)
-    conditions = Conditions((10.0,) * 2, **counts)
-    judged = []
-    for extra, score in (((2, 0), 97.0), ((1, 1), 98.0), ((1, 0), 99.0)):
-        by_rule = extra == (1, 0)
-        cost = Namespace(iteration_time_s=1.0, energy_j=101.0 if by_rule else 102.0)
-        plan = Namespace(cost=cost, extra=extra, conditions=conditions)
-        judged.append(judged_as(extra, score, plan, conditions, by_rule=by_rule))
-    plan = best_plan(judged, ObjectivePlanner(LEAST_ENERGY, 1.0, dwell_s))
-    assert plan.extra == ((1, 0) if counts or dwell_s else (2, 0))
-
-
 def test_large_jobs_are_searched_with_few_linear_programs():
     profile = uniform_profile(8, CURVE, slowness=[1, 1, 1, 1, 1, 1, 1, 1.2])
     judged, search, _ = search_of(Job(profile, 96, Conditions((10.0,) * 8)))
     assert search.orders_tried <= 16
     own = next(o for o in judged if o.optimizer.schedule.stages == o.own.stages)
     assert min(order.score for order in judged) < 0.99 * own.score
-    assert any(order.by_rule for order in judged)
 
 
 def test_of_very_many_units_only_the_best_order_is_planned(monkeypatch):
@@ -177,7 +159,7 @@ def test_auto_saves_no_less_than_the_rules_order_with_a_dwell_time():
         request = PlanRequest(16, schedule, "optimal", blocking_power_w=83.64, min_dwell_s=0.5)
         plan = make_plan(profile, request).plan
         saved[schedule] = plan.cost.saving_percent(plan.baseline.cost)
-    assert saved["auto"] >= saved["envpipe"] > 14.8
+    assert saved["auto"] >= saved["envpipe"] > 14.7
 
 
 @pytest.mark.parametrize("slow_stage", [pytest.param(0, marks=on_request("CORE")), 3, 7])

@@ -26,8 +26,8 @@ from envpipe_megatron.runtime.channel.collectives import (
     make_collectives,
     tree_groups,
 )
-from envpipe_megatron.runtime.going_on import (
-    GoesOnError,
+from envpipe_megatron.runtime.fallback import (
+    DegradedError,
     by_planner,
     in_words,
     on_every_rank,
@@ -186,14 +186,14 @@ def test_an_error_of_one_rank_ends_what_every_rank_makes():
     fails = Mock(side_effect=KeyError("of a test"))
     with pytest.raises(KeyError):
         alone.everywhere(fails)
-    with pytest.raises(GoesOnError, match=r"^Stage 0: KeyError: 'of a test'$"):
+    with pytest.raises(DegradedError, match=r"^Stage 0: KeyError: 'of a test'$"):
         on_every_rank(alone, fails)
     assert on_every_rank(alone, lambda: 5) == 5
     elsewhere: Any = SimpleNamespace(first=lambda own: (2, "of another"))
     elsewhere.everywhere = lambda make: Collectives.everywhere(elsewhere, make)
     with pytest.raises(CollectivesError, match="A rank of stage 2 cannot go on: of another"):
         elsewhere.everywhere(lambda: 5)
-    with pytest.raises(GoesOnError, match="Stage 2: of another"):
+    with pytest.raises(DegradedError, match="Stage 2: of another"):
         on_every_rank(elsewhere, lambda: 5)
 
 
@@ -238,7 +238,7 @@ def test_an_error_is_told_in_words_of_some_length(caplog):
 
 def test_planning_goes_on_without_what_fails():
     told = Told()
-    with pytest.raises(GoesOnError, match=r"^ValueError: of a test$"):
+    with pytest.raises(DegradedError, match=r"^ValueError: of a test$"):
         by_planner(told.seen_by(0), Mock(side_effect=ValueError("of a test")))
-    with pytest.raises(GoesOnError, match=r"^ValueError: of a test$"):
+    with pytest.raises(DegradedError, match=r"^ValueError: of a test$"):
         by_planner(told.seen_by(1), lambda: pytest.fail("the planner alone makes it"))

@@ -27,8 +27,8 @@ from envpipe_megatron.runtime.channel import puts
 from envpipe_megatron.runtime.channel.carrier import ChannelError
 from envpipe_megatron.runtime.channel.cuda_device import CudaDevice
 from envpipe_megatron.runtime.channel.flag_page import (
+    LOST,
     PUT,
-    TOLD,
     FlagPage,
     create_page_file,
 )
@@ -107,7 +107,7 @@ def test_a_known_loss_ends_whatever_is_asked_for(pipeline):
     channel = made.channels[0]
 
     def host() -> None:
-        made.pages[0].own(TOLD).set(8)
+        made.pages[0].own(LOST).set(8)
         give, take = partial(channel.send, FORWARD, []), partial(channel.receive, UNIT)
         for call in (channel.end_step, give, take):
             with pytest.raises(ChannelError, match="it says that stage 7 is lost"):
@@ -144,7 +144,7 @@ class Watched:
     def trouble(self, now_s: float) -> Any:
         return self.found
 
-    def tell(self, stage: int) -> None:
+    def say_lost(self, stage: int) -> None:
         self.calls.append(f"tell {stage}")
 
     def abandon(self) -> None:
@@ -334,7 +334,7 @@ def test_a_page_shows_what_another_process_says_and_whether_it_lives():
             with pytest.raises(OSError, match="temporarily unavailable"):
                 FlagPage(path, 1)
             assert page.others(PUT).value == 7
-            assert page.own(PUT).value == page.own(TOLD).value == 0
+            assert page.own(PUT).value == page.own(LOST).value == 0
         finally:
             child.kill()
             child.join()

@@ -14,7 +14,7 @@ from envpipe_megatron.core.orders import builders
 from envpipe_megatron.formats.energy import Phase
 from envpipe_megatron.gpu.presets import load_preset, sweep_range
 from envpipe_megatron.runtime.execution.orders import IterationOrder
-from envpipe_megatron.runtime.going_on import GoesOnError
+from envpipe_megatron.runtime.fallback import DegradedError
 from envpipe_megatron.runtime.job import phases
 from envpipe_megatron.runtime.job.measuring import known_profile
 from envpipe_megatron.runtime.job.options import JobOptions, Level
@@ -95,7 +95,7 @@ def test_peaks_that_nobody_knows_are_not_compared(peaks):
     assert rank.memory.calls == [("compare", 4 if peaks[1] else None)]
 
 
-@pytest.mark.parametrize("error", [MemoryFullError, GoesOnError])
+@pytest.mark.parametrize("error", [MemoryFullError, DegradedError])
 def test_too_little_memory_for_the_own_order_is_said_alone(error):
     rank = Rank(BASELINE)
     rank.memory.predicting = error("Of a test")
@@ -121,7 +121,7 @@ FILES = {"plan": Path("plan.json"), "profile": Path("profile.csv")}
     ],
 )
 def test_where_nothing_is_saved_nothing_is_measured(monkeypatch, request_, options, kept, saves):
-    save = Mock(side_effect=GoesOnError("Of a test"))
+    save = Mock(side_effect=DegradedError("Of a test"))
     monkeypatch.setattr(phases, "_save_energy", save)
     monkeypatch.setattr(phases, "check_files", lambda job: None)
     chunks = 2 if request_[0] == "interleaved" else 1
@@ -170,7 +170,7 @@ def test_one_profile_serves_all_batches_that_have_no_other_units():
 
 
 def test_a_batch_that_cannot_be_planned_leaves_the_others_as_they_are(monkeypatch):
-    fails = Mock(side_effect=GoesOnError("Of a test"))
+    fails = Mock(side_effect=DegradedError("Of a test"))
     monkeypatch.setattr(phases, "_save_energy", fails)
     rank = Rank(replace(ENVELOPE, baseline_steps=2), batch="m4")
     rank.folder.forget_profile = lambda: pytest.fail("others use it")  # type: ignore[method-assign]
@@ -186,7 +186,7 @@ def test_a_batch_that_cannot_be_planned_leaves_the_others_as_they_are(monkeypatc
 def test_clocks_that_cannot_be_found_end_profiling_alone():
     rank: Any = Rank(ENVELOPE)
     del rank.gpu.supported_frequencies_mhz
-    with pytest.raises(GoesOnError, match=r"Stage 0: AttributeError: .*supported"):
+    with pytest.raises(DegradedError, match=r"Stage 0: AttributeError: .*supported"):
         phases._swept_clocks(rank)
 
 
@@ -202,12 +202,12 @@ def test_clocks_of_another_kind_of_gpu_are_swept_as_it_needs():
         assert swept[preset] == sweep_range(supported, load_preset(preset).control)
     assert len(set(swept.values())) == 3
     rank.other = lambda own: not own if isinstance(own, bool) else own
-    with pytest.raises(GoesOnError, match="different clocks"):
+    with pytest.raises(DegradedError, match="different clocks"):
         phases._swept_clocks(rank)
     few: Any = Rank(ENVELOPE, supported=(1410, 1005))
     assert phases._swept_clocks(few) == (1410, 1005)
     few.gpu.supported_frequencies_mhz = (1410,)
-    with pytest.raises(GoesOnError, match=r"a single clock \(MHz\) \(got 1410\)"):
+    with pytest.raises(DegradedError, match=r"a single clock \(MHz\) \(got 1410\)"):
         phases._swept_clocks(few)
 
 

@@ -31,7 +31,7 @@ from envpipe_megatron.policies.planner import make_plan
 from envpipe_megatron.policies.problem import PlannerError, Problem
 from envpipe_megatron.policies.request import PlanRequest
 from envpipe_megatron.runtime.execution.executor import StageRecord
-from envpipe_megatron.runtime.going_on import GoesOnError
+from envpipe_megatron.runtime.fallback import DegradedError
 from envpipe_megatron.runtime.job import phases, planning
 from envpipe_megatron.runtime.job.options import JobOptions
 from envpipe_megatron.runtime.job.parts import SessionError
@@ -157,14 +157,14 @@ def test_the_first_iteration_of_a_warm_up_tells_nothing(monkeypatch, tmp_path):
     def run_commands(job: Any, schedule: Any, clocks_mhz: Any, records: Any, begin: Any) -> Any:
         looked.append(records)
         if len(looked) == 2:
-            raise GoesOnError("Of a test")
+            raise DegradedError("Of a test")
         yield from ()
         return planner.planned(*plan_online(job, profile_of())), None
 
     monkeypatch.setattr(phases, "run_commands", run_commands)
     job: Any = Starting(tmp_path / "none", asked={"type": "envelope", "reconfigure": "balanced"})
     warm_up: Any = ["first", "second", "last"]
-    with pytest.raises(GoesOnError, match="Of a test"):
+    with pytest.raises(DegradedError, match="Of a test"):
         finish(adopt_plan(job, OWN, warm_up, profile_of(), clocks_of_stages(job)))
     assert looked == [["last"], ["second", "last"]]
 
@@ -197,7 +197,7 @@ REFUSED = [
 def test_a_plan_by_file_that_cannot_run_is_refused_or_made_anew(by_file, options, said):
     with pytest.raises(SessionError, match=said):
         Starting(by_file, **options).check()
-    with pytest.raises(GoesOnError, match=said):
+    with pytest.raises(DegradedError, match=said):
         Starting(by_file, **options).adopt()  # it became so since
     job = Starting(by_file, **options)
     job.state.several_sizes = True
@@ -245,7 +245,7 @@ def test_a_split_plan_by_file_runs_where_the_job_splits(tmp_path):
     job = Starting(path, splits=True)
     job.state.whole = "its self-check failed"
     job.check()
-    with pytest.raises(GoesOnError, match="are whole: its self-check failed"):
+    with pytest.raises(DegradedError, match="are whole: its self-check failed"):
         job.adopt(profile)
 
 
@@ -303,7 +303,7 @@ def test_a_plan_that_memory_does_not_hold_is_made_anew(by_file):
     assert len(job.kept) == 1
     assert job.predicted == ["envpipe", "1f1b"]
     assert job.said == [f"the plan {by_file} is made again: Too little of a test"]
-    with pytest.raises(GoesOnError, match="Too little of a test"):
+    with pytest.raises(DegradedError, match="Too little of a test"):
         Starting(by_file, full=1).adopt()
     with pytest.raises(MemoryFullError, match=r"messages between stages in the order 'envpipe'"):
         Starting(by_file, no_slots=("envpipe",)).adopt()
@@ -312,7 +312,7 @@ def test_a_plan_that_memory_does_not_hold_is_made_anew(by_file):
 def test_clocks_that_gpus_lack_end_no_training(tmp_path, by_file):
     few = r"the GPUs of stage {} do not have .got 1\d\d\d"
     for named in (False, True):
-        with pytest.raises(GoesOnError, match=few.format(1)):
+        with pytest.raises(DegradedError, match=few.format(1)):
             Starting(tmp_path / "none", named_profile=named, of_next=(1410,)).adopt()
     job = Starting(by_file, supported=(1410,))
     with pytest.raises(SessionError, match=few.format(0)):
@@ -353,7 +353,7 @@ def test_a_plan_for_the_full_batch_is_not_held_against_a_smaller_one(by_file):
 def test_planning_may_fail_anywhere(monkeypatch, tmp_path, part, error):
     monkeypatch.setattr(*part, Mock(side_effect=error("of a test")))
     said = "of a test" if issubclass(error, EnvPipeError) else f"{error.__name__}: of a test"
-    with pytest.raises(GoesOnError, match=f"^{said}"):
+    with pytest.raises(DegradedError, match=f"^{said}"):
         Starting(tmp_path / "none", named_profile=True).adopt()
 
 
@@ -376,7 +376,7 @@ def test_chunks_get_no_plan_where_one_hardware_queue_cannot_run_the_frameworks_o
     assert find_stall(builders.interleaved(2, 4, 2, 4), 1)
     asked = {"scheduling": schedule, "num_chunks": 2, "group_size": 4}
     said = r"'interleaved' needs a deeper channel.*CONNECTIONS=8\.\nposition .*\nstage 0 .*\["
-    with pytest.raises(GoesOnError, match=said):
+    with pytest.raises(DegradedError, match=said):
         Starting(tmp_path / "none", asked=asked, capacity=1).adopt()
     Starting(tmp_path / "none", asked=asked).adopt()
 

@@ -17,7 +17,7 @@ from envpipe_megatron.core.profile import Profile
 from envpipe_megatron.core.schedule import Schedule
 from envpipe_megatron.core.sidecar import Sidecar
 from envpipe_megatron.runtime.execution.executor import make_record
-from envpipe_megatron.runtime.going_on import GoesOnError
+from envpipe_megatron.runtime.fallback import DegradedError
 from envpipe_megatron.runtime.job.measuring import known_profile
 from envpipe_megatron.runtime.job.options import JobOptions
 from envpipe_megatron.runtime.job.restarts import StoredJob
@@ -108,7 +108,7 @@ def test_what_waits_between_parts_is_known_from_an_earlier_start(job):
 def test_a_profile_of_another_pipeline_is_refused(tmp_path):
     starting = Starting(tmp_path / "mine.csv")
     starting.has(profile_of(stages=3))
-    with pytest.raises(GoesOnError, match="3"):
+    with pytest.raises(DegradedError, match="3"):
         starting.known(record())
 
 

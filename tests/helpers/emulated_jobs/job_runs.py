@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.online.emulated_job import EmulatedJob
-from benchmarks.online.pipelines import Conditions, Faults, Iteration, Pipelines
+from emulated_job import EmulatedJob
+from emulated_pipelines import Conditions, Faults, Iteration, Pipelines
 from envpipe_megatron.core.conditions import known_conditions
 from envpipe_megatron.core.kinds import WHOLE, Kind
 from envpipe_megatron.core.orders.builders import framework_order

@@ -7,8 +7,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+from presets import preset_profile
 
-from benchmarks.planner.workloads import preset_profile
 from envpipe_megatron.core.conditions import Conditions
 from envpipe_megatron.core.kinds import WHOLE, Kind
 from envpipe_megatron.core.orders import builders
@@ -47,7 +47,7 @@ def write_unmeasured_plan(
 ) -> tuple[Path, Path]:
     """Write profile.csv and plan.json of an order; by default its inner units ask for clocks."""
     profile_file, plan_file = folder / "profile.csv", folder / "plan.json"
-    clocks_mhz = load_preset(PRESET).supported_frequencies_mhz[:60:6]
+    clocks_mhz = load_preset(PRESET).supported_frequencies_mhz[6:60:6]
     pairs = [Kind.COMBINED] if schedule.combined.any() and not schedule.split else []
     times_s = dict.fromkeys([*WHOLE, *pairs], 0.01)
     chunks = schedule.num_chunks

@@ -1,7 +1,7 @@
 """Failures of EnvPipe that must not stop training.
 
-If a part fails on one rank alone, all ranks must know, or they would wait for each other. So each
-rank tries its part, the ranks agree on the outcome, and all of them raise `GoesOnError`, which
+If a part fails on one rank only, all ranks must know, or they would wait for each other. So each
+rank tries its part, the ranks agree on the outcome, and all of them raise `DegradedError`, which
 `phases.run_phases` turns into the framework's own order at the highest clock.
 """
 
@@ -22,12 +22,12 @@ T = TypeVar("T")
 _MOST_CHARACTERS = 1000
 
 
-class GoesOnError(EnvPipeError):
+class DegradedError(EnvPipeError):
     """A part of EnvPipe has failed, on all ranks alike: training goes on without it."""
 
 
 def in_words(error: Exception) -> str:
-    """The text of an error, for a note; the stack of one that is not EnvPipe's is logged."""
+    """Return an error's text, for a note; the stack of one that is not EnvPipe's is logged."""
     if isinstance(error, EnvPipeError):
         text = str(error)
     else:
@@ -37,7 +37,7 @@ def in_words(error: Exception) -> str:
 
 
 def _tried(make: Callable[[], T]) -> tuple[list[T], str | None]:
-    """[what `make` returned] and None; or [] and the text of its error."""
+    """Return [what `make` returned] and None, or [] and the text of its error."""
     try:
         return [make()], None
     except Exception as error:
@@ -45,18 +45,18 @@ def _tried(make: Callable[[], T]) -> tuple[list[T], str | None]:
 
 
 def by_planner(collectives: Collectives, make: Callable[[], T]) -> T:
-    """Return what the planner makes, on every rank; GoesOnError if it fails, for any reason."""
+    """Return what the planner makes, on every rank; DegradedError if it fails, for any reason."""
     made, failure = collectives.from_planner(_tried(make) if collectives.is_planner else None)
     if failure is not None:
-        raise GoesOnError(failure)
+        raise DegradedError(failure)
     return made[0]
 
 
 def on_every_rank(collectives: Collectives, make: Callable[[], T]) -> T:
-    """Return what this rank makes, once every rank has; GoesOnError on all if one fails."""
+    """Return what this rank makes, once every rank has; DegradedError on all if one fails."""
     made, failure = _tried(make)
     first = collectives.first(failure)
     if first is not None:
         stage, text = first
-        raise GoesOnError(f"Stage {stage}: {text}")
+        raise DegradedError(f"Stage {stage}: {text}")
     return made[0]

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import groupby
+from pathlib import Path
 
 import numpy as np
 
-from benchmarks.search.aceso_space.choices import OPERATOR
+from benchmarks.search.aceso_files import OPERATOR
 from envpipe_megatron.core.arrays import FloatArray
 from envpipe_megatron.search.candidates import Candidate
 from envpipe_megatron.search.configuration import Configuration, Job, StageLayout
@@ -26,6 +28,24 @@ def column(profile: LayerProfile, sizes: Sizes, name: str) -> FloatArray:
     """[num_pieces] a measure of each piece; with a second axis of clocks where it has."""
     measures = profile.at(sizes)
     return np.array([getattr(measures[piece], name) for piece in profile.pieces], dtype=float)
+
+
+def read_plan(path: Path) -> Configuration | None:
+    """Return a plan that Aceso's search wrote; None if sizes differ inside a stage."""
+    plan = json.loads(path.read_text())
+    stages, first = [], 0
+    for number, count in enumerate(plan["num_ops_in_each_stage"]):
+        tensor, data = (
+            set(plan[f"{kind}_parallel_size_of_each_op"][number]) for kind in ("model", "data")
+        )
+        if len(tensor) > 1 or len(data) > 1:
+            return None
+        data_parallel = data.pop()
+        sizes = Sizes(tensor.pop(), plan["micro_batch_size"] // data_parallel)
+        ways = tuple(OPERATOR if flag else None for flag in plan["recompute_ops"][number])
+        stages.append(PieceStage(((first, first + count),), sizes, data_parallel, ways=ways))
+        first += count
+    return Configuration(tuple(stages), plan["global_batch_size"] // plan["micro_batch_size"])
 
 
 def simulated(configuration: Configuration, profile: LayerProfile, job: Job) -> Candidate:

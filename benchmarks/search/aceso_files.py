@@ -1,11 +1,10 @@
 """Op profiles in the files of Aceso (EuroSys'24) and Sailor (SOSP'25), as layer profiles.
 
 Enter at `read_aceso_profile`; `fold_blocks` makes whole blocks of operators, between which Megatron
-cuts a model. A folder holds `{model}_mbs{samples}_tp{size}_algo{number}.csv`: for
-each operator microseconds of a forward and a backward on one tensor parallel rank, all-reduces
-inside, and MiB of messages, weights, activations and workspace. `algo0` is Megatron's way to split
-operators, `algo1` another. Beside them lie `p2p_*.csv`, GiB/s by MiB, and `prim_*.csv`,
-milliseconds by MiB.
+cuts a model. A folder holds `{model}_mbs{samples}_tp{size}_algo0.csv`: for each operator
+microseconds of a forward and a backward on one tensor parallel rank, all-reduces inside, and MiB of
+messages, weights, activations and workspace, split as Megatron splits operators. Beside them lie
+`p2p_*.csv`, GiB/s by MiB, and `prim_*.csv`, milliseconds by MiB.
 
 No clock, joule or optimizer is in the files. Memory is counted as Aceso counts it: 8 weights for
 each weight of two bytes and 4 for each of four, softmax in the place of its input, dropout with its
@@ -16,15 +15,13 @@ from __future__ import annotations
 
 import csv
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import groupby, pairwise
 from pathlib import Path
 
 import numpy as np
 
-from benchmarks.search.aceso_space.choices import OPERATOR, Run
-from benchmarks.search.aceso_space.plans import column
 from envpipe_megatron.core.arrays import FloatArray, IntArray
 from envpipe_megatron.search.layer_file import check_profile
 from envpipe_megatron.search.layer_profile import (
@@ -44,6 +41,8 @@ from envpipe_megatron.search.layer_profile import (
 )
 
 DECODER_LAYER = "decoder_layer"
+#: The recomputation of single operators, in runs.
+OPERATOR = "operator"
 _MIB = 2.0**20
 #: Mixed precision keeps weight, gradient, and a copy of the weight with two moments in 32 bits.
 _HALF = BytesPerParameter(weight=2, gradient=2, optimizer=12, least_workspace=2)
@@ -53,44 +52,38 @@ _BLOCKS = (
     ("encoder-embedding", EMBEDDING),
     ("decoder-embedding", "decoder_embedding"),
     ("enc-final", "encoder_norm"),
-    ("dec-final|final|.*post-process|avgpool|fc", LOSS),
+    ("dec-final|final|.*post-process", LOSS),
     ("enc-", LAYER),
     ("dec-", DECODER_LAYER),
-    (r"block-\d+-\d+", None),
-    ("", "stem"),
 )
-#: Operators that write over their input, and so keep nothing of their own.
-_IN_PLACE = re.compile(r"enc-attention-softmax|bn1|.*-bn3|block-(?!0-0).*-downsample")
-#: Operators of which Aceso never computes one again, and one that would join two layers' runs.
-_KEPT = ("conv1", "dec-post-MLP-dropout")
+#: Writes over its input, and so keeps nothing of its own.
+_IN_PLACE = "enc-attention-softmax"
+#: Would join two layers' runs, so Aceso never computes it again; nor these blocks.
+_KEPT = "dec-post-MLP-dropout"
 _KEPT_BLOCKS = (EMBEDDING, "decoder_embedding", "encoder_norm", LOSS)
 _UNKNOWN_MHZ = np.array([1])
 #: From the scores of an attention to its context: what Megatron recomputes if it is selective.
 _SCORE, _CONTEXT = re.compile(r".*-attention-score.*"), re.compile(r".*-attention-context.*")
 
 Row = tuple[float, ...]
-#: Of each operator: its row, and the number of the split that it is of.
-Table = Mapping[str, tuple[Row, int]]
 
 
 def read_aceso_profile(folder: Path, model: str, num_layers: int = 1) -> LayerProfile:
-    """The profile of a model, at all sizes that the folder has.
+    """Return the profile of a model, at all sizes that the folder has.
 
     Args:
-        model: as files' names begin: `gpt_1_3B`, `t5_3B`, `resnet_2B`, `OPT-350`.
-        num_layers: of encoder and of decoder; a ResNet's blocks are all in the files.
+        model: as files' names begin: `gpt_1_3B`, `t5_3B`, `OPT-350`.
+        num_layers: of encoder and of decoder.
     """
     tables = dict(_read_tables(folder, model))
-    memory = _SINGLE if _is_resnet(model) or "fp32" in folder.name else _HALF
+    memory = _SINGLE if "fp32" in folder.name else _HALF
     blocks = _blocks(next(iter(tables.values())), num_layers)
     return check_profile(
         LayerProfile(
             blocks=blocks,
             frequency_mhz=_UNKNOWN_MHZ,
             measures={
-                sizes: {
-                    name: _measure(name, row, memory.weight) for name, (row, _) in table.items()
-                }
+                sizes: {name: _measure(name, row, memory.weight) for name, row in table.items()}
                 for sizes, table in tables.items()
             },
             bytes_per_parameter=memory,
@@ -101,66 +94,17 @@ def read_aceso_profile(folder: Path, model: str, num_layers: int = 1) -> LayerPr
     )
 
 
-def read_splits(folder: Path, model: str) -> dict[Sizes, dict[str, int]]:
-    """The number of the split of each operator that the profile has, at all sizes.
-
-    Megatron's, `algo0`; of ResNet, whose operators leave their outputs alike, the faster one.
-    """
-    return {
-        sizes: {name: algo for name, (_, algo) in table.items()}
-        for sizes, table in _read_tables(folder, model)
-    }
-
-
-def read_switches(
-    folder: Path, model: str, profile: LayerProfile
-) -> Callable[[Sizes, Sizes], FloatArray]:
-    """Times of a change of sizes before a piece, for models whose outputs every rank has in full.
-
-    Samples are gathered where there are fewer data parallel ranks after the change, forwards; and
-    their gradients where there are more, backwards. Aceso looks for the whole number of MiB, or
-    one less, and has no time for others.
-    """
-    pattern = re.compile(f"prim_{re.escape(model)}_all_gather_(\\d+)gpus\\.csv")
-    gathered = {
-        int(match[1]): dict(np.loadtxt(path, delimiter=",", skiprows=1, ndmin=2).tolist())
-        for path in sorted(folder.glob("prim_*.csv"))
-        if (match := pattern.fullmatch(path.name))
-    }
-
-    def switch_s(before: Sizes, behind: Sizes) -> FloatArray:
-        one, other = sorted((before.tensor_parallel, behind.tensor_parallel))
-        table = gathered.get(other // one, {})
-        mib = column(profile, behind, "input_bytes") / _MIB
-        times_ms = [table.get(round(x), table.get(round(x - 1), np.inf)) for x in mib.tolist()]
-        return np.array(times_ms) / 1e3
-
-    return switch_s
-
-
 def block_name(operator: str) -> str:
-    """The block that an operator is part of; each residual block of a ResNet is one of its own."""
-    for pattern, name in _BLOCKS:
-        if match := re.match(pattern, operator):
-            return name or match[0]
-    raise AssertionError(operator)  # the last pattern is always found
+    """Return the block that an operator is part of."""
+    return next(name for pattern, name in _BLOCKS if re.match(pattern, operator))
 
 
-def _is_resnet(model: str) -> bool:
-    return model.startswith("resnet")
-
-
-def _read_tables(folder: Path, model: str) -> Iterator[tuple[Sizes, Table]]:
+def _read_tables(folder: Path, model: str) -> Iterator[tuple[Sizes, dict[str, Row]]]:
     pattern = re.compile(re.escape(model) + r"_mbs(\d+)_tp(\d+)_algo0\.csv")
     for path in sorted(folder.glob("*.csv")):
         if match := pattern.fullmatch(path.name):
-            table = {name: (row, 0) for name, row in _read_operators(path).items()}
-            if _is_resnet(model):
-                other = path.with_name(path.name.replace("algo0", "algo1"))
-                for name, row in _read_operators(other).items():
-                    if sum(row[:2]) < sum(table[name][0][:2]):
-                        table[name] = (row, 1)
-            yield Sizes(tensor_parallel=int(match[2]), microbatch_size=int(match[1])), table
+            sizes = Sizes(tensor_parallel=int(match[2]), microbatch_size=int(match[1]))
+            yield sizes, _read_operators(path)
 
 
 def _read_operators(path: Path) -> dict[str, Row]:
@@ -182,10 +126,10 @@ def _measure(name: str, row: Row, weight_bytes: float) -> Measure:
     received, sent, weights, kept, forward, backward = (mib * _MIB for mib in row[2:])
     if name == "enc-attention-dropout":
         kept *= 1.5
-    elif _IN_PLACE.fullmatch(name):
+    elif name == _IN_PLACE:
         kept = 0.0
     again = Recomputation(OPERATOR, forward_s, None, activation_bytes=0.0, working_bytes=kept)
-    is_kept = name in _KEPT or block_name(name) in _KEPT_BLOCKS
+    is_kept = name == _KEPT or block_name(name) in _KEPT_BLOCKS
     return Measure(
         forward_s,
         backward_s,
@@ -238,6 +182,31 @@ def _steps(exponents: IntArray) -> tuple[FloatArray, FloatArray]:
     begin = np.where(exponents > 0, 2.0**exponents, np.nextafter(2.0 ** (exponents - 1), np.inf))
     end = np.where(exponents < 0, 2.0**exponents, np.nextafter(2.0 ** (exponents + 1), 0.0))
     return begin, end
+
+
+@dataclass(frozen=True)
+class Run:
+    """Operators `first` to `end - 1` of a block, computed again as Aceso counts it.
+
+    All outputs but the last are dropped after the forward, and are there again, together, while the
+    run's backward runs.
+    """
+
+    first: int
+    end: int
+
+    def saved(self, activation_bytes: FloatArray) -> float:
+        """Return the bytes that are not kept of a microbatch in flight."""
+        return float(activation_bytes[self.first : self.end - 1].sum())
+
+    def working(self, activation_bytes: FloatArray) -> float:
+        """Return the bytes held besides during its backward.
+
+        A run that ends with its block holds the block's output too, as it does where the next block
+        begins with a run.
+        """
+        end = self.end if self.end == len(activation_bytes) else self.end - 1
+        return float(activation_bytes[self.first : end].sum())
 
 
 def fold_blocks(profile: LayerProfile) -> LayerProfile:

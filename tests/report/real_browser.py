@@ -1,31 +1,19 @@
-"""A report's page in a real Chromium: how long it takes to open.
-
-    python -m benchmarks.report.browser runs/quickstart/report/index.html
-
-Prints size, time to open (median of five, without the start of the browser), errors, and what a
-network was asked for.
-Needs selenium, chromium and chromedriver. `tests/report/test_page_in_browser.py` drives a page.
-"""
-
-from __future__ import annotations
+"""A report's page in a real Chromium: opened, resized, and asked what went wrong."""
 
 import json
 import os
 import shutil
-import statistics
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import click
 from selenium import webdriver
 from selenium.webdriver.support.ui import WebDriverWait
 
 BROWSER = shutil.which("chromium") or shutil.which("google-chrome")
 DRIVER = shutil.which("chromedriver")
 WIDTHS_PX = (1280, 390)
-_OPENINGS = 5
 
 
 @contextmanager
@@ -71,21 +59,3 @@ def troubles(driver: Any) -> tuple[list[str], list[str]]:
         if event["method"] == "Network.requestWillBeSent"
     ]
     return bad, [url for url in asked if not url.startswith(("file:", "data:", "blob:"))]
-
-
-@click.command()
-@click.argument("page", type=click.Path(exists=True, dir_okay=False, path_type=Path))
-def main(page: Path) -> None:
-    """Open PAGE some times."""
-    with started_browser() as driver:
-        show_as(driver, WIDTHS_PX[0])
-        times_s = [open_page(driver, page) for _ in range(_OPENINGS)]
-        bad, asked = troubles(driver)
-    click.echo(f"{page}: {page.stat().st_size / 1e6:.1f} MB")
-    listed = ", ".join(f"{time_s:.2f}" for time_s in sorted(times_s))
-    click.echo(f"open after {statistics.median(times_s):.2f} s ({listed})")
-    click.echo(f"{len(bad)} errors or warnings, {len(asked)} requests")
-
-
-if __name__ == "__main__":
-    main()

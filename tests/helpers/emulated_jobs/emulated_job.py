@@ -19,7 +19,7 @@ from queue import SimpleQueue
 from types import SimpleNamespace
 from typing import Any
 
-from benchmarks.online.pipelines import Iteration, Pipelines, VirtualMeter
+from emulated_pipelines import Iteration, Pipelines, VirtualMeter
 from envpipe_megatron.core.kinds import Kind
 from envpipe_megatron.core.orders.builders import framework_order
 from envpipe_megatron.core.schedule import Schedule

@@ -1,1 +1,0 @@
-"""What each ingredient of EnvPipe is worth; `ablation.py`."""

@@ -1,1 +1,0 @@
-"""DeepSpeed's own engine against ours, and layers split by time."""

@@ -1,1 +1,0 @@
-"""The launcher's collector and bill, measured."""

@@ -1,1 +1,0 @@
-"""Megatron-DeepSpeed under EnvPipe, compared."""

@@ -1,1 +1,0 @@
-"""What a job measures of a model, for later predictions."""
