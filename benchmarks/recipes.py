@@ -11,7 +11,6 @@ becomes the arguments that Megatron-LM has for it, so that `decide` judges it as
 from __future__ import annotations
 
 import json
-import re
 from argparse import Namespace
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -30,6 +29,7 @@ from envpipe_megatron.integrations.levels import (
     limits_of_arguments,
     on,
 )
+from envpipe_megatron.integrations.megatron.arguments import read_flags, read_recipe
 from envpipe_megatron.integrations.megatron.limits import LIMITS, NOT_PROVEN, keeps_whole
 
 RECIPES = Path("../shared/data/recipes/megatron_bridge.json")
@@ -67,8 +67,6 @@ FEATURES: Mapping[str, Mapping[str, Any]] = {
 }
 #: Folders of functional tests whose models are others than GPTModel, without a flag that says so.
 _OTHER_MODELS = ("bert", "mimo", "multimodal-llava")
-#: Flags whose argument has another name.
-_ARGUMENTS = {"fp8_format": "fp8", "fp4_format": "fp4"}
 
 
 @dataclass(frozen=True)
@@ -120,48 +118,12 @@ def _recipe(recipe: Mapping[str, Any]) -> Job:
 
 
 def _functional_test(path: Path) -> Iterator[Job]:
-    import yaml  # type: ignore[import-untyped]  # for these files alone
-
-    flags = (yaml.safe_load(path.read_text()) or {}).get("MODEL_ARGS") or {}
-    args = Namespace(pipeline_model_parallel_size=1)
-    for flag, value in flags.items():
-        name = flag.removeprefix("--").replace("-", "_")
-        setattr(args, _ARGUMENTS.get(name, name), _value(value))
+    args = read_flags(read_recipe(path)[0])
     # Others serve, convert checkpoints, or are NeMo's.
     if not on("train_iters", "train_samples")(args):
         return
-    args.virtual_pipeline_model_parallel_size = _num_chunks(args)
     args.other_model = path.parent.parent.name in _OTHER_MODELS
     yield Job("functional_tests", path.parent.name, args)
-
-
-def _value(value: object) -> object:
-    """As argparse would have it: `"[a b]"` is a list, of words that have no other meaning here."""
-    if isinstance(value, str) and value.startswith("["):
-        return value.strip("[]").split()
-    return value
-
-
-def _num_chunks(args: Namespace) -> int:
-    """The chunks of a stage, V, from the flags that Megatron-LM counts them by."""
-    stages: int = args.pipeline_model_parallel_size
-    pattern = getattr(args, "hybrid_layer_pattern", None) or ""
-    layout = getattr(args, "pipeline_model_parallel_layout", None) or pattern.split("/")[0]
-    if "|" in layout:
-        return (_repeated(layout).count("|") + 1) // stages
-    layers = getattr(args, "num_layers_per_virtual_pipeline_stage", None)
-    if layers:
-        of_model: int = getattr(args, "num_layers", 0) or getattr(args, "encoder_num_layers", 0)
-        return of_model // stages // int(layers)
-    return getattr(args, "num_virtual_stages_per_pipeline_rank", None) or 1
-
-
-def _repeated(layout: str) -> str:
-    """A layout such as `Et*2|(tt|)*5L` without its repetitions."""
-    layout = layout.replace("\\", "")
-    for repeats in (r"\(([^()]*)\)\*(\d+)", r"(.)\*(\d+)"):
-        layout = re.sub(repeats, lambda found: found[1] * int(found[2]), layout)
-    return layout
 
 
 def job_rows(jobs: Iterable[Job]) -> list[dict[str, Any]]:

@@ -1,3 +1,3 @@
 """EnvPipe for Megatron: saves energy in pipeline-parallel training without slowing it down."""
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"

@@ -22,7 +22,8 @@ import torch
 
 from benchmarks.megatron_lm.running.entry import Turns, die_with_parent
 from benchmarks.megatron_lm.running.rest import let_torchtitan_rest, rests_in
-from envpipe_megatron.integrations.torch_pipelining.torchtitan import divided, hook
+from envpipe_megatron.integrations.options import divided
+from envpipe_megatron.integrations.torch_pipelining.torchtitan import hook
 
 #: Names a module whose `install` lets torchtitan run on CPUs.
 SHIM_VARIABLE = "TORCHTITAN_CPU_SHIM"

@@ -10,6 +10,7 @@ from rich.logging import RichHandler
 
 from envpipe_megatron import __version__
 from envpipe_megatron.cli.common import ErrorsAsMessages
+from envpipe_megatron.cli.jobs.explain import explain
 from envpipe_megatron.cli.jobs.launch import launch
 from envpipe_megatron.cli.jobs.patch import patch
 from envpipe_megatron.cli.jobs.profile import profile
@@ -66,6 +67,7 @@ for command in (
     export_schedule,
     quickstart,
     prove,
+    explain,
     launch,
     energy,
     report,

@@ -19,6 +19,7 @@ from envpipe_megatron.core.fields import AMOUNT, Number
 from envpipe_megatron.core.profile import Profile
 from envpipe_megatron.core.sidecar import sidecar_path
 from envpipe_megatron.errors import EnvPipeError
+from envpipe_megatron.formats.account import INTENSITY_VARIABLE, PRICE_VARIABLE
 
 EXISTING_FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
 OUTPUT_FILE = click.Path(dir_okay=False, path_type=Path)
@@ -118,6 +119,26 @@ class Finite(click.FloatRange):
             return float(self._number.of_text(str(value)))
         except ValueError as wrong:
             self.fail(f"{value!r} is not {wrong}", param, ctx)
+
+
+PRICE_OPTION = click.option(
+    "--price",
+    "price_per_kwh",
+    type=Finite(),
+    metavar="X",
+    envvar=PRICE_VARIABLE,
+    show_envvar=True,
+    help="Price of a kWh, in a currency of your choice.",
+)
+INTENSITY_OPTION = click.option(
+    "--grid-intensity",
+    "grid_g_per_kwh",
+    type=Finite(),
+    metavar="G",
+    envvar=INTENSITY_VARIABLE,
+    show_envvar=True,
+    help="Carbon intensity of the grid, in g CO2 per kWh.",
+)
 
 
 def check_outputs(

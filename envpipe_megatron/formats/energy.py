@@ -169,6 +169,12 @@ class EnergyWindow:
         return self.gpu_key if self.rank is None else self.rank
 
     @property
+    def started(self) -> str:
+        """When its start of the job began (ISO 8601, UTC), to the minute; empty if not known."""
+        found = _START.search(self.run)
+        return f"{found[0].strip()[:16].replace('T', ' ')} UTC" if found else ""
+
+    @property
     def steps(self) -> int:
         """Number of its steps; 0 if it has none, or does not say."""
         first, last = self.first_iteration, self.last_iteration

@@ -107,6 +107,8 @@ class Comparison:
     saving_uncertainty_percent: float | None
     slowdown_percent: float | None
     slowdown_uncertainty_percent: float | None
+    #: How many steps were averaged; 0 if that is not known.
+    iterations: int = 0
 
     def _parts(self) -> list[str]:
         """Say how its time, and its energy if known, compare with the baseline's."""
@@ -168,7 +170,7 @@ def compare(step: StepEnergy, baseline: StepEnergy) -> Comparison:
     saving = None if more[0] is None else -more[0]
     base_error_s = baseline.time_uncertainty_s
     slower = _more(step.time_s, step.time_uncertainty_s, baseline.time_s, base_error_s)
-    return Comparison(step.time_s, own, saving, more[1], *slower)
+    return Comparison(step.time_s, own, saving, more[1], *slower, step.iterations)
 
 
 def _more(

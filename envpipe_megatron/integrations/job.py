@@ -268,25 +268,11 @@ class Job:
     def banner(self) -> str:
         """Return what the job does, in a line."""
         options, control = self.options, self.device.control
-        asked = f"type {options.type}, order {self._order_name}, reconfigure {options.reconfigure}"
         locked = control.backend is not None and self.device.gpu.changes_clock
         clocks = "the highest clock" if locked else "the clocks as they are"
         set_by = control.backend or "left as they are"
-        slower = f"at most {options.slowdown_percent:g} % slower"
-        if options.closed_loop:
-            asked = (
-                f"order {self._order_name}, plans of least {options.objective or Goal.ENERGY}, "
-                f"corrected as the job runs, {slower}"
-            )
-        if self.session.options.changes_only_order:
-            asked = (
-                f"order {self._order_name}, the shortest that is found, at {clocks}, where it is "
-                "faster than the framework's"
-            )
-        if options.plan is not None:
-            asked = f"the plan {options.plan}"
-        if options.one_clock:
-            asked = f"one clock of least energy for the whole job, {slower}"
+        runs = self.session.options if self.session.options.changes_only_order else options
+        asked = runs.in_words(self._order_name, clocks)
         if self.session.options.measures_alone():
             instead = "" if options.type == "baseline" else f", not {asked}"
             asked = f"only measuring, in the framework's order and at {clocks}{instead}"
@@ -320,7 +306,7 @@ class Job:
         """Give the clock back, then print the energy bill; every rank calls it."""
         self.session.close()
         folder = self.session.parts.folder.path
-        lines = end_of_job(self.session, self._tokens)
+        lines = end_of_job(self.session, self._tokens, self.options.energy_price or None)
         if lines and folder is not None and not self.options.profile_only:
             lines.append(f"envpipe report {folder} shows where time and energy went")
         for line in lines:
@@ -398,13 +384,7 @@ def _why_whole(options: JobOptions, placement: RankPlace, level: Level) -> str:
     """Return why backwards are whole at a level; empty if they may be in two parts."""
     if not placement.splits:
         return "its framework runs no part of one"
-    if level is not Level.ORDER:
-        return f"its level is {level}"
-    if options.split == "off":
-        return "--envpipe-split off"
-    if options.self_check == "off":
-        return "--envpipe-self-check off leaves out what shows that splitting them changes no bit"
-    return placement.why_whole or ""
+    return options.why_whole_at(level, placement.why_whole or "")
 
 
 def _check_split_order(options: JobOptions, why_whole: str) -> None:

@@ -233,6 +233,28 @@ def merged(block: Mapping[str, object], call: Mapping[str, object]) -> dict[str,
     return {**below, **above}
 
 
+def divided(arguments: Sequence[str], *more: str) -> tuple[dict[str, object], list[str]]:
+    """Return EnvPipe's settings by name, parsed, and what else a command line has.
+
+    That has flags of a framework's that are named `more`, which may begin as EnvPipe's do.
+
+    Raises OptionError for an option that EnvPipe does not have, or a value that it cannot have.
+    """
+    parser = argparse.ArgumentParser(allow_abbrev=False, add_help=False, exit_on_error=False)
+    add_arguments(parser.add_argument_group())
+    try:
+        found, rest = parser.parse_known_args(arguments)
+    except argparse.ArgumentError as error:
+        raise OptionError(str(error)) from None
+    prefix = flag_of("")
+    unknown = [word for word in rest if word.startswith(prefix) and not word.startswith(more)]
+    if unknown:
+        names = ", ".join(flag_of(name).removeprefix(prefix) for name in OPTIONS)
+        raise OptionError("No such option of EnvPipe", value=unknown, remedy=f"There are {names}.")
+    given = {name: value for name, value in vars(found).items() if value is not None}
+    return {name.removeprefix("envpipe_"): value for name, value in given.items()}, rest
+
+
 def read_settings(
     settings: Mapping[str, object],
     without: Sequence[str] = (),

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from envpipe_megatron import __version__
 from envpipe_megatron.files import replace_files
+from envpipe_megatron.formats.account import Account, Tariff
 from envpipe_megatron.formats.energy import KEEP_CLOCKS, Phase, read_step, split_phase
 from envpipe_megatron.formats.energy_sums import (
     EnergySums,
@@ -73,11 +75,12 @@ class IntervalReport:
         return "".join(f" {part} |" for part in parts)
 
 
-def end_of_job(session: Session, tokens: object) -> list[str]:
+def end_of_job(session: Session, tokens: object, energy_price: float | None = None) -> list[str]:
     """Return the bill of a closed session: lines for the log, on the planning rank only.
 
     Every rank calls it. It is written to `summary.json` too; if that fails, an error is logged.
-    `tokens` are those of an iteration, if they are known.
+    `tokens` are those of an iteration, if they are known; `energy_price` is that of a kWh, in place
+    of the environment's.
     """
     own, collectives = session.summary(), session.parts.collectives
     by_stage = collectives.all_to_planner((own, session.energy.sums()))
@@ -103,25 +106,28 @@ def end_of_job(session: Session, tokens: object) -> list[str]:
         except OSError as error:
             logger.error("%s could not be written: %s", path, error)
     whole_iterations = len(session.executed) == 1
-    return list(_bill(summary, sums, shares=only_measures and not whole_iterations))
+    tariff = Tariff.of_environment(os.environ, energy_price)
+    return list(_bill(summary, sums, tariff, shares=only_measures and not whole_iterations))
 
 
 def _bill(
-    summary: Mapping[str, Any], sums: Sequence[Mapping[str, EnergySums]], *, shares: bool
+    summary: Mapping[str, Any],
+    sums: Sequence[Mapping[str, EnergySums]],
+    tariff: Tariff,
+    *,
+    shares: bool,
 ) -> Iterator[str]:
     ranks = summary["ranks"]
-    clocks_kept = all(rank["clocks"]["backend"] in KEEP_CLOCKS for rank in ranks)
     compared = {"": summary["job"]["comparison"], **summary["job"]["other_batches"]}
-    for batch, comparison in compared.items():
-        if comparison is not None:
-            tokens = None if batch else summary["tokens_per_iteration"]
-            line = Comparison(**comparison).bill_line(
-                len(ranks), tokens, clocks_kept=clocks_kept, power=ranks[0]["power"]
-            )
-            of_batch = f", batches of {batch}" if batch else ""
-            yield f"against the job's own baseline{of_batch}: {line}"
-    total = total_of(own for phases in sums for own in phases.values())
-    yield f"energy of {len(ranks)} GPUs in training: {total.energy_j:.0f} J"
+    account = Account(
+        tuple(own for phases in sums for own in phases.values()),
+        {batch: Comparison(**each) for batch, each in compared.items() if each is not None},
+        num_gpus=len(ranks),
+        tokens=summary["tokens_per_iteration"],
+        clocks_kept=all(rank["clocks"]["backend"] in KEEP_CLOCKS for rank in ranks),
+        power=ranks[0]["power"],
+    )
+    yield from account.lines(tariff, " in training")
     yield from _step_line("the latest baseline", read_step(summary["baseline"]))
     by_phase: dict[str, list[EnergySums]] = {}
     for phase, own in (each for phases in sums for each in phases.items()):

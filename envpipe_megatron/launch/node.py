@@ -19,12 +19,13 @@ from pathlib import Path
 
 from envpipe_megatron.console import say_as_launcher
 from envpipe_megatron.errors import EnvPipeError
+from envpipe_megatron.formats.account import Tariff
 from envpipe_megatron.gpu.base import GpuError
 from envpipe_megatron.gpu.guard.lease import list_leases
 from envpipe_megatron.gpu.guard.lease_file import JOB_NAME_VARIABLE, LeaseRecord
 from envpipe_megatron.gpu.guard.messages import AGENT_VARIABLE, wait_readable
 from envpipe_megatron.launch.agent.agent import NodeAgent
-from envpipe_megatron.launch.bill.report import BillReport, Tariff
+from envpipe_megatron.launch.bill.report import BillReport
 from envpipe_megatron.launch.signals import Signals
 from envpipe_megatron.launch.torchrun import handled_signals, run_torchrun
 

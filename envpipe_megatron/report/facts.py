@@ -244,7 +244,7 @@ class ReportFacts:
         phases: an average step of each phase.
         baseline: what is compared with; None if that is not known.
         compared: the steady phase with the baseline; None if that cannot be said.
-        in_words: the same in words.
+        account: what the run took and saved, in words; the last line is of all of it.
         notes: what a reader of the figures must know.
         bubbles: None if no whole iteration at full clock was recorded.
         predicted: None without bubbles.
@@ -255,7 +255,7 @@ class ReportFacts:
     baseline: StepFacts | None = None
     steady: StepFacts | None = None
     compared: Comparison | None = None
-    in_words: str = ""
+    account: tuple[str, ...] = ()
     stages: tuple[StageFacts, ...] = ()
     notes: tuple[str, ...] = ()
     bubbles: Bubbles | None = None

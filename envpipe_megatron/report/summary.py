@@ -77,13 +77,13 @@ def comparison_section(facts: ReportFacts) -> Section:
         ("power of a GPU (W)", *(_power(step) for step in columns)),
         ("iterations", *(f"{step.mean.iterations:.0f}" for step in columns)),
     ]
-    said = f"Against {columns[0].name}: {facts.in_words}."
+    lines = facts.account
     if facts.compared is None:
         said = "Nothing to compare: that needs a baseline and steps of the steady phase."
+        lines = said, *facts.account
     if facts.changed_nothing:
         said = "Neither clocks nor order were changed: what differs here is chance."
-    one_phase = facts.changed_nothing and len(columns) == 1
-    lines = () if one_phase else (said,)
+        lines = (*((said,) if len(columns) > 1 else ()), *facts.account[-1:])
     return Section(RESULT, ("", *(step.name for step in columns)), tuple(rows), lines)
 
 

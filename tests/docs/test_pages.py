@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PAGES = page_commands.pages()
 JOB_OPTIONS = {*map(flag_of, OPTIONS), "--envpipe", "--envpipe-recompute"}
 #: Commands that hand over what follows the script, or `--`, to another program.
-STARTERS = ("launch", "profile")
+STARTERS = ("explain", "launch", "profile")
 
 
 def ids(path):

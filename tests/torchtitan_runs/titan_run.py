@@ -15,7 +15,8 @@ from typing import Any
 import torch
 import torch._utils as utils
 
-from envpipe_megatron.integrations.torch_pipelining.torchtitan import divided, hook
+from envpipe_megatron.integrations.options import divided
+from envpipe_megatron.integrations.torch_pipelining.torchtitan import hook
 
 
 def main() -> None:

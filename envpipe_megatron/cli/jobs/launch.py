@@ -14,7 +14,12 @@ from typing import Any
 import click
 from click.core import ParameterSource
 
-from envpipe_megatron.cli.common import EXISTING_FILE, OUTPUT_FOLDER, Finite
+from envpipe_megatron.cli.common import (
+    EXISTING_FILE,
+    INTENSITY_OPTION,
+    OUTPUT_FOLDER,
+    PRICE_OPTION,
+)
 from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.launch.hosts import (
     STOP_GRACE_S,
@@ -133,20 +138,8 @@ def _file_name(ctx: click.Context, param: click.Parameter, value: str) -> str:
     metavar="N",
     help="Iterations between live lines of the bill; 0 for none.",
 )
-@click.option(
-    "--price",
-    "price_per_kwh",
-    type=Finite(),
-    metavar="X",
-    help="Price of a kWh, in a currency of your choice.",
-)
-@click.option(
-    "--grid-intensity",
-    "grid_g_per_kwh",
-    type=Finite(),
-    metavar="G",
-    help="Carbon intensity of the grid, in g CO2 per kWh.",
-)
+@PRICE_OPTION
+@INTENSITY_OPTION
 @click.option(
     "--prometheus-port",
     type=click.IntRange(1, 65535),

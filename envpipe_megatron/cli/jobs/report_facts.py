@@ -20,6 +20,7 @@ from envpipe_megatron.core.profile_rows import ProfileRow
 from envpipe_megatron.core.schedule import Schedule
 from envpipe_megatron.core.timeline import RELATIVE_TOLERANCE
 from envpipe_megatron.errors import EnvPipeError
+from envpipe_megatron.formats.account import NO_TARIFF, Tariff
 from envpipe_megatron.formats.energy import (
     FRAMEWORK,
     OUTSIDE_STEPS,
@@ -175,9 +176,9 @@ def _uniform(full: Plan) -> Cost:
     return min(as_fast, key=lambda cost: cost.energy_j)
 
 
-def report_facts(folder: RunFolder) -> ReportFacts:
+def report_facts(folder: RunFolder, tariff: Tariff = NO_TARIFF) -> ReportFacts:
     """Add up what a run's folder tells, and predict what its bubbles are worth."""
-    facts = replace(_metered_facts(folder), changed_nothing=folder.changed_nothing)
+    facts = replace(_metered_facts(folder, tariff), changed_nothing=folder.changed_nothing)
     recorded = folder.timelines.iterations
     if not recorded:
         return facts
@@ -190,7 +191,7 @@ def report_facts(folder: RunFolder) -> ReportFacts:
     return replace(facts, bubbles=bubbles, predicted=predicted)
 
 
-def _metered_facts(folder: RunFolder) -> ReportFacts:
+def _metered_facts(folder: RunFolder, tariff: Tariff) -> ReportFacts:
     """Return figures of phases, from meters.
 
     A job is compared as in its bill: with the mean of its baselines, each as long as it was in
@@ -224,6 +225,7 @@ def _metered_facts(folder: RunFolder) -> ReportFacts:
         compared = compare(steady, baseline)
     tokens = (folder.summary or {}).get("tokens_per_iteration")
     bill.facts = {"tokens_per_iteration": tokens, **bill.facts}
+    account = replace(bill.account(compared), sums=tuple(whole.phases.values()))
 
     def average(name: str, phase: str, step: StepEnergy | None) -> StepFacts | None:
         """Return an average step on all ranks of a phase."""
@@ -237,7 +239,7 @@ def _metered_facts(folder: RunFolder) -> ReportFacts:
         average("baseline", _WARMUP, baseline),
         average(_STEADY, _STEADY, steady),
         compared,
-        bill.in_words(compared) if compared else "",
+        tuple(account.lines(tariff)),
         (*_stages("baseline", bill, _WARMUP), *_stages(_STEADY, bill, _STEADY)),
         tuple(notes),
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import shlex
 import shutil
 import sys
@@ -15,12 +16,19 @@ from typing import TYPE_CHECKING
 import click
 from rich.console import Console
 
-from envpipe_megatron.cli.common import EXISTING_FILE, OUTPUT_FOLDER, TEXT_OPTION, Finite
+from envpipe_megatron.cli.common import (
+    EXISTING_FILE,
+    INTENSITY_OPTION,
+    OUTPUT_FOLDER,
+    PRICE_OPTION,
+    TEXT_OPTION,
+)
 from envpipe_megatron.cli.machine.doctor import all_checks
 from envpipe_megatron.console import say, say_working, show_table
+from envpipe_megatron.formats.account import Tariff
 from envpipe_megatron.formats.energy import read_energy_logs
 from envpipe_megatron.launch.bill.bill import Bill
-from envpipe_megatron.launch.bill.report import Tariff, bill_facts, show_bill
+from envpipe_megatron.launch.bill.report import bill_facts, show_bill
 
 if TYPE_CHECKING:
     from envpipe_megatron.report.run_folder import RunFolder
@@ -37,7 +45,14 @@ _NAMED_LINES = 5
 @click.command()
 @click.argument("folder", metavar="DIR", type=_FOLDER)
 @click.option("--output", type=OUTPUT_FOLDER, help="Folder for the report.  [default: DIR/report]")
-def report(folder: Path, output: Path | None) -> None:
+@PRICE_OPTION
+@INTENSITY_OPTION
+def report(
+    folder: Path,
+    output: Path | None,
+    price_per_kwh: float | None,
+    grid_g_per_kwh: float | None,
+) -> None:
     """Make pictures, tables and a trace from what a run left in DIR.
 
     DIR is what --output of `launch` and `quickstart`, or a job's --envpipe-output, named. The
@@ -52,7 +67,7 @@ def report(folder: Path, output: Path | None) -> None:
     from envpipe_megatron.report.summary import BUBBLES, LEVELS, RESULT
 
     written = output or folder / "report"
-    read, sections = report_on(folder, written)
+    read, sections = report_on(folder, written, Tariff(price_per_kwh, grid_g_per_kwh))
     show_sections(sections, RESULT, BUBBLES, LEVELS)
     for lack in read.missing:
         say(f"Missing: {lack}")
@@ -71,7 +86,7 @@ def show_sections(sections: Iterable[Section], *titles: str) -> None:
                 say(line)
 
 
-def report_on(folder: Path, output: Path) -> tuple[RunFolder, list[Section]]:
+def report_on(folder: Path, output: Path, tariff: Tariff) -> tuple[RunFolder, list[Section]]:
     """Write the report of a run's folder; what was read of it, and what the summary says."""
     from envpipe_megatron.cli.jobs.report_facts import report_facts
     from envpipe_megatron.report.page.document import write_report
@@ -80,7 +95,7 @@ def report_on(folder: Path, output: Path) -> tuple[RunFolder, list[Section]]:
     say_working(f"Reading {folder}")
     read = read_run_folder(folder)
     say_working("Making pictures, summary, page and trace")
-    return read, write_report(read, report_facts(read), output)
+    return read, write_report(read, report_facts(read, tariff), output)
 
 
 @click.group()
@@ -95,11 +110,14 @@ def energy() -> None:
 
 @energy.command(name="sum")
 @click.argument("files", type=EXISTING_FILE, nargs=-1, required=True)
-@click.option("--price", type=Finite(), help="Price of a kWh, for a line of cost.")
-@click.option("--grid-intensity", type=Finite(), help="g of CO2 a kWh, for a line of CO2.")
+@PRICE_OPTION
+@INTENSITY_OPTION
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of tables.")
 def sum_energy(
-    files: tuple[Path, ...], price: float | None, grid_intensity: float | None, as_json: bool
+    files: tuple[Path, ...],
+    price_per_kwh: float | None,
+    grid_g_per_kwh: float | None,
+    as_json: bool,
 ) -> None:
     """Add up energy logs: per phase, GPU, stage and node, and of the whole job.
 
@@ -111,7 +129,7 @@ def sum_energy(
 
       envpipe energy sum node0/energy.jsonl node1/energy.jsonl --price 0.2 --grid-intensity 350
     """
-    bill, tariff = Bill(), Tariff(price, grid_intensity)
+    bill, tariff = Bill(), Tariff(price_per_kwh, grid_g_per_kwh)
     logs = read_energy_logs(files, bill.add)
     bill.unreadable = len(logs.unreadable)
     if as_json:
@@ -149,7 +167,8 @@ def quickstart(text: Path, output: Path, preset: str) -> None:
 
     settings = Settings(str(output.resolve()), str(text.resolve()), preset)
     run_trial(Quickstart(settings), Console())
-    show_sections(report_on(output, output / "report")[1], RESULT)
+    tariff = Tariff.of_environment(os.environ)
+    show_sections(report_on(output, output / "report", tariff)[1], RESULT)
     command = (
         f"envpipe plan --profile {shlex.quote(str(output / 'profile.csv'))} --output plan.json"
     )

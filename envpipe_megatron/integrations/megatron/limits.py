@@ -11,10 +11,14 @@ from __future__ import annotations
 import argparse
 import os
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 
+from envpipe_megatron.core.channel_model import find_stall
+from envpipe_megatron.core.schedule import Schedule
 from envpipe_megatron.integrations.levels import (
     FREES_WHILE_TRAINING,
     ArgumentLimit,
+    Decision,
     Level,
     Predicate,
     RefusedError,
@@ -23,6 +27,7 @@ from envpipe_megatron.integrations.levels import (
     frees_while_training,
     on,
 )
+from envpipe_megatron.runtime.job.options import JobOptions
 
 #: Why a job's own first iteration is to show that EnvPipe's order gives the same result.
 NOT_PROVEN = "not proven in every combination in another order than Megatron's"
@@ -269,6 +274,17 @@ _WHOLE_IF_ON = (
 _WHOLE_IF_SHARED = ("gtp_weight_remat_size", "expert_gtp_weight_remat_size")
 
 
+#: What makes forwards draw random numbers.
+_DRAWS = (
+    "hidden_dropout",
+    "attention_dropout",
+    "moe_input_jitter_eps",
+    "moe_router_force_load_balancing",
+    "moe_router_force_biased",
+    "fp4",  # rounds by chance
+)
+
+
 def keeps_whole(settings: object) -> list[str]:
     """Name what keeps backwards whole in a job's arguments, or its model's configuration."""
     found = [name for name in _WHOLE_IF_ON if getattr(settings, name, False)]
@@ -280,3 +296,33 @@ def check_metered(args: argparse.Namespace, refused: Mapping[str, Predicate] = R
     """Raise a RefusedError that names what EnvPipe has not even a bill for."""
     if found := [feature for feature, asks in refused.items() if asks(args)]:
         raise RefusedError("EnvPipe cannot meter such a job", value=found, remedy="Leave it out.")
+
+
+def keep_sequence(options: JobOptions, num_chunks: int, settings: object) -> JobOptions:
+    """Return the options of a job, which keeps Megatron's order where a search might harm it.
+
+    With chunks, a search finds orders in which a stage's forwards come in another sequence: random
+    numbers would be others, and so would scales that FP8 takes from several forwards before.
+    `settings` are its arguments, or its model's configuration.
+    """
+    remembers = getattr(settings, "fp8", None) and getattr(settings, "fp8_amax_history_len", 1) > 1
+    counts = remembers or any(getattr(settings, name, None) for name in _DRAWS)
+    if options.scheduling == "auto" and num_chunks > 1 and counts:
+        return replace(options, scheduling="1f1b", max_in_flight=None)
+    return options
+
+
+def against_order(decision: Decision, own: Schedule, capacity: int | None) -> str | None:
+    """Return what a channel has against level `order`, None if nothing.
+
+    Args:
+        decision: what the job's arguments leave it.
+        own: Megatron's order.
+        capacity: of the channel, in the words of `channel_model`.
+    """
+    if decision.to_check and capacity is not None:
+        return POSTED_AHEAD
+    stuck = find_stall(own, capacity)
+    if not stuck:
+        return None
+    return f"Megatron's order needs a deeper channel than one hardware queue has: {stuck[0]}"

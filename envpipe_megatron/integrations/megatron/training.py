@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -15,7 +14,6 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.num_microbatches_calculator import get_num_microbatches
 from megatron.core.utils import get_model_config, unwrap_model
 
-from envpipe_megatron.core.channel_model import find_stall
 from envpipe_megatron.core.kinds import ScheduleError
 from envpipe_megatron.core.orders import builders
 from envpipe_megatron.core.schedule import Schedule
@@ -32,7 +30,11 @@ from envpipe_megatron.integrations.levels import (
 )
 from envpipe_megatron.integrations.megatron.core import ForwardBackward
 from envpipe_megatron.integrations.megatron.hooked import HookedForwardBackward
-from envpipe_megatron.integrations.megatron.limits import NOT_PROVEN, POSTED_AHEAD
+from envpipe_megatron.integrations.megatron.limits import (
+    NOT_PROVEN,
+    against_order,
+    keep_sequence,
+)
 from envpipe_megatron.integrations.megatron.self_check import SelfCheck
 from envpipe_megatron.integrations.megatron.split_backward import why_whole
 from envpipe_megatron.runtime.channel.collectives import of_all_ranks
@@ -70,8 +72,7 @@ class Training(LeveledJob):
         self._args, self._model, self._microbatches = args, model, num_microbatches_of(args)
         self._order_of = partial(megatron_order, args, model)
         config = get_model_config(model[0])
-        if options.scheduling == "auto" and len(model) > 1 and sequence_counts(config):
-            options = replace(options, scheduling="1f1b", max_in_flight=None)
+        options = keep_sequence(options, len(model), config)
         whole = why_whole(model, config)
         own = None
         with suppress(ScheduleError):  # lower levels need none
@@ -161,13 +162,8 @@ class Training(LeveledJob):
 
     def _why_not_order(self) -> str | None:
         """Return why the channel rules out level `order`, the same on all ranks; None if not."""
-        capacity = self.session.parts.channel.capacity
-        if self.decision.to_check and capacity is not None:
-            return POSTED_AHEAD
-        stuck = find_stall(self._order_of(self._microbatches), capacity)
-        if not stuck:
-            return None
-        return f"Megatron's order needs a deeper channel than one hardware queue has: {stuck[0]}"
+        own, capacity = self._order_of(self._microbatches), self.session.parts.channel.capacity
+        return against_order(self.decision, own, capacity)
 
     def _lower_order(self, why: str, asked: Level | None = None) -> None:
         """Go on at level `units`; a LevelError if level `order` is `asked`."""
@@ -281,24 +277,6 @@ def _is_known(module: type) -> bool:
     """Return whether a module is of a known package; adapters of Bridge's are not."""
     package = module.__module__
     return package.split(".")[0] in _KNOWN_PACKAGES and not package.startswith("megatron.bridge")
-
-
-def sequence_counts(config: Any) -> bool:
-    """Return whether the sequence of a stage's forwards of different chunks changes the result.
-
-    With chunks, a search finds orders with another sequence: random numbers would differ, and so
-    would scales that FP8 takes from several earlier forwards.
-    """
-    draws = (
-        "hidden_dropout",
-        "attention_dropout",
-        "moe_input_jitter_eps",
-        "moe_router_force_load_balancing",
-        "moe_router_force_biased",
-        "fp4",  # rounds by chance
-    )
-    remembers = getattr(config, "fp8", None) and getattr(config, "fp8_amax_history_len", 1) > 1
-    return bool(remembers) or any(getattr(config, name, None) for name in draws)
 
 
 def num_microbatches_of(args: argparse.Namespace) -> int:

@@ -6,14 +6,13 @@ where torchtitan's own go.
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import functools
 import hashlib
 import inspect
 import logging
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -21,11 +20,10 @@ from typing import Any
 from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.integrations.hooking import replaced
 from envpipe_megatron.integrations.job import say_line
-from envpipe_megatron.integrations.options import add_arguments, flag_of
+from envpipe_megatron.integrations.options import divided
 from envpipe_megatron.integrations.torch_pipelining.attached import AttachedPipeline, attach
 from envpipe_megatron.integrations.torch_pipelining.orders import AttachError
 from envpipe_megatron.integrations.watchers import between_steps
-from envpipe_megatron.runtime.job.options import OPTIONS
 
 logger = logging.getLogger(__name__)
 
@@ -151,19 +149,3 @@ def main() -> None:
     # Releases up to 0.2 are given the class of the trainer.
     takes_trainer = bool(inspect.signature(command.main).parameters)
     command.main(*[command.Trainer] * takes_trainer)
-
-
-def divided(arguments: Sequence[str]) -> tuple[dict[str, object], list[str]]:
-    """Return EnvPipe's settings by name, and the other words of a command line."""
-    parser = argparse.ArgumentParser(allow_abbrev=False, add_help=False, exit_on_error=False)
-    add_arguments(parser.add_argument_group())
-    try:
-        found, rest = parser.parse_known_args(arguments)
-    except argparse.ArgumentError as error:
-        raise AttachError(str(error)) from None
-    prefix = flag_of("")
-    if unknown := [word for word in rest if word.startswith(prefix)]:
-        names = ", ".join(flag_of(name).removeprefix(prefix) for name in OPTIONS)
-        raise AttachError("No such option of EnvPipe", value=unknown, remedy=f"There are {names}.")
-    given = {name: value for name, value in vars(found).items() if value is not None}
-    return {name.removeprefix("envpipe_"): value for name, value in given.items()}, rest

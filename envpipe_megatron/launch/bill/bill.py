@@ -12,6 +12,7 @@ from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
+from envpipe_megatron.formats.account import Account
 from envpipe_megatron.formats.energy import (
     BEGUN,
     ENDED,
@@ -35,7 +36,6 @@ from envpipe_megatron.formats.steps import Comparison, StepEnergy, compare
 
 Key = TypeVar("Key", bound=Hashable)
 
-JOULES_PER_KWH = 3.6e6
 #: Options by which steps differ: a start with others is not compared with the last one.
 _ASKED = ("level", "type", "objective", "scheduling", "reconfigure", "num_gpus")
 #: Facts by which an iteration's tokens and samples differ.
@@ -209,14 +209,17 @@ class Bill:
         means = self.compared()
         return compare(*means) if means else None
 
-    def in_words(self, comparison: Comparison) -> str:
-        """Put a comparison of its steady steps into words."""
+    def account(self, compared: Comparison | None) -> Account:
+        """Return what the job took, and how its steady steps compare, if they do."""
         steady = [window for window in self.windows() if window.phase == Phase.STEADY]
-        clocks_kept = all(window.clock_backend in KEEP_CLOCKS for window in steady)
-        gpus = len({window.member for window in steady})
-        tokens = self.facts.get("tokens_per_iteration") if self._one_batch else None
-        power = self.facts.get("power")
-        return comparison.bill_line(gpus, tokens, clocks_kept=clocks_kept, power=power)
+        return Account(
+            tuple(self.phases.values()),
+            {} if compared is None else {"": compared},
+            num_gpus=len({window.member for window in steady}),
+            tokens=self.facts.get("tokens_per_iteration") if self._one_batch else None,
+            clocks_kept=all(window.clock_backend in KEEP_CLOCKS for window in steady),
+            power=self.facts.get("power"),
+        )
 
     def per_unit(self) -> Mapping[str, float]:
         """Return the known of J per iteration, token and sample of training.

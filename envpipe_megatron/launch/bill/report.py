@@ -7,7 +7,7 @@ import json
 import logging
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -17,11 +17,12 @@ from rich.markup import escape
 
 from envpipe_megatron.console import say, say_as_launcher, show_table
 from envpipe_megatron.files import csv_text, lock_file, replace_files
+from envpipe_megatron.formats.account import Tariff
 from envpipe_megatron.formats.energy import SHARES, EnergyWindow, Phase
 from envpipe_megatron.formats.energy_sums import EnergySums, total_of
 from envpipe_megatron.formats.steps import UNDER_BUDGETS
 from envpipe_megatron.launch.agent.ledger import log_path
-from envpipe_megatron.launch.bill.bill import JOULES_PER_KWH, Bill
+from envpipe_megatron.launch.bill.bill import Bill
 
 logger = logging.getLogger(__name__)
 
@@ -35,20 +36,6 @@ CSV_COLUMNS = (
     "Phase", "GPUs", "Iterations", "Iteration time (s)", "Energy per iteration (J)",
     "Average power (W)",
 )  # fmt: skip
-
-
-@dataclass(frozen=True)
-class Tariff:
-    """Cost of a kWh, in any currency, and its g of CO2; None if not known."""
-
-    price_per_kwh: float | None = None
-    grid_g_per_kwh: float | None = None
-
-    def facts(self, energy_j: float) -> dict[str, float]:
-        """Return the cost and the CO2 of an energy; those that are known."""
-        kwh = energy_j / JOULES_PER_KWH
-        known = {"cost": self.price_per_kwh, "co2_g": self.grid_g_per_kwh}
-        return {name: kwh * per_kwh for name, per_kwh in known.items() if per_kwh is not None}
 
 
 def bill_facts(bill: Bill, tariff: Tariff, *, over: bool = True) -> dict[str, Any]:
@@ -136,19 +123,10 @@ def show_bill(bill: Bill, tariff: Tariff, console: Console) -> None:
 
 def bill_lines(bill: Bill, tariff: Tariff) -> list[str]:
     """Return the bill in sentences."""
-    job, known, compared = bill.total(), bill.per_unit(), bill.comparison()
-    lines = [f"against the job's own baseline: {bill.in_words(compared)}"] if compared else []
-    lines += [
-        f"{job.energy_j:.1f} J on {len(job.gpus)} GPUs, {job.average_power_w:.1f} W each on average"
-    ]
+    lines, known = list(bill.account(bill.comparison()).lines(tariff)), bill.per_unit()
     if known:
         each = ", ".join(f"{value:.4g} J per {unit}" for unit, value in known.items())
         lines.append(f"{bill.num_iterations} iterations: {each}")
-    facts = tariff.facts(job.energy_j)
-    if "cost" in facts:
-        lines.append(f"cost: {facts['cost']:.4g} at {tariff.price_per_kwh:g} a kWh")
-    if "co2_g" in facts:
-        lines.append(f"CO2: {facts['co2_g']:.4g} g at {tariff.grid_g_per_kwh:g} g a kWh")
     notes = bill.facts.get("notes")
     lines += [str(note) for note in notes] if isinstance(notes, list) else []
     lines += [f"INCOMPLETE: {reason}" for reason in bill.missing()]

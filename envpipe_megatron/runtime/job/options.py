@@ -54,6 +54,15 @@ class Level(enum.IntEnum):
         return self.name.lower()
 
 
+#: What each level does, in words.
+LEVELS: Mapping[Level, str] = {
+    Level.OBSERVE: "only measure",
+    Level.UNIFORM: "one clock for the whole job",
+    Level.UNITS: "a clock for each forward and backward, in the framework's order",
+    Level.ORDER: "a clock for each forward and backward, in EnvPipe's order",
+}
+
+
 @dataclass(frozen=True)
 class Rule:
     """What an option goes with. A term is an option that is given, or `a pipeline`, or `GPUs`.
@@ -173,9 +182,8 @@ class JobOptions:
     """
 
     level: Level | None = _option(
-        "How much is changed. observe: only measure; uniform: one clock for the whole job; units: "
-        "a clock for each forward and backward, in the framework's order; order: EnvPipe's order "
-        "too; auto: the highest of these that the job can have.",
+        f"How much is changed. {'; '.join(f'{level}: {what}' for level, what in LEVELS.items())}; "
+        "auto: the highest of these that the job can have.",
         usual="auto",
         choices=("auto", *map(str, Level)),
         read=lambda word: None if word == "auto" else Level[word.upper()],
@@ -492,6 +500,21 @@ class JobOptions:
             objective=self.goal,
         )
 
+    def why_whole_at(self, level: Level, of_model: str) -> str:
+        """Return why backwards are whole at a level, empty if they may be in two parts.
+
+        `of_model` is what the model has against parts, if anything.
+        """
+        if level is not Level.ORDER:
+            return f"its level is {level}"
+        if self.split == "off":
+            return "--envpipe-split off"
+        if self.self_check == "off":
+            return (
+                "--envpipe-self-check off leaves out what shows that splitting them changes no bit"
+            )
+        return of_model
+
     def measures_alone(self, *own_orders: str) -> bool:
         """True if the job keeps the framework's order at the highest clocks, or at what there is.
 
@@ -538,6 +561,25 @@ class JobOptions:
         if not self.closed_loop or self.scheduling in OWN_ORDERS:
             return self.measuring()
         return replace(self, objective=Goal.TIME, energy_price=0.0, gpu_price=0.0, profile=None)
+
+    def in_words(self, order: str, clocks: str) -> str:
+        """Say what the job does, in the framework's `order` or one that is planned, at `clocks`."""
+        slower = f"at most {self.slowdown_percent:g} % slower"
+        if self.one_clock:
+            return f"one clock of least energy for the whole job, {slower}"
+        if self.plan is not None:
+            return f"the plan {self.plan}"
+        if self.changes_only_order:
+            return (
+                f"order {order}, the shortest that is found, at {clocks}, where it is faster than "
+                "the framework's"
+            )
+        if self.closed_loop:
+            return (
+                f"order {order}, plans of least {self.objective or Goal.ENERGY}, corrected as the "
+                f"job runs, {slower}"
+            )
+        return f"type {self.type}, order {order}, reconfigure {self.reconfigure}"
 
     def order_in_words(self, asked: JobOptions) -> str:
         """Say what runs without control, in place of what was asked for."""

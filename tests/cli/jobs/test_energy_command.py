@@ -77,5 +77,5 @@ def test_a_whole_job_is_complete(tmp_path):
     assert (facts["job"]["cost"], facts["job"]["co2_g"]) == pytest.approx((450, 900))
     shown = run_well("energy", "sum", path, *options).stdout
     assert "4 iterations: 112.5 J per iteration, 0.225 J per token" in shown
-    assert "cost: 450 at 3.6e+06 a kWh" in shown
+    assert "cost 450 at 3.6e+06 a kWh, 900 g of CO2 at 7.2e+06 g a kWh" in shown
     assert "INCOMPLETE" not in shown

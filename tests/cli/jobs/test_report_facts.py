@@ -131,7 +131,7 @@ def test_a_job_without_an_agent_has_its_tokens_from_its_summary(known):
             window(0, 4, 7, energy_j=800),
             summary={"baseline": baseline, "tokens_per_iteration": known},
         )
-    ).in_words
+    ).account[0]
     assert ("a token" in told) == (known == 100)
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from envpipe_megatron.integrations.options import OptionError, divided
 from envpipe_megatron.integrations.torch_pipelining import torchtitan
 from envpipe_megatron.integrations.torch_pipelining.orders import AttachError
 
@@ -143,11 +144,11 @@ def test_facts_change_with_what_units_cost_and_not_with_how_long_they_run(tmp_pa
 def test_a_command_line_is_divided():
     words = ["--a", "1", "--envpipe-level", "units", "--envpipe-sweep", "--envpipe-output=x", "b"]
     settings = {"level": "units", "sweep": True, "output": Path("x")}
-    assert torchtitan.divided(words) == (settings, ["--a", "1", "b"])
-    with pytest.raises(AttachError, match="--envpipe-level: expected one argument"):
-        torchtitan.divided(["--envpipe-level"])
-    with pytest.raises(AttachError, match=r"No such option .*got --envpipe-levels=3"):
-        torchtitan.divided(["--envpipe-levels=3"])
+    assert divided(words) == (settings, ["--a", "1", "b"])
+    with pytest.raises(OptionError, match="--envpipe-level: expected one argument"):
+        divided(["--envpipe-level"])
+    with pytest.raises(OptionError, match=r"No such option .*got --envpipe-levels=3"):
+        divided(["--envpipe-levels=3"])
 
 
 @pytest.mark.parametrize("takes_trainer", [True, False])

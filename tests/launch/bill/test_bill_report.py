@@ -40,7 +40,7 @@ def test_a_bill_that_grows_and_ends(tmp_path, bill, capfd, caplog):
     out, err = capfd.readouterr()
     assert err == f"[envpipe] 5 iterations\n[envpipe] the bill is in {tmp_path}/bill.json\n"
     assert "By node and GPU" in out
-    assert "cost: 5.556e-06 at 0.2 a kWh\n" in out
+    assert "; cost 5.556e-06 at 0.2 a kWh; measured" in out
     assert [record.getMessage() for record in caplog.records] == [
         f"{tmp_path}/energy-{node}.jsonl is not in this bill; `envpipe energy sum` adds it"
         for node in ("n1", "n2")

@@ -119,12 +119,11 @@ def test_tables_and_sentences_of_a_bill():
     assert rows[-1] == ["all", "327.2", "", "12.0", "27.3", ""]
     assert ["", *checkpoint] in rows, "of no stage"
     show_bill(made, tariff, Console(file=io.TextIOWrapper(io.BytesIO(), "ascii", "strict")))
-    assert lines[-6:] == bill_lines(made, tariff)
-    assert lines[-6:] == [
-        "327.2 J on 3 GPUs, 27.3 W each on average",
+    assert lines[-4:] == bill_lines(made, tariff)
+    assert lines[-4:] == [
+        "energy of 3 GPUs: 327 J, 0.0909 Wh, 27.3 W each on average; cost 327.2 at 3.6e+06 a "
+        "kWh, 654.5 g of CO2 at 7.2e+06 g a kWh; measured by the GPUs' counters",
         "2 iterations: 163.6 J per iteration, 3.272 J per token",
-        "cost: 327.2 at 3.6e+06 a kWh",
-        "CO2: 654.5 g at 7.2e+06 g a kWh",
         "no plan: why",
         "INCOMPLETE: n1 was lost: its energy up to its last line is in the bill",
     ]
@@ -191,7 +190,7 @@ def test_names_are_shown_as_they_are():
     assert "[/b]" in shown.getvalue()
     assert "[red]GPU" in shown.getvalue()
     assert "x" * 60 not in shown.getvalue()
-    assert "200.0 J on 2 GPUs, 50.0 W each on average" in shown.getvalue()
+    assert "energy of 2 GPUs: 200 J, 0.05556 Wh, 50.0 W each on average" in shown.getvalue()
 
 
 def test_runs_are_shown_where_there_are_some():

@@ -1,0 +1,137 @@
+"""Megatron-LM's arguments from the words of a command or a recipe's file, without Megatron.
+
+`envpipe explain` and benchmarks/recipes.py look at jobs that do not run here. Names and values
+become what Megatron's own parser makes of them as far as `limits` looks; which flags there are,
+and what they may be, is Megatron's to say.
+"""
+
+from __future__ import annotations
+
+import re
+from argparse import Namespace
+from collections.abc import Sequence
+from pathlib import Path
+
+from envpipe_megatron.errors import EnvPipeError
+
+#: Flags whose argument has another name.
+_ARGUMENTS = {
+    "fp8_format": "fp8",
+    "fp4_format": "fp4",
+}
+#: Megatron's defaults, where they are neither None nor off.
+_DROPOUT = {"hidden_dropout": 0.1, "attention_dropout": 0.1}
+_SIZES = ("pipeline_model_parallel_size", "tensor_model_parallel_size", "context_parallel_size")
+
+
+class ArgumentsError(EnvPipeError):
+    """Arguments of a job that cannot be read."""
+
+
+def read_flags(words: Sequence[str]) -> Namespace:
+    """Read `--name value ...` and `--name=value`; of a flag that is there twice, the last counts.
+
+    Raises ArgumentsError for a word that belongs to no flag.
+    """
+    found: dict[str, list[str]] = {}
+    values: list[str] | None = None
+    for word in words:
+        if word.startswith("--"):
+            flag, equals, value = word.partition("=")
+            values = found[flag] = [value] if equals else []
+        elif values is None:
+            raise ArgumentsError("Flags of Megatron-LM begin with --", value=word)
+        else:
+            values.append(word)
+    args = Namespace(**dict.fromkeys(_SIZES, 1), **_DROPOUT)
+    for flag, given in found.items():
+        name = flag.removeprefix("--").replace("-", "_")
+        setattr(args, _ARGUMENTS.get(name, name), _value(given))
+    for name in _SIZES:
+        size = getattr(args, name)
+        if not isinstance(size, int) or size < 1:
+            flag = f"--{name.replace('_', '-')}"
+            raise ArgumentsError(f"{flag} is a number of ranks", value=size)
+    args.virtual_pipeline_model_parallel_size = _num_chunks(args)
+    if shards := getattr(args, "tensor_parallel_num_weight_shards", None):
+        args.gtp_weight_remat_size = shards // args.tensor_model_parallel_size
+    return args
+
+
+def read_recipe(path: Path) -> tuple[list[str], dict[str, str]]:
+    """Read a `model_config.yaml` of Megatron-LM's functional tests, or a table of flags.
+
+    Returns the words of a command line and environment variables, of its tables `MODEL_ARGS` and
+    `ENV_VARS`. A file that has neither is a table of flags itself. Names may lack the dashes, true
+    and false are for flags without a value, and JSON is YAML, too.
+
+    Raises ArgumentsError if the file is no such table.
+    """
+    try:
+        import yaml  # type: ignore[import-untyped]
+    except ImportError as error:
+        raise ArgumentsError(
+            "A recipe is read by PyYAML, which is not there", remedy="pip install pyyaml"
+        ) from error
+    try:
+        table = yaml.safe_load(path.read_text())
+    except (ValueError, yaml.YAMLError) as error:
+        raise ArgumentsError(f"{path} is neither YAML nor JSON: {error}") from error
+    if not isinstance(table, dict):
+        raise ArgumentsError(
+            f"{path} has no table of flags",
+            remedy="Write a flag and its value a line, such as pipeline-model-parallel-size: 4.",
+        )
+    own = {"MODEL_ARGS", "ENV_VARS"} & table.keys()
+    flags, variables = (table.get("MODEL_ARGS"), table.get("ENV_VARS")) if own else (table, None)
+    words = [word for flag, value in (flags or {}).items() for word in _words(str(flag), value)]
+    return words, {str(name): str(value) for name, value in (variables or {}).items()}
+
+
+def _words(flag: str, value: object) -> list[str]:
+    """Write a flag as in a command line; `"[a b]"` is a list, too."""
+    flag = f"--{flag.removeprefix('--').replace('_', '-')}"
+    if value is None or value is False:
+        return []
+    if isinstance(value, str) and value.startswith("["):
+        value = value.strip("[]").split()
+    values = [] if value is True else value if isinstance(value, list) else [value]
+    return [flag, *map(str, values)]
+
+
+def _value(words: Sequence[str]) -> object:
+    values = [_number(word) for word in words]
+    if not values:
+        return True
+    return values[0] if len(values) == 1 else values
+
+
+def _number(word: str) -> object:
+    for kind in (int, float):
+        try:
+            return kind(word)
+        except ValueError:
+            pass
+    return word
+
+
+def _num_chunks(args: Namespace) -> int:
+    """Return the chunks of a stage, V, by the flags from which Megatron-LM counts them."""
+    stages: int = args.pipeline_model_parallel_size
+    pattern = getattr(args, "hybrid_layer_pattern", None) or ""
+    layout = getattr(args, "pipeline_model_parallel_layout", None) or pattern.split("/")[0]
+    if "|" in layout:
+        return (_repeated(layout).count("|") + 1) // stages
+    layers = getattr(args, "num_layers_per_virtual_pipeline_stage", None)
+    if layers:
+        of_model: int = getattr(args, "num_layers", 0) or getattr(args, "encoder_num_layers", 0)
+        return of_model // stages // int(layers)
+    return getattr(args, "num_virtual_stages_per_pipeline_rank", None) or 1
+
+
+def _repeated(layout: str) -> str:
+    """Write a layout such as `Et*2|(tt|)*5L` without its repetitions."""
+    layout = layout.replace("\\", "")
+    for repeats in (r"\(([^()]*)\)\*(\d+)", r"(.)\*(\d+)"):
+        layout = re.sub(repeats, lambda found: found[1] * int(found[2]), layout)
+    return layout

@@ -1,0 +1,211 @@
+"""What `envpipe explain` says is what the job's own functions decide, and what pages show."""
+
+import itertools
+import re
+from pathlib import Path
+
+import pytest
+
+from envpipe_megatron.errors import EnvPipeError
+from envpipe_megatron.integrations.levels import (
+    Level,
+    LevelError,
+    RefusedError,
+    decide,
+    limits_of_arguments,
+)
+from envpipe_megatron.integrations.megatron.arguments import (
+    ArgumentsError,
+    read_flags,
+    read_recipe,
+)
+from envpipe_megatron.integrations.megatron.evidence import SEEN, never_tried, seen_like
+from envpipe_megatron.integrations.megatron.explain import explain, planned_job
+from envpipe_megatron.integrations.megatron.limits import LIMITS, POSTED_AHEAD
+from envpipe_megatron.runtime.job.options import JobOptions
+
+DOCS = Path(__file__).parents[3] / "docs"
+PIPELINE = "--pipeline-model-parallel-size 4 --micro-batch-size 1 --global-batch-size 64"
+
+
+def explained(flags, options=None, environment=None, **placed):
+    args = read_flags(f"{PIPELINE} {flags}".split())
+    given = options or JobOptions(level=None)
+    job = planned_job(args, given, environment or {}, **placed)
+    titles = ("gets", "way", "proven", "carries", "seen", "never", "start")
+    return dict(zip(titles, explain(job).values(), strict=True))
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "--num-experts 8 --expert-model-parallel-size 2",
+        "--cuda-graph-impl local",
+        "--cuda-graph-impl local --cuda-graph-scope attn full_iteration",
+        "--use-megatron-fsdp",
+        "--fp8-format hybrid --fp8-recipe delayed",
+        "--fp8-format=hybrid --fp8-recipe=blockwise",
+        "--skip-train",
+        "--pipeline-model-parallel-size 1",
+        "--tp-comm-overlap --no-such-flag of a fork",
+        "",
+    ],
+)
+def test_the_level_is_the_jobs_own_with_each_limit_by_name(flags):
+    said = explained(flags)
+    decision = decide(limits_of_arguments(read_flags(f"{PIPELINE} {flags}".split()), LIMITS))
+    assert said["gets"][0].startswith(f"level {decision.level}: ")
+    against = {str(limit) for limits in decision.against.values() for limit in limits}
+    assert len(said["way"]) == max(1, len(against))
+    assert all(any(limit in line for line in said["way"]) for limit in against)
+    for limit in decision.to_check:
+        assert f"checked in the first iterations, else level units: {limit}" in said["proven"]
+
+
+def test_options_count_as_in_a_job():
+    assert "nothing is changed" in explained("", JobOptions(level=Level.OBSERVE))["gets"][1]
+    unchecked = JobOptions(level=None, self_check="off")
+    assert explained("--num-experts 8", unchecked)["gets"][0].startswith("level units")
+    assert "--envpipe-self-check off" in explained("", unchecked)["proven"][-1]
+    split = explained("", JobOptions(level=None, split="off"))
+    assert split["proven"][-1] == "backwards stay whole: --envpipe-split off"
+    assert "tp_comm_overlap" in explained("--tp-comm-overlap")["proven"][-1]
+    without = explained("", JobOptions(level=None, gpu_control="none"))
+    assert not any("least energy, corrected" in line for line in without["gets"])
+    assert all("no clock changed" in line for line in without["seen"])
+    with pytest.raises(LevelError, match="CUDA graphs"):
+        explained("--cuda-graph-impl local", JobOptions(level=Level.ORDER))
+    with pytest.raises(RefusedError, match="cannot meter"):
+        explained("--inprocess-restart")
+
+
+def test_with_chunks_an_order_whose_forwards_draw_stays_megatrons():
+    chunks = "--num-layers 16 --num-layers-per-virtual-pipeline-stage 2"
+    assert "order 1f1b" in explained(chunks)["gets"][1]  # Megatron's dropout is 0.1 by default
+    calm = "--hidden-dropout 0 --attention-dropout 0.0"
+    assert "order auto" in explained(f"{chunks} {calm}")["gets"][1]
+
+
+@pytest.mark.parametrize("mapping", ["", "--use-tp-pp-dp-mapping"])
+@pytest.mark.parametrize("per_node", [1, 2, 4, 8, 16])
+def test_boundaries_cross_nodes_where_ranks_of_neighbours_do(per_node, mapping):
+    flags = f"--tensor-model-parallel-size 2 {mapping}"
+    args = read_flags(f"{PIPELINE} {flags}".split())
+    job = planned_job(args, JobOptions(), {}, nodes=32 // per_node, ranks_per_node=per_node)
+    ranks = list(range(32))
+    # 4 stages, 4 replicas, 2 tensor-parallel ranks, as Megatron numbers them.
+    strides = (8, 2) if not mapping else (2, 8)
+    pipelines = [
+        [first + stage * strides[0] for stage in range(4)]
+        for first in ranks
+        if first // strides[0] % 4 == 0
+    ]
+    crossing = {
+        stage
+        for ranks_of in pipelines
+        for stage, (one, other) in enumerate(itertools.pairwise(ranks_of))
+        if one // per_node != other // per_node
+    }
+    assert job.crossing() == len(crossing)
+    assert job.microbatches() == 64 // 4
+
+
+def test_one_hardware_queue_over_nccl_lowers_what_must_check_itself():
+    one_queue = {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+    over_nodes = {"environment": one_queue, "nodes": 4, "ranks_per_node": 1}
+    said = explained("--num-experts 8", **over_nodes)
+    assert said["gets"][0].startswith("level units")
+    assert said["way"] == [f"of level order: mixture of experts ({POSTED_AHEAD})"]
+    with pytest.raises(LevelError, match="mixture of experts"):
+        explained("--num-experts 8", JobOptions(level=Level.ORDER), **over_nodes)
+    assert (
+        "between nodes (3 of 3 boundaries): NCCL's receives"
+        in explained("", **over_nodes)["carries"]
+    )
+    within = explained("--num-experts 8", environment=one_queue)
+    assert within["gets"][0].startswith("level order")
+    assert within["carries"][-1].endswith(f"level units: {POSTED_AHEAD}")
+    plain = explained("", environment=one_queue)["carries"]
+    assert plain[-1].endswith("neighbours' extra forwards are kept close")
+    assert len(explained("")["carries"]) == 1
+    demanded = explained("--tensor-model-parallel-size 2")["carries"]
+    assert "not set here, and Megatron demands it" in demanded[-1]
+    eight_queues = {"CUDA_DEVICE_MAX_CONNECTIONS": "8"}
+    assert len(explained("--context-parallel-size 2", environment=eight_queues)["carries"]) == 1
+    receives = explained("", JobOptions(level=None, channel="receives"))["carries"]
+    assert receives == ["as asked for (3 of 3 boundaries): NCCL's receives"]
+
+
+def test_figures_are_on_pages():
+    """Each is there as it is said, or as the ratio that it is of."""
+    pages = " ".join(path.read_text() for path in DOCS.rglob("*.md"))
+    for row in SEEN:
+        percents = re.findall(r"([\d.]+) % (less|more)", row.result)
+        assert percents, row
+        for percent, more in percents:
+            ratio = 1 + float(percent) / 100 * (1 if more == "more" else -1)
+            written = (percent, f"{ratio:.3f}", f"{ratio:.4f}")
+            assert any(re.search(rf"(?<![\d.]){re.escape(one)}", pages) for one in written), row
+
+
+def test_what_was_seen_is_of_jobs_like_it():
+    args = read_flags(["--pipeline-model-parallel-size", "8"])
+    split, whole = (
+        seen_like(Level.ORDER, args, splits=splits, clocks=True) for splits in (True, False)
+    )
+    assert {row.stages for row in split if row.gpu.startswith("A")} == {8}
+    assert any(row.split for row in split)
+    assert not any(row.split for row in whole)
+    chunks = read_flags(f"{PIPELINE} --num-virtual-stages-per-pipeline-rank 3".split())
+    assert {row.chunks for row in seen_like(Level.UNITS, chunks, splits=False, clocks=True)} == {
+        2,
+        4,
+    }
+    assert seen_like(Level.UNIFORM, args, splits=False, clocks=True) == []
+    for row in (*split, *whole):
+        assert "measured" in row.how or "emulated" in row.how
+
+
+def test_what_was_never_tried():
+    said = explained("--recompute-granularity selective --optimizer sgd", nodes=2, ranks_per_node=2)
+    assert len([line for line in said["never"] if line.endswith("not compared")]) == 2
+    assert not any("4 GPUs" in line for line in said["never"])
+    assert any("4 GPUs" in line for line in explained("", nodes=2, ranks_per_node=4)["never"])
+    assert not any("clock" in line for line in never_tried(Level.OBSERVE, read_flags([]), 1))
+    assert any("clock" in line for line in never_tried(Level.UNIFORM, read_flags([]), 1))
+
+
+def test_arguments_as_megatron_has_them(tmp_path):
+    args = read_flags(
+        [
+            "--a",
+            "1",
+            "--b=x",
+            "--c",
+            "1.5",
+            "2",
+            "--d",
+            "--a",
+            "3",
+            "--tensor-model-parallel-size",
+            "2",
+        ]
+    )
+    assert (args.a, args.b, args.c, args.d) == (3, "x", [1.5, 2], True)
+    weights = ["--tensor-model-parallel-size", "2", "--tensor-parallel-num-weight-shards", "8"]
+    assert read_flags(weights).gtp_weight_remat_size == 4
+    with pytest.raises(ArgumentsError, match="begin with --"):
+        read_flags(["oops"])
+    with pytest.raises(ArgumentsError, match="pipeline-model-parallel-size is a number of ranks"):
+        read_flags(["--pipeline-model-parallel-size", "$PP"])
+    with pytest.raises(EnvPipeError, match="cannot be divided"):
+        planned_job(read_flags(PIPELINE.split()), JobOptions(), {}, nodes=1, ranks_per_node=6)
+    pytest.importorskip("yaml")
+    path = tmp_path / "recipe.yaml"
+    path.write_text("fp8_format: hybrid\n--recompute: true\nsave: null\n--modules: [a, 1]\n")
+    words = ["--fp8-format", "hybrid", "--recompute", "--modules", "a", "1"]
+    assert read_recipe(path) == (words, {})
+    for wrong in ("just text", "a: [1", "- 1"):
+        path.write_text(wrong)
+        with pytest.raises(ArgumentsError, match=r"no table of flags|neither YAML nor JSON"):
+            read_recipe(path)
