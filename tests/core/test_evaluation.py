@@ -98,23 +98,6 @@ class TestClockChanges:
 
 
 class TestLateClock:
-    def test_first_part_at_the_clock_before(self):
-        # F1 starts at once: 0.4 of it at 1200 MHz (1 s), the rest at 900 (1.5 s). B0's clock has
-        # arrived by then. B1: 0.4 s of the 3 s that it takes at 900, the rest at 1200 (2 s).
-        result = evaluated(change_time_s=0.4)
-        second, last = 0.4 + 0.6 * 1.5, 0.4 + (1 - 0.4 / 3) * 2
-        timeline = result.timeline
-        assert timeline.duration_s[0] == pytest.approx([1, second, 3, last])
-        assert timeline.start_s[0] == pytest.approx([0, 1, 4, 7])
-        assert result.timeline.iteration_time_s == pytest.approx(7 + last)
-        assert result.unit_energy_j[0] == pytest.approx(
-            [10, 0.4 * 10 + 0.6 * 7, 15, 0.4 / 3 * 15 + (1 - 0.4 / 3) * 24]
-        )
-        assert result.unit_energy_j[1].tolist() == [11, 25, 11, 25]
-        assert result.energy_by_stage_j[0] == pytest.approx(
-            result.unit_energy_j[0].sum() + 40 * (7 + last - 1 - second - 3 - last)
-        )
-
     def test_an_old_clock_that_was_not_profiled_for_the_unit_is_worked_out(self):
         # F1 at 1000 MHz would take 1.4 s and 8 J; half of that passes before 900 MHz comes. A
         # backward at 900 MHz, below all that is known, would take 1 / 0.9 of that at 1000.

@@ -7,6 +7,7 @@ from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import lru_cache
+from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -137,6 +138,34 @@ def run_fast(session: Session) -> None:
     for gpu in (session.parts.gpu, session.parts.executor._gpu):  # type: ignore[attr-defined]
         fast_time.install(gpu._reader if gpu.read_only else gpu)
     fast_time.meanwhile = session.parts.meter._try_sample
+
+
+#: By how much a rank is late that is.
+LATE_S = 0.2
+
+
+def be_late(executor: Any, own: Schedule, late_from: int) -> None:
+    """Let the first stage begin a unit late in the middle of every order that is not `own`.
+
+    Args:
+        late_from: the number of the first iteration in which it may be late.
+    """
+    begin_iteration, begin_unit, begun = executor.begin_iteration, executor.begin_unit, count()
+    late_for = -1
+
+    def iteration(schedule: Schedule, stage: int) -> None:
+        nonlocal late_for
+        late = next(begun) >= late_from and stage == 0 and schedule.stages != own.stages
+        late_for = schedule.units_per_stage // 2 if late else -1
+        begin_iteration(schedule, stage)
+
+    def unit() -> Any:
+        found = begin_unit()
+        if len(executor._ends) == late_for:
+            executor._gpu.advance_to(executor._gpu.committed_end_s() + LATE_S)
+        return found
+
+    executor.begin_iteration, executor.begin_unit = iteration, unit
 
 
 def emulate(rank: int, root: Path, preset: Path | str, forward_s: Iterable[float]) -> None:

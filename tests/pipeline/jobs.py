@@ -11,8 +11,6 @@ from envpipe_megatron.policies.objective import LEAST_ENERGY, Objective
 
 #: Iterations in the steady phase, where a job ends when it got there.
 STEADY_STEPS = 2
-#: By how much a unit that the host is late for comes later, of units that take `unit_s`.
-SLOW_S = 0.2
 #: A job that has not got there by now never will.
 MAX_STEPS = 300
 
@@ -99,8 +97,7 @@ class Ours:
         checked: the order of a self-check in the second iteration, and whether whole backwards need
             one; it splits backwards where the job does. None without one.
         reads_only: whether clocks may not be set.
-        slow_from: the iteration from which the host is late for a unit of the first stage, by
-            `SLOW_S`, unless the order is the framework's; the first is 0. None if it never is.
+        slow_from: the iteration from which the first stage is late, see `plain_stages.be_late`.
         asks: what an operator asks for before these steps.
         fault: what of `training.FAULTS` goes wrong on the last stage, in EnvPipe's units.
     """

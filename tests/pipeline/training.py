@@ -26,7 +26,7 @@ import cpu_run
 import numpy as np
 import torch
 import torch.distributed as dist
-from jobs import MAX_STEPS, SLOW_S, STEADY_STEPS, Bits, Job, Ours, Result
+from jobs import MAX_STEPS, STEADY_STEPS, Bits, Job, Ours, Result
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.distributed.finalize_model_grads import finalize_model_grads
@@ -48,11 +48,10 @@ from megatron.core.transformer import (
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.moe import moe_utils
 from megatron.core.utils import get_model_config
-from plain_stages import FastTime
+from plain_stages import FastTime, be_late
 from waiting_plans import ask, asked_often, plans_are_waited_for
 
 from envpipe_megatron.core.kinds import Kind
-from envpipe_megatron.core.schedule import Schedule
 from envpipe_megatron.formats.energy import Phase
 from envpipe_megatron.gpu.base import ReadOnlyGpu
 from envpipe_megatron.gpu.emulated.emulated_gpu import EmulatedGpu
@@ -616,26 +615,6 @@ class _RecordingGpu(EmulatedGpu):
         super()._lock(frequency_mhz)
 
 
-class _LateExecutor(EmulatedExecutor):
-    """The host is late for a unit in the middle of each iteration that is not of an own order."""
-
-    def __init__(self, own: Schedule, late_from: int, *args: Any) -> None:
-        super().__init__(*args)
-        self._own, self._left = own, late_from
-
-    def begin_iteration(self, schedule: Schedule, stage: int) -> None:
-        super().begin_iteration(schedule, stage)
-        self._left -= 1
-        late = self._left < 0 and stage == 0 and schedule.stages != self._own.stages
-        self._late_for = len(self._units) // 2 if late else -1
-
-    def begin_unit(self) -> Any:
-        begun = super().begin_unit()
-        if len(self._ends) == self._late_for:
-            self._gpu.advance_to(self._gpu.committed_end_s() + SLOW_S)
-        return begun
-
-
 #: Of units, by what runs them.
 _KINDS = {
     "forward": [Kind.FORWARD],
@@ -708,9 +687,6 @@ def _session(
     fast_time.install(gpu)
     times = {Kind.FORWARD: ours.unit_s, Kind.BACKWARD: 2 * ours.unit_s}
     times |= {Kind.INPUT_GRADIENT: ours.unit_s, Kind.WEIGHT_GRADIENT: ours.unit_s}
-    executor: Any = partial(EmulatedExecutor, gpu, times, collectives)
-    if ours.slow_from is not None:
-        executor = partial(_LateExecutor, job.own_order, ours.slow_from, gpu, times, collectives)
     session = _RecordingSession(
         JobOptions(
             num_microbatches=job.microbatches,
@@ -730,13 +706,15 @@ def _session(
             why_whole="" if ours.splits else "of a test",
         ),
         ReadOnlyGpu(gpu) if ours.reads_only else gpu,
-        executor,
+        partial(EmulatedExecutor, gpu, times, collectives),
         make_channel(pipeline, collectives, timeout=timedelta(seconds=20)),
         collectives,
         say=lambda text: result.said.append(text) if text.startswith("self-check") else None,
         result=result,
         num_chunks=job.chunks,
     )
+    if ours.slow_from is not None:
+        be_late(session.executor, job.own_order, ours.slow_from)
     fast_time.meanwhile = session.parts.meter._sample
     return session
 

@@ -187,7 +187,7 @@ def test_a_job_on_that_gpu(node, state):
     ("fault", "said"),
     [("lost", "the GPU is lost"), ("in_use", "in use"), ("timeout", "NVML says")],
 )
-def test_what_comes_while_a_job_runs_ends_its_control_and_not_the_job(node, fault, said):
+def test_what_comes_while_a_job_runs_ends_its_control_and_not_the_job(node, fault, said, caplog):
     """As in the reports above, and of a driver that hangs: leptonai/gpud#604."""
     uid = node.uuids[1]
     gpu, _ = open_rank_gpu(uid, alone(), "auto")
@@ -196,6 +196,7 @@ def test_what_comes_while_a_job_runs_ends_its_control_and_not_the_job(node, faul
     node.set_fault(uid, fault)
     ask(clock, 900)
     assert said in clock.problems()[0]
+    assert "Clock control of" in caplog.text
     node.set_fault(uid, fault, 0)
     clock.close()
     assert node.locked_mhz(uid) is None

@@ -163,31 +163,11 @@ def gpus(fake_nvml, monkeypatch, tmp_path):
     return fake_nvml
 
 
-def test_a_clock_that_can_be_reset_may_be_locked(gpus):
-    (uid, *_) = gpus.uuids
-    open_gpu(GpuAddress("nvml", uid)).lock_frequency(1200)
-    assert that_can_be_undone(NVML, uid, SiteConfig()) is NVML
-    assert gpus.locked_mhz(uid) is None, "what nobody has a lease for is gone"
-    assert list_leases() == []
-
-
 @pytest.mark.parametrize("backend", [None, "dry_run", "emulated"])
 def test_what_sets_no_clock_has_nothing_to_undo(gpus, backend):
     chosen = ChosenControl("auto", backend, "so")
     assert that_can_be_undone(chosen, gpus.uuids[0], SiteConfig()) is chosen
     assert gpus.changes() == []
-
-
-def test_who_may_not_reset_may_not_lock(gpus):
-    """Training goes on without, unless control is required."""
-    (uid, *_) = gpus.uuids
-    gpus.set_fault(uid, "no_permission")
-    found = that_can_be_undone(NVML, uid, SiteConfig())
-    assert found.backend is None
-    assert f"the clock of {uid} cannot be reset by nvml" in found.warning
-    with pytest.raises(GpuPermissionError, match="is required, but the clock of"):
-        that_can_be_undone(NVML, uid, SiteConfig(), require=True)
-    assert list_leases() == []
 
 
 def test_a_clock_that_a_job_holds_is_left_alone(gpus):

@@ -5,7 +5,7 @@ import os
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import count, cycle
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -30,12 +30,9 @@ from envpipe_megatron.integrations.torch_pipelining import attach, orders
 from envpipe_megatron.integrations.torch_pipelining.orders import AttachError
 from envpipe_megatron.runtime.execution.orders import constant_order
 from envpipe_megatron.runtime.job import phases
-from envpipe_megatron.runtime.job.session import Session
 from envpipe_megatron.tuning.commands import Clocked, Command, Run
 
 LAYERS, WIDTH, MICROBATCH = 8, 8, 2
-#: By how much a rank is late that is.
-LATE_S = 0.2
 V_SHAPED = "ScheduleZBVZeroBubble", "ScheduleDualPipeV"
 
 
@@ -168,33 +165,8 @@ class FastJob(Job):
             times_s: dict[Kind, float] = self.session.executor._time_at_max_s  # type: ignore[attr-defined]
             times_s[Kind.WEIGHT_GRADIENT] = times_s[Kind.BACKWARD]
             times_s[Kind.INPUT_GRADIENT] = 2e-5
-        if (
-            own is not None
-            and self.late_from is not None
-            and self.session.parts.collectives.stage == 0
-        ):
-            _be_late(self.session, own, self.late_from)
-
-
-def _be_late(session: Session, own: Schedule, late_from: int) -> None:
-    """Let a unit in the middle of other orders begin late."""
-    executor: Any = session.executor
-    begin_iteration, begin_unit, begun = executor.begin_iteration, executor.begin_unit, count()
-    late_for = -1
-
-    def iteration(schedule: Schedule, stage: int) -> None:
-        nonlocal late_for
-        late = next(begun) >= late_from and schedule.stages != own.stages
-        late_for = schedule.units_per_stage // 2 if late else -1
-        begin_iteration(schedule, stage)
-
-    def unit() -> Any:
-        found = begin_unit()
-        if len(executor._ends) == late_for:
-            executor._gpu.advance_to(executor._gpu.committed_end_s() + LATE_S)
-        return found
-
-    executor.begin_iteration, executor.begin_unit = iteration, unit
+        if own is not None and self.late_from is not None:
+            plain_stages.be_late(self.session.executor, own, self.late_from)
 
 
 def make(case: Case, rank: int, ranks: int) -> tuple[Any, dict[int, torch.nn.Module]]:

@@ -174,23 +174,6 @@ def test_a_clock_that_is_held_back_for_the_dwell_time_is_waited_for(guard, monke
     clock.close()
 
 
-def test_the_controller_does_as_wished():
-    gpus = [FakeGpu() for _ in range(3)]
-    dwelling, repeating, plain = (
-        RankClock(gpu, min_dwell_s) for gpu, min_dwell_s in zip(gpus, (1.0, 0.0, 0.0), strict=True)
-    )
-    repeating.repeats = True
-    for clock in (dwelling, repeating, plain):
-        ask(clock, 1000, 1000, 1200)
-        clock.close()
-        clock.close()
-    assert [gpu.history for gpu in gpus] == [
-        [1000, None],
-        [1000, 1000, 1200, None],
-        [1000, 1200, None],
-    ]
-
-
 def test_a_rank_that_serves_its_page_tries_a_reset_again(gpu, caplog):
     untouched = RankClock(gpu, guarded=False)
     untouched.close()

@@ -112,21 +112,6 @@ def test_while_the_job_runs_its_summary_is_the_last_that_came(job):
     look_until(lambda: job.clock.summary()["changes"] == 2)
 
 
-def test_a_guard_that_dies_ends_control_alone(job):
-    job.ask(job.gpu.supported_frequencies_mhz[-1])
-    os.kill(job.clock._hold.guard_pid, signal.SIGKILL)
-    look_until(lambda: job.clock.error is not None)
-    assert "The guard of this GPU's clock has ended" in job.clock.problems()[0]
-    look_until(lambda: job.set_mhz is None)
-
-
-def test_a_clock_that_cannot_be_set_ends_control_alone(job, caplog):
-    job.ask(job.gpu.supported_frequencies_mhz[-1], 1)
-    assert "cannot run at this SM clock" in job.clock.problems()[0]
-    assert "Clock control of" in caplog.text
-    look_until(lambda: job.set_mhz is None)
-
-
 @pytest.mark.parametrize("where", [DUE, BEGUN])
 def test_a_mark_that_the_driver_refuses_gives_the_clock_back(job, where, caplog):
     highest, *_, lowest = job.gpu.supported_frequencies_mhz

@@ -21,7 +21,6 @@ SIZES = memory_ranks.SIZES
 #: Of a stage with one microbatch in flight, in its backward.
 ALONE = SIZES.weights + SIZES.gradients + SIZES.optimizer + SIZES.backward + SIZES.activations
 STAGES, MICROBATCHES = 3, 6
-PLENTY = (10**9,) * STAGES
 
 
 def capacities(*in_flight):
@@ -93,26 +92,15 @@ def test_split_orders_hold_what_was_measured_in_parts(three_ranks, tmp_path, las
     assert any("I" in unit for order in plan["schedule"] for unit in order) is splits
 
 
-def test_a_baseline_job_knows_its_memory_too(three_ranks, tmp_path):
-    for rank, one in enumerate(train(three_ranks, tmp_path, PLENTY, {})):
-        stage = one.memory[rank]
-        assert stage.in_flight == stage.baseline_in_flight == STAGES - rank
-        assert stage.measured_peak_bytes == stage.baseline_peak_bytes == one.peak_bytes
-
-
-def test_a_profile_by_file_is_heeded(three_ranks, tmp_path):
+def test_where_no_memory_is_measured_that_of_a_profile_by_file_counts(three_ranks, tmp_path):
     path = tmp_path / "given.csv"
     clocks = sorted(load_preset("a100-sxm").supported_frequencies_mhz[::40])[:-1]
     given = preset_profile("a100-sxm", STAGES, memory_ranks.TIMES, clocks)
     request = {**ENVELOPE, "max_in_flight": "memory"}
-    # It says less than there is; and where nothing can be measured, its word is enough.
-    for devices, free_bytes, expected in (
-        (capacities(4, 3, 1), (100.0,) * STAGES, (3, 2, 1)),
-        (None, (350.0, 250.0, 150.0), (4, 3, 1)),
-    ):
-        facts = Sidecar(activation_bytes=(100.0,) * STAGES, free_bytes=free_bytes)
-        replace(given, sidecar=facts).write(path)
-        told = train(three_ranks, tmp_path / str(expected), devices, request, path)
-        assert told[0].peak_in_flight == expected
-        assert told[0].free_bytes == free_bytes
-        assert all((one.memory is None) is (devices is None) for one in told)
+    free_bytes = (350.0, 250.0, 150.0)
+    facts = Sidecar(activation_bytes=(100.0,) * STAGES, free_bytes=free_bytes)
+    replace(given, sidecar=facts).write(path)
+    told = train(three_ranks, tmp_path, None, request, path)
+    assert told[0].peak_in_flight == (4, 3, 1)
+    assert told[0].free_bytes == free_bytes
+    assert all(one.memory is None for one in told)

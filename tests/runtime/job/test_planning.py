@@ -334,10 +334,6 @@ def test_a_profile_that_a_job_cannot_use_is_refused_before_its_first_iteration(b
         job.check()
 
 
-def test_a_plan_for_the_full_batch_is_not_held_against_a_smaller_one(by_file):
-    Starting(by_file, batch="m3", num_microbatches=3).check()
-
-
 @pytest.mark.parametrize(
     "part",
     [
