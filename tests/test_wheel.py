@@ -9,6 +9,7 @@ import tarfile
 from pathlib import Path
 
 import pytest
+import yaml
 from energy_lines import window
 from on_request import on_request
 
@@ -69,7 +70,6 @@ def envpipe(site, tmp_path):
 
 
 def test_one_version_everywhere():
-    yaml = pytest.importorskip("yaml")
     citation = yaml.safe_load((REPOSITORY / "CITATION.cff").read_text())
     changes = (REPOSITORY / "CHANGELOG.md").read_text()
     assert str(citation["version"]) == __version__

@@ -1,1 +1,1 @@
-"""What real GPUs say: meters, clocks, orders and the whole loop; fits of presets; guard faults."""
+"""What real GPUs say: orders in one process, the cost of a unit; fits of presets; guard faults."""

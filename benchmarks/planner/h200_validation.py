@@ -1,10 +1,10 @@
 """The simulator against this project's own measurements on H200s, whose clocks were left alone.
 
-`benchmarks/h200` holds what `benchmarks/megatron_lm/profiles/measure_profile.py` measured through a
-patched Megatron-LM, over one-sided copies and over receives that are posted ahead: the profile that
-one job made in Megatron's order, and jobs of other numbers of microbatches in Megatron's order and
-in EnvPipe's. Each is predicted twice: from that profile, and from the unit times of the profiled
-job when it ran the same order. Run from the checkout:
+`benchmarks/h200` holds what was measured through a patched Megatron-LM, over one-sided copies and
+over receives that are posted ahead: the profile that one job made in Megatron's order, and jobs of
+other numbers of microbatches in Megatron's order and in EnvPipe's. Each is predicted twice: from
+that profile, and from the unit times of the profiled job when it ran the same order. Run from the
+checkout:
 
     python benchmarks/planner/h200_validation.py
 """

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import subprocess
 import sys
 import tempfile
@@ -47,31 +48,31 @@ class Block:
         return [line.strip() for line in lines if line.strip() and not line.startswith("#")]
 
 
-def pages() -> list[Path]:
+def pages(root: Path = ROOT) -> list[Path]:
     """Return the README and all pages, the quickstart first, whose run others read."""
-    first = ROOT / "docs" / "start" / "quickstart.md"
-    found = sorted((ROOT / "docs").rglob("*.md"), key=lambda page: (page != first, page))
-    return [ROOT / "README.md", *found]
+    first = root / "docs" / "start" / "quickstart.md"
+    found = sorted((root / "docs").rglob("*.md"), key=lambda page: (page != first, page))
+    return [root / "README.md", *found]
 
 
-def blocks(page: Path) -> Iterator[Block]:
+def blocks(page: Path, root: Path = ROOT) -> Iterator[Block]:
     """Yield a page's blocks of shell commands."""
     text = page.read_text(encoding="utf-8")
     for found in _BLOCK.finditer(text):
         reason = found[1] or ("a template" if _TEMPLATE.search(found[2]) else "")
         line = text.count("\n", 0, found.start(2)) + 1
-        yield Block(str(page.relative_to(ROOT)), line, found[2], reason)
+        yield Block(str(page.relative_to(root)), line, found[2], reason)
 
 
 def main(named: Sequence[str]) -> int:
     """Run the blocks of the named pages, or of all; return how many failed."""
-    chosen = [ROOT / name for name in named] or pages()
     results = []
     with tempfile.TemporaryDirectory(prefix="envpipe-pages-") as folder:
         clone = Path(folder, "clone")
         subprocess.run(["git", "clone", "--quiet", str(ROOT), str(clone)], check=True)
         subprocess.run(["make", "install"], cwd=clone, check=True)
-        for block in (block for page in chosen for block in blocks(page)):
+        chosen = [clone / name for name in named] or pages(clone)
+        for block in (block for page in chosen for block in blocks(page, clone)):
             if block.reason:
                 results.append((block, block.reason, None))
                 continue
@@ -90,15 +91,20 @@ def _run(block: Block, clone: Path) -> str:
     path = f"{clone / '.venv' / 'bin'}{os.pathsep}{os.environ['PATH']}"
     environment = {**os.environ, "PATH": path}
     words = ["bash", "-euo", "pipefail", "-c", block.text]
-    try:
-        subprocess.run(
-            words, cwd=clone, env=environment, check=True, capture_output=True, timeout=LIMIT_S
+    with tempfile.TemporaryFile() as output:
+        process = subprocess.Popen(
+            words, cwd=clone, env=environment, stdout=output, stderr=output, start_new_session=True
         )
-    except subprocess.TimeoutExpired:
-        return f"FAILED: not done after {LIMIT_S} s"
-    except subprocess.CalledProcessError as error:
-        sys.stderr.buffer.write(error.stdout[-2000:] + error.stderr[-4000:])
-        return f"FAILED: exit status {error.returncode}"
+        try:
+            status = process.wait(LIMIT_S)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGTERM)  # what it has started, too
+            process.wait()
+            return f"FAILED: not done after {LIMIT_S} s"
+        if status:
+            output.seek(0)
+            sys.stderr.buffer.write(output.read()[-6000:])
+            return f"FAILED: exit status {status}"
     return ""
 
 

@@ -20,6 +20,7 @@ ROOT = Path(__file__).resolve().parents[2]
 ROOT_PAGES = ("CONTRIBUTING.md", "SECURITY.md")
 _LINK = re.compile(r"\[([^\]]*)\]\(([^)#\s]+)(#[^)\s]*)?\)")
 _FORMULA = re.compile(r'<(span|div) class="arithmatex">\s*(\\[(\[])(.*?)\\[)\]]\s*</\1>', re.DOTALL)
+_CELL = re.compile(r"<td.*?</td>", re.DOTALL)
 _log = logging.getLogger("mkdocs.hooks.site")
 
 
@@ -54,10 +55,14 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
 
 
 def on_page_content(content: str, **_: Any) -> str:
-    """Write formulas as MathML, which browsers draw without a script."""
+    r"""Write formulas as MathML, which browsers draw without a script, and `|` in tables' code.
+
+    A cell's code has `\|` for it, which GitHub reads as `|` and Python's Markdown leaves.
+    """
 
     def mathml(found: re.Match[str]) -> str:
         tex = html.unescape(found[3]).strip()
         return str(convert(tex, display="block" if found[1] == "div" else "inline"))
 
+    content = _CELL.sub(lambda cell: cell[0].replace("\\|", "|"), content)
     return _FORMULA.sub(mathml, content)

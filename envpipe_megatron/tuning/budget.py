@@ -22,13 +22,13 @@ class Budget:
         own_w: what a GPU took in the framework's own order at the highest clocks the last time.
         billed: what the bill says where a budget was not kept, or no meter saw it.
         fails: whether the least that is reachable takes more than the budget of now.
-        off: how many times what is predicted GPUs take.
+        correction: by which predictions of power are multiplied, from what meters saw.
         windows: of the plan that runs, in which GPUs were metered.
     """
 
     def __init__(self) -> None:
         self.own_w, self.billed, self.fails = math.nan, "", False
-        self.off, self.windows = 1.0, 0
+        self.correction, self.windows = 1.0, 0
         self._wishes = NO_WISHES
         #: Since the first budget, as `facts` has them.
         self._sums = dict.fromkeys(
@@ -39,7 +39,7 @@ class Budget:
         self._unseen_s = 0.0
 
     @property
-    def asks(self) -> bool:
+    def is_set(self) -> bool:
         """True if there is a budget."""
         return self._wishes.power_budget is not None
 
@@ -50,7 +50,7 @@ class Budget:
         return self._wishes.power_budget_w or (math.inf if share is None else share * self.own_w)
 
     @property
-    def holds(self) -> bool:
+    def forbids_own(self) -> bool:
         """True if the framework's own order may not run at the highest clocks."""
         return self.allowed_w < self.own_w
 
@@ -61,21 +61,21 @@ class Budget:
         Mean, peak of a window, largest swing from one to the next, fastest swing (ramp), and how
         long windows took more above the budget of then than `EXCEEDS`; null if none was metered.
         """
-        if not (self.asks or self._last):
+        if not (self.is_set or self._last):
             return None
         budget_w = self.allowed_w if math.isfinite(self.allowed_w) else None
         known = self._sums if self._last else dict.fromkeys(self._sums)
         mean_w = self._sums["energy_j"] / self._sums["time_s"] if self._last else None
         return {"budget_w": budget_w, "mean_w": mean_w, **known}
 
-    def heed(self, window: Window) -> str:
-        """Take in what is asked for; what is new, in words."""
+    def update(self, window: Window) -> str:
+        """Take what an operator asks for; returns what is new, in words."""
         before, self._wishes = self._wishes.power_budget, window.wishes
         if before == self._wishes.power_budget:
             return ""
         self.billed += ", until it was changed" if self.fails else ""
         self.fails = False
-        if not self.asks:
+        if not self.is_set:
             return "the power budget is lifted"
         if math.isnan(self.own_w):
             return f"power budget: {self._wishes.power_budget}; full clock is not metered yet"
@@ -87,7 +87,7 @@ class Budget:
             return
         power_w, time_s = window.power_w, float(window.steps_s.sum())
         if math.isnan(power_w):
-            self._unseen_s += time_s * self.asks
+            self._unseen_s += time_s * self.is_set
             if self._unseen_s >= SILENT_S and not self.fails:
                 self.billed = _UNSEEN
             return
@@ -102,17 +102,18 @@ class Budget:
         self._last = power_w, time_s
 
     def compare(self, window: Window, predicted_w: float) -> None:
-        """Take in what a window took of which so much was predicted."""
-        if self.asks and not math.isnan(window.power_w):
+        """Learn how much more a window took than was predicted."""
+        if self.is_set and not math.isnan(window.power_w):
             self.windows += 1
-            self.off += (window.power_w / predicted_w - self.off) / min(self.windows, _REMEMBERED)
+            off = window.power_w / predicted_w - self.correction
+            self.correction += off / min(self.windows, _REMEMBERED)
 
     def above(self, predicted_w: float) -> float:
-        """Return by which share what is predicted to take this power takes more than is allowed."""
-        return self.off * predicted_w / self.allowed_w - 1
+        """Return by which share a plan that is predicted to take this power exceeds the budget."""
+        return self.correction * predicted_w / self.allowed_w - 1
 
     def reach(self, least_w: float) -> str:
-        """Take in what the least that is reachable takes; what is new, in words."""
+        """Take what the least that is reachable takes; returns what is new, in words."""
         if self.fails or not least_w > self.allowed_w * (1 + EXCEEDS):
             return ""
         self.fails = True

@@ -118,7 +118,6 @@ class Report:
         steps_s: [replicas, iterations] from begin to begin, as `gaps_s`.
         waits_s: [replicas, iterations, units_per_stage] how long each unit waited for its input.
         meter: of all replicas together.
-        metered: how many of them have a meter that works.
         power_w: [replicas, 2] mean power in steps that were not held up, of units only if no step
             is known, and its standard uncertainty; NaN if the meter has not seen all of them yet,
             or failed.
@@ -132,10 +131,14 @@ class Report:
     steps_s: FloatArray
     waits_s: FloatArray
     meter: MeterSums
-    metered: int
     power_w: FloatArray
     problems: tuple[str, ...] = ()
     lost: bool = False
+
+    @property
+    def metered(self) -> bool:
+        """True if a meter saw any of it."""
+        return self.meter.count > 0
 
 
 def merged(parts: Sequence[Report]) -> Report:
@@ -147,7 +150,6 @@ def merged(parts: Sequence[Report]) -> Report:
     return Report(
         **{name: np.concatenate([getattr(part, name) for part in parts]) for name in arrays},
         meter=meter,
-        metered=sum(part.metered for part in parts),
         problems=tuple(dict.fromkeys(problem for part in parts for problem in part.problems)),
         lost=any(part.lost for part in parts),
     )

@@ -145,7 +145,7 @@ class Controller:
         if plans:
             self._adopt(plans[0])
         else:
-            self._usual = self._unplanned()
+            self._usual = self._planner.unplanned(self._top)
             self._lead(self._usual)
         while True:
             yield from self._go_on()
@@ -167,7 +167,7 @@ class Controller:
         judge, planner, correcting = self._judge, self._planner, self._corrections > 0
         window, drift = yield from self._run_plan()
         look = not correcting and (drift.any() or self._due.look)
-        look = look and not self._budget.holds  # a window with one would take 2 % more
+        look = look and not self._budget.forbids_own  # a window with one would take 2 % more
         if look and not self._harmed():
             drift = larger((yield from self._look_at_the_top()), drift)
             self._due.looked(calm=not drift.any())
@@ -184,7 +184,7 @@ class Controller:
             yield from self._plan_anew(drift)
         elif self._due.plan and not planner.busy:
             self._replan(reorder=True)
-        elif self._due.baseline and not self._budget.holds:
+        elif self._due.baseline and not self._budget.forbids_own:
             yield from self._at_baseline()
             eased = judge.ease()
             if not planner.busy:
@@ -270,7 +270,7 @@ class Controller:
         """Go back to the plan that ran before."""
         plan, self._commands.bill["won"] = self._commands.before
         self._commands.take_back()
-        self._usual = plan or self._unplanned()
+        self._usual = plan or self._planner.unplanned(self._top)
         self._known.clear()
         self._lead(self._usual)
         self._failed(f"the new plan does not run: {refused}")
@@ -282,21 +282,21 @@ class Controller:
         assert self.plan is not None
         budget, planner = self._budget, self._planner
         if math.isnan(budget.own_w) and window.wishes.power_budget is not None:
-            budget.own_w = gpu_power_w(self._unplanned())
-        self._commands.note(news := budget.heed(window))
+            budget.own_w = gpu_power_w(planner.unplanned(self._top))
+        self._commands.note(news := budget.update(window))
         above = budget.above(running_w := self._replicas.power_w)
         turns = (above > _NEAR and not budget.fails) or (news and self._bound)
         # Plans that take less are made again after one, two, four, ... windows.
-        less = self._bound and above < -_NEAR and (budget.windows or not budget.asks)
+        less = self._bound and above < -_NEAR and (budget.windows or not budget.is_set)
         if not turns and (not less or planner.busy or budget.windows & (budget.windows - 1)):
             return
-        allowed_w, leads = budget.allowed_w / budget.off, gpu_power_w(self.plan) / running_w
+        allowed_w, leads = budget.allowed_w / budget.correction, gpu_power_w(self.plan) / running_w
         usual, bound = planner.ready(self._usual), self._bound
         if turns:
             within = [planner.capped(plan, allowed_w) for plan in (usual, self.plan, *self._known)]
             self._turn_to(min(within, key=lambda plan: plan.cost.iteration_time_s))
             leads = 1.0
-            self._commands.note(budget.reach(budget.off * self._replicas.power_w))
+            self._commands.note(budget.reach(budget.correction * self._replicas.power_w))
         if planner.busy and (self._has_no_plan or not news):
             return  # it is looked at when it is there
         if planner.busy and planner.reorders:
@@ -346,7 +346,7 @@ class Controller:
 
     def _harmed(self) -> bool:
         # Where the framework's order takes too much power, there is no other way out of harm.
-        return not self._budget.holds and self._judge.harmed(self._own_predicted_s())
+        return not self._budget.forbids_own and self._judge.harmed(self._own_predicted_s())
 
     def _prediction_error(self, plan: Plan) -> float:
         """Return by which share steps last longer than a plan predicts from today's times."""
@@ -372,7 +372,7 @@ class Controller:
 
     def _replan(self, *, reorder: bool, levels: Sequence[int] = ()) -> None:
         order = None if reorder or self.plan is None else self.plan.schedule
-        if self._budget.holds:
+        if self._budget.forbids_own:
             levels = sorted({*levels, *self._replicas.levels} - {0})
         if order is None:
             self._due.plan_at = 0
@@ -457,9 +457,6 @@ class Controller:
         expected = self._expected(plan) * (1 + self._judge.faster)
         self._judge.allowed = self._planner.limits.allowed(expected)
         self._judge.begin()
-
-    def _unplanned(self) -> Plan:
-        return self._planner.unplanned(self._top.schedule, self._top.frequency_mhz)
 
     def _follow(self) -> None:
         replicas = self._replicas

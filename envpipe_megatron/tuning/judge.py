@@ -194,7 +194,7 @@ class Silence:
     def add(self, window: Window) -> list[str]:
         """Take in a window; what is new, in words."""
         silent = self._unseen_s >= SILENT_S
-        seen = np.array([report.metered > 0 for report in window.stages])
+        seen = np.array([report.metered for report in window.stages])
         self._unseen_s = np.where(seen, 0.0, self._unseen_s + window.steps_s.sum())
         changes = {
             "say nothing: what they said before counts on": (self._unseen_s >= SILENT_S) & ~silent,

@@ -172,7 +172,7 @@ class OneClock:
         a clock is right, times show without.
         """
         self._fill(first)
-        self._commands.note(self._budget.heed(first))
+        self._commands.note(self._budget.update(first))
         if self.found_mhz is not None:
             choice = f"One clock for the whole job: {self.found_mhz} MHz, as found before"
             yield from self._stay(self.found_mhz, choice)
@@ -208,14 +208,14 @@ class OneClock:
         top, self._commands.bill["won"] = self.clocks_mhz[0], choice
         self._commands.note(choice)
         while True:
-            if self._budget.asks:
+            if self._budget.is_set:
                 yield from self._keep_budget(kept)
             search = ClockSearch(self.clocks_mhz, self.slowdown_percent)
             settle = max(_COMPARED_AFTER, _MEASUREMENTS_APART * self._steps)
             for _ in range(_ROUNDS):
                 yield from self._measure(search, Phase.STEADY, kept, settle=settle)
                 settle = 1
-                if self._budget.asks:
+                if self._budget.is_set:
                     break
                 if kept != top:
                     yield from self._measure(search, Phase.BASELINE, top)
@@ -230,7 +230,7 @@ class OneClock:
         budget, ran = self._budget, self.clocks_mhz[0]
         if ran not in self._powers_w:  # of a clock that was found before
             yield from self._run(Phase.BASELINE, ran)
-        while budget.asks:
+        while budget.is_set:
             clock = self._within(kept)
             budget.count((yield from self._run(Phase.STEADY, clock, settle=int(clock != ran))))
             ran = clock
@@ -269,7 +269,7 @@ class OneClock:
         if not math.isnan(window.power_w):
             self._powers_w[clock] = window.power_w
             self._budget.own_w = self._powers_w.get(self.clocks_mhz[0], math.nan)
-        self._commands.note(self._budget.heed(window))
+        self._commands.note(self._budget.update(window))
         return window
 
     def _fill(self, window: Window) -> None:

@@ -12,7 +12,6 @@ from typing import TypeAlias
 
 import numpy as np
 
-from envpipe_megatron.core.arrays import IntArray
 from envpipe_megatron.core.conditions import known_conditions
 from envpipe_megatron.core.plan import Plan
 from envpipe_megatron.core.profile import Profile
@@ -24,7 +23,7 @@ from envpipe_megatron.policies.optimal.linear_program import LinearProgramError
 from envpipe_megatron.policies.planner import Planned, solve
 from envpipe_megatron.policies.problem import Problem
 from envpipe_megatron.tuning.background import Background
-from envpipe_megatron.tuning.commands import Command, Run, Window
+from envpipe_megatron.tuning.commands import Clocked, Command, Run, Window
 from envpipe_megatron.tuning.measured.store import Store
 from envpipe_megatron.tuning.parking import parked, still_parked
 from envpipe_megatron.tuning.replicas import gpu_power_w, level_factor
@@ -222,14 +221,14 @@ class Planner:
         made = background.take()
         if made is None:
             return None
-        for plan, self.won in made.values():
+        for plan, self.won in reversed(made.values()):  # what level 0 wins comes last, and counts
             self._check(plan)
         return {level: plan for level, (plan, _) in made.items()}
 
-    def unplanned(self, order: Schedule, frequency_mhz: IntArray) -> Plan:
-        """Return an order and clocks where no plan could be made; StoreError without meters."""
-        profile = self._store.profile(careful=False)
-        return Plan(UNPLANNED, order, frequency_mhz, profile, known_conditions(profile))
+    def unplanned(self, own: Clocked) -> Plan:
+        """Return the plan of an order for which none was made; StoreError without meters."""
+        known = self._store.profile(careful=False)
+        return Plan(UNPLANNED, own.schedule, own.frequency_mhz, known, known_conditions(known))
 
     def repriced(self, plan: Plan) -> Plan:
         """Return the same order and clocks, at what they take by now."""

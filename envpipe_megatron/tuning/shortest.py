@@ -160,8 +160,7 @@ class ShortestOrder:
         if self._order is self._own:
             self._say(f"The framework's own order: {why}")
             if self.plan is not None:
-                top = self._own
-                self._commands.adopted = self._planner.unplanned(top.schedule, top.frequency_mhz)
+                self._commands.adopted = self._planner.unplanned(self._own)
                 self.plan = None
         else:
             self._commands.note(why)

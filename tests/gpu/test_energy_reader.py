@@ -113,7 +113,7 @@ def test_a_thread_goes_on_where_the_reader_is_killed(gpu, meter):
     assert meter._reader is None
     assert meter._thread.is_alive()
     assert meter.last_refresh_s == gpu.read_energy().time_s
-    assert meter.energy_j(1.1, 2.1) > 0
+    assert meter.window(1.1, 2.1).energy_j > 0
 
 
 @pytest.mark.parametrize("why", ["only this process can open it", "no process can be started"])

@@ -21,10 +21,11 @@ from envpipe_megatron.formats.energy import Phase
 from envpipe_megatron.integrations.hooking import HookError
 from envpipe_megatron.integrations.job import JobError
 from envpipe_megatron.integrations.levels import Level
-from envpipe_megatron.integrations.megatron.limits import LIMITS
+from envpipe_megatron.integrations.megatron.limits import LIMITS, keep_sequence
 from envpipe_megatron.integrations.options import add_arguments
 from envpipe_megatron.integrations.reporting import IntervalReport
 from envpipe_megatron.policies.request import check_request
+from envpipe_megatron.runtime.job.options import JobOptions
 
 pytestmark = pytest.mark.xdist_group("megatron")
 
@@ -280,11 +281,11 @@ def test_what_flags_do_not_tell_of_a_model_is_checked_or_keeps_megatrons_order(h
     ],
 )
 def test_what_random_numbers_and_histories_rest_on_keeps_the_sequence_of_chunks(set_):
-    from envpipe_megatron.integrations.megatron.training import sequence_counts
-
     config = SimpleNamespace(hidden_dropout=0.0, attention_dropout=0, moe_input_jitter_eps=None)
     vars(config).update(set_)
-    assert sequence_counts(config) is (bool(set_) and set_.get("fp8_amax_history_len") != 1)
+    kept = bool(set_) and set_.get("fp8_amax_history_len") != 1
+    assert keep_sequence(JobOptions(), 2, config).scheduling == ("1f1b" if kept else "auto")
+    assert keep_sequence(JobOptions(), 1, config) == JobOptions()
 
 
 @pytest.mark.parametrize(
@@ -455,7 +456,7 @@ def test_a_batch_that_no_pipeline_of_chunks_runs_is_measured(hooks, monkeypatch)
     group: Any = None
     with jobs_are_faked() as made:
         hooks.Training(args, given(), LIMITS, [gpt(), gpt(), gpt()], group)
-        monkeypatch.setattr(training, "sequence_counts", lambda config: True)
+        config.hidden_dropout = 0.1
         usual = given(
             type="optimal", scheduling="auto", reconfigure="default", max_in_flight="memory"
         )

@@ -75,7 +75,7 @@ def test_a_few_noisy_refreshes_of_a_constant_power_give_some_power_to_all(seed):
     energy_j = np.cumsum(rng.uniform(5.0, 20.0, len(refreshes_s)))
     clocks, count = store.powers.nodes_mhz, len(WHOLE)
     store.powers.sums[0] += meter_sums(0.0, stretches, refreshes_s, energy_j, clocks, count)
-    power_w = store.power_w(0)
+    power_w, _ = store._fitted_w(0)
     assert (power_w.max(axis=1) > 0).all()
     assert power_w.max() < 2000
 
@@ -103,7 +103,7 @@ def test_powers_are_as_unsure_as_readings_scatter():
 def test_refreshes_outside_of_what_is_known_count_for_nothing():
     stretches = [Stretch(1.0, 0, 1410.0)]
     late = meter_sums(0.0, stretches, np.array([0.95, 1.5]), np.array([1.0, 2.0]), NODES, 1)
-    assert late.time_s == 0.0
+    assert late.count == 0.0
     assert not late.products.any()
 
 

@@ -1,6 +1,7 @@
 """What a closed loop does when parts of it fail, and what it must not take for harm."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -104,11 +105,11 @@ def test_a_pause_in_a_baseline_does_not_blind():
 
 
 def window(steps_s: list[float], metered: tuple[int, ...] = (1,)) -> Window:
-    steps = np.array([[*steps_s, np.nan]])
+    steps, none = np.array([[*steps_s, np.nan]]), MeterSums.none(1)
     return Window(
         tuple(
             report_of(
-                np.ones((1, 2)), np.ones(steps.shape), steps - 1, steps, MeterSums.none(1), seen
+                np.ones((1, 2)), np.ones(steps.shape), steps - 1, steps, replace(none, count=seen)
             )
             for seen in metered
         )

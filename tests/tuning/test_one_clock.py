@@ -179,7 +179,7 @@ class Job:
         steps_s[:, 1] *= self.held_up
         unit_s, ends_s = np.full((REPLICAS, 1), step_s), np.full((REPLICAS, iterations), step_s)
         meter = MeterSums.none(1)
-        report = report_of(unit_s, ends_s, steps_s - ends_s, steps_s, meter, REPLICAS)
+        report = report_of(unit_s, ends_s, steps_s - ends_s, steps_s, meter)
         powers = np.where(self.metered[..., np.newaxis], (power_w, 1.0), np.nan)
         first, last = (replace(report, power_w=of_stage) for of_stage in powers)
         lost = replace(last, lost=True, problems=("the driver of a test",))

@@ -1,5 +1,6 @@
 """Training goes on, on all ranks, while the plan of a job with a sweep is made."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ from envpipe_megatron.gpu.presets import load_preset
 from envpipe_megatron.runtime.job.options import JobOptions
 from envpipe_megatron.tuning.background import Background
 from envpipe_megatron.tuning.commands import Window
-from envpipe_megatron.tuning.planner import planned_beside
+from envpipe_megatron.tuning.planner import Planner, planned_beside
 from job_runs import Ran, run_job
 
 LOOKS = 7
@@ -39,6 +40,15 @@ def test_training_goes_on_while_the_plan_is_made(reconfigure):
     assert abs(slow.saved(first + 1, planned)) < 1e-9
     assert slow.saved(129, 130) == pytest.approx(at_once.saved(129, 130)) != 0
     assert slow.notes == at_once.notes == ()
+
+
+def test_what_splitting_wins_is_said_of_the_plan_and_not_of_those_that_follow_it():
+    made = {0: ("the plan", "Split backwards: 5 %"), 3: ("one that follows it", "")}
+    background: Any = SimpleNamespace(busy=True, take=lambda: made)
+    nothing: Any = None
+    planner = Planner(nothing, nothing, lambda plan: None, nothing, lambda: background)
+    assert planner.take(pytest.fail) == {0: "the plan", 3: "one that follows it"}
+    assert planner.won == "Split backwards: 5 %"
 
 
 def test_planning_that_nobody_waits_for_is_ended():

@@ -148,7 +148,7 @@ def test_how_a_budget_was_kept_is_added_up():
         budget.own_w = 600.0
         wishes, steps_s = read_power_budget(asked), np.array([time_s])
         window = SimpleNamespace(power_w=power_w, steps_s=steps_s, wishes=wishes)
-        budget.heed(window)
+        budget.update(window)
         budget.count(window)
     assert budget.facts == {
         "budget_w": 300.0,
@@ -165,7 +165,7 @@ def test_how_a_budget_was_kept_is_added_up():
 def test_silent_meters_are_no_budget_that_was_kept():
     budget, wishes = Budget(), read_power_budget("80%")
     silent = SimpleNamespace(power_w=math.nan, steps_s=np.ones(WINDOW), wishes=wishes)
-    assert budget.heed(silent) == "power budget: 80%; full clock is not metered yet"
+    assert budget.update(silent) == "power budget: 80%; full clock is not metered yet"
     assert budget.facts is not None
     assert budget.facts["budget_w"] is None
     budget.own_w = 300.0

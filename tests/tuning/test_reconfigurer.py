@@ -32,7 +32,6 @@ def window_of(*stages: tuple[Any, Any]) -> Window:
                 waits_s=np.array(waits_s),
                 **dict.fromkeys(("ends_s", "gaps_s", "steps_s", "power_w"), np.zeros((1, 1))),
                 meter=MeterSums.none(1),
-                metered=0,
             )
             for waits_s, unit_s in stages
         )

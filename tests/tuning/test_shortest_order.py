@@ -326,8 +326,8 @@ class FakePlanner:
         asked, self._asked = self._asked, False
         return self._plans if asked else None
 
-    def unplanned(self, order: Any, clocks: Any) -> Any:
-        return SimpleNamespace(schedule=order)
+    def unplanned(self, own: Any) -> Any:
+        return SimpleNamespace(schedule=own.schedule)
 
 
 def fake_job(

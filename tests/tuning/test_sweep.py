@@ -214,7 +214,7 @@ class Hand:
                 len(store.kinds),
             )
             step_s = np.full((1, count), unit_s.sum())
-            reports.append(report_of(unit_s[np.newaxis], step_s, 0 * step_s, step_s, meter, 1))
+            reports.append(report_of(unit_s[np.newaxis], step_s, 0 * step_s, step_s, meter))
         return Window(tuple(reports))
 
     def time_s(self, store: Store, key: int, clock: int) -> float:
@@ -295,6 +295,8 @@ def test_a_counter_that_missed_two_windows_is_waited_for():
     missed = iter([True, True])
     Hand(
         builders.one_f_one_b(2, 8),
-        spoilt=lambda report: replace(report, metered=0) if next(missed, False) else report,
+        spoilt=lambda report: (
+            replace(report, meter=report.meter.faded(0)) if next(missed, False) else report
+        ),
     ).profile()
     assert next(missed, None) is None

@@ -1,1 +1,1 @@
-"""Jobs of Megatron-LM that take turns on the same GPUs."""
+"""Jobs that take turns on the same GPUs."""

@@ -67,12 +67,8 @@ def read_recipe(path: Path) -> tuple[list[str], dict[str, str]]:
 
     Raises ArgumentsError if the file is no such table.
     """
-    try:
-        import yaml  # type: ignore[import-untyped]
-    except ImportError as error:
-        raise ArgumentsError(
-            "A recipe is read by PyYAML, which is not there", remedy="pip install pyyaml"
-        ) from error
+    import yaml  # type: ignore[import-untyped]  # for these files only
+
     try:
         table = yaml.safe_load(path.read_text())
     except (ValueError, yaml.YAMLError) as error:

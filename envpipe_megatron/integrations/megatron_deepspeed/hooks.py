@@ -63,7 +63,7 @@ REFUSED: Mapping[str, Predicate] = {
     "virtual pipeline stages (--num-layers-per-virtual-pipeline-stage)": on(
         "num_layers_per_virtual_pipeline_stage"
     ),
-    "a split rank or a stage for the embedding alone": any_of(
+    "a split rank or a stage only for the embedding": any_of(
         on("standalone_embedding_stage"),
         lambda args: getattr(args, "pipeline_model_parallel_split_rank", None) is not None,
     ),

@@ -204,10 +204,6 @@ class RankClock:
         self._mark(DUE, number)
         return None if delay_s is None else partial(self._mark, BEGUN, number)
 
-    def wait_idle(self) -> None:
-        """Return when every request made so far has been applied, held back, or given up."""
-        self._wait_idle(math.inf)
-
     def confirm(self) -> None:
         """Wait until the clock that was asked for last, or a higher one, is read from the GPU.
 
@@ -219,7 +215,7 @@ class RankClock:
         if self._waited_for or not sets:
             return
         self._waited_for = True
-        self._wait_idle(_DEVICE_S)
+        self.wait_idle(_DEVICE_S)
         until_s = time.monotonic() + _SETTLES_S + self.page.min_dwell_s
         while not (is_read or self.page.is_over or time.monotonic() >= until_s):
             self._look()
@@ -251,7 +247,7 @@ class RankClock:
             return
         if self._ending is not None:
             self._ending.cancel()
-        self._wait_idle(_LAST_ANSWER_S)
+        self.wait_idle(_LAST_ANSWER_S)
         self.page.end()
         self._release()
         if self._watch is not None:
@@ -296,7 +292,8 @@ class RankClock:
             "followed": None if self._watch is None else self._watch.summary(),
         }
 
-    def _wait_idle(self, limit_s: float) -> None:
+    def wait_idle(self, limit_s: float = math.inf) -> None:
+        """Return when every request made so far was applied, held back or given up, or in time."""
         question, until_s = self._question(), time.monotonic() + limit_s
         while question is not None and self.error is None and not self.page.is_over:
             if self.page.is_answered(question) or time.monotonic() >= until_s:

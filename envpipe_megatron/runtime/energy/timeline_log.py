@@ -49,7 +49,15 @@ class TimelineLog:
         executed: Callable[[], list[str]],
         frequencies_mhz: list[int] | None,
     ) -> None:
-        """Add an iteration that has run; returns at once. See `timeline_line`."""
+        """Add an iteration that has run, in the format of `formats.timeline`; returns at once.
+
+        Args:
+            phase: with the batch's name.
+            iteration: its number.
+            record: its times.
+            executed: returns the units as plans write them, in the order in which they ran.
+            frequencies_mhz: what was requested for each; None if no clock is controlled.
+        """
         index = self._seen[phase]
         self._seen[phase] += 1
         # Where few iterations have their units timed, the next of those takes the place of others.
@@ -58,9 +66,24 @@ class TimelineLog:
         if self._append is None or phase not in self._due or not record.timed:
             return
         self._due.remove(phase)
-        self._append(
-            timeline_line(self._labels, phase, iteration, record, executed(), frequencies_mhz)
+        start_us, end_us = (
+            np.rint(1e6 * times_s).astype(np.int64).tolist()
+            for times_s in (record.start_s, record.end_s)
         )
+        line = {
+            "format": TIMELINE_FORMAT,
+            **self._labels,
+            "phase": str(phase),
+            "iteration": iteration,
+            "begin_s": record.begin_s,
+            "iteration_time_s": record.iteration_time_s,
+            "units": " ".join(executed()),
+            "start_us": start_us,
+            "end_us": end_us,
+        }
+        if frequencies_mhz is not None:
+            line["frequency_mhz"] = frequencies_mhz
+        self._append(line)
 
     def add_clock(self, time_s: float, state: ClockState) -> None:
         """Add a look at the clock; returns at once. One thread may call it, until `close`."""
@@ -80,36 +103,3 @@ class TimelineLog:
         columns = zip(names, map(list, zip(*self._samples, strict=True)), strict=True)
         self._samples = []
         self._append({"format": CLOCK_FORMAT, **self._labels, **dict(columns)})
-
-
-def timeline_line(
-    labels: Mapping[str, object],
-    phase: str,
-    iteration: int,
-    record: StageRecord,
-    executed: list[str],
-    frequencies_mhz: list[int] | None,
-) -> dict[str, Any]:
-    """Return one iteration of one rank, in the format of `formats.timeline`.
-
-    `executed` are the units as plans write them, in the order in which they ran; `frequencies_mhz`
-    what was requested for each, None if no clock is controlled.
-    """
-    start_us, end_us = (
-        np.rint(1e6 * times_s).astype(np.int64).tolist()
-        for times_s in (record.start_s, record.end_s)
-    )
-    line = {
-        "format": TIMELINE_FORMAT,
-        **labels,
-        "phase": str(phase),
-        "iteration": iteration,
-        "begin_s": record.begin_s,
-        "iteration_time_s": record.iteration_time_s,
-        "units": " ".join(executed),
-        "start_us": start_us,
-        "end_us": end_us,
-    }
-    if frequencies_mhz is not None:
-        line["frequency_mhz"] = frequencies_mhz
-    return line

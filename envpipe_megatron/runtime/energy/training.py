@@ -135,7 +135,7 @@ class TrainingEnergy:
                 iteration,
                 iteration,
                 begin_s,
-                record.end_of_iteration_s,
+                record.begin_s + record.iteration_time_s,
                 compute_s=float(record.unit_time_s.sum()),
                 blocking_s=float(record.receive_wait_s[receives].sum()),
             )

@@ -84,11 +84,6 @@ class StageRecord:
         share = float(self.end_s[-1] / (like.end_s[-1] or 1.0))
         return replace(self, start_s=share * like.start_s, end_s=share * like.end_s, timed=False)
 
-    @property
-    def end_of_iteration_s(self) -> float:
-        """End of the iteration on the time base of the meter."""
-        return self.begin_s + self.iteration_time_s
-
 
 def late_record(
     read: Callable[[], StageRecord], number: int | None, *, timed: bool = True, whole: bool = True

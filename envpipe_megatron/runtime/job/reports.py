@@ -76,7 +76,6 @@ def make_report(
         steps_s=steps_s[np.newaxis],
         waits_s=np.array([[record.receive_wait_s for record in records]]),
         meter=sums,
-        metered=int(sums.time_s > 0),
         power_w=np.array([_power_w(meter, begins_s, ends_s, steps_s)]),
         problems=job.clock.problems(),
         lost=job.clock.error is not None,

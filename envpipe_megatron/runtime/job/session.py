@@ -27,7 +27,7 @@ from envpipe_megatron.runtime.execution.stage_run import StageRun, StageWork, ex
 from envpipe_megatron.runtime.job.control import ControlFile
 from envpipe_megatron.runtime.job.iterations import Batches, Iterations
 from envpipe_megatron.runtime.job.options import JobOptions
-from envpipe_megatron.runtime.job.parts import PhaseParts, SessionState
+from envpipe_megatron.runtime.job.parts import PhaseParts, SessionState, note
 from envpipe_megatron.runtime.job.restarts import JobFolder
 from envpipe_megatron.runtime.memory.peak import JobMemory
 from envpipe_megatron.runtime.memory.stage import (
@@ -120,8 +120,9 @@ class Session:
                     done = ", ".join(folder.found.phases_done)
                     say(f"resumed: {done} of the job started {folder.found.starts[0]} are done")
             if not self._controlled:
-                note = f"A GPU is opened for reading only: {self.options.order_in_words(options)}"
-                self.state.notes = (note, *([self.refused] if self.refused else []))
+                runs = self.options.order_in_words(options)
+                notes = f"A GPU is opened for reading only: {runs}", self.refused
+                self.state.notes = tuple(filter(None, notes))
             self._labels: dict[str, object] = {
                 **folder.run_label(options.labels),
                 "node": folder.node,
@@ -246,9 +247,7 @@ class Session:
     def split_no_more(self, why: str) -> None:
         """Have whole backwards only; every rank calls it, before the first iteration."""
         self.state.whole = why
-        note = f"Backwards stay whole: {why}"
-        self.state.notes += (note,)
-        self.parts.say(note)
+        note(self.parts, f"Backwards stay whole: {why}")
 
     def rehearse(
         self, order: Schedule, specs: StageSpecs, make_work: Callable[[Schedule], StageWork]

@@ -24,13 +24,11 @@ class MeterSums:
     Attributes:
         products: [columns, columns] s^2.
         weighted: [columns] s J.
-        time_s: in all.
         squares: sum of the squares of energies, J^2, and `count`, their number.
     """
 
     products: FloatArray
     weighted: FloatArray
-    time_s: float = 0.0
     squares: float = 0.0
     count: float = 0.0
 
@@ -43,7 +41,6 @@ class MeterSums:
         return MeterSums(
             self.products + other.products,
             self.weighted + other.weighted,
-            self.time_s + other.time_s,
             self.squares + other.squares,
             self.count + other.count,
         )
@@ -51,7 +48,7 @@ class MeterSums:
     def faded(self, share: float) -> MeterSums:
         """Return the same with this share of its weight, so that what comes counts for more."""
         squares, count = share * self.squares, share * self.count
-        return MeterSums(share * self.products, share * self.weighted, 0.0, squares, count)
+        return MeterSums(share * self.products, share * self.weighted, squares, count)
 
     def scatter_j(self, power_w: FloatArray) -> float:
         """Return the standard deviation of energies from those of some powers, [columns] W.
@@ -123,7 +120,6 @@ def meter_sums(
     return MeterSums(
         equations.T @ equations,
         equations.T @ gained_j,
-        float(times_s[-1] - times_s[0]),
         float(gained_j @ gained_j),
         float(len(gained_j)),
     )

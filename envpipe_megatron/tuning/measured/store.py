@@ -309,12 +309,11 @@ class Store:
             for times in of_stage:
                 times.lowest_mhz = lowest_mhz
 
-    def power_w(self, stage: int) -> FloatArray:
-        """Return W of a stage's GPU, [kinds + 1, nodes], waiting last; StoreError: no meter."""
-        return self._fitted_w(stage)[0]
-
     def _fitted_w(self, stage: int) -> tuple[FloatArray, FloatArray]:
-        """Return `power_w`, and their standard errors."""
+        """Return W of a stage's GPU, [kinds + 1, nodes], waiting last, and their errors.
+
+        Raises StoreError without meters.
+        """
         keys = self._num_chunks * len(self.kinds)
         of_stage = self._times[stage * keys : (stage + 1) * keys]
         return self.powers.fit(stage, max(times.limit_mhz for times in of_stage))
@@ -328,7 +327,7 @@ class Store:
         lowest = float(self.clocks_mhz[-1])
         places = self._num_chunks * len(self.kinds)
         for stage in range(len(self.tail_s)):
-            power_w = self.power_w(stage)
+            power_w, _ = self._fitted_w(stage)
             per_clock = np.stack(
                 [np.interp(self.clocks_mhz, self.powers.nodes_mhz, power) for power in power_w[:-1]]
             )

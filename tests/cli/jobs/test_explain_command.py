@@ -56,7 +56,6 @@ def test_a_command_without_a_script():
 
 
 def test_a_recipes_file_and_flags_before_its(tmp_path):
-    pytest.importorskip("yaml")
     path = tmp_path / "model_config.yaml"
     path.write_text(
         "ENV_VARS:\n  CUDA_DEVICE_MAX_CONNECTIONS: 1\nMODEL_ARGS:\n"

@@ -200,7 +200,6 @@ def test_arguments_as_megatron_has_them(tmp_path):
         read_flags(["--pipeline-model-parallel-size", "$PP"])
     with pytest.raises(EnvPipeError, match="cannot be divided"):
         planned_job(read_flags(PIPELINE.split()), JobOptions(), {}, nodes=1, ranks_per_node=6)
-    pytest.importorskip("yaml")
     path = tmp_path / "recipe.yaml"
     path.write_text("fp8_format: hybrid\n--recompute: true\nsave: null\n--modules: [a, 1]\n")
     words = ["--fp8-format", "hybrid", "--recompute", "--modules", "a", "1"]

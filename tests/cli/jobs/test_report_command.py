@@ -111,7 +111,7 @@ def test_a_job_that_left_all_its_files_has_all_its_pictures(folder):
         "timeline", "bubbles", "iterations", "power", "energy_valley", "frontier",
     ]  # fmt: skip
     # 240 W a GPU against 300 W, and as fast as the baseline.
-    said = "Against baseline: a step takes 1.5 s (0.00 % less time) and 360 J a GPU (20.00 "
+    said = "own baseline: a step takes 1.5 s (0.00 % less time) and 360 J a GPU (20.00 "
     assert said in " ".join(shown.split())
     summary = (made / "summary.md").read_text()
     assert "|  | baseline | steady |" in summary
