@@ -126,8 +126,14 @@ class Optimizer:
         rounded, relaxed = self._round(priced, deadline_s)
         plan: Plan | None = rounded
         if conditions.change_time_s or conditions.change_energy_j or min_dwell_s:
-            around = priced.waiting_power_w, deadline_s, min_dwell_s
-            plan = RunSearch(rounded, relaxed, *around).search()
+            plan = RunSearch(
+                rounded,
+                relaxed,
+                priced.waiting_power_w,
+                deadline_s,
+                min_dwell_s,
+                plan_for=lambda earlier_s: self._round(priced, earlier_s)[0],
+            ).search()
         if plan is None:
             raise LinearProgramError(
                 f"No plan of schedule '{schedule.name}' was found that meets the deadline (s) "
