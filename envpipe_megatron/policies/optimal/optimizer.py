@@ -35,6 +35,8 @@ from envpipe_megatron.policies.optimal.linear_program import (
 )
 from envpipe_megatron.policies.optimal.rounding import round_durations
 
+#: The gap that is good enough for a single plan.
+GOOD_GAP = 0.002
 #: No frequency of a real GPU makes a unit slower than its fastest by this factor.
 _NO_DEADLINE = 1e3
 
@@ -56,6 +58,8 @@ class Optimizer:
     - Waiting power depends on the clock: waiting is priced at a stage's least power.
     - `run_search` plans changes of clock that cost energy or come late, and clocks to be kept long.
     - `parking` lowers clocks in long waits, if `conditions` have the waiting power by clock.
+
+    Rounding stops improving a plan within `good_gap` of the relaxed optimum.
     """
 
     def __init__(
@@ -65,10 +69,11 @@ class Optimizer:
         conditions: Conditions,
         *,
         parking: bool = False,
+        good_gap: float = GOOD_GAP,
     ) -> None:
         profile.keys(schedule)  # ProfileError, where a kind of the order has no rows
         self.schedule, self.profile, self.conditions = schedule, profile, conditions
-        self._parking = parking
+        self._parking, self._good_gap = parking, good_gap
         self._floor = self._priced(waiting_floor_w(profile, conditions, parking))
         self._at_worth: dict[float, _Priced] = {}
 
@@ -168,6 +173,7 @@ class Optimizer:
             relaxed.end_s,
             relaxed.duration_s,
             relaxed.cost_j,
+            self._good_gap,
         )
         return self._plan(choices, chosen), relaxed
 

@@ -16,6 +16,7 @@ from itertools import chain, count, takewhile
 
 from envpipe_megatron.core.kinds import Kind
 from envpipe_megatron.core.plan import Plan
+from envpipe_megatron.policies.frontier import FRONTIER_GAP
 from envpipe_megatron.policies.objective import SHORTEST, Goal
 from envpipe_megatron.policies.optimal.linear_program import LinearProgramError
 from envpipe_megatron.policies.optimal.optimizer import Optimizer
@@ -125,7 +126,7 @@ class AutoSearch:
             orders += envpipe_orders(self.problem)[:1]
         orders += [order.optimizer.schedule for order in best_by_family(self.judged)]
         return [
-            self.problem.optimizer(order)
+            self.problem.optimizer(order, good_gap=FRONTIER_GAP)
             for order in {order.stages: order for order in orders}.values()
             if within(order, self.problem)
         ]
