@@ -112,7 +112,8 @@ class Account:
         if not each.iterations or each.slowdown_percent is None:
             return
         parts = []
-        if each.energy_j is not None and each.saving_percent is not None:
+        # A counter that does not move meters 0 J, of which nothing follows for what was expected.
+        if each.energy_j and each.saving_percent is not None and each.saving_percent < 100:
             saved_j, half_j = _less(
                 each.energy_j, -each.saving_percent, each.saving_uncertainty_percent
             )
