@@ -1,1 +1,1 @@
-"""Schedules side by side: pictures and tables of docs/understand/schedules.md."""
+"""Schedules side by side: the pictures and tables of docs/understand/schedules.md."""

@@ -110,7 +110,7 @@ class Profile:
         return shares
 
     def parts(self, stage: int) -> tuple[Mapping[Kind, tuple[ProfileRow, ...]], ...]:
-        """Return the rows of a stage: those of each of its parts."""
+        """Return the rows of each part of a stage."""
         return self.rows[stage * self.listed_chunks : (stage + 1) * self.listed_chunks]
 
     def clocks_mhz(self, stage: int) -> set[int]:

@@ -121,7 +121,7 @@ MEASURED_SPLIT = SplitBackward(input_share=0.5, overhead=0.01)
 
 
 @dataclass(frozen=True)
-class Row:
+class CsvLine:
     """One line of a CSV.
 
     Args:
@@ -145,7 +145,7 @@ class Row:
 
 def read_table(
     path: Path, columns: Sequence[str], optional: Sequence[str]
-) -> tuple[bytes, list[Row]]:
+) -> tuple[bytes, list[CsvLine]]:
     """Return a CSV's bytes and its rows, columns in any order; blank lines and others are left out.
 
     A row of more cells than the header is refused: with decimal commas, numbers would be others.
@@ -182,7 +182,7 @@ def read_table(
                 remedy=f"Needed: {', '.join(columns)}.",
             )
         named = dict(zip(header, map(str.strip, cells), strict=False))
-        rows.append(Row(where, {name: named.get(name, "") for name in known}))
+        rows.append(CsvLine(where, {name: named.get(name, "") for name in known}))
     if not rows:
         raise ProfileError(
             f"{path} has no rows", remedy="List every instruction at each frequency."
@@ -190,7 +190,7 @@ def read_table(
     return content, rows
 
 
-def lines_of(lines: Sequence[Row], kinds: Sequence[Kind]) -> Iterator[tuple[Row, Kind]]:
+def lines_of(lines: Sequence[CsvLine], kinds: Sequence[Kind]) -> Iterator[tuple[CsvLine, Kind]]:
     """Yield each line whose instruction is one of the kinds; a misspelt kind is refused.
 
     Other instructions, such as the loading of data, are left out, and a warning names them.
@@ -216,7 +216,7 @@ def lines_of(lines: Sequence[Row], kinds: Sequence[Kind]) -> Iterator[tuple[Row,
         )  # fmt: skip
 
 
-def read_row(line: Row) -> ProfileRow:
+def read_row(line: CsvLine) -> ProfileRow:
     """Return a line's frequency, time and energy."""
     return ProfileRow(
         line.read("frequency", FREQUENCY, "MHz"),

@@ -329,7 +329,7 @@ class Schedule:
 
     @property
     def microbatches_in_flight(self) -> tuple[float, ...]:
-        """The same in microbatches of a whole stage, of which a chunk holds an equal part."""
+        """The same in microbatches of a whole stage; a chunk counts an equal part of one."""
         return tuple(peak / self.num_chunks for peak in self.peak_in_flight)
 
     @cached_property

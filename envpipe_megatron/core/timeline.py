@@ -9,7 +9,7 @@ themselves.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from heapq import heappop, heappush
 
 import numpy as np
@@ -129,11 +129,6 @@ def critical_path(
             path.append(node - 1)
         else:
             return path
-
-
-def is_envelope(schedule: Schedule, path: Iterable[int]) -> bool:
-    """Return whether every unit of a path lies on the outer envelope."""
-    return schedule.outer_envelope.issuperset(path)
 
 
 class LongestPath:

@@ -17,7 +17,7 @@ framework ran by itself, of `plan`, which is what lies between other phases, and
 is what a node's agent metered outside all training: evaluations, checkpoints, restarts). Steps of a
 batch of another size than the full one have phases of their own: `steady m24` with 24 microbatches.
 Phase `off` is the framework's own order at clocks that were given back, as an operator asked.
-`baseline` is the step that those of this GPU are compared with, where the job may save.
+`baseline` is the step that this GPU's steps are compared with, where the job may save.
 The older a job, the more windows are added up in a line, and lines are laid end to end: their
 instants and iterations are right to such a line (`energy_sums`). A writer may add fields, such as
 the name of a run. Ranks that are killed while they write leave torn lines; readers pass over them
@@ -296,17 +296,12 @@ def _parse_line(line: bytes) -> tuple[EnergyWindow | EnergyNote, Any]:
     """Read a line; return what it says, and its JSON."""
     try:
         data = json.loads(line)
-        return parse_entry(data), data
+        if isinstance(data, dict) and data.get("format") == NOTE_FORMAT:
+            json.dumps(data, ensure_ascii=False).encode()  # what facts say is printed, too
+            return EnergyNote(read_text(data, "node"), read_text(data, "note"), data), data
+        return parse_window(data), data
     except (TypeError, KeyError, OverflowError, RecursionError) as error:
         raise ValueError("Not a line of an energy log") from error
-
-
-def parse_entry(data: Any) -> EnergyWindow | EnergyNote:
-    """Read a line from its JSON; raises one of the errors that `parse_line` catches."""
-    if isinstance(data, dict) and data.get("format") == NOTE_FORMAT:
-        json.dumps(data, ensure_ascii=False).encode()  # what facts say is printed, too
-        return EnergyNote(read_text(data, "node"), read_text(data, "note"), data)
-    return parse_window(data)
 
 
 def append_line(path: Path, entry: dict[str, Any]) -> None:
@@ -339,7 +334,7 @@ def _ends_a_line(descriptor: int, place: int) -> bool:
 
 
 def parse_window(data: Any) -> EnergyWindow:
-    """Return a window from its JSON; errors as for `parse_entry`."""
+    """Return a window from its JSON; raises one of the errors that `parse_line` catches."""
     if not isinstance(data, dict) or data.get("format", ENERGY_FORMAT) != ENERGY_FORMAT:
         raise ValueError
     shares_s = [data.get(name) for name in SHARES]

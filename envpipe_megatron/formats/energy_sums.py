@@ -44,7 +44,7 @@ class EnergySums:
         shares_s: GPU-seconds of `SHARES`.
         steps: those that were repeated after a restart as often as they ran.
         last: the last window, for the names in it; None of a sum over sums.
-        baseline: the mean of those of one GPU's steps.
+        baseline: the mean baseline of one GPU's steps.
         step_s: mean step times of the windows of one GPU.
         compared: steps of one GPU whose baseline is known.
     """
@@ -107,12 +107,12 @@ class EnergySums:
 
     @property
     def energy_uncertainty_j(self) -> float | None:
-        """Standard uncertainty of the energy; None if that of one window is not known."""
+        """Standard uncertainty of the energy; None if one window's is not known."""
         return None if math.isnan(self.variance_j2) else math.sqrt(self.variance_j2)
 
     @property
     def known_shares_s(self) -> tuple[float, ...] | None:
-        """GPU-seconds of `SHARES`; None if those of one window are not known, or of no window."""
+        """GPU-seconds of `SHARES`; None if one window's are not known, or there is no window."""
         return None if not self.windows or math.isnan(self.shares_s[0]) else self.shares_s
 
     @property

@@ -18,7 +18,7 @@ from scipy.special import stdtrit
 from envpipe_megatron.core.arrays import FloatArray
 from envpipe_megatron.core.plan import NORMAL_95
 
-#: Of steps at one clock, one that takes so many times as long as their median was held up.
+#: A step that takes this many times the median of steps at its clock was held up.
 HELD_UP = 1.1
 
 

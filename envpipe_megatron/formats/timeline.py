@@ -54,7 +54,7 @@ FIRST_STEADY, FIRST_OTHER = 10, 300
 #: After these, every n-th is recorded, and half as many each time that the phase has become twice
 #: as long as this: a job of weeks leaves megabytes per rank.
 STEADY_STRIDE, STRIDE_GROWS = 100, 10_000
-#: Most looks at a clock that are recorded: those of the first hour.
+#: The most looks at a clock that are recorded: an hour's.
 MOST_CLOCK_SAMPLES = 7200
 
 

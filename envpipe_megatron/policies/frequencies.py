@@ -20,16 +20,14 @@ from envpipe_megatron.core.profile import Profile
 from envpipe_megatron.core.schedule import Schedule
 from envpipe_megatron.errors import EnvPipeError
 
-Frequencies = IntArray
 
-
-def uniform(schedule: Schedule, profile: Profile) -> Frequencies:
+def uniform(schedule: Schedule, profile: Profile) -> IntArray:
     """Return all units at their stage's optimal frequency; ProfileError if a stage has none."""
     optimal = np.array(profile.optimal_frequency_mhz, dtype=np.int64)[:, None]
     return np.repeat(optimal, schedule.units_per_stage, axis=1)
 
 
-def envelope(schedule: Schedule, profile: Profile) -> Frequencies:
+def envelope(schedule: Schedule, profile: Profile) -> IntArray:
     """Return maximum clocks on the outer envelope, optimal ones inside; errors as `uniform`."""
     on_envelope = np.isin(np.arange(schedule.num_units), list(schedule.outer_envelope))
     return np.where(
@@ -66,7 +64,7 @@ def _call(entry: EntryPoint, *arguments: Any) -> Any:
 
 _OWN = {"baseline": max_frequencies, "uniform": uniform, "envelope": envelope}
 #: By name, our own and those that packages add.
-POLICIES: dict[str, Callable[[Schedule, Profile], Frequencies]] = {
+POLICIES: dict[str, Callable[[Schedule, Profile], IntArray]] = {
     **_OWN,
     **added_functions("envpipe_megatron.policies", _OWN),
 }

@@ -27,6 +27,9 @@ from envpipe_megatron.policies.optimal.optimizer import Optimizer
 
 #: Deadlines at which competing orders are compared before the others are planned.
 _PROBES = 6
+#: The gap that is good enough for a point of a frontier: pairs of moves take most of the time and
+#: gain a hundredth of a percent.
+FRONTIER_GAP = 0.01
 #: Energies that are as close as this count as equal: rounding loses more.
 _CLOSE = 1e-4
 #: Times from the fastest to the cheapest at which an objective is looked at, and solutions for it.

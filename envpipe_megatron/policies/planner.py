@@ -9,7 +9,7 @@ import numpy as np
 from envpipe_megatron.core.plan import Plan
 from envpipe_megatron.core.profile import Profile
 from envpipe_megatron.policies.frequencies import POLICIES as RULES
-from envpipe_megatron.policies.frontier import plan_frontier
+from envpipe_megatron.policies.frontier import FRONTIER_GAP, plan_frontier
 from envpipe_megatron.policies.orders.auto import AutoSearch, MemoryPoint, memory_frontier
 from envpipe_megatron.policies.problem import PlannerError, Problem
 from envpipe_megatron.policies.reconfigure import RECONFIGURE_POLICIES, Reconfigured, reconfigure
@@ -51,7 +51,7 @@ def make_frontier(profile: Profile, request: PlanRequest, num_points: int) -> li
         optimizers = AutoSearch(problem).competing()
     else:
         schedule, _ = build_order(problem)
-        optimizers = [problem.optimizer(schedule)]
+        optimizers = [problem.optimizer(schedule, good_gap=FRONTIER_GAP)]
     return plan_frontier(optimizers, num_points, problem.min_dwell_s)
 
 

@@ -22,7 +22,7 @@ from envpipe_megatron.core.timeline import RELATIVE_TOLERANCE
 from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.policies.frontier import ObjectivePlanner
 from envpipe_megatron.policies.objective import LEAST_ENERGY, Goal, Objective
-from envpipe_megatron.policies.optimal.optimizer import Optimizer, all_maximum_s
+from envpipe_megatron.policies.optimal.optimizer import GOOD_GAP, Optimizer, all_maximum_s
 
 
 @dataclass(frozen=True)
@@ -219,9 +219,9 @@ class Problem:
             channel_capacity=self.channel_capacity,
         )
 
-    def optimizer(self, order: Schedule) -> Optimizer:
-        """Return what finds the best clocks of an order."""
-        return Optimizer(order, self.profile, self.conditions, parking=self.park)
+    def optimizer(self, order: Schedule, good_gap: float = GOOD_GAP) -> Optimizer:
+        """Return what finds the best clocks of an order, as near to its bound as is good enough."""
+        return Optimizer(order, self.profile, self.conditions, parking=self.park, good_gap=good_gap)
 
     def planner(self, order: Schedule) -> ObjectivePlanner:
         """Return what plans `order`, and any other of the job, within the deadline."""

@@ -16,12 +16,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from envpipe_megatron.core.arrays import FloatArray
+from envpipe_megatron.core.arrays import FloatArray, IntArray
 from envpipe_megatron.core.plan import Plan
 from envpipe_megatron.core.profile import Profile
 from envpipe_megatron.core.schedule import Schedule
-from envpipe_megatron.core.timeline import RELATIVE_TOLERANCE, LongestPath, is_envelope
-from envpipe_megatron.policies.frequencies import Frequencies
+from envpipe_megatron.core.timeline import RELATIVE_TOLERANCE, LongestPath
 
 #: A unit that takes this much longer at a lower clock, s, takes as long.
 _LEAST_S = 1e-12
@@ -78,7 +77,7 @@ class Step:
 class Reconfigured:
     """The outcome of the whole loop."""
 
-    frequency_mhz: Frequencies
+    frequency_mhz: IntArray
     steps: int
     ended: Ended
 
@@ -157,7 +156,7 @@ def step(
     `frequency_mhz`, [num_units], is the current frequency of each node. Units that run
     as one have one clock, that of the last of them.
     """
-    if is_envelope(schedule, path):
+    if schedule.outer_envelope.issuperset(path):
         return Step(path, {}, Ended.ENVELOPE)
     combined = schedule.combined.ravel()
     targets = {

@@ -188,7 +188,7 @@ def check_request(request: PlanRequest, *, named: Callable[[str], str] | None = 
     splits = row.splits if order is None else order.split
     if request.split is not None and splits is False:
         raise PlannerError(
-            f"{schedule} splits no backward, and it is said what that takes",
+            f"{schedule} splits no backward, and the cost of splitting is given",
             remedy="Leave --split-overhead out, or use --schedule auto.",
         )
     more = request.num_chunks > 1 or request.split is not None

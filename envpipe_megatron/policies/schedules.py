@@ -70,7 +70,7 @@ _LIMITS = ("max_extra_forwards", "max_in_flight", "channel_capacity")
 
 
 @dataclass(frozen=True)
-class Row:
+class ScheduleRow:
     """A row of the table.
 
     Args:
@@ -131,30 +131,32 @@ def _zero_bubble(
     return order
 
 
-def _zero_bubble_row(name: str, build: Any, most: Callable[[int], int], chunks: int = 1) -> Row:
+def _zero_bubble_row(
+    name: str, build: Any, most: Callable[[int], int], chunks: int = 1
+) -> ScheduleRow:
     make = partial(_zero_bubble, build=build, most=most)
     # No framework lays out a model in a V.
-    return Row(name, make, chunks, ("max_in_flight",), splits=True, in_jobs=chunks == 1)
+    return ScheduleRow(name, make, chunks, ("max_in_flight",), splits=True, in_jobs=chunks == 1)
 
 
 _ROWS = (
-    Row("1f1b", lambda job: builders.one_f_one_b(job.num_stages, job.num_microbatches)),
-    Row(
+    ScheduleRow("1f1b", lambda job: builders.one_f_one_b(job.num_stages, job.num_microbatches)),
+    ScheduleRow(
         "gpipe",
         lambda job: builders.gpipe(job.num_stages, job.num_microbatches),
         in_jobs=False,
     ),
-    Row("interleaved", _interleaved, None, _GROUPS, in_jobs=False),
-    Row("envpipe", envpipe_order, None, (*_GROUPS, *_LIMITS), alias="ours"),
-    Row("auto", None, None, (*_GROUPS, *_LIMITS), splits=None),
-    Row(
+    ScheduleRow("interleaved", _interleaved, None, _GROUPS, in_jobs=False),
+    ScheduleRow("envpipe", envpipe_order, None, (*_GROUPS, *_LIMITS), alias="ours"),
+    ScheduleRow("auto", None, None, (*_GROUPS, *_LIMITS), splits=None),
+    ScheduleRow(
         "interleaved-combined",
         partial(_interleaved, combined=True),
         None,
         _GROUPS,
         in_jobs=False,
     ),
-    Row(
+    ScheduleRow(
         "breadth-first",
         lambda job: builders.breadth_first(job.num_stages, job.num_microbatches, job.num_chunks),
         None,
@@ -166,13 +168,13 @@ _ROWS = (
 )
 
 
-def _table(rows: Iterable[Row]) -> dict[str, Row]:
+def _table(rows: Iterable[ScheduleRow]) -> dict[str, ScheduleRow]:
     """Return rows by name, then those of other packages, then rows by their other names."""
     by_name = {row.name: row for row in rows}
     aliases = {row.alias: row for row in rows if row.alias is not None}
     added = added_functions("envpipe_megatron.schedules", known=(*by_name, *aliases))
     for name, make in added.items():
-        by_name[name] = Row(name, partial(_of_package, make), None, _GROUPS, splits=None)
+        by_name[name] = ScheduleRow(name, partial(_of_package, make), None, _GROUPS, splits=None)
     return by_name | aliases
 
 
@@ -180,7 +182,7 @@ def _of_package(make: Callable[..., Schedule], problem: Problem) -> Schedule:
     return make(problem.profile, problem)
 
 
-#: Rows by name, and by alias.
+#: By name, and by alias.
 SCHEDULES = _table(_ROWS)
 
 
@@ -213,7 +215,7 @@ def build_order(problem: Problem) -> Built:
         )
     if problem.profile.assumed is not None and not schedule.split:
         raise PlannerError(
-            f"Schedule {name} splits no backward, and it is said what that takes",
+            f"Schedule {name} splits no backward, and the cost of splitting is given",
             remedy="Leave --split-overhead out, or use --schedule auto.",
         )
     return schedule, notes

@@ -13,7 +13,7 @@ from envpipe_megatron.core.plan import Plan
 from envpipe_megatron.core.profile import Profile
 from envpipe_megatron.formats.energy import IDLE, PHASES, split_phase
 from envpipe_megatron.formats.timeline import ClockSamples
-from envpipe_megatron.policies.frontier import plan_frontier
+from envpipe_megatron.policies.frontier import FRONTIER_GAP, plan_frontier
 from envpipe_megatron.policies.optimal.linear_program import LinearProgramError
 from envpipe_megatron.policies.optimal.optimizer import Optimizer
 from envpipe_megatron.report.charts import (
@@ -286,7 +286,7 @@ def frontier_of(plan: Plan) -> list[Plan]:
     """Return plans of a plan's order, fastest to cheapest; none for an order too large."""
     if plan.schedule.num_units > _MOST_UNITS or plan.schedule.forward_only:
         return []
-    optimizer = Optimizer(plan.schedule, plan.profile, plan.conditions)
+    optimizer = Optimizer(plan.schedule, plan.profile, plan.conditions, good_gap=FRONTIER_GAP)
     try:
         return plan_frontier([optimizer], _POINTS)
     except LinearProgramError:

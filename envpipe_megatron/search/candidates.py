@@ -27,7 +27,7 @@ from envpipe_megatron.policies.request import BY_MEMORY, PlanRequest
 from envpipe_megatron.search.configuration import Configuration, Job
 from envpipe_megatron.search.layer_profile import LayerProfile
 from envpipe_megatron.search.work import (
-    StageWork,
+    StageLoad,
     most_held_bytes,
     replica_groups,
     stage_peak_bytes,
@@ -58,7 +58,7 @@ class Candidate:
     job: Job
 
     @cached_property
-    def works(self) -> tuple[StageWork, ...]:
+    def works(self) -> tuple[StageLoad, ...]:
         """Work of each stage; at its power limit a GPU is the faster the more it waits."""
         works = measured = self._measured_works
         for _ in range(_ROUNDS if self.profile.least_rested < 1 else 0):
@@ -70,7 +70,7 @@ class Candidate:
         return works
 
     @cached_property
-    def _measured_works(self) -> tuple[StageWork, ...]:
+    def _measured_works(self) -> tuple[StageLoad, ...]:
         """The same where no GPU ever waits."""
         return tuple(stage_work(self.profile, stage) for stage in self.configuration.stages)
 
@@ -126,7 +126,7 @@ class Candidate:
         """One iteration."""
         return self._timeline(self.works)
 
-    def _timeline(self, works: Sequence[StageWork]) -> Timeline:
+    def _timeline(self, works: Sequence[StageLoad]) -> Timeline:
         configuration = self.configuration
         schedule = framework_order(
             len(works), configuration.num_microbatches, configuration.num_chunks
@@ -208,7 +208,7 @@ class Candidate:
         asked = partial(self._request, blocking_power_w, factor)
         try:
             plan = make_plan(self.stage_profile, asked(objective=objective)).plan
-        except LinearProgramError:  # the least time hoped for is that of no order that was found
+        except LinearProgramError:  # no order that was found is as fast as hoped
             plan = make_plan(self.stage_profile, asked()).plan
         limit = self.job.memory_bytes
         if limit is None or (self.peak_bytes_of(plan.schedule) <= limit).all():
@@ -230,7 +230,7 @@ class Candidate:
         )
 
     def frontier(self, blocking_power_w: float, num_points: int) -> list[Plan]:
-        """Return plans of which none is both faster and cheaper, the fastest first."""
+        """Return the plans that no other beats in both time and energy, the fastest first."""
         return make_frontier(self.stage_profile, self._request(blocking_power_w, 1.0), num_points)
 
     def _request(

@@ -57,9 +57,11 @@ class LayerJob:
     def gpus(self, speeds: Sequence[float]) -> range:
         """Choose the GPUs of a node that it runs on: the slowest, for which all others wait.
 
-        They are neighbours, as Megatron's groups are.
+        They are neighbours, as Megatron's groups are. Of about equally slow ones the first counts,
+        so that it mostly is the same.
         """
-        slowest = slowest_gpu(speeds)
+        limit = _ALIKE * min(speeds)
+        slowest = next(gpu for gpu, speed in enumerate(speeds) if speed <= limit)
         begin = min(slowest // self.num_ranks * self.num_ranks, len(speeds) - self.num_ranks)
         return range(begin, begin + self.num_ranks)
 
@@ -77,11 +79,6 @@ class LayerJob:
         data = json.loads(text)
         lists = {name: tuple(data[name]) for name in ("microbatch_sizes", "clocks_mhz")}
         return cls(**{**data, **lists})
-
-
-def slowest_gpu(speeds: Sequence[float]) -> int:
-    """Return the first GPU about as slow as the slowest, so that it mostly is the same one."""
-    return next(gpu for gpu, speed in enumerate(speeds) if speed <= _ALIKE * min(speeds))
 
 
 def jobs_for(

@@ -75,7 +75,7 @@ class Measure:
         recomputation: ways to keep less, from the mildest.
         host_s: in which the host hands over forward and backward, at the highest clock; with the
             piece's own waits for the GPU. None if it is not known.
-        expert_parameters: of the parameters those of experts, which fewer data parallel ranks hold.
+        expert_parameters: the experts' parameters, which fewer data parallel ranks hold.
         rested_s: [num_frequencies] forward and backward where the GPU rests as long before: at its
             power limit it then runs at a higher clock. None if it is not known.
         apart_s: more of the forward where the model's first piece is in another part of the model:
@@ -324,7 +324,7 @@ class WaySums:
 class Pieces:
     """Running sums over a model's pieces at some sizes, [n + 1], and what single ones need, [n].
 
-    `ways` are those of recomputation; the sums are without. Enter at `LayerProfile.sums`.
+    `ways` are ways to recompute; the sums are without. Enter at `LayerProfile.sums`.
     """
 
     def __init__(self, profile: LayerProfile, sizes: Sizes) -> None:

@@ -169,23 +169,34 @@ def least_path(
 
     Returns that value, infinite if there is no path, and [num_stages + 1] the nodes.
     """
-    combine, num_nodes = np.maximum if largest else np.add, len(runs[0].nodes)
-    best = np.full(num_nodes, np.inf)
-    best[-1] = -np.inf if largest else 0.0
-    choices = []
-    for of_stage, weight in zip(reversed(runs), reversed(weights), strict=True):
-        rows, width = of_stage.rows, weight.shape[1]
-        behind = np.pad(best[1:], (0, width), constant_values=np.inf)
-        through = combine(weight, sliding_window_view(behind, width)[rows])
-        choices.append(through.argmin(axis=1))
-        best = np.full(num_nodes, np.inf)
-        best[rows] = through[np.arange(len(rows)), choices[-1]]
-    if not math.isfinite(best[0]):
+    values, following = _least_to_end(runs, weights, largest=largest)
+    if not math.isfinite(values[0][0]):
         return math.inf, np.zeros(len(runs) + 1, dtype=int)
     path = [0]
-    for of_stage, choice in zip(runs, reversed(choices), strict=True):
-        path.append(path[-1] + 1 + int(choice[path[-1] - of_stage.rows.start]))
-    return float(best[0]), np.array(path)
+    for of_stage in following:
+        path.append(int(of_stage[path[-1]]))
+    return float(values[0][0]), np.array(path)
+
+
+def _least_to_end(
+    runs: Sequence[Runs], weights: Sequence[FloatArray], *, largest: bool
+) -> tuple[list[FloatArray], list[IntArray]]:
+    """Return by stage, and behind the last, [num_nodes] the least value from a node to the end.
+
+    And by stage [num_nodes] the node that a path of that value goes on to.
+    """
+    combine, num_nodes = np.maximum if largest else np.add, len(runs[0].nodes)
+    values, following = [np.full(num_nodes, np.inf)], []
+    values[0][-1] = -np.inf if largest else 0.0
+    for of_stage, weight in zip(reversed(runs), reversed(weights), strict=True):
+        rows, width = of_stage.rows, weight.shape[1]
+        behind = np.pad(values[-1][1:], (0, width), constant_values=np.inf)
+        through = combine(weight, sliding_window_view(behind, width)[rows])
+        values.append(np.full(num_nodes, np.inf))
+        following.append(np.zeros(num_nodes, dtype=int))
+        values[-1][rows] = through.min(axis=1)
+        following[-1][rows] = np.array(rows) + 1 + through.argmin(axis=1)
+    return values[::-1], following[::-1]
 
 
 def cheapest_paths(
@@ -193,45 +204,19 @@ def cheapest_paths(
 ) -> Iterator[tuple[int, ...]]:
     """Yield all paths, as `least_path` gives one, from the least sum of runs upwards.
 
-    The k shortest paths by recursive enumeration (Jimenez and Marzal, WAE'99): each node keeps its
-    best completions so far, and a heap of the next one through each successor.
+    Beginnings of paths are gone on with in the order of their sum with the least to the end (A*).
     """
-    num_stages, last = len(runs), len(runs[0].nodes) - 1
-    found: dict[tuple[int, int], list[tuple[float, int, int]]] = {}
-    waiting: dict[tuple[int, int], list[tuple[float, int, int]]] = {}
-
-    def completion(stage: int, node: int, rank: int) -> float | None:
-        """Return the cost of a node's completion of that rank; None if there are fewer."""
-        if stage == num_stages:
-            return 0.0 if node == last and rank == 0 else None
-        if node not in runs[stage].rows:
-            return None
-        key = stage, node
-        if key not in found:
-            found[key], waiting[key] = [], []
-            row = weights[stage][node - runs[stage].rows.start]
-            for column in np.flatnonzero(np.isfinite(row)).tolist():
-                offer(key, node + 1 + column, 0)
-        known, heap = found[key], waiting[key]
-        while len(known) <= rank:
-            if not heap:
-                return None
-            known.append(heappop(heap))
-            offer(key, known[-1][1], known[-1][2] + 1)
-        return known[rank][0]
-
-    def offer(key: tuple[int, int], following: int, rank: int) -> None:
-        stage, node = key
-        rest = completion(stage + 1, following, rank)
-        if rest is not None:
-            weight = float(weights[stage][runs[stage].place(node, following)])
-            heappush(waiting[key], (weight + rest, following, rank))
-
-    overall = 0
-    while completion(0, 0, overall) is not None:
-        path, rank = [0], overall
-        for stage in range(num_stages):
-            _, following, rank = found[stage, path[-1]][rank]
-            path.append(following)
-        yield tuple(path)
-        overall += 1
+    to_end, _ = _least_to_end(runs, weights, largest=False)
+    begun: list[tuple[float, float, tuple[int, ...]]] = [(float(to_end[0][0]), 0.0, (0,))]
+    while begun and math.isfinite(begun[0][0]):
+        _, cost, path = heappop(begun)
+        stage, node = len(path) - 1, path[-1]
+        if stage == len(runs):
+            yield path
+            continue
+        row = weights[stage][node - runs[stage].rows.start]
+        behind = to_end[stage + 1][node + 1 : node + 1 + len(row)]
+        for column in np.flatnonzero(np.isfinite(row[: len(behind)] + behind)).tolist():
+            so_far = cost + float(row[column])
+            whole = so_far + float(behind[column])
+            heappush(begun, (whole, so_far, (*path, node + 1 + column)))

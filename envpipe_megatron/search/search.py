@@ -33,7 +33,7 @@ NUM_SHOWN, NUM_PLANNED = 10, 6
 _NUM_TIMES = 5
 #: Models of more pieces are cut only for time: the list of cuts takes their square.
 _MOST_PIECES = 256
-#: 1F1B takes more than a stage forces: so many cuts are simulated at most for each that is wanted.
+#: 1F1B takes more than a stage forces: at most this many cuts are simulated for one that is wanted.
 _CUTS_FOR_ONE = 8
 
 
@@ -105,11 +105,13 @@ def search(
         longest_s = candidates[0].iteration_time_s * (1 + max_slowdown)
         if not quickest:
             candidates = _cheapest(megatron, candidates, objective, blocking_power_w, longest_s)
-        ranked = []
-        for candidate in candidates[:NUM_PLANNED]:
-            plan = candidate.plan(blocking_power_w, None if quickest else longest_s, objective)
-            ranked.append(Ranked(candidate, plan))
-        ranked.sort(key=lambda each: objective.score(_known(each.cost), job.num_gpus))
+        within_s = None if quickest else longest_s
+        plans = [
+            (candidate, candidate.plan(blocking_power_w, within_s, objective))
+            for candidate in candidates[:NUM_PLANNED]
+        ]
+        plans.sort(key=lambda each: objective.score(each[1].cost, job.num_gpus))
+        ranked = [Ranked(*each) for each in plans]
     return Found(tuple(ranked), len(megatron.shapes), num_cut)
 
 
@@ -220,8 +222,3 @@ def _simulated(
         )
     longest_s = math.inf if most else found[0][0] * (1 + max_slowdown)
     return [candidate for time_s, _, candidate in found if time_s <= longest_s], num_cut
-
-
-def _known(cost: Cost | None) -> Cost:
-    assert cost is not None
-    return cost

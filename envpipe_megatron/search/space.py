@@ -192,7 +192,7 @@ class MegatronSpace:
             yield from ((name, count) for count in range(1 if name == FULL else layers, layers + 1))
 
     def _bound_with(self, shape: Shape, everywhere: Recomputed) -> float:
-        """No cut takes less if each stage recomputes so many pieces, or all there are."""
+        """Return a bound on the time of cuts whose stages recompute so many pieces, or all."""
         name, count = everywhere
         if name is None:
             return 0.0

@@ -19,7 +19,7 @@ _GROUPS_UNTIL_STEADY = 3
 
 
 @dataclass(frozen=True)
-class StageWork:
+class StageLoad:
     """One stage, on one of its GPUs; arrays by chunk have one row for each virtual stage.
 
     Args:
@@ -29,7 +29,7 @@ class StageWork:
         recomputed_s: [num_chunks] of it at the highest clock.
         held_bytes: [num_chunks] for each microbatch of a chunk in flight.
         beside_bytes: held at the peak besides: workspace, and one layer that is computed again.
-        parameters, expert_parameters: that the GPU holds, and those of them that are experts'.
+        parameters, expert_parameters: that the GPU holds, and the experts' among them.
         message_bytes: [num_chunks] the output of each chunk.
         rested: [num_frequencies] times where the GPU rests half of the time, of those without.
     """
@@ -51,7 +51,7 @@ class StageWork:
         """One microbatch through all chunks, forward and backward, at the highest clock."""
         return float(self.forward_s[:, 0].sum() + self.backward_s[:, 0].sum())
 
-    def busy_for(self, share: float) -> StageWork:
+    def busy_for(self, share: float) -> StageLoad:
         """Return the same where the GPU computes for this share of the time.
 
         Layers that each rest gain twice as much at that share; a pipeline's rests are few and long.
@@ -65,7 +65,7 @@ class StageWork:
         )
 
 
-def stage_work(profile: LayerProfile, stage: StageLayout) -> StageWork:
+def stage_work(profile: LayerProfile, stage: StageLayout) -> StageLoad:
     """Return the work of a stage; EnvPipeError for sizes that were not measured."""
     whole = stage.chunks == ((0, len(profile.pieces)),)
     pieces = (profile if whole else profile.in_parts).sums(stage.sizes)
@@ -88,7 +88,7 @@ def stage_work(profile: LayerProfile, stage: StageLayout) -> StageWork:
         working_bytes = max(way.working_bytes[a:b].max(initial=0.0) for a, b in again)
     parameters = float((pieces.parameters[end] - pieces.parameters[first]).sum())
     workspaces = pieces.forward_bytes[own].max(), pieces.backward_bytes[own].max()
-    return StageWork(
+    return StageLoad(
         forward_s,
         backward_s,
         forward_j,
@@ -150,7 +150,7 @@ def parameter_bytes(
 
 
 def stage_peak_bytes(
-    profile: LayerProfile, configuration: Configuration, stage: int, work: StageWork
+    profile: LayerProfile, configuration: Configuration, stage: int, work: StageLoad
 ) -> float:
     """Return the most that a GPU of one stage holds."""
     stages = configuration.stages
@@ -161,7 +161,7 @@ def stage_peak_bytes(
 
 
 def static_bytes(
-    profile: LayerProfile, configuration: Configuration, layout: StageLayout, work: StageWork
+    profile: LayerProfile, configuration: Configuration, layout: StageLayout, work: StageLoad
 ) -> float:
     """Return the bytes that a GPU of a stage holds at the peak but for microbatches in flight."""
     for_parameters = parameter_bytes(

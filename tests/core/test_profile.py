@@ -240,6 +240,8 @@ def test_an_unprofiled_frequency_is_refused_with_those_there_are():
     profile = uniform_profile(1, {1200: (1, 1), 900: (2, 1)})
     with pytest.raises(ProfileError, match=r"stage 0 backward .*got 1000.*1200, 900"):
         profile.row(0, B, 1000)
+    with pytest.raises(ProfileError, match=r"stage 0 forward .*got 1000"):  # the first of several
+        profile.lookup(one_f_one_b(1, 2), np.array([[1000, 900, 1001, 900]]))
 
 
 def test_the_optimal_frequency_is_the_bottom_of_the_sum():
@@ -344,17 +346,3 @@ def test_chunks_that_do_not_fit_are_refused(tmp_path, text, sidecar, told):
         (tmp_path / "job.json").write_text(Sidecar(num_chunks=sidecar).to_json_text())
     with pytest.raises(ProfileError, match=told):
         read(tmp_path, text)
-
-
-def test_lookup_gives_each_unit_its_own_row():
-    profile = uniform_profile(2, {1200: (1, 10), 900: (2, 6)}, slowness=[1, 3])
-    schedule = one_f_one_b(2, 2)
-    frequency = np.array([[1200, 900, 900, 1200], [900, 1200, 1200, 900]])
-    time_s, energy_j = profile.lookup(schedule, frequency)
-    assert time_s.tolist() == [[1, 2, 4, 2], [6, 6, 3, 12]]
-    assert energy_j.tolist() == [[10, 6, 12, 20], [18, 60, 30, 36]]
-    for other in (600, 1000, 1500):  # below, between and above those that were profiled
-        with pytest.raises(ProfileError, match=f"got {other}"):
-            profile.lookup(schedule, np.where(frequency == 900, other, frequency))
-    with pytest.raises(ProfileError, match=r"stage 0 forward .*got 1000"):  # the first of several
-        profile.lookup(schedule, np.array([[1000, 1001, 900, 900], [1002, 1200, 900, 900]]))

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from on_request import examples
 
 from envpipe_megatron.core.orders import builders
-from envpipe_megatron.core.timeline import LongestPath, Timeline, critical_path, is_envelope
+from envpipe_megatron.core.timeline import LongestPath, Timeline, critical_path
 from envpipe_megatron.errors import EnvPipeError
 
 SEEDS = st.integers(0, 2**32)
@@ -100,14 +100,14 @@ def test_tails_decide_where_the_critical_path_ends_and_what_slack_there_is():
     assert timeline.slack_s.tolist() == [[0, 2, 2.5, 1.5], [0, 0, 0, 0]]
 
 
-def test_is_envelope():
+def test_paths_on_the_outer_envelope():
     schedule = builders.one_f_one_b(3, 3)
     balanced = Timeline(schedule, np.ones((3, 6)))
-    assert is_envelope(schedule, [0, 6, 12, 13, 14, 15, 16, 17, 11, 5])
-    assert not is_envelope(schedule, [0, 1])
+    assert schedule.outer_envelope.issuperset([0, 6, 12, 13, 14, 15, 16, 17, 11, 5])
+    assert not schedule.outer_envelope.issuperset([0, 1])
     slow_inside = balanced.duration_s
     slow_inside[0, 3] = 50
-    assert not is_envelope(schedule, Timeline(schedule, slow_inside).critical_path())
+    assert not schedule.outer_envelope.issuperset(Timeline(schedule, slow_inside).critical_path())
 
 
 @pytest.mark.parametrize("duration", [np.ones((2, 3)), np.ones((3, 4)), np.ones(8), [[1.0] * 4]])

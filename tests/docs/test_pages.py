@@ -124,6 +124,15 @@ def test_files_of_this_repository_exist(page):
     assert not [name for name in named if not (ROOT / name).exists()]
 
 
+def test_pages_that_code_names_exist():
+    tracked = ["envpipe_megatron", "benchmarks", "launch", "patches", "configs"]
+    files = [path for name in tracked for path in (ROOT / name).rglob("*") if path.is_file()]
+    texts = [path.read_text() for path in files if path.suffix in (".py", ".sh", ".toml", ".patch")]
+    named = set(re.findall(r"(?<![\w/.])(docs/[\w/]+\.(?:md|json))", "".join(texts)))
+    assert len(named) > 10
+    assert not [name for name in named if not (ROOT / name).exists()]
+
+
 @pytest.mark.parametrize("page", sorted((ROOT / "docs" / "evidence").glob("*.md")), ids=ids)
 def test_cells_of_evidence_are_short(page):
     """The words of a cell; a link counts by what is shown of it."""

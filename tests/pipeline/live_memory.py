@@ -93,7 +93,7 @@ def train_and_watch(rank: int, job: Job, ours: Ours, root: Path) -> tuple[StageM
 
     with _watched_sessions() as sessions:
         training.train(rank, job, ours, root)
-    found: tuple[StageMemory, ...] | None = sessions[0].memory.stages if sessions else None
+    found: tuple[StageMemory, ...] | None = sessions[0].parts.memory.stages if sessions else None
     return found
 
 
@@ -119,4 +119,4 @@ def peaks_of_orders(
 
     with _watched_sessions() as sessions, patch.object(Session, "run_iteration", run_iteration):
         training.train(rank, replace(job, steps=3 + len(orders)), Ours(), root)
-    return (sessions[0].memory.stages, peaks) if sessions else None
+    return (sessions[0].parts.memory.stages, peaks) if sessions else None

@@ -22,7 +22,7 @@ from envpipe_megatron.core.profile_rows import SplitBackward
 from envpipe_megatron.core.schedule import Placement
 from envpipe_megatron.policies.optimal.optimizer import Optimizer, all_maximum_s
 from envpipe_megatron.policies.orders.any_order import any_order
-from envpipe_megatron.policies.orders.families import ENVPIPE, Family, FamilySearch
+from envpipe_megatron.policies.orders.families import ENVPIPE, FamilySearch, OrderFamily
 from envpipe_megatron.policies.planner import make_plan
 from envpipe_megatron.policies.problem import Problem, order_limits
 from envpipe_megatron.policies.request import PlanRequest, make_problem
@@ -39,7 +39,7 @@ def tiny_job(seed, sizes=SIZES):
     return rng, builder(stages, microbatches), profile, random_conditions(rng, profile)
 
 
-ZERO_BUBBLE = Family("zero-bubble", split=True)
+ZERO_BUBBLE = OrderFamily("zero-bubble", split=True)
 
 
 def search_of(family, profile, microbatches, conditions, deadline_s):

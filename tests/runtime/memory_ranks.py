@@ -15,7 +15,8 @@ from envpipe_megatron.core.schedule import Schedule
 from envpipe_megatron.integrations.reporting import end_of_job
 from envpipe_megatron.runtime.memory.stage import StageMemory
 
-SIZES = Sizes(message=0)
+#: An input is one of `plain_stages.SPECS`.
+SIZES = Sizes(message=0, input=24)
 #: Long backwards, so that EnvPipe's rule wants many extra forwards.
 TIMES = {Kind.FORWARD: 0.002, Kind.BACKWARD: 0.012}
 
@@ -89,7 +90,7 @@ def train(
         **{"type": "baseline", **request},
     )
     device = FakeMemory(capacities[rank] if capacities else 10**9)
-    stage = FakeStage(device, sizes, random.Random(rank))
+    stage = FakeStage(device, sizes, random.Random(rank), is_first=rank == 0)
     session, gpu = plain_stages.session(
         rank,
         config,

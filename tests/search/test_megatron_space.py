@@ -16,7 +16,7 @@ from envpipe_megatron.search.cuts import Shape, best_cut
 from envpipe_megatron.search.layer_profile import LayerProfile, Sizes
 from envpipe_megatron.search.search import search
 from envpipe_megatron.search.space import MegatronSpace, Space, shape_of
-from envpipe_megatron.search.work import StageWork
+from envpipe_megatron.search.work import StageLoad
 
 JOB = Job(num_gpus=4, gpus_per_node=2, global_batch=8, memory_bytes=260.0)
 FASTEST = Objective(goal="time")
@@ -38,7 +38,7 @@ def _least_s(megatron: MegatronSpace, shape: Shape) -> float:
     return least_s
 
 
-def _forced_s(configuration: Configuration, works: Sequence[StageWork]) -> list[float]:
+def _forced_s(configuration: Configuration, works: Sequence[StageLoad]) -> list[float]:
     """What each stage of 1F1B forces; the ways through other stages have nothing recomputed."""
     count, stages = configuration.num_microbatches, len(works)
     forward_s = [work.forward_s[0, 0] for work in works]

@@ -24,7 +24,7 @@ from envpipe_megatron.search.layer_profile import (
 )
 from envpipe_megatron.search.search import estimates_j, search
 from envpipe_megatron.search.space import MegatronSpace, Space
-from envpipe_megatron.search.work import StageWork, stage_work
+from envpipe_megatron.search.work import StageLoad, stage_work
 
 WITHIN, ACROSS = Curve(np.array([10.0]), np.array([1.0])), Curve(np.array([10.0]), np.array([5.0]))
 LINKS = Links(WITHIN, ACROSS, {(2, False): WITHIN, (2, True): ACROSS, (4, True): ACROSS})
@@ -209,7 +209,7 @@ def test_a_part_of_a_model_that_begins_elsewhere_loads_its_data_too() -> None:
     profile = whole_layers(0)
     loss, number = profile.measures[Sizes()]["loss"], len(profile.pieces)
 
-    def last_of(first: int) -> StageWork:
+    def last_of(first: int) -> StageLoad:
         return stage_work(profile, StageLayout(((first, number),), Sizes(), 1))
 
     alone = last_of(number - 1)

@@ -23,23 +23,23 @@ from envpipe_megatron.core.orders.job import (
     Turns,
     fill,
 )
-from envpipe_megatron.core.orders.turns import Rule, take_turns
+from envpipe_megatron.core.orders.turns import TurnRule, take_turns
 from envpipe_megatron.core.schedule import Placement, Schedule
 
 #: What turns are taken with, and by which rule; the first is the best where only one is tried.
 #: With level units or free messages turns stay regular where an input comes a little late.
-_RULES: tuple[tuple[Callable[[OrderJob], OrderJob], Rule], ...] = (
-    (lambda job: job.level(weight_s=0.5), Rule(patience=0.75, hurried=True)),
-    (lambda job: job, Rule(patience=0.75, hurried=True)),
-    (lambda job: job, Rule(patience=0.5)),
-    (lambda job: job.level(weight_s=0.3), Rule(pace=0.9)),
-    (lambda job: job, Rule(strict=False, pace=1.0)),
-    (lambda job: job, Rule(patience=1.0)),
-    (lambda job: replace(job, latency_s=0.0), Rule(patience=0.25)),
-    (lambda job: job.level(weight_s=0.3), Rule(patience=0.5)),
-    (lambda job: job.level(weight_s=0.3), Rule(pace=0.75)),
-    (lambda job: job.level(weight_s=0.3), Rule(strict=False, pace=0.8)),
-    (lambda job: job.level(weight_s=0.3), Rule(strict=False, pace=1.1)),
+_RULES: tuple[tuple[Callable[[OrderJob], OrderJob], TurnRule], ...] = (
+    (lambda job: job.level(weight_s=0.5), TurnRule(patience=0.75, hurried=True)),
+    (lambda job: job, TurnRule(patience=0.75, hurried=True)),
+    (lambda job: job, TurnRule(patience=0.5)),
+    (lambda job: job.level(weight_s=0.3), TurnRule(pace=0.9)),
+    (lambda job: job, TurnRule(strict=False, pace=1.0)),
+    (lambda job: job, TurnRule(patience=1.0)),
+    (lambda job: replace(job, latency_s=0.0), TurnRule(patience=0.25)),
+    (lambda job: job.level(weight_s=0.3), TurnRule(patience=0.5)),
+    (lambda job: job.level(weight_s=0.3), TurnRule(pace=0.75)),
+    (lambda job: job.level(weight_s=0.3), TurnRule(strict=False, pace=0.8)),
+    (lambda job: job.level(weight_s=0.3), TurnRule(strict=False, pace=1.1)),
 )
 #: How weight gradients are placed: the least waits that they fill though they delay others, in
 #: their own durations, and whether the target rises. The last is tried after all turns.

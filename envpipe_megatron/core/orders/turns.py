@@ -25,7 +25,7 @@ _WEIGHTS_PATIENCE = 0.5
 
 
 @dataclass(frozen=True)
-class Rule:
+class TurnRule:
     """Rule by which a stage chooses among units that are ready.
 
     Args:
@@ -45,7 +45,7 @@ class Rule:
     pace: float = 0.0
 
 
-def take_turns(job: OrderJob, rule: Rule) -> Turns:
+def take_turns(job: OrderJob, rule: TurnRule) -> Turns:
     """Simulate a job; at each moment an idle stage starts the best unit that is ready.
 
     In a V units of the oldest microbatch come first; of looped chunks a group of microbatches
@@ -59,7 +59,7 @@ def take_turns(job: OrderJob, rule: Rule) -> Turns:
 
 
 class _Simulation:
-    def __init__(self, job: OrderJob, rule: Rule) -> None:
+    def __init__(self, job: OrderJob, rule: TurnRule) -> None:
         stages, self._chunks, self._microbatches = job.shape
         self.turns: Turns = [[] for _ in range(stages)]
         self._job, self._rule = job, rule

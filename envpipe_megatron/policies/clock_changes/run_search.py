@@ -63,7 +63,7 @@ class RunSearch:
     Args:
         plan: has the order and conditions; it need not meet deadline or dwell time.
         relaxed: the linear program's solution that it was rounded from.
-        waiting_power_w: [num_stages] by which that program priced waiting.
+        waiting_power_w: [num_stages] the price of waiting in that program.
         deadline_s: for the evaluated iteration, late clocks included.
         min_dwell_s: as `clock_runs.shortest_dwell_s` counts.
     """

@@ -21,6 +21,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from envpipe_megatron.core.arrays import FloatArray
+from envpipe_megatron.core.conditions import Conditions
 from envpipe_megatron.core.schedule import Schedule
 from envpipe_megatron.core.timeline import Timeline, latency_by_node
 from envpipe_megatron.policies.optimal.choices import Choices, node_keys
@@ -45,24 +46,23 @@ class Prices:
 def energy_lower_bound_j(
     schedule: Schedule,
     choices: Choices,
-    latency_s: float | tuple[float, ...],
-    tail_s: FloatArray,
+    conditions: Conditions,
     deadline_s: float,
     prices: Prices,
 ) -> float:
     """Return the least energy, J, of any frequencies on this order; linear in its units.
 
-    `tail_s`, [num_stages], is the time after each stage's last unit. The prices need not be exact.
+    The prices need not be exact.
     """
     key = node_keys(schedule, choices)
-    latency = latency_by_node(schedule, latency_s)
+    latency_s, tail_s = conditions.latency_s, conditions.tail_by_stage_s
     price, cross_price = price_flow(schedule, prices)
     total = 0.0
     for index, unit in enumerate(choices.units):
         values, count = np.unique(price[key == index], return_counts=True)
         least = (unit.cost_j[:, None] + unit.time_s[:, None] * values).min(axis=0)
         total += float(np.dot(count, least))
-    total += float(np.dot(cross_price, latency))
+    total += float(np.dot(cross_price, latency_by_node(schedule, latency_s)))
     total += float(np.dot(prices.deadline_w, tail_s))
     fastest_s = np.array([unit.time_s[0] for unit in choices.units])[key]
     shape = (schedule.num_stages, schedule.units_per_stage)

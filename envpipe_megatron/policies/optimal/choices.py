@@ -47,9 +47,9 @@ class Choices:
     """All choices of a pipeline under one waiting power.
 
     Args:
-        units: for each part of the profile those of each kind.
+        units: the choices of each kind, for each part of the profile.
         kinds: the kinds of each part, as the profile has them.
-        waiting_power_w: power of all the pipeline's GPUs by which waiting is priced.
+        waiting_power_w: power of all the pipeline's GPUs, the price of waiting.
     """
 
     units: tuple[UnitChoices, ...]

@@ -23,8 +23,8 @@ from envpipe_megatron.policies.optimal.newton_step import (
     SIGN,
     BandMatrix,
     DurationProblem,
+    Iterate,
     NewtonStep,
-    Point,
     Residual,
 )
 
@@ -47,7 +47,7 @@ _THREADS = ThreadpoolController()
 
 @dataclass(frozen=True)
 class Solution:
-    """The best point that was found, in the problem's units; nobody has checked it.
+    """The best point that was found, in the problem's units, not checked yet.
 
     Args:
         segment: [num_segments] how far each is used.
@@ -87,7 +87,7 @@ class InteriorPoint:
             point = self._minimise(deadline, dearer * self._overtime_cost)
         return Solution(point.slack[below], point.price[edge], point.price[last])
 
-    def _minimise(self, deadline: float, overtime_cost: float) -> Point:
+    def _minimise(self, deadline: float, overtime_cost: float) -> Iterate:
         point = self._start(deadline, overtime_cost)
         best, best_gap, since_best = point, np.inf, 0
         for _ in range(_MAX_ITERATIONS):
@@ -107,7 +107,7 @@ class InteriorPoint:
             point = self._next(point, newton)
         return best
 
-    def _start(self, deadline: float, overtime_cost: float) -> Point:
+    def _start(self, deadline: float, overtime_cost: float) -> Iterate:
         problem = self._problem
         segment = _FIRST_STRETCH * problem.width
         stretch = problem.by_node(segment)
@@ -125,14 +125,14 @@ class InteriorPoint:
         centre = 2.0 * float(np.mean(-self._slope * problem.width)) if len(segment) else 1.0
         price = centre / slack
         price[-2:] = overtime_cost / 2
-        return Point(slack, price, end, iteration)
+        return Iterate(slack, price, end, iteration)
 
-    def _cost(self, point: Point) -> float:
+    def _cost(self, point: Iterate) -> float:
         """Return the cost in the disturbed program."""
         units = self._problem.fixed_cost + float(self._slope @ point.slack[self._problem.pairs[2]])
         return units + self._problem.waiting_cost * point.iteration
 
-    def _residual(self, point: Point, deadline: float, overtime_cost: float) -> Residual:
+    def _residual(self, point: Iterate, deadline: float, overtime_cost: float) -> Residual:
         problem = self._problem
         edge, last, below, above, ends = problem.pairs
         slack, price = point.slack, point.price
@@ -150,7 +150,7 @@ class InteriorPoint:
             early_late=np.array(early_late) - price[ends],
         )
 
-    def _cost_missed(self, point: Point, residual: Residual) -> float:
+    def _cost_missed(self, point: Iterate, residual: Residual) -> float:
         """Return by how much the cost may be wrong, to first order."""
         edge, last, below, _, ends = self._problem.pairs
         return (
@@ -161,7 +161,7 @@ class InteriorPoint:
             + float(np.abs(residual.early_late) @ point.slack[ends])
         )
 
-    def _next(self, point: Point, newton: NewtonStep) -> Point:
+    def _next(self, point: Iterate, newton: NewtonStep) -> Iterate:
         """Take one step: first straight for the solution, then with what that one missed."""
         products = point.slack * point.price
         affine = newton.step(-products)

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from envpipe_megatron.core.arrays import FloatArray, IntArray
+from envpipe_megatron.core.conditions import Conditions
 from envpipe_megatron.core.schedule import Schedule
 from envpipe_megatron.core.timeline import RELATIVE_TOLERANCE, LongestPath, Timeline
 from envpipe_megatron.errors import EnvPipeError
@@ -58,20 +59,10 @@ class Relaxed:
 
 
 class DurationProgram:
-    """The linear program of one schedule, ready to be solved for any number of deadlines.
+    """The linear program of one schedule, ready to be solved for any number of deadlines."""
 
-    `tail_s`, [num_stages], is the time after each stage's last unit.
-    """
-
-    def __init__(
-        self,
-        schedule: Schedule,
-        choices: Choices,
-        latency_s: float | tuple[float, ...],
-        tail_s: FloatArray,
-    ) -> None:
-        self._schedule, self._choices = schedule, choices
-        self._latency_s, self._tail_s = latency_s, tail_s
+    def __init__(self, schedule: Schedule, choices: Choices, conditions: Conditions) -> None:
+        self._schedule, self._choices, self._conditions = schedule, choices, conditions
         key = node_keys(schedule, choices)
         fastest_s = np.array([unit.time_s[0] for unit in choices.units])
         # Seconds and joules of any size become numbers around 1, for which tolerances are made.
@@ -157,7 +148,7 @@ class DurationProgram:
         prices.same_stage_w[self._nodes] = price_w[: len(self._nodes)]
         prices.cross_w[self._cross_nodes] = price_w[len(self._nodes) : len(problem.source)]
         bound_j = energy_lower_bound_j(
-            self._schedule, self._choices, self._latency_s, self._tail_s, deadline_s, prices
+            self._schedule, self._choices, self._conditions, deadline_s, prices
         )
         units_j = (problem.fixed_cost + float(problem.slope @ segment)) * self._cost_unit_j
         cost_j = units_j + self._choices.waiting_power_w * end_s
@@ -167,8 +158,7 @@ class DurationProgram:
         return Relaxed(duration_s, end_s, cost_j, bound_j, prices, slope_w)
 
     def _iteration_s(self, duration_s: FloatArray) -> float:
-        by_stage = duration_s.reshape(self._schedule.is_backward.shape)
-        return Timeline(self._schedule, by_stage, self._latency_s, self._tail_s).iteration_time_s
+        return iteration_time_s(self._schedule, duration_s, self._conditions)
 
     def _make_problem(self, key: IntArray) -> tuple[IntArray, IntArray, DurationProblem]:
         """Return nodes after others on their stage, nodes fed by a neighbour, and the program.
@@ -185,7 +175,7 @@ class DurationProgram:
         target = np.concatenate([inside, fed, free])
         source = np.concatenate([inside - 1, cross[fed]])
         least_s = self._fastest_s[target]
-        path = LongestPath(schedule, self._fastest_s.tolist(), self._latency_s)
+        path = LongestPath(schedule, self._fastest_s.tolist(), self._conditions.latency_s)
         least_s[len(inside) : len(inside) + len(fed)] += np.array(path.hop_s)[fed]
 
         def ends(stretch: FloatArray) -> FloatArray:
@@ -208,10 +198,17 @@ class DurationProgram:
             width=np.concatenate([widths_s[k] for k in key]) / time_unit_s,
             slope=np.concatenate([slopes[k] for k in key]),
             last_node=np.arange(1, schedule.num_stages + 1) * width - 1,
-            tail=self._tail_s / time_unit_s,
+            tail=self._conditions.tail_by_stage_s / time_unit_s,
             waiting_cost=choices.waiting_power_w * time_unit_s / self._cost_unit_j,
             fixed_cost=float(fastest_j[key].sum()) / self._cost_unit_j,
             num_nodes=schedule.num_units,
             ends=ends,
         )
         return inside, fed, problem
+
+
+def iteration_time_s(schedule: Schedule, duration_s: FloatArray, conditions: Conditions) -> float:
+    """Return when the last stage is done, tails included, for [num_units] durations, s."""
+    shape = schedule.is_backward.shape
+    by_stage_s, tail_s = duration_s.reshape(shape), conditions.tail_by_stage_s
+    return Timeline(schedule, by_stage_s, conditions.latency_s, tail_s).iteration_time_s

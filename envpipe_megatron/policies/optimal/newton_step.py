@@ -104,7 +104,7 @@ class DurationProblem:
 
 
 @dataclass(frozen=True)
-class Point:
+class Iterate:
     """An iterate: slacks and their prices, all above 0, as `DurationProblem.pairs` has them.
 
     `end`, [num_nodes], and `iteration` are when units and the iteration end, for these slacks.
@@ -120,16 +120,16 @@ class Point:
         """Sum of the products of slack and price: 0 at a solution."""
         return float(self.slack @ self.price)
 
-    def moved(self, step: Point, of_slack: float, of_price: float) -> Point:
+    def moved(self, step: Iterate, of_slack: float, of_price: float) -> Iterate:
         """Return the point some way along a step."""
-        return Point(
+        return Iterate(
             self.slack + of_slack * step.slack,
             self.price + of_price * step.price,
             self.end + of_slack * step.end,
             self.iteration + of_slack * step.iteration,
         )
 
-    def longest_steps(self, step: Point, share: float = 1.0) -> tuple[float, float]:
+    def longest_steps(self, step: Iterate, share: float = 1.0) -> tuple[float, float]:
         """Return the shares of a step, at most 1, that take slacks and prices that far to 0."""
         return (
             1.0 / max(1.0, float((step.slack / self.slack).min()) / -share),
@@ -230,7 +230,7 @@ class NewtonStep:
     """
 
     def __init__(
-        self, problem: DurationProblem, matrix: BandMatrix, point: Point, residual: Residual
+        self, problem: DurationProblem, matrix: BandMatrix, point: Iterate, residual: Residual
     ) -> None:
         self._problem, self._matrix = problem, matrix
         self._point, self._residual = point, residual
@@ -259,7 +259,7 @@ class NewtonStep:
         arrived = float(along[start] @ self._by_iteration[problem.target[start]])
         self._iteration_pull = 1.0 / self._iteration_give + arrived
 
-    def step(self, product: FloatArray) -> Point:
+    def step(self, product: FloatArray) -> Iterate:
         """Return the step that changes products of slack and price as given, to first order."""
         problem, residual = self._problem, self._residual
         edge, last, below, above, ends = problem.pairs
@@ -296,7 +296,7 @@ class NewtonStep:
         price_step = (product - price * slack_step) / slack
         total = float(price_step[last].sum())
         slack_step[ends], price_step[ends] = self._early_late(product[ends], iteration, total)
-        return Point(slack_step, price_step, end, iteration)
+        return Iterate(slack_step, price_step, end, iteration)
 
     def _early_late(
         self, product: FloatArray, iteration: float, total: float

@@ -1,4 +1,4 @@
-"""The optimal policy: the best frequencies for an order and a deadline, with a certificate.
+"""The optimal policy: the best frequencies of an order within a deadline, with a certificate.
 
 A linear program over the hulls gives durations and a lower bound, rounding gives frequencies that
 exist, and what is left between the two is printed with every plan.
@@ -18,7 +18,7 @@ from envpipe_megatron.core.plan import Plan, max_frequencies
 from envpipe_megatron.core.profile import Profile
 from envpipe_megatron.core.profile_rows import ProfileError
 from envpipe_megatron.core.schedule import Schedule
-from envpipe_megatron.core.timeline import RELATIVE_TOLERANCE, Timeline
+from envpipe_megatron.core.timeline import RELATIVE_TOLERANCE
 from envpipe_megatron.policies.clock_changes.parking import park
 from envpipe_megatron.policies.clock_changes.run_search import RunSearch
 from envpipe_megatron.policies.frequencies import uniform
@@ -35,6 +35,8 @@ from envpipe_megatron.policies.optimal.linear_program import (
 )
 from envpipe_megatron.policies.optimal.rounding import round_durations
 
+#: The gap that is good enough for a single plan.
+GOOD_GAP = 0.002
 #: No frequency of a real GPU makes a unit slower than its fastest by this factor.
 _NO_DEADLINE = 1e3
 
@@ -56,6 +58,8 @@ class Optimizer:
     - Waiting power depends on the clock: waiting is priced at a stage's least power.
     - `run_search` plans changes of clock that cost energy or come late, and clocks to be kept long.
     - `parking` lowers clocks in long waits, if `conditions` have the waiting power by clock.
+
+    Rounding stops improving a plan within `good_gap` of the relaxed optimum.
     """
 
     def __init__(
@@ -65,11 +69,11 @@ class Optimizer:
         conditions: Conditions,
         *,
         parking: bool = False,
+        good_gap: float = GOOD_GAP,
     ) -> None:
         profile.keys(schedule)  # ProfileError, where a kind of the order has no rows
         self.schedule, self.profile, self.conditions = schedule, profile, conditions
-        self._parking = parking
-        self._tail_s = conditions.tail_by_stage_s
+        self._parking, self._good_gap = parking, good_gap
         self._floor = self._priced(waiting_floor_w(profile, conditions, parking))
         self._at_worth: dict[float, _Priced] = {}
 
@@ -130,7 +134,7 @@ class Optimizer:
         return replace(plan, energy_lower_bound_j=at_floor.lower_bound_j or None)
 
     def _or_by_rule(self, plan: Plan, deadline_s: float) -> Plan:
-        """Return the plan, or that of a simple rule if it is cheaper.
+        """Return the plan, or a simple rule's if it is cheaper.
 
         On profiles of a few odd clocks rounding can lose more than it gains on a rule.
         """
@@ -148,7 +152,7 @@ class Optimizer:
         choices = make_choices(self.profile, waiting_power_w, conditions.gpus_by_stage)
         if not time_costs:
             choices = replace(choices, waiting_power_w=0.0)
-        program = DurationProgram(self.schedule, choices, conditions.latency_s, self._tail_s)
+        program = DurationProgram(self.schedule, choices, conditions)
         return _Priced(waiting_power_w, choices, program)
 
     def _priced_at(self, waiting_worth_w: float) -> _Priced:
@@ -165,11 +169,11 @@ class Optimizer:
         chosen = round_durations(
             schedule,
             choices,
-            self.conditions.latency_s,
-            self._tail_s,
+            self.conditions,
             relaxed.end_s,
             relaxed.duration_s,
             relaxed.cost_j,
+            self._good_gap,
         )
         return self._plan(choices, chosen), relaxed
 
@@ -185,13 +189,6 @@ class Optimizer:
 
     def _parked(self, plan: Plan, min_dwell_s: float = 0.0) -> Plan:
         return park(plan, min_dwell_s) if self._parking else plan
-
-
-def iteration_time_s(schedule: Schedule, duration_s: FloatArray, conditions: Conditions) -> float:
-    """Return when the last stage is done, tails included, for [num_units] durations, s."""
-    shape = schedule.is_backward.shape
-    by_stage_s, tail_s = duration_s.reshape(shape), conditions.tail_by_stage_s
-    return Timeline(schedule, by_stage_s, conditions.latency_s, tail_s).iteration_time_s
 
 
 def all_maximum_s(schedule: Schedule, profile: Profile, conditions: Conditions) -> float:

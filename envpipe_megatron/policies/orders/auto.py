@@ -16,6 +16,7 @@ from itertools import chain, count, takewhile
 
 from envpipe_megatron.core.kinds import Kind
 from envpipe_megatron.core.plan import Plan
+from envpipe_megatron.policies.frontier import FRONTIER_GAP
 from envpipe_megatron.policies.objective import SHORTEST, Goal
 from envpipe_megatron.policies.optimal.linear_program import LinearProgramError
 from envpipe_megatron.policies.optimal.optimizer import Optimizer
@@ -97,9 +98,8 @@ class AutoSearch:
             judged += search.search(problem, judged)
         if not judged:
             check_own_within(self._own, problem.most_in_flight, LinearProgramError)
-            self.problem.optimizer(self._own).relaxed(
-                self._time_s
-            )  # raises, and says how late even it is
+            own = self.problem.optimizer(self._own)
+            own.relaxed(self._time_s)  # raises, and says how late even it is
             raise self._refused or LinearProgramError(
                 "No order that was found keeps the limits of memory",
                 value=problem.most_in_flight,
@@ -126,7 +126,7 @@ class AutoSearch:
             orders += envpipe_orders(self.problem)[:1]
         orders += [order.optimizer.schedule for order in best_by_family(self.judged)]
         return [
-            self.problem.optimizer(order)
+            self.problem.optimizer(order, good_gap=FRONTIER_GAP)
             for order in {order.stages: order for order in orders}.values()
             if within(order, self.problem)
         ]
@@ -136,7 +136,7 @@ class AutoSearch:
         time_s = plan.cost.iteration_time_s
         bounds_j = []
         for search in self._searches:
-            with suppress(LinearProgramError):  # of a family of which no order is so fast
+            with suppress(LinearProgramError):  # no order of that family is so fast
                 if isinstance(search, FamilySearch):
                     bounds_j.append(search.any_order_bound_j(time_s))
         return min(bounds_j, default=0.0)
@@ -208,7 +208,7 @@ def _peak(order: Judged) -> str:
 
 @dataclass(frozen=True)
 class MemoryPoint:
-    """The best plan found where stages hold so many microbatches beyond the framework's order."""
+    """The best plan where stages hold at most a number of microbatches beyond Megatron's order."""
 
     max_extra_forwards: int
     plan: Plan

@@ -32,8 +32,7 @@ from envpipe_megatron.core.profile_rows import ProfileError, ProfileRow
 from envpipe_megatron.core.schedule import Placement, Schedule
 from envpipe_megatron.core.timeline import RELATIVE_TOLERANCE
 from envpipe_megatron.policies.optimal.choices import waiting_floor_w
-from envpipe_megatron.policies.optimal.linear_program import LinearProgramError
-from envpipe_megatron.policies.optimal.optimizer import iteration_time_s
+from envpipe_megatron.policies.optimal.linear_program import LinearProgramError, iteration_time_s
 from envpipe_megatron.policies.orders.any_order import AnyOrder, any_order
 from envpipe_megatron.policies.orders.judged import Judged, best_by_family, memory_worth, within
 from envpipe_megatron.policies.problem import Problem, envpipe_counts
@@ -48,7 +47,7 @@ _FEWEST_LOOKS, _MOST_LOOKS, _LOOK_BUDGET = 2, 4, 10_000
 #: Units of all orders whose linear programs a search may solve: eight of 8 x 24 in two chunks.
 _UNIT_BUDGET = 9_300
 _FEWEST_ORDERS = 1
-#: Of EnvPipe's family fewer of those that are near to the deadline, and at most so many.
+#: At most this many orders of EnvPipe's family that are near to the deadline.
 _MOST_NEAR = 8
 #: Multiples of EnvPipe's counts that are tried, and of even ramps: how many more than the next
 #: stage each stage has.
@@ -58,7 +57,7 @@ _MANY_UNITS = 50_000
 
 
 @dataclass(frozen=True)
-class Family:
+class OrderFamily:
     """Orders that lay out chunks alike, and either split their backwards or do not."""
 
     name: str
@@ -67,23 +66,26 @@ class Family:
 
 
 #: EnvPipe's order, and all others of one chunk and whole backwards.
-ENVPIPE = Family("envpipe", split=False)
-_ONE_CHUNK = (ENVPIPE, Family("zero-bubble", split=True))
-_CHUNKS = (Family("interleaved", split=False), Family("zero-bubble-interleaved", split=True))
+ENVPIPE = OrderFamily("envpipe", split=False)
+_ONE_CHUNK = (ENVPIPE, OrderFamily("zero-bubble", split=True))
+_CHUNKS = (
+    OrderFamily("interleaved", split=False),
+    OrderFamily("zero-bubble-interleaved", split=True),
+)
 _TWO_EVEN_CHUNKS = (
-    Family("v-shaped", split=False, placement=Placement.V),
-    Family("zero-bubble-v", split=True, placement=Placement.V),
+    OrderFamily("v-shaped", split=False, placement=Placement.V),
+    OrderFamily("zero-bubble-v", split=True, placement=Placement.V),
 )
 
 
-def families(problem: Problem) -> tuple[Family, ...]:
+def families(problem: Problem) -> tuple[OrderFamily, ...]:
     """List the families of a problem's orders; only EnvPipe's is lowered to a channel's capacity.
 
     Chunks with rows of their own were measured where they lie, and lie nowhere else; in a job that
     is so for all chunks.
     """
     profile, chunks = problem.profile, problem.num_chunks
-    known: tuple[Family, ...] = _CHUNKS if chunks > 1 else _ONE_CHUNK
+    known: tuple[OrderFamily, ...] = _CHUNKS if chunks > 1 else _ONE_CHUNK
     if problem.own_order.placement is Placement.V:
         known = _TWO_EVEN_CHUNKS
     elif chunks == 2 and not problem.runnable and profile.listed_chunks == 1:
@@ -99,7 +101,7 @@ class FamilySearch:
     LinearProgramError: none meets the deadline.
     """
 
-    def __init__(self, family: Family, problem: Problem, deadline_s: float) -> None:
+    def __init__(self, family: OrderFamily, problem: Problem, deadline_s: float) -> None:
         self.family, self._problem, self._deadline_s = family, problem, deadline_s
         own, profile = problem.own_order, problem.profile
         #: By their stages, orders that were looked at; None if one does not meet the deadline.
@@ -263,7 +265,7 @@ def _directions(num_stages: int) -> deque[tuple[int, ...]]:
 
 
 def order_jobs(
-    family: Family, problem: Problem, time_s: FloatArray, memory: Iterable[float]
+    family: OrderFamily, problem: Problem, time_s: FloatArray, memory: Iterable[float]
 ) -> Iterator[OrderJob]:
     """Yield jobs for the list scheduler: a family's, within limits of memory, in groups of chunks.
 

@@ -47,7 +47,7 @@ class Judged:
 
     @property
     def more_in_flight(self) -> int:
-        """The most microbatches that a stage holds beyond those of the framework's own order."""
+        """The most microbatches that a stage holds beyond the framework's own order."""
         order, shares = self.optimizer.schedule, self.optimizer.profile.weight_shares
         more = float(np.max(peak_held(order, shares) - self.own.peak_in_flight))
         return max(0, math.ceil((more - HELD_TOLERANCE) / order.num_chunks))

@@ -24,7 +24,7 @@ from envpipe_megatron.core.schedule import Schedule
 from envpipe_megatron.policies.optimal.optimizer import order_at_maximum_s
 from envpipe_megatron.policies.orders.families import (
     ENVPIPE,
-    Family,
+    OrderFamily,
     costs_nothing,
     envpipe_orders,
     order_jobs,
@@ -46,7 +46,7 @@ _AGAIN = 1
 class ShortestSearch:
     """Searches the orders of one family of a problem, as `FamilySearch` does for energy."""
 
-    def __init__(self, family: Family, problem: Problem) -> None:
+    def __init__(self, family: OrderFamily, problem: Problem) -> None:
         self.family, self._problem = family, problem
         #: As many microbatches more as twice what 1F1B holds must win some 1e-4, of any pipeline.
         self._price = WORTH / problem.num_stages
@@ -82,7 +82,7 @@ class ShortestSearch:
             look(split_from(shortest(each, self.family.name, most), first))
         if not found:
             return []
-        # Of the first stage nobody waits for a gradient; others have time for whole backwards.
+        # No stage waits for a gradient of the first; others have time for whole backwards.
         few = self.family.split and own.num_units <= _LOOK_BUDGET // problem.num_stages
         for stage in range(problem.num_stages if few else 0):
             look(split_from(found[min(found)], own.num_microbatches, stage))

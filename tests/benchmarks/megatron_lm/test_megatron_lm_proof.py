@@ -102,7 +102,9 @@ def test_jobs_take_turns_and_never_compute_together(site, state):
     seen = [name for _, _, name in spans]
     changes = [name for name, before in zip(seen, [None, *seen], strict=False) if name != before]
     # The last of a round is the first of the next.
-    assert changes == [n for n, before in zip(order, [None, *order], strict=False) if n != before]
+    assert changes == [
+        n for n, before in zip(turns_of, [None, *turns_of], strict=False) if n != before
+    ]
     for block in state.runs[jobs[0].name]["blocks"]:
         assert block["time_s"] >= turns[block["turn"]] * 0.002
 

@@ -64,7 +64,7 @@ class Case:
         return random_job(rng, (1, 2, 3, 4), max_microbatches, rng.choice([2, 4, 10]))
 
     def program(self):
-        return DurationProgram(self.schedule, self.choices, self.conditions.latency_s, self.tail_s)
+        return DurationProgram(self.schedule, self.choices, self.conditions)
 
     def iteration_s(self, duration_s):
         by_stage = np.reshape(duration_s, self.schedule.is_backward.shape)
@@ -80,8 +80,7 @@ class Case:
         return units_j + self.choices.waiting_power_w * self.iteration_s(duration_s)
 
     def rounding(self, chosen):
-        where = self.schedule, self.choices, self.conditions.latency_s, self.tail_s
-        return Rounding(*where, self.deadline_s, chosen)
+        return Rounding(self.schedule, self.choices, self.conditions, self.deadline_s, chosen)
 
     @property
     def fastest(self):

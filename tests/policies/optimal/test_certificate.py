@@ -26,8 +26,7 @@ def bound_j(case, prices, deadline_s=None):
     return energy_lower_bound_j(
         case.schedule,
         case.choices,
-        case.conditions.latency_s,
-        case.tail_s,
+        case.conditions,
         deadline_s or case.deadline_s,
         prices,
     )
@@ -63,7 +62,7 @@ def small_job(deadline_s=None):
     """Arguments of the bound."""
     profile, floor_w = random_profile(random.Random(0), 2, 4), np.full(2, 50.0)
     choices = make_choices(profile, floor_w, np.ones(2, dtype=np.int64))
-    program = DurationProgram(builders.one_f_one_b(2, 4), choices, 0.0, np.zeros(2))
+    program = DurationProgram(builders.one_f_one_b(2, 4), choices, Conditions((0.0,) * 2))
     deadline_s = deadline_s or 1.1 * program.fastest_iteration_s
     return profile, Conditions((50.0, 50.0)), 4, deadline_s, floor_w
 

@@ -124,7 +124,7 @@ def test_longer_pipelines_are_solved_with_few_units_between_profiled_times(sched
     """At three deadlines hardly more units than in the vertex that HiGHS' simplex finds."""
     profile = random_profile(random.Random(7), 4, 12).for_chunks(schedule.num_chunks)
     choices = make_choices(profile, np.full(4, 70.0), np.ones(4, dtype=np.int64))
-    program = DurationProgram(schedule, choices, 0.01, np.zeros(4))
+    program = DurationProgram(schedule, choices, Conditions((0.0,) * 4, 0.01))
     keys = node_keys(schedule, choices)
     for factor, of_vertex in zip((1.0, 1.1, 3.0), vertices, strict=True):
         relaxed = program.solve(factor * program.fastest_iteration_s)
@@ -197,7 +197,8 @@ def test_a_wrong_answer_is_in_time_and_its_bound_shows_it(monkeypatch, how, unit
         lambda row: replace(row, energy_j=row.energy_j * unit_j),
     )
     choices = make_choices(profile, np.full(3, 70.0 * unit_j), np.ones(3, dtype=np.int64))
-    right, asked, wrong = (DurationProgram(schedule, choices, 0.0, np.zeros(3)) for _ in range(3))
+    job = schedule, choices, Conditions((0.0,) * 3)
+    right, asked, wrong = (DurationProgram(*job) for _ in range(3))
     deadline_s = 1.05 * right.fastest_iteration_s
     optimum_j = right.solve(deadline_s).cost_j
     solve, rightly = InteriorPoint.solve, {"from": 10.0}
@@ -232,7 +233,8 @@ def test_times_that_lie_far_apart_are_no_trouble():
         table[1, F] = {1400: (unit_s, 9.0)}
         choices = make_choices(profile_of(table), np.zeros(2), np.ones(2, dtype=np.int64))
         schedule = builders.one_f_one_b(2, 2)
-        program = DurationProgram(schedule, choices, message_s, np.array([0.0, tail_s]))
+        around = Conditions((0.0,) * 2, message_s, tail_time_s=(0.0, tail_s))
+        program = DurationProgram(schedule, choices, around)
         fastest_s = program.fastest_iteration_s
         assert program._iteration_s(program.solve(fastest_s).duration_s) <= fastest_s * (1 + 1e-6)
 
@@ -242,7 +244,7 @@ def test_units_without_a_choice_are_no_trouble():
     rows = tuple({kind: listed[:1] for kind, listed in kinds.items()} for kinds in profile.rows)
     choices = make_choices(replace(profile, rows=rows), np.zeros(3), np.ones(3, dtype=np.int64))
     schedule = builders.one_f_one_b(3, 5)
-    program = DurationProgram(schedule, choices, 0.0, np.zeros(3))
+    program = DurationProgram(schedule, choices, Conditions((0.0,) * 3))
     times_s = np.array([unit.time_s[0] for unit in choices.units])[node_keys(schedule, choices)]
     energies_j = np.array([unit.cost_j[0] for unit in choices.units])[node_keys(schedule, choices)]
     relaxed = program.solve(2 * float(times_s.sum()))
@@ -272,7 +274,7 @@ def test_the_matrix_is_a_band_as_wide_as_the_pipeline_is_deep_or_is_made_narrow(
         profile = profile.with_split_backwards(SplitBackward())
     profile = profile.for_chunks(schedule.num_chunks)
     choices = make_choices(profile, np.zeros(12), np.ones(12, dtype=np.int64))
-    program = DurationProgram(schedule, choices, 0.0, np.zeros(12))
+    program = DurationProgram(schedule, choices, Conditions((0.0,) * 12))
     assert program._solver._matrix._height <= height
 
 

@@ -8,11 +8,13 @@ from hypothesis import strategies as st
 from on_request import examples
 from program_cases import Case
 
+from envpipe_megatron.core.conditions import Conditions
 from envpipe_megatron.core.orders import builders
 from envpipe_megatron.policies.optimal.choices import make_choices
 from envpipe_megatron.policies.optimal.rounding import Rounding, hull_floor, round_durations
 
 SEEDS = st.integers(0, 2**32)
+CARRIES = [Rounding.carry, Rounding.carry_back]
 
 
 def assert_in_time(case, chosen):
@@ -33,7 +35,9 @@ def one_of_each(forward, backward, deadline_s, chosen):
     """A forward, then a backward, on a single stage."""
     profile = profile_of({(0, F): forward, (0, B): backward})
     choices = make_choices(profile, np.zeros(1), np.ones(1, dtype=np.int64))
-    return Rounding(builders.one_f_one_b(1, 1), choices, 0.0, np.zeros(1), deadline_s, list(chosen))
+    return Rounding(
+        builders.one_f_one_b(1, 1), choices, Conditions((0.0,)), deadline_s, list(chosen)
+    )
 
 
 def test_slack_goes_where_a_second_saves_most():
@@ -50,26 +54,45 @@ def test_slack_goes_where_a_second_saves_most():
     assert rounding.chosen == [1, 2]
 
 
+def test_a_pair_of_moves_finds_what_greedy_spending_misses():
+    # F's half second saves 8 J/s and is spent first; the half that is left is too short for B,
+    # whose whole second saves 7.
+    forward = {1200: (1.0, 10.0), 1000: (1.5, 6.0)}
+    backward = {1200: (1.0, 10.0), 1000: (2.0, 3.0)}
+    rounding = one_of_each(forward, backward, 3.0, [0, 0])
+    rounding.spend_slack()
+    assert rounding.chosen == [1, 0]
+    assert rounding.cost_j == 16.0
+    rounding.move_pairs(enough_j=16.0)  # good enough already
+    assert rounding.chosen == [1, 0]
+    rounding.move_pairs(enough_j=0.0)
+    assert rounding.chosen == [0, 1]
+    assert rounding.cost_j == 13.0
+
+
 @settings(max_examples=examples(25), deadline=None, derandomize=True)
 @given(SEEDS)
 def test_choices_are_in_time_and_no_worse_than_any_way_alone(seed):
     case = Case(seed)
     duration_s = case.program().solve(case.deadline_s).duration_s
-    where = case.schedule, case.choices, case.conditions.latency_s, case.tail_s
-    chosen = round_durations(*where, case.deadline_s, duration_s, -np.inf)
+    where = case.schedule, case.choices, case.conditions
+    chosen = round_durations(*where, case.deadline_s, duration_s, -np.inf, 0.0)
     assert_in_time(case, chosen)
     floored = case.rounding(hull_floor(case.schedule, case.choices, duration_s))
     floored.repair()
     floored.spend_slack()
-    carried = case.rounding(case.fastest)
-    carried.carry(duration_s)
-    carried.repair()
-    carried.spend_slack()
-    best_j = min(floored.cost_j, carried.cost_j)
+    ways = [floored]
+    for carry in CARRIES:
+        carried = case.rounding(case.fastest)
+        carry(carried, duration_s)
+        carried.repair()
+        carried.spend_slack()
+        ways.append(carried)
+    best_j = min(way.cost_j for way in ways)
     assert case.chosen_j(chosen) <= best_j + 1e-9 * abs(best_j)
 
 
-@pytest.mark.parametrize("choose", [Rounding.carry, hull_floor])
+@pytest.mark.parametrize("choose", [*CARRIES, hull_floor])
 @settings(max_examples=examples(25), deadline=None, derandomize=True)
 @given(seed=SEEDS)
 def test_durations_that_exist_are_kept(choose, seed):

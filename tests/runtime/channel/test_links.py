@@ -258,10 +258,7 @@ def test_every_link_over_nccl_is_a_group_of_its_two_ranks(monkeypatch, stages, w
     assert len(carries) == len(made)
 
 
-@pytest.mark.parametrize(
-    ("queues", "capacity"),
-    [(None, None), ("32", None), ("8", None), ("7", 1), ("1", 1), ("", None)],
-)
+@pytest.mark.parametrize(("queues", "capacity"), [(None, None), ("7", 1)])
 def test_over_few_hardware_queues_one_receive_is_posted_ahead(monkeypatch, queues, capacity):
     """There an unmatched send stops all behind it, and so the header that would match it."""
     job = MadeUpJob(monkeypatch, 2)

@@ -316,6 +316,7 @@ def test_a_job_without_a_meter_is_compared_by_its_time(rank):
     assert known.pop("slowdown_percent") == pytest.approx(-12.5)
     assert 0.1 < known.pop("slowdown_uncertainty_percent") < 3
     assert known.pop("time_s") == pytest.approx(0.875)
+    assert known.pop("iterations") == 80
     assert set(known.values()) == {None}
     assert str(told[-1].saved).startswith("12.50 +- ")
     assert str(told[-1].saved).endswith(" % less time")

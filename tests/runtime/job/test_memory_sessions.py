@@ -6,7 +6,6 @@ from dataclasses import replace
 
 import memory_ranks
 import pytest
-from fake_memory import Sizes
 from on_request import on_request
 from presets import preset_profile
 
@@ -74,7 +73,7 @@ def test_extra_forwards_are_limited_by_measured_memory(three_ranks, tmp_path):
 )
 def test_split_orders_hold_what_was_measured_in_parts(three_ranks, tmp_path, last, splits):
     """Recomputing stages have room for few weight gradients that wait, or one of them for none."""
-    sizes = Sizes(message=0, activations=400, pending=6_400, backward=2_000, layers=4)
+    sizes = replace(SIZES, activations=400, pending=6_400, backward=2_000, layers=4)
     alone = sizes.weights + sizes.gradients + sizes.optimizer + sizes.backward
     devices = tuple(int((alone + more) / (1 - SAFETY_MARGIN)) for more in (13_000, 9_000, last))
     request = {"type": "optimal", "sweep": True, "max_in_flight": "memory"}
