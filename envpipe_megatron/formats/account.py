@@ -109,7 +109,7 @@ class Account:
 
     def _saved(self, each: Comparison, tokens: object, tariff: Tariff) -> Iterator[str]:
         """Yield what all compared steps took less or more than baselines expect."""
-        if not each.iterations or each.slowdown_percent is None:
+        if not (each.iterations and each.time_s) or each.slowdown_percent is None:
             return
         parts = []
         # A counter that does not move meters 0 J, of which nothing follows for what was expected.

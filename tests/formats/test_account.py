@@ -62,7 +62,10 @@ def test_more_energy_unknown_energy_and_no_interval(compared, said):
     assert lines_of(compared=compared)[1].startswith(said)
 
 
-@pytest.mark.parametrize("unknown", [{"iterations": 0}, {"slowdown_percent": None}])
+@pytest.mark.parametrize(
+    "unknown",
+    [{"iterations": 0}, {"slowdown_percent": None}, {"time_s": 0.0, "slowdown_percent": -100.0}],
+)
 def test_what_is_not_known_is_not_counted(unknown):
     assert len(lines_of(compared=replace(STEPS, **unknown))) == 2
 
