@@ -213,7 +213,7 @@ class RunSearch:
         return plan
 
     def _spent(self, plan: Plan) -> Plan:
-        """Give runs another clock while that saves energy and there is time.
+        """Give runs, or their ends, another clock while that saves energy and there is time.
 
         Moves are tried several at once, more after a success and fewer after a failure.
         """
@@ -227,7 +227,9 @@ class RunSearch:
             while first < len(moves) and left > 0:
                 changed_index = index.copy()
                 for move in moves[first : first + count]:
-                    changed_index[move.stage, move.begin : move.end] = move.clock
+                    units = changed_index[move.stage, move.begin : move.end]
+                    if (units == units[0]).all():  # no move before it has split the run
+                        units[:] = move.clock
                 changed = self._plan(changed_index)
                 left -= 1
                 if changed.cost.energy_j < plan.cost.energy_j and self._meets(changed):
