@@ -131,7 +131,7 @@ def test_the_schema_refuses_what_a_sidecars_reader_refuses(tmp_path):
 
 
 @pytest.mark.parametrize("path", sorted((FOLDER.parents[1] / "configs/profiles").glob("*.json")))
-def test_the_example_profiles_fit(path):
+def test_examples_fit(path):
     data = json.loads(path.read_text())
-    schema = "layers.json" if data["format"] == LAYERS_FORMAT else "sidecar.json"
+    schema = "sidecar.json" if data["format"] == SIDECAR_FORMAT else "layers.json"
     assert fits(schema, data)
