@@ -109,10 +109,10 @@ class Account:
 
     def _saved(self, each: Comparison, tokens: object, tariff: Tariff) -> Iterator[str]:
         """Yield what all compared steps took less or more than baselines expect."""
-        if not each.iterations or each.slowdown_percent is None:
+        if not each.iterations or not each.time_s or each.slowdown_percent is None:
             return
         parts = []
-        if each.energy_j is not None and each.saving_percent is not None:
+        if each.energy_j and each.saving_percent is not None:
             saved_j, half_j = _less(
                 each.energy_j, -each.saving_percent, each.saving_uncertainty_percent
             )
@@ -146,10 +146,11 @@ class Account:
 def _less(own: float, more_percent: float, error_percent: float | None) -> tuple[float, float]:
     """Return how much less a step takes than expected, and half of the 95 % interval (0: unknown).
 
-    Of `own = expected * (1 + more)`; the step itself is known far better than what was expected.
+    Of `own = expected * (1 + more)`, above 0; the step itself is known far better than what was
+    expected.
     """
     expected = own / (1 + more_percent / 100)
-    half = NORMAL_95 * (error_percent or 0.0) / 100 * expected**2 / own if own else 0.0
+    half = NORMAL_95 * (error_percent or 0.0) / 100 * expected**2 / own
     return expected - own, half
 
 
@@ -169,7 +170,7 @@ def _scaled(value: float, *units: tuple[str, float], half: float = 0.0) -> str:
     """Write a value in the largest unit of which it has one, with its interval if that is known."""
     name, size = next((unit for unit in reversed(units) if value >= unit[1]), units[0])
     said = f"{value / size:.4g}"
-    if half:
+    if 0 < half < math.inf:
         digits = max(0, 1 - math.floor(math.log10(half / size)))
         said = f"{value / size:.{digits}f} +- {half / size:.{digits}f}"
     return f"{said} {name}"
