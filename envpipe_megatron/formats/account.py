@@ -147,10 +147,11 @@ class Account:
 def _less(own: float, more_percent: float, error_percent: float | None) -> tuple[float, float]:
     """Return how much less a step takes than expected, and half of the 95 % interval (0: unknown).
 
-    Of `own = expected * (1 + more)`; the step itself is known far better than what was expected.
+    Of `own = expected * (1 + more)`, above 0; the step itself is known far better than what was
+    expected.
     """
     expected = own / (1 + more_percent / 100)
-    half = NORMAL_95 * (error_percent or 0.0) / 100 * expected**2 / own if own else 0.0
+    half = NORMAL_95 * (error_percent or 0.0) / 100 * expected**2 / own
     return expected - own, half
 
 
@@ -170,7 +171,7 @@ def _scaled(value: float, *units: tuple[str, float], half: float = 0.0) -> str:
     """Write a value in the largest unit of which it has one, with its interval if that is known."""
     name, size = next((unit for unit in reversed(units) if value >= unit[1]), units[0])
     said = f"{value / size:.4g}"
-    if half:
+    if 0 < half < math.inf:
         digits = max(0, 1 - math.floor(math.log10(half / size)))
         said = f"{value / size:.{digits}f} +- {half / size:.{digits}f}"
     return f"{said} {name}"

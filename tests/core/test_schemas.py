@@ -19,7 +19,6 @@ from envpipe_megatron.core.profile_rows import SplitBackward
 from envpipe_megatron.core.schedule import Placement, Schedule
 from envpipe_megatron.core.sidecar import SIDECAR_FORMAT, Sidecar, read_sidecar
 from envpipe_megatron.errors import EnvPipeError
-from envpipe_megatron.search.layer_file import LAYERS_FORMAT
 
 FOLDER = Path(__file__).parents[2] / "docs" / "schemas"
 SCHEMAS = {path.name: json.loads(path.read_text()) for path in FOLDER.iterdir()}

@@ -1,6 +1,7 @@
 """What whoever pays reads: amounts, their intervals, money, CO2, and where they are from."""
 
 from dataclasses import replace
+from math import inf, nan
 
 import pytest
 from energy_lines import bill, window
@@ -55,7 +56,10 @@ def test_money_and_co2_only_where_the_user_knows_them():
          "energy, 4.5 s less time"),
         (Comparison(0.5, None, None, None, 0.0, None, 36), "in 36 such steps: 0 s less time"),
         (Comparison(0.5, 100.0, None, None, 25.0, None, 36), "in 36 such steps: 3.6 s more time"),
-        (Comparison(0.5, 0.0, 100.0, 0.0, 25.0, None, 36), "in 36 such steps: 3.6 s more time"),
+        # A counter that stood still: what was expected does not follow from a step of 0 J.
+        (Comparison(0.5, 0.0, 100.0, None, 0.0, None, 36), "in 36 such steps: 0 s less time"),
+        (Comparison(0.5, 100.0, -25.0, inf, -20.0, nan, 36), "in 36 such steps: 0.8 Wh more "
+         "energy, 4.5 s less time"),
     ],
 )  # fmt: skip
 def test_more_energy_unknown_energy_and_no_interval(compared, said):
