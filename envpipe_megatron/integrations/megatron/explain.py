@@ -262,7 +262,7 @@ def planned_job(
     nodes: int | None = None,
     ranks_per_node: int | None = None,
 ) -> PlannedJob:
-    """Return a job of so many nodes and ranks on each.
+    """Return a job with this number of nodes, and of ranks on each.
 
     Where neither is given it has one pipeline, on nodes of eight; else as few nodes as it takes.
     Raises EnvPipeError if ranks do not divide into pipelines.
