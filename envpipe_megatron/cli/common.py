@@ -109,7 +109,7 @@ class Finite(click.FloatRange):
     """One number of a range, as NaN and infinity are not."""
 
     def __init__(self, number: Number = AMOUNT) -> None:
-        least = number.least if number.positive else 0
+        least = number.least if number.positive and number.least else 0
         super().__init__(least, min_open=number.positive and not least)
         self._number = number
 

@@ -124,7 +124,7 @@ def waiting_energy_j(
     conditions: Conditions,
     park_mhz: IntArray | None = None,
 ) -> FloatArray:
-    """Return the energy, J, of one GPU in the wait before each unit.
+    """Return [num_stages, units_per_stage] the energy, J, of one GPU in the wait before each unit.
 
     Waits are `Timeline.wait_s`, and priced as `evaluate` says; PlanError as there.
     """

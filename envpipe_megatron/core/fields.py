@@ -127,7 +127,7 @@ def many(read: Reader[T], length: int | None = None) -> Reader[tuple[T, ...]]:
 
     def read_all(values: Any) -> tuple[T, ...]:
         if not isinstance(values, list) or length not in (None, len(values)):
-            raise ValueError("a list" if length is None else f"a list of {length}")
+            values = [None]  # as where a field is missing: its reader says what it wants
         try:
             return tuple(map(read, values))
         except ValueError as error:

@@ -106,7 +106,7 @@ class Timeline:
 def critical_path(
     schedule: Schedule, wait_s: Sequence[float], threshold_s: float, last_stage: int = 0
 ) -> list[int]:
-    """Return the critical path's nodes, from the last unit of the last stage to the start.
+    """Return the critical path's nodes, from the last unit of `last_stage` to the start.
 
     A unit that waited for its input longer than the threshold is on the path because of the
     neighbour that fed it; otherwise because of the unit before it on its own stage. The same rule

@@ -109,10 +109,11 @@ class Account:
 
     def _saved(self, each: Comparison, tokens: object, tariff: Tariff) -> Iterator[str]:
         """Yield what all compared steps took less or more than baselines expect."""
-        if not each.iterations or each.slowdown_percent is None:
+        if not (each.iterations and each.time_s) or each.slowdown_percent is None:
             return
         parts = []
-        if each.energy_j is not None and each.saving_percent is not None:
+        # A counter that does not move meters 0 J, of which nothing follows for what was expected.
+        if each.energy_j and each.saving_percent is not None and each.saving_percent < 100:
             saved_j, half_j = _less(
                 each.energy_j, -each.saving_percent, each.saving_uncertainty_percent
             )

@@ -19,6 +19,7 @@ from envpipe_megatron.core.profile_rows import SplitBackward
 from envpipe_megatron.core.schedule import Placement, Schedule
 from envpipe_megatron.core.sidecar import SIDECAR_FORMAT, Sidecar, read_sidecar
 from envpipe_megatron.errors import EnvPipeError
+from envpipe_megatron.search.layer_file import LAYERS_FORMAT
 
 FOLDER = Path(__file__).parents[2] / "docs" / "schemas"
 SCHEMAS = {path.name: json.loads(path.read_text()) for path in FOLDER.iterdir()}
@@ -130,5 +131,7 @@ def test_the_schema_refuses_what_a_sidecars_reader_refuses(tmp_path):
 
 
 @pytest.mark.parametrize("path", sorted((FOLDER.parents[1] / "configs/profiles").glob("*.json")))
-def test_the_example_profile_fits(path):
-    assert fits("sidecar.json", json.loads(path.read_text()))
+def test_examples_fit(path):
+    data = json.loads(path.read_text())
+    schema = "sidecar.json" if data["format"] == SIDECAR_FORMAT else "layers.json"
+    assert fits(schema, data)

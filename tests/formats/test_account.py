@@ -55,13 +55,17 @@ def test_money_and_co2_only_where_the_user_knows_them():
          "energy, 4.5 s less time"),
         (Comparison(0.5, None, None, None, 0.0, None, 36), "in 36 such steps: 0 s less time"),
         (Comparison(0.5, 100.0, None, None, 25.0, None, 36), "in 36 such steps: 3.6 s more time"),
+        (Comparison(0.5, 0.0, 100.0, 0.0, 25.0, None, 36), "in 36 such steps: 3.6 s more time"),
     ],
 )  # fmt: skip
 def test_more_energy_unknown_energy_and_no_interval(compared, said):
     assert lines_of(compared=compared)[1].startswith(said)
 
 
-@pytest.mark.parametrize("unknown", [{"iterations": 0}, {"slowdown_percent": None}])
+@pytest.mark.parametrize(
+    "unknown",
+    [{"iterations": 0}, {"slowdown_percent": None}, {"time_s": 0.0, "slowdown_percent": -100.0}],
+)
 def test_what_is_not_known_is_not_counted(unknown):
     assert len(lines_of(compared=replace(STEPS, **unknown))) == 2
 

@@ -117,7 +117,7 @@ ARGV = [  # of a lock command, and what is said of it
     [
         ('backends = ["nvml", "magic"]', ["backends", "nvml, zeusd, command"]),
         ('backends = ["nvml", "nvml"]', ["backends", "once"]),
-        ('backends = "nvml"', ["backends", "a list", "'nvml'"]),
+        ('backends = "nvml"', ["backends", "a list, each a text", "'nvml'"]),
         ('zeusd_socket = "zeusd.sock"', ["zeusd_socket", "absolute"]),
         ('reset_command = ["/a", "{uuid}"]', ["lock_command", "missing"]),
         ('lock_command = ["/a", "{uuid}", "{mhz}"]', ["reset_command", "missing"]),
@@ -134,7 +134,10 @@ ARGV = [  # of a lock command, and what is said of it
         ],
         ("reset_range_mhz = [1410, 210]", ["reset_range_mhz", "lowest"]),
         *[
-            (f"reset_range_mhz = {bad}", ["'reset_range_mhz'", "a list of 2"])
+            (
+                f"reset_range_mhz = {bad}",
+                ["'reset_range_mhz'", "a list of 2, each a whole number above 0"],
+            )
             for bad in ("1", "[1]", "[1, 2, 3]", "[0, 1]", "[true, 2]", "[1, 2.0]")
         ],
         ("allow_power_profiles = 1", ["'allow_power_profiles'", "must be true or false"]),

@@ -68,7 +68,7 @@ def _timed(job: OrderJob, step: int) -> Iterator[_Timed]:
 def _slots(
     stages: int, step: int, turn: int, back: int, turn_back: int
 ) -> list[list[tuple[int, int, int]]]:
-    """Return by stage slot, kind and chunk of each unit of microbatch 0, but for weight gradients.
+    """Return each stage's slot, kind and chunk of all units of microbatch 0 but weight gradients.
 
     The waits are before it turns at the last stage, at the first stage, and at the last again.
     """

@@ -93,17 +93,17 @@ def hold_gpu(
     settings = settings or GuardSettings()
     log = guard_log(address)
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    order = {
-        "address": asdict(address),
-        "job": job or job_key(),
-        "rank": asdict(ProcessIdentity.own()),
-        "settings": asdict(settings),
-        "page": page.descriptor,
-        "socket": theirs.fileno(),
-    }
     flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW
     try:
         with theirs, os.fdopen(os.open(log, flags, 0o600), "wb") as output:
+            order = {
+                "address": asdict(address),
+                "job": job or job_key(),
+                "rank": asdict(ProcessIdentity.own()),
+                "settings": asdict(settings),
+                "page": page.descriptor,
+                "socket": theirs.fileno(),
+            }
             process = start_child(
                 _GUARD,
                 order,

@@ -8,9 +8,8 @@ only if its own iteration time meets the deadline.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
-from itertools import product
 
 import numpy as np
 
@@ -29,7 +28,7 @@ from envpipe_megatron.policies.clock_changes.run_times import (
     saving_moves,
 )
 from envpipe_megatron.policies.optimal.certificate import price_flow
-from envpipe_megatron.policies.optimal.linear_program import Relaxed
+from envpipe_megatron.policies.optimal.linear_program import LinearProgramError, Relaxed
 
 #: How strongly a first choice of runs holds units to their relaxed durations: the cost, in units'
 #: mean energies, of a duration that is off by 100 %. With prices of time only, ties remain between
@@ -42,6 +41,8 @@ _CHANGE_FACTOR, _CHANGE_OF_UNIT = 4.0, 0.02
 _SHARE_STEPS = 10
 #: Divisions of time, each for an earlier deadline, as long as late clocks exceed the deadline.
 _ROUNDS = 4
+#: An earlier deadline is earlier by this many times of what late clocks took more.
+_SAFELY = 1.1
 #: Above this many units time is not divided again: the linear program takes too long.
 _MAX_PROGRAM_UNITS = 6_000
 #: Runs are found for a dwell time so much longer, too: the waits in them are shorter in the end.
@@ -66,6 +67,7 @@ class RunSearch:
         waiting_power_w: [num_stages] the price of waiting in that program.
         deadline_s: for the evaluated iteration, late clocks included.
         min_dwell_s: as `clock_runs.shortest_dwell_s` counts.
+        plan_for: makes such a plan for another deadline; LinearProgramError: there is none.
     """
 
     def __init__(
@@ -75,8 +77,10 @@ class RunSearch:
         waiting_power_w: FloatArray,
         deadline_s: float,
         min_dwell_s: float,
+        plan_for: Callable[[float], Plan],
     ) -> None:
         conditions = plan.conditions
+        self._plan_for = plan_for
         self._start, self._relaxed = plan, relaxed
         self._power_w = waiting_power_w
         self._deadline_s, self._min_dwell_s = deadline_s, min_dwell_s
@@ -89,7 +93,7 @@ class RunSearch:
         self._change_j = self._gpus * conditions.change_energy_j
         highest = max_frequencies(plan.schedule, plan.profile)
         self._highest = replace(plan, frequency_mhz=highest)
-        self._finder = self._finder_for(self._change_j)
+        self._finders = self._finders_for(self._change_j)
         self._evaluations = max(_FEWEST_EVALUATIONS, _EVALUATED_UNITS // plan.schedule.num_units)
         self._price_w = price_flow(plan.schedule, relaxed.prices)[0].reshape(
             plan.frequency_mhz.shape
@@ -97,17 +101,17 @@ class RunSearch:
 
     def search(self) -> Plan | None:
         """Return the cheapest plan found; None if none fits."""
-        runs = list(self._slowed(1.0))
-        begun = list(self._near_relaxed()) if self._min_dwell_s else [*runs]
-        if self._min_dwell_s:
-            runs += begun
+        slowed = list(self._slowed(1.0))
+        begun = list(self._near_relaxed()) if self._min_dwell_s else slowed
+        runs = [*slowed, *begun] if self._min_dwell_s else [*slowed]
         if begun and self._start.schedule.num_units <= _MAX_PROGRAM_UNITS:
             divided = [self._divided(plan) for plan in begun]
             runs += [*divided, self._divided(min(divided, key=self._rank))]
         if not self._min_dwell_s:
             runs += map(self._in_time, (self._start, *runs))
-            if not any(map(self._meets, runs)):
-                runs += self._slowed_in_part()
+            for others in (self._earlier, self._slowed_in_part):
+                if not any(map(self._meets, runs)):
+                    runs += others()
         elif not any(map(self._meets, runs)):
             nearest = sorted(runs, key=lambda plan: plan.cost.iteration_time_s)[:_SPENT]
             runs += map(self._in_time, nearest)
@@ -123,10 +127,23 @@ class RunSearch:
         if index is not None:
             yield self._plan(index)
 
+    def _earlier(self) -> Iterator[Plan]:
+        """Yield plans for earlier deadlines, by what late clocks of the plan before exceed it."""
+        plan, target_s = self._start, self._deadline_s
+        for _ in range(_ROUNDS):
+            target_s -= _SAFELY * max(0.0, plan.cost.iteration_time_s - self._deadline_s)
+            try:
+                plan = self._plan_for(target_s)
+            except LinearProgramError:  # no clocks are as fast
+                break
+            yield plan
+            if self._meets(plan):
+                break
+
     def _slowed_in_part(self) -> Iterator[Plan]:
         """Yield runs that slow units by the largest share of the start's slowing that is in time.
 
-        Of large pipelines, in which late clocks are on too many paths to shorten each.
+        Where no order of clocks is faster than the deadline, as for 1F1B at its own time.
         """
         least, most = 0.0, 1.0
         for _ in range(_SHARE_STEPS):
@@ -143,9 +160,10 @@ class RunSearch:
         duration_s, _ = plan.profile.lookup(plan.schedule, plan.frequency_mhz)
         fastest_s = self._table.time_s.min(axis=2).T
         longest_s = fastest_s + share * (duration_s - fastest_s)
-        index = self._within(plan, longest_s, self._price_w)
-        if index is not None:
-            yield self._plan(index)
+        for finder in self._finders:
+            index = self._within(plan, longest_s, self._price_w, finder)
+            if index is not None:
+                yield self._plan(index)
 
     def _near_relaxed(self) -> Iterator[Plan]:
         """Yield runs whose units are as near to the relaxed durations as the dwell time lets."""
@@ -155,22 +173,32 @@ class RunSearch:
         priced_j = cost_j + self._price_w.T[:, :, None] * self._table.time_s
         unit_j = float(np.abs(self._table.cost_j).mean())
         change_j = _CHANGE_FACTOR * self._change_j + _CHANGE_OF_UNIT * unit_j
-        for longer, pull in product(_LONGER, _PULLS):
-            finder = self._finder_for(change_j, longer)
-            index = finder.find(priced_j + pull * unit_j * off**2, self._table.profiled, late)
-            if index is not None:
-                yield self._plan(index)
+        for finder in self._finders_for(change_j):
+            for pull in _PULLS:
+                pulled_j = priced_j + pull * unit_j * off**2
+                index = finder.find(pulled_j, self._table.profiled, late)
+                if index is not None:
+                    yield self._plan(index)
 
-    def _finder_for(self, change_j: FloatArray, longer: float = 1.0) -> RunFinder:
-        """Return a finder of runs that last the dwell time with the waits of the start."""
-        return RunFinder(self._table, change_j, longer * self._run_s, self._start.timeline.wait_s)
+    def _finders_for(self, change_j: FloatArray) -> list[RunFinder]:
+        """Return finders of runs that last the dwell time with one plan's waits, the start's last.
 
-    def _within(self, plan: Plan, duration_s: FloatArray, price_w: FloatArray) -> IntArray | None:
+        Of the waits that a run has for its dwell time, slower units leave less.
+        """
+        return [
+            RunFinder(self._table, change_j, longer * self._run_s, plan.timeline.wait_s)
+            for longer in (_LONGER if self._min_dwell_s else (1.0,))
+            for plan in ((self._highest, self._start) if self._min_dwell_s else (self._start,))
+        ]
+
+    def _within(
+        self, plan: Plan, duration_s: FloatArray, price_w: FloatArray, finder: RunFinder
+    ) -> IntArray | None:
         """Return the cheapest runs in which no unit takes longer than given."""
         times = self._table.time_s
         short = times <= duration_s.T[:, :, None] * (1 + RELATIVE_TOLERANCE)
         cost_j, late = self._costs(plan, price_w)
-        return self._finder.find(cost_j, self._table.profiled & short, late)
+        return finder.find(cost_j, self._table.profiled & short, late)
 
     def _costs(self, plan: Plan, price_w: FloatArray) -> tuple[FloatArray, LateClocks | None]:
         """Return costs of units at each clock, with the waits before them as they are in a plan."""
@@ -192,7 +220,7 @@ class RunSearch:
         for _ in range(_ROUNDS):
             index = self._table.index_of(plan.frequency_mhz)
             divided = divide_time(plan, self._table, index, power_w, target_s)
-            within = divided and self._within(plan, *divided)
+            within = divided and self._within(plan, *divided, self._finders[-1])
             if within is None:
                 break
             plan = self._plan(within)
@@ -213,7 +241,7 @@ class RunSearch:
         return plan
 
     def _spent(self, plan: Plan) -> Plan:
-        """Give runs another clock while that saves energy and there is time.
+        """Give runs, or their ends, another clock while that saves energy and there is time.
 
         Moves are tried several at once, more after a success and fewer after a failure.
         """
@@ -227,7 +255,9 @@ class RunSearch:
             while first < len(moves) and left > 0:
                 changed_index = index.copy()
                 for move in moves[first : first + count]:
-                    changed_index[move.stage, move.begin : move.end] = move.clock
+                    units = changed_index[move.stage, move.begin : move.end]
+                    if (units == units[0]).all():  # no move before it has split the run
+                        units[:] = move.clock
                 changed = self._plan(changed_index)
                 left -= 1
                 if changed.cost.energy_j < plan.cost.energy_j and self._meets(changed):

@@ -7,6 +7,7 @@ evaluate: late clocks are left out, and other stages stay as they are.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -63,7 +64,7 @@ def faster_path(plan: Plan, table: ClockTable, deadline_s: float) -> IntArray | 
 
 
 class Move(NamedTuple):
-    """Another clock, an index, for a run: the units from `begin` to before `end` of a stage.
+    """Another clock, an index, for the units from `begin` to before `end` of a stage.
 
     `rate_w` is an estimate of what it saves for each second that the units take longer together,
     above all others where they take none.
@@ -81,31 +82,54 @@ def saving_moves(
 ) -> list[Move]:
     """Return moves worth evaluating, the best first.
 
-    A run goes to a slower clock or to that of a neighbour, where its extra time is within the slack
-    of each of its units.
+    A run goes to a slower clock or to that of a neighbour, or gives units at one of its ends to
+    that neighbour: the most whose extra time, all together, is within the slack of each.
     """
     slack_s = plan.timeline.slack_s + (deadline_s - plan.cost.iteration_time_s)
     moves: list[Move] = []
     for stage, row in enumerate(table.index_of(plan.frequency_mhz)):
         bounds = [0, *(np.flatnonzero(np.diff(row)) + 1).tolist(), len(row)]
         for begin, end in pairwise(bounds):
-            now, sides = int(row[begin]), (int(row[begin - 1]), int(row[end % len(row)]))
-            cost_j, time_s = (
-                values[begin:end, stage].sum(axis=0) for values in (table.cost_j, table.time_s)
+            moves += _moves_of_run(
+                table, row, stage, begin, end, float(change_j[stage]), slack_s[stage, begin:end]
             )
-            more_s = time_s - time_s[now]
-            slower = np.flatnonzero(more_s > 0)
-            slower = slower[more_s[slower].argsort()][:_SLOWER_CLOCKS]
-            allowed = table.profiled[begin:end, stage].all(axis=0)
-            allowed &= more_s <= slack_s[stage, begin:end].min()
-            for clock in {*sides, *slower.tolist()} - {now}:
-                fewer = sum(side != now for side in sides) - sum(side != clock for side in sides)
-                saved_j = float(cost_j[now] - cost_j[clock])
-                saved_j += float(change_j[stage]) * fewer * (end - begin < len(row))
-                if allowed[clock] and saved_j > 0:
-                    rate_w = saved_j / max(float(more_s[clock]), 1e-9)
-                    moves.append(Move(rate_w, stage, begin, end, clock))
     return sorted(moves, reverse=True)
+
+
+def _moves_of_run(
+    table: ClockTable,
+    row: IntArray,
+    stage: int,
+    begin: int,
+    end: int,
+    change_j: float,
+    slack_s: FloatArray,
+) -> Iterator[Move]:
+    """Yield the moves of one run of a stage, whose clocks are in `row`."""
+    now, sides = int(row[begin]), (int(row[begin - 1]), int(row[end % len(row)]))
+    profiled = table.profiled[begin:end, stage]
+    more_j, more_s = (
+        values[begin:end, stage] - values[begin:end, stage, now, None]
+        for values in (table.cost_j, table.time_s)
+    )
+    all_s = more_s.sum(axis=0)
+    slower = np.flatnonzero(all_s > 0)
+    slower = slower[all_s[slower].argsort()][:_SLOWER_CLOCKS]
+    for clock in {*sides, *slower.tolist()} - {now}:
+        fewer = sum(side != now for side in sides) - sum(side != clock for side in sides)
+        for from_front, side in zip((1, -1), sides, strict=True):
+            order = slice(None, None, from_front)
+            saved_j = -np.cumsum(more_j[order, clock])
+            saved_j[-1] += change_j * fewer * (end - begin < len(row))
+            extra_s = np.cumsum(more_s[order, clock])
+            fits = (saved_j > 0) & (extra_s <= np.minimum.accumulate(slack_s[order]))
+            fits &= np.logical_and.accumulate(profiled[order, clock])
+            fits[:-1] &= clock == side
+            if fits.any():
+                count = int(np.flatnonzero(fits)[-1]) + 1
+                rate_w = float(saved_j[count - 1] / max(extra_s[count - 1], 1e-9))
+                first = begin if from_front > 0 else end - count
+                yield Move(rate_w, stage, first, first + count, clock)
 
 
 def divide_time(

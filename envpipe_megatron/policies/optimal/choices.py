@@ -16,6 +16,7 @@ import numpy as np
 from envpipe_megatron.core.arrays import FloatArray, IntArray
 from envpipe_megatron.core.conditions import Conditions
 from envpipe_megatron.core.kinds import Kind
+from envpipe_megatron.core.plan import Plan
 from envpipe_megatron.core.profile import Profile
 from envpipe_megatron.core.profile_rows import ProfileRow
 from envpipe_megatron.core.schedule import Schedule
@@ -118,6 +119,17 @@ def lower_hull(kept: Sequence[Choice]) -> list[int]:
             hull.pop()
         hull.append(index)
     return hull
+
+
+def mean_waiting_power_w(plan: Plan) -> FloatArray:
+    """Return [num_stages] the mean power of a waiting GPU; without a wait, the blocking power."""
+    conditions, result = plan.conditions, plan.evaluation
+    by_gpu_j = result.energy_by_stage_j / conditions.gpus_by_stage
+    changes_j = conditions.change_energy_j * result.clock_changes
+    waiting_j = by_gpu_j - result.unit_energy_j.sum(axis=1) - changes_j
+    waiting_s = plan.cost.iteration_time_s - result.timeline.duration_s.sum(axis=1)
+    long = waiting_s > RELATIVE_TOLERANCE * plan.cost.iteration_time_s
+    return np.where(long, waiting_j / np.where(long, waiting_s, 1.0), conditions.blocking_power_w)
 
 
 def waiting_floor_w(profile: Profile, conditions: Conditions, parking: bool = False) -> FloatArray:

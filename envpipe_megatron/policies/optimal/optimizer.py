@@ -25,6 +25,7 @@ from envpipe_megatron.policies.frequencies import uniform
 from envpipe_megatron.policies.optimal.choices import (
     Choices,
     make_choices,
+    mean_waiting_power_w,
     node_keys,
     waiting_floor_w,
 )
@@ -33,12 +34,14 @@ from envpipe_megatron.policies.optimal.linear_program import (
     LinearProgramError,
     Relaxed,
 )
-from envpipe_megatron.policies.optimal.rounding import round_durations
+from envpipe_megatron.policies.optimal.rounding import hull_floor, round_durations
 
 #: The gap that is good enough for a single plan.
 GOOD_GAP = 0.002
 #: No frequency of a real GPU makes a unit slower than its fastest by this factor.
 _NO_DEADLINE = 1e3
+#: Waiting powers that differ by less are not worth another linear program.
+_SAME_POWER = 0.02
 
 
 @dataclass(frozen=True)
@@ -55,7 +58,8 @@ class Optimizer:
 
     The linear program leaves out some costs, which are planned around it:
 
-    - Waiting power depends on the clock: waiting is priced at a stage's least power.
+    - Waiting power depends on the clock: the bound prices waiting at a stage's least power. Plans
+      are made at the mean power at which a first plan waits, its clocks rounded up.
     - `run_search` plans changes of clock that cost energy or come late, and clocks to be kept long.
     - `parking` lowers clocks in long waits, if `conditions` have the waiting power by clock.
 
@@ -75,6 +79,7 @@ class Optimizer:
         self.schedule, self.profile, self.conditions = schedule, profile, conditions
         self._parking, self._good_gap = parking, good_gap
         self._floor = self._priced(waiting_floor_w(profile, conditions, parking))
+        self._at_mean: _Priced | None = None
         self._at_worth: dict[float, _Priced] = {}
 
     @property
@@ -115,11 +120,20 @@ class Optimizer:
         at_floor = self._floor.program.solve(deadline_s)
         by_energy = waiting_worth_w is None
         priced = self._floor if waiting_worth_w is None else self._priced_at(waiting_worth_w)
+        if by_energy and conditions.wait_power_w is not None:
+            chosen = hull_floor(schedule, priced.choices, at_floor.duration_s)
+            priced = self._at_mean_power_of(self._plan(priced.choices, chosen))
         rounded, relaxed = self._round(priced, deadline_s)
         plan: Plan | None = rounded
         if conditions.change_time_s or conditions.change_energy_j or min_dwell_s:
-            around = priced.waiting_power_w, deadline_s, min_dwell_s
-            plan = RunSearch(rounded, relaxed, *around).search()
+            plan = RunSearch(
+                rounded,
+                relaxed,
+                priced.waiting_power_w,
+                deadline_s,
+                min_dwell_s,
+                plan_for=lambda earlier_s: self._round(priced, earlier_s)[0],
+            ).search()
         if plan is None:
             raise LinearProgramError(
                 f"No plan of schedule '{schedule.name}' was found that meets the deadline (s) "
@@ -161,6 +175,15 @@ class Optimizer:
             worth_w = np.full(self.schedule.num_stages, waiting_worth_w)
             self._at_worth[waiting_worth_w] = self._priced(worth_w, time_costs=False)
         return self._at_worth[waiting_worth_w]
+
+    def _at_mean_power_of(self, plan: Plan) -> _Priced:
+        """Return the program for the power that a plan waits at, or one at hand for nearly that."""
+        mean_w = mean_waiting_power_w(self._parked(plan))
+        if self._at_mean is None or not np.allclose(
+            mean_w, self._at_mean.waiting_power_w, rtol=_SAME_POWER, atol=0.0
+        ):
+            self._at_mean = self._priced(mean_w)
+        return self._at_mean
 
     def _round(self, priced: _Priced, deadline_s: float) -> tuple[Plan, Relaxed]:
         """Round a linear program's solution to a plan, for which clocks are never late."""

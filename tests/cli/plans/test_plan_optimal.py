@@ -5,6 +5,7 @@ import re
 
 import pytest
 from cli_helpers import plan_badly, plan_for, simulate_json, write_sidecar
+from commands import run_well
 
 from envpipe_megatron.core.plan import read_plan
 from envpipe_megatron.core.profile import read_profile
@@ -125,6 +126,12 @@ def test_a_power_cap_of_all_windows_is_kept_and_stands_in_the_plan(profile_path,
 )
 def test_objectives_that_cannot_be(profile_path, tmp_path, options, said):
     assert said in plan_badly(profile_path, tmp_path, *OPTIMAL, *options)
+
+
+def test_help_shows_the_range_of_a_number():
+    ranges = re.findall(r"\[(x>=?[^\]]*)\]", run_well("plan", "--help").stdout)
+    assert {"x>0", "x>=0"} <= set(ranges)
+    assert not any("." in each for each in ranges)
 
 
 def test_the_saving_is_as_sure_as_the_profile(profile_path, tmp_path):

@@ -148,6 +148,19 @@ def test_no_process_for_a_guard(guard, monkeypatch):
         guard.hold()
 
 
+def test_a_rank_that_cannot_look_at_itself_gets_no_guard(guard, monkeypatch):
+    """As where /proc is not mounted; it trains on with the clock as it is."""
+    guard.end = SimpleNamespace(close=lambda: None)
+
+    def unmounted():
+        raise FileNotFoundError(2, "No such file or directory", "/proc/self/ns/pid")
+
+    monkeypatch.setattr(hold_module.ProcessIdentity, "own", unmounted)
+    with pytest.raises(GuardError, match=r"could not be started.*/proc/self/ns/pid"):
+        guard.hold()
+    assert guard.page.is_over
+
+
 def test_a_log_that_is_a_link_is_not_written(guard, tmp_path):
     guard.end = SimpleNamespace(close=lambda: None)
     guard_log(ADDRESS).symlink_to(tmp_path / "precious")

@@ -18,6 +18,7 @@ from envpipe_megatron.core.profile import make_profile, read_profile
 from envpipe_megatron.core.schedule import Schedule
 from envpipe_megatron.policies.clock_changes import run_search
 from envpipe_megatron.policies.clock_changes.clock_runs import shortest_dwell_s
+from envpipe_megatron.policies.optimal.choices import mean_waiting_power_w
 from envpipe_megatron.policies.optimal.linear_program import LinearProgramError
 from envpipe_megatron.policies.optimal.optimizer import Optimizer, all_maximum_s
 
@@ -86,8 +87,8 @@ class TestWaitingPowerByClock:
             deadline_s = deadline_of(own, factor)
             plan = own.plan(deadline_s)
             other = replace(ignoring.plan(deadline_s), conditions=conditions)
-            # Waiting is priced at the least power: at 80 W 0.01 % are lost, 0.07 % at 1.3.
-            assert plan.cost.energy_j <= other.cost.energy_j * (1 + 1e-3)
+            # Waiting is priced once, by a first guess of where it is: 0.003 % are lost at 80 W.
+            assert plan.cost.energy_j <= other.cost.energy_j * (1 + 5e-5)
             assert plan.energy_lower_bound_j <= plan.cost.energy_j
 
     def test_a_blocking_power_that_is_far_off_is_mended(self):
@@ -109,6 +110,7 @@ class TestWaitingPowerByClock:
         assert parked.cost.energy_j < waiting.cost.energy_j
         assert parked.energy_lower_bound_j < waiting.energy_lower_bound_j
         assert parked.energy_lower_bound_j <= parked.cost.energy_j
+        assert mean_waiting_power_w(parked) == pytest.approx([48.0] * 4, rel=0.05)
 
 
 class TestChangeEnergy:
@@ -235,7 +237,7 @@ def test_any_conditions():
         assert plan.energy_lower_bound_j <= plan.cost.energy_j * (1 + 1e-9), seed
         assert shortest_dwell_s(plan) >= dwell_s * (1 - 1e-9), seed
         above.append(100 * (plan.cost.energy_j / plan.energy_lower_bound_j - 1))
-    fewest, most = (59, 7.55) if asked_for("CORE") else (15, 8.25)
+    fewest, most = (59, 7.05) if asked_for("CORE") else (15, 8.2)
     assert len(above) >= fewest
     assert np.mean(above) < most
 

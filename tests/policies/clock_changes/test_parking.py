@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from core_cases import PROFILE, WAIT_CURVES, F, random_orders
+from core_cases import PROFILE, WAIT_CURVES, B, F, profile_of, random_orders
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from on_request import examples
@@ -17,7 +17,7 @@ from envpipe_megatron.core.plan import Plan
 from envpipe_megatron.core.schedule import Schedule
 from envpipe_megatron.policies.clock_changes.clock_runs import shortest_dwell_s
 from envpipe_megatron.policies.clock_changes.parking import park
-from envpipe_megatron.policies.optimal.choices import waiting_floor_w
+from envpipe_megatron.policies.optimal.choices import mean_waiting_power_w, waiting_floor_w
 
 #: At 1200 MHz stage 0 runs F0 0-1, F1 1-2, B0 4-6, B1 7-9, stage 1 F0 1-2 B0 -4 F1 -5 B1 -7.
 SCHEDULE = builders.one_f_one_b(2, 2)
@@ -90,6 +90,18 @@ class TestPark:
 
 
 class TestWaiting:
+    def test_mean_power_is_that_of_the_clocks_that_are_waited_at(self):
+        # B0 waits 2 s at 900 MHz; it ends at 7, so B1, at 1200, does not wait.
+        plan = plan_of((1200, 1200, 900, 1200), change_energy_j=3.0, gpus_per_stage=(2, 4))
+        assert mean_waiting_power_w(plan) == pytest.approx([30.0, 50.0])
+        assert mean_waiting_power_w(park(plan)) == pytest.approx([10.0, 20.0])
+
+    def test_mean_power_of_a_stage_that_never_waits_is_the_blocking_power(self):
+        profile = profile_of({(0, F): {1200: (1.0, 10.0)}, (0, B): {1200: (2.0, 24.0)}})
+        conditions = Conditions((40.0,), wait_power_w=({1200: 60.0},))
+        plan = Plan("mine", builders.one_f_one_b(1, 2), np.full((1, 4), 1200), profile, conditions)
+        assert mean_waiting_power_w(plan).tolist() == [40.0]
+
     def test_floor(self):
         conditions = plan_of().conditions
         assert waiting_floor_w(PROFILE, conditions).tolist() == [30.0, 35.0]
