@@ -1,4 +1,4 @@
-"""Which level published training jobs get, and what stands against the next one.
+"""Which level published training jobs get, and what rules out the next one.
 
     python benchmarks/recipes.py                                  # recipes of Megatron-Bridge
     python benchmarks/recipes.py CHECKOUT/tests/functional_tests  # jobs of a Megatron-LM checkout
@@ -127,7 +127,7 @@ def _functional_test(path: Path) -> Iterator[Job]:
 
 
 def job_rows(jobs: Iterable[Job]) -> list[dict[str, Any]]:
-    """For each job its level, and what stands against the next."""
+    """For each job its level, and what rules out the next."""
     rows = []
     for job in jobs:
         found = job.decide()

@@ -7,7 +7,7 @@
  "end_us": [98010, 196022, 500801, 600050], "frequency_mhz": [1410, 1260, 1260, 1260]}
 ```
 
-Units stand in the order in which they ran, as plans write them; their starts and ends are
+Units are in the order in which they ran, as plans write them; their starts and ends are
 microseconds after the iteration's begin, which is on the time base of the energy log's windows.
 Frequencies are those that were requested, and absent where no clock was controlled. Not every
 iteration is recorded: see `is_recorded`. Lines of another format report the clock that was seen

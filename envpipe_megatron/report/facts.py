@@ -86,7 +86,7 @@ def find_bubbles(
 
     Args:
         num_stages: of the job.
-        top_mhz: the highest clock, if it is known; else warm-up and baseline stand for it.
+        top_mhz: the highest clock, if it is known; else that of warm-up and baseline is taken.
     """
     gpus = {gpu.rank: gpu for gpu in gpus_of(read.labels for read in recorded)}
     found = [

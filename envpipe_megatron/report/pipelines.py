@@ -84,7 +84,7 @@ def by_iteration(recorded: Iterable[RankIteration]) -> dict[IterationKey, list[R
 def kept_iterations(
     iterations: Mapping[IterationKey, Sequence[RankIteration]], most_units: int
 ) -> list[IterationKey]:
-    """Return every n-th iteration of each phase, and its last, with at most about so many units.
+    """Return every n-th iteration of each phase, and its last, with at most about `most_units`.
 
     The same ones of all GPUs, in their order.
     """

@@ -30,7 +30,7 @@ from envpipe_megatron.report.pipelines import (
     whole_pipelines,
 )
 
-#: A page holds so many units: some 6 MB.
+#: Most units of a page: some 6 MB.
 MOST_UNITS = 200_000
 #: What column `kind` counts.
 KINDS = tuple(TRAITS)

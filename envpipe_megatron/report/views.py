@@ -45,7 +45,7 @@ from envpipe_megatron.report.series import (
 _PHASES = dict(zip(PHASES, (GREY, ORANGE, SKY, PURPLE, YELLOW, GREEN, GREY, GREY), strict=True))
 #: Of each line: more than a screen has pixels would not be seen.
 _MOST_POINTS = 800
-#: A frontier of so many units is made within seconds.
+#: A frontier of at most this many units is made within seconds.
 _MOST_UNITS, _POINTS = 2_000, 8
 
 

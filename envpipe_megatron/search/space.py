@@ -192,7 +192,7 @@ class MegatronSpace:
             yield from ((name, count) for count in range(1 if name == FULL else layers, layers + 1))
 
     def _bound_with(self, shape: Shape, everywhere: Recomputed) -> float:
-        """Return a bound on the time of cuts whose stages recompute so many pieces, or all."""
+        """Return a bound on the time of cuts whose stages recompute this many pieces, or all."""
         name, count = everywhere
         if name is None:
             return 0.0

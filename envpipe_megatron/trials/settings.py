@@ -184,7 +184,7 @@ class Settings:
         return [self.forward_time_s * operations / stage for operations in work]
 
     def as_proof(self, rounds: int, iterations: int | None, *, changes_clocks: bool) -> Settings:
-        """Return a proof with this model, of so many measured iterations a turn."""
+        """Return a proof with this model, of `iterations` measured ones a turn."""
         return replace(
             self, proof=True, rounds=rounds, changes_clocks=changes_clocks, warmup_iterations=2,
             steady_iterations=iterations,

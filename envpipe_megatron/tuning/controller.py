@@ -1,7 +1,7 @@
 """The closed loop of the planning rank: probe, plan, correct, and watch as long as the job runs.
 
-Nothing here talks to ranks or GPUs: `Controller.run` is a generator that yields what all ranks run
-next (`Command`) and is sent what they measured (`Window`). No step waits for a plan: planning runs
+It talks to no rank and no GPU: `Controller.run` is a generator that yields what all ranks run next
+(`Command`) and receives what they measured (`Window`). No step waits for a plan: planning runs
 beside training, and the new plan is run from the next window on.
 """
 
@@ -26,35 +26,36 @@ from envpipe_megatron.tuning.probes.probe import Look, first_probe
 from envpipe_megatron.tuning.probes.slack import lifted, slack_probe
 from envpipe_megatron.tuning.replicas import ReplicaLevels, gpu_power_w
 
-#: Corrections that gain nothing end after so many. Without any, a job in which a GPU becomes slow
-#: saves 0.8 points less.
+#: Most corrections of a plan; the first that gains nothing ends them. Without any, a job in which
+#: a GPU becomes slow saves 0.8 points less.
 _MOST_CORRECTIONS = 6
-#: The framework's order runs at the highest clocks for so many iterations, each time that so many
-#: others have passed: less than a hundredth of what is saved.
+#: Iterations of the framework's order at the highest clocks, and of others between two of these:
+#: they cost less than a hundredth of what is saved.
 BASELINE_ITERATIONS, BASELINE_EVERY = 3, 500
-#: So many times the iterations of a baseline pass at most before another plan is tried.
+#: Most baselines one after the other before another plan is tried.
 _MOST_STRETCHES = 1024
-#: After so many windows a few units run at the highest clock, if no others do; after twice as many
-#: each time that all is as before, up to the second number. Without any, iterations of a job whose
-#: power cap has ended are 9.5 % too long until the next baseline.
+#: Windows until a few units run at the highest clock, if no others do: the first number, and twice
+#: as many each time that nothing has changed, up to the second. Without such looks, iterations of
+#: a job whose power cap has ended are 9.5 % too long until the next baseline.
 _LOOKS_AT_TOP, _SELDOM = 2, 8
-#: After so many windows at most, planning that failed is tried again.
+#: Most windows until planning that failed is tried again.
 _LATEST = 1024
-#: What meters said counts this much less with each window of a plan.
+#: Weight of earlier meter readings, by window of a plan.
 _FADES = 0.98
 #: A plan that is nearer to the power budget than this share keeps it, and makes use of it.
 _NEAR = 0.004
-#: So many plans of budgets are kept: where budgets change each minute, 0.3 % less time is lost.
+#: Most plans for budgets that are kept: where budgets change each minute, 0.3 % less time is lost.
 _MOST_KNOWN = 8
 
 
 class Due:
-    """When looks at the highest clock, baselines and new plans are due, in windows of plans.
+    """Counts when looks at the highest clock, baselines and new plans are due, in windows.
 
     Attributes:
-        windows: how many have passed, and had at the last baseline, `baseline_at`.
+        windows: how many windows of plans have passed.
+        baseline_at: how many had passed at the last baseline.
         failures: how often planning has failed since the best plan was made.
-        plan_at: when that is to be made again; 0 for never.
+        plan_at: the window after which the best plan is made again; 0 for never.
     """
 
     def __init__(self) -> None:
@@ -63,17 +64,17 @@ class Due:
 
     @property
     def baseline(self) -> bool:
-        """True if a baseline is."""
+        """True if a baseline is due."""
         return WINDOW * (self.windows - self.baseline_at) >= BASELINE_EVERY
 
     @property
     def look(self) -> bool:
-        """True if a look at the highest clock is."""
+        """True if a look at the highest clock is due."""
         return self.windows >= self._look_at
 
     @property
     def plan(self) -> bool:
-        """True if the best plan is to be made again."""
+        """True if the best plan is due to be made again."""
         return 0 < self.plan_at <= self.windows
 
     def looked(self, *, calm: bool) -> None:

@@ -34,8 +34,8 @@ _COARSE = 16
 _RISES_TO_STOP = 2
 #: The highest clock and the best are measured this often.
 _ROUNDS = 2
-#: The kept clock is held against the highest when so many iterations have passed, and so many times
-#: those of a measurement: less than a hundredth of what is saved.
+#: Fewest iterations until the kept clock is compared with the highest again, and as a multiple of
+#: those of a measurement: it costs less than a hundredth of what is saved.
 _COMPARED_AFTER, _MEASUREMENTS_APART = 1000, 100
 #: Two steps are the least whose scatter is known.
 _LEAST_STEPS = 2

@@ -15,8 +15,8 @@ from envpipe_megatron.core.plan import Plan
 from envpipe_megatron.tuning.commands import Clocked
 from envpipe_megatron.tuning.parking import timed
 
-#: Replicas differ if the slowest takes this share longer than another, and so many standard errors
-#: of what each takes: noise by itself sets the slowest of 64 apart from the fastest by five, and
+#: Replicas differ if the slowest takes this share longer than another, and this many standard
+#: errors of what each takes: noise sets the slowest of 64 apart from the fastest by five, and
 #: four iterations make errors seem a quarter smaller than they are. Without the first 16 replicas
 #: with hiccups save 1.1 points less, without the second four of them take up to 0.4 % longer.
 _DIFFER, _SURELY = 0.01, 7.0

@@ -299,7 +299,7 @@ def test_another_version_is_named(loop, monkeypatch):
     ],
 )
 def test_the_level_is_that_of_the_same_arguments(changes, level, said, arguments, monkeypatch):
-    """What is said is what is to be checked, or stands against the next level."""
+    """The lines name what is checked, or what rules out the next level."""
     for variable in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF", "CUDA_LAUNCH_BLOCKING"):
         monkeypatch.delenv(variable, raising=False)
     args = arguments.arguments_of(config(**changes), 2)

@@ -1,4 +1,4 @@
-"""What in a Megatron-LM job stands against which level: row by row, and in random combinations."""
+"""What in a Megatron-LM job rules out which level: row by row, and in random combinations."""
 
 import argparse
 import enum

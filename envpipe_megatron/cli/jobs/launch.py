@@ -64,7 +64,7 @@ from SLURM, where srun starts one task a node. --dry-run shows what is found.
 
 With --hostfile, nodes are started over ssh in this folder, which they must have too. They get
 PYTHONPATH, LD_LIBRARY_PATH, what --export names, and all variables that begin with ENVPIPE_, NCCL_,
-GLOO_, CUDA_ (but CUDA_VISIBLE_DEVICES), TORCH_, OMP_, MKL_ or PET_. Their values stand in command
+GLOO_, CUDA_ (but CUDA_VISIBLE_DEVICES), TORCH_, OMP_, MKL_ or PET_. Their values are in command
 lines, which other users of the machines can read: export no secrets. When a node fails, the others
 are stopped, and its exit status is this command's.
 
@@ -76,7 +76,7 @@ Example:
 
 
 class _SplitFirst(click.Command):
-    """Reads EnvPipe's options wherever they stand before SCRIPT, and nothing of what follows it."""
+    """Reads EnvPipe's options wherever they are before SCRIPT, and nothing of what follows it."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         """Leave the words before SCRIPT to click, and keep what follows in the context."""

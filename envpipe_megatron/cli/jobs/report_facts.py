@@ -46,7 +46,7 @@ from envpipe_megatron.report.facts import (
 )
 from envpipe_megatron.report.run_folder import RunFolder
 
-#: An order of so many units is planned within seconds.
+#: An order of at most this many units is planned within seconds.
 _MOST_UNITS = 2_000
 
 _STEADY, _WARMUP = Phase.STEADY.value, Phase.WARMUP.value

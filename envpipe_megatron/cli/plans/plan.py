@@ -135,7 +135,7 @@ class _NameOrFile(click.Choice[str]):
 )  # fmt: skip
 @click.option(
     "--stages-per-node", type=click.IntRange(min=1),
-    help="The cap is for each node, of so many stages in a row.",
+    help="The cap is for each node, of this many stages in a row.",
 )  # fmt: skip
 @click.option(
     "--energy-price", type=Finite(), default=0.0,

@@ -63,7 +63,7 @@ class GptPieces:
         return (SELECTIVE, FULL) if hasattr(attention, "checkpoint_core_attention") else (FULL,)
 
     def rows(self, most: int) -> Any:
-        """Within, the model runs at most so many layers of each kind."""
+        """Within, the model runs at most `most` layers of each kind."""
         layers = torch.nn.ModuleList(layer for row in self._layers.values() for layer in row[:most])
         return replaced(self._decoder, layers=layers, num_layers_per_pipeline_rank=len(layers))
 

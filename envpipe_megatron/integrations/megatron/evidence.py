@@ -119,7 +119,7 @@ def seen_like(level: Level, args: Namespace, *, splits: bool, clocks: bool) -> l
 
 
 def never_tried(level: Level, args: Namespace, ranks: int) -> list[str]:
-    """Return what of a job of so many ranks nobody has tried."""
+    """Return what nobody has tried of a job with this number of ranks."""
     not_compared = [what for what, asks in _NOT_COMPARED.items() if asks(args)]
     return [
         *([] if level is Level.OBSERVE else [_NO_CLOCK]),

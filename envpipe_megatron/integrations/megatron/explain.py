@@ -41,6 +41,12 @@ _AT_START = (
     "checked in the first iteration, as are sequences of varying length",
     "how much memory other orders may take: measured in the first steps",
 )
+#: Why level `order` keeps Megatron's order.
+_KEPT = (
+    "of another order than Megatron's (1f1b): virtual stages, and forwards that draw random "
+    "numbers or scale FP8 by several earlier forwards. Megatron's dropout is 0.1 unless the job "
+    "has --hidden-dropout 0 --attention-dropout 0"
+)
 
 
 @dataclass(frozen=True)
@@ -133,7 +139,9 @@ def explain(job: PlannedJob) -> dict[str, list[str]]:
     seen = seen_like(decision.level, job.args, splits=not whole, clocks=clocks)
     return {
         "What it gets": list(_gets(job, decision, at)),
-        "What is in the way of the next level": list(_in_the_way(decision)),
+        "What is in the way of the next level": list(
+            _in_the_way(decision, kept=options.scheduling != job.options.scheduling)
+        ),
         "What is proven, and what is checked at start": list(_proven(decision, whole)),
         "What carries messages between stages": list(_carriers(job, decision, at)),
         "What was seen of such jobs, against Megatron's own order at the highest clocks": (
@@ -163,10 +171,15 @@ def _gets(job: PlannedJob, decision: Decision, at: JobOptions) -> Iterator[str]:
     )
 
 
-def _in_the_way(decision: Decision) -> Iterator[str]:
-    """Yield each limit once, below the lowest level that it rules out."""
+def _in_the_way(decision: Decision, *, kept: bool) -> Iterator[str]:
+    """Yield each limit once, below the lowest level that it rules out.
+
+    `kept`: the job keeps Megatron's order (`keep_sequence`).
+    """
     if not decision.against:
         yield "nothing: there is no higher level"
+    if kept and decision.level is Level.ORDER:
+        yield _KEPT
     named = set()
     for level, limits in decision.against.items():
         for limit in limits:
@@ -249,7 +262,7 @@ def planned_job(
     nodes: int | None = None,
     ranks_per_node: int | None = None,
 ) -> PlannedJob:
-    """Return a job of so many nodes and ranks on each.
+    """Return a job with this number of nodes, and of ranks on each.
 
     Where neither is given it has one pipeline, on nodes of eight; else as few nodes as it takes.
     Raises EnvPipeError if ranks do not divide into pipelines.

@@ -29,8 +29,8 @@ from envpipe_megatron.policies.optimal.choices import Choices, node_keys
 
 #: Relaxed durations within this fraction of a unit below a profiled time count as that time.
 _SOLVER_TOLERANCE = 1e-6
-#: A plan that costs no more than this fraction above its bound needs no other way to begin; of more
-#: units than so many, one that is good enough.
+#: A plan that costs no more than this fraction above its bound needs no other way to begin; with
+#: more units than this number, one that is good enough.
 _NEAR_GAP, _SMALL_UNITS = 1e-4, 20_000
 #: Ends of units that may move for each unit, while slack that flooring has left is spent.
 _SPENDING_WORK = 30

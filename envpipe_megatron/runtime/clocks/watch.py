@@ -26,9 +26,9 @@ TOLERANCE_MHZ = 15
 #: followed.
 _WARN_SHARE = 0.05
 _WARN_SAMPLES = 10
-#: So many of the latest looks are kept for `held_back`.
+#: Latest looks that are kept for `held_back`.
 _RECENT = 64
-#: So many states of power profiles and limits are kept, and so many named in a warning.
+#: Most states of power profiles and limits that are kept, and that a warning names.
 _MOST_POWER_STATES, _MOST_SAID = 50, 3
 #: How often to look, s: a look may take milliseconds, and each samples one instant; and how often a
 #: look takes in power profiles and limits.

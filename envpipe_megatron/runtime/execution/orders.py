@@ -58,7 +58,7 @@ PhaseRun = Generator[IterationOrder, StageRecord, T]
 
 
 def iterations(order: IterationOrder, count: int = 1) -> PhaseRun[list[StageRecord]]:
-    """Run an order so many times; the records."""
+    """Run an order `count` times; return the records."""
     records = []
     for _ in range(count):
         records.append((yield order))

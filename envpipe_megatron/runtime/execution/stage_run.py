@@ -36,7 +36,7 @@ class StageRun:
     cannot carry the messages.
 
     Args:
-        request: requests a clock in MHz for when the last unit has ended, or so many s later, or
+        request: requests a clock in MHz for when the last unit has ended, or some s later, or
             when the next begins: what it returns then is called there.
         channel: to the neighbours; None if the framework carries the messages.
         specs: what the channel's messages carry.

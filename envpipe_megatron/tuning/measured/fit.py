@@ -117,7 +117,7 @@ class Point:
     units: float
 
     def moved(self, ratio: float) -> Point:
-        """Return the same units, all of which take so many times as long."""
+        """Return the same units, all of which take `ratio` times as long."""
         return Point(ratio * self.time_s, self.units)
 
     def averaged(self, other: Point) -> Point:
@@ -190,7 +190,7 @@ class Times:
         self.lowest_mhz = max(times.lowest_mhz for times in others)
 
     def move(self, ratios: FloatArray) -> None:
-        """Take so many times as long at each clock, [clocks], as others were seen to."""
+        """Scale times at each clock by `ratios`, [clocks], as others were seen to change."""
         self.points = {
             clock: point.moved(float(np.interp(clock, self._clocks_mhz, ratios)))
             for clock, point in self.points.items()

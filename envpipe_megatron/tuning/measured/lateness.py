@@ -17,7 +17,7 @@ _LATE_S = 0.01
 _SURELY = 2.0
 #: Times at two clocks must differ by this share for a late change to be seen between them.
 _TELLING = 0.05
-#: Of so many units that show how late it is, the latest, the median counts.
+#: The median of this many units that show how late it is, the latest ones, counts.
 _KEPT = 64
 
 

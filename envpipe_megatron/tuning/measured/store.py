@@ -34,7 +34,7 @@ _KEEPS = 0.1
 #: A clock at which units last no longer than this many times as long as at the highest slows none.
 #: Without it a job whose clock was stuck loses 11 iterations more.
 _NO_SLOWER = 1.01
-#: So many iterations of one order show how they differ as a whole, and so many windows are kept.
+#: Iterations of one order that show how they differ as a whole, and windows that are kept.
 _TELLS_COMMON, _KEPT_COMMON = 3, 9
 #: A unit that takes less than this share of what is known did not run.
 _IMPLAUSIBLE = 0.3

@@ -81,9 +81,12 @@ def test_options_count_as_in_a_job():
 
 def test_with_chunks_an_order_whose_forwards_draw_stays_megatrons():
     chunks = "--num-layers 16 --num-layers-per-virtual-pipeline-stage 2"
-    assert "order 1f1b" in explained(chunks)["gets"][1]  # Megatron's dropout is 0.1 by default
-    calm = "--hidden-dropout 0 --attention-dropout 0.0"
-    assert "order auto" in explained(f"{chunks} {calm}")["gets"][1]
+    kept = explained(chunks)
+    assert "order 1f1b" in kept["gets"][1]  # Megatron's dropout is 0.1 by default
+    assert "--hidden-dropout 0 --attention-dropout 0" in kept["way"][-1]
+    searched = explained(f"{chunks} --hidden-dropout 0 --attention-dropout 0.0")
+    assert "order auto" in searched["gets"][1]
+    assert searched["way"] == ["nothing: there is no higher level"]
 
 
 @pytest.mark.parametrize("mapping", ["", "--use-tp-pp-dp-mapping"])
