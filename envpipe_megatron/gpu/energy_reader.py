@@ -28,6 +28,8 @@ from envpipe_megatron.gpu.guard.messages import receive, send, wait_readable
 _PROCESS = ("-P", "-m", "envpipe_megatron.gpu.energy_reader")  # -P: not the working folder
 #: The socket to the rank is its standard input.
 _RANK = 0
+#: Said of an error: in JSON a character takes up to 12 bytes, a message holds 16 KiB.
+_ERROR_CHARACTERS = 1000
 #: How long to wait for its end, s; a driver may hang.
 _END_S = 1.0
 
@@ -120,7 +122,7 @@ def main() -> None:
         try:
             reading = gpu.read_energy()
         except Exception as error:  # a driver may fail in any way
-            saying["error"] = str(error)
+            saying["error"] = str(error)[:_ERROR_CHARACTERS]
         news = {} if reading is None or reading == last else {"reading": astuple(reading)}
         if news or saying != said:
             last, said = reading, saying

@@ -19,6 +19,7 @@ from envpipe_megatron.gpu.base import GpuAddress
 from envpipe_megatron.gpu.devices import open_gpu
 from envpipe_megatron.gpu.emulated.emulated_gpu import EmulatedGpu
 from envpipe_megatron.gpu.energy_reader import EnergyReader
+from envpipe_megatron.gpu.guard.messages import receive
 from envpipe_megatron.runtime.energy.meter import EnergyMeter
 
 #: It looks when it is asked, and at no other time.
@@ -92,6 +93,25 @@ def test_what_a_full_socket_refuses_is_said_later(monkeypatch):
     ours.close()
     assert [message["looks"] for message in sent] == [0, 1, 2, 3]
     assert [message["reading"][0] for message in sent] == pytest.approx([0, 10, 20, 30])
+
+
+def test_a_failure_of_any_length_is_said(monkeypatch):
+    def fail() -> None:
+        raise RuntimeError("\N{GREEK SMALL LETTER ALPHA}" * 100_000)
+
+    gpu = FakeGpu()
+    gpu.read_energy = fail
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    ours.shutdown(socket.SHUT_WR)  # it ends after one look
+    monkeypatch.setattr(energy_reader, "_RANK", theirs.detach())
+    monkeypatch.setattr(energy_reader, "open_reader", lambda address: gpu)
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    order = {"address": asdict(gpu.address), "poll_s": 0.0, "parent": os.getppid()}
+    monkeypatch.setattr(sys, "argv", ["", json.dumps(order)])
+    energy_reader.main()
+    said = receive(ours)
+    ours.close()
+    assert set(said["error"]) == {"\N{GREEK SMALL LETTER ALPHA}"}
 
 
 def test_windows_are_those_of_a_meter_of_this_process(gpu, meter):
