@@ -81,16 +81,17 @@ class Budget:
             return f"power budget: {self._wishes.power_budget}; full clock is not metered yet"
         return f"power budget: {self.allowed_w:.1f} W of a GPU, which took {self.own_w:.1f} W"
 
-    def count(self, window: Window) -> None:
-        """Add a window to the figures, if there is or was a budget."""
+    def count(self, window: Window) -> str:
+        """Add a window to the figures, if there is or was a budget; returns what is new."""
         if self.facts is None:
-            return
+            return ""
         power_w, time_s = window.power_w, float(window.steps_s.sum())
         if math.isnan(power_w):
             self._unseen_s += time_s * self.is_set
-            if self._unseen_s >= SILENT_S and not self.fails:
-                self.billed = _UNSEEN
-            return
+            if self._unseen_s < SILENT_S or self.fails or self.billed == _UNSEEN:
+                return ""
+            self.billed = _UNSEEN
+            return self.billed
         sums, (last_w, last_s) = self._sums, self._last or (power_w, time_s)
         swing_w, self._unseen_s = abs(power_w - last_w), 0.0
         sums["time_s"] += time_s
@@ -100,6 +101,7 @@ class Budget:
         for name, value in zip(("peak_w", "swing_w", "ramp_w_per_s"), of_window, strict=True):
             sums[name] = max(sums[name], value)
         self._last = power_w, time_s
+        return ""
 
     def compare(self, window: Window, predicted_w: float) -> None:
         """Learn how much more a window took than was predicted."""

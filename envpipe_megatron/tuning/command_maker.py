@@ -94,7 +94,7 @@ class CommandMaker:
     ) -> FloatArray:
         """Have the store learn what some replicas ran last, by default all; as `Store.learn`."""
         assert self._store is not None
-        self._budget.count(window)
+        self.note(self._budget.count(window))
         replicas = replicas or self._everyone
         return self._store.learn(clocked, window, replicas, fresh=self._fresh, fades=fades)
 

@@ -232,7 +232,8 @@ class OneClock:
             yield from self._run(Phase.BASELINE, ran)
         while budget.is_set:
             clock = self._within(kept)
-            budget.count((yield from self._run(Phase.STEADY, clock, settle=int(clock != ran))))
+            window = yield from self._run(Phase.STEADY, clock, settle=int(clock != ran))
+            self._commands.note(budget.count(window))
             ran = clock
             if clock == min(self.clocks_mhz):
                 self._commands.note(budget.reach(self._powers_w.get(clock, 0.0)))

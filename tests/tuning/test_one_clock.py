@@ -245,6 +245,19 @@ def test_a_power_budget_is_kept_by_the_highest_clock_that_keeps_it():
     assert "lifted" in job.command.note
 
 
+def test_a_budget_that_no_meter_sees_is_said_once(steady):
+    steady.ask("88%")
+    steady.go_on()
+    steady.metered[:] = False
+    said = []
+    for _ in range(8):
+        steady.go_on(1)
+        said += steady.command.note.splitlines()
+    assert len(said) == 1
+    assert "no meter said what GPUs took" in said[0]
+    assert steady.bill()[-1] == said[0]
+
+
 @pytest.mark.parametrize(("step_s", "steps", "settle"), [(0.5, 5, 1000), (0.02, 50, 5000)])
 def test_measurements_last_long_enough_and_are_seldom(step_s, steps, settle):
     job = Job({clock: (step_s, float(clock)) for clock in CLOCKS})

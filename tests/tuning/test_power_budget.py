@@ -169,8 +169,9 @@ def test_silent_meters_are_no_budget_that_was_kept():
     assert budget.facts is not None
     assert budget.facts["budget_w"] is None
     budget.own_w = 300.0
-    budget.count(silent)
+    assert budget.count(silent) == budget.billed
     assert "no meter" in budget.billed
+    assert not budget.count(silent), "said once"
     assert budget.facts["exceeded_s"] is None
 
 
