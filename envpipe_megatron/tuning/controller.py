@@ -373,7 +373,7 @@ class Controller:
 
     def _replan(self, *, reorder: bool, levels: Sequence[int] = ()) -> None:
         order = None if reorder or self.plan is None else self.plan.schedule
-        if self._budget.forbids_own:
+        if levels or self._budget.forbids_own:  # a new plan forgets those of the one before
             levels = sorted({*levels, *self._replicas.levels} - {0})
         if order is None:
             self._due.plan_at = 0

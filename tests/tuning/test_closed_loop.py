@@ -4,6 +4,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import replace
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,6 +20,7 @@ from envpipe_megatron.core.profile_rows import MEASURED_SPLIT
 from envpipe_megatron.gpu.presets import load_preset
 from envpipe_megatron.policies.objective import Objective
 from envpipe_megatron.policies.planner import make_plan
+from envpipe_megatron.policies.request import PlanRequest
 from envpipe_megatron.runtime.job.options import JobOptions
 from envpipe_megatron.tuning import controller
 from job_runs import (
@@ -259,6 +261,26 @@ def test_replicas_follow_the_slowest_and_come_back(replicas):
     assert min(during) > 0.985 * max(during)  # up to the slowest, and not beyond it
     assert any("follow it" in text for _, text in ran.said)
     assert any(END <= at < END + FOUND_OUT for at, _ in ran.said)
+
+
+def test_levels_that_run_are_planned_with_those_that_are_missing():
+    """Replicas go on at theirs where the plan that comes with them is better."""
+    begun: list[tuple[object, ...]] = []
+    exact = exact_profile(load_preset("a100-sxm"), (0.03,) * 2, {})
+    own = make_plan(exact, PlanRequest(4, policy="baseline")).plan
+    job: Any = object.__new__(controller.Controller)
+    job.plan, job._due, job._budget = own, controller.Due(), controller.Budget()
+    job._planner = SimpleNamespace(begin=lambda *given: begun.append(given))
+    job._judge = SimpleNamespace(faster=0.0)
+    job._replicas = controller.ReplicaLevels(3)
+    job._replicas.lead(own)
+    job._replicas.extend({7: own})
+    job._replicas.compare(np.array([1.0, 1.0, 1.045]), 0.0)
+    job._replicas.follow()
+    assert (job._replicas.levels, job._replicas.missing) == ([7, 7, 0], [8])
+    job._replan(reorder=False, levels=job._replicas.asked())
+    job._replan(reorder=False)
+    assert begun == [(own.schedule, 0.0, [7, 8]), (own.schedule, 0.0, ())]
 
 
 @on_request("CONTROL")
