@@ -58,10 +58,10 @@ def test_published_recipes():
     of_pipelines = totals[True]
     page = " ".join((Path(__file__).parents[2] / "docs" / "do" / "level.md").read_text().split())
     assert (
-        f"{of_pipelines['jobs']} have a pipeline: {of_pipelines['order'] - checked} get `order`, "
-        f"{checked} more if their self-check holds, {of_pipelines['units']} `units`"
+        f"{of_pipelines['jobs']} have a pipeline. {of_pipelines['order'] - checked} of these get "
+        f"`order`, {checked} more if their self-check holds, {of_pipelines['units']} `units`"
     ) in page
-    assert f"{of_pipelines['splits']} of the {of_pipelines['order']} may split backwards" in page
+    assert f"Of the {of_pipelines['order']}, {of_pipelines['splits']} may split backwards" in page
 
 
 def test_features_become_arguments(recipes):
