@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 from presets import preset_profile
 
+from envpipe_megatron.core.arrays import IntArray
 from envpipe_megatron.core.conditions import Conditions
 from envpipe_megatron.core.kinds import WHOLE, Kind
 from envpipe_megatron.core.orders import builders
@@ -18,7 +19,7 @@ from envpipe_megatron.core.profile_rows import SplitBackward
 from envpipe_megatron.core.schedule import Schedule
 from envpipe_megatron.core.sidecar import Sidecar
 from envpipe_megatron.gpu.presets import load_preset
-from envpipe_megatron.policies.frequencies import Frequencies, envelope
+from envpipe_megatron.policies.frequencies import envelope
 from envpipe_megatron.policies.problem import order_limits
 
 PRESET = "h200"
@@ -34,7 +35,7 @@ def stepped_order(
     return builders.envpipe(num_stages, num_microbatches, limits.fit(wanted))
 
 
-def another_each_unit(schedule: Schedule, profile: Profile) -> Frequencies:
+def another_each_unit(schedule: Schedule, profile: Profile) -> IntArray:
     """Clocks that change at every unit, in MHz, [num_stages, units_per_stage]."""
     clocks_mhz = [row.frequency_mhz for row in profile.rows[0][Kind.FORWARD]]
     return np.resize(np.array(clocks_mhz, dtype=np.int64), schedule.is_backward.shape)
@@ -43,7 +44,7 @@ def another_each_unit(schedule: Schedule, profile: Profile) -> Frequencies:
 def write_unmeasured_plan(
     schedule: Schedule,
     folder: Path,
-    frequencies: Callable[[Schedule, Profile], Frequencies] = envelope,
+    frequencies: Callable[[Schedule, Profile], IntArray] = envelope,
 ) -> tuple[Path, Path]:
     """Write profile.csv and plan.json of an order; by default its inner units ask for clocks."""
     profile_file, plan_file = folder / "profile.csv", folder / "plan.json"
