@@ -165,6 +165,10 @@ def test_what_was_seen_is_of_jobs_like_it():
         4,
     }
     assert seen_like(Level.UNIFORM, args, splits=False, clocks=True) == []
+    experts = read_flags(f"{PIPELINE} --num-experts 8".split())
+    (seen,) = seen_like(Level.ORDER, experts, splits=True, clocks=False)
+    assert "experts" in seen.how
+    assert not any("experts" in row.how for row in (*split, *whole))
     for row in (*split, *whole):
         assert "measured" in row.how or "emulated" in row.how
 
