@@ -68,6 +68,8 @@ class MemoryGroup:
 
 
 _FAILED = object()
+#: For ranks to end, s.
+_END_S = 20.0
 
 
 class Immediate(Background[Any]):
@@ -132,13 +134,17 @@ class EmulatedJob:
         ]
         self._outbox: SimpleQueue[tuple[int, int, IterationOrder | Exception]] = SimpleQueue()
         self.planner: PhaseParts | None = None
+        self._ranks: list[threading.Thread] = []
         for replica in range(self._replicas):
             for stage in range(self._stages):
                 collectives = self._collectives(replica, stage, groups)
                 parts = partial(self._parts, replica, stage, collectives, config, own_order)
-                threading.Thread(
-                    target=self._run_rank, args=(replica, stage, parts), daemon=True
-                ).start()
+                self._ranks.append(
+                    threading.Thread(
+                        target=self._run_rank, args=(replica, stage, parts), daemon=True
+                    )
+                )
+                self._ranks[-1].start()
 
     def __enter__(self) -> EmulatedJob:
         return self
@@ -163,15 +169,18 @@ class EmulatedJob:
         return self.pipelines.iterations[-iterations:]
 
     def close(self) -> None:
-        """End all ranks."""
+        """End all ranks; what they keep is written then."""
         for boxes in self._boxes:
             for box in boxes.values():
                 box.put(_FAILED)
         for inboxes in self._inboxes:
             for box in inboxes:
                 box.put(None)
+        for rank in self._ranks:
+            rank.join(_END_S)
 
     def _run_rank(self, replica: int, stage: int, make: Callable[[], PhaseParts]) -> None:
+        parts: PhaseParts | None = None
         try:
             parts = make()  # on all ranks together
             phases = run_phases(parts)
@@ -185,6 +194,9 @@ class EmulatedJob:
                 order = phases.send(record)
         except Exception as error:
             self._outbox.put((replica, stage, error))
+        finally:
+            if parts is not None:
+                parts.folder.close()
 
     def _collectives(self, replica: int, stage: int, groups: _Boxes) -> Collectives:
         tree = [
