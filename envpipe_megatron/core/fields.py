@@ -99,8 +99,11 @@ UNIT_TIME = Number(positive=True, least=1e-12, below=1e12)
 SHORT_TIME = Number(below=10, unit="s", mistaken=(("ms", 1e-3), ("us", 1e-6)))
 #: s of what lasts no longer than what follows an iteration's last unit does.
 TIME = Number(below=600, unit="s", mistaken=(("ms", 1e-3), ("us", 1e-6)))
+JOULES_PER_KWH = 3.6e6
 #: J of a change, a unit or an iteration.
-ENERGY = Number(unit="J", mistaken=(("kWh", 3.6e6), ("Wh", 3600), ("kJ", 1e3), ("mJ", 1e-3)))
+ENERGY = Number(
+    unit="J", mistaken=(("kWh", JOULES_PER_KWH), ("Wh", 3600), ("kJ", 1e3), ("mJ", 1e-3))
+)
 RATIO = Number(mistaken=(("%", 0.01),))
 #: How many times as long.
 FACTOR = Number(positive=True, below=100, mistaken=(("%", 0.01),), above=1)

@@ -11,14 +11,13 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
-from envpipe_megatron.core.fields import AMOUNT
+from envpipe_megatron.core.fields import AMOUNT, JOULES_PER_KWH
 from envpipe_megatron.core.plan import NORMAL_95
 from envpipe_megatron.formats.energy_sums import EnergySums, total_of
 from envpipe_megatron.formats.steps import Comparison
 
 logger = logging.getLogger(__name__)
 
-JOULES_PER_KWH = 3.6e6
 #: Variables that say what a kWh costs, and its g of CO2, to jobs and commands alike.
 PRICE_VARIABLE, INTENSITY_VARIABLE = "ENVPIPE_PRICE", "ENVPIPE_GRID_INTENSITY"
 #: What the names of emulated GPUs end in.
@@ -160,7 +159,7 @@ def _word(less: float) -> str:
 
 
 def _energy(energy_j: float, half_j: float = 0.0) -> str:
-    return _scaled(energy_j, ("Wh", 3.6e3), ("kWh", 3.6e6), ("MWh", 3.6e9), half=half_j)
+    return _scaled(energy_j, ("Wh", 3.6e3), ("kWh", JOULES_PER_KWH), ("MWh", 3.6e9), half=half_j)
 
 
 def _time(time_s: float, half_s: float = 0.0) -> str:

@@ -12,10 +12,11 @@ import numpy as np
 from envpipe_megatron.core.arrays import FloatArray
 from envpipe_megatron.core.conditions import Conditions
 from envpipe_megatron.core.evaluation import waiting_energy_j
+from envpipe_megatron.core.fields import JOULES_PER_KWH
 from envpipe_megatron.core.plan import Cost, Plan
 from envpipe_megatron.errors import EnvPipeError
 
-_JOULES_PER_KWH, _SECONDS_PER_HOUR = 3.6e6, 3600.0
+_SECONDS_PER_HOUR = 3600.0
 
 
 class Goal(StrEnum):
@@ -91,7 +92,7 @@ class Objective:
         if self.goal == Goal.EDP:
             return energy_j * iteration_time_s
         of_gpus = self.gpu_price / _SECONDS_PER_HOUR * num_gpus * iteration_time_s
-        return self.energy_price / _JOULES_PER_KWH * energy_j + of_gpus
+        return self.energy_price / JOULES_PER_KWH * energy_j + of_gpus
 
     def judged(self, cost: Cost) -> float:
         """Return the figure to judge orders by: energy (J), or time (s) where only that counts."""
