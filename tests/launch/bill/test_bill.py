@@ -250,9 +250,6 @@ def test_the_first_line_has_tokens_and_that_no_clock_was_changed_where_that_is_k
     assert told == more.format(tokens="; a token 2.013 ms and 200 mJ on 2 GPUs")
 
 
-LATER = {**BASELINE, "time_s": 3.8, "energy_j": 250.0}
-
-
 def test_steps_without_a_baseline_are_in_no_saving():
     """Of one run that only measures, and of the steps before a baseline could be measured."""
     known = [window(0, i, 100.0, baseline=BASELINE, run="envpipe") for i in range(4)]
