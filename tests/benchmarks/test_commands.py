@@ -11,7 +11,7 @@ from benchmarks.all import commands
 
 ROOT = Path(__file__).resolve().parents[2]
 #: Run by each rank of another command, or without any option.
-NO_HELP = ("worker", "entry", "shared_gpu", "torchtitan_arm", "objectives")
+NO_HELP = ("worker", "entry", "shared_gpu", "torchtitan_arm")
 NAMES = [line.split()[2].rstrip(":") for line in commands()]
 
 

@@ -1,6 +1,5 @@
 """The overhead: what is measured is the runtime's own, and rows and claims agree."""
 
-import csv
 from itertools import pairwise
 
 import pytest
@@ -8,7 +7,8 @@ from click.testing import CliRunner
 from on_request import on_request
 
 pytest.importorskip("torch")
-from benchmarks.outputs import read_claims
+from benchmarks.evidence import read_rows
+from benchmarks.outputs import ROWS_FILE, read_claims
 from benchmarks.overhead import host
 from benchmarks.overhead import overhead as command
 from benchmarks.overhead.overhead import Measure
@@ -44,12 +44,11 @@ def test_rows_and_claims_are_of_what_was_measured(tmp_path, monkeypatch):
     monkeypatch.setattr(command, "_measured", lambda *_: iter(reversed(MEASURES)))
     result = CliRunner().invoke(command.main, ["--output", str(tmp_path)])
     assert result.exit_code == 0, result.output
-    with (tmp_path / "overhead.csv").open(newline="") as file:
-        rows = list(csv.DictReader(file))
-    assert [(row["part"], float(row["median"])) for row in rows] == [
+    rows = read_rows(tmp_path / ROWS_FILE)
+    assert [(row.setting["part"], float(row.measured["median"].value)) for row in rows] == [
         (measure.part, measure.median) for measure in MEASURES
     ]
-    assert all(row["basis"].startswith("measured on") for row in rows)
+    assert all(row.measured["basis"].startswith("measured on") for row in rows)
     claims = read_claims(tmp_path)
     assert [claim.figure for claim in claims] == ["overhead"] * len(MEASURES)
     assert "1.010 (0.990 to 1.030)" in claims[1].claim

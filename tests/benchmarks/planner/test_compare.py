@@ -1,6 +1,5 @@
 """The comparison of planners: who is priced how, what is a miss, and what is left out."""
 
-import csv
 import json
 import math
 from functools import partial
@@ -12,6 +11,7 @@ from core_cases import like_a_gpu
 from on_request import on_request
 
 from benchmarks import outputs
+from benchmarks.evidence import read_rows
 from benchmarks.planner import compare as command
 from benchmarks.planner import plans as made
 from benchmarks.planner.lowtime_rival import LowtimeRun, run_lowtime
@@ -144,11 +144,10 @@ def test_the_command_writes_tables_and_claims(data_dir, tmp_path, monkeypatch):
     result = CliRunner().invoke(command.main, arguments)
     assert result.exit_code == 0, result.output
     assert "tiny, A40, M = 4: lowtime: no run is stored" in result.output
-    with (output / "plans.csv").open(newline="") as file:
-        rows = list(csv.DictReader(file))
+    rows = [row for row in read_rows(output / outputs.ROWS_FILE) if row.table == "plans"]
     assert len(rows) == 3 * 10
-    assert {row["workload"] for row in rows} == {workload.key for workload in some}
-    assert all(float(row["energy_j"]) > 0 for row in rows)
+    assert {row.setting["workload"] for row in rows} == {workload.key for workload in some}
+    assert all(row.measured["energy_j"].value > 0 for row in rows)
     claims = json.loads((output / "claims.json").read_text())
     assert {claim["figure"] for claim in claims} == {"planner_compare"}
 
