@@ -31,6 +31,8 @@ from typing import Any
 #: What a row was seen on; docs/evidence/index.md says what of each is real.
 BASES = ("GPUs", "computed", "emulated", "CPU")
 _COMMIT = re.compile(r"[0-9a-f]{7,8}(\+)?")
+#: Errors of rounding are below it.
+_NOTHING = 1e-9
 _ROOT = Path(__file__).resolve().parents[1]
 
 
@@ -136,8 +138,8 @@ def as_cell(value: object) -> Cell:
     if isinstance(value, bool):
         return "yes" if value else "no"
     if isinstance(value, float):
-        rounded = Decimal(f"{value:.4g}")
-        return Figure(Decimal(f"{rounded:f}") + 0)  # + 0: no -0
+        rounded = Decimal(f"{value:.4g}") if abs(value) > _NOTHING else Decimal(0)
+        return Figure(Decimal(f"{rounded:f}"))
     if isinstance(value, int):
         return Figure(Decimal(value))
     return value if isinstance(value, Figure | tuple) else str(value)

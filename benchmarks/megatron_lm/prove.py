@@ -40,6 +40,7 @@ from benchmarks.megatron_lm import equality, ratio, stress
 from benchmarks.megatron_lm.models import APEX, ENVPIPE, SIZES, TRANSFORMER_ENGINE
 from benchmarks.megatron_lm.running.jobs import Job, Site, State, modified, prepare, prepare_corpus
 from benchmarks.megatron_lm.running.pool import Limits, run_jobs
+from benchmarks.megatron_lm.running.rest import RESTING
 from benchmarks.megatron_lm.running.rounds import Rounds, ratio_columns, ratio_rows, take_turns
 from benchmarks.megatron_lm.unit_times import prediction_rows, unit_rows
 from benchmarks.outputs import leave, markdown_table
@@ -298,7 +299,9 @@ def write_report(state: State, site: Site, output: Path) -> str:
     """Write report.md, report.json and rows of evidence; the Markdown."""
     found = report(state, site)
     tables = {name: found[name] for name in EVIDENCE}
-    tables["ratio"] = [ratio_columns(row) for row in found["ratio"]]
+    for row in found["ratio"]:
+        name = RESTING if RESTING in row["setting"] else "ratio"
+        tables.setdefault(name, []).append(ratio_columns(row))
     product, *_ = state.machine.get("gpus", [""])[0].split(",")
     basis, gpus = ("CPU", "") if site.cpu else ("GPUs", f"{site.num_gpus} {product}")
     leave(output, basis, tables, gpus=gpus.strip())

@@ -136,7 +136,8 @@ def main(
     for row in found:
         click.echo(json.dumps(row))
     basis, gpus = ("CPU", "") if cpu_shim else ("GPUs", str(ranks))
-    leave(output, basis, {"torchtitan": map(ratio_columns, found)}, gpus=gpus)
+    table = f"torchtitan {RESTING}" if resting else "torchtitan"
+    leave(output, basis, {table: map(ratio_columns, found)}, gpus=gpus)
     runs = {arm: state.runs[job.name] for arm, job in zip(names, jobs, strict=True)}
     for arm in () if resting else arms:
         click.echo(f"{name}, {arm}: losses {_equality(runs[STOCK], runs[arm])}")

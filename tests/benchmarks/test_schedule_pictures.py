@@ -32,18 +32,6 @@ def test_the_table_of_the_page_is_that_of_the_simulator(cases):
 
 
 @on_request("FIGURES")
-def test_every_picture_is_drawn_and_shown_on_the_page(cases, tmp_path):
-    few = [case for case in cases if case.picture in ("1f1b", "no_pipelining")]
-    schedule_pictures.draw(few, tmp_path)
-    assert {path.stem for path in tmp_path.iterdir()} == {"1f1b", "no_pipelining"}
-    page = PAGE.read_text(encoding="utf-8")
-    for case in cases:
-        if case.picture:
-            assert f"](../pictures/{case.picture}.png)" in page
-            assert (DOCS / "pictures" / f"{case.picture}.png").is_file()
-
-
-@on_request("FIGURES")
 @pytest.mark.skipif(not outputs.PERSEUS_DATA.is_dir(), reason="needs ../shared/data")
 def test_the_rows_have_what_families_of_orders_save():
     """Of the workload with the fewest microbatches."""

@@ -7,6 +7,7 @@ import page_evidence
 import pytest
 
 from benchmarks.evidence import Figure, Row, add_rows, as_cell, ratio, read_rows, row_of
+from benchmarks.outputs import ROWS_FILE, Claim, leave, read_claims
 
 FAMILIES = page_evidence.read_families()
 LINE = (
@@ -93,8 +94,18 @@ def test_a_benchmark_s_columns_become_a_row(tmp_path):
     assert (texts.setting, texts.measured) == ({"setting": "pp2"}, {"outcome": "no hang"})
 
 
+def test_a_benchmark_leaves_its_last_run_s_rows_and_claims(tmp_path):
+    tables = {"costs": [{"GPU": "a40", "saved (%)": 9.7}], "noise": [{"share": "1 %", "x": 2.0}]}
+    leave(tmp_path, "CPU", {"costs": [{"GPU": "v100", "saved (%)": 1.0}]})
+    leave(tmp_path, "emulated", tables, [Claim("loop", "command", "it saves", "emulated")])
+    rows = read_rows(tmp_path / ROWS_FILE)
+    assert [row.table for row in rows] == ["costs", "noise"]
+    assert {row.basis for row in rows} == {"emulated"}
+    assert [claim.claim for claim in read_claims(tmp_path)] == ["it saves"]
+
+
 def test_small_and_large_numbers_keep_four_digits():
-    numbers = (0.000123456, 123456.7, -0.0, 1.5e9)
+    numbers = (0.000123456, 123456.7, -1e-13, 1.5e9)
     assert [str(as_cell(number)) for number in numbers] == [
         "0.0001235", "123,500", "0", "1,500,000,000",
     ]  # fmt: skip
