@@ -1,4 +1,4 @@
-"""One of EnvPipe's figures: train what is missing, then CSV, picture and claims.
+"""One of EnvPipe's figures: train what is missing, then rows, picture and claims.
 
 python benchmarks/figures/figure.py fig9_a
 """
