@@ -35,6 +35,40 @@ def test_the_front_table_has_at_most_a_dozen_claims():
     assert 6 <= len(claims) <= 12
 
 
+def measured(family, table, column, **setting):
+    """The column of all rows of a table that have these cells in their setting."""
+    rows = [row for row in FAMILIES[family] if row.table == table and not row.superseded]
+    return [
+        row.measured[column]
+        for row in rows
+        if column in row.measured and setting.items() <= row.setting.items()
+    ]
+
+
+def test_what_the_front_table_sums_up_follows_from_the_rows():
+    (split,) = measured("planning", "front", "split backwards (%)")
+    (whole,) = measured("planning", "front", "whole backwards (%)")
+    for found, order in ((split, "zero-bubble"), (whole, "envpipe")):
+        cells = measured("planning", "families", "saved at the framework's time (%)", order=order)
+        saved = [cell.value for cell in cells]
+        assert (found.value, found.high) == (min(saved), max(saved))
+    (since,) = measured("safety", "front", "rounds since")
+    first, *later = measured("safety", "rounds of faults", "rounds")
+    assert measured("safety", "front", "rounds") == [first]
+    assert since.value == sum(rounds.value for rounds in later)
+    kept = measured("units", "resting", "time")
+    for kind in ("bf16", "FP8", "graphs", "experts"):
+        assert measured("units", "front", kind)[0] in kept
+    profile = [
+        cell
+        for column in ("one-sided, 1F1B", "one-sided, EnvPipe's order")
+        for cell in measured("prediction", "from a profile", column, what="energy of both GPUs")
+    ]
+    (energy,) = measured("prediction", "front", "energy (%)")
+    assert energy.value == min(cell.value for cell in profile)
+    assert energy.high == max(cell.high for cell in profile)
+
+
 def test_a_row_says_how_it_was_made():
     rows = [row for rows in FAMILIES.values() for row in rows if not row.superseded]
     assert not [row for row in rows if not (row.command or row.commit or row.log or row.gpus)]
