@@ -122,11 +122,12 @@ def make_table(title: str, rows: Sequence[Row], columns: Sequence[str] = ()) -> 
         title = name.replace("_", " ")
         table.add_column(title, justify="left" if is_text else "right", no_wrap=is_text)
     for row in rows:
-        table.add_row(*(_cell(row[name]) for name in names))
+        table.add_row(*(shown(row[name]) for name in names))
     return table
 
 
-def _cell(value: object) -> str:
+def shown(value: object) -> str:
+    """Return a value as tables show it."""
     if value is None:
         return "-"
     if isinstance(value, bool):

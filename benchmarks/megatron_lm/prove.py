@@ -43,13 +43,13 @@ from benchmarks.megatron_lm.running.pool import Limits, run_jobs
 from benchmarks.megatron_lm.running.rest import RESTING
 from benchmarks.megatron_lm.running.rounds import Rounds, ratio_columns, ratio_rows, take_turns
 from benchmarks.megatron_lm.unit_times import prediction_rows, unit_rows
-from benchmarks.outputs import leave, markdown_table
+from benchmarks.outputs import leave, markdown_table, shown
 from benchmarks.shared_gpu import partitioned
 from envpipe_megatron.core.channel_model import CARRIERS
 
 PARTS = ("equality", "ratio", "stress", "energy", "report")
-#: Tables of the report that are evidence.
-EVIDENCE = ("equality", "ratio", "prediction", "memory", "stress", "energy")
+#: Tables of the report that are evidence, beside ratios.
+EVIDENCE = ("equality", "prediction", "memory", "stress", "energy")
 ENERGY_RUN, _ENERGY_TARGET_PERCENT = "energy/envpipe", 1.0
 #: Kept of the time that a call may take, for logs and report, s.
 _FOR_THE_END_S = 15.0
@@ -309,7 +309,7 @@ def write_report(state: State, site: Site, output: Path) -> str:
     lines += [f"{name}: {value}  " for name, value in state.machine.items()]
     for title, rows in found.items():
         if rows and title not in ("machine", "rounds", "commands"):
-            table = markdown_table([*rows[0]], (map(_cell, row.values()) for row in rows))
+            table = markdown_table([*rows[0]], (map(shown, row.values()) for row in rows))
             lines += ["", f"## {title}", "", table]
     lines += ["", "## commands", ""]
     lines += [f"- {name}: `{command}`" for name, command in found["commands"].items()]
@@ -317,14 +317,6 @@ def write_report(state: State, site: Site, output: Path) -> str:
     (output / "report.md").write_text(text)
     (output / "report.json").write_text(json.dumps(found, indent=1) + "\n")
     return text
-
-
-def _cell(value: object) -> str:
-    if isinstance(value, bool):
-        return "yes" if value else "NO"
-    if isinstance(value, float):
-        return f"{value:.4f}"
-    return "-" if value is None else str(value)
 
 
 def _pack_logs(site: Site, archive: Path) -> None:
