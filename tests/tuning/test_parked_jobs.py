@@ -85,21 +85,6 @@ def test_parking_saves_energy_and_no_unit_begins_at_the_clock_of_a_wait(monkeypa
     assert ran.slower(STEADY, 70) < 0.005
 
 
-@pytest.mark.parametrize(
-    "what",
-    [
-        {"wait_follows": 0.0},
-        # What is left of waits is too short.
-        pytest.param({"forward_s": (0.03, 0.03, 0.03)}, marks=on_request("CONTROL")),
-    ],
-    ids=str,
-)
-def test_nothing_is_parked_where_it_does_not_pay(what):
-    ran = run(50, **what)
-    assert not ran.pipelines.parked
-    assert ran.state.plan.park_mhz is None
-
-
 @on_request("CONTROL")
 def test_waits_that_become_much_shorter_are_parked_in_for_less_long():
     """Sequences shrink: until that is seen, units find the clock of their wait."""
