@@ -185,17 +185,6 @@ def test_a_machine_whose_clocks_nobody_granted(node):
     assert {"torch", "megatron-core", "cuda-bindings", "DeepSpeed"} <= set(found)
 
 
-@pytest.mark.parametrize("columns", ["80", "40"])
-def test_uuids_are_whole_at_any_width(node, monkeypatch, columns):
-    monkeypatch.setenv("COLUMNS", columns)
-    Lease.take(GpuAddress("nvml", node.uuids[1]), "a job", rank=None, open_gpu=open_gpu).close()
-    for command in (["doctor"], ["clocks", "show"]):
-        shown = run_well(*command).stdout
-        assert "…" not in shown
-        for line_of in node.uuids:
-            assert line_of in shown
-
-
 def test_which_back_end_auto_takes_and_why(node, monkeypatch, tmp_path):
     zeusd = FakeZeusd(tmp_path / "zeusd.sock")
     zeusd.gpus = {bus_id: {"id": index} for index, bus_id in enumerate(node.pci_bus_ids)}
@@ -280,19 +269,6 @@ def test_a_wrong_site_configuration_is_named_and_the_rest_goes_on(node, monkeypa
     found = look()
     assert_check(found["site configuration"], True, f"{site} allows zeusd")
     assert_check(found["back end nvml"], False, "does not allow it")
-
-
-@pytest.mark.parametrize(
-    ("value", "ok", "said"),
-    [
-        ("0,1", True, "'0,1'; CUDA numbers 0: GPU-"),
-        ("0,7,1", False, "hides itself and all after it"),
-        ("MIG-123", False, "MIG instance"),
-    ],
-)
-def test_visible_devices(node, monkeypatch, value, ok, said):
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", value)
-    assert_check(look()["CUDA_VISIBLE_DEVICES"], ok, said)
 
 
 def test_a_single_hardware_queue(node, monkeypatch):
