@@ -45,16 +45,20 @@ def csv_text(rows: Iterable[Iterable[object]]) -> str:
     return table.getvalue()
 
 
-def replace_files(contents: Mapping[Path, Iterable[str]]) -> None:
-    """Write texts, each in parts; a failure or a kill leaves each file as it was, or new and whole.
+def replace_files(contents: Mapping[Path, bytes | Iterable[str]]) -> None:
+    """Write files, texts in parts; a failure or a kill leaves each as it was, or new and whole.
 
-    All are written beside their places before the first takes its own. OSError names the file.
+    All are written beside their places before the last takes its own, and then the others. OSError
+    names the file.
     """
     with ExitStack() as drafts:
-        for path, parts in contents.items():
+        for path, content in contents.items():
             draft = drafts.enter_context(written_beside(path))
+            if isinstance(content, bytes):
+                draft.write_bytes(content)
+                continue
             with draft.open("w", encoding="utf-8") as file:
-                file.writelines(parts)
+                file.writelines(content)
 
 
 @contextmanager
@@ -76,6 +80,8 @@ def written_beside(path: Path) -> Iterator[Path]:
                 os.fsync(file.fileno())  # or a crash might leave the name without the content
             if not is_new:
                 shutil.copymode(place, draft)
+                with suppress(PermissionError, AttributeError):  # only root may, and no Windows has it
+                    os.chown(draft, place.stat().st_uid, place.stat().st_gid)
             draft.replace(place)
     except OSError as error:
         if error.filename in (None, str(draft)):  # a full disk names none
