@@ -80,7 +80,8 @@ def written_beside(path: Path) -> Iterator[Path]:
                 os.fsync(file.fileno())  # or a crash might leave the name without the content
             if not is_new:
                 shutil.copymode(place, draft)
-                with suppress(PermissionError, AttributeError):  # only root may, and no Windows has it
+                # Only root may give files away, and no Windows has it.
+                with suppress(PermissionError, AttributeError):
                     os.chown(draft, place.stat().st_uid, place.stat().st_gid)
             draft.replace(place)
     except OSError as error:
@@ -142,27 +143,27 @@ def refuse_foreign(folder: Path, names: Sequence[str], mark: str) -> None:
         )
 
 
-def clear_own_folder(folder: Path, files: Sequence[str], folders: Sequence[str], who: str) -> None:
+def clear_own_folder(folder: Path, names: Sequence[str], who: str) -> None:
     """Make a folder, or remove from it what an earlier run of the same command left there.
 
     Args:
         folder: is made if it is not there.
-        files: all that the command leaves; the first marks the folder as its own.
-        folders: folders that may be beside them.
+        names: files and folders that the command leaves; the first marks the folder as its own.
         who: the command, in words.
 
     Raises EnvPipeError if the folder holds anything else, or lacks the mark.
     """
     found = sorted(path.name for path in folder.iterdir()) if folder.exists() else []
-    foreign = [name for name in found if name not in (*files, *folders)]
-    if foreign or (found and files[0] not in found):
+    foreign = [name for name in found if name not in names]
+    if foreign or (found and names[0] not in found):
         raise EnvPipeError(
             f"The output folder {folder} holds what no {who} left there",
             value=(foreign or found)[0],
             remedy="Give an empty or new folder with --output.",
         )
     folder.mkdir(parents=True, exist_ok=True)
-    for name in files:
-        (folder / name).unlink(missing_ok=True)
-    for name in set(folders) & set(found):
-        shutil.rmtree(folder / name)
+    for path in map(folder.joinpath, found):
+        if path.is_dir():
+            shutil.rmtree(path)
+        else:
+            path.unlink()
