@@ -8,7 +8,6 @@ beside training, and the new plan is run from the next window on.
 from __future__ import annotations
 
 import math
-from collections import deque
 from collections.abc import Iterator, Sequence
 
 from envpipe_megatron.core.arrays import FloatArray
@@ -16,7 +15,7 @@ from envpipe_megatron.core.plan import Plan
 from envpipe_megatron.core.schedule import Schedule
 from envpipe_megatron.formats.energy import Phase
 from envpipe_megatron.policies.optimal.optimizer import order_at_maximum_s
-from envpipe_megatron.tuning.budget import EXCEEDS, Budget
+from envpipe_megatron.tuning.budget import EXCEEDS, NEAR, Budget, BudgetedPlans
 from envpipe_megatron.tuning.command_maker import CommandMaker
 from envpipe_megatron.tuning.commands import Clocked, PlanRefusedError, Run, Window
 from envpipe_megatron.tuning.judge import WINDOW, Judge, Silence, larger, upset, what_drifted
@@ -42,16 +41,13 @@ _LOOKS_AT_TOP, _SELDOM = 2, 8
 _LATEST = 1024
 #: Weight of earlier meter readings, by window of a plan.
 _FADES = 0.98
-#: A plan that is nearer to the power budget than this share keeps it, and makes use of it.
-_NEAR = 0.004
-#: Most plans for budgets that are kept: where budgets change each minute, 0.3 % less time is lost.
-_MOST_KNOWN = 8
 
 
 class Due:
     """Counts when looks at the highest clock, baselines and new plans are due, in windows.
 
     Attributes:
+        corrections: how many of the first plan are to be made at most, from now on.
         windows: how many windows of plans have passed.
         baseline_at: how many had passed at the last baseline.
         failures: how often planning has failed since the best plan was made.
@@ -59,6 +55,7 @@ class Due:
     """
 
     def __init__(self) -> None:
+        self.corrections = _MOST_CORRECTIONS
         self.windows = self.baseline_at = self.failures = self.plan_at = 0
         self._every, self._look_at = _LOOKS_AT_TOP, _LOOKS_AT_TOP
 
@@ -107,17 +104,14 @@ class Controller:
         self, own: Schedule, measured: Schedule, store: Store, num_replicas: int, planner: Planner
     ) -> None:
         self.plan: Plan | None = None
-        #: What runs without a power budget, and the last plans that were made for one.
-        self._usual: Plan
-        self._known: deque[Plan] = deque(maxlen=_MOST_KNOWN)
-        self._store, self._planner, self._limits = store, planner, planner.limits
+        self._store, self._planner = store, planner
         self._top, self._measured = store.at_top(own), measured
         self._replicas = ReplicaLevels(num_replicas)
         self._budget = Budget()
+        self._within = BudgetedPlans(planner, self._budget)
         self._commands = CommandMaker(store, num_replicas, self._budget)
         self._judge = Judge(planner.limits.allowed())
-        self._due, self._corrections = Due(), _MOST_CORRECTIONS
-        self._silence = Silence(own.num_stages)
+        self._due, self._silence = Due(), Silence(own.num_stages)
 
     def run(self, first: Window) -> Run[None]:
         """Go on after the warm-up, forever; the first window has all of it but an iteration.
@@ -146,8 +140,7 @@ class Controller:
         if plans:
             self._adopt(plans[0])
         else:
-            self._usual = self._planner.unplanned(self._top)
-            self._lead(self._usual)
+            self._lead(self._within.begin_with(self._planner.unplanned(self._top)))
         while True:
             yield from self._go_on()
 
@@ -165,7 +158,7 @@ class Controller:
         At first the plan is corrected: it is made again from what its units take, until nothing
         improves.
         """
-        judge, planner, correcting = self._judge, self._planner, self._corrections > 0
+        judge, planner, correcting = self._judge, self._planner, self._due.corrections > 0
         window, drift = yield from self._run_plan()
         look = not correcting and (drift.any() or self._due.look)
         look = look and not self._budget.forbids_own  # a window with one would take 2 % more
@@ -219,7 +212,7 @@ class Controller:
             f"{why}, and steps {100 * late:+.1f} %: the framework's order at the highest clocks, "
             f"for {BASELINE_ITERATIONS + 1} iterations or more"
         )
-        self._corrections = max(self._corrections - 1, 0)
+        self._due.corrections = max(self._due.corrections - 1, 0)
         plans: Plans | None = None
         stretches = 1  # longer each time that planning fails
         while not plans:
@@ -249,7 +242,7 @@ class Controller:
 
     def _run_plan(self) -> Run[tuple[Window, FloatArray]]:
         """Run a window of the plan; by how much stages drifted."""
-        phase = Phase.RECONFIGURE if self._corrections else Phase.STEADY
+        phase = Phase.RECONFIGURE if self._due.corrections else Phase.STEADY
         while True:
             orders, which = self._replicas.running
             settle = int(self._judge.begins)
@@ -271,9 +264,7 @@ class Controller:
         """Go back to the plan that ran before."""
         plan, self._commands.bill["won"] = self._commands.before
         self._commands.take_back()
-        self._usual = plan or self._planner.unplanned(self._top)
-        self._known.clear()
-        self._lead(self._usual)
+        self._lead(self._within.begin_with(plan or self._planner.unplanned(self._top)))
         self._failed(f"the new plan does not run: {refused}")
 
     # --- a power budget ---------------------------------------------------------------------------
@@ -281,38 +272,29 @@ class Controller:
     def _keep_budget(self, window: Window) -> None:
         """Turn to what keeps the budget of now, and have the fastest such plan made."""
         assert self.plan is not None
-        budget, planner = self._budget, self._planner
+        budget, planner, within = self._budget, self._planner, self._within
         if math.isnan(budget.own_w) and window.wishes.power_budget is not None:
             budget.own_w = gpu_power_w(planner.unplanned(self._top))
         self._commands.note(news := budget.update(window))
         above = budget.above(running_w := self._replicas.power_w)
-        turns = (above > _NEAR and not budget.fails) or (news and self._bound)
+        was_bound = within.bound
+        turns = (above > NEAR and not budget.fails) or (news and was_bound)
         # Plans that take less are made again after one, two, four, ... windows.
-        less = self._bound and above < -_NEAR and (budget.windows or not budget.is_set)
+        less = was_bound and above < -NEAR and (budget.windows or not budget.is_set)
         if not turns and (not less or planner.busy or budget.windows & (budget.windows - 1)):
             return
-        allowed_w, leads = budget.allowed_w / budget.correction, gpu_power_w(self.plan) / running_w
-        usual, bound = planner.ready(self._usual), self._bound
+        leads = gpu_power_w(self.plan) / running_w
         if turns:
-            within = [planner.capped(plan, allowed_w) for plan in (usual, self.plan, *self._known)]
-            self._turn_to(min(within, key=lambda plan: plan.cost.iteration_time_s))
+            self._turn_to(within.fastest(self.plan))
             leads = 1.0
             self._commands.note(budget.reach(budget.correction * self._replicas.power_w))
         if planner.busy and (self._has_no_plan or not news):
             return  # it is looked at when it is there
         if planner.busy and planner.reorders:
             self._due.plan_again()
-        planner.limits = self._limits
-        if budget.above(gpu_power_w(usual)) > _NEAR:
-            gpus = float(usual.conditions.gpus_by_stage.sum())
-            planner.limits = planner.limits.within(gpus * leads * allowed_w)
-        if (bound or self._bound) and not budget.fails:
-            self._replan(reorder=self._has_no_plan or not self._bound)
-
-    @property
-    def _bound(self) -> bool:
-        """True if plans are made to keep the budget, which the usual one does not."""
-        return self._planner.limits is not self._limits
+        within.limit(leads)
+        if (was_bound or within.bound) and not budget.fails:
+            self._replan(reorder=self._has_no_plan or not within.bound)
 
     # --- what is known --------------------------------------------------------------------------
 
@@ -402,13 +384,13 @@ class Controller:
         if plans is None:
             return
         if not plans:  # it failed
-            self._corrections = 0
+            self._due.corrections = 0
             return
         lead = plans.pop(0)
         better = self._has_no_plan or self._better(lead)
         if not better:
             planner.won = ""  # it is said of the plan that runs
-        if self._corrections and not self._has_no_plan:
+        if self._due.corrections and not self._has_no_plan:
             self._correct(better=better)
         if better:
             self._adopt(lead)
@@ -418,8 +400,8 @@ class Controller:
     def _correct(self, *, better: bool) -> None:
         """Count a correction: a plan that stays is kept with what it is known to cost by now."""
         assert self.plan is not None
-        number = _MOST_CORRECTIONS + 1 - self._corrections
-        self._corrections = self._corrections - 1 if better else 0
+        number = _MOST_CORRECTIONS + 1 - self._due.corrections
+        self._due.corrections = self._due.corrections - 1 if better else 0
         today = self._planner.repriced(self.plan)
         time, energy = self._prediction_error(today), today.cost.energy_j / self.plan.cost.energy_j
         if not better:
@@ -440,10 +422,7 @@ class Controller:
         bill["won"], self._planner.won = won or bill["won"], ""
         self._commands.note(won)
         ready = self._planner.ready(plan)
-        if self._bound:
-            self._known.append(ready)
-        else:
-            self._usual = ready
+        self._within.add(ready)
         self._turn_to(ready)
 
     def _turn_to(self, plan: Plan) -> None:
