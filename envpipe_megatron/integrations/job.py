@@ -40,7 +40,8 @@ from envpipe_megatron.runtime.channel.collectives import (
 )
 from envpipe_megatron.runtime.channel.links import backend_of, make_channel
 from envpipe_megatron.runtime.channel.p2p import P2PChannel
-from envpipe_megatron.runtime.job.options import OPTIONS, OWN_ORDERS, JobOptions, Level
+from envpipe_megatron.runtime.job.given import OPTIONS, Level
+from envpipe_megatron.runtime.job.options import OWN_ORDERS, JobOptions
 from envpipe_megatron.runtime.job.session import Session
 
 logger = logging.getLogger(__name__)

@@ -31,7 +31,8 @@ from envpipe_megatron.formats.steps import BaselineEnergy
 from envpipe_megatron.gpu.base import GpuError
 from envpipe_megatron.launch.bill.bill import bill_of
 from envpipe_megatron.runtime.job import restarts
-from envpipe_megatron.runtime.job.options import JobOptions, Level
+from envpipe_megatron.runtime.job.given import Level
+from envpipe_megatron.runtime.job.options import JobOptions
 from envpipe_megatron.runtime.job.restarts import JobFolder, JobKeys, StoredJob, read_job
 
 pytestmark = pytest.mark.usefixtures("written_at_once")
