@@ -18,75 +18,25 @@ from envpipe_megatron.policies.optimal.optimizer import order_at_maximum_s
 from envpipe_megatron.tuning.budget import EXCEEDS, NEAR, Budget, BudgetedPlans
 from envpipe_megatron.tuning.command_maker import CommandMaker
 from envpipe_megatron.tuning.commands import Clocked, PlanRefusedError, Run, Window
-from envpipe_megatron.tuning.judge import WINDOW, Judge, Silence, larger, upset, what_drifted
+from envpipe_megatron.tuning.judge import (
+    BASELINE_ITERATIONS,
+    MOST_CORRECTIONS,
+    WINDOW,
+    Due,
+    Judge,
+    Silence,
+    larger,
+    upset,
+    what_drifted,
+)
 from envpipe_megatron.tuning.measured.store import Store
 from envpipe_megatron.tuning.planner import UNPLANNED, Planner, Plans
 from envpipe_megatron.tuning.probes.probe import Look, first_probe
 from envpipe_megatron.tuning.probes.slack import lifted, slack_probe
 from envpipe_megatron.tuning.replicas import ReplicaLevels, gpu_power_w
 
-#: Most corrections of a plan; the first that gains nothing ends them. Without any, a job in which
-#: a GPU becomes slow saves 0.8 points less.
-_MOST_CORRECTIONS = 6
-#: Iterations of the framework's order at the highest clocks, and of others between two of these:
-#: they cost less than a hundredth of what is saved.
-BASELINE_ITERATIONS, BASELINE_EVERY = 3, 500
-#: Most baselines one after the other before another plan is tried.
-_MOST_STRETCHES = 1024
-#: Windows until a few units run at the highest clock, if no others do: the first number, and twice
-#: as many each time that nothing has changed, up to the second. Without such looks, iterations of
-#: a job whose power cap has ended are 9.5 % too long until the next baseline.
-_LOOKS_AT_TOP, _SELDOM = 2, 8
-#: Most windows until planning that failed is tried again.
-_LATEST = 1024
 #: Weight of earlier meter readings, by window of a plan.
 _FADES = 0.98
-
-
-class Due:
-    """Counts when looks at the highest clock, baselines and new plans are due, in windows.
-
-    Attributes:
-        corrections: how many of the first plan are to be made at most, from now on.
-        windows: how many windows of plans have passed.
-        baseline_at: how many had passed at the last baseline.
-        failures: how often planning has failed since the best plan was made.
-        plan_at: the window after which the best plan is made again; 0 for never.
-    """
-
-    def __init__(self) -> None:
-        self.corrections = _MOST_CORRECTIONS
-        self.windows = self.baseline_at = self.failures = self.plan_at = 0
-        self._every, self._look_at = _LOOKS_AT_TOP, _LOOKS_AT_TOP
-
-    @property
-    def baseline(self) -> bool:
-        """True if a baseline is due."""
-        return WINDOW * (self.windows - self.baseline_at) >= BASELINE_EVERY
-
-    @property
-    def look(self) -> bool:
-        """True if a look at the highest clock is due."""
-        return self.windows >= self._look_at
-
-    @property
-    def plan(self) -> bool:
-        """True if the best plan is due to be made again."""
-        return 0 < self.plan_at <= self.windows
-
-    def looked(self, *, calm: bool) -> None:
-        """Have the next look later than this one was, if all is as before."""
-        self._every = min(2 * self._every, _SELDOM) if calm else _LOOKS_AT_TOP
-        self._look_at = self.windows + self._every
-
-    def plan_again(self) -> None:
-        """Have the best plan made once more when the one that is being made is there."""
-        self.plan_at = self.windows + 1
-
-    def failed(self) -> None:
-        """Have the best plan made again, each time later."""
-        self.failures += 1
-        self.plan_at = self.windows + min(2**self.failures, _LATEST)
 
 
 class Controller:
@@ -103,7 +53,8 @@ class Controller:
     def __init__(
         self, own: Schedule, measured: Schedule, store: Store, num_replicas: int, planner: Planner
     ) -> None:
-        self.plan: Plan | None = None
+        #: What runs, from the first that is planned on.
+        self.plan: Plan
         self._store, self._planner = store, planner
         self._top, self._measured = store.at_top(own), measured
         self._replicas = ReplicaLevels(num_replicas)
@@ -130,6 +81,7 @@ class Controller:
                 yield from self._commands.run(Phase.PROFILE, store.at_top(own), WINDOW)
             usual = slack_probe(own, store, at_cost=True)
             yield from self._look(first_probe(own, store, usual))
+        self._lead_own()
         self._replan(reorder=True)
         while (plans := self._take()) is None:
             yield from self._run_own(Phase.PROFILE, 1)
@@ -139,8 +91,6 @@ class Controller:
                 break
         if plans:
             self._adopt(plans[0])
-        else:
-            self._lead(self._within.begin_with(self._planner.unplanned(self._top)))
         while True:
             yield from self._go_on()
 
@@ -202,7 +152,6 @@ class Controller:
 
     def _out_of_harm(self, window: Window, why: str, drift: FloatArray) -> Run[None]:
         """Run the framework's order at the highest clocks, until there is another plan."""
-        assert self.plan is not None
         own_s, judge = self._own_predicted_s(), self._judge
         late = judge.late(own_s)
         error = self._prediction_error(self._planner.repriced(self.plan))
@@ -213,16 +162,13 @@ class Controller:
             f"for {BASELINE_ITERATIONS + 1} iterations or more"
         )
         self._due.corrections = max(self._due.corrections - 1, 0)
-        plans: Plans | None = None
-        stretches = 1  # longer each time that planning fails
-        while not plans:
-            for _ in range(stretches):
-                yield from self._at_baseline()
-            stretches = min(2 * stretches, _MOST_STRETCHES)
-            yield from self._plan_anew(drift)
-            while (plans := self._take()) is None:
-                yield from self._run_own(Phase.BASELINE, 1)
-        self._adopt(plans[0])
+        self._lead_own()
+        yield from self._at_baseline()
+        yield from self._plan_anew(drift)
+        while (plans := self._take()) is None:
+            yield from self._run_own(Phase.BASELINE, 1)
+        if plans:
+            self._adopt(plans[0])
 
     def _at_baseline(self) -> Run[None]:
         """Run a few iterations of the framework's order at the highest clocks."""
@@ -236,7 +182,7 @@ class Controller:
         if drift.any():
             self._store.forget(upset(drift))
             self._due.plan_again()
-            if self.plan is not None:
+            if self._due.windows:
                 self._commands.note(what_drifted(drift, window) + ": planning again")
         return window
 
@@ -264,14 +210,13 @@ class Controller:
         """Go back to the plan that ran before."""
         plan, self._commands.bill["won"] = self._commands.before
         self._commands.take_back()
-        self._lead(self._within.begin_with(plan or self._planner.unplanned(self._top)))
+        self._lead(self._within.begin_with(plan))
         self._failed(f"the new plan does not run: {refused}")
 
     # --- a power budget ---------------------------------------------------------------------------
 
     def _keep_budget(self, window: Window) -> None:
         """Turn to what keeps the budget of now, and have the fastest such plan made."""
-        assert self.plan is not None
         budget, planner, within = self._budget, self._planner, self._within
         if math.isnan(budget.own_w) and window.wishes.power_budget is not None:
             budget.own_w = gpu_power_w(planner.unplanned(self._top))
@@ -354,7 +299,7 @@ class Controller:
         yield from self._look(slack_probe(self._measured, self._store, at_cost=False))
 
     def _replan(self, *, reorder: bool, levels: Sequence[int] = ()) -> None:
-        order = None if reorder or self.plan is None else self.plan.schedule
+        order = None if reorder else self.plan.schedule
         if levels or self._budget.forbids_own:  # a new plan forgets those of the one before
             levels = sorted({*levels, *self._replicas.levels} - {0})
         if order is None:
@@ -376,7 +321,7 @@ class Controller:
 
     @property
     def _has_no_plan(self) -> bool:
-        return self.plan is None or self.plan.policy == UNPLANNED
+        return self.plan.policy == UNPLANNED
 
     def _take_plans(self) -> None:
         """Turn to what was planned meanwhile, if it is better."""
@@ -394,13 +339,12 @@ class Controller:
             self._correct(better=better)
         if better:
             self._adopt(lead)
-        if self.plan is not None and lead.schedule.stages == self.plan.schedule.stages:
+        if lead.schedule.stages == self.plan.schedule.stages:
             self._replicas.extend({level: planner.ready(plan) for level, plan in plans.items()})
 
     def _correct(self, *, better: bool) -> None:
         """Count a correction: a plan that stays is kept with what it is known to cost by now."""
-        assert self.plan is not None
-        number = _MOST_CORRECTIONS + 1 - self._due.corrections
+        number = MOST_CORRECTIONS + 1 - self._due.corrections
         self._due.corrections = self._due.corrections - 1 if better else 0
         today = self._planner.repriced(self.plan)
         time, energy = self._prediction_error(today), today.cost.energy_j / self.plan.cost.energy_j
@@ -412,7 +356,6 @@ class Controller:
         )
 
     def _better(self, plan: Plan) -> bool:
-        assert self.plan is not None
         return self._planner.better(self._planner.ready(plan), self.plan, self._usual_own_s())
 
     def _adopt(self, plan: Plan) -> None:
@@ -428,6 +371,12 @@ class Controller:
     def _turn_to(self, plan: Plan) -> None:
         self._lead(plan)
         self._commands.adopted = None if self._has_no_plan else self.plan
+
+    def _lead_own(self) -> None:
+        """Have the framework's order run, at the highest clocks, until there is another plan."""
+        own = self._within.begin_with(self._planner.unplanned(self._top))
+        self._commands.before = own, ""
+        self._lead(own)
 
     def _lead(self, plan: Plan) -> None:
         self.plan = plan

@@ -274,7 +274,7 @@ class Session:
         Args:
             own_order: the framework's own order of units, the same in every iteration of as many
                 microbatches.
-            specs: shapes of the messages that are sent between two phases, to measure.
+            specs: shapes of its messages: a microbatch in flight holds one at least.
             full_batch: whether the batch has the size that the job is about; others are billed
                 apart, and their plans are kept in files of their own.
         """

@@ -15,7 +15,7 @@ from torch.futures import Future
 
 from envpipe_megatron.core.kinds import WHOLE, Kind, Unit
 from envpipe_megatron.core.orders.builders import one_f_one_b
-from envpipe_megatron.runtime.channel.carrier import ChannelError, Peers, StageSpecs, TensorSpec
+from envpipe_megatron.runtime.channel.carrier import ChannelError, Peers
 from envpipe_megatron.runtime.channel.p2p import P2PChannel
 from envpipe_megatron.runtime.channel.transfers import TransferCarrier
 
@@ -107,30 +107,6 @@ def test_a_silent_neighbour_is_waited_for_no_longer_than_told(monkeypatch, silen
         monkeypatch.setattr(dist, name, lambda *a, name=name, **kw: transfer(name))
     with pytest.raises(ChannelError, match=r"lost its neighbour, stage 1 \(rank 11\)"):
         exchange(channel_of(2, timeout=patience))
-
-
-def test_over_the_frameworks_own_communicator_a_message_is_a_batch(monkeypatch):
-    """Anything else would make a communicator for each pair of ranks; its watchdog is torch's."""
-    batches: list[Any] = []
-    waited: list[int] = []
-    monkeypatch.setattr(dist, "P2POp", lambda *of: of)
-    monkeypatch.setattr(dist, "batch_isend_irecv", lambda ops: batches.append(ops) or [work])
-    work = SimpleNamespace(wait=lambda: waited.append(1), is_completed=lambda: True)
-    group: Any = object()
-    spec = TensorSpec.of_one_type(((1,), (2,)), torch.float32, torch.device("cpu"))
-    hosts: Any = SimpleNamespace(send=lambda *_: [], receive=lambda *_: spec)
-    peers = Peers(0, 1, 11, Kind.BACKWARD)
-    carrier = TransferCarrier(peers, (group, group), hosts, timeout=None, ahead=False, batched=True)
-    made = P2PChannel([10, 11], 0, {Kind.BACKWARD: carrier})
-    made.expect(BACKWARDS[:1], StageSpecs.alike(spec))
-    payload = [torch.zeros(1), torch.zeros(2)]
-    made.send(Unit(Kind.FORWARD, 0), payload)
-    received = made.receive(Unit(Kind.BACKWARD, 0))
-    made.end_step()
-    told = [[(of[0], of[2], of[3]) for of in ops] for ops in batches]
-    assert told == [[(dist.isend, 11, group)] * 2, [(dist.irecv, 11, group)] * 2]
-    assert [tuple(part.shape) for part in received] == [(1,), (2,)]
-    assert waited == [1]  # by the stream, for what it received
 
 
 @pytest.mark.parametrize("vary", [False, True])

@@ -234,8 +234,7 @@ def test_a_profile_holds_what_units_cost_and_what_surrounds_them(three_ranks, tm
     for curve in facts.wait_power_w:
         assert max(curve) == preset.max_frequency_mhz
         assert list(curve.values()) == pytest.approx([preset.wait_power_w] * len(curve), rel=0.01)
-    # A message there takes no time, one back 6 ms.
-    assert facts.p2p_latency_s == pytest.approx((0.003, 0.003))
+    assert facts.p2p_latency_s == pytest.approx((session_ranks.SLOW_MESSAGE_S,) * 2)
     # The next iteration begins when the slowest is ready: that is what a planner must add.
     assert facts.tail_time_s == pytest.approx((0.05,) * 3, abs=1e-9)
     assert facts.frequency_change_s == pytest.approx(preset.frequency_change_s, rel=0.3)

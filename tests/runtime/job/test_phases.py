@@ -151,13 +151,6 @@ def test_clocks_of_a_stage_are_those_of_all_its_gpus():
     assert clocks_of_stages(rank) == [{1005, 1410}, {1410}]
 
 
-def test_a_hop_is_that_of_an_average_replica(monkeypatch):
-    """The other replica's takes thrice as long, that of the next stage nothing."""
-    monkeypatch.setattr(phases, "measure_p2p_latency_s", lambda *of: 0.25)
-    rank: Any = Rank(ENVELOPE, replicas=[lambda own: 3 * own], other=lambda own: 0.0)
-    assert phases._facts(rank).p2p_latency_s == (0.5,)
-
-
 def test_one_profile_serves_all_batches_that_have_no_other_units():
     rank: Any = Rank(ENVELOPE)
     few, more = (builders.interleaved(STAGES, count, 2, combined=True) for count in (2, 8))
