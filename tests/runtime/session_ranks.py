@@ -103,7 +103,7 @@ def measure_a_job(rank: int, root: Path, tail_s: tuple[float, ...]) -> Any:
     Args:
         tail_s: for each stage, how long; the next iteration waits for the slowest of them.
     """
-    config = options(root, profile_steps=3, window_s=0.0)
+    config = options(root, baseline_steps=2, profile_steps=3, window_s=0.0)
     session, gpu = plain_stages.session(rank, config, root, time_at_max_s=LONG_UNITS_S)
     gpu.supported_frequencies_mhz = gpu.supported_frequencies_mhz[::10]  # a short sweep
     slow_down(session.parts.collectives.pipeline)
