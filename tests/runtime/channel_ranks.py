@@ -31,7 +31,7 @@ def units(kind: Kind, count: int) -> list[Unit]:
 
 def expecting(count: int) -> P2PChannel:
     channel = plain_stages.channel(10)
-    channel.expect(units(Kind.FORWARD, count), plain_stages.SPECS)
+    plain_stages.expect(channel, units(Kind.FORWARD, count), plain_stages.SPECS)
     return channel
 
 
@@ -89,7 +89,7 @@ def several_tensors(rank: int) -> Any:
     by_kind = {Kind.FORWARD: forward, Kind.BACKWARD: backward}
     comes = [*WHOLE][1 - rank : 2 - rank]  # nothing on the last stage
     specs = StageSpecs({kind: by_kind[kind] for kind in comes}, by_kind)
-    channel.expect([own for kind in comes for own in units(kind, 2)], specs)
+    plain_stages.expect(channel, [own for kind in comes for own in units(kind, 2)], specs)
     result = []
     for number in range(2):
         if rank == 0:

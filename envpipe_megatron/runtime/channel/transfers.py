@@ -62,10 +62,10 @@ class TransferCarrier:
         #: their tensors.
         self._outcomes: list[torch.futures.Future[int]] = []
 
-    def expect(self, count: int, specs: StageSpecs, schedule: Schedule | None, vary: bool) -> None:
+    def expect(self, count: int, specs: StageSpecs, schedule: Schedule) -> None:
         """Expect messages until `end_step`; the first is posted, if receives are posted ahead."""
         self._spec = specs.receives.get(self._peers.receives)
-        self._headers = vary or not self._ahead
+        self._headers = specs.vary or not self._ahead
         self._outcomes.clear()
         self._expected = count
         if not self._headers:

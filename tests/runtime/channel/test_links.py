@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from fake_device import FakeDevice
-from plain_stages import SHAPE, SPECS
+from plain_stages import SHAPE, SPECS, expect
 from taking_turns import Turns
 
 from envpipe_megatron.core.kinds import Kind, unit
@@ -272,7 +272,7 @@ def test_where_gpus_reach_each_other_all_boundaries_are_one_sided(monkeypatch, w
     def host() -> dict[Kind, float]:
         rank, channel = job.turns.rank, channels[job.turns.rank]
         comes = list(channel._carriers)
-        channel.expect([unit(kind, 0) for kind in comes], SPECS)
+        expect(channel, [unit(kind, 0) for kind in comes], SPECS)
         for carrier in channel._carriers.values():
             kind = carrier._peers.sends  # type: ignore[attr-defined]
             channel.send(unit(kind, 0), [torch.full(SHAPE, float(rank))])

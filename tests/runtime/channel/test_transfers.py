@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from plain_stages import SHAPE, SPECS
+from plain_stages import SHAPE, SPECS, expect
 from torch.futures import Future
 
 from envpipe_megatron.core.kinds import WHOLE, Kind, Unit
@@ -43,7 +43,7 @@ def channel_of(
 
 def exchange(made: P2PChannel, count: int = 1) -> None:
     """A step of a forward that leaves and a backward that comes, so many times."""
-    made.expect(BACKWARDS[:count], SPECS)
+    expect(made, BACKWARDS[:count], SPECS)
     for forward, backward in zip(FORWARDS[:count], BACKWARDS, strict=False):
         made.send(forward, [torch.zeros(SHAPE)])
         made.receive(backward)
@@ -203,7 +203,7 @@ def test_a_transfer_that_cannot_begin_names_the_neighbour(monkeypatch, fails, wh
     made = loopback.channel()
 
     def step() -> None:
-        made.expect(BACKWARDS[:1], SPECS, vary=fails in ("send", "receive"))
+        expect(made, BACKWARDS[:1], replace(SPECS, vary=fails in ("send", "receive")))
         if fails in ("isend", "send"):
             made.send(FORWARDS[0], [torch.zeros(2)])
         made.receive(Unit(Kind.BACKWARD, 0))
@@ -217,7 +217,7 @@ def test_what_has_left_is_not_kept(monkeypatch):
     """Else a step would hold the outputs of all its units."""
     loopback = Loopback(monkeypatch)
     made = loopback.channel()
-    made.expect([], SPECS)
+    expect(made, [], SPECS)
 
     def kept() -> list[bool]:
         return [work() is not None for work in loopback.works]
@@ -243,7 +243,7 @@ def test_what_has_left_is_not_kept(monkeypatch):
 @pytest.mark.parametrize("count", [1, 3])
 def test_messages_not_taken_are_named(monkeypatch, count, vary, ahead):
     made = Loopback(monkeypatch).channel(ahead=ahead)
-    made.expect(BACKWARDS[:count], SPECS, vary=vary)
+    expect(made, BACKWARDS[:count], replace(SPECS, vary=vary))
     with pytest.raises(ChannelError, match=rf"\(got backward: {count}\)"):
         made.end_step()
 
@@ -251,10 +251,10 @@ def test_messages_not_taken_are_named(monkeypatch, count, vary, ahead):
 def test_messages_kept_for_units_that_never_came_are_named(monkeypatch):
     loopback = Loopback(monkeypatch)
     sender = loopback.channel()
-    sender.expect([], SPECS)
+    expect(sender, [], SPECS)
     loopback.rank = 1
     made = loopback.channel()
-    made.expect(FORWARDS, SPECS)
+    expect(made, FORWARDS, SPECS)
     loopback.rank = 0
     for number, unit in enumerate(FORWARDS):
         sender.send(unit, [torch.full(SHAPE, float(number))])
@@ -277,7 +277,7 @@ def test_a_stage_sends_to_itself_in_order_on_links_of_their_own(monkeypatch, var
 
     for loopback.rank in range(2):
         made = loopback.channel()
-        made.expect([*FORWARDS[:2], *BACKWARDS[:2]], SPECS, vary=vary)
+        expect(made, [*FORWARDS[:2], *BACKWARDS[:2]], replace(SPECS, vary=vary))
         ends.append(made)
     for loopback.rank in range(2):
         for number in range(2):
@@ -325,7 +325,7 @@ def test_one_receive_is_posted_at_a_time(monkeypatch):
     made.begin_step(one_f_one_b(2, 3), SPECS)
     posted = [len(receiver.works)]
     monkeypatch.setattr(dist, "isend", loopback.isend)
-    sender.expect([], SPECS)
+    expect(sender, [], SPECS)
     for unit in FORWARDS:
         sender.send(unit, [torch.zeros(SHAPE)])
         made.receive(unit)
