@@ -145,14 +145,12 @@ def exchange(rank: int, pipelines: Sequence[Sequence[int]], fan_in: int) -> dict
     ):
         made = make_collectives(pipelines, timedelta(seconds=20))
     numbers = np.array([[rank, 0.1 * rank]])
-    hiccup_s = np.array([1000.0 if rank == 3 else 1.0])
     return {
         "groups": [list(call.args[0]) for call in groups.call_args_list],
         "is_planner": made.is_planner,
         "num_replicas": made.num_replicas,
         "in_pipeline": made.in_pipeline(rank),
         "sum": [stage.tolist() for stage in made.by_stage(numbers, SUM)],
-        "median": [stage.tolist() for stage in made.medians(hiccup_s)],
         "to_planner": made.to_planner(rank, max),
         "objects": made.by_stage({rank}, lambda parts: set().union(*parts)),
         "all": made.all_to_planner(rank),

@@ -23,9 +23,9 @@ from envpipe_megatron.core.profile import Profile
 from envpipe_megatron.core.profile_rows import row_name
 from envpipe_megatron.core.schedule import Schedule
 from envpipe_megatron.formats.energy import Phase
+from envpipe_megatron.runtime.channel.collectives import by_planner
 from envpipe_megatron.runtime.execution.executor import StageRecord
 from envpipe_megatron.runtime.execution.orders import PhaseRun, constant_order
-from envpipe_megatron.runtime.fallback import by_planner
 from envpipe_megatron.runtime.job.parts import PhaseParts, note
 from envpipe_megatron.runtime.job.planning import (
     capacity,
@@ -211,14 +211,15 @@ def _contradiction(
         np.median(times_s[:, keys == key]) if key in keys else math.nan
         for key in range(len(kinds) * parts)
     ]
-    stages_s = job.collectives.medians(np.array(own_s))
+    stages_s = job.collectives.to_planner(np.array([own_s]), np.concatenate)
     top_mhz = job.top_mhz
 
     def look() -> str:
         rows = [(part, kind, of[kind][0]) for part, of in enumerate(profile.rows) for kind in kinds]
+        seen_s = np.ravel([np.median(stage, axis=0) for stage in stages_s]).tolist()
         apart = [
             (time_s / row.time_s - 1, row_name(part, kind, parts), time_s, row.time_s)
-            for (part, kind, row), time_s in zip(rows, np.ravel(stages_s).tolist(), strict=True)
+            for (part, kind, row), time_s in zip(rows, seen_s, strict=True)
             if row.frequency_mhz == top_mhz and abs(time_s / row.time_s - 1) > _MOST_APART
         ]
         if not apart:

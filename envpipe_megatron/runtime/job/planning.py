@@ -17,7 +17,7 @@ from envpipe_megatron.policies.objective import LEAST_ENERGY, Objective
 from envpipe_megatron.policies.optimal.optimizer import order_at_maximum_s
 from envpipe_megatron.policies.request import make_problem
 from envpipe_megatron.policies.schedules import SCHEDULES
-from envpipe_megatron.runtime.fallback import DegradedError, by_planner
+from envpipe_megatron.runtime.channel.collectives import DegradedError, by_planner
 from envpipe_megatron.runtime.job.parts import PhaseParts, SessionError
 from envpipe_megatron.runtime.memory.peak import MemoryFullError
 from envpipe_megatron.runtime.memory.stage import in_flight_limit, with_memory

@@ -13,8 +13,8 @@ from plain_stages import SPECS
 from envpipe_megatron.core.orders import builders
 from envpipe_megatron.formats.energy import Phase
 from envpipe_megatron.gpu.presets import load_preset, sweep_range
+from envpipe_megatron.runtime.channel.collectives import DegradedError
 from envpipe_megatron.runtime.execution.orders import IterationOrder
-from envpipe_megatron.runtime.fallback import DegradedError
 from envpipe_megatron.runtime.job import phases
 from envpipe_megatron.runtime.job.given import Level
 from envpipe_megatron.runtime.job.measuring import known_profile

@@ -30,8 +30,8 @@ from envpipe_megatron.policies.optimal.linear_program import LinearProgramError
 from envpipe_megatron.policies.planner import make_plan
 from envpipe_megatron.policies.problem import PlannerError, Problem
 from envpipe_megatron.policies.request import PlanRequest
+from envpipe_megatron.runtime.channel.collectives import DegradedError
 from envpipe_megatron.runtime.execution.executor import StageRecord
-from envpipe_megatron.runtime.fallback import DegradedError
 from envpipe_megatron.runtime.job import phases, planning
 from envpipe_megatron.runtime.job.options import JobOptions
 from envpipe_megatron.runtime.job.parts import SessionError
