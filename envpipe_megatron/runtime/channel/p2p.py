@@ -161,6 +161,7 @@ class P2PChannel:
         kept_bytes = sum(
             most_kept(schedule, self._stage, kind) * spec.num_bytes
             for kind, spec in specs.receives.items()
+            if kind in self._carriers
         )
         return kept_bytes + sum(carrier.more_bytes(schedule) for carrier in carriers)
 

@@ -28,7 +28,6 @@ from envpipe_megatron.runtime.execution.executor import StageRecord
 from envpipe_megatron.runtime.execution.orders import PhaseRun, constant_order
 from envpipe_megatron.runtime.job.parts import PhaseParts, note
 from envpipe_megatron.runtime.job.planning import (
-    capacity,
     make_room_for_messages,
     read_named,
     splits,
@@ -54,7 +53,7 @@ def known_and_measured(
     """
     profile = None if job.options.changes_only_order else known_profile(job, schedule, records)
     measured = schedule
-    may_split = job.options.may_split and splits(job) and capacity(job) is None
+    may_split = job.options.may_split and splits(job) and job.channel.capacity is None
     may_split = may_split and job.options.plan is None  # whose order is there
     whole = schedule.unit_kinds == WHOLE and not schedule.combined.any()
     if may_split and whole and schedule.num_microbatches > 1:

@@ -109,6 +109,12 @@ def test_a_silent_neighbour_is_waited_for_no_longer_than_told(monkeypatch, silen
         exchange(channel_of(2, timeout=patience))
 
 
+def test_where_the_framework_sends_its_own_messages_they_take_no_memory_of_ours():
+    made, order = P2PChannel([10, 11], 0, {}), one_f_one_b(2, 8)
+    assert (made.more_bytes(order, SPECS), made.make_room(order, SPECS)) == (0, True)
+    assert made.capacity is None
+
+
 @pytest.mark.parametrize("vary", [False, True])
 @pytest.mark.parametrize("capacity", [None, 1])
 def test_messages_that_vary_are_refused_over_one_queue_alone(monkeypatch, vary, capacity):

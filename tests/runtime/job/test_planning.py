@@ -109,7 +109,7 @@ class Starting(Rank):
         )
         self.channel = SimpleNamespace(
             capacity=capacity,
-            more_bytes=lambda s, specs: s.num_units,
+            more_bytes=lambda s, specs: 0 if self.own_order else s.num_units,
             make_room=lambda s, specs: s.name not in no_slots,
         )
         self.memory.predict, self.predicted = self.predict, self.memory.predicted
