@@ -266,7 +266,7 @@ class Collectives:
             CollectivesError: that of another rank, so that none goes on without it.
         """
         made, failure = _tried(make)
-        first = self.first(failure and _text(failure))
+        first = self.first(None if failure is None else _text(failure))
         if failure is not None:
             raise failure
         if first is not None:
@@ -318,7 +318,7 @@ def _tried(make: Callable[[], T]) -> tuple[list[T], Exception | None]:
 def by_planner(collectives: Collectives, make: Callable[[], T]) -> T:
     """Return what the planner makes, on every rank; DegradedError if it fails, for any reason."""
     made, failure = _tried(make) if collectives.is_planner else ([], None)
-    made, text = collectives.from_planner((made, failure and in_words(failure)))
+    made, text = collectives.from_planner((made, None if failure is None else in_words(failure)))
     if text is not None:
         raise DegradedError(text)
     return made[0]
@@ -327,7 +327,7 @@ def by_planner(collectives: Collectives, make: Callable[[], T]) -> T:
 def on_every_rank(collectives: Collectives, make: Callable[[], T]) -> T:
     """Return what this rank makes, once every rank has; DegradedError on all if one fails."""
     made, failure = _tried(make)
-    first = collectives.first(failure and in_words(failure))
+    first = collectives.first(None if failure is None else in_words(failure))
     if first is not None:
         stage, text = first
         raise DegradedError(f"Stage {stage}: {text}")

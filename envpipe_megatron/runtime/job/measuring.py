@@ -117,8 +117,8 @@ def measure_hops_s(
         def way_s(source: int, to: int) -> FloatArray:
             fed = np.flatnonzero((sources[to] >= 0) & (sources[to] // width == source))
             made = sources[to, fed] % width
-            after_s: FloatArray = times_s[to][..., 0, fed] - times_s[source][..., 1, made]
-            return after_s.min(axis=-1)
+            after_s = times_s[to][..., 0, fed] - times_s[source][..., 1, made]
+            return np.asarray(after_s.min(axis=-1))
 
         both_s = [(way_s(a, b) + way_s(b, a)) / 2 for a, b in pairwise(stages)]
         known = [each[np.isfinite(each)] for each in both_s]
