@@ -3,6 +3,7 @@
 import pkgutil
 import random
 import time
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, ExitStack, closing, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -47,14 +48,10 @@ def train_with_reconfiguring(rank: int, root: Path) -> None:
     _until_steady(rank, session)
 
 
-def lose_control(rank: int, root: Path, victim: int, schedule: str) -> Any:
-    """The victim's clock control ends in a closed loop; its notes, and what was kept by then."""
+def lose_control(rank: int, root: Path, victim: int, asked: Mapping[str, Any]) -> Any:
+    """The victim's clock control ends while clocks are chosen; its notes."""
     config = JobOptions(
-        num_microbatches=MICROBATCHES,
-        scheduling=schedule,
-        baseline_steps=3,
-        output=root,
-        fingerprint={},
+        num_microbatches=MICROBATCHES, baseline_steps=3, output=root, fingerprint={}, **asked
     )
     session, _ = plain_stages.session(rank, config, root, time_at_max_s=LONG_UNITS_S)
     with (

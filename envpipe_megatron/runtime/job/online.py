@@ -82,7 +82,7 @@ def run_commands(
         kinds: those that it distinguishes; by default the framework's.
     """
     kinds, nodes_mhz = kinds or profiled_kinds(schedule), power_nodes_mhz(clocks_mhz)
-    needs_clocks = job.options.closed_loop and not job.options.changes_only_order
+    needs_clocks = not job.options.changes_only_order
     top_mhz = max(clocks_mhz)
     order = constant_order(Phase.WARMUP, schedule, top_mhz, billed_late=True)
     command = Command(Phase.WARMUP, 0)
