@@ -140,8 +140,9 @@ def test_one_hardware_queue_over_nccl_lowers_what_must_check_itself():
 
 
 def test_figures_are_on_pages():
-    """Each is there as it is said, or as the ratio that it is of."""
-    pages = " ".join(path.read_text() for path in DOCS.rglob("*.md"))
+    """Each is on a page or in a row of it, as it is said or as the ratio that it is of."""
+    files = [*DOCS.rglob("*.md"), *DOCS.rglob("*.jsonl")]
+    pages = " ".join(path.read_text() for path in files)
     for row in SEEN:
         percents = re.findall(r"([\d.]+) % (less|more)", row.result)
         assert percents, row
