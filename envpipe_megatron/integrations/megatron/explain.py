@@ -32,7 +32,8 @@ from envpipe_megatron.integrations.megatron.limits import (
     keep_sequence,
     keeps_whole,
 )
-from envpipe_megatron.runtime.job.options import LEVELS, JobOptions
+from envpipe_megatron.runtime.job.given import LEVELS
+from envpipe_megatron.runtime.job.options import JobOptions
 
 #: GPUs of a node, where nobody says it.
 _USUAL_NODE = 8
