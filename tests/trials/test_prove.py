@@ -200,7 +200,9 @@ def test_an_interrupted_proof_keeps_what_was_told(tmp_path, monkeypatch):
     job = short_settings(tmp_path, num_stages=2, num_layers=2)
     told = turn("stock", 0, 1.0, 9.0)
     for stage in told["stages"]:
-        stage |= {"temperature_c": [None, None], "sampled": {"throttle_reasons": ["power cap"]}}
+        followed = {"throttle_reasons": {"power cap": 3}, "warning": None}
+        stage["temperature_c"] = [None, None]
+        stage["clocks"] |= {"followed": followed}
 
     def train(proof, console):
         proof.begin(console)

@@ -243,6 +243,20 @@ def test_a_driver_that_does_not_work_leaves_the_rest_to_see(node, monkeypatch):
     assert "As for driver" in shown
 
 
+def test_one_cause_of_many_a_no_is_said_once(monkeypatch):
+    lost, get = "Cannot read it: there is no library", "Install the driver"
+    missing = [Check("software", name, False, "not installed", f"get {name}") for name in "ab"]
+    checks = [Check("gpu", "driver", False, lost, get), Check("gpu", "GPUs", False, lost, get)]
+    checks.append(Check("control", "back end zeusd", False, lost[0].lower() + lost[1:], get))
+    monkeypatch.setattr(doctor, "all_checks", lambda: checks + missing)
+    monkeypatch.setenv("COLUMNS", "200")
+    shown = run_well("doctor").stdout
+    assert (shown.count("there is no library"), shown.count(get)) == (1, 1)
+    assert shown.count("As for driver") == 2
+    # Two packages that are both missing have remedies of their own.
+    assert (shown.count("not installed"), shown.count("get b")) == (2, 1)
+
+
 def test_leases_of_live_and_dead_jobs(node):
     addresses = [GpuAddress("nvml", uuid) for uuid in node.uuids[:2]]
     live, dead = (

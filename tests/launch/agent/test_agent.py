@@ -19,6 +19,7 @@ from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.formats.energy import read_energy_logs
 from envpipe_megatron.gpu.guard.messages import receive, send
 from envpipe_megatron.launch.agent import agent as agent_module
+from envpipe_megatron.launch.agent import gpus as gpus_module
 from envpipe_megatron.launch.agent import ledger as ledger_module
 from envpipe_megatron.launch.agent.agent import NodeAgent
 from envpipe_megatron.launch.bill.bill import Bill, bill_of
@@ -236,7 +237,7 @@ def test_a_disk_that_hangs_for_three_minutes_costs_no_joule_and_holds_no_rank_up
 
 def test_what_no_window_has_for_long_is_billed_while_the_rank_goes_on(nodes, monkeypatch):
     """An evaluation, of which a node that is lost would otherwise leave nothing."""
-    monkeypatch.setattr(agent_module, "_TICK_S", 0.01)
+    monkeypatch.setattr(gpus_module, "_TICK_S", 0.01)
     agent, gpu = nodes.agent(), nodes.gpu()
     nodes.rank(agent, gpu).say_hello().train(0)
     gpu.advance_to(gpu.time_s() + 301)
@@ -246,7 +247,7 @@ def test_what_no_window_has_for_long_is_billed_while_the_rank_goes_on(nodes, mon
 
 
 def test_a_driver_that_hangs_holds_no_end_up(nodes, monkeypatch):
-    monkeypatch.setattr(agent_module, "_READ_S", 0.01)
+    monkeypatch.setattr(gpus_module, "READ_S", 0.01)
     agent, gpu = nodes.agent(), nodes.gpu()
     rank = nodes.rank(agent, gpu).say_hello()
     goes_on = threading.Event()
