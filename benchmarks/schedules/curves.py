@@ -1,6 +1,6 @@
 """Pictures of docs/: what each level does, time against energy of all families, a power budget.
 
-    python benchmarks/schedules/curves.py            # five minutes
+    python benchmarks/schedules/curves.py [PICTURE]...      # a minute or two
 
 Levels are of the job of `pictures.py`; families of GPT-3 175B on A100s, from `../shared/data`; the
 budget is that of an emulated job (`benchmarks/online/budgets.py`).

@@ -20,9 +20,11 @@
     const {x_range: x, y_range: y, inner_width, inner_height} = named(plot);
     const {data_source: {data}, view} = named(`${plot} units`);
     const wide = inner_width / (x.end - x.start), high = inner_height / Math.abs(y.end - y.start);
-    named(`${plot} labels`).view.filter.indices = view.filter.indices.filter((i) =>
+    const {filter} = named(`${plot} labels`).view;
+    const fit = view.filter.indices.filter((i) =>
       data.begin[i] < x.end && data.end[i] > x.start && data.height[i] * high >= 10 &&
       (data.end[i] - data.begin[i]) * wide >= 7 * data.label[i].length + 3);
+    if (fit.length > 0 || filter.indices.length > 0) filter.indices = fit;
   };
   const showIteration = (plot, shown) => {
     for (const part of ["waits", "units", "path"]) {
