@@ -36,12 +36,13 @@ def on_files(files: Any, config: Any) -> Any:
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     """Point links that leave docs to the site's pages; leave the name of what the site lacks."""
     source = page.file.src_uri
-    folder = ROOT if source in ROOT_PAGES.values() else ROOT / "docs" / Path(source).parent
+    of_root = source in ROOT_PAGES.values()
+    folder = ROOT if of_root else ROOT / "docs" / Path(source).parent
 
     def link(found: re.Match[str]) -> str:
         text, target, anchor = found[1], found[2], found[3] or ""
         path = Path(os.path.normpath(folder / target))
-        if "://" in target or not (source in ROOT_PAGES.values() or ROOT / "docs" not in path.parents):
+        if "://" in target or not (of_root or ROOT / "docs" not in path.parents):
             return found[0]
         if not path.exists():
             _log.warning("%s links to %s, which is not there", source, target)
