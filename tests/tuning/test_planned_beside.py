@@ -9,7 +9,6 @@ from envpipe_megatron.formats.energy import Phase
 from envpipe_megatron.gpu.presets import load_preset
 from envpipe_megatron.runtime.job.options import JobOptions
 from envpipe_megatron.tuning.background import Background
-from envpipe_megatron.tuning.commands import Window
 from envpipe_megatron.tuning.planner import Planner, planned_beside
 from job_runs import Ran, run_job
 
@@ -53,7 +52,7 @@ def test_what_splitting_wins_is_said_of_the_plan_and_not_of_those_that_follow_it
 
 def test_planning_that_nobody_waits_for_is_ended():
     background: Background[Any] = Background()
-    run = planned_beside(background, (None, ()), Window(()))  # type: ignore[arg-type]
+    run = planned_beside(background, (None, ()))  # type: ignore[arg-type]
     next(run)
     assert background.busy
     run.close()

@@ -29,8 +29,12 @@ from envpipe_megatron.core.schedule import Schedule
 from envpipe_megatron.core.timeline import RELATIVE_TOLERANCE
 from envpipe_megatron.errors import plain
 from envpipe_megatron.runtime.channel.carrier import StageSpecs
-from envpipe_megatron.runtime.channel.collectives import Collectives
-from envpipe_megatron.runtime.fallback import DegradedError, in_words, on_every_rank
+from envpipe_megatron.runtime.channel.collectives import (
+    Collectives,
+    DegradedError,
+    in_words,
+    on_every_rank,
+)
 from envpipe_megatron.runtime.memory.stage import (
     PREDICTION_ERROR,
     SAFETY_MARGIN,
