@@ -281,13 +281,6 @@ def test_a_clock_that_was_found_before_waits_with_no_power_budget():
     assert job.clock_mhz == 1100
 
 
-def test_a_clock_that_was_found_before_is_not_searched():
-    job = Job(SLOW_AT_1100, found_mhz=1200)
-    assert job.command.billed == "One clock for the whole job: 1200 MHz, as found before"
-    assert job.go_on(4) == KEPT * 2
-    assert job.kept == []
-
-
 def test_what_speaks_against_a_clock_must_do_so_twice(steady):
     steady.costs = {**SLOW_AT_1100, 1200: (0.51, 300.0)}
     assert steady.go_on(2) == KEPT

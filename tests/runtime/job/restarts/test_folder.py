@@ -32,14 +32,14 @@ from envpipe_megatron.gpu.base import GpuError
 from envpipe_megatron.launch.bill.bill import bill_of
 from envpipe_megatron.runtime.job import restarts
 from envpipe_megatron.runtime.job.options import JobOptions, Level
-from envpipe_megatron.runtime.job.restarts import JobFolder, JobKeys, StoredJob, read_job
+from envpipe_megatron.runtime.job.restarts import JobFolder, StoredJob, read_job
 
 pytestmark = pytest.mark.usefixtures("written_at_once")
 GREEDY = JobOptions(num_microbatches=4, type="envelope", reconfigure="greedy", baseline_steps=3)
 
 
-def stored(folder: Path, keys: JobKeys = KEYS) -> StoredJob:
-    return read_job(folder / "job.json", keys)
+def stored(folder: Path) -> StoredJob:
+    return read_job(folder / "job.json", KEYS)
 
 
 @pytest.fixture
