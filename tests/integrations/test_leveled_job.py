@@ -132,9 +132,9 @@ def test_a_job_that_cannot_bill_gives_back_what_it_has_all_the_same():
 
 EXPERTS = ArgumentLimit("experts", Level.ORDER, "not proven", on("experts"))
 VISION = ArgumentLimit("vision", Level.ORDER, "not proven", on("vision"))
-GRAPHS = ArgumentLimit("graphs", Level.UNITS, "captured", on("graphs"))
+CAPTURED = ArgumentLimit("graphs", Level.UNITS, "captured", on("graphs"))
 ONE_GRAPH = ArgumentLimit("one graph", Level.UNIFORM, "no host", on("one_graph"))
-LIMITS = (EXPERTS, VISION, GRAPHS, ONE_GRAPH)
+LIMITS = (EXPERTS, VISION, CAPTURED, ONE_GRAPH)
 
 
 def asking(names):
