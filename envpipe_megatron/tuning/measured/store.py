@@ -211,7 +211,7 @@ class Store:
             elif kind not in SPLIT[1:]:  # no such part ran yet
                 raise StoreError("A unit of the framework's order was not measured", value=key)
         self._follow_others(seen, changed, before_s)
-        self._learn_lateness(schedule, frequency_mhz, measured_s, timeline, asked, odd)
+        self._learn_lateness(clocked, timeline, asked, odd)
         for stage, report in enumerate(window.stages):
             if report.metered:  # in weeks of silence, what is known would fade to nothing
                 self.powers.add(stage, report.meter, fades)
@@ -353,23 +353,13 @@ class Store:
             self.tail_s = tail_times_s(ends_s[:, followed], gaps_s[:, followed])
 
     def _learn_lateness(
-        self,
-        schedule: Schedule,
-        frequency_mhz: IntArray,
-        measured_s: FloatArray,
-        timeline: Timeline,
-        asked: FloatArray,
-        odd: BoolArray,
+        self, clocked: Clocked, timeline: Timeline, asked: FloatArray, odd: BoolArray
     ) -> None:
         """Learn from clocks that were both measured: a model errs by as much as it would show."""
-        before = np.roll(frequency_mhz, 1, axis=1)
-        own_s = self.durations_s(schedule, frequency_mhz)
-        old_s = self.durations_s(schedule, before)
-        keys, telling = self.keys(schedule), self.lateness.telling(own_s, old_s, timeline, asked)
-        telling &= ~odd
-        for at in np.argwhere(telling):
-            points = self._times[keys[*at]].points
-            telling[*at] = frequency_mhz[*at] in points and before[*at] in points
-        self.lateness.learn(
-            own_s[telling], old_s[telling], measured_s[telling], timeline.wait_s[telling]
-        )
+        now_mhz, keys, known = clocked.frequency_mhz, self.keys(clocked.schedule), ~odd
+        before_mhz = np.roll(now_mhz, 1, axis=1)
+        for key in np.unique(keys[keys >= 0]):
+            measured, there = [*self._times[key].points], keys == key
+            known[there] &= np.isin([now_mhz[there], before_mhz[there]], measured).all(axis=0)
+        own_s, old_s = (self.durations_s(clocked.schedule, mhz) for mhz in (now_mhz, before_mhz))
+        self.lateness.learn(own_s, old_s, timeline, asked, known)
