@@ -260,39 +260,36 @@ class Store:
 
         Raises StoreError if meters said too little.
         """
-        rows, waits = [], []
+        rows, nodes_mhz = [], self.powers.nodes_mhz
+        fitted_w = [self._fitted_w(stage) for stage in range(len(self.tail_s))]
         # Where a stage's parts of a backward have not been seen, plans have whole ones.
         left_out = SPLIT[1:] if np.isnan(self.time_s).any() else ()
-        for stage in range(len(self.tail_s)):
-            power_w, errors_w = self._fitted_w(stage)
-            waits.append(
-                {
-                    round(node): float(watts)
-                    for node, watts in zip(self.powers.nodes_mhz, power_w[-1], strict=True)
-                }
+        for key, times in enumerate(self._times):
+            part, place = divmod(key, len(self.kinds))
+            stage, kind = part // self._num_chunks, self.kinds[place]
+            if kind in left_out:
+                continue
+            used = self.clocks_mhz >= times.lowest_mhz
+            if careful and self.upset[stage]:
+                used &= times.time_s > _NO_SLOWER * times.time_s[-1]
+                used[-1] = True
+            clocks, times_s = self.clocks_mhz[used], times.time_s[used]
+            joules, scatter_j = (
+                times_s * np.interp(clocks, nodes_mhz, of[place]) for of in fitted_w[stage]
             )
-            for chunk in range(self._num_chunks):
-                part = stage * self._num_chunks + chunk
-                for place, kind in enumerate(self.kinds):
-                    if kind in left_out:
-                        continue
-                    times = self._times[part * len(self.kinds) + place]
-                    used = self.clocks_mhz >= times.lowest_mhz
-                    if careful and self.upset[stage]:
-                        used &= times.time_s > _NO_SLOWER * times.time_s[-1]
-                        used[-1] = True
-                    clocks, times_s = self.clocks_mhz[used], times.time_s[used]
-                    joules = times_s * np.interp(clocks, self.powers.nodes_mhz, power_w[place])
-                    scatter_j = times_s * np.interp(clocks, self.powers.nodes_mhz, errors_w[place])
-                    errors_j = np.hypot(scatter_j, _MODEL_ERRS * joules)
-                    if careful:
-                        times_s = times_s * (1 + times.errs[used])
-                    columns = (clocks.astype(int), times_s, joules, errors_j)
-                    of_clocks = zip(*(column.tolist() for column in columns), strict=True)
-                    rows += [(part, kind, ProfileRow(*row)) for row in of_clocks]
+            errors_j = np.hypot(scatter_j, _MODEL_ERRS * joules)
+            if careful:
+                times_s = times_s * (1 + times.errs[used])
+            columns = (clocks.astype(int), times_s, joules, errors_j)
+            of_clocks = zip(*(column.tolist() for column in columns), strict=True)
+            rows += [(part, kind, ProfileRow(*row)) for row in of_clocks]
+        waits_w = [
+            dict(zip(map(round, nodes_mhz.tolist()), power_w[-1].tolist(), strict=True))
+            for power_w, _ in fitted_w
+        ]
         sidecar = replace(
             self.facts,
-            wait_power_w=tuple(waits),
+            wait_power_w=tuple(waits_w),
             tail_time_s=tuple(self.tail_s.tolist()),
             frequency_change_s=self.lateness.planned_s,
         )
