@@ -53,17 +53,6 @@ def test_the_forbid_variable_forbids_all_of_them(machine, monkeypatch):
     assert machine.zeusd.requests == []
 
 
-def test_a_site_allows_some_and_orders_them(machine):
-    machine.set_sys_admin(True)
-    machine.start_zeusd()
-    machine.fields["backends"] = ("zeusd", "command")
-    found = machine.look()
-    assert list(found) == ["zeusd", "command", "nvml"]
-    assert not found["nvml"].allowed
-    assert "site.toml does not allow" in found["nvml"].reason
-    assert choose_control("auto", machine.site).backend == "zeusd"
-
-
 def test_capabilities_of_a_rootless_container_mean_nothing(machine, monkeypatch):
     machine.set_sys_admin(True)
     monkeypatch.setattr(nvml, "in_user_namespace", lambda: True)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from jobs import ALIGNED, ALL, OVERLAP, Job, Ours, Result, train
 from memory_folder import memory_folder
-from on_request import each_of, label, on_request
+from on_request import each_of, on_request
 from rank_pool import RankPool
 
 from envpipe_megatron.core.conditions import Conditions
@@ -260,19 +260,6 @@ def test_whole_loop_online(stock, ours):
 
 
 # What megatron-core does around the units ----------------------------------------------------
-
-
-# On request, for `AROUND` has chunks with all of it, and the next test the first of these orders.
-@pytest.mark.parametrize(
-    ("name", "reducer"),
-    each_of(itertools.product(("envpipe[4, 0]", "interleaved"), (OVERLAP, ALIGNED, ALL)), []),
-    ids=label,
-)
-def test_two_stages_and_two_replicas(stock, ours, tmp_path, reducer, name):
-    chunks = 2 if name == "interleaved" else 1
-    schedule = builders.interleaved(2, 6, 2) if chunks == 2 else order_of(2, 6, (4, 0))
-    job = Job(2, 6, chunks=chunks, reducer=reducer)
-    assert_replicas_agree(trained_alike(stock, ours, job, by_plan(tmp_path, schedule), schedule))
 
 
 def test_off_and_on_again_in_two_replicas(stock, ours, tmp_path):

@@ -43,27 +43,6 @@ def run(
     return run_job(config, preset, forward_s, iterations=iterations, faults=faults, **trouble)
 
 
-def test_planning_that_fails_in_any_way_is_tried_again(monkeypatch):
-    """There is a plan to go on with, whatever a solver or the machine has run out of."""
-    inner, begun, errors = phases.plan_online, [], [MemoryError()]
-
-    def plan_online(*arguments: Any) -> Any:
-        if begun and errors:
-            raise errors.pop()
-        return inner(*arguments)
-
-    def faults(iteration: int) -> Any:
-        if iteration >= 45:
-            begun.append(iteration)
-        return {(0, 1): slower(1.05)} if iteration >= 45 else {}
-
-    monkeypatch.setattr(phases, "plan_online", plan_online)
-    ran = run(80, faults)
-    assert any("nothing better is planned: MemoryError" in text for _, text in ran.said)
-    assert ran.job[-1].phase == "steady"
-    assert ran.saved(70, 80) > ran.saved(35, 45)
-
-
 @on_request("CONTROL")
 def test_what_changes_in_a_baseline_is_planned_for(monkeypatch):
     """No later window differs from what the baseline has shown."""

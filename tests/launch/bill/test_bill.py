@@ -148,18 +148,6 @@ def test_an_iteration_that_is_repeated_counts_once_and_its_energy_twice():
     assert made.steps("steady").energy_j == 100
 
 
-def test_time_between_steps_is_billed_and_is_no_step():
-    made = bill(
-        *(window(0, i) for i in range(4)),
-        window(0, 4, 50.0, phase="between"),
-        window(0, 7, 50.0, phase="plan"),
-    )
-    assert made.steps("between") is None
-    assert made.steps("plan") is None
-    assert made.num_iterations == 4
-    assert made.per_unit()["iteration"] == 125
-
-
 def test_windows_of_many_iterations():
     made = bill(
         window(0, 0, 300.0, last_iteration=2, duration_s=6.0),
@@ -209,14 +197,6 @@ def test_iterations_of_other_runs_are_others_and_those_of_a_restart_the_same():
     made = bill(facts, *goes_on, *(window(0, i, run=f"a {STARTS[1]}9") for i in (1, 2, 3)))
     assert made.num_iterations == 4
     assert made.per_unit() == {"iteration": 175, "token": 0.175, "sample": 21.875}
-
-
-def test_iterations_of_other_batches_have_no_number_of_tokens():
-    small, large = job(tokens_per_iteration=1000), job(tokens_per_iteration=4000)
-    made = bill(small, window(0, 0), large, window(0, 1))
-    assert made.per_unit() == made.snapshot().per_unit() == {"iteration": 100}
-    assert bill(small).per_unit() == {}
-    assert bill(small, large, window(0, 0)).per_unit() == {"iteration": 100, "token": 0.025}
 
 
 TIMES_S = (2.0, 2.1, 1.9, 2.05)
@@ -358,20 +338,6 @@ def test_no_saving_is_told_where_one_side_is_not_known(entries):
 
 
 # Nodes ---------------------------------------------------------------------------------------
-
-
-def test_a_node_that_begun_and_did_not_end_was_lost():
-    entries = [note("begun"), window(), note("begun", "n1"), window(1, node="n1")]
-    made = bill(
-        *entries, note("begun", "n2"), note("ended", "n2"), note("ended", "n1", exit_code=0)
-    )
-    nodes = bill_facts(made, Tariff())["nodes"]
-    assert [(of["node"], of["num_gpus"]) for of in nodes] == [("n0", 1), ("n1", 1), ("n2", 0)]
-    assert made.missing() == ["n0 was lost: its energy up to its last line is in the bill"]
-    assert made.nodes["n1"].exit_code == 0
-    made = bill(*entries, note("ended", "n1", exit_code=0), note("ended", exit_code=137))
-    assert made.missing() == []
-    assert made.nodes["n0"].exit_code == 137
 
 
 def test_a_node_that_was_lost_and_begins_again_leaves_a_gap():

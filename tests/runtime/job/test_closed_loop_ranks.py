@@ -2,19 +2,12 @@
 
 import json
 import re
-from dataclasses import replace
 
-import numpy as np
 import pytest
 import step_ranks
-from presets import preset_profile
 
 from envpipe_megatron.core.plan import read_plan
 from envpipe_megatron.core.profile import read_profile
-from envpipe_megatron.core.sidecar import Sidecar
-from envpipe_megatron.formats.timeline import read_timelines
-from envpipe_megatron.gpu.emulated.emulated_gpu import EmulatedGpu
-from envpipe_megatron.gpu.presets import load_preset
 
 pytestmark = pytest.mark.xdist_group("pipeline")
 
@@ -55,35 +48,3 @@ def test_ranks_turn_to_plans_together_and_a_restart_looks_at_no_clock_twice(thre
     assert told
     assert float(told[1]) == pytest.approx(10, abs=1)
     assert "looking at" in said
-
-
-def test_ranks_park_where_a_profile_says_that_waiting_takes_less_at_lower_clocks(
-    three_ranks, tmp_path
-):
-    model, clocks = load_preset("a100-sxm"), (1410, 1305, 1200, 1095)
-    wait_power_w = ({clock: 4 + 80 * clock / 1410 for clock in clocks},) * 3
-    known = Sidecar(wait_power_w=wait_power_w, frequency_change_s=model.frequency_change_s)
-    profile = preset_profile("a100-sxm", 3, step_ranks.TIMES_S, clocks[1:])
-    replace(profile, sidecar=known).write(tmp_path / "given.csv")
-    given = {"profile": tmp_path / "given.csv"}
-    three_ranks.run(step_ranks.train_kept, tmp_path, [4] * 12, {}, {**LOOP, **given})
-    output = tmp_path / "output"
-    plan = read_plan(output / "plan.json", read_profile(output / "profile.csv"))
-    assert plan.park_mhz is not None
-    (before,) = np.flatnonzero(plan.park_mhz[0])
-    state = EmulatedGpu.open(tmp_path, 0)._file.read()
-    parked_s = [
-        segment.end_s - segment.start_s
-        for segment in state.segments
-        if segment.power_w == model.wait_power_w
-        and segment.frequency_mhz == plan.park_mhz[0, before]
-    ]
-    wait_s = plan.timeline.wait_s[0, before]
-    assert 0.5 * wait_s < max(parked_s) < wait_s
-    logs = read_timelines([output / "timeline.jsonl"])
-    ran = max(
-        (log for log in logs.iterations if log.labels.stage == 0), key=lambda log: log.iteration
-    )
-    # The unit after the wait takes what it takes at its own clock, all of it.
-    unit_us = ran.end_us[before] - ran.start_us[before]
-    assert unit_us == pytest.approx(1e6 * plan.timeline.duration_s[0, before], abs=1)
