@@ -1,5 +1,5 @@
 """Patches for checkouts of training frameworks: found, applied, proven live, and taken back.
 
 `checkout` applies and reverts by `git apply`, in forks too, and keeps what a user has edited beside
-the patch; `liveness` looks whether the hooks are there. `cli/jobs/patch.py` calls both.
+the patch; `liveness` asks whether the hooks are called. `cli/jobs/patch.py` calls both.
 """

@@ -12,6 +12,7 @@ import tomllib
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from envpipe_megatron.errors import EnvPipeError
 
@@ -54,11 +55,18 @@ class Hook:
     Attributes:
         module: the module to import, which must come from the checkout.
         attribute: the name that the module must have.
+        returned_by: a function of the module; if the attribute is set to a function, it must return
+            what that function returns. Empty to skip this check.
+        arguments: the arguments of `returned_by`.
+        prepare: calls to make first, each with `call`, a `module:function`, and its `arguments`.
         used_in: functions of the module whose code must name the attribute.
     """
 
     module: str
     attribute: str
+    returned_by: str = ""
+    arguments: Sequence[Any] = ()
+    prepare: Sequence[dict[str, Any]] = ()
     used_in: Sequence[str] = ()
 
 
@@ -138,11 +146,7 @@ def read_patch(description: str, text: bytes) -> Patch:
             sha256=document["patch_sha256"],
             recognition=Recognition(**document["recognition"]),
             hashes=hashes,
-            # A record of 0.2.0 may ask for more.
-            hooks=tuple(
-                Hook(hook["module"], hook["attribute"], hook.get("used_in", ()))
-                for hook in document["hooks"]
-            ),
+            hooks=tuple(Hook(**table) for table in document["hooks"]),
             description=description,
             text=text,
         )

@@ -4,11 +4,10 @@ import random
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
-from threading import Barrier
-from types import SimpleNamespace
 
 import torch
 
+from emulated_job import Boxes
 from envpipe_megatron.core.kinds import Kind, Unit
 from envpipe_megatron.core.orders import builders
 from envpipe_megatron.runtime.channel.carrier import StageSpecs, TensorSpec
@@ -220,28 +219,6 @@ SPECS = StageSpecs.alike(TensorSpec.of_one_type(((5,),), torch.float16, torch.de
 PLENTY = 10**9
 
 
-class Meeting:
-    """A host group whose ranks are threads; the first leads."""
-
-    def __init__(self, size):
-        self.values = [None] * size
-        self.barrier = Barrier(size, timeout=20)
-
-    def of(self, index):
-        def exchange(value):
-            self.values[index] = value
-            self.barrier.wait()
-            everyone = list(self.values)
-            self.barrier.wait()
-            return everyone
-
-        return SimpleNamespace(
-            leads=index == 0,
-            gather=lambda value: exchange(value) if index == 0 else exchange(value)[:0],
-            broadcast=lambda value: exchange(value)[0],
-        )
-
-
 class FakeJob:
     """A job whose ranks are threads of this process."""
 
@@ -249,8 +226,7 @@ class FakeJob:
         self, stages, microbatches, sizes, *, seed=0, replicas=1, capacity=PLENTY, chunks=1
     ):
         self.own = builders.framework_order(stages, microbatches, chunks)
-        pipelines = [Meeting(stages) for _ in range(replicas)]
-        trees = [Meeting(replicas) for _ in range(stages)]
+        groups = Boxes()
         self.said = []
         self.devices, self.ranks = [], []
         for rank in range(stages * replicas):
@@ -258,8 +234,9 @@ class FakeJob:
             replica, own = divmod(rank, stages)
             stage = FakeStage(device, sizes(rank), random.Random(100 * seed + rank))
             stage.is_first = own == 0
-            groups = pipelines[replica].of(own), [trees[own].of(replica)]
-            ranks = Collectives(own, *groups, replicas, replica)
+            pipeline = groups.group(("pipeline", replica), own, stages)
+            tree = [groups.group(("stage", own), replica, replicas)]
+            ranks = Collectives(own, pipeline, tree, replicas, replica)
             memory = JobMemory(device, own, ranks, self._say(rank))
             self.devices.append(device)
             self.ranks.append((rank % stages, stage, memory))

@@ -285,15 +285,6 @@ def test_a_wrong_site_configuration_is_named_and_the_rest_goes_on(node, monkeypa
     assert_check(found["back end nvml"], False, "does not allow it")
 
 
-def test_a_single_hardware_queue(node, monkeypatch):
-    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
-    assert_check(look()["CUDA_DEVICE_MAX_CONNECTIONS"], False, "single hardware queue", "set 8")
-    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "4")  # as the channel takes it
-    assert_check(look()["CUDA_DEVICE_MAX_CONNECTIONS"], False, "4: counts as a single", "set 8")
-    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "32")
-    assert_check(look()["CUDA_DEVICE_MAX_CONNECTIONS"], True, "32")
-
-
 def test_any_failure_of_a_look_is_a_no():
     def fails(error):
         def look():

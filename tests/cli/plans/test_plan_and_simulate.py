@@ -5,7 +5,6 @@ import os
 import subprocess
 import sys
 
-import pytest
 from cli_helpers import plan_for, simulate_json, write_sidecar
 from commands import run_well
 
@@ -85,23 +84,6 @@ def test_without_any_blocking_power_it_is_0_and_standard_error_warns(profile_pat
     assert "--blocking-power" in result.stderr
     assert "blocking power" not in result.stdout
     assert envpipe(*wanted, "--blocking-power", 0).stderr == ""  # 0 was asked for
-
-
-def test_a_plan_of_another_profile_is_priced_anew_with_a_warning_beside_the_json(
-    profile_path, tmp_path
-):
-    plan_for(profile_path, tmp_path / "plan.json", microbatches=1)
-    other = tmp_path / "other.csv"
-    other.write_text(
-        profile_path.read_text().replace("\n0,forward,1200,0.1,", "\n0,forward,1200,0.2,")
-    )
-    result = envpipe("simulate", "--profile", other, "--plan", tmp_path / "plan.json", "--json")
-    assert result.returncode == 0
-    stored = json.loads((tmp_path / "plan.json").read_text())
-    assert json.loads(result.stdout)["iteration_time_s"] == pytest.approx(
-        stored["iteration_time_s"] + 0.1
-    )
-    assert "made from another profile" in " ".join(result.stderr.split())
 
 
 def test_every_command_has_help_with_an_example():

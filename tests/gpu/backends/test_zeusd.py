@@ -95,18 +95,6 @@ def test_a_daemon_that_dies_within_a_request_and_comes_back(daemon):
     assert daemon.changes[-1] == locked(1200)
 
 
-def test_a_daemon_that_is_gone_is_an_error_until_it_is_back(daemon):
-    gpu = gpu_of(daemon)
-    gpu.lock_frequency(1380)
-    daemon.stop()
-    for _ in range(2):
-        with pytest.raises(GpuError, match=r"no zeusd at .*zeusd\.sock.*Start zeusd"):
-            gpu.lock_frequency(1200)
-    daemon.start()
-    gpu.reset_frequency()
-    assert daemon.changes == [locked(1380), RESET]
-
-
 def test_a_socket_of_somebody_else(daemon, monkeypatch):
     daemon.path.chmod(0o600)
     if os.geteuid() == 0:

@@ -100,18 +100,6 @@ def test_sums_come_by_run_rank_stage_gpu_and_phase():
     assert list(made.total_by(lambda w: tuple(getattr(w, name) for name in names))) == places
 
 
-def test_what_one_window_does_not_say_is_not_known_of_the_sum():
-    knows, knows_not = window(), window(energy_uncertainty_j=None, idle_s=None)
-    total = bill(knows, knows).total()
-    assert total.energy_uncertainty_j == pytest.approx(math.hypot(0.5, 0.5))
-    assert total.shares_s == (2.0, 1.0, 1.0)
-    total = bill(knows, knows_not).total()
-    assert total.energy_uncertainty_j is None
-    assert total.known_shares_s is None
-    assert Bill().total().known_shares_s is None
-    assert Bill().total().average_power_w == 0
-
-
 def reachable(thing: object) -> int:
     """How many objects hang on one."""
     seen, todo = {id(thing)}, [thing]
@@ -260,25 +248,6 @@ def test_the_first_line_has_tokens_and_that_no_clock_was_changed_where_that_is_k
     )
     told = bill_lines(made, Tariff())[0].split("less energy)")[1]
     assert told == more.format(tokens="; a token 2.013 ms and 200 mJ on 2 GPUs")
-
-
-LATER = {**BASELINE, "time_s": 3.8, "energy_j": 250.0}
-
-
-def test_each_step_is_compared_with_the_baseline_that_was_in_force():
-    """Both halves of a job save a fifth, at another length of sequences; so do both starts."""
-    entries = []
-    for start, baseline in enumerate([BASELINE, LATER]):
-        step = {"duration_s": baseline["time_s"], "run": f"a {STARTS[start]}", "baseline": baseline}
-        energy_j = 0.8 * baseline["energy_j"]
-        entries += [
-            window(gpu, 4 * start + i, energy_j, **step) for gpu in (0, 1) for i in range(4)
-        ]
-    made = bill(*entries)
-    for got in (made.comparison(), made.snapshot().comparison()):
-        assert got.saving_percent == pytest.approx(20.0)
-        assert got.slowdown_percent == pytest.approx(0.0, abs=1e-9)
-        assert got.slowdown_uncertainty_percent < 2, "that sequences grow is no scatter"
 
 
 def test_steps_without_a_baseline_are_in_no_saving():

@@ -193,6 +193,19 @@ def test_what_is_not_judged(watched):
     assert watched.watch.summary()["judged"] == 1
 
 
+def test_clock_that_changes_during_the_look_is_not_judged(watched, monkeypatch):
+    watched.gpu.lock_frequency(1000)
+    state = watched.gpu.clock_state
+
+    def change_meanwhile():
+        watched.page.last_change_s = time.monotonic()
+        return state()
+
+    monkeypatch.setattr(watched.gpu, "clock_state", change_meanwhile)
+    watched.look()
+    assert watched.watch.summary()["judged"] == 0
+
+
 def test_learns_of_changes_from_the_page(monkeypatch):
     """Neither the instants around a change are judged, nor those while the driver is called."""
     monkeypatch.setattr(clock_watch, "_SETTLING_S", NEVER_S)
