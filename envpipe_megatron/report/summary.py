@@ -242,9 +242,7 @@ def marks_of(folder: RunFolder) -> Iterator[str]:
 def _notes(folder: RunFolder, facts: ReportFacts) -> Iterator[str]:
     yield from marks_of(folder)
     yield from facts.notes
-    summary = folder.summary or {}
-    runs = summary.get("runs")
-    known = runs.values() if isinstance(runs, Mapping) else summary.get("ranks") or ()
+    known = (folder.summary or {}).get("ranks") or ()
     entries = (entry for entry in known if isinstance(entry, Mapping))
     yield from dict.fromkeys(str(note) for entry in entries for note in entry.get("notes") or ())
     if folder.plan is not None:

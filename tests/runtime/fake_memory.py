@@ -76,6 +76,7 @@ class Sizes:
         pending: of a microbatch between the two parts of its backward.
         layers: how many there are, which a backward passes one after the other.
         chunk_factors: how many times as much chunks hold, of both, as the first one.
+        gradient: what comes for a backward, from its first unit's begin on.
     """
 
     weights: int = 20_000
@@ -93,6 +94,7 @@ class Sizes:
     pending: int = 2_800
     layers: int = 1
     chunk_factors: tuple[float, ...] = (1.0,)
+    gradient: int = 0
 
 
 @dataclass
@@ -196,14 +198,17 @@ def run_units(work: object, units: tuple[Unit, ...], memory: JobMemory) -> None:
     for unit in units:
         whole, begins_whole = begins_whole, unit.combined
         if begins_whole:
-            pass
+            work.memory.take(work.sizes.gradient)  # type: ignore[attr-defined]
         elif unit.kind is Kind.FORWARD:
             work.forward(unit, None)  # type: ignore[attr-defined]
         elif unit.kind is Kind.WEIGHT_GRADIENT and not whole:
             work.weight_gradient(unit)  # type: ignore[attr-defined]
         else:
+            if not whole:
+                work.memory.take(work.sizes.gradient)  # type: ignore[attr-defined]
             kind = Kind.BACKWARD if whole else unit.kind
             work.backward(replace(unit, kind=kind), None)  # type: ignore[attr-defined]
+            work.memory.give(work.sizes.gradient)  # type: ignore[attr-defined]
         work.sent(unit)  # type: ignore[attr-defined]
         if unit_ended is not None:
             unit_ended(unit)

@@ -24,7 +24,6 @@ from envpipe_megatron.policies.problem import PlannerError
 from envpipe_megatron.policies.request import PlanRequest, check_request, make_problem
 from envpipe_megatron.runtime.job.options import JobOptions
 from envpipe_megatron.tuning.background import Background, BackgroundError
-from envpipe_megatron.tuning.commands import Window
 from envpipe_megatron.tuning.planner import Planner, planned, planned_beside
 from job_runs import Ran, run_job
 
@@ -183,7 +182,7 @@ def test_what_splitting_wins_is_said_of_the_plan_and_not_of_those_that_follow_it
 
 def test_planning_that_nobody_waits_for_is_ended():
     background: Background[Any] = Background()
-    run = planned_beside(background, (None, ()), Window(()))  # type: ignore[arg-type]
+    run = planned_beside(background, (None, ()))  # type: ignore[arg-type]
     next(run)
     assert background.busy
     run.close()

@@ -17,7 +17,7 @@ from envpipe_megatron.core.sidecar import Sidecar
 from envpipe_megatron.gpu.presets import load_preset
 from envpipe_megatron.runtime.job import phases
 from envpipe_megatron.runtime.job.options import JobOptions
-from envpipe_megatron.tuning import controller
+from envpipe_megatron.tuning import judge
 from envpipe_megatron.tuning.commands import Window
 from envpipe_megatron.tuning.judge import Judge, Silence
 from envpipe_megatron.tuning.measured.meters import MeterSums
@@ -46,7 +46,7 @@ def run(
 @on_request("CONTROL")
 def test_what_changes_in_a_baseline_is_planned_for(monkeypatch):
     """No later window differs from what the baseline has shown."""
-    monkeypatch.setattr(controller, "BASELINE_EVERY", 24)
+    monkeypatch.setattr(judge, "BASELINE_EVERY", 24)
     calm = run(70)
     (at, *_) = (i for i, each in enumerate(calm.job) if i > 40 and each.phase == "baseline")
     ran = run(90, lambda iteration: {(0, 1): slower(1.08)} if iteration > at else {})

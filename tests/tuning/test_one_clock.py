@@ -89,13 +89,12 @@ class Job:
 
     Attributes:
         metered: [STAGES, REPLICAS] whose meters work.
-        lost: whether the control of a clock has ended.
         held_up: so many times as long as the others the second step of a window takes.
         kept: what the tuner had kept.
     """
 
     def __init__(self, costs: Costs, budget: float | str | None = None, **options: Any) -> None:
-        self.costs, self.metered, self.lost = costs, np.ones((STAGES, REPLICAS), bool), False
+        self.costs, self.metered = costs, np.ones((STAGES, REPLICAS), bool)
         self.held_up, self.wishes = 1.0, read_power_budget(budget)
         self.kept: list[tuple[int, Mapping[int, StepEnergy]]] = []
         given: dict[str, Any] = {
@@ -150,9 +149,8 @@ class Job:
         meter = MeterSums.none(1)
         report = report_of(unit_s, ends_s, steps_s - ends_s, steps_s, meter)
         powers = np.where(self.metered[..., np.newaxis], (power_w, 1.0), np.nan)
-        first, last = (replace(report, power_w=of_stage) for of_stage in powers)
-        lost = replace(last, lost=True, problems=("the driver of a test",))
-        return Window((first, lost if self.lost else last), self.wishes)
+        stages = (replace(report, power_w=of_stage) for of_stage in powers)
+        return Window(tuple(stages), self.wishes)
 
 
 @pytest.fixture
@@ -285,13 +283,6 @@ def test_where_a_meter_fails_later_times_tell_whether_a_clock_is_right(steady):
     steady.costs = {**SLOW_AT_1100, 1200: (0.51, 300.0)}
     steady.go_on(4)
     assert "1200 MHz: 0.5100 s and unknown energy a step" in steady.command.note
-
-
-def test_a_clock_that_is_not_controlled_any_more_is_not_measured(steady):
-    steady.lost = True
-    why = "Stage 1: Clock control ended while measuring: the driver of a test"
-    with pytest.raises(EnvPipeError, match=why):
-        steady.go_on()
 
 
 def test_in_a_dry_run_the_highest_clock_is_kept():

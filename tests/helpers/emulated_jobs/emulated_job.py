@@ -236,7 +236,6 @@ class EmulatedJob:
         folder.resume(config, self._stages, gpu)  # type: ignore[arg-type]
         executor = SimpleNamespace(
             now_s=lambda: gpu.state.end_s,
-            wait_for_messages=_nothing,
             idle=lambda time_s: gpu.advance_to(gpu.state.end_s + time_s),
         )
         message = SimpleNamespace(make=_nothing)

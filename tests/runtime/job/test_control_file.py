@@ -20,8 +20,9 @@ from envpipe_megatron.launch.bill.bill import bill_of
 from envpipe_megatron.policies.objective import Goal
 from envpipe_megatron.runtime.job import control
 from envpipe_megatron.runtime.job.control import ControlFile
+from envpipe_megatron.runtime.job.given import Level
 from envpipe_megatron.runtime.job.iterations import Switch
-from envpipe_megatron.runtime.job.options import JobOptions, Level
+from envpipe_megatron.runtime.job.options import JobOptions
 from envpipe_megatron.runtime.job.parts import SessionState
 
 pytestmark = pytest.mark.xdist_group("pipeline")

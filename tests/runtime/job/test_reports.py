@@ -13,7 +13,7 @@ from envpipe_megatron.core.orders import builders
 from envpipe_megatron.formats.energy import Phase
 from envpipe_megatron.runtime.energy.meter import MeterError
 from envpipe_megatron.runtime.execution.executor import StageRecord, make_record
-from envpipe_megatron.runtime.job.reports import make_report
+from envpipe_megatron.runtime.job.online import make_report
 from envpipe_megatron.tuning.commands import Command
 
 NODES = np.array([1000.0, 1200.0, 1400.0])
