@@ -201,7 +201,7 @@ def _objects(path: Path, files: str) -> Iterator[dict[str, Any]]:
     """Yield the JSON objects of all lines; torn ones are passed over."""
     for file in sorted(path.glob(files)):
         for line in file.read_bytes().splitlines():
-            with suppress(ValueError):
+            with suppress(ValueError, RecursionError):
                 entry = json.loads(line)
                 if isinstance(entry, dict):
                     yield entry
