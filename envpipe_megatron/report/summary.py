@@ -244,9 +244,10 @@ def _notes(folder: RunFolder, facts: ReportFacts) -> Iterator[str]:
     yield from facts.notes
     summary = folder.summary or {}
     runs = summary.get("runs")
-    known = runs.values() if isinstance(runs, Mapping) else summary.get("ranks") or ()
-    entries = (entry for entry in known if isinstance(entry, Mapping))
-    yield from dict.fromkeys(str(note) for entry in entries for note in entry.get("notes") or ())
+    known = list(runs.values()) if isinstance(runs, Mapping) else summary.get("ranks")
+    entries = known if isinstance(known, list) else []
+    notes = (entry.get("notes") for entry in entries if isinstance(entry, Mapping))
+    yield from dict.fromkeys(str(note) for of in notes if isinstance(of, list) for note in of)
     if folder.plan is not None:
         planned = folder.plan.schedule
         yield (
