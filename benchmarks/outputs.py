@@ -1,11 +1,10 @@
-"""Leave and show what benchmarks found: rows as CSV and as a table, and claims.
+"""Leave and show what benchmarks found: rows of evidence, a table, and claims.
 
 A claim is one sentence. `all.py` makes one table of the `claims.json` of all benchmarks.
 """
 
 from __future__ import annotations
 
-import csv
 import json
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -16,13 +15,15 @@ import click
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.evidence import add_rows, made_by, row_of
+
 #: Profiles and runs that others measured, beside the checkout.
 PERSEUS_DATA = Path("../shared/data/perseus_sosp24")
 #: Characters of a table, which a narrower terminal or a pipe would cut.
 _TABLE_WIDTH = 190
 
 Row = Mapping[str, Any]
-CLAIMS_FILE = "claims.json"
+CLAIMS_FILE, ROWS_FILE = "claims.json", "rows.jsonl"
 
 
 @dataclass(frozen=True)
@@ -79,7 +80,7 @@ def output_option(folder: str) -> Callable[[Callable[..., Any]], Callable[..., A
         type=click.Path(file_okay=False, path_type=Path),
         default=Path("runs/benchmarks") / folder,
         show_default=True,
-        help="Folder for CSV files and claims.json.",
+        help="Folder for rows.jsonl and claims.json.",
     )
 
 
@@ -88,17 +89,27 @@ def make_console() -> Console:
     return Console(width=max(Console().width, _TABLE_WIDTH))
 
 
-def leave(folder: Path, tables: Mapping[str, Iterable[Row]], claims: Iterable[Claim] = ()) -> None:
-    """Write a CSV for each name and its rows of equal keys, and claims where there are any."""
+def leave(
+    folder: Path,
+    basis: str,
+    tables: Mapping[str, Iterable[Row]],
+    claims: Iterable[Claim] = (),
+    gpus: str = "",
+) -> None:
+    """Write rows of evidence, by table, and claims where there are any.
+
+    Args:
+        basis: what all rows were seen on, one of `evidence.BASES`.
+        tables: rows of equal keys; columns before the first number with a fraction are the setting.
+        gpus: number and product, of rows that no column says it of.
+    """
     folder.mkdir(parents=True, exist_ok=True)
+    path, made = folder / ROWS_FILE, made_by()
+    path.unlink(missing_ok=True)
     for name, rows in tables.items():
-        listed = list(rows)
-        with (folder / f"{name}.csv").open("w", newline="") as file:
-            writer = csv.DictWriter(file, list(listed[0]) if listed else [], lineterminator="\n")
-            writer.writeheader()
-            writer.writerows(listed)
-    if made := [asdict(claim) for claim in claims]:
-        text = json.dumps(made, indent=1, ensure_ascii=False)
+        add_rows(path, (row_of(name, row, basis=basis, gpus=gpus, **made) for row in rows))
+    if listed := [asdict(claim) for claim in claims]:
+        text = json.dumps(listed, indent=1, ensure_ascii=False)
         (folder / CLAIMS_FILE).write_text(text + "\n", encoding="utf-8")
 
 
@@ -111,11 +122,12 @@ def make_table(title: str, rows: Sequence[Row], columns: Sequence[str] = ()) -> 
         title = name.replace("_", " ")
         table.add_column(title, justify="left" if is_text else "right", no_wrap=is_text)
     for row in rows:
-        table.add_row(*(_cell(row[name]) for name in names))
+        table.add_row(*(shown(row[name]) for name in names))
     return table
 
 
-def _cell(value: object) -> str:
+def shown(value: object) -> str:
+    """Return a value as tables show it."""
     if value is None:
         return "-"
     if isinstance(value, bool):

@@ -45,16 +45,20 @@ def csv_text(rows: Iterable[Iterable[object]]) -> str:
     return table.getvalue()
 
 
-def replace_files(contents: Mapping[Path, Iterable[str]]) -> None:
-    """Write texts, each in parts; a failure or a kill leaves each file as it was, or new and whole.
+def replace_files(contents: Mapping[Path, bytes | Iterable[str]]) -> None:
+    """Write files, texts in parts; a failure or a kill leaves each as it was, or new and whole.
 
-    All are written beside their places before the first takes its own. OSError names the file.
+    All are written beside their places before the last takes its own, and then the others. OSError
+    names the file.
     """
     with ExitStack() as drafts:
-        for path, parts in contents.items():
+        for path, content in contents.items():
             draft = drafts.enter_context(written_beside(path))
+            if isinstance(content, bytes):
+                draft.write_bytes(content)
+                continue
             with draft.open("w", encoding="utf-8") as file:
-                file.writelines(parts)
+                file.writelines(content)
 
 
 @contextmanager
@@ -76,6 +80,9 @@ def written_beside(path: Path) -> Iterator[Path]:
                 os.fsync(file.fileno())  # or a crash might leave the name without the content
             if not is_new:
                 shutil.copymode(place, draft)
+                # Only root may give files away, and no Windows has it.
+                with suppress(PermissionError, AttributeError):
+                    os.chown(draft, place.stat().st_uid, place.stat().st_gid)
             draft.replace(place)
     except OSError as error:
         if error.filename in (None, str(draft)):  # a full disk names none
@@ -136,27 +143,27 @@ def refuse_foreign(folder: Path, names: Sequence[str], mark: str) -> None:
         )
 
 
-def clear_own_folder(folder: Path, files: Sequence[str], folders: Sequence[str], who: str) -> None:
+def clear_own_folder(folder: Path, names: Sequence[str], who: str) -> None:
     """Make a folder, or remove from it what an earlier run of the same command left there.
 
     Args:
         folder: is made if it is not there.
-        files: all that the command leaves; the first marks the folder as its own.
-        folders: folders that may be beside them.
+        names: files and folders that the command leaves; the first marks the folder as its own.
         who: the command, in words.
 
     Raises EnvPipeError if the folder holds anything else, or lacks the mark.
     """
     found = sorted(path.name for path in folder.iterdir()) if folder.exists() else []
-    foreign = [name for name in found if name not in (*files, *folders)]
-    if foreign or (found and files[0] not in found):
+    foreign = [name for name in found if name not in names]
+    if foreign or (found and names[0] not in found):
         raise EnvPipeError(
             f"The output folder {folder} holds what no {who} left there",
             value=(foreign or found)[0],
             remedy="Give an empty or new folder with --output.",
         )
     folder.mkdir(parents=True, exist_ok=True)
-    for name in files:
-        (folder / name).unlink(missing_ok=True)
-    for name in set(folders) & set(found):
-        shutil.rmtree(folder / name)
+    for path in map(folder.joinpath, found):
+        if path.is_dir():
+            shutil.rmtree(path)
+        else:
+            path.unlink()

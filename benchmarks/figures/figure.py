@@ -1,4 +1,4 @@
-"""One of EnvPipe's figures: train what is missing, then CSV, picture and claims.
+"""One of EnvPipe's figures: train what is missing, then rows, picture and claims.
 
 python benchmarks/figures/figure.py fig9_a
 """
@@ -177,7 +177,7 @@ def leave_figure(
     """Write a figure's files, and print what they say."""
     columns = [row.columns() for row in rows]
     claims = claims_of(experiment, rows, again)
-    leave(folder, {experiment.name: columns}, claims)
+    leave(folder, "emulated" if rows[0].emulated else "GPUs", {experiment.name: columns}, claims)
     _save_picture(experiment, rows, folder)
     hardware = " and ".join(dict.fromkeys(row.hardware for row in rows))
     console.print(make_table(f"{experiment.title}: {hardware}", columns, _SHOWN))

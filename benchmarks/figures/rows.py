@@ -182,7 +182,7 @@ class Row:
         return self.result.plan.peak_in_flight if self.result.plan else of_1f1b
 
     def columns(self) -> dict[str, object]:
-        """The CSV's cells."""
+        """Return the columns of its row of evidence."""
         job, setting, result, plan = self.job, self.setting, self.result, self.result.plan
         several = {"DP": job.replicas, "PP": job.stages} if job.replicas > 1 else {}
         return {

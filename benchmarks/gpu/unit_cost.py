@@ -225,7 +225,7 @@ def _counter_read(apart: bool) -> Iterator[None]:
 @click.option("--turn-iterations", type=click.IntRange(1), default=1, show_default=True)
 @output_option("unit_cost")
 def main(queues: int | None, rounds: int, turn_iterations: int, output: Path) -> None:
-    """Measure, print, and write unit_cost.csv."""
+    """Measure, print, and leave rows."""
     if queues is not None:
         os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = str(queues)  # before CUDA is initialised
     rows = [
@@ -235,7 +235,9 @@ def main(queues: int | None, rounds: int, turn_iterations: int, output: Path) ->
         for row in measure(bound, waits=waits, rounds=rounds, turn_iterations=turn_iterations)
     ]
     make_console().print(make_table("What a unit costs", rows))
-    leave(output, {"unit_cost": rows})
+    on_gpu = torch.cuda.is_available()
+    gpus = f"1 {torch.cuda.get_device_name()}" if on_gpu else ""
+    leave(output, "GPUs" if on_gpu else "CPU", {"unit_cost": rows}, gpus=gpus)
 
 
 if __name__ == "__main__":

@@ -40,13 +40,16 @@ from benchmarks.megatron_lm import equality, ratio, stress
 from benchmarks.megatron_lm.models import APEX, ENVPIPE, SIZES, TRANSFORMER_ENGINE
 from benchmarks.megatron_lm.running.jobs import Job, Site, State, modified, prepare, prepare_corpus
 from benchmarks.megatron_lm.running.pool import Limits, run_jobs
-from benchmarks.megatron_lm.running.rounds import Rounds, ratio_rows, take_turns
+from benchmarks.megatron_lm.running.rest import RESTING
+from benchmarks.megatron_lm.running.rounds import Rounds, ratio_columns, ratio_rows, take_turns
 from benchmarks.megatron_lm.unit_times import prediction_rows, unit_rows
-from benchmarks.outputs import markdown_table
+from benchmarks.outputs import leave, markdown_table, shown
 from benchmarks.shared_gpu import partitioned
 from envpipe_megatron.core.channel_model import CARRIERS
 
 PARTS = ("equality", "ratio", "stress", "energy", "report")
+#: Tables of the report that are evidence, beside ratios.
+EVIDENCE = ("equality", "prediction", "memory", "stress", "energy")
 ENERGY_RUN, _ENERGY_TARGET_PERCENT = "energy/envpipe", 1.0
 #: Kept of the time that a call may take, for logs and report, s.
 _FOR_THE_END_S = 15.0
@@ -293,13 +296,20 @@ def report(state: State, site: Site) -> dict[str, Any]:
 
 
 def write_report(state: State, site: Site, output: Path) -> str:
-    """Write report.md and report.json; the Markdown."""
+    """Write report.md, report.json and rows of evidence; the Markdown."""
     found = report(state, site)
+    tables = {name: found[name] for name in EVIDENCE}
+    for row in found["ratio"]:
+        name = RESTING if RESTING in row["setting"] else "ratio"
+        tables.setdefault(name, []).append(ratio_columns(row))
+    product, *_ = state.machine.get("gpus", [""])[0].split(",")
+    basis, gpus = ("CPU", "") if site.cpu else ("GPUs", f"{site.num_gpus} {product}")
+    leave(output, basis, tables, gpus=gpus.strip())
     lines = [f"# {state.machine.get('tag', '')}", ""]
     lines += [f"{name}: {value}  " for name, value in state.machine.items()]
     for title, rows in found.items():
         if rows and title not in ("machine", "rounds", "commands"):
-            table = markdown_table([*rows[0]], (map(_cell, row.values()) for row in rows))
+            table = markdown_table([*rows[0]], (map(shown, row.values()) for row in rows))
             lines += ["", f"## {title}", "", table]
     lines += ["", "## commands", ""]
     lines += [f"- {name}: `{command}`" for name, command in found["commands"].items()]
@@ -307,14 +317,6 @@ def write_report(state: State, site: Site, output: Path) -> str:
     (output / "report.md").write_text(text)
     (output / "report.json").write_text(json.dumps(found, indent=1) + "\n")
     return text
-
-
-def _cell(value: object) -> str:
-    if isinstance(value, bool):
-        return "yes" if value else "NO"
-    if isinstance(value, float):
-        return f"{value:.4f}"
-    return "-" if value is None else str(value)
 
 
 def _pack_logs(site: Site, archive: Path) -> None:

@@ -144,8 +144,8 @@ class Job:
         """Columns that all tables have."""
         until, most = self.kept(ran, percent)
         return {
-            "until kept (iterations)": until,
             "most above then (%)": most,
+            "until kept (iterations)": until,
             "power in the end (%)": self.power(ran[-_STEADY:]),
             "longer in the end (%)": 100 * (self.time(ran[-_STEADY:]) - 1),
             "optimum (%)": 100 * (best - 1),
@@ -262,9 +262,10 @@ def main(
         "signal": lambda: signal_rows(gpu, stages),
         "trouble": lambda: trouble_rows(gpu, stages),
     }
+    found: dict[str, list[dict[str, Any]]] = {}
     for name in names or PARTS[:1]:
-        rows = list(parts[name]())
-        leave(output, {name: rows})
+        rows = found[f"budget {name}"] = list(parts[name]())
+        leave(output, "emulated", found)
         make_console().print(make_table(name, rows, list(rows[0])))
 
 

@@ -100,8 +100,8 @@ def cost_rows(stages: Sequence[int], replicas: Sequence[int]) -> Iterator[dict[s
                             "even": even,
                             "replicas": number,
                             "way": way,
-                            "iterations until steady": steady,
                             "lost until steady (iterations)": ran.lost(0, steady),
+                            "iterations until steady": steady,
                             "worst after the profile (%)": 100
                             * ran.slower(ran.profiled, _ITERATIONS),
                             "saved in steady (%)": 100 * ran.saved(steady, steady + _STEADY),
@@ -132,13 +132,13 @@ def fault_rows() -> Iterator[dict[str, Any]]:
         said = (text for at, text in ran.said if _FAULT <= at < _OVER)
         yield {
             "fault": kind,
+            "what it is": words,
             "worst after ten iterations (%)": 100 * ran.slower(_FAULT + _FOUND_OUT, _OVER),
             "worst ten after its end (%)": 100 * ran.slower(_OVER + _FOUND_OUT, _ALL),
             "saved before (%)": 100 * ran.saved(_FAULT - _STEADY, _FAULT),
             "saved during (%)": 100 * ran.saved(during.start, during.stop),
             "best during (%)": 100 * best,
             "saved after (%)": 100 * ran.saved(_OVER + _FOUND_OUT, _ALL),
-            "what it is": words,
             "what was said": next(said, "nothing"),
         }
 
@@ -182,7 +182,7 @@ def noise_rows() -> Iterator[dict[str, Any]]:
         noise: dict[str, Any] = {"emulated": {"hiccups": share}, "replicas": _MANY}
         ran = run_job(WAYS["closed loop"], preset, forward_s, iterations=_NOISY, **noise)
         yield {
-            "hiccups (% of units)": 100 * share,
+            "hiccups (% of units)": f"{share:.0%}",
             "replicas": _MANY,
             "saved in steady (%)": 100 * ran.saved(_FAULT, _NOISY),
             "mean iteration, longer (%)": 100 * ran.longer(_FAULT, _NOISY),
@@ -210,8 +210,8 @@ def chunk_rows(gpu: str) -> Iterator[dict[str, Any]]:
                 yield {
                     "stages": name,
                     "chunks": chunks,
-                    "own order, time against 1F1B (%)": 100 * (own_s / one_chunk_s - 1),
                     "planned": f"{schedule}, split" if splits else schedule,
+                    "own order, time against 1F1B (%)": 100 * (own_s / one_chunk_s - 1),
                     "saved (%)": 100 * ran.saved(*steady),
                     "longer (%)": 100 * ran.longer(*steady),
                     "lost, in iterations": ran.lost(0, _CHUNKS_ITERATIONS),
@@ -274,9 +274,10 @@ def main(
         "chunks": chunk_rows(gpu),
         "long": footprints(iterations, every=min(2_000, iterations)),
     }
+    found: dict[str, list[dict[str, Any]]] = {}
     for name in names or PARTS[:4]:
-        rows = list(parts[name])
-        leave(output, {name: rows})
+        rows = found[name] = list(parts[name])
+        leave(output, "emulated", found)
         texts = [column for column in rows[0] if "what" in column]
         console.print(make_table(name, rows, [column for column in rows[0] if column not in texts]))
         for row in rows if texts else ():

@@ -134,7 +134,7 @@ def main(seconds: float, output: Path) -> None:
     rows = [asdict(measure) for measure in measures]
     console.print(make_table(f"Overhead, {basis}", rows))
     tables = {"overhead": ({**row, "basis": basis} for row in rows)}
-    leave(output, tables, claims(measures, basis))
+    leave(output, "CPU", tables, claims(measures, basis))
 
 
 def _measured(seconds: float, console: Console) -> Iterator[Measure]:

@@ -37,7 +37,7 @@ from benchmarks.planner.workloads import (
 )
 from envpipe_megatron.errors import EnvPipeError
 
-#: What a terminal shows of plans.csv.
+#: What a terminal shows of the plans.
 _SHOWN = (
     "plan", "iteration_time_s", "slowdown_percent", "energy_j", "saving_percent", "gap_percent",
     "any_order_saving_percent", "planning_time_s", "planning_cpu_s", "peak_in_flight",
@@ -71,7 +71,7 @@ _MOST_MICROBATCHES = 96
     "names",
     multiple=True,
     default=("",),
-    help="Only workloads whose name in plans.csv contains this; may be given again.",
+    help="Only workloads whose name in the rows contains this; may be given again.",
 )
 def main(
     output: Path,
@@ -115,7 +115,7 @@ def main(
         [f"--lowtime-limit {lowtime_limit:g}", *(f"--workload {name}" for name in names if name)]
     )
     tables = {"plans": plans, "frontiers": frontiers}
-    leave(output, tables, comparison_claims(comparisons, options))
+    leave(output, "computed", tables, comparison_claims(comparisons, options))
 
 
 def _plan_row(workload: Workload, row: Row) -> dict[str, Any]:

@@ -50,7 +50,8 @@ def main(output: Path) -> None:
     folders = sorted(path.parent for path in MEASURED.glob("*/*/measured.json"))
     runs = [one for folder in folders for one in predict(folder)]
     memory = [one for folder in folders for one in peaks(folder)]
-    leave(output, {NAME: runs, "memory": memory_cells(memory)}, _claims(runs, memory))
+    tables = {NAME: runs, "memory": memory_cells(memory)}
+    leave(output, "GPUs", tables, _claims(runs, memory), gpus="2 H200")
     make_console().print(make_table("Predicted above measured", runs))
 
 

@@ -101,7 +101,7 @@ def main(output: Path, window_s: float | None, name: str) -> None:
     make_console().print(make_table("Time lost within a cap on power (%)", rows))
     what = "mean power" if window_s is None else f"largest power over {window_s:g} s"
     options = "" if window_s is None else f" --window {window_s:g}"
-    leave(output, {"power_caps": rows}, power_claims(rows, what, options))
+    leave(output, "computed", {"power_caps": rows}, power_claims(rows, what, options))
 
 
 def power_claims(rows: Sequence[dict[str, Any]], what: str, options: str = "") -> list[Claim]:

@@ -122,7 +122,7 @@ def _parse_size(text: str) -> tuple[int, int]:
 @click.option("--plan-limit", default=300.0, show_default=True, help="Time limit of a plan, s.")
 @output_option("planner_scale")
 def main(sizes: tuple[str, ...], plan_limit: float, output: Path) -> None:
-    """Measure how planning grows with the pipeline; writes a table and a CSV."""
+    """Measure how planning grows with the pipeline; prints a table and leaves rows."""
     console = make_console()
     wanted = [_parse_size(size) for size in sizes]
     rows = []
@@ -134,7 +134,7 @@ def main(sizes: tuple[str, ...], plan_limit: float, output: Path) -> None:
             done = f"{total_s:.1f} s" if total_s is not None else f"over {plan_limit:g} s"
             console.print(f"{stages} x {microbatches} on {order}: {done}")
     console.print(make_table("Optimal plans at the all-maximum time", rows))
-    leave(output, {"scale": rows})
+    leave(output, "CPU", {"scale": rows})
 
 
 if __name__ == "__main__":

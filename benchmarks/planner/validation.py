@@ -93,7 +93,7 @@ def cpu_memory() -> list[MemoryPrediction]:
 
 
 def memory_cells(predictions: Iterable[MemoryPrediction]) -> list[dict[str, object]]:
-    """Rows of a CSV."""
+    """Rows of evidence."""
     return [
         {
             "where": one.where,
@@ -126,7 +126,7 @@ def main(output: Path) -> None:
     if memory:
         tables["validation_memory"] = memory_cells(memory)
         console.print(make_table("Peak memory in EnvPipe's order", tables["validation_memory"]))
-    leave(output, tables, validation_claims(validations, memory))
+    leave(output, "computed", tables, validation_claims(validations, memory))
 
 
 def _memory(console: Console) -> list[MemoryPrediction]:

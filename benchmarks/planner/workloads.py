@@ -28,7 +28,7 @@ class Workload:
     """One pipeline to plan.
 
     Args:
-        key: name in CSV files, and of the folder or file the profile came from.
+        key: name in rows, and of the folder or file the profile came from.
         emulated: whether the profile is the emulated GPT-3 175B; else of a measured training run.
     """
 

@@ -1,4 +1,4 @@
-"""Families of orders side by side, each with its best clocks: tables of docs/evidence/planning.md.
+"""Families of orders side by side, each with its best clocks: rows of docs/evidence/planning.md.
 
     python benchmarks/schedules/families.py
 
@@ -9,13 +9,13 @@ which take 1 % more together, as was measured on H200s.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import click
 
-from benchmarks.outputs import leave, markdown_table, output_option
+from benchmarks.outputs import leave, make_console, make_table, output_option
 from benchmarks.planner.workloads import Workload, workloads_here
 from envpipe_megatron.core.kinds import ScheduleError
 from envpipe_megatron.core.plan import Plan, max_frequencies
@@ -27,14 +27,6 @@ from envpipe_megatron.policies.planner import make_plan
 from envpipe_megatron.policies.request import PlanRequest, make_problem
 
 _CHUNKS = (1, 2, 4)
-_COLUMNS = (
-    "order",
-    "at full clock (%)",
-    "saved at the framework's time (%)",
-    "no order saves more (%)",
-    "saved at 1F1B's time (%)",
-    "peak in flight",
-)
 
 
 @dataclass(frozen=True)
@@ -56,31 +48,38 @@ class Row:
     one_f_one_b: Plan
 
     @property
-    def figures(self) -> dict[str, float | None]:
-        """By column: a chunk is a part of a microbatch in flight."""
+    def columns(self) -> dict[str, str | float | None]:
+        """Return the columns of its row; a chunk is a part of a microbatch in flight."""
         plan, own = self.own_time, self.own_time.baseline.cost
         full = replace(plan, frequency_mhz=max_frequencies(plan.schedule, plan.profile))
         most = None if self.bound_j is None else 100 * (1 - self.bound_j / own.energy_j)
         same = (self.same_time or plan).cost.saving_percent(self.one_f_one_b.cost)
         peak = max(plan.schedule.microbatches_in_flight)
         slower = full.cost.slowdown_percent(self.one_f_one_b.cost)
-        figures = (slower, plan.cost.saving_percent(own), most, same, peak)
-        return dict(zip(_COLUMNS[1:], figures, strict=True))
+        return {
+            "workload": self.workload.key,
+            "order": self.order,
+            "at full clock (%)": slower,
+            "saved at the framework's time (%)": plan.cost.saving_percent(own),
+            "no order saves more (%)": most,
+            "saved at 1F1B's time (%)": same,
+            "peak in flight": peak,
+        }
 
 
 @click.command()
 @output_option("families")
 def main(output: Path) -> None:
-    """Compare the families on the profiles of ../shared/data and print the tables."""
+    """Compare the families on the profiles of ../shared/data and print a table."""
     rows: list[Row] = []
     for workload in workloads_here():
         rows += compare(workload)
         click.echo(f"{workload.key}: done", err=True)
     if not rows:
         return
-    told = ({"workload": row.workload.key, "order": row.order, **row.figures} for row in rows)
-    leave(output, {"families": told})
-    click.echo(tables(rows))
+    columns = [row.columns for row in rows]
+    leave(output, "computed", {"families": columns})
+    make_console().print(make_table("Families of orders", columns))
 
 
 def compare(workload: Workload) -> Iterator[Row]:
@@ -114,32 +113,6 @@ def _families(workload: Workload, request: PlanRequest, full: Plan) -> Iterator[
         chunks = f", V = {request.num_chunks}" if request.num_chunks > 1 else ""
         bound_j, in_1f1b = own.bound_j(plan), same.get(order.family)
         yield Row(workload, order.family + chunks, plan, bound_j, in_1f1b, full)
-
-
-def tables(rows: Iterable[Row]) -> str:
-    """A table in Markdown for each model and GPU: numbers of microbatches side by side."""
-    by_job: dict[tuple[str, str], list[Row]] = {}
-    for row in rows:
-        by_job.setdefault((row.workload.model, row.workload.gpu), []).append(row)
-    parts = []
-    for (model, gpu), own in by_job.items():
-        counts = list(dict.fromkeys(row.workload.num_microbatches for row in own))
-        told = " / ".join(map(str, counts))
-        lines = []
-        for order in dict.fromkeys(row.order for row in own):
-            alike = {row.workload.num_microbatches: row for row in own if row.order == order}
-            columns = [
-                [_figure(alike.get(count), name) for count in counts] for name in _COLUMNS[1:]
-            ]
-            lines.append([order, *map(" / ".join, columns)])
-        table = markdown_table(_COLUMNS, lines, texts=_COLUMNS[:1])
-        parts.append(f"{model}, {gpu}, {told} microbatches:\n\n{table}")
-    return "\n\n".join(parts)
-
-
-def _figure(row: Row | None, name: str) -> str:
-    value = None if row is None else row.figures[name]
-    return "-" if value is None else f"{value:.3g}" if name == _COLUMNS[-1] else f"{value:.1f}"
 
 
 if __name__ == "__main__":

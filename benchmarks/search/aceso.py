@@ -119,7 +119,7 @@ def main(names: tuple[str, ...], budget: int, output: Path) -> None:
             found = compare(folder, SETTINGS[name], budget)
             console.print(make_table(name, found))
             rows += found
-    leave(output, {"aceso": rows}, claims_of(rows))
+    leave(output, "computed", {"aceso": rows}, claims_of(rows))
 
 
 if __name__ == "__main__":

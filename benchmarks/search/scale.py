@@ -127,7 +127,7 @@ def main(names: tuple[str, ...], output: Path) -> None:
         unpack(Path(temporary))
         rows = [measure(Path(temporary), name) for name in names or SCALES]
     console.print(make_table("Searches of Megatron's space", rows))
-    leave(output, {"scale": rows}, map(claim_of, rows))
+    leave(output, "CPU", {"scale": rows}, map(claim_of, rows))
 
 
 if __name__ == "__main__":

@@ -28,7 +28,14 @@ from benchmarks.megatron_lm.models import ENVPIPE, STOCK, UNITS, Mapping, Planne
 from benchmarks.megatron_lm.running.jobs import Job, Site, State
 from benchmarks.megatron_lm.running.pool import Limits
 from benchmarks.megatron_lm.running.rest import RESTING
-from benchmarks.megatron_lm.running.rounds import Rounds, next_start, ratio_rows, take_turns
+from benchmarks.megatron_lm.running.rounds import (
+    Rounds,
+    next_start,
+    ratio_columns,
+    ratio_rows,
+    take_turns,
+)
+from benchmarks.outputs import leave
 from benchmarks.torch_pipelining.torchtitan_arm import SHIM_VARIABLE
 
 _ARM = "benchmarks/torch_pipelining/torchtitan_arm.py"
@@ -125,8 +132,12 @@ def main(
     # The first that fails ends all: the others would wait for it.
     limits = Limits(deadline_s, limit_s, limit_s, 1, len(jobs), least_s=0.0)
     take_turns(site, state, jobs, measured, limits)
-    for row in ratio_rows(state):
+    found = ratio_rows(state)
+    for row in found:
         click.echo(json.dumps(row))
+    basis, gpus = ("CPU", "") if cpu_shim else ("GPUs", str(ranks))
+    table = f"torchtitan {RESTING}" if resting else "torchtitan"
+    leave(output, basis, {table: map(ratio_columns, found)}, gpus=gpus)
     runs = {arm: state.runs[job.name] for arm, job in zip(names, jobs, strict=True)}
     for arm in () if resting else arms:
         click.echo(f"{name}, {arm}: losses {_equality(runs[STOCK], runs[arm])}")

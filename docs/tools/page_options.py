@@ -6,7 +6,7 @@ python docs/tools/page_options.py
 from pathlib import Path
 
 from envpipe_megatron.integrations.options import flag_of
-from envpipe_megatron.runtime.job.options import OPTIONS, Option
+from envpipe_megatron.runtime.job.given import OPTIONS, Option
 
 PAGE = Path(__file__).resolve().parents[1] / "lookup" / "options.md"
 HEAD = "| option | default | what |\n| --- | --- | --- |\n"

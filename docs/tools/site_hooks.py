@@ -2,8 +2,8 @@
 
 mkdocs calls the functions by their names. Pages stay readable on their own: links are relative to
 the file, and go to the root's pages (SECURITY.md) or to code; here the first become pages of the
-site, the second plain names, since a site has no code. A link to nothing is a warning, which is an
-error where mkdocs is strict.
+site, README.md its first one, and the second plain names, since a site has no code. A link to
+nothing is a warning, which is an error where mkdocs is strict.
 """
 
 import html
@@ -17,7 +17,8 @@ from latex2mathml.converter import convert
 from mkdocs.structure.files import File
 
 ROOT = Path(__file__).resolve().parents[2]
-ROOT_PAGES = ("CONTRIBUTING.md", "SECURITY.md")
+#: Pages of the root, with their names in the site.
+ROOT_PAGES = {name: name for name in ("CONTRIBUTING.md", "SECURITY.md")} | {"README.md": "index.md"}
 _LINK = re.compile(r"\[([^\]]*)\]\(([^)#\s]+)(#[^)\s]*)?\)")
 _FORMULA = re.compile(r'<(span|div) class="arithmatex">\s*(\\[(\[])(.*?)\\[)\]]\s*</\1>', re.DOTALL)
 _CELL = re.compile(r"<td.*?</td>", re.DOTALL)
@@ -26,26 +27,27 @@ _log = logging.getLogger("mkdocs.hooks.site")
 
 def on_files(files: Any, config: Any) -> Any:
     """Add the root's pages."""
-    for name in ROOT_PAGES:
+    for name, site_name in ROOT_PAGES.items():
         text = (ROOT / name).read_text(encoding="utf-8")
-        files.append(File.generated(config, name, content=text))
+        files.append(File.generated(config, site_name, content=text))
     return files
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     """Point links that leave docs to the site's pages; leave the name of what the site lacks."""
     source = page.file.src_uri
-    folder = ROOT if source in ROOT_PAGES else ROOT / "docs" / Path(source).parent
+    of_root = source in ROOT_PAGES.values()
+    folder = ROOT if of_root else ROOT / "docs" / Path(source).parent
 
     def link(found: re.Match[str]) -> str:
         text, target, anchor = found[1], found[2], found[3] or ""
         path = Path(os.path.normpath(folder / target))
-        if "://" in target or not (source in ROOT_PAGES or ROOT / "docs" not in path.parents):
+        if "://" in target or not (of_root or ROOT / "docs" not in path.parents):
             return found[0]
         if not path.exists():
             _log.warning("%s links to %s, which is not there", source, target)
         if path.parent == ROOT and path.name in ROOT_PAGES:
-            path = ROOT / "docs" / path.name
+            path = ROOT / "docs" / ROOT_PAGES[path.name]
         if ROOT / "docs" in path.parents:
             here = ROOT / "docs" / Path(source).parent
             return f"[{text}]({os.path.relpath(path, here)}{anchor})"

@@ -110,7 +110,7 @@ class Comparison:
     #: How many steps were averaged; 0 if that is not known.
     iterations: int = 0
 
-    def _parts(self) -> list[str]:
+    def parts(self) -> list[str]:
         """Say how its time, and its energy if known, compare with the baseline's."""
         parts = [_against(self.slowdown_percent, self.slowdown_uncertainty_percent, "time")]
         if self.energy_j is not None:
@@ -119,7 +119,7 @@ class Comparison:
         return parts
 
     def __str__(self) -> str:
-        return ", ".join(self._parts())
+        return ", ".join(self.parts())
 
     def bill_line(
         self, num_gpus: float, tokens: object, *, clocks_kept: bool, power: object = None
@@ -131,7 +131,7 @@ class Comparison:
         each = [(self.time_s, "s", "", "", 1.0)]
         if self.energy_j is not None:
             each.append((self.energy_j, "J", " a GPU", f" on {num_gpus:g} GPUs", num_gpus))
-        parts = zip(each, self._parts(), strict=True)
+        parts = zip(each, self.parts(), strict=True)
         step = (f"{_measured(v, unit)}{of} ({said})" for (v, unit, of, *_), said in parts)
         line = f"a step takes {' and '.join(step)}"
         if isinstance(tokens, int | float) and tokens > 0:

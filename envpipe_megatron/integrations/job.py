@@ -42,7 +42,8 @@ from envpipe_megatron.runtime.channel.collectives import (
 )
 from envpipe_megatron.runtime.channel.links import backend_of, make_channel
 from envpipe_megatron.runtime.channel.p2p import P2PChannel
-from envpipe_megatron.runtime.job.options import OPTIONS, OWN_ORDERS, JobOptions, Level
+from envpipe_megatron.runtime.job.given import OPTIONS, Level
+from envpipe_megatron.runtime.job.options import OWN_ORDERS, JobOptions
 from envpipe_megatron.runtime.job.session import Session
 
 logger = logging.getLogger(__name__)
@@ -186,7 +187,6 @@ class Job:
             group = self._made(require, _own_gloo_group, group, placement.timeout)
         collectives = self._made(require, make_collectives, pipelines, placement.timeout)
         check_same_everywhere(collectives, _of_all_ranks(options))
-        self._keeps_order = keeps_order
         self._order_name = options.scheduling if orders else own.name
         check_in_flight(options.max_in_flight, own)
         _check_split_order(options, why_whole)
@@ -195,17 +195,15 @@ class Job:
             partial(open_device, require=require, one_clock=options.one_clock),
             *(collectives, num_stages, options.gpu_control, options.gpu),
         )
-        controlled = collectives.on_all(not self.device.gpu.read_only)
-        if keeps_order and (options.one_clock or not (controlled or orders)):
-            channel = P2PChannel(pipeline, placement.stage, {})  # nothing asks it
+        if keeps_order:  # and sends its messages itself
+            channel = P2PChannel(pipeline, placement.stage, {})
         else:
             make = partial(
                 make_channel,
                 timeout=placement.timeout,
                 carrier=options.channel,
                 num_chunks=chunks,
-                vary=placement.messages_vary and not keeps_order,
-                between_iterations=keeps_order,
+                vary=placement.messages_vary,
             )
             channel = self._made(require, make, group, collectives)
         # A profile that is asked for is measured, even if an earlier start left one.
@@ -288,9 +286,9 @@ class Job:
             *self.session.state.notes,
         ]
         channel = self.session.parts.channel
-        if channel.about and not self._keeps_order:
+        if channel.about:
             lines.append(f"messages: {channel.about}")
-        if channel.capacity is not None and not self._keeps_order:  # over one hardware queue
+        if channel.capacity is not None:  # over one hardware queue
             lines.append(
                 f"{QUEUES_VARIABLE} is below 8: {channel.capacity} message(s) may wait "
                 "between neighbours, so their extra forwards are kept close"

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 
 from envpipe_megatron.errors import EnvPipeError
-from envpipe_megatron.runtime.job.options import Level as Level
+from envpipe_megatron.runtime.job.given import Level as Level
 
 #: Says of a job's arguments whether they ask for something.
 Predicate = Callable[[argparse.Namespace], bool]

@@ -21,7 +21,8 @@ from envpipe_megatron.policies.objective import Goal
 from envpipe_megatron.policies.problem import PlannerError
 from envpipe_megatron.policies.request import BY_MEMORY, check_request
 from envpipe_megatron.policies.schedules import SCHEDULES
-from envpipe_megatron.runtime.job.options import OPTIONS, JobOptions
+from envpipe_megatron.runtime.job.given import OPTIONS
+from envpipe_megatron.runtime.job.options import JobOptions
 
 #: Writes an option's name for an error: as a flag, or by `str` as a setting.
 Named = Callable[[str], str]

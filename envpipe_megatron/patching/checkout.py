@@ -13,13 +13,12 @@ import re
 import subprocess
 import tempfile
 from collections.abc import Sequence
-from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 
 from envpipe_megatron.errors import EnvPipeError
-from envpipe_megatron.files import written_beside
+from envpipe_megatron.files import replace_files
 from envpipe_megatron.patching.catalog import (
     Patch,
     PatchError,
@@ -252,15 +251,8 @@ def _content(file: Path) -> bytes | None:
 
 
 def _write(root: Path, contents: dict[str, bytes | None]) -> None:
-    """Put new contents in place when all are written, the last first; then remove what has none."""
-    with ExitStack() as drafts:
-        for path, content in contents.items():
-            place = root / path
-            if content is not None:
-                draft = drafts.enter_context(written_beside(place))
-                draft.write_bytes(content)
-                with suppress(FileNotFoundError, PermissionError):  # only root may give files away
-                    os.chown(draft, place.stat().st_uid, place.stat().st_gid)
+    """Put new contents in place, the first last; then remove what has none."""
+    replace_files({root / path: new for path, new in contents.items() if new is not None})
     for path, content in contents.items():
         if content is None:
             (root / path).unlink(missing_ok=True)

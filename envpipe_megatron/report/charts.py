@@ -10,9 +10,15 @@ INK, MUTED, GRID = "#1a1a1a", "#5f6368", "#e6e6e6"
 #: Okabe and Ito's, less black, which no colour vision confuses; https://jfly.uni-koeln.de/color/
 ORANGE, SKY, GREEN, YELLOW = "#e69f00", "#56b4e9", "#009e73", "#f0e442"
 BLUE, VERMILION, PURPLE, GREY = "#0072b2", "#d55e00", "#cc79a7", "#999999"
-SERIES = (BLUE, ORANGE, GREEN, PURPLE, VERMILION, SKY, INK, YELLOW)
+SERIES = (BLUE, ORANGE, GREEN, PURPLE, VERMILION, SKY, GREY, YELLOW)
 #: A critical path.
 PATH = "#d1116b"
+
+
+def is_bright(colour: str) -> bool:
+    """Say whether dark letters are easier to read on a colour, `#rrggbb`, than white ones."""
+    red, green, blue = (int(colour[at : at + 2], 16) for at in (1, 3, 5))
+    return 0.299 * red + 0.587 * green + 0.114 * blue > 127.5  # as the eye has it
 
 
 def series_colours(count: int) -> list[str]:

@@ -15,11 +15,11 @@ from matplotlib import colormaps
 from matplotlib.axes import Axes
 from matplotlib.cm import ScalarMappable
 from matplotlib.collections import PolyCollection
-from matplotlib.colors import LinearSegmentedColormap, Normalize, to_rgba_array
+from matplotlib.colors import LinearSegmentedColormap, Normalize, to_hex, to_rgba_array
 from matplotlib.figure import Figure
 
 from envpipe_megatron.files import written_beside
-from envpipe_megatron.report.charts import GRID, INK, MUTED, SERIES, Chart, Marks
+from envpipe_megatron.report.charts import GRID, INK, MUTED, SERIES, Chart, Marks, is_bright
 
 DPI = 150
 #: In every PNG of ours.
@@ -155,8 +155,8 @@ def _draw_boxes(axes: Axes, marks: Marks, clocks: ScalarMappable | None) -> None
     for box, label in enumerate(table.get("label", ())):
         wide = (end - begin)[box] * points_each >= 0.62 * _LABEL_POINTS * len(label) + 3
         if wide and end[box] <= high * (1 + 1e-6):
-            bright = np.dot(colours[box, :3], (0.299, 0.587, 0.114)) > 0.5  # as the eye has it
+            ink = INK if is_bright(to_hex(colours[box])) else "white"
             axes.text(
                 (begin + end)[box] / 2, row[box], label, ha="center", va="center_baseline",
-                fontsize=_LABEL_POINTS, color=INK if bright else "white", zorder=5, clip_on=True,
+                fontsize=_LABEL_POINTS, color=ink, zorder=5, clip_on=True,
             )  # fmt: skip

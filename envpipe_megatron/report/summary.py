@@ -242,10 +242,8 @@ def marks_of(folder: RunFolder) -> Iterator[str]:
 def _notes(folder: RunFolder, facts: ReportFacts) -> Iterator[str]:
     yield from marks_of(folder)
     yield from facts.notes
-    summary = folder.summary or {}
-    runs = summary.get("runs")
-    known = list(runs.values()) if isinstance(runs, Mapping) else summary.get("ranks")
-    entries = known if isinstance(known, list) else []
+    ranks = (folder.summary or {}).get("ranks")
+    entries = ranks if isinstance(ranks, list) else []
     notes = (entry.get("notes") for entry in entries if isinstance(entry, Mapping))
     yield from dict.fromkeys(str(note) for of in notes if isinstance(of, list) for note in of)
     if folder.plan is not None:

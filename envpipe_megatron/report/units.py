@@ -11,14 +11,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from envpipe_megatron.core.arrays import FloatArray
-from envpipe_megatron.core.kinds import TRAITS, Kind, Unit
+from envpipe_megatron.core.kinds import TRAITS, Kind
 from envpipe_megatron.core.plan import Plan
 from envpipe_megatron.core.profile import Profile
 from envpipe_megatron.core.profile_rows import ProfileError
 from envpipe_megatron.core.schedule import Schedule
 from envpipe_megatron.core.timeline import Timeline
 from envpipe_megatron.formats.timeline import RankIteration, parse_order
-from envpipe_megatron.report.charts import GREY, INK, PATH, SKY, Chart, Marks, columns_of
+from envpipe_megatron.report.charts import GREY, INK, PATH, SKY, Chart, Marks
 from envpipe_megatron.report.pipelines import (
     IterationKey,
     PlacedGpu,
@@ -36,8 +36,10 @@ MOST_UNITS = 200_000
 KINDS = tuple(TRAITS)
 #: Of a row, by kind, which no colour vision or print can lose.
 HEIGHTS = np.array(
-    [{Kind.FORWARD: 0.54, Kind.WEIGHT_GRADIENT: 0.3}.get(kind, 0.82) for kind in KINDS], np.float32
+    [{Kind.FORWARD: 0.54, Kind.WEIGHT_GRADIENT: 0.38}.get(kind, 0.82) for kind in KINDS], np.float32
 )
+#: Shares of an iteration that nobody would see.
+_LEAST = 1e-6
 #: What is said of a unit that no whole pipeline recorded.
 _UNKNOWN = {"slack_ms": np.nan, "critical": 0, "envelope": 0, "joules": np.nan}
 
@@ -56,6 +58,7 @@ class UnitTable:
             controlled; `joules` and `watts` are NaN where no profile prices the unit, `slack_ms`
             where its order is no whole pipeline's; `critical` is 1 for units on the path that sets
             the iteration's time, `envelope` for those of the outer envelope.
+        waits: of GPUs in these iterations: columns `iteration`, `row`, `begin` and `end`.
     """
 
     gpus: tuple[PlacedGpu, ...]
@@ -63,6 +66,7 @@ class UnitTable:
     shown: tuple[int, int]
     recorded: int
     columns: Mapping[str, NDArray[Any]]
+    waits: Mapping[str, NDArray[Any]]
 
 
 def unit_table(
@@ -87,12 +91,14 @@ def unit_table(
         for number, key in enumerate(kept)
         for part in _parts(number, iterations[key], gpus, num_stages, offsets_s, profile)
     ]
+    columns = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
     return UnitTable(
         gpus,
         tuple(kept),
         (kept.index(before), kept.index(after)),
         len(iterations),
-        {name: np.concatenate([part[name] for part in parts]) for name in parts[0]},
+        columns,
+        _waits(columns),
     )
 
 
@@ -141,10 +147,36 @@ def _parts(
 
 @lru_cache(maxsize=256)
 def _what(order: str) -> dict[str, NDArray[Any]]:
-    """Return columns `kind`, `microbatch`, `chunk` and `height` of an order."""
-    rows = [(KINDS.index(u.kind), u.microbatch, u.chunk) for u in parse_order(order)]
-    kind, microbatch, chunk = np.array(rows, np.int32).T
-    return {"kind": kind, "microbatch": microbatch, "chunk": chunk, "height": HEIGHTS[kind]}
+    """Return columns `kind`, `label` and `height` of an order."""
+    kind = np.array([KINDS.index(unit.kind) for unit in parse_order(order)], np.int32)
+    labels = [name.rstrip("+") for name in order.split()]
+    return {"kind": kind, "label": np.array(labels, object), "height": HEIGHTS[kind]}
+
+
+def _waits(units: Mapping[str, NDArray[Any]]) -> dict[str, NDArray[Any]]:
+    """Return columns `iteration`, `row`, `begin` and `end` of what lies between units of a row.
+
+    Rows begin at 0, and end with the last unit of their iteration. Units of a row lie together, in
+    the order of time.
+    """
+    last = np.zeros(1 + units["iteration"].max(), units["end"].dtype)
+    np.maximum.at(last, units["iteration"], units["end"])
+    least = _LEAST * last[units["iteration"]]
+    # A unit that runs as one with the next takes no time.
+    there = units["end"] - units["begin"] > least
+    iteration, row, begin, end = (
+        units[name][there] for name in ("iteration", "row", "begin", "end")
+    )
+    ends_row = np.append((np.diff(iteration) != 0) | (np.diff(row) != 0), True)
+    begins_row = np.roll(ends_row, 1)
+    columns = {
+        "iteration": np.concatenate([iteration, iteration[ends_row]]),
+        "row": np.concatenate([row, row[ends_row]]),
+        "begin": np.concatenate([np.where(begins_row, 0, np.roll(end, 1)), end[ends_row]]),
+        "end": np.concatenate([begin, last[iteration[ends_row]]]),
+    }
+    seen = columns["end"] - columns["begin"] > _LEAST * last[columns["iteration"]]
+    return {name: values[seen] for name, values in columns.items()}
 
 
 def _known(
@@ -221,7 +253,9 @@ def plan_chart(
     path = () if schedule.forward_only else timeline.critical_path()
     places = [[KINDS.index(unit.kind) for unit in order] for order in schedule.stages]
     columns: dict[str, NDArray[Any]] = {
+        "iteration": np.zeros(schedule.combined.shape, np.int32),
         "row": np.broadcast_to(np.arange(schedule.num_stages)[:, None], schedule.combined.shape),
+        "label": np.array(labels, object),
         "begin": 1e3 * timeline.start_s,
         "end": 1e3 * timeline.end_s,
         "mhz": plan.frequency_mhz,
@@ -232,7 +266,7 @@ def plan_chart(
     units = {name: values.ravel() for name, values in columns.items()}
     rows = [str(stage) for stage in range(schedule.num_stages)]
     title = "\n".join(filter(None, (caption, note)))
-    return _chart(units, labels, rows, 1e3 * x_max_s, scale_mhz, title)
+    return _chart(units, rows, 1e3 * x_max_s, scale_mhz, title)
 
 
 def measured_charts(table: UnitTable) -> list[Chart]:
@@ -251,26 +285,20 @@ def measured_charts(table: UnitTable) -> list[Chart]:
     last_ms = max(float(units["end"].max()) for _, units in drawn)
     clocks_mhz = np.concatenate([units["mhz"][units["mhz"] > 0] for _, units in drawn])
     scale_mhz = (float(clocks_mhz.min()), float(clocks_mhz.max())) if len(clocks_mhz) else None
-    chunks = 1 + int(table.columns["chunk"].max())
     charts = []
     for shown, units in drawn:
-        named = zip(
-            *(units[name].tolist() for name in ("kind", "microbatch", "chunk")), strict=True
-        )
-        labels = [Unit(KINDS[kind], *rest).label(chunks) for kind, *rest in named]
         phase, number = table.iterations[shown]
         title = (
             f"{phase}, iteration {number}: measured "
             f"{units['end'].max() / 1e3:.4g} s  ·  one GPU of each stage"
         )
         rows = [str(table.gpus[row].stage) for row in pipeline]
-        charts.append(_chart(units, labels, rows, last_ms, scale_mhz, title))
+        charts.append(_chart(units, rows, last_ms, scale_mhz, title))
     return charts
 
 
 def _chart(
     units: Mapping[str, NDArray[Any]],
-    labels: Sequence[str],
     rows: Sequence[str],
     x_max_ms: float,
     scale_mhz: tuple[float, float] | None,
@@ -278,29 +306,15 @@ def _chart(
 ) -> Chart:
     """Draw units coloured by their clocks, waits between them, envelope and critical path.
 
-    `units` has the columns of boxes, which are in the order of time in each row, `mhz`, `critical`
-    and `envelope`.
+    `units` has columns of a `UnitTable`, of one iteration.
     """
-    last_ms = units["end"].max()
-    least_ms = 1e-6 * last_ms
-    # A unit that runs as one with the next takes no time.
-    there = units["end"] - units["begin"] > least_ms
-    waits = [
-        (row, begin, end)
-        for row in range(len(rows))
-        for begin, end in zip(
-            [0.0, *units["end"][there & (units["row"] == row)]],
-            [*units["begin"][there & (units["row"] == row)], last_ms],
-            strict=True,
-        )
-        if end - begin > least_ms
-    ]
+    there = units["end"] - units["begin"] > _LEAST * units["end"].max()
 
     def boxes(mask: NDArray[np.bool_]) -> dict[str, list[Any]]:
-        shown = ("row", "begin", "end", "height", *(("mhz",) if scale_mhz else ()))
-        own: dict[str, list[Any]] = {name: units[name][mask].tolist() for name in shown}
-        return {**own, "label": [labels[place] for place in np.flatnonzero(mask).tolist()]}
+        shown = ("row", "begin", "end", "height", "label", *(("mhz",) if scale_mhz else ()))
+        return {name: units[name][mask].tolist() for name in shown}
 
+    waits = {name: values.tolist() for name, values in _waits(units).items()}
     critical = np.flatnonzero(there & (units["critical"] == 1))
     path = critical[np.argsort(units["begin"][critical], kind="stable")]
     # Below the label in each row, so that both stay readable.
@@ -310,7 +324,7 @@ def _chart(
     }
     envelope = boxes(there & (units["envelope"] == 1))
     marks = [
-        Marks("box", "GPU waits", GREY, columns_of("row begin end", waits), look="hatched"),
+        Marks("box", "GPU waits", GREY, waits, look="hatched"),
         Marks("box", "", SKY, boxes(there)),
         Marks("box", "outer envelope", INK, envelope, look="outlined"),
         *([Marks("line", "critical path", PATH, line, look="dotted")] if len(path) else []),

@@ -139,15 +139,14 @@ def steps_charts(series: StepSeries) -> list[Chart]:
     shades["colour"] = [_PHASES.get(name, GREY) for name in shades["name"]]
     keep = _thinned(len(series.iteration))
     at = series.iteration[keep].tolist()
-    phases = [_phase_at(series, iteration) for iteration in at]
     charts = []
     for column, label in (("time_s", "iteration time (s)"), ("energy_j", "energy of all GPUs (J)")):
         values = getattr(series, column)[keep].tolist()
-        tips = ("iteration", "@x"), (label, "@y{0.0000}"), ("phase", "@phase")
+        tips = ("iteration", "@x"), (label, "@y{0.0000}")
         marks = [
             Marks("span", "", GREY, shades),
             Marks("line", "", BLUE, {"x": [at], "y": [values]}),
-            Marks("dot", "", BLUE, {"x": at, "y": values, "phase": phases}, tips),
+            Marks("dot", "", BLUE, {"x": at, "y": values}, tips),
         ]
         charts.append(
             Chart(
@@ -156,10 +155,6 @@ def steps_charts(series: StepSeries) -> list[Chart]:
             )
         )  # fmt: skip
     return charts
-
-
-def _phase_at(series: StepSeries, iteration: int) -> str:
-    return next((name for name, first, last in series.phases if first <= iteration <= last), "")
 
 
 def _thinned(count: int) -> NDArray[np.intp]:

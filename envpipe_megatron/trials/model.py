@@ -34,11 +34,6 @@ def build_model(settings: Settings) -> GPTModel:
         deallocate_pipeline_outputs=True,
         hidden_dropout=0.0,
         attention_dropout=0.0,
-        bias_dropout_fusion=False,
-        bias_activation_fusion=False,
-        masked_softmax_fusion=False,
-        persist_layer_norm=False,
-        gradient_accumulation_fusion=False,
     )
     model = GPTModel(
         config,
@@ -47,7 +42,6 @@ def build_model(settings: Settings) -> GPTModel:
         settings.sequence_length,
         pre_process=parallel_state.is_pipeline_first_stage(),
         post_process=parallel_state.is_pipeline_last_stage(),
-        share_embeddings_and_output_weights=False,
     )
     # Megatron makes norms and embeddings of positions in float32, not in `params_dtype`.
     return model.to(current_device(), dtype)

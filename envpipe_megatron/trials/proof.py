@@ -32,11 +32,10 @@ class Proof(Trial):
     """
 
     who = "proof"
-    files = (
-        "prove.json", "text.bin", "log.txt", "machine.json", "latency.json",
-        "turns.jsonl", "claims.json", "summary.md", "index.html",
+    leaves = (
+        "prove.json", "text.bin", "log.txt", "machine.json", "latency.json", "turns.jsonl",
+        "claims.json", "summary.md", "index.html", "emulated", "profile", "plans", "arms",
     )  # fmt: skip
-    folders = ("emulated", "profile", "plans", "arms")
     claims_file = "claims.json"
 
     def __init__(
@@ -165,8 +164,7 @@ def _turns(turns: Turns, num_gpus: int) -> Section:
             energy_j = step.get("energy_j")
             seen = [c for s in stages for c in s["temperature_c"] if c is not None]
             followed = [stage["clocks"]["followed"] or {} for stage in stages]
-            looks = [stage["sampled"]["throttle_reasons"] for stage in stages]
-            looks += [one.get("throttle_reasons", ()) for one in followed]
+            looks = (one.get("throttle_reasons", ()) for one in followed)
             reasons = dict.fromkeys(reason for look in looks for reason in look)
             errors = [turn["failure"], *(stage["clocks"]["error"] for stage in stages)]
             errors += [one.get("warning") for one in followed] + turn.get("newcomers", [])

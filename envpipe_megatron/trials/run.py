@@ -38,8 +38,7 @@ class Trial:
 
     Attributes:
         who: the command's work, in a word.
-        files: all that it leaves in its folder; the first, its settings, mark it as its own.
-        folders: that may be beside them.
+        leaves: all that may be in its folder; the first, its settings, marks it as its own.
         claims_file: has the claims.
         machine: that is measured on.
         introduction: says what is trained.
@@ -49,8 +48,7 @@ class Trial:
     """
 
     who: ClassVar[str]
-    files: ClassVar[tuple[str, ...]]
-    folders: ClassVar[tuple[str, ...]]
+    leaves: ClassVar[tuple[str, ...]]
     claims_file: ClassVar[str]
 
     def __init__(self, settings: Settings, machine: Machine, introduction: str) -> None:
@@ -133,13 +131,11 @@ class Quickstart(Trial):
     """A quickstart under way."""
 
     who = "quickstart"
-    files = (
+    leaves = (
         "settings.json", "text.bin", "log.txt", "energy.jsonl", "timeline.jsonl", "clocks.jsonl",
         "profile.csv", "profile.json", "plan.json", "loop.jsonl", "turns.jsonl", "summary.json",
-        ".lock",
+        ".lock", "emulated", "report", "arms",
     )  # fmt: skip
-    #: The emulated GPUs, what `envpipe report` makes, and the baseline's run.
-    folders = ("emulated", "report", "arms")
     claims_file = "summary.json"
 
     def __init__(self, settings: Settings) -> None:
@@ -156,12 +152,12 @@ class Quickstart(Trial):
         self._preset = load_preset(preset)
 
     def document(self) -> dict[str, Any]:
-        """Return what the summary has: claims, and the notes of each run for its report."""
-        runs = {}
+        """Return what the summary has: claims, and notes where a job's summary has them."""
+        ranks = []
         for turn in self.turns:
             errors = (stage["clocks"]["error"] for stage in turn["stages"])
-            runs[turn["arm"]] = {"notes": [*turn["notes"], *filter(None, errors)]}
-        return super().document() | {"runs": runs}
+            ranks.append({"notes": [*turn["notes"], *filter(None, errors)]})
+        return super().document() | {"ranks": ranks}
 
     def show(self, console: Console) -> None:
         """Show what was saved, and that training was the same; a report has both runs' figures."""
@@ -188,7 +184,7 @@ class Quickstart(Trial):
             f"parts takes {100 * MEASURED_SPLIT.overhead:g} % more, as was measured on an H200.",
             highlight=False,
         )
-        for note in self.document()["runs"][ENVPIPE.name]["notes"]:
+        for note in self.document()["ranks"][-1]["notes"]:
             say(f"Note: {note}", console)
         say(f"Everything is in {output}", console)
 
@@ -209,8 +205,8 @@ def run_trial(trial: Trial, console: Console) -> None:
                 f"A {trial.who} needs {package}, which is not installed",
                 remedy="pip install 'torch>=2.11' megatron-core==0.16.1, or use make quickstart.",
             )
-    clear_own_folder(output, trial.files, trial.folders, trial.who)
-    settings.write(output / trial.files[0])
+    clear_own_folder(output, trial.leaves, trial.who)
+    settings.write(output / trial.leaves[0])
     # One copy for all ranks: the source may change meanwhile, as when it holds this very folder.
     settings.text_copy.write_bytes(content)
     say(trial.introduction, console)
@@ -237,7 +233,7 @@ def run_trial(trial: Trial, console: Console) -> None:
 
 def _train(trial: Trial, console: Console) -> None:
     settings = trial.settings
-    worker, settings_file = "envpipe_megatron.trials.worker", settings.output / trial.files[0]
+    worker, settings_file = "envpipe_megatron.trials.worker", settings.output / trial.leaves[0]
     with trial.begin(console):
         run_ranks(
             settings.num_stages,

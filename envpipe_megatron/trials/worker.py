@@ -181,7 +181,6 @@ class Rank:
                     weights_sha256 = gpt.digest_of_weights(self._model)
                 losses.append(step(last=steady == wanted - 1))
                 steady += session.state.phase is Phase.STEADY
-            sampled = gpu.clock_state()  # before the last unit has ended
             own = _lap(session)
             mean = session.energy.gather(own)
         finally:
@@ -190,7 +189,6 @@ class Rank:
             {
                 "energy_j": own.step.energy_j if own.step else None,
                 "temperature_c": (before_c, self._temperature_c()),
-                "sampled": asdict(sampled),
                 "clocks": session.clock.summary(),
                 "executed": session.executed,
                 "weights_sha256": weights_sha256 or gpt.digest_of_weights(self._model),

@@ -37,7 +37,7 @@ class CommandMaker:
         self._fresh = False
         self.bill = dict.fromkeys(("none", "late", "won"), "")
         self.adopted: Plan | None = None
-        self.before: tuple[Plan | None, str] = None, ""
+        self.before: tuple[Plan, str]
         #: What the bill has heard, what the next command says, and what the last one said.
         self._billed, self._notes, self._said = "", list[str](), ""
 

@@ -8,7 +8,6 @@ beside training, and the new plan is run from the next window on.
 from __future__ import annotations
 
 import math
-from collections import deque
 from collections.abc import Iterator, Sequence
 
 from envpipe_megatron.core.arrays import FloatArray
@@ -16,80 +15,28 @@ from envpipe_megatron.core.plan import Plan
 from envpipe_megatron.core.schedule import Schedule
 from envpipe_megatron.formats.energy import Phase
 from envpipe_megatron.policies.optimal.optimizer import order_at_maximum_s
-from envpipe_megatron.tuning.budget import EXCEEDS, Budget
+from envpipe_megatron.tuning.budget import EXCEEDS, NEAR, Budget, BudgetedPlans
 from envpipe_megatron.tuning.command_maker import CommandMaker
 from envpipe_megatron.tuning.commands import Clocked, PlanRefusedError, Run, Window
-from envpipe_megatron.tuning.judge import WINDOW, Judge, Silence, larger, upset, what_drifted
+from envpipe_megatron.tuning.judge import (
+    BASELINE_ITERATIONS,
+    MOST_CORRECTIONS,
+    WINDOW,
+    Due,
+    Judge,
+    Silence,
+    larger,
+    upset,
+    what_drifted,
+)
 from envpipe_megatron.tuning.measured.store import Store
 from envpipe_megatron.tuning.planner import UNPLANNED, Planner, Plans
 from envpipe_megatron.tuning.probes.probe import Look, first_probe
 from envpipe_megatron.tuning.probes.slack import lifted, slack_probe
 from envpipe_megatron.tuning.replicas import ReplicaLevels, gpu_power_w
 
-#: Most corrections of a plan; the first that gains nothing ends them. Without any, a job in which
-#: a GPU becomes slow saves 0.8 points less.
-_MOST_CORRECTIONS = 6
-#: Iterations of the framework's order at the highest clocks, and of others between two of these:
-#: they cost less than a hundredth of what is saved.
-BASELINE_ITERATIONS, BASELINE_EVERY = 3, 500
-#: Most baselines one after the other before another plan is tried.
-_MOST_STRETCHES = 1024
-#: Windows until a few units run at the highest clock, if no others do: the first number, and twice
-#: as many each time that nothing has changed, up to the second. Without such looks, iterations of
-#: a job whose power cap has ended are 9.5 % too long until the next baseline.
-_LOOKS_AT_TOP, _SELDOM = 2, 8
-#: Most windows until planning that failed is tried again.
-_LATEST = 1024
 #: Weight of earlier meter readings, by window of a plan.
 _FADES = 0.98
-#: A plan that is nearer to the power budget than this share keeps it, and makes use of it.
-_NEAR = 0.004
-#: Most plans for budgets that are kept: where budgets change each minute, 0.3 % less time is lost.
-_MOST_KNOWN = 8
-
-
-class Due:
-    """Counts when looks at the highest clock, baselines and new plans are due, in windows.
-
-    Attributes:
-        windows: how many windows of plans have passed.
-        baseline_at: how many had passed at the last baseline.
-        failures: how often planning has failed since the best plan was made.
-        plan_at: the window after which the best plan is made again; 0 for never.
-    """
-
-    def __init__(self) -> None:
-        self.windows = self.baseline_at = self.failures = self.plan_at = 0
-        self._every, self._look_at = _LOOKS_AT_TOP, _LOOKS_AT_TOP
-
-    @property
-    def baseline(self) -> bool:
-        """True if a baseline is due."""
-        return WINDOW * (self.windows - self.baseline_at) >= BASELINE_EVERY
-
-    @property
-    def look(self) -> bool:
-        """True if a look at the highest clock is due."""
-        return self.windows >= self._look_at
-
-    @property
-    def plan(self) -> bool:
-        """True if the best plan is due to be made again."""
-        return 0 < self.plan_at <= self.windows
-
-    def looked(self, *, calm: bool) -> None:
-        """Have the next look later than this one was, if all is as before."""
-        self._every = min(2 * self._every, _SELDOM) if calm else _LOOKS_AT_TOP
-        self._look_at = self.windows + self._every
-
-    def plan_again(self) -> None:
-        """Have the best plan made once more when the one that is being made is there."""
-        self.plan_at = self.windows + 1
-
-    def failed(self) -> None:
-        """Have the best plan made again, each time later."""
-        self.failures += 1
-        self.plan_at = self.windows + min(2**self.failures, _LATEST)
 
 
 class Controller:
@@ -106,18 +53,16 @@ class Controller:
     def __init__(
         self, own: Schedule, measured: Schedule, store: Store, num_replicas: int, planner: Planner
     ) -> None:
-        self.plan: Plan | None = None
-        #: What runs without a power budget, and the last plans that were made for one.
-        self._usual: Plan
-        self._known: deque[Plan] = deque(maxlen=_MOST_KNOWN)
-        self._store, self._planner, self._limits = store, planner, planner.limits
+        #: What runs, from the first that is planned on.
+        self.plan: Plan
+        self._store, self._planner = store, planner
         self._top, self._measured = store.at_top(own), measured
         self._replicas = ReplicaLevels(num_replicas)
         self._budget = Budget()
+        self._within = BudgetedPlans(planner, self._budget)
         self._commands = CommandMaker(store, num_replicas, self._budget)
         self._judge = Judge(planner.limits.allowed())
-        self._due, self._corrections = Due(), _MOST_CORRECTIONS
-        self._silence = Silence(own.num_stages)
+        self._due, self._silence = Due(), Silence(own.num_stages)
 
     def run(self, first: Window) -> Run[None]:
         """Go on after the warm-up, forever; the first window has all of it but an iteration.
@@ -136,6 +81,7 @@ class Controller:
                 yield from self._commands.run(Phase.PROFILE, store.at_top(own), WINDOW)
             usual = slack_probe(own, store, at_cost=True)
             yield from self._look(first_probe(own, store, usual))
+        self._lead_own()
         self._replan(reorder=True)
         while (plans := self._take()) is None:
             yield from self._run_own(Phase.PROFILE, 1)
@@ -145,9 +91,6 @@ class Controller:
                 break
         if plans:
             self._adopt(plans[0])
-        else:
-            self._usual = self._planner.unplanned(self._top)
-            self._lead(self._usual)
         while True:
             yield from self._go_on()
 
@@ -165,7 +108,7 @@ class Controller:
         At first the plan is corrected: it is made again from what its units take, until nothing
         improves.
         """
-        judge, planner, correcting = self._judge, self._planner, self._corrections > 0
+        judge, planner, correcting = self._judge, self._planner, self._due.corrections > 0
         window, drift = yield from self._run_plan()
         look = not correcting and (drift.any() or self._due.look)
         look = look and not self._budget.forbids_own  # a window with one would take 2 % more
@@ -209,7 +152,6 @@ class Controller:
 
     def _out_of_harm(self, window: Window, why: str, drift: FloatArray) -> Run[None]:
         """Run the framework's order at the highest clocks, until there is another plan."""
-        assert self.plan is not None
         own_s, judge = self._own_predicted_s(), self._judge
         late = judge.late(own_s)
         error = self._prediction_error(self._planner.repriced(self.plan))
@@ -219,17 +161,14 @@ class Controller:
             f"{why}, and steps {100 * late:+.1f} %: the framework's order at the highest clocks, "
             f"for {BASELINE_ITERATIONS + 1} iterations or more"
         )
-        self._corrections = max(self._corrections - 1, 0)
-        plans: Plans | None = None
-        stretches = 1  # longer each time that planning fails
-        while not plans:
-            for _ in range(stretches):
-                yield from self._at_baseline()
-            stretches = min(2 * stretches, _MOST_STRETCHES)
-            yield from self._plan_anew(drift)
-            while (plans := self._take()) is None:
-                yield from self._run_own(Phase.BASELINE, 1)
-        self._adopt(plans[0])
+        self._due.corrections = max(self._due.corrections - 1, 0)
+        self._lead_own()
+        yield from self._at_baseline()
+        yield from self._plan_anew(drift)
+        while (plans := self._take()) is None:
+            yield from self._run_own(Phase.BASELINE, 1)
+        if plans:
+            self._adopt(plans[0])
 
     def _at_baseline(self) -> Run[None]:
         """Run a few iterations of the framework's order at the highest clocks."""
@@ -243,13 +182,13 @@ class Controller:
         if drift.any():
             self._store.forget(upset(drift))
             self._due.plan_again()
-            if self.plan is not None:
+            if self._due.windows:
                 self._commands.note(what_drifted(drift, window) + ": planning again")
         return window
 
     def _run_plan(self) -> Run[tuple[Window, FloatArray]]:
         """Run a window of the plan; by how much stages drifted."""
-        phase = Phase.RECONFIGURE if self._corrections else Phase.STEADY
+        phase = Phase.RECONFIGURE if self._due.corrections else Phase.STEADY
         while True:
             orders, which = self._replicas.running
             settle = int(self._judge.begins)
@@ -271,48 +210,36 @@ class Controller:
         """Go back to the plan that ran before."""
         plan, self._commands.bill["won"] = self._commands.before
         self._commands.take_back()
-        self._usual = plan or self._planner.unplanned(self._top)
-        self._known.clear()
-        self._lead(self._usual)
+        self._lead(self._within.begin_with(plan))
         self._failed(f"the new plan does not run: {refused}")
 
     # --- a power budget ---------------------------------------------------------------------------
 
     def _keep_budget(self, window: Window) -> None:
         """Turn to what keeps the budget of now, and have the fastest such plan made."""
-        assert self.plan is not None
-        budget, planner = self._budget, self._planner
+        budget, planner, within = self._budget, self._planner, self._within
         if math.isnan(budget.own_w) and window.wishes.power_budget is not None:
             budget.own_w = gpu_power_w(planner.unplanned(self._top))
         self._commands.note(news := budget.update(window))
         above = budget.above(running_w := self._replicas.power_w)
-        turns = (above > _NEAR and not budget.fails) or (news and self._bound)
+        was_bound = within.bound
+        turns = (above > NEAR and not budget.fails) or (news and was_bound)
         # Plans that take less are made again after one, two, four, ... windows.
-        less = self._bound and above < -_NEAR and (budget.windows or not budget.is_set)
+        less = was_bound and above < -NEAR and (budget.windows or not budget.is_set)
         if not turns and (not less or planner.busy or budget.windows & (budget.windows - 1)):
             return
-        allowed_w, leads = budget.allowed_w / budget.correction, gpu_power_w(self.plan) / running_w
-        usual, bound = planner.ready(self._usual), self._bound
+        leads = gpu_power_w(self.plan) / running_w
         if turns:
-            within = [planner.capped(plan, allowed_w) for plan in (usual, self.plan, *self._known)]
-            self._turn_to(min(within, key=lambda plan: plan.cost.iteration_time_s))
+            self._turn_to(within.fastest(self.plan))
             leads = 1.0
             self._commands.note(budget.reach(budget.correction * self._replicas.power_w))
         if planner.busy and (self._has_no_plan or not news):
             return  # it is looked at when it is there
         if planner.busy and planner.reorders:
             self._due.plan_again()
-        planner.limits = self._limits
-        if budget.above(gpu_power_w(usual)) > _NEAR:
-            gpus = float(usual.conditions.gpus_by_stage.sum())
-            planner.limits = planner.limits.within(gpus * leads * allowed_w)
-        if (bound or self._bound) and not budget.fails:
-            self._replan(reorder=self._has_no_plan or not self._bound)
-
-    @property
-    def _bound(self) -> bool:
-        """True if plans are made to keep the budget, which the usual one does not."""
-        return self._planner.limits is not self._limits
+        within.limit(leads)
+        if (was_bound or within.bound) and not budget.fails:
+            self._replan(reorder=self._has_no_plan or not within.bound)
 
     # --- what is known --------------------------------------------------------------------------
 
@@ -372,7 +299,7 @@ class Controller:
         yield from self._look(slack_probe(self._measured, self._store, at_cost=False))
 
     def _replan(self, *, reorder: bool, levels: Sequence[int] = ()) -> None:
-        order = None if reorder or self.plan is None else self.plan.schedule
+        order = None if reorder else self.plan.schedule
         if levels or self._budget.forbids_own:  # a new plan forgets those of the one before
             levels = sorted({*levels, *self._replicas.levels} - {0})
         if order is None:
@@ -394,7 +321,7 @@ class Controller:
 
     @property
     def _has_no_plan(self) -> bool:
-        return self.plan is None or self.plan.policy == UNPLANNED
+        return self.plan.policy == UNPLANNED
 
     def _take_plans(self) -> None:
         """Turn to what was planned meanwhile, if it is better."""
@@ -402,24 +329,23 @@ class Controller:
         if plans is None:
             return
         if not plans:  # it failed
-            self._corrections = 0
+            self._due.corrections = 0
             return
         lead = plans.pop(0)
         better = self._has_no_plan or self._better(lead)
         if not better:
             planner.won = ""  # it is said of the plan that runs
-        if self._corrections and not self._has_no_plan:
+        if self._due.corrections and not self._has_no_plan:
             self._correct(better=better)
         if better:
             self._adopt(lead)
-        if self.plan is not None and lead.schedule.stages == self.plan.schedule.stages:
+        if lead.schedule.stages == self.plan.schedule.stages:
             self._replicas.extend({level: planner.ready(plan) for level, plan in plans.items()})
 
     def _correct(self, *, better: bool) -> None:
         """Count a correction: a plan that stays is kept with what it is known to cost by now."""
-        assert self.plan is not None
-        number = _MOST_CORRECTIONS + 1 - self._corrections
-        self._corrections = self._corrections - 1 if better else 0
+        number = MOST_CORRECTIONS + 1 - self._due.corrections
+        self._due.corrections = self._due.corrections - 1 if better else 0
         today = self._planner.repriced(self.plan)
         time, energy = self._prediction_error(today), today.cost.energy_j / self.plan.cost.energy_j
         if not better:
@@ -430,7 +356,6 @@ class Controller:
         )
 
     def _better(self, plan: Plan) -> bool:
-        assert self.plan is not None
         return self._planner.better(self._planner.ready(plan), self.plan, self._usual_own_s())
 
     def _adopt(self, plan: Plan) -> None:
@@ -440,15 +365,18 @@ class Controller:
         bill["won"], self._planner.won = won or bill["won"], ""
         self._commands.note(won)
         ready = self._planner.ready(plan)
-        if self._bound:
-            self._known.append(ready)
-        else:
-            self._usual = ready
+        self._within.add(ready)
         self._turn_to(ready)
 
     def _turn_to(self, plan: Plan) -> None:
         self._lead(plan)
         self._commands.adopted = None if self._has_no_plan else self.plan
+
+    def _lead_own(self) -> None:
+        """Have the framework's order run, at the highest clocks, until there is another plan."""
+        own = self._within.begin_with(self._planner.unplanned(self._top))
+        self._commands.before = own, ""
+        self._lead(own)
 
     def _lead(self, plan: Plan) -> None:
         self.plan = plan

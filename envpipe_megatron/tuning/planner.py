@@ -23,7 +23,7 @@ from envpipe_megatron.policies.optimal.linear_program import LinearProgramError
 from envpipe_megatron.policies.planner import Planned, solve
 from envpipe_megatron.policies.problem import Problem
 from envpipe_megatron.tuning.background import Background
-from envpipe_megatron.tuning.commands import Clocked, Command, Run, Window
+from envpipe_megatron.tuning.commands import Clocked, Command, Run
 from envpipe_megatron.tuning.measured.store import Store
 from envpipe_megatron.tuning.parking import parked, still_parked
 from envpipe_megatron.tuning.replicas import gpu_power_w, level_factor
@@ -105,7 +105,7 @@ def first_plans(asked: Mapping[int, Sequence[Asked]], levels: Sequence[int] = ()
 
 
 def planned_beside(
-    background: Background[tuple[Plan, tuple[str, ...]]], asked: Asked, first: Window
+    background: Background[tuple[Plan, tuple[str, ...]]], asked: Asked
 ) -> Run[tuple[Plan, tuple[str, ...]]]:
     """Have one plan made by `background` while training goes on as it ran last.
 

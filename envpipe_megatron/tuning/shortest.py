@@ -19,8 +19,7 @@ from envpipe_megatron.core.schedule import Schedule
 from envpipe_megatron.formats.energy import Phase
 from envpipe_megatron.tuning.command_maker import CommandMaker
 from envpipe_megatron.tuning.commands import Clocked, PlanRefusedError, Run, Window
-from envpipe_megatron.tuning.controller import BASELINE_EVERY
-from envpipe_megatron.tuning.judge import WINDOW, Judge, what_drifted
+from envpipe_megatron.tuning.judge import BASELINE_EVERY, WINDOW, Judge, what_drifted
 from envpipe_megatron.tuning.measured.store import Store
 from envpipe_megatron.tuning.planner import Planner, Plans
 

@@ -1,6 +1,5 @@
 """The outcomes of EnvPipe's experiments: rows, claims and their basis, and a tiny run."""
 
-import csv
 from dataclasses import replace
 
 import pytest
@@ -15,6 +14,7 @@ from envpipe_megatron.gpu.presets import load_preset
 
 pytest.importorskip("torch")
 from benchmarks import all as everything
+from benchmarks.evidence import read_rows
 from benchmarks.figures import figure as command
 from benchmarks.figures import requests
 from benchmarks.figures.experiments import (
@@ -31,7 +31,7 @@ from benchmarks.figures.findings import claims_of
 from benchmarks.figures.requests import PROFILE_FILE, Place
 from benchmarks.figures.rows import Outcome, PlanFacts
 from benchmarks.figures.unit_times import EmulatedTime
-from benchmarks.outputs import read_claims
+from benchmarks.outputs import ROWS_FILE, read_claims
 
 REDUCED = Place("reduced")
 
@@ -241,13 +241,12 @@ def test_a_figure_from_end_to_end(tmp_path, monkeypatch):
     )
     assert done.exit_code == 0, done.output
     folder = tmp_path / "fig9_a"
-    with (folder / "fig9_a.csv").open() as file:
-        baseline, balanced = csv.DictReader(file)
-    assert float(baseline["Saving (%)"]) == 0
-    assert float(balanced["Saving (%)"]) > 1
-    assert abs(float(balanced["Slowdown (%)"])) < 1
+    baseline, balanced = (row.measured for row in read_rows(folder / ROWS_FILE))
+    assert baseline["Saving (%)"].value == 0
+    assert balanced["Saving (%)"].value > 1
+    assert abs(balanced["Slowdown (%)"].value) < 1
     assert balanced["Losses equal baseline's"] == "yes"
-    assert {path.suffix for path in folder.iterdir()} == {".csv", ".png", ".svg", ".json"}
+    assert {path.suffix for path in folder.iterdir()} == {".jsonl", ".png", ".svg", ".json"}
     assert [claim.agrees for claim in read_claims(folder)] == [True, None, True]
 
 

@@ -3,7 +3,6 @@
 import pytest
 
 from benchmarks.planner.h200_validation import MEASURED, peaks, predict
-from envpipe_megatron.core.profile import read_profile
 
 FOLDERS = sorted(path.parent for path in MEASURED.glob("*/*/measured.json"))
 
@@ -16,15 +15,6 @@ def test_three_models_were_measured_and_one_over_one_sided_copies():
 
 @pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: str(folder.relative_to(MEASURED)))
 class TestMeasuredModel:
-    def test_its_profile_has_all_that_a_sidecar_may_say_of_one_clock(self, folder):
-        sidecar = read_profile(folder / "profile.csv").sidecar
-        known = (
-            sidecar.wait_power_w, sidecar.p2p_latency_s, sidecar.tail_time_s,
-            sidecar.activation_bytes, sidecar.free_bytes,
-        )  # fmt: skip
-        assert None not in known
-        assert sidecar.frequency_change_s is None
-
     def test_times_are_predicted(self, folder):
         runs = predict(folder)
         assert max(abs(run["time_error_percent"]) for run in runs) < 6

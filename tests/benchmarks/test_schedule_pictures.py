@@ -7,6 +7,7 @@ import pytest
 from on_request import on_request
 
 from benchmarks import outputs
+from benchmarks.evidence import read_rows, row_of
 from benchmarks.planner.workloads import read_workloads
 from benchmarks.schedules import families
 from benchmarks.schedules import pictures as schedule_pictures
@@ -31,32 +32,21 @@ def test_the_table_of_the_page_is_that_of_the_simulator(cases):
 
 
 @on_request("FIGURES")
-def test_every_picture_is_drawn_and_shown_on_the_page(cases, tmp_path):
-    few = [case for case in cases if case.picture in ("1f1b", "no_pipelining")]
-    schedule_pictures.draw(few, tmp_path)
-    assert {path.stem for path in tmp_path.iterdir()} == {"1f1b", "no_pipelining"}
-    page = PAGE.read_text(encoding="utf-8")
-    for case in cases:
-        if case.picture:
-            assert f"](../pictures/{case.picture}.png)" in page
-            assert (DOCS / "pictures" / f"{case.picture}.png").is_file()
-
-
-@on_request("FIGURES")
 @pytest.mark.skipif(not outputs.PERSEUS_DATA.is_dir(), reason="needs ../shared/data")
-def test_the_page_has_what_families_of_orders_save():
-    """Of the workload with the fewest microbatches, which is the first of each four figures."""
+def test_the_rows_have_what_families_of_orders_save():
+    """Of the workload with the fewest microbatches."""
     workload = read_workloads(outputs.PERSEUS_DATA)[0]
-    page = (DOCS / "evidence" / "planning.md").read_text(encoding="utf-8").splitlines()
-    lines = families.tables(families.compare(workload)).splitlines()[4:]
-    assert len(lines) == 4  # Megatron runs no chunks with fewer microbatches than stages
-    for line in lines:
-        order, *figures = line.strip("| ").split(" | ")
-        said = next(other for other in page if other.startswith(f"| {order} |"))
-        firsts = [cell.split(" / ")[0] for cell in said.strip("| ").split(" | ")[1:]]
-        for first, figure in zip(firsts, figures, strict=True):
+    rows = read_rows(DOCS / "evidence" / "rows" / "planning.jsonl")
+    kept = {tuple(row.setting.values()): row.measured for row in rows if row.table == "families"}
+    columns = (row.columns for row in families.compare(workload))
+    found = [row_of("families", each, basis="computed") for each in columns]
+    assert len(found) == 4  # Megatron runs no chunks with fewer microbatches than stages
+    for row in found:
+        measured = kept[tuple(row.setting.values())]
+        assert measured.keys() == row.measured.keys()
+        for name, figure in row.measured.items():
             # Equal energies have several plans; solvers may differ in the last figure.
-            assert (first == figure == "-") or float(first) == pytest.approx(float(figure), abs=0.2)
+            assert float(measured[name].value) == pytest.approx(float(figure.value), abs=0.2)
 
 
 def numbers(line):

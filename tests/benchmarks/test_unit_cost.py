@@ -1,13 +1,14 @@
 """The benchmark of a unit's cost: every way runs, and only requests reach what sets clocks."""
 
-import csv
 from itertools import pairwise
 
 import pytest
 from click.testing import CliRunner
 
 pytest.importorskip("torch")
+from benchmarks.evidence import read_rows
 from benchmarks.gpu import unit_cost
+from benchmarks.outputs import ROWS_FILE
 from envpipe_megatron.runtime.clocks.rank_clock import RankClock
 
 
@@ -24,11 +25,11 @@ def test_each_way_is_compared_with_units_alone(tmp_path, monkeypatch):
     options = ["--rounds", "2", "--turn-iterations", "1", "--output", str(tmp_path)]
     ran = CliRunner().invoke(unit_cost.main, options)
     assert ran.exit_code == 0, ran.output
-    rows = list(csv.DictReader((tmp_path / "unit_cost.csv").open()))
-    ways = [(row["bound by"], row["waits"], row["unit"]) for row in rows]
+    rows = read_rows(tmp_path / ROWS_FILE)
+    ways = [tuple(row.setting.values()) for row in rows]
     assert len(set(ways)) == len(ways) == 3 * 2 * (len(unit_cost.MODES) - 1)
-    assert all(float(row["alone_ms"]) > 0 for row in rows)
-    assert all(float(row["calls_us"]) > 0 for row in rows)
+    assert all(row.measured["alone_ms"].value > 0 for row in rows)
+    assert all(row.measured["calls_us"].value > 0 for row in rows)
     # Of each kind of units, some ways request, in a turn to begin with and in two that count; turns
     # in which the counter is read are longer.
     counted = len(unit_cost.COUNTED) * unit_cost._COUNTED_TURNS

@@ -127,23 +127,6 @@ class TestParking:
         assert parked.clock_changes.tolist() == [4, 0]
         assert parked.timeline.iteration_time_s == 9.0
 
-    def test_both_changes_are_billed_at_the_clock_of_the_unit(self):
-        # B0 waits 2 s and B1 one; two changes of 0.25 s are left out of each.
-        park = parking(s0u2=300, s0u3=300)
-        options = {"wait_power_w": WAIT_CURVES, "change_time_s": 0.25}
-        saved = evaluated(MAXIMUM, **options).energy_by_stage_j - (
-            evaluated(MAXIMUM, park, **options).energy_by_stage_j
-        )
-        assert saved == pytest.approx([(60 - 10) * (1.5 + 0.5), 0])
-
-    def test_at_the_first_unit_takes_the_end_of_the_iteration_too(self):
-        # Stage 1 waits one second before F0 and two after B1.
-        options = {"wait_power_w": WAIT_CURVES, "change_time_s": 0.25}
-        parked = evaluated(MAXIMUM, parking(s1u0=600), **options)
-        saved = evaluated(MAXIMUM, **options).energy_by_stage_j - parked.energy_by_stage_j
-        assert saved == pytest.approx([0, (50 - 20) * 2.5])
-        assert parked.clock_changes.tolist() == [0, 2]
-
     @pytest.mark.parametrize(
         ("clocks", "park_mhz", "changes"),
         [

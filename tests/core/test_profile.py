@@ -318,15 +318,6 @@ def test_each_chunk_may_have_rows_of_its_own(tmp_path):
         profile.lookup(interleaved(2, 1, 2), frequency)
 
 
-def test_chunks_are_written_as_they_are_read(tmp_path):
-    profile = read(tmp_path, CHUNKED)
-    profile.write(tmp_path / "again.csv")
-    again = read_profile(tmp_path / "again.csv")
-    assert (again.rows, again.sidecar) == (profile.rows, profile.sidecar)
-    first = (tmp_path / "again.csv").read_text().splitlines()[:2]
-    assert first == CHUNKED.splitlines()[:2]
-
-
 @pytest.mark.parametrize(
     ("text", "sidecar", "told"),
     [

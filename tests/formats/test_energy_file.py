@@ -16,7 +16,6 @@ from envpipe_megatron.formats.energy import (
     EnergyNote,
     EnergyWindow,
     append_line,
-    name_of_run,
     parse_line,
     read_energy_logs,
 )
@@ -95,17 +94,6 @@ def test_a_note_keeps_all_its_fields():
 def test_what_is_no_line_of_an_energy_log_is_refused(data):
     with pytest.raises(ValueError):  # noqa: PT011 - of any text: readers count these lines
         parsed(data)
-
-
-def test_each_line_counts_once_however_it_is_written(tmp_path):
-    first, second = tmp_path / "a.jsonl", tmp_path / "b.jsonl"
-    turned = dict(reversed(WINDOW.items()))
-    first.write_text("\n".join(map(json.dumps, (WINDOW, LEAST, LEAST))))
-    second.write_text(f'\n{{"torn\n{json.dumps(turned)}\n{json.dumps(WINDOW | {"rank": 1})}\n')
-    logs = read_energy_logs([first, second])
-    assert logs.windows == (parsed(WINDOW), parsed(LEAST), parsed(WINDOW | {"rank": 1}))
-    assert logs.repeated == 2
-    assert logs.unreadable == (f"{second}:2",)
 
 
 def written(tmp_path, lines):
@@ -202,19 +190,6 @@ def test_others_may_read_a_log_and_not_write_it(tmp_path):
     os.umask(before)
     assert (tmp_path / "energy.jsonl").stat().st_mode & 0o777 == 0o644
     assert read_energy_logs([tmp_path / "energy.jsonl"]).windows == (parsed(WINDOW),)
-
-
-@pytest.mark.parametrize(
-    ("run", "name"),
-    [
-        ("2026-01-31T12:00:00+00:00", ""),
-        ("mine 2026-01-31T12:00:00+00:00", "mine"),
-        ("mine", "mine"),
-        ("2026-01-31 mine", "2026-01-31 mine"),
-    ],
-)
-def test_the_name_of_a_run_is_without_its_start(run, name):
-    assert name_of_run(run) == name
 
 
 def _write_forever(path: Path, rank: int) -> None:

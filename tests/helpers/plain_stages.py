@@ -2,7 +2,7 @@
 
 import os
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from envpipe_megatron.core.kinds import Kind, Unit
+from envpipe_megatron.core.orders import builders
 from envpipe_megatron.core.schedule import Schedule
 from envpipe_megatron.gpu.base import Gpu
 from envpipe_megatron.gpu.emulated.emulated_gpu import EmulatedGpu
@@ -216,6 +217,13 @@ def _remembering(file: StateFile, new: EmulatedState) -> None:
 def channel(timeout_s: float, collectives: Collectives | None = None) -> P2PChannel:
     collectives = collectives or lone_pipeline(dist.get_world_size())
     return make_channel(dist.group.WORLD, collectives, timeout=timedelta(seconds=timeout_s))
+
+
+def expect(channel: P2PChannel, units: Sequence[Unit], specs: StageSpecs) -> None:
+    """Have a channel expect these units' inputs, of no schedule, until its step ends."""
+    small = builders.one_f_one_b(2, 1)
+    channel._inputs = small, list(units)
+    channel.begin_step(small, specs)
 
 
 @lru_cache

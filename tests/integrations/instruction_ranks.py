@@ -23,10 +23,8 @@ from envpipe_megatron.gpu.emulated.emulated_gpu import EmulatedGpu
 from envpipe_megatron.gpu.guard.messages import AGENT_VARIABLE
 from envpipe_megatron.integrations.device import FORWARD_VARIABLE
 from envpipe_megatron.integrations.instructions import InstrumentedPipeline
-from envpipe_megatron.integrations.job import Job
 from envpipe_megatron.integrations.leveled import LeveledJob
 from envpipe_megatron.runtime.channel import collectives
-from envpipe_megatron.runtime.channel.carrier import ChannelError
 from envpipe_megatron.runtime.job.session import Session
 
 #: Of each stage: the last one has most to do.
@@ -273,7 +271,6 @@ def start_with_fault(
     faults: dict[str, Any] = {
         "reading": patch.object(EmulatedGpu, "create", side_effect=GpuError("NVML is not there")),
         "gloo": patch.object(dist, "ProcessGroupGloo", side_effect=RuntimeError("no route")),
-        "channel": patch(f"{Job.__module__}.make_channel", side_effect=ChannelError("of ucc")),
         "emulation": patch.dict(os.environ, {FORWARD_VARIABLE: "fast"}),
     }
     quick = timedelta(seconds=0.2) if fault == "gloo" else collectives._CONNECT

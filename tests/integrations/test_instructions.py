@@ -307,7 +307,6 @@ def test_without_a_guard_on_one_rank_all_train_and_change_no_clock(pool, folder,
     [
         ("reading", "NVML is not there"),
         ("gloo", "cannot reach others of the job"),
-        ("channel", "of ucc"),
     ],
 )
 def test_what_cannot_be_read_or_reached_trains_without_envpipe(pool, folder, preset, fault, why):

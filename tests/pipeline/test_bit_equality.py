@@ -1,7 +1,7 @@
 """Losses, gradients and weights are those of megatron-core's own schedules, to the last bit."""
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from jobs import ALIGNED, ALL, OVERLAP, Job, Ours, Result, train
 from memory_folder import memory_folder
-from on_request import each_of, label, on_request
+from on_request import each_of, on_request
 from rank_pool import RankPool
 
 from envpipe_megatron.core.conditions import Conditions
@@ -54,17 +54,13 @@ def results_of(pool: RankPool, job: Job, how: Ours | None, folder: Path) -> list
 
 def synthetic_profile(
     num_stages: int,
-    valley_mhz: int = 1200,
-    clocks_mhz: Sequence[int] = CLOCKS_MHZ,
     combined_chunks: int = 0,
 ) -> Profile:
     """A valley of energy, and stages that differ; with rows of pairs if units are combined."""
     rows = []
-    for stage, kind, clock in itertools.product(range(num_stages), WHOLE, clocks_mhz):
+    for stage, kind, clock in itertools.product(range(num_stages), WHOLE, CLOCKS_MHZ):
         time_s = (1 + 0.1 * stage) * (1 + (kind is Kind.BACKWARD)) * (0.2 + 0.8 * 1410 / clock)
-        rows.append(
-            (stage, kind, ProfileRow(clock, time_s, 100 + ((clock - valley_mhz) / 100) ** 2))
-        )
+        rows.append((stage, kind, ProfileRow(clock, time_s, 100 + ((clock - 1200) / 100) ** 2)))
     if combined_chunks:
         parts = [
             (combined_chunks * stage + chunk, priced, row.scaled(1 / combined_chunks))
@@ -260,19 +256,6 @@ def test_whole_loop_online(stock, ours):
 
 
 # What megatron-core does around the units ----------------------------------------------------
-
-
-# On request, for `AROUND` has chunks with all of it, and the next test the first of these orders.
-@pytest.mark.parametrize(
-    ("name", "reducer"),
-    each_of(itertools.product(("envpipe[4, 0]", "interleaved"), (OVERLAP, ALIGNED, ALL)), []),
-    ids=label,
-)
-def test_two_stages_and_two_replicas(stock, ours, tmp_path, reducer, name):
-    chunks = 2 if name == "interleaved" else 1
-    schedule = builders.interleaved(2, 6, 2) if chunks == 2 else order_of(2, 6, (4, 0))
-    job = Job(2, 6, chunks=chunks, reducer=reducer)
-    assert_replicas_agree(trained_alike(stock, ours, job, by_plan(tmp_path, schedule), schedule))
 
 
 def test_off_and_on_again_in_two_replicas(stock, ours, tmp_path):

@@ -180,10 +180,10 @@ def _counted(put_off: list[int], fault: str) -> Iterator[None]:
             raise RuntimeError("the first part of a test")
         if fault == IN_WHOLE and unit.kind is Kind.BACKWARD and unit.microbatch == 1:
             raise RuntimeError("the whole backward of a test")
-        inputs = work._inputs.get((unit.microbatch, unit.chunk), [])
+        inputs, _ = work._kept.get((unit.microbatch, unit.chunk), ([], []))
         sent = backward(work, unit, gradients)
         assert not any(each is not None and each.grad is not None for each in inputs)
-        if fault == BEHIND_WHOLE and unit.kind is Kind.BACKWARD and not work._inputs:
+        if fault == BEHIND_WHOLE and unit.kind is Kind.BACKWARD and not work._kept:
             raise RuntimeError("the whole backward of a test")
         return [(1 + 2**-10) * each for each in sent] if fault == IN_INTERPRETER else sent
 

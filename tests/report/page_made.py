@@ -8,7 +8,7 @@ from run_made import iterations, profile, windows
 
 from envpipe_megatron.core.plan import Plan
 from envpipe_megatron.formats.energy import EnergyLogs
-from envpipe_megatron.formats.steps import StepEnergy
+from envpipe_megatron.formats.steps import Comparison, StepEnergy
 from envpipe_megatron.formats.timeline import ClockSamples, TimelineLogs
 from envpipe_megatron.policies.planner import make_plan
 from envpipe_megatron.policies.request import PlanRequest
@@ -80,12 +80,14 @@ STEPS = [
 
 def write_page(path: Path) -> Path:
     """Write the page, with `SECTIONS` as its tables, and say where."""
-    facts = ReportFacts((), *STEPS, "12.00 %", "0.10 %")
+    facts = ReportFacts((), *STEPS, Comparison(0.2, 40.0, 12.0, 0.1, 0.1, 0.2))
     page = path / "index.html"
     run = folder(path)
     table = unit_table(run.timelines.iterations, STAGES, run.profile)
     blocks = blocks_of(table, views_of(run, facts))
-    text = page_text("A job <&>", marks_of(run), SECTIONS, "report", tiles_of(facts), blocks)
+    text = page_text(
+        "A job <&>", marks_of(run), SECTIONS, "report", tiles_of(facts, "emulated"), blocks
+    )
     page.write_text(text, encoding="utf-8")
     return page
 

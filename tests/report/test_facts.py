@@ -134,8 +134,11 @@ def test_where_nothing_was_changed_nothing_was_saved(tmp_path, changed_nothing):
     assert total.startswith("energy of 0 GPUs")
     told = "own baseline: a step takes 200 ms (10.00 +- 0.39 % less time) and 40 J a GPU"
     assert (told in line, "is chance" in line) == (not changed_nothing, changed_nothing)
-    page = page_text("A job", (), [], "report", tiles_of(facts))
-    assert ("10.00 +- 0.39 % less time, 12.00" in page) == (not changed_nothing)
+    tiles = [*tiles_of(facts, "measured")]
+    verdict = [("energy, measured, 95 % interval", "12.00 +- 0.20 % less energy")]
+    assert (tiles[:1] == verdict) == (not changed_nothing)
+    assert (("time", "10.00 +- 0.39 % less time") in tiles) == (not changed_nothing)
+    assert "40 J" in page_text("A job", (), [], "report", tiles)
 
 
 def test_a_baseline_alone_is_compared_with_nothing():

@@ -57,8 +57,8 @@ class Page:
         """The rows of the units that a timeline shows."""
         return self.of(f"{plot} units", "Array.from(it.view.filter.indices)")
 
-    def names_below(self, plot):
-        items = "it.below.at(-1).items.filter((item) => item.visible)"
+    def names_above(self, plot):
+        items = "it.above.at(-1).items.filter((item) => item.visible)"
         return self.of(plot, f"{items}.map((item) => item.label.value)")
 
     def frame(self, plot):
@@ -145,10 +145,10 @@ def test_every_control_is_reached_by_the_tab_key_and_named(page):
 
 def test_buttons_zoom_without_a_wheel(page):
     whole = page.range_of("iterations-time_s")
-    frame = page.frame("iterations-time_s")
-    frame.find_element(By.CSS_SELECTOR, "[data-move=in]").click()
+    view = page.driver.find_element(By.ID, "iterations")
+    view.find_element(By.CSS_SELECTOR, "[data-move=in]").click()
     assert page.range_of("iterations-time_s")[1] < whole[1]
-    frame.find_element(By.CSS_SELECTOR, "[data-move=whole]").click()
+    view.find_element(By.CSS_SELECTOR, "[data-move=whole]").click()
     assert page.range_of("iterations-time_s") == pytest.approx(whole)
 
 
@@ -199,7 +199,7 @@ def test_the_pointer_tells_unit_clock_energy_and_slack(page):
 def test_another_iteration_pipeline_and_colour_can_be_chosen(page):
     units = 2 * STAGES * 2 * MICROBATCHES
     assert page.shown("after") == list(range(2 * units, 3 * units))
-    page.choose("after-iteration", "profile, 1")
+    page.choose("after-iteration", "profile, 1: 0.18 s")
     assert page.shown("after") == list(range(units, 2 * units))
     assert page.shown("before") == list(range(units))
     page.choose("pipeline", "pipeline 1")
@@ -212,15 +212,33 @@ def test_another_iteration_pipeline_and_colour_can_be_chosen(page):
     assert page.of("after units", field) == "watts"
 
 
+def test_units_have_their_names_where_these_fit_and_gpus_their_waits(page):
+    labels = "Array.from(it.view.filter.indices)"
+    assert page.of("after labels", labels) == page.shown("after")
+    page.choose("after-iteration", "profile, 1: 0.18 s")
+    assert page.of("after labels", labels) == page.shown("after")
+    show_as(page.driver, WIDTHS_PX[1])
+    page.until("return Bokeh.documents[0].get_model_by_name('after').inner_width < 300")
+    page.until(
+        "const it = Bokeh.documents[0].get_model_by_name('after labels');"
+        "const names = it.view.filter.indices.map((i) => it.data_source.data.label[i]);"
+        "return names.length > 0 && names.every((name) => name[0] === 'B')"
+    )
+    begins = "Array.from(it.view.filter.indices).map((i) => it.data_source.data.begin[i])"
+    rows = "Array.from(it.view.filter.indices).map((i) => it.data_source.data.row[i])"
+    waits = set(zip(page.of("after waits", rows), page.of("after waits", begins), strict=True))
+    assert {(row, 0.0) for row in range(2 * STAGES) if row % STAGES} <= waits
+
+
 def test_power_of_nodes_and_the_clock_of_another_rank_can_be_chosen(page):
     rows = "Array.from(it.renderers[0].view.filter.indices)"
     assert page.of("power", rows) == [*range(6)]
     page.choose("power-group", "each node")
     assert page.of("power", rows) == [6, 7]
-    assert page.names_below("power") == ["n1", "n2"]
+    assert page.names_above("power") == ["n1", "n2"]
     page.choose("clocks-group", "rank 3, stage 1")
     assert page.of("clocks", rows) == [8, 9]
-    assert page.names_below("clocks") == ["seen", "asked for"]
+    assert page.names_above("clocks") == ["seen", "asked for"]
 
 
 def test_a_group_without_names_can_be_chosen(driver, tmp_path):
@@ -239,9 +257,9 @@ def test_a_group_without_names_can_be_chosen(driver, tmp_path):
     assert troubles(driver) == ([], [])
 
 
-def test_phases_and_gpus_have_their_names_below(page):
-    assert page.names_below("iterations-time_s") == ["warm-up", "profile", "steady"]
-    gpus = page.names_below("power")
+def test_phases_and_gpus_have_their_names_above(page):
+    assert page.names_above("iterations-time_s") == ["warm-up", "profile", "steady"]
+    gpus = page.names_above("power")
     assert gpus[:2] == ["rank 0 · stage 0", "rank 1 · stage 0"]
     assert len(gpus) == 6
 

@@ -4,11 +4,10 @@ import random
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
-from threading import Barrier
-from types import SimpleNamespace
 
 import torch
 
+from emulated_job import Boxes
 from envpipe_megatron.core.kinds import Kind, Unit
 from envpipe_megatron.core.orders import builders
 from envpipe_megatron.runtime.channel.carrier import StageSpecs, TensorSpec
@@ -77,6 +76,7 @@ class Sizes:
         pending: of a microbatch between the two parts of its backward.
         layers: how many there are, which a backward passes one after the other.
         chunk_factors: how many times as much chunks hold, of both, as the first one.
+        gradient: what comes for a backward, from its first unit's begin on.
     """
 
     weights: int = 20_000
@@ -94,6 +94,7 @@ class Sizes:
     pending: int = 2_800
     layers: int = 1
     chunk_factors: tuple[float, ...] = (1.0,)
+    gradient: int = 0
 
 
 @dataclass
@@ -197,14 +198,17 @@ def run_units(work: object, units: tuple[Unit, ...], memory: JobMemory) -> None:
     for unit in units:
         whole, begins_whole = begins_whole, unit.combined
         if begins_whole:
-            pass
+            work.memory.take(work.sizes.gradient)  # type: ignore[attr-defined]
         elif unit.kind is Kind.FORWARD:
             work.forward(unit, None)  # type: ignore[attr-defined]
         elif unit.kind is Kind.WEIGHT_GRADIENT and not whole:
             work.weight_gradient(unit)  # type: ignore[attr-defined]
         else:
+            if not whole:
+                work.memory.take(work.sizes.gradient)  # type: ignore[attr-defined]
             kind = Kind.BACKWARD if whole else unit.kind
             work.backward(replace(unit, kind=kind), None)  # type: ignore[attr-defined]
+            work.memory.give(work.sizes.gradient)  # type: ignore[attr-defined]
         work.sent(unit)  # type: ignore[attr-defined]
         if unit_ended is not None:
             unit_ended(unit)
@@ -215,28 +219,6 @@ SPECS = StageSpecs.alike(TensorSpec.of_one_type(((5,),), torch.float16, torch.de
 PLENTY = 10**9
 
 
-class Meeting:
-    """A host group whose ranks are threads; the first leads."""
-
-    def __init__(self, size):
-        self.values = [None] * size
-        self.barrier = Barrier(size, timeout=20)
-
-    def of(self, index):
-        def exchange(value):
-            self.values[index] = value
-            self.barrier.wait()
-            everyone = list(self.values)
-            self.barrier.wait()
-            return everyone
-
-        return SimpleNamespace(
-            leads=index == 0,
-            gather=lambda value: exchange(value) if index == 0 else exchange(value)[:0],
-            broadcast=lambda value: exchange(value)[0],
-        )
-
-
 class FakeJob:
     """A job whose ranks are threads of this process."""
 
@@ -244,8 +226,7 @@ class FakeJob:
         self, stages, microbatches, sizes, *, seed=0, replicas=1, capacity=PLENTY, chunks=1
     ):
         self.own = builders.framework_order(stages, microbatches, chunks)
-        pipelines = [Meeting(stages) for _ in range(replicas)]
-        trees = [Meeting(replicas) for _ in range(stages)]
+        groups = Boxes()
         self.said = []
         self.devices, self.ranks = [], []
         for rank in range(stages * replicas):
@@ -253,8 +234,9 @@ class FakeJob:
             replica, own = divmod(rank, stages)
             stage = FakeStage(device, sizes(rank), random.Random(100 * seed + rank))
             stage.is_first = own == 0
-            groups = pipelines[replica].of(own), [trees[own].of(replica)]
-            ranks = Collectives(own, *groups, replicas, replica)
+            pipeline = groups.group(("pipeline", replica), own, stages)
+            tree = [groups.group(("stage", own), replica, replicas)]
+            ranks = Collectives(own, pipeline, tree, replicas, replica)
             memory = JobMemory(device, own, ranks, self._say(rank))
             self.devices.append(device)
             self.ranks.append((rank % stages, stage, memory))

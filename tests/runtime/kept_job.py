@@ -17,7 +17,8 @@ from envpipe_megatron.policies.request import PlanRequest
 from envpipe_megatron.runtime.channel.collectives import Collectives
 from envpipe_megatron.runtime.job import restarts
 from envpipe_megatron.runtime.job.options import JobOptions
-from envpipe_megatron.runtime.job.restarts import JobFolder, JobKeys
+from envpipe_megatron.runtime.job.restarts import JobFolder
+from envpipe_megatron.runtime.job.stored import JobKeys
 
 KEYS: JobKeys = {
     "units": {"hidden_size": 2048, "stages": [1, 2], "gpu": "NVIDIA H200", "recompute": None},
@@ -65,7 +66,7 @@ def job_folder(path: Path | None, keys: JobKeys = KEYS, **given: Any) -> JobFold
     """
     made: Any = JobFolder(path, alone())
     options = JobOptions(fingerprint={}, **given)  # type: ignore[arg-type]
-    with patch.object(restarts, "_keys", lambda *arguments: keys):
+    with patch.object(restarts, "job_keys", lambda *arguments: keys):
         made.resume(options, 2, None)
     return made  # type: ignore[no-any-return]
 

@@ -3,6 +3,7 @@
 import pkgutil
 import random
 import time
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, ExitStack, closing, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -13,14 +14,12 @@ from unittest.mock import DEFAULT, Mock, patch
 
 import memory_ranks
 import plain_stages
-import torch
 from plain_stages import MICROBATCHES, iterate, options
 from waiting_plans import plans_are_waited_for
 
 from envpipe_megatron.core.kinds import WHOLE, Kind, Unit
 from envpipe_megatron.gpu.base import GpuError, ReadOnlyGpu
-from envpipe_megatron.gpu.emulated.emulated_gpu import EmulatedGpu
-from envpipe_megatron.runtime.channel.p2p import P2PChannel
+from envpipe_megatron.runtime.channel.collectives import HostGroup
 from envpipe_megatron.runtime.job import phases
 from envpipe_megatron.runtime.job.options import JobOptions
 from envpipe_megatron.runtime.job.session import Session
@@ -49,14 +48,10 @@ def train_with_reconfiguring(rank: int, root: Path) -> None:
     _until_steady(rank, session)
 
 
-def lose_control(rank: int, root: Path, victim: int, schedule: str) -> Any:
-    """The victim's clock control ends in a closed loop; its notes, and what was kept by then."""
+def lose_control(rank: int, root: Path, victim: int, asked: Mapping[str, Any]) -> Any:
+    """The victim's clock control ends while clocks are chosen; its notes."""
     config = JobOptions(
-        num_microbatches=MICROBATCHES,
-        scheduling=schedule,
-        baseline_steps=3,
-        output=root,
-        fingerprint={},
+        num_microbatches=MICROBATCHES, baseline_steps=3, output=root, fingerprint={}, **asked
     )
     session, _ = plain_stages.session(rank, config, root, time_at_max_s=LONG_UNITS_S)
     with (
@@ -87,34 +82,28 @@ def look_for_the_shortest(rank: int, root: Path) -> Any:
     return session.state.notes, [phase.value for phase, *_ in session.iterations.latest]
 
 
-#: What a message back takes of the emulated time of who receives it; one forward takes none.
-SLOW_MESSAGE_S = 0.006
+#: What a message takes in emulated time.
+SLOW_MESSAGE_S = 0.003
 
 
-def slow_down(channel: P2PChannel, gpu: EmulatedGpu) -> None:
-    receive = channel.receive
-
-    def slowly(unit: Unit) -> list[torch.Tensor]:
-        tensors = receive(unit)
-        if unit.kind is Kind.BACKWARD:
-            gpu.advance_to(gpu.committed_end_s() + SLOW_MESSAGE_S)
-        return tensors
-
-    channel.receive = slowly  # type: ignore[method-assign]
+def slow_down(hosts: HostGroup) -> None:
+    """Have inputs come later than they were sent."""
+    receive = hosts.receive
+    hosts.receive = lambda *of: receive(*of) + SLOW_MESSAGE_S  # type: ignore[method-assign]
 
 
 def measure_a_job(rank: int, root: Path, tail_s: tuple[float, ...]) -> Any:
     """Profile a job whose stages work on after their last unit; what its profile came to.
 
-    Messages back take emulated time, too.
+    Messages take emulated time, too.
 
     Args:
         tail_s: for each stage, how long; the next iteration waits for the slowest of them.
     """
-    config = options(root, profile_steps=3, window_s=0.0)
+    config = options(root, baseline_steps=2, profile_steps=3, window_s=0.0)
     session, gpu = plain_stages.session(rank, config, root, time_at_max_s=LONG_UNITS_S)
     gpu.supported_frequencies_mhz = gpu.supported_frequencies_mhz[::10]  # a short sweep
-    slow_down(session.parts.channel, gpu)
+    slow_down(session.parts.collectives.pipeline)
     try:
         while session.state.phase != "steady":
             iterate(session, rank)

@@ -137,7 +137,7 @@ def test_what_was_told_is_kept_however_it_ends(tmp_path, monkeypatch, end, told)
         run_trial(Quickstart(short_settings(tmp_path)), Console(file=screen))
     summary = json.loads((tmp_path / "out" / "summary.json").read_text())
     assert summary["complete"] is False
-    assert len(summary["runs"]) == (told == 2)
+    assert len(summary["ranks"]) == (told == 2)
     if told == 2:
         (kept,) = json_lines(tmp_path / "out" / "turns.jsonl")
         assert (kept["arm"], kept["step"]["time_s"]) == ("baseline", 0.5)

@@ -140,9 +140,8 @@ def test_a_proof_without_clocks_proves_orders_and_changes_nothing(proofs):
         "stock": False, "1f1b": True, "whole": True, "split": True,
     }  # fmt: skip
     assert [turn["failure"] for turn in turns] == [""] * 4
-    stages = [stage for turn in turns for stage in turn["stages"]]
-    assert all(stage["sampled"]["observed_mhz"] == 1410 for stage in stages)
-    assert all(stage["sampled"]["throttle_reasons"] == ["power cap"] for stage in stages)
+    followed = [stage["clocks"]["followed"] for turn in turns for stage in turn["stages"]]
+    assert {reason for seen in followed for reason in seen["throttle_reasons"]} == {"power cap"}
 
 
 def test_no_clock_stays_locked_whenever_it_is_killed(proofs):

@@ -48,7 +48,7 @@ def test_all_promised_files_are_there_and_nothing_else(finished):
         "summary.json", "settings.json", "log.txt", "emulated", "timeline.jsonl", "loop.jsonl",
         "turns.jsonl", "arms", ".lock",
     }  # fmt: skip
-    may_be_cleared = {*Quickstart.files, *Quickstart.folders}
+    may_be_cleared = set(Quickstart.leaves)
     assert {path.name for path in finished.output.iterdir()} <= may_be_cleared
 
 

@@ -82,7 +82,7 @@ def turn(arm, number=0, time_s=0.5, energy_j=50.0, **changes):
     """What a rank reports of a turn on two GPUs."""
     stage = {
         "weights_sha256": "a", "clocks": {"error": None, "followed": None, "changes": 1},
-        "executed": ["F0", "B0"], "temperature_c": [40, 50], "sampled": {"throttle_reasons": []},
+        "executed": ["F0", "B0"], "temperature_c": [40, 50],
     }  # fmt: skip
     return {
         "event": "turn", "arm": arm, "round": number, "notes": [], "failure": "",

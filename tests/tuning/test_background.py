@@ -1,4 +1,4 @@
-"""Work beside training, in a process of its own."""
+"""Work beside training, in a process of its own, and plans that are made there."""
 
 import os
 import signal
@@ -8,6 +8,8 @@ from dataclasses import replace
 from functools import partial
 from itertools import count
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,11 +17,15 @@ from presets import preset_profile
 
 from envpipe_megatron.core.conditions import known_conditions
 from envpipe_megatron.core.kinds import Kind
+from envpipe_megatron.formats.energy import Phase
 from envpipe_megatron.gpu.guard.messages import wait_readable
+from envpipe_megatron.gpu.presets import load_preset
 from envpipe_megatron.policies.problem import PlannerError
 from envpipe_megatron.policies.request import PlanRequest, check_request, make_problem
+from envpipe_megatron.runtime.job.options import JobOptions
 from envpipe_megatron.tuning.background import Background, BackgroundError
-from envpipe_megatron.tuning.planner import planned
+from envpipe_megatron.tuning.planner import Planner, planned, planned_beside
+from job_runs import Ran, run_job
 
 FOR_EVER = partial(sum, count())
 CLOCKS = (1200, 1005, 855)
@@ -131,3 +137,53 @@ def test_a_plan_is_the_same_to_the_last_bit(schedule, alike, tmp_path: Path, mon
     assert plan.cost == here.cost
     assert plan.energy_lower_bound_j == here.energy_lower_bound_j
     assert notes == own_notes
+
+
+# Plans beside training -------------------------------------------------------------------------
+
+
+LOOKS = 7
+
+
+def run(reconfigure: str, late: int) -> Ran:
+    config = JobOptions(
+        num_microbatches=6,
+        type="envelope",
+        reconfigure=reconfigure,
+        baseline_steps=3,
+        profile_steps=1,
+        window_s=0.0,
+    )
+    preset = load_preset("a100-sxm")
+    return run_job(config, preset, [0.03, 0.03, 0.036], iterations=130, replicas=2, late=(late,))
+
+
+@pytest.mark.parametrize("reconfigure", ["default", "balanced"])
+def test_training_goes_on_while_the_plan_is_made(reconfigure):
+    at_once, slow = run(reconfigure, 0), run(reconfigure, LOOKS)
+    phases, before = ([one.phase for one in ran.job] for ran in (slow, at_once))
+    first, planned = at_once.profiled, at_once.profiled + LOOKS
+    assert phases == [*before[:first], *[Phase.PROFILE] * LOOKS, *before[first:-LOOKS]]
+    # The framework's order at the highest clocks, once these have come.
+    assert slow.slower(first + 1, planned) < 1e-9
+    assert abs(slow.saved(first + 1, planned)) < 1e-9
+    assert slow.saved(129, 130) == pytest.approx(at_once.saved(129, 130)) != 0
+    assert slow.notes == at_once.notes == ()
+
+
+def test_what_splitting_wins_is_said_of_the_plan_and_not_of_those_that_follow_it():
+    made = {0: ("the plan", "Split backwards: 5 %"), 3: ("one that follows it", "")}
+    background: Any = SimpleNamespace(busy=True, take=lambda: made)
+    nothing: Any = None
+    planner = Planner(nothing, nothing, lambda plan: None, nothing, lambda: background)
+    assert planner.take(pytest.fail) == {0: "the plan", 3: "one that follows it"}
+    assert planner.won == "Split backwards: 5 %"
+
+
+def test_planning_that_nobody_waits_for_is_ended():
+    background: Background[Any] = Background()
+    run = planned_beside(background, (None, ()))  # type: ignore[arg-type]
+    next(run)
+    assert background.busy
+    run.close()
+    assert not background.busy

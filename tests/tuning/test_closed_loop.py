@@ -22,7 +22,7 @@ from envpipe_megatron.policies.objective import Objective
 from envpipe_megatron.policies.planner import make_plan
 from envpipe_megatron.policies.request import PlanRequest
 from envpipe_megatron.runtime.job.options import JobOptions
-from envpipe_megatron.tuning import controller
+from envpipe_megatron.tuning import controller, judge
 from job_runs import (
     Ran,
     best_saving,
@@ -330,7 +330,7 @@ def test_a_clock_that_follows_no_request_is_left_alone_until_it_follows_again(mo
 
     Also where it begins in the middle of what a report is about.
     """
-    monkeypatch.setattr(controller, "BASELINE_EVERY", 60)
+    monkeypatch.setattr(judge, "BASELINE_EVERY", 60)
     ran = run(iterations=170, faults=scripted("stuck", begin, END, STAGES))
     assert ran.slower(END, END + FOUND_OUT) < 0.005
     assert ran.saved(150, 170) > ran.saved(BEGIN - 10, BEGIN) - 0.01

@@ -17,7 +17,7 @@ from envpipe_megatron.core.sidecar import Sidecar
 from envpipe_megatron.gpu.presets import load_preset
 from envpipe_megatron.runtime.job import phases
 from envpipe_megatron.runtime.job.options import JobOptions
-from envpipe_megatron.tuning import controller
+from envpipe_megatron.tuning import judge
 from envpipe_megatron.tuning.commands import Window
 from envpipe_megatron.tuning.judge import Judge, Silence
 from envpipe_megatron.tuning.measured.meters import MeterSums
@@ -43,31 +43,10 @@ def run(
     return run_job(config, preset, forward_s, iterations=iterations, faults=faults, **trouble)
 
 
-def test_planning_that_fails_in_any_way_is_tried_again(monkeypatch):
-    """There is a plan to go on with, whatever a solver or the machine has run out of."""
-    inner, begun, errors = phases.plan_online, [], [MemoryError()]
-
-    def plan_online(*arguments: Any) -> Any:
-        if begun and errors:
-            raise errors.pop()
-        return inner(*arguments)
-
-    def faults(iteration: int) -> Any:
-        if iteration >= 45:
-            begun.append(iteration)
-        return {(0, 1): slower(1.05)} if iteration >= 45 else {}
-
-    monkeypatch.setattr(phases, "plan_online", plan_online)
-    ran = run(80, faults)
-    assert any("nothing better is planned: MemoryError" in text for _, text in ran.said)
-    assert ran.job[-1].phase == "steady"
-    assert ran.saved(70, 80) > ran.saved(35, 45)
-
-
 @on_request("CONTROL")
 def test_what_changes_in_a_baseline_is_planned_for(monkeypatch):
     """No later window differs from what the baseline has shown."""
-    monkeypatch.setattr(controller, "BASELINE_EVERY", 24)
+    monkeypatch.setattr(judge, "BASELINE_EVERY", 24)
     calm = run(70)
     (at, *_) = (i for i, each in enumerate(calm.job) if i > 40 and each.phase == "baseline")
     ran = run(90, lambda iteration: {(0, 1): slower(1.08)} if iteration > at else {})

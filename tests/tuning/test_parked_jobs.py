@@ -2,15 +2,13 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import pytest
 from on_request import on_request
 from window_reports import iteration
 
-from emulated_job import EmulatedJob
-from emulated_pipelines import Pipelines
+from emulated_pipelines import Faults
 from envpipe_megatron.core.conditions import known_conditions
 from envpipe_megatron.core.kinds import WHOLE
 from envpipe_megatron.core.orders import builders
@@ -18,16 +16,14 @@ from envpipe_megatron.core.plan import Plan, max_frequencies
 from envpipe_megatron.core.schedule import Schedule
 from envpipe_megatron.core.sidecar import Sidecar
 from envpipe_megatron.core.timeline import Timeline
-from envpipe_megatron.formats.energy import Phase
 from envpipe_megatron.gpu.presets import load_preset
 from envpipe_megatron.policies.clock_changes.parking import park
-from envpipe_megatron.runtime.execution.orders import constant_order
 from envpipe_megatron.runtime.job.options import JobOptions
 from envpipe_megatron.tuning import planner
 from envpipe_megatron.tuning.commands import Clocked, Parking
 from envpipe_megatron.tuning.measured.store import Store
 from envpipe_megatron.tuning.parking import parked
-from job_runs import Ran, exact_profile, slower
+from job_runs import Ran, exact_profile, run_job, slower
 
 PRESET, MICROBATCHES = load_preset("a100-sxm"), 12
 TOP_MHZ = PRESET.max_frequency_mhz
@@ -40,39 +36,29 @@ STEADY = 40
 def run(
     iterations: int = 70,
     *,
-    wait_follows: float = 0.6,
-    change_s: float = PRESET.frequency_change_s,
-    replicas: int = 1,
     min_dwell_s: float = 0.0,
     own_order: Schedule | None = None,
     forward_s: Sequence[float] = FORWARD_S,
-    late: list[int] | None = None,
-    **what: Any,
-) -> tuple[Ran, Pipelines, Plan]:
-    """A job beside the framework's own order, its GPUs and its last plan.
-
-    `late` gets, for each iteration, how many units have found the clock of their wait by then.
-    """
-    preset = replace(PRESET, frequency_change_s=change_s)
-    name = "auto" if own_order is None else "1f1b"
+    replicas: int = 1,
+    faults: Faults = lambda iteration: {},
+    **emulated: float,
+) -> Ran:
     request = JobOptions(
-        num_microbatches=MICROBATCHES, scheduling=name, min_dwell_ms=1000.0 * min_dwell_s
+        num_microbatches=MICROBATCHES,
+        scheduling="auto" if own_order is None else "1f1b",
+        min_dwell_ms=1000.0 * min_dwell_s,
+        baseline_steps=3,
     )
-    made, own = (
-        Pipelines(preset, forward_s, replicas, wait_follows=wait_follows, **what) for _ in range(2)
+    return run_job(
+        request,
+        PRESET,
+        forward_s,
+        iterations=iterations,
+        replicas=replicas,
+        faults=faults,
+        emulated={"wait_follows": 0.6, **emulated},
+        own_order=own_order,
     )
-    with EmulatedJob(made, replace(request, baseline_steps=3), own_order) as job:
-        for _ in range(iterations):
-            job.run(1)
-            if late is not None:
-                late.append(made.parked[False])
-        assert job.planner is not None
-        plan, notes = job.planner.state.plan, job.planner.state.notes
-    assert plan is not None
-    order = builders.one_f_one_b(len(forward_s), MICROBATCHES)
-    for _ in range(iterations):
-        own.run([constant_order(Phase.BASELINE, order, TOP_MHZ)] * replicas)
-    return Ran(made.iterations, own.iterations, job.said, notes), made, plan
 
 
 @pytest.mark.parametrize(
@@ -88,41 +74,24 @@ def run(
     ids=", ".join,
 )
 def test_parking_saves_energy_and_no_unit_begins_at_the_clock_of_a_wait(monkeypatch, what):
-    ran, gpus, plan = run(**what)
-    assert plan.park_mhz is not None
-    assert (plan.park_mhz[:, 0] == 0).all()  # the optimizer is in that wait
-    assert gpus.parked[True] > 20
-    assert not gpus.parked[False]
+    ran = run(**what)
+    assert (ran.state.plan.park_mhz[:, 0] == 0).all()  # the optimizer is in that wait
+    assert ran.pipelines.parked[True] > 20
+    assert not ran.pipelines.parked[False]
     monkeypatch.setattr(planner, "parked", lambda plan, *known: plan)
-    plain, never, _ = run(**what)
-    assert not never.parked
+    plain = run(**what)
+    assert not plain.pipelines.parked
     assert ran.saved(STEADY, 70) > plain.saved(STEADY, 70) + 1e-3
     assert ran.slower(STEADY, 70) < 0.005
-
-
-@pytest.mark.parametrize(
-    "what",
-    [
-        {"wait_follows": 0.0},
-        # What is left of waits is too short.
-        pytest.param({"forward_s": (0.03, 0.03, 0.03)}, marks=on_request("CONTROL")),
-    ],
-    ids=str,
-)
-def test_nothing_is_parked_where_it_does_not_pay(what):
-    _, gpus, plan = run(50, **what)
-    assert not gpus.parked
-    assert plan.park_mhz is None
 
 
 @on_request("CONTROL")
 def test_waits_that_become_much_shorter_are_parked_in_for_less_long():
     """Sequences shrink: until that is seen, units find the clock of their wait."""
     shrunk = dict.fromkeys([(0, stage) for stage in range(3)], slower(0.6))
-    late: list[int] = []
-    ran, _, plan = run(90, late=late, faults=lambda at: shrunk if at >= 50 else {})
-    assert plan.park_mhz is not None
-    assert 0 < late[64] == late[-1]
+    ran, seen = (run(last, faults=lambda at: shrunk if at >= 50 else {}) for last in (90, 65))
+    assert ran.state.plan.park_mhz is not None
+    assert 0 < seen.pipelines.parked[False] == ran.pipelines.parked[False]
     assert ran.slower(STEADY, 50) < 0.005
     assert ran.slower(65, 90) < 0.005
 

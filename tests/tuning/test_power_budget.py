@@ -19,8 +19,9 @@ from envpipe_megatron.gpu.presets import load_preset
 from envpipe_megatron.policies.objective import Goal, Objective
 from envpipe_megatron.policies.planner import make_plan
 from envpipe_megatron.policies.request import PlanRequest
-from envpipe_megatron.runtime.job.options import JobOptions, Level
-from envpipe_megatron.tuning import controller
+from envpipe_megatron.runtime.job.given import Level
+from envpipe_megatron.runtime.job.options import JobOptions
+from envpipe_megatron.tuning import judge
 from envpipe_megatron.tuning.budget import EXCEEDS, Budget
 from job_runs import exact_profile, scripted
 
@@ -119,7 +120,7 @@ def test_less_than_is_reachable_is_said_and_the_least_runs(job):
 
 
 def test_no_baseline_runs_while_a_budget_is_below_it(monkeypatch):
-    monkeypatch.setattr(controller, "BASELINE_EVERY", 20)
+    monkeypatch.setattr(judge, "BASELINE_EVERY", 20)
     job = Job(budget="85%")
     with job.emulated:
         ran = job.run("85%", 60)

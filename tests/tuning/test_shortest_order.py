@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -12,29 +12,28 @@ import pytest
 from on_request import on_request
 
 from emulated_job import EmulatedJob
-from emulated_pipelines import Conditions, Iteration, Pipelines
+from emulated_pipelines import Conditions, Pipelines
 from envpipe_megatron.core.orders import builders
 from envpipe_megatron.core.orders.zero_bubble import half_split
 from envpipe_megatron.core.profile_rows import MEASURED_SPLIT
 from envpipe_megatron.core.schedule import Schedule
-from envpipe_megatron.formats.energy import Phase
 from envpipe_megatron.gpu.presets import load_preset
 from envpipe_megatron.policies.objective import Goal
 from envpipe_megatron.policies.planner import make_plan
-from envpipe_megatron.runtime.execution.orders import constant_order
 from envpipe_megatron.runtime.job import phases
 from envpipe_megatron.runtime.job.options import JobOptions
 from envpipe_megatron.tuning import shortest
 from envpipe_megatron.tuning.judge import WINDOW
 from envpipe_megatron.tuning.shortest import ShortestOrder
-from job_runs import exact_profile, slower
+from job_runs import Ran, exact_profile, run_job, slower
 
+PRESET = load_preset("a100-sxm")
 STAGES, MICROBATCHES = 2, 4
 FORWARD_S = (0.03,) * STAGES
 OWN = builders.one_f_one_b(STAGES, MICROBATCHES)
 REQUEST = JobOptions(num_microbatches=MICROBATCHES, objective=Goal.TIME)
 #: The share of the time that the shortest order takes less.
-_EXACT = exact_profile(load_preset("a100-sxm"), FORWARD_S, {})
+_EXACT = exact_profile(PRESET, FORWARD_S, {})
 _BEST = make_plan(_EXACT, replace(REQUEST.request(), split=MEASURED_SPLIT)).plan
 GAIN = -_BEST.cost.slowdown_percent(_BEST.baseline.cost) / 100
 FRAMEWORKS, PLANNED = "The framework's own order: ", "The planned order takes "
@@ -48,43 +47,16 @@ Trouble = Callable[[int, Schedule], dict[tuple[int, int], Conditions]]
 class OrderedPipelines(Pipelines):
     """GPUs whose trouble may depend on the order that runs."""
 
-    def __init__(self, trouble: Trouble, **emulated: Any) -> None:
+    def __init__(self, *given: Any, faults: Trouble = lambda at, order: {}, **named: Any) -> None:
         self.orders: list[Schedule] = []
-        preset = load_preset("a100-sxm")
-        super().__init__(
-            preset, FORWARD_S, faults=lambda at: trouble(at, self.orders[at]), **emulated
-        )
-        self._top = preset.max_frequency_mhz
+        super().__init__(*given, faults=lambda at: faults(at, self.orders[at]), **named)
 
     def run(self, orders: Any) -> Any:
         """Run an iteration, at the highest clock."""
-        assert all((order.frequency_mhz == self._top).all() for order in orders)
+        assert all((order.frequency_mhz == PRESET.max_frequency_mhz).all() for order in orders)
         assert len({order.schedule.stages for order in orders}) == 1
         self.orders.append(orders[0].schedule)
         return super().run(orders)
-
-
-@dataclass(frozen=True)
-class Ran:
-    """A job beside the framework's order; `new` says which iterations ran another one."""
-
-    job: list[Iteration]
-    own: list[Iteration]
-    new: list[bool]
-    said: list[tuple[int, str]]
-    notes: tuple[str, ...]
-    planned: Any
-
-    def less(self, first: int, after: int) -> float:
-        """Share of the time."""
-        pairs = list(zip(self.job, self.own, strict=True))[first:after]
-        return 1 - sum(j.time_s for j, _ in pairs) / sum(o.time_s for _, o in pairs)
-
-    @property
-    def tried(self) -> list[int]:
-        """Iterations that began with a new order, and the one before did not; not between both."""
-        new = [any(self.new[at : at + 6]) for at in range(len(self.new))]
-        return [at for at in range(1, len(new)) if new[at] and not new[at - 1]]
 
 
 def run(
@@ -93,32 +65,37 @@ def run(
     *,
     request: JobOptions = REQUEST,
     splits: bool = True,
-    replicas: int = 1,
-    own: Schedule = OWN,
-    emulated: dict[str, Any] | None = None,
     **job: Any,
 ) -> Ran:
-    """Run a job, and the framework's `own` order."""
-    more = {"num_replicas": replicas, **(emulated or {})}
-    pipelines = OrderedPipelines(trouble, **more)
+    """Run a job; more of it is as of `run_job`."""
     config = replace(
         request,
         baseline_steps=3,
         why_whole="" if splits else "of a test",
         runs_units="own_order" in job,
     )
-    with EmulatedJob(pipelines, config, **job) as ran:
-        ran.run(iterations)
-    beside = OrderedPipelines(trouble, **more)
-    top = load_preset("a100-sxm").max_frequency_mhz
-    at_top = constant_order(Phase.BASELINE, own, top)
-    for _ in range(iterations):
-        beside.run([at_top] * replicas)
-    known = own.stages, half_split(own).stages
-    new = [order.stages not in known for order in pipelines.orders]
-    assert ran.planner is not None
-    state = ran.planner.state
-    return Ran(pipelines.iterations, beside.iterations, new, ran.said, state.notes, state.plan)
+    made: Any = OrderedPipelines
+    return run_job(
+        config, PRESET, FORWARD_S, iterations=iterations, faults=trouble, make=made, **job
+    )
+
+
+def new(ran: Ran) -> list[bool]:
+    """Which iterations ran another order than the framework's, or half of that one split."""
+    orders: Any = ran.pipelines
+    return [order.stages not in (OWN.stages, half_split(OWN).stages) for order in orders.orders]
+
+
+def tried(ran: Ran) -> list[int]:
+    """Iterations that began with a new order, and the one before did not; not between both."""
+    ran_new = new(ran)
+    near = [any(ran_new[at : at + 6]) for at in range(len(ran_new))]
+    return [at for at in range(1, len(near)) if near[at] and not near[at - 1]]
+
+
+def less(ran: Ran, first: int, after: int) -> float:
+    """Share of the time."""
+    return -ran.longer(first, after)
 
 
 def told(ran: Ran, begin: str) -> list[str]:
@@ -151,21 +128,21 @@ SILENT = {(0, stage): Conditions(silent=True) for stage in range(STAGES)}
 )
 def test_the_shortest_order_runs_once_it_has_shown_that_it_is(trouble, emulated):
     ran = run(90, trouble, emulated=emulated)
-    assert ran.new.index(True) < 20
-    assert all(ran.new[30:])
-    assert ran.less(30, 90) == pytest.approx(GAIN, abs=0.015 if emulated else 1e-6)
+    assert new(ran).index(True) < 20
+    assert all(new(ran)[30:])
+    assert less(ran, 30, 90) == pytest.approx(GAIN, abs=0.015 if emulated else 1e-6)
     assert ran.job[-1].phase == "steady"
     (note,) = ran.notes
     found = re.fullmatch(r"The planned order takes (.*) % less time \(predicted (.*) %\)", note)
     assert found
     for percent in map(float, found.groups()):
         assert percent == pytest.approx(100 * GAIN, abs=3 if emulated else 0.1)
-    assert ran.planned.schedule.split
+    assert ran.state.plan.schedule.split
 
 
 def test_orders_of_whole_backwards_that_gain_nothing_are_not_tried():
     ran = run(80, splits=False)
-    assert not any(ran.new)
+    assert not any(new(ran))
     assert ran.notes == (f"{FRAMEWORKS}no other is predicted to take less time",)
 
 
@@ -176,14 +153,14 @@ def test_orders_of_whole_backwards_that_gain_nothing_are_not_tried():
 )
 def test_an_order_that_is_not_faster_is_left_and_tried_again_rarely(factor):
     ran = run(400, in_new_orders(factor))
-    first = ran.new.index(True)
-    assert not any(ran.new[first + FOUND_OUT : first + 60])
+    first = new(ran).index(True)
+    assert not any(new(ran)[first + FOUND_OUT : first + 60])
     (note,) = ran.notes
     assert note.startswith(f"{FRAMEWORKS}the order that was planned was not faster (split")
     assert f"predicted {-100 * GAIN:.1f} %" in note
-    assert len(ran.tried) == 3  # 64 and 128 iterations later
-    assert ran.less(0, 400) > -0.01
-    assert ran.planned.schedule.stages == OWN.stages
+    assert len(tried(ran)) == 3  # 64 and 128 iterations later
+    assert less(ran, 0, 400) > -0.01
+    assert ran.state.plan.schedule.stages == OWN.stages
 
 
 @pytest.mark.parametrize(
@@ -191,13 +168,13 @@ def test_an_order_that_is_not_faster_is_left_and_tried_again_rarely(factor):
 )
 def test_an_order_that_has_become_slow_is_left(begin):
     ran = run(150, in_new_orders(1.3, begin))
-    assert ran.new[begin]
-    assert not any(ran.new[begin + FOUND_OUT : begin + 60])
+    assert new(ran)[begin]
+    assert not any(new(ran)[begin + FOUND_OUT : begin + 60])
     said = " ".join(text for at, text in ran.said if begin <= at < begin + FOUND_OUT)
     assert re.search(r"stage \d's units take \+\d|no stage's units say why", said)
     assert f"{FRAMEWORKS}the planned order is not faster any more (split backwards: +" in said
     assert told(ran, "Too slow: ")
-    assert len(ran.tried) <= 4
+    assert len(tried(ran)) <= 4
 
 
 @on_request("CONTROL")
@@ -207,21 +184,21 @@ def test_an_order_that_was_slow_for_a_while_is_taken_up_again():
 
     ran = run(160, trouble)
     assert told(ran, PLANNED)
-    assert ran.less(150, 160) == pytest.approx(GAIN)
+    assert less(ran, 150, 160) == pytest.approx(GAIN)
 
 
 def test_a_gain_that_is_gone_is_seen_by_the_next_look(monkeypatch):
     monkeypatch.setattr(shortest, "BASELINE_EVERY", 80)
     ran = run(160, in_new_orders(0.9995 / (1 - GAIN), BEGIN))
-    assert any(ran.new[BEGIN:])
-    assert not any(ran.new[140:])
+    assert any(new(ran)[BEGIN:])
+    assert not any(new(ran)[140:])
     assert told(ran, f"{FRAMEWORKS}the planned order is not faster any more")
     assert not told(ran, "Too slow")
 
 
 def test_a_job_that_becomes_slow_as_a_whole_keeps_its_order():
     ran = run(90, lambda at, order: {(0, s): slower(1.4) for s in range(STAGES) if at >= BEGIN})
-    assert ran.less(BEGIN + FOUND_OUT, 90) == pytest.approx(GAIN, abs=1e-3)
+    assert less(ran, BEGIN + FOUND_OUT, 90) == pytest.approx(GAIN, abs=1e-3)
     assert not told(ran, FRAMEWORKS)
     assert not told(ran, "Too slow")
 
@@ -229,20 +206,20 @@ def test_a_job_that_becomes_slow_as_a_whole_keeps_its_order():
 def test_units_that_have_changed_are_planned_for_without_turning_to_and_fro():
     """With a slow first stage, another order is the shortest."""
     ran = run(300, lambda at, order: {(0, 0): slower(1.5)} if at >= BEGIN else {})
-    assert 1 <= len(ran.tried) <= 5
-    assert ran.less(150, 300) > 0.05
-    assert ran.less(BEGIN, 300) > 0.03
+    assert 1 <= len(tried(ran)) <= 5
+    assert less(ran, 150, 300) > 0.05
+    assert less(ran, BEGIN, 300) > 0.03
 
 
 def test_replicas_run_the_same_order_however_slow_one_is():
     ill = {(1, stage): slower(1.1) for stage in range(STAGES)}
     ran = run(60, lambda at, order: ill, replicas=2)
-    assert ran.less(30, 60) == pytest.approx(GAIN, abs=1e-3)
+    assert less(ran, 30, 60) == pytest.approx(GAIN, abs=1e-3)
 
 
 def test_gpus_keep_their_own_highest_clocks(monkeypatch):
     lower, asked = (1200, 1300), list[Any]()
-    pipelines = OrderedPipelines(lambda at, order: {}, num_replicas=2)
+    pipelines = OrderedPipelines(PRESET, FORWARD_S, 2)
     pipelines.gpus[1][0].supported_frequencies_mhz = lower
     monkeypatch.setattr(pipelines, "run", lambda orders: asked.append(orders) or ran(orders))
     ran = partial(Pipelines.run, pipelines)
@@ -256,7 +233,7 @@ def test_gpus_keep_their_own_highest_clocks(monkeypatch):
 
 
 def test_where_gpus_have_a_single_clock_the_order_is_all_that_there_is():
-    pipelines = OrderedPipelines(lambda at, order: {})
+    pipelines = OrderedPipelines(PRESET, FORWARD_S)
     for gpu in pipelines.gpus[0]:
         gpu.supported_frequencies_mhz = gpu.supported_frequencies_mhz[:1]
     config = replace(REQUEST, baseline_steps=3, why_whole="", objective=None)
@@ -271,8 +248,8 @@ def test_where_gpus_have_a_single_clock_the_order_is_all_that_there_is():
 def test_a_plan_without_memory_is_made_again_later():
     ran = run(130, rooms=(True, False, True))  # the first of these is for both parts
     assert any("the new plan does not run: A GPU has no memory" in text for _, text in ran.said)
-    assert not any(ran.new[:60])
-    assert ran.less(120, 130) == pytest.approx(GAIN)
+    assert not any(new(ran)[:60])
+    assert less(ran, 120, 130) == pytest.approx(GAIN)
     assert told(ran, PLANNED)
 
 
@@ -290,19 +267,18 @@ def test_planning_that_fails_is_tried_again(monkeypatch):
     assert any(
         f"{FRAMEWORKS}nothing better is planned: TimeoutError" in text for _, text in ran.said
     )
-    assert ran.less(230, 250) == pytest.approx(GAIN)
+    assert less(ran, 230, 250) == pytest.approx(GAIN)
 
 
 def test_a_framework_that_runs_its_units_itself_runs_another_order_of_them():
     ran = run(50, own_order=OWN)
-    assert ran.less(30, 50) == pytest.approx(GAIN)
+    assert less(ran, 30, 50) == pytest.approx(GAIN)
 
 
 def test_chunks():
     """Two of each stage: the framework's order is interleaved."""
-    own = builders.framework_order(STAGES, MICROBATCHES, 2, STAGES)
-    ran = run(60, request=replace(REQUEST, num_chunks=2), own=own)
-    assert ran.less(40, 60) > 0.05
+    ran = run(60, request=replace(REQUEST, num_chunks=2))
+    assert less(ran, 40, 60) > 0.05
     assert told(ran, PLANNED)
 
 

@@ -9,13 +9,12 @@ from envpipe_megatron.core.arrays import FloatArray, IntArray
 from envpipe_megatron.core.kinds import SPLIT, WHOLE, Kind
 from envpipe_megatron.core.orders import builders
 from envpipe_megatron.core.orders.zero_bubble import half_split, zero_bubble
-from envpipe_megatron.core.profile_rows import SplitBackward
 from envpipe_megatron.core.schedule import Schedule
 from envpipe_megatron.core.sidecar import Sidecar
 from envpipe_megatron.gpu.presets import load_preset
 from envpipe_megatron.tuning.commands import Clocked, tail_times_s
 from envpipe_megatron.tuning.measured.store import Store
-from job_runs import BACKWARD_RATIO, exact_profile, slower
+from job_runs import BACKWARD_RATIO, exact_profile
 
 PRESET, FORWARD_S = load_preset("a100-sxm"), 0.03
 TOP_MHZ = PRESET.max_frequency_mhz
@@ -64,13 +63,6 @@ def test_two_clocks_tell_a_limit_that_comes_and_goes():
         assert_knows(store, conditions)
 
 
-def test_a_gpu_that_is_slower_or_faster_at_two_clocks_is_so_at_all():
-    store = known()
-    for conditions in (slower(1.2), slower(1.0)):
-        learn(store, 1110, conditions)
-        assert_knows(store, conditions)
-
-
 def test_clocks_that_were_measured_once_stay_in_the_profile():
     store = known()
     lowest_mhz = min(store.profile(careful=True).clocks_mhz(0))
@@ -102,25 +94,6 @@ def backwards(store: Store) -> list[float]:
     forward, *others = store.time_s[:, -1]
     assert store.time_s[:, 0] == pytest.approx(store.time_s[:, -1] * TOP_MHZ / 990, rel=0.01)
     return [other / forward for other in others]
-
-
-def test_whole_backwards_change_as_their_parts_do_where_only_these_run():
-    """Or a plan that splits all would be held against whole ones of before."""
-    split, whole = zero_bubble(1, 12), SCHEDULE
-    store = known_parts()
-    assert backwards(store) == pytest.approx([2, 1, 1])
-    for order, longer in ((split, 1.0), (split, 1.2), (whole, 1.2), (whole, 1.1), (split, 1.1)):
-        ran(store, order, TOP_MHZ, longer)
-        assert backwards(store) == pytest.approx([2 * longer, longer, longer], rel=0.01)
-
-
-def test_parts_of_an_earlier_start_take_longer_as_whole_backwards_do_today():
-    """Nothing ran before the warm-up: the GPU is slower than when the profile was made."""
-    store = Store(1, 1, [*WHOLE, *SPLIT[1:]], [TOP_MHZ, 990], Sidecar())
-    store.take_profile(exact_profile(PRESET, [FORWARD_S], {}).with_split_backwards(SplitBackward()))
-    before = store.time_s
-    ran(store, SCHEDULE, TOP_MHZ, 1.2 * before[1, -1] / (2 * FORWARD_S))
-    assert store.time_s[1:] == pytest.approx(1.2 * before[1:], rel=0.01)
 
 
 def test_what_ran_by_itself_just_before_does_not_follow():

@@ -23,7 +23,6 @@ from envpipe_megatron.tuning.measured.meters import Stretch, meter_sums
 from envpipe_megatron.tuning.measured.store import Store
 from envpipe_megatron.tuning.probes.sweep import (
     ProfilerSettings,
-    SweepError,
     measured_profile,
     sweep_probe,
 )
@@ -239,12 +238,12 @@ def true_w(kind: Kind, clock: int) -> float:
     return share * PRESET.busy_power_w("forward" if kind is Kind.FORWARD else "backward", clock)
 
 
-def check(profile: Profile, part: int, kind: Kind, slow: float, within: float = 0.03) -> None:
+def check(profile: Profile, part: int, kind: Kind, slow: float) -> None:
     for row in profile.rows[part][kind]:
         time_s = slow * true_s(kind, row.frequency_mhz)
         joules = time_s * true_w(kind, row.frequency_mhz)
         assert row.time_s == pytest.approx(time_s, rel=0.01)
-        assert row.energy_j == pytest.approx(joules, rel=within)
+        assert row.energy_j == pytest.approx(joules, rel=0.03)
 
 
 def test_chunks_are_measured_one_by_one_and_draw_the_same_power():
@@ -280,14 +279,6 @@ def test_pairs_have_rows_of_their_own(microbatches):
                 for row in profile.rows[part][kind]:
                     alone_s = sum(true_s(one, row.frequency_mhz) for one in WHOLE)
                     assert row.time_s == pytest.approx(slow * alone_s, rel=0.01)
-
-
-def test_nothing_is_made_of_a_clock_that_is_lost():
-    lost = {"lost": True, "problems": ("the driver of a test",)}
-    hand = Hand(builders.one_f_one_b(2, 8), spoilt=lambda report: replace(report, **lost))
-    text = "Stage 1: Clock control ended while profiling: the driver of a test"
-    with pytest.raises(SweepError, match=text):
-        hand.profile()
 
 
 def test_a_counter_that_missed_two_windows_is_waited_for():

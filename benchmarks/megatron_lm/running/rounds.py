@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +17,7 @@ import click
 import numpy as np
 from scipy.special import stdtrit
 
+from benchmarks.evidence import ratio
 from benchmarks.megatron_lm.models import STOCK, UNITS
 from benchmarks.megatron_lm.running.jobs import Job, Site, State
 from benchmarks.megatron_lm.running.pool import Limits, run_jobs
@@ -166,6 +167,17 @@ def ratio_rows(state: State) -> list[dict[str, Any]]:
             if arm != own
         ]
     return rows
+
+
+def ratio_columns(row: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the columns that evidence has of one of `ratio_rows`."""
+    return {
+        "job": row["setting"],
+        "arm": row["arm"],
+        "time": ratio(row["ratio"], row["upper"]),
+        "by medians": ratio(row["ratio of medians"], row["upper of medians"]),
+        **{name: row[name] for name in ("rounds", "stock (s)", "own (s)")},
+    }
 
 
 def _ratio_row(rounds: Sequence[dict[str, Any]], arm: str, own: str) -> dict[str, Any]:

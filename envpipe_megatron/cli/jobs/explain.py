@@ -54,11 +54,10 @@ def explain(
       --pipeline-model-parallel-size 4 --num-experts 8 --envpipe
     """
     launcher, flags = _split(command)
-    environment = dict(os.environ)
     if recipe is not None:
         of_recipe, variables = read_recipe(recipe)
         flags = [*of_recipe, *flags]
-        environment |= variables
+        os.environ.update(variables)  # where the job's own functions look
     elif not command:
         raise click.UsageError("Give the command that starts the job, or a --recipe.")
     settings, rest = divided(flags, _RECOMPUTE)
@@ -72,7 +71,6 @@ def explain(
     job = planned_job(
         args,
         options,
-        environment,
         nodes=nodes or _of_launcher(launcher, "nnodes"),
         ranks_per_node=gpus_per_node or _of_launcher(launcher, "nproc-per-node"),
     )

@@ -119,14 +119,16 @@ def doctor(as_json: bool) -> None:
         click.echo(json.dumps(document, indent=2))
         return
     rows = []
-    asked_by: dict[str, str] = {}
+    first: dict[tuple[str, ...], str] = {}
     for check in checks:
         said = Text(check.evidence)
         if check.remedy:
-            # One missing driver is the cause of many a no; what to do about it is said once.
-            first = asked_by.setdefault(check.remedy, check.name)
-            remedy = check.remedy if first == check.name else f"As for {first}"
-            said.append(f"\n{remedy}", style="italic")
+            # One missing driver is the cause of many a no; it, and what to do, are said once.
+            asked = first.setdefault((check.remedy,), check.name)
+            caused = first.setdefault((check.remedy, check.evidence.lower()), check.name)
+            remedy = check.remedy if asked == check.name else f"As for {asked}"
+            said = said.append("\n") if caused == check.name else Text()
+            said.append(remedy, style="italic")
         answer = Text("yes", style="green") if check.ok else Text("no", style="red")
         rows.append((check.name, answer, said))
     seen = "what was seen, and what to do"

@@ -219,7 +219,7 @@ class StateFile:
             self._write(state)
             return result
 
-        return self._alone(change_state)
+        return self._locked(change_state)
 
     def create(self, fresh: EmulatedState) -> EmulatedState:
         """Write `fresh` if no state exists; return the state that is there then.
@@ -238,9 +238,9 @@ class StateFile:
             self._write(fresh)
             return fresh
 
-        return self._alone(write_unless_there)
+        return self._locked(write_unless_there)
 
-    def _alone(self, work: Callable[[], Result]) -> Result:
+    def _locked(self, work: Callable[[], Result]) -> Result:
         """Do `work` under the lock.
 
         Not a context manager: a signal handler may raise between its lines and the block, and what

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from envpipe_megatron.integrations.levels import Predicate, above_one, on
-from envpipe_megatron.runtime.job.options import Level
+from envpipe_megatron.runtime.job.given import Level
 
 _LOOP = "stages alike, 24 microbatches: emulated, by a model fitted to measurements"
 _PUBLISHED = "GPT-3 175B, 24 microbatches: computed from measured profiles"

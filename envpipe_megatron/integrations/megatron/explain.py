@@ -1,14 +1,16 @@
 """Says what a job of Megatron-LM gets and why, before it is started: `envpipe explain`.
 
 The job's own functions decide here as in training: `read_options`, `decide` and what `limits` has.
-No torch, GPU or Megatron is needed. What shows only in a job that runs is named as such.
+Variables of its ranks are looked for in this process's environment. No torch, GPU or Megatron is
+needed. What shows only in a job that runs is named as such.
 """
 
 from __future__ import annotations
 
 import argparse
 import math
-from collections.abc import Iterator, Mapping
+import os
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from envpipe_megatron.core.channel_model import QUEUES_VARIABLE, hardware_capacity
@@ -30,7 +32,8 @@ from envpipe_megatron.integrations.megatron.limits import (
     keep_sequence,
     keeps_whole,
 )
-from envpipe_megatron.runtime.job.options import LEVELS, JobOptions
+from envpipe_megatron.runtime.job.given import LEVELS
+from envpipe_megatron.runtime.job.options import JobOptions
 
 #: GPUs of a node, where nobody says it.
 _USUAL_NODE = 8
@@ -58,14 +61,12 @@ class PlannedJob:
         options: EnvPipe's.
         ranks: its world size.
         ranks_per_node: GPUs of a node.
-        environment: variables of its ranks.
     """
 
     args: argparse.Namespace
     options: JobOptions
     ranks: int
     ranks_per_node: int
-    environment: Mapping[str, str]
 
     @property
     def stages(self) -> int:
@@ -128,7 +129,7 @@ def explain(job: PlannedJob) -> dict[str, list[str]]:
     limits = limits_of_arguments(job.args, LIMITS)
     checks = options.self_check != "off"
     decision = decide(limits, options.level, checks=checks)
-    why = _against_order_over_nccl(job, decision, hardware_capacity(job.environment))
+    why = _against_order_over_nccl(job, decision, hardware_capacity(os.environ))
     if why and _over_nccl(job, options):
         features = ", ".join(limit.feature for limit in decision.to_check) or "this job"
         limits.append(Limit(features, Level.UNITS, why))
@@ -242,7 +243,7 @@ def _carriers(job: PlannedJob, decision: Decision, at: JobOptions) -> Iterator[s
             f"within nodes ({inside} of {boundaries} boundaries): one-sided copies where GPUs "
             "reach each other's memory and cuda-bindings is installed, else NCCL's receives"
         )
-    queues, args = job.environment.get(QUEUES_VARIABLE), job.args
+    queues, args = os.environ.get(QUEUES_VARIABLE), job.args
     demanded = ""
     if queues is None and max(args.tensor_model_parallel_size, args.context_parallel_size) > 1:
         demanded = ", which is not set here, and Megatron demands it before Blackwell"
@@ -257,7 +258,6 @@ def _carriers(job: PlannedJob, decision: Decision, at: JobOptions) -> Iterator[s
 def planned_job(
     args: argparse.Namespace,
     options: JobOptions,
-    environment: Mapping[str, str],
     *,
     nodes: int | None = None,
     ranks_per_node: int | None = None,
@@ -276,6 +276,6 @@ def planned_job(
     ranks = least
     if nodes is not None or ranks_per_node is not None:
         ranks = nodes * per_node if nodes else math.lcm(least, per_node)
-    made = PlannedJob(args, options, ranks, per_node, environment)
+    made = PlannedJob(args, options, ranks, per_node)
     made.replicas()
     return made

@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import inspect
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -52,13 +53,7 @@ class MegatronWork:
         groups: ProcessGroupCollection,
         checked: StageSpecs | None = None,
     ) -> None:
-        self._forward_step_func = forward_step_func
-        self._iterators = iterators
-        self._chunks = chunks
-        self._config = config
-        self._groups, self._checked = groups, checked
-        self._num_microbatches = schedule.num_microbatches
-        self._model_type = get_model_type(chunks[0])
+        self._chunks, self._config, self._checked = chunks, config, checked
         stage: int = groups.pp.rank()
         self.last_stage: bool = stage == groups.pp.size() - 1
         if schedule.num_chunks != len(chunks):
@@ -69,67 +64,64 @@ class MegatronWork:
         order = schedule.stages[stage]
         forwards = [unit for unit in order if unit.kind is Kind.FORWARD]
         self._first_forwards = set({unit.chunk: unit for unit in reversed(forwards)}.values())
-        # Parameters are gathered at the same time on all stages, of which those behind come to a
-        # chunk later (Megatron's own rule).
-        self._gathered_at = {
-            forwards[max(0, forwards.index(first) - stage)]: first.chunk + 1
-            for first in self._first_forwards
-            if 1 < first.chunk + 1 < len(chunks)
-        }
+        self._gathering = _Gathering(forwards, self._first_forwards, stage, chunks, config)
         #: Microbatch and chunk of each backward in two parts, and what its second part computes.
         self._put_off: dict[tuple[int, int], list[split_backward.PutOff]] = {
             _key(unit): []
             for unit in order
             if unit.kind is Kind.INPUT_GRADIENT and not unit.combined
         }
-        self._inputs: dict[tuple[int, int], Tensors] = {}
-        self._outputs: dict[tuple[int, int], Tensors] = {}
+        #: Inputs and outputs of each forward whose backward has not begun.
+        self._kept: dict[tuple[int, int], tuple[Tensors, Tensors]] = {}
         self._reduction = _Reduction(schedule, stage, chunks, config)
         self.losses: list[Any] = []
         self.num_tokens = torch.zeros([], dtype=torch.int, device=current_device())
-        for chunk in range(min(2, len(chunks)) if len(chunks) > 1 else 0):
-            self._gather_parameters(chunk)
+        self._forward_steps = [
+            partial(
+                forward_step,
+                forward_step_func,
+                iterator,
+                chunk,
+                schedule.num_microbatches,
+                forward_data_store=self.losses,
+                config=config,
+                cp_group_size=groups.cp.size(),
+            )
+            for iterator, chunk in zip(iterators, chunks, strict=True)
+        ]
 
     def forward(self, unit: Unit, inputs: list[torch.Tensor] | None) -> list[torch.Tensor]:
         """Run a forward; what a backward needs is kept."""
         input_tensor: Tensors = list(inputs) if inputs is not None else [None]
-        several = len(self._chunks) > 1
-        if unit in self._gathered_at:
-            self._gather_parameters(self._gathered_at[unit])
+        self._gathering.before(unit)
         key = _key(unit)
         is_last = self.last_stage and unit.chunk == len(self._chunks) - 1
         with self._put_off_later(key):
-            output_tensor, num_tokens = forward_step(
-                self._forward_step_func,
-                self._iterators[unit.chunk],
-                self._chunks[unit.chunk],
-                self._num_microbatches,
+            output_tensor, num_tokens = self._forward_steps[unit.chunk](
                 input_tensor,
-                self.losses,
-                self._config,
-                cp_group_size=self._groups.cp.size(),
                 is_first_microbatch=unit in self._first_forwards,
                 current_microbatch=unit.microbatch,
-                vp_stage=unit.chunk if several else None,
+                vp_stage=unit.chunk if len(self._chunks) > 1 else None,
                 is_last_stage=is_last,
             )
         self.num_tokens += num_tokens
         outputs = listed(output_tensor)
         if self._checked is not None and not is_last:
             _check_message(outputs, self._checked)
-        self._inputs[key], self._outputs[key] = input_tensor, outputs
+        self._kept[key] = input_tensor, outputs
         return outputs
 
     def backward(self, unit: Unit, gradients: list[torch.Tensor] | None) -> list[torch.Tensor]:
         """Run a whole backward, or its first part."""
         key = _key(unit)
         gradient: Tensors = list(gradients) if gradients is not None else [None]
-        model_type = (self._model_type,) if _BACKWARD_TAKES_MODEL_TYPE else ()
-        inputs = self._inputs.pop(key)
+        model_type = (get_model_type(self._chunks[0]),) if _BACKWARD_TAKES_MODEL_TYPE else ()
+        inputs, outputs = self._kept.pop(key)
         with self._put_off_later(key), self._reduction.around(unit):
             sent: list[torch.Tensor] = backward_step(
-                inputs, self._outputs.pop(key), gradient, *model_type, self._config
+                inputs, outputs, gradient, *model_type, self._config
             )
+        del outputs
         for each in filter(torch.is_tensor, inputs):
             each.grad = None  # what is put off holds the graph, and that this input
         return sent
@@ -147,17 +139,42 @@ class MegatronWork:
 
     def sent(self, unit: Unit) -> None:
         """Free an output's data: the channel keeps what it still sends."""
-        outputs = self._outputs.get((unit.microbatch, unit.chunk))
-        if outputs is not None:
-            deallocate_output_tensor(outputs[0], self._config.deallocate_pipeline_outputs)
+        if (kept := self._kept.get(_key(unit))) is not None:
+            deallocate_output_tensor(kept[1][0], self._config.deallocate_pipeline_outputs)
 
     def finish_grads(self, *, broken_off: bool) -> None:
         """Launch the gradient reductions that no backward launched."""
         self._reduction.finish(broken_off=broken_off)
 
-    def _gather_parameters(self, chunk: int) -> None:
-        """Gather a chunk's parameters, where Megatron aligns that over the pipeline."""
-        _for_chunk(self._config.param_sync_func, chunk, self._chunks)
+
+class _Gathering:
+    """Gathers the parameters of a stage's chunks, where Megatron aligns that over the pipeline.
+
+    At the same time on all stages, of which those behind come to a chunk later (Megatron's own
+    rule).
+    """
+
+    def __init__(
+        self,
+        forwards: list[Unit],
+        first_forwards: Iterable[Unit],
+        stage: int,
+        chunks: list[torch.nn.Module],
+        config: Any,
+    ) -> None:
+        self._sync_func, self._chunks = config.param_sync_func, chunks
+        self._chunk_at = {
+            forwards[max(0, forwards.index(first) - stage)]: first.chunk + 1
+            for first in first_forwards
+            if 1 < first.chunk + 1 < len(chunks)
+        }
+        for chunk in range(2 if len(chunks) > 1 else 0):
+            _for_chunk(self._sync_func, chunk, chunks)
+
+    def before(self, unit: Unit) -> None:
+        """Gather the chunk that is due at a forward, if one is."""
+        if unit in self._chunk_at:
+            _for_chunk(self._sync_func, self._chunk_at[unit], self._chunks)
 
 
 class _Reduction:

@@ -16,27 +16,22 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine
 from concurrent.futures import CancelledError
-from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
 from envpipe_megatron.formats.energy import JOB
-from envpipe_megatron.gpu.base import GpuAddress
-from envpipe_megatron.gpu.devices import open_reader
 from envpipe_megatron.gpu.guard.messages import GuardError, peer_uid_and_pid, receive, send
 from envpipe_megatron.launch.agent.collector import Collector, Uplink
+from envpipe_megatron.launch.agent.gpus import READ_S, NodeGpus
 from envpipe_megatron.launch.agent.ledger import GpuLedger, NodeLog
 from envpipe_megatron.launch.bill.bill import Bill
-from envpipe_megatron.runtime.energy.meter import CounterAt
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-#: How often to look for GPUs without windows, and after how long to accept ranks again.
-_TICK_S = 10.0
 #: How often to show the bill so far.
 _SHOW_S = 1.0
 _ACCEPT_AGAIN_S = 0.2
@@ -44,8 +39,6 @@ _BACKLOG = 256
 #: How often to check what the end waits for, and for how long at least: messages on this node
 #: arrive in that time.
 _LOOK_S, _LEAST_WAIT_S = 0.01, 0.5
-#: For a reading of a counter, which back ends give up after three seconds.
-_READ_S = 5.0
 
 
 class NodeAgent:
@@ -75,20 +68,14 @@ class NodeAgent:
             half_made.callback(socket_path.unlink)
             self._listener.listen(_BACKLOG)
             self._listener.setblocking(False)
-            self.log = NodeLog(output_dir, node)
+            self._gpus = NodeGpus(NodeLog(output_dir, node))
             half_made.pop_all()
         self._uplink = Uplink(self.log)
         self.log.grown = self._log_has_grown
         #: The job's control `file` and what is `asked` without it, where rank 0 is or was.
         self.control: dict[str, Any] | None = None
-        self._failure: str | None = None
         self._show = show
         self._collector = Collector()
-        self._collects = False
-        self._ledgers: dict[str, GpuLedger] = {}
-        #: Whose counter a thread waits for: a driver may hang.
-        self._reading: set[GpuLedger] = set()
-        self._opening: dict[str, asyncio.Lock] = {}
         #: The name of each connected rank.
         self._ranks: dict[socket.socket, str] = {}
         #: Until when this may wait at the end, by the monotonic clock.
@@ -99,9 +86,14 @@ class NodeAgent:
         self._thread.start()
 
     @property
+    def log(self) -> NodeLog:
+        """Return the node's energy log."""
+        return self._gpus.log
+
+    @property
     def bill(self) -> Bill | None:
         """Return the job's bill, on the agent of rank 0 only. It grows until `finish`."""
-        return self._collector.bill if self._collects else None
+        return self._collector.bill if self._collector.is_the_jobs else None
 
     @property
     def why_incomplete(self) -> str:
@@ -110,11 +102,11 @@ class NodeAgent:
 
     def ledgers(self) -> list[GpuLedger]:
         """Return the ledgers of all GPUs that ranks have used so far."""
-        return list(self._ledgers.values())
+        return self._gpus.ledgers()
 
     def snapshot(self) -> Bill | None:
         """Return the job's bill as it is now, on the agent of rank 0 only; None at its end."""
-        if not self._collects or not self._thread.is_alive():
+        if not self._collector.is_the_jobs or not self._thread.is_alive():
             return None
 
         async def taken() -> Bill:
@@ -122,7 +114,7 @@ class NodeAgent:
 
         taking = asyncio.run_coroutine_threadsafe(taken(), self._loop)
         try:
-            return taking.result(_READ_S)
+            return taking.result(READ_S)
         except (TimeoutError, CancelledError):
             return None
 
@@ -161,7 +153,7 @@ class NodeAgent:
 
     def _run(self) -> None:
         self._start(self._accept())
-        self._start(self._bill_long_gaps())
+        self._start(self._gpus.bill_long_gaps())
         self._start(self._show_bill())
         self._loop.run_forever()
         self._loop.run_until_complete(self._end())
@@ -204,18 +196,11 @@ class NodeAgent:
             self._ranks[connection] = f"process {pid}"
             self._start(self._serve(connection))
 
-    async def _bill_long_gaps(self) -> None:
-        while True:
-            await asyncio.sleep(_TICK_S)
-            for ledger in self.ledgers():
-                if ledger.is_behind() and ledger not in self._reading:
-                    await self._read_and_bill(ledger)
-
     async def _show_bill(self) -> None:
         """Show the bill now and then: in a large job a thousand lines come a second."""
         while True:
             await asyncio.sleep(_SHOW_S)
-            if self._collects:
+            if self._collector.is_the_jobs:
                 self._show_now()
 
     def _show_now(self) -> None:
@@ -225,35 +210,6 @@ class NodeAgent:
             logger.exception("The bill is added up, but no longer shown while it grows")
             self._show = lambda bill: None
 
-    async def _read_and_bill(self, ledger: GpuLedger) -> None:
-        """Bill up to now, unless the driver hangs: that thread is left behind."""
-
-        def read() -> CounterAt | None:
-            self._reading.add(ledger)
-            reading = ledger.read()
-            self._reading.discard(ledger)
-            return reading
-
-        reading = None
-        with contextlib.suppress(TimeoutError, RuntimeError):  # no thread can be started
-            reading = await asyncio.wait_for(self._apart(read), _READ_S)
-        self._guarded(ledger.bill_up_to, reading)
-
-    async def _apart(self, call: Callable[[], T]) -> T:
-        """Ask a driver in a thread that the end of this process does not wait for."""
-        answer: asyncio.Future[T] = self._loop.create_future()
-
-        def ask() -> None:
-            try:
-                said = partial(answer.set_result, call())
-            except Exception as error:
-                said = partial(answer.set_exception, error)
-            with contextlib.suppress(RuntimeError):  # the loop is closed
-                self._loop.call_soon_threadsafe(lambda: answer.done() or said())
-
-        threading.Thread(target=ask, name="envpipe-reading", daemon=True).start()
-        return await answer
-
     async def _serve(self, connection: socket.socket) -> None:
         """Answer a rank's messages, until it ends."""
         ledger: GpuLedger | None = None
@@ -262,25 +218,25 @@ class NodeAgent:
                 await asyncio.sleep(0)  # a rank that talks without end holds up no other
                 match message.get("op"):
                     case "hello":
-                        ledger = await self._welcome(message)
+                        ledger = await self._gpus.welcome(message)
                         self._ranks[connection] = f"rank {message.get('rank')}"
                         send(connection, {"event": "welcome", "node": self.log.node})
                     case "collect":
-                        self._collects, self.control = True, message.get("control")
+                        self._collector.is_the_jobs, self.control = True, message.get("control")
                         endpoint = await self._collector.start(str(message["host"]))
                         send(connection, {"event": "collecting", "endpoint": endpoint})
                     case "send_to":
                         endpoint = message["endpoint"]
                         # Another agent collects if torchrun goes on with another rank 0.
-                        self._collects = endpoint["token"] == self._collector.token
+                        self._collector.is_the_jobs = endpoint["token"] == self._collector.token
                         self._uplink.send_to(endpoint)
                     case "window" if ledger is not None:
-                        self._guarded(ledger.take, message["line"])
+                        self._gpus.write(ledger.take, message["line"])
                     case "clock" if ledger is not None:
                         del message["op"]
                         ledger.look(message)
                     case "job":
-                        self._guarded(self.log.note, JOB, facts=message["facts"])
+                        self._gpus.write(self.log.note, JOB, facts=message["facts"])
                     case "bye":
                         break
                     case other:
@@ -291,7 +247,7 @@ class NodeAgent:
             connection.close()
             try:
                 if ledger is not None:
-                    await self._read_and_bill(ledger)
+                    await self._gpus.bill_up_to_now(ledger)
             finally:  # also if the agent ends just now
                 del self._ranks[connection]
 
@@ -306,29 +262,8 @@ class NodeAgent:
             finally:
                 self._loop.remove_reader(connection)
 
-    async def _welcome(self, hello: Mapping[str, Any]) -> GpuLedger:
-        labels = {k: v for k, v in hello.items() if k not in ("op", "backend")}
-        uid = str(hello["gpu_uid"])
-        async with self._opening.setdefault(uid, asyncio.Lock()):  # ranks may share a GPU
-            if uid not in self._ledgers:
-                address = GpuAddress(str(hello["backend"]), uid)
-                self._ledgers[uid] = await self._apart(
-                    lambda: GpuLedger(open_reader(address), labels, self.log.append)
-                )
-        self._ledgers[uid].know(labels)
-        return self._ledgers[uid]
-
-    def _guarded(self, action: Callable[..., None], *arguments: Any, **named: Any) -> None:
-        """Log a failure once while it lasts; the next line that can be written has the energy."""
-        try:
-            action(*arguments, **named)
-        except Exception as error:
-            if repr(error) != self._failure:
-                logger.exception("The node's energy log cannot take a line")
-            self._failure = repr(error)
-
     def _log_has_grown(self) -> None:
-        self._failure = None
+        self._gpus.written()
         self._uplink.grown()
 
     async def _holds(self, condition: Callable[[], bool], timeout_s: float) -> bool:
@@ -340,11 +275,11 @@ class NodeAgent:
 
     async def _finish(self, exit_code: int, wait_s: float) -> list[str]:
         await self._hang_up()  # on ranks that no signal could end: nothing follows the last note
-        await asyncio.gather(*map(self._read_and_bill, self.ledgers()))
-        self._guarded(self.log.end, exit_code)
+        await asyncio.gather(*map(self._gpus.bill_up_to_now, self.ledgers()))
+        self._gpus.write(self.log.end, exit_code)
         if self._uplink.sends:
             await self._holds(self._uplink.knows_all, wait_s)
-        if not self._collects:
+        if not self._collector.is_the_jobs:
             return []
         await self._holds(lambda: not self._collector.bill.running(), wait_s)
         await self._collector.close()  # the bill that is shown now stays as it is

@@ -49,10 +49,15 @@ _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 2.0
 
 
 class Collector:
-    """A server for the agents of one job, whose lines it adds to a bill."""
+    """A server for the agents of one job, whose lines it adds to a bill.
+
+    Attributes:
+        is_the_jobs: whether rank 0 is on this node, whose collector is the job's.
+    """
 
     def __init__(self) -> None:
         self.bill = Bill()
+        self.is_the_jobs = False
         self.token = secrets.token_hex(16)
         #: Bytes of each log that are in the bill, by node and identity of the log.
         self._known_bytes: dict[tuple[str, str], int] = {}

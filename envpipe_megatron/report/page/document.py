@@ -23,8 +23,6 @@ from envpipe_megatron.files import refuse_foreign, replace_files
 from envpipe_megatron.report.charts import View
 from envpipe_megatron.report.facts import ReportFacts
 from envpipe_megatron.report.page.plots import (
-    AFTER,
-    BEFORE,
     colourings,
     draw,
     timeline_figures,
@@ -43,20 +41,37 @@ PAGE_FILE = "index.html"
 _STILLS = ("timeline", "iterations", "energy_valley")
 
 
-class Block(NamedTuple):
-    """A part of the page that can be zoomed and asked.
+class Choice(NamedTuple):
+    """A control: values with their names, and the value at first.
 
-    Args:
-        plots: by name, a title and the plot, which the script finds by that name.
-        choices: controls: a key, a title, values with their names, and the value at first. That of
-            a chart's groups has the chart's name, and `-group`, for a key.
+    That of a chart's groups has the chart's name, and `-group`, for a key.
+    """
+
+    key: str
+    title: str
+    options: list[tuple[str, str]]
+    chosen: str = ""
+
+
+class Plot(NamedTuple):
+    """A plot below its title and the choice that is its own."""
+
+    title: str
+    figure: figure
+    choice: Choice | None = None
+
+
+class Block(NamedTuple):
+    """A part of the page that can be zoomed and asked: plots by name, on one x axis.
+
+    The script finds plots by these names; `choices` are for all of them.
     """
 
     key: str
     title: str
     text: str
-    plots: dict[str, tuple[str, figure]]
-    choices: list[tuple[str, str, list[tuple[str, str]], str]]
+    plots: dict[str, Plot]
+    choices: Sequence[Choice] = ()
 
 
 def write_report(folder: RunFolder, facts: ReportFacts, output: Path) -> list[Section]:
@@ -85,9 +100,9 @@ def write_report(folder: RunFolder, facts: ReportFacts, output: Path) -> list[Se
     captions = {name: view.text for name, view in stills.items()}
     sections = sections_of(folder, facts, trace, captions)
     title = f"EnvPipe: {folder.path.resolve().name}"
-    page = page_text(
-        title, marks_of(folder), sections, "report", tiles_of(facts), blocks_of(table, views)
-    )
+    tiles = tiles_of(facts, "emulated" if folder.emulated else "measured")
+    blocks = blocks_of(table, views)
+    page = page_text(title, marks_of(folder), sections, "report", tiles, blocks)
     replace_files(
         {output / SUMMARY_FILE: [to_markdown(title, sections)], output / PAGE_FILE: [page]}
     )
@@ -103,7 +118,7 @@ def page_text(
     blocks: Sequence[Block] = (),
 ) -> str:
     """Return a page that one of EnvPipe's commands made: marks, tiles, blocks and tables."""
-    figures = {name: plot for block in blocks for name, (_, plot) in block.plots.items()}
+    figures = {name: plot.figure for block in blocks for name, plot in block.plots.items()}
     script, divs = components(figures) if figures else ("", {})
     own = files("envpipe_megatron.report.page")
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True)
@@ -128,8 +143,12 @@ def blocks_of(table: UnitTable | None, views: Iterable[View]) -> list[Block]:
     return [*([] if table is None else [_timelines(table)]), *map(_block, views)]
 
 
-def tiles_of(facts: ReportFacts) -> Iterator[tuple[str, str]]:
-    """Yield the figures above all else: a name, and the figure."""
+def tiles_of(facts: ReportFacts, metered: str) -> Iterator[tuple[str, str]]:
+    """Yield the figures above all else: a name, and the figure; the verdict comes first.
+
+    Args:
+        metered: how joules were metered, for people.
+    """
     if facts.changed_nothing and facts.bubbles is not None:
         yield "in bubbles", f"{100 * facts.bubbles.share:.1f} % of the time"
         levels = {} if facts.predicted is None else facts.predicted.levels
@@ -139,46 +158,54 @@ def tiles_of(facts: ReportFacts) -> Iterator[tuple[str, str]]:
     if facts.steady is None:
         return
     if facts.compared and facts.baseline and not facts.changed_nothing:
-        yield f"against {facts.baseline.name}", str(facts.compared)
-    for step in filter(None, (facts.baseline, facts.steady)):
-        joules = "" if step.energy_j is None else f", {step.energy_j:.5g} J"
-        yield step.name, f"{step.mean.time_s:.4g} s{joules} an iteration"
+        time, *energy = facts.compared.parts()
+        for said in energy:
+            yield f"energy, {metered}, 95 % interval", said
+        yield "time", time
+    for when, step in (("before", facts.baseline), ("after", facts.steady)):
+        if step is not None:
+            joules = "" if step.energy_j is None else f"{step.energy_j:.5g} J in "
+            yield f"{when}: an iteration, {step.name}", f"{joules}{step.mean.time_s:.4g} s"
 
 
 def _block(view: View) -> Block:
     """Draw a view; its charts share one x axis."""
     ends = view.charts[0].x_range
     shared = DataRange1d() if ends is None else Range1d(*ends, bounds=ends)
-    plots = {chart.name: (chart.title, draw(chart, shared)) for chart in view.charts}
-    choices = [
-        (f"{chart.name}-group", chart.choice, [(one, one) for one in chart.legends if one], "")
-        for chart in view.charts
-        if chart.choice
-    ]
-    return Block(view.key, view.title, view.text, plots, choices)
+    plots: dict[str, Plot] = {}
+    known: set[str] = set()
+    for chart in view.charts:
+        options = [(group, group) for group in chart.legends if group]
+        choice = Choice(f"{chart.name}-group", chart.choice, options) if chart.choice else None
+        plots[chart.name] = Plot(chart.title, draw(chart, shared, known), choice)
+        known |= {name for names in chart.legends.values() for name in names}
+    return Block(view.key, view.title, view.text, plots)
 
 
 def _timelines(table: UnitTable) -> Block:
     ways = colourings(table)
+    figures = timeline_figures(table, ways)
+    end_ms, iteration = table.columns["end"], table.columns["iteration"]
     iterations = [
-        (str(number), f"{phase}, {at}") for number, (phase, at) in enumerate(table.iterations)
+        (str(number), f"{phase}, {at}: {end_ms[iteration == number].max() / 1e3:.4g} s")
+        for number, (phase, at) in enumerate(table.iterations)
     ]
-    titles = {BEFORE: "Above", AFTER: "Below"}
-    choices = [
-        (f"{name}-iteration", f"{titles[name]}: iteration", iterations, str(shown))
-        for name, shown in zip((BEFORE, AFTER), table.shown, strict=True)
-    ]
-    choices.append(("colour", "Colour by", [(way.title, way.title) for way in ways], ""))
+    plots = {}
+    for (name, plot), shown in zip(figures.items(), table.shown, strict=True):
+        choice = Choice(f"{name}-iteration", "iteration", iterations, str(shown))
+        plots[name] = Plot(name.title(), plot, choice)
+    choices = [Choice("colour", "Colour by", [(way.title, way.title) for way in ways])]
     rows: dict[int, list[int]] = {}
     for row, gpu in enumerate(table.gpus):
         rows.setdefault(gpu.pipeline, []).append(row)
     if len(rows) > 1:
         options = [(f"{own[0]} {own[-1]}", f"pipeline {number}") for number, own in rows.items()]
         every = (f"0 {len(table.gpus) - 1}", "all")
-        choices.append(("pipeline", "Pipeline", [every, *options], ""))
+        choices.append(Choice("pipeline", "Pipeline", [every, *options]))
     text = (
-        "The units of two iterations: low boxes are forwards, tall ones backwards, red frames the "
-        "critical path. Slack and path follow from the measured durations; energy is the "
+        "An iteration before and one after, on one axis. F: forward of a microbatch, B: backward, "
+        "or its two parts, I (gradient of the input) and W (of the weights). Hatched: the GPU "
+        "waits. Slack and path follow from the measured durations; energy is the "
         "profile's at the clock that was asked for. Ctrl and the wheel, or + and -, zoom; dragging "
         "or arrow keys move; 0 shows all."
     )
@@ -187,5 +214,4 @@ def _timelines(table: UnitTable) -> Block:
             f" {len(table.iterations)} of {table.recorded} recorded iterations are here: a page "
             f"holds some {MOST_UNITS:,} units."
         )
-    plots = {name: (name.title(), plot) for name, plot in timeline_figures(table, ways).items()}
     return Block("timeline", "Timelines", text, plots, choices)

@@ -14,28 +14,37 @@
     if (control !== null) control.addEventListener("change", () => act(control.value));
   };
 
-  // An iteration's units stand together in the table.
-  const showIteration = (plot, shown) => {
-    const units = named(`${plot} units`), path = named(`${plot} path`);
-    const {iteration, critical} = units.data_source.data;
-    const all = [], onPath = [];
-    for (let i = 0; i < iteration.length; i++) {
-      if (iteration[i] !== shown) continue;
-      all.push(i);
-      if (critical[i]) onPath.push(i);
-    }
-    units.view.filter.indices = all;
-    path.view.filter.indices = onPath;
+  const timelines = ["before", "after"];
+  // Names of the units whose boxes have room for them.
+  const label = (plot) => {
+    const {x_range: x, y_range: y, inner_width, inner_height} = named(plot);
+    const {data_source: {data}, view} = named(`${plot} units`);
+    const wide = inner_width / (x.end - x.start), high = inner_height / Math.abs(y.end - y.start);
+    const {filter} = named(`${plot} labels`).view;
+    const fit = view.filter.indices.filter((i) =>
+      data.begin[i] < x.end && data.end[i] > x.start && data.height[i] * high >= 10 &&
+      (data.end[i] - data.begin[i]) * wide >= 7 * data.label[i].length + 3);
+    if (fit.length > 0 || filter.indices.length > 0) filter.indices = fit;
   };
-  for (const plot of ["before", "after"]) {
+  const showIteration = (plot, shown) => {
+    for (const part of ["waits", "units", "path"]) {
+      const {data_source: {data}, view} = named(`${plot} ${part}`);
+      view.filter.indices = [...data.iteration.keys()].filter(
+        (i) => data.iteration[i] === shown && (part !== "path" || data.critical[i]),
+      );
+    }
+    label(plot);
+  };
+  for (const plot of timelines) {
     select(`${plot}-iteration`, (value) => showIteration(plot, Number(value)));
   }
 
   select("colour", (title) => {
-    for (const plot of ["before", "after"]) {
+    for (const plot of timelines) {
       const bar = named(`${plot} colours`);
-      const [, field, mapper, ticker, names] = bar.tags.find((way) => way[0] === title);
+      const [, field, mapper, inks, ticker, names] = bar.tags.find((way) => way[0] === title);
       named(`${plot} units`).glyph.fill_color = {field, transform: mapper};
+      named(`${plot} labels`).glyph.text_color = {field, transform: inks};
       const labels = new Map(names.map((name, at) => [at, name]));
       bar.setv({title, color_mapper: mapper, ticker, major_label_overrides: labels});
     }
@@ -43,13 +52,15 @@
 
   select("pipeline", (rows) => {
     const [first, last] = rows.split(" ").map(Number);
-    for (const plot of ["before", "after"]) {
+    for (const plot of timelines) {
       const range = named(plot).y_range;
       [range.start, range.end] = [last + 0.5, first - 0.5];
+      label(plot);
     }
   });
 
-  // Of a chart's groups one is shown, and named below it.
+  const legendOf = (plot) => plot.above.find((part) => "items" in part)?.items ?? [];
+  // Of a chart's groups one is shown, and named above it.
   for (const control of document.querySelectorAll("select[id$='-group']")) {
     control.addEventListener("change", () => {
       const plot = named(control.id.slice(0, -"-group".length)), shown = new Map();
@@ -58,7 +69,7 @@
         view.filter.indices = [...group.keys()].filter((i) => group[i] === control.value);
         for (const i of view.filter.indices) shown.set(data_source.data.name[i], i);
       }
-      for (const item of plot.below.at(-1).items ?? []) {  // too many names have no legend
+      for (const item of legendOf(plot)) {  // too many names have no legend
         const index = shown.get(item.label.value);  // the mark whose look the name has
         item.setv(index === undefined ? {visible: false} : {visible: true, index});
       }
@@ -84,15 +95,15 @@
     range.setv({start, end: start + length});
   };
   const keys = {ArrowLeft: "left", ArrowRight: "right", "+": "in", "=": "in", "-": "out", 0: "whole"};
+  for (const button of document.querySelectorAll("[data-move]")) {
+    const {moves} = button.parentElement.dataset;
+    button.addEventListener("click", () => move(named(moves), button.dataset.move));
+  }
   for (const frame of document.querySelectorAll(".plot")) {
-    const plot = () => named(frame.dataset.plot);
-    for (const button of frame.querySelectorAll("[data-move]")) {
-      button.addEventListener("click", () => move(plot(), button.dataset.move));
-    }
     frame.addEventListener("keydown", (event) => {
       if (!(event.key in keys) || event.ctrlKey || event.metaKey || event.altKey) return;
       event.preventDefault();
-      move(plot(), keys[event.key]);
+      move(named(frame.dataset.plot), keys[event.key]);
     });
   }
 
@@ -105,7 +116,7 @@
     );
     const text = {
       axis_label_text_color: muted, major_label_text_color: muted, axis_line_color: line,
-      major_tick_line_color: line, minor_tick_line_color: line, grid_line_color: line,
+      major_tick_line_color: line, grid_line_color: line,
       label_text_color: ink, title_text_color: muted,
     };
     for (const page of Bokeh.documents) {
@@ -122,17 +133,26 @@
   // Names that do not fit beside each other stand below each other.
   const fold = () => {
     for (const page of Bokeh.documents) {
-      for (const part of page.roots().flatMap((plot) => plot.below)) {
-        if ("items" in part) part.orientation = innerWidth < 600 ? "vertical" : "horizontal";
+      for (const part of page.roots().flatMap((plot) => plot.above)) {
+        const narrow = innerWidth < 600;
+        if ("items" in part) {
+          part.setv({orientation: narrow ? "vertical" : "horizontal", spacing: narrow ? 0 : 12});
+        }
       }
     }
   };
   const whenDrawn = () => {
-    if (Bokeh.documents.length === 0) {
+    if (Bokeh.documents.length === 0 || !Bokeh.documents.every((page) => page.is_idle)) {
       requestAnimationFrame(whenDrawn);
       return;
     }
     if (innerWidth < 600) fold();
+    for (const plot of timelines.filter((name) => named(name) !== null)) {
+      const soon = () => requestAnimationFrame(() => label(plot));  // not in the midst of drawing
+      named(plot).x_range.change.connect(soon);
+      named(plot).properties.inner_width.change.connect(soon);
+      label(plot);
+    }
     addEventListener("resize", fold);
     if (dark.matches) dress();  // plots are made for a light page: drawing them twice takes time
     dark.addEventListener("change", dress);

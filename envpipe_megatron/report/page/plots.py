@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Container, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 from bokeh.models import (
@@ -22,36 +22,49 @@ from bokeh.models import (
     WheelZoomTool,
 )
 from bokeh.models.annotations import ColorBar, Legend, LegendItem
-from bokeh.palettes import Cividis256
+from bokeh.palettes import Viridis256
 from bokeh.plotting import figure
 from bokeh.transform import transform
 from numpy.typing import NDArray
 
 from envpipe_megatron.core.kinds import Kind
-from envpipe_megatron.report.charts import BLUE, ORANGE, PATH, SKY, VERMILION, Chart, Marks
+from envpipe_megatron.report.charts import (
+    BLUE,
+    GREY,
+    INK,
+    ORANGE,
+    PATH,
+    SKY,
+    VERMILION,
+    Chart,
+    Marks,
+    is_bright,
+)
 from envpipe_megatron.report.units import KINDS, UnitTable
 from envpipe_megatron.report.views import gpu_rows
 
-_ROW_PX, _LEAST_ROWS, _MOST_PX, _MOST_NAMED = 22, 3, 760, 32
-#: Of a plot without rows; beside rows of axes only, and of a legend.
-_HEIGHT_PX, _AXIS_PX, _LEGEND_PX = 290, 90, 160
+#: Height of a plot's frame without rows, of a row, and of many rows together.
+_HEIGHT_PX, _ROW_PX, _MOST_PX = 220, 40, 560
+_MOST_NAMED = 32
+#: Room for the y axis: x axes of charts below each other begin at one place.
+_LEFT_PX = 64
 
 
-def draw(chart: Chart, x_range: Range) -> figure:
+def draw(chart: Chart, x_range: Range, known: Container[str] = ()) -> figure:
     """Draw a chart as wide as the page, on an x axis that others may share.
 
-    It is moved and zoomed along x only, or both ways.
+    It is moved and zoomed along x only, or both ways. It has a legend, unless all names are known.
     """
     rows = len(chart.rows)
     only_x = rows > 0 or chart.x_range is not None
     way = "x" if only_x else ""
-    beside_px = _LEGEND_PX if chart.marks else _AXIS_PX
     y_range = DataRange1d(only_visible=True, **({"start": 0} if chart.from_zero else {}))
     # With a plain wheel one scrolls down the page; a touch pad's pinching is a wheel with ctrl.
     wheel = WheelZoomTool(dimensions="width" if only_x else "both", modifiers="ctrl")
     plot = figure(
         name=chart.name,
-        height=min(_ROW_PX * max(rows, _LEAST_ROWS) + beside_px, _MOST_PX) if rows else _HEIGHT_PX,
+        frame_height=min(_ROW_PX * rows, _MOST_PX) if rows else _HEIGHT_PX,
+        min_border_left=_LEFT_PX,
         sizing_mode="stretch_width",
         tools=f"{way}pan,{way}box_zoom,reset,save",
         toolbar_location="above",
@@ -62,7 +75,7 @@ def draw(chart: Chart, x_range: Range) -> figure:
     )
     plot.add_tools(wheel)
     plot.toolbar.active_scroll = wheel
-    plot.toolbar.logo = None
+    plot.toolbar.logo, plot.toolbar.autohide = None, True
     plot.axis.minor_tick_line_color = None
     if rows:
         plot.ygrid.visible = False
@@ -78,9 +91,15 @@ def draw(chart: Chart, x_range: Range) -> figure:
         )
         for name, (marks, place) in items.items()
     ]
-    if named:
-        plot.add_layout(Legend(items=named, orientation="horizontal"), "below")
+    if not all(name in known for name in items):
+        _add_legend(plot, named)
     return plot
+
+
+def _add_legend(plot: figure, items: list[LegendItem]) -> None:
+    look = {"border_line_color": None, "padding": 2, "margin": 0, "spacing": 12}
+    legend = Legend(items=items, orientation="horizontal", location="left", **look)
+    plot.add_layout(legend, "above")
 
 
 def _draw_marks(plot: figure, marks: Marks, group: str | None) -> Any:
@@ -109,28 +128,30 @@ _KIND_COLOURS = {
     Kind.INPUT_GRADIENT: ORANGE,
     Kind.WEIGHT_GRADIENT: VERMILION,
 }
-#: Without its darkest quarter, which the page's dark mode has for a background.
-_PALETTE = Cividis256[64:]
+#: As stills have it, without the darkest colours: the page's dark mode is as dark.
+_PALETTE = Viridis256[40:]
 #: The outlines of more units would be all that is seen.
 _MOST_OUTLINED = 1_000
 #: What the page's script finds the two plots by.
 BEFORE, AFTER = "before", "after"
 
 
-@dataclass(frozen=True)
-class _Colouring:
-    """A way to colour units: by a column, through a mapper; with names of some values."""
+class _Colouring(NamedTuple):
+    """A way to colour units, and what is written on them: by a column, through mappers."""
 
     title: str
     column: str
     mapper: LinearColorMapper
+    inks: LinearColorMapper
     ticker: Ticker
-    names: list[str]
+    names: Sequence[str]
 
 
 def timeline_figures(table: UnitTable, ways: list[_Colouring]) -> dict[str, figure]:
     """Draw the plots before and after, an iteration each, coloured in the first of the ways."""
-    source = ColumnDataSource(dict(table.columns))
+    columns = dict(table.columns)
+    columns["middle"] = (columns["begin"] + columns["end"]) / 2
+    source, waits = ColumnDataSource(columns), ColumnDataSource(dict(table.waits))
     end_ms, which = table.columns["end"], table.shown
     longest_ms = float(end_ms.max())
     time = Range1d(
@@ -146,23 +167,39 @@ def timeline_figures(table: UnitTable, ways: list[_Colouring]) -> dict[str, figu
         )
         of_iteration = table.columns["iteration"] == shown
         few = np.count_nonzero(of_iteration) < _MOST_OUTLINED
-        units = plot.hbar(
-            y="row", left="begin", right="end", height="height", source=source,
-            view=_view(of_iteration), name=f"{name} units",
-            fill_color=transform(first.column, first.mapper),
-            line_color="#7f7f7f" if few else None, line_alpha=0.6, line_width=0.6,
+        place = {"y": "row", "left": "begin", "right": "end"}
+        waited = plot.hbar(
+            **place, height=0.82, source=waits, view=_view(table.waits["iteration"] == shown),
+            name=f"{name} waits", fill_color=GREY, fill_alpha=0.12, line_color=None,
+            hatch_pattern="right_diagonal_line", hatch_color=GREY, hatch_alpha=0.35,
         )  # fmt: skip
-        plot.hbar(
-            y="row", left="begin", right="end", height=0.96, source=source,
+        units = plot.hbar(
+            **place, height="height", source=source, view=_view(of_iteration),
+            name=f"{name} units", fill_color=transform(first.column, first.mapper),
+            line_color="white" if few else None, line_width=0.6,
+        )  # fmt: skip
+        path = plot.hbar(
+            **place, height=0.92, source=source,
             view=_view(of_iteration & (table.columns["critical"] == 1)), name=f"{name} path",
             fill_alpha=0.0, line_color=PATH, line_width=1.6,
         )  # fmt: skip
+        plot.text(  # the script chooses those that fit
+            "middle", "row", "label", source=source, view=_view(np.zeros(0, bool)),
+            name=f"{name} labels", text_color=transform(first.column, first.inks),
+            text_font_size="10.5px", text_align="center", text_baseline="middle",
+        )  # fmt: skip
+        legend = [
+            LegendItem(label=what, renderers=[of])
+            for what, of in (("GPU waits", waited), ("critical path", path))
+        ]
+        if name == BEFORE:
+            _add_legend(plot, legend)
         bar = ColorBar(color_mapper=first.mapper, ticker=first.ticker, title=first.title, width=12)
         bar.major_label_overrides = dict(enumerate(first.names))
         # What the page's script turns the bar and the units into.
-        bar.name, bar.tags = f"{name} colours", [list(vars(way).values()) for way in ways]
+        bar.name, bar.tags = f"{name} colours", [list(way) for way in ways]
         plot.add_layout(bar, "right")
-        plot.add_tools(_hover(units, source))
+        plot.add_tools(_hover(units))
     return plots
 
 
@@ -170,7 +207,7 @@ def colourings(table: UnitTable) -> list[_Colouring]:
     """Return all ways to colour these units, the most telling first: one clock tells nothing."""
     columns = table.columns
     known = [
-        _Colouring(title, column, _scale(columns[column][there]), BasicTicker(), [])
+        _colouring(title, column, _PALETTE, _ends(columns[column][there]), BasicTicker())
         for title, column, there in (
             ("clock (MHz)", "mhz", columns["mhz"] > 0),
             ("power (W)", "watts", np.isfinite(columns["watts"])),
@@ -178,37 +215,44 @@ def colourings(table: UnitTable) -> list[_Colouring]:
         )
         if there.any()
     ]
-    colours = [_KIND_COLOURS[kind] for kind in KINDS]
-    steps = LinearColorMapper(palette=colours, low=-0.5, high=len(KINDS) - 0.5)
+    colours, ends = [_KIND_COLOURS[kind] for kind in KINDS], (-0.5, len(KINDS) - 0.5)
     ticker = FixedTicker(ticks=list(range(len(KINDS))))
-    by_kind = _Colouring("kind", "kind", steps, ticker, [kind.value for kind in KINDS])
+    by_kind = _colouring("kind", "kind", colours, ends, ticker, [kind.value for kind in KINDS])
     one_clock = np.ptp(columns["mhz"]) == 0
     return [by_kind, *known] if one_clock else [*known[:1], by_kind, *known[1:]]
 
 
-def _scale(values: NDArray[Any]) -> LinearColorMapper:
+def _ends(values: NDArray[Any]) -> tuple[float, float]:
     low, high = float(values.min()), float(values.max())
-    high = high if high > low else low + 1.0
-    return LinearColorMapper(palette=_PALETTE, low=low, high=high, nan_color="#999999")
+    return low, high if high > low else low + 1.0
+
+
+def _colouring(
+    title: str,
+    column: str,
+    colours: Sequence[str],
+    ends: tuple[float, float],
+    ticker: Ticker,
+    names: Sequence[str] = (),
+) -> _Colouring:
+    inks = [INK if is_bright(colour) else "#ffffff" for colour in colours]
+    scale = {"low": ends[0], "high": ends[1]}
+    fill = LinearColorMapper(palette=colours, nan_color=GREY, **scale)
+    return _Colouring(
+        title, column, fill, LinearColorMapper(palette=inks, nan_color=INK, **scale), ticker, names
+    )
 
 
 def _view(there: NDArray[np.bool_]) -> CDSView:
     return CDSView(filter=IndexFilter(indices=np.flatnonzero(there).tolist()))
 
 
-def _hover(units: Any, source: ColumnDataSource) -> HoverTool:
-    several = bool(np.any(source.data["chunk"]))
-    letters = "".join(kind.letter for kind in KINDS)
-    chunk = " + '.' + source.data.chunk[i]" if several else ""
-    name = (
-        f"const i = special_vars.index; "
-        f"return '{letters}'[value] + source.data.microbatch[i]{chunk}"
-    )
+def _hover(units: Any) -> HoverTool:
     known = CustomJSHover(code="return isFinite(value) ? value.toPrecision(4) : 'not known'")
     return HoverTool(
         renderers=[units],
         tooltips=[
-            ("unit", "@kind{custom}"),
+            ("unit", "@label"),
             ("time (ms)", "@begin{0.000} to @end{0.000}"),
             ("clock (MHz)", "@mhz{custom}"),
             ("energy (J)", "@joules{custom}"),
@@ -217,7 +261,6 @@ def _hover(units: Any, source: ColumnDataSource) -> HoverTool:
             ("on the critical path", "@critical{custom}"),
         ],
         formatters={
-            "@kind": CustomJSHover(args={"source": source}, code=name),
             "@mhz": CustomJSHover(code="return value > 0 ? String(value) : 'not controlled'"),
             "@critical": CustomJSHover(code="return value ? 'yes' : 'no'"),
             **dict.fromkeys(("@joules", "@watts", "@slack_ms"), known),

@@ -8,6 +8,10 @@ with the job, except in `to_planner` of values whose merging keeps all of them.
 
 Everything is merged by one rank in one order, and the result is sent: all ranks have equal bits.
 
+If a part of EnvPipe fails on one rank only, all ranks must know, or they would wait for each other:
+each tries its part (`on_every_rank`, `by_planner`), and all of them raise `DegradedError`, which
+`phases.run_phases` turns into the framework's own order at the highest clock.
+
 Groups exchange over gloo, with connections of their own: in `torch.distributed.new_group` every
 rank of the job must take part in making every group, or ranks that have made equally many groups
 before; and each of torch's exchanges of objects is two collectives.
@@ -15,6 +19,7 @@ before; and each of torch's exchanges of objects is two collectives.
 
 from __future__ import annotations
 
+import logging
 import pickle
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -28,8 +33,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 
-from envpipe_megatron.core.arrays import FloatArray
 from envpipe_megatron.errors import EnvPipeError
+
+logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -45,6 +51,8 @@ FAN_IN = 8
 SUM = partial(np.sum, axis=0)
 #: For ranks that have been together just before.
 _COME = timedelta(minutes=3)
+#: Longest text of an error: notes go through the sockets of agents.
+_MOST_CHARACTERS = 1000
 #: gloo may wait five times as long for a rank that cannot be reached.
 _CONNECT = timedelta(seconds=20)
 
@@ -215,11 +223,6 @@ class Collectives:
                 value = merge(gathered)
             return self.pipeline.gather(value)
 
-    def medians(self, values: FloatArray) -> list[FloatArray]:
-        """Return each stage's medians over its replicas, of each element, on the planner."""
-        stages = self.to_planner(values[np.newaxis], np.concatenate)
-        return [np.median(stage, axis=0) for stage in stages]
-
     def by_stage(self, value: T, merge: Callable[[Sequence[T]], T]) -> list[T]:
         """Return what `to_planner` does, on every rank."""
         return self.from_planner(self.to_planner(value, merge))
@@ -262,20 +265,14 @@ class Collectives:
             Exception: this rank's own error.
             CollectivesError: that of another rank, so that none goes on without it.
         """
-        made: T | None = None
-        failure: Exception | None = None
-        try:
-            made = make()
-        except Exception as error:  # of any kind: the others must not wait for this rank
-            failure = error
-        own = None if failure is None else f"{type(failure).__name__}: {failure}"
-        first = self.first(str(failure) if isinstance(failure, EnvPipeError) else own)
+        made, failure = _tried(make)
+        first = self.first(None if failure is None else _text(failure))
         if failure is not None:
             raise failure
         if first is not None:
             stage, text = first
             raise CollectivesError(f"A rank of stage {stage} cannot go on: {text}")
-        return made  # type: ignore[return-value]  # there was no failure, so it is a T
+        return made[0]
 
     def latest(self, time_s: float) -> float:
         """Return the latest of all ranks' times."""
@@ -293,6 +290,48 @@ class Collectives:
                 remedy="Look at the other ranks' logs for the first error; clocks are reset on the "
                 "way out.",
             ) from error
+
+
+class DegradedError(EnvPipeError):
+    """A part of EnvPipe has failed, on all ranks alike: training goes on without it."""
+
+
+def in_words(error: Exception) -> str:
+    """Return an error's text, for a note; the stack of one that is not EnvPipe's is logged."""
+    if not isinstance(error, EnvPipeError):
+        logger.error("A fault of EnvPipe's, please report it", exc_info=error)
+    return _text(error)[:_MOST_CHARACTERS]
+
+
+def _text(error: Exception) -> str:
+    return str(error) if isinstance(error, EnvPipeError) else f"{type(error).__name__}: {error}"
+
+
+def _tried(make: Callable[[], T]) -> tuple[list[T], Exception | None]:
+    """Return [what `make` returned] and None, or [] and its error: others wait for either."""
+    try:
+        return [make()], None
+    except Exception as error:  # of any kind
+        return [], error
+
+
+def by_planner(collectives: Collectives, make: Callable[[], T]) -> T:
+    """Return what the planner makes, on every rank; DegradedError if it fails, for any reason."""
+    made, failure = _tried(make) if collectives.is_planner else ([], None)
+    made, text = collectives.from_planner((made, None if failure is None else in_words(failure)))
+    if text is not None:
+        raise DegradedError(text)
+    return made[0]
+
+
+def on_every_rank(collectives: Collectives, make: Callable[[], T]) -> T:
+    """Return what this rank makes, once every rank has; DegradedError on all if one fails."""
+    made, failure = _tried(make)
+    first = collectives.first(None if failure is None else in_words(failure))
+    if first is not None:
+        stage, text = first
+        raise DegradedError(f"Stage {stage}: {text}")
+    return made[0]
 
 
 def of_all_ranks(value: T) -> list[T]:

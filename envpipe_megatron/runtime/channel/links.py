@@ -6,7 +6,6 @@ import os
 from collections.abc import Sequence
 from contextlib import suppress
 from datetime import timedelta
-from functools import partial
 from itertools import product
 from typing import Any
 
@@ -42,7 +41,6 @@ def make_channel(
     num_chunks: int = 1,
     carrier: str = "auto",
     vary: bool = False,
-    between_iterations: bool = False,
 ) -> P2PChannel:
     """Make the channel of this rank over a pipeline's process group.
 
@@ -55,9 +53,6 @@ def make_channel(
         num_chunks: with more than one, the last stage and the first are neighbours too.
         carrier: one of `channel_model.CARRIERS`; gloo has its own.
         vary: whether messages may carry another shape each time.
-        between_iterations: whether it carries messages only then, when the framework has none under
-            way. They go over the group's own communicator: idle ones beside it took 2 % of an
-            iteration from torchtitan's pipeline of four H200s (docs/evidence/frameworks.md).
 
     Raises:
         ChannelError: another backend than NCCL and gloo, or a host that waits for each transfer.
@@ -71,10 +66,9 @@ def make_channel(
             remedy="Make the pipeline's process group with one of them.",
         )
     # gloo has no communicators to bring up. Nothing is measured from the last stage to the first.
-    wraps = (num_chunks > 1 and not between_iterations) or backend == "gloo"
-    maker = _Maker(pipeline_group, collectives, timeout, wraps)
-    if backend == "gloo" or between_iterations:
-        return maker.over(pipeline_group, by_tags=backend == "gloo")
+    maker = _Maker(pipeline_group, collectives, timeout, num_chunks > 1 or backend == "gloo")
+    if backend == "gloo":
+        return maker.over(pipeline_group)
     if carrier == "auto":
         return maker.between_gpus("messages vary in shape" if vary else None)
     return maker.between_gpus(f"asked for: {carrier}")
@@ -116,30 +110,16 @@ class _Maker:
         #: Those of this stage, in an order in which all stages may meet their neighbours.
         self._own = sorted({before, stage} & set(self._boundaries)) if len(self._ranks) > 1 else []
 
-    def over(self, group: dist.ProcessGroup, *, by_tags: bool) -> P2PChannel:
-        """Have the pipeline's own group carry both kinds: gloo by tags, NCCL one after another.
-
-        NCCL gets each message as a batch: any other would go over a communicator of its two ranks.
-        Its first transfer with a peer blocks the host until the peer comes to it, and the first
-        batch of a group is one of all its ranks: so all stages exchange a word at once.
-        """
+    def over(self, group: dist.ProcessGroup) -> P2PChannel:
+        """Have the pipeline's own group carry both kinds, by tags."""
         peers = [self._peers(boundary) for boundary in self._own]
-        if peers and not by_tags:
-            _refuse_blocking_launches()
-            word = partial(torch.zeros, 1, device=torch.cuda.current_device())
-            ways = product(peers, (dist.isend, dist.irecv))
-            words = [dist.P2POp(transfer, word(), each.rank, group) for each, transfer in ways]
-            for work in dist.batch_isend_irecv(words):
-                work.wait()
-            torch.cuda.synchronize()
         carriers: dict[Kind, Carrier] = {
             each.receives: TransferCarrier(
                 each,
                 (group, group),
                 self._collectives.pipeline,
-                timeout=self._timeout if by_tags else None,
-                ahead=by_tags,
-                batched=not by_tags,
+                timeout=self._timeout,
+                ahead=True,
             )
             for each in peers
         }
@@ -256,7 +236,11 @@ class _Maker:
         eagerly, making one splits the job's own. Each has a first exchange, since they block both
         hosts when they come into being.
         """
-        _refuse_blocking_launches()
+        if os.environ.get("CUDA_LAUNCH_BLOCKING", "0") != "0":
+            raise ChannelError(
+                "With CUDA_LAUNCH_BLOCKING a receive stops the host for ever",
+                remedy="Leave it out, or debug without EnvPipe.",
+            )
         everyone = of_all_ranks((tuple(self._ranks), tuple(boundaries)))
         groups: dict[tuple[int, Kind], dist.ProcessGroup] = {}
         for pipeline, needed in sorted(set(everyone)):
@@ -282,14 +266,6 @@ class _Maker:
                     exchange(probe, peers.rank, group=groups[boundary, kind])
         torch.cuda.synchronize()
         return list(groups.values())
-
-
-def _refuse_blocking_launches() -> None:
-    if os.environ.get("CUDA_LAUNCH_BLOCKING", "0") != "0":
-        raise ChannelError(
-            "With CUDA_LAUNCH_BLOCKING a receive stops the host for ever",
-            remedy="Leave it out, or debug without EnvPipe.",
-        )
 
 
 def _new_group(pair: Sequence[int], kind: Kind, timeout: timedelta) -> dist.ProcessGroup:

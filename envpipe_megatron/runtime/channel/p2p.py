@@ -104,25 +104,11 @@ class P2PChannel:
             )
         if self._inputs is None or self._inputs[0] is not schedule:
             self._inputs = schedule, inputs_of(schedule, self._stage)
-        self.expect(self._inputs[1], specs, schedule, vary=specs.vary)
-
-    def expect(
-        self,
-        units: Sequence[Unit],
-        specs: StageSpecs,
-        schedule: Schedule | None = None,
-        *,
-        vary: bool = False,
-    ) -> None:
-        """Expect these units' inputs until `end_step`, those of a kind in the order of sending.
-
-        Headers come with them if they vary.
-        """
         self._kept.clear()
         for kind, carrier in self._carriers.items():
-            awaited = deque(unit for unit in units if MESSAGES[unit.kind] is kind)
+            awaited = deque(unit for unit in self._inputs[1] if MESSAGES[unit.kind] is kind)
             self._awaited[kind] = awaited
-            carrier.expect(len(awaited), specs, schedule, vary)
+            carrier.expect(len(awaited), specs, schedule)
 
     def receive(self, unit: Unit) -> list[torch.Tensor]:
         """Wait for a unit's input; on a GPU the stream waits, not the host.
@@ -175,6 +161,7 @@ class P2PChannel:
         kept_bytes = sum(
             most_kept(schedule, self._stage, kind) * spec.num_bytes
             for kind, spec in specs.receives.items()
+            if kind in self._carriers
         )
         return kept_bytes + sum(carrier.more_bytes(schedule) for carrier in carriers)
 

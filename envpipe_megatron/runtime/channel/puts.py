@@ -223,8 +223,8 @@ class PutCarrier:
         if self._own.numel():
             self._side.device.share(self._boundary, self._page.side, 0)
 
-    def expect(self, count: int, specs: StageSpecs, schedule: Schedule | None, vary: bool) -> None:
-        """Expect a count of messages until `end_step`: a schedule's, or without one a few.
+    def expect(self, count: int, specs: StageSpecs, schedule: Schedule) -> None:
+        """Expect a count of messages of a schedule until `end_step`.
 
         Memory is made if there is too little, together with the other side.
         """
@@ -232,7 +232,7 @@ class PutCarrier:
         receives, sends = self._carries(specs)
         self._spec, self._send_bytes = receives, [] if sends is None else sends.tensor_bytes
         known = self._sized_for
-        alike = schedule is None or (known is not None and schedule.stages == known.stages)
+        alike = known is not None and schedule.stages == known.stages
         if alike and _slot_bytes(receives, sends) <= self._slot_bytes:
             return
         refused = self.make_room(schedule, specs)
@@ -243,15 +243,13 @@ class PutCarrier:
                 remedy="Let fewer microbatches be in flight, or take --envpipe-channel receives.",
             )
 
-    def make_room(self, schedule: Schedule | None, specs: StageSpecs) -> MemoryError | None:
+    def make_room(self, schedule: Schedule, specs: StageSpecs) -> MemoryError | None:
         """Have as many slots as a schedule likes for its messages, else as few as it needs.
 
         Both sides call it together. Without memory, both keep what they have, and get the reason.
         """
         slot_bytes, refused = _slot_bytes(*self._carries(specs)), None
-        liked = needed = 1
-        if schedule is not None:
-            liked, needed = self._side.slots(schedule, slot_bytes), slots_of(schedule, 1)
+        liked, needed = self._side.slots(schedule, slot_bytes), slots_of(schedule, 1)
         for slots in (max(liked, self._slots), needed):
             try:
                 self._resize(slots, slot_bytes)

@@ -38,7 +38,6 @@ class TransferCarrier:
             itself (NCCL, whose `wait` would block the host if it were given a time).
         hosts: host group of the pipeline's stages in order, for headers.
         ahead: whether receives are posted ahead, where messages do not vary.
-        batched: whether NCCL is to carry a message over the communicator of all ranks of its group.
     """
 
     def __init__(
@@ -49,14 +48,12 @@ class TransferCarrier:
         *,
         timeout: timedelta | None,
         ahead: bool,
-        batched: bool = False,
     ) -> None:
         self._peers = peers
         self._receives_over, self._sends_over = groups
         self._hosts = hosts
         self._timeout = timeout
         self._ahead = ahead
-        self._batched = batched
         #: The receive that is posted, and what it fills.
         self._posted: tuple[list[dist.Work], list[torch.Tensor]] | None = None
         #: Sends under way, whose tensors stay alive until they have left.
@@ -65,10 +62,10 @@ class TransferCarrier:
         #: their tensors.
         self._outcomes: list[torch.futures.Future[int]] = []
 
-    def expect(self, count: int, specs: StageSpecs, schedule: Schedule | None, vary: bool) -> None:
+    def expect(self, count: int, specs: StageSpecs, schedule: Schedule) -> None:
         """Expect messages until `end_step`; the first is posted, if receives are posted ahead."""
         self._spec = specs.receives.get(self._peers.receives)
-        self._headers = vary or not self._ahead
+        self._headers = specs.vary or not self._ahead
         self._outcomes.clear()
         self._expected = count
         if not self._headers:
@@ -163,10 +160,6 @@ class TransferCarrier:
         # bool goes as a type that every transport knows.
         parts = [part.view(torch.uint8) if part.dtype is torch.bool else part for part in tensors]
         peer, tag = self._peers.rank, _TAGS[kind]
-        if self._batched:  # between two iterations: what is given up ends the next collective
-            return dist.batch_isend_irecv(
-                [dist.P2POp(transfer, part, peer, group, tag) for part in parts]
-            )
         started = [transfer(part, peer, group=group, tag=tag) for part in parts]
         works = [work for work in started if work is not None]
         if self._timeout is None:

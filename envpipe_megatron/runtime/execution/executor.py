@@ -135,10 +135,6 @@ class Executor(Protocol):
     def now_s(self) -> float:
         """Return the present instant on the time base of the GPU's meter, outside an iteration."""
 
-    def wait_for_messages(self) -> None:
-        """Wait until the device has got all messages received so far, outside an iteration."""
-        return
-
     def idle(self, time_s: float) -> None:
         """Let this time pass on the meter's time base, outside an iteration."""
         return
@@ -235,10 +231,6 @@ class CudaExecutor(Executor):
     def now_s(self) -> float:
         """Return the host's monotonic clock, which the meters of real GPUs use."""
         return time.monotonic()
-
-    def wait_for_messages(self) -> None:
-        """Wait for the stream; not for the device, where a receive of NCCL may still spin."""
-        torch.cuda.current_stream().synchronize()
 
     def idle(self, time_s: float) -> None:
         """Sleep."""

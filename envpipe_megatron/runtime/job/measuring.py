@@ -9,26 +9,25 @@ seen in the same iterations as all else, so that nothing is assumed of it. Calle
 from __future__ import annotations
 
 import math
-import statistics
 from collections.abc import Sequence
 from functools import partial
+from itertools import pairwise
 
 import numpy as np
-import torch
 
-from envpipe_megatron.core.kinds import WHOLE, Kind, unit
+from envpipe_megatron.core.arrays import FloatArray
+from envpipe_megatron.core.kinds import WHOLE, Kind
 from envpipe_megatron.core.orders.zero_bubble import half_split
 from envpipe_megatron.core.plan import NORMAL_95
 from envpipe_megatron.core.profile import Profile
 from envpipe_megatron.core.profile_rows import row_name
 from envpipe_megatron.core.schedule import Schedule
 from envpipe_megatron.formats.energy import Phase
+from envpipe_megatron.runtime.channel.collectives import by_planner
 from envpipe_megatron.runtime.execution.executor import StageRecord
 from envpipe_megatron.runtime.execution.orders import PhaseRun, constant_order
-from envpipe_megatron.runtime.fallback import by_planner
 from envpipe_megatron.runtime.job.parts import PhaseParts, note
 from envpipe_megatron.runtime.job.planning import (
-    capacity,
     make_room_for_messages,
     read_named,
     splits,
@@ -36,9 +35,6 @@ from envpipe_megatron.runtime.job.planning import (
 from envpipe_megatron.runtime.memory.peak import MemoryFullError, Watch
 from envpipe_megatron.runtime.memory.stage import knows_memory, with_memory
 
-#: Round trips that count; those before them bring buffers and routes into use.
-_ROUND_TRIPS = 11
-_WARMUPS = 3
 _NO_PARTS = "has no rows of input-gradient and weight-gradient"
 #: A kind of units whose time differs by a larger share is not the one that was profiled, and a step
 #: is not that of the baseline.
@@ -57,7 +53,7 @@ def known_and_measured(
     """
     profile = None if job.options.changes_only_order else known_profile(job, schedule, records)
     measured = schedule
-    may_split = job.options.may_split and splits(job) and capacity(job) is None
+    may_split = job.options.may_split and splits(job) and job.channel.capacity is None
     may_split = may_split and job.options.plan is None  # whose order is there
     whole = schedule.unit_kinds == WHOLE and not schedule.combined.any()
     if may_split and whole and schedule.num_microbatches > 1:
@@ -99,45 +95,37 @@ def watch_parts(job: PhaseParts, schedule: Schedule, measured: Schedule) -> Phas
     job.memory.watch = before
 
 
-def measure_p2p_latency_s(job: PhaseParts) -> float:
-    """Return half the median round trip, in s, of a message between this stage and the next.
+def measure_hops_s(
+    job: PhaseParts, schedule: Schedule, records: Sequence[StageRecord]
+) -> tuple[float, ...]:
+    """Return how long a message takes between each two stages, s, by when units began to run.
 
-    Run by all stages between two iterations. A message of the size of training goes to the next
-    stage over the activations' link and one comes back over the gradients', so the figure is the
-    mean of both directions. It holds what a hop costs on the host, too.
-
-    A stage serves the boundary before it first, then measures the one after it, so boundaries are
-    measured one after another without any barrier. Of the two stages of a boundary each sends only
-    what the other expects next: with any channel that training runs on, no order of arrival can
-    stop it.
-
-    It is 0 on the last stage, which has no next one, and where messages take no time.
+    A unit that waits begins when its input has come: of those of an iteration, the one that begins
+    soonest after its input was made tells. Stages share no clock: what theirs differ by makes the
+    way there as much longer as the way back shorter, so the mean of both counts, and of all
+    iterations and replicas the median. 0 if no iteration ran whole. Every rank calls it.
     """
-    channel, specs, executor = job.channel, job.specs, job.executor
-    rounds = _WARMUPS + _ROUND_TRIPS
-    if job.stage > 0:
-        payload = specs.sends[Kind.BACKWARD].make(torch.zeros)
-        comes = [unit(Kind.FORWARD, number) for number in range(rounds)]
-        channel.expect(comes, specs)
-        for number, own in enumerate(comes):
-            channel.receive(own)
-            channel.send(unit(Kind.BACKWARD, number), payload)
-            executor.wait_for_messages()
-        channel.end_step()
-    if job.stage + 1 == job.num_stages:
-        return 0.0
-    trips_s = []
-    payload = specs.sends[Kind.FORWARD].make(torch.zeros)
-    comes = [unit(Kind.BACKWARD, number) for number in range(rounds)]
-    channel.expect(comes, specs)
-    for number, own in enumerate(comes):
-        sent_s = executor.now_s()
-        channel.send(unit(Kind.FORWARD, number), payload)
-        channel.receive(own)
-        executor.wait_for_messages()
-        trips_s.append(executor.now_s() - sent_s)
-    channel.end_step()
-    return statistics.median(trips_s[_WARMUPS:]) / 2
+    unknown = np.full((2, schedule.units_per_stage), np.nan)
+    own_s = [(each.start_s, each.end_s) if each.whole else unknown for each in records] or [unknown]
+    # By stage, [replicas, iterations, begin and end, units].
+    times_s = job.collectives.to_planner(np.array([own_s]), np.concatenate)
+
+    def look() -> tuple[float, ...]:
+        stages, width = range(job.num_stages), schedule.units_per_stage
+        sources = schedule.cross_dependency.reshape(job.num_stages, width)
+
+        def way_s(source: int, to: int) -> FloatArray:
+            fed = np.flatnonzero((sources[to] >= 0) & (sources[to] // width == source))
+            made = sources[to, fed] % width
+            after_s = times_s[to][..., 0, fed] - times_s[source][..., 1, made]
+            return np.asarray(after_s.min(axis=-1))
+
+        both_s = [(way_s(a, b) + way_s(b, a)) / 2 for a, b in pairwise(stages)]
+        known = [each[np.isfinite(each)] for each in both_s]
+        # Of what takes no time, clocks of hosts leave some picoseconds.
+        return tuple(round(max(0.0, float(np.median(of))), 9) if of.size else 0.0 for of in known)
+
+    return by_planner(job.collectives, look)
 
 
 def known_profile(
@@ -222,14 +210,15 @@ def _contradiction(
         np.median(times_s[:, keys == key]) if key in keys else math.nan
         for key in range(len(kinds) * parts)
     ]
-    stages_s = job.collectives.medians(np.array(own_s))
+    stages_s = job.collectives.to_planner(np.array([own_s]), np.concatenate)
     top_mhz = job.top_mhz
 
     def look() -> str:
         rows = [(part, kind, of[kind][0]) for part, of in enumerate(profile.rows) for kind in kinds]
+        seen_s = np.ravel([np.median(stage, axis=0) for stage in stages_s]).tolist()
         apart = [
             (time_s / row.time_s - 1, row_name(part, kind, parts), time_s, row.time_s)
-            for (part, kind, row), time_s in zip(rows, np.ravel(stages_s).tolist(), strict=True)
+            for (part, kind, row), time_s in zip(rows, seen_s, strict=True)
             if row.frequency_mhz == top_mhz and abs(time_s / row.time_s - 1) > _MOST_APART
         ]
         if not apart:

@@ -20,6 +20,7 @@ from envpipe_megatron.formats.timeline import is_recorded
 from envpipe_megatron.gpu.presets import SWEEP_STEP, load_preset, override_for, sweep_range
 from envpipe_megatron.policies.objective import Goal
 from envpipe_megatron.policies.reconfigure import RECONFIGURE_POLICIES
+from envpipe_megatron.runtime.channel.collectives import DegradedError, by_planner, on_every_rank
 from envpipe_megatron.runtime.execution.executor import StageRecord
 from envpipe_megatron.runtime.execution.orders import (
     IterationOrder,
@@ -28,11 +29,10 @@ from envpipe_megatron.runtime.execution.orders import (
     iterations,
     whole,
 )
-from envpipe_megatron.runtime.fallback import DegradedError, by_planner, on_every_rank
 from envpipe_megatron.runtime.job.measuring import (
     baseline_holds,
     known_and_measured,
-    measure_p2p_latency_s,
+    measure_hops_s,
     try_parts,
     watch_parts,
 )
@@ -203,31 +203,22 @@ def _loop(job: PhaseParts, schedule: Schedule, records: Sequence[StageRecord]) -
                 job.say(_DRY_RUN)
         job.memory.learn(schedule, job.specs)
         job.memory.watch = Watch.NOTHING
-        facts = _facts(job)
+        facts = _facts(job, schedule, records)
     measured = yield from try_parts(job, schedule, measured)
-    begin = partial(_begin, job, schedule, measured, clocks, facts, profile)
+
+    def begin(first: Window) -> Run[None]:
+        store = _store(job, measured, clocks, facts)
+        if profile is not None:
+            store.take_profile(profile)
+        options, goal = job.options, job.options.goal
+        within = 1.0 if goal.goal == Goal.ENERGY else None
+        limits = Limits(options.slowdown_percent / 100, within, options.min_dwell_s, goal)
+        check = partial(check_plan, job, clocks_mhz=())
+        planner = Planner(store, partial(plan_online, job), check, limits, job.background)
+        tuner = ShortestOrder if options.changes_only_order else Controller
+        return tuner(schedule, measured, store, job.collectives.num_replicas, planner).run(first)
+
     yield from run_commands(job, schedule, clocks, records, begin, profiled_kinds(measured))
-
-
-def _begin(
-    job: PhaseParts,
-    schedule: Schedule,
-    measured: Schedule,
-    clocks_mhz: Sequence[int],
-    facts: Sidecar,
-    profile: Profile | None,
-    first: Window,
-) -> Run[None]:
-    store = _store(job, measured, clocks_mhz, facts)
-    if profile is not None:
-        store.take_profile(profile)
-    options, goal = job.options, job.options.goal
-    within = 1.0 if goal.goal == Goal.ENERGY else None
-    limits = Limits(options.slowdown_percent / 100, within, options.min_dwell_s, goal)
-    check = partial(check_plan, job, clocks_mhz=())
-    planner = Planner(store, partial(plan_online, job), check, limits, job.background)
-    tuner = ShortestOrder if job.options.changes_only_order else Controller
-    return tuner(schedule, measured, store, job.collectives.num_replicas, planner).run(first)
 
 
 def _save_energy(
@@ -269,7 +260,7 @@ def adopt_plan(
         return given
 
     def begin(first: Window) -> Run[tuple[Plan, tuple[str, ...]]]:
-        return planned_beside(job.background(), plan_online(job, profile), first)
+        return planned_beside(job.background(), plan_online(job, profile))
 
     (plan, notes), _ = yield from run_commands(job, schedule, own_clocks, records[-1:], begin)
     by_planner(job.collectives, partial(check_plan, job, plan, clocks_mhz))
@@ -329,7 +320,7 @@ def _profile(
     if measured is not schedule:
         job.memory.learn(schedule, job.specs)
         measured = yield from try_parts(job, schedule, measured)
-    store = _store(job, measured, swept, _facts(job))
+    store = _store(job, measured, swept, _facts(job, schedule, records))
     looks = sweep_probe(measured, store, job.options.profiler)
     begin = partial(measured_profile, store, job.collectives.num_replicas, looks, measured)
     if not records or measured is not schedule:
@@ -351,13 +342,10 @@ def _store(job: PhaseParts, schedule: Schedule, clocks_mhz: Sequence[int], facts
     return Store(job.num_stages, schedule.num_chunks, kinds, clocks_mhz, facts)
 
 
-def _facts(job: PhaseParts) -> Sidecar:
+def _facts(job: PhaseParts, schedule: Schedule, records: Sequence[StageRecord]) -> Sidecar:
     """Return what is known of the job beside its units; every rank calls it."""
-    hop_s = measure_p2p_latency_s(job)
-    hops_s = [
-        total / job.collectives.num_replicas for total in job.collectives.by_stage(hop_s, sum)
-    ]
-    return replace(job.options.sidecar, gpu=job.gpu.name, p2p_latency_s=tuple(hops_s[:-1]))
+    hops_s = measure_hops_s(job, schedule, records)
+    return replace(job.options.sidecar, gpu=job.gpu.name, p2p_latency_s=hops_s)
 
 
 def _swept_clocks(job: PhaseParts, step: float = SWEEP_STEP) -> tuple[int, ...]:

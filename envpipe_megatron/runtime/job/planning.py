@@ -17,7 +17,7 @@ from envpipe_megatron.policies.objective import LEAST_ENERGY, Objective
 from envpipe_megatron.policies.optimal.optimizer import order_at_maximum_s
 from envpipe_megatron.policies.request import make_problem
 from envpipe_megatron.policies.schedules import SCHEDULES
-from envpipe_megatron.runtime.fallback import DegradedError, by_planner
+from envpipe_megatron.runtime.channel.collectives import DegradedError, by_planner
 from envpipe_megatron.runtime.job.parts import PhaseParts, SessionError
 from envpipe_megatron.runtime.memory.peak import MemoryFullError
 from envpipe_megatron.runtime.memory.stage import in_flight_limit, with_memory
@@ -91,9 +91,7 @@ def given_plan(job: PhaseParts, profile: Profile, clocks_mhz: Sequence[set[int]]
 
 def make_room(job: PhaseParts, plan: Plan) -> None:
     """Have the memory of a plan ready before it runs; errors as `JobMemory.predict` raises them."""
-    # A framework that runs its units itself carries their messages too.
-    ours = job.own_order is None
-    own_bytes = job.channel.more_bytes(plan.schedule, job.specs) if ours else 0
+    own_bytes = job.channel.more_bytes(plan.schedule, job.specs)
     make_room_for_messages(job, plan.schedule)  # first, for torch keeps what it reserves
     job.memory.predict(plan.schedule, own_bytes)
 
@@ -103,8 +101,7 @@ def make_room_for_messages(job: PhaseParts, order: Schedule) -> None:
 
     Raises MemoryFullError on all ranks alike; what they had they keep.
     """
-    has_room = job.own_order is not None or job.channel.make_room(order, job.specs)
-    if not job.collectives.on_all(has_room):
+    if not job.collectives.on_all(job.channel.make_room(order, job.specs)):
         raise MemoryFullError(
             f"A GPU has no memory for messages between stages in the order '{order.name}'",
             remedy="Let fewer microbatches be in flight, or take --envpipe-channel receives.",
@@ -147,7 +144,7 @@ def plan_online(
     Called on the planner only.
     """
     asked, kept = job.options.request(), job.kept_order
-    schedule, order, most_waiting = asked.schedule, kept or order, capacity(job)
+    schedule, order, most_waiting = asked.schedule, kept or order, job.channel.capacity
     if asked.num_chunks > 1 and most_waiting is not None:
         # Only of the framework's order is it known that one hardware queue can run it.
         schedule = "interleaved"
@@ -257,14 +254,9 @@ def check_plan(job: PhaseParts, plan: Plan, clocks_mhz: Sequence[set[int]]) -> N
             )
 
 
-def capacity(job: PhaseParts) -> int | None:
-    """Return how many messages may wait between neighbours; None for any number."""
-    return None if job.options.reorders else job.channel.capacity
-
-
 def _check_finishes(job: PhaseParts, order: Schedule) -> None:
     """Refuse an order that does not reach its end on the job's channel."""
-    if stuck := find_stall(order, capacity(job)):
+    if stuck := find_stall(order, job.channel.capacity):
         stall = "; ".join(map(str, stuck))
         remedy = "Set CUDA_DEVICE_MAX_CONNECTIONS=8"
         if order.num_chunks == 1:

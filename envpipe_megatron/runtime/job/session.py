@@ -230,7 +230,7 @@ class Session:
             ChannelError: a neighbour is gone or silent.
         """
         in_step = self._step_begun
-        run = self._open(num_microbatches, specs, None, self.parts.channel, full_batch=full_batch)
+        run = self._open(num_microbatches, specs, None, full_batch=full_batch)
         schedule = run.order.schedule
         work = make_work(schedule)
         execute(schedule, self.parts.stage, work, run, self.parts.memory.begin_units())
@@ -274,12 +274,11 @@ class Session:
         Args:
             own_order: the framework's own order of units, the same in every iteration of as many
                 microbatches.
-            specs: shapes of the messages that are sent between two phases, to measure.
+            specs: shapes of its messages: a microbatch in flight holds one at least.
             full_batch: whether the batch has the size that the job is about; others are billed
                 apart, and their plans are kept in files of their own.
         """
-        count = own_order.num_microbatches
-        run = self._open(count, specs, own_order, None, full_batch=full_batch)
+        run = self._open(own_order.num_microbatches, specs, own_order, full_batch=full_batch)
         run.all_ended = self.iterations.catch_up
         if self.options.reorders:
             run.unit_ended, run.all_ended = self.parts.memory.begin_units(), self._units_ended
@@ -411,7 +410,6 @@ class Session:
         num_microbatches: int,
         specs: StageSpecs,
         own_order: Schedule | None,
-        channel: P2PChannel | None,
         *,
         full_batch: bool,
     ) -> StageRun:
@@ -426,7 +424,7 @@ class Session:
         self.state.phase = order.phase
         self.clock.given_back = order.phase is Phase.OFF
         self._batches.unfinished = True  # until it is closed
-        like = None
+        channel, like = self.parts.channel if own_order is None else None, None
         if channel is None and order.parking is None and not self.clock.waits:
             like = self.iterations.like(order)
         run = StageRun(order, self.parts.stage, self.executor, self._request, channel, specs, like)

@@ -29,8 +29,12 @@ from envpipe_megatron.core.schedule import Schedule
 from envpipe_megatron.core.timeline import RELATIVE_TOLERANCE
 from envpipe_megatron.errors import plain
 from envpipe_megatron.runtime.channel.carrier import StageSpecs
-from envpipe_megatron.runtime.channel.collectives import Collectives
-from envpipe_megatron.runtime.fallback import DegradedError, in_words, on_every_rank
+from envpipe_megatron.runtime.channel.collectives import (
+    Collectives,
+    DegradedError,
+    in_words,
+    on_every_rank,
+)
 from envpipe_megatron.runtime.memory.stage import (
     PREDICTION_ERROR,
     SAFETY_MARGIN,
@@ -228,9 +232,13 @@ class JobMemory:
         assert peak is not None
         if ran is not None:  # whole backwards of it run where most is held, as in the schedule
             kinds, chunks = ran.priced_kinds[self._stage], ran.chunks[self._stage]
-            peaks, held = np.array(self._peaks_bytes), np.array(allocated)
+            peaks, after = np.array(self._peaks_bytes), np.array(allocated[1:])
+            before = np.array(allocated[:-1])
+            # The gradient that comes for the first of two units that run as one is the whole's.
+            first = np.flatnonzero(kinds == [*Kind].index(Kind.NOTHING))
+            before[first + 1] = before[first]
             peak = int(peaks[np.isin(kinds, WHOLE_KINDS)].max())
-            needed = needed_by_kind(kinds, chunks, peaks - np.maximum(held[:-1], held[1:]))
+            needed = needed_by_kind(kinds, chunks, peaks - np.maximum(before, after))
         capacity = (1 - SAFETY_MARGIN) * self._source.capacity_bytes()
         # The first stage's input is assumed to be like what it sends.
         least = (specs.receives.get(Kind.FORWARD) or specs.sends[Kind.FORWARD]).num_bytes

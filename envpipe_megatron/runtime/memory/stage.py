@@ -207,34 +207,39 @@ def bytes_by_chunk(
     workspace. Of such medians the largest is taken: outputs that wait for their transfer make
     forwards seem to hold more than backwards give back, and they too must fit. So it is with what
     the first part of a backward leaves to its second; None if a chunk had no backward in parts.
+    Which part lets a forward's input go depends on the model's precision.
 
     Args:
         units: in the order in which they ran.
         allocated_bytes: before the first of them, and after each.
         input_bytes: [num_chunks] what a forward's input takes. Megatron's models keep that of their
-            last forward until the next: where its microbatch has ended by then, it is added here.
+            last forward until the next: backwards of such microbatches count only in chunks without
+            others, with the input added.
     """
     changes: dict[tuple[Kind, int], list[float]] = defaultdict(list)
+    of_last: dict[tuple[Kind, int], list[float]] = defaultdict(list)
     forwarded: dict[int, int] = {}  # the last microbatch by chunk
     outlived = set[int]()  # chunks whose last input is all that is left of its microbatch
     whole, of_first = False, 0.0
     for own, change in zip(units, np.diff(allocated_bytes).astype(float), strict=True):
-        kind, chunk = Kind.BACKWARD if whole else own.kind, own.chunk
+        kind, chunk, counted = Kind.BACKWARD if whole else own.kind, own.chunk, changes
         change += of_first
         if kind is Kind.FORWARD:
             change += input_bytes[chunk] if chunk in outlived else 0
             outlived.discard(chunk)
             forwarded[chunk] = own.microbatch
-        elif kind is not Kind.INPUT_GRADIENT and forwarded.get(chunk) == own.microbatch:
-            change -= input_bytes[chunk]
-            outlived.add(chunk)
+        elif forwarded.get(chunk) == own.microbatch:
+            counted = of_last
+            if kind is not Kind.INPUT_GRADIENT:
+                change -= input_bytes[chunk]
+                outlived.add(chunk)
         if not own.combined:
-            changes[kind, chunk].append(change)
+            counted[kind, chunk].append(change)
         whole = own.combined
         of_first = change if whole and own.kind is Kind.INPUT_GRADIENT else 0.0
     chunks = range(1 + max(own.chunk for own in units))
     forward, backward, first, second = (
-        np.array([np.median(changes[kind, chunk] or math.nan) for chunk in chunks])
+        np.array([np.median(changes[kind, c] or of_last[kind, c] or math.nan) for c in chunks])
         for kind in TRAITS
     )
     held = np.fmax(forward, np.fmax(-backward, -first - second))

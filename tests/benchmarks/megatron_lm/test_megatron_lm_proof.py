@@ -1,6 +1,5 @@
 """The proof on GPUs: turns, hangs, what is run again, and what counts as equal. A fake checkout."""
 
-import json
 import subprocess
 import sys
 import time
@@ -325,18 +324,6 @@ def test_a_pair_of_overlapped_experts_is_planned_as_one(site):
     job.plan.write(site.scratch)
     plan = read_plan(site.scratch / "plan.json", read_profile(site.scratch / "profile.csv"))
     assert plan.schedule.combined.any()
-
-
-def test_a_report_can_be_made_at_any_time(site, state, tmp_path):
-    machine = replace(site, num_gpus=4)
-    assert "commands" in prove.write_report(state, machine, tmp_path)
-    assert json.loads((tmp_path / "report.json").read_text())["rounds"] == []
-    run = {"command": "run it", "log": "[rank1]: ValueError: no", "stood_at": {"0": [3, "F1"]}}
-    state.runs["stress/pp4"] = {"status": "hung", **run}
-    text = prove.write_report(state, machine, tmp_path)
-    assert "| pp4 | hung. rank 0: iteration 3, F1 |" in text
-    assert "| stress/pp4 | hung | ValueError: no |" in text
-    assert "- stress/pp4: `run it`" in text
 
 
 DRIVER = """

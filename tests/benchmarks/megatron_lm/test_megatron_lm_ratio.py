@@ -4,6 +4,7 @@ import math
 import signal
 import sys
 from dataclasses import replace
+from decimal import Decimal
 from types import SimpleNamespace
 
 import click
@@ -16,6 +17,7 @@ from envpipe_megatron.core.timeline import Timeline
 
 pytest.importorskip("torch")
 pytest.importorskip("megatron.core")
+from benchmarks.evidence import Figure, read_rows
 from benchmarks.megatron_lm import prove, ratio, unit_times
 from benchmarks.megatron_lm.models import (
     ENVPIPE,
@@ -32,6 +34,7 @@ from benchmarks.megatron_lm.running.jobs import State
 from benchmarks.megatron_lm.running.rest import RESTING
 from benchmarks.megatron_lm.running.rounds import Keeper, Rounds, measured, ratio_rows
 from benchmarks.megatron_lm.running.turns import Block
+from benchmarks.outputs import ROWS_FILE
 from envpipe_megatron.integrations.megatron.hooked import HookedForwardBackward
 from envpipe_megatron.integrations.torch_pipelining import AttachedPipeline
 from envpipe_megatron.runtime.clocks.watch import ClockWatch
@@ -68,6 +71,21 @@ def test_ratio_and_its_bound(state):
     assert units["target met"]
     assert found["setting"] == "gpt-pp4-m14"
     assert not measured(state, "gpt-pp4-m22")
+
+
+def test_a_report_leaves_rows_of_evidence(site, state, tmp_path):
+    keeper = Keeper(state, Rounds(2, 1, 10, 12), (STOCK, UNITS))
+    for turn, (arm, time_s) in enumerate(((STOCK, 5.0), (UNITS, 5.01), (UNITS, 5.0), (STOCK, 5.0))):
+        block = Block(1 + turn // 2, time_s, (), time_s / 10)
+        keeper(f"ratio/gpt-pp4-m14 start 1/{arm}", block)
+    state.machine["gpus"] = ["NVIDIA H200, 580.95, 143771 MiB"] * 4
+    prove.write_report(state, replace(site, num_gpus=4), tmp_path)
+    (row,) = read_rows(tmp_path / ROWS_FILE)
+    assert (row.table, row.basis, row.gpus) == ("ratio", "GPUs", "4 NVIDIA H200")
+    assert row.setting == {"job": "gpt-pp4-m14", "arm": UNITS}
+    assert str(row.measured["time"]).startswith("1.0010 (1.0")
+    assert row.measured["stock (s)"] == Figure(Decimal("0.5"))
+    assert row.command.startswith("python ")
 
 
 def test_rounds_that_are_missing_are_measured_later(site, state):

@@ -1,22 +1,17 @@
 """The comparison of planners: who is priced how, what is a miss, and what is left out."""
 
-import csv
-import json
 import math
 from functools import partial
 
 import numpy as np
 import pytest
-from click.testing import CliRunner
 from core_cases import like_a_gpu
-from on_request import on_request
 
-from benchmarks import outputs
 from benchmarks.planner import compare as command
 from benchmarks.planner import plans as made
 from benchmarks.planner.lowtime_rival import LowtimeRun, run_lowtime
 from benchmarks.planner.plans import PlanKind, compare, lowtime_row
-from benchmarks.planner.workloads import PERSEUS_SAVED_PERCENT, Workload, read_workloads
+from benchmarks.planner.workloads import PERSEUS_SAVED_PERCENT, Workload
 from envpipe_megatron.core.conditions import Conditions
 from envpipe_megatron.core.orders import builders
 from envpipe_megatron.core.plan import Plan, max_frequencies
@@ -116,41 +111,6 @@ def test_without_time_for_lowtime_only_stored_runs_are_read(tmp_path, monkeypatc
     limits = {"time_limit_s": 0, "output_dir": tmp_path}
     (left_out,) = compare(WORKLOAD, partial(run_lowtime, **limits)).skipped
     assert left_out.startswith("model, GPU, M = 6: lowtime: no run is stored")
-
-
-@pytest.fixture
-def data_dir(tmp_path):
-    """A folder of the published form: two tiny emulated profiles, one measured workload."""
-    stage_profile = tmp_path / "data" / "emulation" / "stage_profile"
-    measured = tmp_path / "data" / "measured" / "A40_tiny"
-    for folder in (stage_profile, measured):
-        folder.mkdir(parents=True)
-    for gpu in ("a100_sxm", "a40"):
-        (stage_profile / f"gpt3-175b_{gpu}.csv").write_text(PROFILE.to_csv())
-    (measured / "profile.csv").write_text(PROFILE.to_csv())
-    meta = {"gpu": "A40", "model": "tiny", "num_microbatches": 4, "blocking_power_w": 70.0}
-    (measured / "meta.json").write_text(json.dumps(meta))
-    return tmp_path / "data"
-
-
-@on_request("FIGURES")
-def test_the_command_writes_tables_and_claims(data_dir, tmp_path, monkeypatch):
-    monkeypatch.setattr(outputs, "PERSEUS_DATA", data_dir)
-    some = [w for w in read_workloads(data_dir) if w.num_microbatches < 24]
-    output = tmp_path / "out"
-    arguments = ["--output", str(output), "--lowtime-limit", "0"]
-    arguments += ["--lowtime-results", str(tmp_path / "none")]
-    arguments += ["--workload", "mb12", "--workload", "tiny"]
-    result = CliRunner().invoke(command.main, arguments)
-    assert result.exit_code == 0, result.output
-    assert "tiny, A40, M = 4: lowtime: no run is stored" in result.output
-    with (output / "plans.csv").open(newline="") as file:
-        rows = list(csv.DictReader(file))
-    assert len(rows) == 3 * 10
-    assert {row["workload"] for row in rows} == {workload.key for workload in some}
-    assert all(float(row["energy_j"]) > 0 for row in rows)
-    claims = json.loads((output / "claims.json").read_text())
-    assert {claim["figure"] for claim in claims} == {"planner_compare"}
 
 
 def test_a_claim_agrees_only_with_a_publication_that_it_reaches(comparison, monkeypatch):

@@ -9,7 +9,6 @@ import pytest
 from core_cases import like_a_gpu
 
 from benchmarks.planner.measured_runs import validate
-from benchmarks.planner.validation import MemoryPrediction, validation_claims
 from envpipe_megatron.core.conditions import Conditions
 from envpipe_megatron.core.kinds import WHOLE
 from envpipe_megatron.core.orders import builders
@@ -135,17 +134,3 @@ def test_a_run_has_no_part_in_its_own_prediction(tmp_path):
         new.held_out.iteration_time_s > old.held_out.iteration_time_s
         for new, old in zip(after[::2], before[::2], strict=True)
     )
-
-
-def test_claims_tell_of_the_worst_prediction(tmp_path):
-    validation = validate(_write_folder(tmp_path / "w", _conditions(tail_time_s=(0.3,) * STAGES)))
-    memory = [
-        MemoryPrediction("a GPU", stage, 4 - stage, 100.0, 150.0 + stage, 150.0)
-        for stage in range(3)
-    ]
-    of_runs, of_memory = validation_claims([validation], memory)
-    assert "16 measured runs of 1 models" in of_runs.claim
-    assert "of the 16 runs that the profiles' times are not made from" in of_runs.claim
-    assert "4, 3, 2 microbatches in flight" in of_memory.claim
-    assert f"to {200 / 150:.1f} %" in of_memory.claim
-    assert validation_claims([], []) == []

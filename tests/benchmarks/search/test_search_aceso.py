@@ -1,24 +1,10 @@
 """Aceso's own plans, by its cost model and by our simulator; rows and claims of searches."""
 
-from pathlib import Path
-
 import pytest
 from on_request import on_request
-from whole_layers import whole_layers
 
-from benchmarks.search import aceso, sailor, scale
-from benchmarks.search.aceso_runs import ARCHIVE, SETTINGS, Setting, unpack
-from envpipe_megatron.policies.objective import Goal
-
-
-def test_a_search_at_scale_says_what_it_found(monkeypatch):
-    layers = whole_layers(3)
-    monkeypatch.setattr(scale, "read_setting", lambda *_: layers)
-    monkeypatch.setattr(scale, "fold_blocks", lambda profile: profile)
-    setting = Setting("small", "", "gpt", "", 4, 2, 8)
-    found = scale.search_at_scale(Path(), setting, setting.job, Goal.TIME)
-    row = {"search": "small", "wall_s": 0.5, "at_most_s": 10.0, "within": True, "process_MiB": 9}
-    assert "best PP" in scale.claim_of(row | found).claim
+from benchmarks.search import aceso, sailor
+from benchmarks.search.aceso_runs import ARCHIVE, SETTINGS, unpack
 
 
 @on_request("FIGURES")

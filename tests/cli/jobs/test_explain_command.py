@@ -55,7 +55,9 @@ def test_a_command_without_a_script():
     assert "Give the command" in run_badly("explain")
 
 
-def test_a_recipes_file_and_flags_before_its(tmp_path):
+def test_a_recipes_file_and_flags_before_its(tmp_path, monkeypatch):
+    for name in ("CUDA_DEVICE_MAX_CONNECTIONS", "CUDA_LAUNCH_BLOCKING"):
+        monkeypatch.setenv(name, "0")  # which the recipe's go before
     path = tmp_path / "model_config.yaml"
     path.write_text(
         "ENV_VARS:\n  CUDA_DEVICE_MAX_CONNECTIONS: 1\nMODEL_ARGS:\n"
@@ -66,5 +68,9 @@ def test_a_recipes_file_and_flags_before_its(tmp_path):
     assert other["What it gets"][0].startswith("level order")
     carriers = other["What carries messages between stages"]
     assert "CUDA_DEVICE_MAX_CONNECTIONS=1: level units" in carriers[-1]
+    path.write_text(
+        "ENV_VARS: {CUDA_LAUNCH_BLOCKING: 1}\nMODEL_ARGS: {pipeline-model-parallel-size: 2}"
+    )
+    assert first("--recipe", path).startswith("level uniform")
     path.write_text(json.dumps({"pipeline-model-parallel-size": 4, "skip-train": True}))
     assert first("--recipe", path).startswith("level observe")

@@ -1,8 +1,10 @@
 """What `envpipe explain` says is what the job's own functions decide, and what pages show."""
 
 import itertools
+import os
 import re
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 
@@ -30,10 +32,10 @@ PIPELINE = "--pipeline-model-parallel-size 4 --micro-batch-size 1 --global-batch
 
 def explained(flags, options=None, environment=None, **placed):
     args = read_flags(f"{PIPELINE} {flags}".split())
-    given = options or JobOptions(level=None)
-    job = planned_job(args, given, environment or {}, **placed)
+    job = planned_job(args, options or JobOptions(level=None), **placed)
     titles = ("gets", "way", "proven", "carries", "seen", "never", "start")
-    return dict(zip(titles, explain(job).values(), strict=True))
+    with patch.dict(os.environ, environment or {}):
+        return dict(zip(titles, explain(job).values(), strict=True))
 
 
 @pytest.mark.parametrize(
@@ -94,7 +96,7 @@ def test_with_chunks_an_order_whose_forwards_draw_stays_megatrons():
 def test_boundaries_cross_nodes_where_ranks_of_neighbours_do(per_node, mapping):
     flags = f"--tensor-model-parallel-size 2 {mapping}"
     args = read_flags(f"{PIPELINE} {flags}".split())
-    job = planned_job(args, JobOptions(), {}, nodes=32 // per_node, ranks_per_node=per_node)
+    job = planned_job(args, JobOptions(), nodes=32 // per_node, ranks_per_node=per_node)
     ranks = list(range(32))
     # 4 stages, 4 replicas, 2 tensor-parallel ranks, as Megatron numbers them.
     strides = (8, 2) if not mapping else (2, 8)
@@ -140,8 +142,9 @@ def test_one_hardware_queue_over_nccl_lowers_what_must_check_itself():
 
 
 def test_figures_are_on_pages():
-    """Each is there as it is said, or as the ratio that it is of."""
-    pages = " ".join(path.read_text() for path in DOCS.rglob("*.md"))
+    """Each is on a page or in a row of it, as it is said or as the ratio that it is of."""
+    files = [*DOCS.rglob("*.md"), *DOCS.rglob("*.jsonl")]
+    pages = " ".join(path.read_text() for path in files)
     for row in SEEN:
         percents = re.findall(r"([\d.]+) % (less|more)", row.result)
         assert percents, row
@@ -206,7 +209,7 @@ def test_arguments_as_megatron_has_them(tmp_path):
     with pytest.raises(ArgumentsError, match="pipeline-model-parallel-size is a whole number"):
         read_flags(["--pipeline-model-parallel-size", "$PP"])
     with pytest.raises(EnvPipeError, match="cannot be divided"):
-        planned_job(read_flags(PIPELINE.split()), JobOptions(), {}, nodes=1, ranks_per_node=6)
+        planned_job(read_flags(PIPELINE.split()), JobOptions(), nodes=1, ranks_per_node=6)
     path = tmp_path / "recipe.yaml"
     path.write_text("fp8_format: hybrid\n--recompute: true\nsave: null\n--modules: [a, 1]\n")
     words = ["--fp8-format", "hybrid", "--recompute", "--modules", "a", "1"]

@@ -150,15 +150,6 @@ def test_show_says_who_slows_which_gpu_for_people_and_for_machines(node, monkeyp
 # --- reset ---------------------------------------------------------------------------------------
 
 
-def test_reset_gives_every_clock_back_and_says_so(node):
-    lock(node, 0, 1, 2, 3)
-    shown = run_well("clocks", "reset").stdout
-    assert locked(node) == []
-    for index, uuid in enumerate(node.uuids):
-        assert f"GPU {index} ({uuid}): reset by nvml" in shown
-    assert leases() == []
-
-
 def test_reset_leaves_gpus_alone_that_cuda_does_not_show(node, monkeypatch):
     before = lock(node, 0, 1, 2, 3)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", f"2,{node.uuids[0]}")
@@ -189,24 +180,6 @@ def test_an_epilogue_undoes_what_dead_jobs_left_and_nothing_else(node):
     assert run_well("clocks", "reset", "--dead-jobs").stdout == "There is nothing to reset.\n"
     assert run("clocks", "reset", "--dead-jobs", "--gpu", "0").exit_code == 2
     held.release()
-
-
-def test_a_gpu_that_a_live_job_holds_is_refused_and_the_job_named(node):
-    before = lock(node, 0, 1)
-    rank = ProcessIdentity.of(os.getpid())  # without one, its guard would be waited for
-    lease = Lease.take(
-        GpuAddress("nvml", node.uuids[1]), "slurm 4711", rank=rank, open_gpu=open_gpu
-    )
-    result = run("clocks", "reset")
-    assert result.exit_code == 1
-    assert f"GPU 1 ({node.uuids[1]}): not reset: job slurm 4711 (guard " in result.stdout
-    assert f"guard {os.getpid()}" in result.stdout
-    assert "Some clocks were not reset" in result.stderr
-    assert locked(node) == [1]
-    assert node.uuids[1] not in {call.uuid for call in node.changes()[before:]}
-    lease.release()
-    run_well("clocks", "reset")
-    assert locked(node) == []
 
 
 def test_what_dead_jobs_left_is_undone_also_on_gpus_that_are_not_shown(node, monkeypatch):

@@ -27,16 +27,6 @@ def order_path(tmp_path):
     return path
 
 
-def test_the_best_order_and_clocks_by_default(profile_path, tmp_path):
-    before = sorted(tmp_path.iterdir())
-    shown = plan(profile_path, "--num-microbatches", 8).stdout
-    assert sorted(tmp_path.iterdir()) == before  # a table, and no file
-    named = ("--schedule", "auto", "--policy", "optimal")
-    assert shown == plan(profile_path, "--num-microbatches", 8, *named).stdout
-    assert "optimal on envpipe" in shown
-    assert "No order of whole backwards can save more than" in shown
-
-
 @pytest.mark.parametrize(
     ("options", "title"),
     [
@@ -95,16 +85,6 @@ def test_a_plan_as_an_order_keeps_its_baseline(profile_path, tmp_path, named):
     run_well("export-schedule", one, "--output", table)
     plan(profile_path, "--schedule", table, *around, two)
     assert made(two)["baseline"] == made(one)["baseline"]
-
-
-def test_chunks_of_a_table_are_planned(profile_path, tmp_path):
-    order = builders.interleaved(4, 8, 2)
-    (tmp_path / "two.csv").write_text(torch_csv(order))
-    plan(profile_path, "--schedule", tmp_path / "two.csv", "--output", tmp_path / "two.json")
-    named = ("--schedule", "interleaved", "--num-chunks", 2)
-    plan_for(profile_path, tmp_path / "named.json", *named)
-    same = {"schedule_name": "interleaved", "group_size": 4}  # a table has neither
-    assert made(tmp_path / "two.json") | same == made(tmp_path / "named.json")
 
 
 def test_a_frontier_and_other_policies_of_a_table(profile_path, order_path, tmp_path):

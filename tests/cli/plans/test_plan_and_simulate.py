@@ -5,27 +5,11 @@ import os
 import subprocess
 import sys
 
-import pytest
 from cli_helpers import plan_for, simulate_json, write_sidecar
 from commands import run_well
 
 from envpipe_megatron import __version__
 from envpipe_megatron.cli import main
-
-POLICIES = (
-    ("baseline",),
-    ("uniform",),
-    ("envelope",),
-    ("envelope", "default"),
-    ("envelope", "greedy"),
-    ("envelope", "balanced"),
-)
-SCHEDULES = ("1f1b", "envpipe", "ours", "gpipe", "interleaved")
-PLAN_FIELDS = {
-    "format", "policy", "num_stages", "num_microbatches", "num_chunks", "schedule",
-    "frequency_mhz", "blocking_power_w", "iteration_time_s", "energy_j", "peak_in_flight",
-    "baseline", "profile_sha256", "created_by",
-}  # fmt: skip
 
 
 def options_of(policy, schedule):
@@ -33,40 +17,6 @@ def options_of(policy, schedule):
     if len(policy) > 1:
         options += ["--reconfigure", policy[1]]
     return options + (["--num-chunks", 2] if schedule == "interleaved" else [])
-
-
-@pytest.mark.parametrize(
-    ("policy", "schedule"),
-    [*((p, "envpipe") for p in POLICIES), *((("envelope", "balanced"), s) for s in SCHEDULES)],
-    ids=lambda value: value if isinstance(value, str) else "-".join(value),
-)
-def test_every_plan_has_the_promised_fields_and_simulates_to_its_own_figures(
-    profile_path, tmp_path, policy, schedule
-):
-    plan_for(profile_path, tmp_path / "plan.json", *options_of(policy, schedule))
-    plan = json.loads((tmp_path / "plan.json").read_text())
-    assert plan.keys() >= PLAN_FIELDS
-    assert plan["format"] == "envpipe-plan/1"
-    chunks = 2 if schedule == "interleaved" else 1
-    assert (plan["num_stages"], plan["num_microbatches"], plan["num_chunks"]) == (4, 8, chunks)
-    assert [len(stage) for stage in plan["schedule"]] == [16 * chunks] * 4
-    assert [len(stage) for stage in plan["frequency_mhz"]] == [16 * chunks] * 4
-    assert {f for stage in plan["frequency_mhz"] for f in stage} <= {1200, 1000, 900, 600}
-    assert plan["blocking_power_w"] == [80.0] * 4
-    assert len(plan["peak_in_flight"]) == 4
-    assert plan["baseline"].keys() == {"schedule", "iteration_time_s", "energy_j"}
-
-    facts = simulate_json(profile_path, tmp_path / "plan.json")
-    for field in ("policy", "iteration_time_s", "energy_j", "peak_in_flight", "baseline"):
-        assert facts[field] == plan[field], field
-    assert sum(facts["energy_by_stage_j"]) == pytest.approx(plan["energy_j"])
-    baseline = plan["baseline"]
-    assert facts["saving_percent"] == pytest.approx(
-        100 * (1 - plan["energy_j"] / baseline["energy_j"])
-    )
-    assert facts["slowdown_percent"] == pytest.approx(
-        100 * (plan["iteration_time_s"] / baseline["iteration_time_s"] - 1), abs=1e-9
-    )
 
 
 def test_limits_reach_the_plan_and_a_shallow_channel_is_told(profile_path, tmp_path):
@@ -134,23 +84,6 @@ def test_without_any_blocking_power_it_is_0_and_standard_error_warns(profile_pat
     assert "--blocking-power" in result.stderr
     assert "blocking power" not in result.stdout
     assert envpipe(*wanted, "--blocking-power", 0).stderr == ""  # 0 was asked for
-
-
-def test_a_plan_of_another_profile_is_priced_anew_with_a_warning_beside_the_json(
-    profile_path, tmp_path
-):
-    plan_for(profile_path, tmp_path / "plan.json", microbatches=1)
-    other = tmp_path / "other.csv"
-    other.write_text(
-        profile_path.read_text().replace("\n0,forward,1200,0.1,", "\n0,forward,1200,0.2,")
-    )
-    result = envpipe("simulate", "--profile", other, "--plan", tmp_path / "plan.json", "--json")
-    assert result.returncode == 0
-    stored = json.loads((tmp_path / "plan.json").read_text())
-    assert json.loads(result.stdout)["iteration_time_s"] == pytest.approx(
-        stored["iteration_time_s"] + 0.1
-    )
-    assert "made from another profile" in " ".join(result.stderr.split())
 
 
 def test_every_command_has_help_with_an_example():

@@ -60,32 +60,6 @@ def test_runnable_orders_are_those_of_training_jobs(profile_path, tmp_path):
     assert "--runnable goes with --schedule auto" in told
 
 
-def test_two_percent_more_time_saves_more(profile_path, tmp_path):
-    path = tmp_path / "plan.json"
-    for schedule in ("1f1b", "auto"):
-        now, _ = plan_of(profile_path, path, "--schedule", schedule)
-        later, printed = plan_of(
-            profile_path, path, "--schedule", schedule, "--deadline-factor", 1.02
-        )
-        assert later["energy_j"] < now["energy_j"]
-        slowdown = 100 * (later["iteration_time_s"] / later["baseline"]["iteration_time_s"] - 1)
-        assert 0 < slowdown <= 2 + 1e-6
-        assert row(printed, "slowdown (%)") == pytest.approx(slowdown, abs=6e-4)
-
-
-def test_limits_reach_the_search(profile_path, tmp_path):
-    path, auto = tmp_path / "plan.json", ("--schedule", "auto")
-    free, _ = plan_of(profile_path, path, *auto)
-    assert max(free["peak_in_flight"]) > 5
-    few, _ = plan_of(profile_path, path, *auto, "--max-in-flight", 5)
-    assert max(few["peak_in_flight"]) == 5
-    chunks, _ = plan_of(profile_path, path, *auto, "--num-chunks", 2, "--max-in-flight", 5.5)
-    assert max(chunks["peak_in_flight"]) == 11
-    own, _ = plan_of(profile_path, path, *auto, "--max-extra-forwards", 0)
-    assert own["peak_in_flight"] == [4, 3, 2, 1]
-    assert free["energy_j"] <= few["energy_j"] <= own["energy_j"]
-
-
 def test_memory_by_the_sidecar(profile_path, tmp_path):
     wanted = (*OPTIMAL, "--schedule", "auto", "--max-in-flight", "memory")
     message = plan_badly(profile_path, tmp_path, *wanted)

@@ -25,14 +25,6 @@ def _changes(node):
     return [(call.function, call.uuid, call.arguments) for call in node.changes()]
 
 
-def test_the_gpus_of_a_node(node):
-    devices = NvmlGpu.list_gpus()
-    assert [device.index for device in devices] == [0, 1, 2, 3]
-    assert [device.uid for device in devices] == node.uuids
-    assert [device.pci_bus_id for device in devices] == node.pci_bus_ids
-    assert {device.name for device in devices} == {"NVIDIA A100-SXM4-80GB"}
-
-
 @pytest.mark.parametrize("name", ["NO_PERMISSION", "UNKNOWN", "IRQ_ISSUE", "GPU_IS_LOST"])
 def test_a_gpu_that_may_not_be_used_or_is_sick_does_not_hide_the_others(node, monkeypatch, name):
     """NVML counts GPUs of which it then gives no handle."""
@@ -104,22 +96,6 @@ def test_a_gpu_without_a_list_of_clocks_is_read_and_never_locked(node, monkeypat
         assert "lists no SM clocks" in that_can_be_undone(chosen, uid, SiteConfig()).warning
     assert "lists no SM clocks" in str(NvmlGpu(uid).obstacle())
     assert node.changes() == []
-
-
-def test_lock_and_reset(node):
-    gpu = open_gpu(GpuAddress("nvml", node.uuids[1]))
-    gpu.lock_frequency(1200)
-    assert node.locked_mhz(node.uuids[1]) == (1200, 1200)
-    assert gpu.clock_state().observed_mhz == 1200
-    gpu.lock_frequency(900)
-    gpu.reset_frequency()
-    assert node.locked_mhz(node.uuids[1]) is None
-    uuid = node.uuids[1]
-    assert _changes(node) == [
-        (LOCK, uuid, (1200, 1200)),
-        (LOCK, uuid, (900, 900)),
-        (RESET, uuid, ()),
-    ]
 
 
 def test_clock_reasons_and_limit_are_told_apart(node):

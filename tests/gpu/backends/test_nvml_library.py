@@ -14,7 +14,6 @@ from envpipe_megatron.gpu.base import (
     GpuError,
     GpuNotSupportedError,
     GpuPermissionError,
-    NoDriverError,
     PowerState,
 )
 from envpipe_megatron.gpu.devices import open_gpu
@@ -54,22 +53,6 @@ def test_no_such_gpu(node, uid):
     if not uid.startswith("GPU-"):
         with pytest.raises(GpuError, match="clocks show"):
             open_gpu(GpuAddress("none", uid))
-
-
-@pytest.mark.parametrize(
-    ("fault", "error", "remedy"),
-    [
-        ("driver_mismatch", GpuError, "reboot"),
-        ("driver_not_loaded", NoDriverError, "Load the driver"),
-    ],
-)
-def test_a_driver_that_does_not_work(node, fault, error, remedy):
-    node.set_fault(None, fault)
-    for attempt in (NvmlGpu.list_gpus, lambda: NvmlGpu(node.uuids[0])):
-        with pytest.raises(error, match=remedy):
-            attempt()
-    node.clear_faults()
-    assert len(NvmlGpu.list_gpus()) == 4
 
 
 def test_no_library(tmp_path):
@@ -157,16 +140,6 @@ def test_an_older_nvidia_ml_py_and_a_gpu_that_tells_nothing(profiled, monkeypatc
     state = NvmlGpu(profiled.uuids[0]).power_state()
     assert state == PowerState()
     assert str(state) == "no power profile enforced, power limit not known"
-
-
-def test_a_failure_is_no_absence(profiled):
-    gpu = NvmlGpu(profiled.uuids[0])
-    profiled.set_fault(profiled.uuids[0], "lost")
-    with pytest.raises(GpuError, match="lost"):
-        gpu.power_state()
-    profiled.set_fault(profiled.uuids[0], "lost", 0)
-    profiled.set_fault(profiled.uuids[0], "enforced_profiles", 1)
-    assert gpu.power_state().enforced_profiles == ("max-P",)
 
 
 def refusing(code):

@@ -5,13 +5,12 @@ import os
 import socket
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 
 import pytest
 from fake_zeusd import FakeZeusd
-from plain_reader import UUID, PlainReader, assert_reads_through
+from plain_reader import UUID, PlainReader
 
-from envpipe_megatron.gpu.backends.zeusd import Zeusd, ZeusdGpu, ZeusdOffer, zeusd_socket
+from envpipe_megatron.gpu.backends.zeusd import Zeusd, ZeusdGpu, zeusd_socket
 from envpipe_megatron.gpu.base import GpuError, GpuPermissionError
 from envpipe_megatron.gpu.site import SiteConfig
 
@@ -44,18 +43,6 @@ def locked(mhz, gpu_id=1):
 RESET = ("/gpu/reset_gpu_locked_clocks", {"gpu_ids": "1"})
 
 
-def test_lock_and_reset(daemon):
-    gpu = gpu_of(daemon)
-    assert daemon.requests == []  # opening needs no daemon
-    for clock in (1380, 1200):
-        gpu.lock_frequency(clock)
-        assert_reads_through(gpu)
-    gpu.reset_frequency()
-    assert_reads_through(gpu)
-    assert daemon.changes == [locked(1380), locked(1200), RESET]
-    assert (gpu.address.backend, gpu.address.uid) == ("zeusd", UUID)
-
-
 def test_the_gpu_is_found_by_its_pci_address_and_not_by_a_number(daemon):
     daemon.gpus = {"0000:41:00.0": {"id": 6}, "0001:41:00.0": {"id": 1}, "0000:41:00.1": {"id": 2}}
     gpu_of(daemon, "00000000:41:00.0").lock_frequency(1380)
@@ -85,15 +72,6 @@ def test_a_daemon_that_tells_no_addresses_is_refused(daemon, gpu, said):
     assert daemon.requests == ["GET /discover"]
 
 
-def test_what_a_daemon_offers(daemon):
-    zeusd = Zeusd(daemon.path)
-    groups = frozenset(("gpu-control", "gpu-read", "cpu-read"))
-    offer = ZeusdOffer({(0, 1, 0, 0): 0, (0, 0x41, 0, 0): 1}, groups, False)
-    assert zeusd.discover() == offer
-    daemon.tokens = {}
-    assert zeusd.discover() == replace(offer, auth_required=True)
-
-
 def test_a_restarted_daemon_is_asked_anew_for_its_numbers(daemon):
     gpu = gpu_of(daemon)
     gpu.lock_frequency(1380)
@@ -115,18 +93,6 @@ def test_a_daemon_that_dies_within_a_request_and_comes_back(daemon):
     daemon.wait_for.set()
     thread.join(30)
     assert daemon.changes[-1] == locked(1200)
-
-
-def test_a_daemon_that_is_gone_is_an_error_until_it_is_back(daemon):
-    gpu = gpu_of(daemon)
-    gpu.lock_frequency(1380)
-    daemon.stop()
-    for _ in range(2):
-        with pytest.raises(GpuError, match=r"no zeusd at .*zeusd\.sock.*Start zeusd"):
-            gpu.lock_frequency(1200)
-    daemon.start()
-    gpu.reset_frequency()
-    assert daemon.changes == [locked(1380), RESET]
 
 
 def test_a_socket_of_somebody_else(daemon, monkeypatch):

@@ -82,20 +82,6 @@ def test_of_requests_that_are_due_only_the_latest_is_set(gpu, page, make):
     assert gpu.history == [1200, 1400]
 
 
-def test_while_the_driver_is_slow_requests_grow_stale(gpu, page, make):
-    make()
-    gpu.driver.clear()
-    ask(page, 1000)
-    assert gpu.in_driver.wait(10)
-    ask(page, 1100, 1200, 1300, 1400)
-    ask(page, 1100, ended=False)
-    gpu.driver.set()
-    look_until(lambda: gpu.history == [1000, 1400])
-    page.count(DUE, page.ask(1100))
-    assert served(page)["coalesced"] == 4
-    assert gpu.history == [1000, 1400, 1100]
-
-
 def test_the_clock_that_is_set_is_set_again_only_if_it_is_asked_for_next(gpu, page):
     """A rank asks for it where somebody has reset it; others make no difference in the end."""
     controller = PageController(gpu, page)

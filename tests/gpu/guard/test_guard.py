@@ -10,12 +10,11 @@ from pathlib import Path
 import pytest
 from guard_rounds import DEADLINE_S, FAULTS, Node, Round, play, until
 
-from envpipe_megatron.gpu.base import GpuAddress, GpuPermissionError
 from envpipe_megatron.gpu.clock.page import DUE, ClockPage
 from envpipe_megatron.gpu.control import ChosenControl
 from envpipe_megatron.gpu.devices import open_gpu
 from envpipe_megatron.gpu.guard.hold import guard_log, hold_gpu
-from envpipe_megatron.gpu.guard.lease import Lease, list_leases
+from envpipe_megatron.gpu.guard.lease import list_leases
 from envpipe_megatron.gpu.guard.lease_file import LEASE_DIR_VARIABLE
 from envpipe_megatron.gpu.guard.messages import GuardSettings, ProcessIdentity
 from envpipe_megatron.gpu.guard.resetting import that_can_be_undone
@@ -168,15 +167,3 @@ def test_what_sets_no_clock_has_nothing_to_undo(gpus, backend):
     chosen = ChosenControl("auto", backend, "so")
     assert that_can_be_undone(chosen, gpus.uuids[0], SiteConfig()) is chosen
     assert gpus.changes() == []
-
-
-def test_a_clock_that_a_job_holds_is_left_alone(gpus):
-    address = GpuAddress("nvml", gpus.uuids[0])
-    lease = Lease.take(address, "another", rank=ProcessIdentity.own(), open_gpu=open_gpu)
-    open_gpu(address).lock_frequency(1200)
-    found = that_can_be_undone(NVML, address.uid, SiteConfig())
-    assert "job another" in found.warning
-    with pytest.raises(GpuPermissionError, match=r"required, but .*job another"):
-        that_can_be_undone(NVML, address.uid, SiteConfig(), require=True)
-    assert gpus.locked_mhz(address.uid) == (1200, 1200)
-    lease.release()

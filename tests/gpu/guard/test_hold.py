@@ -9,7 +9,7 @@ import socket
 import subprocess
 import threading
 from types import SimpleNamespace
-from unittest.mock import patch
+from unittest.mock import Mock, patch
 
 import pytest
 from fake_gpu import FakeGpu, look_until, pages_go  # noqa: F401 - a fixture
@@ -137,26 +137,20 @@ def test_a_guard_that_ends_before_it_answers_leaves_no_lease(guard):
     assert guard.gpu.history == [None]
 
 
-def test_no_process_for_a_guard(guard, monkeypatch):
+@pytest.mark.parametrize(
+    ("place", "error"),
+    [
+        ("subprocess.Popen", BlockingIOError(11, "Resource temporarily unavailable")),
+        # As where /proc is not mounted.
+        ("ProcessIdentity.own", FileNotFoundError(2, "No such file", "/proc/self/ns/pid")),
+    ],
+)
+def test_a_rank_that_can_start_no_guard_is_told_why(guard, monkeypatch, place, error):
     guard.end = SimpleNamespace(close=lambda: None)
-
-    def full(command, **how):
-        raise BlockingIOError(11, "Resource temporarily unavailable")
-
-    monkeypatch.setattr(hold_module.subprocess, "Popen", full)
-    with pytest.raises(GuardError, match=r"could not be started.*Resource temporarily"):
-        guard.hold()
-
-
-def test_a_rank_that_cannot_look_at_itself_gets_no_guard(guard, monkeypatch):
-    """As where /proc is not mounted; it trains on with the clock as it is."""
-    guard.end = SimpleNamespace(close=lambda: None)
-
-    def unmounted():
-        raise FileNotFoundError(2, "No such file or directory", "/proc/self/ns/pid")
-
-    monkeypatch.setattr(hold_module.ProcessIdentity, "own", unmounted)
-    with pytest.raises(GuardError, match=r"could not be started.*/proc/self/ns/pid"):
+    monkeypatch.setattr(f"{hold_module.__name__}.{place}", Mock(side_effect=error))
+    with pytest.raises(
+        GuardError, match=rf"could not be started.*{error.filename or error.strerror}"
+    ):
         guard.hold()
     assert guard.page.is_over
 

@@ -61,15 +61,15 @@ class MemoryGroup:
         return value
 
     def _get(self, sender: int) -> Any:
-        value = self._boxes[sender, self._index].get()
+        value = self._boxes[sender, self._index].get(timeout=_PATIENCE_S)
         if value is _FAILED:
             raise RuntimeError("a rank of the job has failed")
         return value
 
 
 _FAILED = object()
-#: For ranks to end, s.
-_END_S = 20.0
+#: For ranks to end, and for what another rank says, s.
+_END_S, _PATIENCE_S = 20.0, 300.0
 
 
 class Immediate(Background[Any]):
@@ -127,8 +127,7 @@ class EmulatedJob:
         self.said: list[tuple[int, str]] = []
         self._replicas, self._stages = len(pipelines.gpus), len(pipelines.gpus[0])
         self._late, self._rooms = late, rooms
-        self._boxes: list[dict[tuple[int, int], SimpleQueue[Any]]] = []
-        groups = _Boxes(self._boxes)
+        self._groups = Boxes()
         self._inboxes = [
             [SimpleQueue[Any]() for _ in range(self._stages)] for _ in range(self._replicas)
         ]
@@ -137,7 +136,7 @@ class EmulatedJob:
         self._ranks: list[threading.Thread] = []
         for replica in range(self._replicas):
             for stage in range(self._stages):
-                collectives = self._collectives(replica, stage, groups)
+                collectives = self._collectives(replica, stage)
                 parts = partial(self._parts, replica, stage, collectives, config, own_order)
                 self._ranks.append(
                     threading.Thread(
@@ -170,9 +169,8 @@ class EmulatedJob:
 
     def close(self) -> None:
         """End all ranks; what they keep is written then."""
-        for boxes in self._boxes:
-            for box in boxes.values():
-                box.put(_FAILED)
+        for box in self._groups.all():
+            box.put(_FAILED)
         for inboxes in self._inboxes:
             for box in inboxes:
                 box.put(None)
@@ -198,7 +196,8 @@ class EmulatedJob:
             if parts is not None:
                 parts.folder.close()
 
-    def _collectives(self, replica: int, stage: int, groups: _Boxes) -> Collectives:
+    def _collectives(self, replica: int, stage: int) -> Collectives:
+        groups = self._groups
         tree = [
             groups.group((stage, tuple(members)), members.index(replica), len(members))
             for members in tree_groups(replica, self._replicas)
@@ -237,7 +236,6 @@ class EmulatedJob:
         folder.resume(config, self._stages, gpu)  # type: ignore[arg-type]
         executor = SimpleNamespace(
             now_s=lambda: gpu.state.end_s,
-            wait_for_messages=_nothing,
             idle=lambda time_s: gpu.advance_to(gpu.state.end_s + time_s),
         )
         message = SimpleNamespace(make=_nothing)
@@ -268,11 +266,10 @@ class EmulatedJob:
         return parts
 
 
-class _Boxes:
+class Boxes:
     """The groups of a job, by what they are of."""
 
-    def __init__(self, made: list[dict[tuple[int, int], SimpleQueue[Any]]]) -> None:
-        self._made = made
+    def __init__(self) -> None:
         self._by_name: dict[object, dict[tuple[int, int], SimpleQueue[Any]]] = {}
 
     def group(self, name: object, index: int, size: int) -> MemoryGroup:
@@ -281,8 +278,11 @@ class _Boxes:
         if boxes is None:
             pairs = [(a, b) for a in range(size) for b in range(size)]
             boxes = self._by_name[name] = {pair: SimpleQueue() for pair in pairs}
-            self._made.append(boxes)
         return MemoryGroup(index, size, boxes)
+
+    def all(self) -> list[SimpleQueue[Any]]:
+        """The boxes of all groups."""
+        return [box for boxes in self._by_name.values() for box in boxes.values()]
 
 
 def _nothing(*args: object, **named: object) -> None:

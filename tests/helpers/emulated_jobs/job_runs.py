@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
@@ -26,6 +26,7 @@ from envpipe_megatron.policies.planner import make_plan
 from envpipe_megatron.policies.request import PlanRequest
 from envpipe_megatron.runtime.execution.orders import constant_order
 from envpipe_megatron.runtime.job.options import JobOptions
+from envpipe_megatron.runtime.job.parts import SessionState
 
 BACKWARD_RATIO = 2.0
 
@@ -34,13 +35,19 @@ BACKWARD_RATIO = 2.0
 class Ran:
     """A job, and the framework's own order at the highest clocks under the same faults.
 
-    `said` has the iteration of each line, `notes` what the bill says in the end.
+    `said` has the iteration of each line; `state` is what the job has come to.
     """
 
     job: list[Iteration]
     own: list[Iteration]
     said: list[tuple[int, str]]
-    notes: tuple[str, ...]
+    state: SessionState
+    pipelines: Pipelines
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What the bill says in the end."""
+        return self.state.notes
 
     @property
     def steady(self) -> int:
@@ -93,16 +100,17 @@ def run_job(
     faults: Faults = lambda iteration: {},
     starts_again: Sequence[int] = (),
     emulated: Mapping[str, Any] | None = None,
+    make: Callable[..., Pipelines] = Pipelines,
     **trouble: Any,
 ) -> Ran:
     """Run a job, and the framework's own order; `forward_s` is of a chunk of each stage.
 
     In the iterations of `starts_again` the job starts again, with what its folder keeps. More
-    of the GPUs is `emulated`, as arguments of `Pipelines`; `trouble` is that of `EmulatedJob`.
+    of the GPUs is `emulated`, as arguments of `make`; more of the job as those of `EmulatedJob`.
     """
 
     def pipelines() -> Pipelines:
-        return Pipelines(
+        return make(
             preset,
             forward_s,
             replicas,
@@ -121,13 +129,13 @@ def run_job(
                 job.run(after - first)
             said += job.said
             assert job.planner is not None
-            notes = job.planner.state.notes
+            state = job.planner.state
     own, top = pipelines(), preset.max_frequency_mhz
     counts = config.num_microbatches, config.num_chunks, config.group_size
     order = framework_order(len(forward_s), *counts)
     for _ in range(iterations):
         own.run([constant_order(Phase.BASELINE, order, top)] * replicas)
-    return Ran(controlled.iterations, own.iterations, said, notes)
+    return Ran(controlled.iterations, own.iterations, said, state, controlled)
 
 
 def exact_profile(

@@ -1,4 +1,4 @@
-"""Schedules of torch's in jobs that may set no clock: the order changes, and losses do not."""
+"""Schedules of torch's in jobs that may set no clock, and what other jobs go for."""
 
 from dataclasses import replace
 
@@ -63,3 +63,38 @@ def test_a_rank_that_is_late_in_other_orders_has_its_own_again(trained, two_rank
         assert late_from <= max(others) < (late_from or min(others)) + 20
         assert set(range(32, late_from)) <= set(others), "the shortest order runs until then"
         assert any(note.startswith("The framework's own order: the") for note in rank["notes"])
+
+
+# What a job goes for ---------------------------------------------------------------------------
+
+
+ALONE = "only measuring, in the framework's order and at the "
+SHORTEST = "order auto, the shortest that is found, at the "
+READ = "A GPU is opened for reading only: the "
+KEEPS = "Objective time needs another order, and this job keeps its own"
+
+
+@pytest.mark.parametrize(
+    ("asked", "does", "notes"),
+    [
+        ({"objective": "time"}, f"{SHORTEST}highest clock, where it is faster", []),
+        ({"objective": "time", "level": "units"}, f"{ALONE}highest clock; clocks", [KEEPS]),
+        ({"objective": "edp", "level": "uniform"}, "one clock of least energy for the whole", []),
+        (
+            {"objective": "edp", "gpu_control": "none"},
+            f"{SHORTEST}clocks as they are, where it is faster",
+            [f"{READ}shortest order in place of least edp, and clocks stay as they are"],
+        ),
+        (
+            {"level": "units", "gpu_control": "none"},
+            f"{ALONE}clocks as they are, not order 1f1b, plans of least energy",
+            [f"{READ}framework's order at baseline clocks"],
+        ),
+    ],
+)
+def test_what_a_job_goes_for(trained, two_ranks, asked, does, notes):
+    case = Case("Schedule1F1B", 4, steps=4, settings={"baseline_steps": 2, **asked})
+    _, ours = trained(case, ranks=two_ranks)
+    assert f"is active: {does}" in ours[0]["said"][0]
+    assert ours[0]["summary"]["notes"][: len(notes) or None] == notes
+    assert ours[0]["said"][0].endswith("; ".join(["", *notes])) or not notes

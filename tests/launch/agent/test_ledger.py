@@ -99,21 +99,6 @@ def bills() -> Billed:
 
 
 # For those who look now -----------------------------------------------------------------------
-def test_the_last_line_tells_what_an_iteration_takes(bills):
-    ledger = bills.ledger
-    assert ledger.last is None
-    bills.take(5.0, 7.0, 10, last_iteration=13)
-    bills.take(7.0, 7.5, 14, phase="steady m2")
-    assert (ledger.last.phase, ledger.last.steps) == ("steady m2", 1)
-    energy_j = uneven_j(7.5) - uneven_j(7.0)
-    assert (ledger.last.duration_s, ledger.last.energy_j) == pytest.approx((0.5, energy_j))
-    assert ledger.trained.shares_s == pytest.approx((1.25, 0.625, 0.625))
-    bills.at(9.0)
-    bills.finish()
-    assert (ledger.last.phase, ledger.last.steps) == ("between", 0)
-    assert sum(ledger.trained.shares_s) == pytest.approx(2.5)
-
-
 def test_looks_at_the_clock_add_up_to_times_in_which_it_was_held_back(bills, monkeypatch):
     now_s = 100.0
     monkeypatch.setattr(ledger_module.time, "monotonic", lambda: now_s)

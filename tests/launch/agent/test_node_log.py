@@ -18,26 +18,6 @@ def notes(log: NodeLog) -> list[dict]:
     return [line for line in lines if line["format"] == "envpipe-note/1"]
 
 
-def test_a_log_begins_and_ends(tmp_path):
-    log = NodeLog(tmp_path / "made" / "for it", "n7")
-    grown = []
-    log.grown = lambda: grown.append(log.size)
-    log.append(window(node="another"))
-    log.end(3)
-    log.close()
-    with (tmp_path / "another").open("w") as file:
-        log.close()
-        file.write("is still open")
-    assert log.path == tmp_path / "made" / "for it" / "energy-n7.jsonl"
-    begun, ended = notes(log)
-    assert (begun["note"], begun["node"]) == ("begun", "n7")
-    assert (ended["note"], ended["exit_code"]) == ("ended", 3)
-    (line,) = read_energy_logs([log.path]).windows
-    assert line.node == "n7"
-    assert grown[-1] == log.size == log.path.stat().st_size
-    assert grown == sorted(set(grown))
-
-
 @pytest.mark.parametrize("how", ["deleted", "renamed", "its folder deleted"])
 def test_a_log_that_loses_its_name_loses_no_line(tmp_path, how):
     log = NodeLog(tmp_path / "runs", "n0")

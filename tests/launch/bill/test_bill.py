@@ -100,18 +100,6 @@ def test_sums_come_by_run_rank_stage_gpu_and_phase():
     assert list(made.total_by(lambda w: tuple(getattr(w, name) for name in names))) == places
 
 
-def test_what_one_window_does_not_say_is_not_known_of_the_sum():
-    knows, knows_not = window(), window(energy_uncertainty_j=None, idle_s=None)
-    total = bill(knows, knows).total()
-    assert total.energy_uncertainty_j == pytest.approx(math.hypot(0.5, 0.5))
-    assert total.shares_s == (2.0, 1.0, 1.0)
-    total = bill(knows, knows_not).total()
-    assert total.energy_uncertainty_j is None
-    assert total.known_shares_s is None
-    assert Bill().total().known_shares_s is None
-    assert Bill().total().average_power_w == 0
-
-
 def reachable(thing: object) -> int:
     """How many objects hang on one."""
     seen, todo = {id(thing)}, [thing]
@@ -146,18 +134,6 @@ def test_an_iteration_that_is_repeated_counts_once_and_its_energy_twice():
     assert made.per_unit() == {"iteration": pytest.approx(800 / 6)}
     assert made.steps("steady").iterations == 8
     assert made.steps("steady").energy_j == 100
-
-
-def test_time_between_steps_is_billed_and_is_no_step():
-    made = bill(
-        *(window(0, i) for i in range(4)),
-        window(0, 4, 50.0, phase="between"),
-        window(0, 7, 50.0, phase="plan"),
-    )
-    assert made.steps("between") is None
-    assert made.steps("plan") is None
-    assert made.num_iterations == 4
-    assert made.per_unit()["iteration"] == 125
 
 
 def test_windows_of_many_iterations():
@@ -209,14 +185,6 @@ def test_iterations_of_other_runs_are_others_and_those_of_a_restart_the_same():
     made = bill(facts, *goes_on, *(window(0, i, run=f"a {STARTS[1]}9") for i in (1, 2, 3)))
     assert made.num_iterations == 4
     assert made.per_unit() == {"iteration": 175, "token": 0.175, "sample": 21.875}
-
-
-def test_iterations_of_other_batches_have_no_number_of_tokens():
-    small, large = job(tokens_per_iteration=1000), job(tokens_per_iteration=4000)
-    made = bill(small, window(0, 0), large, window(0, 1))
-    assert made.per_unit() == made.snapshot().per_unit() == {"iteration": 100}
-    assert bill(small).per_unit() == {}
-    assert bill(small, large, window(0, 0)).per_unit() == {"iteration": 100, "token": 0.025}
 
 
 TIMES_S = (2.0, 2.1, 1.9, 2.05)
@@ -282,25 +250,6 @@ def test_the_first_line_has_tokens_and_that_no_clock_was_changed_where_that_is_k
     assert told == more.format(tokens="; a token 2.013 ms and 200 mJ on 2 GPUs")
 
 
-LATER = {**BASELINE, "time_s": 3.8, "energy_j": 250.0}
-
-
-def test_each_step_is_compared_with_the_baseline_that_was_in_force():
-    """Both halves of a job save a fifth, at another length of sequences; so do both starts."""
-    entries = []
-    for start, baseline in enumerate([BASELINE, LATER]):
-        step = {"duration_s": baseline["time_s"], "run": f"a {STARTS[start]}", "baseline": baseline}
-        energy_j = 0.8 * baseline["energy_j"]
-        entries += [
-            window(gpu, 4 * start + i, energy_j, **step) for gpu in (0, 1) for i in range(4)
-        ]
-    made = bill(*entries)
-    for got in (made.comparison(), made.snapshot().comparison()):
-        assert got.saving_percent == pytest.approx(20.0)
-        assert got.slowdown_percent == pytest.approx(0.0, abs=1e-9)
-        assert got.slowdown_uncertainty_percent < 2, "that sequences grow is no scatter"
-
-
 def test_steps_without_a_baseline_are_in_no_saving():
     """Of one run that only measures, and of the steps before a baseline could be measured."""
     known = [window(0, i, 100.0, baseline=BASELINE, run="envpipe") for i in range(4)]
@@ -358,20 +307,6 @@ def test_no_saving_is_told_where_one_side_is_not_known(entries):
 
 
 # Nodes ---------------------------------------------------------------------------------------
-
-
-def test_a_node_that_begun_and_did_not_end_was_lost():
-    entries = [note("begun"), window(), note("begun", "n1"), window(1, node="n1")]
-    made = bill(
-        *entries, note("begun", "n2"), note("ended", "n2"), note("ended", "n1", exit_code=0)
-    )
-    nodes = bill_facts(made, Tariff())["nodes"]
-    assert [(of["node"], of["num_gpus"]) for of in nodes] == [("n0", 1), ("n1", 1), ("n2", 0)]
-    assert made.missing() == ["n0 was lost: its energy up to its last line is in the bill"]
-    assert made.nodes["n1"].exit_code == 0
-    made = bill(*entries, note("ended", "n1", exit_code=0), note("ended", exit_code=137))
-    assert made.missing() == []
-    assert made.nodes["n0"].exit_code == 137
 
 
 def test_a_node_that_was_lost_and_begins_again_leaves_a_gap():

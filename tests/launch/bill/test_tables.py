@@ -129,16 +129,6 @@ def test_tables_and_sentences_of_a_bill():
     ]
 
 
-def test_a_gpu_that_serves_another_stage_or_rank_after_a_restart():
-    """Its rank is the last one."""
-    made = bill_facts(bill(window(0, 0, 10.0, stage=0), window(0, 1, 20.0, stage=1)), Tariff())
-    assert [(each["stage"], each["energy_j"]) for each in made["stages"]] == [(0, 10), (1, 20)]
-    (gpu,) = made["gpus"]
-    assert gpu["phases"]["steady"]["energy_j"] == 30
-    (gpu,) = bill_facts(bill(window(0, 0), window(0, 1, rank=3)), Tariff())["gpus"]
-    assert gpu["rank"] == 3
-
-
 ENVPIPE_COLUMNS = [
     "Model", "Microbatch size", "Minibatch size", "Type", "Scheduling", "Reconfig",
     "Throughput (sample/s)", "Energy (mJ)",
@@ -191,11 +181,3 @@ def test_names_are_shown_as_they_are():
     assert "[red]GPU" in shown.getvalue()
     assert "x" * 60 not in shown.getvalue()
     assert "energy of 2 GPUs: 200 J, 0.05556 Wh, 50.0 W each on average" in shown.getvalue()
-
-
-def test_runs_are_shown_where_there_are_some():
-    with_runs, without = io.StringIO(), io.StringIO()
-    show_bill(bill(window(run="first"), window(run="")), Tariff(), Console(file=with_runs))
-    show_bill(bill(window()), Tariff(), Console(file=without))
-    assert "first" in with_runs.getvalue()
-    assert "run" not in without.getvalue()

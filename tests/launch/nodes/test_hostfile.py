@@ -16,29 +16,11 @@ def test_other_encodings_are_told_what_to_do(tmp_path, encoding):
         read(tmp_path, "nöde slots=8\n", encoding)
 
 
-def test_what_deepspeed_and_mpi_write(tmp_path):
-    text = """# two racks
-    node-1 slots=8 max_slots=16
-
-    me@node2.example.org  slots=4   # the old one
-    10.0.0.3 max-slots=2
-    fe80::1 slots=1
-    """
-    hosts = read(tmp_path, text)
-    path = tmp_path / "hosts"
-    assert hosts == (
-        Host("node-1", 8, f"{path}:2"),
-        Host("me@node2.example.org", 4, f"{path}:4"),
-        Host("10.0.0.3", None, f"{path}:5"),
-        Host("fe80::1", 1, f"{path}:6"),
-    )
-    assert [host.name for host in hosts] == ["node-1", "node2.example.org", "10.0.0.3", "fe80::1"]
-
-
 @pytest.mark.parametrize(
     ("line", "target", "slots"),
     [
         ("node1:4", "node1", 4),  # MPICH, Intel MPI
+        ("node1 max-slots=2", "node1", None),
         ("me@10.0.0.3:008 max_slots=16  # the old one", "me@10.0.0.3", 8),
         ("[fe80::1]:4", "fe80::1", 4),
         ("me@[fe80::1] slots=2", "me@fe80::1", 2),
@@ -46,9 +28,10 @@ def test_what_deepspeed_and_mpi_write(tmp_path):
         ("[2001:db8::1:4]", "2001:db8::1:4", None),
     ],
 )
-def test_what_other_mpis_write(tmp_path, line, target, slots):
-    (host,) = read(tmp_path, line)
-    assert (host.target, host.slots) == (target, slots)
+def test_what_deepspeed_and_mpis_write(tmp_path, line, target, slots):
+    (host,) = read(tmp_path, f"# two racks\n\n  {line}\n")
+    assert host == Host(target, slots, f"{tmp_path}/hosts:3")
+    assert host.name == target.rpartition("@")[2]
 
 
 @pytest.mark.parametrize("text", ["", "\n", "# node1 slots=8\n"])

@@ -226,20 +226,6 @@ def test_it_is_a_pytorchjob_as_the_operator_wants_it(job):
         assert leases["mountPath"] == folder["hostPath"]["path"] == "/run/envpipe/leases"
 
 
-def test_its_pods_are_pods(job):
-    schemas = pytest.importorskip(
-        "kubernetes_validate", reason="pip install kubernetes-validate checks the pods' fields"
-    )
-    for replica in job["spec"]["pytorchReplicaSpecs"].values():
-        template = {
-            "apiVersion": "v1",
-            "kind": "PodTemplate",
-            "metadata": {"name": "node"},
-            "template": replica["template"],
-        }
-        schemas.validate(template, schemas.latest_version(), strict=True)
-
-
 @pytest.mark.parametrize(("replica", "rank"), [("Master", "0"), ("Worker", "1")])
 def test_its_command_finds_the_operators_variables(job, monkeypatch, tmp_path, replica, rank):
     (tmp_path / "pretrain_gpt.py").touch()

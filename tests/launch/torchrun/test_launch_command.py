@@ -9,11 +9,10 @@ import sys
 from pathlib import Path
 
 import pytest
-from launch_helpers import LONG_S, run, run_badly, run_well
+from launch_helpers import run, run_badly, run_well
 
 import envpipe_megatron.launch.node as node
 from envpipe_megatron.cli.jobs.launch import launch
-from envpipe_megatron.launch.hosts import CARRIED_NAMES, CARRIED_PREFIXES
 from envpipe_megatron.launch.node import NodeSettings
 from envpipe_megatron.launch.torchrun import TORCHRUN
 
@@ -117,27 +116,6 @@ def test_bad_options_start_nothing(started, words, message):
     assert started == []
 
 
-def test_help_needs_no_torch():
-    program = (
-        "import sys; sys.modules['torch'] = None\n"
-        "from envpipe_megatron.cli.jobs.launch import launch\n"
-        "launch(['--help'])"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, timeout=LONG_S, check=True
-    )
-    for name in [*OWN, "--nnodes", "--rdzv-backend", "NPROC_PER_NODE", "SLURM", "Example"]:
-        assert (name in done.stdout) == (name != "--until-stdin-ends"), name
-    # What nodes get of the environment is told, because it can be read by others.
-    for prefix in (*CARRIED_PREFIXES, *CARRIED_NAMES):
-        assert prefix in done.stdout
-
-
-@pytest.mark.parametrize("words", [["--nnodes", 2, "--help"], ["-h"], ["--output", "x", "--help"]])
-def test_help_may_come_behind_options(started, words):
-    assert "Run torchrun on one or many nodes" in run_well(*words).stdout
-
-
 # --dry-run
 
 
@@ -202,20 +180,6 @@ def test_hosts_are_started_with_the_same_options(started, monkeypatch, tmp_path,
             "--master-addr=one",
             "--shutdown-timeout", "50", "--master-port", "7", "--", "train.py", "--output", "a b",
         ]  # fmt: skip
-
-
-def test_a_node_understands_what_it_is_started_with(started, monkeypatch, hosts):
-    run_well("--hostfile", hosts, "--bill-interval", 7, "--", "train.py", "--max", 3)
-    ((nodes, _),) = started
-    words = shlex.split(nodes["two"][-1])
-    started.clear()
-    run_well(*words[words.index("launch") + 1 :])
-    ((arguments, settings),) = started
-    assert settings == NodeSettings(
-        Path("runs/launch"), "two", 7, until_stdin_ends=True, job_name="launch"
-    )
-    assert arguments[-4:] == ["--", "train.py", "--max", "3"]
-    assert "--node-rank=1" in arguments
 
 
 @pytest.mark.parametrize(

@@ -25,8 +25,7 @@ def _nothing_left() -> Iterator[None]:
     finish = MegatronWork.finish_grads
 
     def finish_grads(work: Any, *, broken_off: bool) -> None:
-        assert not work._inputs
-        assert not work._outputs
+        assert not work._kept
         assert not any(work._put_off.values())
         finish(work, broken_off=broken_off)
 

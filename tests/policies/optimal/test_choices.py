@@ -40,14 +40,6 @@ def test_a_clock_that_another_beats_in_time_and_cost_is_no_choice():
     assert table(forward) == [(1400, 1.0, 20.0), (1200, 1.5, 12.0), (800, 2.0, 9.0)]
 
 
-def test_waiting_is_taken_off_the_cost_and_makes_slow_units_cheaper():
-    curve = {1400: (1.0, 20.0), 1000: (2.0, 25.0)}
-    assert table(choices_of(curve).units[0]) == [(1400, 1.0, 20.0)]
-    choices = choices_of(curve, waiting_power_w=10.0, gpus=3)
-    assert table(choices.units[0]) == [(1400, 1.0, 30.0), (1000, 2.0, 15.0)]
-    assert choices.waiting_power_w == 30.0
-
-
 @FIXED
 @given(SEEDS)
 def test_the_hull_is_convex_and_below_every_choice(seed):

@@ -1,10 +1,9 @@
 """The optimal policy on random jobs: what its plans keep, and what its bound is worth."""
 
 import random
-from dataclasses import replace
 
 import pytest
-from core_cases import B, F, profile_of, rows_of
+from core_cases import B, F, profile_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from on_request import examples
@@ -91,22 +90,3 @@ def test_times_that_only_rounding_tells_apart_leave_the_bound_its_digits():
     own, profile, conditions = builders.one_f_one_b(4, 8), profile_of(rows), Conditions((80.0,) * 4)
     plan = Optimizer(own, profile, conditions).plan(all_maximum_s(own, profile, conditions))
     assert plan.energy_lower_bound_j == pytest.approx(plan.cost.energy_j, rel=1e-6)
-
-
-@settings(max_examples=examples(60), deadline=None, derandomize=True)
-@given(SEEDS)
-def test_without_a_deadline_in_the_way_every_unit_costs_its_least(seed):
-    """Waiting that costs nothing: then nothing but the units' own energy is left to lower."""
-    rng = random.Random(seed)
-    optimizer = optimizer_of(rng)
-    free = replace(optimizer.conditions, blocking_power_w=(0.0,) * optimizer.schedule.num_stages)
-    optimizer = Optimizer(optimizer.schedule, optimizer.profile, free)
-    plan = optimizer.plan(1e3 * optimizer.fastest_s)
-    profile, gpus = optimizer.profile, free.gpus_by_stage
-    least_j = sum(
-        gpus[stage] * min(row.energy_j for row in rows_of(profile, stage, unit))
-        for stage, order in enumerate(optimizer.schedule.stages)
-        for unit in order
-    )
-    assert plan.cost.energy_j == pytest.approx(least_j, rel=1e-9)
-    assert plan.energy_lower_bound_j == pytest.approx(least_j, rel=1e-6)

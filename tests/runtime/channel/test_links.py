@@ -1,6 +1,6 @@
 """The channel's making: what carries messages between which stages, agreed by all ranks."""
 
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from fake_device import FakeDevice
-from plain_stages import SHAPE, SPECS
+from plain_stages import SHAPE, SPECS, expect
 from taking_turns import Turns
 
 from envpipe_megatron.core.kinds import Kind, unit
@@ -213,22 +213,6 @@ def test_over_gloo_the_pipelines_own_group_carries_all(monkeypatch, stages):
     assert not job.groups
 
 
-def test_between_iterations_the_pipelines_own_communicator_is_enough(monkeypatch):
-    """All stages bring it up together, for a first transfer waits for its peer's host."""
-    job = MadeUpJob(monkeypatch, 3, pipelines=2)
-    options: dict[str, Any] = {"num_chunks": 2, "between_iterations": True}
-    for rank, channel in enumerate(job.channels(**options)):
-        pipeline = job.pipelines[rank % 2]
-        assert set(groups_of(channel).values()) == {pipeline}
-        stage = pipeline.index(rank)
-        neighbours = [pipeline[at] for at in (stage - 1, stage + 1) if 0 <= at < 3]
-        assert Counter(job.exchanges[rank]) == dict.fromkeys(neighbours, 2)
-        assert rank in job.synchronized
-        assert (channel.capacity, channel.lets_go) == (None, False)
-        assert all(carrier._batched for carrier in channel._carriers.values())
-    assert not job.groups
-
-
 @pytest.mark.parametrize("wraps", [False, True])
 @pytest.mark.parametrize("stages", [2, 3])
 def test_every_link_over_nccl_is_a_group_of_its_two_ranks(monkeypatch, stages, wraps):
@@ -288,7 +272,7 @@ def test_where_gpus_reach_each_other_all_boundaries_are_one_sided(monkeypatch, w
     def host() -> dict[Kind, float]:
         rank, channel = job.turns.rank, channels[job.turns.rank]
         comes = list(channel._carriers)
-        channel.expect([unit(kind, 0) for kind in comes], SPECS)
+        expect(channel, [unit(kind, 0) for kind in comes], SPECS)
         for carrier in channel._carriers.values():
             kind = carrier._peers.sends  # type: ignore[attr-defined]
             channel.send(unit(kind, 0), [torch.full(SHAPE, float(rank))])
@@ -348,9 +332,8 @@ def test_transfers_that_cannot_work_are_refused(monkeypatch):
     monkeypatch.setenv("CUDA_LAUNCH_BLOCKING", "0")
     job.channels(carrier="receives")
     monkeypatch.setenv("CUDA_LAUNCH_BLOCKING", "1")
-    for options in ({"carrier": "receives"}, {"between_iterations": True}):
-        with pytest.raises(ChannelError, match="CUDA_LAUNCH_BLOCKING"):
-            job.channels(**options)
+    with pytest.raises(ChannelError, match="CUDA_LAUNCH_BLOCKING"):
+        job.channels(carrier="receives")
     with pytest.raises(ChannelError, match="'ucc'"):
         MadeUpJob(monkeypatch, 2, backend="ucc").channels()
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 from fake_device import DeviceSpec, FakeStream
 from on_request import examples
+from plain_stages import expect
 from put_pipeline import SHAPE, PutPipeline
 from random_orders import random_order
 from taking_turns import HangError
@@ -61,7 +62,7 @@ def test_messages_come_as_they_were_sent(pipeline, one_queue):
     def host(stage: int) -> None:
         channel = made.channels[stage]
         goes, comes = list(WHOLE) if stage == 0 else list(WHOLE)[::-1]
-        channel.expect([unit(comes, number) for number in range(3)], specs)
+        expect(channel, [unit(comes, number) for number in range(3)], specs)
         got = []
         for number in range(3):
             channel.send(unit(goes, number), sent(goes, number))

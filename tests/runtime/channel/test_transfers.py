@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from plain_stages import SHAPE, SPECS
+from plain_stages import SHAPE, SPECS, expect
 from torch.futures import Future
 
 from envpipe_megatron.core.kinds import WHOLE, Kind, Unit
 from envpipe_megatron.core.orders.builders import one_f_one_b
-from envpipe_megatron.runtime.channel.carrier import ChannelError, Peers, StageSpecs, TensorSpec
+from envpipe_megatron.runtime.channel.carrier import ChannelError, Peers
 from envpipe_megatron.runtime.channel.p2p import P2PChannel
 from envpipe_megatron.runtime.channel.transfers import TransferCarrier
 
@@ -43,7 +43,7 @@ def channel_of(
 
 def exchange(made: P2PChannel, count: int = 1) -> None:
     """A step of a forward that leaves and a backward that comes, so many times."""
-    made.expect(BACKWARDS[:count], SPECS)
+    expect(made, BACKWARDS[:count], SPECS)
     for forward, backward in zip(FORWARDS[:count], BACKWARDS, strict=False):
         made.send(forward, [torch.zeros(SHAPE)])
         made.receive(backward)
@@ -109,28 +109,10 @@ def test_a_silent_neighbour_is_waited_for_no_longer_than_told(monkeypatch, silen
         exchange(channel_of(2, timeout=patience))
 
 
-def test_over_the_frameworks_own_communicator_a_message_is_a_batch(monkeypatch):
-    """Anything else would make a communicator for each pair of ranks; its watchdog is torch's."""
-    batches: list[Any] = []
-    waited: list[int] = []
-    monkeypatch.setattr(dist, "P2POp", lambda *of: of)
-    monkeypatch.setattr(dist, "batch_isend_irecv", lambda ops: batches.append(ops) or [work])
-    work = SimpleNamespace(wait=lambda: waited.append(1), is_completed=lambda: True)
-    group: Any = object()
-    spec = TensorSpec.of_one_type(((1,), (2,)), torch.float32, torch.device("cpu"))
-    hosts: Any = SimpleNamespace(send=lambda *_: [], receive=lambda *_: spec)
-    peers = Peers(0, 1, 11, Kind.BACKWARD)
-    carrier = TransferCarrier(peers, (group, group), hosts, timeout=None, ahead=False, batched=True)
-    made = P2PChannel([10, 11], 0, {Kind.BACKWARD: carrier})
-    made.expect(BACKWARDS[:1], StageSpecs.alike(spec))
-    payload = [torch.zeros(1), torch.zeros(2)]
-    made.send(Unit(Kind.FORWARD, 0), payload)
-    received = made.receive(Unit(Kind.BACKWARD, 0))
-    made.end_step()
-    told = [[(of[0], of[2], of[3]) for of in ops] for ops in batches]
-    assert told == [[(dist.isend, 11, group)] * 2, [(dist.irecv, 11, group)] * 2]
-    assert [tuple(part.shape) for part in received] == [(1,), (2,)]
-    assert waited == [1]  # by the stream, for what it received
+def test_where_the_framework_sends_its_own_messages_they_take_no_memory_of_ours():
+    made, order = P2PChannel([10, 11], 0, {}), one_f_one_b(2, 8)
+    assert (made.more_bytes(order, SPECS), made.make_room(order, SPECS)) == (0, True)
+    assert made.capacity is None
 
 
 @pytest.mark.parametrize("vary", [False, True])
@@ -227,7 +209,7 @@ def test_a_transfer_that_cannot_begin_names_the_neighbour(monkeypatch, fails, wh
     made = loopback.channel()
 
     def step() -> None:
-        made.expect(BACKWARDS[:1], SPECS, vary=fails in ("send", "receive"))
+        expect(made, BACKWARDS[:1], replace(SPECS, vary=fails in ("send", "receive")))
         if fails in ("isend", "send"):
             made.send(FORWARDS[0], [torch.zeros(2)])
         made.receive(Unit(Kind.BACKWARD, 0))
@@ -241,7 +223,7 @@ def test_what_has_left_is_not_kept(monkeypatch):
     """Else a step would hold the outputs of all its units."""
     loopback = Loopback(monkeypatch)
     made = loopback.channel()
-    made.expect([], SPECS)
+    expect(made, [], SPECS)
 
     def kept() -> list[bool]:
         return [work() is not None for work in loopback.works]
@@ -267,7 +249,7 @@ def test_what_has_left_is_not_kept(monkeypatch):
 @pytest.mark.parametrize("count", [1, 3])
 def test_messages_not_taken_are_named(monkeypatch, count, vary, ahead):
     made = Loopback(monkeypatch).channel(ahead=ahead)
-    made.expect(BACKWARDS[:count], SPECS, vary=vary)
+    expect(made, BACKWARDS[:count], replace(SPECS, vary=vary))
     with pytest.raises(ChannelError, match=rf"\(got backward: {count}\)"):
         made.end_step()
 
@@ -275,10 +257,10 @@ def test_messages_not_taken_are_named(monkeypatch, count, vary, ahead):
 def test_messages_kept_for_units_that_never_came_are_named(monkeypatch):
     loopback = Loopback(monkeypatch)
     sender = loopback.channel()
-    sender.expect([], SPECS)
+    expect(sender, [], SPECS)
     loopback.rank = 1
     made = loopback.channel()
-    made.expect(FORWARDS, SPECS)
+    expect(made, FORWARDS, SPECS)
     loopback.rank = 0
     for number, unit in enumerate(FORWARDS):
         sender.send(unit, [torch.full(SHAPE, float(number))])
@@ -301,7 +283,7 @@ def test_a_stage_sends_to_itself_in_order_on_links_of_their_own(monkeypatch, var
 
     for loopback.rank in range(2):
         made = loopback.channel()
-        made.expect([*FORWARDS[:2], *BACKWARDS[:2]], SPECS, vary=vary)
+        expect(made, [*FORWARDS[:2], *BACKWARDS[:2]], replace(SPECS, vary=vary))
         ends.append(made)
     for loopback.rank in range(2):
         for number in range(2):
@@ -349,7 +331,7 @@ def test_one_receive_is_posted_at_a_time(monkeypatch):
     made.begin_step(one_f_one_b(2, 3), SPECS)
     posted = [len(receiver.works)]
     monkeypatch.setattr(dist, "isend", loopback.isend)
-    sender.expect([], SPECS)
+    expect(sender, [], SPECS)
     for unit in FORWARDS:
         sender.send(unit, [torch.zeros(SHAPE)])
         made.receive(unit)

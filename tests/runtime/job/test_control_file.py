@@ -7,7 +7,7 @@ import re
 from itertools import groupby
 from types import SimpleNamespace
 
-import control_ranks
+import controlled_ranks
 import pytest
 import step_ranks
 from fake_gpu import look_until
@@ -20,8 +20,9 @@ from envpipe_megatron.launch.bill.bill import bill_of
 from envpipe_megatron.policies.objective import Goal
 from envpipe_megatron.runtime.job import control
 from envpipe_megatron.runtime.job.control import ControlFile
+from envpipe_megatron.runtime.job.given import Level
 from envpipe_megatron.runtime.job.iterations import Switch
-from envpipe_megatron.runtime.job.options import JobOptions, Level
+from envpipe_megatron.runtime.job.options import JobOptions
 from envpipe_megatron.runtime.job.parts import SessionState
 
 pytestmark = pytest.mark.xdist_group("pipeline")
@@ -48,9 +49,9 @@ def check(ranks, off, *, locked=True):
 
 def test_a_loop_waits_while_the_job_is_off_and_goes_on_where_it_was(three_ranks, tmp_path):
     loop = {"type": "optimal", "scheduling": "auto"}
-    plain = three_ranks.run(control_ranks.train_asked, tmp_path / "plain", 22, loop, {})
+    plain = three_ranks.run(controlled_ranks.train_asked, tmp_path / "plain", 22, loop, {})
     asks = {12: OFF, 15: ON}
-    asked = three_ranks.run(control_ranks.train_asked, tmp_path / "asked", 25, loop, asks)
+    asked = three_ranks.run(controlled_ranks.train_asked, tmp_path / "asked", 25, loop, asks)
     check(asked, [12, 13, 14])
     for rank, without in zip(asked, plain, strict=True):
         assert rank["ran"][:12] + rank["ran"][15:] == without["ran"]
@@ -71,7 +72,9 @@ def test_a_job_without_a_loop_waits_in_every_phase_and_its_gpus_stay_held(three_
     given.write(tmp_path / "profile.csv")
     options = {"profile": tmp_path / "profile.csv", "reconfigure": "greedy", "guarded": True}
     asks = {1: OFF, 3: "[", 4: ON, 7: OFF, 9: ON, 14: OFF, 16: None}
-    ranks = three_ranks.run(control_ranks.train_asked, tmp_path, 18, options, asks, (0, 2, 12, 15))
+    ranks = three_ranks.run(
+        controlled_ranks.train_asked, tmp_path, 18, options, asks, (0, 2, 12, 15)
+    )
     check(ranks, [1, 2, 3, 7, 8, 14, 15])
     assert [phase for phase, _ in groupby(phase for phase, *_ in ranks[0]["ran"])] == [
         "warm-up", "off", "warm-up", "reconfigure", "off", "reconfigure", "steady", "off", "steady",
@@ -85,7 +88,7 @@ def test_a_job_without_a_loop_waits_in_every_phase_and_its_gpus_stay_held(three_
 def test_a_power_budget_is_kept_on_all_ranks_until_it_is_lifted(three_ranks, tmp_path):
     loop = {"type": "optimal", "scheduling": "auto"}
     asks = {14: '{"power_budget": "70%"}', 34: None}
-    ranks = three_ranks.run(control_ranks.train_asked, tmp_path, 44, loop, asks)
+    ranks = three_ranks.run(controlled_ranks.train_asked, tmp_path, 44, loop, asks)
     power = ranks[0]["summary"]["power"]
     assert [rank["summary"]["power"] for rank in ranks] == [power] * 3
     assert power["budget_w"] is None, "lifted"
@@ -109,7 +112,7 @@ def test_a_power_budget_is_kept_on_all_ranks_until_it_is_lifted(three_ranks, tmp
 )
 def test_other_jobs_that_change_something(three_ranks, tmp_path, options, locked):
     asks = {7: OFF, 9: ON}
-    ranks = three_ranks.run(control_ranks.train_asked, tmp_path, 11, options, asks)
+    ranks = three_ranks.run(controlled_ranks.train_asked, tmp_path, 11, options, asks)
     check(ranks, [7, 8], locked=locked)
 
 
@@ -117,7 +120,7 @@ def test_a_job_that_only_measures_has_its_clocks_given_back_and_keeps_no_budget(
     three_ranks, tmp_path
 ):
     asks = {2: '{"power_budget": 200}', 4: OFF}
-    ranks = three_ranks.run(control_ranks.train_asked, tmp_path, 6, {"type": "baseline"}, asks)
+    ranks = three_ranks.run(controlled_ranks.train_asked, tmp_path, 6, {"type": "baseline"}, asks)
     check(ranks, [4, 5])
     budget, off = ranks[0]["notes"]
     assert "power budget is not kept" in budget
@@ -128,7 +131,7 @@ def test_a_clock_that_is_lost_while_the_job_is_off_is_said_when_it_is_on_again(
     three_ranks, tmp_path
 ):
     loop, asks = {"type": "optimal", "scheduling": "auto"}, {12: OFF, 15: ON}
-    ranks = three_ranks.run(control_ranks.train_asked, tmp_path, 19, loop, asks, (), (1, 13))
+    ranks = three_ranks.run(controlled_ranks.train_asked, tmp_path, 19, loop, asks, (), (1, 13))
     for rank in ranks:
         assert [phase for phase, *_ in rank["ran"][12:16]] == ["off"] * 3 + ["steady"]
         assert rank["notes"] == ranks[0]["notes"]

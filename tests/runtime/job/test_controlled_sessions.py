@@ -21,6 +21,7 @@ from envpipe_megatron.gpu.guard.lease import list_leases
 from envpipe_megatron.gpu.presets import load_preset
 from envpipe_megatron.policies.frequencies import envelope
 from envpipe_megatron.policies.reconfigure import RECONFIGURE_POLICIES, reconfigure
+from envpipe_megatron.runtime.job.given import Level
 
 pytestmark = pytest.mark.xdist_group("pipeline")
 
@@ -197,11 +198,20 @@ def test_a_closed_loop_whose_control_ends_looks_for_the_shortest_order(
     three_ranks, tmp_path, schedule, then
 ):
     """What it finds then is kept for no start that has control again."""
-    for notes in three_ranks.run(session_ranks.lose_control, tmp_path, 2, schedule):
+    for notes in three_ranks.run(session_ranks.lose_control, tmp_path, 2, {"scheduling": schedule}):
         assert "clock: Stage 2: Clock control ended: the driver of a test" in notes[0]
         assert len(notes) == 1 + len(then)
         assert all(note.startswith(each) for note, each in zip(notes[1:], then, strict=True))
     assert json.loads((tmp_path / "job.json").read_text())["profile"] is None
+
+
+@pytest.mark.parametrize("asked", [{"sweep": True}, {"level": Level.UNIFORM}])
+def test_of_clocks_that_are_not_controlled_any_more_nothing_is_measured(
+    three_ranks, tmp_path, asked
+):
+    for (note,) in three_ranks.run(session_ranks.lose_control, tmp_path, 2, asked):
+        why = "Stage 2: Clock control ended: the driver of a test"
+        assert note == f"The framework's own order, at the highest clock: {why}"
 
 
 def test_a_restart_without_control_has_its_baseline_and_looks_for_the_order_again(
@@ -234,8 +244,7 @@ def test_a_profile_holds_what_units_cost_and_what_surrounds_them(three_ranks, tm
     for curve in facts.wait_power_w:
         assert max(curve) == preset.max_frequency_mhz
         assert list(curve.values()) == pytest.approx([preset.wait_power_w] * len(curve), rel=0.01)
-    # A message there takes no time, one back 6 ms.
-    assert facts.p2p_latency_s == pytest.approx((0.003, 0.003))
+    assert facts.p2p_latency_s == pytest.approx((session_ranks.SLOW_MESSAGE_S,) * 2)
     # The next iteration begins when the slowest is ready: that is what a planner must add.
     assert facts.tail_time_s == pytest.approx((0.05,) * 3, abs=1e-9)
     assert facts.frequency_change_s == pytest.approx(preset.frequency_change_s, rel=0.3)

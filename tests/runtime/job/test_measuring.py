@@ -1,29 +1,33 @@
 """What a job measures beside its profile: with half of its backwards split, and between stages."""
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 from one_rank import CLOCKS, MICROBATCHES, OWN, STAGES, Memory, Rank, finish, profile_of
 
-from envpipe_megatron.core.kinds import WHOLE, Kind
+from envpipe_megatron.core.kinds import parse_unit
 from envpipe_megatron.core.orders import builders
 from envpipe_megatron.core.orders.zero_bubble import half_split, zero_bubble
 from envpipe_megatron.core.profile_rows import SplitBackward
 from envpipe_megatron.core.schedule import Schedule
+from envpipe_megatron.core.timeline import Timeline
 from envpipe_megatron.formats.energy import Phase
 from envpipe_megatron.runtime.job import measuring
 from envpipe_megatron.runtime.job.measuring import (
     known_and_measured,
-    measure_p2p_latency_s,
+    measure_hops_s,
     try_parts,
 )
 from envpipe_megatron.runtime.job.options import JobOptions
 from envpipe_megatron.runtime.job.parts import note
 from envpipe_megatron.runtime.memory.peak import MemoryFullError, Watch
 
+H200 = Path(__file__).parents[3] / "benchmarks" / "h200"
 AUTO = JobOptions(num_microbatches=MICROBATCHES, why_whole="")
 
 
@@ -108,35 +112,84 @@ def test_without_memory_for_parts_backwards_stay_whole():
     )
 
 
-@pytest.mark.parametrize("stages", [2, 3, 4, 5])
-def test_no_transfer_waits_for_one_behind_it_on_a_single_communicator(stages):
-    """As if a host stood still in each until its neighbour came to the same."""
-    left = [transfers_of(stage, stages) for stage in range(stages)]
-    while any(left):
-        first = {stage: transfers[0] for stage, transfers in enumerate(left) if transfers}
-        pairs = [
-            (stage, peer)
-            for stage, (way, peer, kind) in first.items()
-            if way == "send" and first.get(peer) == ("receive", stage, kind)
+@pytest.mark.parametrize(
+    "order",
+    [
+        builders.one_f_one_b(4, 6),
+        builders.gpipe(4, 6),
+        builders.interleaved(4, 8, 2),
+        builders.interleaved(4, 8, 2, combined=True),
+        half_split(builders.one_f_one_b(4, 6)),
+        builders.one_f_one_b(1, 4),
+    ],
+    ids=lambda order: f"{order.name} of {order.num_stages}",
+)
+@pytest.mark.parametrize("longest", range(4))
+def test_hops_are_seen_from_units_though_stages_share_no_clock(order, longest):
+    """Whichever stage is the longest; iterations that did not run whole say nothing."""
+    hops_s = (0.003, 0.0, 0.001)[: order.num_stages - 1]
+    duration_s = np.where(order.is_backward, 0.06, 0.03)
+    duration_s[min(longest, order.num_stages - 1)] *= 1.3
+    duration_s[order.combined] = 0.0
+    timeline = Timeline(order, duration_s, hops_s)
+    begins_s = np.random.default_rng(7).uniform(0.0, 0.5, (2, 5, order.num_stages, 1))
+    begins_s[..., 1:] = begins_s[..., :1]  # of replicas and iterations; a stage begins late in all
+    spoilt = [(0, 1), (1, 0), (1, 4)]
+    records = [
+        [
+            [
+                SimpleNamespace(
+                    start_s=timeline.start_s[stage] - begin_s,
+                    end_s=timeline.end_s[stage] - begin_s,
+                    whole=(replica, number) not in spoilt,
+                )
+                for number, (begin_s,) in enumerate(begins_s[replica, :, stage])
+            ]
+            for replica in range(2)
         ]
-        assert pairs, first
-        for stage in pairs[0]:
-            del left[stage][0]
+        for stage in range(order.num_stages)
+    ]
+    assert hops_by(order, records) == pytest.approx(hops_s, abs=1e-9)
+    assert hops_by(order, [[[], []]] * order.num_stages) == (0.0,) * (order.num_stages - 1)
 
 
-def transfers_of(stage: int, stages: int) -> list[tuple[str, int, Kind]]:
-    """What a stage sends and receives, with which neighbour, in its order."""
-    done: list[tuple[str, int, Kind]] = []
-    back = {Kind.FORWARD: -1, Kind.BACKWARD: 1}
-    channel: Any = SimpleNamespace(
-        expect=lambda counts, specs: None,
-        send=lambda unit, _: done.append(("send", stage - back[unit.kind], unit.kind)),
-        receive=lambda unit: done.append(("receive", stage + back[unit.kind], unit.kind)),
-        end_step=lambda: None,
+@pytest.mark.parametrize(
+    "path", sorted(H200.rglob("measured.json")), ids=lambda path: path.parent.name
+)
+def test_on_two_h200s_hops_are_those_that_messages_to_and_fro_took(path):
+    """By single iterations, over NCCL and by one-sided copies; units took 22 to 94 ms."""
+    (hop_s,) = json.loads(path.with_name("profile.json").read_text())["p2p_latency_s"]
+    for run in json.loads(path.read_text())["runs"]:
+        lines = [tuple(map(parse_unit, each["units"].split())) for each in run["timeline"]]
+        order = Schedule(run["order"], run["num_microbatches"], 1, tuple(lines))
+        records = [
+            [
+                [
+                    SimpleNamespace(
+                        start_s=np.array(t["start_s"]), end_s=np.array(t["end_s"]), whole=True
+                    )
+                ]
+            ]
+            for t in run["timeline"]
+        ]
+        assert hops_by(order, records) == pytest.approx((hop_s,), abs=1.5e-4)
+
+
+def hops_by(order: Schedule, records: Any) -> tuple[float, ...]:
+    """What all ranks' records, of each replica of each stage, say of hops."""
+    said: list[list[Any]] = [[] for _ in records]
+    for stage, of_stage in enumerate(records):
+        for own in of_stage:
+            ranks: Any = SimpleNamespace(
+                is_planner=False,
+                to_planner=lambda value, merge, stage=stage: said[stage].append(value) or [],
+                from_planner=lambda value: [[(0.0,)], None],
+            )
+            measure_hops_s(SimpleNamespace(num_stages=len(records), collectives=ranks), order, own)  # type: ignore[arg-type]
+    planner: Any = SimpleNamespace(
+        is_planner=True,
+        to_planner=lambda value, merge: [merge(parts) for parts in said],
+        from_planner=lambda value: value,
     )
-    executor: Any = SimpleNamespace(now_s=lambda: 0.0, wait_for_messages=lambda: None)
-    spec = SimpleNamespace(make=lambda zeros: None)
-    specs: Any = SimpleNamespace(sends=dict.fromkeys(WHOLE, spec))
-    job = {"stage": stage, "num_stages": stages, "channel": channel, "specs": specs}
-    measure_p2p_latency_s(SimpleNamespace(**job, executor=executor))  # type: ignore[arg-type]
-    return done
+    parts: Any = SimpleNamespace(num_stages=len(records), collectives=planner)
+    return measure_hops_s(parts, order, records[0][0])

@@ -30,8 +30,8 @@ from envpipe_megatron.policies.optimal.linear_program import LinearProgramError
 from envpipe_megatron.policies.planner import make_plan
 from envpipe_megatron.policies.problem import PlannerError, Problem
 from envpipe_megatron.policies.request import PlanRequest
+from envpipe_megatron.runtime.channel.collectives import DegradedError
 from envpipe_megatron.runtime.execution.executor import StageRecord
-from envpipe_megatron.runtime.fallback import DegradedError
 from envpipe_megatron.runtime.job import phases, planning
 from envpipe_megatron.runtime.job.options import JobOptions
 from envpipe_megatron.runtime.job.parts import SessionError
@@ -42,7 +42,7 @@ from envpipe_megatron.runtime.job.planning import (
     plan_online,
     predicted,
 )
-from envpipe_megatron.runtime.job.restarts import StoredJob
+from envpipe_megatron.runtime.job.stored import StoredJob
 from envpipe_megatron.runtime.memory.peak import MemoryFullError
 from envpipe_megatron.runtime.memory.stage import with_memory
 from envpipe_megatron.tuning import planner
@@ -109,7 +109,7 @@ class Starting(Rank):
         )
         self.channel = SimpleNamespace(
             capacity=capacity,
-            more_bytes=lambda s, specs: s.num_units,
+            more_bytes=lambda s, specs: 0 if self.own_order else s.num_units,
             make_room=lambda s, specs: s.name not in no_slots,
         )
         self.memory.predict, self.predicted = self.predict, self.memory.predicted

@@ -10,7 +10,7 @@ import pytest
 import torch
 from fake_memory import SPECS, FakeJob, FakeMemory, Sizes, run_units
 
-from envpipe_megatron.core.kinds import KIND_BY_LETTER, SPLIT, WHOLE, Kind, Unit
+from envpipe_megatron.core.kinds import KIND_BY_LETTER, SPLIT, WHOLE, Kind, Unit, parse_unit
 from envpipe_megatron.core.orders import builders
 from envpipe_megatron.core.orders.builders import framework_order
 from envpipe_megatron.core.orders.greedy import shortest
@@ -142,6 +142,7 @@ SPLIT_REGIMES = {
         message=0, keeps_gradients=False, chunk_factors=(1.0, 2.0, 0.5)
     ),
     "outputs wait": Sizes(),
+    "gradients come": Sizes(message=0, gradient=250),
 }
 
 
@@ -412,6 +413,13 @@ def test_the_input_that_a_model_keeps_until_its_next_forward_is_a_microbatchs():
     assert bytes_by_chunk(one, held, (10,)) == ((110,), None)
     held = [0, *[100, 80, 10, 110, 80, 10, 110, 80, 10, 110, 80, 10]]
     assert bytes_by_chunk(other, held, (10,)) == ((110,), (80,))
+
+
+def test_an_input_that_the_first_part_lets_go_is_kept_of_the_last_forward_only():
+    """As in FP8, whose weight gradients need no input of 16 bits."""
+    held = [0, 100, 200, 180, 100, 90, 10]
+    units = [*map(parse_unit, ("F0", "F1", "I0", "W0", "I1", "W1"))]
+    assert bytes_by_chunk(units, held, (10,)) == ((100,), (80,))
 
 
 def test_a_microbatch_holds_at_least_its_message():
