@@ -28,6 +28,18 @@ def lacks(folder, text):
     return [line for line in folder.missing if text in line]
 
 
+def test_lines_that_are_nested_too_deep_or_of_others_are_torn_ones(tmp_path):
+    for name in ("energy", "timeline", "clocks"):
+        (tmp_path / f"{name}.jsonl").write_text("[" * 9999 + "\n")
+    for wrong in ({"rank": "x"}, {"rank": 0, "followed": 1}):
+        append_line(tmp_path / "clocks.jsonl", wrong)
+    put_timeline(tmp_path)
+    put_energy(tmp_path)
+    folder = read_run_folder(tmp_path)
+    assert (len(folder.timelines.iterations), len(folder.windows), folder.clocks) == (1, 1, ())
+    assert len(lacks(folder, "1 torn or foreign lines")) == 2
+
+
 def test_lines_of_an_earlier_job_in_the_folder_are_left_out_and_counted(tmp_path):
     (tmp_path / "job.json").write_text(json.dumps({"starts": [NEW]}))
     for run in (OLD, NEW, ""):
