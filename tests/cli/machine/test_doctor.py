@@ -248,11 +248,12 @@ def test_one_cause_of_many_a_no_is_said_once(monkeypatch):
     missing = [Check("software", name, False, "not installed", f"get {name}") for name in "ab"]
     checks = [Check("gpu", "driver", False, lost, get), Check("gpu", "GPUs", False, lost, get)]
     checks.append(Check("control", "back end zeusd", False, lost[0].lower() + lost[1:], get))
+    checks += [Check("control", name, False, "too old", get) for name in ("leases", "tokens")]
     monkeypatch.setattr(doctor, "all_checks", lambda: checks + missing)
     monkeypatch.setenv("COLUMNS", "200")
     shown = run_well("doctor").stdout
     assert (shown.count("there is no library"), shown.count(get)) == (1, 1)
-    assert shown.count("As for driver") == 2
+    assert (shown.count("As for driver"), shown.count("As for leases")) == (3, 1)
     # Two packages that are both missing have remedies of their own.
     assert (shown.count("not installed"), shown.count("get b")) == (2, 1)
 
