@@ -31,6 +31,7 @@ from envpipe_megatron.integrations.torch_pipelining.orders import AttachError
 from envpipe_megatron.runtime.execution.orders import constant_order
 from envpipe_megatron.runtime.job import phases
 from envpipe_megatron.tuning.commands import Clocked, Command, Run
+from envpipe_megatron.tuning.shortest import ShortestOrder
 
 LAYERS, WIDTH, MICROBATCH = 8, 8, 2
 V_SHAPED = "ScheduleZBVZeroBubble", "ScheduleDualPipeV"
@@ -207,19 +208,21 @@ def emulate(rank: int, case: Case, root: Path, preset: str = "a100-sxm") -> None
     plain_stages.emulate(rank, root, preset, case.forward_s)
     leveled.Job = FastJob  # type: ignore[misc]
     FastJob.late_from = case.late_from
-    phases._begin = partial(turning, case.turns) if case.turns else _begin
+    tuner = partial(Turning, case.turns) if case.turns else ShortestOrder
+    phases.ShortestOrder = tuner  # type: ignore[misc, assignment]
 
 
-_begin = phases._begin
-
-
-def turning(turns: Sequence[tuple[Schedule, int]], job: Any, *rest: Any) -> Run[None]:
+class Turning:
     """Run orders as a test lists them, again and again, in place of what measurements tell."""
-    top_mhz = max(job.gpu.supported_frequencies_mhz)
-    for order, times in cycle(turns):
-        at_top = constant_order(Phase.STEADY, order, top_mhz)
-        clocked = Clocked(order, at_top.frequency_mhz)
-        yield Command(Phase.STEADY, times, orders=(clocked,), note=f"turns to {order.name}")
+
+    def __init__(self, turns: Sequence[tuple[Schedule, int]], *made_of: Any) -> None:
+        self.turns, (_, _, self.store, *_) = turns, made_of
+
+    def run(self, first: object) -> Run[None]:
+        for order, times in cycle(self.turns):
+            at_top = constant_order(Phase.STEADY, order, int(max(self.store.clocks_mhz)))
+            clocked = Clocked(order, at_top.frequency_mhz)
+            yield Command(Phase.STEADY, times, orders=(clocked,), note=f"turns to {order.name}")
 
 
 def step_of_ones(schedule: Any, case: Case, rank: int) -> None:
