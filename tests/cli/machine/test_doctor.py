@@ -286,6 +286,28 @@ def test_a_wrong_site_configuration_is_named_and_the_rest_goes_on(node, monkeypa
     assert_check(found["back end nvml"], False, "does not allow it")
 
 
+@pytest.mark.parametrize(
+    ("value", "ok", "said"),
+    [
+        ("0,1", True, "'0,1'; CUDA numbers 0: GPU-"),
+        ("0,7,1", False, "hides itself and all after it"),
+        ("MIG-123", False, "MIG instance"),
+    ],
+)
+def test_visible_devices(node, monkeypatch, value, ok, said):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", value)
+    assert_check(look()["CUDA_VISIBLE_DEVICES"], ok, said)
+
+
+def test_a_single_hardware_queue(node, monkeypatch):
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    assert_check(look()["CUDA_DEVICE_MAX_CONNECTIONS"], False, "single hardware queue", "set 8")
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "4")  # as the channel takes it
+    assert_check(look()["CUDA_DEVICE_MAX_CONNECTIONS"], False, "4: counts as a single", "set 8")
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "32")
+    assert_check(look()["CUDA_DEVICE_MAX_CONNECTIONS"], True, "32")
+
+
 def test_any_failure_of_a_look_is_a_no():
     def fails(error):
         def look():
