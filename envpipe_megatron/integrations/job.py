@@ -234,7 +234,7 @@ class Job:
         self.session.describe_job(
             {
                 **facts.bill,
-                "level": str(Level.OBSERVE if self.session.options.measures_alone() else level),
+                "level": str(Level.OBSERVE if self.session.options.only_measures() else level),
                 "type": options.type,
                 "scheduling": self._order_name,
                 "reconfigure": options.reconfigure,
@@ -275,7 +275,7 @@ class Job:
         set_by = control.backend or "left as they are"
         runs = self.session.options if self.session.options.changes_only_order else options
         asked = runs.in_words(self._order_name, clocks)
-        if self.session.options.measures_alone():
+        if self.session.options.only_measures():
             instead = "" if options.type == "baseline" else f", not {asked}"
             asked = f"only measuring, in the framework's order and at {clocks}{instead}"
         lines = [

@@ -86,7 +86,7 @@ def end_of_job(session: Session, tokens: object, energy_price: float | None = No
     by_stage = collectives.all_to_planner((own, session.energy.sums()))
     if not collectives.is_planner:
         return []
-    only_measures = session.options.measures_alone()
+    only_measures = session.options.only_measures()
     ranks, sums = zip(*(rank for replicas in by_stage for rank in replicas), strict=True)
     memory = session.parts.memory.stages
     summary = {

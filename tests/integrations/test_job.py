@@ -86,7 +86,7 @@ def test_summary_and_bill_are_of_one_sum(only_measures, tmp_path):
                 is_planner=True, all_to_planner=lambda own: [[each] for each in ranks]
             ),
         ),
-        options=SimpleNamespace(measures_alone=lambda: only_measures),
+        options=SimpleNamespace(only_measures=lambda: only_measures),
         executed=["F0", "B0"],
     )
     said = end_of_job(session, 50_000)

@@ -158,7 +158,7 @@ def _gets(job: PlannedJob, decision: Decision, at: JobOptions) -> Iterator[str]:
     checks = ", if its first iterations show that results are the same" if decision.to_check else ""
     yield f"level {level}: {LEVELS[level]}{checks}"
     order = at.scheduling if level is Level.ORDER else job.own_order
-    if at.measures_alone():
+    if at.only_measures():
         yield "nothing is changed, only measured"
     else:
         without = at.without_control()

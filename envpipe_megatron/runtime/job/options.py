@@ -155,7 +155,7 @@ class JobOptions(GivenOptions):
             )
         return of_model
 
-    def measures_alone(self, *own_orders: str) -> bool:
+    def only_measures(self, *own_orders: str) -> bool:
         """True if the job keeps the framework's order at the highest clocks, or at what there is.
 
         That order has one of these names, or one of Megatron's.
@@ -223,7 +223,7 @@ class JobOptions(GivenOptions):
 
     def order_in_words(self, asked: JobOptions) -> str:
         """Say what runs without control, in place of what was asked for."""
-        if self.measures_alone():
+        if self.only_measures():
             return "the framework's order at baseline clocks"
         if not self.closed_loop:
             return "the plan's order, and clocks stay as they are"

@@ -86,7 +86,7 @@ def run_phases(job: PhaseParts) -> PhaseRun[None]:
     for length in (2, usual) if known else (usual,):
         job.say(f"warm-up: {length} iterations of {schedule.name} at {job.top_mhz} MHz")
         warm_up = partial(_warm_up, job, at_top, length)
-        if options.measures_alone(schedule.name):  # nothing is learned from its units
+        if options.only_measures(schedule.name):  # nothing is learned from its units
             records = yield from warm_up()
         else:
             records = yield from whole(warm_up, job.collectives)
@@ -98,7 +98,7 @@ def run_phases(job: PhaseParts) -> PhaseRun[None]:
             yield from _one_clock(job, schedule)
         elif options.closed_loop:
             yield from _closed_loop(job, at_top, records[1:])
-        elif not options.measures_alone(schedule.name):
+        elif not options.only_measures(schedule.name):
             order = yield from _save_energy(job, schedule, records)
             own_order = False
     except DegradedError as error:

@@ -157,7 +157,7 @@ class Session:
             collectives,
             folder.found.baselines,
             self.describe_job,
-            compares=not self.options.measures_alone(),
+            compares=not self.options.only_measures(),
         )
         self._closing.callback(self.energy.close)
         #: This rank's, in order; `latest` waits for the last unit.

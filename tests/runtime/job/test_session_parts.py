@@ -280,9 +280,9 @@ def test_steps_are_numbered_billed_and_told_to_the_phases(world):
 )
 def test_what_changes_neither_clocks_nor_order_only_measures(asked, alone):
     config = JobOptions(num_microbatches=2, **{"type": "baseline", **asked})
-    assert config.measures_alone() is alone
-    assert not replace(config, **FILES).measures_alone()
-    assert config.without_control().measures_alone()
+    assert config.only_measures() is alone
+    assert not replace(config, **FILES).only_measures()
+    assert config.without_control().only_measures()
 
 
 def test_one_rank_alone_talks(world):
