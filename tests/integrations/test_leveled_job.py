@@ -1,17 +1,28 @@
-"""A job that goes on at a lower level: what is made again, dropped and said."""
+"""The level of a job: the highest that is left, and a job that goes on at a lower one."""
 
+import argparse
 from dataclasses import replace
 from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
+import torch
 from leveled_jobs import begin, given
 
 from envpipe_megatron.core.kinds import Kind
 from envpipe_megatron.core.orders import builders
 from envpipe_megatron.integrations.framework_units import SeenUnit
+from envpipe_megatron.integrations.hooking import replaced
 from envpipe_megatron.integrations.job import JobError
-from envpipe_megatron.integrations.levels import Level, LevelError, Limit
+from envpipe_megatron.integrations.levels import (
+    ArgumentLimit,
+    Level,
+    LevelError,
+    Limit,
+    decide,
+    limits_of_arguments,
+    on,
+)
 from envpipe_megatron.runtime.channel.collectives import CollectivesError
 
 DRAWS = Limit("random numbers", Level.UNITS, "drawn in order")
@@ -114,3 +125,49 @@ def test_a_job_that_cannot_bill_gives_back_what_it_has_all_the_same():
     assert made.closed
     job.begin_step(1)  # a schedule that was attached is the framework's again
     made.session.begin_step.assert_not_called()
+
+
+# Which level, and what hooks put back -------------------------------------------------------------
+
+
+EXPERTS = ArgumentLimit("experts", Level.ORDER, "not proven", on("experts"))
+VISION = ArgumentLimit("vision", Level.ORDER, "not proven", on("vision"))
+CAPTURED = ArgumentLimit("graphs", Level.UNITS, "captured", on("graphs"))
+ONE_GRAPH = ArgumentLimit("one graph", Level.UNIFORM, "no host", on("one_graph"))
+LIMITS = (EXPERTS, VISION, CAPTURED, ONE_GRAPH)
+
+
+def asking(names):
+    return argparse.Namespace(**dict.fromkeys(names.split(), True))
+
+
+@pytest.mark.parametrize(
+    ("asked", "checks", "said"),
+    [
+        ("vision experts", True, "level order; if a self-check holds, for experts, vision"),
+        (
+            "experts graphs",
+            False,
+            "level units; against order: experts (not proven), graphs (captured)",
+        ),
+        ("experts graphs one_graph", True, "level uniform; against units: one graph (no host)"),
+    ],
+)
+def test_the_highest_that_is_left_and_what_stands_against_the_next(asked, checks, said):
+    """What is decided of Megatron's own table, `test_megatron_lm_limits` has in any combination."""
+    assert str(decide(limits_of_arguments(asking(asked), LIMITS), checks=checks)) == said
+
+
+def test_names_of_objects_classes_and_modules_are_replaced_and_put_back():
+    class Stage(torch.nn.Module):
+        def forward(self):
+            return "own"
+
+    stage = Stage()
+    stage.layers = torch.nn.ModuleList([torch.nn.Linear(1, 1)])
+    before = dict(vars(stage)), [*stage.layers]
+    with replaced(stage, forward=lambda: "other", layers=torch.nn.ModuleList()):
+        assert (stage.forward(), len(stage.layers)) == ("other", 0)
+        with replaced(Stage, forward=lambda stage: "of all"):
+            assert Stage()() == "of all"
+    assert (dict(vars(stage)), [*stage.layers], stage.forward()) == (*before, "own")

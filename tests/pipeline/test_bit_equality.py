@@ -1,7 +1,7 @@
 """Losses, gradients and weights are those of megatron-core's own schedules, to the last bit."""
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -54,17 +54,13 @@ def results_of(pool: RankPool, job: Job, how: Ours | None, folder: Path) -> list
 
 def synthetic_profile(
     num_stages: int,
-    valley_mhz: int = 1200,
-    clocks_mhz: Sequence[int] = CLOCKS_MHZ,
     combined_chunks: int = 0,
 ) -> Profile:
     """A valley of energy, and stages that differ; with rows of pairs if units are combined."""
     rows = []
-    for stage, kind, clock in itertools.product(range(num_stages), WHOLE, clocks_mhz):
+    for stage, kind, clock in itertools.product(range(num_stages), WHOLE, CLOCKS_MHZ):
         time_s = (1 + 0.1 * stage) * (1 + (kind is Kind.BACKWARD)) * (0.2 + 0.8 * 1410 / clock)
-        rows.append(
-            (stage, kind, ProfileRow(clock, time_s, 100 + ((clock - valley_mhz) / 100) ** 2))
-        )
+        rows.append((stage, kind, ProfileRow(clock, time_s, 100 + ((clock - 1200) / 100) ** 2)))
     if combined_chunks:
         parts = [
             (combined_chunks * stage + chunk, priced, row.scaled(1 / combined_chunks))

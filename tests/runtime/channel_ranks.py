@@ -35,11 +35,11 @@ def expecting(count: int) -> P2PChannel:
     return channel
 
 
-def received(channel: P2PChannel, number: int, kind: Kind = Kind.FORWARD) -> float:
+def received(channel: P2PChannel, number: int) -> float:
     """First element of what was received; all elements are alike."""
-    (tensor,) = channel.receive(unit(kind, number))
+    (tensor,) = channel.receive(unit(Kind.FORWARD, number))
     assert torch.equal(tensor.detach(), torch.full_like(tensor.detach(), tensor[0, 0].item()))
-    assert tensor.requires_grad is (kind is Kind.FORWARD)
+    assert tensor.requires_grad
     return tensor[0, 0].item()
 
 

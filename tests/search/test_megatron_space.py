@@ -13,7 +13,7 @@ from envpipe_megatron.policies.objective import Objective
 from envpipe_megatron.search.candidates import Candidate
 from envpipe_megatron.search.configuration import Configuration, Job
 from envpipe_megatron.search.cuts import Shape, best_cut
-from envpipe_megatron.search.layer_profile import LayerProfile, Sizes
+from envpipe_megatron.search.layer_profile import LayerProfile
 from envpipe_megatron.search.search import search
 from envpipe_megatron.search.space import MegatronSpace, Space, shape_of
 from envpipe_megatron.search.work import StageLoad
@@ -220,17 +220,6 @@ def test_what_cannot_be_is_said() -> None:
     }
     with pytest.raises(EnvPipeError, match="has no joules"):
         search(replace(profile, measures=timed), JOB, Space(), Objective())
-
-
-def test_zero_joules_are_none() -> None:
-    profile = whole_layers(0)
-    nothing = {
-        name: replace(each, forward_j=np.zeros(1), backward_j=np.zeros(1))
-        for name, each in profile.at(Sizes()).items()
-    }
-    assert not replace(profile, measures={Sizes(): nothing}).has_energy
-    some = {**nothing, "layer": replace(nothing["layer"], backward_j=np.ones(1))}
-    assert replace(profile, measures={Sizes(): some}).has_energy
 
 
 @pytest.mark.parametrize("kept", [slice(1, None), slice(-1), [0, 0, 1, -1]])

@@ -80,10 +80,10 @@ def run(
     )
 
 
-def new(ran: Ran, own: Schedule = OWN) -> list[bool]:
+def new(ran: Ran) -> list[bool]:
     """Which iterations ran another order than the framework's, or half of that one split."""
     orders: Any = ran.pipelines
-    return [order.stages not in (own.stages, half_split(own).stages) for order in orders.orders]
+    return [order.stages not in (OWN.stages, half_split(OWN).stages) for order in orders.orders]
 
 
 def tried(ran: Ran) -> list[int]:

@@ -238,12 +238,12 @@ def true_w(kind: Kind, clock: int) -> float:
     return share * PRESET.busy_power_w("forward" if kind is Kind.FORWARD else "backward", clock)
 
 
-def check(profile: Profile, part: int, kind: Kind, slow: float, within: float = 0.03) -> None:
+def check(profile: Profile, part: int, kind: Kind, slow: float) -> None:
     for row in profile.rows[part][kind]:
         time_s = slow * true_s(kind, row.frequency_mhz)
         joules = time_s * true_w(kind, row.frequency_mhz)
         assert row.time_s == pytest.approx(time_s, rel=0.01)
-        assert row.energy_j == pytest.approx(joules, rel=within)
+        assert row.energy_j == pytest.approx(joules, rel=0.03)
 
 
 def test_chunks_are_measured_one_by_one_and_draw_the_same_power():

@@ -32,6 +32,8 @@ logger = logging.getLogger(__name__)
 _MIN_REFRESHES = 10
 #: A counter that has not refreshed for this many periods has stopped: nothing is guessed beyond.
 _MAX_SILENT_REFRESHES = 3
+#: How far back windows may start, s.
+_HORIZON_S = 12 * 3600.0
 #: From one look at the counter to the next, so that each refresh is seen.
 POLL_S = 0.05
 #: The refresh period until two refreshes have been seen, as NVIDIA's counters have it.
@@ -78,14 +80,12 @@ class EnergyMeter:
 
     A counter that cannot be read, stops or goes back spoils the windows it touches and no
     others: the counter is cumulative, so a window whose ends were both seen is right without the
-    readings between them. Windows may start `horizon_s` back. Where no other process reads, or it
-    ends, a thread of this process does.
+    readings between them. Where no other process reads, or it ends, a thread of this process does.
     """
 
-    def __init__(self, gpu: Gpu, poll_s: float = POLL_S, horizon_s: float = 12 * 3600.0) -> None:
+    def __init__(self, gpu: Gpu, poll_s: float = POLL_S) -> None:
         self._gpu = gpu
         self._poll_s = poll_s
-        self._horizon_s = horizon_s
         self._lock = threading.RLock()
         self._times_s = array("d")
         self._energies_j = array("d")
@@ -293,6 +293,6 @@ class EnergyMeter:
             times.append(reading.time_s)
             energies.append(reading.energy_j)
             self._time_uncertainties_s.append(reading.time_uncertainty_s)
-            if times[-1] - times[0] > 1.25 * self._horizon_s:
-                old = bisect_left(times, times[-1] - self._horizon_s)
+            if times[-1] - times[0] > 1.25 * _HORIZON_S:
+                old = bisect_left(times, times[-1] - _HORIZON_S)
                 del times[:old], energies[:old], self._time_uncertainties_s[:old]

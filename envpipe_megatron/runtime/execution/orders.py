@@ -71,9 +71,7 @@ def whole(
     """Run iterations, `MOST_TRIES` times while some did not run whole; the records."""
     for _ in range(MOST_TRIES):
         records = yield from run()
-        partial: float = sum(not record.whole for record in records)
-        by_stage = collectives.by_stage(partial, sum)
-        if not any(by_stage):
+        if collectives.on_all(all(record.whole for record in records)):
             break
     return records
 

@@ -205,29 +205,20 @@ def _loop(job: PhaseParts, schedule: Schedule, records: Sequence[StageRecord]) -
         job.memory.watch = Watch.NOTHING
         facts = _facts(job, schedule, records)
     measured = yield from try_parts(job, schedule, measured)
-    begin = partial(_begin, job, schedule, measured, clocks, facts, profile)
+
+    def begin(first: Window) -> Run[None]:
+        store = _store(job, measured, clocks, facts)
+        if profile is not None:
+            store.take_profile(profile)
+        options, goal = job.options, job.options.goal
+        within = 1.0 if goal.goal == Goal.ENERGY else None
+        limits = Limits(options.slowdown_percent / 100, within, options.min_dwell_s, goal)
+        check = partial(check_plan, job, clocks_mhz=())
+        planner = Planner(store, partial(plan_online, job), check, limits, job.background)
+        tuner = ShortestOrder if options.changes_only_order else Controller
+        return tuner(schedule, measured, store, job.collectives.num_replicas, planner).run(first)
+
     yield from run_commands(job, schedule, clocks, records, begin, profiled_kinds(measured))
-
-
-def _begin(
-    job: PhaseParts,
-    schedule: Schedule,
-    measured: Schedule,
-    clocks_mhz: Sequence[int],
-    facts: Sidecar,
-    profile: Profile | None,
-    first: Window,
-) -> Run[None]:
-    store = _store(job, measured, clocks_mhz, facts)
-    if profile is not None:
-        store.take_profile(profile)
-    options, goal = job.options, job.options.goal
-    within = 1.0 if goal.goal == Goal.ENERGY else None
-    limits = Limits(options.slowdown_percent / 100, within, options.min_dwell_s, goal)
-    check = partial(check_plan, job, clocks_mhz=())
-    planner = Planner(store, partial(plan_online, job), check, limits, job.background)
-    tuner = ShortestOrder if job.options.changes_only_order else Controller
-    return tuner(schedule, measured, store, job.collectives.num_replicas, planner).run(first)
 
 
 def _save_energy(

@@ -68,32 +68,32 @@ class Lateness:
         arrives_s = np.maximum.accumulate(asked + _SURELY * self.late_s, axis=1)
         return np.asarray(arrives_s <= timeline.start_s + 1e-9)
 
-    def telling(
-        self, own_s: FloatArray, old_s: FloatArray, timeline: Timeline, asked: FloatArray
-    ) -> BoolArray:
-        """Return which units began at the clock of the one before, [num_stages, units_per_stage].
+    def learn(
+        self,
+        own_s: FloatArray,
+        old_s: FloatArray,
+        timeline: Timeline,
+        asked: FloatArray,
+        known: BoolArray,
+    ) -> None:
+        """Take in units that began at the clock of the one before: of their time, some was at it.
 
         Args:
-            own_s: what units take at their clock, [num_stages, units_per_stage].
+            own_s: what units take at their clock, [num_stages, units_per_stage], as all others.
             old_s: and at that of the unit before.
             timeline: of what they took.
             asked: as `asked_s` gives it.
+            known: of which units that is known well enough.
         """
-        differ = np.abs(old_s - own_s) > _TELLING * own_s
-        tell = differ & (timeline.wait_s < _LATE_S)
+        tell = known & (np.abs(old_s - own_s) > _TELLING * own_s) & (timeline.wait_s < _LATE_S)
         # The unit before surely ran at its own clock when it ended, and nothing was parked since.
         tell &= np.roll(self.at_their_clock(asked, timeline), 1, axis=1)
         tell[:, 1:] &= asked[:, 1:] <= timeline.end_s[:, :-1]
         tell[:, 0] = False
-        return np.asarray(tell)
-
-    def learn(
-        self, own_s: FloatArray, old_s: FloatArray, took_s: FloatArray, waited_s: FloatArray
-    ) -> None:
-        """Take in units that show it, [units]; times as in `telling`, and the waits before them."""
-        if not own_s.size:
+        if not tell.any():
             return
-        longest_s = np.minimum(own_s, old_s)
+        own_s, old_s, took_s = own_s[tell], old_s[tell], timeline.duration_s[tell]
         late_s = (own_s - took_s) / (own_s / old_s - 1)
-        self._seen_s.extend((np.clip(late_s, 0.0, longest_s) + waited_s).tolist())
+        late_s = np.clip(late_s, 0.0, np.minimum(own_s, old_s)) + timeline.wait_s[tell]
+        self._seen_s.extend(late_s.tolist())
         self.change_s = float(np.median(self._seen_s))

@@ -114,7 +114,7 @@ def fit_powers(
     wanted = (vectors[:, kept].T @ sums.weighted) / root
     for alikeness in _ALIKENESS:
         alike = _alike(np.sqrt(alikeness * values[-1]), num_kinds)
-        best: tuple[float, FloatArray, FloatArray] | None = None
+        fits = []
         for knee in _KNEES:
             shapes = _shapes(nodes_mhz, num_kinds, knee, limit_mhz)
             terms, error = nnls(
@@ -122,10 +122,8 @@ def fit_powers(
                 np.concatenate([wanted, np.zeros(len(alike))]),
                 maxiter=100 * shapes.shape[1],
             )
-            if best is None or error < best[0]:
-                best = float(error), shapes @ terms, shapes
-        assert best is not None
-        _, power_w, shapes = best
+            fits.append((float(error), shapes @ terms, shapes))
+        _, power_w, shapes = min(fits, key=lambda fit: fit[0])
         kinds_w = power_w[:-1].reshape(num_kinds + 1, -1)
         # A few noisy refreshes may not separate one way of spending time from the others.
         if (kinds_w.max(axis=1) > 0).all():

@@ -68,7 +68,7 @@ class Store:
         self.lateness = Lateness()
         #: [num_stages] whether clocks have ceased to mean what they did. Then those that slow
         #: nothing are left out of profiles: some day they may mean something again.
-        self.upset: BoolArray = np.zeros(num_stages, dtype=bool)
+        self.drifted_far: BoolArray = np.zeros(num_stages, dtype=bool)
         #: By which share iterations differ as a whole, in the latest windows.
         self._common: deque[float] = deque(maxlen=_KEPT_COMMON)
         #: [num_stages] whether units of the last window were too fast to be true.
@@ -143,12 +143,12 @@ class Store:
         latency_s = self.facts.p2p_latency_s or 0.0
         return Timeline(schedule, durations_s, latency_s, self.tail_s).iteration_time_s
 
-    def forget(self, upset: BoolArray) -> None:
+    def forget(self, drifted_far: BoolArray) -> None:
         """Note that something changed, [num_stages] where so much that it must be measured again.
 
         What meters said counts for little from now on.
         """
-        self.upset = self.upset | upset
+        self.drifted_far = self.drifted_far | drifted_far
         self.powers.fade(_KEEPS)
 
     def learn(
@@ -211,7 +211,7 @@ class Store:
             elif kind not in SPLIT[1:]:  # no such part ran yet
                 raise StoreError("A unit of the framework's order was not measured", value=key)
         self._follow_others(seen, changed, before_s)
-        self._learn_lateness(schedule, frequency_mhz, measured_s, timeline, asked, odd)
+        self._learn_lateness(clocked, timeline, asked, odd)
         for stage, report in enumerate(window.stages):
             if report.metered:  # in weeks of silence, what is known would fade to nothing
                 self.powers.add(stage, report.meter, fades)
@@ -256,43 +256,40 @@ class Store:
 
         Args:
             careful: for a new plan: units below the highest clock take as long as they might, and
-                clocks of upset stages that slow nothing are left out.
+                clocks that slow nothing are left out where stages drifted far.
 
         Raises StoreError if meters said too little.
         """
-        rows, waits = [], []
+        rows, nodes_mhz = [], self.powers.nodes_mhz
+        fitted_w = [self._fitted_w(stage) for stage in range(len(self.tail_s))]
         # Where a stage's parts of a backward have not been seen, plans have whole ones.
         left_out = SPLIT[1:] if np.isnan(self.time_s).any() else ()
-        for stage in range(len(self.tail_s)):
-            power_w, errors_w = self._fitted_w(stage)
-            waits.append(
-                {
-                    round(node): float(watts)
-                    for node, watts in zip(self.powers.nodes_mhz, power_w[-1], strict=True)
-                }
+        for key, times in enumerate(self._times):
+            part, place = divmod(key, len(self.kinds))
+            stage, kind = part // self._num_chunks, self.kinds[place]
+            if kind in left_out:
+                continue
+            used = self.clocks_mhz >= times.lowest_mhz
+            if careful and self.drifted_far[stage]:
+                used &= times.time_s > _NO_SLOWER * times.time_s[-1]
+                used[-1] = True
+            clocks, times_s = self.clocks_mhz[used], times.time_s[used]
+            joules, scatter_j = (
+                times_s * np.interp(clocks, nodes_mhz, of[place]) for of in fitted_w[stage]
             )
-            for chunk in range(self._num_chunks):
-                part = stage * self._num_chunks + chunk
-                for place, kind in enumerate(self.kinds):
-                    if kind in left_out:
-                        continue
-                    times = self._times[part * len(self.kinds) + place]
-                    used = self.clocks_mhz >= times.lowest_mhz
-                    if careful and self.upset[stage]:
-                        used &= times.time_s > _NO_SLOWER * times.time_s[-1]
-                        used[-1] = True
-                    clocks, times_s = self.clocks_mhz[used], times.time_s[used]
-                    joules = times_s * np.interp(clocks, self.powers.nodes_mhz, power_w[place])
-                    scatter_j = times_s * np.interp(clocks, self.powers.nodes_mhz, errors_w[place])
-                    errors_j = np.hypot(scatter_j, _MODEL_ERRS * joules)
-                    if careful:
-                        times_s = times_s * (1 + times.errs[used])
-                    columns = (clocks.astype(int), times_s, joules, errors_j)
-                    of_clocks = zip(*(column.tolist() for column in columns), strict=True)
-                    rows += [(part, kind, ProfileRow(*row)) for row in of_clocks]
+            errors_j = np.hypot(scatter_j, _MODEL_ERRS * joules)
+            if careful:
+                times_s = times_s * (1 + times.errs[used])
+            columns = (clocks.astype(int), times_s, joules, errors_j)
+            of_clocks = zip(*(column.tolist() for column in columns), strict=True)
+            rows += [(part, kind, ProfileRow(*row)) for row in of_clocks]
+        waits_w = [
+            dict(zip(map(round, nodes_mhz.tolist()), power_w[-1].tolist(), strict=True))
+            for power_w, _ in fitted_w
+        ]
         sidecar = replace(
             self.facts,
-            wait_power_w=tuple(waits),
+            wait_power_w=tuple(waits_w),
             tail_time_s=tuple(self.tail_s.tolist()),
             frequency_change_s=self.lateness.planned_s,
         )
@@ -353,23 +350,13 @@ class Store:
             self.tail_s = tail_times_s(ends_s[:, followed], gaps_s[:, followed])
 
     def _learn_lateness(
-        self,
-        schedule: Schedule,
-        frequency_mhz: IntArray,
-        measured_s: FloatArray,
-        timeline: Timeline,
-        asked: FloatArray,
-        odd: BoolArray,
+        self, clocked: Clocked, timeline: Timeline, asked: FloatArray, odd: BoolArray
     ) -> None:
         """Learn from clocks that were both measured: a model errs by as much as it would show."""
-        before = np.roll(frequency_mhz, 1, axis=1)
-        own_s = self.durations_s(schedule, frequency_mhz)
-        old_s = self.durations_s(schedule, before)
-        keys, telling = self.keys(schedule), self.lateness.telling(own_s, old_s, timeline, asked)
-        telling &= ~odd
-        for at in np.argwhere(telling):
-            points = self._times[keys[*at]].points
-            telling[*at] = frequency_mhz[*at] in points and before[*at] in points
-        self.lateness.learn(
-            own_s[telling], old_s[telling], measured_s[telling], timeline.wait_s[telling]
-        )
+        now_mhz, keys, known = clocked.frequency_mhz, self.keys(clocked.schedule), ~odd
+        before_mhz = np.roll(now_mhz, 1, axis=1)
+        for key in np.unique(keys[keys >= 0]):
+            measured, there = [*self._times[key].points], keys == key
+            known[there] &= np.isin([now_mhz[there], before_mhz[there]], measured).all(axis=0)
+        own_s, old_s = (self.durations_s(clocked.schedule, mhz) for mhz in (now_mhz, before_mhz))
+        self.lateness.learn(own_s, old_s, timeline, asked, known)

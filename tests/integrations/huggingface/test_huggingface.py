@@ -45,8 +45,8 @@ def one_thread():
     torch.set_num_threads(before)
 
 
-def stages_of(model, num_stages=2, cut="parameters"):
-    parts = model.parts(num_stages, cut)
+def stages_of(model, num_stages=2):
+    parts = model.parts(num_stages)
     return [Stage(model, parts, index) for index in range(num_stages)]
 
 

@@ -127,11 +127,10 @@ def test_a_stage_may_have_nothing_to_put_off(split):
     split.second_part([])
 
 
-def left_whole(split: Any, net: Net, within: Callable[[], Any] = lambda: None) -> None:
+def left_whole(split: Any, net: Net) -> None:
     ((x, gradient),) = data(1)
     put_off: list[Any] = []
     with split.first_part(put_off):
-        within()
         net(x).backward(gradient)
     assert not put_off
     assert net.first.grad is not None

@@ -129,7 +129,7 @@ class Told:
     def __init__(self) -> None:
         self.said: list[Any] = []
 
-    def seen_by(self, stage: int, gathered: Any = None) -> Collectives:
+    def seen_by(self, stage: int) -> Collectives:
         heard = iter(self.said)
 
         def broadcast(value: Any) -> Any:
@@ -139,7 +139,7 @@ class Told:
             return next(heard)
 
         def gather(value: Any) -> list[Any]:
-            return [value, *(gathered or [])] if stage == 0 else []
+            return [value] if stage == 0 else []
 
         group: Any = SimpleNamespace(leads=stage == 0, broadcast=broadcast, gather=gather)
         return Collectives(stage, group, [], 1)

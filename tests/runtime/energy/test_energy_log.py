@@ -3,7 +3,7 @@
 import itertools
 import json
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -26,11 +26,11 @@ from envpipe_megatron.runtime.energy.meter import CounterAt, EnergyMeter, Window
 class Logged:
     """A GPU whose time a test sets, its meter and its log."""
 
-    def __init__(self, path: Path, append: Callable[[dict[str, Any]], None] | None = None) -> None:
+    def __init__(self, path: Path) -> None:
         self.gpu = FakeGpu()
         self.meter = EnergyMeter(self.gpu, poll_s=3600)  # samples when a test asks: `at`
         self.path = path
-        self.log = EnergyLog(self.meter, append or partial(append_line, path), {"rank": 3})
+        self.log = EnergyLog(self.meter, partial(append_line, path), {"rank": 3})
 
     def at(self, *times_s: float) -> None:
         """Let time come to these instants, and the meter look there."""

@@ -60,8 +60,9 @@ def test_energy_before_the_meter_began_is_refused(gpu):
     meter.close()
 
 
-def test_old_samples_are_forgotten(gpu):
-    meter = EnergyMeter(gpu, poll_s=3600, horizon_s=3.0)
+def test_old_samples_are_forgotten(gpu, monkeypatch):
+    monkeypatch.setattr(energy_meter, "_HORIZON_S", 3.0)
+    meter = EnergyMeter(gpu, poll_s=3600)
     for now_s in np.arange(0.1, 10.05, 0.1):
         at(meter, gpu, now_s)
         back_s = min(now_s, 2.8)  # and a refresh

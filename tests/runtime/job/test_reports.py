@@ -20,18 +20,18 @@ NODES = np.array([1000.0, 1200.0, 1400.0])
 FORWARD, BACKWARD, WAITING, TAIL = 0, 3, 6, 9  # the first column of each
 
 
-def meter(power_w: float = 100.0) -> Any:
-    """It says as much each second, but ten times that from 2 s to 4 s."""
+def meter() -> Any:
+    """It says 100 W, but ten times that from 2 s to 4 s."""
     times_s = np.arange(0.0, 20.0, 0.1)
 
     def window(begin_s: float, end_s: float) -> Any:
         if begin_s < 0:
             raise MeterError("Of a test")
         more_s = max(min(end_s, 4.0) - max(begin_s, 2.0), 0.0)
-        return SimpleNamespace(energy_j=power_w * (end_s - begin_s + 9 * more_s), uncertainty_j=3.0)
+        return SimpleNamespace(energy_j=100 * (end_s - begin_s + 9 * more_s), uncertainty_j=3.0)
 
     return SimpleNamespace(
-        refreshes=lambda begin_s: (times_s, power_w * times_s),
+        refreshes=lambda begin_s: (times_s, 100 * times_s),
         window=window,
         last_refresh_s=20.0,
     )

@@ -35,14 +35,14 @@ from envpipe_megatron.runtime.job import stored as stored_job
 from envpipe_megatron.runtime.job.given import Level
 from envpipe_megatron.runtime.job.options import JobOptions
 from envpipe_megatron.runtime.job.restarts import JobFolder
-from envpipe_megatron.runtime.job.stored import JobKeys, StoredJob, read_job
+from envpipe_megatron.runtime.job.stored import StoredJob, read_job
 
 pytestmark = pytest.mark.usefixtures("written_at_once")
 GREEDY = JobOptions(num_microbatches=4, type="envelope", reconfigure="greedy", baseline_steps=3)
 
 
-def stored(folder: Path, keys: JobKeys = KEYS) -> StoredJob:
-    return read_job(folder / "job.json", keys)
+def stored(folder: Path) -> StoredJob:
+    return read_job(folder / "job.json", KEYS)
 
 
 @pytest.fixture
