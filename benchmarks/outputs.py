@@ -1,13 +1,8 @@
-"""Leave and show what benchmarks found: rows of evidence, a table, and claims.
-
-A claim is one sentence. `all.py` makes one table of the `claims.json` of all benchmarks.
-"""
+"""Leave and show what benchmarks found: rows of evidence, and a table."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,37 +18,7 @@ PERSEUS_DATA = Path("../shared/data/perseus_sosp24")
 _TABLE_WIDTH = 190
 
 Row = Mapping[str, Any]
-CLAIMS_FILE, ROWS_FILE = "claims.json", "rows.jsonl"
-
-
-@dataclass(frozen=True)
-class Claim:
-    """One thing that a benchmark has just seen.
-
-    Args:
-        figure: the benchmark's output folder, such as `fig9_a`.
-        command: what makes it again, from the checkout.
-        claim: one sentence with figures.
-        basis: what it was seen on, such as `emulated V100 (fitted)`.
-        paper: what a paper or a rival says of the same; empty where nothing.
-        agrees: whether both agree; None where there is nothing to agree with.
-        why: where they do not: why.
-    """
-
-    figure: str
-    command: str
-    claim: str
-    basis: str
-    paper: str = ""
-    agrees: bool | None = None
-    why: str = ""
-
-
-def read_claims(folder: Path) -> list[Claim]:
-    """Read the claims of an output folder; none where it has no such file."""
-    path = folder / CLAIMS_FILE
-    text = path.read_text(encoding="utf-8") if path.is_file() else "[]"
-    return [Claim(**entry) for entry in json.loads(text)]
+ROWS_FILE = "rows.jsonl"
 
 
 def markdown_table(
@@ -80,7 +45,7 @@ def output_option(folder: str) -> Callable[[Callable[..., Any]], Callable[..., A
         type=click.Path(file_okay=False, path_type=Path),
         default=Path("runs/benchmarks") / folder,
         show_default=True,
-        help="Folder for rows.jsonl and claims.json.",
+        help="Folder for rows.jsonl.",
     )
 
 
@@ -89,14 +54,8 @@ def make_console() -> Console:
     return Console(width=max(Console().width, _TABLE_WIDTH))
 
 
-def leave(
-    folder: Path,
-    basis: str,
-    tables: Mapping[str, Iterable[Row]],
-    claims: Iterable[Claim] = (),
-    gpus: str = "",
-) -> None:
-    """Write rows of evidence, by table, and claims where there are any.
+def leave(folder: Path, basis: str, tables: Mapping[str, Iterable[Row]], gpus: str = "") -> None:
+    """Write rows of evidence, by table.
 
     Args:
         basis: what all rows were seen on, one of `evidence.BASES`.
@@ -108,9 +67,6 @@ def leave(
     path.unlink(missing_ok=True)
     for name, rows in tables.items():
         add_rows(path, (row_of(name, row, basis=basis, gpus=gpus, **made) for row in rows))
-    if listed := [asdict(claim) for claim in claims]:
-        text = json.dumps(listed, indent=1, ensure_ascii=False)
-        (folder / CLAIMS_FILE).write_text(text + "\n", encoding="utf-8")
 
 
 def make_table(title: str, rows: Sequence[Row], columns: Sequence[str] = ()) -> Table:
@@ -136,9 +92,3 @@ def shown(value: object) -> str:
         decimals = 4 if abs(value) < 10 else 1 if abs(value) >= 1000 else 2
         return f"{round(value, decimals) + 0.0:.{decimals}f}"  # + 0.0: no -0.00
     return str(value)
-
-
-def span(values: Sequence[float], digits: int = 1) -> str:
-    """The least and the greatest value, such as `1.8 to 9.2`; one number where both are alike."""
-    low, high = (f"{round(value, digits) + 0.0:.{digits}f}" for value in (min(values), max(values)))
-    return low if low == high else f"{low} to {high}"

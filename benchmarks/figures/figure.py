@@ -1,18 +1,17 @@
-"""One of EnvPipe's figures: train what is missing, then rows, picture and claims.
+"""One of EnvPipe's figures: train what is missing, then rows, picture and findings.
 
 python benchmarks/figures/figure.py fig9_a
 """
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import click
 import torch
-from click.core import ParameterSource
 from matplotlib.figure import Figure
 from rich.console import Console
 
@@ -27,10 +26,10 @@ from benchmarks.figures.experiments import (
     Experiment,
     Job,
 )
-from benchmarks.figures.findings import claims_of
+from benchmarks.figures.findings import Finding, findings_of
 from benchmarks.figures.requests import PROFILE_FILE, SIZES, Place, hardware_of, read_result, train
 from benchmarks.figures.rows import EMULATED, Row, of_setting
-from benchmarks.outputs import Claim, leave, make_console, make_table
+from benchmarks.outputs import leave, make_console, make_table
 from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.gpu.control import CHOICES
 
@@ -113,26 +112,11 @@ def figure_command(name: str) -> click.Command:
         place = Place(size, gpus, gpu_backend or Place.backend, forward_ms)
         try:
             rows = make_rows(experiment, place, output / _RUNS, console)
-            leave_figure(experiment, rows, _again(name), output / name, console)
+            leave_figure(experiment, rows, output / name, console)
         except EnvPipeError as error:
             raise click.ClickException(str(error)) from error
 
     return command
-
-
-def _again(name: str) -> str:
-    """What makes the same figure again: the options that were given, but for the folder."""
-    context = click.get_current_context()
-    words = ["python", "benchmarks/figures/figure.py", name]
-    for option in context.command.params:
-        assert option.name is not None
-        given = context.get_parameter_source(option.name) is ParameterSource.COMMANDLINE
-        if not given or option.name == "output":
-            continue
-        value = context.params[option.name]
-        for each in value if isinstance(value, tuple) else (value,):
-            words += [option.opts[0]] if each is True else [option.opts[0], str(each)]
-    return shlex.join(words)
 
 
 def _narrowed(experiment: Experiment, models: Sequence[str], stages: int | None) -> Experiment:
@@ -171,25 +155,24 @@ def make_rows(experiment: Experiment, place: Place, folder: Path, console: Conso
     return rows
 
 
-def leave_figure(
-    experiment: Experiment, rows: list[Row], again: str, folder: Path, console: Console
-) -> None:
+def leave_figure(experiment: Experiment, rows: list[Row], folder: Path, console: Console) -> None:
     """Write a figure's files, and print what they say."""
     columns = [row.columns() for row in rows]
-    claims = claims_of(experiment, rows, again)
-    leave(folder, "emulated" if rows[0].emulated else "GPUs", {experiment.name: columns}, claims)
+    findings = findings_of(experiment, rows)
+    found = [finding.columns() for finding in findings]
+    tables: dict[str, list[Any]] = {experiment.name: columns, f"{experiment.name} findings": found}
+    leave(folder, "emulated" if rows[0].emulated else "GPUs", tables)
     _save_picture(experiment, rows, folder)
     hardware = " and ".join(dict.fromkeys(row.hardware for row in rows))
     console.print(make_table(f"{experiment.title}: {hardware}", columns, _SHOWN))
-    for claim in claims:
-        console.print(_sentence(claim), highlight=False, markup=False, soft_wrap=True)
+    for finding in findings:
+        console.print(_sentence(finding), highlight=False, markup=False, soft_wrap=True)
     console.print(f"Everything is in {folder}", highlight=False, markup=False, soft_wrap=True)
 
 
-def _sentence(claim: Claim) -> str:
-    verdict = {True: "agrees", False: "contradicts", None: "not compared"}[claim.agrees]
-    why = f" {claim.why}" if claim.why else ""
-    return f"- {claim.claim}. Paper: {claim.paper} ({verdict}).{why}"
+def _sentence(finding: Finding) -> str:
+    found = finding.columns()
+    return f"- {finding.seen}. Paper: {finding.paper} ({found['verdict']}). {finding.why}".rstrip()
 
 
 main = click.Group(

@@ -6,13 +6,12 @@ What else is `expected` follows from the paper's method.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass
 from itertools import combinations, groupby, pairwise
 from pathlib import Path
 
 from benchmarks.figures.experiments import BALANCED, ENVELOPE, GREEDY, MODELS, UNIFORM, Experiment
 from benchmarks.figures.rows import DRY_RUN, NO_CONTROL, Row, of_setting, savers, saving_difference
-from benchmarks.outputs import Claim
 from envpipe_megatron.core.orders import builders
 from envpipe_megatron.core.plan import NORMAL_95
 from envpipe_megatron.core.profile import Profile, read_profile
@@ -26,30 +25,43 @@ _ONE_NODE = "up to 25.2 % on one node of four GPUs"
 _TWO_NODES = "up to 28.4 % on two nodes, 16 GPUs"
 
 
-def _said(
-    sentence: str, paper: str, rows: Sequence[Row], agrees: bool | None, why: str = ""
-) -> Claim:
-    """A claim whose figure and command `claims_of` fills in."""
-    return Claim("", "", sentence, basis_of(rows), paper, agrees, why)
+@dataclass(frozen=True)
+class Finding:
+    """One thing that a figure shows.
+
+    Args:
+        seen: one sentence with figures.
+        paper: what the paper says of the same, or what is expected.
+        agrees: whether both agree; None where there is nothing to agree with.
+        why: where they do not: why.
+    """
+
+    seen: str
+    paper: str
+    agrees: bool | None
+    why: str = ""
+
+    def columns(self) -> dict[str, str]:
+        """Return the columns of its row of evidence."""
+        verdict = {True: "agrees", False: "contradicts", None: "not compared"}[self.agrees]
+        return {"seen": self.seen, "paper": self.paper, "why": self.why, "verdict": verdict}
 
 
-def claims_of(experiment: Experiment, rows: list[Row], command: str) -> list[Claim]:
-    """All claims of one figure; the last is that training was the same."""
-    found = [*_CLAIMS[experiment.name](rows), _losses(rows)]
-    return [replace(said, figure=experiment.name, command=command) for said in found]
+def findings_of(experiment: Experiment, rows: list[Row]) -> list[Finding]:
+    """Return all findings of one figure; the last is that training was the same."""
+    return [*_FINDINGS[experiment.name](rows), _losses(rows)]
 
 
 def _savings_mean_something(rows: Iterable[Row]) -> bool:
     return not any(row.result.control in (DRY_RUN, NO_CONTROL) for row in rows)
 
 
-def _losses(rows: list[Row]) -> Claim:
+def _losses(rows: list[Row]) -> Finding:
     compared = savers(rows)
     same = sum(row.losses_equal for row in compared)
-    return _said(
+    return Finding(
         f"All losses of {same} of {len(compared)} runs are the baseline's to the last bit",
         "accuracy is preserved",
-        rows,
         same == len(compared),
     )
 
@@ -60,24 +72,22 @@ _EMULATED_MAGNITUDE = (
 _REAL_MAGNITUDE = "How much can be saved is another on each GPU, so only directions compare."
 
 
-def _savings(paper: str) -> Callable[[list[Row]], Iterator[Claim]]:
-    def say(rows: list[Row]) -> Iterator[Claim]:
+def _savings(paper: str) -> Callable[[list[Row]], Iterator[Finding]]:
+    def say(rows: list[Row]) -> Iterator[Finding]:
         balanced = of_setting(rows, BALANCED)
         meaningful = _savings_mean_something(rows)
         slowest = max(row.slowdown_percent for row in balanced)
-        yield _said(
+        yield Finding(
             f"EnvPipe is at most {slowest:+.2f} % slower",
             "less than 1 % slower",
-            rows,
             slowest < _NO_SLOWDOWN_PERCENT if meaningful else None,
         )
         sentence = ", ".join(f"{_percent(row)} ({_name(row)})" for row in balanced)
         magnitude = _EMULATED_MAGNITUDE if rows[0].emulated else _REAL_MAGNITUDE
         lost = meaningful and any(row.saving_percent <= 0 for row in balanced)
-        yield _said(
+        yield Finding(
             f"EnvPipe saves {sentence}",
             paper,
-            rows,
             False if lost else None,
             magnitude if meaningful else "",
         )
@@ -85,29 +95,27 @@ def _savings(paper: str) -> Callable[[list[Row]], Iterator[Claim]]:
     return say
 
 
-def _parts(rows: list[Row]) -> Iterator[Claim]:
+def _parts(rows: list[Row]) -> Iterator[Finding]:
     for label, some in _by_model(rows):
         parts = [of_setting(some, setting)[0] for setting in (UNIFORM, ENVELOPE, BALANCED)]
         slower = [row.slowdown_percent for row in parts]
         saved = [_percent(row) for row in parts]
         in_order = slower[0] > slower[1] >= slower[2] and slower[2] < _NO_SLOWDOWN_PERCENT
-        yield _said(
+        yield Finding(
             f"{label}: uniform saves {saved[0]} and is {slower[0]:.1f} % slower; EnvPipe's order "
             f"and envelope {saved[1]}, {slower[1]:.1f} % slower; balanced {saved[2]}, "
             f"{slower[2]:+.2f} %",
             "expected: uniform slows down, the envelope less, and reconfiguring restores the time",
-            some,
             in_order if _savings_mean_something(some) else None,
         )
 
 
-def _greedy(rows: list[Row]) -> Iterator[Claim]:
+def _greedy(rows: list[Row]) -> Iterator[Finding]:
     pairs = list(zip(of_setting(rows, BALANCED), of_setting(rows, GREEDY), strict=True))
     worse = any(_saves_less(balanced, greedy) for balanced, greedy in pairs)
-    yield _said(
+    yield Finding(
         "Balanced saves, against greedy: " + "; ".join(_against(*pair) for pair in pairs),
         "expected: balanced saves at least as much as greedy",
-        rows,
         not worse if _savings_mean_something(rows) else None,
     )
 
@@ -124,7 +132,7 @@ def _against(balanced: Row, greedy: Row) -> str:
     return sentence
 
 
-def _microbatches(rows: list[Row]) -> Iterator[Claim]:
+def _microbatches(rows: list[Row]) -> Iterator[Finding]:
     for label, some in _by_model(rows):
         by_count = sorted(of_setting(some, BALANCED), key=lambda row: row.job.num_microbatches)
         sentence = ", ".join(
@@ -133,10 +141,9 @@ def _microbatches(rows: list[Row]) -> Iterator[Claim]:
         agrees, why = None, ""
         if _savings_mean_something(some):
             agrees, why = _falls_with_microbatches(by_count)
-        yield _said(
+        yield Finding(
             f"{label} saves {sentence}",
             "expected: the fewer microbatches, the larger the bubbles and the saving",
-            some,
             agrees,
             why,
         )
@@ -188,7 +195,7 @@ def _name(row: Row) -> str:
     return f"{label}, DP{row.job.replicas} PP{row.job.stages}" if several else label
 
 
-_CLAIMS: dict[str, Callable[[list[Row]], Iterator[Claim]]] = {
+_FINDINGS: dict[str, Callable[[list[Row]], Iterator[Finding]]] = {
     "fig9_a": _savings(_ONE_NODE),
     "fig9_b": _savings(_ONE_NODE),
     "fig10": _parts,
@@ -196,18 +203,6 @@ _CLAIMS: dict[str, Callable[[list[Row]], Iterator[Claim]]] = {
     "fig12": _savings(_TWO_NODES),
     "fig13": _microbatches,
 }
-
-
-def basis_of(rows: Sequence[Row]) -> str:
-    """Of a claim that was made from these runs."""
-    parts = [" and ".join(dict.fromkeys(row.hardware for row in rows))]
-    if rows[0].emulated:
-        parts += ["reduced model", "unit times from operation counts", "no network time"]
-    parts.append(" or ".join(dict.fromkeys(f"{row.steps} measured steps" for row in rows)))
-    replicas = sorted({row.job.replicas for row in rows if row.replicas_run < row.job.replicas})
-    if replicas:
-        parts.append(f"one of {' or '.join(map(str, replicas))} replicas")
-    return ", ".join(parts)
 
 
 #: Stages whose longest pair of units is this much longer than the shortest differ.

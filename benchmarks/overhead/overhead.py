@@ -16,7 +16,7 @@ from __future__ import annotations
 import os
 import tempfile
 import timeit
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from functools import partial
 from importlib.util import find_spec
@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING
 import click
 from rich.console import Console
 
-from benchmarks.outputs import PERSEUS_DATA, Claim, leave, make_console, make_table, output_option
+from benchmarks.outputs import PERSEUS_DATA, leave, make_console, make_table, output_option
 from benchmarks.overhead import host
 from benchmarks.overhead.host import OPTIONS, compare_schedules
 from benchmarks.planner.workloads import Workload, preset_workload, read_workloads
@@ -42,14 +42,6 @@ KEY = "gpt3-175b_a100_sxm_mb96"
 _STAGES, _MICROBATCHES = 8, 96
 #: More ranks than two would share the two cores of a small machine, and measure each other.
 NUM_RANKS = 2
-COMMAND = "python benchmarks/overhead/overhead.py"
-#: Each part, and how its claim begins.
-SENTENCES = {
-    "training thread": "The calls around a unit take the training thread, median and p99: ",
-    "iteration": "Time of an iteration over megatron-core's own 1F1B, median and 95 %: ",
-    "logs": "Logs take on disk: ",
-    "planning": "One plan takes: ",
-}
 
 
 @dataclass(frozen=True)
@@ -129,12 +121,11 @@ def main(seconds: float, output: Path) -> None:
     for measure in _measured(seconds, console):
         measures.append(measure)
         console.print(f"{measure.part}: {measure.what}: {measure.median:.4g} {measure.unit}")
-    measures.sort(key=lambda measure: list(SENTENCES).index(measure.part))
     basis = f"measured on {os.cpu_count()} CPU cores, load average {load:.1f} at the start"
     rows = [asdict(measure) for measure in measures]
     console.print(make_table(f"Overhead, {basis}", rows))
     tables = {"overhead": ({**row, "basis": basis} for row in rows)}
-    leave(output, "CPU", tables, claims(measures, basis))
+    leave(output, "CPU", tables)
 
 
 def _measured(seconds: float, console: Console) -> Iterator[Measure]:
@@ -156,27 +147,6 @@ def _workload() -> Workload:
     if PERSEUS_DATA.is_dir():
         return next(workload for workload in read_workloads(PERSEUS_DATA) if workload.key == KEY)
     return preset_workload(_STAGES, _MICROBATCHES)
-
-
-def claims(measures: Sequence[Measure], basis: str) -> list[Claim]:
-    """One claim for each part that was measured."""
-    return [
-        Claim(
-            "overhead",
-            COMMAND,
-            sentence + "; ".join(f"{m.what} {_figures(m)}" for m in found),
-            basis,
-        )
-        for part, sentence in SENTENCES.items()
-        if (found := [m for m in measures if m.part == part])
-    ]
-
-
-def _figures(measure: Measure) -> str:
-    if measure.low is not None and measure.high is not None:
-        return f"{measure.median:.3f} ({measure.low:.3f} to {measure.high:.3f})"
-    second = "" if measure.p99 is None else f" and {measure.p99:.3g}"
-    return f"{measure.median:.3g}{second} {measure.unit}"
 
 
 if __name__ == "__main__":

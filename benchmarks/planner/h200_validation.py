@@ -12,7 +12,6 @@ checkout:
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -20,7 +19,7 @@ from typing import Any
 import click
 import numpy as np
 
-from benchmarks.outputs import Claim, leave, make_console, make_table, output_option
+from benchmarks.outputs import leave, make_console, make_table, output_option
 from benchmarks.planner.validation import MemoryPrediction, memory_cells
 from envpipe_megatron.core.conditions import make_conditions
 from envpipe_megatron.core.kinds import Kind
@@ -31,27 +30,17 @@ from envpipe_megatron.core.profile_rows import ProfileRow
 from envpipe_megatron.core.schedule import Schedule
 
 MEASURED = Path(__file__).resolve().parents[1] / "h200"
-NAME = "h200_validation"
-COMMAND = "python benchmarks/planner/h200_validation.py"
-BASIS = "measured on two H200s, clocks left alone"
-_WORDS = {"1f1b": "1F1B", "envpipe": "EnvPipe's order"}
-#: By the folder of measurements.
-_MESSAGES = {"posted": "NCCL receives posted ahead", "one-sided": "one-sided copies"}
-_WHY = (
-    "Units are slower while a receive waits beside them, and in EnvPipe's order most activations "
-    "are there in time"
-)
 
 
 @click.command(help=(__doc__ or "").replace("\n\n    python", "\n\n\b\n    python"))
-@output_option(NAME)
+@output_option("h200_validation")
 def main(output: Path) -> None:
     """Predict the runs in benchmarks/h200."""
     folders = sorted(path.parent for path in MEASURED.glob("*/*/measured.json"))
     runs = [one for folder in folders for one in predict(folder)]
     memory = [one for folder in folders for one in peaks(folder)]
-    tables = {NAME: runs, "memory": memory_cells(memory)}
-    leave(output, "GPUs", tables, _claims(runs, memory), gpus="2 H200")
+    tables = {"h200_validation": runs, "memory": memory_cells(memory)}
+    leave(output, "GPUs", tables, gpus="2 H200")
     make_console().print(make_table("Predicted above measured", runs))
 
 
@@ -158,38 +147,6 @@ def _with_times_of(run: dict[str, Any], profile: Profile) -> Profile:
                 (stage, kind, ProfileRow(known.frequency_mhz, median(taken), known.energy_j))
             )
     return make_profile(rows, source=f"unit times of {run['order']}", sidecar=profile.sidecar)
-
-
-def _claims(runs: Sequence[dict[str, Any]], memory: Sequence[MemoryPrediction]) -> Iterable[Claim]:
-    for messages, carried in _MESSAGES.items():
-        for order, words in _WORDS.items():
-            own = [run for run in runs if (run["messages"], run["order"]) == (messages, order)]
-            others = [run for run in own if not run["profiled_job"]]
-            yield Claim(
-                NAME,
-                COMMAND,
-                f"Over {carried}, iteration time in {words} is predicted "
-                f"{_off(own, 'time_error')} from the profile that was made in 1F1B, and "
-                f"{_off(others, 'time_error_by_order')} for other numbers of microbatches "
-                "from unit times in the same order; energy "
-                f"{_off(own, 'energy_error')}",
-                BASIS,
-                why=_WHY if (messages, order) == ("posted", "envpipe") else "",
-            )
-    more = [one for one in memory if one.measured_bytes > 1.01 * one.baseline_bytes]
-    worst = max(abs(one.error_percent) for one in more)
-    yield Claim(
-        NAME,
-        COMMAND,
-        f"Peak memory of the {len(more)} stages that hold more in EnvPipe's order is predicted "
-        f"within {worst:.4f} % from 1F1B",
-        BASIS,
-    )
-
-
-def _off(runs: Sequence[dict[str, Any]], name: str) -> str:
-    errors = [run[f"{name}_percent"] for run in runs]
-    return f"{min(errors):+.1f} to {max(errors):+.1f} % off"
 
 
 if __name__ == "__main__":

@@ -10,8 +10,7 @@ iteration, or with `--window` of its largest mean over so many seconds.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,7 @@ from typing import Any
 import click
 import numpy as np
 
-from benchmarks.outputs import Claim, leave, make_console, make_table, output_option, span
+from benchmarks.outputs import leave, make_console, make_table, output_option
 from benchmarks.planner.workloads import Workload, workloads_here
 from envpipe_megatron.core.plan import Plan
 from envpipe_megatron.policies.objective import Goal, Objective
@@ -99,34 +98,7 @@ def main(output: Path, window_s: float | None, name: str) -> None:
     if not rows:
         return
     make_console().print(make_table("Time lost within a cap on power (%)", rows))
-    what = "mean power" if window_s is None else f"largest power over {window_s:g} s"
-    options = "" if window_s is None else f" --window {window_s:g}"
-    leave(output, "computed", {"power_caps": rows}, power_claims(rows, what, options))
-
-
-def power_claims(rows: Sequence[dict[str, Any]], what: str, options: str = "") -> list[Claim]:
-    """What was seen, one sentence for each share."""
-    claims = []
-    for share in dict.fromkeys(row["cap (%)"] for row in rows):
-        some = [row for row in rows if row["cap (%)"] == share]
-        said = []
-        for way in WAYS:
-            kept = [row[way] for row in some if row[way] is not None]
-            missed = f" (on {len(kept)} of {len(some)} workloads)" if len(kept) < len(some) else ""
-            said.append(f"{way} {span(kept)} %{missed}" if kept else f"{way} never")
-        lost = np.array([[math.inf if row[w] is None else row[w] for w in WAYS] for row in some])
-        claims.append(
-            Claim(
-                "power_caps",
-                f"python benchmarks/planner/power_caps.py{options}",
-                f"Within {share} % of the {what} of 1F1B at full clock, iterations take longer by: "
-                f"{', '.join(said)}",
-                "replay of measured A100 and A40 profiles, one evaluator for all plans",
-                "expected: order and clocks together lose least on each workload",
-                bool((lost[:, 2] <= lost.min(axis=1) + 0.01).all()),
-            )
-        )
-    return claims
+    leave(output, "computed", {"power_caps": rows})
 
 
 if __name__ == "__main__":

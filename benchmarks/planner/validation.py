@@ -11,7 +11,7 @@ count them. Run from the checkout:
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -19,7 +19,7 @@ from pathlib import Path
 import click
 from rich.console import Console
 
-from benchmarks.outputs import PERSEUS_DATA, Claim, leave, make_console, make_table, output_option
+from benchmarks.outputs import PERSEUS_DATA, leave, make_console, make_table, output_option
 from benchmarks.planner.measured_runs import (
     PROFILED_SYSTEM,
     Validation,
@@ -32,8 +32,6 @@ from envpipe_megatron.core.orders import builders
 from envpipe_megatron.core.plan import Plan, max_frequencies
 
 RUNS = PERSEUS_DATA / "measured"
-FIGURE = "planner_validation"
-COMMAND = "python benchmarks/planner/validation.py"
 HALF_NAMES = ("A", "B")
 
 
@@ -109,7 +107,7 @@ def memory_cells(predictions: Iterable[MemoryPrediction]) -> list[dict[str, obje
 
 
 @click.command()
-@output_option(FIGURE)
+@output_option("planner_validation")
 def main(output: Path) -> None:
     """Predict the runs of ../shared/data and print how far off the predictions are."""
     console = make_console()
@@ -122,11 +120,13 @@ def main(output: Path) -> None:
     if validations:
         lines = [_summary(validation) for validation in validations]
         tables["validation"] = lines
+        tables["prediction"] = list(_prediction_rows(validations))
         console.print(make_table("Mean absolute error of predicted runs (%)", lines))
+        console.print(make_table("Of all models", tables["prediction"]))
     if memory:
         tables["validation_memory"] = memory_cells(memory)
         console.print(make_table("Peak memory in EnvPipe's order", tables["validation_memory"]))
-    leave(output, "computed", tables, validation_claims(validations, memory))
+    leave(output, "computed", tables)
 
 
 def _memory(console: Console) -> list[MemoryPrediction]:
@@ -137,55 +137,23 @@ def _memory(console: Console) -> list[MemoryPrediction]:
     return cpu_memory()
 
 
-def validation_claims(
-    validations: Sequence[Validation], memory: Sequence[MemoryPrediction]
-) -> list[Claim]:
-    """One claim for time and energy, and one for memory of each place where it was measured."""
-    claims = []
-    if validations:
-        by_workload = [validation.errors for validation in validations]
-        count = sum(errors.num_runs for errors in by_workload)
-        time_error, energy_error = (
-            max(getattr(errors, name) for errors in by_workload)
-            for name in ("time_held_out", "energy_held_out")
-        )
-        claims.append(
-            Claim(
-                FIGURE,
-                COMMAND,
-                f"Of {count} measured runs of {len(validations)} models, with tail and blocking "
-                f"power fitted on the other half, iteration time is predicted to {time_error:.2f} "
-                f"% and energy to {energy_error:.2f} % (mean error of the worst model)"
-                f"{_apart_from_profiles(validations)}",
-                "runs on A100s and A40s that others measured",
-            )
-        )
-    for where in dict.fromkeys(one.where for one in memory):
-        own = [one for one in memory if one.where == where]
-        worst = max(abs(one.error_percent) for one in own)
-        counts = ", ".join(str(one.in_flight) for one in own)
-        claims.append(
-            Claim(
-                FIGURE,
-                COMMAND,
-                f"Peak memory with {counts} microbatches in flight is predicted from 1F1B to "
-                f"{worst:.1f} % on every stage ({where})",
-                f"measured on {where}",
-            )
-        )
-    return claims
-
-
-def _apart_from_profiles(validations: Iterable[Validation]) -> str:
-    """The errors of the runs that no unit time is a mean over."""
+def _prediction_rows(validations: Sequence[Validation]) -> Iterator[dict[str, object]]:
+    """Rows of docs/evidence/planning.md: the worst model, and runs that no unit time is made of."""
+    by_model = [validation.errors for validation in validations]
+    yield {
+        "runs": f"{sum(errors.num_runs for errors in by_model)} measured runs of {len(by_model)} "
+        "models, tail and blocking power fitted on the other half; mean of the worst model",
+        "error in time (%)": max(errors.time_held_out for errors in by_model),
+        "in energy (%)": max(errors.energy_held_out for errors in by_model),
+    }
     apart = [p for v in validations for p in v.predictions if p.run.system != PROFILED_SYSTEM]
-    if not apart:
-        return ""
-    errors = errors_of(apart)
-    return (
-        f"; of the {errors.num_runs} runs that the profiles' times are not made from, to "
-        f"{errors.time_held_out:.2f} and {errors.energy_held_out:.2f} %"
-    )
+    if apart:
+        errors = errors_of(apart)
+        yield {
+            "runs": f"the {errors.num_runs} runs that the profiles' times are not made from",
+            "error in time (%)": errors.time_held_out,
+            "in energy (%)": errors.energy_held_out,
+        }
 
 
 def _summary(validation: Validation) -> dict[str, object]:

@@ -21,13 +21,12 @@ its own space was computed up to 16baa0ae, by `benchmarks/search/aceso_space` th
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import click
 
-from benchmarks.outputs import Claim, leave, make_console, make_table, output_option
+from benchmarks.outputs import leave, make_console, make_table, output_option
 from benchmarks.processes import run_alone
 from benchmarks.search.aceso_files import fold_blocks
 from benchmarks.search.aceso_plans import read_plan, simulated
@@ -37,11 +36,8 @@ from envpipe_megatron.search.configuration import Configuration
 from envpipe_megatron.search.search import search as search_megatron
 from envpipe_megatron.search.space import Space
 
-COMMAND = "python -m benchmarks.search.aceso"
 #: Virtual stages of a stage in Megatron's space at most.
 MAX_CHUNKS = 4
-#: In percent: what Megatron's space may cost against stages of any sizes.
-_MOST_ABOVE = 3.0
 
 
 def fastest(folder: Path, setting: Setting) -> Configuration:
@@ -83,24 +79,6 @@ def _above_percent(one: Any, other: Any) -> float:
     return float(100 * (one.iteration_time_s / other.iteration_time_s - 1))
 
 
-def claims_of(rows: Sequence[dict[str, Any]]) -> list[Claim]:
-    """Return a claim for each setting whose plans the simulator can compare."""
-    return [
-        Claim(
-            "search_aceso",
-            f"{COMMAND} {ours['setting']}",
-            f"{ours['setting']}: the fastest of Megatron's space is {ours['above_percent']:+.1f} %"
-            " above Aceso's plan by our simulator, found in"
-            f" 1/{theirs['wall_s'] / ours['wall_s']:.0f} of the time",
-            "profiles of V100s, EuroSys'24",
-            paper=f"{theirs['model_ms']:.0f} ms by its model, in {theirs['wall_s']:.0f} s",
-            agrees=ours["above_percent"] <= _MOST_ABOVE,
-        )
-        for theirs, ours in zip(rows[::2], rows[1::2], strict=True)
-        if ours["above_percent"] is not None
-    ]
-
-
 @click.command()
 @click.argument("names", nargs=-1, type=click.Choice(list(SETTINGS)), metavar="[SETTING]...")
 @click.option("--budget", default=200, show_default=True, help="Of their search, in s.")
@@ -119,7 +97,7 @@ def main(names: tuple[str, ...], budget: int, output: Path) -> None:
             found = compare(folder, SETTINGS[name], budget)
             console.print(make_table(name, found))
             rows += found
-    leave(output, "computed", {"aceso": rows}, claims_of(rows))
+    leave(output, "computed", {"aceso": rows})
 
 
 if __name__ == "__main__":

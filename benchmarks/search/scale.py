@@ -17,7 +17,7 @@ from typing import Any
 
 import click
 
-from benchmarks.outputs import Claim, leave, make_console, make_table, output_option
+from benchmarks.outputs import leave, make_console, make_table, output_option
 from benchmarks.processes import run_alone
 from benchmarks.search.aceso import MAX_CHUNKS
 from benchmarks.search.aceso_files import fold_blocks
@@ -29,7 +29,6 @@ from envpipe_megatron.search.configuration import Job
 from envpipe_megatron.search.search import search
 from envpipe_megatron.search.space import Space
 
-COMMAND = "python -m benchmarks.search.scale"
 _MOST_MIB = 4096
 #: By which energies are modelled.
 PRESET = "a100-sxm"
@@ -100,20 +99,6 @@ def measure(folder: Path, name: str) -> dict[str, Any]:
     }
 
 
-def claim_of(row: dict[str, Any]) -> Claim:
-    """What a row says."""
-    return Claim(
-        "search_scale",
-        f"{COMMAND} {row['search']}",
-        f"Megatron's space, {row['search']}: {row['shapes']} shapes in {row['wall_s']:.1f} s with"
-        f" {row['process_MiB'] / 1024:.2f} GiB, best {row['best']}",
-        "profiles of V100s, EuroSys'24"
-        + ("" if row["modelled_kJ"] is None else f"; energy modelled: {PRESET}"),
-        paper=f"at most {row['at_most_s']:.0f} s",
-        agrees=row["within"],
-    )
-
-
 @click.command()
 @click.argument("names", nargs=-1, type=click.Choice(list(SCALES)), metavar="[SEARCH]...")
 @output_option("search_scale")
@@ -127,7 +112,7 @@ def main(names: tuple[str, ...], output: Path) -> None:
         unpack(Path(temporary))
         rows = [measure(Path(temporary), name) for name in names or SCALES]
     console.print(make_table("Searches of Megatron's space", rows))
-    leave(output, "CPU", {"scale": rows}, map(claim_of, rows))
+    leave(output, "CPU", {"scale": rows})
 
 
 if __name__ == "__main__":

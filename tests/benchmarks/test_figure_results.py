@@ -27,11 +27,11 @@ from benchmarks.figures.experiments import (
     Experiment,
     Job,
 )
-from benchmarks.figures.findings import claims_of
+from benchmarks.figures.findings import findings_of
 from benchmarks.figures.requests import PROFILE_FILE, Place
 from benchmarks.figures.rows import Outcome, PlanFacts
 from benchmarks.figures.unit_times import EmulatedTime
-from benchmarks.outputs import ROWS_FILE, read_claims
+from benchmarks.outputs import ROWS_FILE
 
 REDUCED = Place("reduced")
 
@@ -58,7 +58,7 @@ def v100_profile(factor, stages):
 
 @pytest.fixture
 def asked(monkeypatch):
-    """What a command would train and say; eight GPUs are there."""
+    """What a command would train; eight GPUs are there."""
     seen = {}
 
     def make_rows(experiment, place, *_):
@@ -67,9 +67,7 @@ def asked(monkeypatch):
 
     monkeypatch.setattr("torch.cuda.device_count", lambda: 8)
     monkeypatch.setattr(command, "make_rows", make_rows)
-    monkeypatch.setattr(
-        command, "leave_figure", lambda _, rows, again, *more: seen.update(again=again)
-    )
+    monkeypatch.setattr(command, "leave_figure", lambda *_: None)
     return seen
 
 
@@ -88,9 +86,6 @@ def test_gpus_are_emulated_unless_real_ones_are_asked_for(options, place, asked)
     assert done.exit_code == 0, done.output
     assert asked["place"] == place
     assert asked["models"] == ["gpt_125M", "resnet_152"]
-    assert sorted(asked["again"].split()) == sorted(
-        f"python benchmarks/figures/figure.py fig9_a {chosen}".split()
-    )
 
 
 def test_the_reduced_size_trains_one_replica_with_as_many_microbatches():
@@ -155,13 +150,13 @@ def test_a_loss_that_differs_in_its_last_bit_is_found(tmp_path):
     other = ended(losses=((1.5,), (1.25 + 2**-50,)))
     rows = rows_of("fig9_a", tmp_path, {BASELINE: ended(), BALANCED: other})
     assert rows[1].columns()["Losses equal baseline's"] == "no"
-    last = claims_of(EXPERIMENTS["fig9_a"], rows, "command")[-1]
+    last = findings_of(EXPERIMENTS["fig9_a"], rows)[-1]
     assert not last.agrees
-    assert "0 of 4" in last.claim
+    assert "0 of 4" in last.seen
 
 
-def claims(name, tmp_path, outcomes):
-    return claims_of(EXPERIMENTS[name], rows_of(name, tmp_path, outcomes), "command")
+def findings(name, tmp_path, outcomes):
+    return findings_of(EXPERIMENTS[name], rows_of(name, tmp_path, outcomes))
 
 
 PARTS = {BASELINE: ended(), UNIFORM: saving(20, 25), ENVELOPE: saving(15, 6), BALANCED: saving(12)}
@@ -180,13 +175,13 @@ PARTS = {BASELINE: ended(), UNIFORM: saving(20, 25), ENVELOPE: saving(15, 6), BA
         ("fig11", {BASELINE: ended(), GREEDY: saving(13.5), BALANCED: saving(12)}, False),
     ],
 )
-def test_a_claim_agrees_only_where_the_numbers_do(name, outcomes, agrees, tmp_path):
-    assert claims(name, tmp_path, outcomes)[0].agrees is agrees
+def test_a_finding_agrees_only_where_the_numbers_do(name, outcomes, agrees, tmp_path):
+    assert findings(name, tmp_path, outcomes)[0].agrees is agrees
 
 
 @pytest.mark.parametrize(("percent", "agrees"), [(15, None), (30, None), (-1, False)])
 def test_how_much_is_saved_agrees_with_nothing_on_emulated_gpus(percent, agrees, tmp_path):
-    _, saved, _ = claims("fig12", tmp_path, {BASELINE: ended(), BALANCED: saving(percent)})
+    _, saved, _ = findings("fig12", tmp_path, {BASELINE: ended(), BALANCED: saving(percent)})
     assert saved.agrees is agrees
     assert "28.4 %" in saved.paper
     assert "guesses" in saved.why
@@ -215,9 +210,9 @@ def test_savings_must_fall_with_the_microbatches(
             (profiling / PROFILE_FILE).touch()
         return ended() if setting == BASELINE else saving(20 + points * job.num_microbatches)
 
-    *savings, _ = claims("fig13", tmp_path, outcome_of)
-    assert [claim.agrees for claim in savings] == [agrees] * 4
-    assert all(claim.why.startswith(why) and bool(claim.why) == bool(why) for claim in savings)
+    *savings, _ = findings("fig13", tmp_path, outcome_of)
+    assert [finding.agrees for finding in savings] == [agrees] * 4
+    assert all(each.why.startswith(why) and bool(each.why) == bool(why) for each in savings)
     assert savings[0].why.endswith("So.") == (points > 0 and profiled)
 
 
@@ -241,13 +236,13 @@ def test_a_figure_from_end_to_end(tmp_path, monkeypatch):
     )
     assert done.exit_code == 0, done.output
     folder = tmp_path / "fig9_a"
-    baseline, balanced = (row.measured for row in read_rows(folder / ROWS_FILE))
+    baseline, balanced, *found = (row.measured for row in read_rows(folder / ROWS_FILE))
     assert baseline["Saving (%)"].value == 0
     assert balanced["Saving (%)"].value > 1
     assert abs(balanced["Slowdown (%)"].value) < 1
     assert balanced["Losses equal baseline's"] == "yes"
-    assert {path.suffix for path in folder.iterdir()} == {".jsonl", ".png", ".svg", ".json"}
-    assert [claim.agrees for claim in read_claims(folder)] == [True, None, True]
+    assert {path.suffix for path in folder.iterdir()} == {".jsonl", ".png", ".svg"}
+    assert [each["verdict"] for each in found] == ["agrees", "not compared", "agrees"]
 
 
 # --- all of them ---------------------------------------------------------------------------------
@@ -256,12 +251,9 @@ def test_a_figure_from_end_to_end(tmp_path, monkeypatch):
 def test_all_goes_on_after_a_part_that_fails(tmp_path, monkeypatch):
     script = tmp_path / "part.py"
     script.write_text(
-        "import json, pathlib, sys\n"
+        "import pathlib, sys\n"
         "folder = pathlib.Path(sys.argv[-1])\n"
         "folder.mkdir()\n"
-        "claim = dict(figure=folder.name, command='c', claim='x | y', basis='b')\n"
-        "claim |= dict(agrees=False, why='z')\n"
-        "(folder / 'claims.json').write_text(json.dumps([claim]))\n"
         "sys.exit(folder.name == 'first')\n"
     )
     parts = dict.fromkeys(("first", "second"), (str(script),))
@@ -269,7 +261,4 @@ def test_all_goes_on_after_a_part_that_fails(tmp_path, monkeypatch):
     done = CliRunner().invoke(everything.main, ["--output", str(tmp_path / "out")])
     assert done.exit_code == 1
     assert "Failed: first" in done.output
-    table = (tmp_path / "out" / "claims.md").read_text()
-    assert [line.split(" | ")[0] for line in table.splitlines()[2:]] == ["| first", "| second"]
-    assert "x \\| y. z" in table
-    assert "**no**" in table
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {"first", "second"}

@@ -7,7 +7,7 @@ import page_evidence
 import pytest
 
 from benchmarks.evidence import Figure, Row, add_rows, as_cell, ratio, read_rows, row_of
-from benchmarks.outputs import ROWS_FILE, Claim, leave, read_claims
+from benchmarks.outputs import ROWS_FILE, leave
 
 FAMILIES = page_evidence.read_families()
 LINE = (
@@ -128,14 +128,13 @@ def test_a_benchmark_s_columns_become_a_row(tmp_path):
     assert (texts.setting, texts.measured) == ({"setting": "pp2"}, {"outcome": "no hang"})
 
 
-def test_a_benchmark_leaves_its_last_run_s_rows_and_claims(tmp_path):
+def test_a_benchmark_leaves_its_last_run_s_rows(tmp_path):
     tables = {"costs": [{"GPU": "a40", "saved (%)": 9.7}], "noise": [{"share": "1 %", "x": 2.0}]}
     leave(tmp_path, "CPU", {"costs": [{"GPU": "v100", "saved (%)": 1.0}]})
-    leave(tmp_path, "emulated", tables, [Claim("loop", "command", "it saves", "emulated")])
+    leave(tmp_path, "emulated", tables)
     rows = read_rows(tmp_path / ROWS_FILE)
     assert [row.table for row in rows] == ["costs", "noise"]
     assert {row.basis for row in rows} == {"emulated"}
-    assert [claim.claim for claim in read_claims(tmp_path)] == ["it saves"]
 
 
 def test_small_and_large_numbers_keep_four_digits():
