@@ -30,6 +30,7 @@ from envpipe_megatron.integrations.torch_pipelining import attach, orders
 from envpipe_megatron.integrations.torch_pipelining.orders import AttachError
 from envpipe_megatron.runtime.execution.orders import constant_order
 from envpipe_megatron.runtime.job import phases
+from envpipe_megatron.runtime.job.online import run_commands
 from envpipe_megatron.tuning.commands import Clocked, Command, Run
 
 LAYERS, WIDTH, MICROBATCH = 8, 8, 2
@@ -207,10 +208,13 @@ def emulate(rank: int, case: Case, root: Path, preset: str = "a100-sxm") -> None
     plain_stages.emulate(rank, root, preset, case.forward_s)
     leveled.Job = FastJob  # type: ignore[misc]
     FastJob.late_from = case.late_from
-    phases._begin = partial(turning, case.turns) if case.turns else _begin
+    phases.run_commands = partial(turned, case.turns) if case.turns else run_commands
 
 
-_begin = phases._begin
+def turned(turns: Sequence[tuple[Schedule, int]], job: Any, *given: Any) -> Any:
+    """Run the closed loop with these commands in place of its own."""
+    *before, _, kinds = given  # as the closed loop calls it
+    return run_commands(job, *before, partial(turning, turns, job), kinds)
 
 
 def turning(turns: Sequence[tuple[Schedule, int]], job: Any, *rest: Any) -> Run[None]:
