@@ -1,12 +1,14 @@
 """What is taken of a run's folder, and what is said of the rest."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 from energy_lines import window
 
 from envpipe_megatron.formats.energy import append_line
 from envpipe_megatron.report.run_folder import read_run_folder
+from envpipe_megatron.report.summary import _notes
 
 OLD, NEW = "2026-05-04T10:11:12.345+00:00", "2026-05-04T11:00:00.000+00:00"
 
@@ -148,3 +150,11 @@ def test_a_file_that_is_no_object_is_named(tmp_path, name, text):
     put_energy(tmp_path)
     (tmp_path / name).write_text(text)
     assert lacks(read_run_folder(tmp_path), f"{name} cannot be used: File {tmp_path / name} is not")
+
+
+@pytest.mark.parametrize("ranks", [3, [3, {"notes": -1}, {"notes": ["kept"]}]])
+def test_notes_of_a_summary_that_was_edited_are_shown_where_they_are_some(tmp_path, ranks):
+    put_timeline(tmp_path)
+    (tmp_path / "summary.json").write_text(json.dumps({"ranks": ranks}))
+    shown = list(_notes(read_run_folder(tmp_path), SimpleNamespace(notes=())))  # type: ignore[arg-type]
+    assert shown == ([] if ranks == 3 else ["kept"])
