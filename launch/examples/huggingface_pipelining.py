@@ -24,7 +24,7 @@ from envpipe_megatron.integrations.huggingface.torch_stages import (
 )
 from envpipe_megatron.integrations.torch_pipelining import attach
 
-MICROBATCHES, MICROBATCH, LENGTH, STEPS = 8, 2, 32, 100
+MICROBATCHES, MICROBATCH, LENGTH, STEPS = 8, 2, 32, 160
 
 
 def train(folder: str | None, device: torch.device) -> None:
