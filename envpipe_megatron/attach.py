@@ -17,6 +17,7 @@ import runpy
 import sys
 import traceback
 from collections.abc import Sequence
+from contextlib import suppress
 from importlib.abc import MetaPathFinder, SourceLoader
 from importlib.machinery import ModuleSpec
 from pathlib import Path, PurePosixPath
@@ -143,7 +144,8 @@ def main() -> None:
         where = f"\nThe script would import it from {checkout}"
         attach(checkout, tag=options.tag)
     except GitError as error:
-        print(f"Warning: this job runs without EnvPipe. {error}", file=sys.stderr)
+        with suppress(OSError):  # a log that takes no lines
+            print(f"Warning: this job runs without EnvPipe. {error}", file=sys.stderr)
         sys.argv[1:] = _without_ours(options.arguments)
     except EnvPipeError as error:
         sys.exit(f"Error: {error}{where}")

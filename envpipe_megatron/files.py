@@ -80,8 +80,8 @@ def written_beside(path: Path) -> Iterator[Path]:
                 os.fsync(file.fileno())  # or a crash might leave the name without the content
             if not is_new:
                 shutil.copymode(place, draft)
-                # Only root may give files away, and no Windows has it.
-                with suppress(PermissionError, AttributeError):
+                # Only root may, to owners that its container knows; no Windows has it.
+                with suppress(OSError, AttributeError):
                     os.chown(draft, place.stat().st_uid, place.stat().st_gid)
             draft.replace(place)
     except OSError as error:

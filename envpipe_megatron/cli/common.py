@@ -21,9 +21,19 @@ from envpipe_megatron.core.sidecar import sidecar_path
 from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.formats.account import INTENSITY_VARIABLE, PRICE_VARIABLE
 
+
+class _Output(click.Path):
+    """A path to write to; an empty one, as of a shell's variable that is not set, is refused."""
+
+    def convert(self, value: Any, *of: Any) -> Any:
+        if not str(value):
+            self.fail("a path is wanted, and this is empty", *of)
+        return super().convert(value, *of)
+
+
 EXISTING_FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
-OUTPUT_FILE = click.Path(dir_okay=False, path_type=Path)
-OUTPUT_FOLDER = click.Path(file_okay=False, path_type=Path)
+OUTPUT_FILE = _Output(dir_okay=False, path_type=Path)
+OUTPUT_FOLDER = _Output(file_okay=False, path_type=Path)
 
 PROFILE_OPTION = click.option(
     "--profile", "profile_path", type=EXISTING_FILE, required=True, help="Profile CSV."

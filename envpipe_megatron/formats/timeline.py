@@ -54,6 +54,8 @@ FIRST_STEADY, FIRST_OTHER = 10, 300
 #: After these, every n-th is recorded, and half as many each time that the phase has become twice
 #: as long as this: a job of weeks leaves megabytes per rank.
 STEADY_STRIDE, STRIDE_GROWS = 100, 10_000
+#: What reading a line that is torn, or something else, may raise.
+_TORN = (ValueError, TypeError, KeyError, OverflowError, RecursionError, ScheduleError)
 #: The most looks at a clock that are recorded: an hour's.
 MOST_CLOCK_SAMPLES = 7200
 
@@ -160,7 +162,7 @@ def read_timelines(paths: Iterable[Path]) -> TimelineLogs:
                     continue
                 try:
                     read = _parse_line(line)
-                except (ValueError, TypeError, KeyError, OverflowError, ScheduleError):
+                except _TORN:
                     unreadable.append(f"{path}:{number}")
                     continue
                 if isinstance(read, RankIteration):

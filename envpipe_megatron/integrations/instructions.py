@@ -30,7 +30,7 @@ from envpipe_megatron.integrations.framework_units import (
     UnitRecorder,
     recognized,
 )
-from envpipe_megatron.integrations.job import JobFacts, RankPlace, own_gloo_group, say_line
+from envpipe_megatron.integrations.job import JobFacts, RankPlace, say_line
 from envpipe_megatron.integrations.leveled import LeveledJob
 from envpipe_megatron.integrations.levels import Level, Limit
 from envpipe_megatron.integrations.options import OF_LEVELS, read_settings
@@ -292,8 +292,7 @@ class InstrumentedPipeline:
         # Every rank checks all pipelines, so that none goes on if another is refused.
         orders = {ranks: recognized(letters, counts[ranks]) for ranks, letters in stages.items()}
         framework_order = orders[pipeline]
-        group = own_gloo_group(placement.pipeline_group, placement.timeout)
-        placement = replace(placement, pipeline_group=group, framework_order=framework_order)
+        placement = replace(placement, framework_order=framework_order)
         # Without facts, a job cannot be recognised as a restart.
         same_job = {"start": time.time_ns()} if self._facts is None else self._facts
         highest = Level.UNIFORM if placement.num_stages == 1 else Level.UNITS

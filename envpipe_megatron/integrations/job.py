@@ -5,7 +5,9 @@ from __future__ import annotations
 import atexit
 import logging
 import os
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
@@ -180,7 +182,9 @@ class Job:
         require = options.require_control or (
             options.profile_only and options.gpu_control != "dry_run"
         )
-        pipelines = all_pipelines(pipeline)
+        pipelines, group = all_pipelines(pipeline), placement.pipeline_group
+        if placement.runs_units:
+            group = self._made(require, _own_gloo_group, group, placement.timeout)
         collectives = self._made(require, make_collectives, pipelines, placement.timeout)
         check_same_everywhere(collectives, _of_all_ranks(options))
         self._order_name = options.scheduling if orders else own.name
@@ -201,7 +205,7 @@ class Job:
                 num_chunks=chunks,
                 vary=placement.messages_vary,
             )
-            channel = self._made(require, make, placement.pipeline_group, collectives)
+            channel = self._made(require, make, group, collectives)
         # A profile that is asked for is measured, even if an earlier start left one.
         if not options.profile_only:
             units = _fingerprint(facts.same_job, options, self.device.gpu.name)
@@ -312,11 +316,26 @@ class Job:
 
 
 def say_line(text: str) -> None:
-    """Print a line of the log; only the planning rank calls it."""
-    print(f"[envpipe] {text}", flush=True)
+    """Print a line of the log; only the planning rank calls it.
+
+    A log that takes none, as on a full disk, ends no training.
+    """
+    encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
+    line = f"[envpipe] {text}".encode(encoding, "backslashreplace").decode(encoding)
+    try:
+        print(line, flush=True)
+    except (OSError, ValueError):
+        from envpipe_megatron.console import drop_output  # for such a log only
+
+        with suppress(OSError, ValueError):  # else what is left fails again as the process ends
+            kept = os.dup(sys.stdout.fileno())
+            drop_output(sys.stdout)
+            sys.stdout.flush()
+            os.dup2(kept, sys.stdout.fileno())
+            os.close(kept)
 
 
-def own_gloo_group(group: dist.ProcessGroup, timeout: timedelta) -> dist.ProcessGroup:
+def _own_gloo_group(group: dist.ProcessGroup, timeout: timedelta) -> dist.ProcessGroup:
     """Return another group of a pipeline's ranks if theirs is of gloo, else the same.
 
     In a group of gloo, only tags would separate EnvPipe's messages from the framework's. Every rank

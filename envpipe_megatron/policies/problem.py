@@ -125,8 +125,8 @@ def in_flight_by_memory(profile: Profile, num_microbatches: int) -> tuple[int, .
     bytes_by_stage = zip(sidecar.activation_bytes, sidecar.free_bytes, strict=True)
     for share, (one, free) in zip(profile.weight_shares.flat, bytes_by_stage, strict=True):
         most = math.ceil(units * max(1.0, share))
-        fits = 1 + int((free + RELATIVE_TOLERANCE * (free + one)) / one) if one > 0 else most
-        fit.append(min(most, fits))
+        more = (free + RELATIVE_TOLERANCE * (free + one)) / one if one > 0 else most
+        fit.append(1 + int(min(most - 1, more)))  # tiny bytes make this infinite
     return tuple(fit)
 
 

@@ -198,12 +198,13 @@ def _read(file: Path, lacking: str, read: Callable[[Path], T], missing: list[str
 
 
 def _objects(path: Path, files: str) -> Iterator[dict[str, Any]]:
-    """Yield the JSON objects of all lines; torn ones are passed over."""
+    """Yield the JSON objects of all lines; torn ones, and those of others, are passed over."""
     for file in sorted(path.glob(files)):
         for line in file.read_bytes().splitlines():
-            with suppress(ValueError):
+            with suppress(ValueError, RecursionError):
                 entry = json.loads(line)
-                if isinstance(entry, dict):
+                known = isinstance(entry, dict) and isinstance(entry.get("rank", 0), int)
+                if known and isinstance(entry.get("followed") or {}, dict):
                     yield entry
 
 

@@ -242,9 +242,10 @@ def marks_of(folder: RunFolder) -> Iterator[str]:
 def _notes(folder: RunFolder, facts: ReportFacts) -> Iterator[str]:
     yield from marks_of(folder)
     yield from facts.notes
-    known = (folder.summary or {}).get("ranks") or ()
-    entries = (entry for entry in known if isinstance(entry, Mapping))
-    yield from dict.fromkeys(str(note) for entry in entries for note in entry.get("notes") or ())
+    ranks = (folder.summary or {}).get("ranks")
+    entries = ranks if isinstance(ranks, list) else []
+    notes = (entry.get("notes") for entry in entries if isinstance(entry, Mapping))
+    yield from dict.fromkeys(str(note) for of in notes if isinstance(of, list) for note in of)
     if folder.plan is not None:
         planned = folder.plan.schedule
         yield (

@@ -25,8 +25,8 @@ from envpipe_megatron.tuning.judge import (
     Due,
     Judge,
     Silence,
+    drifted_far,
     larger,
-    upset,
     what_drifted,
 )
 from envpipe_megatron.tuning.measured.store import Store
@@ -132,9 +132,9 @@ class Controller:
             yield from self._at_baseline()
             eased = judge.ease()
             if not planner.busy:
-                if is_upset := self._store.upset.any():
+                if far := self._store.drifted_far.any():
                     yield from self._look_again()
-                if is_upset or eased:
+                if far or eased:
                     self._replan(reorder=True)
         self._take_plans()
         if not correcting:
@@ -180,7 +180,7 @@ class Controller:
         """Run the framework's order at the highest clocks."""
         window, drift = yield from self._commands.run(phase, self._top, iterations, settle)
         if drift.any():
-            self._store.forget(upset(drift))
+            self._store.forget(drifted_far(drift))
             self._due.plan_again()
             if self._due.windows:
                 self._commands.note(what_drifted(drift, window) + ": planning again")
@@ -251,7 +251,7 @@ class Controller:
         replicas = [replica for replica, place in enumerate(which) if place == usual]
         drift = self._commands.learn(orders[usual], window, replicas, _FADES)
         if drift.any():
-            self._store.forget(upset(drift))
+            self._store.forget(drifted_far(drift))
         return drift
 
     def _compare(self, window: Window, *, alike: bool = False) -> None:
@@ -288,14 +288,14 @@ class Controller:
     # --- plans ----------------------------------------------------------------------------------
 
     def _plan_anew(self, drift: FloatArray) -> Run[None]:
-        """Begin a plan after stages drifted; what was upset is looked at first."""
-        if upset(drift).any():
+        """Begin a plan after stages drifted; those that drifted far are looked at first."""
+        if drifted_far(drift).any():
             yield from self._look_again()
         self._replan(reorder=True)
 
     def _look_again(self) -> Run[None]:
-        """Measure again what clocks do to upset stages, where that takes no time."""
-        self._store.forget(self._store.upset)
+        """Measure again what clocks do to stages that drifted far, where that takes no time."""
+        self._store.forget(self._store.drifted_far)
         yield from self._look(slack_probe(self._measured, self._store, at_cost=False))
 
     def _replan(self, *, reorder: bool, levels: Sequence[int] = ()) -> None:

@@ -25,7 +25,7 @@ SILENT_S = 3.0
 #: clock follows no more, or again. Without it a job whose clock is stuck loses 3.2 iterations.
 #: But where all stages changed as much, within the second share, it is the work that has: without
 #: that a job whose sequences become short again saves 2 points less.
-_UPSETS, _ALIKE = 0.1, 0.05
+_FAR, _ALIKE = 0.1, 0.05
 #: A gain of less time than this share is none, however little steps scatter.
 _LEAST_GAIN = 1e-3
 #: Plans are made faster than what is asked by this share at most.
@@ -44,9 +44,9 @@ _LOOKS_AT_TOP, _SELDOM = 2, 8
 _LATEST = 1024
 
 
-def upset(drift: FloatArray) -> BoolArray:
+def drifted_far(drift: FloatArray) -> BoolArray:
     """Return which stages drifted so far that clocks mean something else there, [num_stages]."""
-    return np.asarray((np.abs(drift) > _UPSETS) & (np.ptp(drift) > _ALIKE))
+    return np.asarray((np.abs(drift) > _FAR) & (np.ptp(drift) > _ALIKE))
 
 
 def larger(one: FloatArray, other: FloatArray) -> FloatArray:

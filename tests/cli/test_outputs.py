@@ -52,6 +52,13 @@ def test_a_profile_is_written_again_with_its_sidecar(folder):
     assert read_profile(folder / "p.csv").num_stages == 2
 
 
+@pytest.mark.parametrize("command", ["partition", "quickstart", "simulate"])
+def test_an_output_of_a_variable_that_is_not_set_is_refused(folder, command):
+    result = run(command, "--output", "", *COMMANDS.get(command, ()))
+    assert result.exit_code == 2
+    assert "'--output': a path is wanted, and this is empty" in result.output
+
+
 #: What each command reads, before and behind the option of its output.
 INPUTS = {
     "plan": ("--num-microbatches 4 --blocking-power 80 --profile {} --schedule {}", "p.csv o.csv"),

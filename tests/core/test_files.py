@@ -46,6 +46,16 @@ def test_links_modes_and_devices_stay_what_they_are(tmp_path):
     assert device.is_char_device()
 
 
+def test_an_owner_that_the_container_does_not_know_stops_no_write(tmp_path, monkeypatch):
+    def refuse(path, uid, gid):
+        raise OSError(22, "Invalid argument")  # as in a user namespace without this owner
+
+    monkeypatch.setattr(os, "chown", refuse)
+    (tmp_path / "a").write_text("old")
+    replace_files({tmp_path / "a": ["new"]})
+    assert left(tmp_path) == {"a": "new"}
+
+
 def test_a_text_is_on_the_disk_before_it_takes_its_place(tmp_path, monkeypatch):
     path, synced = tmp_path / "a", []
     path.write_text("old")

@@ -37,6 +37,33 @@ def test_a_plain_user_without_anything(machine):
     assert nowhere["command"].reason == ("no lock_command is set (there is no site configuration)")
 
 
+def test_the_forbid_variable_forbids_all_of_them(machine, monkeypatch):
+    machine.set_sys_admin(True)
+    machine.start_zeusd()
+    machine.grant_command()
+    monkeypatch.setenv("ENVPIPE_FORBID_CLOCK_CONTROL", "1")
+    for check in machine.look().values():
+        assert not check.allowed
+        assert check.reason == "ENVPIPE_FORBID_CLOCK_CONTROL is set"
+    for name in ("dry_run", "emulated"):  # which drive no hardware
+        assert choose_control(name, machine.site).backend == name
+    assert choose_control("none", machine.site).warning is None
+    warning = choose_control("auto", machine.site).warning
+    assert warning.count("ENVPIPE_FORBID_CLOCK_CONTROL is set") == 1
+    assert machine.zeusd.requests == []
+
+
+def test_a_site_allows_some_and_orders_them(machine):
+    machine.set_sys_admin(True)
+    machine.start_zeusd()
+    machine.fields["backends"] = ("zeusd", "command")
+    found = machine.look()
+    assert list(found) == ["zeusd", "command", "nvml"]
+    assert not found["nvml"].allowed
+    assert "site.toml does not allow" in found["nvml"].reason
+    assert choose_control("auto", machine.site).backend == "zeusd"
+
+
 def test_capabilities_of_a_rootless_container_mean_nothing(machine, monkeypatch):
     machine.set_sys_admin(True)
     monkeypatch.setattr(nvml, "in_user_namespace", lambda: True)
@@ -178,6 +205,18 @@ def test_none_allowed_is_one_warning_with_every_reason_and_remedy(machine):
     assert "\n" not in chosen.warning
     with pytest.raises(GpuPermissionError, match=r"required.*nvml: .*lock_command"):
         choose_control("auto", machine.site, require=True)
+
+
+def test_a_back_end_that_was_named_is_taken_or_none(machine):
+    machine.set_sys_admin(True)
+    chosen = choose_control("zeusd", machine.site)
+    assert chosen.backend is None
+    assert "no zeusd at" in chosen.warning
+    assert "lock_command" not in chosen.warning
+    with pytest.raises(GpuPermissionError):
+        choose_control("zeusd", machine.site, require=True)
+    machine.start_zeusd()
+    assert choose_control("zeusd", machine.site).backend == "zeusd"
 
 
 @pytest.mark.parametrize("wanted", ["none", "dry_run"])

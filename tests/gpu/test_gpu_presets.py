@@ -123,15 +123,16 @@ def test_unknown_preset_lists_the_names():
     ("old", "new", "problem"),
     [
         ("wait_power_w = 50", "", "'wait_power_w' is wrong .got nothing"),
-        ("wait_power_w = 50", "wait_power_w = -1", "'wait_power_w' is wrong .*of at least 0"),
+        ("wait_power_w = 50", "wait_power_w = -1", "'wait_power_w' is wrong .*of at least 1, or 0"),
         ("preset/1", "preset/2", r"field 'format' is wrong .*It must be 'envpipe-gpu-preset/1'"),
         ('"Round numbers"', '""', "field 'gpu' is wrong .*It must be a text"),
         *[
-            ("frequency_mhz = 1000", f"frequency_mhz = {bad}", "be a whole number above 0")
-            for bad in ("0", "true", "1.5")
+            ("frequency_mhz = 1000", f"frequency_mhz = {bad}", "be a whole number of at least 3")
+            for bad in ("0", "true", "1.5", "1000000000")
         ],
         ("[forward]", "[[forward]]", "field 'forward' is wrong .*It must be a table"),
         ("memory_fraction = 0.0", "memory = 0", r"unknown field \(got 'memory'\)\. Known"),
+        ("frequency_step_mhz = 100", "frequency_step_mhz = 1e-320", "number of at least 1, or 0"),
         ("refresh_s = 0.125", "refresh_s = 0", "refresh_s must be above 0"),
         ("voltage_floor = 1.0", "voltage_floor = 1.5", "voltage_floor must be above 0 and at most"),
         ("voltage_knee_mhz = 0", "voltage_knee_mhz = 800", "voltage_knee_mhz must be below.* 800"),

@@ -56,9 +56,9 @@ def test_all_fields(tmp_path):
 def test_every_field_is_optional(tmp_path):
     path = site_of(tmp_path, "", header='format = "envpipe-site/1"\n')
     assert read_site_file(path) == SiteConfig(path)
-    site = read_site_file(site_of(tmp_path, "reset_range_mhz = [1, 1]"))
-    assert site.reset_range_mhz == (1, 1)
-    assert site == SiteConfig(site.path, None, None, (), (), 10.0, reset_range_mhz=(1, 1))
+    site = read_site_file(site_of(tmp_path, "reset_range_mhz = [3, 3]"))
+    assert site.reset_range_mhz == (3, 3)
+    assert site == SiteConfig(site.path, None, None, (), (), 10.0, reset_range_mhz=(3, 3))
 
 
 @pytest.mark.parametrize(
@@ -130,15 +130,23 @@ ARGV = [  # of a lock command, and what is said of it
                 f"command_time_limit_s = {bad}",
                 ["'command_time_limit_s'", "must be a number of at least 0"],
             )
-            for bad in ("-1", "nan", "inf", "true", "'2'")
+            for bad in ("-1", "nan", "inf", "true", "'2'", "1e30")
         ],
         ("reset_range_mhz = [1410, 210]", ["reset_range_mhz", "lowest"]),
         *[
             (
                 f"reset_range_mhz = {bad}",
-                ["'reset_range_mhz'", "a list of 2, each a whole number above 0"],
+                ["'reset_range_mhz'", "a list of 2, each a whole number of at least 3"],
             )
-            for bad in ("1", "[1]", "[1, 2, 3]", "[0, 1]", "[true, 2]", "[1, 2.0]")
+            for bad in (
+                "1",
+                "[1]",
+                "[3, 4, 5]",
+                "[0, 3]",
+                "[true, 3]",
+                "[3, 4.0]",
+                "[210, 1410000]",
+            )
         ],
         ("allow_power_profiles = 1", ["'allow_power_profiles'", "must be true or false"]),
         ("backend = []", ["unknown field (got 'backend')", "Known", "backends"]),
@@ -161,6 +169,7 @@ def test_a_wrong_field_is_named_with_its_file(tmp_path, fields, said):
         ),
         ('format = "envpipe-site/1"\nextra = 3', "unknown field (got 'extra')"),
         ("format = ", "not TOML"),
+        (f"format = {'[' * 9999}", "not TOML"),
     ],
 )
 def test_a_file_that_is_no_site_configuration(tmp_path, text, said):

@@ -1,6 +1,8 @@
 """What a job refuses before it begins, and what it survives."""
 
 import json
+import subprocess
+import sys
 from collections import defaultdict
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -16,6 +18,7 @@ import torch.distributed as dist
 from energy_lines import bill, job, window
 
 from envpipe_megatron.core.orders.builders import framework_order
+from envpipe_megatron.core.sidecar import Sidecar
 from envpipe_megatron.formats.energy import parse_window
 from envpipe_megatron.formats.energy_sums import EnergySums
 from envpipe_megatron.integrations import job as integrations_job
@@ -23,6 +26,9 @@ from envpipe_megatron.integrations.instructions import InstrumentedPipeline
 from envpipe_megatron.integrations.job import (
     Job,
     JobError,
+    JobFacts,
+    RankPlace,
+    WithoutEnvPipeError,
     _check_split_order,
     _fingerprint,
     _why_whole,
@@ -232,3 +238,45 @@ def test_a_silent_rank_has_the_time_that_the_user_gave_the_process_group():
         assert own._placement.timeout == timedelta(minutes=5)
     finally:
         dist.destroy_process_group()
+
+
+#: What is wrong with standard output when a line is said there.
+LOGS = {
+    "a full disk": "os.dup2(os.open('/dev/full', os.O_WRONLY), 1)",
+    "a reader that has gone": "r, w = os.pipe(); os.close(r); os.dup2(w, 1)",
+    "closed": "sys.stdout.close()",
+    "none": "sys.stdout = None",
+    "without such letters": "sys.stdout.reconfigure(encoding='ascii')",
+}
+
+
+@pytest.mark.parametrize("wrong", LOGS)
+def test_a_log_that_takes_no_line_ends_no_training(wrong):
+    script = (
+        "import os, sys; from envpipe_megatron.integrations.job import say_line\n"
+        f"{LOGS[wrong]}\nsay_line('output: L\\xe4ufe'); os.dup2(2, 1)\n"
+        "if sys.stdout and not sys.stdout.closed: print('trained')"
+    )
+    command = [sys.executable, "-c", script]
+    run = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stderr  # 120: Python could not write what was left
+    assert run.stderr == ("trained\n" if "closed" != wrong != "none" else "")
+    if wrong == "without such letters":
+        assert run.stdout == "[envpipe] output: L\\xe4ufe\n"
+
+
+def test_a_pipelines_group_that_cannot_be_made_ends_no_training(monkeypatch):
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    said: list[str] = []
+
+    def no_group(*given, **named):
+        raise RuntimeError("Too many open files")
+
+    monkeypatch.setattr(dist, "new_group", no_group)
+    place = RankPlace(dist.group.WORLD, 1, timedelta(minutes=1), runs_units=True)
+    try:
+        with pytest.raises(WithoutEnvPipeError, match="Too many open files"):
+            Job(JobOptions(), place, JobFacts(Sidecar(), {}, {}), said.append)
+    finally:
+        dist.destroy_process_group()
+    assert said == ["This job trains without EnvPipe: Too many open files"]

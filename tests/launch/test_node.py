@@ -254,6 +254,18 @@ def test_an_output_that_has_lines_is_told_of(nodes, train, output, capfd, caplog
     assert "energy-n7.jsonl is not in this bill" in caplog.text
 
 
+def test_a_signal_that_torchrun_is_told_to_handle_ends_no_launcher(nodes, train, output):
+    def meanwhile(arguments: object, environment: object, signals: Signals) -> None:
+        signals.call(lambda: passed_on.append(signals.to_pass_on), lambda: None)
+        os.kill(os.getpid(), signal.SIGUSR1)
+
+    passed_on: list[signal.Signals] = []
+    options = ["--signals-to-handle", "SIGTERM,SIGUSR1"]
+    assert train(nodes, options=options, meanwhile=meanwhile, code=1) == 1
+    assert passed_on == [signal.SIGUSR1]
+    assert bill_of(output)["complete"]
+
+
 @pytest.mark.parametrize("long", [False, True])
 def test_the_agents_socket_is_in_tmpdir_if_its_path_is_no_longer_than_one_may_be(
     nodes, train, monkeypatch, long

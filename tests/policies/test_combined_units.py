@@ -1,5 +1,6 @@
 """Plans of combined units: against every assignment of clocks, and by every policy."""
 
+import numpy as np
 import pytest
 from combined_cases import CLOCKS_MHZ, combined_profile
 from planning_cases import try_everything
@@ -29,6 +30,33 @@ def test_optimal_plans_stand_between_the_optimum_and_a_few_percent_above(seed):
     assert plan.energy_lower_bound_j <= least_j * (1 + 1e-8)
     assert least_j * (1 - 1e-8) <= plan.cost.energy_j <= 1.02 * least_j
     assert plan.cost.iteration_time_s <= deadline_s * (1 + 1e-9)
+
+
+@pytest.mark.parametrize(
+    ("policy", "reconfigure"),
+    [
+        ("baseline", "default"),
+        ("uniform", "default"),
+        ("envelope", "default"),
+        ("envelope", "balanced"),
+        ("envelope", "greedy"),
+        ("optimal", "default"),
+    ],
+)
+def test_every_policy_gives_a_pair_one_clock(policy, reconfigure):
+    profile = combined_profile(1)
+    request = PlanRequest(8, NAME, policy, reconfigure, POWER_W, num_chunks=2)
+    plan = make_plan(profile, request).plan
+    schedule = plan.schedule
+    assert schedule == builders.interleaved(2, 8, 2, combined=True)
+    at = np.argwhere(schedule.combined)
+    assert len(at) > 10
+    for stage, position in at:
+        forward_mhz, backward_mhz = plan.frequency_mhz[stage, position : position + 2]
+        assert forward_mhz == backward_mhz
+    if policy == "optimal":
+        assert plan.cost.energy_j < plan.baseline.cost.energy_j
+        assert plan.gap_percent < 3  # of three clocks; neighbours hold each other's pairs in step
 
 
 def test_changes_of_clock_parking_and_dwell_are_planned_around_pairs():

@@ -132,6 +132,8 @@ def test_bytes_that_fit_exactly_fit_whatever_their_rounding():
 
 def test_a_stage_that_keeps_no_activations_has_no_limit():
     assert in_flight_by_memory(with_memory((0.0, 5.0, 5.0), (0.0, 0.0, 5.0)), 7) == (7, 1, 2)
+    tiny = with_memory((1e-320, 5e-324, 5.0), (1e10, 0.0, 5.0))
+    assert in_flight_by_memory(tiny, 7) == (7, 1, 2)
 
 
 def test_memory_limits_microbatches_of_each_chunk():

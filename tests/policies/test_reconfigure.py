@@ -84,6 +84,16 @@ class TestOneStepOf3By3:
         assert path == PATH_OF_3_BY_3
         assert raised == {"B1 on stage 0": 1170}
 
+    def test_balanced_raises_all_lowest_by_30(self, plan):
+        [(path, raised)], _ = steps_of(plan, BALANCED)
+        assert path == PATH_OF_3_BY_3
+        assert raised == {
+            "B1 on stage 0": 1110,
+            "B1 on stage 1": 1110,
+            "F2 on stage 1": 1110,
+            "B0 on stage 1": 1110,
+        }
+
     def test_the_loop_makes_the_same_steps(self, plan):
         for policy in (GREEDY, BALANCED):
             result = reconfigure(plan, policy)

@@ -1,12 +1,14 @@
 """What is taken of a run's folder, and what is said of the rest."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 from energy_lines import window
 
 from envpipe_megatron.formats.energy import append_line
 from envpipe_megatron.report.run_folder import read_run_folder
+from envpipe_megatron.report.summary import _notes
 
 OLD, NEW = "2026-05-04T10:11:12.345+00:00", "2026-05-04T11:00:00.000+00:00"
 
@@ -26,6 +28,18 @@ def put_energy(folder, *, run="", uid="GPU-0", node="n1", file="energy.jsonl", s
 
 def lacks(folder, text):
     return [line for line in folder.missing if text in line]
+
+
+def test_lines_that_are_nested_too_deep_or_of_others_are_torn_ones(tmp_path):
+    for name in ("energy", "timeline", "clocks"):
+        (tmp_path / f"{name}.jsonl").write_text("[" * 9999 + "\n")
+    for wrong in ({"rank": "x"}, {"rank": 0, "followed": 1}):
+        append_line(tmp_path / "clocks.jsonl", wrong)
+    put_timeline(tmp_path)
+    put_energy(tmp_path)
+    folder = read_run_folder(tmp_path)
+    assert (len(folder.timelines.iterations), len(folder.windows), folder.clocks) == (1, 1, ())
+    assert len(lacks(folder, "1 torn or foreign lines")) == 2
 
 
 def test_lines_of_an_earlier_job_in_the_folder_are_left_out_and_counted(tmp_path):
@@ -136,3 +150,11 @@ def test_a_file_that_is_no_object_is_named(tmp_path, name, text):
     put_energy(tmp_path)
     (tmp_path / name).write_text(text)
     assert lacks(read_run_folder(tmp_path), f"{name} cannot be used: File {tmp_path / name} is not")
+
+
+@pytest.mark.parametrize("ranks", [3, [3, {"notes": -1}, {"notes": ["kept"]}]])
+def test_notes_of_a_summary_that_was_edited_are_shown_where_they_are_some(tmp_path, ranks):
+    put_timeline(tmp_path)
+    (tmp_path / "summary.json").write_text(json.dumps({"ranks": ranks}))
+    shown = list(_notes(read_run_folder(tmp_path), SimpleNamespace(notes=())))  # type: ignore[arg-type]
+    assert shown == ([] if ranks == 3 else ["kept"])

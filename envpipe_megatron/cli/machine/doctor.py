@@ -126,8 +126,9 @@ def doctor(as_json: bool) -> None:
             # One missing driver is the cause of many a no; it, and what to do, are said once.
             asked = first.setdefault((check.remedy,), check.name)
             caused = first.setdefault((check.remedy, check.evidence.lower()), check.name)
-            remedy = check.remedy if asked == check.name else f"As for {asked}"
             said = said.append("\n") if caused == check.name else Text()
+            like = asked if caused == check.name else caused
+            remedy = check.remedy if like == check.name else f"As for {like}"
             said.append(remedy, style="italic")
         answer = Text("yes", style="green") if check.ok else Text("no", style="red")
         rows.append((check.name, answer, said))

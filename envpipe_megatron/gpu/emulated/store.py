@@ -159,7 +159,7 @@ def parse_state(text: bytes) -> EmulatedState:
         state = EmulatedState(**raw)
         state.pending = state.pending and (state.pending[0], state.pending[1])
         state.segments = [Segment(*segment) for segment in state.segments]
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
+    except (AttributeError, LookupError, TypeError, ValueError, RecursionError) as error:
         raise ValueError(f"it is no {_FORMAT}: {error}") from error
     return state
 

@@ -18,7 +18,6 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import closing, suppress
 from dataclasses import replace
-from itertools import chain
 from pathlib import Path
 from typing import Self
 
@@ -223,10 +222,14 @@ class Lease:
 def list_leases() -> list[LeaseRecord]:
     """Return all leases of this machine that concern this process, by name.
 
-    Files that are no leases are left out. Raises LeaseFolderError if a folder is unsafe.
+    Files that are no leases are left out. Raises LeaseFolderError if a folder is unsafe, or cannot
+    be listed.
     """
-    found = []
-    for path in chain.from_iterable(sorted(folder.iterdir()) for folder in lease_folders()):
+    found, paths = [], list[Path]()
+    for folder in lease_folders():
+        with reported("Leases cannot be listed", folder, f"chmod +r {folder}"):
+            paths += sorted(folder.iterdir())
+    for path in paths:
         with suppress(GpuError, OSError):
             lease = Lease.open(path) if path.suffix == LEASE_SUFFIX else None
             if lease is None:

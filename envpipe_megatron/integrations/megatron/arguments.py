@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from envpipe_megatron.errors import EnvPipeError
+from envpipe_megatron.files import read_text
 
 #: Flags whose argument has another name.
 _ARGUMENTS = {
@@ -22,6 +23,24 @@ _ARGUMENTS = {
 #: Megatron's defaults, where they are neither None nor off.
 _DROPOUT = {"hidden_dropout": 0.1, "attention_dropout": 0.1}
 _SIZES = ("pipeline_model_parallel_size", "tensor_model_parallel_size", "context_parallel_size")
+#: Arguments that are reckoned with: whole numbers from 1, and no more than these.
+_COUNTS = (
+    *_SIZES,
+    "expert_model_parallel_size",
+    "num_experts",
+    "num_distributed_optimizer_instances",
+    "tensor_parallel_num_weight_shards",
+    "micro_batch_size",
+    "global_batch_size",
+    "num_layers",
+    "encoder_num_layers",
+    "num_layers_per_virtual_pipeline_stage",
+    "num_virtual_stages_per_pipeline_rank",
+    "microbatch_group_size_per_virtual_pipeline_stage",
+)
+_MOST = 1_000_000
+#: Tables of a recipe: flags and variables.
+_TABLES = ("MODEL_ARGS", "ENV_VARS")
 
 
 class ArgumentsError(EnvPipeError):
@@ -31,7 +50,7 @@ class ArgumentsError(EnvPipeError):
 def read_flags(words: Sequence[str]) -> Namespace:
     """Read `--name value ...` and `--name=value`; of a flag that is there twice, the last counts.
 
-    Raises ArgumentsError for a word that belongs to no flag.
+    Raises ArgumentsError for a word that belongs to no flag, and a count that is none.
     """
     found: dict[str, list[str]] = {}
     values: list[str] | None = None
@@ -47,11 +66,11 @@ def read_flags(words: Sequence[str]) -> Namespace:
     for flag, given in found.items():
         name = flag.removeprefix("--").replace("-", "_")
         setattr(args, _ARGUMENTS.get(name, name), _value(given))
-    for name in _SIZES:
-        size = getattr(args, name)
-        if not isinstance(size, int) or size < 1:
+    for name in _COUNTS:
+        count = getattr(args, name, None)
+        if count is not None and (type(count) is not int or not 1 <= count <= _MOST):
             flag = f"--{name.replace('_', '-')}"
-            raise ArgumentsError(f"{flag} is a number of ranks", value=size)
+            raise ArgumentsError(f"{flag} is a whole number from 1 to {_MOST:,}", value=count)
     args.virtual_pipeline_model_parallel_size = _num_chunks(args)
     if shards := getattr(args, "tensor_parallel_num_weight_shards", None):
         args.gtp_weight_remat_size = shards // args.tensor_model_parallel_size
@@ -70,18 +89,18 @@ def read_recipe(path: Path) -> tuple[list[str], dict[str, str]]:
     import yaml  # type: ignore[import-untyped]  # for these files only
 
     try:
-        table = yaml.safe_load(path.read_text())
-    except (ValueError, yaml.YAMLError) as error:
+        table = yaml.safe_load(read_text(path))
+    except (ValueError, RecursionError, yaml.YAMLError) as error:
         raise ArgumentsError(f"{path} is neither YAML nor JSON: {error}") from error
-    if not isinstance(table, dict):
+    own = isinstance(table, dict) and {*_TABLES} & table.keys()
+    flags, variables = (table.get(name) or {} for name in _TABLES) if own else (table, {})
+    if not (isinstance(flags, dict) and isinstance(variables, dict)):
         raise ArgumentsError(
             f"{path} has no table of flags",
             remedy="Write a flag and its value a line, such as pipeline-model-parallel-size: 4.",
         )
-    own = {"MODEL_ARGS", "ENV_VARS"} & table.keys()
-    flags, variables = (table.get("MODEL_ARGS"), table.get("ENV_VARS")) if own else (table, None)
-    words = [word for flag, value in (flags or {}).items() for word in _words(str(flag), value)]
-    return words, {str(name): str(value) for name, value in (variables or {}).items()}
+    words = [word for flag, value in flags.items() for word in _words(str(flag), value)]
+    return words, {str(name): str(value) for name, value in variables.items()}
 
 
 def _words(flag: str, value: object) -> list[str]:
@@ -114,20 +133,20 @@ def _number(word: str) -> object:
 def _num_chunks(args: Namespace) -> int:
     """Return the chunks of a stage, V, by the flags from which Megatron-LM counts them."""
     stages: int = args.pipeline_model_parallel_size
-    pattern = getattr(args, "hybrid_layer_pattern", None) or ""
-    layout = getattr(args, "pipeline_model_parallel_layout", None) or pattern.split("/")[0]
+    pattern = str(getattr(args, "hybrid_layer_pattern", None) or "")
+    layout = str(getattr(args, "pipeline_model_parallel_layout", None) or pattern.split("/")[0])
     if "|" in layout:
         return (_repeated(layout).count("|") + 1) // stages
-    layers = getattr(args, "num_layers_per_virtual_pipeline_stage", None)
+    layers: int | None = getattr(args, "num_layers_per_virtual_pipeline_stage", None)
     if layers:
         of_model: int = getattr(args, "num_layers", 0) or getattr(args, "encoder_num_layers", 0)
-        return of_model // stages // int(layers)
+        return of_model // stages // layers
     return getattr(args, "num_virtual_stages_per_pipeline_rank", None) or 1
 
 
 def _repeated(layout: str) -> str:
     """Write a layout such as `Et*2|(tt|)*5L` without its repetitions."""
     layout = layout.replace("\\", "")
-    for repeats in (r"\(([^()]*)\)\*(\d+)", r"(.)\*(\d+)"):
+    for repeats in (r"\(([^()]*)\)\*(\d{1,4})", r"(.)\*(\d{1,4})"):
         layout = re.sub(repeats, lambda found: found[1] * int(found[2]), layout)
     return layout

@@ -22,7 +22,6 @@ from envpipe_megatron.integrations.job import (
     JobFacts,
     RankPlace,
     limits_of_ranks,
-    own_gloo_group,
     say_line,
 )
 from envpipe_megatron.integrations.leveled import LeveledJob
@@ -111,7 +110,7 @@ class AttachedPipeline(LeveledJob):
             "chunks": 1 if own is None else own.num_chunks,
         }
         placement = RankPlace(
-            own_gloo_group(group, timeout),
+            group,
             count,
             timeout,
             runs_units=True,

@@ -35,6 +35,8 @@ from envpipe_megatron.runtime.job.planning import (
 from envpipe_megatron.runtime.memory.peak import MemoryFullError, Watch
 from envpipe_megatron.runtime.memory.stage import knows_memory, with_memory
 
+#: Between units that do not wait lies less: the host's and the stream's own work.
+_WAITED_S = 1e-4
 _NO_PARTS = "has no rows of input-gradient and weight-gradient"
 #: A kind of units whose time differs by a larger share is not the one that was profiled, and a step
 #: is not that of the baseline.
@@ -103,7 +105,8 @@ def measure_hops_s(
     A unit that waits begins when its input has come: of those of an iteration, the one that begins
     soonest after its input was made tells. Stages share no clock: what theirs differ by makes the
     way there as much longer as the way back shorter, so the mean of both counts, and of all
-    iterations and replicas the median. 0 if no iteration ran whole. Every rank calls it.
+    iterations and replicas the median. Where a slow stage never waits, messages take the least time
+    that is seen elsewhere; 0 if no iteration ran whole. Every rank calls it.
     """
     unknown = np.full((2, schedule.units_per_stage), np.nan)
     own_s = [(each.start_s, each.end_s) if each.whole else unknown for each in records] or [unknown]
@@ -117,13 +120,17 @@ def measure_hops_s(
         def way_s(source: int, to: int) -> FloatArray:
             fed = np.flatnonzero((sources[to] >= 0) & (sources[to] // width == source))
             made = sources[to, fed] % width
+            before_s = np.where(fed, times_s[to][..., 1, fed - 1], 0.0)  # ends of units before
+            waited = times_s[to][..., 0, fed] - before_s > _WAITED_S
             after_s = times_s[to][..., 0, fed] - times_s[source][..., 1, made]
-            return np.asarray(after_s.min(axis=-1))
+            return np.asarray(np.where(waited, after_s, np.inf).min(axis=-1))
 
         both_s = [(way_s(a, b) + way_s(b, a)) / 2 for a, b in pairwise(stages)]
         known = [each[np.isfinite(each)] for each in both_s]
         # Of what takes no time, clocks of hosts leave some picoseconds.
-        return tuple(round(max(0.0, float(np.median(of))), 9) if of.size else 0.0 for of in known)
+        seen_s = [round(max(0.0, float(np.median(of))), 9) if of.size else None for of in known]
+        least_s = min((hop_s for hop_s in seen_s if hop_s is not None), default=0.0)
+        return tuple(least_s if hop_s is None else hop_s for hop_s in seen_s)
 
     return by_planner(job.collectives, look)
 

@@ -68,7 +68,7 @@ class Store:
         self.lateness = Lateness()
         #: [num_stages] whether clocks have ceased to mean what they did. Then those that slow
         #: nothing are left out of profiles: some day they may mean something again.
-        self.upset: BoolArray = np.zeros(num_stages, dtype=bool)
+        self.drifted_far: BoolArray = np.zeros(num_stages, dtype=bool)
         #: By which share iterations differ as a whole, in the latest windows.
         self._common: deque[float] = deque(maxlen=_KEPT_COMMON)
         #: [num_stages] whether units of the last window were too fast to be true.
@@ -143,12 +143,12 @@ class Store:
         latency_s = self.facts.p2p_latency_s or 0.0
         return Timeline(schedule, durations_s, latency_s, self.tail_s).iteration_time_s
 
-    def forget(self, upset: BoolArray) -> None:
+    def forget(self, drifted_far: BoolArray) -> None:
         """Note that something changed, [num_stages] where so much that it must be measured again.
 
         What meters said counts for little from now on.
         """
-        self.upset = self.upset | upset
+        self.drifted_far = self.drifted_far | drifted_far
         self.powers.fade(_KEEPS)
 
     def learn(
@@ -256,7 +256,7 @@ class Store:
 
         Args:
             careful: for a new plan: units below the highest clock take as long as they might, and
-                clocks of upset stages that slow nothing are left out.
+                clocks that slow nothing are left out where stages drifted far.
 
         Raises StoreError if meters said too little.
         """
@@ -270,7 +270,7 @@ class Store:
             if kind in left_out:
                 continue
             used = self.clocks_mhz >= times.lowest_mhz
-            if careful and self.upset[stage]:
+            if careful and self.drifted_far[stage]:
                 used &= times.time_s > _NO_SLOWER * times.time_s[-1]
                 used[-1] = True
             clocks, times_s = self.clocks_mhz[used], times.time_s[used]

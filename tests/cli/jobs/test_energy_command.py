@@ -2,8 +2,9 @@
 
 import json
 
+import pytest
 from commands import run_well
-from energy_lines import window
+from energy_lines import job, note, window
 
 from envpipe_megatron.formats.energy import append_line
 
@@ -56,3 +57,25 @@ def test_torn_and_foreign_lines_are_passed_over_and_named_as_lacking(tmp_path, c
     assert "6 torn or foreign lines" in caplog.text
     assert "INCOMPLETE: 6 lines cannot be read" in shown.stdout
     assert "300.0" in shown.stdout
+
+
+def test_a_whole_job_is_complete(tmp_path):
+    path = write(
+        tmp_path / "log.jsonl",
+        note("begun", time="2026-01-31T12:00:00", log="1"),
+        job(num_gpus=1, tokens_per_iteration=500),
+        *(window(iteration=i) for i in range(4)),
+        window(iteration=3, energy_j=50.0, phase="between"),
+        note("ended", exit_code=0),
+    )
+    options = ("--price", "3.6e6", "--grid-intensity", "7.2e6")
+    facts = json.loads(run_well("energy", "sum", path, *options, "--json").stdout)
+    assert (facts["complete"], facts["missing"]) == (True, [])
+    assert facts["job"]["iterations"] == 4
+    assert facts["job"]["energy_per_iteration_j"] == 112.5
+    assert facts["job"]["energy_per_token_j"] == 0.225
+    assert (facts["job"]["cost"], facts["job"]["co2_g"]) == pytest.approx((450, 900))
+    shown = run_well("energy", "sum", path, *options).stdout
+    assert "4 iterations: 112.5 J per iteration, 0.225 J per token" in shown
+    assert "cost 450 at 3.6e+06 a kWh, 900 g of CO2 at 7.2e+06 g a kWh" in shown
+    assert "INCOMPLETE" not in shown

@@ -206,7 +206,7 @@ def test_arguments_as_megatron_has_them(tmp_path):
     assert read_flags(weights).gtp_weight_remat_size == 4
     with pytest.raises(ArgumentsError, match="begin with --"):
         read_flags(["oops"])
-    with pytest.raises(ArgumentsError, match="pipeline-model-parallel-size is a number of ranks"):
+    with pytest.raises(ArgumentsError, match="pipeline-model-parallel-size is a whole number"):
         read_flags(["--pipeline-model-parallel-size", "$PP"])
     with pytest.raises(EnvPipeError, match="cannot be divided"):
         planned_job(read_flags(PIPELINE.split()), JobOptions(), nodes=1, ranks_per_node=6)
@@ -214,7 +214,25 @@ def test_arguments_as_megatron_has_them(tmp_path):
     path.write_text("fp8_format: hybrid\n--recompute: true\nsave: null\n--modules: [a, 1]\n")
     words = ["--fp8-format", "hybrid", "--recompute", "--modules", "a", "1"]
     assert read_recipe(path) == (words, {})
-    for wrong in ("just text", "a: [1", "- 1"):
+    for wrong in ("just text", "a: [1", "- 1", "MODEL_ARGS: x", "ENV_VARS: [1]", "[" * 9999):
         path.write_text(wrong)
         with pytest.raises(ArgumentsError, match=r"no table of flags|neither YAML nor JSON"):
             read_recipe(path)
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "--micro-batch-size 0",
+        "--num-experts x",
+        "--pipeline-model-parallel-size 1e30",
+        "--tensor-model-parallel-size",
+        "--global-batch-size 9999999999999999",
+        "--num-layers -4",
+    ],
+)
+def test_a_count_that_is_none_is_named(flags):
+    with pytest.raises(ArgumentsError, match=f"{flags.split()[0]} is a whole number"):
+        read_flags(flags.split())
+    layouts = "--pipeline-model-parallel-layout x*99999999999|t --hybrid-layer-pattern 5"
+    assert read_flags(layouts.split()).virtual_pipeline_model_parallel_size == 2

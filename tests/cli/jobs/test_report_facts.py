@@ -77,6 +77,22 @@ def test_notes_alone_are_told_without_energies():
     )
 
 
+@pytest.mark.parametrize("moved", [False, True], ids=["same GPUs", "another GPU"])
+def test_a_step_of_a_restarted_job_is_that_of_all_its_starts(moved):
+    """10 steps of 100 J and 30 of 200 J on each of four GPUs."""
+    first = [window(rank, 0, 9, energy_j=1000) for rank in range(4)]
+    second = [window(rank, 10, 39, energy_j=6000, run=SECOND) for rank in range(4)]
+    if moved:
+        second[3] = replace(second[3], node="n2", gpu_uid="GPU-spare")
+    facts = report_facts(folder(*first, *second))
+    assert (facts.steady.num_gpus, facts.steady.mean.iterations) == (4, 40)
+    assert facts.steady.energy_j == pytest.approx(4 * 7000 / 40)
+    assert facts.phases == (replace(facts.steady, name="steady"),)
+    own = [stage for stage in facts.stages if stage.name == "steady"]
+    assert [(stage.stage, stage.num_gpus) for stage in own] == [(0, 2), (1, 2)]
+    assert [stage.energy_j for stage in own] == pytest.approx([175, 175])
+
+
 def test_a_start_that_asked_for_something_else_is_in_no_figure():
     looks, saves = (
         EnergyNote("n1", "job", {"facts": {"level": level}}) for level in ("observe", "order")

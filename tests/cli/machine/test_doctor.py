@@ -248,11 +248,12 @@ def test_one_cause_of_many_a_no_is_said_once(monkeypatch):
     missing = [Check("software", name, False, "not installed", f"get {name}") for name in "ab"]
     checks = [Check("gpu", "driver", False, lost, get), Check("gpu", "GPUs", False, lost, get)]
     checks.append(Check("control", "back end zeusd", False, lost[0].lower() + lost[1:], get))
+    checks += [Check("control", name, False, "too old", get) for name in ("leases", "tokens")]
     monkeypatch.setattr(doctor, "all_checks", lambda: checks + missing)
     monkeypatch.setenv("COLUMNS", "200")
     shown = run_well("doctor").stdout
     assert (shown.count("there is no library"), shown.count(get)) == (1, 1)
-    assert shown.count("As for driver") == 2
+    assert (shown.count("As for driver"), shown.count("As for leases")) == (3, 1)
     # Two packages that are both missing have remedies of their own.
     assert (shown.count("not installed"), shown.count("get b")) == (2, 1)
 
@@ -283,6 +284,28 @@ def test_a_wrong_site_configuration_is_named_and_the_rest_goes_on(node, monkeypa
     found = look()
     assert_check(found["site configuration"], True, f"{site} allows zeusd")
     assert_check(found["back end nvml"], False, "does not allow it")
+
+
+@pytest.mark.parametrize(
+    ("value", "ok", "said"),
+    [
+        ("0,1", True, "'0,1'; CUDA numbers 0: GPU-"),
+        ("0,7,1", False, "hides itself and all after it"),
+        ("MIG-123", False, "MIG instance"),
+    ],
+)
+def test_visible_devices(node, monkeypatch, value, ok, said):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", value)
+    assert_check(look()["CUDA_VISIBLE_DEVICES"], ok, said)
+
+
+def test_a_single_hardware_queue(node, monkeypatch):
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    assert_check(look()["CUDA_DEVICE_MAX_CONNECTIONS"], False, "single hardware queue", "set 8")
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "4")  # as the channel takes it
+    assert_check(look()["CUDA_DEVICE_MAX_CONNECTIONS"], False, "4: counts as a single", "set 8")
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "32")
+    assert_check(look()["CUDA_DEVICE_MAX_CONNECTIONS"], True, "32")
 
 
 def test_any_failure_of_a_look_is_a_no():

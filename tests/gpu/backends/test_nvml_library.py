@@ -142,6 +142,16 @@ def test_an_older_nvidia_ml_py_and_a_gpu_that_tells_nothing(profiled, monkeypatc
     assert str(state) == "no power profile enforced, power limit not known"
 
 
+def test_a_failure_is_no_absence(profiled):
+    gpu = NvmlGpu(profiled.uuids[0])
+    profiled.set_fault(profiled.uuids[0], "lost")
+    with pytest.raises(GpuError, match="lost"):
+        gpu.power_state()
+    profiled.set_fault(profiled.uuids[0], "lost", 0)
+    profiled.set_fault(profiled.uuids[0], "enforced_profiles", 1)
+    assert gpu.power_state().enforced_profiles == ("max-P",)
+
+
 def refusing(code):
     def refuse(*arguments):
         raise pynvml.NVMLError(code)

@@ -165,6 +165,19 @@ def test_a_lease_is_undone_whatever_its_mark_says(gpu, clock, monkeypatch):
     assert gpu.requested_frequency_mhz is None
 
 
+@pytest.mark.parametrize("undo", ["by anybody", "by who takes it"])
+def test_a_stale_lease_is_undone_though_its_rank_lives(gpu, undo):
+    """Only its guard, which has died, could lock for it."""
+    left_by_a_dead_guard(gpu.address, ProcessIdentity.own())
+    gpu.lock_frequency(1200)
+    if undo == "by anybody":
+        assert undo_stale(open_gpu) == [gpu.address]
+    else:
+        take(gpu.address, "next", rank=dead()).release()
+    assert gpu.requested_frequency_mhz is None
+    assert list_leases() == []
+
+
 def test_stale_leases_are_looked_for_and_each_failure_is_said_once(gpu, folder, caplog):
     """A guard that says it at each look would fill a disk."""
     live = take(REAL)

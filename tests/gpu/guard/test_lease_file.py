@@ -60,6 +60,18 @@ def test_a_folder_that_cannot_be_made_is_said(folder, gpu, monkeypatch):
         take(gpu.address)
 
 
+def test_a_folder_that_cannot_be_listed_is_said(folder, gpu, monkeypatch):
+    left_by_a_dead_guard(gpu.address, None)
+
+    def none(path):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(Path, "iterdir", none)
+    for attempt in (lambda: take(gpu.address), list_leases):  # a GpuError ends no training
+        with pytest.raises(LeaseFolderError, match=f"cannot be listed: Permission.*{folder}"):
+            attempt()
+
+
 def test_looking_and_releasing_make_no_folder(folder, gpu):
     assert list_leases() == []
     assert not folder.exists()

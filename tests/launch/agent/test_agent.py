@@ -75,6 +75,25 @@ def test_a_rank_from_hello_to_bye(nodes):
     assert agent.bill is None
 
 
+def test_a_rank_that_starts_again_goes_on_where_the_bill_ended(nodes):
+    agent, gpu = nodes.agent(), nodes.gpu()
+    for start in range(3):
+        rank = nodes.rank(agent, gpu, start).say_hello()
+        rank.train(start)
+        rank.connection.close()
+        assert agent.wait_until_none_is_connected(LONG_S)
+        gpu.advance_to(gpu.time_s() + 1.0)
+    until(lambda: len(agent._tasks) == 3)  # it accepts, ticks and shows; no rank has one left
+    agent.finish(0, 0.0)
+    assert len(agent.ledgers()) == 1
+    assert bill(agent).total().energy_j == pytest.approx(nodes.counted_j(gpu), rel=1e-12)
+    ranks = [line["rank"] for line in lines(agent) if line.get("phase") == "steady"]
+    assert ranks == [0, 1, 2]
+    # What lies between is of the rank that comes next.
+    between = [line["rank"] for line in lines(agent) if line.get("phase") == "between"]
+    assert sorted(set(between)) == [1, 2]
+
+
 NONSENSE = [
     b"garbage",
     b"{}",

@@ -187,6 +187,14 @@ def test_iterations_of_other_runs_are_others_and_those_of_a_restart_the_same():
     assert made.per_unit() == {"iteration": 175, "token": 0.175, "sample": 21.875}
 
 
+def test_iterations_of_other_batches_have_no_number_of_tokens():
+    small, large = job(tokens_per_iteration=1000), job(tokens_per_iteration=4000)
+    made = bill(small, window(0, 0), large, window(0, 1))
+    assert made.per_unit() == made.snapshot().per_unit() == {"iteration": 100}
+    assert bill(small).per_unit() == {}
+    assert bill(small, large, window(0, 0)).per_unit() == {"iteration": 100, "token": 0.025}
+
+
 TIMES_S = (2.0, 2.1, 1.9, 2.05)
 BASELINE = {
     "iterations": 5,
@@ -248,6 +256,25 @@ def test_the_first_line_has_tokens_and_that_no_clock_was_changed_where_that_is_k
     )
     told = bill_lines(made, Tariff())[0].split("less energy)")[1]
     assert told == more.format(tokens="; a token 2.013 ms and 200 mJ on 2 GPUs")
+
+
+LATER = {**BASELINE, "time_s": 3.8, "energy_j": 250.0}
+
+
+def test_each_step_is_compared_with_the_baseline_that_was_in_force():
+    """Both halves of a job save a fifth, at another length of sequences; so do both starts."""
+    entries = []
+    for start, baseline in enumerate([BASELINE, LATER]):
+        step = {"duration_s": baseline["time_s"], "run": f"a {STARTS[start]}", "baseline": baseline}
+        energy_j = 0.8 * baseline["energy_j"]
+        entries += [
+            window(gpu, 4 * start + i, energy_j, **step) for gpu in (0, 1) for i in range(4)
+        ]
+    made = bill(*entries)
+    for got in (made.comparison(), made.snapshot().comparison()):
+        assert got.saving_percent == pytest.approx(20.0)
+        assert got.slowdown_percent == pytest.approx(0.0, abs=1e-9)
+        assert got.slowdown_uncertainty_percent < 2, "that sequences grow is no scatter"
 
 
 def test_steps_without_a_baseline_are_in_no_saving():

@@ -129,6 +129,16 @@ def test_tables_and_sentences_of_a_bill():
     ]
 
 
+def test_a_gpu_that_serves_another_stage_or_rank_after_a_restart():
+    """Its rank is the last one."""
+    made = bill_facts(bill(window(0, 0, 10.0, stage=0), window(0, 1, 20.0, stage=1)), Tariff())
+    assert [(each["stage"], each["energy_j"]) for each in made["stages"]] == [(0, 10), (1, 20)]
+    (gpu,) = made["gpus"]
+    assert gpu["phases"]["steady"]["energy_j"] == 30
+    (gpu,) = bill_facts(bill(window(0, 0), window(0, 1, rank=3)), Tariff())["gpus"]
+    assert gpu["rank"] == 3
+
+
 ENVPIPE_COLUMNS = [
     "Model", "Microbatch size", "Minibatch size", "Type", "Scheduling", "Reconfig",
     "Throughput (sample/s)", "Energy (mJ)",

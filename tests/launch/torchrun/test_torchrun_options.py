@@ -153,6 +153,18 @@ def test_empty_variables_are_unset():
     assert origins(plan) == {"--nproc-per-node": "default"}
 
 
+@pytest.mark.parametrize(("gpus", "processes"), [(0, "1"), (8, "gpu")])
+@pytest.mark.parametrize(
+    "environ",
+    [{}, {"SLURM_NNODES": "4", "SLURM_GPUS_ON_NODE": "8"}],  # the latter without a job
+)
+def test_processes_by_default(gpus, processes, environ):
+    plan = here("train.py", gpus=gpus, **environ)
+    assert options(plan) == (f"--nproc-per-node={processes}",)
+    no_gpus = here("train.py", gpus=gpus, **SLURM | {"SLURM_GPUS_ON_NODE": "0"})
+    assert no_gpus.read.nproc_per_node == processes
+
+
 @pytest.mark.parametrize(
     ("name", "good", "bad", "message"),
     [
@@ -306,6 +318,19 @@ HOSTS = (Host("me@one", 2, "hosts:1"), Host("two", 3, "hosts:2"))
 def on_hosts(*words, hosts=HOSTS, **environ):
     with patch.dict(os.environ, environ):
         return options_of_hosts(split(words), hosts)
+
+
+def test_the_command_line_is_stronger_than_slots():
+    plans = on_hosts(
+        "--nproc_per_node", "4", "--master-addr=ib", "train.py", MASTER_ADDR="x", MASTER_PORT="7",
+        NNODES="7", NODE_RANK="5", NPROC_PER_NODE="9",
+    )  # fmt: skip
+    assert origins(on_hosts("train.py")[1])["--nproc-per-node"] == "hostfile"
+    for rank, plan in enumerate(plans):
+        assert options(plan) == (
+            "--nnodes=2", f"--node-rank={rank}", "--master-port=7", "--nproc_per_node", "4",
+            "--master-addr=ib",
+        )  # fmt: skip
 
 
 def test_hosts_without_slots():

@@ -263,12 +263,6 @@ def test_emulated_units_wait_for_their_own_inputs_in_any_order(monkeypatch, tmp_
         assert executor._ends == pytest.approx(expected.end_s[stage].tolist())
 
 
-def test_a_record_tells_waits_units_and_its_end():
-    assert RECORD.receive_wait_s.tolist() == [0.5, 1.0]
-    assert RECORD.unit_time_s.tolist() == [0.5, 2.0]
-    assert (RECORD.iteration_time_s, RECORD.wall_time_s) == (5.0, 6.0)
-
-
 # An error in work that is rehearsed ------------------------------------------------------------
 
 

@@ -139,8 +139,8 @@ def test_hops_are_seen_from_units_though_stages_share_no_clock(order, longest):
         [
             [
                 SimpleNamespace(
-                    start_s=timeline.start_s[stage] - begin_s,
-                    end_s=timeline.end_s[stage] - begin_s,
+                    start_s=timeline.start_s[stage] + begin_s,
+                    end_s=timeline.end_s[stage] + begin_s,
                     whole=(replica, number) not in spoilt,
                 )
                 for number, (begin_s,) in enumerate(begins_s[replica, :, stage])
@@ -151,6 +151,20 @@ def test_hops_are_seen_from_units_though_stages_share_no_clock(order, longest):
     ]
     assert hops_by(order, records) == pytest.approx(hops_s, abs=1e-9)
     assert hops_by(order, [[[], []]] * order.num_stages) == (0.0,) * (order.num_stages - 1)
+
+
+@pytest.mark.parametrize("slow", range(3))
+def test_where_a_slow_stage_never_waits_messages_take_what_they_take_elsewhere(slow):
+    """Not as long as its inputs lie there: plans would leave no slack to the stage behind it."""
+    order = builders.interleaved(4, 8, 2)
+    duration_s = np.where(order.is_backward, 0.06, 0.03)
+    duration_s[slow] *= 2
+    timeline = Timeline(order, duration_s, 0.001)
+    records = [
+        [[SimpleNamespace(start_s=start_s, end_s=end_s, whole=True)]]
+        for start_s, end_s in zip(timeline.start_s, timeline.end_s, strict=True)
+    ]
+    assert hops_by(order, records) == pytest.approx((0.001,) * 3, abs=1e-9)
 
 
 @pytest.mark.parametrize(
