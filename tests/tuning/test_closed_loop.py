@@ -236,7 +236,7 @@ def test_after_a_fault_steps_last_no_longer_and_save_what_the_best_plan_would(ki
 
 @on_request("CONTROL")
 def test_what_came_before_a_baseline_is_no_part_of_a_later_change():
-    """A stage is a tenth slower, which is planned for, and later a little more: not upset again."""
+    """A stage is a tenth slower, which is planned for, and later a little more: not far again."""
 
     def faults(iteration):
         slower = 1.0 if iteration < BEGIN + 1 else 1.12 if iteration < BEGIN + 25 else 1.14
