@@ -100,7 +100,15 @@ def read_recipe(path: Path) -> tuple[list[str], dict[str, str]]:
             remedy="Write a flag and its value a line, such as pipeline-model-parallel-size: 4.",
         )
     words = [word for flag, value in flags.items() for word in _words(str(flag), value)]
-    return words, {str(name): str(value) for name, value in variables.items()}
+    settings = {str(name): str(value) for name, value in variables.items()}
+    for name, value in settings.items():
+        if not name or "=" in name or "\0" in name + value:
+            raise ArgumentsError(
+                f"{path} has a variable that no environment can hold",
+                value=f"{name}={value}",
+                remedy="Give it a name without =, in ENV_VARS.",
+            )
+    return words, settings
 
 
 def _words(flag: str, value: object) -> list[str]:

@@ -218,6 +218,9 @@ def test_arguments_as_megatron_has_them(tmp_path):
         path.write_text(wrong)
         with pytest.raises(ArgumentsError, match=r"no table of flags|neither YAML nor JSON"):
             read_recipe(path)
+    path.write_text("ENV_VARS: {'A=B': 1}\nMODEL_ARGS: {}\n")
+    with pytest.raises(ArgumentsError, match="no environment can hold"):
+        read_recipe(path)
 
 
 @pytest.mark.parametrize(
