@@ -101,7 +101,7 @@ def train(tmp_path_factory):
         ).require_success()
         runs[text] = Run(
             tuple(map(_computed, ended.outputs)),
-            "\n".join(re.findall(r"^ \[envpipe\] .*", "\n".join(ended.outputs), re.M)),
+            "\n".join(re.findall(r"^\[envpipe\] .*", "\n".join(ended.outputs), re.M)),
             folder / "ranks",
             _imported(ended),
         )
