@@ -70,13 +70,14 @@ def test_gpt_trains_the_same(arm, patched, data, stock_gpt, tmp_path):
 
 def test_a_batch_that_grows_trains_the_same(stock, patched, data, tmp_path):
     """From half of it to the whole, each size with a plan of its own."""
+    steps = ITERATIONS + 6  # so that clocks are swept in those of full size, too
     args = gpt_args(data).replace("--lr-decay-iters 100", "--lr-decay-samples 800")
-    args += f" --train-samples {16 + 8 * (ITERATIONS - 4)} --rampup-batch-size 4 4 16"
+    args += f" --train-samples {16 + 8 * (steps - 4)} --rampup-batch-size 4 4 16"
     own = run_script(stock / "pretrain_gpt.py", args, tmp_path / "stock").require_success()
     args += f" {with_envpipe(ENVELOPE, tmp_path / 'run')}"
     run = run_script(patched / "pretrain_gpt.py", args, tmp_path / "run").require_success()
     assert run.result == own.result
-    assert len(own.iterations) == ITERATIONS
+    assert len(own.iterations) == steps
     small = [phase.endswith(" m4") for phase in run.phases[1:]]
     assert small == sorted(small, reverse=True)
     assert {*small} == {True, False}
