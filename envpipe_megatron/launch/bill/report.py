@@ -17,10 +17,9 @@ from rich.markup import escape
 
 from envpipe_megatron.console import say, say_as_launcher, show_table
 from envpipe_megatron.files import csv_text, lock_file, replace_files
-from envpipe_megatron.formats.account import Tariff
+from envpipe_megatron.formats.account import UNDER_BUDGETS, Tariff
 from envpipe_megatron.formats.energy import SHARES, EnergyWindow, Phase
 from envpipe_megatron.formats.energy_sums import EnergySums, total_of
-from envpipe_megatron.formats.steps import UNDER_BUDGETS
 from envpipe_megatron.launch.agent.ledger import log_path
 from envpipe_megatron.launch.bill.bill import Bill
 
