@@ -259,14 +259,13 @@ def read_energy_logs(
                 if not line.strip():
                     continue
                 try:
-                    read, data = _parse_line(line)
+                    read = parse_line(line)
                 except ValueError:
                     unreadable.append(f"{path}:{number}")
                     foreign = True
                     continue
                 found = True
-                identity = hash(json.dumps(data, sort_keys=True))
-                if identity in seen:
+                if (identity := hash(line.strip())) in seen:
                     repeated += 1
                 else:
                     take(read)
@@ -289,17 +288,12 @@ def _no_energy_log(path: Path) -> EnergyFileError:
 
 def parse_line(line: bytes) -> EnergyWindow | EnergyNote:
     """Read one line of an energy log; ValueError if it is torn or something else."""
-    return _parse_line(line)[0]
-
-
-def _parse_line(line: bytes) -> tuple[EnergyWindow | EnergyNote, Any]:
-    """Read a line; return what it says, and its JSON."""
     try:
         data = json.loads(line)
         if isinstance(data, dict) and data.get("format") == NOTE_FORMAT:
             json.dumps(data, ensure_ascii=False).encode()  # what facts say is printed, too
-            return EnergyNote(read_text(data, "node"), read_text(data, "note"), data), data
-        return parse_window(data), data
+            return EnergyNote(read_text(data, "node"), read_text(data, "note"), data)
+        return parse_window(data)
     except (TypeError, KeyError, OverflowError, RecursionError) as error:
         raise ValueError("Not a line of an energy log") from error
 
