@@ -202,6 +202,10 @@ class EnergyNote:
     note: str
     fields: Mapping[str, Any]
 
+    def line(self) -> dict[str, Any]:
+        """Return it as the JSON object of a line."""
+        return dict(self.fields)
+
 
 @dataclass(frozen=True)
 class EnergyLogs:

@@ -126,4 +126,4 @@ def piece_of(collector: Collector, at: int = 0, *lines: Line, **fields: Any) -> 
     """A piece of a log whose lines have a byte each."""
     piece = {"token": collector.token, "node": "x", "log": "1", "at": at, "bytes": len(lines)}
     text = "\n".join(map(json.dumps, lines))
-    return json.dumps({**piece, "lines": text, "unreadable": 0, **fields}).encode() + b"\n"
+    return json.dumps({**piece, "lines": text, **fields}).encode() + b"\n"
