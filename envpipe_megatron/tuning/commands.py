@@ -18,7 +18,6 @@ from numpy.typing import ArrayLike
 from envpipe_megatron.core.arrays import FloatArray, IntArray
 from envpipe_megatron.core.plan import Plan
 from envpipe_megatron.core.schedule import Schedule
-from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.formats.energy import Phase
 from envpipe_megatron.formats.wishes import NO_WISHES, Wishes
 from envpipe_megatron.tuning.measured.meters import MeterSums
@@ -58,20 +57,20 @@ class Clocked:
 
 @dataclass(frozen=True)
 class Command:
-    """A few iterations, after which every rank reports.
+    """A few iterations, after which every rank reports; or a plan, in place of them.
 
     Attributes:
         phase: what they are for.
-        iterations: how many are measured.
+        iterations: how many are measured; none of a plan, for which ranks have memory ready.
         settle: how many run before them, and are not.
         late_s: by how much a change of the clock comes late, as far as it is known.
         tail_s: for each stage, what it does after its last unit, likewise; empty for nothing.
         orders: what replicas run; empty if it is what they ran last.
         which: for each replica, its place among the orders; empty for the first.
-        plan: what level 0 of the frontier is from now on, if that is new.
+        plan: what level 0 of the frontier is from now on, unless the window says that it is
+            refused.
         note: what was seen and done, in lines; empty if there is nothing to say.
-        billed: what the bill says of these steps from now on, in lines, in place of what it said;
-            empty if nothing changes.
+        billed: what the bill says of these steps, in lines.
         metered: whether the energy counter is waited for, so that the report says what power its
             steps drew.
         power: how a power budget was kept so far, as `Budget.facts` has it; None without one.
@@ -92,12 +91,7 @@ class Command:
 
 
 #: Decides what a job runs: yields commands, is sent what they measured, and returns what it found.
-#: PlanRefusedError comes in place of a window: the next command takes the place of the last one.
 Run: TypeAlias = Generator[Command, "Window", T]
-
-
-class PlanRefusedError(EnvPipeError):
-    """Ranks have no memory for the plan of a command, which did not run."""
 
 
 def median_error(deviation: float, count: int) -> float:
@@ -157,10 +151,14 @@ def merged(parts: Sequence[Report]) -> Report:
 
 @dataclass(frozen=True)
 class Window:
-    """Reports of all stages of some iterations, and what an operator asks for by now."""
+    """Reports of all stages of some iterations, and what an operator asks for by now.
+
+    After a plan, the reports are those of before; `refused` is why ranks have no memory for it.
+    """
 
     stages: tuple[Report, ...]
     wishes: Wishes = NO_WISHES
+    refused: str = ""
 
     def unit_s(self, replicas: Sequence[int]) -> FloatArray:
         """Return medians over some replicas, [num_stages, units_per_stage].

@@ -38,7 +38,6 @@ from envpipe_megatron.runtime.memory.peak import MemoryFullError
 from envpipe_megatron.runtime.memory.stage import with_memory
 from envpipe_megatron.tuning.commands import (
     Command,
-    PlanRefusedError,
     Report,
     Run,
     Window,
@@ -88,9 +87,11 @@ def run_commands(
     command = Command(Phase.WARMUP, 0)
     run: Run[T] | None = None
 
-    def decide(stages: Sequence[Report | str]) -> Command | _Ended:
+    def decide(stages: Sequence[Report | str], refused: str) -> Command | _Ended:
         nonlocal run
-        window = replace(_window(stages, needs_clocks=needs_clocks), wishes=job.state.wishes)
+        window = replace(
+            _window(stages, needs_clocks=needs_clocks), wishes=job.state.wishes, refused=refused
+        )
         try:
             if run is not None:
                 return run.send(window)
@@ -104,12 +105,13 @@ def run_commands(
     while True:
         make_own = partial(make_report, job, records, order, command, kinds, nodes_mhz)
         stages = job.collectives.to_planner(_made(make_own), _merged)
-        decided = by_planner(job.collectives, partial(decide, stages))
+        decided = by_planner(job.collectives, partial(decide, stages, ""))
+        while isinstance(decided, Command) and decided.plan is not None:
+            refused = _refused(job, decided.plan, schedule)
+            decided = by_planner(job.collectives, partial(decide, stages, refused))
         if isinstance(decided, _Ended):
             return decided.found, order
         command = decided
-        if command.plan is not None and (why := _refused(job, command.plan, schedule)):
-            command = by_planner(job.collectives, partial(_instead, run, why))
         if command.orders:
             place = command.which[job.collectives.replica] if command.which else 0
             clocked = command.orders[place]
@@ -124,13 +126,12 @@ def run_commands(
         order = replace(order, phase=command.phase)
         for line in command.note.splitlines():
             job.say(line)
-        is_news = job.options.closed_loop and (command.note or command.plan is not None)
-        if job.collectives.is_planner and is_news:
-            job.folder.append("loop", _described(job, command))
-        if command.billed:
+        if command.note:
+            _append(job, command.phase, note=command.note)
+        lines = [*map(job.named, command.billed.splitlines())]
+        if lines != billed:
             kept = [note for note in job.state.notes if note not in billed]
-            billed = [*map(job.named, command.billed.splitlines())]
-            job.state.notes = (*kept, *billed)
+            job.state.notes, billed = (*kept, *lines), lines
         if command.power is not None and not job.batch:
             job.state.power = command.power
         asked = job.state.wishes.power_budget
@@ -174,25 +175,15 @@ def _whole(run: Run[T]) -> Run[T]:
     try:
         command = next(run)
         while True:
-            try:
-                for left in reversed(range(MOST_TRIES)):
-                    window = yield command
-                    if window.whole or not left:
-                        break
-                    note = "units came otherwise: looking again"
-                    command = replace(command, settle=1, orders=(), plan=None, note=note, billed="")
-            except PlanRefusedError as refused:
-                command = run.throw(refused)
-            else:
-                command = run.send(window)
+            for left in reversed(range(MOST_TRIES)):
+                window = yield command
+                if command.plan is not None or window.whole or not left:
+                    break
+                note = "units came otherwise: looking again"
+                command = replace(command, settle=1, orders=(), note=note)
+            command = run.send(window)
     except StopIteration as end:
         return end.value  # type: ignore[no-any-return]  # of a generator
-
-
-def _instead(run: Run[Any] | None, why: str) -> Command:
-    """Return the run's command in place of one whose plan is refused; on the planning rank."""
-    assert run is not None
-    return run.throw(PlanRefusedError(why))
 
 
 def _refused(job: PhaseParts, plan: Plan, own: Schedule) -> str:
@@ -209,23 +200,25 @@ def _refused(job: PhaseParts, plan: Plan, own: Schedule) -> str:
                 return str(error)
             job.say(f"memory: {error}")
     job.state.plan, job.state.profile = plan, plan.profile
+    _append(job, job.state.phase, plan=plan)
     job.folder.keep_profile(with_memory(plan.profile, job.memory.stages))
     job.folder.write_plan(plan, job.batch)
     return ""
 
 
-def _described(job: PhaseParts, command: Command) -> dict[str, object]:
-    """Return what the run says and predicts from this iteration on, of one pipeline."""
-    cost = None if command.plan is None else command.plan.cost
-    return {
-        **job.folder.run_label(job.options.labels),
-        "batch": job.batch,
-        "iteration": job.state.iteration,
-        "phase": command.phase,
-        "note": command.note,
-        "time_s": cost and cost.iteration_time_s,
-        "energy_j": cost and cost.energy_j,
-    }
+def _append(job: PhaseParts, phase: Phase, *, note: str = "", plan: Plan | None = None) -> None:
+    """Append what a closed loop says, or what its plan of one pipeline predicts, to its file."""
+    if job.options.closed_loop and job.collectives.is_planner:
+        entry = {
+            **job.folder.run_label(job.options.labels),
+            "batch": job.batch,
+            "iteration": job.state.iteration,
+            "phase": phase,
+            "note": note,
+            "time_s": plan and plan.cost.iteration_time_s,
+            "energy_j": plan and plan.cost.energy_j,
+        }
+        job.folder.append("loop", entry)
 
 
 def make_report(
