@@ -108,8 +108,7 @@ class Report:
         unit_s: [replicas, units_per_stage] how long each unit took: its median over iterations that
             ran whole; NaN if none did.
         ends_s: [replicas, iterations] end of the last unit after the begin of the iteration.
-        gaps_s: [replicas, iterations] from there to the next begin; NaN after the last one.
-        steps_s: [replicas, iterations] from begin to begin, as `gaps_s`.
+        steps_s: [replicas, iterations] from begin to begin; NaN of the last one.
         waits_s: [replicas, iterations, units_per_stage] how long each unit waited for its input.
         meter: of all replicas together.
         power_w: [replicas, 2] mean power in steps that were not held up, of units only if no step
@@ -121,7 +120,6 @@ class Report:
 
     unit_s: FloatArray
     ends_s: FloatArray
-    gaps_s: FloatArray
     steps_s: FloatArray
     waits_s: FloatArray
     meter: MeterSums
@@ -140,7 +138,7 @@ def merged(parts: Sequence[Report]) -> Report:
     meter = parts[0].meter
     for part in parts[1:]:
         meter = meter + part.meter
-    arrays = ("unit_s", "ends_s", "gaps_s", "steps_s", "waits_s", "power_w")
+    arrays = ("unit_s", "ends_s", "steps_s", "waits_s", "power_w")
     return Report(
         **{name: np.concatenate([getattr(part, name) for part in parts]) for name in arrays},
         meter=meter,
@@ -188,29 +186,20 @@ class Window:
         return int(self.stages[0].ends_s.shape[1])
 
     @property
-    def ends_s(self) -> FloatArray:
-        """Return when last units ended in the pipeline that ends last, [num_stages, iterations].
+    def last_s(self) -> FloatArray:
+        """Return ends of last units, and of steps, of the pipeline that ends last.
 
-        What comes after, `gaps_s`, holds no wait for another pipeline there.
+        [2, num_stages, iterations]: what lies between holds no wait for another pipeline there.
         """
-        last = self._last_replica
-        return np.array([stage.ends_s[last] for stage in self.stages])
-
-    @property
-    def gaps_s(self) -> FloatArray:
-        """Return the times from there to the next begin, [num_stages, iterations]."""
-        last = self._last_replica
-        return np.array([stage.gaps_s[last] for stage in self.stages])
-
-    @property
-    def _last_replica(self) -> int:
-        return int(self.own_s(np.zeros(len(self.stages))).argmax())
+        last = int(self.own_s(np.zeros(len(self.stages))).argmax())
+        stages = [(stage.ends_s[last], stage.steps_s[last]) for stage in self.stages]
+        return np.array(stages).swapaxes(0, 1)
 
     @property
     def steps_s(self) -> FloatArray:
         """Return times from begin to begin, [steps]; of units only, where none followed another."""
         known = np.isfinite(self._steps_s)
-        return np.asarray(self._steps_s[known] if known.any() else self.ends_s.max(axis=0))
+        return np.asarray(self._steps_s[known] if known.any() else self.last_s[0].max(axis=0))
 
     @property
     def followed(self) -> bool:
