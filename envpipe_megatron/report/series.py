@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
@@ -12,7 +11,6 @@ from numpy.typing import NDArray
 
 from envpipe_megatron.core.arrays import FloatArray
 from envpipe_megatron.formats.energy import EnergyWindow
-from envpipe_megatron.report.pipelines import StartAndNode
 
 _TIME_BINS = 600
 
@@ -110,10 +108,8 @@ class PowerSeries:
     power_w: FloatArray
 
 
-def power_series(
-    windows: Iterable[EnergyWindow], offsets_s: Mapping[StartAndNode, float]
-) -> PowerSeries:
-    """Return the power of each GPU, by rank; `offsets_s` brings nodes to one time axis.
+def power_series(windows: Iterable[EnergyWindow]) -> PowerSeries:
+    """Return the power of each GPU, by rank.
 
     Powers of windows that overlap add up: times of all bins by their powers give all energy.
     """
@@ -122,11 +118,13 @@ def power_series(
         if window.begin_s is not None and window.duration_s > 0:
             by_gpu.setdefault(window.gpu_key, []).append(window)
     gpus = sorted(by_gpu.values(), key=lambda own: (own[0].rank is None, own[0].rank or 0))
-    spans = [_spans(own, offsets_s) for own in gpus]
+    spans: list[FloatArray] = [
+        np.array([(each.begin_s, each.duration_s, each.energy_j) for each in own]).T for own in gpus
+    ]
     begin_s = min((float(begin.min()) for begin, *_ in spans), default=0.0)
     end_s = max((float((begin + length).max()) for begin, length, _ in spans), default=0.0)
     edges_s = np.linspace(begin_s, end_s, _TIME_BINS + 1)
-    power_w = np.array([_binned_power_w(*span, edges_s) for span in spans])
+    power_w = np.array([_binned_power_w(span, edges_s) for span in spans])
     names = tuple(
         f"rank {own[0].rank} · stage {own[0].stage}" if own[0].rank is not None else own[0].gpu_uid
         for own in gpus
@@ -135,31 +133,12 @@ def power_series(
     return PowerSeries(names, nodes, edges_s - begin_s, power_w)
 
 
-def _spans(
-    own: Sequence[EnergyWindow], offsets_s: Mapping[StartAndNode, float]
-) -> tuple[FloatArray, FloatArray, FloatArray]:
-    """Return begin, length and energy of windows; a start is behind the one before it.
+def _binned_power_w(spans: FloatArray, edges_s: FloatArray) -> FloatArray:
+    """Return [bins] mean power, NaN where no window lies; windows give their energy evenly.
 
-    The clock of a node that was rebooted begins anew.
+    `spans` are [begin, length and energy, windows].
     """
-    rows: list[tuple[float, float, float]] = []
-    run, end_s, shift_s = "", -math.inf, 0.0
-    for window in own:
-        if window.begin_s is None:
-            continue
-        begin_s = window.begin_s - offsets_s.get((window.run, window.node), 0.0)
-        if window.run != run:
-            run, shift_s = window.run, max(0.0, end_s - begin_s)
-        rows.append((begin_s + shift_s, window.duration_s, window.energy_j))
-        end_s = max(end_s, begin_s + shift_s + window.duration_s)
-    begin, length, energy_j = np.array(rows).T
-    return begin, length, energy_j
-
-
-def _binned_power_w(
-    begin_s: FloatArray, length_s: FloatArray, energy_j: FloatArray, edges_s: FloatArray
-) -> FloatArray:
-    """Return [bins] mean power, NaN where no window lies; windows give their energy evenly."""
+    begin_s, length_s, energy_j = spans
     corners_s, count, sum_w = _covered(begin_s, begin_s + length_s, energy_j / length_s)
 
     def in_bins(rate: FloatArray) -> FloatArray:

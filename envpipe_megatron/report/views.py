@@ -32,7 +32,7 @@ from envpipe_megatron.report.charts import (
     series_colours,
 )
 from envpipe_megatron.report.facts import Bubbles, ReportFacts
-from envpipe_megatron.report.pipelines import PlacedGpu, StartAndNode, gpus_of, node_offsets_s
+from envpipe_megatron.report.pipelines import PlacedGpu, gpus_of
 from envpipe_megatron.report.run_folder import RunFolder
 from envpipe_megatron.report.series import (
     PowerSeries,
@@ -51,7 +51,6 @@ _MOST_UNITS, _POINTS = 2_000, 8
 
 def views_of(folder: RunFolder, facts: ReportFacts) -> Iterator[View]:
     """Yield all views of a run but its timelines, the most telling first."""
-    offsets_s = node_offsets_s(folder.timelines.iterations)
     if facts.bubbles is not None:
         yield View(
             "bubbles",
@@ -69,7 +68,7 @@ def views_of(folder: RunFolder, facts: ReportFacts) -> Iterator[View]:
             "are shaded.",
             steps_charts(series),
         )
-    power = power_series(folder.windows, offsets_s)
+    power = power_series(folder.windows)
     if power.names:
         yield View(
             "power",
@@ -83,7 +82,7 @@ def views_of(folder: RunFolder, facts: ReportFacts) -> Iterator[View]:
             "Clocks asked for, and seen",
             "Looks at a GPU's clock, in the first hour; at most 800 are shown. Below, "
             "what GPUs said held their clocks back, if they were not idle.",
-            clock_charts(folder.timelines.clocks, offsets_s),
+            clock_charts(folder.timelines.clocks),
         )
     if folder.profile is not None:
         yield View(
@@ -184,12 +183,10 @@ def power_chart(power: PowerSeries) -> Chart:
     )  # fmt: skip
 
 
-def clock_charts(
-    samples: Sequence[ClockSamples], offsets_s: Mapping[StartAndNode, float]
-) -> list[Chart]:
+def clock_charts(samples: Sequence[ClockSamples]) -> list[Chart]:
     """Draw clocks asked for and seen of each GPU, and what held them back but for idling."""
     gpus = gpus_of(read.labels for read in samples)
-    looks = [_looks(gpu, samples, offsets_s) for gpu in gpus]
+    looks = [_looks(gpu, samples) for gpu in gpus]
     first_s = min(own[0][0] for own in looks)
     lines, held = [], []
     for row, (gpu, own) in enumerate(zip(gpus, looks, strict=True)):
@@ -227,17 +224,17 @@ def clock_charts(
 
 
 def _looks(
-    gpu: PlacedGpu, samples: Sequence[ClockSamples], offsets_s: Mapping[StartAndNode, float]
+    gpu: PlacedGpu, samples: Sequence[ClockSamples]
 ) -> list[tuple[float, float, float, str]]:
     """Return some looks at a GPU's clock in order: when, clocks seen and asked for, reasons.
 
     NaN where none was asked for.
     """
     rows = sorted(
-        (at - offsets_s.get((read.labels.run, read.labels.node), 0.0), seen, asked, why)
+        look
         for read in samples
         if read.labels.rank == gpu.rank
-        for at, seen, asked, why in zip(
+        for look in zip(
             read.time_s,
             map(float, read.observed_mhz),
             (math.nan if mhz is None else float(mhz) for mhz in read.requested_mhz),

@@ -7,7 +7,8 @@ import pytest
 import run_made
 
 from envpipe_megatron.formats.energy import EnergyWindow
-from envpipe_megatron.report.pipelines import node_offsets_s
+from envpipe_megatron.formats.timeline import TimelineLogs
+from envpipe_megatron.report.pipelines import on_one_axis
 from envpipe_megatron.report.series import power_series, step_series
 
 #: Labels of a job that was started twice.
@@ -78,7 +79,7 @@ def test_power_is_that_of_the_windows_and_gaps_are_none():
         window(0, 0, 0, energy_j=300, duration_s=1, begin_s=10),
         window(0, 1, 1, energy_j=100, duration_s=1, begin_s=13),
     ]
-    series = power_series(own, {})
+    series = power_series(own)
     middle = (series.edges_s[1:] + series.edges_s[:-1]) / 2
     (power_w,) = series.power_w
     assert power_w[middle < 0.99] == pytest.approx(300)
@@ -96,7 +97,7 @@ def test_a_start_behind_a_reboot_comes_behind_the_one_before():
         for i in range(2)
     ]
     own = [replace(one, begin_s=one.begin_s + at % 2) for at, one in enumerate(starts)]
-    series = power_series(own, {})
+    series = power_series(on_one_axis(TimelineLogs(), own)[1])
     assert series.edges_s[-1] == pytest.approx(4)
     assert np.nanmax(series.power_w) == pytest.approx(300)
 
@@ -108,20 +109,31 @@ def test_power_keeps_the_energy_of_windows_that_overlap():
         for begin_s, length_s, energy_j in rng.uniform(1, 100, (40, 3)).tolist()
     ]
     own += [replace(own[0], energy_j=1e4), window(0, 0, 0, energy_j=7, begin_s=300)]
-    series = power_series(own, {})
+    series = power_series(own)
     energy_j = np.nansum(series.power_w * np.diff(series.edges_s))
     assert energy_j == pytest.approx(sum(one.energy_j for one in own))
-    two = power_series([window(0, 0, 0, energy_j=300), window(0, 0, 0, energy_j=200)], {})
+    two = power_series([window(0, 0, 0, energy_j=300), window(0, 0, 0, energy_j=200)])
     assert two.power_w == pytest.approx(500)
+
+
+def begins_s(made):
+    """Instants of iterations on one axis, by start and node."""
+    timelines, _ = on_one_axis(TimelineLogs(tuple(made)), ())
+    found = {}
+    for read in timelines.iterations:
+        found.setdefault((read.labels.run, read.labels.node), []).append(read.begin_s)
+    return found
 
 
 def test_nodes_are_brought_to_one_time_by_the_iterations_that_both_began():
     made = run_made.iterations(phases=("steady",) * 3, nodes={2: ("n2", 5000.0)})
     late = replace(made[-1], begin_s=made[-1].begin_s + 0.7)  # one that began late
-    expected = {("", "n1"): 0.0, ("", "n2"): pytest.approx(5000.0)}
-    assert node_offsets_s([*made[:-1], late]) == expected
-    alone = replace(made[0], labels=run_made.labels(3, "n3"), iteration=99)
-    assert node_offsets_s([*made, alone])["", "n3"] == 0.0
+    one = begins_s([*made[:-1], late])
+    length_s = made[0].iteration_time_s
+    assert one["", "n1"][::2] == pytest.approx([0, length_s, 2 * length_s])
+    assert one["", "n2"] == pytest.approx([0, length_s, 2 * length_s + 0.7])
+    lone = replace(made[0], labels=run_made.labels(3, "n3"), iteration=99)
+    assert begins_s([*made, lone])["", "n3"] == [0.0]
 
 
 def test_a_node_that_was_booted_between_two_starts_has_a_time_of_its_own_in_each():
@@ -130,5 +142,7 @@ def test_a_node_that_was_booted_between_two_starts_has_a_time_of_its_own_in_each
     after = run_made.iterations(
         phases=phases, nodes={2: ("n2", 40.0)}, run=STARTS[1], begin_s=900.0
     )
-    offsets_s = node_offsets_s([*before, *after])
-    assert [offsets_s[start, "n2"] for start in STARTS] == pytest.approx([5000.0, 40.0])
+    one = begins_s([*before, *after])
+    assert [one[start, "n2"][0] for start in STARTS] == pytest.approx([0, 800])
+    again = begins_s([*before, *(replace(own, begin_s=own.begin_s - 850) for own in after)])
+    assert again[STARTS[1], "n1"][0] == pytest.approx(3 * before[0].iteration_time_s)
