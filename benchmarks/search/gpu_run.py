@@ -209,7 +209,7 @@ def ranked(place: Place, limit_s: int, memory_gib: float) -> None:
             "predicted (s)": predicted_s,
             "measured (s)": measured_s,
             "error (%)": 100 * (predicted_s / measured_s - 1),
-            "memory, predicted (GiB)": candidate.peak_bytes.max() / _GIB,
+            "memory, predicted (GiB)": float(candidate.peak_bytes.max()) / _GIB,
             "measured (GiB)": peak_bytes / _GIB,
         }
         rows.append(row)
