@@ -45,7 +45,7 @@ _KEEPALIVE = {"TCP_KEEPIDLE": 15, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3}
 _ANSWER_S = 5.0
 #: A name may have an address that does not answer, and then another.
 _NEXT_ADDRESS_S = 0.25
-_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 2.0
+_TRY_AGAIN_S = 1.0
 
 
 class Collector:
@@ -194,20 +194,16 @@ class Uplink:
                 await self._task
 
     async def _run(self) -> None:
-        pause_s = _FIRST_PAUSE_S
         while True:
             try:
                 await self._connected()
             except Exception as error:  # anything may be at the other end
                 unanswered = isinstance(error, TimeoutError) and not str(error)
                 reason = f"no answer within {_ANSWER_S:g} s" if unanswered else str(error)
-                if not self.failure:  # it was connected
-                    pause_s = _FIRST_PAUSE_S
                 if reason != self.failure:
                     logger.warning("Cannot reach the job's bill; will try again: %s", reason)
                 self.failure = reason
-            await asyncio.sleep(pause_s)
-            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+            await asyncio.sleep(_TRY_AGAIN_S)
 
     async def _connected(self) -> NoReturn:
         """Send until the connection ends, which is an error."""

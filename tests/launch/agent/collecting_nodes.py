@@ -5,7 +5,6 @@ import contextlib
 import functools
 import json
 import random
-from asyncio import sleep  # which a test may replace
 from collections.abc import AsyncIterator, Callable, Coroutine
 from pathlib import Path
 from typing import Any
@@ -39,7 +38,7 @@ async def holds(condition: Callable[[], bool], timeout_s: float = LONG_S) -> boo
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(timeout_s):
             while not condition():
-                await sleep(0.001)
+                await asyncio.sleep(0.001)
     return condition()
 
 
