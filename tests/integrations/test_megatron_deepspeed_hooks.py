@@ -4,6 +4,7 @@ import argparse
 import json
 import sys
 from contextlib import nullcontext
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,6 +19,7 @@ from deepspeed.runtime.pipe.engine import PipelineEngine
 from leveled_jobs import fresh_hooks
 
 from envpipe_megatron.integrations.deepspeed.engine import EnvPipeEngine
+from envpipe_megatron.integrations.leveled import LeveledJob
 from envpipe_megatron.integrations.levels import RefusedError
 from envpipe_megatron.integrations.megatron_deepspeed import hooks
 from envpipe_megatron.integrations.megatron_deepspeed.hooks import (
@@ -36,7 +38,9 @@ def engine(monkeypatch):
     report = SimpleNamespace(
         scalars=lambda: {"envpipe-power/gpu": 300.0}, line=lambda: " envpipe |"
     )
-    made.__dict__.update(job=Mock(report=Mock(return_value=report)), logged_every=LOG_INTERVAL)
+    job = Mock(report=Mock(return_value=report))
+    job.log.side_effect = partial(LeveledJob.log, job)
+    made.__dict__.update(job=job, logged_every=LOG_INTERVAL)
     state.options, state.job = SimpleNamespace(), made  # type: ignore[assignment]
     for name in ("validate", "begin_training"):
         state.note(name)
@@ -64,7 +68,7 @@ def steps(count, *, logged=True):
 
 def test_all_hooks_reached(engine):
     steps(2 * LOG_INTERVAL + 1)
-    assert asked(engine) == ["report", "report"]
+    assert asked(engine) == ["log", "report"] * 2
 
 
 def test_a_log_line_that_lacks_the_energy_is_told_once(engine, caplog):
@@ -85,7 +89,7 @@ def test_scalars_go_to_the_writer_that_is_enabled(engine):
 
 def test_the_engine_is_deepspeeds_own_after_training(engine):
     hooks.end_training()
-    assert asked(engine) == ["end", "check_profiled"]
+    assert asked(engine) == ["end"]
     assert type(engine) is PipelineEngine
 
 
@@ -183,7 +187,7 @@ def test_a_job_that_trains_without_envpipe_has_deepspeeds_engine(engine, monkeyp
     own.__dict__.update(micro_batches=4, grid=Mock(), dynamic_shape=False)
     own.__dict__["gradient_accumulation_steps"] = lambda: 4
 
-    for name in ("not_run", "timeout_of", "_facts"):
+    for name in ("not_run", "_facts"):
         monkeypatch.setattr(initialize, name, lambda *arguments: None)
     without = SimpleNamespace(job=None)
     monkeypatch.setattr(initialize, "LeveledJob", lambda *arguments: without)

@@ -56,7 +56,7 @@ from envpipe_megatron.formats.energy import Phase
 from envpipe_megatron.gpu.base import ReadOnlyGpu
 from envpipe_megatron.gpu.emulated.emulated_gpu import EmulatedGpu
 from envpipe_megatron.integrations.device import use_cpu
-from envpipe_megatron.integrations.megatron import core, split_backward
+from envpipe_megatron.integrations.megatron import split_backward
 from envpipe_megatron.integrations.megatron.core import ForwardBackward
 from envpipe_megatron.integrations.megatron.hooked import HookedForwardBackward
 from envpipe_megatron.integrations.megatron.self_check import SelfCheck
@@ -360,7 +360,7 @@ def _train(job: Job, ours: Ours | None, session: Session | None, result: Result)
         stepped = finish_step()
         result.skipped += not stepped
         if session is not None and stand_in is not None:
-            if isinstance(stand_in, core.ForwardBackward):  # a test may put another maker there
+            if hasattr(stand_in, "end_step"):  # a test may put another maker there
                 result.failed = stand_in.end_step(skipped=not stepped)
             session.end_step()
         if job.evaluate_after == step:

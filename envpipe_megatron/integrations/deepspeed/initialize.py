@@ -23,7 +23,6 @@ from envpipe_megatron.integrations.deepspeed.engine import (
 from envpipe_megatron.integrations.job import JobFacts, RankPlace, say_line
 from envpipe_megatron.integrations.leveled import LeveledJob
 from envpipe_megatron.integrations.options import OF_LEVELS, OptionError, merged, read_settings
-from envpipe_megatron.runtime.channel.links import timeout_of
 from envpipe_megatron.runtime.job.options import JobOptions
 
 BLOCK = "envpipe"
@@ -147,11 +146,9 @@ def begin(
             value=found,
             remedy="Train without EnvPipe, or without these.",
         )
-    group = engine.grid.get_pipe_parallel_group()
     placement = RankPlace(
-        group,
+        engine.grid.get_pipe_parallel_group(),
         engine.gradient_accumulation_steps(),
-        timeout_of(group),
         messages_vary=engine.dynamic_shape,
     )
     job = LeveledJob(options, placement, _facts(engine, config, sequence_length), say_line)

@@ -38,7 +38,6 @@ from envpipe_megatron.integrations.megatron.limits import (
 from envpipe_megatron.integrations.megatron.self_check import SelfCheck
 from envpipe_megatron.integrations.megatron.split_backward import why_whole
 from envpipe_megatron.runtime.channel.collectives import of_all_ranks
-from envpipe_megatron.runtime.channel.links import timeout_of
 from envpipe_megatron.runtime.job.options import JobOptions
 from envpipe_megatron.runtime.memory.peak import MemoryFullError
 
@@ -80,7 +79,6 @@ class Training(LeveledJob):
         placement = RankPlace(
             pipeline_group,
             self._microbatches,
-            timeout_of(pipeline_group),
             messages_vary=config.variable_seq_lengths,
             splits=True,
             why_whole=next(filter(None, of_all_ranks(whole)), None),
@@ -136,29 +134,11 @@ class Training(LeveledJob):
         Raises SystemExit if only the profile was asked for, and it is written.
         """
         super().end_step()
-        if isinstance(self._replacement, ForwardBackward):
+        if self._replacement is not None:
             self._why_lower = self._replacement.end_step(skipped=skipped) or self._why_lower
         why, self._why_lower = self._why_lower, None
         if why is not None:
             self._lower_order(why)
-
-    def log(self, iteration: int, tensorboard: Any, wandb: Any) -> str:
-        """Write energy since the last call to the writers, and return it as text for a log line.
-
-        Every rank calls it at the same iteration; all but one without writers.
-        """
-        report = self.report()
-        for name, value in report.scalars().items():
-            if tensorboard:
-                tensorboard.add_scalar(name, value, iteration)
-            if wandb:
-                wandb.log({name: value}, iteration)
-        return report.line()
-
-    def end(self) -> None:
-        """Give clocks back, and print the bill; every rank calls it."""
-        super().end()
-        self.check_profiled()
 
     def _why_not_order(self) -> str | None:
         """Return why the channel rules out level `order`, the same on all ranks; None if not."""
@@ -166,9 +146,10 @@ class Training(LeveledJob):
         return against_order(self.decision, own, capacity)
 
     def _lower_order(self, why: str, asked: Level | None = None) -> None:
-        """Go on at level `units`; a LevelError if level `order` is `asked`."""
+        """Go on at the next level; a LevelError if level `order` is `asked`."""
         features = ", ".join(limit.feature for limit in self.decision.to_check) or "this job"
-        if self.lower([Limit(features, Level.UNITS, why)], asked):
+        highest = Level.UNITS if self.level is Level.ORDER else Level.UNIFORM
+        if self.lower([Limit(features, highest, why)], asked):
             self._replacement = self._make_replacement()
 
     def _make_replacement(self) -> ForwardBackward | HookedForwardBackward | None:
@@ -179,7 +160,7 @@ class Training(LeveledJob):
             return HookedForwardBackward(session, own, self._order_of)
         check = None
         if self._checked or session.may_split:
-            regroups = self.job.options.scheduling == "auto"
+            regroups = session.options.scheduling == "auto"
             orders_of = partial(orders_to_try, self._args, self._model, regroups=regroups)
             check = SelfCheck(session, orders_of, needed=self._checked)
         return ForwardBackward(session, framework_function=own, check=check)

@@ -193,11 +193,8 @@ def log(iteration: int, writer: Any) -> str:
     engine = _hooks.running()
     if not isinstance(engine, EnvPipeEngine):  # it trains without EnvPipe
         return ""
-    report = engine.job.report()
-    if writer.is_enabled():
-        for name, value in report.scalars().items():
-            writer.add_scalar(name, value, iteration)
-    return report.line()
+    line: str = engine.job.log(iteration, writer if writer.is_enabled() else None)
+    return line
 
 
 def end_training() -> None:
@@ -205,9 +202,8 @@ def end_training() -> None:
     engine = _hooks.ended()
     if not isinstance(engine, EnvPipeEngine):
         return
-    engine.end_training()
     engine.__class__ = PipelineEngine
-    engine.job.check_profiled()
+    engine.job.end()
 
 
 def check_model(model: list[Any]) -> None:

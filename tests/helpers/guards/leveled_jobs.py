@@ -30,10 +30,8 @@ class FakeJob:
         state = SimpleNamespace(notes=tuple(notes), profile=None, phase=Phase.WARMUP)
         self.session: Any = Mock(state=state)
         self.session.parts.say = say
+        self.banner = "active"
         made.append(self)
-
-    def banner(self) -> str:
-        return "active"
 
     def close(self) -> None:
         self.closed = True
@@ -50,7 +48,7 @@ def jobs_are_faked() -> Iterator[list[FakeJob]]:
     made: list[FakeJob] = []
     with (
         patch.object(leveled, "limits_of_replicas", lambda count: []),
-        patch.object(leveled, "Job", partial(FakeJob, made=made)),
+        patch.object(leveled, "open_job", partial(FakeJob, made=made)),
     ):
         yield made
 
@@ -63,7 +61,8 @@ def begin(
     job = object.__new__(of)
     placement: Any = SimpleNamespace(num_microbatches=4)
     with jobs_are_faked() as made:
-        LeveledJob.__init__(job, options or given(), placement, Mock(), said.append, limits)
+        facts: Any = SimpleNamespace(bill={})
+        LeveledJob.__init__(job, options or given(), placement, facts, said.append, limits)
     return job, made, said
 
 
