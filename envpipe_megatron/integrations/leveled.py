@@ -233,7 +233,7 @@ class LeveledJob:
                 self.say(line)
         if profile_only and self.session.state.profile is None:
             raise JobError(
-                "Training ended before every stage was profiled", remedy="Raise --train-iters."
+                "Training ended before every stage was profiled", remedy="Train for more steps (--train-iters)."
             )
 
     def close(self) -> None:
