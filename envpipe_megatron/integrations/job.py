@@ -286,16 +286,16 @@ def _made(say: Callable[[str], None], required: bool, make: Callable[..., T], *a
 def say_line(text: str) -> None:
     """Print a line of the log; only the planning rank calls it.
 
-    A log that takes none, as on a full disk, ends no training.
+    A log that takes none, as on a full disk or by a stand-in of the script's, ends no training.
     """
-    encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
-    line = f"[envpipe] {text}".encode(encoding, "backslashreplace").decode(encoding)
     try:
+        encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
+        line = f"[envpipe] {text}".encode(encoding, "backslashreplace").decode(encoding)
         print(line, flush=True)
-    except (OSError, ValueError):
+    except Exception:
         from envpipe_megatron.console import drop_output  # for such a log only
 
-        with suppress(OSError, ValueError):  # else what is left fails again as the process ends
+        with suppress(Exception):  # else what is left fails again as the process ends
             kept = os.dup(sys.stdout.fileno())
             drop_output(sys.stdout)
             sys.stdout.flush()

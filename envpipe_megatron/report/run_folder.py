@@ -24,6 +24,7 @@ from envpipe_megatron.formats.energy import (
     read_energy_logs,
 )
 from envpipe_megatron.formats.timeline import TimelineLogs, read_timelines
+from envpipe_megatron.report.pipelines import on_one_axis
 
 T = TypeVar("T")
 
@@ -36,8 +37,9 @@ class RunFolder:
     """A run's folder, as far as it can be read.
 
     Args:
-        timelines: recorded iterations and observed clocks; empty if there are none.
-        energy: None without an energy log.
+        timelines: recorded iterations and observed clocks, on one axis of time; empty if there are
+            none.
+        energy: on the same axis; None without an energy log.
         plan: None without one, or without the profile that prices it.
         clocks: how each rank's clock was controlled, as `clocks.jsonl` has it.
         summary: summary of a job or quickstart, as `summary.json` has it.
@@ -220,11 +222,12 @@ def _num_lines(folder: RunFolder) -> int:
 
 
 def _of_present_job(folder: RunFolder) -> RunFolder:
-    """Leave out the lines of earlier jobs: `job.json` has the present one's starts.
+    """Leave out the lines of earlier jobs, and bring the others' instants to one axis.
 
-    Lines whose run names no start are kept; all are kept if the job names no starts. Of several
-    names of runs, which no job of one folder has, those of the last line. A node gets its name in
-    the timelines, if a GPU shows which that is: an agent may use another name.
+    `job.json` has the present one's starts. Lines whose run names no start are kept; all are kept
+    if the job names no starts. Of several names of runs, which no job of one folder has, those of
+    the last line. A node gets its name in the timelines, if a GPU shows which that is: an agent may
+    use another name.
     """
     named = (folder.job or {}).get("starts")
     starts = tuple(str(start) for start in named) if isinstance(named, list) else ()
@@ -248,15 +251,15 @@ def _of_present_job(folder: RunFolder) -> RunFolder:
     for read in timelines.iterations:
         nodes.setdefault(read.labels.gpu_uid, set()).add(read.labels.node)
     node_of = {uid: next(iter(found)) for uid, found in nodes.items() if uid and len(found) == 1}
-    if energy is not None:
-        lines = (
-            replace(line, node=node_of.get(line.gpu_uid, line.node))
-            if isinstance(line, EnergyWindow)
-            else line
-            for line in energy.lines
-            if isinstance(line, EnergyNote) or own(line.run)
-        )
-        energy = replace(energy, lines=tuple(lines))
+    lines = (
+        replace(line, node=node_of.get(line.gpu_uid, line.node))
+        if isinstance(line, EnergyWindow)
+        else line
+        for line in (() if energy is None else energy.lines)
+        if isinstance(line, EnergyNote) or own(line.run)
+    )
+    timelines, of_one_axis = on_one_axis(timelines, lines)
+    energy = energy and replace(energy, lines=of_one_axis)
     clocks = tuple(entry for entry in folder.clocks if own(entry.get("run", "")))
     return replace(folder, timelines=timelines, energy=energy, clocks=clocks)
 

@@ -234,6 +234,9 @@ LOGS = {
     "closed": "sys.stdout.close()",
     "none": "sys.stdout = None",
     "without such letters": "sys.stdout.reconfigure(encoding='ascii')",
+    "a stand-in of the script's": (
+        "out = sys.stdout; sys.stdout = type('Lines', (), {'write': lambda self, text: 1})()"
+    ),
 }
 
 
@@ -242,6 +245,7 @@ def test_a_log_that_takes_no_line_ends_no_training(wrong):
     script = (
         "import os, sys; from envpipe_megatron.integrations.job import say_line\n"
         f"{LOGS[wrong]}\nsay_line('output: L\\xe4ufe'); os.dup2(2, 1)\n"
+        "sys.stdout = globals().get('out', sys.stdout)\n"
         "if sys.stdout and not sys.stdout.closed: print('trained')"
     )
     command = [sys.executable, "-c", script]

@@ -176,7 +176,7 @@ def test_what_splitting_wins_is_said_of_the_plan_and_not_of_those_that_follow_it
     background: Any = SimpleNamespace(busy=True, take=lambda: made)
     nothing: Any = None
     planner = Planner(nothing, nothing, lambda plan: None, nothing, lambda: background)
-    assert planner.take(pytest.fail) == {0: "the plan", 3: "one that follows it"}
+    assert planner.take() == {0: "the plan", 3: "one that follows it"}
     assert planner.won == "Split backwards: 5 %"
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from envpipe_megatron.cli.common import (
     Numbers,
     check_outputs,
     known_blocking_power,
+    taken,
 )
 from envpipe_megatron.cli.plans.tables import cells, show_summary
 from envpipe_megatron.console import say, show_table
@@ -275,7 +276,7 @@ def plan(
     options["num_chunks"] = options["num_chunks"] or profile.sidecar.num_chunks
     if split_overhead is not None:
         options["split"] = SplitBackward(overhead=split_overhead)
-    objective = Objective(**{field.name: options.pop(field.name) for field in fields(Objective)})
+    objective = taken(Objective, options)
     conditions = _take_conditions(profile, options)
     request = PlanRequest(conditions=conditions, objective=objective, **options)
     given = click.get_current_context().get_parameter_source("frontier_points")

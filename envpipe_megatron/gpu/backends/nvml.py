@@ -90,7 +90,6 @@ class NvmlGpu(VendorGpu):
             self.supported_frequencies_mhz = (next(filter(None, known), 0),)
         self._reset_range_mhz = reset_range_mhz
         self._instant_power: bool | None = None
-        self._reasons = pynvml.nvmlDeviceGetCurrentClocksEventReasons
         self._counter = EnergyCounter(self._read_counter_j, f"{self.name} ({uid})")
 
     @classmethod
@@ -283,14 +282,9 @@ class NvmlGpu(VendorGpu):
         return tuple(sorted(self._if_known("read the memory clocks", read) or (), reverse=True))
 
     def _throttle_reasons(self) -> tuple[str, ...]:
-        try:
-            bits = self._call("read the throttle reasons", self._reasons)
-        except GpuNotSupportedError:
-            if self._reasons is pynvml.nvmlDeviceGetCurrentClocksThrottleReasons:
-                return ()
-            # Drivers before 535 know the call by its old name only.
-            self._reasons = pynvml.nvmlDeviceGetCurrentClocksThrottleReasons
-            return self._throttle_reasons()
+        # By its old name, which every driver knows; drivers before 535 do not know the new one.
+        read = pynvml.nvmlDeviceGetCurrentClocksThrottleReasons
+        bits = self._if_known("read the throttle reasons", read) or 0
         set_bits = (1 << place for place in range(bits.bit_length()) if bits >> place & 1)
         return tuple(THROTTLE_REASONS.get(bit, f"reason {bit:#x}") for bit in set_bits)
 

@@ -22,6 +22,7 @@ from typing import Any
 
 from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.formats.energy import (
+    AMOUNT,
     BEGUN,
     BETWEEN,
     ENDED,
@@ -31,7 +32,6 @@ from envpipe_megatron.formats.energy import (
     EnergyWindow,
     append_line,
     parse_window,
-    read_amount,
 )
 from envpipe_megatron.formats.energy_sums import EnergySums, LineSums
 from envpipe_megatron.gpu.base import ClockState, Gpu
@@ -234,10 +234,10 @@ class GpuLedger:
         nothing; OSError: it is billed, and will be written with the next line.
         """
         window = parse_window({**self._labels, **line})
-        begin_s = read_amount(window.begin_s)
+        begin_s = AMOUNT(window.begin_s)
         end_s = begin_s + window.duration_s
         begin, end = (
-            CounterAt(time_s, *map(read_amount, line[name]))
+            CounterAt(time_s, *map(AMOUNT, line[name]))
             for name, time_s in (("begin_counter", begin_s), ("end_counter", end_s))
         )
         if end_s > self.gpu.time_s() + _SOON_S:

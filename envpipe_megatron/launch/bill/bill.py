@@ -118,8 +118,12 @@ class Bill:
 
     @property
     def num_iterations(self) -> int:
-        """Return the iterations of all runs; one that is repeated after a restart counts once."""
-        return sum(last - first + 1 for own in self.iterations.values() for first, last in own)
+        """Return the iterations of all runs; one that is repeated after a restart counts once.
+
+        Any thread may ask while the bill grows.
+        """
+        runs = list(self.iterations.values())
+        return sum(last - first + 1 for own in runs for first, last in own)
 
     def windows(self) -> list[EnergyWindow]:
         """Return the last line of each of `phases`, for its names."""
@@ -211,7 +215,7 @@ class Bill:
 
     def account(self, compared: Comparison | None) -> Account:
         """Return what the job took, and how its steady steps compare, if they do."""
-        steady = [window for window in self.windows() if window.phase == Phase.STEADY]
+        steady = [sums.last for sums in self.of_phase(Phase.STEADY.value) if sums.last]
         return Account(
             tuple(self.phases.values()),
             {} if compared is None else {"": compared},

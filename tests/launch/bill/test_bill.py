@@ -25,7 +25,7 @@ from envpipe_megatron.launch.bill.report import (
 
 # Sums ----------------------------------------------------------------------------------------
 
-amounts = st.floats(0, 1e12)
+amounts = st.floats(0, 1e12, exclude_max=True)
 windows = st.builds(
     window,
     gpu=st.integers(0, 2),
@@ -255,7 +255,7 @@ def test_the_first_line_has_tokens_and_that_no_clock_was_changed_where_that_is_k
         ),
     )
     told = bill_lines(made, Tariff())[0].split("less energy)")[1]
-    assert told == more.format(tokens="; a token 2.013 ms and 200 mJ on 2 GPUs")
+    assert told == more.format(tokens="; a token 2.012 ms and 200 mJ on 2 GPUs")
 
 
 LATER = {**BASELINE, "time_s": 3.8, "energy_j": 250.0}

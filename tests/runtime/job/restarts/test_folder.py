@@ -31,11 +31,9 @@ from envpipe_megatron.formats.steps import BaselineEnergy
 from envpipe_megatron.gpu.base import GpuError
 from envpipe_megatron.launch.bill.bill import bill_of
 from envpipe_megatron.runtime.job import restarts
-from envpipe_megatron.runtime.job import stored as stored_job
 from envpipe_megatron.runtime.job.given import Level
 from envpipe_megatron.runtime.job.options import JobOptions
-from envpipe_megatron.runtime.job.restarts import JobFolder
-from envpipe_megatron.runtime.job.stored import StoredJob, read_job
+from envpipe_megatron.runtime.job.restarts import JobFolder, StoredJob, read_job
 
 pytestmark = pytest.mark.usefixtures("written_at_once")
 GREEDY = JobOptions(num_microbatches=4, type="envelope", reconfigure="greedy", baseline_steps=3)
@@ -177,7 +175,7 @@ def test_kept_files_may_fail_in_any_way(whole, monkeypatch):
     def fail(*arguments: Any) -> Any:
         raise OverflowError("of a test")
 
-    monkeypatch.setattr(stored_job, "profile_of_json", fail)
+    monkeypatch.setattr(restarts, "profile_of_json", fail)
     assert job_folder(whole).found == StoredJob()
     assert (whole / "profile.old1.csv").exists()
 
