@@ -147,12 +147,14 @@ class LeveledJob:
         if not self._closed:
             self.session.begin_step(iteration)
 
-    def follow(self, order: Schedule, specs: StageSpecs | None = None) -> UnitFollower:
+    def follow(
+        self, order: Schedule, specs: StageSpecs | None = None, *, full_batch: bool = True
+    ) -> UnitFollower:
         """Open this step's iteration, whose units the framework runs; return what gets them.
 
         The arguments are those of `Session.open_iteration`.
         """
-        run = self.session.open_iteration(order, specs)
+        run = self.session.open_iteration(order, specs, full_batch=full_batch)
         self._followed = UnitFollower(run, self.session.highest_clock, self._warn)
         return self._followed
 
@@ -233,7 +235,8 @@ class LeveledJob:
                 self.say(line)
         if profile_only and self.session.state.profile is None:
             raise JobError(
-                "Training ended before every stage was profiled", remedy="Raise --train-iters."
+                "Training ended before every stage was profiled",
+                remedy="Train for more steps (--train-iters).",
             )
 
     def close(self) -> None:

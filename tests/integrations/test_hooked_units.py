@@ -4,6 +4,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from leveled_jobs import following
 
 from envpipe_megatron.core.kinds import Kind
 from envpipe_megatron.core.orders import builders
@@ -24,7 +25,7 @@ class Session:
         self.parts = SimpleNamespace(stage=0, collectives=collectives)
         self._begins = begins
 
-    def open_iteration(self, schedule, *, full_batch):
+    def open_iteration(self, schedule, specs, *, full_batch):
         self.told.append("open" if full_batch else "open part")
         left = list(schedule.stages[0])
         run = SimpleNamespace(units=schedule.stages[0], next_unit=left[0])
@@ -50,8 +51,6 @@ def job(monkeypatch):
     pytest.importorskip("megatron.core")
     from megatron.core.pipeline_parallel import schedules
 
-    from envpipe_megatron.integrations.megatron import hooked
-
     monkeypatch.setattr(schedules, "forward_step", lambda **_: None)
     monkeypatch.setattr(schedules, "backward_step", lambda **_: None)
     steps = schedules.forward_step, schedules.backward_step
@@ -71,14 +70,14 @@ def job(monkeypatch):
     def order_of(count):
         return builders.one_f_one_b(1, count)
 
-    stand_in = hooked.HookedForwardBackward(session, framework_function, order_of)
+    job = following(session, framework_function, order_of)
 
     def call(letters):
         arguments = {"num_microbatches": letters.count("F"), "letters": letters}
-        assert stand_in(**arguments) == ["loss"]
+        assert job._follow_units(**arguments) == ["loss"]
         assert (schedules.forward_step, schedules.backward_step) == steps
         told, session.told = session.told, []
-        return told, stand_in.end_step(skipped=False)
+        return told, job._why_lower
 
     return call
 
@@ -110,7 +109,7 @@ def test_what_a_session_is_told_of_one_call_after_another(job, calls, why):
 
 def test_a_unit_that_begins_within_another_is_followed_no_more():
     session: Any = Session(begins=True)
-    run = session.open_iteration(builders.one_f_one_b(1, 2), full_batch=True)
+    run = session.open_iteration(builders.one_f_one_b(1, 2), None, full_batch=True)
     followed = UnitFollower(run, session.highest_clock)
     followed.begin(SeenUnit(Kind.FORWARD, 0))
     followed.begin(SeenUnit(Kind.BACKWARD))
@@ -122,7 +121,7 @@ def test_a_unit_that_begins_within_another_is_followed_no_more():
 
 def test_an_end_that_nobody_began_is_none():
     session: Any = Session()
-    run = session.open_iteration(builders.one_f_one_b(1, 1), full_batch=True)
+    run = session.open_iteration(builders.one_f_one_b(1, 1), None, full_batch=True)
     followed = UnitFollower(run, session.highest_clock)
     for kind in (Kind.FORWARD, Kind.BACKWARD):
         followed.begin(SeenUnit(kind))

@@ -1,7 +1,7 @@
-"""Runs Megatron's own forward-backward function with hooks around its units.
+"""Reports the units of Megatron's own forward-backward functions, by hooks around them.
 
 Order and messages stay Megatron's, so nothing can differ and nothing can hang: EnvPipe times each
-unit and sets its clock. Its functions call `forward_step` and `backward_step` as names of
+unit and sets its clock. Those functions call `forward_step` and `backward_step` as names of
 `megatron.core.pipeline_parallel.schedules`, so that putting others there for the time of a call
 reaches every unit (seen in 0.16 to 0.19). Where the communication of experts is overlapped, the
 interleaved function calls one of other name for a forward, a backward, or both as one.
@@ -18,15 +18,11 @@ from typing import Any
 from megatron.core.pipeline_parallel import schedules
 
 from envpipe_megatron.core.kinds import Kind
-from envpipe_megatron.core.schedule import Schedule
 from envpipe_megatron.integrations.framework_units import (
     Reporter,
     SeenUnit,
-    UnitFollower,
-    once,
 )
 from envpipe_megatron.integrations.hooking import replaced
-from envpipe_megatron.runtime.job.session import Session
 
 _FUNCTIONS = {Kind.FORWARD: "forward_step", Kind.BACKWARD: "backward_step"}
 _COMBINED = "combined_1f1b_schedule_for_interleaved_pipelining"
@@ -34,53 +30,7 @@ _COMBINED = "combined_1f1b_schedule_for_interleaved_pipelining"
 _signature = functools.cache(inspect.signature)
 
 
-class HookedForwardBackward:
-    """Replaces the function that `get_forward_backward_func` returns, and calls it.
-
-    Args:
-        session: gets an iteration for each call.
-        framework_function: Megatron's.
-        order_of: the order that is planned for, of a number of microbatches.
-    """
-
-    def __init__(
-        self,
-        session: Session,
-        framework_function: Callable[..., list[Any]],
-        order_of: Callable[[int], Schedule],
-    ) -> None:
-        self._session = session
-        self._framework_function = framework_function
-        self._order_of = functools.cache(order_of)
-        self._warn = once()
-        #: Numbers of microbatches whose units have come.
-        self._seen: set[int] = set()
-        self._against: str | None = None
-
-    def __call__(self, **arguments: Any) -> list[Any]:
-        """Call Megatron's function with its arguments, and return its result."""
-        count = arguments["num_microbatches"]
-        full = count == self._session.options.num_microbatches
-        run = self._session.open_iteration(self._order_of(count), full_batch=full)
-        followed = UnitFollower(run, self._session.highest_clock, self._warn)
-        with _reported_units(followed):
-            losses = self._framework_function(**arguments)
-        followed.complete()
-        if count not in self._seen:
-            self._seen.add(count)
-            found = self._session.parts.collectives.first(followed.against)
-            self._against = self._against or (found and found[1])
-        return losses
-
-    def end_step(self, *, skipped: bool) -> str | None:
-        """End a step; return why the job is to go on at a lower level, on all ranks alike.
-
-        That is that the first iteration of a number of microbatches had other units than planned.
-        """
-        return self._against
-
-
-def _reported_units(reporter: Reporter) -> AbstractContextManager[None]:
+def reported_units(reporter: Reporter) -> AbstractContextManager[None]:
     """Within, each unit that a function of Megatron's runs is reported."""
 
     def around(kind: Kind, step: Callable[..., Any]) -> Callable[..., Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch.distributed as dist
@@ -29,7 +29,7 @@ from envpipe_megatron.integrations.levels import (
     limits_where,
 )
 from envpipe_megatron.integrations.megatron.core import ForwardBackward
-from envpipe_megatron.integrations.megatron.hooked import HookedForwardBackward
+from envpipe_megatron.integrations.megatron.hooked import reported_units
 from envpipe_megatron.integrations.megatron.limits import (
     NOT_PROVEN,
     against_order,
@@ -69,7 +69,7 @@ class Training(LeveledJob):
         pipeline_group: dist.ProcessGroup,
     ) -> None:
         self._args, self._model, self._microbatches = args, model, num_microbatches_of(args)
-        self._order_of = partial(megatron_order, args, model)
+        self._order_of = cache(partial(megatron_order, args, model))
         config = get_model_config(model[0])
         options = keep_sequence(options, len(model), config)
         whole = why_whole(model, config)
@@ -93,9 +93,11 @@ class Training(LeveledJob):
             (*limits_of_arguments(args, table), *limits_of_ranks(limits_of(model))),
         )
         self._checked = bool(self.decision.to_check) or options.self_check == "always"
-        #: What runs in place of Megatron's own function, once there is one.
-        self._replacement: ForwardBackward | HookedForwardBackward | None = None
+        #: What runs at level `order`, once Megatron's own function is known.
+        self._replacement: ForwardBackward | None = None
         self._framework_function: Callable[..., Any] | None = None
+        #: Numbers of microbatches whose units were followed.
+        self._followed_counts: set[int] = set()
         if self.job is not None and self.level is Level.ORDER and (why := self._why_not_order()):
             self._lower_order(why, options.level)
 
@@ -152,13 +154,10 @@ class Training(LeveledJob):
         if self.lower([Limit(features, highest, why)], asked):
             self._replacement = self._make_replacement()
 
-    def _make_replacement(self) -> ForwardBackward | HookedForwardBackward | None:
-        if self.job is None or self._framework_function is None or not self.decision.sees_units:
+    def _make_replacement(self) -> ForwardBackward | None:
+        if self.job is None or self._framework_function is None or self.level is not Level.ORDER:
             return None
-        session, own = self.session, self._framework_function
-        if self.level is not Level.ORDER:
-            return HookedForwardBackward(session, own, self._order_of)
-        check = None
+        session, own, check = self.session, self._framework_function, None
         if self._checked or session.may_split:
             regroups = session.options.scheduling == "auto"
             orders_of = partial(orders_to_try, self._args, self._model, regroups=regroups)
@@ -177,12 +176,33 @@ class Training(LeveledJob):
                 self.pause()
             return self._framework_function(**arguments)
         if self._replacement is None:
-            return self._framework_function(**arguments)
+            sees_units = self.job is not None and self.decision.sees_units
+            run = self._follow_units if sees_units else self._framework_function
+            return run(**arguments)
         try:
             return self._replacement(**arguments)
         except MemoryFullError as error:  # on all ranks, and no unit has run
             self._why_lower = str(error)
             return self._framework_function(**arguments)
+
+    def _follow_units(self, **arguments: Any) -> Any:
+        """Run Megatron's own function, and follow its units.
+
+        The level is lowered behind this step if they come otherwise than planned in the first
+        iteration of a number of microbatches.
+        """
+        assert self._framework_function is not None
+        count = arguments["num_microbatches"]
+        followed = self.follow(self._order_of(count), full_batch=count == self._microbatches)
+        with reported_units(followed):
+            losses = self._framework_function(**arguments)
+        followed.complete()
+        self._followed = None
+        if count not in self._followed_counts:
+            self._followed_counts.add(count)
+            found = self.session.parts.collectives.first(followed.against)
+            self._why_lower = self._why_lower or (found and found[1])
+        return losses
 
 
 def limits_of(model: Sequence[Any]) -> list[Limit]:
