@@ -214,7 +214,7 @@ class Bill:
 
     def account(self, compared: Comparison | None) -> Account:
         """Return what the job took, and how its steady steps compare, if they do."""
-        steady = [window for window in self.windows() if window.phase == Phase.STEADY]
+        steady = [sums.last for sums in self.of_phase(Phase.STEADY.value) if sums.last]
         return Account(
             tuple(self.phases.values()),
             {} if compared is None else {"": compared},
