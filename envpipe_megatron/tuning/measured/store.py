@@ -344,10 +344,10 @@ class Store:
         return float(np.median(self._common or 0.0) / np.sqrt(count))
 
     def _learn_tails(self, window: Window) -> None:
-        ends_s, gaps_s = window.ends_s, window.gaps_s
-        followed = np.isfinite(gaps_s).all(axis=0)
+        ends_s, steps_s = window.last_s
+        followed = np.isfinite(steps_s).all(axis=0)
         if followed.any():
-            self.tail_s = tail_times_s(ends_s[:, followed], gaps_s[:, followed])
+            self.tail_s = tail_times_s(ends_s[:, followed], (steps_s - ends_s)[:, followed])
 
     def _learn_lateness(
         self, clocked: Clocked, timeline: Timeline, asked: FloatArray, odd: BoolArray
