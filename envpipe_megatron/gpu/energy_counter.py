@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import threading
 import time
 from collections.abc import Callable
@@ -63,9 +62,7 @@ class EnergyCounter:
                 age_s = self._monotonic_s() - last.time_s
                 if age_s < _FRESH_S:
                     return last
-                refreshes = math.ceil((age_s + _LEAD_S) / _EXPECTED_PERIOD_S)
-                # Rounding could make this slightly negative.
-                self._sleep(max(0.0, refreshes * _EXPECTED_PERIOD_S - _LEAD_S - age_s))
+                self._sleep(-(age_s + _LEAD_S) % _EXPECTED_PERIOD_S)
             # Forgotten until another is found: after an error the next call starts again.
             self._reading = None
             self._reading = self._watch()

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from envpipe_megatron.gpu.base import EnergyReading, GpuError
+from envpipe_megatron.gpu.base import GpuError
 from envpipe_megatron.gpu.energy_counter import STALL_S, EnergyCounter
 
 POWER_W = 200.0
@@ -134,12 +134,3 @@ def test_a_read_that_fails_leaves_the_next_one_whole():
     staircase.fail = False
     reading = counter.read()
     assert abs(reading.time_s - staircase.refresh_s[reading.energy_j]) < 0.0045
-
-
-def test_rounding_asks_for_no_negative_sleep():
-    """Of 0.991 s and a hair: ten periods less the lead less that are a hair below 0."""
-    staircase = Staircase(0.1)
-    counter = staircase.counter()
-    counter._reading = EnergyReading(energy_j=-1.0, time_s=0.0)
-    staircase.now_s = math.nextafter(10 * 0.1 - 0.009, math.inf)
-    assert counter.read().time_s > 0.99
