@@ -224,8 +224,6 @@ def _trace_lines(trace: TraceFacts) -> Iterator[str]:
     yield f"{trace.units} units of {trace.iterations} iterations; {trace.recorded} were recorded."
     if trace.iterations < trace.recorded:
         yield "More would be too much for a browser: those of every n-th iteration are in it."
-    if trace.overlapping:
-        yield f"{trace.overlapping} recorded iterations overlap others and are left out."
 
 
 def marks_of(folder: RunFolder) -> Iterator[str]:

@@ -149,6 +149,6 @@ def test_a_baseline_alone_is_compared_with_nothing():
 def test_a_peak_of_memory_that_is_not_known_is_left_out_of_its_table(tmp_path):
     peaks = {"predicted_peak_bytes": 2.5 * 2**30, "measured_peak_bytes": None}
     ran = replace(page_made.folder(tmp_path), summary={"memory": [peaks]})
-    sections = sections_of(ran, ReportFacts(), TraceFacts(0, 0, 0, 0), {})
+    sections = sections_of(ran, ReportFacts(), TraceFacts(0, 0, 0), {})
     (memory,) = (section for section in sections if section.title.startswith("Memory"))
     assert memory.rows == (("0", "2.50", ""),)
