@@ -115,7 +115,8 @@ class Training(LeveledJob):
         """
         if self._framework_function is None:
             self._framework_function = framework_function
-            self._replacement = self._make_replacement()
+            if self.job is not None and self.level is Level.ORDER:
+                self._replacement = self._make_replacement(framework_function)
         if framework_function is self._framework_function:
             return self._forward_backward
         return framework_function
@@ -152,17 +153,15 @@ class Training(LeveledJob):
         features = ", ".join(limit.feature for limit in self.decision.to_check) or "this job"
         highest = Level.UNITS if self.level is Level.ORDER else Level.UNIFORM
         if self.lower([Limit(features, highest, why)], asked):
-            self._replacement = self._make_replacement()
+            self._replacement = None
 
-    def _make_replacement(self) -> ForwardBackward | None:
-        if self.job is None or self._framework_function is None or self.level is not Level.ORDER:
-            return None
-        session, own, check = self.session, self._framework_function, None
+    def _make_replacement(self, framework_function: Callable[..., Any]) -> ForwardBackward:
+        session, check = self.session, None
         if self._checked or session.may_split:
             regroups = session.options.scheduling == "auto"
             orders_of = partial(orders_to_try, self._args, self._model, regroups=regroups)
             check = SelfCheck(session, orders_of, needed=self._checked)
-        return ForwardBackward(session, framework_function=own, check=check)
+        return ForwardBackward(session, framework_function=framework_function, check=check)
 
     def _forward_backward(self, **arguments: Any) -> Any:
         """Run an iteration by what now takes the place of Megatron's function.
