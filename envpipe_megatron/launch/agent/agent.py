@@ -73,7 +73,7 @@ class NodeAgent:
             half_made.pop_all()
         self._gpus = _NodeGpus(self.log)
         self._uplink = Uplink(self.log)
-        self.log.grown = self._log_has_grown
+        self.log.grown = self._uplink.grown
         self.control: dict[str, Any] | None = None
         self._collector = Collector()
         #: What serves each connected rank, and has its name; and what serves them all.
@@ -198,12 +198,12 @@ class NodeAgent:
                         self._collector.is_the_jobs = endpoint["token"] == self._collector.token
                         self._uplink.send_to(endpoint)
                     case "window" if ledger is not None:
-                        self._gpus.write(ledger.take, message["line"])
+                        self.log.attempt(ledger.take, message["line"])
                     case "clock" if ledger is not None:
                         del message["op"]
                         ledger.look(message)
                     case "job":
-                        self._gpus.write(self.log.note, JOB, facts=message["facts"])
+                        self.log.attempt(self.log.note, JOB, facts=message["facts"])
                     case "bye":
                         break
                     case other:
@@ -226,10 +226,6 @@ class NodeAgent:
             finally:
                 self._loop.remove_reader(connection)
 
-    def _log_has_grown(self) -> None:
-        self._gpus.failure = None
-        self._uplink.grown()
-
     async def _holds(self, condition: Callable[[], bool], timeout_s: float) -> bool:
         """Wait for a condition, for a time that may be shortened; return whether it holds."""
         give_up_s = time.monotonic() + timeout_s
@@ -240,7 +236,7 @@ class NodeAgent:
     async def _finish(self, exit_code: int, wait_s: float) -> list[str]:
         await self._hang_up()  # on ranks that no signal could end: nothing follows the last note
         await asyncio.gather(*map(self._gpus.bill_up_to_now, self.ledgers()))
-        self._gpus.write(self.log.end, exit_code)
+        self.log.attempt(self.log.end, exit_code)
         if self._uplink.sends:
             await self._holds(self._uplink.knows_all, wait_s)
         if not self._collector.is_the_jobs:
@@ -251,14 +247,9 @@ class NodeAgent:
 
 
 class _NodeGpus:
-    """The ledgers of all GPUs that ranks of this node have used, which write to its log.
-
-    Attributes:
-        failure: why the log took no line; None since the last that it took.
-    """
+    """The ledgers of all GPUs that ranks of this node have used, which write to its log."""
 
     def __init__(self, log: NodeLog) -> None:
-        self.failure: str | None = None
         self._log = log
         self._ledgers: dict[str, GpuLedger] = {}
         #: Whose counter a thread waits for: a driver may hang.
@@ -301,19 +292,7 @@ class _NodeGpus:
         reading = None
         with contextlib.suppress(TimeoutError, RuntimeError):  # no thread can be started
             reading = await asyncio.wait_for(_in_thread(read), _READ_S)
-        self.write(ledger.bill_up_to, reading)
-
-    def write(self, action: Callable[..., None], *arguments: Any, **named: Any) -> None:
-        """Do what writes to the log, and log a failure once while it lasts.
-
-        The next line that can be written has the energy.
-        """
-        try:
-            action(*arguments, **named)
-        except Exception as error:
-            if repr(error) != self.failure:
-                logger.exception("The node's energy log cannot take a line")
-            self.failure = repr(error)
+        self._log.attempt(ledger.bill_up_to, reading)
 
 
 async def _in_thread(call: Callable[[], T]) -> T:
