@@ -202,6 +202,10 @@ class EnergyNote:
     note: str
     fields: Mapping[str, Any]
 
+    def line(self) -> dict[str, Any]:
+        """Return it as the JSON object of a line."""
+        return dict(self.fields)
+
 
 @dataclass(frozen=True)
 class EnergyLogs:
@@ -351,7 +355,7 @@ def read_step(said: Any) -> StepEnergy | None:
         return None
     if not (read["iterations"] and read["time_s"]):
         return None
-    return StepEnergy(**read | {"iterations": int(read["iterations"])})  # type: ignore[arg-type]
+    return StepEnergy(**read | {"iterations": int(read["iterations"])})
 
 
 def read_text(value: Any) -> str:

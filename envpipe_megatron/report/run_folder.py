@@ -23,7 +23,7 @@ from envpipe_megatron.formats.energy import (
     name_of_run,
     read_energy_logs,
 )
-from envpipe_megatron.formats.timeline import TimelineLogs, read_timelines
+from envpipe_megatron.formats.timeline import GpuLabels, TimelineLogs, read_timelines
 from envpipe_megatron.report.pipelines import on_one_axis
 
 T = TypeVar("T")
@@ -63,20 +63,18 @@ class RunFolder:
         return () if self.energy is None else self.energy.windows
 
     @property
+    def _labels(self) -> list[GpuLabels | EnergyWindow]:
+        return [*(read.labels for read in self.timelines.iterations), *self.windows]
+
+    @property
     def emulated(self) -> bool:
-        """True if a rank or the summary says that its GPU is emulated."""
-        entries = (*self.clocks, *([self.summary] if self.summary else []))
-        return (
-            any(entry.get("emulated") is True for entry in entries)
-            or any(window.gpu.endswith("(emulated)") for window in self.windows)
-            or self._has_back_end("emulated")
-        )
+        """True if a rank's GPU is emulated, by its name."""
+        return any(labels.gpu.endswith("(emulated)") for labels in self._labels)
 
     @property
     def dry_run(self) -> bool:
         """True if a rank only logged the clocks that it would have set."""
-        is_said = any(entry.get("backend") == "dry_run" for entry in self.clocks)
-        return is_said or self._has_back_end("dry_run")
+        return any(labels.clock_backend == "dry_run" for labels in self._labels)
 
     @property
     def changed_nothing(self) -> bool:
@@ -93,9 +91,6 @@ class RunFolder:
                 clocks_mhz.setdefault(rank, set()).update(read.frequency_mhz.tolist())
         one_order = all(len(of_rank) == 1 for of_rank in orders.values())
         return bool(orders) and one_order and all(len(own) == 1 for own in clocks_mhz.values())
-
-    def _has_back_end(self, name: str) -> bool:
-        return any(read.labels.clock_backend == name for read in self.timelines.iterations)
 
     @property
     def num_stages(self) -> int:

@@ -92,7 +92,7 @@ def _read_measure(entry: Fields) -> tuple[str, Sizes, Measure]:
         way.make(Recomputation, _RECOMPUTATION, energy_j=None)
         for way in entry.entries("recomputation")
     )
-    others = "piece", "recomputation"
+    others = "piece", "recomputation", "apart_s"  # the last is of 0.2.0's files, and not used
     measure = entry.make(Measure, _MEASURE, (*others, *_SIZES), recomputation=ways)
     entry.read("activation_bytes", AMOUNT)  # if it were 0 by default, all would fit into memory
     return entry.read("piece", TEXT), entry.make(Sizes, _SIZES, (*others, *_MEASURE)), measure
@@ -282,7 +282,7 @@ _MEASURE: dict[str, Reader[Any]] = {
     "rested_s": _read_by_clock,
     **dict.fromkeys(("parameters", "input_bytes", "output_bytes", "activation_bytes"), AMOUNT),
     **dict.fromkeys(("forward_workspace_bytes", "backward_workspace_bytes"), AMOUNT),
-    **dict.fromkeys(("host_s", "expert_parameters", "apart_s"), AMOUNT),
+    **dict.fromkeys(("host_s", "expert_parameters"), AMOUNT),
 }
 _RECOMPUTATION: dict[str, Reader[Any]] = {
     "name": _read_way,

@@ -9,7 +9,7 @@ parallel size, and the samples of a microbatch on one GPU. All amounts are those
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate
 
@@ -78,8 +78,6 @@ class Measure:
         expert_parameters: the experts' parameters, which fewer data parallel ranks hold.
         rested_s: [num_frequencies] forward and backward where the GPU rests as long before: at its
             power limit it then runs at a higher clock. None if it is not known.
-        apart_s: more of the forward where the model's first piece is in another part of the model:
-            data are loaded in both.
     """
 
     forward_s: FloatArray
@@ -96,7 +94,6 @@ class Measure:
     host_s: float | None = None
     expert_parameters: float = 0.0
     rested_s: FloatArray | None = None
-    apart_s: float = 0.0
 
     def way(self, name: str | None) -> Recomputation | None:
         """Return the recomputation of a name; None if the piece does not know it."""
@@ -111,13 +108,6 @@ class Measure:
     def known_rested_s(self) -> FloatArray:
         """The same where the GPU rests as long, if that is known; never longer."""
         return self.both_s if self.rested_s is None else np.minimum(self.rested_s, self.both_s)
-
-    def longer(self, more_s: FloatArray | float) -> Measure:
-        """Return the same with a longer forward, rested or not; its joules grow with its time."""
-        forward_s = self.forward_s + more_s
-        forward_j = None if self.forward_j is None else self.forward_j * forward_s / self.forward_s
-        rested_s = None if self.rested_s is None else self.rested_s + more_s
-        return replace(self, forward_s=forward_s, forward_j=forward_j, rested_s=rested_s)
 
     @property
     def is_host_bound(self) -> bool:
@@ -251,18 +241,6 @@ class LayerProfile:
         """The least that any piece takes where a GPU rests, of its time without a rest."""
         measures = (each for by_piece in self.measures.values() for each in by_piece.values())
         return min(float((each.known_rested_s / each.both_s)[0]) for each in measures)
-
-    @cached_property
-    def in_parts(self) -> LayerProfile:
-        """The same for a model that is cut: what is `apart_s` here is in forwards there."""
-        measures = {
-            sizes: {
-                piece: replace(each.longer(each.apart_s), apart_s=0.0) if each.apart_s else each
-                for piece, each in by_piece.items()
-            }
-            for sizes, by_piece in self.measures.items()
-        }
-        return replace(self, measures=measures)
 
     def at(self, sizes: Sizes) -> Mapping[str, Measure]:
         """Return the measures at some sizes; EnvPipeError if they were not measured."""

@@ -122,9 +122,8 @@ class MegatronSpace:
         return all_s / (1 - (1 - 1 / shape.num_microbatches) ** shape.num_stages)
 
     def pieces(self, shape: Shape) -> Pieces:
-        """Return what pieces take at a shape's sizes, in parts where it has several stages."""
-        profile = self.profile.in_parts if shape.num_stages > 1 else self.profile
-        return profile.sums(shape.sizes)
+        """Return what pieces take at a shape's sizes."""
+        return self.profile.sums(shape.sizes)
 
     def static_bytes(self, shape: Shape) -> FloatArray:
         """Return [n + 1] running sums of what a GPU holds for pieces' parameters."""

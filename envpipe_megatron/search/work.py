@@ -67,8 +67,7 @@ class StageLoad:
 
 def stage_work(profile: LayerProfile, stage: StageLayout) -> StageLoad:
     """Return the work of a stage; EnvPipeError for sizes that were not measured."""
-    whole = stage.chunks == ((0, len(profile.pieces)),)
-    pieces = (profile if whole else profile.in_parts).sums(stage.sizes)
+    pieces = profile.sums(stage.sizes)
     first, end = np.array(stage.chunks).T
     own = np.array(stage.pieces)
     forward_j, forward_s = (sums[end] - sums[first] for sums in pieces.by_clock[Kind.FORWARD])

@@ -55,7 +55,6 @@ def whole_layers(
             forward_workspace_bytes=random.uniform(0, 20),
             backward_workspace_bytes=random.uniform(0, 20),
             recomputation=() if name in ("embedding", "loss") else ways,
-            apart_s=0.25 * float(forward_s[0]) if name == "loss" else 0.0,
         )
 
     names = ("embedding", *layers, "loss")

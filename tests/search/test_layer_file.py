@@ -32,7 +32,7 @@ def measure(scale, energy):
         Recomputation("selective", by_clock / 9, None, 2e6, 3e6),
         Recomputation("full", by_clock, joules, 1e6, 9e6),
     )
-    more = {"host_s": scale, "rested_s": 2.5 * by_clock, "apart_s": 0.5} if energy else {}
+    more = {"host_s": scale, "rested_s": 2.5 * by_clock} if energy else {}
     return Measure(
         by_clock, by_clock * 2, joules, joules, 5e6, 1e6, 1e6, 4e6, 2e6, 3e6, ways, **more
     )

@@ -24,7 +24,6 @@ from envpipe_megatron.search.layer_profile import (
 )
 from envpipe_megatron.search.search import estimates_j, search
 from envpipe_megatron.search.space import MegatronSpace, Space
-from envpipe_megatron.search.work import StageLoad, stage_work
 
 WITHIN, ACROSS = Curve(np.array([10.0]), np.array([1.0])), Curve(np.array([10.0]), np.array([5.0]))
 LINKS = Links(WITHIN, ACROSS, {(2, False): WITHIN, (2, True): ACROSS, (4, True): ACROSS})
@@ -203,27 +202,3 @@ def test_weights_are_gathered_where_no_gradient_is_reduced(shared: bool, tail_s:
     stage = StageLayout(((0, 1),), Sizes(), 2)
     configuration = Configuration((stage,), 1, distributed_optimizer=shared)
     assert Candidate(configuration, profile, Job(2, 2, 2)).tails_s == pytest.approx([tail_s])
-
-
-def test_a_part_of_a_model_that_begins_elsewhere_loads_its_data_too() -> None:
-    profile = whole_layers(0)
-    loss, number = profile.measures[Sizes()]["loss"], len(profile.pieces)
-
-    def last_of(first: int) -> StageLoad:
-        return stage_work(profile, StageLayout(((first, number),), Sizes(), 1))
-
-    alone = last_of(number - 1)
-    longer = 1 + loss.apart_s / loss.forward_s
-    np.testing.assert_allclose(alone.forward_s[0], loss.forward_s * longer)
-    np.testing.assert_allclose(alone.forward_j[0], loss.forward_j * longer)
-    np.testing.assert_allclose(alone.backward_s[0], loss.backward_s)
-    whole = profile.in_parts.sums(Sizes()).time_s[-1]
-    assert last_of(0).time_s == pytest.approx(whole - loss.apart_s)
-    megatron = MegatronSpace(profile, Job(2, 2, 8), Space())
-    for stages, apart_s in ((1, 0.0), (2, loss.apart_s)):
-        shape = Shape(Sizes(), stages, 2 // stages, 1, 4)
-        whole_s = whole - loss.apart_s + apart_s
-        assert megatron.pieces(shape).time_s[-1] == pytest.approx(whole_s)
-        by_clock = megatron.pieces(shape).by_clock
-        both_s = sum(by_clock[kind][1][-1, 0] for kind in ("forward", "backward"))
-        assert both_s == pytest.approx(whole_s)

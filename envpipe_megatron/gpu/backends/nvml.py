@@ -167,11 +167,6 @@ class NvmlGpu(VendorGpu):
             )
         return f"{user} has CAP_SYS_ADMIN"
 
-    def device(self) -> Device:
-        """Return where NVML lists it now."""
-        found: Device = self._call("read the identity", _identify)
-        return found
-
     def _call(self, action: str, function: Callable[..., Any], *arguments: object) -> Any:
         return call_gpu(self.address.uid, action, function, *arguments)
 
@@ -323,21 +318,18 @@ def _identify_all() -> Iterator[Device | GpuError]:
     """Yield each GPU that NVML counts, or why it cannot be identified."""
     for index in range(call_library("count the GPUs", pynvml.nvmlDeviceGetCount)):
         try:
-            yield call_library(f"identify GPU {index}", _identify_index, index)
+            yield call_library(f"identify GPU {index}", _identify, index)
         except GpuError as error:
             _LOG.debug("GPU %d is left out: %s", index, error)
             yield error
 
 
-def _identify_index(index: int) -> Device:
-    return _identify(pynvml.nvmlDeviceGetHandleByIndex(index))
-
-
-def _identify(handle: object) -> Device:
+def _identify(index: int) -> Device:
+    handle = pynvml.nvmlDeviceGetHandleByIndex(index)
     uid = pynvml.nvmlDeviceGetUUID(handle)
     return Device(
         NvmlGpu.backend,
-        pynvml.nvmlDeviceGetIndex(handle),
+        index,
         uid,
         pynvml.nvmlDeviceGetName(handle),
         pynvml.nvmlDeviceGetPciInfo(handle).busId,

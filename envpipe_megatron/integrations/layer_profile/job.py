@@ -151,8 +151,6 @@ def _measure(
 ) -> Measure:
     """Return a piece's measure.
 
-    Where the model's first and last piece are in one part of it, data are loaded once.
-
     Args:
         sent_bytes: of a message between stages.
         counted: the host hands over to a GPU.
@@ -183,7 +181,6 @@ def _measure(
         **plain.held._asdict(),
         recomputation=tuple(recomputation),
         host_s=plain.host_s if counted else None,
-        apart_s=ways[EMBEDDING, None].data_s if name == LOSS else 0.0,
     )
     # Where the host is the slower one, a rest lets it get ahead: that is no clock's doing.
     rested_s = None if measure.is_host_bound else _known(np.minimum(plain.rested_s, plain.both_s))

@@ -57,14 +57,12 @@ class MeasuredPiece:
 
     Args:
         host_s: of both directions, until the host has handed them over to the device.
-        data_s: that the script's data took ahead of the forward, in which they are.
         both_j, forward_j: energy of both directions, and of the forward; NaN if not known.
         rested_s: of both directions where the GPU rests as long; NaN if not known.
     """
 
     held: Held
     host_s: float
-    data_s: float
     forward_s: FloatArray
     backward_s: FloatArray
     both_j: FloatArray
@@ -117,8 +115,7 @@ def measure_pieces(
             at_slots = [at for at, slot in enumerate(slots) if slot == name]
             if way is None or way in pieces.ways(name):
                 held, hosts_s = looks[way]
-                measured = by_clock[:, :, at_slots].mean(axis=2).T
-                figures, data_s = measured[:-1], measured[-1]
+                figures = by_clock[:, :, at_slots].mean(axis=2).T
                 host_s = float(np.mean(hosts_s[at_slots]))
                 if name not in (EMBEDDING, LOSS) and gpu.name is not None:
                     # The host gets ahead of a few layers at the loss, and not of a whole model.
@@ -126,7 +123,6 @@ def measure_pieces(
                 found[name, way] = MeasuredPiece(
                     Held(*np.mean([held[at] for at in at_slots], axis=0).tolist()),
                     host_s,
-                    float(data_s.min()),  # no clock changes it
                     *figures,
                 )
     return found
@@ -166,7 +162,7 @@ class _Pass:
     round_s: float
 
     def measure(self, ways: Sequence[str | None], clock_mhz: int) -> dict[str | None, FloatArray]:
-        """Return [6, slots] by way: forward, backward; both, forward (J); both rested; data."""
+        """Return [5, slots] by way: forward, backward (s); both, forward (J); both rested (s)."""
         found, windows = {}, {}
         with self.pieces.rows(self.row):
             layers = np.array([name not in (EMBEDDING, LOSS) for name in self.pieces.slots])
@@ -200,20 +196,22 @@ class _Pass:
                     (each[0] + each[1]) * both_w * (means_w[way] / means_w[None]),
                     each[0] * forward_w,
                     rested[0] + rested[1] if self.gpu.name else np.full(len(layers), np.nan),
-                    each[2],
                 ]
             )
             for way, each in found.items()
         }
 
     def _times(self, window_s: float, rest_cycles: int = 0) -> tuple[FloatArray, Window]:
-        """Return [3, slots] forwards with data, backwards, data, s; and the window."""
+        """Return [2, slots] forwards and backwards, s; and the window.
+
+        A microbatch's data count with both ends of the model: each stage that has one loads them.
+        """
         count = self._count(window_s)
         times, window = self.microbatches.measure(self.size, count, Marks(), rest_cycles)
-        slots = len(times) // 2
-        data_s = np.zeros(slots)
-        data_s[0] = times[0, 0]
-        return np.stack([times[1 : 1 + slots, 0] + data_s, times[1 + slots :, 0], data_s]), window
+        data_s, *of_slots = times[:, 0]
+        both_s = np.reshape(of_slots, (2, -1))
+        both_s[0, [0, -1]] += data_s
+        return both_s, window
 
     def _run(self, window_s: float, *, forward_only: bool = False) -> Window:
         count = self._count(window_s) * (3 if forward_only else 1)
@@ -252,7 +250,7 @@ def _powers_w(
 
 
 def _medians(repeats: FloatArray) -> FloatArray:
-    """Return [6, slots] medians of the [passes, 6, slots] that were not held up.
+    """Return [5, slots] medians of the [passes, 5, slots] that were not held up.
 
     Both directions decide: where the host is slower, the GPU waits in the one or the other.
     """

@@ -18,7 +18,6 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Coroutine, Mapping
-from concurrent.futures import CancelledError
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -101,18 +100,8 @@ class NodeAgent:
         return self._gpus.ledgers()
 
     def snapshot(self) -> Bill | None:
-        """Return the job's bill as it is now, on the agent of rank 0 only; None at its end."""
-        if not self._collector.is_the_jobs or not self._thread.is_alive():
-            return None
-
-        async def taken() -> Bill:
-            return self._collector.bill.snapshot()
-
-        taking = asyncio.run_coroutine_threadsafe(taken(), self._loop)
-        try:
-            return taking.result(_READ_S)
-        except (TimeoutError, CancelledError):
-            return None
+        """Return the job's bill as it is now, on the agent of rank 0 only; any thread may ask."""
+        return self._collector.snapshot() if self._collector.is_the_jobs else None
 
     def connected(self) -> list[str]:
         """Return the names of the ranks that have not ended yet."""
@@ -287,15 +276,14 @@ class _NodeGpus:
 
     async def welcome(self, hello: Mapping[str, Any]) -> GpuLedger:
         """Return the ledger of a rank's GPU, opened now if it is new; GpuError if it cannot be."""
-        labels = {k: v for k, v in hello.items() if k not in ("op", "backend")}
         uid = str(hello["gpu_uid"])
         async with self._opening.setdefault(uid, asyncio.Lock()):  # ranks may share a GPU
             if uid not in self._ledgers:
                 address = GpuAddress(str(hello["backend"]), uid)
                 self._ledgers[uid] = await _in_thread(
-                    lambda: GpuLedger(open_reader(address), labels, self._log.append)
+                    lambda: GpuLedger(open_reader(address), hello, self._log.append)
                 )
-        self._ledgers[uid].know(labels)
+        self._ledgers[uid].know(hello)
         return self._ledgers[uid]
 
     async def bill_long_gaps(self) -> None:

@@ -18,7 +18,7 @@ from rich.markup import escape
 from envpipe_megatron.console import say, say_as_launcher, show_table
 from envpipe_megatron.files import csv_text, lock_file, replace_files
 from envpipe_megatron.formats.account import UNDER_BUDGETS, Tariff
-from envpipe_megatron.formats.energy import SHARES, EnergyWindow, Phase
+from envpipe_megatron.formats.energy import SHARES, Phase
 from envpipe_megatron.formats.energy_sums import EnergySums, total_of
 from envpipe_megatron.launch.agent.ledger import log_path
 from envpipe_megatron.launch.bill.bill import Bill
@@ -49,16 +49,14 @@ def bill_facts(bill: Bill, tariff: Tariff, *, over: bool = True) -> dict[str, An
     """
     missing = bill.missing() if over else []
 
-    def entries(
-        names: tuple[str, ...], key: Callable[[EnergyWindow], tuple[Any, ...]]
-    ) -> list[dict[str, Any]]:
+    def entries(*names: str) -> list[dict[str, Any]]:
         return [
             {**dict(zip(names, values, strict=True)), **_total_facts(total)}
-            for values, total in bill.total_by(key).items()
+            for values, total in bill.total_by(*names).items()
         ]
 
     job, comparison = bill.total(), bill.comparison()
-    by_node = bill.total_by(lambda w: w.node)
+    by_node = bill.total_by("node")
     return {
         "job": {
             **_total_facts(job),
@@ -71,12 +69,12 @@ def bill_facts(bill: Bill, tariff: Tariff, *, over: bool = True) -> dict[str, An
         "comparison": None if comparison is None else asdict(comparison),
         "facts": bill.facts,
         "nodes": [
-            {"node": name, **_total_facts(by_node.get(name, EnergySums())), **asdict(node)}
+            {"node": name, **_total_facts(by_node.get((name,), EnergySums())), **asdict(node)}
             for name, node in sorted(bill.nodes.items())
         ],
-        "stages": entries(("stage",), lambda w: (w.stage,)),
+        "stages": entries("stage"),
         **({"gpus": _gpu_facts(bill)} if over else {}),
-        "phases": entries(("run", "phase"), lambda w: (w.run, w.phase)),
+        "phases": entries("run", "phase"),
     }
 
 
@@ -88,9 +86,9 @@ def _gpu_facts(bill: Bill) -> list[dict[str, Any]]:
             **_total_facts(total),
             "phases": {},
         }
-        for gpu_key, total in bill.total_by(lambda w: w.gpu_key).items()
+        for (gpu_key,), total in bill.total_by("gpu_key").items()
     }
-    for (gpu_key, phase), total in bill.total_by(lambda w: (w.gpu_key, w.phase)).items():
+    for (gpu_key, phase), total in bill.total_by("gpu_key", "phase").items():
         gpus[gpu_key]["phases"][phase] = _total_facts(total)
     return list(gpus.values())
 
@@ -110,17 +108,13 @@ def _total_facts(total: EnergySums) -> dict[str, Any]:
 
 def show_bill(bill: Bill, tariff: Tariff, console: Console) -> None:
     """Print a bill as tables and sentences."""
-    groups: list[tuple[tuple[str, ...], Mapping[tuple[Any, ...], EnergySums]]] = [
-        (("run", "phase"), bill.total_by(lambda w: (w.run, w.phase))),
-        (("node", "GPU"), bill.total_by(lambda w: w.gpu_key)),
-        (("stage",), bill.total_by(lambda w: (w.stage,))),
-        (("node",), bill.total_by(lambda w: (w.node,))),
-        (("job",), {("all",): bill.total()}),
-    ]
-    if not any(window.run for window in bill.windows()):
-        groups[0] = ("phase",), bill.total_by(lambda w: (w.phase,))
-    for names, totals in groups:
-        _show_totals(names, totals, console)
+    phases = ("run", "phase") if any(window.run for window in bill.windows()) else ("phase",)
+    _show_totals(phases, bill.total_by(*phases), console)
+    by_gpu = {key: total for (key,), total in bill.total_by("gpu_key").items()}
+    _show_totals(("node", "GPU"), by_gpu, console)
+    for name in ("stage", "node"):
+        _show_totals((name,), bill.total_by(name), console)
+    _show_totals(("job",), {("all",): bill.total()}, console)
     for line in bill_lines(bill, tariff):
         say(line, console)
 

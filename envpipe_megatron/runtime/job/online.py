@@ -86,17 +86,21 @@ def run_commands(
     order = constant_order(Phase.WARMUP, schedule, top_mhz, billed_late=True)
     command = Command(Phase.WARMUP, 0)
     run: Run[T] | None = None
+    tries = 0
 
-    def decide(stages: Sequence[Report | str], refused: str) -> Command | _Ended:
-        nonlocal run
-        window = replace(
-            _window(stages, needs_clocks=needs_clocks), wishes=job.state.wishes, refused=refused
-        )
+    def decide(stages: Sequence[Report | str], refused: str | None) -> Command | _Ended:
+        """Return what is next: after a plan, `refused` is empty or says why; else it is None."""
+        nonlocal run, tries
+        window = replace(_window(stages, needs_clocks=needs_clocks), wishes=job.state.wishes)
         try:
-            if run is not None:
-                return run.send(window)
-            run = _whole(begin(window))
-            return next(run)
+            if run is None:
+                run = begin(window)
+                return next(run)
+            tries = 0 if refused is not None or window.whole else (tries + 1) % MOST_TRIES
+            if tries:
+                note = "units came otherwise: looking again"
+                return replace(command, settle=1, orders=(), note=note)
+            return run.send(replace(window, refused=refused or ""))
         except StopIteration as end:
             return _Ended(end.value)
 
@@ -105,7 +109,7 @@ def run_commands(
     while True:
         make_own = partial(make_report, job, records, order, command, kinds, nodes_mhz)
         stages = job.collectives.to_planner(_made(make_own), _merged)
-        decided = by_planner(job.collectives, partial(decide, stages, ""))
+        decided = by_planner(job.collectives, partial(decide, stages, None))
         while isinstance(decided, Command) and decided.plan is not None:
             refused = _refused(job, decided.plan, schedule)
             decided = by_planner(job.collectives, partial(decide, stages, refused))
@@ -168,22 +172,6 @@ def _window(stages: Sequence[Report | str], *, needs_clocks: bool) -> Window:
         if needs_clocks and report.lost:
             raise DegradedError(f"Stage {stage}: Clock control ended: {'; '.join(report.problems)}")
     return Window(tuple(report for report in stages if isinstance(report, Report)))
-
-
-def _whole(run: Run[T]) -> Run[T]:
-    """Yield the commands of a run, each again while no iteration of its window ran whole."""
-    try:
-        command = next(run)
-        while True:
-            for left in reversed(range(MOST_TRIES)):
-                window = yield command
-                if command.plan is not None or window.whole or not left:
-                    break
-                note = "units came otherwise: looking again"
-                command = replace(command, settle=1, orders=(), note=note)
-            command = run.send(window)
-    except StopIteration as end:
-        return end.value  # type: ignore[no-any-return]  # of a generator
 
 
 def _refused(job: PhaseParts, plan: Plan, own: Schedule) -> str:

@@ -307,7 +307,7 @@ class JobFolder:
         None, after a moment, if a start of this job has it and is waited for.
         """
         for number in count(1):
-            own = path if number == 1 else path.with_name(f"{path.name}.{number}")
+            own = path if number == 1 else Path(f"{path}.{number}")  # also of one without a name
             lock, where = own / _LOCK_FILE, f"files of this one are in {own}"
             try:
                 own.mkdir(parents=True, exist_ok=True)

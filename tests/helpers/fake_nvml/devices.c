@@ -115,12 +115,6 @@ EXPORT int nvmlDeviceGetName(Device device, char *name, unsigned size) {
     return told(call, "nvmlDeviceGetName");
 }
 
-EXPORT int nvmlDeviceGetIndex(Device device, unsigned *index) {
-    struct Call call = begin(device);
-    if (call.result == SUCCESS) *index = (unsigned)listed_before(call.gpu);
-    return told(call, "nvmlDeviceGetIndex");
-}
-
 struct PciInfo {
     char legacy_bus_id[16];
     unsigned domain, bus, device, device_id, subsystem_id;

@@ -184,8 +184,9 @@ def test_a_model_is_measured_into_a_file_for_each_microbatch_size(tmp_path):
         assert [way.name for way in layer.recomputation] == ["selective", "full"]
         # With embedding and loss comes what the training script does beside the model.
         embedding, loss = (made.at(Sizes(1, size))[name] for name in ("embedding", "loss"))
-        assert min(embedding.forward_s[0], loss.apart_s) > 0.9 * DATA_S
-        assert loss.forward_s[0] > 0.9 * LOSS_S > 5 * loss.backward_s[0]
+        assert embedding.forward_s[0] > 0.9 * DATA_S
+        assert loss.forward_s[0] > 0.9 * (LOSS_S + DATA_S)
+        assert 5 * loss.backward_s[0] < LOSS_S
         held = made.bytes_per_parameter
         assert (held.weight, held.gradient) == (4, 4)
         assert held.optimizer == pytest.approx(8, rel=0.02)

@@ -298,6 +298,12 @@ def test_a_job_file_that_cannot_be_written_ends_no_training(tmp_path, caplog):
     assert caplog.text.count("A file could not be written") == 1
 
 
+def test_the_second_live_job_of_a_folder_without_a_name(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with locked_file(Path(".lock")):
+        assert job_folder(Path()).path == Path("..2")
+
+
 def test_of_two_live_jobs_with_a_folder_the_second_has_one_of_its_own(tmp_path, caplog):
     own = tmp_path / "out"
     own.mkdir()
