@@ -22,6 +22,7 @@ from envpipe_megatron.core.sidecar import Sidecar
 from envpipe_megatron.formats.energy import parse_window
 from envpipe_megatron.formats.energy_sums import EnergySums
 from envpipe_megatron.integrations import job as integrations_job
+from envpipe_megatron.integrations.instructions import InstructionError, InstrumentedPipeline
 from envpipe_megatron.integrations.job import (
     JobError,
     JobFacts,
