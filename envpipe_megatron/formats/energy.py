@@ -355,7 +355,7 @@ def read_step(said: Any) -> StepEnergy | None:
         return None
     if not (read["iterations"] and read["time_s"]):
         return None
-    return StepEnergy(**read | {"iterations": int(read["iterations"])})
+    return StepEnergy(**read | {"iterations": int(read["iterations"])})  # type: ignore[arg-type]
 
 
 def read_text(value: Any) -> str:

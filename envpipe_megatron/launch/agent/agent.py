@@ -169,11 +169,13 @@ class NodeAgent:
                 connection.close()
                 continue
             connection.setblocking(False)
-            task = self._loop.create_task(self._serve(connection), name=f"process {pid}")
-            self._ranks.add(task)
-            task.add_done_callback(self._ranks.discard)
-            # Also of a task that is cancelled before it begins.
-            task.add_done_callback(lambda _, of_rank=connection: of_rank.close())
+            self._start(connection, f"process {pid}")
+
+    def _start(self, connection: socket.socket, name: str) -> None:
+        task = self._loop.create_task(self._serve(connection), name=name)
+        self._ranks.add(task)
+        task.add_done_callback(self._ranks.discard)
+        task.add_done_callback(lambda _: connection.close())  # also if cancelled before it begins
 
     async def _serve(self, connection: socket.socket) -> None:
         """Answer a rank's messages, until it ends."""
@@ -211,7 +213,7 @@ class NodeAgent:
         except Exception as error:  # a rank's bad message ends its own connection only
             logger.error("%s: %r", task.get_name(), error)
         finally:
-            connection.close()
+            connection.close()  # at once, though reading the counter takes long
             if ledger is not None:
                 await self._gpus.bill_up_to_now(ledger)
 
