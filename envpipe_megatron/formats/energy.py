@@ -350,7 +350,7 @@ def read_step(said: Any) -> StepEnergy | None:
     from envpipe_megatron.formats.steps import StepEnergy
 
     try:
-        read = {name: _optional(AMOUNT)(said[name]) for name in STEP}
+        read = {name: None if said[name] is None else AMOUNT(said[name]) for name in STEP}
     except (TypeError, KeyError, ValueError):  # of another version
         return None
     if not (read["iterations"] and read["time_s"]):

@@ -92,6 +92,12 @@ class InstrumentedPipeline:
         num_stages = self._placement.num_stages
         if num_microbatches < 1:
             raise InstructionError("A step has at least one microbatch", value=num_microbatches)
+        if not (facts is None or isinstance(facts, Mapping)):
+            raise InstructionError(
+                "The facts of a job are values by name",
+                value=facts,
+                remedy='Give a mapping, such as {"model": "GPT, 24 layers"}.',
+            )
         on_gpu = torch.cuda.is_available()
         # Of the orders that flags know, the one whose defaults keep the framework's order.
         self._options = read_settings(

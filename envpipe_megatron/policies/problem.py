@@ -154,7 +154,6 @@ class Problem:
         own_s: the time that the deadline is a multiple of; None for that of Megatron's order at the
             highest clocks.
         min_dwell_s: the least time that each clock of a stage is kept.
-        park: whether the clock may be lowered in long waits.
         runnable: whether auto has only orders that a job runs.
         in_v: the framework's own order, where the job's chunks lie in a V.
     """
@@ -172,7 +171,6 @@ class Problem:
     deadline_factor: float | None = None
     own_s: float | None = None
     min_dwell_s: float = 0.0
-    park: bool = False
     runnable: bool = False
     in_v: Schedule | None = None
 
@@ -221,7 +219,7 @@ class Problem:
 
     def optimizer(self, order: Schedule, good_gap: float = GOOD_GAP) -> Optimizer:
         """Return what finds the best clocks of an order, as near to its bound as is good enough."""
-        return Optimizer(order, self.profile, self.conditions, parking=self.park, good_gap=good_gap)
+        return Optimizer(order, self.profile, self.conditions, good_gap)
 
     def planner(self, order: Schedule) -> ObjectivePlanner:
         """Return what plans `order`, and any other of the job, within the deadline."""

@@ -56,8 +56,6 @@ class PlanRequest:
             objectives.
         conditions: what surrounds the units, in place of only the blocking power.
         min_dwell_s: the optimal policy keeps each clock of a stage at least as long.
-        park: the optimal policy may lower the clock in long waits; needs the waiting power by clock
-            among the conditions.
         order: a schedule to use instead of building one by name.
         objective: what the optimal policy plans for.
         split: what a backward in two parts is assumed to take, where the profile does not say. With
@@ -78,7 +76,6 @@ class PlanRequest:
     deadline_factor: float | None = None
     conditions: Conditions | None = None
     min_dwell_s: float = 0.0
-    park: bool = False
     order: Schedule | None = None
     objective: Objective = LEAST_ENERGY
     split: SplitBackward | None = None
@@ -118,7 +115,6 @@ def make_problem(
         request.deadline_factor,
         own_s,
         request.min_dwell_s,
-        request.park,
         request.runnable,
         in_v,
     )
@@ -161,7 +157,6 @@ def check_request(request: PlanRequest, *, named: Callable[[str], str] | None = 
         ("deadline", request.deadline_factor or 1.0, 1.0),
         ("objective", request.objective, LEAST_ENERGY),
         ("dwell time", request.min_dwell_s, 0.0),
-        ("parking", request.park, False),
     ):
         if request.policy != "optimal" and value != default:
             raise PlannerError(
@@ -227,11 +222,6 @@ def _conditions(profile: Profile, request: PlanRequest) -> Conditions:
     )
     if request.group_size or (request.order is None and request.num_chunks > 1):
         conditions = replace(conditions, group_size=request.group_size or profile.num_stages)
-    if request.park and conditions.wait_power_w is None:
-        raise PlannerError(
-            "Parking needs to know what waiting takes at each clock",
-            remedy="Measure wait_power_w into the profile's sidecar and add --use wait-power.",
-        )
     return conditions
 
 

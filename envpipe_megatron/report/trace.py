@@ -12,7 +12,6 @@ import gzip
 import json
 import math
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
 
@@ -42,20 +41,6 @@ _FASTEST_COMPRESSION = 1
 _Processes = Mapping[tuple[str, str], int]
 
 
-@dataclass(frozen=True)
-class TraceFacts:
-    """Counts of a trace.
-
-    Args:
-        iterations: iterations of the job whose units are in the trace.
-        recorded: iterations of the job that were recorded.
-    """
-
-    units: int
-    iterations: int
-    recorded: int
-
-
 def write_trace(
     path: Path,
     timelines: TimelineLogs,
@@ -63,8 +48,8 @@ def write_trace(
     *,
     dry_run: bool = False,
     max_units: int = MAX_UNITS,
-) -> TraceFacts:
-    """Write a trace, compressed by gzip, as both viewers take it.
+) -> list[str]:
+    """Write a trace, compressed by gzip, as both viewers take it; return what is in it, in words.
 
     Where more than `max_units` units were recorded, those of every n-th iteration of each phase are
     written, the same ones of all GPUs. The clocks of a dry run, which sets none, are called so.
@@ -89,7 +74,16 @@ def write_trace(
             file.writelines(f",\n{event}" for event in events)
         file.write("\n]}\n")
     units = sum(len(read.start_us) for read in reads if (read.phase, read.iteration) in kept)
-    return TraceFacts(units, len(kept), len(recorded))
+    said = [
+        "`trace.json.gz` opens in https://ui.perfetto.dev and chrome://tracing as it is: a process "
+        "a GPU with its units, the requested clock and the power.",
+        f"{units} units of {len(kept)} iterations; {len(recorded)} were recorded.",
+    ]
+    if len(kept) < len(recorded):
+        said.append(
+            "More would be too much for a browser: those of every n-th iteration are in it."
+        )
+    return said
 
 
 def _gpus(

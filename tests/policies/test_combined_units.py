@@ -59,14 +59,14 @@ def test_every_policy_gives_a_pair_one_clock(policy, reconfigure):
         assert plan.gap_percent < 3  # of three clocks; neighbours hold each other's pairs in step
 
 
-def test_changes_of_clock_parking_and_dwell_are_planned_around_pairs():
+def test_changes_of_clock_and_dwell_are_planned_around_pairs():
     profile = combined_profile(2)
     curves = tuple({clock: 30.0 + clock / 40 for clock in CLOCKS_MHZ} for _ in range(2))
     conditions = Conditions(
         POWER_W, (0.01,), (0.1, 0.2), None, curves, change_time_s=0.02, change_energy_j=0.5
     )
     request = PlanRequest(
-        8, NAME, "optimal", num_chunks=2, conditions=conditions, min_dwell_s=1.0, park=True,
+        8, NAME, "optimal", num_chunks=2, conditions=conditions, min_dwell_s=1.0,
         deadline_factor=1.05,
     )  # fmt: skip
     plan = make_plan(profile, request).plan

@@ -13,6 +13,7 @@ from envpipe_megatron.core.conditions import Conditions
 from envpipe_megatron.core.orders import builders
 from envpipe_megatron.core.profile_rows import SplitBackward
 from envpipe_megatron.errors import EnvPipeError
+from envpipe_megatron.policies.clock_changes.parking import park
 from envpipe_megatron.policies.frontier import ObjectivePlanner
 from envpipe_megatron.policies.objective import Goal, Objective, peak_power_w
 from envpipe_megatron.policies.optimal.linear_program import LinearProgramError
@@ -125,8 +126,8 @@ def test_late_and_parked_clocks_are_in_the_power_too():
         (60.0,) * 4, wait_power_w=waits, change_time_s=0.01, change_energy_j=0.5,
         gpus_per_stage=(2,) * 4, tail_time_s=(0.5,) * 4,
     )  # fmt: skip
-    request = PlanRequest(8, "auto", "optimal", conditions=conditions, park=True)
-    plan = make_plan(PROFILE, request).plan
+    request = PlanRequest(8, "auto", "optimal", conditions=conditions)
+    plan = park(make_plan(PROFILE, request).plan, 0.0, np.full(4, 600), 0.0)
     assert plan.park_mhz.any()
     assert peak_power_w(plan, plan.cost.iteration_time_s) == pytest.approx(plan.cost.mean_power_w)
     of_stages = [

@@ -112,7 +112,8 @@ def test_a_plan_parks_where_that_is_worth_it_and_changes_of_the_clock_were_seen(
     assert parked(plan, store, 0.0, 0.1).park_mhz is None  # less than it must be worth
     longest_s = float(plan.timeline.wait_s[:, 1:].max())
     dwell_s = longest_s - 2 * PRESET.frequency_change_s  # leaves no room for the margin
-    assert park(plan, dwell_s).park_mhz is not None
+    lowest = np.array(list(map(min, plan.conditions.wait_power_w)))
+    assert park(plan, dwell_s, lowest, 0.0).park_mhz is not None
     assert parked(plan, store, dwell_s, 0.0).park_mhz is None
     store.lateness.change_s = None
     assert parked(plan, store, 0.0, 5e-4).park_mhz is None

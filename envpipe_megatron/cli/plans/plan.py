@@ -156,10 +156,6 @@ class _NameOrFile(click.Choice[str]):
     help="With --policy optimal: keep each clock of a stage at least as long, s.",
 )  # fmt: skip
 @click.option(
-    "--park", is_flag=True,
-    help="With --policy optimal: lower the clock in long waits; with --use wait-power.",
-)  # fmt: skip
-@click.option(
     "--blocking-power", "blocking_power_w", type=Numbers(POWER.of_text),
     help=f"Power of a GPU that waits in a receive, W; {_EACH} Default: what the profile's "
     "sidecar knows at the highest clock, or 0.",

@@ -73,15 +73,15 @@ class NodeAgent:
             half_made.pop_all()
         self._gpus = _NodeGpus(self.log)
         self._uplink = Uplink(self.log)
-        self.log.grown = self._log_has_grown
+        self.log.grown = self._uplink.grown
         self.control: dict[str, Any] | None = None
         self._collector = Collector()
-        #: The name of each connected rank.
-        self._ranks: dict[socket.socket, str] = {}
+        #: What serves each connected rank, and has its name; and what serves them all.
+        self._ranks: set[asyncio.Task[None]] = set()
+        self._lasting: list[asyncio.Task[None]] = []
         #: Until when this may wait at the end, by the monotonic clock.
         self._patient_until_s = math.inf
         self._loop = asyncio.new_event_loop()
-        self._tasks: set[asyncio.Task[None]] = set()
         self._thread = threading.Thread(target=self._run, name="envpipe-agent", daemon=True)
         self._thread.start()
 
@@ -105,7 +105,7 @@ class NodeAgent:
 
     def connected(self) -> list[str]:
         """Return the names of the ranks that have not ended yet."""
-        return list(self._ranks.values())
+        return [task.get_name() for task in list(self._ranks)]
 
     def shorten_waits(self, to_s: float = 0.0) -> None:
         """Wait no longer than this from now on; may be called from a signal handler."""
@@ -136,18 +136,13 @@ class NodeAgent:
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result()
 
     def _run(self) -> None:
-        self._start(self._accept())
-        self._start(self._gpus.bill_long_gaps())
+        lasting = self._accept(), self._gpus.bill_long_gaps()
+        self._lasting = [self._loop.create_task(each) for each in lasting]
         self._loop.run_forever()
         self._loop.run_until_complete(self._end())
         self._loop.close()
 
     # --- on the loop ----------------------------------------------------------------------------
-
-    def _start(self, coroutine: Coroutine[Any, Any, None]) -> None:
-        task = self._loop.create_task(coroutine)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
 
     async def _end(self) -> None:
         await self._uplink.close()
@@ -155,12 +150,10 @@ class NodeAgent:
         await self._hang_up()
 
     async def _hang_up(self) -> None:
-        for task in self._tasks:
+        tasks = (*self._lasting, *self._ranks)
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-        for connection in self._ranks:  # of tasks that had not begun: they do not end, either
-            connection.close()
-        self._ranks.clear()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _accept(self) -> None:
         while True:
@@ -176,19 +169,24 @@ class NodeAgent:
                 connection.close()
                 continue
             connection.setblocking(False)
-            self._ranks[connection] = f"process {pid}"
-            self._start(self._serve(connection))
+            task = self._loop.create_task(self._serve(connection), name=f"process {pid}")
+            self._ranks.add(task)
+            task.add_done_callback(self._ranks.discard)
+            # Also of a task that is cancelled before it begins.
+            task.add_done_callback(lambda _, of_rank=connection: of_rank.close())
 
     async def _serve(self, connection: socket.socket) -> None:
         """Answer a rank's messages, until it ends."""
         ledger: GpuLedger | None = None
+        task = asyncio.current_task()
+        assert task is not None
         try:
             while (message := await self._received(connection)) is not None:
                 await asyncio.sleep(0)  # a rank that talks without end holds up no other
                 match message.get("op"):
                     case "hello":
                         ledger = await self._gpus.welcome(message)
-                        self._ranks[connection] = f"rank {message.get('rank')}"
+                        task.set_name(f"rank {message.get('rank')}")
                         send(connection, {"event": "welcome", "node": self.log.node})
                     case "collect":
                         self._collector.is_the_jobs, self.control = True, message.get("control")
@@ -200,25 +198,22 @@ class NodeAgent:
                         self._collector.is_the_jobs = endpoint["token"] == self._collector.token
                         self._uplink.send_to(endpoint)
                     case "window" if ledger is not None:
-                        self._gpus.write(ledger.take, message["line"])
+                        self.log.attempt(ledger.take, message["line"])
                     case "clock" if ledger is not None:
                         del message["op"]
                         ledger.look(message)
                     case "job":
-                        self._gpus.write(self.log.note, JOB, facts=message["facts"])
+                        self.log.attempt(self.log.note, JOB, facts=message["facts"])
                     case "bye":
                         break
                     case other:
                         raise GuardError("Unknown message from a rank", value=other)
         except Exception as error:  # a rank's bad message ends its own connection only
-            logger.error("%s: %r", self._ranks[connection], error)
+            logger.error("%s: %r", task.get_name(), error)
         finally:
             connection.close()
-            try:
-                if ledger is not None:
-                    await self._gpus.bill_up_to_now(ledger)
-            finally:  # also if the agent ends just now
-                del self._ranks[connection]
+            if ledger is not None:
+                await self._gpus.bill_up_to_now(ledger)
 
     async def _received(self, connection: socket.socket) -> dict[str, Any] | None:
         while True:
@@ -231,10 +226,6 @@ class NodeAgent:
             finally:
                 self._loop.remove_reader(connection)
 
-    def _log_has_grown(self) -> None:
-        self._gpus.failure = None
-        self._uplink.grown()
-
     async def _holds(self, condition: Callable[[], bool], timeout_s: float) -> bool:
         """Wait for a condition, for a time that may be shortened; return whether it holds."""
         give_up_s = time.monotonic() + timeout_s
@@ -245,7 +236,7 @@ class NodeAgent:
     async def _finish(self, exit_code: int, wait_s: float) -> list[str]:
         await self._hang_up()  # on ranks that no signal could end: nothing follows the last note
         await asyncio.gather(*map(self._gpus.bill_up_to_now, self.ledgers()))
-        self._gpus.write(self.log.end, exit_code)
+        self.log.attempt(self.log.end, exit_code)
         if self._uplink.sends:
             await self._holds(self._uplink.knows_all, wait_s)
         if not self._collector.is_the_jobs:
@@ -256,14 +247,9 @@ class NodeAgent:
 
 
 class _NodeGpus:
-    """The ledgers of all GPUs that ranks of this node have used, which write to its log.
-
-    Attributes:
-        failure: why the log took no line; None since the last that it took.
-    """
+    """The ledgers of all GPUs that ranks of this node have used, which write to its log."""
 
     def __init__(self, log: NodeLog) -> None:
-        self.failure: str | None = None
         self._log = log
         self._ledgers: dict[str, GpuLedger] = {}
         #: Whose counter a thread waits for: a driver may hang.
@@ -306,19 +292,7 @@ class _NodeGpus:
         reading = None
         with contextlib.suppress(TimeoutError, RuntimeError):  # no thread can be started
             reading = await asyncio.wait_for(_in_thread(read), _READ_S)
-        self.write(ledger.bill_up_to, reading)
-
-    def write(self, action: Callable[..., None], *arguments: Any, **named: Any) -> None:
-        """Do what writes to the log, and log a failure once while it lasts.
-
-        The next line that can be written has the energy.
-        """
-        try:
-            action(*arguments, **named)
-        except Exception as error:
-            if repr(error) != self.failure:
-                logger.exception("The node's energy log cannot take a line")
-            self.failure = repr(error)
+        self._log.attempt(ledger.bill_up_to, reading)
 
 
 async def _in_thread(call: Callable[[], T]) -> T:

@@ -69,6 +69,8 @@ class NodeLog:
         folder.mkdir(parents=True, exist_ok=True)
         self.node = node
         self.grown: Callable[[], None] = lambda: None
+        #: Why it took no line; None since the last that it took.
+        self._failure: str | None = None
         self.path = log_path(folder, node)
         self._lock = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         try:
@@ -104,7 +106,20 @@ class NodeLog:
         except OSError as error:
             error.filename = str(self.path)
             raise
+        self._failure = None
         self.grown()
+
+    def attempt(self, write: Callable[..., None], *arguments: Any, **named: Any) -> None:
+        """Do what appends lines, and say once while it lasts why it fails.
+
+        The next line that can be written has the energy.
+        """
+        try:
+            write(*arguments, **named)
+        except Exception as error:
+            if repr(error) != self._failure:
+                logger.exception("The node's energy log cannot take a line")
+            self._failure = repr(error)
 
     def note(self, note: str, **fields: Any) -> None:
         """Append a note; see `formats.energy`.

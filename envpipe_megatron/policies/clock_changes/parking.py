@@ -11,65 +11,52 @@ from dataclasses import replace
 import numpy as np
 
 from envpipe_megatron.core.arrays import FloatArray, IntArray
-from envpipe_megatron.core.conditions import WaitCurves
 from envpipe_megatron.core.plan import Plan
 from envpipe_megatron.core.timeline import RELATIVE_TOLERANCE
 from envpipe_megatron.policies.clock_changes.clock_runs import shortest_dwell_s
-from envpipe_megatron.policies.optimal.choices import waiting_floor_w
 
 
 def park(
     plan: Plan,
-    min_dwell_s: float = 0.0,
-    *,
-    clock_mhz: IntArray | None = None,
-    least_wait_s: FloatArray | float = 0.0,
+    min_dwell_s: float,
+    clock_mhz: IntArray,
+    least_wait_s: FloatArray | float,
 ) -> Plan:
     """Park in every wait in which that saves energy; the plan itself if none does.
 
-    The clock to park at is that of the least waiting power on the stage's curve, or the clock of
-    the unit before, kept until the unit that follows needs its own. Parking keeps the dwell time
-    (see `clock_runs.shortest_dwell_s`) if the plan itself does. A lower bound is kept where parking
-    cannot go below it.
+    The clock to park at is one of the stage's own, or the clock of the unit before, kept until the
+    unit that follows needs its own. Parking keeps the dwell time (see
+    `clock_runs.shortest_dwell_s`) if the plan itself does. It may take less than the plan's lower
+    bound, which is left out.
 
     Args:
         plan: what it parks already is forgotten.
         min_dwell_s: least time between two changes.
-        clock_mhz: [num_stages] clocks to park at in place of those of least power on the curves.
+        clock_mhz: [num_stages] clocks to park at.
         least_wait_s: [num_stages, units_per_stage], or one: how long waits must be.
     """
     plain = replace(plan, park_mhz=None)
-    conditions = plan.conditions
-    if conditions.wait_power_w is None:
+    if plan.conditions.wait_power_w is None:
         return plain
-    park_mhz, saved_j = _best_clocks(plain, conditions.wait_power_w, clock_mhz, least_wait_s)
+    park_mhz, saved_j = _best_clocks(plain, clock_mhz, least_wait_s)
     if min_dwell_s:
         park_mhz = _keep_dwell(plain, park_mhz, saved_j, min_dwell_s)
-    floor_w = waiting_floor_w(plan.profile, conditions)
-    still_holds = np.array_equal(waiting_floor_w(plan.profile, conditions, parking=True), floor_w)
-    parked = replace(
-        plain,
-        park_mhz=park_mhz,
-        energy_lower_bound_j=plan.energy_lower_bound_j if still_holds else None,
-    )
+    parked = replace(plain, park_mhz=park_mhz, energy_lower_bound_j=None)
     return parked if parked.cost.energy_j < plain.cost.energy_j else plain
 
 
 def _best_clocks(
-    plan: Plan, curves: WaitCurves, clock_mhz: IntArray | None, least_wait_s: FloatArray | float
+    plan: Plan, clock_mhz: IntArray, least_wait_s: FloatArray | float
 ) -> tuple[IntArray, FloatArray]:
     """Return [num_stages, units_per_stage] the clock to park at or 0, and what that saves."""
     conditions, frequency = plan.conditions, plan.frequency_mhz
     before = np.roll(frequency, 1, axis=1)
-    lowest = clock_mhz
-    if lowest is None:
-        lowest = np.array([min(curve, key=curve.__getitem__) for curve in curves])
     wait_s = plan.timeline.wait_s
     parked_s = wait_s - 2 * conditions.change_time_s
     long = (parked_s > 0) & (wait_s >= least_wait_s)
     power_w = conditions.waiting_power_w(frequency)
     best_mhz, best_j = np.zeros_like(frequency), np.zeros(frequency.shape)
-    for clock in (np.broadcast_to(lowest[:, None], frequency.shape), before):
+    for clock in (np.broadcast_to(clock_mhz[:, None], frequency.shape), before):
         more_changes = (clock != before).astype(int) + (clock != frequency)
         more_changes -= before != frequency
         saved_j = (power_w - conditions.waiting_power_w(clock)) * parked_s

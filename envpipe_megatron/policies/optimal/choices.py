@@ -132,15 +132,10 @@ def mean_waiting_power_w(plan: Plan) -> FloatArray:
     return np.where(long, waiting_j / np.where(long, waiting_s, 1.0), conditions.blocking_power_w)
 
 
-def waiting_floor_w(profile: Profile, conditions: Conditions, parking: bool = False) -> FloatArray:
-    """Return [num_stages] the least power at which one GPU of a stage can wait.
-
-    At a clock that the profile has, or with parking at any other.
-    """
+def waiting_floor_w(profile: Profile, conditions: Conditions) -> FloatArray:
+    """Return [num_stages] the least power of a waiting GPU at the clocks that its stage has."""
     if conditions.wait_power_w is None:
         return np.array(conditions.blocking_power_w)
-    if parking:
-        return np.array([min(curve.values()) for curve in conditions.wait_power_w])
     least_w = []
     for stage in range(profile.num_stages):
         clocks = sorted(profile.clocks_mhz(stage))

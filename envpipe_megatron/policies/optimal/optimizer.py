@@ -19,7 +19,6 @@ from envpipe_megatron.core.profile import Profile
 from envpipe_megatron.core.profile_rows import ProfileError
 from envpipe_megatron.core.schedule import Schedule
 from envpipe_megatron.core.timeline import RELATIVE_TOLERANCE
-from envpipe_megatron.policies.clock_changes.parking import park
 from envpipe_megatron.policies.clock_changes.run_search import RunSearch
 from envpipe_megatron.policies.frequencies import uniform
 from envpipe_megatron.policies.optimal.choices import (
@@ -61,7 +60,6 @@ class Optimizer:
     - Waiting power depends on the clock: the bound prices waiting at a stage's least power. Plans
       are made at the mean power at which a first plan waits, its clocks rounded up.
     - `run_search` plans changes of clock that cost energy or come late, and clocks to be kept long.
-    - `parking` lowers clocks in long waits, if `conditions` have the waiting power by clock.
 
     Rounding stops improving a plan within `good_gap` of the relaxed optimum.
     """
@@ -71,14 +69,12 @@ class Optimizer:
         schedule: Schedule,
         profile: Profile,
         conditions: Conditions,
-        *,
-        parking: bool = False,
         good_gap: float = GOOD_GAP,
     ) -> None:
         profile.keys(schedule)  # ProfileError, where a kind of the order has no rows
         self.schedule, self.profile, self.conditions = schedule, profile, conditions
-        self._parking, self._good_gap = parking, good_gap
-        self._floor = self._priced(waiting_floor_w(profile, conditions, parking))
+        self._good_gap = good_gap
+        self._floor = self._priced(waiting_floor_w(profile, conditions))
         self._at_mean: _Priced | None = None
         self._at_worth: dict[float, _Priced] = {}
 
@@ -142,7 +138,6 @@ class Optimizer:
                 value=deadline_s,
                 remedy="Allow more time, or a shorter dwell time.",
             )
-        plan = self._parked(plan, min_dwell_s)
         if by_energy and not min_dwell_s:
             plan = self._or_by_rule(plan, deadline_s)
         return replace(plan, energy_lower_bound_j=at_floor.lower_bound_j or None)
@@ -155,7 +150,7 @@ class Optimizer:
         for rule in (max_frequencies, uniform):
             with contextlib.suppress(ProfileError):  # no clock that a stage's units share
                 frequency = rule(self.schedule, self.profile)
-                ruled = replace(plan, frequency_mhz=frequency, park_mhz=None)
+                ruled = replace(plan, frequency_mhz=frequency)
                 in_time = ruled.cost.iteration_time_s <= deadline_s * (1 + RELATIVE_TOLERANCE)
                 if in_time and ruled.cost.energy_j < plan.cost.energy_j:
                     plan = ruled
@@ -178,7 +173,7 @@ class Optimizer:
 
     def _at_mean_power_of(self, plan: Plan) -> _Priced:
         """Return the program for the power that a plan waits at, or one at hand for nearly that."""
-        mean_w = mean_waiting_power_w(self._parked(plan))
+        mean_w = mean_waiting_power_w(plan)
         if self._at_mean is None or not np.allclose(
             mean_w, self._at_mean.waiting_power_w, rtol=_SAME_POWER, atol=0.0
         ):
@@ -209,9 +204,6 @@ class Optimizer:
             ]
         ).reshape(schedule.is_backward.shape)
         return Plan("optimal", schedule, frequency, self.profile, self.conditions)
-
-    def _parked(self, plan: Plan, min_dwell_s: float = 0.0) -> Plan:
-        return park(plan, min_dwell_s) if self._parking else plan
 
 
 def all_maximum_s(schedule: Schedule, profile: Profile, conditions: Conditions) -> float:

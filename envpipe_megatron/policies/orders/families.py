@@ -206,7 +206,7 @@ class FamilySearch:
 
     def _limit(self, profile: Profile, deadline_s: float) -> AnyOrder:
         problem, conditions = self._problem, self._problem.conditions
-        floor_w = waiting_floor_w(problem.profile, conditions, problem.park)
+        floor_w = waiting_floor_w(problem.profile, conditions)
         job = profile, conditions, problem.num_microbatches, deadline_s, floor_w
         return any_order(*job, num_chunks=problem.num_chunks, split=self.family.split)
 

@@ -10,14 +10,14 @@ import logging
 import math
 import statistics
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
 from envpipe_megatron.formats.energy import EnergyWindow, parse_window
 from envpipe_megatron.formats.energy_sums import EnergySums, LineSums
-from envpipe_megatron.formats.steps import HELD_UP, RunningMean, StepEnergy
+from envpipe_megatron.formats.steps import RunningMean, StepEnergy
 from envpipe_megatron.runtime.energy.meter import CounterAt, EnergyMeter, MeterError, WindowEnergy
 
 logger = logging.getLogger(__name__)
@@ -249,12 +249,6 @@ class Interval:
             metering_j = math.hypot(*(window.uncertainty_j for window in metered)) / count
         time_s = math.fsum(end_s - begin_s for begin_s, end_s in self.spans) / count
         return StepEnergy(count, time_s, self._steps_s.uncertainty, energy_j, metering_j)
-
-
-def usual(steps: Sequence[Window]) -> Interval:
-    """Return steps at one clock without those that were held up: these say nothing of it."""
-    median_s = statistics.median([step.duration_s for step in steps if step.iterations] or [0.0])
-    return Interval(step for step in steps if step.duration_s <= HELD_UP * median_s)
 
 
 def measure_baseline(warmup: list[Window], meter: EnergyMeter) -> StepEnergy | None:

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from envpipe_megatron.formats.energy import FRAMEWORK, PLAN, Phase, phase_in_batch, split_phase
 from envpipe_megatron.formats.energy_sums import EnergySums, comparison_facts, mean_step, total_of
 from envpipe_megatron.formats.steps import (
+    HELD_UP,
     BaselineEnergy,
     IntervalEnergy,
     StepEnergy,
@@ -28,7 +29,7 @@ from envpipe_megatron.formats.steps import (
     step_sums,
 )
 from envpipe_megatron.runtime.channel.collectives import SUM, Collectives
-from envpipe_megatron.runtime.energy.log import EnergyLog, Interval, Window, measure_baseline, usual
+from envpipe_megatron.runtime.energy.log import EnergyLog, Interval, Window, measure_baseline
 from envpipe_megatron.runtime.energy.meter import EnergyMeter, MeterError
 from envpipe_megatron.runtime.execution.executor import StageRecord
 
@@ -185,18 +186,19 @@ class TrainingEnergy:
         self._settled.remove(batch)
         self.log.compare_with(phase_in_batch(Phase.STEADY, batch), None)
 
-    def warm_step(self, batch: str) -> StepEnergy | None:
-        """Return a usual step of the warm-up of a batch whose baseline was known, but the first.
+    def warm_step_s(self, batch: str) -> float | None:
+        """Return how long a usual step of a batch's warm-up took, whose baseline was known.
 
-        It is that of an average GPU of the job, on all ranks together; None if a rank has no step.
-        Waits for a look at the counter if there was none since the last step.
+        It is one without the first and those that were held up, of an average GPU of the job, on
+        all ranks together; None if a rank has no step.
         """
         self.catch_up()
         self._count()
         steps = self._warmups.pop(phase_in_batch(Phase.WARMUP, batch), [])[1:]
-        if steps and self._meter.last_refresh_s < steps[-1].end_s:
-            self._meter.catch_up()
-        return self._over_gpus(usual(steps).measure(self._meter))[0]
+        times_s = np.array([step.duration_s for step in steps] or [math.nan])
+        usual_s = float(times_s[~(times_s > HELD_UP * np.median(times_s))].mean())
+        mean, _ = self._over_gpus(StepEnergy(1, usual_s, None, None, None))
+        return None if mean is None else mean.time_s
 
     def lap(self) -> IntervalEnergy:
         """Return what training took on this GPU since the last lap; does not wait for the meter.

@@ -326,5 +326,5 @@ def _spent(
     until = np.maximum.accumulate(until)
     pieces_s = np.union1d(until, comes_s)
     pieces_s = pieces_s[(pieces_s > record.begin_s) & (pieces_s <= until[-1])]
-    begun = np.searchsorted(comes_s, np.append(record.begin_s, pieces_s[:-1]), side="right")
+    begun = np.searchsorted(comes_s, np.append(record.begin_s, pieces_s)[:-1], side="right")
     return np.stack([pieces_s, ways[np.searchsorted(until, pieces_s)], running_mhz[begun]])

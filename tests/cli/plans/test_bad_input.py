@@ -127,7 +127,6 @@ BASELINE = ("--policy", "baseline")
         (["--deadline-factor", "nan"], ["--deadline-factor", "nan", "not a number"]),
         (["--schedule", "auto", "--deadline-factor", 0.9], ["Its fastest iteration"]),
         (["--schedule", "auto", "--channel-capacity", "0"], ["Not even 1F1B"]),
-        ([*BASELINE, "--park"], ["optimal"]),
         (["--policy", "envelope", "--frontier", "f.csv"], []),
         (["--schedule", "1f1b", "--memory-frontier", "m.csv"], []),
         (["--frontier-points", "5"], []),

@@ -137,24 +137,13 @@ def test_conditions_come_from_the_sidecar_when_asked_for(profile_path, tmp_path)
     assert "frequency_change_s" in message
 
 
-def test_dwell_and_parking_are_options(profile_path, tmp_path):
+def test_a_dwell_time_is_an_option(profile_path, tmp_path):
     output = tmp_path / "plan.json"
-    optimal = ("--schedule", "envpipe", "--policy", "optimal")
-    wanted = ("plan", "--profile", profile_path, "--num-microbatches", 8, "--output", output)
-    assert "wait-power" in run_badly(*wanted, "--blocking-power", 60, *optimal, "--park")
-    curve = [
-        {"stage": stage, "frequency_mhz": clock, "power_w": power}
-        for stage in range(4)
-        for clock, power in ((300, 20.0), (1200, 60.0))
-    ]
-    write_sidecar(profile_path, wait_power_w=curve)
-    energy_j = []
-    for options in ((), ("--park",), ("--park", "--min-dwell", "10")):
-        run_well(*wanted, "--use", "wait-power", *optimal, *options)
-        energy_j.append(json.loads(output.read_text())["energy_j"])
-        if options == ("--park",):
-            assert any(300 in row for row in json.loads(output.read_text())["park_mhz"])
-    assert energy_j[1] < energy_j[0]
-    assert energy_j[2] > energy_j[1]
-    clocks = json.loads(output.read_text())["frequency_mhz"]
-    assert all(len(set(row)) == 1 for row in clocks)  # kept longer than an iteration lasts
+    for options in ((), ("--min-dwell", "10")):
+        run_well(
+            "plan", "--profile", profile_path, "--num-microbatches", 8, "--output", output,
+            "--blocking-power", 60, "--schedule", "envpipe", "--policy", "optimal", *options,
+        )  # fmt: skip
+        clocks = json.loads(output.read_text())["frequency_mhz"]
+        # Kept longer than an iteration lasts.
+        assert all(len(set(row)) == 1 for row in clocks) == bool(options)

@@ -89,10 +89,7 @@ static uint64_t shown_uj(const struct Gpu *gpu, uint64_t now_ns) {
 EXPORT int nvmlDeviceGetTotalEnergyConsumption(Device device, unsigned long long *energy_mj) {
     struct Call call = begin(device);
     if (call.result == SUCCESS && call.gpu->faults[FAULT_NO_ENERGY]) call.result = NOT_SUPPORTED;
-    if (call.result == SUCCESS) {
-        *energy_mj = shown_uj(call.gpu, call.now_ns) / 1000;
-        *energy_mj -= call.gpu->faults[FAULT_ENERGY_BACK_MJ];
-    }
+    if (call.result == SUCCESS) *energy_mj = shown_uj(call.gpu, call.now_ns) / 1000;
     return told(call, "nvmlDeviceGetTotalEnergyConsumption");
 }
 

@@ -15,8 +15,8 @@ from envpipe_megatron.core.conditions import Conditions
 from envpipe_megatron.core.orders import builders
 from envpipe_megatron.core.plan import Plan
 from envpipe_megatron.core.schedule import Schedule
+from envpipe_megatron.policies.clock_changes import parking
 from envpipe_megatron.policies.clock_changes.clock_runs import shortest_dwell_s
-from envpipe_megatron.policies.clock_changes.parking import park
 from envpipe_megatron.policies.optimal.choices import mean_waiting_power_w, waiting_floor_w
 
 #: At 1200 MHz stage 0 runs F0 0-1, F1 1-2, B0 4-6, B1 7-9, stage 1 F0 1-2 B0 -4 F1 -5 B1 -7.
@@ -32,6 +32,12 @@ def plan_of(clocks=(1200, 1200, 1200, 1200), profile=PROFILE, **conditions):
         profile,
         Conditions((40.0, 50.0), **conditions),
     )
+
+
+def park(plan, min_dwell_s=0.0):
+    """Parked at the clocks of least waiting power."""
+    lowest = [min(curve, key=curve.__getitem__) for curve in plan.conditions.wait_power_w]
+    return parking.park(plan, min_dwell_s, np.array(lowest), 0.0)
 
 
 class TestPark:
@@ -73,10 +79,7 @@ class TestPark:
     def test_a_bound_that_parking_can_go_below_is_left_out(self):
         plan = replace(plan_of(), energy_lower_bound_j=1.0)
         assert park(plan).energy_lower_bound_j is None
-        lowest = ({1200: 60.0, 900: 10.0}, {1200: 50.0, 900: 20.0})
-        plan = replace(plan_of((1200, 1200, 900, 1200), wait_power_w=lowest), park_mhz=None)
-        plan = replace(plan, energy_lower_bound_j=1.0)
-        assert park(plan).energy_lower_bound_j == 1.0
+        assert park(replace(plan, park_mhz=None), 100.0).energy_lower_bound_j == 1.0
 
     def test_keeps_a_dwell_time(self):
         # Parked runs last 2 s, 1 s and 3 s less one change. B0 lasts 2 s and has one change before
@@ -105,9 +108,8 @@ class TestWaiting:
     def test_floor(self):
         conditions = plan_of().conditions
         assert waiting_floor_w(PROFILE, conditions).tolist() == [30.0, 35.0]
-        assert waiting_floor_w(PROFILE, conditions, parking=True).tolist() == [10.0, 20.0]
         plain = replace(conditions, wait_power_w=None)
-        assert waiting_floor_w(PROFILE, plain, parking=True).tolist() == [40.0, 50.0]
+        assert waiting_floor_w(PROFILE, plain).tolist() == [40.0, 50.0]
 
 
 @settings(max_examples=examples(60), deadline=None, derandomize=True)
