@@ -61,8 +61,8 @@ class RankPlace:
     """A rank's pipeline, and what the framework does in it.
 
     Args:
-        pipeline_group: its ranks, in the order of their stages. The time after which a silent rank
-            is an error is this group's.
+        pipeline_group: its ranks, in the order of their stages. Its time-out, or the default
+            group's if that is longer, is the time after which a silent rank is an error.
         num_microbatches: M, of each pipeline.
         messages_vary: stages may send another shape each time.
         runs_units: the framework runs units and sends messages itself at every level, in any order
