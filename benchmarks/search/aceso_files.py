@@ -17,7 +17,7 @@ import csv
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import groupby, pairwise
+from itertools import accumulate, groupby, pairwise
 from pathlib import Path
 
 import numpy as np
@@ -97,6 +97,12 @@ def read_aceso_profile(folder: Path, model: str, num_layers: int = 1) -> LayerPr
 def block_name(operator: str) -> str:
     """Return the block that an operator is part of."""
     return next(name for pattern, name in _BLOCKS if re.match(pattern, operator))
+
+
+def block_edges(profile: LayerProfile) -> tuple[int, ...]:
+    """Return the numbers of the pieces at which blocks begin, and the number of pieces."""
+    lengths = [len(block.pieces) for block in profile.blocks for _ in range(block.repeat)]
+    return (0, *accumulate(lengths))
 
 
 def _read_tables(folder: Path, model: str) -> Iterator[tuple[Sizes, dict[str, Row]]]:

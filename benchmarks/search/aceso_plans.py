@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmarks.search.aceso_files import OPERATOR
+from benchmarks.search.aceso_files import OPERATOR, block_edges
 from envpipe_megatron.core.arrays import FloatArray
 from envpipe_megatron.search.candidates import Candidate
 from envpipe_megatron.search.configuration import Configuration, Job, StageLayout
@@ -85,7 +85,7 @@ def simulated(configuration: Configuration, profile: LayerProfile, job: Job) -> 
 
 def _ways(profile: LayerProfile, stage: PieceStage) -> Iterator[tuple[int, Recomputation]]:
     """The pieces that are recomputed, each with its way; operators go in runs, as in `choices`."""
-    measures, edges = profile.at(stage.sizes), profile.block_edges
+    measures, edges = profile.at(stage.sizes), block_edges(profile)
     asked = list(zip(stage.pieces, stage.ways, strict=True))
     blocks = np.searchsorted(edges, stage.pieces, side="right").tolist()
     keys = zip(blocks, stage.ways, strict=True)

@@ -28,11 +28,9 @@ from envpipe_megatron.search.configuration import Configuration, Job
 from envpipe_megatron.search.layer_profile import LayerProfile
 from envpipe_megatron.search.work import (
     StageLoad,
-    most_held_bytes,
     replica_groups,
     stage_peak_bytes,
     stage_work,
-    static_bytes,
 )
 
 #: Of computing the shares of time in which stages compute, which depend on their times.
@@ -77,10 +75,7 @@ class Candidate:
     @cached_property
     def peak_bytes(self) -> FloatArray:
         """[num_stages] the most that a GPU holds, in the framework's own order."""
-        works = enumerate(self._measured_works)
-        return np.array(
-            [stage_peak_bytes(self.profile, self.configuration, *each) for each in works]
-        )
+        return self.peak_bytes_of(None)
 
     @property
     def _ranks(self) -> list[range]:
@@ -217,16 +212,11 @@ class Candidate:
         own = {"order": self.timeline.schedule, "max_in_flight": None, "runnable": False}
         return make_plan(self.stage_profile, asked(objective=objective, **own)).plan
 
-    def peak_bytes_of(self, schedule: Schedule) -> FloatArray:
-        """Return [num_stages] the most that a GPU holds in an order."""
+    def peak_bytes_of(self, order: Schedule | None) -> FloatArray:
+        """Return [num_stages] the most that a GPU holds in an order; None: the framework's own."""
+        works = enumerate(self._measured_works)
         return np.array(
-            [
-                static_bytes(self.profile, self.configuration, layout, work)
-                + most_held_bytes(schedule, stage, work.held_bytes)
-                for stage, (layout, work) in enumerate(
-                    zip(self.configuration.stages, self.works, strict=True)
-                )
-            ]
+            [stage_peak_bytes(self.profile, self.configuration, *each, order) for each in works]
         )
 
     def frontier(self, blocking_power_w: float, num_points: int) -> list[Plan]:

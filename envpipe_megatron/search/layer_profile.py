@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import accumulate
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -220,12 +219,6 @@ class LayerProfile:
     def pieces(self) -> tuple[str, ...]:
         """Every piece of the model in the order they run, repeated ones too."""
         return tuple(p for block in self.blocks for _ in range(block.repeat) for p in block.pieces)
-
-    @cached_property
-    def block_edges(self) -> tuple[int, ...]:
-        """Piece numbers at which blocks begin, and the number of pieces."""
-        lengths = [len(block.pieces) for block in self.blocks for _ in range(block.repeat)]
-        return (0, *accumulate(lengths))
 
     @property
     def has_energy(self) -> bool:

@@ -149,34 +149,27 @@ def parameter_bytes(
 
 
 def stage_peak_bytes(
-    profile: LayerProfile, configuration: Configuration, stage: int, work: StageLoad
+    profile: LayerProfile,
+    configuration: Configuration,
+    stage: int,
+    work: StageLoad,
+    order: Schedule | None = None,
 ) -> float:
-    """Return the most that a GPU of one stage holds."""
+    """Return the most that a GPU of one stage holds, in an order or in the framework's own."""
     stages = configuration.stages
-    microbatches = min(configuration.num_microbatches, _GROUPS_UNTIL_STEADY * len(stages))
-    schedule = _short_order(len(stages), microbatches, configuration.num_chunks)
-    layout, held_bytes = stages[stage], most_held_bytes(schedule, stage, work.held_bytes)
-    return static_bytes(profile, configuration, layout, work) + held_bytes
-
-
-def static_bytes(
-    profile: LayerProfile, configuration: Configuration, layout: StageLayout, work: StageLoad
-) -> float:
-    """Return the bytes that a GPU of a stage holds at the peak but for microbatches in flight."""
+    if order is None:
+        microbatches = min(configuration.num_microbatches, _GROUPS_UNTIL_STEADY * len(stages))
+        order = _short_order(len(stages), microbatches, configuration.num_chunks)
     for_parameters = parameter_bytes(
         profile,
-        replica_groups(layout.sizes, layout.data_parallel),
+        replica_groups(stages[stage].sizes, stages[stage].data_parallel),
         work.parameters,
         work.expert_parameters,
         distributed_optimizer=configuration.distributed_optimizer,
     )
-    return float(for_parameters) + work.beside_bytes
-
-
-def most_held_bytes(schedule: Schedule, stage: int, held_bytes: FloatArray) -> float:
-    """Return the most that an order's microbatches in flight hold on a stage, by chunk of it."""
-    sign = np.where(schedule.is_backward[stage], -1.0, 1.0)
-    return float((sign * held_bytes[schedule.chunks[stage]]).cumsum().max())
+    sign = np.where(order.is_backward[stage], -1.0, 1.0)
+    in_flight = (sign * work.held_bytes[order.chunks[stage]]).cumsum().max()
+    return float(for_parameters) + work.beside_bytes + float(in_flight)
 
 
 _short_order = cache(builders.framework_order)

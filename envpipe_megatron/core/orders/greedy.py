@@ -13,7 +13,7 @@ from dataclasses import replace
 from itertools import accumulate, islice
 
 from envpipe_megatron.core.kinds import SPLIT, unit
-from envpipe_megatron.core.orders.blocks import block_turns
+from envpipe_megatron.core.orders.blocks import block_turns, squeezed_blocks
 from envpipe_megatron.core.orders.job import (
     FORWARD,
     HELD_TOLERANCE,
@@ -53,7 +53,7 @@ _STEPS = (0.1, 0.05)
 _BEST = 4
 #: Units of all orders that are looked at if nothing else is said: half a second.
 _LOOK_BUDGET = 300_000
-#: All turns, those of four blocks with them, in three ways, and a few targets.
+#: All turns, those of four blocks with them, in three ways, and squeezed blocks.
 _FEWEST_LOOKS = 49
 
 
@@ -86,7 +86,7 @@ def _orders(job: OrderJob, first_s: float) -> Iterator[Filled]:
     turns: list[Turns] = []
 
     def tried(target: float, rule: int, way: _Way) -> Iterator[Filled]:
-        if (rule, way, target) not in found:
+        if rule < len(turns) and (rule, way, target) not in found:
             filled = fill(job, turns[rule], first_s + target * way_s, *way)
             found[rule, way, target] = filled
             yield filled
@@ -99,6 +99,9 @@ def _orders(job: OrderJob, first_s: float) -> Iterator[Filled]:
     if job.kinds is SPLIT:
         for rule in range(len(turns)):
             yield from tried(0.0, rule, _RISING)
+    if _has_blocks(job):
+        for rule, whole in enumerate(squeezed_blocks(job), len(turns)):
+            yield found.setdefault((rule, _RISING, 0.0), fill(job, whole, first_s))
     way_s = min(filled.time_s for filled in found.values()) - first_s
     if job.kinds is SPLIT:
         for target in _TARGETS:
@@ -116,8 +119,12 @@ def _orders(job: OrderJob, first_s: float) -> Iterator[Filled]:
 def _turns(job: OrderJob) -> Iterator[Turns]:
     for changed, rule in _RULES:
         yield take_turns(changed(job), rule)
-    if job.placement is Placement.V and job.shape[1] == 2 and job.kinds is SPLIT:
+    if _has_blocks(job):
         yield from block_turns(job)
+
+
+def _has_blocks(job: OrderJob) -> bool:
+    return job.placement is Placement.V and job.shape[1] == 2 and job.kinds is SPLIT
 
 
 def _schedule(job: OrderJob, filled: Filled, name: str) -> Schedule:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from benchmarks.search.aceso_files import fold_blocks, read_aceso_profile
+from benchmarks.search.aceso_files import block_edges, fold_blocks, read_aceso_profile
 from envpipe_megatron.search.layer_profile import Sizes
 
 MIB = 2**20
@@ -33,7 +33,7 @@ def folder(tmp_path):
 def test_a_model_is_its_head_its_layers_and_its_tail(folder):
     profile = read_aceso_profile(folder, "gpt_1B", num_layers=3)
     assert list(profile.measures) == [Sizes(tensor_parallel=4, microbatch_size=2)]
-    assert profile.block_edges == (0, 1, 8, 15, 22, 24)
+    assert block_edges(profile) == (0, 1, 8, 15, 22, 24)
     softmax = _measure(folder, "enc-attention-softmax")
     dropout = _measure(folder, "enc-attention-dropout")
     assert (softmax.activation_bytes, dropout.activation_bytes) == (0.0, 1.5 * 384 * MIB)

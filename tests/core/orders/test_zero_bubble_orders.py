@@ -8,7 +8,7 @@ import pytest
 from on_request import on_request
 
 from envpipe_megatron.core.kinds import SPLIT, Kind, ScheduleError
-from envpipe_megatron.core.orders.blocks import block_turns
+from envpipe_megatron.core.orders.blocks import block_turns, squeezed_blocks
 from envpipe_megatron.core.orders.builders import (
     breadth_first,
     envpipe,
@@ -176,11 +176,20 @@ def test_no_block_is_given_where_none_has_room():
     assert list(block_turns(level_job(8, 8, 6)))
 
 
-def test_half_of_1f1bs_memory_has_the_bubble_of_v_half():
-    """As NeurIPS'24's own order."""
-    schedule = shortest(replace(level_job(8, 32, 10), tail_s=range(8)[::-1]))
-    assert longest_stage_s(schedule) == 6 * 32 + 17
-    assert max(schedule.peak_in_flight) <= 10
+@pytest.mark.parametrize(("stages", "most", "wait"), [(8, 10, 17), (16, 18, 41)])
+def test_squeezed_blocks_have_the_bubble_of_v_half(stages, most, wait):
+    """Half of 1F1B's memory: as NeurIPS'24's own order, shorter than blocks as they stand."""
+    job = replace(level_job(stages, 4 * stages, most), tail_s=range(stages)[::-1])
+    plain, squeezed = (
+        [fill(job, turns, job.floor_s) for turns in made(job)]
+        for made in (block_turns, squeezed_blocks)
+    )
+    best = min(squeezed, key=lambda filled: filled.time_s)
+    assert best.time_s == 6 * 4 * stages + wait + stages - 1
+    assert best.time_s < min(filled.time_s for filled in plain)
+    for filled in squeezed:
+        assert max(filled.peak_held) <= most
+        assert all(len(order) == 3 * job.num_per_kind for order in filled.orders)
 
 
 @pytest.mark.parametrize(
