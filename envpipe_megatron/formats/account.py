@@ -24,6 +24,8 @@ PRICE_VARIABLE, INTENSITY_VARIABLE = "ENVPIPE_PRICE", "ENVPIPE_GRID_INTENSITY"
 UNDER_BUDGETS = "; steps under a power budget, slower as asked, are among these"
 #: What the names of emulated GPUs end in.
 _EMULATED = "(emulated)"
+#: A smaller share of a step is what is left by rounding where steps are equal.
+_ROUNDING = 1e-9
 _SECONDS = ("us", 1e-6), ("ms", 1e-3), ("s", 1.0)
 _JOULES = ("uJ", 1e-6), ("mJ", 1e-3), ("J", 1.0)
 
@@ -167,7 +169,8 @@ def _less(own: float, more_percent: float, error_percent: float | None) -> tuple
     """
     expected = own / (1 + more_percent / 100)
     half = NORMAL_95 * (error_percent or 0.0) / 100 * expected**2 / own
-    return expected - own, half
+    less = expected - own
+    return (0.0 if abs(less) < _ROUNDING * own else less), half
 
 
 def _word(less: float) -> str:
