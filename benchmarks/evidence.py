@@ -142,6 +142,8 @@ def as_cell(value: object) -> Cell:
         return Figure(Decimal(f"{rounded:f}"))
     if isinstance(value, int):
         return Figure(Decimal(value))
+    if isinstance(value, list):
+        return tuple(map(as_cell, value))
     return value if isinstance(value, Figure | tuple) else str(value)
 
 

@@ -20,7 +20,7 @@ from typing import Any
 
 import click
 
-from benchmarks.outputs import make_console, make_table
+from benchmarks.outputs import leave, make_console, make_table, output_option
 from envpipe_megatron.integrations.levels import (
     ArgumentLimit,
     Decision,
@@ -162,11 +162,11 @@ def total_rows(jobs: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
                     {
                         "source": source,
                         "pipeline": pipeline,
+                        "units_or_better_percent": _percent(levels, Level.UNITS),
+                        "uniform_or_better_percent": _percent(levels, Level.UNIFORM),
                         "jobs": levels.total(),
                         **{str(level): levels[level] for level in reversed(Level)},
                         "splits": sum(job["splits"] for job in found),
-                        "units_or_better_percent": _percent(levels, Level.UNITS),
-                        "uniform_or_better_percent": _percent(levels, Level.UNIFORM),
                     }
                 )
     return rows
@@ -178,8 +178,9 @@ def _percent(levels: Counter[Level], least: Level) -> float:
 
 @click.command()
 @click.argument("files", nargs=-1, type=click.Path(exists=True, path_type=Path))
-def main(files: tuple[Path, ...]) -> None:
-    """Print the level of each job in FILES, and totals for jobs with a pipeline and without."""
+@output_option("recipes")
+def main(files: tuple[Path, ...], output: Path) -> None:
+    """Print the level of each job in FILES; leave totals for jobs with a pipeline and without."""
     jobs = job_rows(job for path in files or [RECIPES] for job in read_jobs(path))
     totals = total_rows(jobs)
     shown = [{**row, "against_the_next": ", ".join(row["against_the_next"]) or "-"} for row in jobs]
@@ -188,6 +189,7 @@ def main(files: tuple[Path, ...]) -> None:
     console = make_console()
     console.print(table)
     console.print(make_table("Jobs that get each level", totals))
+    leave(output, "computed", {"recipes": totals})
 
 
 if __name__ == "__main__":

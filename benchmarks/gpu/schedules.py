@@ -4,12 +4,11 @@ One rank a GPU, no clock is changed (dry run). Prints, for each order, whether l
 are equal to megatron-core's to the last bit, and its iteration time over megatron-core's, from
 alternating blocks of iterations: the median ratio and a 95 % interval by bootstrap over blocks.
 
-    torchrun --nproc-per-node 4 benchmarks/gpu/schedules.py --output results.json
+    torchrun --nproc-per-node 4 benchmarks/gpu/schedules.py
 """
 
 from __future__ import annotations
 
-import json
 import os
 import statistics
 import tempfile
@@ -30,7 +29,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer import TransformerConfig
 from scipy.stats import bootstrap
 
-import benchmarks  # noqa: F401 - puts what tests share on the path
+from benchmarks.outputs import leave, make_console, make_table, output_option
 from envpipe_megatron.core.channel_model import CARRIERS
 from envpipe_megatron.core.orders import builders
 from envpipe_megatron.core.orders.zero_bubble import split_in_place, zero_bubble
@@ -59,19 +58,20 @@ VOCABULARY = 32000
 @click.option("--block-iterations", default=3, show_default=True)
 @click.option("--steps", default=4, show_default=True, help="Steps of the comparison to the bit.")
 @click.option("--carrier", type=click.Choice(CARRIERS), default="auto", show_default=True)
-@click.option("--output", type=click.Path(path_type=Path), required=True, help="JSON file.")
-def main(**options: Any) -> None:
+@output_option("gpu_schedules")
+def main(output: Path, **options: Any) -> None:
     """Compare orders on the GPUs of this machine."""
     os.environ.setdefault(FORBID_VARIABLE, "1")  # measured with the clocks as they are
     join_pipeline()
     bench = Bench({**options, "vocabulary": VOCABULARY})
     bench.add_orders()
-    results = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, **options}
-    results["output"] = str(results["output"])
-    results["orders"] = bench.compare()
+    orders = bench.compare()
+    # The first number with a fraction ends what a row was set to.
+    rows = [{"order": name, "time_ratio": row["time_ratio"], **row} for name, row in orders.items()]
     if dist.get_rank() == 0:
-        options["output"].write_text(json.dumps(results, indent=1) + "\n")
-        click.echo(json.dumps(results["orders"], indent=1))
+        make_console().print(make_table("Orders", rows))
+        gpus = f"{dist.get_world_size()} {torch.cuda.get_device_name()}"
+        leave(output, "GPUs", {"schedules": rows}, gpus=gpus)
     bench.close()
     dist.barrier()
     dist.destroy_process_group()

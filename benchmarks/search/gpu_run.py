@@ -5,9 +5,9 @@
     $RUN ranked
 
 `profile` leaves MODEL.layers.json in the output. `ranked` trains the best three and the worst two
-of all shapes, each in its best cut, and leaves a line of MODEL.runs.jsonl for each: iteration times
-and each stage's peak of allocated memory, predicted and measured. Clocks are left alone. With
---cpu, tiny models run on gloo, to rehearse; a CPU counts no memory.
+of all shapes, each in its best cut, and leaves MODEL/rows.jsonl: the median iteration time and the
+highest peak of allocated memory, predicted and measured. Clocks are left alone. With --cpu, tiny
+models run on gloo, to rehearse; a CPU counts no memory.
 
 Models: GPT-1.3B (24 layers of 2,048, sequences of 2,048), and layers of Llama-3-8B's shape, 8 of
 its 32: two GPUs hold that many with their optimizer. Output weights are the embedding's in neither.
@@ -15,10 +15,11 @@ its 32: two GPUs hold that many with their optimizer. Output weights are the emb
 
 from __future__ import annotations
 
-import json
+import math
 import os
 import re
 import shlex
+import statistics
 import subprocess
 import sys
 import time
@@ -37,6 +38,7 @@ from benchmarks.megatron_lm.models import (
     joined,
     training,
 )
+from benchmarks.outputs import leave, make_console, make_table
 from envpipe_megatron.gpu.base import FORBID_VARIABLE
 from envpipe_megatron.search.candidates import Candidate
 from envpipe_megatron.search.configuration import (
@@ -50,7 +52,7 @@ from envpipe_megatron.search.space import MegatronSpace, Space
 ITERATIONS, WARM_UP = 30, 10
 #: A line of Megatron's log is for so many: each takes it milliseconds, and waits of all ranks.
 LOG_INTERVAL = 5
-_MIB = 2.0**20
+_MIB, _GIB = 2.0**20, 2.0**30
 
 _GPT = "--attention-dropout 0 --hidden-dropout 0 --untie-embeddings-and-output-weights"
 _LLAMA = (
@@ -188,6 +190,7 @@ def ranked(place: Place, limit_s: int, memory_gib: float) -> None:
     candidates = [Candidate(cut.configuration, profile, job) for cut in cuts]
     candidates.sort(key=lambda each: each.iteration_time_s)
     chosen = dict.fromkeys([*range(min(3, len(candidates))), *range(len(candidates))[-2:]])
+    rows = []
     for number in chosen:
         name = f"{number + 1}-of-{len(candidates)}"
         candidate = candidates[number]
@@ -197,30 +200,34 @@ def ranked(place: Place, limit_s: int, memory_gib: float) -> None:
         command += ["--nproc-per-node", str(place.gpus), *place.script, *place.arguments]
         command += [] if place.cpu else ["--log-memory-interval", str(WARM_UP)]
         code, wall_s = _run(place, [*command, *shlex.split(" ".join(flags))], log, limit_s)
+        predicted_s = candidate.iteration_time_s
+        measured_s, peak_bytes = read_log(log.read_text())
         row = {
-            "name": name,
-            "flags": flags,
-            "predicted_s": candidate.iteration_time_s,
-            "predicted_bytes": candidate.peak_bytes.tolist(),
-            "exit": code,
-            "wall_s": wall_s,
-            **read_log(log.read_text()),
+            "model": place.model,
+            "place": name,
+            "configuration": " ".join(flags),
+            "predicted (s)": predicted_s,
+            "measured (s)": measured_s,
+            "error (%)": 100 * (predicted_s / measured_s - 1),
+            "memory, predicted (GiB)": float(candidate.peak_bytes.max()) / _GIB,
+            "measured (GiB)": peak_bytes / _GIB,
         }
-        with (place.output / f"{place.model}.runs.jsonl").open("a") as runs:
-            runs.write(json.dumps(row) + "\n")
-        click.echo(json.dumps(row))
+        rows.append(row)
+        click.echo(f"{row}, exit {code} after {wall_s:.0f} s")
         if code:
             click.echo(_end(log, 15))
+    make_console().print(make_table("The best three and the worst two", rows))
+    basis, gpus = ("CPU", "") if place.cpu else ("GPUs", str(place.gpus))
+    leave(place.output / place.model, basis, {"ranked": rows}, gpus=gpus)
 
 
-def read_log(text: str) -> dict[str, Any]:
-    """Return times (s) after the warm-up, and each rank's last peak (bytes), of Megatron's log."""
+def read_log(text: str) -> tuple[float, float]:
+    """Return the median time (s) after the warm-up and the highest peak (bytes); NaN if missing."""
     times_ms = re.findall(r"elapsed time per iteration \(ms\): ([\d.]+)", text)
-    peaks = re.findall(r"\[Rank (\d+)\].*\| max allocated: ([\d.]+)", text)
-    return {
-        "iteration_s": [float(time_ms) / 1e3 for time_ms in times_ms[WARM_UP // LOG_INTERVAL :]],
-        "peak_bytes": {int(rank): float(mib) * _MIB for rank, mib in peaks},
-    }
+    peaks_mib = re.findall(r"\[Rank \d+\].*\| max allocated: ([\d.]+)", text)
+    times_s = [float(time_ms) / 1e3 for time_ms in times_ms[WARM_UP // LOG_INTERVAL :]]
+    peak_mib = max(map(float, peaks_mib), default=math.nan)
+    return statistics.median(times_s or [math.nan]), peak_mib * _MIB
 
 
 def _run(place: Place, command: Sequence[str], log: Path, limit_s: float) -> tuple[int, float]:

@@ -59,12 +59,13 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
 def on_page_content(content: str, **_: Any) -> str:
     r"""Write formulas as MathML, which browsers draw without a script, and `|` in tables' code.
 
-    A cell's code has `\|` for it, which GitHub reads as `|` and Python's Markdown leaves.
+    A cell's code has `\|` for it, which GitHub reads as `|` and Python's Markdown leaves. A list of
+    values is broken behind it where it is too long for a line, and not within a word.
     """
 
     def mathml(found: re.Match[str]) -> str:
         tex = html.unescape(found[3]).strip()
         return str(convert(tex, display="block" if found[1] == "div" else "inline"))
 
-    content = _CELL.sub(lambda cell: cell[0].replace("\\|", "|"), content)
+    content = _CELL.sub(lambda cell: cell[0].replace("\\|", "|<wbr>"), content)
     return _FORMULA.sub(mathml, content)

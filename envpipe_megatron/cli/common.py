@@ -8,9 +8,9 @@ import sys
 import sysconfig
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import click
 
@@ -149,6 +149,15 @@ INTENSITY_OPTION = click.option(
     show_envvar=True,
     help="Carbon intensity of the grid, in g CO2 per kWh.",
 )
+
+
+T = TypeVar("T")
+
+
+def taken(kind: type[T], options: dict[str, Any]) -> T:
+    """Remove from options those that are named as fields of a dataclass, and make one of them."""
+    names = (each.name for each in fields(kind) if each.name in options)  # type: ignore[arg-type]
+    return kind(**{name: options.pop(name) for name in [*names]})
 
 
 def check_outputs(

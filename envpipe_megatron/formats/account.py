@@ -20,8 +20,14 @@ logger = logging.getLogger(__name__)
 
 #: Variables that say what a kWh costs, and its g of CO2, to jobs and commands alike.
 PRICE_VARIABLE, INTENSITY_VARIABLE = "ENVPIPE_PRICE", "ENVPIPE_GRID_INTENSITY"
+#: What follows a comparison where an operator's budget had steps take longer, and less energy.
+UNDER_BUDGETS = "; steps under a power budget, slower as asked, are among these"
 #: What the names of emulated GPUs end in.
 _EMULATED = "(emulated)"
+#: A smaller share of a step is what is left by rounding where steps are equal.
+_ROUNDING = 1e-9
+_SECONDS = ("us", 1e-6), ("ms", 1e-3), ("s", 1.0)
+_JOULES = ("uJ", 1e-6), ("mJ", 1e-3), ("J", 1.0)
 
 
 @dataclass(frozen=True)
@@ -89,13 +95,10 @@ class Account:
 
         `where` follows the number of GPUs.
         """
+        known = self.tokens if isinstance(self.tokens, int | float) and self.tokens > 0 else 0
         for batch, each in self.compared.items():
-            tokens = None if batch else self.tokens
-            line = each.bill_line(
-                self.num_gpus, tokens, clocks_kept=self.clocks_kept, power=self.power
-            )
-            of_batch = f", batches of {batch}" if batch else ""
-            yield f"against the job's own baseline{of_batch}: {line}"
+            of_batch, tokens = (f", batches of {batch}", 0) if batch else ("", known)
+            yield f"against the job's own baseline{of_batch}: {self._step(each, tokens)}"
             yield from self._saved(each, tokens, tariff)
         total = total_of(self.sums)
         said = [
@@ -106,7 +109,22 @@ class Account:
         ]
         yield "; ".join(filter(None, said))
 
-    def _saved(self, each: Comparison, tokens: object, tariff: Tariff) -> Iterator[str]:
+    def _step(self, each: Comparison, tokens: float) -> str:
+        """Say what a step takes beside the baseline's, and a token, if their number is not 0."""
+        took = [(each.time_s, _SECONDS, "", "", 1.0)]
+        if each.energy_j is not None:
+            on_all = f" on {self.num_gpus:g} GPUs", self.num_gpus
+            took.append((each.energy_j, _JOULES, " a GPU", *on_all))
+        parts = zip(took, each.parts(), strict=True)
+        step = (f"{_scaled(v, *units)}{of} ({said})" for (v, units, of, *_), said in parts)
+        line = f"a step takes {' and '.join(step)}"
+        if tokens:
+            token = (f"{_scaled(n * v / tokens, *units)}{of}" for v, units, _, of, n in took)
+            line += f"; a token {' and '.join(token)}"
+        line += UNDER_BUDGETS if self.power else ""
+        return f"{line}; no clock was changed" if self.clocks_kept else line
+
+    def _saved(self, each: Comparison, tokens: float, tariff: Tariff) -> Iterator[str]:
         """Yield what all compared steps took less or more than baselines expect."""
         if not (each.iterations and each.time_s) or each.slowdown_percent is None:
             return
@@ -126,7 +144,7 @@ class Account:
         count = each.iterations
         parts.append(f"{_time(count * abs(saved_s), count * half_s)} {_word(saved_s)} time")
         said = f"in {each.iterations} such steps: {', '.join(parts)}"
-        if isinstance(tokens, int | float) and tokens > 0 and each.energy_j:
+        if tokens and each.energy_j:
             per_joule = tokens / (each.energy_j * self.num_gpus)
             said += f"; {per_joule:.4g} tokens a joule"
             if each.saving_percent is not None:
@@ -151,7 +169,8 @@ def _less(own: float, more_percent: float, error_percent: float | None) -> tuple
     """
     expected = own / (1 + more_percent / 100)
     half = NORMAL_95 * (error_percent or 0.0) / 100 * expected**2 / own
-    return expected - own, half
+    less = expected - own
+    return (0.0 if abs(less) < _ROUNDING * own else less), half
 
 
 def _word(less: float) -> str:
@@ -169,7 +188,7 @@ def _time(time_s: float, half_s: float = 0.0) -> str:
 def _scaled(value: float, *units: tuple[str, float], half: float = 0.0) -> str:
     """Write a value in the largest unit of which it has one, with its interval if that is known."""
     name, size = next((unit for unit in reversed(units) if value >= unit[1]), units[0])
-    said = f"{value / size:.4g}"
+    said = f"{value / size:{'.4g' if value < 1e3 * size else '.0f'}}"
     if 0 < half < math.inf:
         digits = max(0, 1 - math.floor(math.log10(half / size)))
         said = f"{value / size:.{digits}f} +- {half / size:.{digits}f}"

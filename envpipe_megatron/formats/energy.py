@@ -42,10 +42,10 @@ import sys
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from envpipe_megatron.core.fields import TEXT, Number, Reader
 from envpipe_megatron.errors import EnvPipeError
 
 if TYPE_CHECKING:  # guards import this module, and do without SciPy
@@ -70,9 +70,11 @@ OUTSIDE_STEPS = (BETWEEN, PLAN)
 _START = re.compile(r"(^| )\d{4}-\d\d-\d\dT\S+$")
 #: The phase of a batch of another size than the full one ends in this.
 _BATCH = re.compile(r" (m\d+)$")
-#: The most s or J of a line, its highest iteration or rank, and stage. No job comes near them, and
-#: squares, microseconds in 64 bits and lists of all stages are possible up to them.
-MAX_AMOUNT, MAX_INDEX, MAX_STAGE = 1e12, 2**31 - 1, 9_999
+#: No job has as many s or J. Readers of these, of iterations and ranks, and of stages: squares,
+#: microseconds in 64 bits and lists of all stages are possible.
+MAX_AMOUNT = 1e12
+AMOUNT, INDEX = Number(below=MAX_AMOUNT), Number(whole=True, below=2**31)
+STAGE = Number(whole=True, below=10_000)
 #: Where the time of a window went; of an iteration whose units were not timed as in the last whose
 #: were.
 SHARES = ("compute_s", "blocking_s", "idle_s")
@@ -200,6 +202,10 @@ class EnergyNote:
     note: str
     fields: Mapping[str, Any]
 
+    def line(self) -> dict[str, Any]:
+        """Return it as the JSON object of a line."""
+        return dict(self.fields)
+
 
 @dataclass(frozen=True)
 class EnergyLogs:
@@ -259,14 +265,13 @@ def read_energy_logs(
                 if not line.strip():
                     continue
                 try:
-                    read, data = _parse_line(line)
+                    read = parse_line(line)
                 except ValueError:
                     unreadable.append(f"{path}:{number}")
                     foreign = True
                     continue
                 found = True
-                identity = hash(json.dumps(data, sort_keys=True))
-                if identity in seen:
+                if (identity := hash(line.strip())) in seen:
                     repeated += 1
                 else:
                     take(read)
@@ -289,17 +294,12 @@ def _no_energy_log(path: Path) -> EnergyFileError:
 
 def parse_line(line: bytes) -> EnergyWindow | EnergyNote:
     """Read one line of an energy log; ValueError if it is torn or something else."""
-    return _parse_line(line)[0]
-
-
-def _parse_line(line: bytes) -> tuple[EnergyWindow | EnergyNote, Any]:
-    """Read a line; return what it says, and its JSON."""
     try:
         data = json.loads(line)
         if isinstance(data, dict) and data.get("format") == NOTE_FORMAT:
             json.dumps(data, ensure_ascii=False).encode()  # what facts say is printed, too
-            return EnergyNote(read_text(data, "node"), read_text(data, "note"), data), data
-        return parse_window(data), data
+            return EnergyNote(read_text(data.get("node")), read_text(data.get("note")), data)
+        return parse_window(data)
     except (TypeError, KeyError, OverflowError, RecursionError) as error:
         raise ValueError("Not a line of an energy log") from error
 
@@ -339,17 +339,10 @@ def parse_window(data: Any) -> EnergyWindow:
         raise ValueError
     shares_s = [data.get(name) for name in SHARES]
     return EnergyWindow(
-        **{name: read(data, name) for name, read in _READERS.items()},
-        shares_s=None if None in shares_s else tuple(map(read_amount, shares_s)),
+        **{name: read(data.get(name)) for name, read in _READERS.items()},
+        shares_s=None if None in shares_s else tuple(map(AMOUNT, shares_s)),
         baseline=read_step(data.get("baseline")),
     )
-
-
-def read_amount(value: Any) -> float:
-    """Return a number of a line, s or J: not negative and at most `MAX_AMOUNT`, else ValueError."""
-    if type(value) not in (int, float) or not 0 <= value <= MAX_AMOUNT:
-        raise ValueError
-    return float(value)
 
 
 def read_step(said: Any) -> StepEnergy | None:
@@ -357,7 +350,7 @@ def read_step(said: Any) -> StepEnergy | None:
     from envpipe_megatron.formats.steps import StepEnergy
 
     try:
-        read = {name: None if said[name] is None else read_amount(said[name]) for name in STEP}
+        read = {name: None if said[name] is None else AMOUNT(said[name]) for name in STEP}
     except (TypeError, KeyError, ValueError):  # of another version
         return None
     if not (read["iterations"] and read["time_s"]):
@@ -365,43 +358,28 @@ def read_step(said: Any) -> StepEnergy | None:
     return StepEnergy(**read | {"iterations": int(read["iterations"])})  # type: ignore[arg-type]
 
 
-def read_text(data: dict[str, Any], name: str) -> str:
-    """Return a text of a line, empty if the line does not say; TypeError if it is none.
+def read_text(value: Any) -> str:
+    """Return a text of a line, empty if the line does not say; ValueError if it is none.
 
-    ValueError: a part of a character, which cannot be printed or written.
+    That is also a part of a character, which cannot be printed or written.
     """
-    value = data.get(name, "")
-    if not isinstance(value, str):
-        raise TypeError
-    value.encode()
-    return sys.intern(value)  # lines of a log have the same few
+    text = TEXT("" if value is None else value)
+    text.encode()
+    return sys.intern(text)  # lines of a log have the same few
 
 
-def read_index(value: Any, most: int = MAX_INDEX) -> int:
-    """Return a whole number of a line, from 0 to the most; else TypeError."""
-    if type(value) is not int or not 0 <= value <= most:
-        raise TypeError
-    return value
-
-
-def _index(data: dict[str, Any], name: str, most: int = MAX_INDEX) -> int | None:
-    value = data.get(name)
-    return None if value is None else read_index(value, most)
-
-
-def _amount(data: dict[str, Any], name: str) -> float | None:
-    value = data.get(name)
-    return None if value is None else read_amount(value)
+def _optional(read: Number) -> Reader[Any]:
+    return lambda value: None if value is None else read(value)
 
 
 #: What a line says under the name that a window has for it.
-_READERS: Mapping[str, Callable[[dict[str, Any], str], Any]] = {
+_READERS: Mapping[str, Reader[Any]] = {
     **dict.fromkeys(("node", "gpu", "gpu_uid", "clock_backend", "run"), read_text),
-    **dict.fromkeys(("rank", "num_ranks"), _index),
-    "stage": partial(_index, most=MAX_STAGE),
+    **dict.fromkeys(("rank", "num_ranks"), _optional(INDEX)),
+    "stage": _optional(STAGE),
     "phase": read_text,
-    **dict.fromkeys(("first_iteration", "last_iteration"), _index),
-    "begin_s": _amount,
-    **dict.fromkeys(("duration_s", "energy_j"), lambda data, name: read_amount(data[name])),
-    "energy_uncertainty_j": _amount,
+    **dict.fromkeys(("first_iteration", "last_iteration"), _optional(INDEX)),
+    "begin_s": _optional(AMOUNT),
+    **dict.fromkeys(("duration_s", "energy_j"), AMOUNT),
+    "energy_uncertainty_j": _optional(AMOUNT),
 }

@@ -88,10 +88,6 @@ class BaselineEnergy:
     own: StepEnergy | None = None
 
 
-#: What a comparison says where an operator's budget had steps take longer, and less energy.
-UNDER_BUDGETS = "; steps under a power budget, slower as asked, are among these"
-
-
 @dataclass(frozen=True)
 class Comparison:
     """An average step of a GPU, and by how many percent it differs from a baseline's.
@@ -121,25 +117,6 @@ class Comparison:
     def __str__(self) -> str:
         return ", ".join(self.parts())
 
-    def bill_line(
-        self, num_gpus: float, tokens: object, *, clocks_kept: bool, power: object = None
-    ) -> str:
-        """Return the first line of a bill.
-
-        `tokens` is their number in a step, `power` how a power budget was kept; both if known.
-        """
-        each = [(self.time_s, "s", "", "", 1.0)]
-        if self.energy_j is not None:
-            each.append((self.energy_j, "J", " a GPU", f" on {num_gpus:g} GPUs", num_gpus))
-        parts = zip(each, self.parts(), strict=True)
-        step = (f"{_measured(v, unit)}{of} ({said})" for (v, unit, of, *_), said in parts)
-        line = f"a step takes {' and '.join(step)}"
-        if isinstance(tokens, int | float) and tokens > 0:
-            token = (f"{_measured(n * v / tokens, unit)}{of}" for v, unit, _, of, n in each)
-            line += f"; a token {' and '.join(token)}"
-        line += UNDER_BUDGETS if power else ""
-        return f"{line}; no clock was changed" if clocks_kept else line
-
 
 def _against(more: float | None, error: float | None, what: str) -> str:
     """Put it into words, with its 95 % interval, by how many percent there is more of something."""
@@ -154,11 +131,6 @@ def in_words(more: float, half: float | None, what: str) -> str:
     if half is None:
         return f"{abs(more):.2f} {said}"
     return f"{abs(more):.2f} +- {half:.2f} {said}{', within noise' * (abs(more) <= half)}"
-
-
-def _measured(value: float, unit: str) -> str:
-    prefix, factor = ("", 1) if value >= 1 else ("m", 1e3) if value >= 1e-3 else ("u", 1e6)
-    return f"{value * factor:{'.4g' if value < 1e3 else '.0f'}} {prefix}{unit}"
 
 
 def compare(step: StepEnergy, baseline: StepEnergy) -> Comparison:

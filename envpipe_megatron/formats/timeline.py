@@ -37,11 +37,11 @@ from numpy.typing import NDArray
 
 from envpipe_megatron.core.kinds import ScheduleError, Unit, parse_unit
 from envpipe_megatron.formats.energy import (
+    AMOUNT,
+    INDEX,
     MAX_AMOUNT,
-    MAX_STAGE,
+    STAGE,
     Phase,
-    read_amount,
-    read_index,
     read_text,
     split_phase,
 )
@@ -185,11 +185,11 @@ def _parse_line(line: bytes) -> RankIteration | ClockSamples:
     known = data.get("frequency_mhz")
     read = RankIteration(
         labels=_labels(data),
-        phase=read_text(data, "phase"),
-        iteration=read_index(data["iteration"]),
-        begin_s=read_amount(data["begin_s"]),
-        iteration_time_s=read_amount(data["iteration_time_s"]),
-        order=read_text(data, "units"),
+        phase=read_text(data.get("phase")),
+        iteration=INDEX(data["iteration"]),
+        begin_s=AMOUNT(data["begin_s"]),
+        iteration_time_s=AMOUNT(data["iteration_time_s"]),
+        order=read_text(data.get("units")),
         start_us=start_us,
         end_us=end_us,
         frequency_mhz=None if known is None else _integers(known),
@@ -210,7 +210,7 @@ def _parse_line(line: bytes) -> RankIteration | ClockSamples:
 
 
 def _clock_samples(data: dict[str, Any]) -> ClockSamples:
-    times = tuple(read_amount(value) for value in data["time_s"])
+    times = tuple(map(AMOUNT, data["time_s"]))
     requested, observed = tuple(data["requested_mhz"]), tuple(data["observed_mhz"])
     if not times or not len(times) == len(requested) == len(observed):
         raise ValueError
@@ -226,10 +226,10 @@ def _clock_samples(data: dict[str, Any]) -> ClockSamples:
 
 def _labels(data: dict[str, Any]) -> GpuLabels:
     return _shared_labels(
-        *(read_text(data, name) for name in ("node", "gpu", "gpu_uid")),
-        read_index(data["rank"]),
-        read_index(data["stage"], MAX_STAGE),
-        *(read_text(data, name) for name in ("run", "clock_backend")),
+        *(read_text(data.get(name)) for name in ("node", "gpu", "gpu_uid")),
+        INDEX(data["rank"]),
+        STAGE(data["stage"]),
+        *(read_text(data.get(name)) for name in ("run", "clock_backend")),
     )
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import threading
 import time
 from collections.abc import Callable
@@ -53,9 +52,9 @@ class EnergyCounter:
         """Return the counter at its last refresh, or at the next one if that is due soon.
 
         A reading younger than 40 ms comes back at once; otherwise the call waits for the next
-        refresh, up to 0.1 s. A caller that polls every 50 ms sees each refresh. Raises GpuError
-        if the counter could not be read, went back, or has not moved for `STALL_S`; the next
-        call starts again.
+        refresh, up to 0.1 s. A caller that polls every 50 ms sees each refresh. A counter that went
+        back, as where a driver is reloaded, is read as it is. Raises GpuError if it could not be
+        read, or has not moved for `STALL_S`; the next call starts again.
         """
         with self._lock:
             last = self._reading
@@ -63,26 +62,22 @@ class EnergyCounter:
                 age_s = self._monotonic_s() - last.time_s
                 if age_s < _FRESH_S:
                     return last
-                refreshes = math.ceil((age_s + _LEAD_S) / _EXPECTED_PERIOD_S)
-                # Rounding could make this slightly negative.
-                self._sleep(max(0.0, refreshes * _EXPECTED_PERIOD_S - _LEAD_S - age_s))
+                self._sleep(-(age_s + _LEAD_S) % _EXPECTED_PERIOD_S)
             # Forgotten until another is found: after an error the next call starts again.
             self._reading = None
-            self._reading = self._watch(last)
+            self._reading = self._watch()
             return self._reading
 
-    def _watch(self, last: EnergyReading | None) -> EnergyReading:
+    def _watch(self) -> EnergyReading:
         """Read until the counter moves."""
         first_s = after_s = self._monotonic_s()
         old_j = self._read_j()
-        self._refuse_back(old_j, last.energy_j if last else old_j)
         while True:
             self._sleep(_STEP_S)
             begin_s = self._monotonic_s()
             energy_j = self._read_j()
             end_s = self._monotonic_s()
-            self._refuse_back(energy_j, old_j)
-            if energy_j > old_j:
+            if energy_j != old_j:
                 half_s = (end_s - after_s) / 2
                 return EnergyReading(energy_j, after_s + half_s, half_s)
             if end_s - first_s > STALL_S:
@@ -92,11 +87,3 @@ class EnergyCounter:
                     remedy="Check the GPU with nvidia-smi; its energy is not measured meanwhile",
                 )
             after_s = begin_s
-
-    def _refuse_back(self, energy_j: float, old_j: float) -> None:
-        if energy_j < old_j:
-            raise GpuError(
-                f"The energy counter of {self._name} went back from {old_j:.3f} J",
-                value=energy_j,
-                remedy="The driver was reloaded or the GPU reset; windows over it have no energy",
-            )

@@ -6,14 +6,10 @@ import logging
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-import torch
-
 from envpipe_megatron.core.kinds import Kind, Unit
 from envpipe_megatron.core.orders import builders
 from envpipe_megatron.core.schedule import Schedule
 from envpipe_megatron.errors import EnvPipeError
-from envpipe_megatron.integrations.device import current_device
-from envpipe_megatron.runtime.channel.carrier import StageSpecs, TensorSpec
 from envpipe_megatron.runtime.execution.stage_run import StageRun
 from envpipe_megatron.runtime.job.session import Session
 
@@ -88,41 +84,41 @@ class UnitFollower:
         self._warn = warn
         self._highest_clock = highest_clock
         self._units = iter(run.units)
-        self._in_order = True
+        #: Why no more units are reported; None as long as they come in order.
+        self.against: str | None = None
         self._running = False
 
     @classmethod
     def whole_step(cls, session: Session) -> UnitFollower:
         """Begin a step that is one unit: no code on the host may run within it, as in a graph."""
         order = builders.whole_iteration(session.parts.num_stages)
-        no_message = StageSpecs.alike(TensorSpec(((1,),), (torch.uint8,), current_device()))
-        followed = cls(session.open_iteration(order, no_message), session.highest_clock)
+        followed = cls(session.open_iteration(order), session.highest_clock)
         followed.begin(SeenUnit(Kind.FORWARD))
         return followed
 
     def begin(self, seen: SeenUnit) -> None:
         """Note that a unit begins."""
-        if not self._in_order:
+        if self.against is not None:
             return
         unit = None if self._running else next(self._units, None)
         if unit is not None and seen.may_be(unit):
             self._running = True
             self.run.begin_unit()
             return
-        self._in_order = False
         instead = "within another" if self._running else f"in place of {unit or 'no unit'}"
-        self._warn(f"In this iteration, {seen} came {instead}")
+        self._leave(f"In this iteration, {seen} came {instead}")
         self._highest_clock()
 
     def end(self) -> None:
         """Note that the unit's work has been handed to the device."""
-        if self._in_order and self._running:
+        if self.against is None and self._running:
             self._running = False
             self.run.end_unit()
 
     def fail(self) -> None:
         """Report nothing more of this step, which has failed."""
-        self._in_order = self.run.whole = self.run.same_work = False
+        self.against = "It failed"
+        self.run.whole = self.run.same_work = False
         self._highest_clock()
 
     def complete(self) -> None:
@@ -131,13 +127,17 @@ class UnitFollower:
             self._running = False
             self.run.end_unit()
         left = self.run.next_unit
-        if left is not None and self._in_order:
-            self._warn(f"This iteration ended before {left}")
+        if left is not None and self.against is None:
+            self._leave(f"This iteration ended before {left}")
         while self.run.next_unit is not None:
             self.run.whole = self.run.same_work = False
             self.run.unit_ended = None  # memory is not what it was behind each unit
             self.run.begin_unit()
             self.run.end_unit()
+
+    def _leave(self, why: str) -> None:
+        self.against = why
+        self._warn(why)
 
 
 #: Gets `begin` and `end` of each unit.

@@ -73,6 +73,8 @@ class Hooks(Generic[T]):
         self.job: T | None = None
         #: Closed when training ends, with what was replaced for it.
         self.while_training = ExitStack()
+        #: Steps from one log line to the next, where not each has one.
+        self.logged_every: int | None = None
 
     def note(self, name: str) -> int:
         """Note a call of this hook, of which a step has at most one; return how many there were."""

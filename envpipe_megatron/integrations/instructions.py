@@ -9,10 +9,9 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
-from datetime import timedelta
 from typing import Any
 
 import torch
@@ -23,7 +22,6 @@ from envpipe_megatron.core.schedule import Schedule
 from envpipe_megatron.core.sidecar import Sidecar
 from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.formats.energy import FRAMEWORK
-from envpipe_megatron.integrations.device import current_device
 from envpipe_megatron.integrations.framework_units import (
     Reporter,
     SeenUnit,
@@ -34,9 +32,7 @@ from envpipe_megatron.integrations.job import JobFacts, RankPlace, say_line
 from envpipe_megatron.integrations.leveled import LeveledJob
 from envpipe_megatron.integrations.levels import Level, Limit
 from envpipe_megatron.integrations.options import OF_LEVELS, read_settings
-from envpipe_megatron.runtime.channel.carrier import StageSpecs, TensorSpec
 from envpipe_megatron.runtime.channel.collectives import of_all_ranks
-from envpipe_megatron.runtime.channel.links import timeout_of
 
 logger = logging.getLogger(__name__)
 
@@ -70,13 +66,10 @@ class InstrumentedPipeline:
             NCCL. The i-th forward and the i-th backward are those of microbatch i. A job without a
             pipeline has a group for each rank, and gets one clock.
         num_microbatches: M, of each pipeline and step.
-        message: shape and type of what a stage sends to the next. The latency between stages is
-            measured with it.
         facts: what tells this job from others, of JSON's types: `model`, `microbatch_size`,
             `samples_per_iteration`, `tokens_per_iteration` or anything else. The energy bill shows
             it, and a job that is started again with the same facts and `output` goes on with its
             profile and baseline. Without facts it starts over.
-        timeout: time after which a silent rank is an error; by default that of torch's groups.
         say: prints a line; called on one rank.
         settings: EnvPipe's options, as in docs/lookup/options.md, without `--envpipe-` and with
             underscores: `type`, `objective` (all but `time`), `energy_price`, `gpu_price`,
@@ -91,24 +84,25 @@ class InstrumentedPipeline:
         pipeline_group: dist.ProcessGroup,
         num_microbatches: int,
         *,
-        message: tuple[Sequence[int], torch.dtype] = ((1,), torch.float32),
         facts: Mapping[str, Any] | None = None,
-        timeout: timedelta | None = None,
         say: Callable[[str], None] = say_line,
         **settings: object,
     ) -> None:
-        timeout = timeout or timeout_of(pipeline_group)
-        self._placement = RankPlace(pipeline_group, num_microbatches, timeout, runs_units=True)
+        self._placement = RankPlace(pipeline_group, num_microbatches, runs_units=True)
         num_stages = self._placement.num_stages
         if num_microbatches < 1:
             raise InstructionError("A step has at least one microbatch", value=num_microbatches)
+        if not (facts is None or isinstance(facts, Mapping)):
+            raise InstructionError(
+                "The facts of a job are values by name",
+                value=facts,
+                remedy='Give a mapping, such as {"model": "GPT, 24 layers"}.',
+            )
         on_gpu = torch.cuda.is_available()
         # Of the orders that flags know, the one whose defaults keep the framework's order.
         self._options = read_settings(
             settings, _WITHOUT, num_stages=num_stages, on_gpu=on_gpu, scheduling="1f1b"
         )
-        shape, dtype = message
-        self._specs = StageSpecs.alike(TensorSpec((tuple(shape),), (dtype,), current_device()))
         self._facts = facts
         self._say = say
         self._job: LeveledJob | None = None
@@ -159,7 +153,7 @@ class InstrumentedPipeline:
         if self._job is not None:
             assert self._framework_order is not None
             self._job.begin_step()
-            reporter = self._job.follow(self._framework_order, self._specs)
+            reporter = self._job.follow(self._framework_order)
         self._reporter = reporter  # not before: the step may fail to begin
         self._paused = False
 

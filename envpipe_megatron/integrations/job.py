@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import atexit
-import logging
 import os
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from datetime import timedelta
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -27,7 +24,6 @@ from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.gpu.control import ChosenControl
 from envpipe_megatron.integrations.device import DeviceError, open_device
 from envpipe_megatron.integrations.levels import Limit
-from envpipe_megatron.integrations.reporting import end_of_job
 from envpipe_megatron.integrations.versions import version_of
 from envpipe_megatron.policies.objective import Goal
 from envpipe_megatron.policies.orders.judged import check_own_within
@@ -40,13 +36,11 @@ from envpipe_megatron.runtime.channel.collectives import (
     make_collectives,
     of_all_ranks,
 )
-from envpipe_megatron.runtime.channel.links import backend_of, make_channel
+from envpipe_megatron.runtime.channel.links import make_channel, timeout_of
 from envpipe_megatron.runtime.channel.p2p import P2PChannel
 from envpipe_megatron.runtime.job.given import OPTIONS, Level
 from envpipe_megatron.runtime.job.options import OWN_ORDERS, JobOptions
 from envpipe_megatron.runtime.job.session import Session
-
-logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -67,13 +61,12 @@ class RankPlace:
     """A rank's pipeline, and what the framework does in it.
 
     Args:
-        pipeline_group: its ranks, in the order of their stages.
+        pipeline_group: its ranks, in the order of their stages. Its time-out, or the default
+            group's if that is longer, is the time after which a silent rank is an error.
         num_microbatches: M, of each pipeline.
-        timeout: time after which a silent rank is an error.
         messages_vary: stages may send another shape each time.
         runs_units: the framework runs units and sends messages itself at every level, in any order
-            at level `order`; else it does so only below that level. There, the channel only
-            measures how long messages take.
+            at level `order`; else it does so only below that level.
         splits: units at level `order` may be parts of a backward, unless there is a reason
             `why_whole`, the same on all ranks.
         framework_order: by default Megatron's of one chunk.
@@ -82,7 +75,6 @@ class RankPlace:
 
     pipeline_group: dist.ProcessGroup
     num_microbatches: int
-    timeout: timedelta
     messages_vary: bool = False
     runs_units: bool = False
     splits: bool = False
@@ -116,11 +108,30 @@ class JobFacts:
     same_job: Mapping[str, object]
 
 
-class Job:
-    """Holds what a rank has from the first iteration to the last.
+class OpenJob(NamedTuple):
+    """A rank's session in a job that has a level, and what it does, in a line."""
 
-    Every rank of the job makes one, at the same point of the program. Nothing of it outlives
-    `close`, which gives the clock back.
+    session: Session
+    banner: str
+
+    def close(self) -> None:
+        """Give back the clock and what messages took, and finish the energy log.
+
+        Safe to call twice.
+        """
+        self.session.close()
+        self.session.parts.channel.close()
+
+
+def open_job(
+    options: JobOptions,
+    placement: RankPlace,
+    facts: JobFacts,
+    say: Callable[[str], None],
+    level: Level = Level.ORDER,
+    notes: Sequence[str] = (),
+) -> OpenJob:
+    """Open this rank's GPU, channel and session; every rank calls it, at one point of the program.
 
     Args:
         say: prints a line, only on the planning rank.
@@ -135,199 +146,156 @@ class Job:
             messages, and neither control nor a profile is required.
         EnvPipeError: no control though it is required, or another rank raised one.
     """
-
-    def __init__(
-        self,
-        options: JobOptions,
-        placement: RankPlace,
-        facts: JobFacts,
-        say: Callable[[str], None],
-        level: Level = Level.ORDER,
-        notes: Sequence[str] = (),
-    ) -> None:
-        self.say = say
-        self._tokens = facts.bill.get("tokens_per_iteration")
-        if level < Level.UNITS and (options.profile or options.plan or options.profile_only):
-            raise JobError(
-                "A profile is of units, and this job's level is below that",
-                value=str(level),
-                remedy="Leave out --envpipe-profile, -profile-only and -plan.",
-            )
-        count, num_stages = placement.num_microbatches, placement.num_stages
-        own = placement.framework_order or framework_order(num_stages, count)
-        if options.scheduling == "1f1b":  # means the framework's own order
-            if placement.runs_units:
-                level = min(level, Level.UNITS)
-            else:
-                options = replace(options, scheduling=own.name)
-        orders = level is Level.ORDER
-        chunks = own.num_chunks if orders else 1
-        why_whole = _why_whole(options, placement, level)
-        keeps_order = placement.runs_units or not orders
-        for_time = options.objective == Goal.TIME and level is not Level.OBSERVE
-        options = replace(
-            options.at(level),
-            num_microbatches=count,
-            num_chunks=chunks,
-            group_size=placement.group_size if chunks > 1 else None,
-            runs_units=placement.runs_units,
-            why_whole=why_whole,
+    if level < Level.UNITS and (options.profile or options.plan or options.profile_only):
+        raise JobError(
+            "A profile is of units, and this job's level is below that",
+            value=str(level),
+            remedy="Leave out --envpipe-profile, -profile-only and -plan.",
         )
-        if level is Level.OBSERVE and torch.cuda.is_available():  # without, a GPU is emulated
-            options = replace(options, gpu_control="none")
-        if for_time and options.scheduling in OWN_ORDERS:
-            notes = (*notes, "Objective time needs another order, and this job keeps its own")
-            options = options.measuring()
-        pipeline = dist.get_process_group_ranks(placement.pipeline_group)
-        require = options.require_control or (
-            options.profile_only and options.gpu_control != "dry_run"
-        )
-        pipelines, group = all_pipelines(pipeline), placement.pipeline_group
+    count, num_stages = placement.num_microbatches, placement.num_stages
+    own = placement.framework_order or framework_order(num_stages, count)
+    if options.scheduling == "1f1b":  # means the framework's own order
         if placement.runs_units:
-            group = self._made(require, _own_gloo_group, group, placement.timeout)
-        collectives = self._made(require, make_collectives, pipelines, placement.timeout)
-        check_same_everywhere(collectives, _of_all_ranks(options))
-        self._order_name = options.scheduling if orders else own.name
-        check_in_flight(options.max_in_flight, own)
-        _check_split_order(options, why_whole)
-        self.device = self._made(
-            require,
-            partial(open_device, require=require, one_clock=options.one_clock),
-            *(collectives, num_stages, options.gpu_control, options.gpu),
-        )
-        if keeps_order:  # and sends its messages itself
-            channel = P2PChannel(pipeline, placement.stage, {})
+            level = min(level, Level.UNITS)
         else:
-            make = partial(
-                make_channel,
-                timeout=placement.timeout,
-                carrier=options.channel,
-                num_chunks=chunks,
-                vary=placement.messages_vary,
-            )
-            channel = self._made(require, make, group, collectives)
-        # A profile that is asked for is measured, even if an earlier start left one.
-        if not options.profile_only:
-            units = _fingerprint(facts.same_job, options, self.device.gpu.name)
-            # Other messages disturb units in another way.
-            options = replace(options, fingerprint={**units, "keeps_order": keeps_order})
-        self.options = options
-        self.session = Session(
-            replace(
-                options,
-                require_control=require,
-                labels=self.device.labels,
-                sidecar=facts.sidecar,
-            ),
-            self.device.gpu,
-            self.device.make_executor,
-            channel,
-            collectives,
-            say=say,
+            options = replace(options, scheduling=own.name)
+    orders = level is Level.ORDER
+    chunks = own.num_chunks if orders else 1
+    why_whole = _why_whole(options, placement, level)
+    keeps_order = placement.runs_units or not orders
+    for_time = options.objective == Goal.TIME and level is not Level.OBSERVE
+    options = replace(
+        options.at(level),
+        num_microbatches=count,
+        num_chunks=chunks,
+        group_size=placement.group_size if chunks > 1 else None,
+        runs_units=placement.runs_units,
+        why_whole=why_whole,
+        sidecar=facts.sidecar,
+    )
+    if level is Level.OBSERVE and torch.cuda.is_available():  # without, a GPU is emulated
+        options = replace(options, gpu_control="none")
+    if for_time and options.scheduling in OWN_ORDERS:
+        notes = (*notes, "Objective time needs another order, and this job keeps its own")
+        options = options.measuring()
+    require = options.require_control or (options.profile_only and options.gpu_control != "dry_run")
+    made = partial(_made, say, require)
+    pipeline = dist.get_process_group_ranks(placement.pipeline_group)
+    timeout = timeout_of(placement.pipeline_group)
+    collectives = made(make_collectives, all_pipelines(pipeline), timeout)
+    check_same_everywhere(collectives, _of_all_ranks(options))
+    order_name = options.scheduling if orders else own.name
+    check_in_flight(options.max_in_flight, own)
+    _check_split_order(options, why_whole)
+    device = made(
+        partial(open_device, require=require, one_clock=options.one_clock),
+        *(collectives, num_stages, options.gpu_control, options.gpu),
+    )
+    if keeps_order:  # and sends its messages itself
+        channel = P2PChannel(pipeline, placement.stage, {})
+    else:
+        make = partial(
+            make_channel,
+            timeout=timeout,
+            carrier=options.channel,
+            num_chunks=chunks,
+            vary=placement.messages_vary,
         )
-        if refused := self.session.refused:
-            left_alone = ChosenControl(options.gpu_control, None, refused)
-            self.device = replace(self.device, control=left_alone)
-        self.session.state.notes += tuple(notes)
-        if orders and placement.why_whole and why_whole == placement.why_whole:
-            self.session.state.notes += (f"Backwards stay whole: {why_whole}",)
-        self.session.describe_job(
-            {
-                **facts.bill,
-                "level": str(Level.OBSERVE if self.session.options.only_measures() else level),
-                "type": options.type,
-                "scheduling": self._order_name,
-                "reconfigure": options.reconfigure,
-                "objective": self.session.options.goal.goal,
-                "notes": self.session.summary()["notes"],
-            }
+        channel = made(make, placement.pipeline_group, collectives)
+    # A profile that is asked for is measured, even if an earlier start left one.
+    if not options.profile_only:
+        units = _fingerprint(facts.same_job, options, device.gpu.name)
+        # Other messages disturb units in another way.
+        options = replace(options, fingerprint={**units, "keeps_order": keeps_order})
+    session = Session(
+        replace(options, require_control=require, labels=device.labels),
+        device.gpu,
+        device.make_executor,
+        channel,
+        collectives,
+        say=say,
+    )
+    session.state.notes += tuple(notes)
+    if orders and placement.why_whole and why_whole == placement.why_whole:
+        session.state.notes += (f"Backwards stay whole: {why_whole}",)
+    session.describe_job(
+        {
+            **facts.bill,
+            "level": str(Level.OBSERVE if session.options.only_measures() else level),
+            "type": options.type,
+            "scheduling": order_name,
+            "reconfigure": options.reconfigure,
+            "objective": session.options.goal.goal,
+            "notes": session.summary()["notes"],
+        }
+    )
+    return OpenJob(session, _banner(session, options, order_name, device.control))
+
+
+def _banner(session: Session, options: JobOptions, order_name: str, control: ChosenControl) -> str:
+    """Return what a job does that was asked for these options, in a line."""
+    gpu, channel = session.parts.gpu, session.parts.channel
+    if session.refused:
+        control = ChosenControl(options.gpu_control, None, session.refused)
+    locked = control.backend is not None and gpu.changes_clock
+    clocks = "the highest clock" if locked else "the clocks as they are"
+    runs = session.options if session.options.changes_only_order else options
+    asked = runs.in_words(order_name, clocks)
+    if session.options.only_measures():
+        instead = "" if options.type == "baseline" else f", not {asked}"
+        asked = f"only measuring, in the framework's order and at {clocks}{instead}"
+    lines = [
+        f"EnvPipe {__version__} is active: {asked}",
+        f"clocks of {gpu.name}: {control.backend or 'left as they are'} ({control.why})",
+        f"in flight: {options.max_in_flight or 'no limit'}; "
+        f"output: {session.parts.folder.path or 'none'}",
+        *session.state.notes,
+    ]
+    if channel.about:
+        lines.append(f"messages: {channel.about}")
+    if channel.capacity is not None:  # over one hardware queue
+        lines.append(
+            f"{QUEUES_VARIABLE} is below 8: {channel.capacity} message(s) may wait "
+            "between neighbours, so their extra forwards are kept close"
         )
-        # Where a signal ends the process at once, as SIGTERM does by default, the guard gives the
-        # clock back: a handler would run only when a rank that waits in NCCL for a peer comes back.
-        atexit.register(self.close)
+    return "; ".join(lines)
 
-    def _made(self, required: bool, make: Callable[..., T], *arguments: Any) -> T:
-        """Make a part of the job on all ranks.
 
-        Raises on all ranks if one of them cannot: its own error where the part is `required` or the
-        device is wrong, else a WithoutEnvPipeError.
-        """
-        failure: Exception | None = None
-        try:
-            made = make(*arguments)
-        except Exception as error:
-            failure = error
-        own = "" if failure is None else str(failure) or repr(failure)
-        wrong, why = max(of_all_ranks((isinstance(failure, DeviceError), own)))
-        if not why:
-            return made
-        if wrong or required:
-            raise failure or CollectivesError(why)
-        if dist.get_rank() == 0:
-            self.say(f"This job trains without EnvPipe: {why}")
-        raise WithoutEnvPipeError(why) from failure
+def _made(say: Callable[[str], None], required: bool, make: Callable[..., T], *arguments: Any) -> T:
+    """Make a part of the job on all ranks.
 
-    def banner(self) -> str:
-        """Return what the job does, in a line."""
-        options, control = self.options, self.device.control
-        locked = control.backend is not None and self.device.gpu.changes_clock
-        clocks = "the highest clock" if locked else "the clocks as they are"
-        set_by = control.backend or "left as they are"
-        runs = self.session.options if self.session.options.changes_only_order else options
-        asked = runs.in_words(self._order_name, clocks)
-        if self.session.options.only_measures():
-            instead = "" if options.type == "baseline" else f", not {asked}"
-            asked = f"only measuring, in the framework's order and at {clocks}{instead}"
-        lines = [
-            f"EnvPipe {__version__} is active: {asked}",
-            f"clocks of {self.device.gpu.name}: {set_by} ({control.why})",
-            f"in flight: {options.max_in_flight or 'no limit'}; "
-            f"output: {self.session.parts.folder.path or 'none'}",
-            *self.session.state.notes,
-        ]
-        channel = self.session.parts.channel
-        if channel.about:
-            lines.append(f"messages: {channel.about}")
-        if channel.capacity is not None:  # over one hardware queue
-            lines.append(
-                f"{QUEUES_VARIABLE} is below 8: {channel.capacity} message(s) may wait "
-                "between neighbours, so their extra forwards are kept close"
-            )
-        return "; ".join(lines)
-
-    def close(self) -> None:
-        """Give back the clock and what messages took, and finish the energy log.
-
-        Safe to call twice.
-        """
-        atexit.unregister(self.close)
-        self.session.close()
-        self.session.parts.channel.close()
-
-    def end(self) -> None:
-        """Give the clock back, then print the energy bill; every rank calls it."""
-        self.session.close()
-        folder = self.session.parts.folder.path
-        lines = end_of_job(self.session, self._tokens, self.options.energy_price or None)
-        if lines and folder is not None and not self.options.profile_only:
-            lines.append(f"envpipe report {folder} shows where time and energy went")
-        for line in lines:
-            self.say(line)
+    Raises on all ranks if one of them cannot: its own error where the part is `required` or the
+    device is wrong, else a WithoutEnvPipeError.
+    """
+    failure: Exception | None = None
+    try:
+        made = make(*arguments)
+    except Exception as error:
+        failure = error
+    own = "" if failure is None else str(failure) or repr(failure)
+    wrong, why = max(of_all_ranks((isinstance(failure, DeviceError), own)))
+    if not why:
+        return made
+    if wrong or required:
+        raise failure or CollectivesError(why)
+    if dist.get_rank() == 0:
+        say(f"This job trains without EnvPipe: {why}")
+    raise WithoutEnvPipeError(why) from failure
 
 
 def say_line(text: str) -> None:
     """Print a line of the log; only the planning rank calls it.
 
-    A log that takes none, as on a full disk, ends no training.
+    A log that takes none, as on a full disk or by a stand-in of the script's, ends no training.
     """
-    encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
-    line = f"[envpipe] {text}".encode(encoding, "backslashreplace").decode(encoding)
     try:
+        encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
+        line = f"[envpipe] {text}".encode(encoding, "backslashreplace").decode(encoding)
         print(line, flush=True)
-    except (OSError, ValueError):
+    except Exception:
         from envpipe_megatron.console import drop_output  # for such a log only
 
-        with suppress(OSError, ValueError):  # else what is left fails again as the process ends
+        with suppress(Exception):  # else what is left fails again as the process ends
             kept = os.dup(sys.stdout.fileno())
             drop_output(sys.stdout)
             sys.stdout.flush()
@@ -335,28 +303,16 @@ def say_line(text: str) -> None:
             os.close(kept)
 
 
-def _own_gloo_group(group: dist.ProcessGroup, timeout: timedelta) -> dist.ProcessGroup:
-    """Return another group of a pipeline's ranks if theirs is of gloo, else the same.
-
-    In a group of gloo, only tags would separate EnvPipe's messages from the framework's. Every rank
-    of the job calls it, at the same point of the program.
-    """
-    if backend_of(group) != "gloo":
-        return group
-    own = tuple(dist.get_process_group_ranks(group))
-    made: dict[tuple[int, ...], dist.ProcessGroup] = {
-        ranks: dist.new_group(
-            list(ranks), timeout=timeout, backend="gloo", group_desc="envpipe-pipeline"
-        )
-        for ranks in all_pipelines(own)
-    }
-    return made[own]
-
-
 def check_same_everywhere(collectives: Collectives, facts: Mapping[str, object]) -> None:
     """Refuse ranks that would wait for each other forever: a JobError on all, naming options."""
-    everywhere = _joined(collectives.by_stage({n: {str(v)} for n, v in facts.items()}, _joined))
-    different = {name: sorted(everywhere[name]) for name in facts if len(everywhere[name]) > 1}
+
+    def joined(parts: Iterable[set[tuple[str, str]]]) -> set[tuple[str, str]]:
+        return set().union(*parts)
+
+    own = {(name, str(value)) for name, value in facts.items()}
+    everywhere = sorted(joined(collectives.by_stage(own, joined)))
+    values = {name: [value for of, value in everywhere if of == name] for name in facts}
+    different = {name: each for name, each in values.items() if len(each) > 1}
     if different:
         raise JobError(
             "The ranks of this job were started differently",
@@ -364,11 +320,6 @@ def check_same_everywhere(collectives: Collectives, facts: Mapping[str, object])
             remedy="Give all nodes the same options, the same ENVPIPE_TYPE, ENVPIPE_SCHEDULING, "
             f"ENVPIPE_RECONFIGURE and {QUEUES_VARIABLE}, and one version of the package.",
         )
-
-
-def _joined(parts: Sequence[Mapping[str, set[str]]]) -> dict[str, set[str]]:
-    names = {name for part in parts for name in part}
-    return {name: set().union(*(part.get(name, ()) for part in parts)) for name in names}
 
 
 def limits_of_replicas(num_microbatches: int) -> list[Limit]:

@@ -5,10 +5,12 @@ Limits of its level may show before the first step, in it, or in any later one.
 
 from __future__ import annotations
 
+import atexit
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import closing
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import torch.distributed as dist
 
@@ -16,15 +18,16 @@ from envpipe_megatron.core.schedule import Schedule
 from envpipe_megatron.formats.energy import FRAMEWORK, Phase
 from envpipe_megatron.integrations.framework_units import UnitFollower, once
 from envpipe_megatron.integrations.job import (
-    Job,
     JobError,
     JobFacts,
+    OpenJob,
     RankPlace,
     WithoutEnvPipeError,
     limits_of_replicas,
+    open_job,
 )
 from envpipe_megatron.integrations.levels import Decision, Level, Limit, decide
-from envpipe_megatron.integrations.reporting import IntervalReport
+from envpipe_megatron.integrations.reporting import IntervalReport, end_of_job
 from envpipe_megatron.runtime.channel.carrier import StageSpecs
 from envpipe_megatron.runtime.job.options import JobOptions
 from envpipe_megatron.runtime.job.session import Session
@@ -37,12 +40,12 @@ class LeveledJob:
     be read, there is no `job`: the framework trains without EnvPipe, and methods do nothing.
 
     Args:
-        options, placement, facts, say: as for `Job`.
+        options, placement, facts, say: as for `open_job`.
         limits: of the level, the same on all ranks.
 
     Raises:
         LevelError: the level that options name cannot be had.
-        EnvPipeError: as `Job` raises it.
+        EnvPipeError: as `open_job` raises it.
     """
 
     def __init__(
@@ -54,11 +57,12 @@ class LeveledJob:
         limits: Iterable[Limit] = (),
     ) -> None:
         self.options = options
-        self._make = partial(Job, placement=placement, facts=facts, say=say)
+        self._open = partial(open_job, placement=placement, facts=facts, say=say)
+        self._tokens = facts.bill.get("tokens_per_iteration")
         of_replicas = limits_of_replicas(placement.num_microbatches)
         self._limits = *limits, *of_replicas
         self.decision = self._decide(options.level)
-        self.job = self._make_job(options, of_replicas)
+        self.job = self._open_job(options, of_replicas)
         self._is_announced = self._failed = False
         self._closed = self.job is None
         #: Begins the step that is under way, in a job that is made again; None between steps.
@@ -67,6 +71,9 @@ class LeveledJob:
         self._followed: UnitFollower | None = None
         #: Warns of units that come otherwise than planned.
         self._warn = once()
+        # Where a signal ends the process at once, as SIGTERM does by default, the guard gives the
+        # clock back: a handler would run only when a rank that waits in NCCL for a peer comes back.
+        atexit.register(self._give_back)
 
     @property
     def level(self) -> Level:
@@ -98,7 +105,7 @@ class LeveledJob:
         """Print what the job does."""
         self._is_announced = True
         if self.job is not None:
-            self.say(f"{self.decision}; {self.job.banner()}")
+            self.say(f"{self.decision}; {self.job.banner}")
 
     def lower(self, found: Sequence[Limit], asked: Level | None = None) -> bool:
         """Make the job again if limits that showed by now, the same on all ranks, are below it.
@@ -123,7 +130,7 @@ class LeveledJob:
         if decision.level is Level.OBSERVE:
             options = replace(options, require_control=False)
         self.job.close()
-        self.job = self._make_job(options, found)
+        self.job = self._open_job(options, found)
         if self.job is None:
             self.close()
         if self._is_announced:
@@ -140,12 +147,14 @@ class LeveledJob:
         if not self._closed:
             self.session.begin_step(iteration)
 
-    def follow(self, order: Schedule, specs: StageSpecs) -> UnitFollower:
+    def follow(
+        self, order: Schedule, specs: StageSpecs | None = None, *, full_batch: bool = True
+    ) -> UnitFollower:
         """Open this step's iteration, whose units the framework runs; return what gets them.
 
         The arguments are those of `Session.open_iteration`.
         """
-        run = self.session.open_iteration(order, specs)
+        run = self.session.open_iteration(order, specs, full_batch=full_batch)
         self._followed = UnitFollower(run, self.session.highest_clock, self._warn)
         return self._followed
 
@@ -194,27 +203,49 @@ class LeveledJob:
         """Return the energy since the last report; every rank calls it after the same step."""
         return IntervalReport() if self._closed else IntervalReport.gather(self.session)
 
+    def log(self, iteration: int, tensorboard: Any, wandb: Any = None) -> str:
+        """Write energy since the last call to the writers, and return it as text for a log line.
+
+        Every rank calls it at the same iteration; all but one without writers.
+        """
+        report = self.report()
+        for name, value in report.scalars().items():
+            if tensorboard:
+                tensorboard.add_scalar(name, value, iteration)
+            if wandb:
+                wandb.log({name: value}, iteration)
+        return report.line()
+
     def end(self) -> None:
         """Give the clock back, and print the bill; every rank calls it.
 
-        A step that has not ended stays so: the device may wait for a peer that is gone.
+        A step that has not ended stays so: the device may wait for a peer that is gone. Raises
+        JobError if only the profile was asked for, and there is none.
         """
-        if not self._closed:
-            assert self.job is not None
-            with closing(self):
-                self.job.end()
-
-    def check_profiled(self) -> None:
-        """End by a JobError a job that was started for its profile only and has none."""
-        wants = self.job is not None and self.options.profile_only
-        if wants and self.session.state.profile is None:
+        if self._closed:
+            return
+        profile_only = self.options.profile_only
+        with closing(self):
+            self.session.close()
+            folder = self.session.parts.folder.path
+            lines = end_of_job(self.session, self._tokens, self.options.energy_price or None)
+            if lines and folder is not None and not profile_only:
+                lines.append(f"envpipe report {folder} shows where time and energy went")
+            for line in lines:
+                self.say(line)
+        if profile_only and self.session.state.profile is None:
             raise JobError(
-                "Training ended before every stage was profiled", remedy="Raise --train-iters."
+                "Training ended before every stage was profiled",
+                remedy="Train for more steps (--train-iters).",
             )
 
     def close(self) -> None:
         """Give the clock back; safe to call twice."""
         self._closed, self._followed = True, None
+        atexit.unregister(self._give_back)
+        self._give_back()
+
+    def _give_back(self) -> None:
         if self.job is not None:
             self.job.close()
 
@@ -228,8 +259,8 @@ class LeveledJob:
         checks = self.options.self_check != "off"
         return decide(self._limits, asked, checks=checks)
 
-    def _make_job(self, options: JobOptions, found: Sequence[Limit]) -> Job | None:
+    def _open_job(self, options: JobOptions, found: Sequence[Limit]) -> OpenJob | None:
         try:
-            return self._make(options, level=self.level, notes=[*map(str, found)])
+            return self._open(options, level=self.level, notes=[*map(str, found)])
         except WithoutEnvPipeError:
             return None

@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 import importlib
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from typing import Any
 
 import torch.distributed as dist
@@ -145,6 +145,7 @@ class EnvPipeCallback:
         options = options_of(args, named=str)
         group = get_pg_collection(context.model).pp
         self._training = Training(args, options, BRIDGE_LIMITS, context.model, group)
+        self._put_back.enter_context(closing(self._training))
         self._training.in_place_of(self._framework_function)
         self._put_back.enter_context(between_steps("Megatron-Bridge", self._training))
         self._training.announce()
@@ -165,32 +166,22 @@ class EnvPipeCallback:
             line = self._training.log(iteration, state.tensorboard_logger, state.wandb_logger)
             self._training.say(line and f"iteration {iteration} |{line}")
 
-    def on_train_end(self, context: Any) -> None:
+    def on_train_end(self, context: Any = None) -> None:
         """End the job: training has ended, and evaluations may follow."""
-        self._end()
+        with closing(self):
+            if self._training is not None:
+                self._training.end()
 
     def close(self) -> None:
         """Give the clock back where an error has ended training and the process goes on.
 
-        The next callback that is made does it too.
+        The next callback that is made does it too. The loop calls Bridge's functions again.
         """
-        training = self._left()
-        if training is not None:
-            training.close()
-
-    def _end(self) -> None:
-        training = self._left()
-        if training is not None:
-            training.end()
-
-    def _left(self) -> Training | None:
-        """Let the loop call Bridge's functions again; return the training, and forget it."""
         self._put_back.close()
-        training, self._training = self._training, None
-        return training
+        self._training = None
 
     def _put_into(self, loop: Any) -> None:
-        """Let the loop call this callback, up to `_left`."""
+        """Let the loop call this callback, up to `close`."""
         get_function, is_leaving = loop.get_forward_backward_func, loop.checkpoint_and_decide_exit
 
         def get_forward_backward_func(*args: Any, **kwargs: Any) -> Callable[..., Any]:
@@ -205,7 +196,7 @@ class EnvPipeCallback:
         def checkpoint_and_decide_exit(*args: Any, **kwargs: Any) -> Any:
             leaving = is_leaving(*args, **kwargs)
             if leaving:  # by sys.exit, without another callback
-                self._end()
+                self.on_train_end()
             return leaving
 
         get_forward_backward_func.callback = self  # type: ignore[attr-defined]  # for the next one

@@ -186,10 +186,12 @@ def prepare_files(options: JobOptions, num_stages: int, named: Named = flag_of) 
     if options.output is not None:
         try:
             options.output.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            if options.profile_only or isinstance(error, FileExistsError | NotADirectoryError):
+        except (OSError, ValueError) as error:
+            # The last is of a character that no name can have.
+            wrong = FileExistsError | NotADirectoryError | ValueError
+            if options.profile_only or isinstance(error, wrong):
                 raise OptionError(
-                    f"There can be no output folder: {error.strerror}",
+                    f"There can be no output folder: {getattr(error, 'strerror', error)}",
                     value=str(options.output),
                     remedy=f"Give another one by {named('output')}.",
                 ) from error

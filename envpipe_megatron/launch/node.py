@@ -11,14 +11,12 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from envpipe_megatron.console import say_as_launcher
-from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.formats.account import Tariff
 from envpipe_megatron.gpu.base import GpuError
 from envpipe_megatron.gpu.guard.lease import list_leases
@@ -40,8 +38,6 @@ _HURRIED_S = 5.0
 #: How long to wait for guards of ranks that have ended. A reset takes milliseconds, by a command
 #: or without persistence mode seconds.
 _GUARDS_S = 30.0
-#: Of a folder for folders of sockets; a socket's path has 107 bytes at most, on macOS 103.
-_LONGEST_PATH_BYTES = 103 - len("/envpipe-12345678/socket")
 
 
 @dataclass(frozen=True)
@@ -70,21 +66,17 @@ class NodeSettings:
 def run_node(torchrun_arguments: Sequence[str], settings: NodeSettings) -> int:
     """Run torchrun to its end, and bill it; return its exit status, 128 and the signal if killed.
 
-    Raises EnvPipeError if another agent writes this node's energy log, or there is no folder for a
-    socket; OSError if the output folder cannot be written.
+    Raises EnvPipeError if another agent writes this node's energy log, OSError if the output folder
+    cannot be written.
     """
     tariff = Tariff(settings.price_per_kwh, settings.grid_g_per_kwh)
     report = BillReport(settings.output_dir, tariff, settings.bill_interval, settings.node_name)
     with contextlib.ExitStack() as last:
         last.callback(_wait_for_guards)
-        folder = last.enter_context(_socket_folder())
-        agent = NodeAgent(
-            settings.output_dir,
-            settings.node_name,
-            Path(folder) / "socket",
-            report.look,
-        )
+        agent = NodeAgent(settings.output_dir, settings.node_name)
         last.callback(agent.close)
+        last.callback(report.stop)
+        report.follow(agent)
         if agent.log.earlier_bytes:
             say_as_launcher(f"{agent.log.path} is continued; a new job needs another --output")
         also = handled_signals(torchrun_arguments)
@@ -95,10 +87,7 @@ def run_node(torchrun_arguments: Sequence[str], settings: NodeSettings) -> int:
 
                 where = settings.prometheus_address, settings.prometheus_port
                 last.callback(serve_metrics(agent, *where, settings.job_name, tariff))
-            environment = {
-                AGENT_VARIABLE: str(agent.socket_path),
-                JOB_NAME_VARIABLE: settings.job_name,
-            }
+            environment = {AGENT_VARIABLE: agent.address, JOB_NAME_VARIABLE: settings.job_name}
             code = run_torchrun(torchrun_arguments, environment, signals)
         except BaseException:
             agent.finish(1, 0.0)  # or the bill would call this node lost
@@ -110,23 +99,6 @@ def run_node(torchrun_arguments: Sequence[str], settings: NodeSettings) -> int:
         except Exception:  # training has its own exit status
             logger.exception("There is no bill")
     return code
-
-
-def _socket_folder() -> tempfile.TemporaryDirectory[str]:
-    """Make a folder in TMPDIR, as torchrun does, or in /tmp if that is too long for a socket.
-
-    Not in XDG_RUNTIME_DIR: its user may log out, and ranks that start again look for the socket.
-    """
-    try:
-        fits = len(os.fsencode(tempfile.gettempdir())) <= _LONGEST_PATH_BYTES
-        return tempfile.TemporaryDirectory(prefix="envpipe-", dir=None if fits else "/tmp")
-    except OSError as error:
-        raise EnvPipeError(
-            f"There is no folder for the agent's socket: {error.strerror}",
-            value=error.filename or os.environ.get("TMPDIR", "/tmp"),
-            remedy=f"Set TMPDIR to a folder of yours whose path has at most {_LONGEST_PATH_BYTES} "
-            "characters.",
-        ) from error
 
 
 def _wait_for_guards() -> None:

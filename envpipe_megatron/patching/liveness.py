@@ -36,13 +36,13 @@ _SHOWN_CHARACTERS = 2000
 
 
 class Outcome(StrEnum):
-    """Result of asking a hook."""
+    """Result of asking a hook, for people."""
 
     LIVE = "live"
-    NOT_LIVE = "not_live"
-    ELSEWHERE = "elsewhere"
-    DEPENDENCY = "dependency"
-    IMPORT_FAILED = "import_failed"
+    NOT_LIVE = "NOT LIVE"
+    ELSEWHERE = "NOT LIVE, comes from elsewhere"
+    DEPENDENCY = "not proven, the framework needs a package"
+    IMPORT_FAILED = "NOT LIVE, import failed"
 
 
 @dataclass(frozen=True)

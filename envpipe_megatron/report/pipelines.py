@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from envpipe_megatron.core.kinds import ScheduleError, Unit
 from envpipe_megatron.core.schedule import Placement, Schedule
-from envpipe_megatron.formats.energy import Phase, split_phase
-from envpipe_megatron.formats.timeline import GpuLabels, RankIteration
+from envpipe_megatron.formats.energy import EnergyNote, EnergyWindow, Phase, split_phase
+from envpipe_megatron.formats.timeline import GpuLabels, RankIteration, TimelineLogs
 
 #: A start of a job, by the label of its run, and a node.
 StartAndNode = tuple[str, str]
@@ -22,14 +22,55 @@ StartAndNode = tuple[str, str]
 IterationKey = tuple[str, int]
 
 
-def node_offsets_s(iterations: Iterable[RankIteration]) -> dict[StartAndNode, float]:
-    """Find what to subtract from each node's instants, so that those of all nodes compare.
+def on_one_axis(
+    timelines: TimelineLogs, lines: Iterable[EnergyWindow | EnergyNote]
+) -> tuple[TimelineLogs, tuple[EnergyWindow | EnergyNote, ...]]:
+    """Bring the instants of all nodes and starts to one axis, on which the first of them is 0.
 
     The stages of a pipeline begin an iteration together, so the median difference between the
-    begins of the iterations that two nodes recorded is taken to be 0. Each start of a job has its
-    own, since a node that was booted between them has a clock that starts again. It is 0 for the
-    node of the lowest rank, and for nodes without a common iteration.
+    begins of the iterations that two nodes recorded is taken to be 0. A node without an iteration
+    in common with that of the lowest rank keeps its time. A start comes behind the one before it: a
+    node that was booted between them has a clock that begins anew.
     """
+    lines = tuple(lines)
+    windows = [line for line in lines if isinstance(line, EnergyWindow)]
+    ahead_s = _ahead_s(timelines.iterations)
+    seen: list[tuple[GpuLabels | EnergyWindow, float, float]] = [
+        *((read.labels, read.begin_s, read.iteration_time_s) for read in timelines.iterations),
+        *((read.labels, min(read.time_s), 0.0) for read in timelines.clocks),
+        *((own, own.begin_s, own.duration_s) for own in windows if own.begin_s is not None),
+    ]
+    spans_s: dict[str, tuple[float, float]] = {}
+    for whose, begin_s, length_s in seen:
+        begin_s -= ahead_s[whose.run, whose.node]
+        first_s, last_s = spans_s.get(whose.run, (begin_s, begin_s))
+        spans_s[whose.run] = min(first_s, begin_s), max(last_s, begin_s + length_s)
+    shift_s, shifts_s, last_s = None, dict[str, float](), 0.0
+    for run, (begin_s, end_s) in sorted(spans_s.items()):
+        shift_s = -begin_s if shift_s is None else max(shift_s, last_s - begin_s)
+        shifts_s[run], last_s = shift_s, end_s + shift_s
+
+    def on_axis(whose: GpuLabels | EnergyWindow, instant_s: float) -> float:
+        return instant_s - ahead_s[whose.run, whose.node] + shifts_s[whose.run]
+
+    iterations = (
+        replace(read, begin_s=on_axis(read.labels, read.begin_s)) for read in timelines.iterations
+    )
+    clocks = (
+        replace(read, time_s=tuple(on_axis(read.labels, at_s) for at_s in read.time_s))
+        for read in timelines.clocks
+    )
+    moved = (
+        line
+        if isinstance(line, EnergyNote) or line.begin_s is None
+        else replace(line, begin_s=on_axis(line, line.begin_s))
+        for line in lines
+    )
+    return replace(timelines, iterations=tuple(iterations), clocks=tuple(clocks)), tuple(moved)
+
+
+def _ahead_s(iterations: Iterable[RankIteration]) -> Mapping[StartAndNode, float]:
+    """Return by how much the clocks of nodes are ahead of that of the lowest rank's node."""
     begins: dict[str, dict[str, dict[int, float]]] = {}
     first_rank: dict[str, int] = {}
     for read in iterations:
@@ -37,16 +78,13 @@ def node_offsets_s(iterations: Iterable[RankIteration]) -> dict[StartAndNode, fl
         first_rank[node] = min(rank, first_rank.get(node, rank))
         own = begins.setdefault(read.labels.run, {}).setdefault(node, {})
         own[read.iteration] = min(read.begin_s, own.get(read.iteration, read.begin_s))
-    return {
-        (run, node): _median_difference_s(own, nodes[min(nodes, key=first_rank.__getitem__)])
-        for run, nodes in begins.items()
-        for node, own in nodes.items()
-    }
-
-
-def _median_difference_s(own: Mapping[int, float], reference: Mapping[int, float]) -> float:
-    common = own.keys() & reference.keys()
-    return statistics.median(own[key] - reference[key] for key in common) if common else 0.0
+    ahead_s = defaultdict[StartAndNode, float](float)
+    for run, nodes in begins.items():
+        reference = nodes[min(nodes, key=first_rank.__getitem__)]
+        for node, own in nodes.items():
+            if common := own.keys() & reference.keys():
+                ahead_s[run, node] = statistics.median(own[at] - reference[at] for at in common)
+    return ahead_s
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,8 @@ from envpipe_megatron.formats.energy import (
     name_of_run,
     read_energy_logs,
 )
-from envpipe_megatron.formats.timeline import TimelineLogs, read_timelines
+from envpipe_megatron.formats.timeline import GpuLabels, TimelineLogs, read_timelines
+from envpipe_megatron.report.pipelines import on_one_axis
 
 T = TypeVar("T")
 
@@ -36,8 +37,9 @@ class RunFolder:
     """A run's folder, as far as it can be read.
 
     Args:
-        timelines: recorded iterations and observed clocks; empty if there are none.
-        energy: None without an energy log.
+        timelines: recorded iterations and observed clocks, on one axis of time; empty if there are
+            none.
+        energy: on the same axis; None without an energy log.
         plan: None without one, or without the profile that prices it.
         clocks: how each rank's clock was controlled, as `clocks.jsonl` has it.
         summary: summary of a job or quickstart, as `summary.json` has it.
@@ -61,20 +63,18 @@ class RunFolder:
         return () if self.energy is None else self.energy.windows
 
     @property
+    def _labels(self) -> list[GpuLabels | EnergyWindow]:
+        return [*(read.labels for read in self.timelines.iterations), *self.windows]
+
+    @property
     def emulated(self) -> bool:
-        """True if a rank or the summary says that its GPU is emulated."""
-        entries = (*self.clocks, *([self.summary] if self.summary else []))
-        return (
-            any(entry.get("emulated") is True for entry in entries)
-            or any(window.gpu.endswith("(emulated)") for window in self.windows)
-            or self._has_back_end("emulated")
-        )
+        """True if a rank's GPU is emulated, by its name."""
+        return any(labels.gpu.endswith("(emulated)") for labels in self._labels)
 
     @property
     def dry_run(self) -> bool:
         """True if a rank only logged the clocks that it would have set."""
-        is_said = any(entry.get("backend") == "dry_run" for entry in self.clocks)
-        return is_said or self._has_back_end("dry_run")
+        return any(labels.clock_backend == "dry_run" for labels in self._labels)
 
     @property
     def changed_nothing(self) -> bool:
@@ -91,9 +91,6 @@ class RunFolder:
                 clocks_mhz.setdefault(rank, set()).update(read.frequency_mhz.tolist())
         one_order = all(len(of_rank) == 1 for of_rank in orders.values())
         return bool(orders) and one_order and all(len(own) == 1 for own in clocks_mhz.values())
-
-    def _has_back_end(self, name: str) -> bool:
-        return any(read.labels.clock_backend == name for read in self.timelines.iterations)
 
     @property
     def num_stages(self) -> int:
@@ -220,11 +217,12 @@ def _num_lines(folder: RunFolder) -> int:
 
 
 def _of_present_job(folder: RunFolder) -> RunFolder:
-    """Leave out the lines of earlier jobs: `job.json` has the present one's starts.
+    """Leave out the lines of earlier jobs, and bring the others' instants to one axis.
 
-    Lines whose run names no start are kept; all are kept if the job names no starts. Of several
-    names of runs, which no job of one folder has, those of the last line. A node gets its name in
-    the timelines, if a GPU shows which that is: an agent may use another name.
+    `job.json` has the present one's starts. Lines whose run names no start are kept; all are kept
+    if the job names no starts. Of several names of runs, which no job of one folder has, those of
+    the last line. A node gets its name in the timelines, if a GPU shows which that is: an agent may
+    use another name.
     """
     named = (folder.job or {}).get("starts")
     starts = tuple(str(start) for start in named) if isinstance(named, list) else ()
@@ -248,15 +246,15 @@ def _of_present_job(folder: RunFolder) -> RunFolder:
     for read in timelines.iterations:
         nodes.setdefault(read.labels.gpu_uid, set()).add(read.labels.node)
     node_of = {uid: next(iter(found)) for uid, found in nodes.items() if uid and len(found) == 1}
-    if energy is not None:
-        lines = (
-            replace(line, node=node_of.get(line.gpu_uid, line.node))
-            if isinstance(line, EnergyWindow)
-            else line
-            for line in energy.lines
-            if isinstance(line, EnergyNote) or own(line.run)
-        )
-        energy = replace(energy, lines=tuple(lines))
+    lines = (
+        replace(line, node=node_of.get(line.gpu_uid, line.node))
+        if isinstance(line, EnergyWindow)
+        else line
+        for line in (() if energy is None else energy.lines)
+        if isinstance(line, EnergyNote) or own(line.run)
+    )
+    timelines, of_one_axis = on_one_axis(timelines, lines)
+    energy = energy and replace(energy, lines=of_one_axis)
     clocks = tuple(entry for entry in folder.clocks if own(entry.get("run", "")))
     return replace(folder, timelines=timelines, energy=energy, clocks=clocks)
 

@@ -1,44 +1,50 @@
-"""Measures over the time of a job: its steps, and the power of its GPUs."""
+"""Charts over the time of a job: its steps, and the power of its GPUs."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Hashable, Iterable, Sequence
 from itertools import groupby
 
 import numpy as np
 from numpy.typing import NDArray
 
 from envpipe_megatron.core.arrays import FloatArray
-from envpipe_megatron.formats.energy import EnergyWindow
-from envpipe_megatron.report.pipelines import StartAndNode
+from envpipe_megatron.formats.energy import PHASES, EnergyWindow, split_phase
+from envpipe_megatron.report.charts import (
+    BLUE,
+    GREEN,
+    GREY,
+    ORANGE,
+    PURPLE,
+    SKY,
+    YELLOW,
+    Chart,
+    Marks,
+    columns_of,
+    series_colours,
+)
 
+#: Colours of phases, in a job's order.
+_PHASES = dict(zip(PHASES, (GREY, ORANGE, SKY, PURPLE, YELLOW, GREEN, GREY, GREY), strict=True))
+#: Of each line: more than a screen has pixels would not be seen.
+_MOST_POINTS = 800
 _TIME_BINS = 600
 
 
-@dataclass(frozen=True)
-class StepSeries:
-    """Energy and time of the steps of a job.
+def thinned(count: int) -> NDArray[np.intp]:
+    """Return places of some of a line's points, the first and the last among them."""
+    return np.unique(np.linspace(0, count - 1, min(count, _MOST_POINTS)).round().astype(np.intp))
 
-    Args:
-        iteration: [n] those that were metered; of a window of many, the first and the last.
-        time_s: [n] of each, on an average GPU.
-        energy_j: [n] of each, on all GPUs.
-        phases: for each span of iterations of one phase, its name, first and last iteration.
+
+def step_charts(metered: Iterable[EnergyWindow]) -> list[Chart]:
+    """Draw time and energy of the steps of all starts, on one axis of iterations; none without any.
+
+    The time is on an average GPU, the energy on all. Steps of a longer window are their mean, and
+    its first and last are drawn.
     """
-
-    iteration: NDArray[np.int64]
-    time_s: FloatArray
-    energy_j: FloatArray
-    phases: tuple[tuple[str, int, int], ...]
-
-
-def step_series(metered: Iterable[EnergyWindow]) -> StepSeries | None:
-    """Return steps over all starts, None without any; those of a longer window are their mean."""
     windows = [window for window in metered if window.steps]
     if not windows:
-        return None
+        return []
     first, last = (
         np.array([getattr(window, name) for window in windows])
         for name in ("first_iteration", "last_iteration")
@@ -56,13 +62,29 @@ def step_series(metered: Iterable[EnergyWindow]) -> StepSeries | None:
     seen = count > 0
     begin = corners[:-1][seen]
     iteration = np.unique(np.concatenate([begin, corners[1:][seen] - 1]))
+    iteration = iteration[thinned(len(iteration))]
     at = np.flatnonzero(seen)[np.searchsorted(begin, iteration, "right") - 1]
-    return StepSeries(
-        iteration,
-        times_s[at] / count[at],
-        energies_j[at] / count[at],
-        _phase_spans(windows),
-    )
+    shades = columns_of("name begin end", _phase_spans(windows))
+    shades["colour"] = [_PHASES.get(name, GREY) for name in shades["name"]]
+    x, charts = iteration.tolist(), []
+    for name, label, sums in (
+        ("time_s", "iteration time (s)", times_s),
+        ("energy_j", "energy of all GPUs (J)", energies_j),
+    ):
+        y = (sums[at] / count[at]).tolist()
+        tips = ("iteration", "@x"), (label, "@y{0.0000}")
+        marks = [
+            Marks("span", "", GREY, shades),
+            Marks("line", "", BLUE, {"x": [x], "y": [y]}),
+            Marks("dot", "", BLUE, {"x": x, "y": y}, tips),
+        ]
+        charts.append(
+            Chart(
+                f"iterations-{name}", "iteration", label, marks,
+                x_range=(-0.5, x[-1] + 0.5), from_zero=True,
+            )
+        )  # fmt: skip
+    return charts
 
 
 def _covered(begin: FloatArray, end: FloatArray, *values: FloatArray) -> list[FloatArray]:
@@ -80,40 +102,22 @@ def _covered(begin: FloatArray, end: FloatArray, *values: FloatArray) -> list[Fl
     return [corners, np.rint(sums[0]), *sums[1:]]
 
 
-def _phase_spans(windows: Sequence[EnergyWindow]) -> tuple[tuple[str, int, int], ...]:
-    """Return the phases in one rank's order, and their iterations."""
+def _phase_spans(windows: Sequence[EnergyWindow]) -> list[tuple[str, float, float]]:
+    """Return the phases in one rank's order, and where each begins and ends among iterations."""
     own = sorted(
-        (w.first_iteration or 0, w.last_iteration or 0, w.phase)
+        (w.first_iteration or 0, w.last_iteration or 0, split_phase(w.phase)[0])
         for w in windows
         if w.member == windows[0].member
     )
     spans = []
     for phase, group in groupby(own, key=lambda window: window[2]):
         members = list(group)
-        spans.append((phase, members[0][0], max(last for _, last, _ in members)))
-    return tuple(spans)
+        spans.append((phase, members[0][0] - 0.5, max(last for _, last, _ in members) + 0.5))
+    return spans
 
 
-@dataclass(frozen=True)
-class PowerSeries:
-    """Mean power of GPUs over time.
-
-    Args:
-        names, nodes: of each GPU.
-        edges_s: [bins + 1] after the first instant.
-        power_w: [num_gpus, bins] NaN where a GPU was not metered.
-    """
-
-    names: tuple[str, ...]
-    nodes: tuple[str, ...]
-    edges_s: FloatArray
-    power_w: FloatArray
-
-
-def power_series(
-    windows: Iterable[EnergyWindow], offsets_s: Mapping[StartAndNode, float]
-) -> PowerSeries:
-    """Return the power of each GPU, by rank; `offsets_s` brings nodes to one time axis.
+def power_chart(windows: Iterable[EnergyWindow]) -> Chart | None:
+    """Draw the mean power of each GPU, by rank, and the sum of each node's; None without any.
 
     Powers of windows that overlap add up: times of all bins by their powers give all energy.
     """
@@ -121,45 +125,45 @@ def power_series(
     for window in windows:
         if window.begin_s is not None and window.duration_s > 0:
             by_gpu.setdefault(window.gpu_key, []).append(window)
+    if not by_gpu:
+        return None
     gpus = sorted(by_gpu.values(), key=lambda own: (own[0].rank is None, own[0].rank or 0))
-    spans = [_spans(own, offsets_s) for own in gpus]
-    begin_s = min((float(begin.min()) for begin, *_ in spans), default=0.0)
-    end_s = max((float((begin + length).max()) for begin, length, _ in spans), default=0.0)
+    spans: list[FloatArray] = [
+        np.array([(each.begin_s, each.duration_s, each.energy_j) for each in own]).T for own in gpus
+    ]
+    begin_s = min(float(begin.min()) for begin, *_ in spans)
+    end_s = max(float((begin + length).max()) for begin, length, _ in spans)
     edges_s = np.linspace(begin_s, end_s, _TIME_BINS + 1)
-    power_w = np.array([_binned_power_w(*span, edges_s) for span in spans])
-    names = tuple(
+    power_w = np.array([_binned_power_w(span, edges_s) for span in spans])
+    names = [
         f"rank {own[0].rank} · stage {own[0].stage}" if own[0].rank is not None else own[0].gpu_uid
         for own in gpus
-    )
-    nodes = tuple(own[0].node for own in gpus)
-    return PowerSeries(names, nodes, edges_s - begin_s, power_w)
+    ]
+    nodes = np.array([own[0].node for own in gpus])
+    by_node = {
+        node: np.nansum(power_w[nodes == node], axis=0) for node in dict.fromkeys(nodes.tolist())
+    }
+    middle_s = ((edges_s[1:] + edges_s[:-1]) / 2 - begin_s).astype(np.float32)
+    columns = {
+        "name": [*names, *by_node],
+        "colour": series_colours(len(names)) + series_colours(len(by_node)),
+        "x": [middle_s] * (len(names) + len(by_node)),
+        "y": [line.astype(np.float32) for line in (*power_w, *by_node.values())],
+        "group": ["each GPU"] * len(names) + ["each node"] * len(by_node),
+    }
+    tips = ("", "@name"), ("s", "$x{0.00}"), ("W", "$y{0.0}")
+    return Chart(
+        "power", "time (s)", "power (W)", [Marks("line", "", GREY, columns, tips)],
+        x_range=(0.0, end_s - begin_s), from_zero=True, choice="Power of",
+    )  # fmt: skip
 
 
-def _spans(
-    own: Sequence[EnergyWindow], offsets_s: Mapping[StartAndNode, float]
-) -> tuple[FloatArray, FloatArray, FloatArray]:
-    """Return begin, length and energy of windows; a start is behind the one before it.
+def _binned_power_w(spans: FloatArray, edges_s: FloatArray) -> FloatArray:
+    """Return [bins] mean power, NaN where no window lies; windows give their energy evenly.
 
-    The clock of a node that was rebooted begins anew.
+    `spans` are [begin, length and energy, windows].
     """
-    rows: list[tuple[float, float, float]] = []
-    run, end_s, shift_s = "", -math.inf, 0.0
-    for window in own:
-        if window.begin_s is None:
-            continue
-        begin_s = window.begin_s - offsets_s.get((window.run, window.node), 0.0)
-        if window.run != run:
-            run, shift_s = window.run, max(0.0, end_s - begin_s)
-        rows.append((begin_s + shift_s, window.duration_s, window.energy_j))
-        end_s = max(end_s, begin_s + shift_s + window.duration_s)
-    begin, length, energy_j = np.array(rows).T
-    return begin, length, energy_j
-
-
-def _binned_power_w(
-    begin_s: FloatArray, length_s: FloatArray, energy_j: FloatArray, edges_s: FloatArray
-) -> FloatArray:
-    """Return [bins] mean power, NaN where no window lies; windows give their energy evenly."""
+    begin_s, length_s, energy_j = spans
     corners_s, count, sum_w = _covered(begin_s, begin_s + length_s, energy_j / length_s)
 
     def in_bins(rate: FloatArray) -> FloatArray:

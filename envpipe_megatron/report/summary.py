@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from envpipe_megatron import __version__
@@ -12,7 +12,6 @@ from envpipe_megatron.errors import plain
 from envpipe_megatron.formats.energy import SHARES
 from envpipe_megatron.report.facts import Bubbles, ReportFacts, StepFacts
 from envpipe_megatron.report.run_folder import RunFolder
-from envpipe_megatron.report.trace import TraceFacts
 
 #: Titles of the sections that tell the most.
 RESULT, BUBBLES = "Result", "Bubbles"
@@ -46,9 +45,9 @@ class Section:
 
 
 def sections_of(
-    folder: RunFolder, facts: ReportFacts, trace: TraceFacts, stills: Mapping[str, str]
+    folder: RunFolder, facts: ReportFacts, trace: Sequence[str], stills: Mapping[str, str]
 ) -> list[Section]:
-    """Return all of a report; `stills` have captions by the names of their files."""
+    """Return all of a report: `trace` says what is in it, `stills` have captions by file."""
     compared = comparison_section(facts)
     known = [
         compared,
@@ -58,7 +57,7 @@ def sections_of(
         _stages(facts),
         _clocks(folder),
         _memory(folder),
-        Section("Trace", lines=tuple(_trace_lines(trace))),
+        Section("Trace", lines=tuple(trace)),
         Section("Notes", lines=tuple(_notes(folder, facts))),
         Section("Not in this report", lines=folder.missing),
     ]
@@ -214,18 +213,6 @@ def _memory(folder: RunFolder) -> Section:
     )
     title = "Memory: the peak of what was allocated"
     return Section(title, ("stage", "predicted (GiB)", "measured (GiB)"), rows)
-
-
-def _trace_lines(trace: TraceFacts) -> Iterator[str]:
-    yield (
-        "`trace.json.gz` opens in https://ui.perfetto.dev and chrome://tracing as it is: a process "
-        "a GPU with its units, the requested clock and the power."
-    )
-    yield f"{trace.units} units of {trace.iterations} iterations; {trace.recorded} were recorded."
-    if trace.iterations < trace.recorded:
-        yield "More would be too much for a browser: those of every n-th iteration are in it."
-    if trace.overlapping:
-        yield f"{trace.overlapping} recorded iterations overlap others and are left out."
 
 
 def marks_of(folder: RunFolder) -> Iterator[str]:

@@ -11,9 +11,7 @@ from __future__ import annotations
 import gzip
 import json
 import math
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
-from functools import lru_cache
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
 
@@ -26,13 +24,11 @@ from envpipe_megatron.formats.timeline import (
     GpuLabels,
     RankIteration,
     TimelineLogs,
-    parse_order,
 )
 from envpipe_megatron.report.pipelines import (
     IterationKey,
     by_iteration,
     kept_iterations,
-    node_offsets_s,
 )
 
 #: Viewers hold a trace in the browser's memory. Of more units, whole iterations are left out.
@@ -40,27 +36,9 @@ MAX_UNITS = 1_000_000
 
 _JOB, _UNITS, _PHASES, _ITERATIONS = 0, 1, 1, 2
 _FASTEST_COMPRESSION = 1
-_NEXT = ",\n"  # every event follows another one
 
-#: An instant of a node in a start of the job, in microseconds of the trace.
-_Axis = Callable[[GpuLabels | EnergyWindow, float], int]
-
-
-@dataclass(frozen=True)
-class TraceFacts:
-    """Counts of a trace.
-
-    Args:
-        iterations: iterations of the job whose units are in the trace.
-        recorded: iterations of the job that were recorded.
-        overlapping: iterations of a rank that are left out since they overlap its others, as after
-            a restart of the machine, whose clock starts again.
-    """
-
-    units: int
-    iterations: int
-    recorded: int
-    overlapping: int
+#: The process of each GPU, by node and name.
+_Processes = Mapping[tuple[str, str], int]
 
 
 def write_trace(
@@ -70,165 +48,151 @@ def write_trace(
     *,
     dry_run: bool = False,
     max_units: int = MAX_UNITS,
-) -> TraceFacts:
-    """Write a trace, compressed by gzip, as both viewers take it.
+) -> list[str]:
+    """Write a trace, compressed by gzip, as both viewers take it; return what is in it, in words.
 
     Where more than `max_units` units were recorded, those of every n-th iteration of each phase are
     written, the same ones of all GPUs. The clocks of a dry run, which sets none, are called so.
     """
-    kept = set(kept_iterations(by_iteration(timelines.iterations), max_units))
-    gpus, axis = _gpus(timelines, windows), _axis(timelines, windows)
-    units = 0
+    recorded = by_iteration(timelines.iterations)
+    kept = set(kept_iterations(recorded, max_units))
+    gpus = _gpus(timelines, windows)
+    pids = {(gpu.node, gpu.gpu_uid): pid for pid, gpu in enumerate(gpus, start=1)}
+    reads = sorted(timelines.iterations, key=lambda read: read.begin_s)
     with (
         written_beside(path) as draft,
         gzip.open(draft, "wt", compresslevel=_FASTEST_COMPRESSION, encoding="utf-8") as file,
     ):
         file.write('{"displayTimeUnit":"ms","traceEvents":[\n')
-        file.write(_named(_JOB, 0, "process_name", "job").removeprefix(_NEXT))
-        file.writelines(_job_events(gpus, axis))
-        for pid, gpu in enumerate(gpus, start=1):
-            file.write(_named(pid, 0, "process_name", gpu.name))
-            file.write(_event("M", pid, "process_sort_index", tid=0, args={"sort_index": pid}))
-            file.write(_named(pid, _UNITS, "thread_name", "units"))
-            end_us = 0
-            for read in gpu.iterations:
-                if _iteration_of(read) in kept:
-                    begin_us = max(end_us, axis(read.labels, read.begin_s))
-                    file.write(_unit_events(pid, read, begin_us))
-                    end_us = begin_us + int(read.end_us[-1])
-                    units += len(read.start_us)
-            file.writelines(_counters(pid, gpu, axis, dry_run=dry_run))
+        file.write(_named(_JOB, 0, "process_name", "job"))
+        for events in (
+            _names(gpus),
+            _job_events(reads),
+            _iteration_events(reads, pids, kept, dry_run=dry_run),
+            _meter_events(timelines.clocks, windows, pids),
+        ):
+            file.writelines(f",\n{event}" for event in events)
         file.write("\n]}\n")
-    there = {_iteration_of(read) for gpu in gpus for read in gpu.iterations}
-    overlapping = len(timelines.iterations) - sum(len(gpu.iterations) for gpu in gpus)
-    return TraceFacts(units, len(kept & there), len(there), overlapping)
+    units = sum(len(read.start_us) for read in reads if (read.phase, read.iteration) in kept)
+    said = [
+        "`trace.json.gz` opens in https://ui.perfetto.dev and chrome://tracing as it is: a process "
+        "a GPU with its units, the requested clock and the power.",
+        f"{units} units of {len(kept)} iterations; {len(recorded)} were recorded.",
+    ]
+    if len(kept) < len(recorded):
+        said.append(
+            "More would be too much for a browser: those of every n-th iteration are in it."
+        )
+    return said
 
 
-@dataclass
-class _GpuRecords:
-    """Records of one GPU, in the order of time."""
-
-    name: str
-    rank: float
-    iterations: list[RankIteration] = field(default_factory=list)
-    clocks: list[ClockSamples] = field(default_factory=list)
-    windows: list[EnergyWindow] = field(default_factory=list)
-
-
-def _gpus(timelines: TimelineLogs, windows: Sequence[EnergyWindow]) -> list[_GpuRecords]:
-    """Return GPUs in the order of their ranks; those that are only metered come last."""
-    gpus: dict[tuple[str, str], _GpuRecords] = {}
-
-    def of(line: GpuLabels | EnergyWindow) -> _GpuRecords:
-        rank = f"stage {line.stage} · rank {line.rank}"
-        name = f"{line.node} · {line.gpu_uid if line.rank is None else rank} · {line.gpu}"
-        place = math.inf if line.rank is None else line.rank
-        return gpus.setdefault((line.node, line.gpu_uid), _GpuRecords(name, place))
-
-    for read in sorted(timelines.iterations, key=lambda read: read.begin_s):
-        own = of(read.labels).iterations
-        end_s = own[-1].begin_s + 1e-6 * float(own[-1].end_us[-1]) if own else -math.inf
-        if read.begin_s >= end_s - 1e-6:  # both ends are rounded to microseconds
-            own.append(read)
-    for samples in timelines.clocks:
-        of(samples.labels).clocks.append(samples)
-    for window in windows:
-        of(window).windows.append(window)
-    return sorted(gpus.values(), key=lambda gpu: gpu.rank)
+def _gpus(
+    timelines: TimelineLogs, windows: Iterable[EnergyWindow]
+) -> list[GpuLabels | EnergyWindow]:
+    """Return the labels of each GPU, by rank; those that are only metered come last."""
+    gpus: dict[tuple[str, str], GpuLabels | EnergyWindow] = {}
+    lines: list[GpuLabels | EnergyWindow] = [read.labels for read in timelines.iterations]
+    for line in (*lines, *(samples.labels for samples in timelines.clocks), *windows):
+        gpus.setdefault((line.node, line.gpu_uid), line)
+    return sorted(gpus.values(), key=lambda gpu: math.inf if gpu.rank is None else gpu.rank)
 
 
-def _axis(timelines: TimelineLogs, windows: Sequence[EnergyWindow]) -> _Axis:
-    """Return the trace's time: microseconds after the first instant, on all nodes."""
-    offsets_s = node_offsets_s(timelines.iterations)
-
-    def common_s(whose: GpuLabels | EnergyWindow, instant_s: float) -> float:
-        return instant_s - offsets_s.get((whose.run, whose.node), 0.0)
-
-    instants = [common_s(read.labels, read.begin_s) for read in timelines.iterations]
-    instants += [common_s(each, each.begin_s) for each in windows if each.begin_s is not None]
-    instants += [common_s(read.labels, min(read.time_s)) for read in timelines.clocks]
-    first_s = min(instants, default=0.0)
-    return lambda whose, instant_s: round(1e6 * (common_s(whose, instant_s) - first_s))
-
-
-def _iteration_of(read: RankIteration) -> IterationKey:
-    return read.phase, read.iteration
+def _us(instant_s: float) -> int:
+    return round(1e6 * instant_s)
 
 
 def _event(shape: str, pid: int, name: str, **fields: object) -> str:
-    return _NEXT + json.dumps({"ph": shape, "pid": pid, "name": name, **fields})
+    return json.dumps({"ph": shape, "pid": pid, "name": name, **fields})
 
 
 def _named(pid: int, tid: int, kind: str, name: str) -> str:
     return _event("M", pid, kind, tid=tid, args={"name": name})
 
 
-def _job_events(gpus: Sequence[_GpuRecords], axis: _Axis) -> Iterator[str]:
-    """Yield phases and iterations, as the first GPU that recorded any saw them."""
-    recorded = next((gpu.iterations for gpu in gpus if gpu.iterations), [])
+def _counter(pid: int, name: str, at_us: int, **value: float) -> str:
+    return _event("C", pid, name, ts=at_us, args=value)
+
+
+def _names(gpus: Iterable[GpuLabels | EnergyWindow]) -> Iterator[str]:
+    for pid, gpu in enumerate(gpus, start=1):
+        place = gpu.gpu_uid if gpu.rank is None else f"stage {gpu.stage} · rank {gpu.rank}"
+        yield _named(pid, 0, "process_name", f"{gpu.node} · {place} · {gpu.gpu}")
+        yield _event("M", pid, "process_sort_index", tid=0, args={"sort_index": pid})
+        yield _named(pid, _UNITS, "thread_name", "units")
+
+
+def _job_events(reads: Sequence[RankIteration]) -> Iterator[str]:
+    """Yield phases and iterations, as the lowest rank that recorded any saw them."""
+    lowest = min((read.labels.rank for read in reads), default=0)
+    own = [read for read in reads if read.labels.rank == lowest]
     for tid, thread in (_PHASES, "phases"), (_ITERATIONS, "iterations"):
-        if recorded:
+        if own:
             yield _named(_JOB, tid, "thread_name", thread)
-        named = [(read.phase if tid == _PHASES else read.iteration, read) for read in recorded]
+        named = [(read.phase if tid == _PHASES else read.iteration, read) for read in own]
         end_us = 0
         for name, group in groupby(named, lambda each: f"{each[1].labels.run} {each[0]}".strip()):
             members = [read for _, read in group]
             first, last = members[0], members[-1]
-            begin_us = max(end_us, axis(first.labels, first.begin_s))
-            end_us = max(begin_us, axis(last.labels, last.begin_s + last.iteration_time_s))
+            begin_us = max(end_us, _us(first.begin_s))
+            end_us = max(begin_us, _us(last.begin_s + last.iteration_time_s))
             yield _event(
                 "X", _JOB, name, tid=tid, ts=begin_us, dur=end_us - begin_us, cat=first.phase,
                 args={"first": first.iteration, "last": last.iteration},
             )  # fmt: skip
 
 
-@lru_cache(maxsize=256)
-def _unit_template(order: str, phase: str, clocked: bool) -> str:
-    """Return events of an iteration's units, with places for pid, begin, time, MHz, iteration."""
-    clock = '"MHz":%d,' if clocked else ""
-    category = json.dumps(phase).replace("%", "%%")
-    return "".join(
-        f'{_NEXT}{{"ph":"X","pid":%d,"tid":{_UNITS},"ts":%d,"dur":%d,"name":"{name}",'
-        f'"cat":{category},"args":{{"microbatch":{unit.microbatch},{clock}"iteration":%d}}}}'
-        for name, unit in zip(order.split(), parse_order(order), strict=True)
-    )
+def _iteration_events(
+    reads: Iterable[RankIteration],
+    pids: _Processes,
+    kept: Container[IterationKey],
+    *,
+    dry_run: bool,
+) -> Iterator[str]:
+    """Yield units of kept iterations, and the requested clocks of all where they change.
 
-
-def _unit_events(pid: int, read: RankIteration, begin_us: int) -> str:
-    """Return all units of an iteration by one format operation: there may be millions."""
-    columns = [
-        np.full_like(read.start_us, pid),
-        read.start_us + begin_us,
-        read.end_us - read.start_us,
-        *([] if read.frequency_mhz is None else [read.frequency_mhz]),
-        np.full_like(read.start_us, read.iteration),
-    ]
-    template = _unit_template(read.order, read.phase, read.frequency_mhz is not None)
-    return template % tuple(np.stack(columns, axis=1).ravel().tolist())
-
-
-def _counters(pid: int, gpu: _GpuRecords, axis: _Axis, *, dry_run: bool) -> Iterator[str]:
-    """Yield a GPU's requested clock where it changes, observed ones when read, and its power."""
-
-    def counter(name: str, at_us: int, **value: float) -> str:
-        return _event("C", pid, name, ts=at_us, args=value)
-
+    Slices of a thread come one behind another, though both ends are rounded to microseconds.
+    """
     requested = "SM clock (dry run, not set)" if dry_run else "SM clock requested"
-    present = 0
-    for read in gpu.iterations:
+    ends_us, clocks_mhz = dict.fromkeys(pids.values(), 0), dict.fromkeys(pids.values(), 0)
+    for read in reads:
+        pid = pids[read.labels.node, read.labels.gpu_uid]
+        begin_us = max(ends_us[pid], _us(read.begin_s))
+        ends_us[pid] = begin_us + int(read.end_us[-1])
+        if (read.phase, read.iteration) in kept:
+            yield from _unit_events(pid, read, begin_us)
         if read.frequency_mhz is None:
             continue
-        begin_us = axis(read.labels, read.begin_s)
-        before = np.concatenate(([present], read.frequency_mhz[:-1]))
+        before = np.concatenate(([clocks_mhz[pid]], read.frequency_mhz[:-1]))
         for at in np.flatnonzero(read.frequency_mhz != before).tolist():
             # Requested when the unit before has ended: the wait runs at the clock that follows it.
             at_us = begin_us + (int(read.end_us[at - 1]) if at else 0)
-            yield counter(requested, at_us, MHz=int(read.frequency_mhz[at]))
-        present = int(read.frequency_mhz[-1])
-    for samples in gpu.clocks:
+            yield _counter(pid, requested, at_us, MHz=int(read.frequency_mhz[at]))
+        clocks_mhz[pid] = int(read.frequency_mhz[-1])
+
+
+def _unit_events(pid: int, read: RankIteration, begin_us: int) -> Iterator[str]:
+    """Yield all units of an iteration, written by hand: there may be millions."""
+    head = f'{{"ph":"X","pid":{pid},"tid":{_UNITS},"cat":{json.dumps(read.phase)}'
+    clocks = read.start_us if read.frequency_mhz is None else read.frequency_mhz
+    table = np.stack([read.start_us + begin_us, read.end_us - read.start_us, clocks], axis=1)
+    for name, unit, (at_us, length_us, mhz) in zip(
+        read.order.split(), read.units, table.tolist(), strict=True
+    ):
+        clock = "" if read.frequency_mhz is None else f'"MHz":{mhz},'
+        args = f'"microbatch":{unit.microbatch},{clock}"iteration":{read.iteration}'
+        yield f'{head},"name":"{name}","ts":{at_us},"dur":{length_us},"args":{{{args}}}}}'
+
+
+def _meter_events(
+    clocks: Iterable[ClockSamples], windows: Iterable[EnergyWindow], pids: _Processes
+) -> Iterator[str]:
+    """Yield the clocks of GPUs when they were read, and their power."""
+    for samples in clocks:
+        pid = pids[samples.labels.node, samples.labels.gpu_uid]
         for time_s, mhz in zip(samples.time_s, samples.observed_mhz, strict=True):
-            yield counter("SM clock observed", axis(samples.labels, time_s), MHz=mhz)
-    for window in gpu.windows:
+            yield _counter(pid, "SM clock observed", _us(time_s), MHz=mhz)
+    for window in windows:
         if window.begin_s is not None and window.duration_s > 0:
             power_w = window.energy_j / window.duration_s
-            yield counter("power", axis(window, window.begin_s), W=power_w)
+            at_us = _us(window.begin_s)
+            yield _counter(pids[window.node, window.gpu_uid], "power", at_us, W=power_w)

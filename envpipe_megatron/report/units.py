@@ -26,7 +26,6 @@ from envpipe_megatron.report.pipelines import (
     by_iteration,
     gpus_of,
     kept_iterations,
-    node_offsets_s,
     whole_pipelines,
 )
 
@@ -82,14 +81,13 @@ def unit_table(
     """
     iterations = by_iteration(recorded)
     gpus = gpus_of(read.labels for read in recorded)
-    offsets_s = node_offsets_s(recorded)
     kept = kept_iterations(iterations, most_units)
     whole = [key for key in kept if len(iterations[key]) == len(gpus)]
     before, after = before_and_after(whole or kept)
     parts = [
         part
         for number, key in enumerate(kept)
-        for part in _parts(number, iterations[key], gpus, num_stages, offsets_s, profile)
+        for part in _parts(number, iterations[key], gpus, num_stages, profile)
     ]
     columns = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
     return UnitTable(
@@ -107,24 +105,19 @@ def _parts(
     reads: Sequence[RankIteration],
     gpus: Sequence[PlacedGpu],
     num_stages: int,
-    offsets_s: Mapping[tuple[str, str], float],
     profile: Profile | None,
 ) -> Iterator[dict[str, NDArray[Any]]]:
     """Yield the columns of an iteration's units on each GPU."""
     row_of = {gpu.rank: row for row, gpu in enumerate(gpus)}
-    begins_s = [
-        read.begin_s - offsets_s[read.labels.run, read.labels.node] + 1e-6 * read.start_us[0]
-        for read in reads
-    ]
-    first_s = min(begins_s)
+    first_s = min(read.begin_s + 1e-6 * read.start_us[0] for read in reads)
     known_of = {
         read.labels.rank: one
         for schedule, stages in whole_pipelines(reads, {gpu.rank: gpu for gpu in gpus}, num_stages)
         for read, one in zip(stages, _known(schedule, stages, profile), strict=True)
     }
-    for read, begin_s in zip(reads, begins_s, strict=True):
+    for read in reads:
         count = len(read.start_us)
-        begin_ms = 1e3 * (begin_s - first_s) - 1e-3 * read.start_us[0]
+        begin_ms = 1e3 * (read.begin_s - first_s)
         known = known_of.get(read.labels.rank) or {
             name: np.full(count, value) for name, value in _UNKNOWN.items()
         }

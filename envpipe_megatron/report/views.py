@@ -7,11 +7,10 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
-from numpy.typing import NDArray
 
 from envpipe_megatron.core.plan import Plan
 from envpipe_megatron.core.profile import Profile
-from envpipe_megatron.formats.energy import IDLE, PHASES, split_phase
+from envpipe_megatron.formats.energy import IDLE
 from envpipe_megatron.formats.timeline import ClockSamples
 from envpipe_megatron.policies.frontier import FRONTIER_GAP, plan_frontier
 from envpipe_megatron.policies.optimal.linear_program import LinearProgramError
@@ -21,10 +20,8 @@ from envpipe_megatron.report.charts import (
     GREEN,
     GREY,
     ORANGE,
-    PURPLE,
     SKY,
     VERMILION,
-    YELLOW,
     Chart,
     Marks,
     View,
@@ -32,26 +29,16 @@ from envpipe_megatron.report.charts import (
     series_colours,
 )
 from envpipe_megatron.report.facts import Bubbles, ReportFacts
-from envpipe_megatron.report.pipelines import PlacedGpu, StartAndNode, gpus_of, node_offsets_s
+from envpipe_megatron.report.pipelines import PlacedGpu, gpus_of
 from envpipe_megatron.report.run_folder import RunFolder
-from envpipe_megatron.report.series import (
-    PowerSeries,
-    StepSeries,
-    power_series,
-    step_series,
-)
+from envpipe_megatron.report.series import power_chart, step_charts, thinned
 
-#: Colours of phases, in a job's order.
-_PHASES = dict(zip(PHASES, (GREY, ORANGE, SKY, PURPLE, YELLOW, GREEN, GREY, GREY), strict=True))
-#: Of each line: more than a screen has pixels would not be seen.
-_MOST_POINTS = 800
 #: A frontier of at most this many units is made within seconds.
 _MOST_UNITS, _POINTS = 2_000, 8
 
 
 def views_of(folder: RunFolder, facts: ReportFacts) -> Iterator[View]:
     """Yield all views of a run but its timelines, the most telling first."""
-    offsets_s = node_offsets_s(folder.timelines.iterations)
     if facts.bubbles is not None:
         yield View(
             "bubbles",
@@ -60,22 +47,21 @@ def views_of(folder: RunFolder, facts: ReportFacts) -> Iterator[View]:
             "worth is in the tables of bubbles and levels.",
             [bubbles_chart(facts.bubbles)],
         )
-    series = step_series(folder.windows)
-    if series is not None:
+    if steps := step_charts(folder.windows):
         yield View(
             "iterations",
             "Iterations of the job",
             "Time and energy of each iteration; a metered window of several is their mean. Phases "
             "are shaded.",
-            steps_charts(series),
+            steps,
         )
-    power = power_series(folder.windows, offsets_s)
-    if power.names:
+    power = power_chart(folder.windows)
+    if power is not None:
         yield View(
             "power",
             "Power over time",
             "The mean of each metered window, which is much longer than a unit.",
-            [power_chart(power)],
+            [power],
         )
     if folder.timelines.clocks:
         yield View(
@@ -83,7 +69,7 @@ def views_of(folder: RunFolder, facts: ReportFacts) -> Iterator[View]:
             "Clocks asked for, and seen",
             "Looks at a GPU's clock, in the first hour; at most 800 are shown. Below, "
             "what GPUs said held their clocks back, if they were not idle.",
-            clock_charts(folder.timelines.clocks, offsets_s),
+            clock_charts(folder.timelines.clocks),
         )
     if folder.profile is not None:
         yield View(
@@ -130,66 +116,10 @@ def bubbles_chart(found: Bubbles) -> Chart:
     return Chart("bubbles", "ms of an iteration", label, marks, rows=rows, x_range=whole)
 
 
-def steps_charts(series: StepSeries) -> list[Chart]:
-    """Draw time and energy of each iteration, on one axis of iterations."""
-    spans = [
-        (split_phase(phase)[0], first - 0.5, last + 0.5) for phase, first, last in series.phases
-    ]
-    shades = columns_of("name begin end", spans)
-    shades["colour"] = [_PHASES.get(name, GREY) for name in shades["name"]]
-    keep = _thinned(len(series.iteration))
-    at = series.iteration[keep].tolist()
-    charts = []
-    for column, label in (("time_s", "iteration time (s)"), ("energy_j", "energy of all GPUs (J)")):
-        values = getattr(series, column)[keep].tolist()
-        tips = ("iteration", "@x"), (label, "@y{0.0000}")
-        marks = [
-            Marks("span", "", GREY, shades),
-            Marks("line", "", BLUE, {"x": [at], "y": [values]}),
-            Marks("dot", "", BLUE, {"x": at, "y": values}, tips),
-        ]
-        charts.append(
-            Chart(
-                f"iterations-{column}", "iteration", label, marks,
-                x_range=(-0.5, at[-1] + 0.5), from_zero=True,
-            )
-        )  # fmt: skip
-    return charts
-
-
-def _thinned(count: int) -> NDArray[np.intp]:
-    """Return places of some of a line's points, the first and the last among them."""
-    return np.unique(np.linspace(0, count - 1, min(count, _MOST_POINTS)).round().astype(np.intp))
-
-
-def power_chart(power: PowerSeries) -> Chart:
-    """Draw the power of each GPU, and the sum of each node's."""
-    middle_s = ((power.edges_s[1:] + power.edges_s[:-1]) / 2).astype(np.float32)
-    by_node = {
-        node: np.nansum(power.power_w[np.array(power.nodes) == node], axis=0)
-        for node in dict.fromkeys(power.nodes)
-    }
-    names = [*power.names, *by_node]
-    columns = {
-        "name": names,
-        "colour": series_colours(len(power.names)) + series_colours(len(by_node)),
-        "x": [middle_s] * len(names),
-        "y": [line.astype(np.float32) for line in (*power.power_w, *by_node.values())],
-        "group": ["each GPU"] * len(power.names) + ["each node"] * len(by_node),
-    }
-    tips = ("", "@name"), ("s", "$x{0.00}"), ("W", "$y{0.0}")
-    return Chart(
-        "power", "time (s)", "power (W)", [Marks("line", "", GREY, columns, tips)],
-        x_range=(0.0, float(power.edges_s[-1])), from_zero=True, choice="Power of",
-    )  # fmt: skip
-
-
-def clock_charts(
-    samples: Sequence[ClockSamples], offsets_s: Mapping[StartAndNode, float]
-) -> list[Chart]:
+def clock_charts(samples: Sequence[ClockSamples]) -> list[Chart]:
     """Draw clocks asked for and seen of each GPU, and what held them back but for idling."""
     gpus = gpus_of(read.labels for read in samples)
-    looks = [_looks(gpu, samples, offsets_s) for gpu in gpus]
+    looks = [_looks(gpu, samples) for gpu in gpus]
     first_s = min(own[0][0] for own in looks)
     lines, held = [], []
     for row, (gpu, own) in enumerate(zip(gpus, looks, strict=True)):
@@ -227,17 +157,17 @@ def clock_charts(
 
 
 def _looks(
-    gpu: PlacedGpu, samples: Sequence[ClockSamples], offsets_s: Mapping[StartAndNode, float]
+    gpu: PlacedGpu, samples: Sequence[ClockSamples]
 ) -> list[tuple[float, float, float, str]]:
     """Return some looks at a GPU's clock in order: when, clocks seen and asked for, reasons.
 
     NaN where none was asked for.
     """
     rows = sorted(
-        (at - offsets_s.get((read.labels.run, read.labels.node), 0.0), seen, asked, why)
+        look
         for read in samples
         if read.labels.rank == gpu.rank
-        for at, seen, asked, why in zip(
+        for look in zip(
             read.time_s,
             map(float, read.observed_mhz),
             (math.nan if mhz is None else float(mhz) for mhz in read.requested_mhz),
@@ -245,7 +175,7 @@ def _looks(
             strict=True,
         )
     )
-    return [rows[place] for place in _thinned(len(rows))]
+    return [rows[place] for place in thinned(len(rows))]
 
 
 def valley_chart(profile: Profile) -> Chart:

@@ -17,8 +17,8 @@ logger = logging.getLogger(__name__)
 #: What failed is tried again after so long, and the end of a job waits so long for a disk.
 _AGAIN_S, _JOIN_S = 30.0, 5.0
 _Waiting: TypeAlias = defaultdict[str, deque[Callable[[], object]]]
-#: Keys; what is answered when all before it is written; None ends the thread.
-_Ready: TypeAlias = SimpleQueue[str | SimpleQueue[None] | None]
+#: Asks for all that waits to be written, and for an answer on a queue; None ends the thread.
+_Ready: TypeAlias = SimpleQueue[SimpleQueue[None] | None]
 _LACKING = "The files of this rank are not complete: their disk %s"
 
 
@@ -49,7 +49,7 @@ class Writer:
         calls.append(call)
         if len(calls) == most:
             logger.warning("A disk is slow: of %s, what follows is left out until it writes", key)
-        self._ready.put(key)
+        self._ready.put(SimpleQueue())
 
     def close(self) -> None:
         """Make all calls that wait; a disk that hangs is waited for once, and left behind.
@@ -65,6 +65,8 @@ class Writer:
             _write(self._waiting, self._ready)
         with suppress(Empty):
             written.get(timeout=_JOIN_S)
+            if any(self._waiting.values()):
+                logger.error(_LACKING, "takes nothing")
             return
         self._hangs = True
         logger.error(_LACKING, "does not answer")
@@ -73,20 +75,14 @@ class Writer:
 def _write(waiting: _Waiting, ready: _Ready) -> None:
     failing: set[str] = set()
     while True:
-        item: str | SimpleQueue[None] | None = ""  # what failed is tried again, if nothing follows
-        with suppress(Empty):
-            item = ready.get(timeout=_AGAIN_S if failing else None)
-        if item is None:
+        answer: SimpleQueue[None] | None = SimpleQueue()
+        with suppress(Empty):  # what failed is tried again, if nothing follows
+            answer = ready.get(timeout=_AGAIN_S if failing else None)
+        if answer is None:
             return
-        if isinstance(item, str):
-            for key in failing | {item}:
-                _make(waiting, key, failing)
-        else:
-            for key in list(waiting):
-                _make(waiting, key, failing)
-            if failing:
-                logger.error(_LACKING, "takes nothing")
-            item.put(None)
+        for key in list(waiting):
+            _make(waiting, key, failing)
+        answer.put(None)
 
 
 def _make(waiting: _Waiting, key: str, failing: set[str]) -> None:

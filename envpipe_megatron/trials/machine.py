@@ -13,7 +13,7 @@ from envpipe_megatron.gpu.base import GpuError
 from envpipe_megatron.gpu.control import choose_control
 from envpipe_megatron.gpu.devices import look_at, vendors_here, visible_gpus
 from envpipe_megatron.gpu.presets import load_preset
-from envpipe_megatron.gpu.registry import Activity, Device
+from envpipe_megatron.gpu.registry import Device
 from envpipe_megatron.gpu.site import read_site
 from envpipe_megatron.integrations.versions import version_of
 from envpipe_megatron.trials.settings import Settings
@@ -23,33 +23,17 @@ _PACKAGES = ("torch", "megatron-core", "nvidia-ml-py", "numpy")
 _MOST_BUSY_PERCENT = 5
 
 
-@dataclass(frozen=True)
-class GpuActivity:
-    """A GPU at one instant; what it does not report is () or None."""
-
-    index: int
-    uid: str
-    name: str
-    seen: Activity
-    throttle_reasons: tuple[str, ...]
-
-    def unrest(self) -> list[str]:
-        """Say what speaks against measuring on it; nothing if it is quiet."""
-        found, name = [], f"GPU {self.index}"
-        if self.seen.processes:
-            found.append(f"{name} is used by process {', '.join(map(str, self.seen.processes))}")
-        if (self.seen.busy_percent or 0) > _MOST_BUSY_PERCENT:
-            found.append(f"{name} is {self.seen.busy_percent} % busy")
-        if held := [reason for reason in self.throttle_reasons if reason != IDLE]:
-            found.append(f"{name} is held back by {', '.join(held)}")
-        return found
-
-
-def _read_activity(device: Device) -> GpuActivity:
-    """Look at a GPU; GpuError if it cannot be read."""
-    gpu = look_at(device.uid)
-    reasons = gpu.clock_state().throttle_reasons
-    return GpuActivity(device.index, device.uid, device.name, gpu.activity(), reasons)
+def _unrest(device: Device) -> list[str]:
+    """Say what speaks against measuring on a GPU; GpuError if it cannot be read."""
+    gpu, name, found = look_at(device.uid), f"GPU {device.index}", []
+    seen = gpu.activity()
+    if seen.processes:
+        found.append(f"{name} is used by process {', '.join(map(str, seen.processes))}")
+    if (seen.busy_percent or 0) > _MOST_BUSY_PERCENT:
+        found.append(f"{name} is {seen.busy_percent} % busy")
+    if held := [reason for reason in gpu.clock_state().throttle_reasons if reason != IDLE]:
+        found.append(f"{name} is held back by {', '.join(held)}")
+    return found
 
 
 def gpt_for_gpus(output_dir: str, text: str, num_stages: int) -> Settings:
@@ -79,14 +63,14 @@ class Machine:
     Args:
         emulated: whether GPUs follow a model.
         gpu_names: one for each pipeline rank.
-        activity: of each real GPU, before anything ran.
+        devices: the real GPUs.
         missing: why no clock is changed; empty if clocks are.
         versions: of all that figures rest on.
     """
 
     emulated: bool
     gpu_names: tuple[str, ...]
-    activity: tuple[GpuActivity, ...]
+    devices: tuple[Device, ...]
     missing: str
     versions: dict[str, str]
 
@@ -127,8 +111,7 @@ def real_machine(with_clocks: bool | None) -> Machine:
             value=len(devices),
             remedy="Give it more, or try --gpu a100-sxm, which emulates them.",
         )
-    activity = tuple(map(_read_activity, devices))
-    unrest = [text for one in activity for text in one.unrest()]
+    unrest = [text for device in devices for text in _unrest(device)]
     load, cores = os.getloadavg()[0], os.cpu_count() or 1
     if load >= cores:
         unrest.append(f"the host's load is {load:.1f}, on {cores} cores")
@@ -142,8 +125,8 @@ def real_machine(with_clocks: bool | None) -> Machine:
     drivers = [driver.version for _, driver in vendors_here()]
     return Machine(
         False,
-        tuple(one.name for one in activity),
-        activity,
+        tuple(device.name for device in devices),
+        tuple(devices),
         _LEFT_ALONE if with_clocks is False else missing,
         {**_versions(), "driver": ", ".join(drivers)},
     )
@@ -152,10 +135,10 @@ def real_machine(with_clocks: bool | None) -> Machine:
 def newcomers(machine: Machine) -> list[str]:
     """Return, in words, which real GPUs have other processes than the one rank of the proof."""
     found = []
-    for before in machine.activity:
+    for device in machine.devices:
         with suppress(GpuError):
-            count = len(look_at(before.uid).activity().processes)
-            found += [f"{count} processes on GPU {before.index}"] if count > 1 else []
+            count = len(look_at(device.uid).activity().processes)
+            found += [f"{count} processes on GPU {device.index}"] if count > 1 else []
     return found
 
 

@@ -14,7 +14,7 @@ from statistics import fmean
 from typing import Any, ClassVar
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeElapsedColumn
 
 from envpipe_megatron.console import say
 from envpipe_megatron.core.plan import read_plan
@@ -65,14 +65,8 @@ class Trial:
 
     def begin(self, console: Console) -> Progress:
         """Return the bar of progress, whose time runs from now on."""
-        columns = (
-            TextColumn("turns"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TimeElapsedColumn(),
-            TextColumn("{task.fields[note]}"),
-        )
-        self.progress = Progress(*columns, console=console)
+        shown = BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), "{task.fields[note]}"
+        self.progress = Progress("turns", *shown, console=console)
         self._bar = self.progress.add_task("", total=len(self.settings.turns), note="")
         return self.progress
 

@@ -15,7 +15,6 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from pathlib import Path
 from typing import IO, Any, Generic, TypeVar
 
 from envpipe_megatron.child import end_with_parent, ignore_signals_of_ranks, start_child
@@ -66,7 +65,7 @@ class Background(Generic[T]):
         answer = _in_memory()
         order = {"answer": answer.fileno(), "parent": os.getpid(), "limit_s": self._limit_s}
         with _in_memory() as work:
-            pickle.dump([str(Path(path).absolute()) for path in sys.path], work)
+            pickle.dump([*map(str, sys.path)], work)  # its working folder is this one's
             pickle.dump(make, work)
             work.seek(0)
             streams = {"stdin": work, "stdout": nothing, "stderr": nothing}

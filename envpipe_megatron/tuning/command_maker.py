@@ -22,9 +22,7 @@ class CommandMaker:
         budget: counts the power of all windows, if there is or was one.
 
     Attributes:
-        bill: what it is to say: why no plan runs, what was too slow, and what runs.
-        adopted: the plan that ranks have not heard of.
-        before: the plan that ran before the last one, with what the bill said of it.
+        bill: what it says: why no plan runs, what was too slow, and what runs.
     """
 
     def __init__(
@@ -36,10 +34,8 @@ class CommandMaker:
         #: Whether the order of the last command began with it.
         self._fresh = False
         self.bill = dict.fromkeys(("none", "late", "won"), "")
-        self.adopted: Plan | None = None
-        self.before: tuple[Plan, str]
-        #: What the bill has heard, what the next command says, and what the last one said.
-        self._billed, self._notes, self._said = "", list[str](), ""
+        #: What the next command says.
+        self._notes = list[str]()
 
     def note(self, *texts: str) -> None:
         """Have the next command say something; an empty text is nothing."""
@@ -61,10 +57,7 @@ class CommandMaker:
         running = tuple(orders), which
         same, self._running = self._running == running, running
         self._fresh = not same and not settle
-        self._said, self._notes = "\n".join(self._notes), []
-        billed = "\n".join(filter(None, [*self.bill.values(), self._budget.billed]))
-        new, self._billed = billed != self._billed, billed
-        adopted, self.adopted = self.adopted, None
+        notes, self._notes = self._notes, []
         late_s, tail_s = 0.0, tuple[float, ...]()
         if self._store is not None:
             late_s, tail_s = self._store.lateness.late_s, tuple(self._store.tail_s.tolist())
@@ -76,9 +69,8 @@ class CommandMaker:
             tail_s,
             () if same else running[0],
             which,
-            adopted,
-            self._said,
-            billed if new else "",
+            note="\n".join(notes),
+            billed="\n".join(filter(None, [*self.bill.values(), self._budget.billed])),
             power=self._budget.facts,
         )
 
@@ -89,6 +81,10 @@ class CommandMaker:
         window = yield self.make(phase, iterations, settle, (clocked,), ())
         return window, self.learn(clocked, window)
 
+    def adopt(self, plan: Plan) -> Run[str]:
+        """Have ranks turn to a plan; why they have no memory for it, else empty."""
+        return (yield Command(Phase.STEADY, 0, plan=plan)).refused
+
     def learn(
         self, clocked: Clocked, window: Window, replicas: Sequence[int] = (), fades: float = 1.0
     ) -> FloatArray:
@@ -97,8 +93,3 @@ class CommandMaker:
         self.note(self._budget.count(window))
         replicas = replicas or self._everyone
         return self._store.learn(clocked, window, replicas, fresh=self._fresh, fades=fades)
-
-    def take_back(self) -> None:
-        """Have the next command say what the last one would have, which ranks refused."""
-        self._notes = [*filter(None, [self._said]), *self._notes]
-        self._billed = ""

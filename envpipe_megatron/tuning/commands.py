@@ -18,7 +18,6 @@ from numpy.typing import ArrayLike
 from envpipe_megatron.core.arrays import FloatArray, IntArray
 from envpipe_megatron.core.plan import Plan
 from envpipe_megatron.core.schedule import Schedule
-from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.formats.energy import Phase
 from envpipe_megatron.formats.wishes import NO_WISHES, Wishes
 from envpipe_megatron.tuning.measured.meters import MeterSums
@@ -58,20 +57,20 @@ class Clocked:
 
 @dataclass(frozen=True)
 class Command:
-    """A few iterations, after which every rank reports.
+    """A few iterations, after which every rank reports; or a plan, in place of them.
 
     Attributes:
         phase: what they are for.
-        iterations: how many are measured.
+        iterations: how many are measured; none of a plan, for which ranks have memory ready.
         settle: how many run before them, and are not.
         late_s: by how much a change of the clock comes late, as far as it is known.
         tail_s: for each stage, what it does after its last unit, likewise; empty for nothing.
         orders: what replicas run; empty if it is what they ran last.
         which: for each replica, its place among the orders; empty for the first.
-        plan: what level 0 of the frontier is from now on, if that is new.
+        plan: what level 0 of the frontier is from now on, unless the window says that it is
+            refused.
         note: what was seen and done, in lines; empty if there is nothing to say.
-        billed: what the bill says of these steps from now on, in lines, in place of what it said;
-            empty if nothing changes.
+        billed: what the bill says of these steps, in lines.
         metered: whether the energy counter is waited for, so that the report says what power its
             steps drew.
         power: how a power budget was kept so far, as `Budget.facts` has it; None without one.
@@ -92,12 +91,7 @@ class Command:
 
 
 #: Decides what a job runs: yields commands, is sent what they measured, and returns what it found.
-#: PlanRefusedError comes in place of a window: the next command takes the place of the last one.
 Run: TypeAlias = Generator[Command, "Window", T]
-
-
-class PlanRefusedError(EnvPipeError):
-    """Ranks have no memory for the plan of a command, which did not run."""
 
 
 def median_error(deviation: float, count: int) -> float:
@@ -114,8 +108,7 @@ class Report:
         unit_s: [replicas, units_per_stage] how long each unit took: its median over iterations that
             ran whole; NaN if none did.
         ends_s: [replicas, iterations] end of the last unit after the begin of the iteration.
-        gaps_s: [replicas, iterations] from there to the next begin; NaN after the last one.
-        steps_s: [replicas, iterations] from begin to begin, as `gaps_s`.
+        steps_s: [replicas, iterations] from begin to begin; NaN of the last one.
         waits_s: [replicas, iterations, units_per_stage] how long each unit waited for its input.
         meter: of all replicas together.
         power_w: [replicas, 2] mean power in steps that were not held up, of units only if no step
@@ -127,7 +120,6 @@ class Report:
 
     unit_s: FloatArray
     ends_s: FloatArray
-    gaps_s: FloatArray
     steps_s: FloatArray
     waits_s: FloatArray
     meter: MeterSums
@@ -146,7 +138,7 @@ def merged(parts: Sequence[Report]) -> Report:
     meter = parts[0].meter
     for part in parts[1:]:
         meter = meter + part.meter
-    arrays = ("unit_s", "ends_s", "gaps_s", "steps_s", "waits_s", "power_w")
+    arrays = ("unit_s", "ends_s", "steps_s", "waits_s", "power_w")
     return Report(
         **{name: np.concatenate([getattr(part, name) for part in parts]) for name in arrays},
         meter=meter,
@@ -157,10 +149,14 @@ def merged(parts: Sequence[Report]) -> Report:
 
 @dataclass(frozen=True)
 class Window:
-    """Reports of all stages of some iterations, and what an operator asks for by now."""
+    """Reports of all stages of some iterations, and what an operator asks for by now.
+
+    After a plan, the reports are those of before; `refused` is why ranks have no memory for it.
+    """
 
     stages: tuple[Report, ...]
     wishes: Wishes = NO_WISHES
+    refused: str = ""
 
     def unit_s(self, replicas: Sequence[int]) -> FloatArray:
         """Return medians over some replicas, [num_stages, units_per_stage].
@@ -190,29 +186,20 @@ class Window:
         return int(self.stages[0].ends_s.shape[1])
 
     @property
-    def ends_s(self) -> FloatArray:
-        """Return when last units ended in the pipeline that ends last, [num_stages, iterations].
+    def last_s(self) -> FloatArray:
+        """Return ends of last units, and of steps, of the pipeline that ends last.
 
-        What comes after, `gaps_s`, holds no wait for another pipeline there.
+        [2, num_stages, iterations]: what lies between holds no wait for another pipeline there.
         """
-        last = self._last_replica
-        return np.array([stage.ends_s[last] for stage in self.stages])
-
-    @property
-    def gaps_s(self) -> FloatArray:
-        """Return the times from there to the next begin, [num_stages, iterations]."""
-        last = self._last_replica
-        return np.array([stage.gaps_s[last] for stage in self.stages])
-
-    @property
-    def _last_replica(self) -> int:
-        return int(self.own_s(np.zeros(len(self.stages))).argmax())
+        last = int(self.own_s(np.zeros(len(self.stages))).argmax())
+        stages = [(stage.ends_s[last], stage.steps_s[last]) for stage in self.stages]
+        return np.array(stages).swapaxes(0, 1)
 
     @property
     def steps_s(self) -> FloatArray:
         """Return times from begin to begin, [steps]; of units only, where none followed another."""
         known = np.isfinite(self._steps_s)
-        return np.asarray(self._steps_s[known] if known.any() else self.ends_s.max(axis=0))
+        return np.asarray(self._steps_s[known] if known.any() else self.last_s[0].max(axis=0))
 
     @property
     def followed(self) -> bool:

@@ -17,7 +17,7 @@ from envpipe_megatron.formats.energy import Phase
 from envpipe_megatron.policies.optimal.optimizer import order_at_maximum_s
 from envpipe_megatron.tuning.budget import EXCEEDS, NEAR, Budget, BudgetedPlans
 from envpipe_megatron.tuning.command_maker import CommandMaker
-from envpipe_megatron.tuning.commands import Clocked, PlanRefusedError, Run, Window
+from envpipe_megatron.tuning.commands import Clocked, Run, Window
 from envpipe_megatron.tuning.judge import (
     BASELINE_ITERATIONS,
     MOST_CORRECTIONS,
@@ -90,7 +90,7 @@ class Controller:
                 self._commands.note(made)
                 break
         if plans:
-            self._adopt(plans[0])
+            yield from self._adopt(plans[0])
         while True:
             yield from self._go_on()
 
@@ -136,10 +136,10 @@ class Controller:
                     yield from self._look_again()
                 if far or eased:
                     self._replan(reorder=True)
-        self._take_plans()
+        yield from self._take_plans()
         if not correcting:
             self._follow()
-        self._keep_budget(window)
+        yield from self._keep_budget(window)
 
     def _look_at_the_top(self) -> Run[FloatArray]:
         """Measure a few units at the highest clock, so that harm is known; drifts of stages."""
@@ -168,7 +168,7 @@ class Controller:
         while (plans := self._take()) is None:
             yield from self._run_own(Phase.BASELINE, 1)
         if plans:
-            self._adopt(plans[0])
+            yield from self._adopt(plans[0])
 
     def _at_baseline(self) -> Run[None]:
         """Run a few iterations of the framework's order at the highest clocks."""
@@ -189,15 +189,9 @@ class Controller:
     def _run_plan(self) -> Run[tuple[Window, FloatArray]]:
         """Run a window of the plan; by how much stages drifted."""
         phase = Phase.RECONFIGURE if self._due.corrections else Phase.STEADY
-        while True:
-            orders, which = self._replicas.running
-            settle = int(self._judge.begins)
-            try:
-                window = yield self._commands.make(phase, WINDOW, settle, orders, which)
-                break
-            except PlanRefusedError as refused:
-                self._take_back(refused)
-        self._commands.before = self.plan, self._commands.bill["won"]
+        orders, which = self._replicas.running
+        settle = int(self._judge.begins)
+        window = yield self._commands.make(phase, WINDOW, settle, orders, which)
         self._commands.note(*self._silence.add(window))
         self._compare(window)
         drift = self._learn_usual(orders, which, window)
@@ -206,16 +200,9 @@ class Controller:
         self._due.windows += 1
         return window, drift
 
-    def _take_back(self, refused: PlanRefusedError) -> None:
-        """Go back to the plan that ran before."""
-        plan, self._commands.bill["won"] = self._commands.before
-        self._commands.take_back()
-        self._lead(self._within.begin_with(plan))
-        self._failed(f"the new plan does not run: {refused}")
-
     # --- a power budget ---------------------------------------------------------------------------
 
-    def _keep_budget(self, window: Window) -> None:
+    def _keep_budget(self, window: Window) -> Run[None]:
         """Turn to what keeps the budget of now, and have the fastest such plan made."""
         budget, planner, within = self._budget, self._planner, self._within
         if math.isnan(budget.own_w) and window.wishes.power_budget is not None:
@@ -230,7 +217,7 @@ class Controller:
             return
         leads = gpu_power_w(self.plan) / running_w
         if turns:
-            self._turn_to(within.fastest(self.plan))
+            yield from self._turn_to(within.fastest(self.plan))
             leads = 1.0
             self._commands.note(budget.reach(budget.correction * self._replicas.power_w))
         if planner.busy and (self._has_no_plan or not news):
@@ -307,7 +294,10 @@ class Controller:
         self._planner.begin(order, self._judge.faster, levels)
 
     def _take(self) -> Plans | None:
-        plans = self._planner.take(self._failed)
+        plans = self._planner.take()
+        if isinstance(plans, str):
+            self._failed(plans)
+            return {}
         if plans and self._planner.reorders:
             self._due.failures = 0
         return plans
@@ -323,7 +313,7 @@ class Controller:
     def _has_no_plan(self) -> bool:
         return self.plan.policy == UNPLANNED
 
-    def _take_plans(self) -> None:
+    def _take_plans(self) -> Run[None]:
         """Turn to what was planned meanwhile, if it is better."""
         plans, planner = self._take(), self._planner
         if plans is None:
@@ -336,20 +326,20 @@ class Controller:
         if not better:
             planner.won = ""  # it is said of the plan that runs
         if self._due.corrections and not self._has_no_plan:
-            self._correct(better=better)
+            yield from self._correct(better=better)
         if better:
-            self._adopt(lead)
+            yield from self._adopt(lead)
         if lead.schedule.stages == self.plan.schedule.stages:
             self._replicas.extend({level: planner.ready(plan) for level, plan in plans.items()})
 
-    def _correct(self, *, better: bool) -> None:
+    def _correct(self, *, better: bool) -> Run[None]:
         """Count a correction: a plan that stays is kept with what it is known to cost by now."""
         number = MOST_CORRECTIONS + 1 - self._due.corrections
         self._due.corrections = self._due.corrections - 1 if better else 0
         today = self._planner.repriced(self.plan)
         time, energy = self._prediction_error(today), today.cost.energy_j / self.plan.cost.energy_j
         if not better:
-            self._adopt(self.plan)
+            yield from self._adopt(self.plan)
         self._commands.note(
             f"correction {number}: time {100 * time:+.2f} %, energy {100 * (energy - 1):+.2f} % "
             f"off what was predicted, {'planned again' if better else 'nothing better is found'}"
@@ -358,25 +348,29 @@ class Controller:
     def _better(self, plan: Plan) -> bool:
         return self._planner.better(self._planner.ready(plan), self.plan, self._usual_own_s())
 
-    def _adopt(self, plan: Plan) -> None:
+    def _adopt(self, plan: Plan) -> Run[None]:
         bill, won = self._commands.bill, self._planner.won
-        if bill["none"] and plan.policy != UNPLANNED:
-            bill["none"] = "The framework's own order ran until there was a plan"
-        bill["won"], self._planner.won = won or bill["won"], ""
-        self._commands.note(won)
+        self._planner.won = ""
         ready = self._planner.ready(plan)
+        if not (yield from self._turn_to(ready)):
+            return
+        if bill["none"] and not self._has_no_plan:
+            bill["none"] = "The framework's own order ran until there was a plan"
+        bill["won"] = won or bill["won"]
+        self._commands.note(won)
         self._within.add(ready)
-        self._turn_to(ready)
 
-    def _turn_to(self, plan: Plan) -> None:
+    def _turn_to(self, plan: Plan) -> Run[bool]:
+        """Have a plan run, if ranks have memory for it; True if it does."""
+        if plan.policy != UNPLANNED and (why := (yield from self._commands.adopt(plan))):
+            self._failed(f"the new plan does not run: {why}")
+            return False
         self._lead(plan)
-        self._commands.adopted = None if self._has_no_plan else self.plan
+        return True
 
     def _lead_own(self) -> None:
         """Have the framework's order run, at the highest clocks, until there is another plan."""
-        own = self._within.begin_with(self._planner.unplanned(self._top))
-        self._commands.before = own, ""
-        self._lead(own)
+        self._lead(self._within.begin_with(self._planner.unplanned(self._top)))
 
     def _lead(self, plan: Plan) -> None:
         self.plan = plan

@@ -28,7 +28,8 @@ SILENT_S = 3.0
 _FAR, _ALIKE = 0.1, 0.05
 #: A gain of less time than this share is none, however little steps scatter.
 _LEAST_GAIN = 1e-3
-#: Plans are made faster than what is asked by this share at most.
+#: Plans are made faster than what is asked by this share at most. Without it a job that splits
+#: backwards, and in which some unit waits for what nobody explains, saves 10 points less.
 _MOST_FASTER = 0.02
 #: Most corrections of a plan; the first that gains nothing ends them. Without any, a job in which
 #: a GPU becomes slow saves 0.8 points less.

@@ -24,7 +24,6 @@ from envpipe_megatron.formats.steps import HELD_UP, RunningMean, StepEnergy, com
 from envpipe_megatron.tuning.budget import Budget
 from envpipe_megatron.tuning.command_maker import CommandMaker
 from envpipe_megatron.tuning.commands import Clocked, Run, Window
-from envpipe_megatron.tuning.probes.sweep import ProfilerSettings
 
 #: Clocks are at least this share of the highest apart: closer ones differ by less than noise.
 ONE_CLOCK_STEP = 0.0075
@@ -145,7 +144,7 @@ class OneClock:
         schedule: the framework's order, in which all iterations run.
         clocks_mhz: those to choose from, the highest first.
         slowdown_percent: what the user allows.
-        settings: how long a measurement lasts, of two steps at least.
+        steps_at_clock: returns how many steps of a length in s a measurement has, or two if fewer.
         follows: whether clocks change; in a dry run they do not, and the highest is kept.
         found_mhz: the clock that an earlier start of the job found, if one did.
         keep: called with each clock that is found, and the mean step at all that were measured.
@@ -154,7 +153,7 @@ class OneClock:
     schedule: Schedule
     clocks_mhz: Sequence[int]
     slowdown_percent: float
-    settings: ProfilerSettings
+    steps_at_clock: Callable[[float], int]
     follows: bool
     found_mhz: int | None
     keep: Callable[[int, Mapping[int, StepEnergy]], None]
@@ -271,7 +270,7 @@ class OneClock:
 
     def _fill(self, window: Window) -> None:
         """Let measurements last long enough, by what steps took at the highest clock."""
-        count = self.settings.count(float(np.median(window.steps_s)))
+        count = self.steps_at_clock(float(np.median(window.steps_s)))
         self._steps = max(_LEAST_STEPS, count)
 
 

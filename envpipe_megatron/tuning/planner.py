@@ -154,8 +154,8 @@ class Planner:
         """True if plans are being made, or were made and not taken."""
         return self._failure is not None or self._background.busy
 
-    def take(self, failed: Callable[[str], None]) -> Plans | None:
-        """Return what was made, once; None if there is nothing yet; if it `failed`, no plans."""
+    def take(self) -> Plans | str | None:
+        """Return what was made, once; None if there is nothing yet; in words why it failed."""
         failure, self._failure = self._failure, None
         try:
             if failure is not None:
@@ -164,8 +164,7 @@ class Planner:
         except Exception as error:  # of any kind: there is a plan to go on with
             if not isinstance(error, EnvPipeError):
                 logger.exception("Planning failed")
-            failed(f"nothing better is planned: {type(error).__name__}: {error}")
-            return {}
+            return f"nothing better is planned: {type(error).__name__}: {error}"
 
     def begin(
         self,

@@ -18,7 +18,7 @@ from envpipe_megatron.core.plan import Plan
 from envpipe_megatron.core.schedule import Schedule
 from envpipe_megatron.formats.energy import Phase
 from envpipe_megatron.tuning.command_maker import CommandMaker
-from envpipe_megatron.tuning.commands import Clocked, PlanRefusedError, Run, Window
+from envpipe_megatron.tuning.commands import Clocked, Run, Window
 from envpipe_megatron.tuning.judge import BASELINE_EVERY, WINDOW, Judge, what_drifted
 from envpipe_megatron.tuning.measured.store import Store
 from envpipe_megatron.tuning.planner import Planner, Plans
@@ -70,7 +70,10 @@ class ShortestOrder:
             if due and (changed or self._order is self._own):
                 changed = False
                 yield from self._plan()
-            if (plans := self._planner.take(self._stay)) is not None:
+            plans = self._planner.take()
+            if isinstance(plans, str):
+                yield from self._stay(plans)
+            elif plans is not None:
                 yield from self._turn_to(plans)
 
     # --- plans ----------------------------------------------------------------------------------
@@ -94,9 +97,9 @@ class ShortestOrder:
                 if not tried[-1]:
                     return
         if tried:
-            self._stay(f"the order that was planned was not faster ({'; '.join(tried)})")
+            yield from self._stay(f"the order that was planned was not faster ({'; '.join(tried)})")
         elif plans and self._order is self._own:
-            self._stay("no other is predicted to take less time")
+            yield from self._stay("no other is predicted to take less time")
 
     def _look(self, window: Window, slow: str) -> Run[None]:
         """Hold what runs against the framework's order again; `slow` is why steps are, if so."""
@@ -110,7 +113,7 @@ class ShortestOrder:
             self._order = self._own  # also for want of memory
             if slow:
                 self._commands.bill["late"] = self._judge.blame(window, 1.0, 0.0, slow)
-            self._stay(f"the planned order is not faster any more ({why})")
+            yield from self._stay(f"the planned order is not faster any more ({why})")
 
     def _try(self, plan: Plan) -> Run[str]:
         """Run a plan between windows of the framework's order; why it does not run on, else empty.
@@ -125,18 +128,14 @@ class ShortestOrder:
         if plan is self.plan and judge.gains() and not judge.harmed(1.0):
             self._pause = _PAUSE
             return ""
-        self._commands.adopted = plan
+        if refused := (yield from self._commands.adopt(plan)):
+            self._commands.note(f"the new plan does not run: {refused}")
+            return f"{backwards} backwards: no memory"
+        self.plan = plan
         judge.begin()
         for iterations in _TRIED:
             settle = int(judge.begins)
-            try:
-                window, _ = yield from self._run_order(Phase.RECONFIGURE, tried, iterations, settle)
-            except PlanRefusedError as refused:
-                self._commands.take_back()
-                self._commands.note(f"the new plan does not run: {refused}")
-                self._last = self._own
-                return f"{backwards} backwards: no memory"
-            self.plan = plan
+            window, _ = yield from self._run_order(Phase.RECONFIGURE, tried, iterations, settle)
             judge.add(window)
             if judge.harmed(1.0):
                 break
@@ -154,12 +153,12 @@ class ShortestOrder:
         took = f"{-100 * judge.gain():+.1f} % of the time, predicted {-predicted:+.1f} %"
         return f"{backwards} backwards: {took}"
 
-    def _stay(self, why: str) -> None:
+    def _stay(self, why: str) -> Run[None]:
         """Have another plan made later, each time later; say why the framework's order runs."""
         if self._order is self._own:
             self._say(f"The framework's own order: {why}")
             if self.plan is not None:
-                self._commands.adopted = self._planner.unplanned(self._own)
+                yield from self._commands.adopt(self._planner.unplanned(self._own))
                 self.plan = None
         else:
             self._commands.note(why)

@@ -37,8 +37,7 @@ def train(model: torch.nn.Module, data: torch.Tensor, steps: int, **settings) ->
     """Train this rank's stage with EnvPipe's `settings`; return losses, on the last stage."""
     rank, stages = dist.get_rank(), dist.get_world_size()
     stage = InstrumentedStage(model, rank, stages, data.device)
-    message = (MICROBATCH, WIDTH), data.dtype
-    pipeline = InstrumentedPipeline(dist.group.WORLD, MICROBATCHES, message=message, **settings)
+    pipeline = InstrumentedPipeline(dist.group.WORLD, MICROBATCHES, **settings)
     stage.pipeline = pipeline
     schedule = Schedule1F1B(stage, MICROBATCHES, loss_fn=torch.nn.functional.mse_loss)
     if rank == stages - 1:

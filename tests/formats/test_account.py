@@ -55,6 +55,7 @@ def test_money_and_co2_only_where_the_user_knows_them():
         (Comparison(0.5, 100.0, -25.0, None, -20.0, None, 36), "in 36 such steps: 0.8 Wh more "
          "energy, 4.5 s less time"),
         (Comparison(0.5, None, None, None, 0.0, None, 36), "in 36 such steps: 0 s less time"),
+        (Comparison(0.5, None, None, None, -2e-14, None, 36), "in 36 such steps: 0 s less time"),
         (Comparison(0.5, 100.0, None, None, 25.0, None, 36), "in 36 such steps: 3.6 s more time"),
         # A counter that stood still: what was expected does not follow from a step of 0 J.
         (Comparison(0.5, 0.0, 100.0, None, 0.0, None, 36), "in 36 such steps: 0 s less time"),

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from envpipe_megatron.gpu.base import EnergyReading, GpuError
+from envpipe_megatron.gpu.base import GpuError
 from envpipe_megatron.gpu.energy_counter import STALL_S, EnergyCounter
 
 POWER_W = 200.0
@@ -111,29 +111,16 @@ def test_a_counter_that_stands_still():
     assert counter.read().energy_j > 0
 
 
-def test_a_counter_that_goes_back():
+def test_a_counter_that_goes_back_is_read_as_it_is():
     staircase = Staircase(0.1)
     counter = staircase.counter()
     first = counter.read()
     staircase.offset_j = -1000.0
     staircase.now_s += 0.05
-    with pytest.raises(GpuError, match="went back"):
-        counter.read()
     after = counter.read()
     assert after.energy_j < first.energy_j
     assert after.time_s > first.time_s
-
-
-def test_a_counter_that_goes_back_while_it_is_watched():
-    staircase = Staircase(0.1)
-
-    def sleep(time_s):
-        staircase.sleep(time_s)
-        staircase.offset_j = -1000.0
-
-    counter = EnergyCounter(staircase.read_j, "GPU", staircase.monotonic_s, sleep)
-    with pytest.raises(GpuError, match=r"counter of GPU went back from \d+\.\d{3} J"):
-        counter.read()
+    assert counter.read() == after
 
 
 def test_a_read_that_fails_leaves_the_next_one_whole():
@@ -147,12 +134,3 @@ def test_a_read_that_fails_leaves_the_next_one_whole():
     staircase.fail = False
     reading = counter.read()
     assert abs(reading.time_s - staircase.refresh_s[reading.energy_j]) < 0.0045
-
-
-def test_rounding_asks_for_no_negative_sleep():
-    """Of 0.991 s and a hair: ten periods less the lead less that are a hair below 0."""
-    staircase = Staircase(0.1)
-    counter = staircase.counter()
-    counter._reading = EnergyReading(energy_j=-1.0, time_s=0.0)
-    staircase.now_s = math.nextafter(10 * 0.1 - 0.009, math.inf)
-    assert counter.read().time_s > 0.99

@@ -119,31 +119,12 @@ def train_example(
     }
 
 
-def step(pipeline: InstrumentedPipeline, letters: str, group: Any = None) -> None:
-    """A step of a framework without a model.
-
-    In a group, forwards send messages without a tag, and all receives are posted at the beginning.
-    """
-    stage = 0 if group is None else dist.get_rank(group)
-    last = group is None or stage == dist.get_world_size(group) - 1
-    numbers = [torch.tensor([float(number)]) for number in range(letters.count("F"))]
-    posted, sent = [], []
+def step(pipeline: InstrumentedPipeline, letters: str) -> None:
+    """A step of a framework without a model."""
     with pipeline.step():
-        for number in numbers if stage else ():
-            room = torch.zeros_like(number)
-            posted.append((dist.irecv(room, group=group, group_src=stage - 1), room, number))
-        forwards = iter(numbers)
         for letter in letters:
-            if letter == "F" and stage:
-                work, room, number = posted.pop(0)
-                work.wait()
-                assert torch.equal(room, number)
             with pipeline.instruction("forward" if letter == "F" else "backward"):
                 pass
-            if letter == "F" and not last:
-                sent.append(dist.isend(next(forwards), group=group, group_dst=stage + 1))
-        for work in sent:
-            work.wait()
 
 
 def train_letters(
@@ -173,7 +154,7 @@ def train_letters(
     try:
         for _ in range(steps):
             with plans_are_waited_for():
-                step(pipeline, own, group)
+                step(pipeline, own)
             pipeline.pause()
             with pipeline.instruction("forward"):
                 pass  # an evaluation
@@ -282,7 +263,7 @@ def start_with_fault(
         pipeline = FastPipeline(dist.group.WORLD, 4, say=said.append, **settings)
         try:
             for _ in range(3):
-                step(pipeline, letters[rank], dist.group.WORLD)
+                step(pipeline, letters[rank])
             pipeline.pause()
             pipeline.on_instruction_begin("recompute")  # no such unit, which ends nothing by now
             told = pipeline.phase, pipeline.report(), said

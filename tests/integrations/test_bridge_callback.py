@@ -184,6 +184,7 @@ def test_a_training_from_begin_to_end(loop, trainings, tmp_path):
         "say iteration 2 | energy |",
         *["pause"] * 3,
         "end",
+        "close",
     ]
     assert vars(loop) == own
     assert function(n=2) == "Megatron {'n': 2}"
@@ -192,7 +193,7 @@ def test_a_training_from_begin_to_end(loop, trainings, tmp_path):
 def test_a_loop_that_is_left_early_ends_training(loop, trainings):
     begin(make(), loop, config())
     assert loop.checkpoint_and_decide_exit(True)
-    assert trainings[0].told[-1] == "end"
+    assert trainings[0].told[-2:] == ["end", "close"]
 
 
 def test_a_training_that_an_error_ended_is_closed_by_the_next_callback(loop, trainings):

@@ -4,6 +4,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from leveled_jobs import following
 
 from envpipe_megatron.core.kinds import Kind
 from envpipe_megatron.core.orders import builders
@@ -20,7 +21,7 @@ class Session:
     def __init__(self, *, begins=False):
         self.told: list[str] = []
         self.options = SimpleNamespace(num_microbatches=M)
-        collectives = SimpleNamespace(on_all=lambda own: own)
+        collectives = SimpleNamespace(first=lambda own: own and (0, own))
         self.parts = SimpleNamespace(stage=0, collectives=collectives)
         self._begins = begins
 
@@ -50,12 +51,8 @@ def job(monkeypatch):
     pytest.importorskip("megatron.core")
     from megatron.core.pipeline_parallel import schedules
 
-    from envpipe_megatron.integrations.megatron import hooked
-
     monkeypatch.setattr(schedules, "forward_step", lambda **_: None)
     monkeypatch.setattr(schedules, "backward_step", lambda **_: None)
-    monkeypatch.setattr(hooked, "_message", lambda arguments: None)
-    monkeypatch.setattr(hooked.StageSpecs, "alike", lambda spec: None)
     steps = schedules.forward_step, schedules.backward_step
 
     def framework_function(**arguments):
@@ -73,42 +70,41 @@ def job(monkeypatch):
     def order_of(count):
         return builders.one_f_one_b(1, count)
 
-    stand_in = hooked.HookedForwardBackward(session, framework_function, order_of)
+    job = following(session, framework_function, order_of)
 
     def call(letters):
         arguments = {"num_microbatches": letters.count("F"), "letters": letters}
-        assert stand_in(**arguments) == ["loss"]
+        assert job._follow_units(**arguments) == ["loss"]
         assert (schedules.forward_step, schedules.backward_step) == steps
         told, session.told = session.told, []
-        return told
+        return told, job._why_lower
 
     return call
 
 
 OWN = ("FBFB", "open F0 B0 F1 B1")
+OTHER = ("FFBB", "open F0 highest B0 F1 B1")
+WHY = "In this iteration, F1 came in place of B0"
 
 
 @pytest.mark.parametrize(
-    "calls",
+    ("calls", "why"),
     [
-        # The first iteration is Megatron's, and others are told of.
-        [("FBFB", ""), OWN, OWN],
-        # Each number has an order, and another's clocks are not left for what is Megatron's alone.
-        [
-            *(("FB", ""), ("FB", "open part F0 B0"), ("FBFB", "highest"), OWN),
-            *(("FB", "open part F0 B0"), ("FBFBFB", "highest")),
-            *(("FBFBFB", "open part F0 B0 F1 B1 F2 B2"), OWN),
-        ],
-        # A number whose units come otherwise is left alone, and in the full batch all are.
-        [("FBFB", ""), ("FFFBBB", "highest"), ("FBFBFB", "highest"), OWN],
-        [("FFBB", ""), ("FBFB", "")],
+        ([OWN, OWN], None),
+        # Each number has an order.
+        ([("FB", "open part F0 B0"), OWN, ("FBFBFB", "open part F0 B0 F1 B1 F2 B2"), OWN], None),
+        # A number whose units come otherwise from the first on has no level with units.
+        ([OTHER], WHY),
+        ([OWN, ("FFFBBB", "open part F0 highest B0 F1 B1 F2 B2"), OWN], WHY),
         # Units that come otherwise later end nothing.
-        [("FBFB", ""), ("FFBB", "open F0 highest B0 F1 B1"), OWN],
+        ([OWN, OTHER, OWN], None),
     ],
 )
-def test_what_a_session_is_told_of_one_call_after_another(job, calls):
+def test_what_a_session_is_told_of_one_call_after_another(job, calls, why):
     for letters, told in calls:
-        assert " ".join(job(letters)) == told
+        said, against = job(letters)
+        assert " ".join(said) == told
+    assert against == why
 
 
 def test_a_unit_that_begins_within_another_is_followed_no_more():

@@ -271,7 +271,6 @@ def test_a_step_that_could_not_begin_is_none(caplog):
     known = {
         "_job": job,
         "_framework_order": Mock(),
-        "_specs": None,
         "_reporter": None,
         "_logged": set(),
     }

@@ -22,11 +22,11 @@ from envpipe_megatron.core.sidecar import Sidecar
 from envpipe_megatron.formats.energy import parse_window
 from envpipe_megatron.formats.energy_sums import EnergySums
 from envpipe_megatron.integrations import job as integrations_job
-from envpipe_megatron.integrations.instructions import InstrumentedPipeline
+from envpipe_megatron.integrations.instructions import InstructionError, InstrumentedPipeline
 from envpipe_megatron.integrations.job import (
-    Job,
     JobError,
     JobFacts,
+    OpenJob,
     RankPlace,
     WithoutEnvPipeError,
     _check_split_order,
@@ -34,6 +34,7 @@ from envpipe_megatron.integrations.job import (
     _why_whole,
     check_in_flight,
     check_same_everywhere,
+    open_job,
 )
 from envpipe_megatron.integrations.levels import Level
 from envpipe_megatron.integrations.reporting import end_of_job
@@ -220,22 +221,18 @@ def test_what_units_rest_on_is_json_and_the_same_each_time(monkeypatch):
 
 def test_a_closed_job_gives_back_the_clock_and_then_the_channels_memory():
     called: list[str] = []
-    job: Any = object.__new__(Job)
     channel = SimpleNamespace(close=lambda: called.append("channel"))
     parts = SimpleNamespace(channel=channel)
-    job.session = SimpleNamespace(close=lambda: called.append("session"), parts=parts)
-    job.close()
+    session: Any = SimpleNamespace(close=lambda: called.append("session"), parts=parts)
+    OpenJob(session, "").close()
     assert called == ["session", "channel"]
 
 
-def test_a_silent_rank_has_the_time_that_the_user_gave_the_process_group():
-    hours = timedelta(hours=2)
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1, timeout=hours)
+def test_facts_that_are_no_mapping_are_refused_before_a_step():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
-        group = dist.new_group([0], timeout=timedelta(minutes=1))
-        assert InstrumentedPipeline(group, 2, gpu="a40")._placement.timeout == hours
-        own = InstrumentedPipeline(group, 2, gpu="a40", timeout=timedelta(minutes=5))
-        assert own._placement.timeout == timedelta(minutes=5)
+        with pytest.raises(InstructionError, match=r"values by name \(got GPT, 24\)"):
+            InstrumentedPipeline(dist.group.WORLD, 2, gpu="a40", facts=["GPT", 24])
     finally:
         dist.destroy_process_group()
 
@@ -247,6 +244,9 @@ LOGS = {
     "closed": "sys.stdout.close()",
     "none": "sys.stdout = None",
     "without such letters": "sys.stdout.reconfigure(encoding='ascii')",
+    "a stand-in of the script's": (
+        "out = sys.stdout; sys.stdout = type('Lines', (), {'write': lambda self, text: 1})()"
+    ),
 }
 
 
@@ -255,6 +255,7 @@ def test_a_log_that_takes_no_line_ends_no_training(wrong):
     script = (
         "import os, sys; from envpipe_megatron.integrations.job import say_line\n"
         f"{LOGS[wrong]}\nsay_line('output: L\\xe4ufe'); os.dup2(2, 1)\n"
+        "sys.stdout = globals().get('out', sys.stdout)\n"
         "if sys.stdout and not sys.stdout.closed: print('trained')"
     )
     command = [sys.executable, "-c", script]
@@ -265,18 +266,20 @@ def test_a_log_that_takes_no_line_ends_no_training(wrong):
         assert run.stdout == "[envpipe] output: L\\xe4ufe\n"
 
 
-def test_a_pipelines_group_that_cannot_be_made_ends_no_training(monkeypatch):
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+def test_ranks_that_cannot_be_connected_end_no_training(monkeypatch):
+    hours = timedelta(hours=2)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1, timeout=hours)
     said: list[str] = []
 
-    def no_group(*given, **named):
+    def no_sockets(pipelines, timeout):
+        assert timeout == hours  # a silent rank has the time that the user gave the process group
         raise RuntimeError("Too many open files")
 
-    monkeypatch.setattr(dist, "new_group", no_group)
-    place = RankPlace(dist.group.WORLD, 1, timedelta(minutes=1), runs_units=True)
+    monkeypatch.setattr(integrations_job, "make_collectives", no_sockets)
+    place = RankPlace(dist.group.WORLD, 1, runs_units=True)
     try:
         with pytest.raises(WithoutEnvPipeError, match="Too many open files"):
-            Job(JobOptions(), place, JobFacts(Sidecar(), {}, {}), said.append)
+            open_job(JobOptions(), place, JobFacts(Sidecar(), {}, {}), said.append)
     finally:
         dist.destroy_process_group()
     assert said == ["This job trains without EnvPipe: Too many open files"]

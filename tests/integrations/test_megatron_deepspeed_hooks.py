@@ -4,6 +4,7 @@ import argparse
 import json
 import sys
 from contextlib import nullcontext
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,9 +16,10 @@ import pytest
 pytest.importorskip("deepspeed")
 
 from deepspeed.runtime.pipe.engine import PipelineEngine
-from leveled_jobs import fresh_hooks
+from leveled_jobs import begin, fresh_hooks
 
 from envpipe_megatron.integrations.deepspeed.engine import EnvPipeEngine
+from envpipe_megatron.integrations.leveled import LeveledJob
 from envpipe_megatron.integrations.levels import RefusedError
 from envpipe_megatron.integrations.megatron_deepspeed import hooks
 from envpipe_megatron.integrations.megatron_deepspeed.hooks import (
@@ -25,27 +27,29 @@ from envpipe_megatron.integrations.megatron_deepspeed.hooks import (
     check_supported,
 )
 from envpipe_megatron.integrations.options import add_arguments
+from envpipe_megatron.runtime.job.options import JobOptions
 
 LOG_INTERVAL = 4
 
 
 @pytest.fixture
-def engine(monkeypatch):
-    """The engine of a job that has begun."""
-    made, state = object.__new__(EnvPipeEngine), fresh_hooks(hooks, monkeypatch)
+def job(monkeypatch):
+    """A job that has begun."""
+    state = fresh_hooks(hooks, monkeypatch)
     report = SimpleNamespace(
         scalars=lambda: {"envpipe-power/gpu": 300.0}, line=lambda: " envpipe |"
     )
-    made.__dict__.update(job=Mock(report=Mock(return_value=report)), logged_every=LOG_INTERVAL)
-    state.options, state.job = SimpleNamespace(), made  # type: ignore[assignment]
+    made = Mock(report=Mock(return_value=report))
+    made.log.side_effect = partial(LeveledJob.log, made)
+    state.options, state.job, state.logged_every = SimpleNamespace(), made, LOG_INTERVAL  # type: ignore[assignment]
     for name in ("validate", "begin_training"):
         state.note(name)
     return made
 
 
-def asked(engine):
-    """What the hooks have asked of the engine's job."""
-    return [name for name, *_ in engine.job.mock_calls]
+def asked(job):
+    """What the hooks have asked of the job."""
+    return [name for name, *_ in job.mock_calls]
 
 
 def writer(*, enabled, written=None):
@@ -62,12 +66,12 @@ def steps(count, *, logged=True):
             hooks.log(step, writer(enabled=False))
 
 
-def test_all_hooks_reached(engine):
+def test_all_hooks_reached(job):
     steps(2 * LOG_INTERVAL + 1)
-    assert asked(engine) == ["report", "report"]
+    assert asked(job) == ["log", "report"] * 2
 
 
-def test_a_log_line_that_lacks_the_energy_is_told_once(engine, caplog):
+def test_a_log_line_that_lacks_the_energy_is_told_once(job, caplog):
     steps(LOG_INTERVAL, logged=False)
     assert not caplog.records
     steps(2 * LOG_INTERVAL, logged=False)
@@ -75,7 +79,7 @@ def test_a_log_line_that_lacks_the_energy_is_told_once(engine, caplog):
     assert "by iteration 5: log. Training goes on" in told
 
 
-def test_scalars_go_to_the_writer_that_is_enabled(engine):
+def test_scalars_go_to_the_writer_that_is_enabled(job):
     written: list[Any] = []
     assert hooks.log(7, writer(enabled=False, written=written)) == " envpipe |"
     assert written == []
@@ -83,10 +87,21 @@ def test_scalars_go_to_the_writer_that_is_enabled(engine):
     assert written == [("envpipe-power/gpu", 300.0, 8)]
 
 
-def test_the_engine_is_deepspeeds_own_after_training(engine):
+def test_the_engine_is_deepspeeds_own_after_training(job, monkeypatch):
+    def begin(engine, *_, **__):
+        engine.__class__ = EnvPipeEngine
+        return job
+
+    own = object.__new__(PipelineEngine)
+    monkeypatch.setattr(hooks, "begin", begin)
+    monkeypatch.setattr(hooks, "check_model", lambda model: None)
+    monkeypatch.setattr(hooks, "deepspeed_config", lambda args: {})
+    args: Any = SimpleNamespace(log_interval=LOG_INTERVAL, seq_length=32)
+    hooks.begin_training(args, [own])
+    assert type(own) is EnvPipeEngine
     hooks.end_training()
-    assert asked(engine) == ["end", "check_profiled"]
-    assert type(engine) is PipelineEngine
+    assert asked(job) == ["end"]
+    assert type(own) is PipelineEngine
 
 
 def test_a_model_without_deepspeeds_pipeline_is_refused(monkeypatch):
@@ -176,16 +191,18 @@ def test_the_user_guide_lists_what_is_refused():
     assert not [feature for feature in REFUSED if f"- {feature}\n" not in guide]
 
 
-def test_a_job_that_trains_without_envpipe_has_deepspeeds_engine(engine, monkeypatch):
+def test_a_job_that_trains_without_envpipe_has_deepspeeds_engine(monkeypatch):
     # The package has a function of its name.
     initialize = import_module("envpipe_megatron.integrations.deepspeed.initialize")
     own = object.__new__(PipelineEngine)
     own.__dict__.update(micro_batches=4, grid=Mock(), dynamic_shape=False)
     own.__dict__["gradient_accumulation_steps"] = lambda: 4
-
-    for name in ("not_run", "timeout_of", "_facts"):
+    fresh_hooks(hooks, monkeypatch).options = SimpleNamespace()  # type: ignore[assignment]
+    for name in ("validate", "begin_training"):
+        hooks._hooks.note(name)
+    for name in ("not_run", "_facts"):
         monkeypatch.setattr(initialize, name, lambda *arguments: None)
-    without = SimpleNamespace(job=None)
+    without, *_ = begin(options=JobOptions(gpu_control="none"))
     monkeypatch.setattr(initialize, "LeveledJob", lambda *arguments: without)
     monkeypatch.setattr(hooks, "check_model", lambda model: None)
     monkeypatch.setattr(hooks, "deepspeed_config", lambda args: {})

@@ -18,6 +18,7 @@ from leveled_jobs import begin, fresh_hooks, given, jobs_are_faked
 
 from envpipe_megatron.core.orders.builders import whole_iteration
 from envpipe_megatron.formats.energy import Phase
+from envpipe_megatron.integrations import leveled
 from envpipe_megatron.integrations.hooking import HookError
 from envpipe_megatron.integrations.job import JobError
 from envpipe_megatron.integrations.levels import Level
@@ -53,11 +54,9 @@ def hooks():
 def job(hooks, monkeypatch):
     """A job that has begun: arguments validated, training begun."""
     session = FakeSession()
-    made = SimpleNamespace(
-        session=session,
-        end=lambda: session.told.append("end"),
-        close=lambda: session.told.append("close"),
-    )
+    session.parts = SimpleNamespace(folder=SimpleNamespace(path=None))
+    made = SimpleNamespace(session=session, close=lambda: session.told.append("give back"))
+    monkeypatch.setattr(leveled, "end_of_job", lambda *_: session.told.append("bill") or [])
     training, *_ = begin(hooks.Training)
     training.job, training._replacement = made, None
     made_hooks = fresh_hooks(hooks, monkeypatch)
@@ -137,7 +136,7 @@ def test_what_lies_between_steps_pauses_and_what_follows_training_does_not(hooks
     hooks.end_training()
     loop.evaluate()
     hooks.pause()
-    assert told == ["pause", "evaluate", "pause", "end", "close", "evaluate"]
+    assert told == [*("pause", "evaluate", "pause"), *("close", "bill", "give back"), "evaluate"]
     assert schedules.envpipe_hook is None
     with pytest.raises(HookError, match="outside training"):
         hooks.end_step(0)
@@ -451,8 +450,7 @@ def test_a_batch_that_no_pipeline_of_chunks_runs_is_measured(hooks, monkeypatch)
     monkeypatch.setattr(training, "limits_of", lambda model: [])
     monkeypatch.setattr(training, "limits_of_ranks", lambda own: own)
     monkeypatch.setattr(training, "of_all_ranks", lambda own: [own])
-    monkeypatch.setattr(training, "timeout_of", lambda group: None)
-    monkeypatch.setattr(training, "facts_of", lambda args: None)
+    monkeypatch.setattr(training, "facts_of", lambda args: SimpleNamespace(bill={}))
     group: Any = None
     with jobs_are_faked() as made:
         hooks.Training(args, given(), LIMITS, [gpt(), gpt(), gpt()], group)

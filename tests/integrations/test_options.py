@@ -116,6 +116,7 @@ def test_files_are_read_before_anything_is_built(tmp_path, monkeypatch):
         (f"--profile {profile} --plan {plan}", 4, r"plan\.json"),
         (f"--profile {__file__}", 4, "header"),
         (f"--output {__file__}", 4, r"no output folder: .*--envpipe-output"),
+        ("--output a\0b", 4, r"no output folder: embedded null byte .*--envpipe-output"),
     ):
         with pytest.raises(EnvPipeError, match=why):
             prepare_files(read(words), stages)

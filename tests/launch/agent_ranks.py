@@ -91,7 +91,7 @@ def open_files() -> int:
 def connect(agent: NodeAgent) -> socket.socket:
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     connection.settimeout(LONG_S)
-    connection.connect(str(agent.socket_path))
+    connection.connect(f"\0{agent.address}")
     return connection
 
 
@@ -103,8 +103,8 @@ class Nodes:
         self._last = last
         self._before_j: dict[str, float] = {}
 
-    def agent(self, node: str = "n0", **options: Any) -> NodeAgent:
-        agent = NodeAgent(self.folder / "out", node, self.folder / node, **options)
+    def agent(self, node: str = "n0") -> NodeAgent:
+        agent = NodeAgent(self.folder / "out", node)
         self._last.callback(agent.close)
         return agent
 

@@ -1,9 +1,6 @@
 import os
-import shutil
-import tempfile
 from collections.abc import Iterator
 from contextlib import ExitStack
-from pathlib import Path
 
 import pytest
 from agent_ranks import Nodes
@@ -21,10 +18,7 @@ def _plain_environment(monkeypatch):
 
 
 @pytest.fixture
-def nodes(monkeypatch) -> Iterator[Nodes]:
-    """In a folder whose path leaves room for a socket's."""
+def nodes(monkeypatch, tmp_path) -> Iterator[Nodes]:
     monkeypatch.setattr(agent_module, "_ACCEPT_AGAIN_S", 0.01)
-    folder = Path(tempfile.mkdtemp(prefix="agent-", dir="/tmp"))
     with ExitStack() as last:
-        last.callback(shutil.rmtree, folder, ignore_errors=True)
-        yield Nodes(folder, last)
+        yield Nodes(tmp_path, last)

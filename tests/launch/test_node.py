@@ -7,7 +7,6 @@ import shutil
 import signal
 import socket
 import subprocess
-import tempfile
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -51,7 +50,7 @@ def train(monkeypatch, output) -> Callable[..., int]:
         def torchrun(arguments: object, environment: dict[str, str], signals: Signals) -> int:
             meanwhile(arguments, environment, signals)
             agent: Any = SimpleNamespace(
-                socket_path=environment["ENVPIPE_AGENT_SOCKET"], log=SimpleNamespace(node="n0")
+                address=environment["ENVPIPE_AGENT_SOCKET"], log=SimpleNamespace(node="n0")
             )
             rank = nodes.rank(agent, nodes.gpu()).say_hello()
             endpoint = rank.ask({"op": "collect", "host": "127.0.0.1"})["endpoint"]
@@ -264,35 +263,6 @@ def test_a_signal_that_torchrun_is_told_to_handle_ends_no_launcher(nodes, train,
     assert train(nodes, options=options, meanwhile=meanwhile, code=1) == 1
     assert passed_on == [signal.SIGUSR1]
     assert bill_of(output)["complete"]
-
-
-@pytest.mark.parametrize("long", [False, True])
-def test_the_agents_socket_is_in_tmpdir_if_its_path_is_no_longer_than_one_may_be(
-    nodes, train, monkeypatch, long
-):
-    def meanwhile(arguments: object, environment: dict[str, str], signals: Signals) -> None:
-        folders.append(Path(environment["ENVPIPE_AGENT_SOCKET"]).parents[1])
-
-    folders: list[Path] = []
-    short = Path(tempfile.mkdtemp(dir="/tmp"))
-    given = short / ("x" * 100) if long else short
-    given.mkdir(exist_ok=True)
-    monkeypatch.setattr(tempfile, "tempdir", str(given))
-    monkeypatch.setenv("XDG_RUNTIME_DIR", "/run")  # which goes with its user's last login
-    try:
-        assert train(nodes, meanwhile=meanwhile) == 0
-        assert folders == [Path("/tmp") if long else short]
-        assert list(given.iterdir()) == []
-    finally:
-        shutil.rmtree(short)
-
-
-def test_without_a_folder_for_the_agents_socket_it_is_said_which_to_set(
-    nodes, train, monkeypatch, tmp_path
-):
-    monkeypatch.setattr(tempfile, "tempdir", "/proc")  # nobody can make one there
-    with pytest.raises(EnvPipeError, match=r"socket: No such file.*'/proc/envpipe-.*Set TMPDIR"):
-        train(nodes)
 
 
 # Signals -------------------------------------------------------------------------------------

@@ -27,6 +27,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from jobs import MAX_STEPS, STEADY_STEPS, Bits, Job, Ours, Result
+from leveled_jobs import following
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.distributed.finalize_model_grads import finalize_model_grads
@@ -58,7 +59,6 @@ from envpipe_megatron.gpu.emulated.emulated_gpu import EmulatedGpu
 from envpipe_megatron.integrations.device import use_cpu
 from envpipe_megatron.integrations.megatron import core, split_backward
 from envpipe_megatron.integrations.megatron.core import ForwardBackward
-from envpipe_megatron.integrations.megatron.hooked import HookedForwardBackward
 from envpipe_megatron.integrations.megatron.self_check import SelfCheck
 from envpipe_megatron.integrations.megatron.work import MegatronWork
 from envpipe_megatron.runtime.channel.collectives import Collectives, make_collectives
@@ -362,6 +362,8 @@ def _train(job: Job, ours: Ours | None, session: Session | None, result: Result)
         if session is not None and stand_in is not None:
             if isinstance(stand_in, core.ForwardBackward):  # a test may put another maker there
                 result.failed = stand_in.end_step(skipped=not stepped)
+            elif ours is not None and ours.kept_orders:
+                result.failed = stand_in.__self__._why_lower
             session.end_step()
         if job.evaluate_after == step:
             if session is not None:
@@ -392,10 +394,10 @@ def _note_around(chunks: list[torch.nn.Module], around: list[tuple[object, ...]]
             setattr(config, name, told)
 
 
-def _stand_in(ours: Ours, session: Session) -> ForwardBackward | HookedForwardBackward:
+def _stand_in(ours: Ours, session: Session) -> Any:
     if ours.kept_orders:
         orders = {order.num_microbatches: order for order in ours.kept_orders}
-        return HookedForwardBackward(session, get_forward_backward_func(), orders.__getitem__)
+        return following(session, get_forward_backward_func(), orders.__getitem__)._follow_units
     check = None
     if ours.checked is not None:
         orders_to_try = [ours.checked, ours.checked]  # its memory is not looked at

@@ -14,7 +14,6 @@ from envpipe_megatron.formats.steps import Comparison
 from envpipe_megatron.report.facts import ReportFacts, find_bubbles
 from envpipe_megatron.report.page.document import page_text, tiles_of
 from envpipe_megatron.report.summary import comparison_section, sections_of
-from envpipe_megatron.report.trace import TraceFacts
 
 BOTH_S = FORWARD_S + BACKWARD_S
 #: 1F1B of equal stages.
@@ -149,6 +148,6 @@ def test_a_baseline_alone_is_compared_with_nothing():
 def test_a_peak_of_memory_that_is_not_known_is_left_out_of_its_table(tmp_path):
     peaks = {"predicted_peak_bytes": 2.5 * 2**30, "measured_peak_bytes": None}
     ran = replace(page_made.folder(tmp_path), summary={"memory": [peaks]})
-    sections = sections_of(ran, ReportFacts(), TraceFacts(0, 0, 0, 0), {})
+    sections = sections_of(ran, ReportFacts(), [], {})
     (memory,) = (section for section in sections if section.title.startswith("Memory"))
     assert memory.rows == (("0", "2.50", ""),)

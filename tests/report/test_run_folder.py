@@ -22,8 +22,8 @@ def put_timeline(folder, *, run="", stage=0, uid="GPU-0", node="host", **more):
     append_line(folder / "timeline.jsonl", entry)
 
 
-def put_energy(folder, *, run="", uid="GPU-0", node="n1", file="energy.jsonl", stage=0):
-    append_line(folder / file, window(stage, 5, node=node, gpu_uid=uid, run=run))
+def put_energy(folder, *, run="", uid="GPU-0", node="n1", file="energy.jsonl", stage=0, **more):
+    append_line(folder / file, window(stage, 5, node=node, gpu_uid=uid, run=run) | more)
 
 
 def lacks(folder, text):
@@ -69,9 +69,11 @@ def test_of_several_runs_in_the_folder_the_last_is_reported(tmp_path):
     assert lacks(folder, "2 lines of other jobs")
 
 
+@pytest.mark.parametrize("put", [put_timeline, put_energy])
 @pytest.mark.parametrize("name", ["dry_run", "emulated", "nvml"])
-def test_timelines_alone_tell_what_set_the_clocks(tmp_path, name):
-    put_timeline(tmp_path, clock_backend=name)
+def test_any_line_tells_what_set_the_clocks_of_which_gpu(tmp_path, name, put):
+    gpu = "NVIDIA A100 SXM (emulated)" if name == "emulated" else "NVIDIA A100"
+    put(tmp_path, clock_backend=name, gpu=gpu)
     folder = read_run_folder(tmp_path)
     assert (folder.dry_run, folder.emulated) == (name == "dry_run", name == "emulated")
 

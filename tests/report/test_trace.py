@@ -9,6 +9,7 @@ import pytest
 import run_made
 
 from envpipe_megatron.formats.timeline import ClockSamples, TimelineLogs
+from envpipe_megatron.report.pipelines import on_one_axis
 from envpipe_megatron.report.trace import write_trace
 
 NODES = {2: ("n2", 5000.0)}  # whose clock began long before
@@ -34,8 +35,8 @@ def check_format(events):
 
 
 def traced(path, timelines, windows=(), **options):
-    facts = write_trace(path, timelines, windows, **options)
-    return facts, json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]
+    said = write_trace(path, *on_one_axis(timelines, windows), **options)
+    return " ".join(said), json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]
 
 
 @pytest.fixture
@@ -52,9 +53,9 @@ def units_of(events, pid):
 
 
 def test_every_unit_of_every_gpu_is_a_slice_at_its_time(tmp_path, made):
-    facts, events = traced(tmp_path / "t.json.gz", TimelineLogs(tuple(made)))
+    said, events = traced(tmp_path / "t.json.gz", TimelineLogs(tuple(made)))
     check_format(events)
-    assert facts.units == 2 * 3 * 8
+    assert "48 units of 2 iterations; 2 were recorded" in said
     assert names(events) == {
         0: "job",
         1: "n1 · stage 0 · rank 0 · NVIDIA A100",
@@ -119,26 +120,29 @@ def test_a_gpu_that_was_only_metered_has_its_power(tmp_path, made):
 
 def test_a_trace_that_is_too_long_keeps_the_same_iterations_of_all_gpus(tmp_path):
     made = run_made.iterations(phases=("warm-up",) * 4 + ("steady",) * 20)
-    facts, events = traced(tmp_path / "t.json.gz", TimelineLogs(tuple(made)), max_units=200)
+    said, events = traced(tmp_path / "t.json.gz", TimelineLogs(tuple(made)), max_units=200)
     check_format(events)
     kept = [{s["args"]["iteration"] for s in units_of(events, pid)} for pid in (1, 2, 3)]
     assert kept[0] == kept[1] == kept[2] == {0, 3, 5, 8, 11, 14, 17, 20, 23}
-    assert (facts.units, facts.iterations, facts.recorded) == (9 * 24, 9, 24)
+    assert f"{9 * 24} units of 9 iterations; 24 were recorded. More would be" in said
     assert len(units_of(events, 0)) == 2 + 24  # the job's own slices are all there
 
 
-def test_an_iteration_that_overlaps_another_is_left_out(tmp_path, made):
-    again = [replace(one, begin_s=one.begin_s + 0.001) for one in made]
-    facts, events = traced(tmp_path / "t.json.gz", TimelineLogs((*made, *again)))
+def test_a_start_behind_a_reboot_comes_behind_the_one_before(tmp_path):
+    """The machine's clock begins anew."""
+    starts = [
+        run_made.iterations(run=f"2026-05-04T1{hour}:00:00.000+00:00", begin_s=begin_s)
+        for hour, begin_s in enumerate((5000.0, 20.0))
+    ]
+    made = [*starts[0], *starts[1]]
+    said, events = traced(tmp_path / "t.json.gz", TimelineLogs(tuple(made)), run_made.windows(made))
     check_format(events)
-    assert facts.overlapping == len(again)
-    later = [replace(one, iteration=one.iteration + 100) for one in again]
-    facts, _ = traced(tmp_path / "t.json.gz", TimelineLogs((*made, *later)))
-    assert facts.iterations == facts.recorded == len({one.iteration for one in made})
+    assert "96 units of 2 iterations" in said
+    length_us = round(2e6 * made[0].iteration_time_s)
+    assert units_of(events, 1)[16]["ts"] == pytest.approx(length_us, abs=2)
 
 
 def test_rounding_to_microseconds_makes_no_slices_overlap(tmp_path, made):
     close = [*made[:3], *(replace(one, begin_s=one.begin_s - 6e-7) for one in made[3:])]
-    facts, events = traced(tmp_path / "t.json.gz", TimelineLogs(tuple(close)))
+    _, events = traced(tmp_path / "t.json.gz", TimelineLogs(tuple(close)))
     check_format(events)
-    assert facts.overlapping == 0

@@ -17,7 +17,13 @@ from random_orders import random_order
 from envpipe_megatron.core.kinds import WHOLE, Kind, Unit, unit
 from envpipe_megatron.runtime.channel import collectives, links
 from envpipe_megatron.runtime.channel.carrier import StageSpecs, TensorSpec
-from envpipe_megatron.runtime.channel.collectives import SUM, HostGroup, make_collectives
+from envpipe_megatron.runtime.channel.collectives import (
+    SUM,
+    CollectivesError,
+    HostGroup,
+    make_collectives,
+    of_all_ranks,
+)
 from envpipe_megatron.runtime.channel.p2p import P2PChannel
 
 
@@ -170,6 +176,17 @@ def come_late(rank: int, late_s: float) -> list[int]:
     with patch.object(collectives, "_CONNECT", timedelta(seconds=0.05)):
         time.sleep(rank * late_s)
         return HostGroup([0, 1], "late", timedelta(seconds=20), leader=0).gather(rank)
+
+
+def one_cannot_come(rank: int, timeout_s: float) -> list[bool]:
+    """A rank that fails before its groups are made; which ranks are without, as all know."""
+    without = rank == 1
+    if not without:
+        try:
+            make_collectives([range(dist.get_world_size())], timedelta(seconds=timeout_s))
+        except CollectivesError:
+            without = True
+    return of_all_ranks(without)
 
 
 def lengths(rank: int, sizes: Sequence[int]) -> list[bool]:

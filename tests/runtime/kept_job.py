@@ -17,8 +17,7 @@ from envpipe_megatron.policies.request import PlanRequest
 from envpipe_megatron.runtime.channel.collectives import Collectives
 from envpipe_megatron.runtime.job import restarts
 from envpipe_megatron.runtime.job.options import JobOptions
-from envpipe_megatron.runtime.job.restarts import JobFolder
-from envpipe_megatron.runtime.job.stored import JobKeys
+from envpipe_megatron.runtime.job.restarts import JobFolder, JobKeys
 
 KEYS: JobKeys = {
     "units": {"hidden_size": 2048, "stages": [1, 2], "gpu": "NVIDIA H200", "recompute": None},

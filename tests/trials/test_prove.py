@@ -19,10 +19,10 @@ from envpipe_megatron.core.plan import read_plan
 from envpipe_megatron.core.profile import read_profile
 from envpipe_megatron.gpu.backends import nvml
 from envpipe_megatron.gpu.base import GpuError
-from envpipe_megatron.gpu.registry import Activity
+from envpipe_megatron.gpu.registry import Activity, Device
 from envpipe_megatron.trials import machine as trial_machine
 from envpipe_megatron.trials import run as trial_run
-from envpipe_megatron.trials.machine import GpuActivity, emulated_machine, newcomers, real_machine
+from envpipe_megatron.trials.machine import emulated_machine, newcomers, real_machine
 from envpipe_megatron.trials.proof import Proof
 from envpipe_megatron.trials.run import run_trial
 from envpipe_megatron.trials.settings import ARMS, ORDER_ARMS, Settings
@@ -210,12 +210,12 @@ def test_an_interrupted_proof_keeps_what_was_told(tmp_path, monkeypatch):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(trial_run, "_train", train)
-    quiet = GpuActivity(0, "GPU-0", "A100", Activity((), 0, 40), ())
+    device = Device("nvml", 0, "GPU-0", "A100", "", "")
     # The rank, and another one that came later.
     crowded = SimpleNamespace(activity=lambda: Activity((11, 4711)))
     monkeypatch.setattr(trial_machine, "look_at", lambda uid: crowded)
     screen = io.StringIO()
-    machine = replace(emulated_machine(job.preset, 2, False), activity=(quiet,))
+    machine = replace(emulated_machine(job.preset, 2, False), devices=(device,))
     with pytest.raises(KeyboardInterrupt):
         run_trial(
             Proof(job.as_proof(1, 3, changes_clocks=False), machine, CHECKS),

@@ -47,6 +47,16 @@ def is_gone(pid):
     return True
 
 
+def test_work_whose_working_folder_is_gone(tmp_path, monkeypatch):
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    monkeypatch.setattr(sys, "path", ["", *sys.path])
+    background = Background[int]()
+    background.start(partial(sum, [1, 2]))
+    assert taken(background) == 3
+
+
 def test_what_never_ends_is_ended_and_makes_room():
     background = Background(limit_s=0.0)
     background.start(FOR_EVER)
@@ -176,7 +186,7 @@ def test_what_splitting_wins_is_said_of_the_plan_and_not_of_those_that_follow_it
     background: Any = SimpleNamespace(busy=True, take=lambda: made)
     nothing: Any = None
     planner = Planner(nothing, nothing, lambda plan: None, nothing, lambda: background)
-    assert planner.take(pytest.fail) == {0: "the plan", 3: "one that follows it"}
+    assert planner.take() == {0: "the plan", 3: "one that follows it"}
     assert planner.won == "Split backwards: 5 %"
 
 

@@ -10,7 +10,7 @@ from envpipe_megatron.core.profile import read_profile
 from envpipe_megatron.core.sidecar import Sidecar
 from envpipe_megatron.gpu.presets import load_preset
 from envpipe_megatron.tuning.measured.fit import Times, fit_times_s
-from envpipe_megatron.tuning.measured.meters import MeterSums, Stretch, meter_sums
+from envpipe_megatron.tuning.measured.meters import MeterSums, meter_sums
 from envpipe_megatron.tuning.measured.powers import fit_powers
 from envpipe_megatron.tuning.measured.store import Store
 
@@ -66,15 +66,11 @@ def test_a_few_noisy_refreshes_of_a_constant_power_give_some_power_to_all(seed):
     rng = np.random.default_rng(seed)
     store = Store(1, 1, WHOLE, NODES.astype(int).tolist(), Sidecar())
     ends_s = np.cumsum(rng.uniform(0.01, 0.05, 24))
-    kinds = [int(kind) for kind in rng.integers(-1, 2, 24)]
-    stretches = [
-        Stretch(end_s, kind, float(rng.choice(NODES[-4:])))
-        for end_s, kind in zip(ends_s.tolist(), kinds, strict=True)
-    ]
+    spent = np.stack([ends_s, rng.integers(-1, 2, 24), rng.choice(NODES[-4:], 24)])
     refreshes_s = np.arange(0.0, ends_s[-1], 0.1)
     energy_j = np.cumsum(rng.uniform(5.0, 20.0, len(refreshes_s)))
     clocks, count = store.powers.nodes_mhz, len(WHOLE)
-    store.powers.sums[0] += meter_sums(0.0, stretches, refreshes_s, energy_j, clocks, count)
+    store.powers.sums[0] += meter_sums(0.0, spent, refreshes_s, energy_j, clocks, count)
     power_w, _ = store._fitted_w(0)
     assert (power_w.max(axis=1) > 0).all()
     assert power_w.max() < 2000
@@ -89,7 +85,8 @@ def test_powers_are_as_unsure_as_readings_scatter():
         for clock in NODES[[2, 6, 10, 16, 22]].tolist():
             now_s = np.arange(41) / 10
             energy_j = watts * clock / NODES[-1] * now_s + rng.normal(0, noise_j / 2**0.5, 41)
-            sums += meter_sums(0.0, [Stretch(4.0, 0, clock)], now_s, energy_j, NODES, 1)
+            spent = np.array([[4.0], [0], [clock]])
+            sums += meter_sums(0.0, spent, now_s, energy_j, NODES, 1)
         power_w, tail_w, errors = fit_powers(sums, NODES, 1, 1410.0)
         scatter_j = sums.scatter_j(np.append(power_w, tail_w))
         assert scatter_j == pytest.approx(noise_j, rel=0.25)
@@ -101,8 +98,8 @@ def test_powers_are_as_unsure_as_readings_scatter():
 
 
 def test_refreshes_outside_of_what_is_known_count_for_nothing():
-    stretches = [Stretch(1.0, 0, 1410.0)]
-    late = meter_sums(0.0, stretches, np.array([0.95, 1.5]), np.array([1.0, 2.0]), NODES, 1)
+    spent = np.array([[1.0], [0], [1410.0]])
+    late = meter_sums(0.0, spent, np.array([0.95, 1.5]), np.array([1.0, 2.0]), NODES, 1)
     assert late.count == 0.0
     assert not late.products.any()
 

@@ -87,9 +87,7 @@ def window(steps_s: list[float], metered: tuple[int, ...] = (1,)) -> Window:
     steps, none = np.array([[*steps_s, np.nan]]), MeterSums.none(1)
     return Window(
         tuple(
-            report_of(
-                np.ones((1, 2)), np.ones(steps.shape), steps - 1, steps, replace(none, count=seen)
-            )
+            report_of(np.ones((1, 2)), np.ones(steps.shape), steps, replace(none, count=seen))
             for seen in metered
         )
     )

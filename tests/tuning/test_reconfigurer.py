@@ -30,7 +30,7 @@ def window_of(*stages: tuple[Any, Any]) -> Window:
             Report(
                 unit_s=np.array(unit_s),
                 waits_s=np.array(waits_s),
-                **dict.fromkeys(("ends_s", "gaps_s", "steps_s", "power_w"), np.zeros((1, 1))),
+                **dict.fromkeys(("ends_s", "steps_s", "power_w"), np.zeros((1, 1))),
                 meter=MeterSums.none(1),
             )
             for waits_s, unit_s in stages

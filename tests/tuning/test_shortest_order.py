@@ -298,7 +298,7 @@ class FakePlanner:
     def begin(self, order: None, *, whole: bool) -> None:
         self._asked = True
 
-    def take(self, failed: Any) -> Any:
+    def take(self) -> Any:
         asked, self._asked = self._asked, False
         return self._plans if asked else None
 
@@ -340,6 +340,8 @@ def fake_job(
     run = job.run(None)  # type: ignore[arg-type]  # it does not look at the warm-up
     command = next(run)
     while len(ran) < iterations:
+        while command.plan is not None:
+            command = run.send(SimpleNamespace(refused=""))  # type: ignore[arg-type]
         said += filter(None, [command.note])
         steps = steps[-1:]  # a window's last step ends with the first of the next
         if command.orders:

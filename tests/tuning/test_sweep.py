@@ -19,10 +19,9 @@ from envpipe_megatron.core.sidecar import Sidecar
 from envpipe_megatron.gpu.presets import load_preset, override_for, sweep_range
 from envpipe_megatron.runtime.job.options import JobOptions
 from envpipe_megatron.tuning.commands import Command, Report, Window
-from envpipe_megatron.tuning.measured.meters import Stretch, meter_sums
+from envpipe_megatron.tuning.measured.meters import meter_sums
 from envpipe_megatron.tuning.measured.store import Store
 from envpipe_megatron.tuning.probes.sweep import (
-    ProfilerSettings,
     measured_profile,
     sweep_probe,
 )
@@ -107,7 +106,7 @@ def test_clocks_are_left_where_all_stages_are_past_their_valley(monkeypatch):
     order = builders.one_f_one_b(STAGES, MICROBATCHES)
     store = known(order)
     monkeypatch.setattr(store, "valley_mhz", lambda *, waiting: 700.0 if waiting else 1000.0)
-    looks = list(sweep_probe(order, store, ProfilerSettings(3, 1.0)))
+    looks = list(sweep_probe(order, store, JobOptions(profile_steps=3).steps_at_clock))
     alike = [look for look in looks if np.ptp(look.clocked.frequency_mhz) == 0]
     clocks = [int(look.clocked.frequency_mhz[0, 0]) for look in alike]
     assert looks[: len(clocks)] == alike
@@ -133,15 +132,15 @@ def test_clocks_are_left_where_all_stages_are_past_their_valley(monkeypatch):
 
 def test_a_clock_settles_and_short_iterations_are_repeated_until_they_fill_a_window():
     order = builders.one_f_one_b(STAGES, MICROBATCHES)
-    for settings in (ProfilerSettings(3, 1.0), ProfilerSettings(2, 20.0)):
+    for options in (JobOptions(profile_steps=3), JobOptions(profile_steps=2, window_s=20.0)):
         store = known(order)
-        for look in sweep_probe(order, store, settings):
+        for look in sweep_probe(order, store, options.steps_at_clock):
             iteration_s = store.iteration_s(order, look.clocked.frequency_mhz)
             assert look.settle == 1
-            assert look.iterations >= settings.measured_iterations
-            assert look.iterations * iteration_s >= settings.min_window_s
+            assert look.iterations >= options.profile_steps
+            assert look.iterations * iteration_s >= options.window_s
             assert (look.iterations - 1) * iteration_s < max(
-                settings.min_window_s, settings.measured_iterations * iteration_s
+                options.window_s, options.profile_steps * iteration_s
             )
 
 
@@ -172,7 +171,7 @@ class Hand:
     def profile(self) -> Profile:
         kinds = profiled_kinds(self.order)
         store = Store(self.order.num_stages, len(self.slowness), kinds, CLOCKS_MHZ, Sidecar())
-        looks = sweep_probe(self.order, store, ProfilerSettings(2, 1.0))
+        looks = sweep_probe(self.order, store, JobOptions(profile_steps=2).steps_at_clock)
         clocks = np.full((self.order.num_stages, self.order.units_per_stage), TOP_MHZ)
         run = measured_profile(store, 1, looks, self.order, self.window(store, clocks, None))
         windows = 1
@@ -197,8 +196,8 @@ class Hand:
             units = list(zip(own.tolist(), clocks[stage].tolist(), strict=True))
             unit_s = np.array([self.time_s(store, key, clock) for key, clock in units])
             ends_s = np.cumsum(np.tile(unit_s, count))
-            places = np.where(own >= 0, own % len(store.kinds), 0).tolist() * count
-            spent = zip(ends_s.tolist(), places, clocks[stage].tolist() * count, strict=True)
+            places = np.where(own >= 0, own % len(store.kinds), 0)
+            spent = np.stack([ends_s, np.tile(places, count), np.tile(clocks[stage], count)])
             powers_w = np.tile([self.power_w(store, key, clock) for key, clock in units], count)
             bounds_s = np.concatenate([[0.0], ends_s])
             energy_j = np.concatenate([[0.0], np.cumsum(np.diff(bounds_s) * powers_w)])
@@ -206,14 +205,14 @@ class Hand:
             refreshed_j = np.interp(refreshes_s, bounds_s, energy_j)
             meter = meter_sums(
                 0.0,
-                [Stretch(*each) for each in spent],
+                spent,
                 refreshes_s,
                 refreshed_j,
                 store.powers.nodes_mhz,
                 len(store.kinds),
             )
             step_s = np.full((1, count), unit_s.sum())
-            reports.append(report_of(unit_s[np.newaxis], step_s, 0 * step_s, step_s, meter))
+            reports.append(report_of(unit_s[np.newaxis], step_s, step_s, meter))
         return Window(tuple(reports))
 
     def time_s(self, store: Store, key: int, clock: int) -> float:

@@ -37,7 +37,7 @@ def let_megatron_rest(rests: Question, rests_next: Question) -> Callable[[], Non
         rests_next: of the next iteration, whose step EnvPipe begins before it is that one's turn.
     """
     from envpipe_megatron.integrations.megatron.core import ForwardBackward
-    from envpipe_megatron.integrations.megatron.hooked import HookedForwardBackward
+    from envpipe_megatron.integrations.megatron.training import Training
     from envpipe_megatron.runtime.job.session import Session
 
     own = Session.end_step
@@ -58,13 +58,12 @@ def let_megatron_rest(rests: Question, rests_next: Question) -> Callable[[], Non
     Session.end_step = end_step  # type: ignore[method-assign]  # in a benchmark's process
     _replace(rests_next, Session, "begin_step", _nothing)
     _replace(rests, Session, "end_step", _nothing)
-    _rest(
-        rests,
-        "__call__",
-        lambda self, **given: self._framework_function(**given),
-        HookedForwardBackward,
-        ForwardBackward,
-    )
+
+    def own_function(self: Any, **given: Any) -> Any:
+        return self._framework_function(**given)
+
+    _rest(rests, "_follow_units", own_function, Training)
+    _replace(rests, ForwardBackward, "__call__", own_function)
     return between_turns
 
 

@@ -30,13 +30,6 @@ _MEANING = {
     State.CHANGED_AFTER: "changed-after: the patch is in, and its own lines were changed",
     State.DIRTY: "dirty: not patched, and the patch does not fit",
 }
-_WORDS = {
-    Outcome.LIVE: "live",
-    Outcome.NOT_LIVE: "NOT LIVE",
-    Outcome.ELSEWHERE: "NOT LIVE, comes from elsewhere",
-    Outcome.DEPENDENCY: "not proven, the framework needs a package",
-    Outcome.IMPORT_FAILED: "NOT LIVE, import failed",
-}
 
 
 @click.group()
@@ -154,7 +147,7 @@ def _report(directory: Path, found: Checkout, answers: tuple[Answer, ...]) -> No
     shown = {""}
     for answer in answers:
         hook = f"{answer.hook.module}.{answer.hook.attribute}"
-        say(f"{_WORDS[answer.outcome]}: {hook}: {answer.detail}")
+        say(f"{answer.outcome}: {hook}: {answer.detail}")
         if answer.remedy not in shown:
             shown.add(answer.remedy)
             say(f"  {answer.remedy}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shlex
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -40,14 +40,7 @@ _Command = TypeVar("_Command", bound=Callable[..., Any])
 
 
 def _profile_layers(
-    output: Path,
-    command: Sequence[str],
-    *,
-    tensor_parallel: tuple[int, ...] | None,
-    context_parallel: tuple[int, ...] | None,
-    expert_parallel: tuple[int, ...] | None,
-    microbatch_size: tuple[int, ...] | None,
-    clocks: tuple[int, ...] | None,
+    output: Path, command: Sequence[str], sizes: Mapping[str, tuple[int, ...] | None]
 ) -> None:
     """Measure what the output does not have yet, each size with each.
 
@@ -64,17 +57,17 @@ def _profile_layers(
             remedy="Leave out torchrun's --nnodes, -m and --no-python.",
         )
     num_gpus = ranks_of_node(options)
-    clocks_mhz = tuple(sorted(set(clocks or ()), reverse=True))
+    clocks_mhz = tuple(sorted(set(sizes["clocks"] or ()), reverse=True))
     source = shlex.join(split(command).script)
     known = read_layers(output) if output.is_file() else None
     if known is not None:
         check_known(known, source, clocks_mhz)
     with tempfile.TemporaryDirectory(prefix=f".{output.name}-", dir=output.parent) as folder:
         jobs = jobs_for(
-            tensor_parallel or tuple(t for t in (1, 2, 4, 8) if t <= num_gpus),
-            context_parallel or (1,),
-            expert_parallel or (1,),
-            microbatch_size or (1, 2, 4),
+            sizes["tensor_parallel"] or tuple(t for t in (1, 2, 4, 8) if t <= num_gpus),
+            sizes["context_parallel"] or (1,),
+            sizes["expert_parallel"] or (1,),
+            sizes["microbatch_size"] or (1, 2, 4),
             clocks_mhz,
             Path(folder),
             () if known is None else known.measures,
@@ -91,6 +84,9 @@ def _profile_layers(
             say(f"Measuring the speeds of {num_gpus} GPUs, and links between them")
             measured, speeds = _measure_node(command, num_gpus, Path(folder))
             links = measured if links.within_node is None else links
+        if known is not None and not jobs:
+            say("All these sizes were measured before: there is nothing to measure")
+            replace_files({output: [layers_text(replace(known, links=links))]})
         for number, job in enumerate(jobs, start=1):
             say(f"Job {number} of {len(jobs)}: {_words(job)}")
             code = _run_job(job, command, speeds)
@@ -106,12 +102,8 @@ def _profile_layers(
                     remedy="Its own message is above. What was measured before is kept: leave out "
                     "sizes that do not fit into memory, and give the command again.",
                 )
-    if known is None:
-        return
-    if not jobs:
-        say("All these sizes were measured before: there is nothing to measure")
-        replace_files({output: [layers_text(replace(known, links=links))]})
-    say(f"{'Wrote' if jobs else 'They are in'} {output}")
+    if known is not None:
+        say(f"{'Wrote' if jobs else 'They are in'} {output}")
 
 
 def _run_job(job: LayerJob, command: Sequence[str], speeds: Sequence[float]) -> int:
@@ -204,7 +196,7 @@ def profile(
       envpipe profile --layers --output layers.json -- --nproc-per-node 4 pretrain_gpt.py ...
     """
     if layers:
-        _profile_layers(output.resolve(), command, **sizes)
+        _profile_layers(output.resolve(), command, sizes)
         return
     if any(sizes.values()):
         raise click.UsageError("Sizes and clocks are chosen for --layers only.")

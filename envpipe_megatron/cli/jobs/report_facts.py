@@ -6,7 +6,7 @@ are those of a preset's model of the GPU, from the measured times at full clock.
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -24,8 +24,6 @@ from envpipe_megatron.formats.account import NO_TARIFF, Tariff
 from envpipe_megatron.formats.energy import (
     FRAMEWORK,
     OUTSIDE_STEPS,
-    EnergyNote,
-    EnergyWindow,
     Phase,
     read_step,
 )
@@ -199,20 +197,18 @@ def _metered_facts(folder: RunFolder, tariff: Tariff) -> ReportFacts:
     """
     if folder.energy is None:
         return ReportFacts()
-    whole = bill_of(folder.energy.lines)
-    others = whole.other_runs
-    if all(window.run in others for window in folder.windows):  # starts that have one name
-        others = frozenset()
-    bill = bill_of(_of_ranks(folder.energy.lines, others))
+    bill = bill_of(folder.energy.lines)
+    if all(window.run in bill.other_runs for window in folder.windows):
+        bill.other_runs = frozenset()  # starts that have one name
     notes = [f"The bill is incomplete: {reason}" for reason in bill.missing()]
     if not folder.windows:
         return ReportFacts(notes=tuple(notes))
-    if others:
-        named = ", ".join(sorted(others))
+    if bill.other_runs:
+        named = ", ".join(sorted(bill.other_runs))
         notes.append(f"Asked for something else, so these figures leave them out: starts {named}.")
-    means, steady, baseline = whole.compared(), bill.steps(_STEADY), _recorded(folder, bill)
+    means, steady, baseline = bill.compared(), bill.steps(_STEADY), _recorded(folder, bill)
     if means:
-        of_gpus = (sums.baseline for sums in whole.of_phase(_STEADY))
+        of_gpus = (sums.baseline for sums in bill.of_phase(_STEADY))
         baseline = baseline or next(filter(None, of_gpus))
         baseline = replace(means[1], iterations=baseline.iterations)
     if baseline is None and (baseline := bill.steps(_WARMUP)) is not None:
@@ -225,41 +221,27 @@ def _metered_facts(folder: RunFolder, tariff: Tariff) -> ReportFacts:
         compared = compare(steady, baseline)
     tokens = (folder.summary or {}).get("tokens_per_iteration")
     bill.facts = {"tokens_per_iteration": tokens, **bill.facts}
-    account = replace(bill.account(compared), sums=tuple(whole.phases.values()))
 
     def average(name: str, phase: str, step: StepEnergy | None) -> StepFacts | None:
         """Return an average step on all ranks of a phase."""
-        ranks = {gpu for gpu, _, own, _ in bill.phases if own == phase}
-        return None if step is None else StepFacts(name, len(ranks), step)
+        return None if step is None else StepFacts(name, _num_gpus(bill.of_phase(phase)), step)
 
-    phases = dict.fromkeys(phase for _, _, phase, _ in bill.phases)
+    phases = dict.fromkeys(phase for _, run, phase, _ in bill.phases if run not in bill.other_runs)
     trained = [phase for phase in phases if phase not in (*OUTSIDE_STEPS, FRAMEWORK)]
     return ReportFacts(
         tuple(filter(None, (average(phase, phase, bill.steps(phase)) for phase in trained))),
         average("baseline", _WARMUP, baseline),
         average(_STEADY, _STEADY, steady),
         compared,
-        tuple(account.lines(tariff)),
+        tuple(bill.account(compared).lines(tariff)),
         (*_stages("baseline", bill, _WARMUP), *_stages(_STEADY, bill, _STEADY)),
         tuple(notes),
     )
 
 
-def _of_ranks(
-    lines: Iterable[EnergyWindow | EnergyNote], others: Container[str]
-) -> Iterator[EnergyWindow | EnergyNote]:
-    """Yield notes, and the lines of all starts but others as of one run.
-
-    A rank takes the place of its GPU, which may be another one after a restart.
-    """
-    windows = []
-    for line in lines:
-        if isinstance(line, EnergyNote):
-            yield line
-        elif line.run not in others:
-            node, gpu_uid = (line.node, line.gpu_uid) if line.rank is None else ("", "")
-            windows.append(replace(line, run="", node=node, gpu_uid=gpu_uid))
-    yield from windows
+def _num_gpus(sums: Iterable[EnergySums]) -> int:
+    """Return how many members of the job sums are of: a rank may have had several GPUs."""
+    return len({own.last.member for own in sums if own.last})
 
 
 def _recorded(folder: RunFolder, bill: Bill) -> StepEnergy | None:
@@ -279,12 +261,13 @@ def _recorded(folder: RunFolder, bill: Bill) -> StepEnergy | None:
 def _stages(name: str, bill: Bill, phase: str) -> list[StageFacts]:
     """Return the stages of a phase, each by its mean GPU."""
     members: dict[int, list[EnergySums]] = {}
-    for (_, _, own_phase, stage), each in bill.phases.items():
-        if own_phase == phase and stage is not None and each.steps:
-            members.setdefault(stage, []).append(each)
+    for each in bill.of_phase(phase):
+        if each.last and each.last.stage is not None and each.steps:
+            members.setdefault(each.last.stage, []).append(each)
     stages = []
     for stage, own in sorted(members.items()):
         total = total_of(own)
         shares_s = tuple(share_s / total.steps for share_s in total.known_shares_s or ())
-        stages.append(StageFacts(name, stage, len(own), total.energy_j / total.steps, shares_s))
+        energy_j = total.energy_j / total.steps
+        stages.append(StageFacts(name, stage, _num_gpus(own), energy_j, shares_s))
     return stages

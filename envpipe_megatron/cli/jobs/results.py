@@ -47,12 +47,7 @@ _NAMED_LINES = 5
 @click.option("--output", type=OUTPUT_FOLDER, help="Folder for the report.  [default: DIR/report]")
 @PRICE_OPTION
 @INTENSITY_OPTION
-def report(
-    folder: Path,
-    output: Path | None,
-    price_per_kwh: float | None,
-    grid_g_per_kwh: float | None,
-) -> None:
+def report(folder: Path, output: Path | None, **prices: float | None) -> None:
     """Make pictures, tables and a trace from what a run left in DIR.
 
     DIR is what --output of `launch` and `quickstart`, or a job's --envpipe-output, named. The
@@ -67,7 +62,7 @@ def report(
     from envpipe_megatron.report.summary import BUBBLES, LEVELS, RESULT
 
     written = output or folder / "report"
-    read, sections = report_on(folder, written, Tariff(price_per_kwh, grid_g_per_kwh))
+    read, sections = report_on(folder, written, Tariff(**prices))
     show_sections(sections, RESULT, BUBBLES, LEVELS)
     for lack in read.missing:
         say(f"Missing: {lack}")
@@ -113,12 +108,7 @@ def energy() -> None:
 @PRICE_OPTION
 @INTENSITY_OPTION
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of tables.")
-def sum_energy(
-    files: tuple[Path, ...],
-    price_per_kwh: float | None,
-    grid_g_per_kwh: float | None,
-    as_json: bool,
-) -> None:
+def sum_energy(files: tuple[Path, ...], as_json: bool, **prices: float | None) -> None:
     """Add up energy logs: per phase, GPU, stage and node, and of the whole job.
 
     FILES are the energy logs of each node of a job. A line that is given twice counts once; torn
@@ -129,7 +119,7 @@ def sum_energy(
 
       envpipe energy sum node0/energy.jsonl node1/energy.jsonl --price 0.2 --grid-intensity 350
     """
-    bill, tariff = Bill(), Tariff(price_per_kwh, grid_g_per_kwh)
+    bill, tariff = Bill(), Tariff(**prices)
     logs = read_energy_logs(files, bill.add)
     bill.unreadable = len(logs.unreadable)
     if as_json:

@@ -136,34 +136,32 @@ def compare(plan_paths: Sequence[Path], profile_path: Path | None, as_json: bool
                 remedy="Give --profile: it says what the units of a plan cost.",
             )
     profile = read_profile(profile_path)
-    read = [read_plan(path, profile) for path in plan_paths]
-    first = read[0]
-    for path, plan in zip(plan_paths, read, strict=True):
+    plans = {str(path): read_plan(path, profile) for path in plan_paths}
+    first_path, first = next(iter(plans.items()))
+    baseline, facts, notes = first.baseline, {}, []
+    for path, plan in plans.items():
         if plan.schedule.num_microbatches != first.schedule.num_microbatches:
             raise PlanError(
-                f"{path} is for another number of microbatches than {plan_paths[0]}",
+                f"{path} is for another number of microbatches than {first_path}",
                 value=plan.schedule.num_microbatches,
                 remedy=f"Compare plans for {first.schedule.num_microbatches}.",
             )
-    baseline = first.baseline
-    facts = []
-    for path, plan in zip(plan_paths, read, strict=True):
+        if plan.conditions != first.conditions:
+            notes.append(f"Note: {path} was made for other conditions than {first_path}.")
         try:
-            facts.append(facts_of(replace(plan, conditions=first.conditions), baseline.cost))
+            facts[path] = facts_of(replace(plan, conditions=first.conditions), baseline.cost)
         except PlanError as error:
             raise PlanError(
-                f"{path} cannot run under the conditions of {plan_paths[0]}: {error.what}",
+                f"{path} cannot run under the conditions of {first_path}: {error.what}",
                 remedy="Name the plan first that parks in waits.",
             ) from error
     if as_json:
-        listed = [{"plan": str(p), **each} for p, each in zip(plan_paths, facts, strict=True)]
-        click.echo(json.dumps(listed, indent=1))
+        click.echo(json.dumps([{"plan": path, **each} for path, each in facts.items()], indent=1))
         return
-    for path, plan in zip(plan_paths, read, strict=True):
-        if plan.conditions != first.conditions:
-            say(f"Note: {path} was made for other conditions than {plan_paths[0]}.")
+    for note in notes:
+        say(note)
     title = f"Against {baseline.schedule.name} at the highest clocks"
-    show_plans(title, dict(zip(map(str, plan_paths), facts, strict=True)))
+    show_plans(title, facts)
 
 
 @click.command("import-freqs")

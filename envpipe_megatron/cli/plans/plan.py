@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from envpipe_megatron.cli.common import (
     Numbers,
     check_outputs,
     known_blocking_power,
+    taken,
 )
 from envpipe_megatron.cli.plans.tables import cells, show_summary
 from envpipe_megatron.console import say, show_table
@@ -62,6 +63,11 @@ _FIGURES = (
 )
 _OF_MEMORY = ("schedule", "energy_j", "saving_percent", "microbatches_in_flight")
 _POWER_CAP = Number(positive=True, unit="W", mistaken=(("kW", 1e3),))
+#: Options that are conditions.
+_CONDITIONS = (
+    *("blocking_power_w", "latency_s", "tail_time_s", "gpus_per_stage", "change_time_s"),
+    "change_energy_j",
+)
 _EACH = "one number, or one for each stage."
 
 
@@ -150,7 +156,7 @@ class _NameOrFile(click.Choice[str]):
     help="With --policy optimal: keep each clock of a stage at least as long, s.",
 )  # fmt: skip
 @click.option(
-    "--blocking-power", type=Numbers(POWER.of_text),
+    "--blocking-power", "blocking_power_w", type=Numbers(POWER.of_text),
     help=f"Power of a GPU that waits in a receive, W; {_EACH} Default: what the profile's "
     "sidecar knows at the highest clock, or 0.",
 )  # fmt: skip
@@ -271,7 +277,7 @@ def plan(
     options["num_chunks"] = options["num_chunks"] or profile.sidecar.num_chunks
     if split_overhead is not None:
         options["split"] = SplitBackward(overhead=split_overhead)
-    objective = Objective(**{field.name: options.pop(field.name) for field in fields(Objective)})
+    objective = taken(Objective, options)
     conditions = _take_conditions(profile, options)
     request = PlanRequest(conditions=conditions, objective=objective, **options)
     given = click.get_current_context().get_parameter_source("frontier_points")
@@ -304,22 +310,12 @@ def plan(
 
 def _take_conditions(profile: Profile, options: dict[str, Any]) -> Conditions:
     """Remove the conditions from the options, and return them for the profile's job."""
-
-    def take(name: str) -> Any:
-        """Return an option's value; one number as itself, for all stages."""
-        given = options.pop(name)
-        return given[0] if isinstance(given, tuple) and len(given) == 1 else given
-
-    return make_conditions(
-        profile,
-        blocking_power_w=known_blocking_power(profile, take("blocking_power")),
-        use=options.pop("use"),
-        latency_s=take("latency_s"),
-        tail_time_s=take("tail_time_s"),
-        gpus_per_stage=take("gpus_per_stage"),
-        change_time_s=take("change_time_s"),
-        change_energy_j=take("change_energy_j"),
-    )
+    given = {name: options.pop(name) for name in _CONDITIONS}
+    for name, value in given.items():
+        if isinstance(value, tuple) and len(value) == 1:  # for all stages
+            given[name] = value[0]
+    power_w = known_blocking_power(profile, given.pop("blocking_power_w"))
+    return make_conditions(profile, blocking_power_w=power_w, use=options.pop("use"), **given)
 
 
 def _job_options(

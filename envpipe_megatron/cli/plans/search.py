@@ -6,6 +6,7 @@ import json
 import logging
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import click
 from click.core import ParameterSource
@@ -17,6 +18,7 @@ from envpipe_megatron.cli.common import (
     OUTPUT_FOLDER,
     Finite,
     check_outputs,
+    taken,
     warn_of_free_waiting,
     write_stages,
 )
@@ -61,7 +63,9 @@ logger = logging.getLogger(__name__)
     "--profile", "profile_path", type=EXISTING_FILE, required=True,
     help="Layer profile JSON, as `envpipe profile --layers` writes it.",
 )  # fmt: skip
-@click.option("--gpus", type=click.IntRange(min=1), required=True, help="GPUs of the job.")
+@click.option(
+    "--gpus", "num_gpus", type=click.IntRange(min=1), required=True, help="GPUs of the job."
+)
 @click.option("--gpus-per-node", type=click.IntRange(min=1), default=8, show_default=True)
 @click.option(
     "--global-batch", type=click.IntRange(min=1), required=True, help="Samples of an iteration."
@@ -107,20 +111,13 @@ logger = logging.getLogger(__name__)
 )  # fmt: skip
 def search_command(
     profile_path: Path,
-    gpus: int,
-    gpus_per_node: int,
-    global_batch: int,
-    memory_gib: float | None,
     goal: str,
+    memory_gib: float | None,
     slowdown_percent: float,
-    max_chunks: int,
-    same_recomputation: bool,
-    distributed_optimizer: bool,
     preset: str | None,
     blocking_power_w: float | None,
-    energy_price: float,
-    gpu_price: float,
     output: Path | None,
+    **options: Any,
 ) -> None:
     """Search the parallel configuration of a Megatron job; needs no GPU.
 
@@ -144,17 +141,15 @@ def search_command(
         output.mkdir(parents=True, exist_ok=True)  # fails now, not after the search
     profile = read_layers(profile_path)
     profile, blocking_power_w = _with_power(profile, preset, blocking_power_w)
-    _warn_of_links(profile, gpus, gpus_per_node)
-    limit = None if memory_gib is None else memory_gib * _GIB
-    job = Job(gpus, gpus_per_node, global_batch, limit)
-    space = Space(max_chunks, distributed_optimizer, same_recomputation)
-    objective = Objective(goal=goal, energy_price=energy_price, gpu_price=gpu_price)
-    say_working(f"Searching configurations of {gpus} GPUs")
+    options["memory_bytes"] = None if memory_gib is None else memory_gib * _GIB
+    job, space = taken(Job, options), taken(Space, options)
+    _warn_of_links(profile, job)
+    say_working(f"Searching configurations of {job.num_gpus} GPUs")
     found = search(
         profile,
         job,
         space,
-        objective,
+        Objective(goal, **options),
         blocking_power_w=blocking_power_w,
         max_slowdown=slowdown_percent / 100,
     )
@@ -166,16 +161,16 @@ def search_command(
         say(f"\nWritten to {output}")
 
 
-def _warn_of_links(profile: LayerProfile, gpus: int, gpus_per_node: int) -> None:
+def _warn_of_links(profile: LayerProfile, job: Job) -> None:
     """Say what the profile does not know of messages, and the job may need."""
     links = profile.links
-    if gpus > 1 and links.within_node is None and not links.all_reduce:
+    if job.num_gpus > 1 and links.within_node is None and not links.all_reduce:
         logger.warning(
             "%s knows no links: messages and reductions are taken to cost nothing. Profile the "
             "layers on two GPUs or more.",
             profile.source,
         )
-    elif gpus > gpus_per_node and links.across_nodes is None:
+    elif job.num_gpus > job.gpus_per_node and links.across_nodes is None:
         logger.warning(
             "%s knows no links across nodes: they are taken to be as fast as those within one.",
             profile.source,

@@ -90,7 +90,6 @@ class NvmlGpu(VendorGpu):
             self.supported_frequencies_mhz = (next(filter(None, known), 0),)
         self._reset_range_mhz = reset_range_mhz
         self._instant_power: bool | None = None
-        self._reasons = pynvml.nvmlDeviceGetCurrentClocksEventReasons
         self._counter = EnergyCounter(self._read_counter_j, f"{self.name} ({uid})")
 
     @classmethod
@@ -167,11 +166,6 @@ class NvmlGpu(VendorGpu):
                 remedy="Give the container the socket of a zeusd that runs outside",
             )
         return f"{user} has CAP_SYS_ADMIN"
-
-    def device(self) -> Device:
-        """Return where NVML lists it now."""
-        found: Device = self._call("read the identity", _identify)
-        return found
 
     def _call(self, action: str, function: Callable[..., Any], *arguments: object) -> Any:
         return call_gpu(self.address.uid, action, function, *arguments)
@@ -283,14 +277,9 @@ class NvmlGpu(VendorGpu):
         return tuple(sorted(self._if_known("read the memory clocks", read) or (), reverse=True))
 
     def _throttle_reasons(self) -> tuple[str, ...]:
-        try:
-            bits = self._call("read the throttle reasons", self._reasons)
-        except GpuNotSupportedError:
-            if self._reasons is pynvml.nvmlDeviceGetCurrentClocksThrottleReasons:
-                return ()
-            # Drivers before 535 know the call by its old name only.
-            self._reasons = pynvml.nvmlDeviceGetCurrentClocksThrottleReasons
-            return self._throttle_reasons()
+        # By its old name, which every driver knows; drivers before 535 do not know the new one.
+        read = pynvml.nvmlDeviceGetCurrentClocksThrottleReasons
+        bits = self._if_known("read the throttle reasons", read) or 0
         set_bits = (1 << place for place in range(bits.bit_length()) if bits >> place & 1)
         return tuple(THROTTLE_REASONS.get(bit, f"reason {bit:#x}") for bit in set_bits)
 
@@ -329,21 +318,18 @@ def _identify_all() -> Iterator[Device | GpuError]:
     """Yield each GPU that NVML counts, or why it cannot be identified."""
     for index in range(call_library("count the GPUs", pynvml.nvmlDeviceGetCount)):
         try:
-            yield call_library(f"identify GPU {index}", _identify_index, index)
+            yield call_library(f"identify GPU {index}", _identify, index)
         except GpuError as error:
             _LOG.debug("GPU %d is left out: %s", index, error)
             yield error
 
 
-def _identify_index(index: int) -> Device:
-    return _identify(pynvml.nvmlDeviceGetHandleByIndex(index))
-
-
-def _identify(handle: object) -> Device:
+def _identify(index: int) -> Device:
+    handle = pynvml.nvmlDeviceGetHandleByIndex(index)
     uid = pynvml.nvmlDeviceGetUUID(handle)
     return Device(
         NvmlGpu.backend,
-        pynvml.nvmlDeviceGetIndex(handle),
+        index,
         uid,
         pynvml.nvmlDeviceGetName(handle),
         pynvml.nvmlDeviceGetPciInfo(handle).busId,

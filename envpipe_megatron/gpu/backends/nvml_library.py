@@ -1,4 +1,4 @@
-"""NVML in this process: initialised once, again after a fork or a shutdown by other code.
+"""NVML in this process: initialised when it is needed, as after a fork or another's shutdown.
 
 `call_library` calls a function of pynvml, `call_gpu` one that takes a GPU; both from any thread.
 ctypes releases Python's interpreter lock while NVML works. NVML's error codes come as GpuErrors,
@@ -8,9 +8,7 @@ each with what to do about it. `visible_among` says which GPUs CUDA shows, and i
 from __future__ import annotations
 
 import ctypes
-import os
 import re
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -97,34 +95,8 @@ def _named_error(error: pynvml.NVMLError, action: str) -> GpuError:
     return kind(f"Cannot {action}: {cause}", remedy=remedy)
 
 
-class _Library:
-    """Initialises NVML, and keeps the handles of GPUs, by uid, that this initialisation gave."""
-
-    def __init__(self) -> None:
-        self.start_anew()
-
-    def start_anew(self) -> None:
-        """Begin as a new process. In a forked one, a thread of the parent may hold the old lock."""
-        self._lock = threading.Lock()
-        self._handles: dict[str, Any] | None = None
-
-    def initialised(self) -> dict[str, Any]:
-        """Initialise NVML if that is due; return the handles."""
-        with self._lock:
-            if self._handles is None:
-                pynvml.nvmlInit()
-                self._handles = {}
-            return self._handles
-
-    def forget(self, handles: dict[str, Any]) -> None:
-        """Initialise again at the next call, unless that was done since these handles."""
-        with self._lock:
-            if self._handles is handles:
-                self._handles = None
-
-
-_LIBRARY = _Library()
-os.register_at_fork(after_in_child=_LIBRARY.start_anew)
+_handles: dict[str, Any] = {}
+"""Of GPUs, by uid. Finding one fails where any GPU of the machine has fallen off the bus."""
 
 
 def call_library(action: str, function: Callable[..., Any], *arguments: object) -> Any:
@@ -132,7 +104,16 @@ def call_library(action: str, function: Callable[..., Any], *arguments: object) 
 
     Raises GpuError if it failed, or NVML cannot be initialised.
     """
-    return _call(action, lambda handles: function(*arguments))
+    try:
+        try:
+            return function(*arguments)
+        except pynvml.NVMLError_Uninitialized:
+            # The first call of this process, or other code (a framework's monitor) shut NVML down.
+            _handles.clear()
+            pynvml.nvmlInit()
+            return function(*arguments)
+    except pynvml.NVMLError as error:
+        raise _named_error(error, action) from error
 
 
 def call_gpu(uid: str, action: str, function: Callable[..., Any], *arguments: object) -> Any:
@@ -142,25 +123,13 @@ def call_gpu(uid: str, action: str, function: Callable[..., Any], *arguments: ob
     GpuError if NVML sees no such GPU, GpuError as `call_library` does.
     """
 
-    def work(handles: dict[str, Any]) -> Any:
-        if uid not in handles:
-            handles[uid] = _find(uid)
-        return function(handles[uid], *arguments)
+    def call() -> Any:
+        handle = _handles.get(uid)
+        if handle is None:
+            handle = _handles[uid] = _find(uid)
+        return function(handle, *arguments)
 
-    return _call(f"{action} of {uid}", work)
-
-
-def _call(action: str, work: Callable[[dict[str, Any]], Any]) -> Any:
-    try:
-        handles = _LIBRARY.initialised()
-        try:
-            return work(handles)
-        except pynvml.NVMLError_Uninitialized:
-            # Other code in this process (a monitor of the framework) shut NVML down.
-            _LIBRARY.forget(handles)
-            return work(_LIBRARY.initialised())
-    except pynvml.NVMLError as error:
-        raise _named_error(error, action) from error
+    return call_library(f"{action} of {uid}", call)
 
 
 def _find(uid: str) -> Any:

@@ -29,7 +29,7 @@ class EmulatedGpu(VendorGpu):
 
     Clocks here are requested clocks that have settled. A preset's power cap acts on time and power
     and is not shown as a lower clock. Every method that touches the state may raise GpuError: file
-    missing, foreign, or the folder not writable.
+    missing, foreign, or, where a clock is set, the folder not writable. A full disk ends no work.
     """
 
     backend = "emulated"
@@ -126,11 +126,12 @@ class EmulatedGpu(VendorGpu):
             state.run_unit(cost)
             return start_s, state.end_s
 
-        return self._file.change(run)
+        return self._file.change(run, keep=True)
 
     def advance_to(self, time_s: float) -> None:
         """Wait, at waiting power, up to a virtual instant; nothing if that has passed."""
-        self._file.change(lambda state: state.wait_until(time_s, self.preset.wait_power_w))
+        wait_w = self.preset.wait_power_w
+        self._file.change(lambda state: state.wait_until(time_s, wait_w), keep=True)
 
     def committed_end_s(self) -> float:
         """Return the virtual instant up to which work and waiting are committed."""
@@ -180,7 +181,7 @@ class EmulatedGpu(VendorGpu):
         def set_anchor(state: EmulatedState) -> None:
             state.wall_minus_virtual_s = wall_minus_virtual_s
 
-        self._file.change(set_anchor)
+        self._file.change(set_anchor, keep=True)
 
     def time_s(self) -> float:
         """Return virtual now: never beyond the committed end."""

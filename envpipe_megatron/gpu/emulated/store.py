@@ -17,6 +17,7 @@ Nothing is synced to disk: the state need not survive the machine.
 
 import fcntl
 import json
+import logging
 import os
 import re
 import socket
@@ -28,6 +29,8 @@ from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, TypeVar
 
 from envpipe_megatron.gpu.base import EnergyReading, GpuError
+
+logger = logging.getLogger(__name__)
 
 _FORMAT = "envpipe-emulated-gpu/1"
 
@@ -187,11 +190,13 @@ class StateFile:
         self.path = root / f"gpu{index}.json"
         self._lock_path = root / f"gpu{index}.lock"
         self._new_path = root / f"gpu{index}.json.new"
+        #: A state that could not be written, for this process only.
+        self._kept: bytes | None = None
 
     def read(self) -> EmulatedState:
         """Return the state; GpuError if there is none, or the file is not one."""
         try:
-            text = self.path.read_bytes()
+            text = self._kept or self.path.read_bytes()
         except FileNotFoundError as error:
             known = list_emulated(self.path.parent)
             raise GpuError(
@@ -207,16 +212,25 @@ class StateFile:
         except ValueError as error:
             raise self._broken(str(error)) from error
 
-    def change(self, work: Callable[[EmulatedState], Result]) -> Result:
+    def change(self, work: Callable[[EmulatedState], Result], *, keep: bool = False) -> Result:
         """Have only `work` change the state, and write it when that ends without error.
 
-        Raises GpuError if the state is missing or wrong, or cannot be written.
+        With `keep`, this object goes on with a state that cannot be written, and logs it. Raises
+        GpuError if the state is missing or wrong, or without `keep` cannot be written.
         """
 
         def change_state() -> Result:
             state = self.read()
             result = work(state)
-            self._write(state)
+            try:
+                self._write(state)
+                self._kept = None
+            except GpuError as error:
+                if not keep:
+                    raise
+                if self._kept is None:
+                    logger.error("Other processes see no work of an emulated GPU: %s", error)
+                self._kept = state.to_json()
             return result
 
         return self._locked(change_state)

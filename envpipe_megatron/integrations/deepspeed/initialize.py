@@ -11,7 +11,6 @@ import deepspeed
 import torch
 import torch.distributed as dist
 from deepspeed.pipe import PipelineModule
-from deepspeed.runtime.pipe.engine import PipelineEngine
 
 from envpipe_megatron.core.sidecar import Sidecar
 from envpipe_megatron.integrations import versions
@@ -23,7 +22,6 @@ from envpipe_megatron.integrations.deepspeed.engine import (
 from envpipe_megatron.integrations.job import JobFacts, RankPlace, say_line
 from envpipe_megatron.integrations.leveled import LeveledJob
 from envpipe_megatron.integrations.options import OF_LEVELS, OptionError, merged, read_settings
-from envpipe_megatron.runtime.channel.links import timeout_of
 from envpipe_megatron.runtime.job.options import JobOptions
 
 BLOCK = "envpipe"
@@ -110,7 +108,8 @@ def initialize(
     on_gpu = torch.cuda.is_available()
     options = read_settings(settings, OF_LEVELS, num_stages=model.num_stages, on_gpu=on_gpu)
     engine, *others = deepspeed.initialize(**given)
-    return begin(engine, options, config), *others
+    begin(engine, options, config)
+    return engine, *others
 
 
 def end_training(engine: Any) -> None:
@@ -129,10 +128,11 @@ def begin(
     *,
     sequence_length: int | None = None,
     prints: bool = True,
-) -> PipelineEngine:
+) -> LeveledJob:
     """Make the job of an engine that DeepSpeed has made; every rank does. Raises as `initialize`.
 
-    The engine stays DeepSpeed's own where a GPU cannot be read.
+    The engine is an EnvPipeEngine from here on, or stays DeepSpeed's own where a GPU cannot be
+    read.
 
     Args:
         engine: a PipelineEngine.
@@ -147,20 +147,17 @@ def begin(
             value=found,
             remedy="Train without EnvPipe, or without these.",
         )
-    group = engine.grid.get_pipe_parallel_group()
     placement = RankPlace(
-        group,
+        engine.grid.get_pipe_parallel_group(),
         engine.gradient_accumulation_steps(),
-        timeout_of(group),
         messages_vary=engine.dynamic_shape,
     )
     job = LeveledJob(options, placement, _facts(engine, config, sequence_length), say_line)
-    if job.job is None:
-        return engine
-    job.announce()
-    engine.__class__ = EnvPipeEngine  # nothing else of DeepSpeed is touched
-    engine.take_job(job, prints=prints)
-    return engine
+    if job.job is not None:
+        job.announce()
+        engine.__class__ = EnvPipeEngine  # nothing else of DeepSpeed is touched
+        engine.take_job(job, prints=prints)
+    return job
 
 
 def _facts(engine: Any, config: Mapping[str, Any], sequence_length: int | None) -> JobFacts:

@@ -1,7 +1,7 @@
-"""Runs Megatron's own forward-backward function with hooks around its units.
+"""Reports the units of Megatron's own forward-backward functions, by hooks around them.
 
 Order and messages stay Megatron's, so nothing can differ and nothing can hang: EnvPipe times each
-unit and sets its clock. Its functions call `forward_step` and `backward_step` as names of
+unit and sets its clock. Those functions call `forward_step` and `backward_step` as names of
 `megatron.core.pipeline_parallel.schedules`, so that putting others there for the time of a call
 reaches every unit (seen in 0.16 to 0.19). Where the communication of experts is overlapped, the
 interleaved function calls one of other name for a forward, a backward, or both as one.
@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import logging
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
@@ -19,20 +18,11 @@ from typing import Any
 from megatron.core.pipeline_parallel import schedules
 
 from envpipe_megatron.core.kinds import Kind
-from envpipe_megatron.core.schedule import Schedule
-from envpipe_megatron.integrations.device import current_device
 from envpipe_megatron.integrations.framework_units import (
     Reporter,
     SeenUnit,
-    UnitFollower,
-    UnitRecorder,
-    once,
 )
 from envpipe_megatron.integrations.hooking import replaced
-from envpipe_megatron.runtime.channel.carrier import StageSpecs, TensorSpec
-from envpipe_megatron.runtime.job.session import Session
-
-logger = logging.getLogger(__name__)
 
 _FUNCTIONS = {Kind.FORWARD: "forward_step", Kind.BACKWARD: "backward_step"}
 _COMBINED = "combined_1f1b_schedule_for_interleaved_pipelining"
@@ -40,72 +30,7 @@ _COMBINED = "combined_1f1b_schedule_for_interleaved_pipelining"
 _signature = functools.cache(inspect.signature)
 
 
-class HookedForwardBackward:
-    """Replaces the function that `get_forward_backward_func` returns, and calls it.
-
-    The first iteration of each number of microbatches is only recorded, and its units are compared
-    with the order that is planned for. If they differ, Megatron trains on as it would without
-    EnvPipe: at the highest clock, should iterations of another number have set a lower one.
-
-    Args:
-        session: gets an iteration for each call but the first.
-        framework_function: Megatron's.
-        order_of: the order that is planned for, of a number of microbatches.
-    """
-
-    def __init__(
-        self,
-        session: Session,
-        framework_function: Callable[..., list[Any]],
-        order_of: Callable[[int], Schedule],
-    ) -> None:
-        self._session = session
-        self._framework_function = framework_function
-        self._order_of = order_of
-        self._warn = once()
-        #: By number of microbatches, once there was an iteration; None if its units came otherwise.
-        self._orders: dict[int, Schedule | None] = {}
-
-    def __call__(self, **arguments: Any) -> list[Any]:
-        """Call Megatron's function with its arguments, and return its result."""
-        count = arguments["num_microbatches"]
-        order = self._orders.get(count)
-        if order is None:
-            if any(self._orders.values()):
-                self._session.highest_clock()
-            known = count in self._orders
-            return self._framework_function(**arguments) if known else self._first(arguments)
-        specs = StageSpecs.alike(_message(arguments))
-        full = count == self._session.options.num_microbatches
-        run = self._session.open_iteration(order, specs, full_batch=full)
-        followed = UnitFollower(run, self._session.highest_clock, self._warn)
-        with _reported_units(followed):
-            losses = self._framework_function(**arguments)
-        followed.complete()
-        return losses
-
-    def _first(self, arguments: dict[str, Any]) -> list[Any]:
-        seen = UnitRecorder()
-        with _reported_units(seen):
-            losses = self._framework_function(**arguments)
-        count = arguments["num_microbatches"]
-        order = self._order_of(count)
-        parts = self._session.parts
-        planned = order.stages[parts.stage]
-        own = seen.shows(planned)
-        self._orders[count] = order if parts.collectives.on_all(own) else None
-        if not own:
-            logger.warning(
-                "Units of %d microbatches come in another order than EnvPipe plans for, so it "
-                "leaves them as they are: %s, and not %s",
-                count,
-                " ".join(map(str, seen.units)) or "none is seen",
-                " ".join(map(str, planned)),
-            )
-        return losses
-
-
-def _reported_units(reporter: Reporter) -> AbstractContextManager[None]:
+def reported_units(reporter: Reporter) -> AbstractContextManager[None]:
     """Within, each unit that a function of Megatron's runs is reported."""
 
     def around(kind: Kind, step: Callable[..., Any]) -> Callable[..., Any]:
@@ -168,15 +93,3 @@ def _reported_pairs(step: Callable[..., Any], reporter: Reporter) -> Callable[..
         return result
 
     return units
-
-
-def _message(arguments: dict[str, Any]) -> TensorSpec:
-    """Return what a stage sends to the next, near enough to measure the time of a message."""
-    model = arguments["model"]
-    config = schedules.get_model_config(model[0] if isinstance(model, list) else model)
-    parts = config.context_parallel_size
-    if config.sequence_parallel:
-        parts *= config.tensor_model_parallel_size
-    shape = arguments["seq_length"] // parts, arguments["micro_batch_size"], config.hidden_size
-    dtype = config.pipeline_dtype or config.params_dtype
-    return TensorSpec.of_one_type((shape,), dtype, current_device())

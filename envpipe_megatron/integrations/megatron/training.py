@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch.distributed as dist
@@ -29,7 +29,7 @@ from envpipe_megatron.integrations.levels import (
     limits_where,
 )
 from envpipe_megatron.integrations.megatron.core import ForwardBackward
-from envpipe_megatron.integrations.megatron.hooked import HookedForwardBackward
+from envpipe_megatron.integrations.megatron.hooked import reported_units
 from envpipe_megatron.integrations.megatron.limits import (
     NOT_PROVEN,
     against_order,
@@ -38,7 +38,6 @@ from envpipe_megatron.integrations.megatron.limits import (
 from envpipe_megatron.integrations.megatron.self_check import SelfCheck
 from envpipe_megatron.integrations.megatron.split_backward import why_whole
 from envpipe_megatron.runtime.channel.collectives import of_all_ranks
-from envpipe_megatron.runtime.channel.links import timeout_of
 from envpipe_megatron.runtime.job.options import JobOptions
 from envpipe_megatron.runtime.memory.peak import MemoryFullError
 
@@ -70,7 +69,7 @@ class Training(LeveledJob):
         pipeline_group: dist.ProcessGroup,
     ) -> None:
         self._args, self._model, self._microbatches = args, model, num_microbatches_of(args)
-        self._order_of = partial(megatron_order, args, model)
+        self._order_of = cache(partial(megatron_order, args, model))
         config = get_model_config(model[0])
         options = keep_sequence(options, len(model), config)
         whole = why_whole(model, config)
@@ -80,7 +79,6 @@ class Training(LeveledJob):
         placement = RankPlace(
             pipeline_group,
             self._microbatches,
-            timeout_of(pipeline_group),
             messages_vary=config.variable_seq_lengths,
             splits=True,
             why_whole=next(filter(None, of_all_ranks(whole)), None),
@@ -95,9 +93,11 @@ class Training(LeveledJob):
             (*limits_of_arguments(args, table), *limits_of_ranks(limits_of(model))),
         )
         self._checked = bool(self.decision.to_check) or options.self_check == "always"
-        #: What runs in place of Megatron's own function, once there is one.
-        self._replacement: ForwardBackward | HookedForwardBackward | None = None
+        #: What runs at level `order`, once Megatron's own function is known.
+        self._replacement: ForwardBackward | None = None
         self._framework_function: Callable[..., Any] | None = None
+        #: Numbers of microbatches whose units were followed.
+        self._followed_counts: set[int] = set()
         if self.job is not None and self.level is Level.ORDER and (why := self._why_not_order()):
             self._lower_order(why, options.level)
 
@@ -115,7 +115,8 @@ class Training(LeveledJob):
         """
         if self._framework_function is None:
             self._framework_function = framework_function
-            self._replacement = self._make_replacement()
+            if self.job is not None and self.level is Level.ORDER:
+                self._replacement = self._make_replacement(framework_function)
         if framework_function is self._framework_function:
             return self._forward_backward
         return framework_function
@@ -136,29 +137,11 @@ class Training(LeveledJob):
         Raises SystemExit if only the profile was asked for, and it is written.
         """
         super().end_step()
-        if isinstance(self._replacement, ForwardBackward):
+        if self._replacement is not None:
             self._why_lower = self._replacement.end_step(skipped=skipped) or self._why_lower
         why, self._why_lower = self._why_lower, None
         if why is not None:
             self._lower_order(why)
-
-    def log(self, iteration: int, tensorboard: Any, wandb: Any) -> str:
-        """Write energy since the last call to the writers, and return it as text for a log line.
-
-        Every rank calls it at the same iteration; all but one without writers.
-        """
-        report = self.report()
-        for name, value in report.scalars().items():
-            if tensorboard:
-                tensorboard.add_scalar(name, value, iteration)
-            if wandb:
-                wandb.log({name: value}, iteration)
-        return report.line()
-
-    def end(self) -> None:
-        """Give clocks back, and print the bill; every rank calls it."""
-        super().end()
-        self.check_profiled()
 
     def _why_not_order(self) -> str | None:
         """Return why the channel rules out level `order`, the same on all ranks; None if not."""
@@ -166,23 +149,19 @@ class Training(LeveledJob):
         return against_order(self.decision, own, capacity)
 
     def _lower_order(self, why: str, asked: Level | None = None) -> None:
-        """Go on at level `units`; a LevelError if level `order` is `asked`."""
+        """Go on at the next level; a LevelError if level `order` is `asked`."""
         features = ", ".join(limit.feature for limit in self.decision.to_check) or "this job"
-        if self.lower([Limit(features, Level.UNITS, why)], asked):
-            self._replacement = self._make_replacement()
+        highest = Level.UNITS if self.level is Level.ORDER else Level.UNIFORM
+        if self.lower([Limit(features, highest, why)], asked):
+            self._replacement = None
 
-    def _make_replacement(self) -> ForwardBackward | HookedForwardBackward | None:
-        if self.job is None or self._framework_function is None or not self.decision.sees_units:
-            return None
-        session, own = self.session, self._framework_function
-        if self.level is not Level.ORDER:
-            return HookedForwardBackward(session, own, self._order_of)
-        check = None
+    def _make_replacement(self, framework_function: Callable[..., Any]) -> ForwardBackward:
+        session, check = self.session, None
         if self._checked or session.may_split:
-            regroups = self.job.options.scheduling == "auto"
+            regroups = session.options.scheduling == "auto"
             orders_of = partial(orders_to_try, self._args, self._model, regroups=regroups)
             check = SelfCheck(session, orders_of, needed=self._checked)
-        return ForwardBackward(session, framework_function=own, check=check)
+        return ForwardBackward(session, framework_function=framework_function, check=check)
 
     def _forward_backward(self, **arguments: Any) -> Any:
         """Run an iteration by what now takes the place of Megatron's function.
@@ -196,12 +175,33 @@ class Training(LeveledJob):
                 self.pause()
             return self._framework_function(**arguments)
         if self._replacement is None:
-            return self._framework_function(**arguments)
+            sees_units = self.job is not None and self.decision.sees_units
+            run = self._follow_units if sees_units else self._framework_function
+            return run(**arguments)
         try:
             return self._replacement(**arguments)
         except MemoryFullError as error:  # on all ranks, and no unit has run
             self._why_lower = str(error)
             return self._framework_function(**arguments)
+
+    def _follow_units(self, **arguments: Any) -> Any:
+        """Run Megatron's own function, and follow its units.
+
+        The level is lowered behind this step if they come otherwise than planned in the first
+        iteration of a number of microbatches.
+        """
+        assert self._framework_function is not None
+        count = arguments["num_microbatches"]
+        followed = self.follow(self._order_of(count), full_batch=count == self._microbatches)
+        with reported_units(followed):
+            losses = self._framework_function(**arguments)
+        followed.complete()
+        self._followed = None
+        if count not in self._followed_counts:
+            self._followed_counts.add(count)
+            found = self.session.parts.collectives.first(followed.against)
+            self._why_lower = self._why_lower or (found and found[1])
+        return losses
 
 
 def limits_of(model: Sequence[Any]) -> list[Limit]:

@@ -13,7 +13,6 @@ from typing import Any
 from deepspeed.runtime.pipe.engine import PipelineEngine
 
 from envpipe_megatron.errors import EnvPipeError
-from envpipe_megatron.integrations.deepspeed.engine import EnvPipeEngine
 from envpipe_megatron.integrations.deepspeed.initialize import (
     begin,
     check_version,
@@ -27,6 +26,7 @@ from envpipe_megatron.integrations.hooking import (
     same_job,
 )
 from envpipe_megatron.integrations.job import JobError
+from envpipe_megatron.integrations.leveled import LeveledJob
 from envpipe_megatron.integrations.levels import (
     FREES_WHILE_TRAINING,
     Predicate,
@@ -136,7 +136,7 @@ def deepspeed_config(args: argparse.Namespace) -> dict[str, Any]:
         ) from error
 
 
-_hooks = Hooks[PipelineEngine]("megatron/arguments.py", "validate", "begin_training", "end_step")
+_hooks = Hooks[LeveledJob]("megatron/arguments.py", "validate", "begin_training", "end_step")
 
 
 def validate(args: argparse.Namespace) -> None:
@@ -165,22 +165,24 @@ def begin_training(args: argparse.Namespace, model: list[Any]) -> None:
     try:
         options = _hooks.validated()
         check_model(model)
-        _hooks.job = engine = begin(
+        _hooks.logged_every = args.log_interval
+        _hooks.while_training.callback(setattr, model[0], "__class__", PipelineEngine)
+        _hooks.job = begin(
             model[0],
             options,
             {**deepspeed_config(args), "megatron": same_job(args)},
             sequence_length=args.seq_length,
             prints=False,
         )
-        engine.logged_every = args.log_interval
     except (HookError, JobError, RefusedError) as error:
         refuse(error)
 
 
 def end_step() -> None:
     """End an iteration."""
-    steps, engine = _hooks.note("end_step"), _hooks.running()
-    if steps == engine.logged_every + 1:
+    steps = _hooks.note("end_step")
+    _hooks.running()
+    if steps - 1 == _hooks.logged_every:
         _hooks.check(steps, "log")
 
 
@@ -190,24 +192,12 @@ def log(iteration: int, writer: Any) -> str:
     Every rank calls it at the same iteration; the writer, for both, is enabled on one.
     """
     _hooks.note("log")
-    engine = _hooks.running()
-    if not isinstance(engine, EnvPipeEngine):  # it trains without EnvPipe
-        return ""
-    report = engine.job.report()
-    if writer.is_enabled():
-        for name, value in report.scalars().items():
-            writer.add_scalar(name, value, iteration)
-    return report.line()
+    return _hooks.running().log(iteration, writer if writer.is_enabled() else None)
 
 
 def end_training() -> None:
     """Give clocks back, and print the bill; the engine is DeepSpeed's own again."""
-    engine = _hooks.ended()
-    if not isinstance(engine, EnvPipeEngine):
-        return
-    engine.end_training()
-    engine.__class__ = PipelineEngine
-    engine.job.check_profiled()
+    _hooks.ended().end()
 
 
 def check_model(model: list[Any]) -> None:

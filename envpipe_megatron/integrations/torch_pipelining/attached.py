@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from datetime import timedelta
 from typing import Any
 
 import torch
@@ -42,7 +41,6 @@ from envpipe_megatron.integrations.torch_pipelining.parts import known_reason
 from envpipe_megatron.integrations.torch_pipelining.units import Units, limits_of, limits_seen
 from envpipe_megatron.runtime.channel.carrier import StageSpecs, TensorSpec
 from envpipe_megatron.runtime.channel.collectives import of_all_ranks
-from envpipe_megatron.runtime.channel.links import timeout_of
 
 #: Steps between reports where the user asks for none: they separate the bill's phases.
 _REPORT_EVERY = 10
@@ -66,7 +64,6 @@ class AttachedPipeline(LeveledJob):
             `samples_per_iteration`, `tokens_per_iteration` or anything else. The bill shows it, and
             a job that is started again with the same facts and `output` goes on with its profile
             and baseline. Without facts it starts over.
-        timeout: time after which a silent rank is an error; by default that of torch's groups.
         say: prints a line; called on one rank.
         settings: EnvPipe's options, as in docs/lookup/options.md, without `--envpipe-` and with
             underscores: `level`, `type`, `output`, `max_slowdown` and so on.
@@ -82,7 +79,6 @@ class AttachedPipeline(LeveledJob):
         schedule: Any,
         *,
         facts: Mapping[str, Any] | None = None,
-        timeout: timedelta | None = None,
         say: Callable[[str], None] = say_line,
         **settings: object,
     ) -> None:
@@ -103,7 +99,6 @@ class AttachedPipeline(LeveledJob):
         options = read_settings(settings, _WITHOUT, num_stages=num_stages, on_gpu=on_gpu)
         self._own, why_not = known_order(schedule)
         own, count = self._own, schedule._n_microbatches
-        timeout = timeout or timeout_of(group)
         same_job = {
             **({"start": time.time_ns()} if facts is None else {"facts": facts}),
             "order": None if own is None else own.name,
@@ -112,7 +107,6 @@ class AttachedPipeline(LeveledJob):
         placement = RankPlace(
             group,
             count,
-            timeout,
             runs_units=True,
             splits=True,
             framework_order=own,

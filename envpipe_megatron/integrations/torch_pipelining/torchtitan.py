@@ -11,6 +11,7 @@ import functools
 import hashlib
 import inspect
 import logging
+import re
 import sys
 from collections.abc import Callable, Mapping
 from contextlib import closing
@@ -120,16 +121,18 @@ def _facts(config: Any) -> dict[str, Any]:
 
 def _plain(value: Any) -> Any:
     """Return a value without what may change from start to start, and addresses in memory."""
-    if dataclasses.is_dataclass(value):
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
         own = [(field.name, getattr(value, field.name)) for field in dataclasses.fields(value)]
         return [(name, _plain(each)) for name, each in own if name not in _LEFT_OUT]
     if isinstance(value, Mapping):
         return [(str(name), _plain(each)) for name, each in value.items()]
-    if isinstance(value, list | tuple | set | frozenset):
+    if isinstance(value, set | frozenset):  # in an order that each process has for itself
+        return sorted(str(_plain(each)) for each in value)
+    if isinstance(value, list | tuple):
         return [_plain(each) for each in value]
     if callable(value):
         return getattr(value, "__qualname__", type(value).__qualname__)
-    return str(value)
+    return re.sub(r" at 0x[0-9a-f]+", "", str(value))
 
 
 def main() -> None:

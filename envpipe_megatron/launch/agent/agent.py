@@ -3,7 +3,7 @@
 It lives in the process that runs torchrun, on a thread with its own event loop. Ranks meter their
 GPUs and send their windows (`runtime.energy.agent_link`); it bills what lies between them too,
 writes the node's energy log and sends it to the job's collector, which is the agent of rank 0. It
-opens GPUs for reading only.
+opens GPUs for reading only, and asks drivers in threads, since one may hang.
 """
 
 from __future__ import annotations
@@ -13,32 +13,37 @@ import contextlib
 import logging
 import math
 import os
+import secrets
 import socket
 import threading
 import time
-from collections.abc import Callable, Coroutine
-from concurrent.futures import CancelledError
+from collections.abc import Callable, Coroutine, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
 from envpipe_megatron.formats.energy import JOB
+from envpipe_megatron.gpu.base import GpuAddress
+from envpipe_megatron.gpu.devices import open_reader
 from envpipe_megatron.gpu.guard.messages import GuardError, peer_uid_and_pid, receive, send
 from envpipe_megatron.launch.agent.collector import Collector, Uplink
-from envpipe_megatron.launch.agent.gpus import READ_S, NodeGpus
 from envpipe_megatron.launch.agent.ledger import GpuLedger, NodeLog
 from envpipe_megatron.launch.bill.bill import Bill
+from envpipe_megatron.runtime.energy.meter import CounterAt
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-#: How often to show the bill so far.
-_SHOW_S = 1.0
 _ACCEPT_AGAIN_S = 0.2
 _BACKLOG = 256
 #: How often to check what the end waits for, and for how long at least: messages on this node
 #: arrive in that time.
 _LOOK_S, _LEAST_WAIT_S = 0.01, 0.5
+#: How often to look for GPUs without windows.
+_TICK_S = 10.0
+#: For a reading of a counter, which back ends give up after three seconds.
+_READ_S = 5.0
 
 
 class NodeAgent:
@@ -47,48 +52,38 @@ class NodeAgent:
     Args:
         output_dir: where the node's energy log goes.
         node: this node's name.
-        socket_path: where ranks find the agent, in a folder of this user's own.
-        show: called with the job's bill each second, on the agent of rank 0.
+
+    Attributes:
+        address: where ranks find the agent, among this machine's abstract Unix sockets.
+        log: the node's energy log.
+        control: the job's control `file` and what is `asked` without it, where rank 0 is or was.
 
     Raises EnvPipeError if another agent writes this node's log, OSError if log or socket fail.
     """
 
-    def __init__(
-        self,
-        output_dir: Path,
-        node: str,
-        socket_path: Path,
-        show: Callable[[Bill], None] = lambda bill: None,
-    ) -> None:
-        self.socket_path = socket_path
+    def __init__(self, output_dir: Path, node: str) -> None:
+        self.address = f"envpipe-{secrets.token_hex(16)}"
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with contextlib.ExitStack() as half_made:
             half_made.callback(self._listener.close)
-            self._listener.bind(str(socket_path))
-            half_made.callback(socket_path.unlink)
+            self._listener.bind(f"\0{self.address}")
             self._listener.listen(_BACKLOG)
             self._listener.setblocking(False)
-            self._gpus = NodeGpus(NodeLog(output_dir, node))
+            self.log = NodeLog(output_dir, node)
             half_made.pop_all()
+        self._gpus = _NodeGpus(self.log)
         self._uplink = Uplink(self.log)
-        self.log.grown = self._log_has_grown
-        #: The job's control `file` and what is `asked` without it, where rank 0 is or was.
+        self.log.grown = self._uplink.grown
         self.control: dict[str, Any] | None = None
-        self._show = show
         self._collector = Collector()
-        #: The name of each connected rank.
-        self._ranks: dict[socket.socket, str] = {}
+        #: What serves each connected rank, and has its name; and what serves them all.
+        self._ranks: set[asyncio.Task[None]] = set()
+        self._lasting: list[asyncio.Task[None]] = []
         #: Until when this may wait at the end, by the monotonic clock.
         self._patient_until_s = math.inf
         self._loop = asyncio.new_event_loop()
-        self._tasks: set[asyncio.Task[None]] = set()
         self._thread = threading.Thread(target=self._run, name="envpipe-agent", daemon=True)
         self._thread.start()
-
-    @property
-    def log(self) -> NodeLog:
-        """Return the node's energy log."""
-        return self._gpus.log
 
     @property
     def bill(self) -> Bill | None:
@@ -101,26 +96,16 @@ class NodeAgent:
         return self._uplink.why_unknown()
 
     def ledgers(self) -> list[GpuLedger]:
-        """Return the ledgers of all GPUs that ranks have used so far."""
+        """Return the ledgers of all GPUs that ranks have used so far; any thread may ask."""
         return self._gpus.ledgers()
 
     def snapshot(self) -> Bill | None:
-        """Return the job's bill as it is now, on the agent of rank 0 only; None at its end."""
-        if not self._collector.is_the_jobs or not self._thread.is_alive():
-            return None
-
-        async def taken() -> Bill:
-            return self._collector.bill.snapshot()
-
-        taking = asyncio.run_coroutine_threadsafe(taken(), self._loop)
-        try:
-            return taking.result(READ_S)
-        except (TimeoutError, CancelledError):
-            return None
+        """Return the job's bill as it is now, on the agent of rank 0 only; any thread may ask."""
+        return self._collector.snapshot() if self._collector.is_the_jobs else None
 
     def connected(self) -> list[str]:
         """Return the names of the ranks that have not ended yet."""
-        return list(self._ranks.values())
+        return [task.get_name() for task in list(self._ranks)]
 
     def shorten_waits(self, to_s: float = 0.0) -> None:
         """Wait no longer than this from now on; may be called from a signal handler."""
@@ -145,26 +130,19 @@ class NodeAgent:
             self._loop.call_soon_threadsafe(self._loop.stop)
             self._thread.join()
         self._listener.close()
-        self.socket_path.unlink(missing_ok=True)
         self.log.close()
 
     def _call(self, coroutine: Coroutine[Any, Any, T]) -> T:
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result()
 
     def _run(self) -> None:
-        self._start(self._accept())
-        self._start(self._gpus.bill_long_gaps())
-        self._start(self._show_bill())
+        lasting = self._accept(), self._gpus.bill_long_gaps()
+        self._lasting = [self._loop.create_task(each) for each in lasting]
         self._loop.run_forever()
         self._loop.run_until_complete(self._end())
         self._loop.close()
 
     # --- on the loop ----------------------------------------------------------------------------
-
-    def _start(self, coroutine: Coroutine[Any, Any, None]) -> None:
-        task = self._loop.create_task(coroutine)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
 
     async def _end(self) -> None:
         await self._uplink.close()
@@ -172,12 +150,10 @@ class NodeAgent:
         await self._hang_up()
 
     async def _hang_up(self) -> None:
-        for task in self._tasks:
+        tasks = (*self._lasting, *self._ranks)
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-        for connection in self._ranks:  # of tasks that had not begun: they do not end, either
-            connection.close()
-        self._ranks.clear()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _accept(self) -> None:
         while True:
@@ -193,33 +169,26 @@ class NodeAgent:
                 connection.close()
                 continue
             connection.setblocking(False)
-            self._ranks[connection] = f"process {pid}"
-            self._start(self._serve(connection))
+            self._start(connection, f"process {pid}")
 
-    async def _show_bill(self) -> None:
-        """Show the bill now and then: in a large job a thousand lines come a second."""
-        while True:
-            await asyncio.sleep(_SHOW_S)
-            if self._collector.is_the_jobs:
-                self._show_now()
-
-    def _show_now(self) -> None:
-        try:
-            self._show(self._collector.bill)
-        except Exception:  # no thread can be started, say
-            logger.exception("The bill is added up, but no longer shown while it grows")
-            self._show = lambda bill: None
+    def _start(self, connection: socket.socket, name: str) -> None:
+        task = self._loop.create_task(self._serve(connection), name=name)
+        self._ranks.add(task)
+        task.add_done_callback(self._ranks.discard)
+        task.add_done_callback(lambda _: connection.close())  # also if cancelled before it begins
 
     async def _serve(self, connection: socket.socket) -> None:
         """Answer a rank's messages, until it ends."""
         ledger: GpuLedger | None = None
+        task = asyncio.current_task()
+        assert task is not None
         try:
             while (message := await self._received(connection)) is not None:
                 await asyncio.sleep(0)  # a rank that talks without end holds up no other
                 match message.get("op"):
                     case "hello":
                         ledger = await self._gpus.welcome(message)
-                        self._ranks[connection] = f"rank {message.get('rank')}"
+                        task.set_name(f"rank {message.get('rank')}")
                         send(connection, {"event": "welcome", "node": self.log.node})
                     case "collect":
                         self._collector.is_the_jobs, self.control = True, message.get("control")
@@ -231,25 +200,22 @@ class NodeAgent:
                         self._collector.is_the_jobs = endpoint["token"] == self._collector.token
                         self._uplink.send_to(endpoint)
                     case "window" if ledger is not None:
-                        self._gpus.write(ledger.take, message["line"])
+                        self.log.attempt(ledger.take, message["line"])
                     case "clock" if ledger is not None:
                         del message["op"]
                         ledger.look(message)
                     case "job":
-                        self._gpus.write(self.log.note, JOB, facts=message["facts"])
+                        self.log.attempt(self.log.note, JOB, facts=message["facts"])
                     case "bye":
                         break
                     case other:
                         raise GuardError("Unknown message from a rank", value=other)
         except Exception as error:  # a rank's bad message ends its own connection only
-            logger.error("%s: %r", self._ranks[connection], error)
+            logger.error("%s: %r", task.get_name(), error)
         finally:
-            connection.close()
-            try:
-                if ledger is not None:
-                    await self._gpus.bill_up_to_now(ledger)
-            finally:  # also if the agent ends just now
-                del self._ranks[connection]
+            connection.close()  # at once, though reading the counter takes long
+            if ledger is not None:
+                await self._gpus.bill_up_to_now(ledger)
 
     async def _received(self, connection: socket.socket) -> dict[str, Any] | None:
         while True:
@@ -262,10 +228,6 @@ class NodeAgent:
             finally:
                 self._loop.remove_reader(connection)
 
-    def _log_has_grown(self) -> None:
-        self._gpus.written()
-        self._uplink.grown()
-
     async def _holds(self, condition: Callable[[], bool], timeout_s: float) -> bool:
         """Wait for a condition, for a time that may be shortened; return whether it holds."""
         give_up_s = time.monotonic() + timeout_s
@@ -276,12 +238,77 @@ class NodeAgent:
     async def _finish(self, exit_code: int, wait_s: float) -> list[str]:
         await self._hang_up()  # on ranks that no signal could end: nothing follows the last note
         await asyncio.gather(*map(self._gpus.bill_up_to_now, self.ledgers()))
-        self._gpus.write(self.log.end, exit_code)
+        self.log.attempt(self.log.end, exit_code)
         if self._uplink.sends:
             await self._holds(self._uplink.knows_all, wait_s)
         if not self._collector.is_the_jobs:
             return []
         await self._holds(lambda: not self._collector.bill.running(), wait_s)
-        await self._collector.close()  # the bill that is shown now stays as it is
-        self._show_now()
+        await self._collector.close()  # the bill stays as it is now
         return self._collector.bill.running()
+
+
+class _NodeGpus:
+    """The ledgers of all GPUs that ranks of this node have used, which write to its log."""
+
+    def __init__(self, log: NodeLog) -> None:
+        self._log = log
+        self._ledgers: dict[str, GpuLedger] = {}
+        #: Whose counter a thread waits for: a driver may hang.
+        self._reading: set[GpuLedger] = set()
+        self._opening: dict[str, asyncio.Lock] = {}
+
+    def ledgers(self) -> list[GpuLedger]:
+        """Return the ledgers of all GPUs so far."""
+        return list(self._ledgers.values())
+
+    async def welcome(self, hello: Mapping[str, Any]) -> GpuLedger:
+        """Return the ledger of a rank's GPU, opened now if it is new; GpuError if it cannot be."""
+        uid = str(hello["gpu_uid"])
+        async with self._opening.setdefault(uid, asyncio.Lock()):  # ranks may share a GPU
+            if uid not in self._ledgers:
+                address = GpuAddress(str(hello["backend"]), uid)
+                self._ledgers[uid] = await _in_thread(
+                    lambda: GpuLedger(open_reader(address), hello, self._log.append)
+                )
+        self._ledgers[uid].know(hello)
+        return self._ledgers[uid]
+
+    async def bill_long_gaps(self) -> None:
+        """Bill GPUs without windows, now and then, for ever."""
+        while True:
+            await asyncio.sleep(_TICK_S)
+            for ledger in self.ledgers():
+                if ledger.is_behind() and ledger not in self._reading:
+                    await self.bill_up_to_now(ledger)
+
+    async def bill_up_to_now(self, ledger: GpuLedger) -> None:
+        """Bill up to a reading, unless the driver hangs: that thread is left behind."""
+
+        def read() -> CounterAt | None:
+            self._reading.add(ledger)
+            reading = ledger.read()
+            self._reading.discard(ledger)
+            return reading
+
+        reading = None
+        with contextlib.suppress(TimeoutError, RuntimeError):  # no thread can be started
+            reading = await asyncio.wait_for(_in_thread(read), _READ_S)
+        self._log.attempt(ledger.bill_up_to, reading)
+
+
+async def _in_thread(call: Callable[[], T]) -> T:
+    """Ask a driver in a thread that the end of this process does not wait for."""
+    loop = asyncio.get_running_loop()
+    answer: asyncio.Future[T] = loop.create_future()
+
+    def ask() -> None:
+        try:
+            said = partial(answer.set_result, call())
+        except Exception as error:
+            said = partial(answer.set_exception, error)
+        with contextlib.suppress(RuntimeError):  # the loop is closed
+            loop.call_soon_threadsafe(lambda: answer.done() or said())
+
+    threading.Thread(target=ask, name="envpipe-reading", daemon=True).start()
+    return await answer

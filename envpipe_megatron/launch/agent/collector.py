@@ -3,8 +3,7 @@
 An agent connects by TCP, and sends its node's energy log in pieces, each a line of JSON:
 
     agent -> collector   {"token": the job's, "node": ..., "log": identity of its file,
-                          "at": where in the file, "bytes": of it, "lines": "...",
-                          "unreadable": lines of these bytes that are not sent}
+                          "at": where in the file, "bytes": of it, "lines": "..."}
     collector -> agent   {"have": bytes of this log that are added up} or {"error": why}
 
 In place of lines that earlier starts wrote, their sums are sent. A piece that does not begin where
@@ -22,9 +21,10 @@ import json
 import logging
 import secrets
 import socket
+import threading
 from typing import Any, NoReturn
 
-from envpipe_megatron.formats.energy import EnergyNote, EnergyWindow, parse_line
+from envpipe_megatron.formats.energy import parse_line
 from envpipe_megatron.formats.energy_sums import LogSums
 from envpipe_megatron.launch.agent.ledger import NodeLog
 from envpipe_megatron.launch.bill.bill import Bill
@@ -45,7 +45,7 @@ _KEEPALIVE = {"TCP_KEEPIDLE": 15, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3}
 _ANSWER_S = 5.0
 #: A name may have an address that does not answer, and then another.
 _NEXT_ADDRESS_S = 0.25
-_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 2.0
+_TRY_AGAIN_S = 1.0
 
 
 class Collector:
@@ -57,6 +57,8 @@ class Collector:
 
     def __init__(self) -> None:
         self.bill = Bill()
+        #: Held by who adds a piece to the bill, and by who copies it.
+        self._adding = threading.Lock()
         self.is_the_jobs = False
         self.token = secrets.token_hex(16)
         #: Bytes of each log that are in the bill, by node and identity of the log.
@@ -86,6 +88,11 @@ class Collector:
             )
         port = self._server.sockets[0].getsockname()[1]
         return {"host": host, "port": port, "token": self.token}
+
+    def snapshot(self) -> Bill:
+        """Return the bill as it is now; any thread may ask."""
+        with self._adding:
+            return self.bill.snapshot()
 
     async def close(self) -> None:
         """Stop listening, and close all connections."""
@@ -134,13 +141,13 @@ class Collector:
         if piece["at"] != known:  # it came before, over a connection that was cut
             return {"have": known}
         self._known_bytes[node, log] += piece["bytes"]
-        self.bill.unreadable += piece["unreadable"]
         lines = piece["lines"].encode("utf-8", "surrogateescape").split(b"\n")
-        for line in filter(bytes.strip, lines):
-            try:
-                self.bill.add(parse_line(line))
-            except ValueError:
-                self.bill.unreadable += 1
+        with self._adding:
+            for line in filter(bytes.strip, lines):
+                try:
+                    self.bill.add(parse_line(line))
+                except ValueError:
+                    self.bill.unreadable += 1
         return {"have": self._known_bytes[node, log]}
 
 
@@ -194,20 +201,16 @@ class Uplink:
                 await self._task
 
     async def _run(self) -> None:
-        pause_s = _FIRST_PAUSE_S
         while True:
             try:
                 await self._connected()
             except Exception as error:  # anything may be at the other end
                 unanswered = isinstance(error, TimeoutError) and not str(error)
                 reason = f"no answer within {_ANSWER_S:g} s" if unanswered else str(error)
-                if not self.failure:  # it was connected
-                    pause_s = _FIRST_PAUSE_S
                 if reason != self.failure:
                     logger.warning("Cannot reach the job's bill; will try again: %s", reason)
                 self.failure = reason
-            await asyncio.sleep(pause_s)
-            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+            await asyncio.sleep(_TRY_AGAIN_S)
 
     async def _connected(self) -> NoReturn:
         """Send until the connection ends, which is an error."""
@@ -242,7 +245,7 @@ class Uplink:
         earlier_bytes = max(0, self._log.earlier_bytes - at)
         earlier = self._log.read(at, min(earlier_bytes, _EARLIER_BYTES))
         data = earlier or self._log.read(at, _PIECE_BYTES)
-        lines, unreadable = _added_up(data) if earlier else (data, 0)
+        lines = _added_up(data) if earlier else data
         return {
             "token": self._endpoint["token"],
             "node": self._log.node,
@@ -250,19 +253,17 @@ class Uplink:
             "at": at,
             "bytes": len(data),
             "lines": lines.decode("utf-8", "surrogateescape"),
-            "unreadable": unreadable,
         }
 
 
-def _added_up(data: bytes) -> tuple[bytes, int]:
-    """Return the sums of a log's lines as lines, and how many lines cannot be read."""
-    made: list[EnergyWindow | EnergyNote] = []
-    sums, unreadable = LogSums(made.append), 0
+def _added_up(data: bytes) -> bytes:
+    """Return a log's lines, sums in place of windows; what cannot be read stays."""
+    made: list[bytes] = []
+    sums = LogSums(lambda one: made.append(json.dumps(one.line()).encode()))
     for line in filter(bytes.strip, data.split(b"\n")):
         try:
             sums.add(parse_line(line))
         except ValueError:
-            unreadable += 1
+            made.append(line)
     sums.flush()
-    lines = (one.line() if isinstance(one, EnergyWindow) else one.fields for one in made)
-    return "\n".join(map(json.dumps, lines)).encode(), unreadable
+    return b"\n".join(made)

@@ -22,6 +22,7 @@ from typing import Any
 
 from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.formats.energy import (
+    AMOUNT,
     BEGUN,
     BETWEEN,
     ENDED,
@@ -31,7 +32,6 @@ from envpipe_megatron.formats.energy import (
     EnergyWindow,
     append_line,
     parse_window,
-    read_amount,
 )
 from envpipe_megatron.formats.energy_sums import EnergySums, LineSums
 from envpipe_megatron.gpu.base import ClockState, Gpu
@@ -69,6 +69,8 @@ class NodeLog:
         folder.mkdir(parents=True, exist_ok=True)
         self.node = node
         self.grown: Callable[[], None] = lambda: None
+        #: Why it took no line; None since the last that it took.
+        self._failure: str | None = None
         self.path = log_path(folder, node)
         self._lock = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         try:
@@ -104,7 +106,20 @@ class NodeLog:
         except OSError as error:
             error.filename = str(self.path)
             raise
+        self._failure = None
         self.grown()
+
+    def attempt(self, write: Callable[..., None], *arguments: Any, **named: Any) -> None:
+        """Do what appends lines, and say once while it lasts why it fails.
+
+        The next line that can be written has the energy.
+        """
+        try:
+            write(*arguments, **named)
+        except Exception as error:
+            if repr(error) != self._failure:
+                logger.exception("The node's energy log cannot take a line")
+            self._failure = repr(error)
 
     def note(self, note: str, **fields: Any) -> None:
         """Append a note; see `formats.energy`.
@@ -170,7 +185,7 @@ class GpuLedger:
     ) -> None:
         self.gpu = gpu
         self.know(labels)
-        self._sums = LineSums(lambda window: write({**self._labels, **window.line()}))
+        self._sums = LineSums(lambda window: write(window.line()))
         self._failing = False
         #: Of the windows so far; None before the first.
         self._longest_step_s: float | None = None
@@ -187,7 +202,6 @@ class GpuLedger:
     def know(self, labels: Mapping[str, Any]) -> None:
         """Bill another rank from here on; an error of `parse_window` if labels are none."""
         self.of_gpu = parse_window({**labels, "energy_j": 0, "duration_s": 0})
-        self._labels = dict(labels)
 
     @property
     def energy_j(self) -> float:
@@ -233,11 +247,11 @@ class GpuLedger:
         One that is none raises ValueError, TypeError, KeyError or OverflowError, and changes
         nothing; OSError: it is billed, and will be written with the next line.
         """
-        window = parse_window({**self._labels, **line})
-        begin_s = read_amount(window.begin_s)
+        window = parse_window(line)
+        begin_s = AMOUNT(window.begin_s)
         end_s = begin_s + window.duration_s
         begin, end = (
-            CounterAt(time_s, *map(read_amount, line[name]))
+            CounterAt(time_s, *map(AMOUNT, line[name]))
             for name, time_s in (("begin_counter", begin_s), ("end_counter", end_s))
         )
         if end_s > self.gpu.time_s() + _SOON_S:

@@ -8,9 +8,9 @@ bit either way. What is kept grows with the number of GPUs and phases, not with 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Hashable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import Any
 
 from envpipe_megatron.formats.account import Account
 from envpipe_megatron.formats.energy import (
@@ -33,8 +33,6 @@ from envpipe_megatron.formats.energy_sums import (
     total_of,
 )
 from envpipe_megatron.formats.steps import Comparison, StepEnergy, compare
-
-Key = TypeVar("Key", bound=Hashable)
 
 #: Options by which steps differ: a start with others is not compared with the last one.
 _ASKED = ("level", "type", "objective", "scheduling", "reconfigure", "num_gpus")
@@ -118,8 +116,12 @@ class Bill:
 
     @property
     def num_iterations(self) -> int:
-        """Return the iterations of all runs; one that is repeated after a restart counts once."""
-        return sum(last - first + 1 for own in self.iterations.values() for first, last in own)
+        """Return the iterations of all runs; one that is repeated after a restart counts once.
+
+        Any thread may ask while the bill grows.
+        """
+        runs = list(self.iterations.values())
+        return sum(last - first + 1 for own in runs for first, last in own)
 
     def windows(self) -> list[EnergyWindow]:
         """Return the last line of each of `phases`, for its names."""
@@ -137,13 +139,14 @@ class Bill:
         """Return the total of the job."""
         return total_of(self.phases.values())
 
-    def total_by(self, key: Callable[[EnergyWindow], Key]) -> dict[Key, EnergySums]:
-        """Return totals by a key, in the order of runs, ranks and phases."""
+    def total_by(self, *names: str) -> dict[tuple[Any, ...], EnergySums]:
+        """Return totals by what windows say under names, in the order of runs, ranks and phases."""
         placed = [(sums.last, sums) for sums in self.phases.values() if sums.last]
-        groups: dict[Key, list[EnergySums]] = {}
+        groups: dict[tuple[Any, ...], list[EnergySums]] = {}
         for window, sums in sorted(placed, key=lambda each: _place(each[0])):
-            groups.setdefault(key(window), []).append(sums)
-        return {name: total_of(own) for name, own in groups.items()}
+            key = tuple(getattr(window, name) for name in names)
+            groups.setdefault(key, []).append(sums)
+        return {key: total_of(own) for key, own in groups.items()}
 
     def running(self) -> list[str]:
         """Return the nodes that have begun and not ended."""
@@ -211,7 +214,7 @@ class Bill:
 
     def account(self, compared: Comparison | None) -> Account:
         """Return what the job took, and how its steady steps compare, if they do."""
-        steady = [window for window in self.windows() if window.phase == Phase.STEADY]
+        steady = [sums.last for sums in self.of_phase(Phase.STEADY.value) if sums.last]
         return Account(
             tuple(self.phases.values()),
             {} if compared is None else {"": compared},

@@ -5,27 +5,31 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import threading
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.markup import escape
 
 from envpipe_megatron.console import say, say_as_launcher, show_table
 from envpipe_megatron.files import csv_text, lock_file, replace_files
-from envpipe_megatron.formats.account import Tariff
-from envpipe_megatron.formats.energy import SHARES, EnergyWindow, Phase
+from envpipe_megatron.formats.account import UNDER_BUDGETS, Tariff
+from envpipe_megatron.formats.energy import SHARES, Phase
 from envpipe_megatron.formats.energy_sums import EnergySums, total_of
-from envpipe_megatron.formats.steps import UNDER_BUDGETS
 from envpipe_megatron.launch.agent.ledger import log_path
 from envpipe_megatron.launch.bill.bill import Bill
 
+if TYPE_CHECKING:
+    from envpipe_megatron.launch.agent.agent import NodeAgent
+
 logger = logging.getLogger(__name__)
 
+#: How often to look whether the bill has grown.
+_LOOK_S = 1.0
 _LONGEST_NAME = 16
 _GPU_NAMES = ("node", "gpu_uid", "gpu", "rank", "stage")
 
@@ -45,16 +49,14 @@ def bill_facts(bill: Bill, tariff: Tariff, *, over: bool = True) -> dict[str, An
     """
     missing = bill.missing() if over else []
 
-    def entries(
-        names: tuple[str, ...], key: Callable[[EnergyWindow], tuple[Any, ...]]
-    ) -> list[dict[str, Any]]:
+    def entries(*names: str) -> list[dict[str, Any]]:
         return [
             {**dict(zip(names, values, strict=True)), **_total_facts(total)}
-            for values, total in bill.total_by(key).items()
+            for values, total in bill.total_by(*names).items()
         ]
 
     job, comparison = bill.total(), bill.comparison()
-    by_node = bill.total_by(lambda w: w.node)
+    by_node = bill.total_by("node")
     return {
         "job": {
             **_total_facts(job),
@@ -67,12 +69,12 @@ def bill_facts(bill: Bill, tariff: Tariff, *, over: bool = True) -> dict[str, An
         "comparison": None if comparison is None else asdict(comparison),
         "facts": bill.facts,
         "nodes": [
-            {"node": name, **_total_facts(by_node.get(name, EnergySums())), **asdict(node)}
+            {"node": name, **_total_facts(by_node.get((name,), EnergySums())), **asdict(node)}
             for name, node in sorted(bill.nodes.items())
         ],
-        "stages": entries(("stage",), lambda w: (w.stage,)),
+        "stages": entries("stage"),
         **({"gpus": _gpu_facts(bill)} if over else {}),
-        "phases": entries(("run", "phase"), lambda w: (w.run, w.phase)),
+        "phases": entries("run", "phase"),
     }
 
 
@@ -84,9 +86,9 @@ def _gpu_facts(bill: Bill) -> list[dict[str, Any]]:
             **_total_facts(total),
             "phases": {},
         }
-        for gpu_key, total in bill.total_by(lambda w: w.gpu_key).items()
+        for (gpu_key,), total in bill.total_by("gpu_key").items()
     }
-    for (gpu_key, phase), total in bill.total_by(lambda w: (w.gpu_key, w.phase)).items():
+    for (gpu_key, phase), total in bill.total_by("gpu_key", "phase").items():
         gpus[gpu_key]["phases"][phase] = _total_facts(total)
     return list(gpus.values())
 
@@ -106,17 +108,13 @@ def _total_facts(total: EnergySums) -> dict[str, Any]:
 
 def show_bill(bill: Bill, tariff: Tariff, console: Console) -> None:
     """Print a bill as tables and sentences."""
-    groups: list[tuple[tuple[str, ...], Mapping[tuple[Any, ...], EnergySums]]] = [
-        (("run", "phase"), bill.total_by(lambda w: (w.run, w.phase))),
-        (("node", "GPU"), bill.total_by(lambda w: w.gpu_key)),
-        (("stage",), bill.total_by(lambda w: (w.stage,))),
-        (("node",), bill.total_by(lambda w: (w.node,))),
-        (("job",), {("all",): bill.total()}),
-    ]
-    if not any(window.run for window in bill.windows()):
-        groups[0] = ("phase",), bill.total_by(lambda w: (w.phase,))
-    for names, totals in groups:
-        _show_totals(names, totals, console)
+    phases = ("run", "phase") if any(window.run for window in bill.windows()) else ("phase",)
+    _show_totals(phases, bill.total_by(*phases), console)
+    by_gpu = {key: total for (key,), total in bill.total_by("gpu_key").items()}
+    _show_totals(("node", "GPU"), by_gpu, console)
+    for name in ("stage", "node"):
+        _show_totals((name,), bill.total_by(name), console)
+    _show_totals(("job",), {("all",): bill.total()}, console)
     for line in bill_lines(bill, tariff):
         say(line, console)
 
@@ -195,8 +193,8 @@ class BillReport:
         self._interval = interval
         #: Iterations at the last line.
         self._done = 0
-        self._writer = ThreadPoolExecutor(1, "envpipe-bill")
-        self._writing: Future[None] | None = None
+        self._over = threading.Event()
+        self._follower: threading.Thread | None = None
 
     @cached_property
     def _path(self) -> Path:
@@ -213,34 +211,36 @@ class BillReport:
             pass
         return self._folder / "bill.json"
 
-    def look(self, bill: Bill) -> None:
-        """Show the grown bill, if training is an interval further."""
-        _ = self._path  # settled before anything is written, as other jobs may end first
-        done = bill.num_iterations
-        if not self._interval or done - self._done < self._interval:
-            return
-        job = bill.total()
-        line = f"{done} iterations: {job.energy_j:.0f} J "
-        line += f"in all on {len(job.gpus)} GPUs, {job.average_power_w:.1f} W each"
-        compared = bill.comparison()
-        line += f"; against the job's own baseline {compared}" if compared else ""
-        line += UNDER_BUDGETS if compared and bill.facts.get("power") else ""
-        self.tell(line, bill)
-        self._done = done
+    def follow(self, agent: NodeAgent) -> None:
+        """Show and write the bill as it grows, in a thread, until `stop`.
 
-    def tell(self, line: str, bill: Bill) -> None:
-        """Show a line, and write the bill so far. Returns at once.
-
-        A stopped terminal or a disk that hangs delays only a thread, which is waited for at the
-        end; lines are left out meanwhile.
+        A stopped terminal or a disk that hangs delays only that; lines are left out meanwhile.
         """
-        if self._writing is None or self._writing.done():
-            self._writing = self._writer.submit(self._tell, line, bill.snapshot())
+        self._follower = threading.Thread(target=self._follow, args=(agent,), daemon=True)
+        self._follower.start()
 
-    def _tell(self, line: str, bill: Bill) -> None:
-        with contextlib.suppress(OSError):  # a closed terminal
-            say_as_launcher(line)
-        self._write(self._path, bill_facts(bill, self._tariff, over=False))
+    def _follow(self, agent: NodeAgent) -> None:
+        while not self._over.wait(_LOOK_S):
+            if (bill := agent.bill) is not None:
+                self.look(bill, agent.snapshot)
+
+    def look(self, bill: Bill, snapshot: Callable[[], Bill | None]) -> None:
+        """Show and write the bill so far, if training is an interval further.
+
+        Only the number of iterations is read of a bill that grows, and all else of its snapshot.
+        """
+        path = self._path  # settled before anything is written, as other jobs may end first
+        further = bill.num_iterations - self._done
+        if not self._interval or further < self._interval or not (now := snapshot()):
+            return
+        self._done, job = now.num_iterations, now.total()
+        line = f"{self._done} iterations: {job.energy_j:.0f} J "
+        line += f"in all on {len(job.gpus)} GPUs, {job.average_power_w:.1f} W each"
+        compared = now.comparison()
+        line += f"; against the job's own baseline {compared}" if compared else ""
+        line += UNDER_BUDGETS if compared and now.facts.get("power") else ""
+        say_as_launcher(line)
+        self._write(path, bill_facts(now, self._tariff, over=False))
 
     def _write(self, path: Path, facts: Mapping[str, Any] | str) -> None:
         text = facts if isinstance(facts, str) else json.dumps(facts, indent=1) + "\n"
@@ -249,9 +249,16 @@ class BillReport:
         except OSError as error:  # a full disk: the sums go on
             logger.error("%s is not written: %s", path.name, error)
 
+    def stop(self) -> None:
+        """Follow no more, once what is shown or written now has been."""
+        self._over.set()
+        if self._follower is not None:
+            self._follower.join()
+
     def end(self, bill: Bill) -> None:
         """Write and show the last bill. What cannot be written or shown stops nothing else."""
-        self._writer.shutdown()
+        self.stop()
+        self.look(bill, lambda: bill)
         self._write(self._path, bill_facts(bill, self._tariff))
         self._write(self._path.with_suffix(".csv"), bill_csv(bill))
         if bill.unreadable:

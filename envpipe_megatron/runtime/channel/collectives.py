@@ -81,7 +81,8 @@ class HostGroup:
             # A rank that comes late (a debugger, a slow import) can be reached all the same.
             store.set(f"come/{self._index}", "")
             everyone = [f"come/{index}" for index in range(self._size)]
-            store.wait(everyone, min(timeout, _COME))
+            # Half the time-out: a rank that could not come is still there to hear of it.
+            store.wait(everyone, min(timeout / 2, _COME))
             # The first shows soon whether all can be reached. It lives until the next is connected.
             first = dist.ProcessGroupGloo(PrefixStore("first", store), *place, _CONNECT)
             self._transport, _ = dist.ProcessGroupGloo(store, *place, timeout), first

@@ -12,8 +12,9 @@ from __future__ import annotations
 import logging
 import os
 import threading
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Mapping, Sequence
+from itertools import chain
 
 import torch
 import torch.distributed as dist
@@ -144,14 +145,13 @@ class P2PChannel:
         """
         if self._side is not None and (loss := self._side.loss()) is not None:
             raise loss
-        counts = {kind.value: carrier.end_step() for kind, carrier in self._carriers.items()}
-        for unit in self._kept:
-            counts[MESSAGES[unit.kind].value] += 1
-        left = {kind: count for kind, count in counts.items() if count}
+        for carrier in self._carriers.values():
+            carrier.end_step()
+        left = [*self._kept, *chain.from_iterable(self._awaited.values())]
         if left:
             raise ChannelError(
                 f"Stage {self._stage} ended a step with messages not taken",
-                value=left,
+                value=dict(Counter(MESSAGES[unit.kind].value for unit in left)),
                 remedy="The schedule and the channel disagree; please report this.",
             )
 

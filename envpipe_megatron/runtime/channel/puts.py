@@ -178,7 +178,6 @@ class PutCarrier:
         self._boundary = boundary
         side.device.open(page)
         self._stream = side.device.new_stream()
-        self._expected = 0
         self._spec: TensorSpec | None = None
         #: Kept until it has left.
         self._payload: Sequence[torch.Tensor] = ()
@@ -224,11 +223,10 @@ class PutCarrier:
             self._side.device.share(self._boundary, self._page.side, 0)
 
     def expect(self, count: int, specs: StageSpecs, schedule: Schedule) -> None:
-        """Expect a count of messages of a schedule until `end_step`.
+        """Expect messages of a schedule until `end_step`.
 
         Memory is made if there is too little, together with the other side.
         """
-        self._expected = count
         receives, sends = self._carries(specs)
         self._spec, self._send_bytes = receives, [] if sends is None else sends.tensor_bytes
         known = self._sized_for
@@ -277,7 +275,6 @@ class PutCarrier:
         for part, place in _placed(tensors, slot):
             stream.copy(part, place)
         stream.write(self._page.own(TAKEN), self._taken)
-        self._expected -= 1
         return tensors
 
     def send(self, unit: Unit, payload: list[torch.Tensor]) -> None:
@@ -302,11 +299,10 @@ class PutCarrier:
             self._stream.copy(place, part)
         self._stream.write(self._page.own(PUT), self._put)
 
-    def end_step(self) -> int:
-        """Return how many of the expected messages were not received."""
+    def end_step(self) -> None:
+        """Let the stream of units wait until the last message has left."""
         self._side.device.units().after(self._stream)
         self._payload = ()
-        return self._expected
 
     def trouble(self, now_s: float) -> tuple[ChannelError, int] | None:
         """Return the loss of the neighbour, and the stage that is lost; None if there is none."""

@@ -101,8 +101,8 @@ class TransferCarrier:
         while self._sent and all(work.is_completed() for work in self._sent[0][1]):
             self._sent.popleft()
 
-    def end_step(self) -> int:
-        """Return how many messages were not received; on a GPU, the stream has got the last one.
+    def end_step(self) -> None:
+        """Wait until all has left; on a GPU, the stream has got the last message.
 
         Go no further with messages that never came: NCCL's watchdog ends a transfer whose neighbour
         is silent for too long, and the stream goes on with what memory held. The host, which
@@ -118,7 +118,6 @@ class TransferCarrier:
                 self._wait(works)
             except RuntimeError as error:
                 raise self._peers.lost(f"sending the output of {unit}", error) from error
-        return self._expected + (self._posted is not None)
 
     def _wait(self, works: Sequence[dist.Work]) -> None:
         for work in works:

@@ -1,7 +1,7 @@
 """From a rank to its node's agent, which bills the GPU.
 
-The agent listens at the Unix socket that ENVPIPE_AGENT_SOCKET names. Messages are JSON objects, as
-to a guard:
+The agent listens at the abstract Unix socket that ENVPIPE_AGENT_SOCKET names, which is no file that
+could be cleaned up. Messages are JSON objects, as to a guard:
 
     rank  -> agent   {"op": "hello", "backend": ..., "gpu_uid": ..., "gpu": ..., "rank": ..., ...}
     agent -> rank    {"event": "welcome", "node": ...}    the GPU is metered from here on
@@ -29,7 +29,13 @@ from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from envpipe_megatron.gpu.base import ClockState, Gpu
-from envpipe_megatron.gpu.guard.messages import AGENT_VARIABLE, GuardError, receive, send
+from envpipe_megatron.gpu.guard.messages import (
+    AGENT_VARIABLE,
+    GuardError,
+    peer_uid_and_pid,
+    receive,
+    send,
+)
 
 if TYPE_CHECKING:  # agents import this module, and do without torch
     from envpipe_megatron.runtime.channel.collectives import Collectives
@@ -113,8 +119,8 @@ def connect_to_agent(
     `ControlFile.about`. None on a node without an agent, or with one that does not answer, which is
     logged.
     """
-    path = os.environ.get(AGENT_VARIABLE)
-    link = _connected(path, gpu, labels) if path else None
+    address = os.environ.get(AGENT_VARIABLE)
+    link = _connected(address, gpu, labels) if address else None
     endpoint: Any = None
     if link is not None and collectives.is_planner:
         with _logged("adds nothing up"):
@@ -132,12 +138,14 @@ def connect_to_agent(
     return link
 
 
-def _connected(path: str, gpu: Gpu, labels: Mapping[str, object]) -> AgentLink | None:
+def _connected(address: str, gpu: Gpu, labels: Mapping[str, object]) -> AgentLink | None:
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     hello = {**labels, "op": "hello", "backend": gpu.address.backend, "gpu_uid": gpu.address.uid}
     with _logged(f"does not answer, so this rank writes its own log, {_UNBILLED}*.jsonl"):
         connection.settimeout(_ANSWER_S)
-        connection.connect(path)
+        connection.connect(f"\0{address}")
+        if peer_uid_and_pid(connection)[0] not in (os.geteuid(), 0):
+            raise GuardError("Another user listens there", value=address)
         link = AgentLink(connection)
         link.node = str(link.ask(hello).get("node"))
         return link

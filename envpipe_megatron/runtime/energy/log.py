@@ -10,14 +10,14 @@ import logging
 import math
 import statistics
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
 from envpipe_megatron.formats.energy import EnergyWindow, parse_window
 from envpipe_megatron.formats.energy_sums import EnergySums, LineSums
-from envpipe_megatron.formats.steps import HELD_UP, RunningMean, StepEnergy
+from envpipe_megatron.formats.steps import RunningMean, StepEnergy
 from envpipe_megatron.runtime.energy.meter import CounterAt, EnergyMeter, MeterError, WindowEnergy
 
 logger = logging.getLogger(__name__)
@@ -93,16 +93,16 @@ class EnergyLog:
         with_counter: bool = False,
     ) -> None:
         self._meter = meter
-        self._labels = dict(labels)
         self._of_gpu = parse_window({**labels, "energy_j": 0, "duration_s": 0})
         self._with_counter = with_counter
         self._append = append
-        self._sums = LineSums(self._append_window)
-        self._open: Window | None = None
-        self._waiting: deque[Window] = deque()
+        self._sums = LineSums(lambda window: append(window.line()))
+        #: Those that are not written yet, and whether steps may still be added to the last.
+        self._windows: deque[Window] = deque()
+        self._grows = False
         #: The counter where the last window that was written ended.
         self._written: CounterAt | None = None
-        #: By phase, the baseline of the window of its steps that ends next.
+        #: By phase, what its steps are compared with from now on.
         self._baselines: dict[str, StepEnergy | None] = {}
         self._failing = False
         #: For each phase, the sums of its windows; without any where none was metered.
@@ -120,7 +120,7 @@ class EnergyLog:
             self._warn(str(self._meter.error or f"no refresh of the counter since {seen_s} s"))
         elif step.begin_s <= seen_s:
             self._failing = False
-        window = self._open
+        window = self._windows[-1] if self._grows else None
         if (
             window is not None
             and window.phase == step.phase
@@ -130,17 +130,20 @@ class EnergyLog:
             return
         self.interrupt()
         self._flush(seen_s)
-        self._open = replace(step)
+        self._windows.append(replace(step, baseline=self._baselines.get(step.phase)))
+        self._grows = True
 
     def compare_with(self, phase: str, baseline: StepEnergy | None) -> None:
         """Compare steps of a phase with this GPU's baseline, from those of the open window on."""
         self._baselines[phase] = baseline
+        if self._grows and self._windows[-1].phase == phase:
+            self._windows[-1].baseline = baseline
 
     def sums(self, phase: str) -> EnergySums:
         """Return a phase's sums, with windows that are not written yet; never waits."""
         made = copy.copy(self.totals[phase]) if phase in self.totals else EnergySums()
-        for window in (*self._waiting, self._ended()):
-            if window is not None and window.phase == phase:
+        for window in self._windows:
+            if window.phase == phase:
                 energy = None
                 with suppress(MeterError):
                     energy = self._meter.window(window.begin_s, window.end_s)
@@ -149,14 +152,7 @@ class EnergyLog:
 
     def interrupt(self) -> None:
         """End the open window: something that is not training follows, and is not billed."""
-        if window := self._ended():
-            self._waiting.append(window)
-            self._open = None
-
-    def _ended(self) -> Window | None:
-        """Return the open window, as if it ended now."""
-        window = self._open
-        return window and replace(window, baseline=self._baselines.get(window.phase))
+        self._grows = False
 
     def close(self) -> None:
         """Write what is left, after one more look at the counter."""
@@ -167,10 +163,10 @@ class EnergyLog:
 
     def _flush(self, up_to_s: float) -> None:
         """Write the windows that ended by then, and give up on those that wait in vain."""
-        while self._waiting and (
-            self._waiting[0].end_s <= up_to_s or len(self._waiting) > _MOST_WAITING
+        while (waiting := len(self._windows) - self._grows) and (
+            self._windows[0].end_s <= up_to_s or waiting > _MOST_WAITING
         ):
-            self._write(self._waiting.popleft())
+            self._write(self._windows.popleft())
 
     def _write(self, window: Window) -> None:
         try:
@@ -188,7 +184,7 @@ class EnergyLog:
             self._sums.add(metered)
             return
         counter = {"begin_counter": energy.begin[1:], "end_counter": energy.end[1:]}
-        self._append({**self._labels, **metered.line(), **counter})
+        self._append({**metered.line(), **counter})
 
     def _add(self, sums: EnergySums, window: Window, energy: WindowEnergy | None) -> EnergyWindow:
         """Add a window to sums; one without energy only to what is compared."""
@@ -211,9 +207,6 @@ class EnergyLog:
         elif window.baseline is not None:
             sums.compared.add(window.baseline, window.iterations, window.duration_s, None, None)
         return metered
-
-    def _append_window(self, window: EnergyWindow) -> None:
-        self._append({**self._labels, **window.line()})
 
     def _warn(self, reason: str) -> None:
         """Say once why nothing is metered, until something is again."""
@@ -256,12 +249,6 @@ class Interval:
             metering_j = math.hypot(*(window.uncertainty_j for window in metered)) / count
         time_s = math.fsum(end_s - begin_s for begin_s, end_s in self.spans) / count
         return StepEnergy(count, time_s, self._steps_s.uncertainty, energy_j, metering_j)
-
-
-def usual(steps: Sequence[Window]) -> Interval:
-    """Return steps at one clock without those that were held up: these say nothing of it."""
-    median_s = statistics.median([step.duration_s for step in steps if step.iterations] or [0.0])
-    return Interval(step for step in steps if step.duration_s <= HELD_UP * median_s)
 
 
 def measure_baseline(warmup: list[Window], meter: EnergyMeter) -> StepEnergy | None:

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from envpipe_megatron.formats.energy import FRAMEWORK, PLAN, Phase, phase_in_batch, split_phase
 from envpipe_megatron.formats.energy_sums import EnergySums, comparison_facts, mean_step, total_of
 from envpipe_megatron.formats.steps import (
+    HELD_UP,
     BaselineEnergy,
     IntervalEnergy,
     StepEnergy,
@@ -28,7 +29,7 @@ from envpipe_megatron.formats.steps import (
     step_sums,
 )
 from envpipe_megatron.runtime.channel.collectives import SUM, Collectives
-from envpipe_megatron.runtime.energy.log import EnergyLog, Interval, Window, measure_baseline, usual
+from envpipe_megatron.runtime.energy.log import EnergyLog, Interval, Window, measure_baseline
 from envpipe_megatron.runtime.energy.meter import EnergyMeter, MeterError
 from envpipe_megatron.runtime.execution.executor import StageRecord
 
@@ -75,28 +76,25 @@ class TrainingEnergy:
         #: By phase, those of stretches that were too short, but for their first steps.
         self._short: dict[str, list[Window]] = {}
         self._settled = set(baselines)
-        #: When the step began whose iteration is still to come.
-        self._begun_s: float | None = None
-        #: The last step since a pause, whether it is over, and whether it is counted.
+        #: When the step began whose iteration is still to come; infinite if none has.
+        self._begun_s = math.inf
+        #: The last step since a pause, and whether it is over and counted.
         self._last: Window | None = None
-        self._over = self._counted = False
-        #: Calls that wait until the times of an iteration may be read.
-        self._held_back: list[Callable[[], None]] = []
+        self._over = False
+        #: The last iteration's step, record and receives, until its times may be read.
+        self._unread: tuple[Window, StageRecord, NDArray[np.bool_]] | None = None
         self.baselines: dict[str, BaselineEnergy] = {}
         for batch, baseline in baselines.items():
             self._know_baseline(batch, baseline)
 
     def begin_step(self) -> None:
         """Begin the next step now."""
-        self._in_turn(partial(self._begin_step, self._now_s()))
-
-    def _begin_step(self, now_s: float) -> None:
-        self._begun_s = now_s
+        self._begun_s = self._now_s()
 
     def add_between_phases(self, iteration: int, begin_s: float) -> None:
         """Bill what ran since then, which prepared the phase that the iteration begins."""
         self.catch_up()
-        if self._begun_s is None:
+        if self._begun_s == math.inf:
             return
         begin_s = min(self._begun_s, begin_s)
         self._put(Window(PLAN, iteration, iteration, begin_s, self._now_s(), 0), over=True)
@@ -110,49 +108,33 @@ class TrainingEnergy:
         before it is blocking, the wait before another is idle.
         """
         self.catch_up()
-        self._held_back.append(partial(self._add, phase, iteration, record, receives))
+        step = Window(str(phase), iteration, iteration, self._begun_s, -math.inf)
+        self._unread, self._begun_s = (step, record, receives), math.inf
 
     def catch_up(self) -> None:
-        """Bill what is held back, as all that ask for energy do; waits for the last unit."""
-        held_back, self._held_back = self._held_back, []
-        for call in held_back:
-            call()
-
-    def _in_turn(self, call: Callable[[], None]) -> None:
-        if self._held_back:
-            self._held_back.append(call)
-        else:
-            call()
-
-    def _add(
-        self, phase: str, iteration: int, record: StageRecord, receives: NDArray[np.bool_]
-    ) -> None:
-        begin_s = record.begin_s if self._begun_s is None else min(self._begun_s, record.begin_s)
-        self._begun_s = None
-        self._put(
-            Window(
-                str(phase),
-                iteration,
-                iteration,
-                begin_s,
-                record.begin_s + record.iteration_time_s,
-                compute_s=float(record.unit_time_s.sum()),
-                blocking_s=float(record.receive_wait_s[receives].sum()),
-            )
-        )
+        """Bill the last iteration, as all that ask for energy do; waits for the last unit."""
+        if self._unread is None:
+            return
+        (step, record, receives), self._unread = self._unread, None
+        over = step.end_s > -math.inf
+        step.begin_s = min(step.begin_s, record.begin_s)
+        step.end_s = max(step.end_s, record.begin_s + record.iteration_time_s)
+        step.compute_s = float(record.unit_time_s.sum())
+        step.blocking_s = float(record.receive_wait_s[receives].sum())
+        self._put(step, over=over)
 
     def end_step(self, iteration: int) -> None:
         """End the step now, whoever ran its iteration; a second call does nothing."""
-        self._in_turn(partial(self._end_step, iteration, self._now_s()))
-
-    def _end_step(self, iteration: int, end_s: float) -> None:
-        if self._begun_s is not None:
-            begin_s, self._begun_s = self._begun_s, None
+        end_s = self._now_s()
+        if self._begun_s < math.inf:
+            self.catch_up()
+            begin_s, self._begun_s = self._begun_s, math.inf
             self._put(Window(FRAMEWORK, iteration, iteration, begin_s, end_s), over=True)
+        elif self._unread is not None:
+            step, *_ = self._unread
+            step.end_s = end_s if step.end_s == -math.inf else step.end_s
         elif self._last is not None and not self._over:
-            if not self._counted:
-                self._last.end_s = max(self._last.end_s, end_s)
-            self._over = True
+            self._last.end_s = max(self._last.end_s, end_s)
             self._count()
 
     def pause(self) -> None:
@@ -160,12 +142,12 @@ class TrainingEnergy:
         self.catch_up()
         self._count()
         self.log.interrupt()
-        self._last = self._begun_s = None
+        self._last, self._begun_s = None, math.inf
 
     def close(self) -> None:
         """Write what is left of the log, after one more look at the counter.
 
-        What is held back is left out: nobody may be left to wait for.
+        An iteration whose times are not read is left out: nobody may be left to wait for.
         """
         self._count()
         self.log.close()
@@ -204,18 +186,19 @@ class TrainingEnergy:
         self._settled.remove(batch)
         self.log.compare_with(phase_in_batch(Phase.STEADY, batch), None)
 
-    def warm_step(self, batch: str) -> StepEnergy | None:
-        """Return a usual step of the warm-up of a batch whose baseline was known, but the first.
+    def warm_step_s(self, batch: str) -> float | None:
+        """Return how long a usual step of a batch's warm-up took, whose baseline was known.
 
-        It is that of an average GPU of the job, on all ranks together; None if a rank has no step.
-        Waits for a look at the counter if there was none since the last step.
+        It is one without the first and those that were held up, of an average GPU of the job, on
+        all ranks together; None if a rank has no step.
         """
         self.catch_up()
         self._count()
         steps = self._warmups.pop(phase_in_batch(Phase.WARMUP, batch), [])[1:]
-        if steps and self._meter.last_refresh_s < steps[-1].end_s:
-            self._meter.catch_up()
-        return self._over_gpus(usual(steps).measure(self._meter))[0]
+        times_s = np.array([step.duration_s for step in steps] or [math.nan])
+        usual_s = float(times_s[~(times_s > HELD_UP * np.median(times_s))].mean())
+        mean, _ = self._over_gpus(StepEnergy(1, usual_s, None, None, None))
+        return None if mean is None else mean.time_s
 
     def lap(self) -> IntervalEnergy:
         """Return what training took on this GPU since the last lap; does not wait for the meter.
@@ -298,19 +281,19 @@ class TrainingEnergy:
     def _put(self, step: Window, *, over: bool = False) -> None:
         """Take the next step: the one before has ended, and it begins where that ended."""
         last = self._last
-        self._count()
         if last is not None and (self._over or last.phase == step.phase):
             step.begin_s = last.end_s
-        self._last, self._over, self._counted = step, over, False
+        self._count()
+        self._last, self._over = step, False
         if over:
             self._count()
 
     def _count(self) -> None:
-        """Count the last step, whose end is known."""
+        """Count the last step, if it is not over: it ends where it has ended so far."""
         step = self._last
-        if step is None or self._counted:
+        if step is None or self._over:
             return
-        self._counted = True
+        self._over = True
         self.log.add(step)
         self._lap.add(step)
         if split_phase(step.phase)[0] in (Phase.WARMUP, Phase.BASELINE):

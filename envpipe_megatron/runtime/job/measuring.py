@@ -177,14 +177,14 @@ def baseline_holds(job: PhaseParts) -> bool:
     baseline = job.energy.baselines.get(job.batch)
     if baseline is None or baseline.own is not None:
         return True  # this start measures it
-    step, known = job.energy.warm_step(job.batch), baseline.mean
-    if step is not None:
+    step_s, known = job.energy.warm_step_s(job.batch), baseline.mean
+    if step_s is not None:
         unsure = NORMAL_95 * (known.time_uncertainty_s or 0.0) / known.time_s
-        share = step.time_s / known.time_s - 1
+        share = step_s / known.time_s - 1
         if abs(share) <= min(max(_MOST_APART, unsure), _MOST_UNSURE):
             return True
         job.say(
-            f"the baseline of an earlier start is not used: a step takes {step.time_s:.4g} s, "
+            f"the baseline of an earlier start is not used: a step takes {step_s:.4g} s, "
             f"{100 * share:+.1f} % against its {known.time_s:.4g} s"
         )
     job.energy.forget_baseline(job.batch)

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from envpipe_megatron.core.arrays import FloatArray
+from envpipe_megatron.core.arrays import FloatArray, IntArray
 from envpipe_megatron.core.kinds import Kind
 from envpipe_megatron.core.plan import Plan
 from envpipe_megatron.core.schedule import Schedule, profiled_kinds
@@ -38,13 +38,12 @@ from envpipe_megatron.runtime.memory.peak import MemoryFullError
 from envpipe_megatron.runtime.memory.stage import with_memory
 from envpipe_megatron.tuning.commands import (
     Command,
-    PlanRefusedError,
     Report,
     Run,
     Window,
     merged,
 )
-from envpipe_megatron.tuning.measured.meters import TAIL, WAITING, Stretch, meter_sums
+from envpipe_megatron.tuning.measured.meters import TAIL, WAITING, meter_sums
 from envpipe_megatron.tuning.measured.powers import power_nodes_mhz
 
 T = TypeVar("T")
@@ -87,15 +86,21 @@ def run_commands(
     order = constant_order(Phase.WARMUP, schedule, top_mhz, billed_late=True)
     command = Command(Phase.WARMUP, 0)
     run: Run[T] | None = None
+    tries = 0
 
-    def decide(stages: Sequence[Report | str]) -> Command | _Ended:
-        nonlocal run
+    def decide(stages: Sequence[Report | str], refused: str | None) -> Command | _Ended:
+        """Return what is next: after a plan, `refused` is empty or says why; else it is None."""
+        nonlocal run, tries
         window = replace(_window(stages, needs_clocks=needs_clocks), wishes=job.state.wishes)
         try:
-            if run is not None:
-                return run.send(window)
-            run = _whole(begin(window))
-            return next(run)
+            if run is None:
+                run = begin(window)
+                return next(run)
+            tries = 0 if refused is not None or window.whole else (tries + 1) % MOST_TRIES
+            if tries:
+                note = "units came otherwise: looking again"
+                return replace(command, settle=1, orders=(), note=note)
+            return run.send(replace(window, refused=refused or ""))
         except StopIteration as end:
             return _Ended(end.value)
 
@@ -104,12 +109,13 @@ def run_commands(
     while True:
         make_own = partial(make_report, job, records, order, command, kinds, nodes_mhz)
         stages = job.collectives.to_planner(_made(make_own), _merged)
-        decided = by_planner(job.collectives, partial(decide, stages))
+        decided = by_planner(job.collectives, partial(decide, stages, None))
+        while isinstance(decided, Command) and decided.plan is not None:
+            refused = _refused(job, decided.plan, schedule)
+            decided = by_planner(job.collectives, partial(decide, stages, refused))
         if isinstance(decided, _Ended):
             return decided.found, order
         command = decided
-        if command.plan is not None and (why := _refused(job, command.plan, schedule)):
-            command = by_planner(job.collectives, partial(_instead, run, why))
         if command.orders:
             place = command.which[job.collectives.replica] if command.which else 0
             clocked = command.orders[place]
@@ -124,13 +130,12 @@ def run_commands(
         order = replace(order, phase=command.phase)
         for line in command.note.splitlines():
             job.say(line)
-        is_news = job.options.closed_loop and (command.note or command.plan is not None)
-        if job.collectives.is_planner and is_news:
-            job.folder.append("loop", _described(job, command))
-        if command.billed:
+        if command.note:
+            _append(job, command.phase, note=command.note)
+        lines = [*map(job.named, command.billed.splitlines())]
+        if lines != billed:
             kept = [note for note in job.state.notes if note not in billed]
-            billed = [*map(job.named, command.billed.splitlines())]
-            job.state.notes = (*kept, *billed)
+            job.state.notes, billed = (*kept, *lines), lines
         if command.power is not None and not job.batch:
             job.state.power = command.power
         asked = job.state.wishes.power_budget
@@ -169,32 +174,6 @@ def _window(stages: Sequence[Report | str], *, needs_clocks: bool) -> Window:
     return Window(tuple(report for report in stages if isinstance(report, Report)))
 
 
-def _whole(run: Run[T]) -> Run[T]:
-    """Yield the commands of a run, each again while no iteration of its window ran whole."""
-    try:
-        command = next(run)
-        while True:
-            try:
-                for left in reversed(range(MOST_TRIES)):
-                    window = yield command
-                    if window.whole or not left:
-                        break
-                    note = "units came otherwise: looking again"
-                    command = replace(command, settle=1, orders=(), plan=None, note=note, billed="")
-            except PlanRefusedError as refused:
-                command = run.throw(refused)
-            else:
-                command = run.send(window)
-    except StopIteration as end:
-        return end.value  # type: ignore[no-any-return]  # of a generator
-
-
-def _instead(run: Run[Any] | None, why: str) -> Command:
-    """Return the run's command in place of one whose plan is refused; on the planning rank."""
-    assert run is not None
-    return run.throw(PlanRefusedError(why))
-
-
 def _refused(job: PhaseParts, plan: Plan, own: Schedule) -> str:
     """Return why a plan has no memory; else it is kept and runs from now on, on every rank.
 
@@ -209,23 +188,25 @@ def _refused(job: PhaseParts, plan: Plan, own: Schedule) -> str:
                 return str(error)
             job.say(f"memory: {error}")
     job.state.plan, job.state.profile = plan, plan.profile
+    _append(job, job.state.phase, plan=plan)
     job.folder.keep_profile(with_memory(plan.profile, job.memory.stages))
     job.folder.write_plan(plan, job.batch)
     return ""
 
 
-def _described(job: PhaseParts, command: Command) -> dict[str, object]:
-    """Return what the run says and predicts from this iteration on, of one pipeline."""
-    cost = None if command.plan is None else command.plan.cost
-    return {
-        **job.folder.run_label(job.options.labels),
-        "batch": job.batch,
-        "iteration": job.state.iteration,
-        "phase": command.phase,
-        "note": command.note,
-        "time_s": cost and cost.iteration_time_s,
-        "energy_j": cost and cost.energy_j,
-    }
+def _append(job: PhaseParts, phase: Phase, *, note: str = "", plan: Plan | None = None) -> None:
+    """Append what a closed loop says, or what its plan of one pipeline predicts, to its file."""
+    if job.options.closed_loop and job.collectives.is_planner:
+        entry = {
+            **job.folder.run_label(job.options.labels),
+            "batch": job.batch,
+            "iteration": job.state.iteration,
+            "phase": phase,
+            "note": note,
+            "time_s": plan and plan.cost.iteration_time_s,
+            "energy_j": plan and plan.cost.energy_j,
+        }
+        job.folder.append("loop", entry)
 
 
 def make_report(
@@ -247,7 +228,7 @@ def make_report(
         kinds: those that are distinguished.
         nodes_mhz: as `meter_sums` takes them.
     """
-    clocks_mhz: list[int] = order.frequency_mhz[job.stage].tolist()
+    clocks_mhz = order.frequency_mhz[job.stage]
     parked, tail_s = order.parked(job.stage), command.tail_s[job.stage] if command.tail_s else 0.0
     # Of each unit, the place of its kind; below zero if it takes no time.
     places = order.schedule.unit_keys(1, kinds)[job.stage] - len(kinds) * job.stage
@@ -259,25 +240,23 @@ def make_report(
     steps_s[[not record.whole for record in records]] = np.nan
     if np.isfinite(steps_s).any():
         steps_s[steps_s > _PAUSED * np.nanmedian(steps_s)] = np.nan
-    stretches: list[Stretch] = []
+    spent = [np.zeros((3, 0))]
     for record, step_s in zip(records, steps_s.tolist(), strict=True):
         until_s = record.begin_s + step_s
         if not record.whole:
             break
-        stretches += _stretches(
-            record, clocks_mhz, places.tolist(), parked, command.late_s, tail_s, until_s
-        )
+        spent.append(_spent(record, clocks_mhz, places, parked, command.late_s, tail_s, until_s))
         if math.isnan(step_s):
             break
     begin_s = records[0].begin_s
     if command.metered and meter.last_refresh_s < begins_s[-1] + ends_s[-1]:
         meter.catch_up()
-    sums = meter_sums(begin_s, stretches, *meter.refreshes(begin_s), nodes_mhz, len(kinds))
+    spent_all, refreshes = np.concatenate(spent, axis=1), meter.refreshes(begin_s)
+    sums = meter_sums(begin_s, spent_all, *refreshes, nodes_mhz, len(kinds))
     unit_s = [record.unit_time_s for record in records if record.whole]
     return Report(
         unit_s=np.median(unit_s or [np.full(len(clocks_mhz), np.nan)], axis=0)[np.newaxis],
         ends_s=ends_s[np.newaxis],
-        gaps_s=(steps_s - ends_s)[np.newaxis],
         steps_s=steps_s[np.newaxis],
         waits_s=np.array([[record.receive_wait_s for record in records]]),
         meter=sums,
@@ -311,50 +290,41 @@ def _follows(record: StageRecord, after: StageRecord) -> bool:
     return record.followed and (record.number is None or after.number in (None, record.number + 1))
 
 
-def _stretches(
+def _spent(
     record: StageRecord,
-    clocks_mhz: Sequence[int],
-    kinds: Sequence[int],
+    clocks_mhz: IntArray,
+    kinds: IntArray,
     parked: Mapping[int, tuple[int, float]],
     late_s: float,
     tail_s: float,
     until_s: float,
-) -> list[Stretch]:
-    """List how a stage spent an iteration up to the next one's begin, NaN if that is unknown."""
-    spent: list[Stretch] = []
-    running = coming = float(clocks_mhz[0])
-    last_s = arrives_s = record.begin_s
+) -> FloatArray:
+    """Return how a stage spent an iteration up to the next one's begin, as for `meter_sums`.
 
-    def ask(clock_mhz: float) -> None:
-        nonlocal coming, arrives_s
-        if clock_mhz != coming:
-            coming, arrives_s = float(clock_mhz), last_s + late_s
-
-    def spend(end_s: float, kind: int) -> None:
-        nonlocal running, last_s
-        if running != coming and arrives_s < end_s:
-            if arrives_s > last_s:
-                spent.append(Stretch(arrives_s, kind, running))
-            running = coming
-        spent.append(Stretch(end_s, kind, running))
-        last_s = end_s
-
+    Up to its last unit, if that begin is not known (NaN).
+    """
     starts_s, ends_s = record.begin_s + record.start_s, record.begin_s + record.end_s
-    units = zip(starts_s.tolist(), ends_s.tolist(), clocks_mhz, kinds, strict=True)
-    for position, (start_s, end_s, clock, kind) in enumerate(units):
-        if position in parked and start_s > last_s:
-            park_mhz, own_after_s = parked[position]
-            ask(park_mhz)
-            spend(min(last_s + own_after_s, start_s), WAITING)
-        ask(clock)
-        if start_s > last_s:
-            spend(start_s, WAITING)
-        if kind >= 0 and end_s > last_s:
-            spend(end_s, kind)
-    if until_s > last_s:  # not of the last iteration, whose step is not known
-        ask(clocks_mhz[0])
-        if tail_s:
-            spend(min(last_s + tail_s, until_s), TAIL)
-        if until_s > last_s:
-            spend(until_s, WAITING)
-    return spent
+    last_s = np.append(record.begin_s, ends_s)
+    # A unit's clock is asked for when the one before has ended, or after parking in the wait.
+    park_mhz, own_s = clocks_mhz.copy(), last_s[:-1].copy()
+    for position, (clock_mhz, after_s) in parked.items():
+        if starts_s[position] > last_s[position]:
+            park_mhz[position] = clock_mhz
+            own_s[position] = min(last_s[position] + max(after_s, 0.0), starts_s[position])
+    asked_s = np.append(np.stack([last_s[:-1], own_s], axis=1), last_s[-1])
+    asked_mhz = np.append(np.stack([park_mhz, clocks_mhz], axis=1), clocks_mhz[0])
+    new = np.diff(asked_mhz, prepend=clocks_mhz[0]) != 0
+    asked_s, asked_mhz = asked_s[new], asked_mhz[new]
+    # What is asked for before the last request has come takes its place.
+    comes = asked_s + late_s < np.append(asked_s[1:], np.inf)
+    comes_s, running_mhz = asked_s[comes] + late_s, np.append(clocks_mhz[0], asked_mhz[comes])
+    until = np.stack([starts_s, ends_s], axis=1).ravel()
+    ways = np.stack([np.full_like(kinds, WAITING), np.maximum(kinds, WAITING)], axis=1).ravel()
+    if until_s > last_s[-1]:
+        until = np.append(until, [min(last_s[-1] + tail_s, until_s), until_s])
+        ways = np.append(ways, [TAIL, WAITING])
+    until = np.maximum.accumulate(until)
+    pieces_s = np.union1d(until, comes_s)
+    pieces_s = pieces_s[(pieces_s > record.begin_s) & (pieces_s <= until[-1])]
+    begun = np.searchsorted(comes_s, np.append(record.begin_s, pieces_s)[:-1], side="right")
+    return np.stack([pieces_s, ways[np.searchsorted(until, pieces_s)], running_mhz[begun]])

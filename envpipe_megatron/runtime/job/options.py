@@ -5,6 +5,7 @@ No torch.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -14,9 +15,10 @@ from envpipe_megatron.policies.objective import Goal, Objective
 from envpipe_megatron.policies.request import PlanRequest
 from envpipe_megatron.policies.schedules import SCHEDULES
 from envpipe_megatron.runtime.job.given import CLOSED_LOOP_SLOWDOWN_PERCENT, GivenOptions, Level
-from envpipe_megatron.tuning.probes.sweep import ProfilerSettings
 
 PROFILE_FILE = "profile.csv"
+#: Of a shorter step, no more are measured than of this one, s.
+_LEAST_STEP_S = 1e-3
 #: Names of the framework's own order, of one chunk and of several.
 OWN_ORDERS = ("1f1b", "interleaved")
 #: Values of options that are not given, by type; `None`: with the other types.
@@ -42,7 +44,8 @@ class JobOptions(GivenOptions):
         runs_units: whether the framework runs units and sends messages itself; at level `order` in
             any order of whole backwards that is planned.
         why_whole: why backwards are not split; empty if units run that are a part of one.
-        window_s: least time at each clock of a sweep, s.
+        window_s: least time at each clock of a sweep, s: ten refreshes of a counter that refreshes
+            every 100 ms.
         labels: for each line of the energy log, beside the rank's own.
         sidecar: facts for that of the online profile.
         fingerprint: what units cost rests on (model, sizes of its parts and of microbatches, GPU,
@@ -114,10 +117,9 @@ class JobOptions(GivenOptions):
         """Return the least time between two changes of a GPU's clock, s."""
         return self.min_dwell_ms / 1e3
 
-    @property
-    def profiler(self) -> ProfilerSettings:
-        """Return how long to stay at each clock of a sweep."""
-        return ProfilerSettings(measured_iterations=self.profile_steps, min_window_s=self.window_s)
+    def steps_at_clock(self, step_s: float) -> int:
+        """Return how many steps of a length are measured at each clock of a sweep."""
+        return max(self.profile_steps, math.ceil(self.window_s / max(step_s, _LEAST_STEP_S)))
 
     @property
     def goal(self) -> Objective:

@@ -137,7 +137,7 @@ def _one_clock(job: PhaseParts, schedule: Schedule) -> PhaseRun[None]:
         schedule,
         clocks,
         job.options.slowdown_percent,
-        job.options.profiler,
+        job.options.steps_at_clock,
         job.collectives.on_all(job.gpu.changes_clock),
         found,
         keep,
@@ -321,7 +321,7 @@ def _profile(
         job.memory.learn(schedule, job.specs)
         measured = yield from try_parts(job, schedule, measured)
     store = _store(job, measured, swept, _facts(job, schedule, records))
-    looks = sweep_probe(measured, store, job.options.profiler)
+    looks = sweep_probe(measured, store, job.options.steps_at_clock)
     begin = partial(measured_profile, store, job.collectives.num_replicas, looks, measured)
     if not records or measured is not schedule:
         records = yield from iterations(constant_order(Phase.PROFILE, measured, swept[0]))

@@ -1,7 +1,30 @@
-"""The output folder of a job: files for people, and `job.json` (`stored`) for its next start."""
+"""The output folder of a job: files for people, and `job.json` for its next start.
+
+```json
+{
+ "format": "envpipe-job/5", "sha256": "of the rest",
+ "units": {"hidden_size": 2048, "...": 0}, "steps": {"num_microbatches": 24, "...": 0},
+ "starts": ["2026-05-04T10:11:12.345+00:00"],
+ "profile": {"rows": [[0, "forward", 1410, 0.1, 35.0, 0.2], "..."], "listed_chunks": 1,
+             "sidecar": {"...": 0}},
+ "baselines": {"": {"mean": {"iterations": 9, "time_s": 0.6, "time_uncertainty_s": 0.001,
+                             "energy_j": 210.0, "metering_uncertainty_j": 0.4},
+                    "by_stage": ["..."], "own": null}},
+ "one_clock_mhz": null
+}
+```
+
+What units cost rests on what lies under `units`: model, sizes, GPU; and so all else does. What a
+step takes rests on `steps` besides: how many microbatches and replicas there are. Baselines have
+the names of their batches: empty is the full one, `m24` one of 24 microbatches. Plans are made
+again, from the profile. The file is all that a start reads, and is replaced as a whole: a kill
+leaves the old one or the new one.
+"""
 
 from __future__ import annotations
 
+import hashlib
+import json
 import logging
 import math
 import pickle
@@ -10,35 +33,153 @@ import socket
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from functools import cache, partial
 from itertools import count
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, TypeAlias
 
+from envpipe_megatron.core.fields import read_json
 from envpipe_megatron.core.plan import Plan
-from envpipe_megatron.core.profile import Profile
+from envpipe_megatron.core.profile import Profile, profile_of_json
 from envpipe_megatron.core.sidecar import sidecar_path
-from envpipe_megatron.errors import EnvPipeError
-from envpipe_megatron.files import is_of_this_job, lock_file
+from envpipe_megatron.errors import EnvPipeError, plain
+from envpipe_megatron.files import is_of_this_job, lock_file, replace_files
 from envpipe_megatron.formats.energy import append_line
-from envpipe_megatron.formats.steps import BaselineEnergy
-from envpipe_megatron.gpu.base import Gpu
+from envpipe_megatron.formats.steps import BaselineEnergy, StepEnergy
+from envpipe_megatron.gpu.base import Gpu, GpuError
 from envpipe_megatron.runtime.channel.collectives import Collectives
 from envpipe_megatron.runtime.job.options import PROFILE_FILE, JobOptions, plan_file
-from envpipe_megatron.runtime.job.stored import JobKeys, StoredJob, job_keys, read_job
 from envpipe_megatron.runtime.writer import Writer
 
 logger = logging.getLogger(__name__)
 
 JOB_FILE = "job.json"
+_JOB_FORMAT = "envpipe-job/5"
 #: Locked by the planning rank of the job that writes to the folder.
 _LOCK_FILE = ".lock"
 #: What is put aside of another job.
 _KEPT = re.compile(r"profile\.(csv|json)|job\.json|plan(-m\d+)?\.json")
 #: Looks at a lock of this job's own, in 95 s: NFS keeps one of a node that died for 90 s.
 _OWN_LOCK_LOOKS, _LOOK_S = 190, 0.5
+#: Facts of JSON's types, by the names under which the file has them.
+JobKeys: TypeAlias = Mapping[str, Mapping[str, Any]]
+
+
+@dataclass(frozen=True)
+class StoredJob:
+    """What an earlier start left that still holds, as `job.json` has it.
+
+    Args:
+        changed: which facts were others before, in words, where that left the profile.
+    """
+
+    starts: tuple[str, ...] = ()
+    profile: Profile | None = None
+    baselines: Mapping[str, BaselineEnergy] = field(default_factory=dict)
+    one_clock_mhz: int | None = None
+    changed: str = ""
+
+    @property
+    def phases_done(self) -> tuple[str, ...]:
+        """Return the phases that need not be run again."""
+        done = {
+            "warm-up": self.baselines,
+            "profile": self.profile,
+            "one clock": self.one_clock_mhz,
+        }
+        return tuple(phase for phase, result in done.items() if result)
+
+    def write(self, path: Path, keys: JobKeys) -> None:
+        """Replace a job file (OSError); a kill at any point leaves the old or the new one."""
+        data = {
+            "format": _JOB_FORMAT,
+            **keys,
+            "starts": self.starts,
+            "profile": self.profile and self.profile.to_json(),
+            "baselines": {batch: asdict(known) for batch, known in self.baselines.items()},
+            "one_clock_mhz": self.one_clock_mhz,
+        }
+        data["sha256"] = _digest(data)
+        lines = (f' "{name}": {json.dumps(value)}' for name, value in data.items())
+        replace_files({path: ["{\n", ",\n".join(lines), "\n}\n"]})
+
+
+def read_job(path: Path, keys: JobKeys) -> StoredJob:
+    """Read what a job file has that still holds by these keys: nothing if there is no such file.
+
+    Raises EnvPipeError if it is of another job (naming what differs) or version, or damaged.
+    """
+    if not path.exists():
+        return StoredJob()
+    fields = read_json(path, "Job file")
+    fields.check_format(_JOB_FORMAT)
+    data, now = fields.data, json.loads(json.dumps(keys))
+    if data.pop("sha256", None) != _digest(data):
+        raise EnvPipeError(f"{path} is damaged")
+    units, steps = (_changes(data[part], now[part]) for part in ("units", "steps"))
+    if units:
+        raise EnvPipeError(f"{path} is of another job: {'; '.join(units + steps)}")
+    profile = profile_of_json(data["profile"], path) if data["profile"] else None
+    job = StoredJob(tuple(data["starts"]), profile, changed="; ".join(steps))
+    if steps:
+        return job
+    baselines = {batch: _baseline(known) for batch, known in data["baselines"].items()}
+    return replace(job, baselines=baselines, one_clock_mhz=data["one_clock_mhz"])
+
+
+def _baseline(known: Mapping[str, Any]) -> BaselineEnergy:
+    by_stage = tuple(StepEnergy(**each) for each in known["by_stage"])
+    return BaselineEnergy(StepEnergy(**known["mean"]), by_stage)
+
+
+def _digest(data: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(data).encode()).hexdigest()
+
+
+def _changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    def shown(facts: Mapping[str, Any], name: str) -> str:
+        return plain(facts[name]) if name in facts else "not given"
+
+    return [
+        f"{name} was {shown(before, name)} and is now {shown(now, name)}"
+        for name in sorted({*before, *now})
+        if (name in before, before.get(name)) != (name in now, now.get(name))
+    ]
+
+
+def job_keys(options: JobOptions, num_stages: int, num_replicas: int, gpu: Gpu) -> JobKeys:
+    """Return all that a profile, a baseline and a clock for the whole job rest on."""
+    clocks = gpu.supported_frequencies_mhz
+    if options.changes_only_order:  # units are profiled at no other
+        clocks = (max(clocks),)
+    return {
+        "units": {
+            **(options.fingerprint or {}),
+            "envpipe_num_stages": num_stages,
+            "envpipe_num_chunks": options.num_chunks,
+            "envpipe_clocks_mhz": [max(clocks), min(clocks)],
+            "envpipe_num_clocks": len(clocks),
+            "envpipe_clock_backend": gpu.address.backend,
+            "envpipe_power_limit_w": _if_known(lambda: gpu.clock_state().power_limit_w),
+            "envpipe_power_profiles": _if_known(lambda: gpu.power_state().enforced_profiles),
+        },
+        "steps": {
+            "num_microbatches": options.num_microbatches,
+            "group_size": options.group_size,
+            "num_replicas": num_replicas,
+            "one_clock_slowdown_percent": options.slowdown_percent if options.one_clock else None,
+        },
+    }
+
+
+def _if_known(read: Callable[[], object]) -> object:
+    """Return a fact of a GPU; None where it cannot be read: who needs it says so."""
+    try:
+        return read()
+    except GpuError:
+        return None
 
 
 class JobFolder:
@@ -166,7 +307,7 @@ class JobFolder:
         None, after a moment, if a start of this job has it and is waited for.
         """
         for number in count(1):
-            own = path if number == 1 else path.with_name(f"{path.name}.{number}")
+            own = path if number == 1 else Path(f"{path}.{number}")  # also of one without a name
             lock, where = own / _LOCK_FILE, f"files of this one are in {own}"
             try:
                 own.mkdir(parents=True, exist_ok=True)

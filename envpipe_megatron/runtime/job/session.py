@@ -263,7 +263,7 @@ class Session:
         _ = run.end().end_s  # waits for the last unit
 
     def open_iteration(
-        self, own_order: Schedule, specs: StageSpecs, *, full_batch: bool = True
+        self, own_order: Schedule, specs: StageSpecs | None = None, *, full_batch: bool = True
     ) -> StageRun:
         """Begin an iteration whose units and messages the framework runs; as `run_iteration`.
 
@@ -274,10 +274,12 @@ class Session:
         Args:
             own_order: the framework's own order of units, the same in every iteration of as many
                 microbatches.
-            specs: shapes of its messages: a microbatch in flight holds one at least.
+            specs: shapes of its messages, where another order may run: a microbatch in flight
+                holds one at least.
             full_batch: whether the batch has the size that the job is about; others are billed
                 apart, and their plans are kept in files of their own.
         """
+        specs = specs or StageSpecs({}, {})
         run = self._open(own_order.num_microbatches, specs, own_order, full_batch=full_batch)
         run.all_ended = self.iterations.catch_up
         if self.options.reorders:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -60,58 +59,46 @@ class MeterSums:
         return max(math.sqrt(max(variance, 0.0)), RESOLUTION_J)
 
 
-@dataclass(frozen=True)
-class Stretch:
-    """Some time that a GPU spent in one way: in a kind of unit, waiting (-1), or in its tail (-2).
-
-    `clock_mhz` is the clock that was asked for.
-    """
-
-    end_s: float
-    kind: int
-    clock_mhz: float
-
-
+#: Kinds of time that a GPU spends in no unit.
 WAITING, TAIL = -1, -2
 
 
 def meter_sums(
     begin_s: float,
-    stretches: Sequence[Stretch],
+    spent: FloatArray,
     refreshes_s: FloatArray,
     energies_j: FloatArray,
     nodes_mhz: FloatArray,
     num_kinds: int,
 ) -> MeterSums:
-    """Add up one GPU's refreshes within stretches, which follow each other from a begin.
+    """Add up one GPU's refreshes within stretches of time, which follow each other from a begin.
 
     From one refresh of the counter to the next, energy is the sum over all that the GPU did of time
     by power; power at a clock is that of the nodes next to it, by distance. So each pair of
     refreshes is one linear equation for the powers at the nodes.
 
     Args:
+        spent: [3, stretches] of each its end in s, the kind of unit or `WAITING` or `TAIL`, and the
+            clock in MHz that was asked for.
         refreshes_s: [refreshes] their instants; those outside the stretches are left out.
         energies_j: [refreshes] the counter.
         nodes_mhz: [nodes] rising.
     """
-    columns = (num_kinds + 1) * len(nodes_mhz) + 1
-    bounds_s = np.array([begin_s, *(stretch.end_s for stretch in stretches)])
+    nodes, (ends_s, kinds, clocks_mhz) = len(nodes_mhz), spent
+    columns = (num_kinds + 1) * nodes + 1
+    bounds_s = np.append(begin_s, ends_s)
     inside = (refreshes_s >= begin_s) & (refreshes_s <= bounds_s[-1])
     if inside.sum() < 2:
         return MeterSums.none(columns)
-    spent_s = np.diff(bounds_s)
-    by_column = np.zeros((len(spent_s), columns))
-    for row, stretch in enumerate(stretches):
-        if stretch.kind == TAIL:
-            by_column[row, -1] = spent_s[row]
-            continue
-        first = (num_kinds if stretch.kind == WAITING else stretch.kind) * len(nodes_mhz)
-        at = np.clip(np.searchsorted(nodes_mhz, stretch.clock_mhz) - 1, 0, len(nodes_mhz) - 2)
-        above = (stretch.clock_mhz - nodes_mhz[at]) / (nodes_mhz[at + 1] - nodes_mhz[at])
-        above = min(max(above, 0.0), 1.0)
-        by_column[row, first + at] = (1 - above) * spent_s[row]
-        by_column[row, first + at + 1] = above * spent_s[row]
-    spent_until = np.concatenate([np.zeros((1, columns)), by_column.cumsum(axis=0)])
+    below = np.clip(np.searchsorted(nodes_mhz, clocks_mhz) - 1, 0, nodes - 2)
+    above = (clocks_mhz - nodes_mhz[below]) / np.diff(nodes_mhz)[below]
+    above = np.where(kinds == TAIL, 0.0, np.clip(above, 0.0, 1.0))
+    first = below + nodes * np.where(kinds == WAITING, num_kinds, kinds).astype(int)
+    first[kinds == TAIL] = columns - 1
+    by_column, rows = np.zeros((len(ends_s), columns + 1)), np.arange(len(ends_s))
+    by_column[rows, first] = (1 - above) * np.diff(bounds_s)
+    by_column[rows, first + 1] = above * np.diff(bounds_s)
+    spent_until = np.concatenate([np.zeros((1, columns)), by_column[:, :-1].cumsum(axis=0)])
     times_s, energy_j = refreshes_s[inside], energies_j[inside]
     at_refresh = np.stack(
         [np.interp(times_s, bounds_s, of_column) for of_column in spent_until.T], axis=1

@@ -14,7 +14,7 @@ from scipy.optimize import nnls
 
 from envpipe_megatron.core.arrays import FloatArray
 from envpipe_megatron.errors import EnvPipeError
-from envpipe_megatron.tuning.measured.meters import MeterSums, Stretch, meter_sums
+from envpipe_megatron.tuning.measured.meters import MeterSums, meter_sums
 
 #: Nodes of the clock at which sums have powers, and the lowest as a share of the highest
 #: clock: no plan goes lower, since the valleys of all GPUs lie above it. With eight nodes a job in
@@ -56,8 +56,7 @@ class Powers:
 
     def look(self, stage: int, kind: int, clock_mhz: float, power_w: float) -> None:
         """Add what a counter would have said of a second spent so."""
-        second = [Stretch(1.0, kind, clock_mhz)]
-        energies_j = np.array([0.0, power_w])
+        second, energies_j = np.array([[1.0], [kind], [clock_mhz]]), np.array([0.0, power_w])
         self.sums[stage] += meter_sums(
             0.0, second, np.array([0.0, 1.0]), energies_j, self.nodes_mhz, self._num_kinds
         )

@@ -36,7 +36,8 @@ _KEEPS = 0.1
 _NO_SLOWER = 1.01
 #: Iterations of one order that show how they differ as a whole, and windows that are kept.
 _TELLS_COMMON, _KEPT_COMMON = 3, 9
-#: A unit that takes less than this share of what is known did not run.
+#: A unit that takes less than this share of what is known did not run. Without it a job of which
+#: one look does not run whole, and does not say so, saves 2.5 points less.
 _IMPLAUSIBLE = 0.3
 #: Standard error of powers for what their model misses, as a share: on published profiles of A100
 #: and A40 it errs by 1.1 % in the mean.
@@ -344,10 +345,10 @@ class Store:
         return float(np.median(self._common or 0.0) / np.sqrt(count))
 
     def _learn_tails(self, window: Window) -> None:
-        ends_s, gaps_s = window.ends_s, window.gaps_s
-        followed = np.isfinite(gaps_s).all(axis=0)
+        ends_s, steps_s = window.last_s
+        followed = np.isfinite(steps_s).all(axis=0)
         if followed.any():
-            self.tail_s = tail_times_s(ends_s[:, followed], gaps_s[:, followed])
+            self.tail_s = tail_times_s(ends_s[:, followed], (steps_s - ends_s)[:, followed])
 
     def _learn_lateness(
         self, clocked: Clocked, timeline: Timeline, asked: FloatArray, odd: BoolArray

@@ -9,9 +9,7 @@ for them. Clocks between are fitted, so that few are run.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
@@ -30,8 +28,6 @@ from envpipe_megatron.tuning.probes.slack import probe, probe_clocks_mhz
 #: From one clock to the next, as a share of the highest. On emulated A100 and A40, plans of such a
 #: sweep save what plans of all clocks do, to 0.1 points; with a tenth, to 0.8.
 _STEP = 0.075
-#: Of a shorter iteration, no more are run than of this one, s.
-_LEAST_S = 1e-3
 #: So many times as long is looked where a counter said nothing: a pause, or a slow counter, leaves
 #: fewer than two refreshes to see.
 _LONGER = (1, 2, 4)
@@ -41,31 +37,20 @@ class SweepError(EnvPipeError):
     """A sweep that cannot be made or read."""
 
 
-@dataclass(frozen=True)
-class ProfilerSettings:
-    """How long to stay at each clock, behind an iteration in which it settles.
+def sweep_probe(
+    own: Schedule, store: Store, steps_at_clock: Callable[[float], int]
+) -> Iterator[Look]:
+    """Look at units of all kinds, then of each kind, then at lower clocks by those with time.
 
     Args:
-        measured_iterations: measured then, at least; one or more.
-        min_window_s: iterations are added until they last so long: ten refreshes of a counter that
-            refreshes every 100 ms.
+        own: the order that runs.
+        store: what is known of its units.
+        steps_at_clock: returns how many iterations of a length in s are measured at each clock.
     """
-
-    measured_iterations: int
-    min_window_s: float
-
-    def count(self, iteration_s: float) -> int:
-        """Return how many iterations of such a length are measured."""
-        in_window = math.ceil(self.min_window_s / max(iteration_s, _LEAST_S))
-        return max(self.measured_iterations, in_window)
-
-
-def sweep_probe(own: Schedule, store: Store, settings: ProfilerSettings) -> Iterator[Look]:
-    """Look at units of all kinds, then of each kind, then at lower clocks by those with time."""
     keys, top_mhz = store.keys(own), int(store.clocks_mhz[-1])
 
     def look(clocks_mhz: IntArray, what: str) -> Look:
-        count = settings.count(store.iteration_s(own, clocks_mhz))
+        count = steps_at_clock(store.iteration_s(own, clocks_mhz))
         clocked = Clocked(own, clocks_mhz)
         return Look(clocked, count, f"profile: {what}", settle=1)
 

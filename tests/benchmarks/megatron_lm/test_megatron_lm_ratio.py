@@ -35,7 +35,8 @@ from benchmarks.megatron_lm.running.rest import RESTING
 from benchmarks.megatron_lm.running.rounds import Keeper, Rounds, measured, ratio_rows
 from benchmarks.megatron_lm.running.turns import Block
 from benchmarks.outputs import ROWS_FILE
-from envpipe_megatron.integrations.megatron.hooked import HookedForwardBackward
+from envpipe_megatron.integrations.megatron.core import ForwardBackward
+from envpipe_megatron.integrations.megatron.training import Training
 from envpipe_megatron.integrations.torch_pipelining import AttachedPipeline
 from envpipe_megatron.runtime.clocks.watch import ClockWatch
 from envpipe_megatron.runtime.energy.meter import EnergyMeter
@@ -181,7 +182,8 @@ def calls(monkeypatch):
         (Session, "pause"),
         (EnergyMeter, "_sample"),
         (ClockWatch, "sample"),
-        (HookedForwardBackward, "__call__"),
+        (Training, "_follow_units"),
+        (ForwardBackward, "__call__"),
         (AttachedPipeline, "_step"),
         (AttachedPipeline, "pause"),
     ):
@@ -191,7 +193,7 @@ def calls(monkeypatch):
     sys.setswitchinterval(before_s)
 
 
-WORKING = ["begin_step", "__call__", "_sample", "sample", "end_step"]
+WORKING = ["begin_step", "_follow_units", "_sample", "sample", "end_step"]
 
 
 @pytest.mark.parametrize("own_s", [1e-4, 5e-3])
@@ -205,8 +207,8 @@ def test_megatron_is_alone_while_envpipe_rests(calls, own_s):
     process = SimpleNamespace(send_signal=told.append)
     meter = SimpleNamespace(_reader=SimpleNamespace(_process=process))
     session.parts = SimpleNamespace(meter=meter)  # type: ignore[assignment]
-    order = object.__new__(HookedForwardBackward)
-    order._framework_function = lambda **given: calls.append(given)
+    job = object.__new__(Training)
+    job._framework_function = lambda **given: calls.append(given)
     between = rest.let_megatron_rest(
         lambda: rest.rests_in(turns.turn), lambda: rest.rests_in(turns.next_turn)
     )
@@ -215,7 +217,7 @@ def test_megatron_is_alone_while_envpipe_rests(calls, own_s):
         calls.clear()
         session.begin_step(number)
         turns.begun += 1
-        HookedForwardBackward.__call__(order, number=number)
+        Training._follow_units(job, number=number)
         if number == 0:
             sys.setswitchinterval(own_s)
         intervals_s.append(sys.getswitchinterval())

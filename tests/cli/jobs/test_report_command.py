@@ -82,7 +82,7 @@ def folder(tmp_path):
     made = tmp_path / "job"
     made.mkdir()
     # As a job labels its lines that may be started again.
-    return write_run(made, run="2026-05-04T10:11:12.345+00:00")
+    return write_run(made, run="2026-05-04T10:11:12.345+00:00", clock_backend="dry_run")
 
 
 def test_a_job_that_left_all_its_files_has_all_its_pictures(folder):

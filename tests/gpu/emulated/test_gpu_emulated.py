@@ -279,6 +279,21 @@ def test_a_state_that_cannot_be_written_is_not_lost_in_silence(gpu):
     assert gpu.requested_frequency_mhz is None
 
 
+def test_a_full_disk_ends_no_work_of_an_emulated_gpu(gpu, caplog):
+    """It goes on for its process, and others see it once the disk takes it."""
+    full = gpu._file.path.with_name("gpu0.json.new")
+    full.mkdir()
+    _, end_s = gpu.run_unit("forward", 0.1, 0.0)
+    gpu.advance_to(end_s + 1)
+    other = EmulatedGpu.open(full.parent, 0)
+    assert (gpu.committed_end_s(), other.committed_end_s()) == (end_s + 1, 0)
+    assert [record.levelname for record in caplog.records] == ["ERROR"]
+    full.rmdir()
+    gpu.advance_to(end_s + 2)
+    assert gpu.read_energy() == other.read_energy()
+    assert other.committed_end_s() == end_s + 2
+
+
 def test_a_new_folder_is_its_users_alone(tmp_path):
     EmulatedGpu.create("a40", 0, tmp_path / "node")
     assert (tmp_path / "node").stat().st_mode & 0o777 == 0o700

@@ -57,7 +57,8 @@ EXPORT int nvmlDeviceGetClockInfo(Device device, unsigned type, unsigned *mhz) {
     return end(call);
 }
 
-static int get_reasons(struct Call call, const char *function, unsigned long long *reasons) {
+EXPORT int nvmlDeviceGetCurrentClocksThrottleReasons(Device device, unsigned long long *reasons) {
+    struct Call call = begin(device);
     if (call.result == SUCCESS) {
         const struct Gpu *gpu = call.gpu;
         uint64_t high_mhz = segment_of(gpu)->high_mhz;
@@ -66,17 +67,7 @@ static int get_reasons(struct Call call, const char *function, unsigned long lon
         if (observed_mhz(gpu, high_mhz) < wanted_mhz && !*reasons && !gpu->faults[FAULT_HELD_MHZ])
             *reasons = 4; /* power cap */
     }
-    return told(call, function);
-}
-
-EXPORT int nvmlDeviceGetCurrentClocksThrottleReasons(Device device, unsigned long long *reasons) {
-    return get_reasons(begin(device), "nvmlDeviceGetCurrentClocksThrottleReasons", reasons);
-}
-
-EXPORT int nvmlDeviceGetCurrentClocksEventReasons(Device device, unsigned long long *reasons) {
-    struct Call call = begin(device);
-    if (call.result == SUCCESS && node->faults[NODE_OLD_DRIVER]) call.result = FUNCTION_NOT_FOUND;
-    return get_reasons(call, "nvmlDeviceGetCurrentClocksEventReasons", reasons);
+    return told(call, "nvmlDeviceGetCurrentClocksThrottleReasons");
 }
 
 static uint64_t last_refresh_ns(const struct Gpu *gpu, uint64_t now_ns) {
@@ -98,10 +89,7 @@ static uint64_t shown_uj(const struct Gpu *gpu, uint64_t now_ns) {
 EXPORT int nvmlDeviceGetTotalEnergyConsumption(Device device, unsigned long long *energy_mj) {
     struct Call call = begin(device);
     if (call.result == SUCCESS && call.gpu->faults[FAULT_NO_ENERGY]) call.result = NOT_SUPPORTED;
-    if (call.result == SUCCESS) {
-        *energy_mj = shown_uj(call.gpu, call.now_ns) / 1000;
-        *energy_mj -= call.gpu->faults[FAULT_ENERGY_BACK_MJ];
-    }
+    if (call.result == SUCCESS) *energy_mj = shown_uj(call.gpu, call.now_ns) / 1000;
     return told(call, "nvmlDeviceGetTotalEnergyConsumption");
 }
 

@@ -5,26 +5,6 @@
 #include <stdio.h>
 #include <string.h>
 
-EXPORT const char *nvmlErrorString(int result) {
-    switch (result) {
-        case SUCCESS: return "Success";
-        case UNINITIALIZED: return "Uninitialized";
-        case INVALID_ARGUMENT: return "Invalid Argument";
-        case NOT_SUPPORTED: return "Not Supported";
-        case NO_PERMISSION: return "Insufficient Permissions";
-        case NOT_FOUND: return "Not Found";
-        case INSUFFICIENT_SIZE: return "Insufficient Size";
-        case DRIVER_NOT_LOADED: return "Driver Not Loaded";
-        case TIMEOUT: return "Timeout";
-        case FUNCTION_NOT_FOUND: return "Function Not Found";
-        case GPU_IS_LOST: return "GPU is lost";
-        case IN_USE: return "In use by another client";
-        case LIB_RM_VERSION_MISMATCH: return "Driver/library version mismatch";
-        case ARGUMENT_VERSION_MISMATCH: return "Argument version mismatch";
-        default: return "Unknown Error";
-    }
-}
-
 static int copy_text(char *target, unsigned size, const char *text) {
     if (strlen(text) >= size) return INSUFFICIENT_SIZE;
     strcpy(target, text);
@@ -82,27 +62,6 @@ EXPORT int nvmlDeviceGetHandleByUUID(const char *uuid, Device *device) {
     return found(call, "nvmlDeviceGetHandleByUUID", index, device);
 }
 
-static int parse_bus_id(const char *text, unsigned parts[4]) {
-    parts[3] = 0;
-    return sscanf(text, "%x:%x:%x.%x", &parts[0], &parts[1], &parts[2], &parts[3]) >= 3;
-}
-
-EXPORT int nvmlDeviceGetHandleByPciBusId_v2(const char *bus_id, Device *device) {
-    struct Call call = begin_node();
-    uint64_t index = 0;
-    unsigned wanted[4], own[4];
-    if (call.result == SUCCESS) {
-        if (!parse_bus_id(bus_id, wanted)) {
-            call.result = INVALID_ARGUMENT;
-            return told(call, "nvmlDeviceGetHandleByPciBusId_v2");
-        }
-        for (; index < node->num_gpus; index++)
-            if (parse_bus_id(node->gpus[index].bus_id, own) && !memcmp(own, wanted, sizeof own))
-                break;
-    }
-    return found(call, "nvmlDeviceGetHandleByPciBusId_v2", index, device);
-}
-
 EXPORT int nvmlDeviceGetUUID(Device device, char *uuid, unsigned size) {
     struct Call call = begin(device);
     if (call.result == SUCCESS) call.result = copy_text(uuid, size, call.gpu->uuid);
@@ -115,12 +74,6 @@ EXPORT int nvmlDeviceGetName(Device device, char *name, unsigned size) {
     return told(call, "nvmlDeviceGetName");
 }
 
-EXPORT int nvmlDeviceGetIndex(Device device, unsigned *index) {
-    struct Call call = begin(device);
-    if (call.result == SUCCESS) *index = (unsigned)listed_before(call.gpu);
-    return told(call, "nvmlDeviceGetIndex");
-}
-
 struct PciInfo {
     char legacy_bus_id[16];
     unsigned domain, bus, device, device_id, subsystem_id;
@@ -129,14 +82,8 @@ struct PciInfo {
 
 EXPORT int nvmlDeviceGetPciInfo_v3(Device device, struct PciInfo *info) {
     struct Call call = begin(device);
-    unsigned parts[4];
-    if (call.result == SUCCESS && parse_bus_id(call.gpu->bus_id, parts)) {
+    if (call.result == SUCCESS) {
         memset(info, 0, sizeof *info);
-        info->domain = parts[0];
-        info->bus = parts[1];
-        info->device = parts[2];
-        snprintf(info->legacy_bus_id, sizeof info->legacy_bus_id, "%04X:%02X:%02X.0",
-                 parts[0] & 0xffff, parts[1] & 0xff, parts[2] & 0xff);
         snprintf(info->bus_id, sizeof info->bus_id, "%s", call.gpu->bus_id);
     }
     return told(call, "nvmlDeviceGetPciInfo_v3");

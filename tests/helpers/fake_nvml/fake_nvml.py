@@ -29,7 +29,6 @@ FAULTS = (
     "mig",
     "vgpu",
     "clock_cap_mhz",  # locks are accepted, the clock stays at or below this
-    "energy_back_mj",  # the energy counter goes back by this
     "throttle_reasons",  # NVML's bits
     "fail_after",  # that many more calls work, then all fail with UNKNOWN
     "requested_profiles",  # bits of workload power profiles, where the GPU has them

@@ -184,7 +184,6 @@ static int init(const char *function) {
     return result;
 }
 
-EXPORT int nvmlInit_v2(void) { return init("nvmlInit_v2"); }
 EXPORT int nvmlInitWithFlags(unsigned flags) {
     (void)flags;
     return init("nvmlInitWithFlags");

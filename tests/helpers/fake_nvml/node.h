@@ -50,7 +50,6 @@ enum {
     FAULT_MIG,
     FAULT_VGPU,
     FAULT_CLOCK_CAP_MHZ,
-    FAULT_ENERGY_BACK_MJ,
     FAULT_THROTTLE_REASONS,
     FAULT_CALLS_LEFT, /* one more than the calls that still work */
     FAULT_REQUESTED_PROFILES, /* bits of workload power profiles, where the GPU has them */
@@ -70,7 +69,7 @@ enum {
 enum {
     NODE_DRIVER_MISMATCH,
     NODE_DRIVER_NOT_LOADED,
-    NODE_OLD_DRIVER, /* has no event reasons, only throttle reasons */
+    NODE_OLD_DRIVER, /* has no power profiles */
     NUM_NODE_FAULTS = 8,
 };
 

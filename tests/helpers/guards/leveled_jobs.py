@@ -11,8 +11,9 @@ import pytest
 
 from envpipe_megatron.formats.energy import Phase
 from envpipe_megatron.integrations import leveled
+from envpipe_megatron.integrations.framework_units import once
 from envpipe_megatron.integrations.hooking import Hooks
-from envpipe_megatron.integrations.job import WithoutEnvPipeError
+from envpipe_megatron.integrations.job import OpenJob, WithoutEnvPipeError
 from envpipe_megatron.integrations.leveled import LeveledJob
 from envpipe_megatron.runtime.job.options import JobOptions
 
@@ -30,10 +31,8 @@ class FakeJob:
         state = SimpleNamespace(notes=tuple(notes), profile=None, phase=Phase.WARMUP)
         self.session: Any = Mock(state=state)
         self.session.parts.say = say
+        self.banner = "active"
         made.append(self)
-
-    def banner(self) -> str:
-        return "active"
 
     def close(self) -> None:
         self.closed = True
@@ -50,7 +49,7 @@ def jobs_are_faked() -> Iterator[list[FakeJob]]:
     made: list[FakeJob] = []
     with (
         patch.object(leveled, "limits_of_replicas", lambda count: []),
-        patch.object(leveled, "Job", partial(FakeJob, made=made)),
+        patch.object(leveled, "open_job", partial(FakeJob, made=made)),
     ):
         yield made
 
@@ -63,8 +62,20 @@ def begin(
     job = object.__new__(of)
     placement: Any = SimpleNamespace(num_microbatches=4)
     with jobs_are_faked() as made:
-        LeveledJob.__init__(job, options or given(), placement, Mock(), said.append, limits)
+        facts: Any = SimpleNamespace(bill={})
+        LeveledJob.__init__(job, options or given(), placement, facts, said.append, limits)
     return job, made, said
+
+
+def following(session: Any, framework_function: Any, order_of: Any) -> Any:
+    """A job of Megatron's at level units, of a session that is there."""
+    from envpipe_megatron.integrations.megatron.training import Training
+
+    job = object.__new__(Training)
+    job.job, job._followed, job._warn = OpenJob(session, ""), None, once()
+    job._microbatches, job._followed_counts = session.options.num_microbatches, set()
+    job._framework_function, job._order_of = framework_function, order_of
+    return job
 
 
 def fresh_hooks(module: Any, monkeypatch: pytest.MonkeyPatch) -> Hooks[Any]:

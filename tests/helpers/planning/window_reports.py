@@ -9,17 +9,13 @@ from envpipe_megatron.tuning.measured.store import Store
 
 
 def report_of(
-    unit_s: FloatArray,
-    ends_s: FloatArray,
-    gaps_s: FloatArray,
-    steps_s: FloatArray,
-    meter: MeterSums,
+    unit_s: FloatArray, ends_s: FloatArray, steps_s: FloatArray, meter: MeterSums
 ) -> Report:
     """A report of some replicas; units never waited, and nobody asked for the power."""
     replicas, iterations = ends_s.shape
     waits_s = np.zeros((replicas, iterations, unit_s.shape[1]))
     power_w = np.full((replicas, 2), np.nan)
-    return Report(unit_s, ends_s, gaps_s, steps_s, waits_s, meter, power_w)
+    return Report(unit_s, ends_s, steps_s, waits_s, meter, power_w)
 
 
 def iteration(store: Store, unit_s: FloatArray) -> Window:
@@ -27,7 +23,6 @@ def iteration(store: Store, unit_s: FloatArray) -> Window:
     unknown, meter = np.full((1, 1), np.nan), MeterSums.none(len(store.powers.sums[0].weighted))
     return Window(
         tuple(
-            report_of(row[np.newaxis], np.full((1, 1), row.sum()), unknown, unknown, meter)
-            for row in unit_s
+            report_of(row[np.newaxis], np.full((1, 1), row.sum()), unknown, meter) for row in unit_s
         )
     )

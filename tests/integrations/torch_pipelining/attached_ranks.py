@@ -25,7 +25,7 @@ from envpipe_megatron.core.schedule import Schedule
 from envpipe_megatron.formats.energy import Phase
 from envpipe_megatron.integrations import leveled
 from envpipe_megatron.integrations.device import PRESET_VARIABLE
-from envpipe_megatron.integrations.job import Job
+from envpipe_megatron.integrations.job import OpenJob, open_job
 from envpipe_megatron.integrations.torch_pipelining import attach, orders
 from envpipe_megatron.integrations.torch_pipelining.orders import AttachError
 from envpipe_megatron.runtime.execution.orders import constant_order
@@ -150,24 +150,20 @@ def layer(at: int, case: Case) -> torch.nn.Module:
     return kind(Linear(case.weights), torch.nn.Tanh(), last)
 
 
-class FastJob(Job):
-    """One whose emulated GPU does not let the host sleep.
+def open_fast(late_from: int | None, *args: Any, **kwargs: Any) -> OpenJob:
+    """A job whose emulated GPU does not let the host sleep.
 
     As by torch, the model's first stage runs nothing in the first part of a backward.
     """
-
-    late_from: int | None = None
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        plain_stages.run_fast(self.session)
-        own = kwargs["placement"].framework_order
-        if self.session.parts.collectives.stage == 0 and own is not None and own.num_chunks == 1:
-            times_s: dict[Kind, float] = self.session.executor._time_at_max_s  # type: ignore[attr-defined]
-            times_s[Kind.WEIGHT_GRADIENT] = times_s[Kind.BACKWARD]
-            times_s[Kind.INPUT_GRADIENT] = 2e-5
-        if own is not None and self.late_from is not None:
-            plain_stages.be_late(self.session.executor, own, self.late_from)
+    job, own = open_job(*args, **kwargs), kwargs["placement"].framework_order
+    plain_stages.run_fast(job.session)
+    if job.session.parts.collectives.stage == 0 and own is not None and own.num_chunks == 1:
+        times_s: dict[Kind, float] = job.session.executor._time_at_max_s  # type: ignore[attr-defined]
+        times_s[Kind.WEIGHT_GRADIENT] = times_s[Kind.BACKWARD]
+        times_s[Kind.INPUT_GRADIENT] = 2e-5
+    if own is not None and late_from is not None:
+        plain_stages.be_late(job.session.executor, own, late_from)
+    return job
 
 
 def make(case: Case, rank: int, ranks: int) -> tuple[Any, dict[int, torch.nn.Module]]:
@@ -206,8 +202,7 @@ def _replicated(how: str, mesh: DeviceMesh, module: torch.nn.Module) -> torch.nn
 def emulate(rank: int, case: Case, root: Path, preset: str = "a100-sxm") -> None:
     """Let this process find an emulated GPU, as a launcher's environment does."""
     plain_stages.emulate(rank, root, preset, case.forward_s)
-    leveled.Job = FastJob  # type: ignore[misc]
-    FastJob.late_from = case.late_from
+    leveled.open_job = partial(open_fast, case.late_from)
     tuner = partial(Turning, case.turns) if case.turns else ShortestOrder
     phases.ShortestOrder = tuner  # type: ignore[misc, assignment]
 

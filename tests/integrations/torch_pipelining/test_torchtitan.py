@@ -141,6 +141,26 @@ def test_facts_change_with_what_units_cost_and_not_with_how_long_they_run(tmp_pa
     assert digest() == digest(steps=99) != digest(seq_len=65)
 
 
+def test_facts_are_those_of_the_next_start_too():
+    """No address in memory is in them, no order of a set, and a class is known by its name."""
+
+    @dataclass
+    class Sizes:
+        width: int
+
+    class Converter:
+        pass
+
+    names = ["wq", "wk", "wv", "wo", "w1", "w2", "w3"]
+
+    def plain(names):
+        return torchtitan._plain([Sizes, Sizes(3), Converter(), frozenset(names)])
+
+    assert plain(names) == plain(names[::-1])
+    assert plain(names)[0].endswith("Sizes")
+    assert plain(names)[3] == sorted(names)
+
+
 def test_a_command_line_is_divided():
     words = ["--a", "1", "--envpipe-level", "units", "--envpipe-sweep", "--envpipe-output=x", "b"]
     settings = {"level": "units", "sweep": True, "output": Path("x")}

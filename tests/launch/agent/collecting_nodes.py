@@ -5,7 +5,6 @@ import contextlib
 import functools
 import json
 import random
-from asyncio import sleep  # which a test may replace
 from collections.abc import AsyncIterator, Callable, Coroutine
 from pathlib import Path
 from typing import Any
@@ -39,7 +38,7 @@ async def holds(condition: Callable[[], bool], timeout_s: float = LONG_S) -> boo
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(timeout_s):
             while not condition():
-                await sleep(0.001)
+                await asyncio.sleep(0.001)
     return condition()
 
 
@@ -127,4 +126,4 @@ def piece_of(collector: Collector, at: int = 0, *lines: Line, **fields: Any) -> 
     """A piece of a log whose lines have a byte each."""
     piece = {"token": collector.token, "node": "x", "log": "1", "at": at, "bytes": len(lines)}
     text = "\n".join(map(json.dumps, lines))
-    return json.dumps({**piece, "lines": text, "unreadable": 0, **fields}).encode() + b"\n"
+    return json.dumps({**piece, "lines": text, **fields}).encode() + b"\n"

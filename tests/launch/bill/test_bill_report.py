@@ -1,15 +1,15 @@
 """What is told of a bill while it grows, and that nobody waits for its readers."""
 
-import concurrent.futures
 import errno
 import json
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
-from unittest.mock import Mock
+from unittest.mock import patch
 
 import pytest
-from energy_lines import job, note, parsed, window
+from energy_lines import parsed, window
 from locked_file import locked_file
 
 from envpipe_megatron import console
@@ -25,6 +25,11 @@ def bill() -> Bill:
     return bill_of(parsed([window()]))
 
 
+@pytest.fixture(autouse=True)
+def _looks_often(monkeypatch):
+    monkeypatch.setattr(bill_report, "_LOOK_S", 0.001)
+
+
 def written(folder: Path) -> Any:
     return json.loads((folder / "bill.json").read_text())
 
@@ -32,13 +37,13 @@ def written(folder: Path) -> Any:
 def test_a_bill_that_grows_and_ends(tmp_path, bill, capfd, caplog):
     for node in ("n2", "n1", "n0"):
         (tmp_path / f"energy-{node}.jsonl").touch()
-    report = BillReport(tmp_path, Tariff(price_per_kwh=0.2))
-    report.tell("5 iterations", bill)
-    concurrent.futures.wait([report._writing])
+    report = BillReport(tmp_path, Tariff(price_per_kwh=0.2), 1)
+    report.look(bill, bill.snapshot)
     assert not written(tmp_path)["complete"], "the job goes on"
     report.end(bill)
     out, err = capfd.readouterr()
-    assert err == f"[envpipe] 5 iterations\n[envpipe] the bill is in {tmp_path}/bill.json\n"
+    line = "[envpipe] 1 iterations: 100 J in all on 1 GPUs, 50.0 W each\n"
+    assert err == f"{line}[envpipe] the bill is in {tmp_path}/bill.json\n"
     assert "By node and GPU" in out
     assert "; cost 5.556e-06 at 0.2 a kWh; measured" in out
     assert [record.getMessage() for record in caplog.records] == [
@@ -54,7 +59,7 @@ def test_of_two_live_jobs_with_one_folder_each_has_its_bill(tmp_path, bill, capf
     """The second one's is under its node's name, even if the first job has ended by then."""
     report = BillReport(tmp_path, Tariff(), 1, "n/1.a")
     with locked_file(tmp_path / ".bill.lock"):
-        report.look(bill)
+        report.look(bill, bill.snapshot)
     (tmp_path / "bill.json").write_text("the first job's")
     report.end(bill)
     names = [".bill.lock", "bill-n_1.a.csv", "bill-n_1.a.json", "bill.json"]
@@ -64,45 +69,44 @@ def test_of_two_live_jobs_with_one_folder_each_has_its_bill(tmp_path, bill, capf
     assert f"{tmp_path}/bill-n_1.a.json\n" in capfd.readouterr().err
 
 
-def test_a_terminal_that_is_stopped_holds_up_nothing(tmp_path, bill, monkeypatch):
-    goes_on, told = threading.Event(), []
+@pytest.mark.parametrize("collects", [True, False])
+def test_a_terminal_that_is_stopped_holds_up_nothing(tmp_path, monkeypatch, collects):
+    """What is shown and written late is of the time of its line; others are left out meanwhile."""
+    goes_on, asked, told = threading.Event(), threading.Semaphore(0), []
 
     def say(text: str) -> None:
-        goes_on.wait(LONG_S)
         told.append(text)
+        assert goes_on.wait(LONG_S)
+
+    def snapshot() -> Bill:
+        made = bill.snapshot()
+        asked.release()
+        return made
 
     monkeypatch.setattr(bill_report, "say_as_launcher", say)
-    report = BillReport(tmp_path, Tariff())
-    for number in range(1000):
-        report.tell(str(number), bill)
-    assert told == []
+    report, bill = BillReport(tmp_path, Tariff(), 1), Bill()
+    report.follow(SimpleNamespace(bill=bill if collects else None, snapshot=snapshot))
+    bill.add(*parsed([window()]))
+    if collects:
+        assert asked.acquire(timeout=LONG_S)
+        before = json.loads(json.dumps(bill_facts(bill, Tariff(), over=False)))
+        for number in range(1, 1000):
+            bill.add(*parsed([window(iteration=number)]))
+    else:
+        assert not asked.acquire(timeout=0.01)
+    facts: list[Any] = []
+    monkeypatch.setattr(report, "_write", lambda path, text: facts.append(text))
     goes_on.set()
+    report.stop()
+    if not collects:
+        assert facts == told == []
+        return
+    assert facts[0] == before
     report.end(bill)
-    assert told[0] == "0"
-    assert len(told) == 2, "the first line, and where the bill is"
-
-
-def test_what_is_told_is_of_the_time_of_its_line(tmp_path, bill, monkeypatch):
-    goes_on = threading.Event()
-    monkeypatch.setattr(bill_report, "say_as_launcher", lambda text: goes_on.wait(LONG_S))
-    report = BillReport(tmp_path, Tariff())
-    before = json.loads(json.dumps(bill_facts(bill, Tariff(), over=False)))
-    report.tell("5 iterations", bill)
-    for line in parsed([window(iteration=1), window(1), note("begun", "n1"), job(model="later")]):
-        bill.add(line)
-    goes_on.set()
-    concurrent.futures.wait([report._writing])
-    assert written(tmp_path) == before
-    report.end(bill)
-    assert written(tmp_path) != before
-
-
-def test_a_terminal_that_is_closed_ends_no_sums(tmp_path, bill, monkeypatch):
-    monkeypatch.setattr(bill_report, "say_as_launcher", Mock(side_effect=BrokenPipeError))
-    report = BillReport(tmp_path, Tariff())
-    report.tell("5 iterations", bill)
-    report._writer.shutdown()
-    assert written(tmp_path)["job"]["energy_j"] == 100
+    numbers = [int(line.split()[0]) for line in told[:-1]]
+    assert numbers[0] == 1
+    assert numbers[-1] == 1000
+    assert len(numbers) <= 3, "of a thousand"
 
 
 def test_torn_lines_are_told_of_also_where_no_file_can_be_written(tmp_path, bill, caplog, capfd):
@@ -129,11 +133,7 @@ class Live:
         self.bill = Bill()
         self.told: list[str] = []
         self._report = BillReport(Path("nowhere"), Tariff(), interval)
-        self._report.tell = self._tell  # type: ignore[method-assign]
-
-    def _tell(self, line: str, bill: Bill) -> None:
-        assert bill is self.bill
-        self.told.append(line)
+        self._report._write = lambda path, facts: None  # type: ignore[method-assign]
 
     @property
     def iterations(self) -> list[int]:
@@ -142,7 +142,8 @@ class Live:
     def add(self, *entries) -> None:
         for line in parsed(entries):
             self.bill.add(line)
-        self._report.look(self.bill)
+        with patch.object(bill_report, "say_as_launcher", self.told.append):
+            self._report.look(self.bill, self.bill.snapshot)
 
 
 def test_a_line_each_so_many_iterations():

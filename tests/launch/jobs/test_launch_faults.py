@@ -50,19 +50,17 @@ def reach_a_random_point(job: Job, chance: random.Random) -> int:
     return iteration
 
 
-def end_in_time(
-    job: Job, nodes: Sequence[Node] | None = None, killed: Sequence[Node] = ()
-) -> list[int]:
+def end_in_time(job: Job, nodes: Sequence[Node] | None = None) -> list[int]:
     """Wait for the end of all that runs, which may leave nothing; return the exit statuses.
 
-    Of `nodes`, by default all; `killed` are those whose launcher or guard was.
+    Of `nodes`, by default all.
     """
     begin_s = time.monotonic()
     nodes = job.nodes if nodes is None else nodes
     codes = [node.wait(BOUND_S) for node in nodes]
     job.wait_until_none_runs(max(0.0, begin_s + BOUND_S - time.monotonic()))
     for node in nodes:
-        assert node.left(killed=node in killed) == [], job.said()
+        assert node.left() == [], job.said()
     return codes
 
 
@@ -118,7 +116,7 @@ def test_a_killed_launcher_ends_the_job(chance, victim):
         reach_a_random_point(job, chance)
         killed, other = job.nodes[victim], job.nodes[1 - victim]
         kill(killed.launcher_pid)
-        codes = end_in_time(job, killed=[killed])
+        codes = end_in_time(job)
         assert codes[victim] == -signal.SIGKILL
         assert codes[1 - victim] > 0
         told = summed(killed.log, other.log)
@@ -161,7 +159,7 @@ def test_all_of_a_node_is_killed(chance):
 
         done = len(job.trained(0))
         job.start_plain(done + 10)
-        assert end_in_time(job, killed=[b]) == [0, 0], job.said()
+        assert end_in_time(job) == [0, 0], job.said()
         bill = a.bill
         assert bill["job"]["energy_j"] > before_j
         assert bill["job"]["energy_j"] == summed(a.log, b.log)["job"]["energy_j"]
@@ -222,7 +220,7 @@ def test_a_killed_guard_is_followed_by_another(chance):
                 and e["pid"] != pid
             )
         )
-        assert end_in_time(job, killed=[victim]) == [0, 0], job.said()
+        assert end_in_time(job) == [0, 0], job.said()
         complete_bill(job, node_of_rank_0(job))
 
 

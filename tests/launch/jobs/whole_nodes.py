@@ -181,11 +181,10 @@ class Node:
         """What it printed."""
         return (self.folder / "log.txt").read_text(errors="replace")
 
-    def left(self, *, killed: bool = False) -> list[str]:
-        """Leases and locked clocks that are left; sockets too, unless its processes were killed."""
+    def left(self) -> list[str]:
+        """Leases, locked clocks and sockets that are left."""
         found = [str(path) for path in (self.folder / "leases").glob("*.json")]
-        if not killed:
-            found += [str(path) for path in (self.folder / "run").rglob("*") if path.is_socket()]
+        found += [str(path) for path in (self.folder / "run").rglob("*") if path.is_socket()]
         return found + [
             f"{gpu.address.uid} is locked at {gpu.requested_frequency_mhz} MHz"
             for gpu in self.gpus

@@ -55,6 +55,12 @@ def test_a_rank_that_comes_late_is_waited_for(pool):
     assert pool.run(channel_ranks.come_late, 1.5) == [[0, 1], *[[]] * 11]
 
 
+def test_all_ranks_know_that_one_could_not_come():
+    """It waits no longer for the others than these wait for it."""
+    with RankPool(2, timeout_s=4.0) as pool:
+        assert pool.run(channel_ranks.one_cannot_come, 4.0) == [[True, True]] * 2
+
+
 #: Each layout, and each number that one rank takes in; the others on request.
 ENOUGH = {("one pipeline", 3), ("neighbours", 2), ("as Megatron's", 3), ("no order", 2)}
 ENOUGH |= {("no pipeline", 8)}

@@ -2,14 +2,13 @@
 
 import contextlib
 import json
+import os
 import queue
-import shutil
 import socket
-import tempfile
 import threading
 import time
+import uuid
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -62,11 +61,12 @@ class PretendedAgent:
             listens on.
     """
 
-    def __init__(self, path: Path, *answers: Any) -> None:
+    def __init__(self, *answers: Any) -> None:
         self.heard: queue.Queue[Any] = queue.Queue()
         self._answers = answers
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._listener.bind(str(path))
+        self.address = f"link-{uuid.uuid4().hex}"
+        self._listener.bind(f"\0{self.address}")
         self._listener.listen()
         self._thread = threading.Thread(target=self._serve, daemon=True)
         self._thread.start()
@@ -96,19 +96,16 @@ class PretendedAgent:
 
 @pytest.fixture
 def pretend(monkeypatch) -> Iterator[Callable[..., PretendedAgent]]:
-    folder = Path(tempfile.mkdtemp(prefix="link-", dir="/tmp"))  # a socket's path must be short
     made: list[PretendedAgent] = []
 
     def make(*answers: Any) -> PretendedAgent:
-        path = folder / str(len(made))
-        made.append(PretendedAgent(path, *answers))
-        monkeypatch.setenv(AGENT_VARIABLE, str(path))
+        made.append(PretendedAgent(*answers))
+        monkeypatch.setenv(AGENT_VARIABLE, made[-1].address)
         return made[-1]
 
     yield make
     for agent in made:
         agent.close()
-    shutil.rmtree(folder)
 
 
 def link_to(ranks: Ranks) -> AgentLink | None:
@@ -203,21 +200,29 @@ def test_another_rank_sends_to_where_the_planner_said(pretend, endpoint):
     assert heard[1:] == [*sent, {"op": "bye"}]
 
 
-@pytest.mark.parametrize("path", ["/nowhere/socket", "/tmp", "x" * 200, None])
+@pytest.mark.parametrize("address", ["nobody", "x" * 200, None])
 @pytest.mark.parametrize("answers", [(), (b"garbage",), (b"[]",), (None,), (None, ...)])
 def test_an_agent_that_is_gone_hangs_up_or_is_silent_is_told_of(
-    pretend, monkeypatch, path, answers, caplog
+    pretend, monkeypatch, address, answers, caplog
 ):
     """In time, and the other ranks do not wait for it."""
     monkeypatch.setattr(agent_link, "_ANSWER_S", 0.05)
-    if path is None:
+    if address is None:
         pretend(*answers)
     else:
-        monkeypatch.setenv(AGENT_VARIABLE, path)
+        monkeypatch.setenv(AGENT_VARIABLE, address)
     ranks = Ranks(None)
     assert link_to(ranks) is None
     assert ranks.gathered == [(None, None)]
     assert "writes its own log, unbilled-energy*.jsonl: " in caplog.text
+
+
+def test_another_user_who_listens_in_an_agents_place_is_told_nothing(pretend, monkeypatch, caplog):
+    monkeypatch.setattr(agent_link, "peer_uid_and_pid", lambda _: (os.geteuid() + 1, 1))
+    agent = pretend(...)
+    assert link_to(Ranks(None)) is None
+    assert "Another user listens there" in caplog.text
+    assert agent.hears() == "it hung up"
 
 
 @pytest.mark.parametrize("answer", [None, b"garbage", {}, {"event": "refused"}])

@@ -25,7 +25,7 @@ from envpipe_megatron.formats.steps import (
 )
 from envpipe_megatron.gpu.base import GpuError
 from envpipe_megatron.launch.bill.bill import bill_of
-from envpipe_megatron.runtime.energy.log import EnergyLog, Window, measure_baseline, usual
+from envpipe_megatron.runtime.energy.log import EnergyLog, Window, measure_baseline
 from envpipe_megatron.runtime.energy.meter import EnergyMeter
 from envpipe_megatron.runtime.energy.training import TrainingEnergy
 from envpipe_megatron.runtime.execution.executor import StageRecord
@@ -391,19 +391,15 @@ def test_which_steps_of_a_warm_up_are_its_baseline(rank, steps_s, counted):
         assert measured.time_uncertainty_s == pytest.approx(error_of(kept_s))
 
 
-def test_a_step_that_was_held_up_says_nothing_of_a_clock(rank):
-    """Else the highest clock would look slow, and much lower ones fast enough."""
-    assert usual([]).measure(rank().meter) is None
-    steps_s = [0.5, 0.5, 0.75, 0.5, 0.53125, 0.5]
-    ends_s = itertools.accumulate(steps_s)
-    steps = [
-        Window("profile", 0, 0, end_s - duration_s, end_s)
-        for end_s, duration_s in zip(ends_s, steps_s, strict=True)
-    ]
-    kept = usual(steps).measure(rank().meter)
-    assert kept.iterations == 5
-    assert kept.time_s == pytest.approx(2.53125 / 5)
-    assert kept.energy_j == pytest.approx(128 * 2.53125 / 5)
+def test_a_step_that_was_held_up_says_nothing_of_a_known_baseline(rank):
+    mean = StepEnergy(4, 0.5, 0.1, 100.0, 0.5)
+    job = rank(BaselineEnergy(mean, (mean, mean)))
+    assert job.energy.warm_step_s("") is None
+    ends_s = itertools.accumulate([2.0, 0.5, 0.5, 0.75, 0.5, 0.53125, 0.5], initial=0.0)
+    for begin_s, end_s in itertools.pairwise(ends_s):
+        job.step(Phase.WARMUP, begin_s, begin_s, end_s)
+    assert job.energy.warm_step_s("") == pytest.approx(2.53125 / 5)
+    assert job.energy.warm_step_s("") is None, "they were looked at"
 
 
 # Steps and laps -------------------------------------------------------------------------------

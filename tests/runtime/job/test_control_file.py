@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 from itertools import groupby
+from pathlib import Path
 from types import SimpleNamespace
 
 import controlled_ranks
@@ -63,7 +64,7 @@ def test_a_loop_waits_while_the_job_is_off_and_goes_on_where_it_was(three_ranks,
     (note,) = asked[0]["notes"]
     assert re.fullmatch(r"Off from iteration 12 \(20.*\) to 14 \(20.*\)", note)
     lines = read_energy_logs([tmp_path / "asked" / "output" / "energy.jsonl"]).lines
-    assert bill_of(lines).total_by(lambda line: (line.phase,))["off",].steps == 9
+    assert bill_of(lines).total_by("phase")["off",].steps == 9
 
 
 def test_a_job_without_a_loop_waits_in_every_phase_and_its_gpus_stay_held(three_ranks, tmp_path):
@@ -204,6 +205,15 @@ def test_the_last_wish_that_could_be_read_stays(file, caplog):
     file.path.rmdir()
     replace_files({file.path: ["{}"]})
     look_until(lambda: file.wishes == NO_WISHES)
+
+
+def test_a_job_whose_working_folder_is_gone_has_a_control_file(tmp_path, monkeypatch):
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    file = ControlFile(Path("job"), NO_WISHES)
+    file.close()
+    assert file.path == Path("job/control.json")
 
 
 def test_a_disk_that_hangs_holds_up_nobody(tmp_path):

@@ -42,7 +42,7 @@ from envpipe_megatron.runtime.job.planning import (
     plan_online,
     predicted,
 )
-from envpipe_megatron.runtime.job.stored import StoredJob
+from envpipe_megatron.runtime.job.restarts import StoredJob
 from envpipe_megatron.runtime.memory.peak import MemoryFullError
 from envpipe_megatron.runtime.memory.stage import with_memory
 from envpipe_megatron.tuning import planner

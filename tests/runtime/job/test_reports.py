@@ -62,7 +62,6 @@ def test_times_are_medians_and_steps_those_that_follow_each_other():
     np.testing.assert_allclose(made.unit_s, [[0.3, 0.4]])
     np.testing.assert_allclose(made.ends_s, [[0.9] * 4])
     np.testing.assert_allclose(made.steps_s, [[1.0, 1.5, np.nan, np.nan]])  # a pause is no step
-    np.testing.assert_allclose(made.gaps_s, [[0.1, 0.6, np.nan, np.nan]])
 
 
 def test_what_lies_between_iterations_that_do_not_follow_each_other_is_no_tail():

@@ -31,11 +31,9 @@ from envpipe_megatron.formats.steps import BaselineEnergy
 from envpipe_megatron.gpu.base import GpuError
 from envpipe_megatron.launch.bill.bill import bill_of
 from envpipe_megatron.runtime.job import restarts
-from envpipe_megatron.runtime.job import stored as stored_job
 from envpipe_megatron.runtime.job.given import Level
 from envpipe_megatron.runtime.job.options import JobOptions
-from envpipe_megatron.runtime.job.restarts import JobFolder
-from envpipe_megatron.runtime.job.stored import StoredJob, read_job
+from envpipe_megatron.runtime.job.restarts import JobFolder, StoredJob, read_job
 
 pytestmark = pytest.mark.usefixtures("written_at_once")
 GREEDY = JobOptions(num_microbatches=4, type="envelope", reconfigure="greedy", baseline_steps=3)
@@ -177,7 +175,7 @@ def test_kept_files_may_fail_in_any_way(whole, monkeypatch):
     def fail(*arguments: Any) -> Any:
         raise OverflowError("of a test")
 
-    monkeypatch.setattr(stored_job, "profile_of_json", fail)
+    monkeypatch.setattr(restarts, "profile_of_json", fail)
     assert job_folder(whole).found == StoredJob()
     assert (whole / "profile.old1.csv").exists()
 
@@ -298,6 +296,12 @@ def test_a_job_file_that_cannot_be_written_ends_no_training(tmp_path, caplog):
     caplog.clear()
     job_folder(tmp_path, of_units(type=object()))  # of none of JSON's types
     assert caplog.text.count("A file could not be written") == 1
+
+
+def test_the_second_live_job_of_a_folder_without_a_name(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with locked_file(Path(".lock")):
+        assert job_folder(Path()).path == Path("..2")
 
 
 def test_of_two_live_jobs_with_a_folder_the_second_has_one_of_its_own(tmp_path, caplog):

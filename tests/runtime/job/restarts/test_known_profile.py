@@ -20,7 +20,7 @@ from envpipe_megatron.runtime.channel.collectives import DegradedError
 from envpipe_megatron.runtime.execution.executor import make_record
 from envpipe_megatron.runtime.job.measuring import known_profile
 from envpipe_megatron.runtime.job.options import JobOptions
-from envpipe_megatron.runtime.job.stored import StoredJob
+from envpipe_megatron.runtime.job.restarts import StoredJob
 
 TOP_MHZ = max(CLOCKS)
 
