@@ -149,7 +149,7 @@ def _measure(
     *,
     counted: bool,
 ) -> Measure:
-    """Return a piece's measure.
+    """Return a piece's measure; its forward and its backward take the same power.
 
     Args:
         sent_bytes: of a message between stages.
@@ -172,8 +172,8 @@ def _measure(
     measure = Measure(
         forward_s=plain.forward_s,
         backward_s=plain.backward_s,
-        forward_j=_known(plain.forward_j),
-        backward_j=_known(np.maximum(plain.both_j - plain.forward_j, 0.0)),
+        forward_j=_known(plain.both_j * plain.forward_s / plain.both_s),
+        backward_j=_known(plain.both_j * plain.backward_s / plain.both_s),
         parameters=pieces.parameters(name),
         expert_parameters=pieces.parameters(name, of_experts=True),
         input_bytes=0 if name == EMBEDDING else sent_bytes,

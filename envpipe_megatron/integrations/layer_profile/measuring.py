@@ -133,7 +133,6 @@ class Microbatches:
         marks: Marks | Looks,
         *,
         rest_cycles: int = 0,
-        forward_only: bool = False,
     ) -> Window:
         """Run microbatches of a size, before each of which a GPU rests for cycles of its clock."""
         from megatron.core.pipeline_parallel.schedules import forward_backward_no_pipelining
@@ -150,7 +149,7 @@ class Microbatches:
                 num_microbatches=count,
                 seq_length=self._args.seq_length,
                 micro_batch_size=size,
-                forward_only=forward_only,
+                forward_only=False,
             )
             marks.add()
             now_s()

@@ -57,7 +57,7 @@ class MeasuredPiece:
 
     Args:
         host_s: of both directions, until the host has handed them over to the device.
-        both_j, forward_j: energy of both directions, and of the forward; NaN if not known.
+        both_j: energy of both directions; NaN if not known.
         rested_s: of both directions where the GPU rests as long; NaN if not known.
     """
 
@@ -66,7 +66,6 @@ class MeasuredPiece:
     forward_s: FloatArray
     backward_s: FloatArray
     both_j: FloatArray
-    forward_j: FloatArray
     rested_s: FloatArray
 
     @property
@@ -162,39 +161,31 @@ class _Pass:
     round_s: float
 
     def measure(self, ways: Sequence[str | None], clock_mhz: int) -> dict[str | None, FloatArray]:
-        """Return [5, slots] by way: forward, backward (s); both, forward (J); both rested (s)."""
+        """Return [4, slots] by way: forward, backward (s); both (J); both rested (s)."""
         found, windows = {}, {}
         with self.pieces.rows(self.row):
             layers = np.array([name not in (EMBEDDING, LOSS) for name in self.pieces.slots])
             for way in reversed(ways):  # what is not recomputed last, before its windows
                 with self.pieces.recomputing(way):
                     found[way], windows[way] = self._times(_WINDOW_S)
-            forwards = self._run(_WINDOW_S, forward_only=True)
             rested = found[None]
             if torch.cuda.is_available():
                 cycles = int(found[None].sum() * clock_mhz * 1e6)
                 rested, _ = self._times(_RESTED_WINDOW_S, cycles)
         with self.pieces.rows(1):
-            few, few_forwards = self._run(_WINDOW_S), self._run(_WINDOW_S, forward_only=True)
-        metered = (*windows.values(), few, forwards, few_forwards)
-        *of_ways, few_j, forwards_j, few_forwards_j = self.gpu.energies_j(metered)
+            few = self.microbatches.run(self.size, self._count(_WINDOW_S), Marks())
+        *of_ways, few_j = self.gpu.energies_j((*windows.values(), few))
         means_w = {
             way: joules / _run_s(windows[way]) for way, joules in zip(windows, of_ways, strict=True)
         }
         own, plain_j = found[None], means_w[None] * _run_s(windows[None])
         both_w = _powers_w((windows[None], few), (plain_j, few_j), own[0] + own[1], layers)
-        forward_w = _powers_w(
-            (forwards, few_forwards), (forwards_j, few_forwards_j), own[0], layers
-        )
-        # Forwards by themselves may wait for the host, and then take joules for longer.
-        forward_w *= max(1.0, _run_s(forwards) / float(own[0].sum()))
         return {
             way: np.stack(
                 [
                     each[0],
                     each[1],
                     (each[0] + each[1]) * both_w * (means_w[way] / means_w[None]),
-                    each[0] * forward_w,
                     rested[0] + rested[1] if self.gpu.name else np.full(len(layers), np.nan),
                 ]
             )
@@ -212,10 +203,6 @@ class _Pass:
         both_s = np.reshape(of_slots, (2, -1))
         both_s[0, [0, -1]] += data_s
         return both_s, window
-
-    def _run(self, window_s: float, *, forward_only: bool = False) -> Window:
-        count = self._count(window_s) * (3 if forward_only else 1)
-        return self.microbatches.run(self.size, count, Marks(), forward_only=forward_only)
 
     def _count(self, window_s: float) -> int:
         """Return how many microbatches fill a window, the same on all ranks."""
@@ -250,7 +237,7 @@ def _powers_w(
 
 
 def _medians(repeats: FloatArray) -> FloatArray:
-    """Return [5, slots] medians of the [passes, 5, slots] that were not held up.
+    """Return [4, slots] medians of the [passes, 4, slots] that were not held up.
 
     Both directions decide: where the host is slower, the GPU waits in the one or the other.
     """

@@ -69,7 +69,7 @@ class Layers:
 class Machine:
     """Stands for what runs microbatches: the host is slow in some passes, the device never."""
 
-    message_bytes, waits = 0, 1.0
+    message_bytes = 0
 
     def __init__(self, layers, slow, host_s):
         self.layers, self.slow, self.host_s = layers, slow, host_s
@@ -92,9 +92,9 @@ class Machine:
         times_s *= RESTED if rest_cycles else 1.0
         return times_s[:, None], Window(slots, slots + count * times_s.sum(), count)
 
-    def run(self, size, count, marks, *, forward_only=False):
-        slots, each_s = len(self.layers.slots), FORWARD_S + (not forward_only) * BACKWARD_S
-        return Window(slots, slots + self.waits * count * each_s * slots, count)
+    def run(self, size, count, marks):
+        slots = len(self.layers.slots)
+        return Window(slots, slots + count * (FORWARD_S + BACKWARD_S) * slots, count)
 
 
 def measured(monkeypatch, slow, host_s, looked_s=None):
@@ -141,17 +141,6 @@ def test_passes_lie_apart(monkeypatch):
 
 def test_joules_are_shared_out_by_rows_of_two_lengths(monkeypatch):
     ways, _ = measured(monkeypatch, set(), 1.0)
-    for (name, way), each in ways.items():
+    for (name, _), each in ways.items():
         power_w = LAYER_W if name == "layer" else AROUND_W
         np.testing.assert_allclose(each.both_j, power_w * each.both_s)
-        if way is None:
-            np.testing.assert_allclose(each.forward_j, power_w * each.forward_s)
-
-
-def test_joules_of_forwards_that_wait_for_the_host_are_all_shared_out(monkeypatch):
-    monkeypatch.setattr(Machine, "waits", 1.5)
-    ways, _ = measured(monkeypatch, set(), 1.0)
-    layer = ways["layer", None]
-    run_s = FORWARD_S * (ROW + 2)
-    waits = 1.5 * run_s / (run_s + DATA_S)  # the last piece loads the data again
-    np.testing.assert_allclose(layer.forward_j, waits * LAYER_W * layer.forward_s)
