@@ -76,7 +76,7 @@ def not_supported(*arguments):
 def test_a_gpu_without_a_list_of_clocks_is_read_and_never_locked(node, monkeypatch, lacks):
     """As under WSL, on boards with one memory, and on some cards for displays."""
     monkeypatch.setattr(pynvml, "nvmlDeviceGetMaxClockInfo", lambda handle, kind: 1980)
-    others = ("EnforcedPowerLimit", "CurrentClocksThrottleReasons")
+    others = ("EnforcedPowerLimit", "CurrentClocksEventReasons", "CurrentClocksThrottleReasons")
     for name in (*lacks, *others, "FieldValues"):
         monkeypatch.setattr(pynvml, f"nvmlDeviceGet{name}", not_supported)
     uid = node.uuids[0]
@@ -123,6 +123,18 @@ def test_a_gpu_that_knows_no_mig_and_no_vgpu_is_neither(node, monkeypatch):
     for name in ("MigMode", "VirtualizationMode"):
         monkeypatch.setattr(pynvml, f"nvmlDeviceGet{name}", not_supported)
     assert NvmlGpu(node.uuids[0]).obstacle() is None
+
+
+def test_an_old_driver_knows_the_reasons_by_their_old_name(node):
+    node.set_fault(None, "old_driver")
+    gpu = NvmlGpu(node.uuids[0])
+    node.set_fault(node.uuids[0], "throttle_reasons", pynvml.nvmlClocksThrottleReasonSwPowerCap)
+    assert gpu.clock_state().throttle_reasons == ("power cap",)
+    called = [call.function for call in node.history() if "Reasons" in call.function]
+    assert called == [
+        "nvmlDeviceGetCurrentClocksEventReasons",
+        "nvmlDeviceGetCurrentClocksThrottleReasons",
+    ]
 
 
 @pytest.mark.parametrize(("model", "reader"), [("h200", "FieldValues"), ("a100", "PowerUsage")])

@@ -57,8 +57,7 @@ EXPORT int nvmlDeviceGetClockInfo(Device device, unsigned type, unsigned *mhz) {
     return end(call);
 }
 
-EXPORT int nvmlDeviceGetCurrentClocksThrottleReasons(Device device, unsigned long long *reasons) {
-    struct Call call = begin(device);
+static int get_reasons(struct Call call, const char *function, unsigned long long *reasons) {
     if (call.result == SUCCESS) {
         const struct Gpu *gpu = call.gpu;
         uint64_t high_mhz = segment_of(gpu)->high_mhz;
@@ -67,7 +66,17 @@ EXPORT int nvmlDeviceGetCurrentClocksThrottleReasons(Device device, unsigned lon
         if (observed_mhz(gpu, high_mhz) < wanted_mhz && !*reasons && !gpu->faults[FAULT_HELD_MHZ])
             *reasons = 4; /* power cap */
     }
-    return told(call, "nvmlDeviceGetCurrentClocksThrottleReasons");
+    return told(call, function);
+}
+
+EXPORT int nvmlDeviceGetCurrentClocksThrottleReasons(Device device, unsigned long long *reasons) {
+    return get_reasons(begin(device), "nvmlDeviceGetCurrentClocksThrottleReasons", reasons);
+}
+
+EXPORT int nvmlDeviceGetCurrentClocksEventReasons(Device device, unsigned long long *reasons) {
+    struct Call call = begin(device);
+    if (call.result == SUCCESS && node->faults[NODE_OLD_DRIVER]) call.result = FUNCTION_NOT_FOUND;
+    return get_reasons(call, "nvmlDeviceGetCurrentClocksEventReasons", reasons);
 }
 
 static uint64_t last_refresh_ns(const struct Gpu *gpu, uint64_t now_ns) {

@@ -69,7 +69,7 @@ enum {
 enum {
     NODE_DRIVER_MISMATCH,
     NODE_DRIVER_NOT_LOADED,
-    NODE_OLD_DRIVER, /* has no power profiles */
+    NODE_OLD_DRIVER, /* knows neither power profiles nor the new name of throttle reasons */
     NUM_NODE_FAULTS = 8,
 };
 
