@@ -240,19 +240,25 @@ def make_report(
     steps_s[[not record.whole for record in records]] = np.nan
     if np.isfinite(steps_s).any():
         steps_s[steps_s > _PAUSED * np.nanmedian(steps_s)] = np.nan
-    spent = [np.zeros((3, 0))]
+    # Begin of iterations that follow each other, and how those were spent.
+    runs, follows = [(records[0].begin_s, [np.zeros((3, 0))])], False
     for record, step_s in zip(records, steps_s.tolist(), strict=True):
-        until_s = record.begin_s + step_s
-        if not record.whole:
-            break
-        spent.append(_spent(record, clocks_mhz, places, parked, command.late_s, tail_s, until_s))
-        if math.isnan(step_s):
-            break
-    begin_s = records[0].begin_s
+        if record.whole:
+            if not follows:
+                runs.append((record.begin_s, []))
+            until_s = record.begin_s + step_s
+            runs[-1][1].append(
+                _spent(record, clocks_mhz, places, parked, command.late_s, tail_s, until_s)
+            )
+        follows = math.isfinite(step_s)
     if command.metered and meter.last_refresh_s < begins_s[-1] + ends_s[-1]:
         meter.catch_up()
-    spent_all, refreshes = np.concatenate(spent, axis=1), meter.refreshes(begin_s)
-    sums = meter_sums(begin_s, spent_all, *refreshes, nodes_mhz, len(kinds))
+    refreshes = meter.refreshes(records[0].begin_s)
+    first, *others = (
+        meter_sums(begin_s, np.concatenate(spent, axis=1), *refreshes, nodes_mhz, len(kinds))
+        for begin_s, spent in runs
+    )
+    sums = sum(others, first)
     unit_s = [record.unit_time_s for record in records if record.whole]
     return Report(
         unit_s=np.median(unit_s or [np.full(len(clocks_mhz), np.nan)], axis=0)[np.newaxis],

@@ -74,6 +74,16 @@ def test_what_lies_between_iterations_that_do_not_follow_each_other_is_no_tail()
     np.testing.assert_allclose(made.steps_s, [[1.0, np.nan, np.nan, 1.0, np.nan]])
 
 
+def test_what_a_meter_says_behind_a_pause_counts_too():
+    """Jobs that evaluate every few steps would else have no powers."""
+    before = [record(0.0), replace(record(1.0), followed=False)]
+    behind = [replace(record(5.0), whole=False), record(6.0), record(7.0)]
+    made, *parts = (report(records).meter for records in (before + behind, before, behind[1:]))
+    assert made.count == sum(part.count for part in parts) > 30
+    np.testing.assert_allclose(made.products, sum(part.products for part in parts))
+    np.testing.assert_allclose(made.weighted, sum(part.weighted for part in parts))
+
+
 def test_a_stage_that_ends_long_before_others_has_steps():
     made = report([record(begin_s) for begin_s in (0.0, 4.0, 8.0)])
     np.testing.assert_allclose(made.steps_s, [[4.0, 4.0, np.nan]])
