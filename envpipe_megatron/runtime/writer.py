@@ -101,5 +101,5 @@ def _make(waiting: _Waiting, key: str, failing: set[str]) -> None:
     except OSError as error:
         if key not in failing:
             said = "%s could not be written, and is tried again. Training goes on: %s"
-            logger.error(said, error.filename, error)
+            logger.error(said, error.filename or key, error)
         failing.add(key)

@@ -60,6 +60,19 @@ def test_a_file_that_cannot_be_written_holds_up_no_other_and_keeps_its_order(dis
     assert disk.written[2:] == ["plan 1", "plan 2", "plan 3"]
 
 
+def test_a_failure_that_names_no_file_is_said_of_what_was_to_be_written(caplog):
+    """As of a working folder that is gone."""
+    writer, failures = Writer(), [FileNotFoundError(2, "No such file or directory")]
+
+    def write() -> None:
+        if failures:
+            raise failures.pop()
+
+    writer.put("profile.csv", write)
+    writer.close()
+    assert "profile.csv could not be written" in caplog.text
+
+
 def test_what_failed_is_tried_again_though_nothing_follows(disk, monkeypatch):
     monkeypatch.setattr(writer_module, "_AGAIN_S", 0.01)
     writer, written = Writer(), threading.Event()
