@@ -155,13 +155,13 @@ INTENSITY_OPTION = click.option(
 T = TypeVar("T")
 
 
-def options_of(kind: type[Any]) -> Callable[[T], T]:
+def options_of(kind: type[Any]) -> Callable[[Callable[..., Any]], Any]:
     """Return what gives a command an option for each field that `fields.option` made.
 
     Only words have a default: others that are not given are None, which `taken` leaves out.
     """
 
-    def decorated(command: T) -> T:
+    def decorated(command: Callable[..., Any]) -> Any:
         for each in reversed(fields(kind)):
             if not (about := each.metadata):
                 continue

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import importlib.util
 import json
-from collections import Counter
 from dataclasses import asdict
 from pathlib import Path
 from statistics import fmean
@@ -56,7 +55,6 @@ class Trial:
         self.turns: list[Event] = []
         self.latency: list[Event] | None = None
         self.claims: list[Claim] = []
-        self._iterations = Counter[str]()
 
     @property
     def complete(self) -> bool:
@@ -77,9 +75,7 @@ class Trial:
                 text = f"{event['arm']}: {event['text']}"
                 self.progress.console.print(text, highlight=False, markup=False, style="dim")
             case "iteration":
-                self._iterations[event["arm"]] += 1
-                number = self._iterations[event["arm"]]
-                note = f"{event['arm']}: {event['phase']}, iteration {number}"
+                note = f"{event['arm']}: {event['phase']}, iteration {event['number']}"
                 note += "" if event["loss"] is None else f", loss {event['loss']:.3f}"
                 self.progress.update(self._bar, note=note)
             case "versions":
@@ -200,7 +196,7 @@ def run_trial(trial: Trial, console: Console) -> None:
                 remedy="pip install 'torch>=2.11' megatron-core==0.16.1, or use make quickstart.",
             )
     clear_own_folder(output, trial.leaves, trial.who)
-    settings.write(output / trial.leaves[0])
+    trial.put(trial.leaves[0], asdict(settings))
     # One copy for all ranks: the source may change meanwhile, as when it holds this very folder.
     settings.text_copy.write_bytes(content)
     say(trial.introduction, console)

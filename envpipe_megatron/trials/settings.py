@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from envpipe_megatron.core.plan import Plan, one_clock_plans
 from envpipe_megatron.errors import EnvPipeError
-from envpipe_megatron.files import replace_files
 
 
 @dataclass(frozen=True)
@@ -20,7 +19,7 @@ class Arm:
         policy: as `PlanRequest` takes it, with `schedule`.
         relock: whether the clock is asked for at every unit, even if it stays: what calls cost.
         changes_clock: without, the GPU is opened for reading only.
-        by_framework: whether megatron-core's own function runs its units.
+        by_framework: whether megatron-core's own function runs its units, on GPUs.
     """
 
     name: str
@@ -147,13 +146,7 @@ class Settings:
         """The arms of a round, in their order."""
         if not self.proof:
             return RUNS
-        if self.changes_clocks:
-            return ARMS
-        # Only the interpreter makes time of emulated GPUs.
-        return tuple(
-            replace(arm, by_framework=arm.by_framework and self.preset is None)
-            for arm in ORDER_ARMS
-        )
+        return ARMS if self.changes_clocks else ORDER_ARMS
 
     @property
     def turns(self) -> list[tuple[int, Arm]]:
@@ -182,13 +175,9 @@ class Settings:
             steady_iterations=iterations,
         )  # fmt: skip
 
-    def write(self, path: Path) -> None:
-        """Write the JSON file."""
-        replace_files({path: [json.dumps(asdict(self), indent=1), "\n"]})
-
     @classmethod
     def read(cls, path: Path) -> Settings:
-        """Read the JSON file."""
+        """Read the JSON file, which has all fields by name."""
         return cls(**json.loads(path.read_text()))
 
 

@@ -218,6 +218,8 @@ class Rank:
         That waits for the GPU's end of the `last` one. `options` are those of `JobOptions`.
         """
         settings = self._settings
+        # Only the interpreter makes time of emulated GPUs.
+        by_framework = arm.by_framework and settings.preset is None
         with torch.no_grad():
             for parameter, first in zip(self._model.parameters(), self._first_state, strict=True):
                 parameter.copy_(first)
@@ -240,18 +242,19 @@ class Rank:
         )
         forward_backward = (
             get_forward_backward_func()
-            if arm.by_framework
+            if by_framework
             else ForwardBackward(session, framework_iterations)
         )
         numbers = itertools.count()
 
         def step(*, last: bool = False) -> list[torch.Tensor]:
+            number = next(numbers)
             session.begin_step()
-            whole = UnitFollower.whole_step(session) if arm.by_framework else None
+            whole = UnitFollower.whole_step(session) if by_framework else None
             optimizer.zero_grad()
             reduced = forward_backward(
                 forward_step_func=gpt.forward_step,
-                data_iterator=gpt.microbatches(settings, self._text, next(numbers)),
+                data_iterator=gpt.microbatches(settings, self._text, number),
                 model=self._model,
                 num_microbatches=settings.num_microbatches,
                 seq_length=settings.sequence_length,
@@ -267,7 +270,8 @@ class Rank:
             if losses:  # a command that is gone ends this rank
                 # A GPU is ahead of its host: nothing waits for its losses.
                 loss = None if losses[0].is_cuda else float(np.mean([float(m) for m in losses]))
-                emit("iteration", arm=arm.name, phase=session.state.phase.value, loss=loss)
+                phase = session.state.phase.value
+                emit("iteration", arm=arm.name, number=number + 1, phase=phase, loss=loss)
             return losses
 
         return session, step

@@ -125,7 +125,8 @@ def test_what_was_told_is_kept_however_it_ends(tmp_path, monkeypatch, end, told)
     def train(results, console):
         results.begin(console)
         if told:
-            event = {"event": "iteration", "arm": "baseline", "phase": "steady", "loss": 5.0}
+            event = {"event": "iteration", "arm": "baseline", "number": 1, "phase": "steady"}
+            event["loss"] = 5.0
             results.take(event)
         if told == 2:
             results.take(turn(RUNS[0].name))

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from contextlib import suppress
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -64,7 +65,8 @@ class Proofs:
             num_layers=2, hidden_size=32, **size,
         )  # fmt: skip
         settings = self.folder / "asked.json"
-        job.as_proof(1, 2, changes_clocks=changes_clocks).write(settings)
+        asked = job.as_proof(1, 2, changes_clocks=changes_clocks)
+        settings.write_text(json.dumps(asdict(asked)))
         with (self.folder / "log").open("w") as log:
             self.command = subprocess.Popen(
                 [sys.executable, str(Path(__file__).with_name("prove_run.py")), str(settings)],
