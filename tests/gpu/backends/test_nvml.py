@@ -204,7 +204,7 @@ def test_a_forked_child_initialises_again(node):
 
 
 def test_a_forked_child_in_which_other_code_initialises_first(node):
-    """NVML refuses there what it gave the parent (seen with driver 580), and not as uninitialised."""
+    """NVML refuses there what it gave the parent, and not as uninitialised (driver 580)."""
     gpu = NvmlGpu(node.uuids[3])
     child = os.fork()
     if child == 0:
