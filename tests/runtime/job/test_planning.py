@@ -453,8 +453,8 @@ def test_a_plan_is_made_of_all_that_is_known_of_the_job(monkeypatch, tmp_path, l
     profile = replace(profile_of(), sidecar=Sidecar(wait_power_w=({1410: 80.0},) * 2))
     problem, notes = plan_online(job, profile)
     assert problem == Problem(
+        7,
         with_memory(profile, known),
-        num_microbatches=7,
         conditions=known_conditions(profile),
         order="envpipe",
         policy="envelope",
