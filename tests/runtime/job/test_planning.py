@@ -124,7 +124,7 @@ class Starting(Rank):
     def adopt(self, profile: Any = None, clocks_mhz: Any = None) -> Plan:
         """What `phases.adopt_plan` does after a warm-up of one iteration."""
         empty = np.zeros(OWN.units_per_stage)
-        records = [StageRecord(empty, empty, 0.0, 0.0, 0.0)]
+        records = [StageRecord(empty, empty, 0.0, 0.0)]
         clocks_mhz, profile = clocks_mhz or clocks_of_stages(self), profile or profile_of()
         return finish(adopt_plan(self, OWN, records, profile, clocks_mhz))
 
