@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, fields, replace
+from dataclasses import KW_ONLY, dataclass, fields, replace
 
 from envpipe_megatron.core.conditions import Conditions, make_conditions
 from envpipe_megatron.core.fields import COUNT, option
@@ -69,6 +69,7 @@ class PlanRequest(Asked):
         "--microbatch-group-size-per-virtual-pipeline-stage; by default the number of stages.",
         COUNT,
     )
+    _: KW_ONLY
     max_in_flight: float | tuple[float, ...] | str | None = None
     conditions: Conditions | None = None
     order: Schedule | None = None
