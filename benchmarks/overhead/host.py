@@ -189,7 +189,7 @@ def leave_logs(rank: int, root: Path) -> tuple[dict[str, int], float]:
         train(MEASURED)
         dist.barrier()
         after = _sizes(output)
-        _, iteration_time_s, _ = session.iterations.latest[-1]
+        _, iteration_time_s = session.iterations.latest[-1]
     finally:
         session.close()
     grown = {name: size - before.get(name, 0) for name, size in after.items()}

@@ -19,7 +19,7 @@ from PIL import Image
 from benchmarks.online.budgets import Job, offline
 from benchmarks.planner.workloads import workloads_here
 from benchmarks.schedules.pictures import MICROBATCHES, make_cases
-from envpipe_megatron.core.plan import Plan
+from envpipe_megatron.core.plan import Plan, one_clock_plans
 from envpipe_megatron.core.profile_rows import MEASURED_SPLIT
 from envpipe_megatron.policies.planner import make_frontier, make_plan
 from envpipe_megatron.report.charts import BLUE, GREY, INK, ORANGE, VERMILION, Chart, Marks
@@ -64,10 +64,8 @@ def levels() -> list[Chart]:
 
 def _one_clock(own: Plan) -> Plan:
     """Return the plan of least energy of one clock for all units."""
-    clocks_mhz = [row.frequency_mhz for row in next(iter(own.profile.rows[0].values()))]
-    plans = [replace(own, frequency_mhz=np.full_like(own.frequency_mhz, mhz)) for mhz in clocks_mhz]
     longest_s = _SLOWER * own.cost.iteration_time_s
-    within = [plan for plan in plans if plan.cost.iteration_time_s <= longest_s]
+    within = [plan for plan in one_clock_plans(own) if plan.cost.iteration_time_s <= longest_s]
     return min(within, key=lambda plan: plan.cost.energy_j)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import logging
+import re
 import sys
 import sysconfig
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -154,10 +155,37 @@ INTENSITY_OPTION = click.option(
 T = TypeVar("T")
 
 
+def options_of(kind: type[Any]) -> Callable[[T], T]:
+    """Return what gives a command an option for each field that `fields.option` made.
+
+    Only words have a default: others that are not given are None, which `taken` leaves out.
+    """
+
+    def decorated(command: T) -> T:
+        for each in reversed(fields(kind)):
+            if not (about := each.metadata):
+                continue
+            flag = about.get("flag", re.sub("_[swj]$", "", each.name)).replace("_", "-")
+            named: dict[str, Any] = {"is_flag": True}
+            match about["read"]:
+                case Number(whole=True, positive=positive):
+                    named = {"type": click.IntRange(min=int(positive))}
+                case Number() as number:
+                    named = {"type": Finite(number)}
+                case tuple(words):
+                    default = about.get("of_command", each.default)
+                    named = {"type": click.Choice(words), "default": default, "show_default": True}
+            command = click.option(f"--{flag}", each.name, help=about["help"], **named)(command)
+        return command
+
+    return decorated
+
+
 def taken(kind: type[T], options: dict[str, Any]) -> T:
     """Remove from options those that are named as fields of a dataclass, and make one of them."""
-    names = (each.name for each in fields(kind) if each.name in options)  # type: ignore[arg-type]
-    return kind(**{name: options.pop(name) for name in [*names]})
+    names = [each.name for each in fields(kind) if each.name in options]  # type: ignore[arg-type]
+    given = {name: options.pop(name) for name in names}
+    return kind(**{name: value for name, value in given.items() if value is not None})
 
 
 def check_outputs(

@@ -10,7 +10,7 @@ import json
 import re
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -86,6 +86,7 @@ class Number:
 
 
 AMOUNT = Number()
+WHOLE = Number(whole=True)
 COUNT = Number(whole=True, positive=True)
 #: MHz; 1 and 2 are GHz.
 FREQUENCY = Number(
@@ -108,6 +109,20 @@ RATIO = Number(mistaken=(("%", 0.01),))
 #: How many times as long.
 FACTOR = Number(positive=True, below=100, mistaken=(("%", 0.01),), above=1)
 PERCENT = Number(mistaken=(("%", 1),))
+
+
+def option(
+    help_text: str, read: Number | tuple[str, ...] | None = None, default: Any = None, **more: Any
+) -> Any:
+    """Make a field of a dataclass that a command has an option for, by `cli.common.options_of`.
+
+    Args:
+        help_text: what it does.
+        read: the numbers, or the words, that it may be; None of a flag.
+        more: `flag`, where the option has another name than the field without its unit;
+            `of_command`, where the command's default is another one.
+    """
+    return field(default=default, metadata={"help": help_text, "read": read, **more})
 
 
 def of_type(kind: type[T], words: str) -> Reader[T]:

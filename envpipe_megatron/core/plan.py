@@ -218,6 +218,19 @@ def max_frequencies(schedule: Schedule, profile: Profile) -> IntArray:
     return np.array(top, dtype=np.int64)[profile.keys(schedule)]
 
 
+def one_clock_plans(plan: Plan) -> list[Plan]:
+    """Return the order at one clock for all units: of each that all stages were profiled at.
+
+    The highest clock first.
+    """
+    profile = plan.profile
+    by_stage = (set(profile.clocks_mhz(stage)) for stage in range(profile.num_stages))
+    return [
+        replace(plan, policy="uniform", frequency_mhz=np.full_like(plan.frequency_mhz, clock))
+        for clock in sorted(set.intersection(*by_stage), reverse=True)
+    ]
+
+
 def check_stages(profile: Profile, num_stages: int) -> None:
     """Refuse (PlanError) a profile of another number of stages."""
     if profile.num_stages != num_stages:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from enum import StrEnum
 from typing import Any
 
@@ -12,11 +12,13 @@ import numpy as np
 from envpipe_megatron.core.arrays import FloatArray
 from envpipe_megatron.core.conditions import Conditions
 from envpipe_megatron.core.evaluation import waiting_energy_j
-from envpipe_megatron.core.fields import JOULES_PER_KWH
+from envpipe_megatron.core.fields import AMOUNT, COUNT, ENERGY, JOULES_PER_KWH, TIME, Number, option
 from envpipe_megatron.core.plan import Cost, Plan
 from envpipe_megatron.errors import EnvPipeError
 
 _SECONDS_PER_HOUR = 3600.0
+_POWER_CAP = Number(positive=True, unit="W", mistaken=(("kW", 1e3),))
+_WINDOW = replace(TIME, positive=True, below=Number.below)
 
 
 class Goal(StrEnum):
@@ -33,25 +35,30 @@ class Goal(StrEnum):
 class Objective:
     """Goal and limits of a plan of one pipeline; EnvPipeError for parts that contradict each other.
 
-    How long an iteration may take is not part of it, since that is relative to an order.
-
-    Args:
-        goal: what is to be least.
-        max_energy_j: the most that an iteration may take.
-        power_cap_w: the most power of all GPUs of the pipeline, as the mean over an iteration.
-        power_window_s: the cap holds for the mean over every window of this length instead.
-        stages_per_node: the cap is of the GPUs of each node, which holds n stages in a row.
-        energy_price: of a kWh, for the cost.
-        gpu_price: of a GPU for an hour, for the cost.
+    Fields are options of `envpipe plan`. How long an iteration may take is not one of them, since
+    that is relative to an order.
     """
 
-    goal: str = Goal.ENERGY
-    max_energy_j: float | None = None
-    power_cap_w: float | None = None
-    power_window_s: float | None = None
-    stages_per_node: int | None = None
-    energy_price: float = 0.0
-    gpu_price: float = 0.0
+    goal: str = option(
+        "With --policy optimal: what is to be least; edp is energy x time.",
+        tuple(goal.value for goal in Goal),
+        Goal.ENERGY.value,
+        flag="objective",
+    )
+    max_energy_j: float | None = option(
+        "Most energy of an iteration, J.", replace(ENERGY, positive=True)
+    )
+    power_cap_w: float | None = option(
+        "Most power of all GPUs of the pipeline, the mean over an iteration, W.", _POWER_CAP
+    )
+    power_window_s: float | None = option(
+        "The cap is for the mean over every window of this length, s.", _WINDOW
+    )
+    stages_per_node: int | None = option(
+        "The cap is for each node, of this many stages in a row.", COUNT
+    )
+    energy_price: float = option("With --objective cost: price of a kWh.", AMOUNT, 0.0)
+    gpu_price: float = option("With --objective cost: price of an hour of a GPU.", AMOUNT, 0.0)
 
     def __post_init__(self) -> None:
         if self.goal not in set(Goal):

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from functools import cached_property
 
 from envpipe_megatron.core.channel_model import CHANNEL_REMEDY, find_stall, max_falling_step
 from envpipe_megatron.core.conditions import Conditions
+from envpipe_megatron.core.fields import FACTOR, TIME, WHOLE, option
 from envpipe_megatron.core.kinds import Kind, ScheduleError
 from envpipe_megatron.core.orders import builders
 from envpipe_megatron.core.profile import Profile
@@ -135,43 +136,63 @@ class PlannerError(EnvPipeError):
 
 
 @dataclass(frozen=True)
-class Problem:
+class Asked:
+    """What a request asks, and its problem has as it is; those with a help are options.
+
+    Args:
+        num_microbatches: M.
+        max_extra_forwards: no stage gets more; in orders without any, no stage holds as many
+            microbatches more than in the framework's own order.
+        channel_capacity: as `channel_model` has it; only orders of whole backwards in one chunk are
+            lowered to it. None: it never blocks.
+        objective: what the optimal policy plans for.
+    """
+
+    num_microbatches: int
+    _: KW_ONLY
+    objective: Objective = LEAST_ENERGY
+    deadline_factor: float | None = option(
+        "With --policy optimal: times the iteration time of the framework's own order at the "
+        "highest clocks. Default: 1 with --objective energy, and none with others.",
+        FACTOR,
+    )
+    min_dwell_s: float = option(
+        "With --policy optimal: keep each clock of a stage at least as long, s.", TIME, 0.0
+    )
+    max_extra_forwards: int | None = option("Limit for every stage.", WHOLE)
+    channel_capacity: int | None = option(
+        "Messages that a bounded p2p channel holds (1 with a single hardware queue).", WHOLE
+    )
+    runnable: bool = option(
+        "With --schedule auto and chunks: only orders that a training job under EnvPipe runs, "
+        "with chunks not in a V.",
+        default=False,
+    )
+
+
+@dataclass(frozen=True)
+class Problem(Asked):
     """All that a plan is made from.
 
     Args:
         profile: what units take, of the chunks that each stage has.
-        num_microbatches: M.
         conditions: what surrounds the units; with chunks, also the groups of the framework's order.
         order: a schedule to use, or the name of one, of `schedules.SCHEDULES`.
         policy: baseline, uniform, envelope or optimal.
         reconfigure: default (none), greedy or balanced.
-        max_extra_forwards: no stage gets more; in orders without any, no stage holds as many
-            microbatches more than in the framework's own order. None: no limit.
         max_in_flight: for each stage, the most microbatches x chunks that it holds.
-        channel_capacity: messages that a p2p channel holds, as `channel_model` has it; only orders
-            of whole backwards in one chunk are lowered to it.
-        deadline_factor: as `PlanRequest` takes it.
         own_s: the time that the deadline is a multiple of; None for that of Megatron's order at the
             highest clocks.
-        min_dwell_s: the least time that each clock of a stage is kept.
-        runnable: whether auto has only orders that a job runs.
         in_v: the framework's own order, where the job's chunks lie in a V.
     """
 
     profile: Profile
-    num_microbatches: int
     conditions: Conditions
     order: str | Schedule
     policy: str = "baseline"
     reconfigure: str = "default"
-    max_extra_forwards: int | None = None
     max_in_flight: tuple[int, ...] | None = None
-    channel_capacity: int | None = None
-    objective: Objective = LEAST_ENERGY
-    deadline_factor: float | None = None
     own_s: float | None = None
-    min_dwell_s: float = 0.0
-    runnable: bool = False
     in_v: Schedule | None = None
 
     @property

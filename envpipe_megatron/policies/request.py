@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 
 from envpipe_megatron.core.conditions import Conditions, make_conditions
+from envpipe_megatron.core.fields import COUNT, option
 from envpipe_megatron.core.profile import Profile
 from envpipe_megatron.core.profile_rows import SplitBackward
 from envpipe_megatron.core.schedule import Schedule
 from envpipe_megatron.core.timeline import RELATIVE_TOLERANCE
 from envpipe_megatron.policies.frequencies import POLICIES as RULES
-from envpipe_megatron.policies.objective import LEAST_ENERGY, Objective
+from envpipe_megatron.policies.objective import LEAST_ENERGY
 from envpipe_megatron.policies.problem import (
+    Asked,
     PlannerError,
     Problem,
     in_flight_by_memory,
@@ -34,52 +36,43 @@ _HAS = {
 
 
 @dataclass(frozen=True)
-class PlanRequest:
-    """A request for a plan.
+class PlanRequest(Asked):
+    """A request for a plan; fields with a help are options of `envpipe plan`.
 
     Args:
-        num_microbatches: M.
         schedule: one of `SCHEDULES`, or an alias; auto goes with the optimal policy.
-        policy: baseline, uniform, envelope or optimal.
-        reconfigure: default (none), greedy or balanced; the latter two go with envelope.
         blocking_power_w: one number, or one for each stage.
-        num_chunks: chunks of each stage, for orders that have any.
-        group_size: microbatches that pass a chunk before the next, as `builders.interleaved` takes
-            it.
-        max_extra_forwards: no stage gets more; in orders without any, no stage holds as many
-            microbatches more than in the framework's own order.
         max_in_flight: the most microbatches in flight, one number, one for each stage, or
             `BY_MEMORY`. One of V chunks counts as 1/V.
-        channel_capacity: messages a bounded p2p channel holds; None for one that never blocks.
-        deadline_factor: the optimal policy may take this many times as long as the framework's own
-            order at the highest clocks; by default 1 for the least energy, and any time for other
-            objectives.
         conditions: what surrounds the units, in place of only the blocking power.
-        min_dwell_s: the optimal policy keeps each clock of a stage at least as long.
         order: a schedule to use instead of building one by name.
-        objective: what the optimal policy plans for.
         split: what a backward in two parts is assumed to take, where the profile does not say. With
             it, or with such rows in the profile, auto has orders that split backwards too.
-        runnable: auto has only orders that a training job runs: of chunks that are not in a V.
     """
 
-    num_microbatches: int
     schedule: str = "1f1b"
-    policy: str = "baseline"
-    reconfigure: str = "default"
+    policy: str = option(
+        "How units get their frequencies.", POLICIES, "baseline", of_command="optimal"
+    )
+    reconfigure: str = option(
+        "How the critical path is raised; with --policy envelope.", RECONFIGURE_NAMES, "default"
+    )
     blocking_power_w: float | tuple[float, ...] = 0.0
-    num_chunks: int = 1
-    group_size: int | None = None
-    max_extra_forwards: int | None = None
+    num_chunks: int = option(
+        "Chunks (virtual stages) of each stage, for orders that have any; by default the "
+        "profile's.",
+        COUNT,
+        1,
+    )
+    group_size: int | None = option(
+        "Microbatches that pass a chunk before the next, Megatron's "
+        "--microbatch-group-size-per-virtual-pipeline-stage; by default the number of stages.",
+        COUNT,
+    )
     max_in_flight: float | tuple[float, ...] | str | None = None
-    channel_capacity: int | None = None
-    deadline_factor: float | None = None
     conditions: Conditions | None = None
-    min_dwell_s: float = 0.0
     order: Schedule | None = None
-    objective: Objective = LEAST_ENERGY
     split: SplitBackward | None = None
-    runnable: bool = False
 
 
 def make_problem(
@@ -102,21 +95,15 @@ def make_problem(
     chunks = request.num_chunks if order is None else order.num_chunks
     profile = profile.for_chunks(chunks)
     return Problem(
-        profile,
-        request.num_microbatches,
-        _conditions(profile, request),
-        order or SCHEDULES[request.schedule].name,
-        request.policy,
-        request.reconfigure,
-        request.max_extra_forwards,
-        _in_flight(profile, request, chunks),
-        request.channel_capacity,
-        request.objective,
-        request.deadline_factor,
-        own_s,
-        request.min_dwell_s,
-        request.runnable,
-        in_v,
+        **{each.name: getattr(request, each.name) for each in fields(Asked)},
+        profile=profile,
+        conditions=_conditions(profile, request),
+        order=order or SCHEDULES[request.schedule].name,
+        policy=request.policy,
+        reconfigure=request.reconfigure,
+        max_in_flight=_in_flight(profile, request, chunks),
+        own_s=own_s,
+        in_v=in_v,
     )
 
 

@@ -37,8 +37,8 @@ MAX_UNITS = 1_000_000
 _JOB, _UNITS, _PHASES, _ITERATIONS = 0, 1, 1, 2
 _FASTEST_COMPRESSION = 1
 
-#: The process of each GPU, by node and name.
-_Processes = Mapping[tuple[str, str], int]
+#: The process of each GPU, by node, name and rank: iterations of ranks that share one overlap.
+_Processes = Mapping[tuple[str, str, int | None], int]
 
 
 def write_trace(
@@ -57,7 +57,7 @@ def write_trace(
     recorded = by_iteration(timelines.iterations)
     kept = set(kept_iterations(recorded, max_units))
     gpus = _gpus(timelines, windows)
-    pids = {(gpu.node, gpu.gpu_uid): pid for pid, gpu in enumerate(gpus, start=1)}
+    pids = {_place(gpu): pid for pid, gpu in enumerate(gpus, start=1)}
     reads = sorted(timelines.iterations, key=lambda read: read.begin_s)
     with (
         written_beside(path) as draft,
@@ -90,11 +90,15 @@ def _gpus(
     timelines: TimelineLogs, windows: Iterable[EnergyWindow]
 ) -> list[GpuLabels | EnergyWindow]:
     """Return the labels of each GPU, by rank; those that are only metered come last."""
-    gpus: dict[tuple[str, str], GpuLabels | EnergyWindow] = {}
+    gpus: dict[tuple[str, str, int | None], GpuLabels | EnergyWindow] = {}
     lines: list[GpuLabels | EnergyWindow] = [read.labels for read in timelines.iterations]
     for line in (*lines, *(samples.labels for samples in timelines.clocks), *windows):
-        gpus.setdefault((line.node, line.gpu_uid), line)
+        gpus.setdefault(_place(line), line)
     return sorted(gpus.values(), key=lambda gpu: math.inf if gpu.rank is None else gpu.rank)
+
+
+def _place(whose: GpuLabels | EnergyWindow) -> tuple[str, str, int | None]:
+    return whose.node, whose.gpu_uid, whose.rank
 
 
 def _us(instant_s: float) -> int:
@@ -155,7 +159,7 @@ def _iteration_events(
     requested = "SM clock (dry run, not set)" if dry_run else "SM clock requested"
     ends_us, clocks_mhz = dict.fromkeys(pids.values(), 0), dict.fromkeys(pids.values(), 0)
     for read in reads:
-        pid = pids[read.labels.node, read.labels.gpu_uid]
+        pid = pids[_place(read.labels)]
         begin_us = max(ends_us[pid], _us(read.begin_s))
         ends_us[pid] = begin_us + int(read.end_us[-1])
         if (read.phase, read.iteration) in kept:
@@ -188,11 +192,11 @@ def _meter_events(
 ) -> Iterator[str]:
     """Yield the clocks of GPUs when they were read, and their power."""
     for samples in clocks:
-        pid = pids[samples.labels.node, samples.labels.gpu_uid]
+        pid = pids[_place(samples.labels)]
         for time_s, mhz in zip(samples.time_s, samples.observed_mhz, strict=True):
             yield _counter(pid, "SM clock observed", _us(time_s), MHz=mhz)
     for window in windows:
         if window.begin_s is not None and window.duration_s > 0:
             power_w = window.energy_j / window.duration_s
             at_us = _us(window.begin_s)
-            yield _counter(pids[window.node, window.gpu_uid], "power", at_us, W=power_w)
+            yield _counter(pids[_place(window)], "power", at_us, W=power_w)

@@ -6,9 +6,7 @@ import json
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-import numpy as np
-
-from envpipe_megatron.core.plan import Plan
+from envpipe_megatron.core.plan import Plan, one_clock_plans
 from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.files import replace_files
 
@@ -82,17 +80,11 @@ def constant_plan(optimal: Plan) -> Plan:
     Among the clocks that all stages were profiled at, below the highest and down to that of least
     energy: a lower one would be slower and take more.
     """
-    base = optimal.baseline
-    stages = range(base.schedule.num_stages)
-    *clocks, _ = sorted(set.intersection(*(set(base.profile.clocks_mhz(s)) for s in stages)))
-    plans = [
-        replace(base, policy="uniform", frequency_mhz=np.full_like(base.frequency_mhz, clock))
-        for clock in clocks
-    ]
-    least = min(range(len(plans)), key=lambda at: plans[at].cost.energy_j)
+    _, *plans = one_clock_plans(optimal.baseline)
+    least = min(range(len(plans)), key=lambda at: (plans[at].cost.energy_j, -at))
     wanted_j = optimal.cost.energy_j
-    # The highest first: of clocks that are as near, the faster one is the harder rival.
-    return min(reversed(plans[least:]), key=lambda plan: abs(plan.cost.energy_j - wanted_j))
+    # The first of those that are as near: the faster one is the harder rival.
+    return min(plans[: least + 1], key=lambda plan: abs(plan.cost.energy_j - wanted_j))
 
 
 #: Bytes.

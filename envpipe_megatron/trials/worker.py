@@ -130,7 +130,7 @@ class Rank:
             while session.state.plan is None and session.state.phase is not Phase.STEADY:
                 step()
             times_s = [
-                time_s for phase, time_s, _ in session.iterations.latest if phase is Phase.WARMUP
+                time_s for phase, time_s in session.iterations.latest if phase is Phase.WARMUP
             ]
             plan = session.state.plan
         finally:

@@ -60,7 +60,7 @@ def seen(session: Session) -> dict[str, Any]:
     """What a job came to."""
     plan = session.state.plan
     return {
-        "iterations": [(phase.value, time_s) for phase, time_s, _ in session.iterations.latest],
+        "iterations": [(phase.value, time_s) for phase, time_s in session.iterations.latest],
         "executed": session.executed,
         "schedule": None if plan is None else plan.schedule.name,
         "frequency_mhz": None if plan is None else plan.frequency_mhz.tolist(),
@@ -229,7 +229,7 @@ def train_on(rank: int, root: Path, preset: Path, letters: Sequence[str]) -> dic
     tell("other order", other_order)
     tell("within", paused_within)
     tell("end", pipeline.on_step_end)
-    told["iterations"] = [phase.value for phase, _, _ in pipeline.job.session.iterations.latest]
+    told["iterations"] = [phase.value for phase, _ in pipeline.job.session.iterations.latest]
     pipeline.on_step_begin()
     pipeline.end_training()  # the step's units may never end
     told["at the end"] = len(pipeline.job.session.iterations.latest)

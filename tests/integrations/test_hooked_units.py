@@ -4,7 +4,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from leveled_jobs import following
 
 from envpipe_megatron.core.kinds import Kind
 from envpipe_megatron.core.orders import builders
@@ -50,6 +49,7 @@ def job(monkeypatch):
     """Calls a job of one stage: with letters, the kinds of the units that Megatron runs."""
     pytest.importorskip("megatron.core")
     from megatron.core.pipeline_parallel import schedules
+    from training import following
 
     monkeypatch.setattr(schedules, "forward_step", lambda **_: None)
     monkeypatch.setattr(schedules, "backward_step", lambda **_: None)

@@ -42,7 +42,7 @@ def patched_core(tmp_path: Path) -> Path:
 def test_training_through_the_hook_gives_the_same_bits(patched_core: Path, tmp_path: Path) -> None:
     here = Path(__file__).parent
     beside = (here.parent / name for name in ("helpers", "megatron_lm"))
-    imported_from = os.pathsep.join(map(str, (patched_core, here, *beside)))
+    imported_from = os.pathsep.join(map(str, (patched_core, here, *beside, here.parents[1])))
     ended = subprocess.run(
         [sys.executable, str(here / "patched_core_rank.py"), str(tmp_path)],
         env={**os.environ, "PYTHONPATH": imported_from, "OMP_NUM_THREADS": "1"},

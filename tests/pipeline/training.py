@@ -27,7 +27,6 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from jobs import MAX_STEPS, STEADY_STEPS, Bits, Job, Ours, Result
-from leveled_jobs import following
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.distributed.finalize_model_grads import finalize_model_grads
@@ -57,9 +56,12 @@ from envpipe_megatron.formats.energy import Phase
 from envpipe_megatron.gpu.base import ReadOnlyGpu
 from envpipe_megatron.gpu.emulated.emulated_gpu import EmulatedGpu
 from envpipe_megatron.integrations.device import use_cpu
+from envpipe_megatron.integrations.framework_units import once
+from envpipe_megatron.integrations.job import OpenJob
 from envpipe_megatron.integrations.megatron import core, split_backward
 from envpipe_megatron.integrations.megatron.core import ForwardBackward
 from envpipe_megatron.integrations.megatron.self_check import SelfCheck
+from envpipe_megatron.integrations.megatron.training import Training
 from envpipe_megatron.integrations.megatron.work import MegatronWork
 from envpipe_megatron.runtime.channel.collectives import Collectives, make_collectives
 from envpipe_megatron.runtime.channel.links import make_channel
@@ -392,6 +394,15 @@ def _note_around(chunks: list[torch.nn.Module], around: list[tuple[object, ...]]
                 for chunk, function in enumerate(functions)
             ]
             setattr(config, name, told)
+
+
+def following(session: Any, framework_function: Any, order_of: Any) -> Training:
+    """A job of Megatron's at level units, of a session that is there."""
+    job = object.__new__(Training)
+    job.job, job._followed, job._warn = OpenJob(session, ""), None, once()
+    job._microbatches, job._followed_counts = session.options.num_microbatches, set()
+    job._framework_function, job._order_of = framework_function, order_of
+    return job
 
 
 def _stand_in(ours: Ours, session: Session) -> Any:

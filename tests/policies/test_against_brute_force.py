@@ -43,7 +43,7 @@ ZERO_BUBBLE = OrderFamily("zero-bubble", split=True)
 
 
 def search_of(family, profile, microbatches, conditions, deadline_s):
-    problem = Problem(profile, microbatches, conditions, "auto")
+    problem = Problem(microbatches, profile, conditions, "auto")
     return FamilySearch(family, problem, deadline_s)
 
 

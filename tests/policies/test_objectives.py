@@ -13,7 +13,6 @@ from envpipe_megatron.core.conditions import Conditions
 from envpipe_megatron.core.orders import builders
 from envpipe_megatron.core.profile_rows import SplitBackward
 from envpipe_megatron.errors import EnvPipeError
-from envpipe_megatron.policies.clock_changes.parking import park
 from envpipe_megatron.policies.frontier import ObjectivePlanner
 from envpipe_megatron.policies.objective import Goal, Objective, peak_power_w
 from envpipe_megatron.policies.optimal.linear_program import LinearProgramError
@@ -21,6 +20,7 @@ from envpipe_megatron.policies.optimal.optimizer import Optimizer
 from envpipe_megatron.policies.planner import make_plan
 from envpipe_megatron.policies.problem import PlannerError
 from envpipe_megatron.policies.request import PlanRequest
+from envpipe_megatron.tuning.parking import park
 
 CURVE = {1400: (1.0, 100.0), 1200: (1.1, 85.0), 1050: (1.25, 76.0), 900: (1.4, 72.0),
          600: (2.0, 80.0)}  # fmt: skip

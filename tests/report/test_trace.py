@@ -142,6 +142,20 @@ def test_a_start_behind_a_reboot_comes_behind_the_one_before(tmp_path):
     assert units_of(events, 1)[16]["ts"] == pytest.approx(length_us, abs=2)
 
 
+def test_units_of_ranks_that_share_a_gpu_are_all_at_their_times(tmp_path):
+    made = run_made.iterations()
+    shared = [replace(one, labels=replace(one.labels, gpu_uid="GPU-0")) for one in made]
+    _, events = traced(tmp_path / "t.json.gz", TimelineLogs(tuple(shared)))
+    check_format(events)
+    first_s = min(one.begin_s for one in shared)
+    for stage in range(3):
+        own = [one for one in shared if one.labels.stage == stage]
+        begins = [1e6 * (one.begin_s - first_s) + one.start_us for one in own]
+        assert [s["ts"] for s in units_of(events, stage + 1)] == pytest.approx(
+            [at for of_one in begins for at in of_one], abs=2
+        )
+
+
 def test_rounding_to_microseconds_makes_no_slices_overlap(tmp_path, made):
     close = [*made[:3], *(replace(one, begin_s=one.begin_s - 6e-7) for one in made[3:])]
     _, events = traced(tmp_path / "t.json.gz", TimelineLogs(tuple(close)))

@@ -17,12 +17,11 @@ from envpipe_megatron.core.schedule import Schedule
 from envpipe_megatron.core.sidecar import Sidecar
 from envpipe_megatron.core.timeline import Timeline
 from envpipe_megatron.gpu.presets import load_preset
-from envpipe_megatron.policies.clock_changes.parking import park
 from envpipe_megatron.runtime.job.options import JobOptions
 from envpipe_megatron.tuning import planner
 from envpipe_megatron.tuning.commands import Clocked, Parking
 from envpipe_megatron.tuning.measured.store import Store
-from envpipe_megatron.tuning.parking import parked
+from envpipe_megatron.tuning.parking import park, parked
 from job_runs import Ran, exact_profile, run_job, slower
 
 PRESET, MICROBATCHES = load_preset("a100-sxm"), 12

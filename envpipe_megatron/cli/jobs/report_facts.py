@@ -10,11 +10,9 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
-
 from envpipe_megatron.core.conditions import Conditions, make_conditions
 from envpipe_megatron.core.kinds import Kind
-from envpipe_megatron.core.plan import Cost, Plan
+from envpipe_megatron.core.plan import Cost, Plan, one_clock_plans
 from envpipe_megatron.core.profile import Profile, make_profile
 from envpipe_megatron.core.profile_rows import ProfileRow
 from envpipe_megatron.core.schedule import Schedule
@@ -164,13 +162,9 @@ def _levels(
 
 def _uniform(full: Plan) -> Cost:
     """Return the cost at the clock for all units that saves the most and takes no more time."""
-    stages = range(full.schedule.num_stages)
-    clocks = set.intersection(*(set(full.profile.clocks_mhz(stage)) for stage in stages))
-    costs = [
-        replace(full, frequency_mhz=np.full_like(full.frequency_mhz, mhz)).cost for mhz in clocks
-    ]
+    costs = [full.cost, *(plan.cost for plan in one_clock_plans(full))]
     limit_s = full.cost.iteration_time_s * (1 + RELATIVE_TOLERANCE)
-    as_fast = [cost for cost in (full.cost, *costs) if cost.iteration_time_s <= limit_s]
+    as_fast = [cost for cost in costs if cost.iteration_time_s <= limit_s]
     return min(as_fast, key=lambda cost: cost.energy_j)
 
 

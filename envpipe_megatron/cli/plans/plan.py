@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,7 @@ from envpipe_megatron.cli.common import (
     Numbers,
     check_outputs,
     known_blocking_power,
+    options_of,
     taken,
 )
 from envpipe_megatron.cli.plans.tables import cells, show_summary
@@ -26,7 +26,6 @@ from envpipe_megatron.core.conditions import SIDECAR_FIELDS, Conditions, make_co
 from envpipe_megatron.core.fields import (
     COUNT,
     ENERGY,
-    FACTOR,
     POWER,
     RATIO,
     SHORT_TIME,
@@ -40,7 +39,7 @@ from envpipe_megatron.core.sidecar import sidecar_path
 from envpipe_megatron.files import csv_text, replace_files
 from envpipe_megatron.formats.frontier import FRONTIER_FORMAT, write_frontier
 from envpipe_megatron.formats.torch_csv import read_torch_csv
-from envpipe_megatron.policies.objective import Goal, Objective
+from envpipe_megatron.policies.objective import Objective
 from envpipe_megatron.policies.planner import (
     check_frontier,
     check_memory_frontier,
@@ -48,12 +47,7 @@ from envpipe_megatron.policies.planner import (
     make_memory_frontier,
     make_plan,
 )
-from envpipe_megatron.policies.request import (
-    BY_MEMORY,
-    POLICIES,
-    RECONFIGURE_NAMES,
-    PlanRequest,
-)
+from envpipe_megatron.policies.request import BY_MEMORY, PlanRequest
 from envpipe_megatron.policies.schedules import SCHEDULES
 
 #: Figures of a frontier's plans; of those by memory all take nearly as long.
@@ -62,7 +56,6 @@ _FIGURES = (
     "gap_percent",
 )
 _OF_MEMORY = ("schedule", "energy_j", "saving_percent", "microbatches_in_flight")
-_POWER_CAP = Number(positive=True, unit="W", mistaken=(("kW", 1e3),))
 #: Options that are conditions.
 _CONDITIONS = (
     *("blocking_power_w", "latency_s", "tail_time_s", "gpus_per_stage", "change_time_s"),
@@ -106,55 +99,8 @@ class _NameOrFile(click.Choice[str]):
     "plan JSON, or a CSV of torch.distributed.pipelining (format compute_only). With other "
     "policies the default is 1f1b.",
 )
-@click.option(
-    "--policy", type=click.Choice(POLICIES), default="optimal", show_default=True,
-    help="How units get their frequencies.",
-)  # fmt: skip
-@click.option(
-    "--reconfigure", type=click.Choice(RECONFIGURE_NAMES), default="default", show_default=True,
-    help="How the critical path is raised; with --policy envelope.",
-)  # fmt: skip
-@click.option(
-    "--deadline-factor",
-    type=Finite(FACTOR),
-    help="With --policy optimal: times the iteration time of the framework's own order at the "
-    "highest clocks. Default: 1 with --objective energy, and none with others.",
-)
-@click.option(
-    "--objective", "goal", type=click.Choice([goal.value for goal in Goal]),
-    default=Goal.ENERGY.value,
-    show_default=True,
-    help="With --policy optimal: what is to be least; edp is energy x time.",
-)  # fmt: skip
-@click.option(
-    "--max-energy", "max_energy_j", type=Finite(replace(ENERGY, positive=True)),
-    help="Most energy of an iteration, J.",
-)  # fmt: skip
-@click.option(
-    "--power-cap", "power_cap_w", type=Finite(_POWER_CAP),
-    help="Most power of all GPUs of the pipeline, the mean over an iteration, W.",
-)  # fmt: skip
-@click.option(
-    "--power-window", "power_window_s",
-    type=Finite(replace(TIME, positive=True, below=Number.below)),
-    help="The cap is for the mean over every window of this length, s.",
-)  # fmt: skip
-@click.option(
-    "--stages-per-node", type=click.IntRange(min=1),
-    help="The cap is for each node, of this many stages in a row.",
-)  # fmt: skip
-@click.option(
-    "--energy-price", type=Finite(), default=0.0,
-    help="With --objective cost: price of a kWh.",
-)  # fmt: skip
-@click.option(
-    "--gpu-price", type=Finite(), default=0.0,
-    help="With --objective cost: price of an hour of a GPU.",
-)  # fmt: skip
-@click.option(
-    "--min-dwell", "min_dwell_s", type=Finite(TIME), default=0.0,
-    help="With --policy optimal: keep each clock of a stage at least as long, s.",
-)  # fmt: skip
+@options_of(PlanRequest)
+@options_of(Objective)
 @click.option(
     "--blocking-power", "blocking_power_w", type=Numbers(POWER.of_text),
     help=f"Power of a GPU that waits in a receive, W; {_EACH} Default: what the profile's "
@@ -185,7 +131,6 @@ class _NameOrFile(click.Choice[str]):
     "--change-energy", "change_energy_j", type=Finite(ENERGY),
     help="Energy of a change of clock on one GPU, J.",
 )  # fmt: skip
-@click.option("--max-extra-forwards", type=click.IntRange(min=0), help="Limit for every stage.")
 @click.option(
     "--max-in-flight",
     type=Numbers(_microbatches, BY_MEMORY),
@@ -193,29 +138,9 @@ class _NameOrFile(click.Choice[str]):
     "of two chunks is half of one: 5.5.",
 )
 @click.option(
-    "--channel-capacity",
-    type=click.IntRange(min=0),
-    help="Messages that a bounded p2p channel holds (1 with a single hardware queue).",
-)
-@click.option(
-    "--num-chunks", type=click.IntRange(min=1),
-    help="Chunks (virtual stages) of each stage, for orders that have any; by default the "
-    "profile's.",
-)  # fmt: skip
-@click.option(
-    "--runnable", is_flag=True,
-    help="With --schedule auto and chunks: only orders that a training job under EnvPipe runs, "
-    "with chunks not in a V.",
-)  # fmt: skip
-@click.option(
     "--split-overhead", type=Finite(RATIO),
     help="Backwards may be run in two halves, the gradients of inputs and of weights, which are "
     "assumed to take this fraction more (0.05: 5 %), for a profile without rows of such.",
-)  # fmt: skip
-@click.option(
-    "--group-size", type=click.IntRange(min=1),
-    help="Microbatches that pass a chunk before the next, Megatron's "
-    "--microbatch-group-size-per-virtual-pipeline-stage; by default the number of stages.",
 )  # fmt: skip
 @click.option(
     "--frontier",
@@ -277,9 +202,9 @@ def plan(
     options["num_chunks"] = options["num_chunks"] or profile.sidecar.num_chunks
     if split_overhead is not None:
         options["split"] = SplitBackward(overhead=split_overhead)
-    objective = taken(Objective, options)
-    conditions = _take_conditions(profile, options)
-    request = PlanRequest(conditions=conditions, objective=objective, **options)
+    options["objective"] = taken(Objective, options)
+    options["conditions"] = _take_conditions(profile, options)
+    request = taken(PlanRequest, options)
     given = click.get_current_context().get_parameter_source("frontier_points")
     if frontier_path is not None:
         check_frontier(request)

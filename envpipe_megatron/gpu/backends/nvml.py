@@ -277,13 +277,11 @@ class NvmlGpu(VendorGpu):
         return tuple(sorted(self._if_known("read the memory clocks", read) or (), reverse=True))
 
     def _throttle_reasons(self) -> tuple[str, ...]:
-        reads = (
-            pynvml.nvmlDeviceGetCurrentClocksEventReasons,
-            # Its name in drivers before 535; those of CUDA 14 are to lose it.
-            pynvml.nvmlDeviceGetCurrentClocksThrottleReasons,
-        )
-        known = (self._if_known("read the throttle reasons", read) for read in reads)
-        bits = next((bits for bits in known if bits is not None), 0)
+        action, read = "read the throttle reasons", pynvml.nvmlDeviceGetCurrentClocksEventReasons
+        bits = self._if_known(action, read)
+        if bits is None:  # a driver before 535 knows it by another name, which CUDA 14 drops
+            old = getattr(pynvml, "nvmlDeviceGetCurrentClocksThrottleReasons", None)
+            bits = (old and self._if_known(action, old)) or 0
         set_bits = (1 << place for place in range(bits.bit_length()) if bits >> place & 1)
         return tuple(THROTTLE_REASONS.get(bit, f"reason {bit:#x}") for bit in set_bits)
 

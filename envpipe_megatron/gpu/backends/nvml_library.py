@@ -8,6 +8,7 @@ each with what to do about it. `visible_among` says which GPUs CUDA shows, and i
 from __future__ import annotations
 
 import ctypes
+import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -97,6 +98,8 @@ def _named_error(error: pynvml.NVMLError, action: str) -> GpuError:
 
 _handles: dict[str, Any] = {}
 """Of GPUs, by uid. Finding one fails where any GPU of the machine has fallen off the bus."""
+# Where other code initialises NVML in a forked child, it refuses those of the parent.
+os.register_at_fork(after_in_child=_handles.clear)
 
 
 def call_library(action: str, function: Callable[..., Any], *arguments: object) -> Any:

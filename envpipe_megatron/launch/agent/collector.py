@@ -46,6 +46,8 @@ _ANSWER_S = 5.0
 #: A name may have an address that does not answer, and then another.
 _NEXT_ADDRESS_S = 0.25
 _TRY_AGAIN_S = 1.0
+#: Takes the place of a line that cannot be read: zeros, say, are six times as long in JSON.
+_UNREADABLE = b"?"
 
 
 class Collector:
@@ -257,13 +259,13 @@ class Uplink:
 
 
 def _added_up(data: bytes) -> bytes:
-    """Return a log's lines, sums in place of windows; what cannot be read stays."""
+    """Return a log's lines, sums in place of windows, and `_UNREADABLE` of each that is none."""
     made: list[bytes] = []
     sums = LogSums(lambda one: made.append(json.dumps(one.line()).encode()))
     for line in filter(bytes.strip, data.split(b"\n")):
         try:
             sums.add(parse_line(line))
         except ValueError:
-            made.append(line)
+            made.append(_UNREADABLE)
     sums.flush()
     return b"\n".join(made)

@@ -216,13 +216,21 @@ class BillReport:
 
         A stopped terminal or a disk that hangs delays only that; lines are left out meanwhile.
         """
-        self._follower = threading.Thread(target=self._follow, args=(agent,), daemon=True)
-        self._follower.start()
+        follower = threading.Thread(target=self._follow, args=(agent,), daemon=True)
+        try:
+            follower.start()
+        except RuntimeError as error:  # no more threads: training does not need this one
+            logger.error("The bill is shown at the end only: %s", error)
+        else:
+            self._follower = follower
 
     def _follow(self, agent: NodeAgent) -> None:
-        while not self._over.wait(_LOOK_S):
-            if (bill := agent.bill) is not None:
-                self.look(bill, agent.snapshot)
+        try:
+            while not self._over.wait(_LOOK_S):
+                if (bill := agent.bill) is not None:
+                    self.look(bill, agent.snapshot)
+        except Exception:
+            logger.exception("The bill is shown at the end only")
 
     def look(self, bill: Bill, snapshot: Callable[[], Bill | None]) -> None:
         """Show and write the bill so far, if training is an interval further.

@@ -52,7 +52,6 @@ class StageRecord:
         start_s: of each unit, after the start of the iteration, as `end_s`.
         begin_s: start of the iteration on the time base of the GPU's meter.
         iteration_time_s: from there to the end of this stage, on emulated GPUs of the slowest one.
-        wall_time_s: on the host's clock, until the framework said that the iteration was over.
         number: of the iteration; None if nobody counts them.
         followed: whether the next iteration follows at once: False before what is no training.
         timed: whether its units were timed; else only the iteration was, and units are another's.
@@ -63,7 +62,6 @@ class StageRecord:
     end_s: FloatArray
     begin_s: float
     iteration_time_s: float
-    wall_time_s: float
     number: int | None = None
     followed: bool = True
     timed: bool = True
@@ -167,7 +165,6 @@ class CudaExecutor(Executor):
             self._events.append(self._new_event())
         self._free = iter(self._events)
         self._stream = torch.cuda.current_stream()  # looking it up costs as much as recording
-        self._begin_s = time.monotonic()
         self._begin = next(self._free)
         self._begin.record(self._stream)
         self._starts: list[torch.cuda.Event] = []
@@ -198,7 +195,6 @@ class CudaExecutor(Executor):
         and so has the last unit ended. Then the host waits for nothing, which would take away its
         lead, but for a look at the clock twice a minute.
         """
-        wall_time_s = time.monotonic() - self._begin_s
         recorded, begin, starts, ends = self._events, self._begin, self._starts, self._ends
 
         def read() -> StageRecord:
@@ -212,7 +208,7 @@ class CudaExecutor(Executor):
             starts_s, ends_s = (
                 [begin.elapsed_time(event) / 1e3 for event in events] for events in (starts, ends)
             )
-            return make_record(starts_s, ends_s, begin_s, ends_s[-1], wall_time_s)
+            return make_record(starts_s, ends_s, begin_s, ends_s[-1])
 
         return read
 
@@ -249,8 +245,7 @@ def make_record(
     ends_s: list[float],
     begin_s: float,
     iteration_time_s: float,
-    wall_time_s: float,
 ) -> StageRecord:
     """Make a record from starts and ends relative to the start of the iteration."""
     times_s = np.array(starts_s), np.array(ends_s)
-    return StageRecord(*times_s, begin_s, iteration_time_s, wall_time_s)
+    return StageRecord(*times_s, begin_s, iteration_time_s)

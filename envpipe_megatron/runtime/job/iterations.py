@@ -218,11 +218,11 @@ class Iterations:
         self._late: tuple[StageRun, Callable[[], None]] | None = None
         #: The last one whose units were timed, all of them, and what it ran.
         self._timed: tuple[IterationOrder, StageRecord] | None = None
-        self._kept: deque[tuple[Phase, float, float]] = deque(maxlen=_KEPT_ITERATIONS)
+        self._kept: deque[tuple[Phase, float]] = deque(maxlen=_KEPT_ITERATIONS)
 
     @property
-    def latest(self) -> Sequence[tuple[Phase, float, float]]:
-        """Return phase, time on the GPU's time base in s, and wall time in s of each.
+    def latest(self) -> Sequence[tuple[Phase, float]]:
+        """Return phase and time, s, of each.
 
         Waits for the last unit, if its times are not read yet.
         """
@@ -251,7 +251,7 @@ class Iterations:
             self._energy.catch_up()
             if run.whole:
                 self._timeline.add(phase, number, record, lambda: run.executed, clocks_mhz)
-            self._kept.append((run.order.phase, record.iteration_time_s, record.wall_time_s))
+            self._kept.append((run.order.phase, record.iteration_time_s))
 
         self._late = run, write_down
         if not run.order.billed_late:

@@ -203,6 +203,23 @@ def test_a_forked_child_initialises_again(node):
     assert of_child[0] == "nvmlInitWithFlags"  # and no call before
 
 
+def test_a_forked_child_in_which_other_code_initialises_first(node):
+    """NVML refuses there what it gave the parent, and not as uninitialised (driver 580)."""
+    gpu = NvmlGpu(node.uuids[3])
+    child = os.fork()
+    if child == 0:
+        status = 1
+        try:
+            pynvml.nvmlInit()
+            gpu.lock_frequency(1005)
+            status = 0
+        finally:
+            os._exit(status)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    of_child = [call.function for call in node.history() if call.pid == child]
+    assert of_child[:2] == ["nvmlInitWithFlags", "nvmlDeviceGetHandleByUUID"]
+
+
 def test_somebody_else_shuts_nvml_down(node):
     gpu = NvmlGpu(node.uuids[0])
     pynvml.nvmlShutdown()

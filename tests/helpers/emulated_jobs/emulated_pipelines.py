@@ -304,5 +304,5 @@ def _record(
         for unit in range(1, len(ends_s)):
             starts_s[unit] = ends_s[-1] + 2e-6 * unit
             ends_s[unit] = starts_s[unit] + 1e-6
-    record = make_record(starts_s, ends_s, begin_s, time_s, time_s)
+    record = make_record(starts_s, ends_s, begin_s, time_s)
     return replace(record, whole=now.untold or not now.partial)

@@ -26,7 +26,7 @@ class HostExecutor(Executor):
         return after_s
 
     def end_iteration(self, check):
-        times_s = self._starts, self._ends, self._begin_s, self._ends[-1], self._ends[-1]
+        times_s = self._starts, self._ends, self._begin_s, self._ends[-1]
         return lambda: make_record(*times_s)
 
     def now_s(self):

@@ -11,9 +11,8 @@ import pytest
 
 from envpipe_megatron.formats.energy import Phase
 from envpipe_megatron.integrations import leveled
-from envpipe_megatron.integrations.framework_units import once
 from envpipe_megatron.integrations.hooking import Hooks
-from envpipe_megatron.integrations.job import OpenJob, WithoutEnvPipeError
+from envpipe_megatron.integrations.job import WithoutEnvPipeError
 from envpipe_megatron.integrations.leveled import LeveledJob
 from envpipe_megatron.runtime.job.options import JobOptions
 
@@ -65,17 +64,6 @@ def begin(
         facts: Any = SimpleNamespace(bill={})
         LeveledJob.__init__(job, options or given(), placement, facts, said.append, limits)
     return job, made, said
-
-
-def following(session: Any, framework_function: Any, order_of: Any) -> Any:
-    """A job of Megatron's at level units, of a session that is there."""
-    from envpipe_megatron.integrations.megatron.training import Training
-
-    job = object.__new__(Training)
-    job.job, job._followed, job._warn = OpenJob(session, ""), None, once()
-    job._microbatches, job._followed_counts = session.options.num_microbatches, set()
-    job._framework_function, job._order_of = framework_function, order_of
-    return job
 
 
 def fresh_hooks(module: Any, monkeypatch: pytest.MonkeyPatch) -> Hooks[Any]:

@@ -140,6 +140,20 @@ async def test_a_start_sends_what_is_new_and_sums_of_what_was_before(tmp_path, m
 
 
 @in_time
+async def test_what_a_disk_that_lost_power_left_of_a_log_holds_up_no_bill(tmp_path):
+    """Blocks of zeros are longer as JSON than any piece may be: they are only counted."""
+    async with agents(tmp_path, "a") as (agent,):
+        agent.append(0, 3)
+        with agent.log.path.open("ab") as file:
+            file.write(b"\0" * 1_000_000 + b"\n")
+    async with agents(tmp_path, "a") as (agent,), collecting() as collector:
+        agent.append(3)
+        agent.uplink.send_to(await collector.start("localhost"))
+        await agent.is_known()
+        assert (collector.bill.num_iterations, collector.bill.unreadable) == (4, 1)
+
+
+@in_time
 async def test_a_collector_that_is_there_only_later(tmp_path, caplog):
     """The first tries fail, and it is tried again after a cut."""
     async with collecting() as closed:

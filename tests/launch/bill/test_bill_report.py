@@ -177,3 +177,17 @@ def test_the_saving_is_told_once_it_is_known():
     assert "baseline" not in live.told[0]
     said = "; against the job's own baseline 20.00 % less time, 20.00 % less energy"
     assert live.told[1].endswith(said)
+
+
+def test_a_launcher_that_gets_no_thread_shows_the_bill_at_the_end_only(
+    tmp_path, monkeypatch, caplog
+):
+    def refuse(thread):
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr("threading.Thread.start", refuse)
+    report = BillReport(tmp_path, Tariff(), interval=1)
+    report.follow(None)
+    report.end(Bill())
+    assert "can't start new thread" in caplog.text
+    assert (tmp_path / "bill.json").exists()

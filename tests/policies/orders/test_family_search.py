@@ -46,7 +46,7 @@ def test_families_are_those_that_the_profile_can_price(chunks, split, names):
     profile = uniform_profile(4, CURVE)
     if split:
         profile = profile.with_split_backwards(SplitBackward())
-    problem = Problem(profile.for_chunks(chunks), 8, Conditions((0.0,) * 4), "auto")
+    problem = Problem(8, profile.for_chunks(chunks), Conditions((0.0,) * 4), "auto")
     every = families(problem)
     assert [f.name for f in every] == names
     looped = [f for f in every if f.placement is Placement.LOOPED]
@@ -62,7 +62,7 @@ def test_chunks_with_rows_of_their_own_stay_where_they_were_measured():
         for chunk in range(2)
     ]
     profile = make_profile(rows, source="measured", listed_chunks=2)
-    problem = Problem(profile, 4, Conditions((0.0, 0.0)), "auto")
+    problem = Problem(4, profile, Conditions((0.0, 0.0)), "auto")
     assert [f.name for f in families(problem)] == ["interleaved"]
 
 

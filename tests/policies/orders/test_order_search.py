@@ -39,7 +39,7 @@ def one_f_one_b_s(job):
 
 
 def problem_of(job, **limits):
-    return Problem(job.profile, job.num_microbatches, job.conditions, "auto", **limits)
+    return Problem(job.num_microbatches, job.profile, job.conditions, "auto", **limits)
 
 
 def search_of(job, factor=1.0, **limits):

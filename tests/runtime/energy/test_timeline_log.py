@@ -16,7 +16,7 @@ from envpipe_megatron.runtime.energy.timeline_log import TimelineLog
 from envpipe_megatron.runtime.execution.executor import make_record
 
 LABELS = {"node": "n1", "gpu": "A100", "gpu_uid": "GPU-1", "rank": 3, "stage": 1, "run": "first"}
-RECORD = make_record([0.0, 0.1], [0.1, 0.2499996], 12.5, 0.3, 0.4)
+RECORD = make_record([0.0, 0.1], [0.1, 0.2499996], 12.5, 0.3)
 
 
 def add(log, phase, iteration, clocks=(1410, 1200)):

@@ -113,7 +113,7 @@ class OneRank:
     def iterate(self, phase: Phase, begin_s: float, duration_s: float = 0.5) -> None:
         """Two units of a quarter of the time each, a wait of a tenth before each, and a rest."""
         start_s, end_s = np.array([0.1, 0.45]) * duration_s, np.array([0.35, 0.7]) * duration_s
-        record = StageRecord(start_s, end_s, begin_s, duration_s, duration_s)
+        record = StageRecord(start_s, end_s, begin_s, duration_s)
         self.energy.add(phase, self.number, record, np.array([False, True]))
         if not self.late:
             self.energy.catch_up()

@@ -124,7 +124,7 @@ class Starting(Rank):
     def adopt(self, profile: Any = None, clocks_mhz: Any = None) -> Plan:
         """What `phases.adopt_plan` does after a warm-up of one iteration."""
         empty = np.zeros(OWN.units_per_stage)
-        records = [StageRecord(empty, empty, 0.0, 0.0, 0.0)]
+        records = [StageRecord(empty, empty, 0.0, 0.0)]
         clocks_mhz, profile = clocks_mhz or clocks_of_stages(self), profile or profile_of()
         return finish(adopt_plan(self, OWN, records, profile, clocks_mhz))
 
@@ -453,8 +453,8 @@ def test_a_plan_is_made_of_all_that_is_known_of_the_job(monkeypatch, tmp_path, l
     profile = replace(profile_of(), sidecar=Sidecar(wait_power_w=({1410: 80.0},) * 2))
     problem, notes = plan_online(job, profile)
     assert problem == Problem(
+        7,
         with_memory(profile, known),
-        num_microbatches=7,
         conditions=known_conditions(profile),
         order="envpipe",
         policy="envelope",

@@ -39,7 +39,7 @@ def meter() -> Any:
 
 def record(begin_s: float) -> StageRecord:
     """A forward, a wait of 0.2 s, a backward; a second goes by to the next begin."""
-    return make_record([0.0, 0.5], [0.3, 0.9], begin_s, 0.9, 0.9)
+    return make_record([0.0, 0.5], [0.3, 0.9], begin_s, 0.9)
 
 
 def report(

@@ -29,7 +29,7 @@ from envpipe_megatron.tuning.commands import Parking
 
 SCHEDULE = builders.one_f_one_b(1, 2)
 FILES = {"profile": Path("profile.csv"), "plan": Path("plan.json")}
-RECORD = make_record([0.0, 1.0, 2.0, 3.0], [0.5, 1.5, 2.5, 3.5], 10.0, 4.0, 5.0)
+RECORD = make_record([0.0, 1.0, 2.0, 3.0], [0.5, 1.5, 2.5, 3.5], 10.0, 4.0)
 
 
 class Taken:
@@ -263,7 +263,7 @@ def test_steps_are_numbered_billed_and_told_to_the_phases(world):
     assert [record.number for record in world.records] == [0, 1, 40, 41]
     assert session.state.phase is Phase.STEADY
     assert list(session.iterations.latest) == [
-        (phase, 4.0, 5.0) for phase in [*[Phase.WARMUP] * 2, *[Phase.PROFILE] * 2, Phase.STEADY]
+        (phase, 4.0) for phase in [*[Phase.WARMUP] * 2, *[Phase.PROFILE] * 2, Phase.STEADY]
     ]
 
 
@@ -316,7 +316,7 @@ def test_units_are_timed_where_somebody_looks_or_waits(world, waits):
     """Else those of an iteration of the same order and clocks stand for them."""
     world.clock.waits = waits
     world.executor._gives["end_unit"] = always
-    whole = make_record([0.0], [7.0], 40.0, 8.0, 8.0)
+    whole = make_record([0.0], [7.0], 40.0, 8.0)
     first = order(Phase.STEADY, 1410)
     seldom = replace(first, times_units=False)
     others = replace(order(Phase.STEADY, 1200), times_units=False)

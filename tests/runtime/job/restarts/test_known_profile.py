@@ -63,7 +63,7 @@ def record(change: Callable[[FloatArray], Any] = lambda times_s: None) -> Any:
     times_s = np.where(OWN.is_backward[0], TIMES_S[Kind.BACKWARD], TIMES_S[Kind.FORWARD])
     change(times_s)
     ends_s = np.cumsum(times_s)
-    return make_record((ends_s - times_s).tolist(), ends_s.tolist(), 0.0, ends_s[-1], 0.0)
+    return make_record((ends_s - times_s).tolist(), ends_s.tolist(), 0.0, ends_s[-1])
 
 
 def slow(kind: Kind, share: float) -> Any:
@@ -196,6 +196,6 @@ def test_chunks_and_pairs_are_compared_each_for_itself(tmp_path):
     for slower, said in ((None, ""), (5, "stage 0 chunk 1 combined takes 220 ms")):
         times_s[keys == slower] *= 1.1
         ends_s = np.cumsum(times_s)
-        ran = make_record((ends_s - times_s).tolist(), ends_s.tolist(), 0.0, 1.0, 1.0)
+        ran = make_record((ends_s - times_s).tolist(), ends_s.tolist(), 0.0, 1.0)
         assert (starting.known(ran, order=order) is None) is bool(said)
         assert said in "".join(starting.said)
