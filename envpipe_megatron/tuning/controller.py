@@ -110,7 +110,7 @@ class Controller:
         """
         judge, planner, correcting = self._judge, self._planner, self._due.corrections > 0
         window, drift = yield from self._run_plan()
-        look = not correcting and (drift.any() or self._due.look)
+        look = not correcting and (drift.any() or self._due.look.is_due)
         look = look and not self._budget.forbids_own  # a window with one would take 2 % more
         if look and not self._harmed():
             drift = larger((yield from self._look_at_the_top()), drift)
@@ -122,13 +122,13 @@ class Controller:
             if not planner.busy:  # else the best plan is on its way
                 self._replan(reorder=False)
         elif drift.any() and planner.busy:  # it is not in the plan that is being made
-            self._due.plan_again()
+            self._due.plan.left = WINDOW
         elif drift.any():
             self._commands.note(what_drifted(drift, window) + ": planning again")
             yield from self._plan_anew(drift)
-        elif self._due.plan and not planner.busy:
+        elif self._due.plan.is_due and not planner.busy:
             self._replan(reorder=True)
-        elif self._due.baseline and not self._budget.forbids_own:
+        elif self._due.baseline.is_due and not self._budget.forbids_own:
             yield from self._at_baseline()
             eased = judge.ease()
             if not planner.busy:
@@ -137,7 +137,7 @@ class Controller:
                 if far or eased:
                     self._replan(reorder=True)
         yield from self._take_plans()
-        if not correcting:
+        if not correcting and not self._runs_own:
             self._follow()
         yield from self._keep_budget(window)
 
@@ -151,11 +151,11 @@ class Controller:
         return self._learn_usual(looking, which, window)
 
     def _out_of_harm(self, window: Window, why: str, drift: FloatArray) -> Run[None]:
-        """Run the framework's order at the highest clocks, until there is another plan."""
-        own_s, judge = self._own_predicted_s(), self._judge
-        late = judge.late(own_s)
-        error = self._prediction_error(self._planner.repriced(self.plan))
-        self._commands.bill["late"] = judge.blame(window, own_s, error, why)
+        """Turn to the framework's order at the highest clocks, and begin another plan."""
+        own_s, judge, explained = self._own_predicted_s(), self._judge, bool(drift.any())
+        late, expected = judge.late(own_s), self._expected(self._planner.repriced(self.plan))
+        blame = judge.blame(window, own_s, why, expected, explained=explained)
+        self._commands.bill["late"] = blame
         self._due.looked(calm=False)
         self._commands.note(
             f"{why}, and steps {100 * late:+.1f} %: the framework's order at the highest clocks, "
@@ -165,10 +165,6 @@ class Controller:
         self._lead_own()
         yield from self._at_baseline()
         yield from self._plan_anew(drift)
-        while (plans := self._take()) is None:
-            yield from self._run_own(Phase.BASELINE, 1)
-        if plans:
-            yield from self._adopt(plans[0])
 
     def _at_baseline(self) -> Run[None]:
         """Run a few iterations of the framework's order at the highest clocks."""
@@ -181,8 +177,8 @@ class Controller:
         window, drift = yield from self._commands.run(phase, self._top, iterations, settle)
         if drift.any():
             self._store.forget(drifted_far(drift))
-            self._due.plan_again()
-            if self._due.windows:
+            self._due.plan.left = WINDOW
+            if self._store.profiled:
                 self._commands.note(what_drifted(drift, window) + ": planning again")
         return window
 
@@ -197,7 +193,9 @@ class Controller:
         drift = self._learn_usual(orders, which, window)
         self._budget.compare(window, self._replicas.power_w)
         self._judge.add(window)
-        self._due.windows += 1
+        if self._runs_own:
+            self._measured_baseline(window)
+        self._due.count()
         return window, drift
 
     # --- a power budget ---------------------------------------------------------------------------
@@ -223,7 +221,7 @@ class Controller:
         if planner.busy and (self._has_no_plan or not news):
             return  # it is looked at when it is there
         if planner.busy and planner.reorders:
-            self._due.plan_again()
+            self._due.plan.left = WINDOW
         within.limit(leads)
         if (was_bound or within.bound) and not budget.fails:
             self._replan(reorder=self._has_no_plan or not within.bound)
@@ -248,7 +246,7 @@ class Controller:
     def _measured_baseline(self, window: Window) -> None:
         self._compare(window, alike=True)
         self._judge.add_baseline(window, self._own_predicted_s())
-        self._due.baseline_at = self._due.windows
+        self._due.baseline.put_off()
         if not math.isnan(window.power_w):
             self._budget.own_w = window.power_w
 
@@ -261,11 +259,8 @@ class Controller:
 
     def _harmed(self) -> bool:
         # Where the framework's order takes too much power, there is no other way out of harm.
-        return not self._budget.forbids_own and self._judge.harmed(self._own_predicted_s())
-
-    def _prediction_error(self, plan: Plan) -> float:
-        """Return by which share steps last longer than a plan predicts from today's times."""
-        return (1 + self._judge.late(self._own_predicted_s())) / self._expected(plan) - 1
+        leaves = not (self._budget.forbids_own or self._runs_own)
+        return leaves and self._judge.harmed(self._own_predicted_s())
 
     def _expected(self, plan: Plan) -> float:
         """Return how many times as long as the framework's own order a plan says that it takes."""
@@ -290,7 +285,7 @@ class Controller:
         if levels or self._budget.forbids_own:  # a new plan forgets those of the one before
             levels = sorted({*levels, *self._replicas.levels} - {0})
         if order is None:
-            self._due.plan_at = 0
+            self._due.plan.left = math.inf
         self._planner.begin(order, self._judge.faster, levels)
 
     def _take(self) -> Plans | None:
@@ -298,20 +293,28 @@ class Controller:
         if isinstance(plans, str):
             self._failed(plans)
             return {}
-        if plans and self._planner.reorders:
-            self._due.failures = 0
+        if plans and self._judge.refuses(self._expected(plans[0])):
+            why = "no plan is found that is faster than the last one, whose steps lasted too long"
+            self._failed(why)
+            return {}
         return plans
 
     def _failed(self, why: str) -> None:
         """Have it tried again, each time later."""
         self._commands.note(why)
-        self._due.failed()
+        self._due.plan.put_off()
         if self._has_no_plan:
             self._commands.bill["none"] = f"The framework's own order, at the highest clocks: {why}"
 
     @property
     def _has_no_plan(self) -> bool:
         return self.plan.policy == UNPLANNED
+
+    @property
+    def _runs_own(self) -> bool:
+        """True if the framework's order runs, and no clock of it is lowered for a power budget."""
+        top_mhz = self._top.frequency_mhz
+        return self._has_no_plan and bool((self.plan.frequency_mhz == top_mhz).all())
 
     def _take_plans(self) -> Run[None]:
         """Turn to what was planned meanwhile, if it is better."""
@@ -337,11 +340,12 @@ class Controller:
         number = MOST_CORRECTIONS + 1 - self._due.corrections
         self._due.corrections = self._due.corrections - 1 if better else 0
         today = self._planner.repriced(self.plan)
-        time, energy = self._prediction_error(today), today.cost.energy_j / self.plan.cost.energy_j
+        time = (1 + self._judge.late(self._own_predicted_s())) / self._expected(today) - 1
+        energy = today.cost.energy_j / self.plan.cost.energy_j - 1
         if not better:
             yield from self._adopt(self.plan)
         self._commands.note(
-            f"correction {number}: time {100 * time:+.2f} %, energy {100 * (energy - 1):+.2f} % "
+            f"correction {number}: time {100 * time:+.2f} %, energy {100 * energy:+.2f} % "
             f"off what was predicted, {'planned again' if better else 'nothing better is found'}"
         )
 
@@ -354,6 +358,8 @@ class Controller:
         ready = self._planner.ready(plan)
         if not (yield from self._turn_to(ready)):
             return
+        if not self._judge.comes_back:
+            self._due.plan.restart()
         if bill["none"] and not self._has_no_plan:
             bill["none"] = "The framework's own order ran until there was a plan"
         bill["won"] = won or bill["won"]
