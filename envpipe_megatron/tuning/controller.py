@@ -122,7 +122,7 @@ class Controller:
             if not planner.busy:  # else the best plan is on its way
                 self._replan(reorder=False)
         elif drift.any() and planner.busy:  # it is not in the plan that is being made
-            self._due.plan.left = WINDOW
+            self._due.plan_again()
         elif drift.any():
             self._commands.note(what_drifted(drift, window) + ": planning again")
             yield from self._plan_anew(drift)
@@ -156,6 +156,8 @@ class Controller:
         late, expected = judge.late(own_s), self._expected(self._planner.repriced(self.plan))
         blame = judge.blame(window, own_s, why, expected, explained=explained)
         self._commands.bill["late"] = blame
+        if not judge.comes_back:
+            self._due.plan.restart()
         self._due.looked(calm=False)
         self._commands.note(
             f"{why}, and steps {100 * late:+.1f} %: the framework's order at the highest clocks, "
@@ -177,7 +179,7 @@ class Controller:
         window, drift = yield from self._commands.run(phase, self._top, iterations, settle)
         if drift.any():
             self._store.forget(drifted_far(drift))
-            self._due.plan.left = WINDOW
+            self._due.plan_again()
             if self._store.profiled:
                 self._commands.note(what_drifted(drift, window) + ": planning again")
         return window
@@ -221,7 +223,7 @@ class Controller:
         if planner.busy and (self._has_no_plan or not news):
             return  # it is looked at when it is there
         if planner.busy and planner.reorders:
-            self._due.plan.left = WINDOW
+            self._due.plan_again()
         within.limit(leads)
         if (was_bound or within.bound) and not budget.fails:
             self._replan(reorder=self._has_no_plan or not within.bound)
@@ -261,6 +263,10 @@ class Controller:
         # Where the framework's order takes too much power, there is no other way out of harm.
         leaves = not (self._budget.forbids_own or self._runs_own)
         return leaves and self._judge.harmed(self._own_predicted_s())
+
+    def _prediction_error(self, plan: Plan) -> float:
+        """Return by which share steps last longer than a plan predicts from today's times."""
+        return (1 + self._judge.late(self._own_predicted_s())) / self._expected(plan) - 1
 
     def _expected(self, plan: Plan) -> float:
         """Return how many times as long as the framework's own order a plan says that it takes."""
@@ -340,12 +346,11 @@ class Controller:
         number = MOST_CORRECTIONS + 1 - self._due.corrections
         self._due.corrections = self._due.corrections - 1 if better else 0
         today = self._planner.repriced(self.plan)
-        time = (1 + self._judge.late(self._own_predicted_s())) / self._expected(today) - 1
-        energy = today.cost.energy_j / self.plan.cost.energy_j - 1
+        time, energy = self._prediction_error(today), today.cost.energy_j / self.plan.cost.energy_j
         if not better:
             yield from self._adopt(self.plan)
         self._commands.note(
-            f"correction {number}: time {100 * time:+.2f} %, energy {100 * energy:+.2f} % "
+            f"correction {number}: time {100 * time:+.2f} %, energy {100 * (energy - 1):+.2f} % "
             f"off what was predicted, {'planned again' if better else 'nothing better is found'}"
         )
 
@@ -358,7 +363,7 @@ class Controller:
         ready = self._planner.ready(plan)
         if not (yield from self._turn_to(ready)):
             return
-        if not self._judge.comes_back:
+        if not self._judge.unexplained:
             self._due.plan.restart()
         if bill["none"] and not self._has_no_plan:
             bill["none"] = "The framework's own order ran until there was a plan"

@@ -103,7 +103,7 @@ class Judge:
         allowed: how many times as long as the framework's own order they may last.
         faster: by which share plans are to be made faster than what is asked, for they turned out
             slower.
-        comes_back: whether steps were too slow soon after they had been, and no unit shows why.
+        unexplained: whether no unit has shown why steps were too slow the last time.
     """
 
     def __init__(self, allowed: float) -> None:
@@ -113,10 +113,9 @@ class Judge:
         self._steps = Steps()
         self._latest_s = 0.0
         self.faster = 0.0
-        self.comes_back = False
-        #: Whether no unit has shown why the last time, and what the plan is predicted to take whose
-        #: harm has come back; else infinite.
-        self._unexplained, self._slow = False, math.inf
+        self.unexplained = False
+        #: What the plan was predicted to take, if its harm had come back; else infinite.
+        self._slow = math.inf
         #: Steps that lasted longer than they may, by how much, s, and the longest's share.
         self._harm = 0, 0.0, 0.0
 
@@ -197,9 +196,8 @@ class Judge:
         """
         error = (1 + self.late(own_s)) / expected - 1
         self.faster = min(_MOST_FASTER, self.faster + max(0.0, error))
-        soon = len(self._steps) < _KEPT_STEPS
-        self.comes_back = self._unexplained and not explained and soon
-        self._unexplained, self._slow = not explained, expected if self.comes_back else math.inf
+        comes_back = self.unexplained and not explained and len(self._steps) < _KEPT_STEPS
+        self.unexplained, self._slow = not explained, expected if comes_back else math.inf
         steps_s, allowed_s = window.steps_s, self._own_s(own_s) * self.allowed
         steps, lost_s, worst = self._harm
         lost_s += max(float((steps_s - allowed_s).sum()), 0.0)
@@ -210,6 +208,11 @@ class Judge:
             f"{100 * worst:.1f} % longer, until the framework's order ran at the highest clocks. "
             f"The last time: {why}"
         )
+
+    @property
+    def comes_back(self) -> bool:
+        """True if the last harm was there before, and nothing has explained it."""
+        return math.isfinite(self._slow)
 
     def refuses(self, expected: float) -> bool:
         """Return, once after harm that comes back, if a plan is no faster than the slow one.
@@ -271,7 +274,7 @@ class Due:
         self.look = Timer(_LOOKS_AT_TOP, _SELDOM)
         self.look.put_off()
         self.baseline = Timer(BASELINE_EVERY)
-        #: The best plan is made again, or once more when the one that is being made is there.
+        #: The best plan is made again.
         self.plan = Timer(_TRIED_AGAIN, LATEST)
 
     def count(self) -> None:
@@ -284,6 +287,10 @@ class Due:
         if not calm:
             self.look.restart()
         self.look.put_off()
+
+    def plan_again(self) -> None:
+        """Have the best plan made once more when the one that is being made is there."""
+        self.plan.left = WINDOW
 
 
 class Silence:
