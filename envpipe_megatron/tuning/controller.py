@@ -110,7 +110,7 @@ class Controller:
         """
         judge, planner, correcting = self._judge, self._planner, self._due.corrections > 0
         window, drift = yield from self._run_plan()
-        look = not correcting and (drift.any() or self._due.look.is_due)
+        look = not correcting and (drift.any() or self._due.look)
         look = look and not self._budget.forbids_own  # a window with one would take 2 % more
         if look and not self._harmed():
             drift = larger((yield from self._look_at_the_top()), drift)
@@ -126,9 +126,9 @@ class Controller:
         elif drift.any():
             self._commands.note(what_drifted(drift, window) + ": planning again")
             yield from self._plan_anew(drift)
-        elif self._due.plan.is_due and not planner.busy:
+        elif self._due.plan and not planner.busy:
             self._replan(reorder=True)
-        elif self._due.baseline.is_due and not self._budget.forbids_own:
+        elif self._due.baseline and not self._budget.forbids_own:
             yield from self._at_baseline()
             eased = judge.ease()
             if not planner.busy:
@@ -137,7 +137,7 @@ class Controller:
                 if far or eased:
                     self._replan(reorder=True)
         yield from self._take_plans()
-        if not correcting and not self._runs_own:
+        if not correcting:
             self._follow()
         yield from self._keep_budget(window)
 
@@ -151,13 +151,11 @@ class Controller:
         return self._learn_usual(looking, which, window)
 
     def _out_of_harm(self, window: Window, why: str, drift: FloatArray) -> Run[None]:
-        """Turn to the framework's order at the highest clocks, and begin another plan."""
-        own_s, judge, explained = self._own_predicted_s(), self._judge, bool(drift.any())
-        late, expected = judge.late(own_s), self._expected(self._planner.repriced(self.plan))
-        blame = judge.blame(window, own_s, why, expected, explained=explained)
-        self._commands.bill["late"] = blame
-        if not judge.comes_back:
-            self._due.plan.restart()
+        """Run the framework's order at the highest clocks, until there is another plan."""
+        own_s, judge = self._own_predicted_s(), self._judge
+        late = judge.late(own_s)
+        error = self._prediction_error(self._planner.repriced(self.plan))
+        self._commands.bill["late"] = judge.blame(window, own_s, error, why)
         self._due.looked(calm=False)
         self._commands.note(
             f"{why}, and steps {100 * late:+.1f} %: the framework's order at the highest clocks, "
@@ -167,6 +165,10 @@ class Controller:
         self._lead_own()
         yield from self._at_baseline()
         yield from self._plan_anew(drift)
+        while (plans := self._take()) is None:
+            yield from self._run_own(Phase.BASELINE, 1)
+        if plans:
+            yield from self._adopt(plans[0])
 
     def _at_baseline(self) -> Run[None]:
         """Run a few iterations of the framework's order at the highest clocks."""
@@ -180,7 +182,7 @@ class Controller:
         if drift.any():
             self._store.forget(drifted_far(drift))
             self._due.plan_again()
-            if self._store.profiled:
+            if self._due.windows:
                 self._commands.note(what_drifted(drift, window) + ": planning again")
         return window
 
@@ -195,9 +197,7 @@ class Controller:
         drift = self._learn_usual(orders, which, window)
         self._budget.compare(window, self._replicas.power_w)
         self._judge.add(window)
-        if self._runs_own:
-            self._measured_baseline(window)
-        self._due.count()
+        self._due.windows += 1
         return window, drift
 
     # --- a power budget ---------------------------------------------------------------------------
@@ -248,7 +248,7 @@ class Controller:
     def _measured_baseline(self, window: Window) -> None:
         self._compare(window, alike=True)
         self._judge.add_baseline(window, self._own_predicted_s())
-        self._due.baseline.put_off()
+        self._due.baseline_at = self._due.windows
         if not math.isnan(window.power_w):
             self._budget.own_w = window.power_w
 
@@ -261,8 +261,7 @@ class Controller:
 
     def _harmed(self) -> bool:
         # Where the framework's order takes too much power, there is no other way out of harm.
-        leaves = not (self._budget.forbids_own or self._runs_own)
-        return leaves and self._judge.harmed(self._own_predicted_s())
+        return not self._budget.forbids_own and self._judge.harmed(self._own_predicted_s())
 
     def _prediction_error(self, plan: Plan) -> float:
         """Return by which share steps last longer than a plan predicts from today's times."""
@@ -291,7 +290,7 @@ class Controller:
         if levels or self._budget.forbids_own:  # a new plan forgets those of the one before
             levels = sorted({*levels, *self._replicas.levels} - {0})
         if order is None:
-            self._due.plan.left = math.inf
+            self._due.plan_at = 0
         self._planner.begin(order, self._judge.faster, levels)
 
     def _take(self) -> Plans | None:
@@ -299,28 +298,20 @@ class Controller:
         if isinstance(plans, str):
             self._failed(plans)
             return {}
-        if plans and self._judge.refuses(self._expected(plans[0])):
-            why = "no plan is found that is faster than the last one, whose steps lasted too long"
-            self._failed(why)
-            return {}
+        if plans and self._planner.reorders:
+            self._due.failures = 0
         return plans
 
     def _failed(self, why: str) -> None:
         """Have it tried again, each time later."""
         self._commands.note(why)
-        self._due.plan.put_off()
+        self._due.failed()
         if self._has_no_plan:
             self._commands.bill["none"] = f"The framework's own order, at the highest clocks: {why}"
 
     @property
     def _has_no_plan(self) -> bool:
         return self.plan.policy == UNPLANNED
-
-    @property
-    def _runs_own(self) -> bool:
-        """True if the framework's order runs, and no clock of it is lowered for a power budget."""
-        top_mhz = self._top.frequency_mhz
-        return self._has_no_plan and bool((self.plan.frequency_mhz == top_mhz).all())
 
     def _take_plans(self) -> Run[None]:
         """Turn to what was planned meanwhile, if it is better."""
@@ -363,8 +354,6 @@ class Controller:
         ready = self._planner.ready(plan)
         if not (yield from self._turn_to(ready)):
             return
-        if not self._judge.unexplained:
-            self._due.plan.restart()
         if bill["none"] and not self._has_no_plan:
             bill["none"] = "The framework's own order ran until there was a plan"
         bill["won"] = won or bill["won"]

@@ -1,13 +1,12 @@
 """Sees whether something has changed, and whether steps last longer than they may.
 
 `Judge` holds the steps of a plan against what the framework's own order would take today, and adds
-up for the bill what too slow ones cost. A `Timer` counts when to look or plan again, `Silence` is
-what the log must say of meters.
+up for the bill what too slow ones cost. `Due` counts when to look again, `Silence` is what the log
+must say of meters.
 """
 
 from __future__ import annotations
 
-import math
 from collections import deque
 
 import numpy as np
@@ -38,14 +37,12 @@ MOST_CORRECTIONS = 6
 #: Iterations of the framework's order at the highest clocks, and of others between two of these:
 #: they cost less than a hundredth of what is saved.
 BASELINE_ITERATIONS, BASELINE_EVERY = 3, 500
-#: Iterations until a few units run at the highest clock, if no others do: the first number, and
-#: twice as many each time that nothing has changed, up to the second. Without such looks,
-#: iterations of a job whose power cap has ended are 9.5 % too long until the next baseline.
-_LOOKS_AT_TOP, _SELDOM = 8, 32
-#: Iterations until planning that failed, or plans that all were too slow, are tried again, and most
-#: of them. Tried at once each time, plans of a job that waits for what no unit shows, 0.8 % of each
-#: step, run for five of nine iterations, all too slow.
-_TRIED_AGAIN, LATEST = 8, 4096
+#: Windows until a few units run at the highest clock, if no others do: the first number, and twice
+#: as many each time that nothing has changed, up to the second. Without such looks, iterations of
+#: a job whose power cap has ended are 9.5 % too long until the next baseline.
+_LOOKS_AT_TOP, _SELDOM = 2, 8
+#: Most windows until planning that failed is tried again.
+_LATEST = 1024
 
 
 def drifted_far(drift: FloatArray) -> BoolArray:
@@ -103,7 +100,6 @@ class Judge:
         allowed: how many times as long as the framework's own order they may last.
         faster: by which share plans are to be made faster than what is asked, for they turned out
             slower.
-        unexplained: whether no unit has shown why steps were too slow the last time.
     """
 
     def __init__(self, allowed: float) -> None:
@@ -113,9 +109,6 @@ class Judge:
         self._steps = Steps()
         self._latest_s = 0.0
         self.faster = 0.0
-        self.unexplained = False
-        #: What the plan was predicted to take, if its harm had come back; else infinite.
-        self._slow = math.inf
         #: Steps that lasted longer than they may, by how much, s, and the longest's share.
         self._harm = 0, 0.0, 0.0
 
@@ -177,27 +170,15 @@ class Judge:
         error = self._own_error * float(np.sqrt(1 + len(self._baseline) / len(self._steps)))
         return self.gain() > max(_LEAST_GAIN, 2 * error)
 
-    def blame(
-        self,
-        window: Window,
-        own_s: float,
-        why: str,
-        expected: float = math.inf,
-        *,
-        explained: bool = True,
-    ) -> str:
+    def blame(self, window: Window, own_s: float, error: float, why: str) -> str:
         """Take in harm; what the bill says.
 
         Args:
             window: of the plan; `own_s` as for `late`.
+            error: by which share it lasted longer than what its units took explains.
             why: what is known of it.
-            expected: what its units explain, as a multiple of the framework's own order.
-            explained: whether units have changed, so that another plan will know better.
         """
-        error = (1 + self.late(own_s)) / expected - 1
         self.faster = min(_MOST_FASTER, self.faster + max(0.0, error))
-        comes_back = self.unexplained and not explained and len(self._steps) < _KEPT_STEPS
-        self.unexplained, self._slow = not explained, expected if comes_back else math.inf
         steps_s, allowed_s = window.steps_s, self._own_s(own_s) * self.allowed
         steps, lost_s, worst = self._harm
         lost_s += max(float((steps_s - allowed_s).sum()), 0.0)
@@ -209,20 +190,6 @@ class Judge:
             f"The last time: {why}"
         )
 
-    @property
-    def comes_back(self) -> bool:
-        """True if the last harm was there before, and nothing has explained it."""
-        return math.isfinite(self._slow)
-
-    def refuses(self, expected: float) -> bool:
-        """Return, once after harm that comes back, if a plan is no faster than the slow one.
-
-        Args:
-            expected: what is predicted of it, as for `blame`.
-        """
-        slow, self._slow = self._slow, math.inf
-        return expected > slow - _LEAST_GAIN
-
     def ease(self) -> bool:
         """Give back what plans were made faster by; True if there was any.
 
@@ -232,65 +199,50 @@ class Judge:
         return eased
 
 
-class Timer:
-    """Counts iterations until something is due.
-
-    Args:
-        first: how many there are when it is put off for the first time.
-        longest: twice as many each time, up to this number; by default always the first.
-
-    Attributes:
-        left: how many there are until then; infinite for never, as before the first time.
-    """
-
-    def __init__(self, first: int, longest: int = 0) -> None:
-        self._first, self._longest = first, max(first, longest)
-        self.left = math.inf
-        self.restart()
-
-    @property
-    def is_due(self) -> bool:
-        """True from then on."""
-        return self.left <= 0
-
-    def restart(self) -> None:
-        """Have it put off as briefly as for the first time, the next time that it is."""
-        self._next = self._first
-
-    def put_off(self) -> None:
-        """Have it later, and the next time later still."""
-        self.left, self._next = self._next, min(2 * self._next, self._longest)
-
-
 class Due:
-    """Counts when looks at the highest clock, baselines and new plans are due.
+    """Counts when looks at the highest clock, baselines and new plans are due, in windows.
 
     Attributes:
         corrections: how many of the first plan are to be made at most, from now on.
+        windows: how many windows of plans have passed.
+        baseline_at: how many had passed at the last baseline.
+        failures: how often planning has failed since the best plan was made.
+        plan_at: the window after which the best plan is made again; 0 for never.
     """
 
     def __init__(self) -> None:
         self.corrections = MOST_CORRECTIONS
-        self.look = Timer(_LOOKS_AT_TOP, _SELDOM)
-        self.look.put_off()
-        self.baseline = Timer(BASELINE_EVERY)
-        #: The best plan is made again.
-        self.plan = Timer(_TRIED_AGAIN, LATEST)
+        self.windows = self.baseline_at = self.failures = self.plan_at = 0
+        self._every, self._look_at = _LOOKS_AT_TOP, _LOOKS_AT_TOP
 
-    def count(self) -> None:
-        """Count a window of a plan."""
-        for timer in (self.look, self.baseline, self.plan):
-            timer.left -= WINDOW
+    @property
+    def baseline(self) -> bool:
+        """True if a baseline is due."""
+        return WINDOW * (self.windows - self.baseline_at) >= BASELINE_EVERY
+
+    @property
+    def look(self) -> bool:
+        """True if a look at the highest clock is due."""
+        return self.windows >= self._look_at
+
+    @property
+    def plan(self) -> bool:
+        """True if the best plan is due to be made again."""
+        return 0 < self.plan_at <= self.windows
 
     def looked(self, *, calm: bool) -> None:
         """Have the next look later than this one was, if all is as before."""
-        if not calm:
-            self.look.restart()
-        self.look.put_off()
+        self._every = min(2 * self._every, _SELDOM) if calm else _LOOKS_AT_TOP
+        self._look_at = self.windows + self._every
 
     def plan_again(self) -> None:
         """Have the best plan made once more when the one that is being made is there."""
-        self.plan.left = WINDOW
+        self.plan_at = self.windows + 1
+
+    def failed(self) -> None:
+        """Have the best plan made again, each time later."""
+        self.failures += 1
+        self.plan_at = self.windows + min(2**self.failures, _LATEST)
 
 
 class Silence:

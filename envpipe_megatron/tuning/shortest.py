@@ -9,6 +9,8 @@ never predicted: units may be slow in a new order only.
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 
 from envpipe_megatron.core.arrays import FloatArray
@@ -17,7 +19,7 @@ from envpipe_megatron.core.schedule import Schedule
 from envpipe_megatron.formats.energy import Phase
 from envpipe_megatron.tuning.command_maker import CommandMaker
 from envpipe_megatron.tuning.commands import Clocked, Run, Window
-from envpipe_megatron.tuning.judge import BASELINE_EVERY, LATEST, WINDOW, Judge, Timer, what_drifted
+from envpipe_megatron.tuning.judge import BASELINE_EVERY, WINDOW, Judge, what_drifted
 from envpipe_megatron.tuning.measured.store import Store
 from envpipe_megatron.tuning.planner import Planner, Plans
 
@@ -26,8 +28,9 @@ from envpipe_megatron.tuning.planner import Planner, Plans
 _TRIED = WINDOW, 9
 #: A plan is tried if it is predicted to take this share less than what runs.
 _WORTH = 3e-3
-#: Iterations before another plan is made; later each time that none is found to be faster.
-_PAUSE = 64
+#: Iterations before another plan is made; twice as many each time that none is found to be faster,
+#: up to the second number.
+_PAUSE, _LONGEST_PAUSE = 64, 4096
 
 
 class ShortestOrder:
@@ -46,25 +49,24 @@ class ShortestOrder:
         #: What runs but for looks and trials, and what ran last.
         self._order = self._last = self._own
         self._commands, self._judge = CommandMaker(store, num_replicas), Judge(1.0)
-        #: Until another baseline, and until another plan is made.
-        self._baseline, self._replan = Timer(BASELINE_EVERY), Timer(_PAUSE, LATEST)
-        self._baseline.put_off()
-        self._replan.left = 0
+        #: Iterations since the last baseline, and until another plan is made; the first at once.
+        self._since_baseline, self._until_plan = 0, -math.inf
+        self._pause = _PAUSE
 
     def run(self, first: Window) -> Run[None]:
         """Go on after the warm-up, as `Controller.run`."""
         changed = False
         while True:
-            phase = Phase.STEADY if self._commands.bill["won"] else Phase.PROFILE
+            phase = Phase.PROFILE if self._until_plan == -math.inf else Phase.STEADY
             window, drift = yield from self._run_order(phase, self._order)
             changed |= bool(drift.any())
             slow = ""
             if self._order is not self._own:
                 self._judge.add(window)
                 slow = what_drifted(drift, window) if self._judge.harmed(1.0) else ""
-            if slow or self._baseline.is_due:
+            if slow or self._since_baseline >= BASELINE_EVERY:
                 yield from self._look(window, slow)
-            due = self._replan.is_due and not self._planner.busy
+            due = self._until_plan <= 0 and not self._planner.busy
             if due and (changed or self._order is self._own):
                 changed = False
                 yield from self._plan()
@@ -110,7 +112,7 @@ class ShortestOrder:
         if why := (yield from self._try(self.plan)):
             self._order = self._own  # also for want of memory
             if slow:
-                self._commands.bill["late"] = self._judge.blame(window, 1.0, slow)
+                self._commands.bill["late"] = self._judge.blame(window, 1.0, 0.0, slow)
             yield from self._stay(f"the planned order is not faster any more ({why})")
 
     def _try(self, plan: Plan) -> Run[str]:
@@ -124,7 +126,7 @@ class ShortestOrder:
         predicted = 100 * self._less(plan.schedule, self._own.schedule)
         before_s = yield from self._at_own(anew=True)
         if plan is self.plan and judge.gains() and not judge.harmed(1.0):
-            self._replan.restart()
+            self._pause = _PAUSE
             return ""
         if refused := (yield from self._commands.adopt(plan)):
             self._commands.note(f"the new plan does not run: {refused}")
@@ -144,7 +146,7 @@ class ShortestOrder:
                 self._say(
                     f"The planned order takes {gain:.1f} % less time (predicted {predicted:.1f} %)"
                 )
-                self._replan.left = _PAUSE
+                self._until_plan = _PAUSE
                 return ""
             before_s = after_s
         self._order = self._own
@@ -160,7 +162,8 @@ class ShortestOrder:
                 self.plan = None
         else:
             self._commands.note(why)
-        self._replan.put_off()
+        self._until_plan = self._pause
+        self._pause = min(2 * self._pause, _LONGEST_PAUSE)
 
     def _say(self, text: str) -> None:
         """Have log and bill say it, the bill behind what it says of steps that were too slow."""
@@ -184,13 +187,13 @@ class ShortestOrder:
         """
         before, self._last = self._last, clocked
         window, drift = yield from self._commands.run(phase, clocked, iterations, settle)
-        for timer in (self._baseline, self._replan):
-            timer.left -= settle + iterations
+        self._since_baseline += settle + iterations
+        self._until_plan -= settle + iterations
         return window, drift if clocked is before else np.zeros_like(drift)
 
     def _at_own(self, *, anew: bool = False) -> Run[float]:
         """Run a window of the framework's order, for the baseline; what a step took, s."""
         window, _ = yield from self._run_order(Phase.BASELINE, self._own)
         self._judge.add_baseline(window, 1.0, anew=anew)
-        self._baseline.put_off()
+        self._since_baseline = 0
         return float(np.median(window.steps_s))

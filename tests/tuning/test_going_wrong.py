@@ -96,8 +96,8 @@ def window(steps_s: list[float], metered: tuple[int, ...] = (1,)) -> Window:
 def test_harm_is_added_up():
     judge = Judge(1.0)
     judge.add_baseline(window([2.0]), 2.0)
-    judge.blame(window([2.0, 2.02, 2.04]), 2.0, "heat")
-    told = judge.blame(window([2.2, 2.2, 2.2]), 2.0, "a power cap")
+    judge.blame(window([2.0, 2.02, 2.04]), 2.0, 0.0, "heat")
+    told = judge.blame(window([2.2, 2.2, 2.2]), 2.0, 0.0, "a power cap")
     assert "6 steps took 0.66 s longer" in told
     assert "one 10.0 % longer" in told
     assert told.endswith("a power cap")
