@@ -298,8 +298,6 @@ class Controller:
         if isinstance(plans, str):
             self._failed(plans)
             return {}
-        if plans and self._planner.reorders:
-            self._due.failures = 0
         return plans
 
     def _failed(self, why: str) -> None:
@@ -354,6 +352,7 @@ class Controller:
         ready = self._planner.ready(plan)
         if not (yield from self._turn_to(ready)):
             return
+        self._due.failures = 0
         if bill["none"] and not self._has_no_plan:
             bill["none"] = "The framework's own order ran until there was a plan"
         bill["won"] = won or bill["won"]

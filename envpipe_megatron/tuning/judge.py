@@ -206,7 +206,7 @@ class Due:
         corrections: how many of the first plan are to be made at most, from now on.
         windows: how many windows of plans have passed.
         baseline_at: how many had passed at the last baseline.
-        failures: how often planning has failed since the best plan was made.
+        failures: how often planning has failed, or ranks had no memory, since a plan led.
         plan_at: the window after which the best plan is made again; 0 for never.
     """
 

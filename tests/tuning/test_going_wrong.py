@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -166,6 +167,13 @@ def test_a_later_plan_without_memory_leaves_the_one_that_runs(monkeypatch):
     assert ran.job[-1].phase == "steady"
     assert ran.saved(50, ITERATIONS) > 0.1
     assert ran.notes == ()
+
+
+def test_plans_that_never_find_memory_are_made_ever_more_seldom():
+    ran = run_uneven(iterations=150, rooms=(False,) * 20)
+    failed = [at for at, text in ran.said if "the new plan does not run" in text]
+    pauses = [later - at for at, later in pairwise(failed)]
+    assert pauses[-1] > pauses[-2] > pauses[-3], pauses
 
 
 def of_another_order(inner: Callable[..., Any]) -> Callable[..., Any]:
