@@ -86,7 +86,7 @@ class Number:
 
 
 AMOUNT = Number()
-WHOLE = Number(whole=True)
+WHOLE_NUMBER = Number(whole=True)
 COUNT = Number(whole=True, positive=True)
 #: MHz; 1 and 2 are GHz.
 FREQUENCY = Number(

@@ -14,7 +14,7 @@ from functools import cached_property
 
 from envpipe_megatron.core.channel_model import CHANNEL_REMEDY, find_stall, max_falling_step
 from envpipe_megatron.core.conditions import Conditions
-from envpipe_megatron.core.fields import FACTOR, TIME, WHOLE, option
+from envpipe_megatron.core.fields import FACTOR, TIME, WHOLE_NUMBER, option
 from envpipe_megatron.core.kinds import Kind, ScheduleError
 from envpipe_megatron.core.orders import builders
 from envpipe_megatron.core.profile import Profile
@@ -159,9 +159,9 @@ class Asked:
     min_dwell_s: float = option(
         "With --policy optimal: keep each clock of a stage at least as long, s.", TIME, 0.0
     )
-    max_extra_forwards: int | None = option("Limit for every stage.", WHOLE)
+    max_extra_forwards: int | None = option("Limit for every stage.", WHOLE_NUMBER)
     channel_capacity: int | None = option(
-        "Messages that a bounded p2p channel holds (1 with a single hardware queue).", WHOLE
+        "Messages that a bounded p2p channel holds (1 with a single hardware queue).", WHOLE_NUMBER
     )
     runnable: bool = option(
         "With --schedule auto and chunks: only orders that a training job under EnvPipe runs, "

@@ -2,6 +2,7 @@
 
 import os
 import threading
+from collections.abc import Callable
 
 import pynvml
 import pytest
@@ -183,17 +184,24 @@ def test_threads_that_initialise_at_once(node):
     assert any("Init" in call.function for call in node.history())
 
 
-def test_a_forked_child_initialises_again(node):
-    gpu = NvmlGpu(node.uuids[3])
+def run_in_forked_child(*work: Callable[[], object]) -> int:
+    """Run some calls in a forked child, which must end well; return its pid."""
     child = os.fork()
     if child == 0:
         status = 1
         try:
-            gpu.lock_frequency(1005)
+            for call in work:
+                call()
             status = 0
         finally:
             os._exit(status)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    return child
+
+
+def test_a_forked_child_initialises_again(node):
+    gpu = NvmlGpu(node.uuids[3])
+    child = run_in_forked_child(lambda: gpu.lock_frequency(1005))
     assert node.locked_mhz(node.uuids[3]) == (1005, 1005)
     gpu.reset_frequency()
     assert node.locked_mhz(node.uuids[3]) is None
@@ -206,16 +214,7 @@ def test_a_forked_child_initialises_again(node):
 def test_a_forked_child_in_which_other_code_initialises_first(node):
     """NVML refuses there what it gave the parent, and not as uninitialised (driver 580)."""
     gpu = NvmlGpu(node.uuids[3])
-    child = os.fork()
-    if child == 0:
-        status = 1
-        try:
-            pynvml.nvmlInit()
-            gpu.lock_frequency(1005)
-            status = 0
-        finally:
-            os._exit(status)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    child = run_in_forked_child(pynvml.nvmlInit, lambda: gpu.lock_frequency(1005))
     of_child = [call.function for call in node.history() if call.pid == child]
     assert of_child[:2] == ["nvmlInitWithFlags", "nvmlDeviceGetHandleByUUID"]
 
