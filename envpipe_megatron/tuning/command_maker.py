@@ -18,18 +18,14 @@ class CommandMaker:
 
     Args:
         store: learns what is measured of units; None where nobody measures them.
-        num_replicas: pipelines.
         budget: counts the power of all windows, if there is or was one.
 
     Attributes:
         bill: what it says: why no plan runs, what was too slow, and what runs.
     """
 
-    def __init__(
-        self, store: Store | None, num_replicas: int, budget: Budget | None = None
-    ) -> None:
-        self._budget = budget or Budget()
-        self._store, self._everyone = store, range(num_replicas)
+    def __init__(self, store: Store | None, budget: Budget | None = None) -> None:
+        self._store, self._budget = store, budget or Budget()
         self._running: tuple[tuple[Clocked, ...], tuple[int, ...]] = ((), ())
         #: Whether the order of the last command began with it.
         self._fresh = False
@@ -91,5 +87,4 @@ class CommandMaker:
         """Have the store learn what some replicas ran last, by default all; as `Store.learn`."""
         assert self._store is not None
         self.note(self._budget.count(window))
-        replicas = replicas or self._everyone
         return self._store.learn(clocked, window, replicas, fresh=self._fresh, fades=fades)

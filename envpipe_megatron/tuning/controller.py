@@ -44,23 +44,18 @@ class Controller:
 
     Args:
         own: the framework's order.
-        measured: the same, or with some of its backwards split: clocks are looked at in it.
         store: what is known of its units: nothing, or what a profile says.
-        num_replicas: pipelines.
         planner: makes plans from that store.
     """
 
-    def __init__(
-        self, own: Schedule, measured: Schedule, store: Store, num_replicas: int, planner: Planner
-    ) -> None:
+    def __init__(self, own: Schedule, store: Store, planner: Planner) -> None:
         #: What runs, from the first that is planned on.
         self.plan: Plan
         self._store, self._planner = store, planner
-        self._top, self._measured = store.at_top(own), measured
-        self._replicas = ReplicaLevels(num_replicas)
+        self._top, self._replicas = store.at_top(own), ReplicaLevels()
         self._budget = Budget()
         self._within = BudgetedPlans(planner, self._budget)
-        self._commands = CommandMaker(store, num_replicas, self._budget)
+        self._commands = CommandMaker(store, self._budget)
         self._judge = Judge(planner.limits.allowed())
         self._due, self._silence = Due(), Silence(own.num_stages)
 
@@ -75,7 +70,7 @@ class Controller:
         else:
             yield from self._at_baseline()
         if not self._store.profiled:
-            own, store = self._measured, self._store
+            own, store = self._store.schedule, self._store
             if own is not self._top.schedule:
                 self._commands.note("profile: half of the backwards in two parts")
                 yield from self._commands.run(Phase.PROFILE, store.at_top(own), WINDOW)
@@ -283,7 +278,7 @@ class Controller:
     def _look_again(self) -> Run[None]:
         """Measure again what clocks do to stages that drifted far, where that takes no time."""
         self._store.forget(self._store.drifted_far)
-        yield from self._look(slack_probe(self._measured, self._store, at_cost=False))
+        yield from self._look(slack_probe(self._store.schedule, self._store, at_cost=False))
 
     def _replan(self, *, reorder: bool, levels: Sequence[int] = ()) -> None:
         order = None if reorder else self.plan.schedule

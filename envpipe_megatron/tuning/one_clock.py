@@ -160,7 +160,7 @@ class OneClock:
 
     def __post_init__(self) -> None:
         self._steps, self._budget = 0, Budget()
-        self._commands = CommandMaker(None, 1, self._budget)
+        self._commands = CommandMaker(None, self._budget)
         #: W of an average GPU at each clock, as they were metered last.
         self._powers_w: dict[int, float] = {}
 

@@ -207,7 +207,7 @@ def _loop(job: PhaseParts, schedule: Schedule, records: Sequence[StageRecord]) -
     measured = yield from try_parts(job, schedule, measured)
 
     def begin(first: Window) -> Run[None]:
-        store = _store(job, measured, clocks, facts)
+        store = Store(measured, clocks, facts)
         if profile is not None:
             store.take_profile(profile)
         options, goal = job.options, job.options.goal
@@ -216,7 +216,7 @@ def _loop(job: PhaseParts, schedule: Schedule, records: Sequence[StageRecord]) -
         check = partial(check_plan, job, clocks_mhz=())
         planner = Planner(store, partial(plan_online, job), check, limits, job.background)
         tuner = ShortestOrder if options.changes_only_order else Controller
-        return tuner(schedule, measured, store, job.collectives.num_replicas, planner).run(first)
+        return tuner(schedule, store, planner).run(first)
 
     yield from run_commands(job, schedule, clocks, records, begin, profiled_kinds(measured))
 
@@ -320,9 +320,9 @@ def _profile(
     if measured is not schedule:
         job.memory.learn(schedule, job.specs)
         measured = yield from try_parts(job, schedule, measured)
-    store = _store(job, measured, swept, _facts(job, schedule, records))
+    store = Store(measured, swept, _facts(job, schedule, records))
     looks = sweep_probe(measured, store, job.options.steps_at_clock)
-    begin = partial(measured_profile, store, job.collectives.num_replicas, looks, measured)
+    begin = partial(measured_profile, store, looks)
     if not records or measured is not schedule:
         records = yield from iterations(constant_order(Phase.PROFILE, measured, swept[0]))
     profile, _ = yield from run_commands(job, measured, swept, records, begin)
@@ -335,11 +335,6 @@ def _profile(
     job.folder.keep_profile(profile)
     job.state.profiled = schedule
     return profile
-
-
-def _store(job: PhaseParts, schedule: Schedule, clocks_mhz: Sequence[int], facts: Sidecar) -> Store:
-    kinds = profiled_kinds(schedule)
-    return Store(job.num_stages, schedule.num_chunks, kinds, clocks_mhz, facts)
 
 
 def _facts(job: PhaseParts, schedule: Schedule, records: Sequence[StageRecord]) -> Sidecar:
