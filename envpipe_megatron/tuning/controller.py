@@ -31,8 +31,7 @@ from envpipe_megatron.tuning.judge import (
 )
 from envpipe_megatron.tuning.measured.store import Store
 from envpipe_megatron.tuning.planner import UNPLANNED, Planner, Plans
-from envpipe_megatron.tuning.probes.probe import Look, first_probe
-from envpipe_megatron.tuning.probes.slack import lifted, slack_probe
+from envpipe_megatron.tuning.probes.probe import Look, first_probe, lifted, slack_probe
 from envpipe_megatron.tuning.replicas import ReplicaLevels, gpu_power_w
 
 #: Weight of earlier meter readings, by window of a plan.
@@ -74,8 +73,7 @@ class Controller:
             if own is not self._top.schedule:
                 self._commands.note("profile: half of the backwards in two parts")
                 yield from self._commands.run(Phase.PROFILE, store.at_top(own), WINDOW)
-            usual = slack_probe(own, store, at_cost=True)
-            yield from self._look(first_probe(own, store, usual))
+            yield from self._look(first_probe(own, store))
         self._lead_own()
         self._replan(reorder=True)
         while (plans := self._take()) is None:

@@ -22,8 +22,7 @@ from envpipe_megatron.formats.energy import Phase
 from envpipe_megatron.tuning.command_maker import CommandMaker
 from envpipe_megatron.tuning.commands import Clocked, Run, Window
 from envpipe_megatron.tuning.measured.store import Store
-from envpipe_megatron.tuning.probes.probe import Look
-from envpipe_megatron.tuning.probes.slack import probe, probe_clocks_mhz
+from envpipe_megatron.tuning.probes.probe import Look, probe, probe_clocks_mhz
 
 #: From one clock to the next, as a share of the highest. On emulated A100 and A40, plans of such a
 #: sweep save what plans of all clocks do, to 0.1 points; with a tenth, to 0.8.
