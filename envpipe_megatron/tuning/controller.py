@@ -15,8 +15,7 @@ from envpipe_megatron.core.plan import Plan
 from envpipe_megatron.core.schedule import Schedule
 from envpipe_megatron.formats.energy import Phase
 from envpipe_megatron.policies.optimal.optimizer import order_at_maximum_s
-from envpipe_megatron.tuning.budget import EXCEEDS, NEAR, Budget, BudgetedPlans
-from envpipe_megatron.tuning.command_maker import CommandMaker
+from envpipe_megatron.tuning.command_maker import EXCEEDS, CommandMaker
 from envpipe_megatron.tuning.commands import Clocked, Run, Window
 from envpipe_megatron.tuning.judge import (
     BASELINE_ITERATIONS,
@@ -30,7 +29,7 @@ from envpipe_megatron.tuning.judge import (
     what_drifted,
 )
 from envpipe_megatron.tuning.measured.store import Store
-from envpipe_megatron.tuning.planner import UNPLANNED, Planner, Plans
+from envpipe_megatron.tuning.planner import NEAR, UNPLANNED, BudgetedPlans, Planner, Plans
 from envpipe_megatron.tuning.probes.probe import Look, first_probe, lifted, slack_probe
 from envpipe_megatron.tuning.replicas import ReplicaLevels, gpu_power_w
 
@@ -52,9 +51,9 @@ class Controller:
         self.plan: Plan
         self._store, self._planner = store, planner
         self._top, self._replicas = store.at_top(own), ReplicaLevels()
-        self._budget = Budget()
+        self._commands = CommandMaker(store)
+        self._budget = self._commands.budget
         self._within = BudgetedPlans(planner, self._budget)
-        self._commands = CommandMaker(store, self._budget)
         self._judge = Judge(planner.limits.allowed())
         self._due, self._silence = Due(), Silence(own.num_stages)
 
