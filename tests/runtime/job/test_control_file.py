@@ -19,12 +19,11 @@ from envpipe_megatron.formats.energy import read_energy_logs
 from envpipe_megatron.formats.wishes import NO_WISHES, Wishes
 from envpipe_megatron.launch.bill.bill import bill_of
 from envpipe_megatron.policies.objective import Goal
-from envpipe_megatron.runtime.job import control
-from envpipe_megatron.runtime.job.control import ControlFile
+from envpipe_megatron.runtime.job import parts
 from envpipe_megatron.runtime.job.given import Level
 from envpipe_megatron.runtime.job.iterations import Switch
 from envpipe_megatron.runtime.job.options import JobOptions
-from envpipe_megatron.runtime.job.parts import SessionState
+from envpipe_megatron.runtime.job.parts import ControlFile, SessionState
 
 pytestmark = pytest.mark.xdist_group("pipeline")
 
@@ -181,7 +180,7 @@ def test_a_budget_of_the_options_that_is_not_kept_is_said_once(job, has_folder, 
 
 @pytest.fixture
 def file(tmp_path, monkeypatch):
-    monkeypatch.setattr(control, "_LOOK_S", 0.002)
+    monkeypatch.setattr(parts, "_LOOK_S", 0.002)
     made = ControlFile(tmp_path, Wishes(power_budget_w=300))
     yield made
     made.close()
