@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -123,6 +123,7 @@ class PhaseParts:
     Args:
         options: profile and plan are the user's; an earlier start's are in `folder`. The number of
             microbatches is the batch's.
+        clocks_mhz: for each stage, those that all its GPUs have.
         background: makes what runs work of the planning rank beside training.
         batch: name of the batch whose iterations these phases run; empty for that of full size.
             Profile and memory are of the job, not of a batch.
@@ -138,6 +139,7 @@ class PhaseParts:
     stage: int
     num_stages: int
     gpu: Gpu
+    clocks_mhz: Sequence[set[int]]
     channel: P2PChannel
     executor: Executor
     clock: RankClock

@@ -172,6 +172,9 @@ class Session:
             stage=stage,
             num_stages=num_stages,
             gpu=gpu,
+            clocks_mhz=collectives.by_stage(
+                set(gpu.supported_frequencies_mhz), lambda replicas: set.intersection(*replicas)
+            ),
             channel=channel,
             executor=self.executor,
             clock=self.clock,
