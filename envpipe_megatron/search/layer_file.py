@@ -7,7 +7,7 @@ integration with DeepSpeed write it, `envpipe search` and `envpipe partition` re
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -76,10 +76,10 @@ def read_layers(path: Path) -> LayerProfile:
 def _check_energies(profile: LayerProfile, path: Path) -> None:
     """Check the sum: a layer without weights, a difference of two, may have next to none."""
     metered = [
-        (measure.forward_j + measure.backward_j, measure.both_s)
+        (measure.both_j, measure.both_s)
         for by_piece in profile.measures.values()
         for measure in by_piece.values()
-        if measure.forward_j is not None and measure.backward_j is not None
+        if measure.both_j is not None
     ]
     if metered:
         energy_j, time_s = (float(np.sum(column)) for column in zip(*metered, strict=True))
@@ -140,14 +140,9 @@ def check_profile(profile: LayerProfile) -> LayerProfile:
     return profile
 
 
-def _by_frequency(measure: Measure) -> Iterable[FloatArray]:
-    optional = [measure.forward_j, measure.backward_j, measure.rested_s]
-    for way in measure.recomputation:
-        yield way.time_s
-        optional.append(way.energy_j)
-    yield measure.forward_s
-    yield measure.backward_s
-    yield from (values for values in optional if values is not None)
+def _by_frequency(measure: Measure) -> list[FloatArray]:
+    rows = vars(measure), *(vars(way) for way in measure.recomputation)
+    return [value for row in rows for value in row.values() if isinstance(value, np.ndarray)]
 
 
 def layers_text(profile: LayerProfile) -> str:

@@ -104,6 +104,13 @@ class Measure:
         return self.forward_s + self.backward_s
 
     @property
+    def both_j(self) -> FloatArray | None:
+        """[num_frequencies] of forward and backward; None where one was not measured."""
+        if self.forward_j is None or self.backward_j is None:
+            return None
+        return self.forward_j + self.backward_j
+
+    @property
     def known_rested_s(self) -> FloatArray:
         """The same where the GPU rests as long, if that is known; never longer."""
         return self.both_s if self.rested_s is None else np.minimum(self.rested_s, self.both_s)

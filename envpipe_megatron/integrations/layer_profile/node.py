@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from envpipe_megatron.files import replace_files
 from envpipe_megatron.integrations.device import current_device
-from envpipe_megatron.integrations.layer_profile.measuring import now_s
+from envpipe_megatron.integrations.layer_profile.rank_gpu import now_s
 from envpipe_megatron.runtime.channel.collectives import of_all_ranks
 from envpipe_megatron.search.layer_file import links_text
 from envpipe_megatron.search.layer_profile import Curve, Links
