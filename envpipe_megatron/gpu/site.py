@@ -26,7 +26,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from envpipe_megatron.gpu.base import GpuError
-from envpipe_megatron.gpu.registry import hardware_backends
 from envpipe_megatron.gpu.toml_tables import make, read_toml
 
 SITE_VARIABLE = "ENVPIPE_SITE_CONFIG"
@@ -129,10 +128,6 @@ def _parse(path: Path, content: bytes) -> SiteConfig:
 
 def _problems(site: SiteConfig) -> Iterator[tuple[str, str]]:
     """List what is wrong with values of the right type: field and problem."""
-    if site.backends is not None:
-        names, all_names = set(site.backends), hardware_backends()
-        if not names <= set(all_names) or len(names) < len(site.backends):
-            yield "backends", f"must hold some of {', '.join(all_names)}, each once"
     if site.command_time_limit_s == 0:
         yield "command_time_limit_s", "must be above 0 s"
     if site.reset_range_mhz and site.reset_range_mhz[0] > site.reset_range_mhz[1]:

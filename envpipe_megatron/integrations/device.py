@@ -20,8 +20,8 @@ from envpipe_megatron.core.kinds import Kind
 from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.gpu.base import Gpu, GpuError
 from envpipe_megatron.gpu.control import Control
-from envpipe_megatron.gpu.devices import uid_of_cuda_device
 from envpipe_megatron.gpu.emulated.emulated_gpu import EmulatedGpu
+from envpipe_megatron.gpu.registry import uid_of_cuda_device
 from envpipe_megatron.runtime.channel.collectives import Collectives
 from envpipe_megatron.runtime.clocks.latency import (
     CudaKernelTimer,

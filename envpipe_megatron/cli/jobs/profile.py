@@ -19,7 +19,7 @@ from envpipe_megatron.core.profile import read_profile
 from envpipe_megatron.core.sidecar import SIDECAR_FORMAT, sidecar_path
 from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.files import replace_files
-from envpipe_megatron.gpu.devices import VISIBLE_VARIABLE, narrowed
+from envpipe_megatron.gpu.registry import VISIBLE_VARIABLE, narrowed
 from envpipe_megatron.launch.signals import Signals
 from envpipe_megatron.launch.torchrun import check_script, ranks_of_node, read, run_torchrun, split
 from envpipe_megatron.search.layer_file import LAYERS_FORMAT, layers_text, read_layers, read_links

@@ -11,7 +11,7 @@ import torch
 from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.gpu.base import Gpu, GpuAddress
 from envpipe_megatron.gpu.control import choose_control, open_controlled
-from envpipe_megatron.gpu.devices import open_reader, uid_of_cuda_device
+from envpipe_megatron.gpu.registry import open_reader, uid_of_cuda_device
 from envpipe_megatron.gpu.site import read_site
 from envpipe_megatron.integrations.layer_profile.measuring import Window
 from envpipe_megatron.runtime.clocks.rank_clock import RankClock
