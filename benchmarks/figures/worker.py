@@ -44,8 +44,7 @@ from envpipe_megatron.runtime.channel.carrier import StageSpecs, TensorSpec
 from envpipe_megatron.runtime.channel.collectives import make_collectives
 from envpipe_megatron.runtime.channel.links import make_channel
 from envpipe_megatron.runtime.clocks.rank_clock import open_rank_gpu
-from envpipe_megatron.runtime.execution.emulated_executor import EmulatedExecutor
-from envpipe_megatron.runtime.execution.executor import CudaExecutor, Executor
+from envpipe_megatron.runtime.execution.executor import CudaExecutor, EmulatedExecutor, Executor
 from envpipe_megatron.runtime.job.options import JobOptions
 from envpipe_megatron.runtime.job.session import Session
 from envpipe_megatron.trials.ranks import emit, report_to_command

@@ -29,8 +29,7 @@ from envpipe_megatron.runtime.clocks.latency import (
     KernelTimer,
 )
 from envpipe_megatron.runtime.clocks.rank_clock import open_rank_gpu
-from envpipe_megatron.runtime.execution.emulated_executor import EmulatedExecutor
-from envpipe_megatron.runtime.execution.executor import CudaExecutor, Executor
+from envpipe_megatron.runtime.execution.executor import CudaExecutor, EmulatedExecutor, Executor
 
 PRESET_VARIABLE = "ENVPIPE_EMULATED_GPU"
 FORWARD_VARIABLE = "ENVPIPE_EMULATED_FORWARD_S"
