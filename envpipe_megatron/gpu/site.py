@@ -25,8 +25,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from envpipe_megatron.core.fields import parse_toml
 from envpipe_megatron.gpu.base import GpuError
-from envpipe_megatron.gpu.toml_tables import make, read_toml
 
 SITE_VARIABLE = "ENVPIPE_SITE_CONFIG"
 DEFAULT_SITE_PATH = Path("/etc/envpipe/site.toml")
@@ -114,13 +114,13 @@ def in_user_namespace() -> bool:
 
 
 def _parse(path: Path, content: bytes) -> SiteConfig:
-    document = read_toml(content, path, _FORMAT)
+    document = parse_toml(content, path, _FORMAT, GpuError)
     for unknown in document.data.keys() - {"gpu_control"}:
         raise GpuError(f"{path}: unknown field", value=unknown, remedy="Known: gpu_control.")
     if "gpu_control" not in document.data:
         return SiteConfig(path)
     table = document.inside("gpu_control")
-    site = make(SiteConfig, table, path=path)
+    site = table.make_typed(SiteConfig, path=path)
     for field, problem in _problems(site):
         raise table.wrong(field, f"It {problem}.")
     return site
