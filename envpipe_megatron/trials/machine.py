@@ -11,9 +11,8 @@ from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.formats.energy import IDLE
 from envpipe_megatron.gpu.base import GpuError
 from envpipe_megatron.gpu.control import choose_control
-from envpipe_megatron.gpu.devices import look_at, vendors_here, visible_gpus
 from envpipe_megatron.gpu.presets import load_preset
-from envpipe_megatron.gpu.registry import Device
+from envpipe_megatron.gpu.registry import Device, look_at, vendors_here, visible_gpus
 from envpipe_megatron.gpu.site import read_site
 from envpipe_megatron.integrations.versions import version_of
 from envpipe_megatron.trials.settings import Settings
