@@ -112,7 +112,7 @@ def test_boundaries_cross_nodes_where_ranks_of_neighbours_do(per_node, mapping):
         if one // per_node != other // per_node
     }
     assert job.over_nccl() == len(crossing)
-    assert job.microbatches() == 64 // 4
+    assert job.microbatches == 64 // 4
 
 
 def test_one_hardware_queue_over_nccl_lowers_what_must_check_itself():
