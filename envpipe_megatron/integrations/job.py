@@ -21,7 +21,7 @@ from envpipe_megatron.core.orders.builders import framework_order
 from envpipe_megatron.core.schedule import Schedule
 from envpipe_megatron.core.sidecar import Sidecar
 from envpipe_megatron.errors import EnvPipeError
-from envpipe_megatron.gpu.control import ChosenControl
+from envpipe_megatron.gpu.control import Control
 from envpipe_megatron.integrations.device import DeviceError, open_device
 from envpipe_megatron.integrations.levels import JobError, Limit
 from envpipe_megatron.integrations.versions import version_of
@@ -228,11 +228,11 @@ def open_job(
     return OpenJob(session, _banner(session, options, order_name, device.control))
 
 
-def _banner(session: Session, options: JobOptions, order_name: str, control: ChosenControl) -> str:
+def _banner(session: Session, options: JobOptions, order_name: str, control: Control) -> str:
     """Return what a job does that was asked for these options, in a line."""
     gpu, channel = session.parts.gpu, session.parts.channel
     if session.refused:
-        control = ChosenControl(options.gpu_control, None, session.refused)
+        control = Control(options.gpu_control, None, session.refused)
     locked = control.backend is not None and gpu.changes_clock
     clocks = "the highest clock" if locked else "the clocks as they are"
     runs = session.options if session.options.changes_only_order else options
