@@ -35,8 +35,8 @@ from envpipe_megatron.integrations.job import (
     check_same_everywhere,
     open_job,
 )
+from envpipe_megatron.integrations.leveled import end_of_job
 from envpipe_megatron.integrations.levels import JobError, Level
-from envpipe_megatron.integrations.reporting import end_of_job
 from envpipe_megatron.launch.bill.report import Tariff, bill_facts, bill_lines
 from envpipe_megatron.runtime.job.options import JobOptions
 
