@@ -108,7 +108,7 @@ class AttachedPipeline(LeveledJob):
             group,
             count,
             runs_units=True,
-            splits=True,
+            why_whole="",
             framework_order=own,
             group_size=group_size(num_stages, count),
         )
