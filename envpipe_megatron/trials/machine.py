@@ -14,7 +14,7 @@ from envpipe_megatron.gpu.control import choose_control
 from envpipe_megatron.gpu.presets import load_preset
 from envpipe_megatron.gpu.registry import Device, look_at, vendors_here, visible_gpus
 from envpipe_megatron.gpu.site import read_site
-from envpipe_megatron.integrations.versions import version_of
+from envpipe_megatron.integrations.levels import version_of
 from envpipe_megatron.trials.settings import Settings
 
 _PACKAGES = ("torch", "megatron-core", "nvidia-ml-py", "numpy")

@@ -15,14 +15,13 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from envpipe_megatron.errors import EnvPipeError
-from envpipe_megatron.integrations import versions
 from envpipe_megatron.integrations.huggingface.layers import EXTRAS, MASK, Layer
 from envpipe_megatron.integrations.huggingface.skeleton import (
     Family,
-    ModelError,
     family_of,
     rotary_of,
 )
+from envpipe_megatron.integrations.levels import TRANSFORMERS, check_tested
 from envpipe_megatron.search.partition import make_parts
 
 DEFAULT_SEED = 1234
@@ -47,21 +46,22 @@ def split_model(
     Parameters have torch's default data type: set that before, or let the engine convert them.
 
     Raises:
-        ModelError: a model, setting or version of transformers that is not split here.
+        ModelError: a model or setting that is not split here.
+        JobError: a version of transformers that EnvPipe was not tried with.
         WeightsError: files that are not the model's.
     """
     return SplitModel(config, None if weights is None else Path(weights), seed)
 
 
 class SplitModel:
-    """The layers of a model, as `split_model` makes them; ModelError and WeightsError as there.
+    """The layers of a model, as `split_model` makes them; errors are those of that.
 
     `entries` has them in order: embedding, positions, blocks, norm, head. A cut counts them all.
     The unsplit `model` is on the device `meta`: it has all modules, and takes no memory.
     """
 
     def __init__(self, config: Any, weights: Path | None, seed: int) -> None:
-        versions.check(transformers.__version__, versions.TRANSFORMERS, ModelError)
+        check_tested(transformers.__version__, TRANSFORMERS)
         family = family_of(config)
         config = copy.deepcopy(config)  # making a model writes to it
         with torch.device("meta"):

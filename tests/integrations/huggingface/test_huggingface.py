@@ -7,6 +7,8 @@ from types import SimpleNamespace
 
 import pytest
 
+from envpipe_megatron.integrations.levels import JobError
+
 pytest.importorskip("transformers")
 import tiny_models as tiny
 import torch
@@ -217,7 +219,7 @@ def test_versions_that_were_not_tried(monkeypatch):
     from envpipe_megatron.integrations.huggingface import split
 
     monkeypatch.setattr(split, "transformers", SimpleNamespace(__version__="4.57.0"))
-    with pytest.raises(ModelError, match=r"got '4\.57\.0'.*transformers>="):
+    with pytest.raises(JobError, match=r"got '4\.57\.0'.*transformers>="):
         split_model(tiny.config_of("llama"))
 
 
