@@ -16,9 +16,11 @@ from torch import Tensor, nn
 
 from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.integrations import versions
-from envpipe_megatron.integrations.huggingface.layers import EXTRAS, MASK, Layer
-from envpipe_megatron.integrations.huggingface.skeleton import (
+from envpipe_megatron.integrations.huggingface.layers import (
+    EXTRAS,
+    MASK,
     Family,
+    Layer,
     ModelError,
     family_of,
     rotary_of,
@@ -68,7 +70,7 @@ class SplitModel:
             self.model = family.auto.from_config(config, dtype=torch.get_default_dtype())
         self.entries, self.loss, self._seed = family.entries(config), family.loss, seed
         self.rotary = rotary_of(self.model, config)
-        bare = [self.layer(index, finished=False) for index in range(len(self.entries))]
+        bare = [Layer(self, index, finished=False) for index in range(len(self.entries))]
         self.num_parameters = tuple(
             sum(parameter.numel() for parameter in layer.parameters()) for layer in bare
         )
@@ -94,18 +96,9 @@ class SplitModel:
         """
         return make_parts(cut, self.num_parameters, num_stages)
 
-    def layer(self, index: int, finished: bool = True) -> Layer:
-        """Make a layer on the CPU, with its weights; or on `meta`, without."""
-        return Layer(self, index, finished)
-
     def is_tied(self, index: int) -> bool:
         """Return whether a layer shares weights: the first layer and a tied head do."""
         return self.entries[index].tied or (index == 0 and any(e.tied for e in self.entries))
-
-    def module(self, name: str) -> nn.Module:
-        """Return a module of the unsplit model by its name, on the device `meta`."""
-        found: nn.Module = self.model.get_submodule(name)
-        return found
 
     def extras(self, index: int) -> tuple[str, ...]:
         """Return the inputs beside the first that come to a layer: it or a later one needs them.
@@ -214,8 +207,7 @@ class Checkpoint:
         with _readable(file), safe_open(file, framework="pt") as opened:
             found = tuple(opened.get_slice(there).get_shape())
             if found == shape:
-                tensor: Tensor = opened.get_tensor(there)
-                return tensor
+                return opened.get_tensor(there)
         raise WeightsError(
             f"{there} in {file} has another shape than the model's, {shape}",
             value=found,

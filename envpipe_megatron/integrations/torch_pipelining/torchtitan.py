@@ -104,8 +104,7 @@ def _config(trainer: Any) -> Any:
 
 
 def _dump_folder(config: Any) -> str:
-    folder: str = config.dump_folder if hasattr(config, "dump_folder") else config.job.dump_folder
-    return folder
+    return config.dump_folder if hasattr(config, "dump_folder") else config.job.dump_folder
 
 
 def _facts(config: Any) -> dict[str, Any]:
