@@ -64,7 +64,8 @@ def parsed_config(arguments: Mapping[str, Any]) -> dict[str, Any]:
         config = getattr(arguments.get("args"), "deepspeed_config", None)
     if config is None or isinstance(config, dict):
         return config or {}
-    return deepspeed.load_ds_config(config)  # a path, or encoded text
+    parsed: dict[str, Any] = deepspeed.load_ds_config(config)  # a path, or encoded text
+    return parsed
 
 
 #: Parts of DeepSpeed's configuration that change no unit's time or energy.
@@ -94,7 +95,8 @@ def initialize(
     config = parsed_config(given)
     settings = settings_of(config, envpipe)
     if settings is None:
-        return deepspeed.initialize(**given)
+        whole: tuple[Any, ...] = deepspeed.initialize(**given)
+        return whole
     check_version()
     model = given.get("model")
     if not isinstance(model, PipelineModule):

@@ -135,7 +135,8 @@ class Rotary:
 
 def embed(layer: Any, tokens: Tensor) -> Tensor:
     """Return hidden states of token numbers, [samples, length]."""
-    return layer.embedding(tokens)
+    embedded: Tensor = layer.embedding(tokens)
+    return embedded
 
 
 def tied_logits(layer: Any, hidden: Tensor) -> Tensor:
@@ -149,7 +150,8 @@ def call(layer: Any, hidden: Tensor) -> Tensor:
     GPT-2's block, too, which sees what came before without a mask.
     """
     found = layer.module(hidden)
-    return found[0] if isinstance(found, tuple) else found  # transformers 5.0: tuple
+    states: Tensor = found[0] if isinstance(found, tuple) else found  # transformers 5.0: tuple
+    return states
 
 
 def run_decoder(layer: Any, hidden: Tensor) -> Tensor:
@@ -163,7 +165,8 @@ def run_decoder(layer: Any, hidden: Tensor) -> Tensor:
     if window is not None and length > window:
         mask = _within(window, length, hidden.device)
     angles = layer.rotary.angles(hidden)
-    return block(hidden, attention_mask=mask, position_embeddings=angles)
+    found: Tensor = block(hidden, attention_mask=mask, position_embeddings=angles)
+    return found
 
 
 @functools.lru_cache(_KEPT)
@@ -178,28 +181,33 @@ def _within(window: int, length: int, device: torch.device) -> Tensor:
 def add_positions(layer: Any, hidden: Tensor) -> Tensor:
     """Add what each of GPT-2's positions has learned."""
     positions = torch.arange(hidden.shape[1], device=hidden.device)[None]
-    return layer.dropout(hidden + layer.positions(positions))
+    found: Tensor = layer.dropout(hidden + layer.positions(positions))
+    return found
 
 
 def add_bert_positions(layer: Any, hidden: Tensor, segments: Tensor | None) -> Tensor:
     """Add what positions and segments have learned, by [samples, length]; no segments: all 0."""
-    return layer.embeddings(inputs_embeds=hidden, token_type_ids=segments)
+    found: Tensor = layer.embeddings(inputs_embeds=hidden, token_type_ids=segments)
+    return found
 
 
 def run_bert(layer: Any, hidden: Tensor, is_token: Tensor | None) -> Tensor:
     """Run a block that sees all tokens; [samples, length] says whether each position holds one."""
     mask = None if is_token is None else is_token.bool()[:, None, None, :]
-    return layer.block(hidden, attention_mask=mask)
+    found: Tensor = layer.block(hidden, attention_mask=mask)
+    return found
 
 
 def add_bert_bias(layer: Any, logits: Tensor) -> Tensor:
     """Add what BERT has learned for each word."""
-    return logits + layer.predictions.bias
+    found: Tensor = logits + layer.predictions.bias
+    return found
 
 
 def classify(layer: Any, hidden: Tensor) -> Tensor:
     """Make logits [samples, classes] of the mean over images [samples, channels, height, width]."""
-    return layer.classifier(layer.pooler(hidden))
+    logits: Tensor = layer.classifier(layer.pooler(hidden))
+    return logits
 
 
 #: Of attention: it needs no mask to look back.

@@ -207,7 +207,8 @@ class Checkpoint:
         with _readable(file), safe_open(file, framework="pt") as opened:
             found = tuple(opened.get_slice(there).get_shape())
             if found == shape:
-                return opened.get_tensor(there)
+                tensor: Tensor = opened.get_tensor(there)
+                return tensor
         raise WeightsError(
             f"{there} in {file} has another shape than the model's, {shape}",
             value=found,

@@ -119,7 +119,7 @@ def _change_arguments(module: Any, job: LayerJob) -> None:
     parse = module.parse_args
 
     def parse_and_change(*args: Any, **kwargs: Any) -> argparse.Namespace:
-        parsed = parse(*args, **kwargs)
+        parsed: argparse.Namespace = parse(*args, **kwargs)
         changed = {**_PLAIN, **_sizes(job)}
         if any(getattr(parsed, name, False) for name in _WITH_DISTRIBUTED_OPTIMIZER):
             del changed["use_distributed_optimizer"]

@@ -104,7 +104,8 @@ def _config(trainer: Any) -> Any:
 
 
 def _dump_folder(config: Any) -> str:
-    return config.dump_folder if hasattr(config, "dump_folder") else config.job.dump_folder
+    folder: str = config.dump_folder if hasattr(config, "dump_folder") else config.job.dump_folder
+    return folder
 
 
 def _facts(config: Any) -> dict[str, Any]:
