@@ -112,8 +112,7 @@ def _open(clocks_mhz: Sequence[int]) -> Gpu:
     uid = uid_of_cuda_device(str(properties.uuid))
     if not clocks_mhz:
         return open_reader(GpuAddress("none", uid))
-    site = read_site()
-    return open_controlled(uid, choose_control("auto", site, require=True), site)
+    return open_controlled(uid, choose_control("auto", read_site(), require=True))
 
 
 class Marks:
