@@ -9,8 +9,8 @@ from deepspeed.pipe import LayerSpec, TiedLayerSpec
 from torch import Tensor
 
 from envpipe_megatron.integrations.deepspeed.partition import PipelineModule
-from envpipe_megatron.integrations.huggingface.layers import Entry, Layer, Message, tied_logits
-from envpipe_megatron.integrations.huggingface.split import SplitModel
+from envpipe_megatron.integrations.huggingface.layers import Entry, tied_logits
+from envpipe_megatron.integrations.huggingface.split import Layer, Message, SplitModel
 
 _KEY = "embedding"
 _WEIGHT = "embedding.weight"

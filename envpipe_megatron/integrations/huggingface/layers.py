@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.nn.functional as F  # noqa: N812  # as all of torch's documentation has it
@@ -25,16 +25,11 @@ from transformers import (
 
 from envpipe_megatron.errors import EnvPipeError
 
-if TYPE_CHECKING:
-    from envpipe_megatron.integrations.huggingface.split import SplitModel
-
 
 class ModelError(EnvPipeError):
     """A model or a version of transformers that is not split here."""
 
 
-#: Hidden states, or a tuple of them and what later layers need.
-Message = Tensor | tuple[Tensor, ...]
 MASK = "attention_mask"
 #: Inputs of a model beside the first, in the order in which messages have them.
 EXTRAS = ("token_type_ids", MASK)
@@ -58,47 +53,6 @@ class Entry:
     needs: tuple[str, ...] = ()
     elsewhere: tuple[str, ...] = ()
     tied: bool = False
-
-
-class Layer(nn.Module):
-    """A layer of a split model; DeepSpeed's specs call the class.
-
-    Args:
-        model: has the unsplit model's modules, and weights.
-        index: the layer's place in the model.
-        finished: whether it gets weights, or stays on the device `meta`.
-    """
-
-    def __init__(self, model: SplitModel, index: int, finished: bool = True) -> None:
-        super().__init__()
-        self.index, self.entry, self.rotary = index, model.entries[index], model.rotary
-        self._takes, self._gives = model.extras(index), model.extras(index + 1)
-        for attribute, name in self.entry.modules.items():
-            self.add_module(attribute, copy.deepcopy(model.model.get_submodule(name)))
-        for name in self.entry.elsewhere:
-            parent, _, child = name.rpartition(".")
-            delattr(self.get_submodule(parent), child)
-        if finished:
-            model.finish(self)
-
-    def forward(self, message: Message, **extras: Tensor | None) -> Message:
-        """Take what the layer before gave, or the model's inputs: a tensor, or a tuple.
-
-        A tuple has the other inputs behind the hidden states, if this layer or a later one needs
-        them, and so has what is returned. Beside a tensor the `EXTRAS` come by name.
-        """
-        hidden, *others = (message,) if isinstance(message, Tensor) else message
-        taken = dict(zip(self._takes, others, strict=True)) if others else {}
-        known = taken or extras
-        hidden = self.entry.run(self, hidden, *(known.get(name) for name in self.entry.needs))
-        given = [taken[name] for name in self._gives if taken]
-        return (hidden, *given) if given else hidden
-
-    def named_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield parameters and lasting buffers by their name in the unsplit model."""
-        for name, tensor in self.state_dict(keep_vars=True).items():
-            attribute, _, rest = name.partition(".")
-            yield f"{self.entry.modules[attribute]}.{rest}", tensor
 
 
 #: Lengths whose angles and masks are kept.

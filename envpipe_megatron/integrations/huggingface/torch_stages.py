@@ -12,8 +12,8 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.tensor import DTensor
 
 from envpipe_megatron.errors import EnvPipeError
-from envpipe_megatron.integrations.huggingface.layers import MASK, Layer
-from envpipe_megatron.integrations.huggingface.split import SplitModel
+from envpipe_megatron.integrations.huggingface.layers import MASK
+from envpipe_megatron.integrations.huggingface.split import Layer, SplitModel
 
 
 class Stage(nn.Module):

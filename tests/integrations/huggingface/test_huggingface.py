@@ -25,11 +25,8 @@ from envpipe_megatron.integrations.huggingface import (
     split_model,
     weights_of,
 )
-from envpipe_megatron.integrations.huggingface.layers import (
-    IGNORED_LABEL,
-    Layer,
-    language_model_loss,
-)
+from envpipe_megatron.integrations.huggingface.layers import IGNORED_LABEL, language_model_loss
+from envpipe_megatron.integrations.huggingface.split import Layer
 from envpipe_megatron.integrations.huggingface.torch_stages import (
     Stage,
     pipeline_stage,
