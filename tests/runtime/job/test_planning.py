@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from core_cases import for_chunks
 from on_request import on_request
-from one_rank import CLOCKS, MICROBATCHES, OWN, Rank, finish, profile_of
+from one_rank import CLOCKS, MICROBATCHES, Rank, finish, profile_of
 from planning_cases import random_profile
 
 from envpipe_megatron.core.channel_model import find_stall
