@@ -16,7 +16,7 @@ from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.integrations.megatron.arguments import read_flags, read_recipe
 from envpipe_megatron.integrations.megatron.explain import explain as explain_job
 from envpipe_megatron.integrations.megatron.explain import planned_job
-from envpipe_megatron.integrations.options import divided, parse_settings, read_options
+from envpipe_megatron.integrations.options import divided, flag_of, read_options
 
 #: Flags that the patch adds beside EnvPipe's options.
 _SWITCH, _RECOMPUTE = "--envpipe", "--envpipe-recompute"
@@ -63,10 +63,11 @@ def explain(
     settings, rest = divided(flags, _RECOMPUTE)
     args = read_flags([word for word in rest if word != _SWITCH])
     options = read_options(
-        parse_settings(settings),
+        settings,
         num_stages=args.pipeline_model_parallel_size,
         save_folder=getattr(args, "save", None),
         on_gpu=True,
+        named=flag_of,
     )
     job = planned_job(
         args,
