@@ -19,7 +19,7 @@ import torch
 from envpipe_megatron.core.kinds import Kind
 from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.gpu.base import Gpu, GpuError
-from envpipe_megatron.gpu.control import ChosenControl
+from envpipe_megatron.gpu.control import Control
 from envpipe_megatron.gpu.devices import uid_of_cuda_device
 from envpipe_megatron.gpu.emulated.emulated_gpu import EmulatedGpu
 from envpipe_megatron.runtime.channel.collectives import Collectives
@@ -50,7 +50,7 @@ class Device:
     """
 
     gpu: Gpu
-    control: ChosenControl
+    control: Control
     make_executor: Callable[[Callable[[], None]], Executor]
     make_timer: Callable[[], KernelTimer]
     labels: Mapping[str, bool]

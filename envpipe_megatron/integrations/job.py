@@ -21,9 +21,9 @@ from envpipe_megatron.core.orders.builders import framework_order
 from envpipe_megatron.core.schedule import Schedule
 from envpipe_megatron.core.sidecar import Sidecar
 from envpipe_megatron.errors import EnvPipeError
-from envpipe_megatron.gpu.control import ChosenControl
+from envpipe_megatron.gpu.control import Control
 from envpipe_megatron.integrations.device import DeviceError, open_device
-from envpipe_megatron.integrations.levels import Limit
+from envpipe_megatron.integrations.levels import JobError, Limit
 from envpipe_megatron.integrations.versions import version_of
 from envpipe_megatron.policies.objective import Goal
 from envpipe_megatron.policies.orders.judged import check_own_within
@@ -46,10 +46,6 @@ T = TypeVar("T")
 
 #: Packages whose kernels units may run, beside torch's.
 _KERNELS = ("transformer-engine", "flash-attn", "apex", "triton")
-
-
-class JobError(EnvPipeError):
-    """Ranks that were started differently, or a limit below what the pipeline needs."""
 
 
 class WithoutEnvPipeError(EnvPipeError):
@@ -232,11 +228,11 @@ def open_job(
     return OpenJob(session, _banner(session, options, order_name, device.control))
 
 
-def _banner(session: Session, options: JobOptions, order_name: str, control: ChosenControl) -> str:
+def _banner(session: Session, options: JobOptions, order_name: str, control: Control) -> str:
     """Return what a job does that was asked for these options, in a line."""
     gpu, channel = session.parts.gpu, session.parts.channel
     if session.refused:
-        control = ChosenControl(options.gpu_control, None, session.refused)
+        control = Control(options.gpu_control, None, session.refused)
     locked = control.backend is not None and gpu.changes_clock
     clocks = "the highest clock" if locked else "the clocks as they are"
     runs = session.options if session.options.changes_only_order else options

@@ -18,7 +18,6 @@ from envpipe_megatron.core.schedule import Schedule
 from envpipe_megatron.formats.energy import FRAMEWORK, Phase
 from envpipe_megatron.integrations.framework_units import UnitFollower, once
 from envpipe_megatron.integrations.job import (
-    JobError,
     JobFacts,
     OpenJob,
     RankPlace,
@@ -26,7 +25,7 @@ from envpipe_megatron.integrations.job import (
     limits_of_replicas,
     open_job,
 )
-from envpipe_megatron.integrations.levels import Decision, Level, Limit, decide
+from envpipe_megatron.integrations.levels import Decision, JobError, Level, Limit, decide
 from envpipe_megatron.integrations.reporting import IntervalReport, end_of_job
 from envpipe_megatron.runtime.channel.carrier import StageSpecs
 from envpipe_megatron.runtime.job.options import JobOptions
@@ -44,7 +43,7 @@ class LeveledJob:
         limits: of the level, the same on all ranks.
 
     Raises:
-        LevelError: the level that options name cannot be had.
+        JobError: the level that options name cannot be had.
         EnvPipeError: as `open_job` raises it.
     """
 
@@ -112,7 +111,7 @@ class LeveledJob:
 
         What options ask for beyond the new level is left out: it ends no training that has begun. A
         step that has begun begins again, and a job that was announced says what it does now. Raises
-        LevelError if the level `asked` cannot be had.
+        JobError if the level `asked` cannot be had.
         """
         self._limits = *self._limits, *found
         decision = self._decide(asked)

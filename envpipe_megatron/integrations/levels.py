@@ -18,8 +18,8 @@ from envpipe_megatron.runtime.job.given import Level as Level
 Predicate = Callable[[argparse.Namespace], bool]
 
 
-class LevelError(EnvPipeError):
-    """A level that the user names and this job cannot have."""
+class JobError(EnvPipeError):
+    """A job that cannot run as it is asked to, or not under EnvPipe at all."""
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,7 @@ def decide(
 ) -> Decision:
     """Return the level that is asked for, or by default the highest that limits leave.
 
-    Without `checks`, what needs a self-check rules out level `order`. Raises LevelError if more is
+    Without `checks`, what needs a self-check rules out level `order`. Raises JobError if more is
     asked for than limits leave; it names them.
     """
     most = Level.ORDER if checks else Level.UNITS
@@ -101,7 +101,7 @@ def decide(
     level = highest if asked is None else asked
     against = {above: tuple(limit for limit in capped if limit.highest < above) for above in Level}
     if level > highest:
-        raise LevelError(
+        raise JobError(
             f"Level {level} cannot be had with: {_text(against[level])}",
             remedy=f"Leave these out, or give --envpipe-level {highest}.",
         )
@@ -129,10 +129,6 @@ def above_one(*names: str) -> Predicate:
 def any_of(*several: Predicate) -> Predicate:
     """Return whether arguments ask for one of several things."""
     return lambda args: any(asks(args) for asks in several)
-
-
-class RefusedError(EnvPipeError):
-    """A feature of the framework that does not run under EnvPipe."""
 
 
 def frees_while_training() -> bool:

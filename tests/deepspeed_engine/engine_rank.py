@@ -32,7 +32,7 @@ from whole_layers import write_layers
 from envpipe_megatron.core.kinds import Kind
 from envpipe_megatron.formats.energy import Phase
 from envpipe_megatron.gpu.base import ReadOnlyGpu
-from envpipe_megatron.gpu.control import ChosenControl
+from envpipe_megatron.gpu.control import Control
 from envpipe_megatron.gpu.emulated.emulated_gpu import EmulatedGpu
 from envpipe_megatron.integrations import job as job_module
 from envpipe_megatron.integrations.deepspeed import EnvPipeEngine, initialize
@@ -173,7 +173,7 @@ class FastJobs:
         reads = wanted == "none"
         return Device(
             ReadOnlyGpu(gpu) if reads else gpu,
-            ChosenControl(wanted, None if reads else "emulated", "this is a test"),
+            Control(wanted, None if reads else "emulated", "this is a test"),
             lambda settle: EmulatedExecutor(gpu, TIMES_S, collectives, settle),
             partial(EmulatedKernelTimer, gpu),
             {"emulated": True},

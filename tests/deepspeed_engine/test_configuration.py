@@ -41,9 +41,9 @@ from envpipe_megatron.integrations.deepspeed.initialize import (
     parsed_config,
     settings_of,
 )
+from envpipe_megatron.integrations.hooking import BETWEEN_STEPS
 from envpipe_megatron.integrations.levels import Level
 from envpipe_megatron.integrations.options import OptionError
-from envpipe_megatron.integrations.watchers import BETWEEN_STEPS
 from envpipe_megatron.runtime.memory.peak import MemoryFullError
 from envpipe_megatron.search.layer_file import read_layers
 from envpipe_megatron.search.layer_profile import Sizes

@@ -24,7 +24,6 @@ from envpipe_megatron.formats.energy_sums import EnergySums
 from envpipe_megatron.integrations import job as integrations_job
 from envpipe_megatron.integrations.instructions import InstructionError, InstrumentedPipeline
 from envpipe_megatron.integrations.job import (
-    JobError,
     JobFacts,
     OpenJob,
     RankPlace,
@@ -36,7 +35,7 @@ from envpipe_megatron.integrations.job import (
     check_same_everywhere,
     open_job,
 )
-from envpipe_megatron.integrations.levels import Level
+from envpipe_megatron.integrations.levels import JobError, Level
 from envpipe_megatron.integrations.reporting import end_of_job
 from envpipe_megatron.launch.bill.report import Tariff, bill_facts, bill_lines
 from envpipe_megatron.runtime.job.options import JobOptions

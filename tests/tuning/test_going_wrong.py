@@ -1,7 +1,6 @@
 """What a closed loop does when parts of it fail, and what it must not take for harm."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -21,7 +20,6 @@ from envpipe_megatron.runtime.job.options import JobOptions
 from envpipe_megatron.tuning import judge
 from envpipe_megatron.tuning.commands import Window
 from envpipe_megatron.tuning.judge import Judge, Silence
-from envpipe_megatron.tuning.measured.meters import MeterSums
 from envpipe_megatron.tuning.measured.store import Store
 from job_runs import Ran, run_job, slower
 
@@ -85,10 +83,10 @@ def test_a_pause_in_a_baseline_does_not_blind():
 
 
 def window(steps_s: list[float], metered: tuple[int, ...] = (1,)) -> Window:
-    steps, none = np.array([[*steps_s, np.nan]]), MeterSums.none(1)
+    steps = np.array([[*steps_s, np.nan]])
     return Window(
         tuple(
-            report_of(np.ones((1, 2)), np.ones(steps.shape), steps, replace(none, count=seen))
+            report_of(np.ones((1, 2)), np.ones(steps.shape), steps, np.diag([0, 0, seen]))
             for seen in metered
         )
     )

@@ -19,7 +19,7 @@ from envpipe_megatron.core.sidecar import Sidecar
 from envpipe_megatron.gpu.presets import load_preset, override_for, sweep_range
 from envpipe_megatron.runtime.job.options import JobOptions
 from envpipe_megatron.tuning.commands import Command, Report, Window
-from envpipe_megatron.tuning.measured.meters import meter_sums
+from envpipe_megatron.tuning.measured.powers import meter_sums
 from envpipe_megatron.tuning.measured.store import Store
 from envpipe_megatron.tuning.probes.sweep import (
     measured_profile,
@@ -286,7 +286,7 @@ def test_a_counter_that_missed_two_windows_is_waited_for():
     Hand(
         builders.one_f_one_b(2, 8),
         spoilt=lambda report: (
-            replace(report, meter=report.meter.faded(0)) if next(missed, False) else report
+            replace(report, meter=0 * report.meter) if next(missed, False) else report
         ),
     ).profile()
     assert next(missed, None) is None

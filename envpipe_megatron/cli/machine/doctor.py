@@ -263,8 +263,8 @@ def _back_ends() -> list[Check]:
     except GpuError:
         return []  # the site configuration's line says what is wrong with it
     checks = [
-        Check("control", f"back end {check.backend}", check.allowed, check.reason, check.remedy)
-        for check in controls
+        Check("control", f"back end {each.wanted}", each.backend is not None, each.why, each.remedy)
+        for each in controls
     ]
     chosen = first_allowed("auto", controls)
     if chosen.backend is not None:

@@ -122,7 +122,7 @@ class PlannedJob:
 def explain(job: PlannedJob) -> dict[str, list[str]]:
     """Return what the job gets and why, in lines below titles.
 
-    Raises RefusedError, LevelError or EnvPipeError where the job would end before it trains.
+    Raises EnvPipeError where the job would end before it trains.
     """
     check_metered(job.args)
     options = keep_sequence(job.options, job.chunks, job.args)

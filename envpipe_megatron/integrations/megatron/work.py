@@ -20,9 +20,9 @@ from megatron.core.utils import get_model_type
 
 from envpipe_megatron.core.kinds import Kind, Unit
 from envpipe_megatron.core.schedule import Schedule
-from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.integrations.device import current_device
 from envpipe_megatron.integrations.hooking import replaced
+from envpipe_megatron.integrations.levels import JobError
 from envpipe_megatron.integrations.megatron import split_backward
 from envpipe_megatron.runtime.channel.carrier import StageSpecs, TensorSpec
 
@@ -32,14 +32,10 @@ Tensors = list[torch.Tensor | None]
 _BACKWARD_TAKES_MODEL_TYPE = "model_type" in inspect.signature(backward_step).parameters
 
 
-class UnsupportedModelError(EnvPipeError):
-    """A feature of Megatron that EnvPipe does not run."""
-
-
 class MegatronWork:
     """Runs the units of one stage in one iteration.
 
-    `checked` is what messages carry: a forward with another output raises an UnsupportedModelError.
+    `checked` is what messages carry: a forward with another output raises a JobError.
     None checks nothing.
     """
 
@@ -57,7 +53,7 @@ class MegatronWork:
         stage: int = groups.pp.rank()
         self.last_stage: bool = stage == groups.pp.size() - 1
         if schedule.num_chunks != len(chunks):
-            raise UnsupportedModelError(
+            raise JobError(
                 f"The model has {len(chunks)} chunk(s) a stage, the schedule {schedule.num_chunks}",
                 remedy="Plan for as many chunks as the model has.",
             )
@@ -285,7 +281,7 @@ def _check_message(outputs: Tensors, specs: StageSpecs) -> None:
         found = TensorSpec.of([part for part in outputs if part is not None])
         fits = found.dtypes == expected.dtypes and (specs.vary or found.shapes == expected.shapes)
     if not fits:
-        raise UnsupportedModelError("messages of other tensors than one of hidden states")
+        raise JobError("messages of other tensors than one of hidden states")
 
 
 def _for_chunk(functions: Any, chunk: int, chunks: list[torch.nn.Module]) -> None:

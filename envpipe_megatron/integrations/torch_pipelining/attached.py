@@ -70,7 +70,7 @@ class AttachedPipeline(LeveledJob):
 
     Raises:
         AttachError: the schedule has none of torch's stages, or does not train.
-        LevelError: the level that settings name cannot be had.
+        JobError: the level that settings name cannot be had.
         EnvPipeError: an option or file is wrong, or there is no control that is required.
     """
 

@@ -43,8 +43,12 @@ from envpipe_megatron.tuning.commands import (
     Window,
     merged,
 )
-from envpipe_megatron.tuning.measured.meters import TAIL, WAITING, meter_sums
-from envpipe_megatron.tuning.measured.powers import power_nodes_mhz
+from envpipe_megatron.tuning.measured.powers import (
+    TAIL,
+    WAITING,
+    meter_sums,
+    power_nodes_mhz,
+)
 
 T = TypeVar("T")
 

@@ -25,8 +25,7 @@ from envpipe_megatron.core.timeline import Timeline
 from envpipe_megatron.tuning.commands import Clocked, Window, tail_times_s
 from envpipe_megatron.tuning.measured.fit import Point, Times
 from envpipe_megatron.tuning.measured.lateness import Lateness, asked_s
-from envpipe_megatron.tuning.measured.meters import WAITING
-from envpipe_megatron.tuning.measured.powers import Powers, StoreError
+from envpipe_megatron.tuning.measured.powers import WAITING, Powers, StoreError
 
 #: What meters said counts this much less after something has changed. If all of it counts on, an
 #: iteration under a power cap lasts 8.5 % longer.
@@ -150,7 +149,7 @@ class Store:
         What meters said counts for little from now on.
         """
         self.drifted_far = self.drifted_far | drifted_far
-        self.powers.fade(_KEEPS)
+        self.powers.sums *= _KEEPS
 
     def learn(
         self,
@@ -215,7 +214,7 @@ class Store:
         self._learn_lateness(clocked, timeline, asked, odd)
         for stage, report in enumerate(window.stages):
             if report.metered:  # in weeks of silence, what is known would fade to nothing
-                self.powers.add(stage, report.meter, fades)
+                self.powers.sums[stage] = fades * self.powers.sums[stage] + report.meter
         return drifted
 
     def _follow_others(self, seen: set[int], changed: set[int], before_s: FloatArray) -> None:

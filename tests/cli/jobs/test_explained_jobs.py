@@ -10,9 +10,8 @@ import pytest
 
 from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.integrations.levels import (
+    JobError,
     Level,
-    LevelError,
-    RefusedError,
     decide,
     limits_of_arguments,
 )
@@ -75,9 +74,9 @@ def test_options_count_as_in_a_job():
     without = explained("", JobOptions(level=None, gpu_control="none"))
     assert not any("least energy, corrected" in line for line in without["gets"])
     assert all("no clock changed" in line for line in without["seen"])
-    with pytest.raises(LevelError, match="CUDA graphs"):
+    with pytest.raises(JobError, match="CUDA graphs"):
         explained("--cuda-graph-impl local", JobOptions(level=Level.ORDER))
-    with pytest.raises(RefusedError, match="cannot meter"):
+    with pytest.raises(JobError, match="cannot meter"):
         explained("--inprocess-restart")
 
 
@@ -121,7 +120,7 @@ def test_one_hardware_queue_over_nccl_lowers_what_must_check_itself():
     said = explained("--num-experts 8", **over_nodes)
     assert said["gets"][0].startswith("level units")
     assert said["way"] == [f"of level order: mixture of experts ({POSTED_AHEAD})"]
-    with pytest.raises(LevelError, match="mixture of experts"):
+    with pytest.raises(JobError, match="mixture of experts"):
         explained("--num-experts 8", JobOptions(level=Level.ORDER), **over_nodes)
     assert (
         "between nodes (3 of 3 boundaries): NCCL's receives"
