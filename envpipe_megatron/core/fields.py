@@ -1,4 +1,4 @@
-"""Checked reading of JSON objects and of options: errors name what is wrong, and where it is.
+"""Checked reading of JSON objects, TOML tables and options: errors name what is wrong, and where.
 
 A *reader* is a function of a field's value that returns what the program uses, or raises a
 ValueError that says what the value must be.
@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import json
 import re
+import tomllib
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, is_dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from types import UnionType
+from typing import Any, TypeVar, get_args, get_type_hints
 
 from envpipe_megatron.errors import EnvPipeError
-from envpipe_megatron.files import read_text
+from envpipe_megatron.files import decode, read_text
 
 T = TypeVar("T")
 Reader = Callable[[Any], T]
@@ -277,10 +279,76 @@ class Fields:
         there = [name for name in readers if name in self.data or name in needed - more.keys()]
         return kind(**{**more, **{n: self.read(n, readers[n]) for n in there}})
 
+    def make_typed(self, kind: type[T], **more: Any) -> T:
+        """Make a dataclass of the fields, whose types and units say what a value must be.
+
+        Whole numbers are above 0, other numbers finite and not negative, those in units within what
+        a GPU has, texts not empty, paths absolute. Other fields than its own are refused; those of
+        `more` do not come from the file.
+        """
+        hints = {name: hint for name, hint in get_type_hints(kind).items() if name not in more}
+        return self.make(
+            kind, {name: self._typed(name, hint) for name, hint in hints.items()}, **more
+        )
+
+    def _typed(self, name: str, hint: Any) -> Reader[Any]:
+        if isinstance(hint, UnionType):  # a type or None, which is a field that is left out
+            hint = get_args(hint)[0]
+        if not is_dataclass(hint):
+            return _OF_UNITS.get((hint, name.rpartition("_")[2])) or _OF_TYPES[hint]
+
+        def read(table: Any) -> Any:
+            if not isinstance(table, dict):
+                raise ValueError("a table")
+            return Fields(table, self.path / name, self._error).make_typed(hint)  # type: ignore[arg-type]  # a class
+
+        return read
+
     def check_format(self, expected: str) -> None:
         """Refuse an object of another format."""
         if self.data.get("format") != expected:
             raise self.wrong("format", f"It must be '{expected}'.")
+
+
+def _whole_text(value: Any) -> str:
+    if not isinstance(value, str) or not value:
+        raise ValueError("a text")
+    return value
+
+
+def _absolute_path(value: Any) -> Path:
+    if not isinstance(value, str) or not value.startswith("/"):
+        raise ValueError("an absolute path")
+    return Path(value)
+
+
+_OF_TYPES: dict[Any, Reader[Any]] = {
+    bool: FLAG,
+    int: COUNT,
+    float: AMOUNT,
+    str: _whole_text,
+    Path: _absolute_path,
+    tuple[str, ...]: many(TEXT),
+}
+#: By type, and by the unit in which a field's name ends.
+_OF_UNITS: dict[Any, Reader[Any]] = {
+    (int, "mhz"): FREQUENCY,
+    (float, "mhz"): Number(below=MAX_FREQUENCY_MHZ, least=1),
+    (tuple[int, int], "mhz"): many(FREQUENCY, 2),
+    (float, "w"): POWER,
+    (float, "s"): TIME,
+}
+
+
+def parse_toml(content: bytes, path: Path, format_name: str, error: type[EnvPipeError]) -> Fields:
+    """Return a file's fields but its format; `error` if it is not TOML, or of another one."""
+    try:
+        fields = Fields(tomllib.loads(decode(content)), path, error)
+    except (ValueError, RecursionError) as cause:
+        raise error(f"{path} is not TOML: {cause}", remedy="Repair the file") from cause
+    fields.check_format(format_name)
+    del fields.data["format"]
+    return fields
 
 
 def read_json(

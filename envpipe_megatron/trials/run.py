@@ -27,11 +27,10 @@ from envpipe_megatron.files import clear_own_folder, replace_files
 from envpipe_megatron.formats.energy import IDLE
 from envpipe_megatron.gpu.base import FORBID_VARIABLE, GpuError
 from envpipe_megatron.gpu.control import choose_control
-from envpipe_megatron.gpu.devices import look_at, vendors_here, visible_gpus
 from envpipe_megatron.gpu.presets import load_preset
-from envpipe_megatron.gpu.registry import Device
+from envpipe_megatron.gpu.registry import Device, look_at, vendors_here, visible_gpus
 from envpipe_megatron.gpu.site import read_site
-from envpipe_megatron.integrations.versions import version_of
+from envpipe_megatron.integrations.levels import version_of
 from envpipe_megatron.trials.claims import Claim, claims_of, difference, equality
 from envpipe_megatron.trials.ranks import rank_environment, run_ranks
 from envpipe_megatron.trials.settings import BASELINE, ENVPIPE, Settings, load_text

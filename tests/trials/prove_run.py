@@ -33,7 +33,7 @@ def run_rank() -> None:
     import torch
 
     from envpipe_megatron.gpu.backends import nvml
-    from envpipe_megatron.gpu.devices import list_gpus
+    from envpipe_megatron.gpu.registry import list_gpus
     from envpipe_megatron.integrations.device import Device, use_cpu
     from envpipe_megatron.runtime.clocks import latency
     from envpipe_megatron.runtime.clocks.rank_clock import open_rank_gpu
