@@ -1,4 +1,4 @@
-"""Checked reading of JSON, TOML tables and options: errors name what is wrong, and where it is.
+"""Checked reading of JSON objects, TOML tables and options: errors name what is wrong, and where.
 
 A *reader* is a function of a field's value that returns what the program uses, or raises a
 ValueError that says what the value must be.
