@@ -19,7 +19,7 @@ from rich.console import Console
 
 from benchmarks.figures.experiments import EXPERIMENTS
 from benchmarks.outputs import ROWS_FILE, make_table
-from envpipe_megatron.launch.signals import Signals
+from envpipe_megatron.child import Signals
 
 _HERE = Path(__file__).resolve().parent
 

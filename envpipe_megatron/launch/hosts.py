@@ -22,10 +22,10 @@ from functools import partial
 from pathlib import Path
 from typing import IO
 
+from envpipe_megatron.child import LOOK_S, Signals
 from envpipe_megatron.console import drop_output, say_as_launcher
 from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.files import read_text
-from envpipe_megatron.launch.signals import LOOK_S, Signals
 
 _SLOTS, _MOST = r"0*[1-9]\d*", r"(\s+max[_-]slots=\d+)*"
 #: No leading dash: ssh would take such a host for an option. An IPv6 address has brackets or slots:

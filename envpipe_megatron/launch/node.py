@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from envpipe_megatron.child import Signals
 from envpipe_megatron.console import say_as_launcher
 from envpipe_megatron.formats.account import Tariff
 from envpipe_megatron.gpu.base import GpuError
@@ -24,8 +25,8 @@ from envpipe_megatron.gpu.guard.lease_file import JOB_NAME_VARIABLE, LeaseRecord
 from envpipe_megatron.gpu.guard.messages import AGENT_VARIABLE, wait_readable
 from envpipe_megatron.launch.agent.agent import NodeAgent
 from envpipe_megatron.launch.bill.report import BillReport
-from envpipe_megatron.launch.signals import Signals
-from envpipe_megatron.launch.torchrun import handled_signals, run_torchrun
+from envpipe_megatron.launch.options import handled_signals, read
+from envpipe_megatron.launch.torchrun import run_torchrun
 
 logger = logging.getLogger(__name__)
 
@@ -79,7 +80,7 @@ def run_node(torchrun_arguments: Sequence[str], settings: NodeSettings) -> int:
         report.follow(agent)
         if agent.log.earlier_bytes:
             say_as_launcher(f"{agent.log.path} is continued; a new job needs another --output")
-        also = handled_signals(torchrun_arguments)
+        also = handled_signals(read(torchrun_arguments))
         signals = last.enter_context(Signals(also, until_stdin_ends=settings.until_stdin_ends))
         try:
             if settings.prometheus_port is not None:

@@ -1,7 +1,8 @@
-"""Fills in torchrun's options for nodes and processes: from variables, SLURM or a hostfile.
+"""Reads torchrun's options, and fills in nodes and processes: from variables, SLURM or a hostfile.
 
 In this order: command line, torchrun's own PET_ variables, EnvPipe's variables, SLURM's. What is
-filled in comes first on torchrun's command line, where the last value of an option counts.
+filled in comes first on torchrun's command line, where the last value of an option counts. The
+parser is torchrun's own; importing it takes a second, for torch.
 """
 
 from __future__ import annotations
@@ -9,18 +10,22 @@ from __future__ import annotations
 import argparse
 import os
 import re
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
+import signal
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, NoReturn
 
 from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.launch.hosts import Host
-from envpipe_megatron.launch.torchrun import CommandLine, read
 
 #: SLURM numbers its batch, interactive and external steps from here.
 _FIRST_SPECIAL_STEP = 0xFFFFFFF0
 #: Below the ports that Linux gives to outgoing connections.
 _FIRST_PORT, _NUM_PORTS = 12000, 20000
 _PORTS_PER_JOB = 10
+#: torchrun's own default of `--shutdown-timeout`.
+_SHUTDOWN_S = 30
+_SEE_HELP = "See `envpipe launch --help` and `torchrun --help`."
 _BY_SRUN = "Start it with srun, one task a node: srun --ntasks-per-node=1 envpipe launch ..."
 
 #: torchrun's options that are filled in, as its parser names them; in capitals EnvPipe's variables.
@@ -28,6 +33,116 @@ NAMES = ("nproc_per_node", "nnodes", "node_rank", "master_addr", "master_port")
 
 #: A value, and its origin: `hostfile`, `default`, or the name of a variable.
 _Found = tuple[str, str]
+
+
+class CommandLine(NamedTuple):
+    """`[options] SCRIPT ARGS`: the options with their values, and the rest, as they were given."""
+
+    options: tuple[str, ...]
+    script: tuple[str, ...]
+
+
+class HelpAskedError(EnvPipeError):
+    """Options ask for help, which torchrun's parser would give for itself only."""
+
+
+class _Parser(argparse.ArgumentParser):
+    """torchrun's own."""
+
+    def __init__(self) -> None:
+        try:
+            from torch.distributed.run import get_args_parser
+
+            super().__init__(parents=[get_args_parser()], add_help=False)
+        except (ImportError, ValueError) as error:
+            raise EnvPipeError(
+                "torchrun cannot read its options",
+                value=str(error),
+                remedy="It comes with torch: pip install 'torch>=2.11'. PET_ variables of flags, "
+                "such as PET_STANDALONE, must be 0 or 1.",
+            ) from error
+
+    def error(self, message: str) -> NoReturn:
+        raise EnvPipeError(f"torchrun refuses its options: {message}", remedy=_SEE_HELP)
+
+    def print_help(self, file: Any = None) -> None:
+        raise HelpAskedError("There is no help among torchrun's options", remedy=_SEE_HELP)
+
+
+def read(arguments: Sequence[str]) -> argparse.Namespace:
+    """Return all options as torchrun reads them, its PET_ variables and defaults too.
+
+    Raises EnvPipeError if torchrun's parser refuses them, or there is no torch.
+    """
+    return _Parser().parse_args(arguments)
+
+
+def split(words: Sequence[str], own: Mapping[str, bool] | None = None) -> CommandLine:
+    """Split `[options] [--] SCRIPT ARGS` before the script, which torchrun's parser finds.
+
+    It gets one more word each time: among the script's arguments it would find abbreviations of
+    its own options. `own` has other options that may be there, and whether each takes a value.
+    Raises EnvPipeError if there is no script, or options lack values or are not known.
+    """
+    parser = _Parser()
+    for name, takes_value in (own or {}).items():
+        parser.add_argument(name, action="store" if takes_value else "store_true")
+    for end in range(1, len(words)):
+        try:
+            _, unknown = parser.parse_known_args(words[:end])
+            break
+        except HelpAskedError:
+            raise
+        except EnvPipeError:
+            pass
+    else:
+        end = len(words)
+        _, unknown = parser.parse_known_args(words)
+    if unknown:
+        parser.error(f"unrecognized arguments: {' '.join(unknown)}")
+    options = tuple(words[: end - 1])
+    return CommandLine(
+        options[:-1] if options[-1:] == ("--",) else options, tuple(words[end - 1 :])
+    )
+
+
+def check_script(options: argparse.Namespace) -> None:
+    """Refuse (EnvPipeError) a file to run that is not there.
+
+    Each rank would say so; and where it lacks on one node, others would wait for it for minutes.
+    """
+    script: str = options.training_script
+    is_file = options.run_path or not (options.module or options.no_python)
+    if is_file and script != "-" and not Path(script).exists():
+        raise EnvPipeError(
+            "There is no such script to run",
+            value=script,
+            remedy=f"Give its path as seen from {Path.cwd()}; a module needs -m before it.",
+        )
+
+
+def ranks_of_node(options: argparse.Namespace) -> int:
+    """Return how many ranks torchrun starts here: `--nproc-per-node`, or one for each GPU."""
+    if options.nproc_per_node.isdigit():
+        return int(options.nproc_per_node)
+    import torch
+
+    return max(torch.cuda.device_count(), 1)
+
+
+def handled_signals(options: argparse.Namespace) -> set[signal.Signals]:
+    """Return the signals of `--signals-to-handle`, which torchrun passes to its ranks, and ends."""
+    names = {name.strip() for name in options.signals_to_handle.split(",")}
+    never = {signal.SIGKILL, signal.SIGSTOP}
+    return {number for number in signal.Signals if number.name in names} - never
+
+
+def shutdown_s(options: argparse.Namespace) -> int:
+    """Return how long torchrun gives its ranks from a signal to their end, s."""
+    # Older torchruns have no such option; and any torchrun refuses a variable that is no number.
+    given: int | None = getattr(options, "shutdown_timeout", None)
+    variable = os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "")
+    return given if given is not None else int(variable) if variable.isdecimal() else _SHUTDOWN_S
 
 
 class TorchrunOptions(NamedTuple):
@@ -114,7 +229,9 @@ def options_of_hosts(line: CommandLine, hosts: Sequence[Host]) -> tuple[Torchrun
 
 def _given(line: CommandLine) -> argparse.Namespace:
     """Return all options as torchrun reads them, but those of `NAMES` from the line only."""
-    return read([*line.options, "--", *line.script], NAMES)
+    parser = _Parser()
+    parser.set_defaults(**dict.fromkeys(NAMES))
+    return parser.parse_args([*line.options, "--", *line.script])
 
 
 def _completed(

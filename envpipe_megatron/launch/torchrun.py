@@ -1,12 +1,7 @@
-"""Runs torchrun on one node, whose options its own parser reads.
-
-Importing that parser takes a second, for torch. `cli/jobs/launch.py` calls `split` and, through
-`launch/node.py`, `run_torchrun`.
-"""
+"""Runs torchrun on one node, and ends it with its ranks. `launch/node.py` bills it besides."""
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import logging
 import os
@@ -16,24 +11,19 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import IO, Any, NamedTuple, NoReturn
+from typing import IO
 
 from envpipe_megatron import child
-from envpipe_megatron.child import TORCHRUN_MARK
+from envpipe_megatron.child import LOOK_S, TORCHRUN_MARK, Signals
 from envpipe_megatron.console import say_as_launcher
-from envpipe_megatron.errors import EnvPipeError
-from envpipe_megatron.launch.signals import LOOK_S, Signals
+from envpipe_megatron.launch.options import read, shutdown_s
 
 logger = logging.getLogger(__name__)
 
 #: Starts torchrun. Without -P, Python would look for its modules in this folder first.
 TORCHRUN = (sys.executable, "-P", "-m", "torch.distributed.run")
-_SEE_HELP = "See `envpipe launch --help` and `torchrun --help`."
-#: torchrun's own default.
-_SHUTDOWN_S = 30
-
 #: Beyond what torchrun gives its ranks. While it waits at the end for nodes that were lost, it
 #: handles no signal for minutes.
 _PATIENCE_S = 10.0
@@ -42,119 +32,6 @@ _PATIENCE_S = 10.0
 _RANKS_END_S = 15.0
 #: Meanwhile they may have started others.
 _LOOK_AGAIN_S = 0.1
-
-
-class CommandLine(NamedTuple):
-    """`[options] SCRIPT ARGS`: the options with their values, and the rest, as they were given."""
-
-    options: tuple[str, ...]
-    script: tuple[str, ...]
-
-
-class HelpAskedError(EnvPipeError):
-    """Options ask for help, which torchrun's parser would give for itself only."""
-
-
-class _Parser(argparse.ArgumentParser):
-    """torchrun's own."""
-
-    def __init__(self) -> None:
-        try:
-            from torch.distributed.run import get_args_parser
-
-            super().__init__(parents=[get_args_parser()], add_help=False)
-        except (ImportError, ValueError) as error:
-            raise EnvPipeError(
-                "torchrun cannot read its options",
-                value=str(error),
-                remedy="It comes with torch: pip install 'torch>=2.11'. PET_ variables of flags, "
-                "such as PET_STANDALONE, must be 0 or 1.",
-            ) from error
-
-    def error(self, message: str) -> NoReturn:
-        raise EnvPipeError(f"torchrun refuses its options: {message}", remedy=_SEE_HELP)
-
-    def print_help(self, file: Any = None) -> None:
-        raise HelpAskedError("There is no help among torchrun's options", remedy=_SEE_HELP)
-
-
-def read(arguments: Sequence[str], given_only: Collection[str] = ()) -> argparse.Namespace:
-    """Return all options as torchrun reads them, its PET_ variables and defaults too.
-
-    Those of `given_only`, such as `node_rank`, are None where the arguments do not have them.
-    Raises EnvPipeError if torchrun's parser refuses them, or there is no torch.
-    """
-    parser = _Parser()
-    parser.set_defaults(**dict.fromkeys(given_only))
-    return parser.parse_args(arguments)
-
-
-def split(words: Sequence[str], own: Mapping[str, bool] | None = None) -> CommandLine:
-    """Split `[options] [--] SCRIPT ARGS` before the script, which torchrun's parser finds.
-
-    It gets one more word each time: among the script's arguments it would find abbreviations of
-    its own options. `own` has other options that may be there, and whether each takes a value.
-    Raises EnvPipeError if there is no script, or options lack values or are not known.
-    """
-    parser = _Parser()
-    for name, takes_value in (own or {}).items():
-        parser.add_argument(name, action="store" if takes_value else "store_true")
-    for end in range(1, len(words)):
-        try:
-            _, unknown = parser.parse_known_args(words[:end])
-            break
-        except HelpAskedError:
-            raise
-        except EnvPipeError:
-            pass
-    else:
-        end = len(words)
-        _, unknown = parser.parse_known_args(words)
-    if unknown:
-        parser.error(f"unrecognized arguments: {' '.join(unknown)}")
-    options = tuple(words[: end - 1])
-    return CommandLine(
-        options[:-1] if options[-1:] == ("--",) else options, tuple(words[end - 1 :])
-    )
-
-
-def check_script(options: argparse.Namespace) -> None:
-    """Refuse (EnvPipeError) a file to run that is not there.
-
-    Each rank would say so; and where it lacks on one node, others would wait for it for minutes.
-    """
-    script: str = options.training_script
-    is_file = options.run_path or not (options.module or options.no_python)
-    if is_file and script != "-" and not Path(script).exists():
-        raise EnvPipeError(
-            "There is no such script to run",
-            value=script,
-            remedy=f"Give its path as seen from {Path.cwd()}; a module needs -m before it.",
-        )
-
-
-def ranks_of_node(options: argparse.Namespace) -> int:
-    """Return how many ranks torchrun starts here: `--nproc-per-node`, or one for each GPU."""
-    if options.nproc_per_node.isdigit():
-        return int(options.nproc_per_node)
-    import torch
-
-    return max(torch.cuda.device_count(), 1)
-
-
-def handled_signals(arguments: Sequence[str]) -> set[signal.Signals]:
-    """Return the signals of `--signals-to-handle`, which torchrun passes to its ranks, and ends."""
-    names = {name.strip() for name in read(arguments).signals_to_handle.split(",")}
-    never = {signal.SIGKILL, signal.SIGSTOP}
-    return {number for number in signal.Signals if number.name in names} - never
-
-
-def shutdown_s(arguments: Sequence[str]) -> int:
-    """Return how long torchrun gives its ranks from a signal to their end, s."""
-    # Older torchruns have no such option; and any torchrun refuses a variable that is no number.
-    given: int | None = getattr(read(arguments), "shutdown_timeout", None)
-    variable = os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "")
-    return given if given is not None else int(variable) if variable.isdecimal() else _SHUTDOWN_S
 
 
 def run_torchrun(
@@ -184,7 +61,7 @@ def run_torchrun(
     """
     mark = uuid.uuid4().hex
     if ranks_s is None:
-        ranks_s = shutdown_s(arguments)
+        ranks_s = shutdown_s(read(arguments))
     process = subprocess.Popen(
         [sys.executable, "-P", child.__file__, str(os.getpid()), *TORCHRUN, *arguments],
         env={**os.environ, **environment, TORCHRUN_MARK: mark},

@@ -15,10 +15,10 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from envpipe_megatron.child import Signals
 from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.gpu.emulated.emulated_gpu import EmulatedGpu
 from envpipe_megatron.gpu.emulated.store import ROOT_VARIABLE, list_emulated
-from envpipe_megatron.launch.signals import Signals
 from envpipe_megatron.launch.torchrun import run_torchrun
 
 #: Starts a line of a rank's standard output that is meant for the command.

@@ -16,13 +16,13 @@ from typing import Any
 import pytest
 from agent_ranks import Nodes
 
+from envpipe_megatron.child import Signals
 from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.gpu.guard.messages import send
 from envpipe_megatron.launch import node
 from envpipe_megatron.launch.agent import prometheus
 from envpipe_megatron.launch.bill import report as bill_report
 from envpipe_megatron.launch.node import NodeSettings, run_node
-from envpipe_megatron.launch.signals import Signals
 
 #: A job's waits, none of which a test has the time for.
 LONG_S = 1000.0

@@ -29,18 +29,16 @@ from envpipe_megatron.launch.hosts import (
     ssh_command,
 )
 from envpipe_megatron.launch.options import (
-    TorchrunOptions,
-    options_here,
-    options_of_hosts,
-)
-from envpipe_megatron.launch.torchrun import (
-    TORCHRUN,
     CommandLine,
     HelpAskedError,
+    TorchrunOptions,
     check_script,
+    options_here,
+    options_of_hosts,
     shutdown_s,
     split,
 )
+from envpipe_megatron.launch.torchrun import TORCHRUN
 
 #: A node over ssh gets its own.
 _OF_ONE_NODE = ("node_name", "until_stdin_ends")
@@ -237,7 +235,7 @@ def launch(
         if dry_run:
             _show(host.name, command, plan)
     if not dry_run:
-        ctx.exit(run_nodes(commands, STOP_GRACE_S + 2 * shutdown_s(plans[0].arguments)))
+        ctx.exit(run_nodes(commands, STOP_GRACE_S + 2 * shutdown_s(plans[0].read)))
 
 
 def _show(where: str, command: Sequence[str], plan: TorchrunOptions) -> None:

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 import click
 
+from envpipe_megatron.child import Signals
 from envpipe_megatron.cli.common import COUNTS, OUTPUT_FILE, check_outputs
 from envpipe_megatron.console import say
 from envpipe_megatron.core.kinds import Kind
@@ -19,9 +20,9 @@ from envpipe_megatron.core.profile import read_profile
 from envpipe_megatron.core.sidecar import SIDECAR_FORMAT, sidecar_path
 from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.files import replace_files
-from envpipe_megatron.gpu.devices import VISIBLE_VARIABLE, narrowed
-from envpipe_megatron.launch.signals import Signals
-from envpipe_megatron.launch.torchrun import check_script, ranks_of_node, read, run_torchrun, split
+from envpipe_megatron.gpu.registry import VISIBLE_VARIABLE, narrowed
+from envpipe_megatron.launch.options import check_script, ranks_of_node, read, split
+from envpipe_megatron.launch.torchrun import run_torchrun
 from envpipe_megatron.search.layer_file import LAYERS_FORMAT, layers_text, read_layers, read_links
 from envpipe_megatron.search.layer_jobs import (
     JOB_VARIABLE,

@@ -9,10 +9,10 @@ import threading
 import pytest
 
 from envpipe_megatron import child
+from envpipe_megatron.child import Signals
 from envpipe_megatron.gpu.guard.messages import wait_readable
 from envpipe_megatron.launch import torchrun
-from envpipe_megatron.launch.signals import Signals
-from envpipe_megatron.launch.torchrun import handled_signals
+from envpipe_megatron.launch.options import handled_signals, read
 
 DEAF = """
 import signal
@@ -171,7 +171,9 @@ def test_a_signal_that_torchrun_handles_reaches_it_as_it_is(run, number, name):
 
 
 def test_what_torchrun_is_told_to_handle():
-    named = handled_signals(["--signals-to-handle", "SIGUSR1, SIGTERM,SIGKILL,SIGNOT", "a.py"])
+    named = handled_signals(
+        read(["--signals-to-handle", "SIGUSR1, SIGTERM,SIGKILL,SIGNOT", "a.py"])
+    )
     assert named == {signal.SIGUSR1, signal.SIGTERM}
 
 

@@ -12,8 +12,7 @@ from torch.distributed.run import get_args_parser
 
 from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.launch.hosts import Host
-from envpipe_megatron.launch.options import NAMES, options_here, options_of_hosts
-from envpipe_megatron.launch.torchrun import read, split
+from envpipe_megatron.launch.options import NAMES, options_here, options_of_hosts, read, split
 
 OWN_OPTIONS = {"--output": True, "--dry-run": False}
 SLURM = {
