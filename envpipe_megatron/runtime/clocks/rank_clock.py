@@ -25,12 +25,7 @@ from envpipe_megatron.formats.energy import IDLE
 from envpipe_megatron.gpu.base import ClockState, DryRunGpu, Gpu, GpuError, ReadOnlyGpu
 from envpipe_megatron.gpu.clock.controller import PageController, spread
 from envpipe_megatron.gpu.clock.page import BEGUN, DUE, GIVEN_BACK, ClockPage
-from envpipe_megatron.gpu.control import (
-    Control,
-    choose_for,
-    open_controlled,
-    that_can_be_undone,
-)
+from envpipe_megatron.gpu.control import Control, choose_for, open_controlled
 from envpipe_megatron.gpu.guard.hold import Hold, hold_gpu
 from envpipe_megatron.gpu.guard.messages import AGENT_VARIABLE, GuardError
 from envpipe_megatron.runtime.channel.collectives import Collectives
@@ -371,7 +366,7 @@ def open_rank_gpu(
     A pipeline follows one plan, so clocks are controlled on all of its GPUs or on none: if one
     rank has no control, or a site configuration that cannot be used, every rank opens its GPU for
     reading only, and the planner logs why.
-    Nothing is locked or held yet; the clock was reset, to see that it can be.
+    Nothing is locked or held yet: that the clock can be reset is seen by `hold_everywhere`.
 
     Args:
         uid: the GPU's UUID (`gpu.registry.uid_of_cuda_device`); of an emulated one its
@@ -389,11 +384,6 @@ def open_rank_gpu(
     )
     backends = collectives.to_planner({str(chosen.backend)}, lambda found: set().union(*found))
     first = collectives.first(chosen if chosen.backend is None else None)
-    if first is None:  # all may lock; can all reset?
-        chosen = collectives.everywhere(
-            lambda: that_can_be_undone(chosen, uid).checked(required=require)
-        )
-        first = collectives.first(chosen if chosen.backend is None else None)
     if first is not None:
         _, chosen = first
         if collectives.is_planner and chosen.warning is not None:
