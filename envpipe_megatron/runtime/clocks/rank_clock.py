@@ -47,11 +47,9 @@ class _Here:
     """Serves a page in the rank, in a guard's place."""
 
     def __init__(self, gpu: Gpu, page: ClockPage) -> None:
-        self._gpu, self._page, self._pid = gpu, page, os.getpid()
+        self._gpu, self._page = gpu, page
         self._controller = PageController(gpu, page)
         self.serve = self._controller.serve
-        #: When the last call began that was undone.
-        self._undone_s = -math.inf
 
     def count(self, where: int, number: int) -> None:
         """Note that what a request waits for has ended, and serve it."""
@@ -60,10 +58,8 @@ class _Here:
 
     def release(self) -> None:
         """Reset the clock, if it was set. Raises GpuError."""
-        called_s, _ = self._page.last_call_s
-        if os.getpid() == self._pid and called_s > self._undone_s:
+        if self._page.set_mhz is not None:
             self._gpu.reset_frequency()
-            self._undone_s = called_s
             self._controller.close()
 
 
