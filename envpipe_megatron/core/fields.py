@@ -1,4 +1,4 @@
-"""Checked reading of JSON objects and TOML tables: errors name what is wrong, and where it is.
+"""Checked reading of JSON objects, TOML tables and options: errors name what is wrong, and where.
 
 A *reader* is a function of a field's value that returns what the program uses, or raises a
 ValueError that says what the value must be.
@@ -113,18 +113,84 @@ FACTOR = Number(positive=True, below=100, mistaken=(("%", 0.01),), above=1)
 PERCENT = Number(mistaken=(("%", 1),))
 
 
-def option(
-    help_text: str, read: Number | tuple[str, ...] | None = None, default: Any = None, **more: Any
-) -> Any:
-    """Make a field of a dataclass that a command has an option for, by `cli.common.options_of`.
+@dataclass(frozen=True)
+class Rule:
+    """What an option goes with. A term is an option that is given, or `a pipeline`, or `GPUs`.
+
+    `type optimal` is an option that has this value, `gpu_control none|dry_run` one of several; of
+    terms with `or` between them one must hold.
 
     Args:
-        help_text: what it does.
-        read: the numbers, or the words, that it may be; None of a flag.
-        more: `flag`, where the option has another name than the field without its unit;
-            `of_command`, where the command's default is another one.
+        why: what the option does, after "it".
+        when: values of the option that the rule is for, all but the default if empty.
+        needs: terms that must all hold.
+        without: terms none of which may hold.
     """
-    return field(default=default, metadata={"help": help_text, "read": read, **more})
+
+    why: str
+    when: str = ""
+    needs: tuple[str, ...] = ()
+    without: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Option:
+    """How users give a field of a dataclass that `option` made.
+
+    Args:
+        help: what it does.
+        read: the numbers it may be, or the words, with what each becomes where that is not the word
+            itself, or what makes the field of a text (a ValueError says what that must be); None of
+            a switch.
+        metavar: what stands for the text in help.
+        usual: the default in words.
+        flag: its name, where that is not the field's without a unit.
+        of_levels: whether only frameworks have it that have more than one level.
+        rules: what it goes with.
+    """
+
+    help: str
+    read: Number | Mapping[str, Any] | tuple[str, ...] | Callable[[str], Any] | None = None
+    metavar: str = ""
+    usual: str = ""
+    flag: str = ""
+    of_levels: bool = False
+    rules: tuple[Rule, ...] = ()
+
+    @property
+    def words(self) -> tuple[str, ...]:
+        """Return the words that it may be; none where it is a number, a text or a switch."""
+        return tuple(self.read) if isinstance(self.read, tuple | Mapping) else ()
+
+    def of(self, given: object) -> Any:
+        """Make the field of a text, a number, a list or True; a ValueError says what it must be."""
+        text = ",".join(map(str, given)) if isinstance(given, list | tuple) else str(given)
+        if isinstance(self.read, Number):
+            return self.read.of_text(text)
+        if callable(self.read):
+            return self.read(text)
+        if self.read is None:
+            return given
+        word = text.lower()  # as users write it
+        if word not in self.read:
+            raise ValueError(" or ".join(", ".join(self.read).rsplit(", ", 1)))
+        return self.read[word] if isinstance(self.read, Mapping) else word
+
+
+def option(help_text: str, read: Any = None, default: Any = None, **more: Any) -> Any:
+    """Make a field of a dataclass that users give; `more` is as `Option` has it.
+
+    `cli.common.options_of` makes options of a command of such fields, `integrations.options` flags
+    and settings of a job.
+    """
+    if "usual" not in more and default is not None and read is not None:
+        more["usual"] = f"{default:g}" if isinstance(default, float) else str(default)
+    return field(default=default, metadata={"option": Option(help_text, read, **more)})
+
+
+def options_in(kind: type[Any]) -> dict[str, Option]:
+    """Return how users give the fields of a dataclass, by the fields' names."""
+    return {each.name: each.metadata["option"] for each in fields(kind) if each.metadata}
 
 
 def of_type(kind: type[T], words: str) -> Reader[T]:

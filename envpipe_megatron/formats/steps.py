@@ -1,6 +1,6 @@
 """An average training step: of one GPU, of a job's GPUs, and compared with a baseline.
 
-Arithmetic only: `TrainingEnergy` measures steps, and bills and reports compare them.
+`TrainingEnergy` measures steps, and bills and reports compare them.
 """
 
 from __future__ import annotations
@@ -67,12 +67,45 @@ class IntervalEnergy:
 
     `phases` counts iterations of each phase, in the order in which they came; 0 of `plan`, whose
     time lies between iterations and is shared by the steps. `step` is None if no step ended;
-    `saved`, of the job, unless some ended in the steady phase of one batch whose baseline is known.
+    `saved`, of all steady steps of the job so far, unless some of the interval ended in the steady
+    phase of one batch whose baseline is known.
     """
 
     phases: Mapping[str, int]
     step: StepEnergy | None
     saved: Comparison | None = None
+
+    def scalars(self) -> dict[str, float]:
+        """Return scalars for TensorBoard and W&B, beside Megatron's own of energy and power.
+
+        J of a step and W of an average GPU; percent of the baseline's step.
+        """
+        if self.step is None:
+            return {}
+        values = {
+            "envpipe-iter-energy/gpu": self.step.energy_j,
+            "envpipe-power/gpu": self.step.power_w,
+        }
+        if self.saved is not None:
+            values["envpipe-saving-percent"] = self.saved.saving_percent
+            values["envpipe-slowdown-percent"] = self.saved.slowdown_percent
+        return {name: value for name, value in values.items() if value is not None}
+
+    def line(self) -> str:
+        """Return text for Megatron's log line: J per iteration and GPU, W per GPU, the saving."""
+        if self.step is None:
+            return ""
+        parts = [f"envpipe phase: {' '.join(self.phases)}"]
+        if self.step.power_w is None:  # no meter, or only a framework's step in no emulated time
+            parts.append("envpipe energy: not metered")
+        else:
+            parts += [
+                f"envpipe energy per GPU (J/iter/GPU): {self.step.energy_j:.1f}",
+                f"envpipe power per GPU (W/GPU): {self.step.power_w:.1f}",
+            ]
+        if self.saved is not None:
+            parts.append(f"envpipe against baseline: {self.saved}")
+        return "".join(f" {part} |" for part in parts)
 
 
 @dataclass(frozen=True)

@@ -6,16 +6,29 @@ Limits of its level may show before the first step, in it, or in any later one.
 from __future__ import annotations
 
 import atexit
-from collections.abc import Callable, Iterable, Sequence
+import json
+import logging
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
 
 import torch.distributed as dist
 
+from envpipe_megatron import __version__
 from envpipe_megatron.core.schedule import Schedule
-from envpipe_megatron.formats.energy import FRAMEWORK, Phase
+from envpipe_megatron.files import replace_files
+from envpipe_megatron.formats.account import Account, Tariff
+from envpipe_megatron.formats.energy import FRAMEWORK, KEEP_CLOCKS, Phase, read_step, split_phase
+from envpipe_megatron.formats.energy_sums import (
+    EnergySums,
+    comparison_facts,
+    mean_step,
+    total_of,
+)
+from envpipe_megatron.formats.steps import Comparison, IntervalEnergy, StepEnergy
 from envpipe_megatron.integrations.framework_units import UnitFollower, once
 from envpipe_megatron.integrations.job import (
     JobFacts,
@@ -26,10 +39,11 @@ from envpipe_megatron.integrations.job import (
     open_job,
 )
 from envpipe_megatron.integrations.levels import Decision, JobError, Level, Limit, decide
-from envpipe_megatron.integrations.reporting import IntervalReport, end_of_job
 from envpipe_megatron.runtime.channel.carrier import StageSpecs
 from envpipe_megatron.runtime.job.options import JobOptions
 from envpipe_megatron.runtime.job.session import Session
+
+logger = logging.getLogger(__name__)
 
 
 class LeveledJob:
@@ -198,9 +212,13 @@ class LeveledJob:
         if not self._closed:
             self.session.pause()
 
-    def report(self) -> IntervalReport:
-        """Return the energy since the last report; every rank calls it after the same step."""
-        return IntervalReport() if self._closed else IntervalReport.gather(self.session)
+    def report(self) -> IntervalEnergy:
+        """Return the energy since the last report, on an average GPU of the job.
+
+        Every rank calls it after the same step.
+        """
+        energy = None if self._closed else self.session.energy
+        return (energy and energy.gather(energy.lap())) or IntervalEnergy({}, None)
 
     def log(self, iteration: int, tensorboard: Any, wandb: Any = None) -> str:
         """Write energy since the last call to the writers, and return it as text for a log line.
@@ -263,3 +281,86 @@ class LeveledJob:
             return self._open(options, level=self.level, notes=[*map(str, found)])
         except WithoutEnvPipeError:
             return None
+
+
+def end_of_job(session: Session, tokens: object, energy_price: float | None = None) -> list[str]:
+    """Return the bill of a closed session: lines for the log, on the planning rank only.
+
+    Every rank calls it. It is written to `summary.json` too; if that fails, an error is logged.
+    `tokens` are those of an iteration, if they are known; `energy_price` is that of a kWh, in place
+    of the environment's.
+    """
+    own, collectives = session.summary(), session.parts.collectives
+    by_stage = collectives.all_to_planner((own, session.energy.sums()))
+    if not collectives.is_planner:
+        return []
+    only_measures = session.options.only_measures()
+    ranks, sums = zip(*(rank for replicas in by_stage for rank in replicas), strict=True)
+    memory = session.parts.memory.stages
+    summary = {
+        "format": "envpipe-summary/1",
+        "created_by": f"envpipe {__version__}",
+        "only_measures": only_measures,
+        "tokens_per_iteration": tokens,
+        "baseline": own["baseline"],
+        "job": comparison_facts(sums),
+        "memory": None if memory is None else [asdict(stage) for stage in memory],
+        "ranks": ranks,
+    }
+    if session.parts.folder.path is not None:
+        path = session.parts.folder.path / "summary.json"
+        try:
+            replace_files({path: [json.dumps(summary, indent=1), "\n"]})
+        except OSError as error:
+            logger.error("%s could not be written: %s", path, error)
+    whole_iterations = len(session.executed) == 1
+    tariff = Tariff.of_environment(os.environ, energy_price)
+    return list(_bill(summary, sums, tariff, shares=only_measures and not whole_iterations))
+
+
+def _bill(
+    summary: Mapping[str, Any],
+    sums: Sequence[Mapping[str, EnergySums]],
+    tariff: Tariff,
+    *,
+    shares: bool,
+) -> Iterator[str]:
+    ranks = summary["ranks"]
+    compared = {"": summary["job"]["comparison"], **summary["job"]["other_batches"]}
+    account = Account(
+        tuple(own for phases in sums for own in phases.values()),
+        {batch: Comparison(**each) for batch, each in compared.items() if each is not None},
+        num_gpus=len(ranks),
+        tokens=summary["tokens_per_iteration"],
+        clocks_kept=all(rank["clocks"]["backend"] in KEEP_CLOCKS for rank in ranks),
+        power=ranks[0]["power"],
+    )
+    yield from account.lines(tariff, " in training")
+    yield from _step_line("the latest baseline", read_step(summary["baseline"]))
+    by_phase: dict[str, list[EnergySums]] = {}
+    for phase, own in (each for phases in sums for each in phases.items()):
+        by_phase.setdefault(phase, []).append(own)
+    for phase, of_gpus in by_phase.items():
+        # By energy logs: a lap may be of two phases.
+        yield from _step_line(phase, mean_step(of_gpus))
+    steady = total_of(
+        own
+        for phase, of_gpus in by_phase.items()
+        for own in of_gpus
+        if split_phase(phase)[0] == Phase.STEADY
+    )
+    if shares and steady.duration_s:
+        share = 100 * (1 - steady.shares_s[0] / steady.duration_s)
+        yield f"in {share:.1f} % of the steady steps' time no forward or backward ran on a GPU"
+    yield from dict.fromkeys(note for rank in ranks for note in rank["notes"])
+    followed = (rank["clocks"]["followed"] for rank in ranks)
+    yield from sorted({each["warning"] for each in followed if each and each["warning"]})
+
+
+def _step_line(phase: str, step: StepEnergy | None) -> Iterator[str]:
+    """Yield a line, unless nothing was metered; the framework's first step may be unseen."""
+    if step is not None and step.power_w is not None:
+        yield (
+            f"{phase}: {step.iterations} iterations, {step.time_s:.4f} s and "
+            f"{step.energy_j:.1f} J each on an average GPU ({step.power_w:.1f} W)"
+        )

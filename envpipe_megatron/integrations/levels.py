@@ -1,7 +1,8 @@
 """Decides the level of a job by the limits that it has; free of frameworks.
 
 A framework's integration has a table of `ArgumentLimit`s, and may see others as a job runs. Where
-the user names no level, `decide` gives the highest that can be had, and never fails.
+the user names no level, `decide` gives the highest that can be had, and never fails. Versions of
+frameworks that EnvPipe was tried with are here too; those of Megatron are the patches'.
 """
 
 from __future__ import annotations
@@ -10,10 +11,19 @@ import argparse
 import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
+from importlib import metadata
+from typing import TYPE_CHECKING
 
 from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.runtime.job.given import Level as Level
 
+if TYPE_CHECKING:
+    from packaging.requirements import Requirement
+
+#: From the first that was tested, below the next minor one: parts of its engine may change.
+DEEPSPEED = "deepspeed>=0.19.6,<0.20"
+#: As DEEPSPEED: the modules of a model may change. 5.0, 5.8, 5.16 and 5.24 were tested.
+TRANSFORMERS = "transformers>=5.0,<5.25"
 #: Says of a job's arguments whether they ask for something.
 Predicate = Callable[[argparse.Namespace], bool]
 
@@ -150,3 +160,32 @@ def frees_while_training() -> bool:
 
 #: Names what `frees_while_training` finds, for users.
 FREES_WHILE_TRAINING = "garbage_collection_threshold in PYTORCH_CUDA_ALLOC_CONF"
+
+
+def is_tested(version: str, wanted: str) -> bool:
+    """Return whether a version is in DEEPSPEED or TRANSFORMERS; no prerelease of an end is."""
+    return _requirement(wanted).specifier.contains(version, prereleases=True)
+
+
+def check_tested(version: str, wanted: str, instead: str = "") -> None:
+    """Refuse by a JobError a version that EnvPipe was not tried with."""
+    if not is_tested(version, wanted):
+        raise JobError(
+            f"EnvPipe was not tried with this version of {_requirement(wanted).name}",
+            value=version,
+            remedy=f"Install {wanted}{instead}.",
+        )
+
+
+def _requirement(wanted: str) -> Requirement:
+    from packaging.requirements import Requirement  # commands that ask for none start without it
+
+    return Requirement(wanted)
+
+
+def version_of(distribution: str) -> str | None:
+    """Return the version of a distribution, None if it is not installed."""
+    try:
+        return metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return None

@@ -11,6 +11,8 @@ from unittest.mock import Mock, call
 
 import pytest
 
+from envpipe_megatron.integrations.levels import JobError
+
 pytest.importorskip("deepspeed")
 
 import deepspeed
@@ -131,7 +133,7 @@ def test_a_model_without_a_pipeline_is_refused():
 def test_versions_that_were_not_tried(version, monkeypatch):
     check_version()
     monkeypatch.setattr(deepspeed, "__version__", version)
-    with pytest.raises(UnsupportedEngineError, match=f"'{version}'.*0.19.6"):
+    with pytest.raises(JobError, match=f"'{version}'.*0.19.6"):
         check_version()
 
 

@@ -22,7 +22,6 @@ from envpipe_megatron.integrations import leveled
 from envpipe_megatron.integrations.levels import JobError, Level
 from envpipe_megatron.integrations.megatron.limits import LIMITS, keep_sequence
 from envpipe_megatron.integrations.options import add_arguments
-from envpipe_megatron.integrations.reporting import IntervalReport
 from envpipe_megatron.policies.request import check_request
 from envpipe_megatron.runtime.job.options import JobOptions
 
@@ -61,12 +60,8 @@ def job(hooks, monkeypatch):
     made_hooks.job = training
     for name in ("validate", "begin_training"):
         made_hooks.note(name)
-    monkeypatch.setattr(
-        IntervalReport,
-        "gather",
-        lambda session: SimpleNamespace(
-            scalars=lambda: {"envpipe-power/gpu": 300.0}, line=lambda: " envpipe |"
-        ),
+    training.report = lambda: SimpleNamespace(
+        scalars=lambda: {"envpipe-power/gpu": 300.0}, line=lambda: " envpipe |"
     )
     return made
 

@@ -38,8 +38,7 @@ from envpipe_megatron.gpu.registry import (
     visible_gpus,
 )
 from envpipe_megatron.gpu.site import DEFAULT_SITE_PATH, SITE_VARIABLE, read_site
-from envpipe_megatron.integrations import versions
-from envpipe_megatron.integrations.versions import version_of
+from envpipe_megatron.integrations.levels import DEEPSPEED, is_tested, version_of
 from envpipe_megatron.patching.catalog import load_catalog, read_constants
 
 FORMAT = "envpipe-doctor/1"
@@ -398,10 +397,10 @@ def _cuda_bindings() -> Answer:
 @_check("software", "DeepSpeed")
 def _deepspeed() -> Answer:
     version = version_of("deepspeed")
-    wanted = f"DS_BUILD_OPS=0 pip install '{versions.DEEPSPEED}'"
+    wanted = f"DS_BUILD_OPS=0 pip install '{DEEPSPEED}'"
     if version is None:
         return False, "not installed", f"Not needed for Megatron-LM. {wanted}"
-    return versions.is_tested(version, versions.DEEPSPEED), version, wanted
+    return is_tested(version, DEEPSPEED), version, wanted
 
 
 @_check("software", "watchers")

@@ -87,8 +87,7 @@ class Training(LeveledJob):
             pipeline_group,
             self._microbatches,
             messages_vary=config.variable_seq_lengths,
-            splits=True,
-            why_whole=next(filter(None, of_all_ranks(whole)), None),
+            why_whole=next(filter(None, of_all_ranks(whole)), ""),
             framework_order=own,
             group_size=config.microbatch_group_size_per_vp_stage,
         )

@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from envpipe_megatron.core.schedule import Schedule
 from envpipe_megatron.core.sidecar import Sidecar
+from envpipe_megatron.formats.steps import IntervalEnergy
 from envpipe_megatron.integrations.device import check_current, current_device
 from envpipe_megatron.integrations.framework_units import UnitRecorder, once
 from envpipe_megatron.integrations.job import (
@@ -26,7 +27,6 @@ from envpipe_megatron.integrations.job import (
 from envpipe_megatron.integrations.leveled import LeveledJob
 from envpipe_megatron.integrations.levels import Level, Limit
 from envpipe_megatron.integrations.options import read_settings
-from envpipe_megatron.integrations.reporting import IntervalReport
 from envpipe_megatron.integrations.torch_pipelining.orders import (
     AttachError,
     Runner,
@@ -34,11 +34,12 @@ from envpipe_megatron.integrations.torch_pipelining.orders import (
     group_size,
     is_prepared,
     known_order,
+    limits_of,
+    limits_seen,
     message_of,
     stages_trained_by,
 )
-from envpipe_megatron.integrations.torch_pipelining.parts import known_reason
-from envpipe_megatron.integrations.torch_pipelining.units import Units, limits_of, limits_seen
+from envpipe_megatron.integrations.torch_pipelining.units import Units, known_reason
 from envpipe_megatron.runtime.channel.carrier import StageSpecs, TensorSpec
 from envpipe_megatron.runtime.channel.collectives import of_all_ranks
 
@@ -108,7 +109,7 @@ class AttachedPipeline(LeveledJob):
             group,
             count,
             runs_units=True,
-            splits=True,
+            why_whole="",
             framework_order=own,
             group_size=group_size(num_stages, count),
         )
@@ -148,7 +149,7 @@ class AttachedPipeline(LeveledJob):
         self._end_step()
         super().pause()
 
-    def report(self) -> IntervalReport:
+    def report(self) -> IntervalEnergy:
         """Return energy since the last report, as `line` and `scalars`; ranks call it at one step.
 
         The last step is in the next report, since it has not ended.
