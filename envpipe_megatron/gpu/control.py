@@ -10,7 +10,7 @@ import logging
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 from envpipe_megatron.gpu.base import (
     FORBID_VARIABLE,
@@ -45,8 +45,6 @@ PROFILES_REMEDY = (
 )
 """The remedy for a power profile that is enforced on a GPU."""
 
-_JOB = "envpipe clocks reset"
-
 
 @dataclass(frozen=True, slots=True)
 class Control:
@@ -72,7 +70,7 @@ class Control:
         )
         return f"{text} {self.remedy}." if self.remedy else text
 
-    def checked(self, *, required: bool) -> "Control":
+    def checked(self, *, required: bool) -> Self:
         """Return the same; GpuPermissionError if control is required and there is none."""
         if required and self.backend is None:
             raise GpuPermissionError(
@@ -262,7 +260,8 @@ def reset_clocks(
             gpu = open_allowed(address)
             what = f"reset by {gpu.address.backend}"
             try:
-                lease = Lease.take(gpu.address, _JOB, rank=None, open_gpu=open_allowed)
+                job = "envpipe clocks reset"
+                lease = Lease.take(gpu.address, job, rank=None, open_gpu=open_allowed)
                 try:
                     gpu.reset_frequency()
                 finally:
