@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -43,7 +43,7 @@ _OUTSIDE, _WITHIN = "outside a step", "within a step"
 
 
 class InstructionError(EnvPipeError):
-    """Calls that make no training step."""
+    """Calls that make no training step, or one in an order that EnvPipe cannot plan for."""
 
 
 class InstrumentedPipeline:
@@ -306,14 +306,14 @@ class InstrumentedPipeline:
         return job, framework_order
 
 
-def _recognized(letters: Sequence[str], num_microbatches: int) -> Schedule:
+def _recognized(letters: list[str], num_microbatches: int) -> Schedule:
     """Return the schedule of a recorded step, from each stage's letters, such as `FFBFBB`.
 
     Raises InstructionError for any other than 1F1B and GPipe, one chunk a stage.
     """
     for builder in (builders.one_f_one_b, builders.gpipe):
         known = builder(len(letters), num_microbatches)
-        if [_letters(known, stage) for stage in range(len(letters))] == list(letters):
+        if ["".join(unit.kind.letter for unit in units) for units in known.stages] == letters:
             return known
     raise InstructionError(
         f"The first step is neither 1F1B nor GPipe of {num_microbatches} microbatches",
@@ -322,7 +322,3 @@ def _recognized(letters: Sequence[str], num_microbatches: int) -> Schedule:
         "orders, with several chunks a stage or split backwards, EnvPipe has to execute "
         "(docs/start/other.md).",
     )
-
-
-def _letters(schedule: Schedule, stage: int) -> str:
-    return "".join(unit.kind.letter for unit in schedule.stages[stage])

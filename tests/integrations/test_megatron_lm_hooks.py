@@ -19,6 +19,7 @@ from leveled_jobs import begin, fresh_hooks, given, jobs_are_faked
 from envpipe_megatron.core.orders.builders import whole_iteration
 from envpipe_megatron.formats.energy import Phase
 from envpipe_megatron.integrations import leveled
+from envpipe_megatron.integrations.hooking import replaced
 from envpipe_megatron.integrations.levels import JobError, Level
 from envpipe_megatron.integrations.megatron.limits import LIMITS, keep_sequence
 from envpipe_megatron.integrations.options import add_arguments
@@ -76,13 +77,11 @@ def gpt():
 
 def steps(hooks, count, *, without=""):
     """As Megatron's loop calls the hooks, but for one of them."""
-    forward_backward = hooks._reaching(lambda **arguments: arguments)
+    if without != "forward_backward":
+        hooks._hooks.note("forward_backward")
     for iteration in range(count):
         if without != "begin_step":
             hooks.begin_step(iteration)
-        if without != "forward_backward":
-            arguments = {"model": [gpt()], "forward_only": False}
-            assert forward_backward(**arguments) == arguments
         if without != "end_step":
             hooks.end_step(0)
         if without != "log":
@@ -406,7 +405,9 @@ def test_a_job_that_trains_without_envpipe(hooks, monkeypatch, caplog, later):
     monkeypatch.setattr(hooks.parallel_state, "get_pipeline_model_parallel_group", lambda: None)
     monkeypatch.setattr(schedules, "envpipe_hook", None, raising=False)
     if later:
-        hooks._hooks.job, schedules.envpipe_hook = training, training.in_place_of
+        state.job = training
+        in_its_place = replaced(schedules, envpipe_hook=training.in_place_of)
+        state.while_training.enter_context(in_its_place)
         training._why_lower = "too little of a test"
         training._args = SimpleNamespace(train_iters=None)
     else:

@@ -104,8 +104,10 @@ class Training(LeveledJob):
         self._framework_function: Callable[..., Any] | None = None
         #: Numbers of microbatches whose units were followed.
         self._followed_counts: set[int] = set()
-        if self.job is not None and self.level is Level.ORDER and (why := self._why_not_order()):
-            self._lower_order(why, options.level)
+        if self.job is not None and self.level is Level.ORDER:
+            capacity = self.session.parts.channel.capacity  # the same on all ranks
+            if why := against_order(self.decision, self._order_of(self._microbatches), capacity):
+                self._lower_order(why, options.level)
 
     def announce(self) -> None:
         """Print what the job does."""
@@ -148,11 +150,6 @@ class Training(LeveledJob):
         why, self._why_lower = self._why_lower, None
         if why is not None:
             self._lower_order(why)
-
-    def _why_not_order(self) -> str | None:
-        """Return why the channel rules out level `order`, the same on all ranks; None if not."""
-        own, capacity = self._order_of(self._microbatches), self.session.parts.channel.capacity
-        return against_order(self.decision, own, capacity)
 
     def _lower_order(self, why: str, asked: Level | None = None) -> None:
         """Go on at the next level; a JobError if level `order` is `asked`."""
