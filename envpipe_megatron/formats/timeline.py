@@ -26,7 +26,8 @@ which `dry_run` set none. Torn lines, which killed jobs leave, are passed over a
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -56,8 +57,8 @@ FIRST_STEADY, FIRST_OTHER = 10, 300
 STEADY_STRIDE, STRIDE_GROWS = 100, 10_000
 #: What reading a line that is torn, or something else, may raise.
 _TORN = (ValueError, TypeError, KeyError, OverflowError, RecursionError, ScheduleError)
-#: The most looks at a clock that are recorded: an hour's.
-MOST_CLOCK_SAMPLES = 7200
+#: The most looks at a clock that are recorded, an hour's, and those of a line, a minute's.
+MOST_CLOCK_SAMPLES, _SAMPLES_A_LINE = 7200, 120
 
 
 def is_recorded(phase: str, index: int) -> bool:
@@ -67,6 +68,87 @@ def is_recorded(phase: str, index: int) -> bool:
         return index < FIRST_STEADY or index % stride == 0
     # Not the first one of a stretch at the highest clock, as which multiples of four come.
     return index < FIRST_OTHER or (index + 1) % stride == 0
+
+
+class TimelineLog:
+    """Appends the recorded iterations of one rank, and looks at its clock.
+
+    `append` takes each line, and waits for no disk. Every line has `labels`.
+    """
+
+    def __init__(
+        self, append: Callable[[dict[str, Any]], object], labels: Mapping[str, object]
+    ) -> None:
+        self._append = append
+        self._labels = dict(labels)
+        self._seen: Counter[str] = Counter()
+        #: Phases of which an iteration is to be recorded.
+        self._due: set[str] = set()
+        self._samples: list[tuple[float, int | None, int, str]] = []
+        self._samples_left = MOST_CLOCK_SAMPLES
+
+    def add(
+        self,
+        phase: str,
+        iteration: int,
+        span_s: tuple[float, float],
+        units_s: Iterable[NDArray[np.float64]] | None,
+        executed: Callable[[], list[str]],
+        frequencies_mhz: list[int] | None,
+    ) -> None:
+        """Add an iteration that has run; returns at once.
+
+        Args:
+            phase: with the batch's name.
+            iteration: its number.
+            span_s: when it began, and how long it took.
+            units_s: [2, num_units] starts and ends of its units; None if they were not timed.
+            executed: returns the units as plans write them, in the order in which they ran.
+            frequencies_mhz: what was requested for each; None if no clock is controlled.
+        """
+        index = self._seen[phase]
+        self._seen[phase] += 1
+        # Where few iterations have their units timed, the next of those takes the place of others.
+        if is_recorded(phase, index):
+            self._due.add(phase)
+        if phase not in self._due or units_s is None:
+            return
+        self._due.remove(phase)
+        start_us, end_us = (np.rint(1e6 * s).astype(np.int64).tolist() for s in units_s)
+        line = {
+            "format": TIMELINE_FORMAT,
+            **self._labels,
+            "phase": str(phase),
+            "iteration": iteration,
+            "begin_s": span_s[0],
+            "iteration_time_s": span_s[1],
+            "units": " ".join(executed()),
+            "start_us": start_us,
+            "end_us": end_us,
+        }
+        if frequencies_mhz is not None:
+            line["frequency_mhz"] = frequencies_mhz
+        self._append(line)
+
+    def add_clock(
+        self, time_s: float, requested_mhz: int | None, observed_mhz: int, reasons: Sequence[str]
+    ) -> None:
+        """Add a look at the clock; returns at once. One thread may call it, until `close`."""
+        if not self._samples_left:
+            return
+        self._samples_left -= 1
+        self._samples.append((round(time_s, 3), requested_mhz, observed_mhz, ", ".join(reasons)))
+        if len(self._samples) == _SAMPLES_A_LINE:
+            self.close()
+
+    def close(self) -> None:
+        """Append what was seen of the clock since the last such line."""
+        if not self._samples:
+            return
+        names = "time_s", "requested_mhz", "observed_mhz", "throttle_reasons"
+        columns = zip(names, map(list, zip(*self._samples, strict=True)), strict=True)
+        self._samples = []
+        self._append({"format": CLOCK_FORMAT, **self._labels, **dict(columns)})
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,6 @@ from envpipe_megatron.gpu.base import (
     GpuPermissionError,
     clock_control_forbidden,
 )
-from envpipe_megatron.gpu.devices import list_gpus, look_at, open_gpu, open_reader
 from envpipe_megatron.gpu.guard.hold import job_key
 from envpipe_megatron.gpu.guard.lease import Lease, LeaseHeldError, OpenGpu, list_leases
 from envpipe_megatron.gpu.guard.lease_file import LeaseFolderError
@@ -30,6 +29,10 @@ from envpipe_megatron.gpu.registry import (
     VendorGpu,
     backend_class,
     hardware_backends,
+    list_gpus,
+    look_at,
+    open_gpu,
+    open_reader,
 )
 from envpipe_megatron.gpu.site import SiteConfig, read_site
 
@@ -87,7 +90,7 @@ def check_controls(site: SiteConfig) -> tuple[Control, ...]:
     """
     known = hardware_backends()
     allowed = known if site.backends is None else site.backends
-    order = [*allowed, *(name for name in known if name not in allowed)]
+    order = list(dict.fromkeys([*allowed, *known]))
     try:
         if clock_control_forbidden():
             raise GpuError(

@@ -20,8 +20,8 @@ from envpipe_megatron.core.kinds import Kind
 from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.gpu.base import Gpu, GpuError
 from envpipe_megatron.gpu.control import Control
-from envpipe_megatron.gpu.devices import uid_of_cuda_device
 from envpipe_megatron.gpu.emulated.emulated_gpu import EmulatedGpu
+from envpipe_megatron.gpu.registry import uid_of_cuda_device
 from envpipe_megatron.runtime.channel.collectives import Collectives
 from envpipe_megatron.runtime.clocks.latency import (
     CudaKernelTimer,
@@ -29,8 +29,7 @@ from envpipe_megatron.runtime.clocks.latency import (
     KernelTimer,
 )
 from envpipe_megatron.runtime.clocks.rank_clock import open_rank_gpu
-from envpipe_megatron.runtime.execution.emulated_executor import EmulatedExecutor
-from envpipe_megatron.runtime.execution.executor import CudaExecutor, Executor
+from envpipe_megatron.runtime.execution.executor import CudaExecutor, EmulatedExecutor, Executor
 
 PRESET_VARIABLE = "ENVPIPE_EMULATED_GPU"
 FORWARD_VARIABLE = "ENVPIPE_EMULATED_FORWARD_S"

@@ -18,7 +18,7 @@ import logging
 import os
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import partial, wraps
 from pathlib import Path
@@ -30,7 +30,7 @@ from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.integrations.framework_units import once
 from envpipe_megatron.integrations.leveled import LeveledJob
 from envpipe_megatron.integrations.levels import JobError
-from envpipe_megatron.integrations.options import Named, flag_of, prepare_files, read_options
+from envpipe_megatron.integrations.options import flag_of, flags_given, prepare_files, read_options
 from envpipe_megatron.runtime.job.options import JobOptions
 
 logger = logging.getLogger(__name__)
@@ -126,16 +126,19 @@ class Hooks(Generic[T]):
         return job
 
 
-def options_of(args: argparse.Namespace, named: Named = flag_of) -> JobOptions:
-    """Return EnvPipe's options among Megatron's arguments, checked before anything is built.
+def options_of(
+    args: argparse.Namespace, settings: Mapping[str, object] | None = None
+) -> JobOptions:
+    """Return EnvPipe's options, checked before anything is built.
 
-    `named` is how errors name options.
+    They are flags among Megatron's arguments, or settings by name.
     """
+    given, named = (flags_given(args), flag_of) if settings is None else (settings, str)
     options = read_options(
-        args,
+        given,
         num_stages=args.pipeline_model_parallel_size,
-        save_folder=args.save,
         on_gpu=torch.cuda.is_available(),
+        save_folder=args.save,
         named=named,
     )
     prepare_files(options, args.pipeline_model_parallel_size, named)

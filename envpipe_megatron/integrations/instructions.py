@@ -31,7 +31,7 @@ from envpipe_megatron.integrations.framework_units import (
 from envpipe_megatron.integrations.job import JobFacts, RankPlace, say_line
 from envpipe_megatron.integrations.leveled import LeveledJob
 from envpipe_megatron.integrations.levels import Level, Limit
-from envpipe_megatron.integrations.options import OF_LEVELS, read_settings
+from envpipe_megatron.integrations.options import OF_LEVELS, read_settings, read_values
 from envpipe_megatron.runtime.channel.collectives import of_all_ranks
 
 logger = logging.getLogger(__name__)
@@ -99,9 +99,10 @@ class InstrumentedPipeline:
                 remedy='Give a mapping, such as {"model": "GPT, 24 layers"}.',
             )
         on_gpu = torch.cuda.is_available()
+        read_values(settings, _WITHOUT)
         # Of the orders that flags know, the one whose defaults keep the framework's order.
         self._options = read_settings(
-            settings, _WITHOUT, num_stages=num_stages, on_gpu=on_gpu, scheduling="1f1b"
+            {**settings, "scheduling": "1f1b"}, num_stages=num_stages, on_gpu=on_gpu
         )
         self._facts = facts
         self._say = say

@@ -19,7 +19,7 @@ from envpipe_megatron.integrations.hooking import between_steps, options_of, rep
 from envpipe_megatron.integrations.levels import ArgumentLimit, JobError, Level, Predicate, on
 from envpipe_megatron.integrations.megatron.limits import LIMITS, NOT_PROVEN, REFUSED, check_metered
 from envpipe_megatron.integrations.megatron.training import Training
-from envpipe_megatron.integrations.options import parse_settings
+from envpipe_megatron.integrations.options import read_values
 
 BRIDGE_LIMITS = (
     *LIMITS,
@@ -109,7 +109,8 @@ class EnvPipeCallback:
     """
 
     def __init__(self, **options: object) -> None:
-        self._options = parse_settings(options)
+        read_values(options)  # which tells of wrong ones early
+        self._options = options
         self._training: Training | None = None
         #: Megatron's own, once the loop has asked for it.
         self._framework_function: Callable[..., Any] | None = None
@@ -134,9 +135,8 @@ class EnvPipeCallback:
                 remedy="Make the callback before `pretrain` is called, in the same process.",
             )
         args = arguments_of(context.state.cfg, dist.get_world_size())
-        vars(args).update(vars(self._options))
         check_metered(args, BRIDGE_REFUSED)
-        options = options_of(args, named=str)
+        options = options_of(args, self._options)
         group = get_pg_collection(context.model).pp
         self._training = Training(args, options, BRIDGE_LIMITS, context.model, group)
         self._put_back.enter_context(closing(self._training))

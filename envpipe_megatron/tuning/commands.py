@@ -155,13 +155,13 @@ class Window:
     wishes: Wishes = NO_WISHES
     refused: str = ""
 
-    def unit_s(self, replicas: Sequence[int]) -> FloatArray:
-        """Return medians over some replicas, [num_stages, units_per_stage].
+    def unit_s(self, replicas: Sequence[int] = ()) -> FloatArray:
+        """Return medians over some replicas, by default all, [num_stages, units_per_stage].
 
         Of an even number the lower of the middle ones: of two replicas, one of which is slow, the
         other shows what units take. NaN where none of them ran whole.
         """
-        rows = list(replicas)
+        rows = list(replicas) or slice(None)
         return np.array([_lower_median(stage.unit_s[rows]) for stage in self.stages])
 
     @property

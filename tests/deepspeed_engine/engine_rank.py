@@ -40,11 +40,11 @@ from envpipe_megatron.integrations.deepspeed.partition import PipelineModule
 from envpipe_megatron.integrations.device import Device
 from envpipe_megatron.integrations.huggingface import split_model
 from envpipe_megatron.integrations.huggingface.deepspeed_stages import deepspeed_layers
-from envpipe_megatron.integrations.huggingface.skeleton import language_model_loss
+from envpipe_megatron.integrations.huggingface.layers import language_model_loss
 from envpipe_megatron.policies.planner import make_plan
 from envpipe_megatron.policies.request import PlanRequest
 from envpipe_megatron.runtime.clocks.latency import EmulatedKernelTimer
-from envpipe_megatron.runtime.execution.emulated_executor import EmulatedExecutor
+from envpipe_megatron.runtime.execution.executor import EmulatedExecutor
 
 MICROBATCHES, MICROBATCH, LENGTH = 6, 2, 5
 TIMES_S = {Kind.FORWARD: 0.02, Kind.BACKWARD: 0.04}

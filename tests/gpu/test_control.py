@@ -25,7 +25,7 @@ from envpipe_megatron.gpu.control import (
     open_controlled,
     that_can_be_undone,
 )
-from envpipe_megatron.gpu.devices import open_reader
+from envpipe_megatron.gpu.registry import open_reader
 from envpipe_megatron.gpu.site import SiteConfig
 
 
@@ -65,6 +65,18 @@ def test_a_site_allows_some_and_orders_them(machine):
     assert found["nvml"].backend is None
     assert "site.toml does not allow" in found["nvml"].why
     assert choose_control("auto", machine.site).backend == "zeusd"
+
+
+def test_a_site_that_names_no_back_end_of_ours_is_told_which_there_are(machine):
+    machine.set_sys_admin(True)
+    machine.fields["backends"] = ("magic", "nvml", "nvml")
+    found = machine.look()
+    assert list(found) == ["magic", "nvml", "zeusd", "command"]
+    assert "Use one of nvml, zeusd, command" in found["magic"].remedy
+    assert choose_control("auto", machine.site).backend == "nvml"
+    machine.fields["backends"] = ("magic", "dry_run")
+    why = choose_control("auto", machine.site).why
+    assert "magic: unknown GPU back end; dry_run: back end dry_run does not say who may" in why
 
 
 def test_capabilities_of_a_rootless_container_mean_nothing(machine, monkeypatch):

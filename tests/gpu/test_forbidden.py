@@ -30,10 +30,9 @@ from envpipe_megatron.gpu.control import (
     open_controlled,
     reset_clocks,
 )
-from envpipe_megatron.gpu.devices import open_gpu
 from envpipe_megatron.gpu.guard.hold import hold_gpu
 from envpipe_megatron.gpu.guard.lease import Lease, list_leases, undo_lease
-from envpipe_megatron.gpu.registry import hardware_backends
+from envpipe_megatron.gpu.registry import hardware_backends, open_gpu
 from envpipe_megatron.gpu.site import read_site
 
 ROOT = Path(envpipe_megatron.gpu.__file__).resolve().parents[2]

@@ -231,7 +231,7 @@ def test_a_loop_that_is_not_reached(loop, trainings):
     ("options", "told"),
     [
         ({"tpye": "uniform"}, "No such option.*'tpye'.* level, "),
-        ({"level": "best"}, "invalid choice: 'best'"),
+        ({"level": "best"}, "level is auto, observe, .* 'best'"),
         ({"profile_only": 3}, "takes true or false"),
     ],
 )

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from envpipe_megatron.core.kinds import WHOLE
+from envpipe_megatron.core.orders import builders
 from envpipe_megatron.core.profile import read_profile
 from envpipe_megatron.core.sidecar import Sidecar
 from envpipe_megatron.gpu.presets import load_preset
@@ -63,7 +64,7 @@ def test_five_clocks_of_a_published_profile_give_the_others(name):
 def test_a_few_noisy_refreshes_of_a_constant_power_give_some_power_to_all(seed):
     """As on a GPU that several ranks share: what one of them does is hardly seen."""
     rng = np.random.default_rng(seed)
-    store = Store(1, 1, WHOLE, NODES.astype(int).tolist(), Sidecar())
+    store = Store(builders.one_f_one_b(1, 2), NODES.astype(int).tolist(), Sidecar())
     ends_s = np.cumsum(rng.uniform(0.01, 0.05, 24))
     spent = np.stack([ends_s, rng.integers(-1, 2, 24), rng.choice(NODES[-4:], 24)])
     refreshes_s = np.arange(0.0, ends_s[-1], 0.1)

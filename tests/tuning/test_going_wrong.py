@@ -11,7 +11,6 @@ from on_request import on_request
 from window_reports import report_of
 
 from emulated_pipelines import Conditions
-from envpipe_megatron.core.kinds import WHOLE
 from envpipe_megatron.core.orders import builders
 from envpipe_megatron.core.sidecar import Sidecar
 from envpipe_megatron.gpu.presets import load_preset
@@ -221,7 +220,7 @@ def test_iterations_that_did_not_run_whole_teach_nothing(told, at):
 
 
 def test_units_that_became_much_faster_are_believed_the_second_time():
-    store = Store(1, 1, WHOLE, [1000, 900], Sidecar())
+    store = Store(builders.one_f_one_b(1, 2), [1000, 900], Sidecar())
     known_s = np.full((1, 4), 1.0)
     assert not store._odd(known_s, known_s).any()
     assert store._odd(0.2 * known_s, known_s).all()

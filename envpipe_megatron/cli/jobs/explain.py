@@ -23,7 +23,7 @@ from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.files import read_text
 from envpipe_megatron.integrations.megatron.explain import PlannedJob
 from envpipe_megatron.integrations.megatron.explain import explain as explain_job
-from envpipe_megatron.integrations.options import divided, parse_settings, read_options
+from envpipe_megatron.integrations.options import divided, flag_of, read_options
 
 #: Flags that the patch adds beside EnvPipe's options.
 _SWITCH, _RECOMPUTE = "--envpipe", "--envpipe-recompute"
@@ -96,10 +96,11 @@ def explain(
     settings, rest = divided(flags, _RECOMPUTE)
     args = read_flags([word for word in rest if word != _SWITCH])
     options = read_options(
-        parse_settings(settings),
+        settings,
         num_stages=args.pipeline_model_parallel_size,
         save_folder=getattr(args, "save", None),
         on_gpu=True,
+        named=flag_of,
     )
     job = PlannedJob(
         args,

@@ -28,20 +28,21 @@ from envpipe_megatron.gpu.base import (
     clock_control_forbidden,
 )
 from envpipe_megatron.gpu.control import choose_control, open_controlled, reset_clocks
-from envpipe_megatron.gpu.devices import (
+from envpipe_megatron.gpu.emulated.emulated_gpu import EmulatedGpu
+from envpipe_megatron.gpu.emulated.store import ROOT_VARIABLE
+from envpipe_megatron.gpu.guard.lease import list_leases
+from envpipe_megatron.gpu.guard.lease_file import LeaseRecord, lease_name
+from envpipe_megatron.gpu.presets import override_for, sweep_range
+from envpipe_megatron.gpu.registry import (
     VISIBLE_VARIABLE,
+    Device,
+    VendorGpu,
     list_gpus,
     look_at,
     uid_of_cuda_device,
     unreadable_gpus,
     visible_gpus,
 )
-from envpipe_megatron.gpu.emulated.emulated_gpu import EmulatedGpu
-from envpipe_megatron.gpu.emulated.store import ROOT_VARIABLE
-from envpipe_megatron.gpu.guard.lease import list_leases
-from envpipe_megatron.gpu.guard.lease_file import LeaseRecord, lease_name
-from envpipe_megatron.gpu.presets import override_for, sweep_range
-from envpipe_megatron.gpu.registry import Device, VendorGpu
 from envpipe_megatron.gpu.site import read_site
 from envpipe_megatron.runtime.clocks.latency import (
     CudaKernelTimer,

@@ -26,16 +26,17 @@ from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.formats.energy import IDLE
 from envpipe_megatron.gpu.base import FORBID_VARIABLE, GpuError, clock_control_forbidden
 from envpipe_megatron.gpu.control import PROFILES_REMEDY, check_controls, first_allowed
-from envpipe_megatron.gpu.devices import (
+from envpipe_megatron.gpu.guard.lease import list_leases
+from envpipe_megatron.gpu.registry import (
     VISIBLE_VARIABLE,
+    VendorGpu,
+    hardware_backends,
     list_gpus,
     look_at,
     unreadable_gpus,
     vendors_here,
     visible_gpus,
 )
-from envpipe_megatron.gpu.guard.lease import list_leases
-from envpipe_megatron.gpu.registry import VendorGpu, hardware_backends
 from envpipe_megatron.gpu.site import DEFAULT_SITE_PATH, SITE_VARIABLE, read_site
 from envpipe_megatron.integrations.levels import DEEPSPEED, is_tested, version_of
 from envpipe_megatron.patching.catalog import load_catalog, read_constants

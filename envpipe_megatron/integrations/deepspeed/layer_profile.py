@@ -114,8 +114,7 @@ def _on_device(layer: Any, device: torch.device) -> Callable[..., Any]:
         layer = built
     elif isinstance(layer, torch.nn.Module):
         layer = copy.deepcopy(layer)
-    function: Callable[..., Any] = layer.to(device) if isinstance(layer, torch.nn.Module) else layer
-    return function
+    return layer.to(device) if isinstance(layer, torch.nn.Module) else layer
 
 
 def _with_loss(

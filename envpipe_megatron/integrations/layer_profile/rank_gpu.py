@@ -16,7 +16,7 @@ from envpipe_megatron.core.arrays import FloatArray
 from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.gpu.base import Gpu, GpuAddress
 from envpipe_megatron.gpu.control import choose_control, open_controlled
-from envpipe_megatron.gpu.devices import open_reader, uid_of_cuda_device
+from envpipe_megatron.gpu.registry import open_reader, uid_of_cuda_device
 from envpipe_megatron.gpu.site import read_site
 from envpipe_megatron.integrations.device import current_device
 from envpipe_megatron.runtime.clocks.rank_clock import RankClock

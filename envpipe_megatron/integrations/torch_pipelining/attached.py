@@ -34,11 +34,12 @@ from envpipe_megatron.integrations.torch_pipelining.orders import (
     group_size,
     is_prepared,
     known_order,
+    limits_of,
+    limits_seen,
     message_of,
     stages_trained_by,
 )
-from envpipe_megatron.integrations.torch_pipelining.parts import known_reason
-from envpipe_megatron.integrations.torch_pipelining.units import Units, limits_of, limits_seen
+from envpipe_megatron.integrations.torch_pipelining.units import Units, known_reason
 from envpipe_megatron.runtime.channel.carrier import StageSpecs, TensorSpec
 from envpipe_megatron.runtime.channel.collectives import of_all_ranks
 

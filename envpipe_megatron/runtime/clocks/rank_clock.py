@@ -374,7 +374,7 @@ def open_rank_gpu(
     Nothing is locked or held yet; the clock was reset, to see that it can be.
 
     Args:
-        uid: the GPU's UUID (`gpu.devices.uid_of_cuda_device`); of an emulated one its
+        uid: the GPU's UUID (`gpu.registry.uid_of_cuda_device`); of an emulated one its
             folder and index.
         wanted: one of `gpu.control.CHOICES`.
         require: whether a job without control is an error instead of a warning.

@@ -19,16 +19,16 @@ from typing import Any
 
 from envpipe_megatron.core.schedule import Schedule
 from envpipe_megatron.formats.energy import FRAMEWORK, Phase, phase_in_batch
+from envpipe_megatron.formats.timeline import TimelineLog
 from envpipe_megatron.formats.wishes import NO_WISHES, Wishes
 from envpipe_megatron.runtime.channel.carrier import StageSpecs
-from envpipe_megatron.runtime.energy.timeline_log import TimelineLog
 from envpipe_megatron.runtime.energy.training import TrainingEnergy
 from envpipe_megatron.runtime.execution.executor import Executor, StageRecord
 from envpipe_megatron.runtime.execution.orders import IterationOrder, PhaseRun, constant_order
 from envpipe_megatron.runtime.execution.stage_run import StageRun
 from envpipe_megatron.runtime.job.parts import PhaseParts, SessionError, note
 from envpipe_megatron.runtime.job.phases import run_phases
-from envpipe_megatron.runtime.job.planning import megatron_order, predicted
+from envpipe_megatron.runtime.job.planning import predicted
 
 #: What a job says that is asked for a power budget and cannot keep one.
 _NO_POWER = "The power budget is not kept: this job chooses no clocks"
@@ -126,7 +126,7 @@ class Batches:
             )
             phases = run_phases(parts)
             order = next(phases)
-            off = constant_order(Phase.OFF, own_order or megatron_order(parts), parts.top_mhz)
+            off = constant_order(Phase.OFF, parts.schedule, parts.top_mhz)
             off = replace(off, billed_late=True, times_units=False)
             self.now = Batch(name, num_microbatches, phases, order, off)
         return self.now.off if is_off else self.now.order
@@ -250,7 +250,9 @@ class Iterations:
         def write_down() -> None:
             self._energy.catch_up()
             if run.whole:
-                self._timeline.add(phase, number, record, lambda: run.executed, clocks_mhz)
+                span_s = record.begin_s, record.iteration_time_s
+                units_s = (record.start_s, record.end_s) if record.timed else None
+                self._timeline.add(phase, number, span_s, units_s, lambda: run.executed, clocks_mhz)
             self._kept.append((run.order.phase, record.iteration_time_s))
 
         self._late = run, write_down

@@ -11,6 +11,7 @@ from typing import Any
 
 from envpipe_megatron.core.schedule import Schedule
 from envpipe_megatron.formats.energy import Phase
+from envpipe_megatron.formats.timeline import TimelineLog
 from envpipe_megatron.gpu.base import ClockState, Gpu
 from envpipe_megatron.runtime.channel.carrier import StageSpecs
 from envpipe_megatron.runtime.channel.collectives import Collectives
@@ -19,7 +20,6 @@ from envpipe_megatron.runtime.clocks.rank_clock import RankClock, hold_everywher
 from envpipe_megatron.runtime.energy.agent_link import connect_to_agent, own_log_name
 from envpipe_megatron.runtime.energy.log import EnergyLog
 from envpipe_megatron.runtime.energy.meter import EnergyMeter
-from envpipe_megatron.runtime.energy.timeline_log import TimelineLog
 from envpipe_megatron.runtime.energy.training import TrainingEnergy
 from envpipe_megatron.runtime.execution.executor import METER_MARGIN_S, Executor
 from envpipe_megatron.runtime.execution.orders import constant_order
@@ -92,7 +92,7 @@ class Session:
         collectives.everywhere(check_memory)
         folder = JobFolder(options.output, collectives)
         self._agent = None
-        self._timeline = TimelineLog(None, {})  # for a clock that is looked at before it has one
+        self._timeline: TimelineLog | None = None
         #: What `close` calls once the clock is back, the last first.
         self._closing = contextlib.ExitStack()
         self._closing.callback(folder.close)
@@ -138,8 +138,8 @@ class Session:
             if self._agent is not None:
                 self._labels["node"] = self._agent.node  # the agent's lines use this name
             append = partial(folder.append, "timeline", most=_MOST_LINES)
-            self._timeline = TimelineLog(append if folder.path else None, self._labels)
-            self._closing.callback(self._timeline.close)
+            self._timeline = timeline = TimelineLog(append, self._labels)
+            self._closing.callback(timeline.close)
             if self._agent is not None:  # its bill waits for no disk
                 self._closing.callback(self._agent.close)
             self._request = self.clock.request if self._controlled else _unheard
@@ -161,7 +161,7 @@ class Session:
         )
         self._closing.callback(self.energy.close)
         #: This rank's, in order; `latest` waits for the last unit.
-        self.iterations = Iterations(stage, self.executor, self.energy, self._timeline)
+        self.iterations = Iterations(stage, self.executor, self.energy, timeline)
         self._closing.callback(self.iterations.end)
         self._closing.callback(self.executor.idle, METER_MARGIN_S)
         self._closing.callback(self._say_last)
@@ -324,7 +324,9 @@ class Session:
 
     def _see_clock(self, time_s: float, state: ClockState) -> None:
         """Take in what the watch saw of the clock, on its own thread."""
-        self._timeline.add_clock(time_s, state)
+        if self._timeline is not None:
+            seen = state.requested_mhz, state.observed_mhz, state.throttle_reasons
+            self._timeline.add_clock(time_s, *seen)
         if self._agent is not None:
             self._agent.clock(state)
 

@@ -19,7 +19,7 @@ from envpipe_megatron.core.conditions import known_conditions
 from envpipe_megatron.core.kinds import SPLIT, WHOLE, Kind
 from envpipe_megatron.core.profile import Profile, make_profile
 from envpipe_megatron.core.profile_rows import ProfileRow
-from envpipe_megatron.core.schedule import Schedule
+from envpipe_megatron.core.schedule import Schedule, profiled_kinds
 from envpipe_megatron.core.sidecar import Sidecar
 from envpipe_megatron.core.timeline import Timeline
 from envpipe_megatron.tuning.commands import Clocked, Window, tail_times_s
@@ -47,22 +47,15 @@ class Store:
     """Times, powers and surroundings of the units of a job.
 
     Args:
-        num_stages: p.
-        num_chunks: V.
-        kinds: the kinds of units that the framework's order has.
+        schedule: the order whose units are looked at: the framework's, or the same with some of its
+            backwards split.
         clocks_mhz: those that plans may use; the highest is the one of the warm-up.
         facts: what else is known of the job, for the sidecar of profiles.
     """
 
-    def __init__(
-        self,
-        num_stages: int,
-        num_chunks: int,
-        kinds: Sequence[Kind],
-        clocks_mhz: Sequence[int],
-        facts: Sidecar,
-    ) -> None:
-        self.kinds = tuple(kinds)
+    def __init__(self, schedule: Schedule, clocks_mhz: Sequence[int], facts: Sidecar) -> None:
+        num_stages, num_chunks = schedule.num_stages, schedule.num_chunks
+        self.schedule, self.kinds = schedule, profiled_kinds(schedule)
         self.clocks_mhz: FloatArray = np.array(sorted(clocks_mhz), dtype=float)
         self.tail_s: FloatArray = np.zeros(num_stages)
         self.lateness = Lateness()
@@ -155,7 +148,7 @@ class Store:
         self,
         clocked: Clocked,
         window: Window,
-        replicas: Sequence[int],
+        replicas: Sequence[int] = (),
         *,
         fresh: bool = False,
         fades: float = 1.0,
@@ -165,7 +158,7 @@ class Store:
         Args:
             clocked: what ran.
             window: what came of it.
-            replicas: those that ran this.
+            replicas: those that ran this; by default all.
             fresh: whether another order ran before the first iteration.
             fades: share of the weight that what meters said before keeps.
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from commands import run
 
-from envpipe_megatron.gpu.devices import VISIBLE_VARIABLE
+from envpipe_megatron.gpu.registry import VISIBLE_VARIABLE
 from envpipe_megatron.search.layer_file import layers_text, links_text, read_layers
 from envpipe_megatron.search.layer_jobs import JOB_VARIABLE, LayerJob
 from envpipe_megatron.search.layer_profile import (

@@ -15,11 +15,11 @@ from jsonschema import Draft202012Validator
 from envpipe_megatron.gpu.backends import nvml
 from envpipe_megatron.gpu.backends.nvml import NvmlGpu
 from envpipe_megatron.gpu.base import GpuAddress
-from envpipe_megatron.gpu.devices import open_gpu
 from envpipe_megatron.gpu.emulated.emulated_gpu import EmulatedGpu
 from envpipe_megatron.gpu.guard.lease import Lease
 from envpipe_megatron.gpu.guard.lease_file import LeaseFolderError
 from envpipe_megatron.gpu.guard.messages import ProcessIdentity
+from envpipe_megatron.gpu.registry import open_gpu
 
 ROOT = Path(__file__).parents[3]
 

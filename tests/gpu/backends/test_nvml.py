@@ -11,8 +11,7 @@ from fake_nvml.models import MODELS
 from envpipe_megatron.gpu.backends.nvml import NvmlGpu
 from envpipe_megatron.gpu.base import ClockState, GpuAddress, GpuNotSupportedError
 from envpipe_megatron.gpu.control import Control, that_can_be_undone
-from envpipe_megatron.gpu.devices import list_gpus, open_gpu
-from envpipe_megatron.gpu.registry import Driver
+from envpipe_megatron.gpu.registry import Driver, list_gpus, open_gpu
 
 LOCK = "nvmlDeviceSetGpuLockedClocks"
 RESET = "nvmlDeviceResetGpuLockedClocks"

@@ -11,11 +11,11 @@ import pytest
 from guard_rounds import DEADLINE_S, FAULTS, Node, Round, play, until
 
 from envpipe_megatron.gpu.clock.page import DUE, ClockPage
-from envpipe_megatron.gpu.devices import open_gpu
 from envpipe_megatron.gpu.guard.hold import guard_log, hold_gpu
 from envpipe_megatron.gpu.guard.lease import list_leases
 from envpipe_megatron.gpu.guard.messages import GuardSettings, ProcessIdentity
 from envpipe_megatron.gpu.presets import override_for, sweep_range
+from envpipe_megatron.gpu.registry import open_gpu
 
 RESET = "nvmlDeviceResetGpuLockedClocks"
 

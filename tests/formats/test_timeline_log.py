@@ -1,26 +1,24 @@
 """What of a job's iterations is written."""
 
-from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 from fake_gpu import FakeGpu
 
 from envpipe_megatron.formats.energy import Phase, append_line
-from envpipe_megatron.formats.timeline import is_recorded, read_timelines
-from envpipe_megatron.gpu.base import ClockState
+from envpipe_megatron.formats.timeline import TimelineLog, is_recorded, read_timelines
 from envpipe_megatron.runtime.clocks.watch import ClockWatch
-from envpipe_megatron.runtime.energy.timeline_log import TimelineLog
-from envpipe_megatron.runtime.execution.executor import make_record
 
 LABELS = {"node": "n1", "gpu": "A100", "gpu_uid": "GPU-1", "rank": 3, "stage": 1, "run": "first"}
-RECORD = make_record([0.0, 0.1], [0.1, 0.2499996], 12.5, 0.3)
+SPAN_S = 12.5, 0.3
+UNITS_S = np.array([[0.0, 0.1], [0.1, 0.2499996]])
 
 
 def add(log, phase, iteration, clocks=(1410, 1200)):
-    log.add(phase, iteration, RECORD, lambda: ["F0", "B0"], clocks and list(clocks))
+    log.add(phase, iteration, SPAN_S, UNITS_S, lambda: ["F0", "B0"], clocks and list(clocks))
 
 
 def test_what_is_written_is_read_again(tmp_path):
@@ -71,8 +69,8 @@ def test_the_next_iteration_whose_units_are_timed_is_written_for_one_that_was_du
     lines = []
     log = TimelineLog(lines.append, LABELS)
     for number in range(250):
-        record = replace(RECORD, timed=number < 13 or number % 100 == 7)
-        log.add(Phase.STEADY, number, record, lambda: ["F0", "B0"], None)
+        units_s = UNITS_S if number < 13 or number % 100 == 7 else None
+        log.add(Phase.STEADY, number, SPAN_S, units_s, lambda: ["F0", "B0"], None)
     log.close()
     assert [line["iteration"] for line in lines] == [*range(10), 107, 207]
 
@@ -81,7 +79,11 @@ def test_clocks_that_were_seen_stand_beside_the_iterations(tmp_path):
     path = tmp_path / "timeline.jsonl"
     log = TimelineLog(partial(append_line, path), LABELS)
     gpu, page = FakeGpu(), SimpleNamespace(last_change_s=0.0, set_mhz=None)
-    watch = ClockWatch(gpu, page, log.add_clock)
+
+    def see(time_s, state):
+        log.add_clock(time_s, state.requested_mhz, state.observed_mhz, state.throttle_reasons)
+
+    watch = ClockWatch(gpu, page, see)
     watch.sample()
     gpu.lock_frequency(1200)
     page.set_mhz = 1200
@@ -97,9 +99,9 @@ def test_clocks_that_were_seen_stand_beside_the_iterations(tmp_path):
 def test_clocks_of_a_long_job_are_recorded_in_its_first_hour():
     lines = []
     log = TimelineLog(lines.append, LABELS)
-    state = ClockState(1200, 1185, ("sw power cap", "hw slowdown"))
+    reasons = "sw power cap", "hw slowdown"
     for half_seconds in range(3 * 7200):
-        log.add_clock(0.5 * half_seconds + 1e-4, state)
+        log.add_clock(0.5 * half_seconds + 1e-4, 1200, 1185, reasons)
     log.close()
     assert sum(len(line["time_s"]) for line in lines) == 7200
     assert lines[0] == {
