@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -102,29 +102,14 @@ class JobFacts:
     same_job: Mapping[str, object]
 
 
-class OpenJob(NamedTuple):
-    """A rank's session in a job that has a level, and what it does, in a line."""
-
-    session: Session
-    banner: str
-
-    def close(self) -> None:
-        """Give back the clock and what messages took, and finish the energy log.
-
-        Safe to call twice.
-        """
-        self.session.close()
-        self.session.parts.channel.close()
-
-
 def open_job(
     options: JobOptions,
     placement: RankPlace,
     facts: JobFacts,
     say: Callable[[str], None],
-    level: Level = Level.ORDER,
-    notes: Sequence[str] = (),
-) -> OpenJob:
+    level: Level,
+    notes: Sequence[str],
+) -> Session:
     """Open this rank's GPU, channel and session; every rank calls it, at one point of the program.
 
     Args:
@@ -225,10 +210,11 @@ def open_job(
             "notes": session.summary()["notes"],
         }
     )
-    return OpenJob(session, _banner(session, options, order_name, device.control))
+    session.state.about = _about(session, options, order_name, device.control)
+    return session
 
 
-def _banner(session: Session, options: JobOptions, order_name: str, control: Control) -> str:
+def _about(session: Session, options: JobOptions, order_name: str, control: Control) -> str:
     """Return what a job does that was asked for these options, in a line."""
     gpu, channel = session.parts.gpu, session.parts.channel
     if session.refused:

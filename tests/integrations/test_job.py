@@ -25,7 +25,6 @@ from envpipe_megatron.integrations import job as integrations_job
 from envpipe_megatron.integrations.instructions import InstructionError, InstrumentedPipeline
 from envpipe_megatron.integrations.job import (
     JobFacts,
-    OpenJob,
     RankPlace,
     WithoutEnvPipeError,
     _check_split_order,
@@ -34,7 +33,7 @@ from envpipe_megatron.integrations.job import (
     check_same_everywhere,
     open_job,
 )
-from envpipe_megatron.integrations.leveled import end_of_job
+from envpipe_megatron.integrations.leveled import LeveledJob, end_of_job
 from envpipe_megatron.integrations.levels import JobError, Level
 from envpipe_megatron.launch.bill.report import Tariff, bill_facts, bill_lines
 from envpipe_megatron.runtime.job.options import JobOptions
@@ -219,8 +218,9 @@ def test_a_closed_job_gives_back_the_clock_and_then_the_channels_memory():
     called: list[str] = []
     channel = SimpleNamespace(close=lambda: called.append("channel"))
     parts = SimpleNamespace(channel=channel)
-    session: Any = SimpleNamespace(close=lambda: called.append("session"), parts=parts)
-    OpenJob(session, "").close()
+    job = object.__new__(LeveledJob)
+    job.job = SimpleNamespace(close=lambda: called.append("session"), parts=parts)  # type: ignore[assignment]
+    job.close()
     assert called == ["session", "channel"]
 
 
@@ -274,8 +274,9 @@ def test_ranks_that_cannot_be_connected_end_no_training(monkeypatch):
     monkeypatch.setattr(integrations_job, "make_collectives", no_sockets)
     place = RankPlace(dist.group.WORLD, 1, runs_units=True)
     try:
+        facts = JobFacts(Sidecar(), {}, {})
         with pytest.raises(WithoutEnvPipeError, match="Too many open files"):
-            open_job(JobOptions(), place, JobFacts(Sidecar(), {}, {}), said.append)
+            open_job(JobOptions(), place, facts, said.append, Level.ORDER, ())
     finally:
         dist.destroy_process_group()
     assert said == ["This job trains without EnvPipe: Too many open files"]

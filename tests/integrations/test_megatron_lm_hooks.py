@@ -52,11 +52,12 @@ def hooks():
 def job(hooks, monkeypatch):
     """A job that has begun: arguments validated, training begun."""
     session = FakeSession()
-    session.parts = SimpleNamespace(folder=SimpleNamespace(path=None))
-    made = SimpleNamespace(session=session, close=lambda: session.told.append("give back"))
+    channel = SimpleNamespace(close=lambda: session.told.append("give back"))
+    session.parts = SimpleNamespace(folder=SimpleNamespace(path=None), channel=channel)
+    made = SimpleNamespace(session=session)
     monkeypatch.setattr(leveled, "end_of_job", lambda *_: session.told.append("bill") or [])
     training, *_ = begin(hooks.Training)
-    training.job, training._replacement = made, None
+    training.job, training._replacement = session, None
     made_hooks = fresh_hooks(hooks, monkeypatch)
     made_hooks.job = training
     for name in ("validate", "begin_training"):
@@ -128,7 +129,11 @@ def test_what_lies_between_steps_pauses_and_what_follows_training_does_not(hooks
     hooks.end_training()
     loop.evaluate()
     hooks.pause()
-    assert told == [*("pause", "evaluate", "pause"), *("close", "bill", "give back"), "evaluate"]
+    assert told == [
+        *("pause", "evaluate", "pause"),
+        *("close", "bill", "close", "give back"),
+        "evaluate",
+    ]
     assert schedules.envpipe_hook is None
     with pytest.raises(JobError, match="outside training"):
         hooks.end_step(0)
@@ -206,7 +211,7 @@ def test_whole_steps_are_opened_and_closed_outside_of_megatrons_function(hooks, 
     told, training = job.session.told, hooks._hooks.job
     run = SimpleNamespace(units=whole_iteration(1).stages[0], next_unit=None)
     run.begin_unit, run.end_unit = (partial(told.append, name) for name in ("begin", "end"))
-    job.session.parts = SimpleNamespace(num_stages=1)
+    job.session.parts.num_stages = 1
     job.session.open_iteration = lambda *_: run
     training.decision = replace(training.decision, level=Level.UNIFORM)
     training._microbatches, training._framework_function = 4, None
