@@ -31,8 +31,7 @@ from envpipe_megatron.formats.energy_sums import (
 from envpipe_megatron.formats.steps import Comparison, IntervalEnergy, StepEnergy
 from envpipe_megatron.integrations.framework_units import UnitFollower, once
 from envpipe_megatron.integrations.job import (
-    JobFacts,
-    RankPlace,
+    FrameworkJob,
     WithoutEnvPipeError,
     limits_of_replicas,
     open_job,
@@ -52,7 +51,7 @@ class LeveledJob:
     be read, there is no `job`: the framework trains without EnvPipe, and methods do nothing.
 
     Args:
-        options, placement, facts, say: as for `open_job`.
+        options, framework, say: as for `open_job`.
         limits: of the level, the same on all ranks.
 
     Raises:
@@ -63,15 +62,14 @@ class LeveledJob:
     def __init__(
         self,
         options: JobOptions,
-        placement: RankPlace,
-        facts: JobFacts,
+        framework: FrameworkJob,
         say: Callable[[str], None],
         limits: Iterable[Limit] = (),
     ) -> None:
         self.options = options
-        self._open = partial(open_job, placement=placement, facts=facts, say=say)
-        self._tokens = facts.bill.get("tokens_per_iteration")
-        of_replicas = limits_of_replicas(placement.num_microbatches)
+        self._open = partial(open_job, framework=framework, say=say)
+        self._tokens = framework.bill.get("tokens_per_iteration")
+        of_replicas = limits_of_replicas(framework.num_microbatches)
         self._limits = *limits, *of_replicas
         self.decision = self._decide(options.level)
         self.job = self._open_job(options, of_replicas)

@@ -18,14 +18,12 @@ import torch.distributed as dist
 from energy_lines import bill, job, window
 
 from envpipe_megatron.core.orders.builders import framework_order
-from envpipe_megatron.core.sidecar import Sidecar
 from envpipe_megatron.formats.energy import parse_window
 from envpipe_megatron.formats.energy_sums import EnergySums
 from envpipe_megatron.integrations import job as integrations_job
 from envpipe_megatron.integrations.instructions import InstructionError, InstrumentedPipeline
 from envpipe_megatron.integrations.job import (
-    JobFacts,
-    RankPlace,
+    FrameworkJob,
     WithoutEnvPipeError,
     _check_split_order,
     _fingerprint,
@@ -272,11 +270,10 @@ def test_ranks_that_cannot_be_connected_end_no_training(monkeypatch):
         raise RuntimeError("Too many open files")
 
     monkeypatch.setattr(integrations_job, "make_collectives", no_sockets)
-    place = RankPlace(dist.group.WORLD, 1, runs_units=True)
+    framework = FrameworkJob(dist.group.WORLD, 1, runs_units=True)
     try:
-        facts = JobFacts(Sidecar(), {}, {})
         with pytest.raises(WithoutEnvPipeError, match="Too many open files"):
-            open_job(JobOptions(), place, facts, said.append, Level.ORDER, ())
+            open_job(JobOptions(), framework, said.append, Level.ORDER, ())
     finally:
         dist.destroy_process_group()
     assert said == ["This job trains without EnvPipe: Too many open files"]

@@ -449,7 +449,7 @@ def test_a_batch_that_no_pipeline_of_chunks_runs_is_measured(hooks, monkeypatch)
     monkeypatch.setattr(training, "limits_of", lambda model: [])
     monkeypatch.setattr(training, "limits_of_ranks", lambda own: own)
     monkeypatch.setattr(training, "of_all_ranks", lambda own: [own])
-    monkeypatch.setattr(training, "facts_of", lambda args: SimpleNamespace(bill={}))
+    monkeypatch.setattr(training, "facts_of", lambda args: {})
     group: Any = None
     with jobs_are_faked() as made:
         hooks.Training(args, given(), LIMITS, [gpt(), gpt(), gpt()], group)

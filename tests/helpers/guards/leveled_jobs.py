@@ -61,10 +61,9 @@ def begin(
     """A job of a class that is a `LeveledJob`, the jobs that it makes, and what it says."""
     said: list[str] = []
     job = object.__new__(of)
-    placement: Any = SimpleNamespace(num_microbatches=4)
+    framework: Any = SimpleNamespace(num_microbatches=4, bill={})
     with jobs_are_faked() as made:
-        facts: Any = SimpleNamespace(bill={})
-        LeveledJob.__init__(job, options or given(), placement, facts, said.append, limits)
+        LeveledJob.__init__(job, options or given(), framework, said.append, limits)
     return job, made, said
 
 

@@ -156,7 +156,7 @@ def open_fast(late_from: int | None, *args: Any, **kwargs: Any) -> Session:
 
     As by torch, the model's first stage runs nothing in the first part of a backward.
     """
-    session, own = open_job(*args, **kwargs), kwargs["placement"].framework_order
+    session, own = open_job(*args, **kwargs), kwargs["framework"].framework_order
     plain_stages.run_fast(session)
     if session.parts.collectives.stage == 0 and own is not None and own.num_chunks == 1:
         times_s: dict[Kind, float] = session.executor._time_at_max_s  # type: ignore[attr-defined]
