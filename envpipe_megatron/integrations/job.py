@@ -29,7 +29,6 @@ from envpipe_megatron.policies.orders.judged import check_own_within
 from envpipe_megatron.policies.schedules import SCHEDULES
 from envpipe_megatron.runtime.channel.carrier import first_line
 from envpipe_megatron.runtime.channel.collectives import (
-    Collectives,
     CollectivesError,
     all_pipelines,
     make_collectives,
@@ -150,18 +149,16 @@ def open_job(
         notes = (*notes, "Objective time needs another order, and this job keeps its own")
         options = options.measuring()
     require = options.require_control or (options.profile_only and options.gpu_control != "dry_run")
+    options = replace(options, require_control=require)
     made = partial(_made, say, require)
     pipeline = dist.get_process_group_ranks(framework.pipeline_group)
     timeout = timeout_of(framework.pipeline_group)
     collectives = made(make_collectives, all_pipelines(pipeline), timeout)
-    check_same_everywhere(collectives, _of_all_ranks(options))
+    check_same_everywhere(_of_all_ranks(options))
     order_name = options.scheduling if orders else own.name
     check_in_flight(options.max_in_flight, own)
     _check_split_order(options, why_whole)
-    device = made(
-        partial(open_device, require=require, one_clock=options.one_clock),
-        *(collectives, num_stages, options.gpu_control, options.gpu),
-    )
+    device = made(open_device, collectives, num_stages, options)
     if keeps_order:  # and sends its messages itself
         channel = P2PChannel(pipeline, framework.stage, {})
     else:
@@ -179,7 +176,7 @@ def open_job(
         # Other messages disturb units in another way.
         options = replace(options, fingerprint={**units, "keeps_order": keeps_order})
     session = Session(
-        replace(options, require_control=require, labels=device.labels),
+        replace(options, labels=device.labels),
         device.gpu,
         device.make_executor,
         channel,
@@ -275,15 +272,10 @@ def say_line(text: str) -> None:
             os.close(kept)
 
 
-def check_same_everywhere(collectives: Collectives, facts: Mapping[str, object]) -> None:
+def check_same_everywhere(facts: Mapping[str, object]) -> None:
     """Refuse ranks that would wait for each other forever: a JobError on all, naming options."""
-
-    def joined(parts: Iterable[set[tuple[str, str]]]) -> set[tuple[str, str]]:
-        return set().union(*parts)
-
-    own = {(name, str(value)) for name, value in facts.items()}
-    everywhere = sorted(joined(collectives.by_stage(own, joined)))
-    values = {name: [value for of, value in everywhere if of == name] for name in facts}
+    everyone = of_all_ranks({name: str(value) for name, value in facts.items()})
+    values = {name: sorted({own.get(name, "") for own in everyone}) for name in facts}
     different = {name: each for name, each in values.items() if len(each) > 1}
     if different:
         raise JobError(

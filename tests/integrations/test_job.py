@@ -11,6 +11,7 @@ from enum import Enum
 from threading import Barrier
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -116,24 +117,25 @@ def test_summary_and_bill_are_of_one_sum(only_measures, tmp_path):
 
 def told_to(*facts):
     """What ranks are told that begin with these facts, each in a thread."""
-    met = Barrier(len(facts), timeout=20)
-    told: dict[int, Any] = {}
+    met, told = Barrier(len(facts), timeout=20), []
 
-    def begin(rank):
-        def by_stage(own, merge):
-            told[rank] = own
-            met.wait()
-            return [merge(list(told.values()))]
+    def of_all_ranks(own):
+        told.append(own)
+        met.wait()
+        return told
 
-        ranks: Any = SimpleNamespace(by_stage=by_stage)
+    def begin(own):
         try:
-            check_same_everywhere(ranks, facts[rank])
+            check_same_everywhere(own)
         except JobError as error:
             return str(error)
         return "nothing"
 
-    with ThreadPoolExecutor(len(facts)) as threads:
-        return list(threads.map(begin, range(len(facts))))
+    with (
+        patch.object(integrations_job, "of_all_ranks", of_all_ranks),
+        ThreadPoolExecutor(len(facts)) as threads,
+    ):
+        return list(threads.map(begin, facts))
 
 
 def test_ranks_that_were_started_differently_are_refused_with_what_differs():
