@@ -31,9 +31,7 @@ from envpipe_megatron.formats.energy_sums import (
 from envpipe_megatron.formats.steps import Comparison, IntervalEnergy, StepEnergy
 from envpipe_megatron.integrations.framework_units import UnitFollower, once
 from envpipe_megatron.integrations.job import (
-    JobFacts,
-    OpenJob,
-    RankPlace,
+    FrameworkJob,
     WithoutEnvPipeError,
     limits_of_replicas,
     open_job,
@@ -53,7 +51,7 @@ class LeveledJob:
     be read, there is no `job`: the framework trains without EnvPipe, and methods do nothing.
 
     Args:
-        options, placement, facts, say: as for `open_job`.
+        options, framework, say: as for `open_job`.
         limits: of the level, the same on all ranks.
 
     Raises:
@@ -64,15 +62,14 @@ class LeveledJob:
     def __init__(
         self,
         options: JobOptions,
-        placement: RankPlace,
-        facts: JobFacts,
+        framework: FrameworkJob,
         say: Callable[[str], None],
         limits: Iterable[Limit] = (),
     ) -> None:
         self.options = options
-        self._open = partial(open_job, placement=placement, facts=facts, say=say)
-        self._tokens = facts.bill.get("tokens_per_iteration")
-        of_replicas = limits_of_replicas(placement.num_microbatches)
+        self._open = partial(open_job, framework=framework, say=say)
+        self._tokens = framework.bill.get("tokens_per_iteration")
+        of_replicas = limits_of_replicas(framework.num_microbatches)
         self._limits = *limits, *of_replicas
         self.decision = self._decide(options.level)
         self.job = self._open_job(options, of_replicas)
@@ -102,7 +99,7 @@ class LeveledJob:
     def session(self) -> Session:
         """Return the job's session; there is none where it trains without EnvPipe."""
         assert self.job is not None
-        return self.job.session
+        return self.job
 
     @property
     def in_step(self) -> bool:
@@ -118,7 +115,7 @@ class LeveledJob:
         """Print what the job does."""
         self._is_announced = True
         if self.job is not None:
-            self.say(f"{self.decision}; {self.job.banner}")
+            self.say(f"{self.decision}; {self.session.state.about}")
 
     def lower(self, found: Sequence[Limit], asked: Level | None = None) -> bool:
         """Make the job again if limits that showed by now, the same on all ranks, are below it.
@@ -142,7 +139,7 @@ class LeveledJob:
             options = replace(self.options, profile_only=False)
         if decision.level is Level.OBSERVE:
             options = replace(options, require_control=False)
-        self.job.close()
+        self._give_back()
         self.job = self._open_job(options, found)
         if self.job is None:
             self.close()
@@ -265,6 +262,7 @@ class LeveledJob:
     def _give_back(self) -> None:
         if self.job is not None:
             self.job.close()
+            self.job.parts.channel.close()
 
     def _leave_step(self) -> None:
         followed, self._followed = self._followed, None
@@ -276,7 +274,7 @@ class LeveledJob:
         checks = self.options.self_check != "off"
         return decide(self._limits, asked, checks=checks)
 
-    def _open_job(self, options: JobOptions, found: Sequence[Limit]) -> OpenJob | None:
+    def _open_job(self, options: JobOptions, found: Sequence[Limit]) -> Session | None:
         try:
             return self._open(options, level=self.level, notes=[*map(str, found)])
         except WithoutEnvPipeError:
