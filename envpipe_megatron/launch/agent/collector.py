@@ -24,10 +24,10 @@ import socket
 import threading
 from typing import Any, NoReturn
 
+from envpipe_megatron.formats.bill import Bill
 from envpipe_megatron.formats.energy import parse_line
 from envpipe_megatron.formats.energy_sums import LogSums
 from envpipe_megatron.launch.agent.ledger import NodeLog
-from envpipe_megatron.launch.bill.bill import Bill
 
 logger = logging.getLogger(__name__)
 

@@ -16,12 +16,12 @@ import pytest
 from agent_ranks import LONG_S, Rank, connect, open_files
 
 from envpipe_megatron.errors import EnvPipeError
+from envpipe_megatron.formats.bill import Bill
 from envpipe_megatron.formats.energy import read_energy_logs
 from envpipe_megatron.gpu.guard.messages import receive, send
 from envpipe_megatron.launch.agent import agent as agent_module
 from envpipe_megatron.launch.agent import ledger as ledger_module
 from envpipe_megatron.launch.agent.agent import NodeAgent
-from envpipe_megatron.launch.bill.bill import Bill, bill_of
 
 
 def until(condition: Callable[[], Any]) -> None:
@@ -41,7 +41,7 @@ def kinds(agent: NodeAgent) -> list[str]:
 
 
 def bill(*agents: NodeAgent) -> Bill:
-    return bill_of(read_energy_logs([agent.log.path for agent in agents]).lines)
+    return Bill(read_energy_logs([agent.log.path for agent in agents]).lines)
 
 
 def test_a_rank_from_hello_to_bye(nodes):

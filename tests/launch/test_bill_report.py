@@ -13,16 +13,16 @@ from energy_lines import parsed, window
 from locked_file import locked_file
 
 from envpipe_megatron import console
-from envpipe_megatron.launch.bill import report as bill_report
-from envpipe_megatron.launch.bill.bill import Bill, bill_of
-from envpipe_megatron.launch.bill.report import BillReport, Tariff, bill_facts
+from envpipe_megatron.formats.bill import Bill
+from envpipe_megatron.launch import bill as bill_report
+from envpipe_megatron.launch.bill import BillReport, Tariff, bill_facts
 
 LONG_S = 20.0
 
 
 @pytest.fixture
 def bill() -> Bill:
-    return bill_of(parsed([window()]))
+    return Bill(parsed([window()]))
 
 
 @pytest.fixture(autouse=True)

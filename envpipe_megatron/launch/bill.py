@@ -17,11 +17,11 @@ from rich.markup import escape
 
 from envpipe_megatron.console import say, say_as_launcher, show_table
 from envpipe_megatron.files import csv_text, lock_file, replace_files
-from envpipe_megatron.formats.account import UNDER_BUDGETS, Tariff
+from envpipe_megatron.formats.account import UNDER_BUDGETS, Tariff, account_lines
+from envpipe_megatron.formats.bill import Bill
 from envpipe_megatron.formats.energy import SHARES, Phase
 from envpipe_megatron.formats.energy_sums import EnergySums, total_of
 from envpipe_megatron.launch.agent.ledger import log_path
-from envpipe_megatron.launch.bill.bill import Bill
 
 if TYPE_CHECKING:
     from envpipe_megatron.launch.agent.agent import NodeAgent
@@ -121,8 +121,9 @@ def show_bill(bill: Bill, tariff: Tariff, console: Console) -> None:
 
 def bill_lines(bill: Bill, tariff: Tariff) -> list[str]:
     """Return the bill in sentences."""
-    lines, known = list(bill.account(bill.comparison()).lines(tariff)), bill.per_unit()
-    if known:
+    compared = bill.comparison()
+    lines = list(account_lines(bill, tariff, {"": compared} if compared else {}))
+    if known := bill.per_unit():
         each = ", ".join(f"{value:.4g} J per {unit}" for unit, value in known.items())
         lines.append(f"{bill.num_iterations} iterations: {each}")
     notes = bill.facts.get("notes")
