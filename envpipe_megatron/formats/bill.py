@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 import math
+import threading
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -47,7 +48,7 @@ class NodeBill:
 
 
 class Bill:
-    """The sums of a job, of `lines` and what is added.
+    """The sums of a job, of `lines` and what is added; while it grows, threads take snapshots.
 
     Attributes:
         phases: by GPU, run, phase and stage. A GPU may serve another stage after a restart.
@@ -62,6 +63,8 @@ class Bill:
         self.facts: dict[str, Any] = {}
         self.iterations: dict[str, list[tuple[int, int]]] = {}
         self.unreadable = 0
+        #: Held by who adds a line, and by who copies all.
+        self._growing = threading.Lock()
         #: Runs of starts whose options differ from the last one's.
         self.other_runs: frozenset[str] = frozenset()
         #: The node whose note had the last one's facts.
@@ -73,6 +76,10 @@ class Bill:
 
     def add(self, line: EnergyWindow | EnergyNote) -> None:
         """Add one line."""
+        with self._growing:
+            self._add(line)
+
+    def _add(self, line: EnergyWindow | EnergyNote) -> None:
         node = self.nodes.setdefault(line.node, NodeBill())
         if isinstance(line, EnergyNote):
             node.agent = True
@@ -113,11 +120,12 @@ class Bill:
 
     def snapshot(self) -> Bill:
         """Return a bill that stays as this one is now, in a hundredth of the time of its tables."""
-        made = copy.copy(self)  # what is set anew, and never changed, is shared
-        made.phases = {key: copy.copy(sums) for key, sums in self.phases.items()}
-        made.nodes = {name: replace(node) for name, node in self.nodes.items()}
-        made.iterations = self.iterations.copy()
-        return made
+        with self._growing:
+            made = copy.copy(self)  # what is set anew, and never changed, is shared
+            made.phases = {key: copy.copy(sums) for key, sums in self.phases.items()}
+            made.nodes = {name: replace(node) for name, node in self.nodes.items()}
+            made.iterations = self.iterations.copy()
+            return made
 
     @property
     def num_iterations(self) -> int:

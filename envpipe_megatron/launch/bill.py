@@ -6,7 +6,7 @@ import contextlib
 import json
 import logging
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict
 from functools import cached_property
 from pathlib import Path
@@ -229,19 +229,20 @@ class BillReport:
         try:
             while not self._over.wait(_LOOK_S):
                 if (bill := agent.bill) is not None:
-                    self.look(bill, agent.snapshot)
+                    self.look(bill)
         except Exception:
             logger.exception("The bill is shown at the end only")
 
-    def look(self, bill: Bill, snapshot: Callable[[], Bill | None]) -> None:
+    def look(self, bill: Bill) -> None:
         """Show and write the bill so far, if training is an interval further.
 
         Only the number of iterations is read of a bill that grows, and all else of its snapshot.
         """
         path = self._path  # settled before anything is written, as other jobs may end first
         further = bill.num_iterations - self._done
-        if not self._interval or further < self._interval or not (now := snapshot()):
+        if not self._interval or further < self._interval:
             return
+        now = bill.snapshot()
         self._done, job = now.num_iterations, now.total()
         line = f"{self._done} iterations: {job.energy_j:.0f} J "
         line += f"in all on {len(job.gpus)} GPUs, {job.average_power_w:.1f} W each"
@@ -267,7 +268,7 @@ class BillReport:
     def end(self, bill: Bill) -> None:
         """Write and show the last bill. What cannot be written or shown stops nothing else."""
         self.stop()
-        self.look(bill, lambda: bill)
+        self.look(bill)
         self._write(self._path, bill_facts(bill, self._tariff))
         self._write(self._path.with_suffix(".csv"), bill_csv(bill))
         if bill.unreadable:

@@ -87,7 +87,7 @@ class NodeAgent:
 
     @property
     def bill(self) -> Bill | None:
-        """Return the job's bill, on the agent of rank 0 only. It grows until `finish`."""
+        """Return the job's bill, on the agent of rank 0 only; until `finish`, take snapshots."""
         return self._collector.bill if self._collector.is_the_jobs else None
 
     @property
@@ -98,10 +98,6 @@ class NodeAgent:
     def ledgers(self) -> list[GpuLedger]:
         """Return the ledgers of all GPUs that ranks have used so far; any thread may ask."""
         return self._gpus.ledgers()
-
-    def snapshot(self) -> Bill | None:
-        """Return the job's bill as it is now, on the agent of rank 0 only; any thread may ask."""
-        return self._collector.snapshot() if self._collector.is_the_jobs else None
 
     def connected(self) -> list[str]:
         """Return the names of the ranks that have not ended yet."""

@@ -138,9 +138,8 @@ class _NodeMetrics(Collector):
                 if gpu and lease.live and slows:
                     found.add("gpu_slowed_info", 1, *node, *gpu, *map(lease.mark.get, _SLOWED))
         found.add("node_ranks", len(self._agent.connected()), *node)
-        bill = self._agent.snapshot()
-        if bill is not None:
-            self._add_job(found, bill)
+        if (bill := self._agent.bill) is not None:
+            self._add_job(found, bill.snapshot())
         yield from found.values()
 
     def _add_gpu(self, found: _Families, ledger: GpuLedger, *gpu: object) -> None:
