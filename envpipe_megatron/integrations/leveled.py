@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from envpipe_megatron.core.schedule import Schedule
 from envpipe_megatron.formats.energy import FRAMEWORK, Phase
+from envpipe_megatron.formats.steps import IntervalEnergy
 from envpipe_megatron.integrations.framework_units import UnitFollower, once
 from envpipe_megatron.integrations.job import (
     JobError,
@@ -27,7 +28,7 @@ from envpipe_megatron.integrations.job import (
     open_job,
 )
 from envpipe_megatron.integrations.levels import Decision, Level, Limit, decide
-from envpipe_megatron.integrations.reporting import IntervalReport, end_of_job
+from envpipe_megatron.integrations.reporting import end_of_job
 from envpipe_megatron.runtime.channel.carrier import StageSpecs
 from envpipe_megatron.runtime.job.options import JobOptions
 from envpipe_megatron.runtime.job.session import Session
@@ -199,9 +200,11 @@ class LeveledJob:
         if not self._closed:
             self.session.pause()
 
-    def report(self) -> IntervalReport:
+    def report(self) -> IntervalEnergy:
         """Return the energy since the last report; every rank calls it after the same step."""
-        return IntervalReport() if self._closed else IntervalReport.gather(self.session)
+        if self._closed:
+            return IntervalEnergy()
+        return self.session.energy.gather(self.session.energy.lap())
 
     def log(self, iteration: int, tensorboard: Any, wandb: Any = None) -> str:
         """Write energy since the last call to the writers, and return it as text for a log line.

@@ -1,4 +1,4 @@
-"""Reports of a job: a piece of Megatron's log line, scalars, and the bill at its end."""
+"""The bill at a job's end."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import json
 import logging
 import os
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 
 from envpipe_megatron import __version__
 from envpipe_megatron.files import replace_files
@@ -14,60 +14,12 @@ from envpipe_megatron.formats.account import Tariff, account_lines
 from envpipe_megatron.formats.bill import Bill
 from envpipe_megatron.formats.energy import Phase, read_step, split_phase
 from envpipe_megatron.formats.energy_sums import total_of
-from envpipe_megatron.formats.steps import IntervalEnergy, StepEnergy
+from envpipe_megatron.formats.steps import StepEnergy
 from envpipe_megatron.runtime.job.session import Session
 
 logger = logging.getLogger(__name__)
 
 SUMMARY_FORMAT = "envpipe-summary/1"
-
-#: For TensorBoard and W&B: J of a step and W of an average GPU; percent of the baseline's step.
-_SCALARS = (
-    *("envpipe-iter-energy/gpu", "envpipe-power/gpu"),
-    *("envpipe-saving-percent", "envpipe-slowdown-percent"),
-)
-
-
-@dataclass(frozen=True)
-class IntervalReport:
-    """Training since the last log line, on an average GPU of the job.
-
-    Without a whole step there is no energy. What is saved is of all steady steps so far, as in the
-    bill; None in other phases, of several sizes of batches, and of a job that only measures.
-    """
-
-    energy: IntervalEnergy | None = None
-
-    @classmethod
-    def gather(cls, session: Session) -> IntervalReport:
-        """End the interval; every rank of the job calls it at the same iteration."""
-        return cls(session.energy.gather(session.energy.lap()))
-
-    def scalars(self) -> dict[str, float]:
-        """Return scalars for TensorBoard and W&B, beside Megatron's own of energy and power."""
-        if self.energy is None or self.energy.step is None:
-            return {}
-        step, saved = self.energy.step, self.energy.saved
-        shares = (saved.saving_percent, saved.slowdown_percent) if saved else (None, None)
-        values = zip(_SCALARS, (step.energy_j, step.power_w, *shares), strict=True)
-        return {name: value for name, value in values if value is not None}
-
-    def line(self) -> str:
-        """Return text for Megatron's log line: J per iteration and GPU, W per GPU, the saving."""
-        if self.energy is None or self.energy.step is None:
-            return ""
-        mean = self.energy.step
-        parts = [f"envpipe phase: {' '.join(self.energy.phases)}"]
-        if mean.power_w is None:  # no meter, or nothing but a framework's step in no emulated time
-            parts.append("envpipe energy: not metered")
-        else:
-            parts += [
-                f"envpipe energy per GPU (J/iter/GPU): {mean.energy_j:.1f}",
-                f"envpipe power per GPU (W/GPU): {mean.power_w:.1f}",
-            ]
-        if self.energy.saved is not None:
-            parts.append(f"envpipe against baseline: {self.energy.saved}")
-        return "".join(f" {part} |" for part in parts)
 
 
 def end_of_job(session: Session, tokens: object, energy_price: float | None = None) -> list[str]:

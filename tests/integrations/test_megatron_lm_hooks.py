@@ -24,7 +24,6 @@ from envpipe_megatron.integrations.job import JobError
 from envpipe_megatron.integrations.levels import Level
 from envpipe_megatron.integrations.megatron.limits import LIMITS, keep_sequence
 from envpipe_megatron.integrations.options import add_arguments
-from envpipe_megatron.integrations.reporting import IntervalReport
 from envpipe_megatron.policies.request import check_request
 from envpipe_megatron.runtime.job.options import JobOptions
 
@@ -63,13 +62,10 @@ def job(hooks, monkeypatch):
     made_hooks.job = training
     for name in ("validate", "begin_training"):
         made_hooks.note(name)
-    monkeypatch.setattr(
-        IntervalReport,
-        "gather",
-        lambda session: SimpleNamespace(
-            scalars=lambda: {"envpipe-power/gpu": 300.0}, line=lambda: " envpipe |"
-        ),
+    interval = SimpleNamespace(
+        scalars=lambda: {"envpipe-power/gpu": 300.0}, line=lambda: " envpipe |"
     )
+    session.energy = SimpleNamespace(lap=lambda: None, gather=lambda lap: interval)
     return made
 
 

@@ -16,7 +16,6 @@ from waiting_plans import plans_are_waited_for
 from envpipe_megatron.core.kinds import Kind
 from envpipe_megatron.core.orders import builders
 from envpipe_megatron.gpu.emulated.emulated_gpu import EmulatedGpu
-from envpipe_megatron.integrations.reporting import IntervalReport
 from envpipe_megatron.runtime.execution import emulated_executor
 from envpipe_megatron.runtime.job.options import JobOptions
 from envpipe_megatron.runtime.job.session import Session
@@ -281,7 +280,7 @@ def train_kept(
                 run.end_unit()
             made.end(0.3)
             steps.append((session.state.phase.value, tuple(run.frequencies_mhz)))
-            reports.append(IntervalReport.gather(session))
+            reports.append(session.energy.gather(session.energy.lap()))
     return {
         "steps": steps,
         "reports": reports,

@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from envpipe_megatron.core.schedule import Schedule
 from envpipe_megatron.core.sidecar import Sidecar
+from envpipe_megatron.formats.steps import IntervalEnergy
 from envpipe_megatron.integrations.device import check_current, current_device
 from envpipe_megatron.integrations.framework_units import UnitRecorder, once
 from envpipe_megatron.integrations.job import (
@@ -26,7 +27,6 @@ from envpipe_megatron.integrations.job import (
 from envpipe_megatron.integrations.leveled import LeveledJob
 from envpipe_megatron.integrations.levels import Level, Limit
 from envpipe_megatron.integrations.options import read_settings
-from envpipe_megatron.integrations.reporting import IntervalReport
 from envpipe_megatron.integrations.torch_pipelining.orders import (
     AttachError,
     Runner,
@@ -148,7 +148,7 @@ class AttachedPipeline(LeveledJob):
         self._end_step()
         super().pause()
 
-    def report(self) -> IntervalReport:
+    def report(self) -> IntervalEnergy:
         """Return energy since the last report, as `line` and `scalars`; ranks call it at one step.
 
         The last step is in the next report, since it has not ended.

@@ -222,19 +222,17 @@ class TrainingEnergy:
             self._lap_end = end_s, self._counter_j(end_s)
         return IntervalEnergy(lap.phases, lap.measure(self._meter, corrected_j))
 
-    def gather(self, interval: IntervalEnergy) -> IntervalEnergy | None:
+    def gather(self, interval: IntervalEnergy) -> IntervalEnergy:
         """Return the interval on an average GPU of the job; all ranks call it together.
 
         GPUs of a stage count for its unmetered ones too. Without a metered one, there is no energy.
-        None if a rank has no step in its interval. What all steady steps so far have saved is
-        added up, and is `saved` if some are of this interval.
+        None has a step if a rank has none in its interval. What all steady steps so far have saved
+        is added up, and is `saved` if some are of this interval.
         """
         steady = {batch: phase_in_batch(Phase.STEADY, batch) for batch in sorted(self.baselines)}
         own = np.array([self.log.sums(phase).compared.sums for phase in steady.values()])
         sums = SUM(self._collectives.by_stage(own, SUM))
         mean, _ = self._over_gpus(interval.step)
-        if mean is None:
-            return None
         of_job = [
             each
             for phase, each in zip(steady.values(), sums, strict=True)

@@ -101,11 +101,11 @@ def test_steps_are_compared_with_the_baseline_of_their_size(three_ranks, tmp_pat
         if phase == "steady"
     ]
     # The baseline is known one step later, when the counter has been seen after its end.
-    assert [count for count, report in steady if report.energy.saved is None] == [4]
+    assert [count for count, report in steady if report.saved is None] == [4]
     for _, report in steady:
-        if report.energy.saved is not None:
-            assert report.energy.saved.saving_percent > 3
-            assert abs(report.energy.saved.slowdown_percent) < 8  # steps are of whole 0.1 s
+        if report.saved is not None:
+            assert report.saved.saving_percent > 3
+            assert abs(report.saved.slowdown_percent) < 8  # steps are of whole 0.1 s
     summary = bill_of_ranks(rank["sums"] for rank in ranks).comparison_facts()
     assert set(summary["other_batches"]) == {"m2"}
     for compared in (summary["comparison"], summary["other_batches"]["m2"]):
