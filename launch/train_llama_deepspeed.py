@@ -79,9 +79,9 @@ def parse() -> argparse.Namespace:
     envpipe = parser.add_argument_group(
         "EnvPipe", 'Each goes before what the block "envpipe" of the DeepSpeed configuration says.'
     )
-    envpipe.add_argument("--type", choices=OPTIONS["type"].flag["choices"])
-    envpipe.add_argument("--scheduling", choices=OPTIONS["scheduling"].flag["choices"])
-    envpipe.add_argument("--reconfig", choices=OPTIONS["reconfigure"].flag["choices"])
+    envpipe.add_argument("--type", choices=OPTIONS["type"].words)
+    envpipe.add_argument("--scheduling", choices=OPTIONS["scheduling"].words)
+    envpipe.add_argument("--reconfig", choices=OPTIONS["reconfigure"].words)
     envpipe.add_argument(
         "--output", metavar="DIR", help="For profile, plan, energy log and summary."
     )

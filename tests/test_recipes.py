@@ -166,11 +166,11 @@ def test_new_names_are_planned_with_simulated_and_drawn(command, tmp_path):
 def test_a_job_takes_both_names(command):
     program = """
 import argparse
-from envpipe_megatron.integrations.options import add_arguments, read_options
+from envpipe_megatron.integrations.options import add_arguments, flags_given, read_options
 parser = argparse.ArgumentParser()
 add_arguments(parser.add_argument_group("envpipe"))
 given = parser.parse_args()
-print(read_options(given, num_stages=3, on_gpu=True).request())
+print(read_options(flags_given(given), num_stages=3, on_gpu=True).request())
 """
     arguments = ["--envpipe-type", "backwards-slowly", "--envpipe-scheduling", "in-pairs"]
     done = command(program, *arguments)

@@ -38,14 +38,13 @@ from benchmarks.figures.rows import EMULATED, NO_CONTROL, Outcome
 from envpipe_megatron.core.kinds import Kind, Unit
 from envpipe_megatron.formats.energy import Phase
 from envpipe_megatron.gpu.base import Gpu
-from envpipe_megatron.gpu.devices import uid_of_cuda_device
 from envpipe_megatron.gpu.emulated.emulated_gpu import EmulatedGpu
+from envpipe_megatron.gpu.registry import uid_of_cuda_device
 from envpipe_megatron.runtime.channel.carrier import StageSpecs, TensorSpec
 from envpipe_megatron.runtime.channel.collectives import make_collectives
 from envpipe_megatron.runtime.channel.links import make_channel
 from envpipe_megatron.runtime.clocks.rank_clock import open_rank_gpu
-from envpipe_megatron.runtime.execution.emulated_executor import EmulatedExecutor
-from envpipe_megatron.runtime.execution.executor import CudaExecutor, Executor
+from envpipe_megatron.runtime.execution.executor import CudaExecutor, EmulatedExecutor, Executor
 from envpipe_megatron.runtime.job.options import JobOptions
 from envpipe_megatron.runtime.job.session import Session
 from envpipe_megatron.trials.ranks import emit, report_to_command

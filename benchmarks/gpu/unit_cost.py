@@ -34,9 +34,9 @@ from envpipe_megatron.core.orders import builders
 from envpipe_megatron.formats.energy import Phase
 from envpipe_megatron.gpu.backends.nvml import NvmlGpu
 from envpipe_megatron.gpu.base import Gpu, GpuAddress
-from envpipe_megatron.gpu.devices import open_gpu, uid_of_cuda_device
 from envpipe_megatron.gpu.emulated.emulated_gpu import EmulatedGpu
-from envpipe_megatron.integrations.layer_profile.measuring import now_s
+from envpipe_megatron.gpu.registry import open_gpu, uid_of_cuda_device
+from envpipe_megatron.integrations.layer_profile.rank_gpu import now_s
 from envpipe_megatron.runtime.channel.carrier import StageSpecs, TensorSpec
 from envpipe_megatron.runtime.clocks.rank_clock import RankClock
 from envpipe_megatron.runtime.energy.meter import EnergyMeter

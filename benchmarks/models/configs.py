@@ -12,7 +12,7 @@ from transformers import BertConfig, GPT2Config, LlamaConfig, ResNetConfig
 
 from benchmarks.figures.experiments import MODELS as SIZES
 from benchmarks.figures.experiments import Family, Model
-from envpipe_megatron.integrations.huggingface.skeleton import IGNORED_LABEL
+from envpipe_megatron.integrations.huggingface.layers import IGNORED_LABEL
 
 _BERT_WORDS, _GPT_WORDS = 30522, 50257
 #: BERT predicts this share of its tokens.

@@ -57,12 +57,12 @@ def deepspeed_config(microbatch_size: int, num_microbatches: int, precision: str
 @click.option(
     "--type",
     "kind",
-    type=click.Choice(OPTIONS["type"].flag["choices"]),
+    type=click.Choice(OPTIONS["type"].words),
     default="envelope",
     show_default=True,
 )
-@click.option("--scheduling", type=click.Choice(OPTIONS["scheduling"].flag["choices"]))
-@click.option("--reconfig", type=click.Choice(OPTIONS["reconfigure"].flag["choices"]))
+@click.option("--scheduling", type=click.Choice(OPTIONS["scheduling"].words))
+@click.option("--reconfig", type=click.Choice(OPTIONS["reconfigure"].words))
 @click.option("--output", help="Folder for profile, plan, energy log and summary.")
 def main(
     name: str,

@@ -30,6 +30,7 @@ from envpipe_megatron.search.layer_profile import (
     LAYER,
     LOSS,
     SELECTIVE,
+    AllReduce,
     Block,
     BytesPerParameter,
     Curve,
@@ -155,7 +156,9 @@ def _read_links(folder: Path, model: str) -> Links:
     return Links(
         within_node=_read_messages(folder / "p2p_intra_node.csv"),
         across_nodes=_read_messages(folder / "p2p_inter_node.csv"),
-        all_reduce={(int(match[1]), False): _read_curve(path) for match, path in found if match},
+        all_reduce=tuple(
+            AllReduce(int(match[1]), False, _read_curve(path)) for match, path in found if match
+        ),
     )
 
 

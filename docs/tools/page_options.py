@@ -5,8 +5,9 @@ python docs/tools/page_options.py
 
 from pathlib import Path
 
+from envpipe_megatron.core.fields import Option
 from envpipe_megatron.integrations.options import flag_of
-from envpipe_megatron.runtime.job.given import OPTIONS, Option
+from envpipe_megatron.runtime.job.given import OPTIONS
 
 PAGE = Path(__file__).resolve().parents[1] / "lookup" / "options.md"
 HEAD = "| option | default | what |\n| --- | --- | --- |\n"
@@ -14,7 +15,7 @@ HEAD = "| option | default | what |\n| --- | --- | --- |\n"
 
 def row(name: str, option: Option) -> str:
     """Return an option's row of the table; italics where a framework has one level only."""
-    words = option.flag.get("metavar") or "|".join(option.flag.get("choices", ()))
+    words = option.metavar or "|".join(option.words)
     flag = f"`{flag_of(name)} {words}".strip().replace("|", "\\|") + "`"
     return f"| {f'*{flag}*' if option.of_levels else flag} | {option.usual} | {option.help} |\n"
 

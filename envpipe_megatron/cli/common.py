@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import click
 
 from envpipe_megatron.console import drop_output
-from envpipe_megatron.core.fields import AMOUNT, Number
+from envpipe_megatron.core.fields import AMOUNT, Number, options_in
 from envpipe_megatron.core.profile import Profile
 from envpipe_megatron.core.sidecar import sidecar_path
 from envpipe_megatron.errors import EnvPipeError
@@ -155,27 +155,27 @@ INTENSITY_OPTION = click.option(
 T = TypeVar("T")
 
 
-def options_of(kind: type[Any]) -> Callable[[Callable[..., Any]], Any]:
-    """Return what gives a command an option for each field that `fields.option` made.
+def options_of(kind: type[Any], **defaults: str) -> Callable[[Callable[..., Any]], Any]:
+    """Return what gives a command an option for each field that `core.fields.option` made.
 
-    Only words have a default: others that are not given are None, which `taken` leaves out.
+    Only words have a default, the field's if the command has no other: options that are not given
+    are None, which `taken` leaves out.
     """
 
     def decorated(command: Callable[..., Any]) -> Any:
-        for each in reversed(fields(kind)):
-            if not (about := each.metadata):
-                continue
-            flag = about.get("flag", re.sub("_[swj]$", "", each.name)).replace("_", "-")
+        for name, option in reversed(options_in(kind).items()):
+            flag = option.flag or re.sub("_[swj]$", "", name)
             named: dict[str, Any] = {"is_flag": True}
-            match about["read"]:
+            match option.read:
                 case Number(whole=True, positive=positive):
                     named = {"type": click.IntRange(min=int(positive))}
                 case Number() as number:
                     named = {"type": Finite(number)}
                 case tuple(words):
-                    default = about.get("of_command", each.default)
+                    default = defaults.get(name, option.usual)
                     named = {"type": click.Choice(words), "default": default, "show_default": True}
-            command = click.option(f"--{flag}", each.name, help=about["help"], **named)(command)
+            flag = f"--{flag.replace('_', '-')}"
+            command = click.option(flag, name, help=option.help, **named)(command)
         return command
 
     return decorated

@@ -1,4 +1,4 @@
-"""Checked reading of JSON objects: errors name what is wrong, and where it is.
+"""Checked reading of JSON objects, TOML tables and options: errors name what is wrong, and where.
 
 A *reader* is a function of a field's value that returns what the program uses, or raises a
 ValueError that says what the value must be.
@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import json
 import re
+import tomllib
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, is_dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from types import UnionType
+from typing import Any, TypeVar, get_args, get_type_hints
 
 from envpipe_megatron.errors import EnvPipeError
-from envpipe_megatron.files import read_text
+from envpipe_megatron.files import decode, read_text
 
 T = TypeVar("T")
 Reader = Callable[[Any], T]
@@ -111,18 +113,84 @@ FACTOR = Number(positive=True, below=100, mistaken=(("%", 0.01),), above=1)
 PERCENT = Number(mistaken=(("%", 1),))
 
 
-def option(
-    help_text: str, read: Number | tuple[str, ...] | None = None, default: Any = None, **more: Any
-) -> Any:
-    """Make a field of a dataclass that a command has an option for, by `cli.common.options_of`.
+@dataclass(frozen=True)
+class Rule:
+    """What an option goes with. A term is an option that is given, or `a pipeline`, or `GPUs`.
+
+    `type optimal` is an option that has this value, `gpu_control none|dry_run` one of several; of
+    terms with `or` between them one must hold.
 
     Args:
-        help_text: what it does.
-        read: the numbers, or the words, that it may be; None of a flag.
-        more: `flag`, where the option has another name than the field without its unit;
-            `of_command`, where the command's default is another one.
+        why: what the option does, after "it".
+        when: values of the option that the rule is for, all but the default if empty.
+        needs: terms that must all hold.
+        without: terms none of which may hold.
     """
-    return field(default=default, metadata={"help": help_text, "read": read, **more})
+
+    why: str
+    when: str = ""
+    needs: tuple[str, ...] = ()
+    without: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Option:
+    """How users give a field of a dataclass that `option` made.
+
+    Args:
+        help: what it does.
+        read: the numbers it may be, or the words, with what each becomes where that is not the word
+            itself, or what makes the field of a text (a ValueError says what that must be); None of
+            a switch.
+        metavar: what stands for the text in help.
+        usual: the default in words.
+        flag: its name, where that is not the field's without a unit.
+        of_levels: whether only frameworks have it that have more than one level.
+        rules: what it goes with.
+    """
+
+    help: str
+    read: Number | Mapping[str, Any] | tuple[str, ...] | Callable[[str], Any] | None = None
+    metavar: str = ""
+    usual: str = ""
+    flag: str = ""
+    of_levels: bool = False
+    rules: tuple[Rule, ...] = ()
+
+    @property
+    def words(self) -> tuple[str, ...]:
+        """Return the words that it may be; none where it is a number, a text or a switch."""
+        return tuple(self.read) if isinstance(self.read, tuple | Mapping) else ()
+
+    def of(self, given: object) -> Any:
+        """Make the field of a text, a number, a list or True; a ValueError says what it must be."""
+        text = ",".join(map(str, given)) if isinstance(given, list | tuple) else str(given)
+        if isinstance(self.read, Number):
+            return self.read.of_text(text)
+        if callable(self.read):
+            return self.read(text)
+        if self.read is None:
+            return given
+        word = text.lower()  # as users write it
+        if word not in self.read:
+            raise ValueError(" or ".join(", ".join(self.read).rsplit(", ", 1)))
+        return self.read[word] if isinstance(self.read, Mapping) else word
+
+
+def option(help_text: str, read: Any = None, default: Any = None, **more: Any) -> Any:
+    """Make a field of a dataclass that users give; `more` is as `Option` has it.
+
+    `cli.common.options_of` makes options of a command of such fields, `integrations.options` flags
+    and settings of a job.
+    """
+    if "usual" not in more and default is not None and read is not None:
+        more["usual"] = f"{default:g}" if isinstance(default, float) else str(default)
+    return field(default=default, metadata={"option": Option(help_text, read, **more)})
+
+
+def options_in(kind: type[Any]) -> dict[str, Option]:
+    """Return how users give the fields of a dataclass, by the fields' names."""
+    return {each.name: each.metadata["option"] for each in fields(kind) if each.metadata}
 
 
 def of_type(kind: type[T], words: str) -> Reader[T]:
@@ -211,10 +279,76 @@ class Fields:
         there = [name for name in readers if name in self.data or name in needed - more.keys()]
         return kind(**{**more, **{n: self.read(n, readers[n]) for n in there}})
 
+    def make_typed(self, kind: type[T], **more: Any) -> T:
+        """Make a dataclass of the fields, whose types and units say what a value must be.
+
+        Whole numbers are above 0, other numbers finite and not negative, those in units within what
+        a GPU has, texts not empty, paths absolute. Other fields than its own are refused; those of
+        `more` do not come from the file.
+        """
+        hints = {name: hint for name, hint in get_type_hints(kind).items() if name not in more}
+        return self.make(
+            kind, {name: self._typed(name, hint) for name, hint in hints.items()}, **more
+        )
+
+    def _typed(self, name: str, hint: Any) -> Reader[Any]:
+        if isinstance(hint, UnionType):  # a type or None, which is a field that is left out
+            hint = get_args(hint)[0]
+        if not is_dataclass(hint):
+            return _OF_UNITS.get((hint, name.rpartition("_")[2])) or _OF_TYPES[hint]
+
+        def read(table: Any) -> Any:
+            if not isinstance(table, dict):
+                raise ValueError("a table")
+            return Fields(table, self.path / name, self._error).make_typed(hint)  # type: ignore[arg-type]  # a class
+
+        return read
+
     def check_format(self, expected: str) -> None:
         """Refuse an object of another format."""
         if self.data.get("format") != expected:
             raise self.wrong("format", f"It must be '{expected}'.")
+
+
+def _whole_text(value: Any) -> str:
+    if not isinstance(value, str) or not value:
+        raise ValueError("a text")
+    return value
+
+
+def _absolute_path(value: Any) -> Path:
+    if not isinstance(value, str) or not value.startswith("/"):
+        raise ValueError("an absolute path")
+    return Path(value)
+
+
+_OF_TYPES: dict[Any, Reader[Any]] = {
+    bool: FLAG,
+    int: COUNT,
+    float: AMOUNT,
+    str: _whole_text,
+    Path: _absolute_path,
+    tuple[str, ...]: many(TEXT),
+}
+#: By type, and by the unit in which a field's name ends.
+_OF_UNITS: dict[Any, Reader[Any]] = {
+    (int, "mhz"): FREQUENCY,
+    (float, "mhz"): Number(below=MAX_FREQUENCY_MHZ, least=1),
+    (tuple[int, int], "mhz"): many(FREQUENCY, 2),
+    (float, "w"): POWER,
+    (float, "s"): TIME,
+}
+
+
+def parse_toml(content: bytes, path: Path, format_name: str, error: type[EnvPipeError]) -> Fields:
+    """Return a file's fields but its format; `error` if it is not TOML, or of another one."""
+    try:
+        fields = Fields(tomllib.loads(decode(content)), path, error)
+    except (ValueError, RecursionError) as cause:
+        raise error(f"{path} is not TOML: {cause}", remedy="Repair the file") from cause
+    fields.check_format(format_name)
+    del fields.data["format"]
+    return fields
 
 
 def read_json(

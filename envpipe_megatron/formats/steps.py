@@ -1,6 +1,6 @@
 """An average training step: of one GPU, of a job's GPUs, and compared with a baseline.
 
-Arithmetic only: `TrainingEnergy` measures steps, and bills and reports compare them.
+`TrainingEnergy` measures steps, and bills and reports compare them.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import copy
 import math
 import operator
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -18,11 +18,6 @@ from scipy.special import stdtrit
 from envpipe_megatron.core.arrays import FloatArray
 from envpipe_megatron.core.plan import NORMAL_95
 
-#: For TensorBoard and W&B: J of a step and W of an average GPU; percent of the baseline's step.
-_SCALARS = (
-    *("envpipe-iter-energy/gpu", "envpipe-power/gpu"),
-    *("envpipe-saving-percent", "envpipe-slowdown-percent"),
-)
 #: A step that takes this many times the median of steps at its clock was held up.
 HELD_UP = 1.1
 
@@ -68,33 +63,40 @@ class StepEnergy:
 
 @dataclass(frozen=True)
 class IntervalEnergy:
-    """Training between two log lines, on one GPU or on an average one of the job.
+    """Training between two laps, on one GPU or on an average one of the job.
 
     `phases` counts iterations of each phase, in the order in which they came; 0 of `plan`, whose
-    time lies between iterations and is shared by the steps. `step` is None if no step ended.
-    `saved`, of the job, is of all steady steps so far, as in the bill: None unless some ended in
-    the steady phase of one batch whose baseline is known.
+    time lies between iterations and is shared by the steps. `step` is None if no step ended;
+    `saved`, of all steady steps of the job so far, unless some of the interval ended in the steady
+    phase of one batch whose baseline is known.
     """
 
-    phases: Mapping[str, int] = field(default_factory=dict)
-    step: StepEnergy | None = None
+    phases: Mapping[str, int]
+    step: StepEnergy | None
     saved: Comparison | None = None
 
     def scalars(self) -> dict[str, float]:
-        """Return scalars for TensorBoard and W&B, beside Megatron's own of energy and power."""
+        """Return scalars for TensorBoard and W&B, beside Megatron's own of energy and power.
+
+        J of a step and W of an average GPU; percent of the baseline's step.
+        """
         if self.step is None:
             return {}
-        saved = self.saved
-        shares = (saved.saving_percent, saved.slowdown_percent) if saved else (None, None)
-        values = zip(_SCALARS, (self.step.energy_j, self.step.power_w, *shares), strict=True)
-        return {name: value for name, value in values if value is not None}
+        values = {
+            "envpipe-iter-energy/gpu": self.step.energy_j,
+            "envpipe-power/gpu": self.step.power_w,
+        }
+        if self.saved is not None:
+            values["envpipe-saving-percent"] = self.saved.saving_percent
+            values["envpipe-slowdown-percent"] = self.saved.slowdown_percent
+        return {name: value for name, value in values.items() if value is not None}
 
     def line(self) -> str:
         """Return text for Megatron's log line: J per iteration and GPU, W per GPU, the saving."""
         if self.step is None:
             return ""
         parts = [f"envpipe phase: {' '.join(self.phases)}"]
-        if self.step.power_w is None:  # no meter, or a framework's step in no emulated time
+        if self.step.power_w is None:  # no meter, or only a framework's step in no emulated time
             parts.append("envpipe energy: not metered")
         else:
             parts += [

@@ -4,7 +4,7 @@ The forbid check refuses to set a real GPU's clock while the environment forbids
 not in the back ends: none can replace `lock_frequency` and `reset_frequency`, so none forgets it.
 
 Changing a clock needs rights, reading it does not: a `ReadThroughGpu` reads through another object.
-Here are the two that change no clock, `command` and `zeusd` have the others; `gpu.devices` makes
+Here are the two that change no clock, `command` and `zeusd` have the others; `gpu.registry` makes
 them.
 """
 

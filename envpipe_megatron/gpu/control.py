@@ -1,14 +1,15 @@
-"""Finds which back end may change clocks on this machine, by reading only.
+"""Finds which back end may change clocks on this machine, by reading only, and gives clocks back.
 
 Rights are read from the process's capabilities, from sockets and from files; no lock is tried. So
 the driver may still refuse what is allowed here (a script's sudo rule, a virtual GPU). Jobs enter
-by `choose_control`, `beside_power_profiles` and `open_controlled`, `envpipe doctor` by
-`check_controls`.
+by `choose_for`, `that_can_be_undone` and `open_controlled`, `envpipe doctor` by `check_controls`,
+`envpipe clocks reset` by `reset_clocks`.
 """
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from envpipe_megatron.gpu.base import (
     FORBID_VARIABLE,
@@ -18,15 +19,22 @@ from envpipe_megatron.gpu.base import (
     GpuPermissionError,
     clock_control_forbidden,
 )
-from envpipe_megatron.gpu.devices import list_gpus, look_at, open_gpu, open_reader
+from envpipe_megatron.gpu.guard.hold import job_key
+from envpipe_megatron.gpu.guard.lease import Lease, LeaseHeldError, OpenGpu, list_leases
+from envpipe_megatron.gpu.guard.lease_file import LeaseFolderError
+from envpipe_megatron.gpu.guard.messages import ProcessIdentity
 from envpipe_megatron.gpu.registry import (
     READ_ONLY,
     Device,
     VendorGpu,
     backend_class,
     hardware_backends,
+    list_gpus,
+    look_at,
+    open_gpu,
+    open_reader,
 )
-from envpipe_megatron.gpu.site import SiteConfig
+from envpipe_megatron.gpu.site import SiteConfig, read_site
 
 _LOG = logging.getLogger(__name__)
 
@@ -39,42 +47,40 @@ PROFILES_REMEDY = (
 )
 """The remedy for a power profile that is enforced on a GPU."""
 
+_JOB = "envpipe clocks reset"
+
 
 @dataclass(frozen=True, slots=True)
 class Control:
-    """Says whether a back end that drives hardware may change clocks here, as far as can be read.
+    """The back end that changes clocks for who wanted it, as far as can be read, and why this one.
 
-    `reason` is the evidence for yes or no; `remedy` says what would allow it, empty if it is.
-    """
-
-    backend: str
-    allowed: bool
-    reason: str
-    remedy: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class ChosenControl:
-    """The back end that changes a job's clocks, and why this one.
-
-    `backend` is None if clocks stay as they are and GPUs are only read; then `remedies` says
-    what would allow control, one sentence a back end.
+    `wanted` is one of `CHOICES`. `backend` is None if clocks stay as they are and GPUs are only
+    read; then `remedy` says what would allow control.
     """
 
     wanted: str
     backend: str | None
     why: str
-    remedies: tuple[str, ...] = ()
+    remedy: str = ""
 
     @property
     def warning(self) -> str | None:
         """The one text to warn with if control was wanted and none is allowed, else None."""
-        if self.backend is not None or self.wanted == "none":
+        if self.backend is not None or self.wanted == READ_ONLY:
             return None
-        return (
+        text = (
             f"Clocks are not controlled: {self.why}. Training runs at baseline clocks, and energy "
-            f"is measured all the same. {' '.join(self.remedies)}".rstrip()
+            "is measured all the same."
         )
+        return f"{text} {self.remedy}." if self.remedy else text
+
+    def checked(self, *, required: bool) -> "Control":
+        """Return the same; GpuPermissionError if control is required and there is none."""
+        if required and self.backend is None:
+            raise GpuPermissionError(
+                f"Clock control is required, but {self.why}", remedy=self.remedy
+            )
+        return self
 
 
 def check_controls(site: SiteConfig) -> tuple[Control, ...]:
@@ -84,7 +90,7 @@ def check_controls(site: SiteConfig) -> tuple[Control, ...]:
     """
     known = hardware_backends()
     allowed = known if site.backends is None else site.backends
-    order = [*allowed, *(name for name in known if name not in allowed)]
+    order = list(dict.fromkeys([*allowed, *known]))
     try:
         if clock_control_forbidden():
             raise GpuError(
@@ -129,7 +135,7 @@ def _check(backend: str, allowed: bool, site: SiteConfig, devices: Sequence[Devi
             devices = [device for device in devices if device.backend == backend]
             if not devices:
                 raise GpuError("none of its GPUs is here", remedy="Use another back end")
-        return Control(backend, True, kind.rights(site, devices))
+        return Control(backend, backend, kind.rights(site, devices))
     except GpuError as error:
         return _refused(backend, error)
 
@@ -138,41 +144,65 @@ def _refused(backend: str, error: GpuError) -> Control:
     reason = error.what
     if reason[1:2].islower():  # a word, and no name in capitals
         reason = reason[0].lower() + reason[1:]
-    return Control(backend, False, reason, error.remedy)
+    return Control(backend, None, reason, error.remedy)
 
 
-def choose_control(wanted: str, site: SiteConfig, *, require: bool = False) -> ChosenControl:
+def choose_control(wanted: str, site: SiteConfig, *, require: bool = False) -> Control:
     """Choose the back end that changes a job's clocks: for `auto` the first that is allowed.
 
     A back end that is named is never replaced by another; `wanted` is one of `CHOICES`. Raises
     GpuPermissionError if control is required and none is allowed or what is wanted is none.
     """
-    if require and wanted in ("none", "dry_run"):
+    if require and wanted in (READ_ONLY, "dry_run"):
         raise GpuPermissionError(
             "Clock control is required, and what was chosen changes no clock",
             value=wanted,
             remedy="Choose another --envpipe-gpu-control, or leave --envpipe-require-control out.",
         )
-    if wanted == "none":
-        return ChosenControl(wanted, None, "no clock control was requested")
+    if wanted == READ_ONLY:
+        return Control(wanted, None, "no clock control was requested")
     if wanted in ("dry_run", "emulated"):
-        return ChosenControl(wanted, wanted, f"{wanted} was requested, and changes no real GPU")
-    chosen = first_allowed(wanted, check_controls(site))
-    if chosen.backend is None:
-        return given_up(chosen, chosen.why, chosen.remedies, require=require)
-    return chosen
+        return Control(wanted, wanted, f"{wanted} was requested, and changes no real GPU")
+    return first_allowed(wanted, check_controls(site)).checked(required=require)
 
 
-def beside_power_profiles(
-    chosen: ChosenControl, uid: str, site: SiteConfig, *, require: bool = False
-) -> ChosenControl:
-    """Give control of a GPU up if a power profile is enforced on it, unless the site allows it.
+def first_allowed(wanted: str, controls: Sequence[Control]) -> Control:
+    """Choose among the results of `check_controls`: `auto` takes the first that is allowed."""
+    considered = [control for control in controls if wanted in ("auto", control.wanted)]
+    for control in considered:
+        if control.backend is not None:
+            auto = wanted == "auto"
+            first = "the first back end that is allowed" if auto else "requested and allowed"
+            return Control(wanted, control.backend, f"{first}: {control.why}")
+    # A reason that all share, such as the forbid variable, is given once.
+    reasons = list(dict.fromkeys(control.why for control in considered))
+    remedies = dict.fromkeys(control.remedy for control in considered if control.remedy)
+    if len(reasons) == 1:
+        which = "no back end is" if wanted == "auto" else f"back end {wanted} is not"
+        why = f"{which} allowed: {reasons[0]}"
+    else:
+        each = "; ".join(f"{control.wanted}: {control.why}" for control in considered)
+        why = f"no back end is allowed ({each})"
+    return Control(wanted, None, why, ". ".join(remedies))
 
-    A profile sets clocks and limits too, and the driver arbitrates: a clock for each unit would not
-    be what was planned. What cannot be read is no obstacle. Raises GpuPermissionError if
-    control is required, and given up.
+
+# --- for one GPU ---------------------------------------------------------------------------------
+
+
+def choose_for(uid: str, wanted: str, *, require: bool, one_clock: bool) -> Control:
+    """Choose the back end for a GPU, by the site's rules; none if they cannot be read.
+
+    A power profile that is enforced on the GPU sets clocks and limits too, and the driver
+    arbitrates: a clock for each unit would not be what was planned. So there is none then, unless
+    the job has `one_clock` or the site allows it. What cannot be read is no obstacle. Raises
+    GpuPermissionError as `choose_control`.
     """
-    if chosen.backend not in hardware_backends() or site.allow_power_profiles:
+    try:
+        site = SiteConfig() if wanted == "emulated" else read_site()
+    except GpuError as error:
+        return Control(wanted, None, error.what, error.remedy).checked(required=require)
+    chosen = choose_control(wanted, site, require=require)
+    if one_clock or chosen.backend not in hardware_backends() or site.allow_power_profiles:
         return chosen
     try:
         gpu = open_reader(GpuAddress(chosen.backend, uid))
@@ -183,38 +213,104 @@ def beside_power_profiles(
     if not enforced:
         return chosen
     why = f"{gpu.name} ({uid}) enforces power profiles, which set clocks too: {', '.join(enforced)}"
-    return given_up(chosen, why, (f"{PROFILES_REMEDY}.",), require=require)
+    return Control(wanted, None, why, PROFILES_REMEDY).checked(required=require)
 
 
-def given_up(
-    chosen: ChosenControl, why: str, remedies: tuple[str, ...], *, require: bool
-) -> ChosenControl:
-    """Return no control, for this reason; raise GpuPermissionError if it is required."""
-    if require:
-        raise GpuPermissionError(f"Clock control is required, but {why}", remedy=" ".join(remedies))
-    return ChosenControl(chosen.wanted, None, why, remedies)
+def that_can_be_undone(chosen: Control, uid: str) -> Control:
+    """Give control of a GPU up if its clock cannot be reset: who may lock need not be allowed to.
+
+    It is reset, under a lease, unless another job holds it. So is control given up of a GPU that
+    cannot be opened but to read it.
+    """
+    if chosen.backend in (None, "emulated"):
+        return chosen
+    try:
+        gpu = open_controlled(uid, chosen)
+        if chosen.backend in hardware_backends():
+            _reset_leased(gpu, job_key(), ProcessIdentity.own(), open_gpu)
+    except GpuError as error:
+        why = f"the clock of {uid} cannot be reset by {chosen.backend}: {error.what}"
+        return Control(chosen.wanted, None, why, error.remedy)
+    return chosen
 
 
-def first_allowed(wanted: str, controls: Sequence[Control]) -> ChosenControl:
-    """Choose among the results of `check_controls`: `auto` takes the first that is allowed."""
-    considered = [control for control in controls if wanted in ("auto", control.backend)]
-    for control in considered:
-        if control.allowed:
-            auto = wanted == "auto"
-            first = "the first back end that is allowed" if auto else "requested and allowed"
-            return ChosenControl(wanted, control.backend, f"{first}: {control.reason}")
-    # A reason that all share, such as the forbid variable, is given once.
-    reasons = list(dict.fromkeys(control.reason for control in considered))
-    remedies = tuple(
-        dict.fromkeys(f"{control.remedy}." for control in considered if control.remedy)
-    )
-    if len(reasons) == 1:
-        which = "no back end is" if wanted == "auto" else f"back end {wanted} is not"
-        return ChosenControl(wanted, None, f"{which} allowed: {reasons[0]}", remedies)
-    each = "; ".join(f"{control.backend}: {control.reason}" for control in considered)
-    return ChosenControl(wanted, None, f"no back end is allowed ({each})", remedies)
-
-
-def open_controlled(uid: str, chosen: ChosenControl, site: SiteConfig) -> Gpu:
+def open_controlled(uid: str, chosen: Control, site: SiteConfig | None = None) -> Gpu:
     """Open a GPU by its uid under the chosen back end, for reading only if there is none."""
-    return open_gpu(GpuAddress(chosen.backend or "none", uid), site)
+    return open_gpu(GpuAddress(chosen.backend or READ_ONLY, uid), site)
+
+
+# --- giving back what no guard holds -------------------------------------------------------------
+
+
+class ResetOutcome(NamedTuple):
+    """The result for one GPU: `what` was done, or why not and what to do."""
+
+    uid: str
+    done: bool
+    what: str
+
+
+def reset_clocks(
+    site: SiteConfig, addresses: Sequence[GpuAddress], *, dead_jobs: bool
+) -> Iterator[ResetOutcome]:
+    """Reset GPUs one by one, each under a lease, so that no job takes it at that moment.
+
+    A real GPU whose back end is not allowed is reset by the first one that is. A lease that a dead
+    job left on one of them is undone on the way; a GPU that a live job holds stays as it is. Where
+    no lease can be written the clock is reset all the same, unless a job holds it.
+
+    Args:
+        dead_jobs: whether to undo, behind these, what dead jobs left on other GPUs; raises
+            LeaseFolderError if a folder of leases is unsafe.
+    """
+    controls = check_controls(site)
+    #: Which back end opens a real GPU, or why none does.
+    by_backend = {control.wanted: control for control in controls if control.backend is not None}
+    else_by = first_allowed("auto", controls)
+
+    def open_allowed(address: GpuAddress) -> Gpu:
+        if address.backend not in hardware_backends():
+            return open_gpu(address)
+        chosen = by_backend.get(address.backend, else_by)
+        if chosen.backend is None:
+            raise GpuPermissionError(chosen.why, remedy=chosen.remedy)
+        return open_controlled(address.uid, chosen, site)
+
+    def reset(address: GpuAddress) -> ResetOutcome:
+        try:
+            gpu = open_allowed(address)
+            what = f"reset by {gpu.address.backend}"
+            try:
+                _reset_leased(gpu, _JOB, None, open_allowed)
+            except LeaseFolderError as error:
+                _refuse_held(address.uid)
+                gpu.reset_frequency()
+                what += f", without a lease: {error.what}"
+        except GpuError as error:
+            return ResetOutcome(address.uid, False, f"not reset: {error}")
+        return ResetOutcome(address.uid, True, what)
+
+    yield from map(reset, addresses)
+    if dead_jobs:
+        uids = {address.uid for address in addresses}
+        left = (record for record in list_leases() if not record.live)
+        yield from (reset(record.address) for record in left if record.address.uid not in uids)
+
+
+def _reset_leased(gpu: Gpu, job: str, rank: ProcessIdentity | None, open_gpu: OpenGpu) -> None:
+    """Reset a GPU while it has a lease, so that no job takes it at that moment."""
+    lease = Lease.take(gpu.address, job, rank=rank, open_gpu=open_gpu)
+    try:
+        gpu.reset_frequency()
+    finally:
+        lease.release()
+
+
+def _refuse_held(uid: str) -> None:
+    """Refuse a GPU that a live job holds, as far as leases can be read."""
+    try:
+        held = [record for record in list_leases() if record.address.uid == uid and record.live]
+    except LeaseFolderError:
+        return  # no lease in such a folder is to be trusted
+    for record in held:
+        raise LeaseHeldError(f"job {record.job} holds it", remedy="Wait for that job or end it")

@@ -22,8 +22,8 @@ from typing import Any
 
 from envpipe_megatron.child import ignore_signals_of_ranks, start_child
 from envpipe_megatron.gpu.base import EnergyReading, GpuAddress, GpuError
-from envpipe_megatron.gpu.devices import open_reader
 from envpipe_megatron.gpu.guard.messages import receive, send, wait_readable
+from envpipe_megatron.gpu.registry import open_reader
 
 _PROCESS = ("-P", "-m", "envpipe_megatron.gpu.energy_reader")  # -P: not the working folder
 #: The socket to the rank is its standard input.

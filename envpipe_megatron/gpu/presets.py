@@ -20,10 +20,10 @@ from fnmatch import fnmatchcase
 from functools import cache
 from pathlib import Path
 
+from envpipe_megatron.core.fields import parse_toml
 from envpipe_megatron.core.kinds import Kind
 from envpipe_megatron.core.profile_rows import MEASURED_SPLIT
 from envpipe_megatron.gpu.base import GpuError
-from envpipe_megatron.gpu.toml_tables import make, read_toml
 
 _FORMAT = "envpipe-gpu-preset/1"
 SWEEP_STEP = 0.04
@@ -210,7 +210,7 @@ def _load(path: Path) -> GpuPreset:
         content = path.read_bytes()
     except OSError as error:
         raise GpuError(f"Cannot read the GPU preset {path}: {error}") from error
-    preset = make(GpuPreset, read_toml(content, path, _FORMAT), name=path.stem)
+    preset = parse_toml(content, path, _FORMAT, GpuError).make_typed(GpuPreset, name=path.stem)
     _check(preset, path)
     return preset
 

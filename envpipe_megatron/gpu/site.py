@@ -25,9 +25,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from envpipe_megatron.core.fields import parse_toml
 from envpipe_megatron.gpu.base import GpuError
-from envpipe_megatron.gpu.registry import hardware_backends
-from envpipe_megatron.gpu.toml_tables import make, read_toml
 
 SITE_VARIABLE = "ENVPIPE_SITE_CONFIG"
 DEFAULT_SITE_PATH = Path("/etc/envpipe/site.toml")
@@ -115,13 +114,13 @@ def in_user_namespace() -> bool:
 
 
 def _parse(path: Path, content: bytes) -> SiteConfig:
-    document = read_toml(content, path, _FORMAT)
+    document = parse_toml(content, path, _FORMAT, GpuError)
     for unknown in document.data.keys() - {"gpu_control"}:
         raise GpuError(f"{path}: unknown field", value=unknown, remedy="Known: gpu_control.")
     if "gpu_control" not in document.data:
         return SiteConfig(path)
     table = document.inside("gpu_control")
-    site = make(SiteConfig, table, path=path)
+    site = table.make_typed(SiteConfig, path=path)
     for field, problem in _problems(site):
         raise table.wrong(field, f"It {problem}.")
     return site
@@ -129,10 +128,6 @@ def _parse(path: Path, content: bytes) -> SiteConfig:
 
 def _problems(site: SiteConfig) -> Iterator[tuple[str, str]]:
     """List what is wrong with values of the right type: field and problem."""
-    if site.backends is not None:
-        names, all_names = set(site.backends), hardware_backends()
-        if not names <= set(all_names) or len(names) < len(site.backends):
-            yield "backends", f"must hold some of {', '.join(all_names)}, each once"
     if site.command_time_limit_s == 0:
         yield "command_time_limit_s", "must be above 0 s"
     if site.reset_range_mhz and site.reset_range_mhz[0] > site.reset_range_mhz[1]:

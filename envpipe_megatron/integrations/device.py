@@ -19,9 +19,9 @@ import torch
 from envpipe_megatron.core.kinds import Kind
 from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.gpu.base import Gpu, GpuError
-from envpipe_megatron.gpu.control import ChosenControl
-from envpipe_megatron.gpu.devices import uid_of_cuda_device
+from envpipe_megatron.gpu.control import Control
 from envpipe_megatron.gpu.emulated.emulated_gpu import EmulatedGpu
+from envpipe_megatron.gpu.registry import uid_of_cuda_device
 from envpipe_megatron.runtime.channel.collectives import Collectives
 from envpipe_megatron.runtime.clocks.latency import (
     CudaKernelTimer,
@@ -29,8 +29,7 @@ from envpipe_megatron.runtime.clocks.latency import (
     KernelTimer,
 )
 from envpipe_megatron.runtime.clocks.rank_clock import open_rank_gpu
-from envpipe_megatron.runtime.execution.emulated_executor import EmulatedExecutor
-from envpipe_megatron.runtime.execution.executor import CudaExecutor, Executor
+from envpipe_megatron.runtime.execution.executor import CudaExecutor, EmulatedExecutor, Executor
 
 PRESET_VARIABLE = "ENVPIPE_EMULATED_GPU"
 FORWARD_VARIABLE = "ENVPIPE_EMULATED_FORWARD_S"
@@ -50,7 +49,7 @@ class Device:
     """
 
     gpu: Gpu
-    control: ChosenControl
+    control: Control
     make_executor: Callable[[Callable[[], None]], Executor]
     make_timer: Callable[[], KernelTimer]
     labels: Mapping[str, bool]

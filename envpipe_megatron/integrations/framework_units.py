@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import NamedTuple
 
 from envpipe_megatron.core.kinds import Kind, Unit
 from envpipe_megatron.core.orders import builders
-from envpipe_megatron.core.schedule import Schedule
-from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.runtime.execution.stage_run import StageRun
 from envpipe_megatron.runtime.job.session import Session
 
@@ -142,29 +140,3 @@ class UnitFollower:
 
 #: Gets `begin` and `end` of each unit.
 Reporter = UnitRecorder | UnitFollower
-
-
-class OrderError(EnvPipeError):
-    """A step whose order of units EnvPipe cannot plan for."""
-
-
-def recognized(letters: Sequence[str], num_microbatches: int) -> Schedule:
-    """Return the schedule of a recorded step, from each stage's letters, such as `FFBFBB`.
-
-    Raises OrderError for any other than 1F1B and GPipe, one chunk a stage.
-    """
-    for builder in (builders.one_f_one_b, builders.gpipe):
-        known = builder(len(letters), num_microbatches)
-        if [_letters(known, stage) for stage in range(len(letters))] == list(letters):
-            return known
-    raise OrderError(
-        f"The first step is neither 1F1B nor GPipe of {num_microbatches} microbatches",
-        value=dict(enumerate(letters)),
-        remedy="Report every forward and backward, and give the right num_microbatches. Other "
-        "orders, with several chunks a stage or split backwards, EnvPipe has to execute "
-        "(docs/start/other.md).",
-    )
-
-
-def _letters(schedule: Schedule, stage: int) -> str:
-    return "".join(unit.kind.letter for unit in schedule.stages[stage])

@@ -2,29 +2,39 @@
 
 A hook that is never reached would leave a job that trains without EnvPipe and does not say so.
 So each notes that it was reached, and an error is logged if one was not; training goes on.
+
+What frameworks run between training steps may compare GPUs, and one that a plan has slowed looks
+sick. So a job pauses before each row of `BETWEEN_STEPS`: the GPU is seen to run at its highest
+clock. Tools that read times of training itself meet slowed GPUs all the same: NVRx gets its
+thresholds lowered by as much as that explains; a job with Megatron's `--log-straggler`, which has
+none, has one clock for all GPUs (`megatron.limits`).
 """
 
 from __future__ import annotations
 
 import argparse
+import inspect
 import logging
 import os
 import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from functools import partial, wraps
 from pathlib import Path
-from typing import Any, Generic, NoReturn, TypeVar
+from typing import Any, Generic, NamedTuple, NoReturn, TypeVar
 
 import torch
 
 from envpipe_megatron.errors import EnvPipeError
-from envpipe_megatron.integrations.options import Named, flag_of, prepare_files, read_options
+from envpipe_megatron.integrations.framework_units import once
+from envpipe_megatron.integrations.leveled import LeveledJob
+from envpipe_megatron.integrations.levels import JobError
+from envpipe_megatron.integrations.options import flag_of, flags_given, prepare_files, read_options
 from envpipe_megatron.runtime.job.options import JobOptions
 
 logger = logging.getLogger(__name__)
 
-_NEEDED_BY_ITERATION = 3
 #: Arguments of any Megatron that decide the time and energy of units: the model, its split,
 #: experts, number formats, kernels, recomputation, optimizer. A stored profile is of no use where
 #: one differs.
@@ -51,10 +61,6 @@ _SAME_JOB = (
 T = TypeVar("T")
 
 
-class HookError(EnvPipeError):
-    """A hook of the patch is missing, or was called where there is no job."""
-
-
 class Hooks(Generic[T]):
     """State that the hooks of one patch share: a process trains one job at a time.
 
@@ -67,38 +73,36 @@ class Hooks(Generic[T]):
         self._file = file
         self._needed = needed
         self._counts = Counter[str]()
-        self._missing: set[str] = set()
+        #: By which iteration calls have reached all of them.
+        self.needed_by = 3
         #: The options, once they are read, and the job from begin to end.
         self.options: JobOptions | None = None
         self.job: T | None = None
         #: Closed when training ends, with what was replaced for it.
         self.while_training = ExitStack()
-        #: Steps from one log line to the next, where not each has one.
-        self.logged_every: int | None = None
 
-    def note(self, name: str) -> int:
-        """Note a call of this hook, of which a step has at most one; return how many there were."""
+    def note(self, name: str) -> None:
+        """Note a call of this hook, of which a step has at most one.
+
+        Log, once a node, which of the needed ones no call has reached.
+        """
         self._counts[name] += 1
-        if self._counts[name] == _NEEDED_BY_ITERATION + 1:
-            self.check(_NEEDED_BY_ITERATION, *self._needed)
-        return self._counts[name]
-
-    def check(self, iteration: int, *needed: str) -> None:
-        """Log, once a node, which hooks no call has reached by an iteration, and were needed."""
-        missing = [n for n in needed if not self._counts[n] and n not in self._missing]
-        self._missing.update(missing)
+        if self._counts[name] <= self.needed_by:
+            return
+        missing = [name for name in self._needed if not self._counts[name]]
+        self._needed = ()
         if missing and _logs_here():
             logger.error(
                 "Hooks of EnvPipe were not reached by iteration %d: %s. Training goes on without "
                 "what they do; `envpipe patch check` says what is wrong with this checkout",
-                iteration,
+                self.needed_by,
                 ", ".join(missing),
             )
 
     def validated(self) -> JobOptions:
-        """Return the options; a HookError if none were read."""
+        """Return the options; a JobError if none were read."""
         if self.options is None:
-            raise HookError(
+            raise JobError(
                 f"The arguments of this job came from elsewhere than the command line, or the hook "
                 f"in {self._file} is missing",
                 remedy="Give all options on the command line; `envpipe patch check` looks at "
@@ -107,9 +111,9 @@ class Hooks(Generic[T]):
         return self.options
 
     def running(self) -> T:
-        """Return the job; a HookError if there is none."""
+        """Return the job; a JobError if there is none."""
         if self.job is None:
-            raise HookError(
+            raise JobError(
                 "A hook was called outside training",
                 remedy="`envpipe patch check` says what is wrong with this checkout.",
             )
@@ -122,16 +126,19 @@ class Hooks(Generic[T]):
         return job
 
 
-def options_of(args: argparse.Namespace, named: Named = flag_of) -> JobOptions:
-    """Return EnvPipe's options among Megatron's arguments, checked before anything is built.
+def options_of(
+    args: argparse.Namespace, settings: Mapping[str, object] | None = None
+) -> JobOptions:
+    """Return EnvPipe's options, checked before anything is built.
 
-    `named` is how errors name options.
+    They are flags among Megatron's arguments, or settings by name.
     """
+    given, named = (flags_given(args), flag_of) if settings is None else (settings, str)
     options = read_options(
-        args,
+        given,
         num_stages=args.pipeline_model_parallel_size,
-        save_folder=args.save,
         on_gpu=torch.cuda.is_available(),
+        save_folder=args.save,
         named=named,
     )
     prepare_files(options, args.pipeline_model_parallel_size, named)
@@ -172,3 +179,100 @@ def replaced(owner: Any, **values: Any) -> Iterator[None]:
                 delattr(owner, name)
             else:
                 setattr(owner, name, value)
+
+
+class Between(NamedTuple):
+    """A function, by its name in a module or in an attribute of a trainer."""
+
+    owner: str
+    function: str
+    when: str = ""  # name of a function that says by the same arguments if it does anything
+
+
+_LM, _BRIDGE = "megatron.training.training", "megatron.bridge.training.train"
+_ENGINE, _HASHES = "deepspeed.runtime.pipe.engine", "check_param_hashes_across_dp_replicas"
+
+#: By framework: checks of GPUs and of weights over replicas, evaluations, checkpoints. Versions
+#: that lack a function do without. Any forward-only call pauses too, and Megatron-LM's patch pauses
+#: before a checkpoint.
+BETWEEN_STEPS = {
+    "Megatron-LM": (
+        Between(_LM, "_run_gpu_sniff_test"),
+        Between(_LM, "evaluate"),
+        Between(_LM, _HASHES),
+    ),
+    "Megatron-Bridge": (
+        Between(_BRIDGE, "evaluate_and_print_results"),
+        Between(_BRIDGE, "save_checkpoint_and_time"),
+        Between(_BRIDGE, _HASHES),
+    ),
+    "DeepSpeed": (
+        Between(_ENGINE, "eval_batch"),
+        Between(_ENGINE, "save_checkpoint"),
+        Between(_ENGINE, "load_checkpoint"),
+    ),
+    "torchtitan": (
+        Between("checkpointer", "save", when="_should_save"),
+        Between("validator", "validate"),
+    ),
+}
+#: Where NVRx has its reports, in newer and in older versions.
+_NVRX = [f"nvidia_resiliency_ext.{path}straggler.reporting" for path in ("attribution.", "")]
+
+
+@contextmanager
+def between_steps(framework: str, job: LeveledJob, trainer: object = None) -> Iterator[None]:
+    """Within, the job pauses before each row of a framework, and NVRx has lower thresholds."""
+    with ExitStack() as stack:
+
+        def put(owner: Any, name: str, make: Callable[[Any], Any]) -> None:
+            if function := getattr(owner, name, None):
+                stack.enter_context(replaced(owner, **{name: make(function)}))
+
+        for row in BETWEEN_STEPS[framework]:
+            owner = sys.modules.get(row.owner) or getattr(trainer, row.owner, None)
+            does = getattr(owner, row.when, lambda *_, **__: False) if row.when else None
+            put(owner, row.function, partial(paused, lambda *_: job.pause(), does=does))
+        for name in _NVRX:
+            report = getattr(sys.modules.get(name), "Report", None)
+            put(report, "identify_stragglers", partial(_lowered, job))
+        yield
+
+
+def paused(
+    pause: Callable[..., object],
+    function: Callable[..., Any],
+    does: Callable[..., bool] | None = None,
+) -> Callable[..., Any]:
+    """Return a function that calls `pause`, with its first argument, before it `does` anything."""
+
+    @wraps(function)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        if does is None or does(*args, **kwargs):
+            pause(*args[:1])
+        return function(*args, **kwargs)
+
+    return run
+
+
+def _lowered(job: LeveledJob, identify: Callable[..., Any]) -> Callable[..., Any]:
+    """Return NVRx's search for stragglers with thresholds that a slowed GPU that is well meets.
+
+    A score is a share of the speed of the fastest GPU, or of this one's own best; at a lower clock
+    no kernel is slower than by the ratio of the clocks.
+    """
+    signature, say = inspect.signature(identify), once()
+
+    @wraps(identify)
+    def lowered(*args: Any, **kwargs: Any) -> Any:
+        given = signature.bind(*args, **kwargs)
+        given.apply_defaults()
+        share = 1.0 if job.job is None else job.session.slowest_share()
+        if share < 1:
+            say(f"NVRx's thresholds are lowered to {share:.0%}, as the slowest unit's clock was")
+        for name, value in given.arguments.items():
+            if name.endswith("_threshold") and value is not None:
+                given.arguments[name] = share * value
+        return identify(*given.args, **given.kwargs)
+
+    return lowered

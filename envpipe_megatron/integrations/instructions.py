@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from envpipe_megatron.core.kinds import WHOLE, Kind
+from envpipe_megatron.core.orders import builders
 from envpipe_megatron.core.schedule import Schedule
 from envpipe_megatron.core.sidecar import Sidecar
 from envpipe_megatron.errors import EnvPipeError
@@ -26,12 +27,11 @@ from envpipe_megatron.integrations.framework_units import (
     Reporter,
     SeenUnit,
     UnitRecorder,
-    recognized,
 )
 from envpipe_megatron.integrations.job import JobFacts, RankPlace, say_line
 from envpipe_megatron.integrations.leveled import LeveledJob
 from envpipe_megatron.integrations.levels import Level, Limit
-from envpipe_megatron.integrations.options import OF_LEVELS, read_settings
+from envpipe_megatron.integrations.options import OF_LEVELS, read_settings, read_values
 from envpipe_megatron.runtime.channel.collectives import of_all_ranks
 
 logger = logging.getLogger(__name__)
@@ -99,9 +99,10 @@ class InstrumentedPipeline:
                 remedy='Give a mapping, such as {"model": "GPT, 24 layers"}.',
             )
         on_gpu = torch.cuda.is_available()
+        read_values(settings, _WITHOUT)
         # Of the orders that flags know, the one whose defaults keep the framework's order.
         self._options = read_settings(
-            settings, _WITHOUT, num_stages=num_stages, on_gpu=on_gpu, scheduling="1f1b"
+            {**settings, "scheduling": "1f1b"}, num_stages=num_stages, on_gpu=on_gpu
         )
         self._facts = facts
         self._say = say
@@ -284,7 +285,7 @@ class InstrumentedPipeline:
         for ranks, _, letters, _ in sorted(everyone):
             stages.setdefault(ranks, []).append(letters)
         # Every rank checks all pipelines, so that none goes on if another is refused.
-        orders = {ranks: recognized(letters, counts[ranks]) for ranks, letters in stages.items()}
+        orders = {ranks: _recognized(letters, counts[ranks]) for ranks, letters in stages.items()}
         framework_order = orders[pipeline]
         placement = replace(placement, framework_order=framework_order)
         # Without facts, a job cannot be recognised as a restart.
@@ -304,3 +305,25 @@ class InstrumentedPipeline:
         )
         job.announce()
         return job, framework_order
+
+
+def _recognized(letters: Sequence[str], num_microbatches: int) -> Schedule:
+    """Return the schedule of a recorded step, from each stage's letters, such as `FFBFBB`.
+
+    Raises InstructionError for any other than 1F1B and GPipe, one chunk a stage.
+    """
+    for builder in (builders.one_f_one_b, builders.gpipe):
+        known = builder(len(letters), num_microbatches)
+        if [_letters(known, stage) for stage in range(len(letters))] == list(letters):
+            return known
+    raise InstructionError(
+        f"The first step is neither 1F1B nor GPipe of {num_microbatches} microbatches",
+        value=dict(enumerate(letters)),
+        remedy="Report every forward and backward, and give the right num_microbatches. Other "
+        "orders, with several chunks a stage or split backwards, EnvPipe has to execute "
+        "(docs/start/other.md).",
+    )
+
+
+def _letters(schedule: Schedule, stage: int) -> str:
+    return "".join(unit.kind.letter for unit in schedule.stages[stage])

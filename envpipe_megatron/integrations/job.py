@@ -21,10 +21,9 @@ from envpipe_megatron.core.orders.builders import framework_order
 from envpipe_megatron.core.schedule import Schedule
 from envpipe_megatron.core.sidecar import Sidecar
 from envpipe_megatron.errors import EnvPipeError
-from envpipe_megatron.gpu.control import ChosenControl
+from envpipe_megatron.gpu.control import Control
 from envpipe_megatron.integrations.device import DeviceError, open_device
-from envpipe_megatron.integrations.levels import Limit
-from envpipe_megatron.integrations.versions import version_of
+from envpipe_megatron.integrations.levels import JobError, Limit, version_of
 from envpipe_megatron.policies.objective import Goal
 from envpipe_megatron.policies.orders.judged import check_own_within
 from envpipe_megatron.policies.schedules import SCHEDULES
@@ -48,10 +47,6 @@ T = TypeVar("T")
 _KERNELS = ("transformer-engine", "flash-attn", "apex", "triton")
 
 
-class JobError(EnvPipeError):
-    """Ranks that were started differently, or a limit below what the pipeline needs."""
-
-
 class WithoutEnvPipeError(EnvPipeError):
     """A job that can only train without EnvPipe; every rank raises it, and the first says why."""
 
@@ -67,8 +62,8 @@ class RankPlace:
         messages_vary: stages may send another shape each time.
         runs_units: the framework runs units and sends messages itself at every level, in any order
             at level `order`; else it does so only below that level.
-        splits: units at level `order` may be parts of a backward, unless there is a reason
-            `why_whole`, the same on all ranks.
+        why_whole: why no unit at level `order` is a part of a backward, the same on all ranks;
+            empty if units may be, None if the framework runs no such parts.
         framework_order: by default Megatron's of one chunk.
         group_size: of chunks, as for `PlanRequest`.
     """
@@ -77,7 +72,6 @@ class RankPlace:
     num_microbatches: int
     messages_vary: bool = False
     runs_units: bool = False
-    splits: bool = False
     why_whole: str | None = None
     framework_order: Schedule | None = None
     group_size: int | None = None
@@ -161,7 +155,9 @@ def open_job(
             options = replace(options, scheduling=own.name)
     orders = level is Level.ORDER
     chunks = own.num_chunks if orders else 1
-    why_whole = _why_whole(options, placement, level)
+    why_whole = options.why_whole
+    if placement.why_whole is not None:
+        why_whole = options.why_whole_at(level, placement.why_whole)
     keeps_order = placement.runs_units or not orders
     for_time = options.objective == Goal.TIME and level is not Level.OBSERVE
     options = replace(
@@ -232,11 +228,11 @@ def open_job(
     return OpenJob(session, _banner(session, options, order_name, device.control))
 
 
-def _banner(session: Session, options: JobOptions, order_name: str, control: ChosenControl) -> str:
+def _banner(session: Session, options: JobOptions, order_name: str, control: Control) -> str:
     """Return what a job does that was asked for these options, in a line."""
     gpu, channel = session.parts.gpu, session.parts.channel
     if session.refused:
-        control = ChosenControl(options.gpu_control, None, session.refused)
+        control = Control(options.gpu_control, None, session.refused)
     locked = control.backend is not None and gpu.changes_clock
     clocks = "the highest clock" if locked else "the clocks as they are"
     runs = session.options if session.options.changes_only_order else options
@@ -346,13 +342,6 @@ def _of_all_ranks(options: JobOptions) -> dict[str, object]:
         QUEUES_VARIABLE: os.environ.get(QUEUES_VARIABLE),
         "version": __version__,
     }
-
-
-def _why_whole(options: JobOptions, placement: RankPlace, level: Level) -> str:
-    """Return why backwards are whole at a level; empty if they may be in two parts."""
-    if not placement.splits:
-        return "its framework runs no part of one"
-    return options.why_whole_at(level, placement.why_whole or "")
 
 
 def _check_split_order(options: JobOptions, why_whole: str) -> None:

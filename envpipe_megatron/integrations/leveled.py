@@ -6,20 +6,27 @@ Limits of its level may show before the first step, in it, or in any later one.
 from __future__ import annotations
 
 import atexit
-from collections.abc import Callable, Iterable, Sequence
+import json
+import logging
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
 
 import torch.distributed as dist
 
+from envpipe_megatron import __version__
 from envpipe_megatron.core.schedule import Schedule
-from envpipe_megatron.formats.energy import FRAMEWORK, Phase
-from envpipe_megatron.formats.steps import IntervalEnergy
+from envpipe_megatron.files import replace_files
+from envpipe_megatron.formats.account import Tariff, account_lines
+from envpipe_megatron.formats.bill import Bill
+from envpipe_megatron.formats.energy import FRAMEWORK, Phase, read_step, split_phase
+from envpipe_megatron.formats.energy_sums import total_of
+from envpipe_megatron.formats.steps import IntervalEnergy, StepEnergy
 from envpipe_megatron.integrations.framework_units import UnitFollower, once
 from envpipe_megatron.integrations.job import (
-    JobError,
     JobFacts,
     OpenJob,
     RankPlace,
@@ -27,11 +34,12 @@ from envpipe_megatron.integrations.job import (
     limits_of_replicas,
     open_job,
 )
-from envpipe_megatron.integrations.levels import Decision, Level, Limit, decide
-from envpipe_megatron.integrations.reporting import end_of_job
+from envpipe_megatron.integrations.levels import Decision, JobError, Level, Limit, decide
 from envpipe_megatron.runtime.channel.carrier import StageSpecs
 from envpipe_megatron.runtime.job.options import JobOptions
 from envpipe_megatron.runtime.job.session import Session
+
+logger = logging.getLogger(__name__)
 
 
 class LeveledJob:
@@ -45,7 +53,7 @@ class LeveledJob:
         limits: of the level, the same on all ranks.
 
     Raises:
-        LevelError: the level that options name cannot be had.
+        JobError: the level that options name cannot be had.
         EnvPipeError: as `open_job` raises it.
     """
 
@@ -113,7 +121,7 @@ class LeveledJob:
 
         What options ask for beyond the new level is left out: it ends no training that has begun. A
         step that has begun begins again, and a job that was announced says what it does now. Raises
-        LevelError if the level `asked` cannot be had.
+        JobError if the level `asked` cannot be had.
         """
         self._limits = *self._limits, *found
         decision = self._decide(asked)
@@ -201,9 +209,12 @@ class LeveledJob:
             self.session.pause()
 
     def report(self) -> IntervalEnergy:
-        """Return the energy since the last report; every rank calls it after the same step."""
+        """Return the energy since the last report, on an average GPU of the job.
+
+        Every rank calls it after the same step.
+        """
         if self._closed:
-            return IntervalEnergy()
+            return IntervalEnergy({}, None)
         return self.session.energy.gather(self.session.energy.lap())
 
     def log(self, iteration: int, tensorboard: Any, wandb: Any = None) -> str:
@@ -267,3 +278,69 @@ class LeveledJob:
             return self._open(options, level=self.level, notes=[*map(str, found)])
         except WithoutEnvPipeError:
             return None
+
+
+def end_of_job(session: Session, tokens: object, energy_price: float | None = None) -> list[str]:
+    """Return the bill of a closed session: lines for the log, on the planning rank only.
+
+    Every rank calls it. It is written to `summary.json` too; if that fails, an error is logged.
+    `tokens` are those of an iteration, if they are known; `energy_price` is that of a kWh, in place
+    of the environment's.
+    """
+    own, collectives = session.summary(), session.parts.collectives
+    by_stage = collectives.all_to_planner((own, session.energy.sums()))
+    if not collectives.is_planner:
+        return []
+    only_measures = session.options.only_measures()
+    ranks, sums = zip(*(rank for replicas in by_stage for rank in replicas), strict=True)
+    bill = Bill()
+    for of_rank in sums:
+        bill.add_sums(of_rank.values())
+    bill.facts = {"tokens_per_iteration": tokens, "power": ranks[0]["power"]}
+    memory = session.parts.memory.stages
+    summary = {
+        "format": "envpipe-summary/1",
+        "created_by": f"envpipe {__version__}",
+        "only_measures": only_measures,
+        "tokens_per_iteration": tokens,
+        "baseline": own["baseline"],
+        "job": bill.comparison_facts(),
+        "memory": None if memory is None else [asdict(stage) for stage in memory],
+        "ranks": ranks,
+    }
+    if session.parts.folder.path is not None:
+        path = session.parts.folder.path / "summary.json"
+        try:
+            replace_files({path: [json.dumps(summary, indent=1), "\n"]})
+        except OSError as error:
+            logger.error("%s could not be written: %s", path, error)
+    tariff = Tariff.of_environment(os.environ, energy_price)
+    lines = list(account_lines(bill, tariff, bill.comparisons(), " in training"))
+    lines += _step_line("the latest baseline", read_step(own["baseline"]))
+    # By energy logs: a lap may be of two phases.
+    for phase in dict.fromkeys(phase for _, _, phase, _ in bill.phases):
+        lines += _step_line(phase, bill.steps(phase))
+    steady = total_of(
+        own
+        for (_, _, phase, _), own in bill.phases.items()
+        if split_phase(phase)[0] == Phase.STEADY
+    )
+    whole_iterations = len(session.executed) == 1
+    if only_measures and not whole_iterations and steady.duration_s:
+        share = 100 * (1 - steady.shares_s[0] / steady.duration_s)
+        lines.append(
+            f"in {share:.1f} % of the steady steps' time no forward or backward ran on a GPU"
+        )
+    lines += dict.fromkeys(note for rank in ranks for note in rank["notes"])
+    followed = (rank["clocks"]["followed"] for rank in ranks)
+    lines += sorted({each["warning"] for each in followed if each and each["warning"]})
+    return lines
+
+
+def _step_line(phase: str, step: StepEnergy | None) -> Iterator[str]:
+    """Yield a line, unless nothing was metered; the framework's first step may be unseen."""
+    if step is not None and step.power_w is not None:
+        yield (
+            f"{phase}: {step.iterations} iterations, {step.time_s:.4f} s and "
+            f"{step.energy_j:.1f} J each on an average GPU ({step.power_w:.1f} W)"
+        )

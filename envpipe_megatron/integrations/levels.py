@@ -1,7 +1,8 @@
 """Decides the level of a job by the limits that it has; free of frameworks.
 
 A framework's integration has a table of `ArgumentLimit`s, and may see others as a job runs. Where
-the user names no level, `decide` gives the highest that can be had, and never fails.
+the user names no level, `decide` gives the highest that can be had, and never fails. Versions of
+frameworks that EnvPipe was tried with are here too; those of Megatron are the patches'.
 """
 
 from __future__ import annotations
@@ -10,16 +11,25 @@ import argparse
 import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
+from importlib import metadata
+from typing import TYPE_CHECKING
 
 from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.runtime.job.given import Level as Level
 
+if TYPE_CHECKING:
+    from packaging.requirements import Requirement
+
+#: From the first that was tested, below the next minor one: parts of its engine may change.
+DEEPSPEED = "deepspeed>=0.19.6,<0.20"
+#: As DEEPSPEED: the modules of a model may change. 5.0, 5.8, 5.16 and 5.24 were tested.
+TRANSFORMERS = "transformers>=5.0,<5.25"
 #: Says of a job's arguments whether they ask for something.
 Predicate = Callable[[argparse.Namespace], bool]
 
 
-class LevelError(EnvPipeError):
-    """A level that the user names and this job cannot have."""
+class JobError(EnvPipeError):
+    """A job that cannot run as it is asked to, or not under EnvPipe at all."""
 
 
 @dataclass(frozen=True)
@@ -92,7 +102,7 @@ def decide(
 ) -> Decision:
     """Return the level that is asked for, or by default the highest that limits leave.
 
-    Without `checks`, what needs a self-check rules out level `order`. Raises LevelError if more is
+    Without `checks`, what needs a self-check rules out level `order`. Raises JobError if more is
     asked for than limits leave; it names them.
     """
     most = Level.ORDER if checks else Level.UNITS
@@ -101,7 +111,7 @@ def decide(
     level = highest if asked is None else asked
     against = {above: tuple(limit for limit in capped if limit.highest < above) for above in Level}
     if level > highest:
-        raise LevelError(
+        raise JobError(
             f"Level {level} cannot be had with: {_text(against[level])}",
             remedy=f"Leave these out, or give --envpipe-level {highest}.",
         )
@@ -131,10 +141,6 @@ def any_of(*several: Predicate) -> Predicate:
     return lambda args: any(asks(args) for asks in several)
 
 
-class RefusedError(EnvPipeError):
-    """A feature of the framework that does not run under EnvPipe."""
-
-
 def frees_while_training() -> bool:
     """Return whether torch's allocator may give memory back at any time.
 
@@ -154,3 +160,32 @@ def frees_while_training() -> bool:
 
 #: Names what `frees_while_training` finds, for users.
 FREES_WHILE_TRAINING = "garbage_collection_threshold in PYTORCH_CUDA_ALLOC_CONF"
+
+
+def is_tested(version: str, wanted: str) -> bool:
+    """Return whether a version is in DEEPSPEED or TRANSFORMERS; no prerelease of an end is."""
+    return _requirement(wanted).specifier.contains(version, prereleases=True)
+
+
+def check_tested(version: str, wanted: str, instead: str = "") -> None:
+    """Refuse by a JobError a version that EnvPipe was not tried with."""
+    if not is_tested(version, wanted):
+        raise JobError(
+            f"EnvPipe was not tried with this version of {_requirement(wanted).name}",
+            value=version,
+            remedy=f"Install {wanted}{instead}.",
+        )
+
+
+def _requirement(wanted: str) -> Requirement:
+    from packaging.requirements import Requirement  # commands that ask for none start without it
+
+    return Requirement(wanted)
+
+
+def version_of(distribution: str) -> str | None:
+    """Return the version of a distribution, None if it is not installed."""
+    try:
+        return metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return None

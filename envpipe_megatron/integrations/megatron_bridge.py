@@ -15,13 +15,11 @@ from typing import Any
 
 import torch.distributed as dist
 
-from envpipe_megatron.errors import EnvPipeError
-from envpipe_megatron.integrations.hooking import options_of, replaced
-from envpipe_megatron.integrations.levels import ArgumentLimit, Level, Predicate, on
+from envpipe_megatron.integrations.hooking import between_steps, options_of, replaced
+from envpipe_megatron.integrations.levels import ArgumentLimit, JobError, Level, Predicate, on
 from envpipe_megatron.integrations.megatron.limits import LIMITS, NOT_PROVEN, REFUSED, check_metered
 from envpipe_megatron.integrations.megatron.training import Training
-from envpipe_megatron.integrations.options import parse_settings
-from envpipe_megatron.integrations.watchers import between_steps
+from envpipe_megatron.integrations.options import read_values
 
 BRIDGE_LIMITS = (
     *LIMITS,
@@ -95,10 +93,6 @@ _LOOP = "megatron.bridge.training.train"
 _BOUND = ("get_forward_backward_func", "checkpoint_and_decide_exit")
 
 
-class BridgeError(EnvPipeError):
-    """A version of Megatron-Bridge, or its loop, that EnvPipe does not fit."""
-
-
 class EnvPipeCallback:
     """Runs EnvPipe in one training by Megatron-Bridge; every rank makes one before `pretrain`.
 
@@ -108,14 +102,15 @@ class EnvPipeCallback:
 
     Raises:
         OptionError: no such option, or a value that it cannot have.
-        BridgeError: a version of Megatron-Bridge that EnvPipe cannot follow.
+        JobError: a version of Megatron-Bridge that EnvPipe cannot follow.
 
     When training begins, an EnvPipeError ends a job that cannot have what it asks for, before its
     first step.
     """
 
     def __init__(self, **options: object) -> None:
-        self._options = parse_settings(options)
+        read_values(options)  # which tells of wrong ones early
+        self._options = options
         self._training: Training | None = None
         #: Megatron's own, once the loop has asked for it.
         self._framework_function: Callable[..., Any] | None = None
@@ -135,14 +130,13 @@ class EnvPipeCallback:
         from megatron.bridge.training.utils.pg_utils import get_pg_collection
 
         if self._framework_function is None:
-            raise BridgeError(
+            raise JobError(
                 "Megatron-Bridge's training loop does not get EnvPipe's forward-backward function",
                 remedy="Make the callback before `pretrain` is called, in the same process.",
             )
         args = arguments_of(context.state.cfg, dist.get_world_size())
-        vars(args).update(vars(self._options))
         check_metered(args, BRIDGE_REFUSED)
-        options = options_of(args, named=str)
+        options = options_of(args, self._options)
         group = get_pg_collection(context.model).pp
         self._training = Training(args, options, BRIDGE_LIMITS, context.model, group)
         self._put_back.enter_context(closing(self._training))
@@ -205,7 +199,7 @@ class EnvPipeCallback:
 
 
 def _checked_loop() -> Any:
-    """Return the module of Bridge's training loop; a BridgeError if EnvPipe cannot use it."""
+    """Return the module of Bridge's training loop; a JobError if EnvPipe cannot use it."""
     try:
         events = importlib.import_module("megatron.bridge.training.callbacks").VALID_EVENTS
         loop = importlib.import_module(_LOOP)
@@ -215,7 +209,7 @@ def _checked_loop() -> Any:
         needed = {name for name in vars(EnvPipeCallback) if name.startswith("on_")}
         missing = sorted(needed - events) + [name for name in _BOUND if not hasattr(loop, name)]
     if missing:
-        raise BridgeError(
+        raise JobError(
             "EnvPipe needs Megatron-Bridge 0.5 or later, whose training loop calls callbacks",
             value=missing,
             remedy="Install one, or train without EnvPipeCallback.",

@@ -7,7 +7,6 @@ the options of those names are not given.
 from __future__ import annotations
 
 import argparse
-import math
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -44,37 +43,55 @@ def flag_of(name: str) -> str:
 
 
 def add_arguments(group: argparse._ArgumentGroup) -> None:
-    """Add the options that go with --envpipe to a framework's command line; None: not given."""
+    """Add the options that go with --envpipe to a framework's command line, as texts."""
     for name, option in OPTIONS.items():
         usual = f" Default: {option.usual}." if option.usual else ""
         help_text = (option.help + usual).replace("%", "%%")
-        group.add_argument(flag_of(name), default=None, help=help_text, **option.flag)
+        takes: dict[str, Any] = {"action": "store_true"}
+        if option.read is not None:
+            takes = {"metavar": option.metavar or f"{{{','.join(option.words)}}}"}
+        group.add_argument(flag_of(name), default=None, help=help_text, **takes)
+
+
+def flags_given(args: argparse.Namespace) -> dict[str, object]:
+    """Return by name the flags that were given, of those that `add_arguments` added."""
+    flags = {name: getattr(args, f"envpipe_{name}") for name in OPTIONS}
+    return {name: value for name, value in flags.items() if value is not None}
+
+
+def read_settings(
+    settings: Mapping[str, object], without: Sequence[str] = (), *, num_stages: int, on_gpu: bool
+) -> JobOptions:
+    """Return the options of settings: {"type": "uniform"} is --envpipe-type uniform.
+
+    It takes the arguments of `read_options` and `prepare_files`, and raises their errors.
+    """
+    options = read_options(settings, without, num_stages=num_stages, on_gpu=on_gpu)
+    prepare_files(options, num_stages, str)
+    return options
 
 
 def read_options(
-    args: argparse.Namespace,
+    settings: Mapping[str, object],
+    without: Sequence[str] = (),
     *,
     num_stages: int,
-    save_folder: str | Path | None = None,
     on_gpu: bool,
-    named: Named = flag_of,
+    save_folder: str | Path | None = None,
+    named: Named = str,
 ) -> JobOptions:
-    """Check the options against each other, and fill in what was not given.
+    """Read options, check them against each other, and fill in what was not given.
 
     Args:
-        args: has what `add_arguments` added, parsed.
+        settings, without: as `read_values` takes them.
         num_stages: p.
-        save_folder: where the job keeps its checkpoints, if it does.
         on_gpu: whether memory can be measured.
+        save_folder: where the job keeps its checkpoints, if it does.
         named: how errors name options.
 
     Raises OptionError for an option that is wrong, or does not go with another.
     """
-    given = {
-        name: _read(name, value, named)
-        for name in OPTIONS
-        if (value := getattr(args, f"envpipe_{name}")) is not None
-    }
+    given = read_values(settings, without, named)
     options = JobOptions(**_with_variables(given, num_stages, named))
     if on_gpu and options.plan is None and "max_in_flight" in SCHEDULES[options.scheduling].takes:
         options = replace(options, max_in_flight=options.max_in_flight or BY_MEMORY)
@@ -92,17 +109,41 @@ def read_options(
     return options
 
 
-def _read(name: str, value: Any, named: Named) -> Any:
-    """Return an option that is given; an OptionError if it is wrong by itself."""
-    option = OPTIONS[name]
-    if option.least is not None and not option.least <= value < math.inf:
-        raise OptionError(f"{named(name)} is at least {option.least}, and finite", value=value)
-    if option.is_file and _reads_files() and not value.is_file():
-        raise OptionError(f"The file of {named(name)} is not there", value=str(value))
-    try:
-        return option.read(value)
-    except ValueError as error:
-        raise OptionError(f"{named(name)} is {error}", value=value) from None
+def read_values(
+    settings: Mapping[str, object], without: Sequence[str] = (), named: Named = str
+) -> dict[str, Any]:
+    """Return the options that settings give, each read by itself.
+
+    Args:
+        settings: option names without `--envpipe-`, with underscores or dashes; `reconfig` is
+            `reconfigure`. Values are words, numbers, paths, truth values for flags without a
+            value, lists for one number per stage; None is as if the name were not there.
+        without: options that the framework does not have.
+        named: how errors name options.
+
+    Raises OptionError for a name that is no option, or a value that it cannot have.
+    """
+    known = sorted(OPTIONS.keys() - {*without})
+    values = {}
+    for name, value in plain_names(settings).items():
+        if name not in known:
+            raise OptionError(
+                "No such option of EnvPipe here",
+                value=name,
+                remedy=f"There are {', '.join(known)}.",
+            )
+        option = OPTIONS[name]
+        is_switch = option.read is None
+        if value is not None and isinstance(value, bool) is not is_switch:
+            kind = "true or false" if is_switch else "a value"
+            raise OptionError(f"The option {name} takes {kind}", value=value)
+        if value is None or value is False:
+            continue
+        try:
+            values[name] = option.of(value)
+        except ValueError as error:
+            raise OptionError(f"{named(name)} is {error}", value=value) from None
+    return values
 
 
 def _with_variables(given: Mapping[str, Any], num_stages: int, named: Named) -> dict[str, Any]:
@@ -112,7 +153,7 @@ def _with_variables(given: Mapping[str, Any], num_stages: int, named: Named) -> 
     """
     filled: dict[str, Any] = {}
     for name in ("type",) if "plan" in given else _OF_VARIABLES:
-        variable, choices = f"ENVPIPE_{name.upper()}", OPTIONS[name].flag["choices"]
+        variable, choices = f"ENVPIPE_{name.upper()}", OPTIONS[name].words
         value = os.environ.get(variable, "").lower()
         if name not in given and value:
             filled[name] = value
@@ -195,7 +236,7 @@ def prepare_files(options: JobOptions, num_stages: int, named: Named = flag_of) 
                     value=str(options.output),
                     remedy=f"Give another one by {named('output')}.",
                 ) from error
-    if options.profile is None or not _reads_files():
+    if options.profile is None or os.environ.get("RANK", "0") != "0":
         return
     profile = read_profile(options.profile)
     if profile.num_stages != num_stages:
@@ -206,10 +247,6 @@ def prepare_files(options: JobOptions, num_stages: int, named: Named = flag_of) 
         )
     if options.plan is not None:
         read_plan(options.plan, profile)
-
-
-def _reads_files() -> bool:
-    return os.environ.get("RANK", "0") == "0"
 
 
 def plain_names(settings: Mapping[str, object]) -> dict[str, object]:
@@ -237,7 +274,7 @@ def merged(block: Mapping[str, object], call: Mapping[str, object]) -> dict[str,
 
 
 def divided(arguments: Sequence[str], *more: str) -> tuple[dict[str, object], list[str]]:
-    """Return EnvPipe's settings by name, parsed, and what else a command line has.
+    """Return EnvPipe's settings by name, and what else a command line has.
 
     That has flags of a framework's that are named `more`, which may begin as EnvPipe's do.
 
@@ -254,72 +291,6 @@ def divided(arguments: Sequence[str], *more: str) -> tuple[dict[str, object], li
     if unknown:
         names = ", ".join(flag_of(name).removeprefix(prefix) for name in OPTIONS)
         raise OptionError("No such option of EnvPipe", value=unknown, remedy=f"There are {names}.")
-    given = {name: value for name, value in vars(found).items() if value is not None}
-    return {name.removeprefix("envpipe_"): value for name, value in given.items()}, rest
-
-
-def read_settings(
-    settings: Mapping[str, object],
-    without: Sequence[str] = (),
-    *,
-    num_stages: int,
-    on_gpu: bool,
-    scheduling: str | None = None,
-) -> JobOptions:
-    """Return the options of settings: {"type": "uniform"} is --envpipe-type uniform.
-
-    Args:
-        settings, without: as `parse_settings` takes them.
-        num_stages: p.
-        on_gpu: whether memory can be measured.
-        scheduling: the framework's only one, if it is.
-
-    Raises EnvPipeError, with the settings' names, as `read_options` and `prepare_files` do.
-    """
-    parsed = parse_settings(settings, without)
-    parsed.envpipe_scheduling = scheduling or parsed.envpipe_scheduling
-    options = read_options(parsed, num_stages=num_stages, on_gpu=on_gpu, named=str)
-    prepare_files(options, num_stages, named=str)
-    return options
-
-
-def parse_settings(
-    settings: Mapping[str, object], without: Sequence[str] = ()
-) -> argparse.Namespace:
-    """Parse settings as the same flags would be; rules between options are not checked.
-
-    Args:
-        settings: option names without `--envpipe-`, with underscores or dashes; `reconfig` is
-            `reconfigure`. Values are words, numbers, paths, truth values for flags without a
-            value, lists for one number per stage; None is as if the name were not there.
-        without: options that the framework does not have.
-
-    Raises OptionError, with the settings' names.
-    """
-    parser = argparse.ArgumentParser(allow_abbrev=False, add_help=False, exit_on_error=False)
-    add_arguments(parser.add_argument_group())
-    known = sorted(OPTIONS.keys() - {*without})
-    words: list[str] = []
-    for name, value in plain_names(settings).items():
-        if name not in known:
-            raise OptionError(
-                "No such option of EnvPipe here",
-                value=name,
-                remedy=f"There are {', '.join(known)}.",
-            )
-        if value is None:
-            continue
-        is_switch = "action" in OPTIONS[name].flag
-        if isinstance(value, bool) is not is_switch:
-            kind = "true or false" if is_switch else "a value"
-            raise OptionError(f"The option {name} takes {kind}", value=value)
-        if not is_switch:
-            parts = value if isinstance(value, (list, tuple)) else [value]
-            words.append(f"{flag_of(name)}={','.join(map(str, parts))}")
-        elif value:
-            words.append(flag_of(name))
-    try:
-        return parser.parse_args(words)
-    except argparse.ArgumentError as error:
-        error.argument_name = {flag_of(name): name for name in known}[error.argument_name or ""]
-        raise OptionError(str(error)) from None
+    settings = flags_given(found)
+    read_values(settings, named=flag_of)
+    return settings, rest

@@ -51,9 +51,7 @@ class PlanRequest(Asked):
     """
 
     schedule: str = "1f1b"
-    policy: str = option(
-        "How units get their frequencies.", POLICIES, "baseline", of_command="optimal"
-    )
+    policy: str = option("How units get their frequencies.", POLICIES, "baseline")
     reconfigure: str = option(
         "How the critical path is raised; with --policy envelope.", RECONFIGURE_NAMES, "default"
     )

@@ -7,8 +7,8 @@ integration with DeepSpeed write it, `envpipe search` and `envpipe partition` re
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Mapping
+from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +32,7 @@ from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.search.layer_profile import (
     FULL,
     SELECTIVE,
+    AllReduce,
     Block,
     BytesPerParameter,
     Curve,
@@ -62,9 +63,11 @@ def read_layers(path: Path) -> LayerProfile:
         LayerProfile,
         _PROFILE,
         also=("format", "blocks", "measures", "bytes_per_parameter", "links"),
-        blocks=tuple(entry.make(Block, _BLOCK) for entry in data.entries("blocks")),
+        blocks=tuple(entry.make(Block, _readers(Block)) for entry in data.entries("blocks")),
         measures=measures,
-        bytes_per_parameter=data.inside("bytes_per_parameter").make(BytesPerParameter, _HELD),
+        bytes_per_parameter=data.inside("bytes_per_parameter").make(
+            BytesPerParameter, _readers(BytesPerParameter)
+        ),
         links=_read_links(data.inside("links")),
         source=str(path),
     )
@@ -76,10 +79,10 @@ def read_layers(path: Path) -> LayerProfile:
 def _check_energies(profile: LayerProfile, path: Path) -> None:
     """Check the sum: a layer without weights, a difference of two, may have next to none."""
     metered = [
-        (measure.forward_j + measure.backward_j, measure.both_s)
+        (measure.both_j, measure.both_s)
         for by_piece in profile.measures.values()
         for measure in by_piece.values()
-        if measure.forward_j is not None and measure.backward_j is not None
+        if measure.both_j is not None
     ]
     if metered:
         energy_j, time_s = (float(np.sum(column)) for column in zip(*metered, strict=True))
@@ -140,34 +143,19 @@ def check_profile(profile: LayerProfile) -> LayerProfile:
     return profile
 
 
-def _by_frequency(measure: Measure) -> Iterable[FloatArray]:
-    optional = [measure.forward_j, measure.backward_j, measure.rested_s]
-    for way in measure.recomputation:
-        yield way.time_s
-        optional.append(way.energy_j)
-    yield measure.forward_s
-    yield measure.backward_s
-    yield from (values for values in optional if values is not None)
+def _by_frequency(measure: Measure) -> list[FloatArray]:
+    rows = vars(measure), *(vars(way) for way in measure.recomputation)
+    return [value for row in rows for value in row.values() if isinstance(value, np.ndarray)]
 
 
 def layers_text(profile: LayerProfile) -> str:
     """Return the text of a profile's file; each measure is a line."""
-    head = {
-        "format": LAYERS_FORMAT,
-        "source": profile.source,
-        "gpu": profile.gpu,
-        "frequency_mhz": profile.frequency_mhz,
-        "blocks": [asdict(block) for block in profile.blocks],
-        "bytes_per_parameter": asdict(profile.bytes_per_parameter),
-        "links": _links_entry(profile.links),
-        "optimizer_s": profile.optimizer_s,
-        "gradients_s": profile.gradients_s,
-        "workspaces_add": profile.workspaces_add,
-        "frees_outputs": profile.frees_outputs,
-    }
-    lines = [f" {json.dumps(key)}: {json.dumps(value)}" for key, value in _known(head).items()]
+    known = {each.name: getattr(profile, each.name) for each in fields(profile)}
+    del known["measures"]
+    head = _plain({"format": LAYERS_FORMAT, **known})
+    lines = [f" {json.dumps(key)}: {json.dumps(value)}" for key, value in head.items()]
     measures = [
-        f"  {json.dumps(_measure_entry(piece, sizes, measure))}"
+        f"  {json.dumps(_plain({'piece': piece, **vars(sizes), **vars(measure)}))}"
         for sizes, by_piece in sorted(profile.measures.items())
         for piece, measure in by_piece.items()
     ]
@@ -177,7 +165,7 @@ def layers_text(profile: LayerProfile) -> str:
 
 def links_text(links: Links) -> str:
     """Return the text of a file with only links, an object as a layer profile's `links`."""
-    return json.dumps(_known(_links_entry(links)), indent=1) + "\n"
+    return json.dumps(_plain(links), indent=1) + "\n"
 
 
 def read_links(path: Path) -> Links:
@@ -185,63 +173,22 @@ def read_links(path: Path) -> Links:
     return _read_links(read_json(path, "File of links"))
 
 
-def _links_entry(links: Links) -> dict[str, Any]:
-    return {
-        "within_node": _points(links.within_node),
-        "across_nodes": _points(links.across_nodes),
-        "all_reduce": [
-            {"gpus": gpus, "across_nodes": crosses, "points": _points(curve)}
-            for (gpus, crosses), curve in sorted(links.all_reduce.items())
-        ],
-    }
-
-
-def _measure_entry(piece: str, sizes: Sizes, measure: Measure) -> dict[str, Any]:
-    """Return one object of `measures`, which `_read_measure` reads."""
-    entry: dict[str, Any] = _known(
-        {
-            "piece": piece,
-            **asdict(sizes),
-            **vars(measure),
-            "recomputation": [vars(way) for way in measure.recomputation],
-        }
-    )
-    return entry
-
-
-def _known(value: Any) -> Any:
+def _plain(value: Any) -> Any:
     """Return a value as JSON has it; fields that are None are left out."""
+    if isinstance(value, Curve):
+        value = np.stack([value.num_bytes, value.time_s], axis=1)
+    if is_dataclass(value):
+        value = vars(value)
     if isinstance(value, Mapping):
-        return {key: _known(item) for key, item in value.items() if item is not None}
+        return {key: _plain(item) for key, item in value.items() if item is not None}
     if isinstance(value, list | tuple):
-        return [_known(item) for item in value]
+        return [_plain(item) for item in value]
     return value.tolist() if isinstance(value, np.ndarray) else value
 
 
-def _points(curve: Curve | None) -> FloatArray | None:
-    return None if curve is None else np.stack([curve.num_bytes, curve.time_s], axis=1)
-
-
 def _read_links(data: Fields) -> Links:
-    all_reduce = {}
-    for entry in data.entries("all_reduce"):
-        each = entry.make(_AllReduce, _ALL_REDUCE)
-        all_reduce[each.gpus, each.across_nodes] = each.points
-    return data.make(Links, _MESSAGES, ("all_reduce",), all_reduce=all_reduce)
-
-
-@dataclass(frozen=True)
-class _AllReduce:
-    gpus: int
-    across_nodes: bool
-    points: Curve
-
-
-def _read_group(value: Any) -> int:
-    number: int = COUNT(value) if value != 1 else 0
-    if not number:
-        raise ValueError("a whole number above 1")
-    return number
+    groups = tuple(entry.make(AllReduce, _ALL_REDUCE) for entry in data.entries("all_reduce"))
+    return data.make(Links, _readers(Links), ("all_reduce",), all_reduce=groups)
 
 
 def _read_curve(value: Any) -> Curve:
@@ -257,35 +204,26 @@ def _read_way(value: Any) -> str:
     return str(value)
 
 
-def _read_by_clock(value: Any) -> FloatArray:
-    return np.array(many(AMOUNT)(value), dtype=float)
-
-
 _ABOVE_0 = Number(positive=True)
-_PROFILE: dict[str, Reader[Any]] = {
-    "frequency_mhz": lambda value: np.array(many(FREQUENCY)(value), dtype=np.int64),
-    **dict.fromkeys(("optimizer_s", "gradients_s"), AMOUNT),
-    **dict.fromkeys(("workspaces_add", "frees_outputs"), FLAG),
-    **dict.fromkeys(("gpu", "source"), TEXT),
+#: By the type of a dataclass's field; a field of another type is read in its own way.
+_BY_TYPE: dict[str, Reader[Any]] = {
+    "float": AMOUNT,
+    "int": COUNT,
+    "bool": FLAG,
+    "str": TEXT,
+    "tuple[str, ...]": many(TEXT),
+    "FloatArray": lambda value: np.array(many(AMOUNT)(value), dtype=float),
+    "IntArray": lambda value: np.array(many(FREQUENCY)(value), dtype=np.int64),
+    "Curve": _read_curve,
 }
-_MESSAGES: dict[str, Reader[Any]] = dict.fromkeys(("within_node", "across_nodes"), _read_curve)
-_ALL_REDUCE: dict[str, Reader[Any]] = {
-    "gpus": _read_group,
-    "across_nodes": FLAG,
-    "points": _read_curve,
-}
-_BLOCK: dict[str, Reader[Any]] = {"pieces": many(TEXT), "repeat": COUNT}
-_HELD: dict[str, Reader[Any]] = dict.fromkeys(BytesPerParameter.__dataclass_fields__, AMOUNT)
-_SIZES: dict[str, Reader[Any]] = dict.fromkeys(Sizes.__dataclass_fields__, COUNT)
-_MEASURE: dict[str, Reader[Any]] = {
-    **dict.fromkeys(("forward_s", "backward_s", "forward_j", "backward_j"), _read_by_clock),
-    "rested_s": _read_by_clock,
-    **dict.fromkeys(("parameters", "input_bytes", "output_bytes", "activation_bytes"), AMOUNT),
-    **dict.fromkeys(("forward_workspace_bytes", "backward_workspace_bytes"), AMOUNT),
-    **dict.fromkeys(("host_s", "expert_parameters"), AMOUNT),
-}
-_RECOMPUTATION: dict[str, Reader[Any]] = {
-    "name": _read_way,
-    **dict.fromkeys(("time_s", "energy_j"), _read_by_clock),
-    **dict.fromkeys(("activation_bytes", "working_bytes"), AMOUNT),
-}
+
+
+def _readers(kind: type[Any], **own: Reader[Any]) -> dict[str, Reader[Any]]:
+    """Return the readers of a dataclass's fields, by their types; `own` go before these."""
+    types = {each.name: str(each.type).removesuffix(" | None") for each in fields(kind)}
+    return {name: _BY_TYPE[of] for name, of in types.items() if of in _BY_TYPE} | own
+
+
+_PROFILE, _MEASURE, _SIZES = _readers(LayerProfile), _readers(Measure), _readers(Sizes)
+_RECOMPUTATION = _readers(Recomputation, name=_read_way)
+_ALL_REDUCE = _readers(AllReduce, gpus=Number(whole=True, positive=True, least=2))

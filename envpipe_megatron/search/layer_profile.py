@@ -9,7 +9,7 @@ parallel size, and the samples of a microbatch on one GPU. All amounts are those
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
@@ -104,6 +104,13 @@ class Measure:
         return self.forward_s + self.backward_s
 
     @property
+    def both_j(self) -> FloatArray | None:
+        """[num_frequencies] of forward and backward; None where one was not measured."""
+        if self.forward_j is None or self.backward_j is None:
+            return None
+        return self.forward_j + self.backward_j
+
+    @property
     def known_rested_s(self) -> FloatArray:
         """The same where the GPU rests as long, if that is known; never longer."""
         return self.both_s if self.rested_s is None else np.minimum(self.rested_s, self.both_s)
@@ -155,17 +162,26 @@ class Curve:
 
 
 @dataclass(frozen=True)
+class AllReduce:
+    """Times of an all-reduce among some GPUs, which may lie on several nodes."""
+
+    gpus: int
+    across_nodes: bool
+    points: Curve
+
+
+@dataclass(frozen=True)
 class Links:
     """Times of messages between GPUs; a curve that is missing takes no time.
 
     Args:
         within_node, across_nodes: a message from stage to stage.
-        all_reduce: by (GPUs, whether they lie on several nodes).
+        all_reduce: of the groups that were measured.
     """
 
     within_node: Curve | None = None
     across_nodes: Curve | None = None
-    all_reduce: Mapping[tuple[int, bool], Curve] = field(default_factory=dict)
+    all_reduce: tuple[AllReduce, ...] = ()
 
     def message_s(self, num_bytes: FloatArray | float, crosses: bool) -> FloatArray:
         """Return the time of a message; across nodes as within one where only that was measured."""
@@ -180,10 +196,12 @@ class Links:
         """
         if gpus == 1 or not self.all_reduce:
             return 0.0
-        near = [key for key in self.all_reduce if key[1] == crosses] or list(self.all_reduce)
-        key = min(near, key=lambda key: (key[0] < gpus, abs(key[0] - gpus)))
-        ring = ((gpus - 1) / gpus) / ((key[0] - 1) / key[0])
-        return float(self.all_reduce[key](num_bytes)) * ring
+        alike = [each for each in self.all_reduce if each.across_nodes == crosses]
+        near = min(
+            alike or self.all_reduce, key=lambda each: (each.gpus < gpus, abs(each.gpus - gpus))
+        )
+        ring = ((gpus - 1) / gpus) / ((near.gpus - 1) / near.gpus)
+        return float(near.points(num_bytes)) * ring
 
 
 @dataclass(frozen=True)

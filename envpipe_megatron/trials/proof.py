@@ -18,8 +18,7 @@ from envpipe_megatron.report.page.document import page_text
 from envpipe_megatron.report.summary import Section, to_markdown
 from envpipe_megatron.runtime.job.options import PROFILE_FILE
 from envpipe_megatron.trials.claims import Claim, Turns, difference
-from envpipe_megatron.trials.machine import Machine
-from envpipe_megatron.trials.run import Trial
+from envpipe_megatron.trials.run import Machine, Trial
 from envpipe_megatron.trials.settings import STOCK, Arm, Settings
 
 
@@ -27,7 +26,7 @@ class Proof(Trial):
     """A proof under way, whose page is written after each turn.
 
     Args:
-        machine: as `machine.real_machine` or `emulated_machine` found it to be fit for it.
+        machine: as `run.real_machine` or `emulated_machine` found it to be fit for it.
         checks: doctor's, as JSON, for the page.
     """
 

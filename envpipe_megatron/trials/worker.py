@@ -27,7 +27,7 @@ from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.formats.energy import Phase
 from envpipe_megatron.formats.steps import IntervalEnergy
 from envpipe_megatron.gpu.base import Gpu, ReadOnlyGpu
-from envpipe_megatron.gpu.devices import look_at
+from envpipe_megatron.gpu.registry import look_at
 from envpipe_megatron.integrations.device import FORWARD_VARIABLE, open_device, use_cpu
 from envpipe_megatron.integrations.framework_units import UnitFollower
 from envpipe_megatron.integrations.megatron.core import ForwardBackward

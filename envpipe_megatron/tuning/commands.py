@@ -20,7 +20,7 @@ from envpipe_megatron.core.plan import Plan
 from envpipe_megatron.core.schedule import Schedule
 from envpipe_megatron.formats.energy import Phase
 from envpipe_megatron.formats.wishes import NO_WISHES, Wishes
-from envpipe_megatron.tuning.measured.meters import MeterSums
+from envpipe_megatron.tuning.measured.powers import Sums
 
 T = TypeVar("T")
 
@@ -122,7 +122,7 @@ class Report:
     ends_s: FloatArray
     steps_s: FloatArray
     waits_s: FloatArray
-    meter: MeterSums
+    meter: Sums
     power_w: FloatArray
     problems: tuple[str, ...] = ()
     lost: bool = False
@@ -130,18 +130,15 @@ class Report:
     @property
     def metered(self) -> bool:
         """True if a meter saw any of it."""
-        return self.meter.count > 0
+        return bool(self.meter.any())
 
 
 def merged(parts: Sequence[Report]) -> Report:
     """Make one report of those of some replicas of a stage, in their order."""
-    meter = parts[0].meter
-    for part in parts[1:]:
-        meter = meter + part.meter
     arrays = ("unit_s", "ends_s", "steps_s", "waits_s", "power_w")
     return Report(
         **{name: np.concatenate([getattr(part, name) for part in parts]) for name in arrays},
-        meter=meter,
+        meter=np.sum([part.meter for part in parts], axis=0),
         problems=tuple(dict.fromkeys(problem for part in parts for problem in part.problems)),
         lost=any(part.lost for part in parts),
     )
@@ -158,13 +155,13 @@ class Window:
     wishes: Wishes = NO_WISHES
     refused: str = ""
 
-    def unit_s(self, replicas: Sequence[int]) -> FloatArray:
-        """Return medians over some replicas, [num_stages, units_per_stage].
+    def unit_s(self, replicas: Sequence[int] = ()) -> FloatArray:
+        """Return medians over some replicas, by default all, [num_stages, units_per_stage].
 
         Of an even number the lower of the middle ones: of two replicas, one of which is slow, the
         other shows what units take. NaN where none of them ran whole.
         """
-        rows = list(replicas)
+        rows = list(replicas) or slice(None)
         return np.array([_lower_median(stage.unit_s[rows]) for stage in self.stages])
 
     @property

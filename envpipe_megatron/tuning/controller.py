@@ -15,8 +15,7 @@ from envpipe_megatron.core.plan import Plan
 from envpipe_megatron.core.schedule import Schedule
 from envpipe_megatron.formats.energy import Phase
 from envpipe_megatron.policies.optimal.optimizer import order_at_maximum_s
-from envpipe_megatron.tuning.budget import EXCEEDS, NEAR, Budget, BudgetedPlans
-from envpipe_megatron.tuning.command_maker import CommandMaker
+from envpipe_megatron.tuning.command_maker import EXCEEDS, CommandMaker
 from envpipe_megatron.tuning.commands import Clocked, Run, Window
 from envpipe_megatron.tuning.judge import (
     BASELINE_ITERATIONS,
@@ -30,9 +29,8 @@ from envpipe_megatron.tuning.judge import (
     what_drifted,
 )
 from envpipe_megatron.tuning.measured.store import Store
-from envpipe_megatron.tuning.planner import UNPLANNED, Planner, Plans
-from envpipe_megatron.tuning.probes.probe import Look, first_probe
-from envpipe_megatron.tuning.probes.slack import lifted, slack_probe
+from envpipe_megatron.tuning.planner import NEAR, UNPLANNED, BudgetedPlans, Planner, Plans
+from envpipe_megatron.tuning.probes.probe import Look, first_probe, lifted, slack_probe
 from envpipe_megatron.tuning.replicas import ReplicaLevels, gpu_power_w
 
 #: Weight of earlier meter readings, by window of a plan.
@@ -44,23 +42,18 @@ class Controller:
 
     Args:
         own: the framework's order.
-        measured: the same, or with some of its backwards split: clocks are looked at in it.
         store: what is known of its units: nothing, or what a profile says.
-        num_replicas: pipelines.
         planner: makes plans from that store.
     """
 
-    def __init__(
-        self, own: Schedule, measured: Schedule, store: Store, num_replicas: int, planner: Planner
-    ) -> None:
+    def __init__(self, own: Schedule, store: Store, planner: Planner) -> None:
         #: What runs, from the first that is planned on.
         self.plan: Plan
         self._store, self._planner = store, planner
-        self._top, self._measured = store.at_top(own), measured
-        self._replicas = ReplicaLevels(num_replicas)
-        self._budget = Budget()
+        self._top, self._replicas = store.at_top(own), ReplicaLevels()
+        self._commands = CommandMaker(store)
+        self._budget = self._commands.budget
         self._within = BudgetedPlans(planner, self._budget)
-        self._commands = CommandMaker(store, num_replicas, self._budget)
         self._judge = Judge(planner.limits.allowed())
         self._due, self._silence = Due(), Silence(own.num_stages)
 
@@ -75,12 +68,11 @@ class Controller:
         else:
             yield from self._at_baseline()
         if not self._store.profiled:
-            own, store = self._measured, self._store
+            own, store = self._store.schedule, self._store
             if own is not self._top.schedule:
                 self._commands.note("profile: half of the backwards in two parts")
                 yield from self._commands.run(Phase.PROFILE, store.at_top(own), WINDOW)
-            usual = slack_probe(own, store, at_cost=True)
-            yield from self._look(first_probe(own, store, usual))
+            yield from self._look(first_probe(own, store))
         self._lead_own()
         self._replan(reorder=True)
         while (plans := self._take()) is None:
@@ -283,7 +275,7 @@ class Controller:
     def _look_again(self) -> Run[None]:
         """Measure again what clocks do to stages that drifted far, where that takes no time."""
         self._store.forget(self._store.drifted_far)
-        yield from self._look(slack_probe(self._measured, self._store, at_cost=False))
+        yield from self._look(slack_probe(self._store.schedule, self._store, at_cost=False))
 
     def _replan(self, *, reorder: bool, levels: Sequence[int] = ()) -> None:
         order = None if reorder else self.plan.schedule

@@ -21,7 +21,6 @@ from envpipe_megatron.core.schedule import Schedule
 from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.formats.energy import Phase
 from envpipe_megatron.formats.steps import HELD_UP, RunningMean, StepEnergy, compare
-from envpipe_megatron.tuning.budget import Budget
 from envpipe_megatron.tuning.command_maker import CommandMaker
 from envpipe_megatron.tuning.commands import Clocked, Run, Window
 
@@ -159,8 +158,8 @@ class OneClock:
     keep: Callable[[int, Mapping[int, StepEnergy]], None]
 
     def __post_init__(self) -> None:
-        self._steps, self._budget = 0, Budget()
-        self._commands = CommandMaker(None, 1, self._budget)
+        self._steps, self._commands = 0, CommandMaker(None)
+        self._budget = self._commands.budget
         #: W of an average GPU at each clock, as they were metered last.
         self._powers_w: dict[int, float] = {}
 

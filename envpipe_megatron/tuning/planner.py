@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from bisect import bisect_right
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass, replace
@@ -23,6 +24,7 @@ from envpipe_megatron.policies.optimal.linear_program import LinearProgramError
 from envpipe_megatron.policies.planner import Planned, solve
 from envpipe_megatron.policies.problem import Problem
 from envpipe_megatron.tuning.background import Background
+from envpipe_megatron.tuning.command_maker import Budget
 from envpipe_megatron.tuning.commands import Clocked, Command, Run
 from envpipe_megatron.tuning.measured.store import Store
 from envpipe_megatron.tuning.parking import parked, still_parked
@@ -30,6 +32,10 @@ from envpipe_megatron.tuning.replicas import gpu_power_w, level_factor
 
 #: A new plan must be better by this share than the one that runs.
 _WORTH = 5e-4
+#: A plan that is nearer to a power budget than this share keeps it, and makes use of it.
+NEAR = 0.004
+#: Most plans for budgets that are kept: where budgets change each minute, 0.3 % less time is lost.
+_MOST_KNOWN = 8
 #: The policy of what runs while no plan could be made.
 UNPLANNED = "baseline"
 
@@ -273,3 +279,58 @@ class Planner:
         num_gpus = int(today.conditions.gpus_by_stage.sum())
         new_score, score = (limits.objective.score(plan.cost, num_gpus) for plan in (new, today))
         return new_score < score * (1 - _WORTH)
+
+
+class BudgetedPlans:
+    """The plan that runs without a power budget, and the last ones that were made for budgets.
+
+    Args:
+        planner: makes plans of a job; `limit` sets its limits.
+        budget: of the same job.
+    """
+
+    def __init__(self, planner: Planner, budget: Budget) -> None:
+        self._planner, self._budget = planner, budget
+        self._limits = planner.limits
+        self._usual: Plan
+        self._known: deque[Plan] = deque(maxlen=_MOST_KNOWN)
+
+    @property
+    def bound(self) -> bool:
+        """True if plans are made to keep the budget, which the usual one does not."""
+        return self._planner.limits is not self._limits
+
+    def begin_with(self, plan: Plan) -> Plan:
+        """Have a plan be the only one, the usual; returns it."""
+        self._usual = plan
+        self._known.clear()
+        return plan
+
+    def add(self, plan: Plan) -> None:
+        """Add what was made by the planner's limits of now."""
+        if self.bound:
+            self._known.append(plan)
+        else:
+            self._usual = plan
+
+    def fastest(self, running: Plan) -> Plan:
+        """Return the fastest plan that keeps the budget by lower clocks, of all and one that runs.
+
+        As it would run; where none is low enough, at the lowest clocks that are known.
+        """
+        allowed_w = self._budget.allowed_w / self._budget.correction
+        plans = self._planner.ready(self._usual), running, *self._known
+        within = [self._planner.capped(plan, allowed_w) for plan in plans]
+        return min(within, key=lambda plan: plan.cost.iteration_time_s)
+
+    def limit(self, leads: float) -> None:
+        """Have new plans keep the budget, if the usual one does not.
+
+        `leads` is the power of a GPU of the plan that runs, as a share of that of all replicas.
+        """
+        planner, budget = self._planner, self._budget
+        usual, planner.limits = planner.ready(self._usual), self._limits
+        if budget.above(gpu_power_w(usual)) > NEAR:
+            gpus = float(usual.conditions.gpus_by_stage.sum())
+            allowed_w = budget.allowed_w / budget.correction
+            planner.limits = planner.limits.within(gpus * leads * allowed_w)

@@ -39,9 +39,9 @@ def level_factor(level: int) -> float:
 class ReplicaLevels:
     """Which level of the frontier each replica runs; level 0 is the plan itself."""
 
-    def __init__(self, num_replicas: int) -> None:
-        #: [replicas] the level that each runs.
-        self.levels: list[int] = [0] * num_replicas
+    def __init__(self) -> None:
+        #: [replicas] the level that each runs; none before the first plan.
+        self.levels = list[int]()
         #: Levels that replicas would run if they were planned, and those that were asked for.
         self.missing: list[int] = []
         self._asked: set[int] = set()
@@ -49,7 +49,7 @@ class ReplicaLevels:
         self.slowest = 1.0
         #: A replica that is as fast as the median, or the next faster one.
         self.usual = 0
-        self._factor: FloatArray = np.ones(num_replicas)
+        self._factor: FloatArray = np.ones(1)
         self._differ = _DIFFER
         #: By level, what was planned, and how ranks run it.
         self._plans: dict[int, Plan] = {}
@@ -63,9 +63,9 @@ class ReplicaLevels:
         return tuple(self._orders[level] for level in levels), which
 
     def lead(self, plan: Plan) -> None:
-        """Have all replicas run this plan; the frontier of the one before is forgotten."""
+        """Have all replicas that were compared run this plan; the frontier before is forgotten."""
         self._plans, self._orders = {}, {}
-        self.levels, self.missing = [0] * len(self.levels), []
+        self.levels, self.missing = [0] * len(self._factor), []
         self._asked = set()
         self.extend({0: plan})
 

@@ -39,16 +39,13 @@ class ShortestOrder:
     Args as of `Controller`, but that the store has the highest clock only.
     """
 
-    def __init__(
-        self, own: Schedule, measured: Schedule, store: Store, num_replicas: int, planner: Planner
-    ) -> None:
+    def __init__(self, own: Schedule, store: Store, planner: Planner) -> None:
         #: The one that ranks know of; None for the framework's order.
         self.plan: Plan | None = None
         self._store, self._planner = store, planner
-        self._own, self._measured = store.at_top(own), measured
-        #: What runs but for looks and trials, and what ran last.
-        self._order = self._last = self._own
-        self._commands, self._judge = CommandMaker(store, num_replicas), Judge(1.0)
+        #: The framework's order, what runs but for looks and trials, and what ran last.
+        self._own = self._order = self._last = store.at_top(own)
+        self._commands, self._judge = CommandMaker(store), Judge(1.0)
         #: Iterations since the last baseline, and until another plan is made; the first at once.
         self._since_baseline, self._until_plan = 0, -math.inf
         self._pause = _PAUSE
@@ -80,9 +77,9 @@ class ShortestOrder:
 
     def _plan(self) -> Run[None]:
         """Begin a plan; where no backward runs in two parts, what they take is seen first."""
-        if self._order is self._own and self._measured is not self._own.schedule:
+        measured = self._store.at_top(self._store.schedule)
+        if self._order is self._own and measured.schedule is not self._own.schedule:
             self._commands.note("profile: half of the backwards in two parts")
-            measured = self._store.at_top(self._measured)
             yield from self._run_order(Phase.PROFILE, measured, settle=1)
         # A framework's own order that splits backwards has no time of whole ones.
         self._planner.begin(None, whole=not self._own.schedule.split)

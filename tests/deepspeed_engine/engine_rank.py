@@ -32,7 +32,7 @@ from whole_layers import write_layers
 from envpipe_megatron.core.kinds import Kind
 from envpipe_megatron.formats.energy import Phase
 from envpipe_megatron.gpu.base import ReadOnlyGpu
-from envpipe_megatron.gpu.control import ChosenControl
+from envpipe_megatron.gpu.control import Control
 from envpipe_megatron.gpu.emulated.emulated_gpu import EmulatedGpu
 from envpipe_megatron.integrations import job as job_module
 from envpipe_megatron.integrations.deepspeed import EnvPipeEngine, initialize
@@ -40,11 +40,11 @@ from envpipe_megatron.integrations.deepspeed.partition import PipelineModule
 from envpipe_megatron.integrations.device import Device
 from envpipe_megatron.integrations.huggingface import split_model
 from envpipe_megatron.integrations.huggingface.deepspeed_stages import deepspeed_layers
-from envpipe_megatron.integrations.huggingface.skeleton import language_model_loss
+from envpipe_megatron.integrations.huggingface.layers import language_model_loss
 from envpipe_megatron.policies.planner import make_plan
 from envpipe_megatron.policies.request import PlanRequest
 from envpipe_megatron.runtime.clocks.latency import EmulatedKernelTimer
-from envpipe_megatron.runtime.execution.emulated_executor import EmulatedExecutor
+from envpipe_megatron.runtime.execution.executor import EmulatedExecutor
 
 MICROBATCHES, MICROBATCH, LENGTH = 6, 2, 5
 TIMES_S = {Kind.FORWARD: 0.02, Kind.BACKWARD: 0.04}
@@ -173,7 +173,7 @@ class FastJobs:
         reads = wanted == "none"
         return Device(
             ReadOnlyGpu(gpu) if reads else gpu,
-            ChosenControl(wanted, None if reads else "emulated", "this is a test"),
+            Control(wanted, None if reads else "emulated", "this is a test"),
             lambda settle: EmulatedExecutor(gpu, TIMES_S, collectives, settle),
             partial(EmulatedKernelTimer, gpu),
             {"emulated": True},

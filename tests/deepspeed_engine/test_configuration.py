@@ -11,6 +11,8 @@ from unittest.mock import Mock, call
 
 import pytest
 
+from envpipe_megatron.integrations.levels import JobError
+
 pytest.importorskip("deepspeed")
 
 import deepspeed
@@ -41,9 +43,9 @@ from envpipe_megatron.integrations.deepspeed.initialize import (
     parsed_config,
     settings_of,
 )
+from envpipe_megatron.integrations.hooking import BETWEEN_STEPS
 from envpipe_megatron.integrations.levels import Level
 from envpipe_megatron.integrations.options import OptionError
-from envpipe_megatron.integrations.watchers import BETWEEN_STEPS
 from envpipe_megatron.runtime.memory.peak import MemoryFullError
 from envpipe_megatron.search.layer_file import read_layers
 from envpipe_megatron.search.layer_profile import Sizes
@@ -131,7 +133,7 @@ def test_a_model_without_a_pipeline_is_refused():
 def test_versions_that_were_not_tried(version, monkeypatch):
     check_version()
     monkeypatch.setattr(deepspeed, "__version__", version)
-    with pytest.raises(UnsupportedEngineError, match=f"'{version}'.*0.19.6"):
+    with pytest.raises(JobError, match=f"'{version}'.*0.19.6"):
         check_version()
 
 

@@ -86,8 +86,8 @@ class Machine:
 
     def look(self):
         """What is allowed, after checking that looking changed nothing."""
-        found = {check.backend: check for check in check_controls(self.site)}
-        assert all(bool(check.remedy) is not check.allowed for check in found.values())
+        found = {check.wanted: check for check in check_controls(self.site)}
+        assert all(bool(check.remedy) is (check.backend is None) for check in found.values())
         self.assert_untouched()
         return found
 

@@ -13,27 +13,31 @@ from envpipe_megatron.gpu.base import (
     DryRunGpu,
     GpuNotSupportedError,
     GpuPermissionError,
+    PowerState,
     ReadOnlyGpu,
 )
 from envpipe_megatron.gpu.control import (
     CHOICES,
+    Control,
     check_controls,
     choose_control,
+    choose_for,
     open_controlled,
+    that_can_be_undone,
 )
-from envpipe_megatron.gpu.devices import open_reader
+from envpipe_megatron.gpu.registry import open_reader
 from envpipe_megatron.gpu.site import SiteConfig
 
 
 def test_a_plain_user_without_anything(machine):
     found = machine.look()
     assert list(found) == ["nvml", "zeusd", "command"]
-    assert not any(check.allowed for check in found.values())
-    assert "CAP_SYS_ADMIN" in found["nvml"].reason
-    assert "no zeusd at" in found["zeusd"].reason
-    assert "no lock_command is set in " in found["command"].reason
-    nowhere = {check.backend: check for check in check_controls(SiteConfig())}
-    assert nowhere["command"].reason == ("no lock_command is set (there is no site configuration)")
+    assert not any(check.backend for check in found.values())
+    assert "CAP_SYS_ADMIN" in found["nvml"].why
+    assert "no zeusd at" in found["zeusd"].why
+    assert "no lock_command is set in " in found["command"].why
+    nowhere = {check.wanted: check for check in check_controls(SiteConfig())}
+    assert nowhere["command"].why == ("no lock_command is set (there is no site configuration)")
 
 
 def test_the_forbid_variable_forbids_all_of_them(machine, monkeypatch):
@@ -42,8 +46,8 @@ def test_the_forbid_variable_forbids_all_of_them(machine, monkeypatch):
     machine.grant_command()
     monkeypatch.setenv("ENVPIPE_FORBID_CLOCK_CONTROL", "1")
     for check in machine.look().values():
-        assert not check.allowed
-        assert check.reason == "ENVPIPE_FORBID_CLOCK_CONTROL is set"
+        assert check.backend is None
+        assert check.why == "ENVPIPE_FORBID_CLOCK_CONTROL is set"
     for name in ("dry_run", "emulated"):  # which drive no hardware
         assert choose_control(name, machine.site).backend == name
     assert choose_control("none", machine.site).warning is None
@@ -58,15 +62,27 @@ def test_a_site_allows_some_and_orders_them(machine):
     machine.fields["backends"] = ("zeusd", "command")
     found = machine.look()
     assert list(found) == ["zeusd", "command", "nvml"]
-    assert not found["nvml"].allowed
-    assert "site.toml does not allow" in found["nvml"].reason
+    assert found["nvml"].backend is None
+    assert "site.toml does not allow" in found["nvml"].why
     assert choose_control("auto", machine.site).backend == "zeusd"
+
+
+def test_a_site_that_names_no_back_end_of_ours_is_told_which_there_are(machine):
+    machine.set_sys_admin(True)
+    machine.fields["backends"] = ("magic", "nvml", "nvml")
+    found = machine.look()
+    assert list(found) == ["magic", "nvml", "zeusd", "command"]
+    assert "Use one of nvml, zeusd, command" in found["magic"].remedy
+    assert choose_control("auto", machine.site).backend == "nvml"
+    machine.fields["backends"] = ("magic", "dry_run")
+    why = choose_control("auto", machine.site).why
+    assert "magic: unknown GPU back end; dry_run: back end dry_run does not say who may" in why
 
 
 def test_capabilities_of_a_rootless_container_mean_nothing(machine, monkeypatch):
     machine.set_sys_admin(True)
     monkeypatch.setattr(nvml, "in_user_namespace", lambda: True)
-    assert "user namespace" in machine.look()["nvml"].reason
+    assert "user namespace" in machine.look()["nvml"].why
 
 
 @pytest.mark.parametrize("uid", [0, 1000])
@@ -80,8 +96,8 @@ def test_remedies_differ_for_a_containers_root_and_a_user(machine, monkeypatch, 
 def test_every_no_of_zeusd(machine, monkeypatch):
     def said():
         check = machine.look()["zeusd"]
-        assert not check.allowed
-        return check.reason + " | " + check.remedy
+        assert check.backend is None
+        return check.why + " | " + check.remedy
 
     zeusd = machine.start_zeusd()
     where = f"zeusd at {zeusd.path}"
@@ -95,11 +111,11 @@ def test_every_no_of_zeusd(machine, monkeypatch):
     monkeypatch.setenv("ZEUSD_TOKEN", "poor")
     assert "not gpu-control" in said()
     monkeypatch.setenv("ZEUSD_TOKEN", "good")
-    assert machine.look()["zeusd"].allowed
+    assert machine.look()["zeusd"].backend is not None
     zeusd.tokens_end_s = time.time() + 500.0
     assert "ends within 10 minutes" in said()
     zeusd.tokens_end_s = time.time() + 5000.0
-    assert machine.look()["zeusd"].allowed
+    assert machine.look()["zeusd"].backend is not None
     for bus_id in machine.nvml.pci_bus_ids[1:3]:
         del zeusd.gpus[bus_id]
     missing = ", ".join(machine.nvml.pci_bus_ids[1:3])
@@ -112,13 +128,13 @@ def test_every_no_of_zeusd(machine, monkeypatch):
 
 def test_every_no_of_the_command(machine):
     program = machine.grant_command()
-    assert machine.look()["command"].allowed
+    assert machine.look()["command"].backend is not None
     program.chmod(0o644)
-    assert str(program) in machine.look()["command"].reason
+    assert str(program) in machine.look()["command"].why
     program.unlink()
-    assert "cannot run" in machine.look()["command"].reason
+    assert "cannot run" in machine.look()["command"].why
     program.mkdir()
-    assert "cannot run" in machine.look()["command"].reason
+    assert "cannot run" in machine.look()["command"].why
 
 
 def test_nothing_is_controlled_that_cannot_be_read(machine):
@@ -126,15 +142,15 @@ def test_nothing_is_controlled_that_cannot_be_read(machine):
     machine.start_zeusd()
     machine.nvml.set_fault(None, "driver_mismatch")
     for check in machine.look().values():
-        assert not check.allowed
-        assert "different versions" in check.reason
+        assert check.backend is None
+        assert "different versions" in check.why
         assert "reboot" in check.remedy
 
 
 def test_a_machine_without_gpus(machine, monkeypatch):
     monkeypatch.setattr(NvmlGpu, "list_gpus", lambda: ())
     for check in machine.look().values():
-        assert (check.reason, check.remedy) == (
+        assert (check.why, check.remedy) == (
             "no driver lists a GPU",
             "Make GPUs visible to this process",
         )
@@ -153,11 +169,11 @@ def test_a_gpu_that_cannot_be_read_does_not_forbid_the_others(machine, monkeypat
 
     monkeypatch.setattr(NvmlGpu, "obstacle", obstacle)
     found = machine.look()
-    assert found["nvml"].allowed
-    assert found["zeusd"].allowed
+    assert found["nvml"].backend is not None
+    assert found["zeusd"].backend is not None
     unreadable.update(machine.nvml.uuids)
     for check in machine.look().values():
-        assert check.reason == "lists no SM clocks"
+        assert check.why == "lists no SM clocks"
 
 
 @pytest.mark.parametrize(("fault", "said"), [("mig", "MIG"), ("vgpu", "virtual")])
@@ -166,14 +182,14 @@ def test_gpus_that_refuse_whoever_asks(machine, fault, said):
     machine.start_zeusd()
     machine.nvml.set_fault(machine.nvml.uuids[2], fault)
     # Others of the node can be controlled, so this one does not forbid the back end ...
-    assert machine.look()["nvml"].allowed
+    assert machine.look()["nvml"].backend is not None
     for uuid in machine.nvml.uuids:
         machine.nvml.set_fault(uuid, fault)
     # ... unless it is so for all.
     for check in machine.look().values():
-        if check.backend != "command":
-            assert not check.allowed
-            assert said in check.reason
+        if check.wanted != "command":
+            assert check.backend is None
+            assert said in check.why
 
 
 # --- choosing ------------------------------------------------------------------------------------
@@ -200,7 +216,7 @@ def test_none_allowed_is_one_warning_with_every_reason_and_remedy(machine):
     assert chosen.backend is None
     for part in ("nvml: ", "zeusd: ", "command: ", "baseline clocks", "energy is measured"):
         assert part in chosen.warning
-    assert len(chosen.remedies) == 3
+    assert len(chosen.remedy.split(". ")) == 3
     assert "\n" not in chosen.warning
     with pytest.raises(GpuPermissionError, match=r"required.*nvml: .*lock_command"):
         choose_control("auto", machine.site, require=True)
@@ -222,6 +238,26 @@ def test_a_back_end_that_was_named_is_taken_or_none(machine):
 def test_required_control_contradicts_wishing_for_none(machine, wanted):
     with pytest.raises(GpuPermissionError, match="required"):
         choose_control(wanted, machine.site, require=True)
+
+
+@pytest.mark.parametrize("backend", [None, "dry_run", "emulated"])
+def test_what_sets_no_clock_has_nothing_to_undo(machine, backend):
+    chosen = Control("auto", backend, "so")
+    assert that_can_be_undone(chosen, machine.nvml.uuids[0]) is chosen
+    machine.assert_untouched()
+
+
+@pytest.mark.parametrize("one_clock", [False, True])
+def test_a_power_profile_goes_with_one_clock_only(machine, monkeypatch, one_clock):
+    machine.set_sys_admin(True)
+    enforced = PowerState(enforced_profiles=("max-Q",))
+    monkeypatch.setattr(NvmlGpu, "power_state", lambda gpu: enforced)
+    monkeypatch.delenv("ENVPIPE_SITE_CONFIG", raising=False)
+    uuid = machine.nvml.uuids[0]
+    chosen = choose_for(uuid, "auto", require=False, one_clock=one_clock)
+    assert chosen.backend == ("nvml" if one_clock else None)
+    assert ("max-Q" in chosen.why) is not one_clock
+    machine.assert_untouched()
 
 
 # --- opening -------------------------------------------------------------------------------------

@@ -16,10 +16,10 @@ from fake_gpu import FakeGpu
 
 from envpipe_megatron.gpu import energy_reader
 from envpipe_megatron.gpu.base import GpuAddress
-from envpipe_megatron.gpu.devices import open_gpu
 from envpipe_megatron.gpu.emulated.emulated_gpu import EmulatedGpu
 from envpipe_megatron.gpu.energy_reader import EnergyReader
 from envpipe_megatron.gpu.guard.messages import receive
+from envpipe_megatron.gpu.registry import open_gpu
 from envpipe_megatron.runtime.energy.meter import EnergyMeter
 
 #: It looks when it is asked, and at no other time.

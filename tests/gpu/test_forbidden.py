@@ -23,12 +23,16 @@ from envpipe_megatron.gpu.backends.nvml import NvmlGpu
 from envpipe_megatron.gpu.backends.zeusd import ZeusdGpu
 from envpipe_megatron.gpu.base import FORBID_VARIABLE, Gpu, GpuAddress
 from envpipe_megatron.gpu.clock.page import ClockPage
-from envpipe_megatron.gpu.control import CHOICES, check_controls, choose_control, open_controlled
-from envpipe_megatron.gpu.devices import open_gpu
+from envpipe_megatron.gpu.control import (
+    CHOICES,
+    check_controls,
+    choose_control,
+    open_controlled,
+    reset_clocks,
+)
 from envpipe_megatron.gpu.guard.hold import hold_gpu
 from envpipe_megatron.gpu.guard.lease import Lease, list_leases, undo_lease
-from envpipe_megatron.gpu.guard.resetting import reset_clocks
-from envpipe_megatron.gpu.registry import hardware_backends
+from envpipe_megatron.gpu.registry import hardware_backends, open_gpu
 from envpipe_megatron.gpu.site import read_site
 
 ROOT = Path(envpipe_megatron.gpu.__file__).resolve().parents[2]

@@ -98,7 +98,7 @@ import json, sys
 from pathlib import Path
 import plain_stages
 from forked_ranks import run_forked
-from envpipe_megatron.gpu.devices import uid_of_cuda_device
+from envpipe_megatron.gpu.registry import uid_of_cuda_device
 from envpipe_megatron.runtime.clocks.rank_clock import open_rank_gpu
 from envpipe_megatron.runtime.job.options import JobOptions
 

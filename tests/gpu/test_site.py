@@ -115,8 +115,6 @@ ARGV = [  # of a lock command, and what is said of it
 @pytest.mark.parametrize(
     ("fields", "said"),
     [
-        ('backends = ["nvml", "magic"]', ["backends", "nvml, zeusd, command"]),
-        ('backends = ["nvml", "nvml"]', ["backends", "once"]),
         ('backends = "nvml"', ["backends", "a list, each a text", "'nvml'"]),
         ('zeusd_socket = "zeusd.sock"', ["zeusd_socket", "absolute"]),
         ('reset_command = ["/a", "{uuid}"]', ["lock_command", "missing"]),

@@ -5,8 +5,7 @@ import pytest
 from envpipe_megatron.gpu.backends.nvml import NvmlGpu
 from envpipe_megatron.gpu.backends.nvml_library import visible_among
 from envpipe_megatron.gpu.base import GpuError, GpuNotSupportedError
-from envpipe_megatron.gpu.devices import uid_of_cuda_device, visible_gpus
-from envpipe_megatron.gpu.registry import Device, Driver
+from envpipe_megatron.gpu.registry import Device, Driver, uid_of_cuda_device, visible_gpus
 
 
 def _shown(variables):

@@ -26,8 +26,8 @@ from envpipe_megatron.runtime.channel.carrier import StageSpecs, TensorSpec
 from envpipe_megatron.runtime.channel.collectives import Collectives, make_collectives
 from envpipe_megatron.runtime.channel.links import make_channel
 from envpipe_megatron.runtime.channel.p2p import P2PChannel
-from envpipe_megatron.runtime.execution import emulated_executor
-from envpipe_megatron.runtime.execution.emulated_executor import EmulatedExecutor
+from envpipe_megatron.runtime.execution import executor
+from envpipe_megatron.runtime.execution.executor import EmulatedExecutor
 from envpipe_megatron.runtime.job.options import JobOptions
 from envpipe_megatron.runtime.job.session import Session
 
@@ -125,7 +125,7 @@ class FastTime:
     def install(self, gpu: EmulatedGpu) -> None:
         """Let this process's emulation run by this clock."""
         jumping = SimpleNamespace(monotonic=self.monotonic, sleep=self.sleep)
-        emulated_executor.time = jumping  # type: ignore[assignment]
+        executor.time = jumping  # type: ignore[assignment]
         gpu._monotonic_s = self.monotonic
         StateFile.read = _remembered  # type: ignore[method-assign]
         StateFile._write = _remembering  # type: ignore[method-assign]

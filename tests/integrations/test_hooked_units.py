@@ -133,7 +133,7 @@ def test_an_end_that_nobody_began_is_none():
 def test_units_of_a_pair_begin_behind_their_waits():
     """Which are within Megatron's function that runs both."""
     pytest.importorskip("megatron.core")
-    from envpipe_megatron.integrations.megatron import hooked
+    from envpipe_megatron.integrations.megatron.training import _reported_pairs
 
     told: list[str] = []
     reporter: Any = SimpleNamespace(
@@ -147,6 +147,6 @@ def test_units_of_a_pair_begin_behind_their_waits():
         told.append("run")
 
     waits = [lambda chunk, name=name: told.append(f"wait {name}") for name in "FB"]
-    step = hooked._reported_pairs(run, reporter)
+    step = _reported_pairs(run, reporter)
     step(lambda virtual, forward: virtual, lambda virtual, forward: 1, 3, 2, *waits)
     assert told == ["wait F", "F3.1+", "end", "wait B", "B.1", "run", "end"]

@@ -24,20 +24,18 @@ from envpipe_megatron.formats.energy_sums import EnergySums
 from envpipe_megatron.integrations import job as integrations_job
 from envpipe_megatron.integrations.instructions import InstructionError, InstrumentedPipeline
 from envpipe_megatron.integrations.job import (
-    JobError,
     JobFacts,
     OpenJob,
     RankPlace,
     WithoutEnvPipeError,
     _check_split_order,
     _fingerprint,
-    _why_whole,
     check_in_flight,
     check_same_everywhere,
     open_job,
 )
-from envpipe_megatron.integrations.levels import Level
-from envpipe_megatron.integrations.reporting import end_of_job
+from envpipe_megatron.integrations.leveled import end_of_job
+from envpipe_megatron.integrations.levels import JobError, Level
 from envpipe_megatron.launch.bill import Tariff, bill_facts, bill_lines
 from envpipe_megatron.runtime.job.options import JobOptions
 
@@ -156,27 +154,25 @@ def test_ranks_that_were_started_differently_are_refused_with_what_differs():
 
 
 @pytest.mark.parametrize(
-    ("level", "given", "placed", "why"),
+    ("level", "given", "of_model", "why"),
     [
-        (Level.ORDER, {}, {}, ""),
-        (Level.ORDER, {}, {"splits": False}, "its framework runs no part of one"),
-        (Level.UNITS, {}, {}, "its level is units"),
-        (Level.ORDER, {"split": "off"}, {}, "--envpipe-split off"),
+        (Level.ORDER, {}, "", ""),
+        (Level.UNITS, {}, "", "its level is units"),
+        (Level.ORDER, {"split": "off"}, "", "--envpipe-split off"),
         (
             Level.ORDER,
             {"self_check": "off"},
-            {},
+            "",
             "--envpipe-self-check off leaves out what shows that splitting them changes no bit",
         ),
-        (Level.ORDER, {}, {"why_whole": "of a test"}, "of a test"),
+        (Level.ORDER, {}, "of a test", "of a test"),
     ],
 )
 def test_orders_that_split_backwards_by_name_run_where_nothing_stands_against_it(
-    level, given, placed, why
+    level, given, of_model, why
 ):
     options = JobOptions(scheduling="zb-h1", **given)
-    placement: Any = SimpleNamespace(**{"splits": True, "why_whole": None} | placed)
-    assert _why_whole(options, placement, level) == why
+    assert options.why_whole_at(level, of_model) == why
     for chunks, said in ((1, f"backwards of this job are whole: {why}"), (2, "of 1 chunk a stage")):
         if why or chunks == 2:
             with pytest.raises(JobError, match=f"The order zb-h1 cannot be had: .*{said}"):

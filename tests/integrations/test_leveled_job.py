@@ -14,11 +14,10 @@ from envpipe_megatron.core.orders import builders
 from envpipe_megatron.integrations import leveled
 from envpipe_megatron.integrations.framework_units import SeenUnit
 from envpipe_megatron.integrations.hooking import replaced
-from envpipe_megatron.integrations.job import JobError
 from envpipe_megatron.integrations.levels import (
     ArgumentLimit,
+    JobError,
     Level,
-    LevelError,
     Limit,
     decide,
     limits_of_arguments,
@@ -82,7 +81,7 @@ def test_a_limit_above_the_jobs_level_changes_nothing():
 
 def test_before_the_first_step_a_level_that_was_named_is_an_error():
     job, made, _ = begin(options=given(level=Level.ORDER))
-    with pytest.raises(LevelError, match="drawn in order"):
+    with pytest.raises(JobError, match="drawn in order"):
         job.lower([DRAWS], Level.ORDER)
     assert not made[0].closed
 

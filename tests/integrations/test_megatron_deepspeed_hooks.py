@@ -13,6 +13,8 @@ from unittest.mock import Mock
 
 import pytest
 
+from envpipe_megatron.integrations.levels import JobError
+
 pytest.importorskip("deepspeed")
 
 from deepspeed.runtime.pipe.engine import PipelineEngine
@@ -20,7 +22,6 @@ from leveled_jobs import begin, fresh_hooks
 
 from envpipe_megatron.integrations.deepspeed.engine import EnvPipeEngine
 from envpipe_megatron.integrations.leveled import LeveledJob
-from envpipe_megatron.integrations.levels import RefusedError
 from envpipe_megatron.integrations.megatron_deepspeed import hooks
 from envpipe_megatron.integrations.megatron_deepspeed.hooks import (
     REFUSED,
@@ -41,7 +42,7 @@ def job(monkeypatch):
     )
     made = Mock(report=Mock(return_value=report))
     made.log.side_effect = partial(LeveledJob.log, made)
-    state.options, state.job, state.logged_every = SimpleNamespace(), made, LOG_INTERVAL  # type: ignore[assignment]
+    state.options, state.job, state.needed_by = SimpleNamespace(), made, LOG_INTERVAL  # type: ignore[assignment]
     for name in ("validate", "begin_training"):
         state.note(name)
     return made
@@ -76,7 +77,7 @@ def test_a_log_line_that_lacks_the_energy_is_told_once(job, caplog):
     assert not caplog.records
     steps(2 * LOG_INTERVAL, logged=False)
     (told,) = caplog.messages
-    assert "by iteration 5: log. Training goes on" in told
+    assert "by iteration 4: log. Training goes on" in told
 
 
 def test_scalars_go_to_the_writer_that_is_enabled(job):
@@ -107,7 +108,7 @@ def test_the_engine_is_deepspeeds_own_after_training(job, monkeypatch):
 def test_a_model_without_deepspeeds_pipeline_is_refused(monkeypatch):
     model = SimpleNamespace(GPTModelPipe=type("GPTModelPipe", (), {}))
     monkeypatch.setitem(sys.modules, "megatron.model", model)
-    with pytest.raises(RefusedError, match="other than GPTModelPipe"):
+    with pytest.raises(JobError, match="other than GPTModelPipe"):
         hooks.check_model([SimpleNamespace(module=object())])
 
 
@@ -148,18 +149,18 @@ def supported(**changed):
     ],
 )
 def test_features_are_refused_by_name(changed, named):
-    with pytest.raises(RefusedError, match=named) if named else nullcontext():
+    with pytest.raises(JobError, match=named) if named else nullcontext():
         check_supported(supported(**changed))
 
 
 def test_the_configuration_of_deepspeed_is_read_from_its_file(tmp_path):
     path = tmp_path / "deepspeed.json"
     path.write_text(json.dumps({"elasticity": {"enabled": True}}))
-    with pytest.raises(RefusedError, match="elasticity"):
+    with pytest.raises(JobError, match="elasticity"):
         check_supported(supported(deepspeed_config=str(path)))
     path.write_text("{")
     for given in (path, tmp_path / "none.json"):
-        with pytest.raises(RefusedError, match=f"cannot be read.*{given.name}"):
+        with pytest.raises(JobError, match=f"cannot be read.*{given.name}"):
             check_supported(supported(deepspeed_config=str(given)))
 
 

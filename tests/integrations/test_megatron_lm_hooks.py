@@ -19,9 +19,7 @@ from leveled_jobs import begin, fresh_hooks, given, jobs_are_faked
 from envpipe_megatron.core.orders.builders import whole_iteration
 from envpipe_megatron.formats.energy import Phase
 from envpipe_megatron.integrations import leveled
-from envpipe_megatron.integrations.hooking import HookError
-from envpipe_megatron.integrations.job import JobError
-from envpipe_megatron.integrations.levels import Level
+from envpipe_megatron.integrations.levels import JobError, Level
 from envpipe_megatron.integrations.megatron.limits import LIMITS, keep_sequence
 from envpipe_megatron.integrations.options import add_arguments
 from envpipe_megatron.policies.request import check_request
@@ -62,10 +60,9 @@ def job(hooks, monkeypatch):
     made_hooks.job = training
     for name in ("validate", "begin_training"):
         made_hooks.note(name)
-    interval = SimpleNamespace(
+    training.report = lambda: SimpleNamespace(
         scalars=lambda: {"envpipe-power/gpu": 300.0}, line=lambda: " envpipe |"
     )
-    session.energy = SimpleNamespace(lap=lambda: None, gather=lambda lap: interval)
     return made
 
 
@@ -134,7 +131,7 @@ def test_what_lies_between_steps_pauses_and_what_follows_training_does_not(hooks
     hooks.pause()
     assert told == [*("pause", "evaluate", "pause"), *("close", "bill", "give back"), "evaluate"]
     assert schedules.envpipe_hook is None
-    with pytest.raises(HookError, match="outside training"):
+    with pytest.raises(JobError, match="outside training"):
         hooks.end_step(0)
 
 
@@ -150,7 +147,7 @@ def test_an_unpatched_megatron_core_is_named(hooks, monkeypatch):
     from megatron.core.pipeline_parallel import schedules
 
     monkeypatch.delattr(schedules, "envpipe_hook", raising=False)
-    with pytest.raises(HookError, match=r"not patched .*schedules\.py"):
+    with pytest.raises(JobError, match=r"not patched .*schedules\.py"):
         hooks._hooked_schedules()
 
 

@@ -10,8 +10,8 @@ import pytest
 
 from envpipe_megatron.integrations.levels import (
     FREES_WHILE_TRAINING,
+    JobError,
     Level,
-    LevelError,
     decide,
     limits_of_arguments,
 )
@@ -175,7 +175,7 @@ def test_any_combination_gets_a_level_and_no_feature_raises_it():
             assert lower.level is level
             assert lower.to_check == (found.to_check if level is Level.ORDER else ())
             continue
-        with pytest.raises(LevelError) as error:
+        with pytest.raises(JobError) as error:
             decide(limits_of_arguments(args, LIMITS), level, checks=checks)
         for limit in wanted:  # those against this level are named, and no others
             highest = limit.highest if checks else min(limit.highest, Level.UNITS)

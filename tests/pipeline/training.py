@@ -65,7 +65,7 @@ from envpipe_megatron.integrations.megatron.training import Training
 from envpipe_megatron.integrations.megatron.work import MegatronWork
 from envpipe_megatron.runtime.channel.collectives import Collectives, make_collectives
 from envpipe_megatron.runtime.channel.links import make_channel
-from envpipe_megatron.runtime.execution.emulated_executor import EmulatedExecutor
+from envpipe_megatron.runtime.execution.executor import EmulatedExecutor
 from envpipe_megatron.runtime.job.options import JobOptions
 from envpipe_megatron.runtime.job.session import Session
 

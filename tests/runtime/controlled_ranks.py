@@ -20,10 +20,10 @@ from waiting_plans import ask, asked_often, plans_are_waited_for
 from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.gpu.backends import nvml
 from envpipe_megatron.gpu.base import FORBID_VARIABLE, Gpu, GpuError, ReadOnlyGpu
-from envpipe_megatron.gpu.devices import list_gpus
 from envpipe_megatron.gpu.emulated.emulated_gpu import EmulatedGpu
 from envpipe_megatron.gpu.guard.lease import list_leases
 from envpipe_megatron.gpu.guard.messages import AGENT_VARIABLE
+from envpipe_megatron.gpu.registry import list_gpus
 from envpipe_megatron.runtime.clocks.rank_clock import open_rank_gpu
 from envpipe_megatron.runtime.job.options import JobOptions
 from envpipe_megatron.runtime.job.session import Session

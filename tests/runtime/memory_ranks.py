@@ -12,7 +12,7 @@ from plain_stages import PlainWork
 
 from envpipe_megatron.core.kinds import Kind, Unit
 from envpipe_megatron.core.schedule import Schedule
-from envpipe_megatron.integrations.reporting import end_of_job
+from envpipe_megatron.integrations.leveled import end_of_job
 from envpipe_megatron.runtime.memory.stage import StageMemory
 
 #: An input is one of `plain_stages.SPECS`.

@@ -111,6 +111,7 @@ class Rank:
     energy: Any = field(default_factory=lambda: SimpleNamespace(baselines={}))
     background: Any = Immediate
     named, kept_order = PhaseParts.named, PhaseParts.kept_order
+    megatron_order, schedule = PhaseParts.megatron_order, PhaseParts.schedule
     num_microbatches, top_mhz = PhaseParts.num_microbatches, PhaseParts.top_mhz
 
     def __post_init__(self) -> None:

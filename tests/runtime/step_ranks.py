@@ -16,7 +16,7 @@ from waiting_plans import plans_are_waited_for
 from envpipe_megatron.core.kinds import Kind
 from envpipe_megatron.core.orders import builders
 from envpipe_megatron.gpu.emulated.emulated_gpu import EmulatedGpu
-from envpipe_megatron.runtime.execution import emulated_executor
+from envpipe_megatron.runtime.execution import executor
 from envpipe_megatron.runtime.job.options import JobOptions
 from envpipe_megatron.runtime.job.session import Session
 
@@ -46,7 +46,7 @@ class Framework:
         while self.gpu.committed_end_s() < end_s - 1e-9:
             self.gpu.advance_to(min(end_s, self.gpu.committed_end_s() + REFRESH_S / 2))
             now_s = self.gpu.committed_end_s()
-            self.gpu.anchor(emulated_executor.time.monotonic() - now_s)  # type: ignore[attr-defined]
+            self.gpu.anchor(executor.time.monotonic() - now_s)  # type: ignore[attr-defined]
             self.session.parts.meter._try_sample()
 
     def step(

@@ -12,6 +12,7 @@ from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.search.layer_file import layers_text, read_layers
 from envpipe_megatron.search.layer_jobs import LayerJob, jobs_for, merged
 from envpipe_megatron.search.layer_profile import (
+    AllReduce,
     Block,
     BytesPerParameter,
     Curve,
@@ -51,7 +52,7 @@ def profile_with(energy=True, **changes):
             for sizes in (Sizes(1, 1), Sizes(2, 4), Sizes(1, 1, 2, 2))
         },
         "bytes_per_parameter": BytesPerParameter(2, 4, 12, 1e6),
-        "links": Links(curve, None, {(2, False): curve, (8, True): curve}),
+        "links": Links(curve, None, (AllReduce(2, False, curve), AllReduce(8, True, curve))),
         "optimizer_s": 1e-11,
         "gradients_s": 2e-12,
         "workspaces_add": True,
@@ -125,7 +126,7 @@ def changed(where, value):
         (("measures", 0, "recomputation", 1, "time_s"), "x", "recomputation/1: field 'time_s'"),
         (("measures", 1), {}, "measures/1: field 'forward_s' is wrong .got nothing"),
         (("links", "within_node"), [[2, 1], [1, 1]], "links: field 'within_node'.*rising in bytes"),
-        (("links", "all_reduce", 0, "gpus"), 1, "all_reduce/0: field 'gpus'.*above 1"),
+        (("links", "all_reduce", 0, "gpus"), 1, "all_reduce/0: field 'gpus'.*at least 2"),
         (("blocks", 0, "repeat"), 1.5, "blocks/0: field 'repeat'"),
         (("bytes_per_parameter", "weight"), "2", "field 'weight'"),
     ],

@@ -13,6 +13,7 @@ from envpipe_megatron.search.candidates import Candidate
 from envpipe_megatron.search.configuration import Configuration, Job, StageLayout
 from envpipe_megatron.search.cuts import Shape
 from envpipe_megatron.search.layer_profile import (
+    AllReduce,
     Block,
     BytesPerParameter,
     Curve,
@@ -26,7 +27,8 @@ from envpipe_megatron.search.search import estimates_j, search
 from envpipe_megatron.search.space import MegatronSpace, Space
 
 WITHIN, ACROSS = Curve(np.array([10.0]), np.array([1.0])), Curve(np.array([10.0]), np.array([5.0]))
-LINKS = Links(WITHIN, ACROSS, {(2, False): WITHIN, (2, True): ACROSS, (4, True): ACROSS})
+GROUPS = AllReduce(2, False, WITHIN), AllReduce(2, True, ACROSS), AllReduce(4, True, ACROSS)
+LINKS = Links(WITHIN, ACROSS, GROUPS)
 JOB = Job(num_gpus=4, gpus_per_node=2, global_batch=8)
 ONE = Sizes()
 
@@ -196,7 +198,9 @@ PROFILE = LayerProfile(
 @pytest.mark.parametrize(("shared", "tail_s"), [(False, 0.0), (True, 1.5 + 5.0)])
 def test_weights_are_gathered_where_no_gradient_is_reduced(shared: bool, tail_s: float) -> None:
     """Half an all-reduce of their 20 bytes, and the optimizer."""
-    links = Links(all_reduce={(2, False): Curve(np.array([10.0, 20.0]), np.array([1.0, 3.0]))})
+    links = Links(
+        all_reduce=(AllReduce(2, False, Curve(np.array([10.0, 20.0]), np.array([1.0, 3.0]))),)
+    )
     each = BytesPerParameter(weight=2.0, gradient=0.0)
     profile = replace(PROFILE, bytes_per_parameter=each, links=links, optimizer_s=float(shared))
     stage = StageLayout(((0, 1),), Sizes(), 2)

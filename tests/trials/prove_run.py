@@ -13,7 +13,6 @@ def run_command(path: Path) -> None:
     from rich.console import Console
 
     from envpipe_megatron.trials import ranks, run
-    from envpipe_megatron.trials.machine import Machine
     from envpipe_megatron.trials.proof import Proof
     from envpipe_megatron.trials.settings import Settings
 
@@ -23,7 +22,7 @@ def run_command(path: Path) -> None:
     run.run_ranks = run_ranks
     settings = Settings.read(path)
     missing = "" if settings.changes_clocks else "the right of a test"
-    machine = Machine(False, ("fake",) * NUM_RANKS, (), missing, {})
+    machine = run.Machine(False, ("fake",) * NUM_RANKS, (), missing, {})
     run.run_trial(Proof(settings, machine, []), Console(file=io.StringIO()))
 
 
@@ -34,7 +33,7 @@ def run_rank() -> None:
     import torch
 
     from envpipe_megatron.gpu.backends import nvml
-    from envpipe_megatron.gpu.devices import list_gpus
+    from envpipe_megatron.gpu.registry import list_gpus
     from envpipe_megatron.integrations.device import Device, use_cpu
     from envpipe_megatron.runtime.clocks import latency
     from envpipe_megatron.runtime.clocks.rank_clock import open_rank_gpu

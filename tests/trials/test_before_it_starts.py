@@ -15,9 +15,8 @@ from trials_helpers import short_settings, turn, write_text
 
 from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.trials import run as trial_run
-from envpipe_megatron.trials.machine import emulated_machine
 from envpipe_megatron.trials.proof import Proof
-from envpipe_megatron.trials.run import Quickstart, run_trial
+from envpipe_megatron.trials.run import Quickstart, emulated_machine, run_trial
 from envpipe_megatron.trials.settings import ARMS, ORDER_ARMS, RUNS, Settings, load_text
 
 

@@ -23,6 +23,7 @@ from envpipe_megatron.policies.planner import make_plan
 from envpipe_megatron.policies.request import PlanRequest
 from envpipe_megatron.runtime.job.options import JobOptions
 from envpipe_megatron.tuning import controller, judge
+from envpipe_megatron.tuning.command_maker import Budget
 from job_runs import (
     Ran,
     best_saving,
@@ -269,10 +270,11 @@ def test_levels_that_run_are_planned_with_those_that_are_missing():
     exact = exact_profile(load_preset("a100-sxm"), (0.03,) * 2, {})
     own = make_plan(exact, PlanRequest(4, policy="baseline")).plan
     job: Any = object.__new__(controller.Controller)
-    job.plan, job._due, job._budget = own, controller.Due(), controller.Budget()
+    job.plan, job._due, job._budget = own, controller.Due(), Budget()
     job._planner = SimpleNamespace(begin=lambda *given: begun.append(given))
     job._judge = SimpleNamespace(faster=0.0)
-    job._replicas = controller.ReplicaLevels(3)
+    job._replicas = controller.ReplicaLevels()
+    job._replicas.compare(np.ones(3), 0.0, alike=True)
     job._replicas.lead(own)
     job._replicas.extend({7: own})
     job._replicas.compare(np.array([1.0, 1.0, 1.045]), 0.0)

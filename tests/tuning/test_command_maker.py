@@ -5,7 +5,6 @@ from typing import Any
 
 import pytest
 
-from envpipe_megatron.core.kinds import WHOLE
 from envpipe_megatron.core.orders import builders
 from envpipe_megatron.core.sidecar import Sidecar
 from envpipe_megatron.formats.energy import Phase
@@ -14,16 +13,18 @@ from envpipe_megatron.tuning.commands import Command
 from envpipe_megatron.tuning.controller import Controller
 from envpipe_megatron.tuning.measured.store import Store
 
+ORDER = builders.one_f_one_b(1, 2)
+
 
 @pytest.fixture
 def commands() -> CommandMaker:
-    return CommandMaker(Store(1, 1, WHOLE, [1000, 2000], Sidecar()), 1)
+    return CommandMaker(Store(ORDER, [1000, 2000], Sidecar()))
 
 
 def said(commands: CommandMaker, **bill: str) -> Command:
     """The next command, where the bill is to say something new."""
     commands.bill |= bill
-    order = Store(1, 1, WHOLE, [1000, 2000], Sidecar()).at_top(builders.one_f_one_b(1, 2))
+    order = Store(ORDER, [1000, 2000], Sidecar()).at_top(ORDER)
     return commands.metered(Phase.STEADY, order, 1)
 
 
@@ -38,7 +39,7 @@ def test_the_bill_keeps_what_splitting_won_beside_what_was_too_slow(commands):
 @pytest.mark.parametrize(("better", "splits"), [(True, True), (False, True)])
 def test_what_splitting_wins_is_said_of_the_plan_that_runs(monkeypatch, better, splits):
     """Whole backwards run; a new plan may split them, and be no better."""
-    store, own = Store(1, 1, WHOLE, [1000, 2000], Sidecar()), builders.one_f_one_b(1, 2)
+    store = Store(ORDER, [1000, 2000], Sidecar())
 
     def plan(*, split: bool) -> Any:
         cost, schedule = SimpleNamespace(energy_j=1.0), SimpleNamespace(split=split, stages=())
@@ -52,7 +53,7 @@ def test_what_splitting_wins_is_said_of_the_plan_that_runs(monkeypatch, better, 
         ready=lambda of: of,
         repriced=lambda of: of,
     )
-    job: Any = Controller(own, own, store, 1, planner)
+    job: Any = Controller(ORDER, store, planner)
     job.plan = plan(split=False)
     job._replicas = SimpleNamespace(lead=lambda of: None, extend=lambda of: None, levels=[0])
     for name in ("_prediction_error", "_expected"):

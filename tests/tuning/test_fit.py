@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 
 from envpipe_megatron.core.kinds import WHOLE
+from envpipe_megatron.core.orders import builders
 from envpipe_megatron.core.profile import read_profile
 from envpipe_megatron.core.sidecar import Sidecar
 from envpipe_megatron.gpu.presets import load_preset
 from envpipe_megatron.tuning.measured.fit import Times, fit_times_s
-from envpipe_megatron.tuning.measured.meters import MeterSums, meter_sums
-from envpipe_megatron.tuning.measured.powers import fit_powers
+from envpipe_megatron.tuning.measured.powers import RESOLUTION_J, fit_powers, meter_sums
 from envpipe_megatron.tuning.measured.store import Store
 
 DATA = Path(__file__).resolve().parents[3] / "shared" / "data" / "perseus_sosp24"
@@ -64,7 +64,7 @@ def test_five_clocks_of_a_published_profile_give_the_others(name):
 def test_a_few_noisy_refreshes_of_a_constant_power_give_some_power_to_all(seed):
     """As on a GPU that several ranks share: what one of them does is hardly seen."""
     rng = np.random.default_rng(seed)
-    store = Store(1, 1, WHOLE, NODES.astype(int).tolist(), Sidecar())
+    store = Store(builders.one_f_one_b(1, 2), NODES.astype(int).tolist(), Sidecar())
     ends_s = np.cumsum(rng.uniform(0.01, 0.05, 24))
     spent = np.stack([ends_s, rng.integers(-1, 2, 24), rng.choice(NODES[-4:], 24)])
     refreshes_s = np.arange(0.0, ends_s[-1], 0.1)
@@ -81,27 +81,28 @@ def test_powers_are_as_unsure_as_readings_scatter():
     rng, watts, noise_j = np.random.default_rng(3), 300.0, 2.0
     off, stated = [], []
     for _ in range(60):
-        sums = MeterSums.none(2 * len(NODES) + 1)
+        sums = np.zeros((2 * len(NODES) + 3,) * 2)
         for clock in NODES[[2, 6, 10, 16, 22]].tolist():
             now_s = np.arange(41) / 10
             energy_j = watts * clock / NODES[-1] * now_s + rng.normal(0, noise_j / 2**0.5, 41)
             spent = np.array([[4.0], [0], [clock]])
             sums += meter_sums(0.0, spent, now_s, energy_j, NODES, 1)
-        power_w, tail_w, errors = fit_powers(sums, NODES, 1, 1410.0)
-        scatter_j = sums.scatter_j(np.append(power_w, tail_w))
-        assert scatter_j == pytest.approx(noise_j, rel=0.25)
+        power_w, errors_w = fit_powers(sums, NODES, 1, 1410.0)
         off.append(power_w[0, 6] - watts * NODES[6] / NODES[-1])
-        stated.append(scatter_j * errors[0, 6])
+        stated.append(errors_w[0, 6])
     assert np.std(off) < 1.2 * np.mean(stated)
     # The counter resolves no less than a millijoule.
-    assert MeterSums.none(2 * len(NODES) + 1).scatter_j(np.zeros(2 * len(NODES) + 1)) == 1e-3
+    exact = meter_sums(0.0, spent, now_s, watts * now_s, NODES, 1)
+    noisy = exact.copy()
+    noisy[-2, -2] += 39 * (10 * RESOLUTION_J) ** 2  # squares of energies, of 40 readings
+    (_, least_w), (_, errors_w) = (fit_powers(sums, NODES, 1, 1410.0) for sums in (exact, noisy))
+    assert least_w == pytest.approx(errors_w / 10, rel=0.02)
 
 
 def test_refreshes_outside_of_what_is_known_count_for_nothing():
     spent = np.array([[1.0], [0], [1410.0]])
     late = meter_sums(0.0, spent, np.array([0.95, 1.5]), np.array([1.0, 2.0]), NODES, 1)
-    assert late.count == 0.0
-    assert not late.products.any()
+    assert not late.any()
 
 
 CLOCKS_MHZ = np.array([990.0, 1125.0, 1260.0, 1410.0])

@@ -1,7 +1,6 @@
 """What a closed loop does when parts of it fail, and what it must not take for harm."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -12,7 +11,6 @@ from on_request import on_request
 from window_reports import report_of
 
 from emulated_pipelines import Conditions
-from envpipe_megatron.core.kinds import WHOLE
 from envpipe_megatron.core.orders import builders
 from envpipe_megatron.core.sidecar import Sidecar
 from envpipe_megatron.gpu.presets import load_preset
@@ -21,7 +19,6 @@ from envpipe_megatron.runtime.job.options import JobOptions
 from envpipe_megatron.tuning import judge
 from envpipe_megatron.tuning.commands import Window
 from envpipe_megatron.tuning.judge import Judge, Silence
-from envpipe_megatron.tuning.measured.meters import MeterSums
 from envpipe_megatron.tuning.measured.store import Store
 from job_runs import Ran, run_job, slower
 
@@ -85,10 +82,10 @@ def test_a_pause_in_a_baseline_does_not_blind():
 
 
 def window(steps_s: list[float], metered: tuple[int, ...] = (1,)) -> Window:
-    steps, none = np.array([[*steps_s, np.nan]]), MeterSums.none(1)
+    steps = np.array([[*steps_s, np.nan]])
     return Window(
         tuple(
-            report_of(np.ones((1, 2)), np.ones(steps.shape), steps, replace(none, count=seen))
+            report_of(np.ones((1, 2)), np.ones(steps.shape), steps, np.diag([0, 0, seen]))
             for seen in metered
         )
     )
@@ -223,7 +220,7 @@ def test_iterations_that_did_not_run_whole_teach_nothing(told, at):
 
 
 def test_units_that_became_much_faster_are_believed_the_second_time():
-    store = Store(1, 1, WHOLE, [1000, 900], Sidecar())
+    store = Store(builders.one_f_one_b(1, 2), [1000, 900], Sidecar())
     known_s = np.full((1, 4), 1.0)
     assert not store._odd(known_s, known_s).any()
     assert store._odd(0.2 * known_s, known_s).all()

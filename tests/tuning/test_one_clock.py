@@ -18,7 +18,6 @@ from envpipe_megatron.formats.wishes import read_power_budget
 from envpipe_megatron.gpu.presets import load_preset, override_for, sweep_range
 from envpipe_megatron.runtime.job.options import JobOptions
 from envpipe_megatron.tuning.commands import Window
-from envpipe_megatron.tuning.measured.meters import MeterSums
 from envpipe_megatron.tuning.one_clock import ONE_CLOCK_STEP, ClockSearch, OneClock
 
 #: Time in s and energy in J of a step at a clock in MHz.
@@ -146,8 +145,7 @@ class Job:
         steps_s[:, -1] = np.nan
         steps_s[:, 1] *= self.held_up
         unit_s, ends_s = np.full((REPLICAS, 1), step_s), np.full((REPLICAS, iterations), step_s)
-        meter = MeterSums.none(1)
-        report = report_of(unit_s, ends_s, steps_s, meter)
+        report = report_of(unit_s, ends_s, steps_s)
         powers = np.where(self.metered[..., np.newaxis], (power_w, 1.0), np.nan)
         stages = (replace(report, power_w=of_stage) for of_stage in powers)
         return Window(tuple(stages), self.wishes)

@@ -10,7 +10,6 @@ from window_reports import iteration
 
 from emulated_pipelines import Faults
 from envpipe_megatron.core.conditions import known_conditions
-from envpipe_megatron.core.kinds import WHOLE
 from envpipe_megatron.core.orders import builders
 from envpipe_megatron.core.plan import Plan, max_frequencies
 from envpipe_megatron.core.schedule import Schedule
@@ -105,7 +104,7 @@ def test_a_plan_parks_where_that_is_worth_it_and_changes_of_the_clock_were_seen(
     order = builders.one_f_one_b(3, MICROBATCHES)
     at_top = max_frequencies(order, exact)
     plan = Plan("baseline", order, at_top, exact, known_conditions(exact))
-    store = Store(3, 1, WHOLE, exact.clocks_mhz(0), Sidecar())
+    store = Store(order, exact.clocks_mhz(0), Sidecar())
     store.take_profile(exact)
     assert parked(plan, store, 0.0, 5e-4).park_mhz is not None
     assert parked(plan, store, 0.0, 0.1).park_mhz is None  # less than it must be worth
@@ -126,7 +125,7 @@ def test_a_unit_counts_whose_clock_was_asked_for_long_before_it_began(early):
     """The first backward of stage 0 is the only unit at its clock, and takes longer than known."""
     order, clock_mhz, change_s = builders.one_f_one_b(2, 4), 990, 0.01
     exact = exact_profile(PRESET, (0.03, 0.06), {})
-    store = Store(2, 1, WHOLE, exact.clocks_mhz(0), Sidecar())
+    store = Store(order, exact.clocks_mhz(0), Sidecar())
     store.take_profile(exact)
     clocks = np.full((2, order.units_per_stage), TOP_MHZ)
     first = int(order.is_backward[0].argmax())

@@ -22,7 +22,7 @@ from envpipe_megatron.policies.request import PlanRequest
 from envpipe_megatron.runtime.job.given import Level
 from envpipe_megatron.runtime.job.options import JobOptions
 from envpipe_megatron.tuning import judge
-from envpipe_megatron.tuning.budget import EXCEEDS, Budget
+from envpipe_megatron.tuning.command_maker import EXCEEDS, Budget
 from job_runs import exact_profile, scripted
 
 PRESET, FORWARD_S, WINDOW = load_preset("a40"), [0.05] * 2, 4

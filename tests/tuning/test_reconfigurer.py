@@ -16,7 +16,6 @@ from envpipe_megatron.policies.frequencies import envelope
 from envpipe_megatron.policies.reconfigure import RECONFIGURE_POLICIES, Ended
 from envpipe_megatron.tuning import reconfigure as reconfiguring
 from envpipe_megatron.tuning.commands import Report, Window
-from envpipe_megatron.tuning.measured.meters import MeterSums
 from envpipe_megatron.tuning.reconfigure import no_bubble_threshold_s
 
 # From the README of EnvPipe (casys-kaist/EnvPipe): its only sample, four stages and GPipe's order
@@ -31,7 +30,7 @@ def window_of(*stages: tuple[Any, Any]) -> Window:
                 unit_s=np.array(unit_s),
                 waits_s=np.array(waits_s),
                 **dict.fromkeys(("ends_s", "steps_s", "power_w"), np.zeros((1, 1))),
-                meter=MeterSums.none(1),
+                meter=np.zeros((3, 3)),
             )
             for waits_s, unit_s in stages
         )

@@ -321,6 +321,7 @@ def fake_job(
         name: SimpleNamespace(name=name, stages=name, split=name == "split") for name in PREDICTED_S
     }
     store: Any = SimpleNamespace(
+        schedule=orders["half"],
         lateness=SimpleNamespace(late_s=0.0),
         tail_s=np.zeros(1),
         at_top=lambda order: SimpleNamespace(schedule=order, frequency_mhz=None),
@@ -328,7 +329,7 @@ def fake_job(
         learn=lambda *of, **named: np.zeros(1),
     )
     planner: Any = FakePlanner(orders[best], orders["whole"])
-    job = ShortestOrder(orders["own"], orders["half"], store, 1, planner)
+    job = ShortestOrder(orders["own"], store, planner)
     random, ran, said, name = np.random.default_rng(seed), list[str](), list[str](), "own"
 
     def steps_s(count: int) -> list[float]:

@@ -25,7 +25,7 @@ def known() -> Store:
     """Of one stage, all clocks down to a half."""
     profile = exact_profile(PRESET, [FORWARD_S], {})
     clocks = [mhz for mhz in profile.clocks_mhz(0) if mhz > TOP_MHZ / 2]
-    store = Store(1, 1, WHOLE, clocks, Sidecar())
+    store = Store(SCHEDULE, clocks, Sidecar())
     store.take_profile(profile)
     return store
 
@@ -73,7 +73,7 @@ def test_clocks_that_were_measured_once_stay_in_the_profile():
 
 def known_parts() -> Store:
     """Of one stage whose backwards were measured whole and in parts, that take half as long."""
-    store = Store(1, 1, [*WHOLE, *SPLIT[1:]], [TOP_MHZ, 990], Sidecar())
+    store = Store(half_split(SCHEDULE), [TOP_MHZ, 990], Sidecar())
     measured = half_split(SCHEDULE)
     for clock in (TOP_MHZ, 990):
         ran(store, measured, clock)
@@ -109,7 +109,7 @@ def test_what_ran_by_itself_just_before_does_not_follow():
 
 
 def test_until_parts_were_seen_profiles_have_whole_backwards():
-    store = Store(1, 1, [*WHOLE, *SPLIT[1:]], [TOP_MHZ, 990], Sidecar())
+    store = Store(half_split(SCHEDULE), [TOP_MHZ, 990], Sidecar())
     for place in range(len(store.kinds) + 1):
         store.powers.look(0, place if place < len(store.kinds) else -1, TOP_MHZ, 300.0)
     ran(store, SCHEDULE, TOP_MHZ)
@@ -140,8 +140,7 @@ def test_how_late_changes_are_is_told_by_units_that_are_longer():
 def test_units_that_run_as_one_tell_nothing_of_late_changes():
     """The first of each pair takes no time of its own."""
     order = builders.interleaved(2, 8, 2, 2, combined=True)
-    kinds = [*WHOLE, Kind.COMBINED]
-    store = Store(2, 2, kinds, range(600, TOP_MHZ + 1, 15), Sidecar())
+    store = Store(order, range(600, TOP_MHZ + 1, 15), Sidecar())
     clocks = np.full((2, order.units_per_stage), TOP_MHZ)
     for low_mhz in (TOP_MHZ, 990):
         clocks[:, 10:20] = low_mhz

@@ -14,12 +14,12 @@ from envpipe_megatron.core.kinds import SPLIT, WHOLE, Kind
 from envpipe_megatron.core.orders import builders
 from envpipe_megatron.core.orders.zero_bubble import zero_bubble
 from envpipe_megatron.core.profile import Profile
-from envpipe_megatron.core.schedule import Schedule, profiled_kinds
+from envpipe_megatron.core.schedule import Schedule
 from envpipe_megatron.core.sidecar import Sidecar
 from envpipe_megatron.gpu.presets import load_preset, override_for, sweep_range
 from envpipe_megatron.runtime.job.options import JobOptions
 from envpipe_megatron.tuning.commands import Command, Report, Window
-from envpipe_megatron.tuning.measured.meters import meter_sums
+from envpipe_megatron.tuning.measured.powers import meter_sums
 from envpipe_megatron.tuning.measured.store import Store
 from envpipe_megatron.tuning.probes.sweep import (
     measured_profile,
@@ -97,7 +97,7 @@ def test_a_meter_that_fails_in_the_middle_ends_profiling_on_all_ranks():
 
 def known(order: Schedule) -> Store:
     """Of a job without errors."""
-    store = Store(order.num_stages, 1, WHOLE, CLOCKS_MHZ, Sidecar())
+    store = Store(order, CLOCKS_MHZ, Sidecar())
     store.take_profile(exact_profile(PRESET, FORWARD_S, {}))
     return store
 
@@ -169,11 +169,10 @@ class Hand:
     spoilt: Callable[[Report], Report] = lambda report: report
 
     def profile(self) -> Profile:
-        kinds = profiled_kinds(self.order)
-        store = Store(self.order.num_stages, len(self.slowness), kinds, CLOCKS_MHZ, Sidecar())
+        store = Store(self.order, CLOCKS_MHZ, Sidecar())
         looks = sweep_probe(self.order, store, JobOptions(profile_steps=2).steps_at_clock)
         clocks = np.full((self.order.num_stages, self.order.units_per_stage), TOP_MHZ)
-        run = measured_profile(store, 1, looks, self.order, self.window(store, clocks, None))
+        run = measured_profile(store, looks, self.window(store, clocks, None))
         windows = 1
         try:
             command = next(run)
@@ -267,7 +266,7 @@ def test_pairs_have_rows_of_their_own(microbatches):
     order = builders.interleaved(2, microbatches, 2, combined=True)
     hand = Hand(order, (0.5, 1.7))
     profile = hand.profile()
-    store = Store(2, 2, profiled_kinds(order), CLOCKS_MHZ, Sidecar())
+    store = Store(order, CLOCKS_MHZ, Sidecar())
     ran = set(store.keys(order).ravel().tolist())
     for part in range(4):
         slow = hand.slowness[part % 2]
@@ -286,7 +285,7 @@ def test_a_counter_that_missed_two_windows_is_waited_for():
     Hand(
         builders.one_f_one_b(2, 8),
         spoilt=lambda report: (
-            replace(report, meter=report.meter.faded(0)) if next(missed, False) else report
+            replace(report, meter=0 * report.meter) if next(missed, False) else report
         ),
     ).profile()
     assert next(missed, None) is None

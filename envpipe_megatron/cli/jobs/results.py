@@ -209,10 +209,9 @@ def prove(
 
       envpipe prove --gpu a100-sxm --rounds 2 --iterations 3 --without-clocks
     """
-    from envpipe_megatron.trials.machine import emulated_machine, gpt_for_gpus, real_machine
     from envpipe_megatron.trials.proof import Proof
-    from envpipe_megatron.trials.run import run_trial
-    from envpipe_megatron.trials.settings import Settings
+    from envpipe_megatron.trials.run import emulated_machine, real_machine, run_trial
+    from envpipe_megatron.trials.settings import Settings, gpt_for_gpus
 
     folder, source = str(output.resolve()), str(text.resolve())
     checks = [asdict(check) for check in all_checks()]

@@ -27,22 +27,22 @@ from envpipe_megatron.gpu.base import (
     NoDriverError,
     clock_control_forbidden,
 )
-from envpipe_megatron.gpu.control import choose_control, open_controlled
-from envpipe_megatron.gpu.devices import (
+from envpipe_megatron.gpu.control import choose_control, open_controlled, reset_clocks
+from envpipe_megatron.gpu.emulated.emulated_gpu import EmulatedGpu
+from envpipe_megatron.gpu.emulated.store import ROOT_VARIABLE
+from envpipe_megatron.gpu.guard.lease import list_leases
+from envpipe_megatron.gpu.guard.lease_file import LeaseRecord, lease_name
+from envpipe_megatron.gpu.presets import override_for, sweep_range
+from envpipe_megatron.gpu.registry import (
     VISIBLE_VARIABLE,
+    Device,
+    VendorGpu,
     list_gpus,
     look_at,
     uid_of_cuda_device,
     unreadable_gpus,
     visible_gpus,
 )
-from envpipe_megatron.gpu.emulated.emulated_gpu import EmulatedGpu
-from envpipe_megatron.gpu.emulated.store import ROOT_VARIABLE
-from envpipe_megatron.gpu.guard.lease import list_leases
-from envpipe_megatron.gpu.guard.lease_file import LeaseRecord, lease_name
-from envpipe_megatron.gpu.guard.resetting import reset_clocks
-from envpipe_megatron.gpu.presets import override_for, sweep_range
-from envpipe_megatron.gpu.registry import Device, VendorGpu
 from envpipe_megatron.gpu.site import read_site
 from envpipe_megatron.runtime.clocks.latency import (
     CudaKernelTimer,
@@ -109,8 +109,7 @@ def _real_gpu(device: int) -> tuple[Gpu, KernelTimer]:
             value=os.environ[FORBID_VARIABLE],
             remedy=f"Unset {FORBID_VARIABLE}, or try --emulated PRESET.",
         )
-    site = read_site()
-    chosen = choose_control("auto", site, require=True)
+    chosen = choose_control("auto", read_site(), require=True)
     try:
         import torch
     except ImportError as error:
@@ -127,7 +126,7 @@ def _real_gpu(device: int) -> tuple[Gpu, KernelTimer]:
     torch.cuda.set_device(device)
     uid = uid_of_cuda_device(str(torch.cuda.get_device_properties(device).uuid))
     say(f"Clocks are changed by {chosen.backend}: {chosen.why}")
-    return open_controlled(uid, chosen, site), CudaKernelTimer()
+    return open_controlled(uid, chosen), CudaKernelTimer()
 
 
 def _show_latency(result: dict[str, Any]) -> None:

@@ -26,19 +26,19 @@ from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.formats.energy import IDLE
 from envpipe_megatron.gpu.base import FORBID_VARIABLE, GpuError, clock_control_forbidden
 from envpipe_megatron.gpu.control import PROFILES_REMEDY, check_controls, first_allowed
-from envpipe_megatron.gpu.devices import (
+from envpipe_megatron.gpu.guard.lease import list_leases
+from envpipe_megatron.gpu.registry import (
     VISIBLE_VARIABLE,
+    VendorGpu,
+    hardware_backends,
     list_gpus,
     look_at,
     unreadable_gpus,
     vendors_here,
     visible_gpus,
 )
-from envpipe_megatron.gpu.guard.lease import list_leases
-from envpipe_megatron.gpu.registry import VendorGpu, hardware_backends
 from envpipe_megatron.gpu.site import DEFAULT_SITE_PATH, SITE_VARIABLE, read_site
-from envpipe_megatron.integrations import versions
-from envpipe_megatron.integrations.versions import version_of
+from envpipe_megatron.integrations.levels import DEEPSPEED, is_tested, version_of
 from envpipe_megatron.patching.catalog import load_catalog, read_constants
 
 FORMAT = "envpipe-doctor/1"
@@ -263,8 +263,8 @@ def _back_ends() -> list[Check]:
     except GpuError:
         return []  # the site configuration's line says what is wrong with it
     checks = [
-        Check("control", f"back end {check.backend}", check.allowed, check.reason, check.remedy)
-        for check in controls
+        Check("control", f"back end {each.wanted}", each.backend is not None, each.why, each.remedy)
+        for each in controls
     ]
     chosen = first_allowed("auto", controls)
     if chosen.backend is not None:
@@ -397,10 +397,10 @@ def _cuda_bindings() -> Answer:
 @_check("software", "DeepSpeed")
 def _deepspeed() -> Answer:
     version = version_of("deepspeed")
-    wanted = f"DS_BUILD_OPS=0 pip install '{versions.DEEPSPEED}'"
+    wanted = f"DS_BUILD_OPS=0 pip install '{DEEPSPEED}'"
     if version is None:
         return False, "not installed", f"Not needed for Megatron-LM. {wanted}"
-    return versions.is_tested(version, versions.DEEPSPEED), version, wanted
+    return is_tested(version, DEEPSPEED), version, wanted
 
 
 @_check("software", "watchers")

@@ -99,7 +99,7 @@ class _NameOrFile(click.Choice[str]):
     "plan JSON, or a CSV of torch.distributed.pipelining (format compute_only). With other "
     "policies the default is 1f1b.",
 )
-@options_of(PlanRequest)
+@options_of(PlanRequest, policy="optimal")
 @options_of(Objective)
 @click.option(
     "--blocking-power", "blocking_power_w", type=Numbers(POWER.of_text),

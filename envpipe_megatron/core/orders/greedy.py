@@ -13,7 +13,6 @@ from dataclasses import replace
 from itertools import accumulate, islice
 
 from envpipe_megatron.core.kinds import SPLIT, unit
-from envpipe_megatron.core.orders.blocks import block_turns, squeezed_blocks
 from envpipe_megatron.core.orders.job import (
     FORWARD,
     HELD_TOLERANCE,
@@ -23,8 +22,13 @@ from envpipe_megatron.core.orders.job import (
     Turns,
     fill,
 )
-from envpipe_megatron.core.orders.turns import TurnRule, take_turns
-from envpipe_megatron.core.schedule import Placement, Schedule
+from envpipe_megatron.core.orders.turns import (
+    TurnRule,
+    block_turns,
+    squeezed_blocks,
+    take_turns,
+)
+from envpipe_megatron.core.schedule import Schedule
 
 #: What turns are taken with, and by which rule; the first is the best where only one is tried.
 #: With level units or free messages turns stay regular where an input comes a little late.
@@ -99,9 +103,8 @@ def _orders(job: OrderJob, first_s: float) -> Iterator[Filled]:
     if job.kinds is SPLIT:
         for rule in range(len(turns)):
             yield from tried(0.0, rule, _RISING)
-    if _has_blocks(job):
-        for rule, whole in enumerate(squeezed_blocks(job), len(turns)):
-            yield found.setdefault((rule, _RISING, 0.0), fill(job, whole, first_s))
+    for rule, whole in enumerate(squeezed_blocks(job), len(turns)):
+        yield found.setdefault((rule, _RISING, 0.0), fill(job, whole, first_s))
     way_s = min(filled.time_s for filled in found.values()) - first_s
     if job.kinds is SPLIT:
         for target in _TARGETS:
@@ -119,12 +122,7 @@ def _orders(job: OrderJob, first_s: float) -> Iterator[Filled]:
 def _turns(job: OrderJob) -> Iterator[Turns]:
     for changed, rule in _RULES:
         yield take_turns(changed(job), rule)
-    if _has_blocks(job):
-        yield from block_turns(job)
-
-
-def _has_blocks(job: OrderJob) -> bool:
-    return job.placement is Placement.V and job.shape[1] == 2 and job.kinds is SPLIT
+    yield from block_turns(job)
 
 
 def _schedule(job: OrderJob, filled: Filled, name: str) -> Schedule:

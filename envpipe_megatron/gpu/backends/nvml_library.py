@@ -21,8 +21,7 @@ from envpipe_megatron.gpu.base import (
     GpuPermissionError,
     NoDriverError,
 )
-from envpipe_megatron.gpu.devices import ORDER_VARIABLE, VISIBLE_VARIABLE
-from envpipe_megatron.gpu.registry import Device, pci_address
+from envpipe_megatron.gpu.registry import ORDER_VARIABLE, VISIBLE_VARIABLE, Device, pci_address
 
 UID_START = "GPU-"
 """With which the UUID of every whole GPU begins."""

@@ -31,7 +31,6 @@ from queue import Empty, SimpleQueue
 from envpipe_megatron.child import start_child
 from envpipe_megatron.gpu.base import GpuAddress, GpuError
 from envpipe_megatron.gpu.clock.page import ClockPage
-from envpipe_megatron.gpu.devices import open_gpu
 from envpipe_megatron.gpu.guard.lease import list_leases, undo_lease, undo_stale_leases
 from envpipe_megatron.gpu.guard.lease_file import lease_name
 from envpipe_megatron.gpu.guard.messages import (
@@ -43,6 +42,7 @@ from envpipe_megatron.gpu.guard.messages import (
     send,
     wait_readable,
 )
+from envpipe_megatron.gpu.registry import open_gpu
 
 _LOG = logging.getLogger(__name__)
 

@@ -37,7 +37,6 @@ from typing import Any, NoReturn
 from envpipe_megatron.gpu.base import Gpu, GpuAddress
 from envpipe_megatron.gpu.clock.controller import SWITCH_INTERVAL_S, PageController
 from envpipe_megatron.gpu.clock.page import ClockPage
-from envpipe_megatron.gpu.devices import open_gpu
 from envpipe_megatron.gpu.guard.lease import Lease, undo_stale_leases
 from envpipe_megatron.gpu.guard.messages import (
     GuardError,
@@ -47,6 +46,7 @@ from envpipe_megatron.gpu.guard.messages import (
     send,
 )
 from envpipe_megatron.gpu.presets import override_for, sweep_range
+from envpipe_megatron.gpu.registry import open_gpu
 
 _LOG = logging.getLogger(__name__)
 

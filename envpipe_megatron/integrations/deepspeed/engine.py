@@ -20,6 +20,7 @@ from deepspeed.runtime.utils import PartitionedTensor
 from envpipe_megatron.core.channel_model import QUEUES_VARIABLE, hardware_capacity
 from envpipe_megatron.core.kinds import Kind, Unit
 from envpipe_megatron.errors import EnvPipeError
+from envpipe_megatron.integrations.hooking import BETWEEN_STEPS, paused
 from envpipe_megatron.integrations.leveled import LeveledJob
 from envpipe_megatron.integrations.levels import (
     FREES_WHILE_TRAINING,
@@ -27,7 +28,6 @@ from envpipe_megatron.integrations.levels import (
     Limit,
     frees_while_training,
 )
-from envpipe_megatron.integrations.watchers import BETWEEN_STEPS, paused
 from envpipe_megatron.runtime.channel.carrier import StageSpecs, TensorSpec
 from envpipe_megatron.runtime.job.session import Session
 from envpipe_megatron.runtime.memory.peak import MemoryFullError

@@ -13,7 +13,6 @@ import torch.distributed as dist
 from deepspeed.pipe import PipelineModule
 
 from envpipe_megatron.core.sidecar import Sidecar
-from envpipe_megatron.integrations import versions
 from envpipe_megatron.integrations.deepspeed.engine import (
     EnvPipeEngine,
     UnsupportedEngineError,
@@ -21,6 +20,7 @@ from envpipe_megatron.integrations.deepspeed.engine import (
 )
 from envpipe_megatron.integrations.job import JobFacts, RankPlace, say_line
 from envpipe_megatron.integrations.leveled import LeveledJob
+from envpipe_megatron.integrations.levels import DEEPSPEED, check_tested
 from envpipe_megatron.integrations.options import OF_LEVELS, OptionError, merged, read_settings
 from envpipe_megatron.runtime.job.options import JobOptions
 
@@ -30,9 +30,8 @@ _PLACES = ("config", "config_params")
 
 
 def check_version() -> None:
-    """Refuse by an UnsupportedEngineError those that EnvPipe was not tried with."""
-    instead = ", or train without EnvPipe"
-    versions.check(deepspeed.__version__, versions.DEEPSPEED, UnsupportedEngineError, instead)
+    """Refuse by a JobError those that EnvPipe was not tried with."""
+    check_tested(deepspeed.__version__, DEEPSPEED, ", or train without EnvPipe")
 
 
 def settings_of(

@@ -16,8 +16,7 @@ from deepspeed.pipe import LayerSpec, TiedLayerSpec
 
 from envpipe_megatron.core.arrays import FloatArray
 from envpipe_megatron.files import replace_files
-from envpipe_megatron.integrations.layer_profile.measuring import Window, now_s
-from envpipe_megatron.integrations.layer_profile.rank_gpu import RankGpu
+from envpipe_megatron.integrations.layer_profile.rank_gpu import RankGpu, Window, now_s
 from envpipe_megatron.search.layer_file import layers_text
 from envpipe_megatron.search.layer_profile import (
     Block,
@@ -94,7 +93,7 @@ def measure(run: Callable[[], object], gpu: RankGpu) -> tuple[float, float]:
         count += 1
     window = Window(begin_s, time.monotonic(), count)
     (energy_j,) = gpu.energies_j([window])
-    return (window.end_s - begin_s) / count, energy_j
+    return window.run_s, energy_j
 
 
 def _amount(value: float) -> FloatArray:
@@ -115,8 +114,7 @@ def _on_device(layer: Any, device: torch.device) -> Callable[..., Any]:
         layer = built
     elif isinstance(layer, torch.nn.Module):
         layer = copy.deepcopy(layer)
-    function: Callable[..., Any] = layer.to(device) if isinstance(layer, torch.nn.Module) else layer
-    return function
+    return layer.to(device) if isinstance(layer, torch.nn.Module) else layer
 
 
 def _with_loss(

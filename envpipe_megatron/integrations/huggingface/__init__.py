@@ -4,7 +4,7 @@ For DeepSpeed's engine `deepspeed_stages.pipeline_module` follows, for torch.dis
 `torch_stages.pipeline_stage`.
 """
 
-from envpipe_megatron.integrations.huggingface.skeleton import ModelError
+from envpipe_megatron.integrations.huggingface.layers import ModelError
 from envpipe_megatron.integrations.huggingface.split import (
     SplitModel,
     WeightsError,

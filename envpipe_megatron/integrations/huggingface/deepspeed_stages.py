@@ -9,8 +9,8 @@ from deepspeed.pipe import LayerSpec, TiedLayerSpec
 from torch import Tensor
 
 from envpipe_megatron.integrations.deepspeed.partition import PipelineModule
-from envpipe_megatron.integrations.huggingface.layers import Entry, Layer, Message, tied_logits
-from envpipe_megatron.integrations.huggingface.split import SplitModel
+from envpipe_megatron.integrations.huggingface.layers import Entry, tied_logits
+from envpipe_megatron.integrations.huggingface.split import Layer, Message, SplitModel
 
 _KEY = "embedding"
 _WEIGHT = "embedding.weight"
@@ -64,7 +64,7 @@ def pipeline_module(
 def _named(model: SplitModel, entry: Entry) -> type[Layer]:
     """Return a class named as transformers' own, for `partition_method="type:GPT2Block"`."""
     first = next(iter(entry.modules.values()))
-    return type(type(model.module(first)).__name__, (Layer,), {})
+    return type(type(model.model.get_submodule(first)).__name__, (Layer,), {})
 
 
 def _logits(layer: Layer, message: Message) -> Message:

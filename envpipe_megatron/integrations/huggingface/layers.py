@@ -1,26 +1,35 @@
-"""Layers of a pipeline: each holds modules of transformers, and calls them as the model does.
+"""Lists the models that are split, their layers and losses. A new family is a row of `FAMILIES`.
 
-`families` says which layers a model has. A layer is made on the device `meta` and takes no memory
-until `split` gives it weights.
+Each layer of a pipeline holds modules of transformers, and calls them as the model does. It is made
+on the device `meta` and takes no memory until `split` gives it weights. Attention masks are those
+that transformers makes, without its looks at a mask's content: on a GPU these wait for the device
+within a unit.
 """
 
 from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.nn.functional as F  # noqa: N812  # as all of torch's documentation has it
 from torch import Tensor, nn
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForImageClassification,
+    AutoModelForMaskedLM,
+)
 
-if TYPE_CHECKING:
-    from envpipe_megatron.integrations.huggingface.split import SplitModel
+from envpipe_megatron.errors import EnvPipeError
 
-#: Hidden states, or a tuple of them and what later layers need.
-Message = Tensor | tuple[Tensor, ...]
+
+class ModelError(EnvPipeError):
+    """A model or a version of transformers that is not split here."""
+
+
 MASK = "attention_mask"
 #: Inputs of a model beside the first, in the order in which messages have them.
 EXTRAS = ("token_type_ids", MASK)
@@ -46,47 +55,6 @@ class Entry:
     tied: bool = False
 
 
-class Layer(nn.Module):
-    """A layer of a split model; DeepSpeed's specs call the class.
-
-    Args:
-        model: has the unsplit model's modules, and weights.
-        index: the layer's place in the model.
-        finished: whether it gets weights, or stays on the device `meta`.
-    """
-
-    def __init__(self, model: SplitModel, index: int, finished: bool = True) -> None:
-        super().__init__()
-        self.index, self.entry, self.rotary = index, model.entries[index], model.rotary
-        self._takes, self._gives = model.extras(index), model.extras(index + 1)
-        for attribute, name in self.entry.modules.items():
-            self.add_module(attribute, copy.deepcopy(model.module(name)))
-        for name in self.entry.elsewhere:
-            parent, _, child = name.rpartition(".")
-            delattr(self.get_submodule(parent), child)
-        if finished:
-            model.finish(self)
-
-    def forward(self, message: Message, **extras: Tensor | None) -> Message:
-        """Take what the layer before gave, or the model's inputs: a tensor, or a tuple.
-
-        A tuple has the other inputs behind the hidden states, if this layer or a later one needs
-        them, and so has what is returned. Beside a tensor the `EXTRAS` come by name.
-        """
-        hidden, *others = (message,) if isinstance(message, Tensor) else message
-        taken = dict(zip(self._takes, others, strict=True)) if others else {}
-        known = taken or extras
-        hidden = self.entry.run(self, hidden, *(known.get(name) for name in self.entry.needs))
-        given = [taken[name] for name in self._gives if taken]
-        return (hidden, *given) if given else hidden
-
-    def named_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield parameters and lasting buffers by their name in the unsplit model."""
-        for name, tensor in self.state_dict(keep_vars=True).items():
-            attribute, _, rest = name.partition(".")
-            yield f"{self.entry.modules[attribute]}.{rest}", tensor
-
-
 #: Lengths whose angles and masks are kept.
 _KEPT = 8
 
@@ -105,8 +73,7 @@ class Rotary:
 
     def angles(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
         """Return cosines and sines, [1, length, width of a head]."""
-        found: tuple[Tensor, Tensor] = self._angles(hidden.shape[1], hidden.dtype, hidden.device)
-        return found
+        return self._angles(hidden.shape[1], hidden.dtype, hidden.device)
 
     def _make(self, length: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
         with torch.inference_mode(False), torch.no_grad():  # they may be kept for training
@@ -195,3 +162,182 @@ def classify(layer: Any, hidden: Tensor) -> Tensor:
     """Make logits [samples, classes] of the mean over images [samples, channels, height, width]."""
     logits: Tensor = layer.classifier(layer.pooler(hidden))
     return logits
+
+
+#: Of attention: it needs no mask to look back.
+_IMPLEMENTATION = "sdpa"
+#: A label that is not predicted.
+IGNORED_LABEL = -100
+
+
+def language_model_loss(logits: Tensor, labels: Tensor) -> Tensor:
+    """Return the mean cross entropy of labels that are not `IGNORED_LABEL`; 0 if all are.
+
+    Logits are [samples, length, vocabulary], labels [samples, length]: the next tokens, or for BERT
+    those that were masked. The loss is in fp32, for logits of any data type.
+    """
+    total = F.cross_entropy(
+        logits.flatten(0, 1).float(),
+        labels.flatten(),
+        ignore_index=IGNORED_LABEL,
+        reduction="sum",
+    )
+    return total / (labels != IGNORED_LABEL).sum().clamp(min=1)
+
+
+def image_class_loss(logits: Tensor, labels: Tensor) -> Tensor:
+    """Return the mean cross entropy of logits [samples, classes], labels [samples]; in fp32."""
+    return F.cross_entropy(logits.float(), labels)
+
+
+@dataclass(frozen=True)
+class Family:
+    """Models that are split alike.
+
+    Args:
+        auto: transformers' class that makes the unsplit model of a configuration.
+        entries: the layers of a configuration's model, first to last.
+        loss: of the last layer's outputs and labels.
+        refused: settings that change what a block takes, by name; they must be off.
+        ignored: beginnings or ends of names of files' tensors that the model has no use for.
+        renamed: parts of old names of tensors, and what they are called now.
+    """
+
+    auto: Any
+    entries: Callable[[Any], list[Entry]]
+    loss: Callable[[Tensor, Tensor], Tensor] = language_model_loss
+    refused: tuple[str, ...] = ()
+    ignored: tuple[str, ...] = ()
+    renamed: tuple[tuple[str, str], ...] = ()
+
+
+def _text_model(
+    config: Any, words: str, blocks: list[Entry], norm: str, *more: Entry
+) -> list[Entry]:
+    """Return the layers of a model of next words; `more` comes behind its embedding."""
+    embedding = {"embedding": words}
+    tied = Entry(tied_logits, embedding, tied=True)
+    head = tied if config.tie_word_embeddings else Entry(call, {"module": "lm_head"})
+    return [
+        Entry(embed, embedding),
+        *more,
+        *blocks,
+        Entry(call, {"module": norm}),
+        head,
+    ]
+
+
+def _decoder(config: Any) -> list[Entry]:
+    places = range(config.num_hidden_layers)
+    blocks = [Entry(run_decoder, {"block": f"model.layers.{place}"}) for place in places]
+    return _text_model(config, "model.embed_tokens", blocks, "model.norm")
+
+
+def _gpt2(config: Any) -> list[Entry]:
+    places = range(config.num_hidden_layers)
+    blocks = [Entry(call, {"module": f"transformer.h.{place}"}) for place in places]
+    positions = {"positions": "transformer.wpe", "dropout": "transformer.drop"}
+    more = Entry(add_positions, positions)
+    return _text_model(config, "transformer.wte", blocks, "transformer.ln_f", more)
+
+
+def _bert(config: Any) -> list[Entry]:
+    words = {"embedding": "bert.embeddings.word_embeddings"}
+    predictions = {"predictions": "cls.predictions"}
+    # Only its bias is new there: the tied head has the matrix.
+    known = ("predictions.transform", "predictions.decoder")
+    if config.tie_word_embeddings:
+        head = [
+            Entry(tied_logits, words, tied=True),
+            Entry(add_bert_bias, predictions, elsewhere=known),
+        ]
+    else:
+        head = [Entry(call, {"module": "cls.predictions.decoder"})]
+    return [
+        Entry(embed, words),
+        Entry(
+            add_bert_positions,
+            {"embeddings": "bert.embeddings"},
+            needs=("token_type_ids",),
+            elsewhere=("embeddings.word_embeddings",),
+        ),
+        *(
+            Entry(run_bert, {"block": f"bert.encoder.layer.{index}"}, needs=(MASK,))
+            for index in range(config.num_hidden_layers)
+        ),
+        Entry(call, {"module": "cls.predictions.transform"}),
+        *head,
+    ]
+
+
+def _resnet(config: Any) -> list[Entry]:
+    return [
+        Entry(call, {"module": "resnet.embedder"}),
+        *(
+            Entry(call, {"module": f"resnet.encoder.stages.{stage}.layers.{index}"})
+            for stage, depth in enumerate(config.depths)
+            for index in range(depth)
+        ),
+        Entry(classify, {"pooler": "resnet.pooler", "classifier": "classifier"}),
+    ]
+
+
+_DECODER = Family(AutoModelForCausalLM, _decoder, ignored=(".rotary_emb.inv_freq",))
+#: By the `model_type` of a configuration.
+FAMILIES = {
+    "llama": _DECODER,
+    "mistral": _DECODER,
+    "qwen2": _DECODER,
+    "qwen3": _DECODER,
+    "gpt2": Family(
+        AutoModelForCausalLM,
+        _gpt2,
+        refused=("add_cross_attention", "reorder_and_upcast_attn"),
+        ignored=(".attn.bias", ".attn.masked_bias"),
+    ),
+    "bert": Family(
+        AutoModelForMaskedLM,
+        _bert,
+        refused=("add_cross_attention", "is_decoder"),
+        ignored=("bert.pooler.", "cls.seq_relationship.", ".position_ids"),
+        renamed=((".gamma", ".weight"), (".beta", ".bias")),
+    ),
+    "resnet": Family(AutoModelForImageClassification, _resnet, loss=image_class_loss),
+}
+
+
+def family_of(config: Any) -> Family:
+    """Return a configuration's family; ModelError if there is none, or a setting is refused."""
+    model_type = getattr(config, "model_type", None)
+    family = FAMILIES.get(model_type) if isinstance(model_type, str) else None
+    if family is None:
+        raise ModelError(
+            "Models of this type are not split into stages",
+            value=model_type or type(config).__name__,
+            remedy=f"Those are: {', '.join(FAMILIES)}, by a configuration of transformers.",
+        )
+    for name in family.refused:
+        if getattr(config, name, False):
+            raise ModelError(
+                f"A {model_type} with {name} is not split into stages",
+                value=getattr(config, name),
+                remedy=f"Set {name} to false in the configuration.",
+            )
+    return family
+
+
+def rotary_of(model: Any, config: Any) -> Rotary | None:
+    """Return what makes a model's rotary angles; ModelError for attention that is not split."""
+    if not hasattr(config, "num_attention_heads"):  # no Transformer
+        return None
+    if model.config._attn_implementation != _IMPLEMENTATION:
+        raise ModelError(
+            "Models with this implementation of attention are not split into stages",
+            value=model.config._attn_implementation,
+            remedy=f"Set attn_implementation of the configuration to {_IMPLEMENTATION}.",
+        )
+    rotary = getattr(model.base_model, "rotary_emb", None)
+    if rotary is None:
+        return None
+    with torch.device("cpu"):
+        return Rotary(type(rotary)(config))

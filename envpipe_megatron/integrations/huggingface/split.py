@@ -15,26 +15,71 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from envpipe_megatron.errors import EnvPipeError
-from envpipe_megatron.integrations import versions
-from envpipe_megatron.integrations.huggingface.layers import EXTRAS, MASK, Layer
-from envpipe_megatron.integrations.huggingface.skeleton import (
+from envpipe_megatron.integrations.huggingface.layers import (
+    EXTRAS,
+    MASK,
     Family,
-    ModelError,
     family_of,
     rotary_of,
 )
+from envpipe_megatron.integrations.levels import TRANSFORMERS, check_tested
 from envpipe_megatron.search.partition import make_parts
 
 DEFAULT_SEED = 1234
 
 
-def split_model(
-    config: Any, weights: str | Path | None = None, seed: int = DEFAULT_SEED
-) -> SplitModel:
-    """Make layers of a model of transformers; any rank makes those of its stage.
+#: Hidden states, or a tuple of them and what later layers need.
+Message = Tensor | tuple[Tensor, ...]
+
+
+class Layer(nn.Module):
+    """A layer of a split model; DeepSpeed's specs call the class.
+
+    Args:
+        model: has the unsplit model's modules, and weights.
+        index: the layer's place in the model.
+        finished: whether it gets weights, or stays on the device `meta`.
+    """
+
+    def __init__(self, model: SplitModel, index: int, finished: bool = True) -> None:
+        super().__init__()
+        self.index, self.entry, self.rotary = index, model.entries[index], model.rotary
+        self._takes, self._gives = model.extras(index), model.extras(index + 1)
+        for attribute, name in self.entry.modules.items():
+            self.add_module(attribute, copy.deepcopy(model.model.get_submodule(name)))
+        for name in self.entry.elsewhere:
+            parent, _, child = name.rpartition(".")
+            delattr(self.get_submodule(parent), child)
+        if finished:
+            model.finish(self)
+
+    def forward(self, message: Message, **extras: Tensor | None) -> Message:
+        """Take what the layer before gave, or the model's inputs: a tensor, or a tuple.
+
+        A tuple has the other inputs behind the hidden states, if this layer or a later one needs
+        them, and so has what is returned. Beside a tensor the `EXTRAS` come by name.
+        """
+        hidden, *others = (message,) if isinstance(message, Tensor) else message
+        taken = dict(zip(self._takes, others, strict=True)) if others else {}
+        known = taken or extras
+        hidden = self.entry.run(self, hidden, *(known.get(name) for name in self.entry.needs))
+        given = [taken[name] for name in self._gives if taken]
+        return (hidden, *given) if given else hidden
+
+    def named_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield parameters and lasting buffers by their name in the unsplit model."""
+        for name, tensor in self.state_dict(keep_vars=True).items():
+            attribute, _, rest = name.partition(".")
+            yield f"{self.entry.modules[attribute]}.{rest}", tensor
+
+
+class SplitModel:
+    """Layers of a model of transformers; `split_model` makes them, any rank those of its stage.
 
     Every rank calls it, with the same arguments. No rank holds more of the model than its stage:
-    the whole is made without memory, and of files only a stage's tensors are read.
+    the whole is made without memory, and of files only a stage's tensors are read. `entries` has
+    the layers in order: embedding, positions, blocks, norm, head. A cut counts them all. The
+    unsplit `model` is on the device `meta`: it has all modules, and takes no memory.
 
     Args:
         config: a configuration of transformers whose `model_type` is llama, mistral, qwen2, qwen3,
@@ -47,40 +92,29 @@ def split_model(
     Parameters have torch's default data type: set that before, or let the engine convert them.
 
     Raises:
-        ModelError: a model, setting or version of transformers that is not split here.
+        ModelError: a model or setting that is not split here.
+        JobError: a version of transformers that EnvPipe was not tried with.
         WeightsError: files that are not the model's.
     """
-    return SplitModel(config, None if weights is None else Path(weights), seed)
 
-
-class SplitModel:
-    """The layers of a model, as `split_model` makes them; ModelError and WeightsError as there.
-
-    `entries` has them in order: embedding, positions, blocks, norm, head. A cut counts them all.
-    The unsplit `model` is on the device `meta`: it has all modules, and takes no memory.
-    """
-
-    def __init__(self, config: Any, weights: Path | None, seed: int) -> None:
-        versions.check(transformers.__version__, versions.TRANSFORMERS, ModelError)
+    def __init__(
+        self, config: Any, weights: str | Path | None = None, seed: int = DEFAULT_SEED
+    ) -> None:
+        check_tested(transformers.__version__, TRANSFORMERS)
         family = family_of(config)
         config = copy.deepcopy(config)  # making a model writes to it
         with torch.device("meta"):
             self.model = family.auto.from_config(config, dtype=torch.get_default_dtype())
         self.entries, self.loss, self._seed = family.entries(config), family.loss, seed
         self.rotary = rotary_of(self.model, config)
-        bare = [self.layer(index, finished=False) for index in range(len(self.entries))]
+        bare = [Layer(self, index, finished=False) for index in range(len(self.entries))]
         self.num_parameters = tuple(
             sum(parameter.numel() for parameter in layer.parameters()) for layer in bare
         )
-        self._checkpoint = None
+        needed = {name for layer in bare for name, _ in layer.named_weights()}
+        self._places = {}
         if weights is not None:
-            self._checkpoint = Checkpoint(
-                weights,
-                family,
-                needed={name for layer in bare for name, _ in layer.named_weights()},
-                known=self.model.state_dict().keys(),
-                prefix=self.model.base_model_prefix,
-            )
+            self._places = _places(Path(weights), family, self.model, needed)
 
     def parts(self, num_stages: int, cut: str | Sequence[int] = "parameters") -> list[int]:
         """Return the first layer of each stage, and the number of layers.
@@ -94,18 +128,9 @@ class SplitModel:
         """
         return make_parts(cut, self.num_parameters, num_stages)
 
-    def layer(self, index: int, finished: bool = True) -> Layer:
-        """Make a layer on the CPU, with its weights; or on `meta`, without."""
-        return Layer(self, index, finished)
-
     def is_tied(self, index: int) -> bool:
         """Return whether a layer shares weights: the first layer and a tied head do."""
         return self.entries[index].tied or (index == 0 and any(e.tied for e in self.entries))
-
-    def module(self, name: str) -> nn.Module:
-        """Return a module of the unsplit model by its name, on the device `meta`."""
-        found: nn.Module = self.model.get_submodule(name)
-        return found
 
     def extras(self, index: int) -> tuple[str, ...]:
         """Return the inputs beside the first that come to a layer: it or a later one needs them.
@@ -120,10 +145,10 @@ class SplitModel:
     def finish(self, layer: Layer) -> None:
         """Give a layer its weights: from files, or drawn from its seed."""
         layer.to_empty(device="cpu")
-        if self._checkpoint is not None:
+        if self._places:
             for name, tensor in layer.named_weights():
                 with torch.no_grad():
-                    tensor.copy_(self._checkpoint.read(name, tuple(tensor.shape)))
+                    tensor.copy_(_read(self._places[name], tuple(tensor.shape)))
                 tensor._is_hf_initialized = True  # type: ignore[attr-defined]  # keeps it as it is
         index = 0 if self.entries[layer.index].tied else layer.index
         with torch.random.fork_rng(devices=[]), torch.no_grad():
@@ -131,6 +156,9 @@ class SplitModel:
             torch.default_generator.manual_seed(self._seed + index)
             for attribute in layer.entry.modules:
                 layer.get_submodule(attribute).apply(self.model._init_weights)
+
+
+split_model = SplitModel
 
 
 def weights_of(module: nn.Module) -> dict[str, Tensor]:
@@ -157,70 +185,65 @@ class WeightsError(EnvPipeError):
     """Files of weights that are not those of the model."""
 
 
-class Checkpoint:
-    """The weights of a model in a folder as `save_pretrained` leaves it.
+#: Of a tensor in files: which file, and its name there.
+_Place = tuple[Path, str]
 
-    Only names are read at first, and of files with an index not even these are opened.
+
+def _places(folder: Path, family: Family, model: Any, needed: Collection[str]) -> dict[str, _Place]:
+    """Return where a folder has each weight, by its name in the unsplit model.
+
+    Only names are read, and of files with an index not even these are opened.
 
     Args:
-        folder: has `model.safetensors`, or its index and parts.
+        folder: as `save_pretrained` leaves it, with `model.safetensors` or its index and parts.
         family: of the model; says which names are old ones, and which it has no use for.
         needed: names of the model's weights; tied ones once.
-        known: names that may be there, too.
-        prefix: what names of a model without its head lack.
 
     Raises WeightsError for files that are not there or cannot be read, and for names that are
     missing or unknown.
     """
+    files, known = _files(folder), model.state_dict().keys()
+    prefix = f"{model.base_model_prefix}."  # names of a model without its head lack it
+    bare = not any(name.startswith(prefix) for name in files)
+    places = {}
+    for name, file in files.items():
+        now = name
+        for old, new in family.renamed:
+            if now.endswith(old):
+                now = now.removesuffix(old) + new
+        if bare and now not in known:
+            now = prefix + now
+        places[now] = file, name
+    missing = [name for name in needed if name not in places]
+    unknown = [
+        name
+        for name in places.keys() - known
+        if not name.startswith(family.ignored) and not name.endswith(family.ignored)
+    ]
+    for wrong, names in (("lacks", missing), ("has unknown", unknown)):
+        if names:
+            raise WeightsError(
+                f"{folder} {wrong} weights: {len(names)} of them",
+                value=names[:_SHOWN],
+                remedy="Give the files of this model; its configuration says which layers it "
+                "has, and by tie_word_embeddings whether the head has weights of its own.",
+            )
+    return places
 
-    def __init__(
-        self,
-        folder: Path,
-        family: Family,
-        needed: Collection[str],
-        known: Collection[str],
-        prefix: str,
-    ) -> None:
-        files = _files(folder)
-        bare = not any(name.startswith(f"{prefix}.") for name in files)
-        #: By the model's name, the file and the name there.
-        self._places: dict[str, tuple[Path, str]] = {}
-        for name, file in files.items():
-            now = name
-            for old, new in family.renamed:
-                if now.endswith(old):
-                    now = now.removesuffix(old) + new
-            if bare and now not in known:
-                now = f"{prefix}.{now}"
-            self._places[now] = file, name
-        missing = [name for name in needed if name not in self._places]
-        unknown = [
-            name
-            for name in self._places.keys() - known
-            if not name.startswith(family.ignored) and not name.endswith(family.ignored)
-        ]
-        for wrong, names in (("lacks", missing), ("has unknown", unknown)):
-            if names:
-                raise WeightsError(
-                    f"{folder} {wrong} weights: {len(names)} of them",
-                    value=names[:_SHOWN],
-                    remedy="Give the files of this model; its configuration says which layers it "
-                    "has, and by tie_word_embeddings whether the head has weights of its own.",
-                )
 
-    def read(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        """Read a tensor; a WeightsError if its shape is another one."""
-        file, there = self._places[name]
-        with _readable(file), safe_open(file, framework="pt") as opened:
-            found = tuple(opened.get_slice(there).get_shape())
-            if found == shape:
-                tensor: Tensor = opened.get_tensor(there)
-                return tensor
-        raise WeightsError(
-            f"{there} in {file} has another shape than the model's, {shape}",
-            value=found,
-            remedy="Give the configuration that these weights were trained with.",
-        )
+def _read(place: _Place, shape: tuple[int, ...]) -> Tensor:
+    """Read a tensor; a WeightsError if its shape is another one."""
+    file, name = place
+    with _readable(file), safe_open(file, framework="pt") as opened:
+        found = tuple(opened.get_slice(name).get_shape())
+        if found == shape:
+            tensor: Tensor = opened.get_tensor(name)
+            return tensor
+    raise WeightsError(
+        f"{name} in {file} has another shape than the model's, {shape}",
+        value=found,
+        remedy="Give the configuration that these weights were trained with.",
+    )
 
 
 def _files(folder: Path) -> dict[str, Path]:

@@ -12,8 +12,8 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.tensor import DTensor
 
 from envpipe_megatron.errors import EnvPipeError
-from envpipe_megatron.integrations.huggingface.layers import MASK, Layer
-from envpipe_megatron.integrations.huggingface.split import SplitModel
+from envpipe_megatron.integrations.huggingface.layers import MASK
+from envpipe_megatron.integrations.huggingface.split import Layer, SplitModel
 
 
 class Stage(nn.Module):
@@ -30,7 +30,7 @@ class Stage(nn.Module):
         self, model: SplitModel, parts: Sequence[int], index: int, finished: bool = True
     ) -> None:
         super().__init__()
-        layers = [model.layer(each, finished) for each in range(parts[index], parts[index + 1])]
+        layers = [Layer(model, each, finished) for each in range(parts[index], parts[index + 1])]
         self.layers = nn.ModuleList(layers)
         self.index = index
         self._extras = model.extras(0)
@@ -52,8 +52,7 @@ class Stage(nn.Module):
         """Return the weights that another stage has, too; None without."""
         if not self._tied:
             return None
-        weight: nn.Parameter = self._tied[0].get_parameter("embedding.weight")
-        return weight
+        return self._tied[0].get_parameter("embedding.weight")
 
     def forward(self, hidden: Tensor, **extras: Tensor | None) -> Tensor:
         """Take what the stage before gave, or the model's inputs.

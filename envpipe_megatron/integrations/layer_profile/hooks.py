@@ -8,7 +8,6 @@ optimizer come the measurement and the job's end.
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import importlib.util
 import inspect
 import os
@@ -21,8 +20,12 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import torch.distributed as dist
+
 from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.integrations.hooking import refuse
+from envpipe_megatron.integrations.layer_profile.job import measure_model
+from envpipe_megatron.integrations.layer_profile.model import build_rows
 from envpipe_megatron.search.layer_jobs import JOB_VARIABLE, LayerJob
 
 #: Arguments of a job without stages, data parallelism, recomputation, checkpoints and logs.
@@ -82,7 +85,7 @@ def attach(job: LayerJob) -> None:
         _AfterImport(
             {
                 "megatron.training.arguments": lambda module: _change_arguments(module, job),
-                "megatron.core.transformer.transformer_block": _build_rows,
+                "megatron.core.transformer.transformer_block": build_rows,
                 "megatron.training.training": lambda module: _measure_and_end(module, job),
             }
         ),
@@ -148,36 +151,6 @@ def _sizes(job: LayerJob) -> dict[str, int]:
     }
 
 
-def _build_rows(module: Any) -> None:
-    """Let transformer blocks build a row of each kind of layers, in place of all layers.
-
-    The kind of each layer of the model is kept in `envpipe_kinds`, of those built in
-    `envpipe_built`.
-    """
-    block = module.TransformerBlock
-    build = block._build_layers
-
-    def build_rows(self: Any) -> None:
-        from envpipe_megatron.integrations.layer_profile.measuring import row_lengths
-
-        specs = list(self.submodules.layer_specs)
-        kinds = [spec for at, spec in enumerate(specs) if spec not in specs[:at]]
-        self.envpipe_kinds = [kinds.index(spec) for spec in specs]
-        submodules = self.submodules
-        self.submodules = dataclasses.replace(submodules, layer_specs=kinds)
-        build(self)
-        counts = [self.envpipe_kinds.count(kind) for kind in range(len(kinds))]
-        sizes = [sum(weight.numel() for weight in layer.parameters()) for layer in self.layers]
-        rows = row_lengths(counts, sizes)
-        self.envpipe_built = [kind for kind, length in enumerate(rows) for _ in range(length)]
-        self.layers = None  # frees the first ones before more are built
-        built = [kinds[kind] for kind in self.envpipe_built]
-        self.submodules = dataclasses.replace(submodules, layer_specs=built)
-        build(self)
-
-    block._build_layers = build_rows
-
-
 def _measure_and_end(module: Any, job: LayerJob) -> None:
     pretrain, set_up = module.pretrain, module.setup_model_and_optimizer
     given: dict[str, Any] = {}
@@ -187,10 +160,6 @@ def _measure_and_end(module: Any, job: LayerJob) -> None:
         pretrain(*args, **kwargs)
 
     def set_up_and_measure(*args: Any, **kwargs: Any) -> None:
-        import torch
-
-        from envpipe_megatron.integrations.layer_profile.job import measure_model
-
         model, optimizer, _ = set_up(*args, **kwargs)
         measure_model(
             model[0],
@@ -200,8 +169,8 @@ def _measure_and_end(module: Any, job: LayerJob) -> None:
             given["forward_step_func"],
             job,
         )
-        torch.distributed.barrier()
-        torch.distributed.destroy_process_group()
+        dist.barrier()
+        dist.destroy_process_group()
         sys.exit(0)
 
     module.pretrain = pretrain_up_to_there

@@ -20,10 +20,10 @@ import torch.distributed as dist
 
 from envpipe_megatron.files import replace_files
 from envpipe_megatron.integrations.device import current_device
-from envpipe_megatron.integrations.layer_profile.measuring import now_s
+from envpipe_megatron.integrations.layer_profile.rank_gpu import now_s
 from envpipe_megatron.runtime.channel.collectives import of_all_ranks
 from envpipe_megatron.search.layer_file import links_text
-from envpipe_megatron.search.layer_profile import Curve, Links
+from envpipe_megatron.search.layer_profile import AllReduce, Curve, Links
 
 _BYTES = tuple(4**power for power in range(7, 15))
 _CPU_BYTES = _BYTES[:2]
@@ -80,7 +80,9 @@ def measure_links() -> Links:
     groups = [2**power for power in range(1, world.bit_length()) if 2**power <= world]
     return Links(
         within_node=_curve(sizes, _there_and_back, range(2), trips=2),
-        all_reduce={(gpus, False): _curve(sizes, _all_reduce, range(gpus)) for gpus in groups},
+        all_reduce=tuple(
+            AllReduce(gpus, False, _curve(sizes, _all_reduce, range(gpus))) for gpus in groups
+        ),
     )
 
 

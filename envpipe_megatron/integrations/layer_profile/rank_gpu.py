@@ -1,19 +1,24 @@
-"""Sets a GPU's clock, and reads its energy in windows, while layers are measured."""
+"""Sets a GPU's clock, and reads its energy, time and memory, while layers are measured."""
 
 from __future__ import annotations
 
 import math
 import time
 from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
+import torch.distributed as dist
 
+from envpipe_megatron.core.arrays import FloatArray
 from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.gpu.base import Gpu, GpuAddress
 from envpipe_megatron.gpu.control import choose_control, open_controlled
-from envpipe_megatron.gpu.devices import open_reader, uid_of_cuda_device
+from envpipe_megatron.gpu.registry import open_reader, uid_of_cuda_device
 from envpipe_megatron.gpu.site import read_site
-from envpipe_megatron.integrations.layer_profile.measuring import Window
+from envpipe_megatron.integrations.device import current_device
 from envpipe_megatron.runtime.clocks.rank_clock import RankClock
 from envpipe_megatron.runtime.energy.meter import EnergyMeter, MeterError
 
@@ -23,6 +28,19 @@ _SETTLE_S = 0.2
 _MARGIN_S = 0.3
 #: A number for the clock of a CPU, which is not set.
 _CPU_MHZ = 1000
+
+
+class Window(NamedTuple):
+    """Begin and end of some microbatches, by `time.monotonic`, and how many they were."""
+
+    begin_s: float
+    end_s: float
+    runs: int
+
+    @property
+    def run_s(self) -> float:
+        """Return the time of a microbatch."""
+        return (self.end_s - self.begin_s) / self.runs
 
 
 class RankGpu:
@@ -94,5 +112,77 @@ def _open(clocks_mhz: Sequence[int]) -> Gpu:
     uid = uid_of_cuda_device(str(properties.uuid))
     if not clocks_mhz:
         return open_reader(GpuAddress("none", uid))
-    site = read_site()
-    return open_controlled(uid, choose_control("auto", site, require=True), site)
+    return open_controlled(uid, choose_control("auto", read_site(), require=True))
+
+
+class Marks:
+    """Notes instants on the device's stream, without a wait for it; on a CPU, the host's."""
+
+    def __init__(self) -> None:
+        self._on_gpu = torch.cuda.is_available()
+        self._marks: list[Any] = []
+
+    def add(self) -> None:
+        """Mark what has been handed to the device until here."""
+        if not self._on_gpu:
+            self._marks.append(time.perf_counter())
+            return
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record()
+        self._marks.append(event)
+
+    def gaps(self) -> FloatArray:
+        """Return [edges - 1, 1] time from each mark to the next, s."""
+        now_s()
+        pairs = pairwise(self._marks)
+        return np.array([[a.elapsed_time(b) / 1e3 if self._on_gpu else b - a] for a, b in pairs])
+
+
+class Looks:
+    """Notes instants of the host, and the memory, at edges where the device has done all its work.
+
+    On a CPU no memory is counted.
+    """
+
+    def __init__(self) -> None:
+        self._looks: list[tuple[float, float, int, int]] = []
+
+    def add(self) -> None:
+        """Look at the clock, wait for the device, and look at the memory."""
+        ended_s, allocated, peak = time.perf_counter(), 0, 0
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+            allocated, peak = torch.cuda.memory_allocated(), torch.cuda.max_memory_allocated()
+            torch.cuda.reset_peak_memory_stats()
+        self._looks.append((ended_s, time.perf_counter(), allocated, peak))
+
+    def gaps(self) -> FloatArray:
+        """Return [edges - 1, 4] host's time, s; bytes held more; peak above begin and end."""
+        return np.array(
+            [
+                (ended_s - begun_s, held - before, peak - before, peak - held)
+                for (_, begun_s, before, _), (ended_s, _, held, peak) in pairwise(self._looks)
+            ]
+        )
+
+
+def now_s() -> float:
+    """Return the host's time when the device has done all that it was handed, s."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return time.perf_counter()
+
+
+def lowest(value: int) -> int:
+    """Return the lowest of all ranks' values; every rank calls it."""
+    tensor = torch.tensor([value], device=current_device())
+    dist.all_reduce(tensor, op=dist.ReduceOp.MIN)
+    return int(tensor.item())
+
+
+def free_bytes() -> float:
+    """Return the memory that torch can still have, bytes; infinite on a CPU."""
+    if not torch.cuda.is_available():
+        return math.inf
+    free, _ = torch.cuda.mem_get_info()
+    return free + torch.cuda.memory_reserved() - torch.cuda.memory_allocated()

@@ -19,9 +19,9 @@ from envpipe_megatron.integrations.levels import (
     FREES_WHILE_TRAINING,
     ArgumentLimit,
     Decision,
+    JobError,
     Level,
     Predicate,
-    RefusedError,
     above_one,
     any_of,
     frees_while_training,
@@ -293,9 +293,9 @@ def keeps_whole(settings: object) -> list[str]:
 
 
 def check_metered(args: argparse.Namespace, refused: Mapping[str, Predicate] = REFUSED) -> None:
-    """Raise a RefusedError that names what EnvPipe has not even a bill for."""
+    """Raise a JobError that names what EnvPipe has not even a bill for."""
     if found := [feature for feature, asks in refused.items() if asks(args)]:
-        raise RefusedError("EnvPipe cannot meter such a job", value=found, remedy="Leave it out.")
+        raise JobError("EnvPipe cannot meter such a job", value=found, remedy="Leave it out.")
 
 
 def keep_sequence(options: JobOptions, num_chunks: int, settings: object) -> JobOptions:

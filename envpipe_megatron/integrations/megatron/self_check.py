@@ -13,12 +13,13 @@ from __future__ import annotations
 import hashlib
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_leaves
 
 from envpipe_megatron.core.channel_model import find_stall
 from envpipe_megatron.core.kinds import Kind
@@ -197,7 +198,11 @@ class Outcome:
     @classmethod
     def of(cls, losses: Sequence[Any], chunks: Sequence[torch.nn.Module]) -> Outcome:
         """Read the losses of a run, and the gradients that the model has."""
-        numbers = [value.detach().float().flatten().cpu() for value in _tensors(losses)]
+        numbers = [
+            value.detach().float().flatten().cpu()
+            for value in tree_leaves(losses)
+            if isinstance(value, torch.Tensor)
+        ]
         samples = {"losses": torch.cat(numbers) if numbers else torch.zeros(0)}
         digests = {"losses": samples["losses"].numpy().tobytes()}
         finite = True
@@ -290,14 +295,3 @@ def _digest(flat: torch.Tensor) -> bytes:
         for part in (rows.sum(0, dtype=torch.int64), rows.sum(1, dtype=torch.int64), bits[whole:]):
             found.update(part.cpu().numpy().tobytes())
     return found.digest()
-
-
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
-    """Yield all tensors in nested lists, tuples and dictionaries."""
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, (list, tuple)):
-        for part in value:
-            yield from _tensors(part)
-    elif isinstance(value, dict):
-        yield from _tensors(list(value.values()))

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import inspect
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from functools import cache, partial
 from typing import Any
 
@@ -12,13 +13,15 @@ import torch.distributed as dist
 from megatron.core import num_microbatches_calculator
 from megatron.core.models.gpt import GPTModel
 from megatron.core.num_microbatches_calculator import get_num_microbatches
+from megatron.core.pipeline_parallel import schedules
 from megatron.core.utils import get_model_config, unwrap_model
 
-from envpipe_megatron.core.kinds import ScheduleError
+from envpipe_megatron.core.kinds import Kind, ScheduleError
 from envpipe_megatron.core.orders import builders
 from envpipe_megatron.core.schedule import Schedule
 from envpipe_megatron.core.sidecar import Sidecar
-from envpipe_megatron.integrations.hooking import same_job
+from envpipe_megatron.integrations.framework_units import SeenUnit, UnitFollower
+from envpipe_megatron.integrations.hooking import replaced, same_job
 from envpipe_megatron.integrations.job import JobFacts, RankPlace, limits_of_ranks, say_line
 from envpipe_megatron.integrations.leveled import LeveledJob
 from envpipe_megatron.integrations.levels import (
@@ -29,7 +32,6 @@ from envpipe_megatron.integrations.levels import (
     limits_where,
 )
 from envpipe_megatron.integrations.megatron.core import ForwardBackward
-from envpipe_megatron.integrations.megatron.hooked import reported_units
 from envpipe_megatron.integrations.megatron.limits import (
     NOT_PROVEN,
     against_order,
@@ -40,6 +42,11 @@ from envpipe_megatron.integrations.megatron.split_backward import why_whole
 from envpipe_megatron.runtime.channel.collectives import of_all_ranks
 from envpipe_megatron.runtime.job.options import JobOptions
 from envpipe_megatron.runtime.memory.peak import MemoryFullError
+
+#: Megatron's function that runs a forward, a backward, or both as one.
+_COMBINED = "combined_1f1b_schedule_for_interleaved_pipelining"
+#: Takes as long as several units' events.
+_signature = cache(inspect.signature)
 
 #: Packages whose layers were proven to give the same result in any order.
 _KNOWN_PACKAGES = ("megatron", "transformer_engine", "torch", "apex")
@@ -54,7 +61,7 @@ class Training(LeveledJob):
         model: the chunks of this rank.
         pipeline_group: the ranks of its pipeline.
 
-    Raises LevelError and EnvPipeError as `LeveledJob` does.
+    Raises JobError and EnvPipeError as `LeveledJob` does.
     """
 
     #: Why the job goes on at a lower level behind this step.
@@ -80,8 +87,7 @@ class Training(LeveledJob):
             pipeline_group,
             self._microbatches,
             messages_vary=config.variable_seq_lengths,
-            splits=True,
-            why_whole=next(filter(None, of_all_ranks(whole)), None),
+            why_whole=next(filter(None, of_all_ranks(whole)), ""),
             framework_order=own,
             group_size=config.microbatch_group_size_per_vp_stage,
         )
@@ -149,7 +155,7 @@ class Training(LeveledJob):
         return against_order(self.decision, own, capacity)
 
     def _lower_order(self, why: str, asked: Level | None = None) -> None:
-        """Go on at the next level; a LevelError if level `order` is `asked`."""
+        """Go on at the next level; a JobError if level `order` is `asked`."""
         features = ", ".join(limit.feature for limit in self.decision.to_check) or "this job"
         highest = Level.UNITS if self.level is Level.ORDER else Level.UNIFORM
         if self.lower([Limit(features, highest, why)], asked):
@@ -295,3 +301,76 @@ def _full_batch(args: argparse.Namespace) -> int:
     calculator = num_microbatches_calculator._GLOBAL_NUM_MICROBATCHES_CALCULATOR
     full: int = getattr(calculator, "global_batch_size", args.global_batch_size)
     return full
+
+
+def reported_units(followed: UnitFollower) -> AbstractContextManager[None]:
+    """Within, each unit that a function of Megatron's runs is reported.
+
+    Those functions call `forward_step` and `backward_step` as names of
+    `megatron.core.pipeline_parallel.schedules`, so that putting others there for the time of a call
+    reaches every unit (seen in 0.16 to 0.19). Where the communication of experts is overlapped, the
+    interleaved function calls one of other name for a forward, a backward, or both as one.
+    """
+
+    def around(kind: Kind, step: Callable[..., Any]) -> Callable[..., Any]:
+        def unit(*args: Any, **kwargs: Any) -> Any:
+            followed.begin(SeenUnit(kind, kwargs.get("current_microbatch"), kwargs.get("vp_stage")))
+            result = step(*args, **kwargs)
+            followed.end()
+            return result
+
+        return unit
+
+    reported = {
+        "forward_step": around(Kind.FORWARD, schedules.forward_step),
+        "backward_step": around(Kind.BACKWARD, schedules.backward_step),
+        _COMBINED: _reported_pairs(getattr(schedules, _COMBINED), followed),
+    }
+    return replaced(schedules, **reported)
+
+
+def _reported_pairs(step: Callable[..., Any], followed: UnitFollower) -> Callable[..., Any]:
+    """Return Megatron's combined function, which reports what it runs: F, B, or both as a pair.
+
+    A pair may wait for its inputs within the call, in `pre_forward` and `pre_backward`, which come
+    in this order: its units begin behind these.
+    """
+
+    def units(*args: Any, **kwargs: Any) -> Any:
+        given = _signature(step).bind(*args, **kwargs)
+        of = given.arguments
+        forward, backward = of.get("f_virtual_microbatch_id"), of.get("b_virtual_microbatch_id")
+        pair = forward is not None and backward is not None
+
+        def begin_forward() -> None:
+            microbatch = of["get_microbatch_id_in_model_chunk"](forward, forward=True)
+            chunk = of["get_model_chunk_id"](forward, forward=True)
+            followed.begin(SeenUnit(Kind.FORWARD, microbatch, chunk, combined=pair))
+            if pair:
+                followed.end()
+
+        def begin_backward() -> None:
+            chunk = of["get_model_chunk_id"](backward, forward=False)
+            followed.begin(SeenUnit(Kind.BACKWARD, None, chunk))
+
+        def behind(name: str, begin: Callable[[], None]) -> None:
+            wait = of.get(name)
+            if wait is None:
+                begin()
+                return
+
+            def waited(*args: Any, **kwargs: Any) -> None:
+                wait(*args, **kwargs)
+                begin()
+
+            of[name] = waited
+
+        if forward is not None:
+            behind("pre_forward", begin_forward)
+        if backward is not None:
+            behind("pre_backward", begin_backward)
+        result = step(*given.args, **given.kwargs)
+        followed.end()
+        return result
+
+    return units

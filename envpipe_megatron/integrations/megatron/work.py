@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import itertools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -20,9 +20,9 @@ from megatron.core.utils import get_model_type
 
 from envpipe_megatron.core.kinds import Kind, Unit
 from envpipe_megatron.core.schedule import Schedule
-from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.integrations.device import current_device
 from envpipe_megatron.integrations.hooking import replaced
+from envpipe_megatron.integrations.levels import JobError
 from envpipe_megatron.integrations.megatron import split_backward
 from envpipe_megatron.runtime.channel.carrier import StageSpecs, TensorSpec
 
@@ -32,14 +32,10 @@ Tensors = list[torch.Tensor | None]
 _BACKWARD_TAKES_MODEL_TYPE = "model_type" in inspect.signature(backward_step).parameters
 
 
-class UnsupportedModelError(EnvPipeError):
-    """A feature of Megatron that EnvPipe does not run."""
-
-
 class MegatronWork:
     """Runs the units of one stage in one iteration.
 
-    `checked` is what messages carry: a forward with another output raises an UnsupportedModelError.
+    `checked` is what messages carry: a forward with another output raises a JobError.
     None checks nothing.
     """
 
@@ -57,14 +53,22 @@ class MegatronWork:
         stage: int = groups.pp.rank()
         self.last_stage: bool = stage == groups.pp.size() - 1
         if schedule.num_chunks != len(chunks):
-            raise UnsupportedModelError(
+            raise JobError(
                 f"The model has {len(chunks)} chunk(s) a stage, the schedule {schedule.num_chunks}",
                 remedy="Plan for as many chunks as the model has.",
             )
         order = schedule.stages[stage]
         forwards = [unit for unit in order if unit.kind is Kind.FORWARD]
         self._first_forwards = set({unit.chunk: unit for unit in reversed(forwards)}.values())
-        self._gathering = _Gathering(forwards, self._first_forwards, stage, chunks, config)
+        #: By forward, the chunk whose parameters are gathered before it: at the same time on all
+        #: stages, of which those behind come to a chunk later (Megatron's own rule).
+        self._gathered_before = {
+            forwards[max(0, forwards.index(first) - stage)]: first.chunk + 1
+            for first in self._first_forwards
+            if 1 < first.chunk + 1 < len(chunks)
+        }
+        for chunk in range(2 if len(chunks) > 1 else 0):
+            _for_chunk(config.param_sync_func, chunk, chunks)
         #: Microbatch and chunk of each backward in two parts, and what its second part computes.
         self._put_off: dict[tuple[int, int], list[split_backward.PutOff]] = {
             _key(unit): []
@@ -93,7 +97,9 @@ class MegatronWork:
     def forward(self, unit: Unit, inputs: list[torch.Tensor] | None) -> list[torch.Tensor]:
         """Run a forward; what a backward needs is kept."""
         input_tensor: Tensors = list(inputs) if inputs is not None else [None]
-        self._gathering.before(unit)
+        if unit in self._gathered_before:
+            chunk = self._gathered_before[unit]
+            _for_chunk(self._config.param_sync_func, chunk, self._chunks)
         key = _key(unit)
         is_last = self.last_stage and unit.chunk == len(self._chunks) - 1
         with self._put_off_later(key):
@@ -145,36 +151,6 @@ class MegatronWork:
     def finish_grads(self, *, broken_off: bool) -> None:
         """Launch the gradient reductions that no backward launched."""
         self._reduction.finish(broken_off=broken_off)
-
-
-class _Gathering:
-    """Gathers the parameters of a stage's chunks, where Megatron aligns that over the pipeline.
-
-    At the same time on all stages, of which those behind come to a chunk later (Megatron's own
-    rule).
-    """
-
-    def __init__(
-        self,
-        forwards: list[Unit],
-        first_forwards: Iterable[Unit],
-        stage: int,
-        chunks: list[torch.nn.Module],
-        config: Any,
-    ) -> None:
-        self._sync_func, self._chunks = config.param_sync_func, chunks
-        self._chunk_at = {
-            forwards[max(0, forwards.index(first) - stage)]: first.chunk + 1
-            for first in first_forwards
-            if 1 < first.chunk + 1 < len(chunks)
-        }
-        for chunk in range(2 if len(chunks) > 1 else 0):
-            _for_chunk(self._sync_func, chunk, chunks)
-
-    def before(self, unit: Unit) -> None:
-        """Gather the chunk that is due at a forward, if one is."""
-        if unit in self._chunk_at:
-            _for_chunk(self._sync_func, self._chunk_at[unit], self._chunks)
 
 
 class _Reduction:
@@ -285,7 +261,7 @@ def _check_message(outputs: Tensors, specs: StageSpecs) -> None:
         found = TensorSpec.of([part for part in outputs if part is not None])
         fits = found.dtypes == expected.dtypes and (specs.vary or found.shapes == expected.shapes)
     if not fits:
-        raise UnsupportedModelError("messages of other tensors than one of hidden states")
+        raise JobError("messages of other tensors than one of hidden states")
 
 
 def _for_chunk(functions: Any, chunk: int, chunks: list[torch.nn.Module]) -> None:

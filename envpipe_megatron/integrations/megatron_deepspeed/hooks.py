@@ -19,18 +19,16 @@ from envpipe_megatron.integrations.deepspeed.initialize import (
     parsed_config,
 )
 from envpipe_megatron.integrations.hooking import (
-    HookError,
     Hooks,
     options_of,
     refuse,
     same_job,
 )
-from envpipe_megatron.integrations.job import JobError
 from envpipe_megatron.integrations.leveled import LeveledJob
 from envpipe_megatron.integrations.levels import (
     FREES_WHILE_TRAINING,
+    JobError,
     Predicate,
-    RefusedError,
     above_one,
     any_of,
     frees_while_training,
@@ -106,18 +104,18 @@ REFUSED: Mapping[str, Predicate] = {
 
 
 def check_supported(args: argparse.Namespace) -> None:
-    """Refuse by a RefusedError what is not proven to give the same result under EnvPipe.
+    """Refuse by a JobError what is not proven to give the same result under EnvPipe.
 
     And a job without a pipeline.
     """
     if args.pipeline_model_parallel_size < 2:
-        raise RefusedError(
+        raise JobError(
             "--envpipe needs a pipeline",
             value=args.pipeline_model_parallel_size,
             remedy="Give --pipeline-model-parallel-size of at least 2, or leave --envpipe out.",
         )
     if asked_for := [feature for feature, asks in REFUSED.items() if asks(args)]:
-        raise RefusedError(
+        raise JobError(
             f"Under --envpipe, these are refused until they are proven: {'; '.join(asked_for)}",
             remedy="Leave them out, or train without --envpipe.",
         )
@@ -129,14 +127,14 @@ def deepspeed_config(args: argparse.Namespace) -> dict[str, Any]:
     try:
         return parsed_config({"config": given})
     except (OSError, ValueError) as error:
-        raise RefusedError(
+        raise JobError(
             f"The configuration of DeepSpeed cannot be read: {error}",
             value=str(given),
             remedy="Give the path of a JSON file by --deepspeed_config.",
         ) from error
 
 
-_hooks = Hooks[LeveledJob]("megatron/arguments.py", "validate", "begin_training", "end_step")
+_hooks = Hooks[LeveledJob]("megatron/arguments.py", "validate", "begin_training", "end_step", "log")
 
 
 def validate(args: argparse.Namespace) -> None:
@@ -165,7 +163,7 @@ def begin_training(args: argparse.Namespace, model: list[Any]) -> None:
     try:
         options = _hooks.validated()
         check_model(model)
-        _hooks.logged_every = args.log_interval
+        _hooks.needed_by = max(_hooks.needed_by, args.log_interval)
         _hooks.while_training.callback(setattr, model[0], "__class__", PipelineEngine)
         _hooks.job = begin(
             model[0],
@@ -174,16 +172,14 @@ def begin_training(args: argparse.Namespace, model: list[Any]) -> None:
             sequence_length=args.seq_length,
             prints=False,
         )
-    except (HookError, JobError, RefusedError) as error:
+    except JobError as error:
         refuse(error)
 
 
 def end_step() -> None:
     """End an iteration."""
-    steps = _hooks.note("end_step")
+    _hooks.note("end_step")
     _hooks.running()
-    if steps - 1 == _hooks.logged_every:
-        _hooks.check(steps, "log")
 
 
 def log(iteration: int, writer: Any) -> str:
@@ -201,12 +197,12 @@ def end_training() -> None:
 
 
 def check_model(model: list[Any]) -> None:
-    """Refuse by a RefusedError models that no flag names, such as other entry scripts'."""
+    """Refuse by a JobError models that no flag names, such as other entry scripts'."""
     from megatron.model import GPTModelPipe
 
     engine = model[0]
     if not isinstance(engine, PipelineEngine) or not isinstance(engine.module, GPTModelPipe):
-        raise RefusedError(
+        raise JobError(
             "Under --envpipe, models other than GPTModelPipe are refused until they are proven",
             value=type(getattr(engine, "module", engine)).__name__,
             remedy="Train without --envpipe.",

@@ -17,16 +17,14 @@ from megatron.core.transformer.transformer_block import TransformerBlock
 from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.integrations import options as job_options
 from envpipe_megatron.integrations.hooking import (
-    HookError,
     Hooks,
+    between_steps,
     options_of,
     refuse,
 )
-from envpipe_megatron.integrations.job import JobError
-from envpipe_megatron.integrations.levels import LevelError, decide, limits_of_arguments
+from envpipe_megatron.integrations.levels import JobError, decide, limits_of_arguments
 from envpipe_megatron.integrations.megatron.limits import LIMITS, check_metered
 from envpipe_megatron.integrations.megatron.training import Training
-from envpipe_megatron.integrations.watchers import between_steps
 
 FLAG = "--envpipe-recompute"
 _NONE, _FULL, _SELECTIVE = "none", "full", "selective"
@@ -69,7 +67,7 @@ def begin_training(args: argparse.Namespace, model: Sequence[Any]) -> None:
     """Make the job; from here on Megatron gets EnvPipe's forward-backward function.
 
     `model` has the chunks of this rank. Raises SystemExit if arguments did not come from a command
-    line, and SystemExit and EnvPipeError as `Job` raises JobError and EnvPipeError.
+    line or the job cannot run as asked, and EnvPipeError as `Training` does.
     """
     _hooks.note("begin_training")
     try:
@@ -81,7 +79,7 @@ def begin_training(args: argparse.Namespace, model: Sequence[Any]) -> None:
             recompute(model, *own)
         group = parallel_state.get_pipeline_model_parallel_group()
         training = _hooks.job = Training(args, options, LIMITS, model, group)
-    except (HookError, JobError, LevelError) as error:
+    except JobError as error:
         refuse(error)
     if training.job is None:
         _hooks.note("forward_backward")  # which stays Megatron's
@@ -160,7 +158,7 @@ def _hooked_schedules() -> Any:
     from megatron.core.pipeline_parallel import schedules
 
     if not hasattr(schedules, "envpipe_hook"):
-        raise HookError(
+        raise JobError(
             "The megatron-core that is imported is not patched",
             value=schedules.__file__,
             remedy="Put the patched checkout first in PYTHONPATH, before an installed "
@@ -169,27 +167,23 @@ def _hooked_schedules() -> Any:
     return schedules
 
 
-class RecomputationError(EnvPipeError):
-    """Recomputation by stage that is not one, or does not go with other arguments."""
-
-
 def by_stage(args: argparse.Namespace) -> list[tuple[str, int]] | None:
     """Return what each stage recomputes, and of how many layers; None if none is given.
 
-    Raises RecomputationError: unreadable, not one for each stage, or beside Megatron's own flag.
+    Raises JobError: unreadable, not one for each stage, or beside Megatron's own flag.
     """
     text = getattr(args, "envpipe_recompute", None)
     if text is None:
         return None
     if args.recompute_granularity is not None:
-        raise RecomputationError(
+        raise JobError(
             f"{FLAG} cannot be combined with --recompute-granularity",
             value=args.recompute_granularity,
             remedy="Leave out one of the two.",
         )
     stages = [_read(part) for part in text.split(",")]
     if len(stages) != args.pipeline_model_parallel_size:
-        raise RecomputationError(
+        raise JobError(
             f"{FLAG} says what {len(stages)} stages recompute",
             value=text,
             remedy=f"The job has {args.pipeline_model_parallel_size}; say it for each.",
@@ -220,6 +214,6 @@ def _read(text: str) -> tuple[str, int]:
     what, _, count = text.strip().partition(":")
     if (what == _NONE and not count) or (what in (_FULL, _SELECTIVE) and count.isdecimal()):
         return what, int(count or 0)
-    raise RecomputationError(
+    raise JobError(
         f"{FLAG} is wrong", value=text, remedy="Say none, full:N or selective:N for each stage."
     )

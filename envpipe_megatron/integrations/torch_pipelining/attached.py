@@ -34,11 +34,12 @@ from envpipe_megatron.integrations.torch_pipelining.orders import (
     group_size,
     is_prepared,
     known_order,
+    limits_of,
+    limits_seen,
     message_of,
     stages_trained_by,
 )
-from envpipe_megatron.integrations.torch_pipelining.parts import known_reason
-from envpipe_megatron.integrations.torch_pipelining.units import Units, limits_of, limits_seen
+from envpipe_megatron.integrations.torch_pipelining.units import Units, known_reason
 from envpipe_megatron.runtime.channel.carrier import StageSpecs, TensorSpec
 from envpipe_megatron.runtime.channel.collectives import of_all_ranks
 
@@ -70,7 +71,7 @@ class AttachedPipeline(LeveledJob):
 
     Raises:
         AttachError: the schedule has none of torch's stages, or does not train.
-        LevelError: the level that settings name cannot be had.
+        JobError: the level that settings name cannot be had.
         EnvPipeError: an option or file is wrong, or there is no control that is required.
     """
 
@@ -108,7 +109,7 @@ class AttachedPipeline(LeveledJob):
             group,
             count,
             runs_units=True,
-            splits=True,
+            why_whole="",
             framework_order=own,
             group_size=group_size(num_stages, count),
         )

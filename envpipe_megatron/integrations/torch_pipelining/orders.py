@@ -1,13 +1,14 @@
-"""Reads the orders of torch's schedules, and makes what torch's own runtime executes of orders.
+"""Reads and runs the orders of torch's schedules, and says by what a job of them is limited.
 
-`_PipelineScheduleRuntime` runs any table of units: it adds sends and receives, and for FSDP when to
-gather and reduce, so that all ranks come to them in one order and none waits for another forever.
-It has no public name; torch's documentation and torchtitan use it by this one.
+Torch's `_PipelineScheduleRuntime` runs any table of units: it adds sends and receives, and for FSDP
+when to gather and reduce, so that all ranks come to them in one order and none waits for another
+forever. It has no public name; torch's documentation and torchtitan use it by this one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Collection, Iterator, Sequence
 from copy import copy
 from dataclasses import replace
 from typing import Any
@@ -22,9 +23,11 @@ from torch.distributed.pipelining.schedules import (
 
 from envpipe_megatron.core.kinds import Kind, ScheduleError
 from envpipe_megatron.core.orders import builders
-from envpipe_megatron.core.schedule import Schedule
+from envpipe_megatron.core.schedule import Placement, Schedule, profiled_kinds
 from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.formats.torch_csv import order_of_rows, table_rows
+from envpipe_megatron.integrations.levels import Level, Limit, limits_where
+from envpipe_megatron.integrations.torch_pipelining.units import DRAWN_BY_FORWARDS, EFFECTS
 from envpipe_megatron.runtime.channel.carrier import TensorSpec
 
 #: Attributes that a step uses besides its order.
@@ -203,3 +206,103 @@ def message_of(stages: Sequence[Any]) -> tuple[Any, Any]:
                 spec = TensorSpec.of(tensors)
                 return spec.shapes, spec.dtypes
     return ((1,),), (torch.uint8,)
+
+
+#: Functions of a schedule that make its order, or no step. One that replaces others has to be
+#: called as it is.
+_HARMLESS = {"eval", "_get_pipeline_order", "_calculate_single_rank_operations"}
+
+
+def limits_of(
+    schedule: Any, order: Schedule | None, why_not: str, stages: Sequence[Any]
+) -> list[Limit]:
+    """Return limits by a schedule's order, by what stages share, and by functions of the user's.
+
+    Args:
+        order: None if it is not known, for the reason `why_not`.
+        stages: of this rank.
+    """
+    if order is None:
+        return [Limit("this schedule", Level.UNIFORM, why_not)]
+    missing, own, name = _missing(order), _user_functions(schedule)[:1], order.name
+    in_v = order.placement is Placement.V and order.num_chunks > 2
+    own_kinds = getattr(schedule, "_comp_type_to_function_map", None)
+    shared, why_shared = _share_parameters(stages), "gradients add up in the order of the units"
+    return [
+        *limits_where(
+            Level.UNIFORM,
+            (order.num_stages == 1, "one rank", "there is no pipeline"),
+            (missing, name, f"not every stage has a {missing} to be measured"),
+            (own_kinds, "a function of the user's for units", "it may run several units at once"),
+        ),
+        *limits_where(
+            Level.UNITS,
+            (in_v, name, "more than two stages of a rank lie in a V"),
+            (order.out_of_turn, name, f"in it, {order.out_of_turn}"),
+            (own, f"{' '.join(own)} of the user's", "torch's runtime of tables does not have it"),
+            (shared, "parameters of several stages on a rank", why_shared),
+        ),
+    ]
+
+
+def limits_seen(
+    order: Schedule,
+    stages: Sequence[Any],
+    *,
+    in_order: bool,
+    seen: Collection[str],
+    why_whole: str = "",
+) -> list[Limit]:
+    """Return limits by the first step: whether it ran in order, and what its units changed.
+
+    The stages know by then what they receive. An order that splits backwards is kept where those of
+    others would stay whole.
+    """
+    counts = {*seen} - ({DRAWN_BY_FORWARDS} if order.num_chunks == 1 else set())
+    skips = any(abs(s - stage.stage_index) > 1 for stage in stages for s in _sources(stage))
+    why_not = "its units did not run one by one as the schedule says"
+    return [
+        *limits_where(Level.UNIFORM, (not in_order, order.name, why_not)),
+        *limits_where(
+            Level.UNITS,
+            *((effect in counts, effect, why) for effect, why in EFFECTS.items()),
+            (skips, "messages that skip a stage", "torch's runtime of tables has none"),
+            (order.split and why_whole, f"split backwards of {order.name}", why_whole),
+        ),
+    ]
+
+
+def _user_functions(schedule: Any) -> list[str]:
+    """Return functions that a schedule, or its class if not torch's, has in place of torch's."""
+    classes = type(schedule).__mro__
+    torchs = [each for each in classes if each.__module__.startswith("torch.")]
+    own = {name for each in (schedule, *classes) if each not in torchs for name in vars(each)}
+    return sorted(
+        name
+        for name in own - _HARMLESS
+        if not name.startswith("__") and any(callable(vars(each).get(name)) for each in torchs)
+    )
+
+
+def _missing(order: Schedule) -> Kind | None:
+    """Return a kind of units that some chunk of a stage has and another lacks."""
+    kinds = profiled_kinds(order)
+    parts = order.num_stages * order.num_chunks
+    found = Counter(order.unit_keys(order.num_chunks, (*kinds, Kind.NOTHING)).ravel().tolist())
+    for part in range(parts):
+        for place, kind in enumerate(kinds):
+            if not found[part * (len(kinds) + 1) + place]:
+                return kind
+    return None
+
+
+def _share_parameters(stages: Sequence[Any]) -> bool:
+    seen = [id(each) for stage in stages for each in set(stage.submod.parameters())]
+    return len(set(seen)) < len(seen)
+
+
+def _sources(stage: Any) -> Iterator[int]:
+    """Yield the stages whose outputs a stage receives."""
+    for info in stage.args_recv_info.get(0, ()):
+        if getattr(info, "source", None) is not None:
+            yield info.source

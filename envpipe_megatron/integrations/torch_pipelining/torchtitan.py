@@ -19,12 +19,11 @@ from pathlib import Path
 from typing import Any
 
 from envpipe_megatron.errors import EnvPipeError
-from envpipe_megatron.integrations.hooking import replaced
+from envpipe_megatron.integrations.hooking import between_steps, replaced
 from envpipe_megatron.integrations.job import say_line
 from envpipe_megatron.integrations.options import divided
 from envpipe_megatron.integrations.torch_pipelining.attached import AttachedPipeline, attach
 from envpipe_megatron.integrations.torch_pipelining.orders import AttachError
-from envpipe_megatron.integrations.watchers import between_steps
 
 logger = logging.getLogger(__name__)
 

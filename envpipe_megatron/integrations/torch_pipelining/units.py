@@ -1,24 +1,39 @@
-"""Reports the units that torch.distributed.pipelining runs, and the limits that they show."""
+"""Reports the units that torch.distributed.pipelining runs, and watches what they do.
+
+Torch's backward in two parts has to give a stage the bits that the whole one gives.
+torch.distributed.pipelining runs autograd for the gradients of inputs, and again from where weights
+meet activations for those of weights. That is not the same where a weight is used more than once
+(PyTorch issue 180952), where hooks reduce gradients, or with FSDP, which adds those of weights up
+in the type of parameters. It takes as long as two backwards where weights meet activations in a
+custom or compiled function (issue 166577), or a checkpoint is computed again. So those are looked
+for, and one backward of the job's first step is run both ways, by kernels that are deterministic.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import random
-from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
+from torch.autograd.function import BackwardCFunction
+from torch.distributed._composable.contract import _get_registry
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.pipelining import _backward
+from torch.distributed.tensor import DTensor
+from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.nn.parallel import DistributedDataParallel
 
 from envpipe_megatron.core.kinds import Kind
-from envpipe_megatron.core.schedule import Placement, Schedule, profiled_kinds
 from envpipe_megatron.integrations.framework_units import Reporter, SeenUnit
 from envpipe_megatron.integrations.hooking import replaced
-from envpipe_megatron.integrations.levels import Level, Limit, limits_where
-from envpipe_megatron.integrations.torch_pipelining import parts
 
+#: Integers as long as a number, to compare bits by.
+_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
 _ORDINARY = "forward_one_chunk", "backward_one_chunk", "backward_weight_one_chunk"
 #: Kinds of those whose arguments do not matter.
 _KINDS = {_ORDINARY[0]: (Kind.FORWARD,), _ORDINARY[2]: (Kind.WEIGHT_GRADIENT,)}
@@ -29,7 +44,7 @@ _NOT_TRIED = "none was tried in two parts"
 BUFFERS_BY_BACKWARDS = "buffers that backwards change"
 DRAWN_BY_BACKWARDS = "random numbers in backwards"
 DRAWN_BY_FORWARDS = "random numbers on ranks of several stages"
-_EFFECTS = {
+EFFECTS = {
     BUFFERS_BY_BACKWARDS: "another order gives them other values",
     DRAWN_BY_BACKWARDS: "another order gives units other numbers",
     # Each stage's forwards keep their order in any order of units; a rank's do not.
@@ -124,7 +139,7 @@ class Units:
         assert self.seen is not None
         before, versions = _random_states(stage.device), _versions(stage)
         with contextlib.ExitStack() as watching:
-            called = [] if forward else watching.enter_context(parts.calls_of_modules())
+            called = [] if forward else watching.enter_context(calls_of_modules())
             result = run()
         if before != _random_states(stage.device):
             self.seen.add(DRAWN_BY_FORWARDS if forward else DRAWN_BY_BACKWARDS)
@@ -142,7 +157,7 @@ class Units:
         if chunk not in self.why_whole:
             self.why_whole[chunk] = _NOT_TRIED
         elif self.why_whole[chunk] is _NOT_TRIED and not effects:
-            self.why_whole[chunk] = parts.seen_reason(stage, microbatch, loss)
+            self.why_whole[chunk] = seen_reason(stage, microbatch, loss)
 
     def _backward(self, *, whole: bool) -> tuple[Kind, ...]:
         """Return the units of torch's backward, which run as one."""
@@ -171,101 +186,116 @@ def _versions(stage: Any) -> list[int]:
     return [each._version for each in stage.submod.buffers() if not each.is_inference()]
 
 
-#: Functions of a schedule that make its order, or no step. One that replaces others has to be
-#: called as it is.
-_HARMLESS = {"eval", "_get_pipeline_order", "_calculate_single_rank_operations"}
+def known_reason(stages: Sequence[Any]) -> str:
+    """Return why the backwards of these stages stay whole, before any has run; or nothing."""
+    for stage in stages:
+        for module in stage.submod.modules():
+            wrappers = list(_get_registry(module) or ())  # such as fully_shard
+            if isinstance(module, FullyShardedDataParallel | DistributedDataParallel):
+                wrappers.append(type(module).__name__)
+            if wrappers:
+                return f"with {wrappers[0]} their parts are not shown to give the same gradients"
+        if stage.dw_builder is not None:
+            return "a stage has a dw_builder of its own"
+        hooks = "_backward_hooks", "_post_accumulate_grad_hooks"
+        if any(getattr(p, name, None) for p in stage.submod.parameters() for name in hooks):
+            return "parameters have hooks, which the second part may skip"
+    return ""
 
 
-def limits_of(
-    schedule: Any, order: Schedule | None, why_not: str, stages: Sequence[Any]
-) -> list[Limit]:
-    """Return limits by a schedule's order, by what stages share, and by functions of the user's.
+def seen_reason(stage: Any, microbatch: int, loss: torch.Tensor | None) -> str:
+    """Return why a stage's backwards stay whole, by one that is about to run; or nothing.
 
-    Args:
-        order: None if it is not known, for the reason `why_not`.
-        stages: of this rank.
+    The backward is run both ways on the side; gradients are left as they were.
     """
-    if order is None:
-        return [Limit("this schedule", Level.UNIFORM, why_not)]
-    missing, own, name = _missing(order), _user_functions(schedule)[:1], order.name
-    in_v = order.placement is Placement.V and order.num_chunks > 2
-    own_kinds = getattr(schedule, "_comp_type_to_function_map", None)
-    shared, why_shared = _share_parameters(stages), "gradients add up in the order of the units"
-    return [
-        *limits_where(
-            Level.UNIFORM,
-            (order.num_stages == 1, "one rank", "there is no pipeline"),
-            (missing, name, f"not every stage has a {missing} to be measured"),
-            (own_kinds, "a function of the user's for units", "it may run several units at once"),
-        ),
-        *limits_where(
-            Level.UNITS,
-            (in_v, name, "more than two stages of a rank lie in a V"),
-            (order.out_of_turn, name, f"in it, {order.out_of_turn}"),
-            (own, f"{' '.join(own)} of the user's", "torch's runtime of tables does not have it"),
-            (shared, "parameters of several stages on a rank", why_shared),
-        ),
-    ]
+    if stage.is_first:
+        return ""  # torch runs all of it in the second part
+    outputs, inputs = stage.fwd_cache[microbatch]
+    gradients = None if stage.is_last else stage._retrieve_recv_grads(microbatch)
+    outputs = [loss] if stage.is_last else list(outputs)
+    weights = [weight for weight in stage.submod.parameters() if weight.requires_grad]
+    try:
+        if reason := _reason_of_graph(outputs, inputs, weights):
+            return reason
+        leaves = [*weights, *(each for each in inputs if isinstance(each, torch.Tensor))]
+
+        def whole() -> list[int | None]:
+            with _own_gradients(leaves):
+                torch.autograd.backward(outputs, gradients, retain_graph=True)
+                return _digests(leaves)
+
+        with _reproducible():
+            with _own_gradients(leaves):
+                # Of copies: torch detaches the outputs that it is given.
+                copies = [output.clone() for output in outputs]
+                _, groups = _backward.stage_backward_input(copies, gradients, inputs, iter(weights))
+                _backward.stage_backward_weight(iter(weights), groups, retain_graph=True)
+                apart = _digests(leaves)
+            if (once := whole()) != apart:
+                others = "its two parts give" if whole() == once else "each whole one gives"
+                return f"{others} other bits"
+    except Exception as error:  # also for want of memory: the job's own backward is to come
+        return f"torch does not run it in two parts: {type(error).__name__}"
+    return ""
 
 
-def limits_seen(
-    order: Schedule,
-    stages: Sequence[Any],
-    *,
-    in_order: bool,
-    seen: Collection[str],
-    why_whole: str = "",
-) -> list[Limit]:
-    """Return limits by the first step: whether it ran in order, and what its units changed.
+@contextlib.contextmanager
+def calls_of_modules() -> Iterator[list[str]]:
+    """Yield the modules called within: in a backward, those that are computed again."""
+    called: list[str] = []
+    hook = register_module_forward_pre_hook(lambda of, inputs: called.append(type(of).__name__))
+    try:
+        yield called
+    finally:
+        hook.remove()
 
-    The stages know by then what they receive. An order that splits backwards is kept where those of
-    others would stay whole.
+
+def _reason_of_graph(outputs: list[Any], inputs: Sequence[Any], weights: list[Any]) -> str:
+    def nodes(tensors: Sequence[Any]) -> list[Any]:
+        own = [t for t in tensors if isinstance(t, torch.Tensor)]
+        return [n for n in map(_backward._get_grad_fn_or_grad_acc, own) if n is not None]
+
+    users = _backward.construct_reverse_graph(nodes(outputs))
+    for group in _backward.get_param_groups(nodes(inputs), nodes(weights), users):
+        if len(group["intermediates"]) > 1:
+            return "a weight is used more than once"
+        for node in group["intermediates"]:
+            if isinstance(node, BackwardCFunction) or "CppNode" in node.name():
+                return f"weights are used by {node.name()}, which torch would run twice"
+    return ""
+
+
+@contextlib.contextmanager
+def _reproducible() -> Iterator[None]:
+    """Let kernels give the same bits each time, where they can.
+
+    By default some do not, such as the backward of attention, and no two backwards are alike.
     """
-    counts = {*seen} - ({DRAWN_BY_FORWARDS} if order.num_chunks == 1 else set())
-    skips = any(abs(s - stage.stage_index) > 1 for stage in stages for s in _sources(stage))
-    why_not = "its units did not run one by one as the schedule says"
-    return [
-        *limits_where(Level.UNIFORM, (not in_order, order.name, why_not)),
-        *limits_where(
-            Level.UNITS,
-            *((effect in counts, effect, why) for effect, why in _EFFECTS.items()),
-            (skips, "messages that skip a stage", "torch's runtime of tables has none"),
-            (order.split and why_whole, f"split backwards of {order.name}", why_whole),
-        ),
-    ]
+    usual = torch.get_deterministic_debug_mode()
+    with warnings.catch_warnings(action="ignore"):
+        torch.set_deterministic_debug_mode("warn")
+        try:
+            yield
+        finally:
+            torch.set_deterministic_debug_mode(usual)
 
 
-def _user_functions(schedule: Any) -> list[str]:
-    """Return functions that a schedule, or its class if not torch's, has in place of torch's."""
-    classes = type(schedule).__mro__
-    torchs = [each for each in classes if each.__module__.startswith("torch.")]
-    own = {name for each in (schedule, *classes) if each not in torchs for name in vars(each)}
-    return sorted(
-        name
-        for name in own - _HARMLESS
-        if not name.startswith("__") and any(callable(vars(each).get(name)) for each in torchs)
-    )
+@contextlib.contextmanager
+def _own_gradients(leaves: Sequence[torch.Tensor]) -> Iterator[None]:
+    """Let leaves have no gradient meanwhile, and their own again behind it."""
+    own = [each.grad for each in leaves]
+    for leaf in leaves:
+        leaf.grad = None
+    try:
+        yield
+    finally:
+        for leaf, gradient in zip(leaves, own, strict=True):
+            leaf.grad = gradient
 
 
-def _missing(order: Schedule) -> Kind | None:
-    """Return a kind of units that some chunk of a stage has and another lacks."""
-    kinds = profiled_kinds(order)
-    parts = order.num_stages * order.num_chunks
-    found = Counter(order.unit_keys(order.num_chunks, (*kinds, Kind.NOTHING)).ravel().tolist())
-    for part in range(parts):
-        for place, kind in enumerate(kinds):
-            if not found[part * (len(kinds) + 1) + place]:
-                return kind
-    return None
-
-
-def _share_parameters(stages: Sequence[Any]) -> bool:
-    seen = [id(each) for stage in stages for each in set(stage.submod.parameters())]
-    return len(set(seen)) < len(seen)
-
-
-def _sources(stage: Any) -> Iterator[int]:
-    """Yield the stages whose outputs a stage receives."""
-    for info in stage.args_recv_info.get(0, ()):
-        if getattr(info, "source", None) is not None:
-            yield info.source
+def _digests(leaves: Sequence[torch.Tensor]) -> list[int | None]:
+    """Return a sum of each gradient's bits: another copy of all of them may have no memory."""
+    found = [None if leaf.grad is None else leaf.grad.detach() for leaf in leaves]
+    local = [each.to_local() if isinstance(each, DTensor) else each for each in found]
+    sums = [each if each is None else each.view(_BITS[each.element_size()]).sum() for each in local]
+    return [each if each is None else int(each) for each in sums]

@@ -25,8 +25,8 @@ from typing import Any, TypeVar
 from envpipe_megatron.formats.bill import Bill
 from envpipe_megatron.formats.energy import JOB
 from envpipe_megatron.gpu.base import GpuAddress
-from envpipe_megatron.gpu.devices import open_reader
 from envpipe_megatron.gpu.guard.messages import GuardError, peer_uid_and_pid, receive, send
+from envpipe_megatron.gpu.registry import open_reader
 from envpipe_megatron.launch.agent.collector import Collector, Uplink
 from envpipe_megatron.launch.agent.ledger import GpuLedger, NodeLog
 from envpipe_megatron.runtime.energy.meter import CounterAt

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 import torch
 
-from envpipe_megatron.gpu.devices import are_near, uid_of_cuda_device
+from envpipe_megatron.gpu.registry import are_near, uid_of_cuda_device
 from envpipe_megatron.runtime.channel.carrier import ChannelError, first_line
 from envpipe_megatron.runtime.channel.flag_page import MASK, FlagPage, Word
 from envpipe_megatron.runtime.channel.puts import GRACE_S

@@ -26,16 +26,13 @@ from envpipe_megatron.gpu.base import ClockState, DryRunGpu, Gpu, GpuError, Read
 from envpipe_megatron.gpu.clock.controller import PageController, spread
 from envpipe_megatron.gpu.clock.page import BEGUN, DUE, GIVEN_BACK, ClockPage
 from envpipe_megatron.gpu.control import (
-    ChosenControl,
-    beside_power_profiles,
-    choose_control,
-    given_up,
+    Control,
+    choose_for,
     open_controlled,
+    that_can_be_undone,
 )
 from envpipe_megatron.gpu.guard.hold import Hold, hold_gpu
 from envpipe_megatron.gpu.guard.messages import AGENT_VARIABLE, GuardError
-from envpipe_megatron.gpu.guard.resetting import that_can_be_undone
-from envpipe_megatron.gpu.site import SiteConfig, read_site
 from envpipe_megatron.runtime.channel.collectives import Collectives
 from envpipe_megatron.runtime.channel.cuda_device import counter_in_stream
 from envpipe_megatron.runtime.clocks.watch import TOLERANCE_MHZ, ClockWatch
@@ -368,7 +365,7 @@ def open_rank_gpu(
     *,
     require: bool = False,
     one_clock: bool = False,
-) -> tuple[Gpu, ChosenControl]:
+) -> tuple[Gpu, Control]:
     """Open this rank's GPU by the back end that its node allows; every rank of the job calls it.
 
     A pipeline follows one plan, so clocks are controlled on all of its GPUs or on none: if one
@@ -377,41 +374,31 @@ def open_rank_gpu(
     Nothing is locked or held yet; the clock was reset, to see that it can be.
 
     Args:
-        uid: the GPU's UUID (`gpu.devices.uid_of_cuda_device`); of an emulated one its
+        uid: the GPU's UUID (`gpu.registry.uid_of_cuda_device`); of an emulated one its
             folder and index.
         wanted: one of `gpu.control.CHOICES`.
         require: whether a job without control is an error instead of a warning.
         one_clock: whether the whole job has one clock, which goes with any power profile; see
-            `gpu.control.beside_power_profiles`.
+            `gpu.control.choose_for`.
 
     Raises GpuError for a GPU that cannot be opened, or if control is required and not available;
     CollectivesError if another rank raised that.
     """
-
-    def choose() -> tuple[SiteConfig, ChosenControl]:
-        try:
-            site = SiteConfig() if wanted == "emulated" else read_site()
-        except GpuError as error:
-            none, remedies = ChosenControl(wanted, None, ""), (f"{error.remedy}.",)
-            return SiteConfig(), given_up(none, error.what, remedies, require=require)
-        allowed = choose_control(wanted, site, require=require)
-        if not one_clock:
-            allowed = beside_power_profiles(allowed, uid, site, require=require)
-        return site, allowed
-
-    site, chosen = collectives.everywhere(choose)
+    chosen = collectives.everywhere(
+        lambda: choose_for(uid, wanted, require=require, one_clock=one_clock)
+    )
     backends = collectives.to_planner({str(chosen.backend)}, lambda found: set().union(*found))
     first = collectives.first(chosen if chosen.backend is None else None)
     if first is None:  # all may lock; can all reset?
         chosen = collectives.everywhere(
-            lambda: that_can_be_undone(chosen, uid, site, require=require)
+            lambda: that_can_be_undone(chosen, uid).checked(required=require)
         )
         first = collectives.first(chosen if chosen.backend is None else None)
     if first is not None:
         _, chosen = first
         if collectives.is_planner and chosen.warning is not None:
             logger.warning("%s", chosen.warning)
-    gpu = collectives.everywhere(lambda: open_controlled(uid, chosen, site))
+    gpu = collectives.everywhere(lambda: open_controlled(uid, chosen))
     if collectives.is_planner and chosen.backend is not None:
         names = ", ".join(sorted(set().union(*backends)))
         logger.info("clocks are controlled by %s: %s", names, chosen.why)

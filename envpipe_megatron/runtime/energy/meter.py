@@ -24,7 +24,7 @@ from envpipe_megatron.core.arrays import FloatArray
 from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.gpu.base import EnergyReading, Gpu, GpuError
 from envpipe_megatron.gpu.energy_reader import EnergyReader, ReaderGoneError
-from envpipe_megatron.tuning.measured.meters import RESOLUTION_J
+from envpipe_megatron.tuning.measured.powers import RESOLUTION_J
 
 logger = logging.getLogger(__name__)
 

@@ -6,15 +6,13 @@ adds what the framework says of the job. No torch.
 
 from __future__ import annotations
 
-import argparse
 import enum
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from envpipe_megatron.core.channel_model import CARRIERS
-from envpipe_megatron.core.fields import AMOUNT, PERCENT, Number
+from envpipe_megatron.core.fields import AMOUNT, PERCENT, Number, Option, Rule, option, options_in
 from envpipe_megatron.formats.wishes import NO_WISHES, Wishes, read_power_budget
 from envpipe_megatron.gpu.control import CHOICES as GPU_CONTROLS
 from envpipe_megatron.gpu.presets import load_preset
@@ -52,72 +50,6 @@ LEVELS: Mapping[Level, str] = {
 }
 
 
-@dataclass(frozen=True)
-class Rule:
-    """What an option goes with. A term is an option that is given, or `a pipeline`, or `GPUs`.
-
-    `type optimal` is an option that has this value, `gpu_control none|dry_run` one of several; of
-    terms with `or` between them one must hold.
-
-    Args:
-        why: what the option does, after "it".
-        when: values of the option that the rule is for, all but the default if empty.
-        needs: terms that must all hold.
-        without: terms none of which may hold.
-    """
-
-    why: str
-    when: str = ""
-    needs: tuple[str, ...] = ()
-    without: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True)
-class Option:
-    """How users give a field of `GivenOptions`, which has the option's name.
-
-    Args:
-        help: what it does.
-        flag: keywords of argparse.
-        usual: the default in words, where it is no value.
-        read: makes the field of what argparse has parsed. Its ValueError says what that must be.
-        least: of its range, which is finite.
-        is_file: whether it names a file that must be there.
-        of_levels: whether only frameworks have it that have more than one level.
-        rules: what it goes with.
-    """
-
-    help: str
-    flag: Mapping[str, Any]
-    usual: str = ""
-    read: Callable[[Any], Any] = lambda given: given
-    least: float | None = None
-    is_file: bool = False
-    of_levels: bool = False
-    rules: tuple[Rule, ...] = ()
-
-
-def _option(help_text: str, default: Any = None, **given: Any) -> Any:
-    """Make a field, of what `Option` takes and keywords of argparse."""
-    about = {key: given.pop(key) for key in Option.__annotations__ if key in given}
-    if "usual" not in about and default is not None and "action" not in given:
-        about["usual"] = f"{default:g}" if isinstance(default, float) else str(default)
-    return field(default=default, metadata={"option": Option(help_text, given, **about)})
-
-
-def _number(number: Number) -> Callable[[str], float]:
-    """Make a reader for argparse: an error names the unit. The range is checked with the rest."""
-
-    def read(text: str) -> float:
-        try:
-            return float(text)
-        except ValueError:
-            wanted = number.wanted(text)
-            raise argparse.ArgumentTypeError(f"{text!r} is not {wanted}") from None
-
-    return read
-
-
 def _preset(given: str) -> str | None:
     """Return the preset, whose name users write in any case; a path stays as it is."""
     if given == "auto":
@@ -151,32 +83,30 @@ class GivenOptions:
     folder or preset, none. An order or reconfiguring that is empty becomes what goes with the type.
     """
 
-    level: Level | None = _option(
+    level: Level | None = option(
         f"How much is changed. {'; '.join(f'{level}: {what}' for level, what in LEVELS.items())}; "
         "auto: the highest of these that the job can have.",
+        {"auto": None, **{str(level): level for level in Level}},
         usual="auto",
-        choices=("auto", *map(str, Level)),
-        read=lambda word: None if word == "auto" else Level[word.upper()],
         of_levels=True,
     )
-    self_check: str = _option(
+    self_check: str = option(
         "Before level order, train one iteration by the framework's own order, that again, "
         "and EnvPipe's, from the same state; if losses or gradients differ, go on with whole "
         "backwards, or at level units. auto: before backwards are split, and for what no test of "
         "EnvPipe's has seen; off: neither, so backwards are whole, and such jobs get level units; "
         "always: for every job.",
+        ("off", "auto", "always"),
         "auto",
-        choices=("off", "auto", "always"),
         of_levels=True,
     )
-    type: str = _option(
+    type: str = option(
         "How clocks are chosen. baseline: measure, at the highest clock; uniform: each stage at "
         "its optimal clock; envelope: highest on the outer envelope, optimal inside; optimal: "
         "least energy by a linear program, corrected as long as the job runs.",
+        POLICIES,
         "optimal",
         usual="$ENVPIPE_TYPE, else optimal, without a pipeline uniform",
-        type=str.lower,
-        choices=POLICIES,
         rules=(
             Rule("plans for stages", "envelope|optimal", needs=("a pipeline",)),
             Rule(
@@ -186,11 +116,11 @@ class GivenOptions:
             ),
         ),
     )
-    objective: str | None = _option(
+    objective: str | None = option(
         "With type optimal, what plans make least: energy, in the framework's own time; time: the "
         "shortest order, at the highest clock; cost, by the prices below; edp, energy times time.",
+        tuple(goal.value for goal in Goal),
         usual="energy where clocks may be changed, else time",
-        choices=tuple(goal.value for goal in Goal),
         rules=(
             Rule(
                 "is for plans that the job makes, and looks after",
@@ -206,84 +136,76 @@ class GivenOptions:
             ),
         ),
     )
-    energy_price: float = _option(
+    energy_price: float = option(
         "With objective cost: price of a kWh.",
+        AMOUNT,
         0.0,
-        type=_number(AMOUNT),
         metavar="X",
-        least=0,
         rules=(Rule("is for plans of least cost", needs=("objective cost",)),),
     )
-    gpu_price: float = _option(
+    gpu_price: float = option(
         "With objective cost: price of a GPU for an hour, in the same currency.",
+        AMOUNT,
         0.0,
-        type=_number(AMOUNT),
         metavar="X",
-        least=0,
         rules=(Rule("is for plans of least cost", needs=("objective cost",)),),
     )
-    scheduling: str = _option(
+    scheduling: str = option(
         "Order of forwards and backwards. 1f1b: the framework's own; ours or envpipe: EnvPipe's; "
         "zb-h1 and zb-h2: with backwards in two parts; auto: planned together with the clocks, "
         "with type optimal.",
+        tuple(name for name, row in SCHEDULES.items() if row.in_jobs),
         "",
         usual="$ENVPIPE_SCHEDULING, else auto with type optimal, ours with envelope, 1f1b with "
         "the others",
-        type=str.lower,
-        choices=tuple(name for name, row in SCHEDULES.items() if row.in_jobs),
     )
-    split: str = _option(
+    split: str = option(
         "Whether orders may run a backward in two parts, the gradients of its input and of "
         "its weights, where the framework can: auto measures what they take and plans with that; "
         "off: backwards are whole.",
+        ("auto", "off"),
         "auto",
-        choices=("auto", "off"),
         of_levels=True,
     )
-    reconfigure: str = _option(
+    reconfigure: str = option(
         "With type envelope, which greedy and balanced imply, adjust clocks from "
         "measured iterations; default: do not; optimal: the same as type optimal.",
+        ("default", "greedy", "balanced", "optimal"),
         "",
         usual="$ENVPIPE_RECONFIGURE, else balanced with type envelope",
-        type=str.lower,
-        choices=("default", "greedy", "balanced", "optimal"),
     )
-    max_in_flight: int | tuple[int, ...] | str | None = _option(
+    max_in_flight: int | tuple[int, ...] | str | None = option(
         "Most microbatches whose activations a stage holds in another order than 1f1b, one number "
         "or one for each stage; memory: as many as fit, by what the first steps measure.",
+        _in_flight,
         usual="memory on GPUs",
         metavar="N[,N...]|memory",
-        read=_in_flight,
         rules=(Rule("is by what memory is measured to be", BY_MEMORY, needs=("GPUs",)),),
     )
-    baseline_steps: int = _option(
+    baseline_steps: int = option(
         "Steps in the framework's own order at the highest clock, which savings are "
         "measured against; the first does not count.",
+        Number(True, True, least=2),
         10,
-        type=int,
         metavar="N",
-        least=2,
     )
-    profile_steps: int = _option(
+    profile_steps: int = option(
         "Steps measured at each clock while profiling, at least; short ones are repeated "
         "for a second.",
+        Number(True, True, least=1),
         5,
-        type=int,
         metavar="N",
-        least=1,
     )
-    profile: Path | None = _option(
+    profile: Path | None = option(
         "A profile CSV, instead of profiling.",
-        type=Path,
+        Path,
         metavar="FILE",
-        is_file=True,
         rules=(Rule("is of stages", needs=("a pipeline",)),),
     )
-    plan: Path | None = _option(
+    plan: Path | None = option(
         "A plan JSON to run as it is, with any type and order; needs the profile that prices it.",
-        type=Path,
+        Path,
         metavar="FILE",
-        is_file=True,
         rules=(
             Rule(
                 "runs as it is, by the profile that prices it",
@@ -292,10 +214,9 @@ class GivenOptions:
             ),
         ),
     )
-    profile_only: bool = _option(
+    profile_only: bool = option(
         "End the job when the profile is written.",
-        False,
-        action="store_true",
+        default=False,
         rules=(
             Rule(
                 "measures a profile and writes it",
@@ -304,29 +225,27 @@ class GivenOptions:
             ),
         ),
     )
-    sweep: bool = _option(
+    sweep: bool = option(
         "With type optimal: sweep clocks before planning, as the other types do, and "
         "leave the plan as it is.",
-        False,
-        action="store_true",
+        default=False,
         rules=(Rule("measures clocks first, to plan", without=("profile",)),),
     )
-    max_slowdown: float | None = _option(
+    max_slowdown: float | None = option(
         "How much longer steps may take than at full clock, before clocks go up; where the whole "
         "job has one clock, it is found for this, and 0 is what cannot be measured.",
+        PERCENT,
         usual=f"{CLOSED_LOOP_SLOWDOWN_PERCENT}, with one clock 0",
-        type=_number(PERCENT),
         metavar="PERCENT",
-        least=0,
     )
-    power_budget: Wishes = _option(
+    power_budget: Wishes = option(
         "Most that a GPU may draw, as the mean over an iteration and all GPUs: W, or a share of "
         "what it takes in the framework's order at the highest clocks. Steps get no longer than it "
         "takes to keep that; it may be changed while the job runs.",
+        read_power_budget,
         NO_WISHES,
         usual="none",
         metavar="W|PERCENT%",
-        read=read_power_budget,
         rules=(
             Rule(
                 "is kept by clocks that the job chooses as it trains",
@@ -340,48 +259,44 @@ class GivenOptions:
             ),
         ),
     )
-    gpu_control: str = _option(
+    gpu_control: str = option(
         "What changes clocks; auto: the first that is allowed; dry_run: log what "
         "would be done; none: nothing does, as where nothing is allowed.",
+        GPU_CONTROLS,
         "auto",
-        choices=GPU_CONTROLS,
         rules=(
             Rule("changes no clock", "none", without=("profile_only", "require_control")),
             Rule("is for jobs without GPUs", "emulated", without=("GPUs",)),
         ),
     )
-    require_control: bool = _option(
-        "Refuse to train where clocks may not be changed.", False, action="store_true"
+    require_control: bool = option(
+        "Refuse to train where clocks may not be changed.", default=False
     )
-    channel: str = _option(
+    channel: str = option(
         "What carries messages between GPUs. auto: one-sided copies where two stages reach each "
         "other's memory, else NCCL's receives; receives: these everywhere.",
+        CARRIERS,
         "auto",
-        choices=CARRIERS,
     )
-    min_dwell_ms: float = _option(
+    min_dwell_ms: float = option(
         "Least time between two changes of a GPU's clock.",
+        replace(AMOUNT, unit="ms", mistaken=(("ms", 1), ("s", 1e3))),
         0.0,
-        type=_number(replace(AMOUNT, unit="ms", mistaken=(("ms", 1), ("s", 1e3)))),
         metavar="X",
-        least=0,
     )
-    gpu: str | None = _option(
+    gpu: str | None = option(
         "The kind of GPU whose range of clocks is profiled, such as v100; auto: "
         "by the name of the GPU. Without a GPU: the kind that is emulated.",
+        _preset,
         usual="auto",
         metavar="PRESET",
-        read=_preset,
     )
-    output: Path | None = _option(
+    output: Path | None = option(
         "Folder for profile, plan, energy log, summary and what a restart reads.",
+        Path,
         usual="'envpipe' in the folder of --save, else nothing is written",
-        type=Path,
         metavar="DIR",
     )
 
 
-#: Of each option, how users give it.
-OPTIONS: Mapping[str, Option] = {
-    each.name: each.metadata["option"] for each in fields(GivenOptions)
-}
+OPTIONS: Mapping[str, Option] = options_in(GivenOptions)

@@ -28,7 +28,7 @@ from envpipe_megatron.runtime.execution.orders import IterationOrder, PhaseRun, 
 from envpipe_megatron.runtime.execution.stage_run import StageRun
 from envpipe_megatron.runtime.job.parts import PhaseParts, SessionError, note
 from envpipe_megatron.runtime.job.phases import run_phases
-from envpipe_megatron.runtime.job.planning import megatron_order, predicted
+from envpipe_megatron.runtime.job.planning import predicted
 
 #: What a job says that is asked for a power budget and cannot keep one.
 _NO_POWER = "The power budget is not kept: this job chooses no clocks"
@@ -126,7 +126,7 @@ class Batches:
             )
             phases = run_phases(parts)
             order = next(phases)
-            off = constant_order(Phase.OFF, own_order or megatron_order(parts), parts.top_mhz)
+            off = constant_order(Phase.OFF, parts.schedule, parts.top_mhz)
             off = replace(off, billed_late=True, times_units=False)
             self.now = Batch(name, num_microbatches, phases, order, off)
         return self.now.off if is_off else self.now.order

@@ -46,15 +46,15 @@ _MOST_UNSURE = 0.1
 
 
 def known_and_measured(
-    job: PhaseParts, schedule: Schedule, records: Sequence[StageRecord]
+    job: PhaseParts, records: Sequence[StageRecord]
 ) -> tuple[Profile | None, Schedule]:
     """Return the profile that need not be measured, and the order whose units are looked at.
 
     That is the framework's, with half of its backwards split if plans may split some. Every rank
     calls it, as `known_profile`. Where only the order matters, units are always measured.
     """
-    profile = None if job.options.changes_only_order else known_profile(job, schedule, records)
-    measured = schedule
+    profile = None if job.options.changes_only_order else known_profile(job, records)
+    schedule = measured = job.schedule
     may_split = job.options.may_split and splits(job) and job.channel.capacity is None
     may_split = may_split and job.options.plan is None  # whose order is there
     whole = schedule.unit_kinds == WHOLE and not schedule.combined.any()
@@ -71,35 +71,33 @@ def known_and_measured(
     return None, measured
 
 
-def try_parts(job: PhaseParts, schedule: Schedule, measured: Schedule) -> PhaseRun[Schedule]:
+def try_parts(job: PhaseParts, measured: Schedule) -> PhaseRun[Schedule]:
     """Run the order whose units are looked at, and watch what they hold; the order to look at.
 
     That is the framework's where the other has no memory, and backwards are whole then.
     """
-    if measured is schedule:
-        return schedule
+    if measured is job.schedule:
+        return measured
     try:
         make_room_for_messages(job, measured)
         job.memory.predict(measured)
     except MemoryFullError as error:
         job.state.whole = str(error)
         note(job, f"Backwards stay whole: {error}")
-        return schedule
-    yield from watch_parts(job, schedule, measured)
+        return job.schedule
+    yield from watch_parts(job, measured)
     return measured
 
 
-def watch_parts(job: PhaseParts, schedule: Schedule, measured: Schedule) -> PhaseRun[None]:
+def watch_parts(job: PhaseParts, measured: Schedule) -> PhaseRun[None]:
     """Learn what units hold, by an iteration of the order whose units are looked at."""
     before, job.memory.watch = job.memory.watch, Watch.UNITS
     yield constant_order(Phase.PROFILE, measured, job.top_mhz)
-    job.memory.learn(schedule, job.specs, measured)
+    job.memory.learn(job.schedule, job.specs, measured)
     job.memory.watch = before
 
 
-def measure_hops_s(
-    job: PhaseParts, schedule: Schedule, records: Sequence[StageRecord]
-) -> tuple[float, ...]:
+def measure_hops_s(job: PhaseParts, records: Sequence[StageRecord]) -> tuple[float, ...]:
     """Return how long a message takes between each two stages, s, by when units began to run.
 
     A unit that waits begins when its input has come: of those of an iteration, the one that begins
@@ -108,6 +106,7 @@ def measure_hops_s(
     iterations and replicas the median. Where a slow stage never waits, messages take the least time
     that is seen elsewhere; 0 if no iteration ran whole. Every rank calls it.
     """
+    schedule = job.schedule
     unknown = np.full((2, schedule.units_per_stage), np.nan)
     own_s = [(each.start_s, each.end_s) if each.whole else unknown for each in records] or [unknown]
     # By stage, [replicas, iterations, begin and end, units].
@@ -135,9 +134,7 @@ def measure_hops_s(
     return by_planner(job.collectives, look)
 
 
-def known_profile(
-    job: PhaseParts, schedule: Schedule, records: Sequence[StageRecord]
-) -> Profile | None:
+def known_profile(job: PhaseParts, records: Sequence[StageRecord]) -> Profile | None:
     """Return the profile of another batch, the user's, or an earlier start's; else None.
 
     An earlier start's is forgotten where the warm-up contradicts it; the user's is used all the
@@ -146,14 +143,14 @@ def known_profile(
     Raises DegradedError on all ranks if the user's is broken, or of another number of stages.
     """
     before = job.state.profile  # what units cost does not depend on how many there are
-    if before is not None and _has_all_pairs(job.state.profiled, schedule):
+    if before is not None and _has_all_pairs(job.state.profiled, job.schedule):
         return before
     given, profile = job.options.profile, job.folder.found.profile
     if given is not None:
         profile = by_planner(job.collectives, partial(read_named, given, job.num_stages))
     if profile is None:
         return None
-    apart = _contradiction(job, profile, schedule, records)
+    apart = _contradiction(job, profile, records)
     if apart and given is None:
         job.say(f"the profile of an earlier start is not used: {apart}")
         job.folder.forget_profile()
@@ -162,8 +159,8 @@ def known_profile(
         job.say(f"the profile {given} is used, but may not be one of this job: {apart}")
     pending = profile.sidecar.pending_bytes
     if given is None and pending is not None:
-        job.memory.waiting_bytes = (pending[job.stage],) * schedule.num_chunks
-    job.memory.learn(schedule, job.specs)
+        job.memory.waiting_bytes = (pending[job.stage],) * job.schedule.num_chunks
+    job.memory.learn(job.schedule, job.specs)
     if given is not None and knows_memory(profile.sidecar):
         return profile
     return with_memory(profile, job.memory.stages)
@@ -197,15 +194,13 @@ def _has_all_pairs(measured: Schedule | None, schedule: Schedule) -> bool:
     return measured is None or bool((measured.combined.any(axis=1) >= pairs).all())
 
 
-def _contradiction(
-    job: PhaseParts, profile: Profile, schedule: Schedule, records: Sequence[StageRecord]
-) -> str:
+def _contradiction(job: PhaseParts, profile: Profile, records: Sequence[StageRecord]) -> str:
     """Say how far the warm-up is from the profile; empty if no kind of units is too far.
 
     Medians count: over iterations and units of a kind on each rank, then over replicas. A kind that
     did not run, or has no row at the clock of the warm-up, contradicts nothing.
     """
-    chunks = schedule.num_chunks
+    schedule, chunks = job.schedule, job.schedule.num_chunks
     if not records or profile.sidecar.num_chunks not in (1, chunks):
         return ""  # planning refuses other chunks
     profile = profile.for_chunks(chunks)

@@ -43,8 +43,12 @@ from envpipe_megatron.tuning.commands import (
     Window,
     merged,
 )
-from envpipe_megatron.tuning.measured.meters import TAIL, WAITING, meter_sums
-from envpipe_megatron.tuning.measured.powers import power_nodes_mhz
+from envpipe_megatron.tuning.measured.powers import (
+    TAIL,
+    WAITING,
+    meter_sums,
+    power_nodes_mhz,
+)
 
 T = TypeVar("T")
 
@@ -67,8 +71,8 @@ def run_commands(
     records: Sequence[StageRecord],
     begin: Callable[[Window], Run[T]],
     kinds: Sequence[Kind] = (),
-) -> PhaseRun[tuple[T, IterationOrder]]:
-    """Run what a run decides; what it found, if it ends, and what ran last.
+) -> PhaseRun[T]:
+    """Run what a run decides; what it found, if it ends.
 
     Raises DegradedError if it failed on a rank.
 
@@ -114,7 +118,8 @@ def run_commands(
             refused = _refused(job, decided.plan, schedule)
             decided = by_planner(job.collectives, partial(decide, stages, refused))
         if isinstance(decided, _Ended):
-            return decided.found, order
+            found: T = decided.found
+            return found
         command = decided
         if command.orders:
             place = command.which[job.collectives.replica] if command.which else 0

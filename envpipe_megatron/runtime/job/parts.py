@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
+from envpipe_megatron.core.orders import builders
 from envpipe_megatron.core.plan import Plan
 from envpipe_megatron.core.profile import Profile
 from envpipe_megatron.core.schedule import Schedule
@@ -90,6 +92,18 @@ class PhaseParts:
     specs: StageSpecs = field(default_factory=lambda: StageSpecs({}, {}))
     own_order: Schedule | None = None
     control: ControlFile | None = None
+
+    @cached_property
+    def megatron_order(self) -> Schedule:
+        """Return Megatron's own order of the job; ScheduleError: it cannot run."""
+        asked = self.options
+        counts = asked.num_microbatches, asked.num_chunks, asked.group_size
+        return builders.framework_order(self.num_stages, *counts)
+
+    @property
+    def schedule(self) -> Schedule:
+        """Return the framework's order: Megatron's, if EnvPipe runs the units."""
+        return self.own_order or self.megatron_order
 
     @property
     def kept_order(self) -> Schedule | None:

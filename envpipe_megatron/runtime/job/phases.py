@@ -45,7 +45,6 @@ from envpipe_megatron.runtime.job.planning import (
     given_plan,
     make_room,
     make_room_for_messages,
-    megatron_order,
     plan_online,
     profiled_clocks,
 )
@@ -78,7 +77,7 @@ def run_phases(job: PhaseParts) -> PhaseRun[None]:
     """
     options = job.options
     check_files(job)
-    schedule = megatron_order(job) if job.own_order is None else job.own_order
+    schedule = job.schedule
     make_room_for_messages(job, schedule)
     at_top = constant_order(Phase.WARMUP, schedule, job.top_mhz, billed_late=True)
     known, usual = job.batch in job.energy.baselines, options.baseline_steps
@@ -92,41 +91,39 @@ def run_phases(job: PhaseParts) -> PhaseRun[None]:
             records = yield from whole(warm_up, job.collectives)
         if known and baseline_holds(job):
             break
-    order, own_order = replace(at_top, phase=Phase.STEADY), True
+    order = replace(at_top, phase=Phase.STEADY)
     try:
         if options.one_clock:
-            yield from _one_clock(job, schedule)
+            yield from _one_clock(job)
         elif options.closed_loop:
             yield from _closed_loop(job, at_top, records[1:])
-        elif not options.only_measures(schedule.name):
-            order = yield from _save_energy(job, schedule, records)
-            own_order = False
+        elif options.only_measures(schedule.name):
+            _keep_own_order(job)
+        else:
+            order = yield from _save_energy(job, records)
     except DegradedError as error:
-        _go_on(job, schedule, error)
-    else:
-        if own_order:
-            _keep_own_order(job, schedule)
+        _go_on(job, error)
     yield from _steady(job, order)
 
 
-def _go_on(job: PhaseParts, schedule: Schedule, error: DegradedError) -> None:
+def _go_on(job: PhaseParts, error: DegradedError) -> None:
     """Let the framework's order go on, for something has failed."""
     job.state.plan = None
     note(job, f"The framework's own order, at the highest clock: {error}")
     if not job.state.several_sizes:
         job.folder.forget_profile()
-    _keep_own_order(job, schedule)
+    _keep_own_order(job)
 
 
-def _one_clock(job: PhaseParts, schedule: Schedule) -> PhaseRun[None]:
+def _one_clock(job: PhaseParts) -> PhaseRun[None]:
     """Find a clock, and another when it is not right any more, forever. As `_save_energy`."""
     found, top = job.folder.found.one_clock_mhz, job.top_mhz
     if not job.collectives.on_all(found in job.gpu.supported_frequencies_mhz):
         found = None
     clocks = (top, *(clock for clock in _swept_clocks(job, ONE_CLOCK_STEP) if clock < top))
-    _keep_own_order(job, schedule)
+    _keep_own_order(job)
     first, phase = found or top, Phase.STEADY if found else Phase.PROFILE
-    records = yield from _compared(job, constant_order(phase, schedule, first))
+    records = yield from _compared(job, constant_order(phase, job.schedule, first))
 
     def keep(clock: int, steps: Mapping[int, StepEnergy]) -> None:
         measured = [{"frequency_mhz": at, **asdict(step)} for at, step in steps.items()]
@@ -134,7 +131,7 @@ def _one_clock(job: PhaseParts, schedule: Schedule) -> PhaseRun[None]:
         job.folder.keep_one_clock(clock)
 
     tuner = OneClock(
-        schedule,
+        job.schedule,
         clocks,
         job.options.slowdown_percent,
         job.options.steps_at_clock,
@@ -142,7 +139,7 @@ def _one_clock(job: PhaseParts, schedule: Schedule) -> PhaseRun[None]:
         found,
         keep,
     )
-    yield from run_commands(job, schedule, clocks, records, tuner.run)
+    yield from run_commands(job, job.schedule, clocks, records, tuner.run)
 
 
 def _warm_up(job: PhaseParts, order: IterationOrder, length: int) -> PhaseRun[list[StageRecord]]:
@@ -167,9 +164,9 @@ def _closed_loop(
     """
     for tries in count():
         try:
-            yield from _loop(job, order.schedule, records)
+            yield from _loop(job, records)
         except DegradedError as error:
-            _go_on(job, order.schedule, error)
+            _go_on(job, error)
         clocks_mhz = job.gpu.supported_frequencies_mhz
         if not job.collectives.on_all(job.clock.error is None and len(clocks_mhz) > 1):
             # What is found from here on is no use to a start that has control again.
@@ -187,9 +184,10 @@ def _closed_loop(
         records = yield from whole(partial(iterations, steady, WINDOW), job.collectives)
 
 
-def _loop(job: PhaseParts, schedule: Schedule, records: Sequence[StageRecord]) -> PhaseRun[None]:
+def _loop(job: PhaseParts, records: Sequence[StageRecord]) -> PhaseRun[None]:
     """Run the closed loop, forever; DegradedError if that fails. As `_save_energy`."""
-    profile, measured = known_and_measured(job, schedule, records)
+    schedule = job.schedule
+    profile, measured = known_and_measured(job, records)
     if profile is not None:
         known, of_stages = profile, clocks_of_stages(job)
         clocks = by_planner(job.collectives, lambda: profiled_clocks(job, known, of_stages))
@@ -203,11 +201,11 @@ def _loop(job: PhaseParts, schedule: Schedule, records: Sequence[StageRecord]) -
                 job.say(_DRY_RUN)
         job.memory.learn(schedule, job.specs)
         job.memory.watch = Watch.NOTHING
-        facts = _facts(job, schedule, records)
-    measured = yield from try_parts(job, schedule, measured)
+        facts = _facts(job, records)
+    measured = yield from try_parts(job, measured)
 
     def begin(first: Window) -> Run[None]:
-        store = _store(job, measured, clocks, facts)
+        store = Store(measured, clocks, facts)
         if profile is not None:
             store.take_profile(profile)
         options, goal = job.options, job.options.goal
@@ -216,33 +214,29 @@ def _loop(job: PhaseParts, schedule: Schedule, records: Sequence[StageRecord]) -
         check = partial(check_plan, job, clocks_mhz=())
         planner = Planner(store, partial(plan_online, job), check, limits, job.background)
         tuner = ShortestOrder if options.changes_only_order else Controller
-        return tuner(schedule, measured, store, job.collectives.num_replicas, planner).run(first)
+        return tuner(schedule, store, planner).run(first)
 
     yield from run_commands(job, schedule, clocks, records, begin, profiled_kinds(measured))
 
 
-def _save_energy(
-    job: PhaseParts, schedule: Schedule, records: Sequence[StageRecord]
-) -> PhaseRun[IterationOrder]:
+def _save_energy(job: PhaseParts, records: Sequence[StageRecord]) -> PhaseRun[IterationOrder]:
     """Profile, plan and reconfigure; the order of the steady phase. DegradedError if that fails.
 
     Args:
         job: this rank's parts.
-        schedule: the framework's.
         records: of the warm-up; its first iteration says nothing of the units.
     """
-    profile, measured = known_and_measured(job, schedule, records[1:])
+    profile, measured = known_and_measured(job, records[1:])
     if profile is None:
-        profile = yield from _profile(job, schedule, measured, records[1:])
+        profile = yield from _profile(job, measured, records[1:])
     job.state.profile = profile
-    plan = yield from adopt_plan(job, schedule, records, profile, clocks_of_stages(job))
+    plan = yield from adopt_plan(job, records, profile, clocks_of_stages(job))
     job.state.plan = plan
     return IterationOrder(Phase.STEADY, plan.schedule, plan.frequency_mhz)
 
 
 def adopt_plan(
     job: PhaseParts,
-    schedule: Schedule,
     records: Sequence[StageRecord],
     profile: Profile,
     clocks_mhz: Sequence[set[int]],
@@ -262,7 +256,7 @@ def adopt_plan(
     def begin(first: Window) -> Run[tuple[Plan, tuple[str, ...]]]:
         return planned_beside(job.background(), plan_online(job, profile))
 
-    (plan, notes), _ = yield from run_commands(job, schedule, own_clocks, records[-1:], begin)
+    plan, notes = yield from run_commands(job, job.schedule, own_clocks, records[-1:], begin)
     by_planner(job.collectives, partial(check_plan, job, plan, clocks_mhz))
     make_room(job, plan)
     state.plan = plan
@@ -270,9 +264,9 @@ def adopt_plan(
     policy = RECONFIGURE_POLICIES.get(options.reconfigure)
     if policy:
         job.say(f"reconfigure: {policy.name}, extra forwards {list(plan.schedule.extra_forwards)}")
-        raises = partial(reconfigured, plan, policy, schedule, clocks_mhz)
-        run = run_commands(job, schedule, own_clocks, records[1:], raises)
-        (plan, state.reconfigure_steps, state.reconfigure_ended), _ = yield from run
+        raises = partial(reconfigured, plan, policy, job.schedule, clocks_mhz)
+        run = run_commands(job, job.schedule, own_clocks, records[1:], raises)
+        plan, state.reconfigure_steps, state.reconfigure_ended = yield from run
         ended = state.reconfigure_ended.value
         job.say(f"reconfigure: ended after {state.reconfigure_steps} steps, since {ended}")
     job.folder.write_plan(plan, job.batch)
@@ -300,51 +294,46 @@ def _compared(job: PhaseParts, order: IterationOrder) -> PhaseRun[list[StageReco
     return records
 
 
-def _keep_own_order(job: PhaseParts, schedule: Schedule) -> None:
+def _keep_own_order(job: PhaseParts) -> None:
     """Let the framework's order go on: it ran, so that too little memory for it is only said."""
     if job.memory.stages is None:
-        job.memory.learn(schedule, job.specs)
+        job.memory.learn(job.schedule, job.specs)
     try:
-        job.memory.predict(schedule)
+        job.memory.predict(job.schedule)
     except DegradedError as error:
         job.say(f"memory: {error}")
 
 
 def _profile(
-    job: PhaseParts, schedule: Schedule, measured: Schedule, records: Sequence[StageRecord]
+    job: PhaseParts, measured: Schedule, records: Sequence[StageRecord]
 ) -> PhaseRun[Profile]:
     """Sweep; DegradedError on all ranks if that fails. As `_save_energy`."""
-    swept = _swept_clocks(job)
+    swept, schedule = _swept_clocks(job), job.schedule
     if not job.gpu.changes_clock:
         job.say(_DRY_RUN)
     if measured is not schedule:
         job.memory.learn(schedule, job.specs)
-        measured = yield from try_parts(job, schedule, measured)
-    store = _store(job, measured, swept, _facts(job, schedule, records))
+        measured = yield from try_parts(job, measured)
+    store = Store(measured, swept, _facts(job, records))
     looks = sweep_probe(measured, store, job.options.steps_at_clock)
-    begin = partial(measured_profile, store, job.collectives.num_replicas, looks, measured)
+    begin = partial(measured_profile, store, looks)
     if not records or measured is not schedule:
         records = yield from iterations(constant_order(Phase.PROFILE, measured, swept[0]))
-    profile, _ = yield from run_commands(job, measured, swept, records, begin)
+    profile = yield from run_commands(job, measured, swept, records, begin)
     # Not before: after skipped steps, the optimizer's state may have been allocated meanwhile.
     if measured is schedule:
         job.memory.learn(schedule, job.specs)
     else:
-        yield from watch_parts(job, schedule, measured)
+        yield from watch_parts(job, measured)
     profile = with_memory(profile, job.memory.stages)
     job.folder.keep_profile(profile)
     job.state.profiled = schedule
     return profile
 
 
-def _store(job: PhaseParts, schedule: Schedule, clocks_mhz: Sequence[int], facts: Sidecar) -> Store:
-    kinds = profiled_kinds(schedule)
-    return Store(job.num_stages, schedule.num_chunks, kinds, clocks_mhz, facts)
-
-
-def _facts(job: PhaseParts, schedule: Schedule, records: Sequence[StageRecord]) -> Sidecar:
+def _facts(job: PhaseParts, records: Sequence[StageRecord]) -> Sidecar:
     """Return what is known of the job beside its units; every rank calls it."""
-    hops_s = measure_hops_s(job, schedule, records)
+    hops_s = measure_hops_s(job, records)
     return replace(job.options.sidecar, gpu=job.gpu.name, p2p_latency_s=hops_s)
 
 

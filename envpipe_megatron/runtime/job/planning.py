@@ -9,7 +9,6 @@ from pathlib import Path
 from envpipe_megatron.core.channel_model import find_stall
 from envpipe_megatron.core.conditions import known_conditions
 from envpipe_megatron.core.kinds import Kind
-from envpipe_megatron.core.orders import builders
 from envpipe_megatron.core.plan import Plan, check_stages, read_plan
 from envpipe_megatron.core.profile import Profile, read_profile
 from envpipe_megatron.core.schedule import Placement, Schedule
@@ -149,7 +148,7 @@ def plan_online(
         # Only of the framework's order is it known that one hardware queue can run it.
         schedule = "interleaved"
         if order is None:
-            _check_finishes(job, megatron_order(job))
+            _check_finishes(job, job.megatron_order)
     may_split = splits(job) and Kind.INPUT_GRADIENT in profile.kinds
     if SCHEDULES[schedule].splits and not may_split:  # which showed in training
         schedule = "1f1b"
@@ -164,7 +163,7 @@ def plan_online(
     most, notes = None, tuple[str, ...]()
     if "max_in_flight" in takes:
         most = asked.max_in_flight
-        limit = in_flight_limit(most, in_v or megatron_order(job), profile, job.memory.stages)
+        limit = in_flight_limit(most, in_v or job.megatron_order, profile, job.memory.stages)
         profile = with_memory(profile.for_chunks(asked.num_chunks), job.memory.stages)
         if limit is not None:
             most = limit  # it may be more than there are, for weight gradients that wait
@@ -183,14 +182,6 @@ def plan_online(
         runnable=True,
     )
     return make_problem(profile, request, own_s, in_v), notes
-
-
-def megatron_order(job: PhaseParts) -> Schedule:
-    """Return Megatron's own order of the job; ScheduleError: it cannot run."""
-    asked = job.options
-    return builders.framework_order(
-        job.num_stages, asked.num_microbatches, asked.num_chunks, asked.group_size
-    )
 
 
 def predicted(plan: Plan | None) -> dict[str, float] | None:

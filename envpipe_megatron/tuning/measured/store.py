@@ -19,14 +19,13 @@ from envpipe_megatron.core.conditions import known_conditions
 from envpipe_megatron.core.kinds import SPLIT, WHOLE, Kind
 from envpipe_megatron.core.profile import Profile, make_profile
 from envpipe_megatron.core.profile_rows import ProfileRow
-from envpipe_megatron.core.schedule import Schedule
+from envpipe_megatron.core.schedule import Schedule, profiled_kinds
 from envpipe_megatron.core.sidecar import Sidecar
 from envpipe_megatron.core.timeline import Timeline
 from envpipe_megatron.tuning.commands import Clocked, Window, tail_times_s
 from envpipe_megatron.tuning.measured.fit import Point, Times
 from envpipe_megatron.tuning.measured.lateness import Lateness, asked_s
-from envpipe_megatron.tuning.measured.meters import WAITING
-from envpipe_megatron.tuning.measured.powers import Powers, StoreError
+from envpipe_megatron.tuning.measured.powers import WAITING, Powers, StoreError
 
 #: What meters said counts this much less after something has changed. If all of it counts on, an
 #: iteration under a power cap lasts 8.5 % longer.
@@ -48,22 +47,15 @@ class Store:
     """Times, powers and surroundings of the units of a job.
 
     Args:
-        num_stages: p.
-        num_chunks: V.
-        kinds: the kinds of units that the framework's order has.
+        schedule: the order whose units are looked at: the framework's, or the same with some of its
+            backwards split.
         clocks_mhz: those that plans may use; the highest is the one of the warm-up.
         facts: what else is known of the job, for the sidecar of profiles.
     """
 
-    def __init__(
-        self,
-        num_stages: int,
-        num_chunks: int,
-        kinds: Sequence[Kind],
-        clocks_mhz: Sequence[int],
-        facts: Sidecar,
-    ) -> None:
-        self.kinds = tuple(kinds)
+    def __init__(self, schedule: Schedule, clocks_mhz: Sequence[int], facts: Sidecar) -> None:
+        num_stages, num_chunks = schedule.num_stages, schedule.num_chunks
+        self.schedule, self.kinds = schedule, profiled_kinds(schedule)
         self.clocks_mhz: FloatArray = np.array(sorted(clocks_mhz), dtype=float)
         self.tail_s: FloatArray = np.zeros(num_stages)
         self.lateness = Lateness()
@@ -150,13 +142,13 @@ class Store:
         What meters said counts for little from now on.
         """
         self.drifted_far = self.drifted_far | drifted_far
-        self.powers.fade(_KEEPS)
+        self.powers.sums *= _KEEPS
 
     def learn(
         self,
         clocked: Clocked,
         window: Window,
-        replicas: Sequence[int],
+        replicas: Sequence[int] = (),
         *,
         fresh: bool = False,
         fades: float = 1.0,
@@ -166,7 +158,7 @@ class Store:
         Args:
             clocked: what ran.
             window: what came of it.
-            replicas: those that ran this.
+            replicas: those that ran this; by default all.
             fresh: whether another order ran before the first iteration.
             fades: share of the weight that what meters said before keeps.
 
@@ -215,7 +207,7 @@ class Store:
         self._learn_lateness(clocked, timeline, asked, odd)
         for stage, report in enumerate(window.stages):
             if report.metered:  # in weeks of silence, what is known would fade to nothing
-                self.powers.add(stage, report.meter, fades)
+                self.powers.sums[stage] = fades * self.powers.sums[stage] + report.meter
         return drifted
 
     def _follow_others(self, seen: set[int], changed: set[int], before_s: FloatArray) -> None:

@@ -22,8 +22,7 @@ from envpipe_megatron.formats.energy import Phase
 from envpipe_megatron.tuning.command_maker import CommandMaker
 from envpipe_megatron.tuning.commands import Clocked, Run, Window
 from envpipe_megatron.tuning.measured.store import Store
-from envpipe_megatron.tuning.probes.probe import Look
-from envpipe_megatron.tuning.probes.slack import probe, probe_clocks_mhz
+from envpipe_megatron.tuning.probes.probe import Look, probe, probe_clocks_mhz
 
 #: From one clock to the next, as a share of the highest. On emulated A100 and A40, plans of such a
 #: sweep save what plans of all clocks do, to 0.1 points; with a tenth, to 0.8.
@@ -78,22 +77,18 @@ def sweep_probe(
         yield look(clocks_mhz, f"units that have time at {seen[-1]} MHz")
 
 
-def measured_profile(
-    store: Store, num_replicas: int, looks: Iterator[Look], own: Schedule, first: Window
-) -> Run[Profile]:
+def measured_profile(store: Store, looks: Iterator[Look], first: Window) -> Run[Profile]:
     """Run looks, and return the profile that they make.
 
     Args:
         store: empty.
-        num_replicas: pipelines.
         looks: of a probe.
-        own: the framework's order.
-        first: iterations of it at the highest clock.
+        first: iterations of the store's order at the highest clock.
 
     Raises SweepError if the counters of a stage fail.
     """
-    commands = CommandMaker(store, num_replicas)
-    commands.learn(store.at_top(own), first)
+    commands = CommandMaker(store)
+    commands.learn(store.at_top(store.schedule), first)
     for look in looks:
         commands.note(look.note)
         for longer in _LONGER:

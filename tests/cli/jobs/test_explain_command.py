@@ -40,7 +40,7 @@ def test_envpipes_options_are_those_of_a_job(monkeypatch):
     ("words", "said"),
     [
         (("--envpipe-levels", "order"), "No such option of EnvPipe"),
-        (("--envpipe-level", "most"), "invalid choice: 'most'"),
+        (("--envpipe-level", "most"), "--envpipe-level is auto, observe"),
         (("--envpipe-profile-only",), "needs --envpipe-output"),
         (("--envpipe-level", "order", "--cuda-graph-impl", "local"), "cannot be had with: CUDA"),
         (("--inprocess-restart",), "cannot meter such a job"),

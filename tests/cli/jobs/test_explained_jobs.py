@@ -8,21 +8,21 @@ from unittest.mock import patch
 
 import pytest
 
+from envpipe_megatron.cli.jobs.explain import read_flags, read_recipe
 from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.integrations.levels import (
+    JobError,
     Level,
-    LevelError,
-    RefusedError,
     decide,
     limits_of_arguments,
 )
-from envpipe_megatron.integrations.megatron.arguments import (
-    ArgumentsError,
-    read_flags,
-    read_recipe,
+from envpipe_megatron.integrations.megatron.explain import (
+    SEEN,
+    PlannedJob,
+    _never_tried,
+    _seen_like,
+    explain,
 )
-from envpipe_megatron.integrations.megatron.evidence import SEEN, never_tried, seen_like
-from envpipe_megatron.integrations.megatron.explain import explain, planned_job
 from envpipe_megatron.integrations.megatron.limits import LIMITS, POSTED_AHEAD
 from envpipe_megatron.runtime.job.options import JobOptions
 
@@ -32,7 +32,7 @@ PIPELINE = "--pipeline-model-parallel-size 4 --micro-batch-size 1 --global-batch
 
 def explained(flags, options=None, environment=None, **placed):
     args = read_flags(f"{PIPELINE} {flags}".split())
-    job = planned_job(args, options or JobOptions(level=None), **placed)
+    job = PlannedJob(args, options or JobOptions(level=None), **placed)
     titles = ("gets", "way", "proven", "carries", "seen", "never", "start")
     with patch.dict(os.environ, environment or {}):
         return dict(zip(titles, explain(job).values(), strict=True))
@@ -75,9 +75,9 @@ def test_options_count_as_in_a_job():
     without = explained("", JobOptions(level=None, gpu_control="none"))
     assert not any("least energy, corrected" in line for line in without["gets"])
     assert all("no clock changed" in line for line in without["seen"])
-    with pytest.raises(LevelError, match="CUDA graphs"):
+    with pytest.raises(JobError, match="CUDA graphs"):
         explained("--cuda-graph-impl local", JobOptions(level=Level.ORDER))
-    with pytest.raises(RefusedError, match="cannot meter"):
+    with pytest.raises(JobError, match="cannot meter"):
         explained("--inprocess-restart")
 
 
@@ -96,7 +96,7 @@ def test_with_chunks_an_order_whose_forwards_draw_stays_megatrons():
 def test_boundaries_cross_nodes_where_ranks_of_neighbours_do(per_node, mapping):
     flags = f"--tensor-model-parallel-size 2 {mapping}"
     args = read_flags(f"{PIPELINE} {flags}".split())
-    job = planned_job(args, JobOptions(), nodes=32 // per_node, ranks_per_node=per_node)
+    job = PlannedJob(args, JobOptions(), nodes=32 // per_node, ranks_per_node=per_node)
     ranks = list(range(32))
     # 4 stages, 4 replicas, 2 tensor-parallel ranks, as Megatron numbers them.
     strides = (8, 2) if not mapping else (2, 8)
@@ -111,8 +111,8 @@ def test_boundaries_cross_nodes_where_ranks_of_neighbours_do(per_node, mapping):
         for stage, (one, other) in enumerate(itertools.pairwise(ranks_of))
         if one // per_node != other // per_node
     }
-    assert job.crossing() == len(crossing)
-    assert job.microbatches() == 64 // 4
+    assert job.over_nccl() == len(crossing)
+    assert job.microbatches == 64 // 4
 
 
 def test_one_hardware_queue_over_nccl_lowers_what_must_check_itself():
@@ -121,7 +121,7 @@ def test_one_hardware_queue_over_nccl_lowers_what_must_check_itself():
     said = explained("--num-experts 8", **over_nodes)
     assert said["gets"][0].startswith("level units")
     assert said["way"] == [f"of level order: mixture of experts ({POSTED_AHEAD})"]
-    with pytest.raises(LevelError, match="mixture of experts"):
+    with pytest.raises(JobError, match="mixture of experts"):
         explained("--num-experts 8", JobOptions(level=Level.ORDER), **over_nodes)
     assert (
         "between nodes (3 of 3 boundaries): NCCL's receives"
@@ -154,22 +154,22 @@ def test_figures_are_on_pages():
             assert any(re.search(rf"(?<![\d.]){re.escape(one)}", pages) for one in written), row
 
 
+def like(flags, level, *, splits, clocks=True):
+    job = PlannedJob(read_flags(flags.split()), JobOptions())
+    return _seen_like(job, level, splits=splits, clocks=clocks)
+
+
 def test_what_was_seen_is_of_jobs_like_it():
-    args = read_flags(["--pipeline-model-parallel-size", "8"])
-    split, whole = (
-        seen_like(Level.ORDER, args, splits=splits, clocks=True) for splits in (True, False)
-    )
+    flags = "--pipeline-model-parallel-size 8"
+    split, whole = (like(flags, Level.ORDER, splits=splits) for splits in (True, False))
     assert {row.stages for row in split if row.gpu.startswith("A")} == {8}
     assert any(row.split for row in split)
     assert not any(row.split for row in whole)
-    chunks = read_flags(f"{PIPELINE} --num-virtual-stages-per-pipeline-rank 3".split())
-    assert {row.chunks for row in seen_like(Level.UNITS, chunks, splits=False, clocks=True)} == {
-        2,
-        4,
-    }
-    assert seen_like(Level.UNIFORM, args, splits=False, clocks=True) == []
-    experts = read_flags(f"{PIPELINE} --num-experts 8".split())
-    (seen,) = seen_like(Level.ORDER, experts, splits=True, clocks=False)
+    chunks = f"{PIPELINE} --num-virtual-stages-per-pipeline-rank 3"
+    assert {row.chunks for row in like(chunks, Level.UNITS, splits=False)} == {2, 4}
+    assert like(flags, Level.UNIFORM, splits=False) == []
+    experts = f"{PIPELINE} --num-experts 8"
+    (seen,) = like(experts, Level.ORDER, splits=True, clocks=False)
     assert "experts" in seen.how
     assert not any("experts" in row.how for row in (*split, *whole))
     for row in (*split, *whole):
@@ -181,8 +181,9 @@ def test_what_was_never_tried():
     assert len([line for line in said["never"] if line.endswith("not compared")]) == 2
     assert not any("4 GPUs" in line for line in said["never"])
     assert any("4 GPUs" in line for line in explained("", nodes=2, ranks_per_node=4)["never"])
-    assert not any("clock" in line for line in never_tried(Level.OBSERVE, read_flags([]), 1))
-    assert any("clock" in line for line in never_tried(Level.UNIFORM, read_flags([]), 1))
+    one_rank = PlannedJob(read_flags([]), JobOptions())
+    assert not any("clock" in line for line in _never_tried(one_rank, Level.OBSERVE))
+    assert any("clock" in line for line in _never_tried(one_rank, Level.UNIFORM))
 
 
 def test_arguments_as_megatron_has_them(tmp_path):
@@ -204,22 +205,22 @@ def test_arguments_as_megatron_has_them(tmp_path):
     assert (args.a, args.b, args.c, args.d) == (3, "x", [1.5, 2], True)
     weights = ["--tensor-model-parallel-size", "2", "--tensor-parallel-num-weight-shards", "8"]
     assert read_flags(weights).gtp_weight_remat_size == 4
-    with pytest.raises(ArgumentsError, match="begin with --"):
+    with pytest.raises(EnvPipeError, match="begin with --"):
         read_flags(["oops"])
-    with pytest.raises(ArgumentsError, match="pipeline-model-parallel-size is a whole number"):
+    with pytest.raises(EnvPipeError, match="pipeline-model-parallel-size is a whole number"):
         read_flags(["--pipeline-model-parallel-size", "$PP"])
     with pytest.raises(EnvPipeError, match="cannot be divided"):
-        planned_job(read_flags(PIPELINE.split()), JobOptions(), nodes=1, ranks_per_node=6)
+        PlannedJob(read_flags(PIPELINE.split()), JobOptions(), nodes=1, ranks_per_node=6)
     path = tmp_path / "recipe.yaml"
     path.write_text("fp8_format: hybrid\n--recompute: true\nsave: null\n--modules: [a, 1]\n")
     words = ["--fp8-format", "hybrid", "--recompute", "--modules", "a", "1"]
     assert read_recipe(path) == (words, {})
     for wrong in ("just text", "a: [1", "- 1", "MODEL_ARGS: x", "ENV_VARS: [1]", "[" * 9999):
         path.write_text(wrong)
-        with pytest.raises(ArgumentsError, match=r"no table of flags|neither YAML nor JSON"):
+        with pytest.raises(EnvPipeError, match=r"no table of flags|neither YAML nor JSON"):
             read_recipe(path)
     path.write_text("ENV_VARS: {'A=B': 1}\nMODEL_ARGS: {}\n")
-    with pytest.raises(ArgumentsError, match="no environment can hold"):
+    with pytest.raises(EnvPipeError, match="no environment can hold"):
         read_recipe(path)
 
 
@@ -235,7 +236,7 @@ def test_arguments_as_megatron_has_them(tmp_path):
     ],
 )
 def test_a_count_that_is_none_is_named(flags):
-    with pytest.raises(ArgumentsError, match=f"{flags.split()[0]} is a whole number"):
+    with pytest.raises(EnvPipeError, match=f"{flags.split()[0]} is a whole number"):
         read_flags(flags.split())
     layouts = "--pipeline-model-parallel-layout x*99999999999|t --hybrid-layer-pattern 5"
     assert read_flags(layouts.split()).virtual_pipeline_model_parallel_size == 2

@@ -7,10 +7,11 @@ import numpy as np
 import pytest
 from commands import run
 
-from envpipe_megatron.gpu.devices import VISIBLE_VARIABLE
+from envpipe_megatron.gpu.registry import VISIBLE_VARIABLE
 from envpipe_megatron.search.layer_file import layers_text, links_text, read_layers
 from envpipe_megatron.search.layer_jobs import JOB_VARIABLE, LayerJob
 from envpipe_megatron.search.layer_profile import (
+    AllReduce,
     Block,
     BytesPerParameter,
     Curve,
@@ -105,13 +106,13 @@ def test_links_that_are_known_are_kept(tmp_path: Path, jobs: Jobs) -> None:
     path = tmp_path / "layers.json"
     known = read_layers(path)
     curve = Curve(np.array([1e6]), np.array([7e-4]))
-    more = Links(curve, curve, {(8, False): curve, (16, True): curve})
+    more = Links(curve, curve, (AllReduce(8, False, curve), AllReduce(16, True, curve)))
     path.write_text(layers_text(replace(known, links=more)))
     assert profile(tmp_path, "--microbatch-size", "1,2")[0] == 0
     made = read_layers(path)
     assert set(made.measures) == {Sizes(t, b) for t in (1, 2) for b in (1, 2)}
     assert made.links.message_s(1e6, True) == made.links.message_s(1e6, False) == 7e-4
-    assert set(made.links.all_reduce) == {(8, False), (16, True)}
+    assert [each.gpus for each in made.links.all_reduce] == [8, 16]
     assert jobs.visible[2:] == ["1", "0,1"]
     path.write_text(layers_text(replace(made, links=Links())))  # they alone are missing
     assert profile(tmp_path, "--microbatch-size", "1,2")[0] == 0

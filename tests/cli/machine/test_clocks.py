@@ -15,12 +15,11 @@ from jsonschema import Draft202012Validator
 from envpipe_megatron.gpu.backends import nvml
 from envpipe_megatron.gpu.backends.nvml import NvmlGpu
 from envpipe_megatron.gpu.base import GpuAddress
-from envpipe_megatron.gpu.devices import open_gpu
 from envpipe_megatron.gpu.emulated.emulated_gpu import EmulatedGpu
-from envpipe_megatron.gpu.guard import resetting
 from envpipe_megatron.gpu.guard.lease import Lease
 from envpipe_megatron.gpu.guard.lease_file import LeaseFolderError
 from envpipe_megatron.gpu.guard.messages import ProcessIdentity
+from envpipe_megatron.gpu.registry import open_gpu
 
 ROOT = Path(__file__).parents[3]
 
@@ -227,7 +226,7 @@ def test_no_room_for_a_lease_keeps_no_clock_locked_but_that_of_a_live_job(node, 
     def no_room(*arguments, **more):
         raise LeaseFolderError("A lease cannot be written: No space left on device")
 
-    monkeypatch.setattr(resetting.Lease, "take", no_room)
+    monkeypatch.setattr(Lease, "take", no_room)
     result = run("clocks", "reset")
     assert result.exit_code == 1
     assert f"GPU 0 ({node.uuids[0]}): not reset: job job 9 holds it. Wait" in result.stdout

@@ -14,8 +14,8 @@ from envpipe_megatron.cli.machine.doctor import Check, answered
 from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.gpu.backends import nvml
 from envpipe_megatron.gpu.base import GpuAddress
-from envpipe_megatron.gpu.devices import open_gpu
 from envpipe_megatron.gpu.guard.lease import Lease
+from envpipe_megatron.gpu.registry import open_gpu
 
 LOOK = """
 import json, sys

@@ -8,7 +8,6 @@ import pytest
 from on_request import on_request
 
 from envpipe_megatron.core.kinds import SPLIT, Kind, ScheduleError
-from envpipe_megatron.core.orders.blocks import block_turns, squeezed_blocks
 from envpipe_megatron.core.orders.builders import (
     breadth_first,
     envpipe,
@@ -18,6 +17,7 @@ from envpipe_megatron.core.orders.builders import (
 )
 from envpipe_megatron.core.orders.greedy import shortest
 from envpipe_megatron.core.orders.job import OrderJob, fill
+from envpipe_megatron.core.orders.turns import block_turns, squeezed_blocks
 from envpipe_megatron.core.orders.zero_bubble import (
     half_split,
     split_late,

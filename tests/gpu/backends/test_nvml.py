@@ -10,11 +10,8 @@ from fake_nvml.models import MODELS
 
 from envpipe_megatron.gpu.backends.nvml import NvmlGpu
 from envpipe_megatron.gpu.base import ClockState, GpuAddress, GpuNotSupportedError
-from envpipe_megatron.gpu.control import ChosenControl
-from envpipe_megatron.gpu.devices import list_gpus, open_gpu
-from envpipe_megatron.gpu.guard.resetting import that_can_be_undone
-from envpipe_megatron.gpu.registry import Driver
-from envpipe_megatron.gpu.site import SiteConfig
+from envpipe_megatron.gpu.control import Control, that_can_be_undone
+from envpipe_megatron.gpu.registry import Driver, list_gpus, open_gpu
 
 LOCK = "nvmlDeviceSetGpuLockedClocks"
 RESET = "nvmlDeviceResetGpuLockedClocks"
@@ -91,8 +88,8 @@ def test_a_gpu_without_a_list_of_clocks_is_read_and_never_locked(node, monkeypat
     for backend in ("nvml", "dry_run"):
         with pytest.raises(GpuNotSupportedError, match=f"lists no SM clocks.*{uid}"):
             open_gpu(GpuAddress(backend, uid))
-        chosen = ChosenControl("auto", backend, "so")
-        assert "lists no SM clocks" in that_can_be_undone(chosen, uid, SiteConfig()).warning
+        chosen = Control("auto", backend, "so")
+        assert "lists no SM clocks" in that_can_be_undone(chosen, uid).warning
     assert "lists no SM clocks" in str(NvmlGpu(uid).obstacle())
     assert node.changes() == []
 

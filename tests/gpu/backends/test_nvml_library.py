@@ -16,7 +16,7 @@ from envpipe_megatron.gpu.base import (
     GpuPermissionError,
     PowerState,
 )
-from envpipe_megatron.gpu.devices import open_gpu
+from envpipe_megatron.gpu.registry import open_gpu
 
 
 @pytest.mark.parametrize("change", ["lock", "reset", "site reset"])

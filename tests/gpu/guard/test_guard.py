@@ -11,15 +11,13 @@ import pytest
 from guard_rounds import DEADLINE_S, FAULTS, Node, Round, play, until
 
 from envpipe_megatron.gpu.clock.page import DUE, ClockPage
-from envpipe_megatron.gpu.control import ChosenControl
-from envpipe_megatron.gpu.devices import open_gpu
 from envpipe_megatron.gpu.guard.hold import guard_log, hold_gpu
 from envpipe_megatron.gpu.guard.lease import list_leases
-from envpipe_megatron.gpu.guard.lease_file import LEASE_DIR_VARIABLE
 from envpipe_megatron.gpu.guard.messages import GuardSettings, ProcessIdentity
-from envpipe_megatron.gpu.guard.resetting import that_can_be_undone
 from envpipe_megatron.gpu.presets import override_for, sweep_range
-from envpipe_megatron.gpu.site import SiteConfig
+from envpipe_megatron.gpu.registry import open_gpu
+
+RESET = "nvmlDeviceResetGpuLockedClocks"
 
 
 @pytest.fixture(scope="module")
@@ -149,21 +147,3 @@ def test_no_clock_stays_locked_after(node, fault):
     seed = int.from_bytes(os.urandom(4), "big")
     print(f"seed {seed}")
     play(node, fault, seed % 4, seed)  # on a back end by chance
-
-
-RESET = "nvmlDeviceResetGpuLockedClocks"
-NVML = ChosenControl("auto", "nvml", "this process has the right")
-
-
-@pytest.fixture
-def gpus(fake_nvml, monkeypatch, tmp_path):
-    monkeypatch.setenv(LEASE_DIR_VARIABLE, str(tmp_path / "leases"))
-    fake_nvml.use_here()
-    return fake_nvml
-
-
-@pytest.mark.parametrize("backend", [None, "dry_run", "emulated"])
-def test_what_sets_no_clock_has_nothing_to_undo(gpus, backend):
-    chosen = ChosenControl("auto", backend, "so")
-    assert that_can_be_undone(chosen, gpus.uuids[0], SiteConfig()) is chosen
-    assert gpus.changes() == []

@@ -27,7 +27,6 @@ from lease_helpers import (
 )
 
 from envpipe_megatron.gpu.base import GpuAddress, GpuError
-from envpipe_megatron.gpu.devices import open_gpu
 from envpipe_megatron.gpu.guard import lease as lease_module
 from envpipe_megatron.gpu.guard.lease import (
     Lease,
@@ -42,6 +41,7 @@ from envpipe_megatron.gpu.guard.lease_file import (
     lease_name,
 )
 from envpipe_megatron.gpu.guard.messages import ProcessIdentity
+from envpipe_megatron.gpu.registry import open_gpu
 
 __all__ = ["folder", "gpu"]
 

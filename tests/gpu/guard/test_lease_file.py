@@ -17,7 +17,6 @@ from lease_helpers import (
 )
 
 from envpipe_megatron.gpu.base import GpuError
-from envpipe_megatron.gpu.devices import open_gpu
 from envpipe_megatron.gpu.guard import lease as lease_module
 from envpipe_megatron.gpu.guard import lease_file
 from envpipe_megatron.gpu.guard.lease import LeaseHeldError, list_leases
@@ -28,6 +27,7 @@ from envpipe_megatron.gpu.guard.lease_file import (
     lease_name,
     new_lease_folder,
 )
+from envpipe_megatron.gpu.registry import open_gpu
 
 __all__ = ["folder", "gpu"]
 

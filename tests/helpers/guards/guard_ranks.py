@@ -17,11 +17,11 @@ import time
 from envpipe_megatron.gpu.backends import nvml  # noqa: F401
 from envpipe_megatron.gpu.base import GpuAddress, GpuError
 from envpipe_megatron.gpu.clock.page import DUE, ClockPage
-from envpipe_megatron.gpu.devices import open_gpu
 from envpipe_megatron.gpu.emulated import emulated_gpu  # noqa: F401
 from envpipe_megatron.gpu.guard import hold as hold_module
 from envpipe_megatron.gpu.guard.hold import hold_gpu
 from envpipe_megatron.gpu.guard.messages import GuardSettings
+from envpipe_megatron.gpu.registry import open_gpu
 
 
 class RankServer:

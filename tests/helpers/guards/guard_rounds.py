@@ -23,12 +23,12 @@ from guard_ranks import Rank, RankServer
 from lease_helpers import undo_stale
 
 from envpipe_megatron.gpu.base import GpuAddress
-from envpipe_megatron.gpu.devices import open_gpu
 from envpipe_megatron.gpu.emulated.emulated_gpu import EmulatedGpu
 from envpipe_megatron.gpu.guard.hold import guard_log
 from envpipe_megatron.gpu.guard.lease import list_leases
 from envpipe_megatron.gpu.guard.lease_file import LeaseRecord, lease_name, new_lease_folder
 from envpipe_megatron.gpu.guard.messages import runtime_folder
+from envpipe_megatron.gpu.registry import open_gpu
 
 NUM_GPUS = 4
 DEADLINE_S = 120.0  # of what must come, on however busy a machine

@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 
 from envpipe_megatron.gpu.base import GpuAddress, GpuError
-from envpipe_megatron.gpu.devices import open_gpu
 from envpipe_megatron.gpu.emulated.emulated_gpu import EmulatedGpu
 from envpipe_megatron.gpu.guard.lease import Lease, OpenGpu, list_leases, undo_lease
 from envpipe_megatron.gpu.guard.lease_file import LEASE_DIR_VARIABLE
 from envpipe_megatron.gpu.guard.messages import ProcessIdentity
+from envpipe_megatron.gpu.registry import open_gpu
 
 REAL = GpuAddress("nvml", "GPU-11111111-2222-3333-4444-555555555555")
 

@@ -7,6 +7,8 @@ from types import SimpleNamespace
 
 import pytest
 
+from envpipe_megatron.integrations.levels import JobError
+
 pytest.importorskip("transformers")
 import tiny_models as tiny
 import torch
@@ -25,7 +27,8 @@ from envpipe_megatron.integrations.huggingface import (
     split_model,
     weights_of,
 )
-from envpipe_megatron.integrations.huggingface.skeleton import IGNORED_LABEL, language_model_loss
+from envpipe_megatron.integrations.huggingface.layers import IGNORED_LABEL, language_model_loss
+from envpipe_megatron.integrations.huggingface.split import Layer
 from envpipe_megatron.integrations.huggingface.torch_stages import (
     Stage,
     pipeline_stage,
@@ -217,7 +220,7 @@ def test_versions_that_were_not_tried(monkeypatch):
     from envpipe_megatron.integrations.huggingface import split
 
     monkeypatch.setattr(split, "transformers", SimpleNamespace(__version__="4.57.0"))
-    with pytest.raises(ModelError, match=r"got '4\.57\.0'.*transformers>="):
+    with pytest.raises(JobError, match=r"got '4\.57\.0'.*transformers>="):
         split_model(tiny.config_of("llama"))
 
 
@@ -391,7 +394,7 @@ def test_layers_are_drawn_without_a_trace_in_the_users_random_numbers(monkeypatc
     for devices in (torch.cuda, torch.mps, torch.xpu):
         for name in ("manual_seed", "manual_seed_all"):
             monkeypatch.setattr(devices, name, seeded, raising=False)
-    layers = [model.layer(index) for index in range(len(model.entries))]
+    layers = [Layer(model, index) for index in range(len(model.entries))]
     assert torch.equal(torch.get_rng_state(), before)
     assert not torch.cuda.is_initialized()
     torch.default_generator.manual_seed(7)

@@ -15,7 +15,7 @@ from transformers import (
     ResNetConfig,
 )
 
-from envpipe_megatron.integrations.huggingface.skeleton import image_class_loss, language_model_loss
+from envpipe_megatron.integrations.huggingface.layers import image_class_loss, language_model_loss
 
 WORDS, LENGTH, MICROBATCH, MICROBATCHES = 61, 12, 2, 4
 STEPS = 10

@@ -8,10 +8,10 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from envpipe_megatron.integrations.layer_profile import passes  # noqa: E402
-from envpipe_megatron.integrations.layer_profile.gpt import FULL  # noqa: E402
-from envpipe_megatron.integrations.layer_profile.measuring import Looks, Window  # noqa: E402
-from envpipe_megatron.integrations.layer_profile.passes import measure_pieces  # noqa: E402
+from envpipe_megatron.integrations.layer_profile import job  # noqa: E402
+from envpipe_megatron.integrations.layer_profile.job import measure_pieces  # noqa: E402
+from envpipe_megatron.integrations.layer_profile.rank_gpu import Looks, Window  # noqa: E402
+from envpipe_megatron.search.layer_profile import FULL  # noqa: E402
 
 #: Of each piece; the host hands forward and backward over in more time than the device needs.
 FORWARD_S, BACKWARD_S, HOST_S, DATA_S = 1.25, 2.75, 6.0, 0.25
@@ -99,9 +99,9 @@ class Machine:
 
 def measured(monkeypatch, slow, host_s, looked_s=None):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(passes, "lowest", int)
-    monkeypatch.setattr(passes, "free_bytes", lambda: math.inf)
-    monkeypatch.setattr(passes, "Marks", nullcontext)
+    monkeypatch.setattr(job, "lowest", int)
+    monkeypatch.setattr(job, "free_bytes", lambda: math.inf)
+    monkeypatch.setattr(job, "Marks", nullcontext)
     machine = Machine(layers := Layers(), slow, host_s)
     machine.looked_s = looked_s or host_s
     return measure_pieces(layers, machine, 2, Gpu()), machine  # type: ignore[arg-type]
@@ -113,7 +113,7 @@ def test_a_slow_phase_of_the_host_leaves_no_trace(slow, host_s, monkeypatch):
     """But a host that is always slow counts."""
     ways, _ = measured(monkeypatch, slow, host_s)
     assert set(ways) == {(name, None) for name in Layers.names} | {("layer", FULL)}
-    factor = SLOW if len(slow) == passes._PASSES else 1.0
+    factor = SLOW if len(slow) == job._PASSES else 1.0
     for each in ways.values():
         # Where the host is slower than the device, the layer takes as long as the host.
         both_s = max(FORWARD_S + BACKWARD_S, factor * host_s)
@@ -136,7 +136,7 @@ def test_a_layer_takes_no_less_than_the_host_needs_for_it(monkeypatch):
 def test_passes_lie_apart(monkeypatch):
     _, machine = measured(monkeypatch, set(), HOST_S)
     once = [FULL, None, None]  # the last one rests
-    assert machine.timed == [None, FULL] + once * passes._PASSES * len(Gpu.frequency_mhz)
+    assert machine.timed == [None, FULL] + once * job._PASSES * len(Gpu.frequency_mhz)
 
 
 def test_joules_are_shared_out_by_rows_of_two_lengths(monkeypatch):

@@ -17,16 +17,14 @@ from megatron.core.transformer import TransformerConfig, transformer_block  # no
 from one_rank_job import one_rank_job  # noqa: E402
 
 from envpipe_megatron.errors import EnvPipeError  # noqa: E402
-from envpipe_megatron.integrations.layer_profile import hooks, job, measuring  # noqa: E402
-from envpipe_megatron.integrations.layer_profile.gpt import FULL, GptPieces  # noqa: E402
+from envpipe_megatron.integrations.layer_profile import hooks, job  # noqa: E402
+from envpipe_megatron.integrations.layer_profile import model as layers  # noqa: E402
 from envpipe_megatron.integrations.layer_profile.job import measure_model  # noqa: E402
-from envpipe_megatron.integrations.layer_profile.measuring import (  # noqa: E402
-    Looks,
-    Microbatches,
-)
+from envpipe_megatron.integrations.layer_profile.model import GptPieces, Microbatches  # noqa: E402
+from envpipe_megatron.integrations.layer_profile.rank_gpu import Looks  # noqa: E402
 from envpipe_megatron.search.layer_file import read_layers  # noqa: E402
 from envpipe_megatron.search.layer_jobs import LayerJob  # noqa: E402
-from envpipe_megatron.search.layer_profile import Block, Sizes  # noqa: E402
+from envpipe_megatron.search.layer_profile import FULL, Block, Sizes  # noqa: E402
 
 ARGS = Namespace(
     seq_length=8,
@@ -47,7 +45,7 @@ def alone():
     with one_rank_job() as patch:
         block = transformer_block.TransformerBlock
         patch.setattr(block, "_build_layers", block._build_layers)  # put back at the end
-        hooks._build_rows(transformer_block)
+        layers.build_rows(transformer_block)
         yield
 
 
@@ -95,9 +93,9 @@ def test_a_few_layers_of_each_kind_are_built():
 
 def test_a_row_is_as_long_as_memory_allows(monkeypatch):
     free = 16 * 18 * 10**9  # a quarter of it for all kinds: 2e9 parameters of each of two
-    monkeypatch.setattr(measuring, "free_bytes", lambda: free)
-    assert measuring.row_lengths([2, 30], [10**8, 10**9]) == [2, 2]
-    assert measuring.row_lengths([1, 30], [10**8, 10**10]) == [1, 1]
+    monkeypatch.setattr(layers, "free_bytes", lambda: free)
+    assert layers.row_lengths([2, 30], [10**8, 10**9]) == [2, 2]
+    assert layers.row_lengths([1, 30], [10**8, 10**10]) == [1, 1]
 
 
 @pytest.mark.parametrize(("way", "runs"), [(None, 1), ("selective", 1), (FULL, 2)])

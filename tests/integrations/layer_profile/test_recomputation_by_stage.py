@@ -5,6 +5,8 @@ from types import SimpleNamespace
 
 import pytest
 
+from envpipe_megatron.integrations.levels import JobError
+
 torch = pytest.importorskip("torch")
 pytest.importorskip("megatron.core")
 
@@ -12,7 +14,6 @@ from one_rank_job import one_rank_job  # noqa: E402
 from test_layer_pieces import make_model  # noqa: E402
 
 from envpipe_megatron.integrations.megatron_lm.hooks import (  # noqa: E402
-    RecomputationError,
     add_arguments,
     by_stage,
     recompute,
@@ -46,7 +47,7 @@ def test_each_stage_is_told_what_it_recomputes():
     ],
 )
 def test_what_cannot_be_is_refused(text, granularity, message):
-    with pytest.raises(RecomputationError, match=message):
+    with pytest.raises(JobError, match=message):
         by_stage(given(text, granularity=granularity))
 
 

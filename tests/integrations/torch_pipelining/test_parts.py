@@ -9,7 +9,7 @@ from torch.distributed._composable import checkpoint as composed
 from torch.distributed.pipelining import _backward
 from torch.utils.checkpoint import checkpoint
 
-from envpipe_megatron.integrations.torch_pipelining.parts import (
+from envpipe_megatron.integrations.torch_pipelining.units import (
     calls_of_modules,
     known_reason,
     seen_reason,

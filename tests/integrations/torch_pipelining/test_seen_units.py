@@ -12,14 +12,16 @@ from torch.distributed.pipelining import Schedule1F1B
 from envpipe_megatron.core.orders import builders
 from envpipe_megatron.integrations.framework_units import UnitRecorder
 from envpipe_megatron.integrations.levels import Level
-from envpipe_megatron.integrations.torch_pipelining.orders import torch_order
+from envpipe_megatron.integrations.torch_pipelining.orders import (
+    limits_of,
+    limits_seen,
+    torch_order,
+)
 from envpipe_megatron.integrations.torch_pipelining.units import (
     BUFFERS_BY_BACKWARDS,
     DRAWN_BY_BACKWARDS,
     DRAWN_BY_FORWARDS,
     Units,
-    limits_of,
-    limits_seen,
 )
 
 

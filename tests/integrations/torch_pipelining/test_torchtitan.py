@@ -2,7 +2,6 @@
 
 import sys
 from dataclasses import dataclass, field
-from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -163,7 +162,7 @@ def test_facts_are_those_of_the_next_start_too():
 
 def test_a_command_line_is_divided():
     words = ["--a", "1", "--envpipe-level", "units", "--envpipe-sweep", "--envpipe-output=x", "b"]
-    settings = {"level": "units", "sweep": True, "output": Path("x")}
+    settings = {"level": "units", "sweep": True, "output": "x"}
     assert divided(words) == (settings, ["--a", "1", "b"])
     with pytest.raises(OptionError, match="--envpipe-level: expected one argument"):
         divided(["--envpipe-level"])

@@ -24,9 +24,9 @@ from watcher_ranks import MICROBATCHES, STAGES, TIMES_S
 from envpipe_megatron.core.conditions import Conditions
 from envpipe_megatron.core.orders import builders
 from envpipe_megatron.core.plan import Plan
+from envpipe_megatron.integrations.hooking import BETWEEN_STEPS, between_steps
 from envpipe_megatron.integrations.levels import Level, decide, limits_of_arguments
 from envpipe_megatron.integrations.megatron.limits import LIMITS
-from envpipe_megatron.integrations.watchers import BETWEEN_STEPS, between_steps
 
 SLOWED, SLOW_MHZ = 1, 810
 #: A folder that NVRx was installed to, beside what is installed here.

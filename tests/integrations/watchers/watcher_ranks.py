@@ -33,7 +33,7 @@ from envpipe_megatron.core.kinds import Kind
 from envpipe_megatron.core.orders import builders
 from envpipe_megatron.formats.energy import Phase
 from envpipe_megatron.gpu.emulated.emulated_gpu import EmulatedGpu
-from envpipe_megatron.integrations.watchers import between_steps
+from envpipe_megatron.integrations.hooking import between_steps
 from envpipe_megatron.runtime.job.given import Level
 from envpipe_megatron.runtime.job.options import JobOptions
 

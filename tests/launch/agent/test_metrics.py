@@ -21,9 +21,9 @@ from prometheus_client.parser import text_string_to_metric_families
 from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.formats.bill import Bill
 from envpipe_megatron.gpu.base import GpuAddress, GpuError
-from envpipe_megatron.gpu.devices import open_gpu
 from envpipe_megatron.gpu.guard.lease import Lease, list_leases
 from envpipe_megatron.gpu.guard.messages import ProcessIdentity
+from envpipe_megatron.gpu.registry import open_gpu
 from envpipe_megatron.launch.agent.ledger import GpuLedger
 from envpipe_megatron.launch.agent.prometheus import FAMILIES, serve_metrics, with_control
 from envpipe_megatron.launch.bill import Tariff

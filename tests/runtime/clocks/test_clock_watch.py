@@ -16,7 +16,7 @@ from envpipe_megatron.gpu.backends.nvml import THROTTLE_REASONS
 from envpipe_megatron.gpu.base import ClockState, GpuAddress, GpuError
 from envpipe_megatron.gpu.clock.controller import PageController
 from envpipe_megatron.gpu.clock.page import DUE, ClockPage
-from envpipe_megatron.gpu.devices import open_gpu
+from envpipe_megatron.gpu.registry import open_gpu
 from envpipe_megatron.runtime.clocks import watch as clock_watch
 from envpipe_megatron.runtime.clocks.watch import ClockWatch
 

@@ -10,9 +10,10 @@ import pytest
 from fake_gpu import FakeGpu, pages_go  # noqa: F401 - a fixture
 
 from envpipe_megatron.formats.energy import IDLE
+from envpipe_megatron.gpu import control
 from envpipe_megatron.gpu.base import GpuAddress, GpuError
 from envpipe_megatron.gpu.clock.controller import PageController
-from envpipe_megatron.gpu.control import ChosenControl
+from envpipe_megatron.gpu.control import Control
 from envpipe_megatron.gpu.guard.messages import AGENT_VARIABLE
 from envpipe_megatron.runtime.clocks import rank_clock
 from envpipe_megatron.runtime.clocks.rank_clock import (
@@ -260,8 +261,8 @@ def test_a_site_that_cannot_be_used_costs_control_and_no_job(monkeypatch, wanted
     def wrong():
         raise GpuError("The site is wrong", remedy="Correct it")
 
-    monkeypatch.setattr(rank_clock, "read_site", wrong)
-    monkeypatch.setattr(rank_clock, "open_controlled", lambda uid, chosen, site: chosen.backend)
+    monkeypatch.setattr(control, "read_site", wrong)
+    monkeypatch.setattr(rank_clock, "open_controlled", lambda uid, chosen: chosen.backend)
     collectives = SimpleNamespace(
         is_planner=True,
         everywhere=lambda make: make(),
@@ -276,8 +277,8 @@ def test_a_site_that_cannot_be_used_costs_control_and_no_job(monkeypatch, wanted
 
 # --- which back end ------------------------------------------------------------------------------
 
-CONTROLLED = ChosenControl("auto", "nvml", "this process has the right")
-READS = ChosenControl("auto", None, "nobody may", ("Ask for the right.",))
+CONTROLLED = Control("auto", "nvml", "this process has the right")
+READS = Control("auto", None, "nobody may", "Ask for the right")
 
 
 @pytest.mark.parametrize("planner", [True, False])
@@ -286,11 +287,10 @@ READS = ChosenControl("auto", None, "nobody may", ("Ask for the right.",))
     [
         (None, ["clocks are controlled by nvml, zeusd: this process has the right"]),
         ((2, READS), [READS.warning]),
-        ((0, ChosenControl("none", None, "as wished")), []),
+        ((0, Control("none", None, "as wished")), []),
     ],
 )
 def test_the_planner_says_what_all_ranks_open(monkeypatch, caplog, planner, first, said):
-    """A power profile is not looked for where the job has one clock."""
     caplog.set_level(logging.INFO)
     collectives = SimpleNamespace(
         is_planner=planner,
@@ -298,12 +298,10 @@ def test_the_planner_says_what_all_ranks_open(monkeypatch, caplog, planner, firs
         to_planner=lambda mine, merge: [merge([mine, {"zeusd"}]), mine] if planner else [],
         first=lambda without: first,
     )
-    monkeypatch.setattr(rank_clock, "read_site", lambda: "the site")
-    for name in ("choose_control", "that_can_be_undone"):
-        monkeypatch.setattr(rank_clock, name, lambda *asked, require: CONTROLLED)
-    monkeypatch.setattr(rank_clock, "beside_power_profiles", None)
+    monkeypatch.setattr(rank_clock, "choose_for", lambda *asked, **how: CONTROLLED)
+    monkeypatch.setattr(rank_clock, "that_can_be_undone", lambda chosen, uid: CONTROLLED)
     monkeypatch.setattr(rank_clock, "open_controlled", lambda *opening: opening)
     opened = first[1] if first else CONTROLLED
     found = open_rank_gpu("GPU-1", collectives, "auto", one_clock=True)
-    assert found == (("GPU-1", opened, "the site"), opened)
+    assert found == (("GPU-1", opened), opened)
     assert [record.getMessage() for record in caplog.records] == said * planner

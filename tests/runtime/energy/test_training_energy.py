@@ -145,7 +145,7 @@ def rank(request) -> Iterator[Callable[..., OneRank]]:
 def test_all_that_is_told_of_one_job(rank):
     job = rank()
     energy = job.energy
-    assert energy.gather(energy.lap()) == IntervalEnergy()
+    assert energy.gather(energy.lap()) == IntervalEnergy({}, None)
     energy.add_between_phases(0, 0.5)  # no step has begun: it is nobody's
     energy.end_step(0)  # nor this
     job.step(None, 0.5, 0.5, 1.0)

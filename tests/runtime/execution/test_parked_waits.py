@@ -21,8 +21,7 @@ from envpipe_megatron.gpu.emulated.emulated_gpu import EmulatedGpu
 from envpipe_megatron.runtime.clocks import rank_clock
 from envpipe_megatron.runtime.clocks.rank_clock import RankClock
 from envpipe_megatron.runtime.execution import executor
-from envpipe_megatron.runtime.execution.emulated_executor import EmulatedExecutor
-from envpipe_megatron.runtime.execution.executor import CudaExecutor, Executor
+from envpipe_megatron.runtime.execution.executor import CudaExecutor, EmulatedExecutor, Executor
 from envpipe_megatron.runtime.execution.orders import IterationOrder
 from envpipe_megatron.runtime.execution.stage_run import StageRun
 from envpipe_megatron.tuning.commands import Parking

@@ -22,12 +22,17 @@ from envpipe_megatron.core.timeline import Timeline
 from envpipe_megatron.formats.energy import Phase
 from envpipe_megatron.gpu.emulated.emulated_gpu import EmulatedGpu
 from envpipe_megatron.gpu.presets import times_by_kind_s
-from envpipe_megatron.runtime.execution import emulated_executor
-from envpipe_megatron.runtime.execution.emulated_executor import EmulatedExecutor
-from envpipe_megatron.runtime.execution.executor import Passed, always, make_record
+from envpipe_megatron.runtime.execution.executor import (
+    EmulatedExecutor,
+    Passed,
+    always,
+    make_record,
+)
 from envpipe_megatron.runtime.execution.orders import IterationOrder
 from envpipe_megatron.runtime.execution.stage_run import Rehearsal, StageRun, execute
 
+#: What executors sleep by.
+CLOCK = "envpipe_megatron.runtime.execution.executor.time"
 RECORD = make_record([0.5, 2.0], [1.0, 4.0], 10.0, 5.0)
 
 
@@ -215,7 +220,7 @@ def test_the_wall_clock_follows_emulated_time(monkeypatch, tmp_path):
         wall_s += duration_s
 
     clock = SimpleNamespace(monotonic=lambda: wall_s, sleep=sleep)
-    monkeypatch.setattr(emulated_executor, "time", clock)
+    monkeypatch.setattr(CLOCK, clock)
     times_s = {Kind.FORWARD: 1.0, Kind.BACKWARD: 2.0}
     timed: Any = EmulatedExecutor(gpu, times_s, stages, lambda: settled.append(None))  # type: ignore
     timed.begin_iteration(builders.one_f_one_b(2, 2), 0)
@@ -244,7 +249,7 @@ def test_emulated_units_wait_for_their_own_inputs_in_any_order(monkeypatch, tmp_
     order = random_order(rng, 3, 4, 2, split=seed > 1)
     whole_s, executors = {Kind.FORWARD: 1.0, Kind.BACKWARD: 2.0}, []
     late = SimpleNamespace(monotonic=lambda: 1e9)  # a host that never sleeps
-    monkeypatch.setattr(emulated_executor, "time", late)
+    monkeypatch.setattr(CLOCK, late)
     for stage in range(3):
         gpu, others = EmulatedGpu.create("a100-sxm", stage, tmp_path), OtherStages()
         others.send = lambda end_s, to, tag: mail.update({(to, tag): end_s}) or []  # type: ignore

@@ -32,8 +32,8 @@ AUTO = JobOptions(num_microbatches=MICROBATCHES, why_whole="")
 
 
 def measured_by(own: Schedule = OWN, **given: Any) -> str:
-    rank: Any = Rank(replace(AUTO, **given))
-    profile, measured = known_and_measured(rank, own, [])
+    rank: Any = Rank(replace(AUTO, **given), own)
+    profile, measured = known_and_measured(rank, [])
     assert profile is None
     assert measured is own or measured.stages == half_split(own).stages
     return "whole" if measured is own else "half"
@@ -61,8 +61,8 @@ def test_a_profile_without_parts_is_used_only_where_the_user_gave_it(monkeypatch
     named = Path("named.csv") if by_file else None
     for known in (profile_of(), profile_of().with_split_backwards(SplitBackward())):
         monkeypatch.setattr(measuring, "known_profile", lambda *of, known=known: known)
-        rank: Any = Rank(replace(AUTO, profile=named))
-        profile, measured = known_and_measured(rank, OWN, [])
+        rank: Any = Rank(replace(AUTO, profile=named), OWN)
+        profile, measured = known_and_measured(rank, [])
         if known.assumed is not None:
             assert (profile, measured.stages) == (known, half_split(OWN).stages)
             assert not rank.said
@@ -82,9 +82,9 @@ class OfParts(Memory):
 
 
 def test_what_parts_hold_is_watched_before_they_are_measured():
-    rank: Any = Rank(AUTO, memory=OfParts())
+    rank: Any = Rank(AUTO, OWN, memory=OfParts())
     rank.memory.watch = Watch.PEAK
-    trying = try_parts(rank, OWN, half_split(OWN))
+    trying = try_parts(rank, half_split(OWN))
     order = next(trying)
     assert (order.phase, order.schedule.name) == (Phase.PROFILE, "1f1b-split")
     assert (order.frequency_mhz == max(CLOCKS)).all()
@@ -96,12 +96,12 @@ def test_what_parts_hold_is_watched_before_they_are_measured():
 
 
 def test_without_memory_for_parts_backwards_stay_whole():
-    rank: Any = Rank(AUTO)
+    rank: Any = Rank(AUTO, OWN)
     rank.memory.predicting = MemoryFullError("Too little of a test")
-    assert finish(try_parts(rank, OWN, half_split(OWN))) is OWN
+    assert finish(try_parts(rank, half_split(OWN))) is OWN
     assert rank.state.whole == "Too little of a test"
     assert rank.state.notes == ("Backwards stay whole: Too little of a test",)
-    assert known_and_measured(rank, OWN, [])[1] is OWN
+    assert known_and_measured(rank, [])[1] is OWN
     note(rank, "The framework's own order: of a test", "Later")
     note(rank)
     note(rank, "The framework's own order: of a test")
@@ -199,11 +199,12 @@ def hops_by(order: Schedule, records: Any) -> tuple[float, ...]:
                 to_planner=lambda value, merge, stage=stage: said[stage].append(value) or [],
                 from_planner=lambda value: [[(0.0,)], None],
             )
-            measure_hops_s(SimpleNamespace(num_stages=len(records), collectives=ranks), order, own)  # type: ignore[arg-type]
+            parts: Any = SimpleNamespace(num_stages=len(records), collectives=ranks, schedule=order)
+            measure_hops_s(parts, own)
     planner: Any = SimpleNamespace(
         is_planner=True,
         to_planner=lambda value, merge: [merge(parts) for parts in said],
         from_planner=lambda value: value,
     )
-    parts: Any = SimpleNamespace(num_stages=len(records), collectives=planner)
-    return measure_hops_s(parts, order, records[0][0])
+    parts = SimpleNamespace(num_stages=len(records), collectives=planner, schedule=order)
+    return measure_hops_s(parts, records[0][0])

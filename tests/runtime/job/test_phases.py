@@ -130,7 +130,7 @@ def test_where_nothing_is_saved_nothing_is_measured(monkeypatch, request_, optio
     rank.state.plan = "plan"  # type: ignore[assignment]
     order, _ = run(rank, 4)[-1]
     assert (order.phase, clocks_of(order)) == (Phase.STEADY, {1410})
-    assert [records for (_, _, records), _ in save.call_args_list] == (
+    assert [records for (_, records), _ in save.call_args_list] == (
         [["record 0", "record 1", "record 2"]] if saves else []
     )
     notes = "The framework's own order, at the highest clock: Of a test"
@@ -153,12 +153,15 @@ def test_one_profile_serves_all_batches_that_have_no_other_units():
     rank: Any = Rank(ENVELOPE)
     few, more = (builders.interleaved(STAGES, count, 2, combined=True) for count in (2, 8))
     assert not few.combined[0].any()
-    assert known_profile(rank, few, []) is None
+    rank.own_order = few
+    assert known_profile(rank, []) is None
     made = rank.state.profile = profile_of()
     rank.state.profiled = few
-    assert known_profile(rank, few, []) is made
-    assert known_profile(rank, builders.interleaved(STAGES, 8, 2), []) is made
-    assert known_profile(rank, more, []) is None  # of the first stage's pairs
+    assert known_profile(rank, []) is made
+    rank.own_order = builders.interleaved(STAGES, 8, 2)
+    assert known_profile(rank, []) is made
+    rank.own_order = more
+    assert known_profile(rank, []) is None  # of the first stage's pairs
 
 
 def test_a_batch_that_cannot_be_planned_leaves_the_others_as_they_are(monkeypatch):
@@ -216,6 +219,6 @@ def test_one_clock_is_looked_for_where_clocks_change(monkeypatch, changes_clock)
         monkeypatch.setattr(phases, name, no_iteration)
     config = replace(BASELINE, type="uniform", level=Level.UNIFORM, max_slowdown=5.0)
     rank: Any = Rank(config, changes_clock=changes_clock)
-    finish(phases._one_clock(rank, OWN))
+    finish(phases._one_clock(rank))
     tuner = made[-1].__self__
     assert (tuner.clocks_mhz[0], tuner.follows) == (1410, changes_clock)

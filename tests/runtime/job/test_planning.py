@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from core_cases import for_chunks
 from on_request import on_request
-from one_rank import CLOCKS, MICROBATCHES, OWN, Rank, finish, profile_of
+from one_rank import CLOCKS, MICROBATCHES, Rank, finish, profile_of
 from planning_cases import random_profile
 
 from envpipe_megatron.core.channel_model import find_stall
@@ -123,10 +123,10 @@ class Starting(Rank):
 
     def adopt(self, profile: Any = None, clocks_mhz: Any = None) -> Plan:
         """What `phases.adopt_plan` does after a warm-up of one iteration."""
-        empty = np.zeros(OWN.units_per_stage)
+        empty = np.zeros(self.schedule.units_per_stage)
         records = [StageRecord(empty, empty, 0.0, 0.0)]
         clocks_mhz, profile = clocks_mhz or clocks_of_stages(self), profile or profile_of()
-        return finish(adopt_plan(self, OWN, records, profile, clocks_mhz))
+        return finish(adopt_plan(self, records, profile, clocks_mhz))
 
     def check(self) -> None:
         """As before the first iteration."""
@@ -159,13 +159,13 @@ def test_the_first_iteration_of_a_warm_up_tells_nothing(monkeypatch, tmp_path):
         if len(looked) == 2:
             raise DegradedError("Of a test")
         yield from ()
-        return planner.planned(*plan_online(job, profile_of())), None
+        return planner.planned(*plan_online(job, profile_of()))
 
     monkeypatch.setattr(phases, "run_commands", run_commands)
     job: Any = Starting(tmp_path / "none", asked={"type": "envelope", "reconfigure": "balanced"})
     warm_up: Any = ["first", "second", "last"]
     with pytest.raises(DegradedError, match="Of a test"):
-        finish(adopt_plan(job, OWN, warm_up, profile_of(), clocks_of_stages(job)))
+        finish(adopt_plan(job, warm_up, profile_of(), clocks_of_stages(job)))
     assert looked == [["last"], ["second", "last"]]
 
 

@@ -51,7 +51,8 @@ class Starting(Rank):
             profile.write(self.path)
 
     def known(self, *records: Any, order: Schedule = OWN) -> Profile | None:
-        return known_profile(self, order, records)  # type: ignore[arg-type]
+        self.own_order = order
+        return known_profile(self, records)  # type: ignore[arg-type]
 
 
 def scaled(own: Any, by: float) -> Any:
