@@ -199,7 +199,7 @@ class Rank:
             "turn",
             arm=arm.name,
             round=number,
-            step=asdict(mean.step) if mean and mean.step else None,
+            step=asdict(mean.step) if mean.step else None,
             losses=of_steps,
             stages=[{k: v for k, v in stage.items() if k != "losses"} for stage in stages],
             schedule=state.plan.schedule.name if state.plan else "1f1b",

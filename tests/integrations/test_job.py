@@ -34,7 +34,7 @@ from envpipe_megatron.integrations.job import (
 )
 from envpipe_megatron.integrations.leveled import LeveledJob, end_of_job
 from envpipe_megatron.integrations.levels import JobError, Level
-from envpipe_megatron.launch.bill.report import Tariff, bill_facts, bill_lines
+from envpipe_megatron.launch.bill import Tariff, bill_facts, bill_lines
 from envpipe_megatron.runtime.job.options import JobOptions
 
 #: Iterations, s and J of one on an average GPU.

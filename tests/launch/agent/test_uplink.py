@@ -20,10 +20,10 @@ from collecting_nodes import (
     in_time,
 )
 
+from envpipe_megatron.formats.bill import Bill
 from envpipe_megatron.formats.energy import read_energy_logs
 from envpipe_megatron.launch.agent import collector as collector_module
 from envpipe_megatron.launch.agent.collector import Collector
-from envpipe_megatron.launch.bill.bill import bill_of
 
 # Cuts ----------------------------------------------------------------------------------------
 
@@ -131,7 +131,7 @@ async def test_a_start_sends_what_is_new_and_sums_of_what_was_before(tmp_path, m
         await agent.is_known()
         assert agent.log.earlier_bytes == before
         assert sum(map(len, sent)) < agent.log.size - before + 0.05 * before
-        live, whole = collector.bill, bill_of(read_energy_logs([agent.log.path]).lines)
+        live, whole = collector.bill, Bill(read_energy_logs([agent.log.path]).lines)
         assert live.total().energy_j == pytest.approx(whole.total().energy_j, rel=1e-12)
         assert live.total().duration_s == pytest.approx(whole.total().duration_s)
         assert live.num_iterations == whole.num_iterations == 310
