@@ -118,7 +118,8 @@ def run_commands(
             refused = _refused(job, decided.plan, schedule)
             decided = by_planner(job.collectives, partial(decide, stages, refused))
         if isinstance(decided, _Ended):
-            return decided.found
+            found: T = decided.found
+            return found
         command = decided
         if command.orders:
             place = command.which[job.collectives.replica] if command.which else 0
