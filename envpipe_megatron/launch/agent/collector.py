@@ -235,10 +235,11 @@ class Uplink:
 
     def _piece(self, at: int) -> dict[str, Any]:
         """Return what the log has from a place on; of earlier starts, sums."""
-        earlier_bytes = max(0, self._log.earlier_bytes - at)
-        earlier = self._log.read(at, min(earlier_bytes, _EARLIER_BYTES))
-        data = earlier or self._log.read(at, _PIECE_BYTES)
-        lines = _added_up(data) if earlier else data
+        earlier_bytes = self._log.earlier_bytes - at
+        is_earlier = earlier_bytes > 0
+        most_bytes = min(earlier_bytes, _EARLIER_BYTES) if is_earlier else _PIECE_BYTES
+        data = self._log.read(at, most_bytes)
+        lines = _added_up(data) if is_earlier else data
         return {
             "token": self._endpoint["token"],
             "node": self._log.node,
