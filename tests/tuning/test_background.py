@@ -24,7 +24,8 @@ from envpipe_megatron.policies.problem import PlannerError
 from envpipe_megatron.policies.request import PlanRequest, check_request, make_problem
 from envpipe_megatron.runtime.job.options import JobOptions
 from envpipe_megatron.tuning.background import Background, BackgroundError
-from envpipe_megatron.tuning.planner import Planner, planned, planned_beside
+from envpipe_megatron.tuning.planner import Planner
+from envpipe_megatron.tuning.sweep import planned, planned_beside
 from job_runs import Ran, run_job
 
 FOR_EVER = partial(sum, count())
