@@ -16,6 +16,9 @@ from pathlib import Path
 from types import UnionType
 from typing import Any, TypeVar, get_args, get_type_hints
 
+import numpy as np
+
+from envpipe_megatron.core.arrays import FloatArray, IntArray
 from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.files import decode, read_text
 
@@ -114,26 +117,6 @@ PERCENT = Number(mistaken=(("%", 1),))
 
 
 @dataclass(frozen=True)
-class Rule:
-    """What an option goes with. A term is an option that is given, or `a pipeline`, or `GPUs`.
-
-    `type optimal` is an option that has this value, `gpu_control none|dry_run` one of several; of
-    terms with `or` between them one must hold.
-
-    Args:
-        why: what the option does, after "it".
-        when: values of the option that the rule is for, all but the default if empty.
-        needs: terms that must all hold.
-        without: terms none of which may hold.
-    """
-
-    why: str
-    when: str = ""
-    needs: tuple[str, ...] = ()
-    without: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True)
 class Option:
     """How users give a field of a dataclass that `option` made.
 
@@ -142,11 +125,10 @@ class Option:
         read: the numbers it may be, or the words, with what each becomes where that is not the word
             itself, or what makes the field of a text (a ValueError says what that must be); None of
             a switch.
-        metavar: what stands for the text in help.
+        metavar: what stands for the number or text in help; N or X by default.
         usual: the default in words.
         flag: its name, where that is not the field's without a unit.
         of_levels: whether only frameworks have it that have more than one level.
-        rules: what it goes with.
     """
 
     help: str
@@ -155,11 +137,10 @@ class Option:
     usual: str = ""
     flag: str = ""
     of_levels: bool = False
-    rules: tuple[Rule, ...] = ()
 
     @property
     def words(self) -> tuple[str, ...]:
-        """Return the words that it may be; none where it is a number, a text or a switch."""
+        """The words that it may be; none where it is a number, a text or a switch."""
         return tuple(self.read) if isinstance(self.read, tuple | Mapping) else ()
 
     def of(self, given: object) -> Any:
@@ -183,6 +164,8 @@ def option(help_text: str, read: Any = None, default: Any = None, **more: Any) -
     `cli.common.options_of` makes options of a command of such fields, `integrations.options` flags
     and settings of a job.
     """
+    if isinstance(read, Number):
+        more.setdefault("metavar", "N" if read.whole else "X")
     if "usual" not in more and default is not None and read is not None:
         more["usual"] = f"{default:g}" if isinstance(default, float) else str(default)
     return field(default=default, metadata={"option": Option(help_text, read, **more)})
@@ -286,21 +269,19 @@ class Fields:
         a GPU has, texts not empty, paths absolute. Other fields than its own are refused; those of
         `more` do not come from the file.
         """
-        hints = {name: hint for name, hint in get_type_hints(kind).items() if name not in more}
-        return self.make(
-            kind, {name: self._typed(name, hint) for name, hint in hints.items()}, **more
-        )
+        tables = {
+            name: self._table(name, hint)
+            for name, hint in _types_in(kind).items()
+            if is_dataclass(hint)
+        }
+        readers = readers_of(kind, **tables)
+        return self.make(kind, {n: read for n, read in readers.items() if n not in more}, **more)
 
-    def _typed(self, name: str, hint: Any) -> Reader[Any]:
-        if isinstance(hint, UnionType):  # a type or None, which is a field that is left out
-            hint = get_args(hint)[0]
-        if not is_dataclass(hint):
-            return _OF_UNITS.get((hint, name.rpartition("_")[2])) or _OF_TYPES[hint]
-
+    def _table(self, name: str, kind: Any) -> Reader[Any]:
         def read(table: Any) -> Any:
             if not isinstance(table, dict):
                 raise ValueError("a table")
-            return Fields(table, self.path / name, self._error).make_typed(hint)  # type: ignore[arg-type]  # a class
+            return Fields(table, self.path / name, self._error).make_typed(kind)
 
         return read
 
@@ -329,15 +310,37 @@ _OF_TYPES: dict[Any, Reader[Any]] = {
     str: _whole_text,
     Path: _absolute_path,
     tuple[str, ...]: many(TEXT),
+    tuple[float, ...]: many(AMOUNT),
+    FloatArray: lambda values: np.array(many(AMOUNT)(values), dtype=float),
 }
 #: By type, and by the unit in which a field's name ends.
 _OF_UNITS: dict[Any, Reader[Any]] = {
     (int, "mhz"): FREQUENCY,
     (float, "mhz"): Number(below=MAX_FREQUENCY_MHZ, least=1),
     (tuple[int, int], "mhz"): many(FREQUENCY, 2),
+    (IntArray, "mhz"): lambda values: np.array(many(FREQUENCY)(values), dtype=np.int64),
     (float, "w"): POWER,
     (float, "s"): TIME,
+    (tuple[float, ...], "s"): many(TIME),
 }
+
+
+def _types_in(kind: type[Any]) -> dict[str, Any]:
+    """Return the types of a dataclass's fields; of a type or None, the type."""
+    hints = get_type_hints(kind).items()
+    return {n: get_args(hint)[0] if isinstance(hint, UnionType) else hint for n, hint in hints}
+
+
+def readers_of(kind: type[Any], **own: Reader[Any]) -> dict[str, Reader[Any]]:
+    """Return readers of a dataclass's fields by their types and units; `own` go before these.
+
+    A field of another type has none.
+    """
+    by_type = {
+        name: _OF_UNITS.get((hint, name.rpartition("_")[2])) or _OF_TYPES.get(hint)
+        for name, hint in _types_in(kind).items()
+    }
+    return {name: read for name, read in (by_type | own).items() if read is not None}
 
 
 def parse_toml(content: bytes, path: Path, format_name: str, error: type[EnvPipeError]) -> Fields:

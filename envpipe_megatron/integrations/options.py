@@ -20,7 +20,7 @@ from envpipe_megatron.policies.objective import Goal
 from envpipe_megatron.policies.problem import PlannerError
 from envpipe_megatron.policies.request import BY_MEMORY, check_request
 from envpipe_megatron.policies.schedules import SCHEDULES
-from envpipe_megatron.runtime.job.given import OPTIONS
+from envpipe_megatron.runtime.job.given import OPTIONS, RULES
 from envpipe_megatron.runtime.job.options import JobOptions
 
 #: Writes an option's name for an error: as a flag, or by `str` as a setting.
@@ -201,20 +201,20 @@ def _check_rules(options: JobOptions, facts: Mapping[str, bool], named: Named) -
         words = term.replace("|", " or ").split(" ")
         return term if term in facts else " ".join(named(w) if w in OPTIONS else w for w in words)
 
-    for name, option in OPTIONS.items():
-        for rule in option.rules:
-            if not holds(f"{name} {rule.when}".strip()):
-                continue
-            own = said(f"{name} {getattr(options, name)}" if rule.when else name)
-            for term in rule.needs:
-                if not holds(term):
-                    instead = "." if term in facts else f", or use {said(term)}."
-                    what = f"{own} needs {said(term)}: it {rule.why}"
-                    raise OptionError(what, remedy=f"Leave it out{instead}")
-            for term in filter(holds, rule.without):
-                what = f"{own} does not go with {said(term)}: it {rule.why}"
-                left = "it" if term in facts else "one of them"
-                raise OptionError(what, remedy=f"Leave {left} out.")
+    for rule in RULES:
+        if not holds(rule.of):
+            continue
+        name, _, values = rule.of.partition(" ")
+        own = said(f"{name} {getattr(options, name)}" if values else name)
+        for term in rule.needs:
+            if not holds(term):
+                instead = "." if term in facts else f", or use {said(term)}."
+                what = f"{own} needs {said(term)}: it {rule.why}"
+                raise OptionError(what, remedy=f"Leave it out{instead}")
+        for term in filter(holds, rule.without):
+            what = f"{own} does not go with {said(term)}: it {rule.why}"
+            left = "it" if term in facts else "one of them"
+            raise OptionError(what, remedy=f"Leave {left} out.")
 
 
 def prepare_files(options: JobOptions, num_stages: int, named: Named = flag_of) -> None:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from envpipe_megatron.core.channel_model import CARRIERS
-from envpipe_megatron.core.fields import AMOUNT, PERCENT, Number, Option, Rule, option, options_in
+from envpipe_megatron.core.fields import AMOUNT, PERCENT, Number, Option, option, options_in
 from envpipe_megatron.formats.wishes import NO_WISHES, Wishes, read_power_budget
 from envpipe_megatron.gpu.control import CHOICES as GPU_CONTROLS
 from envpipe_megatron.gpu.presets import load_preset
@@ -71,7 +71,24 @@ def _in_flight(given: str) -> int | tuple[int, ...] | str:
     return numbers if len(numbers) > 1 else numbers[0]
 
 
-_ONLY_PLANS = ("sweep", "profile_only", "plan")
+@dataclass(frozen=True)
+class Rule:
+    """What an option goes with. A term is an option that is given, or `a pipeline`, or `GPUs`.
+
+    `type optimal` is an option that has this value, `gpu_control none|dry_run` one of several; of
+    terms with `or` between them one must hold.
+
+    Args:
+        of: the option, or its values, that the rule is for.
+        why: what it does, after "it".
+        needs: terms that must all hold.
+        without: terms none of which may hold.
+    """
+
+    of: str
+    why: str
+    needs: tuple[str, ...] = ()
+    without: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,48 +124,16 @@ class GivenOptions:
         POLICIES,
         "optimal",
         usual="$ENVPIPE_TYPE, else optimal, without a pipeline uniform",
-        rules=(
-            Rule("plans for stages", "envelope|optimal", needs=("a pipeline",)),
-            Rule(
-                "only measures: it makes no profile, and runs no plan",
-                "baseline",
-                without=("profile", *_ONLY_PLANS),
-            ),
-        ),
     )
     objective: str | None = option(
         "With type optimal, what plans make least: energy, in the framework's own time; time: the "
         "shortest order, at the highest clock; cost, by the prices below; edp, energy times time.",
         tuple(goal.value for goal in Goal),
         usual="energy where clocks may be changed, else time",
-        rules=(
-            Rule(
-                "is for plans that the job makes, and looks after",
-                "time|cost|edp",
-                needs=("a pipeline", "type optimal"),
-                without=_ONLY_PLANS,
-            ),
-            Rule("goes by prices", "cost", needs=("energy_price or gpu_price",)),
-            Rule(
-                "looks for another order than the framework's own, by what units take in this job",
-                "time",
-                without=("scheduling 1f1b", "profile"),
-            ),
-        ),
     )
-    energy_price: float = option(
-        "With objective cost: price of a kWh.",
-        AMOUNT,
-        0.0,
-        metavar="X",
-        rules=(Rule("is for plans of least cost", needs=("objective cost",)),),
-    )
+    energy_price: float = option("With objective cost: price of a kWh.", AMOUNT, 0.0)
     gpu_price: float = option(
-        "With objective cost: price of a GPU for an hour, in the same currency.",
-        AMOUNT,
-        0.0,
-        metavar="X",
-        rules=(Rule("is for plans of least cost", needs=("objective cost",)),),
+        "With objective cost: price of a GPU for an hour, in the same currency.", AMOUNT, 0.0
     )
     scheduling: str = option(
         "Order of forwards and backwards. 1f1b: the framework's own; ours or envpipe: EnvPipe's; "
@@ -180,56 +165,30 @@ class GivenOptions:
         _in_flight,
         usual="memory on GPUs",
         metavar="N[,N...]|memory",
-        rules=(Rule("is by what memory is measured to be", BY_MEMORY, needs=("GPUs",)),),
     )
     baseline_steps: int = option(
         "Steps in the framework's own order at the highest clock, which savings are "
         "measured against; the first does not count.",
         Number(True, True, least=2),
         10,
-        metavar="N",
     )
     profile_steps: int = option(
         "Steps measured at each clock while profiling, at least; short ones are repeated "
         "for a second.",
         Number(True, True, least=1),
         5,
-        metavar="N",
     )
-    profile: Path | None = option(
-        "A profile CSV, instead of profiling.",
-        Path,
-        metavar="FILE",
-        rules=(Rule("is of stages", needs=("a pipeline",)),),
-    )
+    profile: Path | None = option("A profile CSV, instead of profiling.", Path, metavar="FILE")
     plan: Path | None = option(
         "A plan JSON to run as it is, with any type and order; needs the profile that prices it.",
         Path,
         metavar="FILE",
-        rules=(
-            Rule(
-                "runs as it is, by the profile that prices it",
-                needs=("profile",),
-                without=("max_in_flight", "reconfigure greedy|balanced"),
-            ),
-        ),
     )
-    profile_only: bool = option(
-        "End the job when the profile is written.",
-        default=False,
-        rules=(
-            Rule(
-                "measures a profile and writes it",
-                needs=("a pipeline", "output"),
-                without=("profile",),
-            ),
-        ),
-    )
+    profile_only: bool = option("End the job when the profile is written.", default=False)
     sweep: bool = option(
         "With type optimal: sweep clocks before planning, as the other types do, and "
         "leave the plan as it is.",
         default=False,
-        rules=(Rule("measures clocks first, to plan", without=("profile",)),),
     )
     max_slowdown: float | None = option(
         "How much longer steps may take than at full clock, before clocks go up; where the whole "
@@ -246,28 +205,12 @@ class GivenOptions:
         NO_WISHES,
         usual="none",
         metavar="W|PERCENT%",
-        rules=(
-            Rule(
-                "is kept by clocks that the job chooses as it trains",
-                without=(
-                    "level observe",
-                    "type baseline|envelope",
-                    "objective time",
-                    "gpu_control none|dry_run",
-                    *_ONLY_PLANS,
-                ),
-            ),
-        ),
     )
     gpu_control: str = option(
         "What changes clocks; auto: the first that is allowed; dry_run: log what "
         "would be done; none: nothing does, as where nothing is allowed.",
         GPU_CONTROLS,
         "auto",
-        rules=(
-            Rule("changes no clock", "none", without=("profile_only", "require_control")),
-            Rule("is for jobs without GPUs", "emulated", without=("GPUs",)),
-        ),
     )
     require_control: bool = option(
         "Refuse to train where clocks may not be changed.", default=False
@@ -282,7 +225,6 @@ class GivenOptions:
         "Least time between two changes of a GPU's clock.",
         replace(AMOUNT, unit="ms", mistaken=(("ms", 1), ("s", 1e3))),
         0.0,
-        metavar="X",
     )
     gpu: str | None = option(
         "The kind of GPU whose range of clocks is profiled, such as v100; auto: "
@@ -300,3 +242,52 @@ class GivenOptions:
 
 
 OPTIONS: Mapping[str, Option] = options_in(GivenOptions)
+_ONLY_PLANS = ("sweep", "profile_only", "plan")
+#: What options go with, in the order in which it is checked.
+RULES = (
+    Rule("type envelope|optimal", "plans for stages", ("a pipeline",)),
+    Rule(
+        "type baseline",
+        "only measures: it makes no profile, and runs no plan",
+        without=("profile", *_ONLY_PLANS),
+    ),
+    Rule(
+        "objective time|cost|edp",
+        "is for plans that the job makes, and looks after",
+        ("a pipeline", "type optimal"),
+        _ONLY_PLANS,
+    ),
+    Rule("objective cost", "goes by prices", ("energy_price or gpu_price",)),
+    Rule(
+        "objective time",
+        "looks for another order than the framework's own, by what units take in this job",
+        without=("scheduling 1f1b", "profile"),
+    ),
+    Rule("energy_price", "is for plans of least cost", ("objective cost",)),
+    Rule("gpu_price", "is for plans of least cost", ("objective cost",)),
+    Rule(f"max_in_flight {BY_MEMORY}", "is by what memory is measured to be", ("GPUs",)),
+    Rule("profile", "is of stages", ("a pipeline",)),
+    Rule(
+        "plan",
+        "runs as it is, by the profile that prices it",
+        ("profile",),
+        ("max_in_flight", "reconfigure greedy|balanced"),
+    ),
+    Rule(
+        "profile_only", "measures a profile and writes it", ("a pipeline", "output"), ("profile",)
+    ),
+    Rule("sweep", "measures clocks first, to plan", without=("profile",)),
+    Rule(
+        "power_budget",
+        "is kept by clocks that the job chooses as it trains",
+        without=(
+            "level observe",
+            "type baseline|envelope",
+            "objective time",
+            "gpu_control none|dry_run",
+            *_ONLY_PLANS,
+        ),
+    ),
+    Rule("gpu_control none", "changes no clock", without=("profile_only", "require_control")),
+    Rule("gpu_control emulated", "is for jobs without GPUs", without=("GPUs",)),
+)
