@@ -345,7 +345,7 @@ def _train(rank: int, case: Case, root: Path | None, preset: str) -> dict[str, A
         "weights": {at: [bits(w) for w in m.parameters()] for at, m in layers.items()},
     }
     if pipeline is not None:
-        session = pipeline.job.session
+        session = pipeline.session
         pipeline.end_training()
         found["released"] = not any(
             callable(vars(of).get(name))
