@@ -40,7 +40,6 @@ from envpipe_megatron.search.partition import (
     SplitSpace,
     least_bottleneck,
     least_energy,
-    plan_cost,
 )
 from envpipe_megatron.search.search import Found, search
 from envpipe_megatron.search.space import Space
@@ -344,8 +343,7 @@ def partition(
     show_stages(title, best_one, best_one.peak_bytes, memory)
     cost = found.cost
     if cost is None and profile.has_energy:
-        longest_s = best_one.iteration_time_s
-        cost = plan_cost(best_one.stage_profile, num_microbatches, power_w, longest_s)
+        cost = best_one.plan(power_w).cost
     figures = [
         ("iteration time (s)", f"{best_one.iteration_time_s:.4f}"),
         ("bottleneck (ms)", f"{1e3 * max(work.time_s for work in best_one.works):.3f}"),
