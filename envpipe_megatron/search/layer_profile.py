@@ -370,7 +370,7 @@ class Pieces:
         )
 
     def _working_bytes(self, measure: Measure, way: Recomputation | None) -> float:
-        """Return bytes held while a piece is recomputed, as `work.workspace_bytes` takes them."""
+        """Return bytes held while a piece is recomputed, for `configuration.workspace_bytes`."""
         if way is None:
             return 0.0
         beside = 0.0 if self.profile.workspaces_add else measure.backward_workspace_bytes

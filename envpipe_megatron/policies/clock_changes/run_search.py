@@ -27,8 +27,7 @@ from envpipe_megatron.policies.clock_changes.run_times import (
     faster_path,
     saving_moves,
 )
-from envpipe_megatron.policies.optimal.certificate import price_flow
-from envpipe_megatron.policies.optimal.linear_program import Relaxed
+from envpipe_megatron.policies.optimal.linear_program import Relaxed, price_flow
 
 #: How strongly a first choice of runs holds units to their relaxed durations: the cost, in units'
 #: mean energies, of a duration that is off by 100 %. With prices of time only, ties remain between
