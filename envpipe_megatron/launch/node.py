@@ -127,7 +127,7 @@ def _ends(pid: int, until_s: float) -> bool:
 
 
 def _bill(agent: NodeAgent, code: int, report: BillReport) -> None:
-    if not agent.ledgers():
+    if not agent.gpus.ledgers():
         agent.finish(code, 0.0)
         if not code:  # else what torchrun said matters
             say_as_launcher(
@@ -137,10 +137,10 @@ def _bill(agent: NodeAgent, code: int, report: BillReport) -> None:
     late = agent.finish(code, _OTHERS_END_S)
     bill = agent.bill
     if bill is None:
-        own_j = sum(ledger.energy_j for ledger in agent.ledgers())
+        own_j = sum(ledger.energy_j for ledger in agent.gpus.ledgers())
         say_as_launcher(f"{own_j:.1f} J on this node, in {agent.log.path}")
-        if agent.why_incomplete:
-            say_as_launcher(f"the job's bill may lack them: {agent.why_incomplete}")
+        if why := agent.uplink.why_unknown():
+            say_as_launcher(f"the job's bill may lack them: {why}")
         return
     for name in late:
         logger.warning("%s did not end in time; `envpipe energy sum` adds its log up later", name)
