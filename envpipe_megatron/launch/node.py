@@ -24,7 +24,7 @@ from envpipe_megatron.gpu.guard.lease import list_leases
 from envpipe_megatron.gpu.guard.lease_file import JOB_NAME_VARIABLE, LeaseRecord
 from envpipe_megatron.gpu.guard.messages import AGENT_VARIABLE, wait_readable
 from envpipe_megatron.launch.agent.agent import NodeAgent
-from envpipe_megatron.launch.bill.report import BillReport
+from envpipe_megatron.launch.bill import BillReport
 from envpipe_megatron.launch.options import handled_signals, read
 from envpipe_megatron.launch.torchrun import run_torchrun
 

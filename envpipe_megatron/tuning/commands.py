@@ -115,7 +115,6 @@ class Report:
             is known, and its standard uncertainty; NaN if the meter has not seen all of them yet,
             or failed.
         problems: what is wrong with a GPU, in words; empty if nothing is.
-        lost: whether the control of a clock has ended, which is among the problems then.
     """
 
     unit_s: FloatArray
@@ -125,7 +124,6 @@ class Report:
     meter: Sums
     power_w: FloatArray
     problems: tuple[str, ...] = ()
-    lost: bool = False
 
     @property
     def metered(self) -> bool:
@@ -140,7 +138,6 @@ def merged(parts: Sequence[Report]) -> Report:
         **{name: np.concatenate([getattr(part, name) for part in parts]) for name in arrays},
         meter=np.sum([part.meter for part in parts], axis=0),
         problems=tuple(dict.fromkeys(problem for part in parts for problem in part.problems)),
-        lost=any(part.lost for part in parts),
     )
 
 

@@ -11,8 +11,8 @@ from unittest.mock import patch
 from fake_gpu import look_until
 
 from envpipe_megatron.formats.wishes import CONTROL_FILE
-from envpipe_megatron.runtime.job import control
-from envpipe_megatron.runtime.job.control import ControlFile
+from envpipe_megatron.runtime.job import parts
+from envpipe_megatron.runtime.job.parts import ControlFile
 from envpipe_megatron.runtime.job.session import Session
 from envpipe_megatron.tuning.background import Background
 
@@ -44,7 +44,7 @@ def _counted(file: ControlFile) -> None:
 def asked_often() -> Iterator[None]:
     """While it lasts, files are looked at again and again."""
     with (
-        patch.object(control, "_LOOK_S", 0.005),
+        patch.object(parts, "_LOOK_S", 0.005),
         patch.object(ControlFile, "_look", _counted),
     ):
         yield

@@ -19,9 +19,9 @@ from agent_ranks import Nodes
 from envpipe_megatron.child import Signals
 from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.gpu.guard.messages import send
+from envpipe_megatron.launch import bill as bill_report
 from envpipe_megatron.launch import node
 from envpipe_megatron.launch.agent import prometheus
-from envpipe_megatron.launch.bill import report as bill_report
 from envpipe_megatron.launch.node import NodeSettings, run_node
 
 #: A job's waits, none of which a test has the time for.

@@ -100,6 +100,8 @@ def train(
         memory=device if capacities else None,
     )
     gpu.supported_frequencies_mhz = gpu.supported_frequencies_mhz[::40]  # a short sweep
+    for clocks_mhz in session.parts.clocks_mhz:
+        clocks_mhz.intersection_update(gpu.supported_frequencies_mhz)
     try:
         steady = 0
         while steady < 5:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
@@ -81,6 +82,10 @@ def same(own: Any) -> Any:
     return own
 
 
+def merge_nothing(replicas: Any) -> Any:
+    return replicas[0]
+
+
 @dataclass
 class Rank:
     """Stage 0 of a job of two stages and some replicas.
@@ -113,6 +118,10 @@ class Rank:
     named, kept_order = PhaseParts.named, PhaseParts.kept_order
     megatron_order, schedule = PhaseParts.megatron_order, PhaseParts.schedule
     num_microbatches, top_mhz = PhaseParts.num_microbatches, PhaseParts.top_mhz
+
+    @cached_property
+    def clocks_mhz(self) -> list[set[int]]:
+        return self.collectives.by_stage({*self.gpu.supported_frequencies_mhz}, merge_nothing)
 
     def __post_init__(self) -> None:
         pipeline: Any = SimpleNamespace(

@@ -49,6 +49,7 @@ _PLAIN: Mapping[str, Any] = {
     "recompute_method": None,
     "recompute_num_layers": None,
     "distribute_saved_activations": False,
+    "micro_batch_size": 1,
     "global_batch_size": None,
     "rampup_batch_size": None,
     "load": None,
@@ -120,13 +121,19 @@ def _change_arguments(module: Any, job: LayerJob) -> None:
 
     def parse_and_change(*args: Any, **kwargs: Any) -> argparse.Namespace:
         parsed: argparse.Namespace = parse(*args, **kwargs)
-        changed = {**_PLAIN, **_sizes(job)}
+        sizes = job.sizes[0]
+        changed = {
+            **_PLAIN,
+            "tensor_model_parallel_size": sizes.tensor_parallel,
+            "context_parallel_size": sizes.context_parallel,
+            "expert_model_parallel_size": sizes.expert_parallel,
+        }
         if any(getattr(parsed, name, False) for name in _WITH_DISTRIBUTED_OPTIMIZER):
             del changed["use_distributed_optimizer"]
         for name, value in changed.items():
             if hasattr(parsed, name):
                 setattr(parsed, name, value)
-        if job.tensor_parallel == 1 and hasattr(parsed, "tp_comm_overlap"):
+        if sizes.tensor_parallel == 1 and hasattr(parsed, "tp_comm_overlap"):
             parsed.tp_comm_overlap = False
         for name, what in _REFUSED.items():
             if getattr(parsed, name, None):
@@ -140,15 +147,6 @@ def _change_arguments(module: Any, job: LayerJob) -> None:
         return parsed
 
     module.parse_args = parse_and_change
-
-
-def _sizes(job: LayerJob) -> dict[str, int]:
-    return {
-        "tensor_model_parallel_size": job.tensor_parallel,
-        "context_parallel_size": job.context_parallel,
-        "expert_model_parallel_size": job.expert_parallel,
-        "micro_batch_size": 1,
-    }
 
 
 def _measure_and_end(module: Any, job: LayerJob) -> None:

@@ -22,13 +22,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
+from envpipe_megatron.formats.bill import Bill
 from envpipe_megatron.formats.energy import JOB
 from envpipe_megatron.gpu.base import GpuAddress
 from envpipe_megatron.gpu.guard.messages import GuardError, peer_uid_and_pid, receive, send
 from envpipe_megatron.gpu.registry import open_reader
 from envpipe_megatron.launch.agent.collector import Collector, Uplink
 from envpipe_megatron.launch.agent.ledger import GpuLedger, NodeLog
-from envpipe_megatron.launch.bill.bill import Bill
 from envpipe_megatron.runtime.energy.meter import CounterAt
 
 logger = logging.getLogger(__name__)
@@ -87,7 +87,7 @@ class NodeAgent:
 
     @property
     def bill(self) -> Bill | None:
-        """Return the job's bill, on the agent of rank 0 only. It grows until `finish`."""
+        """Return the job's bill, on the agent of rank 0 only; until `finish`, take snapshots."""
         return self._collector.bill if self._collector.is_the_jobs else None
 
     @property
@@ -98,10 +98,6 @@ class NodeAgent:
     def ledgers(self) -> list[GpuLedger]:
         """Return the ledgers of all GPUs that ranks have used so far; any thread may ask."""
         return self._gpus.ledgers()
-
-    def snapshot(self) -> Bill | None:
-        """Return the job's bill as it is now, on the agent of rank 0 only; any thread may ask."""
-        return self._collector.snapshot() if self._collector.is_the_jobs else None
 
     def connected(self) -> list[str]:
         """Return the names of the ranks that have not ended yet."""

@@ -134,10 +134,15 @@ class NodeLog:
         self.note(ENDED, exit_code=exit_code)
 
     def read(self, offset: int, most_bytes: int) -> bytes:
-        """Return whole lines from an offset on; none if there are none yet."""
+        """Return whole lines from an offset on; none if there are none yet.
+
+        A first line of more bytes is read as well: zeros that a loss of power left, say.
+        """
         with self._file.open("rb") as file:
             file.seek(offset)
             data = file.read(most_bytes)
+            if b"\n" not in data:
+                data += file.readline()
         return data[: data.rfind(b"\n") + 1]
 
     @property

@@ -26,8 +26,6 @@ from envpipe_megatron.runtime.channel.carrier import ChannelError, StageSpecs, o
 from envpipe_megatron.runtime.channel.puts import PutCarrier, PutSide
 from envpipe_megatron.runtime.channel.transfers import TransferCarrier
 
-__all__ = ["ChannelError", "P2PChannel"]
-
 logger = logging.getLogger(__name__)
 
 #: One stage's side of the boundary to a neighbour: it receives one kind and sends the other.

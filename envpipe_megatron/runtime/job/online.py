@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import count, pairwise
-from typing import Any, TypeVar
+from typing import Generic, TypeVar
 
 import numpy as np
 
@@ -23,6 +23,7 @@ from envpipe_megatron.core.schedule import Schedule, profiled_kinds
 from envpipe_megatron.formats.energy import Phase
 from envpipe_megatron.formats.steps import HELD_UP
 from envpipe_megatron.formats.timeline import is_recorded
+from envpipe_megatron.formats.wishes import Wishes
 from envpipe_megatron.runtime.channel.collectives import DegradedError, by_planner, in_words
 from envpipe_megatron.runtime.energy.meter import EnergyMeter, MeterError
 from envpipe_megatron.runtime.execution.executor import StageRecord
@@ -58,10 +59,10 @@ _UNKNOWN = math.nan, math.nan
 
 
 @dataclass(frozen=True)
-class _Ended:
+class _Ended(Generic[T]):
     """The value that a run returned, in place of a command."""
 
-    found: Any
+    found: T
 
 
 def run_commands(
@@ -85,17 +86,16 @@ def run_commands(
         kinds: those that it distinguishes; by default the framework's.
     """
     kinds, nodes_mhz = kinds or profiled_kinds(schedule), power_nodes_mhz(clocks_mhz)
-    needs_clocks = not job.options.changes_only_order
     top_mhz = max(clocks_mhz)
     order = constant_order(Phase.WARMUP, schedule, top_mhz, billed_late=True)
     command = Command(Phase.WARMUP, 0)
     run: Run[T] | None = None
     tries = 0
 
-    def decide(stages: Sequence[Report | str], refused: str | None) -> Command | _Ended:
+    def decide(stages: Sequence[Report | str], refused: str | None) -> Command | _Ended[T]:
         """Return what is next: after a plan, `refused` is empty or says why; else it is None."""
         nonlocal run, tries
-        window = replace(_window(stages, needs_clocks=needs_clocks), wishes=job.state.wishes)
+        window = _window(stages, job.state.wishes)
         try:
             if run is None:
                 run = begin(window)
@@ -169,14 +169,12 @@ def _merged(parts: Sequence[Report | str]) -> Report | str:
     return failures[0] if failures else merged([p for p in parts if isinstance(p, Report)])
 
 
-def _window(stages: Sequence[Report | str], *, needs_clocks: bool) -> Window:
-    """Return the reports of all stages; DegradedError where one has none, or a clock is lost."""
+def _window(stages: Sequence[Report | str], wishes: Wishes) -> Window:
+    """Return the reports of all stages; DegradedError where one has none."""
     for stage, report in enumerate(stages):
         if isinstance(report, str):
             raise DegradedError(f"Stage {stage}: {report}")
-        if needs_clocks and report.lost:
-            raise DegradedError(f"Stage {stage}: Clock control ended: {'; '.join(report.problems)}")
-    return Window(tuple(report for report in stages if isinstance(report, Report)))
+    return Window(tuple(report for report in stages if isinstance(report, Report)), wishes)
 
 
 def _refused(job: PhaseParts, plan: Plan, own: Schedule) -> str:
@@ -232,7 +230,12 @@ def make_report(
             where it has not seen all of them.
         kinds: those that are distinguished.
         nodes_mhz: as `meter_sums` takes them.
+
+    Raises DegradedError if the control of a clock that is asked for has ended.
     """
+    problems = job.clock.problems()
+    if job.clock.error is not None and not job.options.changes_only_order:
+        raise DegradedError(f"Clock control ended: {'; '.join(problems)}")
     clocks_mhz = order.frequency_mhz[job.stage]
     parked, tail_s = order.parked(job.stage), command.tail_s[job.stage] if command.tail_s else 0.0
     # Of each unit, the place of its kind; below zero if it takes no time.
@@ -272,8 +275,7 @@ def make_report(
         waits_s=np.array([[record.receive_wait_s for record in records]]),
         meter=sums,
         power_w=np.array([_power_w(meter, begins_s, ends_s, steps_s)]),
-        problems=job.clock.problems(),
-        lost=job.clock.error is not None,
+        problems=problems,
     )
 
 

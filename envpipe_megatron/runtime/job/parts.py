@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import logging
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 from envpipe_megatron.core.orders import builders
@@ -12,8 +17,9 @@ from envpipe_megatron.core.plan import Plan
 from envpipe_megatron.core.profile import Profile
 from envpipe_megatron.core.schedule import Schedule
 from envpipe_megatron.errors import EnvPipeError
+from envpipe_megatron.files import read_text
 from envpipe_megatron.formats.energy import Phase
-from envpipe_megatron.formats.wishes import NO_WISHES, Wishes
+from envpipe_megatron.formats.wishes import CONTROL_FILE, NO_WISHES, Wishes, parse_wishes
 from envpipe_megatron.gpu.base import Gpu
 from envpipe_megatron.policies.reconfigure import Ended
 from envpipe_megatron.runtime.channel.carrier import StageSpecs
@@ -23,15 +29,68 @@ from envpipe_megatron.runtime.clocks.rank_clock import RankClock
 from envpipe_megatron.runtime.energy.meter import EnergyMeter
 from envpipe_megatron.runtime.energy.training import TrainingEnergy
 from envpipe_megatron.runtime.execution.executor import Executor
-from envpipe_megatron.runtime.job.control import ControlFile
 from envpipe_megatron.runtime.job.options import JobOptions
 from envpipe_megatron.runtime.job.restarts import JobFolder
 from envpipe_megatron.runtime.memory.peak import JobMemory
 from envpipe_megatron.tuning.background import Background
 
+logger = logging.getLogger(__name__)
+
+#: How often the control file is read, s.
+_LOOK_S = 1.0
+
 
 class SessionError(EnvPipeError):
     """A job that changes shape, or one that EnvPipe cannot run."""
+
+
+class ControlFile:
+    """Reads a job's control file every second until `close`, on a thread: nobody waits for a disk.
+
+    What it asks for is logged as it changes: a job that starts again may find what was asked of an
+    earlier one. A file that is broken, or cannot be read, is logged once, and changes nothing. On
+    the planning rank, `iterations.Switch` asks it.
+
+    Args:
+        folder: the job's.
+        without: what is asked for while there is no file.
+    """
+
+    def __init__(self, folder: Path, without: Wishes) -> None:
+        self.wishes = self._without = without
+        self.path = folder / CONTROL_FILE
+        with suppress(OSError):  # the working folder is gone
+            self.path = self.path.absolute()
+        self._failure, self._over = "", False
+        with suppress(RuntimeError):  # threads are used up: nobody is heard
+            threading.Thread(target=self._run, name="envpipe-control", daemon=True).start()
+
+    def about(self) -> dict[str, Any]:
+        """Return what the node's agent needs, to ask in an operator's name."""
+        return {"file": str(self.path), "asked": self._without.to_json()}
+
+    def close(self) -> None:
+        """Read it no more; returns at once."""
+        self._over = True
+
+    def _run(self) -> None:
+        while not self._over:
+            self._look()
+            time.sleep(_LOOK_S)
+
+    def _look(self) -> None:
+        wishes, failure = self.wishes, ""
+        try:
+            wishes = parse_wishes(read_text(self.path), self.path)
+        except FileNotFoundError:
+            wishes = self._without
+        except Exception as error:  # a disk or a text may be bad in any way
+            failure = str(error)
+            if failure != self._failure:
+                logger.error("What was asked before is kept, training goes on: %s", failure)
+        if wishes != self.wishes:
+            logger.warning("Asked for from now on, by %s: %s", self.path, wishes.to_json())
+        self.wishes, self._failure = wishes, failure
 
 
 @dataclass
@@ -49,6 +108,8 @@ class SessionState:
     reconfigure_steps: int = 0
     reconfigure_ended: Ended | None = None
     notes: tuple[str, ...] = ()
+    #: What the job does, in a line.
+    about: str = ""
     #: Why backwards are not split from now on, though the job's may be; empty for no reason.
     whole: str = ""
     #: What an operator asks for, the same on every rank.
@@ -64,6 +125,7 @@ class PhaseParts:
     Args:
         options: profile and plan are the user's; an earlier start's are in `folder`. The number of
             microbatches is the batch's.
+        clocks_mhz: for each stage, those that all its GPUs have.
         background: makes what runs work of the planning rank beside training.
         batch: name of the batch whose iterations these phases run; empty for that of full size.
             Profile and memory are of the job, not of a batch.
@@ -79,6 +141,7 @@ class PhaseParts:
     stage: int
     num_stages: int
     gpu: Gpu
+    clocks_mhz: Sequence[set[int]]
     channel: P2PChannel
     executor: Executor
     clock: RankClock

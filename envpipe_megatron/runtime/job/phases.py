@@ -41,7 +41,6 @@ from envpipe_megatron.runtime.job.parts import PhaseParts, note
 from envpipe_megatron.runtime.job.planning import (
     check_files,
     check_plan,
-    clocks_of_stages,
     given_plan,
     make_room,
     make_room_for_messages,
@@ -189,8 +188,7 @@ def _loop(job: PhaseParts, records: Sequence[StageRecord]) -> PhaseRun[None]:
     schedule = job.schedule
     profile, measured = known_and_measured(job, records)
     if profile is not None:
-        known, of_stages = profile, clocks_of_stages(job)
-        clocks = by_planner(job.collectives, lambda: profiled_clocks(job, known, of_stages))
+        clocks = by_planner(job.collectives, partial(profiled_clocks, job, profile))
         facts = profile.sidecar
     else:
         # Of this GPU, others may have another; 0 where it has none.
@@ -211,7 +209,7 @@ def _loop(job: PhaseParts, records: Sequence[StageRecord]) -> PhaseRun[None]:
         options, goal = job.options, job.options.goal
         within = 1.0 if goal.goal == Goal.ENERGY else None
         limits = Limits(options.slowdown_percent / 100, within, options.min_dwell_s, goal)
-        check = partial(check_plan, job, clocks_mhz=())
+        check = partial(check_plan, job)
         planner = Planner(store, partial(plan_online, job), check, limits, job.background)
         tuner = ShortestOrder if options.changes_only_order else Controller
         return tuner(schedule, store, planner).run(first)
@@ -230,25 +228,20 @@ def _save_energy(job: PhaseParts, records: Sequence[StageRecord]) -> PhaseRun[It
     if profile is None:
         profile = yield from _profile(job, measured, records[1:])
     job.state.profile = profile
-    plan = yield from adopt_plan(job, records, profile, clocks_of_stages(job))
+    plan = yield from adopt_plan(job, records, profile)
     job.state.plan = plan
     return IterationOrder(Phase.STEADY, plan.schedule, plan.frequency_mhz)
 
 
-def adopt_plan(
-    job: PhaseParts,
-    records: Sequence[StageRecord],
-    profile: Profile,
-    clocks_mhz: Sequence[set[int]],
-) -> PhaseRun[Plan]:
+def adopt_plan(job: PhaseParts, records: Sequence[StageRecord], profile: Profile) -> PhaseRun[Plan]:
     """Return the plan to start from, its memory ready: the user's, or one made meanwhile.
 
-    Only that is reconfigured. Clocks are, for each stage, those that all its GPUs have.
+    Only that is reconfigured.
 
     Raises DegradedError if no plan can be made, or run: training is under way, whoever gave it.
     """
     options, state, own_clocks = job.options, job.state, job.gpu.supported_frequencies_mhz
-    given = given_plan(job, profile, clocks_mhz)
+    given = given_plan(job, profile)
     if given is not None:
         job.folder.write_plan(given, given=options.plan)
         return given
@@ -257,14 +250,14 @@ def adopt_plan(
         return planned_beside(job.background(), plan_online(job, profile))
 
     plan, notes = yield from run_commands(job, job.schedule, own_clocks, records[-1:], begin)
-    by_planner(job.collectives, partial(check_plan, job, plan, clocks_mhz))
+    by_planner(job.collectives, partial(check_plan, job, plan))
     make_room(job, plan)
     state.plan = plan
     note(job, *notes)
     policy = RECONFIGURE_POLICIES.get(options.reconfigure)
     if policy:
         job.say(f"reconfigure: {policy.name}, extra forwards {list(plan.schedule.extra_forwards)}")
-        raises = partial(reconfigured, plan, policy, job.schedule, clocks_mhz)
+        raises = partial(reconfigured, plan, policy, job.schedule, job.clocks_mhz)
         run = run_commands(job, job.schedule, own_clocks, records[1:], raises)
         plan, state.reconfigure_steps, state.reconfigure_ended = yield from run
         ended = state.reconfigure_ended.value

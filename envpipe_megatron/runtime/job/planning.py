@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -36,14 +35,13 @@ def check_files(job: PhaseParts) -> None:
         return
     # One that was found not to run in this job ends no training either.
     given = None if job.batch or job.state.whole else job.options.plan
-    clocks_mhz = clocks_of_stages(job)
 
     def look() -> None:
         profile = read_named(named, job.num_stages)
         if job.options.closed_loop:
-            profiled_clocks(job, profile, clocks_mhz)
+            profiled_clocks(job, profile)
         if given is not None:
-            check_plan(job, read_plan(given, profile), clocks_mhz)
+            check_plan(job, read_plan(given, profile))
 
     job.collectives.agreed(look)
 
@@ -60,11 +58,11 @@ def splits(job: PhaseParts) -> bool:
     return not (job.options.why_whole or job.state.whole)
 
 
-def given_plan(job: PhaseParts, profile: Profile, clocks_mhz: Sequence[set[int]]) -> Plan | None:
+def given_plan(job: PhaseParts, profile: Profile) -> Plan | None:
     """Return the user's plan, its memory ready; None: one is to be made. Every rank calls it.
 
     It is for the full batch only, and none where the job has trained batches of another size
-    before and it does not run. Clocks are, for each stage, those that all its GPUs have.
+    before and it does not run.
 
     Raises DegradedError if it cannot be run: training is under way.
     """
@@ -74,7 +72,7 @@ def given_plan(job: PhaseParts, profile: Profile, clocks_mhz: Sequence[set[int]]
 
     def look() -> Plan:
         plan = read_plan(given, profile)
-        check_plan(job, plan, clocks_mhz)
+        check_plan(job, plan)
         return plan
 
     try:
@@ -107,20 +105,10 @@ def make_room_for_messages(job: PhaseParts, order: Schedule) -> None:
         )
 
 
-def clocks_of_stages(job: PhaseParts) -> list[set[int]]:
-    """Return the clocks that all GPUs of a stage have, for each; every rank calls it."""
-    own = set(job.gpu.supported_frequencies_mhz)
-    return job.collectives.by_stage(own, lambda replicas: set.intersection(*replicas))
-
-
-def profiled_clocks(job: PhaseParts, profile: Profile, clocks_mhz: Sequence[set[int]]) -> list[int]:
-    """Return clocks that all GPUs and rows have; SessionError if the highest is not among them.
-
-    Args:
-        clocks_mhz: as `clocks_of_stages` has them.
-    """
+def profiled_clocks(job: PhaseParts, profile: Profile) -> list[int]:
+    """Return clocks that all GPUs and rows have; SessionError if the highest is not among them."""
     profiled = map(profile.clocks_mhz, range(job.num_stages))
-    clocks = set.intersection(*profiled, *clocks_mhz)
+    clocks = set.intersection(*profiled, *job.clocks_mhz)
     if job.top_mhz not in clocks:
         raise SessionError(
             "The profile lacks the highest clock (MHz) of the job's GPUs",
@@ -195,7 +183,7 @@ def predicted(plan: Plan | None) -> dict[str, float] | None:
     }
 
 
-def check_plan(job: PhaseParts, plan: Plan, clocks_mhz: Sequence[set[int]]) -> None:
+def check_plan(job: PhaseParts, plan: Plan) -> None:
     """Refuse a plan of an order that the job cannot run, or of clocks that GPUs lack."""
     order, own, kept = plan.schedule, job.own_order, job.kept_order
     placement = Placement.LOOPED if own is None else own.placement
@@ -234,8 +222,9 @@ def check_plan(job: PhaseParts, plan: Plan, clocks_mhz: Sequence[set[int]]) -> N
             raise SessionError(f"The plan {what}", value=order.name, remedy=remedy)
     if kept is None:
         _check_finishes(job, order)
-    asked_for = () if job.gpu.read_only else clocks_mhz
-    for stage, supported in enumerate(asked_for):
+    # A job that changes only its order asks for no clock.
+    sets = not (job.gpu.read_only or job.options.changes_only_order)
+    for stage, supported in enumerate(job.clocks_mhz if sets else ()):
         unsupported = set(plan.frequency_mhz[stage].tolist()) - supported
         if unsupported:
             raise SessionError(

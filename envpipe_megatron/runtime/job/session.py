@@ -24,10 +24,9 @@ from envpipe_megatron.runtime.energy.training import TrainingEnergy
 from envpipe_megatron.runtime.execution.executor import METER_MARGIN_S, Executor
 from envpipe_megatron.runtime.execution.orders import constant_order
 from envpipe_megatron.runtime.execution.stage_run import StageRun, StageWork, execute
-from envpipe_megatron.runtime.job.control import ControlFile
 from envpipe_megatron.runtime.job.iterations import Batches, Iterations
 from envpipe_megatron.runtime.job.options import JobOptions
-from envpipe_megatron.runtime.job.parts import PhaseParts, SessionState, note
+from envpipe_megatron.runtime.job.parts import ControlFile, PhaseParts, SessionState, note
 from envpipe_megatron.runtime.job.restarts import JobFolder
 from envpipe_megatron.runtime.memory.peak import JobMemory
 from envpipe_megatron.runtime.memory.stage import (
@@ -173,6 +172,9 @@ class Session:
             stage=stage,
             num_stages=num_stages,
             gpu=gpu,
+            clocks_mhz=collectives.by_stage(
+                set(gpu.supported_frequencies_mhz), lambda replicas: set.intersection(*replicas)
+            ),
             channel=channel,
             executor=self.executor,
             clock=self.clock,

@@ -249,6 +249,7 @@ class EmulatedJob:
             specs=SimpleNamespace(sends=dict.fromkeys(Kind, message)),  # type: ignore[arg-type]
             own_order=own_order,
             gpu=gpu,  # type: ignore[arg-type]
+            clocks_mhz=[{*gpu.supported_frequencies_mhz}] * self._stages,
             channel=channel,  # type: ignore[arg-type]
             executor=executor,
             clock=SimpleNamespace(  # type: ignore[arg-type]

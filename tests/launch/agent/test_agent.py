@@ -16,12 +16,12 @@ import pytest
 from agent_ranks import LONG_S, Rank, connect, open_files
 
 from envpipe_megatron.errors import EnvPipeError
+from envpipe_megatron.formats.bill import Bill
 from envpipe_megatron.formats.energy import read_energy_logs
 from envpipe_megatron.gpu.guard.messages import receive, send
 from envpipe_megatron.launch.agent import agent as agent_module
 from envpipe_megatron.launch.agent import ledger as ledger_module
 from envpipe_megatron.launch.agent.agent import NodeAgent
-from envpipe_megatron.launch.bill.bill import Bill, bill_of
 
 
 def until(condition: Callable[[], Any]) -> None:
@@ -41,7 +41,7 @@ def kinds(agent: NodeAgent) -> list[str]:
 
 
 def bill(*agents: NodeAgent) -> Bill:
-    return bill_of(read_energy_logs([agent.log.path for agent in agents]).lines)
+    return Bill(read_energy_logs([agent.log.path for agent in agents]).lines)
 
 
 def test_a_rank_from_hello_to_bye(nodes):
@@ -358,8 +358,7 @@ def test_the_agent_of_rank_0_gets_the_jobs_bill(nodes):
         rank.bye()
     for agent in (a, b):
         assert agent.wait_until_none_is_connected(LONG_S)
-    until(lambda: a.snapshot().total().energy_j > 0)
-    assert b.snapshot() is None
+    until(lambda: a.bill.snapshot().total().energy_j > 0)
     assert b.finish(0, LONG_S) == []
     assert a.finish(0, LONG_S) == []
     assert (b.bill, b.why_incomplete, a.why_incomplete) == (None, "", "")

@@ -8,9 +8,9 @@ import pytest
 from agent_ranks import open_files
 from energy_lines import window
 
+from envpipe_megatron.formats.bill import Bill
 from envpipe_megatron.formats.energy import read_energy_logs
 from envpipe_megatron.launch.agent.ledger import NodeLog
-from envpipe_megatron.launch.bill.bill import bill_of
 
 
 def notes(log: NodeLog) -> list[dict]:
@@ -53,8 +53,8 @@ def test_starts_that_end_alike_are_told_apart(tmp_path):
         log.close()
     logs = read_energy_logs([log.path])
     assert logs.repeated == 0
-    assert bill_of(logs.lines).nodes["n0"].exit_code == 0
-    assert not bill_of(logs.lines).nodes["n0"].running
+    assert Bill(logs.lines).nodes["n0"].exit_code == 0
+    assert not Bill(logs.lines).nodes["n0"].running
 
 
 @pytest.mark.parametrize("torn", [b'{"format": "envpipe-no', b"\xff\xfe\0\0", b"[" * 5000, b"{}"])

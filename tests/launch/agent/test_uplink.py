@@ -20,10 +20,10 @@ from collecting_nodes import (
     in_time,
 )
 
+from envpipe_megatron.formats.bill import Bill
 from envpipe_megatron.formats.energy import read_energy_logs
 from envpipe_megatron.launch.agent import collector as collector_module
 from envpipe_megatron.launch.agent.collector import Collector
-from envpipe_megatron.launch.bill.bill import bill_of
 
 # Cuts ----------------------------------------------------------------------------------------
 
@@ -131,7 +131,7 @@ async def test_a_start_sends_what_is_new_and_sums_of_what_was_before(tmp_path, m
         await agent.is_known()
         assert agent.log.earlier_bytes == before
         assert sum(map(len, sent)) < agent.log.size - before + 0.05 * before
-        live, whole = collector.bill, bill_of(read_energy_logs([agent.log.path]).lines)
+        live, whole = collector.bill, Bill(read_energy_logs([agent.log.path]).lines)
         assert live.total().energy_j == pytest.approx(whole.total().energy_j, rel=1e-12)
         assert live.total().duration_s == pytest.approx(whole.total().duration_s)
         assert live.num_iterations == whole.num_iterations == 310
@@ -139,13 +139,14 @@ async def test_a_start_sends_what_is_new_and_sums_of_what_was_before(tmp_path, m
         assert (live.unreadable, live.facts, live.nodes) == (2, whole.facts, whole.nodes)
 
 
+@pytest.mark.parametrize("zeros", [b"\0" * 1_000_000 + b"\n", b"\0" * 5_000_000])
 @in_time
-async def test_what_a_disk_that_lost_power_left_of_a_log_holds_up_no_bill(tmp_path):
-    """Blocks of zeros are longer as JSON than any piece may be: they are only counted."""
+async def test_what_a_disk_that_lost_power_left_of_a_log_holds_up_no_bill(tmp_path, zeros):
+    """Blocks of zeros, which nothing ends, are longer than any piece: they are only counted."""
     async with agents(tmp_path, "a") as (agent,):
         agent.append(0, 3)
         with agent.log.path.open("ab") as file:
-            file.write(b"\0" * 1_000_000 + b"\n")
+            file.write(zeros)
     async with agents(tmp_path, "a") as (agent,), collecting() as collector:
         agent.append(3)
         agent.uplink.send_to(await collector.start("localhost"))

@@ -20,7 +20,6 @@ from envpipe_megatron.runtime.job.given import Level
 from envpipe_megatron.runtime.job.measuring import known_profile
 from envpipe_megatron.runtime.job.options import JobOptions
 from envpipe_megatron.runtime.job.phases import run_phases
-from envpipe_megatron.runtime.job.planning import clocks_of_stages
 from envpipe_megatron.runtime.memory.peak import MemoryFullError, Watch
 
 ENVELOPE = JobOptions(
@@ -138,15 +137,6 @@ def test_where_nothing_is_saved_nothing_is_measured(monkeypatch, request_, optio
     assert (notes in rank.said) is saves
     assert rank.state.plan == (None if saves else "plan")
     assert len(rank.memory.predicted) == 1
-
-
-def test_clocks_of_a_stage_are_those_of_all_its_gpus():
-    rank: Any = Rank(
-        ENVELOPE,
-        replicas=[lambda own: own - {1200} if isinstance(own, set) else own],
-        other=lambda own: own - {1005} if isinstance(own, set) else own,
-    )
-    assert clocks_of_stages(rank) == [{1005, 1410}, {1410}]
 
 
 def test_one_profile_serves_all_batches_that_have_no_other_units():

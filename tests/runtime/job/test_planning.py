@@ -38,7 +38,6 @@ from envpipe_megatron.runtime.job.parts import SessionError
 from envpipe_megatron.runtime.job.phases import adopt_plan
 from envpipe_megatron.runtime.job.planning import (
     check_files,
-    clocks_of_stages,
     plan_online,
     predicted,
 )
@@ -121,12 +120,11 @@ class Starting(Rank):
         if len(self.predicted) <= self.full:
             raise MemoryFullError("Too little of a test")
 
-    def adopt(self, profile: Any = None, clocks_mhz: Any = None) -> Plan:
+    def adopt(self, profile: Any = None) -> Plan:
         """What `phases.adopt_plan` does after a warm-up of one iteration."""
         empty = np.zeros(self.schedule.units_per_stage)
         records = [StageRecord(empty, empty, 0.0, 0.0)]
-        clocks_mhz, profile = clocks_mhz or clocks_of_stages(self), profile or profile_of()
-        return finish(adopt_plan(self, records, profile, clocks_mhz))
+        return finish(adopt_plan(self, records, profile or profile_of()))
 
     def check(self) -> None:
         """As before the first iteration."""
@@ -165,7 +163,7 @@ def test_the_first_iteration_of_a_warm_up_tells_nothing(monkeypatch, tmp_path):
     job: Any = Starting(tmp_path / "none", asked={"type": "envelope", "reconfigure": "balanced"})
     warm_up: Any = ["first", "second", "last"]
     with pytest.raises(DegradedError, match="Of a test"):
-        finish(adopt_plan(job, warm_up, profile_of(), clocks_of_stages(job)))
+        finish(adopt_plan(job, warm_up, profile_of()))
     assert looked == [["last"], ["second", "last"]]
 
 
@@ -327,6 +325,7 @@ def test_a_profile_that_a_job_cannot_use_is_refused_before_its_first_iteration(b
     job.options = replace(job.options, type="optimal", sweep=False, plan=None)
     job.check()
     job.gpu.supported_frequencies_mhz = (1980, 1410, 1200)
+    job.clocks_mhz = [{1980, 1410, 1200}] * 2
     with pytest.raises(SessionError, match=r"lacks the highest clock .*got 1980"):
         job.check()
     (by_file.parent / "profile.csv").unlink()
@@ -409,7 +408,8 @@ def planned_online(seed: int) -> Plan:
         {row.frequency_mhz for part in profile.parts(stage) for kind in WHOLE for row in part[kind]}
         for stage in range(profile.num_stages)
     ]
-    return job.adopt(profile, clocks)
+    job.clocks_mhz = clocks
+    return job.adopt(profile)
 
 
 @pytest.mark.parametrize(

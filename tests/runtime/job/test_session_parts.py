@@ -87,6 +87,7 @@ class World:
             read_only=False,
         )
         self.agent: Any = None
+        self.replicas: list[Any] = []
         self.orders: list[IterationOrder | Exception] = []
         self.records: list[Any] = []
         self.summary = {"followed": None, "error": None}
@@ -141,7 +142,7 @@ class World:
                 order()
 
     def session(self, config: JobOptions | None = None, **options: Any) -> Session:
-        self.collectives = Collectives(0, self.pipeline, [], 1)
+        self.collectives = Collectives(0, self.pipeline, self.replicas, 1 + len(self.replicas))
         self.channel: Any = Noted("channel", self.calls)
         self.channel.ranks, self.channel.lets_go = [4], False
 
@@ -441,6 +442,14 @@ def test_an_order_is_rehearsed_without_a_trace(world):
     session.end_step()
     assert (session.state.iteration, session.executed) == (0, UNITS)
     assert [call[0] for call in world.taken()].count("energy.add") == 1
+
+
+def test_clocks_of_a_stage_are_those_of_all_its_gpus(world):
+    world.pipeline.gather = lambda own: [own, own - {1005} if isinstance(own, set) else own]
+    other: Any = SimpleNamespace(leads=True, broadcast=lambda own: own)
+    other.gather = lambda own: [own, own - {1200} if isinstance(own, set) else own]
+    world.replicas = [other]
+    assert world.session().parts.clocks_mhz == [{1005, 1410}, {1410}]
 
 
 def fails() -> Any:
