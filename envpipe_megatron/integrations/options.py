@@ -145,23 +145,18 @@ def read_values(
     return values
 
 
+def _variable(name: str) -> str:
+    return f"ENVPIPE_{name.upper()}"
+
+
 def _with_variables(given: Mapping[str, Any], num_stages: int, named: Named) -> dict[str, Any]:
     """Fill in options from variables, and those that follow from type and reconfiguring.
 
     A variable that does not go with what is given does not count.
     """
-    filled: dict[str, Any] = {}
-    for name in ("type",) if "plan" in given else _OF_VARIABLES:
-        variable, choices = f"ENVPIPE_{name.upper()}", OPTIONS[name].words
-        value = os.environ.get(variable, "").lower()
-        if name not in given and value:
-            filled[name] = value
-        if name in filled and value not in choices:
-            raise OptionError(
-                f"The value of the environment variable {variable} is not a valid choice",
-                value=value,
-                remedy=f"Use {', '.join(choices)}.",
-            )
+    names = ("type",) if "plan" in given else _OF_VARIABLES
+    texts = {name: os.environ.get(_variable(name)) or None for name in names if name not in given}
+    filled = read_values(texts, named=lambda name: f"The environment variable {_variable(name)}")
     if num_stages == 1 and filled.get("type", "optimal") not in ("baseline", "uniform"):
         filled["type"] = "uniform"  # a site's variable is for its pipelines
     if "type" not in filled and given.get("reconfigure") in ("greedy", "balanced"):
