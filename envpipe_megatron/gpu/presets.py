@@ -203,6 +203,15 @@ def load_preset(name_or_path: str) -> GpuPreset:
     return _load(resolve_preset(name_or_path))
 
 
+def read_preset_name(given: str) -> str | None:
+    """Return the preset, whose name users write in any case; a path stays as it is."""
+    if given == "auto":
+        return None
+    name = given if given.endswith(".toml") else given.lower()
+    load_preset(name)
+    return name
+
+
 def resolve_preset(name_or_path: str) -> Path:
     """Return the absolute path of the file of a preset that is given by name or by path."""
     if name_or_path.endswith(".toml"):

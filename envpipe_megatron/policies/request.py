@@ -157,6 +157,19 @@ def _check_chunks(request: PlanRequest) -> None:
         )
 
 
+def read_in_flight(given: str) -> int | tuple[int, ...] | str:
+    """Read what a job's `max_in_flight` is given as; a ValueError says what that must be."""
+    if given == BY_MEMORY:
+        return given
+    try:
+        numbers = tuple(int(part) for part in given.split(","))
+    except ValueError:
+        numbers = ()
+    if not numbers or min(numbers) < 1:
+        raise ValueError("a number of microbatches, one for each stage, or 'memory'")
+    return numbers if len(numbers) > 1 else numbers[0]
+
+
 def _conditions(profile: Profile, request: PlanRequest) -> Conditions:
     """Return what surrounds the units; with chunks also how the framework's order groups them."""
     conditions = request.conditions or make_conditions(
