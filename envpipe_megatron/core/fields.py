@@ -114,26 +114,6 @@ PERCENT = Number(mistaken=(("%", 1),))
 
 
 @dataclass(frozen=True)
-class Rule:
-    """What an option goes with. A term is an option that is given, or `a pipeline`, or `GPUs`.
-
-    `type optimal` is an option that has this value, `gpu_control none|dry_run` one of several; of
-    terms with `or` between them one must hold.
-
-    Args:
-        why: what the option does, after "it".
-        when: values of the option that the rule is for, all but the default if empty.
-        needs: terms that must all hold.
-        without: terms none of which may hold.
-    """
-
-    why: str
-    when: str = ""
-    needs: tuple[str, ...] = ()
-    without: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True)
 class Option:
     """How users give a field of a dataclass that `option` made.
 
@@ -142,11 +122,10 @@ class Option:
         read: the numbers it may be, or the words, with what each becomes where that is not the word
             itself, or what makes the field of a text (a ValueError says what that must be); None of
             a switch.
-        metavar: what stands for the text in help.
+        metavar: what stands for the number or text in help; N or X by default.
         usual: the default in words.
         flag: its name, where that is not the field's without a unit.
         of_levels: whether only frameworks have it that have more than one level.
-        rules: what it goes with.
     """
 
     help: str
@@ -155,11 +134,10 @@ class Option:
     usual: str = ""
     flag: str = ""
     of_levels: bool = False
-    rules: tuple[Rule, ...] = ()
 
     @property
     def words(self) -> tuple[str, ...]:
-        """Return the words that it may be; none where it is a number, a text or a switch."""
+        """The words that it may be; none where it is a number, a text or a switch."""
         return tuple(self.read) if isinstance(self.read, tuple | Mapping) else ()
 
     def of(self, given: object) -> Any:
@@ -183,6 +161,8 @@ def option(help_text: str, read: Any = None, default: Any = None, **more: Any) -
     `cli.common.options_of` makes options of a command of such fields, `integrations.options` flags
     and settings of a job.
     """
+    if isinstance(read, Number):
+        more.setdefault("metavar", "N" if read.whole else "X")
     if "usual" not in more and default is not None and read is not None:
         more["usual"] = f"{default:g}" if isinstance(default, float) else str(default)
     return field(default=default, metadata={"option": Option(help_text, read, **more)})

@@ -1,4 +1,4 @@
-"""What a job took and what it saved, in a few sentences for whoever pays for it.
+"""A bill in words: what a job took and what it saved, in a few sentences for whoever pays for it.
 
 A job's last lines, bills and reports print these. Money and CO2 are said only where the user gives
 a price and an intensity: nobody knows these for another's machines.
@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 from envpipe_megatron.core.fields import AMOUNT, JOULES_PER_KWH
 from envpipe_megatron.core.plan import NORMAL_95
-from envpipe_megatron.formats.energy_sums import EnergySums, total_of
+from envpipe_megatron.formats.bill import Bill
+from envpipe_megatron.formats.energy import KEEP_CLOCKS, EnergyWindow
 from envpipe_megatron.formats.steps import Comparison
 
 logger = logging.getLogger(__name__)
@@ -70,95 +71,81 @@ class Tariff:
 NO_TARIFF = Tariff()
 
 
-@dataclass(frozen=True)
-class Account:
-    """A job's energy, and its steady steps beside its own baseline's.
+def account_lines(
+    bill: Bill, tariff: Tariff, compared: Mapping[str, Comparison], where: str = ""
+) -> Iterator[str]:
+    """Yield a line for each size that is compared, what it saved, and what all of it took.
 
     Args:
-        sums: of each GPU and phase, of all that was metered.
         compared: an average steady step of one GPU, by the size of the batch; empty: of full size.
-        num_gpus: how many took these steps.
-        tokens: of a step of full size; not known if it is no number.
-        clocks_kept: whether no clock was changed.
-        power: how a power budget was kept, if there was one.
+        where: follows the number of GPUs.
     """
+    steady = bill.steady()
+    num_gpus = len({window.member for window in steady})
+    for batch, each in compared.items():
+        of_batch, tokens = (f", batches of {batch}", 0.0) if batch else ("", bill.tokens)
+        line = f"against the job's own baseline{of_batch}: {_step(each, num_gpus, tokens)}"
+        line += UNDER_BUDGETS if bill.facts.get("power") else ""
+        kept = all(window.clock_backend in KEEP_CLOCKS for window in steady)
+        yield f"{line}; no clock was changed" if kept else line
+        yield from _saved(each, num_gpus, tokens, tariff)
+    total = bill.total()
+    said = [
+        f"energy of {len(total.gpus)} GPUs{where}: {total.energy_j:.0f} J, "
+        f"{_energy(total.energy_j)}, {total.average_power_w:.1f} W each on average",
+        tariff.in_words(total.energy_j),
+        _how([sums.last for sums in bill.phases.values() if sums.windows and sums.last]),
+    ]
+    yield "; ".join(filter(None, said))
 
-    sums: tuple[EnergySums, ...]
-    compared: Mapping[str, Comparison] = field(default_factory=dict)
-    num_gpus: float = 1
-    tokens: object = None
-    clocks_kept: bool = False
-    power: object = None
 
-    def lines(self, tariff: Tariff, where: str = "") -> Iterator[str]:
-        """Yield a line for each size that is compared, what it saved, and what all of it took.
+def _step(each: Comparison, num_gpus: int, tokens: float) -> str:
+    """Say what a step takes beside the baseline's, and a token, if their number is not 0."""
+    took = [(each.time_s, _SECONDS, "", "", 1)]
+    if each.energy_j is not None:
+        took.append((each.energy_j, _JOULES, " a GPU", f" on {num_gpus} GPUs", num_gpus))
+    parts = zip(took, each.parts(), strict=True)
+    step = (f"{_scaled(v, *units)}{of} ({said})" for (v, units, of, *_), said in parts)
+    line = f"a step takes {' and '.join(step)}"
+    if tokens:
+        token = (f"{_scaled(n * v / tokens, *units)}{of}" for v, units, _, of, n in took)
+        line += f"; a token {' and '.join(token)}"
+    return line
 
-        `where` follows the number of GPUs.
-        """
-        known = self.tokens if isinstance(self.tokens, int | float) and self.tokens > 0 else 0
-        for batch, each in self.compared.items():
-            of_batch, tokens = (f", batches of {batch}", 0) if batch else ("", known)
-            yield f"against the job's own baseline{of_batch}: {self._step(each, tokens)}"
-            yield from self._saved(each, tokens, tariff)
-        total = total_of(self.sums)
-        said = [
-            f"energy of {len(total.gpus)} GPUs{where}: {total.energy_j:.0f} J, "
-            f"{_energy(total.energy_j)}, {total.average_power_w:.1f} W each on average",
-            tariff.in_words(total.energy_j),
-            self._how(),
-        ]
-        yield "; ".join(filter(None, said))
 
-    def _step(self, each: Comparison, tokens: float) -> str:
-        """Say what a step takes beside the baseline's, and a token, if their number is not 0."""
-        took = [(each.time_s, _SECONDS, "", "", 1.0)]
-        if each.energy_j is not None:
-            on_all = f" on {self.num_gpus:g} GPUs", self.num_gpus
-            took.append((each.energy_j, _JOULES, " a GPU", *on_all))
-        parts = zip(took, each.parts(), strict=True)
-        step = (f"{_scaled(v, *units)}{of} ({said})" for (v, units, of, *_), said in parts)
-        line = f"a step takes {' and '.join(step)}"
-        if tokens:
-            token = (f"{_scaled(n * v / tokens, *units)}{of}" for v, units, _, of, n in took)
-            line += f"; a token {' and '.join(token)}"
-        line += UNDER_BUDGETS if self.power else ""
-        return f"{line}; no clock was changed" if self.clocks_kept else line
-
-    def _saved(self, each: Comparison, tokens: float, tariff: Tariff) -> Iterator[str]:
-        """Yield what all compared steps took less or more than baselines expect."""
-        if not (each.iterations and each.time_s) or each.slowdown_percent is None:
-            return
-        parts = []
-        # A counter that does not move meters 0 J, of which nothing follows for what was expected.
-        if each.energy_j and each.saving_percent is not None and each.saving_percent < 100:
-            saved_j, half_j = _less(
-                each.energy_j, -each.saving_percent, each.saving_uncertainty_percent
-            )
-            count = each.iterations * self.num_gpus
-            parts.append(f"{_energy(count * abs(saved_j), count * half_j)} {_word(saved_j)} energy")
-            if money := tariff.in_words(count * abs(saved_j)):
-                parts[-1] += f" ({money})"
-        saved_s, half_s = _less(
-            each.time_s, each.slowdown_percent, each.slowdown_uncertainty_percent
+def _saved(each: Comparison, num_gpus: int, tokens: float, tariff: Tariff) -> Iterator[str]:
+    """Yield what all compared steps took less or more than baselines expect."""
+    if not (each.iterations and each.time_s) or each.slowdown_percent is None:
+        return
+    parts = []
+    # A counter that does not move meters 0 J, of which nothing follows for what was expected.
+    if each.energy_j and each.saving_percent is not None and each.saving_percent < 100:
+        saved_j, half_j = _less(
+            each.energy_j, -each.saving_percent, each.saving_uncertainty_percent
         )
-        count = each.iterations
-        parts.append(f"{_time(count * abs(saved_s), count * half_s)} {_word(saved_s)} time")
-        said = f"in {each.iterations} such steps: {', '.join(parts)}"
-        if tokens and each.energy_j:
-            per_joule = tokens / (each.energy_j * self.num_gpus)
-            said += f"; {per_joule:.4g} tokens a joule"
-            if each.saving_percent is not None:
-                said += f", {per_joule * (1 - each.saving_percent / 100):.4g} before"
-        yield said
+        count = each.iterations * num_gpus
+        parts.append(f"{_energy(count * abs(saved_j), count * half_j)} {_word(saved_j)} energy")
+        if money := tariff.in_words(count * abs(saved_j)):
+            parts[-1] += f" ({money})"
+    saved_s, half_s = _less(each.time_s, each.slowdown_percent, each.slowdown_uncertainty_percent)
+    count = each.iterations
+    parts.append(f"{_time(count * abs(saved_s), count * half_s)} {_word(saved_s)} time")
+    said = f"in {each.iterations} such steps: {', '.join(parts)}"
+    if tokens and each.energy_j:
+        per_joule = tokens / (each.energy_j * num_gpus)
+        said += f"; {per_joule:.4g} tokens a joule"
+        if each.saving_percent is not None:
+            said += f", {per_joule * (1 - each.saving_percent / 100):.4g} before"
+    yield said
 
-    def _how(self) -> str:
-        windows = [sums.last for sums in self.sums if sums.last is not None]
-        if not windows:
-            return ""
-        emulated = any(window.gpu.endswith(_EMULATED) for window in windows)
-        how = "emulated: no GPU was used" if emulated else "measured by the GPUs' counters"
-        since = min(filter(None, (window.started for window in windows)), default="")
-        return f"{how}, since {since}" if since else how
+
+def _how(windows: Sequence[EnergyWindow]) -> str:
+    if not windows:
+        return ""
+    emulated = any(window.gpu.endswith(_EMULATED) for window in windows)
+    how = "emulated: no GPU was used" if emulated else "measured by the GPUs' counters"
+    since = min(filter(None, (window.started for window in windows)), default="")
+    return f"{how}, since {since}" if since else how
 
 
 def _less(own: float, more_percent: float, error_percent: float | None) -> tuple[float, float]:

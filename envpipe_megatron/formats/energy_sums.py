@@ -9,18 +9,12 @@ from __future__ import annotations
 import copy
 import math
 from collections import deque
-from collections.abc import Callable, Hashable, Iterable, Mapping
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Callable, Hashable, Iterable
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from envpipe_megatron.formats.energy import STEP, EnergyNote, EnergyWindow, Phase, split_phase
-from envpipe_megatron.formats.steps import (
-    ComparedSteps,
-    RunningMean,
-    StepEnergy,
-    compare,
-    mean_steps,
-)
+from envpipe_megatron.formats.energy import STEP, EnergyNote, EnergyWindow
+from envpipe_megatron.formats.steps import ComparedSteps, RunningMean, StepEnergy
 
 #: A log's lines are added up over this share of the time that it has covered, and no longer than
 #: this. So much is lost with a process that is killed, or a node that loses its power.
@@ -43,7 +37,8 @@ class EnergySums:
         duration_s: GPU-seconds.
         shares_s: GPU-seconds of `SHARES`.
         steps: those that were repeated after a restart as often as they ran.
-        last: the last window, for the names in it; None of a sum over sums.
+        last: the last window, for the names in it, also one that is only compared; None of a sum
+            over sums.
         baseline: the mean baseline of one GPU's steps.
         step_s: mean step times of the windows of one GPU.
         compared: steps of one GPU whose baseline is known.
@@ -135,58 +130,6 @@ def total_of(sums: Iterable[EnergySums]) -> EnergySums:
         ),
         steps=sum(own.steps for own in sums),
     )
-
-
-def mean_step(sums: Iterable[EnergySums]) -> StepEnergy | None:
-    """Return a step on an average GPU, of sums of one GPU each; None if one has no steps.
-
-    GPUs and starts of a job count by their steps: some came late, or had few. GPUs of a start step
-    together: their times scatter together too.
-    """
-    sums = list(sums)
-    if not sums or not all(own.steps for own in sums):
-        return None
-    starts: dict[str, tuple[int, float]] = {}
-    for own in sums:
-        run = own.last.run if own.last else ""
-        steps, error_s = starts.get(run, (0, 0.0))
-        starts[run] = max(steps, own.steps), max(error_s, own.step_s.uncertainty or 0.0)
-    count = sum(steps for steps, _ in starts.values())
-    scatters = any(own.step_s.uncertainty is not None for own in sums)
-    errors_s = sorted(steps * error_s for steps, error_s in starts.values())
-    total = total_of(sums)
-    error_j = total.energy_uncertainty_j
-    return StepEnergy(
-        count,
-        total.duration_s / total.steps,
-        math.hypot(*errors_s) / count if scatters else None,
-        total.energy_j / total.steps,
-        None if error_j is None else error_j / total.steps,
-    )
-
-
-def compared_steps(sums: Iterable[EnergySums]) -> tuple[StepEnergy, StepEnergy] | None:
-    """Return the average step, and the one that baselines expect, of sums of one GPU each.
-
-    Of steps for which a baseline was in force; None if there are none.
-    """
-    of_gpus = [own.compared.sums for own in sums]
-    return mean_steps([math.fsum(each) for each in zip(*of_gpus, strict=True)]) if of_gpus else None
-
-
-def comparison_facts(ranks: Iterable[Mapping[str, EnergySums]]) -> dict[str, Any]:
-    """Compare the steady phase, of sums by phase of each GPU; as JSON.
-
-    `comparison` is of batches of full size, `other_batches` has one for each other size.
-    """
-    by_batch: dict[str, list[EnergySums]] = {}
-    for phase, own in (each for sums in ranks for each in sums.items()):
-        name, batch = split_phase(phase)
-        if name == Phase.STEADY:
-            by_batch.setdefault(batch, []).append(own)
-    means = {batch: compared_steps(sums) for batch, sums in sorted(by_batch.items())}
-    facts = {batch: asdict(compare(*found)) for batch, found in means.items() if found}
-    return {"comparison": facts.pop("", None), "other_batches": facts}
 
 
 class LineSums:

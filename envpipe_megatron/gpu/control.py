@@ -2,14 +2,15 @@
 
 Rights are read from the process's capabilities, from sockets and from files; no lock is tried. So
 the driver may still refuse what is allowed here (a script's sudo rule, a virtual GPU). Jobs enter
-by `choose_for`, `that_can_be_undone` and `open_controlled`, `envpipe doctor` by `check_controls`,
-`envpipe clocks reset` by `reset_clocks`.
+by `choose_for` and `open_controlled`, `envpipe doctor` by `check_controls`, `envpipe clocks reset`
+by `reset_clocks`.
 """
 
 import logging
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 from envpipe_megatron.gpu.base import (
     FORBID_VARIABLE,
@@ -19,10 +20,8 @@ from envpipe_megatron.gpu.base import (
     GpuPermissionError,
     clock_control_forbidden,
 )
-from envpipe_megatron.gpu.guard.hold import job_key
-from envpipe_megatron.gpu.guard.lease import Lease, LeaseHeldError, OpenGpu, list_leases
+from envpipe_megatron.gpu.guard.lease import Lease, LeaseHeldError, list_leases
 from envpipe_megatron.gpu.guard.lease_file import LeaseFolderError
-from envpipe_megatron.gpu.guard.messages import ProcessIdentity
 from envpipe_megatron.gpu.registry import (
     READ_ONLY,
     Device,
@@ -32,7 +31,6 @@ from envpipe_megatron.gpu.registry import (
     list_gpus,
     look_at,
     open_gpu,
-    open_reader,
 )
 from envpipe_megatron.gpu.site import SiteConfig, read_site
 
@@ -46,8 +44,6 @@ PROFILES_REMEDY = (
     "job (--envpipe-level uniform), or set allow_power_profiles = true in the site configuration"
 )
 """The remedy for a power profile that is enforced on a GPU."""
-
-_JOB = "envpipe clocks reset"
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +70,7 @@ class Control:
         )
         return f"{text} {self.remedy}." if self.remedy else text
 
-    def checked(self, *, required: bool) -> "Control":
+    def checked(self, *, required: bool) -> Self:
         """Return the same; GpuPermissionError if control is required and there is none."""
         if required and self.backend is None:
             raise GpuPermissionError(
@@ -186,52 +182,35 @@ def first_allowed(wanted: str, controls: Sequence[Control]) -> Control:
     return Control(wanted, None, why, ". ".join(remedies))
 
 
-# --- for one GPU ---------------------------------------------------------------------------------
-
-
 def choose_for(uid: str, wanted: str, *, require: bool, one_clock: bool) -> Control:
     """Choose the back end for a GPU, by the site's rules; none if they cannot be read.
 
-    A power profile that is enforced on the GPU sets clocks and limits too, and the driver
-    arbitrates: a clock for each unit would not be what was planned. So there is none then, unless
-    the job has `one_clock` or the site allows it. What cannot be read is no obstacle. Raises
-    GpuPermissionError as `choose_control`.
+    Nor is there one if it cannot open the GPU, or where a power profile is enforced, which sets
+    clocks and limits too: the driver arbitrates, and a clock for each unit would not be what was
+    planned. A profile does not matter if the job has `one_clock` or the site allows it. Raises
+    GpuPermissionError as `choose_control`. That the clock can be reset is seen when it is held.
     """
     try:
         site = SiteConfig() if wanted == "emulated" else read_site()
     except GpuError as error:
         return Control(wanted, None, error.what, error.remedy).checked(required=require)
     chosen = choose_control(wanted, site, require=require)
-    if one_clock or chosen.backend not in hardware_backends() or site.allow_power_profiles:
+    if chosen.backend is None:
         return chosen
     try:
-        gpu = open_reader(GpuAddress(chosen.backend, uid))
-        enforced = gpu.power_state().enforced_profiles
+        gpu = open_controlled(uid, chosen, site)
     except GpuError as error:
-        _LOG.debug("The power profiles of %s are not known: %s", uid, error)
+        why = f"the clock of {uid} cannot be set by {chosen.backend}: {error.what}"
+        return Control(wanted, None, why, error.remedy).checked(required=require)
+    if one_clock or chosen.backend not in hardware_backends() or site.allow_power_profiles:
         return chosen
+    enforced: tuple[str, ...] = ()
+    with suppress(GpuError):  # what cannot be read is no obstacle
+        enforced = gpu.power_state().enforced_profiles
     if not enforced:
         return chosen
     why = f"{gpu.name} ({uid}) enforces power profiles, which set clocks too: {', '.join(enforced)}"
     return Control(wanted, None, why, PROFILES_REMEDY).checked(required=require)
-
-
-def that_can_be_undone(chosen: Control, uid: str) -> Control:
-    """Give control of a GPU up if its clock cannot be reset: who may lock need not be allowed to.
-
-    It is reset, under a lease, unless another job holds it. So is control given up of a GPU that
-    cannot be opened but to read it.
-    """
-    if chosen.backend in (None, "emulated"):
-        return chosen
-    try:
-        gpu = open_controlled(uid, chosen)
-        if chosen.backend in hardware_backends():
-            _reset_leased(gpu, job_key(), ProcessIdentity.own(), open_gpu)
-    except GpuError as error:
-        why = f"the clock of {uid} cannot be reset by {chosen.backend}: {error.what}"
-        return Control(chosen.wanted, None, why, error.remedy)
-    return chosen
 
 
 def open_controlled(uid: str, chosen: Control, site: SiteConfig | None = None) -> Gpu:
@@ -281,7 +260,12 @@ def reset_clocks(
             gpu = open_allowed(address)
             what = f"reset by {gpu.address.backend}"
             try:
-                _reset_leased(gpu, _JOB, None, open_allowed)
+                job = "envpipe clocks reset"
+                lease = Lease.take(gpu.address, job, rank=None, open_gpu=open_allowed)
+                try:
+                    gpu.reset_frequency()
+                finally:
+                    lease.release()
             except LeaseFolderError as error:
                 _refuse_held(address.uid)
                 gpu.reset_frequency()
@@ -295,15 +279,6 @@ def reset_clocks(
         uids = {address.uid for address in addresses}
         left = (record for record in list_leases() if not record.live)
         yield from (reset(record.address) for record in left if record.address.uid not in uids)
-
-
-def _reset_leased(gpu: Gpu, job: str, rank: ProcessIdentity | None, open_gpu: OpenGpu) -> None:
-    """Reset a GPU while it has a lease, so that no job takes it at that moment."""
-    lease = Lease.take(gpu.address, job, rank=rank, open_gpu=open_gpu)
-    try:
-        gpu.reset_frequency()
-    finally:
-        lease.release()
 
 
 def _refuse_held(uid: str) -> None:

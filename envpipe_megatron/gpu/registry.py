@@ -300,11 +300,6 @@ def narrowed(numbers: Sequence[int]) -> str:
     return ",".join(names[number].strip() for number in numbers)
 
 
-def are_near(uid: str, other: str, level: str) -> bool:
-    """Tell whether two GPUs are as near as NCCL_P2P_LEVEL asks. Raises GpuError."""
-    return vendor_of(uid).are_near(uid, other, level)
-
-
 def open_gpu(address: GpuAddress, site: SiteConfig | None = None) -> Gpu:
     """Open a GPU by its address, in any process of the node; `site` None means this machine's.
 

@@ -30,6 +30,7 @@ from envpipe_megatron.runtime.clocks.latency import (
 )
 from envpipe_megatron.runtime.clocks.rank_clock import open_rank_gpu
 from envpipe_megatron.runtime.execution.executor import CudaExecutor, EmulatedExecutor, Executor
+from envpipe_megatron.runtime.job.options import JobOptions
 
 PRESET_VARIABLE = "ENVPIPE_EMULATED_GPU"
 FORWARD_VARIABLE = "ENVPIPE_EMULATED_FORWARD_S"
@@ -75,24 +76,8 @@ def check_current(device: torch.device) -> None:
         )
 
 
-def open_device(
-    collectives: Collectives,
-    num_stages: int,
-    wanted: str,
-    preset: str | None,
-    *,
-    require: bool,
-    one_clock: bool = False,
-) -> Device:
-    """Open this rank's GPU; every rank of the job calls it.
-
-    Args:
-        collectives: to all ranks.
-        num_stages: p.
-        wanted: one of `gpu.control.CHOICES`.
-        preset: preset of the GPU to emulate if there is none; by default what the variable says.
-        require: whether a job without control of its clocks is an error.
-        one_clock: as `open_rank_gpu` takes it.
+def open_device(collectives: Collectives, num_stages: int, options: JobOptions) -> Device:
+    """Open this rank's GPU; every rank of the job calls it. `collectives` are to all ranks.
 
     Raises EnvPipeError on every rank if there is no GPU and no emulation, a GPU cannot be opened,
     or control is required and not available.
@@ -100,10 +85,17 @@ def open_device(
     if torch.cuda.is_available():
         properties = torch.cuda.get_device_properties(torch.cuda.current_device())
         uid = collectives.everywhere(lambda: uid_of_cuda_device(str(properties.uuid)))
-        gpu, control = open_rank_gpu(uid, collectives, wanted, require=require, one_clock=one_clock)
+        gpu, control = open_rank_gpu(
+            uid,
+            collectives,
+            options.gpu_control,
+            require=options.require_control,
+            one_clock=options.one_clock,
+        )
         return Device(gpu, control, lambda settle: CudaExecutor(), CudaKernelTimer, {})
+    wanted = options.gpu_control
     emulated, times_s = collectives.everywhere(
-        lambda: _emulation(collectives.stage, num_stages, wanted, preset)
+        lambda: _emulation(collectives.stage, num_stages, wanted, options.gpu)
     )
     wanted = "emulated" if wanted == "auto" else wanted
     gpu, control = open_rank_gpu(emulated.address.uid, collectives, wanted)

@@ -146,7 +146,7 @@ def options_of(
 
 
 def same_job(args: argparse.Namespace) -> dict[str, object]:
-    """Return Megatron's arguments for `JobFacts.same_job`; None where a version has no such one.
+    """Return Megatron's arguments for `FrameworkJob.same_job`; None for what a version lacks.
 
     Of Megatron-DeepSpeed, these are its flags beside DeepSpeed's configuration.
     """

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -20,7 +20,6 @@ import torch.distributed as dist
 from envpipe_megatron.core.kinds import WHOLE, Kind
 from envpipe_megatron.core.orders import builders
 from envpipe_megatron.core.schedule import Schedule
-from envpipe_megatron.core.sidecar import Sidecar
 from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.formats.energy import FRAMEWORK
 from envpipe_megatron.integrations.framework_units import (
@@ -28,7 +27,7 @@ from envpipe_megatron.integrations.framework_units import (
     SeenUnit,
     UnitRecorder,
 )
-from envpipe_megatron.integrations.job import JobFacts, RankPlace, say_line
+from envpipe_megatron.integrations.job import FrameworkJob, say_line
 from envpipe_megatron.integrations.leveled import LeveledJob
 from envpipe_megatron.integrations.levels import Level, Limit
 from envpipe_megatron.integrations.options import OF_LEVELS, read_settings, read_values
@@ -43,7 +42,7 @@ _OUTSIDE, _WITHIN = "outside a step", "within a step"
 
 
 class InstructionError(EnvPipeError):
-    """Calls that make no training step."""
+    """Calls that make no training step, or one in an order that EnvPipe cannot plan for."""
 
 
 class InstrumentedPipeline:
@@ -88,8 +87,6 @@ class InstrumentedPipeline:
         say: Callable[[str], None] = say_line,
         **settings: object,
     ) -> None:
-        self._placement = RankPlace(pipeline_group, num_microbatches, runs_units=True)
-        num_stages = self._placement.num_stages
         if num_microbatches < 1:
             raise InstructionError("A step has at least one microbatch", value=num_microbatches)
         if not (facts is None or isinstance(facts, Mapping)):
@@ -98,16 +95,22 @@ class InstrumentedPipeline:
                 value=facts,
                 remedy='Give a mapping, such as {"model": "GPT, 24 layers"}.',
             )
-        on_gpu = torch.cuda.is_available()
+        self._framework = FrameworkJob(
+            pipeline_group,
+            num_microbatches,
+            runs_units=True,
+            bill=facts or {},
+            # Without facts, a job cannot be recognised as a restart.
+            same_job={"start": time.time_ns()} if facts is None else facts,
+        )
+        num_stages, on_gpu = self._framework.num_stages, torch.cuda.is_available()
         read_values(settings, _WITHOUT)
         # Of the orders that flags know, the one whose defaults keep the framework's order.
         self._options = read_settings(
             {**settings, "scheduling": "1f1b"}, num_stages=num_stages, on_gpu=on_gpu
         )
-        self._facts = facts
         self._say = say
         self._job: LeveledJob | None = None
-        self._framework_order: Schedule | None = None
         #: Notes a step's units: a record in the first, then its iteration; None between steps.
         self._reporter: Reporter | None = None
         self._running: Kind | None = None
@@ -152,9 +155,9 @@ class InstrumentedPipeline:
         self._leave_step()
         reporter: Reporter = UnitRecorder()
         if self._job is not None:
-            assert self._framework_order is not None
+            assert self._framework.framework_order is not None
             self._job.begin_step()
-            reporter = self._job.follow(self._framework_order)
+            reporter = self._job.follow(self._framework.framework_order)
         self._reporter = reporter  # not before: the step may fail to begin
         self._paused = False
 
@@ -201,7 +204,7 @@ class InstrumentedPipeline:
             return
         self._check_place("on_step_end", _WITHIN)
         if isinstance(self._reporter, UnitRecorder):
-            self._job, self._framework_order = self._begin_job(self._reporter)
+            self._job = self._begin_job(self._reporter)
             self._closed = self._job.job is None
             self._reporter = None
         self._leave_step()
@@ -275,10 +278,10 @@ class InstrumentedPipeline:
             self._logged.add(what)
             logger.warning("Training goes on: %s", error)
 
-    def _begin_job(self, recorded: UnitRecorder) -> tuple[LeveledJob, Schedule]:
-        placement, seen = self._placement, "".join(each.kind.letter for each in recorded.units)
-        pipeline = tuple(dist.get_process_group_ranks(placement.pipeline_group))
-        own = (pipeline, placement.stage, seen, placement.num_microbatches)
+    def _begin_job(self, recorded: UnitRecorder) -> LeveledJob:
+        framework, seen = self._framework, "".join(each.kind.letter for each in recorded.units)
+        pipeline = tuple(dist.get_process_group_ranks(framework.pipeline_group))
+        own = (pipeline, framework.stage, seen, framework.num_microbatches)
         stages: dict[tuple[int, ...], list[str]] = {}
         everyone = of_all_ranks(own)
         counts = {ranks: count for ranks, _, _, count in everyone}
@@ -286,35 +289,27 @@ class InstrumentedPipeline:
             stages.setdefault(ranks, []).append(letters)
         # Every rank checks all pipelines, so that none goes on if another is refused.
         orders = {ranks: _recognized(letters, counts[ranks]) for ranks, letters in stages.items()}
-        framework_order = orders[pipeline]
-        placement = replace(placement, framework_order=framework_order)
-        # Without facts, a job cannot be recognised as a restart.
-        same_job = {"start": time.time_ns()} if self._facts is None else self._facts
-        highest = Level.UNIFORM if placement.num_stages == 1 else Level.UNITS
+        order = orders[pipeline]
+        same_job = {**framework.same_job, "kept_order": order.name}
+        self._framework = replace(framework, framework_order=order, same_job=same_job)
+        highest = Level.UNIFORM if framework.num_stages == 1 else Level.UNITS
         options = self._options
         if len(set(counts.values())) > 1:  # a step has run: what was given ends nothing now
             options = replace(options, profile=None, plan=None)
-        job = LeveledJob(
-            options,
-            placement,
-            JobFacts(
-                Sidecar(), self._facts or {}, {**same_job, "kept_order": framework_order.name}
-            ),
-            self._say,
-            [Limit("units of its own", highest, "the framework keeps its order")],
-        )
+        limit = Limit("units of its own", highest, "the framework keeps its order")
+        job = LeveledJob(options, self._framework, self._say, [limit])
         job.announce()
-        return job, framework_order
+        return job
 
 
-def _recognized(letters: Sequence[str], num_microbatches: int) -> Schedule:
+def _recognized(letters: list[str], num_microbatches: int) -> Schedule:
     """Return the schedule of a recorded step, from each stage's letters, such as `FFBFBB`.
 
     Raises InstructionError for any other than 1F1B and GPipe, one chunk a stage.
     """
     for builder in (builders.one_f_one_b, builders.gpipe):
         known = builder(len(letters), num_microbatches)
-        if [_letters(known, stage) for stage in range(len(letters))] == list(letters):
+        if ["".join(unit.kind.letter for unit in units) for units in known.stages] == letters:
             return known
     raise InstructionError(
         f"The first step is neither 1F1B nor GPipe of {num_microbatches} microbatches",
@@ -323,7 +318,3 @@ def _recognized(letters: Sequence[str], num_microbatches: int) -> Schedule:
         "orders, with several chunks a stage or split backwards, EnvPipe has to execute "
         "(docs/start/other.md).",
     )
-
-
-def _letters(schedule: Schedule, stage: int) -> str:
-    return "".join(unit.kind.letter for unit in schedule.stages[stage])

@@ -6,11 +6,11 @@ import os
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -23,13 +23,12 @@ from envpipe_megatron.core.sidecar import Sidecar
 from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.gpu.control import Control
 from envpipe_megatron.integrations.device import DeviceError, open_device
-from envpipe_megatron.integrations.levels import JobError, Limit, version_of
+from envpipe_megatron.integrations.levels import JobError, Limit, version_of, why_whole_at
 from envpipe_megatron.policies.objective import Goal
 from envpipe_megatron.policies.orders.judged import check_own_within
 from envpipe_megatron.policies.schedules import SCHEDULES
 from envpipe_megatron.runtime.channel.carrier import first_line
 from envpipe_megatron.runtime.channel.collectives import (
-    Collectives,
     CollectivesError,
     all_pipelines,
     make_collectives,
@@ -37,8 +36,7 @@ from envpipe_megatron.runtime.channel.collectives import (
 )
 from envpipe_megatron.runtime.channel.links import make_channel, timeout_of
 from envpipe_megatron.runtime.channel.p2p import P2PChannel
-from envpipe_megatron.runtime.job.given import OPTIONS, Level
-from envpipe_megatron.runtime.job.options import OWN_ORDERS, JobOptions
+from envpipe_megatron.runtime.job.options import OPTIONS, OWN_ORDERS, JobOptions, Level
 from envpipe_megatron.runtime.job.session import Session
 
 T = TypeVar("T")
@@ -52,8 +50,8 @@ class WithoutEnvPipeError(EnvPipeError):
 
 
 @dataclass(frozen=True)
-class RankPlace:
-    """A rank's pipeline, and what the framework does in it.
+class FrameworkJob:
+    """A rank's part of a job, as its framework has it.
 
     Args:
         pipeline_group: its ranks, in the order of their stages. Its time-out, or the default
@@ -66,6 +64,9 @@ class RankPlace:
             empty if units may be, None if the framework runs no such parts.
         framework_order: by default Megatron's of one chunk.
         group_size: of chunks, as for `PlanRequest`.
+        sidecar: facts for the online profile's sidecar.
+        bill: see `Session.describe_job`.
+        same_job: what decides the time and energy of units (see `JobOptions`), without the GPU.
     """
 
     pipeline_group: dist.ProcessGroup
@@ -75,6 +76,9 @@ class RankPlace:
     why_whole: str | None = None
     framework_order: Schedule | None = None
     group_size: int | None = None
+    sidecar: Sidecar = field(default_factory=Sidecar)
+    bill: Mapping[str, Any] = field(default_factory=dict)
+    same_job: Mapping[str, object] = field(default_factory=dict)
 
     @property
     def stage(self) -> int:
@@ -87,44 +91,13 @@ class RankPlace:
         return dist.get_world_size(self.pipeline_group)
 
 
-@dataclass(frozen=True)
-class JobFacts:
-    """Facts that the framework knows of its job.
-
-    Args:
-        sidecar: facts for the online profile's sidecar.
-        bill: see `Session.describe_job`.
-        same_job: what decides the time and energy of units (see `JobOptions`), without the GPU.
-    """
-
-    sidecar: Sidecar
-    bill: Mapping[str, Any]
-    same_job: Mapping[str, object]
-
-
-class OpenJob(NamedTuple):
-    """A rank's session in a job that has a level, and what it does, in a line."""
-
-    session: Session
-    banner: str
-
-    def close(self) -> None:
-        """Give back the clock and what messages took, and finish the energy log.
-
-        Safe to call twice.
-        """
-        self.session.close()
-        self.session.parts.channel.close()
-
-
 def open_job(
     options: JobOptions,
-    placement: RankPlace,
-    facts: JobFacts,
+    framework: FrameworkJob,
     say: Callable[[str], None],
-    level: Level = Level.ORDER,
-    notes: Sequence[str] = (),
-) -> OpenJob:
+    level: Level,
+    notes: Sequence[str],
+) -> Session:
     """Open this rank's GPU, channel and session; every rank calls it, at one point of the program.
 
     Args:
@@ -146,28 +119,28 @@ def open_job(
             value=str(level),
             remedy="Leave out --envpipe-profile, -profile-only and -plan.",
         )
-    count, num_stages = placement.num_microbatches, placement.num_stages
-    own = placement.framework_order or framework_order(num_stages, count)
+    count, num_stages = framework.num_microbatches, framework.num_stages
+    own = framework.framework_order or framework_order(num_stages, count)
     if options.scheduling == "1f1b":  # means the framework's own order
-        if placement.runs_units:
+        if framework.runs_units:
             level = min(level, Level.UNITS)
         else:
             options = replace(options, scheduling=own.name)
     orders = level is Level.ORDER
     chunks = own.num_chunks if orders else 1
     why_whole = options.why_whole
-    if placement.why_whole is not None:
-        why_whole = options.why_whole_at(level, placement.why_whole)
-    keeps_order = placement.runs_units or not orders
+    if framework.why_whole is not None:
+        why_whole = why_whole_at(options, level, framework.why_whole)
+    keeps_order = framework.runs_units or not orders
     for_time = options.objective == Goal.TIME and level is not Level.OBSERVE
     options = replace(
         options.at(level),
         num_microbatches=count,
         num_chunks=chunks,
-        group_size=placement.group_size if chunks > 1 else None,
-        runs_units=placement.runs_units,
+        group_size=framework.group_size if chunks > 1 else None,
+        runs_units=framework.runs_units,
         why_whole=why_whole,
-        sidecar=facts.sidecar,
+        sidecar=framework.sidecar,
     )
     if level is Level.OBSERVE and torch.cuda.is_available():  # without, a GPU is emulated
         options = replace(options, gpu_control="none")
@@ -175,36 +148,34 @@ def open_job(
         notes = (*notes, "Objective time needs another order, and this job keeps its own")
         options = options.measuring()
     require = options.require_control or (options.profile_only and options.gpu_control != "dry_run")
+    options = replace(options, require_control=require)
     made = partial(_made, say, require)
-    pipeline = dist.get_process_group_ranks(placement.pipeline_group)
-    timeout = timeout_of(placement.pipeline_group)
+    pipeline = dist.get_process_group_ranks(framework.pipeline_group)
+    timeout = timeout_of(framework.pipeline_group)
     collectives = made(make_collectives, all_pipelines(pipeline), timeout)
-    check_same_everywhere(collectives, _of_all_ranks(options))
+    check_same_everywhere(_of_all_ranks(options))
     order_name = options.scheduling if orders else own.name
     check_in_flight(options.max_in_flight, own)
     _check_split_order(options, why_whole)
-    device = made(
-        partial(open_device, require=require, one_clock=options.one_clock),
-        *(collectives, num_stages, options.gpu_control, options.gpu),
-    )
+    device = made(open_device, collectives, num_stages, options)
     if keeps_order:  # and sends its messages itself
-        channel = P2PChannel(pipeline, placement.stage, {})
+        channel = P2PChannel(pipeline, framework.stage, {})
     else:
         make = partial(
             make_channel,
             timeout=timeout,
             carrier=options.channel,
             num_chunks=chunks,
-            vary=placement.messages_vary,
+            vary=framework.messages_vary,
         )
-        channel = made(make, placement.pipeline_group, collectives)
+        channel = made(make, framework.pipeline_group, collectives)
     # A profile that is asked for is measured, even if an earlier start left one.
     if not options.profile_only:
-        units = _fingerprint(facts.same_job, options, device.gpu.name)
+        units = _fingerprint(framework.same_job, options, device.gpu.name)
         # Other messages disturb units in another way.
         options = replace(options, fingerprint={**units, "keeps_order": keeps_order})
     session = Session(
-        replace(options, require_control=require, labels=device.labels),
+        replace(options, labels=device.labels),
         device.gpu,
         device.make_executor,
         channel,
@@ -212,11 +183,11 @@ def open_job(
         say=say,
     )
     session.state.notes += tuple(notes)
-    if orders and placement.why_whole and why_whole == placement.why_whole:
+    if orders and framework.why_whole and why_whole == framework.why_whole:
         session.state.notes += (f"Backwards stay whole: {why_whole}",)
     session.describe_job(
         {
-            **facts.bill,
+            **framework.bill,
             "level": str(Level.OBSERVE if session.options.only_measures() else level),
             "type": options.type,
             "scheduling": order_name,
@@ -225,10 +196,11 @@ def open_job(
             "notes": session.summary()["notes"],
         }
     )
-    return OpenJob(session, _banner(session, options, order_name, device.control))
+    session.state.about = _about(session, options, order_name, device.control)
+    return session
 
 
-def _banner(session: Session, options: JobOptions, order_name: str, control: Control) -> str:
+def _about(session: Session, options: JobOptions, order_name: str, control: Control) -> str:
     """Return what a job does that was asked for these options, in a line."""
     gpu, channel = session.parts.gpu, session.parts.channel
     if session.refused:
@@ -299,15 +271,10 @@ def say_line(text: str) -> None:
             os.close(kept)
 
 
-def check_same_everywhere(collectives: Collectives, facts: Mapping[str, object]) -> None:
+def check_same_everywhere(facts: Mapping[str, object]) -> None:
     """Refuse ranks that would wait for each other forever: a JobError on all, naming options."""
-
-    def joined(parts: Iterable[set[tuple[str, str]]]) -> set[tuple[str, str]]:
-        return set().union(*parts)
-
-    own = {(name, str(value)) for name, value in facts.items()}
-    everywhere = sorted(joined(collectives.by_stage(own, joined)))
-    values = {name: [value for of, value in everywhere if of == name] for name in facts}
+    everyone = of_all_ranks({name: str(value) for name, value in facts.items()})
+    values = {name: sorted({own.get(name, "") for own in everyone}) for name in facts}
     different = {name: each for name, each in values.items() if len(each) > 1}
     if different:
         raise JobError(

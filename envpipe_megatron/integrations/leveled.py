@@ -9,7 +9,7 @@ import atexit
 import json
 import logging
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import asdict, replace
 from functools import partial
@@ -20,20 +20,14 @@ import torch.distributed as dist
 from envpipe_megatron import __version__
 from envpipe_megatron.core.schedule import Schedule
 from envpipe_megatron.files import replace_files
-from envpipe_megatron.formats.account import Account, Tariff
-from envpipe_megatron.formats.energy import FRAMEWORK, KEEP_CLOCKS, Phase, read_step, split_phase
-from envpipe_megatron.formats.energy_sums import (
-    EnergySums,
-    comparison_facts,
-    mean_step,
-    total_of,
-)
-from envpipe_megatron.formats.steps import Comparison, IntervalEnergy, StepEnergy
+from envpipe_megatron.formats.account import Tariff, account_lines
+from envpipe_megatron.formats.bill import Bill
+from envpipe_megatron.formats.energy import FRAMEWORK, Phase, read_step, split_phase
+from envpipe_megatron.formats.energy_sums import total_of
+from envpipe_megatron.formats.steps import IntervalEnergy, StepEnergy
 from envpipe_megatron.integrations.framework_units import UnitFollower, once
 from envpipe_megatron.integrations.job import (
-    JobFacts,
-    OpenJob,
-    RankPlace,
+    FrameworkJob,
     WithoutEnvPipeError,
     limits_of_replicas,
     open_job,
@@ -53,7 +47,7 @@ class LeveledJob:
     be read, there is no `job`: the framework trains without EnvPipe, and methods do nothing.
 
     Args:
-        options, placement, facts, say: as for `open_job`.
+        options, framework, say: as for `open_job`.
         limits: of the level, the same on all ranks.
 
     Raises:
@@ -64,15 +58,14 @@ class LeveledJob:
     def __init__(
         self,
         options: JobOptions,
-        placement: RankPlace,
-        facts: JobFacts,
+        framework: FrameworkJob,
         say: Callable[[str], None],
         limits: Iterable[Limit] = (),
     ) -> None:
         self.options = options
-        self._open = partial(open_job, placement=placement, facts=facts, say=say)
-        self._tokens = facts.bill.get("tokens_per_iteration")
-        of_replicas = limits_of_replicas(placement.num_microbatches)
+        self._open = partial(open_job, framework=framework, say=say)
+        self._tokens = framework.bill.get("tokens_per_iteration")
+        of_replicas = limits_of_replicas(framework.num_microbatches)
         self._limits = *limits, *of_replicas
         self.decision = self._decide(options.level)
         self.job = self._open_job(options, of_replicas)
@@ -102,7 +95,7 @@ class LeveledJob:
     def session(self) -> Session:
         """Return the job's session; there is none where it trains without EnvPipe."""
         assert self.job is not None
-        return self.job.session
+        return self.job
 
     @property
     def in_step(self) -> bool:
@@ -118,7 +111,7 @@ class LeveledJob:
         """Print what the job does."""
         self._is_announced = True
         if self.job is not None:
-            self.say(f"{self.decision}; {self.job.banner}")
+            self.say(f"{self.decision}; {self.session.state.about}")
 
     def lower(self, found: Sequence[Limit], asked: Level | None = None) -> bool:
         """Make the job again if limits that showed by now, the same on all ranks, are below it.
@@ -142,7 +135,7 @@ class LeveledJob:
             options = replace(self.options, profile_only=False)
         if decision.level is Level.OBSERVE:
             options = replace(options, require_control=False)
-        self.job.close()
+        self._give_back()
         self.job = self._open_job(options, found)
         if self.job is None:
             self.close()
@@ -217,8 +210,9 @@ class LeveledJob:
 
         Every rank calls it after the same step.
         """
-        energy = None if self._closed else self.session.energy
-        return (energy and energy.gather(energy.lap())) or IntervalEnergy({}, None)
+        if self._closed:
+            return IntervalEnergy({}, None)
+        return self.session.energy.gather(self.session.energy.lap())
 
     def log(self, iteration: int, tensorboard: Any, wandb: Any = None) -> str:
         """Write energy since the last call to the writers, and return it as text for a log line.
@@ -265,6 +259,7 @@ class LeveledJob:
     def _give_back(self) -> None:
         if self.job is not None:
             self.job.close()
+            self.job.parts.channel.close()
 
     def _leave_step(self) -> None:
         followed, self._followed = self._followed, None
@@ -276,7 +271,7 @@ class LeveledJob:
         checks = self.options.self_check != "off"
         return decide(self._limits, asked, checks=checks)
 
-    def _open_job(self, options: JobOptions, found: Sequence[Limit]) -> OpenJob | None:
+    def _open_job(self, options: JobOptions, found: Sequence[Limit]) -> Session | None:
         try:
             return self._open(options, level=self.level, notes=[*map(str, found)])
         except WithoutEnvPipeError:
@@ -296,6 +291,10 @@ def end_of_job(session: Session, tokens: object, energy_price: float | None = No
         return []
     only_measures = session.options.only_measures()
     ranks, sums = zip(*(rank for replicas in by_stage for rank in replicas), strict=True)
+    bill = Bill()
+    for of_rank in sums:
+        bill.add_sums(of_rank.values())
+    bill.facts = {"tokens_per_iteration": tokens, "power": ranks[0]["power"]}
     memory = session.parts.memory.stages
     summary = {
         "format": "envpipe-summary/1",
@@ -303,7 +302,7 @@ def end_of_job(session: Session, tokens: object, energy_price: float | None = No
         "only_measures": only_measures,
         "tokens_per_iteration": tokens,
         "baseline": own["baseline"],
-        "job": comparison_facts(sums),
+        "job": bill.comparison_facts(),
         "memory": None if memory is None else [asdict(stage) for stage in memory],
         "ranks": ranks,
     }
@@ -313,48 +312,27 @@ def end_of_job(session: Session, tokens: object, energy_price: float | None = No
             replace_files({path: [json.dumps(summary, indent=1), "\n"]})
         except OSError as error:
             logger.error("%s could not be written: %s", path, error)
-    whole_iterations = len(session.executed) == 1
     tariff = Tariff.of_environment(os.environ, energy_price)
-    return list(_bill(summary, sums, tariff, shares=only_measures and not whole_iterations))
-
-
-def _bill(
-    summary: Mapping[str, Any],
-    sums: Sequence[Mapping[str, EnergySums]],
-    tariff: Tariff,
-    *,
-    shares: bool,
-) -> Iterator[str]:
-    ranks = summary["ranks"]
-    compared = {"": summary["job"]["comparison"], **summary["job"]["other_batches"]}
-    account = Account(
-        tuple(own for phases in sums for own in phases.values()),
-        {batch: Comparison(**each) for batch, each in compared.items() if each is not None},
-        num_gpus=len(ranks),
-        tokens=summary["tokens_per_iteration"],
-        clocks_kept=all(rank["clocks"]["backend"] in KEEP_CLOCKS for rank in ranks),
-        power=ranks[0]["power"],
-    )
-    yield from account.lines(tariff, " in training")
-    yield from _step_line("the latest baseline", read_step(summary["baseline"]))
-    by_phase: dict[str, list[EnergySums]] = {}
-    for phase, own in (each for phases in sums for each in phases.items()):
-        by_phase.setdefault(phase, []).append(own)
-    for phase, of_gpus in by_phase.items():
-        # By energy logs: a lap may be of two phases.
-        yield from _step_line(phase, mean_step(of_gpus))
+    lines = list(account_lines(bill, tariff, bill.comparisons(), " in training"))
+    lines += _step_line("the latest baseline", read_step(own["baseline"]))
+    # By energy logs: a lap may be of two phases.
+    for phase in dict.fromkeys(phase for _, _, phase, _ in bill.phases):
+        lines += _step_line(phase, bill.steps(phase))
     steady = total_of(
         own
-        for phase, of_gpus in by_phase.items()
-        for own in of_gpus
+        for (_, _, phase, _), own in bill.phases.items()
         if split_phase(phase)[0] == Phase.STEADY
     )
-    if shares and steady.duration_s:
+    whole_iterations = len(session.executed) == 1
+    if only_measures and not whole_iterations and steady.duration_s:
         share = 100 * (1 - steady.shares_s[0] / steady.duration_s)
-        yield f"in {share:.1f} % of the steady steps' time no forward or backward ran on a GPU"
-    yield from dict.fromkeys(note for rank in ranks for note in rank["notes"])
+        lines.append(
+            f"in {share:.1f} % of the steady steps' time no forward or backward ran on a GPU"
+        )
+    lines += dict.fromkeys(note for rank in ranks for note in rank["notes"])
     followed = (rank["clocks"]["followed"] for rank in ranks)
-    yield from sorted({each["warning"] for each in followed if each and each["warning"]})
+    lines += sorted({each["warning"] for each in followed if each and each["warning"]})
+    return lines
 
 
 def _step_line(phase: str, step: StepEnergy | None) -> Iterator[str]:

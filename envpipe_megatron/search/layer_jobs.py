@@ -1,8 +1,7 @@
-"""Jobs that measure a layer profile, and one profile of what they leave.
+"""Jobs that measure a layer profile, and the one profile that they all add to.
 
-`envpipe profile --layers` starts a job of Megatron for each way to share a microbatch among GPUs;
-a job measures several microbatch sizes and leaves a profile of each. The job's side is
-`integrations/layer_profile`.
+`envpipe profile --layers` starts a job of Megatron for each way to share a microbatch among GPUs; a
+job measures several microbatch sizes. Its side is `integrations/layer_profile`.
 """
 
 from __future__ import annotations
@@ -15,6 +14,8 @@ from itertools import product
 from pathlib import Path
 
 from envpipe_megatron.errors import EnvPipeError
+from envpipe_megatron.files import replace_files
+from envpipe_megatron.search.layer_file import layers_text, read_layers
 from envpipe_megatron.search.layer_profile import LayerProfile, Sizes
 
 #: Holds a `LayerJob` for the ranks of the job.
@@ -29,30 +30,22 @@ class LayerJob:
     """A job of Megatron that measures layers.
 
     Args:
-        folder: where rank 0 leaves a layer profile of each microbatch size.
+        output: the layer profile to which rank 0 adds.
+        sizes: that it measures one after another: those of several microbatches.
         clocks_mhz: the highest first; none to leave the clock as it is.
         source: the training's script and arguments, which its profile names.
     """
 
-    folder: str
-    tensor_parallel: int
-    context_parallel: int
-    expert_parallel: int
-    microbatch_sizes: tuple[int, ...]
+    output: str
+    sizes: tuple[Sizes, ...]
     clocks_mhz: tuple[int, ...] = ()
     source: str = LayerProfile.source
-
-    def sizes(self, microbatch_size: int) -> Sizes:
-        """Return sizes of one of its measurements."""
-        return Sizes(
-            self.tensor_parallel, microbatch_size, self.context_parallel, self.expert_parallel
-        )
 
     @property
     def num_ranks(self) -> int:
         """The least with which Megatron forms such groups: experts lie on data parallel ranks."""
-        shared = self.tensor_parallel * self.context_parallel
-        return math.lcm(shared, self.tensor_parallel * self.expert_parallel)
+        one = self.sizes[0]
+        return math.lcm(one.gpus, one.tensor_parallel * one.expert_parallel)
 
     def gpus(self, speeds: Sequence[float]) -> range:
         """Choose the GPUs of a node that it runs on: the slowest, for which all others wait.
@@ -65,10 +58,6 @@ class LayerJob:
         begin = min(slowest // self.num_ranks * self.num_ranks, len(speeds) - self.num_ranks)
         return range(begin, begin + self.num_ranks)
 
-    def file(self, microbatch_size: int) -> Path:
-        """Return where the profile of a microbatch size is left."""
-        return Path(self.folder) / f"{microbatch_size}.json"
-
     def to_text(self) -> str:
         """Return the text that `JOB_VARIABLE` holds."""
         return json.dumps(asdict(self))
@@ -77,8 +66,8 @@ class LayerJob:
     def of_text(cls, text: str) -> LayerJob:
         """Read what `to_text` made."""
         data = json.loads(text)
-        lists = {name: tuple(data[name]) for name in ("microbatch_sizes", "clocks_mhz")}
-        return cls(**{**data, **lists})
+        sizes = tuple(Sizes(**each) for each in data["sizes"])
+        return cls(**{**data, "sizes": sizes, "clocks_mhz": tuple(data["clocks_mhz"])})
 
 
 def jobs_for(
@@ -87,35 +76,35 @@ def jobs_for(
     expert: Sequence[int],
     microbatches: Sequence[int],
     clocks_mhz: tuple[int, ...],
-    folder: Path,
+    output: Path,
     measured: Collection[Sizes],
     source: str = LayerProfile.source,
 ) -> list[LayerJob]:
     """Return the jobs that measure all combinations not yet measured, small groups first."""
     jobs = []
     for t, c, e in sorted(set(product(tensor, context, expert))):
-        missing = (b for b in sorted(set(microbatches)) if Sizes(t, b, c, e) not in measured)
-        job = LayerJob(str(folder / f"t{t}c{c}e{e}"), t, c, e, tuple(missing), clocks_mhz, source)
-        if job.microbatch_sizes:
-            jobs.append(job)
+        wanted = (Sizes(t, b, c, e) for b in sorted(set(microbatches)))
+        if missing := tuple(sizes for sizes in wanted if sizes not in measured):
+            jobs.append(LayerJob(str(output), missing, clocks_mhz, source))
     return jobs
 
 
-def merged(known: LayerProfile | None, new: LayerProfile) -> LayerProfile:
-    """Return a profile with the measures of both.
+def add_measures(output: Path, new: LayerProfile) -> None:
+    """Add measures to those of a file, or make it.
 
     EnvPipeError if they are of two commands, GPUs or lists of layers or clocks.
     """
-    if known is None:
-        return new
-    check_known(known, new.source, new.frequency_mhz.tolist())
-    if _identity(known) != _identity(new):
-        raise EnvPipeError(
-            "What was measured before is of other layers, or another GPU",
-            value=known.gpu or "a CPU",
-            remedy=_ELSEWHERE,
-        )
-    return replace(known, measures={**known.measures, **new.measures})
+    if output.is_file():
+        known = read_layers(output)
+        check_known(known, new.source, new.frequency_mhz.tolist())
+        if (known.gpu, known.blocks) != (new.gpu, new.blocks):
+            raise EnvPipeError(
+                "What was measured before is of other layers, or another GPU",
+                value=known.gpu or "a CPU",
+                remedy=_ELSEWHERE,
+            )
+        new = replace(known, measures={**known.measures, **new.measures})
+    replace_files({output: [layers_text(new)]})
 
 
 def check_known(known: LayerProfile, source: str, clocks_mhz: Sequence[int]) -> None:
@@ -134,7 +123,3 @@ def check_known(known: LayerProfile, source: str, clocks_mhz: Sequence[int]) -> 
             value=before_mhz,
             remedy=f"Give these clocks. {_ELSEWHERE}",
         )
-
-
-def _identity(profile: LayerProfile) -> tuple[object, ...]:
-    return profile.gpu, profile.blocks

@@ -342,25 +342,20 @@ class Pieces:
     @cached_property
     def by_clock(self) -> dict[str, tuple[FloatArray, FloatArray]]:
         """Running sums [n + 1, num_frequencies] of J and s: forwards, backwards, each way."""
-        each = self._by_piece
-        sums: dict[str, tuple[FloatArray, FloatArray]] = {
-            Kind.FORWARD: (
-                self._clocks(m.forward_j for m in each),
-                self._clocks(m.forward_s for m in each),
-            ),
-            Kind.BACKWARD: (
-                self._clocks(m.backward_j for m in each),
-                self._clocks(m.backward_s for m in each),
-            ),
+        pairs: dict[str, list[tuple[FloatArray | None, FloatArray | None]]] = {
+            Kind.FORWARD: [(m.forward_j, m.forward_s) for m in self._by_piece],
+            Kind.BACKWARD: [(m.backward_j, m.backward_s) for m in self._by_piece],
         }
         for name in self.ways:
-            ways = [m.way(name) for m in each]
-            energies_j = self._clocks(None if way is None else way.energy_j for way in ways)
-            sums[name] = (
-                energies_j,
-                self._clocks(None if way is None else way.time_s for way in ways),
+            ways = (m.way(name) for m in self._by_piece)
+            pairs[name] = [(way.energy_j, way.time_s) if way else (None, None) for way in ways]
+        return {
+            key: (
+                self._clocks(joules for joules, _ in of),
+                self._clocks(time_s for _, time_s in of),
             )
-        return sums
+            for key, of in pairs.items()
+        }
 
     @cached_property
     def saved_s(self) -> FloatArray:
@@ -374,25 +369,16 @@ class Pieces:
         return np.cumsum([nothing, *of_pieces], axis=0)
 
     def _way(self, name: str) -> WaySums:
-        pairs = [(m, m.way(name)) for m in self._by_piece]
-        return WaySums(
-            np.array([way is not None for _, way in pairs]),
-            running([way.time_s[0] if way else 0.0 for _, way in pairs]),
-            running(
-                [
-                    max(0.0, m.activation_bytes - way.activation_bytes) if way else 0.0
-                    for m, way in pairs
-                ]
-            ),
-            np.array([self._working_bytes(m, way) for m, way in pairs]),
-        )
-
-    def _working_bytes(self, measure: Measure, way: Recomputation | None) -> float:
-        """Return bytes held while a piece is recomputed, as `work.workspace_bytes` takes them."""
-        if way is None:
-            return 0.0
-        beside = 0.0 if self.profile.workspaces_add else measure.backward_workspace_bytes
-        return way.working_bytes + beside
+        count = len(self._by_piece)
+        can_be, again_s, saved_bytes, working_bytes = np.zeros((4, count))
+        for at, measure in enumerate(self._by_piece):
+            if way := measure.way(name):
+                can_be[at], again_s[at] = True, way.time_s[0]
+                saved_bytes[at] = max(0.0, measure.activation_bytes - way.activation_bytes)
+                working_bytes[at] = way.working_bytes
+                if not self.profile.workspaces_add:  # as `configuration.workspace_bytes` takes them
+                    working_bytes[at] += measure.backward_workspace_bytes
+        return WaySums(can_be.astype(bool), running(again_s), running(saved_bytes), working_bytes)
 
 
 def running(values: ArrayLike) -> FloatArray:

@@ -38,7 +38,8 @@ from envpipe_megatron.runtime.channel.collectives import make_collectives
 from envpipe_megatron.runtime.channel.links import make_channel
 from envpipe_megatron.runtime.clocks import latency
 from envpipe_megatron.runtime.execution.executor import METER_MARGIN_S
-from envpipe_megatron.runtime.job.options import PROFILE_FILE, JobOptions, plan_file
+from envpipe_megatron.runtime.job.options import PROFILE_FILE, JobOptions
+from envpipe_megatron.runtime.job.restarts import plan_file
 from envpipe_megatron.runtime.job.session import Session
 from envpipe_megatron.runtime.memory.stage import in_flight_limit, knows_memory
 from envpipe_megatron.trials import model as gpt
@@ -70,13 +71,12 @@ class Rank:
         self._settings = settings
         self._profile_folder = settings.output / "profile"
         self._collectives = make_collectives([range(settings.num_stages)], _TIMEOUT)
-        self._device = open_device(
-            self._collectives,
-            settings.num_stages,
-            "auto" if settings.changes_clocks else "none",
-            settings.preset,
-            require=settings.changes_clocks,
+        options = JobOptions(
+            gpu_control="auto" if settings.changes_clocks else "none",
+            gpu=settings.preset,
+            require_control=settings.changes_clocks,
         )
+        self._device = open_device(self._collectives, settings.num_stages, options)
         self._text = settings.text_copy.read_bytes()
         self._channel = make_channel(
             parallel_state.get_pipeline_model_parallel_group(), self._collectives, timeout=_TIMEOUT
@@ -200,7 +200,7 @@ class Rank:
             "turn",
             arm=arm.name,
             round=number,
-            step=asdict(mean.step) if mean and mean.step else None,
+            step=asdict(mean.step) if mean.step else None,
             losses=of_steps,
             stages=[{k: v for k, v in stage.items() if k != "losses"} for stage in stages],
             schedule=state.plan.schedule.name if state.plan else "1f1b",

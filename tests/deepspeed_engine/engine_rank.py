@@ -15,6 +15,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from envpipe_megatron.runtime.job.options import JobOptions
+
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "helpers"))
 import deepspeed
 import plain_stages
@@ -162,14 +164,13 @@ class FastJobs:
         self.time = plain_stages.FastTime()
         job_module.open_device = self.open_device
 
-    def open_device(
-        self, collectives: Any, stages: int, wanted: str, preset: Any, **named: Any
-    ) -> Device:
+    def open_device(self, collectives: Any, stages: int, options: JobOptions) -> Device:
         self._made += 1
         gpu = EmulatedGpu.create(
             "a100-sxm", int(os.environ["RANK"]), self._folder / f"gpus-{self._made}"
         )
         self.time.install(gpu)
+        wanted = options.gpu_control
         reads = wanted == "none"
         return Device(
             ReadOnlyGpu(gpu) if reads else gpu,

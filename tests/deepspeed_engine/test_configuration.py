@@ -117,7 +117,7 @@ def test_a_job_is_told_from_another_by_each_setting_of_its_own(monkeypatch):
     monkeypatch.setattr(module, "dist", Mock())
     engine = Mock(module=torch.nn.Linear(2, 2), device="cpu", train_batch_size=Mock(return_value=4))
     engine.module.parts, engine.module.activation_checkpoint_interval = [0, 1], 0
-    facts = module._facts(engine, CONFIG | {"bf16": {"enabled": True}}, None).same_job
+    facts = module._framework_job(engine, CONFIG | {"bf16": {"enabled": True}}, None).same_job
     assert facts["deepspeed bf16"] == '{"enabled": true}'
     assert not any(
         "envpipe" in str(each) or each[0] == "deepspeed train_batch_size" for each in facts.items()

@@ -4,27 +4,18 @@ from dataclasses import replace
 from math import inf, nan
 
 import pytest
-from energy_lines import bill, window
+from energy_lines import bill, job, window
 
-from envpipe_megatron.formats.account import NO_TARIFF, Account, Tariff
-from envpipe_megatron.formats.energy import parse_window
-from envpipe_megatron.formats.energy_sums import EnergySums
+from envpipe_megatron.formats.account import NO_TARIFF, Tariff, account_lines
 from envpipe_megatron.formats.steps import Comparison
 
 #: A step takes 100 J and 0.5 s on each of 4 GPUs; baselines expect 125 J and 0.4 s.
 STEPS = Comparison(0.5, 100.0, 20.0, 0.5, 25.0, 0.5, iterations=9_000)
 
 
-def sums(*lines):
-    made = EnergySums()
-    for line in lines:
-        made.add(parse_window(line))
-    return made
-
-
-def lines_of(tariff=NO_TARIFF, compared=STEPS, window_of=None, **more):
-    counted = (sums(window_of or window(0, 0, 100.0, duration_s=2.0)),)
-    return list(Account(counted, {"": compared}, num_gpus=4, **more).lines(tariff))
+def lines_of(tariff=NO_TARIFF, compared=STEPS, tokens=None):
+    made = bill(job(tokens_per_iteration=tokens), *(window(gpu, 0, 100.0) for gpu in range(4)))
+    return list(account_lines(made, tariff, {"": compared}))
 
 
 def test_what_was_saved_is_what_baselines_expect_in_place_of_all_steps():
@@ -36,15 +27,14 @@ def test_what_was_saved_is_what_baselines_expect_in_place_of_all_steps():
         "2.5 tokens a joule, 2 before"
     )
     assert total == (
-        "energy of 1 GPUs: 100 J, 0.02778 Wh, 50.0 W each on average; "
-        "measured by the GPUs' counters"
+        "energy of 4 GPUs: 400 J, 0.1111 Wh, 50.0 W each on average; measured by the GPUs' counters"
     )
 
 
 def test_money_and_co2_only_where_the_user_knows_them():
     _, saved, total = lines_of(Tariff(0.5, 400.0))
     assert "Wh less energy (cost 0.125 at 0.5 a kWh, 100 g of CO2 at 400 g a kWh), " in saved
-    assert "; cost 1.389e-05 at 0.5 a kWh, 0.01111 g of CO2 at 400 g a kWh; " in total
+    assert "; cost 5.556e-05 at 0.5 a kWh, 0.04444 g of CO2 at 400 g a kWh; " in total
     assert not any(word in line for line in lines_of() for word in ("cost", "CO2"))
     assert lines_of(Tariff(None, 400.0))[2].count("cost") == 0
 
@@ -77,11 +67,11 @@ def test_what_is_not_known_is_not_counted(unknown):
 
 def test_emulated_joules_and_the_first_start_are_named():
     starts = ("2026-11-29T21:40:05.123+00:00", "my job 2026-11-29T20:01:05+00:00", "")
-    counted = tuple(
-        sums({**window(0, n, run=run), "gpu": "NVIDIA A100 SXM (emulated)"})
+    lines = (
+        {**window(0, n, run=run), "gpu": "NVIDIA A100 SXM (emulated)"}
         for n, run in enumerate(starts)
     )
-    (line,) = Account(counted).lines(NO_TARIFF, " in training")
+    (line,) = account_lines(bill(*lines), NO_TARIFF, {}, " in training")
     assert line.startswith("energy of 1 GPUs in training: ")
     assert line.endswith("; emulated: no GPU was used, since 2026-11-29 20:01 UTC")
 
@@ -98,6 +88,6 @@ def test_a_tariff_of_the_environment(caplog):
 
 
 def test_a_bill_without_lines_is_of_nothing():
-    assert list(bill().account(None).lines(NO_TARIFF)) == [
+    assert list(account_lines(bill(), NO_TARIFF, {})) == [
         "energy of 0 GPUs: 0 J, 0 Wh, 0.0 W each on average"
     ]

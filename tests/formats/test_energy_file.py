@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from envpipe_megatron.formats import energy
+from envpipe_megatron.formats.bill import Bill
 from envpipe_megatron.formats.energy import (
     EnergyFileError,
     EnergyNote,
@@ -21,7 +22,6 @@ from envpipe_megatron.formats.energy import (
 )
 from envpipe_megatron.formats.energy_sums import LineSums, LogSums
 from envpipe_megatron.formats.steps import StepEnergy
-from envpipe_megatron.launch.bill.bill import bill_of
 
 WINDOW = {
     "format": "envpipe-energy/1", "node": "n1", "gpu": "NVIDIA A100", "gpu_uid": "GPU-1a2b",
@@ -127,7 +127,7 @@ def test_of_large_logs_sums_are_read_and_make_the_same_bill(tmp_path, monkeypatc
     logs = read_energy_logs([path, path])
     assert (logs.repeated, logs.unreadable) == (100 + len(lines) + len(again) + 100, ())
     assert len(logs.lines) < 1500 < len(whole.lines)
-    one, other = bill_of(logs.lines), bill_of(whole.lines)
+    one, other = Bill(logs.lines), Bill(whole.lines)
     assert one.total().energy_j == pytest.approx(other.total().energy_j, rel=1e-9)
     assert one.total().energy_uncertainty_j == pytest.approx(other.total().energy_uncertainty_j)
     assert one.iterations.keys() == other.iterations.keys()
@@ -151,7 +151,7 @@ def test_sums_of_starts_under_one_agent_lie_between_its_notes():
     for entry in map(parsed, entries):
         sums.add(entry)
     sums.flush()
-    one, other = (bill_of(lines).steps("steady") for lines in (made, map(parsed, entries)))
+    one, other = (Bill(lines).steps("steady") for lines in (made, map(parsed, entries)))
     assert one.energy_j == other.energy_j == 1.0
 
 

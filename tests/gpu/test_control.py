@@ -18,12 +18,10 @@ from envpipe_megatron.gpu.base import (
 )
 from envpipe_megatron.gpu.control import (
     CHOICES,
-    Control,
     check_controls,
     choose_control,
     choose_for,
     open_controlled,
-    that_can_be_undone,
 )
 from envpipe_megatron.gpu.registry import open_reader
 from envpipe_megatron.gpu.site import SiteConfig
@@ -238,13 +236,6 @@ def test_a_back_end_that_was_named_is_taken_or_none(machine):
 def test_required_control_contradicts_wishing_for_none(machine, wanted):
     with pytest.raises(GpuPermissionError, match="required"):
         choose_control(wanted, machine.site, require=True)
-
-
-@pytest.mark.parametrize("backend", [None, "dry_run", "emulated"])
-def test_what_sets_no_clock_has_nothing_to_undo(machine, backend):
-    chosen = Control("auto", backend, "so")
-    assert that_can_be_undone(chosen, machine.nvml.uuids[0]) is chosen
-    machine.assert_untouched()
 
 
 @pytest.mark.parametrize("one_clock", [False, True])

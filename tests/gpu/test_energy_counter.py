@@ -1,13 +1,29 @@
-"""The instants of a counter's refreshes, found by watching one that does not say them."""
+"""The instants of a counter's refreshes, found by watching one, and a process that reads it."""
 
 import itertools
+import json
 import math
+import multiprocessing
+import os
 import random
+import select
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import asdict
 
 import pytest
+from fake_gpu import FakeGpu
 
-from envpipe_megatron.gpu.base import GpuError
-from envpipe_megatron.gpu.energy_counter import STALL_S, EnergyCounter
+from envpipe_megatron.gpu import energy_counter
+from envpipe_megatron.gpu.base import GpuAddress, GpuError
+from envpipe_megatron.gpu.emulated.emulated_gpu import EmulatedGpu
+from envpipe_megatron.gpu.energy_counter import STALL_S, EnergyCounter, EnergyReader
+from envpipe_megatron.gpu.guard.messages import receive
+from envpipe_megatron.gpu.registry import open_gpu
+from envpipe_megatron.runtime.energy.meter import EnergyMeter
 
 POWER_W = 200.0
 
@@ -134,3 +150,196 @@ def test_a_read_that_fails_leaves_the_next_one_whole():
     staircase.fail = False
     reading = counter.read()
     assert abs(reading.time_s - staircase.refresh_s[reading.energy_j]) < 0.0045
+
+
+# --- another process reads ----------------------------------------------------------------------
+
+#: It looks when it is asked, and at no other time.
+NEVER_S = 3600.0
+WAIT_S = 60.0
+
+
+@pytest.fixture
+def gpu(tmp_path) -> EmulatedGpu:
+    made = EmulatedGpu.create("h100", 0, tmp_path)
+    made.advance_to(1.0)
+    made.read_apart = True
+    return made
+
+
+@pytest.fixture
+def reader(gpu) -> Iterator[EnergyReader]:
+    made = EnergyReader(gpu.address, NEVER_S)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def meter(gpu) -> Iterator[EnergyMeter]:
+    made = EnergyMeter(gpu, poll_s=NEVER_S)
+    yield made
+    made.close()
+
+
+def test_it_says_each_refresh_once(gpu, reader):
+    assert [*reader.look(WAIT_S)] == [first := gpu.read_energy()]
+    assert [*reader.look(WAIT_S)] == []
+    gpu.advance_to(2.05)
+    assert [*reader.look(WAIT_S)] == [second := gpu.read_energy()]
+    assert second.energy_j > first.energy_j
+    assert [*reader.take()] == []
+
+
+def test_what_a_full_socket_refuses_is_said_later(monkeypatch):
+    """And is looked at meanwhile: a rank may take nothing for minutes."""
+    gpu, sent, full = FakeGpu(), [], [True, True, False, True]
+    asked: list[bool] = []
+
+    def send(_: socket.socket, message: dict) -> None:
+        if full and full.pop(0):
+            raise BlockingIOError
+        sent.append(message)
+
+    def wait(*_: object) -> tuple[list[int], ...]:
+        gpu.now_s += 0.1
+        asked[:] = [True]
+        return ([0],)
+
+    def receive(_: socket.socket) -> dict | None:
+        if gpu.now_s > 0.35:
+            return None  # the rank has ended
+        if asked and asked.pop():
+            return {"op": "look"}
+        raise BlockingIOError
+
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    monkeypatch.setattr(energy_counter, "_RANK", theirs.detach())
+    monkeypatch.setattr(energy_counter, "open_reader", lambda address: gpu)
+    monkeypatch.setattr(energy_counter, "send", send)
+    monkeypatch.setattr(energy_counter, "receive", receive)
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    monkeypatch.setattr(energy_counter.select, "select", wait)
+    order = {"address": asdict(gpu.address), "poll_s": 0.0, "parent": os.getppid()}
+    monkeypatch.setattr(sys, "argv", ["", json.dumps(order)])
+    energy_counter.main()
+    ours.close()
+    assert [message["looks"] for message in sent] == [0, 1, 2, 3]
+    assert [message["reading"][0] for message in sent] == pytest.approx([0, 10, 20, 30])
+
+
+def test_a_failure_of_any_length_is_said(monkeypatch):
+    def fail() -> None:
+        raise RuntimeError("\N{GREEK SMALL LETTER ALPHA}" * 100_000)
+
+    gpu = FakeGpu()
+    gpu.read_energy = fail
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    ours.shutdown(socket.SHUT_WR)  # it ends after one look
+    monkeypatch.setattr(energy_counter, "_RANK", theirs.detach())
+    monkeypatch.setattr(energy_counter, "open_reader", lambda address: gpu)
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    order = {"address": asdict(gpu.address), "poll_s": 0.0, "parent": os.getppid()}
+    monkeypatch.setattr(sys, "argv", ["", json.dumps(order)])
+    energy_counter.main()
+    said = receive(ours)
+    ours.close()
+    assert set(said["error"]) == {"\N{GREEK SMALL LETTER ALPHA}"}
+
+
+def test_windows_are_those_of_a_meter_of_this_process(gpu, meter):
+    own = EnergyMeter(gpu, poll_s=NEVER_S)
+    for end_s in (1.3, 1.6, 2.2, 3.4):
+        gpu.advance_to(end_s)
+        for each in (own, meter):
+            each.catch_up()
+    assert meter.window(1.1, 3.2) == own.window(1.1, 3.2)
+    assert meter.last_refresh_s == own.last_refresh_s == pytest.approx(gpu.read_energy().time_s)
+    own.close()
+
+
+def test_a_thread_goes_on_where_the_reader_is_killed(gpu, meter):
+    os.kill(meter._reader._process.pid, signal.SIGKILL)
+    meter._reader._process.wait(WAIT_S)
+    gpu.advance_to(2.2)
+    meter.catch_up()
+    assert meter._reader is None
+    assert meter._thread.is_alive()
+    assert meter.last_refresh_s == gpu.read_energy().time_s
+    assert meter.window(1.1, 2.1).energy_j > 0
+
+
+@pytest.mark.parametrize("why", ["only this process can open it", "no process can be started"])
+def test_a_thread_reads_where_no_other_process_can(gpu, monkeypatch, why):
+    def refuse(*_: object, **__: object) -> None:
+        raise BlockingIOError("Resource temporarily unavailable")
+
+    if why == "no process can be started":
+        monkeypatch.setattr(subprocess, "Popen", refuse)
+    else:
+        monkeypatch.setattr(gpu, "address", GpuAddress("emulated", "/nowhere#0"))
+    meter = EnergyMeter(gpu, poll_s=NEVER_S)
+    assert meter.last_refresh_s == gpu.read_energy().time_s
+    assert meter._reader is None
+    meter.close()
+
+
+def test_failures_are_said_and_get_over(gpu, meter):
+    state = gpu._file.path
+    kept = state.read_bytes()
+    state.unlink()
+    meter.catch_up()
+    _ = meter.last_refresh_s
+    assert str(state) in str(meter.error)
+    state.write_bytes(kept)
+    gpu.advance_to(3.0)
+    meter.catch_up()
+    assert meter.error is None
+    assert meter.last_refresh_s == gpu.read_energy().time_s
+
+
+def test_it_outlives_what_is_meant_for_ranks_and_what_python_prints(gpu, tmp_path, monkeypatch):
+    (tmp_path / "sitecustomize.py").write_text("print('of a test')")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    meter = EnergyMeter(gpu, poll_s=NEVER_S)
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
+        meter._reader._process.send_signal(number)
+    gpu.advance_to(2.2)
+    meter.catch_up()
+    assert meter._reader is not None
+    assert meter.last_refresh_s == gpu.read_energy().time_s
+    meter.close()
+
+
+def test_it_ends_with_its_meter(meter):
+    process = meter._reader._process
+    meter.close()
+    assert process.returncode == -signal.SIGKILL
+    assert meter.last_refresh_s > 0
+
+
+@pytest.mark.parametrize("poll_s", [NEVER_S, 0.01])
+def test_it_ends_with_its_rank(gpu, poll_s):
+    def run():
+        reader = EnergyReader(gpu.address, poll_s)
+        list(reader.look(WAIT_S))
+        tell.send(reader._process.pid)
+        signal.pause()
+
+    told, tell = multiprocessing.Pipe(duplex=False)
+    rank = multiprocessing.get_context("fork").Process(target=run)
+    rank.start()
+    descriptor = os.pidfd_open(told.recv())
+    rank.kill()
+    rank.join(WAIT_S)
+    assert select.select([descriptor], [], [], WAIT_S)[0]
+    os.close(descriptor)
+
+
+def test_a_real_gpu_is_read_by_another_process_alone(fake_nvml):
+    fake_nvml.use_here()
+    meter = EnergyMeter(open_gpu(GpuAddress("dry_run", fake_nvml.uuids[0])))
+    assert meter.last_refresh_s > 0
+    meter.close()
+    reads = {call.pid for call in fake_nvml.history() if "TotalEnergy" in call.function}
+    assert os.getpid() not in reads
+    assert len(reads) == 1

@@ -1,13 +1,14 @@
 """Lines of energy logs for tests, and of files that several processes have written to."""
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from envpipe_megatron.formats.bill import Bill
 from envpipe_megatron.formats.energy import EnergyNote, EnergyWindow, parse_line
+from envpipe_megatron.formats.energy_sums import EnergySums
 from envpipe_megatron.formats.steps import RunningMean
-from envpipe_megatron.launch.bill.bill import Bill, bill_of
 
 Line = dict[str, Any]
 
@@ -48,7 +49,14 @@ def parsed(entries: Iterable[Line]) -> list[EnergyWindow | EnergyNote]:
 
 
 def bill(*entries: Line) -> Bill:
-    return bill_of(parsed(entries))
+    return Bill(parsed(entries))
+
+
+def bill_of_ranks(ranks: Iterable[Mapping[str, EnergySums]]) -> Bill:
+    made = Bill()
+    for sums in ranks:
+        made.add_sums(sums.values())
+    return made
 
 
 def json_lines(path: Path) -> list[Any]:

@@ -38,11 +38,11 @@ class FastPipeline(InstrumentedPipeline):
     made: list[FastPipeline]
 
     def _begin_job(self, recorded: Any) -> Any:
-        job, order = super()._begin_job(recorded)
+        job = super()._begin_job(recorded)
         if job.job is not None:
             plain_stages.run_fast(job.session)
         self.made.append(self)
-        return job, order
+        return job
 
     @property
     def job(self) -> LeveledJob:

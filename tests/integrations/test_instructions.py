@@ -270,7 +270,7 @@ def test_a_step_that_could_not_begin_is_none(caplog):
     job.follow.side_effect = RuntimeError("a peer is gone")
     known = {
         "_job": job,
-        "_framework_order": Mock(),
+        "_framework": Mock(),
         "_reporter": None,
         "_logged": set(),
     }

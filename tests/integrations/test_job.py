@@ -11,6 +11,7 @@ from enum import Enum
 from threading import Barrier
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -18,15 +19,12 @@ import torch.distributed as dist
 from energy_lines import bill, job, window
 
 from envpipe_megatron.core.orders.builders import framework_order
-from envpipe_megatron.core.sidecar import Sidecar
 from envpipe_megatron.formats.energy import parse_window
 from envpipe_megatron.formats.energy_sums import EnergySums
 from envpipe_megatron.integrations import job as integrations_job
 from envpipe_megatron.integrations.instructions import InstructionError, InstrumentedPipeline
 from envpipe_megatron.integrations.job import (
-    JobFacts,
-    OpenJob,
-    RankPlace,
+    FrameworkJob,
     WithoutEnvPipeError,
     _check_split_order,
     _fingerprint,
@@ -34,9 +32,9 @@ from envpipe_megatron.integrations.job import (
     check_same_everywhere,
     open_job,
 )
-from envpipe_megatron.integrations.leveled import end_of_job
-from envpipe_megatron.integrations.levels import JobError, Level
-from envpipe_megatron.launch.bill.report import Tariff, bill_facts, bill_lines
+from envpipe_megatron.integrations.leveled import LeveledJob, end_of_job
+from envpipe_megatron.integrations.levels import JobError, Level, why_whole_at
+from envpipe_megatron.launch.bill import Tariff, bill_facts, bill_lines
 from envpipe_megatron.runtime.job.options import JobOptions
 
 #: Iterations, s and J of one on an average GPU.
@@ -119,24 +117,25 @@ def test_summary_and_bill_are_of_one_sum(only_measures, tmp_path):
 
 def told_to(*facts):
     """What ranks are told that begin with these facts, each in a thread."""
-    met = Barrier(len(facts), timeout=20)
-    told: dict[int, Any] = {}
+    met, told = Barrier(len(facts), timeout=20), []
 
-    def begin(rank):
-        def by_stage(own, merge):
-            told[rank] = own
-            met.wait()
-            return [merge(list(told.values()))]
+    def of_all_ranks(own):
+        told.append(own)
+        met.wait()
+        return told
 
-        ranks: Any = SimpleNamespace(by_stage=by_stage)
+    def begin(own):
         try:
-            check_same_everywhere(ranks, facts[rank])
+            check_same_everywhere(own)
         except JobError as error:
             return str(error)
         return "nothing"
 
-    with ThreadPoolExecutor(len(facts)) as threads:
-        return list(threads.map(begin, range(len(facts))))
+    with (
+        patch.object(integrations_job, "of_all_ranks", of_all_ranks),
+        ThreadPoolExecutor(len(facts)) as threads,
+    ):
+        return list(threads.map(begin, facts))
 
 
 def test_ranks_that_were_started_differently_are_refused_with_what_differs():
@@ -172,7 +171,7 @@ def test_orders_that_split_backwards_by_name_run_where_nothing_stands_against_it
     level, given, of_model, why
 ):
     options = JobOptions(scheduling="zb-h1", **given)
-    assert options.why_whole_at(level, of_model) == why
+    assert why_whole_at(options, level, of_model) == why
     for chunks, said in ((1, f"backwards of this job are whole: {why}"), (2, "of 1 chunk a stage")):
         if why or chunks == 2:
             with pytest.raises(JobError, match=f"The order zb-h1 cannot be had: .*{said}"):
@@ -219,8 +218,9 @@ def test_a_closed_job_gives_back_the_clock_and_then_the_channels_memory():
     called: list[str] = []
     channel = SimpleNamespace(close=lambda: called.append("channel"))
     parts = SimpleNamespace(channel=channel)
-    session: Any = SimpleNamespace(close=lambda: called.append("session"), parts=parts)
-    OpenJob(session, "").close()
+    job = object.__new__(LeveledJob)
+    job.job = SimpleNamespace(close=lambda: called.append("session"), parts=parts)  # type: ignore[assignment]
+    job.close()
     assert called == ["session", "channel"]
 
 
@@ -272,10 +272,10 @@ def test_ranks_that_cannot_be_connected_end_no_training(monkeypatch):
         raise RuntimeError("Too many open files")
 
     monkeypatch.setattr(integrations_job, "make_collectives", no_sockets)
-    place = RankPlace(dist.group.WORLD, 1, runs_units=True)
+    framework = FrameworkJob(dist.group.WORLD, 1, runs_units=True)
     try:
         with pytest.raises(WithoutEnvPipeError, match="Too many open files"):
-            open_job(JobOptions(), place, JobFacts(Sidecar(), {}, {}), said.append)
+            open_job(JobOptions(), framework, said.append, Level.ORDER, ())
     finally:
         dist.destroy_process_group()
     assert said == ["This job trains without EnvPipe: Too many open files"]

@@ -38,7 +38,7 @@ def test_a_limit_that_shows_makes_the_job_again_at_its_level():
     first, second = made
     assert (first.level, second.level, job.level) == (Level.ORDER, Level.UNITS, Level.UNITS)
     assert (first.closed, second.closed) == (True, False)
-    assert job.job is second
+    assert job.job is second.session
     # A profile is still of these units, and a plan perhaps of another order.
     assert (second.options.plan, second.options.profile) == (None, FILES["profile"])
     assert second.session.state.notes == ("random numbers (drawn in order)",)

@@ -201,7 +201,7 @@ def test_a_job_that_trains_without_envpipe_has_deepspeeds_engine(monkeypatch):
     fresh_hooks(hooks, monkeypatch).options = SimpleNamespace()  # type: ignore[assignment]
     for name in ("validate", "begin_training"):
         hooks._hooks.note(name)
-    for name in ("not_run", "_facts"):
+    for name in ("not_run", "_framework_job"):
         monkeypatch.setattr(initialize, name, lambda *arguments: None)
     without, *_ = begin(options=JobOptions(gpu_control="none"))
     monkeypatch.setattr(initialize, "LeveledJob", lambda *arguments: without)

@@ -19,6 +19,7 @@ from leveled_jobs import begin, fresh_hooks, given, jobs_are_faked
 from envpipe_megatron.core.orders.builders import whole_iteration
 from envpipe_megatron.formats.energy import Phase
 from envpipe_megatron.integrations import leveled
+from envpipe_megatron.integrations.hooking import replaced
 from envpipe_megatron.integrations.levels import JobError, Level
 from envpipe_megatron.integrations.megatron.limits import LIMITS, keep_sequence
 from envpipe_megatron.integrations.options import add_arguments
@@ -51,11 +52,12 @@ def hooks():
 def job(hooks, monkeypatch):
     """A job that has begun: arguments validated, training begun."""
     session = FakeSession()
-    session.parts = SimpleNamespace(folder=SimpleNamespace(path=None))
-    made = SimpleNamespace(session=session, close=lambda: session.told.append("give back"))
+    channel = SimpleNamespace(close=lambda: session.told.append("give back"))
+    session.parts = SimpleNamespace(folder=SimpleNamespace(path=None), channel=channel)
+    made = SimpleNamespace(session=session)
     monkeypatch.setattr(leveled, "end_of_job", lambda *_: session.told.append("bill") or [])
     training, *_ = begin(hooks.Training)
-    training.job, training._replacement = made, None
+    training.job, training._replacement = session, None
     made_hooks = fresh_hooks(hooks, monkeypatch)
     made_hooks.job = training
     for name in ("validate", "begin_training"):
@@ -76,13 +78,11 @@ def gpt():
 
 def steps(hooks, count, *, without=""):
     """As Megatron's loop calls the hooks, but for one of them."""
-    forward_backward = hooks._reaching(lambda **arguments: arguments)
+    if without != "forward_backward":
+        hooks._hooks.note("forward_backward")
     for iteration in range(count):
         if without != "begin_step":
             hooks.begin_step(iteration)
-        if without != "forward_backward":
-            arguments = {"model": [gpt()], "forward_only": False}
-            assert forward_backward(**arguments) == arguments
         if without != "end_step":
             hooks.end_step(0)
         if without != "log":
@@ -129,7 +129,11 @@ def test_what_lies_between_steps_pauses_and_what_follows_training_does_not(hooks
     hooks.end_training()
     loop.evaluate()
     hooks.pause()
-    assert told == [*("pause", "evaluate", "pause"), *("close", "bill", "give back"), "evaluate"]
+    assert told == [
+        *("pause", "evaluate", "pause"),
+        *("close", "bill", "close", "give back"),
+        "evaluate",
+    ]
     assert schedules.envpipe_hook is None
     with pytest.raises(JobError, match="outside training"):
         hooks.end_step(0)
@@ -207,7 +211,7 @@ def test_whole_steps_are_opened_and_closed_outside_of_megatrons_function(hooks, 
     told, training = job.session.told, hooks._hooks.job
     run = SimpleNamespace(units=whole_iteration(1).stages[0], next_unit=None)
     run.begin_unit, run.end_unit = (partial(told.append, name) for name in ("begin", "end"))
-    job.session.parts = SimpleNamespace(num_stages=1)
+    job.session.parts.num_stages = 1
     job.session.open_iteration = lambda *_: run
     training.decision = replace(training.decision, level=Level.UNIFORM)
     training._microbatches, training._framework_function = 4, None
@@ -406,7 +410,9 @@ def test_a_job_that_trains_without_envpipe(hooks, monkeypatch, caplog, later):
     monkeypatch.setattr(hooks.parallel_state, "get_pipeline_model_parallel_group", lambda: None)
     monkeypatch.setattr(schedules, "envpipe_hook", None, raising=False)
     if later:
-        hooks._hooks.job, schedules.envpipe_hook = training, training.in_place_of
+        state.job = training
+        in_its_place = replaced(schedules, envpipe_hook=training.in_place_of)
+        state.while_training.enter_context(in_its_place)
         training._why_lower = "too little of a test"
         training._args = SimpleNamespace(train_iters=None)
     else:
@@ -443,7 +449,7 @@ def test_a_batch_that_no_pipeline_of_chunks_runs_is_measured(hooks, monkeypatch)
     monkeypatch.setattr(training, "limits_of", lambda model: [])
     monkeypatch.setattr(training, "limits_of_ranks", lambda own: own)
     monkeypatch.setattr(training, "of_all_ranks", lambda own: [own])
-    monkeypatch.setattr(training, "facts_of", lambda args: SimpleNamespace(bill={}))
+    monkeypatch.setattr(training, "facts_of", lambda args: {})
     group: Any = None
     with jobs_are_faked() as made:
         hooks.Training(args, given(), LIMITS, [gpt(), gpt(), gpt()], group)

@@ -57,7 +57,6 @@ from envpipe_megatron.gpu.base import ReadOnlyGpu
 from envpipe_megatron.gpu.emulated.emulated_gpu import EmulatedGpu
 from envpipe_megatron.integrations.device import use_cpu
 from envpipe_megatron.integrations.framework_units import once
-from envpipe_megatron.integrations.job import OpenJob
 from envpipe_megatron.integrations.megatron import core, split_backward
 from envpipe_megatron.integrations.megatron.core import ForwardBackward
 from envpipe_megatron.integrations.megatron.self_check import SelfCheck
@@ -399,7 +398,7 @@ def _note_around(chunks: list[torch.nn.Module], around: list[tuple[object, ...]]
 def following(session: Any, framework_function: Any, order_of: Any) -> Training:
     """A job of Megatron's at level units, of a session that is there."""
     job = object.__new__(Training)
-    job.job, job._followed, job._warn = OpenJob(session, ""), None, once()
+    job.job, job._followed, job._warn = session, None, once()
     job._microbatches, job._followed_counts = session.options.num_microbatches, set()
     job._framework_function, job._order_of = framework_function, order_of
     return job

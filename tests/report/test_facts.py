@@ -5,11 +5,12 @@ from dataclasses import replace
 import numpy as np
 import page_made
 import pytest
+from energy_lines import bill, window
 from page_made import MICROBATCHES, STAGES, STEPS, two_pipelines
 from run_made import BACKWARD_S, FORWARD_S, iterations
 
 from envpipe_megatron.core.timeline import Timeline
-from envpipe_megatron.formats.account import NO_TARIFF, Account
+from envpipe_megatron.formats.account import NO_TARIFF, account_lines
 from envpipe_megatron.formats.steps import Comparison
 from envpipe_megatron.report.facts import ReportFacts, find_bubbles
 from envpipe_megatron.report.page.document import page_text, tiles_of
@@ -122,15 +123,15 @@ def test_iterations_of_another_order_are_not_counted():
 
 
 COMPARED = Comparison(0.2, 40.0, 12.0, 0.1, -10.0, 0.2)
-ACCOUNT = Account((), {"": COMPARED}, num_gpus=6, clocks_kept=True)
-FACTS = ReportFacts((), *STEPS, COMPARED, tuple(ACCOUNT.lines(NO_TARIFF)))
+ACCOUNT = tuple(account_lines(bill(window()), NO_TARIFF, {"": COMPARED}))
+FACTS = ReportFacts((), *STEPS, COMPARED, ACCOUNT)
 
 
 @pytest.mark.parametrize("changed_nothing", [True, False])
 def test_where_nothing_was_changed_nothing_was_saved(tmp_path, changed_nothing):
     facts = replace(FACTS, changed_nothing=changed_nothing)
     line, *_, total = comparison_section(facts).lines
-    assert total.startswith("energy of 0 GPUs")
+    assert total.startswith("energy of 1 GPUs")
     told = "own baseline: a step takes 200 ms (10.00 +- 0.39 % less time) and 40 J a GPU"
     assert (told in line, "is chance" in line) == (not changed_nothing, changed_nothing)
     tiles = [*tiles_of(facts, "measured")]

@@ -24,7 +24,7 @@ from envpipe_megatron.gpu.emulated.emulated_gpu import EmulatedGpu
 from envpipe_megatron.gpu.guard.lease import list_leases
 from envpipe_megatron.gpu.guard.messages import AGENT_VARIABLE
 from envpipe_megatron.gpu.registry import list_gpus
-from envpipe_megatron.runtime.clocks.rank_clock import open_rank_gpu
+from envpipe_megatron.runtime.clocks.rank_clock import RankClock, hold_everywhere, open_rank_gpu
 from envpipe_megatron.runtime.job.options import JobOptions
 from envpipe_megatron.runtime.job.session import Session
 
@@ -107,7 +107,7 @@ def be_without_a_folder(rank: int, root: Path, victim: int) -> tuple[str, bool]:
 def choose(
     rank: int, library: str, environment: dict[str, str], wanted: str, without: int, require: bool
 ) -> Any:
-    """Open a rank's fake NVIDIA GPU where one rank's environment may forbid control.
+    """Open and hold a rank's fake NVIDIA GPU where one rank's environment may forbid control.
 
     Args:
         library: the fake NVML library, which every rank loads.
@@ -115,7 +115,7 @@ def choose(
         without: the rank that may not change clocks, -1 for none.
 
     Returns:
-        back end of the GPU and of the choice, and the warning; or the error.
+        back end of the GPU, and why it does not control the clock; or the error.
     """
     os.environ.update(environment)
     ctypes.CDLL(library)
@@ -131,11 +131,13 @@ def choose(
         uid = list_gpus()[rank].uid
         gpu, chosen = open_rank_gpu(uid, collectives, wanted, require=require)
         gpu.read_energy()
+        clock, gpu, refused = hold_everywhere(gpu, collectives, RankClock, required=require)
+        clock.close()
     except EnvPipeError as error:
         return f"{type(error).__name__}: {error}"
     finally:
         os.environ.pop(FORBID_VARIABLE, None)
-    return gpu.address.backend, chosen.backend, chosen.warning
+    return gpu.address.backend, chosen.warning or refused
 
 
 def train_asked(

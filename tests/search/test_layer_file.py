@@ -10,7 +10,7 @@ from jsonschema import Draft202012Validator
 
 from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.search.layer_file import layers_text, read_layers
-from envpipe_megatron.search.layer_jobs import LayerJob, jobs_for, merged
+from envpipe_megatron.search.layer_jobs import LayerJob, add_measures, jobs_for
 from envpipe_megatron.search.layer_profile import (
     AllReduce,
     Block,
@@ -173,11 +173,10 @@ def test_files_that_are_none(tmp_path, content):
 
 
 def test_ranks_are_told_of_a_job_by_a_text():
-    job = LayerJob("/folder", 2, 1, 4, (1, 2), (1980, 1500))
+    job = LayerJob("/layers.json", (Sizes(2, 1, 1, 4), Sizes(2, 2, 1, 4)), (1980, 1500))
     assert LayerJob.of_text(job.to_text()) == job
     (named,) = jobs_for((1,), (1,), (1,), (1,), (), Path("/parts"), [], "train.py --bf16")
     assert LayerJob.of_text(named.to_text()).source == "train.py --bf16"
-    assert job.sizes(2) == Sizes(2, 2, 1, 4)
 
 
 @pytest.mark.parametrize(
@@ -185,7 +184,7 @@ def test_ranks_are_told_of_a_job_by_a_text():
     [(2, 1, 1, 2), (2, 2, 1, 4), (1, 1, 4, 4), (2, 2, 4, 8), (2, 2, 2, 4)],
 )
 def test_experts_lie_on_ranks_of_data_and_context_parallelism(tensor, context, expert, ranks):
-    assert LayerJob("", tensor, context, expert, (1,)).num_ranks == ranks
+    assert LayerJob("", (Sizes(tensor, 1, context, expert),)).num_ranks == ranks
 
 
 @pytest.mark.parametrize(
@@ -200,36 +199,35 @@ def test_experts_lie_on_ranks_of_data_and_context_parallelism(tensor, context, e
     ],
 )
 def test_a_job_runs_on_the_slowest_gpu_and_its_neighbours(tensor, speeds, gpus):
-    assert list(LayerJob("", tensor, 1, 1, (1,)).gpus(speeds)) == gpus
+    assert list(LayerJob("", (Sizes(tensor),)).gpus(speeds)) == gpus
 
 
 def test_what_was_measured_is_left_out():
     measured = [Sizes(1, 1), Sizes(1, 2), Sizes(2, 4)]
     jobs = jobs_for((2, 1), (1,), (1,), (4, 2, 1), (), Path("/parts"), measured)
-    assert [(job.tensor_parallel, job.microbatch_sizes) for job in jobs] == [(1, (4,)), (2, (1, 2))]
-    assert len({job.folder for job in jobs}) == 2
+    assert [job.sizes for job in jobs] == [(Sizes(1, 4),), (Sizes(2, 1), Sizes(2, 2))]
     assert jobs_for((1,), (1,), (1,), (1, 2), (), Path("/parts"), measured) == []
 
 
-def test_measures_of_several_jobs_become_one_profile():
-    first = profile_with()
-    measures = first.measures[Sizes(1, 1)]
-    more = replace(first, measures={Sizes(1, 2): measures})
-    assert merged(None, first) is first
-    both = merged(first, more)
-    assert both.measures == {**first.measures, Sizes(1, 2): measures}
-    assert both.links is first.links
+def test_measures_of_several_jobs_become_one_profile(tmp_path):
+    path, first = tmp_path / "layers.json", profile_with()
+    more = {Sizes(1, 2): first.measures[Sizes(1, 1)]}
+    for links, measures in ((first.links, first.measures), (Links(), more)):
+        add_measures(path, replace(first, links=links, measures=measures))
+    both = replace(first, measures={**first.measures, **more})
+    assert plain(read_layers(path)) == plain(both)
 
 
 @pytest.mark.parametrize(
     "other",
     [
-        {"blocks": (Block(("layer",)),)},
-        {"frequency_mhz": np.array([1980])},
+        {"blocks": (Block(("embedding",)), Block(("loss",)), Block(("layer",)))},
+        {"frequency_mhz": np.array([1980, 1400])},
         {"source": "another command"},
         {"gpu": "another GPU"},
     ],
 )
-def test_measures_of_another_model_are_refused(other):
+def test_measures_of_another_model_are_refused(tmp_path, other):
+    add_measures(tmp_path / "layers.json", profile_with())
     with pytest.raises(EnvPipeError, match="--output"):
-        merged(profile_with(), profile_with(**other))
+        add_measures(tmp_path / "layers.json", profile_with(**other))

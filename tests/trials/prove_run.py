@@ -42,9 +42,11 @@ def run_rank() -> None:
     from envpipe_megatron.tuning import shortest
     from host_executor import HostExecutor, HostKernelTimer
 
-    def open_device(collectives, num_stages, wanted, preset, *, require):
+    def open_device(collectives, num_stages, options):
         uid = list_gpus()[collectives.stage].uid
-        gpu, chosen = open_rank_gpu(uid, collectives, wanted, require=require)
+        gpu, chosen = open_rank_gpu(
+            uid, collectives, options.gpu_control, require=options.require_control
+        )
         return Device(gpu, chosen, lambda settle: HostExecutor(), HostKernelTimer, {})
 
     def zeros(*args, device=None, make=torch.zeros, **options):

@@ -140,7 +140,7 @@ def test_a_plan_is_the_same_to_the_last_bit(schedule, alike, tmp_path: Path, mon
     request = PlanRequest(8, alike, "optimal", conditions=known_conditions(profile))
     problem = make_problem(profile, request)
     background: Background = Background()
-    background.start(partial(planned, replace(problem, order=schedule), ("A note.",)))
+    background.start(partial(planned, replace(problem, schedule=schedule), ("A note.",)))
     plan, notes = taken(background)
     here, own_notes = planned(problem, ("A note.",))
     assert plan.schedule.stages == here.schedule.stages

@@ -21,15 +21,14 @@ from envpipe_megatron.core.sidecar import SIDECAR_FORMAT, sidecar_path
 from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.files import replace_files
 from envpipe_megatron.gpu.registry import VISIBLE_VARIABLE, narrowed
+from envpipe_megatron.launch.node import run_torchrun
 from envpipe_megatron.launch.options import check_script, ranks_of_node, read, split
-from envpipe_megatron.launch.torchrun import run_torchrun
 from envpipe_megatron.search.layer_file import LAYERS_FORMAT, layers_text, read_layers, read_links
 from envpipe_megatron.search.layer_jobs import (
     JOB_VARIABLE,
     LayerJob,
     check_known,
     jobs_for,
-    merged,
 )
 from envpipe_megatron.search.layer_profile import Links
 
@@ -63,69 +62,66 @@ def _profile_layers(
     known = read_layers(output) if output.is_file() else None
     if known is not None:
         check_known(known, source, clocks_mhz)
-    with tempfile.TemporaryDirectory(prefix=f".{output.name}-", dir=output.parent) as folder:
-        jobs = jobs_for(
-            sizes["tensor_parallel"] or tuple(t for t in (1, 2, 4, 8) if t <= num_gpus),
-            sizes["context_parallel"] or (1,),
-            sizes["expert_parallel"] or (1,),
-            sizes["microbatch_size"] or (1, 2, 4),
-            clocks_mhz,
-            Path(folder),
-            () if known is None else known.measures,
-            source,
+    jobs = jobs_for(
+        sizes["tensor_parallel"] or tuple(t for t in (1, 2, 4, 8) if t <= num_gpus),
+        sizes["context_parallel"] or (1,),
+        sizes["expert_parallel"] or (1,),
+        sizes["microbatch_size"] or (1, 2, 4),
+        clocks_mhz,
+        output,
+        () if known is None else known.measures,
+        source,
+    )
+    if too_large := [job for job in jobs if job.num_ranks > num_gpus]:
+        raise EnvPipeError(
+            f"Sizes need more GPUs than the command's {num_gpus}",
+            value=_words(too_large[0]),
+            remedy="Give torchrun's --nproc-per-node, or smaller sizes.",
         )
-        if too_large := [job for job in jobs if job.num_ranks > num_gpus]:
+    links, speeds = Links() if known is None else known.links, [1.0]
+    if num_gpus > 1 and (jobs or links.within_node is None):
+        say(f"Measuring the speeds of {num_gpus} GPUs, and links between them")
+        measured, speeds = _measure_node(command, num_gpus, output)
+        links = measured if links.within_node is None else links
+    if known is not None and not jobs:
+        say("All these sizes were measured before: there is nothing to measure")
+        replace_files({output: [layers_text(replace(known, links=links))]})
+    for number, job in enumerate(jobs, start=1):
+        say(f"Job {number} of {len(jobs)}: {_words(job)}")
+        code = _run_job(job, command, speeds)
+        if output.is_file():
+            replace_files({output: [layers_text(replace(read_layers(output), links=links))]})
+        if code:
             raise EnvPipeError(
-                f"Sizes need more GPUs than the command's {num_gpus}",
-                value=_words(too_large[0]),
-                remedy="Give torchrun's --nproc-per-node, or smaller sizes.",
+                f"The job that measured {_words(job)} failed",
+                value=code,
+                remedy="Its own message is above. What was measured before is kept: leave out "
+                "sizes that do not fit into memory, and give the command again.",
             )
-        links, speeds = Links() if known is None else known.links, [1.0]
-        if num_gpus > 1 and (jobs or links.within_node is None):
-            say(f"Measuring the speeds of {num_gpus} GPUs, and links between them")
-            measured, speeds = _measure_node(command, num_gpus, Path(folder))
-            links = measured if links.within_node is None else links
-        if known is not None and not jobs:
-            say("All these sizes were measured before: there is nothing to measure")
-            replace_files({output: [layers_text(replace(known, links=links))]})
-        for number, job in enumerate(jobs, start=1):
-            say(f"Job {number} of {len(jobs)}: {_words(job)}")
-            code = _run_job(job, command, speeds)
-            for size in job.microbatch_sizes:
-                if job.file(size).is_file():
-                    known = merged(known, read_layers(job.file(size)))
-            if known is not None:
-                replace_files({output: [layers_text(replace(known, links=links))]})
-            if code:
-                raise EnvPipeError(
-                    f"The job that measured {_words(job)} failed",
-                    value=code,
-                    remedy="Its own message is above. What was measured before is kept: leave out "
-                    "sizes that do not fit into memory, and give the command again.",
-                )
-    if known is not None:
+    if output.is_file():
         say(f"{'Wrote' if jobs else 'They are in'} {output}")
 
 
 def _run_job(job: LayerJob, command: Sequence[str], speeds: Sequence[float]) -> int:
     """Run a job that measures layers, on the GPUs for which others wait; its exit status."""
-    Path(job.folder).mkdir()
     variables = {JOB_VARIABLE: job.to_text()}
     if visible := narrowed(job.gpus(speeds)):
         variables[VISIBLE_VARIABLE] = visible
     return _run(command, job.num_ranks, [f"{_MODULE}.hooks"], variables)
 
 
-def _measure_node(command: Sequence[str], num_gpus: int, folder: Path) -> tuple[Links, list[float]]:
+def _measure_node(command: Sequence[str], num_gpus: int, output: Path) -> tuple[Links, list[float]]:
     """Return the links, and the speed of each GPU."""
-    code = _run(command, num_gpus, [f"{_MODULE}.node", str(folder)], {}, script=False)
-    if code:
-        raise EnvPipeError(
-            "The job that measured GPUs and messages between them failed",
-            value=code,
-            remedy="Its own message is above.",
-        )
-    return read_links(folder / "links.json"), json.loads((folder / "speeds.json").read_text())
+    with tempfile.TemporaryDirectory(prefix=f".{output.name}-", dir=output.parent) as name:
+        code = _run(command, num_gpus, [f"{_MODULE}.node", name], {}, script=False)
+        if code:
+            raise EnvPipeError(
+                "The job that measured GPUs and messages between them failed",
+                value=code,
+                remedy="Its own message is above.",
+            )
+        folder = Path(name)
+        return read_links(folder / "links.json"), json.loads((folder / "speeds.json").read_text())
 
 
 def _run(
@@ -148,11 +144,12 @@ def _run_torchrun(words: Sequence[str], environment: dict[str, str]) -> int:
 
 
 def _words(job: LayerJob) -> str:
-    microbatches = ", ".join(map(str, job.microbatch_sizes))
+    microbatches = ", ".join(str(sizes.microbatch_size) for sizes in job.sizes)
+    one = job.sizes[0]
     parallel = {
-        "tensor": job.tensor_parallel,
-        "context": job.context_parallel,
-        "expert": job.expert_parallel,
+        "tensor": one.tensor_parallel,
+        "context": one.context_parallel,
+        "expert": one.expert_parallel,
     }
     sizes = ", ".join(f"{name} {size}" for name, size in parallel.items() if size > 1)
     return f"{sizes or 'one GPU'}, microbatches of {microbatches}"

@@ -18,7 +18,8 @@ from envpipe_megatron.core.profile_rows import ProfileRow
 from envpipe_megatron.core.schedule import Schedule
 from envpipe_megatron.core.timeline import RELATIVE_TOLERANCE
 from envpipe_megatron.errors import EnvPipeError
-from envpipe_megatron.formats.account import NO_TARIFF, Tariff
+from envpipe_megatron.formats.account import NO_TARIFF, Tariff, account_lines
+from envpipe_megatron.formats.bill import Bill
 from envpipe_megatron.formats.energy import (
     FRAMEWORK,
     OUTSIDE_STEPS,
@@ -27,9 +28,7 @@ from envpipe_megatron.formats.energy import (
 )
 from envpipe_megatron.formats.energy_sums import EnergySums, total_of
 from envpipe_megatron.formats.steps import StepEnergy, compare
-from envpipe_megatron.gpu.modelled import modelled_clocks_mhz
 from envpipe_megatron.gpu.presets import GpuPreset, model_for
-from envpipe_megatron.launch.bill.bill import Bill, bill_of
 from envpipe_megatron.policies.planner import make_plan
 from envpipe_megatron.policies.request import PlanRequest
 from envpipe_megatron.report.facts import (
@@ -97,10 +96,7 @@ def _modelled(bubbles: Bubbles, preset: GpuPreset) -> Profile:
     schedule = bubbles.schedule
     rows = []
     for part, kind, time_s in _times(bubbles):
-        for mhz in modelled_clocks_mhz(preset):
-            at_s = preset.unit_time_s(kind.value, mhz, time_s)
-            joules = at_s * preset.busy_power_w(kind.value, mhz)
-            rows.append((part, kind, ProfileRow(mhz, at_s, joules)))
+        rows += [(part, kind, ProfileRow(*cost)) for cost in preset.modelled(kind, time_s)]
     return make_profile(rows, source=f"the model {preset.name}", listed_chunks=schedule.num_chunks)
 
 
@@ -191,7 +187,7 @@ def _metered_facts(folder: RunFolder, tariff: Tariff) -> ReportFacts:
     """
     if folder.energy is None:
         return ReportFacts()
-    bill = bill_of(folder.energy.lines)
+    bill = Bill(folder.energy.lines)
     if all(window.run in bill.other_runs for window in folder.windows):
         bill.other_runs = frozenset()  # starts that have one name
     notes = [f"The bill is incomplete: {reason}" for reason in bill.missing()]
@@ -227,7 +223,7 @@ def _metered_facts(folder: RunFolder, tariff: Tariff) -> ReportFacts:
         average("baseline", _WARMUP, baseline),
         average(_STEADY, _STEADY, steady),
         compared,
-        tuple(bill.account(compared).lines(tariff)),
+        tuple(account_lines(bill, tariff, {"": compared} if compared else {})),
         (*_stages("baseline", bill, _WARMUP), *_stages(_STEADY, bill, _STEADY)),
         tuple(notes),
     )

@@ -26,9 +26,9 @@ from envpipe_megatron.cli.common import (
 from envpipe_megatron.cli.machine.doctor import all_checks
 from envpipe_megatron.console import say, say_working, show_table
 from envpipe_megatron.formats.account import Tariff
+from envpipe_megatron.formats.bill import Bill
 from envpipe_megatron.formats.energy import read_energy_logs
-from envpipe_megatron.launch.bill.bill import Bill
-from envpipe_megatron.launch.bill.report import bill_facts, show_bill
+from envpipe_megatron.launch.bill import bill_facts, show_bill
 
 if TYPE_CHECKING:
     from envpipe_megatron.report.run_folder import RunFolder

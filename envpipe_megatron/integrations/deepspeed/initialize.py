@@ -18,7 +18,7 @@ from envpipe_megatron.integrations.deepspeed.engine import (
     UnsupportedEngineError,
     not_run,
 )
-from envpipe_megatron.integrations.job import JobFacts, RankPlace, say_line
+from envpipe_megatron.integrations.job import FrameworkJob, say_line
 from envpipe_megatron.integrations.leveled import LeveledJob
 from envpipe_megatron.integrations.levels import DEEPSPEED, check_tested
 from envpipe_megatron.integrations.options import OF_LEVELS, OptionError, merged, read_settings
@@ -146,12 +146,7 @@ def begin(
             value=found,
             remedy="Train without EnvPipe, or without these.",
         )
-    placement = RankPlace(
-        engine.grid.get_pipe_parallel_group(),
-        engine.gradient_accumulation_steps(),
-        messages_vary=engine.dynamic_shape,
-    )
-    job = LeveledJob(options, placement, _facts(engine, config, sequence_length), say_line)
+    job = LeveledJob(options, _framework_job(engine, config, sequence_length), say_line)
     if job.job is not None:
         job.announce()
         engine.__class__ = EnvPipeEngine  # nothing else of DeepSpeed is touched
@@ -159,7 +154,9 @@ def begin(
     return job
 
 
-def _facts(engine: Any, config: Mapping[str, Any], sequence_length: int | None) -> JobFacts:
+def _framework_job(
+    engine: Any, config: Mapping[str, Any], sequence_length: int | None
+) -> FrameworkJob:
     microbatch_size, samples = engine.train_micro_batch_size_per_gpu(), engine.train_batch_size()
     slices = engine.grid.get_slice_parallel_world_size()
     parameters = list(engine.module.parameters())
@@ -172,14 +169,17 @@ def _facts(engine: Any, config: Mapping[str, Any], sequence_length: int | None) 
     }
     if sequence_length is not None:
         bill["tokens_per_iteration"] = samples * sequence_length
-    return JobFacts(
-        Sidecar(
+    return FrameworkJob(
+        engine.grid.get_pipe_parallel_group(),
+        engine.gradient_accumulation_steps(),
+        messages_vary=engine.dynamic_shape,
+        sidecar=Sidecar(
             tensor_parallel=slices,
             microbatch_size=microbatch_size,
             sequence_length=sequence_length,
         ),
-        bill,
-        {
+        bill=bill,
+        same_job={
             "deepspeed": deepspeed.__version__,
             **{
                 f"deepspeed {name}": json.dumps(value, sort_keys=True, default=str)

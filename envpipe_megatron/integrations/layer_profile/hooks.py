@@ -14,6 +14,7 @@ import os
 import runpy
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from pathlib import Path
@@ -49,6 +50,7 @@ _PLAIN: Mapping[str, Any] = {
     "recompute_method": None,
     "recompute_num_layers": None,
     "distribute_saved_activations": False,
+    "micro_batch_size": 1,
     "global_batch_size": None,
     "rampup_batch_size": None,
     "load": None,
@@ -78,25 +80,15 @@ _REFUSED: Mapping[str, str] = {
 }
 
 
-def attach(job: LayerJob) -> None:
-    """Let this process import Megatron-LM's modules with the changes; none may be imported yet."""
-    sys.meta_path.insert(
-        0,
-        _AfterImport(
-            {
-                "megatron.training.arguments": lambda module: _change_arguments(module, job),
-                "megatron.core.transformer.transformer_block": build_rows,
-                "megatron.training.training": lambda module: _measure_and_end(module, job),
-            }
-        ),
-    )
+class _Changes(MetaPathFinder):
+    """Changes Megatron-LM's modules when they have been imported."""
 
-
-class _AfterImport(MetaPathFinder):
-    """Calls a function of each of some modules when it has been imported."""
-
-    def __init__(self, changes: dict[str, Callable[[Any], None]]) -> None:
-        self._changes = changes
+    def __init__(self, job: LayerJob) -> None:
+        self._changes: dict[str, Callable[[Any], None]] = {
+            "megatron.training.arguments": partial(_change_arguments, job=job),
+            "megatron.core.transformer.transformer_block": build_rows,
+            "megatron.training.training": partial(_measure_and_end, job=job),
+        }
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
@@ -120,13 +112,19 @@ def _change_arguments(module: Any, job: LayerJob) -> None:
 
     def parse_and_change(*args: Any, **kwargs: Any) -> argparse.Namespace:
         parsed: argparse.Namespace = parse(*args, **kwargs)
-        changed = {**_PLAIN, **_sizes(job)}
+        sizes = job.sizes[0]
+        changed = {
+            **_PLAIN,
+            "tensor_model_parallel_size": sizes.tensor_parallel,
+            "context_parallel_size": sizes.context_parallel,
+            "expert_model_parallel_size": sizes.expert_parallel,
+        }
         if any(getattr(parsed, name, False) for name in _WITH_DISTRIBUTED_OPTIMIZER):
             del changed["use_distributed_optimizer"]
         for name, value in changed.items():
             if hasattr(parsed, name):
                 setattr(parsed, name, value)
-        if job.tensor_parallel == 1 and hasattr(parsed, "tp_comm_overlap"):
+        if sizes.tensor_parallel == 1 and hasattr(parsed, "tp_comm_overlap"):
             parsed.tp_comm_overlap = False
         for name, what in _REFUSED.items():
             if getattr(parsed, name, None):
@@ -140,15 +138,6 @@ def _change_arguments(module: Any, job: LayerJob) -> None:
         return parsed
 
     module.parse_args = parse_and_change
-
-
-def _sizes(job: LayerJob) -> dict[str, int]:
-    return {
-        "tensor_model_parallel_size": job.tensor_parallel,
-        "context_parallel_size": job.context_parallel,
-        "expert_model_parallel_size": job.expert_parallel,
-        "micro_batch_size": 1,
-    }
 
 
 def _measure_and_end(module: Any, job: LayerJob) -> None:
@@ -178,10 +167,10 @@ def _measure_and_end(module: Any, job: LayerJob) -> None:
 
 
 def main() -> None:
-    """Attach the hooks to what the script will import, and run it with its arguments."""
+    """Run the script with its arguments; what it imports of Megatron-LM is changed."""
     sys.argv = sys.argv[1:]
     sys.path[0] = str(Path(sys.argv[0]).resolve().parent)
-    attach(LayerJob.of_text(os.environ[JOB_VARIABLE]))
+    sys.meta_path.insert(0, _Changes(LayerJob.of_text(os.environ[JOB_VARIABLE])))
     runpy.run_path(sys.argv[0], run_name="__main__")
     sys.exit(f"{sys.argv[0]} ended before it set up a model: its layers were not measured")
 

@@ -1,4 +1,4 @@
-"""Measures a model: all pieces at each microbatch size, each size a file.
+"""Measures a model: all pieces at each microbatch size.
 
 Beside the pieces it measures the optimizer's memory, and the time of its step. A size is measured
 in passes over the GPU's clocks, so that seconds lie between the repeats of a window. Windows are as
@@ -14,6 +14,7 @@ import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -22,7 +23,6 @@ import torch.distributed as dist
 
 from envpipe_megatron.core.arrays import BoolArray, FloatArray
 from envpipe_megatron.errors import EnvPipeError
-from envpipe_megatron.files import replace_files
 from envpipe_megatron.integrations.hooking import refuse
 from envpipe_megatron.integrations.layer_profile.model import GptPieces, Microbatches
 from envpipe_megatron.integrations.layer_profile.rank_gpu import (
@@ -34,8 +34,7 @@ from envpipe_megatron.integrations.layer_profile.rank_gpu import (
     lowest,
     now_s,
 )
-from envpipe_megatron.search.layer_file import layers_text
-from envpipe_megatron.search.layer_jobs import LayerJob
+from envpipe_megatron.search.layer_jobs import LayerJob, add_measures
 from envpipe_megatron.search.layer_profile import (
     EMBEDDING,
     LOSS,
@@ -84,16 +83,14 @@ def measure_model(
     with closing(gpu), closing(Microbatches(wrapped, model, args, forward_step)) as microbatches:
         gradients_s, optimizer_s = measure_step(wrapped, optimizer)
         held = bytes_held(model, optimizer)
-        for size in job.microbatch_sizes:
-            ways = measure_pieces(pieces, microbatches, size, gpu)
+        for sizes in job.sizes:
+            ways = measure_pieces(pieces, microbatches, sizes.microbatch_size, gpu)
             sent = microbatches.message_bytes
             profile = LayerProfile(
                 blocks=pieces.blocks,
                 frequency_mhz=np.array(gpu.frequency_mhz),
                 measures={
-                    job.sizes(size): {
-                        name: _complete(pieces, name, sent, ways) for name in pieces.names
-                    }
+                    sizes: {name: _complete(pieces, name, sent, ways) for name in pieces.names}
                 },
                 bytes_per_parameter=held,
                 links=Links(),
@@ -104,7 +101,10 @@ def measure_model(
                 source=job.source,
             )
             if dist.get_rank() == 0:
-                replace_files({job.file(size): [layers_text(profile)]})
+                try:
+                    add_measures(Path(job.output), profile)
+                except EnvPipeError as error:
+                    refuse(error)
 
 
 def measure_step(model: Any, optimizer: Any) -> tuple[float, float]:

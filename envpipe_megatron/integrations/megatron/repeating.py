@@ -10,6 +10,9 @@ from __future__ import annotations
 import random
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from copy import copy
+from itertools import tee
 from typing import Any
 
 import numpy as np
@@ -49,10 +52,11 @@ class RepeatedIteration:
 
     def __init__(self, chunks: Sequence[torch.nn.Module], data_iterator: Any) -> None:
         self._chunks = chunks
-        self._restore = [_random_states(), *map(_state_of, chunks), _sums()]
+        self._restore = _random_states(), _module_states(chunks)
         self._several = isinstance(data_iterator, list)
         iterators = data_iterator if self._several else [data_iterator]
-        self._drawn = [each if each is None else _Drawn(each) for each in iterators]
+        #: Data of each chunk from the first on: copies of it draw what was not drawn so far.
+        self._data = [each if each is None else tee(_items(each), 1)[0] for each in iterators]
         self._runs = 0
 
     def run(self, function: Callable[[Any], Any]) -> Any:
@@ -60,7 +64,8 @@ class RepeatedIteration:
 
         Megatron checks losses to run an iteration again by itself: only those of the first run.
         """
-        iterators = [each if each is None else iter(each) for each in self._drawn]
+        # Forwards may change what they draw.
+        iterators = [each if each is None else map(_copy_of, copy(each)) for each in self._data]
         data = iterators if self._several else iterators[0]
         if not self._runs:
             self._runs = 1
@@ -76,23 +81,11 @@ class RepeatedIteration:
             return function(data)
 
 
-class _Drawn:
-    """Iterates over what was drawn so far, and the rest; forwards may change what they draw."""
-
-    def __init__(self, source: Iterator[Any]) -> None:
-        self._source = source
-        self._items: list[Any] = []
-
-    def __iter__(self) -> Iterator[Any]:
-        place = 0
+def _items(source: Iterator[Any]) -> Iterator[Any]:
+    """Yield what is left of a source, of which Megatron's have no other method than `next`."""
+    with suppress(StopIteration):
         while True:
-            if place == len(self._items):
-                try:
-                    self._items.append(next(self._source))
-                except StopIteration:
-                    return
-            yield _copy_of(self._items[place])
-            place += 1
+            yield next(source)
 
 
 def _copy_of(item: Any) -> Any:
@@ -124,18 +117,14 @@ def _random_states() -> Callable[[], None]:
     return restore
 
 
-def _state_of(chunk: torch.nn.Module) -> Callable[[], None]:
-    """Return what puts back buffers, other tensors and plain values of modules; no parameter."""
+def _module_states(chunks: Sequence[torch.nn.Module]) -> Callable[[], None]:
+    """Return what puts back buffers, other tensors, plain values and sums; no parameter."""
     noted = _Noted()
-    for module in unwrap_model(chunk).modules():
-        noted.note_attributes(module)
-    return noted.restore
-
-
-def _sums() -> Callable[[], None]:
-    noted = _Noted()
-    for module, name in _SUMS:
-        owner = getattr(sys.modules.get(module), name, None)
+    for chunk in chunks:
+        for module in unwrap_model(chunk).modules():
+            noted.note_attributes(module)
+    for name, attribute in _SUMS:
+        owner = getattr(sys.modules.get(name), attribute, None)
         if isinstance(owner, type):
             owner = getattr(owner, "tracker", None)
         if isinstance(owner, dict):

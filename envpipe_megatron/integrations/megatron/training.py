@@ -22,7 +22,7 @@ from envpipe_megatron.core.schedule import Schedule
 from envpipe_megatron.core.sidecar import Sidecar
 from envpipe_megatron.integrations.framework_units import SeenUnit, UnitFollower
 from envpipe_megatron.integrations.hooking import replaced, same_job
-from envpipe_megatron.integrations.job import JobFacts, RankPlace, limits_of_ranks, say_line
+from envpipe_megatron.integrations.job import FrameworkJob, limits_of_ranks, say_line
 from envpipe_megatron.integrations.leveled import LeveledJob
 from envpipe_megatron.integrations.levels import (
     ArgumentLimit,
@@ -83,18 +83,18 @@ class Training(LeveledJob):
         own = None
         with suppress(ScheduleError):  # lower levels need none
             own = self._order_of(self._microbatches)
-        placement = RankPlace(
+        framework = FrameworkJob(
             pipeline_group,
             self._microbatches,
             messages_vary=config.variable_seq_lengths,
             why_whole=next(filter(None, of_all_ranks(whole)), ""),
             framework_order=own,
             group_size=config.microbatch_group_size_per_vp_stage,
+            **facts_of(args),
         )
         super().__init__(
             options,
-            placement,
-            facts_of(args),
+            framework,
             say_line,
             (*limits_of_arguments(args, table), *limits_of_ranks(limits_of(model))),
         )
@@ -104,8 +104,10 @@ class Training(LeveledJob):
         self._framework_function: Callable[..., Any] | None = None
         #: Numbers of microbatches whose units were followed.
         self._followed_counts: set[int] = set()
-        if self.job is not None and self.level is Level.ORDER and (why := self._why_not_order()):
-            self._lower_order(why, options.level)
+        if self.job is not None and self.level is Level.ORDER:
+            capacity = self.session.parts.channel.capacity  # the same on all ranks
+            if why := against_order(self.decision, self._order_of(self._microbatches), capacity):
+                self._lower_order(why, options.level)
 
     def announce(self) -> None:
         """Print what the job does."""
@@ -148,11 +150,6 @@ class Training(LeveledJob):
         why, self._why_lower = self._why_lower, None
         if why is not None:
             self._lower_order(why)
-
-    def _why_not_order(self) -> str | None:
-        """Return why the channel rules out level `order`, the same on all ranks; None if not."""
-        own, capacity = self._order_of(self._microbatches), self.session.parts.channel.capacity
-        return against_order(self.decision, own, capacity)
 
     def _lower_order(self, why: str, asked: Level | None = None) -> None:
         """Go on at the next level; a JobError if level `order` is `asked`."""
@@ -224,22 +221,22 @@ def limits_of(model: Sequence[Any]) -> list[Limit]:
     )
 
 
-def facts_of(args: argparse.Namespace) -> JobFacts:
-    """Read the job from Megatron's arguments."""
-    return JobFacts(
-        Sidecar(
+def facts_of(args: argparse.Namespace) -> dict[str, Any]:
+    """Return what Megatron's arguments say of the job, as `FrameworkJob` has it."""
+    return {
+        "sidecar": Sidecar(
             tensor_parallel=args.tensor_model_parallel_size,
             microbatch_size=args.micro_batch_size,
             sequence_length=args.seq_length,
         ),
-        {
+        "bill": {
             "model": f"GPT, {args.num_layers} layers, width {args.hidden_size}",
             "tokens_per_iteration": _full_batch(args) * args.seq_length,
             "samples_per_iteration": _full_batch(args),
             "microbatch_size": args.micro_batch_size,
         },
-        same_job(args),
-    )
+        "same_job": same_job(args),
+    }
 
 
 def orders_to_try(

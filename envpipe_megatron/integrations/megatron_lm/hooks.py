@@ -21,6 +21,7 @@ from envpipe_megatron.integrations.hooking import (
     between_steps,
     options_of,
     refuse,
+    replaced,
 )
 from envpipe_megatron.integrations.levels import JobError, decide, limits_of_arguments
 from envpipe_megatron.integrations.megatron.limits import LIMITS, check_metered
@@ -86,10 +87,10 @@ def begin_training(args: argparse.Namespace, model: Sequence[Any]) -> None:
         return
 
     def hook(framework_function: Callable[..., Any]) -> Callable[..., Any]:
-        chosen = training.in_place_of(framework_function)
-        return chosen if chosen is framework_function else _reaching(chosen)
+        _hooks.note("forward_backward")
+        return training.in_place_of(framework_function)
 
-    _hooked_schedules().envpipe_hook = hook
+    _hooks.while_training.enter_context(replaced(_hooked_schedules(), envpipe_hook=hook))
     _hooks.while_training.enter_context(between_steps("Megatron-LM", training))
     training.announce()
 
@@ -126,9 +127,7 @@ def pause() -> None:
 
 def end_training() -> None:
     """Give clocks back, and print the bill; Megatron gets its own function again."""
-    training = _hooks.ended()
-    _hooked_schedules().envpipe_hook = None
-    training.end()
+    _hooks.ended().end()
 
 
 def _quiet_energy_monitor() -> None:
@@ -140,17 +139,6 @@ def _quiet_energy_monitor() -> None:
 
     monitor = get_energy_monitor()
     monitor.pause = monitor.resume = lambda: None
-
-
-def _reaching(stand_in: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the forward-backward function, which notes that Megatron called it."""
-
-    def forward_backward(**arguments: Any) -> Any:
-        if not arguments.get("forward_only"):  # these may be many in a step
-            _hooks.note("forward_backward")
-        return stand_in(**arguments)
-
-    return forward_backward
 
 
 def _hooked_schedules() -> Any:

@@ -14,13 +14,11 @@ import torch
 import torch.distributed as dist
 
 from envpipe_megatron.core.schedule import Schedule
-from envpipe_megatron.core.sidecar import Sidecar
 from envpipe_megatron.formats.steps import IntervalEnergy
 from envpipe_megatron.integrations.device import check_current, current_device
 from envpipe_megatron.integrations.framework_units import UnitRecorder, once
 from envpipe_megatron.integrations.job import (
-    JobFacts,
-    RankPlace,
+    FrameworkJob,
     limits_of_ranks,
     say_line,
 )
@@ -105,18 +103,19 @@ class AttachedPipeline(LeveledJob):
             "order": None if own is None else own.name,
             "chunks": 1 if own is None else own.num_chunks,
         }
-        placement = RankPlace(
+        framework = FrameworkJob(
             group,
             count,
             runs_units=True,
             why_whole="",
             framework_order=own,
             group_size=group_size(num_stages, count),
+            bill=facts or {},
+            same_job=same_job,
         )
         super().__init__(
             options,
-            placement,
-            JobFacts(Sidecar(), facts or {}, same_job),
+            framework,
             say,
             limits_of_ranks(limits_of(schedule, own, why_not, self._stages)),
         )

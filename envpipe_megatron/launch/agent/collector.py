@@ -21,13 +21,12 @@ import json
 import logging
 import secrets
 import socket
-import threading
 from typing import Any, NoReturn
 
+from envpipe_megatron.formats.bill import Bill
 from envpipe_megatron.formats.energy import parse_line
 from envpipe_megatron.formats.energy_sums import LogSums
 from envpipe_megatron.launch.agent.ledger import NodeLog
-from envpipe_megatron.launch.bill.bill import Bill
 
 logger = logging.getLogger(__name__)
 
@@ -59,8 +58,6 @@ class Collector:
 
     def __init__(self) -> None:
         self.bill = Bill()
-        #: Held by who adds a piece to the bill, and by who copies it.
-        self._adding = threading.Lock()
         self.is_the_jobs = False
         self.token = secrets.token_hex(16)
         #: Bytes of each log that are in the bill, by node and identity of the log.
@@ -90,11 +87,6 @@ class Collector:
             )
         port = self._server.sockets[0].getsockname()[1]
         return {"host": host, "port": port, "token": self.token}
-
-    def snapshot(self) -> Bill:
-        """Return the bill as it is now; any thread may ask."""
-        with self._adding:
-            return self.bill.snapshot()
 
     async def close(self) -> None:
         """Stop listening, and close all connections."""
@@ -144,12 +136,11 @@ class Collector:
             return {"have": known}
         self._known_bytes[node, log] += piece["bytes"]
         lines = piece["lines"].encode("utf-8", "surrogateescape").split(b"\n")
-        with self._adding:
-            for line in filter(bytes.strip, lines):
-                try:
-                    self.bill.add(parse_line(line))
-                except ValueError:
-                    self.bill.unreadable += 1
+        for line in filter(bytes.strip, lines):
+            try:
+                self.bill.add(parse_line(line))
+            except ValueError:
+                self.bill.unreadable += 1
         return {"have": self._known_bytes[node, log]}
 
 
@@ -244,10 +235,11 @@ class Uplink:
 
     def _piece(self, at: int) -> dict[str, Any]:
         """Return what the log has from a place on; of earlier starts, sums."""
-        earlier_bytes = max(0, self._log.earlier_bytes - at)
-        earlier = self._log.read(at, min(earlier_bytes, _EARLIER_BYTES))
-        data = earlier or self._log.read(at, _PIECE_BYTES)
-        lines = _added_up(data) if earlier else data
+        earlier_bytes = self._log.earlier_bytes - at
+        is_earlier = earlier_bytes > 0
+        most_bytes = min(earlier_bytes, _EARLIER_BYTES) if is_earlier else _PIECE_BYTES
+        data = self._log.read(at, most_bytes)
+        lines = _added_up(data) if is_earlier else data
         return {
             "token": self._endpoint["token"],
             "node": self._log.node,

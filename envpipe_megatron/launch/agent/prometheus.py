@@ -22,13 +22,13 @@ from prometheus_client.registry import Collector
 from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.files import read_text, replace_files
 from envpipe_megatron.formats.account import Tariff
+from envpipe_megatron.formats.bill import Bill
 from envpipe_megatron.formats.energy import split_phase
 from envpipe_megatron.formats.wishes import parse_wishes
 from envpipe_megatron.gpu.base import GpuError
 from envpipe_megatron.gpu.guard.lease import list_leases
 from envpipe_megatron.launch.agent.agent import NodeAgent
 from envpipe_megatron.launch.agent.ledger import GpuLedger
-from envpipe_megatron.launch.bill.bill import Bill
 
 _App: TypeAlias = Callable[..., Iterable[bytes]]
 _JSON, _MOST_BYTES = "application/json", 4096
@@ -128,7 +128,7 @@ class _NodeMetrics(Collector):
         """Yield the figures of every GPU that ranks have used, of the node and of the job."""
         found = _Families()
         node, gpus = (self._job_name, self._agent.log.node), dict[str, list[str]]()
-        for ledger in self._agent.ledgers():
+        for ledger in self._agent.gpus.ledgers():
             gpu = [getattr(ledger.of_gpu, name) for name in _OF_LEDGER]
             self._add_gpu(found, ledger, *node, *gpu)
             gpus[ledger.of_gpu.gpu_uid] = gpu
@@ -138,9 +138,8 @@ class _NodeMetrics(Collector):
                 if gpu and lease.live and slows:
                     found.add("gpu_slowed_info", 1, *node, *gpu, *map(lease.mark.get, _SLOWED))
         found.add("node_ranks", len(self._agent.connected()), *node)
-        bill = self._agent.snapshot()
-        if bill is not None:
-            self._add_job(found, bill)
+        if (bill := self._agent.bill) is not None:
+            self._add_job(found, bill.snapshot())
         yield from found.values()
 
     def _add_gpu(self, found: _Families, ledger: GpuLedger, *gpu: object) -> None:

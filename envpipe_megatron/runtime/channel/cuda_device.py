@@ -9,11 +9,12 @@ import threading
 import weakref
 from collections.abc import Callable
 from types import SimpleNamespace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
-from envpipe_megatron.gpu.registry import are_near, uid_of_cuda_device
+from envpipe_megatron.gpu.clock.page import ClockPage
+from envpipe_megatron.gpu.registry import uid_of_cuda_device, vendor_of
 from envpipe_megatron.runtime.channel.carrier import ChannelError, first_line
 from envpipe_megatron.runtime.channel.flag_page import MASK, FlagPage, Word
 from envpipe_megatron.runtime.channel.puts import GRACE_S
@@ -33,13 +34,6 @@ _PEER_ACCESS = _NON_BLOCKING = 1
 _WHOLE_BYTES = 2 * 2**20
 _STDERR = 2
 _ANY_DISTANCE = ("", "SYS", "4", "5")
-
-
-class Page(Protocol):
-    """Memory of this process."""
-
-    address: int
-    num_bytes: int
 
 
 def obstacle() -> str | None:
@@ -65,11 +59,11 @@ def check_distance(own_uuid: str, other_uuid: str) -> None:
     if level in _ANY_DISTANCE:
         return
     own, other = (uid_of_cuda_device(uuid) for uuid in (own_uuid, other_uuid))
-    if not are_near(own, other, level):
+    if not vendor_of(own).are_near(own, other, level):
         raise ChannelError(f"NCCL_P2P_LEVEL={level}, and these GPUs are further apart")
 
 
-def register(page: Page) -> int:
+def register(page: ClockPage | FlagPage) -> int:
     """Let streams use a page's memory, until it is gone; its address for them.
 
     By ctypes: clocks need no `cuda-bindings`. RuntimeError: the driver refuses, or is too old.
@@ -86,7 +80,7 @@ def register(page: Page) -> int:
     return device.value
 
 
-def counter_in_stream(page: Page) -> Callable[[int, int], None]:
+def counter_in_stream(page: ClockPage) -> Callable[[int, int], None]:
     """Register a page; return what has the current stream store a number at an offset in it.
 
     The number is stored behind all that the stream holds. This is called at units, where the host's

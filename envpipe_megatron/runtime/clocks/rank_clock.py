@@ -25,12 +25,7 @@ from envpipe_megatron.formats.energy import IDLE
 from envpipe_megatron.gpu.base import ClockState, DryRunGpu, Gpu, GpuError, ReadOnlyGpu
 from envpipe_megatron.gpu.clock.controller import PageController, spread
 from envpipe_megatron.gpu.clock.page import BEGUN, DUE, GIVEN_BACK, ClockPage
-from envpipe_megatron.gpu.control import (
-    Control,
-    choose_for,
-    open_controlled,
-    that_can_be_undone,
-)
+from envpipe_megatron.gpu.control import Control, choose_for, open_controlled
 from envpipe_megatron.gpu.guard.hold import Hold, hold_gpu
 from envpipe_megatron.gpu.guard.messages import AGENT_VARIABLE, GuardError
 from envpipe_megatron.runtime.channel.collectives import Collectives
@@ -52,11 +47,9 @@ class _Here:
     """Serves a page in the rank, in a guard's place."""
 
     def __init__(self, gpu: Gpu, page: ClockPage) -> None:
-        self._gpu, self._page, self._pid = gpu, page, os.getpid()
+        self._gpu, self._page = gpu, page
         self._controller = PageController(gpu, page)
         self.serve = self._controller.serve
-        #: When the last call began that was undone.
-        self._undone_s = -math.inf
 
     def count(self, where: int, number: int) -> None:
         """Note that what a request waits for has ended, and serve it."""
@@ -65,10 +58,8 @@ class _Here:
 
     def release(self) -> None:
         """Reset the clock, if it was set. Raises GpuError."""
-        called_s, _ = self._page.last_call_s
-        if os.getpid() == self._pid and called_s > self._undone_s:
+        if self._page.set_mhz is not None:
             self._gpu.reset_frequency()
-            self._undone_s = called_s
             self._controller.close()
 
 
@@ -371,7 +362,7 @@ def open_rank_gpu(
     A pipeline follows one plan, so clocks are controlled on all of its GPUs or on none: if one
     rank has no control, or a site configuration that cannot be used, every rank opens its GPU for
     reading only, and the planner logs why.
-    Nothing is locked or held yet; the clock was reset, to see that it can be.
+    Nothing is locked or held yet: that the clock can be reset is seen by `hold_everywhere`.
 
     Args:
         uid: the GPU's UUID (`gpu.registry.uid_of_cuda_device`); of an emulated one its
@@ -389,11 +380,6 @@ def open_rank_gpu(
     )
     backends = collectives.to_planner({str(chosen.backend)}, lambda found: set().union(*found))
     first = collectives.first(chosen if chosen.backend is None else None)
-    if first is None:  # all may lock; can all reset?
-        chosen = collectives.everywhere(
-            lambda: that_can_be_undone(chosen, uid).checked(required=require)
-        )
-        first = collectives.first(chosen if chosen.backend is None else None)
     if first is not None:
         _, chosen = first
         if collectives.is_planner and chosen.warning is not None:

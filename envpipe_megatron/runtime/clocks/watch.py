@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import Counter, defaultdict, deque
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import asdict, replace
@@ -26,8 +26,6 @@ TOLERANCE_MHZ = 15
 #: followed.
 _WARN_SHARE = 0.05
 _WARN_SAMPLES = 10
-#: Latest looks that are kept for `held_back`.
-_RECENT = 64
 #: Most states of power profiles and limits that are kept, and that a warning names.
 _MOST_POWER_STATES, _MOST_SAID = 50, 3
 #: How often to look, s: a look may take milliseconds, and each samples one instant; and how often a
@@ -61,8 +59,8 @@ class ClockWatch:
         #: seen: the clock had settled at a request.
         self._reasons: Counter[str] = Counter()
         self._judged: Counter[ClockState] = Counter()
-        #: Of each judged look, what held the clock below its request; None if nothing did.
-        self._recent: deque[tuple[str, ...] | None] = deque(maxlen=_RECENT)
+        #: The judged looks that `held_back` has taken in.
+        self._told: Counter[ClockState] = Counter()
         self._begin_s = self._power_due_s = time.monotonic()
         #: When power profiles and limits were seen to be others, in s from the begin, and the last.
         self._power: list[tuple[float, PowerState]] = []
@@ -91,16 +89,14 @@ class ClockWatch:
     def held_back(self) -> str:
         """Say what held the clock below its requests or changed since the last call."""
         with self._lock:
-            recent, below = len(self._recent), [why for why in self._recent if why is not None]
-            self._recent.clear()
+            recent, self._told = self._judged - self._told, self._judged.copy()
             news, self._power_news = self._power_news, ""
+        sides, below = _sides(recent)
         held = ""
-        if below:
-            reasons = dict.fromkeys(name for why in below for name in why)
-            named = ", ".join(reasons) or "no reason reported"
-            held = (
-                f"the clock was held below its request in {len(below)} of {recent} looks ({named})"
-            )
+        if sides[-1]:
+            looks = f"{sides[-1]} of {recent.total()} looks"
+            named = ", ".join(below) or "no reason reported"
+            held = f"the clock was held below its request in {looks} ({named})"
         return "; ".join(filter(None, (news, held)))
 
     def close(self) -> None:
@@ -123,13 +119,9 @@ class ClockWatch:
         with self._lock:
             judged, reasons, power = self._judged.copy(), self._reasons.copy(), [*self._power]
         by_request: defaultdict[int, Counter[int]] = defaultdict(Counter)
-        sides: Counter[int] = Counter()
-        below: Counter[str] = Counter()
         for state, count in judged.items():
-            assert state.requested_mhz is not None
-            by_request[state.requested_mhz][state.observed_mhz] += count
-            sides[side := _side(state)] += count
-            below.update(dict.fromkeys(state.throttle_reasons if side < 0 else (), count))
+            by_request[state.requested_mhz or 0][state.observed_mhz] += count
+        sides, below = _sides(judged)
         warnings = [*self._power_warnings(power), *self._clock_warnings(sides, below)]
         return {
             "judged": judged.total(),
@@ -168,7 +160,6 @@ class ClockWatch:
             self._reasons.update(state.throttle_reasons)
             if judged:
                 self._judged[replace(state, power_limit_w=None)] += 1
-                self._recent.append(state.throttle_reasons if _side(state) < 0 else None)
 
     def _see_power(self, time_s: float, state: PowerState) -> None:
         with self._lock:
@@ -207,8 +198,13 @@ class ClockWatch:
         )
 
 
-def _side(state: ClockState) -> int:
-    """Return 1 for a clock above the one requested, -1 below it, 0 if it followed."""
-    assert state.requested_mhz is not None
-    excess_mhz = state.observed_mhz - state.requested_mhz
-    return (excess_mhz > TOLERANCE_MHZ) - (excess_mhz < -TOLERANCE_MHZ)
+def _sides(judged: Counter[ClockState]) -> tuple[Counter[int], Counter[str]]:
+    """Return the looks above (1), at (0) and below (-1) the request, and what held these below."""
+    sides: Counter[int] = Counter()
+    below: Counter[str] = Counter()
+    for state, count in judged.items():
+        excess_mhz = state.observed_mhz - (state.requested_mhz or 0)
+        side = (excess_mhz > TOLERANCE_MHZ) - (excess_mhz < -TOLERANCE_MHZ)
+        sides[side] += count
+        below.update(dict.fromkeys(state.throttle_reasons if side < 0 else (), count))
+    return sides, below

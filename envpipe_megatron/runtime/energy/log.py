@@ -206,6 +206,7 @@ class EnergyLog:
             metered = replace(metered, energy_j=energy.energy_j, energy_uncertainty_j=uncertainty_j)
             sums.add(metered)
         elif window.baseline is not None:
+            sums.last = metered
             sums.compared.add(window.baseline, window.iterations, window.duration_s, None, None)
         return metered
 

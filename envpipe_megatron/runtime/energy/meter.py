@@ -23,7 +23,7 @@ import numpy as np
 from envpipe_megatron.core.arrays import FloatArray
 from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.gpu.base import EnergyReading, Gpu, GpuError
-from envpipe_megatron.gpu.energy_reader import EnergyReader, ReaderGoneError
+from envpipe_megatron.gpu.energy_counter import EnergyReader, ReaderGoneError
 from envpipe_megatron.tuning.measured.powers import RESOLUTION_J
 
 logger = logging.getLogger(__name__)

@@ -16,8 +16,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from envpipe_megatron.formats.bill import Bill
 from envpipe_megatron.formats.energy import FRAMEWORK, PLAN, Phase, phase_in_batch, split_phase
-from envpipe_megatron.formats.energy_sums import EnergySums, comparison_facts, mean_step, total_of
+from envpipe_megatron.formats.energy_sums import EnergySums
 from envpipe_megatron.formats.steps import (
     HELD_UP,
     BaselineEnergy,
@@ -221,19 +222,17 @@ class TrainingEnergy:
             self._lap_end = end_s, self._counter_j(end_s)
         return IntervalEnergy(lap.phases, lap.measure(self._meter, corrected_j))
 
-    def gather(self, interval: IntervalEnergy) -> IntervalEnergy | None:
+    def gather(self, interval: IntervalEnergy) -> IntervalEnergy:
         """Return the interval on an average GPU of the job; all ranks call it together.
 
         GPUs of a stage count for its unmetered ones too. Without a metered one, there is no energy.
-        None if a rank has no step in its interval. What all steady steps so far have saved is
-        added up, and is `saved` if some are of this interval.
+        None has a step if a rank has none in its interval. What all steady steps so far have saved
+        is added up, and is `saved` if some are of this interval.
         """
         steady = {batch: phase_in_batch(Phase.STEADY, batch) for batch in sorted(self.baselines)}
         own = np.array([self.log.sums(phase).compared.sums for phase in steady.values()])
         sums = SUM(self._collectives.by_stage(own, SUM))
         mean, _ = self._over_gpus(interval.step)
-        if mean is None:
-            return None
         of_job = [
             each
             for phase, each in zip(steady.values(), sums, strict=True)
@@ -256,10 +255,11 @@ class TrainingEnergy:
                 `total_duration_s`, phases `total_units_s` and the facts of an average step too;
                 phase `plan` has no step. `baseline`, the mean step of all GPUs, or None.
         """
-        sums = self.sums()
+        bill, sums = Bill(), self.sums()
+        bill.add_sums(sums.values())
         phases = {
             phase: {
-                **(_step_facts(step) if (step := mean_step([own])) else {"iterations": 0}),
+                **(_step_facts(step) if (step := bill.steps(phase)) else {"iterations": 0}),
                 "total_energy_j": own.energy_j,
                 "total_duration_s": own.duration_s,
                 "total_units_s": own.shares_s[0],
@@ -267,13 +267,13 @@ class TrainingEnergy:
             for phase, own in sums.items()
             if own.windows
         }
-        total, baseline = total_of(sums.values()), self.baselines.get("")
+        total, baseline = bill.total(), self.baselines.get("")
         return {
             "gpu": {
                 "total_energy_j": total.energy_j,
                 "total_duration_s": total.duration_s,
                 "phases": phases,
-                **comparison_facts([sums]),
+                **bill.comparison_facts(),
             },
             "baseline": _step_facts(baseline.mean) if baseline else None,
         }

@@ -9,7 +9,7 @@ from commands import run
 
 from envpipe_megatron.gpu.registry import VISIBLE_VARIABLE
 from envpipe_megatron.search.layer_file import layers_text, links_text, read_layers
-from envpipe_megatron.search.layer_jobs import JOB_VARIABLE, LayerJob
+from envpipe_megatron.search.layer_jobs import JOB_VARIABLE, LayerJob, add_measures
 from envpipe_megatron.search.layer_profile import (
     AllReduce,
     Block,
@@ -44,12 +44,11 @@ class Jobs:
             return 0
         self.visible.append(environment.get(VISIBLE_VARIABLE, "as it is"))
         job = LayerJob.of_text(environment[JOB_VARIABLE])
-        for size in job.microbatch_sizes:
-            if size == self.fails_at:
+        for sizes in job.sizes:
+            if sizes.microbatch_size == self.fails_at:
                 return 1
-            measures = {job.sizes(size): {"layer": MEASURE}}
-            profile = replace(PROFILE, measures=measures, source=job.source)
-            job.file(size).write_text(layers_text(profile))
+            measures = {sizes: {"layer": MEASURE}}
+            add_measures(Path(job.output), replace(PROFILE, measures=measures, source=job.source))
         return 0
 
 

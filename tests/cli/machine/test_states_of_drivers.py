@@ -14,7 +14,7 @@ from fake_gpu import look_until
 
 from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.gpu import energy_counter
-from envpipe_megatron.runtime.clocks.rank_clock import RankClock, open_rank_gpu
+from envpipe_megatron.runtime.clocks.rank_clock import RankClock, hold_everywhere, open_rank_gpu
 
 POWER_CAP = pynvml.nvmlClocksThrottleReasonSwPowerCap
 POWER_BRAKE = (
@@ -167,9 +167,9 @@ def test_a_job_on_that_gpu(node, state):
             open_rank_gpu(uid, alone(), "auto")
         return
     gpu, chosen = open_rank_gpu(uid, alone(), "auto")
-    assert state.opened in (chosen.warning or "")
+    clock, gpu, refused = hold_everywhere(gpu, alone(), RankClock, required=False)
+    assert state.opened in (chosen.warning or refused)
     assert gpu.read_only == bool(state.opened)
-    clock = RankClock(gpu)
     if not gpu.read_only:
         ask(clock, 1200)
         look_until(lambda: clock._watch.sample() or clock._watch.summary()["judged"] >= 12)
@@ -230,4 +230,4 @@ def test_a_sites_command_follows_an_index_that_changes(node, monkeypatch, tmp_pa
     gpu.lock_frequency(1200)
     node.set_fault(node.uuids[0], "gone")
     gpu.reset_frequency()
-    assert log.read_text().splitlines() == ["2", "2 1200", "1"]
+    assert log.read_text().splitlines() == ["2 1200", "1"]

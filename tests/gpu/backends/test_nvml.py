@@ -10,7 +10,7 @@ from fake_nvml.models import MODELS
 
 from envpipe_megatron.gpu.backends.nvml import NvmlGpu
 from envpipe_megatron.gpu.base import ClockState, GpuAddress, GpuNotSupportedError
-from envpipe_megatron.gpu.control import Control, that_can_be_undone
+from envpipe_megatron.gpu.control import choose_for
 from envpipe_megatron.gpu.registry import Driver, list_gpus, open_gpu
 
 LOCK = "nvmlDeviceSetGpuLockedClocks"
@@ -88,8 +88,9 @@ def test_a_gpu_without_a_list_of_clocks_is_read_and_never_locked(node, monkeypat
     for backend in ("nvml", "dry_run"):
         with pytest.raises(GpuNotSupportedError, match=f"lists no SM clocks.*{uid}"):
             open_gpu(GpuAddress(backend, uid))
-        chosen = Control("auto", backend, "so")
-        assert "lists no SM clocks" in that_can_be_undone(chosen, uid).warning
+        chosen = choose_for(uid, backend, require=False, one_clock=False)
+        assert chosen.backend is None
+        assert "lists no SM clocks" in chosen.warning
     assert "lists no SM clocks" in str(NvmlGpu(uid).obstacle())
     assert node.changes() == []
 

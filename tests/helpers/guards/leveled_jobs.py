@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock, patch
@@ -18,22 +17,20 @@ from envpipe_megatron.runtime.job.options import JobOptions
 
 
 class FakeJob:
-    """Notes at what level it was made, and what of it was closed."""
+    """Notes at what level its session was opened, and what of it was closed."""
 
-    def __init__(
-        self, options: JobOptions, *, level: Any, notes: Any, say: Any, made: list[Any], **_: Any
-    ) -> None:
+    def __init__(self, options: JobOptions, *, level: Any, notes: Any, say: Any, **_: Any) -> None:
         if options.gpu_control == "none":
             raise WithoutEnvPipeError("NVML is not there")
         self.options, self.level = options, level
         self.closed = False
         state = SimpleNamespace(notes=tuple(notes), profile=None, phase=Phase.WARMUP)
+        state.about = "active"
         self.session: Any = Mock(state=state)
         self.session.parts.say = say
-        self.banner = "active"
-        made.append(self)
+        self.session.parts.channel.close = self._close
 
-    def close(self) -> None:
+    def _close(self) -> None:
         self.closed = True
 
 
@@ -46,9 +43,14 @@ def given(**options: Any) -> JobOptions:
 def jobs_are_faked() -> Iterator[list[FakeJob]]:
     """Leveled jobs make fake ones, which are yielded, and have no replicas."""
     made: list[FakeJob] = []
+
+    def open_job(*args: Any, **kwargs: Any) -> Any:
+        made.append(FakeJob(*args, **kwargs))
+        return made[-1].session
+
     with (
         patch.object(leveled, "limits_of_replicas", lambda count: []),
-        patch.object(leveled, "open_job", partial(FakeJob, made=made)),
+        patch.object(leveled, "open_job", open_job),
     ):
         yield made
 
@@ -59,10 +61,9 @@ def begin(
     """A job of a class that is a `LeveledJob`, the jobs that it makes, and what it says."""
     said: list[str] = []
     job = object.__new__(of)
-    placement: Any = SimpleNamespace(num_microbatches=4)
+    framework: Any = SimpleNamespace(num_microbatches=4, bill={})
     with jobs_are_faked() as made:
-        facts: Any = SimpleNamespace(bill={})
-        LeveledJob.__init__(job, options or given(), placement, facts, said.append, limits)
+        LeveledJob.__init__(job, options or given(), framework, said.append, limits)
     return job, made, said
 
 

@@ -164,16 +164,16 @@ def measure(folder, *sizes, model=None):
     optimizer = SimpleNamespace(
         optimizer=inner, step=inner.step, zero_grad=lambda: inner.zero_grad(set_to_none=False)
     )
-    measured = LayerJob(str(folder), 1, 1, 1, sizes)
-    measure_model(model, model, optimizer, ARGS, forward_step, measured)
-    return measured
+    path = folder / "layers.json"
+    job = LayerJob(str(path), tuple(Sizes(1, size) for size in sizes))
+    measure_model(model, model, optimizer, ARGS, forward_step, job)
+    return read_layers(path)
 
 
-def test_a_model_is_measured_into_a_file_for_each_microbatch_size(tmp_path):
+def test_a_model_is_measured_at_each_microbatch_size(tmp_path):
     model = make_model()
-    of = measure(tmp_path, 1, 2, model=model)
+    made = measure(tmp_path, 1, 2, model=model)
     for size in (1, 2):
-        made = read_layers(of.file(size))
         layer = made.at(Sizes(1, size))["layer"]
         assert layer.input_bytes == layer.output_bytes == 8 * size * 16 * 4
         assert layer.forward_s[0] > 0
@@ -214,7 +214,7 @@ class Metered:
 
 def test_times_and_joules_go_by_clock(tmp_path, monkeypatch):
     monkeypatch.setattr(job, "RankGpu", Metered)
-    made = read_layers(measure(tmp_path, 1).file(1))
+    made = measure(tmp_path, 1)
     assert made.frequency_mhz.tolist() == [2000, 1000]
     assert made.gpu == "a GPU"
     assert made.has_energy
@@ -239,7 +239,7 @@ def test_the_whole_optimizer_state_is_counted_where_megatron_allows_it(needs_it,
         context_parallel_size=1,
     )
     module = SimpleNamespace(parse_args=lambda: given)
-    hooks._change_arguments(module, LayerJob("", 1, 2, 1, (1,)))
+    hooks._change_arguments(module, LayerJob("", (Sizes(context_parallel=2),)))
     args = module.parse_args()
     assert args.context_parallel_size == 2
     assert args.use_distributed_optimizer is kept

@@ -25,11 +25,12 @@ from envpipe_megatron.core.schedule import Schedule
 from envpipe_megatron.formats.energy import Phase
 from envpipe_megatron.integrations import leveled
 from envpipe_megatron.integrations.device import PRESET_VARIABLE
-from envpipe_megatron.integrations.job import OpenJob, open_job
+from envpipe_megatron.integrations.job import open_job
 from envpipe_megatron.integrations.torch_pipelining import attach, orders
 from envpipe_megatron.integrations.torch_pipelining.orders import AttachError
 from envpipe_megatron.runtime.execution.orders import constant_order
 from envpipe_megatron.runtime.job import phases
+from envpipe_megatron.runtime.job.session import Session
 from envpipe_megatron.tuning.commands import Clocked, Command, Run
 from envpipe_megatron.tuning.shortest import ShortestOrder
 
@@ -150,20 +151,20 @@ def layer(at: int, case: Case) -> torch.nn.Module:
     return kind(Linear(case.weights), torch.nn.Tanh(), last)
 
 
-def open_fast(late_from: int | None, *args: Any, **kwargs: Any) -> OpenJob:
+def open_fast(late_from: int | None, *args: Any, **kwargs: Any) -> Session:
     """A job whose emulated GPU does not let the host sleep.
 
     As by torch, the model's first stage runs nothing in the first part of a backward.
     """
-    job, own = open_job(*args, **kwargs), kwargs["placement"].framework_order
-    plain_stages.run_fast(job.session)
-    if job.session.parts.collectives.stage == 0 and own is not None and own.num_chunks == 1:
-        times_s: dict[Kind, float] = job.session.executor._time_at_max_s  # type: ignore[attr-defined]
+    session, own = open_job(*args, **kwargs), kwargs["framework"].framework_order
+    plain_stages.run_fast(session)
+    if session.parts.collectives.stage == 0 and own is not None and own.num_chunks == 1:
+        times_s: dict[Kind, float] = session.executor._time_at_max_s  # type: ignore[attr-defined]
         times_s[Kind.WEIGHT_GRADIENT] = times_s[Kind.BACKWARD]
         times_s[Kind.INPUT_GRADIENT] = 2e-5
     if own is not None and late_from is not None:
-        plain_stages.be_late(job.session.executor, own, late_from)
-    return job
+        plain_stages.be_late(session.executor, own, late_from)
+    return session
 
 
 def make(case: Case, rank: int, ranks: int) -> tuple[Any, dict[int, torch.nn.Module]]:
@@ -344,7 +345,7 @@ def _train(rank: int, case: Case, root: Path | None, preset: str) -> dict[str, A
         "weights": {at: [bits(w) for w in m.parameters()] for at, m in layers.items()},
     }
     if pipeline is not None:
-        session = pipeline.job.session
+        session = pipeline.session
         pipeline.end_training()
         found["released"] = not any(
             callable(vars(of).get(name))

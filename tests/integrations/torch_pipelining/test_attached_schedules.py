@@ -8,13 +8,13 @@ import attached_ranks
 import pytest
 import torch
 from attached_ranks import Case
+from energy_lines import bill_of_ranks
 from memory_folder import memory_folder
 from on_request import on_request
 from presets import preset_profile
 from rank_pool import RankFailedError
 
 from envpipe_megatron.core.kinds import Kind, parse_unit
-from envpipe_megatron.formats.energy_sums import comparison_facts
 from envpipe_megatron.integrations.device import DeviceError, check_current
 from envpipe_megatron.policies.planner import make_plan
 from envpipe_megatron.policies.request import PlanRequest
@@ -159,7 +159,7 @@ def test_a_job_saves_as_its_plan_says(trained):
     """Within a point of saving, and no slower than half a percent."""
     case = Case("Schedule1F1B", 8, steps=50, forward_s=(0.03, 0.03, 0.03, 0.05))
     _, ours = trained(case, "a100-sxm")
-    compared = comparison_facts(rank["energy"] for rank in ours)["comparison"]
+    compared = bill_of_ranks(rank["energy"] for rank in ours).comparison_facts()["comparison"]
     cost, baseline = ours[0]["predicted"]
     assert ours[0]["plan"].split
     assert cost.saving_percent(baseline) > 25

@@ -11,11 +11,11 @@ from typing import Any
 
 from energy_lines import Line, window
 
+from envpipe_megatron.formats.bill import Bill
 from envpipe_megatron.formats.energy import read_energy_logs
 from envpipe_megatron.launch.agent.collector import Collector, Uplink
 from envpipe_megatron.launch.agent.ledger import NodeLog
-from envpipe_megatron.launch.bill.bill import Bill, bill_of
-from envpipe_megatron.launch.bill.report import Tariff, bill_facts
+from envpipe_megatron.launch.bill import Tariff, bill_facts
 
 #: For what should take no time at all.
 LONG_S = 20.0
@@ -105,7 +105,7 @@ def facts_of(bill: Bill) -> dict[str, Any]:
 
 def assert_is_the_files_bill(bill: Bill, *nodes: Agent) -> None:
     logs = read_energy_logs([agent.log.path for agent in nodes])
-    assert facts_of(bill) == facts_of(bill_of(logs.lines))
+    assert facts_of(bill) == facts_of(Bill(logs.lines))
     assert bill.total().windows == len(logs.windows)
     assert bill.unreadable == len(logs.unreadable)
 

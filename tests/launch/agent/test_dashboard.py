@@ -23,7 +23,7 @@ from free_port import free_port
 from envpipe_megatron.gpu.guard.messages import send
 from envpipe_megatron.launch.agent.agent import NodeAgent
 from envpipe_megatron.launch.agent.prometheus import FAMILIES, serve_metrics
-from envpipe_megatron.launch.bill.report import Tariff
+from envpipe_megatron.launch.bill import Tariff
 
 FOLDER = Path(__file__).parents[3] / "configs/dashboards"
 DASHBOARD = json.loads((FOLDER / "envpipe.json").read_text())

@@ -19,14 +19,14 @@ from prometheus_client import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
 from envpipe_megatron.errors import EnvPipeError
+from envpipe_megatron.formats.bill import Bill
 from envpipe_megatron.gpu.base import GpuAddress, GpuError
 from envpipe_megatron.gpu.guard.lease import Lease, list_leases
 from envpipe_megatron.gpu.guard.messages import ProcessIdentity
 from envpipe_megatron.gpu.registry import open_gpu
 from envpipe_megatron.launch.agent.ledger import GpuLedger
 from envpipe_megatron.launch.agent.prometheus import FAMILIES, serve_metrics, with_control
-from envpipe_megatron.launch.bill.bill import Bill
-from envpipe_megatron.launch.bill.report import Tariff
+from envpipe_megatron.launch.bill import Tariff
 from envpipe_megatron.launch.node import NodeSettings
 
 LONG_S = 20.0
@@ -50,14 +50,12 @@ class Scraped:
     def __init__(self, last: ExitStack) -> None:
         self._last = last
         self.ledgers: list[GpuLedger] = []
-        self.bill: Bill | None = None
         self.agent: Any = SimpleNamespace(
-            ledgers=lambda: self.ledgers,
+            gpus=SimpleNamespace(ledgers=lambda: self.ledgers),
             connected=lambda: ["rank 0", "rank 1"],
             log=SimpleNamespace(node='n"0\\'),
-            snapshot=lambda: self.bill,
             control=None,
-            bill=self.bill,
+            bill=None,
         )
 
     def add_gpu(self, rank: int) -> PoweredGpu:
@@ -152,7 +150,7 @@ def test_a_gpu_that_a_job_may_slow_is_marked(node, tmp_path, monkeypatch):
 def test_figures_of_the_job(node):
     """Of the bill: 0.36 and 36 g of CO2 for a kWh, so 1 J costs 1e-7 and takes 1e-5 g."""
     port, _ = node.serve()
-    node.bill = bill = Bill()
+    node.agent.bill = bill = Bill()
     assert not node.scrape(port)["envpipe_job_tokens"].samples
     baseline = {"iterations": 9, "time_s": 0.5, "time_uncertainty_s": None,
                 "energy_j": 100, "metering_uncertainty_j": 1}  # fmt: skip

@@ -20,10 +20,10 @@ from collecting_nodes import (
     in_time,
 )
 
-from envpipe_megatron.formats.energy import read_energy_logs
+from envpipe_megatron.formats.bill import Bill
+from envpipe_megatron.formats.energy import ENDED, read_energy_logs
 from envpipe_megatron.launch.agent import collector as collector_module
 from envpipe_megatron.launch.agent.collector import Collector
-from envpipe_megatron.launch.bill.bill import bill_of
 
 # Cuts ----------------------------------------------------------------------------------------
 
@@ -94,7 +94,7 @@ async def test_a_network_that_is_cut_anywhere_loses_nothing_and_repeats_nothing(
                 agent.append(i)
             await asyncio.sleep(0.001)  # where cuts come between
         for agent in nodes:
-            agent.log.end(0)
+            agent.log.note(ENDED, exit_code=0)
         for agent in nodes:
             await agent.is_known()
         assert await holds(ended(collector), SHORT_S)
@@ -109,7 +109,7 @@ async def test_a_start_sends_what_is_new_and_sums_of_what_was_before(tmp_path, m
     async with agents(tmp_path, "a", gpus=8) as (agent,):
         agent.append(0, 300)
         agent.log.note("job", facts={"num_gpus": 8})
-        agent.log.end(1)
+        agent.log.note(ENDED, exit_code=1)
         with agent.log.path.open("ab") as file:
             file.write(b'{"format": "envpipe-ener\n{"torn')
     before, sent = agent.log.path.stat().st_size, []
@@ -131,7 +131,7 @@ async def test_a_start_sends_what_is_new_and_sums_of_what_was_before(tmp_path, m
         await agent.is_known()
         assert agent.log.earlier_bytes == before
         assert sum(map(len, sent)) < agent.log.size - before + 0.05 * before
-        live, whole = collector.bill, bill_of(read_energy_logs([agent.log.path]).lines)
+        live, whole = collector.bill, Bill(read_energy_logs([agent.log.path]).lines)
         assert live.total().energy_j == pytest.approx(whole.total().energy_j, rel=1e-12)
         assert live.total().duration_s == pytest.approx(whole.total().duration_s)
         assert live.num_iterations == whole.num_iterations == 310
@@ -139,13 +139,14 @@ async def test_a_start_sends_what_is_new_and_sums_of_what_was_before(tmp_path, m
         assert (live.unreadable, live.facts, live.nodes) == (2, whole.facts, whole.nodes)
 
 
+@pytest.mark.parametrize("zeros", [b"\0" * 1_000_000 + b"\n", b"\0" * 5_000_000])
 @in_time
-async def test_what_a_disk_that_lost_power_left_of_a_log_holds_up_no_bill(tmp_path):
-    """Blocks of zeros are longer as JSON than any piece may be: they are only counted."""
+async def test_what_a_disk_that_lost_power_left_of_a_log_holds_up_no_bill(tmp_path, zeros):
+    """Blocks of zeros, which nothing ends, are longer than any piece: they are only counted."""
     async with agents(tmp_path, "a") as (agent,):
         agent.append(0, 3)
         with agent.log.path.open("ab") as file:
-            file.write(b"\0" * 1_000_000 + b"\n")
+            file.write(zeros)
     async with agents(tmp_path, "a") as (agent,), collecting() as collector:
         agent.append(3)
         agent.uplink.send_to(await collector.start("localhost"))

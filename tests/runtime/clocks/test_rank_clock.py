@@ -299,7 +299,6 @@ def test_the_planner_says_what_all_ranks_open(monkeypatch, caplog, planner, firs
         first=lambda without: first,
     )
     monkeypatch.setattr(rank_clock, "choose_for", lambda *asked, **how: CONTROLLED)
-    monkeypatch.setattr(rank_clock, "that_can_be_undone", lambda chosen, uid: CONTROLLED)
     monkeypatch.setattr(rank_clock, "open_controlled", lambda *opening: opening)
     opened = first[1] if first else CONTROLLED
     found = open_rank_gpu("GPU-1", collectives, "auto", one_clock=True)

@@ -15,8 +15,7 @@ from fake_gpu import FakeGpu
 from on_request import asked_for
 
 from envpipe_megatron.formats.energy import SHARES, append_line, parse_window
-from envpipe_megatron.formats.energy_sums import compared_steps
-from envpipe_megatron.formats.steps import StepEnergy
+from envpipe_megatron.formats.steps import StepEnergy, mean_steps
 from envpipe_megatron.gpu.base import GpuError
 from envpipe_megatron.runtime.energy import log as energy_log
 from envpipe_megatron.runtime.energy.log import EnergyLog, Window
@@ -152,7 +151,7 @@ def test_a_window_that_waits_for_the_counter_keeps_its_baseline(logged):
     assert lines == [asdict(earlier), asdict(earlier), None, asdict(later)]
     whole = logged.log.sums("steady")
     assert so_far.compared.sums == pytest.approx(whole.compared.sums), "also what is not written"
-    assert compared_steps([whole])[1].time_s == pytest.approx((2 * 0.5 + 2 * 0.6) / 4)
+    assert mean_steps(whole.compared.sums)[1].time_s == pytest.approx((2 * 0.5 + 2 * 0.6) / 4)
 
 
 def test_lines_for_an_agent_say_where_the_counter_stood(logged):

@@ -12,19 +12,18 @@ from typing import Any
 import numpy as np
 import pytest
 import step_ranks
-from energy_lines import error_of, parsed
+from energy_lines import bill_of_ranks, error_of, parsed
 from fake_gpu import FakeGpu
 from rank_pool import RankPool
 
+from envpipe_megatron.formats.bill import Bill
 from envpipe_megatron.formats.energy import Phase
-from envpipe_megatron.formats.energy_sums import comparison_facts
 from envpipe_megatron.formats.steps import (
     BaselineEnergy,
     IntervalEnergy,
     StepEnergy,
 )
 from envpipe_megatron.gpu.base import GpuError
-from envpipe_megatron.launch.bill.bill import bill_of
 from envpipe_megatron.runtime.energy.log import EnergyLog, Window, measure_baseline
 from envpipe_megatron.runtime.energy.meter import EnergyMeter
 from envpipe_megatron.runtime.energy.training import TrainingEnergy
@@ -146,7 +145,7 @@ def rank(request) -> Iterator[Callable[..., OneRank]]:
 def test_all_that_is_told_of_one_job(rank):
     job = rank()
     energy = job.energy
-    assert energy.gather(energy.lap()) is None
+    assert energy.gather(energy.lap()) == IntervalEnergy({}, None)
     energy.add_between_phases(0, 0.5)  # no step has begun: it is nobody's
     energy.end_step(0)  # nor this
     job.step(None, 0.5, 0.5, 1.0)
@@ -206,8 +205,12 @@ def test_all_that_is_told_of_one_job(rank):
         assert phase["total_units_s"] == energy.log.totals[name].shares_s[0]
         assert phase.get("power_w") == (None if name == "plan" else 128)
     assert phases["steady"]["time_s"] == 1.75 / 3
-    of_job = comparison_facts([energy.sums()] * 2)
-    assert of_job == {"comparison": asdict(steady.saved), "other_batches": {}}
+    sums = energy.sums()
+    other = {name: replace(own, last=replace(own.last, rank=1)) for name, own in sums.items()}
+    assert bill_of_ranks([sums, other]).comparison_facts() == {
+        "comparison": asdict(steady.saved),
+        "other_batches": {},
+    }
     assert summary["baseline"] == {**asdict(energy.baselines[""].mean), "power_w": 128}
     # Of two steps, one of which takes a third longer, nobody knows what to expect.
     compared = summary["gpu"]["comparison"]
@@ -296,7 +299,7 @@ def test_each_step_is_held_against_the_baseline_in_force_in_log_bill_and_summary
     job.energy.close()
     summary = job.energy.summary()["gpu"]
     assert summary["comparison"]["saving_percent"] == pytest.approx(last["saving_percent"])
-    bill = bill_of(parsed([{**line, "node": "n"} for line in job.lines]))
+    bill = Bill(parsed([{**line, "node": "n"} for line in job.lines]))
     assert asdict(bill.comparison()) == pytest.approx(summary["comparison"], abs=1e-9)
 
 

@@ -9,15 +9,15 @@ from typing import Any
 import numpy as np
 import pytest
 import step_ranks
+from energy_lines import bill_of_ranks
 from presets import preset_profile
 
 from envpipe_megatron.core.conditions import known_conditions
 from envpipe_megatron.core.orders import builders
 from envpipe_megatron.core.plan import Plan, read_plan
 from envpipe_megatron.core.profile import Profile, read_profile
+from envpipe_megatron.formats.bill import Bill
 from envpipe_megatron.formats.energy import Phase, read_energy_logs, split_phase
-from envpipe_megatron.formats.energy_sums import comparison_facts
-from envpipe_megatron.launch.bill.bill import bill_of
 from envpipe_megatron.policies.planner import make_plan
 from envpipe_megatron.policies.request import PlanRequest
 from envpipe_megatron.report.run_folder import read_run_folder
@@ -106,7 +106,7 @@ def test_steps_are_compared_with_the_baseline_of_their_size(three_ranks, tmp_pat
         if report.saved is not None:
             assert report.saved.saving_percent > 3
             assert abs(report.saved.slowdown_percent) < 8  # steps are of whole 0.1 s
-    summary = comparison_facts(rank["sums"] for rank in ranks)
+    summary = bill_of_ranks(rank["sums"] for rank in ranks).comparison_facts()
     assert set(summary["other_batches"]) == {"m2"}
     for compared in (summary["comparison"], summary["other_batches"]["m2"]):
         assert compared["saving_percent"] > 3
@@ -115,7 +115,7 @@ def test_steps_are_compared_with_the_baseline_of_their_size(three_ranks, tmp_pat
     logs = read_energy_logs([tmp_path / "output" / "energy.jsonl"])
     sizes = {split_phase(window.phase)[1] for window in logs.windows}
     assert sizes == {"", "m2"}
-    bill = bill_of(logs.lines)
+    bill = Bill(logs.lines)
     in_bill, in_log = bill.comparison(), summary["comparison"]
     assert in_bill.saving_percent == pytest.approx(in_log["saving_percent"], abs=0.1)
     assert in_bill.slowdown_percent == pytest.approx(in_log["slowdown_percent"])

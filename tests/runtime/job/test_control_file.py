@@ -15,14 +15,13 @@ from fake_gpu import look_until
 from presets import preset_profile
 
 from envpipe_megatron.files import replace_files
+from envpipe_megatron.formats.bill import Bill
 from envpipe_megatron.formats.energy import read_energy_logs
 from envpipe_megatron.formats.wishes import NO_WISHES, Wishes
-from envpipe_megatron.launch.bill.bill import bill_of
 from envpipe_megatron.policies.objective import Goal
 from envpipe_megatron.runtime.job import parts
-from envpipe_megatron.runtime.job.given import Level
 from envpipe_megatron.runtime.job.iterations import Switch
-from envpipe_megatron.runtime.job.options import JobOptions
+from envpipe_megatron.runtime.job.options import JobOptions, Level
 from envpipe_megatron.runtime.job.parts import ControlFile, SessionState
 
 pytestmark = pytest.mark.xdist_group("pipeline")
@@ -63,7 +62,7 @@ def test_a_loop_waits_while_the_job_is_off_and_goes_on_where_it_was(three_ranks,
     (note,) = asked[0]["notes"]
     assert re.fullmatch(r"Off from iteration 12 \(20.*\) to 14 \(20.*\)", note)
     lines = read_energy_logs([tmp_path / "asked" / "output" / "energy.jsonl"]).lines
-    assert bill_of(lines).total_by("phase")["off",].steps == 9
+    assert Bill(lines).total_by("phase")["off",].steps == 9
 
 
 def test_a_job_without_a_loop_waits_in_every_phase_and_its_gpus_stay_held(three_ranks, tmp_path):

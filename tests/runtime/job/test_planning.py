@@ -454,10 +454,10 @@ def test_a_plan_is_made_of_all_that_is_known_of_the_job(monkeypatch, tmp_path, l
     problem, notes = plan_online(job, profile)
     assert problem == Problem(
         7,
-        with_memory(profile, known),
+        "envpipe",
+        "envelope",
+        profile=with_memory(profile, known),
         conditions=known_conditions(profile),
-        order="envpipe",
-        policy="envelope",
         max_in_flight=limit or (3, 3),
         channel_capacity=1,
         runnable=True,

@@ -26,13 +26,12 @@ from kept_job import (
 )
 from locked_file import locked_file
 
+from envpipe_megatron.formats.bill import Bill
 from envpipe_megatron.formats.energy import read_energy_logs
 from envpipe_megatron.formats.steps import BaselineEnergy
 from envpipe_megatron.gpu.base import GpuError
-from envpipe_megatron.launch.bill.bill import bill_of
 from envpipe_megatron.runtime.job import restarts
-from envpipe_megatron.runtime.job.given import Level
-from envpipe_megatron.runtime.job.options import JobOptions
+from envpipe_megatron.runtime.job.options import JobOptions, Level
 from envpipe_megatron.runtime.job.restarts import JobFolder, StoredJob, read_job
 
 pytestmark = pytest.mark.usefixtures("written_at_once")
@@ -420,7 +419,7 @@ def test_several_nodes_have_a_file_each_and_one_bill(monkeypatch, tmp_path):
     logs = sorted(tmp_path.glob("energy*.jsonl"))
     assert [path.name for path in logs] == ["energy-n1.jsonl", "energy-n2.jsonl"]
     assert [len(path.read_text().splitlines()) for path in logs] == [2, 1]
-    assert bill_of(read_energy_logs(logs).lines).total().energy_j == 15.0
+    assert Bill(read_energy_logs(logs).lines).total().energy_j == 15.0
     of_node(monkeypatch, tmp_path, "a/b", "a/b", "n2").append("clocks", {})
     of_node(monkeypatch, tmp_path, "n1", "n1", "n1").append("clocks", {})
     names = sorted(path.name for path in tmp_path.glob("clocks*"))

@@ -15,8 +15,8 @@ from memory_folder import memory_folder
 from plain_stages import MICROBATCHES
 from rank_pool import RankPool
 
+from envpipe_megatron.formats.bill import Bill
 from envpipe_megatron.formats.energy import read_energy_logs
-from envpipe_megatron.launch.bill.bill import bill_of
 from envpipe_megatron.runtime.job.restarts import StoredJob, read_job
 
 pytestmark = pytest.mark.xdist_group("pipeline")
@@ -76,7 +76,7 @@ def test_a_finished_job_goes_on_in_its_steady_phase(three_ranks, finished, tmp_p
     assert logs.repeated == 0
     assert len({window.run for window in logs.windows}) == 2
     total_j = sum(rank["logged_j"] for start in (finished, again) for rank in start)
-    assert bill_of(logs.lines).total().energy_j == pytest.approx(total_j)
+    assert Bill(logs.lines).total().energy_j == pytest.approx(total_j)
     runs = {line["run"]: [] for line in lines(tmp_path)}
     for line in lines(tmp_path):
         runs[line["run"]].append((line["first_iteration"], line["last_iteration"]))

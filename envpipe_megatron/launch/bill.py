@@ -6,7 +6,7 @@ import contextlib
 import json
 import logging
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict
 from functools import cached_property
 from pathlib import Path
@@ -17,11 +17,11 @@ from rich.markup import escape
 
 from envpipe_megatron.console import say, say_as_launcher, show_table
 from envpipe_megatron.files import csv_text, lock_file, replace_files
-from envpipe_megatron.formats.account import UNDER_BUDGETS, Tariff
+from envpipe_megatron.formats.account import UNDER_BUDGETS, Tariff, account_lines
+from envpipe_megatron.formats.bill import Bill
 from envpipe_megatron.formats.energy import SHARES, Phase
 from envpipe_megatron.formats.energy_sums import EnergySums, total_of
 from envpipe_megatron.launch.agent.ledger import log_path
-from envpipe_megatron.launch.bill.bill import Bill
 
 if TYPE_CHECKING:
     from envpipe_megatron.launch.agent.agent import NodeAgent
@@ -121,8 +121,9 @@ def show_bill(bill: Bill, tariff: Tariff, console: Console) -> None:
 
 def bill_lines(bill: Bill, tariff: Tariff) -> list[str]:
     """Return the bill in sentences."""
-    lines, known = list(bill.account(bill.comparison()).lines(tariff)), bill.per_unit()
-    if known:
+    compared = bill.comparison()
+    lines = list(account_lines(bill, tariff, {"": compared} if compared else {}))
+    if known := bill.per_unit():
         each = ", ".join(f"{value:.4g} J per {unit}" for unit, value in known.items())
         lines.append(f"{bill.num_iterations} iterations: {each}")
     notes = bill.facts.get("notes")
@@ -228,19 +229,20 @@ class BillReport:
         try:
             while not self._over.wait(_LOOK_S):
                 if (bill := agent.bill) is not None:
-                    self.look(bill, agent.snapshot)
+                    self.look(bill)
         except Exception:
             logger.exception("The bill is shown at the end only")
 
-    def look(self, bill: Bill, snapshot: Callable[[], Bill | None]) -> None:
+    def look(self, bill: Bill) -> None:
         """Show and write the bill so far, if training is an interval further.
 
         Only the number of iterations is read of a bill that grows, and all else of its snapshot.
         """
         path = self._path  # settled before anything is written, as other jobs may end first
         further = bill.num_iterations - self._done
-        if not self._interval or further < self._interval or not (now := snapshot()):
+        if not self._interval or further < self._interval:
             return
+        now = bill.snapshot()
         self._done, job = now.num_iterations, now.total()
         line = f"{self._done} iterations: {job.energy_j:.0f} J "
         line += f"in all on {len(job.gpus)} GPUs, {job.average_power_w:.1f} W each"
@@ -266,7 +268,7 @@ class BillReport:
     def end(self, bill: Bill) -> None:
         """Write and show the last bill. What cannot be written or shown stops nothing else."""
         self.stop()
-        self.look(bill, lambda: bill)
+        self.look(bill)
         self._write(self._path, bill_facts(bill, self._tariff))
         self._write(self._path.with_suffix(".csv"), bill_csv(bill))
         if bill.unreadable:

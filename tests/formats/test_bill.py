@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from on_request import examples
 from rich.console import Console
 
+from envpipe_megatron.formats.bill import Bill, NodeBill
 from envpipe_megatron.formats.energy_sums import EnergySums
 from envpipe_megatron.formats.steps import StepEnergy, compare
-from envpipe_megatron.launch.bill.bill import Bill, NodeBill, bill_of
-from envpipe_megatron.launch.bill.report import (
+from envpipe_megatron.launch.bill import (
     Tariff,
     bill_facts,
     bill_lines,
@@ -53,11 +53,11 @@ def amounts_of(total: EnergySums) -> tuple[object, ...]:
 def test_sums_are_the_same_to_the_last_bit_in_whatever_order_nodes_send(entries, random):
     """Each GPU's lines come in order, and those of GPUs in any."""
     lines = parsed(entries)
-    one = bill_of(lines)
+    one = Bill(lines)
     left = {line.gpu_key: [w for w in lines if w.gpu_key == line.gpu_key] for line in lines}
     turns = [line.gpu_key for line in lines]
     random.shuffle(turns)
-    other = bill_of(left[gpu].pop(0) for gpu in turns)
+    other = Bill(left[gpu].pop(0) for gpu in turns)
     assert amounts_of(other.total()) == amounts_of(one.total())
     assert one.total().energy_j == pytest.approx(math.fsum(line.energy_j for line in lines))
     for names in KEYS:

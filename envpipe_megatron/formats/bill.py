@@ -1,38 +1,35 @@
-"""Adds up the energy bill of a job, from the lines of its nodes' energy logs.
+"""The energy bill of a job, or of one GPU: sums over the lines of energy logs, and steps compared.
 
-Lines may come from files or, as they are written, from the nodes' agents. A GPU's lines come from
-one file, in its order, and GPUs are added up in a fixed order: the sums are the same to the last
-bit either way. What is kept grows with the number of GPUs and phases, not with that of lines.
+Lines may come from files or, as they are written, from the nodes' agents; ranks give the sums of
+their own. A GPU's lines come from one file, in its order, and GPUs are added up in a fixed order:
+the sums are the same to the last bit either way. What is kept grows with the number of GPUs and
+phases, not with that of lines. `account` puts a bill into words.
 """
 
 from __future__ import annotations
 
 import copy
+import math
+import threading
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from envpipe_megatron.formats.account import Account
 from envpipe_megatron.formats.energy import (
     BEGUN,
     ENDED,
     JOB,
-    KEEP_CLOCKS,
     MAX_AMOUNT,
     PHASES,
     EnergyNote,
     EnergyWindow,
     Phase,
     name_of_run,
+    phase_in_batch,
     split_phase,
 )
-from envpipe_megatron.formats.energy_sums import (
-    EnergySums,
-    compared_steps,
-    mean_step,
-    total_of,
-)
-from envpipe_megatron.formats.steps import Comparison, StepEnergy, compare
+from envpipe_megatron.formats.energy_sums import EnergySums, total_of
+from envpipe_megatron.formats.steps import Comparison, StepEnergy, compare, mean_steps
 
 #: Options by which steps differ: a start with others is not compared with the last one.
 _ASKED = ("level", "type", "objective", "scheduling", "reconfigure", "num_gpus")
@@ -51,7 +48,7 @@ class NodeBill:
 
 
 class Bill:
-    """The sums of a job.
+    """The sums of a job, of `lines` and what is added; while it grows, threads take snapshots.
 
     Attributes:
         phases: by GPU, run, phase and stage. A GPU may serve another stage after a restart.
@@ -60,21 +57,29 @@ class Bill:
         unreadable: lines that were torn or foreign.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, lines: Iterable[EnergyWindow | EnergyNote] = ()) -> None:
         self.phases: dict[tuple[tuple[str, str], str, str, int | None], EnergySums] = {}
         self.nodes: dict[str, NodeBill] = {}
         self.facts: dict[str, Any] = {}
         self.iterations: dict[str, list[tuple[int, int]]] = {}
         self.unreadable = 0
+        #: Held by who adds a line, and by who copies all.
+        self._growing = threading.Lock()
         #: Runs of starts whose options differ from the last one's.
         self.other_runs: frozenset[str] = frozenset()
         #: The node whose note had the last one's facts.
         self._facts_node = ""
         #: Whether all iterations had as many tokens.
         self._one_batch = True
+        for line in lines:
+            self.add(line)
 
     def add(self, line: EnergyWindow | EnergyNote) -> None:
         """Add one line."""
+        with self._growing:
+            self._add(line)
+
+    def _add(self, line: EnergyWindow | EnergyNote) -> None:
         node = self.nodes.setdefault(line.node, NodeBill())
         if isinstance(line, EnergyNote):
             node.agent = True
@@ -96,6 +101,13 @@ class Bill:
             known = self.iterations.get(name, [])
             self.iterations[name] = _with_range(known, line.first_iteration, line.last_iteration)
 
+    def add_sums(self, sums: Iterable[EnergySums]) -> None:
+        """Add sums of a rank, each of one phase; ranks may share a GPU."""
+        for own in sums:
+            if (last := own.last) is not None:
+                whose = last.node, f"rank {last.rank}"
+                self.phases[whose, last.run, last.phase, last.stage] = own
+
     def _add_facts(self, note: EnergyNote) -> None:
         facts = note.fields.get("facts")
         new = self.facts | (facts if isinstance(facts, dict) else {})
@@ -108,11 +120,12 @@ class Bill:
 
     def snapshot(self) -> Bill:
         """Return a bill that stays as this one is now, in a hundredth of the time of its tables."""
-        made = copy.copy(self)  # what is set anew, and never changed, is shared
-        made.phases = {key: copy.copy(sums) for key, sums in self.phases.items()}
-        made.nodes = {name: replace(node) for name, node in self.nodes.items()}
-        made.iterations = self.iterations.copy()
-        return made
+        with self._growing:
+            made = copy.copy(self)  # what is set anew, and never changed, is shared
+            made.phases = {key: copy.copy(sums) for key, sums in self.phases.items()}
+            made.nodes = {name: replace(node) for name, node in self.nodes.items()}
+            made.iterations = self.iterations.copy()
+            return made
 
     @property
     def num_iterations(self) -> int:
@@ -191,38 +204,73 @@ class Bill:
         value: Any = self.facts.get(name)
         return value if type(value) in (int, float) and 0 < value <= MAX_AMOUNT else None
 
+    @property
+    def tokens(self) -> float:
+        """Return the tokens of a step of full size; 0 if they are not known."""
+        return (self.fact("tokens_per_iteration") or 0) if self._one_batch else 0
+
+    def steady(self) -> list[EnergyWindow]:
+        """Return the last steady line of each GPU and size of batch, as `of_phase`."""
+        phases = dict.fromkeys(phase for _, _, phase, _ in self.phases)
+        steady = (phase for phase in phases if split_phase(phase)[0] == Phase.STEADY)
+        return [own.last for phase in steady for own in self.of_phase(phase) if own.last]
+
     def steps(self, phase: str) -> StepEnergy | None:
         """Return a step of a phase on an average GPU; None if a GPU does not report its steps.
 
-        Only starts with the options of the last one count: one that only measured does not.
+        Only starts with the options of the last one count: one that only measured does not. GPUs
+        and starts count by their steps: some came late, or had few. GPUs of a start step together:
+        their times scatter together too.
         """
-        return mean_step(self.of_phase(phase))
+        sums = self.of_phase(phase)
+        if not sums or not all(own.steps for own in sums):
+            return None
+        starts: dict[str, tuple[int, float]] = {}
+        for own in sums:
+            run = own.last.run if own.last else ""
+            steps, error_s = starts.get(run, (0, 0.0))
+            starts[run] = max(steps, own.steps), max(error_s, own.step_s.uncertainty or 0.0)
+        count = sum(steps for steps, _ in starts.values())
+        scatters = any(own.step_s.uncertainty is not None for own in sums)
+        errors_s = sorted(steps * error_s for steps, error_s in starts.values())
+        total = total_of(sums)
+        error_j = total.energy_uncertainty_j
+        return StepEnergy(
+            count,
+            total.duration_s / total.steps,
+            math.hypot(*errors_s) / count if scatters else None,
+            total.energy_j / total.steps,
+            None if error_j is None else error_j / total.steps,
+        )
 
-    def compared(self) -> tuple[StepEnergy, StepEnergy] | None:
+    def compared(self, batch: str = "") -> tuple[StepEnergy, StepEnergy] | None:
         """Return a steady step, and one as baselines expect it, of steps that had a baseline.
 
         None without such steps, if a GPU does not report its steps, or the job only measures.
+        `batch` is of another size than the full one.
         """
-        if self.steps(Phase.STEADY.value) is None or self.facts.get("level") == "observe":
+        sums = self.of_phase(phase_in_batch(Phase.STEADY, batch))
+        silent = any(own.windows and not own.steps for own in sums)
+        if not sums or silent or self.facts.get("level") == "observe":
             return None
-        return compared_steps(self.of_phase(Phase.STEADY.value))
+        of_gpus = zip(*(own.compared.sums for own in sums), strict=True)
+        return mean_steps([math.fsum(each) for each in of_gpus])
 
-    def comparison(self) -> Comparison | None:
+    def comparison(self, batch: str = "") -> Comparison | None:
         """Compare steady steps with the baselines that were in force; None if none is known."""
-        means = self.compared()
+        means = self.compared(batch)
         return compare(*means) if means else None
 
-    def account(self, compared: Comparison | None) -> Account:
-        """Return what the job took, and how its steady steps compare, if they do."""
-        steady = [sums.last for sums in self.of_phase(Phase.STEADY.value) if sums.last]
-        return Account(
-            tuple(self.phases.values()),
-            {} if compared is None else {"": compared},
-            num_gpus=len({window.member for window in steady}),
-            tokens=self.facts.get("tokens_per_iteration") if self._one_batch else None,
-            clocks_kept=all(window.clock_backend in KEEP_CLOCKS for window in steady),
-            power=self.facts.get("power"),
-        )
+    def comparisons(self) -> dict[str, Comparison]:
+        """Return the known comparisons by size of batch, empty for the full one."""
+        batches = sorted({split_phase(window.phase)[1] for window in self.steady()})
+        found = {batch: self.comparison(batch) for batch in batches}
+        return {batch: each for batch, each in found.items() if each}
+
+    def comparison_facts(self) -> dict[str, Any]:
+        """Return `comparisons` as JSON: that of batches of full size, and `other_batches`."""
+        facts = {batch: asdict(each) for batch, each in self.comparisons().items()}
+        return {"comparison": facts.pop("", None), "other_batches": facts}
 
     def per_unit(self) -> Mapping[str, float]:
         """Return the known of J per iteration, token and sample of training.
@@ -259,11 +307,3 @@ def _place(window: EnergyWindow) -> tuple[Any, ...]:
     name, batch = split_phase(window.phase)
     phase = PHASES.index(name) if name in PHASES else len(PHASES)
     return window.run, *numbers, *window.gpu_key, phase, name, batch
-
-
-def bill_of(lines: Iterable[EnergyWindow | EnergyNote]) -> Bill:
-    """Add lines up."""
-    bill = Bill()
-    for line in lines:
-        bill.add(line)
-    return bill

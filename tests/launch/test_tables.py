@@ -9,8 +9,8 @@ import pytest
 from energy_lines import bill, job, note, window
 from rich.console import Console
 
-from envpipe_megatron.launch.bill.bill import Bill
-from envpipe_megatron.launch.bill.report import (
+from envpipe_megatron.formats.bill import Bill
+from envpipe_megatron.launch.bill import (
     Tariff,
     bill_csv,
     bill_facts,

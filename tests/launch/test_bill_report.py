@@ -13,16 +13,16 @@ from energy_lines import parsed, window
 from locked_file import locked_file
 
 from envpipe_megatron import console
-from envpipe_megatron.launch.bill import report as bill_report
-from envpipe_megatron.launch.bill.bill import Bill, bill_of
-from envpipe_megatron.launch.bill.report import BillReport, Tariff, bill_facts
+from envpipe_megatron.formats.bill import Bill
+from envpipe_megatron.launch import bill as bill_report
+from envpipe_megatron.launch.bill import BillReport, Tariff, bill_facts
 
 LONG_S = 20.0
 
 
 @pytest.fixture
 def bill() -> Bill:
-    return bill_of(parsed([window()]))
+    return Bill(parsed([window()]))
 
 
 @pytest.fixture(autouse=True)
@@ -38,7 +38,7 @@ def test_a_bill_that_grows_and_ends(tmp_path, bill, capfd, caplog):
     for node in ("n2", "n1", "n0"):
         (tmp_path / f"energy-{node}.jsonl").touch()
     report = BillReport(tmp_path, Tariff(price_per_kwh=0.2), 1)
-    report.look(bill, bill.snapshot)
+    report.look(bill)
     assert not written(tmp_path)["complete"], "the job goes on"
     report.end(bill)
     out, err = capfd.readouterr()
@@ -59,7 +59,7 @@ def test_of_two_live_jobs_with_one_folder_each_has_its_bill(tmp_path, bill, capf
     """The second one's is under its node's name, even if the first job has ended by then."""
     report = BillReport(tmp_path, Tariff(), 1, "n/1.a")
     with locked_file(tmp_path / ".bill.lock"):
-        report.look(bill, bill.snapshot)
+        report.look(bill)
     (tmp_path / "bill.json").write_text("the first job's")
     report.end(bill)
     names = [".bill.lock", "bill-n_1.a.csv", "bill-n_1.a.json", "bill.json"]
@@ -78,14 +78,15 @@ def test_a_terminal_that_is_stopped_holds_up_nothing(tmp_path, monkeypatch, coll
         told.append(text)
         assert goes_on.wait(LONG_S)
 
-    def snapshot() -> Bill:
-        made = bill.snapshot()
-        asked.release()
-        return made
+    class Asked(Bill):
+        def snapshot(self) -> Bill:
+            made = super().snapshot()
+            asked.release()
+            return made
 
     monkeypatch.setattr(bill_report, "say_as_launcher", say)
-    report, bill = BillReport(tmp_path, Tariff(), 1), Bill()
-    report.follow(SimpleNamespace(bill=bill if collects else None, snapshot=snapshot))
+    report, bill = BillReport(tmp_path, Tariff(), 1), Asked()
+    report.follow(SimpleNamespace(bill=bill if collects else None))
     bill.add(*parsed([window()]))
     if collects:
         assert asked.acquire(timeout=LONG_S)
@@ -143,7 +144,7 @@ class Live:
         for line in parsed(entries):
             self.bill.add(line)
         with patch.object(bill_report, "say_as_launcher", self.told.append):
-            self._report.look(self.bill, self.bill.snapshot)
+            self._report.look(self.bill)
 
 
 def test_a_line_each_so_many_iterations():

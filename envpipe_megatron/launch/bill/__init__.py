@@ -1,1 +1,0 @@
-"""The job's energy bill: sums of the lines of its nodes, as tables, sentences and files."""
