@@ -127,7 +127,7 @@ class Batches:
             phases = run_phases(parts)
             order = next(phases)
             off = constant_order(Phase.OFF, parts.schedule, parts.top_mhz)
-            off = replace(off, billed_late=True, times_units=False)
+            off = replace(off, times_units=False)
             self.now = Batch(name, num_microbatches, phases, order, off)
         return self.now.off if is_off else self.now.order
 
@@ -230,7 +230,7 @@ class Iterations:
         return self._kept
 
     def add(self, number: int, run: StageRun, batch: str, controlled: Callable[[], bool]) -> None:
-        """Add an iteration whose units have all run; its times are read now, or later.
+        """Add an iteration whose units have all run; its times are read while the next one runs.
 
         Args:
             number: of the iteration.
@@ -256,8 +256,6 @@ class Iterations:
             self._kept.append((run.order.phase, record.iteration_time_s))
 
         self._late = run, write_down
-        if not run.order.billed_late:
-            self.catch_up()
 
     def catch_up(self) -> None:
         """Write the last iteration down, if that was left until its times may be read."""

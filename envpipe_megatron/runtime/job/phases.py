@@ -77,7 +77,7 @@ def run_phases(job: PhaseParts) -> PhaseRun[None]:
     check_files(job)
     schedule = job.schedule
     make_room_for_messages(job, schedule)
-    at_top = constant_order(Phase.WARMUP, schedule, job.top_mhz, billed_late=True)
+    at_top = constant_order(Phase.WARMUP, schedule, job.top_mhz)
     known, usual = job.batch in job.energy.baselines, options.baseline_steps
     # Of a known one, an iteration that does not count and one that it is held against.
     for length in (2, usual) if known else (usual,):
@@ -267,7 +267,6 @@ def adopt_plan(job: PhaseParts, records: Sequence[StageRecord], profile: Profile
 
 def _steady(job: PhaseParts, order: IterationOrder) -> PhaseRun[None]:
     job.say(f"steady: {order.schedule.name}")
-    order = replace(order, billed_late=True)
     # But for the timeline nobody looks at times of units, which take half of what is done at them.
     untimed = replace(order, times_units=False)
     yield from _compared(job, order)
