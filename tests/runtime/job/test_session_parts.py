@@ -181,11 +181,6 @@ def order(phase: Phase, first_mhz: int) -> IterationOrder:
     return IterationOrder(phase, SCHEDULE, clocks)
 
 
-def executed(session: Session) -> list[str]:
-    """The units of the last iteration, in the order in which they ran."""
-    return [] if session._last_run is None else session._last_run.executed
-
-
 def run(session: Session, microbatches: int = 2) -> None:
     session.run_iteration(microbatches, SPECS, lambda schedule: Work())
 
@@ -221,7 +216,7 @@ def test_steps_are_numbered_billed_and_told_to_the_phases(world):
         order(Phase.STEADY, 1005),
     ]
     session = world.session()
-    assert (session.state.iteration, executed(session)) == (-1, [])
+    assert (session.state.iteration, session.executed) == (-1, [])
     world.taken()
     session.begin_step()
     run(session)
@@ -238,7 +233,7 @@ def test_steps_are_numbered_billed_and_told_to_the_phases(world):
         ("energy.add", Phase.WARMUP, 0, TAKEN, RECEIVES),
         ("energy.end_step", 0),
     ]
-    assert (executed(session), session.iterations.last_record) == (UNITS, TAKEN)
+    assert (session.executed, session.iterations.last_record) == (UNITS, TAKEN)
     run(session)  # a framework that calls nothing else
     assert billed(world.taken()) == [
         ("executor.now_s",),
@@ -421,10 +416,10 @@ def test_an_order_is_rehearsed_without_a_trace(world):
     assert ("channel.begin_step", rehearsed, SPECS) in world.calls
     assert [call[0] for call in world.calls[-2:]] == ["channel.end_step", "executor.end_iteration"]
     assert world.taken() == []
-    assert (executed(session), session.iterations.last_record, world.records) == ([], None, [])
+    assert (session.executed, session.iterations.last_record, world.records) == ([], None, [])
     run(session)
     session.end_step()
-    assert (session.state.iteration, executed(session)) == (0, UNITS)
+    assert (session.state.iteration, session.executed) == (0, UNITS)
     assert [call[0] for call in world.taken()].count("energy.add") == 1
 
 
