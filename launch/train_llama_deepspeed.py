@@ -23,7 +23,7 @@ from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.integrations.deepspeed import end_training, initialize
 from envpipe_megatron.integrations.huggingface import split_model
 from envpipe_megatron.integrations.huggingface.deepspeed_stages import pipeline_module
-from envpipe_megatron.runtime.job.given import OPTIONS
+from envpipe_megatron.runtime.job.options import OPTIONS
 
 #: Layers, hidden size, heads, groups of them, inner size, words.
 SIZES = {

@@ -24,7 +24,7 @@ from benchmarks.models.configs import NAMES, batches, config_of, length_of
 from envpipe_megatron.integrations.deepspeed import end_training, initialize
 from envpipe_megatron.integrations.huggingface import split_model
 from envpipe_megatron.integrations.huggingface.deepspeed_stages import pipeline_module
-from envpipe_megatron.runtime.job.given import OPTIONS
+from envpipe_megatron.runtime.job.options import OPTIONS
 
 
 def deepspeed_config(microbatch_size: int, num_microbatches: int, precision: str) -> dict[str, Any]:

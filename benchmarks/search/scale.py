@@ -22,7 +22,7 @@ from benchmarks.processes import run_alone
 from benchmarks.search.aceso import MAX_CHUNKS
 from benchmarks.search.aceso_files import fold_blocks
 from benchmarks.search.aceso_runs import ARCHIVE, SETTINGS, Setting, read_setting, unpack
-from envpipe_megatron.gpu.modelled import with_modelled_energy
+from envpipe_megatron.cli.plans.search import with_modelled_energy
 from envpipe_megatron.gpu.presets import load_preset
 from envpipe_megatron.policies.objective import Goal, Objective
 from envpipe_megatron.search.configuration import Job

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from envpipe_megatron.core.fields import Option
 from envpipe_megatron.integrations.options import flag_of
-from envpipe_megatron.runtime.job.given import OPTIONS
+from envpipe_megatron.runtime.job.options import OPTIONS
 
 PAGE = Path(__file__).resolve().parents[1] / "lookup" / "options.md"
 HEAD = "| option | default | what |\n| --- | --- | --- |\n"

@@ -16,9 +16,6 @@ from pathlib import Path
 from types import UnionType
 from typing import Any, TypeVar, get_args, get_type_hints
 
-import numpy as np
-
-from envpipe_megatron.core.arrays import FloatArray, IntArray
 from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.files import decode, read_text
 
@@ -269,19 +266,21 @@ class Fields:
         a GPU has, texts not empty, paths absolute. Other fields than its own are refused; those of
         `more` do not come from the file.
         """
-        tables = {
-            name: self._table(name, hint)
-            for name, hint in _types_in(kind).items()
-            if is_dataclass(hint)
-        }
-        readers = readers_of(kind, **tables)
-        return self.make(kind, {n: read for n, read in readers.items() if n not in more}, **more)
+        hints = {name: hint for name, hint in get_type_hints(kind).items() if name not in more}
+        return self.make(
+            kind, {name: self._typed(name, hint) for name, hint in hints.items()}, **more
+        )
 
-    def _table(self, name: str, kind: Any) -> Reader[Any]:
+    def _typed(self, name: str, hint: Any) -> Reader[Any]:
+        if isinstance(hint, UnionType):  # a type or None, which is a field that is left out
+            hint = get_args(hint)[0]
+        if not is_dataclass(hint):
+            return _OF_UNITS.get((hint, name.rpartition("_")[2])) or _OF_TYPES[hint]
+
         def read(table: Any) -> Any:
             if not isinstance(table, dict):
                 raise ValueError("a table")
-            return Fields(table, self.path / name, self._error).make_typed(kind)
+            return Fields(table, self.path / name, self._error).make_typed(hint)  # type: ignore[arg-type]  # a class
 
         return read
 
@@ -310,37 +309,15 @@ _OF_TYPES: dict[Any, Reader[Any]] = {
     str: _whole_text,
     Path: _absolute_path,
     tuple[str, ...]: many(TEXT),
-    tuple[float, ...]: many(AMOUNT),
-    FloatArray: lambda values: np.array(many(AMOUNT)(values), dtype=float),
 }
 #: By type, and by the unit in which a field's name ends.
 _OF_UNITS: dict[Any, Reader[Any]] = {
     (int, "mhz"): FREQUENCY,
     (float, "mhz"): Number(below=MAX_FREQUENCY_MHZ, least=1),
     (tuple[int, int], "mhz"): many(FREQUENCY, 2),
-    (IntArray, "mhz"): lambda values: np.array(many(FREQUENCY)(values), dtype=np.int64),
     (float, "w"): POWER,
     (float, "s"): TIME,
-    (tuple[float, ...], "s"): many(TIME),
 }
-
-
-def _types_in(kind: type[Any]) -> dict[str, Any]:
-    """Return the types of a dataclass's fields; of a type or None, the type."""
-    hints = get_type_hints(kind).items()
-    return {n: get_args(hint)[0] if isinstance(hint, UnionType) else hint for n, hint in hints}
-
-
-def readers_of(kind: type[Any], **own: Reader[Any]) -> dict[str, Reader[Any]]:
-    """Return readers of a dataclass's fields by their types and units; `own` go before these.
-
-    A field of another type has none.
-    """
-    by_type = {
-        name: _OF_UNITS.get((hint, name.rpartition("_")[2])) or _OF_TYPES.get(hint)
-        for name, hint in _types_in(kind).items()
-    }
-    return {name: read for name, read in (by_type | own).items() if read is not None}
 
 
 def parse_toml(content: bytes, path: Path, format_name: str, error: type[EnvPipeError]) -> Fields:

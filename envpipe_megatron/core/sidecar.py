@@ -11,15 +11,17 @@ from typing import Any
 
 from envpipe_megatron.core.fields import (
     AMOUNT,
+    COUNT,
     FREQUENCY,
     POWER,
     SHORT_TIME,
+    TEXT,
+    TIME,
     Fields,
     Number,
     many,
     of_type,
     read_json,
-    readers_of,
 )
 from envpipe_megatron.errors import EnvPipeError
 
@@ -123,12 +125,21 @@ def wait_power_entries(curves: Sequence[Mapping[int, float]]) -> list[dict[str, 
     ]
 
 
-_READERS = readers_of(
-    Sidecar,
-    wait_power_w=partial(read_wait_power, power=POWER),
-    p2p_latency_s=many(SHORT_TIME),
-    frequency_change_s=SHORT_TIME,
-)
+_READERS: dict[str, Any] = {
+    "gpu": TEXT,
+    "tensor_parallel": COUNT,
+    "num_chunks": COUNT,
+    "microbatch_size": COUNT,
+    "sequence_length": COUNT,
+    "wait_power_w": partial(read_wait_power, power=POWER),
+    "p2p_latency_s": many(SHORT_TIME),
+    "tail_time_s": many(TIME),
+    "activation_bytes": many(AMOUNT),
+    "free_bytes": many(AMOUNT),
+    "pending_bytes": many(AMOUNT),
+    "frequency_change_s": SHORT_TIME,
+    "frequency_change_j": AMOUNT,
+}
 
 
 def read_sidecar(path: Path, num_stages: int | None = None) -> Sidecar:

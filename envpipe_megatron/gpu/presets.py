@@ -15,7 +15,7 @@ preset's table `[control]` where that kind of GPU needs something else.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import cache
 from pathlib import Path
@@ -28,6 +28,8 @@ from envpipe_megatron.gpu.base import GpuError
 _FORMAT = "envpipe-gpu-preset/1"
 SWEEP_STEP = 0.04
 """Profiled clocks are this share of the maximum apart: the valley lies some ten clocks down."""
+_MODELLED_STEP_MHZ = 45
+"""Clocks of the model are at least this far apart: the planner needs no more of them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,6 +141,20 @@ class GpuPreset:
         dynamic_w = self._kind(kind).dynamic_power_w * (reached_mhz / self.top_frequency_mhz)
         return self.static_power_w + dynamic_w * self.relative_voltage(reached_mhz) ** 2
 
+    def modelled(self, kind: Kind, time_at_max_s: float) -> list[tuple[int, float, float]]:
+        """Return clock in MHz, time in s and energy in J of a unit, the highest clock first.
+
+        Down to where this GPU's control stops profiling. Nothing here was measured on a GPU: what
+        is planned from it is modelled, and is to say so.
+        """
+        control = self.control or ControlOverride(())
+        steps = replace(control, profile_max_mhz=None, profile_step_mhz=_MODELLED_STEP_MHZ)
+        costs = []
+        for mhz in sweep_range(self.supported_frequencies_mhz, steps):
+            time_s = self.unit_time_s(kind.value, mhz, time_at_max_s)
+            costs.append((mhz, time_s, time_s * self.busy_power_w(kind.value, mhz)))
+        return costs
+
     def relative_voltage(self, frequency_mhz: float) -> float:
         """Return the voltage at a clock, relative to that at the top clock."""
         knee_mhz, floor = self.voltage_knee_mhz, self.voltage_floor
@@ -185,6 +201,15 @@ def load_preset(name_or_path: str) -> GpuPreset:
     Raises GpuError if there is no such preset, or for a wrong field.
     """
     return _load(resolve_preset(name_or_path))
+
+
+def read_preset_name(given: str) -> str | None:
+    """Return the preset, whose name users write in any case; a path stays as it is."""
+    if given == "auto":
+        return None
+    name = given if given.endswith(".toml") else given.lower()
+    load_preset(name)
+    return name
 
 
 def resolve_preset(name_or_path: str) -> Path:

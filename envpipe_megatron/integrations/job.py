@@ -23,7 +23,7 @@ from envpipe_megatron.core.sidecar import Sidecar
 from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.gpu.control import Control
 from envpipe_megatron.integrations.device import DeviceError, open_device
-from envpipe_megatron.integrations.levels import JobError, Limit, version_of
+from envpipe_megatron.integrations.levels import JobError, Limit, version_of, why_whole_at
 from envpipe_megatron.policies.objective import Goal
 from envpipe_megatron.policies.orders.judged import check_own_within
 from envpipe_megatron.policies.schedules import SCHEDULES
@@ -36,8 +36,7 @@ from envpipe_megatron.runtime.channel.collectives import (
 )
 from envpipe_megatron.runtime.channel.links import make_channel, timeout_of
 from envpipe_megatron.runtime.channel.p2p import P2PChannel
-from envpipe_megatron.runtime.job.given import OPTIONS, Level
-from envpipe_megatron.runtime.job.options import OWN_ORDERS, JobOptions
+from envpipe_megatron.runtime.job.options import OPTIONS, OWN_ORDERS, JobOptions, Level
 from envpipe_megatron.runtime.job.session import Session
 
 T = TypeVar("T")
@@ -131,7 +130,7 @@ def open_job(
     chunks = own.num_chunks if orders else 1
     why_whole = options.why_whole
     if framework.why_whole is not None:
-        why_whole = options.why_whole_at(level, framework.why_whole)
+        why_whole = why_whole_at(options, level, framework.why_whole)
     keeps_order = framework.runs_units or not orders
     for_time = options.objective == Goal.TIME and level is not Level.OBSERVE
     options = replace(

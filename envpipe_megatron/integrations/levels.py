@@ -14,7 +14,8 @@ from dataclasses import dataclass, replace
 from importlib import metadata
 
 from envpipe_megatron.errors import EnvPipeError
-from envpipe_megatron.runtime.job.given import Level as Level
+from envpipe_megatron.runtime.job.options import JobOptions
+from envpipe_megatron.runtime.job.options import Level as Level
 
 #: From the first that was tested, below the next minor one: parts of its engine may change.
 DEEPSPEED = "deepspeed>=0.19.6,<0.20"
@@ -51,6 +52,20 @@ class ArgumentLimit(Limit):
     """A row of a framework's table: the limit of a job whose arguments ask for the feature."""
 
     asks: Predicate
+
+
+def why_whole_at(options: JobOptions, level: Level, of_model: str) -> str:
+    """Return why backwards are whole at a level, empty if they may be in two parts.
+
+    `of_model` is what the model has against parts, if anything.
+    """
+    if level is not Level.ORDER:
+        return f"its level is {level}"
+    if options.split == "off":
+        return "--envpipe-split off"
+    if options.self_check == "off":
+        return "--envpipe-self-check off leaves out what shows that splitting them changes no bit"
+    return of_model
 
 
 def limits_of_arguments(args: argparse.Namespace, table: Iterable[ArgumentLimit]) -> list[Limit]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +20,7 @@ from envpipe_megatron.policies.objective import Goal
 from envpipe_megatron.policies.problem import PlannerError
 from envpipe_megatron.policies.request import BY_MEMORY, check_request
 from envpipe_megatron.policies.schedules import SCHEDULES
-from envpipe_megatron.runtime.job.given import OPTIONS, RULES
-from envpipe_megatron.runtime.job.options import JobOptions
+from envpipe_megatron.runtime.job.options import OPTIONS, JobOptions
 
 #: Writes an option's name for an error: as a flag, or by `str` as a setting.
 Named = Callable[[str], str]
@@ -146,23 +145,18 @@ def read_values(
     return values
 
 
+def _variable(name: str) -> str:
+    return f"ENVPIPE_{name.upper()}"
+
+
 def _with_variables(given: Mapping[str, Any], num_stages: int, named: Named) -> dict[str, Any]:
     """Fill in options from variables, and those that follow from type and reconfiguring.
 
     A variable that does not go with what is given does not count.
     """
-    filled: dict[str, Any] = {}
-    for name in ("type",) if "plan" in given else _OF_VARIABLES:
-        variable, choices = f"ENVPIPE_{name.upper()}", OPTIONS[name].words
-        value = os.environ.get(variable, "").lower()
-        if name not in given and value:
-            filled[name] = value
-        if name in filled and value not in choices:
-            raise OptionError(
-                f"The value of the environment variable {variable} is not a valid choice",
-                value=value,
-                remedy=f"Use {', '.join(choices)}.",
-            )
+    names = ("type",) if "plan" in given else _OF_VARIABLES
+    texts = {name: os.environ.get(_variable(name)) or None for name in names if name not in given}
+    filled = read_values(texts, named=lambda name: f"The environment variable {_variable(name)}")
     if num_stages == 1 and filled.get("type", "optimal") not in ("baseline", "uniform"):
         filled["type"] = "uniform"  # a site's variable is for its pipelines
     if "type" not in filled and given.get("reconfigure") in ("greedy", "balanced"):
@@ -183,6 +177,77 @@ def _with_variables(given: Mapping[str, Any], num_stages: int, named: Named) -> 
             )
         whole |= {"type": "optimal", "reconfigure": "default"}
     return whole
+
+
+@dataclass(frozen=True)
+class Rule:
+    """What an option goes with. A term is an option that is given, or `a pipeline`, or `GPUs`.
+
+    `type optimal` is an option that has this value, `gpu_control none|dry_run` one of several; of
+    terms with `or` between them one must hold.
+
+    Args:
+        of: the option, or its values, that the rule is for.
+        why: what it does, after "it".
+        needs: terms that must all hold.
+        without: terms none of which may hold.
+    """
+
+    of: str
+    why: str
+    needs: tuple[str, ...] = ()
+    without: tuple[str, ...] = ()
+
+
+_ONLY_PLANS = ("sweep", "profile_only", "plan")
+#: What options go with, in the order in which it is checked.
+RULES = (
+    Rule("type envelope|optimal", "plans for stages", ("a pipeline",)),
+    Rule(
+        "type baseline",
+        "only measures: it makes no profile, and runs no plan",
+        without=("profile", *_ONLY_PLANS),
+    ),
+    Rule(
+        "objective time|cost|edp",
+        "is for plans that the job makes, and looks after",
+        ("a pipeline", "type optimal"),
+        _ONLY_PLANS,
+    ),
+    Rule("objective cost", "goes by prices", ("energy_price or gpu_price",)),
+    Rule(
+        "objective time",
+        "looks for another order than the framework's own, by what units take in this job",
+        without=("scheduling 1f1b", "profile"),
+    ),
+    Rule("energy_price", "is for plans of least cost", ("objective cost",)),
+    Rule("gpu_price", "is for plans of least cost", ("objective cost",)),
+    Rule(f"max_in_flight {BY_MEMORY}", "is by what memory is measured to be", ("GPUs",)),
+    Rule("profile", "is of stages", ("a pipeline",)),
+    Rule(
+        "plan",
+        "runs as it is, by the profile that prices it",
+        ("profile",),
+        ("max_in_flight", "reconfigure greedy|balanced"),
+    ),
+    Rule(
+        "profile_only", "measures a profile and writes it", ("a pipeline", "output"), ("profile",)
+    ),
+    Rule("sweep", "measures clocks first, to plan", without=("profile",)),
+    Rule(
+        "power_budget",
+        "is kept by clocks that the job chooses as it trains",
+        without=(
+            "level observe",
+            "type baseline|envelope",
+            "objective time",
+            "gpu_control none|dry_run",
+            *_ONLY_PLANS,
+        ),
+    ),
+    Rule("gpu_control none", "changes no clock", without=("profile_only", "require_control")),
+    Rule("gpu_control emulated", "is for jobs without GPUs", without=("GPUs",)),
+)
 
 
 def _check_rules(options: JobOptions, facts: Mapping[str, bool], named: Named) -> None:

@@ -202,29 +202,24 @@ def options_of_hosts(line: CommandLine, hosts: Sequence[Host]) -> tuple[Torchrun
                 remedy="Leave it out.",
             )
 
-    def on(rank: int, host: Host) -> TorchrunOptions:
-        def find(name: str, nodes: str | None) -> _Found | None:
-            variable = _variable(name)
-            match name:
-                case "nnodes":
-                    return str(len(hosts)), "hostfile"
-                case "node_rank":
-                    return str(rank), "hostfile"
-                case "master_addr":
-                    return variable or (hosts[0].name, "hostfile")
-                case "nproc_per_node" if host.slots:
-                    return str(host.slots), "hostfile"
-                case "nproc_per_node" if not variable:
-                    raise EnvPipeError(
-                        f"{host.where}: the host has no slots",
-                        value=host.target,
-                        remedy="Write host slots=N, or give --nproc-per-node.",
-                    )
-            return variable
+    def completed(found: Mapping[str, _Found | None]) -> TorchrunOptions:
+        return _completed(line, lambda name, nodes: found[name])
 
-        return _completed(line, find)
-
-    return tuple(on(rank, host) for rank, host in enumerate(hosts))
+    made = []
+    for rank, host in enumerate(hosts):
+        found = {name: _variable(name) for name in NAMES}
+        found["nnodes"], found["node_rank"] = ((str(n), "hostfile") for n in (len(hosts), rank))
+        found["master_addr"] = found["master_addr"] or (hosts[0].name, "hostfile")
+        if host.slots:
+            found["nproc_per_node"] = str(host.slots), "hostfile"
+        elif given.nproc_per_node is None and not found["nproc_per_node"]:
+            raise EnvPipeError(
+                f"{host.where}: the host has no slots",
+                value=host.target,
+                remedy="Write host slots=N, or give --nproc-per-node.",
+            )
+        made.append(completed(found))
+    return tuple(made)
 
 
 def _given(line: CommandLine) -> argparse.Namespace:

@@ -110,4 +110,4 @@ def solve(problem: Problem) -> Planned:
 
 
 def _is_searched(problem: Problem) -> bool:
-    return isinstance(problem.order, str) and SCHEDULES[problem.order].build is None
+    return problem.order is None and SCHEDULES[problem.schedule].build is None

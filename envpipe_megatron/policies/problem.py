@@ -1,8 +1,8 @@
 """A problem: times, conditions, limits and an objective of one iteration. A plan answers it.
 
-`request.make_problem` turns what a user or a job asks for into one; planners, orders and the
-process that plans beside training take nothing else. Memory, the batch, the channel and the user
-may limit the extra forwards of a pipeline.
+`request.make_problem` makes one of what a user or a job asks for, a `PlanRequest`; planners, orders
+and the process that plans beside training take nothing else. Memory, the batch, the channel and the
+user may limit the extra forwards of a pipeline.
 """
 
 from __future__ import annotations
@@ -14,16 +14,22 @@ from functools import cached_property
 
 from envpipe_megatron.core.channel_model import CHANNEL_REMEDY, find_stall, max_falling_step
 from envpipe_megatron.core.conditions import Conditions
-from envpipe_megatron.core.fields import FACTOR, TIME, WHOLE_NUMBER, option
+from envpipe_megatron.core.fields import COUNT, FACTOR, TIME, WHOLE_NUMBER, option
 from envpipe_megatron.core.kinds import Kind, ScheduleError
 from envpipe_megatron.core.orders import builders
 from envpipe_megatron.core.profile import Profile
+from envpipe_megatron.core.profile_rows import SplitBackward
 from envpipe_megatron.core.schedule import Schedule
 from envpipe_megatron.core.timeline import RELATIVE_TOLERANCE
 from envpipe_megatron.errors import EnvPipeError
+from envpipe_megatron.policies.frequencies import POLICIES as RULES
 from envpipe_megatron.policies.frontier import ObjectivePlanner
 from envpipe_megatron.policies.objective import LEAST_ENERGY, Goal, Objective
 from envpipe_megatron.policies.optimal.optimizer import GOOD_GAP, Optimizer, all_maximum_s
+from envpipe_megatron.policies.reconfigure import RECONFIGURE_POLICIES
+
+POLICIES = (*RULES, "optimal")
+RECONFIGURE_NAMES = ("default", *RECONFIGURE_POLICIES)
 
 
 @dataclass(frozen=True)
@@ -136,19 +142,44 @@ class PlannerError(EnvPipeError):
 
 
 @dataclass(frozen=True)
-class Asked:
-    """What a request asks, and its problem has as it is; those with a help are options.
+class PlanRequest:
+    """A request for a plan; fields with a help are options of `envpipe plan`.
 
     Args:
         num_microbatches: M.
+        schedule: one of `schedules.SCHEDULES`, or an alias; auto goes with the optimal policy.
+        blocking_power_w: one number, or one for each stage.
+        objective: what the optimal policy plans for.
         max_extra_forwards: no stage gets more; in orders without any, no stage holds as many
             microbatches more than in the framework's own order.
         channel_capacity: as `channel_model` has it; only orders of whole backwards in one chunk are
             lowered to it. None: it never blocks.
-        objective: what the optimal policy plans for.
+        max_in_flight: the most microbatches in flight, one number, one for each stage, or
+            `request.BY_MEMORY`. One of V chunks counts as 1/V.
+        conditions: what surrounds the units, in place of only the blocking power.
+        order: a schedule to use instead of building one by name.
+        split: what a backward in two parts is assumed to take, where the profile does not say. With
+            it, or with such rows in the profile, auto has orders that split backwards too.
     """
 
     num_microbatches: int
+    schedule: str = "1f1b"
+    policy: str = option("How units get their frequencies.", POLICIES, "baseline")
+    reconfigure: str = option(
+        "How the critical path is raised; with --policy envelope.", RECONFIGURE_NAMES, "default"
+    )
+    blocking_power_w: float | tuple[float, ...] = 0.0
+    num_chunks: int = option(
+        "Chunks (virtual stages) of each stage, for orders that have any; by default the "
+        "profile's.",
+        COUNT,
+        1,
+    )
+    group_size: int | None = option(
+        "Microbatches that pass a chunk before the next, Megatron's "
+        "--microbatch-group-size-per-virtual-pipeline-stage; by default the number of stages.",
+        COUNT,
+    )
     _: KW_ONLY
     objective: Objective = LEAST_ENERGY
     deadline_factor: float | None = option(
@@ -168,29 +199,28 @@ class Asked:
         "with chunks not in a V.",
         default=False,
     )
+    max_in_flight: float | tuple[float, ...] | str | None = None
+    conditions: Conditions | None = None
+    order: Schedule | None = None
+    split: SplitBackward | None = None
 
 
 @dataclass(frozen=True)
-class Problem(Asked):
-    """All that a plan is made from.
+class Problem(PlanRequest):
+    """A request whose parts are known for a profile: all that a plan is made from.
 
     Args:
         profile: what units take, of the chunks that each stage has.
         conditions: what surrounds the units; with chunks, also the groups of the framework's order.
-        order: a schedule to use, or the name of one, of `schedules.SCHEDULES`.
-        policy: baseline, uniform, envelope or optimal.
-        reconfigure: default (none), greedy or balanced.
         max_in_flight: for each stage, the most microbatches x chunks that it holds.
         own_s: the time that the deadline is a multiple of; None for that of Megatron's order at the
             highest clocks.
         in_v: the framework's own order, where the job's chunks lie in a V.
     """
 
+    _: KW_ONLY
     profile: Profile
     conditions: Conditions
-    order: str | Schedule
-    policy: str = "baseline"
-    reconfigure: str = "default"
     max_in_flight: tuple[int, ...] | None = None
     own_s: float | None = None
     in_v: Schedule | None = None
@@ -199,16 +229,6 @@ class Problem(Asked):
     def num_stages(self) -> int:
         """Number of pipeline stages, p."""
         return self.profile.num_stages
-
-    @property
-    def num_chunks(self) -> int:
-        """Chunks of each stage."""
-        return self.profile.sidecar.num_chunks
-
-    @property
-    def group_size(self) -> int | None:
-        """Microbatches that pass a chunk before the next in the framework's order, if known."""
-        return self.conditions.group_size
 
     @cached_property
     def own_order(self) -> Schedule:

@@ -1,30 +1,27 @@
-"""A user's request for a plan, and the problem that it makes for a profile."""
+"""From a request for a plan to its problem; what a request may not ask for together."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import KW_ONLY, dataclass, fields, replace
+from dataclasses import replace
+from typing import Any
 
 from envpipe_megatron.core.conditions import Conditions, make_conditions
-from envpipe_megatron.core.fields import COUNT, option
 from envpipe_megatron.core.profile import Profile
-from envpipe_megatron.core.profile_rows import SplitBackward
 from envpipe_megatron.core.schedule import Schedule
 from envpipe_megatron.core.timeline import RELATIVE_TOLERANCE
-from envpipe_megatron.policies.frequencies import POLICIES as RULES
 from envpipe_megatron.policies.objective import LEAST_ENERGY
+from envpipe_megatron.policies.problem import POLICIES as POLICIES
 from envpipe_megatron.policies.problem import (
-    Asked,
+    RECONFIGURE_NAMES,
     PlannerError,
     Problem,
     in_flight_by_memory,
 )
-from envpipe_megatron.policies.reconfigure import RECONFIGURE_POLICIES
+from envpipe_megatron.policies.problem import PlanRequest as PlanRequest
 from envpipe_megatron.policies.schedules import SCHEDULES, that_take
 
-POLICIES = (*RULES, "optimal")
-RECONFIGURE_NAMES = ("default", *RECONFIGURE_POLICIES)
 #: `max_in_flight` by the memory in the profile's sidecar.
 BY_MEMORY = "memory"
 #: What a schedule that may not be given a field of a request has instead.
@@ -33,45 +30,6 @@ _HAS = {
     "max_in_flight": "takes no limit on microbatches in flight",
     "channel_capacity": "is not lowered to what a channel holds",
 }
-
-
-@dataclass(frozen=True)
-class PlanRequest(Asked):
-    """A request for a plan; fields with a help are options of `envpipe plan`.
-
-    Args:
-        schedule: one of `SCHEDULES`, or an alias; auto goes with the optimal policy.
-        blocking_power_w: one number, or one for each stage.
-        max_in_flight: the most microbatches in flight, one number, one for each stage, or
-            `BY_MEMORY`. One of V chunks counts as 1/V.
-        conditions: what surrounds the units, in place of only the blocking power.
-        order: a schedule to use instead of building one by name.
-        split: what a backward in two parts is assumed to take, where the profile does not say. With
-            it, or with such rows in the profile, auto has orders that split backwards too.
-    """
-
-    schedule: str = "1f1b"
-    policy: str = option("How units get their frequencies.", POLICIES, "baseline")
-    reconfigure: str = option(
-        "How the critical path is raised; with --policy envelope.", RECONFIGURE_NAMES, "default"
-    )
-    blocking_power_w: float | tuple[float, ...] = 0.0
-    num_chunks: int = option(
-        "Chunks (virtual stages) of each stage, for orders that have any; by default the "
-        "profile's.",
-        COUNT,
-        1,
-    )
-    group_size: int | None = option(
-        "Microbatches that pass a chunk before the next, Megatron's "
-        "--microbatch-group-size-per-virtual-pipeline-stage; by default the number of stages.",
-        COUNT,
-    )
-    _: KW_ONLY
-    max_in_flight: float | tuple[float, ...] | str | None = None
-    conditions: Conditions | None = None
-    order: Schedule | None = None
-    split: SplitBackward | None = None
 
 
 def make_problem(
@@ -93,17 +51,15 @@ def make_problem(
         profile = profile.with_split_backwards(request.split)
     chunks = request.num_chunks if order is None else order.num_chunks
     profile = profile.for_chunks(chunks)
-    return Problem(
-        **{each.name: getattr(request, each.name) for each in fields(Asked)},
-        profile=profile,
-        conditions=_conditions(profile, request),
-        order=order or SCHEDULES[request.schedule].name,
-        policy=request.policy,
-        reconfigure=request.reconfigure,
-        max_in_flight=_in_flight(profile, request, chunks),
-        own_s=own_s,
-        in_v=in_v,
-    )
+    conditions = _conditions(profile, request)
+    known: dict[str, Any] = {
+        "schedule": SCHEDULES[request.schedule].name,
+        "num_chunks": chunks,
+        "group_size": conditions.group_size,
+        "conditions": conditions,
+        "max_in_flight": _in_flight(profile, request, chunks),
+    }
+    return Problem(**{**vars(request), **known}, profile=profile, own_s=own_s, in_v=in_v)
 
 
 def check_request(request: PlanRequest, *, named: Callable[[str], str] | None = None) -> None:
@@ -199,6 +155,19 @@ def _check_chunks(request: PlanRequest) -> None:
             remedy=f"Leave --group-size out, or use --schedule {that_take('group_size')} with "
             "chunks.",
         )
+
+
+def read_in_flight(given: str) -> int | tuple[int, ...] | str:
+    """Read what a job's `max_in_flight` is given as; a ValueError says what that must be."""
+    if given == BY_MEMORY:
+        return given
+    try:
+        numbers = tuple(int(part) for part in given.split(","))
+    except ValueError:
+        numbers = ()
+    if not numbers or min(numbers) < 1:
+        raise ValueError("a number of microbatches, one for each stage, or 'memory'")
+    return numbers if len(numbers) > 1 else numbers[0]
 
 
 def _conditions(profile: Profile, request: PlanRequest) -> Conditions:

@@ -107,8 +107,8 @@ def _zero_bubble(
     """
     if Kind.INPUT_GRADIENT not in problem.profile.kinds:
         raise PlannerError(
-            f"Schedule {problem.order} splits backwards, and {problem.profile.source} does not say "
-            "what the parts take",
+            f"Schedule {problem.schedule} splits backwards, and {problem.profile.source} does not "
+            "say what the parts take",
             remedy="Add --split-overhead 0.01 to assume halves that take 1 % more together, or "
             "give rows of input-gradient and weight-gradient.",
         )
@@ -123,7 +123,7 @@ def _zero_bubble(
         except ScheduleError:
             held = plain(peak_held(order, shares).round(1).tolist())
             raise PlannerError(
-                f"Schedule {problem.order} needs memory of {held} microbatches (x chunks) in "
+                f"Schedule {problem.schedule} needs memory of {held} microbatches (x chunks) in "
                 "flight by stage, since a pending weight gradient takes more than one",
                 value=in_flight,
                 remedy="Allow more in flight, or use --schedule auto.",
@@ -199,10 +199,10 @@ def build_order(problem: Problem) -> Built:
     PlannerError: a function of another package made an order of another job.
     """
     built: Schedule | Built
-    if isinstance(problem.order, Schedule):
+    if problem.order is not None:
         built, name = problem.order, f"'{problem.order.name}'"
     else:
-        build, name = SCHEDULES[problem.order].build, problem.order
+        build, name = SCHEDULES[problem.schedule].build, problem.schedule
         assert build is not None
         built = build(problem)
     schedule, notes = (built, ()) if isinstance(built, Schedule) else built

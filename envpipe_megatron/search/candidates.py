@@ -24,14 +24,15 @@ from envpipe_megatron.policies.objective import LEAST_ENERGY, Objective
 from envpipe_megatron.policies.optimal.linear_program import LinearProgramError
 from envpipe_megatron.policies.planner import make_frontier, make_plan
 from envpipe_megatron.policies.request import BY_MEMORY, PlanRequest
-from envpipe_megatron.search.configuration import Configuration, Job
-from envpipe_megatron.search.layer_profile import LayerProfile
-from envpipe_megatron.search.work import (
+from envpipe_megatron.search.configuration import (
+    Configuration,
+    Job,
     StageLoad,
     replica_groups,
     stage_peak_bytes,
     stage_work,
 )
+from envpipe_megatron.search.layer_profile import LayerProfile
 
 #: Of computing the shares of time in which stages compute, which depend on their times.
 _ROUNDS = 2

@@ -17,12 +17,15 @@ import numpy as np
 from envpipe_megatron.core.arrays import FloatArray
 from envpipe_megatron.core.fields import (
     AMOUNT,
+    COUNT,
+    FLAG,
+    FREQUENCY,
     TEXT,
     Fields,
     Number,
+    Reader,
     many,
     read_json,
-    readers_of,
 )
 from envpipe_megatron.core.profile_rows import check_power
 from envpipe_megatron.errors import EnvPipeError
@@ -60,10 +63,10 @@ def read_layers(path: Path) -> LayerProfile:
         LayerProfile,
         _PROFILE,
         also=("format", "blocks", "measures", "bytes_per_parameter", "links"),
-        blocks=tuple(entry.make(Block, readers_of(Block)) for entry in data.entries("blocks")),
+        blocks=tuple(entry.make(Block, _readers(Block)) for entry in data.entries("blocks")),
         measures=measures,
         bytes_per_parameter=data.inside("bytes_per_parameter").make(
-            BytesPerParameter, readers_of(BytesPerParameter)
+            BytesPerParameter, _readers(BytesPerParameter)
         ),
         links=_read_links(data.inside("links")),
         source=str(path),
@@ -185,7 +188,7 @@ def _plain(value: Any) -> Any:
 
 def _read_links(data: Fields) -> Links:
     groups = tuple(entry.make(AllReduce, _ALL_REDUCE) for entry in data.entries("all_reduce"))
-    return data.make(Links, _LINKS, ("all_reduce",), all_reduce=groups)
+    return data.make(Links, _readers(Links), ("all_reduce",), all_reduce=groups)
 
 
 def _read_curve(value: Any) -> Curve:
@@ -202,9 +205,25 @@ def _read_way(value: Any) -> str:
 
 
 _ABOVE_0 = Number(positive=True)
-_PROFILE, _MEASURE, _SIZES = readers_of(LayerProfile), readers_of(Measure), readers_of(Sizes)
-_RECOMPUTATION = readers_of(Recomputation, name=_read_way)
-_LINKS = readers_of(Links, within_node=_read_curve, across_nodes=_read_curve)
-_ALL_REDUCE = readers_of(
-    AllReduce, points=_read_curve, gpus=Number(whole=True, positive=True, least=2)
-)
+#: By the type of a dataclass's field; a field of another type is read in its own way.
+_BY_TYPE: dict[str, Reader[Any]] = {
+    "float": AMOUNT,
+    "int": COUNT,
+    "bool": FLAG,
+    "str": TEXT,
+    "tuple[str, ...]": many(TEXT),
+    "FloatArray": lambda value: np.array(many(AMOUNT)(value), dtype=float),
+    "IntArray": lambda value: np.array(many(FREQUENCY)(value), dtype=np.int64),
+    "Curve": _read_curve,
+}
+
+
+def _readers(kind: type[Any], **own: Reader[Any]) -> dict[str, Reader[Any]]:
+    """Return the readers of a dataclass's fields, by their types; `own` go before these."""
+    types = {each.name: str(each.type).removesuffix(" | None") for each in fields(kind)}
+    return {name: _BY_TYPE[of] for name, of in types.items() if of in _BY_TYPE} | own
+
+
+_PROFILE, _MEASURE, _SIZES = _readers(LayerProfile), _readers(Measure), _readers(Sizes)
+_RECOMPUTATION = _readers(Recomputation, name=_read_way)
+_ALL_REDUCE = _readers(AllReduce, gpus=Number(whole=True, positive=True, least=2))

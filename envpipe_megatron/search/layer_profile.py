@@ -376,7 +376,7 @@ class Pieces:
                 can_be[at], again_s[at] = True, way.time_s[0]
                 saved_bytes[at] = max(0.0, measure.activation_bytes - way.activation_bytes)
                 working_bytes[at] = way.working_bytes
-                if not self.profile.workspaces_add:  # as `work.workspace_bytes` takes them
+                if not self.profile.workspaces_add:  # as `configuration.workspace_bytes` takes them
                     working_bytes[at] += measure.backward_workspace_bytes
         return WaySums(can_be.astype(bool), running(again_s), running(saved_bytes), working_bytes)
 

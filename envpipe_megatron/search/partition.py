@@ -12,7 +12,6 @@ list, embeddings and heads too, and each stage has one at least.
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -22,12 +21,8 @@ import numpy as np
 
 from envpipe_megatron.core.arrays import FloatArray
 from envpipe_megatron.core.plan import Cost
-from envpipe_megatron.core.profile import Profile
 from envpipe_megatron.core.timeline import RELATIVE_TOLERANCE
 from envpipe_megatron.errors import EnvPipeError
-from envpipe_megatron.policies.optimal.linear_program import LinearProgramError
-from envpipe_megatron.policies.planner import solve
-from envpipe_megatron.policies.request import BY_MEMORY, PlanRequest, make_problem
 from envpipe_megatron.search.candidates import Candidate
 from envpipe_megatron.search.configuration import Job
 from envpipe_megatron.search.cuts import Shape, ShapeCuts
@@ -63,13 +58,11 @@ class BestSplit:
     """A cut.
 
     Args:
-        deadline_s: 1F1B's iteration time at the highest clocks, or by energy the longest allowed.
-        cost: by energy, that of its plan, no slower than the deadline.
+        cost: by energy, that of its plan.
         num_planned: cuts that were planned.
     """
 
     cut: Cut
-    deadline_s: float
     cost: Cost | None = None
     num_planned: int = 0
 
@@ -177,8 +170,7 @@ def least_bottleneck(space: SplitSpace) -> BestSplit:
         np.where(stage.time_s <= least_s * _SLACK, force, np.inf)
         for stage, force in zip(stages, space.cuts.forced_s, strict=True)
     ]
-    cut = tuple(space.cuts.evenest(within)[1].tolist())
-    return BestSplit(cut, space.candidate(cut).iteration_time_s)
+    return BestSplit(tuple(space.cuts.evenest(within)[1].tolist()))
 
 
 def least_energy(
@@ -203,48 +195,12 @@ def least_energy(
         )
     quickest = space.candidate(space.cuts.fastest().cut)
     limit_s = quickest.iteration_time_s * (1 + time_tolerance) * _SLACK
-    candidates = {quickest.configuration: quickest}
-    for each in space.in_time(limit_s, blocking_power_w, max_planned):
-        candidates[each.configuration] = each
-    costs = [
-        plan_cost(each.stage_profile, space.num_microbatches, blocking_power_w, limit_s)
-        for each in candidates.values()
-    ]
-    best = min(range(len(costs)), key=lambda index: costs[index].energy_j)
-    stages = list(candidates)[best].stages
-    cut = (0, *(stage.chunks[0][1] for stage in stages))
-    return BestSplit(cut, limit_s, costs[best], len(costs))
-
-
-def plan_cost(
-    profile: Profile, num_microbatches: int, blocking_power_w: float, deadline_s: float
-) -> Cost:
-    """Return time and energy of a stage profile once its order and frequencies are planned.
-
-    That is with optimal frequencies on 1F1B or on EnvPipe's order, whichever is cheaper. Activation
-    and free bytes of the profile's sidecar limit the microbatches in flight. EnvPipeError: neither
-    order meets the deadline.
-    """
-    sidecar, costs = profile.sidecar, []
-    known = sidecar.activation_bytes is not None and sidecar.free_bytes is not None
-    for schedule, limit in (("1f1b", None), ("envpipe", BY_MEMORY if known else None)):
-        request = PlanRequest(
-            num_microbatches,
-            schedule,
-            "optimal",
-            blocking_power_w=blocking_power_w,
-            max_in_flight=limit,
-        )
-        problem = make_problem(profile, request, own_s=deadline_s)
-        with contextlib.suppress(LinearProgramError):  # an order that is too slow is no candidate
-            costs.append(solve(problem).plan.cost)
-    if not costs:
-        raise EnvPipeError(
-            "A split takes longer than the deadline (s) in every order",
-            value=deadline_s,
-            remedy="Allow more time.",
-        )
-    return min(costs, key=lambda cost: cost.energy_j)
+    candidates = (quickest, *space.in_time(limit_s, blocking_power_w, max_planned))
+    unlike = {candidate.configuration: candidate for candidate in candidates}
+    costs = {key: each.plan(blocking_power_w, limit_s).cost for key, each in unlike.items()}
+    best = min(costs, key=lambda configuration: costs[configuration].energy_j)
+    cut = (0, *(stage.chunks[0][1] for stage in best.stages))
+    return BestSplit(cut, costs[best], len(costs))
 
 
 def make_parts(cut: str | Sequence[int], parameters: Sequence[int], num_stages: int) -> list[int]:

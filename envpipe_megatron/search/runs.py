@@ -16,8 +16,8 @@ import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
 
 from envpipe_megatron.core.arrays import BoolArray, FloatArray, IntArray
+from envpipe_megatron.search.configuration import workspace_bytes
 from envpipe_megatron.search.layer_profile import Pieces, WaySums
-from envpipe_megatron.search.work import workspace_bytes
 
 #: A cut must be better by more than rounding.
 BETTER = 1 - 1e-12

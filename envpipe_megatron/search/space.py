@@ -24,16 +24,13 @@ from envpipe_megatron.search.configuration import (
     Job,
     Recomputed,
     StageLayout,
+    parameter_bytes,
+    stage_peak_bytes,
+    stage_work,
 )
 from envpipe_megatron.search.cuts import BestCut, Shape, best_cut
 from envpipe_megatron.search.layer_profile import EMBEDDING, FULL, LOSS, LayerProfile, Pieces
 from envpipe_megatron.search.runs import BETTER, least_path, runs_within
-from envpipe_megatron.search.work import (
-    parameter_bytes,
-    replica_groups,
-    stage_peak_bytes,
-    stage_work,
-)
 
 #: A larger batch is a mistake, and its microbatches would fill the memory.
 _MOST_SAMPLES = 10**9
@@ -130,7 +127,8 @@ class MegatronSpace:
         pieces = self.pieces(shape)
         return parameter_bytes(
             self.profile,
-            replica_groups(shape.sizes, shape.data_parallel),
+            shape.sizes,
+            shape.data_parallel,
             pieces.parameters,
             pieces.expert_parameters,
             distributed_optimizer=self.space.distributed_optimizer,

@@ -19,7 +19,7 @@ from envpipe_megatron.child import Signals
 from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.gpu.emulated.emulated_gpu import EmulatedGpu
 from envpipe_megatron.gpu.emulated.store import ROOT_VARIABLE, list_emulated
-from envpipe_megatron.launch.torchrun import run_torchrun
+from envpipe_megatron.launch.node import run_torchrun
 
 #: Starts a line of a rank's standard output that is meant for the command.
 EVENT_MARK = "@envpipe "

@@ -38,7 +38,8 @@ from envpipe_megatron.runtime.channel.collectives import make_collectives
 from envpipe_megatron.runtime.channel.links import make_channel
 from envpipe_megatron.runtime.clocks import latency
 from envpipe_megatron.runtime.execution.executor import METER_MARGIN_S
-from envpipe_megatron.runtime.job.options import PROFILE_FILE, JobOptions, plan_file
+from envpipe_megatron.runtime.job.options import PROFILE_FILE, JobOptions
+from envpipe_megatron.runtime.job.restarts import plan_file
 from envpipe_megatron.runtime.job.session import Session
 from envpipe_megatron.runtime.memory.stage import in_flight_limit, knows_memory
 from envpipe_megatron.trials import model as gpt

@@ -275,7 +275,7 @@ class Controller:
     def _look_again(self) -> Run[None]:
         """Measure again what clocks do to stages that drifted far, where that takes no time."""
         self._store.forget(self._store.drifted_far)
-        yield from self._look(slack_probe(self._store.schedule, self._store, at_cost=False))
+        yield from self._look(slack_probe(self._store, at_cost=False))
 
     def _replan(self, *, reorder: bool, levels: Sequence[int] = ()) -> None:
         order = None if reorder else self.plan.schedule

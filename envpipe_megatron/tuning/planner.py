@@ -6,7 +6,7 @@ import logging
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import closing, suppress
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TypeAlias
@@ -18,14 +18,13 @@ from envpipe_megatron.core.plan import Plan
 from envpipe_megatron.core.profile import Profile
 from envpipe_megatron.core.schedule import Schedule
 from envpipe_megatron.errors import EnvPipeError
-from envpipe_megatron.formats.energy import Phase
 from envpipe_megatron.policies.objective import LEAST_ENERGY, SHORTEST, Objective
 from envpipe_megatron.policies.optimal.linear_program import LinearProgramError
 from envpipe_megatron.policies.planner import Planned, solve
 from envpipe_megatron.policies.problem import Problem
 from envpipe_megatron.tuning.background import Background
 from envpipe_megatron.tuning.command_maker import Budget
-from envpipe_megatron.tuning.commands import Clocked, Command, Run
+from envpipe_megatron.tuning.commands import Clocked
 from envpipe_megatron.tuning.measured.store import Store
 from envpipe_megatron.tuning.parking import parked, still_parked
 from envpipe_megatron.tuning.replicas import gpu_power_w, level_factor
@@ -39,7 +38,7 @@ _MOST_KNOWN = 8
 #: The policy of what runs while no plan could be made.
 UNPLANNED = "baseline"
 
-#: What to plan, and what is known beforehand: for `planned`.
+#: What to plan, and what the user should know of it beforehand.
 Asked: TypeAlias = tuple[Problem, tuple[str, ...]]
 #: Asks for a plan from a profile, for an order or the best there is: of least energy, to take so
 #: many times as long as the framework's own order; None for an objective.
@@ -80,12 +79,6 @@ class Limits:
         return replace(self, deadline_factor=None, objective=objective)
 
 
-def planned(problem: Problem, notes: tuple[str, ...]) -> tuple[Plan, tuple[str, ...]]:
-    """Make a plan, and say what the user should know of it, `notes` too; as `make_plan`."""
-    made = solve(problem)
-    return made.plan, (*made.notes, *notes)
-
-
 def first_plans(asked: Mapping[int, Sequence[Asked]], levels: Sequence[int] = ()) -> _Made:
     """Return the first plan that there is of those asked for, by level; LinearProgramError: none.
 
@@ -108,20 +101,6 @@ def first_plans(asked: Mapping[int, Sequence[Asked]], levels: Sequence[int] = ()
         level: (of.plan, of.auto.splitting(of.plan) if of.auto else "")
         for level, of in made.items()
     }
-
-
-def planned_beside(
-    background: Background[tuple[Plan, tuple[str, ...]]], asked: Asked
-) -> Run[tuple[Plan, tuple[str, ...]]]:
-    """Have one plan made by `background` while training goes on as it ran last.
-
-    Returns what `planned` does; raises what that raises, BackgroundError if it is ended.
-    """
-    with closing(background):
-        background.start(partial(planned, *asked))
-        while (made := background.take()) is None:
-            yield Command(Phase.PROFILE, 1)
-    return made
 
 
 class Planner:

@@ -13,7 +13,7 @@ from on_request import on_request
 
 from envpipe_megatron.cli import main
 from envpipe_megatron.integrations.options import flag_of
-from envpipe_megatron.runtime.job.given import OPTIONS
+from envpipe_megatron.runtime.job.options import OPTIONS
 from envpipe_megatron.search.layer_file import read_layers
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -33,7 +33,7 @@ from envpipe_megatron.integrations.job import (
     open_job,
 )
 from envpipe_megatron.integrations.leveled import LeveledJob, end_of_job
-from envpipe_megatron.integrations.levels import JobError, Level
+from envpipe_megatron.integrations.levels import JobError, Level, why_whole_at
 from envpipe_megatron.launch.bill import Tariff, bill_facts, bill_lines
 from envpipe_megatron.runtime.job.options import JobOptions
 
@@ -171,7 +171,7 @@ def test_orders_that_split_backwards_by_name_run_where_nothing_stands_against_it
     level, given, of_model, why
 ):
     options = JobOptions(scheduling="zb-h1", **given)
-    assert options.why_whole_at(level, of_model) == why
+    assert why_whole_at(options, level, of_model) == why
     for chunks, said in ((1, f"backwards of this job are whole: {why}"), (2, "of 1 chunk a stage")):
         if why or chunks == 2:
             with pytest.raises(JobError, match=f"The order zb-h1 cannot be had: .*{said}"):

@@ -59,7 +59,7 @@ def train(monkeypatch, output) -> Callable[..., int]:
                 other = nodes.rank(nodes.agent("n1"), nodes.gpu(1), 1).say_hello()
                 send(other.connection, {"op": "send_to", "endpoint": endpoint})
                 other.say_hello()  # answered after what was sent before it
-                until = other.agent._holds(other.agent._uplink.knows_all, LONG_S)
+                until = other.agent._holds(other.agent.uplink.knows_all, LONG_S)
                 assert other.agent._call(until)
             rank.train(0)
             rank.bye()
@@ -154,15 +154,15 @@ def test_a_node_ends_behind_the_guards_of_its_ranks(
 class Ended:
     """An agent at its end."""
 
-    def __init__(self, *own_j: float, late: list[str] | None = None, **facts: Any) -> None:
+    def __init__(
+        self, *own_j: float, late: list[str] | None = None, bill: Any = None, why: str = ""
+    ) -> None:
         self.log = SimpleNamespace(path="its log")
         self.finished: list[tuple[int, float]] = []
-        self._ledgers = [SimpleNamespace(energy_j=energy_j) for energy_j in own_j]
-        self._late = late or []
-        self.__dict__ |= {"bill": None, "why_incomplete": "", **facts}
-
-    def ledgers(self) -> list[Any]:
-        return self._ledgers
+        ledgers = [SimpleNamespace(energy_j=energy_j) for energy_j in own_j]
+        self.gpus = SimpleNamespace(ledgers=lambda: ledgers)
+        self.uplink = SimpleNamespace(why_unknown=lambda: why)
+        self._late, self.bill = late or [], bill
 
     def finish(self, exit_code: int, wait_s: float) -> list[str]:
         self.finished.append((exit_code, wait_s))
@@ -176,7 +176,7 @@ class Ended:
         (Ended(), 3, [], 0.0),
         (Ended(1.25, 2.5), 0, ["3.8 J on this node, in its log\n"], LONG_S),
         (
-            Ended(1.0, why_incomplete="why"),
+            Ended(1.0, why="why"),
             5,
             ["1.0 J on this node, in its log\n", "the job's bill may lack them: why\n"],
             LONG_S,

@@ -43,7 +43,7 @@ ZERO_BUBBLE = OrderFamily("zero-bubble", split=True)
 
 
 def search_of(family, profile, microbatches, conditions, deadline_s):
-    problem = Problem(microbatches, profile, conditions, "auto")
+    problem = Problem(microbatches, "auto", profile=profile, conditions=conditions)
     return FamilySearch(family, problem, deadline_s)
 
 

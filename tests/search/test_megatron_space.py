@@ -11,12 +11,11 @@ from whole_layers import whole_layers
 from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.policies.objective import Objective
 from envpipe_megatron.search.candidates import Candidate
-from envpipe_megatron.search.configuration import Configuration, Job
+from envpipe_megatron.search.configuration import Configuration, Job, StageLoad
 from envpipe_megatron.search.cuts import Shape, best_cut
 from envpipe_megatron.search.layer_profile import LayerProfile
 from envpipe_megatron.search.search import search
 from envpipe_megatron.search.space import MegatronSpace, Space, shape_of
-from envpipe_megatron.search.work import StageLoad
 
 JOB = Job(num_gpus=4, gpus_per_node=2, global_batch=8, memory_bytes=260.0)
 FASTEST = Objective(goal="time")

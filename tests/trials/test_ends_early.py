@@ -8,7 +8,7 @@ import pytest
 
 from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.gpu.emulated.emulated_gpu import EmulatedGpu
-from envpipe_megatron.launch import torchrun
+from envpipe_megatron.launch import node
 from envpipe_megatron.trials.ranks import rank_environment, run_ranks
 
 RANK = """
@@ -27,7 +27,7 @@ def run(tmp_path, monkeypatch):
     def run_it(take, end="time.sleep(600)"):
         gpu = EmulatedGpu.create("a100-sxm", 0, tmp_path / "emulated")
         (tmp_path / "rank.py").write_text(RANK + end)
-        monkeypatch.setattr(torchrun, "TORCHRUN", (sys.executable, str(tmp_path / "rank.py")))
+        monkeypatch.setattr(node, "TORCHRUN", (sys.executable, str(tmp_path / "rank.py")))
         environment = rank_environment(tmp_path / "emulated")
         locked_mhz = []
 

@@ -24,7 +24,8 @@ from envpipe_megatron.policies.problem import PlannerError
 from envpipe_megatron.policies.request import PlanRequest, check_request, make_problem
 from envpipe_megatron.runtime.job.options import JobOptions
 from envpipe_megatron.tuning.background import Background, BackgroundError
-from envpipe_megatron.tuning.planner import Planner, planned, planned_beside
+from envpipe_megatron.tuning.planner import Planner
+from envpipe_megatron.tuning.sweep import planned, planned_beside
 from job_runs import Ran, run_job
 
 FOR_EVER = partial(sum, count())
@@ -139,7 +140,7 @@ def test_a_plan_is_the_same_to_the_last_bit(schedule, alike, tmp_path: Path, mon
     request = PlanRequest(8, alike, "optimal", conditions=known_conditions(profile))
     problem = make_problem(profile, request)
     background: Background = Background()
-    background.start(partial(planned, replace(problem, order=schedule), ("A note.",)))
+    background.start(partial(planned, replace(problem, schedule=schedule), ("A note.",)))
     plan, notes = taken(background)
     here, own_notes = planned(problem, ("A note.",))
     assert plan.schedule.stages == here.schedule.stages

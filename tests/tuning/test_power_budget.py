@@ -19,8 +19,7 @@ from envpipe_megatron.gpu.presets import load_preset
 from envpipe_megatron.policies.objective import Goal, Objective
 from envpipe_megatron.policies.planner import make_plan
 from envpipe_megatron.policies.request import PlanRequest
-from envpipe_megatron.runtime.job.given import Level
-from envpipe_megatron.runtime.job.options import JobOptions
+from envpipe_megatron.runtime.job.options import JobOptions, Level
 from envpipe_megatron.tuning import judge
 from envpipe_megatron.tuning.command_maker import EXCEEDS, Budget
 from job_runs import exact_profile, scripted

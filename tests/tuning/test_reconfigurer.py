@@ -14,9 +14,9 @@ from envpipe_megatron.core.plan import Plan
 from envpipe_megatron.core.timeline import Timeline
 from envpipe_megatron.policies.frequencies import envelope
 from envpipe_megatron.policies.reconfigure import RECONFIGURE_POLICIES, Ended
-from envpipe_megatron.tuning import reconfigure as reconfiguring
+from envpipe_megatron.tuning import sweep
 from envpipe_megatron.tuning.commands import Report, Window
-from envpipe_megatron.tuning.reconfigure import no_bubble_threshold_s
+from envpipe_megatron.tuning.sweep import no_bubble_threshold_s, reconfigured
 
 # From the README of EnvPipe (casys-kaist/EnvPipe): its only sample, four stages and GPipe's order
 # but for the last stage.
@@ -99,7 +99,7 @@ class Pipeline:
         policy = replace(RECONFIGURE_POLICIES[name], max_steps=max_steps)
         known = [range(1050, 1411, 30)] * 4
         first, window = warm_up(self.THRESHOLD_S), None
-        run = reconfiguring.reconfigured(self.plan, policy, FRAMEWORKS, known, first)
+        run = reconfigured(self.plan, policy, FRAMEWORKS, known, first)
         while True:
             try:
                 command = run.send(window)  # type: ignore[arg-type]  # None begins it
@@ -133,7 +133,7 @@ class Pipeline:
 def without_lowering(name: str, **options: Any) -> tuple[Pipeline, tuple[Plan, int, Ended]]:
     pipeline = Pipeline(**options)
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(reconfiguring, "lower", lambda *arguments: {})
+        patched.setattr(sweep, "lower", lambda *arguments: {})
         return pipeline, pipeline.reconfigured(name)
 
 
@@ -211,7 +211,7 @@ def test_a_replica_that_is_held_up_tells_of_no_wait_and_no_time():
 
 def test_an_iteration_that_did_not_run_whole_tells_nothing():
     pipeline = Pipeline()
-    run = reconfiguring.reconfigured(
+    run = reconfigured(
         pipeline.plan,
         replace(RECONFIGURE_POLICIES["balanced"], max_steps=2),
         FRAMEWORKS,

@@ -21,7 +21,7 @@ from envpipe_megatron.runtime.job.options import JobOptions
 from envpipe_megatron.tuning.commands import Command, Report, Window
 from envpipe_megatron.tuning.measured.powers import meter_sums
 from envpipe_megatron.tuning.measured.store import Store
-from envpipe_megatron.tuning.probes.sweep import (
+from envpipe_megatron.tuning.sweep import (
     measured_profile,
     sweep_probe,
 )
@@ -106,7 +106,7 @@ def test_clocks_are_left_where_all_stages_are_past_their_valley(monkeypatch):
     order = builders.one_f_one_b(STAGES, MICROBATCHES)
     store = known(order)
     monkeypatch.setattr(store, "valley_mhz", lambda *, waiting: 700.0 if waiting else 1000.0)
-    looks = list(sweep_probe(order, store, JobOptions(profile_steps=3).steps_at_clock))
+    looks = list(sweep_probe(store, JobOptions(profile_steps=3).steps_at_clock))
     alike = [look for look in looks if np.ptp(look.clocked.frequency_mhz) == 0]
     clocks = [int(look.clocked.frequency_mhz[0, 0]) for look in alike]
     assert looks[: len(clocks)] == alike
@@ -134,7 +134,7 @@ def test_a_clock_settles_and_short_iterations_are_repeated_until_they_fill_a_win
     order = builders.one_f_one_b(STAGES, MICROBATCHES)
     for options in (JobOptions(profile_steps=3), JobOptions(profile_steps=2, window_s=20.0)):
         store = known(order)
-        for look in sweep_probe(order, store, options.steps_at_clock):
+        for look in sweep_probe(store, options.steps_at_clock):
             iteration_s = store.iteration_s(order, look.clocked.frequency_mhz)
             assert look.settle == 1
             assert look.iterations >= options.profile_steps
@@ -170,9 +170,9 @@ class Hand:
 
     def profile(self) -> Profile:
         store = Store(self.order, CLOCKS_MHZ, Sidecar())
-        looks = sweep_probe(self.order, store, JobOptions(profile_steps=2).steps_at_clock)
         clocks = np.full((self.order.num_stages, self.order.units_per_stage), TOP_MHZ)
-        run = measured_profile(store, looks, self.window(store, clocks, None))
+        steps = JobOptions(profile_steps=2).steps_at_clock
+        run = measured_profile(store, steps, self.window(store, clocks, None))
         windows = 1
         try:
             command = next(run)

@@ -28,6 +28,7 @@ from envpipe_megatron.launch.hosts import (
     run_nodes,
     ssh_command,
 )
+from envpipe_megatron.launch.node import TORCHRUN, NodeSettings, run_node
 from envpipe_megatron.launch.options import (
     CommandLine,
     HelpAskedError,
@@ -38,7 +39,6 @@ from envpipe_megatron.launch.options import (
     shutdown_s,
     split,
 )
-from envpipe_megatron.launch.torchrun import TORCHRUN
 
 #: A node over ssh gets its own.
 _OF_ONE_NODE = ("node_name", "until_stdin_ends")
@@ -210,8 +210,6 @@ def launch(
         check_script(plan.read)
         if dry_run:
             return
-        from envpipe_megatron.launch.node import NodeSettings, run_node
-
         ctx.exit(run_node(plan.arguments, NodeSettings(**settings)))
     if ctx.get_parameter_source("node_name") is ParameterSource.COMMANDLINE:
         raise EnvPipeError(

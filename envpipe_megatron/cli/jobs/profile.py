@@ -21,8 +21,8 @@ from envpipe_megatron.core.sidecar import SIDECAR_FORMAT, sidecar_path
 from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.files import replace_files
 from envpipe_megatron.gpu.registry import VISIBLE_VARIABLE, narrowed
+from envpipe_megatron.launch.node import run_torchrun
 from envpipe_megatron.launch.options import check_script, ranks_of_node, read, split
-from envpipe_megatron.launch.torchrun import run_torchrun
 from envpipe_megatron.search.layer_file import LAYERS_FORMAT, layers_text, read_layers, read_links
 from envpipe_megatron.search.layer_jobs import (
     JOB_VARIABLE,

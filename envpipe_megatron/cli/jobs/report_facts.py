@@ -28,7 +28,6 @@ from envpipe_megatron.formats.energy import (
 )
 from envpipe_megatron.formats.energy_sums import EnergySums, total_of
 from envpipe_megatron.formats.steps import StepEnergy, compare
-from envpipe_megatron.gpu.modelled import modelled_clocks_mhz
 from envpipe_megatron.gpu.presets import GpuPreset, model_for
 from envpipe_megatron.policies.planner import make_plan
 from envpipe_megatron.policies.request import PlanRequest
@@ -97,10 +96,7 @@ def _modelled(bubbles: Bubbles, preset: GpuPreset) -> Profile:
     schedule = bubbles.schedule
     rows = []
     for part, kind, time_s in _times(bubbles):
-        for mhz in modelled_clocks_mhz(preset):
-            at_s = preset.unit_time_s(kind.value, mhz, time_s)
-            joules = at_s * preset.busy_power_w(kind.value, mhz)
-            rows.append((part, kind, ProfileRow(mhz, at_s, joules)))
+        rows += [(part, kind, ProfileRow(*cost)) for cost in preset.modelled(kind, time_s)]
     return make_profile(rows, source=f"the model {preset.name}", listed_chunks=schedule.num_chunks)
 
 

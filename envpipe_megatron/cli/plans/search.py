@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import logging
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import click
+import numpy as np
 from click.core import ParameterSource
 
 from envpipe_megatron.cli.common import (
@@ -24,21 +25,21 @@ from envpipe_megatron.cli.common import (
 )
 from envpipe_megatron.cli.plans.tables import show_found, show_stages, sizes_words
 from envpipe_megatron.console import say, say_working, show_table
+from envpipe_megatron.core.arrays import FloatArray
 from envpipe_megatron.core.fields import PERCENT, POWER, Number
+from envpipe_megatron.core.kinds import Kind
 from envpipe_megatron.core.sidecar import SIDECAR_FORMAT, sidecar_path
 from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.files import csv_text, refuse_foreign, replace_files
-from envpipe_megatron.gpu.modelled import with_modelled_energy
-from envpipe_megatron.gpu.presets import load_preset
+from envpipe_megatron.gpu.presets import GpuPreset, load_preset
 from envpipe_megatron.policies.objective import Goal, Objective
 from envpipe_megatron.search.configuration import Job, layout_flag, megatron_flags
 from envpipe_megatron.search.layer_file import read_layers
-from envpipe_megatron.search.layer_profile import LayerProfile
+from envpipe_megatron.search.layer_profile import LayerProfile, Measure
 from envpipe_megatron.search.partition import (
     SplitSpace,
     least_bottleneck,
     least_energy,
-    plan_cost,
 )
 from envpipe_megatron.search.search import Found, search
 from envpipe_megatron.search.space import Space
@@ -197,6 +198,43 @@ def _with_power(
     return profile, blocking_power_w or 0.0
 
 
+def with_modelled_energy(profile: LayerProfile, preset: GpuPreset) -> LayerProfile:
+    """Return the profile at a preset's clocks; its times at the highest one stay as they are.
+
+    Collectives within the times are taken to follow the clock as the rest does.
+    """
+
+    def curves(kind: Kind, time_s: FloatArray) -> tuple[FloatArray, FloatArray]:
+        costs = preset.modelled(kind, float(time_s[0]))
+        return np.array([at_s for _, at_s, _ in costs]), np.array([joules for *_, joules in costs])
+
+    def modelled(measure: Measure) -> Measure:
+        forward_s, forward_j = curves(Kind.FORWARD, measure.forward_s)
+        backward_s, backward_j = curves(Kind.BACKWARD, measure.backward_s)
+        ways = []
+        for way in measure.recomputation:
+            time_s, energy_j = curves(Kind.FORWARD, way.time_s)
+            ways.append(replace(way, time_s=time_s, energy_j=energy_j))
+        return replace(
+            measure,
+            forward_s=forward_s,
+            backward_s=backward_s,
+            forward_j=forward_j,
+            backward_j=backward_j,
+            recomputation=tuple(ways),
+        )
+
+    return replace(
+        profile,
+        frequency_mhz=np.array([mhz for mhz, *_ in preset.modelled(Kind.FORWARD, 1.0)]),
+        measures={
+            sizes: {piece: modelled(measure) for piece, measure in by_piece.items()}
+            for sizes, by_piece in profile.measures.items()
+        },
+        source=f"{profile.source} with the power model {preset.name}",
+    )
+
+
 def _write(
     output: Path,
     profile: LayerProfile,
@@ -305,8 +343,7 @@ def partition(
     show_stages(title, best_one, best_one.peak_bytes, memory)
     cost = found.cost
     if cost is None and profile.has_energy:
-        longest_s = best_one.iteration_time_s
-        cost = plan_cost(best_one.stage_profile, num_microbatches, power_w, longest_s)
+        cost = best_one.plan(power_w).cost
     figures = [
         ("iteration time (s)", f"{best_one.iteration_time_s:.4f}"),
         ("bottleneck (ms)", f"{1e3 * max(work.time_s for work in best_one.works):.3f}"),

@@ -14,6 +14,7 @@ import os
 import runpy
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from pathlib import Path
@@ -79,25 +80,15 @@ _REFUSED: Mapping[str, str] = {
 }
 
 
-def attach(job: LayerJob) -> None:
-    """Let this process import Megatron-LM's modules with the changes; none may be imported yet."""
-    sys.meta_path.insert(
-        0,
-        _AfterImport(
-            {
-                "megatron.training.arguments": lambda module: _change_arguments(module, job),
-                "megatron.core.transformer.transformer_block": build_rows,
-                "megatron.training.training": lambda module: _measure_and_end(module, job),
-            }
-        ),
-    )
+class _Changes(MetaPathFinder):
+    """Changes Megatron-LM's modules when they have been imported."""
 
-
-class _AfterImport(MetaPathFinder):
-    """Calls a function of each of some modules when it has been imported."""
-
-    def __init__(self, changes: dict[str, Callable[[Any], None]]) -> None:
-        self._changes = changes
+    def __init__(self, job: LayerJob) -> None:
+        self._changes: dict[str, Callable[[Any], None]] = {
+            "megatron.training.arguments": partial(_change_arguments, job=job),
+            "megatron.core.transformer.transformer_block": build_rows,
+            "megatron.training.training": partial(_measure_and_end, job=job),
+        }
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
@@ -176,10 +167,10 @@ def _measure_and_end(module: Any, job: LayerJob) -> None:
 
 
 def main() -> None:
-    """Attach the hooks to what the script will import, and run it with its arguments."""
+    """Run the script with its arguments; what it imports of Megatron-LM is changed."""
     sys.argv = sys.argv[1:]
     sys.path[0] = str(Path(sys.argv[0]).resolve().parent)
-    attach(LayerJob.of_text(os.environ[JOB_VARIABLE]))
+    sys.meta_path.insert(0, _Changes(LayerJob.of_text(os.environ[JOB_VARIABLE])))
     runpy.run_path(sys.argv[0], run_name="__main__")
     sys.exit(f"{sys.argv[0]} ended before it set up a model: its layers were not measured")
 

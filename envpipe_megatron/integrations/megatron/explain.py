@@ -26,6 +26,7 @@ from envpipe_megatron.integrations.levels import (
     decide,
     limits_of_arguments,
     on,
+    why_whole_at,
 )
 from envpipe_megatron.integrations.megatron.limits import (
     LIMITS,
@@ -34,8 +35,7 @@ from envpipe_megatron.integrations.megatron.limits import (
     keep_sequence,
     keeps_whole,
 )
-from envpipe_megatron.runtime.job.given import LEVELS
-from envpipe_megatron.runtime.job.options import JobOptions
+from envpipe_megatron.runtime.job.options import LEVELS, JobOptions
 
 #: GPUs of a node, where nobody says it.
 _USUAL_NODE = 8
@@ -222,7 +222,7 @@ def explain(job: PlannedJob) -> dict[str, list[str]]:
         limits.append(Limit(features, Level.UNITS, why))
         decision = decide(limits, options.level, checks=checks)
     at = options.at(decision.level)
-    whole = at.why_whole_at(decision.level, ", ".join(keeps_whole(job.args)))
+    whole = why_whole_at(at, decision.level, ", ".join(keeps_whole(job.args)))
     clocks = at.gpu_control != "none"
     seen = _seen_like(job, decision.level, splits=not whole, clocks=clocks)
     return {

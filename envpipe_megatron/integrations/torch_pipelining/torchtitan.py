@@ -65,9 +65,11 @@ def _train(trainer: Any, train: Callable[[], Any], settings: dict[str, Any]) -> 
     if schedule is None:
         logger.warning("EnvPipe does nothing: this job has no pipeline (pipeline_parallel_degree)")
         return train()
-    config = _config(trainer)
+    # Versions before 2026-04 have these by other names.
+    config = getattr(trainer, "job_config", None) or trainer.config
     if settings.get("output") is None:
-        settings = {**settings, "output": Path(_dump_folder(config)) / "envpipe"}
+        folder = config.dump_folder if hasattr(config, "dump_folder") else config.job.dump_folder
+        settings = {**settings, "output": Path(folder) / "envpipe"}
     try:
         pipeline = attach(schedule, facts=_facts(config), say=say_line, **settings)
     except AttachError as error:  # alike on every rank
@@ -95,16 +97,6 @@ def _with_energy(log: Callable[..., Any], pipeline: AttachedPipeline) -> Callabl
         return log(step, average, most, norm, extra_metrics=extra_metrics, **kwargs)
 
     return with_energy
-
-
-def _config(trainer: Any) -> Any:
-    """Return its configuration, which versions before 2026-04 call by another name."""
-    return getattr(trainer, "job_config", None) or trainer.config
-
-
-def _dump_folder(config: Any) -> str:
-    folder: str = config.dump_folder if hasattr(config, "dump_folder") else config.job.dump_folder
-    return folder
 
 
 def _facts(config: Any) -> dict[str, Any]:

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from envpipe_megatron.formats.bill import Bill
-from envpipe_megatron.formats.energy import JOB
+from envpipe_megatron.formats.energy import ENDED, JOB
 from envpipe_megatron.gpu.base import GpuAddress
 from envpipe_megatron.gpu.guard.messages import GuardError, peer_uid_and_pid, receive, send
 from envpipe_megatron.gpu.registry import open_reader
@@ -56,6 +56,8 @@ class NodeAgent:
     Attributes:
         address: where ranks find the agent, among this machine's abstract Unix sockets.
         log: the node's energy log.
+        gpus: their ledgers; any thread may ask for these.
+        uplink: sends the log to the job's bill.
         control: the job's control `file` and what is `asked` without it, where rank 0 is or was.
 
     Raises EnvPipeError if another agent writes this node's log, OSError if log or socket fail.
@@ -71,9 +73,9 @@ class NodeAgent:
             self._listener.setblocking(False)
             self.log = NodeLog(output_dir, node)
             half_made.pop_all()
-        self._gpus = _NodeGpus(self.log)
-        self._uplink = Uplink(self.log)
-        self.log.grown = self._uplink.grown
+        self.gpus = NodeGpus(self.log)
+        self.uplink = Uplink(self.log)
+        self.log.grown = self.uplink.grown
         self.control: dict[str, Any] | None = None
         self._collector = Collector()
         #: What serves each connected rank, and has its name; and what serves them all.
@@ -89,15 +91,6 @@ class NodeAgent:
     def bill(self) -> Bill | None:
         """Return the job's bill, on the agent of rank 0 only; until `finish`, take snapshots."""
         return self._collector.bill if self._collector.is_the_jobs else None
-
-    @property
-    def why_incomplete(self) -> str:
-        """Return why the job's bill lacks lines that this node has written; empty if it has all."""
-        return self._uplink.why_unknown()
-
-    def ledgers(self) -> list[GpuLedger]:
-        """Return the ledgers of all GPUs that ranks have used so far; any thread may ask."""
-        return self._gpus.ledgers()
 
     def connected(self) -> list[str]:
         """Return the names of the ranks that have not ended yet."""
@@ -132,7 +125,7 @@ class NodeAgent:
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result()
 
     def _run(self) -> None:
-        lasting = self._accept(), self._gpus.bill_long_gaps()
+        lasting = self._accept(), self.gpus.bill_long_gaps()
         self._lasting = [self._loop.create_task(each) for each in lasting]
         self._loop.run_forever()
         self._loop.run_until_complete(self._end())
@@ -141,7 +134,7 @@ class NodeAgent:
     # --- on the loop ----------------------------------------------------------------------------
 
     async def _end(self) -> None:
-        await self._uplink.close()
+        await self.uplink.close()
         await self._collector.close()
         await self._hang_up()
 
@@ -183,7 +176,7 @@ class NodeAgent:
                 await asyncio.sleep(0)  # a rank that talks without end holds up no other
                 match message.get("op"):
                     case "hello":
-                        ledger = await self._gpus.welcome(message)
+                        ledger = await self.gpus.welcome(message)
                         task.set_name(f"rank {message.get('rank')}")
                         send(connection, {"event": "welcome", "node": self.log.node})
                     case "collect":
@@ -194,7 +187,7 @@ class NodeAgent:
                         endpoint = message["endpoint"]
                         # Another agent collects if torchrun goes on with another rank 0.
                         self._collector.is_the_jobs = endpoint["token"] == self._collector.token
-                        self._uplink.send_to(endpoint)
+                        self.uplink.send_to(endpoint)
                     case "window" if ledger is not None:
                         self.log.attempt(ledger.take, message["line"])
                     case "clock" if ledger is not None:
@@ -211,7 +204,7 @@ class NodeAgent:
         finally:
             connection.close()  # at once, though reading the counter takes long
             if ledger is not None:
-                await self._gpus.bill_up_to_now(ledger)
+                await self.gpus.bill_up_to_now(ledger)
 
     async def _received(self, connection: socket.socket) -> dict[str, Any] | None:
         while True:
@@ -233,10 +226,10 @@ class NodeAgent:
 
     async def _finish(self, exit_code: int, wait_s: float) -> list[str]:
         await self._hang_up()  # on ranks that no signal could end: nothing follows the last note
-        await asyncio.gather(*map(self._gpus.bill_up_to_now, self.ledgers()))
-        self.log.attempt(self.log.end, exit_code)
-        if self._uplink.sends:
-            await self._holds(self._uplink.knows_all, wait_s)
+        await asyncio.gather(*map(self.gpus.bill_up_to_now, self.gpus.ledgers()))
+        self.log.attempt(self.log.note, ENDED, exit_code=exit_code)
+        if self.uplink.sends:
+            await self._holds(self.uplink.knows_all, wait_s)
         if not self._collector.is_the_jobs:
             return []
         await self._holds(lambda: not self._collector.bill.running(), wait_s)
@@ -244,7 +237,7 @@ class NodeAgent:
         return self._collector.bill.running()
 
 
-class _NodeGpus:
+class NodeGpus:
     """The ledgers of all GPUs that ranks of this node have used, which write to its log."""
 
     def __init__(self, log: NodeLog) -> None:

@@ -25,7 +25,6 @@ from envpipe_megatron.formats.energy import (
     AMOUNT,
     BEGUN,
     BETWEEN,
-    ENDED,
     IDLE,
     NOTE_FORMAT,
     OUTSIDE_STEPS,
@@ -128,10 +127,6 @@ class NodeLog:
         """
         now = datetime.now(UTC).isoformat()
         self.append({"format": NOTE_FORMAT, "note": note, "time": now, **fields})
-
-    def end(self, exit_code: int) -> None:
-        """Append the last line: the bill of this node is complete."""
-        self.note(ENDED, exit_code=exit_code)
 
     def read(self, offset: int, most_bytes: int) -> bytes:
         """Return whole lines from an offset on; none if there are none yet.

@@ -128,7 +128,7 @@ class _NodeMetrics(Collector):
         """Yield the figures of every GPU that ranks have used, of the node and of the job."""
         found = _Families()
         node, gpus = (self._job_name, self._agent.log.node), dict[str, list[str]]()
-        for ledger in self._agent.ledgers():
+        for ledger in self._agent.gpus.ledgers():
             gpu = [getattr(ledger.of_gpu, name) for name in _OF_LEDGER]
             self._add_gpu(found, ledger, *node, *gpu)
             gpus[ledger.of_gpu.gpu_uid] = gpu

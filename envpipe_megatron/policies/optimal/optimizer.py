@@ -119,17 +119,23 @@ class Optimizer:
         if by_energy and conditions.wait_power_w is not None:
             chosen = hull_floor(schedule, priced.choices, at_floor.duration_s)
             priced = self._at_mean_power_of(self._plan(priced.choices, chosen))
-        rounded, relaxed = self._round(priced, deadline_s)
+        choices, relaxed = priced.choices, priced.program.solve(deadline_s)
+        rounded = self._plan(
+            choices,
+            round_durations(
+                schedule,
+                choices,
+                conditions,
+                relaxed.end_s,
+                relaxed.duration_s,
+                relaxed.cost_j,
+                self._good_gap,
+            ),
+        )
         plan: Plan | None = rounded
         if conditions.change_time_s or conditions.change_energy_j or min_dwell_s:
-            plan = RunSearch(
-                rounded,
-                relaxed,
-                priced.waiting_power_w,
-                deadline_s,
-                min_dwell_s,
-                plan_for=lambda earlier_s: self._round(priced, earlier_s)[0],
-            ).search()
+            search = RunSearch(rounded, relaxed, priced.waiting_power_w, deadline_s, min_dwell_s)
+            plan = search.search()
         if plan is None:
             raise LinearProgramError(
                 f"No plan of schedule '{schedule.name}' was found that meets the deadline (s) "
@@ -179,21 +185,6 @@ class Optimizer:
         ):
             self._at_mean = self._priced(mean_w)
         return self._at_mean
-
-    def _round(self, priced: _Priced, deadline_s: float) -> tuple[Plan, Relaxed]:
-        """Round a linear program's solution to a plan, for which clocks are never late."""
-        schedule, choices = self.schedule, priced.choices
-        relaxed = priced.program.solve(deadline_s)
-        chosen = round_durations(
-            schedule,
-            choices,
-            self.conditions,
-            relaxed.end_s,
-            relaxed.duration_s,
-            relaxed.cost_j,
-            self._good_gap,
-        )
-        return self._plan(choices, chosen), relaxed
 
     def _plan(self, choices: Choices, chosen: list[int]) -> Plan:
         schedule = self.schedule

@@ -16,12 +16,16 @@ from torch.distributed.constants import default_pg_timeout
 from envpipe_megatron.core.channel_model import hardware_capacity
 from envpipe_megatron.core.kinds import WHOLE, Kind
 from envpipe_megatron.runtime.channel import cuda_device
-from envpipe_megatron.runtime.channel.carrier import ChannelError, Peers, first_line
+from envpipe_megatron.runtime.channel.carrier import (
+    ChannelError,
+    Peers,
+    TransferCarrier,
+    first_line,
+)
 from envpipe_megatron.runtime.channel.collectives import Collectives, of_all_ranks
 from envpipe_megatron.runtime.channel.flag_page import FlagPage, create_page_file
 from envpipe_megatron.runtime.channel.p2p import Carrier, P2PChannel
 from envpipe_megatron.runtime.channel.puts import MEMORY_SHARE, PutCarrier, PutSide
-from envpipe_megatron.runtime.channel.transfers import TransferCarrier
 
 #: A transfer whose peer is not ready yet spins, and holds its SMs while units compute. Measured on
 #: four H200s (benchmarks/gpu/schedules.py): with NCCL's own choice 1F1B took 1.15 of the time of

@@ -3,7 +3,7 @@
 Activations go forward and gradients backward. A unit takes its own message, in any order that they
 were sent: what was sent before it is received first, and kept until its unit comes. Sends are
 asynchronous. What carries messages is chosen for each boundary between two stages (`links`):
-one-sided copies into the neighbour's memory (`puts`), or sends and receives (`transfers`).
+one-sided copies into the neighbour's memory (`puts`), or sends and receives (`carrier`).
 `envpipe_megatron.core.channel_model` is the model of both, and its tests the proof.
 """
 
@@ -22,9 +22,13 @@ import torch.distributed as dist
 from envpipe_megatron.core.channel_model import QUEUES_VARIABLE, inputs_of, most_kept
 from envpipe_megatron.core.kinds import MESSAGES, Kind, Unit
 from envpipe_megatron.core.schedule import Schedule
-from envpipe_megatron.runtime.channel.carrier import ChannelError, StageSpecs, opposite
+from envpipe_megatron.runtime.channel.carrier import (
+    ChannelError,
+    StageSpecs,
+    TransferCarrier,
+    opposite,
+)
 from envpipe_megatron.runtime.channel.puts import PutCarrier, PutSide
-from envpipe_megatron.runtime.channel.transfers import TransferCarrier
 
 logger = logging.getLogger(__name__)
 

@@ -1,24 +1,33 @@
-"""The options of a job, as its session runs with them: what users give, and its framework's part.
+"""The options of a job: what users give, with flags, help and ranges, and its framework's part.
 
-No torch.
+Command lines, settings by name and docs/lookup/options.md follow from the fields that `option`
+makes; `integrations.options` reads them, and has the rules of what goes together. No torch.
 """
 
 from __future__ import annotations
 
+import enum
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
+from envpipe_megatron.core.channel_model import CARRIERS
+from envpipe_megatron.core.fields import AMOUNT, PERCENT, Number, Option, option, options_in
 from envpipe_megatron.core.sidecar import Sidecar
+from envpipe_megatron.formats.wishes import NO_WISHES, Wishes, read_power_budget
+from envpipe_megatron.gpu.control import CHOICES as GPU_CONTROLS
+from envpipe_megatron.gpu.presets import read_preset_name
 from envpipe_megatron.policies.objective import Goal, Objective
-from envpipe_megatron.policies.request import PlanRequest
+from envpipe_megatron.policies.request import POLICIES, PlanRequest, read_in_flight
 from envpipe_megatron.policies.schedules import SCHEDULES
-from envpipe_megatron.runtime.job.given import CLOSED_LOOP_SLOWDOWN_PERCENT, GivenOptions, Level
 
 PROFILE_FILE = "profile.csv"
 #: Of a shorter step, no more are measured than of this one, s.
 _LEAST_STEP_S = 1e-3
+#: What a closed loop may cost in time before clocks go up; one clock for a job, nothing.
+_CLOSED_LOOP_SLOWDOWN_PERCENT = 0.5
 #: Names of the framework's own order, of one chunk and of several.
 OWN_ORDERS = ("1f1b", "interleaved")
 #: Values of options that are not given, by type; `None`: with the other types.
@@ -28,14 +37,40 @@ _WITH_TYPE: Mapping[str, Mapping[str | None, str]] = {
 }
 
 
-def plan_file(batch: str) -> str:
-    """Name the file of a batch's plan; the batch of full size has an empty name."""
-    return f"plan-{batch}.json" if batch else "plan.json"
+class Level(enum.IntEnum):
+    """What EnvPipe changes in a job; each level has all of the one below."""
+
+    #: Nothing: a bill, a timeline, bubbles.
+    OBSERVE = 0
+    #: One clock for the whole job, found while it trains.
+    UNIFORM = 1
+    #: A clock for each unit; the framework's own order and messages.
+    UNITS = 2
+    #: EnvPipe's order, and a clock for each unit.
+    ORDER = 3
+
+    def __str__(self) -> str:
+        """Return the name as users write it."""
+        return self.name.lower()
+
+
+#: What each level does, in words.
+LEVELS: Mapping[Level, str] = {
+    Level.OBSERVE: "only measure",
+    Level.UNIFORM: "one clock for the whole job",
+    Level.UNITS: "a clock for each forward and backward, in the framework's order",
+    Level.ORDER: "a clock for each forward and backward, in EnvPipe's order",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
-class JobOptions(GivenOptions):
-    """What a job is asked for, checked, and what its framework says of it.
+class JobOptions:
+    """What users ask of a job, checked, and what its framework says of it.
+
+    Of the first, None as the level is the highest that the job can have; as the objective, what
+    clocks allow; as the limit of microbatches in flight it is no limit; as the slowdown, what is
+    usual; as a file, folder or preset, none. An order or reconfiguring that is empty becomes what
+    goes with the type.
 
     Args:
         num_microbatches: M of a batch of full size.
@@ -53,6 +88,145 @@ class JobOptions(GivenOptions):
             folder for the next start, which uses what still holds: see `restarts`.
     """
 
+    level: Level | None = option(
+        f"How much is changed. {'; '.join(f'{level}: {what}' for level, what in LEVELS.items())}; "
+        "auto: the highest of these that the job can have.",
+        {"auto": None, **{str(level): level for level in Level}},
+        usual="auto",
+        of_levels=True,
+    )
+    self_check: str = option(
+        "Before level order, train one iteration by the framework's own order, that again, "
+        "and EnvPipe's, from the same state; if losses or gradients differ, go on with whole "
+        "backwards, or at level units. auto: before backwards are split, and for what no test of "
+        "EnvPipe's has seen; off: neither, so backwards are whole, and such jobs get level units; "
+        "always: for every job.",
+        ("off", "auto", "always"),
+        "auto",
+        of_levels=True,
+    )
+    type: str = option(
+        "How clocks are chosen. baseline: measure, at the highest clock; uniform: each stage at "
+        "its optimal clock; envelope: highest on the outer envelope, optimal inside; optimal: "
+        "least energy by a linear program, corrected as long as the job runs.",
+        POLICIES,
+        "optimal",
+        usual="$ENVPIPE_TYPE, else optimal, without a pipeline uniform",
+    )
+    objective: str | None = option(
+        "With type optimal, what plans make least: energy, in the framework's own time; time: the "
+        "shortest order, at the highest clock; cost, by the prices below; edp, energy times time.",
+        tuple(goal.value for goal in Goal),
+        usual="energy where clocks may be changed, else time",
+    )
+    energy_price: float = option("With objective cost: price of a kWh.", AMOUNT, 0.0)
+    gpu_price: float = option(
+        "With objective cost: price of a GPU for an hour, in the same currency.", AMOUNT, 0.0
+    )
+    scheduling: str = option(
+        "Order of forwards and backwards. 1f1b: the framework's own; ours or envpipe: EnvPipe's; "
+        "zb-h1 and zb-h2: with backwards in two parts; auto: planned together with the clocks, "
+        "with type optimal.",
+        tuple(name for name, row in SCHEDULES.items() if row.in_jobs),
+        "",
+        usual="$ENVPIPE_SCHEDULING, else auto with type optimal, ours with envelope, 1f1b with "
+        "the others",
+    )
+    split: str = option(
+        "Whether orders may run a backward in two parts, the gradients of its input and of "
+        "its weights, where the framework can: auto measures what they take and plans with that; "
+        "off: backwards are whole.",
+        ("auto", "off"),
+        "auto",
+        of_levels=True,
+    )
+    reconfigure: str = option(
+        "With type envelope, which greedy and balanced imply, adjust clocks from "
+        "measured iterations; default: do not; optimal: the same as type optimal.",
+        ("default", "greedy", "balanced", "optimal"),
+        "",
+        usual="$ENVPIPE_RECONFIGURE, else balanced with type envelope",
+    )
+    max_in_flight: int | tuple[int, ...] | str | None = option(
+        "Most microbatches whose activations a stage holds in another order than 1f1b, one number "
+        "or one for each stage; memory: as many as fit, by what the first steps measure.",
+        read_in_flight,
+        usual="memory on GPUs",
+        metavar="N[,N...]|memory",
+    )
+    baseline_steps: int = option(
+        "Steps in the framework's own order at the highest clock, which savings are "
+        "measured against; the first does not count.",
+        Number(True, True, least=2),
+        10,
+    )
+    profile_steps: int = option(
+        "Steps measured at each clock while profiling, at least; short ones are repeated "
+        "for a second.",
+        Number(True, True, least=1),
+        5,
+    )
+    profile: Path | None = option("A profile CSV, instead of profiling.", Path, metavar="FILE")
+    plan: Path | None = option(
+        "A plan JSON to run as it is, with any type and order; needs the profile that prices it.",
+        Path,
+        metavar="FILE",
+    )
+    profile_only: bool = option("End the job when the profile is written.", default=False)
+    sweep: bool = option(
+        "With type optimal: sweep clocks before planning, as the other types do, and "
+        "leave the plan as it is.",
+        default=False,
+    )
+    max_slowdown: float | None = option(
+        "How much longer steps may take than at full clock, before clocks go up; where the whole "
+        "job has one clock, it is found for this, and 0 is what cannot be measured.",
+        PERCENT,
+        usual=f"{_CLOSED_LOOP_SLOWDOWN_PERCENT}, with one clock 0",
+        metavar="PERCENT",
+    )
+    power_budget: Wishes = option(
+        "Most that a GPU may draw, as the mean over an iteration and all GPUs: W, or a share of "
+        "what it takes in the framework's order at the highest clocks. Steps get no longer than it "
+        "takes to keep that; it may be changed while the job runs.",
+        read_power_budget,
+        NO_WISHES,
+        usual="none",
+        metavar="W|PERCENT%",
+    )
+    gpu_control: str = option(
+        "What changes clocks; auto: the first that is allowed; dry_run: log what "
+        "would be done; none: nothing does, as where nothing is allowed.",
+        GPU_CONTROLS,
+        "auto",
+    )
+    require_control: bool = option(
+        "Refuse to train where clocks may not be changed.", default=False
+    )
+    channel: str = option(
+        "What carries messages between GPUs. auto: one-sided copies where two stages reach each "
+        "other's memory, else NCCL's receives; receives: these everywhere.",
+        CARRIERS,
+        "auto",
+    )
+    min_dwell_ms: float = option(
+        "Least time between two changes of a GPU's clock.",
+        replace(AMOUNT, unit="ms", mistaken=(("ms", 1), ("s", 1e3))),
+        0.0,
+    )
+    gpu: str | None = option(
+        "The kind of GPU whose range of clocks is profiled, such as v100; auto: "
+        "by the name of the GPU. Without a GPU: the kind that is emulated.",
+        read_preset_name,
+        usual="auto",
+        metavar="PRESET",
+    )
+    output: Path | None = option(
+        "Folder for profile, plan, energy log, summary and what a restart reads.",
+        Path,
+        usual="'envpipe' in the folder of --save, else nothing is written",
+        metavar="DIR",
+    )
     num_microbatches: int = 1
     num_chunks: int = 1
     group_size: int | None = None
@@ -109,7 +283,7 @@ class JobOptions(GivenOptions):
     @property
     def slowdown_percent(self) -> float:
         """Return how much longer steps may last than the framework's own at the highest clocks."""
-        usual = 0.0 if self.one_clock else CLOSED_LOOP_SLOWDOWN_PERCENT
+        usual = 0.0 if self.one_clock else _CLOSED_LOOP_SLOWDOWN_PERCENT
         return usual if self.max_slowdown is None else self.max_slowdown
 
     @property
@@ -141,21 +315,6 @@ class JobOptions(GivenOptions):
             min_dwell_s=self.min_dwell_s if self.type == "optimal" else 0.0,
             objective=self.goal,
         )
-
-    def why_whole_at(self, level: Level, of_model: str) -> str:
-        """Return why backwards are whole at a level, empty if they may be in two parts.
-
-        `of_model` is what the model has against parts, if anything.
-        """
-        if level is not Level.ORDER:
-            return f"its level is {level}"
-        if self.split == "off":
-            return "--envpipe-split off"
-        if self.self_check == "off":
-            return (
-                "--envpipe-self-check off leaves out what shows that splitting them changes no bit"
-            )
-        return of_model
 
     def only_measures(self, *own_orders: str) -> bool:
         """True if the job keeps the framework's order at the highest clocks, or at what there is.
@@ -231,3 +390,7 @@ class JobOptions(GivenOptions):
             return "the plan's order, and clocks stay as they are"
         instead = "" if asked.changes_only_order else f" in place of least {asked.goal.goal}"
         return f"the shortest order{instead}, and clocks stay as they are"
+
+
+#: Of what users give, by the name of the field.
+OPTIONS: Mapping[str, Option] = options_in(JobOptions)

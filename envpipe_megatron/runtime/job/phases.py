@@ -55,10 +55,9 @@ from envpipe_megatron.tuning.controller import Controller
 from envpipe_megatron.tuning.judge import WINDOW
 from envpipe_megatron.tuning.measured.store import Store
 from envpipe_megatron.tuning.one_clock import ONE_CLOCK_STEP, OneClock
-from envpipe_megatron.tuning.planner import Limits, Planner, planned_beside
-from envpipe_megatron.tuning.probes.sweep import measured_profile, sweep_probe
-from envpipe_megatron.tuning.reconfigure import reconfigured
+from envpipe_megatron.tuning.planner import Limits, Planner
 from envpipe_megatron.tuning.shortest import ShortestOrder
+from envpipe_megatron.tuning.sweep import measured_profile, planned_beside, reconfigured
 
 _DRY_RUN = "profile: a dry run changes no clock, so energies and plan show only the loop"
 #: Iterations after which a closed loop that failed is begun anew; twice as many each time.
@@ -308,8 +307,7 @@ def _profile(
         job.memory.learn(schedule, job.specs)
         measured = yield from try_parts(job, measured)
     store = Store(measured, swept, _facts(job, records))
-    looks = sweep_probe(measured, store, job.options.steps_at_clock)
-    begin = partial(measured_profile, store, looks)
+    begin = partial(measured_profile, store, job.options.steps_at_clock)
     if not records or measured is not schedule:
         records = yield from iterations(constant_order(Phase.PROFILE, measured, swept[0]))
     profile = yield from run_commands(job, measured, swept, records, begin)

@@ -50,7 +50,7 @@ from envpipe_megatron.formats.energy import append_line
 from envpipe_megatron.formats.steps import BaselineEnergy, StepEnergy
 from envpipe_megatron.gpu.base import Gpu, GpuError
 from envpipe_megatron.runtime.channel.collectives import Collectives
-from envpipe_megatron.runtime.job.options import PROFILE_FILE, JobOptions, plan_file
+from envpipe_megatron.runtime.job.options import PROFILE_FILE, JobOptions
 from envpipe_megatron.runtime.writer import Writer
 
 logger = logging.getLogger(__name__)
@@ -65,6 +65,11 @@ _KEPT = re.compile(r"profile\.(csv|json)|job\.json|plan(-m\d+)?\.json")
 _OWN_LOCK_LOOKS, _LOOK_S = 190, 0.5
 #: Facts of JSON's types, by the names under which the file has them.
 JobKeys: TypeAlias = Mapping[str, Mapping[str, Any]]
+
+
+def plan_file(batch: str) -> str:
+    """Name the file of a batch's plan; the batch of full size has an empty name."""
+    return f"plan-{batch}.json" if batch else "plan.json"
 
 
 @dataclass(frozen=True)

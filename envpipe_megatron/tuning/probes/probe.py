@@ -69,7 +69,7 @@ def first_probe(own: Schedule, store: Store) -> Iterator[Look]:
         )
     for make in added.values():
         return _checked(make(own, store), own, store)
-    return slack_probe(own, store, at_cost=True)
+    return slack_probe(store, at_cost=True)
 
 
 def _checked(looks: Iterator[Look], own: Schedule, store: Store) -> Iterator[Look]:
@@ -94,26 +94,25 @@ def _checked(looks: Iterator[Look], own: Schedule, store: Store) -> Iterator[Loo
         yield look
 
 
-def slack_probe(own: Schedule, store: Store, *, at_cost: bool) -> Iterator[Look]:
+def slack_probe(store: Store, *, at_cost: bool) -> Iterator[Look]:
     """Look at one clock after the other, from the highest down, by units that have time to spare.
 
     Ends below the bottom of all energy valleys, and where no time is left to look in.
 
     Args:
-        own: the order that runs.
-        store: what is known of its units.
+        store: what is known of units; looks are at its order.
         at_cost: whether units without slack are looked at too, as few as show enough.
     """
     #: How many looks were below their own valley, and below that of units with slack.
     below = below_all = 0
     for clock_mhz in probe_clocks_mhz(store.clocks_mhz.astype(int).tolist()):
         # Below its own valley, a unit without slack never pays.
-        clocks_mhz = probe(own, store, clock_mhz, at_cost=at_cost and below <= _BELOW_VALLEY)
-        count = repeats(own, store, clocks_mhz, clock_mhz)
+        clocks_mhz = probe(store, clock_mhz, at_cost=at_cost and below <= _BELOW_VALLEY)
+        count = repeats(store, clocks_mhz, clock_mhz)
         if not count:
             return
         note = f"profile: looking at {clock_mhz} MHz in {count} iteration(s)"
-        yield Look(Clocked(own, clocks_mhz), count, note)
+        yield Look(Clocked(store.schedule, clocks_mhz), count, note)
         below += store.valley_mhz(waiting=False) > clock_mhz
         below_all += store.valley_mhz(waiting=True) > clock_mhz
         if below_all > _BELOW_VALLEY:
@@ -131,14 +130,14 @@ def probe_clocks_mhz(clocks_mhz: Sequence[int], step: float = 0.1) -> list[int]:
     return list(dict.fromkeys([*nearest, rising[0]]))
 
 
-def probe(schedule: Schedule, store: Store, clock_mhz: int, *, at_cost: bool) -> IntArray:
+def probe(store: Store, clock_mhz: int, *, at_cost: bool) -> IntArray:
     """Return clocks of an iteration that looks at one clock, [num_stages, units_per_stage].
 
     All units are at the highest clock or at this one. Times at this one are those that are known;
     where none is, all of a unit's time is taken to follow the clock, which no unit exceeds.
     Without `at_cost`, only units with slack are slowed.
     """
-    top_mhz = int(store.clocks_mhz[-1])
+    schedule, top_mhz = store.schedule, int(store.clocks_mhz[-1])
     keys = store.keys(schedule)
     frequency = np.full(keys.shape, top_mhz, dtype=np.int64)
     own_s = store.durations_s(schedule, frequency)
@@ -175,9 +174,9 @@ def lifted(schedule: Schedule, frequency_mhz: IntArray, store: Store) -> IntArra
     return schedule.pair_clocks(clocks)
 
 
-def repeats(schedule: Schedule, store: Store, clocked: IntArray, clock_mhz: int) -> int:
+def repeats(store: Store, clocked: IntArray, clock_mhz: int) -> int:
     """Return how many iterations at a probe's clocks see what they look at for long enough."""
-    keys, times_s = store.keys(schedule), store.durations_s(schedule, clocked)
+    keys, times_s = store.keys(store.schedule), store.durations_s(store.schedule, clocked)
     there = clocked == clock_mhz
     looked_at = np.unique(keys[there & (keys >= 0)])
     seen_s = [float(times_s[there & (keys == key)].sum()) for key in looked_at]

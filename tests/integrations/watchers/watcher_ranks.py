@@ -34,8 +34,7 @@ from envpipe_megatron.core.orders import builders
 from envpipe_megatron.formats.energy import Phase
 from envpipe_megatron.gpu.emulated.emulated_gpu import EmulatedGpu
 from envpipe_megatron.integrations.hooking import between_steps
-from envpipe_megatron.runtime.job.given import Level
-from envpipe_megatron.runtime.job.options import JobOptions
+from envpipe_megatron.runtime.job.options import JobOptions, Level
 
 STAGES, MICROBATCHES = 3, 3
 TIMES_S = {Kind.FORWARD: 0.02, Kind.BACKWARD: 0.04}

@@ -83,7 +83,7 @@ def test_a_rank_that_starts_again_goes_on_where_the_bill_ended(nodes):
         assert agent.wait_until_none_is_connected(LONG_S)
         gpu.advance_to(gpu.time_s() + 1.0)
     agent.finish(0, 0.0)
-    assert len(agent.ledgers()) == 1
+    assert len(agent.gpus.ledgers()) == 1
     assert bill(agent).total().energy_j == pytest.approx(nodes.counted_j(gpu), rel=1e-12)
     ranks = [line["rank"] for line in lines(agent) if line.get("phase") == "steady"]
     assert ranks == [0, 1, 2]
@@ -125,7 +125,7 @@ def test_what_a_rank_says_before_hello_is_not_taken(nodes, caplog):
     assert rank.is_hung_up()
     assert agent.wait_until_none_is_connected(LONG_S)
     assert kinds(agent) == ["begun"]
-    assert agent.ledgers() == []
+    assert agent.gpus.ledgers() == []
 
 
 @pytest.mark.parametrize("bad", [{"gpu_uid": "/nowhere#0"}, {"rank": [1]}, {"gpu": 5}])
@@ -149,7 +149,7 @@ def test_another_user_is_not_served(nodes, monkeypatch):
         send(rank.connection, rank.hello())
     with contextlib.suppress(ConnectionError):  # what was sent is not read
         assert rank.is_hung_up()
-    assert agent.ledgers() == []
+    assert agent.gpus.ledgers() == []
 
 
 def test_a_rank_that_talks_without_end_holds_up_no_other(nodes, monkeypatch):
@@ -268,7 +268,7 @@ def test_a_driver_that_hangs_holds_no_end_up(nodes, monkeypatch):
     agent, gpu = nodes.agent(), nodes.gpu()
     rank = nodes.rank(agent, gpu).say_hello()
     goes_on = threading.Event()
-    (ledger,) = agent.ledgers()
+    (ledger,) = agent.gpus.ledgers()
     monkeypatch.setattr(ledger.gpu, "read_energy", lambda: goes_on.wait(LONG_S))
     rank.train(0)
     rank.bye()
@@ -361,7 +361,7 @@ def test_the_agent_of_rank_0_gets_the_jobs_bill(nodes):
     until(lambda: a.bill.snapshot().total().energy_j > 0)
     assert b.finish(0, LONG_S) == []
     assert a.finish(0, LONG_S) == []
-    assert (b.bill, b.why_incomplete, a.why_incomplete) == (None, "", "")
+    assert (b.bill, b.uplink.why_unknown(), a.uplink.why_unknown()) == (None, "", "")
     assert a.bill is not None
     assert a.bill.total() == bill(a, b).total()
     counted_j = nodes.counted_j(*(rank.gpu for rank in ranks))
@@ -380,9 +380,9 @@ def test_a_node_that_does_not_end_is_named_and_the_bill_that_is_shown_stays(node
     ranks[1].train(0)
     ranks[1].bye()
     b.finish(0, 0.05)
-    assert b.why_incomplete
+    assert b.uplink.why_unknown()
     assert kinds(b)[-1] == "ended"
-    assert b.ledgers()[0].energy_j == pytest.approx(nodes.counted_j(ranks[1].gpu), rel=1e-12)
+    assert b.gpus.ledgers()[0].energy_j == pytest.approx(nodes.counted_j(ranks[1].gpu), rel=1e-12)
     assert a.bill.total() == shown
 
 

@@ -51,7 +51,7 @@ class Scraped:
         self._last = last
         self.ledgers: list[GpuLedger] = []
         self.agent: Any = SimpleNamespace(
-            ledgers=lambda: self.ledgers,
+            gpus=SimpleNamespace(ledgers=lambda: self.ledgers),
             connected=lambda: ["rank 0", "rank 1"],
             log=SimpleNamespace(node='n"0\\'),
             control=None,

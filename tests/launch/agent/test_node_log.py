@@ -30,7 +30,7 @@ def test_a_log_that_loses_its_name_loses_no_line(tmp_path, how):
     if how == "its folder deleted":
         log.path.parent.rmdir()
     log.append(window(0, 1))
-    log.end(0)
+    log.note("ended", exit_code=0)
     whole = log.read(0, 1 << 16)
     assert whole.startswith(before)
     assert [json.loads(line).get("note") for line in whole.splitlines()] == [
@@ -49,7 +49,7 @@ def test_starts_that_end_alike_are_told_apart(tmp_path):
     for _ in range(3):
         log = NodeLog(tmp_path, "n0")
         log.note("job", facts={"num_gpus": 1})
-        log.end(0)
+        log.note("ended", exit_code=0)
         log.close()
     logs = read_energy_logs([log.path])
     assert logs.repeated == 0

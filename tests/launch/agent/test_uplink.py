@@ -21,7 +21,7 @@ from collecting_nodes import (
 )
 
 from envpipe_megatron.formats.bill import Bill
-from envpipe_megatron.formats.energy import read_energy_logs
+from envpipe_megatron.formats.energy import ENDED, read_energy_logs
 from envpipe_megatron.launch.agent import collector as collector_module
 from envpipe_megatron.launch.agent.collector import Collector
 
@@ -94,7 +94,7 @@ async def test_a_network_that_is_cut_anywhere_loses_nothing_and_repeats_nothing(
                 agent.append(i)
             await asyncio.sleep(0.001)  # where cuts come between
         for agent in nodes:
-            agent.log.end(0)
+            agent.log.note(ENDED, exit_code=0)
         for agent in nodes:
             await agent.is_known()
         assert await holds(ended(collector), SHORT_S)
@@ -109,7 +109,7 @@ async def test_a_start_sends_what_is_new_and_sums_of_what_was_before(tmp_path, m
     async with agents(tmp_path, "a", gpus=8) as (agent,):
         agent.append(0, 300)
         agent.log.note("job", facts={"num_gpus": 8})
-        agent.log.end(1)
+        agent.log.note(ENDED, exit_code=1)
         with agent.log.path.open("ab") as file:
             file.write(b'{"format": "envpipe-ener\n{"torn')
     before, sent = agent.log.path.stat().st_size, []

@@ -11,10 +11,8 @@ from pathlib import Path
 import pytest
 from launch_helpers import run, run_badly, run_well
 
-import envpipe_megatron.launch.node as node
 from envpipe_megatron.cli.jobs.launch import launch
-from envpipe_megatron.launch.node import NodeSettings
-from envpipe_megatron.launch.torchrun import TORCHRUN
+from envpipe_megatron.launch.node import TORCHRUN, NodeSettings
 
 # `envpipe_megatron.cli` has the command under the name of its module.
 launch_module = sys.modules["envpipe_megatron.cli.jobs.launch"]
@@ -36,7 +34,7 @@ def started(monkeypatch, tmp_path):
         calls.append([nodes, stop_grace_s])
         return 0
 
-    monkeypatch.setattr(node, "run_node", run_node)
+    monkeypatch.setattr(launch_module, "run_node", run_node)
     monkeypatch.setattr(launch_module, "run_nodes", run_nodes)
     return calls
 
@@ -74,7 +72,7 @@ def test_settings_by_default(started, monkeypatch):
 
 
 def test_the_exit_status_is_the_nodes(monkeypatch):
-    monkeypatch.setattr(node, "run_node", lambda arguments, settings: 17)
+    monkeypatch.setattr(launch_module, "run_node", lambda arguments, settings: 17)
     assert run("train.py").exit_code == 17
 
 
@@ -88,7 +86,7 @@ def test_torchruns_empty_variables_do_not_reach_it(monkeypatch):
         reached.extend(name for name in os.environ if name.startswith("PET_"))
         return 0
 
-    monkeypatch.setattr(node, "run_node", run_node)
+    monkeypatch.setattr(launch_module, "run_node", run_node)
     run_well("train.py")
     assert reached == ["PET_MAX_RESTARTS"]
 
@@ -213,7 +211,7 @@ def test_torchrun_gets_the_scripts_arguments_untouched(monkeypatch, tmp_path):
         "Path(__file__).with_name(os.environ['RANK']).write_text(json.dumps(facts))\n"
     )
     monkeypatch.setattr(
-        node,
+        launch_module,
         "run_node",
         lambda arguments, settings: (
             subprocess.run([*TORCHRUN, *arguments], timeout=120, check=False).returncode

@@ -13,9 +13,13 @@ from scipy.optimize import OptimizeResult
 
 from envpipe_megatron.core.conditions import Conditions
 from envpipe_megatron.core.orders import builders
-from envpipe_megatron.policies.optimal.certificate import Prices, energy_lower_bound_j
 from envpipe_megatron.policies.optimal.choices import make_choices
-from envpipe_megatron.policies.optimal.linear_program import DurationProgram, LinearProgramError
+from envpipe_megatron.policies.optimal.linear_program import (
+    DurationProgram,
+    LinearProgramError,
+    Prices,
+    energy_lower_bound_j,
+)
 from envpipe_megatron.policies.orders import any_order
 from envpipe_megatron.policies.orders.any_order import any_order as bound_all_orders
 

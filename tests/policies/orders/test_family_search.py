@@ -46,7 +46,9 @@ def test_families_are_those_that_the_profile_can_price(chunks, split, names):
     profile = uniform_profile(4, CURVE)
     if split:
         profile = profile.with_split_backwards(SplitBackward())
-    problem = Problem(8, profile.for_chunks(chunks), Conditions((0.0,) * 4), "auto")
+    conditions = Conditions((0.0,) * 4)
+    profile = profile.for_chunks(chunks)
+    problem = Problem(8, "auto", num_chunks=chunks, profile=profile, conditions=conditions)
     every = families(problem)
     assert [f.name for f in every] == names
     looped = [f for f in every if f.placement is Placement.LOOPED]
@@ -62,7 +64,8 @@ def test_chunks_with_rows_of_their_own_stay_where_they_were_measured():
         for chunk in range(2)
     ]
     profile = make_profile(rows, source="measured", listed_chunks=2)
-    problem = Problem(4, profile, Conditions((0.0, 0.0)), "auto")
+    conditions = Conditions((0.0, 0.0))
+    problem = Problem(4, "auto", num_chunks=2, profile=profile, conditions=conditions)
     assert [f.name for f in families(problem)] == ["interleaved"]
 
 

@@ -39,7 +39,8 @@ def one_f_one_b_s(job):
 
 
 def problem_of(job, **limits):
-    return Problem(job.num_microbatches, job.profile, job.conditions, "auto", **limits)
+    around = {"profile": job.profile, "conditions": job.conditions}
+    return Problem(job.num_microbatches, "auto", **around, **limits)
 
 
 def search_of(job, factor=1.0, **limits):

@@ -20,9 +20,8 @@ from envpipe_megatron.formats.energy import read_energy_logs
 from envpipe_megatron.formats.wishes import NO_WISHES, Wishes
 from envpipe_megatron.policies.objective import Goal
 from envpipe_megatron.runtime.job import parts
-from envpipe_megatron.runtime.job.given import Level
 from envpipe_megatron.runtime.job.iterations import Switch
-from envpipe_megatron.runtime.job.options import JobOptions
+from envpipe_megatron.runtime.job.options import JobOptions, Level
 from envpipe_megatron.runtime.job.parts import ControlFile, SessionState
 
 pytestmark = pytest.mark.xdist_group("pipeline")

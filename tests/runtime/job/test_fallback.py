@@ -49,7 +49,7 @@ def check_own_order(told, text):
                 Fault("runtime.memory.peak.peaks_bytes", victim=None),
                 on_request("PIPELINE"),
             ),
-            (Fault("tuning.reconfigure.step", call=2), on_request("PIPELINE")),
+            (Fault("tuning.sweep.step", call=2), on_request("PIPELINE")),
         )
     ],
 )

@@ -16,9 +16,8 @@ from envpipe_megatron.gpu.presets import load_preset, sweep_range
 from envpipe_megatron.runtime.channel.collectives import DegradedError
 from envpipe_megatron.runtime.execution.orders import IterationOrder
 from envpipe_megatron.runtime.job import phases
-from envpipe_megatron.runtime.job.given import Level
 from envpipe_megatron.runtime.job.measuring import known_profile
-from envpipe_megatron.runtime.job.options import JobOptions
+from envpipe_megatron.runtime.job.options import JobOptions, Level
 from envpipe_megatron.runtime.job.phases import run_phases
 from envpipe_megatron.runtime.memory.peak import MemoryFullError, Watch
 

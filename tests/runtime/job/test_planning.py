@@ -44,7 +44,7 @@ from envpipe_megatron.runtime.job.planning import (
 from envpipe_megatron.runtime.job.restarts import StoredJob
 from envpipe_megatron.runtime.memory.peak import MemoryFullError
 from envpipe_megatron.runtime.memory.stage import with_memory
-from envpipe_megatron.tuning import planner
+from envpipe_megatron.tuning import sweep
 
 
 def test_what_a_plan_is_to_save():
@@ -157,7 +157,7 @@ def test_the_first_iteration_of_a_warm_up_tells_nothing(monkeypatch, tmp_path):
         if len(looked) == 2:
             raise DegradedError("Of a test")
         yield from ()
-        return planner.planned(*plan_online(job, profile_of()))
+        return sweep.planned(*plan_online(job, profile_of()))
 
     monkeypatch.setattr(phases, "run_commands", run_commands)
     job: Any = Starting(tmp_path / "none", asked={"type": "envelope", "reconfigure": "balanced"})
@@ -270,7 +270,7 @@ def test_the_more_splitting_costs_the_fewer_backwards_are_split(tmp_path, overhe
     """As where tensor parallel messages hide under the weight's product of a whole backward."""
     profile = profile_of().with_split_backwards(SplitBackward(0.5, overhead))
     job: Any = Starting(tmp_path / "none", asked={}, num_microbatches=8, splits=True)
-    order = planner.planned(*plan_online(job, profile))[0].schedule
+    order = sweep.planned(*plan_online(job, profile))[0].schedule
     parts = sum(
         own.kind is Kind.INPUT_GRADIENT and not own.combined for of in order.stages for own in of
     )
@@ -281,9 +281,9 @@ def test_the_more_splitting_costs_the_fewer_backwards_are_split(tmp_path, overhe
 def test_an_order_by_name_that_turned_out_not_to_split_is_the_frameworks(tmp_path):
     job: Any = Starting(tmp_path / "none", asked={"scheduling": "zb-h1"}, splits=True)
     profile = replace(profile_of().with_split_backwards(ASSUMED), assumed=None)
-    assert planner.planned(*plan_online(job, profile))[0].schedule.name == "zb-h1"
+    assert sweep.planned(*plan_online(job, profile))[0].schedule.name == "zb-h1"
     job.state.whole = "its self-check failed"
-    plan, _ = planner.planned(*plan_online(job, profile))
+    plan, _ = sweep.planned(*plan_online(job, profile))
     assert (plan.schedule.name, plan.policy) == ("1f1b", "optimal")
 
 
@@ -336,7 +336,7 @@ def test_a_profile_that_a_job_cannot_use_is_refused_before_its_first_iteration(b
 @pytest.mark.parametrize(
     "part",
     [
-        (planner, "planned"),
+        (sweep, "planned"),
         (planning, "known_conditions"),
         (planning, "make_problem"),
         (phases, "check_plan"),
@@ -454,15 +454,15 @@ def test_a_plan_is_made_of_all_that_is_known_of_the_job(monkeypatch, tmp_path, l
     problem, notes = plan_online(job, profile)
     assert problem == Problem(
         7,
-        with_memory(profile, known),
+        "envpipe",
+        "envelope",
+        profile=with_memory(profile, known),
         conditions=known_conditions(profile),
-        order="envpipe",
-        policy="envelope",
         max_in_flight=limit or (3, 3),
         channel_capacity=1,
         runnable=True,
     )
     assert notes == (("Memory holds at most 2, 1 microbatches in flight.",) if limit else ())
-    plan, told = planner.planned(problem, notes)
+    plan, told = sweep.planned(problem, notes)
     assert plan.policy == "envelope"
     assert set(notes) <= set(told)

@@ -31,8 +31,7 @@ from envpipe_megatron.formats.energy import read_energy_logs
 from envpipe_megatron.formats.steps import BaselineEnergy
 from envpipe_megatron.gpu.base import GpuError
 from envpipe_megatron.runtime.job import restarts
-from envpipe_megatron.runtime.job.given import Level
-from envpipe_megatron.runtime.job.options import JobOptions
+from envpipe_megatron.runtime.job.options import JobOptions, Level
 from envpipe_megatron.runtime.job.restarts import JobFolder, StoredJob, read_job
 
 pytestmark = pytest.mark.usefixtures("written_at_once")

@@ -15,9 +15,8 @@ from torch.futures import Future
 
 from envpipe_megatron.core.kinds import WHOLE, Kind, Unit
 from envpipe_megatron.core.orders.builders import one_f_one_b
-from envpipe_megatron.runtime.channel.carrier import ChannelError, Peers
+from envpipe_megatron.runtime.channel.carrier import ChannelError, Peers, TransferCarrier
 from envpipe_megatron.runtime.channel.p2p import P2PChannel
-from envpipe_megatron.runtime.channel.transfers import TransferCarrier
 
 SECOND = timedelta(seconds=1)
 FORWARDS, BACKWARDS = ([Unit(kind, number) for number in range(3)] for kind in WHOLE)

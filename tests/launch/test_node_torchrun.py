@@ -11,7 +11,7 @@ import pytest
 from envpipe_megatron import child
 from envpipe_megatron.child import Signals
 from envpipe_megatron.gpu.guard.messages import wait_readable
-from envpipe_megatron.launch import torchrun
+from envpipe_megatron.launch import node
 from envpipe_megatron.launch.options import handled_signals, read
 
 DEAF = """
@@ -79,8 +79,8 @@ def run(monkeypatch):
             return process
 
         monkeypatch.setattr(subprocess, "Popen", start)
-        monkeypatch.setattr(torchrun, "_end_marked", lambda *how: ended.append(how))
-        code = torchrun.run_torchrun([*options, "--nnodes", "1", "a.py"], {"A": "b"}, signals)
+        monkeypatch.setattr(node, "_end_marked", lambda *how: ended.append(how))
+        code = node.run_torchrun([*options, "--nnodes", "1", "a.py"], {"A": "b"}, signals)
         return code, *started, ended
 
     return run_it
@@ -146,7 +146,7 @@ def test_a_signal_that_another_thread_gets_ends_torchrun_too(run):
 
 
 def test_a_torchrun_that_does_not_end_is_killed(run, monkeypatch):
-    monkeypatch.setattr(torchrun, "_PATIENCE_S", 0.0)
+    monkeypatch.setattr(node, "_PATIENCE_S", 0.0)
 
     def interrupt():
         os.kill(os.getpid(), signal.SIGTERM)
@@ -210,7 +210,7 @@ def test_ranks_have_the_time_that_torchrun_gives_them(
 
 def test_what_outlives_a_killed_torchrun_is_told_to_end_then_killed(caplog):
     def start(mark, *command):
-        environment = {**os.environ, torchrun.TORCHRUN_MARK: mark}
+        environment = {**os.environ, node.TORCHRUN_MARK: mark}
         return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
 
     with (
@@ -220,7 +220,7 @@ def test_what_outlives_a_killed_torchrun_is_told_to_end_then_killed(caplog):
     ):
         try:
             assert deaf.stdout.readline() == "ready\n"
-            torchrun._end_marked("its own", 0.2)
+            node._end_marked("its own", 0.2)
             assert rank.wait(30) == -signal.SIGTERM
             assert deaf.wait(30) == -signal.SIGKILL
             assert stranger.poll() is None
