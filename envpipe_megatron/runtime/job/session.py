@@ -295,14 +295,10 @@ class Session:
             return
         self._running = None
         assert self._batches.now is not None
+        # Once control has ended, requests are dropped.
+        controlled = self._controlled and not (self.clock.error or self.clock.given_back)
         name = self._batches.now.name
-        self.iterations.add(
-            self.state.iteration,
-            run,
-            name,
-            # Once control has ended, requests are dropped.
-            controlled=lambda: self._controlled and not (self.clock.error or self.clock.given_back),
-        )
+        self.iterations.add(self.state.iteration, run, name, controlled=controlled)
         self._batches.unfinished = False
 
     def _units_ended(self) -> None:
