@@ -187,7 +187,7 @@ def log(iteration: int, writer: Any) -> str:
 
     Every rank calls it at the same iteration; the writer, for both, is enabled on one.
     """
-    _hooks.note("log")
+    _hooks.note("log", _hooks.needed_by)
     return _hooks.running().log(iteration, writer if writer.is_enabled() else None)
 
 

@@ -195,6 +195,11 @@ class Session:
         #: The lowest clock of any unit since `slowest_share`.
         self._lowest_mhz = self.parts.top_mhz
 
+    @property
+    def executed(self) -> list[str]:
+        """Return the units of the last iteration, in the order in which this stage ran them."""
+        return [] if self._last_run is None else self._last_run.executed
+
     def begin_step(self, iteration: int | None = None) -> None:
         """Begin a training step: `iteration` may go back after a restart; by default, one more."""
         self.close_iteration()
