@@ -18,8 +18,8 @@ from envpipe_megatron.formats.energy import Phase
 from envpipe_megatron.formats.steps import StepEnergy
 from envpipe_megatron.formats.timeline import is_recorded
 from envpipe_megatron.gpu.presets import SWEEP_STEP, load_preset, override_for, sweep_range
+from envpipe_megatron.policies.frequencies import RECONFIGURE_POLICIES
 from envpipe_megatron.policies.objective import Goal
-from envpipe_megatron.policies.reconfigure import RECONFIGURE_POLICIES
 from envpipe_megatron.runtime.channel.collectives import DegradedError, by_planner, on_every_rank
 from envpipe_megatron.runtime.execution.executor import StageRecord
 from envpipe_megatron.runtime.execution.orders import (
