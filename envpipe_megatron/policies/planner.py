@@ -9,10 +9,10 @@ import numpy as np
 from envpipe_megatron.core.plan import Plan
 from envpipe_megatron.core.profile import Profile
 from envpipe_megatron.policies.frequencies import POLICIES as RULES
+from envpipe_megatron.policies.frequencies import RECONFIGURE_POLICIES, Reconfigured, reconfigure
 from envpipe_megatron.policies.frontier import FRONTIER_GAP, plan_frontier
 from envpipe_megatron.policies.orders.auto import AutoSearch, MemoryPoint, memory_frontier
 from envpipe_megatron.policies.problem import PlannerError, Problem
-from envpipe_megatron.policies.reconfigure import RECONFIGURE_POLICIES, Reconfigured, reconfigure
 from envpipe_megatron.policies.request import PlanRequest, check_request, make_problem
 from envpipe_megatron.policies.schedules import SCHEDULES, Built, build_order
 

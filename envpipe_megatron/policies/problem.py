@@ -23,10 +23,10 @@ from envpipe_megatron.core.schedule import Schedule
 from envpipe_megatron.core.timeline import RELATIVE_TOLERANCE
 from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.policies.frequencies import POLICIES as RULES
+from envpipe_megatron.policies.frequencies import RECONFIGURE_POLICIES
 from envpipe_megatron.policies.frontier import ObjectivePlanner
 from envpipe_megatron.policies.objective import LEAST_ENERGY, Goal, Objective
 from envpipe_megatron.policies.optimal.optimizer import GOOD_GAP, Optimizer, all_maximum_s
-from envpipe_megatron.policies.reconfigure import RECONFIGURE_POLICIES
 
 POLICIES = (*RULES, "optimal")
 RECONFIGURE_NAMES = ("default", *RECONFIGURE_POLICIES)

@@ -27,15 +27,15 @@ from envpipe_megatron.core.schedule import Schedule
 from envpipe_megatron.core.timeline import critical_path
 from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.formats.energy import Phase
-from envpipe_megatron.policies.planner import solve
-from envpipe_megatron.policies.problem import Problem
-from envpipe_megatron.policies.reconfigure import (
+from envpipe_megatron.policies.frequencies import (
     Ended,
     Ladders,
     ReconfigurePolicy,
     lower,
     step,
 )
+from envpipe_megatron.policies.planner import solve
+from envpipe_megatron.policies.problem import Problem
 from envpipe_megatron.tuning.background import Background
 from envpipe_megatron.tuning.command_maker import CommandMaker
 from envpipe_megatron.tuning.commands import Clocked, Command, Run, Window

@@ -12,8 +12,7 @@ from envpipe_megatron.core.conditions import Conditions
 from envpipe_megatron.core.orders import builders
 from envpipe_megatron.core.plan import Plan
 from envpipe_megatron.core.timeline import Timeline
-from envpipe_megatron.policies.frequencies import envelope
-from envpipe_megatron.policies.reconfigure import RECONFIGURE_POLICIES, Ended
+from envpipe_megatron.policies.frequencies import RECONFIGURE_POLICIES, Ended, envelope
 from envpipe_megatron.tuning import sweep
 from envpipe_megatron.tuning.commands import Report, Window
 from envpipe_megatron.tuning.sweep import no_bubble_threshold_s, reconfigured

@@ -51,11 +51,13 @@ class Choices:
         units: the choices of each kind, for each part of the profile.
         kinds: the kinds of each part, as the profile has them.
         waiting_power_w: power of all the pipeline's GPUs, the price of waiting.
+        by_stage_w: [num_stages] the power of one waiting GPU of each.
     """
 
     units: tuple[UnitChoices, ...]
     kinds: tuple[Kind, ...]
     waiting_power_w: float
+    by_stage_w: FloatArray
 
 
 def node_keys(schedule: Schedule, choices: Choices) -> IntArray:
@@ -75,7 +77,8 @@ def make_choices(profile: Profile, waiting_power_w: FloatArray, gpus_by_stage: I
         for part in profile.parts(stage)
         for rows in part.values()
     )
-    return Choices(units, profile.kinds, float(np.dot(waiting_power_w, gpus_by_stage)))
+    all_w = float(np.dot(waiting_power_w, gpus_by_stage))
+    return Choices(units, profile.kinds, all_w, waiting_power_w)
 
 
 def _unit_choices(rows: Sequence[ProfileRow], waiting_power_w: float, gpus: int) -> UnitChoices:

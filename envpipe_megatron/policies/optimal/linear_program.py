@@ -82,7 +82,7 @@ class DurationProgram:
     """The linear program of one schedule, ready to be solved for any number of deadlines."""
 
     def __init__(self, schedule: Schedule, choices: Choices, conditions: Conditions) -> None:
-        self._schedule, self._choices, self._conditions = schedule, choices, conditions
+        self._schedule, self.choices, self._conditions = schedule, choices, conditions
         key = node_keys(schedule, choices)
         fastest_s = np.array([unit.time_s[0] for unit in choices.units])
         # Seconds and joules of any size become numbers around 1, for which tolerances are made.
@@ -168,11 +168,11 @@ class DurationProgram:
         prices.same_stage_w[self._nodes] = price_w[: len(self._nodes)]
         prices.cross_w[self._cross_nodes] = price_w[len(self._nodes) : len(problem.source)]
         bound_j = energy_lower_bound_j(
-            self._schedule, self._choices, self._conditions, deadline_s, prices
+            self._schedule, self.choices, self._conditions, deadline_s, prices
         )
         units_j = (problem.fixed_cost + float(problem.slope @ segment)) * self._cost_unit_j
-        cost_j = units_j + self._choices.waiting_power_w * end_s
-        slope_w = min(0.0, self._choices.waiting_power_w - float(prices.deadline_w.sum()))
+        cost_j = units_j + self.choices.waiting_power_w * end_s
+        slope_w = min(0.0, self.choices.waiting_power_w - float(prices.deadline_w.sum()))
         if end_s > deadline_s * (1 - _LATE):
             end_s = deadline_s
         return Relaxed(duration_s, end_s, cost_j, bound_j, prices, slope_w)
@@ -185,7 +185,7 @@ class DurationProgram:
 
         Dependencies are in this order: on the same stage, on a neighbour, on nothing.
         """
-        schedule, choices, time_unit_s = self._schedule, self._choices, self._time_unit_s
+        schedule, choices, time_unit_s = self._schedule, self.choices, self._time_unit_s
         width = schedule.units_per_stage
         node = np.arange(schedule.num_units)
         cross = schedule.cross_dependency.astype(np.int64)

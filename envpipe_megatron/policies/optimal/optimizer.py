@@ -7,7 +7,7 @@ exist, and what is left between the two is printed with every plan.
 from __future__ import annotations
 
 import contextlib
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 
@@ -43,15 +43,6 @@ _NO_DEADLINE = 1e3
 _SAME_POWER = 0.02
 
 
-@dataclass(frozen=True)
-class _Priced:
-    """The linear program for some waiting power of one GPU of each stage."""
-
-    waiting_power_w: FloatArray
-    choices: Choices
-    program: DurationProgram
-
-
 class Optimizer:
     """Optimal plans of one order, with backwards, for any number of deadlines.
 
@@ -75,28 +66,28 @@ class Optimizer:
         self.schedule, self.profile, self.conditions = schedule, profile, conditions
         self._good_gap = good_gap
         self._floor = self._priced(waiting_floor_w(profile, conditions))
-        self._at_mean: _Priced | None = None
-        self._at_worth: dict[float, _Priced] = {}
+        self._at_mean: DurationProgram | None = None
+        self._at_worth: dict[float, DurationProgram] = {}
 
     @property
     def fastest_s(self) -> float:
         """Iteration time with every unit at its fastest frequency, none of them late."""
-        return self._floor.program.fastest_iteration_s
+        return self._floor.fastest_iteration_s
 
     def cheapest_s(self, waiting_worth_w: float | None = None) -> float:
         """Return the iteration time beyond which waiting costs more than slower units save.
 
         Where waiting is worth more, as `plan` takes it, the time beyond which no unit is slower.
         """
-        priced = self._floor if waiting_worth_w is None else self._priced_at(waiting_worth_w)
-        return priced.program.solve(_NO_DEADLINE * self.fastest_s).end_s
+        priced = self._priced_at(waiting_worth_w)
+        return priced.solve(_NO_DEADLINE * self.fastest_s).end_s
 
     def relaxed(self, deadline_s: float) -> Relaxed:
         """Return the durations between the profiled ones that take the least energy.
 
         Changes of clock are free in it, and waiting takes the least power that it can.
         """
-        return self._floor.program.solve(deadline_s)
+        return self._floor.solve(deadline_s)
 
     def plan(
         self, deadline_s: float, min_dwell_s: float = 0.0, waiting_worth_w: float | None = None
@@ -112,29 +103,19 @@ class Optimizer:
         if not min_dwell_s >= 0:
             raise LinearProgramError("The dwell time (s) must be zero or more", value=min_dwell_s)
         schedule, conditions = self.schedule, self.conditions
-        deadline_s = self._floor.program.attainable(deadline_s)
-        at_floor = self._floor.program.solve(deadline_s)
+        deadline_s = self._floor.attainable(deadline_s)
+        at_floor = self._floor.solve(deadline_s)
         by_energy = waiting_worth_w is None
-        priced = self._floor if waiting_worth_w is None else self._priced_at(waiting_worth_w)
+        priced = self._priced_at(waiting_worth_w)
         if by_energy and conditions.wait_power_w is not None:
             chosen = hull_floor(schedule, priced.choices, at_floor.duration_s)
             priced = self._at_mean_power_of(self._plan(priced.choices, chosen))
-        choices, relaxed = priced.choices, priced.program.solve(deadline_s)
-        rounded = self._plan(
-            choices,
-            round_durations(
-                schedule,
-                choices,
-                conditions,
-                relaxed.end_s,
-                relaxed.duration_s,
-                relaxed.cost_j,
-                self._good_gap,
-            ),
-        )
+        choices, relaxed = priced.choices, priced.solve(deadline_s)
+        chosen = round_durations(schedule, choices, conditions, relaxed, self._good_gap)
+        rounded = self._plan(choices, chosen)
         plan: Plan | None = rounded
         if conditions.change_time_s or conditions.change_energy_j or min_dwell_s:
-            search = RunSearch(rounded, relaxed, priced.waiting_power_w, deadline_s, min_dwell_s)
+            search = RunSearch(rounded, relaxed, choices.by_stage_w, deadline_s, min_dwell_s)
             plan = search.search()
         if plan is None:
             raise LinearProgramError(
@@ -162,26 +143,31 @@ class Optimizer:
                     plan = ruled
         return plan
 
-    def _priced(self, waiting_power_w: FloatArray, *, time_costs: bool = True) -> _Priced:
+    def _priced(self, waiting_power_w: FloatArray, *, time_costs: bool = True) -> DurationProgram:
+        """Return the linear program for a waiting power of one GPU of each stage."""
         conditions = self.conditions
         choices = make_choices(self.profile, waiting_power_w, conditions.gpus_by_stage)
         if not time_costs:
             choices = replace(choices, waiting_power_w=0.0)
-        program = DurationProgram(self.schedule, choices, conditions)
-        return _Priced(waiting_power_w, choices, program)
+        return DurationProgram(self.schedule, choices, conditions)
 
-    def _priced_at(self, waiting_worth_w: float) -> _Priced:
-        """Return the program for a worth of waiting, where the iteration's time costs nothing."""
+    def _priced_at(self, waiting_worth_w: float | None) -> DurationProgram:
+        """Return the program for a worth of waiting, where the iteration's time costs nothing.
+
+        None: for the least power of waiting, and the iteration's time costs that.
+        """
+        if waiting_worth_w is None:
+            return self._floor
         if waiting_worth_w not in self._at_worth:
             worth_w = np.full(self.schedule.num_stages, waiting_worth_w)
             self._at_worth[waiting_worth_w] = self._priced(worth_w, time_costs=False)
         return self._at_worth[waiting_worth_w]
 
-    def _at_mean_power_of(self, plan: Plan) -> _Priced:
+    def _at_mean_power_of(self, plan: Plan) -> DurationProgram:
         """Return the program for the power that a plan waits at, or one at hand for nearly that."""
         mean_w = mean_waiting_power_w(plan)
         if self._at_mean is None or not np.allclose(
-            mean_w, self._at_mean.waiting_power_w, rtol=_SAME_POWER, atol=0.0
+            mean_w, self._at_mean.choices.by_stage_w, rtol=_SAME_POWER, atol=0.0
         ):
             self._at_mean = self._priced(mean_w)
         return self._at_mean

@@ -26,6 +26,7 @@ from envpipe_megatron.core.conditions import Conditions
 from envpipe_megatron.core.schedule import Schedule
 from envpipe_megatron.core.timeline import RELATIVE_TOLERANCE, LongestPath
 from envpipe_megatron.policies.optimal.choices import Choices, node_keys
+from envpipe_megatron.policies.optimal.linear_program import Relaxed
 
 #: Relaxed durations within this fraction of a unit below a profiled time count as that time.
 _SOLVER_TOLERANCE = 1e-6
@@ -44,26 +45,25 @@ def round_durations(
     schedule: Schedule,
     choices: Choices,
     conditions: Conditions,
-    deadline_s: float,
-    duration_s: FloatArray,
-    relaxed_j: float,
+    relaxed: Relaxed,
     good_gap: float,
 ) -> list[int]:
-    """Return [num_units] a choice for each node, near to relaxed durations and within the deadline.
+    """Return [num_units] a choice for each node, near to relaxed durations and no later than these.
 
-    The fastest choices must meet it. `duration_s`, [num_units], are the relaxed durations,
-    `relaxed_j` what they cost with all waiting; a plan within `good_gap` of that is not improved.
+    The fastest choices must be in time. A plan within `good_gap` of what the relaxed durations cost
+    is not improved.
     """
+    duration_s, relaxed_j = relaxed.duration_s, relaxed.cost_j
     floor = hull_floor(schedule, choices, duration_s)
 
     def begun() -> Rounding:
-        return Rounding(schedule, choices, conditions, deadline_s, floor)
+        return Rounding(schedule, choices, conditions, relaxed.end_s, floor)
 
     rounding = begun()
     rounding.carry(duration_s)
     rounding.repair()
     rounding.spend_slack()
-    waiting_j = choices.waiting_power_w * deadline_s
+    waiting_j = choices.waiting_power_w * relaxed.end_s
     enough_j = (1 + good_gap) * relaxed_j - waiting_j
     gap = _NEAR_GAP if schedule.num_units <= _SMALL_UNITS else good_gap
     if rounding.cost_j > (1 + gap) * relaxed_j - waiting_j:

@@ -21,7 +21,7 @@ from envpipe_megatron.files import read_text
 from envpipe_megatron.formats.energy import Phase
 from envpipe_megatron.formats.wishes import CONTROL_FILE, NO_WISHES, Wishes, parse_wishes
 from envpipe_megatron.gpu.base import Gpu
-from envpipe_megatron.policies.reconfigure import Ended
+from envpipe_megatron.policies.frequencies import Ended
 from envpipe_megatron.runtime.channel.carrier import StageSpecs
 from envpipe_megatron.runtime.channel.collectives import Collectives
 from envpipe_megatron.runtime.channel.p2p import P2PChannel

@@ -1,5 +1,7 @@
 """From relaxed durations to choices: each move keeps the deadline, and none is left undone."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from core_cases import B, F, profile_of
@@ -74,9 +76,9 @@ def test_a_pair_of_moves_finds_what_greedy_spending_misses():
 @given(SEEDS)
 def test_choices_are_in_time_and_no_worse_than_any_way_alone(seed):
     case = Case(seed)
-    duration_s = case.program().solve(case.deadline_s).duration_s
-    where = case.schedule, case.choices, case.conditions
-    chosen = round_durations(*where, case.deadline_s, duration_s, -np.inf, 0.0)
+    relaxed = replace(case.program().solve(case.deadline_s), end_s=case.deadline_s, cost_j=-np.inf)
+    duration_s = relaxed.duration_s
+    chosen = round_durations(case.schedule, case.choices, case.conditions, relaxed, 0.0)
     assert_in_time(case, chosen)
     floored = case.rounding(hull_floor(case.schedule, case.choices, duration_s))
     floored.repair()

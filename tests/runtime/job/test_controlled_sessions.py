@@ -19,8 +19,7 @@ from envpipe_megatron.gpu.emulated.emulated_gpu import EmulatedGpu
 from envpipe_megatron.gpu.guard.hold import hold_gpu
 from envpipe_megatron.gpu.guard.lease import list_leases
 from envpipe_megatron.gpu.presets import load_preset
-from envpipe_megatron.policies.frequencies import envelope
-from envpipe_megatron.policies.reconfigure import RECONFIGURE_POLICIES, reconfigure
+from envpipe_megatron.policies.frequencies import RECONFIGURE_POLICIES, envelope, reconfigure
 from envpipe_megatron.runtime.job.options import Level
 
 pytestmark = pytest.mark.xdist_group("pipeline")

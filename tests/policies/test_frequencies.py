@@ -1,4 +1,4 @@
-"""Reconfiguring: one step by hand, why the loop ends, and what it never does."""
+"""Clocks by rule; reconfiguring: one step by hand, why the loop ends, and what it never does."""
 
 import random
 from dataclasses import replace
@@ -12,23 +12,62 @@ from on_request import examples
 
 from envpipe_megatron.core.conditions import Conditions
 from envpipe_megatron.core.orders import builders
-from envpipe_megatron.core.plan import Plan
-from envpipe_megatron.policies import reconfigure as reconfiguring
-from envpipe_megatron.policies.frequencies import POLICIES
-from envpipe_megatron.policies.problem import order_limits
-from envpipe_megatron.policies.reconfigure import (
+from envpipe_megatron.core.plan import Plan, max_frequencies
+from envpipe_megatron.core.profile_rows import ProfileError
+from envpipe_megatron.policies import frequencies
+from envpipe_megatron.policies.frequencies import (
+    POLICIES,
     RECONFIGURE_POLICIES,
     Ended,
     Ladders,
     Step,
+    envelope,
     lower,
     reconfigure,
     step,
+    uniform,
 )
+from envpipe_megatron.policies.problem import order_limits
 
 GREEDY, BALANCED = RECONFIGURE_POLICIES["greedy"], RECONFIGURE_POLICIES["balanced"]
+#: 1500 MHz is the highest and 1400 the fastest; the valley's bottom is 1000.
+VALLEY = {1500: (1.02, 20.0), 1400: (1.0, 18.0), 1000: (1.4, 10.0), 900: (2.0, 12.0)}
 #: 1.0 s at 1200 MHz to 1.4 s at 1080, the valley's bottom.
 CURVE = {f: (1 + (1200 - f) / 300, 10 + (f - 1080) / 20) for f in (1200, 1170, 1140, 1110, 1080)}
+
+
+def test_baseline_is_the_highest_listed_even_where_it_is_not_the_fastest():
+    frequency = max_frequencies(builders.one_f_one_b(3, 4), uniform_profile(3, VALLEY))
+    assert set(frequency.ravel()) == {1500}
+
+
+def test_each_stage_and_kind_has_its_own_highest_and_optimum():
+    profile = profile_of(
+        {
+            (0, F): {1500: (1, 9), 1000: (2, 5)},
+            (0, B): {1400: (1, 9), 1000: (2, 5)},
+            (1, F): {1300: (1, 9), 800: (2, 5)},
+            (1, B): {1300: (1, 9), 1200: (1, 5), 800: (2, 9)},
+        }
+    )
+    schedule = builders.one_f_one_b(2, 2)
+    assert max_frequencies(schedule, profile).tolist() == [[1500, 1500, 1400, 1400], [1300] * 4]
+    assert uniform(schedule, profile).tolist() == [[1000] * 4, [800] * 4]
+    # (1 V) stage 1: 9 + 9 at 1300 MHz, 5 + 9 at 800.
+    assert envelope(schedule, profile).tolist() == [[1500, 1000, 1000, 1400], [1300] * 4]
+
+
+def test_envelope_of_4_by_4_by_hand():
+    frequency = envelope(builders.one_f_one_b(4, 4), uniform_profile(4, VALLEY))
+    inside = [1500, *[1000] * 6, 1500]
+    assert frequency.tolist() == [inside, inside, inside, [1500] * 8]
+
+
+@pytest.mark.parametrize("policy", [uniform, envelope])
+def test_without_a_valley_there_is_no_optimum(policy):
+    profile = profile_of({(0, F): {900: (1, 1)}, (0, B): {1000: (1, 1)}})
+    with pytest.raises(ProfileError, match="stage 0"):
+        policy(builders.one_f_one_b(1, 1), profile)
 
 
 def plan_of(schedule, profile, policy="envelope", latency_s=0.0):
@@ -235,7 +274,7 @@ def test_slack_goes_where_it_saves_most_and_a_bubble_is_left():
 
 def without_lowering(plan, policy):
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(reconfiguring, "lower", lambda *arguments: {})
+        patched.setattr(frequencies, "lower", lambda *arguments: {})
         return reconfigure(plan, policy)
 
 
@@ -277,7 +316,7 @@ def test_lowering_that_late_clocks_make_longer_is_not_kept(monkeypatch):
         called.append(frequency_mhz)
         return {node: 1080 for node in range(32) if plan.frequency_mhz.flat[node] == 1080}
 
-    monkeypatch.setattr(reconfiguring, "lower", lower_all)
+    monkeypatch.setattr(frequencies, "lower", lower_all)
     result = reconfigure(plan, GREEDY)
     assert called
     assert (result.frequency_mhz == raised.frequency_mhz).all()
