@@ -43,9 +43,9 @@ logger = logging.getLogger(__name__)
 class LeveledJob:
     """Runs a job from before its first step to after its last, for any framework.
 
-    Every rank makes one, which prints what it does, and calls its methods at the same points of the
-    program. Where a GPU cannot be read, there is no `job`: the framework trains without EnvPipe, and
-    methods do nothing.
+    Every rank makes one, which prints what it does, and calls its methods at the same points of
+    the program. Where a GPU cannot be read, there is no `job`: the framework trains without
+    EnvPipe, and methods do nothing.
 
     Args:
         options, framework, say: as for `open_job`.
