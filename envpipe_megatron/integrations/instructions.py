@@ -297,9 +297,7 @@ class InstrumentedPipeline:
         if len(set(counts.values())) > 1:  # a step has run: what was given ends nothing now
             options = replace(options, profile=None, plan=None)
         limit = Limit("units of its own", highest, "the framework keeps its order")
-        job = LeveledJob(options, self._framework, self._say, [limit])
-        job.announce()
-        return job
+        return LeveledJob(options, self._framework, self._say, [limit])
 
 
 def _recognized(letters: list[str], num_microbatches: int) -> Schedule:

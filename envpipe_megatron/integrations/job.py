@@ -23,7 +23,7 @@ from envpipe_megatron.core.sidecar import Sidecar
 from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.gpu.control import Control
 from envpipe_megatron.integrations.device import DeviceError, open_device
-from envpipe_megatron.integrations.levels import JobError, Limit, version_of, why_whole_at
+from envpipe_megatron.integrations.levels import Decision, JobError, Limit, version_of, why_whole_at
 from envpipe_megatron.policies.objective import Goal
 from envpipe_megatron.policies.orders.judged import check_own_within
 from envpipe_megatron.policies.schedules import SCHEDULES
@@ -95,15 +95,17 @@ def open_job(
     options: JobOptions,
     framework: FrameworkJob,
     say: Callable[[str], None],
-    level: Level,
+    decision: Decision,
     notes: Sequence[str],
 ) -> Session:
-    """Open this rank's GPU, channel and session; every rank calls it, at one point of the program.
+    """Open this rank's GPU, channel and session, and print what the job does.
+
+    Every rank calls it, at one point of the program.
 
     Args:
         say: prints a line, only on the planning rank.
-        level: of the job. At `uniform` it gets one clock, within the slowdown that options allow,
-            in place of what else they ask for; at `observe` nothing is changed.
+        decision: the job's level. At `uniform` it gets one clock, within the slowdown that options
+            allow, in place of what else they ask for; at `observe` nothing is changed.
         notes: for the bill, why it has this level.
 
     Raises:
@@ -113,6 +115,7 @@ def open_job(
             messages, and neither control nor a profile is required.
         EnvPipeError: no control though it is required, or another rank raised one.
     """
+    level = decision.level
     if level < Level.UNITS and (options.profile or options.plan or options.profile_only):
         raise JobError(
             "A profile is of units, and this job's level is below that",
@@ -196,7 +199,7 @@ def open_job(
             "notes": session.summary()["notes"],
         }
     )
-    session.state.about = _about(session, options, order_name, device.control)
+    session.parts.say(f"{decision}; {_about(session, options, order_name, device.control)}")
     return session
 
 

@@ -43,8 +43,9 @@ logger = logging.getLogger(__name__)
 class LeveledJob:
     """Runs a job from before its first step to after its last, for any framework.
 
-    Every rank makes one and calls its methods at the same points of the program. Where a GPU cannot
-    be read, there is no `job`: the framework trains without EnvPipe, and methods do nothing.
+    Every rank makes one, which prints what it does, and calls its methods at the same points of
+    the program. Where a GPU cannot be read, there is no `job`: the framework trains without
+    EnvPipe, and methods do nothing.
 
     Args:
         options, framework, say: as for `open_job`.
@@ -69,8 +70,7 @@ class LeveledJob:
         self._limits = *limits, *of_replicas
         self.decision = self._decide(options.level)
         self.job = self._open_job(options, of_replicas)
-        self._is_announced = self._failed = False
-        self._closed = self.job is None
+        self._closed, self._failed = self.job is None, False
         #: Begins the step that is under way, in a job that is made again; None between steps.
         self._begin_again: Callable[[], None] | None = None
         #: Gets that step's units, or the step as one, where the framework runs them.
@@ -107,18 +107,11 @@ class LeveledJob:
         if text and self.job is not None:
             self.session.parts.say(text)
 
-    def announce(self) -> None:
-        """Print what the job does."""
-        self._is_announced = True
-        if self.job is not None:
-            self.say(f"{self.decision}; {self.session.state.about}")
-
     def lower(self, found: Sequence[Limit], asked: Level | None = None) -> bool:
         """Make the job again if limits that showed by now, the same on all ranks, are below it.
 
         What options ask for beyond the new level is left out: it ends no training that has begun. A
-        step that has begun begins again, and a job that was announced says what it does now. Raises
-        JobError if the level `asked` cannot be had.
+        step that has begun begins again. Raises JobError if the level `asked` cannot be had.
         """
         self._limits = *self._limits, *found
         decision = self._decide(asked)
@@ -139,8 +132,6 @@ class LeveledJob:
         self.job = self._open_job(options, found)
         if self.job is None:
             self.close()
-        if self._is_announced:
-            self.announce()
         if self._begin_again is not None:
             self._begin_again()
         return True
@@ -273,7 +264,7 @@ class LeveledJob:
 
     def _open_job(self, options: JobOptions, found: Sequence[Limit]) -> Session | None:
         try:
-            return self._open(options, level=self.level, notes=[*map(str, found)])
+            return self._open(options, decision=self.decision, notes=[*map(str, found)])
         except WithoutEnvPipeError:
             return None
 

@@ -142,7 +142,6 @@ class EnvPipeCallback:
         self._put_back.enter_context(closing(self._training))
         self._training.in_place_of(self._framework_function)
         self._put_back.enter_context(between_steps("Megatron-Bridge", self._training))
-        self._training.announce()
 
     def on_train_step_start(self, context: Any) -> None:
         """Begin a step."""

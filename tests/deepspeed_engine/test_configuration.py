@@ -190,7 +190,6 @@ def test_what_is_set_late_leaves_all_steps_to_deepspeed(elsewhere):
     engine = an_engine(None if elsewhere else waits, _own_steps_left=0)
     engine.__class__ = EnvPipeEngine
     engine.job, made, said = begin()
-    engine.job.announce()
     made[0].session.parts.collectives.first = lambda own: elsewhere or (0, own)
     engine._check_again()
     assert [job.level for job in made] == [Level.ORDER, Level.OBSERVE]
@@ -271,7 +270,6 @@ def test_a_step_without_memory_for_messages_is_deepspeeds_and_so_are_those_after
     )
     engine: Any = object.__new__(EnvPipeEngine)
     job, made, said = begin()
-    job.announce()
     made[0].session.run_iteration = full
     given = {
         "job": job,

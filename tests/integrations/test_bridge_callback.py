@@ -174,7 +174,6 @@ def test_a_training_from_begin_to_end(loop, trainings, tmp_path):
     callback.on_train_end(context(settings))
     loop.evaluate_and_print_results(settings)  # one more, after training
     assert training.told == [
-        "announce",
         "begin_step 0",
         "end_step False",
         "begin_step 1",
@@ -205,7 +204,7 @@ def test_a_training_that_an_error_ended_is_closed_by_the_next_callback(loop, tra
     assert begin(callback, loop, config())(n=0) == "ours for Megatron {'n': 0}"
     callback.on_train_end(context(config()))
     failed.close()
-    assert trainings[0].told == ["announce", "close"]
+    assert trainings[0].told == ["close"]
     assert vars(loop) == own
 
 

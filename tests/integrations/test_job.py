@@ -33,7 +33,7 @@ from envpipe_megatron.integrations.job import (
     open_job,
 )
 from envpipe_megatron.integrations.leveled import LeveledJob, end_of_job
-from envpipe_megatron.integrations.levels import JobError, Level, why_whole_at
+from envpipe_megatron.integrations.levels import JobError, Level, decide, why_whole_at
 from envpipe_megatron.launch.bill import Tariff, bill_facts, bill_lines
 from envpipe_megatron.runtime.job.options import JobOptions
 
@@ -275,7 +275,7 @@ def test_ranks_that_cannot_be_connected_end_no_training(monkeypatch):
     framework = FrameworkJob(dist.group.WORLD, 1, runs_units=True)
     try:
         with pytest.raises(WithoutEnvPipeError, match="Too many open files"):
-            open_job(JobOptions(), framework, said.append, Level.ORDER, ())
+            open_job(JobOptions(), framework, said.append, decide([]), ())
     finally:
         dist.destroy_process_group()
     assert said == ["This job trains without EnvPipe: Too many open files"]

@@ -33,7 +33,6 @@ FILES = {"plan": Path("plan.json"), "profile": Path("profile.csv")}
 
 def test_a_limit_that_shows_makes_the_job_again_at_its_level():
     job, made, said = begin(options=given(**FILES))
-    job.announce()
     assert job.lower([DRAWS])
     first, second = made
     assert (first.level, second.level, job.level) == (Level.ORDER, Level.UNITS, Level.UNITS)
@@ -55,7 +54,7 @@ def test_what_a_level_below_units_cannot_have_ends_no_training(limit, requires, 
     asked = made[-1].options
     assert (asked.plan, asked.profile, asked.profile_only) == (None, None, False)
     assert asked.require_control is requires
-    assert said[-1].startswith("no profile is used or written")
+    assert said[-2].startswith("no profile is used or written")
     monkeypatch.setattr(leveled, "end_of_job", lambda *_: ["a bill"])
     with pytest.raises(JobError, match="before every stage was profiled"):
         job.end()
@@ -91,9 +90,9 @@ def test_a_job_whose_gpu_is_gone_trains_without_envpipe():
     job.options = replace(job.options, gpu_control="none")
     assert job.lower([DRAWS])
     assert (job.job, made[0].closed) == (None, True)
-    for call in (job.announce, job.begin_step, job.end_step, job.pause):
+    for call in (job.begin_step, job.end_step, job.pause):
         call()
-    assert (job.phase, job.report().line(), said) == ("framework", "", [])
+    assert (job.phase, job.report().line(), said) == ("framework", "", ["level order; active"])
     assert not job.lower([GRAPHS])
     job.end()
 

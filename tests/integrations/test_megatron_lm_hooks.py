@@ -116,7 +116,7 @@ def test_what_lies_between_steps_pauses_and_what_follows_training_does_not(hooks
     told, schedules = job.session.told, SimpleNamespace(envpipe_hook=None)
     loop = SimpleNamespace(evaluate=lambda: told.append("evaluate"))
     training, state = hooks._hooks.job, fresh_hooks(hooks, monkeypatch)
-    state.options, training.announce = SimpleNamespace(), lambda: None
+    state.options = SimpleNamespace()
     monkeypatch.setattr(hooks, "Training", lambda *arguments: training)
     monkeypatch.setattr(hooks, "by_stage", lambda args: None)
     monkeypatch.setattr(hooks.parallel_state, "get_pipeline_model_parallel_group", lambda: None)
@@ -414,7 +414,6 @@ def test_a_job_that_trains_without_envpipe(hooks, monkeypatch, caplog, later):
         in_its_place = replaced(schedules, envpipe_hook=training.in_place_of)
         state.while_training.enter_context(in_its_place)
         training._why_lower = "too little of a test"
-        training._args = SimpleNamespace(train_iters=None)
     else:
         hooks.begin_training(SimpleNamespace(log_energy=True), [gpt()])
     hooks.begin_step(0)
@@ -443,7 +442,9 @@ def test_a_batch_that_no_pipeline_of_chunks_runs_is_measured(hooks, monkeypatch)
         microbatch_group_size_per_vp_stage=4,
         overlap_moe_expert_parallel_comm=False,
     )
-    args = argparse.Namespace(pipeline_model_parallel_size=4, perform_rl_step=True)
+    args = argparse.Namespace(
+        pipeline_model_parallel_size=4, perform_rl_step=True, train_iters=None
+    )
     monkeypatch.setattr(training, "get_model_config", lambda chunk: config)
     monkeypatch.setattr(training, "num_microbatches_of", lambda args: 5)
     monkeypatch.setattr(training, "limits_of", lambda model: [])

@@ -250,7 +250,6 @@ def test_a_step_without_memory_for_messages_is_megatrons_and_the_level_falls():
         raise MemoryFullError("too little of a test")
 
     training, made, said = begin(Training)
-    training._args = SimpleNamespace(train_iters=None)
     # Where the GPU cannot be read by then, all later steps are Megatron's as well.
     training.options = replace(training.options, gpu_control="none")
     stand_in = {"end_step": lambda own, skipped: None, "__call__": full}
@@ -261,7 +260,7 @@ def test_a_step_without_memory_for_messages_is_megatrons_and_the_level_falls():
         training.end_step(skipped=False)
     assert training.level is Level.UNITS
     assert str(training.decision).endswith("this job (too little of a test)")
-    assert (len(made), said, training.job) == (1, [], None)
+    assert (len(made), said, training.job) == (1, ["level order; active"], None)
     assert training._forward_backward(model="n") == {"model": "n"}
     assert training.in_place_of(dict)(model="n") == {"model": "n"}
 

@@ -148,7 +148,6 @@ def begin(
         )
     job = LeveledJob(options, _framework_job(engine, config, sequence_length), say_line)
     if job.job is not None:
-        job.announce()
         engine.__class__ = EnvPipeEngine  # nothing else of DeepSpeed is touched
         engine.take_job(job, prints=prints)
     return job

@@ -18,7 +18,7 @@ from __future__ import annotations
 import inspect
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -28,6 +28,7 @@ import torch.distributed as dist
 from megatron.core.tensor_parallel import layers
 from megatron.core.utils import get_model_config
 
+from envpipe_megatron.integrations.hooking import replaced
 from envpipe_megatron.integrations.megatron.limits import keeps_whole
 
 Gradients = Sequence[torch.Tensor | None]
@@ -67,19 +68,13 @@ def _puts_off() -> bool:
     return _Under.into is not None and _stream() == _Under.stream
 
 
-@contextmanager
-def first_part(into: list[PutOff]) -> Iterator[None]:
+def first_part(into: list[PutOff]) -> AbstractContextManager[None]:
     """Within, backwards put weight gradients off to a list.
 
     The forward of such a backward is run within, too: Transformer Engine's layers look there
     whether the backward will.
     """
-    before = _Under.into, _Under.stream
-    _Under.into, _Under.stream = into, _stream()
-    try:
-        yield
-    finally:
-        _Under.into, _Under.stream = before
+    return replaced(_Under, into=into, stream=_stream())
 
 
 def second_part(waiting: list[PutOff]) -> None:

@@ -108,12 +108,7 @@ class Training(LeveledJob):
             capacity = self.session.parts.channel.capacity  # the same on all ranks
             if why := against_order(self.decision, self._order_of(self._microbatches), capacity):
                 self._lower_order(why, options.level)
-
-    def announce(self) -> None:
-        """Print what the job does."""
-        super().announce()
-        steps = self._args.train_iters
-        if steps is not None and steps <= self.options.baseline_steps:
+        if args.train_iters is not None and args.train_iters <= options.baseline_steps:
             self.say("training ends within its baseline steps, so nothing will be planned")
 
     def in_place_of(self, framework_function: Callable[..., Any]) -> Callable[..., Any]:

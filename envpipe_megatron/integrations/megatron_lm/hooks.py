@@ -92,7 +92,6 @@ def begin_training(args: argparse.Namespace, model: Sequence[Any]) -> None:
 
     _hooks.while_training.enter_context(replaced(_hooked_schedules(), envpipe_hook=hook))
     _hooks.while_training.enter_context(between_steps("Megatron-LM", training))
-    training.announce()
 
 
 def begin_step(iteration: int) -> None:

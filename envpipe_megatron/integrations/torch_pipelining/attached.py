@@ -119,7 +119,6 @@ class AttachedPipeline(LeveledJob):
             say,
             limits_of_ranks(limits_of(schedule, own, why_not, self._stages)),
         )
-        self.announce()
         self._units = Units(self._stages, split=self._own is not None and self._own.split)
         self._units.report_losses_of(schedule)
         self._why_whole = "--envpipe-split off" if options.split == "off" else ""

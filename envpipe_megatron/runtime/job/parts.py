@@ -108,8 +108,6 @@ class SessionState:
     reconfigure_steps: int = 0
     reconfigure_ended: Ended | None = None
     notes: tuple[str, ...] = ()
-    #: What the job does, in a line.
-    about: str = ""
     #: Why backwards are not split from now on, though the job's may be; empty for no reason.
     whole: str = ""
     #: What an operator asks for, the same on every rank.

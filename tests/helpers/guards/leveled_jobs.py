@@ -17,17 +17,19 @@ from envpipe_megatron.runtime.job.options import JobOptions
 
 
 class FakeJob:
-    """Notes at what level its session was opened, and what of it was closed."""
+    """Notes at what level its session was opened, says so, and what of it was closed."""
 
-    def __init__(self, options: JobOptions, *, level: Any, notes: Any, say: Any, **_: Any) -> None:
+    def __init__(
+        self, options: JobOptions, *, decision: Any, notes: Any, say: Any, **_: Any
+    ) -> None:
         if options.gpu_control == "none":
             raise WithoutEnvPipeError("NVML is not there")
-        self.options, self.level = options, level
+        self.options, self.level = options, decision.level
         self.closed = False
         state = SimpleNamespace(notes=tuple(notes), profile=None, phase=Phase.WARMUP)
-        state.about = "active"
         self.session: Any = Mock(state=state)
         self.session.parts.say = say
+        say(f"{decision}; active")
         self.session.parts.channel.close = self._close
 
     def _close(self) -> None:
