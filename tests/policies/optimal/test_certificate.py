@@ -18,22 +18,11 @@ from envpipe_megatron.policies.optimal.linear_program import (
     DurationProgram,
     LinearProgramError,
     Prices,
-    energy_lower_bound_j,
 )
 from envpipe_megatron.policies.orders import any_order
 from envpipe_megatron.policies.orders.any_order import any_order as bound_all_orders
 
 SEEDS = st.integers(0, 2**32)
-
-
-def bound_j(case, prices, deadline_s=None):
-    return energy_lower_bound_j(
-        case.schedule,
-        case.choices,
-        case.conditions,
-        deadline_s or case.deadline_s,
-        prices,
-    )
 
 
 def garbage(case, scale_w):
@@ -52,13 +41,14 @@ def garbage(case, scale_w):
 def test_any_duals_give_a_bound(seed):
     """Below the relaxed optimum, for all builders' orders and chunks, and at any scale."""
     case = Case(seed)
-    optimum_j = case.program().solve(case.deadline_s).cost_j
+    program = case.program()
+    optimum_j = program.solve(case.deadline_s).cost_j
     steepest_w = max(
         float(np.max(-np.diff(cost_j) / np.diff(time_s), initial=1.0))
         for time_s, cost_j in case.hulls
     )
     for scale in (0.0, 0.1, 1.0, 30.0):
-        bound = bound_j(case, garbage(case, scale * steepest_w))
+        bound = program.lower_bound_j(case.deadline_s, garbage(case, scale * steepest_w))
         assert bound <= optimum_j + 1e-7 * abs(optimum_j)
 
 
