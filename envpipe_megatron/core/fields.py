@@ -140,7 +140,7 @@ class Option:
         """The words that it may be; none where it is a number, a text or a switch."""
         return tuple(self.read) if isinstance(self.read, tuple | Mapping) else ()
 
-    def of(self, given: object) -> Any:
+    def value_of(self, given: object) -> Any:
         """Make the field of a text, a number, a list or True; a ValueError says what it must be."""
         text = ",".join(map(str, given)) if isinstance(given, list | tuple) else str(given)
         if isinstance(self.read, Number):

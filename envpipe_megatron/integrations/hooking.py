@@ -81,12 +81,12 @@ class Hooks(Generic[T]):
         #: Closed when training ends, with what was replaced for it.
         self.while_training = ExitStack()
 
-    def note(self, name: str) -> None:
-        """Note a call of this hook, of which a step has at most one.
+    def note(self, name: str, iterations: int = 1) -> None:
+        """Note a call of this hook, of which so many iterations have one at most.
 
         Log, once a node, which of the needed ones no call has reached.
         """
-        self._counts[name] += 1
+        self._counts[name] += iterations
         if self._counts[name] <= self.needed_by:
             return
         missing = [name for name in self._needed if not self._counts[name]]

@@ -12,14 +12,10 @@ import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from importlib import metadata
-from typing import TYPE_CHECKING
 
 from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.runtime.job.options import JobOptions
 from envpipe_megatron.runtime.job.options import Level as Level
-
-if TYPE_CHECKING:
-    from packaging.requirements import Requirement
 
 #: From the first that was tested, below the next minor one: parts of its engine may change.
 DEEPSPEED = "deepspeed>=0.19.6,<0.20"
@@ -179,23 +175,19 @@ FREES_WHILE_TRAINING = "garbage_collection_threshold in PYTORCH_CUDA_ALLOC_CONF"
 
 def is_tested(version: str, wanted: str) -> bool:
     """Return whether a version is in DEEPSPEED or TRANSFORMERS; no prerelease of an end is."""
-    return _requirement(wanted).specifier.contains(version, prereleases=True)
+    from packaging.requirements import Requirement  # commands that ask for none start without it
+
+    return Requirement(wanted).specifier.contains(version, prereleases=True)
 
 
 def check_tested(version: str, wanted: str, instead: str = "") -> None:
     """Refuse by a JobError a version that EnvPipe was not tried with."""
     if not is_tested(version, wanted):
         raise JobError(
-            f"EnvPipe was not tried with this version of {_requirement(wanted).name}",
+            f"EnvPipe was not tried with this version of {wanted.partition('>')[0]}",
             value=version,
             remedy=f"Install {wanted}{instead}.",
         )
-
-
-def _requirement(wanted: str) -> Requirement:
-    from packaging.requirements import Requirement  # commands that ask for none start without it
-
-    return Requirement(wanted)
 
 
 def version_of(distribution: str) -> str | None:

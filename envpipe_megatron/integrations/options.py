@@ -139,7 +139,7 @@ def read_values(
         if value is None or value is False:
             continue
         try:
-            values[name] = option.of(value)
+            values[name] = option.value_of(value)
         except ValueError as error:
             raise OptionError(f"{named(name)} is {error}", value=value) from None
     return values

@@ -18,6 +18,7 @@ from numpy.typing import ArrayLike
 from envpipe_megatron.core.arrays import FloatArray, IntArray
 from envpipe_megatron.core.plan import Plan
 from envpipe_megatron.core.schedule import Schedule
+from envpipe_megatron.core.timeline import Timeline
 from envpipe_megatron.formats.energy import Phase
 from envpipe_megatron.formats.wishes import NO_WISHES, Wishes
 from envpipe_megatron.tuning.measured.powers import Sums
@@ -53,6 +54,25 @@ class Clocked:
     schedule: Schedule
     frequency_mhz: IntArray
     parking: Parking | None = None
+
+    def asked_s(self, timeline: Timeline, *, fresh: bool) -> FloatArray:
+        """Return when units' clocks are asked for, [num_stages, units_per_stage]; -inf: before.
+
+        Args:
+            timeline: of what units take.
+            fresh: whether another order ran before.
+        """
+        frequency_mhz, parking = self.frequency_mhz, self.parking
+        changes = frequency_mhz[:, 1:] != frequency_mhz[:, :-1]
+        asked = np.full(frequency_mhz.shape, -np.inf)
+        asked[:, 1:] = np.where(changes, timeline.end_s[:, :-1], -np.inf)
+        # The first unit's clock is asked for at the end of the iteration before, or when it begins.
+        first = (frequency_mhz[:, 0] != frequency_mhz[:, -1]) | fresh
+        asked[:, 0] = np.where(first, timeline.start_s[:, 0], -np.inf)
+        if parking is not None:
+            in_wait_s = timeline.start_s - timeline.wait_s + parking.own_after_s
+            asked = np.where(parking.park_mhz, np.minimum(in_wait_s, timeline.start_s), asked)
+        return asked
 
 
 @dataclass(frozen=True)

@@ -80,6 +80,13 @@ def test_a_log_line_that_lacks_the_energy_is_told_once(job, caplog):
     assert "by iteration 4: log. Training goes on" in told
 
 
+def test_steps_that_are_not_ended_are_told_at_the_second_log_line(job, caplog):
+    for line in range(1, 4):
+        assert len(caplog.messages) == (line > 2), "once"
+        hooks.log(line * LOG_INTERVAL, writer(enabled=False))
+    assert "by iteration 4: end_step. Training goes on" in caplog.text
+
+
 def test_scalars_go_to_the_writer_that_is_enabled(job):
     written: list[Any] = []
     assert hooks.log(7, writer(enabled=False, written=written)) == " envpipe |"

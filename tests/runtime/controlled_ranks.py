@@ -186,7 +186,7 @@ def train_asked(
                     session.clock.stop(GpuError("the driver of a test"))
                 made.step()
                 phase = session.state.phase.value
-                ran.append((phase, made.gpu.requested_frequency_mhz, session.executed))
+                ran.append((phase, made.gpu.requested_frequency_mhz, session._last_run.executed))
                 if number in pauses:
                     made.evaluate()
                     leases = sum(record.live for record in list_leases()) if guarded else 0

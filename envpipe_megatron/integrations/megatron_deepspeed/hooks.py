@@ -54,7 +54,7 @@ def _configured(*path: str) -> Predicate:
 #: Feature, and whether arguments or DeepSpeed's configuration ask for it.
 REFUSED: Mapping[str, Predicate] = {
     "a level below order (--envpipe-level)": lambda args: (
-        getattr(args, "envpipe_level", None) not in (None, "auto", "order")
+        (getattr(args, "envpipe_level", None) or "auto").lower() not in ("auto", "order")
     ),
     "DeepSpeed's pipeline turned off (--no-pipeline-parallel)": on("no_pipeline_parallel"),
     "training without DeepSpeed (no --deepspeed)": lambda args: not args.deepspeed,
@@ -187,7 +187,7 @@ def log(iteration: int, writer: Any) -> str:
 
     Every rank calls it at the same iteration; the writer, for both, is enabled on one.
     """
-    _hooks.note("log")
+    _hooks.note("log", _hooks.needed_by)
     return _hooks.running().log(iteration, writer if writer.is_enabled() else None)
 
 

@@ -26,8 +26,6 @@ class IterationOrder:
     """One iteration: the schedule, the frequency of each unit of each stage, and where to park.
 
     Attributes:
-        billed_late: whether its times may be read, and billed, while the next one runs: the phase
-            looks at no bill, and seldom at what was measured.
         times_units: whether each unit is timed. Where not, an earlier iteration lends its times to
             them, if units and messages are the framework's and no thread waits for a unit's end.
         lowest_mhz: the lowest clock of any replica's unit, where replicas run several orders.
@@ -37,7 +35,6 @@ class IterationOrder:
     schedule: Schedule
     frequency_mhz: NDArray[np.int64]
     parking: Parking | None = None
-    billed_late: bool = False
     times_units: bool = True
     lowest_mhz: int | None = None
 
@@ -76,9 +73,7 @@ def whole(
     return records
 
 
-def constant_order(
-    phase: Phase, schedule: Schedule, frequency_mhz: int, *, billed_late: bool = False
-) -> IterationOrder:
+def constant_order(phase: Phase, schedule: Schedule, frequency_mhz: int) -> IterationOrder:
     """Return an order of which all units run at one frequency."""
     frequencies_mhz = np.full(schedule.is_backward.shape, frequency_mhz, dtype=np.int64)
-    return IterationOrder(phase, schedule, frequencies_mhz, billed_late=billed_late)
+    return IterationOrder(phase, schedule, frequencies_mhz)

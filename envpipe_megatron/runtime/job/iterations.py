@@ -53,7 +53,6 @@ class Batch:
     """
 
     name: str
-    num_microbatches: int
     phases: PhaseRun[None]
     order: IterationOrder
     off: IterationOrder
@@ -110,14 +109,14 @@ class Batches:
             self._described_notes = state.notes
             self._describe_job({"notes": [*self._job.folder.notes, *state.notes]})
         left = self.now
-        if left is not None and left.num_microbatches == num_microbatches:
+        if left is not None and left.off.schedule.num_microbatches == num_microbatches:
             return left.off if is_off else left.order
         if left is not None:
             state.several_sizes = True
             # A sweep that is cut short is not gone on with: later there may be a profile.
             swept = left.order.phase is Phase.PROFILE and state.profile is None
             if self._job.options.closed_loop or not swept:
-                self._waiting[left.num_microbatches] = left
+                self._waiting[left.off.schedule.num_microbatches] = left
         self.now = self._waiting.pop(num_microbatches, None)
         if self.now is None:
             name = "" if full_batch else f"m{num_microbatches}"
@@ -127,8 +126,8 @@ class Batches:
             phases = run_phases(parts)
             order = next(phases)
             off = constant_order(Phase.OFF, parts.schedule, parts.top_mhz)
-            off = replace(off, billed_late=True, times_units=False)
-            self.now = Batch(name, num_microbatches, phases, order, off)
+            off = replace(off, times_units=False)
+            self.now = Batch(name, phases, order, off)
         return self.now.off if is_off else self.now.order
 
     def _advance(self, batch: Batch, last: StageRecord) -> None:
@@ -229,8 +228,8 @@ class Iterations:
         self.catch_up()
         return self._kept
 
-    def add(self, number: int, run: StageRun, batch: str, controlled: Callable[[], bool]) -> None:
-        """Add an iteration whose units have all run; its times are read now, or later.
+    def add(self, number: int, run: StageRun, batch: str, *, controlled: bool) -> None:
+        """Add an iteration whose units have all run; its times are read while the next one runs.
 
         Args:
             number: of the iteration.
@@ -245,7 +244,7 @@ class Iterations:
             self._timed = run.order, record
         phase = phase_in_batch(run.order.phase, batch) if run.same_work else FRAMEWORK
         self._energy.add(phase, number, record, run.order.schedule.receives[self._stage])
-        clocks_mhz = run.frequencies_mhz if controlled() else None
+        clocks_mhz = run.frequencies_mhz if controlled else None
 
         def write_down() -> None:
             self._energy.catch_up()
@@ -256,8 +255,6 @@ class Iterations:
             self._kept.append((run.order.phase, record.iteration_time_s))
 
         self._late = run, write_down
-        if not run.order.billed_late:
-            self.catch_up()
 
     def catch_up(self) -> None:
         """Write the last iteration down, if that was left until its times may be read."""

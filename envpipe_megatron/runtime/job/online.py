@@ -87,7 +87,7 @@ def run_commands(
     """
     kinds, nodes_mhz = kinds or profiled_kinds(schedule), power_nodes_mhz(clocks_mhz)
     top_mhz = max(clocks_mhz)
-    order = constant_order(Phase.WARMUP, schedule, top_mhz, billed_late=True)
+    order = constant_order(Phase.WARMUP, schedule, top_mhz)
     command = Command(Phase.WARMUP, 0)
     run: Run[T] | None = None
     tries = 0

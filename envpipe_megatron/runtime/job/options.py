@@ -157,13 +157,13 @@ class JobOptions:
     baseline_steps: int = option(
         "Steps in the framework's own order at the highest clock, which savings are "
         "measured against; the first does not count.",
-        Number(True, True, least=2),
+        Number(whole=True, positive=True, least=2),
         10,
     )
     profile_steps: int = option(
         "Steps measured at each clock while profiling, at least; short ones are repeated "
         "for a second.",
-        Number(True, True, least=1),
+        Number(whole=True, positive=True, least=1),
         5,
     )
     profile: Path | None = option("A profile CSV, instead of profiling.", Path, metavar="FILE")

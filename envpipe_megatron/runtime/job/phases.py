@@ -77,7 +77,7 @@ def run_phases(job: PhaseParts) -> PhaseRun[None]:
     check_files(job)
     schedule = job.schedule
     make_room_for_messages(job, schedule)
-    at_top = constant_order(Phase.WARMUP, schedule, job.top_mhz, billed_late=True)
+    at_top = constant_order(Phase.WARMUP, schedule, job.top_mhz)
     known, usual = job.batch in job.energy.baselines, options.baseline_steps
     # Of a known one, an iteration that does not count and one that it is held against.
     for length in (2, usual) if known else (usual,):
@@ -94,7 +94,7 @@ def run_phases(job: PhaseParts) -> PhaseRun[None]:
         if options.one_clock:
             yield from _one_clock(job)
         elif options.closed_loop:
-            yield from _closed_loop(job, at_top, records[1:])
+            yield from _closed_loop(job, records[1:])
         elif options.only_measures(schedule.name):
             _keep_own_order(job)
         else:
@@ -150,16 +150,13 @@ def _warm_up(job: PhaseParts, order: IterationOrder, length: int) -> PhaseRun[li
     return records
 
 
-def _closed_loop(
-    job: PhaseParts, order: IterationOrder, records: Sequence[StageRecord]
-) -> PhaseRun[None]:
+def _closed_loop(job: PhaseParts, records: Sequence[StageRecord]) -> PhaseRun[None]:
     """Run the closed loop, forever: what fails is begun anew, each time later.
 
-    Args:
-        job: this rank's parts.
-        order: the framework's, at the highest clock; it runs meanwhile.
-        records: of the warm-up, but for its first iteration.
+    The framework's order runs meanwhile. The records are of the warm-up, but for its first
+    iteration.
     """
+    steady = constant_order(Phase.STEADY, job.schedule, job.top_mhz)
     for tries in count():
         try:
             yield from _loop(job, records)
@@ -174,8 +171,7 @@ def _closed_loop(
             return
         if not job.state.several_sizes:
             job.state.profile = None  # it may be what has failed
-        job.say(f"steady: {order.schedule.name}")
-        steady = replace(order, phase=Phase.STEADY)
+        job.say(f"steady: {steady.schedule.name}")
         for _ in range(_TRIED_AFTER * 2**tries):
             yield steady
         note(job, "After a failure, the closed loop was begun anew")
@@ -267,7 +263,6 @@ def adopt_plan(job: PhaseParts, records: Sequence[StageRecord], profile: Profile
 
 def _steady(job: PhaseParts, order: IterationOrder) -> PhaseRun[None]:
     job.say(f"steady: {order.schedule.name}")
-    order = replace(order, billed_late=True)
     # But for the timeline nobody looks at times of units, which take half of what is done at them.
     untimed = replace(order, times_units=False)
     yield from _compared(job, order)
@@ -308,7 +303,7 @@ def _profile(
         measured = yield from try_parts(job, measured)
     store = Store(measured, swept, _facts(job, records))
     begin = partial(measured_profile, store, job.options.steps_at_clock)
-    if not records or measured is not schedule:
+    if measured is not schedule:
         records = yield from iterations(constant_order(Phase.PROFILE, measured, swept[0]))
     profile = yield from run_commands(job, measured, swept, records, begin)
     # Not before: after skipped steps, the optimizer's state may have been allocated meanwhile.

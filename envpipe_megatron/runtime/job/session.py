@@ -50,7 +50,7 @@ class Session:
 
     For each step of training, a framework calls `begin_step`, `run_iteration` and `end_step`; and
     `pause` before anything that is not training. Times are read when the next iteration's units
-    have been handed over, or in `end_step` where a phase looks at them: the optimizer is launched
+    have been handed over, or its phase looks at them before that: the optimizer is launched
     without a wait for the device, and mostly the next iteration too. A framework that only calls
     `run_iteration` is billed without what surrounds the units of a phase's last iteration. One that
     runs its units itself, in its own order, calls `open_iteration` instead.
@@ -291,7 +291,7 @@ class Session:
         return run
 
     def close_iteration(self) -> None:
-        """End an iteration of which all units have run; its times are read now, or later.
+        """End an iteration of which all units have run; its times are read later.
 
         Raises ChannelError if a neighbour is gone or silent.
         """
@@ -300,14 +300,10 @@ class Session:
             return
         self._running = None
         assert self._batches.now is not None
+        # Once control has ended, requests are dropped.
+        controlled = self._controlled and not (self.clock.error or self.clock.given_back)
         name = self._batches.now.name
-        self.iterations.add(
-            self.state.iteration,
-            run,
-            name,
-            # Once control has ended, requests are dropped.
-            controlled=lambda: self._controlled and not (self.clock.error or self.clock.given_back),
-        )
+        self.iterations.add(self.state.iteration, run, name, controlled=controlled)
         self._batches.unfinished = False
 
     def _units_ended(self) -> None:
@@ -335,8 +331,8 @@ class Session:
     def end_step(self) -> None:
         """End the last iteration's step, after the optimizer, whose energy counts to this step.
 
-        The host waits for the last unit, if a phase looks at its times. If none was run since
-        `begin_step`, the framework ran the step by itself, which is billed as phase `framework`.
+        If none was run since `begin_step`, the framework ran the step by itself, which is billed as
+        phase `framework`.
         Raises ChannelError if a neighbour is gone or silent.
         """
         self.close_iteration()

@@ -23,8 +23,7 @@ from envpipe_megatron.core.schedule import Schedule, profiled_kinds
 from envpipe_megatron.core.sidecar import Sidecar
 from envpipe_megatron.core.timeline import Timeline
 from envpipe_megatron.tuning.commands import Clocked, Window, tail_times_s
-from envpipe_megatron.tuning.measured.fit import Point, Times
-from envpipe_megatron.tuning.measured.lateness import Lateness, asked_s
+from envpipe_megatron.tuning.measured.fit import Lateness, Point, Times
 from envpipe_megatron.tuning.measured.powers import WAITING, Powers, StoreError
 
 #: What meters said counts this much less after something has changed. If all of it counts on, an
@@ -175,7 +174,7 @@ class Store:
             raise StoreError("Units of the framework's order did not run whole")
         timeline = Timeline(schedule, measured_s, self.facts.p2p_latency_s or 0.0)
         self._learn_tails(window)
-        asked = asked_s(clocked, timeline, fresh=fresh)
+        asked = clocked.asked_s(timeline, fresh=fresh)
         common = self._common_error(window)
         clean = self.lateness.at_their_clock(asked, timeline) & ~odd
         keys = self.keys(schedule)

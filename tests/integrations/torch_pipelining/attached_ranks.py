@@ -212,7 +212,7 @@ class Turning:
     """Run orders as a test lists them, again and again, in place of what measurements tell."""
 
     def __init__(self, turns: Sequence[tuple[Schedule, int]], *made_of: Any) -> None:
-        self.turns, (_, _, self.store, *_) = turns, made_of
+        self.turns, (_, self.store, _) = turns, made_of
 
     def run(self, first: object) -> Run[None]:
         for order, times in cycle(self.turns):
