@@ -4,7 +4,7 @@ With the convex hull of cost over time of each unit, the cheapest iteration that
 a linear program: one end time a unit, one bounded variable a hull segment, one row a dependency
 (the continuous relaxation of Perseus' problem, Chung et al., SOSP'24, section 4). An interior-point
 method of our own solves it. No answer is taken unchecked: one longest path shows that its durations
-are in time, and a bound by additions (`energy_lower_bound_j`) how much cheaper others can be.
+are in time, and a bound by additions (`lower_bound_j`) how much cheaper others can be.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from envpipe_megatron.core.arrays import FloatArray, IntArray
+from envpipe_megatron.core.arrays import FloatArray
 from envpipe_megatron.core.conditions import Conditions
 from envpipe_megatron.core.schedule import Schedule
 from envpipe_megatron.core.timeline import (
@@ -82,16 +82,17 @@ class DurationProgram:
     """The linear program of one schedule, ready to be solved for any number of deadlines."""
 
     def __init__(self, schedule: Schedule, choices: Choices, conditions: Conditions) -> None:
-        self._schedule, self.choices, self._conditions = schedule, choices, conditions
-        key = node_keys(schedule, choices)
+        self.schedule, self.choices, self.conditions = schedule, choices, conditions
+        #: [num_units] the index of each node's choices.
+        self.key = node_keys(schedule, choices)
         fastest_s = np.array([unit.time_s[0] for unit in choices.units])
         # Seconds and joules of any size become numbers around 1, for which tolerances are made.
         self._time_unit_s = float(fastest_s.mean())
         self._cost_unit_j = max(float(u.cost_j[0] - u.cost_j[-1]) for u in choices.units) or 1.0
-        self._fastest_s = fastest_s[key]
+        self._fastest_s = fastest_s[self.key]
         #: With every unit at its fastest.
         self.fastest_iteration_s = self._iteration_s(self._fastest_s)
-        self._nodes, self._cross_nodes, self._problem = self._make_problem(key)
+        self._problem = self._make_problem()
         # Like places of the stages depend on each other.
         position = np.arange(schedule.num_units) % schedule.units_per_stage
         self._solver = InteriorPoint(self._problem, position)
@@ -108,7 +109,7 @@ class DurationProgram:
         fastest_s = self.fastest_iteration_s
         if deadline_s < fastest_s * (1 - RELATIVE_TOLERANCE):
             raise LinearProgramError(
-                f"Schedule '{self._schedule.name}' takes longer than the deadline (s) at any "
+                f"Schedule '{self.schedule.name}' takes longer than the deadline (s) at any "
                 "frequencies",
                 value=deadline_s,
                 remedy=f"Its fastest iteration takes {fastest_s:.6g} s: allow "
@@ -165,11 +166,10 @@ class DurationProgram:
             np.zeros(problem.num_nodes),
             solution.deadline_price * per_second,
         )
-        prices.same_stage_w[self._nodes] = price_w[: len(self._nodes)]
-        prices.cross_w[self._cross_nodes] = price_w[len(self._nodes) : len(problem.source)]
-        bound_j = energy_lower_bound_j(
-            self._schedule, self.choices, self._conditions, deadline_s, prices
-        )
+        inside, fed = self.schedule.num_units - self.schedule.num_stages, len(problem.source)
+        prices.same_stage_w[problem.target[:inside]] = price_w[:inside]
+        prices.cross_w[problem.target[inside:fed]] = price_w[inside:fed]
+        bound_j = self.lower_bound_j(deadline_s, prices)
         units_j = (problem.fixed_cost + float(problem.slope @ segment)) * self._cost_unit_j
         cost_j = units_j + self.choices.waiting_power_w * end_s
         slope_w = min(0.0, self.choices.waiting_power_w - float(prices.deadline_w.sum()))
@@ -177,15 +177,41 @@ class DurationProgram:
             end_s = deadline_s
         return Relaxed(duration_s, end_s, cost_j, bound_j, prices, slope_w)
 
-    def _iteration_s(self, duration_s: FloatArray) -> float:
-        return iteration_time_s(self._schedule, duration_s, self._conditions)
+    def lower_bound_j(self, deadline_s: float, prices: Prices) -> float:
+        """Return the least energy, J, of any frequencies on this order, checked by additions.
 
-    def _make_problem(self, key: IntArray) -> tuple[IntArray, IntArray, DurationProblem]:
-        """Return nodes after others on their stage, nodes fed by a neighbour, and the program.
+        Price every dependency with a flow: 1 J/s enters where the iteration ends, runs back through
+        the dependencies of each unit to its start, and is never lost on the way. Whatever the
+        frequencies are, the iteration is at least as long as every path, so its energy is at least
 
-        Dependencies are in this order: on the same stage, on a neighbour, on nothing.
+            sum over units of min over choices (cost + price of the unit's time x time)
+            + price of each dependency x latency + price of each tail x tail
+            + (waiting power - total price) x iteration time,
+
+        which is smallest at the deadline or at the fastest iteration (Lagrangian duality; the dual
+        of the linear program is a flow). Any flow gives a valid bound; the linear program's own
+        gives the best. It does not rest on a solver's tolerances, nor on its having finished.
         """
-        schedule, choices, time_unit_s = self._schedule, self.choices, self._time_unit_s
+        choices, conditions = self.choices, self.conditions
+        price, cross_price = price_flow(self.schedule, prices)
+        total = 0.0
+        for index, unit in enumerate(choices.units):
+            values, count = np.unique(price[self.key == index], return_counts=True)
+            least = (unit.cost_j[:, None] + unit.time_s[:, None] * values).min(axis=0)
+            total += float(np.dot(count, least))
+        latency_s = latency_by_node(self.schedule, conditions.latency_s)
+        total += float(np.dot(cross_price, latency_s))
+        total += float(np.dot(prices.deadline_w, conditions.tail_by_stage_s))
+        remaining = choices.waiting_power_w - float(prices.deadline_w.sum())
+        return total + min(remaining * deadline_s, remaining * self.fastest_iteration_s)
+
+    def _iteration_s(self, duration_s: FloatArray) -> float:
+        return iteration_time_s(self.schedule, duration_s, self.conditions)
+
+    def _make_problem(self) -> DurationProblem:
+        """Return the program; dependencies come on the same stage, on a neighbour, on nothing."""
+        schedule, choices, key = self.schedule, self.choices, self.key
+        time_unit_s = self._time_unit_s
         width = schedule.units_per_stage
         node = np.arange(schedule.num_units)
         cross = schedule.cross_dependency.astype(np.int64)
@@ -195,7 +221,7 @@ class DurationProgram:
         target = np.concatenate([inside, fed, free])
         source = np.concatenate([inside - 1, cross[fed]])
         least_s = self._fastest_s[target]
-        path = LongestPath(schedule, self._fastest_s.tolist(), self._conditions.latency_s)
+        path = LongestPath(schedule, self._fastest_s.tolist(), self.conditions.latency_s)
         least_s[len(inside) : len(inside) + len(fed)] += np.array(path.hop_s)[fed]
 
         def ends(stretch: FloatArray) -> FloatArray:
@@ -210,7 +236,7 @@ class DurationProgram:
         ]
         segments = np.array([len(width_s) for width_s in widths_s])[key]
         fastest_j = np.array([unit.cost_j[0] for unit in choices.units])
-        problem = DurationProblem(
+        return DurationProblem(
             target=target,
             source=source,
             least=least_s / time_unit_s,
@@ -218,13 +244,12 @@ class DurationProgram:
             width=np.concatenate([widths_s[k] for k in key]) / time_unit_s,
             slope=np.concatenate([slopes[k] for k in key]),
             last_node=np.arange(1, schedule.num_stages + 1) * width - 1,
-            tail=self._conditions.tail_by_stage_s / time_unit_s,
+            tail=self.conditions.tail_by_stage_s / time_unit_s,
             waiting_cost=choices.waiting_power_w * time_unit_s / self._cost_unit_j,
             fixed_cost=float(fastest_j[key].sum()) / self._cost_unit_j,
             num_nodes=schedule.num_units,
             ends=ends,
         )
-        return inside, fed, problem
 
 
 def iteration_time_s(schedule: Schedule, duration_s: FloatArray, conditions: Conditions) -> float:
@@ -232,42 +257,6 @@ def iteration_time_s(schedule: Schedule, duration_s: FloatArray, conditions: Con
     shape = schedule.is_backward.shape
     by_stage_s, tail_s = duration_s.reshape(shape), conditions.tail_by_stage_s
     return Timeline(schedule, by_stage_s, conditions.latency_s, tail_s).iteration_time_s
-
-
-def energy_lower_bound_j(
-    schedule: Schedule,
-    choices: Choices,
-    conditions: Conditions,
-    deadline_s: float,
-    prices: Prices,
-) -> float:
-    """Return the least energy, J, of any frequencies on this order, checked by additions.
-
-    Price every dependency with a flow: 1 J/s enters where the iteration ends, runs back through the
-    dependencies of each unit to its start, and is never lost on the way. Whatever the frequencies
-    are, the iteration is at least as long as every path, so its energy is at least
-
-        sum over units of min over choices (cost + price of the unit's time x time)
-        + price of each dependency x latency + price of each tail x tail
-        + (waiting power - total price) x iteration time,
-
-    which is smallest at the deadline or at the fastest iteration (Lagrangian duality; the dual of
-    the linear program is a flow). Any flow gives a valid bound; the linear program's own gives the
-    best. It does not rest on a solver's tolerances, nor on its having finished.
-    """
-    key = node_keys(schedule, choices)
-    price, cross_price = price_flow(schedule, prices)
-    total = 0.0
-    for index, unit in enumerate(choices.units):
-        values, count = np.unique(price[key == index], return_counts=True)
-        least = (unit.cost_j[:, None] + unit.time_s[:, None] * values).min(axis=0)
-        total += float(np.dot(count, least))
-    total += float(np.dot(cross_price, latency_by_node(schedule, conditions.latency_s)))
-    total += float(np.dot(prices.deadline_w, conditions.tail_by_stage_s))
-    fastest_s = np.array([unit.time_s[0] for unit in choices.units])[key]
-    iteration_s = iteration_time_s(schedule, fastest_s, conditions)
-    remaining = choices.waiting_power_w - float(prices.deadline_w.sum())
-    return total + min(remaining * deadline_s, remaining * iteration_s)
 
 
 def price_flow(schedule: Schedule, prices: Prices) -> tuple[FloatArray, FloatArray]:

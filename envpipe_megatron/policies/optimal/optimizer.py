@@ -22,10 +22,8 @@ from envpipe_megatron.core.timeline import RELATIVE_TOLERANCE
 from envpipe_megatron.policies.clock_changes.run_search import RunSearch
 from envpipe_megatron.policies.frequencies import uniform
 from envpipe_megatron.policies.optimal.choices import (
-    Choices,
     make_choices,
     mean_waiting_power_w,
-    node_keys,
     waiting_floor_w,
 )
 from envpipe_megatron.policies.optimal.linear_program import (
@@ -108,15 +106,14 @@ class Optimizer:
         by_energy = waiting_worth_w is None
         priced = self._priced_at(waiting_worth_w)
         if by_energy and conditions.wait_power_w is not None:
-            chosen = hull_floor(schedule, priced.choices, at_floor.duration_s)
-            priced = self._at_mean_power_of(self._plan(priced.choices, chosen))
-        choices, relaxed = priced.choices, priced.solve(deadline_s)
-        chosen = round_durations(schedule, choices, conditions, relaxed, self._good_gap)
-        rounded = self._plan(choices, chosen)
+            chosen = hull_floor(priced, at_floor.duration_s)
+            priced = self._at_mean_power_of(self._plan(priced, chosen))
+        relaxed = priced.solve(deadline_s)
+        rounded = self._plan(priced, round_durations(priced, relaxed, self._good_gap))
         plan: Plan | None = rounded
         if conditions.change_time_s or conditions.change_energy_j or min_dwell_s:
-            search = RunSearch(rounded, relaxed, choices.by_stage_w, deadline_s, min_dwell_s)
-            plan = search.search()
+            power_w = priced.choices.by_stage_w
+            plan = RunSearch(rounded, relaxed, power_w, deadline_s, min_dwell_s).search()
         if plan is None:
             raise LinearProgramError(
                 f"No plan of schedule '{schedule.name}' was found that meets the deadline (s) "
@@ -172,15 +169,11 @@ class Optimizer:
             self._at_mean = self._priced(mean_w)
         return self._at_mean
 
-    def _plan(self, choices: Choices, chosen: list[int]) -> Plan:
-        schedule = self.schedule
-        frequency = np.array(
-            [
-                choices.units[key].frequency_mhz[index]
-                for key, index in zip(node_keys(schedule, choices), chosen, strict=True)
-            ]
-        ).reshape(schedule.is_backward.shape)
-        return Plan("optimal", schedule, frequency, self.profile, self.conditions)
+    def _plan(self, priced: DurationProgram, chosen: list[int]) -> Plan:
+        clocks = [unit.frequency_mhz for unit in priced.choices.units]
+        frequency = [clocks[key][index] for key, index in zip(priced.key, chosen, strict=True)]
+        by_stage = np.array(frequency).reshape(self.schedule.is_backward.shape)
+        return Plan("optimal", self.schedule, by_stage, self.profile, self.conditions)
 
 
 def all_maximum_s(schedule: Schedule, profile: Profile, conditions: Conditions) -> float:

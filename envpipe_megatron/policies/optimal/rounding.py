@@ -22,11 +22,8 @@ from heapq import heapify, heappop, heappush
 import numpy as np
 
 from envpipe_megatron.core.arrays import FloatArray
-from envpipe_megatron.core.conditions import Conditions
-from envpipe_megatron.core.schedule import Schedule
 from envpipe_megatron.core.timeline import RELATIVE_TOLERANCE, LongestPath
-from envpipe_megatron.policies.optimal.choices import Choices, node_keys
-from envpipe_megatron.policies.optimal.linear_program import Relaxed
+from envpipe_megatron.policies.optimal.linear_program import DurationProgram, Relaxed
 
 #: Relaxed durations within this fraction of a unit below a profiled time count as that time.
 _SOLVER_TOLERANCE = 1e-6
@@ -41,48 +38,41 @@ _PAIRS_WORK = 100_000
 _MOST_PASSES, _MOST_STEPS = 3, 3
 
 
-def round_durations(
-    schedule: Schedule,
-    choices: Choices,
-    conditions: Conditions,
-    relaxed: Relaxed,
-    good_gap: float,
-) -> list[int]:
+def round_durations(program: DurationProgram, relaxed: Relaxed, good_gap: float) -> list[int]:
     """Return [num_units] a choice for each node, near to relaxed durations and no later than these.
 
     The fastest choices must be in time. A plan within `good_gap` of what the relaxed durations cost
     is not improved.
     """
     duration_s, relaxed_j = relaxed.duration_s, relaxed.cost_j
-    floor = hull_floor(schedule, choices, duration_s)
+    floor, num_units = hull_floor(program, duration_s), program.schedule.num_units
 
     def begun() -> Rounding:
-        return Rounding(schedule, choices, conditions, relaxed.end_s, floor)
+        return Rounding(program, relaxed.end_s, floor)
 
     rounding = begun()
     rounding.carry(duration_s)
     rounding.repair()
     rounding.spend_slack()
-    waiting_j = choices.waiting_power_w * relaxed.end_s
+    waiting_j = program.choices.waiting_power_w * relaxed.end_s
     enough_j = (1 + good_gap) * relaxed_j - waiting_j
-    gap = _NEAR_GAP if schedule.num_units <= _SMALL_UNITS else good_gap
+    gap = _NEAR_GAP if num_units <= _SMALL_UNITS else good_gap
     if rounding.cost_j > (1 + gap) * relaxed_j - waiting_j:
         carried_back, floored = begun(), begun()
         carried_back.carry_back(duration_s)
         for other in (carried_back, floored):
             other.repair()
-            other.spend_slack(_SPENDING_WORK * schedule.num_units)
+            other.spend_slack(_SPENDING_WORK * num_units)
         rounding = min(rounding, carried_back, floored, key=lambda rounded: rounded.cost_j)
     rounding.move_pairs(enough_j, max_work=_PAIRS_WORK)
     return rounding.chosen
 
 
-def hull_floor(schedule: Schedule, choices: Choices, duration_s: FloatArray) -> list[int]:
+def hull_floor(program: DurationProgram, duration_s: FloatArray) -> list[int]:
     """Return [num_units] for each node the slowest hull choice that takes no longer than given."""
-    key = node_keys(schedule, choices)
-    chosen = np.empty(schedule.num_units, dtype=np.int64)
-    for index, unit in enumerate(choices.units):
-        nodes = key == index
+    chosen = np.empty(len(program.key), dtype=np.int64)
+    for index, unit in enumerate(program.choices.units):
+        nodes = program.key == index
         hull_s = unit.time_s[unit.hull]
         reached_s = duration_s[nodes] * (1 + _SOLVER_TOLERANCE)
         at = np.searchsorted(hull_s, reached_s, side="right") - 1
@@ -96,20 +86,13 @@ class Rounding:
     `chosen`, [num_units], is the index of each node's choice.
     """
 
-    def __init__(
-        self,
-        schedule: Schedule,
-        choices: Choices,
-        conditions: Conditions,
-        deadline_s: float,
-        chosen: Sequence[int],
-    ) -> None:
+    def __init__(self, program: DurationProgram, deadline_s: float, chosen: Sequence[int]) -> None:
+        conditions, units, key = program.conditions, program.choices.units, program.key.tolist()
         self._last_end_s: list[float] = (deadline_s - conditions.tail_by_stage_s).tolist()
-        key = node_keys(schedule, choices).tolist()
-        hull: list[list[int]] = [unit.hull.tolist() for unit in choices.units]
+        hull: list[list[int]] = [unit.hull.tolist() for unit in units]
         self._hull: list[list[int]] = [hull[k] for k in key]
-        time_s: list[list[float]] = [unit.time_s.tolist() for unit in choices.units]
-        cost_j: list[list[float]] = [unit.cost_j.tolist() for unit in choices.units]
+        time_s: list[list[float]] = [unit.time_s.tolist() for unit in units]
+        cost_j: list[list[float]] = [unit.cost_j.tolist() for unit in units]
         self._time: list[list[float]] = [time_s[k] for k in key]
         self._cost: list[list[float]] = [cost_j[k] for k in key]
         self.chosen = list(chosen)
@@ -117,7 +100,7 @@ class Rounding:
         # Far below what a sum of durations loses by rounding on its way to the deadline.
         self._tolerance_s = 1e-3 * RELATIVE_TOLERANCE * deadline_s
         self._work = 0
-        self._path = LongestPath(schedule, duration_s, conditions.latency_s)
+        self._path = LongestPath(program.schedule, duration_s, conditions.latency_s)
         self._path.find_ends()
         self._path.find_latest_ends(self._last_end_s)
 

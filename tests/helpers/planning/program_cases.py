@@ -80,7 +80,7 @@ class Case:
         return units_j + self.choices.waiting_power_w * self.iteration_s(duration_s)
 
     def rounding(self, chosen):
-        return Rounding(self.schedule, self.choices, self.conditions, self.deadline_s, chosen)
+        return Rounding(self.program(), self.deadline_s, chosen)
 
     @property
     def fastest(self):

@@ -24,7 +24,11 @@ from envpipe_megatron.core.schedule import Placement
 from envpipe_megatron.policies.optimal import interior_point
 from envpipe_megatron.policies.optimal.choices import make_choices, node_keys
 from envpipe_megatron.policies.optimal.interior_point import InteriorPoint
-from envpipe_megatron.policies.optimal.linear_program import DurationProgram, LinearProgramError
+from envpipe_megatron.policies.optimal.linear_program import (
+    DurationProgram,
+    LinearProgramError,
+    Prices,
+)
 from envpipe_megatron.policies.optimal.newton_step import (
     NewtonStep,
 )
@@ -181,7 +185,7 @@ def test_badly_conditioned_programs_are_solved_too(jobs):
         case = Case(seed, max_microbatches=4, job=wild_job)
         relaxed = case.program().solve(case.deadline_s)
         assert case.iteration_s(relaxed.duration_s) <= case.deadline_s * (1 + 1e-6), seed
-        # Any prices give a bound (test_certificate), so an answer that is near it is right.
+        # Any prices give a bound (see below), so an answer that is near it is right.
         can_save_j = sum(float(cost_j[0] - cost_j[-1]) for _, cost_j in case.hulls)
         cost_j = case.cost_j(relaxed.duration_s)
         assert cost_j - relaxed.lower_bound_j <= 6e-4 * (abs(cost_j) + can_save_j), seed
@@ -300,3 +304,30 @@ def test_it_needs_few_steps(monkeypatch):
             assert (prices >= 0).all()
         assert own.deadline_price.sum() >= program._problem.waiting_cost * (1 - 1e-6)
     assert steps <= 820
+
+
+def garbage(case, scale_w):
+    """Duals that no solver would give: any numbers, many of them 0."""
+    numbers = np.random.default_rng(case.rng.randrange(2**32))
+    units, stages = case.schedule.num_units, case.schedule.num_stages
+
+    def some(count):
+        return numbers.random(count) * numbers.integers(0, 2, count)
+
+    return Prices(some(units), some(units), scale_w * some(stages))
+
+
+@settings(max_examples=examples(100), deadline=None, derandomize=True)
+@given(SEEDS)
+def test_any_duals_give_a_bound(seed):
+    """Below the relaxed optimum, for all builders' orders and chunks, and at any scale."""
+    case = Case(seed)
+    program = case.program()
+    optimum_j = program.solve(case.deadline_s).cost_j
+    steepest_w = max(
+        float(np.max(-np.diff(cost_j) / np.diff(time_s), initial=1.0))
+        for time_s, cost_j in case.hulls
+    )
+    for scale in (0.0, 0.1, 1.0, 30.0):
+        bound = program.lower_bound_j(case.deadline_s, garbage(case, scale * steepest_w))
+        assert bound <= optimum_j + 1e-7 * abs(optimum_j)

@@ -13,6 +13,7 @@ from program_cases import Case
 from envpipe_megatron.core.conditions import Conditions
 from envpipe_megatron.core.orders import builders
 from envpipe_megatron.policies.optimal.choices import make_choices
+from envpipe_megatron.policies.optimal.linear_program import DurationProgram
 from envpipe_megatron.policies.optimal.rounding import Rounding, hull_floor, round_durations
 
 SEEDS = st.integers(0, 2**32)
@@ -37,9 +38,8 @@ def one_of_each(forward, backward, deadline_s, chosen):
     """A forward, then a backward, on a single stage."""
     profile = profile_of({(0, F): forward, (0, B): backward})
     choices = make_choices(profile, np.zeros(1), np.ones(1, dtype=np.int64))
-    return Rounding(
-        builders.one_f_one_b(1, 1), choices, Conditions((0.0,)), deadline_s, list(chosen)
-    )
+    program = DurationProgram(builders.one_f_one_b(1, 1), choices, Conditions((0.0,)))
+    return Rounding(program, deadline_s, list(chosen))
 
 
 def test_slack_goes_where_a_second_saves_most():
@@ -78,9 +78,9 @@ def test_choices_are_in_time_and_no_worse_than_any_way_alone(seed):
     case = Case(seed)
     relaxed = replace(case.program().solve(case.deadline_s), end_s=case.deadline_s, cost_j=-np.inf)
     duration_s = relaxed.duration_s
-    chosen = round_durations(case.schedule, case.choices, case.conditions, relaxed, 0.0)
+    chosen = round_durations(case.program(), relaxed, 0.0)
     assert_in_time(case, chosen)
-    floored = case.rounding(hull_floor(case.schedule, case.choices, duration_s))
+    floored = case.rounding(hull_floor(case.program(), duration_s))
     floored.repair()
     floored.spend_slack()
     ways = [floored]
@@ -104,7 +104,7 @@ def test_durations_that_exist_are_kept(choose, seed):
     duration_s = np.array([unit.time_s[at] for unit, at in zip(case.units, wanted, strict=True)])
     case.deadline_s = case.chosen_s(wanted)
     if choose is hull_floor:
-        assert hull_floor(case.schedule, case.choices, duration_s * (1 - 1e-9)) == wanted
+        assert hull_floor(case.program(), duration_s * (1 - 1e-9)) == wanted
         return
     rounding = case.rounding(case.fastest)
     choose(rounding, duration_s)
