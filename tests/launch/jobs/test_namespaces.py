@@ -4,6 +4,7 @@ The quickstart's worker trains a GPT over the nodes, and again on one of them: t
 """
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +36,7 @@ def start_quickstart(job: Job, num_stages: int, per_node: int) -> Settings:
         forward_time_s=0.01,
         steady_iterations=4,
     )
-    settings.write(output / "settings.json")
+    (output / "settings.json").write_text(json.dumps(asdict(settings)))
     settings.text_copy.write_bytes(Path(__file__).read_bytes())
     script = ["--module", "envpipe_megatron.trials.worker", str(output / "settings.json")]
     job.start(script, per_node=per_node)
