@@ -78,7 +78,10 @@ class ErrorsAsMessages(click.Group):
         except EnvPipeError as error:
             message = str(error)
         except OSError as error:
-            if error.filename is None:
+            where = error.filename or "the output"
+            if error.filename is None and error.errno == errno.ENOENT:
+                where = "the working folder"  # a relative path was to be made absolute
+            elif error.filename is None:
                 if error.errno not in (*_FULL, errno.EPIPE):
                     raise
                 drop_output(sys.stdout)  # or the interpreter's end tries again, and complains
@@ -86,7 +89,6 @@ class ErrorsAsMessages(click.Group):
             remedy = "Check that its folder exists and is yours to write."
             if error.errno in _FULL:
                 remedy = "Make room there, or write elsewhere."
-            where = error.filename or "the output"
             message = f"Cannot read or write {where}: {error.strerror}. {remedy}"
             if error.errno == errno.EPIPE:  # nobody reads on, which is no error
                 sys.exit(code)

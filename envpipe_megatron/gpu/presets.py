@@ -15,6 +15,7 @@ preset's table `[control]` where that kind of GPU needs something else.
 """
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import cache
@@ -215,7 +216,10 @@ def read_preset_name(given: str) -> str | None:
 def resolve_preset(name_or_path: str) -> Path:
     """Return the absolute path of the file of a preset that is given by name or by path."""
     if name_or_path.endswith(".toml"):
-        path = Path(name_or_path).expanduser().resolve()
+        path = Path(name_or_path)
+        with suppress(RuntimeError):  # there is no such user: it is a name like others
+            path = path.expanduser()
+        path = path.resolve()
         if path.is_file():
             return path
         raise GpuError("No such GPU preset file", value=str(path), remedy="Check the path")

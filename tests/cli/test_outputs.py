@@ -171,3 +171,13 @@ def test_the_interpreter_has_nothing_to_add():
 def test_a_plan_for_a_device_that_is_full(profile_path):
     words = ["plan", "--profile", profile_path, "--num-microbatches", 4, "--blocking-power", 80]
     assert "/dev/full: No space left on device" in run_badly(*words, "--output", "/dev/full")
+
+
+@pytest.mark.usefixtures("profile_path")
+def test_a_working_folder_that_is_gone_is_named(tmp_path, monkeypatch):
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    words = ["plan", "--profile", "../profile.csv", "--num-microbatches", 4]
+    assert "the working folder: No such file or directory" in run_badly(*words)

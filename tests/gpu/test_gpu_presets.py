@@ -115,8 +115,9 @@ def test_where_the_presets_are(tmp_path, monkeypatch):
 def test_unknown_preset_lists_the_names():
     with pytest.raises(GpuError, match=r"'a1000'.*a100-pcie, a100-sxm, a40, a6000, h100"):
         load_preset("a1000")
-    with pytest.raises(GpuError, match="No such GPU preset file"):
-        load_preset("/nowhere/mine.toml")
+    for path in ("/nowhere/mine.toml", "~nobody-of-this-name/mine.toml"):
+        with pytest.raises(GpuError, match="No such GPU preset file"):
+            load_preset(path)
 
 
 @pytest.mark.parametrize(

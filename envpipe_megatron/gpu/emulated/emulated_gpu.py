@@ -20,7 +20,7 @@ from envpipe_megatron.gpu.emulated.store import (
     list_emulated,
     tick_number,
 )
-from envpipe_megatron.gpu.presets import GpuPreset, load_preset
+from envpipe_megatron.gpu.presets import GpuPreset, load_preset, resolve_preset
 from envpipe_megatron.gpu.registry import Device, Driver, VendorGpu
 
 
@@ -61,7 +61,7 @@ class EmulatedGpu(VendorGpu):
         """
         model = load_preset(preset)
         # A path is kept absolute, since other processes may run in other folders.
-        reference = str(Path(preset).expanduser().resolve()) if preset.endswith(".toml") else preset
+        reference = str(resolve_preset(preset)) if preset.endswith(".toml") else preset
         file = StateFile(_folder(root), index)
         state = file.create(EmulatedState(reference, model.max_frequency_mhz))
         if state.preset != reference:
