@@ -122,7 +122,7 @@ class Option:
         read: the numbers it may be, or the words, with what each becomes where that is not the word
             itself, or what makes the field of a text (a ValueError says what that must be); None of
             a switch.
-        metavar: what stands for the number or text in help; N or X by default.
+        metavar: the name of the number or text in help; N or X by default.
         usual: the default in words.
         flag: its name, where that is not the field's without a unit.
         of_levels: whether only frameworks have it that have more than one level.
@@ -149,7 +149,8 @@ class Option:
             return self.read(text)
         if self.read is None:
             return given
-        word = text.lower()  # as users write it
+        # As users write it; a back end of another package may have capitals.
+        word = text if text in self.read else text.lower()
         if word not in self.read:
             raise ValueError(" or ".join(", ".join(self.read).rsplit(", ", 1)))
         return self.read[word] if isinstance(self.read, Mapping) else word

@@ -109,7 +109,7 @@ class EnvPipeCallback:
     """
 
     def __init__(self, **options: object) -> None:
-        read_values(options)  # which tells of wrong ones early
+        read_values(options)  # refuses wrong ones early
         self._options = options
         self._training: Training | None = None
         #: Megatron's own, once the loop has asked for it.

@@ -81,12 +81,12 @@ def real_machine(with_clocks: bool | None) -> Machine:
     machine is not quiet. GpuError: the driver cannot be read.
     """
     chosen = choose_control("auto", read_site())
-    missing = "" if chosen.backend else f"{chosen.why}. {chosen.remedy}".strip()
+    missing = "" if chosen.backend else ". ".join(filter(None, (chosen.why, chosen.remedy)))
     if missing and with_clocks:
         without = "Or leave --with-clocks out: the order is proven without any right."
         raise EnvPipeError(
             f"Clocks may not be changed here: {chosen.why}",
-            remedy=f"{chosen.remedy}. {without}",
+            remedy=". ".join(filter(None, (chosen.remedy, without))),
         )
     devices = visible_gpus()
     if len(devices) < 2:

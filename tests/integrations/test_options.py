@@ -9,6 +9,7 @@ from unittest.mock import patch
 
 import pytest
 
+from envpipe_megatron.core.fields import Option
 from envpipe_megatron.core.kinds import WHOLE
 from envpipe_megatron.core.profile import make_profile
 from envpipe_megatron.core.profile_rows import ProfileRow
@@ -299,6 +300,13 @@ def test_what_is_wrong_is_named(settings, said):
     assert "Error" in type(error.value).__name__
     if settings.keys().isdisjoint({"gpu", "profile"}):  # whose files have errors of their own
         assert isinstance(error.value, OptionError)
+
+
+def test_words_are_read_in_any_case_and_those_with_capitals_as_they_are():
+    own = Option("", ("auto", "AcmeGpu"))
+    assert [own.value_of(given) for given in ("AUTO", "AcmeGpu")] == ["auto", "AcmeGpu"]
+    with pytest.raises(ValueError, match="auto or AcmeGpu"):
+        own.value_of("Acme")
 
 
 def test_levels_and_their_check_are_named_where_a_framework_has_them():

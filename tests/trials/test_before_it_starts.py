@@ -14,9 +14,10 @@ from rich.console import Console
 from trials_helpers import short_settings, turn, write_text
 
 from envpipe_megatron.errors import EnvPipeError
+from envpipe_megatron.gpu.control import Control
 from envpipe_megatron.trials import run as trial_run
 from envpipe_megatron.trials.proof import Proof
-from envpipe_megatron.trials.run import Quickstart, emulated_machine, run_trial
+from envpipe_megatron.trials.run import Quickstart, emulated_machine, real_machine, run_trial
 from envpipe_megatron.trials.settings import ARMS, ORDER_ARMS, RUNS, Settings, load_text
 
 
@@ -41,6 +42,17 @@ def refused(settings, kind=Quickstart):
     with pytest.raises(EnvPipeError) as caught:
         run_trial(kind(settings), Console(file=io.StringIO()))
     return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("remedy", "said"),
+    [("Unset it", "it is forbidden. Unset it. Or leave"), ("", "it is forbidden. Or leave")],
+)
+def test_clocks_that_may_not_be_changed(monkeypatch, remedy, said):
+    none = Control("auto", None, "it is forbidden", remedy)
+    monkeypatch.setattr(trial_run, "choose_control", lambda *_: none)
+    with pytest.raises(EnvPipeError, match=said):
+        real_machine(with_clocks=True)
 
 
 @pytest.mark.usefixtures("never_starts")
