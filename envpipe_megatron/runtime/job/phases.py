@@ -303,7 +303,7 @@ def _profile(
         measured = yield from try_parts(job, measured)
     store = Store(measured, swept, _facts(job, records))
     begin = partial(measured_profile, store, job.options.steps_at_clock)
-    if measured is not schedule:
+    if not records or measured is not schedule:
         records = yield from iterations(constant_order(Phase.PROFILE, measured, swept[0]))
     profile = yield from run_commands(job, measured, swept, records, begin)
     # Not before: after skipped steps, the optimizer's state may have been allocated meanwhile.
