@@ -22,7 +22,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from envpipe_megatron.formats.bill import Bill
+from envpipe_megatron.formats.bill import Bill, NodeBill
 from envpipe_megatron.formats.energy import ENDED, JOB
 from envpipe_megatron.gpu.base import GpuAddress
 from envpipe_megatron.gpu.guard.messages import GuardError, peer_uid_and_pid, receive, send
@@ -234,6 +234,8 @@ class NodeAgent:
             return []
         await self._holds(lambda: not self._collector.bill.running(), wait_s)
         await self._collector.close()  # the bill stays as it is now
+        if not self.uplink.knows_all():  # nor has the bill this node's end, or all of its lines
+            self._collector.bill.nodes.setdefault(self.log.node, NodeBill()).running = True
         return self._collector.bill.running()
 
 

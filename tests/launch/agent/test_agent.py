@@ -386,6 +386,18 @@ def test_a_node_that_does_not_end_is_named_and_the_bill_that_is_shown_stays(node
     assert a.bill.total() == shown
 
 
+def test_a_bill_that_the_own_nodes_lines_do_not_reach_is_incomplete(nodes):
+    agent = nodes.agent("a")
+    rank = nodes.rank(agent, nodes.gpu(0), 0).say_hello()
+    endpoint = rank.ask({"op": "collect", "host": "localhost"})["endpoint"]
+    send(rank.connection, {"op": "send_to", "endpoint": {**endpoint, "port": 1}})  # nobody's
+    rank.train(0)
+    rank.bye()
+    assert agent.wait_until_none_is_connected(LONG_S)
+    assert agent.finish(0, 0.05) == ["a"]
+    assert [reason.split(" was lost")[0] for reason in agent.bill.missing()] == ["a"]
+
+
 def test_where_the_job_goes_on_with_another_rank_0_one_agent_has_the_bill(nodes):
     """The former one neither waits for others nor writes a bill of its own."""
     a, b, ranks = two_nodes(nodes)
