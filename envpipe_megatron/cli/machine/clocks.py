@@ -48,7 +48,6 @@ from envpipe_megatron.runtime.clocks.latency import (
     CudaKernelTimer,
     EmulatedKernelTimer,
     KernelTimer,
-    usual_clocks_mhz,
 )
 from envpipe_megatron.runtime.clocks.latency import measure_latency as measure
 
@@ -87,8 +86,7 @@ def measure_latency(
             timer = EmulatedKernelTimer(emulated_gpu)
         else:
             gpu, timer = _real_gpu(device)
-        chosen_mhz = clocks or usual_clocks_mhz(gpu)
-        result = measure(gpu, timer, chosen_mhz, repeats, lambda text: say(f"{gpu.name}: {text}"))
+        result = measure(gpu, timer, clocks, repeats, lambda text: say(f"{gpu.name}: {text}"))
     _show_latency(result)
     settling_s = result["frequency_change_s"]
     if settling_s is None:

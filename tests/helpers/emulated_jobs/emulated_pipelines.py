@@ -15,7 +15,7 @@ from envpipe_megatron.gpu.emulated.store import EmulatedState, tick_number
 from envpipe_megatron.gpu.presets import GpuPreset, times_by_kind_s
 from envpipe_megatron.runtime.energy.meter import EnergyMeter
 from envpipe_megatron.runtime.execution.executor import StageRecord, make_record
-from envpipe_megatron.runtime.execution.orders import IterationOrder
+from envpipe_megatron.runtime.execution.stage_run import IterationOrder
 
 
 @dataclass

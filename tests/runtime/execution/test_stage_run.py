@@ -28,8 +28,12 @@ from envpipe_megatron.runtime.execution.executor import (
     always,
     make_record,
 )
-from envpipe_megatron.runtime.execution.orders import IterationOrder
-from envpipe_megatron.runtime.execution.stage_run import Rehearsal, StageRun, execute
+from envpipe_megatron.runtime.execution.stage_run import (
+    IterationOrder,
+    Rehearsal,
+    StageRun,
+    execute,
+)
 
 #: What executors sleep by.
 CLOCK = "envpipe_megatron.runtime.execution.executor.time"

@@ -17,7 +17,7 @@ from envpipe_megatron.integrations.framework_units import SeenUnit, UnitFollower
 from envpipe_megatron.runtime.channel.carrier import ChannelError
 from envpipe_megatron.runtime.channel.collectives import Collectives
 from envpipe_megatron.runtime.execution.executor import always, make_record
-from envpipe_megatron.runtime.execution.orders import IterationOrder
+from envpipe_megatron.runtime.execution.stage_run import IterationOrder
 from envpipe_megatron.runtime.job import iterations
 from envpipe_megatron.runtime.job import session as runtime_session
 from envpipe_megatron.runtime.job.options import JobOptions
