@@ -26,7 +26,6 @@ from envpipe_megatron.runtime.execution.executor import (
     EmulatedExecutor,
     Passed,
     always,
-    make_record,
 )
 from envpipe_megatron.runtime.execution.stage_run import (
     IterationOrder,
@@ -34,6 +33,7 @@ from envpipe_megatron.runtime.execution.stage_run import (
     StageRun,
     execute,
 )
+from host_executor import make_record
 
 #: What executors sleep by.
 CLOCK = "envpipe_megatron.runtime.execution.executor.time"
