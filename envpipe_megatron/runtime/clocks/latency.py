@@ -4,7 +4,7 @@ No trustworthy table of these times exists; they differ by GPU, by clock and by 
 kernels run back to back while the clock is changed under them: the instant from which on they take
 as long as they do in the end is when the new clock runs.
 
-`envpipe clocks measure-latency` calls `measure_latency` with a timer of a real or an emulated GPU.
+`envpipe clocks measure-latency` and `envpipe prove` call `measure_latency`.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class KernelTimer(Protocol):
 
 def measure_latency(
     gpu: Gpu,
-    timer: KernelTimer,
+    timer: KernelTimer | None,
     clocks_mhz: Sequence[int] | None,
     repeats: int,
     say: Callable[[str], None] = lambda text: None,
@@ -80,6 +80,7 @@ def measure_latency(
     ClockLatencyError for fewer than two clocks, a back end that fails, or a guard that has ended.
 
     Args:
+        timer: None for that of the present CUDA device, or of an emulated `gpu`.
         clocks_mhz: None for those near all, 3/4 and 1/2 of the highest.
         repeats: changes for each ordered pair.
         say: gets a line of progress for each pair.
@@ -105,6 +106,8 @@ def measure_latency(
         )
     for mhz in clocks:
         gpu.check_supported(mhz)
+    if timer is None:
+        timer = EmulatedKernelTimer(gpu) if isinstance(gpu, EmulatedGpu) else CudaKernelTimer()
 
     def check() -> None:
         if clock.error is not None:
