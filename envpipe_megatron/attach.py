@@ -18,7 +18,7 @@ import sys
 import traceback
 from collections.abc import Sequence
 from contextlib import suppress
-from importlib.abc import MetaPathFinder, SourceLoader
+from importlib.abc import SourceLoader
 from importlib.machinery import ModuleSpec
 from pathlib import Path, PurePosixPath
 from types import ModuleType
@@ -59,44 +59,36 @@ def _imported_checkout(script: Path) -> Path:
     return script.resolve().parent
 
 
-class _PatchedModules(MetaPathFinder):
-    """Finds the modules that a checkout has unpatched, or lacks."""
+class _PatchedModules(SourceLoader):
+    """Finds and loads the modules that a checkout has unpatched, or lacks.
+
+    Compiled files are neither read nor left, as they belong to the file.
+    """
 
     def __init__(self, found: Checkout) -> None:
-        self._loaders = {
-            _module_name(path): _Patched(str(found.root / path), content or b"")
-            for path, content in found.other.items()
-            if found.state is State.STOCK
-        }
+        other = found.other if found.state is State.STOCK else {}
+        self._files = {_module_name(path): str(found.root / path) for path in other}
+        self._sources = {str(found.root / path): text or b"" for path, text in other.items()}
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        loader = self._loaders.get(fullname)
-        if loader is None:
+        if fullname not in self._files:
             return None
-        return importlib.util.spec_from_file_location(
-            fullname, loader.get_filename(fullname), loader=loader
-        )
-
-
-class _Patched(SourceLoader):
-    """Loads one module; compiled files are neither read nor left, as they belong to the file."""
-
-    def __init__(self, file: str, source: bytes) -> None:
-        self._file = file
-        self._source = source
+        return importlib.util.spec_from_file_location(fullname, self._files[fullname], loader=self)
 
     def get_filename(self, fullname: str) -> str:
-        return self._file
+        return self._files[fullname]
 
     def get_data(self, path: str | bytes) -> bytes:
-        return self._source
+        return self._sources[str(path)]
 
     def exec_module(self, module: ModuleType) -> None:
-        lines = importlib.util.decode_source(self._source).splitlines(keepends=True)
+        file = self._files[module.__name__]
+        source = self._sources[file]
+        lines = importlib.util.decode_source(source).splitlines(keepends=True)
         # For tracebacks; without a time, it is not held against the file.
-        linecache.cache[self._file] = (len(self._source), None, lines, self._file)
+        linecache.cache[file] = (len(source), None, lines, file)
         super().exec_module(module)
 
 

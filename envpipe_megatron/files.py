@@ -33,6 +33,13 @@ def decode(content: bytes) -> str:
         raise ValueError(f"line {line} is not UTF-8; save it as UTF-8 text") from error
 
 
+def shipped_folder(name: str) -> Path:
+    """Return a folder of files that come with the package: in it, or else in the checkout."""
+    package = Path(__file__).resolve().parent
+    installed = package / name
+    return installed if installed.is_dir() else package.parent / name
+
+
 def read_text(path: Path) -> str:
     """Return a file's text as `decode` does; OSError if it cannot be read."""
     return decode(path.read_bytes())

@@ -41,8 +41,7 @@ from envpipe_megatron.runtime.channel.carrier import StageSpecs, TensorSpec
 from envpipe_megatron.runtime.clocks.rank_clock import RankClock
 from envpipe_megatron.runtime.energy.meter import EnergyMeter
 from envpipe_megatron.runtime.execution.executor import CudaExecutor, Executor, StageRecord
-from envpipe_megatron.runtime.execution.orders import IterationOrder
-from envpipe_megatron.runtime.execution.stage_run import StageRun
+from envpipe_megatron.runtime.execution.stage_run import IterationOrder, StageRun
 from host_executor import HostExecutor  # of tests/helpers
 
 UNITS = 32

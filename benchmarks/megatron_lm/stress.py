@@ -40,8 +40,7 @@ from envpipe_megatron.formats.energy import Phase
 from envpipe_megatron.policies.problem import order_limits
 from envpipe_megatron.runtime.channel.p2p import P2PChannel
 from envpipe_megatron.runtime.execution import stage_run
-from envpipe_megatron.runtime.execution.orders import IterationOrder, PhaseRun
-from envpipe_megatron.runtime.execution.stage_run import StageRun
+from envpipe_megatron.runtime.execution.stage_run import IterationOrder, PhaseRun, StageRun
 from envpipe_megatron.runtime.job import iterations, session
 from envpipe_megatron.runtime.job.parts import PhaseParts
 

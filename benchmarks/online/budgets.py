@@ -38,7 +38,7 @@ from envpipe_megatron.gpu.presets import load_preset
 from envpipe_megatron.policies.objective import Goal, Objective
 from envpipe_megatron.policies.optimal.linear_program import LinearProgramError
 from envpipe_megatron.policies.planner import make_plan
-from envpipe_megatron.runtime.execution.orders import constant_order
+from envpipe_megatron.runtime.execution.stage_run import constant_order
 from envpipe_megatron.runtime.job.options import JobOptions
 from job_runs import exact_profile, scripted, slower
 

@@ -29,8 +29,7 @@ from envpipe_megatron.runtime.channel.collectives import make_collectives
 from envpipe_megatron.runtime.channel.links import make_channel
 from envpipe_megatron.runtime.channel.p2p import P2PChannel
 from envpipe_megatron.runtime.clocks.rank_clock import RankClock
-from envpipe_megatron.runtime.execution.orders import IterationOrder
-from envpipe_megatron.runtime.execution.stage_run import StageRun
+from envpipe_megatron.runtime.execution.stage_run import IterationOrder, StageRun
 from envpipe_megatron.runtime.job.options import JobOptions
 from host_executor import HostExecutor  # of tests/helpers
 

@@ -24,9 +24,10 @@ from pathlib import Path
 from envpipe_megatron.core.fields import parse_toml
 from envpipe_megatron.core.kinds import Kind
 from envpipe_megatron.core.profile_rows import MEASURED_SPLIT
+from envpipe_megatron.files import shipped_folder
 from envpipe_megatron.gpu.base import GpuError
 
-_FORMAT = "envpipe-gpu-preset/1"
+_FORMAT, _FOLDER = "envpipe-gpu-preset/1", "configs/gpus"
 SWEEP_STEP = 0.04
 """Profiled clocks are this share of the maximum apart: the valley lies some ten clocks down."""
 _MODELLED_STEP_MHZ = 45
@@ -184,16 +185,9 @@ def times_by_kind_s(whole_s: Mapping[Kind, float]) -> dict[Kind, float]:
     }
 
 
-def preset_folder() -> Path:
-    """Return the folder of the preset files: in the installed package, or else in the checkout."""
-    package = Path(__file__).resolve().parents[1]
-    installed = package / "configs" / "gpus"
-    return installed if installed.is_dir() else package.parent / "configs" / "gpus"
-
-
 def list_presets() -> tuple[str, ...]:
     """Return the names of the presets that come with the package, sorted."""
-    return tuple(sorted(path.stem for path in preset_folder().glob("*.toml")))
+    return tuple(sorted(path.stem for path in shipped_folder(_FOLDER).glob("*.toml")))
 
 
 def load_preset(name_or_path: str) -> GpuPreset:
@@ -230,7 +224,7 @@ def resolve_preset(name_or_path: str) -> Path:
             value=name_or_path,
             remedy=f"Use one of {', '.join(names)}, or the path of a .toml file",
         )
-    return preset_folder() / f"{name_or_path}.toml"
+    return shipped_folder(_FOLDER) / f"{name_or_path}.toml"
 
 
 @cache

@@ -12,7 +12,6 @@ import math
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 
@@ -23,11 +22,6 @@ from envpipe_megatron.gpu.control import Control
 from envpipe_megatron.gpu.emulated.emulated_gpu import EmulatedGpu
 from envpipe_megatron.gpu.registry import uid_of_cuda_device
 from envpipe_megatron.runtime.channel.collectives import Collectives
-from envpipe_megatron.runtime.clocks.latency import (
-    CudaKernelTimer,
-    EmulatedKernelTimer,
-    KernelTimer,
-)
 from envpipe_megatron.runtime.clocks.rank_clock import open_rank_gpu
 from envpipe_megatron.runtime.execution.executor import CudaExecutor, EmulatedExecutor, Executor
 from envpipe_megatron.runtime.job.options import JobOptions
@@ -45,14 +39,12 @@ class DeviceError(EnvPipeError):
 class Device:
     """A rank's GPU, what changes its clock, and how time passes on it.
 
-    `make_executor` takes what waits for the clock controller, `make_timer` makes what times a
-    change of clock; `labels` are for the energy log.
+    `make_executor` takes what waits for the clock controller; `labels` are for the energy log.
     """
 
     gpu: Gpu
     control: Control
     make_executor: Callable[[Callable[[], None]], Executor]
-    make_timer: Callable[[], KernelTimer]
     labels: Mapping[str, bool]
 
 
@@ -92,7 +84,7 @@ def open_device(collectives: Collectives, num_stages: int, options: JobOptions) 
             require=options.require_control,
             one_clock=options.one_clock,
         )
-        return Device(gpu, control, lambda settle: CudaExecutor(), CudaKernelTimer, {})
+        return Device(gpu, control, lambda settle: CudaExecutor(), {})
     wanted = options.gpu_control
     emulated, times_s = collectives.everywhere(
         lambda: _emulation(collectives.stage, num_stages, wanted, options.gpu)
@@ -103,7 +95,6 @@ def open_device(collectives: Collectives, num_stages: int, options: JobOptions) 
         gpu,
         control,
         lambda settle: EmulatedExecutor(emulated, times_s, collectives, settle),
-        partial(EmulatedKernelTimer, emulated),
         {"emulated": True},
     )
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from envpipe_megatron.errors import EnvPipeError
+from envpipe_megatron.files import shipped_folder
 
 FORMAT = "envpipe-patch/1"
 PATCH_NAME = "envpipe.patch"
@@ -55,9 +56,8 @@ class Hook:
     Attributes:
         module: the module to import, which must come from the checkout.
         attribute: the name that the module must have.
-        returned_by: a function of the module; if the attribute is set to a function, it must return
-            what that function returns. Empty to skip this check.
-        arguments: the arguments of `returned_by`.
+        returned_by: a function of the module, without arguments; if the attribute is set to a
+            function, it must return what that function returns. Empty to skip this check.
         prepare: calls to make first, each with `call`, a `module:function`, and its `arguments`.
         used_in: functions of the module whose code must name the attribute.
     """
@@ -65,7 +65,6 @@ class Hook:
     module: str
     attribute: str
     returned_by: str = ""
-    arguments: Sequence[Any] = ()
     prepare: Sequence[dict[str, Any]] = ()
     used_in: Sequence[str] = ()
 
@@ -101,16 +100,9 @@ class Patch:
         return f"{self.title} {self.tag}"
 
 
-def patches_folder() -> Path:
-    """Return the folder of the patches: in the installed package, or else in the checkout."""
-    package = Path(__file__).resolve().parents[1]
-    installed = package / "patches"
-    return installed if installed.is_dir() else package.parent / "patches"
-
-
 def patch_file(patch: Patch) -> Path | None:
     """Return where a patch lies in this installation; None for one of another version's."""
-    file = patches_folder() / patch.project / patch.tag / PATCH_NAME
+    file = shipped_folder("patches") / patch.project / patch.tag / PATCH_NAME
     return file if file.is_file() and sha256(file.read_bytes()) == patch.sha256 else None
 
 
@@ -119,7 +111,7 @@ def load_catalog(folder: Path | None = None) -> tuple[Patch, ...]:
 
     Raises PatchError if a patch is damaged, or doesn't belong to its description.
     """
-    found = sorted((folder or patches_folder()).glob(f"*/*/{DESCRIPTION_NAME}"))
+    found = sorted((folder or shipped_folder("patches")).glob(f"*/*/{DESCRIPTION_NAME}"))
     return tuple(
         read_patch(file.read_text(encoding="utf-8"), (file.parent / PATCH_NAME).read_bytes())
         for file in found

@@ -187,7 +187,7 @@ def _proven(hook: dict[str, Any], module: ModuleType) -> tuple[Outcome, str]:
         before = getattr(module, attribute)
         setattr(module, attribute, lambda *_, **__: mark)
         try:
-            returned = attrgetter(hook["returned_by"])(module)(*hook["arguments"])
+            returned = attrgetter(hook["returned_by"])(module)()
         finally:
             setattr(module, attribute, before)
         if returned is not mark:

@@ -5,8 +5,9 @@ from pathlib import Path
 
 import pytest
 
+from envpipe_megatron import files
 from envpipe_megatron.errors import EnvPipeError
-from envpipe_megatron.files import read_text, refuse_foreign, replace_files
+from envpipe_megatron.files import read_text, refuse_foreign, replace_files, shipped_folder
 
 
 def left(folder):
@@ -118,3 +119,12 @@ def test_a_pipe_is_written_into_by_any_name_of_it():
         replace_files({Path(f"/dev/fd/{writes}"): ["through"]})
         os.close(writes)
         assert told.read() == "through"
+
+
+def test_where_files_that_come_with_the_package_are(tmp_path, monkeypatch):
+    """Beside the installed package's modules, or in the checkout that it is run from."""
+    package = tmp_path / "checkout" / "envpipe_megatron"
+    monkeypatch.setattr(files, "__file__", str(package / "files.py"))
+    assert shipped_folder("configs/gpus") == tmp_path / "checkout" / "configs" / "gpus"
+    (package / "configs" / "gpus").mkdir(parents=True)
+    assert shipped_folder("configs/gpus") == package / "configs" / "gpus"

@@ -45,7 +45,6 @@ from envpipe_megatron.integrations.huggingface.deepspeed_stages import deepspeed
 from envpipe_megatron.integrations.huggingface.layers import language_model_loss
 from envpipe_megatron.policies.planner import make_plan
 from envpipe_megatron.policies.request import PlanRequest
-from envpipe_megatron.runtime.clocks.latency import EmulatedKernelTimer
 from envpipe_megatron.runtime.execution.executor import EmulatedExecutor
 
 MICROBATCHES, MICROBATCH, LENGTH = 6, 2, 5
@@ -176,7 +175,6 @@ class FastJobs:
             ReadOnlyGpu(gpu) if reads else gpu,
             Control(wanted, None if reads else "emulated", "this is a test"),
             lambda settle: EmulatedExecutor(gpu, TIMES_S, collectives, settle),
-            partial(EmulatedKernelTimer, gpu),
             {"emulated": True},
         )
 

@@ -8,14 +8,12 @@ from pathlib import Path
 import pytest
 
 from benchmarks.gpu import fit_presets
-from envpipe_megatron.gpu import presets
 from envpipe_megatron.gpu.base import GpuError
 from envpipe_megatron.gpu.presets import (
     ControlOverride,
     list_presets,
     load_preset,
     override_for,
-    preset_folder,
     sweep_range,
 )
 
@@ -100,16 +98,6 @@ def test_every_field_of_a_file(tmp_path, monkeypatch):
     Path("uncapped.toml").write_text(uncapped)
     assert load_preset("uncapped.toml").top_frequency_mhz == 1000
     assert load_preset("uncapped.toml").supported_frequencies_mhz == (1000,)
-
-
-def test_where_the_presets_are(tmp_path, monkeypatch):
-    """Beside the installed package's modules, or in the checkout that it is run from."""
-    package = tmp_path / "checkout" / "envpipe_megatron"
-    monkeypatch.setattr(presets, "__file__", str(package / "gpu" / "presets.py"))
-    checkout = tmp_path / "checkout" / "configs" / "gpus"
-    assert preset_folder() == checkout
-    (package / "configs" / "gpus").mkdir(parents=True)
-    assert preset_folder() == package / "configs" / "gpus"
 
 
 def test_unknown_preset_lists_the_names():

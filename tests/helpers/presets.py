@@ -7,12 +7,12 @@ from pathlib import Path
 from envpipe_megatron.core.kinds import Kind
 from envpipe_megatron.core.profile import Profile, make_profile
 from envpipe_megatron.core.profile_rows import ProfileRow
-from envpipe_megatron.gpu.presets import load_preset, preset_folder
+from envpipe_megatron.gpu.presets import load_preset, resolve_preset
 
 
 def write_changed_preset(path: Path, changes: Mapping[str, float], of: str = "a100-sxm") -> Path:
     """Write a preset with some numbers changed."""
-    text = (preset_folder() / f"{of}.toml").read_text()
+    text = resolve_preset(of).read_text()
     for name, changed in changes.items():
         text, count = re.subn(rf"(?m)^{name} = .*$", f"{name} = {changed}", text)
         assert count == 1, name

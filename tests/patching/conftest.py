@@ -1,7 +1,7 @@
 import pytest
 from patch_project import edited_files, make_patches, stock_files, write_tree
 
-import envpipe_megatron.patching.catalog
+from envpipe_megatron.patching import catalog as known_patches
 from envpipe_megatron.patching.catalog import load_catalog
 
 
@@ -16,7 +16,7 @@ def install(monkeypatch):
     """Gives the package other patches than its own, and returns them."""
 
     def install(folder):
-        monkeypatch.setattr(envpipe_megatron.patching.catalog, "patches_folder", lambda: folder)
+        monkeypatch.setattr(known_patches, "shipped_folder", lambda name: folder)
         return load_catalog()
 
     return install

@@ -45,7 +45,7 @@ toy.schedules.get_func()
 def start(modules, tmp_path):
     """Runs a script in a Python whose package has these patches, attached or by itself."""
     catalog = "import pathlib, envpipe_megatron.patching.catalog as catalog\n"
-    patches = f"catalog.patches_folder = lambda: pathlib.Path({str(modules)!r})\n"
+    patches = f"catalog.shipped_folder = lambda name: pathlib.Path({str(modules)!r})\n"
     site = write_tree(tmp_path / "site", {"sitecustomize.py": catalog + patches})
 
     def run(*words, attached=True, imports=(), **variables):

@@ -44,8 +44,8 @@ class Loop:
 PREPARED = """\
 ready = []
 envpipe_hook = None
-def get_func(least):
-    assert sum(ready) > least
+def get_func():
+    assert sum(ready) > 1
     return envpipe_hook(get_func)
 def make_ready(number):
     ready.append(number)
@@ -54,7 +54,7 @@ def make_ready(number):
 
 def prepared(function):
     step = {"call": f"toy.schedules:{function}", "arguments": [3]}
-    return Hook("toy.schedules", "envpipe_hook", "get_func", arguments=(1,), prepare=(step,))
+    return Hook("toy.schedules", "envpipe_hook", "get_func", prepare=(step,))
 
 
 @pytest.mark.parametrize(

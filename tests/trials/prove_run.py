@@ -47,7 +47,7 @@ def run_rank() -> None:
         gpu, chosen = open_rank_gpu(
             uid, collectives, options.gpu_control, require=options.require_control
         )
-        return Device(gpu, chosen, lambda settle: HostExecutor(), HostKernelTimer, {})
+        return Device(gpu, chosen, lambda settle: HostExecutor(), {})
 
     def zeros(*args, device=None, make=torch.zeros, **options):
         return make(*args, device="cpu" if device == "cuda" else device, **options)
@@ -60,7 +60,7 @@ def run_rank() -> None:
     worker.open_device = open_device
     worker._LATENCY_REPEATS = 1
     shortest._WORTH = -9  # the best order is tried, however little it gains on this host
-    latency.LONGEST_S = 0.05
+    latency.LONGEST_S, latency.CudaKernelTimer = 0.05, HostKernelTimer
     worker.JobOptions = partial(JobOptions, profile_steps=2, window_s=0.3)
     worker.main()
 

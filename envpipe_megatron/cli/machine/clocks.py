@@ -44,12 +44,6 @@ from envpipe_megatron.gpu.registry import (
     visible_gpus,
 )
 from envpipe_megatron.gpu.site import read_site
-from envpipe_megatron.runtime.clocks.latency import (
-    CudaKernelTimer,
-    EmulatedKernelTimer,
-    KernelTimer,
-    usual_clocks_mhz,
-)
 from envpipe_megatron.runtime.clocks.latency import measure_latency as measure
 
 
@@ -79,16 +73,9 @@ def measure_latency(
     Example: envpipe clocks measure-latency --output latency.json
     """
     check_outputs([output] if output else [], [])
-    gpu: Gpu
-    timer: KernelTimer
     with tempfile.TemporaryDirectory() as folder:
-        if emulated:
-            gpu = emulated_gpu = EmulatedGpu.create(emulated, 0, folder)
-            timer = EmulatedKernelTimer(emulated_gpu)
-        else:
-            gpu, timer = _real_gpu(device)
-        chosen_mhz = clocks or usual_clocks_mhz(gpu)
-        result = measure(gpu, timer, chosen_mhz, repeats, lambda text: say(f"{gpu.name}: {text}"))
+        gpu = EmulatedGpu.create(emulated, 0, folder) if emulated else _real_gpu(device)
+        result = measure(gpu, None, clocks, repeats, lambda text: say(f"{gpu.name}: {text}"))
     _show_latency(result)
     settling_s = result["frequency_change_s"]
     if settling_s is None:
@@ -100,8 +87,8 @@ def measure_latency(
         say(f"Wrote {output}")
 
 
-def _real_gpu(device: int) -> tuple[Gpu, KernelTimer]:
-    """Return a GPU by CUDA's number, whose clock may be changed, and a timer on it."""
+def _real_gpu(device: int) -> Gpu:
+    """Return a GPU by CUDA's number, whose clock may be changed: the present one from here on."""
     # Checked before CUDA or a driver is touched: if it is forbidden, nothing is even read.
     if clock_control_forbidden():
         raise ClockControlForbiddenError(
@@ -126,7 +113,7 @@ def _real_gpu(device: int) -> tuple[Gpu, KernelTimer]:
     torch.cuda.set_device(device)
     uid = uid_of_cuda_device(str(torch.cuda.get_device_properties(device).uuid))
     say(f"Clocks are changed by {chosen.backend}: {chosen.why}")
-    return open_controlled(uid, chosen), CudaKernelTimer()
+    return open_controlled(uid, chosen)
 
 
 def _show_latency(result: dict[str, Any]) -> None:

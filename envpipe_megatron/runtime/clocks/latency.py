@@ -4,7 +4,7 @@ No trustworthy table of these times exists; they differ by GPU, by clock and by 
 kernels run back to back while the clock is changed under them: the instant from which on they take
 as long as they do in the end is when the new clock runs.
 
-`envpipe clocks measure-latency` calls `measure_latency` with a timer of a real or an emulated GPU.
+`envpipe clocks measure-latency` and `envpipe prove` call `measure_latency`.
 """
 
 from __future__ import annotations
@@ -66,17 +66,10 @@ class KernelTimer(Protocol):
         """Run `KERNELS` kernels, and call when `LEAD` of them have ended."""
 
 
-def usual_clocks_mhz(gpu: Gpu) -> list[int]:
-    """Return the clocks near all, 3/4 and 1/2 of the highest, measured if none are named."""
-    supported = gpu.supported_frequencies_mhz
-    top = max(supported)
-    return [nearest_frequencies(round(share * top), supported)[-1] for share in _USUAL_SHARES]
-
-
 def measure_latency(
     gpu: Gpu,
-    timer: KernelTimer,
-    clocks_mhz: Sequence[int],
+    timer: KernelTimer | None,
+    clocks_mhz: Sequence[int] | None,
     repeats: int,
     say: Callable[[str], None] = lambda text: None,
 ) -> dict[str, Any]:
@@ -87,6 +80,8 @@ def measure_latency(
     ClockLatencyError for fewer than two clocks, a back end that fails, or a guard that has ended.
 
     Args:
+        timer: None for that of the present CUDA device, or of an emulated `gpu`.
+        clocks_mhz: None for those near all, 3/4 and 1/2 of the highest.
         repeats: changes for each ordered pair.
         say: gets a line of progress for each pair.
 
@@ -98,6 +93,10 @@ def measure_latency(
     # It imports torch, which takes long: commands that only name this module do without.
     from envpipe_megatron.runtime.clocks.rank_clock import RankClock
 
+    if clocks_mhz is None:
+        known_mhz = gpu.supported_frequencies_mhz
+        wanted_mhz = (round(share * max(known_mhz)) for share in _USUAL_SHARES)
+        clocks_mhz = [nearest_frequencies(mhz, known_mhz)[-1] for mhz in wanted_mhz]
     clocks = sorted(set(clocks_mhz), reverse=True)
     if len(clocks) < 2:
         raise ClockLatencyError(
@@ -107,6 +106,8 @@ def measure_latency(
         )
     for mhz in clocks:
         gpu.check_supported(mhz)
+    if timer is None:
+        timer = EmulatedKernelTimer(gpu) if isinstance(gpu, EmulatedGpu) else CudaKernelTimer()
 
     def check() -> None:
         if clock.error is not None:

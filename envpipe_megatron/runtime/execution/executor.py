@@ -215,9 +215,10 @@ class CudaExecutor(Executor):
                 self._see(self._events, first, check)
             begin_s = self._seen_s - begin.elapsed_time(self._seen) / 1e3
             starts_s, ends_s = (
-                [begin.elapsed_time(event) / 1e3 for event in events] for events in (starts, ends)
+                np.array([begin.elapsed_time(event) for event in events]) / 1e3
+                for events in (starts, ends)
             )
-            return make_record(starts_s, ends_s, begin_s, ends_s[-1])
+            return StageRecord(starts_s, ends_s, begin_s, float(ends_s[-1]))
 
         return read
 
@@ -360,7 +361,8 @@ class EmulatedExecutor(Executor):
         end_s = self._collectives.latest(self._begin_s + self._ends[-1])
         self._gpu.advance_to(end_s)
         begin_s = self._begin_s
-        record = make_record(self._starts, self._ends, begin_s, end_s - begin_s)
+        units_s = np.array(self._starts), np.array(self._ends)
+        record = StageRecord(*units_s, begin_s, end_s - begin_s)
         return lambda: record
 
     def now_s(self) -> float:
@@ -373,14 +375,3 @@ class EmulatedExecutor(Executor):
         end_s = self._gpu.committed_end_s() + time_s
         self._gpu.advance_to(end_s)
         self._gpu.anchor(time.monotonic() - end_s)
-
-
-def make_record(
-    starts_s: list[float],
-    ends_s: list[float],
-    begin_s: float,
-    iteration_time_s: float,
-) -> StageRecord:
-    """Make a record from starts and ends relative to the start of the iteration."""
-    times_s = np.array(starts_s), np.array(ends_s)
-    return StageRecord(*times_s, begin_s, iteration_time_s)

@@ -24,8 +24,12 @@ from envpipe_megatron.formats.wishes import NO_WISHES, Wishes
 from envpipe_megatron.runtime.channel.carrier import StageSpecs
 from envpipe_megatron.runtime.energy.training import TrainingEnergy
 from envpipe_megatron.runtime.execution.executor import Executor, StageRecord
-from envpipe_megatron.runtime.execution.orders import IterationOrder, PhaseRun, constant_order
-from envpipe_megatron.runtime.execution.stage_run import StageRun
+from envpipe_megatron.runtime.execution.stage_run import (
+    IterationOrder,
+    PhaseRun,
+    StageRun,
+    constant_order,
+)
 from envpipe_megatron.runtime.job.parts import PhaseParts, SessionError, note
 from envpipe_megatron.runtime.job.phases import run_phases
 from envpipe_megatron.runtime.job.planning import predicted

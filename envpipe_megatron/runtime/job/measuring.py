@@ -25,7 +25,7 @@ from envpipe_megatron.core.schedule import Schedule
 from envpipe_megatron.formats.energy import Phase
 from envpipe_megatron.runtime.channel.collectives import by_planner
 from envpipe_megatron.runtime.execution.executor import StageRecord
-from envpipe_megatron.runtime.execution.orders import PhaseRun, constant_order
+from envpipe_megatron.runtime.execution.stage_run import PhaseRun, constant_order
 from envpipe_megatron.runtime.job.parts import PhaseParts, note
 from envpipe_megatron.runtime.job.planning import (
     make_room_for_messages,

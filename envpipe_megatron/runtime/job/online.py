@@ -27,7 +27,7 @@ from envpipe_megatron.formats.wishes import Wishes
 from envpipe_megatron.runtime.channel.collectives import DegradedError, by_planner, in_words
 from envpipe_megatron.runtime.energy.meter import EnergyMeter, MeterError
 from envpipe_megatron.runtime.execution.executor import StageRecord
-from envpipe_megatron.runtime.execution.orders import (
+from envpipe_megatron.runtime.execution.stage_run import (
     MOST_TRIES,
     IterationOrder,
     PhaseRun,

@@ -22,7 +22,7 @@ from envpipe_megatron.policies.frequencies import RECONFIGURE_POLICIES
 from envpipe_megatron.policies.objective import Goal
 from envpipe_megatron.runtime.channel.collectives import DegradedError, by_planner, on_every_rank
 from envpipe_megatron.runtime.execution.executor import StageRecord
-from envpipe_megatron.runtime.execution.orders import (
+from envpipe_megatron.runtime.execution.stage_run import (
     IterationOrder,
     PhaseRun,
     constant_order,

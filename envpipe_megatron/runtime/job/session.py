@@ -22,8 +22,12 @@ from envpipe_megatron.runtime.energy.log import EnergyLog
 from envpipe_megatron.runtime.energy.meter import EnergyMeter
 from envpipe_megatron.runtime.energy.training import TrainingEnergy
 from envpipe_megatron.runtime.execution.executor import METER_MARGIN_S, Executor
-from envpipe_megatron.runtime.execution.orders import constant_order
-from envpipe_megatron.runtime.execution.stage_run import StageRun, StageWork, execute
+from envpipe_megatron.runtime.execution.stage_run import (
+    StageRun,
+    StageWork,
+    constant_order,
+    execute,
+)
 from envpipe_megatron.runtime.job.iterations import Batches, Iterations
 from envpipe_megatron.runtime.job.options import JobOptions
 from envpipe_megatron.runtime.job.parts import ControlFile, PhaseParts, SessionState, note
@@ -110,7 +114,7 @@ class Session:
                 gpu, collectives, make_clock, required=options.require_control
             )
             half_made.callback(self.clock.close)
-            self._controlled = collectives.on_all(not gpu.read_only)
+            self._controlled = not gpu.read_only  # on all ranks alike
             #: What the job does, where it was asked for more than it may too.
             self.options = options if self._controlled else options.without_control()
             if self._controlled or self.options.closed_loop:

@@ -250,7 +250,6 @@ class JobMemory:
         if pending is None and self.waiting_bytes:
             pending = tuple(map(max, by_chunk, self.waiting_bytes))
         return StageMemory(
-            max(by_chunk),
             schedule.peak_in_flight[self._stage],
             peak,
             max(0.0, capacity - peak - self._unusable_bytes),
@@ -275,7 +274,6 @@ def _least_room(replicas: Sequence[StageMemory | None]) -> StageMemory | None:
     pending = [own.pending_bytes for own in known if own.pending_bytes is not None]
     needed = [own.unit_bytes for own in known if own.unit_bytes is not None]
     return StageMemory(
-        max(own.activation_bytes for own in known),
         known[0].baseline_in_flight,
         max(own.baseline_peak_bytes for own in known),
         min(own.room_bytes for own in known),

@@ -118,11 +118,10 @@ class StageMemory:
     """A stage's memory; of replicas, that of the one with the least room.
 
     Attributes:
-        activation_bytes: what one more microbatch in flight holds, of the chunk that holds most.
         baseline_in_flight: microbatches in flight at the peak of the framework's own order.
         baseline_peak_bytes: the most that is allocated while that order's units run.
         room_bytes: what the device could give beyond that peak, less `SAFETY_MARGIN`; 0 if nothing.
-        chunk_bytes: what one more holds in each chunk.
+        chunk_bytes: what one more microbatch in flight holds in each chunk.
         pending_bytes: what is held in each chunk from the first part of a backward to its second;
             None until it is measured.
         unit_bytes: by the place of a kind and by chunk, what a unit needs while it runs, beyond
@@ -131,7 +130,6 @@ class StageMemory:
             `predicted_peak_bytes`, and is `measured_peak_bytes`.
     """
 
-    activation_bytes: float
     baseline_in_flight: int
     baseline_peak_bytes: int
     room_bytes: float
@@ -141,6 +139,11 @@ class StageMemory:
     in_flight: int | None = None
     predicted_peak_bytes: float | None = None
     measured_peak_bytes: int | None = None
+
+    @property
+    def activation_bytes(self) -> float:
+        """Return what one more microbatch in flight holds, of the chunk that holds most."""
+        return max(self.chunk_bytes)
 
     @property
     def free_bytes(self) -> float:

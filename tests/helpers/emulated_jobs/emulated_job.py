@@ -24,7 +24,7 @@ from envpipe_megatron.core.kinds import Kind
 from envpipe_megatron.core.orders.builders import framework_order
 from envpipe_megatron.core.schedule import Schedule
 from envpipe_megatron.runtime.channel.collectives import Collectives, tree_groups
-from envpipe_megatron.runtime.execution.orders import IterationOrder
+from envpipe_megatron.runtime.execution.stage_run import IterationOrder
 from envpipe_megatron.runtime.job.options import JobOptions
 from envpipe_megatron.runtime.job.parts import PhaseParts, SessionState
 from envpipe_megatron.runtime.job.phases import run_phases

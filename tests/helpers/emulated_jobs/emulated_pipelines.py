@@ -14,8 +14,9 @@ from envpipe_megatron.gpu.base import ClockState, GpuAddress, PowerState
 from envpipe_megatron.gpu.emulated.store import EmulatedState, tick_number
 from envpipe_megatron.gpu.presets import GpuPreset, times_by_kind_s
 from envpipe_megatron.runtime.energy.meter import EnergyMeter
-from envpipe_megatron.runtime.execution.executor import StageRecord, make_record
-from envpipe_megatron.runtime.execution.orders import IterationOrder
+from envpipe_megatron.runtime.execution.executor import StageRecord
+from envpipe_megatron.runtime.execution.stage_run import IterationOrder
+from host_executor import make_record
 
 
 @dataclass

@@ -3,8 +3,15 @@
 import time
 from itertools import pairwise
 
+import numpy as np
+
 from envpipe_megatron.runtime.clocks.latency import KERNELS, LEAD, Trace
-from envpipe_megatron.runtime.execution.executor import Executor, always, make_record
+from envpipe_megatron.runtime.execution.executor import Executor, StageRecord, always
+
+
+def make_record(starts_s, ends_s, begin_s, iteration_time_s):
+    """Make a record from starts and ends relative to the start of the iteration."""
+    return StageRecord(np.array(starts_s), np.array(ends_s), begin_s, iteration_time_s)
 
 
 class HostExecutor(Executor):

@@ -24,7 +24,7 @@ from envpipe_megatron.formats.energy import Phase
 from envpipe_megatron.gpu.presets import GpuPreset, load_preset, override_for, sweep_range
 from envpipe_megatron.policies.planner import make_plan
 from envpipe_megatron.policies.request import PlanRequest
-from envpipe_megatron.runtime.execution.orders import constant_order
+from envpipe_megatron.runtime.execution.stage_run import constant_order
 from envpipe_megatron.runtime.job.options import JobOptions
 from envpipe_megatron.runtime.job.parts import SessionState
 

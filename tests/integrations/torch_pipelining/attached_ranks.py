@@ -28,7 +28,7 @@ from envpipe_megatron.integrations.device import PRESET_VARIABLE
 from envpipe_megatron.integrations.job import open_job
 from envpipe_megatron.integrations.torch_pipelining import attach, orders
 from envpipe_megatron.integrations.torch_pipelining.orders import AttachError
-from envpipe_megatron.runtime.execution.orders import constant_order
+from envpipe_megatron.runtime.execution.stage_run import constant_order
 from envpipe_megatron.runtime.job import phases
 from envpipe_megatron.runtime.job.session import Session
 from envpipe_megatron.tuning.commands import Clocked, Command, Run

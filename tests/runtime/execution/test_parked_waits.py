@@ -22,8 +22,7 @@ from envpipe_megatron.runtime.clocks import rank_clock
 from envpipe_megatron.runtime.clocks.rank_clock import RankClock
 from envpipe_megatron.runtime.execution import executor
 from envpipe_megatron.runtime.execution.executor import CudaExecutor, EmulatedExecutor, Executor
-from envpipe_megatron.runtime.execution.orders import IterationOrder
-from envpipe_megatron.runtime.execution.stage_run import StageRun
+from envpipe_megatron.runtime.execution.stage_run import IterationOrder, StageRun
 from envpipe_megatron.tuning.commands import Parking
 
 #: The units of stage 0 are F0 F1 B0 B1, and the wait before B0 is parked in.

@@ -26,10 +26,14 @@ from envpipe_megatron.runtime.execution.executor import (
     EmulatedExecutor,
     Passed,
     always,
-    make_record,
 )
-from envpipe_megatron.runtime.execution.orders import IterationOrder
-from envpipe_megatron.runtime.execution.stage_run import Rehearsal, StageRun, execute
+from envpipe_megatron.runtime.execution.stage_run import (
+    IterationOrder,
+    Rehearsal,
+    StageRun,
+    execute,
+)
+from host_executor import make_record
 
 #: What executors sleep by.
 CLOCK = "envpipe_megatron.runtime.execution.executor.time"

@@ -21,7 +21,7 @@ from envpipe_megatron.formats.energy import Phase, read_energy_logs, split_phase
 from envpipe_megatron.policies.planner import make_plan
 from envpipe_megatron.policies.request import PlanRequest
 from envpipe_megatron.report.run_folder import read_run_folder
-from envpipe_megatron.runtime.execution.orders import constant_order
+from envpipe_megatron.runtime.execution.stage_run import constant_order
 from envpipe_megatron.runtime.job import iterations
 from envpipe_megatron.runtime.job.options import JobOptions
 from envpipe_megatron.runtime.job.parts import PhaseParts, SessionState

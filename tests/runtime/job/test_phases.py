@@ -14,7 +14,7 @@ from envpipe_megatron.core.orders import builders
 from envpipe_megatron.formats.energy import Phase
 from envpipe_megatron.gpu.presets import load_preset, sweep_range
 from envpipe_megatron.runtime.channel.collectives import DegradedError
-from envpipe_megatron.runtime.execution.orders import IterationOrder
+from envpipe_megatron.runtime.execution.stage_run import IterationOrder
 from envpipe_megatron.runtime.job import phases
 from envpipe_megatron.runtime.job.measuring import known_profile
 from envpipe_megatron.runtime.job.options import JobOptions, Level

@@ -12,9 +12,10 @@ from envpipe_megatron.core.kinds import WHOLE
 from envpipe_megatron.core.orders import builders
 from envpipe_megatron.formats.energy import Phase
 from envpipe_megatron.runtime.energy.meter import MeterError
-from envpipe_megatron.runtime.execution.executor import StageRecord, make_record
+from envpipe_megatron.runtime.execution.executor import StageRecord
 from envpipe_megatron.runtime.job.online import make_report
 from envpipe_megatron.tuning.commands import Command
+from host_executor import make_record
 
 NODES = np.array([1000.0, 1200.0, 1400.0])
 FORWARD, BACKWARD, WAITING, TAIL = 0, 3, 6, 9  # the first column of each

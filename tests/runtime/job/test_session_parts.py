@@ -16,8 +16,8 @@ from envpipe_megatron.formats.energy import Phase
 from envpipe_megatron.integrations.framework_units import SeenUnit, UnitFollower
 from envpipe_megatron.runtime.channel.carrier import ChannelError
 from envpipe_megatron.runtime.channel.collectives import Collectives
-from envpipe_megatron.runtime.execution.executor import always, make_record
-from envpipe_megatron.runtime.execution.orders import IterationOrder
+from envpipe_megatron.runtime.execution.executor import always
+from envpipe_megatron.runtime.execution.stage_run import IterationOrder
 from envpipe_megatron.runtime.job import iterations
 from envpipe_megatron.runtime.job import session as runtime_session
 from envpipe_megatron.runtime.job.options import JobOptions
@@ -26,6 +26,7 @@ from envpipe_megatron.runtime.job.restarts import JobFolder
 from envpipe_megatron.runtime.job.session import Session
 from envpipe_megatron.runtime.memory.stage import MemoryUnknownError
 from envpipe_megatron.tuning.commands import Parking
+from host_executor import make_record
 
 SCHEDULE = builders.one_f_one_b(1, 2)
 FILES = {"profile": Path("profile.csv"), "plan": Path("plan.json")}

@@ -436,8 +436,8 @@ def test_a_microbatch_holds_at_least_its_message():
 
 
 MEMORY = (
-    StageMemory(100.0, 2, 1000, 250.0, (100.0,)),
-    StageMemory(100.0, 1, 1000, 50.0, (100.0,)),
+    StageMemory(2, 1000, 250.0, (100.0,)),
+    StageMemory(1, 1000, 50.0, (100.0,)),
 )
 
 
@@ -500,7 +500,7 @@ def test_bytes_limit_what_may_be_planned(asked, known, file, expected):
 
 def test_what_was_measured_in_chunks_limits_microbatches():
     """A unit of two chunks holds 50; 5 fit on stage 0: a job plans 2.5 microbatches in flight."""
-    learned = tuple(StageMemory(50.0, 3, 1000, room, (50.0, 50.0)) for room in (125.0, 0.0))
+    learned = tuple(StageMemory(3, 1000, room, (50.0, 50.0)) for room in (125.0, 0.0))
     assert in_flight_limit(None, framework_order(2, 8, 2), profile(2), learned) == (2.5, 1.5)
 
 
