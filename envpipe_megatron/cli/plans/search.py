@@ -350,7 +350,8 @@ def partition(
     ]
     if cost is not None:
         figures.append(("planned time (s)", f"{cost.iteration_time_s:.4f}"))
-        figures.append(("planned energy (J)", f"{cost.energy_j:.1f}"))
+        # Of one GPU of each stage, as `envpipe plan` takes the stage profile.
+        figures.append(("planned energy (J)", f"{cost.energy_j / space.shape.sizes.gpus:.1f}"))
     show_table("1F1B, and its plan", ("", "this split"), figures)
     if found.cost is None:
         say("Least bottleneck; of equal ones the split whose stages force the shortest iteration.")

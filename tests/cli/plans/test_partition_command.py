@@ -75,6 +75,15 @@ def test_the_figures_of_the_split(tmp_path):
     assert float(rows["planned energy (J)"][0]) > 0
 
 
+def test_the_planned_energy_is_that_of_a_plan_of_the_stage_profile(layers_path, tmp_path):
+    """Also where several GPUs share a microbatch: it is of one GPU of each stage."""
+    text, output = layers_path.read_text(), tmp_path / "profile.csv"
+    layers_path.write_text(text.replace('"tensor_parallel": 1', '"tensor_parallel": 2'))
+    split = rows_of(partition(layers_path, output, "--blocking-power", 80).stdout)
+    planned = rows_of(plan_for(output, tmp_path / "plan.json").stdout)
+    assert split["planned energy (J)"][0] == planned["energy (J)"][0]
+
+
 def test_times_alone_are_enough_for_the_bottleneck(tmp_path):
     layers = write(tmp_path / "layers.json", power=False, clocks=(1200,))
     result = partition(layers, tmp_path / "profile.csv")
