@@ -189,6 +189,12 @@ def measure_pieces(
             gpu.set(clock_mhz)
             for way, measured in passes.measure(ways, clock_mhz).items():
                 repeats[way].append(measured)
+    gpu.set(gpu.frequency_mhz[0])
+    with pieces.rows(row):
+        for way in ways:  # a host that was held up at the first look has had seconds since
+            with pieces.recomputing(way):
+                again = _look(microbatches, size)
+            looks[way][:, -1] = np.minimum(looks[way][:, -1], again[:, -1])
     found, clocks = {}, len(gpu.frequency_mhz)
     for way in ways:
         by_clock = np.array([_medians(np.array(repeats[way][at::clocks])) for at in range(clocks)])

@@ -73,14 +73,16 @@ class Machine:
 
     def __init__(self, layers, slow, host_s):
         self.layers, self.slow, self.host_s = layers, slow, host_s
-        self.looked_s = host_s
+        self.looked_s, self.slow_looks, self.looks = host_s, range(0), 0
         self.timed: list[str | None] = []
 
     def measure(self, size, count, marks, rest_cycles=0):
         slots = len(self.layers.slots)
         if isinstance(marks, Looks):
             looked = np.zeros((1 + 2 * slots, 4))
-            looked[1 : 1 + slots, 0] = self.looked_s
+            factor = SLOW if self.looks in self.slow_looks else 1.0
+            looked[1 : 1 + slots, 0] = self.looked_s * factor
+            self.looks += 1
             return looked, Window(0.0, 1.0, 1)
         self.timed.append(self.layers.way)
         # Each of two ways is run once before the passes; what is not recomputed rests as well.
@@ -97,13 +99,13 @@ class Machine:
         return Window(slots, slots + count * (FORWARD_S + BACKWARD_S) * slots, count)
 
 
-def measured(monkeypatch, slow, host_s, looked_s=None):
+def measured(monkeypatch, slow, host_s, looked_s=None, slow_looks=range(0)):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(job, "lowest", int)
     monkeypatch.setattr(job, "free_bytes", lambda: math.inf)
     monkeypatch.setattr(job, "Marks", nullcontext)
     machine = Machine(layers := Layers(), slow, host_s)
-    machine.looked_s = looked_s or host_s
+    machine.looked_s, machine.slow_looks = looked_s or host_s, slow_looks
     return measure_pieces(layers, machine, 2, Gpu()), machine  # type: ignore[arg-type]
 
 
@@ -123,6 +125,15 @@ def test_a_slow_phase_of_the_host_leaves_no_trace(slow, host_s, monkeypatch):
         np.testing.assert_allclose(each.backward_s, [BACKWARD_S] * 2)
         np.testing.assert_allclose(each.rested_s, RESTED * each.both_s)
         assert each.host_s == pytest.approx(host_s)
+
+
+@pytest.mark.parametrize("slow_looks", [range(2), range(2, 3), range(3), range(3, 5)])
+def test_a_slow_look_at_the_host_leaves_no_trace(slow_looks, monkeypatch):
+    """Each way is looked at before the passes and behind them."""
+    ways, _ = measured(monkeypatch, set(), HOST_S, slow_looks=slow_looks)
+    for each in ways.values():
+        assert each.host_s == pytest.approx(HOST_S)
+    np.testing.assert_allclose(ways["layer", FULL].both_s, [HOST_S] * 2)
 
 
 def test_a_layer_takes_no_less_than_the_host_needs_for_it(monkeypatch):
