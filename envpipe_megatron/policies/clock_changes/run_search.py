@@ -8,7 +8,7 @@ only if its own iteration time meets the deadline.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import numpy as np
@@ -27,7 +27,11 @@ from envpipe_megatron.policies.clock_changes.run_times import (
     faster_path,
     saving_moves,
 )
-from envpipe_megatron.policies.optimal.linear_program import Relaxed, price_flow
+from envpipe_megatron.policies.optimal.linear_program import (
+    LinearProgramError,
+    Relaxed,
+    price_flow,
+)
 
 #: How strongly a first choice of runs holds units to their relaxed durations: the cost, in units'
 #: mean energies, of a duration that is off by 100 %. With prices of time only, ties remain between
@@ -40,6 +44,8 @@ _CHANGE_FACTOR, _CHANGE_OF_UNIT = 4.0, 0.02
 _SHARE_STEPS = 10
 #: Divisions of time, each for an earlier deadline, as long as late clocks exceed the deadline.
 _ROUNDS = 4
+#: An earlier deadline is earlier by this many times of what late clocks took more.
+_SAFELY = 1.1
 #: Above this many units time is not divided again: the linear program takes too long.
 _MAX_PROGRAM_UNITS = 6_000
 #: Runs are found for a dwell time so much longer, too: the waits in them are shorter in the end.
@@ -64,6 +70,7 @@ class RunSearch:
         waiting_power_w: [num_stages] the price of waiting in that program.
         deadline_s: for the evaluated iteration, late clocks included.
         min_dwell_s: as `clock_runs.shortest_dwell_s` counts.
+        plan_for: makes such a plan for another deadline; LinearProgramError: there is none.
     """
 
     def __init__(
@@ -73,8 +80,10 @@ class RunSearch:
         waiting_power_w: FloatArray,
         deadline_s: float,
         min_dwell_s: float,
+        plan_for: Callable[[float], Plan],
     ) -> None:
         conditions = plan.conditions
+        self._plan_for = plan_for
         self._start, self._relaxed = plan, relaxed
         self._power_w = waiting_power_w
         self._deadline_s, self._min_dwell_s = deadline_s, min_dwell_s
@@ -103,8 +112,9 @@ class RunSearch:
             runs += [*divided, self._divided(min(divided, key=self._rank))]
         if not self._min_dwell_s:
             runs += map(self._in_time, (self._start, *runs))
-            if not any(map(self._meets, runs)):
-                runs += self._slowed_in_part()
+            for others in (self._earlier, self._slowed_in_part):
+                if not any(map(self._meets, runs)):
+                    runs += others()
         elif not any(map(self._meets, runs)):
             nearest = sorted(runs, key=lambda plan: plan.cost.iteration_time_s)[:_SPENT]
             runs += map(self._in_time, nearest)
@@ -120,11 +130,23 @@ class RunSearch:
         if index is not None:
             yield self._plan(index)
 
+    def _earlier(self) -> Iterator[Plan]:
+        """Yield plans for earlier deadlines, by what late clocks of the plan before exceed it."""
+        plan, target_s = self._start, self._deadline_s
+        for _ in range(_ROUNDS):
+            target_s -= _SAFELY * max(0.0, plan.cost.iteration_time_s - self._deadline_s)
+            try:
+                plan = self._plan_for(target_s)
+            except LinearProgramError:  # no clocks are as fast
+                break
+            yield plan
+            if self._meets(plan):
+                break
+
     def _slowed_in_part(self) -> Iterator[Plan]:
         """Yield runs that slow units by the largest share of the start's slowing that is in time.
 
-        So a plan is found where no clocks are faster than the deadline, as for 1F1B at its own
-        time, and for pipelines so large that time is not divided.
+        Where no order of clocks is faster than the deadline, as for 1F1B at its own time.
         """
         least, most = 0.0, 1.0
         for _ in range(_SHARE_STEPS):

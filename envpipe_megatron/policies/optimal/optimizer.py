@@ -108,12 +108,17 @@ class Optimizer:
         if by_energy and conditions.wait_power_w is not None:
             chosen = hull_floor(priced, at_floor.duration_s)
             priced = self._at_mean_power_of(self._plan(priced, chosen))
-        relaxed = priced.solve(deadline_s)
-        rounded = self._plan(priced, round_durations(priced, relaxed, self._good_gap))
+        rounded, relaxed = self._round(priced, deadline_s)
         plan: Plan | None = rounded
         if conditions.change_time_s or conditions.change_energy_j or min_dwell_s:
-            power_w = priced.choices.by_stage_w
-            plan = RunSearch(rounded, relaxed, power_w, deadline_s, min_dwell_s).search()
+            plan = RunSearch(
+                rounded,
+                relaxed,
+                priced.choices.by_stage_w,
+                deadline_s,
+                min_dwell_s,
+                plan_for=lambda earlier_s: self._round(priced, earlier_s)[0],
+            ).search()
         if plan is None:
             raise LinearProgramError(
                 f"No plan of schedule '{schedule.name}' was found that meets the deadline (s) "
@@ -168,6 +173,11 @@ class Optimizer:
         ):
             self._at_mean = self._priced(mean_w)
         return self._at_mean
+
+    def _round(self, priced: DurationProgram, deadline_s: float) -> tuple[Plan, Relaxed]:
+        """Round a linear program's solution to a plan, for which clocks are never late."""
+        relaxed = priced.solve(deadline_s)
+        return self._plan(priced, round_durations(priced, relaxed, self._good_gap)), relaxed
 
     def _plan(self, priced: DurationProgram, chosen: list[int]) -> Plan:
         clocks = [unit.frequency_mhz for unit in priced.choices.units]

@@ -43,13 +43,8 @@ _DEVICE_S, _SETTLES_S = 60.0, 0.25
 _pages: list[ClockPage] = []
 
 
-class _Here:
+class _Here(PageController):
     """Serves a page in the rank, in a guard's place."""
-
-    def __init__(self, gpu: Gpu, page: ClockPage) -> None:
-        self._gpu, self._page = gpu, page
-        self._controller = PageController(gpu, page)
-        self.serve = self._controller.serve
 
     def count(self, where: int, number: int) -> None:
         """Note that what a request waits for has ended, and serve it."""
@@ -60,7 +55,7 @@ class _Here:
         """Reset the clock, if it was set. Raises GpuError."""
         if self._page.set_mhz is not None:
             self._gpu.reset_frequency()
-            self._controller.close()
+            self.close()
 
 
 def count_by_stream(page: ClockPage) -> Callable[[int, int], None]:

@@ -35,7 +35,9 @@ class Case:
         highest = max_frequencies(optimizer.schedule, optimizer.profile)
         plan = Plan("mine", optimizer.schedule, highest, optimizer.profile, conditions)
         relaxed = optimizer.relaxed(self.deadline_s)
-        self.search = RunSearch(plan, relaxed, powers_w, self.deadline_s, self.dwell_s)
+        self.search = RunSearch(
+            plan, relaxed, powers_w, self.deadline_s, self.dwell_s, optimizer.plan
+        )
         self.table = self.search._table
 
     def any_plan(self):
