@@ -57,8 +57,10 @@ FIRST_STEADY, FIRST_OTHER = 10, 300
 STEADY_STRIDE, STRIDE_GROWS = 100, 10_000
 #: What reading a line that is torn, or something else, may raise.
 _TORN = (ValueError, TypeError, KeyError, OverflowError, RecursionError, ScheduleError)
-#: The most looks at a clock that are recorded, an hour's, and those of a line, a minute's.
-MOST_CLOCK_SAMPLES, _SAMPLES_A_LINE = 7200, 120
+#: The most looks at a clock that are recorded: those of an hour.
+MOST_CLOCK_SAMPLES = 7200
+#: Looks at a clock in a line: those of a minute.
+_SAMPLES_A_LINE = 120
 
 
 def is_recorded(phase: str, index: int) -> bool:
@@ -114,7 +116,7 @@ class TimelineLog:
         if phase not in self._due or units_s is None:
             return
         self._due.remove(phase)
-        start_us, end_us = (np.rint(1e6 * s).astype(np.int64).tolist() for s in units_s)
+        start_us, end_us = (np.rint(1e6 * each_s).astype(np.int64).tolist() for each_s in units_s)
         line = {
             "format": TIMELINE_FORMAT,
             **self._labels,

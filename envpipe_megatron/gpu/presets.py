@@ -27,7 +27,8 @@ from envpipe_megatron.core.profile_rows import MEASURED_SPLIT
 from envpipe_megatron.files import shipped_folder
 from envpipe_megatron.gpu.base import GpuError
 
-_FORMAT, _FOLDER = "envpipe-gpu-preset/1", "configs/gpus"
+_FORMAT = "envpipe-gpu-preset/1"
+_FOLDER = "configs/gpus"
 SWEEP_STEP = 0.04
 """Profiled clocks are this share of the maximum apart: the valley lies some ten clocks down."""
 _MODELLED_STEP_MHZ = 45

@@ -70,7 +70,8 @@ class LeveledJob:
         self._limits = *limits, *of_replicas
         self.decision = self._decide(options.level)
         self.job = self._open_job(options, of_replicas)
-        self._closed, self._failed = self.job is None, False
+        self._closed = self.job is None
+        self._failed = False
         #: Begins the step that is under way, in a job that is made again; None between steps.
         self._begin_again: Callable[[], None] | None = None
         #: Gets that step's units, or the step as one, where the framework runs them.

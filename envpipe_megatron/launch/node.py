@@ -1,6 +1,6 @@
 """Runs torchrun on one node, also with an agent that bills its GPUs.
 
-Whatever ends the one ends the other: a signal to this process ends torchrun, which ends its ranks;
+What ends the one ends the other: a signal to this process ends torchrun, which ends its ranks;
 its death does the same; and ranks that outlive a torchrun that was killed are ended here. Guards,
 which ranks start, outlive them and bring the clocks back. They are waited for: where this is the
 first process of a container, or of a batch system's step, its end kills all that is left.

@@ -208,7 +208,8 @@ def options_of_hosts(line: CommandLine, hosts: Sequence[Host]) -> tuple[Torchrun
     made = []
     for rank, host in enumerate(hosts):
         found = {name: _variable(name) for name in NAMES}
-        found["nnodes"], found["node_rank"] = ((str(n), "hostfile") for n in (len(hosts), rank))
+        found["nnodes"] = str(len(hosts)), "hostfile"
+        found["node_rank"] = str(rank), "hostfile"
         found["master_addr"] = found["master_addr"] or (hosts[0].name, "hostfile")
         if host.slots:
             found["nproc_per_node"] = str(host.slots), "hostfile"

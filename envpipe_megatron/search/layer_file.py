@@ -224,6 +224,8 @@ def _readers(kind: type[Any], **own: Reader[Any]) -> dict[str, Reader[Any]]:
     return {name: _BY_TYPE[of] for name, of in types.items() if of in _BY_TYPE} | own
 
 
-_PROFILE, _MEASURE, _SIZES = _readers(LayerProfile), _readers(Measure), _readers(Sizes)
+_PROFILE = _readers(LayerProfile)
+_MEASURE = _readers(Measure)
+_SIZES = _readers(Sizes)
 _RECOMPUTATION = _readers(Recomputation, name=_read_way)
 _ALL_REDUCE = _readers(AllReduce, gpus=Number(whole=True, positive=True, least=2))

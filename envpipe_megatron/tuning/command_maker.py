@@ -36,7 +36,8 @@ class CommandMaker:
     """
 
     def __init__(self, store: Store | None) -> None:
-        self._store, self.budget = store, Budget()
+        self._store = store
+        self.budget = Budget()
         self._running: tuple[tuple[Clocked, ...], tuple[int, ...]] = ((), ())
         #: Whether the order of the last command began with it.
         self._fresh = False

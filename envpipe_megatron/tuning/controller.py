@@ -50,7 +50,8 @@ class Controller:
         #: What runs, from the first that is planned on.
         self.plan: Plan
         self._store, self._planner = store, planner
-        self._top, self._replicas = store.at_top(own), ReplicaLevels()
+        self._top = store.at_top(own)
+        self._replicas = ReplicaLevels()
         self._commands = CommandMaker(store)
         self._budget = self._commands.budget
         self._within = BudgetedPlans(planner, self._budget)

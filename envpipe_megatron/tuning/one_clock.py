@@ -158,7 +158,8 @@ class OneClock:
     keep: Callable[[int, Mapping[int, StepEnergy]], None]
 
     def __post_init__(self) -> None:
-        self._steps, self._commands = 0, CommandMaker(None)
+        self._steps = 0
+        self._commands = CommandMaker(None)
         self._budget = self._commands.budget
         #: W of an average GPU at each clock, as they were metered last.
         self._powers_w: dict[int, float] = {}

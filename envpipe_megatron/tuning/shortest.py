@@ -45,7 +45,8 @@ class ShortestOrder:
         self._store, self._planner = store, planner
         #: The framework's order, what runs but for looks and trials, and what ran last.
         self._own = self._order = self._last = store.at_top(own)
-        self._commands, self._judge = CommandMaker(store), Judge(1.0)
+        self._commands = CommandMaker(store)
+        self._judge = Judge(1.0)
         #: Iterations since the last baseline, and until another plan is made; the first at once.
         self._since_baseline, self._until_plan = 0, -math.inf
         self._pause = _PAUSE

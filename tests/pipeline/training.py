@@ -1,8 +1,7 @@
 """Training runs that tests compare: the same model and data, by megatron-core's schedule or ours.
 
 Runs inside the ranks of a pool. `cuda_on_cpu` lets megatron-core's *own* schedules, reducers and
-optimizers run without a GPU; EnvPipe's path needs none of it but `megatron_cpu.use_cpu`, which is
-part of the package.
+optimizers run without a GPU; EnvPipe's path needs only `use_cpu` of the package.
 """
 
 import contextlib

@@ -45,7 +45,8 @@ from envpipe_megatron.search.layer_profile import (
     Recomputation,
 )
 
-_STEPS, _PASSES = 4, 3
+_STEPS = 4
+_PASSES = 3
 #: Length of a window; of one in which the GPU rests as long again; of one on a CPU.
 _WINDOW_S, _RESTED_WINDOW_S, _CPU_WINDOW_S = 0.5, 0.3, 0.02
 _FEWEST, _MOST, _LOOKS = 2, 200, 3

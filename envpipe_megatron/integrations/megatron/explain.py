@@ -160,7 +160,8 @@ class PlannedJob:
         nodes: int | None = None,
         ranks_per_node: int | None = None,
     ) -> None:
-        self.args, self.options = args, options
+        self.args = args
+        self.options = options
         #: Stages of the pipeline, p, and chunks of a stage, V.
         self.stages: int = args.pipeline_model_parallel_size
         self.chunks: int = args.virtual_pipeline_model_parallel_size or 1

@@ -82,7 +82,9 @@ class DurationProgram:
     """The linear program of one schedule, ready to be solved for any number of deadlines."""
 
     def __init__(self, schedule: Schedule, choices: Choices, conditions: Conditions) -> None:
-        self.schedule, self.choices, self.conditions = schedule, choices, conditions
+        self.schedule = schedule
+        self.choices = choices
+        self.conditions = conditions
         #: [num_units] the index of each node's choices.
         self.key = node_keys(schedule, choices)
         fastest_s = np.array([unit.time_s[0] for unit in choices.units])
@@ -181,8 +183,8 @@ class DurationProgram:
         """Return the least energy, J, of any frequencies on this order, checked by additions.
 
         Price every dependency with a flow: 1 J/s enters where the iteration ends, runs back through
-        the dependencies of each unit to its start, and is never lost on the way. Whatever the
-        frequencies are, the iteration is at least as long as every path, so its energy is at least
+        the dependencies of each unit to its start, and is never lost on the way. At any
+        frequencies the iteration is at least as long as every path, so its energy is at least
 
             sum over units of min over choices (cost + price of the unit's time x time)
             + price of each dependency x latency + price of each tail x tail

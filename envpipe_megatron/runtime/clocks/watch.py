@@ -60,7 +60,7 @@ class ClockWatch:
         self._reasons: Counter[str] = Counter()
         self._judged: Counter[ClockState] = Counter()
         #: The judged looks that `held_back` has taken in.
-        self._told: Counter[ClockState] = Counter()
+        self._taken_in: Counter[ClockState] = Counter()
         self._begin_s = self._power_due_s = time.monotonic()
         #: When power profiles and limits were seen to be others, in s from the begin, and the last.
         self._power: list[tuple[float, PowerState]] = []
@@ -89,7 +89,7 @@ class ClockWatch:
     def held_back(self) -> str:
         """Say what held the clock below its requests or changed since the last call."""
         with self._lock:
-            recent, self._told = self._judged - self._told, self._judged.copy()
+            recent, self._taken_in = self._judged - self._taken_in, self._judged.copy()
             news, self._power_news = self._power_news, ""
         sides, below = _sides(recent)
         held = ""

@@ -54,7 +54,8 @@ class Store:
 
     def __init__(self, schedule: Schedule, clocks_mhz: Sequence[int], facts: Sidecar) -> None:
         num_stages, num_chunks = schedule.num_stages, schedule.num_chunks
-        self.schedule, self.kinds = schedule, profiled_kinds(schedule)
+        self.schedule = schedule
+        self.kinds = profiled_kinds(schedule)
         self.clocks_mhz: FloatArray = np.array(sorted(clocks_mhz), dtype=float)
         self.tail_s: FloatArray = np.zeros(num_stages)
         self.lateness = Lateness()

@@ -193,7 +193,7 @@ class Node:
 
 
 class Job:
-    """A job of some nodes, and all of its processes. Made by `started_job`.
+    """A job of some nodes, and all of its processes. Made by `new_job`.
 
     Args:
         folder: of the job, which no other has.
