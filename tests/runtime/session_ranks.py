@@ -86,10 +86,10 @@ def look_for_the_shortest(rank: int, root: Path) -> Any:
 SLOW_MESSAGE_S = 0.003
 
 
-def slow_down(hosts: HostGroup) -> None:
-    """Have inputs come later than they were sent."""
+def slowed_down(hosts: HostGroup) -> AbstractContextManager[Any]:
+    """Have inputs come later than they were sent; later jobs of the process have the same hosts."""
     receive = hosts.receive
-    hosts.receive = lambda *of: receive(*of) + SLOW_MESSAGE_S  # type: ignore[method-assign]
+    return patch.object(hosts, "receive", lambda *of: receive(*of) + SLOW_MESSAGE_S)
 
 
 def measure_a_job(rank: int, root: Path, tail_s: tuple[float, ...]) -> Any:
@@ -103,13 +103,10 @@ def measure_a_job(rank: int, root: Path, tail_s: tuple[float, ...]) -> Any:
     config = options(root, baseline_steps=2, profile_steps=3, window_s=0.0)
     session, gpu = plain_stages.session(rank, config, root, time_at_max_s=LONG_UNITS_S)
     gpu.supported_frequencies_mhz = gpu.supported_frequencies_mhz[::10]  # a short sweep
-    slow_down(session.parts.collectives.pipeline)
-    try:
+    with closing(session), slowed_down(session.parts.collectives.pipeline):
         while session.state.phase != "steady":
             iterate(session, rank)
             gpu.advance_to(gpu.committed_end_s() + tail_s[rank])
-    finally:
-        session.close()
     return session.state.profile
 
 
