@@ -66,7 +66,6 @@ class Store:
         self._common: deque[float] = deque(maxlen=_KEPT_COMMON)
         #: [num_stages] whether units of the last window were too fast to be true.
         self._refused: BoolArray = np.zeros(num_stages, dtype=bool)
-        self._num_chunks = num_chunks
         self.facts = replace(facts, num_chunks=num_chunks)
         #: Keys of the units that the last window ran; none before the first.
         self._seen = set[int]()
@@ -90,12 +89,12 @@ class Store:
 
         Raises ProfileError if it was measured with another number of chunks.
         """
-        profile = profile.for_chunks(self._num_chunks)
+        profile = profile.for_chunks(self.schedule.num_chunks)
         conditions = known_conditions(profile)
         self.tail_s = conditions.tail_by_stage_s
         self.lateness.change_s = conditions.change_time_s
-        for part in range(len(self.tail_s) * self._num_chunks):
-            stage = part // self._num_chunks
+        for part in range(len(self.tail_s) * self.schedule.num_chunks):
+            stage = part // self.schedule.num_chunks
             kinds = profile.rows[stage if profile.listed_chunks == 1 else part]
             for place, kind in enumerate(self.kinds):
                 if kind not in kinds:
@@ -115,7 +114,7 @@ class Store:
 
     def keys(self, schedule: Schedule) -> IntArray:
         """Return each unit's key, [num_stages, units_per_stage]; below zero if it takes no time."""
-        return schedule.unit_keys(self._num_chunks, self.kinds).astype(np.int64)
+        return schedule.unit_keys(self.schedule.num_chunks, self.kinds).astype(np.int64)
 
     def at_top(self, schedule: Schedule) -> Clocked:
         """Return an order at the highest clock."""
@@ -182,7 +181,7 @@ class Store:
         drifted = np.zeros(len(self.tail_s))
         seen, changed, before_s = set(np.unique(keys[keys >= 0]).tolist()), set[int](), self.time_s
         for key in sorted(seen):
-            stage = key // (len(self.kinds) * self._num_chunks)
+            stage = key // (len(self.kinds) * self.schedule.num_chunks)
             of_key = clean[stage] & (keys[stage] == key)
             new = {
                 int(clock): measured_s[stage][of_key & (frequency_mhz[stage] == clock)]
@@ -259,7 +258,7 @@ class Store:
         left_out = SPLIT[1:] if np.isnan(self.time_s).any() else ()
         for key, times in enumerate(self._times):
             part, place = divmod(key, len(self.kinds))
-            stage, kind = part // self._num_chunks, self.kinds[place]
+            stage, kind = part // self.schedule.num_chunks, self.kinds[place]
             if kind in left_out:
                 continue
             used = self.clocks_mhz >= times.lowest_mhz
@@ -287,12 +286,15 @@ class Store:
             frequency_change_s=self.lateness.planned_s,
         )
         return make_profile(
-            rows, source="what was measured", sidecar=sidecar, listed_chunks=self._num_chunks
+            rows,
+            source="what was measured",
+            sidecar=sidecar,
+            listed_chunks=self.schedule.num_chunks,
         )
 
     def align(self) -> None:
         """Have all kinds of units of a stage begin at the same clock, in profiles from now on."""
-        keys = self._num_chunks * len(self.kinds)
+        keys = self.schedule.num_chunks * len(self.kinds)
         for first in range(0, len(self._times), keys):
             of_stage = self._times[first : first + keys]
             lowest_mhz = max(times.lowest_mhz for times in of_stage)
@@ -304,7 +306,7 @@ class Store:
 
         Raises StoreError without meters.
         """
-        keys = self._num_chunks * len(self.kinds)
+        keys = self.schedule.num_chunks * len(self.kinds)
         of_stage = self._times[stage * keys : (stage + 1) * keys]
         return self.powers.fit(stage, max(times.limit_mhz for times in of_stage))
 
@@ -315,7 +317,7 @@ class Store:
         all the time.
         """
         lowest = float(self.clocks_mhz[-1])
-        places = self._num_chunks * len(self.kinds)
+        places = self.schedule.num_chunks * len(self.kinds)
         for stage in range(len(self.tail_s)):
             power_w, _ = self._fitted_w(stage)
             per_clock = np.stack(
@@ -323,7 +325,7 @@ class Store:
             )
             times_s = self.time_s[stage * places : (stage + 1) * places]
             waiting_w = float(power_w[-1].min()) if waiting else 0.0
-            beyond_w = np.tile(per_clock - waiting_w, (self._num_chunks, 1))
+            beyond_w = np.tile(per_clock - waiting_w, (self.schedule.num_chunks, 1))
             energy_j = (times_s * beyond_w).sum(axis=0)
             lowest = min(lowest, float(self.clocks_mhz[energy_j.argmin()]))
         return lowest
