@@ -303,7 +303,12 @@ class JobFolder:
         """Have the planning rank write a file, once another job's has made way."""
         if self.path is not None and self._collectives.is_planner:
             # A copy is written: what writing works out must not be added to what is being sent.
-            path, copied = self.path / name, pickle.dumps(write)
+            path = self.path / name
+            try:
+                copied = pickle.dumps(write)
+            except Exception:  # no memory, say
+                logger.exception("%s could not be written, training goes on", path)
+                return
             self._writer.put(name, lambda: self._make_way() and pickle.loads(copied)(path))
 
     def _take(self, path: Path, waits: bool) -> tuple[Path | None, tuple[str, ...]] | None:
