@@ -181,7 +181,7 @@ def _with_variables(given: Mapping[str, Any], num_stages: int, named: Named) -> 
 
 @dataclass(frozen=True)
 class Rule:
-    """What an option goes with. A term is an option that is given, or `a pipeline`, or `GPUs`.
+    """Conditions of an option. A term is an option that is given, or `a pipeline`, or `GPUs`.
 
     `type optimal` is an option that has this value, `gpu_control none|dry_run` one of several; of
     terms with `or` between them one must hold.

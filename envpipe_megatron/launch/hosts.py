@@ -189,7 +189,7 @@ def run_nodes(commands: Mapping[str, Sequence[str]], stop_grace_s: float = STOP_
 
 
 class _Run:
-    """All nodes of a job. Whatever ends the job first decides its exit status.
+    """All nodes of a job. The first that ends the job decides its exit status.
 
     Threads read the nodes' output and wait for their ends; what happens is handled in `run` only,
     one event after the other.

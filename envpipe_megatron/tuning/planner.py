@@ -53,7 +53,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Limits:
-    """What the user allows.
+    """Limits that the user sets.
 
     Args:
         max_slowdown: share by which steps may last longer than the framework's own at full clock,

@@ -203,7 +203,7 @@ class CudaDevice:
     def abandon(self) -> None:
         """End this process in a while, if it has not ended by itself, without waiting for a stream.
 
-        So pages stay registered, and what C++ does when Python has ended is left out. Whatever else
+        So pages stay registered, and what C++ does when Python has ended is left out. All else that
         waits for the device, such as code inside of a unit, is ended with all threads' stacks on
         stderr.
         """

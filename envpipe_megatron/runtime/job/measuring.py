@@ -1,4 +1,4 @@
-"""What a job knows of its units: a profile that holds, parts of backwards, how long a hop takes.
+"""Measures the units of a job: a profile that holds, parts of backwards, how long a hop takes.
 
 Units may cost something else today than they did: by another driver, heat, another node, or a fact
 that no key has. The warm-up, at the highest clock, shows it. Where plans may

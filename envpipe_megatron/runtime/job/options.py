@@ -38,7 +38,7 @@ _WITH_TYPE: Mapping[str, Mapping[str | None, str]] = {
 
 
 class Level(enum.IntEnum):
-    """What EnvPipe changes in a job; each level has all of the one below."""
+    """Changes that EnvPipe makes in a job; each level has all of the one below."""
 
     #: Nothing: a bill, a timeline, bubbles.
     OBSERVE = 0
@@ -65,7 +65,7 @@ LEVELS: Mapping[Level, str] = {
 
 @dataclass(frozen=True, kw_only=True)
 class JobOptions:
-    """What users ask of a job, checked, and what its framework says of it.
+    """Options of a job as users give them, checked, and what its framework says of it.
 
     Of the first, None as the level is the highest that the job can have; as the objective, what
     clocks allow; as the limit of microbatches in flight it is no limit; as the slowdown, what is

@@ -74,7 +74,7 @@ def plan_file(batch: str) -> str:
 
 @dataclass(frozen=True)
 class StoredJob:
-    """What an earlier start left that still holds, as `job.json` has it.
+    """Results of an earlier start that still hold, as `job.json` has it.
 
     Args:
         changed: which facts were others before, in words, where that left the profile.

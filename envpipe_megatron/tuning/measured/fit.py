@@ -1,4 +1,4 @@
-"""What units take: how time follows the clock, and how late a change of it is.
+"""Fits the times of units: how time follows the clock, and how late a change of it is.
 
 Time follows the clock by a model with few parameters, fitted to few measurements: a unit takes
 `a + b / g`, where `g` is the clock that the GPU reaches: the one that is asked for, up to the clock

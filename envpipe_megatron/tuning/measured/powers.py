@@ -1,4 +1,4 @@
-"""What energy counters said of all that a stage did, and the powers that explain it.
+"""Sums of what energy counters said of a stage, and the powers that explain them.
 
 From one refresh of a counter to the next, energy is the sum over all that the GPU did of time by
 power. So each pair of refreshes is one linear equation for powers at some clocks, the nodes; `Sums`
