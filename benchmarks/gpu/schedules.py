@@ -32,7 +32,7 @@ from scipy.stats import bootstrap
 from benchmarks.outputs import leave, make_console, make_table, output_option
 from envpipe_megatron.core.channel_model import CARRIERS
 from envpipe_megatron.core.orders import builders
-from envpipe_megatron.core.orders.zero_bubble import split_in_place, zero_bubble
+from envpipe_megatron.core.orders.builders import split_in_place, zero_bubble
 from envpipe_megatron.core.schedule import Schedule
 from envpipe_megatron.gpu.base import FORBID_VARIABLE, ClockState, EnergyReading, Gpu, GpuAddress
 from envpipe_megatron.gpu.presets import load_preset

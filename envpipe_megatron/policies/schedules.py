@@ -16,7 +16,7 @@ from typing import Any
 from envpipe_megatron.core.channel_model import CHANNEL_REMEDY
 from envpipe_megatron.core.kinds import Kind, ScheduleError
 from envpipe_megatron.core.orders import builders
-from envpipe_megatron.core.orders.zero_bubble import zero_bubble, zero_bubble_v
+from envpipe_megatron.core.orders.builders import zero_bubble, zero_bubble_v
 from envpipe_megatron.core.schedule import Schedule
 from envpipe_megatron.errors import plain
 from envpipe_megatron.policies.frequencies import added_functions

@@ -24,9 +24,9 @@ import numpy as np
 
 from envpipe_megatron.core.arrays import FloatArray
 from envpipe_megatron.core.kinds import SPLIT, WHOLE, Kind
+from envpipe_megatron.core.orders.builders import split_from, split_in_place, zero_bubble
 from envpipe_megatron.core.orders.greedy import shortest
 from envpipe_megatron.core.orders.job import OrderJob
-from envpipe_megatron.core.orders.zero_bubble import split_from, split_in_place, zero_bubble
 from envpipe_megatron.core.plan import Plan
 from envpipe_megatron.core.schedule import Schedule
 from envpipe_megatron.policies.frontier import FRONTIER_GAP

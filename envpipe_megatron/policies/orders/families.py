@@ -24,9 +24,9 @@ from envpipe_megatron.core.arrays import FloatArray
 from envpipe_megatron.core.channel_model import completes
 from envpipe_megatron.core.kinds import SPLIT, WHOLE, Kind
 from envpipe_megatron.core.orders import builders
+from envpipe_megatron.core.orders.builders import split_in_place
 from envpipe_megatron.core.orders.greedy import shortest
 from envpipe_megatron.core.orders.job import OrderJob
-from envpipe_megatron.core.orders.zero_bubble import split_in_place
 from envpipe_megatron.core.profile import Profile
 from envpipe_megatron.core.profile_rows import ProfileError, ProfileRow
 from envpipe_megatron.core.schedule import Placement, Schedule

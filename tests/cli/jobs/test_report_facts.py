@@ -10,7 +10,7 @@ from run_made import FORWARD_S, iterations, profile
 from envpipe_megatron.cli.jobs.report_facts import _times, predict, report_facts
 from envpipe_megatron.core.kinds import Kind
 from envpipe_megatron.core.orders import builders
-from envpipe_megatron.core.orders.zero_bubble import half_split
+from envpipe_megatron.core.orders.builders import half_split
 from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.formats.energy import EnergyLogs, EnergyNote, EnergyWindow
 from envpipe_megatron.formats.steps import StepEnergy

@@ -42,8 +42,6 @@ from envpipe_megatron.policies.problem import order_limits
                 "F0 B0 F1 B1 F2 B2 F3 B3 F4 B4 F5 B5 F6 B6 F7 B7",
             ],
         ),
-        (builders.forward_only(2, 3, 2), ["F0.0 F1.0 F0.1 F1.1 F2.0 F2.1"] * 2),
-        (builders.forward_only(2, 4, 2, 3), ["F0.0 F1.0 F2.0 F0.1 F1.1 F2.1 F3.0 F3.1"] * 2),
     ],
 )
 def test_orders_by_hand(built, stages):

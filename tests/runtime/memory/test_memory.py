@@ -12,10 +12,9 @@ from fake_memory import SPECS, FakeJob, FakeMemory, Sizes, run_units
 
 from envpipe_megatron.core.kinds import KIND_BY_LETTER, SPLIT, WHOLE, Kind, Unit, parse_unit
 from envpipe_megatron.core.orders import builders
-from envpipe_megatron.core.orders.builders import framework_order
+from envpipe_megatron.core.orders.builders import framework_order, half_split
 from envpipe_megatron.core.orders.greedy import shortest
 from envpipe_megatron.core.orders.job import OrderJob
-from envpipe_megatron.core.orders.zero_bubble import half_split
 from envpipe_megatron.core.profile import make_profile
 from envpipe_megatron.core.profile_rows import ProfileRow
 from envpipe_megatron.core.sidecar import Sidecar
