@@ -306,7 +306,7 @@ class Schedule:
         """For each stage, the most microbatches (x chunks) whose activations it holds at once."""
         if self.forward_only:
             return (0,) * self.num_stages
-        return tuple(map(int, self.held().max(axis=1)))
+        return tuple(map(int, self.peak_held()))
 
     def held(self, one: ArrayLike = 1.0, pending: ArrayLike = 1.0) -> FloatArray:
         """Return [num_stages, units_per_stage] what each stage holds after the unit there.
@@ -326,6 +326,14 @@ class Schedule:
         change = np.choose(self.kinds, [flies, -flies, waits - flies, -waits])
         held: FloatArray = change.cumsum(axis=1)
         return held
+
+    def peak_held(self, pending: ArrayLike = 1.0) -> FloatArray:
+        """Return [num_stages] the most that each stage holds, in microbatches x chunks in flight.
+
+        `pending` is what is held of one between the two parts of a backward.
+        """
+        peaks: FloatArray = self.held(1.0, pending).max(axis=1)
+        return peaks
 
     @property
     def microbatches_in_flight(self) -> tuple[float, ...]:

@@ -25,7 +25,7 @@ from envpipe_megatron.gpu.control import Control
 from envpipe_megatron.integrations.device import DeviceError, open_device
 from envpipe_megatron.integrations.levels import Decision, JobError, Limit, version_of, why_whole_at
 from envpipe_megatron.policies.objective import Goal
-from envpipe_megatron.policies.orders.judged import check_own_within
+from envpipe_megatron.policies.problem import check_own_within
 from envpipe_megatron.policies.schedules import SCHEDULES
 from envpipe_megatron.runtime.channel.carrier import first_line
 from envpipe_megatron.runtime.channel.collectives import (

@@ -187,7 +187,8 @@ def random_plan(rng):
     In these, the highest clock may not be the fastest.
     """
     p, m = rng.randint(1, 5), rng.randint(1, 9)
-    caps = order_limits(p, m, max_extra_forwards=rng.choice([0, rng.randint(0, 5)])).most
+    own, more = builders.one_f_one_b(p, m), rng.choice([0, rng.randint(0, 5)])
+    caps = order_limits(own, [peak + more for peak in own.peak_in_flight]).most
     backward_s = [rng.uniform(0.5, 3) for _ in range(p)]
     extra = builders.envpipe_extra_forwards(backward_s, [1.0] * p, caps)
     noise = rng.choice([0.0, 0.1])

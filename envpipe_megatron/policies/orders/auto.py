@@ -47,11 +47,9 @@ from envpipe_megatron.policies.orders.judged import (
     Judged,
     best_by_family,
     best_plan,
-    check_own_within,
     memory_worth,
-    within,
 )
-from envpipe_megatron.policies.problem import Problem
+from envpipe_megatron.policies.problem import Problem, check_own_within
 
 #: Searches for an order at ever better times, which end sooner at times as close as this fraction.
 _MOST_SEARCHES = 4
@@ -91,7 +89,7 @@ class ShortestSearch:
         found: dict[float, Schedule] = {}
 
         def look(order: Schedule) -> float:
-            if not within(order, problem):
+            if not problem.allows(order):
                 return inf
             self.orders_tried += 1
             score = order_at_maximum_s(order, *job) * memory_worth(order, own, shares, self._price)
@@ -246,7 +244,7 @@ class AutoSearch:
         return [
             self.problem.optimizer(order, good_gap=FRONTIER_GAP)
             for order in {order.stages: order for order in orders}.values()
-            if within(order, self.problem)
+            if self.problem.allows(order)
         ]
 
     def bound_j(self, plan: Plan) -> float:

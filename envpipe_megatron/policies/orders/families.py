@@ -34,8 +34,8 @@ from envpipe_megatron.core.timeline import RELATIVE_TOLERANCE
 from envpipe_megatron.policies.optimal.choices import waiting_floor_w
 from envpipe_megatron.policies.optimal.linear_program import LinearProgramError, iteration_time_s
 from envpipe_megatron.policies.orders.any_order import AnyOrder, any_order
-from envpipe_megatron.policies.orders.judged import Judged, best_by_family, memory_worth, within
-from envpipe_megatron.policies.problem import Problem, envpipe_counts
+from envpipe_megatron.policies.orders.judged import Judged, best_by_family, memory_worth
+from envpipe_megatron.policies.problem import Problem, envpipe_counts, order_limits
 
 #: Limits of activations held that are tried, as multiples of the most that a stage holds in the
 #: framework's own order; 0: what each holds there.
@@ -171,7 +171,7 @@ class FamilySearch:
     def _within(self, problem: Problem) -> list[Judged]:
         """Return the orders that were judged and hold no more than limits allow."""
         judged = (order for order in self._judged.values() if order is not None)
-        return [order for order in judged if within(order.optimizer.schedule, problem)]
+        return [order for order in judged if problem.allows(order.optimizer.schedule)]
 
     def _climb(self, problem: Problem) -> None:
         """Move extra forwards of the best order by one, as long as that saves energy.
@@ -241,7 +241,7 @@ def envpipe_orders(problem: Problem) -> list[Schedule]:
     """
     allowed, stages = problem.order_limits(), problem.num_stages
     try:
-        wanted = envpipe_counts(problem.profile, problem.num_microbatches)
+        wanted = envpipe_counts(problem.profile, order_limits(problem.own_order).most)
     except ProfileError:  # no energy valley, which only EnvPipe's rule needs
         wanted = [0] * stages
     scaled = [[math.ceil(m * count) for count in wanted] for m in _MULTIPLES]

@@ -3,23 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
-from numpy.typing import ArrayLike
 
 from envpipe_megatron.core.arrays import FloatArray
-from envpipe_megatron.core.kinds import ScheduleError
 from envpipe_megatron.core.orders.job import HELD_TOLERANCE
 from envpipe_megatron.core.plan import Plan
 from envpipe_megatron.core.schedule import Schedule
-from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.policies.frontier import ObjectivePlanner
 from envpipe_megatron.policies.optimal.linear_program import LinearProgramError
 from envpipe_megatron.policies.optimal.optimizer import Optimizer
-from envpipe_megatron.policies.problem import Problem
 
 #: What a further microbatch in flight must save on the way, as a fraction of the energy: memory
 #: that buys nothing is not taken.
@@ -49,7 +45,7 @@ class Judged:
     def more_in_flight(self) -> int:
         """The most microbatches that a stage holds beyond the framework's own order."""
         order, shares = self.optimizer.schedule, self.optimizer.profile.weight_shares
-        more = float(np.max(peak_held(order, shares) - self.own.peak_in_flight))
+        more = float(np.max(order.peak_held(shares) - self.own.peak_in_flight))
         return max(0, math.ceil((more - HELD_TOLERANCE) / order.num_chunks))
 
     @cached_property
@@ -99,42 +95,12 @@ def best_plan(judged: Iterable[Judged], planner: ObjectivePlanner) -> Plan:
     return best
 
 
-def peak_held(schedule: Schedule, weight_shares: ArrayLike = 1.0) -> FloatArray:
-    """Return [num_stages] the most that each stage holds, in microbatches x chunks in flight.
+def memory_worth(
+    schedule: Schedule, own: Schedule, weight_shares: FloatArray, price: float = WORTH
+) -> float:
+    """Return the factor of an order's score that makes memory which buys nothing a loss.
 
     `weight_shares` are as `Profile` has them.
     """
-    peaks: FloatArray = schedule.held(1.0, weight_shares).max(axis=1)
-    return peaks
-
-
-def within(order: Schedule, problem: Problem) -> bool:
-    """Return whether no stage holds more than a problem allows, in microbatches x chunks."""
-    most = problem.most_in_flight
-    held = peak_held(order, problem.profile.weight_shares)
-    return most is None or bool(np.all(held <= np.add(most, HELD_TOLERANCE)))
-
-
-def check_own_within(
-    own: Schedule,
-    max_in_flight: Sequence[int] | None,
-    error: type[EnvPipeError] = ScheduleError,
-) -> None:
-    """Refuse, by an error of this type, a limit that is below what the framework's order holds."""
-    most = max_in_flight or own.peak_in_flight
-    if any(limit < peak for limit, peak in zip(most, own.peak_in_flight, strict=True)):
-        held = own.microbatches_in_flight
-        raise error(
-            "The limit of microbatches in flight is below what the framework's own order "
-            f"({own.name}) holds, {', '.join(f'{each:g}' for each in held)}",
-            value=[limit / own.num_chunks for limit in most],
-            remedy=f"Give at least {math.ceil(max(held))}, or one number for each stage.",
-        )
-
-
-def memory_worth(
-    schedule: Schedule, own: Schedule, weight_shares: ArrayLike = 1.0, price: float = WORTH
-) -> float:
-    """Return the factor of an order's score that makes memory which buys nothing a loss."""
-    more = float(peak_held(schedule, weight_shares).sum()) - sum(own.peak_in_flight)
+    more = float(schedule.peak_held(weight_shares).sum()) - sum(own.peak_in_flight)
     return 1 + price * max(0.0, more) / schedule.num_chunks

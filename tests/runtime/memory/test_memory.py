@@ -74,7 +74,7 @@ def test_peaks_of_other_orders_are_as_predicted(regime, seed):
         seed=seed,
     )
     learned = job.learn()
-    limits = order_limits(stages, microbatches)
+    limits = order_limits(job.own)
     extra = limits.fit([rng.randint(0, microbatches) for _ in range(stages)])
     schedule = builders.envpipe(stages, microbatches, extra)
     actual = np.max([job.iterate(schedule, Watch.PEAK) for _ in range(3)], axis=0)
@@ -104,7 +104,7 @@ def test_no_plan_goes_beyond_the_memory_that_is_there(seed):
         assert count == min(microbatches, memory.baseline_in_flight + int(room + 1e-9))
         allowed = memory.baseline_peak_bytes + memory.room_bytes
         assert allowed <= max((1 - SAFETY_MARGIN) * capacity, memory.baseline_peak_bytes)
-    limits = order_limits(stages, microbatches, max_in_flight=list(map(int, most)))
+    limits = order_limits(job.own, list(map(int, most)))
     extra = limits.fit([microbatches] * stages)
     job.iterate(builders.envpipe(stages, microbatches, extra), Watch.PEAK, 3)
 
