@@ -372,20 +372,15 @@ class Schedule:
         )
 
     @cached_property
-    def outer_envelope(self) -> frozenset[int]:
-        """Nodes of the outer envelope.
+    def outer_envelope(self) -> BoolArray:
+        """[num_stages, units_per_stage] whether the unit there is on the outer envelope.
 
         First forward of each stage, all units of the last stage, last backward of each stage
         (Choi et al., ATC'23, section 3).
         """
-        width = self.units_per_stage
-        last_stage = range((self.num_stages - 1) * width, self.num_stages * width)
-        edges = [
-            node
-            for stage in range(self.num_stages)
-            for node in (stage * width, (stage + 1) * width - 1)
-        ]
-        return frozenset([*edges, *last_stage])
+        on_envelope = np.zeros(self.places.shape, dtype=bool)
+        on_envelope[:, [0, -1]] = on_envelope[-1] = True
+        return on_envelope
 
     def labels(self) -> list[list[str]]:
         """Return the orders as plans write them."""
