@@ -235,11 +235,10 @@ def lower(
         lowered: of all units that were lowered before, the frequencies that they got.
     """
     schedule, conditions, width = plan.schedule, plan.conditions, plan.schedule.units_per_stage
-    path = LongestPath(schedule, duration_s.ravel().tolist(), conditions.latency_s)
+    times_s, tail_s = duration_s.ravel().tolist(), conditions.tail_by_stage_s
+    path = LongestPath(schedule, times_s, conditions.latency_s, tail_s)
     path.find_ends()
-    tail_s = conditions.tail_by_stage_s
-    until_s = (np.array(path.end_s[width - 1 :: width]) + tail_s).max()
-    path.find_latest_ends((until_s - tail_s).tolist())
+    path.find_latest_ends(max(path.stage_end_s))
     least: list[int] = plan.frequency_mhz.ravel().tolist()
     waiting: list[tuple[float, int, Rung]] = []
 

@@ -30,9 +30,9 @@ from envpipe_megatron.core.orders.job import OrderJob
 from envpipe_megatron.core.profile import Profile
 from envpipe_megatron.core.profile_rows import ProfileError, ProfileRow
 from envpipe_megatron.core.schedule import Placement, Schedule
-from envpipe_megatron.core.timeline import RELATIVE_TOLERANCE
+from envpipe_megatron.core.timeline import RELATIVE_TOLERANCE, Timeline
 from envpipe_megatron.policies.optimal.choices import waiting_floor_w
-from envpipe_megatron.policies.optimal.linear_program import LinearProgramError, iteration_time_s
+from envpipe_megatron.policies.optimal.linear_program import LinearProgramError
 from envpipe_megatron.policies.orders.any_order import AnyOrder, any_order
 from envpipe_megatron.policies.orders.judged import Judged, best_by_family, memory_worth
 from envpipe_megatron.policies.problem import Problem, envpipe_counts, order_limits
@@ -227,9 +227,10 @@ class FamilySearch:
         assert self._target is not None  # the order was listed for it
         problem = self._problem
         keys = schedule.unit_keys(schedule.num_chunks, schedule.unit_kinds)
-        duration_s = self._target.time_s.ravel()[keys.ravel()]
-        end_s = iteration_time_s(schedule, duration_s, problem.conditions)
-        late_s = max(0.0, end_s - self._deadline_s)
+        duration_s, conditions = self._target.time_s.ravel()[keys], problem.conditions
+        tail_s = conditions.tail_by_stage_s
+        timeline = Timeline(schedule, duration_s, conditions.latency_s, tail_s)
+        late_s = max(0.0, timeline.iteration_time_s - self._deadline_s)
         bound_j = self._target.energy_lower_bound_j + late_s * self._target.price_w
         return bound_j * memory_worth(schedule, problem.own_order, problem.profile.weight_shares)
 
