@@ -29,25 +29,22 @@ from envpipe_megatron.core.orders.greedy import shortest
 from envpipe_megatron.core.orders.job import OrderJob
 from envpipe_megatron.core.plan import Plan
 from envpipe_megatron.core.schedule import Schedule
-from envpipe_megatron.policies.frontier import FRONTIER_GAP
+from envpipe_megatron.policies.frontier import FRONTIER_GAP, ObjectivePlanner
 from envpipe_megatron.policies.objective import SHORTEST, Goal
 from envpipe_megatron.policies.optimal.linear_program import LinearProgramError
 from envpipe_megatron.policies.optimal.optimizer import Optimizer, order_at_maximum_s
 from envpipe_megatron.policies.orders.families import (
     ENVPIPE,
+    WORTH,
     FamilySearch,
+    Judged,
     OrderFamily,
+    best_by_family,
     costs_nothing,
     envpipe_orders,
     families,
-    order_jobs,
-)
-from envpipe_megatron.policies.orders.judged import (
-    WORTH,
-    Judged,
-    best_by_family,
-    best_plan,
     memory_worth,
+    order_jobs,
 )
 from envpipe_megatron.policies.problem import Problem, check_own_within
 
@@ -66,6 +63,8 @@ _SPLIT_LAST = (2.0, inf, 1.0, 0.5)
 _LOOKS, _LOOK_BUDGET = 3, 150_000
 #: So many of the best of each family are made again.
 _AGAIN = 1
+#: The best orders by their relaxed energy are rounded; what rounding costs differs a little.
+_ROUNDED = 2
 
 
 class ShortestSearch:
@@ -314,6 +313,33 @@ class AutoSearch:
                 f"more, {100 * split.input_share:g} % of it for the gradient of its input."
             )
         return tuple(notes)
+
+
+def best_plan(judged: Iterable[Judged], planner: ObjectivePlanner) -> Plan:
+    """Return the best plan of the first few orders, and of the framework's own if it is among them.
+
+    What is gained must be worth its memory. LinearProgramError: none of them has a plan.
+    """
+    best: Plan | None = None
+    least_judged = least = inf
+    refused: LinearProgramError | None = None
+    for rank, order in enumerate(sorted(judged, key=lambda order: order.worth)):
+        always = order.optimizer.schedule.stages == order.own.stages
+        if (rank >= _ROUNDED and not always) or order.worth >= least_judged:
+            continue
+        try:
+            plan = planner.plan(order.optimizer)
+        except LinearProgramError as error:  # late clocks, the dwell time, limits
+            refused = refused or error
+            continue
+        score = planner.score(plan) * order.memory_worth
+        if score < least:
+            best, least = plan, score
+            least_judged = planner.objective.judged(plan.cost) * order.memory_worth
+    if best is None:
+        assert refused is not None  # there is an order, and it got no plan
+        raise refused
+    return best
 
 
 def _peak(order: Judged) -> str:

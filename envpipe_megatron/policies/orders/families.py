@@ -15,6 +15,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import accumulate, product
 from operator import add
 
@@ -26,17 +27,20 @@ from envpipe_megatron.core.kinds import SPLIT, WHOLE, Kind
 from envpipe_megatron.core.orders import builders
 from envpipe_megatron.core.orders.builders import split_in_place
 from envpipe_megatron.core.orders.greedy import shortest
-from envpipe_megatron.core.orders.job import OrderJob
+from envpipe_megatron.core.orders.job import HELD_TOLERANCE, OrderJob
 from envpipe_megatron.core.profile import Profile
 from envpipe_megatron.core.profile_rows import ProfileError, ProfileRow
 from envpipe_megatron.core.schedule import Placement, Schedule
 from envpipe_megatron.core.timeline import RELATIVE_TOLERANCE, Timeline
 from envpipe_megatron.policies.optimal.choices import waiting_floor_w
 from envpipe_megatron.policies.optimal.linear_program import LinearProgramError
+from envpipe_megatron.policies.optimal.optimizer import Optimizer
 from envpipe_megatron.policies.orders.any_order import AnyOrder, any_order
-from envpipe_megatron.policies.orders.judged import Judged, best_by_family, memory_worth
 from envpipe_megatron.policies.problem import Problem, envpipe_counts, order_limits
 
+#: What a further microbatch in flight must save on the way, as a fraction of the energy: memory
+#: that buys nothing is not taken.
+WORTH = 2e-5
 #: Limits of activations held that are tried, as multiples of the most that a stage holds in the
 #: framework's own order; 0: what each holds there.
 _MEMORY = (0.0, 1.0, 1.5, 2.0)
@@ -93,6 +97,61 @@ def families(problem: Problem) -> tuple[OrderFamily, ...]:
     if problem.channel_capacity is not None:
         known = (ENVPIPE,)
     return tuple(f for f in known if not f.split or Kind.INPUT_GRADIENT in profile.kinds)
+
+
+@dataclass(frozen=True)
+class Judged:
+    """An order with what it is judged by.
+
+    Args:
+        family: what the order is called among others.
+        score: the energy of its relaxed plan, J, or where only time counts its time, s.
+        own: the framework's own order of the job.
+        price: what a further microbatch in flight must win, as a fraction of the score.
+    """
+
+    family: str
+    optimizer: Optimizer
+    score: float
+    own: Schedule
+    price: float = WORTH
+
+    @property
+    def more_in_flight(self) -> int:
+        """The most microbatches that a stage holds beyond the framework's own order."""
+        order, shares = self.optimizer.schedule, self.optimizer.profile.weight_shares
+        more = float(np.max(order.peak_held(shares) - self.own.peak_in_flight))
+        return max(0, math.ceil((more - HELD_TOLERANCE) / order.num_chunks))
+
+    @cached_property
+    def memory_worth(self) -> float:
+        """Factor of the score in comparisons: memory that buys nothing is a loss."""
+        shares = self.optimizer.profile.weight_shares
+        return memory_worth(self.optimizer.schedule, self.own, shares, self.price)
+
+    @property
+    def worth(self) -> float:
+        """The score, with memory at its worth."""
+        return self.score * self.memory_worth
+
+
+def best_by_family(judged: Iterable[Judged]) -> list[Judged]:
+    """Return the best order of each family, the best family first."""
+    best: dict[str, Judged] = {}
+    for order in sorted(judged, key=lambda order: order.worth):
+        best.setdefault(order.family, order)
+    return list(best.values())
+
+
+def memory_worth(
+    schedule: Schedule, own: Schedule, weight_shares: FloatArray, price: float = WORTH
+) -> float:
+    """Return the factor of an order's score that makes memory which buys nothing a loss.
+
+    `weight_shares` are as `Profile` has them.
+    """
+    more = float(schedule.peak_held(weight_shares).sum()) - sum(own.peak_in_flight)
+    return 1 + price * max(0.0, more) / schedule.num_chunks
 
 
 class FamilySearch:
