@@ -362,7 +362,8 @@ class EmulatedExecutor(Executor):
         begin_s = self._begin_s
         end_s = self._collectives.latest(begin_s + self._times_s[-1][1])
         self._gpu.advance_to(end_s)
-        record = StageRecord(*np.array(self._times_s).T, begin_s, end_s - begin_s)
+        starts_s, ends_s = np.array(self._times_s).T
+        record = StageRecord(starts_s, ends_s, begin_s, end_s - begin_s)
         return lambda: record
 
     def now_s(self) -> float:
