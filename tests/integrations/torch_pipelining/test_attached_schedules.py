@@ -85,7 +85,15 @@ def test_planned_orders_train_as_by_torch_alone(trained, name, chunks, forward_s
         assert set(rank["phases"][-3:]) <= {"reconfigure", "steady"}
         assert rank["executed"] == plan.labels()[stage]
         assert rank["released"], "the schedule is torch's alone again"
-    assert len(ours[0]["clocks"]) > 3
+    # How many clocks it has is left to a counter's last digits: plans of three and of four differ
+    # by a thousandth of their energy. None of one clock is both as fast and as frugal.
+    cost, _ = ours[0]["predicted"]
+    as_fast_j = [
+        each.energy_j
+        for each in ours[0]["at_one_clock"]
+        if each.iteration_time_s <= cost.iteration_time_s
+    ]
+    assert cost.energy_j < 0.99 * min(as_fast_j)
 
 
 @pytest.mark.parametrize(
