@@ -178,7 +178,7 @@ def open_job(
         # Other messages disturb units in another way.
         options = replace(options, fingerprint={**units, "keeps_order": keeps_order})
     session = Session(
-        replace(options, labels=device.labels),
+        options,
         device.gpu,
         device.make_executor,
         channel,

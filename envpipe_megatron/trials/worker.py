@@ -228,7 +228,7 @@ class Rank:
                 scheduling=arm.schedule,
                 reconfigure="default",
                 why_whole="",
-                labels={"run": run, **self._device.labels},
+                run=run,
                 **options,
             ),
             gpu,

@@ -127,7 +127,7 @@ class Session:
                 notes = f"A GPU is opened for reading only: {runs}", self.refused
                 self.state.notes = tuple(filter(None, notes))
             self._labels: dict[str, object] = {
-                **folder.run_label(options.labels),
+                **folder.run_label(options.run),
                 "node": folder.node,
                 "gpu": gpu.name,
                 "gpu_uid": gpu.address.uid,
