@@ -177,14 +177,7 @@ def open_job(
         units = _fingerprint(framework.same_job, options, device.gpu.name)
         # Other messages disturb units in another way.
         options = replace(options, fingerprint={**units, "keeps_order": keeps_order})
-    session = Session(
-        options,
-        device.gpu,
-        device.make_executor,
-        channel,
-        collectives,
-        say=say,
-    )
+    session = Session(options, device.gpu, device.make_executor, channel, collectives, say=say)
     session.state.notes += tuple(notes)
     if orders and framework.why_whole and why_whole == framework.why_whole:
         session.state.notes += (f"Backwards stay whole: {why_whole}",)

@@ -81,7 +81,7 @@ class JobOptions:
         why_whole: why backwards are not split; empty if units run that are a part of one.
         window_s: least time at each clock of a sweep, s: ten refreshes of a counter that refreshes
             every 100 ms.
-        run: a name for each line of the logs, where several jobs write to one folder.
+        run: a name for the lines of logs, where several jobs share a folder.
         sidecar: facts for that of the online profile.
         fingerprint: what units cost rests on (model, sizes of its parts and of microbatches, GPU,
             versions), of JSON's types. With it, profile, plan and baseline are kept in the output

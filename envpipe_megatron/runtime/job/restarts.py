@@ -250,12 +250,12 @@ class JobFolder:
         )
 
     def run_label(self, run: str) -> dict[str, str]:
-        """Return the `run` of lines, which no other start has; nothing where it has no name.
+        """Return what lines of logs have as their `run`: no other start has the same.
 
         After a restart, iterations since the last checkpoint run once more, and are billed twice.
         """
-        name = f"{run} {self.started}".strip()
-        return {"run": name} if name else {}
+        label = f"{run} {self.started}".strip()
+        return {"run": label} if label else {}
 
     def append(self, name: str, entry: dict[str, Any], most: float = math.inf) -> None:
         """Append an object to `<name>.jsonl` or `<name>-<node>.jsonl`; `most` as `Writer.put`."""
