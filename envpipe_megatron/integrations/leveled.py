@@ -287,14 +287,15 @@ def end_of_job(session: Session, tokens: object, energy_price: float | None = No
     for of_rank in sums:
         bill.add_sums(of_rank.values())
     bill.facts = {"tokens_per_iteration": tokens, "power": ranks[0]["power"]}
-    memory, baseline = session.parts.memory.stages, session.energy.baselines.get("")
+    memory, measured = session.parts.memory.stages, session.energy.baselines.get("")
+    baseline = None if measured is None else measured.mean
     phases = {phase: bill.steps(phase) for _, _, phase, _ in bill.phases}
     summary = {
         "format": "envpipe-summary/1",
         "created_by": f"envpipe {__version__}",
         "only_measures": only_measures,
         "tokens_per_iteration": tokens,
-        "baseline": baseline and _facts(baseline.mean),
+        "baseline": baseline and _facts(baseline),
         "phases": {phase: _facts(step) for phase, step in phases.items() if step},
         "job": bill.comparison_facts(),
         "memory": None if memory is None else [asdict(stage) for stage in memory],
@@ -308,7 +309,7 @@ def end_of_job(session: Session, tokens: object, energy_price: float | None = No
             logger.error("%s could not be written: %s", path, error)
     tariff = Tariff.of_environment(os.environ, energy_price)
     lines = list(account_lines(bill, tariff, bill.comparisons(), " in training"))
-    lines += _step_line("the latest baseline", baseline and baseline.mean)
+    lines += _step_line("the latest baseline", baseline)
     for phase, step in phases.items():  # by energy logs: a lap may be of two phases
         lines += _step_line(phase, step)
     steady = total_of(
