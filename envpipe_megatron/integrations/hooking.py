@@ -66,7 +66,8 @@ class Hooks(Generic[T]):
 
     Args:
         file: of the framework's, whose hook reads the options.
-        needed: hooks that every job reaches within its first steps.
+        needed: hooks that every job reaches within its first steps. Without those before them, it
+            has no options, or is not there: see `validated` and `running`.
     """
 
     def __init__(self, file: str, *needed: str) -> None:

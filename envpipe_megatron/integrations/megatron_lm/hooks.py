@@ -31,7 +31,7 @@ FLAG = "--envpipe-recompute"
 _NONE, _FULL, _SELECTIVE = "none", "full", "selective"
 _hooks = Hooks[Training](
     "megatron/training/arguments.py",
-    *("validate", "begin_training", "begin_step", "forward_backward", "end_step", "log"),
+    *("begin_step", "forward_backward", "end_step", "log"),
 )
 
 
@@ -52,7 +52,6 @@ def validate(args: argparse.Namespace) -> None:
 
     For an unsupported feature, a wrong option or file, or a checkout that is half patched.
     """
-    _hooks.note("validate")
     try:
         check_metered(args)
         by_stage(args)
@@ -70,7 +69,6 @@ def begin_training(args: argparse.Namespace, model: Sequence[Any]) -> None:
     `model` has the chunks of this rank. Raises SystemExit if arguments did not come from a command
     line or the job cannot run as asked, and EnvPipeError as `Training` does.
     """
-    _hooks.note("begin_training")
     try:
         options = _hooks.validated()
         if not args.log_energy:
