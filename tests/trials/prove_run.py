@@ -47,7 +47,7 @@ def run_rank() -> None:
         gpu, chosen = open_rank_gpu(
             uid, collectives, options.gpu_control, require=options.require_control
         )
-        return Device(gpu, chosen, lambda settle: HostExecutor(), {})
+        return Device(gpu, chosen, lambda settle: HostExecutor())
 
     def zeros(*args, device=None, make=torch.zeros, **options):
         return make(*args, device="cpu" if device == "cuda" else device, **options)

@@ -255,15 +255,14 @@ class NodeGpus:
 
     async def welcome(self, hello: Mapping[str, Any]) -> GpuLedger:
         """Return the ledger of a rank's GPU, opened now if it is new; GpuError if it cannot be."""
-        labels = {k: v for k, v in hello.items() if k not in ("op", "backend")}
         uid = str(hello["gpu_uid"])
         async with self._opening.setdefault(uid, asyncio.Lock()):  # ranks may share a GPU
             if uid not in self._ledgers:
                 address = GpuAddress(str(hello["backend"]), uid)
                 self._ledgers[uid] = await _in_thread(
-                    lambda: GpuLedger(open_reader(address), labels, self._log.append)
+                    lambda: GpuLedger(open_reader(address), hello, self._log.append)
                 )
-        self._ledgers[uid].know(labels)
+        self._ledgers[uid].know(hello)
         return self._ledgers[uid]
 
     async def bill_long_gaps(self) -> None:
