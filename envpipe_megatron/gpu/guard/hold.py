@@ -22,7 +22,6 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
@@ -72,13 +71,11 @@ def guard_log(address: GpuAddress) -> Path:
     return (runtime_folder() / f"guard-{lease_name(address)}").with_suffix(".log")
 
 
-def hold_gpu(address: GpuAddress, *, on_end: Callable[[], None], page: ClockPage) -> "Hold":
+def hold_gpu(address: GpuAddress, page: ClockPage) -> "Hold":
     """Start a guard for a GPU, which sets the clocks that a page asks for from here on.
 
-    Args:
-        page: its file may be closed afterwards.
-        on_end: called on its own thread when the guard has ended before the page was over, as by
-            a signal that a batch system sends; it is over then.
+    The page's file may be closed afterwards. If the guard ends before the page is over, as by a
+    signal that a batch system sends, the page fails.
 
     Raises GuardError if the guard could not be started or refused: another job or another rank
     holds the GPU, or it cannot be opened or reset.
@@ -108,7 +105,7 @@ def hold_gpu(address: GpuAddress, *, on_end: Callable[[], None], page: ClockPage
             process.wait()
         if "guard_pid" not in answer:
             raise GuardError(answer["what"])
-        return Hold(ours, address, page, answer["guard_pid"], answer["patience_s"], on_end)
+        return Hold(ours, address, page, answer["guard_pid"], answer["patience_s"])
     except BaseException as error:
         page.end()  # in case the guard still starts
         ours.close()
@@ -136,7 +133,6 @@ class Hold:
         page: ClockPage,
         guard_pid: int,
         patience_s: float,
-        on_end: Callable[[], None],
     ) -> None:
         self.address = address
         self.guard_pid = guard_pid
@@ -145,7 +141,6 @@ class Hold:
         self._beat_every_s = HEARTBEAT_S / _BEATS_PER_HEARTBEAT
         self._patience_s = patience_s
         self._connection = connection
-        self._on_end = on_end
         self._pid = os.getpid()
         self._over = False
         self._is_back = False
@@ -157,16 +152,15 @@ class Hold:
     def release(self) -> None:
         """End clock control: the guard resets the GPU once more, deletes the lease and ends.
 
-        Any thread may call it; in the callback it does not wait. The second call does nothing.
-        Raises GuardError if the guard, or this process in its place, did not finish in time.
+        The second call does nothing. Raises GuardError if the guard, or this process in its place,
+        did not finish in time.
         """
         if os.getpid() != self._pid:
             return
         self._over = True
         self._page.end()
-        if threading.current_thread() is self._thread or self._is_back:
-            return
-        self._thread.join(_RELEASE_S)  # the driver may hang, and must not keep this thread as well
+        if not self._is_back:
+            self._thread.join(_RELEASE_S)  # the driver may hang, and must not keep this thread, too
         if not self._is_back:
             raise GuardError(
                 "The clock was not confirmed to be back in time",
@@ -181,12 +175,10 @@ class Hold:
         self._listen()
         self._connection.close()
         if not self._page.is_over:
-            _LOG.error("the guard of %s has ended: so does clock control", self.address.uid)
-            self._page.end()
-            try:
-                self._on_end()
-            except Exception:
-                _LOG.exception("the callback for the end of a guard failed")
+            self._page.fail(
+                "The guard of this GPU's clock has ended. The clock is at its default from here "
+                "on; see the guard's log"
+            )
         self._bring_back()
 
     def _listen(self) -> None:

@@ -26,7 +26,7 @@ from envpipe_megatron.gpu.clock.controller import PageController, spread
 from envpipe_megatron.gpu.clock.page import BEGUN, DUE, GIVEN_BACK, ClockPage
 from envpipe_megatron.gpu.control import Control, choose_for, open_controlled
 from envpipe_megatron.gpu.guard.hold import Hold, hold_gpu
-from envpipe_megatron.gpu.guard.messages import AGENT_VARIABLE, GuardError
+from envpipe_megatron.gpu.guard.messages import AGENT_VARIABLE
 from envpipe_megatron.runtime.channel.collectives import Collectives
 from envpipe_megatron.runtime.channel.cuda_device import counter_in_stream
 from envpipe_megatron.runtime.clocks.watch import TOLERANCE_MHZ, ClockWatch
@@ -149,7 +149,7 @@ class RankClock:
         try:
             self._count = page.count if self.waits else count_by_stream(page)
             if guarded:
-                self._hold = hold_gpu(self._gpu.address, on_end=self._guard_ended, page=page)
+                self._hold = hold_gpu(self._gpu.address, page)
         finally:
             page.close_file()
         if self._gpu.read_only:
@@ -292,14 +292,6 @@ class RankClock:
             self._count(where, number)
         except RuntimeError as refused:
             self.stop(GpuError(f"A stream can mark no unit: {refused}"))
-
-    def _guard_ended(self) -> None:
-        self.stop(
-            GuardError(
-                "The guard of this GPU's clock has ended",
-                remedy="The clock is at its default from here on; see the guard's log",
-            )
-        )
 
 
 def hold_everywhere(

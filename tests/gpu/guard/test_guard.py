@@ -1,10 +1,8 @@
 """Guards and ranks as processes: what there is to see of them, and when they let go."""
 
 import os
-import queue
 import re
 import signal
-import threading
 from pathlib import Path
 
 import pytest
@@ -39,21 +37,19 @@ def round_(node, request):
 
 @pytest.fixture
 def held(round_, monkeypatch):
-    """Holds the first GPU for this process, and sets its clock; what the guard says is noted."""
+    """Holds the first GPU for this process, and sets its clock."""
     monkeypatch.setattr(hold_module, "job_key", lambda: round_.job)
 
-    def hold(on_end=None):
+    def hold():
         page = ClockPage.create()
-        on_end = on_end or (lambda: events.put("ended"))
-        hold = hold_gpu(round_.addresses[0], on_end=on_end, page=page)
+        hold = hold_gpu(round_.addresses[0], page)
         page.close_file()
         page.count(DUE, page.ask(1200))
         until(lambda: round_.node.locked_mhz(hold.address), "a clock")
-        hold.events = events
         holds.append(hold)
         return hold
 
-    events, holds = queue.SimpleQueue(), []
+    holds = []
     yield hold
     for hold in holds:
         hold.release()
@@ -101,17 +97,10 @@ def assert_detached(hold):
 
 
 def test_a_rank_can_hold_its_gpu_again_after_it_lost_the_guard(round_, held):
-    called, go_on = threading.Event(), threading.Event()
-
-    def on_end():
-        called.set()
-        go_on.wait(DEADLINE_S)
-
-    former = held(on_end)
+    former = held()
     os.kill(former.guard_pid, signal.SIGKILL)
-    assert called.wait(DEADLINE_S)
+    until(lambda: former._page.failure, "the end of its guard")
     hold = held()
-    go_on.set()
     former.release()  # what is held anew is left alone
     assert hold.guard_pid != former.guard_pid
     assert round_.node.locked_mhz(hold.address) is not None

@@ -3,7 +3,6 @@
 import json
 import math
 import os
-import queue
 import select
 import signal
 import socket
@@ -31,7 +30,6 @@ class Played:
     """The guard's end of the socket."""
 
     def __init__(self, monkeypatch):
-        self.events = queue.SimpleQueue()
         self.gpu = FakeGpu()
         self.calls = []
         monkeypatch.setattr(subprocess, "Popen", self._start)
@@ -50,19 +48,19 @@ class Played:
     def answer(self):
         self.say_held(os.getpid())
 
-    def hold(self, on_end=None):
+    def hold(self):
         self.page = ClockPage.create()
-        on_end = on_end or (lambda: self.events.put("ended"))
         try:
-            return hold_gpu(ADDRESS, on_end=on_end, page=self.page)
+            return hold_gpu(ADDRESS, self.page)
         finally:
             self.page.close_file()
 
     def say_held(self, pid):
         send(self.end, {"guard_pid": pid, "patience_s": 36.0})
 
-    def event(self):
-        return self.events.get(timeout=DEADLINE_S)
+    def look_for_its_end(self):
+        look_until(lambda: self.page.failure)
+        assert self.page.failure.startswith("The guard of this GPU's clock has ended.")
 
 
 @pytest.fixture
@@ -176,7 +174,7 @@ def test_a_jobs_name_is_what_its_launchers_said(environ, key):
 
 
 def test_a_release_waits_until_the_guard_has_ended(guard, monkeypatch):
-    """Then the lease is gone; nobody is called back."""
+    """Then the lease is gone; nothing has failed."""
     hold = guard.hold()
     with monkeypatch.context() as hurry:
         hurry.setattr(hold_module, "_RELEASE_S", 0.001)
@@ -186,7 +184,7 @@ def test_a_release_waits_until_the_guard_has_ended(guard, monkeypatch):
     guard.end.close()
     hold.release()
     hold.release()  # nobody is there, and nothing is awaited
-    assert guard.events.empty()
+    assert guard.page.failure is None
     assert guard.gpu.history == []
 
 
@@ -220,7 +218,7 @@ def test_a_guard_that_hangs_is_killed(guard, monkeypatch, caplog, beats_at, in_d
 
     guard.answer = answer
     hold = guard.hold()
-    assert guard.event() == "ended"
+    guard.look_for_its_end()
     assert clock.rank_beats == list(range(1, max(beats_at, default=0) + 8 + 1))
     assert os.waitpid(pid, 0)[1] == signal.SIGKILL
     hold.release()
@@ -232,19 +230,10 @@ def test_a_guard_that_hangs_is_killed(guard, monkeypatch, caplog, beats_at, in_d
 
 @pytest.mark.parametrize("speaks", [False, True])
 def test_what_a_guard_leaves_is_undone_by_its_rank(guard, speaks):
-    """Whatever the callback does."""
-
-    def fail():
-        assert guard.page.is_over
-        assert guard.gpu.history == []
-        hold.release()  # waits for nothing here
-        guard.events.put("ended")
-        raise RuntimeError("control has not ended")
-
-    hold = guard.hold(on_end=fail)
+    hold = guard.hold()
     left_by(guard)
     guard.end.send(b"nothing that a guard says") if speaks else guard.end.close()
-    assert guard.event() == "ended"
+    guard.look_for_its_end()
     hold.release()
     assert list_leases() == []
     assert guard.gpu.history == [None]
@@ -254,7 +243,7 @@ def test_a_rank_without_a_guard_looks_for_leases_until_it_is_released(guard):
     """Where all guards of a job have died, and a rank dies then."""
     hold = guard.hold()
     guard.end.close()
-    assert guard.event() == "ended"
+    guard.look_for_its_end()
     look_until(lambda: hold._is_back)
     left_by(guard, "another rank's")
     look_until(lambda: list_leases() == [])

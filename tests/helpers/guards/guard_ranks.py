@@ -169,9 +169,15 @@ def run(
         return not page.is_over
 
     where = GpuAddress(*address)
+
+    def fail(why: str) -> None:
+        fail_page(why)
+        say("lost")
+
     page = ClockPage.create()
+    fail_page, page.fail = page.fail, fail
     try:
-        hold = hold_gpu(where, on_end=lambda: say("lost"), page=page)
+        hold = hold_gpu(where, page)
     except GpuError as error:
         say("refused", type(error).__name__, str(error))
         return

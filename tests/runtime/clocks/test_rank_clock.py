@@ -30,9 +30,8 @@ class Guard:
         self.error: GpuError | None = None
         self._gpu = gpu
 
-    def hold_gpu(self, address, *, on_end, page):
+    def hold_gpu(self, address, page):
         self.held.append(address)
-        self.end = on_end
         self.page = page
         self.serving = ServedPage(self._gpu, page)
         return SimpleNamespace(release=self._release)

@@ -232,7 +232,7 @@ def leave_at_random_instants(folder: Path) -> None:
         emulated = EmulatedGpu.create("a100-sxm", number, folder)
         guards: list[ServedPage] = []
 
-        def hold_gpu(address, *, on_end, page, gpu=gpu, guards=guards):
+        def hold_gpu(address, page, gpu=gpu, guards=guards):
             guards.append(ServedPage(gpu, page))
             return SimpleNamespace(release=lambda: None)
 

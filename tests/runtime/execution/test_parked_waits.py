@@ -106,7 +106,7 @@ def guarded(cuda, monkeypatch) -> Iterator[tuple[FakeGpu, RankClock, ServedPage]
     """A GPU, whose clock a guard's controller sets, and the rank's end."""
     gpu, held = FakeGpu(), []
 
-    def hold_gpu(address: Any, *, on_end: Any, page: ClockPage) -> Any:
+    def hold_gpu(address: Any, page: ClockPage) -> Any:
         held.append(ServedPage(gpu, page))
         return SimpleNamespace(release=lambda: None)
 
