@@ -4,8 +4,8 @@
 "held", and sets the clocks that the rank asks for by the page that they share, until
 
 - the rank wants no clock any more, or the page says that none can be set;
-- the rank has ended, or its process runs another program now. The kernel says when a process has
-  ended; the end of its socket does not, for a child that it forked may keep that open;
+- the rank has ended, or its process runs another program now. Its socket ends with it, unless a
+  child that a library forked keeps that open: so its pid is looked at, too;
 - SIGTERM, SIGINT or SIGHUP come: a batch system ends everything.
 
 Then it sets no clock any more, resets the GPU, deletes the lease and ends. Resets that fail are
@@ -30,6 +30,7 @@ import socket
 import sys
 import threading
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import NoReturn
@@ -99,19 +100,17 @@ def main() -> NoReturn:
     os._exit(0)
 
 
-def _noted_signals() -> int:
-    """Note the signals that end a job; return a descriptor that can be read when one has come.
+def _noted_signals() -> list[int]:
+    """Return those signals that end a job which have come so far, at each look.
 
     What the rank ignores or blocks comes with the process, and must not keep it from these.
     """
-    reader, writer = os.pipe()
-    os.set_blocking(writer, False)
+    signals: list[int] = []
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-        signal.signal(number, lambda *_: None)
-    signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
-    return reader
+        signal.signal(number, lambda came, _: signals.append(came))
+    return signals
 
 
 @dataclass
@@ -124,7 +123,7 @@ class Guard:
             undo.
         connection: to the rank, which says nothing there, and when that has ended.
         page: by which the rank asks for clocks.
-        signals: a descriptor that can be read when a signal to end has come.
+        signals: those to end that have come.
     """
 
     address: GpuAddress
@@ -134,7 +133,7 @@ class Guard:
     give_up_s: float
     connection: socket.socket
     page: ClockPage
-    signals: int
+    signals: Sequence[int]
 
     def __post_init__(self) -> None:
         self._controller: PageController | None = None
@@ -211,10 +210,7 @@ class Guard:
             ends_s: when the right to change clocks ends, s since 1970.
         """
         poll = select.poll()
-        poll.register(self.signals, select.POLLIN)
         poll.register(self.connection, select.POLLIN)
-        with suppress(OSError, AttributeError):  # before Linux 5.3 its pid must do
-            poll.register(os.pidfd_open(self.rank.pid), select.POLLIN)
         heard, served_s, tick_s = 0, time.monotonic(), -math.inf
         silent_s = served_s + self.heartbeat_s
         while True:
@@ -239,9 +235,10 @@ class Guard:
                     return "the rank has ended"
                 if time.time() >= ends_s:
                     self.page.fail(_RIGHT_ENDS)
-            if ready := dict(poll.poll(0)):
-                signalled = self.signals in ready
-                return "received a signal to end" if signalled else "the rank has ended"
+            if self.signals:
+                return f"received signal {self.signals[0]} to end"
+            if poll.poll(0):
+                return "the rank has ended"
             time.sleep(_pause_s(now_s - served_s))
 
     # --- bringing the clock back ----------------------------------------------------------------
