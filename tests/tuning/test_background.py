@@ -138,16 +138,17 @@ def test_a_plan_is_the_same_to_the_last_bit(schedule, alike, tmp_path: Path, mon
     monkeypatch.syspath_prepend(tmp_path)
     profile = preset_profile("a100-sxm", 3, TIMES, CLOCKS)
     request = PlanRequest(8, alike, "optimal", conditions=known_conditions(profile))
-    problem = make_problem(profile, request)
+    problem = replace(make_problem(profile, request), notes=("A note.",))
     background: Background = Background()
-    background.start(partial(planned, replace(problem, schedule=schedule), ("A note.",)))
+    background.start(partial(planned, replace(problem, schedule=schedule)))
     plan, notes = taken(background)
-    here, own_notes = planned(problem, ("A note.",))
+    here, own_notes = planned(problem)
     assert plan.schedule.stages == here.schedule.stages
     assert np.array_equal(plan.frequency_mhz, here.frequency_mhz)
     assert plan.cost == here.cost
     assert plan.energy_lower_bound_j == here.energy_lower_bound_j
     assert notes == own_notes
+    assert "A note." in notes
 
 
 # Plans beside training -------------------------------------------------------------------------
@@ -193,7 +194,7 @@ def test_what_splitting_wins_is_said_of_the_plan_and_not_of_those_that_follow_it
 
 def test_planning_that_nobody_waits_for_is_ended():
     background: Background[Any] = Background()
-    run = planned_beside(background, (None, ()))  # type: ignore[arg-type]
+    run = planned_beside(background, None)  # type: ignore[arg-type]
     next(run)
     assert background.busy
     run.close()

@@ -19,7 +19,6 @@ from envpipe_megatron.formats.steps import StepEnergy
 from envpipe_megatron.formats.timeline import is_recorded
 from envpipe_megatron.gpu.presets import SWEEP_STEP, load_preset, override_for, sweep_range
 from envpipe_megatron.policies.frequencies import RECONFIGURE_POLICIES
-from envpipe_megatron.policies.objective import Goal
 from envpipe_megatron.runtime.channel.collectives import DegradedError, by_planner, on_every_rank
 from envpipe_megatron.runtime.execution.executor import StageRecord
 from envpipe_megatron.runtime.execution.stage_run import (
@@ -201,9 +200,8 @@ def _loop(job: PhaseParts, records: Sequence[StageRecord]) -> PhaseRun[None]:
         store = Store(measured, clocks, facts)
         if profile is not None:
             store.take_profile(profile)
-        options, goal = job.options, job.options.goal
-        within = 1.0 if goal.goal == Goal.ENERGY else None
-        limits = Limits(options.slowdown_percent / 100, within, options.min_dwell_s, goal)
+        options = job.options
+        limits = Limits(options.slowdown_percent / 100, options.min_dwell_s, options.goal)
         check = partial(check_plan, job)
         planner = Planner(store, partial(plan_online, job), check, limits, job.background)
         tuner = ShortestOrder if options.changes_only_order else Controller

@@ -11,15 +11,14 @@ from envpipe_megatron.core.kinds import Kind
 from envpipe_megatron.core.plan import Plan, check_stages, read_plan
 from envpipe_megatron.core.profile import Profile, read_profile
 from envpipe_megatron.core.schedule import Placement, Schedule
-from envpipe_megatron.policies.objective import LEAST_ENERGY, Objective
 from envpipe_megatron.policies.optimal.optimizer import order_at_maximum_s
+from envpipe_megatron.policies.problem import Problem
 from envpipe_megatron.policies.request import make_problem
 from envpipe_megatron.policies.schedules import SCHEDULES
 from envpipe_megatron.runtime.channel.collectives import DegradedError, by_planner
 from envpipe_megatron.runtime.job.parts import PhaseParts, SessionError
 from envpipe_megatron.runtime.memory.peak import MemoryFullError
 from envpipe_megatron.runtime.memory.stage import in_flight_limit, with_memory
-from envpipe_megatron.tuning.planner import Asked
 
 
 def check_files(job: PhaseParts) -> None:
@@ -118,18 +117,8 @@ def profiled_clocks(job: PhaseParts, profile: Profile) -> list[int]:
     return sorted(clocks)
 
 
-def plan_online(
-    job: PhaseParts,
-    profile: Profile,
-    order: Schedule | None = None,
-    deadline_factor: float | None = None,
-    objective: Objective | None = None,
-) -> Asked:
-    """Say what to plan from all that is known of the job: an order, or the best one.
-
-    Of least energy in a time, or else for an objective, by default as the job's own request has it.
-    Called on the planner only.
-    """
+def plan_online(job: PhaseParts, profile: Profile, order: Schedule | None = None) -> Problem:
+    """Say what to plan from all that is known of the job, on the planner: an order, or the best."""
     asked, kept = job.options.request(), job.kept_order
     schedule, order, most_waiting = asked.schedule, kept or order, job.channel.capacity
     if asked.num_chunks > 1 and most_waiting is not None:
@@ -164,12 +153,10 @@ def plan_online(
         reconfigure="default",  # the loop online replaces the offline one
         max_in_flight=most,
         channel_capacity=most_waiting if "channel_capacity" in takes else None,
-        deadline_factor=deadline_factor,
-        objective=LEAST_ENERGY if deadline_factor else objective or asked.objective,
         conditions=conditions,
         runnable=True,
     )
-    return make_problem(profile, request, own_s, in_v), notes
+    return replace(make_problem(profile, request, own_s, in_v), notes=notes)
 
 
 def predicted(plan: Plan | None) -> dict[str, float] | None:

@@ -157,7 +157,7 @@ def test_the_first_iteration_of_a_warm_up_tells_nothing(monkeypatch, tmp_path):
         if len(looked) == 2:
             raise DegradedError("Of a test")
         yield from ()
-        return sweep.planned(*plan_online(job, profile_of()))
+        return sweep.planned(plan_online(job, profile_of()))
 
     monkeypatch.setattr(phases, "run_commands", run_commands)
     job: Any = Starting(tmp_path / "none", asked={"type": "envelope", "reconfigure": "balanced"})
@@ -270,7 +270,7 @@ def test_the_more_splitting_costs_the_fewer_backwards_are_split(tmp_path, overhe
     """As where tensor parallel messages hide under the weight's product of a whole backward."""
     profile = profile_of().with_split_backwards(SplitBackward(0.5, overhead))
     job: Any = Starting(tmp_path / "none", asked={}, num_microbatches=8, splits=True)
-    order = sweep.planned(*plan_online(job, profile))[0].schedule
+    order = sweep.planned(plan_online(job, profile))[0].schedule
     parts = sum(
         own.kind is Kind.INPUT_GRADIENT and not own.combined for of in order.stages for own in of
     )
@@ -281,9 +281,9 @@ def test_the_more_splitting_costs_the_fewer_backwards_are_split(tmp_path, overhe
 def test_an_order_by_name_that_turned_out_not_to_split_is_the_frameworks(tmp_path):
     job: Any = Starting(tmp_path / "none", asked={"scheduling": "zb-h1"}, splits=True)
     profile = replace(profile_of().with_split_backwards(ASSUMED), assumed=None)
-    assert sweep.planned(*plan_online(job, profile))[0].schedule.name == "zb-h1"
+    assert sweep.planned(plan_online(job, profile))[0].schedule.name == "zb-h1"
     job.state.whole = "its self-check failed"
-    plan, _ = sweep.planned(*plan_online(job, profile))
+    plan, _ = sweep.planned(plan_online(job, profile))
     assert (plan.schedule.name, plan.policy) == ("1f1b", "optimal")
 
 
@@ -451,7 +451,8 @@ def test_a_plan_is_made_of_all_that_is_known_of_the_job(monkeypatch, tmp_path, l
     job: Any = Starting(tmp_path / "none", asked=asked, num_microbatches=7, capacity=1)
     job.memory.stages = known
     profile = replace(profile_of(), sidecar=Sidecar(wait_power_w=({1410: 80.0},) * 2))
-    problem, notes = plan_online(job, profile)
+    problem = plan_online(job, profile)
+    notes = ("Memory holds at most 2, 1 microbatches in flight.",) if limit else ()
     assert problem == Problem(
         7,
         "envpipe",
@@ -461,8 +462,8 @@ def test_a_plan_is_made_of_all_that_is_known_of_the_job(monkeypatch, tmp_path, l
         max_in_flight=limit or (3, 3),
         channel_capacity=1,
         runnable=True,
+        notes=notes,
     )
-    assert notes == (("Memory holds at most 2, 1 microbatches in flight.",) if limit else ())
-    plan, told = sweep.planned(problem, notes)
+    plan, told = sweep.planned(problem)
     assert plan.policy == "envelope"
     assert set(notes) <= set(told)
