@@ -115,21 +115,6 @@ RECONFIGURE_POLICIES = {
 
 
 @dataclass(frozen=True)
-class Step:
-    """One look at an iteration.
-
-    Args:
-        path: nodes of the critical path, from its end.
-        raised: node -> new frequency in MHz; empty when reconfiguring has ended.
-        ended: why, if it has.
-    """
-
-    path: list[int]
-    raised: dict[int, int]
-    ended: Ended | None
-
-
-@dataclass(frozen=True)
 class Reconfigured:
     """The outcome of the whole loop."""
 
@@ -206,14 +191,16 @@ def step(
     path: list[int],
     policy: ReconfigurePolicy,
     ladders: Ladders,
-) -> Step:
+) -> tuple[dict[int, int], Ended | None]:
     """Take one reconfigure step on a critical path (nodes, from its end).
 
     `frequency_mhz`, [num_units], is the current frequency of each node. Units that run
     as one have one clock, that of the last of them.
+
+    Returns each node that rises and its new frequency in MHz, or none, and why reconfiguring ended.
     """
     if schedule.outer_envelope.issuperset(path):
-        return Step(path, {}, Ended.ENVELOPE)
+        return {}, Ended.ENVELOPE
     combined = schedule.combined.ravel()
     targets = {
         node: target
@@ -222,12 +209,11 @@ def step(
         and (target := ladders.next_above(node, frequency_mhz[node], policy.granularity_mhz))
     }
     if not targets:
-        return Step(path, {}, Ended.NOTHING_CAN_RISE)
+        return {}, Ended.NOTHING_CAN_RISE
     if not policy.together:
-        return Step(path, dict(list(targets.items())[:1]), None)
+        return dict(list(targets.items())[:1]), None
     lowest = min(frequency_mhz[node] for node in targets)
-    raised = {node: clock for node, clock in targets.items() if frequency_mhz[node] == lowest}
-    return Step(path, raised, None)
+    return {node: to for node, to in targets.items() if frequency_mhz[node] == lowest}, None
 
 
 def lower(
@@ -300,21 +286,21 @@ def reconfigure(plan: Plan, policy: ReconfigurePolicy) -> Reconfigured:
     while True:
         frequency_mhz = np.array(frequency).reshape(plan.frequency_mhz.shape)
         now = replace(plan, frequency_mhz=frequency_mhz, conditions=conditions)
-        taken = step(schedule, frequency, now.timeline.critical_path(), policy, ladders)
-        if not taken.ended and steps < policy.max_steps:
+        path = now.timeline.critical_path()
+        changes, ended = step(schedule, frequency, path, policy, ladders)
+        if not ended and steps < policy.max_steps:
             steps += 1
-            changes = taken.raised
         elif conditions != plan.conditions:
             conditions = plan.conditions
             continue
         elif best and not _better(now, best[0]):
             return best[1]
         else:
-            best = now, Reconfigured(frequency_mhz, steps, taken.ended or Ended.STEP_LIMIT)
+            best = now, Reconfigured(frequency_mhz, steps, ended or Ended.STEP_LIMIT)
             threshold_s = RELATIVE_TOLERANCE * now.cost.iteration_time_s
             duration_s = now.timeline.duration_s
             changes = lower(plan, frequency, duration_s, threshold_s, ladders, lowered)
-            if not taken.ended or not changes:
+            if not ended or not changes:
                 return best[1]
             lowered |= changes
         for node, target in changes.items():

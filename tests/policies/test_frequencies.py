@@ -20,7 +20,6 @@ from envpipe_megatron.policies.frequencies import (
     RECONFIGURE_POLICIES,
     Ended,
     Ladders,
-    Step,
     envelope,
     lower,
     reconfigure,
@@ -82,19 +81,13 @@ def steps_of(plan, policy, *, until=1):
     ladders, names, taken = Ladders(plan.schedule, plan.profile), plan.schedule.describe, []
     for _ in range(until):
         frequency = plan.frequency_mhz.copy()
-        timeline = plan.timeline
-        outcome = step(
-            plan.schedule,
-            frequency.ravel().tolist(),
-            timeline.critical_path(),
-            policy,
-            ladders,
-        )
-        for node, target in outcome.raised.items():
+        path, clocks_mhz = plan.timeline.critical_path(), frequency.ravel().tolist()
+        raised, _ = step(plan.schedule, clocks_mhz, path, policy, ladders)
+        for node, target in raised.items():
             frequency.ravel()[node] = target
         plan = replace(plan, frequency_mhz=frequency)
-        raised = {names(node): target for node, target in outcome.raised.items()}
-        taken.append(([names(node) for node in outcome.path], raised))
+        by_name = {names(node): target for node, target in raised.items()}
+        taken.append(([names(node) for node in path], by_name))
     return taken, plan
 
 
@@ -178,7 +171,7 @@ def test_ends_when_nothing_on_the_path_can_rise():
         frequency = result.frequency_mhz.ravel().tolist()
         assert {frequency[node] for node in path} == {1200}
         last = step(plan.schedule, frequency, path, policy, Ladders(plan.schedule, profile))
-        assert last == Step(path, {}, Ended.NOTHING_CAN_RISE)
+        assert last == ({}, Ended.NOTHING_CAN_RISE)
 
 
 def random_plan(rng):
