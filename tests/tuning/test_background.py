@@ -58,15 +58,21 @@ def test_work_whose_working_folder_is_gone(tmp_path, monkeypatch):
     assert taken(background) == 3
 
 
-def test_what_never_ends_is_ended_and_makes_room():
-    background = Background(limit_s=0.0)
+def test_what_never_ends_ends_itself(monkeypatch):
+    monkeypatch.setattr("envpipe_megatron.tuning.background._LIMIT_S", 1)
+    before = signal.signal(signal.SIGALRM, signal.SIG_IGN)
+    background = Background()
     background.start(FOR_EVER)
+    signal.signal(signal.SIGALRM, before)
     pid = pid_of(background)
-    with pytest.raises(BackgroundError, match="No end in 0 s"):
-        background.take()
+    with pytest.raises(BackgroundError, match="No end in 1 s"):
+        taken(background)
     assert is_gone(pid)
     assert not background.busy
     assert background.take() is None
+
+
+def test_work_that_nobody_waits_for_makes_room():
     background = Background()
     background.start(FOR_EVER)
     pid = pid_of(background)
