@@ -42,8 +42,8 @@ UNPLANNED = "baseline"
 Ask: TypeAlias = Callable[[Profile, Schedule | None], Problem]
 #: Plans by level of the frontier.
 Plans: TypeAlias = dict[int, Plan]
-#: The same, each with what splitting backwards wins, in words.
-_Made: TypeAlias = dict[int, tuple[Plan, str]]
+#: The same, and what splitting backwards wins by the best of them, in words.
+_Made: TypeAlias = tuple[Plans, str]
 
 logger = logging.getLogger(__name__)
 
@@ -96,10 +96,8 @@ def first_plans(asked: Mapping[int, Sequence[Problem]], levels: Sequence[int] = 
         own_s, factor = lead.cost.iteration_time_s, level_factor(level)
         like = replace(problem, order=lead.schedule, own_s=own_s, deadline_factor=factor)
         made[level] = solve(replace(like, objective=LEAST_ENERGY))
-    return {
-        level: (of.plan, of.auto.splitting(of.plan) if of.auto else "")
-        for level, of in made.items()
-    }
+    won = made[0].auto.splitting(made[0].plan) if made[0].auto else ""
+    return {level: of.plan for level, of in made.items()}, won
 
 
 class Planner:
@@ -178,8 +176,8 @@ class Planner:
         except Exception as error:  # of any kind: whoever takes the plans raises it
             self._failure = error
 
-    def quick(self, order: Schedule) -> Plans:
-        """Return a plan of an order, made in seconds: begun by the first call, and there once.
+    def quick(self, order: Schedule) -> Plan | None:
+        """Return a plan of an order, ready: begun by the first call, there once within seconds.
 
         It leaves out that changes of the clock take time, and what waiting saves at lower clocks.
         """
@@ -193,10 +191,11 @@ class Planner:
                 )
                 problem = replace(problem, conditions=conditions)
                 self._quick.start(partial(first_plans, {0: [problem]}))
-            return self._taken(self._quick) or {}
+            plans = self._taken(self._quick)
+            return plans and self.ready(plans[0])
         except Exception:  # of any kind: the best plan comes later
             logger.exception("No quick plan")
-            return {}
+            return None
 
     def _problem(self, known: Profile, order: Schedule | None) -> Problem:
         return replace(self._ask(known, order), objective=self.limits.objective)
@@ -205,9 +204,10 @@ class Planner:
         made = background.take()
         if made is None:
             return None
-        for plan, self.won in reversed(made.values()):  # what level 0 wins comes last, and counts
+        plans, self.won = made
+        for plan in plans.values():
             self._check(plan)
-        return {level: plan for level, (plan, _) in made.items()}
+        return plans
 
     def unplanned(self, own: Clocked) -> Plan:
         """Return the plan of an order for which none was made; StoreError without meters."""
