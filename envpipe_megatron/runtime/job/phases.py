@@ -38,13 +38,13 @@ from envpipe_megatron.runtime.job.measuring import (
 from envpipe_megatron.runtime.job.online import run_commands
 from envpipe_megatron.runtime.job.parts import PhaseParts, note
 from envpipe_megatron.runtime.job.planning import (
-    check_files,
     check_plan,
     given_plan,
     make_room,
     make_room_for_messages,
     plan_online,
     profiled_clocks,
+    read_files,
 )
 from envpipe_megatron.runtime.job.restarts import JobFolder
 from envpipe_megatron.runtime.memory.peak import Watch
@@ -73,7 +73,7 @@ def run_phases(job: PhaseParts) -> PhaseRun[None]:
     on.
     """
     options = job.options
-    check_files(job)
+    read_files(job)
     schedule = job.schedule
     make_room_for_messages(job, schedule)
     at_top = constant_order(Phase.WARMUP, schedule, job.top_mhz)
@@ -234,7 +234,7 @@ def adopt_plan(job: PhaseParts, records: Sequence[StageRecord], profile: Profile
     Raises DegradedError if no plan can be made, or run: training is under way, whoever gave it.
     """
     options, state, own_clocks = job.options, job.state, job.gpu.supported_frequencies_mhz
-    given = given_plan(job, profile)
+    given = given_plan(job)
     if given is not None:
         job.folder.write_plan(given, given=options.plan)
         return given

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
+from functools import partial
 
 from envpipe_megatron.core.channel_model import find_stall
 from envpipe_megatron.core.conditions import known_conditions
@@ -21,35 +21,30 @@ from envpipe_megatron.runtime.memory.peak import MemoryFullError
 from envpipe_megatron.runtime.memory.stage import in_flight_limit, with_memory
 
 
-def check_files(job: PhaseParts) -> None:
-    """Refuse files of the user's that are not of this job, before its first iteration.
+def read_files(job: PhaseParts) -> None:
+    """Read the user's files, once, and refuse what is not of this job: before its first iteration.
 
     A plan by file is for the full batch only, and no later size of batches ends training. Every
     rank calls it.
 
     Raises EnvPipeError on all ranks.
     """
-    named = job.options.profile
-    if named is None or job.state.several_sizes:
+    named, given = job.options.profile, job.options.plan
+    if named is None or job.state.given is not None:
         return
-    # One that was found not to run in this job ends no training either.
-    given = None if job.batch or job.state.whole else job.options.plan
 
-    def look() -> None:
-        profile = read_named(named, job.num_stages)
+    def look() -> tuple[Profile, Plan | None]:
+        profile = read_profile(named)
+        check_stages(profile, job.num_stages)
         if job.options.closed_loop:
             profiled_clocks(job, profile)
-        if given is not None:
-            check_plan(job, read_plan(given, profile))
+        plan = None if given is None else read_plan(given, profile)
+        # One that was found not to run in this job ends no training either.
+        if plan is not None and not (job.batch or job.state.whole):
+            check_plan(job, plan)
+        return profile, plan
 
-    job.collectives.agreed(look)
-
-
-def read_named(path: Path, num_stages: int) -> Profile:
-    """Read a job's profile; EnvPipeError if it is broken, or of another number of stages."""
-    profile = read_profile(path)
-    check_stages(profile, num_stages)
-    return profile
+    job.state.given = job.collectives.agreed(look)
 
 
 def splits(job: PhaseParts) -> bool:
@@ -57,7 +52,7 @@ def splits(job: PhaseParts) -> bool:
     return not (job.options.why_whole or job.state.whole)
 
 
-def given_plan(job: PhaseParts, profile: Profile) -> Plan | None:
+def given_plan(job: PhaseParts) -> Plan | None:
     """Return the user's plan, its memory ready; None: one is to be made. Every rank calls it.
 
     It is for the full batch only, and none where the job has trained batches of another size
@@ -65,22 +60,16 @@ def given_plan(job: PhaseParts, profile: Profile) -> Plan | None:
 
     Raises DegradedError if it cannot be run: training is under way.
     """
-    given = job.options.plan
-    if given is None or job.batch:
+    _, plan = job.state.given or (None, None)
+    if plan is None or job.batch:
         return None
-
-    def look() -> Plan:
-        plan = read_plan(given, profile)
-        check_plan(job, plan)
-        return plan
-
     try:
-        plan = by_planner(job.collectives, look)
+        by_planner(job.collectives, partial(check_plan, job, plan))
         make_room(job, plan)
     except DegradedError as error:
         if not job.state.several_sizes:
             raise
-        job.say(f"the plan {given} is made again: {error}")
+        job.say(f"the plan {job.options.plan} is made again: {error}")
         return None
     return plan
 

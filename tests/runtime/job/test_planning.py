@@ -20,7 +20,7 @@ from envpipe_megatron.core.conditions import Conditions, known_conditions
 from envpipe_megatron.core.kinds import SPLIT, WHOLE, Kind, all_units, unit
 from envpipe_megatron.core.orders import builders
 from envpipe_megatron.core.orders.zero_bubble import split_in_place
-from envpipe_megatron.core.plan import Plan
+from envpipe_megatron.core.plan import Plan, read_plan
 from envpipe_megatron.core.profile import make_profile
 from envpipe_megatron.core.profile_rows import SplitBackward
 from envpipe_megatron.core.schedule import Placement, Schedule
@@ -37,9 +37,9 @@ from envpipe_megatron.runtime.job.options import JobOptions
 from envpipe_megatron.runtime.job.parts import SessionError
 from envpipe_megatron.runtime.job.phases import adopt_plan
 from envpipe_megatron.runtime.job.planning import (
-    check_files,
     plan_online,
     predicted,
+    read_files,
 )
 from envpipe_megatron.runtime.job.restarts import StoredJob
 from envpipe_megatron.runtime.memory.peak import MemoryFullError
@@ -122,6 +122,9 @@ class Starting(Rank):
 
     def adopt(self, profile: Any = None) -> Plan:
         """What `phases.adopt_plan` does after a warm-up of one iteration."""
+        if self.options.plan is not None and self.state.given is None:
+            known = profile or profile_of()
+            self.state.given = known, read_plan(self.options.plan, known)
         empty = np.zeros(self.schedule.units_per_stage)
         records = [StageRecord(empty, empty, 0.0, 0.0)]
         return finish(adopt_plan(self, records, profile or profile_of()))
@@ -129,7 +132,8 @@ class Starting(Rank):
     def check(self) -> None:
         """As before the first iteration."""
         self.options = replace(self.options, profile=self.path.parent / "profile.csv")
-        check_files(self)  # type: ignore[arg-type]
+        self.state.given = None
+        read_files(self)  # type: ignore[arg-type]
 
 
 def write_plan(path: Path, order: Schedule) -> Path:
@@ -199,7 +203,6 @@ def test_a_plan_by_file_that_cannot_run_is_refused_or_made_anew(by_file, options
         Starting(by_file, **options).adopt()  # it became so since
     job = Starting(by_file, **options)
     job.state.several_sizes = True
-    job.check()
     assert job.adopt().schedule.name == "1f1b"
     assert len(job.kept) == 1
     (told,) = job.said
