@@ -219,6 +219,7 @@ class Problem(PlanRequest):
         own_s: the time that the deadline is a multiple of; None for that of Megatron's order at the
             highest clocks.
         in_v: the framework's own order, where the job's chunks lie in a V.
+        notes: what the user should know of it.
     """
 
     _: KW_ONLY
@@ -227,6 +228,7 @@ class Problem(PlanRequest):
     max_in_flight: tuple[int, ...] | None = None
     own_s: float | None = None
     in_v: Schedule | None = None
+    notes: tuple[str, ...] = ()
 
     @property
     def num_stages(self) -> int:
