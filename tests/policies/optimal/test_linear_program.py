@@ -27,7 +27,6 @@ from envpipe_megatron.policies.optimal.interior_point import InteriorPoint
 from envpipe_megatron.policies.optimal.linear_program import (
     DurationProgram,
     LinearProgramError,
-    Prices,
 )
 from envpipe_megatron.policies.optimal.newton_step import (
     NewtonStep,
@@ -306,15 +305,15 @@ def test_it_needs_few_steps(monkeypatch):
     assert steps <= 820
 
 
-def garbage(case, scale_w):
+def garbage(case, program, scale_w):
     """Duals that no solver would give: any numbers, many of them 0."""
     numbers = np.random.default_rng(case.rng.randrange(2**32))
-    units, stages = case.schedule.num_units, case.schedule.num_stages
+    edges, stages = len(program._problem.target), case.schedule.num_stages
 
     def some(count):
         return numbers.random(count) * numbers.integers(0, 2, count)
 
-    return Prices(some(units), some(units), scale_w * some(stages))
+    return some(edges), scale_w * some(stages)
 
 
 @settings(max_examples=examples(100), deadline=None, derandomize=True)
@@ -329,5 +328,6 @@ def test_any_duals_give_a_bound(seed):
         for time_s, cost_j in case.hulls
     )
     for scale in (0.0, 0.1, 1.0, 30.0):
-        bound = program.lower_bound_j(case.deadline_s, garbage(case, scale * steepest_w))
+        prices = garbage(case, program, scale * steepest_w)
+        bound, _ = program.lower_bound_j(case.deadline_s, *prices)
         assert bound <= optimum_j + 1e-7 * abs(optimum_j)
