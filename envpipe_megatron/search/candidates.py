@@ -39,16 +39,6 @@ _ROUNDS = 2
 
 
 @dataclass(frozen=True)
-class Losses:
-    """Shares of the time of all GPUs in an iteration; messages wait in bubbles."""
-
-    computed: float
-    recomputed: float
-    bubbles: float
-    reduction: float
-
-
-@dataclass(frozen=True)
 class Candidate:
     """A configuration of a job, in the framework's own order at the highest clocks at first.
 
@@ -142,8 +132,8 @@ class Candidate:
         return self.timeline.iteration_time_s
 
     @property
-    def losses(self) -> Losses:
-        """Shares of the time of all GPUs."""
+    def time_shares(self) -> dict[str, float]:
+        """Shares of the time of all GPUs in an iteration, by words; messages wait in bubbles."""
         configuration, all_s = self.configuration, self.iteration_time_s
         gpus = np.array([stage.num_gpus for stage in configuration.stages])
         share = gpus / gpus.sum() / all_s
@@ -152,12 +142,12 @@ class Candidate:
             [work.recomputed_s.sum() for work in self.works]
         )
         tails = float(share @ self.tails_s)
-        return Losses(
-            computed=float(share @ (busy - again)),
-            recomputed=float(share @ again),
-            bubbles=max(0.0, 1.0 - float(share @ busy) - tails),
-            reduction=tails,
-        )
+        return {
+            "computing": float(share @ (busy - again)),
+            "recomputing": float(share @ again),
+            "bubbles": max(0.0, 1.0 - float(share @ busy) - tails),
+            "reduction": tails,
+        }
 
     @cached_property
     def stage_profile(self) -> Profile:

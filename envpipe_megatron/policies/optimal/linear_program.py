@@ -23,7 +23,7 @@ from envpipe_megatron.core.timeline import (
     latency_by_node,
 )
 from envpipe_megatron.errors import EnvPipeError
-from envpipe_megatron.policies.optimal.choices import Choices, node_keys
+from envpipe_megatron.policies.optimal.choices import Choices
 from envpipe_megatron.policies.optimal.interior_point import InteriorPoint
 from envpipe_megatron.policies.optimal.newton_step import DurationProblem
 
@@ -63,14 +63,17 @@ class Relaxed:
 
 
 class DurationProgram:
-    """The linear program of one schedule, ready to be solved for any number of deadlines."""
+    """The linear program of one schedule, ready to be solved for any number of deadlines.
+
+    ProfileError: the profile has no rows of a kind that the schedule has.
+    """
 
     def __init__(self, schedule: Schedule, choices: Choices, conditions: Conditions) -> None:
         self.schedule = schedule
         self.choices = choices
         self.conditions = conditions
         #: [num_units] the index of each node's choices.
-        self.key = node_keys(schedule, choices)
+        self.key = choices.profile.keys(schedule).ravel().astype(np.int64)
         fastest_s = np.array([unit.time_s[0] for unit in choices.units])
         # Seconds and joules of any size become numbers around 1, for which tolerances are made.
         self._time_unit_s = float(fastest_s.mean())
