@@ -19,13 +19,12 @@ from pathlib import Path
 
 import numpy as np
 
-from envpipe_megatron.core.arrays import FloatArray
 from envpipe_megatron.core.timeline import RELATIVE_TOLERANCE
 from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.policies.objective import LEAST_ENERGY
 from envpipe_megatron.search.candidates import Candidate
 from envpipe_megatron.search.configuration import Job
-from envpipe_megatron.search.cuts import Shape, ShapeCuts
+from envpipe_megatron.search.cuts import Shape
 from envpipe_megatron.search.layer_file import read_layers
 from envpipe_megatron.search.layer_profile import (
     LayerProfile,
@@ -95,17 +94,17 @@ class SplitSpace:
         self.profile, space = _layers_only(profile), Space(distributed_optimizer=False)
         self.megatron = MegatronSpace(self.profile, job, space)
         self.shape = Shape(sizes, num_stages, 1, 1, num_microbatches)
-        static_bytes = self.megatron.static_bytes(self.shape)
-        self.cuts = ShapeCuts(self.megatron.pieces(self.shape), self.shape, job, static_bytes)
+        self.cuts = self.megatron.cuts(self.shape)
         if memory_limit_bytes is not None:
-            self._check_memory(memory_limit_bytes, static_bytes)
+            self._check_memory(memory_limit_bytes)
 
     def candidate(self, cut: Cut) -> Candidate:
         """Return a cut as the search has it."""
         return self.megatron.candidate(self.shape, cut, [(None, 0)] * self.shape.num_stages)
 
-    def _check_memory(self, limit_bytes: float, static_bytes: FloatArray) -> None:
+    def _check_memory(self, limit_bytes: float) -> None:
         held_bytes, all_runs = [], self.cuts.runs
+        static_bytes = self.megatron.static_bytes(self.shape)
         for stage, runs in enumerate(all_runs):
             in_flight = min(self.shape.num_microbatches, self.shape.num_stages - stage)
             held = runs.excess_bytes(0.0, in_flight, runs.sums(static_bytes))

@@ -22,7 +22,7 @@ from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.policies.objective import Goal, Objective
 from envpipe_megatron.search.candidates import Candidate
 from envpipe_megatron.search.configuration import Job
-from envpipe_megatron.search.cuts import Shape, ShapeCuts, least_energy_j
+from envpipe_megatron.search.cuts import Shape, least_energy_j
 from envpipe_megatron.search.layer_profile import LayerProfile
 from envpipe_megatron.search.runs import BETTER, cheapest_paths
 from envpipe_megatron.search.space import MegatronSpace, Space, shape_of
@@ -178,12 +178,11 @@ def alternatives(
 
     Of the first ones; none with virtual stages.
     """
-    pieces = megatron.pieces(shape)
-    if shape.num_chunks > 1 or not shape.num_stages <= pieces.num_pieces <= _MOST_PIECES:
+    num_pieces = megatron.pieces(shape).num_pieces
+    if shape.num_chunks > 1 or not shape.num_stages <= num_pieces <= _MOST_PIECES:
         return []
     within_s = longest_s / megatron.profile.least_rested / BETTER
-    static_bytes = megatron.static_bytes(shape)
-    cuts = ShapeCuts(pieces, shape, megatron.job, static_bytes, within_s=within_s)
+    cuts = megatron.cuts(shape, within_s=within_s)
     if not cuts.stages:
         return []
     weights = cuts.energy_weights(within_s, longest_s, blocking_power_w)

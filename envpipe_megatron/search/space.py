@@ -29,12 +29,15 @@ from envpipe_megatron.search.configuration import (
     stage_peak_bytes,
     stage_work,
 )
-from envpipe_megatron.search.cuts import BestCut, Shape, best_cut
+from envpipe_megatron.search.cuts import BestCut, Shape, ShapeCuts
 from envpipe_megatron.search.layer_profile import EMBEDDING, FULL, LOSS, LayerProfile, Pieces
 from envpipe_megatron.search.runs import BETTER, least_path, runs_within
 
 #: A larger batch is a mistake, and its microbatches would fill the memory.
 _MOST_SAMPLES = 10**9
+#: With more pieces a coarse cut is found first: no stage of a better one takes longer for all
+#: microbatches.
+_COARSE_NODES = 96
 
 
 @dataclass(frozen=True)
@@ -127,6 +130,17 @@ class MegatronSpace:
             distributed_optimizer=self.space.distributed_optimizer,
         )
 
+    def cuts(
+        self,
+        shape: Shape,
+        everywhere: Recomputed | None = None,
+        within_s: float = math.inf,
+        nodes: IntArray | None = None,
+    ) -> ShapeCuts:
+        """Return all cuts of a shape without virtual stages; arguments as `ShapeCuts` has them."""
+        given = self.pieces(shape), shape, self.job, self.static_bytes(shape)
+        return ShapeCuts(*given, everywhere, within_s, nodes)
+
     def best_cut(self, shape: Shape, within_s: float = math.inf) -> Candidate | None:
         """Return the best cut of a shape; None if nothing fits, or all take longer than that."""
         return self._plain(shape, within_s) if shape.num_chunks == 1 else self._in_chunks(shape)
@@ -167,12 +181,19 @@ class MegatronSpace:
         )
 
     def _plain(self, shape: Shape, within_s: float) -> Candidate | None:
-        pieces, best, static_bytes = self.pieces(shape), BestCut(), self.static_bytes(shape)
+        best, count = BestCut(), self.pieces(shape).num_pieces
+        if count < shape.num_stages:
+            return None
         for everywhere in self._everywhere(shape):
             if everywhere is not None and self._bound_with(shape, everywhere) > best.bound_s:
                 continue
             least_s = min(within_s, best.bound_s)
-            found = best_cut(pieces, shape, self.job, static_bytes, least_s, everywhere)
+            if count > _COARSE_NODES:
+                step = -(-count // _COARSE_NODES)
+                nodes = np.unique([*range(0, count, step), 1, count - 1, count])
+                coarse = self.cuts(shape, everywhere, nodes=nodes)
+                least_s = min(least_s, coarse.fastest().bound_s)
+            found = self.cuts(shape, everywhere, least_s).fastest()
             best = min(best, found, key=lambda each: each.bound_s)
         if not math.isfinite(best.bound_s):
             return None

@@ -11,7 +11,7 @@ from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.policies.objective import Objective
 from envpipe_megatron.search.candidates import Candidate
 from envpipe_megatron.search.configuration import Job
-from envpipe_megatron.search.cuts import Shape, best_cut
+from envpipe_megatron.search.cuts import Shape
 from envpipe_megatron.search.layer_profile import LayerProfile
 from envpipe_megatron.search.search import search
 from envpipe_megatron.search.space import MegatronSpace, Space, shape_of
@@ -162,14 +162,14 @@ def test_many_pieces_are_cut_as_well_as_if_no_coarse_cut_came_first(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     layers = tuple(np.random.default_rng(0).choice(["layer", "other"], 60))
-    job = Job(4, 4, 8, memory_bytes=900.0)
+    job = Job(4, 4, 8, memory_bytes=2000.0)
     megatron = MegatronSpace(whole_layers(2, layers), job, Space())
     shape = next(shape for shape in megatron.shapes if shape.num_stages == 4)
-    given = megatron.pieces(shape), shape, job, megatron.static_bytes(shape)
-    at_once = best_cut(*given)
-    monkeypatch.setattr("envpipe_megatron.search.cuts._COARSE_NODES", 12)
-    assert best_cut(*given) == at_once
-    assert best_cut(*given, within_s=at_once.bound_s) == at_once
+    at_once = megatron.best_cut(shape)
+    assert at_once is not None
+    monkeypatch.setattr("envpipe_megatron.search.space._COARSE_NODES", 12)
+    assert megatron.best_cut(shape) == at_once
+    assert megatron.best_cut(shape, at_once.bound_s) == at_once
 
 
 def test_energy_takes_a_cut_that_time_alone_would_not() -> None:
