@@ -208,16 +208,15 @@ def reconfigured(
             continue
         waits_s, clocks = window.waits_s[0].ravel(), frequency_mhz.ravel().tolist()
         path = critical_path(schedule, waits_s.tolist(), threshold_s)
-        taken = step(schedule, clocks, path, policy, ladders)
-        changes = taken.raised
+        changes, seen = step(schedule, clocks, path, policy, ladders)
         steps += bool(changes)
-        times_s = [*times_s, _busy_s(window, threshold_s)] if taken.ended else []
-        if taken.ended and len(times_s) == _CONFIRMATIONS:
+        times_s = [*times_s, _busy_s(window, threshold_s)] if seen else []
+        if seen and len(times_s) == _CONFIRMATIONS:
             # The least of them: a hiccup of one unit would look like slack of all others.
             least_s = np.min(times_s, axis=0)
             changes = lower(plan, clocks, least_s, threshold_s, ladders, lowered)
             if not changes:
-                ended = taken.ended
+                ended = seen
                 break
             lowered |= changes
             times_s = []
