@@ -122,12 +122,6 @@ def check_request(request: PlanRequest, *, named: Callable[[str], str] | None = 
                 remedy=f"Use {option('schedule')} {that_take(field, of_job=of_job)}, or leave "
                 f"{option(field)} out.",
             )
-    splits = row.splits if order is None else order.split
-    if request.split is not None and splits is False:
-        raise PlannerError(
-            f"{schedule} splits no backward, and the cost of splitting is given",
-            remedy="Leave --split-overhead out, or use --schedule auto.",
-        )
     more = request.num_chunks > 1 or request.split is not None
     if more and request.channel_capacity is not None:
         raise PlannerError(
