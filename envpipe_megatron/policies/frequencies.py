@@ -41,12 +41,8 @@ def uniform(schedule: Schedule, profile: Profile) -> IntArray:
 
 def envelope(schedule: Schedule, profile: Profile) -> IntArray:
     """Return maximum clocks on the outer envelope, optimal ones inside; errors as `uniform`."""
-    on_envelope = np.isin(np.arange(schedule.num_units), list(schedule.outer_envelope))
-    return np.where(
-        on_envelope.reshape(schedule.is_backward.shape),
-        max_frequencies(schedule, profile),
-        uniform(schedule, profile),
-    )
+    inside = uniform(schedule, profile)
+    return np.where(schedule.outer_envelope, max_frequencies(schedule, profile), inside)
 
 
 def added_functions(group: str, known: Collection[str]) -> dict[str, Callable[..., Any]]:
@@ -194,12 +190,11 @@ def step(
 ) -> tuple[dict[int, int], Ended | None]:
     """Take one reconfigure step on a critical path (nodes, from its end).
 
-    `frequency_mhz`, [num_units], is the current frequency of each node. Units that run
+    Returns the units to raise, node -> new frequency in MHz, or none and why reconfiguring has
+    ended. `frequency_mhz`, [num_units], is the current frequency of each node. Units that run
     as one have one clock, that of the last of them.
-
-    Returns each node that rises and its new frequency in MHz, or none, and why reconfiguring ended.
     """
-    if schedule.outer_envelope.issuperset(path):
+    if schedule.outer_envelope.ravel()[path].all():
         return {}, Ended.ENVELOPE
     combined = schedule.combined.ravel()
     targets = {
@@ -213,7 +208,8 @@ def step(
     if not policy.together:
         return dict(list(targets.items())[:1]), None
     lowest = min(frequency_mhz[node] for node in targets)
-    return {node: to for node, to in targets.items() if frequency_mhz[node] == lowest}, None
+    raised = {node: clock for node, clock in targets.items() if frequency_mhz[node] == lowest}
+    return raised, None
 
 
 def lower(
@@ -239,11 +235,10 @@ def lower(
         lowered: of all units that were lowered before, the frequencies that they got.
     """
     schedule, conditions, width = plan.schedule, plan.conditions, plan.schedule.units_per_stage
-    path = LongestPath(schedule, duration_s.ravel().tolist(), conditions.latency_s)
+    times_s, tail_s = duration_s.ravel().tolist(), conditions.tail_by_stage_s
+    path = LongestPath(schedule, times_s, conditions.latency_s, tail_s)
     path.find_ends()
-    tail_s = conditions.tail_by_stage_s
-    until_s = (np.array(path.end_s[width - 1 :: width]) + tail_s).max()
-    path.find_latest_ends((until_s - tail_s).tolist())
+    path.find_latest_ends(max(path.stage_end_s))
     least: list[int] = plan.frequency_mhz.ravel().tolist()
     waiting: list[tuple[float, int, Rung]] = []
 

@@ -14,10 +14,9 @@ from envpipe_megatron.core.kinds import WHOLE
 from envpipe_megatron.core.profile import make_profile
 from envpipe_megatron.core.profile_rows import ProfileRow
 from envpipe_megatron.errors import EnvPipeError
-from envpipe_megatron.integrations.levels import Level
+from envpipe_megatron.integrations.levels import JobError, Level
 from envpipe_megatron.integrations.options import (
     OF_LEVELS,
-    OptionError,
     add_arguments,
     flag_of,
     flags_given,
@@ -299,7 +298,7 @@ def test_what_is_wrong_is_named(settings, said):
         read_by_name(settings)
     assert "Error" in type(error.value).__name__
     if settings.keys().isdisjoint({"gpu", "profile"}):  # whose files have errors of their own
-        assert isinstance(error.value, OptionError)
+        assert isinstance(error.value, JobError)
 
 
 def test_words_are_read_in_any_case_and_those_with_capitals_as_they_are():
@@ -312,7 +311,7 @@ def test_words_are_read_in_any_case_and_those_with_capitals_as_they_are():
 def test_levels_and_their_check_are_named_where_a_framework_has_them():
     named = {"level": "order", "self_check": "always"}
     assert read_values(named) == {"level": Level.ORDER, "self_check": "always"}
-    with pytest.raises(OptionError, match=r"self_check is off, auto or always \(got 'never'"):
+    with pytest.raises(JobError, match=r"self_check is off, auto or always \(got 'never'"):
         read_values({"self_check": "never"})
 
 

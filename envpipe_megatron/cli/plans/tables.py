@@ -16,7 +16,6 @@ from envpipe_megatron.cli.common import numbers
 from envpipe_megatron.console import say, show_table
 from envpipe_megatron.core.arrays import FloatArray
 from envpipe_megatron.core.plan import NORMAL_95, Cost, Plan, saving_uncertainty_percent
-from envpipe_megatron.policies.orders.judged import peak_held
 from envpipe_megatron.search.candidates import Candidate, Losses
 from envpipe_megatron.search.layer_profile import EMBEDDING, LOSS, LayerProfile
 from envpipe_megatron.search.search import Found, Ranked
@@ -47,7 +46,7 @@ def facts_of(plan: Plan, baseline: Cost) -> dict[str, Any]:
     """Return figures of a plan beside a baseline's cost, as the commands' JSON has them."""
     held = plan.profile.sidecar.activation_bytes
     if held is not None:
-        held = (peak_held(plan.schedule, plan.profile.weight_shares) * held / _GIB).tolist()
+        held = (plan.schedule.peak_held(plan.profile.weight_shares) * held / _GIB).tolist()
     return {
         "schedule": plan.schedule.name,
         "policy": plan.policy,

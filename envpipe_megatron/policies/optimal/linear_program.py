@@ -16,12 +16,7 @@ import numpy as np
 from envpipe_megatron.core.arrays import FloatArray
 from envpipe_megatron.core.conditions import Conditions
 from envpipe_megatron.core.schedule import Schedule
-from envpipe_megatron.core.timeline import (
-    RELATIVE_TOLERANCE,
-    LongestPath,
-    Timeline,
-    latency_by_node,
-)
+from envpipe_megatron.core.timeline import RELATIVE_TOLERANCE, LongestPath
 from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.policies.optimal.choices import Choices, node_keys
 from envpipe_megatron.policies.optimal.interior_point import InteriorPoint
@@ -92,6 +87,9 @@ class DurationProgram:
         self._time_unit_s = float(fastest_s.mean())
         self._cost_unit_j = max(float(u.cost_j[0] - u.cost_j[-1]) for u in choices.units) or 1.0
         self._fastest_s = fastest_s[self.key]
+        self._path = LongestPath(
+            schedule, self._fastest_s.tolist(), conditions.latency_s, conditions.tail_by_stage_s
+        )
         #: With every unit at its fastest.
         self.fastest_iteration_s = self._iteration_s(self._fastest_s)
         self._problem = self._make_problem()
@@ -201,14 +199,16 @@ class DurationProgram:
             values, count = np.unique(price[self.key == index], return_counts=True)
             least = (unit.cost_j[:, None] + unit.time_s[:, None] * values).min(axis=0)
             total += float(np.dot(count, least))
-        latency_s = latency_by_node(self.schedule, conditions.latency_s)
-        total += float(np.dot(cross_price, latency_s))
+        total += float(np.dot(cross_price, self._path.hop_s))
         total += float(np.dot(prices.deadline_w, conditions.tail_by_stage_s))
         remaining = choices.waiting_power_w - float(prices.deadline_w.sum())
         return total + min(remaining * deadline_s, remaining * self.fastest_iteration_s)
 
     def _iteration_s(self, duration_s: FloatArray) -> float:
-        return iteration_time_s(self.schedule, duration_s, self.conditions)
+        """Return when the last stage is done, tails included, for [num_units] durations."""
+        self._path.duration_s = duration_s.tolist()
+        self._path.find_ends()
+        return max(self._path.stage_end_s)
 
     def _make_problem(self) -> DurationProblem:
         """Return the program; dependencies come on the same stage, on a neighbour, on nothing."""
@@ -223,13 +223,11 @@ class DurationProgram:
         target = np.concatenate([inside, fed, free])
         source = np.concatenate([inside - 1, cross[fed]])
         least_s = self._fastest_s[target]
-        path = LongestPath(schedule, self._fastest_s.tolist(), self.conditions.latency_s)
-        least_s[len(inside) : len(inside) + len(fed)] += np.array(path.hop_s)[fed]
+        least_s[len(inside) : len(inside) + len(fed)] += np.array(self._path.hop_s)[fed]
 
         def ends(stretch: FloatArray) -> FloatArray:
-            path.duration_s = (self._fastest_s + stretch * time_unit_s).tolist()
-            path.find_ends()
-            return np.array(path.end_s) / time_unit_s
+            self._iteration_s(self._fastest_s + stretch * time_unit_s)
+            return np.array(self._path.end_s) / time_unit_s
 
         widths_s = [np.diff(unit.time_s[unit.hull]) for unit in choices.units]
         slopes = [
@@ -252,13 +250,6 @@ class DurationProgram:
             num_nodes=schedule.num_units,
             ends=ends,
         )
-
-
-def iteration_time_s(schedule: Schedule, duration_s: FloatArray, conditions: Conditions) -> float:
-    """Return when the last stage is done, tails included, for [num_units] durations, s."""
-    shape = schedule.is_backward.shape
-    by_stage_s, tail_s = duration_s.reshape(shape), conditions.tail_by_stage_s
-    return Timeline(schedule, by_stage_s, conditions.latency_s, tail_s).iteration_time_s
 
 
 def price_flow(schedule: Schedule, prices: Prices) -> tuple[FloatArray, FloatArray]:

@@ -19,7 +19,7 @@ from itertools import chain
 import torch
 import torch.distributed as dist
 
-from envpipe_megatron.core.channel_model import QUEUES_VARIABLE, inputs_of, most_kept
+from envpipe_megatron.core.channel_model import inputs_of, most_kept
 from envpipe_megatron.core.kinds import MESSAGES, Kind, Unit
 from envpipe_megatron.core.schedule import Schedule
 from envpipe_megatron.runtime.channel.carrier import (
@@ -94,17 +94,9 @@ class P2PChannel:
 
         Where messages vary, each is preceded by a header between the hosts. A host sends it when it
         has handed the unit over and waits only for those of its own inputs: every valid order
-        finishes, as with gloo.
-
-        Raises:
-            ChannelError: messages that vary, over one hardware queue: a send would stop the stage
-                until its neighbour comes to the receive.
+        finishes, as with gloo. Not over one hardware queue, where a send would stop the stage until
+        its neighbour comes to the receive: no integration has such messages carried there.
         """
-        if specs.vary and self.capacity is not None:
-            raise ChannelError(
-                "Messages of varying shape need several hardware queues",
-                remedy=f"Set {QUEUES_VARIABLE}=8.",
-            )
         if self._inputs is None or self._inputs[0] is not schedule:
             self._inputs = schedule, inputs_of(schedule, self._stage)
         self._kept.clear()

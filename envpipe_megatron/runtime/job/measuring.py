@@ -16,7 +16,7 @@ import numpy as np
 
 from envpipe_megatron.core.arrays import FloatArray
 from envpipe_megatron.core.kinds import WHOLE, Kind
-from envpipe_megatron.core.orders.zero_bubble import half_split
+from envpipe_megatron.core.orders.builders import half_split
 from envpipe_megatron.core.plan import NORMAL_95
 from envpipe_megatron.core.profile import Profile
 from envpipe_megatron.core.profile_rows import row_name

@@ -21,7 +21,7 @@ CLOSE = 2e-5
 
 def any_schedule(rng, stages, microbatches):
     """One of the builders' orders, or one that can run and that nobody would build."""
-    caps = order_limits(stages, microbatches).most
+    caps = order_limits(builders.one_f_one_b(stages, microbatches)).most
     extra = [min(rng.randint(0, microbatches), caps[0])]
     for cap in caps[1:]:
         extra.append(min(rng.randint(0, microbatches), cap, extra[-1] + 1))

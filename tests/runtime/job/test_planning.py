@@ -19,7 +19,7 @@ from envpipe_megatron.core.channel_model import find_stall
 from envpipe_megatron.core.conditions import Conditions, known_conditions
 from envpipe_megatron.core.kinds import SPLIT, WHOLE, Kind, all_units, unit
 from envpipe_megatron.core.orders import builders
-from envpipe_megatron.core.orders.zero_bubble import split_in_place
+from envpipe_megatron.core.orders.builders import split_in_place
 from envpipe_megatron.core.plan import Plan, read_plan
 from envpipe_megatron.core.profile import make_profile
 from envpipe_megatron.core.profile_rows import SplitBackward
