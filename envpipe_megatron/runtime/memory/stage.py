@@ -36,10 +36,6 @@ PREDICTION_ERROR = 0.05
 SAFETY_MARGIN = PREDICTION_ERROR
 
 
-class MemoryUnknownError(EnvPipeError):
-    """A memory limit is set but memory cannot be measured."""
-
-
 @dataclass(frozen=True)
 class Reading:
     """One look at an allocator: what live tensors take, and the most that they took since a reset.
@@ -250,7 +246,7 @@ def bytes_by_chunk(
 def check_memory_is_known(
     request: PlanRequest, profile_file: Path | None, memory: CudaMemory | None
 ) -> None:
-    """Raise MemoryUnknownError, before training, if a limit is set but memory cannot be measured.
+    """Raise EnvPipeError, before training, if a limit is set but memory cannot be measured.
 
     `profile_file` is a given profile, on a rank that reads it; `memory` what this rank can measure.
     """
@@ -259,7 +255,7 @@ def check_memory_is_known(
     beside = None if profile_file is None else sidecar_path(profile_file)
     if beside is not None and beside.exists() and knows_memory(read_sidecar(beside)):
         return
-    raise MemoryUnknownError(
+    raise EnvPipeError(
         "The microbatches in flight cannot be limited by memory, for no CUDA device's is measured",
         value=BY_MEMORY,
         remedy="Give the limit as a number of microbatches, or a profile file whose sidecar has "

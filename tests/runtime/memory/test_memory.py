@@ -18,6 +18,7 @@ from envpipe_megatron.core.orders.job import OrderJob
 from envpipe_megatron.core.profile import make_profile
 from envpipe_megatron.core.profile_rows import ProfileRow
 from envpipe_megatron.core.sidecar import Sidecar
+from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.policies.problem import order_limits
 from envpipe_megatron.policies.request import BY_MEMORY, PlanRequest
 from envpipe_megatron.runtime.channel.carrier import StageSpecs, TensorSpec
@@ -26,7 +27,6 @@ from envpipe_megatron.runtime.memory.stage import (
     PREDICTION_ERROR,
     SAFETY_MARGIN,
     CudaMemory,
-    MemoryUnknownError,
     Reading,
     StageMemory,
     bytes_by_chunk,
@@ -474,7 +474,7 @@ def test_a_limit_by_memory_needs_somebody_who_knows_it(tmp_path):
         check_memory_is_known(by_memory, None, FakeMemory(1))
         unknown = [None, tmp_path / "no.csv", *[path] * (free_bytes is None)]
         for file in unknown:
-            with pytest.raises(MemoryUnknownError, match="no CUDA device's is measured"):
+            with pytest.raises(EnvPipeError, match="no CUDA device's is measured"):
                 check_memory_is_known(by_memory, file, None)
     check_memory_is_known(by_memory, path, None)
 
