@@ -251,7 +251,7 @@ class Run:
                 profile=self.profile_file,
                 output=self.folder,
                 gpu=str(self._preset()) if emulated else None,
-                labels={"run": request.key, "emulated": emulated is not None},
+                run=request.key,
             ),
             gpu,
             make_executor,

@@ -145,7 +145,9 @@ def random_extra_forwards(
     source: random.Random, num_stages: int, num_microbatches: int, capacity: int | None
 ) -> tuple[int, ...]:
     """Extra forwards from none to all that batch and channel allow, rising or falling."""
-    limits = order_limits(num_stages, num_microbatches, channel_capacity=capacity)
+    limits = order_limits(
+        builders.one_f_one_b(num_stages, num_microbatches), channel_capacity=capacity
+    )
     kind = source.random()
     if kind < 0.1:
         wanted = [0] * num_stages

@@ -14,7 +14,6 @@ import torch
 import torch.distributed as dist
 
 from envpipe_megatron.core.schedule import Schedule
-from envpipe_megatron.formats.steps import IntervalEnergy
 from envpipe_megatron.integrations.device import check_current
 from envpipe_megatron.integrations.framework_units import UnitRecorder, once
 from envpipe_megatron.integrations.job import (
@@ -41,8 +40,6 @@ from envpipe_megatron.integrations.torch_pipelining.units import Units, known_re
 from envpipe_megatron.runtime.channel.carrier import StageSpecs
 from envpipe_megatron.runtime.channel.collectives import of_all_ranks
 
-#: Steps between reports where the user asks for none: they separate the bill's phases.
-_REPORT_EVERY = 10
 #: Options that do not go with a framework that sends its messages itself.
 _WITHOUT = ("channel", "profile_only", "self_check")
 
@@ -128,8 +125,6 @@ class AttachedPipeline(LeveledJob):
         self._runner = None if self._own is None else Runner(schedule, self._own)
         self._torch_step = schedule.step
         self._seen = False
-        #: Steps so far; None once somebody asks for reports.
-        self._unreported: int | None = 0
         self._warn_of_change = once()
         if self.job is None:
             self.close()
@@ -146,14 +141,6 @@ class AttachedPipeline(LeveledJob):
         """
         self._end_step()
         super().pause()
-
-    def report(self) -> IntervalEnergy:
-        """Return energy since the last report, as `line` and `scalars`; ranks call it at one step.
-
-        The last step is in the next report, since it has not ended.
-        """
-        self._unreported = None
-        return super().report()
 
     def end_training(self) -> None:
         """Give the clock back and print the energy bill; every rank calls it.
@@ -277,10 +264,6 @@ class AttachedPipeline(LeveledJob):
     def _end_step(self) -> None:
         """End the last step, if there is one that has not failed: the optimizer has stepped."""
         if self.in_step:
-            if self._unreported is not None:
-                self._unreported += 1
-                if self._unreported % _REPORT_EVERY == 0:  # before: this step would be waited for
-                    super().report()
             self.end_step()
 
 

@@ -127,7 +127,7 @@ class Session:
                 notes = f"A GPU is opened for reading only: {runs}", self.refused
                 self.state.notes = tuple(filter(None, notes))
             self._labels: dict[str, object] = {
-                **folder.run_label(options.labels),
+                **folder.run_label(options.run),
                 "node": folder.node,
                 "gpu": gpu.name,
                 "gpu_uid": gpu.address.uid,
@@ -373,8 +373,8 @@ class Session:
     def summary(self) -> dict[str, Any]:
         """Return the job so far, as this rank knows it; complete once the session is closed.
 
-        Keys: those of `TrainingEnergy.summary`, `rank`, `stage`, `phase`, `iteration`, `notes`,
-        `reconfigure` (`steps`, `ended`), `power` (how a power budget was kept) and `clocks`.
+        Keys: `rank`, `stage`, `phase`, `iteration`, `notes`, `reconfigure` (`steps`, `ended`),
+        `power` (how a power budget was kept) and `clocks`.
         """
         state = self.state
         return {
@@ -383,7 +383,6 @@ class Session:
             "phase": state.phase.value,
             "iteration": state.iteration,
             "notes": [*self.parts.folder.notes, *state.notes],
-            **self.energy.summary(),
             "reconfigure": {"steps": state.reconfigure_steps, "ended": state.reconfigure_ended},
             "power": state.power,
             "clocks": self.clock.summary(),

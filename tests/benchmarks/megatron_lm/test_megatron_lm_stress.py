@@ -25,7 +25,7 @@ def test_random_orders_finish_and_go_from_none_to_all_that_is_allowed(capacity):
     assert all(completes(builders.envpipe(4, 8, extra), capacity) for extra in drawn)
     assert (0, 0, 0, 0) in drawn
     assert any(any(b > a for a, b in pairwise(extra)) for extra in drawn)
-    most = order_limits(4, 8).most
+    most = order_limits(builders.one_f_one_b(4, 8)).most
     assert (most in drawn) == completes(builders.envpipe(4, 8, most), capacity)
     assert len(drawn) > 30
 

@@ -15,8 +15,7 @@ from random_orders import random_order
 
 from envpipe_megatron.core.kinds import Kind, Unit
 from envpipe_megatron.core.orders import builders
-from envpipe_megatron.core.orders.builders import one_f_one_b
-from envpipe_megatron.core.orders.zero_bubble import split_in_place
+from envpipe_megatron.core.orders.builders import one_f_one_b, split_in_place
 from envpipe_megatron.core.schedule import Schedule
 from envpipe_megatron.core.timeline import Timeline
 from envpipe_megatron.formats.energy import Phase

@@ -12,10 +12,9 @@ from fake_memory import SPECS, FakeJob, FakeMemory, Sizes, run_units
 
 from envpipe_megatron.core.kinds import KIND_BY_LETTER, SPLIT, WHOLE, Kind, Unit, parse_unit
 from envpipe_megatron.core.orders import builders
-from envpipe_megatron.core.orders.builders import framework_order
+from envpipe_megatron.core.orders.builders import framework_order, half_split
 from envpipe_megatron.core.orders.greedy import shortest
 from envpipe_megatron.core.orders.job import OrderJob
-from envpipe_megatron.core.orders.zero_bubble import half_split
 from envpipe_megatron.core.profile import make_profile
 from envpipe_megatron.core.profile_rows import ProfileRow
 from envpipe_megatron.core.sidecar import Sidecar
@@ -76,7 +75,7 @@ def test_peaks_of_other_orders_are_as_predicted(regime, seed):
         seed=seed,
     )
     learned = job.learn()
-    limits = order_limits(stages, microbatches)
+    limits = order_limits(job.own)
     extra = limits.fit([rng.randint(0, microbatches) for _ in range(stages)])
     schedule = builders.envpipe(stages, microbatches, extra)
     actual = np.max([job.iterate(schedule, Watch.PEAK) for _ in range(3)], axis=0)
@@ -106,7 +105,7 @@ def test_no_plan_goes_beyond_the_memory_that_is_there(seed):
         assert count == min(microbatches, memory.baseline_in_flight + int(room + 1e-9))
         allowed = memory.baseline_peak_bytes + memory.room_bytes
         assert allowed <= max((1 - SAFETY_MARGIN) * capacity, memory.baseline_peak_bytes)
-    limits = order_limits(stages, microbatches, max_in_flight=list(map(int, most)))
+    limits = order_limits(job.own, list(map(int, most)))
     extra = limits.fit([microbatches] * stages)
     job.iterate(builders.envpipe(stages, microbatches, extra), Watch.PEAK, 3)
 
