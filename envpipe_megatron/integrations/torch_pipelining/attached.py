@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from envpipe_megatron.core.schedule import Schedule
-from envpipe_megatron.integrations.device import check_current, current_device
+from envpipe_megatron.integrations.device import check_current
 from envpipe_megatron.integrations.framework_units import UnitRecorder, once
 from envpipe_megatron.integrations.job import (
     FrameworkJob,
@@ -37,7 +37,7 @@ from envpipe_megatron.integrations.torch_pipelining.orders import (
     stages_trained_by,
 )
 from envpipe_megatron.integrations.torch_pipelining.units import Units, known_reason
-from envpipe_megatron.runtime.channel.carrier import StageSpecs, TensorSpec
+from envpipe_megatron.runtime.channel.carrier import StageSpecs
 from envpipe_megatron.runtime.channel.collectives import of_all_ranks
 
 #: Options that do not go with a framework that sends its messages itself.
@@ -197,7 +197,7 @@ class AttachedPipeline(LeveledJob):
             result = self._torch_step(*args, **kwargs)
             run.whole = run.same_work = not changed
         if infers_shapes:
-            same = message_of(self._stages) == self._own_message
+            same = message_of(self._stages) == self._message
             self._has_known_shapes = all(self.session.parts.collectives.in_pipeline(same))
             run.whole &= self._has_known_shapes
             run.same_work = self._has_known_shapes and not changed
@@ -244,10 +244,7 @@ class AttachedPipeline(LeveledJob):
             changed, self._units.seen = self._units.seen, None
         collectives = self.session.parts.collectives
         self._seen = True
-        self._own_message = message_of(self._stages)
-        # One for all ranks: what is measured goes from each stage to the next.
-        shapes, dtypes = collectives.from_planner(self._own_message)
-        self._message = TensorSpec(shapes, dtypes, current_device())
+        self._message = message_of(self._stages)
         why_whole = max((self._units.why_whole or {}).values(), default=self._why_whole)
         if self._own is not None:
             own = known_order(self._schedule)[0] or self._own  # of the number in this step
