@@ -19,13 +19,13 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import asdict, astuple
+from dataclasses import astuple
 from typing import Any
 
 from envpipe_megatron.child import ignore_signals_of_ranks, start_child
-from envpipe_megatron.gpu.base import EnergyReading, GpuAddress, GpuError
+from envpipe_megatron.gpu.base import EnergyReading, GpuError
 from envpipe_megatron.gpu.guard.messages import receive, send, wait_readable
-from envpipe_megatron.gpu.registry import open_reader
+from envpipe_megatron.gpu.registry import look_at
 
 _EXPECTED_PERIOD_S = 0.1
 _STEP_S = 0.002
@@ -128,8 +128,8 @@ class EnergyReader:
         poll_s: from one look at the counter to the next.
     """
 
-    def __init__(self, address: GpuAddress, poll_s: float) -> None:
-        order = {"address": asdict(address), "poll_s": poll_s, "parent": os.getpid()}
+    def __init__(self, uid: str, poll_s: float) -> None:
+        order = {"uid": uid, "poll_s": poll_s, "parent": os.getpid()}
         nothing = subprocess.DEVNULL  # what starts with Python may print
         self._connection, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
@@ -190,7 +190,7 @@ def main() -> None:
     """
     order = json.loads(sys.argv[1])
     ignore_signals_of_ranks()
-    gpu = open_reader(GpuAddress(**order["address"]))
+    gpu = look_at(order["uid"])
     # A rank that takes nothing for minutes must not keep this process from looking.
     rank = socket.socket(fileno=_RANK)
     rank.setblocking(False)

@@ -320,13 +320,11 @@ def open_gpu(address: GpuAddress, site: SiteConfig | None = None) -> Gpu:
 
 
 def look_at(uid: str) -> VendorGpu:
-    """Open a GPU as its vendor does, for what only that knows. Raises GpuError."""
+    """Open a GPU as its vendor does, to read it; any back end may change its clock.
+
+    Raises GpuError.
+    """
     return vendor_of(uid).from_uid(uid)
-
-
-def open_reader(address: GpuAddress) -> Gpu:
-    """Open a GPU to read its meters; any back end may change its clock."""
-    return open_gpu(address if address.backend == "emulated" else GpuAddress("none", address.uid))
 
 
 def pci_address(text: str) -> tuple[int, int, int, int]:

@@ -23,7 +23,6 @@ from envpipe_megatron.gpu.control import (
     choose_for,
     open_controlled,
 )
-from envpipe_megatron.gpu.registry import open_reader
 from envpipe_megatron.gpu.site import SiteConfig
 
 
@@ -278,9 +277,6 @@ def test_every_choice_opens_as_itself_and_changes_only_by_its_own_way(machine):
             name == "none",
         )
         assert gpu.read_apart
-        reader = open_reader(gpu.address)
-        assert isinstance(reader, ReadOnlyGpu)
-        assert reader.address.uid == uuid
         if name != "none":
             gpu.lock_frequency(1200)
             continue

@@ -12,7 +12,6 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator
-from dataclasses import asdict
 
 import pytest
 from fake_gpu import FakeGpu
@@ -169,7 +168,7 @@ def gpu(tmp_path) -> EmulatedGpu:
 
 @pytest.fixture
 def reader(gpu) -> Iterator[EnergyReader]:
-    made = EnergyReader(gpu.address, NEVER_S)
+    made = EnergyReader(gpu.address.uid, NEVER_S)
     yield made
     made.close()
 
@@ -214,12 +213,12 @@ def test_what_a_full_socket_refuses_is_said_later(monkeypatch):
 
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     monkeypatch.setattr(energy_counter, "_RANK", theirs.detach())
-    monkeypatch.setattr(energy_counter, "open_reader", lambda address: gpu)
+    monkeypatch.setattr(energy_counter, "look_at", lambda uid: gpu)
     monkeypatch.setattr(energy_counter, "send", send)
     monkeypatch.setattr(energy_counter, "receive", receive)
     monkeypatch.setattr(signal, "signal", lambda *_: None)
     monkeypatch.setattr(energy_counter.select, "select", wait)
-    order = {"address": asdict(gpu.address), "poll_s": 0.0, "parent": os.getppid()}
+    order = {"uid": gpu.address.uid, "poll_s": 0.0, "parent": os.getppid()}
     monkeypatch.setattr(sys, "argv", ["", json.dumps(order)])
     energy_counter.main()
     ours.close()
@@ -236,9 +235,9 @@ def test_a_failure_of_any_length_is_said(monkeypatch):
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     ours.shutdown(socket.SHUT_WR)  # it ends after one look
     monkeypatch.setattr(energy_counter, "_RANK", theirs.detach())
-    monkeypatch.setattr(energy_counter, "open_reader", lambda address: gpu)
+    monkeypatch.setattr(energy_counter, "look_at", lambda uid: gpu)
     monkeypatch.setattr(signal, "signal", lambda *_: None)
-    order = {"address": asdict(gpu.address), "poll_s": 0.0, "parent": os.getppid()}
+    order = {"uid": gpu.address.uid, "poll_s": 0.0, "parent": os.getppid()}
     monkeypatch.setattr(sys, "argv", ["", json.dumps(order)])
     energy_counter.main()
     said = receive(ours)
@@ -320,7 +319,7 @@ def test_it_ends_with_its_meter(meter):
 @pytest.mark.parametrize("poll_s", [NEVER_S, 0.01])
 def test_it_ends_with_its_rank(gpu, poll_s):
     def run():
-        reader = EnergyReader(gpu.address, poll_s)
+        reader = EnergyReader(gpu.address.uid, poll_s)
         list(reader.look(WAIT_S))
         tell.send(reader._process.pid)
         signal.pause()

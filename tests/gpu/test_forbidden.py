@@ -147,7 +147,7 @@ class Walk:
         for backend, uuid in zip(hardware_backends(), self.machine.nvml.uuids, strict=False):
             address = GpuAddress(backend, uuid)
             page = ClockPage.create()
-            hold = self.call(hold_gpu, address, f"job {backend}", page=page, on_end=lambda: None)
+            hold = self.call(hold_gpu, address, page)
             page.close_file()
             if hold is not None:
                 hold.release()

@@ -9,6 +9,8 @@ from typing import ClassVar
 import pytest
 
 from envpipe_megatron.gpu.base import ClockState, EnergyReading, Gpu, GpuAddress
+from envpipe_megatron.gpu.clock.controller import PageController
+from envpipe_megatron.gpu.clock.page import ClockPage
 
 
 @dataclass(eq=False)
@@ -86,6 +88,26 @@ class FakeGpu(Gpu):
 
     def time_s(self) -> float:
         return self.now_s
+
+
+class ServedPage(PageController):
+    """Serves a page on a thread, in a guard's place, until it is closed."""
+
+    def __init__(self, gpu: Gpu, page: ClockPage) -> None:
+        super().__init__(gpu, page)
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        while not self._closing.wait(1e-4):
+            self.serve()
+
+    def close(self) -> None:
+        self._closing.set()
+        self._thread.join(20)
+        assert not self._thread.is_alive()
+        super().close()
 
 
 def look_until(condition: Callable[[], object]) -> None:

@@ -30,7 +30,6 @@ class Rank:
     def hello(self, **fields: Any) -> dict[str, Any]:
         return {
             "op": "hello",
-            "backend": "emulated",
             "node": "of the job file",
             "gpu": self.gpu.name,
             "gpu_uid": self.gpu.address.uid,

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import logging
-import threading
 import time
 from collections import deque
 from collections.abc import Iterable
@@ -19,18 +18,7 @@ from envpipe_megatron.gpu.clock.page import BEGUN, DUE, GIVEN_BACK, ClockPage, f
 
 logger = logging.getLogger(__name__)
 
-#: Python's switch interval in a process whose only work is this thread's, s.
-SWITCH_INTERVAL_S = 1e-4
-#: How long to wait for a call of the driver, which may hang.
-_JOIN_S = 2.0
-#: No call that sets a clock takes so long, s, unless the driver hangs.
-_HANGS_S = 120.0
 _KEPT_LATENCIES = 4096
-#: The thread looks at the page this often, s: the rarer, the longer nothing came, for this share of
-#: that. A change of a clock takes longer, and a look takes a core some 10 us.
-_SOONEST_S, _LATEST_S, _SHARE = 1e-4, 5e-4, 1 / 40
-#: After so long a wait, it is not a unit that is being waited for.
-_CALM_S, _CALM_LOOK_S = 2.0, 2e-3
 
 
 class PageController:
@@ -38,7 +26,7 @@ class PageController:
 
     Of requests that are due, only the latest is applied, and not if it leaves the clock as it is. A
     driver that fails ends this, not the training; the page says why. The clock is reset where a
-    request gives it back; at the end whoever made this resets it, once `close` has returned True.
+    request gives it back; at the end whoever made this resets it.
 
     Args:
         gpu: an object that nobody else uses meanwhile.
@@ -56,12 +44,6 @@ class PageController:
         self._dwelling_since_s = float("-inf")
         self._latencies_s: deque[tuple[float, float]] = deque(maxlen=_KEPT_LATENCIES)
         self._changes = self._coalesced = 0
-        self._closing = False
-        self._thread = threading.Thread(target=self._run, name="envpipe-clock", daemon=True)
-
-    def start(self) -> None:
-        """Serve on a thread from here on, until the page is over; else call `serve`."""
-        self._thread.start()
 
     def serve(self) -> bool:
         """Serve what is due now; return True if something was."""
@@ -73,39 +55,10 @@ class PageController:
             self._page.fail(str(error))
         return self._next != first
 
-    def has_ended(self) -> bool:
-        """Return whether no clock is to be set any more; tell the rank of a thread that cannot."""
-        if not self._page.is_over:
-            called_s, returned_s = self._page.last_call_s
-            if not self._thread.is_alive():
-                self._page.fail("The thread that sets clocks has ended")
-            elif called_s > returned_s and time.monotonic() > called_s + _HANGS_S:
-                self._page.fail(f"The driver of {self._gpu.name} hangs in a call that sets a clock")
-        return self._page.is_over
-
-    def close(self) -> bool:
-        """Set no clock any more; return False while a call that sets one does not return.
-
-        A unit that never ends is not waited for.
-        """
-        self._closing = True
-        if self._thread.ident is not None:
-            self._thread.join(_JOIN_S)
-            if self._thread.is_alive():
-                return False
+    def close(self) -> None:
+        """Note that the clock is about to be reset; nothing is to be served any more."""
         self._page.guard.set_mhz = 0
         self._summarize()
-        return True
-
-    def _run(self) -> None:
-        served_s = time.monotonic()
-        while not self._closing and not self._page.is_over:
-            now_s = time.monotonic()
-            if self.serve():
-                served_s = now_s
-            passed_s = now_s - served_s
-            often_s = min(max(_SOONEST_S, _SHARE * passed_s), _LATEST_S)
-            time.sleep(often_s if passed_s < _CALM_S else _CALM_LOOK_S)
 
     def _serve_due(self) -> None:
         known_s: float | None = None
@@ -146,7 +99,7 @@ class PageController:
         """
         mhz, dwell_s = self._due_mhz, self._page.min_dwell_s
         # A rank that has given up on a guard that hangs resets the clock itself.
-        if mhz is None or self._closing or self._page.is_over:
+        if mhz is None or self._page.is_over:
             return
         held_mhz = 0 if mhz == GIVEN_BACK else mhz
         if self._replaces and held_mhz == (self._page.set_mhz or 0):
@@ -173,7 +126,7 @@ class PageController:
     def _summarize(self) -> None:
         """Tell the rank how many changes were made and how fast, for the job's summary.
 
-        `wake_to_lock_s` is from the thread's knowing of a unit's end to its entering the back end,
+        `wake_to_lock_s` is from when a unit's end was seen to the call of the back end,
         `lock_call_s` from there to the back end's return: a `spread` each, of the latest requests,
         those held back by the dwell time left out.
         """

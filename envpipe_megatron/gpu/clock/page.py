@@ -31,10 +31,13 @@ class _OfStream(ctypes.Structure):
 
 
 class _OfRank(ctypes.Structure):
+    """Words of the rank: `over` if it wants no clock any more, `beats` to show that it lives."""
+
     _fields_ = (
         ("min_dwell_s", ctypes.c_double),
         ("over", ctypes.c_uint32),
-        ("line", ctypes.c_char * (_LINE_BYTES - 12)),
+        ("beats", ctypes.c_uint32),
+        ("line", ctypes.c_char * (_LINE_BYTES - 16)),
     )
 
 
@@ -43,7 +46,7 @@ class _OfGuard(ctypes.Structure):
 
     Requests up to `taken` have freed their places, those up to `answered` are served. `set_mhz` is
     the clock that was set last, 0 if it was given back or reset. The last call that set one began
-    at `called_s`, on the monotonic clock, and returned at `returned_s`.
+    at `called_s`, on the monotonic clock, and returned at `returned_s`. `beats` show that it lives.
     """
 
     _fields_ = (
@@ -51,6 +54,7 @@ class _OfGuard(ctypes.Structure):
         ("answered", ctypes.c_uint32),
         ("failed", ctypes.c_uint32),
         ("set_mhz", ctypes.c_uint32),
+        ("beats", ctypes.c_uint32),
         ("called_s", ctypes.c_double),
         ("returned_s", ctypes.c_double),
         ("summary", ctypes.c_char * _TEXT_BYTES),
@@ -80,7 +84,7 @@ class ClockPage:
     Attributes:
         address: where it begins in this process.
         num_bytes: its size.
-        guard: the words that only the guard stores.
+        rank, guard: the words that only the rank, or the guard, stores.
     """
 
     def __init__(self, descriptor: int) -> None:
@@ -89,7 +93,8 @@ class ClockPage:
         self.num_bytes = _NUM_BYTES
         self._memory = mmap.mmap(descriptor, self.num_bytes)
         self._words = _Words.from_buffer(self._memory)
-        self.guard, self._requests = self._words.guard, self._words.requests
+        self.rank, self.guard = self._words.rank, self._words.guard
+        self._requests = self._words.requests
         self.address = ctypes.addressof(self._words)
 
     @staticmethod
@@ -113,8 +118,8 @@ class ClockPage:
             if shared:
                 os.close(descriptor)
             raise
-        page._words.rank.min_dwell_s = min_dwell_s
-        page._words.guard.called_s = page._words.guard.returned_s = -math.inf
+        page.rank.min_dwell_s = min_dwell_s
+        page.guard.called_s = page.guard.returned_s = -math.inf
         return page
 
     def close_file(self) -> None:
@@ -143,7 +148,7 @@ class ClockPage:
 
     def end(self) -> None:
         """Say that no clock is wanted any more."""
-        self._words.rank.over = 1
+        self.rank.over = 1
 
     def count(self, where: int, number: int) -> None:
         """Store what a stream would; for GPUs without one."""
@@ -172,12 +177,12 @@ class ClockPage:
     @property
     def min_dwell_s(self) -> float:
         """Least time between two changes of the clock."""
-        return float(self._words.rank.min_dwell_s)
+        return float(self.rank.min_dwell_s)
 
     @property
     def is_over(self) -> bool:
         """True if the rank wants no clock any more, or the guard can set none."""
-        return bool(self._words.rank.over or self.guard.failed)
+        return bool(self.rank.over or self.guard.failed)
 
     @property
     def set_mhz(self) -> int | None:

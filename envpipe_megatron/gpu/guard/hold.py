@@ -6,7 +6,7 @@ lease on disk before it answers, and deletes it behind its last reset. So
 - the rank ends, however it does, or wants no clock any more: its guard resets and ends.
 - the guard ends, however it does: nothing is locked any more, and its lease is stale. The rank
   resets its GPU and deletes the lease, and trains on.
-- the guard hangs, and answers no heartbeat: the rank kills it, and goes on as above.
+- the guard hangs, as in the driver, and has no heartbeat: the rank kills it, and goes on as above.
 - the rank and its guard are killed: any other guard of the user finds the stale lease within a
   second, and so does any rank that has lost its guard.
 - all are killed: the next job that takes the GPU, `envpipe clocks reset` and a batch system's
@@ -16,17 +16,15 @@ Two that undo one lease at once exclude each other by its lock.
 """
 
 import logging
+import math
 import os
 import signal
 import socket
-import subprocess
 import threading
 import time
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
-from queue import Empty, SimpleQueue
 
 from envpipe_megatron.child import start_child
 from envpipe_megatron.gpu.base import GpuAddress, GpuError
@@ -35,11 +33,9 @@ from envpipe_megatron.gpu.guard.lease import list_leases, undo_lease, undo_stale
 from envpipe_megatron.gpu.guard.lease_file import lease_name
 from envpipe_megatron.gpu.guard.messages import (
     GuardError,
-    GuardSettings,
     ProcessIdentity,
     receive,
     runtime_folder,
-    send,
     wait_readable,
 )
 from envpipe_megatron.gpu.registry import open_gpu
@@ -47,7 +43,12 @@ from envpipe_megatron.gpu.registry import open_gpu
 _LOG = logging.getLogger(__name__)
 
 _GUARD = ("-P", "-m", "envpipe_megatron.gpu.guard.process")  # -P: nothing of the working folder
+#: A rank's GPU is reset after this much silence, s. Long, because a healthy rank may hold Python's
+#: interpreter lock for many seconds.
+HEARTBEAT_S = 30.0
 _BEATS_PER_HEARTBEAT = 6
+#: How long resets of a GPU may fail or hang, s; see `process.Guard`.
+GIVE_UP_S = 600.0
 _ANSWER_S = 120.0
 _RELEASE_S = 60.0
 _FIRST_LOOK_S = 0.02
@@ -70,27 +71,15 @@ def guard_log(address: GpuAddress) -> Path:
     return (runtime_folder() / f"guard-{lease_name(address)}").with_suffix(".log")
 
 
-def hold_gpu(
-    address: GpuAddress,
-    job: str | None = None,
-    *,
-    on_end: Callable[[], None],
-    settings: GuardSettings | None = None,
-    page: ClockPage,
-    timeout_s: float = _ANSWER_S,
-) -> "Hold":
+def hold_gpu(address: GpuAddress, page: ClockPage) -> "Hold":
     """Start a guard for a GPU, which sets the clocks that a page asks for from here on.
 
-    Args:
-        job: the job's name, by default `job_key()`.
-        page: its file may be closed afterwards.
-        on_end: called on its own thread when the guard has ended before the page was over, as by
-            a signal that a batch system sends; it is over then.
+    The page's file may be closed afterwards. If the guard ends before the page is over, as by a
+    signal that a batch system sends, the page fails.
 
     Raises GuardError if the guard could not be started or refused: another job or another rank
     holds the GPU, or it cannot be opened or reset.
     """
-    settings = settings or GuardSettings()
     log = guard_log(address)
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW
@@ -98,29 +87,25 @@ def hold_gpu(
         with theirs, os.fdopen(os.open(log, flags, 0o600), "wb") as output:
             order = {
                 "address": asdict(address),
-                "job": job or job_key(),
+                "job": job_key(),
                 "rank": asdict(ProcessIdentity.own()),
-                "settings": asdict(settings),
+                "heartbeat_s": HEARTBEAT_S,
+                "give_up_s": GIVE_UP_S,
                 "page": page.descriptor,
-                "socket": theirs.fileno(),
             }
+            # The socket is its standard input.
             process = start_child(
-                _GUARD,
-                order,
-                (theirs.fileno(), page.descriptor),
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=output,
+                _GUARD, order, (page.descriptor,), stdin=theirs, stdout=output, stderr=output
             )
         try:
-            ours.settimeout(timeout_s)
+            ours.settimeout(_ANSWER_S)
             answer = receive(ours) or {"what": f"The guard ended before it held the GPU: see {log}"}
         finally:
             process.kill()  # the guard has detached, or could not start
             process.wait()
         if "guard_pid" not in answer:
             raise GuardError(answer["what"])
-        return Hold(ours, address, page, settings.heartbeat_s, answer["guard_pid"], on_end)
+        return Hold(ours, address, page, answer["guard_pid"], answer["patience_s"])
     except BaseException as error:
         page.end()  # in case the guard still starts
         ours.close()
@@ -146,45 +131,36 @@ class Hold:
         connection: socket.socket,
         address: GpuAddress,
         page: ClockPage,
-        heartbeat_s: float,
         guard_pid: int,
-        on_end: Callable[[], None],
+        patience_s: float,
     ) -> None:
         self.address = address
         self.guard_pid = guard_pid
         self._guard = ProcessIdentity.of(guard_pid)
         self._page = page
-        self._beat_every_s = heartbeat_s / _BEATS_PER_HEARTBEAT
+        self._beat_every_s = HEARTBEAT_S / _BEATS_PER_HEARTBEAT
+        self._patience_s = patience_s
         self._connection = connection
-        self._on_end = on_end
         self._pid = os.getpid()
         self._over = False
         self._is_back = False
-        #: Wakes the thread in `release`. An Event's lock stays taken if a signal handler raises.
-        self._back: SimpleQueue[None] = SimpleQueue()
         # Else a process that runs another program looks alive while a child of it lives.
         os.register_at_fork(after_in_child=connection.close)
-        connection.setblocking(False)
         self._thread = threading.Thread(target=self._watch, name="envpipe-guard", daemon=True)
         self._thread.start()
 
-    def release(self, timeout_s: float = _RELEASE_S) -> None:
+    def release(self) -> None:
         """End clock control: the guard resets the GPU once more, deletes the lease and ends.
 
-        Any thread may call it; in the callback it does not wait. The second call does nothing.
-        Raises GuardError if the guard, or this process in its place, did not finish in time.
+        The second call does nothing. Raises GuardError if the guard, or this process in its place,
+        did not finish in time.
         """
         if os.getpid() != self._pid:
             return
         self._over = True
         self._page.end()
-        self._beat()  # wakes it
-        if threading.current_thread() is self._thread or self._is_back:
-            return
-        # The driver may hang, and must not keep this thread as well.
-        with suppress(Empty):
-            self._back.get(timeout=timeout_s)
-            self._back.put(None)  # another thread may wait, too
+        if not self._is_back:
+            self._thread.join(_RELEASE_S)  # the driver may hang, and must not keep this thread, too
         if not self._is_back:
             raise GuardError(
                 "The clock was not confirmed to be back in time",
@@ -193,41 +169,30 @@ class Hold:
                 "on trying: see their logs. `envpipe clocks reset` tries again later",
             )
 
-    def _beat(self) -> None:
-        # A guard that is gone, or does not read, does not answer.
-        with suppress(OSError):
-            send(self._connection, {"op": "beat"})
-
     # --- the watching thread --------------------------------------------------------------------
 
     def _watch(self) -> None:
         self._listen()
         self._connection.close()
         if not self._page.is_over:
-            _LOG.error("the guard of %s has ended: so does clock control", self.address.uid)
-            self._page.end()
-            try:
-                self._on_end()
-            except Exception:
-                _LOG.exception("the callback for the end of a guard failed")
+            self._page.fail(
+                "The guard of this GPU's clock has ended. The clock is at its default from here "
+                "on; see the guard's log"
+            )
         self._bring_back()
 
     def _listen(self) -> None:
-        """Send heartbeats until the guard has ended; kill one that does not answer them."""
-        unanswered = 0
-        while unanswered <= _BEATS_PER_HEARTBEAT:
-            if not wait_readable([self._connection.fileno()], self._beat_every_s):
-                self._beat()
-                unanswered += 1
-                continue
-            try:
-                if receive(self._connection) is None:
-                    return
-            except (GpuError, OSError):
-                _LOG.exception("what the guard of %s says is not understood", self.address.uid)
-                return
-            unanswered = 0
-        _LOG.error("the guard of %s does not answer", self.address.uid)
+        """Beat until the guard has ended; kill one that does not beat for `patience_s`."""
+        heard, silent_s = self._page.guard.beats, 0.0
+        while silent_s <= self._patience_s:
+            self._page.rank.beats += 1
+            if wait_readable([self._connection.fileno()], self._beat_every_s):
+                return  # it has nothing to say any more
+            # By waits, since this process may be stopped for as long.
+            silent_s = silent_s + self._beat_every_s if heard == self._page.guard.beats else 0.0
+            heard = self._page.guard.beats
+        why = " in the driver" if self._page.last_change_s == math.inf else ""
+        _LOG.error("the guard of %s hangs%s", self.address.uid, why)
         if self._guard is not None and self._guard.is_alive():
             with suppress(ProcessLookupError):
                 os.kill(self.guard_pid, signal.SIGKILL)
@@ -238,9 +203,7 @@ class Hold:
         while True:
             with suppress(GpuError, OSError):
                 leases = [(record.address, record.guard.pid) for record in list_leases()]
-                if not self._is_back and (self.address, self.guard_pid) not in leases:
-                    self._is_back = True
-                    self._back.put(None)
+                self._is_back = self._is_back or (self.address, self.guard_pid) not in leases
             if self._is_back and self._over:
                 return
             undo_stale_leases(self.address, open_gpu, said)

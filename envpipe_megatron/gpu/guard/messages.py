@@ -1,14 +1,13 @@
 """How a rank talks with its guard, and with its node's agent: JSON objects over a Unix socket.
 
 The sockets keep message boundaries (SOCK_SEQPACKET): a message comes whole or not at all. Between
-a rank and its guard there are these:
+a rank and its guard there is one:
 
-    guard -> rank    {"event": "held", "guard_pid": ...}    the rank may lock from here on
-    guard -> rank    {"event": "refused", "what": ...}
-    rank  -> guard   {"op": "beat"}                         answered by {"event": "beat"}
+    guard -> rank    {"guard_pid": ..., "patience_s": ...}    it holds the GPU, and sets clocks
+    guard -> rank    {"what": ...}                            it is refused
 
-Which clocks the rank wants, and that it wants none any more, it stores in the page that they share
-(`gpu.clock.page`).
+All else is in the page that they share (`gpu.clock.page`): which clocks the rank wants, that it
+wants none any more, and that either lives. The end of the socket is that of the other.
 
 A `ProcessIdentity` says which process one is, although the kernel may give its number to another.
 """
@@ -37,21 +36,6 @@ _MAX_MESSAGE_BYTES = 16 * 1024
 
 class GuardError(GpuError):
     """The guard could not be started, or refused; no clock is locked without one."""
-
-
-@dataclass(frozen=True, slots=True)
-class GuardSettings:
-    """How long a guard waits.
-
-    Attributes:
-        heartbeat_s: a rank's GPU is reset after this much silence. Long, because a healthy rank may
-            hold Python's interpreter lock for many seconds.
-        give_up_s: how long resets of a GPU may fail or hang. Then the guard ends, and the lease
-            says what to undo.
-    """
-
-    heartbeat_s: float = 30.0
-    give_up_s: float = 600.0
 
 
 def send(connection: socket.socket, message: Mapping[str, Any]) -> None:

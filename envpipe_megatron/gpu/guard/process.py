@@ -4,8 +4,8 @@
 "held", and sets the clocks that the rank asks for by the page that they share, until
 
 - the rank wants no clock any more, or the page says that none can be set;
-- the rank has ended, or its process runs another program now. The kernel says when a process has
-  ended; the end of its socket does not, for a child that it forked may keep that open;
+- the rank has ended, or its process runs another program now. Its socket ends with it, unless a
+  child that a library forked keeps that open: so its pid is looked at, too;
 - SIGTERM, SIGINT or SIGHUP come: a batch system ends everything.
 
 Then it sets no clock any more, resets the GPU, deletes the lease and ends. Resets that fail are
@@ -14,7 +14,8 @@ What it does when
 
 - the rank is silent (stopped, or stuck): reset, and begin anew where it hears from the rank again.
 - it fails itself, as without memory: reset, as well as possible, and die. The rank notices.
-- the driver hangs: set no clock any more, and die by SIGALRM. The rank notices.
+- the driver hangs: so does the guard, until the rank kills it, or SIGALRM does.
+- the right to change clocks is about to end, as of a token: say so, and reset while it may.
 
 About once a second, and at its end, it also undoes other leases of its user whose guards have died.
 """
@@ -29,40 +30,44 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from envpipe_megatron.gpu.base import Gpu, GpuAddress
-from envpipe_megatron.gpu.clock.controller import SWITCH_INTERVAL_S, PageController
+from envpipe_megatron.gpu.clock.controller import PageController
 from envpipe_megatron.gpu.clock.page import ClockPage
 from envpipe_megatron.gpu.guard.lease import Lease, undo_stale_leases
-from envpipe_megatron.gpu.guard.messages import (
-    GuardError,
-    GuardSettings,
-    ProcessIdentity,
-    receive,
-    send,
-)
+from envpipe_megatron.gpu.guard.messages import ProcessIdentity, send
 from envpipe_megatron.gpu.presets import override_for, sweep_range
 from envpipe_megatron.gpu.registry import open_gpu
 
 _LOG = logging.getLogger(__name__)
 
+#: Python's switch interval: what looks after others is not to hold up a clock, s.
+_SWITCH_INTERVAL_S = 1e-4
+#: The page is looked at this often, s: the rarer, the longer nothing came, for this share of that.
+#: A change of a clock takes longer, and a look takes a core some 10 us.
+_SOONEST_S, _LATEST_S, _SHARE = 1e-4, 5e-4, 1 / 40
+#: After so long a wait, it is not a unit that is being waited for.
+_CALM_S, _CALM_LOOK_S = 2.0, 2e-3
 _TICK_S = 0.2
 _LOOK_EVERY_S = 1.0
 _RETRY_S = 1.0
 _FIRST_RETRY_S = 0.05
 _LONGEST_RETRY_S = 5.0
 _RESERVE_BYTES = 1 << 20
+_RIGHT_ENDS = (
+    "The right to change clocks ends soon. The clock stays at its default; give a job a token that "
+    "outlives it"
+)
 
 
 def main() -> NoReturn:
     """Run a guard: `python -m envpipe_megatron.gpu.guard.process ORDER`, a JSON object.
 
-    It has `address`, `job`, `rank` and `settings` as in `Guard`, and the descriptors of `socket`,
-    to the rank, and of the `page`.
+    It has what `Guard` takes, and of the page the descriptor.
     """
     order = json.loads(sys.argv[1])
     # Batch systems send these to all of a job's processes to have its ranks write a checkpoint.
@@ -74,7 +79,7 @@ def main() -> NoReturn:
         # trees of processes do not find the guard among the rank's descendants.
         os._exit(0)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
-    sys.setswitchinterval(SWITCH_INTERVAL_S)
+    sys.setswitchinterval(_SWITCH_INTERVAL_S)
     if len(os.sched_getaffinity(0)) == 1:  # looking, it would take the rank's only CPU from it
         with suppress(OSError):
             os.sched_setaffinity(0, range(os.cpu_count() or 1))
@@ -83,8 +88,9 @@ def main() -> NoReturn:
             GpuAddress(**order["address"]),
             order["job"],
             ProcessIdentity(**order["rank"]),
-            GuardSettings(**order["settings"]),
-            socket.socket(fileno=order["socket"]),
+            order["heartbeat_s"],
+            order["give_up_s"],
+            socket.socket(fileno=0),  # its standard input
             ClockPage(order["page"]),
             signals,
         ).run()
@@ -94,47 +100,40 @@ def main() -> NoReturn:
     os._exit(0)
 
 
-def _noted_signals() -> int:
-    """Note the signals that end a job; return a descriptor that can be read when one has come.
+def _noted_signals() -> list[int]:
+    """Return those signals that end a job which have come so far, at each look.
 
     What the rank ignores or blocks comes with the process, and must not keep it from these.
     """
-    reader, writer = os.pipe()
-    os.set_blocking(writer, False)
+    signals: list[int] = []
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-        signal.signal(number, lambda *_: None)
-    signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
-    return reader
-
-
-@contextmanager
-def _time_limit(limit_s: float) -> Iterator[None]:
-    """End this process if the driver hangs: SIGALRM does by default, and leaves the lease."""
-    signal.setitimer(signal.ITIMER_REAL, limit_s)
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(number, lambda came, _: signals.append(came))
+    return signals
 
 
 @dataclass
 class Guard:
-    """The guard of one rank.
+    """The guard of one rank. All but its look after others is on one thread.
 
     Args:
+        heartbeat_s: the GPU is reset after this much silence of the rank's.
+        give_up_s: how long resets may fail or hang. Then the guard ends, and the lease says what to
+            undo.
+        connection: to the rank, which says nothing there, and when that has ended.
         page: by which the rank asks for clocks.
-        signals: a descriptor that can be read when a signal to end has come.
+        signals: those to end that have come.
     """
 
     address: GpuAddress
     job: str
     rank: ProcessIdentity
-    settings: GuardSettings
+    heartbeat_s: float
+    give_up_s: float
     connection: socket.socket
     page: ClockPage
-    signals: int
+    signals: Sequence[int]
 
     def __post_init__(self) -> None:
         self._controller: PageController | None = None
@@ -147,36 +146,35 @@ class Guard:
     def run(self) -> None:
         """Take the lease, serve the rank, and bring the clock back."""
         try:
-            with _time_limit(self.settings.give_up_s):
-                self._gpu = open_gpu(self.address)
-                late_s = self._gpu.late_request_s
-                clocks = self._gpu.supported_frequencies_mhz
-                usual = sweep_range(clocks or (0,), override_for(self._gpu.name), 0.0)
+            with self._time_limit():
+                gpu = self._opened()
+                ends_s, late_s = gpu.control_ends_s(), gpu.late_request_s
+                clocks = gpu.supported_frequencies_mhz
+                usual = sweep_range(clocks or (0,), override_for(gpu.name), 0.0)
                 lease = Lease.take(
                     self.address,
                     self.job,
                     rank=self.rank,
                     open_gpu=open_gpu,
-                    clocks_mhz=(*clocks[:1], usual[-1]) if self._gpu.changes_clock else (),
+                    clocks_mhz=(*clocks[:1], usual[-1]) if gpu.changes_clock else (),
                 )
                 # Permission to lock does not imply permission to reset, as with sudo rules: what
                 # cannot be undone shows before a clock is locked.
                 try:
-                    self._gpu.reset_frequency()
+                    gpu.reset_frequency()
                 except BaseException:
                     lease.release()
                     raise
         except Exception as error:
             _LOG.warning("%s: not held: %s", self.address.uid, error)
-            self._say("refused", what=str(error))
+            self._say(what=str(error))
             return
         _LOG.info("%s: held for %s", self.address.uid, self.rank)
         try:
             self._looking.start()
-            self.connection.setblocking(False)
-            self._serve()
-            self._say("held", guard_pid=os.getpid())
-            _LOG.info("%s: %s", self.address.uid, self._watch())
+            self._controller = PageController(gpu, self.page)
+            self._say(guard_pid=os.getpid(), patience_s=self.heartbeat_s + late_s)
+            _LOG.info("%s: %s", self.address.uid, self._watch(ends_s))
             if self._bring_back(late_s):
                 lease.release()
             else:
@@ -187,72 +185,69 @@ class Guard:
             raise
         self.connection.close()
         self._ending.set()
-        self._looking.join(self.settings.give_up_s)
+        self._looking.join(self.give_up_s)
+
+    def _opened(self) -> Gpu:
+        if self._gpu is None:
+            self._gpu = open_gpu(self.address)
+        return self._gpu
+
+    @contextmanager
+    def _time_limit(self) -> Iterator[None]:
+        """End this process if the driver hangs: SIGALRM does by default, and leaves the lease.
+
+        Around calls of the driver only: a guard that is stopped with its whole job goes on later.
+        """
+        signal.setitimer(signal.ITIMER_REAL, self.give_up_s)
+        try:
+            yield
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+
+    def _say(self, **message: object) -> None:
+        # A rank that does not read misses this; its end is noticed all the same.
+        with suppress(OSError):
+            send(self.connection, message)
 
     # --- while clocks are set -------------------------------------------------------------------
 
-    def _watch(self) -> str:
-        """Serve the rank as long as it wants clocks; return why that has ended."""
-        heard_s = time.monotonic()
+    def _watch(self, ends_s: float) -> str:
+        """Serve the rank as long as it wants clocks, and may have them; return why that has ended.
+
+        Args:
+            ends_s: when the right to change clocks ends, s since 1970.
+        """
         poll = select.poll()
-        poll.register(self.signals, select.POLLIN)
         poll.register(self.connection, select.POLLIN)
-        with suppress(OSError, AttributeError):  # before Linux 5.3 its pid must do
-            poll.register(os.pidfd_open(self.rank.pid), select.POLLIN)
+        heard, served_s, tick_s = 0, time.monotonic(), -math.inf
+        silent_s = served_s + self.heartbeat_s
         while True:
-            ready = dict(poll.poll(1000 * _TICK_S))
             now_s = time.monotonic()
-            if self.signals in ready:
-                return "received a signal to end"
-            heard = self._hear()
-            if heard == "end" or self.rank.is_alive() is False:
-                return "the rank has ended"
-            if (self._controller is not None and self._controller.has_ended()) or (
-                self.page.is_over
-            ):
+            if self._controller is not None:
+                with self._time_limit():
+                    served_s = now_s if self._controller.serve() else served_s
+            if self.page.is_over:
                 return "no clock is wanted any more"
-            if heard:
-                heard_s = now_s
-                self._serve()
-            elif now_s >= heard_s + self.settings.heartbeat_s:
+            self.page.guard.beats += 1
+            # A rank that is heard while resets still fail is served when one has worked.
+            if self.page.rank.beats != heard and (self._controller or silent_s == math.inf):
+                heard, silent_s = self.page.rank.beats, now_s + self.heartbeat_s
+                if self._controller is None:  # what came due last comes first
+                    self._controller = PageController(self._opened(), self.page)
+            elif now_s >= silent_s:
                 _LOG.warning("%s: %s is silent", self.address.uid, self.rank)
-                again_s = now_s + _RETRY_S - self.settings.heartbeat_s
-                heard_s = math.inf if self._reset() else again_s
-
-    def _hear(self) -> str:
-        """Return what the rank said: "beat", "end" if its socket ended, or ""."""
-        heard = ""
-        with suppress(BlockingIOError):
-            while True:
-                try:
-                    message = receive(self.connection)
-                except GuardError as error:
-                    _LOG.error("%s: %s", self.rank, error)
-                    message = None
-                if message is None:
-                    return "end"
-                heard = "beat"
-                self._say("beat")
-        return heard
-
-    def _say(self, event: str, **more: Any) -> None:
-        # A rank that does not read misses this; its end is noticed all the same.
-        with suppress(OSError):
-            send(self.connection, {"event": event, **more})
-
-    def _serve(self) -> None:
-        """Set the clocks that the page asks for from here on, the last that came due first."""
-        if self.page.is_over or self._controller is not None:
-            return
-        try:
-            with _time_limit(self.settings.give_up_s):
-                # An object of its own: the guard's is opened again where a reset has failed.
-                gpu = open_gpu(self.address)
-            self._controller = PageController(gpu, self.page)
-            self._controller.start()
-        except Exception as error:  # the rank goes on without
-            _LOG.error("%s: cannot be set: %s", self.address.uid, error)
-            self.page.fail(str(error))
+                silent_s = math.inf if self._reset() else now_s + _RETRY_S
+            if now_s >= tick_s + _TICK_S:
+                tick_s = now_s
+                if self.rank.is_alive() is False:
+                    return "the rank has ended"
+                if time.time() >= ends_s:
+                    self.page.fail(_RIGHT_ENDS)
+            if self.signals:
+                return f"received signal {self.signals[0]} to end"
+            if poll.poll(0):
+                return "the rank has ended"
+            time.sleep(_pause_s(now_s - served_s))
 
     # --- bringing the clock back ----------------------------------------------------------------
 
@@ -266,7 +261,7 @@ class Guard:
         return self._reset_surely()
 
     def _reset_surely(self) -> bool:
-        until_s, wait_s = time.monotonic() + self.settings.give_up_s, _FIRST_RETRY_S
+        until_s, wait_s = time.monotonic() + self.give_up_s, _FIRST_RETRY_S
         while not self._reset():
             if time.monotonic() + wait_s > until_s:
                 _LOG.error("%s: given up; its lease says what to undo", self.address.uid)
@@ -277,12 +272,13 @@ class Guard:
 
     def _reset(self) -> bool:
         """Set no clock any more, and reset it once; return whether that worked."""
+        controller, self._controller = self._controller, None
         try:
-            with _time_limit(self.settings.give_up_s):
-                self._serve_no_more()
-                if self._gpu is None:
-                    self._gpu = open_gpu(self.address)
-                self._gpu.reset_frequency()
+            if controller is not None:
+                with suppress(Exception):  # as without memory: its clock is reset all the same
+                    controller.close()
+            with self._time_limit():
+                self._opened().reset_frequency()
         except Exception as error:
             # Logged each time: retries are rare, and an administrator wants to see them.
             _LOG.error("%s: reset failed: %s", self.address.uid, error)
@@ -291,20 +287,18 @@ class Guard:
         _LOG.info("%s: reset", self.address.uid)
         return True
 
-    def _serve_no_more(self) -> None:
-        """Return when nothing is set any more; a call that does not return ends this process."""
-        while self._controller is not None:
-            closed = True
-            with suppress(Exception):  # as without memory: its clock is reset all the same
-                closed = self._controller.close()
-            if closed:
-                self._controller = None
-
     def _look_after_others(self) -> None:
         last, said = False, set[str]()
         while not last:
             last = self._ending.wait(_LOOK_EVERY_S)
             undo_stale_leases(self.address, open_gpu, said)
+
+
+def _pause_s(waited_s: float) -> float:
+    """Return for how long not to look at a page on which nothing has come for a while, s."""
+    if waited_s >= _CALM_S:
+        return _CALM_LOOK_S
+    return min(max(_SOONEST_S, _SHARE * waited_s), _LATEST_S)
 
 
 if __name__ == "__main__":

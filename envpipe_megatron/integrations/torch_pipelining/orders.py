@@ -198,13 +198,13 @@ def is_prepared(schedule: Any) -> bool:
 
 
 def message_of(stages: Sequence[Any]) -> TensorSpec:
-    """Return what this rank receives: a microbatch in flight holds one message at least."""
+    """Return what a message to this rank carries: a microbatch in flight holds as much at least."""
     for stage in stages:
         for infos in (stage.args_recv_info.get(0, ()), stage.grad_recv_info.get(0, ())):
             tensors = [info.buffer for info in infos if getattr(info, "buffer", None) is not None]
             if tensors:
                 return TensorSpec.of(tensors)
-    return TensorSpec(((1,),), (torch.uint8,), torch.device("cpu"))
+    return TensorSpec.of([torch.empty(1, dtype=torch.uint8)])
 
 
 #: Functions of a schedule that make its order, or no step. One that replaces others has to be

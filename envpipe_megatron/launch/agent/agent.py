@@ -24,9 +24,8 @@ from typing import Any, TypeVar
 
 from envpipe_megatron.formats.bill import Bill, NodeBill
 from envpipe_megatron.formats.energy import ENDED, JOB
-from envpipe_megatron.gpu.base import GpuAddress
 from envpipe_megatron.gpu.guard.messages import GuardError, peer_uid_and_pid, receive, send
-from envpipe_megatron.gpu.registry import open_reader
+from envpipe_megatron.gpu.registry import look_at
 from envpipe_megatron.launch.agent.collector import Collector, Uplink
 from envpipe_megatron.launch.agent.ledger import GpuLedger, NodeLog
 from envpipe_megatron.runtime.energy.meter import CounterAt
@@ -255,15 +254,13 @@ class NodeGpus:
 
     async def welcome(self, hello: Mapping[str, Any]) -> GpuLedger:
         """Return the ledger of a rank's GPU, opened now if it is new; GpuError if it cannot be."""
-        labels = {k: v for k, v in hello.items() if k not in ("op", "backend")}
         uid = str(hello["gpu_uid"])
         async with self._opening.setdefault(uid, asyncio.Lock()):  # ranks may share a GPU
             if uid not in self._ledgers:
-                address = GpuAddress(str(hello["backend"]), uid)
                 self._ledgers[uid] = await _in_thread(
-                    lambda: GpuLedger(open_reader(address), labels, self._log.append)
+                    lambda: GpuLedger(look_at(uid), hello, self._log.append)
                 )
-        self._ledgers[uid].know(labels)
+        self._ledgers[uid].know(hello)
         return self._ledgers[uid]
 
     async def bill_long_gaps(self) -> None:

@@ -12,7 +12,6 @@ import json
 import logging
 import math
 import os
-import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -27,7 +26,7 @@ from envpipe_megatron.gpu.clock.controller import PageController, spread
 from envpipe_megatron.gpu.clock.page import BEGUN, DUE, GIVEN_BACK, ClockPage
 from envpipe_megatron.gpu.control import Control, choose_for, open_controlled
 from envpipe_megatron.gpu.guard.hold import Hold, hold_gpu
-from envpipe_megatron.gpu.guard.messages import AGENT_VARIABLE, GuardError
+from envpipe_megatron.gpu.guard.messages import AGENT_VARIABLE
 from envpipe_megatron.runtime.channel.collectives import Collectives
 from envpipe_megatron.runtime.channel.cuda_device import counter_in_stream
 from envpipe_megatron.runtime.clocks.watch import TOLERANCE_MHZ, ClockWatch
@@ -79,8 +78,7 @@ class RankClock:
     A real GPU gets a guard before its first lock, which gives the clock back however the rank ends.
     Its clock is looked at twice a second, as that of a GPU opened for reading only.
     A dry run has a guard too, so that it takes what a job with clocks would, and goes on without
-    one where it is refused, as that of a second rank on a GPU. Control ends before the right to it
-    does, as a token for zeusd has an end.
+    one where it is refused, as that of a second rank on a GPU.
 
     Args:
         min_dwell_s: least time between two changes; see `ClockPage.create`.
@@ -117,7 +115,6 @@ class RankClock:
         self._pid = os.getpid()
         self._hold: Hold | _Here | None = None
         self._watch: ClockWatch | None = None
-        self._ending: threading.Timer | None = None
         is_dry_run = gpu.address.backend == DryRunGpu.backend
         if guarded is None:
             real = gpu.drives_hardware or is_dry_run or AGENT_VARIABLE in os.environ
@@ -130,11 +127,6 @@ class RankClock:
             logger.info("A dry run goes on without a guard: %s", refused)
             self._begin(min_dwell_s, guarded=False)
         try:
-            if (end_s := gpu.control_ends_s()) < math.inf:
-                left_s = min(max(0.0, end_s - time.time()), threading.TIMEOUT_MAX)
-                self._ending = threading.Timer(left_s, self._end)
-                self._ending.daemon = True
-                self._ending.start()
             if gpu.drives_hardware or gpu.read_only:
                 self._watch = ClockWatch(gpu, self.page, on_sample)
         except BaseException:
@@ -157,7 +149,7 @@ class RankClock:
         try:
             self._count = page.count if self.waits else count_by_stream(page)
             if guarded:
-                self._hold = hold_gpu(self._gpu.address, on_end=self._guard_ended, page=page)
+                self._hold = hold_gpu(self._gpu.address, page)
         finally:
             page.close_file()
         if self._gpu.read_only:
@@ -228,11 +220,14 @@ class RankClock:
         """
         if os.getpid() != self._pid:
             return
-        if self._ending is not None:
-            self._ending.cancel()
         self.wait_idle(_LAST_ANSWER_S)
         self.page.end()
-        self._release()
+        try:
+            if self._hold is not None:
+                self._hold.release()
+        except GpuError as error:
+            self._error = self.error or error
+            logger.error("%s", error)
         if self._watch is not None:
             self._watch.close()
 
@@ -297,31 +292,6 @@ class RankClock:
             self._count(where, number)
         except RuntimeError as refused:
             self.stop(GpuError(f"A stream can mark no unit: {refused}"))
-
-    def _release(self) -> None:
-        try:
-            if self._hold is not None:
-                self._hold.release()
-        except GpuError as error:
-            self._error = self.error or error
-            logger.error("%s", error)
-
-    def _end(self) -> None:
-        self.stop(
-            GpuError(
-                "The right to change clocks ends soon",
-                remedy="The clock stays at its default; give a job a token that outlives it",
-            )
-        )
-        self._release()
-
-    def _guard_ended(self) -> None:
-        self.stop(
-            GuardError(
-                "The guard of this GPU's clock has ended",
-                remedy="The clock is at its default from here on; see the guard's log",
-            )
-        )
 
 
 def hold_everywhere(

@@ -3,7 +3,7 @@
 The agent listens at the abstract Unix socket that ENVPIPE_AGENT_SOCKET names, which is no file that
 could be cleaned up. Messages are JSON objects, as to a guard:
 
-    rank  -> agent   {"op": "hello", "backend": ..., "gpu_uid": ..., "gpu": ..., "rank": ..., ...}
+    rank  -> agent   {"op": "hello", "gpu_uid": ..., "gpu": ..., "rank": ..., ...}
     agent -> rank    {"event": "welcome", "node": ...}    the GPU is metered from here on
     rank  -> agent   {"op": "collect", "host": ..., "control": ...} asked of the agent of rank 0
     agent -> rank    {"event": "collecting", "endpoint": {"host": ..., "port": ..., "token": ...}}
@@ -140,7 +140,7 @@ def connect_to_agent(
 
 def _connected(address: str, gpu: Gpu, labels: Mapping[str, object]) -> AgentLink | None:
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    hello = {**labels, "op": "hello", "backend": gpu.address.backend, "gpu_uid": gpu.address.uid}
+    hello = {**labels, "op": "hello", "gpu_uid": gpu.address.uid}
     with _logged(f"does not answer, so this rank writes its own log, {_UNBILLED}*.jsonl"):
         connection.settimeout(_ANSWER_S)
         connection.connect(f"\0{address}")

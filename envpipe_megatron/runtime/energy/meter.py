@@ -100,7 +100,7 @@ class EnergyMeter:
         self._reader: EnergyReader | None = None
         if gpu.read_apart:
             with suppress(OSError):
-                self._reader = EnergyReader(gpu.address, poll_s)
+                self._reader = EnergyReader(gpu.address.uid, poll_s)
         if self._reader is None:
             self._thread = self._start_thread(self._run)
         self._look(_FIRST_LOOK_S if gpu.read_apart else _LOOK_TIMEOUT_S)

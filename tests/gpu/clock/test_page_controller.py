@@ -7,7 +7,7 @@ import sys
 from types import SimpleNamespace
 
 import pytest
-from fake_gpu import FakeGpu, look_until, pages_go  # noqa: F401 - a fixture
+from fake_gpu import FakeGpu, ServedPage, look_until, pages_go  # noqa: F401 - a fixture
 
 from envpipe_megatron.gpu.base import GpuError
 from envpipe_megatron.gpu.clock import controller as clock_controller
@@ -31,14 +31,13 @@ def make(gpu, page):
     made = []
 
     def make():
-        made.append(PageController(gpu, page))
-        made[-1].start()
+        made.append(ServedPage(gpu, page))
         return made[-1]
 
     yield make
     gpu.driver.set()
     for controller in made:
-        assert controller.close()
+        controller.close()
 
 
 def ask(page, *clocks_mhz, ended=True):
@@ -159,7 +158,7 @@ def test_a_change_that_comes_too_early_waits_unless_a_later_one_replaces_it(gpu,
 
 @pytest.mark.parametrize("error", [GpuError("no right to set a clock"), OSError("gone")])
 def test_a_driver_that_fails_is_told(gpu, page, make, caplog, error):
-    controller = make()
+    make()
     ask(page, 1000)
     served(page)
     gpu.error = error
@@ -167,7 +166,7 @@ def test_a_driver_that_fails_is_told(gpu, page, make, caplog, error):
     look_until(lambda: page.failure is not None)
     gpu.error = None
     ask(page, 1300)
-    assert controller.has_ended()
+    assert page.is_over
     assert page.failure == str(error)
     assert gpu.history == [1000]
     assert f"Clock control of fake stops: {error}" in caplog.text
@@ -182,17 +181,6 @@ def test_a_time_base_that_fails_is_told(gpu, page, make, monkeypatch):
     assert gpu.history == []
 
 
-def test_a_driver_that_hangs_in_a_call_ends_control(gpu, page, make, monkeypatch):
-    controller = make()
-    gpu.driver.clear()
-    ask(page, 1000)
-    assert gpu.in_driver.wait(10)
-    assert not controller.has_ended()
-    monkeypatch.setattr(clock_controller, "_HANGS_S", 0.0)
-    look_until(controller.has_ended)
-    assert page.failure == "The driver of fake hangs in a call that sets a clock"
-
-
 # --- the end --------------------------------------------------------------------------------------
 
 
@@ -202,29 +190,21 @@ def test_closing_waits_for_no_unit_and_the_next_goes_on_with_what_was_due(gpu, p
     look_until(lambda: gpu.history == [1000])
     page.ask(1100)  # of a unit that never ends
     page.ask(1200, 1.0)
-    assert controller.close()
-    assert not controller._thread.is_alive()
+    controller.close()
     assert page.set_mhz is None
     make()
     look_until(lambda: gpu.history == [1000, 1000])
 
 
-def test_closing_does_not_wait_for_a_driver_that_hangs(gpu, page, make, monkeypatch):
-    """Whoever resets knows by it that a lock may still come."""
-    monkeypatch.setattr(clock_controller, "_JOIN_S", 0.05)
-    controller = make()
+def test_a_call_that_does_not_return_is_seen_on_the_page(gpu, page, make):
+    make()
     assert page.last_change_s == -math.inf
     gpu.driver.clear()
     ask(page, 1000)
     assert gpu.in_driver.wait(10)
-    assert page.last_change_s == math.inf  # a call is under way
-    assert not controller.close()
+    assert page.last_change_s == math.inf
     gpu.driver.set()
-    controller._thread.join()
-    assert controller.close()
-    assert page.last_change_s < math.inf
-    ask(page, 1100)
-    assert gpu.history == [1000]
+    look_until(lambda: page.last_change_s < math.inf)
 
 
 def test_nothing_is_set_for_a_rank_that_has_given_up(gpu, page):
@@ -245,6 +225,7 @@ def test_a_page_holds_so_many_requests(gpu, page, make, monkeypatch):
     assert [page.ask(1000) for _ in range(5)] == [1, 2, 3, None, None]
     page.count(DUE, 3)
     make()
+    look_until(lambda: gpu.history == [1000])
     served(page)
     for mhz in (1100, 1200, 1300, 1400):  # round and round
         number = ask(page, mhz)

@@ -1,19 +1,18 @@
 """Guards and ranks as processes: what there is to see of them, and when they let go."""
 
 import os
-import queue
 import re
 import signal
-import threading
 from pathlib import Path
 
 import pytest
 from guard_rounds import DEADLINE_S, FAULTS, Node, Round, play, until
 
 from envpipe_megatron.gpu.clock.page import DUE, ClockPage
+from envpipe_megatron.gpu.guard import hold as hold_module
 from envpipe_megatron.gpu.guard.hold import guard_log, hold_gpu
 from envpipe_megatron.gpu.guard.lease import list_leases
-from envpipe_megatron.gpu.guard.messages import GuardSettings, ProcessIdentity
+from envpipe_megatron.gpu.guard.messages import ProcessIdentity
 from envpipe_megatron.gpu.presets import override_for, sweep_range
 from envpipe_megatron.gpu.registry import open_gpu
 
@@ -37,29 +36,23 @@ def round_(node, request):
 
 
 @pytest.fixture
-def held(round_):
-    """Holds the first GPU for this process, and sets its clock; what the guard says is noted."""
+def held(round_, monkeypatch):
+    """Holds the first GPU for this process, and sets its clock."""
+    monkeypatch.setattr(hold_module, "job_key", lambda: round_.job)
 
-    def hold(on_end=None, **settings):
+    def hold():
         page = ClockPage.create()
-        hold = hold_gpu(
-            round_.addresses[0],
-            round_.job,
-            on_end=on_end or (lambda: events.put("ended")),
-            settings=GuardSettings(**settings),
-            page=page,
-        )
+        hold = hold_gpu(round_.addresses[0], page)
         page.close_file()
         page.count(DUE, page.ask(1200))
         until(lambda: round_.node.locked_mhz(hold.address), "a clock")
-        hold.events = events
         holds.append(hold)
         return hold
 
-    events, holds = queue.SimpleQueue(), []
+    holds = []
     yield hold
     for hold in holds:
-        hold.release(DEADLINE_S)
+        hold.release()
         hold._thread.join(DEADLINE_S)
 
 
@@ -91,7 +84,8 @@ def assert_detached(hold):
     log = guard_log(hold.address)
     streams = sorted(Path(f"/proc/{hold.guard_pid}/fd").iterdir(), key=lambda fd: int(fd.name))
     opened = [str(fd.readlink()) for fd in streams]
-    assert opened[:3] == [os.devnull, str(log), str(log)]
+    assert opened[0].startswith("socket:")
+    assert opened[1:3] == [str(log), str(log)]
     rest = [name for name in opened[3:] if not name.startswith(("socket:", "anon_", "pipe:"))]
     assert all("/nvml/" in name or "/leases" in name or "/dev/shm" in name for name in rest)
     fields = Path(f"/proc/{hold.guard_pid}/stat").read_text().rpartition(")")[2].split()
@@ -103,18 +97,11 @@ def assert_detached(hold):
 
 
 def test_a_rank_can_hold_its_gpu_again_after_it_lost_the_guard(round_, held):
-    called, go_on = threading.Event(), threading.Event()
-
-    def on_end():
-        called.set()
-        go_on.wait(DEADLINE_S)
-
-    former = held(on_end)
+    former = held()
     os.kill(former.guard_pid, signal.SIGKILL)
-    assert called.wait(DEADLINE_S)
+    until(lambda: former._page.failure, "the end of its guard")
     hold = held()
-    go_on.set()
-    former.release(DEADLINE_S)  # what is held anew is left alone
+    former.release()  # what is held anew is left alone
     assert hold.guard_pid != former.guard_pid
     assert round_.node.locked_mhz(hold.address) is not None
     hold.release()

@@ -1,6 +1,6 @@
 """A guard in this process, by what it says to its rank and does to a GPU."""
 
-import contextlib
+import math
 import os
 import signal
 import socket
@@ -12,12 +12,11 @@ import pytest
 from fake_gpu import pages_go  # noqa: F401 - a fixture
 
 from envpipe_megatron.gpu.base import GpuAddress, GpuError
-from envpipe_megatron.gpu.clock.controller import PageController
-from envpipe_megatron.gpu.clock.page import ClockPage
+from envpipe_megatron.gpu.clock.page import DUE, ClockPage
 from envpipe_megatron.gpu.guard import process
 from envpipe_megatron.gpu.guard.lease import list_leases
 from envpipe_megatron.gpu.guard.lease_file import LEASE_DIR_VARIABLE
-from envpipe_megatron.gpu.guard.messages import GuardSettings, ProcessIdentity, receive, send
+from envpipe_megatron.gpu.guard.messages import ProcessIdentity, receive
 from envpipe_megatron.gpu.guard.process import Guard
 
 ONE = GpuAddress("emulated", "/node#0")
@@ -29,7 +28,7 @@ class Gpu:
     The first is made before the GPU is held. Its requests outlive their process.
     """
 
-    late_request_s = 7.0
+    late_request_s, ends_s = 7.0, math.inf
     supported_frequencies_mhz = (1410, 210)
     changes_clock, name = True, "fake"
 
@@ -37,8 +36,17 @@ class Gpu:
         self.resets = 0
         self.at_first = lambda: None
         self.at_reset = []
+        self.locked_mhz = []
+
+    def control_ends_s(self):
+        return self.ends_s
+
+    def lock_frequency(self, frequency_mhz):
+        assert signal.getitimer(signal.ITIMER_REAL)[0] > 0, "no limit of a driver that may hang"
+        self.locked_mhz.append(frequency_mhz)
 
     def reset_frequency(self):
+        assert signal.getitimer(signal.ITIMER_REAL)[0] > 0, "no limit of a driver that may hang"
         if (at_first := self.at_first) is not None:
             self.at_first = None
             at_first()
@@ -62,9 +70,8 @@ class Guarded:
         self.page = ClockPage.create()
         self.rank, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self.theirs = theirs
-        self.signals, self.signalled = os.pipe()
+        self.signals = []
         self.process = subprocess.Popen(["sleep", "60"])
-        self.settings = {"heartbeat_s": 1000.0, "give_up_s": 1000.0}
         monkeypatch.setattr(process, "open_gpu", self._open)
         monkeypatch.setattr(process, "_TICK_S", 0.001)
         monkeypatch.setattr(process, "_RETRY_S", 0.0)
@@ -73,33 +80,38 @@ class Guarded:
     def monotonic(self):
         return time.monotonic() + sum(self.slept_s)
 
+    def time(self):
+        return 1_000_000.0
+
     def sleep(self, time_s):
-        self.slept_s.append(time_s)
+        # A guard that is stopped for longer than its limit, with its whole job, is to go on later.
+        assert signal.getitimer(signal.ITIMER_REAL)[0] == 0, "a limit while nothing is called"
+        if time_s < 0.01:  # between two looks at the page
+            time.sleep(time_s)
+        else:
+            self.slept_s.append(time_s)
 
     def _open(self, address):
         self.opened.append(address)
         return self.gpu
 
-    def run(self, **settings):
-        """Run the guard to its end; return what it said."""
+    def run(self, heartbeat_s=1000.0, give_up_s=1000.0):
+        """Run the guard to its end; return whether it held the GPU."""
         rank = ProcessIdentity.of(self.process.pid)
-        settings = GuardSettings(**self.settings | settings)
         page = ClockPage(self.page.descriptor)
-        self.made = Guard(ONE, "job", rank, settings, self.theirs, page, self.signals)
+        times_s = heartbeat_s, give_up_s
+        self.made = Guard(ONE, "job", rank, *times_s, self.theirs, page, self.signals)
         self.made.run()
-        heard = []
-        with contextlib.suppress(OSError):
-            self.rank.setblocking(False)
-            while (message := receive(self.rank)) is not None:
-                heard.append(message["event"])
-        return heard
+        said = receive(self.rank)
+        assert "what" in said or said == {"guard_pid": os.getpid(), "patience_s": 7.0 + heartbeat_s}
+        return "what" not in said
 
     def kill(self):
         self.process.kill()
         self.process.wait()
 
     def signal(self):
-        os.write(self.signalled, b"\x0f")
+        self.signals.append(signal.SIGTERM)
 
     def close(self):
         self.kill()
@@ -109,8 +121,6 @@ class Guarded:
         self.rank.close()
         self.theirs.close()
         self.page.close_file()
-        os.close(self.signals)
-        os.close(self.signalled)
 
 
 @pytest.fixture
@@ -127,8 +137,8 @@ ENDS = {
     "no clock is wanted": lambda guarded: guarded.page.end(),
     "none can be set": lambda guarded: guarded.page.fail("no right"),
     "its rank has ended": Guarded.kill,
-    "its rank has hung up": lambda guarded: guarded.rank.close(),
-    "its rank says nonsense": lambda guarded: guarded.rank.send(b"nonsense"),
+    "its rank has hung up": lambda guarded: guarded.rank.shutdown(socket.SHUT_WR),
+    "its rank says something": lambda guarded: guarded.rank.send(b"nothing that a rank says"),
     "a signal": Guarded.signal,
 }
 
@@ -137,9 +147,14 @@ ENDS = {
 def test_whatever_ends_a_guard_the_clock_is_reset_before_the_lease_goes(guarded, monkeypatch, how):
     there = []
     guarded.gpu.at_reset = [lambda: there.extend(list_leases())]
-    monkeypatch.setattr(process.Guard, "_serve", lambda guard: ENDS[how](guarded))
-    said = guarded.run()
-    assert said == ([] if how == "its rank has hung up" else ["held"])
+    say = Guard._say
+
+    def say_and_end(guard, **said):
+        say(guard, **said)
+        ENDS[how](guarded)
+
+    monkeypatch.setattr(Guard, "_say", say_and_end)
+    assert guarded.run()
     assert ([record.live for record in there], list_leases()) == ([True], [])
     late = how == "none can be set"  # a request that failed may still take effect
     assert (guarded.gpu.resets, guarded.slept_s) == (1 + late, [7.0] * late)
@@ -154,7 +169,7 @@ def test_a_gpu_that_cannot_be_reset_is_not_held(guarded):
         fail()
 
     guarded.gpu.at_first = fail_with_a_lease
-    assert guarded.run() == ["refused"]
+    assert not guarded.run()
     assert len(there) == 1, "another job waits meanwhile"
     assert (guarded.gpu.resets, list_leases()) == (0, [])
 
@@ -183,53 +198,41 @@ def test_a_silent_ranks_reset_that_fails_is_tried_again(guarded, caplog):
     assert "is silent" in caplog.text
 
 
-def test_a_silent_rank_that_is_heard_again_is_served_again(guarded, monkeypatch):
-    served = []
+def test_a_silent_rank_that_is_heard_again_is_served_again(guarded):
+    """From what came due last."""
 
-    def start(controller):
-        served.append(controller)
-        if len(served) == 2:
-            guarded.page.end()
+    def hear():
+        guarded.page.rank.beats += 1
+        guarded.page.count(DUE, [guarded.page.ask(mhz) for mhz in (1410, 210)][-1])
 
-    monkeypatch.setattr(PageController, "start", start)
-    monkeypatch.setattr(PageController, "has_ended", lambda controller: False)
-    guarded.gpu.at_reset = [lambda: send(guarded.rank, {"op": "beat"})]
-    assert guarded.run(heartbeat_s=0.0) == ["held", "beat"]
-    assert (len(served), guarded.gpu.resets, list_leases()) == (2, 2, [])
+    guarded.gpu.at_reset = [hear, guarded.page.end]
+    assert guarded.run(heartbeat_s=0.05)
+    assert (guarded.gpu.locked_mhz, guarded.gpu.resets, list_leases()) == ([210], 3, [])
 
 
-def test_a_gpu_that_cannot_be_opened_for_clocks_is_given_back(guarded, monkeypatch):
-    opened = []
+def test_a_silent_rank_is_served_no_sooner_than_a_reset_has_worked(guarded):
+    seen = []
 
-    def open_gpu(address):
-        opened.append(address)
-        return fail() if len(opened) == 2 else guarded.gpu
+    def ask_and_fail():
+        guarded.page.rank.beats += 1
+        guarded.page.count(DUE, guarded.page.ask(1410))
+        fail()
 
-    monkeypatch.setattr(process, "open_gpu", open_gpu)
-    assert guarded.run() == ["held"]
-    assert "the driver is busy" in guarded.page.failure
-    assert list_leases() == []
-
-
-def test_a_call_that_does_not_return_keeps_the_lease_until_it_does(guarded, monkeypatch):
-    leased = []
-
-    def close(controller):
-        leased.append(len(list_leases()))
-        return len(leased) == 4
-
-    monkeypatch.setattr(PageController, "start", lambda controller: guarded.page.end())
-    monkeypatch.setattr(PageController, "close", close)
-    assert guarded.run() == ["held"]
-    assert (leased, guarded.gpu.resets, list_leases()) == ([1] * 4, 1, [])
+    guarded.gpu.at_reset = [
+        ask_and_fail,
+        lambda: seen.append(list(guarded.gpu.locked_mhz)),
+        guarded.page.end,
+    ]
+    assert guarded.run(heartbeat_s=0.05)
+    assert (seen, guarded.gpu.locked_mhz, guarded.gpu.resets) == ([[]], [1410], 4)
 
 
-def test_a_rank_learns_that_the_thread_that_sets_clocks_has_died(guarded, monkeypatch):
-    monkeypatch.setattr(PageController, "start", lambda controller: None)
-    guarded.gpu.late_request_s = 0.0
-    guarded.run()
-    assert guarded.page.failure == "The thread that sets clocks has ended"
-    assert (guarded.gpu.resets, list_leases()) == (1, [])
+def test_control_ends_before_the_right_to_it(guarded):
+    """Behind a token's end nothing could be reset; training goes on."""
+    guarded.gpu.ends_s = guarded.time()
+    assert guarded.run()
+    assert guarded.page.failure.startswith("The right to change clocks ends soon.")
+    assert (guarded.gpu.resets, list_leases()) == (2, [])
 
 
 # --- bringing the clock back ---------------------------------------------------------------------
@@ -238,16 +241,16 @@ def test_a_rank_learns_that_the_thread_that_sets_clocks_has_died(guarded, monkey
 def test_resets_that_fail_are_tried_again_further_and_further_apart(guarded, caplog):
     guarded.gpu.at_reset = [fail] * 9
     guarded.signal()
-    assert guarded.run() == ["held"]
+    assert guarded.run()
     assert guarded.slept_s == [0.05, 0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 5.0, 5.0]
-    assert len(guarded.opened) == 11  # by each anew: the driver may have been reloaded
+    assert len(guarded.opened) == 10  # by each anew: the driver may have been reloaded
     assert list_leases() == []
 
 
 def test_what_cannot_be_reset_is_given_up_and_its_lease_stays(guarded, caplog):
     guarded.gpu.at_reset = [fail] * 10
     guarded.signal()
-    assert guarded.run(give_up_s=3.0) == ["held"]
+    assert guarded.run(give_up_s=3.0)
     assert sum(guarded.slept_s) < 3.0
     assert "/node#0: given up" in caplog.text
     assert [record.live for record in list_leases()] == [False]
@@ -256,15 +259,15 @@ def test_what_cannot_be_reset_is_given_up_and_its_lease_stays(guarded, caplog):
 def test_a_gpu_that_cannot_be_opened_is_refused(guarded):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(process, "open_gpu", lambda address: fail())
-        assert guarded.run() == ["refused"]
+        assert not guarded.run()
     assert list_leases() == []
 
 
 def test_a_failure_of_its_own_resets_the_gpu_and_leaves_the_lease(guarded, monkeypatch):
-    def fail_itself(self):
+    def fail_itself(waited_s):
         raise MemoryError
 
-    monkeypatch.setattr(Guard, "_hear", fail_itself)
+    monkeypatch.setattr(process, "_pause_s", fail_itself)
     with pytest.raises(MemoryError):
         guarded.run()
     assert (guarded.gpu.resets, guarded.made._reserve) == (1, None)
@@ -274,15 +277,16 @@ def test_a_failure_of_its_own_resets_the_gpu_and_leaves_the_lease(guarded, monke
 def test_signals_that_a_rank_ignores_or_blocks_reach_its_guard():
     """Those that end a job are noted; that of a driver that hangs ends the guard."""
     code = (
-        "import os, select, signal, time\n"
+        "import os, signal, time\n"
         "signal.signal(signal.SIGALRM, signal.SIG_IGN)\n"
         "signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGALRM, signal.SIGTERM})\n"
-        "from envpipe_megatron.gpu.guard.process import _noted_signals, _time_limit\n"
+        "from envpipe_megatron.gpu.guard.process import Guard, _noted_signals\n"
         "signals = _noted_signals()\n"
         "os.kill(os.getpid(), signal.SIGTERM)\n"
-        "assert select.select([signals], [], [], 20.0)[0]\n"
-        "with _time_limit(100.0):\n    pass\n"
-        "with _time_limit(0.01):\n    time.sleep(20)\n"
+        "assert signals == [signal.SIGTERM]\n"
+        "guard = Guard(None, '', None, 0.0, 0.01, None, None, signals)\n"
+        "with guard._time_limit():\n"
+        "    time.sleep(20)\n"
     )
     ended = subprocess.run([sys.executable, "-c", code], timeout=60)
     assert ended.returncode == -signal.SIGALRM

@@ -1,8 +1,8 @@
 """What a rank does with each answer, silence or nonsense of its guard, which is played here."""
 
 import json
+import math
 import os
-import queue
 import select
 import signal
 import socket
@@ -20,13 +20,7 @@ from envpipe_megatron.gpu.guard import hold as hold_module
 from envpipe_megatron.gpu.guard.hold import guard_log, hold_gpu, job_key
 from envpipe_megatron.gpu.guard.lease import Lease, list_leases
 from envpipe_megatron.gpu.guard.lease_file import LEASE_DIR_VARIABLE
-from envpipe_megatron.gpu.guard.messages import (
-    GuardError,
-    GuardSettings,
-    ProcessIdentity,
-    receive,
-    send,
-)
+from envpipe_megatron.gpu.guard.messages import GuardError, ProcessIdentity, receive, send
 
 ADDRESS = GpuAddress("emulated", "/node#0")
 DEADLINE_S = 20.0
@@ -36,16 +30,15 @@ class Played:
     """The guard's end of the socket."""
 
     def __init__(self, monkeypatch):
-        self.events = queue.SimpleQueue()
         self.gpu = FakeGpu()
         self.calls = []
-        monkeypatch.setattr(hold_module.subprocess, "Popen", self._start)
+        monkeypatch.setattr(subprocess, "Popen", self._start)
+        monkeypatch.setattr(hold_module, "job_key", lambda: "job")
         monkeypatch.setattr(hold_module, "open_gpu", lambda _: self.gpu)
 
     def _start(self, command, **how):
         self.command, self.how = command, how
-        descriptor, _ = how["pass_fds"]
-        self.end = socket.socket(fileno=os.dup(descriptor))
+        self.end = socket.socket(fileno=os.dup(how["stdin"].fileno()))
         self.end.settimeout(DEADLINE_S)
         self.answer()
         return SimpleNamespace(
@@ -53,22 +46,21 @@ class Played:
         )
 
     def answer(self):
-        self.say("held", guard_pid=os.getpid())
+        self.say_held(os.getpid())
 
-    def hold(self, heartbeat_s=1000.0, on_end=None, **named):
-        named.setdefault("settings", GuardSettings(heartbeat_s))
+    def hold(self):
         self.page = ClockPage.create()
-        on_end = on_end or (lambda: self.events.put("ended"))
         try:
-            return hold_gpu(ADDRESS, "job", on_end=on_end, page=self.page, **named)
+            return hold_gpu(ADDRESS, self.page)
         finally:
             self.page.close_file()
 
-    def say(self, event, **more):
-        send(self.end, {"event": event, **more})
+    def say_held(self, pid):
+        send(self.end, {"guard_pid": pid, "patience_s": 36.0})
 
-    def event(self):
-        return self.events.get(timeout=DEADLINE_S)
+    def look_for_its_end(self):
+        look_until(lambda: self.page.failure)
+        assert self.page.failure.startswith("The guard of this GPU's clock has ended.")
 
 
 @pytest.fixture
@@ -96,19 +88,18 @@ def left_by(guard, job="job"):
 def test_a_guard_is_started_with_all_that_it_needs_and_nothing_of_its_rank(guard, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", "mine")
     monkeypatch.setenv("ENVPIPE_TORCHRUN", "a mark")
-    hold = guard.hold(settings=GuardSettings(1.0, 2.0))
+    hold = guard.hold()
     *module, order = guard.command[1:]
     assert module == ["-P", "-m", "envpipe_megatron.gpu.guard.process"]
     order = json.loads(order)
     assert order["address"] == {"backend": "emulated", "uid": "/node#0"}
     assert (order["rank"]["pid"], order["page"]) == (os.getpid(), guard.page.descriptor)
-    assert order["settings"] == {"heartbeat_s": 1.0, "give_up_s": 2.0}
+    assert (order["heartbeat_s"], order["give_up_s"]) == (30.0, 600.0)
     environment = guard.how["env"]
     assert "ENVPIPE_TORCHRUN" not in environment  # the launcher must not end it
     package, mine = environment["PYTHONPATH"].split(":")
     assert (hold_module.__file__.startswith(package), mine) == (True, "mine")
     assert guard.how["start_new_session"] is True
-    assert guard.how["stdin"] == subprocess.DEVNULL
     assert guard.how["stdout"] is guard.how["stderr"]
     assert (guard_log(ADDRESS).stat().st_mode & 0o777, guard.calls) == (0o600, ["kill", "wait"])
     assert (hold.address, order["job"], hold.guard_pid) == (ADDRESS, "job", os.getpid())
@@ -116,10 +107,11 @@ def test_a_guard_is_started_with_all_that_it_needs_and_nothing_of_its_rank(guard
     hold.release()
 
 
-def test_a_guard_that_does_not_answer_finds_that_nobody_waits(guard):
+def test_a_guard_that_does_not_answer_finds_that_nobody_waits(guard, monkeypatch):
     guard.answer = lambda: None
+    monkeypatch.setattr(hold_module, "_ANSWER_S", 0.01)
     with pytest.raises(GuardError, match=r"could not be started: timed out.*See its log"):
-        guard.hold(timeout_s=0.01)
+        guard.hold()
     assert guard.page.is_over
     assert receive(guard.end) is None
     assert guard.calls == ["kill", "wait"]
@@ -140,7 +132,7 @@ def test_a_guard_that_ends_before_it_answers_leaves_no_lease(guard):
 @pytest.mark.parametrize(
     ("place", "error"),
     [
-        ("subprocess.Popen", BlockingIOError(11, "Resource temporarily unavailable")),
+        ("start_child", BlockingIOError(11, "Resource temporarily unavailable")),
         # As where /proc is not mounted.
         ("ProcessIdentity.own", FileNotFoundError(2, "No such file", "/proc/self/ns/pid")),
     ],
@@ -181,110 +173,67 @@ def test_a_jobs_name_is_what_its_launchers_said(environ, key):
 # --- while it is held ----------------------------------------------------------------------------
 
 
-def test_a_release_waits_until_the_guard_has_ended(guard):
-    """Then the lease is gone; nobody is called back."""
+def test_a_release_waits_until_the_guard_has_ended(guard, monkeypatch):
+    """Then the lease is gone; nothing has failed."""
     hold = guard.hold()
-    with pytest.raises(GuardError, match=r"not confirmed.*/node#0.*clocks reset"):
-        hold.release(timeout_s=0.001)
+    with monkeypatch.context() as hurry:
+        hurry.setattr(hold_module, "_RELEASE_S", 0.001)
+        with pytest.raises(GuardError, match=r"not confirmed.*/node#0.*clocks reset"):
+            hold.release()
     assert guard.page.is_over
-    assert receive(guard.end) == {"op": "beat"}
     guard.end.close()
     hold.release()
     hold.release()  # nobody is there, and nothing is awaited
-    assert guard.events.empty()
+    assert guard.page.failure is None
     assert guard.gpu.history == []
 
 
-def test_two_threads_that_release_are_both_free_when_the_clock_is_back(guard):
-    """As where the right to a clock ends just as the job does."""
-    hold, heard = guard.hold(), []
-
-    def release():
-        hold.release()
-        heard.append(1)
-
-    threads = [threading.Thread(target=release, daemon=True) for _ in range(2)]
-    for thread in threads:
-        thread.start()
-        assert receive(guard.end) == {"op": "beat"}  # it waits, or is about to
-    guard.end.close()
-    for thread in threads:
-        thread.join(DEADLINE_S)
-    assert heard == [1, 1]
-
-
 class Clock:
-    """Time that passes while a rank waits for its guard, who hears `hears` beats of it."""
+    """Time that passes while a rank waits for its guard, which beats at some of the rank's."""
 
-    def __init__(self, monkeypatch, hears):
-        self.now_s, self.hears, self.beats_s = 0.0, hears, []
+    def __init__(self, monkeypatch, beats_at):
+        self.rank_beats, self.beats_at, self.guard = [], beats_at, None
         monkeypatch.setattr(hold_module, "wait_readable", self.wait_readable)
-        monkeypatch.setattr(hold_module, "send", self.send)
 
     def wait_readable(self, descriptors, wait_s):
         if select.select(descriptors, [], [], 0.0)[0]:
             return True
-        self.now_s += wait_s
+        page = self.guard.page
+        self.rank_beats.append(page.rank.beats)
+        page.guard.beats += page.rank.beats in self.beats_at
+        assert wait_s == 5.0
         return False
 
-    def send(self, connection, message):
-        if not self.beats_s or self.beats_s[-1] < self.now_s:  # else of the release
-            self.beats_s.append(self.now_s)
-            self.hears(self)
 
-
-def answer_two(guard):
-    def hears(clock):
-        if len(clock.beats_s) in (6, 12):
-            guard.say("beat")
-
-    return hears
-
-
-def fail_with(error):
-    def hears(clock):
-        raise error
-
-    return hears
-
-
-@pytest.mark.parametrize(
-    ("hears", "beats"),
-    [
-        pytest.param(lambda guard: lambda clock: None, 7, id="no answer for a heartbeat"),
-        pytest.param(answer_two, 12 + 7, id="silence counts from the last answer"),
-        pytest.param(lambda guard: fail_with(BlockingIOError()), 7, id="it does not even read"),
-    ],
-)
-def test_a_guard_that_hangs_is_killed(guard, monkeypatch, hears, beats):
+@pytest.mark.parametrize("beats_at", [(), (6, 12)], ids=["never", "silence counts from the last"])
+@pytest.mark.parametrize("in_driver", [False, True])
+def test_a_guard_that_hangs_is_killed(guard, monkeypatch, caplog, beats_at, in_driver):
     pid = os.posix_spawnp("sleep", ["sleep", "60"], os.environ)
-    guard.answer = lambda: guard.say("held", guard_pid=pid)
-    clock = Clock(monkeypatch, hears(guard))
-    hold = guard.hold(heartbeat_s=6.0)
-    assert guard.event() == "ended"
-    assert clock.beats_s == [float(second) for second in range(1, beats + 1)]
+    clock = Clock(monkeypatch, beats_at)
+
+    def answer():
+        clock.guard = guard
+        guard.page.guard.called_s = 1.0 if in_driver else -math.inf
+        guard.say_held(pid)
+
+    guard.answer = answer
+    hold = guard.hold()
+    guard.look_for_its_end()
+    assert clock.rank_beats == list(range(1, max(beats_at, default=0) + 8 + 1))
     assert os.waitpid(pid, 0)[1] == signal.SIGKILL
     hold.release()
+    assert f"hangs{' in the driver' * in_driver}\n" in caplog.text
 
 
 # --- in place of a guard that is gone ------------------------------------------------------------
 
 
-@pytest.mark.parametrize("nonsense", [False, True])
-def test_what_a_guard_leaves_is_undone_by_its_rank(guard, nonsense):
-    """Whatever the callback does."""
-
-    def fail():
-        assert guard.page.is_over
-        assert guard.gpu.history == []
-        hold.release()  # waits for nothing here
-        guard.events.put("ended")
-        raise RuntimeError("control has not ended")
-
-    hold = guard.hold(on_end=fail)
+@pytest.mark.parametrize("speaks", [False, True])
+def test_what_a_guard_leaves_is_undone_by_its_rank(guard, speaks):
+    hold = guard.hold()
     left_by(guard)
-    guard.end.send(b"nonsense") if nonsense else guard.end.close()
-    assert guard.event() == "ended"
+    guard.end.send(b"nothing that a guard says") if speaks else guard.end.close()
+    guard.look_for_its_end()
     hold.release()
     assert list_leases() == []
     assert guard.gpu.history == [None]
@@ -294,7 +243,7 @@ def test_a_rank_without_a_guard_looks_for_leases_until_it_is_released(guard):
     """Where all guards of a job have died, and a rank dies then."""
     hold = guard.hold()
     guard.end.close()
-    assert guard.event() == "ended"
+    guard.look_for_its_end()
     look_until(lambda: hold._is_back)
     left_by(guard, "another rank's")
     look_until(lambda: list_leases() == [])
@@ -314,7 +263,9 @@ def test_a_driver_that_hangs_does_not_keep_the_rank_that_stands_in(guard, monkey
     left_by(guard)
     guard.end.close()
     assert hanging.wait(DEADLINE_S)
-    with pytest.raises(GuardError, match="not confirmed"):
-        hold.release(timeout_s=0.01)
+    with monkeypatch.context() as hurry:
+        hurry.setattr(hold_module, "_RELEASE_S", 0.01)
+        with pytest.raises(GuardError, match="not confirmed"):
+            hold.release()
     go_on.set()
     hold.release()

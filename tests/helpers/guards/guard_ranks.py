@@ -20,7 +20,6 @@ from envpipe_megatron.gpu.clock.page import DUE, ClockPage
 from envpipe_megatron.gpu.emulated import emulated_gpu  # noqa: F401
 from envpipe_megatron.gpu.guard import hold as hold_module
 from envpipe_megatron.gpu.guard.hold import hold_gpu
-from envpipe_megatron.gpu.guard.messages import GuardSettings
 from envpipe_megatron.gpu.registry import open_gpu
 
 
@@ -149,6 +148,8 @@ def run(
     """
     if guard is not None:
         hold_module._GUARD = tuple(guard)
+    hold_module.job_key = lambda: job
+    hold_module.HEARTBEAT_S, hold_module.GIVE_UP_S = settings["heartbeat_s"], settings["give_up_s"]
     randomness = random.Random(seed)
 
     def say(*message: object) -> None:
@@ -168,15 +169,15 @@ def run(
         return not page.is_over
 
     where = GpuAddress(*address)
+
+    def fail(why: str) -> None:
+        fail_page(why)
+        say("lost")
+
     page = ClockPage.create()
+    fail_page, page.fail = page.fail, fail
     try:
-        hold = hold_gpu(
-            where,
-            job,
-            on_end=lambda: say("lost"),
-            settings=GuardSettings(**settings),
-            page=page,
-        )
+        hold = hold_gpu(where, page)
     except GpuError as error:
         say("refused", type(error).__name__, str(error))
         return

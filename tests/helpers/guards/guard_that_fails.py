@@ -3,10 +3,9 @@
 import signal
 
 from envpipe_megatron.gpu.guard import process
-from envpipe_megatron.gpu.guard.process import Guard
 
 fails = False
-note, hear = process._noted_signals, Guard._hear
+note, pause_s = process._noted_signals, process._pause_s
 
 
 def fail(*_):
@@ -19,11 +18,11 @@ def note_and_fail():
     return note()
 
 
-def failing_hear(self):
+def failing_pause_s(waited_s):
     if fails:
         raise MemoryError
-    return hear(self)
+    return pause_s(waited_s)
 
 
-process._noted_signals, Guard._hear = note_and_fail, failing_hear
+process._noted_signals, process._pause_s = note_and_fail, failing_pause_s
 process.main()

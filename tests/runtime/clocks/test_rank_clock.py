@@ -2,17 +2,15 @@
 
 import logging
 import math
-import threading
 import time
 from types import SimpleNamespace
 
 import pytest
-from fake_gpu import FakeGpu, pages_go  # noqa: F401 - a fixture
+from fake_gpu import FakeGpu, ServedPage, pages_go  # noqa: F401 - a fixture
 
 from envpipe_megatron.formats.energy import IDLE
 from envpipe_megatron.gpu import control
 from envpipe_megatron.gpu.base import GpuAddress, GpuError
-from envpipe_megatron.gpu.clock.controller import PageController
 from envpipe_megatron.gpu.control import Control
 from envpipe_megatron.gpu.guard.messages import AGENT_VARIABLE
 from envpipe_megatron.runtime.clocks import rank_clock
@@ -29,25 +27,21 @@ class Guard:
     def __init__(self, gpu: FakeGpu) -> None:
         self.held: list[GpuAddress] = []
         self.released = 0
-        self.is_released = threading.Event()
         self.error: GpuError | None = None
         self._gpu = gpu
 
-    def hold_gpu(self, address, *, on_end, page):
+    def hold_gpu(self, address, page):
         self.held.append(address)
-        self.end = on_end
         self.page = page
-        self.serving = PageController(self._gpu, page)
-        self.serving.start()
+        self.serving = ServedPage(self._gpu, page)
         return SimpleNamespace(release=self._release)
 
     def reset(self) -> None:
-        assert self.serving.close()
+        self.serving.close()
         self._gpu.reset_frequency()
 
     def _release(self) -> None:
         self.reset()
-        self.is_released.set()
         self.released += 1
         if self.error is not None:
             raise self.error
@@ -188,24 +182,6 @@ def test_a_rank_that_serves_its_page_tries_a_reset_again(gpu, caplog):
     gpu.reset_error = None
     clock.close()
     assert gpu.history == [1000, None]
-
-
-def test_control_ends_before_the_right_to_it(guard, gpu, monkeypatch):
-    """Behind a token's end nothing could be reset; training goes on."""
-    ends_s = [time.time() + 1000.0, time.time()]
-    monkeypatch.setattr(FakeGpu, "control_ends_s", lambda self: ends_s.pop(0))
-    clock = RankClock(gpu, guarded=True)
-    ask(clock, 1000)
-    clock.close()
-    assert clock.error is None
-    assert clock._ending.finished.is_set()
-    guard.is_released.clear()
-    clock = RankClock(gpu, guarded=True)
-    assert guard.is_released.wait(10)
-    ask(clock, 1100)
-    assert "The right to change clocks ends soon" in str(clock.error)
-    assert 1100 not in gpu.history
-    clock.close()
 
 
 @pytest.mark.parametrize("earlier", [None, GpuError("no lock")])

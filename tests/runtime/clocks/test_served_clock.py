@@ -15,14 +15,13 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from fake_gpu import FakeGpu, look_until, pages_go  # noqa: F401 - a fixture
+from fake_gpu import FakeGpu, ServedPage, look_until, pages_go  # noqa: F401 - a fixture
 
 pytest.importorskip("torch")
 import torch
 
 from envpipe_megatron.gpu.base import DryRunGpu, GpuAddress, GpuError
 from envpipe_megatron.gpu.clock import page as clock_page
-from envpipe_megatron.gpu.clock.controller import PageController
 from envpipe_megatron.gpu.clock.page import BEGUN, DUE, ClockPage
 from envpipe_megatron.gpu.emulated.emulated_gpu import EmulatedGpu
 from envpipe_megatron.gpu.guard.lease import list_leases
@@ -231,11 +230,10 @@ def leave_at_random_instants(folder: Path) -> None:
         left.clear()
         gpu = FakeGpu()
         emulated = EmulatedGpu.create("a100-sxm", number, folder)
-        guards: list[PageController] = []
+        guards: list[ServedPage] = []
 
-        def hold_gpu(address, *, on_end, page, gpu=gpu, guards=guards):
-            guards.append(PageController(gpu, page))
-            guards[0].start()
+        def hold_gpu(address, page, gpu=gpu, guards=guards):
+            guards.append(ServedPage(gpu, page))
             return SimpleNamespace(release=lambda: None)
 
         rank_clock.hold_gpu = hold_gpu
@@ -258,7 +256,7 @@ def leave_at_random_instants(folder: Path) -> None:
         for part in parts:
             part.close()
         assert clock.page.is_over
-        assert guards[0].close()
+        guards[0].close()
         assert emulated.requested_frequency_mhz is None
         assert not watch._thread.is_alive()
         assert lines == list(range(len(lines)))

@@ -160,7 +160,7 @@ def test_the_planner_has_its_agent_collect_and_tells_all_ranks(pretend, monkeypa
     link.close()
     link.close()
     assert [agent.hears() for _ in range(8)] == [
-        {"op": "hello", "backend": "fake", "gpu_uid": "fake#0", "rank": 3, "stage": 1},
+        {"op": "hello", "gpu_uid": "fake#0", "rank": 3, "stage": 1},
         {"op": "collect", "host": "n0", "control": None},
         {"op": "send_to", "endpoint": ENDPOINT},
         {"op": "job", "facts": {"num_gpus": 3}},

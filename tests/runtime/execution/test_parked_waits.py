@@ -8,14 +8,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from fake_gpu import FakeGpu
-from plain_stages import SPECS, OtherStages
+from fake_gpu import FakeGpu, ServedPage
+from plain_stages import OtherStages
 
 from envpipe_megatron.core.kinds import WHOLE
 from envpipe_megatron.core.orders import builders
 from envpipe_megatron.formats.energy import Phase
 from envpipe_megatron.gpu.clock import controller as clock_controller
-from envpipe_megatron.gpu.clock.controller import PageController
 from envpipe_megatron.gpu.clock.page import ClockPage
 from envpipe_megatron.gpu.emulated.emulated_gpu import EmulatedGpu
 from envpipe_megatron.runtime.clocks import rank_clock
@@ -43,7 +42,7 @@ def run_of(
     clocks = np.array([clocks_mhz, clocks_mhz])
     order = IterationOrder(Phase.STEADY, SCHEDULE, clocks, Parking(park_mhz, own_after_s))
     clock.request(clocks_mhz[0])
-    return StageRun(order, 0, timed, clock.request, None, SPECS)
+    return StageRun(order, 0, timed, clock.request)
 
 
 # --- a GPU whose host is ahead of it --------------------------------------------------------------
@@ -103,13 +102,12 @@ def cuda(monkeypatch) -> Cuda:
 
 
 @pytest.fixture
-def guarded(cuda, monkeypatch) -> Iterator[tuple[FakeGpu, RankClock, PageController]]:
+def guarded(cuda, monkeypatch) -> Iterator[tuple[FakeGpu, RankClock, ServedPage]]:
     """A GPU, whose clock a guard's controller sets, and the rank's end."""
     gpu, held = FakeGpu(), []
 
-    def hold_gpu(address: Any, *, on_end: Any, page: ClockPage) -> Any:
-        held.append(PageController(gpu, page))
-        held[0].start()
+    def hold_gpu(address: Any, page: ClockPage) -> Any:
+        held.append(ServedPage(gpu, page))
         return SimpleNamespace(release=lambda: None)
 
     monkeypatch.setattr(rank_clock, "hold_gpu", hold_gpu)
@@ -176,7 +174,7 @@ def test_the_end_of_a_job_does_not_wait_for_a_wait_to_end(cuda, guarded):
     assert_comes_to(gpu, [1400])
     cuda.reach(5)
     assert_comes_to(gpu, [1400, PARK_MHZ])  # F1's clock was overtaken
-    assert controller.close()
+    controller.close()
     assert gpu.history == [1400, PARK_MHZ]
 
 

@@ -67,7 +67,7 @@ def test_training_goes_on_at_baseline_clocks_when_the_guard_dies(three_ranks, gu
 
 def test_a_gpu_of_another_job_is_only_read_and_so_are_all_others(three_ranks, guards):
     other = EmulatedGpu.create("a100-sxm", 1, guards)
-    hold = hold_gpu(other.address, page=ClockPage.create(), on_end=lambda: None)
+    hold = hold_gpu(other.address, ClockPage.create())
     other.lock_frequency(1005)
     try:
         for phase, notes, requested, energy_j in three_ranks.run(
