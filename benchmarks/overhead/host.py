@@ -29,7 +29,12 @@ from envpipe_megatron.runtime.channel.collectives import make_collectives
 from envpipe_megatron.runtime.channel.links import make_channel
 from envpipe_megatron.runtime.channel.p2p import P2PChannel
 from envpipe_megatron.runtime.clocks.rank_clock import RankClock
-from envpipe_megatron.runtime.execution.stage_run import IterationOrder, StageRun, execute
+from envpipe_megatron.runtime.execution.stage_run import (
+    IterationOrder,
+    StageRun,
+    StageWork,
+    execute,
+)
 from envpipe_megatron.runtime.job.options import JobOptions
 from host_executor import HostExecutor  # of tests/helpers
 
@@ -101,7 +106,7 @@ def pipeline_unit_s(rank: int, seconds: float) -> list[float]:
         return _null_iterations(rank, seconds, order, channel, clock)
 
 
-class _NullWork:
+class _NullWork(StageWork):
     """Units that do nothing, and send a message."""
 
     def __init__(self) -> None:
@@ -110,10 +115,8 @@ class _NullWork:
     def forward(self, unit: Unit, inputs: list[torch.Tensor] | None) -> list[torch.Tensor]:
         return [self._message]
 
-    backward = forward
-
-    def sent(self, unit: Unit) -> None:
-        pass
+    def backward(self, unit: Unit, gradients: list[torch.Tensor] | None) -> list[torch.Tensor]:
+        return [self._message]
 
 
 def _null_iterations(
@@ -123,9 +126,7 @@ def _null_iterations(
     channel: P2PChannel,
     clock: RankClock,
 ) -> list[float]:
-    specs = StageSpecs.alike(
-        TensorSpec.of_one_type((MESSAGE_SHAPE,), torch.float32, torch.device("cpu"))
-    )
+    specs = StageSpecs.alike(TensorSpec((MESSAGE_SHAPE,), (torch.float32,), torch.device("cpu")))
     executor, work = HostExecutor(), _NullWork()
     found: list[float] = []
     # The ranks must run equally many: the first says when it is over.

@@ -20,14 +20,13 @@ from envpipe_megatron.core.channel_model import QUEUES_VARIABLE
 from envpipe_megatron.core.orders.builders import framework_order
 from envpipe_megatron.core.schedule import Schedule
 from envpipe_megatron.core.sidecar import Sidecar
-from envpipe_megatron.errors import EnvPipeError
+from envpipe_megatron.errors import EnvPipeError, first_line
 from envpipe_megatron.gpu.control import Control
 from envpipe_megatron.integrations.device import DeviceError, open_device
 from envpipe_megatron.integrations.levels import Decision, JobError, Limit, version_of, why_whole_at
 from envpipe_megatron.policies.objective import Goal
 from envpipe_megatron.policies.problem import check_own_within
 from envpipe_megatron.policies.schedules import SCHEDULES
-from envpipe_megatron.runtime.channel.carrier import first_line
 from envpipe_megatron.runtime.channel.collectives import (
     CollectivesError,
     all_pipelines,

@@ -17,8 +17,7 @@ from envpipe_megatron.core.plan import read_plan
 from envpipe_megatron.core.profile import read_profile
 from envpipe_megatron.integrations.levels import JobError
 from envpipe_megatron.policies.objective import Goal
-from envpipe_megatron.policies.problem import PlannerError
-from envpipe_megatron.policies.request import BY_MEMORY, check_request
+from envpipe_megatron.policies.request import BY_MEMORY
 from envpipe_megatron.policies.schedules import SCHEDULES
 from envpipe_megatron.runtime.job.options import OPTIONS, JobOptions
 
@@ -27,8 +26,6 @@ Named = Callable[[str], str]
 #: Options only for frameworks that have more than one level.
 OF_LEVELS = tuple(name for name, option in OPTIONS.items() if option.of_levels)
 _OF_VARIABLES = ("type", "scheduling", "reconfigure")
-#: The names of a request's parts, where options have others.
-_PLANNED_BY = {"policy": "type", "schedule": "scheduling"}
 _DEFAULTS = vars(JobOptions())
 
 
@@ -97,10 +94,6 @@ def read_options(
         which = f"one number, or one for each of {num_stages} stages"
         raise JobError(f"{named('max_in_flight')} is {which}", value=limit)
     _check_rules(options, {"a pipeline": num_stages > 1, "GPUs": on_gpu}, named)
-    try:
-        check_request(options.request(), named=lambda part: named(_PLANNED_BY.get(part, part)))
-    except PlannerError as error:
-        raise JobError(str(error)) from None
     return options
 
 
@@ -196,9 +189,12 @@ class Rule:
 
 
 _ONLY_PLANS = ("sweep", "profile_only", "plan")
+_UNLIMITED = "|".join(name for name, row in SCHEDULES.items() if "max_in_flight" not in row.takes)
 #: What options go with, in the order in which it is checked.
 RULES = (
     Rule("type envelope|optimal", "plans for stages", ("a pipeline",)),
+    Rule("reconfigure greedy|balanced", "adjusts the clocks of envelopes", ("type envelope",)),
+    Rule("scheduling auto", "is planned together with the clocks", ("type optimal",)),
     Rule(
         "type baseline",
         "only measures: it makes no profile, and runs no plan",
@@ -219,6 +215,11 @@ RULES = (
     Rule("energy_price", "is for plans of least cost", ("objective cost",)),
     Rule("gpu_price", "is for plans of least cost", ("objective cost",)),
     Rule(f"max_in_flight {BY_MEMORY}", "is by what memory is measured to be", ("GPUs",)),
+    Rule(
+        "max_in_flight",
+        "limits other orders than the framework's",
+        without=(f"scheduling {_UNLIMITED}",),
+    ),
     Rule("profile", "is of stages", ("a pipeline",)),
     Rule(
         "plan",
@@ -262,18 +263,21 @@ def _check_rules(options: JobOptions, facts: Mapping[str, bool], named: Named) -
         words = term.replace("|", " or ").split(" ")
         return term if term in facts else " ".join(named(w) if w in OPTIONS else w for w in words)
 
+    def given(term: str) -> str:
+        name, _, values = term.partition(" ")
+        return said(f"{name} {getattr(options, name)}" if values else name)
+
     for rule in RULES:
         if not holds(rule.of):
             continue
-        name, _, values = rule.of.partition(" ")
-        own = said(f"{name} {getattr(options, name)}" if values else name)
+        own = given(rule.of)
         for term in rule.needs:
             if not holds(term):
                 instead = "." if term in facts else f", or use {said(term)}."
                 what = f"{own} needs {said(term)}: it {rule.why}"
                 raise JobError(what, remedy=f"Leave it out{instead}")
         for term in filter(holds, rule.without):
-            what = f"{own} does not go with {said(term)}: it {rule.why}"
+            what = f"{own} does not go with {given(term)}: it {rule.why}"
             left = "it" if term in facts else "one of them"
             raise JobError(what, remedy=f"Leave {left} out.")
 

@@ -188,10 +188,9 @@ def _of_package(make: Callable[..., Schedule], problem: Problem) -> Schedule:
 SCHEDULES = _table(_ROWS)
 
 
-def that_take(field: str, *, of_job: bool = False) -> str:
-    """Name the schedules, or only those of jobs, that may be given a field, for messages."""
-    rows = [row for row in _ROWS if field in row.takes]
-    *others, last = (row.name for row in rows if row.in_jobs or not of_job)
+def that_take(field: str) -> str:
+    """Name the schedules that may be given a field, for messages."""
+    *others, last = (row.name for row in _ROWS if field in row.takes)
     return f"{', '.join(others)} or {last}"
 
 

@@ -192,7 +192,7 @@ class Planner:
                 problem = replace(problem, conditions=conditions)
                 self._quick.start(partial(first_plans, {0: [problem]}))
             plans = self._taken(self._quick)
-            return plans and self.ready(plans[0])
+            return None if plans is None else self.ready(plans[0])
         except Exception:  # of any kind: the best plan comes later
             logger.exception("No quick plan")
             return None

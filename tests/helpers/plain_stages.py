@@ -32,7 +32,7 @@ from envpipe_megatron.runtime.job.options import JobOptions
 from envpipe_megatron.runtime.job.session import Session
 
 SHAPE, MICROBATCHES = (2, 3), 3
-SPECS = StageSpecs.alike(TensorSpec.of_one_type((SHAPE,), torch.float32, torch.device("cpu")))
+SPECS = StageSpecs.alike(TensorSpec((SHAPE,), (torch.float32,), torch.device("cpu")))
 
 
 @dataclass

@@ -211,7 +211,7 @@ def run_units(work: object, units: tuple[Unit, ...], memory: JobMemory) -> None:
     memory.units_ended()
 
 
-SPECS = StageSpecs.alike(TensorSpec.of_one_type(((5,),), torch.float16, torch.device("cpu")))
+SPECS = StageSpecs.alike(TensorSpec(((5,),), (torch.float16,), torch.device("cpu")))
 PLENTY = 10**9
 
 

@@ -29,6 +29,7 @@ from envpipe_megatron.integrations.levels import (
     frees_while_training,
 )
 from envpipe_megatron.runtime.channel.carrier import StageSpecs, TensorSpec
+from envpipe_megatron.runtime.execution.stage_run import StageWork
 from envpipe_megatron.runtime.job.session import Session
 from envpipe_megatron.runtime.memory.peak import MemoryFullError
 
@@ -195,7 +196,7 @@ for _row in BETWEEN_STEPS["DeepSpeed"]:
     setattr(EnvPipeEngine, _row.function, paused(lambda engine: engine.job.pause(), _own))
 
 
-class _Units:
+class _Units(StageWork):
     """The units of one stage in one step."""
 
     def __init__(self, engine: EnvPipeEngine) -> None:
@@ -253,9 +254,6 @@ class _Units:
             part = PartitionedTensor(tensor=gradients[0], group=group)
             return [part.to_meta(), part.data()]
         return [gradient for gradient in gradients if gradient is not None]
-
-    def sent(self, unit: Unit) -> None:
-        """Do nothing: the channel has the output."""
 
 
 def not_run(engine: PipelineEngine) -> list[str]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Generator
 from dataclasses import dataclass
-from typing import Protocol, TypeVar, cast
+from typing import Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -211,7 +211,10 @@ class StageRun:
 
 
 class StageWork(Protocol):
-    """Work that a training framework does for one unit of this stage."""
+    """Work that a training framework does for one unit of this stage.
+
+    A framework that runs no split backwards leaves `weight_gradient` out.
+    """
 
     def forward(self, unit: Unit, inputs: list[torch.Tensor] | None) -> list[torch.Tensor]:
         """Run a forward; `inputs` is None on the first chunk of the first stage."""
@@ -222,15 +225,13 @@ class StageWork(Protocol):
         `gradients` is None on the last chunk of the last stage.
         """
 
-    def sent(self, unit: Unit) -> None:
-        """Free what only the unit's output needed: it is in the channel."""
-
-
-class SplitWork(StageWork, Protocol):
-    """Work of a framework that runs orders with split backwards."""
-
     def weight_gradient(self, unit: Unit) -> None:
         """Run the second part of a backward."""
+        raise TypeError(f"{type(self).__name__} has no backwards in two parts, as {unit} is of")
+
+    def sent(self, unit: Unit) -> None:
+        """Free what only the unit's output needed: it is in the channel."""
+        return
 
 
 def execute(
@@ -273,7 +274,7 @@ def execute(
             backward = make_unit(Kind.BACKWARD, unit.microbatch, unit.chunk)
             outputs = work.backward(backward, whole.pop())
         elif unit.kind is Kind.WEIGHT_GRADIENT:
-            cast(SplitWork, work).weight_gradient(unit)
+            work.weight_gradient(unit)
         else:
             run_unit = work.forward if unit.kind is Kind.FORWARD else work.backward
             outputs = run_unit(unit, inputs)
@@ -304,9 +305,9 @@ class Rehearsal:
         #: What ended the work, in a line; None if nothing did.
         self.error: str | None = None
         self._specs = specs
-        self._work: SplitWork | None = None
+        self._work: StageWork | None = None
 
-    def of(self, work: SplitWork) -> Rehearsal:
+    def of(self, work: StageWork) -> Rehearsal:
         """Return the work as it is to be executed."""
         self._work = work
         return self
@@ -329,7 +330,7 @@ class Rehearsal:
         """Note that the unit's output is in the channel."""
         self._run(lambda work: work.sent(unit))
 
-    def _run(self, run: Callable[[SplitWork], T]) -> T | None:
+    def _run(self, run: Callable[[StageWork], T]) -> T | None:
         if self._work is not None:
             try:
                 return run(self._work)

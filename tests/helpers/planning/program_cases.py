@@ -10,7 +10,7 @@ from envpipe_megatron.core.orders import builders
 from envpipe_megatron.core.profile_rows import SplitBackward
 from envpipe_megatron.core.schedule import Schedule
 from envpipe_megatron.core.timeline import Timeline
-from envpipe_megatron.policies.optimal.choices import make_choices, node_keys
+from envpipe_megatron.policies.optimal.choices import make_choices
 from envpipe_megatron.policies.optimal.linear_program import DurationProgram
 from envpipe_megatron.policies.optimal.rounding import Rounding
 from envpipe_megatron.policies.problem import order_limits
@@ -54,7 +54,7 @@ class Case:
             self.profile = self.profile.with_split_backwards(assumed)
         self.powers_w = np.array(job.conditions.blocking_power_w)
         self.choices = make_choices(self.profile, self.powers_w, job.conditions.gpus_by_stage)
-        self.units = [self.choices.units[key] for key in node_keys(self.schedule, self.choices)]
+        self.units = [self.choices.units[key] for key in self.profile.keys(self.schedule).flat]
         self.hulls = [(unit.time_s[unit.hull], unit.cost_j[unit.hull]) for unit in self.units]
         self.fastest_s = self.iteration_s([times[0] for times, _ in self.hulls])
         self.deadline_s = self.rng.choice(factors) * self.fastest_s
