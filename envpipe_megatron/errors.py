@@ -40,6 +40,11 @@ def _item(value: object) -> str:
     return text if text == "''" or " " in text or "," in text else text.strip("'")
 
 
+def first_line(error: Exception | str) -> str:
+    """Return the first line of an error's text, or its class name."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
 class EnvPipeError(Exception):
     """Bad input or a failed precondition.
 

@@ -228,7 +228,7 @@ def _listed(numbers: Sequence[float], decimals: int) -> str:
 
 def _envelope_percent(num_stages: int, num_microbatches: int) -> float:
     schedule = builders.one_f_one_b(num_stages, num_microbatches)
-    return 100 * len(schedule.outer_envelope) / schedule.num_units
+    return 100 * float(schedule.outer_envelope.mean())
 
 
 def _best_saving_percent(profile: Profile, num_microbatches: int) -> float:

@@ -45,6 +45,7 @@ from envpipe_megatron.runtime.channel.collectives import make_collectives
 from envpipe_megatron.runtime.channel.links import make_channel
 from envpipe_megatron.runtime.clocks.rank_clock import open_rank_gpu
 from envpipe_megatron.runtime.execution.executor import CudaExecutor, EmulatedExecutor, Executor
+from envpipe_megatron.runtime.execution.stage_run import StageWork
 from envpipe_megatron.runtime.job.options import JobOptions
 from envpipe_megatron.runtime.job.session import Session
 from envpipe_megatron.trials.ranks import emit, report_to_command
@@ -54,7 +55,7 @@ _TIMEOUT = timedelta(seconds=120)
 _PROFILE_WINDOW_S = 0.5
 
 
-class TrainingWork:
+class TrainingWork(StageWork):
     """Forwards and backwards of one stage in one iteration.
 
     Args:
@@ -104,9 +105,6 @@ class TrainingWork:
             return []
         assert x.grad is not None
         return [x.grad]
-
-    def sent(self, unit: Unit) -> None:
-        """Nothing is freed: what a backward needs lives until then."""
 
 
 def half_precision(model: Model, device: torch.device) -> AbstractContextManager[object]:
@@ -253,7 +251,7 @@ class Run:
                 profile=self.profile_file,
                 output=self.folder,
                 gpu=str(self._preset()) if emulated else None,
-                labels={"run": request.key, "emulated": emulated is not None},
+                run=request.key,
             ),
             gpu,
             make_executor,
@@ -276,7 +274,7 @@ class Run:
 
     def _specs(self) -> StageSpecs:
         rank, shapes = self.rank, self._shapes
-        spec = partial(TensorSpec.of_one_type, dtype=torch.float32, device=rank.device)
+        spec = partial(TensorSpec, dtypes=(torch.float32,), device=rank.device)
         receives, sends = {}, {}
         # A gradient is as large as what it is the gradient of.
         if not rank.first:

@@ -23,16 +23,13 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
-from megatron.core.models.gpt import GPTModel
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.pipeline_parallel import get_forward_backward_func
-from megatron.core.transformer import TransformerConfig
 from scipy.stats import bootstrap
 
 from benchmarks.outputs import leave, make_console, make_table, output_option
 from envpipe_megatron.core.channel_model import CARRIERS
 from envpipe_megatron.core.orders import builders
-from envpipe_megatron.core.orders.zero_bubble import split_in_place, zero_bubble
+from envpipe_megatron.core.orders.builders import split_in_place, zero_bubble
 from envpipe_megatron.core.schedule import Schedule
 from envpipe_megatron.gpu.base import FORBID_VARIABLE, ClockState, EnergyReading, Gpu, GpuAddress
 from envpipe_megatron.gpu.presets import load_preset
@@ -42,7 +39,8 @@ from envpipe_megatron.runtime.channel.links import make_channel
 from envpipe_megatron.runtime.execution.executor import CudaExecutor, Executor
 from envpipe_megatron.runtime.job.options import JobOptions
 from envpipe_megatron.runtime.job.session import Session
-from envpipe_megatron.trials.model import forward_step
+from envpipe_megatron.trials.model import build_model, forward_step
+from envpipe_megatron.trials.settings import Settings
 from unmeasured import PRESET, stepped_order, write_unmeasured_plan
 
 VOCABULARY = 32000
@@ -117,7 +115,7 @@ class Bench:
 
     Args:
         options: of the command, and `vocabulary`.
-        device: "cuda", where the model has 16 bits; on "cpu" it has 32.
+        device: "cuda", where the model has 16 bits; or "cpu".
         make_executor: makes what measures time.
     """
 
@@ -128,9 +126,18 @@ class Bench:
         make_executor: Callable[[], Executor] = CudaExecutor,
     ) -> None:
         self.options, self.device, self._make_executor = options, device, make_executor
-        self._dtype = torch.bfloat16 if device == "cuda" else torch.float32
         self.num_stages = parallel_state.get_pipeline_model_parallel_world_size()
-        self.model = self._build()
+        settings = Settings(
+            output_dir="",
+            text="",
+            num_stages=self.num_stages,
+            num_layers=options["layers"],
+            hidden_size=options["hidden"],
+            num_attention_heads=options["hidden"] // 128,
+            sequence_length=options["sequence"],
+            vocabulary=options["vocabulary"],
+        )
+        self.model = build_model(settings)
         self.initial = [p.detach().clone() for p in self.model.parameters()]
         pipeline = parallel_state.get_pipeline_model_parallel_group()
         self.collectives = make_collectives(
@@ -273,36 +280,6 @@ class Bench:
             yield torch.randint(
                 0, self.options["vocabulary"], shape, generator=generator, device=self.device
             )
-
-    def _build(self) -> GPTModel:
-        options = self.options
-        config = TransformerConfig(
-            num_layers=options["layers"],
-            hidden_size=options["hidden"],
-            num_attention_heads=options["hidden"] // 128,
-            pipeline_model_parallel_size=self.num_stages,
-            bf16=self._dtype is torch.bfloat16,
-            params_dtype=self._dtype,
-            pipeline_dtype=self._dtype,
-            hidden_dropout=0.0,
-            attention_dropout=0.0,
-            bias_dropout_fusion=False,
-            bias_activation_fusion=False,
-            masked_softmax_fusion=False,
-            persist_layer_norm=False,
-            gradient_accumulation_fusion=False,
-            deallocate_pipeline_outputs=True,
-        )
-        model = GPTModel(
-            config,
-            get_gpt_layer_local_spec(),
-            options["vocabulary"],
-            options["sequence"],
-            pre_process=parallel_state.is_pipeline_first_stage(),
-            post_process=parallel_state.is_pipeline_last_stage(),
-            share_embeddings_and_output_weights=False,
-        )
-        return model.to(self.device, self._dtype)  # position embeddings are made in 32 bits
 
 
 def equal(

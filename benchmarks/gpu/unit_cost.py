@@ -37,7 +37,6 @@ from envpipe_megatron.gpu.base import Gpu, GpuAddress
 from envpipe_megatron.gpu.emulated.emulated_gpu import EmulatedGpu
 from envpipe_megatron.gpu.registry import open_gpu, uid_of_cuda_device
 from envpipe_megatron.integrations.layer_profile.rank_gpu import now_s
-from envpipe_megatron.runtime.channel.carrier import StageSpecs, TensorSpec
 from envpipe_megatron.runtime.clocks.rank_clock import RankClock
 from envpipe_megatron.runtime.energy.meter import EnergyMeter
 from envpipe_megatron.runtime.execution.executor import CudaExecutor, Executor, StageRecord
@@ -117,8 +116,6 @@ class Bench:
         schedule = builders.one_f_one_b(1, UNITS // 2)
         frequency_mhz = np.resize(np.array(clocks_mhz), (1, UNITS))
         self._order = IterationOrder(Phase.STEADY, schedule, frequency_mhz)
-        device = torch.device("cuda" if on_gpu else "cpu")
-        self._specs = StageSpecs.alike(TensorSpec(((1,),), (torch.uint8,), device))
         self._late: StageRecord | None = None
         #: What calls took of the host, by mode, of each unit.
         self.calls_s: dict[str, list[float]] = {mode: [] for mode in MODES}
@@ -146,7 +143,7 @@ class Bench:
                     now_s()
             return
         request = self._clock.request if mode != TIMED else lambda frequency_mhz, later: None
-        run = StageRun(self._order, 0, self._executor, request, None, self._specs)
+        run = StageRun(self._order, 0, self._executor, request)
         run.begin()
         while run.next_unit is not None:
             calls_s = _time_s(run.begin_unit)

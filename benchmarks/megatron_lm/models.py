@@ -10,9 +10,9 @@ import numpy as np
 
 from envpipe_megatron.core import kinds
 from envpipe_megatron.core.orders import builders
+from envpipe_megatron.core.orders.builders import split_in_place, zero_bubble
 from envpipe_megatron.core.orders.greedy import shortest
 from envpipe_megatron.core.orders.job import OrderJob
-from envpipe_megatron.core.orders.zero_bubble import split_in_place, zero_bubble
 from envpipe_megatron.core.schedule import Schedule
 from envpipe_megatron.policies.frequencies import envelope
 from unmeasured import another_each_unit, stepped_order, write_unmeasured_plan

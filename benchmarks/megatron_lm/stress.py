@@ -40,7 +40,7 @@ from envpipe_megatron.formats.energy import Phase
 from envpipe_megatron.policies.problem import order_limits
 from envpipe_megatron.runtime.channel.p2p import P2PChannel
 from envpipe_megatron.runtime.execution import stage_run
-from envpipe_megatron.runtime.execution.stage_run import IterationOrder, PhaseRun, StageRun
+from envpipe_megatron.runtime.execution.stage_run import IterationOrder, PhaseRun
 from envpipe_megatron.runtime.job import iterations, session
 from envpipe_megatron.runtime.job.parts import PhaseParts
 
@@ -145,7 +145,9 @@ def random_extra_forwards(
     source: random.Random, num_stages: int, num_microbatches: int, capacity: int | None
 ) -> tuple[int, ...]:
     """Extra forwards from none to all that batch and channel allow, rising or falling."""
-    limits = order_limits(num_stages, num_microbatches, channel_capacity=capacity)
+    limits = order_limits(
+        builders.one_f_one_b(num_stages, num_microbatches), channel_capacity=capacity
+    )
     kind = source.random()
     if kind < 0.1:
         wanted = [0] * num_stages
@@ -361,8 +363,8 @@ def install(
 
     inner = stage_run.execute
 
-    def execute(schedule: Schedule, stage: int, work: Any, run: StageRun, *more: Any) -> None:
-        inner(schedule, stage, delayed(work), run, *more)
+    def execute(work: Any, *how: Any) -> None:
+        inner(delayed(work), *how)
 
     # Until the process ends.
     orders = random_orders(settings["seed"], told, splits=settings["splits"])

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import BertConfig, GPT2Config, LlamaConfig, ResNetConfig
+from transformers import BertConfig, GPT2Config, ResNetConfig
 
 from benchmarks.figures.experiments import MODELS as SIZES
 from benchmarks.figures.experiments import Family, Model
@@ -17,36 +17,14 @@ from envpipe_megatron.integrations.huggingface.layers import IGNORED_LABEL
 _BERT_WORDS, _GPT_WORDS = 30522, 50257
 #: BERT predicts this share of its tokens.
 _MASKED = 0.15
-#: A Llama of 1.1 billion parameters.
-LLAMA = {
-    "vocab_size": 32000,
-    "hidden_size": 2048,
-    "intermediate_size": 5632,
-    "num_hidden_layers": 22,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 4,
-    "max_position_embeddings": 2048,
-}
-_TINY_LLAMA = {
-    **LLAMA,
-    "vocab_size": 512,
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-}
-_LLAMA_NAME = "llama-1b"
 
 #: By the name that the command takes.
 _SIZED = {name.lower().replace("_", "-"): size for name, size in SIZES.items()}
-NAMES = (*_SIZED, _LLAMA_NAME)
+NAMES = tuple(_SIZED)
 
 
 def config_of(name: str, tiny: bool) -> Any:
     """A model's configuration; with `tiny`, of a size that a CPU trains."""
-    if name == _LLAMA_NAME:
-        return LlamaConfig(**(_TINY_LLAMA if tiny else LLAMA))
     size = _SIZED[name]
     if size.family is Family.RESNET:
         group = 8 if tiny else 4 * size.width
@@ -86,9 +64,7 @@ def _gpt(size: Model, tiny: bool) -> Any:
 
 def length_of(name: str, tiny: bool) -> int:
     """Tokens of a sequence, or pixels of an image's side."""
-    if tiny:
-        return 32
-    return LLAMA["max_position_embeddings"] if name == _LLAMA_NAME else _SIZED[name].length
+    return 32 if tiny else _SIZED[name].length
 
 
 def batches(config: Any, samples: int, length: int, seed: int = 1) -> Iterator[tuple[Any, Tensor]]:

@@ -1,4 +1,4 @@
-r"""Train one of EnvPipe's models, or a Llama, in stages under DeepSpeed, and bill the energy.
+r"""Train one of EnvPipe's models in stages under DeepSpeed, and bill the energy.
 
     torchrun --nproc-per-node 4 -m benchmarks.models.train --model bert-336m
 

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from envpipe_megatron.core.kinds import Kind
+from envpipe_megatron.core.kinds import Kind, Unit
 from envpipe_megatron.core.orders import builders
 from envpipe_megatron.formats.energy import Phase
 from envpipe_megatron.gpu.emulated.emulated_gpu import EmulatedGpu
@@ -29,7 +29,12 @@ from envpipe_megatron.runtime.channel.collectives import make_collectives
 from envpipe_megatron.runtime.channel.links import make_channel
 from envpipe_megatron.runtime.channel.p2p import P2PChannel
 from envpipe_megatron.runtime.clocks.rank_clock import RankClock
-from envpipe_megatron.runtime.execution.stage_run import IterationOrder, StageRun
+from envpipe_megatron.runtime.execution.stage_run import (
+    IterationOrder,
+    StageRun,
+    StageWork,
+    execute,
+)
 from envpipe_megatron.runtime.job.options import JobOptions
 from host_executor import HostExecutor  # of tests/helpers
 
@@ -69,18 +74,15 @@ def _thread_costs_ns(
     seconds: float, request: Callable[[int, float | None], Callable[[], None] | None]
 ) -> list[int]:
     order = _order(1)
-    specs = StageSpecs.alike(
-        TensorSpec.of_one_type((MESSAGE_SHAPE,), torch.float32, torch.device("cpu"))
-    )
     executor, costs_ns, iteration = HostExecutor(), [], 0
     now, end_s = time.perf_counter_ns, time.monotonic() + seconds
     while time.monotonic() < end_s:
-        run = StageRun(order, 0, executor, request, None, specs)
+        run = StageRun(order, 0, executor, request)
         run.begin()
         for _ in run.units:
             before_ns = now()
             run.begin_unit()
-            run.end_unit([])
+            run.end_unit()
             after_ns = now()
             if iteration >= WARM_UP:
                 costs_ns.append(after_ns - before_ns)
@@ -104,6 +106,19 @@ def pipeline_unit_s(rank: int, seconds: float) -> list[float]:
         return _null_iterations(rank, seconds, order, channel, clock)
 
 
+class _NullWork(StageWork):
+    """Units that do nothing, and send a message."""
+
+    def __init__(self) -> None:
+        self._message = torch.zeros(MESSAGE_SHAPE)
+
+    def forward(self, unit: Unit, inputs: list[torch.Tensor] | None) -> list[torch.Tensor]:
+        return [self._message]
+
+    def backward(self, unit: Unit, gradients: list[torch.Tensor] | None) -> list[torch.Tensor]:
+        return [self._message]
+
+
 def _null_iterations(
     rank: int,
     seconds: float,
@@ -111,11 +126,8 @@ def _null_iterations(
     channel: P2PChannel,
     clock: RankClock,
 ) -> list[float]:
-    specs = StageSpecs.alike(
-        TensorSpec.of_one_type((MESSAGE_SHAPE,), torch.float32, torch.device("cpu"))
-    )
-    message = torch.zeros(MESSAGE_SHAPE)
-    executor = HostExecutor()
+    specs = StageSpecs.alike(TensorSpec((MESSAGE_SHAPE,), (torch.float32,), torch.device("cpu")))
+    executor, work = HostExecutor(), _NullWork()
     found: list[float] = []
     # The ranks must run equally many: the first says when it is over.
     going = torch.ones(1)
@@ -126,12 +138,8 @@ def _null_iterations(
         if not going[0]:
             return found[WARM_UP:]
         begin_s = time.perf_counter()
-        run = StageRun(order, rank, executor, clock.request, channel, specs)
-        run.begin()
-        for _ in run.units:
-            run.begin_unit()
-            run.end_unit([message])
-        run.hand_over()
+        run = StageRun(order, rank, executor, clock.request, channel.check)
+        execute(work, run, channel, specs)
         _ = run.end().end_s
         found.append((time.perf_counter() - begin_s) / len(run.units))
 

@@ -22,7 +22,7 @@ from envpipe_megatron.core.plan import Plan, max_frequencies
 from envpipe_megatron.core.profile_rows import MEASURED_SPLIT
 from envpipe_megatron.policies.optimal.linear_program import LinearProgramError
 from envpipe_megatron.policies.orders.auto import AutoSearch
-from envpipe_megatron.policies.orders.judged import best_by_family
+from envpipe_megatron.policies.orders.families import best_by_family
 from envpipe_megatron.policies.planner import make_plan
 from envpipe_megatron.policies.request import PlanRequest, make_problem
 

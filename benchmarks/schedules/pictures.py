@@ -24,7 +24,7 @@ from presets import preset_profile  # of tests/helpers
 from envpipe_megatron.core.conditions import make_conditions
 from envpipe_megatron.core.kinds import WHOLE, Kind, unit
 from envpipe_megatron.core.orders import builders
-from envpipe_megatron.core.orders.zero_bubble import zero_bubble
+from envpipe_megatron.core.orders.builders import zero_bubble
 from envpipe_megatron.core.plan import Plan, max_frequencies
 from envpipe_megatron.core.profile import Profile
 from envpipe_megatron.core.profile_rows import MEASURED_SPLIT, SplitBackward

@@ -40,7 +40,6 @@ from benchmarks.megatron_lm.models import (
 )
 from benchmarks.outputs import leave, make_console, make_table
 from envpipe_megatron.gpu.base import FORBID_VARIABLE
-from envpipe_megatron.search.candidates import Candidate
 from envpipe_megatron.search.configuration import (
     Job,
     megatron_flags,
@@ -186,8 +185,7 @@ def ranked(place: Place, limit_s: int, memory_gib: float) -> None:
     profile = read_layers(place.profile)
     job = replace(place.job, memory_bytes=memory_gib * 2**30)
     megatron = MegatronSpace(profile, job, Space(max_chunks=2, same_recomputation=True))
-    cuts = filter(None, map(megatron.best_cut, megatron.shapes))
-    candidates = [Candidate(cut.configuration, profile, job) for cut in cuts]
+    candidates = [*filter(None, map(megatron.best_cut, megatron.shapes))]
     candidates.sort(key=lambda each: each.iteration_time_s)
     chosen = dict.fromkeys([*range(min(3, len(candidates))), *range(len(candidates))[-2:]])
     rows = []

@@ -106,14 +106,13 @@ def _bill(
     conditions: Conditions,
     park_mhz: IntArray | None,
 ) -> Evaluation:
-    changes = np.count_nonzero(frequency_mhz != np.roll(frequency_mhz, 1, axis=1), axis=1)
+    asked_mhz = clock_requests(frequency_mhz, park_mhz)
+    changes = np.count_nonzero(asked_mhz != np.roll(asked_mhz, 1, axis=1), axis=1)
     if conditions.wait_power_w is None:  # then the total wait is enough
         wait_s = timeline.iteration_time_s - timeline.duration_s.sum(axis=1)
         waiting_j = np.array(conditions.blocking_power_w) * wait_s
     else:
         waiting_j = waiting_energy_j(timeline, frequency_mhz, conditions, park_mhz).sum(axis=1)
-    if park_mhz is not None:
-        changes = _changes_with_parking(frequency_mhz, park_mhz)
     by_stage_j = energy_j.sum(axis=1) + waiting_j + conditions.change_energy_j * changes
     return Evaluation(timeline, energy_j, conditions.gpus_by_stage * by_stage_j, changes)
 
@@ -153,14 +152,15 @@ def _check_parking(
         )
 
 
-def _changes_with_parking(frequency_mhz: IntArray, park_mhz: IntArray) -> IntArray:
-    """Return [num_stages] changes of clock around the iteration, parked clocks included."""
-    before = np.roll(frequency_mhz, 1, axis=1)
-    parked = park_mhz > 0
-    lowered = parked & (park_mhz != before)
-    raised = frequency_mhz != np.where(parked, park_mhz, before)
-    changes: IntArray = np.count_nonzero(lowered, axis=1) + np.count_nonzero(raised, axis=1)
-    return changes
+def clock_requests(frequency_mhz: IntArray, park_mhz: IntArray | None) -> IntArray:
+    """Return [num_stages, 2 * units_per_stage] the clocks asked for before each unit, MHz.
+
+    First that of the wait, which is the unit's own where nothing parks in it, then the unit's.
+    """
+    in_wait_mhz = frequency_mhz
+    if park_mhz is not None:
+        in_wait_mhz = np.where(park_mhz > 0, park_mhz, frequency_mhz)
+    return np.stack([in_wait_mhz, frequency_mhz], axis=2).reshape(len(frequency_mhz), -1)
 
 
 def _durations_with_late_clocks(

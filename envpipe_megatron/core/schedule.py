@@ -306,7 +306,7 @@ class Schedule:
         """For each stage, the most microbatches (x chunks) whose activations it holds at once."""
         if self.forward_only:
             return (0,) * self.num_stages
-        return tuple(map(int, self.held().max(axis=1)))
+        return tuple(map(int, self.peak_held()))
 
     def held(self, one: ArrayLike = 1.0, pending: ArrayLike = 1.0) -> FloatArray:
         """Return [num_stages, units_per_stage] what each stage holds after the unit there.
@@ -326,6 +326,14 @@ class Schedule:
         change = np.choose(self.kinds, [flies, -flies, waits - flies, -waits])
         held: FloatArray = change.cumsum(axis=1)
         return held
+
+    def peak_held(self, pending: ArrayLike = 1.0) -> FloatArray:
+        """Return [num_stages] the most that each stage holds, in microbatches x chunks in flight.
+
+        `pending` is what is held of one between the two parts of a backward.
+        """
+        peaks: FloatArray = self.held(1.0, pending).max(axis=1)
+        return peaks
 
     @property
     def microbatches_in_flight(self) -> tuple[float, ...]:
@@ -364,20 +372,15 @@ class Schedule:
         )
 
     @cached_property
-    def outer_envelope(self) -> frozenset[int]:
-        """Nodes of the outer envelope.
+    def outer_envelope(self) -> BoolArray:
+        """[num_stages, units_per_stage] whether the unit there is on the outer envelope.
 
         First forward of each stage, all units of the last stage, last backward of each stage
         (Choi et al., ATC'23, section 3).
         """
-        width = self.units_per_stage
-        last_stage = range((self.num_stages - 1) * width, self.num_stages * width)
-        edges = [
-            node
-            for stage in range(self.num_stages)
-            for node in (stage * width, (stage + 1) * width - 1)
-        ]
-        return frozenset([*edges, *last_stage])
+        on_envelope = np.zeros(self.places.shape, dtype=bool)
+        on_envelope[:, [0, -1]] = on_envelope[-1] = True
+        return on_envelope
 
     def labels(self) -> list[list[str]]:
         """Return the orders as plans write them."""

@@ -60,15 +60,12 @@ class Timeline:
             )
         #: [num_stages, units_per_stage] how long each unit takes.
         self.duration_s = durations
-        self._path = LongestPath(schedule, durations.ravel().tolist(), latency_s)
+        self._path = LongestPath(schedule, durations.ravel().tolist(), latency_s, tail_s)
         self._path.find_ends()
         #: [num_stages, units_per_stage] end of each unit; the iteration starts at 0.
         self.end_s: FloatArray = np.array(self._path.end_s).reshape(shape)
-        self._tail_s = np.broadcast_to(tail_s, shape[:1])
-        stage_end_s = self.end_s[:, -1] + self._tail_s
         #: Until the last stage has ended its tail.
-        self.iteration_time_s = float(stage_end_s.max())
-        self._last_stage = int(stage_end_s.argmax())
+        self.iteration_time_s = max(self._path.stage_end_s)
 
     @property
     def start_s(self) -> FloatArray:
@@ -93,14 +90,15 @@ class Timeline:
     @property
     def slack_s(self) -> FloatArray:
         """[num_stages, units_per_stage] how much later a unit may end with the same iteration."""
-        self._path.find_latest_ends((self.iteration_time_s - self._tail_s).tolist())
+        self._path.find_latest_ends(self.iteration_time_s)
         return np.array(self._path.latest_end_s).reshape(self.end_s.shape) - self.end_s
 
     def critical_path(self) -> list[int]:
         """Return nodes of the path that sets the iteration time, from its end to its start."""
         threshold_s = RELATIVE_TOLERANCE * self.iteration_time_s
         wait_s = self.wait_s.ravel().tolist()
-        return critical_path(self.schedule, wait_s, threshold_s, self._last_stage)
+        last_stage = self._path.stage_end_s.index(self.iteration_time_s)
+        return critical_path(self.schedule, wait_s, threshold_s, last_stage)
 
 
 def critical_path(
@@ -135,7 +133,7 @@ class LongestPath:
     """Ends of all units by their durations, in any unit of time.
 
     `duration_s`, [num_units], is changed and not copied; latencies are as `latency_by_node` takes
-    them.
+    them, and tails as `Timeline`.
     """
 
     def __init__(
@@ -143,6 +141,7 @@ class LongestPath:
         schedule: Schedule,
         duration_s: list[float],
         latency_s: float | Sequence[float] = 0.0,
+        tail_s: ArrayLike = 0.0,
     ) -> None:
         self.order = schedule.topological_order
         self.duration_s = duration_s
@@ -154,7 +153,14 @@ class LongestPath:
         self.hop_s = latency_by_node(schedule, latency_s)
         self._schedule, self._width = schedule, schedule.units_per_stage
         self._cross: list[int] = schedule.cross_dependency.tolist()
-        self._last_end_s: Sequence[float] = ()
+        self._tail_s: list[float] = np.broadcast_to(tail_s, schedule.num_stages).tolist()
+        self._until_s = 0.0
+
+    @property
+    def stage_end_s(self) -> list[float]:
+        """[num_stages] the earliest ends of the stages, tails included, once ends were found."""
+        last_s = self.end_s[self._width - 1 :: self._width]
+        return [end_s + tail_s for end_s, tail_s in zip(last_s, self._tail_s, strict=True)]
 
     def start_s(self, node: int) -> float:
         """Return the earliest start of a node, by the ends of those it waits for."""
@@ -174,9 +180,9 @@ class LongestPath:
                 start_s = max(start_s, end_s[source] + hop_s[node])
             end_s[node] = start_s + duration_s[node]
 
-    def find_latest_ends(self, last_end_s: Sequence[float]) -> None:
-        """Find the latest ends of all nodes if each stage must have ended by `last_end_s`."""
-        self._last_end_s = last_end_s
+    def find_latest_ends(self, until_s: float) -> None:
+        """Find the latest ends of all nodes if each stage must have ended its tail by `until_s`."""
+        self._until_s = until_s
         for node in reversed(self.order):
             self.latest_end_s[node] = self.find_latest_end(node)
 
@@ -186,7 +192,7 @@ class LongestPath:
         if (node + 1) % self._width:
             end_s = latest[node + 1] - duration_s[node + 1]
         else:
-            end_s = self._last_end_s[node // self._width]
+            end_s = self._until_s - self._tail_s[node // self._width]
         for waiting in self._schedule.waiting[node]:
             end_s = min(end_s, latest[waiting] - duration_s[waiting] - self.hop_s[waiting])
         return end_s

@@ -46,7 +46,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from envpipe_megatron.core.fields import TEXT, Number, Reader
-from envpipe_megatron.errors import EnvPipeError
 
 if TYPE_CHECKING:  # guards import this module, and do without SciPy
     from envpipe_megatron.formats.steps import StepEnergy
@@ -121,10 +120,6 @@ PHASES = (
 
 #: Logs of more bytes are large; of these, lines are added up over this share of the time before.
 _LARGE_BYTES, _SHARE_OF_LARGE = 16_000_000, 0.05
-
-
-class EnergyFileError(EnvPipeError):
-    """A file that holds no energy log."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,11 +210,13 @@ class EnergyLogs:
         lines: windows and notes in the order in which they were read, each once.
         repeated: lines that were given before.
         unreadable: lines that are torn or not of an energy log, as `file:line`.
+        foreign: files with lines none of which can be read, which are not among `unreadable`.
     """
 
     lines: tuple[EnergyWindow | EnergyNote, ...]
     repeated: int
     unreadable: tuple[str, ...]
+    foreign: tuple[Path, ...] = ()
 
     @property
     def windows(self) -> tuple[EnergyWindow, ...]:
@@ -241,8 +238,6 @@ def read_energy_logs(
         paths: a file may be empty, as that of a node that never got so far.
         take: gets each line, and none is kept in what is returned. Without it all are kept; where
             files are large, lines of each GPU are added up as they are read, see `energy_sums`.
-
-    EnergyFileError: a file with lines, none of which can be read; or nothing in any file.
     """
     from envpipe_megatron.formats.energy_sums import LogSums  # which imports this module
 
@@ -256,10 +251,10 @@ def read_energy_logs(
             take = sums.add
     seen: set[int] = set()  # of digests
     unreadable: list[str] = []
+    foreign: list[Path] = []
     repeated = 0
-    path = Path()
     for path in paths:
-        found = foreign = False
+        found, torn = False, list[str]()
         with path.open("rb") as file:  # a torn line need not be text
             for number, line in enumerate(file, start=1):
                 if not line.strip():
@@ -267,8 +262,7 @@ def read_energy_logs(
                 try:
                     read = parse_line(line)
                 except ValueError:
-                    unreadable.append(f"{path}:{number}")
-                    foreign = True
+                    torn.append(f"{path}:{number}")
                     continue
                 found = True
                 if (identity := hash(line.strip())) in seen:
@@ -276,20 +270,13 @@ def read_energy_logs(
                 else:
                     take(read)
                 seen.add(identity)
-        if foreign and not found:
-            raise _no_energy_log(path)
-    if not seen:
-        raise _no_energy_log(path)
+        if torn and not found:
+            foreign.append(path)
+        else:
+            unreadable += torn
     if sums is not None:
         sums.flush()
-    return EnergyLogs(tuple(lines), repeated, tuple(unreadable))
-
-
-def _no_energy_log(path: Path) -> EnergyFileError:
-    return EnergyFileError(
-        f"{path} holds no line of an energy log",
-        remedy="Give the energy.jsonl files that training under EnvPipe leaves.",
-    )
+    return EnergyLogs(tuple(lines), repeated, tuple(unreadable), tuple(foreign))
 
 
 def parse_line(line: bytes) -> EnergyWindow | EnergyNote:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -39,13 +39,12 @@ class DeviceError(EnvPipeError):
 class Device:
     """A rank's GPU, what changes its clock, and how time passes on it.
 
-    `make_executor` takes what waits for the clock controller; `labels` are for the energy log.
+    `make_executor` takes what waits for the clock controller.
     """
 
     gpu: Gpu
     control: Control
     make_executor: Callable[[Callable[[], None]], Executor]
-    labels: Mapping[str, bool]
 
 
 def current_device() -> torch.device:
@@ -84,7 +83,7 @@ def open_device(collectives: Collectives, num_stages: int, options: JobOptions) 
             require=options.require_control,
             one_clock=options.one_clock,
         )
-        return Device(gpu, control, lambda settle: CudaExecutor(), {})
+        return Device(gpu, control, lambda settle: CudaExecutor())
     wanted = options.gpu_control
     emulated, times_s = collectives.everywhere(
         lambda: _emulation(collectives.stage, num_stages, wanted, options.gpu)
@@ -92,10 +91,7 @@ def open_device(collectives: Collectives, num_stages: int, options: JobOptions) 
     wanted = "emulated" if wanted == "auto" else wanted
     gpu, control = open_rank_gpu(emulated.address.uid, collectives, wanted)
     return Device(
-        gpu,
-        control,
-        lambda settle: EmulatedExecutor(emulated, times_s, collectives, settle),
-        {"emulated": True},
+        gpu, control, lambda settle: EmulatedExecutor(emulated, times_s, collectives, settle)
     )
 
 

@@ -18,7 +18,7 @@ import logging
 import os
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import partial, wraps
 from pathlib import Path
@@ -32,6 +32,7 @@ from envpipe_megatron.integrations.leveled import LeveledJob
 from envpipe_megatron.integrations.levels import JobError
 from envpipe_megatron.integrations.options import flag_of, flags_given, prepare_files, read_options
 from envpipe_megatron.runtime.job.options import JobOptions
+from envpipe_megatron.search.layer_profile import FULL, SELECTIVE
 
 logger = logging.getLogger(__name__)
 
@@ -66,7 +67,8 @@ class Hooks(Generic[T]):
 
     Args:
         file: of the framework's, whose hook reads the options.
-        needed: hooks that every job reaches within its first steps.
+        needed: hooks that every job reaches within its first steps. Without those before them, it
+            has no options, or is not there: see `validated` and `running`.
     """
 
     def __init__(self, file: str, *needed: str) -> None:
@@ -179,6 +181,27 @@ def replaced(owner: Any, **values: Any) -> Iterator[None]:
                 delattr(owner, name)
             else:
                 setattr(owner, name, value)
+
+
+def recompute(blocks: Iterable[Any], what: str | None, count: int) -> None:
+    """Make the first layers of Megatron's transformer blocks recompute, and the others not.
+
+    What layers do is read from their configuration and attributes when they run, so a model can be
+    changed after it was built. Results stay the same.
+
+    Args:
+        blocks: of the model, without wrappers.
+        what: `FULL` or `SELECTIVE`; else none do.
+        count: layers of each block, at most.
+    """
+    full = what == FULL and count > 0
+    for block in blocks:
+        block.config.recompute_granularity = FULL if full else None
+        block.config.recompute_method = "block" if full else None
+        block.config.recompute_num_layers = count if full else None
+        for number, layer in enumerate(block.layers):
+            selected = what == SELECTIVE and number < count
+            layer.self_attention.checkpoint_core_attention = selected
 
 
 class Between(NamedTuple):

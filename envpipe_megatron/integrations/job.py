@@ -20,14 +20,13 @@ from envpipe_megatron.core.channel_model import QUEUES_VARIABLE
 from envpipe_megatron.core.orders.builders import framework_order
 from envpipe_megatron.core.schedule import Schedule
 from envpipe_megatron.core.sidecar import Sidecar
-from envpipe_megatron.errors import EnvPipeError
+from envpipe_megatron.errors import EnvPipeError, first_line
 from envpipe_megatron.gpu.control import Control
 from envpipe_megatron.integrations.device import DeviceError, open_device
 from envpipe_megatron.integrations.levels import Decision, JobError, Limit, version_of, why_whole_at
 from envpipe_megatron.policies.objective import Goal
-from envpipe_megatron.policies.orders.judged import check_own_within
+from envpipe_megatron.policies.problem import check_own_within
 from envpipe_megatron.policies.schedules import SCHEDULES
-from envpipe_megatron.runtime.channel.carrier import first_line
 from envpipe_megatron.runtime.channel.collectives import (
     CollectivesError,
     all_pipelines,
@@ -177,14 +176,7 @@ def open_job(
         units = _fingerprint(framework.same_job, options, device.gpu.name)
         # Other messages disturb units in another way.
         options = replace(options, fingerprint={**units, "keeps_order": keeps_order})
-    session = Session(
-        replace(options, labels=device.labels),
-        device.gpu,
-        device.make_executor,
-        channel,
-        collectives,
-        say=say,
-    )
+    session = Session(options, device.gpu, device.make_executor, channel, collectives, say=say)
     session.state.notes += tuple(notes)
     if orders and framework.why_whole and why_whole == framework.why_whole:
         session.state.notes += (f"Backwards stay whole: {why_whole}",)

@@ -22,7 +22,7 @@ from envpipe_megatron.core.schedule import Schedule
 from envpipe_megatron.files import replace_files
 from envpipe_megatron.formats.account import Tariff, account_lines
 from envpipe_megatron.formats.bill import Bill
-from envpipe_megatron.formats.energy import FRAMEWORK, Phase, read_step, split_phase
+from envpipe_megatron.formats.energy import FRAMEWORK, Phase, split_phase
 from envpipe_megatron.formats.energy_sums import total_of
 from envpipe_megatron.formats.steps import IntervalEnergy, StepEnergy
 from envpipe_megatron.integrations.framework_units import UnitFollower, once
@@ -287,13 +287,16 @@ def end_of_job(session: Session, tokens: object, energy_price: float | None = No
     for of_rank in sums:
         bill.add_sums(of_rank.values())
     bill.facts = {"tokens_per_iteration": tokens, "power": ranks[0]["power"]}
-    memory = session.parts.memory.stages
+    memory, measured = session.parts.memory.stages, session.energy.baselines.get("")
+    baseline = None if measured is None else measured.mean
+    phases = {phase: bill.steps(phase) for _, _, phase, _ in bill.phases}
     summary = {
         "format": "envpipe-summary/1",
         "created_by": f"envpipe {__version__}",
         "only_measures": only_measures,
         "tokens_per_iteration": tokens,
-        "baseline": own["baseline"],
+        "baseline": baseline and _facts(baseline),
+        "phases": {phase: _facts(step) for phase, step in phases.items() if step},
         "job": bill.comparison_facts(),
         "memory": None if memory is None else [asdict(stage) for stage in memory],
         "ranks": ranks,
@@ -306,10 +309,9 @@ def end_of_job(session: Session, tokens: object, energy_price: float | None = No
             logger.error("%s could not be written: %s", path, error)
     tariff = Tariff.of_environment(os.environ, energy_price)
     lines = list(account_lines(bill, tariff, bill.comparisons(), " in training"))
-    lines += _step_line("the latest baseline", read_step(own["baseline"]))
-    # By energy logs: a lap may be of two phases.
-    for phase in dict.fromkeys(phase for _, _, phase, _ in bill.phases):
-        lines += _step_line(phase, bill.steps(phase))
+    lines += _step_line("the latest baseline", baseline)
+    for phase, step in phases.items():  # by energy logs: a lap may be of two phases
+        lines += _step_line(phase, step)
     steady = total_of(
         own
         for (_, _, phase, _), own in bill.phases.items()
@@ -325,6 +327,10 @@ def end_of_job(session: Session, tokens: object, energy_price: float | None = No
     followed = (rank["clocks"]["followed"] for rank in ranks)
     lines += sorted({each["warning"] for each in followed if each and each["warning"]})
     return lines
+
+
+def _facts(step: StepEnergy) -> dict[str, Any]:
+    return {**asdict(step), "power_w": step.power_w}
 
 
 def _step_line(phase: str, step: StepEnergy | None) -> Iterator[str]:

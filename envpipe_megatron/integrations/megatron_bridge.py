@@ -101,8 +101,8 @@ class EnvPipeCallback:
             (`level="units"`, `max_slowdown=3`), as a block of a configuration has them.
 
     Raises:
-        OptionError: no such option, or a value that it cannot have.
-        JobError: a version of Megatron-Bridge that EnvPipe cannot follow.
+        JobError: no such option, a value that it cannot have, or a version of Megatron-Bridge that
+            EnvPipe cannot follow.
 
     When training begins, an EnvPipeError ends a job that cannot have what it asks for, before its
     first step.

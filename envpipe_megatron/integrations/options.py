@@ -15,10 +15,9 @@ from typing import Any
 
 from envpipe_megatron.core.plan import read_plan
 from envpipe_megatron.core.profile import read_profile
-from envpipe_megatron.errors import EnvPipeError
+from envpipe_megatron.integrations.levels import JobError
 from envpipe_megatron.policies.objective import Goal
-from envpipe_megatron.policies.problem import PlannerError
-from envpipe_megatron.policies.request import BY_MEMORY, check_request
+from envpipe_megatron.policies.request import BY_MEMORY
 from envpipe_megatron.policies.schedules import SCHEDULES
 from envpipe_megatron.runtime.job.options import OPTIONS, JobOptions
 
@@ -27,13 +26,7 @@ Named = Callable[[str], str]
 #: Options only for frameworks that have more than one level.
 OF_LEVELS = tuple(name for name, option in OPTIONS.items() if option.of_levels)
 _OF_VARIABLES = ("type", "scheduling", "reconfigure")
-#: The names of a request's parts, where options have others.
-_PLANNED_BY = {"policy": "type", "schedule": "scheduling"}
 _DEFAULTS = vars(JobOptions())
-
-
-class OptionError(EnvPipeError):
-    """An option of EnvPipe that is wrong, or does not go with another."""
 
 
 def flag_of(name: str) -> str:
@@ -88,7 +81,7 @@ def read_options(
         save_folder: where the job keeps its checkpoints, if it does.
         named: how errors name options.
 
-    Raises OptionError for an option that is wrong, or does not go with another.
+    Raises JobError for an option that is wrong, or does not go with another.
     """
     given = read_values(settings, without, named)
     options = JobOptions(**_with_variables(given, num_stages, named))
@@ -99,12 +92,8 @@ def read_options(
     limit = options.max_in_flight
     if isinstance(limit, tuple) and len(limit) != num_stages:
         which = f"one number, or one for each of {num_stages} stages"
-        raise OptionError(f"{named('max_in_flight')} is {which}", value=limit)
+        raise JobError(f"{named('max_in_flight')} is {which}", value=limit)
     _check_rules(options, {"a pipeline": num_stages > 1, "GPUs": on_gpu}, named)
-    try:
-        check_request(options.request(), named=lambda part: named(_PLANNED_BY.get(part, part)))
-    except PlannerError as error:
-        raise OptionError(str(error)) from None
     return options
 
 
@@ -120,13 +109,13 @@ def read_values(
         without: options that the framework does not have.
         named: how errors name options.
 
-    Raises OptionError for a name that is no option, or a value that it cannot have.
+    Raises JobError for a name that is no option, or a value that it cannot have.
     """
     known = sorted(OPTIONS.keys() - {*without})
     values = {}
     for name, value in plain_names(settings).items():
         if name not in known:
-            raise OptionError(
+            raise JobError(
                 "No such option of EnvPipe here",
                 value=name,
                 remedy=f"There are {', '.join(known)}.",
@@ -135,13 +124,13 @@ def read_values(
         is_switch = option.read is None
         if value is not None and isinstance(value, bool) is not is_switch:
             kind = "true or false" if is_switch else "a value"
-            raise OptionError(f"The option {name} takes {kind}", value=value)
+            raise JobError(f"The option {name} takes {kind}", value=value)
         if value is None or value is False:
             continue
         try:
             values[name] = option.value_of(value)
         except ValueError as error:
-            raise OptionError(f"{named(name)} is {error}", value=value) from None
+            raise JobError(f"{named(name)} is {error}", value=value) from None
     return values
 
 
@@ -171,7 +160,7 @@ def _with_variables(given: Mapping[str, Any], num_stages: int, named: Named) -> 
     whole = {**filled, **given}
     if whole.get("reconfigure") == "optimal":
         if policy not in ("envelope", "optimal"):
-            raise OptionError(
+            raise JobError(
                 f"{named('reconfigure')} optimal does not go with {named('type')} {policy}",
                 remedy=f"Use {named('type')} optimal.",
             )
@@ -200,9 +189,12 @@ class Rule:
 
 
 _ONLY_PLANS = ("sweep", "profile_only", "plan")
+_UNLIMITED = "|".join(name for name, row in SCHEDULES.items() if "max_in_flight" not in row.takes)
 #: What options go with, in the order in which it is checked.
 RULES = (
     Rule("type envelope|optimal", "plans for stages", ("a pipeline",)),
+    Rule("reconfigure greedy|balanced", "adjusts the clocks of envelopes", ("type envelope",)),
+    Rule("scheduling auto", "is planned together with the clocks", ("type optimal",)),
     Rule(
         "type baseline",
         "only measures: it makes no profile, and runs no plan",
@@ -223,6 +215,11 @@ RULES = (
     Rule("energy_price", "is for plans of least cost", ("objective cost",)),
     Rule("gpu_price", "is for plans of least cost", ("objective cost",)),
     Rule(f"max_in_flight {BY_MEMORY}", "is by what memory is measured to be", ("GPUs",)),
+    Rule(
+        "max_in_flight",
+        "limits other orders than the framework's",
+        without=(f"scheduling {_UNLIMITED}",),
+    ),
     Rule("profile", "is of stages", ("a pipeline",)),
     Rule(
         "plan",
@@ -251,7 +248,7 @@ RULES = (
 
 
 def _check_rules(options: JobOptions, facts: Mapping[str, bool], named: Named) -> None:
-    """Refuse by an OptionError options that do not go together, by their rules."""
+    """Refuse by an JobError options that do not go together, by their rules."""
 
     def holds(term: str) -> bool:
         if " or " in term:
@@ -266,20 +263,23 @@ def _check_rules(options: JobOptions, facts: Mapping[str, bool], named: Named) -
         words = term.replace("|", " or ").split(" ")
         return term if term in facts else " ".join(named(w) if w in OPTIONS else w for w in words)
 
+    def given(term: str) -> str:
+        name, _, values = term.partition(" ")
+        return said(f"{name} {getattr(options, name)}" if values else name)
+
     for rule in RULES:
         if not holds(rule.of):
             continue
-        name, _, values = rule.of.partition(" ")
-        own = said(f"{name} {getattr(options, name)}" if values else name)
+        own = given(rule.of)
         for term in rule.needs:
             if not holds(term):
                 instead = "." if term in facts else f", or use {said(term)}."
                 what = f"{own} needs {said(term)}: it {rule.why}"
-                raise OptionError(what, remedy=f"Leave it out{instead}")
+                raise JobError(what, remedy=f"Leave it out{instead}")
         for term in filter(holds, rule.without):
-            what = f"{own} does not go with {said(term)}: it {rule.why}"
+            what = f"{own} does not go with {given(term)}: it {rule.why}"
             left = "it" if term in facts else "one of them"
-            raise OptionError(what, remedy=f"Leave {left} out.")
+            raise JobError(what, remedy=f"Leave {left} out.")
 
 
 def prepare_files(options: JobOptions, num_stages: int, named: Named = flag_of) -> None:
@@ -296,7 +296,7 @@ def prepare_files(options: JobOptions, num_stages: int, named: Named = flag_of) 
             # The last is of a character that no name can have.
             wrong = FileExistsError | NotADirectoryError | ValueError
             if options.profile_only or isinstance(error, wrong):
-                raise OptionError(
+                raise JobError(
                     f"There can be no output folder: {getattr(error, 'strerror', error)}",
                     value=str(options.output),
                     remedy=f"Give another one by {named('output')}.",
@@ -305,7 +305,7 @@ def prepare_files(options: JobOptions, num_stages: int, named: Named = flag_of) 
         return
     profile = read_profile(options.profile)
     if profile.num_stages != num_stages:
-        raise OptionError(
+        raise JobError(
             f"The profile has {profile.num_stages} stages and this job {num_stages}",
             value=str(options.profile),
             remedy="Give the profile of this model on as many stages.",
@@ -315,13 +315,13 @@ def prepare_files(options: JobOptions, num_stages: int, named: Named = flag_of) 
 
 
 def plain_names(settings: Mapping[str, object]) -> dict[str, object]:
-    """Return settings by the one name that each has here; two names are an OptionError."""
+    """Return settings by the one name that each has here; two names are an JobError."""
     named: dict[str, object] = {}
     for given, value in settings.items():
         name = str(given).replace("-", "_")
         name = "reconfigure" if name == "reconfig" else name  # as EnvPipe itself calls it
         if name in named:
-            raise OptionError("An option is given twice", value=given, remedy="Give it once.")
+            raise JobError("An option is given twice", value=given, remedy="Give it once.")
         named[name] = value
     return named
 
@@ -343,19 +343,19 @@ def divided(arguments: Sequence[str], *more: str) -> tuple[dict[str, object], li
 
     That has flags of a framework's that are named `more`, which may begin as EnvPipe's do.
 
-    Raises OptionError for an option that EnvPipe does not have, or a value that it cannot have.
+    Raises JobError for an option that EnvPipe does not have, or a value that it cannot have.
     """
     parser = argparse.ArgumentParser(allow_abbrev=False, add_help=False, exit_on_error=False)
     add_arguments(parser.add_argument_group())
     try:
         found, rest = parser.parse_known_args(arguments)
     except argparse.ArgumentError as error:
-        raise OptionError(str(error)) from None
+        raise JobError(str(error)) from None
     prefix = flag_of("")
     unknown = [word for word in rest if word.startswith(prefix) and not word.startswith(more)]
     if unknown:
         names = ", ".join(flag_of(name).removeprefix(prefix) for name in OPTIONS)
-        raise OptionError("No such option of EnvPipe", value=unknown, remedy=f"There are {names}.")
+        raise JobError("No such option of EnvPipe", value=unknown, remedy=f"There are {names}.")
     settings = flags_given(found)
     read_values(settings, named=flag_of)
     return settings, rest

@@ -12,7 +12,6 @@ import tomllib
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.files import shipped_folder
@@ -56,16 +55,11 @@ class Hook:
     Attributes:
         module: the module to import, which must come from the checkout.
         attribute: the name that the module must have.
-        returned_by: a function of the module, without arguments; if the attribute is set to a
-            function, it must return what that function returns. Empty to skip this check.
-        prepare: calls to make first, each with `call`, a `module:function`, and its `arguments`.
         used_in: functions of the module whose code must name the attribute.
     """
 
     module: str
     attribute: str
-    returned_by: str = ""
-    prepare: Sequence[dict[str, Any]] = ()
     used_in: Sequence[str] = ()
 
 
@@ -138,7 +132,11 @@ def read_patch(description: str, text: bytes) -> Patch:
             sha256=document["patch_sha256"],
             recognition=Recognition(**document["recognition"]),
             hashes=hashes,
-            hooks=tuple(Hook(**table) for table in document["hooks"]),
+            # A record of an earlier version may have more, and needs it no more.
+            hooks=tuple(
+                Hook(table["module"], table["attribute"], table.get("used_in", ()))
+                for table in document["hooks"]
+            ),
             description=description,
             text=text,
         )

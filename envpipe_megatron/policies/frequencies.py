@@ -41,12 +41,8 @@ def uniform(schedule: Schedule, profile: Profile) -> IntArray:
 
 def envelope(schedule: Schedule, profile: Profile) -> IntArray:
     """Return maximum clocks on the outer envelope, optimal ones inside; errors as `uniform`."""
-    on_envelope = np.isin(np.arange(schedule.num_units), list(schedule.outer_envelope))
-    return np.where(
-        on_envelope.reshape(schedule.is_backward.shape),
-        max_frequencies(schedule, profile),
-        uniform(schedule, profile),
-    )
+    inside = uniform(schedule, profile)
+    return np.where(schedule.outer_envelope, max_frequencies(schedule, profile), inside)
 
 
 def added_functions(group: str, known: Collection[str]) -> dict[str, Callable[..., Any]]:
@@ -112,21 +108,6 @@ RECONFIGURE_POLICIES = {
     "greedy": ReconfigurePolicy("greedy", 90, 50_000, together=False),
     "balanced": ReconfigurePolicy("balanced", 30, 5_000, together=True),
 }
-
-
-@dataclass(frozen=True)
-class Step:
-    """One look at an iteration.
-
-    Args:
-        path: nodes of the critical path, from its end.
-        raised: node -> new frequency in MHz; empty when reconfiguring has ended.
-        ended: why, if it has.
-    """
-
-    path: list[int]
-    raised: dict[int, int]
-    ended: Ended | None
 
 
 @dataclass(frozen=True)
@@ -206,14 +187,15 @@ def step(
     path: list[int],
     policy: ReconfigurePolicy,
     ladders: Ladders,
-) -> Step:
+) -> tuple[dict[int, int], Ended | None]:
     """Take one reconfigure step on a critical path (nodes, from its end).
 
-    `frequency_mhz`, [num_units], is the current frequency of each node. Units that run
+    Returns the units to raise, node -> new frequency in MHz, or none and why reconfiguring has
+    ended. `frequency_mhz`, [num_units], is the current frequency of each node. Units that run
     as one have one clock, that of the last of them.
     """
-    if schedule.outer_envelope.issuperset(path):
-        return Step(path, {}, Ended.ENVELOPE)
+    if schedule.outer_envelope.ravel()[path].all():
+        return {}, Ended.ENVELOPE
     combined = schedule.combined.ravel()
     targets = {
         node: target
@@ -222,12 +204,12 @@ def step(
         and (target := ladders.next_above(node, frequency_mhz[node], policy.granularity_mhz))
     }
     if not targets:
-        return Step(path, {}, Ended.NOTHING_CAN_RISE)
+        return {}, Ended.NOTHING_CAN_RISE
     if not policy.together:
-        return Step(path, dict(list(targets.items())[:1]), None)
+        return dict(list(targets.items())[:1]), None
     lowest = min(frequency_mhz[node] for node in targets)
     raised = {node: clock for node, clock in targets.items() if frequency_mhz[node] == lowest}
-    return Step(path, raised, None)
+    return raised, None
 
 
 def lower(
@@ -253,11 +235,10 @@ def lower(
         lowered: of all units that were lowered before, the frequencies that they got.
     """
     schedule, conditions, width = plan.schedule, plan.conditions, plan.schedule.units_per_stage
-    path = LongestPath(schedule, duration_s.ravel().tolist(), conditions.latency_s)
+    times_s, tail_s = duration_s.ravel().tolist(), conditions.tail_by_stage_s
+    path = LongestPath(schedule, times_s, conditions.latency_s, tail_s)
     path.find_ends()
-    tail_s = conditions.tail_by_stage_s
-    until_s = (np.array(path.end_s[width - 1 :: width]) + tail_s).max()
-    path.find_latest_ends((until_s - tail_s).tolist())
+    path.find_latest_ends(max(path.stage_end_s))
     least: list[int] = plan.frequency_mhz.ravel().tolist()
     waiting: list[tuple[float, int, Rung]] = []
 
@@ -300,21 +281,21 @@ def reconfigure(plan: Plan, policy: ReconfigurePolicy) -> Reconfigured:
     while True:
         frequency_mhz = np.array(frequency).reshape(plan.frequency_mhz.shape)
         now = replace(plan, frequency_mhz=frequency_mhz, conditions=conditions)
-        taken = step(schedule, frequency, now.timeline.critical_path(), policy, ladders)
-        if not taken.ended and steps < policy.max_steps:
+        path = now.timeline.critical_path()
+        changes, ended = step(schedule, frequency, path, policy, ladders)
+        if not ended and steps < policy.max_steps:
             steps += 1
-            changes = taken.raised
         elif conditions != plan.conditions:
             conditions = plan.conditions
             continue
         elif best and not _better(now, best[0]):
             return best[1]
         else:
-            best = now, Reconfigured(frequency_mhz, steps, taken.ended or Ended.STEP_LIMIT)
+            best = now, Reconfigured(frequency_mhz, steps, ended or Ended.STEP_LIMIT)
             threshold_s = RELATIVE_TOLERANCE * now.cost.iteration_time_s
             duration_s = now.timeline.duration_s
             changes = lower(plan, frequency, duration_s, threshold_s, ladders, lowered)
-            if not taken.ended or not changes:
+            if not ended or not changes:
                 return best[1]
             lowered |= changes
         for node, target in changes.items():

@@ -12,11 +12,14 @@ from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass
 from functools import cached_property
 
+import numpy as np
+
 from envpipe_megatron.core.channel_model import CHANNEL_REMEDY, find_stall, max_falling_step
 from envpipe_megatron.core.conditions import Conditions
 from envpipe_megatron.core.fields import COUNT, FACTOR, TIME, WHOLE_NUMBER, option
 from envpipe_megatron.core.kinds import Kind, ScheduleError
 from envpipe_megatron.core.orders import builders
+from envpipe_megatron.core.orders.job import HELD_TOLERANCE
 from envpipe_megatron.core.profile import Profile
 from envpipe_megatron.core.profile_rows import SplitBackward
 from envpipe_megatron.core.schedule import Schedule
@@ -63,56 +66,56 @@ class OrderLimits:
 
 
 def order_limits(
-    num_stages: int,
-    num_microbatches: int,
-    *,
-    max_extra_forwards: int | None = None,
-    max_in_flight: Sequence[int] | None = None,
-    channel_capacity: int | None = None,
+    own: Schedule, most_in_flight: Sequence[int] | None = None, channel_capacity: int | None = None
 ) -> OrderLimits:
-    """Return the extra forwards that the batch and limits allow a job without chunks.
+    """Return the extra forwards that the batch and limits allow beyond 1F1B, the framework's own.
 
     Limits are as `Problem` has them. ScheduleError: fewer in flight than 1F1B itself holds.
     EnvPipeError: a channel on which not even 1F1B finishes.
     """
-    if channel_capacity is not None:
-        own = builders.one_f_one_b(num_stages, num_microbatches)
-        if stuck := find_stall(own, channel_capacity):
-            raise EnvPipeError(
-                "Not even 1F1B finishes on a channel of this capacity: "
-                + "; ".join(map(str, stuck)),
-                value=channel_capacity,
-                remedy=CHANNEL_REMEDY,
-            )
-    most = []
-    for stage in range(num_stages):
-        needed = min(num_stages - stage, num_microbatches)
-        held = num_microbatches if max_in_flight is None else max_in_flight[stage]
-        if held < needed:
-            raise ScheduleError(
-                f"Stage {stage} may hold too few microbatches in flight",
-                value=held,
-                remedy=f"1F1B itself holds {needed} there; allow at least that.",
-            )
-        most.append(min(num_microbatches, held) - needed)
-        if max_extra_forwards is not None:
-            most[-1] = min(most[-1], max_extra_forwards)
+    if channel_capacity is not None and (stuck := find_stall(own, channel_capacity)):
+        raise EnvPipeError(
+            "Not even 1F1B finishes on a channel of this capacity: " + "; ".join(map(str, stuck)),
+            value=channel_capacity,
+            remedy=CHANNEL_REMEDY,
+        )
+    check_own_within(own, most_in_flight)
+    batch = own.num_microbatches
+    limits = zip(most_in_flight or [batch] * own.num_stages, own.peak_in_flight, strict=True)
     fall = max_falling_step(channel_capacity)
     # Capacity 0 gives -1; the jobs that finish there at all have no channel or no extra forwards.
-    return OrderLimits(tuple(most), None if fall is None else max(0, fall))
+    return OrderLimits(
+        tuple(min(limit, batch) - peak for limit, peak in limits),
+        None if fall is None else max(0, fall),
+    )
 
 
-def envpipe_counts(
-    profile: Profile, num_microbatches: int, caps: Sequence[int] | None = None
-) -> list[int]:
-    """Return EnvPipe's extra forwards; by default nothing but the batch limits them."""
+def check_own_within(
+    own: Schedule,
+    max_in_flight: Sequence[float] | None,
+    error: type[EnvPipeError] = ScheduleError,
+) -> None:
+    """Refuse, by an error of this type, a limit that is below what the framework's order holds."""
+    most = max_in_flight or own.peak_in_flight
+    if any(limit < peak for limit, peak in zip(most, own.peak_in_flight, strict=True)):
+        held = own.microbatches_in_flight
+        raise error(
+            "The limit of microbatches in flight is below what the framework's own order "
+            f"({own.name}) holds, {', '.join(f'{each:g}' for each in held)}",
+            value=[limit / own.num_chunks for limit in most],
+            remedy=f"Give at least {math.ceil(max(held))}, or one number for each stage.",
+        )
+
+
+def envpipe_counts(profile: Profile, caps: Sequence[int]) -> list[int]:
+    """Return EnvPipe's extra forwards, by times of a profile and limits of each stage."""
     return builders.envpipe_extra_forwards(
         [kinds[Kind.BACKWARD][0].time_s for kinds in profile.rows],
         [
             profile.row(stage, Kind.FORWARD, frequency).time_s
             for stage, frequency in enumerate(profile.optimal_frequency_mhz)
         ],
-        caps or order_limits(profile.num_stages, num_microbatches).most,
+        caps,
     )
 
 
@@ -216,6 +219,7 @@ class Problem(PlanRequest):
         own_s: the time that the deadline is a multiple of; None for that of Megatron's order at the
             highest clocks.
         in_v: the framework's own order, where the job's chunks lie in a V.
+        notes: what the user should know of it.
     """
 
     _: KW_ONLY
@@ -224,6 +228,7 @@ class Problem(PlanRequest):
     max_in_flight: tuple[int, ...] | None = None
     own_s: float | None = None
     in_v: Schedule | None = None
+    notes: tuple[str, ...] = ()
 
     @property
     def num_stages(self) -> int:
@@ -248,15 +253,14 @@ class Problem(PlanRequest):
             most = list(map(min, by_peak, most or by_peak))
         return most or None
 
+    def allows(self, order: Schedule) -> bool:
+        """Return whether no stage holds more than both limits allow."""
+        most, held = self.most_in_flight, order.peak_held(self.profile.weight_shares)
+        return most is None or bool(np.all(held <= np.add(most, HELD_TOLERANCE)))
+
     def order_limits(self) -> OrderLimits:
         """Return the extra forwards that limits allow; EnvPipeError if those refuse 1F1B itself."""
-        return order_limits(
-            self.num_stages,
-            self.num_microbatches,
-            max_extra_forwards=self.max_extra_forwards,
-            max_in_flight=self.max_in_flight,
-            channel_capacity=self.channel_capacity,
-        )
+        return order_limits(self.own_order, self.most_in_flight, self.channel_capacity)
 
     def optimizer(self, order: Schedule, good_gap: float = GOOD_GAP) -> Optimizer:
         """Return what finds the best clocks of an order, as near to its bound as is good enough."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -62,14 +61,8 @@ def make_problem(
     return Problem(**{**vars(request), **known}, profile=profile, own_s=own_s, in_v=in_v)
 
 
-def check_request(request: PlanRequest, *, named: Callable[[str], str] | None = None) -> None:
-    """Refuse (PlannerError) unknown names and parts that contradict each other.
-
-    `named` is how a job's options for the parts are called, by default those of `envpipe plan`.
-    What it says of a job's request names only schedules that a job runs.
-    """
-    of_job = named is not None
-    option = named or (lambda part: f"--{part.replace('_', '-')}")
+def check_request(request: PlanRequest) -> None:
+    """Refuse (PlannerError) unknown names and parts that contradict each other."""
     for what, name, known in (
         ("policy", request.policy, POLICIES),
         ("reconfigure policy", request.reconfigure, RECONFIGURE_NAMES),
@@ -87,13 +80,13 @@ def check_request(request: PlanRequest, *, named: Callable[[str], str] | None = 
         raise PlannerError(
             f"Reconfiguring goes with the envelope policy, not with {request.policy}",
             value=request.reconfigure,
-            remedy=f"Use {option('policy')} envelope, or {option('reconfigure')} default.",
+            remedy="Use --policy envelope, or --reconfigure default.",
         )
     if order is None and row.build is None and request.policy != "optimal":
         raise PlannerError(
             "The schedule auto is planned together with the frequencies, by the optimal policy",
             value=request.policy,
-            remedy=f"Use {option('policy')} optimal, or another schedule.",
+            remedy="Use --policy optimal, or another schedule.",
         )
     for what, value, default in (
         ("deadline", request.deadline_factor or 1.0, 1.0),
@@ -104,7 +97,7 @@ def check_request(request: PlanRequest, *, named: Callable[[str], str] | None = 
             raise PlannerError(
                 f"Policy {request.policy} takes no {what}",
                 value=value,
-                remedy=f"Use {option('policy')} optimal, or leave the {what} out.",
+                remedy=f"Use --policy optimal, or leave the {what} out.",
             )
     factor = request.deadline_factor
     if factor is not None and not 0 < factor < math.inf:
@@ -119,15 +112,9 @@ def check_request(request: PlanRequest, *, named: Callable[[str], str] | None = 
             raise PlannerError(
                 f"{schedule} {has}",
                 value=value,
-                remedy=f"Use {option('schedule')} {that_take(field, of_job=of_job)}, or leave "
-                f"{option(field)} out.",
+                remedy=f"Use --schedule {that_take(field)}, or leave "
+                f"--{field.replace('_', '-')} out.",
             )
-    splits = row.splits if order is None else order.split
-    if request.split is not None and splits is False:
-        raise PlannerError(
-            f"{schedule} splits no backward, and the cost of splitting is given",
-            remedy="Leave --split-overhead out, or use --schedule auto.",
-        )
     more = request.num_chunks > 1 or request.split is not None
     if more and request.channel_capacity is not None:
         raise PlannerError(

@@ -16,12 +16,16 @@ from typing import Any
 from envpipe_megatron.core.channel_model import CHANNEL_REMEDY
 from envpipe_megatron.core.kinds import Kind, ScheduleError
 from envpipe_megatron.core.orders import builders
-from envpipe_megatron.core.orders.zero_bubble import zero_bubble, zero_bubble_v
+from envpipe_megatron.core.orders.builders import zero_bubble, zero_bubble_v
 from envpipe_megatron.core.schedule import Schedule
 from envpipe_megatron.errors import plain
 from envpipe_megatron.policies.frequencies import added_functions
-from envpipe_megatron.policies.orders.judged import check_own_within, peak_held, within
-from envpipe_megatron.policies.problem import PlannerError, Problem, envpipe_counts
+from envpipe_megatron.policies.problem import (
+    PlannerError,
+    Problem,
+    check_own_within,
+    envpipe_counts,
+)
 
 #: Measured on GPT-3 175B in two chunks (A100s, A40s; 16 to 96 microbatches): 0.1 to 0.4 points.
 _IN_CHUNKS = (
@@ -39,17 +43,15 @@ def envpipe_order(problem: Problem) -> tuple[Schedule, tuple[str, ...]]:
     if problem.num_chunks > 1:
         check_own_within(problem.own_order, problem.max_in_flight)
         return problem.own_order, (_IN_CHUNKS,)
-    microbatches, capacity = problem.num_microbatches, problem.channel_capacity
     limits = problem.order_limits()
-    unbounded = replace(problem, channel_capacity=None).order_limits()
-    wanted = unbounded.fit(envpipe_counts(problem.profile, microbatches, limits.most))
+    wanted = replace(limits, max_fall=None).fit(envpipe_counts(problem.profile, limits.most))
     extra = limits.fit(wanted)
-    lowered = _lowered(wanted, extra)
+    lowered, capacity = _lowered(wanted, extra), problem.channel_capacity
     note = (
         f"Extra forwards lowered on {lowered}: on a channel of capacity {capacity} "
         f"they may fall by at most {limits.max_fall} from a stage to the next. {CHANNEL_REMEDY}"
     )
-    order = builders.envpipe(problem.num_stages, microbatches, extra)
+    order = builders.envpipe(problem.num_stages, problem.num_microbatches, extra)
     return order, (note,) if lowered else ()
 
 
@@ -116,12 +118,12 @@ def _zero_bubble(
     in_flight, shares = problem.max_in_flight, problem.profile.weight_shares
     limit = min(most(stages), *(in_flight or (most(stages),)))
     order = build(stages, problem.num_microbatches, limit)
-    while not within(order, problem):  # one that waits takes more than one in flight
+    while not problem.allows(order):  # one that waits takes more than one in flight
         limit -= 1
         try:
             order = build(stages, problem.num_microbatches, limit)
         except ScheduleError:
-            held = plain(peak_held(order, shares).round(1).tolist())
+            held = plain(order.peak_held(shares).round(1).tolist())
             raise PlannerError(
                 f"Schedule {problem.schedule} needs memory of {held} microbatches (x chunks) in "
                 "flight by stage, since a pending weight gradient takes more than one",
@@ -186,10 +188,9 @@ def _of_package(make: Callable[..., Schedule], problem: Problem) -> Schedule:
 SCHEDULES = _table(_ROWS)
 
 
-def that_take(field: str, *, of_job: bool = False) -> str:
-    """Name the schedules, or only those of jobs, that may be given a field, for messages."""
-    rows = [row for row in _ROWS if field in row.takes]
-    *others, last = (row.name for row in rows if row.in_jobs or not of_job)
+def that_take(field: str) -> str:
+    """Name the schedules that may be given a field, for messages."""
+    *others, last = (row.name for row in _ROWS if field in row.takes)
     return f"{', '.join(others)} or {last}"
 
 

@@ -16,7 +16,9 @@ import numpy as np
 from envpipe_megatron.core.arrays import FloatArray
 from envpipe_megatron.core.schedule import Schedule
 from envpipe_megatron.core.timeline import Timeline
+from envpipe_megatron.formats.bill import Bill
 from envpipe_megatron.formats.energy import Phase, split_phase
+from envpipe_megatron.formats.energy_sums import EnergySums
 from envpipe_megatron.formats.steps import Comparison, StepEnergy
 from envpipe_megatron.formats.timeline import RankIteration
 from envpipe_megatron.report.pipelines import PlacedGpu, by_iteration, gpus_of, whole_pipelines
@@ -202,21 +204,9 @@ class StepFacts:
         return self.num_gpus * self.mean.energy_j if known else None  # type: ignore[operator]
 
 
-@dataclass(frozen=True)
-class StageFacts:
-    """Energy and time of one stage in a step of the steady phase, or of the baseline.
-
-    Args:
-        name: a name of the steps for people.
-        energy_j: energy of a step, on the mean of the stage's GPUs.
-        shares_s: of a step on the mean GPU, by `SHARES`; empty if they are not known.
-    """
-
-    name: str
-    stage: int
-    num_gpus: int
-    energy_j: float
-    shares_s: tuple[float, ...]
+def num_gpus(sums: Iterable[EnergySums]) -> int:
+    """Return how many members of the job sums are of: a rank may have had several GPUs."""
+    return len({own.last.member for own in sums if own.last})
 
 
 @dataclass(frozen=True)
@@ -245,6 +235,7 @@ class ReportFacts:
         baseline: what is compared with; None if that is not known.
         compared: the steady phase with the baseline; None if that cannot be said.
         account: what the run took and saved, in words; the last line is of all of it.
+        bill: what they are of; None without metered windows.
         notes: what a reader of the figures must know.
         bubbles: None if no whole iteration at full clock was recorded.
         predicted: None without bubbles.
@@ -256,7 +247,7 @@ class ReportFacts:
     steady: StepFacts | None = None
     compared: Comparison | None = None
     account: tuple[str, ...] = ()
-    stages: tuple[StageFacts, ...] = ()
+    bill: Bill | None = None
     notes: tuple[str, ...] = ()
     bubbles: Bubbles | None = None
     predicted: Predicted | None = None

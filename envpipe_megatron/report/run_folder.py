@@ -16,7 +16,6 @@ from envpipe_megatron.core.profile import Profile, read_profile
 from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.formats.energy import (
     ENDED,
-    EnergyFileError,
     EnergyLogs,
     EnergyNote,
     EnergyWindow,
@@ -150,28 +149,16 @@ def _ended_well(line: EnergyWindow | EnergyNote) -> bool:
 
 
 def _energy(path: Path, missing: list[str]) -> EnergyLogs | None:
-    paths = sorted(path.glob("energy*.jsonl"))
-    try:
-        read = read_energy_logs(paths)
-    except EnergyFileError:
-        readable = [file for file in paths if _is_energy_log(file, missing)]
-        if not readable:
-            missing.append("energy.jsonl: no energies")
-            return None
-        read = read_energy_logs(readable)
+    read = read_energy_logs(sorted(path.glob("energy*.jsonl")))
+    for file in read.foreign:
+        missing.append(f"{file.name}: no line of it can be read, and its energies are missing")
+    if not read.lines:
+        missing.append("energy.jsonl: no energies")
+        return None
     if not read.windows:
         missing.append("energy.jsonl: no energies, only what agents noted")
     missing += _torn(read.unreadable)
     return read
-
-
-def _is_energy_log(file: Path, missing: list[str]) -> bool:
-    try:
-        read_energy_logs([file])
-    except EnergyFileError:
-        missing.append(f"{file.name}: no line of it can be read, and its energies are missing")
-        return False
-    return True
 
 
 def _torn(lines: Sequence[str]) -> list[str]:

@@ -9,8 +9,10 @@ from dataclasses import dataclass, field
 from envpipe_megatron import __version__
 from envpipe_megatron.core.profile_rows import MEASURED_SPLIT
 from envpipe_megatron.errors import plain
-from envpipe_megatron.formats.energy import SHARES
-from envpipe_megatron.report.facts import Bubbles, ReportFacts, StepFacts
+from envpipe_megatron.formats.bill import Bill
+from envpipe_megatron.formats.energy import SHARES, Phase
+from envpipe_megatron.formats.energy_sums import EnergySums, total_of
+from envpipe_megatron.report.facts import Bubbles, ReportFacts, StepFacts, num_gpus
 from envpipe_megatron.report.run_folder import RunFolder
 
 #: Titles of the sections that tell the most.
@@ -54,7 +56,7 @@ def sections_of(
         *_bubbles(facts),
         Section("Pictures", stills=stills),
         _phases(facts),
-        _stages(facts),
+        _stages(facts.bill),
         _clocks(folder),
         _memory(folder),
         Section("Trace", lines=tuple(trace)),
@@ -160,15 +162,21 @@ def _phases(facts: ReportFacts) -> Section:
     return Section("Phases", header, tuple(rows))
 
 
-def _stages(facts: ReportFacts) -> Section:
+def _stages(bill: Bill | None) -> Section:
+    """Show a step of the baseline and a steady one, on the mean GPU of each stage."""
     header = ("", "stage", "GPUs", "energy (J)", "units (s)", "receives (s)", "rest (s)")
-    rows = (
-        (
-            stage.name, str(stage.stage), str(stage.num_gpus), f"{stage.energy_j:.1f}",
-            *([f"{share_s:.4f}" for share_s in stage.shares_s] or [""] * len(SHARES)),
-        )
-        for stage in facts.stages
-    )  # fmt: skip
+    rows = []
+    for name, phase in (("baseline", Phase.WARMUP), ("steady", Phase.STEADY)):
+        stages = defaultdict[int, list[EnergySums]](list)
+        for own in bill.of_phase(phase) if bill else ():
+            if own.last and own.last.stage is not None and own.steps:
+                stages[own.last.stage].append(own)
+        for stage, sums in sorted(stages.items()):
+            total = total_of(sums)
+            shares_s = [f"{share_s / total.steps:.4f}" for share_s in total.known_shares_s or ()]
+            energy_j = f"{total.energy_j / total.steps:.1f}"
+            blank = [""] * len(SHARES)
+            rows.append((name, str(stage), str(num_gpus(sums)), energy_j, *(shares_s or blank)))
     return Section("Stages: an iteration on one GPU", header, tuple(rows))
 
 

@@ -180,7 +180,7 @@ def _known(
     columns: dict[str, NDArray[Any]] = {
         "slack_ms": 1e3 * timeline.slack_s,
         "critical": _among(schedule, timeline.critical_path()),
-        "envelope": _among(schedule, schedule.outer_envelope),
+        "envelope": schedule.outer_envelope,
         "joules": _joules(schedule, reads, profile),
     }
     return [
@@ -254,7 +254,7 @@ def plan_chart(
         "mhz": plan.frequency_mhz,
         "height": HEIGHTS[np.where(np.roll(schedule.combined, 1, axis=1), 1, places)],
         "critical": _among(schedule, path),
-        "envelope": _among(schedule, schedule.outer_envelope),
+        "envelope": schedule.outer_envelope,
     }
     units = {name: values.ravel() for name, values in columns.items()}
     rows = [str(stage) for stage in range(schedule.num_stages)]

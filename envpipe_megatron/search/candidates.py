@@ -39,27 +39,21 @@ _ROUNDS = 2
 
 
 @dataclass(frozen=True)
-class Losses:
-    """Shares of the time of all GPUs in an iteration; messages wait in bubbles."""
-
-    computed: float
-    recomputed: float
-    bubbles: float
-    reduction: float
-
-
-@dataclass(frozen=True)
 class Candidate:
-    """A configuration of a job, in the framework's own order at the highest clocks at first."""
+    """A configuration of a job, in the framework's own order at the highest clocks at first.
+
+    It takes `bound_s` at least, as far as its cut tells.
+    """
 
     configuration: Configuration
     profile: LayerProfile
     job: Job
+    bound_s: float = 0.0
 
     @cached_property
     def works(self) -> tuple[StageLoad, ...]:
         """Work of each stage; at its power limit a GPU is the faster the more it waits."""
-        works = measured = self._measured_works
+        works = measured = self.measured_works
         for _ in range(_ROUNDS if self.profile.least_rested < 1 else 0):
             share = self.configuration.num_microbatches / self._timeline(works).iteration_time_s
             works = tuple(
@@ -69,8 +63,8 @@ class Candidate:
         return works
 
     @cached_property
-    def _measured_works(self) -> tuple[StageLoad, ...]:
-        """The same where no GPU ever waits."""
+    def measured_works(self) -> tuple[StageLoad, ...]:
+        """The work of each stage where no GPU ever waits."""
         return tuple(stage_work(self.profile, stage) for stage in self.configuration.stages)
 
     @cached_property
@@ -88,7 +82,7 @@ class Candidate:
     def hops_s(self) -> FloatArray:
         """[num_stages - 1] time of a message from each stage to the next, and back."""
         hops, node = [], self.job.gpus_per_node
-        for work, ranks in zip(self._measured_works, self._ranks, strict=True):
+        for work, ranks in zip(self.measured_works, self._ranks, strict=True):
             crosses = any(rank // node != (rank + len(ranks)) // node for rank in ranks)
             hops.append(float(self.profile.links.message_s(work.message_bytes.max(), crosses)))
         return np.array(hops[:-1])
@@ -104,7 +98,7 @@ class Candidate:
         each, shared = profile.bytes_per_parameter, self.configuration.distributed_optimizer
         halves = each.gradient, each.weight if shared else each.gradient
         for stage, work, ranks in zip(
-            self.configuration.stages, self._measured_works, self._ranks, strict=True
+            self.configuration.stages, self.measured_works, self._ranks, strict=True
         ):
             crosses = ranks[0] // node != ranks[-1] // node
             tail_s = work.parameters * profile.gradients_s
@@ -138,8 +132,8 @@ class Candidate:
         return self.timeline.iteration_time_s
 
     @property
-    def losses(self) -> Losses:
-        """Shares of the time of all GPUs."""
+    def time_shares(self) -> dict[str, float]:
+        """Shares of the time of all GPUs in an iteration, by words; messages wait in bubbles."""
         configuration, all_s = self.configuration, self.iteration_time_s
         gpus = np.array([stage.num_gpus for stage in configuration.stages])
         share = gpus / gpus.sum() / all_s
@@ -148,12 +142,12 @@ class Candidate:
             [work.recomputed_s.sum() for work in self.works]
         )
         tails = float(share @ self.tails_s)
-        return Losses(
-            computed=float(share @ (busy - again)),
-            recomputed=float(share @ again),
-            bubbles=max(0.0, 1.0 - float(share @ busy) - tails),
-            reduction=tails,
-        )
+        return {
+            "computing": float(share @ (busy - again)),
+            "recomputing": float(share @ again),
+            "bubbles": max(0.0, 1.0 - float(share @ busy) - tails),
+            "reduction": tails,
+        }
 
     @cached_property
     def stage_profile(self) -> Profile:
@@ -215,7 +209,7 @@ class Candidate:
 
     def peak_bytes_of(self, order: Schedule | None) -> FloatArray:
         """Return [num_stages] the most that a GPU holds in an order; None: the framework's own."""
-        works = enumerate(self._measured_works)
+        works = enumerate(self.measured_works)
         return np.array(
             [stage_peak_bytes(self.profile, self.configuration, *each, order) for each in works]
         )

@@ -2,8 +2,8 @@
 
 A stage's time, memory and least recomputation depend only on its run and its place, and so does the
 iteration time that it forces: the cut whose stages force the least is a path through runs
-(`best_cut`). 1F1B takes that time or a little more, which the simulator says. The energy that a
-stage needs within a time is as much its own (`ShapeCuts.energy_weights`).
+(`ShapeCuts.fastest`). 1F1B takes that time or a little more, which the simulator says. The energy
+that a stage needs within a time is as much its own (`ShapeCuts.energy_weights`).
 """
 
 from __future__ import annotations
@@ -26,8 +26,6 @@ from envpipe_megatron.search.runs import (
     runs_within,
 )
 
-#: With more pieces a coarse cut is found first, which says how long a stage can be at most.
-_COARSE_NODES = 96
 #: Prices of time, W, as multiples of the largest power of a unit, that the estimate tries.
 _TIME_PRICES = np.concatenate([[0.0], np.geomspace(1e-3, 1e2, 48)])
 #: Numbers of an array over prices.
@@ -230,28 +228,6 @@ class ShapeCuts:
             ):
                 weight[at] = own_j
         return weights
-
-
-def best_cut(
-    pieces: Pieces,
-    shape: Shape,
-    job: Job,
-    static_bytes: FloatArray,
-    within_s: float = math.inf,
-    everywhere: Recomputed | None = None,
-) -> BestCut:
-    """Return the cut that forces the least time, exactly; arguments as `ShapeCuts`.
-
-    Many pieces are cut coarsely first: no stage of a better cut takes longer for all microbatches.
-    """
-    given, count = (pieces, shape, job, static_bytes, everywhere), pieces.num_pieces
-    if count < shape.num_stages:
-        return BestCut()
-    if count > _COARSE_NODES:
-        step = -(-count // _COARSE_NODES)
-        coarse = np.unique([*range(0, count, step), 1, count - 1, count])
-        within_s = min(within_s, ShapeCuts(*given, nodes=coarse).fastest().bound_s)
-    return ShapeCuts(*given, within_s).fastest()
 
 
 def least_energy_j(

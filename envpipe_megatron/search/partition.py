@@ -13,19 +13,18 @@ list, embeddings and heads too, and each stage has one at least.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
 
-from envpipe_megatron.core.arrays import FloatArray
-from envpipe_megatron.core.plan import Cost
 from envpipe_megatron.core.timeline import RELATIVE_TOLERANCE
 from envpipe_megatron.errors import EnvPipeError
+from envpipe_megatron.policies.objective import LEAST_ENERGY
 from envpipe_megatron.search.candidates import Candidate
 from envpipe_megatron.search.configuration import Job
-from envpipe_megatron.search.cuts import Shape, ShapeCuts
+from envpipe_megatron.search.cuts import Shape
 from envpipe_megatron.search.layer_file import read_layers
 from envpipe_megatron.search.layer_profile import (
     LayerProfile,
@@ -33,11 +32,11 @@ from envpipe_megatron.search.layer_profile import (
     running,
 )
 from envpipe_megatron.search.runs import Runs, least_path
-from envpipe_megatron.search.search import alternatives
+from envpipe_megatron.search.search import Ranked, alternatives, planned
 from envpipe_megatron.search.space import MegatronSpace, Space
 
 #: Cuts that are planned at most, the most promising first.
-MAX_PLANNED = 12
+_MAX_PLANNED = 12
 _SLACK = 1 + RELATIVE_TOLERANCE
 
 #: The slowest stage decides; of equal ones, the order of stages does, at a usual number of
@@ -51,20 +50,6 @@ METHODS = (_PARTS, _TIME, _ENERGY)
 
 #: The first layer of each stage, and the number of layers; embedding and loss count.
 Cut = tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class BestSplit:
-    """A cut.
-
-    Args:
-        cost: by energy, that of its plan.
-        num_planned: cuts that were planned.
-    """
-
-    cut: Cut
-    cost: Cost | None = None
-    num_planned: int = 0
 
 
 class SplitSpace:
@@ -103,34 +88,25 @@ class SplitSpace:
                 remedy="Each stage needs a layer; the embedding and the loss count where profiled.",
             )
         (sizes,) = profile.measures
-        self.num_stages, self.num_microbatches = num_stages, num_microbatches
-        self.memory_limit_bytes = memory_limit_bytes
         limit_bytes = None if memory_limit_bytes is None else memory_limit_bytes * _SLACK
         gpus = num_stages * sizes.gpus
         job = Job(gpus, gpus, num_microbatches * sizes.microbatch_size, limit_bytes)
-        self.profile = _layers_only(profile)
-        self._space = MegatronSpace(self.profile, job, Space(distributed_optimizer=False))
+        self.profile, space = _layers_only(profile), Space(distributed_optimizer=False)
+        self.megatron = MegatronSpace(self.profile, job, space)
         self.shape = Shape(sizes, num_stages, 1, 1, num_microbatches)
-        self.pieces = self._space.pieces(self.shape)
-        static_bytes = self._space.static_bytes(self.shape)
-        self.cuts = ShapeCuts(self.pieces, self.shape, job, static_bytes)
+        self.cuts = self.megatron.cuts(self.shape)
         if memory_limit_bytes is not None:
-            self._check_memory(memory_limit_bytes, static_bytes)
+            self._check_memory(memory_limit_bytes)
 
     def candidate(self, cut: Cut) -> Candidate:
         """Return a cut as the search has it."""
-        configuration = self._space.configuration(self.shape, cut, [(None, 0)] * self.num_stages)
-        job = replace(self._space.job, memory_bytes=self.memory_limit_bytes)
-        return Candidate(configuration, self.profile, job)
+        return self.megatron.candidate(self.shape, cut, [(None, 0)] * self.shape.num_stages)
 
-    def in_time(self, longest_s: float, blocking_power_w: float, most: int) -> list[Candidate]:
-        """Return the cheapest cuts by the search's estimate that take no longer in 1F1B."""
-        return alternatives(self._space, self.shape, blocking_power_w, longest_s, most)
-
-    def _check_memory(self, limit_bytes: float, static_bytes: FloatArray) -> None:
+    def _check_memory(self, limit_bytes: float) -> None:
         held_bytes, all_runs = [], self.cuts.runs
+        static_bytes = self.megatron.static_bytes(self.shape)
         for stage, runs in enumerate(all_runs):
-            in_flight = min(self.num_microbatches, self.num_stages - stage)
+            in_flight = min(self.shape.num_microbatches, self.shape.num_stages - stage)
             held = runs.excess_bytes(0.0, in_flight, runs.sums(static_bytes))
             held_bytes.append(np.where(runs.inside, held, np.inf))
         least, _ = least_path(all_runs, held_bytes, largest=True)
@@ -159,7 +135,7 @@ def _layers_only(profile: LayerProfile) -> LayerProfile:
     return replace(profile, measures=measures, links=Links(), optimizer_s=0.0, gradients_s=0.0)
 
 
-def least_bottleneck(space: SplitSpace) -> BestSplit:
+def least_bottleneck(space: SplitSpace) -> Candidate:
     """Return the cut with the least slowest stage; of equal ones that which forces the least time.
 
     Then the evenest.
@@ -170,21 +146,14 @@ def least_bottleneck(space: SplitSpace) -> BestSplit:
         np.where(stage.time_s <= least_s * _SLACK, force, np.inf)
         for stage, force in zip(stages, space.cuts.forced_s, strict=True)
     ]
-    return BestSplit(tuple(space.cuts.evenest(within)[1].tolist()))
+    return space.candidate(tuple(space.cuts.evenest(within)[1].tolist()))
 
 
-def least_energy(
-    space: SplitSpace,
-    blocking_power_w: float,
-    time_tolerance: float,
-    max_planned: int = MAX_PLANNED,
-) -> BestSplit:
-    """Return the cut with the least planned energy of those about as fast as the fastest.
+def least_energy(space: SplitSpace, blocking_power_w: float, time_tolerance: float) -> list[Ranked]:
+    """Plan cuts about as fast as the fastest; return them with the least planned energy first.
 
-    Args:
-        time_tolerance: the 1F1B iteration time at the highest clocks may exceed that of the cut
-            whose stages force the least by this fraction.
-        max_planned: cuts to plan at most, beside that one: those with the lowest estimate.
+    They are that one and those with the lowest estimate. The 1F1B iteration time at the highest
+    clocks may exceed that of the cut whose stages force the least by the fraction `time_tolerance`.
 
     Raises EnvPipeError for a profile without energies.
     """
@@ -195,12 +164,9 @@ def least_energy(
         )
     quickest = space.candidate(space.cuts.fastest().cut)
     limit_s = quickest.iteration_time_s * (1 + time_tolerance) * _SLACK
-    candidates = (quickest, *space.in_time(limit_s, blocking_power_w, max_planned))
-    unlike = {candidate.configuration: candidate for candidate in candidates}
-    costs = {key: each.plan(blocking_power_w, limit_s).cost for key, each in unlike.items()}
-    best = min(costs, key=lambda configuration: costs[configuration].energy_j)
-    cut = (0, *(stage.chunks[0][1] for stage in best.stages))
-    return BestSplit(cut, costs[best], len(costs))
+    others = alternatives(space.megatron, space.shape, blocking_power_w, limit_s, _MAX_PLANNED)
+    unlike = {candidate.configuration: candidate for candidate in (quickest, *others)}
+    return planned(unlike.values(), blocking_power_w, limit_s, LEAST_ENERGY)
 
 
 def make_parts(cut: str | Sequence[int], parameters: Sequence[int], num_stages: int) -> list[int]:
@@ -266,9 +232,11 @@ def _parts_by_file(cut: str, num_layers: int, num_stages: int) -> list[int]:
             remedy="Number all entries of the list of layers, embeddings too.",
         )
     space = SplitSpace(profile, num_stages, _MICROBATCHES_PER_STAGE * num_stages)
-    by_energy = f"{method}:" == _ENERGY
-    found = least_energy(space, 0.0, _TIME_TOLERANCE) if by_energy else least_bottleneck(space)
-    return list(found.cut)
+    if f"{method}:" == _ENERGY:
+        best = least_energy(space, 0.0, _TIME_TOLERANCE)[0].candidate
+    else:
+        best = least_bottleneck(space)
+    return [0, *(stage.chunks[0][1] for stage in best.configuration.stages)]
 
 
 def _parts_by_weight(weights: Sequence[int], num_stages: int) -> list[int]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from bisect import insort
-from collections.abc import Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import islice
 
@@ -21,8 +21,8 @@ from envpipe_megatron.core.plan import Cost, Plan
 from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.policies.objective import Goal, Objective
 from envpipe_megatron.search.candidates import Candidate
-from envpipe_megatron.search.configuration import Configuration, Job
-from envpipe_megatron.search.cuts import Shape, ShapeCuts, least_energy_j
+from envpipe_megatron.search.configuration import Job
+from envpipe_megatron.search.cuts import Shape, least_energy_j
 from envpipe_megatron.search.layer_profile import LayerProfile
 from envpipe_megatron.search.runs import BETTER, cheapest_paths
 from envpipe_megatron.search.space import MegatronSpace, Space, shape_of
@@ -106,13 +106,24 @@ def search(
         if not quickest:
             candidates = _cheapest(megatron, candidates, objective, blocking_power_w, longest_s)
         within_s = None if quickest else longest_s
-        plans = [
-            (candidate, candidate.plan(blocking_power_w, within_s, objective))
-            for candidate in candidates[:NUM_PLANNED]
-        ]
-        plans.sort(key=lambda each: objective.score(each[1].cost, job.num_gpus))
-        ranked = [Ranked(*each) for each in plans]
+        ranked = planned(candidates[:NUM_PLANNED], blocking_power_w, within_s, objective)
     return Found(tuple(ranked), len(megatron.shapes), num_cut)
+
+
+def planned(
+    candidates: Iterable[Candidate],
+    blocking_power_w: float,
+    longest_s: float | None,
+    objective: Objective,
+) -> list[Ranked]:
+    """Return candidates with their plans, as `Candidate.plan` makes them, the best first."""
+
+    def score(each: Ranked) -> float:
+        assert each.cost is not None
+        return objective.score(each.cost, each.candidate.job.num_gpus)
+
+    found = (Ranked(each, each.plan(blocking_power_w, longest_s, objective)) for each in candidates)
+    return sorted(found, key=score)
 
 
 def _cheapest(
@@ -160,28 +171,23 @@ def estimates_j(candidate: Candidate, blocking_power_w: float, times_s: FloatArr
     return energies_j
 
 
-def cheap_cuts(
-    megatron: MegatronSpace, shape: Shape, blocking_power_w: float, longest_s: float
-) -> Iterator[Configuration]:
-    """Yield cuts of a shape without virtual stages, the cheapest by the same estimate first."""
-    pieces = megatron.pieces(shape)
-    if shape.num_chunks > 1 or not shape.num_stages <= pieces.num_pieces <= _MOST_PIECES:
-        return
-    within_s = longest_s / megatron.profile.least_rested / BETTER
-    static_bytes = megatron.static_bytes(shape)
-    cuts = ShapeCuts(pieces, shape, megatron.job, static_bytes, within_s=within_s)
-    if cuts.stages:
-        weights = cuts.energy_weights(within_s, longest_s, blocking_power_w)
-        for path in cheapest_paths(cuts.runs, weights):
-            yield megatron.configuration(shape, path, cuts.recomputed(path))
-
-
 def alternatives(
     megatron: MegatronSpace, shape: Shape, blocking_power_w: float, longest_s: float, most: int
 ) -> list[Candidate]:
-    """Return the cheapest cuts of a shape, of the first ones, that are in time by the simulator."""
-    cuts = islice(cheap_cuts(megatron, shape, blocking_power_w, longest_s), most * _CUTS_FOR_ONE)
-    candidates = (Candidate(each, megatron.profile, megatron.job) for each in cuts)
+    """Return the cheapest cuts of a shape by the same estimate that the simulator says are in time.
+
+    Of the first ones; none with virtual stages.
+    """
+    num_pieces = megatron.pieces(shape).num_pieces
+    if shape.num_chunks > 1 or not shape.num_stages <= num_pieces <= _MOST_PIECES:
+        return []
+    within_s = longest_s / megatron.profile.least_rested / BETTER
+    cuts = megatron.cuts(shape, within_s=within_s)
+    if not cuts.stages:
+        return []
+    weights = cuts.energy_weights(within_s, longest_s, blocking_power_w)
+    paths = islice(cheapest_paths(cuts.runs, weights), most * _CUTS_FOR_ONE)
+    candidates = (megatron.candidate(shape, path, cuts.recomputed(path)) for path in paths)
     in_time = (each for each in candidates if each.iteration_time_s <= longest_s)
     return list(islice(in_time, most))
 
@@ -206,10 +212,8 @@ def _simulated(
         if megatron.bound_s(shape) > longest_s:
             break
         num_cut += 1
-        if (cut := megatron.best_cut(shape, longest_s)) is None:
-            continue
-        candidate = Candidate(cut.configuration, megatron.profile, megatron.job)
-        if cut.bound_s <= longest_s:
+        candidate = megatron.best_cut(shape, longest_s)
+        if candidate is not None and candidate.bound_s <= longest_s:
             insort(found, (candidate.iteration_time_s, number, candidate))
             found = found[:most]
     if not found:

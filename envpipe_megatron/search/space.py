@@ -19,6 +19,7 @@ import numpy as np
 
 from envpipe_megatron.core.arrays import FloatArray, IntArray
 from envpipe_megatron.errors import EnvPipeError
+from envpipe_megatron.search.candidates import Candidate
 from envpipe_megatron.search.configuration import (
     Configuration,
     Job,
@@ -28,12 +29,15 @@ from envpipe_megatron.search.configuration import (
     stage_peak_bytes,
     stage_work,
 )
-from envpipe_megatron.search.cuts import BestCut, Shape, best_cut
+from envpipe_megatron.search.cuts import BestCut, Shape, ShapeCuts
 from envpipe_megatron.search.layer_profile import EMBEDDING, FULL, LOSS, LayerProfile, Pieces
 from envpipe_megatron.search.runs import BETTER, least_path, runs_within
 
 #: A larger batch is a mistake, and its microbatches would fill the memory.
 _MOST_SAMPLES = 10**9
+#: With more pieces a coarse cut is found first: no stage of a better one takes longer for all
+#: microbatches.
+_COARSE_NODES = 96
 
 
 @dataclass(frozen=True)
@@ -50,14 +54,6 @@ class Space:
     max_chunks: int = 1
     distributed_optimizer: bool = True
     same_recomputation: bool = False
-
-
-@dataclass(frozen=True)
-class Cut:
-    """The best cut of a shape, and a time (s) that it takes at least."""
-
-    configuration: Configuration
-    bound_s: float
 
 
 class MegatronSpace:
@@ -134,24 +130,42 @@ class MegatronSpace:
             distributed_optimizer=self.space.distributed_optimizer,
         )
 
-    def best_cut(self, shape: Shape, within_s: float = math.inf) -> Cut | None:
+    def cuts(
+        self,
+        shape: Shape,
+        everywhere: Recomputed | None = None,
+        within_s: float = math.inf,
+        nodes: IntArray | None = None,
+    ) -> ShapeCuts:
+        """Return all cuts of a shape without virtual stages; arguments as `ShapeCuts` has them."""
+        given = self.pieces(shape), shape, self.job, self.static_bytes(shape)
+        return ShapeCuts(*given, everywhere, within_s, nodes)
+
+    def best_cut(self, shape: Shape, within_s: float = math.inf) -> Candidate | None:
         """Return the best cut of a shape; None if nothing fits, or all take longer than that."""
         return self._plain(shape, within_s) if shape.num_chunks == 1 else self._in_chunks(shape)
 
-    def configuration(
-        self, shape: Shape, slots: Sequence[int], recomputed: Sequence[Recomputed]
-    ) -> Configuration:
+    def candidate(
+        self,
+        shape: Shape,
+        slots: Sequence[int],
+        recomputed: Sequence[Recomputed],
+        bound_s: float = 0.0,
+    ) -> Candidate:
         """Return a shape with its cut.
 
         Args:
             slots: the first piece of each slot, and the number of pieces; slot i is of stage i mod
                 p.
             recomputed: by each stage, of the pieces of each of its chunks that know it.
+            bound_s: as `Candidate` has it.
         """
         stages = tuple(
             self._layout(shape, slots, stage, each) for stage, each in enumerate(recomputed)
         )
-        return Configuration(stages, shape.num_microbatches, self.space.distributed_optimizer)
+        shared = self.space.distributed_optimizer
+        configuration = Configuration(stages, shape.num_microbatches, shared)
+        return Candidate(configuration, self.profile, self.job, bound_s)
 
     def _layout(
         self, shape: Shape, slots: Sequence[int], stage: int, recomputed: Recomputed
@@ -166,17 +180,24 @@ class MegatronSpace:
             chunks, shape.sizes, shape.data_parallel, (name, count) if count else (None, 0)
         )
 
-    def _plain(self, shape: Shape, within_s: float) -> Cut | None:
-        pieces, best, static_bytes = self.pieces(shape), BestCut(), self.static_bytes(shape)
+    def _plain(self, shape: Shape, within_s: float) -> Candidate | None:
+        best, count = BestCut(), self.pieces(shape).num_pieces
+        if count < shape.num_stages:
+            return None
         for everywhere in self._everywhere(shape):
             if everywhere is not None and self._bound_with(shape, everywhere) > best.bound_s:
                 continue
             least_s = min(within_s, best.bound_s)
-            found = best_cut(pieces, shape, self.job, static_bytes, least_s, everywhere)
+            if count > _COARSE_NODES:
+                step = -(-count // _COARSE_NODES)
+                nodes = np.unique([*range(0, count, step), 1, count - 1, count])
+                coarse = self.cuts(shape, everywhere, nodes=nodes)
+                least_s = min(least_s, coarse.fastest().bound_s)
+            found = self.cuts(shape, everywhere, least_s).fastest()
             best = min(best, found, key=lambda each: each.bound_s)
         if not math.isfinite(best.bound_s):
             return None
-        return Cut(self.configuration(shape, best.cut, best.recomputed), best.bound_s)
+        return self.candidate(shape, best.cut, best.recomputed, best.bound_s)
 
     def _everywhere(self, shape: Shape) -> Iterator[Recomputed | None]:
         """List what all stages can recompute in Megatron's own ways; None: each its own."""
@@ -199,7 +220,7 @@ class MegatronSpace:
         all_s = pieces.time_s[-1] + min(count * shape.num_stages, len(again_s)) * again_s.min()
         return float(shape.num_microbatches * all_s / shape.num_stages)
 
-    def _in_chunks(self, shape: Shape) -> Cut | None:
+    def _in_chunks(self, shape: Shape) -> Candidate | None:
         slots = _spread(self.pieces(shape), shape)
         if slots is None:
             return None
@@ -223,16 +244,15 @@ class MegatronSpace:
 
     def _cut_in_chunks(
         self, shape: Shape, slots: IntArray, recomputed: Sequence[Recomputed]
-    ) -> Cut | None:
-        found = self.configuration(shape, slots.tolist(), recomputed)
-        works = [stage_work(self.profile, stage) for stage in found.stages]
-        for stage, work in enumerate(works):
-            if stage_peak_bytes(self.profile, found, stage, work) > self._limit_bytes:
-                return None
+    ) -> Candidate | None:
+        found = self.candidate(shape, slots.tolist(), recomputed)
+        if (found.peak_bytes > self._limit_bytes).any():
+            return None
+        works = found.measured_works
         times_s = np.array([work.time_s for work in works])
         first_s = np.array([work.forward_s[0, 0] + work.backward_s[0, 0] for work in works])
         ahead_s = np.cumsum(first_s) - first_s
-        return Cut(found, float((shape.num_microbatches * times_s + ahead_s).max()))
+        return replace(found, bound_s=float((shape.num_microbatches * times_s + ahead_s).max()))
 
     def _least_of_stage(
         self, shape: Shape, slots: IntArray, stage: int, options: Iterable[Recomputed]

@@ -14,7 +14,7 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.transformer import TransformerConfig
 
 from envpipe_megatron.integrations.device import current_device
-from envpipe_megatron.trials.settings import VOCABULARY, Settings
+from envpipe_megatron.trials.settings import Settings
 
 
 def build_model(settings: Settings) -> GPTModel:
@@ -38,7 +38,7 @@ def build_model(settings: Settings) -> GPTModel:
     model = GPTModel(
         config,
         get_gpt_layer_local_spec(),
-        VOCABULARY,
+        settings.vocabulary,
         settings.sequence_length,
         pre_process=parallel_state.is_pipeline_first_stage(),
         post_process=parallel_state.is_pipeline_last_stage(),

@@ -81,7 +81,8 @@ class Proof(Trial):
         """Return all tables, those that are empty left out."""
         machine = self.machine
         gpus = ((f"GPU of rank {rank}", name) for rank, name in enumerate(machine.gpu_names))
-        facts = (*gpus, *machine.versions.items(), ("clocks", machine.missing or "changed"))
+        seen = ((check["name"], check["evidence"]) for check in self._checks)
+        facts = (*gpus, ("clocks", machine.missing or "changed"), *seen)
         known = [
             Section("To paste", lines=(line,)),
             _claims(self.claims),

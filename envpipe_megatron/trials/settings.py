@@ -86,8 +86,6 @@ def constant_plan(optimal: Plan) -> Plan:
     return min(plans[: least + 1], key=lambda plan: abs(plan.cost.energy_j - wanted_j))
 
 
-#: Bytes.
-VOCABULARY = 256
 _SUFFIXES, _MOST_BYTES = (".py", ".txt", ".md", ".rst"), 20_000_000
 
 
@@ -98,6 +96,7 @@ class Settings:
     Args:
         text: a file or folder to train on.
         preset: preset of the emulated GPUs; None for this machine's own.
+        vocabulary: of the model, whose tokens are bytes.
         forward_time_s: emulated time at the maximum clock of a forward of the first stage; a
             backward takes twice as long.
         warmup_iterations: of each turn, in 1F1B at the highest clock.
@@ -116,6 +115,7 @@ class Settings:
     hidden_size: int = 64
     num_attention_heads: int = 4
     sequence_length: int = 64
+    vocabulary: int = 256
     microbatch_size: int = 2
     num_microbatches: int = 8
     learning_rate: float = 3e-3
@@ -164,7 +164,7 @@ class Settings:
         layers = self.num_layers // self.num_stages
         width, length = self.hidden_size, self.sequence_length
         stage = layers * (24 * width**2 + 4 * width * length)
-        output_layer = 2 * width * VOCABULARY
+        output_layer = 2 * width * self.vocabulary
         work = [stage] * (self.num_stages - 1) + [stage + output_layer]
         return [self.forward_time_s * operations / stage for operations in work]
 

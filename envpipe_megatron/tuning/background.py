@@ -6,13 +6,11 @@ A thread would take Python's interpreter lock from the training thread, and coul
 from __future__ import annotations
 
 import json
-import math
 import os
 import pickle
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from contextlib import suppress
 from typing import IO, Any, Generic, TypeVar
@@ -23,11 +21,11 @@ from envpipe_megatron.errors import EnvPipeError
 T = TypeVar("T")
 
 _PROCESS = ("-P", "-m", "envpipe_megatron.tuning.background")  # -P: not the working folder
+#: It ends itself after so long, s.
+_LIMIT_S = 900
 #: How long to wait for the end of a process that was killed, s.
 _END_S = 1.0
 _NICE = 10
-#: It ends so long after the rank should have ended it, s.
-_LATER_S = 60
 _ONE_THREAD = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 
 
@@ -38,13 +36,11 @@ class BackgroundError(EnvPipeError):
 class Background(Generic[T]):
     """One piece of work at a time in a child process, which training does not wait for.
 
-    The child is killed when it lasts longer than `limit_s`, when other work begins, and when this
+    The child is killed when it lasts longer than `_LIMIT_S`, when other work begins, and when this
     process ends. It has this process' import path, no torch and no GPU.
     """
 
-    def __init__(self, limit_s: float = 900.0) -> None:
-        self._limit_s = limit_s
-        self._until_s = math.inf
+    def __init__(self) -> None:
         self._child: tuple[subprocess.Popen[bytes], IO[bytes]] | None = None
 
     @property
@@ -63,14 +59,13 @@ class Background(Generic[T]):
         self.close()
         nothing = subprocess.DEVNULL
         answer = _in_memory()
-        order = {"answer": answer.fileno(), "parent": os.getpid(), "limit_s": self._limit_s}
+        order = {"answer": answer.fileno(), "parent": os.getpid(), "limit_s": _LIMIT_S}
         with _in_memory() as work:
             pickle.dump([*map(str, sys.path)], work)  # its working folder is this one's
             pickle.dump(make, work)
             work.seek(0)
             streams = {"stdin": work, "stdout": nothing, "stderr": nothing}
             self._child = start_child(_PROCESS, order, [answer.fileno()], **streams), answer
-        self._until_s = time.monotonic() + self._limit_s
 
     def take(self) -> T | None:
         """Return the result, once; None as long as there is none.
@@ -82,12 +77,11 @@ class Background(Generic[T]):
         process, answer = self._child
         status = process.poll()
         if status is None:
-            if time.monotonic() < self._until_s:
-                return None
-            self.close()
-            raise BackgroundError(f"No end in {self._limit_s:g} s")
+            return None
         self._child = None
         with answer:
+            if status == -signal.SIGALRM:
+                raise BackgroundError(f"No end in {_LIMIT_S} s")
             if status:
                 raise BackgroundError(
                     "The process that plans has died",
@@ -124,7 +118,8 @@ def main() -> None:
     order = json.loads(sys.argv[1])
     ignore_signals_of_ranks()
     end_with_parent(order["parent"], signal.SIGKILL)
-    signal.alarm(math.ceil(order["limit_s"]) + _LATER_S)
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)  # a rank may ignore it
+    signal.alarm(order["limit_s"])
     os.nice(_NICE)
     os.environ.update(dict.fromkeys(_ONE_THREAD, "1"), CUDA_VISIBLE_DEVICES="")
     done: tuple[Any, Exception | None]

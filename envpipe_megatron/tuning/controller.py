@@ -78,9 +78,10 @@ class Controller:
         self._replan(reorder=True)
         while (plans := self._take()) is None:
             yield from self._run_own(Phase.PROFILE, 1)
-            if plans := self._planner.quick(self._top.schedule):
+            if quick := self._planner.quick(self._top.schedule):
                 made = "a plan that was made in seconds runs until the best one is there"
                 self._commands.note(made)
+                plans = {0: quick}
                 break
         if plans:
             yield from self._adopt(plans[0])
@@ -287,11 +288,12 @@ class Controller:
         self._planner.begin(order, self._judge.faster, levels)
 
     def _take(self) -> Plans | None:
+        """Return what was planned, as it would run; nothing if that failed, None if it goes on."""
         plans = self._planner.take()
         if isinstance(plans, str):
             self._failed(plans)
             return {}
-        return plans
+        return plans and {level: self._planner.ready(plan) for level, plan in plans.items()}
 
     def _failed(self, why: str) -> None:
         """Have it tried again, each time later."""
@@ -321,7 +323,7 @@ class Controller:
         if better:
             yield from self._adopt(lead)
         if lead.schedule.stages == self.plan.schedule.stages:
-            self._replicas.extend({level: planner.ready(plan) for level, plan in plans.items()})
+            self._replicas.extend(plans)
 
     def _correct(self, *, better: bool) -> Run[None]:
         """Count a correction: a plan that stays is kept with what it is known to cost by now."""
@@ -330,27 +332,26 @@ class Controller:
         today = self._planner.repriced(self.plan)
         time, energy = self._prediction_error(today), today.cost.energy_j / self.plan.cost.energy_j
         if not better:
-            yield from self._adopt(self.plan)
+            yield from self._adopt(self._planner.ready(self.plan))
         self._commands.note(
             f"correction {number}: time {100 * time:+.2f} %, energy {100 * (energy - 1):+.2f} % "
             f"off what was predicted, {'planned again' if better else 'nothing better is found'}"
         )
 
     def _better(self, plan: Plan) -> bool:
-        return self._planner.better(self._planner.ready(plan), self.plan, self._usual_own_s())
+        return self._planner.better(plan, self.plan, self._usual_own_s())
 
     def _adopt(self, plan: Plan) -> Run[None]:
         bill, won = self._commands.bill, self._planner.won
         self._planner.won = ""
-        ready = self._planner.ready(plan)
-        if not (yield from self._turn_to(ready)):
+        if not (yield from self._turn_to(plan)):
             return
         self._due.failures = 0
         if bill["none"] and not self._has_no_plan:
             bill["none"] = "The framework's own order ran until there was a plan"
         bill["won"] = won or bill["won"]
         self._commands.note(won)
-        self._within.add(ready)
+        self._within.add(plan)
 
     def _turn_to(self, plan: Plan) -> Run[bool]:
         """Have a plan run, if ranks have memory for it; True if it does."""

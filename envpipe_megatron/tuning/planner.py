@@ -38,15 +38,12 @@ _MOST_KNOWN = 8
 #: The policy of what runs while no plan could be made.
 UNPLANNED = "baseline"
 
-#: What to plan, and what the user should know of it beforehand.
-Asked: TypeAlias = tuple[Problem, tuple[str, ...]]
-#: Asks for a plan from a profile, for an order or the best there is: of least energy, to take so
-#: many times as long as the framework's own order; None for an objective.
-Ask: TypeAlias = Callable[[Profile, Schedule | None, float | None, Objective], Asked]
+#: Says what a job plans by a profile: for an order, or the best there is.
+Ask: TypeAlias = Callable[[Profile, Schedule | None], Problem]
 #: Plans by level of the frontier.
 Plans: TypeAlias = dict[int, Plan]
-#: The same, each with what splitting backwards wins, in words.
-_Made: TypeAlias = dict[int, tuple[Plan, str]]
+#: The same, and what splitting backwards wins by the best of them, in words.
+_Made: TypeAlias = tuple[Plans, str]
 
 logger = logging.getLogger(__name__)
 
@@ -58,49 +55,49 @@ class Limits:
     Args:
         max_slowdown: share by which steps may last longer than the framework's own at full clock,
             or than a plan says where no deadline is set.
-        deadline_factor: what plans may take, as a multiple of that; None as the objective has it.
         min_dwell_s: least time between two changes of a GPU's clock.
         objective: what plans are made for.
     """
 
     max_slowdown: float
-    deadline_factor: float | None
     min_dwell_s: float
-    objective: Objective = LEAST_ENERGY
+    objective: Objective
+
+    @property
+    def sets_deadline(self) -> bool:
+        """True if plans may take no longer than the framework's own order."""
+        return self.objective == LEAST_ENERGY
 
     def allowed(self, expected: float = 1.0) -> float:
         """Return what steps may last where this is `expected`, both in steps of the framework's."""
-        return (self.deadline_factor or max(1.0, expected)) * (1 + self.max_slowdown)
+        return (1.0 if self.sets_deadline else max(1.0, expected)) * (1 + self.max_slowdown)
 
     def within(self, power_w: float) -> Limits:
         """Return limits of plans within a power of a pipeline: not for least energy but time."""
         objective = SHORTEST if self.objective == LEAST_ENERGY else self.objective
-        objective = replace(objective, power_cap_w=power_w)
-        return replace(self, deadline_factor=None, objective=objective)
+        return replace(self, objective=replace(objective, power_cap_w=power_w))
 
 
-def first_plans(asked: Mapping[int, Sequence[Asked]], levels: Sequence[int] = ()) -> _Made:
+def first_plans(asked: Mapping[int, Sequence[Problem]], levels: Sequence[int] = ()) -> _Made:
     """Return the first plan that there is of those asked for, by level; LinearProgramError: none.
 
     And of other levels of the frontier, plans in the order of that of level 0.
     """
     made: dict[int, Planned] = {}
     for level, (*others, last) in asked.items():
-        for one, _ in others:
+        for one in others:
             with suppress(LinearProgramError):
                 made[level] = solve(one)
                 break
         else:
-            made[level] = solve(last[0])
+            made[level] = solve(last)
     for level in levels:
-        lead, problem = made[0].plan, asked[0][0][0]
+        lead, problem = made[0].plan, asked[0][0]
         own_s, factor = lead.cost.iteration_time_s, level_factor(level)
         like = replace(problem, order=lead.schedule, own_s=own_s, deadline_factor=factor)
         made[level] = solve(replace(like, objective=LEAST_ENERGY))
-    return {
-        level: (of.plan, of.auto.splitting(of.plan) if of.auto else "")
-        for level, of in made.items()
-    }
+    won = made[0].auto.splitting(made[0].plan) if made[0].auto else ""
+    return {level: of.plan for level, of in made.items()}, won
 
 
 class Planner:
@@ -167,19 +164,20 @@ class Planner:
             levels: of the frontier, for which there are to be plans in its order too.
             whole: whether level 1 is to be the best plan without split backwards.
         """
-        self.reorders, factor = order is None, self.limits.deadline_factor
-        factors = [None] if factor is None else dict.fromkeys([factor - faster, factor])
+        self.reorders = order is None
         try:
             known = self._store.profile(careful=True)
-            asked = {0: [self._asked(known, order, each) for each in factors]}
+            asked = {0: [self._problem(known, order)]}
+            if faster and self.limits.sets_deadline:
+                asked[0].insert(0, replace(asked[0][0], deadline_factor=1 - faster))
             if whole:
-                asked[1] = [self._asked(known.whole(), None, None)]
+                asked[1] = [self._problem(known.whole(), None)]
             self._background.start(partial(first_plans, asked, levels))
         except Exception as error:  # of any kind: whoever takes the plans raises it
             self._failure = error
 
-    def quick(self, order: Schedule) -> Plans:
-        """Return a plan of an order, made in seconds: begun by the first call, and there once.
+    def quick(self, order: Schedule) -> Plan | None:
+        """Return a plan of an order, ready: begun by the first call, there once within seconds.
 
         It leaves out that changes of the clock take time, and what waiting saves at lower clocks.
         """
@@ -187,27 +185,29 @@ class Planner:
             if self._quick is None:
                 self._quick = self._make_background()
                 known = self._store.profile(careful=True)
-                problem, notes = self._asked(known, order, self.limits.deadline_factor)
+                problem = self._problem(known, order)
                 conditions = replace(
                     problem.conditions, wait_power_w=None, change_time_s=0.0, change_energy_j=0.0
                 )
-                asked = replace(problem, conditions=conditions), notes
-                self._quick.start(partial(first_plans, {0: [asked]}))
-            return self._taken(self._quick) or {}
+                problem = replace(problem, conditions=conditions)
+                self._quick.start(partial(first_plans, {0: [problem]}))
+            plans = self._taken(self._quick)
+            return None if plans is None else self.ready(plans[0])
         except Exception:  # of any kind: the best plan comes later
             logger.exception("No quick plan")
-            return {}
+            return None
 
-    def _asked(self, known: Profile, order: Schedule | None, factor: float | None) -> Asked:
-        return self._ask(known, order, factor, self.limits.objective)
+    def _problem(self, known: Profile, order: Schedule | None) -> Problem:
+        return replace(self._ask(known, order), objective=self.limits.objective)
 
     def _taken(self, background: Background[_Made]) -> Plans | None:
         made = background.take()
         if made is None:
             return None
-        for plan, self.won in reversed(made.values()):  # what level 0 wins comes last, and counts
+        plans, self.won = made
+        for plan in plans.values():
             self._check(plan)
-        return {level: plan for level, (plan, _) in made.items()}
+        return plans
 
     def unplanned(self, own: Clocked) -> Plan:
         """Return the plan of an order for which none was made; StoreError without meters."""
@@ -253,7 +253,7 @@ class Planner:
         The framework's own order takes `own_s` by what is known.
         """
         today, limits = self.repriced(running), self.limits
-        if limits.deadline_factor and today.cost.iteration_time_s > own_s * limits.allowed():
+        if limits.sets_deadline and today.cost.iteration_time_s > own_s * limits.allowed():
             return new.cost.iteration_time_s < today.cost.iteration_time_s
         num_gpus = int(today.conditions.gpus_by_stage.sum())
         new_score, score = (limits.objective.score(plan.cost, num_gpus) for plan in (new, today))

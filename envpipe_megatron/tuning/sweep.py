@@ -40,7 +40,6 @@ from envpipe_megatron.tuning.background import Background
 from envpipe_megatron.tuning.command_maker import CommandMaker
 from envpipe_megatron.tuning.commands import Clocked, Command, Run, Window
 from envpipe_megatron.tuning.measured.store import Store
-from envpipe_megatron.tuning.planner import Asked
 from envpipe_megatron.tuning.probes.probe import Look, probe, probe_clocks_mhz
 
 #: From one clock to the next, as a share of the highest. On emulated A100 and A40, plans of such a
@@ -132,21 +131,21 @@ def measured_profile(
     return store.profile(careful=False)
 
 
-def planned(problem: Problem, notes: tuple[str, ...]) -> tuple[Plan, tuple[str, ...]]:
-    """Make a plan, and say what the user should know of it, `notes` too; as `make_plan`."""
+def planned(problem: Problem) -> tuple[Plan, tuple[str, ...]]:
+    """Make a plan, and say what the user should know of it; errors as of `make_plan`."""
     made = solve(problem)
-    return made.plan, (*made.notes, *notes)
+    return made.plan, (*made.notes, *problem.notes)
 
 
 def planned_beside(
-    background: Background[tuple[Plan, tuple[str, ...]]], asked: Asked
+    background: Background[tuple[Plan, tuple[str, ...]]], problem: Problem
 ) -> Run[tuple[Plan, tuple[str, ...]]]:
     """Have one plan made by `background` while training goes on as it ran last.
 
     Returns what `planned` does; raises what that raises, BackgroundError if it is ended.
     """
     with closing(background):
-        background.start(partial(planned, *asked))
+        background.start(partial(planned, problem))
         while (made := background.take()) is None:
             yield Command(Phase.PROFILE, 1)
     return made
@@ -208,16 +207,15 @@ def reconfigured(
             continue
         waits_s, clocks = window.waits_s[0].ravel(), frequency_mhz.ravel().tolist()
         path = critical_path(schedule, waits_s.tolist(), threshold_s)
-        taken = step(schedule, clocks, path, policy, ladders)
-        changes = taken.raised
+        changes, seen = step(schedule, clocks, path, policy, ladders)
         steps += bool(changes)
-        times_s = [*times_s, _busy_s(window, threshold_s)] if taken.ended else []
-        if taken.ended and len(times_s) == _CONFIRMATIONS:
+        times_s = [*times_s, _busy_s(window, threshold_s)] if seen else []
+        if seen and len(times_s) == _CONFIRMATIONS:
             # The least of them: a hiccup of one unit would look like slack of all others.
             least_s = np.min(times_s, axis=0)
             changes = lower(plan, clocks, least_s, threshold_s, ladders, lowered)
             if not changes:
-                ended = taken.ended
+                ended = seen
                 break
             lowered |= changes
             times_s = []

@@ -56,13 +56,13 @@ def envpipe_orders(num_stages, num_microbatches):
 
 
 def other_orders(num_stages, num_microbatches, max_chunks=3):
-    """GPipe, 1F1B, forward-only, and with chunks where the job allows it."""
+    """GPipe, 1F1B, breadth-first, and interleaved where the job allows it."""
     orders = [
         builders.gpipe(num_stages, num_microbatches),
         builders.one_f_one_b(num_stages, num_microbatches),
     ]
     for chunks in range(1, max_chunks + 1):
-        orders.append(builders.forward_only(num_stages, num_microbatches, chunks))
+        orders.append(builders.breadth_first(num_stages, num_microbatches, chunks))
         if chunks > 1 and num_microbatches % num_stages == 0:
             orders.append(builders.interleaved(num_stages, num_microbatches, chunks))
     return orders

@@ -7,14 +7,13 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from core_cases import PROFILE, B, random_schedule, uniform_profile, with_rows
+from core_cases import PROFILE, random_schedule, uniform_profile, with_rows
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from on_request import examples
 from planning_cases import random_conditions
 
 from envpipe_megatron.core.conditions import Conditions
-from envpipe_megatron.core.kinds import unit
 from envpipe_megatron.core.orders import builders
 from envpipe_megatron.core.plan import (
     Cost,
@@ -24,7 +23,6 @@ from envpipe_megatron.core.plan import (
     read_plan,
 )
 from envpipe_megatron.core.profile_rows import ProfileError, SplitBackward
-from envpipe_megatron.core.schedule import Schedule
 
 CONDITIONS = Conditions((40.0, 50.0))
 FREQUENCY = np.array([[1200, 900, 900, 1200], [1200, 1200, 1200, 1200]])
@@ -45,22 +43,16 @@ def test_baseline_is_everything_at_the_highest_clock():
     assert small_plan().cost.saving_percent(baseline.cost) == pytest.approx(100 * (1 - 338 / 410))
 
 
-def gpipe_with_chunks(num_stages, num_microbatches):
-    stages = tuple(
-        (*order, *(unit(B, u.microbatch, 1 - u.chunk) for u in order))
-        for order in builders.forward_only(num_stages, num_microbatches, 2).stages
-    )
-    return Schedule("custom", num_microbatches, 2, stages)
-
-
 @pytest.mark.parametrize(
     ("schedule", "expected"),
     [
         (builders.gpipe(3, 6), "1f1b"),
         (builders.envpipe(3, 6, [2, 1, 0]), "1f1b"),
         (builders.interleaved(3, 6, 2), "interleaved"),
-        (gpipe_with_chunks(2, 4), "interleaved"),
-        (gpipe_with_chunks(5, 7), "custom"),  # Megatron's order cannot run in groups of 5 and 2
+        (builders.breadth_first(2, 4, 2), "interleaved"),
+        # Megatron's order cannot run in groups of 5 and 2.
+        (builders.breadth_first(5, 7, 2), "breadth-first"),
+        (builders.whole_iteration(3), "whole-iteration"),
     ],
 )
 def test_the_baseline_order_is_the_frameworks(schedule, expected):
@@ -73,9 +65,8 @@ def test_the_baseline_order_is_the_frameworks(schedule, expected):
 @pytest.mark.parametrize("num_chunks", [2, 3, 4])
 @pytest.mark.parametrize("group_size", [3, 4, 7, 11])
 def test_the_baseline_of_megatrons_order_has_its_groups(group_size, num_chunks):
-    for build in (builders.interleaved, builders.forward_only):
-        schedule = build(3, 11, num_chunks, group_size)
-        assert framework_schedule(schedule) == schedule
+    schedule = builders.interleaved(3, 11, num_chunks, group_size)
+    assert framework_schedule(schedule) == schedule
 
 
 @pytest.mark.parametrize(

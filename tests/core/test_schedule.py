@@ -21,8 +21,7 @@ from on_request import examples
 
 from envpipe_megatron.core.kinds import ScheduleError, parse_unit
 from envpipe_megatron.core.orders import builders
-from envpipe_megatron.core.orders.builders import check_size
-from envpipe_megatron.core.orders.zero_bubble import split_in_place, zero_bubble
+from envpipe_megatron.core.orders.builders import check_size, split_in_place, zero_bubble
 from envpipe_megatron.core.schedule import Placement, Schedule
 from envpipe_megatron.errors import plain
 

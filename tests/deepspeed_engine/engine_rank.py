@@ -175,7 +175,6 @@ class FastJobs:
             ReadOnlyGpu(gpu) if reads else gpu,
             Control(wanted, None if reads else "emulated", "this is a test"),
             lambda settle: EmulatedExecutor(gpu, TIMES_S, collectives, settle),
-            {"emulated": True},
         )
 
     def follow(self, engine: EnvPipeEngine) -> None:

@@ -30,7 +30,6 @@ from leveled_jobs import begin
 
 from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.integrations.deepspeed import (
-    UnsupportedEngineError,
     initialize,
     layer_profile,
 )
@@ -45,7 +44,6 @@ from envpipe_megatron.integrations.deepspeed.initialize import (
 )
 from envpipe_megatron.integrations.hooking import BETWEEN_STEPS
 from envpipe_megatron.integrations.levels import Level
-from envpipe_megatron.integrations.options import OptionError
 from envpipe_megatron.runtime.memory.peak import MemoryFullError
 from envpipe_megatron.search.layer_file import read_layers
 from envpipe_megatron.search.layer_profile import Sizes
@@ -90,7 +88,7 @@ def test_the_call_goes_before_the_block(config, given, settings):
 
 @pytest.mark.parametrize("block", ["envelope", ["envelope"], True])
 def test_a_block_that_is_no_table(block):
-    with pytest.raises(OptionError, match="table"):
+    with pytest.raises(JobError, match="table"):
         settings_of({"envpipe": block}, None)
 
 
@@ -125,7 +123,7 @@ def test_a_job_is_told_from_another_by_each_setting_of_its_own(monkeypatch):
 
 
 def test_a_model_without_a_pipeline_is_refused():
-    with pytest.raises(UnsupportedEngineError, match=r"PipelineModule.*'Linear'"):
+    with pytest.raises(JobError, match=r"PipelineModule.*'Linear'"):
         initialize(model=torch.nn.Linear(1, 1), config=CONFIG)
 
 

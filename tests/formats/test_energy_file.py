@@ -13,7 +13,7 @@ import pytest
 from envpipe_megatron.formats import energy
 from envpipe_megatron.formats.bill import Bill
 from envpipe_megatron.formats.energy import (
-    EnergyFileError,
+    EnergyLogs,
     EnergyNote,
     EnergyWindow,
     append_line,
@@ -169,19 +169,15 @@ def test_steps_of_several_baselines_are_compared_with_their_mean():
     assert (window.first_iteration, window.last_iteration) == (0, 3)
 
 
-def test_files_without_an_energy_log_are_refused_by_name(tmp_path):
+def test_files_without_an_energy_log_are_told_apart_from_empty_ones(tmp_path):
     good, empty, foreign = (tmp_path / name for name in ("good", "empty", "foreign"))
     good.write_text(json.dumps(LEAST))
     empty.write_text("\n")
     foreign.write_text("stage,instruction\n")
     assert len(read_energy_logs([empty, good, empty]).lines) == 1
-    for paths, named in (
-        ([foreign, good], foreign),
-        ([good, empty, foreign], foreign),
-        ([empty], empty),
-    ):
-        with pytest.raises(EnergyFileError, match=f"{named} holds no line"):
-            read_energy_logs(paths)
+    logs = read_energy_logs([foreign, good, empty])
+    assert (len(logs.lines), logs.unreadable, logs.foreign) == (1, (), (foreign,))
+    assert read_energy_logs([empty]) == EnergyLogs((), 0, ())
 
 
 def test_others_may_read_a_log_and_not_write_it(tmp_path):

@@ -174,7 +174,7 @@ def test_units_that_do_not_fit_are_refused(tmp_path, changed, microbatches, told
     [
         (plan_on(builders.one_f_one_b(2, 2)), "plan.json", r"not called \.py"),
         (plan_on(builders.interleaved(2, 2, 2)), "plan.py", "no chunks"),
-        (plan_on(builders.forward_only(2, 2)), "plan.py", "no order without whole backwards"),
+        (plan_on(builders.whole_iteration(2)), "plan.py", "no order without whole backwards"),
         (
             plan_on(Schedule("late", 2, 1, parse_stages("F0 F1 B1 B0", "F0 F1 B1 B0"))),
             "plan.py",

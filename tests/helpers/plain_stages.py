@@ -32,7 +32,7 @@ from envpipe_megatron.runtime.job.options import JobOptions
 from envpipe_megatron.runtime.job.session import Session
 
 SHAPE, MICROBATCHES = (2, 3), 3
-SPECS = StageSpecs.alike(TensorSpec.of_one_type((SHAPE,), torch.float32, torch.device("cpu")))
+SPECS = StageSpecs.alike(TensorSpec((SHAPE,), (torch.float32,), torch.device("cpu")))
 
 
 @dataclass
@@ -162,7 +162,7 @@ def be_late(executor: Any, own: Schedule, late_from: int) -> None:
 
     def unit() -> Any:
         found = begin_unit()
-        if len(executor._ends) == late_for:
+        if len(executor._times_s) == late_for:
             executor._gpu.advance_to(executor._gpu.committed_end_s() + LATE_S)
         return found
 

@@ -29,7 +29,9 @@ def stepped_order(
     num_stages: int, num_microbatches: int, capacity: int | None, *, step: int = 1
 ) -> Schedule:
     """EnvPipe's order, each stage `step` extra forwards above the next where that is possible."""
-    limits = order_limits(num_stages, num_microbatches, channel_capacity=capacity)
+    limits = order_limits(
+        builders.one_f_one_b(num_stages, num_microbatches), channel_capacity=capacity
+    )
     times_s = [float(step)] * num_stages, [1.0] * num_stages
     wanted = builders.envpipe_extra_forwards(*times_s, limits.most)
     return builders.envpipe(num_stages, num_microbatches, limits.fit(wanted))

@@ -65,6 +65,7 @@ def seen(session: Session) -> dict[str, Any]:
         "schedule": None if plan is None else plan.schedule.name,
         "frequency_mhz": None if plan is None else plan.frequency_mhz.tolist(),
         "summary": session.summary(),
+        "sums": session.energy.sums(),
     }
 
 

@@ -16,7 +16,6 @@ from envpipe_megatron.integrations.levels import (
     decide,
     limits_of_arguments,
 )
-from envpipe_megatron.integrations.options import OptionError
 
 pytestmark = pytest.mark.xdist_group("megatron")
 
@@ -236,13 +235,13 @@ def test_a_loop_that_is_not_reached(loop, trainings):
 )
 def test_wrong_options_are_told_at_once(loop, options, told):
     own = dict(vars(loop))
-    with pytest.raises(OptionError, match=told):
+    with pytest.raises(JobError, match=told):
         make(**options)
     assert vars(loop) == own
 
 
 def test_options_that_do_not_go_together_have_the_callbacks_names(loop, trainings):
-    with pytest.raises(OptionError, match=r"^plan needs profile"):
+    with pytest.raises(JobError, match=r"^plan needs profile"):
         begin(make(plan=__file__), loop, config())
 
 

@@ -7,7 +7,7 @@ from unittest.mock import Mock
 
 import instruction_ranks
 import pytest
-from energy_lines import json_lines
+from energy_lines import bill_of_ranks, json_lines
 from memory_folder import memory_folder
 from presets import preset_profile, write_changed_preset
 from torch import distributed as dist
@@ -72,9 +72,9 @@ def test_the_example_saves_energy_in_its_own_order(trained):
     assert len(phases) == STEPS - 1, "the first step is recorded alone"
     for stage, rank in enumerate(trained):
         assert rank["executed"] == own.labels()[stage]
-    compared = trained[0]["summary"]["gpu"]["comparison"]
-    assert compared["saving_percent"] > 5
-    assert compared["slowdown_percent"] < 1
+    compared = bill_of_ranks([trained[0]["sums"]]).comparison()
+    assert compared.saving_percent > 5
+    assert compared.slowdown_percent < 1
     bill = [line for line in trained[0]["said"] if "against the job's own baseline" in line]
     assert len(bill) == 1
     assert "no clock was changed" not in bill[0]
@@ -158,11 +158,11 @@ def test_a_job_without_a_pipeline_gets_one_clock(pool, folder, preset):
         choice, *clocks = rank["summary"]["notes"]
         assert choice == f"One clock for the whole job: {best} MHz; at most 20 % slower was allowed"
         assert [line.split(":")[0] for line in clocks] == ["1410 MHz", "1210 MHz", "1010 MHz"]
-    compared = first[0]["summary"]["gpu"]["comparison"]
+    compared = bill_of_ranks([first[0]["sums"]]).comparison()
     saved = 100 * (1 - energy_j[best] / energy_j[top])
-    assert compared["saving_percent"] == pytest.approx(saved, abs=1.0)
+    assert compared.saving_percent == pytest.approx(saved, abs=1.0)
     slower = 100 * (step_s[best] / step_s[top] - 1)
-    assert compared["slowdown_percent"] == pytest.approx(slower, abs=0.1)
+    assert compared.slowdown_percent == pytest.approx(slower, abs=0.1)
     (line,) = (output / "one_clock.jsonl").read_text().splitlines()
     assert json.loads(line)["chosen_mhz"] == best
     assert not (output / "loop.jsonl").exists(), "nothing is predicted"

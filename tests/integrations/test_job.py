@@ -71,11 +71,11 @@ def test_summary_and_bill_are_of_one_sum(only_measures, tmp_path):
         sums: defaultdict[str, EnergySums] = defaultdict(EnergySums)
         for line in own:
             sums[line["phase"]].add(parse_window(line))
-        told = {"baseline": None, "notes": ["a note"], "power": None}
+        told = {"notes": ["a note"], "power": None}
         ranks.append(({**told, "clocks": {"followed": None, "backend": "none"}}, sums))
     session: Any = SimpleNamespace(
         summary=lambda: ranks[0][0],
-        energy=SimpleNamespace(sums=lambda: ranks[0][1]),
+        energy=SimpleNamespace(sums=lambda: ranks[0][1], baselines={}),
         parts=SimpleNamespace(
             memory=SimpleNamespace(stages=None),
             folder=SimpleNamespace(path=tmp_path),
@@ -100,6 +100,8 @@ def test_summary_and_bill_are_of_one_sum(only_measures, tmp_path):
     made = bill(*lines[0], *lines[1], job(tokens_per_iteration=50_000))
     shown = bill_facts(made, Tariff())
     assert summary["job"]["comparison"] == shown["comparison"]
+    assert summary["phases"]["steady"]["energy_j"] == pytest.approx(100.0)
+    assert summary["phases"].keys() == PHASES.keys(), "between phases there is no step"
     if only_measures:
         assert known == ["in 25.0 % of the steady steps' time no forward or backward ran on a GPU"]
         assert summary["job"] == {"comparison": None, "other_batches": {}}

@@ -43,8 +43,6 @@ def job(monkeypatch):
     made = Mock(report=Mock(return_value=report))
     made.log.side_effect = partial(LeveledJob.log, made)
     state.options, state.job, state.needed_by = SimpleNamespace(), made, LOG_INTERVAL  # type: ignore[assignment]
-    for name in ("validate", "begin_training"):
-        state.note(name)
     return made
 
 

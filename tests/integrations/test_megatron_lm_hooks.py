@@ -60,8 +60,6 @@ def job(hooks, monkeypatch):
     training.job, training._replacement = session, None
     made_hooks = fresh_hooks(hooks, monkeypatch)
     made_hooks.job = training
-    for name in ("validate", "begin_training"):
-        made_hooks.note(name)
     training.report = lambda: SimpleNamespace(
         scalars=lambda: {"envpipe-power/gpu": 300.0}, line=lambda: " envpipe |"
     )
@@ -403,8 +401,7 @@ def test_a_job_that_trains_without_envpipe(hooks, monkeypatch, caplog, later):
     training.options = replace(training.options, gpu_control="none")
     state = fresh_hooks(hooks, monkeypatch)
     state.options = SimpleNamespace()
-    for name in ("validate", "begin_training", "forward_backward"):
-        state.note(name)
+    state.note("forward_backward")
     monkeypatch.setattr(hooks, "Training", lambda *arguments: training)
     monkeypatch.setattr(hooks, "by_stage", lambda args: None)
     monkeypatch.setattr(hooks.parallel_state, "get_pipeline_model_parallel_group", lambda: None)

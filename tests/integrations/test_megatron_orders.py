@@ -72,10 +72,3 @@ def test_every_job_that_megatron_accepts_runs_in_its_order(schedules, num_stages
             assert order == as_megatron_runs(
                 schedules, microbatches, chunks, group_size, rank, combined
             )
-
-
-def test_evaluation_takes_forwards_from_the_same_table(schedules):
-    for microbatches, group_size in accepted(3):
-        ours = builders.forward_only(3, microbatches, 2, group_size)
-        table = schedules.get_schedule_table(microbatches, 2, group_size)
-        assert [(u.microbatch, u.chunk) for u in ours.stages[0]] == table

@@ -14,10 +14,9 @@ from envpipe_megatron.core.kinds import WHOLE
 from envpipe_megatron.core.profile import make_profile
 from envpipe_megatron.core.profile_rows import ProfileRow
 from envpipe_megatron.errors import EnvPipeError
-from envpipe_megatron.integrations.levels import Level
+from envpipe_megatron.integrations.levels import JobError, Level
 from envpipe_megatron.integrations.options import (
     OF_LEVELS,
-    OptionError,
     add_arguments,
     flag_of,
     flags_given,
@@ -145,11 +144,11 @@ def test_files_are_read_before_anything_is_built(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        ("--type uniform --reconfigure greedy", "envelope policy"),
-        ("--type envelope --scheduling auto", "optimal policy"),
+        ("--type uniform --reconfigure greedy", "greedy needs --envpipe-type envelope"),
+        ("--type envelope --scheduling auto", "auto needs --envpipe-type optimal"),
         ("--max-in-flight 0", "got '0'"),
         ("--max-in-flight 4,3", "each of 4 stages"),
-        ("--scheduling 1f1b --max-in-flight 4", "1f1b"),
+        ("--scheduling 1f1b --max-in-flight 4", "does not go with --envpipe-scheduling 1f1b"),
         (f"--plan {__file__}", "--envpipe-profile"),
         ("--profile-only", "--envpipe-output"),
         ("--baseline-steps 1", "whole number of at least 2"),
@@ -282,10 +281,7 @@ def test_values_of_all_kinds(tmp_path):
         ({"require_control": "yes"}, "require_control takes true or false"),
         ({"gpu": "v1000"}, "v1000.*v100"),
         ({"type": "uniform", "reconfig": "optimal"}, "reconfigure optimal .* with type uniform"),
-        (
-            {"scheduling": "1f1b", "max_in_flight": 4},
-            "scheduling envpipe, .* zb-h2, or leave max_in_flight out",
-        ),
+        ({"scheduling": "1f1b", "max_in_flight": 4}, r"the framework's\. Leave one of them out"),
         ({"objective": "joules"}, "objective is energy, time, cost or edp .*'joules'"),
         ({"profile": "nowhere.csv"}, r"^The profile nowhere\.csv is not readable: .*No such file"),
         (
@@ -299,7 +295,7 @@ def test_what_is_wrong_is_named(settings, said):
         read_by_name(settings)
     assert "Error" in type(error.value).__name__
     if settings.keys().isdisjoint({"gpu", "profile"}):  # whose files have errors of their own
-        assert isinstance(error.value, OptionError)
+        assert isinstance(error.value, JobError)
 
 
 def test_words_are_read_in_any_case_and_those_with_capitals_as_they_are():
@@ -312,7 +308,7 @@ def test_words_are_read_in_any_case_and_those_with_capitals_as_they_are():
 def test_levels_and_their_check_are_named_where_a_framework_has_them():
     named = {"level": "order", "self_check": "always"}
     assert read_values(named) == {"level": Level.ORDER, "self_check": "always"}
-    with pytest.raises(OptionError, match=r"self_check is off, auto or always \(got 'never'"):
+    with pytest.raises(JobError, match=r"self_check is off, auto or always \(got 'never'"):
         read_values({"self_check": "never"})
 
 

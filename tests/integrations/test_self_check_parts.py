@@ -184,7 +184,7 @@ def test_a_sequence_that_there_is_no_room_to_try_fails_the_check(
 ):
     """A forward more need not be tried where memory has none for it."""
     from envpipe_megatron.core.orders import builders
-    from envpipe_megatron.core.orders.zero_bubble import split_late
+    from envpipe_megatron.core.orders.builders import split_late
     from envpipe_megatron.integrations.megatron.self_check import SelfCheck
 
     own, *regrouped = (builders.interleaved(2, 12, 2, size) for size in group_sizes)
@@ -212,7 +212,7 @@ def test_room_for_what_waits_between_two_parts_is_that_of_linear_layers(
 ):
     """With recomputation a microbatch in flight holds next to nothing, and such a wait much."""
     from envpipe_megatron.core.orders import builders
-    from envpipe_megatron.core.orders.zero_bubble import split_late
+    from envpipe_megatron.core.orders.builders import split_late
     from envpipe_megatron.integrations.megatron.self_check import _Memory
 
     numbers = {

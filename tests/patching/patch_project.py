@@ -53,7 +53,7 @@ constants = ["MAJOR", "MINOR"]
 [[hooks]]
 module = "toy.schedules"
 attribute = "envpipe_hook"
-returned_by = "get_func"
+used_in = ["get_func"]
 
 [[hooks]]
 module = "toy.training.loop"

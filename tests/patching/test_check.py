@@ -8,7 +8,7 @@ from envpipe_megatron.patching.catalog import Hook
 from envpipe_megatron.patching.checkout import apply_patch
 from envpipe_megatron.patching.liveness import Outcome, ask_hooks
 
-SCHEDULES = Hook("toy.schedules", "envpipe_hook", returned_by="get_func")
+SCHEDULES = Hook("toy.schedules", "envpipe_hook", used_in=("get_func",))
 LOOP = Hook("toy.training.loop", "envpipe", used_in=("train",))
 
 
@@ -41,33 +41,16 @@ class Loop:
     def step(self):
         return envpipe
 """
-PREPARED = """\
-ready = []
-envpipe_hook = None
-def get_func():
-    assert sum(ready) > 1
-    return envpipe_hook(get_func)
-def make_ready(number):
-    ready.append(number)
-"""
-
-
-def prepared(function):
-    step = {"call": f"toy.schedules:{function}", "arguments": [3]}
-    return Hook("toy.schedules", "envpipe_hook", "get_func", prepare=(step,))
 
 
 @pytest.mark.parametrize(
     ("text", "hook", "live", "said"),
     [
-        (UNASKED, SCHEDULES, False, "get_func does not ask envpipe_hook"),
+        (UNASKED, SCHEDULES, False, "get_func does not use envpipe_hook"),
         ("envpipe = None\ndef train(): pass\n", LOOP, False, "train does not use envpipe"),
         (UNASKED, Hook("toy.schedules", "other"), False, "toy.schedules has no other"),
-        (UNASKED, Hook("toy.schedules", "envpipe_hook", "gone"), False, "AttributeError"),
+        (UNASKED, Hook("toy.schedules", "envpipe_hook", ("gone",)), False, "AttributeError"),
         (WRAPPED, Hook(LOOP.module, "envpipe", used_in=("train", "Loop.step")), True, ""),
-        # Calls that must go before do.
-        (PREPARED, prepared("not_there"), False, "AttributeError"),
-        (PREPARED, prepared("make_ready"), True, ""),
     ],
 )
 def test_a_hook_is_asked_in_what_its_module_holds(checkout, text, hook, live, said):

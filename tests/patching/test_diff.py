@@ -118,6 +118,8 @@ def test_an_edit_that_a_patch_cannot_hold_is_refused(trees, edit, said):
 def test_a_description_belongs_to_its_patch(catalog):
     patch, other = catalog
     assert read_patch(patch.description, patch.text) == patch
+    of_before = patch.description.replace('used_in = ["get_func"]', 'returned_by = "get_func"')
+    assert [hook.used_in for hook in read_patch(of_before, patch.text).hooks] == [(), ["train"]]
     for description, text in (
         (patch.description, other.text),
         (patch.description.replace("loop.py", "pool.py"), patch.text),

@@ -51,10 +51,7 @@ class LiveStorages(TorchDispatchMode):
         self._allocated -= size
 
     def read(self) -> Reading:
-        return Reading(self._allocated)
-
-    def peak_bytes(self) -> int:
-        return self._peak
+        return Reading(self._allocated, self._peak)
 
     def reset_peak(self) -> None:
         self._peak = self._allocated

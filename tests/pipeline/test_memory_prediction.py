@@ -10,7 +10,7 @@ from rank_pool import RankPool
 from test_bit_equality import by_plan
 
 from envpipe_megatron.core.orders import builders
-from envpipe_megatron.core.orders.zero_bubble import half_split, split_in_place, zero_bubble
+from envpipe_megatron.core.orders.builders import half_split, split_in_place, zero_bubble
 from envpipe_megatron.runtime.memory.stage import peaks_bytes
 
 pytestmark = pytest.mark.xdist_group("pipeline")

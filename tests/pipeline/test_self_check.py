@@ -11,7 +11,7 @@ from test_split_features import DEFERRED, EXPERTS
 
 from envpipe_megatron.core.kinds import Kind, unit
 from envpipe_megatron.core.orders import builders
-from envpipe_megatron.core.orders.zero_bubble import split_in_place, split_late
+from envpipe_megatron.core.orders.builders import split_in_place, split_late
 from envpipe_megatron.core.schedule import Schedule
 
 pytestmark = pytest.mark.xdist_group("pipeline")

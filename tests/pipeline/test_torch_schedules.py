@@ -7,7 +7,7 @@ import torch_ranks
 from core_cases import uniform_profile
 
 from envpipe_megatron.core.orders import builders
-from envpipe_megatron.core.orders.zero_bubble import zero_bubble, zero_bubble_v
+from envpipe_megatron.core.orders.builders import zero_bubble, zero_bubble_v
 from envpipe_megatron.core.schedule import Placement, Schedule
 from envpipe_megatron.formats.torch_csv import read_torch_csv, torch_csv
 from envpipe_megatron.policies.planner import make_plan

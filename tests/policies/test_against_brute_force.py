@@ -89,7 +89,7 @@ def test_order_and_frequencies_against_all_orders(stages, microbatches, jobs):
     search looks in the right place.
     """
     orders = list(every_schedule(stages, microbatches))
-    limits = order_limits(stages, microbatches)
+    limits = order_limits(builders.one_f_one_b(stages, microbatches))
     built = {
         builders.envpipe(stages, microbatches, extra).stages
         for extra in np.ndindex(*[microbatches] * stages)

@@ -60,7 +60,7 @@ def test_fitted_counts_are_the_largest_within_the_limits(most, max_fall, wanted)
 
 @pytest.mark.parametrize(("stages", "microbatches"), [(1, 3), (2, 1), (2, 4), (3, 2), (3, 5)])
 def test_without_wishes_the_limits_are_what_can_run_at_all(stages, microbatches):
-    limits = order_limits(stages, microbatches)
+    limits = order_limits(builders.one_f_one_b(stages, microbatches))
     allowed = set()
     for counts in itertools.product(range(microbatches + 1), repeat=stages):
         runs = False
@@ -75,8 +75,8 @@ def test_without_wishes_the_limits_are_what_can_run_at_all(stages, microbatches)
 @pytest.mark.parametrize("capacity", [1, 2])
 @pytest.mark.parametrize(("stages", "microbatches"), [(2, 6), (3, 5), (4, 6)])
 def test_on_a_bounded_channel_the_limits_are_what_completes(stages, microbatches, capacity):
-    free = order_limits(stages, microbatches)
-    bounded = order_limits(stages, microbatches, channel_capacity=capacity)
+    own = builders.one_f_one_b(stages, microbatches)
+    free, bounded = order_limits(own), order_limits(own, channel_capacity=capacity)
     for counts in itertools.product(range(microbatches), repeat=stages):
         if free.allow(counts):
             schedule = builders.envpipe(stages, microbatches, counts)
@@ -85,15 +85,17 @@ def test_on_a_bounded_channel_the_limits_are_what_completes(stages, microbatches
 
 def test_a_channel_that_holds_nothing_is_refused_where_1f1b_needs_one():
     with pytest.raises(EnvPipeError, match="Not even 1F1B"):
-        order_limits(2, 2, channel_capacity=0)
+        order_limits(builders.one_f_one_b(2, 2), channel_capacity=0)
     # One microbatch never meets another, and one stage has no channel.
-    assert order_limits(2, 1, channel_capacity=0).fit([3, 3]) == (0, 0)
-    assert order_limits(1, 4, channel_capacity=0).fit([2]) == (2,)
+    assert order_limits(builders.one_f_one_b(2, 1), channel_capacity=0).fit([3, 3]) == (0, 0)
+    assert order_limits(builders.one_f_one_b(1, 4), channel_capacity=0).fit([2]) == (2,)
 
 
 def test_less_in_flight_than_1f1b_holds_is_refused():
-    with pytest.raises(ScheduleError, match=r"Stage 1 .*got 2.*holds 3"):
-        order_limits(4, 8, max_in_flight=(4, 2, 2, 1))
+    with pytest.raises(
+        ScheduleError, match=r"\(1f1b\) holds, 4, 3, 2, 1 \(got .*2.* Give at least 4"
+    ):
+        order_limits(builders.one_f_one_b(4, 8), (4, 2, 2, 1))
 
 
 def with_memory(activation_bytes, free_bytes, stages=3, num_chunks=1, pending_bytes=None):

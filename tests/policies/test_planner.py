@@ -11,7 +11,7 @@ from on_request import on_request
 from envpipe_megatron.core.conditions import Conditions
 from envpipe_megatron.core.kinds import ScheduleError
 from envpipe_megatron.core.orders import builders
-from envpipe_megatron.core.orders.zero_bubble import zero_bubble, zero_bubble_v
+from envpipe_megatron.core.orders.builders import zero_bubble, zero_bubble_v
 from envpipe_megatron.core.plan import read_plan
 from envpipe_megatron.core.profile import make_profile, read_profile
 from envpipe_megatron.core.profile_rows import ProfileError, SplitBackward

@@ -198,5 +198,6 @@ def train_asked(
         "notes": session.state.notes,
         "wishes": session.state.wishes,
         "summary": session.summary(),
+        "sums": session.energy.sums(),
         "after": made.gpu.requested_frequency_mhz,
     }

@@ -22,7 +22,7 @@ class FakeMemory:
     def __init__(self, capacity_bytes: int) -> None:
         self.capacity = capacity_bytes
         self.allocated = self.peak = self.unusable = self.resets = self.readings = 0
-        self.reserved = self.looks = 0
+        self.reserved = 0
 
     def take(self, count: int) -> None:
         self.allocated += count
@@ -39,11 +39,7 @@ class FakeMemory:
 
     def read(self) -> Reading:
         self.readings += 1
-        return Reading(self.allocated, self.unusable)
-
-    def peak_bytes(self) -> int:
-        self.looks += 1
-        return self.peak
+        return Reading(self.allocated, self.peak, self.unusable)
 
     def reset_peak(self) -> None:
         self.resets += 1
@@ -215,7 +211,7 @@ def run_units(work: object, units: tuple[Unit, ...], memory: JobMemory) -> None:
     memory.units_ended()
 
 
-SPECS = StageSpecs.alike(TensorSpec.of_one_type(((5,),), torch.float16, torch.device("cpu")))
+SPECS = StageSpecs.alike(TensorSpec(((5,),), (torch.float16,), torch.device("cpu")))
 PLENTY = 10**9
 
 

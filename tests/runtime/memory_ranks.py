@@ -112,8 +112,8 @@ def train(
                 lambda schedule: HoldingWork(schedule, rank, stage),
             )
             phase = session.state.phase.value
-            seen = told.readings_by_phase
-            seen[phase] = seen.get(phase, 0) + device.readings - readings
+            of_units = max(0, device.readings - readings - 1)  # the last is of the iteration
+            told.readings_by_phase[phase] = told.readings_by_phase.get(phase, 0) + of_units
             told.peak_bytes = device.peak
             stage.end_iteration()
             stage.step()

@@ -161,7 +161,7 @@ def bill_random_steps(rank: int, root: Path) -> Any:
         session.close()
     totals = session.energy.log.totals
     billed = sum(t.energy_j for t in totals.values()), sum(t.duration_s for t in totals.values())
-    return laps, billed, (expected_j + rest[0], expected_s + rest[1]), session.summary()
+    return laps, billed, (expected_j + rest[0], expected_s + rest[1]), session.energy.sums()
 
 
 def fail_and_close(rank: int, root: Path, victim: int) -> Any:
@@ -184,7 +184,7 @@ def fail_and_close(rank: int, root: Path, victim: int) -> Any:
             errors.append(f"{type(error).__name__}: {error}")
     session.close()
     session.close()
-    return errors, truth, session.summary()
+    return errors, truth, session.energy.sums(), session.summary()
 
 
 def start_job(

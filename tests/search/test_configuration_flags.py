@@ -20,7 +20,7 @@ MEGATRON = MegatronSpace(PROFILE, JOB, Space())
 
 def _flags(slots: list[int], recomputed: list[Recomputed], chunks: int = 1) -> list[str]:
     shape = Shape(Sizes(2, 1), 2, 1, chunks, 8)
-    return megatron_flags(PROFILE, MEGATRON.configuration(shape, slots, recomputed), JOB)
+    return megatron_flags(PROFILE, MEGATRON.candidate(shape, slots, recomputed).configuration, JOB)
 
 
 def test_layers_embedding_and_loss_are_laid_out_by_chunk_and_stage() -> None:
@@ -67,6 +67,7 @@ def test_what_is_printed_is_what_was_ranked() -> None:
                 stages = cut.configuration.stages
                 printed = [stage.recomputed for stage in stages]
                 edges = {edge for stage in stages for chunk in stage.chunks for edge in chunk}
-                assert megatron.configuration(shape, sorted(edges), printed) == cut.configuration
+                again = megatron.candidate(shape, sorted(edges), printed)
+                assert again.configuration == cut.configuration
                 recomputing |= {(shape.num_chunks, name) for name, _ in printed}
     assert {(1, "selective"), (2, "selective")} <= recomputing

@@ -1,6 +1,5 @@
 """The search in Megatron's space finds what trying all configurations finds."""
 
-from collections.abc import Sequence
 from dataclasses import replace
 from itertools import combinations, product
 
@@ -11,8 +10,8 @@ from whole_layers import whole_layers
 from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.policies.objective import Objective
 from envpipe_megatron.search.candidates import Candidate
-from envpipe_megatron.search.configuration import Configuration, Job, StageLoad
-from envpipe_megatron.search.cuts import Shape, best_cut
+from envpipe_megatron.search.configuration import Job
+from envpipe_megatron.search.cuts import Shape
 from envpipe_megatron.search.layer_profile import LayerProfile
 from envpipe_megatron.search.search import search
 from envpipe_megatron.search.space import MegatronSpace, Space, shape_of
@@ -29,17 +28,17 @@ def _least_s(megatron: MegatronSpace, shape: Shape) -> float:
         cut = (0, *inner, pieces)
         forced_s = np.full(shape.num_stages, np.inf)
         for option in options:
-            found = megatron.configuration(shape, cut, [option] * shape.num_stages)
-            candidate = Candidate(found, megatron.profile, megatron.job)
-            works, fits = candidate.works, candidate.peak_bytes <= megatron.job.memory_bytes
-            forced_s = np.minimum(forced_s, np.where(fits, _forced_s(found, works), np.inf))
+            candidate = megatron.candidate(shape, cut, [option] * shape.num_stages)
+            fits = candidate.peak_bytes <= megatron.job.memory_bytes
+            forced_s = np.minimum(forced_s, np.where(fits, _forced_s(candidate), np.inf))
         least_s = min(least_s, forced_s.max())
     return least_s
 
 
-def _forced_s(configuration: Configuration, works: Sequence[StageLoad]) -> list[float]:
+def _forced_s(candidate: Candidate) -> list[float]:
     """What each stage of 1F1B forces; the ways through other stages have nothing recomputed."""
-    count, stages = configuration.num_microbatches, len(works)
+    works = candidate.works
+    count, stages = candidate.configuration.num_microbatches, len(works)
     forward_s = [work.forward_s[0, 0] for work in works]
     backward_s = [work.backward_s[0, 0] for work in works]
     plain_s = [work.time_s - work.recomputed_s[0] for work in works]
@@ -71,10 +70,8 @@ def test_no_cut_of_a_shape_takes_less() -> None:
             if cut is None:
                 continue
             found.append(cut.configuration)
-            candidate = Candidate(cut.configuration, megatron.profile, megatron.job)
-            assert (candidate.peak_bytes <= memory_bytes).all()
-            forced_s = _forced_s(cut.configuration, candidate.works)
-            assert cut.bound_s == pytest.approx(max(forced_s))
+            assert (cut.peak_bytes <= memory_bytes).all()
+            assert cut.bound_s == pytest.approx(max(_forced_s(cut)))
             assert megatron.bound_s(shape) <= cut.bound_s * (1 + 1e-9)
     ways = {stage.recomputed[0] for each in found for stage in each.stages}
     assert ways == {None, "selective", "full"}
@@ -84,11 +81,8 @@ def test_no_cut_of_a_shape_takes_less() -> None:
 def test_the_fastest_by_the_simulator_is_found_whatever_the_bounds_leave_out() -> None:
     space = Space(max_chunks=2)
     megatron = MegatronSpace(whole_layers(5), JOB, space)
-    cuts = [cut for shape in megatron.shapes if (cut := megatron.best_cut(shape))]
-    candidates = [Candidate(cut.configuration, megatron.profile, JOB) for cut in cuts]
-    assert all(
-        cut.bound_s <= each.iteration_time_s for cut, each in zip(cuts, candidates, strict=True)
-    )
+    candidates = [*filter(None, map(megatron.best_cut, megatron.shapes))]
+    assert all(each.bound_s <= each.iteration_time_s for each in candidates)
     found = search(megatron.profile, JOB, space, FASTEST)
     times_s = sorted(each.iteration_time_s for each in candidates)
     assert [each.candidate.iteration_time_s for each in found.ranked[:1]] == times_s[:1]
@@ -114,9 +108,7 @@ def test_gpus_at_their_power_limit_are_the_faster_the_more_they_wait() -> None:
     megatron = MegatronSpace(_with_rests(plain, 0.7), JOB, Space(max_chunks=2))
     waits = set()
     for cut in filter(None, map(megatron.best_cut, megatron.shapes)):
-        rested, busy = (
-            Candidate(cut.configuration, profile, JOB) for profile in (megatron.profile, plain)
-        )
+        rested, busy = cut, replace(cut, profile=plain)
         assert 0.7 * busy.iteration_time_s < rested.iteration_time_s <= busy.iteration_time_s
         assert (rested.peak_bytes == busy.peak_bytes).all()
         for stage, work, measured in zip(
@@ -145,7 +137,7 @@ def test_rests_hide_no_shape_from_the_search(seed: int) -> None:
     profile, space = _with_rests(whole_layers(seed), 0.5), Space(max_chunks=2)
     megatron = MegatronSpace(profile, JOB, space)
     cuts = filter(None, map(megatron.best_cut, megatron.shapes))
-    times_s = sorted(Candidate(cut.configuration, profile, JOB).iteration_time_s for cut in cuts)
+    times_s = sorted(cut.iteration_time_s for cut in cuts)
     found = search(profile, JOB, space, FASTEST)
     assert found.ranked[0].candidate.iteration_time_s == times_s[0]
 
@@ -170,14 +162,14 @@ def test_many_pieces_are_cut_as_well_as_if_no_coarse_cut_came_first(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     layers = tuple(np.random.default_rng(0).choice(["layer", "other"], 60))
-    job = Job(4, 4, 8, memory_bytes=900.0)
+    job = Job(4, 4, 8, memory_bytes=2000.0)
     megatron = MegatronSpace(whole_layers(2, layers), job, Space())
     shape = next(shape for shape in megatron.shapes if shape.num_stages == 4)
-    given = megatron.pieces(shape), shape, job, megatron.static_bytes(shape)
-    at_once = best_cut(*given)
-    monkeypatch.setattr("envpipe_megatron.search.cuts._COARSE_NODES", 12)
-    assert best_cut(*given) == at_once
-    assert best_cut(*given, within_s=at_once.bound_s) == at_once
+    at_once = megatron.best_cut(shape)
+    assert at_once is not None
+    monkeypatch.setattr("envpipe_megatron.search.space._COARSE_NODES", 12)
+    assert megatron.best_cut(shape) == at_once
+    assert megatron.best_cut(shape, at_once.bound_s) == at_once
 
 
 def test_energy_takes_a_cut_that_time_alone_would_not() -> None:

@@ -151,7 +151,10 @@ def test_a_recomputation_that_saves_nothing_is_not_used() -> None:
         MegatronSpace(each, job, Space()) for each in (useless, with_ways(profile, lambda _: ()))
     )
     for shape in without.shapes:
-        assert with_it.best_cut(shape) == without.best_cut(shape)
+        found, other = with_it.best_cut(shape), without.best_cut(shape)
+        assert (found is None) == (other is None)
+        if found is not None:
+            assert (found.configuration, found.bound_s) == (other.configuration, other.bound_s)
 
 
 def test_the_planned_order_keeps_the_memory_of_unlike_chunks() -> None:
@@ -160,9 +163,8 @@ def test_the_planned_order_keeps_the_memory_of_unlike_chunks() -> None:
         job = Job(2, 2, 8, memory_bytes=memory_bytes)
         megatron = MegatronSpace(profile, job, Space(max_chunks=2))
         for shape in megatron.shapes:
-            cut = megatron.best_cut(shape)
-            if shape.num_chunks == 2 and cut is not None:
-                candidate = Candidate(cut.configuration, profile, job)
+            candidate = megatron.best_cut(shape)
+            if shape.num_chunks == 2 and candidate is not None:
                 plan = candidate.plan(60.0)
                 assert (candidate.peak_bytes_of(plan.schedule) <= memory_bytes).all()
 
@@ -179,8 +181,7 @@ def test_virtual_stages_are_the_evenest_that_single_moves_reach() -> None:
             moved = found.copy()
             moved[slot] += step
             if sorted(set(moved)) == moved:
-                other = megatron.configuration(shape, moved, [(None, 0)] * 2)
-                works = Candidate(other, profile, megatron.job).works
+                works = megatron.candidate(shape, moved, [(None, 0)] * 2).works
                 times_s = np.array([work.time_s for work in works])
                 ahead_s = [0.0, works[0].forward_s[0, 0] + works[0].backward_s[0, 0]]
                 assert (8 * times_s + ahead_s).max() >= cut.bound_s * (1 - 1e-9)

@@ -22,7 +22,7 @@ def run_command(path: Path) -> None:
     run.run_ranks = run_ranks
     settings = Settings.read(path)
     missing = "" if settings.changes_clocks else "the right of a test"
-    machine = run.Machine(False, ("fake",) * NUM_RANKS, (), missing, {})
+    machine = run.Machine(False, ("fake",) * NUM_RANKS, (), missing)
     run.run_trial(Proof(settings, machine, []), Console(file=io.StringIO()))
 
 
@@ -47,7 +47,7 @@ def run_rank() -> None:
         gpu, chosen = open_rank_gpu(
             uid, collectives, options.gpu_control, require=options.require_control
         )
-        return Device(gpu, chosen, lambda settle: HostExecutor(), {})
+        return Device(gpu, chosen, lambda settle: HostExecutor())
 
     def zeros(*args, device=None, make=torch.zeros, **options):
         return make(*args, device="cpu" if device == "cuda" else device, **options)

@@ -95,7 +95,7 @@ def test_every_iteration_of_every_gpu_is_in_the_log_once(finished):
                 i for w in windows for i in range(w["first_iteration"], w["last_iteration"] + 1)
             ]
             assert covered == list(range(count))
-            assert all(w["emulated"] is True and w["energy_j"] > 0 for w in windows)
+            assert all(w["energy_j"] > 0 for w in windows)
             assert {w["rank"] for w in windows} == {stage}
 
 

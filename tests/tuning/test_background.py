@@ -58,15 +58,21 @@ def test_work_whose_working_folder_is_gone(tmp_path, monkeypatch):
     assert taken(background) == 3
 
 
-def test_what_never_ends_is_ended_and_makes_room():
-    background = Background(limit_s=0.0)
+def test_what_never_ends_ends_itself(monkeypatch):
+    monkeypatch.setattr("envpipe_megatron.tuning.background._LIMIT_S", 1)
+    before = signal.signal(signal.SIGALRM, signal.SIG_IGN)
+    background = Background()
     background.start(FOR_EVER)
+    signal.signal(signal.SIGALRM, before)
     pid = pid_of(background)
-    with pytest.raises(BackgroundError, match="No end in 0 s"):
-        background.take()
+    with pytest.raises(BackgroundError, match="No end in 1 s"):
+        taken(background)
     assert is_gone(pid)
     assert not background.busy
     assert background.take() is None
+
+
+def test_work_that_nobody_waits_for_makes_room():
     background = Background()
     background.start(FOR_EVER)
     pid = pid_of(background)
@@ -138,16 +144,17 @@ def test_a_plan_is_the_same_to_the_last_bit(schedule, alike, tmp_path: Path, mon
     monkeypatch.syspath_prepend(tmp_path)
     profile = preset_profile("a100-sxm", 3, TIMES, CLOCKS)
     request = PlanRequest(8, alike, "optimal", conditions=known_conditions(profile))
-    problem = make_problem(profile, request)
+    problem = replace(make_problem(profile, request), notes=("A note.",))
     background: Background = Background()
-    background.start(partial(planned, replace(problem, schedule=schedule), ("A note.",)))
+    background.start(partial(planned, replace(problem, schedule=schedule)))
     plan, notes = taken(background)
-    here, own_notes = planned(problem, ("A note.",))
+    here, own_notes = planned(problem)
     assert plan.schedule.stages == here.schedule.stages
     assert np.array_equal(plan.frequency_mhz, here.frequency_mhz)
     assert plan.cost == here.cost
     assert plan.energy_lower_bound_j == here.energy_lower_bound_j
     assert notes == own_notes
+    assert "A note." in notes
 
 
 # Plans beside training -------------------------------------------------------------------------
@@ -183,17 +190,17 @@ def test_training_goes_on_while_the_plan_is_made(reconfigure):
 
 
 def test_what_splitting_wins_is_said_of_the_plan_and_not_of_those_that_follow_it():
-    made = {0: ("the plan", "Split backwards: 5 %"), 3: ("one that follows it", "")}
+    made = {0: "the plan", 3: "one that follows it"}, "Split backwards: 5 %"
     background: Any = SimpleNamespace(busy=True, take=lambda: made)
     nothing: Any = None
     planner = Planner(nothing, nothing, lambda plan: None, nothing, lambda: background)
-    assert planner.take() == {0: "the plan", 3: "one that follows it"}
+    assert planner.take() == made[0]
     assert planner.won == "Split backwards: 5 %"
 
 
 def test_planning_that_nobody_waits_for_is_ended():
     background: Background[Any] = Background()
-    run = planned_beside(background, (None, ()))  # type: ignore[arg-type]
+    run = planned_beside(background, None)  # type: ignore[arg-type]
     next(run)
     assert background.busy
     run.close()

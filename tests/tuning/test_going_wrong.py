@@ -177,11 +177,11 @@ def of_another_order(inner: Callable[..., Any]) -> Callable[..., Any]:
     """The first plans are of 1F1B, later ones of any order."""
     calls: list[int] = []
 
-    def plan_online(job: Any, profile: Any, order: Any, factor: float, objective: Any) -> Any:
+    def plan_online(job: Any, profile: Any, order: Any) -> Any:
         calls.append(0)
         first = len(calls) <= 1
         order = builders.one_f_one_b(3, 12) if first else None
-        return inner(job, profile, order, factor, objective)
+        return inner(job, profile, order)
 
     return plan_online
 

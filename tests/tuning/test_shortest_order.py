@@ -14,7 +14,7 @@ from on_request import on_request
 from emulated_job import EmulatedJob
 from emulated_pipelines import Conditions, Pipelines
 from envpipe_megatron.core.orders import builders
-from envpipe_megatron.core.orders.zero_bubble import half_split
+from envpipe_megatron.core.orders.builders import half_split
 from envpipe_megatron.core.profile_rows import MEASURED_SPLIT
 from envpipe_megatron.core.schedule import Schedule
 from envpipe_megatron.gpu.presets import load_preset

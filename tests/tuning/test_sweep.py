@@ -12,7 +12,7 @@ from emulated_job import EmulatedJob
 from emulated_pipelines import Conditions, Faults, Pipelines
 from envpipe_megatron.core.kinds import SPLIT, WHOLE, Kind
 from envpipe_megatron.core.orders import builders
-from envpipe_megatron.core.orders.zero_bubble import zero_bubble
+from envpipe_megatron.core.orders.builders import zero_bubble
 from envpipe_megatron.core.profile import Profile
 from envpipe_megatron.core.schedule import Schedule
 from envpipe_megatron.core.sidecar import Sidecar

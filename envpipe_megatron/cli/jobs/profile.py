@@ -44,9 +44,9 @@ def _profile_layers(
 ) -> None:
     """Measure what the output does not have yet, each size with each.
 
-    The output is written after each job, so that a command that was interrupted goes on when it is
-    given again. EnvPipeError if a job fails, and what was measured before is kept; and before any
-    job if the output is of another command or at other clocks.
+    Jobs add to the output, so that a command that was interrupted goes on when it is given again.
+    EnvPipeError if a job fails, and what was measured before is kept; and before any job if the
+    output is of another command or at other clocks.
     """
     check_outputs([], [], {output: LAYERS_FORMAT})
     options = read(command)
@@ -83,23 +83,22 @@ def _profile_layers(
         say(f"Measuring the speeds of {num_gpus} GPUs, and links between them")
         measured, speeds = _measure_node(command, num_gpus, output)
         links = measured if links.within_node is None else links
-    if known is not None and not jobs:
+    if not jobs:
         say("All these sizes were measured before: there is nothing to measure")
-        replace_files({output: [layers_text(replace(known, links=links))]})
-    for number, job in enumerate(jobs, start=1):
-        say(f"Job {number} of {len(jobs)}: {_words(job)}")
-        code = _run_job(job, command, speeds)
+    try:
+        for number, job in enumerate(jobs, start=1):
+            say(f"Job {number} of {len(jobs)}: {_words(job)}")
+            if code := _run_job(job, command, speeds):
+                raise EnvPipeError(
+                    f"The job that measured {_words(job)} failed",
+                    value=code,
+                    remedy="Its own message is above. What was measured before is kept: leave out "
+                    "sizes that do not fit into memory, and give the command again.",
+                )
+    finally:
         if output.is_file():
             replace_files({output: [layers_text(replace(read_layers(output), links=links))]})
-        if code:
-            raise EnvPipeError(
-                f"The job that measured {_words(job)} failed",
-                value=code,
-                remedy="Its own message is above. What was measured before is kept: leave out "
-                "sizes that do not fit into memory, and give the command again.",
-            )
-    if output.is_file():
-        say(f"{'Wrote' if jobs else 'They are in'} {output}")
+    say(f"{'Wrote' if jobs else 'They are in'} {output}")
 
 
 def _run_job(job: LayerJob, command: Sequence[str], speeds: Sequence[float]) -> int:

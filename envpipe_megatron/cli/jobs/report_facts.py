@@ -6,7 +6,7 @@ are those of a preset's model of the GPU, from the measured times at full clock.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -26,7 +26,6 @@ from envpipe_megatron.formats.energy import (
     Phase,
     read_step,
 )
-from envpipe_megatron.formats.energy_sums import EnergySums, total_of
 from envpipe_megatron.formats.steps import StepEnergy, compare
 from envpipe_megatron.gpu.presets import GpuPreset, model_for
 from envpipe_megatron.policies.planner import make_plan
@@ -35,9 +34,9 @@ from envpipe_megatron.report.facts import (
     Bubbles,
     Predicted,
     ReportFacts,
-    StageFacts,
     StepFacts,
     find_bubbles,
+    num_gpus,
 )
 from envpipe_megatron.report.run_folder import RunFolder
 
@@ -214,7 +213,7 @@ def _metered_facts(folder: RunFolder, tariff: Tariff) -> ReportFacts:
 
     def average(name: str, phase: str, step: StepEnergy | None) -> StepFacts | None:
         """Return an average step on all ranks of a phase."""
-        return None if step is None else StepFacts(name, _num_gpus(bill.of_phase(phase)), step)
+        return None if step is None else StepFacts(name, num_gpus(bill.of_phase(phase)), step)
 
     phases = dict.fromkeys(phase for _, run, phase, _ in bill.phases if run not in bill.other_runs)
     trained = [phase for phase in phases if phase not in (*OUTSIDE_STEPS, FRAMEWORK)]
@@ -224,14 +223,9 @@ def _metered_facts(folder: RunFolder, tariff: Tariff) -> ReportFacts:
         average(_STEADY, _STEADY, steady),
         compared,
         tuple(account_lines(bill, tariff, {"": compared} if compared else {})),
-        (*_stages("baseline", bill, _WARMUP), *_stages(_STEADY, bill, _STEADY)),
+        bill,
         tuple(notes),
     )
-
-
-def _num_gpus(sums: Iterable[EnergySums]) -> int:
-    """Return how many members of the job sums are of: a rank may have had several GPUs."""
-    return len({own.last.member for own in sums if own.last})
 
 
 def _recorded(folder: RunFolder, bill: Bill) -> StepEnergy | None:
@@ -246,18 +240,3 @@ def _recorded(folder: RunFolder, bill: Bill) -> StepEnergy | None:
             mean = mean.get(name) if isinstance(mean, dict) else None
         known = [mean]
     return next(filter(None, map(read_step, known)), None)
-
-
-def _stages(name: str, bill: Bill, phase: str) -> list[StageFacts]:
-    """Return the stages of a phase, each by its mean GPU."""
-    members: dict[int, list[EnergySums]] = {}
-    for each in bill.of_phase(phase):
-        if each.last and each.last.stage is not None and each.steps:
-            members.setdefault(each.last.stage, []).append(each)
-    stages = []
-    for stage, own in sorted(members.items()):
-        total = total_of(own)
-        shares_s = tuple(share_s / total.steps for share_s in total.known_shares_s or ())
-        energy_j = total.energy_j / total.steps
-        stages.append(StageFacts(name, stage, _num_gpus(own), energy_j, shares_s))
-    return stages

@@ -25,6 +25,7 @@ from envpipe_megatron.cli.common import (
 )
 from envpipe_megatron.cli.machine.doctor import all_checks
 from envpipe_megatron.console import say, say_working, show_table
+from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.formats.account import Tariff
 from envpipe_megatron.formats.bill import Bill
 from envpipe_megatron.formats.energy import read_energy_logs
@@ -121,6 +122,11 @@ def sum_energy(files: tuple[Path, ...], as_json: bool, **prices: float | None) -
     """
     bill, tariff = Bill(), Tariff(**prices)
     logs = read_energy_logs(files, bill.add)
+    if logs.foreign or not bill.nodes:
+        raise EnvPipeError(
+            f"{(*logs.foreign, files[-1])[0]} holds no line of an energy log",
+            remedy="Give the energy.jsonl files that training under EnvPipe leaves.",
+        )
     bill.unreadable = len(logs.unreadable)
     if as_json:
         facts = bill_facts(bill, tariff) | {

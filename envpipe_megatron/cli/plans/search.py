@@ -41,7 +41,7 @@ from envpipe_megatron.search.partition import (
     least_bottleneck,
     least_energy,
 )
-from envpipe_megatron.search.search import Found, search
+from envpipe_megatron.search.search import Found, Ranked, search
 from envpipe_megatron.search.space import Space
 
 _GIB = 2.0**30
@@ -334,14 +334,13 @@ def partition(
     space = SplitSpace(profile, num_stages, num_microbatches, memory_limit)
     power_w = blocking_power or 0.0
     if objective == "energy":
-        found = least_energy(space, power_w, time_tolerance / 100)
+        ranked = least_energy(space, power_w, time_tolerance / 100)
     else:
-        found = least_bottleneck(space)
-    best_one = space.candidate(found.cut)
+        ranked = [Ranked(least_bottleneck(space), None)]
+    best_one, cost = ranked[0].candidate, ranked[0].cost
     write_stages(best_one.stage_profile, blocking_power, output)
     title, memory = "Stages, at the highest clocks", "1F1B memory (GiB)"
     show_stages(title, best_one, best_one.peak_bytes, memory)
-    cost = found.cost
     if cost is None and profile.has_energy:
         cost = best_one.plan(power_w).cost
     figures = [
@@ -353,12 +352,12 @@ def partition(
         # Of one GPU of each stage, as `envpipe plan` takes the stage profile.
         figures.append(("planned energy (J)", f"{cost.energy_j / space.shape.sizes.gpus:.1f}"))
     show_table("1F1B, and its plan", ("", "this split"), figures)
-    if found.cost is None:
+    if ranked[0].plan is None:
         say("Least bottleneck; of equal ones the split whose stages force the shortest iteration.")
     else:
         say(
             f"Least planned energy of the most promising splits within {time_tolerance:g} % of the "
-            f"fastest; planned: {found.num_planned}."
+            f"fastest; planned: {len(ranked)}."
         )
     say("\nFor Megatron-LM, in place of its other flags for the split:")
     say(f"  {layout_flag(profile, best_one.configuration)}")

@@ -16,8 +16,7 @@ from envpipe_megatron.cli.common import numbers
 from envpipe_megatron.console import say, show_table
 from envpipe_megatron.core.arrays import FloatArray
 from envpipe_megatron.core.plan import NORMAL_95, Cost, Plan, saving_uncertainty_percent
-from envpipe_megatron.policies.orders.judged import peak_held
-from envpipe_megatron.search.candidates import Candidate, Losses
+from envpipe_megatron.search.candidates import Candidate
 from envpipe_megatron.search.layer_profile import EMBEDDING, LOSS, LayerProfile
 from envpipe_megatron.search.search import Found, Ranked
 
@@ -47,7 +46,7 @@ def facts_of(plan: Plan, baseline: Cost) -> dict[str, Any]:
     """Return figures of a plan beside a baseline's cost, as the commands' JSON has them."""
     held = plan.profile.sidecar.activation_bytes
     if held is not None:
-        held = (peak_held(plan.schedule, plan.profile.weight_shares) * held / _GIB).tolist()
+        held = (plan.schedule.peak_held(plan.profile.weight_shares) * held / _GIB).tolist()
     return {
         "schedule": plan.schedule.name,
         "policy": plan.policy,
@@ -93,19 +92,11 @@ def show_summary(plan: Plan) -> None:
     show_plans(f"{plan.policy} on {plan.schedule.name}", facts)
 
 
-#: Parts of an iteration's time: as a column, in words, and their names in `Losses`.
-_PARTS = (
-    ("computing", "computing", "computed"),
-    ("again", "recomputing", "recomputed"),
-    ("bubbles", "bubbles", "bubbles"),
-    ("reduction", "reduction", "reduction"),
-)
-
-
 def show_found(profile: LayerProfile, found: Found) -> None:
     """Print the best configurations, where their time goes, and the stages of the best."""
     ranked, best = found.ranked, found.ranked[0]
     candidates = [each.candidate for each in ranked]
+    shares = [each.time_shares for each in candidates]
     numbers = [str(number) for number in range(1, len(ranked) + 1)]
     _show_columns(
         "The best configurations",
@@ -124,14 +115,11 @@ def show_found(profile: LayerProfile, found: Found) -> None:
         "Where the time goes in the framework's own order, %, and against the best",
         {
             "": numbers,
-            **{
-                column: [f"{100 * getattr(each.losses, part):.1f}" for each in candidates]
-                for column, _, part in _PARTS
-            },
+            **{part: [f"{100 * each[part]:.1f}" for each in shares] for part in shares[0]},
             "time": [f"{100 * (times - 1):+.1f}" for times in longer],
             "of it, most by": [
-                _why_slower(each.losses, best.candidate.losses, times)
-                for each, times in zip(candidates, longer, strict=True)
+                _why_slower(each, shares[0], times)
+                for each, times in zip(shares, longer, strict=True)
             ],
         },
     )
@@ -230,11 +218,8 @@ def pieces_words(names: tuple[str, ...]) -> str:
     return ", ".join(words)
 
 
-def _why_slower(losses: Losses, best: Losses, longer: float) -> str:
+def _why_slower(shares: dict[str, float], best: dict[str, float], longer: float) -> str:
     """Name the largest part of the time that a candidate takes more than the best."""
-    more = {
-        name: 100 * (getattr(losses, part) * longer - getattr(best, part))
-        for _, name, part in _PARTS
-    }
+    more = {name: 100 * (share * longer - best[name]) for name, share in shares.items()}
     name = max(more, key=lambda each: more[each])
     return f"{name} {more[name]:+.1f}" if more[name] >= 0.05 else "-"

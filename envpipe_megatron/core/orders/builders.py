@@ -1,16 +1,24 @@
 """Builders of schedules: GPipe, 1F1B, Megatron's interleaved order, breadth-first, EnvPipe's.
 
-Fewer microbatches than stages is a valid job for all.
+All of these warm up with some forwards, and then run forwards and backwards in turn. Of zero-bubble
+orders, ZB-H1 and ZB-H2 are 1F1B with extra forwards whose backwards are split; others' backwards
+are split where they are. Fewer microbatches than stages is a valid job for all.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from itertools import chain
 
-from envpipe_megatron.core.kinds import Kind, ScheduleError, Unit, unit
+import numpy as np
+
+from envpipe_megatron.core.kinds import SPLIT, Kind, ScheduleError, Unit, unit
+from envpipe_megatron.core.orders.greedy import shortest
+from envpipe_megatron.core.orders.job import OrderJob
 from envpipe_megatron.core.schedule import Placement, Schedule
 
 #: About twice what 128 stages with 8,192 microbatches each need.
@@ -25,14 +33,14 @@ def gpipe(num_stages: int, num_microbatches: int) -> Schedule:
     Backwards ascend by microbatch, so that gradients add up in the order of 1F1B and the result is
     equal to the last bit.
     """
-    check_job(num_stages, num_microbatches)
-    return _from_warmups("gpipe", [num_microbatches] * num_stages, num_microbatches)
+    stages = _in_turns(num_stages, num_microbatches, lambda stage: num_microbatches)
+    return Schedule("gpipe", num_microbatches, 1, stages)
 
 
 def one_f_one_b(num_stages: int, num_microbatches: int) -> Schedule:
     """Return Megatron's non-interleaved 1F1B (Narayanan et al., SC'21, section 2.2)."""
-    check_job(num_stages, num_microbatches)
-    return _from_warmups("1f1b", reversed(range(num_stages)), num_microbatches)
+    stages = _in_turns(num_stages, num_microbatches, lambda stage: num_stages - stage - 1)
+    return Schedule("1f1b", num_microbatches, 1, stages)
 
 
 def envpipe(num_stages: int, num_microbatches: int, extra_forwards: Sequence[int]) -> Schedule:
@@ -41,9 +49,10 @@ def envpipe(num_stages: int, num_microbatches: int, extra_forwards: Sequence[int
     The last stage has none in EnvPipe, since its units are all on the envelope. No stage can have
     more than there are microbatches for.
     """
-    check_job(num_stages, num_microbatches)
-    warmups = [num_stages - stage - 1 + extra for stage, extra in enumerate(extra_forwards)]
-    return _from_warmups("envpipe", warmups, num_microbatches)
+    stages = _in_turns(
+        num_stages, num_microbatches, lambda stage: num_stages - stage - 1 + extra_forwards[stage]
+    )
+    return Schedule("envpipe", num_microbatches, 1, stages)
 
 
 def interleaved(
@@ -68,7 +77,6 @@ def interleaved(
     Megatron wants groups, the last one too, no smaller than the pipeline. ScheduleError for less
     than that only where stages would wait in circles, and for one chunk, which is no virtual stage.
     """
-    check_job(num_stages, num_microbatches, num_chunks)
     if num_chunks < 2:
         raise ScheduleError(
             "The interleaved schedule needs at least two chunks a stage",
@@ -77,16 +85,15 @@ def interleaved(
         )
     if group_size is None:
         group_size = num_stages
-    virtual = in_groups(num_microbatches, num_chunks, group_size)
-    forwards = [unit(Kind.FORWARD, m, c) for m, c in virtual]
-    in_turn = [unit(Kind.FORWARD, m, c, combined) for m, c in virtual]
-    backwards = [unit(Kind.BACKWARD, m, num_chunks - 1 - c) for m, c in virtual]
     least = (num_chunks - 1) * min(group_size, num_microbatches) + combined
     extra = extra_warmup or (0,) * num_stages
-    warmups = [2 * (num_stages - stage - 1) + least + extra[stage] for stage in range(num_stages)]
-    stages = tuple(
-        _one_f_one_b_order([*forwards[:warmup], *in_turn[warmup:]], backwards, warmup)
-        for warmup in warmups
+    stages = _in_turns(
+        num_stages,
+        num_microbatches,
+        lambda stage: 2 * (num_stages - stage - 1) + least + extra[stage],
+        num_chunks,
+        group_size,
+        combined=combined,
     )
     name = "interleaved-combined" if combined else "interleaved"
     try:
@@ -114,11 +121,14 @@ def framework_schedule(schedule: Schedule, group_size: int | None = None) -> Sch
     """Return the order that Megatron itself would run for the same job.
 
     With chunks in groups of `group_size` microbatches, by default of the pipeline's length unless
-    the schedule is Megatron's own in others; where that cannot run, the schedule itself.
+    the schedule is Megatron's own in others; the schedule itself where that cannot run, and of
+    whole iterations.
     """
     job = schedule.num_stages, schedule.num_microbatches
+    if schedule.forward_only:
+        return schedule
     if schedule.num_chunks == 1:
-        return (forward_only if schedule.forward_only else one_f_one_b)(*job)
+        return one_f_one_b(*job)
     if group_size is None:
         own = _in_chunks(schedule, max(job[0], int((schedule.chunks[0] > 0).argmax())))
         if own is not None and own.stages == schedule.stages:
@@ -129,8 +139,6 @@ def framework_schedule(schedule: Schedule, group_size: int | None = None) -> Sch
 def _in_chunks(schedule: Schedule, group_size: int) -> Schedule | None:
     """Return Megatron's order of a job with chunks, combined as this one; None: it cannot run."""
     job = schedule.num_stages, schedule.num_microbatches, schedule.num_chunks, group_size
-    if schedule.forward_only:
-        return forward_only(*job)
     combined = bool((schedule.combined & ~schedule.is_backward).any())
     with suppress(ScheduleError):
         return interleaved(*job, combined=combined)
@@ -143,24 +151,9 @@ def breadth_first(num_stages: int, num_microbatches: int, num_chunks: int) -> Sc
     Each chunk's weights are used by all microbatches in turn, for all of whose activations a stage
     must have room.
     """
-    check_job(num_stages, num_microbatches, num_chunks)
-    virtual = in_groups(num_microbatches, num_chunks, num_microbatches)
-    forwards = [unit(Kind.FORWARD, m, c) for m, c in virtual]
-    backwards = [unit(Kind.BACKWARD, m, num_chunks - 1 - c) for m, c in virtual]
-    order = (*forwards, *backwards)
-    return Schedule("breadth-first", num_microbatches, num_chunks, (order,) * num_stages)
-
-
-def forward_only(
-    num_stages: int, num_microbatches: int, num_chunks: int = 1, group_size: int | None = None
-) -> Schedule:
-    """Return forwards only, as in evaluation; with chunks in groups as `interleaved` has them."""
-    check_job(num_stages, num_microbatches, num_chunks)
-    virtual = in_groups(
-        num_microbatches, num_chunks, num_stages if group_size is None else group_size
-    )
-    order = tuple(unit(Kind.FORWARD, m, c) for m, c in virtual)
-    return Schedule("forward-only", num_microbatches, num_chunks, (order,) * num_stages)
+    all_forwards = num_microbatches * num_chunks
+    stages = _in_turns(num_stages, num_microbatches, lambda stage: all_forwards, num_chunks)
+    return Schedule("breadth-first", num_microbatches, num_chunks, stages)
 
 
 def whole_iteration(num_stages: int) -> Schedule:
@@ -219,7 +212,7 @@ def check_size(num_stages: int, num_microbatches: int, num_chunks: int) -> None:
         )
 
 
-def in_groups(num_microbatches: int, num_chunks: int, group_size: int) -> list[tuple[int, int]]:
+def _in_groups(num_microbatches: int, num_chunks: int, group_size: int) -> list[tuple[int, int]]:
     """List microbatch and chunk of each forward: a group passes all chunks, then comes the next."""
     if group_size < 1:
         raise ScheduleError(
@@ -235,17 +228,164 @@ def in_groups(num_microbatches: int, num_chunks: int, group_size: int) -> list[t
     ]
 
 
-def _from_warmups(name: str, warmups: Iterable[int], num_microbatches: int) -> Schedule:
-    forwards = [unit(Kind.FORWARD, m) for m in range(num_microbatches)]
-    backwards = [unit(Kind.BACKWARD, m) for m in range(num_microbatches)]
-    stages = tuple(_one_f_one_b_order(forwards, backwards, warmup) for warmup in warmups)
-    return Schedule(name, num_microbatches, 1, stages)
+def _in_turns(
+    num_stages: int,
+    num_microbatches: int,
+    warmup: Callable[[int], int],
+    num_chunks: int = 1,
+    group_size: int | None = None,
+    *,
+    combined: bool = False,
+) -> tuple[tuple[Unit, ...], ...]:
+    """Return each stage's `warmup` forwards, then one and a backward in turn, then what is left.
+
+    `group_size` microbatches pass a chunk before the next chunk's turn; None: all of them. With
+    `combined`, a forward that is in turn with a backward runs as one with it. ScheduleError: as of
+    `check_job`, or an empty group.
+    """
+    check_job(num_stages, num_microbatches, num_chunks)
+    virtual = _in_groups(
+        num_microbatches, num_chunks, num_microbatches if group_size is None else group_size
+    )
+    forwards = [unit(Kind.FORWARD, m, c) for m, c in virtual]
+    in_turn = [unit(Kind.FORWARD, m, c, combined) for m, c in virtual]
+    backwards = [unit(Kind.BACKWARD, m, num_chunks - 1 - c) for m, c in virtual]
+    stages = []
+    for stage in range(num_stages):
+        first = min(warmup(stage), len(forwards))
+        steady = chain.from_iterable(zip(in_turn[first:], backwards, strict=False))
+        stages.append((*forwards[:first], *steady, *backwards[len(forwards) - first :]))
+    return tuple(stages)
 
 
-def _one_f_one_b_order(
-    forwards: Sequence[Unit], backwards: Sequence[Unit], warmup: int
-) -> tuple[Unit, ...]:
-    """Return `warmup` forwards, then forwards and backwards in turn, then the backwards left."""
-    warmup = min(warmup, len(forwards))
-    steady = chain.from_iterable(zip(forwards[warmup:], backwards, strict=False))
-    return (*forwards[:warmup], *steady, *backwards[len(forwards) - warmup :])
+def zero_bubble(
+    num_stages: int, num_microbatches: int, max_in_flight: int | None = None
+) -> Schedule:
+    """Return ZB-H1, or with more memory up to ZB-H2 (Qi et al., ICLR'24, sections 2.1 and 2.2).
+
+    Stage s warms up with 1F1B's `p - s` forwards, and up to `p - s - 1` more as memory allows. Then
+    input gradients and forwards take turns, and each weight gradient comes as much later than its
+    input gradient as memory allows. `max_in_flight` microbatches are held by every stage at most:
+    p by default, which stage 0 of 1F1B holds (ZB-H1); `2 p - 1` is ZB-H2, and more buys nothing.
+    ScheduleError: less than p.
+    """
+    most = num_stages if max_in_flight is None else max_in_flight
+    if most < num_stages:
+        raise ScheduleError(
+            "Zero-bubble orders hold as many microbatches as there are stages, or more",
+            value=most,
+            remedy=f"Allow {num_stages} in flight.",
+        )
+    most = min(most, 2 * num_stages - 1)
+    behind = range(num_stages)[::-1]
+    # Of each stage, with the forward that comes in turn with the first backward.
+    warmups = [1 + each + min(each, most - num_stages) for each in behind]
+    whole = _in_turns(num_stages, num_microbatches, lambda stage: warmups[stage] - 1)
+    stages = (
+        tuple(_split(order, most - warmup)) for order, warmup in zip(whole, warmups, strict=True)
+    )
+    name = "zb-h1" if most == num_stages else "zb-h2"
+    return Schedule(name, num_microbatches, 1, tuple(stages))
+
+
+def zero_bubble_v(
+    num_stages: int, num_microbatches: int, max_in_flight: int | None = None
+) -> Schedule:
+    """Return two chunks a stage that lie in a V, with split backwards: ZB-V.
+
+    (Qi et al., ICLR'24, section 6; with less memory as V-Half and V-Min of Qi et al., NeurIPS'24.)
+    The first stage holds the model's first layers and its last, so all stages hold equally much.
+    The order is the shortest that the list scheduler finds for units that all take as long, where
+    stages end as they begin, each one unit before the next: so iterations can follow without a gap.
+    `max_in_flight` counts microbatches of one chunk: 2 p by default, which is what 1F1B's first
+    stage holds. ScheduleError: less than 2.
+    """
+    check_job(num_stages, num_microbatches, 2)
+    most = 2 * num_stages if max_in_flight is None else max_in_flight
+    job = OrderJob(
+        dict.fromkeys(SPLIT, np.ones((num_stages, 2, num_microbatches))),
+        placement=Placement.V,
+        limits=[most] * num_stages,
+        tail_s=range(num_stages)[::-1],
+    )
+    return shortest(job, "zb-v")
+
+
+def split_in_place(schedule: Schedule, last: int) -> Schedule:
+    """Return an order whose `last` backwards of each stage are in two parts, one behind the other.
+
+    The stage before gets their gradients earlier; no more activations are held. For the last ones,
+    on the way out of the pipeline, that is nearly all that splitting gains, and it is paid for on a
+    few units only.
+    """
+    most = schedule.num_microbatches * schedule.num_chunks
+    return _with_split(schedule, "split", lambda own, seen: seen < most - last)
+
+
+def split_from(schedule: Schedule, microbatch: int, of_stage: int | None = None) -> Schedule:
+    """Return a split order in which the backwards of the microbatches before one are whole.
+
+    On all stages, or on one.
+    """
+    stages: list[list[Unit]] = [[] for _ in schedule.stages]
+    for stage, order in enumerate(schedule.stages):
+        units, first = stages[stage], microbatch if of_stage in (None, stage) else 0
+        for own in order:
+            if own.kind is Kind.FORWARD or own.microbatch >= first:
+                units.append(own)
+            elif own.kind is Kind.INPUT_GRADIENT:
+                units.append(unit(own.kind, own.microbatch, own.chunk, combined=True))
+                units.append(unit(Kind.WEIGHT_GRADIENT, own.microbatch, own.chunk))
+    return replace(schedule, stages=tuple(map(tuple, stages)))
+
+
+def half_split(schedule: Schedule) -> Schedule:
+    """Return an order with every other microbatch's backwards in two parts, one behind the other.
+
+    So whole backwards and both parts are measured in the same iterations and the same memory. Were
+    the last half split, parts would be seen on the way out of the pipeline and whole ones before,
+    where waits, and so heat, are others. Of two microbatches or more, each chunk of each stage has
+    both, in whichever order backwards come.
+    """
+    return _with_split(schedule, "split", lambda own, seen: own.microbatch % 2 == 0)
+
+
+def split_late(schedule: Schedule) -> Schedule:
+    """Return an order as unlike its whole backwards as may be, to test whether a bit changes.
+
+    Each second part waits for the first one of the backward that follows, so a microbatch more is
+    held. Of more than two backwards, the middle one stays whole. Gradients keep their sequence.
+    """
+    most = schedule.num_microbatches * schedule.num_chunks
+    return _with_split(schedule, "late", lambda own, seen: most > 2 and seen == most // 2, lag=1)
+
+
+def _with_split(
+    schedule: Schedule, how: str, whole: Callable[[Unit, int], bool], lag: int = 0
+) -> Schedule:
+    """Split the backwards in two parts, but those for which `whole` (of unit and number) holds.
+
+    `lag` second parts wait while first parts of backwards that follow run.
+    """
+    stages = (tuple(_split(order, lag, whole)) for order in schedule.stages)
+    return replace(schedule, name=f"{schedule.name}-{how}", stages=tuple(stages))
+
+
+def _split(
+    order: Sequence[Unit], lag: int, whole: Callable[[Unit, int], bool] = lambda own, seen: False
+) -> Iterator[Unit]:
+    waiting: deque[Unit] = deque()
+    seen = 0
+    for own in order:
+        if own.kind is Kind.FORWARD:
+            yield own
+            continue
+        as_one = whole(own, seen)
+        seen += 1
+        while as_one and waiting:
+            yield waiting.popleft()
+        yield unit(Kind.INPUT_GRADIENT, own.microbatch, own.chunk, as_one)
+        waiting.append(unit(Kind.WEIGHT_GRADIENT, own.microbatch, own.chunk))
+        if as_one or len(waiting) > lag:
+            yield waiting.popleft()
+    yield from waiting

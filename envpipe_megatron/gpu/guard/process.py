@@ -30,8 +30,8 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import NoReturn
 
@@ -146,25 +146,25 @@ class Guard:
     def run(self) -> None:
         """Take the lease, serve the rank, and bring the clock back."""
         try:
-            self._limit_time()
-            gpu = self._opened()
-            ends_s, late_s = gpu.control_ends_s(), gpu.late_request_s
-            clocks = gpu.supported_frequencies_mhz
-            usual = sweep_range(clocks or (0,), override_for(gpu.name), 0.0)
-            lease = Lease.take(
-                self.address,
-                self.job,
-                rank=self.rank,
-                open_gpu=open_gpu,
-                clocks_mhz=(*clocks[:1], usual[-1]) if gpu.changes_clock else (),
-            )
-            # Permission to lock does not imply permission to reset, as with sudo rules: what cannot
-            # be undone shows before a clock is locked.
-            try:
-                gpu.reset_frequency()
-            except BaseException:
-                lease.release()
-                raise
+            with self._time_limit():
+                gpu = self._opened()
+                ends_s, late_s = gpu.control_ends_s(), gpu.late_request_s
+                clocks = gpu.supported_frequencies_mhz
+                usual = sweep_range(clocks or (0,), override_for(gpu.name), 0.0)
+                lease = Lease.take(
+                    self.address,
+                    self.job,
+                    rank=self.rank,
+                    open_gpu=open_gpu,
+                    clocks_mhz=(*clocks[:1], usual[-1]) if gpu.changes_clock else (),
+                )
+                # Permission to lock does not imply permission to reset, as with sudo rules: what
+                # cannot be undone shows before a clock is locked.
+                try:
+                    gpu.reset_frequency()
+                except BaseException:
+                    lease.release()
+                    raise
         except Exception as error:
             _LOG.warning("%s: not held: %s", self.address.uid, error)
             self._say(what=str(error))
@@ -192,9 +192,17 @@ class Guard:
             self._gpu = open_gpu(self.address)
         return self._gpu
 
-    def _limit_time(self) -> None:
-        """End this process if the driver hangs: SIGALRM does by default, and leaves the lease."""
+    @contextmanager
+    def _time_limit(self) -> Iterator[None]:
+        """End this process if the driver hangs: SIGALRM does by default, and leaves the lease.
+
+        Around calls of the driver only: a guard that is stopped with its whole job goes on later.
+        """
         signal.setitimer(signal.ITIMER_REAL, self.give_up_s)
+        try:
+            yield
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
 
     def _say(self, **message: object) -> None:
         # A rank that does not read misses this; its end is noticed all the same.
@@ -215,8 +223,9 @@ class Guard:
         silent_s = served_s + self.heartbeat_s
         while True:
             now_s = time.monotonic()
-            if self._controller is not None and self._controller.serve():
-                served_s = now_s
+            if self._controller is not None:
+                with self._time_limit():
+                    served_s = now_s if self._controller.serve() else served_s
             if self.page.is_over:
                 return "no clock is wanted any more"
             self.page.guard.beats += 1
@@ -230,7 +239,6 @@ class Guard:
                 silent_s = math.inf if self._reset() else now_s + _RETRY_S
             if now_s >= tick_s + _TICK_S:
                 tick_s = now_s
-                self._limit_time()
                 if self.rank.is_alive() is False:
                     return "the rank has ended"
                 if time.time() >= ends_s:
@@ -264,13 +272,13 @@ class Guard:
 
     def _reset(self) -> bool:
         """Set no clock any more, and reset it once; return whether that worked."""
-        self._limit_time()
         controller, self._controller = self._controller, None
         try:
             if controller is not None:
                 with suppress(Exception):  # as without memory: its clock is reset all the same
                     controller.close()
-            self._opened().reset_frequency()
+            with self._time_limit():
+                self._opened().reset_frequency()
         except Exception as error:
             # Logged each time: retries are rare, and an administrator wants to see them.
             _LOG.error("%s: reset failed: %s", self.address.uid, error)

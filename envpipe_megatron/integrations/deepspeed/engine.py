@@ -19,22 +19,19 @@ from deepspeed.runtime.utils import PartitionedTensor
 
 from envpipe_megatron.core.channel_model import QUEUES_VARIABLE, hardware_capacity
 from envpipe_megatron.core.kinds import Kind, Unit
-from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.integrations.hooking import BETWEEN_STEPS, paused
 from envpipe_megatron.integrations.leveled import LeveledJob
 from envpipe_megatron.integrations.levels import (
     FREES_WHILE_TRAINING,
+    JobError,
     Level,
     Limit,
     frees_while_training,
 )
 from envpipe_megatron.runtime.channel.carrier import StageSpecs, TensorSpec
+from envpipe_megatron.runtime.execution.stage_run import StageWork
 from envpipe_megatron.runtime.job.session import Session
 from envpipe_megatron.runtime.memory.peak import MemoryFullError
-
-
-class UnsupportedEngineError(EnvPipeError):
-    """A feature of DeepSpeed's pipelines that EnvPipe does not run."""
 
 
 class EnvPipeEngine(PipelineEngine):  # type: ignore[misc]  # DeepSpeed has no types
@@ -165,7 +162,7 @@ class EnvPipeEngine(PipelineEngine):  # type: ignore[misc]  # DeepSpeed has no t
         if not self.is_last_stage():
             gradients = _as_list(self.grad_layer)
             if not gradients:
-                raise UnsupportedEngineError(
+                raise JobError(
                     f"No output of stage {self.stage_id} needs a gradient",
                     remedy="Split the layers elsewhere, or train without EnvPipe.",
                 )
@@ -199,7 +196,7 @@ for _row in BETWEEN_STEPS["DeepSpeed"]:
     setattr(EnvPipeEngine, _row.function, paused(lambda engine: engine.job.pause(), _own))
 
 
-class _Units:
+class _Units(StageWork):
     """The units of one stage in one step."""
 
     def __init__(self, engine: EnvPipeEngine) -> None:
@@ -247,7 +244,7 @@ class _Units:
         gradients = [tensor.grad for tensor in inputs if tensor.is_floating_point()]
         missing = [index for index, gradient in enumerate(gradients) if gradient is None]
         if missing:
-            raise UnsupportedEngineError(
+            raise JobError(
                 f"An input of stage {engine.stage_id} got no gradient in {unit}",
                 value=missing,
                 remedy="Let layers use all floating-point tensors that they are handed.",
@@ -257,9 +254,6 @@ class _Units:
             part = PartitionedTensor(tensor=gradients[0], group=group)
             return [part.to_meta(), part.data()]
         return [gradient for gradient in gradients if gradient is not None]
-
-    def sent(self, unit: Unit) -> None:
-        """Do nothing: the channel has the output."""
 
 
 def not_run(engine: PipelineEngine) -> list[str]:

@@ -13,15 +13,11 @@ import torch.distributed as dist
 from deepspeed.pipe import PipelineModule
 
 from envpipe_megatron.core.sidecar import Sidecar
-from envpipe_megatron.integrations.deepspeed.engine import (
-    EnvPipeEngine,
-    UnsupportedEngineError,
-    not_run,
-)
+from envpipe_megatron.integrations.deepspeed.engine import EnvPipeEngine, not_run
 from envpipe_megatron.integrations.job import FrameworkJob, say_line
 from envpipe_megatron.integrations.leveled import LeveledJob
-from envpipe_megatron.integrations.levels import DEEPSPEED, check_tested
-from envpipe_megatron.integrations.options import OF_LEVELS, OptionError, merged, read_settings
+from envpipe_megatron.integrations.levels import DEEPSPEED, JobError, check_tested
+from envpipe_megatron.integrations.options import OF_LEVELS, merged, read_settings
 from envpipe_megatron.runtime.job.options import JobOptions
 
 BLOCK = "envpipe"
@@ -46,7 +42,7 @@ def settings_of(
     """
     block = config.get(BLOCK)
     if block is not None and not isinstance(block, Mapping):
-        raise OptionError(
+        raise JobError(
             f"The block '{BLOCK}' of the DeepSpeed configuration is a table of options",
             value=block,
             remedy='Write "envpipe": {"type": "envelope", "scheduling": "ours"}, say.',
@@ -99,7 +95,7 @@ def initialize(
     check_version()
     model = given.get("model")
     if not isinstance(model, PipelineModule):
-        raise UnsupportedEngineError(
+        raise JobError(
             "EnvPipe needs a pipeline: a model that is a deepspeed.pipe.PipelineModule",
             value=type(model).__name__,
             remedy="Make it one, or train without EnvPipe.",
@@ -141,7 +137,7 @@ def begin(
         prints: whether the engine prints energy when DeepSpeed prints its steps.
     """
     if found := not_run(engine):
-        raise UnsupportedEngineError(
+        raise JobError(
             "EnvPipe does not run this under DeepSpeed",
             value=found,
             remedy="Train without EnvPipe, or without these.",

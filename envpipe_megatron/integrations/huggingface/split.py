@@ -79,7 +79,7 @@ class SplitModel:
     Every rank calls it, with the same arguments. No rank holds more of the model than its stage:
     the whole is made without memory, and of files only a stage's tensors are read. `entries` has
     the layers in order: embedding, positions, blocks, norm, head. A cut counts them all. The
-    unsplit `model` is on the device `meta`: it has all modules, and takes no memory.
+    unsplit `model` and the `bare` layers are on the device `meta`: they take no memory.
 
     Args:
         config: a configuration of transformers whose `model_type` is llama, mistral, qwen2, qwen3,
@@ -107,11 +107,11 @@ class SplitModel:
             self.model = family.auto.from_config(config, dtype=torch.get_default_dtype())
         self.entries, self.loss, self._seed = family.entries(config), family.loss, seed
         self.rotary = rotary_of(self.model, config)
-        bare = [Layer(self, index, finished=False) for index in range(len(self.entries))]
+        self.bare = [Layer(self, index, finished=False) for index in range(len(self.entries))]
         self.num_parameters = tuple(
-            sum(parameter.numel() for parameter in layer.parameters()) for layer in bare
+            sum(parameter.numel() for parameter in layer.parameters()) for layer in self.bare
         )
-        needed = {name for layer in bare for name, _ in layer.named_weights()}
+        needed = {name for layer in self.bare for name, _ in layer.named_weights()}
         self._places = {}
         if weights is not None:
             self._places = _places(Path(weights), family, self.model, needed)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Sequence
 
 import torch
@@ -23,29 +22,23 @@ class Stage(nn.Module):
         model: what `split_model` gave.
         parts: what its `parts` gave.
         index: the stage.
-        finished: whether layers get weights, or stay on the device `meta`.
     """
 
-    def __init__(
-        self, model: SplitModel, parts: Sequence[int], index: int, finished: bool = True
-    ) -> None:
+    def __init__(self, model: SplitModel, parts: Sequence[int], index: int) -> None:
         super().__init__()
-        layers = [Layer(model, each, finished) for each in range(parts[index], parts[index + 1])]
+        layers = [Layer(model, each) for each in range(parts[index], parts[index + 1])]
         self.layers = nn.ModuleList(layers)
-        self.index = index
         self._extras = model.extras(0)
-        #: What has the weights that another stage has, too: no second name for them, and new ones
+        #: True if the model's head has the weights of its embedding, on this stage or not.
+        self.of_tied_model = model.is_tied(0)
+        #: Layers with weights that another stage has, too: no second name for them, and new ones
         #: where FSDP shards them.
         self._tied: tuple[Layer, ...] = ()
-        #: The stage of the last layer that has them: BERT's is not the last of all.
-        self.tied_head: int | None = None
         tied = [layer for layer in layers if model.is_tied(layer.index)]
         for layer in tied:
             layer.embedding = tied[0].embedding  # one module where one stage has both
         if len(tied) == 1:
             self._tied = (tied[0],)
-            head = max(each for each in range(len(model.entries)) if model.is_tied(each))
-            self.tied_head = bisect_right(parts, head) - 1
 
     @property
     def tied_weight(self) -> nn.Parameter | None:
@@ -101,16 +94,14 @@ def pipeline_stage(
         device: where the stage's layers are.
         group: of the pipeline; None for all ranks.
     """
-    message = torch.empty_like(microbatch, device="meta")
-    shapes = [message]
-    for number in range(index + 1):
-        message = Stage(model, parts, number, finished=False)(message)
-        shapes.append(message)
+    messages = [torch.empty_like(microbatch, device="meta")]
+    for layer in model.bare[: parts[index + 1]]:
+        messages.append(layer(messages[-1]))
     inputs, outputs = (
-        torch.empty(shape.shape, dtype=shape.dtype, device=device).requires_grad_(
-            shape.is_floating_point() and is_message
+        torch.empty(message.shape, dtype=message.dtype, device=device).requires_grad_(
+            message is not messages[0] and message.is_floating_point()
         )
-        for shape, is_message in zip(shapes[-2:], (index > 0, True), strict=True)
+        for message in (messages[parts[index]], messages[-1])
     )
     stage = Stage(model, parts, index).to(device)
     return PipelineStage(
@@ -136,8 +127,7 @@ def reduce_tied_gradients(
 
     Args:
         stages: this rank's `Stage`s, or what has been wrapped around them.
-        group: of the pipeline, whose ranks have the stages in turn, from the first rank on, or in
-            a V; None for all ranks.
+        group: of the pipeline; None for all ranks.
 
     Raises EnvPipeError without a `Stage`; and, on both ranks, where neither side of weights that
     are trained has a gradient, or only one side is frozen.
@@ -149,20 +139,23 @@ def reduce_tied_gradients(
             value=[type(stage).__name__ for stage in stages],
             remedy="Hand over the submod of what pipeline_stage gave, wrapped or not.",
         )
+    if not ours[0].of_tied_model:
+        return
     weights = [weight for stage in ours if (weight := stage.tied_weight) is not None]
-    if not weights:
+    rank = dist.get_rank(group)
+    known = (
+        sum(weight.requires_grad for weight in weights),
+        sum(weight.grad is not None for weight in weights),
+        len(weights) * rank,
+    )
+    sums = torch.tensor(known, device=next(ours[0].parameters()).device)
+    dist.all_reduce(sums, group=group)
+    if not weights:  # without a wait for the device
         return
-    sides = [[weight.requires_grad, weight.grad is not None] for weight in weights]
-    if len(sides) == 1:
-        head = next(head for stage in ours if (head := stage.tied_head) is not None)
-        rank, size = dist.get_rank(group), dist.get_world_size(group)
-        peer = 0 if rank else _rank_of(head, [stage.index for stage in ours], size)
-        facts = torch.tensor(sides[0], dtype=torch.uint8, device=weights[0].device)
-        sides.append(_exchanged(facts, peer, group).tolist())
-    trained, given = zip(*sides, strict=True)
-    if not any(trained):
+    trained, given, ranks = sums.tolist()
+    if not trained:
         return
-    if not all(trained) or not any(given):
+    if trained == 1 or not given:
         raise EnvPipeError(
             "Shared weights have no gradient, or are frozen on one of their two stages only",
             remedy="Call reduce_tied_gradients after schedule.step, before gradients are cleared, "
@@ -177,7 +170,7 @@ def reduce_tied_gradients(
         for gradient in gradients:
             gradient.copy_(total)
     else:  # a + b is b + a: both ranks have the same bits
-        gradients[0].add_(_exchanged(gradients[0].contiguous(), peer, group))
+        gradients[0].add_(_exchanged(gradients[0].contiguous(), ranks - rank, group))
 
 
 def _exchanged(mine: Tensor, peer: int, group: dist.ProcessGroup | None) -> Tensor:
@@ -195,10 +188,3 @@ def _exchanged(mine: Tensor, peer: int, group: dist.ProcessGroup | None) -> Tens
 def _local(gradient: Tensor) -> Tensor:
     """Return this rank's part, where FSDP shards the weights: as many on each stage."""
     return gradient.to_local() if isinstance(gradient, DTensor) else gradient
-
-
-def _rank_of(stage: int, of_first: Sequence[int], size: int) -> int:
-    """Return the rank that has a stage, by the stages that the first of `size` ranks has."""
-    turn, along = divmod(stage, size)
-    in_v = 2 * size - 1 in of_first
-    return size - 1 - along if in_v and turn % 2 else along

@@ -13,7 +13,7 @@ import argparse
 import dataclasses
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from itertools import groupby
 from typing import Any
 
@@ -24,7 +24,7 @@ import torch.distributed as dist
 from envpipe_megatron.core.arrays import FloatArray
 from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.integrations.device import current_device
-from envpipe_megatron.integrations.hooking import replaced
+from envpipe_megatron.integrations.hooking import recompute, replaced
 from envpipe_megatron.integrations.layer_profile.rank_gpu import (
     Looks,
     Marks,
@@ -144,21 +144,11 @@ class GptPieces:
     @contextmanager
     def recomputing(self, way: str | None) -> Iterator[None]:
         """Within, all layers that have this recomputation do it."""
-        with ExitStack() as stack:
-            if way == FULL:
-                stack.enter_context(
-                    replaced(
-                        self._decoder.config,
-                        recompute_granularity=FULL,
-                        recompute_method="uniform",
-                        recompute_num_layers=1,
-                    )
-                )
-            for name, row in self._layers.items() if way == SELECTIVE else ():
-                for layer in row if SELECTIVE in self.ways(name) else ():
-                    change = replaced(layer.self_attention, checkpoint_core_attention=True)
-                    stack.enter_context(change)
+        recompute([self._decoder], way, len(self._decoder.layers))
+        try:
             yield
+        finally:
+            recompute([self._decoder], None, 0)
 
     def parameters(self, piece: str, *, of_experts: bool = False) -> int:
         """Return the number of parameters on this rank, or only of those that are experts'."""

@@ -221,7 +221,6 @@ def _specs(arguments: dict[str, Any], groups: ProcessGroupCollection) -> StageSp
         tp_group=groups.tp,
         cp_group=groups.cp,
     )
-    spec = TensorSpec.of_one_type(
-        tuple(tuple(shape) for shape in shapes), config.pipeline_dtype, current_device()
-    )
+    dtypes = (config.pipeline_dtype,) * len(shapes)
+    spec = TensorSpec(tuple(map(tuple, shapes)), dtypes, current_device())
     return replace(StageSpecs.alike(spec), vary=config.variable_seq_lengths)

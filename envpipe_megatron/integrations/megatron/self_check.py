@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_leaves
 
 from envpipe_megatron.core.channel_model import find_stall
 from envpipe_megatron.core.kinds import Kind
-from envpipe_megatron.core.orders.zero_bubble import split_late
+from envpipe_megatron.core.orders.builders import split_late
 from envpipe_megatron.core.schedule import Schedule
 from envpipe_megatron.integrations.megatron.repeating import RepeatedIteration
 from envpipe_megatron.integrations.megatron.split_backward import waiting_bytes

@@ -134,7 +134,7 @@ def deepspeed_config(args: argparse.Namespace) -> dict[str, Any]:
         ) from error
 
 
-_hooks = Hooks[LeveledJob]("megatron/arguments.py", "validate", "begin_training", "end_step", "log")
+_hooks = Hooks[LeveledJob]("megatron/arguments.py", "end_step", "log")
 
 
 def validate(args: argparse.Namespace) -> None:
@@ -142,7 +142,6 @@ def validate(args: argparse.Namespace) -> None:
 
     For an unsupported feature, a version of DeepSpeed that was not tried, a wrong option or file.
     """
-    _hooks.note("validate")
     try:
         check_supported(args)
         check_version()
@@ -159,7 +158,6 @@ def begin_training(args: argparse.Namespace, model: list[Any]) -> None:
             pipeline, ranks that were started differently, or a limit that cannot be kept.
         EnvPipeError: no control though it is required, or another rank raised one.
     """
-    _hooks.note("begin_training")
     try:
         options = _hooks.validated()
         check_model(model)

@@ -1,8 +1,7 @@
 """Hooks that the patch calls; a patched checkout imports them if --envpipe is an argument.
 
 `hooking` says what happens where a hook is never reached. Recomputation by stage is here too:
-Megatron's flags are for all stages alike, but what layers do is read from their configuration and
-attributes when they run, so a stage can be changed after it was built. Results stay the same.
+Megatron's flags are for all stages alike.
 """
 
 from __future__ import annotations
@@ -20,18 +19,19 @@ from envpipe_megatron.integrations.hooking import (
     Hooks,
     between_steps,
     options_of,
+    recompute,
     refuse,
     replaced,
 )
 from envpipe_megatron.integrations.levels import JobError, decide, limits_of_arguments
 from envpipe_megatron.integrations.megatron.limits import LIMITS, check_metered
 from envpipe_megatron.integrations.megatron.training import Training
+from envpipe_megatron.search.layer_profile import FULL, SELECTIVE
 
 FLAG = "--envpipe-recompute"
-_NONE, _FULL, _SELECTIVE = "none", "full", "selective"
 _hooks = Hooks[Training](
     "megatron/training/arguments.py",
-    *("validate", "begin_training", "begin_step", "forward_backward", "end_step", "log"),
+    *("begin_step", "forward_backward", "end_step", "log"),
 )
 
 
@@ -52,7 +52,6 @@ def validate(args: argparse.Namespace) -> None:
 
     For an unsupported feature, a wrong option or file, or a checkout that is half patched.
     """
-    _hooks.note("validate")
     try:
         check_metered(args)
         by_stage(args)
@@ -70,14 +69,14 @@ def begin_training(args: argparse.Namespace, model: Sequence[Any]) -> None:
     `model` has the chunks of this rank. Raises SystemExit if arguments did not come from a command
     line or the job cannot run as asked, and EnvPipeError as `Training` does.
     """
-    _hooks.note("begin_training")
     try:
         options = _hooks.validated()
         if not args.log_energy:
             _quiet_energy_monitor()
         if (stages := by_stage(args)) is not None:
             own = stages[parallel_state.get_pipeline_model_parallel_rank()]
-            recompute(model, *own)
+            modules = [module for chunk in model for module in chunk.modules()]
+            recompute([each for each in modules if isinstance(each, TransformerBlock)], *own)
         group = parallel_state.get_pipeline_model_parallel_group()
         training = _hooks.job = Training(args, options, LIMITS, model, group)
     except JobError as error:
@@ -178,28 +177,9 @@ def by_stage(args: argparse.Namespace) -> list[tuple[str, int]] | None:
     return stages
 
 
-def recompute(chunks: Sequence[Any], what: str, count: int) -> None:
-    """Make the first layers of each chunk of a model recompute, and the others not.
-
-    Args:
-        chunks: a rank's, perhaps wrapped.
-        what: none, full or selective.
-        count: layers of each chunk, at most.
-    """
-    full = what == _FULL and count > 0
-    blocks = (m for chunk in chunks for m in chunk.modules() if isinstance(m, TransformerBlock))
-    for block in blocks:
-        block.config.recompute_granularity = _FULL if full else None
-        block.config.recompute_method = "block" if full else None
-        block.config.recompute_num_layers = count if full else None
-        for number, layer in enumerate(block.layers):
-            selected = what == _SELECTIVE and number < count
-            layer.self_attention.checkpoint_core_attention = selected
-
-
 def _read(text: str) -> tuple[str, int]:
     what, _, count = text.strip().partition(":")
-    if (what == _NONE and not count) or (what in (_FULL, _SELECTIVE) and count.isdecimal()):
+    if (what == "none" and not count) or (what in (FULL, SELECTIVE) and count.isdecimal()):
         return what, int(count or 0)
     raise JobError(
         f"{FLAG} is wrong", value=text, remedy="Say none, full:N or selective:N for each stage."

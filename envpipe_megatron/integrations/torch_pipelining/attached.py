@@ -14,8 +14,7 @@ import torch
 import torch.distributed as dist
 
 from envpipe_megatron.core.schedule import Schedule
-from envpipe_megatron.formats.steps import IntervalEnergy
-from envpipe_megatron.integrations.device import check_current, current_device
+from envpipe_megatron.integrations.device import check_current
 from envpipe_megatron.integrations.framework_units import UnitRecorder, once
 from envpipe_megatron.integrations.job import (
     FrameworkJob,
@@ -38,11 +37,9 @@ from envpipe_megatron.integrations.torch_pipelining.orders import (
     stages_trained_by,
 )
 from envpipe_megatron.integrations.torch_pipelining.units import Units, known_reason
-from envpipe_megatron.runtime.channel.carrier import StageSpecs, TensorSpec
+from envpipe_megatron.runtime.channel.carrier import StageSpecs
 from envpipe_megatron.runtime.channel.collectives import of_all_ranks
 
-#: Steps between reports where the user asks for none: they separate the bill's phases.
-_REPORT_EVERY = 10
 #: Options that do not go with a framework that sends its messages itself.
 _WITHOUT = ("channel", "profile_only", "self_check")
 
@@ -128,8 +125,6 @@ class AttachedPipeline(LeveledJob):
         self._runner = None if self._own is None else Runner(schedule, self._own)
         self._torch_step = schedule.step
         self._seen = False
-        #: Steps so far; None once somebody asks for reports.
-        self._unreported: int | None = 0
         self._warn_of_change = once()
         if self.job is None:
             self.close()
@@ -146,14 +141,6 @@ class AttachedPipeline(LeveledJob):
         """
         self._end_step()
         super().pause()
-
-    def report(self) -> IntervalEnergy:
-        """Return energy since the last report, as `line` and `scalars`; ranks call it at one step.
-
-        The last step is in the next report, since it has not ended.
-        """
-        self._unreported = None
-        return super().report()
 
     def end_training(self) -> None:
         """Give the clock back and print the energy bill; every rank calls it.
@@ -210,7 +197,7 @@ class AttachedPipeline(LeveledJob):
             result = self._torch_step(*args, **kwargs)
             run.whole = run.same_work = not changed
         if infers_shapes:
-            same = message_of(self._stages) == self._own_message
+            same = message_of(self._stages) == self._message
             self._has_known_shapes = all(self.session.parts.collectives.in_pipeline(same))
             run.whole &= self._has_known_shapes
             run.same_work = self._has_known_shapes and not changed
@@ -257,10 +244,7 @@ class AttachedPipeline(LeveledJob):
             changed, self._units.seen = self._units.seen, None
         collectives = self.session.parts.collectives
         self._seen = True
-        self._own_message = message_of(self._stages)
-        # One for all ranks: what is measured goes from each stage to the next.
-        shapes, dtypes = collectives.from_planner(self._own_message)
-        self._message = TensorSpec(shapes, dtypes, current_device())
+        self._message = message_of(self._stages)
         why_whole = max((self._units.why_whole or {}).values(), default=self._why_whole)
         if self._own is not None:
             own = known_order(self._schedule)[0] or self._own  # of the number in this step
@@ -280,10 +264,6 @@ class AttachedPipeline(LeveledJob):
     def _end_step(self) -> None:
         """End the last step, if there is one that has not failed: the optimizer has stepped."""
         if self.in_step:
-            if self._unreported is not None:
-                self._unreported += 1
-                if self._unreported % _REPORT_EVERY == 0:  # before: this step would be waited for
-                    super().report()
             self.end_step()
 
 

@@ -197,15 +197,14 @@ def is_prepared(schedule: Any) -> bool:
     return all(getattr(schedule, f"{stages}_{way}_initialized") for way in ("forward", "backward"))
 
 
-def message_of(stages: Sequence[Any]) -> tuple[Any, Any]:
-    """Return shapes and types of what this rank receives, to measure the time of a message."""
+def message_of(stages: Sequence[Any]) -> TensorSpec:
+    """Return what a message to this rank carries: a microbatch in flight holds as much at least."""
     for stage in stages:
         for infos in (stage.args_recv_info.get(0, ()), stage.grad_recv_info.get(0, ())):
             tensors = [info.buffer for info in infos if getattr(info, "buffer", None) is not None]
             if tensors:
-                spec = TensorSpec.of(tensors)
-                return spec.shapes, spec.dtypes
-    return ((1,),), (torch.uint8,)
+                return TensorSpec.of(tensors)
+    return TensorSpec.of([torch.empty(1, dtype=torch.uint8)])
 
 
 #: Functions of a schedule that make its order, or no step. One that replaces others has to be

@@ -254,14 +254,13 @@ class NodeGpus:
 
     async def welcome(self, hello: Mapping[str, Any]) -> GpuLedger:
         """Return the ledger of a rank's GPU, opened now if it is new; GpuError if it cannot be."""
-        labels = {k: v for k, v in hello.items() if k != "op"}
         uid = str(hello["gpu_uid"])
         async with self._opening.setdefault(uid, asyncio.Lock()):  # ranks may share a GPU
             if uid not in self._ledgers:
                 self._ledgers[uid] = await _in_thread(
-                    lambda: GpuLedger(look_at(uid), labels, self._log.append)
+                    lambda: GpuLedger(look_at(uid), hello, self._log.append)
                 )
-        self._ledgers[uid].know(labels)
+        self._ledgers[uid].know(hello)
         return self._ledgers[uid]
 
     async def bill_long_gaps(self) -> None:

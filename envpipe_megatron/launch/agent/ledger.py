@@ -170,7 +170,7 @@ class GpuLedger:
 
     Args:
         gpu: opened for reading only; GpuError if it does not tell the time.
-        labels: what every line says of it.
+        labels: as for `know`.
         write: gets each line; OSError is raised on, and it gets the line again with the next one.
 
     Attributes:
@@ -185,7 +185,7 @@ class GpuLedger:
     ) -> None:
         self.gpu = gpu
         self.know(labels)
-        self._sums = LineSums(lambda window: write({**self._labels, **window.line()}))
+        self._sums = LineSums(lambda window: write(window.line()))
         self._failing = False
         #: Of the windows so far; None before the first.
         self._longest_step_s: float | None = None
@@ -200,9 +200,8 @@ class GpuLedger:
         self._billed: tuple[CounterAt | None, float] = self.read(), 0.0
 
     def know(self, labels: Mapping[str, Any]) -> None:
-        """Bill another rank from here on; an error of `parse_window` if labels are none."""
+        """Bill a rank from here on; an error of `parse_window` if one of its labels is none."""
         self.of_gpu = parse_window({**labels, "energy_j": 0, "duration_s": 0})
-        self._labels = dict(labels)
 
     @property
     def energy_j(self) -> float:
@@ -248,7 +247,7 @@ class GpuLedger:
         One that is none raises ValueError, TypeError, KeyError or OverflowError, and changes
         nothing; OSError: it is billed, and will be written with the next line.
         """
-        window = parse_window({**self._labels, **line})
+        window = parse_window(line)
         begin_s = AMOUNT(window.begin_s)
         end_s = begin_s + window.duration_s
         begin, end = (

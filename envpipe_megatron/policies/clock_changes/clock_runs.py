@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from envpipe_megatron.core.arrays import BoolArray, FloatArray, IntArray
 from envpipe_megatron.core.conditions import Conditions
+from envpipe_megatron.core.evaluation import clock_requests
 from envpipe_megatron.core.plan import Plan
 from envpipe_megatron.core.profile import Profile, at_any_clock
 from envpipe_megatron.core.schedule import Schedule
@@ -36,23 +37,15 @@ def shortest_dwell_s(plan: Plan) -> float:
     timeline, iteration_s = plan.timeline, plan.cost.iteration_time_s
     before_s = timeline.start_s - timeline.wait_s
     raise_s = timeline.start_s - plan.conditions.change_time_s
+    asked_mhz = clock_requests(plan.frequency_mhz, plan.park_mhz)
+    # The second request for a unit is none where nothing parks.
+    asked_s = np.stack([before_s, raise_s], axis=2).reshape(asked_mhz.shape)
+    changes = asked_mhz != np.roll(asked_mhz, 1, axis=1)
     shortest_s = math.inf
-    for stage, clocks in enumerate(plan.frequency_mhz.tolist()):
-        requests = []
-        running = clocks[-1]
-        for position, clock in enumerate(clocks):
-            asked = [(before_s[stage, position], clock)]
-            if plan.park_mhz is not None and plan.park_mhz[stage, position]:
-                asked = [
-                    (before_s[stage, position], int(plan.park_mhz[stage, position])),
-                    (raise_s[stage, position], clock),
-                ]
-            for at_s, wanted in asked:
-                if wanted != running:
-                    requests.append(at_s)
-                running = wanted
-        if requests:
-            gaps_s = np.diff([*requests, requests[0] + iteration_s])
+    for of_stage_s, changed in zip(asked_s, changes, strict=True):
+        if changed.any():
+            times_s = of_stage_s[changed]
+            gaps_s = np.diff(times_s, append=times_s[0] + iteration_s)
             shortest_s = min(shortest_s, float(gaps_s.min()))
     return shortest_s
 

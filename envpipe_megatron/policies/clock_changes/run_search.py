@@ -27,11 +27,7 @@ from envpipe_megatron.policies.clock_changes.run_times import (
     faster_path,
     saving_moves,
 )
-from envpipe_megatron.policies.optimal.linear_program import (
-    LinearProgramError,
-    Relaxed,
-    price_flow,
-)
+from envpipe_megatron.policies.optimal.linear_program import LinearProgramError, Relaxed
 
 #: How strongly a first choice of runs holds units to their relaxed durations: the cost, in units'
 #: mean energies, of a duration that is off by 100 %. With prices of time only, ties remain between
@@ -98,9 +94,7 @@ class RunSearch:
         self._highest = replace(plan, frequency_mhz=highest)
         self._finders = self._finders_for(self._change_j)
         self._evaluations = max(_FEWEST_EVALUATIONS, _EVALUATED_UNITS // plan.schedule.num_units)
-        self._price_w = price_flow(plan.schedule, relaxed.prices)[0].reshape(
-            plan.frequency_mhz.shape
-        )
+        self._price_w = relaxed.price_w.reshape(plan.frequency_mhz.shape)
 
     def search(self) -> Plan | None:
         """Return the cheapest plan found; None if none fits."""

@@ -15,11 +15,9 @@ import numpy as np
 
 from envpipe_megatron.core.arrays import FloatArray, IntArray
 from envpipe_megatron.core.conditions import Conditions
-from envpipe_megatron.core.kinds import Kind
 from envpipe_megatron.core.plan import Plan
 from envpipe_megatron.core.profile import Profile
 from envpipe_megatron.core.profile_rows import ProfileRow
-from envpipe_megatron.core.schedule import Schedule
 from envpipe_megatron.core.timeline import RELATIVE_TOLERANCE
 
 Choice = tuple[float, float, int]  #: time in s, cost in J, and whose they are
@@ -48,22 +46,15 @@ class Choices:
     """All choices of a pipeline under one waiting power.
 
     Args:
-        units: the choices of each kind, for each part of the profile.
-        kinds: the kinds of each part, as the profile has them.
+        units: the choices of each kind, for each part of the profile, as `Profile.keys` has them.
         waiting_power_w: power of all the pipeline's GPUs, the price of waiting.
         by_stage_w: [num_stages] the power of one waiting GPU of each.
     """
 
     units: tuple[UnitChoices, ...]
-    kinds: tuple[Kind, ...]
+    profile: Profile
     waiting_power_w: float
     by_stage_w: FloatArray
-
-
-def node_keys(schedule: Schedule, choices: Choices) -> IntArray:
-    """Return [num_units] the index of each node's choices in `Choices.units`."""
-    parts_per_stage = len(choices.units) // (len(choices.kinds) * schedule.num_stages)
-    return schedule.unit_keys(parts_per_stage, choices.kinds).ravel().astype(np.int64)
 
 
 def make_choices(profile: Profile, waiting_power_w: FloatArray, gpus_by_stage: IntArray) -> Choices:
@@ -78,7 +69,7 @@ def make_choices(profile: Profile, waiting_power_w: FloatArray, gpus_by_stage: I
         for rows in part.values()
     )
     all_w = float(np.dot(waiting_power_w, gpus_by_stage))
-    return Choices(units, profile.kinds, all_w, waiting_power_w)
+    return Choices(units, profile, all_w, waiting_power_w)
 
 
 def _unit_choices(rows: Sequence[ProfileRow], waiting_power_w: float, gpus: int) -> UnitChoices:

@@ -16,14 +16,9 @@ import numpy as np
 from envpipe_megatron.core.arrays import FloatArray
 from envpipe_megatron.core.conditions import Conditions
 from envpipe_megatron.core.schedule import Schedule
-from envpipe_megatron.core.timeline import (
-    RELATIVE_TOLERANCE,
-    LongestPath,
-    Timeline,
-    latency_by_node,
-)
+from envpipe_megatron.core.timeline import RELATIVE_TOLERANCE, LongestPath
 from envpipe_megatron.errors import EnvPipeError
-from envpipe_megatron.policies.optimal.choices import Choices, node_keys
+from envpipe_megatron.policies.optimal.choices import Choices
 from envpipe_megatron.policies.optimal.interior_point import InteriorPoint
 from envpipe_megatron.policies.optimal.newton_step import DurationProblem
 
@@ -41,22 +36,6 @@ class LinearProgramError(EnvPipeError):
 
 
 @dataclass(frozen=True)
-class Prices:
-    """Division of a unit's price over what it waits for: a solution's duals, or any guess.
-
-    Args:
-        same_stage_w: [num_units] what a second later end of the unit before on the same stage costs
-            through this unit, J/s; not negative, as the others.
-        cross_w: [num_units] the same for the unit on the neighbour stage that feeds it.
-        deadline_w: [num_stages] the same for each stage's last unit and the deadline.
-    """
-
-    same_stage_w: FloatArray
-    cross_w: FloatArray
-    deadline_w: FloatArray
-
-
-@dataclass(frozen=True)
 class Relaxed:
     """The solution of the linear program.
 
@@ -66,7 +45,7 @@ class Relaxed:
             units save.
         cost_j: planning cost plus waiting power x iteration time, of these durations.
         lower_bound_j: what no durations on the hulls go below, by the prices.
-        prices: what a second is worth at each wait of a unit for another.
+        price_w: [num_units] what a second less of each unit is worth.
         slope_w: by how much the bound rises for each second of another deadline, zero or less.
     """
 
@@ -74,24 +53,30 @@ class Relaxed:
     end_s: float
     cost_j: float
     lower_bound_j: float
-    prices: Prices
+    price_w: FloatArray
     slope_w: float
 
 
 class DurationProgram:
-    """The linear program of one schedule, ready to be solved for any number of deadlines."""
+    """The linear program of one schedule, ready to be solved for any number of deadlines.
+
+    ProfileError: the profile has no rows of a kind that the schedule has.
+    """
 
     def __init__(self, schedule: Schedule, choices: Choices, conditions: Conditions) -> None:
         self.schedule = schedule
         self.choices = choices
         self.conditions = conditions
         #: [num_units] the index of each node's choices.
-        self.key = node_keys(schedule, choices)
+        self.key = choices.profile.keys(schedule).ravel().astype(np.int64)
         fastest_s = np.array([unit.time_s[0] for unit in choices.units])
         # Seconds and joules of any size become numbers around 1, for which tolerances are made.
         self._time_unit_s = float(fastest_s.mean())
         self._cost_unit_j = max(float(u.cost_j[0] - u.cost_j[-1]) for u in choices.units) or 1.0
         self._fastest_s = fastest_s[self.key]
+        self._path = LongestPath(
+            schedule, self._fastest_s.tolist(), conditions.latency_s, conditions.tail_by_stage_s
+        )
         #: With every unit at its fastest.
         self.fastest_iteration_s = self._iteration_s(self._fastest_s)
         self._problem = self._make_problem()
@@ -162,25 +147,23 @@ class DurationProgram:
             duration_s = self._fastest_s + share * (duration_s - self._fastest_s)
             end_s = self._iteration_s(duration_s)
         per_second = self._cost_unit_j / self._time_unit_s
-        price_w = solution.edge_price * per_second
-        prices = Prices(
-            np.zeros(problem.num_nodes),
-            np.zeros(problem.num_nodes),
-            solution.deadline_price * per_second,
+        deadline_w = solution.deadline_price * per_second
+        bound_j, price_w = self.lower_bound_j(
+            deadline_s, solution.edge_price * per_second, deadline_w
         )
-        inside, fed = self.schedule.num_units - self.schedule.num_stages, len(problem.source)
-        prices.same_stage_w[problem.target[:inside]] = price_w[:inside]
-        prices.cross_w[problem.target[inside:fed]] = price_w[inside:fed]
-        bound_j = self.lower_bound_j(deadline_s, prices)
         units_j = (problem.fixed_cost + float(problem.slope @ segment)) * self._cost_unit_j
         cost_j = units_j + self.choices.waiting_power_w * end_s
-        slope_w = min(0.0, self.choices.waiting_power_w - float(prices.deadline_w.sum()))
+        slope_w = min(0.0, self.choices.waiting_power_w - float(deadline_w.sum()))
         if end_s > deadline_s * (1 - _LATE):
             end_s = deadline_s
-        return Relaxed(duration_s, end_s, cost_j, bound_j, prices, slope_w)
+        return Relaxed(duration_s, end_s, cost_j, bound_j, price_w, slope_w)
 
-    def lower_bound_j(self, deadline_s: float, prices: Prices) -> float:
+    def lower_bound_j(
+        self, deadline_s: float, edge_w: FloatArray, deadline_w: FloatArray
+    ) -> tuple[float, FloatArray]:
         """Return the least energy, J, of any frequencies on this order, checked by additions.
+
+        And by which prices of a second of each unit, W, [num_units].
 
         Price every dependency with a flow: 1 J/s enters where the iteration ends, runs back through
         the dependencies of each unit to its start, and is never lost on the way. At any
@@ -193,22 +176,68 @@ class DurationProgram:
         which is smallest at the deadline or at the fastest iteration (Lagrangian duality; the dual
         of the linear program is a flow). Any flow gives a valid bound; the linear program's own
         gives the best. It does not rest on a solver's tolerances, nor on its having finished.
+
+        Args:
+            deadline_s: of the iteration.
+            edge_w: [num_edges] the price of a second at each dependency, J/s: a solution's dual, or
+                any guess that is not negative. A unit's price is divided by these over what it
+                waits for.
+            deadline_w: [num_stages] the same between each stage's last unit and the deadline.
         """
         choices, conditions = self.choices, self.conditions
-        price, cross_price = price_flow(self.schedule, prices)
+        price, cross_price = self._flow(edge_w, deadline_w)
         total = 0.0
         for index, unit in enumerate(choices.units):
             values, count = np.unique(price[self.key == index], return_counts=True)
             least = (unit.cost_j[:, None] + unit.time_s[:, None] * values).min(axis=0)
             total += float(np.dot(count, least))
-        latency_s = latency_by_node(self.schedule, conditions.latency_s)
-        total += float(np.dot(cross_price, latency_s))
-        total += float(np.dot(prices.deadline_w, conditions.tail_by_stage_s))
-        remaining = choices.waiting_power_w - float(prices.deadline_w.sum())
-        return total + min(remaining * deadline_s, remaining * self.fastest_iteration_s)
+        total += float(np.dot(cross_price, self._path.hop_s))
+        total += float(np.dot(deadline_w, conditions.tail_by_stage_s))
+        remaining = choices.waiting_power_w - float(deadline_w.sum())
+        return total + min(remaining * deadline_s, remaining * self.fastest_iteration_s), price
+
+    def _flow(self, edge_w: FloatArray, deadline_w: FloatArray) -> tuple[FloatArray, FloatArray]:
+        """Return the price of each node's time, and of its cross dependency, J/s.
+
+        Nothing is lost between them. From the end back: a node's price is what arrived from the
+        nodes after it, and goes on to the nodes before it in proportion to theirs.
+        """
+        schedule, target = self.schedule, self._problem.target
+        width, inside = schedule.units_per_stage, schedule.num_units - schedule.num_stages
+        same, cross = slice(inside), slice(inside, len(self._problem.source))
+        by_node = np.zeros((2, schedule.num_units))
+        for of_node, edges in zip(by_node, (same, cross), strict=True):
+            of_node[target[edges]] = edge_w[edges]
+        same_w, cross_w = by_node.tolist()
+        sources = schedule.cross_dependency.tolist()
+        price = [0.0] * schedule.num_units
+        cross_price = [0.0] * schedule.num_units
+        for stage, dual in enumerate(deadline_w.tolist()):
+            price[(stage + 1) * width - 1] = dual
+        for node in reversed(schedule.topological_order):
+            arrived = price[node]
+            if arrived == 0.0:
+                continue
+            source = sources[node]
+            if source < 0:
+                share = 0.0
+            elif node % width == 0:
+                share = 1.0
+            else:
+                both = same_w[node] + cross_w[node]
+                share = cross_w[node] / both if both > 0.0 else 0.0
+            if source >= 0:
+                cross_price[node] = share * arrived
+                price[source] += cross_price[node]
+            if node % width:
+                price[node - 1] += arrived - cross_price[node]
+        return np.array(price), np.array(cross_price)
 
     def _iteration_s(self, duration_s: FloatArray) -> float:
-        return iteration_time_s(self.schedule, duration_s, self.conditions)
+        """Return when the last stage is done, tails included, for [num_units] durations."""
+        self._path.duration_s = duration_s.tolist()
+        self._path.find_ends()
+        return max(self._path.stage_end_s)
 
     def _make_problem(self) -> DurationProblem:
         """Return the program; dependencies come on the same stage, on a neighbour, on nothing."""
@@ -223,13 +252,11 @@ class DurationProgram:
         target = np.concatenate([inside, fed, free])
         source = np.concatenate([inside - 1, cross[fed]])
         least_s = self._fastest_s[target]
-        path = LongestPath(schedule, self._fastest_s.tolist(), self.conditions.latency_s)
-        least_s[len(inside) : len(inside) + len(fed)] += np.array(path.hop_s)[fed]
+        least_s[len(inside) : len(inside) + len(fed)] += np.array(self._path.hop_s)[fed]
 
         def ends(stretch: FloatArray) -> FloatArray:
-            path.duration_s = (self._fastest_s + stretch * time_unit_s).tolist()
-            path.find_ends()
-            return np.array(path.end_s) / time_unit_s
+            self._iteration_s(self._fastest_s + stretch * time_unit_s)
+            return np.array(self._path.end_s) / time_unit_s
 
         widths_s = [np.diff(unit.time_s[unit.hull]) for unit in choices.units]
         slopes = [
@@ -252,43 +279,3 @@ class DurationProgram:
             num_nodes=schedule.num_units,
             ends=ends,
         )
-
-
-def iteration_time_s(schedule: Schedule, duration_s: FloatArray, conditions: Conditions) -> float:
-    """Return when the last stage is done, tails included, for [num_units] durations, s."""
-    shape = schedule.is_backward.shape
-    by_stage_s, tail_s = duration_s.reshape(shape), conditions.tail_by_stage_s
-    return Timeline(schedule, by_stage_s, conditions.latency_s, tail_s).iteration_time_s
-
-
-def price_flow(schedule: Schedule, prices: Prices) -> tuple[FloatArray, FloatArray]:
-    """Price of each node's time, and of its cross dependency, J/s; nothing is lost between them.
-
-    From the end back: a node's price is what arrived from the nodes after it, and goes on to the
-    nodes before it in proportion to theirs.
-    """
-    width = schedule.units_per_stage
-    cross = schedule.cross_dependency.tolist()
-    same_w, cross_w = prices.same_stage_w.tolist(), prices.cross_w.tolist()
-    price = [0.0] * schedule.num_units
-    cross_price = [0.0] * schedule.num_units
-    for stage, dual in enumerate(prices.deadline_w.tolist()):
-        price[(stage + 1) * width - 1] = dual
-    for node in reversed(schedule.topological_order):
-        arrived = price[node]
-        if arrived == 0.0:
-            continue
-        source = cross[node]
-        if source < 0:
-            share = 0.0
-        elif node % width == 0:
-            share = 1.0
-        else:
-            both = same_w[node] + cross_w[node]
-            share = cross_w[node] / both if both > 0.0 else 0.0
-        if source >= 0:
-            cross_price[node] = share * arrived
-            price[source] += cross_price[node]
-        if node % width:
-            price[node - 1] += arrived - cross_price[node]
-    return np.array(price), np.array(cross_price)

@@ -60,7 +60,6 @@ class Optimizer:
         conditions: Conditions,
         good_gap: float = GOOD_GAP,
     ) -> None:
-        profile.keys(schedule)  # ProfileError, where a kind of the order has no rows
         self.schedule, self.profile, self.conditions = schedule, profile, conditions
         self._good_gap = good_gap
         self._floor = self._priced(waiting_floor_w(profile, conditions))

@@ -88,7 +88,7 @@ class Rounding:
 
     def __init__(self, program: DurationProgram, deadline_s: float, chosen: Sequence[int]) -> None:
         conditions, units, key = program.conditions, program.choices.units, program.key.tolist()
-        self._last_end_s: list[float] = (deadline_s - conditions.tail_by_stage_s).tolist()
+        self._deadline_s = deadline_s
         hull: list[list[int]] = [unit.hull.tolist() for unit in units]
         self._hull: list[list[int]] = [hull[k] for k in key]
         time_s: list[list[float]] = [unit.time_s.tolist() for unit in units]
@@ -100,9 +100,11 @@ class Rounding:
         # Far below what a sum of durations loses by rounding on its way to the deadline.
         self._tolerance_s = 1e-3 * RELATIVE_TOLERANCE * deadline_s
         self._work = 0
-        self._path = LongestPath(program.schedule, duration_s, conditions.latency_s)
+        self._path = LongestPath(
+            program.schedule, duration_s, conditions.latency_s, conditions.tail_by_stage_s
+        )
         self._path.find_ends()
-        self._path.find_latest_ends(self._last_end_s)
+        self._path.find_latest_ends(self._deadline_s)
 
     @property
     def cost_j(self) -> float:
@@ -118,12 +120,12 @@ class Rounding:
         relaxed_s: list[float] = duration_s.tolist()
         path = self._path
         path.duration_s = relaxed_s.copy()
-        path.find_latest_ends(self._last_end_s)
+        path.find_latest_ends(self._deadline_s)
         for node in path.order:
             start = path.start_s(node)
             self._take_nearest(node, relaxed_s[node], path.latest_end_s[node] - start)
             path.end_s[node] = start + path.duration_s[node]
-        path.find_latest_ends(self._last_end_s)
+        path.find_latest_ends(self._deadline_s)
 
     def carry_back(self, duration_s: FloatArray) -> None:
         """Choose again as `carry` does, from the last unit to the first.

@@ -59,9 +59,9 @@ def any_order(
     choices = make_choices(profile, floor_w, conditions.gpus_by_stage)
     num_stages, tail_s = profile.num_stages, conditions.tail_by_stage_s
     kinds = SPLIT if split else WHOLE
-    parts = len(choices.units) // (num_stages * len(choices.kinds))
+    parts = profile.listed_chunks
     units = np.array(choices.units, dtype=object).reshape(num_stages, parts, -1)
-    units = units[:, :, [choices.kinds.index(kind) for kind in kinds]]
+    units = units[:, :, [profile.kinds.index(kind) for kind in kinds]]
     # Columns: the segments of all first units, then those of the others' mean.
     cost: list[float] = []
     upper: list[float] = []

@@ -24,34 +24,29 @@ import numpy as np
 
 from envpipe_megatron.core.arrays import FloatArray
 from envpipe_megatron.core.kinds import SPLIT, WHOLE, Kind
+from envpipe_megatron.core.orders.builders import split_from, split_in_place, zero_bubble
 from envpipe_megatron.core.orders.greedy import shortest
 from envpipe_megatron.core.orders.job import OrderJob
-from envpipe_megatron.core.orders.zero_bubble import split_from, split_in_place, zero_bubble
 from envpipe_megatron.core.plan import Plan
 from envpipe_megatron.core.schedule import Schedule
-from envpipe_megatron.policies.frontier import FRONTIER_GAP
+from envpipe_megatron.policies.frontier import FRONTIER_GAP, ObjectivePlanner
 from envpipe_megatron.policies.objective import SHORTEST, Goal
 from envpipe_megatron.policies.optimal.linear_program import LinearProgramError
 from envpipe_megatron.policies.optimal.optimizer import Optimizer, order_at_maximum_s
 from envpipe_megatron.policies.orders.families import (
     ENVPIPE,
+    WORTH,
     FamilySearch,
+    Judged,
     OrderFamily,
+    best_by_family,
     costs_nothing,
     envpipe_orders,
     families,
+    memory_worth,
     order_jobs,
 )
-from envpipe_megatron.policies.orders.judged import (
-    WORTH,
-    Judged,
-    best_by_family,
-    best_plan,
-    check_own_within,
-    memory_worth,
-    within,
-)
-from envpipe_megatron.policies.problem import Problem
+from envpipe_megatron.policies.problem import Problem, check_own_within
 
 #: Searches for an order at ever better times, which end sooner at times as close as this fraction.
 _MOST_SEARCHES = 4
@@ -68,6 +63,8 @@ _SPLIT_LAST = (2.0, inf, 1.0, 0.5)
 _LOOKS, _LOOK_BUDGET = 3, 150_000
 #: So many of the best of each family are made again.
 _AGAIN = 1
+#: The best orders by their relaxed energy are rounded; what rounding costs differs a little.
+_ROUNDED = 2
 
 
 class ShortestSearch:
@@ -91,7 +88,7 @@ class ShortestSearch:
         found: dict[float, Schedule] = {}
 
         def look(order: Schedule) -> float:
-            if not within(order, problem):
+            if not problem.allows(order):
                 return inf
             self.orders_tried += 1
             score = order_at_maximum_s(order, *job) * memory_worth(order, own, shares, self._price)
@@ -246,7 +243,7 @@ class AutoSearch:
         return [
             self.problem.optimizer(order, good_gap=FRONTIER_GAP)
             for order in {order.stages: order for order in orders}.values()
-            if within(order, self.problem)
+            if self.problem.allows(order)
         ]
 
     def bound_j(self, plan: Plan) -> float:
@@ -316,6 +313,33 @@ class AutoSearch:
                 f"more, {100 * split.input_share:g} % of it for the gradient of its input."
             )
         return tuple(notes)
+
+
+def best_plan(judged: Iterable[Judged], planner: ObjectivePlanner) -> Plan:
+    """Return the best plan of the first few orders, and of the framework's own if it is among them.
+
+    What is gained must be worth its memory. LinearProgramError: none of them has a plan.
+    """
+    best: Plan | None = None
+    least_judged = least = inf
+    refused: LinearProgramError | None = None
+    for rank, order in enumerate(sorted(judged, key=lambda order: order.worth)):
+        always = order.optimizer.schedule.stages == order.own.stages
+        if (rank >= _ROUNDED and not always) or order.worth >= least_judged:
+            continue
+        try:
+            plan = planner.plan(order.optimizer)
+        except LinearProgramError as error:  # late clocks, the dwell time, limits
+            refused = refused or error
+            continue
+        score = planner.score(plan) * order.memory_worth
+        if score < least:
+            best, least = plan, score
+            least_judged = planner.objective.judged(plan.cost) * order.memory_worth
+    if best is None:
+        assert refused is not None  # there is an order, and it got no plan
+        raise refused
+    return best
 
 
 def _peak(order: Judged) -> str:

@@ -15,6 +15,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import accumulate, product
 from operator import add
 
@@ -24,19 +25,22 @@ from envpipe_megatron.core.arrays import FloatArray
 from envpipe_megatron.core.channel_model import completes
 from envpipe_megatron.core.kinds import SPLIT, WHOLE, Kind
 from envpipe_megatron.core.orders import builders
+from envpipe_megatron.core.orders.builders import split_in_place
 from envpipe_megatron.core.orders.greedy import shortest
-from envpipe_megatron.core.orders.job import OrderJob
-from envpipe_megatron.core.orders.zero_bubble import split_in_place
+from envpipe_megatron.core.orders.job import HELD_TOLERANCE, OrderJob
 from envpipe_megatron.core.profile import Profile
 from envpipe_megatron.core.profile_rows import ProfileError, ProfileRow
 from envpipe_megatron.core.schedule import Placement, Schedule
-from envpipe_megatron.core.timeline import RELATIVE_TOLERANCE
+from envpipe_megatron.core.timeline import RELATIVE_TOLERANCE, Timeline
 from envpipe_megatron.policies.optimal.choices import waiting_floor_w
-from envpipe_megatron.policies.optimal.linear_program import LinearProgramError, iteration_time_s
+from envpipe_megatron.policies.optimal.linear_program import LinearProgramError
+from envpipe_megatron.policies.optimal.optimizer import Optimizer
 from envpipe_megatron.policies.orders.any_order import AnyOrder, any_order
-from envpipe_megatron.policies.orders.judged import Judged, best_by_family, memory_worth, within
-from envpipe_megatron.policies.problem import Problem, envpipe_counts
+from envpipe_megatron.policies.problem import Problem, envpipe_counts, order_limits
 
+#: What a further microbatch in flight must save on the way, as a fraction of the energy: memory
+#: that buys nothing is not taken.
+WORTH = 2e-5
 #: Limits of activations held that are tried, as multiples of the most that a stage holds in the
 #: framework's own order; 0: what each holds there.
 _MEMORY = (0.0, 1.0, 1.5, 2.0)
@@ -93,6 +97,61 @@ def families(problem: Problem) -> tuple[OrderFamily, ...]:
     if problem.channel_capacity is not None:
         known = (ENVPIPE,)
     return tuple(f for f in known if not f.split or Kind.INPUT_GRADIENT in profile.kinds)
+
+
+@dataclass(frozen=True)
+class Judged:
+    """An order with what it is judged by.
+
+    Args:
+        family: what the order is called among others.
+        score: the energy of its relaxed plan, J, or where only time counts its time, s.
+        own: the framework's own order of the job.
+        price: what a further microbatch in flight must win, as a fraction of the score.
+    """
+
+    family: str
+    optimizer: Optimizer
+    score: float
+    own: Schedule
+    price: float = WORTH
+
+    @property
+    def more_in_flight(self) -> int:
+        """The most microbatches that a stage holds beyond the framework's own order."""
+        order, shares = self.optimizer.schedule, self.optimizer.profile.weight_shares
+        more = float(np.max(order.peak_held(shares) - self.own.peak_in_flight))
+        return max(0, math.ceil((more - HELD_TOLERANCE) / order.num_chunks))
+
+    @cached_property
+    def memory_worth(self) -> float:
+        """Factor of the score in comparisons: memory that buys nothing is a loss."""
+        shares = self.optimizer.profile.weight_shares
+        return memory_worth(self.optimizer.schedule, self.own, shares, self.price)
+
+    @property
+    def worth(self) -> float:
+        """The score, with memory at its worth."""
+        return self.score * self.memory_worth
+
+
+def best_by_family(judged: Iterable[Judged]) -> list[Judged]:
+    """Return the best order of each family, the best family first."""
+    best: dict[str, Judged] = {}
+    for order in sorted(judged, key=lambda order: order.worth):
+        best.setdefault(order.family, order)
+    return list(best.values())
+
+
+def memory_worth(
+    schedule: Schedule, own: Schedule, weight_shares: FloatArray, price: float = WORTH
+) -> float:
+    """Return the factor of an order's score that makes memory which buys nothing a loss.
+
+    `weight_shares` are as `Profile` has them.
+    """
+    more = float(schedule.peak_held(weight_shares).sum()) - sum(own.peak_in_flight)
+    return 1 + price * max(0.0, more) / schedule.num_chunks
 
 
 class FamilySearch:
@@ -171,7 +230,7 @@ class FamilySearch:
     def _within(self, problem: Problem) -> list[Judged]:
         """Return the orders that were judged and hold no more than limits allow."""
         judged = (order for order in self._judged.values() if order is not None)
-        return [order for order in judged if within(order.optimizer.schedule, problem)]
+        return [order for order in judged if problem.allows(order.optimizer.schedule)]
 
     def _climb(self, problem: Problem) -> None:
         """Move extra forwards of the best order by one, as long as that saves energy.
@@ -227,9 +286,10 @@ class FamilySearch:
         assert self._target is not None  # the order was listed for it
         problem = self._problem
         keys = schedule.unit_keys(schedule.num_chunks, schedule.unit_kinds)
-        duration_s = self._target.time_s.ravel()[keys.ravel()]
-        end_s = iteration_time_s(schedule, duration_s, problem.conditions)
-        late_s = max(0.0, end_s - self._deadline_s)
+        duration_s, conditions = self._target.time_s.ravel()[keys], problem.conditions
+        tail_s = conditions.tail_by_stage_s
+        timeline = Timeline(schedule, duration_s, conditions.latency_s, tail_s)
+        late_s = max(0.0, timeline.iteration_time_s - self._deadline_s)
         bound_j = self._target.energy_lower_bound_j + late_s * self._target.price_w
         return bound_j * memory_worth(schedule, problem.own_order, problem.profile.weight_shares)
 
@@ -241,7 +301,7 @@ def envpipe_orders(problem: Problem) -> list[Schedule]:
     """
     allowed, stages = problem.order_limits(), problem.num_stages
     try:
-        wanted = envpipe_counts(problem.profile, problem.num_microbatches)
+        wanted = envpipe_counts(problem.profile, order_limits(problem.own_order).most)
     except ProfileError:  # no energy valley, which only EnvPipe's rule needs
         wanted = [0] * stages
     scaled = [[math.ceil(m * count) for count in wanted] for m in _MULTIPLES]

@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from envpipe_megatron.core.kinds import WHOLE, Kind, Unit
 from envpipe_megatron.core.schedule import Schedule
-from envpipe_megatron.errors import EnvPipeError
+from envpipe_megatron.errors import EnvPipeError, first_line
 from envpipe_megatron.runtime.channel.collectives import HostGroup
 
 #: SUCCESS of torch's WorkResult, which has no name in Python.
@@ -37,13 +37,6 @@ class TensorSpec:
     shapes: tuple[tuple[int, ...], ...]
     dtypes: tuple[torch.dtype, ...]
     device: torch.device
-
-    @classmethod
-    def of_one_type(
-        cls, shapes: tuple[tuple[int, ...], ...], dtype: torch.dtype, device: torch.device
-    ) -> TensorSpec:
-        """Make the spec of a message whose tensors have one type."""
-        return cls(shapes, (dtype,) * len(shapes), device)
 
     @classmethod
     def of(cls, tensors: Sequence[torch.Tensor]) -> TensorSpec:
@@ -255,11 +248,6 @@ class TransferCarrier:
                 for work in works
             ]
         return works
-
-
-def first_line(error: Exception | str) -> str:
-    """Return the first line of an error's text, or its class name."""
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
 def opposite(kind: Kind) -> Kind:

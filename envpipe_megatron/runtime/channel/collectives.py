@@ -33,7 +33,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 
-from envpipe_megatron.errors import EnvPipeError
+from envpipe_megatron.errors import EnvPipeError, first_line
 
 logger = logging.getLogger(__name__)
 
@@ -285,9 +285,8 @@ class Collectives:
         try:
             yield
         except RuntimeError as error:
-            reason = str(error).strip().splitlines()[:1]
             raise CollectivesError(
-                f"Stage {self.stage} lost {lost}: {' '.join(reason)}",
+                f"Stage {self.stage} lost {lost}: {first_line(error)}",
                 remedy="Look at the other ranks' logs for the first error; clocks are reset on the "
                 "way out.",
             ) from error

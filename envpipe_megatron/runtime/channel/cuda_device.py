@@ -13,9 +13,10 @@ from typing import Any
 
 import torch
 
+from envpipe_megatron.errors import first_line
 from envpipe_megatron.gpu.clock.page import ClockPage
 from envpipe_megatron.gpu.registry import uid_of_cuda_device, vendor_of
-from envpipe_megatron.runtime.channel.carrier import ChannelError, first_line
+from envpipe_megatron.runtime.channel.carrier import ChannelError
 from envpipe_megatron.runtime.channel.flag_page import MASK, FlagPage, Word
 from envpipe_megatron.runtime.channel.puts import GRACE_S
 

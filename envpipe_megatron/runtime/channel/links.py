@@ -15,13 +15,9 @@ from torch.distributed.constants import default_pg_timeout
 
 from envpipe_megatron.core.channel_model import hardware_capacity
 from envpipe_megatron.core.kinds import WHOLE, Kind
+from envpipe_megatron.errors import first_line
 from envpipe_megatron.runtime.channel import cuda_device
-from envpipe_megatron.runtime.channel.carrier import (
-    ChannelError,
-    Peers,
-    TransferCarrier,
-    first_line,
-)
+from envpipe_megatron.runtime.channel.carrier import ChannelError, Peers, TransferCarrier
 from envpipe_megatron.runtime.channel.collectives import Collectives, of_all_ranks
 from envpipe_megatron.runtime.channel.flag_page import FlagPage, create_page_file
 from envpipe_megatron.runtime.channel.p2p import Carrier, P2PChannel
@@ -157,8 +153,6 @@ class _Maker:
             side=side,
             groups=groups,
             capacity=capacity,
-            # NCCL's watchdog ends a transfer whose neighbour is silent for too long.
-            lets_go=not obstacles.keys().isdisjoint(self._own),
             about="; ".join(about),
         )
 

@@ -19,7 +19,7 @@ from itertools import chain
 import torch
 import torch.distributed as dist
 
-from envpipe_megatron.core.channel_model import QUEUES_VARIABLE, inputs_of, most_kept
+from envpipe_megatron.core.channel_model import inputs_of, most_kept
 from envpipe_megatron.core.kinds import MESSAGES, Kind, Unit
 from envpipe_megatron.core.schedule import Schedule
 from envpipe_megatron.runtime.channel.carrier import (
@@ -49,11 +49,10 @@ class P2PChannel:
         stage: this rank's stage.
         carriers: to the neighbour that each kind comes from; the other kind goes there.
         side: what all one-sided carriers of this rank share, if there are any.
-        groups: process groups that were made for this channel.
+        groups: process groups of NCCL's that were made for this channel.
         capacity: limit by which orders that need a deeper channel are refused or lowered. Where
             there is one, a receive is posted ahead: a unit that waits for the device would wait for
             a sender that has not got there, too.
-        lets_go: whether a stream may go on behind a message that never came.
         about: what carries messages between which stages, and why, for the user.
     """
 
@@ -66,7 +65,6 @@ class P2PChannel:
         side: PutSide | None = None,
         groups: Sequence[dist.ProcessGroup] = (),
         capacity: int | None = None,
-        lets_go: bool = False,
         about: str = "",
     ) -> None:
         #: The global rank of each stage.
@@ -85,8 +83,10 @@ class P2PChannel:
         #: Messages of one direction that may be under way before a send stops the stage, in the
         #: words of `channel_model`; None if sends never do.
         self.capacity = capacity
-        #: Then a host waits for its last input before it hands over what follows the units.
-        self.lets_go = lets_go
+        #: Whether a stream may go on behind a message that never came: NCCL's watchdog ends a
+        #: transfer whose neighbour is silent for too long. Then a host waits for its last input
+        #: before it hands over what follows the units.
+        self.lets_go = bool(groups)
         self.about = about
 
     def begin_step(self, schedule: Schedule, specs: StageSpecs) -> None:
@@ -94,17 +94,9 @@ class P2PChannel:
 
         Where messages vary, each is preceded by a header between the hosts. A host sends it when it
         has handed the unit over and waits only for those of its own inputs: every valid order
-        finishes, as with gloo.
-
-        Raises:
-            ChannelError: messages that vary, over one hardware queue: a send would stop the stage
-                until its neighbour comes to the receive.
+        finishes, as with gloo. Not over one hardware queue, where a send would stop the stage until
+        its neighbour comes to the receive: no integration has such messages carried there.
         """
-        if specs.vary and self.capacity is not None:
-            raise ChannelError(
-                "Messages of varying shape need several hardware queues",
-                remedy=f"Set {QUEUES_VARIABLE}=8.",
-            )
         if self._inputs is None or self._inputs[0] is not schedule:
             self._inputs = schedule, inputs_of(schedule, self._stage)
         self._kept.clear()

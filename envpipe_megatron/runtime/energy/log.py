@@ -93,11 +93,10 @@ class EnergyLog:
         with_counter: bool = False,
     ) -> None:
         self._meter = meter
-        self._labels = dict(labels)
         self._of_gpu = parse_window({**labels, "energy_j": 0, "duration_s": 0})
         self._with_counter = with_counter
         self._append = append
-        self._sums = LineSums(self._append_window)
+        self._sums = LineSums(lambda window: append(window.line()))
         #: Those that are not written yet, and whether steps may still be added to the last.
         self._windows: deque[Window] = deque()
         self._grows = False
@@ -185,7 +184,7 @@ class EnergyLog:
             self._sums.add(metered)
             return
         counter = {"begin_counter": energy.begin[1:], "end_counter": energy.end[1:]}
-        self._append({**self._labels, **metered.line(), **counter})
+        self._append({**metered.line(), **counter})
 
     def _add(self, sums: EnergySums, window: Window, energy: WindowEnergy | None) -> EnergyWindow:
         """Add a window to sums; one without energy only to what is compared."""
@@ -209,9 +208,6 @@ class EnergyLog:
             sums.last = metered
             sums.compared.add(window.baseline, window.iterations, window.duration_s, None, None)
         return metered
-
-    def _append_window(self, window: EnergyWindow) -> None:
-        self._append({**self._labels, **window.line()})
 
     def _warn(self, reason: str) -> None:
         """Say once why nothing is metered, until something is again."""

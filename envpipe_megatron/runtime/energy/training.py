@@ -16,7 +16,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from envpipe_megatron.formats.bill import Bill
 from envpipe_megatron.formats.energy import FRAMEWORK, PLAN, Phase, phase_in_batch, split_phase
 from envpipe_megatron.formats.energy_sums import EnergySums
 from envpipe_megatron.formats.steps import (
@@ -245,39 +244,6 @@ class TrainingEnergy:
         """Return each phase's sums, if it was metered or compared by time; see `EnergyLog.sums`."""
         return {phase: self.log.sums(phase) for phase in self.log.totals}
 
-    def summary(self) -> dict[str, Any]:
-        """Return the figures of this GPU so far.
-
-        Returns:
-            `gpu`, with `comparison` of the steady phase with the baselines that were in force, None
-                if none is known, and likewise `other_batches`, by batch, of those of another size
-                than the full one. It and each of its `phases` have `total_energy_j` and
-                `total_duration_s`, phases `total_units_s` and the facts of an average step too;
-                phase `plan` has no step. `baseline`, the mean step of all GPUs, or None.
-        """
-        bill, sums = Bill(), self.sums()
-        bill.add_sums(sums.values())
-        phases = {
-            phase: {
-                **(_step_facts(step) if (step := bill.steps(phase)) else {"iterations": 0}),
-                "total_energy_j": own.energy_j,
-                "total_duration_s": own.duration_s,
-                "total_units_s": own.shares_s[0],
-            }
-            for phase, own in sums.items()
-            if own.windows
-        }
-        total, baseline = bill.total(), self.baselines.get("")
-        return {
-            "gpu": {
-                "total_energy_j": total.energy_j,
-                "total_duration_s": total.duration_s,
-                "phases": phases,
-                **bill.comparison_facts(),
-            },
-            "baseline": _step_facts(baseline.mean) if baseline else None,
-        }
-
     def _put(self, step: Window, *, over: bool = False) -> None:
         """Take the next step: the one before has ended, and it begins where that ended."""
         last = self._last
@@ -317,7 +283,3 @@ class TrainingEnergy:
         sums = self._collectives.by_stage(step_sums(step), SUM)
         means = [mean_over_gpus([stage]) for stage in sums]
         return mean_over_gpus(sums), tuple(mean for mean in means if mean is not None)
-
-
-def _step_facts(step: StepEnergy) -> dict[str, Any]:
-    return {**asdict(step), "power_w": step.power_w}

@@ -286,20 +286,24 @@ class EmulatedExecutor(Executor):
 
     def begin_iteration(self, schedule: Schedule, stage: int) -> None:
         """Bring the emulated GPUs of the pipeline to one instant, and tie it to the wall clock."""
-        width = schedule.units_per_stage
-        self._units = schedule.stages[stage]
-        self._prices = [tuple(Kind)[place] for place in schedule.priced_kinds[stage]]
-        successors = schedule.cross_successor.reshape(-1, width)[stage]
-        #: For each unit, the stage that sends its input and the one that needs its output, or -1;
-        #: and the tags of both, each the receiving unit's own.
-        self._sources = (schedule.cross_dependency.reshape(-1, width)[stage] // width).tolist()
-        self._destinations = (successors // width).tolist()
-        self._tags = (_FIRST_TAG + schedule.places[stage]).tolist()
-        self._output_tags = (_FIRST_TAG + schedule.places.ravel()[successors]).tolist()
-        #: Where to and by which tag the present unit says when it ended.
+        width, kinds = schedule.units_per_stage, tuple(Kind)
+        sources, takers = (
+            nodes.reshape(-1, width)[stage].tolist()
+            for nodes in (schedule.cross_dependency, schedule.cross_successor)
+        )
+        #: For each unit, whether it runs as one with the next, and what it costs as: of units that
+        #: run as one, the last costs what all do. Then the stage that sends its input, and the one
+        #: that needs its output, or -1, with the place there of the unit that does.
+        self._units = [
+            (unit.combined, kinds[priced], source // width, *divmod(taker, width))
+            for unit, priced, source, taker in zip(
+                schedule.stages[stage], schedule.priced_kinds[stage], sources, takers, strict=True
+            )
+        ]
+        #: Where to the present unit says when it ended, and by which tag: the receiver's place.
         self._outputs = list[tuple[int, int]]()
-        self._starts: list[float] = []
-        self._ends: list[float] = []
+        #: Start and end of each unit so far, after the iteration's begin.
+        self._times_s: list[tuple[float, float]] = []
         #: Sends under way, and what they send.
         self._sent: list[tuple[dist.Work, torch.Tensor]] = []
         self._begin_s = self._collectives.latest(self.now_s())
@@ -312,12 +316,12 @@ class EmulatedExecutor(Executor):
 
         Raises CollectivesError if the stage that sends the input is gone or silent.
         """
-        position = len(self._ends)
         self._ready_s = self._begin_s
-        source = self._sources[position]
+        place = len(self._times_s)
+        _, _, source, *_ = self._units[place]
         if source >= 0:
             with self._collectives.names_the_loss(f"its neighbour, stage {source}"):
-                self._ready_s = self._collectives.pipeline.receive(source, self._tags[position])
+                self._ready_s = self._collectives.pipeline.receive(source, _FIRST_TAG + place)
         if self._wait_ends_s < math.inf:
             self._gpu.advance_to(min(self._wait_ends_s, self._ready_s))
             self._wait_ends_s = math.inf
@@ -326,17 +330,14 @@ class EmulatedExecutor(Executor):
     def end_unit(self) -> Passed:
         """Take the unit's modelled time after its real computation, and sleep until its end."""
         self._settle_clock()
-        position = len(self._ends)
-        unit, destination = self._units[position], self._destinations[position]
-        if destination >= 0:
-            self._outputs.append((destination, self._output_tags[position]))
-        priced = self._prices[position]  # of units that run as one, the last is priced for all
+        combined, priced, _, taker, place = self._units[len(self._times_s)]
+        if taker >= 0:
+            self._outputs.append((taker, _FIRST_TAG + place))
         start_s, end_s = self._gpu.run_unit(
             priced.value, self._time_at_max_s[priced], self._ready_s
         )
-        self._starts.append(start_s - self._begin_s)
-        self._ends.append(end_s - self._begin_s)
-        if unit.combined:
+        self._times_s.append((start_s - self._begin_s, end_s - self._begin_s))
+        if combined:
             return always
         remaining_s = self._anchor_s + end_s - time.monotonic()
         if remaining_s > 0:
@@ -350,7 +351,7 @@ class EmulatedExecutor(Executor):
     def in_wait(self, after_s: float) -> float:
         """Do it in emulated time, to which `begin_unit` brings the GPU."""
         self._settle_clock()  # the wait's own clock is set where the wait begins
-        self._wait_ends_s = self._begin_s + self._ends[-1] + after_s
+        self._wait_ends_s = self._begin_s + self._times_s[-1][1] + after_s
         return math.inf
 
     def end_iteration(self, check: Callable[[], object]) -> Callable[[], StageRecord]:
@@ -358,11 +359,11 @@ class EmulatedExecutor(Executor):
         # The request after the last unit belongs to its end.
         self._settle_clock()
         # What has followed the units since, such as an optimizer, is not the iteration's.
-        end_s = self._collectives.latest(self._begin_s + self._ends[-1])
-        self._gpu.advance_to(end_s)
         begin_s = self._begin_s
-        units_s = np.array(self._starts), np.array(self._ends)
-        record = StageRecord(*units_s, begin_s, end_s - begin_s)
+        end_s = self._collectives.latest(begin_s + self._times_s[-1][1])
+        self._gpu.advance_to(end_s)
+        starts_s, ends_s = np.array(self._times_s).T
+        record = StageRecord(starts_s, ends_s, begin_s, end_s - begin_s)
         return lambda: record
 
     def now_s(self) -> float:

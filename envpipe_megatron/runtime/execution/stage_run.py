@@ -1,14 +1,15 @@
 """Iterations, as the phases of a session decide them, and one stage's units in one of them.
 
-A phase yields an `IterationOrder`; our loop (`execute`) or a framework calls a `StageRun` of it.
+A phase yields an `IterationOrder`; our loop (`execute`), which carries messages too, or a framework
+calls a `StageRun` of it.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator
 from dataclasses import dataclass
-from typing import Protocol, TypeVar, cast
+from typing import Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -98,20 +99,17 @@ def constant_order(phase: Phase, schedule: Schedule, frequency_mhz: int) -> Iter
 
 
 class StageRun:
-    """Times each unit, carries its messages, and requests the next one's clock for when it ends.
+    """Times each unit, and requests the next one's clock for when it ends.
 
-    The calls are `begin`, for each unit `begin_unit` and `end_unit`, where there is a channel
-    `hand_over`, and `end`; they raise ChannelError if a neighbour is gone or silent, or the channel
-    cannot carry the messages.
+    The calls are `begin`, for each unit `begin_unit` and `end_unit`, and `end`.
 
     Args:
         request: requests a clock in MHz for when the last unit has ended, or some s later, or
             when the next begins: what it returns then is called there.
-        channel: to the neighbours; None if the framework carries the messages.
-        specs: what the channel's messages carry.
+        check: called while the last unit is waited for; raises what will never let it end.
         like: an iteration whose units' times are this one's too, of which begin and end only are
-            timed: without a channel, where nothing parks and nobody waits for a unit. None to time
-            each unit.
+            timed: where the framework carries the messages, nothing parks and nobody waits for a
+            unit. None to time each unit.
     """
 
     def __init__(
@@ -120,11 +118,10 @@ class StageRun:
         stage: int,
         executor: Executor,
         request: Callable[[int, float | None], Callable[[], None] | None],
-        channel: P2PChannel | None,
-        specs: StageSpecs,
+        check: Callable[[], object] = always,
         like: StageRecord | None = None,
     ) -> None:
-        self.order = order
+        self.order, self.stage = order, stage
         self.units = order.schedule.stages[stage]
         self.frequencies_mhz: list[int] = order.frequency_mhz[stage].tolist()
         #: Called with each unit that has ended, and when all have.
@@ -133,23 +130,13 @@ class StageRun:
         #: Whether all units ran, as far as is known, and did the work that the phase is about.
         self.whole = self.same_work = True
         self._ended = 0
-        self._stage = stage
         self._executor = executor
         self._request = request
-        self._channel = channel
-        self._specs = specs
+        self._check = check
         self._like = like
         self._parked = order.parked(stage)
-        self._receives: list[bool] = order.schedule.receives[stage].tolist()
-        #: By position, the unit whose output leaves then: of units that run as one, at their end.
-        self._sent_at = {
-            position + unit.combined: unit
-            for position, unit in enumerate(self.units)
-            if order.schedule.sends[stage, position]
-        }
         #: To be called when the next unit begins.
         self._on_begin: Callable[[], None] | None = None
-        self._last_input: Passed = always
         self._last_end: Passed = always
 
     @property
@@ -170,33 +157,25 @@ class StageRun:
 
     def begin(self) -> None:
         """Begin the iteration; all stages of the pipeline do so together."""
-        if self._channel is not None:
-            self._channel.begin_step(self.order.schedule, self._specs)
-        self._executor.begin_iteration(self.order.schedule, self._stage)
+        self._executor.begin_iteration(self.order.schedule, self.stage)
 
-    def begin_unit(self) -> list[torch.Tensor] | None:
-        """Begin the next unit, once its input is there; returns what the channel carries of it.
+    def begin_unit(self) -> Passed:
+        """Begin the next unit, as `Executor.begin_unit` does.
 
-        Raises CollectivesError too, if the channel carries nothing and time is emulated.
+        Raises CollectivesError if time is emulated and a neighbour is gone or silent.
         """
         if self._like is not None and self._ended:
-            return None
-        inputs = None
-        if self._channel is None or not self._receives[self._ended]:
-            self._executor.begin_unit()
-        else:
-            inputs = self._channel.receive(self.units[self._ended])
-            self._last_input = self._executor.begin_unit()
+            return always
+        began = self._executor.begin_unit()
         if self._on_begin is not None:
             self._on_begin()
             self._on_begin = None
-        return inputs
+        return began
 
-    def end_unit(self, outputs: Sequence[torch.Tensor] = ()) -> None:
-        """End the unit, whose work was handed over: send what it made to where it is needed."""
-        position = self._ended
-        unit = self.units[position]
-        self._ended = position + 1
+    def end_unit(self) -> None:
+        """End the unit, whose work was handed over."""
+        unit = self.units[self._ended]
+        self._ended += 1
         if self._like is None or self._ended == len(self.units):
             self._last_end = self._executor.end_unit()
         # The wait before a unit runs at that unit's clock, or at a lower one for most of it; after
@@ -208,19 +187,10 @@ class StageRun:
             self._request(park_mhz, None)
             delay_s = self._executor.in_wait(own_after_s)
         self._on_begin = self._request(self.frequencies_mhz[following], delay_s)
-        if self._channel is not None and position in self._sent_at:
-            self._channel.send(self._sent_at[position], outputs)
         if self.unit_ended is not None:
             self.unit_ended(unit)
         if self._ended == len(self.units):
             self.all_ended()
-
-    def hand_over(self) -> None:
-        """Return when what follows the units, which were all handed over, may be too."""
-        assert self._channel is not None
-        if self._channel.lets_go:
-            wait_for(self._last_input, self._channel.check)
-        self._channel.end_step()
 
     @property
     def has_ended(self) -> bool:
@@ -230,10 +200,9 @@ class StageRun:
     def end(self, number: int | None = None) -> StageRecord:
         """Return the times of this iteration; the first that is asked for waits for the last unit.
 
-        That raises ChannelError if a neighbour is gone or silent.
+        That raises what `check` does.
         """
-        check = always if self._channel is None else self._channel.check
-        read, like = self._executor.end_iteration(check), self._like
+        read, like = self._executor.end_iteration(self._check), self._like
         if like is not None:
             return late_record(
                 lambda: read().with_units_of(like), number, timed=False, whole=self.whole
@@ -242,7 +211,10 @@ class StageRun:
 
 
 class StageWork(Protocol):
-    """Work that a training framework does for one unit of this stage."""
+    """Work that a training framework does for one unit of this stage.
+
+    A framework that runs no split backwards leaves `weight_gradient` out.
+    """
 
     def forward(self, unit: Unit, inputs: list[torch.Tensor] | None) -> list[torch.Tensor]:
         """Run a forward; `inputs` is None on the first chunk of the first stage."""
@@ -253,34 +225,48 @@ class StageWork(Protocol):
         `gradients` is None on the last chunk of the last stage.
         """
 
-    def sent(self, unit: Unit) -> None:
-        """Free what only the unit's output needed: it is in the channel."""
-
-
-class SplitWork(StageWork, Protocol):
-    """Work of a framework that runs orders with split backwards."""
-
     def weight_gradient(self, unit: Unit) -> None:
         """Run the second part of a backward."""
+        raise TypeError(f"{type(self).__name__} has no backwards in two parts, as {unit} is of")
+
+    def sent(self, unit: Unit) -> None:
+        """Free what only the unit's output needed: it is in the channel."""
+        return
 
 
 def execute(
-    schedule: Schedule,
-    stage: int,
     work: StageWork,
     run: StageRun,
+    channel: P2PChannel,
+    specs: StageSpecs,
     unit_ended: Callable[[Unit], None] | None = None,
 ) -> None:
-    """Execute one stage's order of a schedule once; `run.end` returns the times.
+    """Execute one stage's units once, and carry their messages; `run.end` returns the times.
 
-    `unit_ended` is called with each unit once its output is in the channel and its memory freed.
+    Args:
+        specs: what messages carry.
+        unit_ended: called with each unit once its output is in the channel and its memory freed.
+
     Raises ChannelError if a neighbour is gone or silent.
     """
+    schedule = run.order.schedule
+    receives: list[bool] = schedule.receives[run.stage].tolist()
+    #: By position, the unit whose output leaves then: of units that run as one, at their end.
+    sent_at = {
+        position + unit.combined: unit
+        for position, unit in enumerate(run.units)
+        if schedule.sends[run.stage, position]
+    }
     #: The gradients of a whole backward among split ones, which runs where its `W` is listed.
     whole: list[list[torch.Tensor] | None] = []
+    has_last_input = always
+    channel.begin_step(schedule, specs)
     run.begin()
-    for unit in schedule.stages[stage]:
-        inputs = run.begin_unit()
+    for position, unit in enumerate(run.units):
+        inputs = channel.receive(unit) if receives[position] else None
+        began = run.begin_unit()
+        if inputs is not None:
+            has_last_input = began
         outputs: list[torch.Tensor] = []
         if unit.combined:
             whole.append(inputs)
@@ -288,16 +274,20 @@ def execute(
             backward = make_unit(Kind.BACKWARD, unit.microbatch, unit.chunk)
             outputs = work.backward(backward, whole.pop())
         elif unit.kind is Kind.WEIGHT_GRADIENT:
-            cast(SplitWork, work).weight_gradient(unit)
+            work.weight_gradient(unit)
         else:
             run_unit = work.forward if unit.kind is Kind.FORWARD else work.backward
             outputs = run_unit(unit, inputs)
-        run.end_unit(outputs)
+        run.end_unit()
+        if position in sent_at:
+            channel.send(sent_at[position], outputs)
         del inputs, outputs  # they would take memory from the next unit
         work.sent(unit)
         if unit_ended is not None:
             unit_ended(unit)
-    run.hand_over()
+    if channel.lets_go:
+        wait_for(has_last_input, channel.check)
+    channel.end_step()
 
 
 class Rehearsal:
@@ -315,9 +305,9 @@ class Rehearsal:
         #: What ended the work, in a line; None if nothing did.
         self.error: str | None = None
         self._specs = specs
-        self._work: SplitWork | None = None
+        self._work: StageWork | None = None
 
-    def of(self, work: SplitWork) -> Rehearsal:
+    def of(self, work: StageWork) -> Rehearsal:
         """Return the work as it is to be executed."""
         self._work = work
         return self
@@ -340,7 +330,7 @@ class Rehearsal:
         """Note that the unit's output is in the channel."""
         self._run(lambda work: work.sent(unit))
 
-    def _run(self, run: Callable[[SplitWork], T]) -> T | None:
+    def _run(self, run: Callable[[StageWork], T]) -> T | None:
         if self._work is not None:
             try:
                 return run(self._work)

@@ -10,14 +10,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from functools import partial
 from itertools import pairwise
 
 import numpy as np
 
 from envpipe_megatron.core.arrays import FloatArray
 from envpipe_megatron.core.kinds import WHOLE, Kind
-from envpipe_megatron.core.orders.zero_bubble import half_split
+from envpipe_megatron.core.orders.builders import half_split
 from envpipe_megatron.core.plan import NORMAL_95
 from envpipe_megatron.core.profile import Profile
 from envpipe_megatron.core.profile_rows import row_name
@@ -29,7 +28,6 @@ from envpipe_megatron.runtime.execution.stage_run import PhaseRun, constant_orde
 from envpipe_megatron.runtime.job.parts import PhaseParts, note
 from envpipe_megatron.runtime.job.planning import (
     make_room_for_messages,
-    read_named,
     splits,
 )
 from envpipe_megatron.runtime.memory.peak import MemoryFullError, Watch
@@ -139,15 +137,13 @@ def known_profile(job: PhaseParts, records: Sequence[StageRecord]) -> Profile | 
 
     An earlier start's is forgotten where the warm-up contradicts it; the user's is used all the
     same, and the log says so. Every rank calls it, with the warm-up's records.
-
-    Raises DegradedError on all ranks if the user's is broken, or of another number of stages.
     """
     before = job.state.profile  # what units cost does not depend on how many there are
     if before is not None and _has_all_pairs(job.state.profiled, job.schedule):
         return before
-    given, profile = job.options.profile, job.folder.found.profile
-    if given is not None:
-        profile = by_planner(job.collectives, partial(read_named, given, job.num_stages))
+    given, (profile, _) = job.options.profile, job.state.given or (None, None)
+    if given is None:
+        profile = job.folder.found.profile
     if profile is None:
         return None
     apart = _contradiction(job, profile, records)

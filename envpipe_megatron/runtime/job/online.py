@@ -201,7 +201,7 @@ def _append(job: PhaseParts, phase: Phase, *, note: str = "", plan: Plan | None 
     """Append what a closed loop says, or what its plan of one pipeline predicts, to its file."""
     if job.options.closed_loop and job.collectives.is_planner:
         entry = {
-            **job.folder.run_label(job.options.labels),
+            **job.folder.run_label(job.options.run),
             "batch": job.batch,
             "iteration": job.state.iteration,
             "phase": phase,

@@ -81,7 +81,7 @@ class JobOptions:
         why_whole: why backwards are not split; empty if units run that are a part of one.
         window_s: least time at each clock of a sweep, s: ten refreshes of a counter that refreshes
             every 100 ms.
-        labels: for each line of the energy log, beside the rank's own.
+        run: a name for the lines of logs, where several jobs share a folder.
         sidecar: facts for that of the online profile.
         fingerprint: what units cost rests on (model, sizes of its parts and of microbatches, GPU,
             versions), of JSON's types. With it, profile, plan and baseline are kept in the output
@@ -233,7 +233,7 @@ class JobOptions:
     runs_units: bool = False
     why_whole: str = "its framework runs whole ones"
     window_s: float = 1.0
-    labels: Mapping[str, object] = field(default_factory=dict)
+    run: str = ""
     sidecar: Sidecar = field(default_factory=Sidecar)
     fingerprint: Mapping[str, Any] | None = None
 

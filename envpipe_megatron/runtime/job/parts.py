@@ -99,6 +99,8 @@ class SessionState:
 
     phase: Phase = Phase.WARMUP
     iteration: int = -1
+    #: The user's profile and plan, once they are read.
+    given: tuple[Profile, Plan | None] | None = None
     profile: Profile | None = None
     #: What that was measured on; None if it was read.
     profiled: Schedule | None = None

@@ -19,7 +19,6 @@ from envpipe_megatron.formats.steps import StepEnergy
 from envpipe_megatron.formats.timeline import is_recorded
 from envpipe_megatron.gpu.presets import SWEEP_STEP, load_preset, override_for, sweep_range
 from envpipe_megatron.policies.frequencies import RECONFIGURE_POLICIES
-from envpipe_megatron.policies.objective import Goal
 from envpipe_megatron.runtime.channel.collectives import DegradedError, by_planner, on_every_rank
 from envpipe_megatron.runtime.execution.executor import StageRecord
 from envpipe_megatron.runtime.execution.stage_run import (
@@ -39,13 +38,13 @@ from envpipe_megatron.runtime.job.measuring import (
 from envpipe_megatron.runtime.job.online import run_commands
 from envpipe_megatron.runtime.job.parts import PhaseParts, note
 from envpipe_megatron.runtime.job.planning import (
-    check_files,
     check_plan,
     given_plan,
     make_room,
     make_room_for_messages,
     plan_online,
     profiled_clocks,
+    read_files,
 )
 from envpipe_megatron.runtime.job.restarts import JobFolder
 from envpipe_megatron.runtime.memory.peak import Watch
@@ -74,7 +73,7 @@ def run_phases(job: PhaseParts) -> PhaseRun[None]:
     on.
     """
     options = job.options
-    check_files(job)
+    read_files(job)
     schedule = job.schedule
     make_room_for_messages(job, schedule)
     at_top = constant_order(Phase.WARMUP, schedule, job.top_mhz)
@@ -201,9 +200,8 @@ def _loop(job: PhaseParts, records: Sequence[StageRecord]) -> PhaseRun[None]:
         store = Store(measured, clocks, facts)
         if profile is not None:
             store.take_profile(profile)
-        options, goal = job.options, job.options.goal
-        within = 1.0 if goal.goal == Goal.ENERGY else None
-        limits = Limits(options.slowdown_percent / 100, within, options.min_dwell_s, goal)
+        options = job.options
+        limits = Limits(options.slowdown_percent / 100, options.min_dwell_s, options.goal)
         check = partial(check_plan, job)
         planner = Planner(store, partial(plan_online, job), check, limits, job.background)
         tuner = ShortestOrder if options.changes_only_order else Controller
@@ -236,7 +234,7 @@ def adopt_plan(job: PhaseParts, records: Sequence[StageRecord], profile: Profile
     Raises DegradedError if no plan can be made, or run: training is under way, whoever gave it.
     """
     options, state, own_clocks = job.options, job.state, job.gpu.supported_frequencies_mhz
-    given = given_plan(job, profile)
+    given = given_plan(job)
     if given is not None:
         job.folder.write_plan(given, given=options.plan)
         return given

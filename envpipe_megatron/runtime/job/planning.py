@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
+from functools import partial
 
 from envpipe_megatron.core.channel_model import find_stall
 from envpipe_megatron.core.conditions import known_conditions
@@ -11,46 +11,40 @@ from envpipe_megatron.core.kinds import Kind
 from envpipe_megatron.core.plan import Plan, check_stages, read_plan
 from envpipe_megatron.core.profile import Profile, read_profile
 from envpipe_megatron.core.schedule import Placement, Schedule
-from envpipe_megatron.policies.objective import LEAST_ENERGY, Objective
 from envpipe_megatron.policies.optimal.optimizer import order_at_maximum_s
+from envpipe_megatron.policies.problem import Problem
 from envpipe_megatron.policies.request import make_problem
 from envpipe_megatron.policies.schedules import SCHEDULES
 from envpipe_megatron.runtime.channel.collectives import DegradedError, by_planner
 from envpipe_megatron.runtime.job.parts import PhaseParts, SessionError
 from envpipe_megatron.runtime.memory.peak import MemoryFullError
 from envpipe_megatron.runtime.memory.stage import in_flight_limit, with_memory
-from envpipe_megatron.tuning.planner import Asked
 
 
-def check_files(job: PhaseParts) -> None:
-    """Refuse files of the user's that are not of this job, before its first iteration.
+def read_files(job: PhaseParts) -> None:
+    """Read the user's files, once, and refuse what is not of this job: before its first iteration.
 
     A plan by file is for the full batch only, and no later size of batches ends training. Every
     rank calls it.
 
     Raises EnvPipeError on all ranks.
     """
-    named = job.options.profile
-    if named is None or job.state.several_sizes:
+    named, given = job.options.profile, job.options.plan
+    if named is None or job.state.given is not None:
         return
-    # One that was found not to run in this job ends no training either.
-    given = None if job.batch or job.state.whole else job.options.plan
 
-    def look() -> None:
-        profile = read_named(named, job.num_stages)
+    def look() -> tuple[Profile, Plan | None]:
+        profile = read_profile(named)
+        check_stages(profile, job.num_stages)
         if job.options.closed_loop:
             profiled_clocks(job, profile)
-        if given is not None:
-            check_plan(job, read_plan(given, profile))
+        plan = None if given is None else read_plan(given, profile)
+        # One that was found not to run in this job ends no training either.
+        if plan is not None and not (job.batch or job.state.whole):
+            check_plan(job, plan)
+        return profile, plan
 
-    job.collectives.agreed(look)
-
-
-def read_named(path: Path, num_stages: int) -> Profile:
-    """Read a job's profile; EnvPipeError if it is broken, or of another number of stages."""
-    profile = read_profile(path)
-    check_stages(profile, num_stages)
-    return profile
+    job.state.given = job.collectives.agreed(look)
 
 
 def splits(job: PhaseParts) -> bool:
@@ -58,7 +52,7 @@ def splits(job: PhaseParts) -> bool:
     return not (job.options.why_whole or job.state.whole)
 
 
-def given_plan(job: PhaseParts, profile: Profile) -> Plan | None:
+def given_plan(job: PhaseParts) -> Plan | None:
     """Return the user's plan, its memory ready; None: one is to be made. Every rank calls it.
 
     It is for the full batch only, and none where the job has trained batches of another size
@@ -66,22 +60,16 @@ def given_plan(job: PhaseParts, profile: Profile) -> Plan | None:
 
     Raises DegradedError if it cannot be run: training is under way.
     """
-    given = job.options.plan
-    if given is None or job.batch:
+    _, plan = job.state.given or (None, None)
+    if plan is None or job.batch:
         return None
-
-    def look() -> Plan:
-        plan = read_plan(given, profile)
-        check_plan(job, plan)
-        return plan
-
     try:
-        plan = by_planner(job.collectives, look)
+        by_planner(job.collectives, partial(check_plan, job, plan))
         make_room(job, plan)
     except DegradedError as error:
         if not job.state.several_sizes:
             raise
-        job.say(f"the plan {given} is made again: {error}")
+        job.say(f"the plan {job.options.plan} is made again: {error}")
         return None
     return plan
 
@@ -118,18 +106,8 @@ def profiled_clocks(job: PhaseParts, profile: Profile) -> list[int]:
     return sorted(clocks)
 
 
-def plan_online(
-    job: PhaseParts,
-    profile: Profile,
-    order: Schedule | None = None,
-    deadline_factor: float | None = None,
-    objective: Objective | None = None,
-) -> Asked:
-    """Say what to plan from all that is known of the job: an order, or the best one.
-
-    Of least energy in a time, or else for an objective, by default as the job's own request has it.
-    Called on the planner only.
-    """
+def plan_online(job: PhaseParts, profile: Profile, order: Schedule | None = None) -> Problem:
+    """Say what to plan from all that is known of the job, on the planner: an order, or the best."""
     asked, kept = job.options.request(), job.kept_order
     schedule, order, most_waiting = asked.schedule, kept or order, job.channel.capacity
     if asked.num_chunks > 1 and most_waiting is not None:
@@ -164,12 +142,10 @@ def plan_online(
         reconfigure="default",  # the loop online replaces the offline one
         max_in_flight=most,
         channel_capacity=most_waiting if "channel_capacity" in takes else None,
-        deadline_factor=deadline_factor,
-        objective=LEAST_ENERGY if deadline_factor else objective or asked.objective,
         conditions=conditions,
         runnable=True,
     )
-    return make_problem(profile, request, own_s, in_v), notes
+    return replace(make_problem(profile, request, own_s, in_v), notes=notes)
 
 
 def predicted(plan: Plan | None) -> dict[str, float] | None:

@@ -249,14 +249,13 @@ class JobFolder:
             lambda: self._look(path, options, job_keys(options, num_stages, replicas, gpu))
         )
 
-    def run_label(self, labels: Mapping[str, object]) -> dict[str, object]:
-        """Return a job's labels with a `run` that no other start has.
+    def run_label(self, run: str) -> dict[str, str]:
+        """Return what lines of logs have as their `run`: no other start has the same.
 
         After a restart, iterations since the last checkpoint run once more, and are billed twice.
         """
-        if not self.started:
-            return dict(labels)
-        return {**labels, "run": f"{labels.get('run', '')} {self.started}".strip()}
+        label = f"{run} {self.started}".strip()
+        return {"run": label} if label else {}
 
     def append(self, name: str, entry: dict[str, Any], most: float = math.inf) -> None:
         """Append an object to `<name>.jsonl` or `<name>-<node>.jsonl`; `most` as `Writer.put`."""

@@ -127,7 +127,7 @@ class Session:
                 notes = f"A GPU is opened for reading only: {runs}", self.refused
                 self.state.notes = tuple(filter(None, notes))
             self._labels: dict[str, object] = {
-                **folder.run_label(options.labels),
+                **folder.run_label(options.run),
                 "node": folder.node,
                 "gpu": gpu.name,
                 "gpu_uid": gpu.address.uid,
@@ -237,9 +237,8 @@ class Session:
         """
         in_step = self._step_begun
         run = self._open(num_microbatches, specs, None, full_batch=full_batch)
-        schedule = run.order.schedule
-        work = make_work(schedule)
-        execute(schedule, self.parts.stage, work, run, self.parts.memory.begin_units())
+        work = make_work(run.order.schedule)
+        execute(work, run, self.parts.channel, specs, self.parts.memory.begin_units())
         self._units_ended()
         self._running = run
         if not in_step:
@@ -264,8 +263,9 @@ class Session:
         """
         at_top = constant_order(Phase.WARMUP, order, self.parts.top_mhz)
         self.iterations.catch_up()
-        run = StageRun(at_top, self.parts.stage, self.executor, _unheard, self.parts.channel, specs)
-        execute(order, self.parts.stage, make_work(order), run)
+        channel = self.parts.channel
+        run = StageRun(at_top, self.parts.stage, self.executor, _unheard, channel.check)
+        execute(make_work(order), run, channel, specs)
         _ = run.end().end_s  # waits for the last unit
 
     def open_iteration(
@@ -373,8 +373,8 @@ class Session:
     def summary(self) -> dict[str, Any]:
         """Return the job so far, as this rank knows it; complete once the session is closed.
 
-        Keys: those of `TrainingEnergy.summary`, `rank`, `stage`, `phase`, `iteration`, `notes`,
-        `reconfigure` (`steps`, `ended`), `power` (how a power budget was kept) and `clocks`.
+        Keys: `rank`, `stage`, `phase`, `iteration`, `notes`, `reconfigure` (`steps`, `ended`),
+        `power` (how a power budget was kept) and `clocks`.
         """
         state = self.state
         return {
@@ -383,7 +383,6 @@ class Session:
             "phase": state.phase.value,
             "iteration": state.iteration,
             "notes": [*self.parts.folder.notes, *state.notes],
-            **self.energy.summary(),
             "reconfigure": {"steps": state.reconfigure_steps, "ended": state.reconfigure_ended},
             "power": state.power,
             "clocks": self.clock.summary(),
@@ -430,10 +429,10 @@ class Session:
         self.state.phase = order.phase
         self.clock.given_back = order.phase is Phase.OFF
         self._batches.unfinished = True  # until it is closed
-        channel, like = self.parts.channel if own_order is None else None, None
-        if channel is None and order.parking is None and not self.clock.waits:
+        like, check = None, self.parts.channel.check
+        if own_order is not None and order.parking is None and not self.clock.waits:
             like = self.iterations.like(order)
-        run = StageRun(order, self.parts.stage, self.executor, self._request, channel, specs, like)
+        run = StageRun(order, self.parts.stage, self.executor, self._request, check, like)
         self._last_run = run
         self._lowest_mhz = min(self._lowest_mhz, order.slowest_mhz)
         self._request(run.frequencies_mhz[0], None)

@@ -92,8 +92,8 @@ class JobMemory:
         #: The framework's own order, which was measured; and units of this rank.
         self._own_order: Schedule | None = None
         self._units: list[Unit] = []
+        #: Before the first of these units, and after each.
         self._readings: list[Reading] = []
-        self._peaks_bytes: list[int] = []  #: While each of these units ran.
         #: While all units of the last iteration that was watched ran.
         self._units_peak_bytes: int | None = None
         self._unusable_bytes = 0
@@ -107,14 +107,15 @@ class JobMemory:
         source.reset_peak()
         if self.watch is not Watch.UNITS:
             return None
-        self._units, self._readings, self._peaks_bytes = [], [source.read()], []
+        self._units, self._readings = [], [source.read()]
         return self._unit_ended
 
     def units_ended(self) -> None:
         """End the units of an iteration: what the optimizer takes is not theirs."""
         if self._source is not None and self.watch is not Watch.NOTHING:
-            of_units = self._peaks_bytes if self.watch is Watch.UNITS else []
-            self._units_peak_bytes = max([self._source.peak_bytes(), *of_units])
+            of_units = self._readings if self.watch is Watch.UNITS else []
+            readings = self._source.read(), *of_units
+            self._units_peak_bytes = max(reading.peak_bytes for reading in readings)
 
     def learn(self, schedule: Schedule, specs: StageSpecs, ran: Schedule | None = None) -> None:
         """Take in the iteration that has just ended, and one before whose units were watched.
@@ -232,8 +233,8 @@ class JobMemory:
         assert peak is not None
         if ran is not None:  # whole backwards of it run where most is held, as in the schedule
             kinds, chunks = ran.priced_kinds[self._stage], ran.chunks[self._stage]
-            peaks, after = np.array(self._peaks_bytes), np.array(allocated[1:])
-            before = np.array(allocated[:-1])
+            peaks = np.array([reading.peak_bytes for reading in self._readings[1:]])
+            before, after = np.array(allocated[:-1]), np.array(allocated[1:])
             # The gradient that comes for the first of two units that run as one is the whole's.
             first = np.flatnonzero(kinds == [*Kind].index(Kind.NOTHING))
             before[first + 1] = before[first]
@@ -262,7 +263,6 @@ class JobMemory:
         assert self._source is not None
         self._units.append(unit)
         self._readings.append(self._source.read())
-        self._peaks_bytes.append(self._source.peak_bytes())
         self._source.reset_peak()
 
 

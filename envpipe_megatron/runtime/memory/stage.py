@@ -42,12 +42,14 @@ class MemoryUnknownError(EnvPipeError):
 
 @dataclass(frozen=True)
 class Reading:
-    """One look at an allocator: what live tensors take, and what is neither live nor available.
+    """One look at an allocator: what live tensors take, and the most that they took since a reset.
 
-    The latter are holes between live blocks, and freed blocks that another stream still uses.
+    What is neither live nor available are holes between live blocks, and freed blocks that another
+    stream still uses.
     """
 
     allocated_bytes: int
+    peak_bytes: int
     unusable_bytes: int = 0
 
 
@@ -64,15 +66,10 @@ class CudaMemory:
     def read(self) -> Reading:
         """Read by one call of the allocator; the flat `memory_stats` takes far longer."""
         stats = torch.cuda.memory.memory_stats_as_nested_dict(self._device)
-        allocated = stats["allocated_bytes"]["all"]["current"]
-        awaiting_streams = stats["active_bytes"]["all"]["current"] - allocated
-        return Reading(
-            allocated, awaiting_streams + stats["inactive_split_bytes"]["all"]["current"]
-        )
-
-    def peak_bytes(self) -> int:
-        """Return `torch.cuda.max_memory_allocated`."""
-        return torch.cuda.max_memory_allocated(self._device)
+        allocated = stats["allocated_bytes"]["all"]
+        awaiting_streams = stats["active_bytes"]["all"]["current"] - allocated["current"]
+        holes = stats["inactive_split_bytes"]["all"]["current"]
+        return Reading(allocated["current"], allocated["peak"], awaiting_streams + holes)
 
     def reset_peak(self) -> None:
         """Call `torch.cuda.reset_peak_memory_stats`."""

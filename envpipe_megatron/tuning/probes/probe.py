@@ -143,10 +143,10 @@ def probe(store: Store, clock_mhz: int, *, at_cost: bool) -> IntArray:
     own_s = store.durations_s(schedule, frequency)
     slow_s = store.durations_s(schedule, np.full_like(frequency, clock_mhz))
     enough = _units_needed(keys, slow_s)
-    path = LongestPath(schedule, own_s.ravel().tolist())
+    path = LongestPath(schedule, own_s.ravel().tolist(), tail_s=store.tail_s)
     path.find_ends()
     middle_s = np.array(path.end_s).reshape(keys.shape) - own_s / 2
-    slowed = _within_slack(path, slow_s, store.tail_s, keys, enough)
+    slowed = _within_slack(path, slow_s, keys, enough)
     for stage, own_keys in enumerate(keys if at_cost else ()):
         lacking = {
             key: count
@@ -193,18 +193,12 @@ def _units_needed(keys: IntArray, slow_s: FloatArray) -> dict[int, int]:
 
 
 def _within_slack(
-    path: LongestPath,
-    slow_s: FloatArray,
-    tail_s: FloatArray,
-    keys: IntArray,
-    enough: dict[int, int],
+    path: LongestPath, slow_s: FloatArray, keys: IntArray, enough: dict[int, int]
 ) -> BoolArray:
     """Return which units may be slowed at no loss of time, [num_stages, units_per_stage]."""
-    own_s = np.array(path.duration_s)
-    lasts_s = np.array(path.end_s).reshape(keys.shape)[:, -1]
-    until_s = float((lasts_s + tail_s).max())
+    own_s, until_s = np.array(path.duration_s), max(path.stage_end_s)
     allowed_s = _NOTHING_LOST * until_s
-    path.find_latest_ends((until_s - tail_s).tolist())
+    path.find_latest_ends(until_s)
     slack_s = np.array(path.latest_end_s) - np.array(path.end_s)
     slowed = np.zeros(keys.size, dtype=bool)
     left = dict(enough)

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from envpipe_megatron.core.orders import builders
-from envpipe_megatron.core.orders.zero_bubble import split_in_place, zero_bubble
+from envpipe_megatron.core.orders.builders import split_in_place, zero_bubble
 from envpipe_megatron.core.timeline import Timeline
 
 pytest.importorskip("torch")

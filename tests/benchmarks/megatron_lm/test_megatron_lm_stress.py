@@ -25,7 +25,7 @@ def test_random_orders_finish_and_go_from_none_to_all_that_is_allowed(capacity):
     assert all(completes(builders.envpipe(4, 8, extra), capacity) for extra in drawn)
     assert (0, 0, 0, 0) in drawn
     assert any(any(b > a for a, b in pairwise(extra)) for extra in drawn)
-    most = order_limits(4, 8).most
+    most = order_limits(builders.one_f_one_b(4, 8)).most
     assert (most in drawn) == completes(builders.envpipe(4, 8, most), capacity)
     assert len(drawn) > 30
 
@@ -59,12 +59,12 @@ class _Work:
 
 def test_a_job_that_is_stressed_gets_random_orders_and_delayed_units(monkeypatch):
     history = []
-    monkeypatch.setattr(stress.stage_run, "execute", lambda *run: history.append(run[2]))
+    monkeypatch.setattr(stress.stage_run, "execute", lambda work, run: history.append(work))
     try:
         stress.install({"seed": 1, "delay_s": 0.0, "splits": False}, 0, print, lambda: 1, print)
         # Where the batches of a job look both up.
         assert iterations.run_phases is not run_phases
-        session.execute(builders.one_f_one_b(2, 2), 0, _Work(history), None)
+        session.execute(_Work(history), None)
     finally:
         mock.patch.stopall()
     assert iterations.run_phases is run_phases

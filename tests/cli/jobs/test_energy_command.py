@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from commands import run_well
+from commands import run_badly, run_well
 from energy_lines import job, note, window
 
 from envpipe_megatron.formats.energy import append_line
@@ -57,6 +57,21 @@ def test_torn_and_foreign_lines_are_passed_over_and_named_as_lacking(tmp_path, c
     assert "6 torn or foreign lines" in caplog.text
     assert "INCOMPLETE: 6 lines cannot be read" in shown.stdout
     assert "300.0" in shown.stdout
+
+
+def test_files_without_an_energy_log_are_refused_by_name(tmp_path):
+    good, empty, foreign = (tmp_path / name for name in ("good", "empty", "foreign"))
+    write(good, window())
+    empty.write_text("\n")
+    foreign.write_text("stage,instruction\n")
+    assert summed(empty, good, empty)["job"]["windows"] == 1
+    for paths, named in (
+        ([foreign, good], foreign),
+        ([good, empty, foreign], foreign),
+        ([empty], empty),
+    ):
+        message = run_badly("energy", "sum", *paths)
+        assert f"{named} holds no line of an energy log" in message
 
 
 def test_a_whole_job_is_complete(tmp_path):

@@ -10,7 +10,7 @@ from run_made import FORWARD_S, iterations, profile
 from envpipe_megatron.cli.jobs.report_facts import _times, predict, report_facts
 from envpipe_megatron.core.kinds import Kind
 from envpipe_megatron.core.orders import builders
-from envpipe_megatron.core.orders.zero_bubble import half_split
+from envpipe_megatron.core.orders.builders import half_split
 from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.formats.energy import EnergyLogs, EnergyNote, EnergyWindow
 from envpipe_megatron.formats.steps import StepEnergy
@@ -18,6 +18,7 @@ from envpipe_megatron.formats.timeline import TimelineLogs
 from envpipe_megatron.policies.planner import make_plan
 from envpipe_megatron.report.facts import find_bubbles
 from envpipe_megatron.report.run_folder import RunFolder
+from envpipe_megatron.report.summary import sections_of
 
 #: Labels of a job that was started twice.
 FIRST, SECOND = "2026-05-04T10:11:12.345+00:00", "2026-05-04T11:00:00.000+00:00"
@@ -84,13 +85,18 @@ def test_a_step_of_a_restarted_job_is_that_of_all_its_starts(moved):
     second = [window(rank, 10, 39, energy_j=6000, run=SECOND) for rank in range(4)]
     if moved:
         second[3] = replace(second[3], node="n2", gpu_uid="GPU-spare")
-    facts = report_facts(folder(*first, *second))
+    read = folder(*first, *second)
+    facts = report_facts(read)
     assert (facts.steady.num_gpus, facts.steady.mean.iterations) == (4, 40)
     assert facts.steady.energy_j == pytest.approx(4 * 7000 / 40)
     assert facts.phases == (replace(facts.steady, name="steady"),)
-    own = [stage for stage in facts.stages if stage.name == "steady"]
-    assert [(stage.stage, stage.num_gpus) for stage in own] == [(0, 2), (1, 2)]
-    assert [stage.energy_j for stage in own] == pytest.approx([175, 175])
+    (stages,) = (
+        part for part in sections_of(read, facts, (), {}) if part.title.startswith("Stages")
+    )
+    assert [row[:4] for row in stages.rows] == [
+        ("steady", "0", "2", "175.0"),
+        ("steady", "1", "2", "175.0"),
+    ]
 
 
 def test_a_start_that_asked_for_something_else_is_in_no_figure():

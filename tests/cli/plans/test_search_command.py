@@ -13,7 +13,6 @@ from envpipe_megatron.cli.plans import search as command
 from envpipe_megatron.cli.plans import tables
 from envpipe_megatron.core.plan import read_plan
 from envpipe_megatron.core.profile import read_profile
-from envpipe_megatron.search.candidates import Candidate
 from envpipe_megatron.search.configuration import Job
 from envpipe_megatron.search.layer_file import layers_text, read_layers
 from envpipe_megatron.search.search import Found, Ranked
@@ -69,7 +68,7 @@ def test_memory_is_that_of_the_order_whose_energy_is_shown(layers_path, tmp_path
     job = Job(num_gpus=3, gpus_per_node=3, global_batch=8)
     megatron = MegatronSpace(read_layers(layers_path), job, Space())
     shape = next(each for each in megatron.shapes if each.num_stages == 3)
-    best = Candidate(megatron.best_cut(shape).configuration, megatron.profile, job)
+    best = megatron.best_cut(shape)
     ranked = Ranked(best, best.plan(60.0))
     planned = best.peak_bytes_of(ranked.plan.schedule)
     assert planned.max() > 1.1 * best.peak_bytes.max()

@@ -42,8 +42,6 @@ from envpipe_megatron.policies.problem import order_limits
                 "F0 B0 F1 B1 F2 B2 F3 B3 F4 B4 F5 B5 F6 B6 F7 B7",
             ],
         ),
-        (builders.forward_only(2, 3, 2), ["F0.0 F1.0 F0.1 F1.1 F2.0 F2.1"] * 2),
-        (builders.forward_only(2, 4, 2, 3), ["F0.0 F1.0 F2.0 F0.1 F1.1 F2.1 F3.0 F3.1"] * 2),
     ],
 )
 def test_orders_by_hand(built, stages):
@@ -77,8 +75,11 @@ def test_impossible_jobs_are_refused_with_the_value(build, value):
 TIMES = [2.0] * 4, [1.25] * 4
 
 
-def extra(backward, forward, microbatches, **limits):
-    caps = order_limits(len(backward), microbatches, **limits).most
+def extra(backward, forward, microbatches, more=None, most=None):
+    own = builders.one_f_one_b(len(backward), microbatches)
+    if more is not None:
+        most = [peak + more for peak in own.peak_in_flight]
+    caps = order_limits(own, most).most
     return builders.envpipe_extra_forwards(backward, forward, caps)
 
 
@@ -89,10 +90,10 @@ def extra(backward, forward, microbatches, **limits):
         # Stage 0 has 6 - 4 = 2 to spare and is at its cap, so stage 1 may exceed it by one.
         (TIMES, 6, {}, [2, 3, 1, 0]),
         (TIMES, 3, {}, [0, 0, 1, 0]),
-        (TIMES, 96, {"max_extra_forwards": 2}, [2, 2, 1, 0]),
-        (TIMES, 96, {"max_extra_forwards": 0}, [0, 0, 0, 0]),
-        (TIMES, 96, {"max_in_flight": [6, 6, 2, 1]}, [2, 3, 0, 0]),  # 1F1B holds 4, 3, 2, 1
-        (([1.0, 4, 1, 1], [1.0] * 4), 96, {"max_in_flight": [5, 99, 99, 99]}, [1, 2, 1, 0]),
+        (TIMES, 96, {"more": 2}, [2, 2, 1, 0]),
+        (TIMES, 96, {"more": 0}, [0, 0, 0, 0]),
+        (TIMES, 96, {"most": [6, 6, 2, 1]}, [2, 3, 0, 0]),  # 1F1B holds 4, 3, 2, 1
+        (([1.0, 4, 1, 1], [1.0] * 4), 96, {"most": [5, 99, 99, 99]}, [1, 2, 1, 0]),
         # 0.1 * 3 / 0.3 is 1.0000000000000002 and 0.7 * 3 / 2.1 is 0.9999999999999999.
         (([0.7] * 4, [2.1] * 4), 96, {}, [1, 0, 0, 0]),
     ],

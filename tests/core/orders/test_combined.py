@@ -102,7 +102,7 @@ def test_pairs_begin_with_both_inputs_and_their_outputs_leave_at_their_end(seed)
     slack = timeline.slack_s
     path = LongestPath(schedule, np.array(duration).ravel().tolist(), latency)
     path.find_ends()
-    path.find_latest_ends([timeline.iteration_time_s] * schedule.num_stages)
+    path.find_latest_ends(timeline.iteration_time_s)
     position = rng.randrange(schedule.units_per_stage)
     stage = rng.randrange(schedule.num_stages)
     if not schedule.combined[stage, position]:

@@ -12,18 +12,16 @@ from envpipe_megatron.core.orders.builders import (
     breadth_first,
     envpipe,
     framework_order,
+    half_split,
     interleaved,
     one_f_one_b,
-)
-from envpipe_megatron.core.orders.greedy import shortest
-from envpipe_megatron.core.orders.job import OrderJob, fill
-from envpipe_megatron.core.orders.turns import block_turns, squeezed_blocks
-from envpipe_megatron.core.orders.zero_bubble import (
-    half_split,
     split_late,
     zero_bubble,
     zero_bubble_v,
 )
+from envpipe_megatron.core.orders.greedy import shortest
+from envpipe_megatron.core.orders.job import OrderJob, fill
+from envpipe_megatron.core.orders.turns import block_turns, squeezed_blocks
 from envpipe_megatron.core.schedule import Placement
 from envpipe_megatron.core.timeline import Timeline
 

@@ -42,9 +42,11 @@ class Gpu:
         return self.ends_s
 
     def lock_frequency(self, frequency_mhz):
+        assert signal.getitimer(signal.ITIMER_REAL)[0] > 0, "no limit of a driver that may hang"
         self.locked_mhz.append(frequency_mhz)
 
     def reset_frequency(self):
+        assert signal.getitimer(signal.ITIMER_REAL)[0] > 0, "no limit of a driver that may hang"
         if (at_first := self.at_first) is not None:
             self.at_first = None
             at_first()
@@ -82,6 +84,8 @@ class Guarded:
         return 1_000_000.0
 
     def sleep(self, time_s):
+        # A guard that is stopped for longer than its limit, with its whole job, is to go on later.
+        assert signal.getitimer(signal.ITIMER_REAL)[0] == 0, "a limit while nothing is called"
         if time_s < 0.01:  # between two looks at the page
             time.sleep(time_s)
         else:
@@ -111,7 +115,6 @@ class Guarded:
 
     def close(self):
         self.kill()
-        signal.setitimer(signal.ITIMER_REAL, 0)
         self.made._ending.set()
         if self.made._looking.is_alive():  # of a guard that has failed
             self.made._looking.join()
@@ -281,11 +284,9 @@ def test_signals_that_a_rank_ignores_or_blocks_reach_its_guard():
         "signals = _noted_signals()\n"
         "os.kill(os.getpid(), signal.SIGTERM)\n"
         "assert signals == [signal.SIGTERM]\n"
-        "guard = Guard(None, '', None, 0.0, 100.0, None, None, signals)\n"
-        "guard._limit_time()\n"
-        "guard.give_up_s = 0.01\n"
-        "guard._limit_time()\n"
-        "time.sleep(20)\n"
+        "guard = Guard(None, '', None, 0.0, 0.01, None, None, signals)\n"
+        "with guard._time_limit():\n"
+        "    time.sleep(20)\n"
     )
     ended = subprocess.run([sys.executable, "-c", code], timeout=60)
     assert ended.returncode == -signal.SIGALRM

@@ -10,7 +10,7 @@ from envpipe_megatron.core.orders import builders
 from envpipe_megatron.core.profile_rows import SplitBackward
 from envpipe_megatron.core.schedule import Schedule
 from envpipe_megatron.core.timeline import Timeline
-from envpipe_megatron.policies.optimal.choices import make_choices, node_keys
+from envpipe_megatron.policies.optimal.choices import make_choices
 from envpipe_megatron.policies.optimal.linear_program import DurationProgram
 from envpipe_megatron.policies.optimal.rounding import Rounding
 from envpipe_megatron.policies.problem import order_limits
@@ -21,7 +21,7 @@ CLOSE = 2e-5
 
 def any_schedule(rng, stages, microbatches):
     """One of the builders' orders, or one that can run and that nobody would build."""
-    caps = order_limits(stages, microbatches).most
+    caps = order_limits(builders.one_f_one_b(stages, microbatches)).most
     extra = [min(rng.randint(0, microbatches), caps[0])]
     for cap in caps[1:]:
         extra.append(min(rng.randint(0, microbatches), cap, extra[-1] + 1))
@@ -54,7 +54,7 @@ class Case:
             self.profile = self.profile.with_split_backwards(assumed)
         self.powers_w = np.array(job.conditions.blocking_power_w)
         self.choices = make_choices(self.profile, self.powers_w, job.conditions.gpus_by_stage)
-        self.units = [self.choices.units[key] for key in node_keys(self.schedule, self.choices)]
+        self.units = [self.choices.units[key] for key in self.profile.keys(self.schedule).flat]
         self.hulls = [(unit.time_s[unit.hull], unit.cost_j[unit.hull]) for unit in self.units]
         self.fastest_s = self.iteration_s([times[0] for times, _ in self.hulls])
         self.deadline_s = self.rng.choice(factors) * self.fastest_s

@@ -21,6 +21,7 @@ from torch.utils.checkpoint import checkpoint
 from waiting_plans import plans_are_waited_for
 
 from envpipe_megatron.core.kinds import Kind
+from envpipe_megatron.core.plan import one_clock_plans
 from envpipe_megatron.core.schedule import Schedule
 from envpipe_megatron.formats.energy import Phase
 from envpipe_megatron.integrations import leveled
@@ -365,6 +366,7 @@ def _train(rank: int, case: Case, root: Path | None, preset: str) -> dict[str, A
             "plan": None if plan is None else plan.schedule,
             "predicted": None if plan is None else (plan.cost, plan.baseline.cost),
             "clocks": None if plan is None else sorted(set(plan.frequency_mhz.ravel().tolist())),
+            "at_one_clock": [] if plan is None else [each.cost for each in one_clock_plans(plan)],
             "summary": session.summary(),
             "energy": session.energy.sums(),
         }

@@ -85,7 +85,15 @@ def test_planned_orders_train_as_by_torch_alone(trained, name, chunks, forward_s
         assert set(rank["phases"][-3:]) <= {"reconfigure", "steady"}
         assert rank["executed"] == plan.labels()[stage]
         assert rank["released"], "the schedule is torch's alone again"
-    assert len(ours[0]["clocks"]) > 3
+    # How many clocks it has is left to a counter's last digits: plans of three and of four differ
+    # by a thousandth of their energy. None of one clock is both as fast and as frugal.
+    cost, _ = ours[0]["predicted"]
+    as_fast_j = [
+        each.energy_j
+        for each in ours[0]["at_one_clock"]
+        if each.iteration_time_s <= cost.iteration_time_s
+    ]
+    assert cost.energy_j < 0.99 * min(as_fast_j)
 
 
 @pytest.mark.parametrize(
@@ -125,7 +133,7 @@ def test_steps_with_other_microbatches_are_as_by_torch_alone(trained, two_ranks,
     _, ours = trained(case, ranks=two_ranks)
     for rank in ours:
         assert rank["level"] == level
-        by_torch = rank["summary"]["gpu"]["phases"]["framework"]["iterations"]
+        by_torch = rank["energy"]["framework"].steps
         assert by_torch == 1 + len(OTHERS)
 
 
@@ -137,7 +145,7 @@ def test_shapes_that_are_inferred_anew_and_functions_that_change(trained, two_ra
         _, ours = trained(each, ranks=two_ranks)
         assert ours[0]["plan"] is not None
         # The first one, these, and that with the function.
-        by_torch = ours[0]["summary"]["gpu"]["phases"]["framework"]["iterations"]
+        by_torch = ours[0]["energy"]["framework"].steps
         assert by_torch == 1 + len(sizes) + 1
 
 
@@ -212,8 +220,7 @@ def test_a_step_that_fails_and_is_caught_does_not_end_training(trained, two_rank
     case = Case("Schedule1F1B", steps=9, fails=5, settings=settings)
     _, ours = trained(case, ranks=two_ranks)
     assert {rank["level"] for rank in ours} == {level}
-    phases = ours[0]["summary"]["gpu"]["phases"]
-    assert phases["framework"]["iterations"] == 2  # the first one, and that which failed
+    assert ours[0]["energy"]["framework"].steps == 2  # the first one, and that which failed
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from presets import preset_profile
 
 from envpipe_megatron.core.kinds import Kind
 from envpipe_megatron.core.orders import builders
-from envpipe_megatron.core.orders.zero_bubble import half_split, split_in_place
+from envpipe_megatron.core.orders.builders import half_split, split_in_place
 from envpipe_megatron.core.schedule import Placement, Schedule
 
 pytestmark = pytest.mark.xdist_group("torch")

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from envpipe_megatron.integrations.options import OptionError, divided
+from envpipe_megatron.integrations.levels import JobError
+from envpipe_megatron.integrations.options import divided
 from envpipe_megatron.integrations.torch_pipelining import torchtitan
 from envpipe_megatron.integrations.torch_pipelining.orders import AttachError
 
@@ -164,9 +165,9 @@ def test_a_command_line_is_divided():
     words = ["--a", "1", "--envpipe-level", "units", "--envpipe-sweep", "--envpipe-output=x", "b"]
     settings = {"level": "units", "sweep": True, "output": "x"}
     assert divided(words) == (settings, ["--a", "1", "b"])
-    with pytest.raises(OptionError, match="--envpipe-level: expected one argument"):
+    with pytest.raises(JobError, match="--envpipe-level: expected one argument"):
         divided(["--envpipe-level"])
-    with pytest.raises(OptionError, match=r"No such option .*got --envpipe-levels=3"):
+    with pytest.raises(JobError, match=r"No such option .*got --envpipe-levels=3"):
         divided(["--envpipe-levels=3"])
 
 

@@ -25,9 +25,9 @@ from test_bit_equality import (
 from envpipe_megatron.core.channel_model import most_kept
 from envpipe_megatron.core.kinds import WHOLE, Kind
 from envpipe_megatron.core.orders import builders
+from envpipe_megatron.core.orders.builders import half_split, split_in_place, zero_bubble
 from envpipe_megatron.core.orders.greedy import shortest
 from envpipe_megatron.core.orders.job import OrderJob
-from envpipe_megatron.core.orders.zero_bubble import half_split, split_in_place, zero_bubble
 from envpipe_megatron.core.profile_rows import SplitBackward
 from envpipe_megatron.core.schedule import Schedule
 from envpipe_megatron.policies.objective import Objective

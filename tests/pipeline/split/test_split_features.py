@@ -6,7 +6,7 @@ from on_request import each_of
 from test_bit_equality import by_plan, ours, stock, trained_alike
 from test_split_backward import searched
 
-from envpipe_megatron.core.orders.zero_bubble import zero_bubble
+from envpipe_megatron.core.orders.builders import zero_bubble
 
 pytestmark = pytest.mark.xdist_group("pipeline")
 __all__ = ["ours", "stock"]

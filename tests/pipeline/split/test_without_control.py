@@ -14,7 +14,7 @@ from test_bit_equality import (
     trained_alike,
 )
 
-from envpipe_megatron.core.orders.zero_bubble import half_split, zero_bubble
+from envpipe_megatron.core.orders.builders import half_split, zero_bubble
 
 pytestmark = pytest.mark.xdist_group("pipeline")
 __all__ = ["ours", "stock"]

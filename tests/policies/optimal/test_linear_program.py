@@ -22,12 +22,11 @@ from envpipe_megatron.core.orders.job import OrderJob
 from envpipe_megatron.core.profile_rows import SplitBackward
 from envpipe_megatron.core.schedule import Placement
 from envpipe_megatron.policies.optimal import interior_point
-from envpipe_megatron.policies.optimal.choices import make_choices, node_keys
+from envpipe_megatron.policies.optimal.choices import make_choices
 from envpipe_megatron.policies.optimal.interior_point import InteriorPoint
 from envpipe_megatron.policies.optimal.linear_program import (
     DurationProgram,
     LinearProgramError,
-    Prices,
 )
 from envpipe_megatron.policies.optimal.newton_step import (
     NewtonStep,
@@ -129,7 +128,7 @@ def test_longer_pipelines_are_solved_with_few_units_between_profiled_times(sched
     profile = random_profile(random.Random(7), 4, 12).for_chunks(schedule.num_chunks)
     choices = make_choices(profile, np.full(4, 70.0), np.ones(4, dtype=np.int64))
     program = DurationProgram(schedule, choices, Conditions((0.0,) * 4, 0.01))
-    keys = node_keys(schedule, choices)
+    keys = program.key
     for factor, of_vertex in zip((1.0, 1.1, 3.0), vertices, strict=True):
         relaxed = program.solve(factor * program.fastest_iteration_s)
         assert relaxed.cost_j <= relaxed.lower_bound_j * (1 + CLOSE)
@@ -249,8 +248,8 @@ def test_units_without_a_choice_are_no_trouble():
     choices = make_choices(replace(profile, rows=rows), np.zeros(3), np.ones(3, dtype=np.int64))
     schedule = builders.one_f_one_b(3, 5)
     program = DurationProgram(schedule, choices, Conditions((0.0,) * 3))
-    times_s = np.array([unit.time_s[0] for unit in choices.units])[node_keys(schedule, choices)]
-    energies_j = np.array([unit.cost_j[0] for unit in choices.units])[node_keys(schedule, choices)]
+    times_s = np.array([unit.time_s[0] for unit in choices.units])[program.key]
+    energies_j = np.array([unit.cost_j[0] for unit in choices.units])[program.key]
     relaxed = program.solve(2 * float(times_s.sum()))
     assert relaxed.duration_s == pytest.approx(times_s)
     assert relaxed.cost_j == pytest.approx(energies_j.sum())
@@ -306,15 +305,15 @@ def test_it_needs_few_steps(monkeypatch):
     assert steps <= 820
 
 
-def garbage(case, scale_w):
+def garbage(case, program, scale_w):
     """Duals that no solver would give: any numbers, many of them 0."""
     numbers = np.random.default_rng(case.rng.randrange(2**32))
-    units, stages = case.schedule.num_units, case.schedule.num_stages
+    edges, stages = len(program._problem.target), case.schedule.num_stages
 
     def some(count):
         return numbers.random(count) * numbers.integers(0, 2, count)
 
-    return Prices(some(units), some(units), scale_w * some(stages))
+    return some(edges), scale_w * some(stages)
 
 
 @settings(max_examples=examples(100), deadline=None, derandomize=True)
@@ -329,5 +328,6 @@ def test_any_duals_give_a_bound(seed):
         for time_s, cost_j in case.hulls
     )
     for scale in (0.0, 0.1, 1.0, 30.0):
-        bound = program.lower_bound_j(case.deadline_s, garbage(case, scale * steepest_w))
+        prices = garbage(case, program, scale * steepest_w)
+        bound, _ = program.lower_bound_j(case.deadline_s, *prices)
         assert bound <= optimum_j + 1e-7 * abs(optimum_j)

@@ -21,9 +21,8 @@ from envpipe_megatron.policies.objective import LEAST_ENERGY
 from envpipe_megatron.policies.optimal.linear_program import LinearProgramError
 from envpipe_megatron.policies.optimal.optimizer import Optimizer, all_maximum_s
 from envpipe_megatron.policies.orders import families
-from envpipe_megatron.policies.orders.auto import memory_frontier
-from envpipe_megatron.policies.orders.families import ENVPIPE, FamilySearch
-from envpipe_megatron.policies.orders.judged import Judged, best_plan
+from envpipe_megatron.policies.orders.auto import best_plan, memory_frontier
+from envpipe_megatron.policies.orders.families import ENVPIPE, FamilySearch, Judged
 from envpipe_megatron.policies.planner import make_plan
 from envpipe_megatron.policies.problem import Problem
 from envpipe_megatron.policies.request import PlanRequest

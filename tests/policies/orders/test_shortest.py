@@ -12,7 +12,7 @@ from planning_cases import random_conditions
 
 from envpipe_megatron.core.channel_model import find_stall
 from envpipe_megatron.core.orders import builders
-from envpipe_megatron.core.orders.zero_bubble import split_from, zero_bubble
+from envpipe_megatron.core.orders.builders import split_from, zero_bubble
 from envpipe_megatron.core.plan import read_plan
 from envpipe_megatron.core.profile_rows import SplitBackward
 from envpipe_megatron.policies.objective import SHORTEST, Objective

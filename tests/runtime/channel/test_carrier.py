@@ -1,7 +1,6 @@
 """Sends and receives: each on its link, kept until it has left, and neighbours that are gone."""
 
 import weakref
-from contextlib import nullcontext
 from dataclasses import replace
 from datetime import timedelta
 from types import SimpleNamespace
@@ -112,16 +111,6 @@ def test_where_the_framework_sends_its_own_messages_they_take_no_memory_of_ours(
     made, order = P2PChannel([10, 11], 0, {}), one_f_one_b(2, 8)
     assert (made.more_bytes(order, SPECS), made.make_room(order, SPECS)) == (0, True)
     assert made.capacity is None
-
-
-@pytest.mark.parametrize("vary", [False, True])
-@pytest.mark.parametrize("capacity", [None, 1])
-def test_messages_that_vary_are_refused_over_one_queue_alone(monkeypatch, vary, capacity):
-    monkeypatch.setattr(dist, "irecv", lambda *a, **kw: None)
-    made = channel_of(2, capacity=capacity)
-    refused = pytest.raises(ChannelError, match="several hardware queues")
-    with refused if vary and capacity else nullcontext():
-        made.begin_step(one_f_one_b(2, 2), replace(SPECS, vary=vary))
 
 
 class Loopback:

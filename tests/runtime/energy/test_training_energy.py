@@ -50,16 +50,14 @@ def look(meter: EnergyMeter, gpu: FakeGpu, until_s: float) -> None:
 def test_laps_and_log_are_what_the_counter_says(three_ranks, tmp_path):
     """Whatever lies between steps: they begin and end at refreshes, where nothing is guessed."""
     told = three_ranks.run(step_ranks.bill_random_steps, tmp_path)
-    for laps, billed, truth, summary in told:
+    for laps, billed, truth, sums in told:
         assert len(laps) > 4
         for lap, _, (energy_j, duration_s) in laps:
             assert whole(lap) == pytest.approx((energy_j, duration_s), rel=1e-5, abs=1e-6)
         assert billed == pytest.approx(truth, rel=1e-5)
         assert sum(lap.step.iterations for lap, *_ in laps if lap.step) == 24
-        assert sum(p["iterations"] for p in summary["gpu"]["phases"].values()) == 24
-        assert summary["gpu"]["total_energy_j"] == billed[0]
-        phases = summary["gpu"]["phases"].values()
-        assert sum(phase["total_energy_j"] for phase in phases) == pytest.approx(billed[0])
+        assert sum(own.steps for own in sums.values()) == 24
+        assert sum(own.energy_j for own in sums.values()) == billed[0]
     # All ranks get the mean of all.
     for index in range(len(told[0][0]) - 1):
         laps = [rank[0][index] for rank in told]
@@ -116,6 +114,10 @@ class OneRank:
         self.energy.add(phase, self.number, record, np.array([False, True]))
         if not self.late:
             self.energy.catch_up()
+
+    def compared(self) -> dict[str, Any]:
+        """What steady steps of this GPU save, as JSON has it."""
+        return asdict(bill_of_ranks([self.energy.sums()]).comparison())
 
     def spans(self) -> list[tuple[str, float, float]]:
         """What the log bills: phase, begin and end of each window."""
@@ -194,26 +196,18 @@ def test_all_that_is_told_of_one_job(rank):
     energy.catch_up()
     energy.close()
 
-    summary = energy.summary()
-    gpu, phases = summary["gpu"], summary["gpu"]["phases"]
-    assert (gpu["total_energy_j"], gpu["total_duration_s"]) == (128 * 7.5, 7.5)
-    assert {name: (phase["iterations"], phase["total_duration_s"]) for name, phase in phases.items()
-            } == {"framework": (1, 0.5), "warm-up": (4, 3.75), "plan": (0, 1.5),
-                  "steady": (3, 1.75)}  # fmt: skip
-    for name, phase in phases.items():
-        assert phase["total_energy_j"] == 128 * phase["total_duration_s"]
-        assert phase["total_units_s"] == energy.log.totals[name].shares_s[0]
-        assert phase.get("power_w") == (None if name == "plan" else 128)
-    assert phases["steady"]["time_s"] == 1.75 / 3
     sums = energy.sums()
+    assert {name: (own.steps, own.duration_s) for name, own in sums.items()} == {
+        "framework": (1, 0.5), "warm-up": (4, 3.75), "plan": (0, 1.5), "steady": (3, 1.75)
+    }  # fmt: skip
+    assert all(own.energy_j == 128 * own.duration_s for own in sums.values())
     other = {name: replace(own, last=replace(own.last, rank=1)) for name, own in sums.items()}
     assert bill_of_ranks([sums, other]).comparison_facts() == {
         "comparison": asdict(steady.saved),
         "other_batches": {},
     }
-    assert summary["baseline"] == {**asdict(energy.baselines[""].mean), "power_w": 128}
     # Of two steps, one of which takes a third longer, nobody knows what to expect.
-    compared = summary["gpu"]["comparison"]
+    compared = job.compared()
     assert {value for name, value in compared.items() if "percent" in name} == {None}
 
 
@@ -229,10 +223,8 @@ def test_a_baseline_of_an_earlier_start_is_not_measured_again(rank):
     job.step(Phase.STEADY, 4.0, 4.0, 4.5)
     job.energy.catch_up()
     job.energy.close()
-    summary = job.energy.summary()
     # What this GPU took then is not known: its stage's mean stands in.
-    assert summary["gpu"]["comparison"]["saving_percent"] == pytest.approx(36.0)
-    assert summary["baseline"] == {**asdict(mean), "power_w": 100.0}
+    assert job.compared()["saving_percent"] == pytest.approx(36.0)
 
 
 def test_a_stretch_of_the_frameworks_order_renews_the_baseline(rank):
@@ -297,10 +289,10 @@ def test_each_step_is_held_against_the_baseline_in_force_in_log_bill_and_summary
     last = asdict(steady[-1])
     assert last["saving_percent"] == pytest.approx(100 * (1 - (20 * 80 + 10 * 140) / 4000))
     job.energy.close()
-    summary = job.energy.summary()["gpu"]
-    assert summary["comparison"]["saving_percent"] == pytest.approx(last["saving_percent"])
+    compared = job.compared()
+    assert compared["saving_percent"] == pytest.approx(last["saving_percent"])
     bill = Bill(parsed([{**line, "node": "n"} for line in job.lines]))
-    assert asdict(bill.comparison()) == pytest.approx(summary["comparison"], abs=1e-9)
+    assert asdict(bill.comparison()) == pytest.approx(compared, abs=1e-9)
 
 
 def test_a_job_without_a_meter_is_compared_by_its_time(rank):
@@ -324,7 +316,7 @@ def test_a_job_without_a_meter_is_compared_by_its_time(rank):
     assert str(told[-1].saved).startswith("12.50 +- ")
     assert str(told[-1].saved).endswith(" % less time")
     job.energy.close()
-    assert job.energy.summary()["gpu"]["comparison"] == asdict(told[-1].saved)
+    assert job.compared() == asdict(told[-1].saved)
 
 
 def test_a_counter_that_fails_in_training_leaves_out_windows_and_no_energy(rank):
@@ -337,7 +329,7 @@ def test_a_counter_that_fails_in_training_leaves_out_windows_and_no_energy(rank)
         job.step(Phase.STEADY, begin_s, begin_s, begin_s + 1)
     job.gpu.error = GpuError("lost")
     job.energy.close()
-    compared = job.energy.summary()["gpu"]["comparison"]
+    compared = job.compared()
     assert compared["saving_percent"] == pytest.approx(0.0, abs=0.01)
     assert compared["energy_j"] == pytest.approx(128.0)
 
@@ -353,10 +345,8 @@ def test_where_the_warm_up_is_no_baseline_that_is_said_once(rank, caplog, planne
     assert caplog.text.count("needs at least two more, lasting 1.2 s together") == planner
     job.step(Phase.STEADY, 4.0, 4.0, 4.5)
     job.energy.close()
-    summary = job.energy.summary()
-    assert summary["baseline"] is None
-    assert summary["gpu"]["comparison"] is None
-    assert summary["gpu"]["other_batches"] == {}
+    facts = bill_of_ranks([job.energy.sums()]).comparison_facts()
+    assert facts == {"comparison": None, "other_batches": {}}
 
 
 # Baseline -------------------------------------------------------------------------------------
@@ -484,10 +474,10 @@ def test_a_lap_does_not_wait_for_a_driver_that_hangs(rank):
 def test_closing_after_an_error_bills_what_had_ended(tmp_path):
     with RankPool(2, timeout_s=5) as pool:  # its own: the failed messages stay in the group
         told = pool.run(step_ranks.fail_and_close, tmp_path, 1)
-    for rank, (errors, truth, summary) in enumerate(told):
+    for rank, (errors, truth, sums, summary) in enumerate(told):
         assert errors[0].startswith("ValueError" if rank == 1 else "ChannelError")
         assert errors[1].startswith("SessionError: An earlier iteration failed")
-        assert summary["gpu"]["total_energy_j"] == pytest.approx(truth[0], rel=1e-5)
-        assert summary["gpu"]["phases"]["warm-up"]["iterations"] == 2
+        assert sum(own.energy_j for own in sums.values()) == pytest.approx(truth[0], rel=1e-5)
+        assert sums["warm-up"].steps == 2
         assert summary["clocks"]["error"] is None
         json.dumps(summary)

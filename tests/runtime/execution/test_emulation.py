@@ -11,7 +11,7 @@ from presets import write_changed_preset
 from envpipe_megatron.core.conditions import Conditions
 from envpipe_megatron.core.kinds import WHOLE
 from envpipe_megatron.core.orders import builders
-from envpipe_megatron.core.orders.zero_bubble import split_in_place, zero_bubble
+from envpipe_megatron.core.orders.builders import split_in_place, zero_bubble
 from envpipe_megatron.core.plan import Plan
 from envpipe_megatron.core.profile import Profile, make_profile
 from envpipe_megatron.core.profile_rows import ProfileRow, SplitBackward

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from fake_gpu import FakeGpu, ServedPage
-from plain_stages import SPECS, OtherStages
+from plain_stages import OtherStages
 
 from envpipe_megatron.core.kinds import WHOLE
 from envpipe_megatron.core.orders import builders
@@ -42,7 +42,7 @@ def run_of(
     clocks = np.array([clocks_mhz, clocks_mhz])
     order = IterationOrder(Phase.STEADY, SCHEDULE, clocks, Parking(park_mhz, own_after_s))
     clock.request(clocks_mhz[0])
-    return StageRun(order, 0, timed, clock.request, None, SPECS)
+    return StageRun(order, 0, timed, clock.request)
 
 
 # --- a GPU whose host is ahead of it --------------------------------------------------------------

@@ -15,8 +15,7 @@ from random_orders import random_order
 
 from envpipe_megatron.core.kinds import Kind, Unit
 from envpipe_megatron.core.orders import builders
-from envpipe_megatron.core.orders.builders import one_f_one_b
-from envpipe_megatron.core.orders.zero_bubble import split_in_place
+from envpipe_megatron.core.orders.builders import one_f_one_b, split_in_place
 from envpipe_megatron.core.schedule import Schedule
 from envpipe_megatron.core.timeline import Timeline
 from envpipe_megatron.formats.energy import Phase
@@ -103,17 +102,21 @@ class Parts:
         self.calls.append(("sent", str(unit), [alive() for alive in self._alive]))
 
 
-def run_of(schedule: Schedule, stage: int, parts: Any, channel: Any) -> StageRun:
+def run_of(schedule: Schedule, stage: int, parts: Any) -> StageRun:
     clocks = np.arange(schedule.is_backward.size).reshape(schedule.is_backward.shape)
     order = IterationOrder(Phase.STEADY, schedule, clocks)
-    return StageRun(order, stage, parts, parts.request, channel, SPECS)
+    return StageRun(order, stage, parts, parts.request, parts.check)
 
 
 def test_each_unit_is_timed_sent_and_followed_by_the_next_ones_clock():
     parts: Any = Parts()
     schedule = builders.one_f_one_b(2, 2)
-    run = run_of(schedule, 0, parts, parts)
-    execute(schedule, 0, parts, run, lambda unit: parts.calls.append(("ended", str(unit))))
+    run = run_of(schedule, 0, parts)
+
+    def unit_ended(unit: Unit) -> None:
+        parts.calls.append(("ended", str(unit)))
+
+    execute(parts, run, parts, SPECS, unit_ended)
     assert run.executed == ["F0", "F1", "B0", "B1"]
     assert parts.calls == [
         ("begin step", "1f1b", SPECS),
@@ -160,8 +163,8 @@ def test_where_a_channel_lets_go_nothing_follows_units_whose_input_may_never_com
     """The last stage's last unit has none."""
     parts: Any = Parts(lets_go=True)
     schedule = builders.one_f_one_b(2, 2)
-    run = run_of(schedule, stage, parts, parts)
-    execute(schedule, stage, parts, run)
+    run = run_of(schedule, stage, parts)
+    execute(parts, run, parts, SPECS)
     assert parts.calls[-3:] == [f"input {last} has not come", "check", "end step"]
     assert run.end().end_s is RECORD.end_s
 
@@ -169,12 +172,12 @@ def test_where_a_channel_lets_go_nothing_follows_units_whose_input_may_never_com
 def test_units_of_a_framework_are_timed_without_messages():
     parts: Any = Parts()
     schedule = builders.interleaved(2, 2, 2)
-    run = run_of(schedule, 1, parts, None)
+    run = run_of(schedule, 1, parts)
     run.begin()
     seen = []
     while run.next_unit is not None:
         seen.append(run.next_unit)
-        assert run.begin_unit() is None
+        run.begin_unit()
         assert run.next_unit is seen[-1]  # also while it runs
         run.end_unit()
     assert run.end().end_s is RECORD.end_s
@@ -193,7 +196,7 @@ def test_units_that_another_iterations_stand_for_are_not_timed():
     clocks = np.arange(8).reshape(2, 4)
     order = IterationOrder(Phase.STEADY, schedule, clocks, times_units=False)
     like = make_record([0.0, 1.5, 2.5, 4.0], [1.0, 2.0, 3.5, 5.0], 70.0, 5.5)
-    run = StageRun(order, 1, parts, parts.request, None, SPECS, like)
+    run = StageRun(order, 1, parts, parts.request, like=like)
     run.begin()
     while run.next_unit is not None:
         assert not run.has_ended
@@ -269,13 +272,16 @@ def test_emulated_units_wait_for_their_own_inputs_in_any_order(monkeypatch, tmp_
     prices_s = np.array([times_by_kind_s(whole_s)[kind] for kind in Kind])
     expected = Timeline(order, prices_s[order.priced_kinds])
     for stage, executor in enumerate(executors):
-        assert executor._ends == pytest.approx(expected.end_s[stage].tolist())
+        ends_s = [end_s for _, end_s in executor._times_s]
+        assert ends_s == pytest.approx(expected.end_s[stage].tolist())
 
 
 # An error in work that is rehearsed ------------------------------------------------------------
 
 
-ORDER = split_in_place(one_f_one_b(1, 2), 2)
+#: The stage between two others sends all that it makes, but for weight gradients.
+ORDER, STAGE = split_in_place(one_f_one_b(3, 2), 2), 1
+UNITS = [str(unit) for unit in ORDER.stages[STAGE]]
 ZEROS = {kind: SPECS.sends[kind].make(torch.zeros) for kind in SPECS.sends}
 
 
@@ -303,27 +309,22 @@ class Work:
 
 def run(work: Work) -> tuple[Rehearsal, dict[str, list[torch.Tensor]]]:
     sent: dict[str, list[torch.Tensor]] = {}
-    units = iter(ORDER.stages[0])
-    stage_run: Any = SimpleNamespace(
-        begin=lambda: None,
-        begin_unit=lambda: None,
-        end_unit=lambda outputs: sent.update({str(next(units)): list(outputs)}),
-        hand_over=lambda: None,
-    )
+    parts: Any = Parts()
+    parts.send = lambda unit, outputs: sent.update({str(unit): outputs})
     rehearsal = Rehearsal(ORDER, SPECS)
-    execute(ORDER, 0, rehearsal.of(work), stage_run)
+    execute(rehearsal.of(work), run_of(ORDER, STAGE, parts), parts, SPECS)
     return rehearsal, sent
 
 
 def test_without_an_error_work_runs_as_it_is() -> None:
     rehearsal, sent = run(work := Work())
     assert rehearsal.error is None
-    units = [str(unit) for unit in ORDER.stages[0]]
-    assert work.ran == [each for unit in units for each in (unit, f"{unit} is sent")]
-    assert all(torch.stack(sent[unit]).eq(1).all() for unit in units if unit[0] != "W")
+    assert work.ran == [each for unit in UNITS for each in (unit, f"{unit} is sent")]
+    assert list(sent) == [unit for unit in UNITS if unit[0] != "W"]
+    assert all(torch.stack(outputs).eq(1).all() for outputs in sent.values())
 
 
-@pytest.mark.parametrize("fails_at", [str(unit) for unit in ORDER.stages[0]])
+@pytest.mark.parametrize("fails_at", UNITS)
 def test_behind_an_error_messages_are_empty_and_nothing_runs(
     fails_at: str, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -334,13 +335,10 @@ def test_behind_an_error_messages_are_empty_and_nothing_runs(
     assert len(caplog.records) == 1
     assert work.ran[-1] == fails_at
     assert work not in vars(rehearsal).values()  # else its activations stay for the next run
-    units = [str(unit) for unit in ORDER.stages[0]]
-    assert list(sent) == units
-    failed = False
+    assert list(sent) == [unit for unit in UNITS if unit[0] != "W"]
     for unit, outputs in sent.items():
-        failed |= unit == fails_at
-        if unit[0] != "W":
-            kind = Kind.FORWARD if unit[0] == "F" else Kind.BACKWARD
-            shapes = [each.shape for each in ZEROS[kind]]
-            assert [each.shape for each in outputs] == shapes
-            assert all(each.eq(0 if failed else 1).all() for each in outputs)
+        failed = UNITS.index(unit) >= UNITS.index(fails_at)
+        kind = Kind.FORWARD if unit[0] == "F" else Kind.BACKWARD
+        shapes = [each.shape for each in ZEROS[kind]]
+        assert [each.shape for each in outputs] == shapes
+        assert all(each.eq(0 if failed else 1).all() for each in outputs)

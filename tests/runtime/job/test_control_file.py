@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import controlled_ranks
 import pytest
 import step_ranks
+from energy_lines import bill_of_ranks
 from fake_gpu import look_until
 from presets import preset_profile
 
@@ -54,11 +55,11 @@ def test_a_loop_waits_while_the_job_is_off_and_goes_on_where_it_was(three_ranks,
     check(asked, [12, 13, 14])
     for rank, without in zip(asked, plain, strict=True):
         assert rank["ran"][:12] + rank["ran"][15:] == without["ran"]
-    phases = asked[0]["summary"]["gpu"]["phases"]
-    assert phases["off"]["iterations"] == 3
-    assert phases["off"]["power_w"] > phases["steady"]["power_w"]
-    saved = [ranks[0]["summary"]["gpu"]["comparison"] for ranks in (asked, plain)]
-    assert saved[0]["saving_percent"] == pytest.approx(saved[1]["saving_percent"], abs=0.2)
+    phases = asked[0]["sums"]
+    assert phases["off"].steps == 3
+    assert phases["off"].average_power_w > phases["steady"].average_power_w
+    saved = [bill_of_ranks([ranks[0]["sums"]]).comparison() for ranks in (asked, plain)]
+    assert saved[0].saving_percent == pytest.approx(saved[1].saving_percent, abs=0.2)
     (note,) = asked[0]["notes"]
     assert re.fullmatch(r"Off from iteration 12 \(20.*\) to 14 \(20.*\)", note)
     lines = read_energy_logs([tmp_path / "asked" / "output" / "energy.jsonl"]).lines

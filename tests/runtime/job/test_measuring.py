@@ -12,7 +12,7 @@ from one_rank import CLOCKS, MICROBATCHES, OWN, STAGES, Memory, Rank, finish, pr
 
 from envpipe_megatron.core.kinds import parse_unit
 from envpipe_megatron.core.orders import builders
-from envpipe_megatron.core.orders.zero_bubble import half_split, zero_bubble
+from envpipe_megatron.core.orders.builders import half_split, zero_bubble
 from envpipe_megatron.core.profile_rows import SplitBackward
 from envpipe_megatron.core.schedule import Schedule
 from envpipe_megatron.core.timeline import Timeline

@@ -120,7 +120,7 @@ FILES = {"plan": Path("plan.json"), "profile": Path("profile.csv")}
 def test_where_nothing_is_saved_nothing_is_measured(monkeypatch, request_, options, kept, saves):
     save = Mock(side_effect=DegradedError("Of a test"))
     monkeypatch.setattr(phases, "_save_energy", save)
-    monkeypatch.setattr(phases, "check_files", lambda job: None)
+    monkeypatch.setattr(phases, "read_files", lambda job: None)
     chunks = 2 if request_[0] == "interleaved" else 1
     scheduling, policy = request_
     given = {"type": policy, "scheduling": scheduling, "num_chunks": chunks, **options}

@@ -19,8 +19,8 @@ from envpipe_megatron.core.channel_model import find_stall
 from envpipe_megatron.core.conditions import Conditions, known_conditions
 from envpipe_megatron.core.kinds import SPLIT, WHOLE, Kind, all_units, unit
 from envpipe_megatron.core.orders import builders
-from envpipe_megatron.core.orders.zero_bubble import split_in_place
-from envpipe_megatron.core.plan import Plan
+from envpipe_megatron.core.orders.builders import split_in_place
+from envpipe_megatron.core.plan import Plan, read_plan
 from envpipe_megatron.core.profile import make_profile
 from envpipe_megatron.core.profile_rows import SplitBackward
 from envpipe_megatron.core.schedule import Placement, Schedule
@@ -37,9 +37,9 @@ from envpipe_megatron.runtime.job.options import JobOptions
 from envpipe_megatron.runtime.job.parts import SessionError
 from envpipe_megatron.runtime.job.phases import adopt_plan
 from envpipe_megatron.runtime.job.planning import (
-    check_files,
     plan_online,
     predicted,
+    read_files,
 )
 from envpipe_megatron.runtime.job.restarts import StoredJob
 from envpipe_megatron.runtime.memory.peak import MemoryFullError
@@ -122,6 +122,9 @@ class Starting(Rank):
 
     def adopt(self, profile: Any = None) -> Plan:
         """What `phases.adopt_plan` does after a warm-up of one iteration."""
+        if self.options.plan is not None and self.state.given is None:
+            known = profile or profile_of()
+            self.state.given = known, read_plan(self.options.plan, known)
         empty = np.zeros(self.schedule.units_per_stage)
         records = [StageRecord(empty, empty, 0.0, 0.0)]
         return finish(adopt_plan(self, records, profile or profile_of()))
@@ -129,7 +132,8 @@ class Starting(Rank):
     def check(self) -> None:
         """As before the first iteration."""
         self.options = replace(self.options, profile=self.path.parent / "profile.csv")
-        check_files(self)  # type: ignore[arg-type]
+        self.state.given = None
+        read_files(self)  # type: ignore[arg-type]
 
 
 def write_plan(path: Path, order: Schedule) -> Path:
@@ -157,7 +161,7 @@ def test_the_first_iteration_of_a_warm_up_tells_nothing(monkeypatch, tmp_path):
         if len(looked) == 2:
             raise DegradedError("Of a test")
         yield from ()
-        return sweep.planned(*plan_online(job, profile_of()))
+        return sweep.planned(plan_online(job, profile_of()))
 
     monkeypatch.setattr(phases, "run_commands", run_commands)
     job: Any = Starting(tmp_path / "none", asked={"type": "envelope", "reconfigure": "balanced"})
@@ -199,7 +203,6 @@ def test_a_plan_by_file_that_cannot_run_is_refused_or_made_anew(by_file, options
         Starting(by_file, **options).adopt()  # it became so since
     job = Starting(by_file, **options)
     job.state.several_sizes = True
-    job.check()
     assert job.adopt().schedule.name == "1f1b"
     assert len(job.kept) == 1
     (told,) = job.said
@@ -270,7 +273,7 @@ def test_the_more_splitting_costs_the_fewer_backwards_are_split(tmp_path, overhe
     """As where tensor parallel messages hide under the weight's product of a whole backward."""
     profile = profile_of().with_split_backwards(SplitBackward(0.5, overhead))
     job: Any = Starting(tmp_path / "none", asked={}, num_microbatches=8, splits=True)
-    order = sweep.planned(*plan_online(job, profile))[0].schedule
+    order = sweep.planned(plan_online(job, profile))[0].schedule
     parts = sum(
         own.kind is Kind.INPUT_GRADIENT and not own.combined for of in order.stages for own in of
     )
@@ -281,9 +284,9 @@ def test_the_more_splitting_costs_the_fewer_backwards_are_split(tmp_path, overhe
 def test_an_order_by_name_that_turned_out_not_to_split_is_the_frameworks(tmp_path):
     job: Any = Starting(tmp_path / "none", asked={"scheduling": "zb-h1"}, splits=True)
     profile = replace(profile_of().with_split_backwards(ASSUMED), assumed=None)
-    assert sweep.planned(*plan_online(job, profile))[0].schedule.name == "zb-h1"
+    assert sweep.planned(plan_online(job, profile))[0].schedule.name == "zb-h1"
     job.state.whole = "its self-check failed"
-    plan, _ = sweep.planned(*plan_online(job, profile))
+    plan, _ = sweep.planned(plan_online(job, profile))
     assert (plan.schedule.name, plan.policy) == ("1f1b", "optimal")
 
 
@@ -451,7 +454,8 @@ def test_a_plan_is_made_of_all_that_is_known_of_the_job(monkeypatch, tmp_path, l
     job: Any = Starting(tmp_path / "none", asked=asked, num_microbatches=7, capacity=1)
     job.memory.stages = known
     profile = replace(profile_of(), sidecar=Sidecar(wait_power_w=({1410: 80.0},) * 2))
-    problem, notes = plan_online(job, profile)
+    problem = plan_online(job, profile)
+    notes = ("Memory holds at most 2, 1 microbatches in flight.",) if limit else ()
     assert problem == Problem(
         7,
         "envpipe",
@@ -461,8 +465,8 @@ def test_a_plan_is_made_of_all_that_is_known_of_the_job(monkeypatch, tmp_path, l
         max_in_flight=limit or (3, 3),
         channel_capacity=1,
         runnable=True,
+        notes=notes,
     )
-    assert notes == (("Memory holds at most 2, 1 microbatches in flight.",) if limit else ())
-    plan, told = sweep.planned(problem, notes)
+    plan, told = sweep.planned(problem)
     assert plan.policy == "envelope"
     assert set(notes) <= set(told)

@@ -555,7 +555,7 @@ def test_every_line_says_whose_it_is(world, tmp_path, with_agent, socket, log):
         type="baseline",
         baseline_steps=3,
         output=tmp_path,
-        labels={"run": "first", "rank": 9},
+        run="first",
     )
     world.session(config)
     labels = {"run": "first", **LABELS}

@@ -12,10 +12,9 @@ from fake_memory import SPECS, FakeJob, FakeMemory, Sizes, run_units
 
 from envpipe_megatron.core.kinds import KIND_BY_LETTER, SPLIT, WHOLE, Kind, Unit, parse_unit
 from envpipe_megatron.core.orders import builders
-from envpipe_megatron.core.orders.builders import framework_order
+from envpipe_megatron.core.orders.builders import framework_order, half_split
 from envpipe_megatron.core.orders.greedy import shortest
 from envpipe_megatron.core.orders.job import OrderJob
-from envpipe_megatron.core.orders.zero_bubble import half_split
 from envpipe_megatron.core.profile import make_profile
 from envpipe_megatron.core.profile_rows import ProfileRow
 from envpipe_megatron.core.sidecar import Sidecar
@@ -28,6 +27,7 @@ from envpipe_megatron.runtime.memory.stage import (
     SAFETY_MARGIN,
     CudaMemory,
     MemoryUnknownError,
+    Reading,
     StageMemory,
     bytes_by_chunk,
     check_memory_is_known,
@@ -75,7 +75,7 @@ def test_peaks_of_other_orders_are_as_predicted(regime, seed):
         seed=seed,
     )
     learned = job.learn()
-    limits = order_limits(stages, microbatches)
+    limits = order_limits(job.own)
     extra = limits.fit([rng.randint(0, microbatches) for _ in range(stages)])
     schedule = builders.envpipe(stages, microbatches, extra)
     actual = np.max([job.iterate(schedule, Watch.PEAK) for _ in range(3)], axis=0)
@@ -105,7 +105,7 @@ def test_no_plan_goes_beyond_the_memory_that_is_there(seed):
         assert count == min(microbatches, memory.baseline_in_flight + int(room + 1e-9))
         allowed = memory.baseline_peak_bytes + memory.room_bytes
         assert allowed <= max((1 - SAFETY_MARGIN) * capacity, memory.baseline_peak_bytes)
-    limits = order_limits(stages, microbatches, max_in_flight=list(map(int, most)))
+    limits = order_limits(job.own, list(map(int, most)))
     extra = limits.fit([microbatches] * stages)
     job.iterate(builders.envpipe(stages, microbatches, extra), Watch.PEAK, 3)
 
@@ -359,11 +359,11 @@ def test_an_order_that_runs_on_without_its_memory_is_compared_with_nothing():
 def test_nothing_is_looked_at_once_the_plan_runs():
     job = FakeJob(2, 6, lambda rank: Sizes())
     job.learn()
-    counts = [(device.readings, device.resets, device.looks) for device in job.devices]
+    counts = [(device.readings, device.resets) for device in job.devices]
     job.iterate(job.own, Watch.NOTHING, 5)
-    assert counts == [(device.readings, device.resets, device.looks) for device in job.devices]
+    assert counts == [(device.readings, device.resets) for device in job.devices]
     job.iterate(job.own, Watch.PEAK)
-    assert [readings for readings, *_ in counts] == [device.readings for device in job.devices]
+    assert [readings + 1 for readings, _ in counts] == [device.readings for device in job.devices]
 
 
 def units_of(text):
@@ -425,8 +425,7 @@ def test_an_input_that_the_first_part_lets_go_is_kept_of_the_last_forward_only()
 def test_a_microbatch_holds_at_least_its_message():
     """What comes in; of the first stage, what goes out."""
     short, long = (
-        TensorSpec.of_one_type(((length,),), torch.float16, torch.device("cpu"))
-        for length in (5, 8)
+        TensorSpec(((length,),), (torch.float16,), torch.device("cpu")) for length in (5, 8)
     )
     ends, middle = {}, {Kind.FORWARD: short}
     sizes = Sizes(activations=0, message=0)
@@ -513,26 +512,21 @@ def test_without_a_cuda_device_there_is_no_memory_to_measure():
 def test_cuda_memory_reads_the_allocators_counters(monkeypatch):
     """By their names in torch's nested statistics; a block that a stream still uses is not free."""
 
-    def current(count):
-        return {"all": {"current": count}}
-
     stats = {
-        "allocated_bytes": current(700),
-        "active_bytes": current(730),
-        "inactive_split_bytes": current(50),
+        "allocated_bytes": {"all": {"current": 700, "peak": 800}},
+        "active_bytes": {"all": {"current": 730, "peak": 850}},
+        "inactive_split_bytes": {"all": {"current": 50, "peak": 60}},
     }
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
     monkeypatch.setattr(torch.cuda.memory, "memory_stats_as_nested_dict", {3: stats}.__getitem__)
     monkeypatch.setattr(torch.cuda, "memory_reserved", {3: 900}.__getitem__)
     monkeypatch.setattr(torch.cuda, "mem_get_info", {3: (4_000, 8_000)}.__getitem__)
-    monkeypatch.setattr(torch.cuda, "max_memory_allocated", {3: 800}.__getitem__)
     reset = []
     monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", reset.append)
     memory = device_memory()
-    assert (memory.read().allocated_bytes, memory.read().unusable_bytes) == (700, 80)
+    assert memory.read() == Reading(allocated_bytes=700, peak_bytes=800, unusable_bytes=80)
     assert memory.capacity_bytes() == 4_900  # others on the device hold the rest
-    assert memory.peak_bytes() == 800
     memory.reset_peak()
     assert reset == [3]
 

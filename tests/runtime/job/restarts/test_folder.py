@@ -100,7 +100,7 @@ def test_without_a_folder_or_a_fingerprint_nothing_is_looked_for_or_kept(tmp_pat
     given = {"output": tmp_path, "fingerprint": {"layers": 24}, lacks: None}
     folder = resumed(replace(GREEDY, **given))
     assert folder.found == StoredJob()
-    assert folder.run_label({"run": "mine"}) == {"run": "mine"}
+    assert folder.run_label("mine") == {"run": "mine"}
     folder.keep_profile(profiled())
     folder.keep_baselines({"": BASELINE})
     left = {"profile.csv", "profile.json"} if lacks == "fingerprint" else set()
@@ -115,8 +115,8 @@ def test_every_rank_gets_what_the_planner_found(whole):
         folder._collectives.agreed = lambda look, found=found: (found, "now")  # type: ignore[method-assign]
         folder.resume(config, 2, None)  # type: ignore[arg-type]
         assert folder.found is found
-        assert folder.run_label({"rank": 3}) == {"rank": 3, "run": "now"}
-        assert folder.run_label({"run": "mine"}) == {"run": "mine now"}
+        assert folder.run_label("") == {"run": "now"}
+        assert folder.run_label("mine") == {"run": "mine now"}
     assert files(whole) == before
 
 
