@@ -627,20 +627,6 @@ def test_a_session_that_cannot_be_made_leaves_nothing_open(world, fails):
     assert [call[0] for call in world.calls] == made
 
 
-def test_memory_is_known_before_the_gpu_is_held(world):
-    config = JobOptions(
-        num_microbatches=4,
-        type="envelope",
-        reconfigure="default",
-        max_in_flight="memory",
-        baseline_steps=3,
-    )
-    with pytest.raises(EnvPipeError):
-        world.session(config)
-    assert "RankClock" not in world.made
-    world.session(replace(config, **FILES))  # the plan says what is held
-
-
 @pytest.mark.parametrize(
     ("asked", "without", "words"),
     [
