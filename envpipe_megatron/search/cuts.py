@@ -43,20 +43,6 @@ class Shape:
     num_microbatches: int
 
 
-@dataclass(frozen=True)
-class StageRuns:
-    """Runs as one stage of a shape.
-
-    Args:
-        time_s: [rows, width] with the least recomputation that fits, infinite where none does.
-        ways: for each recomputation its name, until which piece runs recompute, and their time.
-    """
-
-    runs: PieceRuns
-    time_s: FloatArray
-    ways: Sequence[tuple[str, IntArray, FloatArray]]
-
-
 class ShapeCuts:
     """All cuts of a shape without virtual stages, and what their runs weigh.
 
@@ -67,8 +53,11 @@ class ShapeCuts:
         within_s: cuts that force more need not be among them.
         nodes: pieces at which stages may begin, and the number of pieces; all by default.
 
-    `stages` are none if there is no cut; `forced_s` is for each of them [rows, width] the iteration
-    time (s) that a run forces there.
+    Attributes:
+        runs: of each stage; none if there is no cut.
+        time_s: for each stage [rows, width] what a microbatch takes (s) with the least
+            recomputation that fits, infinite where none does.
+        forced_s: for each stage [rows, width] the iteration time (s) that a run forces there.
     """
 
     def __init__(
@@ -86,10 +75,15 @@ class ShapeCuts:
         nodes = np.arange(pieces.num_pieces + 1) if nodes is None else nodes
         longest_s = within_s / shape.num_microbatches / BETTER
         self.runs = runs_within(pieces, nodes, shape.num_stages, longest_s)
-        self.stages = [self._stage(*each, job.memory_bytes) for each in enumerate(self.runs)]
+        stages = [self._stage(*each, job.memory_bytes) for each in enumerate(self.runs)]
+        self.time_s = [time_s for time_s, _ in stages]
+        self._until = [until for _, until in stages]
         self.forced_s = self._forced_s(pieces.time_s)
 
-    def _stage(self, stage: int, runs: PieceRuns, memory_bytes: float | None) -> StageRuns:
+    def _stage(
+        self, stage: int, runs: PieceRuns, memory_bytes: float | None
+    ) -> tuple[FloatArray, dict[str, IntArray]]:
+        """Return a stage's `time_s`, and for each way until which piece runs recompute by it."""
         everywhere, limit_bytes = self._everywhere, 1e300 if memory_bytes is None else memory_bytes
         of_parameters_bytes = runs.sums(self._static_bytes)
         in_flight = min(self.shape.num_microbatches, self.shape.num_stages - stage)
@@ -99,7 +93,7 @@ class ShapeCuts:
             if memory_bytes is not None:
                 fits = fits & (runs.excess_bytes(limit_bytes, in_flight, of_parameters_bytes) <= 0)
             least_s = np.where(fits, runs.time_s, np.inf)
-        ways = []
+        ways = {}
         for name, way in runs.pieces.ways.items():
             if everywhere is not None and everywhere[0] != name:
                 continue
@@ -110,9 +104,12 @@ class ShapeCuts:
             fits = runs.inside & (until <= runs.end)
             again_s = way.again_s[np.where(fits, until, runs.first)] - way.again_s[runs.first]
             way_s = np.where(fits, runs.time_s + again_s, np.inf)
-            ways.append((name, until, way_s))
+            ways[name] = until, way_s
             least_s = np.minimum(least_s, way_s)
-        return StageRuns(runs, least_s, ways)
+        return least_s, {
+            name: np.where((runs.time_s < way_s) & (way_s == least_s), until, runs.first)
+            for name, (until, way_s) in ways.items()
+        }
 
     def _forced_s(self, passed_s: FloatArray) -> list[FloatArray]:
         """Return for each stage [rows, width] the iteration time (s) of 1F1B that a run forces.
@@ -124,11 +121,11 @@ class ShapeCuts:
         units.
         """
         all_s, microbatches, forced = passed_s[-1], self.shape.num_microbatches, []
-        for number, stage in enumerate(self.stages):
-            runs, can_be = stage.runs, np.isfinite(stage.time_s)
+        for number, (runs, time_s) in enumerate(zip(self.runs, self.time_s, strict=True)):
+            can_be = np.isfinite(time_s)
             steady = microbatches - min(microbatches, self.shape.num_stages - number)
             forward_s = runs.sums(runs.pieces.forward_s)
-            backward_s = np.where(can_be, stage.time_s - forward_s, 0.0)
+            backward_s = np.where(can_be, time_s - forward_s, 0.0)
             terms = [
                 passed_s[runs.first] + microbatches * (forward_s + backward_s),
                 all_s + (microbatches - 1) * backward_s + steady * forward_s,
@@ -143,13 +140,13 @@ class ShapeCuts:
     def recomputed(self, path: Sequence[int]) -> tuple[Recomputed, ...]:
         """Return what each stage of a path recomputes."""
         found = []
-        for stage, run in zip(self.stages, pairwise(path), strict=True):
-            at = stage.runs.place(*run)
+        for runs, by_way, run in zip(self.runs, self._until, pairwise(path), strict=True):
+            first, at = runs.nodes[run[0]], runs.place(*run)
             least: Recomputed = (None, 0)
-            for name, until, way_s in stage.ways:
-                if stage.runs.time_s[at] < way_s[at] == stage.time_s[at]:
+            for name, until in by_way.items():
+                if until[at] > first:
                     known = self.pieces.ways[name].known
-                    least = name, int(known[until[at]] - known[stage.runs.nodes[run[0]]])
+                    least = name, int(known[until[at]] - known[first])
             found.append(least)
         return tuple(found)
 
@@ -158,15 +155,15 @@ class ShapeCuts:
 
         Of equal ones that with the evenest stages.
         """
-        if not self.stages:
+        if not self.runs:
             return math.inf, ()
         bound_s, path = self.evenest(self.forced_s)
         if not math.isfinite(bound_s):
             return math.inf, ()
         # Once more with what the ways through other stages take where these recompute as well: that
         # is no bound, but nearer to the truth.
-        of_path = zip(self.stages, pairwise(path.tolist()), strict=True)
-        taken = [stage.time_s[stage.runs.place(*run)] for stage, run in of_path]
+        of_path = zip(self.runs, self.time_s, pairwise(path.tolist()), strict=True)
+        taken = [time_s[runs.place(*run)] for runs, time_s, run in of_path]
         nodes, until_s = self.runs[0].nodes, self.pieces.time_s
         if sum(taken) > until_s[-1] / BETTER:
             passed_s = np.interp(np.arange(len(until_s)), nodes[path], running(taken))
@@ -178,8 +175,8 @@ class ShapeCuts:
         least_s, path = least_path(self.runs, forced, largest=True)
         if math.isfinite(least_s):
             even = [
-                np.where(force <= least_s / BETTER, stage.time_s**2, np.inf)
-                for force, stage in zip(forced, self.stages, strict=True)
+                np.where(force <= least_s / BETTER, time_s**2, np.inf)
+                for force, time_s in zip(forced, self.time_s, strict=True)
             ]
             _, path = least_path(self.runs, even, largest=False)
         return least_s, path
@@ -198,16 +195,13 @@ class ShapeCuts:
             """Return [num_runs] of all stages."""
             return np.concatenate([of[at] for of, at in zip(by_stage, places, strict=True)])
 
-        first = gather(np.broadcast_to(s.runs.first, s.time_s.shape) for s in self.stages)
-        end, by_clock = gather(s.runs.end for s in self.stages), self.pieces.by_clock
+        first = gather(np.broadcast_to(runs.first, runs.end.shape) for runs in self.runs)
+        end, by_clock = gather(runs.end for runs in self.runs), self.pieces.by_clock
         forward = [sums[end] - sums[first] for sums in by_clock[Kind.FORWARD]]
         backward = [sums[end] - sums[first] for sums in by_clock[Kind.BACKWARD]]
-        for ways in zip(*(stage.ways for stage in self.stages), strict=True):
-            until = gather(
-                np.where((s.runs.time_s < way_s) & (way_s == s.time_s), until, s.runs.first)
-                for s, (_, until, way_s) in zip(self.stages, ways, strict=True)
-            )
-            again = (sums[until] - sums[first] for sums in by_clock[ways[0][0]])
+        for name in self._until[0]:
+            until = gather(by_way[name] for by_way in self._until)
+            again = (sums[until] - sums[first] for sums in by_clock[name])
             backward = [each + more for each, more in zip(backward, again, strict=True)]
         window_s = (longest_s - self.pieces.time_s[first]) / self.shape.num_microbatches
         weights = [np.full(force.shape, np.inf) for force in self.forced_s]

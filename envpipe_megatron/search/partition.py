@@ -140,13 +140,13 @@ def least_bottleneck(space: SplitSpace) -> Candidate:
 
     Then the evenest.
     """
-    stages = space.cuts.stages
-    least_s, _ = least_path(space.cuts.runs, [stage.time_s for stage in stages], largest=True)
+    cuts = space.cuts
+    least_s, _ = least_path(cuts.runs, cuts.time_s, largest=True)
     within = [
-        np.where(stage.time_s <= least_s * _SLACK, force, np.inf)
-        for stage, force in zip(stages, space.cuts.forced_s, strict=True)
+        np.where(time_s <= least_s * _SLACK, force, np.inf)
+        for time_s, force in zip(cuts.time_s, cuts.forced_s, strict=True)
     ]
-    return space.candidate(tuple(space.cuts.evenest(within)[1].tolist()))
+    return space.candidate(tuple(cuts.evenest(within)[1].tolist()))
 
 
 def least_energy(space: SplitSpace, blocking_power_w: float, time_tolerance: float) -> list[Ranked]:

@@ -183,7 +183,7 @@ def alternatives(
         return []
     within_s = longest_s / megatron.profile.least_rested / BETTER
     cuts = megatron.cuts(shape, within_s=within_s)
-    if not cuts.stages:
+    if not cuts.runs:
         return []
     weights = cuts.energy_weights(within_s, longest_s, blocking_power_w)
     paths = islice(cheapest_paths(cuts.runs, weights), most * _CUTS_FOR_ONE)
