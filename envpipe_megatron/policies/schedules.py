@@ -18,14 +18,9 @@ from envpipe_megatron.core.kinds import Kind, ScheduleError
 from envpipe_megatron.core.orders import builders
 from envpipe_megatron.core.orders.builders import zero_bubble, zero_bubble_v
 from envpipe_megatron.core.schedule import Schedule
-from envpipe_megatron.errors import plain
+from envpipe_megatron.errors import EnvPipeError, plain
 from envpipe_megatron.policies.frequencies import added_functions
-from envpipe_megatron.policies.problem import (
-    PlannerError,
-    Problem,
-    check_own_within,
-    envpipe_counts,
-)
+from envpipe_megatron.policies.problem import Problem, check_own_within, envpipe_counts
 
 #: Measured on GPT-3 175B in two chunks (A100s, A40s; 16 to 96 microbatches): 0.1 to 0.4 points.
 _IN_CHUNKS = (
@@ -103,7 +98,7 @@ def _zero_bubble(
     `most` says how many microbatches x chunks each of p stages holds at most.
     """
     if Kind.INPUT_GRADIENT not in problem.profile.kinds:
-        raise PlannerError(
+        raise EnvPipeError(
             f"Schedule {problem.schedule} splits backwards, and {problem.profile.source} does not "
             "say what the parts take",
             remedy="Add --split-overhead 0.01 to assume halves that take 1 % more together, or "
@@ -119,7 +114,7 @@ def _zero_bubble(
             order = build(stages, problem.num_microbatches, limit)
         except ScheduleError:
             held = plain(order.peak_held(shares).round(1).tolist())
-            raise PlannerError(
+            raise EnvPipeError(
                 f"Schedule {problem.schedule} needs memory of {held} microbatches (x chunks) in "
                 "flight by stage, since a pending weight gradient takes more than one",
                 value=in_flight,
@@ -192,7 +187,7 @@ def that_take(field: str) -> str:
 def build_order(problem: Problem) -> Built:
     """Return the order of a problem, not planned with the clocks, and notes on what limited it.
 
-    PlannerError: a function of another package made an order of another job.
+    EnvPipeError: a function of another package made an order of another job.
     """
     built: Schedule | Built
     if problem.order is not None:
@@ -205,12 +200,12 @@ def build_order(problem: Problem) -> Built:
     job = (problem.num_stages, problem.num_microbatches, problem.num_chunks)
     made = (schedule.num_stages, schedule.num_microbatches, schedule.num_chunks)
     if made != job:
-        raise PlannerError(
+        raise EnvPipeError(
             f"Schedule {name} has {_counts(*made)}, and the job has {_counts(*job)}",
             remedy="Give an order of the job, or fix the function that builds it.",
         )
     if problem.profile.assumed is not None and not schedule.split:
-        raise PlannerError(
+        raise EnvPipeError(
             f"Schedule {name} splits no backward, and the cost of splitting is given",
             remedy="Leave --split-overhead out, or use --schedule auto.",
         )

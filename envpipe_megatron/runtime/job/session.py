@@ -218,7 +218,7 @@ class Session:
 
         Raises:
             MemoryFullError: on all ranks, messages have no memory; no unit has run.
-            SessionError: a plan for another order, or an earlier iteration failed.
+            EnvPipeError: a plan for another order, or an earlier iteration failed.
             ChannelError: a neighbour is gone or silent.
         """
         in_step = self._step_begun
