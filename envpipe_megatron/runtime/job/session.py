@@ -33,11 +33,7 @@ from envpipe_megatron.runtime.job.options import JobOptions
 from envpipe_megatron.runtime.job.parts import ControlFile, PhaseParts, SessionState, note
 from envpipe_megatron.runtime.job.restarts import JobFolder
 from envpipe_megatron.runtime.memory.peak import JobMemory
-from envpipe_megatron.runtime.memory.stage import (
-    CudaMemory,
-    check_memory_is_known,
-    device_memory,
-)
+from envpipe_megatron.runtime.memory.stage import check_memory_is_known, device_memory
 from envpipe_megatron.tuning.background import Background
 
 logger = logging.getLogger(__name__)
@@ -63,7 +59,6 @@ class Session:
         gpu: as `open_rank_gpu` opens it.
         make_executor: gets a function that waits for the clock controller.
         say: prints progress, on the planning rank only.
-        memory: reads this rank's device memory; by default of the CUDA device in use, if any.
 
     Raises:
         EnvPipeError: on every rank of the job: a memory limit is set but memory cannot be measured,
@@ -79,12 +74,11 @@ class Session:
         collectives: Collectives,
         *,
         say: Callable[[str], None] = lambda text: None,
-        memory: CudaMemory | None = None,
     ) -> None:
         self._collectives, stage, num_stages = collectives, collectives.stage, len(channel.ranks)
         say = say if collectives.is_planner else lambda text: None
         self.state = SessionState(wishes=options.power_budget)
-        device = memory or device_memory()
+        device = device_memory()
 
         def check_memory() -> None:
             reads_files = collectives.is_planner or options.profile is None
