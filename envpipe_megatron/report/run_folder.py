@@ -41,7 +41,7 @@ class RunFolder:
         energy: on the same axis; None without an energy log.
         plan: None without one, or without the profile that prices it.
         clocks: how each rank's clock was controlled, as `clocks.jsonl` has it.
-        summary: summary of a job or quickstart, as `summary.json` has it.
+        summary: of the job, as `summary.json` has it.
         job: as `job.json` has it, which outlives a killed job.
         missing: what is not there or cannot be read, and what the report misses for it.
     """
