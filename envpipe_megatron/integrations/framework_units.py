@@ -81,6 +81,7 @@ class UnitFollower:
         self.run = run
         self._warn = warn
         self._highest_clock = highest_clock
+        self._units = iter(run.units)
         #: Why no more units are reported; None as long as they come in order.
         self.against: str | None = None
         self._running = False
@@ -97,7 +98,7 @@ class UnitFollower:
         """Note that a unit begins."""
         if self.against is not None:
             return
-        unit = None if self._running else self.run.next_unit
+        unit = None if self._running else next(self._units, None)
         if unit is not None and seen.may_be(unit):
             self._running = True
             self.run.begin_unit()

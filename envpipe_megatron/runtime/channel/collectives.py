@@ -154,10 +154,9 @@ class HostGroup:
 def _packed(value: object) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Return a frame of a value, and what does not fit into it."""
     text = pickle.dumps(value)
-    whole = torch.frombuffer(bytearray(len(text).to_bytes(_LENGTH_BYTES) + text), dtype=torch.uint8)
-    frame = torch.zeros(FRAME_BYTES, dtype=torch.uint8)
-    frame[: len(whole)] = whole[:FRAME_BYTES]
-    return frame, whole[FRAME_BYTES:] if len(whole) > FRAME_BYTES else None
+    framed = (len(text).to_bytes(_LENGTH_BYTES) + text).ljust(FRAME_BYTES)
+    whole = torch.frombuffer(bytearray(framed), dtype=torch.uint8)
+    return whole[:FRAME_BYTES], whole[FRAME_BYTES:] if len(whole) > FRAME_BYTES else None
 
 
 def _rest_of(frame: torch.Tensor) -> torch.Tensor | None:

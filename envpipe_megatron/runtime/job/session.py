@@ -33,11 +33,7 @@ from envpipe_megatron.runtime.job.options import JobOptions
 from envpipe_megatron.runtime.job.parts import ControlFile, PhaseParts, SessionState, note
 from envpipe_megatron.runtime.job.restarts import JobFolder
 from envpipe_megatron.runtime.memory.peak import JobMemory
-from envpipe_megatron.runtime.memory.stage import (
-    CudaMemory,
-    check_memory_is_known,
-    device_memory,
-)
+from envpipe_megatron.runtime.memory.stage import CudaMemory, device_memory
 from envpipe_megatron.tuning.background import Background
 
 logger = logging.getLogger(__name__)
@@ -66,8 +62,7 @@ class Session:
         memory: reads this rank's device memory; by default of the CUDA device in use, if any.
 
     Raises:
-        EnvPipeError: on every rank of the job: a memory limit is set but memory cannot be measured,
-            or control is required and a GPU cannot be held.
+        EnvPipeError: on every rank of the job: control is required and a GPU cannot be held.
     """
 
     def __init__(
@@ -84,15 +79,6 @@ class Session:
         self._collectives, stage, num_stages = collectives, collectives.stage, len(channel.ranks)
         say = say if collectives.is_planner else lambda text: None
         self.state = SessionState(wishes=options.power_budget)
-        device = memory or device_memory()
-
-        def check_memory() -> None:
-            reads_files = collectives.is_planner or options.profile is None
-            if options.plan is None and reads_files:
-                check_memory_is_known(options.request(), options.profile, device)
-
-        # What can fail comes before the GPU is held: nobody could close a session that is not made.
-        collectives.everywhere(check_memory)
         folder = JobFolder(options.output, collectives)
         self._agent = None
         self._timeline: TimelineLog | None = None
@@ -185,7 +171,7 @@ class Session:
             meter=meter,
             energy=self.energy,
             collectives=collectives,
-            memory=JobMemory(device, stage, collectives, say),
+            memory=JobMemory(memory or device_memory(), stage, collectives, say),
             say=say,
             control=control,
             background=lambda: self._closing.enter_context(contextlib.closing(Background())),

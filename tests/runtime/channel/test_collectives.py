@@ -199,7 +199,7 @@ def test_an_error_of_one_rank_ends_what_every_rank_makes():
         on_every_rank(elsewhere, lambda: 5)
 
 
-@pytest.mark.parametrize(("text", "reason"), [("\n gone\nfor ever", "gone"), ("", "")])
+@pytest.mark.parametrize(("text", "reason"), [("\n gone\nfor ever", "gone"), ("", "RuntimeError")])
 @pytest.mark.parametrize("exchange", ["in_pipeline", "from_planner", "on_all"])
 def test_a_rank_that_is_gone_is_told_by_its_stage(exchange, text, reason):
     gone = Mock(side_effect=RuntimeError(text))
