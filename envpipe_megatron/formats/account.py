@@ -81,7 +81,7 @@ def account_lines(
         where: follows the number of GPUs.
     """
     steady = bill.steady()
-    num_gpus = len({window.rank for window in steady})
+    num_gpus = len({window.member for window in steady})
     for batch, each in compared.items():
         of_batch, tokens = (f", batches of {batch}", 0.0) if batch else ("", bill.tokens)
         line = f"against the job's own baseline{of_batch}: {_step(each, num_gpus, tokens)}"

@@ -58,7 +58,7 @@ class Bill:
     """
 
     def __init__(self, lines: Iterable[EnergyWindow | EnergyNote] = ()) -> None:
-        self.phases: dict[tuple[tuple[str, str], str, str, int], EnergySums] = {}
+        self.phases: dict[tuple[tuple[str, str], str, str, int | None], EnergySums] = {}
         self.nodes: dict[str, NodeBill] = {}
         self.facts: dict[str, Any] = {}
         self.iterations: dict[str, list[tuple[int, int]]] = {}
@@ -97,7 +97,7 @@ class Bill:
         if key not in self.phases:
             self.phases[key] = EnergySums()
         self.phases[key].add(line)
-        if line.steps:
+        if line.steps and line.first_iteration is not None and line.last_iteration is not None:
             known = self.iterations.get(name, [])
             self.iterations[name] = _with_range(known, line.first_iteration, line.last_iteration)
 
@@ -190,7 +190,8 @@ class Bill:
         reasons = []
         starts: dict[str, dict[int, EnergyWindow]] = {}
         for window in self.windows():
-            starts.setdefault(window.run, {})[window.rank] = window
+            if window.rank is not None:
+                starts.setdefault(window.run, {})[window.rank] = window
         for run, ranks in sorted(starts.items()):
             count = max(window.num_ranks or 0 for window in ranks.values()) or max(ranks) + 1
             if len(ranks) < count:
@@ -233,12 +234,13 @@ class Bill:
         scatters = any(own.step_s.uncertainty is not None for own in sums)
         errors_s = sorted(steps * error_s for steps, error_s in starts.values())
         total = total_of(sums)
+        error_j = total.energy_uncertainty_j
         return StepEnergy(
             count,
             total.duration_s / total.steps,
             math.hypot(*errors_s) / count if scatters else None,
             total.energy_j / total.steps,
-            total.energy_uncertainty_j / total.steps,
+            None if error_j is None else error_j / total.steps,
         )
 
     def compared(self, batch: str = "") -> tuple[StepEnergy, StepEnergy] | None:
@@ -301,6 +303,7 @@ def _with_range(ranges: list[tuple[int, int]], first: int, last: int) -> list[tu
 
 def _place(window: EnergyWindow) -> tuple[Any, ...]:
     """Return a key to sort phases of GPUs by."""
+    numbers = (-1 if number is None else number for number in (window.rank, window.stage))
     name, batch = split_phase(window.phase)
     phase = PHASES.index(name) if name in PHASES else len(PHASES)
-    return window.run, window.rank, window.stage, *window.gpu_key, phase, name, batch
+    return window.run, *numbers, *window.gpu_key, phase, name, batch

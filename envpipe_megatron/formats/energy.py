@@ -39,7 +39,7 @@ import json
 import os
 import re
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -124,33 +124,33 @@ _LARGE_BYTES, _SHARE_OF_LARGE = 16_000_000, 0.05
 
 @dataclass(frozen=True, slots=True)
 class EnergyWindow:
-    """One line of an energy log.
+    """One line of an energy log; None or an empty text if the line does not say.
 
     Args:
         gpu_uid: names the GPU; `gpu` is the product's name.
-        rank: of the job, whose GPU may be another one after a restart.
+        rank: of the job.
         run: the run of the job, empty if the job has only one.
         shares_s: seconds of `SHARES`.
         begin_s: on the time base of the GPU.
-        num_ranks: of its start of the job; None if the line does not say.
-        baseline: the step that its steps are compared with, if they are.
+        num_ranks: of its start of the job.
+        baseline: the step that its steps are compared with.
         clock_backend: what changed the GPU's clock; see `KEEP_CLOCKS`.
     """
 
     node: str
     gpu_uid: str
     gpu: str
-    rank: int
-    stage: int
+    rank: int | None
+    stage: int | None
     run: str
     phase: str
-    first_iteration: int
-    last_iteration: int
+    first_iteration: int | None
+    last_iteration: int | None
     energy_j: float
     duration_s: float
-    energy_uncertainty_j: float
-    shares_s: tuple[float, ...]
-    begin_s: float
+    energy_uncertainty_j: float | None
+    shares_s: tuple[float, ...] | None
+    begin_s: float | None = None
     num_ranks: int | None = None
     baseline: StepEnergy | None = None
     clock_backend: str = ""
@@ -161,6 +161,11 @@ class EnergyWindow:
         return self.node, self.gpu_uid or f"rank {self.rank}"
 
     @property
+    def member(self) -> Hashable:
+        """A key for a member of the job: its rank, whose GPU may be another one after a restart."""
+        return self.gpu_key if self.rank is None else self.rank
+
+    @property
     def started(self) -> str:
         """When its start of the job began (ISO 8601, UTC), to the minute; empty if not known."""
         found = _START.search(self.run)
@@ -168,16 +173,17 @@ class EnergyWindow:
 
     @property
     def steps(self) -> int:
-        """Number of its steps; 0 if it has none."""
-        if self.phase in OUTSIDE_STEPS:
+        """Number of its steps; 0 if it has none, or does not say."""
+        first, last = self.first_iteration, self.last_iteration
+        if self.phase in OUTSIDE_STEPS or first is None or last is None:
             return 0
-        return max(0, self.last_iteration - self.first_iteration + 1)
+        return max(0, last - first + 1)
 
     def line(self) -> dict[str, Any]:
         """Return it as the JSON object of a line, without what it does not say."""
         said: dict[str, Any] = {"format": ENERGY_FORMAT}
         said |= {name: getattr(self, name) for name in _READERS}
-        said |= zip(SHARES, self.shares_s, strict=True)
+        said |= zip(SHARES, self.shares_s or (None,) * len(SHARES), strict=True)
         if self.baseline is not None:
             said["baseline"] = vars(self.baseline)
         return {name: value for name, value in said.items() if value not in (None, "")}
@@ -318,16 +324,12 @@ def parse_window(data: Any) -> EnergyWindow:
     """Return a window from its JSON; raises one of the errors that `parse_line` catches."""
     if not isinstance(data, dict) or data.get("format", ENERGY_FORMAT) != ENERGY_FORMAT:
         raise ValueError
+    shares_s = [data.get(name) for name in SHARES]
     return EnergyWindow(
         **{name: read(data.get(name)) for name, read in _READERS.items()},
-        shares_s=tuple(AMOUNT(data.get(name)) for name in SHARES),
+        shares_s=None if None in shares_s else tuple(map(AMOUNT, shares_s)),
         baseline=read_step(data.get("baseline")),
     )
-
-
-def empty_window(labels: Mapping[str, Any]) -> EnergyWindow:
-    """Return a window of nothing with a GPU's names, of its JSON; errors as of `parse_window`."""
-    return parse_window({**_NOTHING, **labels})
 
 
 def read_step(said: Any) -> StepEnergy | None:
@@ -353,19 +355,18 @@ def read_text(value: Any) -> str:
     return sys.intern(text)  # lines of a log have the same few
 
 
+def _optional(read: Number) -> Reader[Any]:
+    return lambda value: None if value is None else read(value)
+
+
 #: What a line says under the name that a window has for it.
 _READERS: Mapping[str, Reader[Any]] = {
     **dict.fromkeys(("node", "gpu", "gpu_uid", "clock_backend", "run"), read_text),
-    "rank": INDEX,
-    "num_ranks": lambda value: None if value is None else INDEX(value),
-    "stage": STAGE,
+    **dict.fromkeys(("rank", "num_ranks"), _optional(INDEX)),
+    "stage": _optional(STAGE),
     "phase": read_text,
-    **dict.fromkeys(("first_iteration", "last_iteration"), INDEX),
-    **dict.fromkeys(("begin_s", "duration_s", "energy_j", "energy_uncertainty_j"), AMOUNT),
+    **dict.fromkeys(("first_iteration", "last_iteration"), _optional(INDEX)),
+    "begin_s": _optional(AMOUNT),
+    **dict.fromkeys(("duration_s", "energy_j"), AMOUNT),
+    "energy_uncertainty_j": _optional(AMOUNT),
 }
-#: Of a window of nothing.
-_NOTHING = dict.fromkeys(
-    ("first_iteration", "last_iteration", "begin_s", "duration_s", "energy_j",
-     "energy_uncertainty_j", *SHARES),
-    0,
-)  # fmt: skip

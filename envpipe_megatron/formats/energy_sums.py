@@ -22,11 +22,12 @@ WAITING_SHARE, LONGEST_WAIT_S = 0.01, 600.0
 #: Sums are rounded to nanoseconds and nanojoules: digits beyond are noise, and half of a line.
 _DIGITS = 9
 _NO_TIME_S = (0.0, 0.0, 0.0)
+_UNKNOWN_S = (math.nan, math.nan, math.nan)
 
 
 @dataclass
 class EnergySums:
-    """Sums over windows.
+    """Sums over windows; one that a single window makes unknown is nan.
 
     Args:
         windows: how many were added.
@@ -63,9 +64,9 @@ class EnergySums:
             self.gpus |= {window.gpu_key}
         self.energy_j += window.energy_j
         uncertainty_j = window.energy_uncertainty_j
-        self.variance_j2 += uncertainty_j**2
+        self.variance_j2 += math.nan if uncertainty_j is None else uncertainty_j**2
         self.duration_s += window.duration_s
-        mine, new = self.shares_s, window.shares_s
+        mine, new = self.shares_s, window.shares_s or _UNKNOWN_S
         self.shares_s = mine[0] + new[0], mine[1] + new[1], mine[2] + new[2]
         if not (count := window.steps):
             return
@@ -83,6 +84,7 @@ class EnergySums:
     def window(self, begin_s: float, first_iteration: int | None) -> EnergyWindow:
         """Return all of one GPU and phase as one window, from that instant and iteration on."""
         assert self.last is not None
+        error_j, shares_s = self.energy_uncertainty_j, self.known_shares_s
         place: dict[str, Any] = {}
         if self.steps:
             first = first_iteration or 0
@@ -90,18 +92,23 @@ class EnergySums:
         return replace(
             self.last,
             energy_j=round(self.energy_j, _DIGITS),
-            energy_uncertainty_j=round(self.energy_uncertainty_j, _DIGITS),
+            energy_uncertainty_j=None if error_j is None else round(error_j, _DIGITS),
             begin_s=begin_s,
             duration_s=round(self.duration_s, _DIGITS),
-            shares_s=tuple(round(share_s, _DIGITS) for share_s in self.shares_s),
+            shares_s=shares_s and tuple(round(share_s, _DIGITS) for share_s in shares_s),
             baseline=self.baseline,
             **place,
         )
 
     @property
-    def energy_uncertainty_j(self) -> float:
-        """Standard uncertainty of the energy."""
-        return math.sqrt(self.variance_j2)
+    def energy_uncertainty_j(self) -> float | None:
+        """Standard uncertainty of the energy; None if one window's is not known."""
+        return None if math.isnan(self.variance_j2) else math.sqrt(self.variance_j2)
+
+    @property
+    def known_shares_s(self) -> tuple[float, ...] | None:
+        """GPU-seconds of `SHARES`; None if one window's are not known, or there is no window."""
+        return None if not self.windows or math.isnan(self.shares_s[0]) else self.shares_s
 
     @property
     def average_power_w(self) -> float:
@@ -155,14 +162,14 @@ class LineSums:
 
     def add(self, window: EnergyWindow) -> None:
         """Take the next window; OSError: it is kept, but what is due could not be written."""
-        begin_s = window.begin_s
+        begin_s = window.begin_s or 0.0
         if window.steps and window.first_iteration != self._next_iteration:
             self._end_span()
         if not self._sums:
             self._begin_s, self._first = begin_s, None
         self._first_s = min(self._first_s, begin_s)
         self._sums.setdefault(_labels(window), EnergySums()).add(window)
-        if window.steps:
+        if window.steps and window.last_iteration is not None:
             self._first = window.first_iteration if self._first is None else self._first
             self._next_iteration = window.last_iteration + 1
         end_s = begin_s + window.duration_s
@@ -194,7 +201,7 @@ def _labels(window: EnergyWindow) -> Hashable:
     return (
         window.node, window.gpu_uid, window.gpu, window.rank, window.stage, window.run,
         window.phase, window.num_ranks, window.clock_backend, window.steps > 0,
-        window.baseline is None,
+        window.baseline is None, window.energy_uncertainty_j is None, window.shares_s is None,
     )  # fmt: skip
 
 
@@ -224,7 +231,7 @@ class LogSums:
 
     def add(self, entry: EnergyWindow | EnergyNote) -> None:
         """Take the next window or note."""
-        if isinstance(entry, EnergyWindow):
+        if isinstance(entry, EnergyWindow) and entry.begin_s is not None:
             whose = entry.node, entry.gpu_uid, entry.rank, entry.run
             if whose not in self._gpus:
                 self._gpus[whose] = LineSums(self._write, self._share, math.inf)

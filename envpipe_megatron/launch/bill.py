@@ -102,7 +102,7 @@ def _total_facts(total: EnergySums) -> dict[str, Any]:
         "average_power_w": total.average_power_w,
         "num_gpus": len(total.gpus),
         "windows": total.windows,
-        **dict(zip(SHARES, total.shares_s, strict=True)),
+        **dict(zip(SHARES, total.known_shares_s or (None,) * len(SHARES), strict=True)),
     }
 
 
@@ -159,12 +159,12 @@ def _show_totals(
         (
             *(_short("" if value is None else str(value)) for value in values),
             f"{total.energy_j:.1f}",
-            f"{total.energy_uncertainty_j:.1f}",
+            "" if total.energy_uncertainty_j is None else f"{total.energy_uncertainty_j:.1f}",
             f"{total.duration_s:.1f}",
             f"{total.average_power_w:.1f}",
             "/".join(
                 f"{100 * share_s / total.duration_s:.0f}"
-                for share_s in total.shares_s
+                for share_s in total.known_shares_s or ()
                 if total.duration_s
             ),
         )

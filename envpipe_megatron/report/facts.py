@@ -206,7 +206,7 @@ class StepFacts:
 
 def num_gpus(sums: Iterable[EnergySums]) -> int:
     """Return how many members of the job sums are of: a rank may have had several GPUs."""
-    return len({own.last.rank for own in sums if own.last})
+    return len({own.last.member for own in sums if own.last})
 
 
 @dataclass(frozen=True)

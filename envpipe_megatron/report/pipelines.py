@@ -38,7 +38,7 @@ def on_one_axis(
     seen: list[tuple[GpuLabels | EnergyWindow, float, float]] = [
         *((read.labels, read.begin_s, read.iteration_time_s) for read in timelines.iterations),
         *((read.labels, min(read.time_s), 0.0) for read in timelines.clocks),
-        *((own, own.begin_s, own.duration_s) for own in windows),
+        *((own, own.begin_s, own.duration_s) for own in windows if own.begin_s is not None),
     ]
     spans_s: dict[str, tuple[float, float]] = {}
     for whose, begin_s, length_s in seen:
@@ -61,7 +61,9 @@ def on_one_axis(
         for read in timelines.clocks
     )
     moved = (
-        line if isinstance(line, EnergyNote) else replace(line, begin_s=on_axis(line, line.begin_s))
+        line
+        if isinstance(line, EnergyNote) or line.begin_s is None
+        else replace(line, begin_s=on_axis(line, line.begin_s))
         for line in lines
     )
     return replace(timelines, iterations=tuple(iterations), clocks=tuple(clocks)), tuple(moved)

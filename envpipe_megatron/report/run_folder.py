@@ -95,7 +95,7 @@ class RunFolder:
     def num_stages(self) -> int:
         """Number of stages of the pipeline: the most in any file; 0 if none says."""
         seen = [read.labels.stage for read in self.timelines.iterations]
-        seen += [window.stage for window in self.windows]
+        seen += [window.stage for window in self.windows if window.stage is not None]
         return max(
             1 + max(seen, default=-1),
             self.profile.num_stages if self.profile else 0,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from itertools import groupby
 
 import numpy as np
@@ -50,9 +50,9 @@ def step_charts(metered: Iterable[EnergyWindow]) -> list[Chart]:
         for name in ("first_iteration", "last_iteration")
     )
     steps = last - first + 1
-    members: dict[str, set[int]] = {}
+    members: dict[str, set[Hashable]] = {}
     for window in windows:
-        members.setdefault(window.run, set()).add(window.rank)  # a start may have had others
+        members.setdefault(window.run, set()).add(window.member)  # a start may have had others
     of_all_j = np.array([len(members[window.run]) * window.energy_j for window in windows])
     durations_s = np.array([window.duration_s for window in windows])
     # A step that was repeated after a restart is covered more than once by each GPU.
@@ -105,9 +105,9 @@ def _covered(begin: FloatArray, end: FloatArray, *values: FloatArray) -> list[Fl
 def _phase_spans(windows: Sequence[EnergyWindow]) -> list[tuple[str, float, float]]:
     """Return the phases in one rank's order, and where each begins and ends among iterations."""
     own = sorted(
-        (w.first_iteration, w.last_iteration, split_phase(w.phase)[0])
+        (w.first_iteration or 0, w.last_iteration or 0, split_phase(w.phase)[0])
         for w in windows
-        if w.rank == windows[0].rank
+        if w.member == windows[0].member
     )
     spans = []
     for phase, group in groupby(own, key=lambda window: window[2]):
@@ -123,11 +123,11 @@ def power_chart(windows: Iterable[EnergyWindow]) -> Chart | None:
     """
     by_gpu: dict[tuple[str, str], list[EnergyWindow]] = {}
     for window in windows:
-        if window.duration_s > 0:
+        if window.begin_s is not None and window.duration_s > 0:
             by_gpu.setdefault(window.gpu_key, []).append(window)
     if not by_gpu:
         return None
-    gpus = sorted(by_gpu.values(), key=lambda own: own[0].rank)
+    gpus = sorted(by_gpu.values(), key=lambda own: (own[0].rank is None, own[0].rank or 0))
     spans: list[FloatArray] = [
         np.array([(each.begin_s, each.duration_s, each.energy_j) for each in own]).T for own in gpus
     ]
@@ -135,7 +135,10 @@ def power_chart(windows: Iterable[EnergyWindow]) -> Chart | None:
     end_s = max(float((begin + length).max()) for begin, length, _ in spans)
     edges_s = np.linspace(begin_s, end_s, _TIME_BINS + 1)
     power_w = np.array([_binned_power_w(span, edges_s) for span in spans])
-    names = [f"rank {own[0].rank} · stage {own[0].stage}" for own in gpus]
+    names = [
+        f"rank {own[0].rank} · stage {own[0].stage}" if own[0].rank is not None else own[0].gpu_uid
+        for own in gpus
+    ]
     nodes = np.array([own[0].node for own in gpus])
     by_node = {
         node: np.nansum(power_w[nodes == node], axis=0) for node in dict.fromkeys(nodes.tolist())

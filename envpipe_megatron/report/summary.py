@@ -10,7 +10,7 @@ from envpipe_megatron import __version__
 from envpipe_megatron.core.profile_rows import MEASURED_SPLIT
 from envpipe_megatron.errors import plain
 from envpipe_megatron.formats.bill import Bill
-from envpipe_megatron.formats.energy import Phase
+from envpipe_megatron.formats.energy import SHARES, Phase
 from envpipe_megatron.formats.energy_sums import EnergySums, total_of
 from envpipe_megatron.report.facts import Bubbles, ReportFacts, StepFacts, num_gpus
 from envpipe_megatron.report.run_folder import RunFolder
@@ -169,13 +169,14 @@ def _stages(bill: Bill | None) -> Section:
     for name, phase in (("baseline", Phase.WARMUP), ("steady", Phase.STEADY)):
         stages = defaultdict[int, list[EnergySums]](list)
         for own in bill.of_phase(phase) if bill else ():
-            if own.last and own.steps:
+            if own.last and own.last.stage is not None and own.steps:
                 stages[own.last.stage].append(own)
         for stage, sums in sorted(stages.items()):
             total = total_of(sums)
-            shares_s = (f"{share_s / total.steps:.4f}" for share_s in total.shares_s)
+            shares_s = [f"{share_s / total.steps:.4f}" for share_s in total.known_shares_s or ()]
             energy_j = f"{total.energy_j / total.steps:.1f}"
-            rows.append((name, str(stage), str(num_gpus(sums)), energy_j, *shares_s))
+            blank = [""] * len(SHARES)
+            rows.append((name, str(stage), str(num_gpus(sums)), energy_j, *(shares_s or blank)))
     return Section("Stages: an iteration on one GPU", header, tuple(rows))
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import math
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
@@ -37,7 +38,7 @@ _JOB, _UNITS, _PHASES, _ITERATIONS = 0, 1, 1, 2
 _FASTEST_COMPRESSION = 1
 
 #: The process of each GPU, by node, name and rank: iterations of ranks that share one overlap.
-_Processes = Mapping[tuple[str, str, int], int]
+_Processes = Mapping[tuple[str, str, int | None], int]
 
 
 def write_trace(
@@ -89,14 +90,14 @@ def _gpus(
     timelines: TimelineLogs, windows: Iterable[EnergyWindow]
 ) -> list[GpuLabels | EnergyWindow]:
     """Return the labels of each GPU, by rank; those that are only metered come last."""
-    gpus: dict[tuple[str, str, int], GpuLabels | EnergyWindow] = {}
+    gpus: dict[tuple[str, str, int | None], GpuLabels | EnergyWindow] = {}
     lines: list[GpuLabels | EnergyWindow] = [read.labels for read in timelines.iterations]
     for line in (*lines, *(samples.labels for samples in timelines.clocks), *windows):
         gpus.setdefault(_place(line), line)
-    return sorted(gpus.values(), key=lambda gpu: gpu.rank)
+    return sorted(gpus.values(), key=lambda gpu: math.inf if gpu.rank is None else gpu.rank)
 
 
-def _place(whose: GpuLabels | EnergyWindow) -> tuple[str, str, int]:
+def _place(whose: GpuLabels | EnergyWindow) -> tuple[str, str, int | None]:
     return whose.node, whose.gpu_uid, whose.rank
 
 
@@ -118,7 +119,7 @@ def _counter(pid: int, name: str, at_us: int, **value: float) -> str:
 
 def _names(gpus: Iterable[GpuLabels | EnergyWindow]) -> Iterator[str]:
     for pid, gpu in enumerate(gpus, start=1):
-        place = f"stage {gpu.stage} · rank {gpu.rank}"
+        place = gpu.gpu_uid if gpu.rank is None else f"stage {gpu.stage} · rank {gpu.rank}"
         yield _named(pid, 0, "process_name", f"{gpu.node} · {place} · {gpu.gpu}")
         yield _event("M", pid, "process_sort_index", tid=0, args={"sort_index": pid})
         yield _named(pid, _UNITS, "thread_name", "units")
@@ -195,7 +196,7 @@ def _meter_events(
         for time_s, mhz in zip(samples.time_s, samples.observed_mhz, strict=True):
             yield _counter(pid, "SM clock observed", _us(time_s), MHz=mhz)
     for window in windows:
-        if window.duration_s > 0:
+        if window.begin_s is not None and window.duration_s > 0:
             power_w = window.energy_j / window.duration_s
             at_us = _us(window.begin_s)
             yield _counter(pids[_place(window)], "power", at_us, W=power_w)

@@ -5,7 +5,7 @@ import math
 import multiprocessing as mp
 import os
 import signal
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -29,11 +29,7 @@ WINDOW = {
     "last_iteration": 42, "begin_s": 812.5, "duration_s": 3.1, "energy_j": 870.2,
     "energy_uncertainty_j": 1.9, "compute_s": 2.4, "blocking_s": 0.5, "idle_s": 0.2,
 }  # fmt: skip
-LEAST = {
-    name: value
-    for name, value in WINDOW.items()
-    if name not in ("format", "node", "gpu", "gpu_uid", "run")
-}
+LEAST = {"energy_j": 0, "duration_s": 1}
 
 
 def parsed(data):
@@ -51,9 +47,12 @@ def test_a_whole_line():
 
 
 def test_the_least_that_a_line_can_say():
-    nothing = dict.fromkeys(("node", "gpu", "gpu_uid", "run"), "")
-    assert parsed(LEAST) == replace(parsed(WINDOW), **nothing)
-    assert parsed(LEAST | {"rank": 3}).gpu_key == ("", "rank 3")
+    assert parsed(LEAST) == EnergyWindow(
+        "", "", "", None, None, "", "", None, None, 0.0, 1.0, None, None, None
+    )
+    assert parsed(LEAST | {"rank": 3, "begin_s": 0}).gpu_key == ("", "rank 3")
+    assert parsed(LEAST | {"begin_s": 0}).begin_s == 0.0
+    assert parsed(WINDOW | {"idle_s": None}).shares_s is None  # all three are known, or none
 
 
 def test_a_note_keeps_all_its_fields():
@@ -83,11 +82,7 @@ def test_a_note_keeps_all_its_fields():
             for bad in (7, "\ud800")
         ],
         WINDOW | {"stage": 10_000},
-        *[
-            {name: value for name, value in LEAST.items() if name != field}
-            for field in LEAST
-            if field != "phase"
-        ],
+        *[{field: value} for field, value in LEAST.items()],
         *[
             {"format": "envpipe-note/1", field: bad}
             for field in ("node", "note")
@@ -244,11 +239,11 @@ def test_a_line_that_lacks_its_end_alone_is_written(tmp_path, monkeypatch):
     write = os.write
     with monkeypatch.context() as full:
         full.setattr(os, "write", lambda descriptor, data: write(descriptor, data[:-1]))
-        append_line(path, LEAST | {"energy_j": 100.0})
+        append_line(path, {"energy_j": 100.0, "duration_s": 1.0})
         full.setattr(os, "write", lambda descriptor, data: write(descriptor, data[:-2]))
         with pytest.raises(OSError, match="No space"):
-            append_line(path, LEAST | {"energy_j": 150.0})
-    append_line(path, LEAST | {"energy_j": 150.0})
+            append_line(path, {"energy_j": 150.0, "duration_s": 1.5})
+    append_line(path, {"energy_j": 150.0, "duration_s": 1.5})
     logs = read_energy_logs([path])
     assert [window.energy_j for window in logs.windows] == [100.0, 150.0]
     assert logs.unreadable == (f"{path}:2",)

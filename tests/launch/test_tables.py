@@ -39,8 +39,8 @@ MIXED = (
     window(0, 0, 100.0, rank=1),
     window(0, 1, 120.0, rank=1, energy_uncertainty_j=1.2),
     window(
-        0, 1, 60.0, rank=1, phase="between", duration_s=4.0, compute_s=0.0, blocking_s=0.0,
-        idle_s=4.0,
+        0, None, 60.0, rank=1, phase="between", duration_s=4.0, compute_s=0.0, blocking_s=0.0,
+        idle_s=4.0, stage=None,
     ),
     job(num_gpus=3, tokens_per_iteration=50, notes=["no plan: why"]),
 )  # fmt: skip
@@ -70,7 +70,8 @@ def test_json_of_a_bill():
         ],
         "stages": [
             {"stage": 1, **other},
-            {"stage": 0, **first},
+            {"stage": None, **between},
+            {"stage": 0, **steady},
         ],
         "gpus": [
             {
@@ -95,8 +96,8 @@ def test_json_of_a_bill():
 def test_tables_and_sentences_of_a_bill():
     shown = io.StringIO()
     tariff = Tariff(3.6e6, 7.2e6)
-    named = window(2, 0, 7.25, node="0123456789abcdef", gpu_uid="0123456789abcdefg")
-    made = bill(*MIXED, named)
+    unshared = window(2, 0, 7.25, energy_uncertainty_j=None, idle_s=None, node="0123456789abcdef")
+    made = bill(*MIXED, {**unshared, "gpu_uid": "0123456789abcdefg"})
     show_bill(made, tariff, Console(file=shown, width=200))
     assert "│ between │       60.0 │" in shown.getvalue()
     lines = [line.strip() for line in shown.getvalue().splitlines()]
@@ -104,17 +105,19 @@ def test_tables_and_sentences_of_a_bill():
         "By phase", "By node and GPU", "By stage", "By node", "The job"
     ]  # fmt: skip
     figures = ["energy (J)", "+- (J)", "GPU time (s)", "power (W)", "units/receives/ rest (%)"]
+    checkpoint = ["60.0", "0.5", "4.0", "15.0", "0/0/100"]
     first = ["280.0", "1.4", "8.0", "35.0", "25/12/62"]
     other = ["40.0", "0.5", "2.0", "20.0", "50/25/25"]
-    long = ["7.2", "0.5", "2.0", "3.6", "50/25/25"]
+    odd = ["7.2", "", "2.0", "3.6", ""]
     rows = [re.split(" *[│┃] *", line)[1:-1] for line in lines if line[:1] in ("│", "┃")]
     assert rows[3:7] == [
         ["node", "GPU", *figures],
         ["n1", "GPU-1", *other],
         ["n0", "GPU-0", *first],
-        ["0123456789abcdef", "01234567...cdefg", *long],
+        ["0123456789abcdef", "01234567...cdefg", *odd],
     ]
-    assert rows[-1] == ["all", "327.2", "1.6", "12.0", "27.3", "33/17/50"]
+    assert rows[-1] == ["all", "327.2", "", "12.0", "27.3", ""]
+    assert ["", *checkpoint] in rows, "of no stage"
     show_bill(made, tariff, Console(file=io.TextIOWrapper(io.BytesIO(), "ascii", "strict")))
     assert lines[-4:] == bill_lines(made, tariff)
     assert lines[-4:] == [

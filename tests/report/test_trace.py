@@ -112,9 +112,9 @@ def test_clocks_of_a_dry_run_are_not_called_requested(tmp_path, made):
 
 
 def test_a_gpu_that_was_only_metered_has_its_power(tmp_path, made):
-    agent = replace(run_made.windows(made[:1])[0], gpu_uid="GPU-spare", rank=99)
+    agent = replace(run_made.windows(made[:1])[0], gpu_uid="GPU-spare", rank=None, stage=None)
     _, events = traced(tmp_path / "t.json.gz", TimelineLogs(tuple(made)), [agent])
-    pid = next(pid for pid, name in names(events).items() if "rank 99" in name)
+    pid = next(pid for pid, name in names(events).items() if "GPU-spare" in name)
     assert [e["name"] for e in events if e["pid"] == pid and e["ph"] == "C"] == ["power"]
 
 

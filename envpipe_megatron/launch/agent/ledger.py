@@ -30,7 +30,6 @@ from envpipe_megatron.formats.energy import (
     OUTSIDE_STEPS,
     EnergyWindow,
     append_line,
-    empty_window,
     parse_window,
 )
 from envpipe_megatron.formats.energy_sums import EnergySums, LineSums
@@ -190,7 +189,7 @@ class GpuLedger:
         self._failing = False
         #: Of the windows so far; None before the first.
         self._longest_step_s: float | None = None
-        self._last_iteration = 0
+        self._last_iteration: int | None = 0
         self.last: EnergyWindow | None = None
         self.trained = EnergySums()
         self.throttled_s: defaultdict[str, float] = defaultdict(float)
@@ -202,7 +201,7 @@ class GpuLedger:
 
     def know(self, labels: Mapping[str, Any]) -> None:
         """Bill a rank from here on; an error of `parse_window` if one of its labels is none."""
-        self.of_gpu = empty_window(labels)
+        self.of_gpu = parse_window({**labels, "energy_j": 0, "duration_s": 0})
 
     @property
     def energy_j(self) -> float:
@@ -249,7 +248,8 @@ class GpuLedger:
         nothing; OSError: it is billed, and will be written with the next line.
         """
         window = parse_window(line)
-        begin_s, end_s = window.begin_s, window.begin_s + window.duration_s
+        begin_s = AMOUNT(window.begin_s)
+        end_s = begin_s + window.duration_s
         begin, end = (
             CounterAt(time_s, *map(AMOUNT, line[name]))
             for name, time_s in (("begin_counter", begin_s), ("end_counter", end_s))
@@ -262,10 +262,12 @@ class GpuLedger:
         until = self._billed[0] or begin
         if end_s <= until.time_s:
             return  # billed already, as part of a long gap
-        share = min(1.0, (end_s - until.time_s) / window.duration_s)
-        compute_s, blocking_s, _ = (share * part_s for part_s in window.shares_s)
-        idle_s = max(0.0, end_s - until.time_s - compute_s - blocking_s)
-        self._bill(replace(window, shares_s=(compute_s, blocking_s, idle_s)), end)
+        if window.shares_s:
+            share = min(1.0, (end_s - until.time_s) / window.duration_s)
+            compute_s, blocking_s, _ = (share * part_s for part_s in window.shares_s)
+            idle_s = max(0.0, end_s - until.time_s - compute_s - blocking_s)
+            window = replace(window, shares_s=(compute_s, blocking_s, idle_s))
+        self._bill(window, end)
         self._last_iteration = window.last_iteration
 
     def is_behind(self) -> bool:
@@ -323,6 +325,6 @@ class GpuLedger:
             energy_uncertainty_j=energy.uncertainty_j,
         )
         self._billed = end, billed_j + energy.energy_j
-        if window.phase not in OUTSIDE_STEPS:
+        if window.phase not in OUTSIDE_STEPS and window.shares_s:
             self.trained.add(self.last)
         self._sums.add(self.last)

@@ -146,7 +146,7 @@ class _NodeMetrics(Collector):
         found.add("gpu_energy_joules_total", ledger.energy_j, *gpu)
         for reason, time_s in ledger.throttled_s.copy().items():
             found.add("gpu_throttle_seconds_total", time_s, *gpu, reason)
-        for spent, time_s in zip(_SPENT, ledger.trained.shares_s, strict=True):
+        for spent, time_s in zip(_SPENT, ledger.trained.known_shares_s or (), strict=False):
             found.add("gpu_training_seconds_total", time_s, *gpu, spent)
         if (last := ledger.last) is not None:
             found.add("gpu_phase_info", 1, *gpu, last.phase)

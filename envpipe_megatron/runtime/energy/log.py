@@ -15,7 +15,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
-from envpipe_megatron.formats.energy import EnergyWindow, empty_window
+from envpipe_megatron.formats.energy import EnergyWindow, parse_window
 from envpipe_megatron.formats.energy_sums import EnergySums, LineSums
 from envpipe_megatron.formats.steps import RunningMean, StepEnergy
 from envpipe_megatron.runtime.energy.meter import CounterAt, EnergyMeter, MeterError, WindowEnergy
@@ -93,7 +93,7 @@ class EnergyLog:
         with_counter: bool = False,
     ) -> None:
         self._meter = meter
-        self._of_gpu = empty_window(labels)
+        self._of_gpu = parse_window({**labels, "energy_j": 0, "duration_s": 0})
         self._with_counter = with_counter
         self._append = append
         self._sums = LineSums(lambda window: append(window.line()))

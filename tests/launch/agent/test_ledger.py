@@ -305,6 +305,13 @@ def test_a_window_that_is_none_changes_nothing(bills, fields):
     bills.check()
 
 
+@pytest.mark.parametrize("unknown", [["compute_s"], ["blocking_s"], ["compute_s", "blocking_s"]])
+def test_a_window_may_tell_no_shares(bills, unknown):
+    bills.take(5.0, 6.0, **dict.fromkeys([*unknown, "idle_s"]))
+    (line,) = bills.lines
+    assert not {"compute_s", "blocking_s", "idle_s"} & line.keys()
+
+
 def test_a_gpu_that_trains_for_a_day_has_some_thousand_lines_and_all_joules(bills):
     """And what is shown of it is of its last window."""
     for iteration in range(8640):

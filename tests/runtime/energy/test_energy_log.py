@@ -29,7 +29,7 @@ class Logged:
         self.gpu = FakeGpu()
         self.meter = EnergyMeter(self.gpu, poll_s=3600)  # samples when a test asks: `at`
         self.path = path
-        self.log = EnergyLog(self.meter, partial(append_line, path), {"rank": 3, "stage": 1})
+        self.log = EnergyLog(self.meter, partial(append_line, path), {"rank": 3})
 
     def at(self, *times_s: float) -> None:
         """Let time come to these instants, and the meter look there."""
@@ -118,7 +118,6 @@ def test_what_a_line_says(logged):
     assert lines[0] == {
         "format": "envpipe-energy/1",
         "rank": 3,
-        "stage": 1,
         "phase": "steady",
         "first_iteration": 0,
         "last_iteration": 1,
@@ -157,7 +156,7 @@ def test_a_window_that_waits_for_the_counter_keeps_its_baseline(logged):
 
 def test_lines_for_an_agent_say_where_the_counter_stood(logged):
     lines: list[dict[str, Any]] = []
-    log = EnergyLog(logged.meter, lines.append, LABELS, with_counter=True)
+    log = EnergyLog(logged.meter, lines.append, {}, with_counter=True)
     logged.gpu.counter_j = lambda time_s: 7000 + 100 * time_s
     logged.at(*np.arange(0.1, 3.05, 0.1))
     log.add(step("steady", 0, 1.05, 1.5))

@@ -90,7 +90,7 @@ class OneRank:
         )
         self.energy = TrainingEnergy(
             self.meter,
-            EnergyLog(self.meter, self.lines.append, {"rank": 0, "stage": 0}),
+            EnergyLog(self.meter, self.lines.append, {}),
             lambda: self.now_s,
             self.collectives,
             {} if baseline is None else {"": baseline},
