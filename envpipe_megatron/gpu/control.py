@@ -20,7 +20,7 @@ from envpipe_megatron.gpu.base import (
     GpuPermissionError,
     clock_control_forbidden,
 )
-from envpipe_megatron.gpu.guard.lease import Lease, LeaseHeldError, list_leases
+from envpipe_megatron.gpu.guard.lease import Lease, list_leases
 from envpipe_megatron.gpu.guard.lease_file import LeaseFolderError
 from envpipe_megatron.gpu.registry import (
     READ_ONLY,
@@ -288,4 +288,4 @@ def _refuse_held(uid: str) -> None:
     except LeaseFolderError:
         return  # no lease in such a folder is to be trusted
     for record in held:
-        raise LeaseHeldError(f"job {record.job} holds it", remedy="Wait for that job or end it")
+        raise GpuError(f"job {record.job} holds it", remedy="Wait for that job or end it")

@@ -60,17 +60,9 @@ class EnergyCounter:
     often; its readings are as exact.
     """
 
-    def __init__(
-        self,
-        read_j: Callable[[], float],
-        name: str,
-        monotonic_s: Callable[[], float] = time.monotonic,
-        sleep: Callable[[float], None] = time.sleep,
-    ) -> None:
+    def __init__(self, read_j: Callable[[], float], name: str) -> None:
         self._read_j = read_j
         self._name = name
-        self._monotonic_s = monotonic_s
-        self._sleep = sleep
         self._lock = threading.Lock()
         self._reading: EnergyReading | None = None
 
@@ -85,10 +77,10 @@ class EnergyCounter:
         with self._lock:
             last = self._reading
             if last is not None:
-                age_s = self._monotonic_s() - last.time_s
+                age_s = time.monotonic() - last.time_s
                 if age_s < _FRESH_S:
                     return last
-                self._sleep(-(age_s + _LEAD_S) % _EXPECTED_PERIOD_S)
+                time.sleep(-(age_s + _LEAD_S) % _EXPECTED_PERIOD_S)
             # Forgotten until another is found: after an error the next call starts again.
             self._reading = None
             self._reading = self._watch()
@@ -96,13 +88,13 @@ class EnergyCounter:
 
     def _watch(self) -> EnergyReading:
         """Read until the counter moves."""
-        first_s = after_s = self._monotonic_s()
+        first_s = after_s = time.monotonic()
         old_j = self._read_j()
         while True:
-            self._sleep(_STEP_S)
-            begin_s = self._monotonic_s()
+            time.sleep(_STEP_S)
+            begin_s = time.monotonic()
             energy_j = self._read_j()
-            end_s = self._monotonic_s()
+            end_s = time.monotonic()
             if energy_j != old_j:
                 half_s = (end_s - after_s) / 2
                 return EnergyReading(energy_j, after_s + half_s, half_s)

@@ -248,7 +248,7 @@ RULES = (
 
 
 def _check_rules(options: JobOptions, facts: Mapping[str, bool], named: Named) -> None:
-    """Refuse by an JobError options that do not go together, by their rules."""
+    """Refuse by a JobError options that do not go together, by their rules."""
 
     def holds(term: str) -> bool:
         if " or " in term:
@@ -315,7 +315,7 @@ def prepare_files(options: JobOptions, num_stages: int, named: Named = flag_of) 
 
 
 def plain_names(settings: Mapping[str, object]) -> dict[str, object]:
-    """Return settings by the one name that each has here; two names are an JobError."""
+    """Return settings by the one name that each has here; two names are a JobError."""
     named: dict[str, object] = {}
     for given, value in settings.items():
         name = str(given).replace("-", "_")

@@ -100,26 +100,6 @@ def pareto(plans: Iterable[Plan]) -> list[Plan]:
 
 
 @dataclass(frozen=True)
-class _Found:
-    """The result of a search on an order.
-
-    Args:
-        plan: None if there was none.
-        excess: how much of its tightest limit it takes.
-        score: what is to be least.
-    """
-
-    plan: Plan | None = None
-    excess: float = math.inf
-    score: float = math.inf
-
-
-def _rank(found: _Found) -> tuple[float, float]:
-    """Lower is better: within the limits by the score, beyond them by how far."""
-    return max(1.0, found.excess), found.score
-
-
-@dataclass(frozen=True)
 class ObjectivePlanner:
     """Makes plans of orders for an objective.
 
@@ -181,16 +161,16 @@ class ObjectivePlanner:
         LinearProgramError: none was found, or no frequencies are in time.
         """
         early_s = self.best_time_s(optimizer) or self.latest_time_s(optimizer)
-        found = self._found(optimizer, early_s)
-        if found.excess > 1:
-            found = self._later(optimizer, early_s, found)
+        plan = self._planned(optimizer, early_s)
+        if self._excess(plan) > 1:
+            plan = self._later(optimizer, early_s, plan)
             cap_w = self.objective.power_cap_w
-            if cap_w is not None and (found.excess > 1 or self.objective.power_window_s):
-                gpus = self.objective.gpus_below_cap(optimizer.conditions)
-                first = self._found(optimizer, early_s, cap_w / gpus)
-                found = min(found, self._later(optimizer, early_s, first, cap_w / gpus), key=_rank)
-        plan = found.plan
-        if plan is None or found.excess > 1:
+            if cap_w is not None and (self._excess(plan) > 1 or self.objective.power_window_s):
+                worth_w = cap_w / self.objective.gpus_below_cap(optimizer.conditions)
+                first = self._planned(optimizer, early_s, worth_w)
+                other = self._later(optimizer, early_s, first, worth_w)
+                plan = min(plan, other, key=self._rank)
+        if plan is None or self._excess(plan) > 1:
             raise LinearProgramError(
                 f"No plan of schedule '{optimizer.schedule.name}' was found within the limits",
                 value=self.objective.to_json(),
@@ -205,34 +185,47 @@ class ObjectivePlanner:
         return plan
 
     def _later(
-        self, optimizer: Optimizer, early_s: float, early: _Found, worth_w: float | None = None
-    ) -> _Found:
+        self,
+        optimizer: Optimizer,
+        early_s: float,
+        early: Plan | None,
+        worth_w: float | None = None,
+    ) -> Plan | None:
         """Return the plan for the first time within limits; the nearest if there is none."""
-        late_s = self.latest_time_s(optimizer, worth_w)
-        if early.excess <= 1 or late_s <= early_s or self.objective.goal == Goal.ENERGY:
+        late_s, excess = self.latest_time_s(optimizer, worth_w), self._excess(early)
+        if excess <= 1 or late_s <= early_s or self.objective.goal == Goal.ENERGY:
             return early
-        excess, step = early.excess, _SAME_TIME
-        best = min(early, self._found(optimizer, late_s, worth_w), key=_rank)
+        step = _SAME_TIME
+        best = min(early, self._planned(optimizer, late_s, worth_w), key=self._rank)
         for _ in range(_MOST_PLANS):
-            if best.excess > 1 or late_s <= early_s * (1 + _SAME_TIME):
+            if self._excess(best) > 1 or late_s <= early_s * (1 + _SAME_TIME):
                 break
             # A mean power falls at least as fast as time rises; an energy may need any step.
             least = 1.0 if self.objective.power_cap_w is None else excess
             time_s = min(early_s * max(least, 1 + step), math.sqrt(early_s * late_s))
-            now = self._found(optimizer, time_s, worth_w)
-            if now.plan is None or now.excess > 1:
-                early_s, excess, step = time_s, now.excess, 3 * step
+            now = self._planned(optimizer, time_s, worth_w)
+            if now is None or self._excess(now) > 1:
+                early_s, excess, step = time_s, self._excess(now), 3 * step
             else:
-                late_s = now.plan.cost.iteration_time_s
-            best = min(best, now, key=_rank)
+                late_s = now.cost.iteration_time_s
+            best = min(best, now, key=self._rank)
         return best
 
-    def _found(self, optimizer: Optimizer, time_s: float, worth_w: float | None = None) -> _Found:
-        """Return the plan for a time; none if changes of clock leave none in time."""
+    def _planned(
+        self, optimizer: Optimizer, time_s: float, worth_w: float | None = None
+    ) -> Plan | None:
+        """Return the plan for a time; None if changes of clock leave none in time."""
         try:
-            plan = optimizer.plan(time_s, self.min_dwell_s, worth_w)
+            return optimizer.plan(time_s, self.min_dwell_s, worth_w)
         except LinearProgramError:
             if time_s >= self.longest_s:
                 raise
-            return _Found()
-        return _Found(plan, self.objective.excess(plan), self.score(plan))
+            return None
+
+    def _excess(self, plan: Plan | None) -> float:
+        """Return how much of its tightest limit a plan takes."""
+        return math.inf if plan is None else self.objective.excess(plan)
+
+    def _rank(self, plan: Plan | None) -> tuple[float, float]:
+        """Lower is better: within the limits by the score, beyond them by how far."""
+        return max(1.0, self._excess(plan)), math.inf if plan is None else self.score(plan)

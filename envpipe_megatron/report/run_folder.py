@@ -41,7 +41,7 @@ class RunFolder:
         energy: on the same axis; None without an energy log.
         plan: None without one, or without the profile that prices it.
         clocks: how each rank's clock was controlled, as `clocks.jsonl` has it.
-        summary: summary of a job or quickstart, as `summary.json` has it.
+        summary: of the job, as `summary.json` has it.
         job: as `job.json` has it, which outlives a killed job.
         missing: what is not there or cannot be read, and what the report misses for it.
     """
@@ -208,8 +208,7 @@ def _of_present_job(folder: RunFolder) -> RunFolder:
 
     `job.json` has the present one's starts. Lines whose run names no start are kept; all are kept
     if the job names no starts. Of several names of runs, which no job of one folder has, those of
-    the last line. A node gets its name in the timelines, if a GPU shows which that is: an agent may
-    use another name.
+    the last line.
     """
     named = (folder.job or {}).get("starts")
     starts = tuple(str(start) for start in named) if isinstance(named, list) else ()
@@ -229,14 +228,8 @@ def _of_present_job(folder: RunFolder) -> RunFolder:
         iterations=tuple(read for read in timelines.iterations if own(read.labels.run)),
         clocks=tuple(read for read in timelines.clocks if own(read.labels.run)),
     )
-    nodes: dict[str, set[str]] = {}
-    for read in timelines.iterations:
-        nodes.setdefault(read.labels.gpu_uid, set()).add(read.labels.node)
-    node_of = {uid: next(iter(found)) for uid, found in nodes.items() if uid and len(found) == 1}
     lines = (
-        replace(line, node=node_of.get(line.gpu_uid, line.node))
-        if isinstance(line, EnergyWindow)
-        else line
+        line
         for line in (() if energy is None else energy.lines)
         if isinstance(line, EnergyNote) or own(line.run)
     )

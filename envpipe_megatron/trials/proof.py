@@ -18,7 +18,7 @@ from envpipe_megatron.report.page.document import page_text
 from envpipe_megatron.report.summary import Section, to_markdown
 from envpipe_megatron.runtime.job.options import PROFILE_FILE
 from envpipe_megatron.trials.claims import Claim, Turns, difference
-from envpipe_megatron.trials.run import Machine, Trial
+from envpipe_megatron.trials.run import CLAIMS_FILE, Machine, Trial
 from envpipe_megatron.trials.settings import STOCK, Arm, Settings
 
 
@@ -33,9 +33,8 @@ class Proof(Trial):
     who = "proof"
     leaves = (
         "prove.json", "text.bin", "log.txt", "machine.json", "latency.json", "turns.jsonl",
-        "claims.json", "summary.md", "index.html", "emulated", "profile", "plans", "arms",
+        CLAIMS_FILE, "summary.md", "index.html", "emulated", "profile", "plans", "arms",
     )  # fmt: skip
-    claims_file = "claims.json"
 
     def __init__(
         self, settings: Settings, machine: Machine, checks: Sequence[Mapping[str, Any]]
@@ -75,7 +74,7 @@ class Proof(Trial):
         """Show the line to paste, and where the page is."""
         say(self._line, console)
         page = self.settings.output / "index.html"
-        say(f"The page is {page}, the claims are in claims.json beside it.", console)
+        say(f"The page is {page}, the claims are in {CLAIMS_FILE} beside it.", console)
 
     def _sections(self, line: str) -> list[Section]:
         """Return all tables, those that are empty left out."""

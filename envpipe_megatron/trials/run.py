@@ -34,7 +34,7 @@ from envpipe_megatron.trials.ranks import rank_environment, run_ranks
 from envpipe_megatron.trials.settings import BASELINE, ENVPIPE, Settings, load_text
 
 Event = dict[str, Any]
-CLAIMS_FORMAT = "envpipe-claims/1"
+CLAIMS_FORMAT, CLAIMS_FILE = "envpipe-claims/1", "claims.json"
 #: What a GPU may be busy with that only answers those who read its meters.
 _MOST_BUSY_PERCENT = 5
 _LEFT_ALONE = "--without-clocks was given"
@@ -138,7 +138,6 @@ class Trial:
     Attributes:
         who: the command's work, in a word.
         leaves: all that may be in its folder; the first, its settings, marks it as its own.
-        claims_file: has the claims.
         machine: that is measured on.
         introduction: says what is trained.
         turns: reports of those that have ended, in their order; `turns.jsonl` has them, too.
@@ -148,7 +147,6 @@ class Trial:
 
     who: ClassVar[str]
     leaves: ClassVar[tuple[str, ...]]
-    claims_file: ClassVar[str]
 
     def __init__(self, settings: Settings, machine: Machine, introduction: str) -> None:
         self.settings, self.machine, self.introduction = settings, machine, introduction
@@ -194,7 +192,7 @@ class Trial:
         self.claims = claims_of(
             self.turns, self.settings.arms, self.latency, emulated=self.machine.emulated
         )
-        self.put(self.claims_file, self.document())
+        self.put(CLAIMS_FILE, self.document())
 
     def document(self) -> dict[str, Any]:
         """Return what the file of claims has."""
@@ -222,9 +220,8 @@ class Quickstart(Trial):
     leaves = (
         "settings.json", "text.bin", "log.txt", "energy.jsonl", "timeline.jsonl", "clocks.jsonl",
         "profile.csv", "profile.json", "plan.json", "loop.jsonl", "turns.jsonl", "summary.json",
-        ".lock", "emulated", "report", "arms",
+        CLAIMS_FILE, ".lock", "emulated", "report", "arms",
     )  # fmt: skip
-    claims_file = "summary.json"
 
     def __init__(self, settings: Settings) -> None:
         layers, width, preset = settings.num_layers, settings.hidden_size, settings.preset
@@ -238,14 +235,6 @@ class Quickstart(Trial):
             "They load torch and build the model first, which takes up to a minute ...",
         )
         self._preset = load_preset(preset)
-
-    def document(self) -> dict[str, Any]:
-        """Return what the summary has: claims, and notes where a job's summary has them."""
-        ranks = []
-        for turn in self.turns:
-            errors = (stage["clocks"]["error"] for stage in turn["stages"])
-            ranks.append({"notes": [*turn["notes"], *filter(None, errors)]})
-        return super().document() | {"ranks": ranks}
 
     def show(self, console: Console) -> None:
         """Show what was saved, and that training was the same; a report has both runs' figures."""
@@ -272,7 +261,9 @@ class Quickstart(Trial):
             f"parts takes {100 * MEASURED_SPLIT.overhead:g} % more, as was measured on an H200.",
             highlight=False,
         )
-        for note in self.document()["ranks"][-1]["notes"]:
+        turn = self.turns[-1]
+        errors = (stage["clocks"]["error"] for stage in turn["stages"])
+        for note in (*turn["notes"], *filter(None, errors)):
             say(f"Note: {note}", console)
         say(f"Everything is in {output}", console)
 

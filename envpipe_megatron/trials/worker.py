@@ -30,6 +30,7 @@ from envpipe_megatron.gpu.base import Gpu, ReadOnlyGpu
 from envpipe_megatron.gpu.registry import look_at
 from envpipe_megatron.integrations.device import FORWARD_VARIABLE, open_device, use_cpu
 from envpipe_megatron.integrations.framework_units import UnitFollower
+from envpipe_megatron.integrations.leveled import end_of_job
 from envpipe_megatron.integrations.megatron.core import ForwardBackward
 from envpipe_megatron.policies.objective import SHORTEST
 from envpipe_megatron.policies.planner import make_plan
@@ -181,6 +182,7 @@ class Rank:
             mean = session.energy.gather(own)
         finally:
             session.close()
+        end_of_job(session, None)  # its folder is any job's
         stages: list[dict[str, Any]] = self._collectives.in_pipeline(
             {
                 "energy_j": own.step.energy_j if own.step else None,

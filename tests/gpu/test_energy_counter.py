@@ -11,7 +11,9 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
+from types import SimpleNamespace
 
 import pytest
 from fake_gpu import FakeGpu
@@ -25,6 +27,12 @@ from envpipe_megatron.gpu.registry import open_gpu
 from envpipe_megatron.runtime.energy.meter import EnergyMeter
 
 POWER_W = 200.0
+
+
+@pytest.fixture(autouse=True)
+def real_time() -> Iterator[None]:
+    yield
+    energy_counter.time = time
 
 
 class Staircase:
@@ -54,15 +62,14 @@ class Staircase:
         self.refresh_s[energy_j] = number * self._period_s + self._phase_s
         return energy_j
 
-    def monotonic_s(self):
-        return self.now_s
-
     def sleep(self, time_s):
         assert time_s >= 0
         self.now_s += time_s + self._random.random() * 1e-4  # sleeps overshoot
 
     def counter(self):
-        return EnergyCounter(self.read_j, "GPU", self.monotonic_s, self.sleep)
+        """One that is read while this clock is the only one."""
+        energy_counter.time = SimpleNamespace(monotonic=lambda: self.now_s, sleep=self.sleep)
+        return EnergyCounter(self.read_j, "GPU")
 
 
 def _poll_until_it_fails(counter, staircase):

@@ -108,18 +108,6 @@ def test_timelines_that_no_stage_can_have_are_left_out(tmp_path, start_us, end_u
     assert (len(timelines.iterations), len(timelines.unreadable)) == (1, 1)
 
 
-def test_a_gpu_is_on_the_node_that_its_timelines_name(tmp_path):
-    put_timeline(tmp_path)
-    put_energy(tmp_path)
-    put_energy(tmp_path, uid="GPU-1")
-    # A name that two nodes have tells nothing.
-    for node in ("n2", "n3"):
-        put_timeline(tmp_path, uid="GPU-2", node=node)
-        put_energy(tmp_path, uid="GPU-2", node=node)
-    nodes = [each.node for each in read_run_folder(tmp_path).windows]
-    assert nodes == ["host", "n1", "n2", "n3"]
-
-
 def test_stages_without_a_timeline_are_named(tmp_path):
     put_timeline(tmp_path, stage=1)
     put_energy(tmp_path, stage=3)

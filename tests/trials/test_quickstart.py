@@ -23,8 +23,8 @@ STAGES = 2
 class Run:
     def __init__(self, settings, output, screen):
         self.settings, self.output, self.screen = settings, output, screen
-        self.summary = json.loads((output / "summary.json").read_text())
-        self.claims = {claim["name"]: claim for claim in self.summary["claims"]}
+        self.result = json.loads((output / "claims.json").read_text())
+        self.claims = {claim["name"]: claim for claim in self.result["claims"]}
         self.turns = {turn["arm"]: turn for turn in json_lines(output / "turns.jsonl")}
         self.windows = [
             window
@@ -46,7 +46,7 @@ def test_all_promised_files_are_there_and_nothing_else(finished):
     assert {path.name for path in finished.output.iterdir()} == {
         "energy.jsonl", "clocks.jsonl", "profile.csv", "profile.json", "plan.json",
         "summary.json", "settings.json", "log.txt", "emulated", "timeline.jsonl", "loop.jsonl",
-        "turns.jsonl", "arms", ".lock",
+        "turns.jsonl", "claims.json", "arms", ".lock",
     }  # fmt: skip
     may_be_cleared = set(Quickstart.leaves)
     assert {path.name for path in finished.output.iterdir()} <= may_be_cleared
@@ -61,9 +61,9 @@ def test_training_was_the_same_to_the_last_bit(finished):
     assert fmean(envpipe[-1]) < fmean(envpipe[0]) - 1
 
 
-def test_the_summary_tells_saving_and_slowdown_in_emulated_time(finished):
-    assert finished.summary["emulated"] is True
-    assert finished.summary["complete"] is True
+def test_claims_are_of_saving_and_slowdown_in_emulated_time(finished):
+    assert finished.result["emulated"] is True
+    assert finished.result["complete"] is True
     baseline, envpipe = (finished.turns[arm]["step"] for arm in ("baseline", "envpipe"))
     saved, slower = (finished.claims[f"envpipe_{n}"]["value"] for n in ("saving", "slowdown"))
     assert saved == pytest.approx(100 * (1 - envpipe["energy_j"] / baseline["energy_j"]))
@@ -74,6 +74,13 @@ def test_the_summary_tells_saving_and_slowdown_in_emulated_time(finished):
     assert plan.cost.saving_percent(plan.baseline.cost) > 5
     assert plan.frequency_mhz.min() < plan.frequency_mhz.max()
     assert abs(slower) < 3
+
+
+def test_each_run_leaves_the_summary_of_a_job(finished):
+    for run, only_measures in (("arms/baseline", True), (".", False)):
+        summary = json.loads((finished.output / run / "summary.json").read_text())
+        assert summary["only_measures"] is only_measures
+        assert [rank["stage"] for rank in summary["ranks"]] == [*range(STAGES)]
 
 
 def test_the_baselines_emulated_time_is_that_of_1f1b(finished):

@@ -46,10 +46,6 @@ _POLL_S = 0.02
 _MAX_BYTES = 64 * 1024
 
 
-class LeaseHeldError(GpuError):
-    """A job holds the GPU."""
-
-
 class Lease:
     """An opened lease; `take` makes one that this process holds.
 
@@ -68,22 +64,21 @@ class Lease:
         *,
         rank: ProcessIdentity | None,
         open_gpu: OpenGpu,
-        patience_s: float = _PATIENCE_S,
         clocks_mhz: Sequence[int] = (),
     ) -> Self:
         """Take the lease of a GPU; undo a stale one first.
 
-        Waits up to `patience_s` while its guard, or somebody else, undoes an old one, or resets the
-        GPU. Raises LeaseHeldError if a live job holds it or another user's stale lease is in the
-        way, LeaseFolderError if the folder is missing or unsafe, GpuError if the file there is no
-        lease, or its GPU could not be reset (the file then stays). `clocks_mhz` are for its mark.
+        Waits up to a minute while its guard, or somebody else, undoes an old one, or resets the
+        GPU. Raises LeaseFolderError if the folder is missing or unsafe, GpuError if a live job
+        holds it, another user's stale lease is in the way, the file there is no lease, or its GPU
+        could not be reset (the file then stays). `clocks_mhz` are for its mark.
         """
         content = lease_content(address, job, rank, clocks_mhz)
         paths = [folder / lease_name(address) for folder in lease_folders(create=True)]
         lease = None
         while lease is None:
             for path in paths:
-                _clear_the_way(path, open_gpu, patience_s)
+                _clear_the_way(path, open_gpu)
             lease = cls._create(paths[0], content)
         return lease
 
@@ -281,14 +276,14 @@ def undo_stale_leases(first: GpuAddress, open_gpu: OpenGpu, said: set[str]) -> N
     said.update(failures)
 
 
-def _clear_the_way(path: Path, open_gpu: OpenGpu, patience_s: float) -> None:
+def _clear_the_way(path: Path, open_gpu: OpenGpu) -> None:
     """Return when there is no such lease; undo a stale one."""
     start_s = time.monotonic()
     while (lease := Lease.open(path)) is not None:
         with closing(lease):
             if not lease.lock():
                 record = lease.read()
-                if time.monotonic() - start_s < _worth_waiting_s(record, patience_s):
+                if time.monotonic() - start_s < _worth_waiting_s(record):
                     continue
                 if record is None:
                     raise GpuError("An empty lease is locked", value=str(path), remedy="Delete it")
@@ -299,7 +294,7 @@ def _clear_the_way(path: Path, open_gpu: OpenGpu, patience_s: float) -> None:
                 lease.undo(open_gpu)
 
 
-def _worth_waiting_s(record: LeaseRecord | None, patience_s: float) -> float:
+def _worth_waiting_s(record: LeaseRecord | None) -> float:
     """Return how long to wait for a locked lease, s: long if its end is near."""
     being_written = record is None
     being_undone = record is not None and (
@@ -307,7 +302,7 @@ def _worth_waiting_s(record: LeaseRecord | None, patience_s: float) -> float:
         or record.rank is None  # a reset, which ends by itself
         or record.rank.is_alive() is False
     )
-    return patience_s if being_written or being_undone else 0.0
+    return _PATIENCE_S if being_written or being_undone else 0.0
 
 
 def _refuse_strangers(record: LeaseRecord) -> None:
@@ -320,8 +315,8 @@ def _refuse_strangers(record: LeaseRecord) -> None:
     raise _held(record, "is another user's and left a stale lease on")
 
 
-def _held(record: LeaseRecord, what: str) -> LeaseHeldError:
-    return LeaseHeldError(
+def _held(record: LeaseRecord, what: str) -> GpuError:
+    return GpuError(
         f"job {record.job} (guard {record.guard.pid}, uid {record.uid}) {what} "
         f"{record.address.uid}",
         remedy="Wait for that job or end it; if its processes are gone, let its user or root run "

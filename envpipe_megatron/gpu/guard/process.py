@@ -1,7 +1,7 @@
 """The guard: a small process beside a rank that sets its GPU's clock, outlives it, and resets it.
 
 `hold.hold_gpu` starts one for each rank. It has the rights of the rank, takes the GPU's lease, says
-"held", and sets the clocks that the rank asks for by the page that they share, until
+so, and sets the clocks that the rank asks for by the page that they share, until
 
 - the rank wants no clock any more, or the page says that none can be set;
 - the rank has ended, or its process runs another program now. Its socket ends with it, unless a
@@ -115,13 +115,13 @@ def _noted_signals() -> list[int]:
 
 @dataclass
 class Guard:
-    """The guard of one rank. All but its look after others is on one thread.
+    """The guard of one rank. A thread beside looks after others.
 
     Args:
         heartbeat_s: the GPU is reset after this much silence of the rank's.
         give_up_s: how long resets may fail or hang. Then the guard ends, and the lease says what to
             undo.
-        connection: to the rank, which says nothing there, and when that has ended.
+        connection: to the rank, which says nothing there; its end is the rank's.
         page: by which the rank asks for clocks.
         signals: those to end that have come.
     """

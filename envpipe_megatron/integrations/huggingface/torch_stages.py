@@ -97,20 +97,13 @@ def pipeline_stage(
     messages = [torch.empty_like(microbatch, device="meta")]
     for layer in model.bare[: parts[index + 1]]:
         messages.append(layer(messages[-1]))
-    inputs, outputs = (
-        torch.empty(message.shape, dtype=message.dtype, device=device).requires_grad_(
-            message is not messages[0] and message.is_floating_point()
-        )
-        for message in (messages[parts[index]], messages[-1])
-    )
-    stage = Stage(model, parts, index).to(device)
     return PipelineStage(
-        stage,
+        Stage(model, parts, index).to(device),
         index,
         len(parts) - 1,
         device,
-        input_args=(inputs,),
-        output_args=(outputs,),
+        input_args=(messages[parts[index]],),
+        output_args=(messages[-1],),
         group=group,
     )
 

@@ -210,10 +210,10 @@ LIMITS: tuple[ArgumentLimit, ...] = (
         ),
         "what their waits take is not measured",
     ),
-    _against_units(
+    _against_order(
         "CUDA_LAUNCH_BLOCKING",
         lambda args: os.environ.get("CUDA_LAUNCH_BLOCKING", "0") != "0",
-        "a message that is measured would stop its host for ever",
+        "a receive that waits would stop its host for ever",
     ),
     _against_units(
         "--log-straggler, unless it is off on startup (--disable-straggler-on-startup)",

@@ -134,7 +134,7 @@ def plan_online(job: PhaseParts, profile: Profile, order: Schedule | None = None
         if limit is not None:
             most = limit  # it may be more than there are, for weight gradients that wait
             held = ", ".join(f"{min(fits, job.num_microbatches):g}" for fits in limit)
-            notes = (f"Memory holds at most {held} microbatches in flight.",)
+            notes = (f"Memory is known to hold at most {held} microbatches in flight.",)
     request = replace(
         asked,
         schedule=schedule,

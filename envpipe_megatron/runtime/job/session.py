@@ -33,7 +33,7 @@ from envpipe_megatron.runtime.job.options import JobOptions
 from envpipe_megatron.runtime.job.parts import ControlFile, PhaseParts, SessionState, note
 from envpipe_megatron.runtime.job.restarts import JobFolder
 from envpipe_megatron.runtime.memory.peak import JobMemory
-from envpipe_megatron.runtime.memory.stage import check_memory_is_known, device_memory
+from envpipe_megatron.runtime.memory.stage import device_memory
 from envpipe_megatron.tuning.background import Background
 
 logger = logging.getLogger(__name__)
@@ -61,8 +61,7 @@ class Session:
         say: prints progress, on the planning rank only.
 
     Raises:
-        EnvPipeError: on every rank of the job: a memory limit is set but memory cannot be measured,
-            or control is required and a GPU cannot be held.
+        EnvPipeError: on every rank of the job: control is required and a GPU cannot be held.
     """
 
     def __init__(
@@ -78,15 +77,6 @@ class Session:
         self._collectives, stage, num_stages = collectives, collectives.stage, len(channel.ranks)
         say = say if collectives.is_planner else lambda text: None
         self.state = SessionState(wishes=options.power_budget)
-        device = device_memory()
-
-        def check_memory() -> None:
-            reads_files = collectives.is_planner or options.profile is None
-            if options.plan is None and reads_files:
-                check_memory_is_known(options.request(), options.profile, device)
-
-        # What can fail comes before the GPU is held: nobody could close a session that is not made.
-        collectives.everywhere(check_memory)
         folder = JobFolder(options.output, collectives)
         self._agent = None
         self._timeline: TimelineLog | None = None
@@ -179,7 +169,7 @@ class Session:
             meter=meter,
             energy=self.energy,
             collectives=collectives,
-            memory=JobMemory(device, stage, collectives, say),
+            memory=JobMemory(device_memory(), stage, collectives, say),
             say=say,
             control=control,
             background=lambda: self._closing.enter_context(contextlib.closing(Background())),

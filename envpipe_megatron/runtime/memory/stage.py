@@ -10,7 +10,6 @@ import math
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -19,10 +18,9 @@ from envpipe_megatron.core.arrays import FloatArray, IntArray
 from envpipe_megatron.core.kinds import TRAITS, WHOLE, Kind, Unit
 from envpipe_megatron.core.profile import Profile
 from envpipe_megatron.core.schedule import Schedule
-from envpipe_megatron.core.sidecar import Sidecar, read_sidecar, sidecar_path
-from envpipe_megatron.errors import EnvPipeError
+from envpipe_megatron.core.sidecar import Sidecar
 from envpipe_megatron.policies.problem import in_flight_by_memory
-from envpipe_megatron.policies.request import BY_MEMORY, PlanRequest
+from envpipe_megatron.policies.request import BY_MEMORY
 
 logger = logging.getLogger(__name__)
 
@@ -34,10 +32,6 @@ PREDICTION_ERROR = 0.05
 #: prediction that is as wrong as it may be, and what comes into being later outside of torch's
 #: allocator: communicators, workspaces, kernels that are loaded lazily.
 SAFETY_MARGIN = PREDICTION_ERROR
-
-
-class MemoryUnknownError(EnvPipeError):
-    """A memory limit is set but memory cannot be measured."""
 
 
 @dataclass(frozen=True)
@@ -247,26 +241,6 @@ def bytes_by_chunk(
     return tuple(held.tolist()), None if np.isnan(pending).any() else tuple(pending.tolist())
 
 
-def check_memory_is_known(
-    request: PlanRequest, profile_file: Path | None, memory: CudaMemory | None
-) -> None:
-    """Raise MemoryUnknownError, before training, if a limit is set but memory cannot be measured.
-
-    `profile_file` is a given profile, on a rank that reads it; `memory` what this rank can measure.
-    """
-    if request.max_in_flight != BY_MEMORY or memory is not None:
-        return
-    beside = None if profile_file is None else sidecar_path(profile_file)
-    if beside is not None and beside.exists() and knows_memory(read_sidecar(beside)):
-        return
-    raise MemoryUnknownError(
-        "The microbatches in flight cannot be limited by memory, for no CUDA device's is measured",
-        value=BY_MEMORY,
-        remedy="Give the limit as a number of microbatches, or a profile file whose sidecar has "
-        "activation_bytes and free_bytes.",
-    )
-
-
 def knows_memory(sidecar: Sidecar) -> bool:
     """True if a profile says how many microbatches fit."""
     return sidecar.activation_bytes is not None and sidecar.free_bytes is not None
@@ -301,16 +275,17 @@ def in_flight_limit(
 
     Nothing is planned beyond what was measured, even if a file says more; the sidecar counts where
     a limit by memory is `asked` for. The framework's own order is allowed in any case: it
-    runs. None if memory sets no limit: the user gives a number, or nothing is known of it.
+    runs, and where a limit is asked for of memory that is not known, no stage gets more. None if
+    memory sets no limit: the user gives a number, or no limit, and nothing is known of it.
     """
     if asked not in (None, BY_MEMORY):
         return None
     profile = profile.for_chunks(own.num_chunks)
     known = [with_memory(profile, stages)] if stages is not None else []
-    if asked == BY_MEMORY and (not known or knows_memory(profile.sidecar)):
+    if asked == BY_MEMORY and knows_memory(profile.sidecar):
         known.append(profile)
     if not known:
-        return None
+        return own.microbatches_in_flight if asked else None
     counts = [in_flight_by_memory(each, own.num_microbatches) for each in known]
     fits = (min(of_stage) / own.num_chunks for of_stage in zip(*counts, strict=True))
     return tuple(map(max, own.microbatches_in_flight, fits))

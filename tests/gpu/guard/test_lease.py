@@ -30,7 +30,6 @@ from envpipe_megatron.gpu.base import GpuAddress, GpuError
 from envpipe_megatron.gpu.guard import lease as lease_module
 from envpipe_megatron.gpu.guard.lease import (
     Lease,
-    LeaseHeldError,
     list_leases,
     undo_lease,
     undo_stale_leases,
@@ -96,7 +95,7 @@ def test_a_lease_says_who_holds_the_gpu_and_goes_with_its_release(folder, gpu, m
 def test_a_gpu_has_one_holder_whatever_the_back_end(gpu):
     lease = take(REAL, "first")
     said = rf"job first \(guard {os.getpid()}, uid {os.geteuid()}\) holds the GPU {REAL.uid}"
-    with pytest.raises(LeaseHeldError, match=f"{said}.*need a GPU each"):
+    with pytest.raises(GpuError, match=f"{said}.*need a GPU each"):
         take(GpuAddress("zeusd", REAL.uid), "second")
     other = take(gpu.address, "second")
     lease.release()
@@ -118,7 +117,7 @@ def test_takers_exclude_each_other(gpu):
     def contend(_):
         while len(taken) < 300:
             list_leases()  # a mere look takes nothing from anybody
-            with suppress(LeaseHeldError):
+            with suppress(GpuError):
                 lease = take(gpu.address)
                 holders.append(lease)
                 assert holders == [lease]
@@ -248,7 +247,7 @@ def test_whoever_keeps_a_dead_guards_lease_locked_does_not_keep_the_clock_locked
     with record.path.open() as file:  # any user may read it, which is enough to lock it
         fcntl.flock(file, fcntl.LOCK_EX)
         assert not list_leases()[0].live
-        take(gpu.address, patience_s=0.01).release()
+        take(gpu.address).release()
     assert gpu.requested_frequency_mhz is None
 
 
@@ -329,11 +328,11 @@ class Clock:
 @pytest.mark.parametrize(
     ("guard", "rank", "waits_s", "error"),
     [
-        pytest.param({}, {}, 0.2, LeaseHeldError, id="a job that lives"),
-        pytest.param({}, {"start_ticks": 1}, 5.0, LeaseHeldError, id="its rank has ended"),
+        pytest.param({}, {}, 0.2, GpuError, id="a job that lives"),
+        pytest.param({}, {"start_ticks": 1}, 5.0, GpuError, id="its rank has ended"),
         pytest.param({"start_ticks": 1}, None, 5.0, None, id="somebody undoes it"),
-        pytest.param({}, None, 5.0, LeaseHeldError, id="somebody resets the GPU"),
-        pytest.param({"pid_namespace": 1}, {}, 0.2, LeaseHeldError, id="a guard out of sight"),
+        pytest.param({}, None, 5.0, GpuError, id="somebody resets the GPU"),
+        pytest.param({"pid_namespace": 1}, {}, 0.2, GpuError, id="a guard out of sight"),
         pytest.param(None, None, 5.0, GpuError, id="being written"),
     ],
 )
@@ -346,11 +345,12 @@ def test_how_long_a_lease_that_is_locked_is_waited_for(
     document["rank"] = None if rank is None else {**document["rank"], **rank}
     lease.path.write_text("" if guard is None else json.dumps(document))
     clock, begin_s, later = Clock(monkeypatch), 1000.0, dead()
+    monkeypatch.setattr(lease_module, "_PATIENCE_S", 5.0)
     if error is None:
-        take(gpu.address, rank=later, patience_s=5.0).release()
+        take(gpu.address, rank=later).release()
     else:
         with pytest.raises(error):
-            take(gpu.address, rank=later, patience_s=5.0)
+            take(gpu.address, rank=later)
     assert clock.now_s - begin_s == pytest.approx(waits_s, abs=0.25)
     monkeypatch.undo()
     lease.release()
@@ -365,10 +365,10 @@ def test_an_empty_lease_is_never_taken_for_stale_at_once(folder, gpu, monkeypatc
         fcntl.flock(looking, fcntl.LOCK_SH)
         clock = Clock(monkeypatch)
         with pytest.raises(GpuError, match=f"An empty lease is locked.*{path.name}"):
-            take(gpu.address, patience_s=0.0)
+            take(gpu.address)
         assert clock.now_s == pytest.approx(1000.2, abs=0.03)
         Clock(monkeypatch, looking.close)
-        take(gpu.address, patience_s=0.0).release()
+        take(gpu.address).release()
 
 
 @pytest.mark.parametrize("who", ["looks at it", "deletes it"])

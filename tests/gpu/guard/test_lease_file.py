@@ -19,7 +19,7 @@ from lease_helpers import (
 from envpipe_megatron.gpu.base import GpuError
 from envpipe_megatron.gpu.guard import lease as lease_module
 from envpipe_megatron.gpu.guard import lease_file
-from envpipe_megatron.gpu.guard.lease import LeaseHeldError, list_leases
+from envpipe_megatron.gpu.guard.lease import list_leases
 from envpipe_megatron.gpu.guard.lease_file import (
     LEASE_DIR_VARIABLE,
     LeaseFolderError,
@@ -124,7 +124,7 @@ def test_another_users_stale_lease_is_in_the_way(folder, gpu, monkeypatch):
     monkeypatch.setattr(lease_module.os, "geteuid", lambda: 4321)
     monkeypatch.setattr(lease_file, "_refuse_unsafe", lambda path: None)
     fake = FakeGpu()
-    with pytest.raises(LeaseHeldError, match=r"dead job.*another user.*root run"):
+    with pytest.raises(GpuError, match=r"dead job.*another user.*root run"):
         take(REAL, open_gpu=fake)
     assert fake.resets == 0
     assert record.path.exists()
@@ -201,7 +201,7 @@ def test_a_stale_lease_beside_a_live_one_resets_nothing(defaults, planted_first)
         there.write_bytes(planted)
     fake = FakeGpu()
     for attempt in (lambda: undo_stale(fake), lambda: take(REAL, "next", open_gpu=fake)):
-        with pytest.raises(LeaseHeldError, match="job live"):
+        with pytest.raises(GpuError, match="job live"):
             attempt()
     assert fake.resets == 0
 
@@ -249,6 +249,6 @@ def test_leases_made_before_root_made_the_shared_folder_count(defaults, gpu, mon
     assert first.path.parent == own / f"envpipe-leases-{os.geteuid()}"
     shared.mkdir(parents=True)
     shared.chmod(0o1777)
-    with pytest.raises(LeaseHeldError):
+    with pytest.raises(GpuError):
         take(gpu.address)
     first.release()

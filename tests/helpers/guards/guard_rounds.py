@@ -458,6 +458,19 @@ def driver_that_fails(round_: Round) -> None:
     round_.finish([rank for rank in ranks if rank is not victim])
 
 
+def driver_that_hangs(round_: Round) -> None:
+    """In a call of the guard's for longer than the heartbeat, which is a lost guard."""
+    round_.addresses = round_.node.addresses["nvml"]
+    (rank,) = round_.start(1, settings={"heartbeat_s": 0.3})
+    round_.node.nvml.set_fault(rank.address.uid, "slow_ms", 2_000)
+    try:
+        rank.hear("lost")
+    finally:
+        round_.node.nvml.clear_faults()
+    round_.await_back(rank)
+    round_.finish([rank])
+
+
 def two_jobs_on_disjoint_gpus(round_: Round) -> None:
     """The end of one job, whatever it is, leaves the clocks of the other alone."""
     others = round_.start(2, first=2, job=f"{round_.job} beside", steady=True)

@@ -10,6 +10,7 @@ import pytest
 
 from envpipe_megatron.gpu.base import GpuAddress, GpuError
 from envpipe_megatron.gpu.emulated.emulated_gpu import EmulatedGpu
+from envpipe_megatron.gpu.guard import lease as lease_module
 from envpipe_megatron.gpu.guard.lease import Lease, OpenGpu, list_leases, undo_lease
 from envpipe_megatron.gpu.guard.lease_file import LEASE_DIR_VARIABLE
 from envpipe_megatron.gpu.guard.messages import ProcessIdentity
@@ -27,6 +28,7 @@ def undo_stale(open_gpu: OpenGpu) -> list[GpuAddress]:
 @pytest.fixture(autouse=True)
 def folder(tmp_path, monkeypatch):
     path = tmp_path / "leases"
+    monkeypatch.setattr(lease_module, "_PATIENCE_S", 0.0)
     monkeypatch.setenv(LEASE_DIR_VARIABLE, str(path))
     return path
 
@@ -66,9 +68,9 @@ def dead():
     return identity
 
 
-def take(address, job="job", rank=None, open_gpu=open_gpu, patience_s=0.0, **more):
+def take(address, job="job", rank=None, open_gpu=open_gpu, **more):
     rank = rank or ProcessIdentity.own()
-    return Lease.take(address, job, rank=rank, open_gpu=open_gpu, patience_s=patience_s, **more)
+    return Lease.take(address, job, rank=rank, open_gpu=open_gpu, **more)
 
 
 def left_by_a_dead_guard(address, rank, job="dead job"):

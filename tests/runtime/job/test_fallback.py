@@ -32,7 +32,9 @@ def check_own_order(told, text):
         assert one.phase == "steady"
         assert one.peak_in_flight == ()
         assert one.notes == told[0].notes
-    (note,) = (each for each in told[0].notes if not each.startswith("Memory holds at most "))
+    (note,) = (
+        each for each in told[0].notes if not each.startswith("Memory is known to hold at most ")
+    )
     assert note.startswith("The framework's own order, at the highest clock: ")
     assert text in note
     assert told[0].said.count(note) == 1

@@ -58,7 +58,7 @@ def test_extra_forwards_are_limited_by_measured_memory(three_ranks, tmp_path):
     said = "\n".join(told[0].said)
     assert "in flight 5, 3, 1, predicted peak" in said
     assert "+0.0%, +0.0%, +0.0% from the prediction" in said
-    assert "Memory holds at most 5, 3, 1 microbatches in flight." in told[0].notes
+    assert "Memory is known to hold at most 5, 3, 1 microbatches in flight." in told[0].notes
     sidecar = read_profile(tmp_path / "profile.csv").sidecar
     assert sidecar.activation_bytes == (SIZES.activations,) * STAGES
     half = SIZES.activations / 2

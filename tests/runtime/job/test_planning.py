@@ -185,6 +185,19 @@ def test_without_a_file_a_plan_is_made(tmp_path):
     assert (job.kept, job.predicted, job.said) == ([plan], ["1f1b"], [])
 
 
+def test_where_memory_is_not_known_no_stage_holds_more_than_in_the_frameworks_order(tmp_path):
+    """Though more forwards would save more."""
+    asked = {"type": "optimal", "scheduling": "auto"}
+    free, limited = (
+        Starting(tmp_path / "none", asked={**asked, "max_in_flight": limit}, num_microbatches=8)
+        for limit in (None, "memory")
+    )
+    own = builders.one_f_one_b(2, 8)
+    assert sum(free.adopt().schedule.peak_in_flight) > sum(own.peak_in_flight)
+    assert limited.adopt().schedule.peak_in_flight == own.peak_in_flight
+    assert "Memory is known to hold at most 2, 1 microbatches in flight." in limited.state.notes
+
+
 REFUSED = [
     ({"num_microbatches": 5}, "is for 4 microbatches, and this job has 5"),
     ({"capacity": 1}, "needs a deeper channel"),
@@ -455,7 +468,7 @@ def test_a_plan_is_made_of_all_that_is_known_of_the_job(monkeypatch, tmp_path, l
     job.memory.stages = known
     profile = replace(profile_of(), sidecar=Sidecar(wait_power_w=({1410: 80.0},) * 2))
     problem = plan_online(job, profile)
-    notes = ("Memory holds at most 2, 1 microbatches in flight.",) if limit else ()
+    notes = ("Memory is known to hold at most 2, 1 microbatches in flight.",) if limit else ()
     assert problem == Problem(
         7,
         "envpipe",

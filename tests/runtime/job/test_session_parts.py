@@ -24,7 +24,6 @@ from envpipe_megatron.runtime.job.options import JobOptions
 from envpipe_megatron.runtime.job.parts import SessionError
 from envpipe_megatron.runtime.job.restarts import JobFolder
 from envpipe_megatron.runtime.job.session import Session
-from envpipe_megatron.runtime.memory.stage import MemoryUnknownError
 from envpipe_megatron.tuning.commands import Parking
 from host_executor import make_record
 
@@ -625,20 +624,6 @@ def test_a_session_that_cannot_be_made_leaves_nothing_open(world, fails):
         world.session(**options)
     made = [] if fails == "RankClock" else ["clock.close", "agent.close", "timeline.close"]
     assert [call[0] for call in world.calls] == made
-
-
-def test_memory_is_known_before_the_gpu_is_held(world):
-    config = JobOptions(
-        num_microbatches=4,
-        type="envelope",
-        reconfigure="default",
-        max_in_flight="memory",
-        baseline_steps=3,
-    )
-    with pytest.raises(MemoryUnknownError):
-        world.session(config)
-    assert "RankClock" not in world.made
-    world.session(replace(config, **FILES))  # the plan says what is held
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from fake_memory import SPECS, FakeJob, FakeMemory, Sizes, run_units
+from fake_memory import SPECS, FakeJob, Sizes, run_units
 
 from envpipe_megatron.core.kinds import KIND_BY_LETTER, SPLIT, WHOLE, Kind, Unit, parse_unit
 from envpipe_megatron.core.orders import builders
@@ -19,18 +19,16 @@ from envpipe_megatron.core.profile import make_profile
 from envpipe_megatron.core.profile_rows import ProfileRow
 from envpipe_megatron.core.sidecar import Sidecar
 from envpipe_megatron.policies.problem import order_limits
-from envpipe_megatron.policies.request import BY_MEMORY, PlanRequest
+from envpipe_megatron.policies.request import BY_MEMORY
 from envpipe_megatron.runtime.channel.carrier import StageSpecs, TensorSpec
 from envpipe_megatron.runtime.memory.peak import MemoryFullError, Watch
 from envpipe_megatron.runtime.memory.stage import (
     PREDICTION_ERROR,
     SAFETY_MARGIN,
     CudaMemory,
-    MemoryUnknownError,
     Reading,
     StageMemory,
     bytes_by_chunk,
-    check_memory_is_known,
     device_memory,
     in_flight_limit,
     knows_memory,
@@ -463,22 +461,6 @@ def test_what_an_earlier_start_measured_between_parts_is_not_given_up_for_a_boun
     assert with_memory(known, MEMORY).sidecar.pending_bytes == (90.0, 90.0)
 
 
-def test_a_limit_by_memory_needs_somebody_who_knows_it(tmp_path):
-    """A number needs nobody."""
-    path = tmp_path / "profile.csv"
-    by_memory = PlanRequest(8, "envpipe", max_in_flight=BY_MEMORY)
-    for free_bytes in (None, (350.0, 50.0)):
-        profile(2, Sidecar(activation_bytes=(1.0, 1.0), free_bytes=free_bytes)).write(path)
-        check_memory_is_known(replace(by_memory, max_in_flight=3), path, None)
-        check_memory_is_known(by_memory, path, FakeMemory(1))
-        check_memory_is_known(by_memory, None, FakeMemory(1))
-        unknown = [None, tmp_path / "no.csv", *[path] * (free_bytes is None)]
-        for file in unknown:
-            with pytest.raises(MemoryUnknownError, match="no CUDA device's is measured"):
-                check_memory_is_known(by_memory, file, None)
-    check_memory_is_known(by_memory, path, None)
-
-
 @pytest.mark.parametrize(
     ("asked", "known", "file", "expected"),
     [
@@ -487,6 +469,7 @@ def test_a_limit_by_memory_needs_somebody_who_knows_it(tmp_path):
         (BY_MEMORY, MEMORY, ((100.0, 100.0), (200.0, 900.0)), (3, 1)),
         (BY_MEMORY, None, ((100.0, 100.0), (200.0, 900.0)), (3, 8)),
         (BY_MEMORY, None, ((100.0, 100.0), (0.0, 0.0)), (2, 1)),  # it runs already
+        (BY_MEMORY, None, None, (2, 1)),
         (None, None, ((100.0, 100.0), (0.0, 0.0)), None),  # nobody asked
         (5, MEMORY, None, None),  # the user's word
     ],
