@@ -48,6 +48,13 @@ def is_gone(pid):
     return True
 
 
+def test_work_of_a_python_that_was_built_for_an_old_c_library(monkeypatch):
+    monkeypatch.delattr(os, "memfd_create")
+    background = Background()
+    background.start(partial(sum, [1, 2]))
+    assert taken(background) == 3
+
+
 def test_work_whose_working_folder_is_gone(tmp_path, monkeypatch):
     (tmp_path / "gone").mkdir()
     monkeypatch.chdir(tmp_path / "gone")

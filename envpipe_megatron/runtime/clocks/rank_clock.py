@@ -123,7 +123,6 @@ class RankClock:
         except OSError as error:
             raise GpuError(
                 f"There is no memory to share with a guard: {error}",
-                value="/dev/shm",
                 remedy="Give the job, or its container, half a MiB for each rank",
             ) from error
         self.waits = not (guarded and torch.cuda.is_available())
