@@ -29,6 +29,17 @@ LOOK_S = 0.2
 _ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
+def open_memory() -> int:
+    """Return the descriptor of a file in memory, without a name; OSError if there can be none.
+
+    Where `os.memfd_create` is missing, as from Pythons that were built for old C libraries (uv's
+    and conda's), `/dev/shm` needs room for it.
+    """
+    if hasattr(os, "memfd_create"):
+        return os.memfd_create("envpipe")
+    return os.open("/dev/shm", os.O_TMPFILE | os.O_RDWR, 0o600)
+
+
 def start_child(
     module: Sequence[str], order: object, pass_fds: Sequence[int] = (), **streams: Any
 ) -> subprocess.Popen[bytes]:

@@ -40,8 +40,6 @@ def make_problem(
     """
     check_request(request)
     order = request.order
-    if order is None:
-        _check_chunks(request)
     if request.split is not None:
         profile = profile.with_split_backwards(request.split)
     chunks = request.num_chunks if order is None else order.num_chunks
@@ -66,11 +64,22 @@ def check_request(request: PlanRequest) -> None:
     ):
         if name not in known:
             raise EnvPipeError(f"Unknown {what}", value=name, remedy=f"Known: {', '.join(known)}.")
-    row, order = SCHEDULES[request.schedule], request.order
+    row, order, chunks = SCHEDULES[request.schedule], request.order, request.num_chunks
     schedule = f"Schedule {row.name}" if order is None else f"Schedule '{order.name}'"
-    if request.num_chunks < 1:
+    if chunks < 1:
+        raise EnvPipeError("A stage has at least one chunk", value=chunks, remedy="Use 1, or more.")
+    if order is None and row.chunks not in (None, chunks):
+        count, remedy = "two chunks", "--num-chunks 2"
+        if row.chunks == 1:
+            count, remedy = "one chunk", "--schedule interleaved, envpipe or auto for chunks"
+        raise EnvPipeError(f"{schedule} has {count} a stage", value=chunks, remedy=f"Use {remedy}.")
+    if order is None and request.group_size and (chunks == 1 or "group_size" not in row.takes):
         raise EnvPipeError(
-            "A stage has at least one chunk", value=request.num_chunks, remedy="Use 1, or more."
+            f"{schedule} has no groups of microbatches"
+            + (" where stages have one chunk" if chunks == 1 else ""),
+            value=request.group_size,
+            remedy=f"Leave --group-size out, or use --schedule {that_take('group_size')} with "
+            "chunks.",
         )
     if request.reconfigure != "default" and request.policy != "envelope":
         raise EnvPipeError(
@@ -111,32 +120,11 @@ def check_request(request: PlanRequest) -> None:
                 remedy=f"Use --schedule {that_take(field)}, or leave "
                 f"--{field.replace('_', '-')} out.",
             )
-    more = request.num_chunks > 1 or request.split is not None
-    if more and request.channel_capacity is not None:
+    if (chunks > 1 or request.split is not None) and request.channel_capacity is not None:
         raise EnvPipeError(
             "Limits of channels are of whole backwards in one chunk a stage",
-            value="split backwards" if request.split else f"{request.num_chunks} chunks",
+            value="split backwards" if request.split else f"{chunks} chunks",
             remedy="Leave out the limit, or the chunks and the split.",
-        )
-
-
-def _check_chunks(request: PlanRequest) -> None:
-    # Not in check_request: a job that is given its plan has chunks in any order it asks for.
-    row, chunks = SCHEDULES[request.schedule], request.num_chunks
-    if row.chunks not in (None, chunks):
-        count, remedy = "two chunks", "--num-chunks 2"
-        if row.chunks == 1:
-            count, remedy = "one chunk", "--schedule interleaved, envpipe or auto for chunks"
-        raise EnvPipeError(
-            f"Schedule {row.name} has {count} a stage", value=chunks, remedy=f"Use {remedy}."
-        )
-    if request.group_size and (chunks == 1 or "group_size" not in row.takes):
-        raise EnvPipeError(
-            f"Schedule {row.name} has no groups of microbatches"
-            + (" where stages have one chunk" if chunks == 1 else ""),
-            value=request.group_size,
-            remedy=f"Leave --group-size out, or use --schedule {that_take('group_size')} with "
-            "chunks.",
         )
 
 

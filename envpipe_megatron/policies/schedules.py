@@ -8,8 +8,8 @@ the framework's, with extra forwards by EnvPipe's rule.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -39,24 +39,19 @@ def envpipe_order(problem: Problem) -> tuple[Schedule, tuple[str, ...]]:
         check_own_within(problem.own_order, problem.max_in_flight)
         return problem.own_order, (_IN_CHUNKS,)
     limits = problem.order_limits()
-    wanted = replace(limits, max_fall=None).fit(envpipe_counts(problem.profile, limits.most))
+    wanted = envpipe_counts(problem.profile, limits.most)
     extra = limits.fit(wanted)
-    lowered, capacity = _lowered(wanted, extra), problem.channel_capacity
-    note = (
-        f"Extra forwards lowered on {lowered}: on a channel of capacity {capacity} "
-        f"they may fall by at most {limits.max_fall} from a stage to the next. {CHANNEL_REMEDY}"
-    )
-    order = builders.envpipe(problem.num_stages, problem.num_microbatches, extra)
-    return order, (note,) if lowered else ()
-
-
-def _lowered(wanted: Sequence[int], extra: Sequence[int]) -> str:
-    """Name the stages that have fewer extra forwards than wanted, with both counts."""
-    return ", ".join(
+    lowered = ", ".join(
         f"stage {stage} from {before} to {after}"
         for stage, (before, after) in enumerate(zip(wanted, extra, strict=True))
         if after < before
     )
+    note = (
+        f"Extra forwards lowered on {lowered}: on a channel of capacity {problem.channel_capacity} "
+        f"they may fall by at most {limits.max_fall} from a stage to the next. {CHANNEL_REMEDY}"
+    )
+    order = builders.envpipe(problem.num_stages, problem.num_microbatches, extra)
+    return order, (note,) if lowered else ()
 
 
 #: An order, and notes on what limited it.

@@ -15,7 +15,12 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import IO, Any, Generic, TypeVar
 
-from envpipe_megatron.child import end_with_parent, ignore_signals_of_ranks, start_child
+from envpipe_megatron.child import (
+    end_with_parent,
+    ignore_signals_of_ranks,
+    open_memory,
+    start_child,
+)
 from envpipe_megatron.errors import EnvPipeError
 
 T = TypeVar("T")
@@ -54,9 +59,9 @@ class Background(Generic[T]):
         """
         self.close()
         nothing = subprocess.DEVNULL
-        answer = _in_memory()
+        answer = os.fdopen(open_memory(), "w+b")
         order = {"answer": answer.fileno(), "parent": os.getpid(), "limit_s": _LIMIT_S}
-        with _in_memory() as work:
+        with os.fdopen(open_memory(), "w+b") as work:
             pickle.dump([*map(str, sys.path)], work)  # its working folder is this one's
             pickle.dump(make, work)
             work.seek(0)
@@ -98,11 +103,6 @@ class Background(Generic[T]):
             process.kill()
             with suppress(subprocess.TimeoutExpired):
                 process.wait(_END_S)
-
-
-def _in_memory() -> IO[bytes]:
-    """Make a file without a name: no disk is waited for, and no `/dev/shm` need have room."""
-    return os.fdopen(os.memfd_create("envpipe"), "w+b")
 
 
 def main() -> None:

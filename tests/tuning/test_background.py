@@ -21,6 +21,7 @@ from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.formats.energy import Phase
 from envpipe_megatron.gpu.guard.messages import wait_readable
 from envpipe_megatron.gpu.presets import load_preset
+from envpipe_megatron.policies.objective import LEAST_ENERGY
 from envpipe_megatron.policies.request import PlanRequest, check_request, make_problem
 from envpipe_megatron.runtime.job.options import JobOptions
 from envpipe_megatron.tuning.background import Background
@@ -46,6 +47,13 @@ def is_gone(pid):
     with pytest.raises(ProcessLookupError):
         os.kill(pid, 0)
     return True
+
+
+def test_work_of_a_python_that_was_built_for_an_old_c_library(monkeypatch):
+    monkeypatch.delattr(os, "memfd_create")
+    background = Background()
+    background.start(partial(sum, [1, 2]))
+    assert taken(background) == 3
 
 
 def test_work_whose_working_folder_is_gone(tmp_path, monkeypatch):
@@ -193,7 +201,8 @@ def test_what_splitting_wins_is_said_of_the_plan_and_not_of_those_that_follow_it
     made = {0: "the plan", 3: "one that follows it"}, "Split backwards: 5 %"
     background: Any = SimpleNamespace(busy=True, take=lambda: made)
     nothing: Any = None
-    planner = Planner(nothing, nothing, lambda plan: None, nothing, lambda: background)
+    given = nothing, nothing, lambda plan: None, lambda: background
+    planner = Planner(*given, LEAST_ENERGY, 0.0, 0.0)
     assert planner.take() == made[0]
     assert planner.won == "Split backwards: 5 %"
 

@@ -17,6 +17,7 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from envpipe_megatron.child import open_memory
 from envpipe_megatron.gpu.base import SAFE_UID, GpuError, ReadThroughGpu
 from envpipe_megatron.gpu.registry import Device, VendorGpu
 from envpipe_megatron.gpu.site import PLACEHOLDER, SiteConfig
@@ -83,7 +84,7 @@ class CommandGpu(ReadThroughGpu):
         what, path = f"The site's command for {self.name}", self._site.path
         # A file and not a pipe: a pipe stays open as long as any descendant lives. In memory, so
         # that a full disk does not keep a clock locked.
-        with os.fdopen(os.memfd_create("stderr", os.MFD_CLOEXEC), "rb") as errors:
+        with os.fdopen(open_memory(), "rb") as errors:
             try:
                 process = subprocess.Popen(
                     argv,

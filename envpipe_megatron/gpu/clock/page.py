@@ -13,6 +13,8 @@ import math
 import mmap
 import os
 
+from envpipe_megatron.child import open_memory
+
 MASK = 0xFFFFFFFF
 #: Requests that may wait for the GPU; a host is a few iterations ahead of it at most.
 CAPACITY = 1 << 16
@@ -106,10 +108,7 @@ class ClockPage:
                 comes earlier is applied when the time is over, unless a later one replaces it.
             shared: without, it is of this process only, and has no file.
         """
-        descriptor = _NO_FILE
-        if shared:
-            # memfd_create is missing in Pythons that were built for old C libraries.
-            descriptor = os.open("/dev/shm", os.O_TMPFILE | os.O_RDWR, 0o600)
+        descriptor = open_memory() if shared else _NO_FILE
         try:
             if shared:  # all of it now: a store into a full file system would end this process
                 os.posix_fallocate(descriptor, 0, _NUM_BYTES)

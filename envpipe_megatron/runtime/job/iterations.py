@@ -255,7 +255,7 @@ class Iterations:
             self._energy.catch_up()
             if run.whole:
                 span_s = record.begin_s, record.iteration_time_s
-                units_s = (record.start_s, record.end_s) if record.timed else None
+                units_s = (record.start_s, record.end_s) if run.times_units else None
                 self._timeline.add(phase, number, span_s, units_s, lambda: run.executed, clocks_mhz)
             self._kept.append((run.order.phase, record.iteration_time_s))
 

@@ -63,7 +63,11 @@ def script(tmp_path):
     return Script(tmp_path)
 
 
-def test_lock_and_reset_run_the_sites_argv(script):
+@pytest.mark.parametrize("old", [False, True])
+def test_lock_and_reset_run_the_sites_argv(script, monkeypatch, old):
+    """Also where Python was built for an old C library."""
+    if old:
+        monkeypatch.delattr(os, "memfd_create")
     gpu = script.gpu("--gpu={uuid}", "{index}", "$(touch injected) `id`; {index}{uuid}", "*")
     opened = set(Path("/proc/self/fd").iterdir())
     gpu.lock_frequency(1380)

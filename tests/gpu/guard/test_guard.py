@@ -87,7 +87,7 @@ def assert_detached(hold):
     assert opened[0].startswith("socket:")
     assert opened[1:3] == [str(log), str(log)]
     rest = [name for name in opened[3:] if not name.startswith(("socket:", "anon_", "pipe:"))]
-    assert all("/nvml/" in name or "/leases" in name or "/dev/shm" in name for name in rest)
+    assert all("/nvml/" in name or "/leases" in name or "/memfd:" in name for name in rest)
     fields = Path(f"/proc/{hold.guard_pid}/stat").read_text().rpartition(")")[2].split()
     assert int(fields[1]) != os.getpid()
     assert os.getsid(hold.guard_pid) != os.getsid(0)

@@ -102,5 +102,5 @@ def test_what_the_user_gave_ends_no_training_that_is_under_way(three_ranks, tmp_
     )
     check_own_order(told, "of a test")
     preset_profile("a100-sxm", 2, memory_ranks.TIMES, clocks).write(given)
-    with pytest.raises(RankFailedError, match=r"3 stages, and profile .* has 2"):
+    with pytest.raises(RankFailedError, match=r"profile .* has 2 stages, and the pipeline 3"):
         three_ranks.run(session_ranks.train_with_faults, tmp_path, ENVELOPE, (), plenty, given)
