@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import partial, wraps
 from pathlib import Path
-from typing import Any, Generic, NamedTuple, NoReturn, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 
@@ -155,11 +155,18 @@ def same_job(args: argparse.Namespace) -> dict[str, object]:
     return {name: getattr(args, name, None) for row in _SAME_JOB for name in row.split()}
 
 
-def refuse(error: EnvPipeError) -> NoReturn:
-    """End as argparse does, by a message without a stack; printed once on each node."""
-    if _logs_here():
-        print(f"{Path(sys.argv[0]).name}: error: {error}", file=sys.stderr, flush=True)
-    raise SystemExit(2) from None
+@contextmanager
+def refusals(of: type[EnvPipeError] = EnvPipeError) -> Iterator[None]:
+    """Within, or in a function under it, an error ends the job as argparse does.
+
+    By a message without a stack, printed once on each node.
+    """
+    try:
+        yield
+    except of as error:
+        if _logs_here():
+            print(f"{Path(sys.argv[0]).name}: error: {error}", file=sys.stderr, flush=True)
+        raise SystemExit(2) from None
 
 
 def _logs_here() -> bool:

@@ -207,7 +207,8 @@ def test_whole_steps_are_opened_and_closed_outside_of_megatrons_function(hooks, 
 
     told, training = job.session.told, hooks._hooks.job
     (unit,) = whole_iteration(1).stages[0]
-    run = SimpleNamespace(next_unit=unit, begin_unit=partial(told.append, "begin"))
+    begin_unit = partial(told.append, "begin")
+    run = SimpleNamespace(units=(unit,), next_unit=unit, begin_unit=begin_unit)
 
     def end_unit():
         told.append("end")

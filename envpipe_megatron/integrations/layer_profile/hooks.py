@@ -24,7 +24,7 @@ from typing import Any
 import torch.distributed as dist
 
 from envpipe_megatron.errors import EnvPipeError
-from envpipe_megatron.integrations.hooking import refuse
+from envpipe_megatron.integrations.hooking import refusals
 from envpipe_megatron.integrations.layer_profile.job import measure_model
 from envpipe_megatron.integrations.layer_profile.model import build_rows
 from envpipe_megatron.search.layer_jobs import JOB_VARIABLE, LayerJob
@@ -110,6 +110,7 @@ class _Changes(MetaPathFinder):
 def _change_arguments(module: Any, job: LayerJob) -> None:
     parse = module.parse_args
 
+    @refusals()
     def parse_and_change(*args: Any, **kwargs: Any) -> argparse.Namespace:
         parsed: argparse.Namespace = parse(*args, **kwargs)
         sizes = job.sizes[0]
@@ -128,12 +129,10 @@ def _change_arguments(module: Any, job: LayerJob) -> None:
             parsed.tp_comm_overlap = False
         for name, what in _REFUSED.items():
             if getattr(parsed, name, None):
-                refuse(
-                    EnvPipeError(
-                        f"Layers cannot be measured one by one with {what}",
-                        value=f"--{name.replace('_', '-')}",
-                        remedy="Profile the model without it, or search by another profile.",
-                    )
+                raise EnvPipeError(
+                    f"Layers cannot be measured one by one with {what}",
+                    value=f"--{name.replace('_', '-')}",
+                    remedy="Profile the model without it, or search by another profile.",
                 )
         return parsed
 

@@ -22,8 +22,7 @@ import torch
 import torch.distributed as dist
 
 from envpipe_megatron.core.arrays import BoolArray, FloatArray
-from envpipe_megatron.errors import EnvPipeError
-from envpipe_megatron.integrations.hooking import refuse
+from envpipe_megatron.integrations.hooking import refusals
 from envpipe_megatron.integrations.layer_profile.model import GptPieces, Microbatches
 from envpipe_megatron.integrations.layer_profile.rank_gpu import (
     Looks,
@@ -61,6 +60,7 @@ _HELD_UP = 1.05
 _POWER_RANGE = (0.5, 2.0)
 
 
+@refusals()
 def measure_model(
     wrapped: Any,
     model: Any,
@@ -77,10 +77,7 @@ def measure_model(
         optimizer, args: Megatron's.
         forward_step: the training script's.
     """
-    try:
-        pieces, gpu = GptPieces(model), RankGpu(job.clocks_mhz)
-    except EnvPipeError as error:
-        refuse(error)
+    pieces, gpu = GptPieces(model), RankGpu(job.clocks_mhz)
     with closing(gpu), closing(Microbatches(wrapped, model, args, forward_step)) as microbatches:
         gradients_s, optimizer_s = measure_step(wrapped, optimizer)
         held = bytes_held(model, optimizer)
@@ -102,10 +99,7 @@ def measure_model(
                 source=job.source,
             )
             if dist.get_rank() == 0:
-                try:
-                    add_measures(Path(job.output), profile)
-                except EnvPipeError as error:
-                    refuse(error)
+                add_measures(Path(job.output), profile)
 
 
 def measure_step(model: Any, optimizer: Any) -> tuple[float, float]:

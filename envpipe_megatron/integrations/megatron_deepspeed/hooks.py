@@ -12,7 +12,6 @@ from typing import Any
 
 from deepspeed.runtime.pipe.engine import PipelineEngine
 
-from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.integrations.deepspeed.initialize import (
     begin,
     check_version,
@@ -21,7 +20,7 @@ from envpipe_megatron.integrations.deepspeed.initialize import (
 from envpipe_megatron.integrations.hooking import (
     Hooks,
     options_of,
-    refuse,
+    refusals,
     same_job,
 )
 from envpipe_megatron.integrations.leveled import LeveledJob
@@ -137,19 +136,18 @@ def deepspeed_config(args: argparse.Namespace) -> dict[str, Any]:
 _hooks = Hooks[LeveledJob]("megatron/arguments.py", "end_step", "log")
 
 
+@refusals()
 def validate(args: argparse.Namespace) -> None:
     """End as argparse does if EnvPipe does not run the job, before anything is built.
 
     For an unsupported feature, a version of DeepSpeed that was not tried, a wrong option or file.
     """
-    try:
-        check_supported(args)
-        check_version()
-        _hooks.options = options_of(args)
-    except EnvPipeError as error:
-        refuse(error)
+    check_supported(args)
+    check_version()
+    _hooks.options = options_of(args)
 
 
+@refusals(JobError)
 def begin_training(args: argparse.Namespace, model: list[Any]) -> None:
     """Have the engine, the one item of the list, execute EnvPipe's schedules.
 
@@ -158,20 +156,17 @@ def begin_training(args: argparse.Namespace, model: list[Any]) -> None:
             pipeline, ranks that were started differently, or a limit that cannot be kept.
         EnvPipeError: no control though it is required, or another rank raised one.
     """
-    try:
-        options = _hooks.validated()
-        check_model(model)
-        _hooks.needed_by = max(_hooks.needed_by, args.log_interval)
-        _hooks.while_training.callback(setattr, model[0], "__class__", PipelineEngine)
-        _hooks.job = begin(
-            model[0],
-            options,
-            {**deepspeed_config(args), "megatron": same_job(args)},
-            sequence_length=args.seq_length,
-            prints=False,
-        )
-    except JobError as error:
-        refuse(error)
+    options = _hooks.validated()
+    check_model(model)
+    _hooks.needed_by = max(_hooks.needed_by, args.log_interval)
+    _hooks.while_training.callback(setattr, model[0], "__class__", PipelineEngine)
+    _hooks.job = begin(
+        model[0],
+        options,
+        {**deepspeed_config(args), "megatron": same_job(args)},
+        sequence_length=args.seq_length,
+        prints=False,
+    )
 
 
 def end_step() -> None:

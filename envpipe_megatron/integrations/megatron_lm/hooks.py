@@ -13,14 +13,13 @@ from typing import Any
 from megatron.core import parallel_state
 from megatron.core.transformer.transformer_block import TransformerBlock
 
-from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.integrations import options as job_options
 from envpipe_megatron.integrations.hooking import (
     Hooks,
     between_steps,
     options_of,
     recompute,
-    refuse,
+    refusals,
     replaced,
 )
 from envpipe_megatron.integrations.levels import JobError, decide, limits_of_arguments
@@ -47,40 +46,36 @@ def add_arguments(group: argparse._ArgumentGroup) -> None:
     )
 
 
+@refusals()
 def validate(args: argparse.Namespace) -> None:
     """End as argparse does if EnvPipe does not run the job, before anything is built.
 
     For an unsupported feature, a wrong option or file, or a checkout that is half patched.
     """
-    try:
-        check_metered(args)
-        by_stage(args)
-        options = _hooks.options = options_of(args)
-        limits = limits_of_arguments(args, LIMITS)
-        decide(limits, options.level, checks=options.self_check != "off")
-        _hooked_schedules()
-    except EnvPipeError as error:
-        refuse(error)
+    check_metered(args)
+    by_stage(args)
+    options = _hooks.options = options_of(args)
+    limits = limits_of_arguments(args, LIMITS)
+    decide(limits, options.level, checks=options.self_check != "off")
+    _hooked_schedules()
 
 
+@refusals(JobError)
 def begin_training(args: argparse.Namespace, model: Sequence[Any]) -> None:
     """Make the job; from here on Megatron gets EnvPipe's forward-backward function.
 
     `model` has the chunks of this rank. Raises SystemExit if arguments did not come from a command
     line or the job cannot run as asked, and EnvPipeError as `Training` does.
     """
-    try:
-        options = _hooks.validated()
-        if not args.log_energy:
-            _quiet_energy_monitor()
-        if (stages := by_stage(args)) is not None:
-            own = stages[parallel_state.get_pipeline_model_parallel_rank()]
-            modules = [module for chunk in model for module in chunk.modules()]
-            recompute([each for each in modules if isinstance(each, TransformerBlock)], *own)
-        group = parallel_state.get_pipeline_model_parallel_group()
-        training = _hooks.job = Training(args, options, LIMITS, model, group)
-    except JobError as error:
-        refuse(error)
+    options = _hooks.validated()
+    if not args.log_energy:
+        _quiet_energy_monitor()
+    if (stages := by_stage(args)) is not None:
+        own = stages[parallel_state.get_pipeline_model_parallel_rank()]
+        modules = [module for chunk in model for module in chunk.modules()]
+        recompute([each for each in modules if isinstance(each, TransformerBlock)], *own)
+    group = parallel_state.get_pipeline_model_parallel_group()
+    training = _hooks.job = Training(args, options, LIMITS, model, group)
     if training.job is None:
         _hooks.note("forward_backward")  # which stays Megatron's
         return
