@@ -235,9 +235,9 @@ def check_stages(profile: Profile, num_stages: int) -> None:
     """Refuse (PlanError) a profile of another number of stages."""
     if profile.num_stages != num_stages:
         raise PlanError(
-            f"The plan has {num_stages} stages, and profile {profile.source} has "
-            f"{profile.num_stages}",
-            remedy="Use the profile of the same pipeline, or plan again.",
+            f"The profile {profile.source} has {profile.num_stages} stages, and the pipeline "
+            f"{num_stages}",
+            remedy="Use the profile of this model on as many stages, or plan again.",
         )
 
 

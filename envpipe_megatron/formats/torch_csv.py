@@ -13,7 +13,6 @@ import csv
 import io
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from envpipe_megatron.core.kinds import (
@@ -33,24 +32,8 @@ _CELL = re.compile(r"(\d{1,9})([FBIW])(\d{1,9})")
 _OVERLAPPED = re.compile(r"\(([^;]*);([^;]*)\)OVERLAP_F_B")
 
 
-@dataclass(frozen=True, slots=True)
-class _Cell:
-    """A unit of a table, whether it runs as one with the next, and where it is, from 0."""
-
-    rank: int
-    column: int
-    virtual_stage: int
-    kind: Kind
-    microbatch: int
-    combined: bool
-
-    def units(self, chunk: int, split: bool) -> Iterator[Unit]:
-        """Yield the unit as orders list it: two for a whole backward among split ones."""
-        if split and self.kind is Kind.BACKWARD:
-            yield unit(Kind.INPUT_GRADIENT, self.microbatch, chunk, True)
-            yield unit(Kind.WEIGHT_GRADIENT, self.microbatch, chunk)
-        else:
-            yield unit(self.kind, self.microbatch, chunk, self.combined)
+#: The row and column of a unit in a table, from 0, its virtual stage, and the unit.
+_Cell = tuple[int, int, int, Unit]
 
 
 def read_torch_csv(path: Path) -> Schedule:
@@ -77,8 +60,8 @@ def order_of_rows(rows: Sequence[Sequence[str]], name: str, *, source: str) -> S
     ]
     if not cells:
         raise ScheduleError(f"{source} lists no units", remedy="Give a row of units for each rank.")
-    num_microbatches = 1 + max(cell.microbatch for cell in cells)
-    num_virtual = 1 + max(cell.virtual_stage for cell in cells)
+    num_microbatches = 1 + max(own.microbatch for *_, own in cells)
+    num_virtual = 1 + max(virtual_stage for _, _, virtual_stage, _ in cells)
     num_chunks, rest = divmod(num_virtual, len(rows))
     if rest:
         raise ScheduleError(
@@ -87,10 +70,13 @@ def order_of_rows(rows: Sequence[Sequence[str]], name: str, *, source: str) -> S
             remedy="A table has a row for each rank.",
         )
     placement = _placement(rows, cells, source)
-    split = any(cell.kind in SPLIT[1:] for cell in cells)
+    split = any(own.kind in SPLIT[1:] for *_, own in cells)
     stages: list[list[Unit]] = [[] for _ in rows]
-    for cell in cells:
-        stages[cell.rank] += cell.units(cell.virtual_stage // len(rows), split)
+    for rank, _, _, own in cells:
+        if split and own.kind is Kind.BACKWARD:  # as orders list a whole one among split ones
+            stages[rank].append(unit(Kind.INPUT_GRADIENT, own.microbatch, own.chunk, True))
+            own = unit(Kind.WEIGHT_GRADIENT, own.microbatch, own.chunk)
+        stages[rank].append(own)
     try:
         check_size(len(rows), num_microbatches, num_chunks)
         return Schedule(name, num_microbatches, num_chunks, tuple(map(tuple, stages)), placement)
@@ -162,27 +148,26 @@ def _read_cell(
             "compute_only, without SEND, RECV and UNSHARD.",
         )
     for at, match in enumerate(matches, start=1):
-        kind = KIND_BY_LETTER[match[2]]
-        yield _Cell(rank, column, int(match[1]), kind, int(match[3]), at < len(matches))
+        kind, virtual_stage = KIND_BY_LETTER[match[2]], int(match[1])
+        own = unit(kind, int(match[3]), virtual_stage // len(rows), at < len(matches))
+        yield rank, column, virtual_stage, own
 
 
 def _placement(rows: Sequence[Sequence[str]], cells: Sequence[_Cell], source: str) -> Placement:
     """Say where the virtual stages lie."""
     astray = {
-        placement: [
-            cell for cell in cells if _rank(cell.virtual_stage, len(rows), placement) != cell.rank
-        ]
+        placement: [cell for cell in cells if _rank(cell[2], len(rows), placement) != cell[0]]
         for placement in (Placement.LOOPED, Placement.V)
     }
     nearest = min(astray, key=lambda placement: len(astray[placement]))
-    for cell in astray[nearest]:
-        looped, v = (_rank(cell.virtual_stage, len(rows), placement) for placement in astray)
+    for rank, column, virtual_stage, _ in astray[nearest]:
+        looped, v = (_rank(virtual_stage, len(rows), placement) for placement in astray)
         raise _wrong(
             rows,
-            cell.rank,
-            cell.column,
-            f"{source}: virtual stage {cell.virtual_stage} is on the wrong rank",
-            value=cell.rank,
+            rank,
+            column,
+            f"{source}: virtual stage {virtual_stage} is on the wrong rank",
+            value=rank,
             remedy=f"With {len(rows)} ranks it belongs on rank {looped}, in a V on rank {v}.",
         )
     return nearest

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from envpipe_megatron.core.plan import read_plan
+from envpipe_megatron.core.plan import check_stages, read_plan
 from envpipe_megatron.core.profile import read_profile
 from envpipe_megatron.integrations.levels import JobError
 from envpipe_megatron.policies.objective import Goal
@@ -304,12 +304,7 @@ def prepare_files(options: JobOptions, num_stages: int, named: Named = flag_of) 
     if options.profile is None or os.environ.get("RANK", "0") != "0":
         return
     profile = read_profile(options.profile)
-    if profile.num_stages != num_stages:
-        raise JobError(
-            f"The profile has {profile.num_stages} stages and this job {num_stages}",
-            value=str(options.profile),
-            remedy="Give the profile of this model on as many stages.",
-        )
+    check_stages(profile, num_stages)
     if options.plan is not None:
         read_plan(options.plan, profile)
 

@@ -44,18 +44,6 @@ class Shape:
 
 
 @dataclass(frozen=True)
-class BestCut:
-    """The iteration time that a cut forces, infinite if none fits; what each stage recomputes.
-
-    `cut` lists the first piece of each stage, and the number of pieces.
-    """
-
-    bound_s: float = math.inf
-    cut: tuple[int, ...] = ()
-    recomputed: tuple[Recomputed, ...] = ()
-
-
-@dataclass(frozen=True)
 class StageRuns:
     """Runs as one stage of a shape.
 
@@ -165,13 +153,16 @@ class ShapeCuts:
             found.append(least)
         return tuple(found)
 
-    def fastest(self) -> BestCut:
-        """Return the cut that forces the least time; of equal ones that with the evenest stages."""
+    def fastest(self) -> tuple[float, tuple[int, ...]]:
+        """Return the least iteration time (s) that a cut forces, infinite if none fits; its path.
+
+        Of equal ones that with the evenest stages.
+        """
         if not self.stages:
-            return BestCut()
+            return math.inf, ()
         bound_s, path = self.evenest(self.forced_s)
         if not math.isfinite(bound_s):
-            return BestCut()
+            return math.inf, ()
         # Once more with what the ways through other stages take where these recompute as well: that
         # is no bound, but nearer to the truth.
         of_path = zip(self.stages, pairwise(path.tolist()), strict=True)
@@ -180,7 +171,7 @@ class ShapeCuts:
         if sum(taken) > until_s[-1] / BETTER:
             passed_s = np.interp(np.arange(len(until_s)), nodes[path], running(taken))
             _, path = self.evenest(self._forced_s(passed_s))
-        return BestCut(bound_s, tuple(nodes[path].tolist()), self.recomputed(path.tolist()))
+        return bound_s, tuple(path.tolist())
 
     def evenest(self, forced: Sequence[FloatArray]) -> tuple[float, IntArray]:
         """Return the least time (s) that any cut forces, and the evenest of the cuts that do."""

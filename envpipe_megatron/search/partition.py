@@ -162,7 +162,7 @@ def least_energy(space: SplitSpace, blocking_power_w: float, time_tolerance: flo
             f"{space.profile.source} has no energies, so no split can be said to need less",
             remedy="Measure forward_j and backward_j, or use --objective bottleneck.",
         )
-    quickest = space.candidate(space.cuts.fastest().cut)
+    quickest = space.candidate(space.cuts.fastest()[1])
     limit_s = quickest.iteration_time_s * (1 + time_tolerance) * _SLACK
     others = alternatives(space.megatron, space.shape, blocking_power_w, limit_s, _MAX_PLANNED)
     unlike = {candidate.configuration: candidate for candidate in (quickest, *others)}

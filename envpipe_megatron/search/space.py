@@ -29,7 +29,7 @@ from envpipe_megatron.search.configuration import (
     stage_peak_bytes,
     stage_work,
 )
-from envpipe_megatron.search.cuts import BestCut, Shape, ShapeCuts
+from envpipe_megatron.search.cuts import Shape, ShapeCuts
 from envpipe_megatron.search.layer_profile import EMBEDDING, FULL, LOSS, LayerProfile, Pieces
 from envpipe_megatron.search.runs import BETTER, least_path, runs_within
 
@@ -181,23 +181,23 @@ class MegatronSpace:
         )
 
     def _plain(self, shape: Shape, within_s: float) -> Candidate | None:
-        best, count = BestCut(), self.pieces(shape).num_pieces
+        best, best_s, count = None, math.inf, self.pieces(shape).num_pieces
         if count < shape.num_stages:
             return None
         for everywhere in self._everywhere(shape):
-            if everywhere is not None and self._bound_with(shape, everywhere) > best.bound_s:
+            if everywhere is not None and self._bound_with(shape, everywhere) > best_s:
                 continue
-            least_s = min(within_s, best.bound_s)
+            least_s = min(within_s, best_s)
             if count > _COARSE_NODES:
                 step = -(-count // _COARSE_NODES)
                 nodes = np.unique([*range(0, count, step), 1, count - 1, count])
                 coarse = self.cuts(shape, everywhere, nodes=nodes)
-                least_s = min(least_s, coarse.fastest().bound_s)
-            found = self.cuts(shape, everywhere, least_s).fastest()
-            best = min(best, found, key=lambda each: each.bound_s)
-        if not math.isfinite(best.bound_s):
-            return None
-        return self.candidate(shape, best.cut, best.recomputed, best.bound_s)
+                least_s = min(least_s, coarse.fastest()[0])
+            cuts = self.cuts(shape, everywhere, least_s)
+            bound_s, path = cuts.fastest()
+            if bound_s < best_s:
+                best_s, best = bound_s, self.candidate(shape, path, cuts.recomputed(path), bound_s)
+        return best
 
     def _everywhere(self, shape: Shape) -> Iterator[Recomputed | None]:
         """List what all stages can recompute in Megatron's own ways; None: each its own."""

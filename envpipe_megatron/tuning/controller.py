@@ -55,7 +55,7 @@ class Controller:
         self._commands = CommandMaker(store)
         self._budget = self._commands.budget
         self._within = BudgetedPlans(planner, self._budget)
-        self._judge = Judge(planner.limits.allowed())
+        self._judge = Judge(planner.allowed())
         self._due, self._silence = Due(), Silence(own.num_stages)
 
     def run(self, first: Window) -> Run[None]:
@@ -371,7 +371,7 @@ class Controller:
         self._budget.windows = 0
         # Where there is no deadline, one that is always as late as the last ones is none the worse.
         expected = self._expected(plan) * (1 + self._judge.faster)
-        self._judge.allowed = self._planner.limits.allowed(expected)
+        self._judge.allowed = self._planner.allowed(expected)
         self._judge.begin()
 
     def _follow(self) -> None:

@@ -7,7 +7,7 @@ from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import TypeAlias
 
@@ -48,36 +48,6 @@ _Made: TypeAlias = tuple[Plans, str]
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class Limits:
-    """Limits that the user sets.
-
-    Args:
-        max_slowdown: share by which steps may last longer than the framework's own at full clock,
-            or than a plan says where no deadline is set.
-        min_dwell_s: least time between two changes of a GPU's clock.
-        objective: what plans are made for.
-    """
-
-    max_slowdown: float
-    min_dwell_s: float
-    objective: Objective
-
-    @property
-    def sets_deadline(self) -> bool:
-        """True if plans may take no longer than the framework's own order."""
-        return self.objective == LEAST_ENERGY
-
-    def allowed(self, expected: float = 1.0) -> float:
-        """Return what steps may last where this is `expected`, both in steps of the framework's."""
-        return (1.0 if self.sets_deadline else max(1.0, expected)) * (1 + self.max_slowdown)
-
-    def within(self, power_w: float) -> Limits:
-        """Return limits of plans within a power of a pipeline: not for least energy but time."""
-        objective = SHORTEST if self.objective == LEAST_ENERGY else self.objective
-        return replace(self, objective=replace(objective, power_cap_w=power_w))
-
-
 def first_plans(asked: Mapping[int, Sequence[Problem]], levels: Sequence[int] = ()) -> _Made:
     """Return the first plan that there is of those asked for, by level; LinearProgramError: none.
 
@@ -107,8 +77,11 @@ class Planner:
         store: what is known of its units.
         ask: says what to plan.
         check: raises EnvPipeError for a plan that the job cannot run.
-        limits: of the job.
         background: makes what runs one piece of planning at a time.
+        objective: of new plans; `BudgetedPlans` changes it.
+        max_slowdown: share by which steps may last longer than the framework's own at full clock,
+            or than a plan says where no deadline is set.
+        min_dwell_s: least time between two changes of a GPU's clock.
     """
 
     def __init__(
@@ -116,11 +89,14 @@ class Planner:
         store: Store,
         ask: Ask,
         check: Callable[[Plan], None],
-        limits: Limits,
         background: Callable[[], Background[_Made]],
+        objective: Objective,
+        max_slowdown: float,
+        min_dwell_s: float,
     ) -> None:
         self._store, self._ask, self._check = store, ask, check
-        self.limits, self._make_background = limits, background
+        self.objective, self._max_slowdown = objective, max_slowdown
+        self._min_dwell_s, self._make_background = min_dwell_s, background
         self._background = background()
         #: Makes the plan of `quick`.
         self._quick: Background[_Made] | None = None
@@ -130,6 +106,15 @@ class Planner:
         self._failure: Exception | None = None
         #: Whether what is planned, or was last, is the best order, not only clocks.
         self.reorders = True
+
+    @property
+    def sets_deadline(self) -> bool:
+        """True if plans may take no longer than the framework's own order."""
+        return self.objective == LEAST_ENERGY
+
+    def allowed(self, expected: float = 1.0) -> float:
+        """Return what steps may last where this is `expected`, both in steps of the framework's."""
+        return (1.0 if self.sets_deadline else max(1.0, expected)) * (1 + self._max_slowdown)
 
     @property
     def busy(self) -> bool:
@@ -168,7 +153,7 @@ class Planner:
         try:
             known = self._store.profile(careful=True)
             asked = {0: [self._problem(known, order)]}
-            if faster and self.limits.sets_deadline:
+            if faster and self.sets_deadline:
                 asked[0].insert(0, replace(asked[0][0], deadline_factor=1 - faster))
             if whole:
                 asked[1] = [self._problem(known.whole(), None)]
@@ -198,7 +183,7 @@ class Planner:
             return None
 
     def _problem(self, known: Profile, order: Schedule | None) -> Problem:
-        return replace(self._ask(known, order), objective=self.limits.objective)
+        return replace(self._ask(known, order), objective=self.objective)
 
     def _taken(self, background: Background[_Made]) -> Plans | None:
         made = background.take()
@@ -210,7 +195,7 @@ class Planner:
         return plans
 
     def unplanned(self, own: Clocked) -> Plan:
-        """Return the plan of an order for which none was made; StoreError without meters."""
+        """Return the plan of an order for which none was made; EnvPipeError without meters."""
         known = self._store.profile(careful=False)
         return Plan(UNPLANNED, own.schedule, own.frequency_mhz, known, known_conditions(known))
 
@@ -228,7 +213,7 @@ class Planner:
 
     def ready(self, plan: Plan) -> Plan:
         """Return a plan as it would run: repriced, and parked if that pays."""
-        return parked(self.repriced(plan), self._store, self.limits.min_dwell_s, _WORTH)
+        return parked(self.repriced(plan), self._store, self._min_dwell_s, _WORTH)
 
     def capped(self, plan: Plan, power_w: float) -> Plan:
         """Return a plan, ready, with all units below the clock at which GPUs take more than W.
@@ -252,11 +237,11 @@ class Planner:
 
         The framework's own order takes `own_s` by what is known.
         """
-        today, limits = self.repriced(running), self.limits
-        if limits.sets_deadline and today.cost.iteration_time_s > own_s * limits.allowed():
+        today = self.repriced(running)
+        if self.sets_deadline and today.cost.iteration_time_s > own_s * self.allowed():
             return new.cost.iteration_time_s < today.cost.iteration_time_s
         num_gpus = int(today.conditions.gpus_by_stage.sum())
-        new_score, score = (limits.objective.score(plan.cost, num_gpus) for plan in (new, today))
+        new_score, score = (self.objective.score(plan.cost, num_gpus) for plan in (new, today))
         return new_score < score * (1 - _WORTH)
 
 
@@ -264,20 +249,20 @@ class BudgetedPlans:
     """The plan that runs without a power budget, and the last ones that were made for budgets.
 
     Args:
-        planner: makes plans of a job; `limit` sets its limits.
+        planner: makes plans of a job; `limit` sets its objective.
         budget: of the same job.
     """
 
     def __init__(self, planner: Planner, budget: Budget) -> None:
         self._planner, self._budget = planner, budget
-        self._limits = planner.limits
+        self._objective = planner.objective
         self._usual: Plan
         self._known: deque[Plan] = deque(maxlen=_MOST_KNOWN)
 
     @property
     def bound(self) -> bool:
         """True if plans are made to keep the budget, which the usual one does not."""
-        return self._planner.limits is not self._limits
+        return self._planner.objective is not self._objective
 
     def begin_with(self, plan: Plan) -> Plan:
         """Have a plan be the only one, the usual; returns it."""
@@ -286,7 +271,7 @@ class BudgetedPlans:
         return plan
 
     def add(self, plan: Plan) -> None:
-        """Add what was made by the planner's limits of now."""
+        """Add what was made for the planner's objective of now."""
         if self.bound:
             self._known.append(plan)
         else:
@@ -308,8 +293,10 @@ class BudgetedPlans:
         `leads` is the power of a GPU of the plan that runs, as a share of that of all replicas.
         """
         planner, budget = self._planner, self._budget
-        usual, planner.limits = planner.ready(self._usual), self._limits
+        usual, planner.objective = planner.ready(self._usual), self._objective
         if budget.above(gpu_power_w(usual)) > NEAR:
             gpus = float(usual.conditions.gpus_by_stage.sum())
             allowed_w = budget.allowed_w / budget.correction
-            planner.limits = planner.limits.within(gpus * leads * allowed_w)
+            # Not for least energy within the power, but for time.
+            goal = SHORTEST if self._objective == LEAST_ENERGY else self._objective
+            planner.objective = replace(goal, power_cap_w=gpus * leads * allowed_w)

@@ -54,10 +54,6 @@ _CONFIRMATIONS = 2
 _LEAST_BUBBLE = 0.01
 
 
-class SweepError(EnvPipeError):
-    """A sweep that cannot be made or read."""
-
-
 def sweep_probe(store: Store, steps_at_clock: Callable[[float], int]) -> Iterator[Look]:
     """Look at units of all kinds, then of each kind, then at lower clocks by those with time.
 
@@ -107,7 +103,7 @@ def measured_profile(
         steps_at_clock: as for `sweep_probe`.
         first: iterations of the store's order at the highest clock.
 
-    Raises SweepError if the counters of a stage fail.
+    Raises EnvPipeError if the counters of a stage fail.
     """
     commands = CommandMaker(store)
     commands.learn(store.at_top(store.schedule), first)
@@ -121,7 +117,7 @@ def measured_profile(
                 break
         for stage, report in enumerate(window.stages):
             if not report.metered:
-                raise SweepError(
+                raise EnvPipeError(
                     f"Stage {stage}: The energy counter failed while profiling: it said nothing",
                     remedy="Look at the driver's log. Steps that are short want more of them at "
                     "each clock; a profile by file needs no counter.",
@@ -142,7 +138,7 @@ def planned_beside(
 ) -> Run[tuple[Plan, tuple[str, ...]]]:
     """Have one plan made by `background` while training goes on as it ran last.
 
-    Returns what `planned` does; raises what that raises, BackgroundError if it is ended.
+    Returns what `planned` does; raises what that raises, EnvPipeError if it is ended.
     """
     with closing(background):
         background.start(partial(planned, problem))

@@ -127,7 +127,7 @@ def test_files_are_read_before_anything_is_built(tmp_path, monkeypatch):
     prepare_files(by_file, 4)
     assert (tmp_path / "a" / "b").is_dir()
     for words, stages, why in (
-        (f"--profile {profile}", 2, "4 stages and this job 2"),
+        (f"--profile {profile}", 2, "4 stages, and the pipeline 2"),
         (f"--profile {profile} --plan {plan}", 4, r"plan\.json"),
         (f"--profile {__file__}", 4, "header"),
         ("--profile nowhere.csv", 4, "nowhere.csv is not readable"),

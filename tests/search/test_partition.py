@@ -180,7 +180,7 @@ def test_least_energy_of_all_cuts_that_are_fast_enough(job, tolerance):
     with patch.object(partition, "_MAX_PLANNED", 10_000):
         found = least_energy(space, 80.0, tolerance)
     times = {c: iteration_time(table, c, num_microbatches) for c in all_cuts(table, num_stages)}
-    limit_s = times[space.cuts.fastest().cut] * (1 + tolerance) * (1 + 1e-9)
+    limit_s = times[space.cuts.fastest()[1]] * (1 + tolerance) * (1 + 1e-9)
     within = [cut for cut, time_s in times.items() if time_s <= limit_s]
     energies = {c: planned_energy(table, c, num_microbatches, 80.0, limit_s) for c in within}
     planned = {cut_found(each.candidate): each.cost.energy_j for each in found}

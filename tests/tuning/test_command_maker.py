@@ -46,7 +46,8 @@ def test_what_splitting_wins_is_said_of_the_plan_that_runs(monkeypatch, better, 
         return SimpleNamespace(policy="optimal", schedule=schedule, cost=cost, objective=None)
 
     planner: Any = SimpleNamespace(
-        limits=SimpleNamespace(allowed=lambda expected=1.0: expected),
+        allowed=lambda expected=1.0: expected,
+        objective=None,
         won="4 %",
         reorders=True,
         take=lambda: {0: plan(split=splits)},

@@ -43,10 +43,6 @@ _VISIBLE = 0.03
 Instants = tuple[float, float]
 
 
-class ClockLatencyError(EnvPipeError):
-    """The latency of this GPU's clock cannot be measured."""
-
-
 @dataclass(frozen=True)
 class Trace:
     """Kernels run back to back around a call; all instants on one time base.
@@ -69,7 +65,7 @@ def measure_latency(
 
     Clocks are set as a job's, by a guard, so the clock is reset at the end in any case. Raises
     GpuError if a clock is not supported, a job holds the GPU, or there can be no guard;
-    ClockLatencyError for fewer than two clocks, a back end that fails, or a guard that has ended.
+    EnvPipeError for fewer than two clocks, a back end that fails, or a guard that has ended.
 
     Args:
         gpu: an emulated one, or the present CUDA device.
@@ -91,7 +87,7 @@ def measure_latency(
         clocks_mhz = [nearest_frequencies(mhz, known_mhz)[-1] for mhz in wanted_mhz]
     clocks = sorted(set(clocks_mhz), reverse=True)
     if len(clocks) < 2:
-        raise ClockLatencyError(
+        raise EnvPipeError(
             "A change of clock needs two different clocks",
             value=list(clocks_mhz),
             remedy="Name two or more.",
@@ -102,7 +98,7 @@ def measure_latency(
 
     def check() -> None:
         if clock.error is not None:
-            raise ClockLatencyError(
+            raise EnvPipeError(
                 f"The clock of {gpu.name} cannot be changed any more: {clock.error}",
                 remedy="Measure again.",
             )

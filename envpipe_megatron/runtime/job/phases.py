@@ -54,7 +54,7 @@ from envpipe_megatron.tuning.controller import Controller
 from envpipe_megatron.tuning.judge import WINDOW
 from envpipe_megatron.tuning.measured.store import Store
 from envpipe_megatron.tuning.one_clock import ONE_CLOCK_STEP, OneClock
-from envpipe_megatron.tuning.planner import Limits, Planner
+from envpipe_megatron.tuning.planner import Planner
 from envpipe_megatron.tuning.shortest import ShortestOrder
 from envpipe_megatron.tuning.sweep import measured_profile, planned_beside, reconfigured
 
@@ -200,10 +200,9 @@ def _loop(job: PhaseParts, records: Sequence[StageRecord]) -> PhaseRun[None]:
         store = Store(measured, clocks, facts)
         if profile is not None:
             store.take_profile(profile)
-        options = job.options
-        limits = Limits(options.slowdown_percent / 100, options.min_dwell_s, options.goal)
-        check = partial(check_plan, job)
-        planner = Planner(store, partial(plan_online, job), check, limits, job.background)
+        options, ask, check = job.options, partial(plan_online, job), partial(check_plan, job)
+        limits = options.goal, options.slowdown_percent / 100, options.min_dwell_s
+        planner = Planner(store, ask, check, job.background, *limits)
         tuner = ShortestOrder if options.changes_only_order else Controller
         return tuner(schedule, store, planner).run(first)
 

@@ -71,6 +71,6 @@ def test_a_recipes_file_and_flags_before_its(tmp_path, monkeypatch):
     path.write_text(
         "ENV_VARS: {CUDA_LAUNCH_BLOCKING: 1}\nMODEL_ARGS: {pipeline-model-parallel-size: 2}"
     )
-    assert first("--recipe", path).startswith("level uniform")
+    assert first("--recipe", path).startswith("level units")
     path.write_text(json.dumps({"pipeline-model-parallel-size": 4, "skip-train": True}))
     assert first("--recipe", path).startswith("level observe")

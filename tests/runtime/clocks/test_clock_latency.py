@@ -15,6 +15,7 @@ import pytest
 from fake_gpu import look_until
 from presets import write_changed_preset
 
+from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.gpu.base import GpuError
 from envpipe_megatron.gpu.clock.controller import spread
 from envpipe_megatron.gpu.emulated.emulated_gpu import EmulatedGpu
@@ -26,7 +27,6 @@ from envpipe_megatron.runtime.clocks import rank_clock
 from envpipe_megatron.runtime.clocks.latency import (
     KERNELS,
     LEAD,
-    ClockLatencyError,
     CudaKernelTimer,
     EmulatedKernelTimer,
     Trace,
@@ -124,7 +124,7 @@ def test_clock_is_reset_whatever_fails(gpu, monkeypatch, good_locks):
         lock(frequency_mhz)
 
     monkeypatch.setattr(EmulatedGpu, "_lock", failing)
-    with pytest.raises(ClockLatencyError, match="driver"):
+    with pytest.raises(EnvPipeError, match="driver"):
         measure_latency(gpu, [1980, 1200], repeats=2)
     assert len(locks) == good_locks
     assert gpu.requested_frequency_mhz is None
@@ -133,7 +133,7 @@ def test_clock_is_reset_whatever_fails(gpu, monkeypatch, good_locks):
 @pytest.mark.parametrize("clocks", [[1200, 1200], [1200, 1201]])
 def test_impossible_clocks_are_refused_before_a_guard_is_started(gpu, monkeypatch, clocks):
     monkeypatch.setattr(rank_clock, "RankClock", None)
-    with pytest.raises((ClockLatencyError, GpuError), match=r"120[01]"):
+    with pytest.raises((EnvPipeError, GpuError), match=r"120[01]"):
         measure_latency(gpu, clocks, repeats=1)
 
 
@@ -154,7 +154,7 @@ def test_guarded_measurement_leaves_no_lease_and_no_lock(gpu, tmp_path, monkeypa
             return super().trace(call)
 
     monkeypatch.setattr(clock_latency, "EmulatedKernelTimer", Timer)
-    ends = pytest.raises(ClockLatencyError, match="guard of this GPU's clock has ended")
+    ends = pytest.raises(EnvPipeError, match="guard of this GPU's clock has ended")
     with ends if dies else nullcontext():
         measure_latency(gpu, [1980, 1200], 1)
     assert set(held) == {gpu.address.uid}

@@ -13,12 +13,13 @@ from one_rank import CLOCKS, MICROBATCHES, OWN, STAGES, TIMES_S, Rank, profile_o
 from envpipe_megatron.core.arrays import FloatArray
 from envpipe_megatron.core.kinds import WHOLE, Kind
 from envpipe_megatron.core.orders import builders
-from envpipe_megatron.core.profile import Profile
+from envpipe_megatron.core.plan import PlanError
+from envpipe_megatron.core.profile import Profile, read_profile
 from envpipe_megatron.core.schedule import Schedule
 from envpipe_megatron.core.sidecar import Sidecar
-from envpipe_megatron.runtime.channel.collectives import DegradedError
 from envpipe_megatron.runtime.job.measuring import known_profile
 from envpipe_megatron.runtime.job.options import JobOptions
+from envpipe_megatron.runtime.job.planning import read_files
 from envpipe_megatron.runtime.job.restarts import StoredJob
 from host_executor import make_record
 
@@ -49,6 +50,7 @@ class Starting(Rank):
             self.folder.found = StoredJob(profile=profile)
         else:
             profile.write(self.path)
+            self.state.given = read_profile(self.path), None
 
     def known(self, *records: Any, order: Schedule = OWN) -> Profile | None:
         self.own_order = order
@@ -107,10 +109,10 @@ def test_what_waits_between_parts_is_known_from_an_earlier_start(job):
 
 
 def test_a_profile_of_another_pipeline_is_refused(tmp_path):
-    starting = Starting(tmp_path / "mine.csv")
-    starting.has(profile_of(stages=3))
-    with pytest.raises(DegradedError, match="3"):
-        starting.known(record())
+    starting: Any = Starting(tmp_path / "mine.csv")
+    profile_of(stages=3).write(starting.path)
+    with pytest.raises(PlanError, match="3"):
+        read_files(starting)
 
 
 @pytest.mark.parametrize(
