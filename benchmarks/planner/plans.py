@@ -17,8 +17,7 @@ from benchmarks.planner.workloads import Workload
 from envpipe_megatron.core.orders import builders
 from envpipe_megatron.core.plan import Cost, Plan
 from envpipe_megatron.errors import EnvPipeError
-from envpipe_megatron.policies.optimal.choices import waiting_floor_w
-from envpipe_megatron.policies.optimal.optimizer import Optimizer
+from envpipe_megatron.policies.optimal.optimizer import Optimizer, waiting_floor_w
 from envpipe_megatron.policies.orders.any_order import any_order
 from envpipe_megatron.policies.planner import make_frontier, make_plan
 from envpipe_megatron.policies.request import PlanRequest

@@ -34,26 +34,22 @@ from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.files import read_text, replace_files
 
 
-class InterchangeError(EnvPipeError):
-    """A plan file of Zeus or lowtime that cannot be read, or a plan that it cannot hold."""
-
-
 def read_freqs(path: Path, num_microbatches: int) -> tuple[Schedule, IntArray]:
     """Read a plan file of Zeus or lowtime without running it.
 
-    Returns the order and [num_stages, units_per_stage] the frequencies. InterchangeError for what
+    Returns the order and [num_stages, units_per_stage] the frequencies. EnvPipeError for what
     is no literal of that form, ScheduleError for an order that lacks units or cannot run.
     """
     try:
         listed = ast.literal_eval(read_text(path))
         stages = [[_read_entry(entry) for entry in entries] for entries in listed]
     except (OSError, TypeError, ValueError, SyntaxError, RecursionError, MemoryError) as error:
-        raise InterchangeError(
+        raise EnvPipeError(
             f"Plan file {path} is not readable as literals, and nothing else in it is run: {error}",
             remedy="A plan file is a list of lists, of ('forward', MHz) or MHz, and comments.",
         ) from error
     if not stages or any(len(entries) != 2 * num_microbatches for entries in stages):
-        raise InterchangeError(
+        raise EnvPipeError(
             f"{path} does not list {num_microbatches} forwards and {num_microbatches} backwards "
             "for each stage",
             value=list(map(len, stages)),
@@ -84,7 +80,7 @@ def _read_entry(entry: Any) -> tuple[Kind | None, int]:
 def write_freqs(plan: Plan, path: Path) -> None:
     """Write a plan as Zeus's server reads it, in the plan's own order.
 
-    No text of the plan's own goes into the file, for Zeus would run it. InterchangeError: a plan
+    No text of the plan's own goes into the file, for Zeus would run it. EnvPipeError: a plan
     that the format has no words for, or a name that Zeus refuses.
     """
     schedule = plan.schedule
@@ -101,7 +97,7 @@ def write_freqs(plan: Plan, path: Path) -> None:
         (any(each != sorted(each) for each in counted), "microbatches out of ascending order"),
     ):
         if wrong:
-            raise InterchangeError(
+            raise EnvPipeError(
                 f"Zeus takes no {what}",
                 value=f"{schedule.name}, {path}",
                 remedy="Plan whole forwards and backwards in ascending order, without chunks and "

@@ -41,10 +41,6 @@ _WITHOUT = (*OF_LEVELS, "scheduling", "max_in_flight", "profile_only")
 _OUTSIDE, _WITHIN = "outside a step", "within a step"
 
 
-class InstructionError(EnvPipeError):
-    """Calls that make no training step, or one in an order that EnvPipe cannot plan for."""
-
-
 class InstrumentedPipeline:
     """Saves energy in a pipeline that keeps its own order of units, or in a job without one.
 
@@ -53,7 +49,7 @@ class InstrumentedPipeline:
     and backward. The first step is recorded, and the job made at its end: clocks are controlled and
     energy is metered from the second step on. Messages of the framework are idle between steps.
 
-    Calls that make no step are an InstructionError up to the end of the first one. Later they are
+    Calls that make no step are an EnvPipeError up to the end of the first one. Later they are
     logged once, and training goes on: a unit that comes otherwise than in the first step runs at
     the highest clock, as the rest of its step does, and a step that failed ends nothing.
 
@@ -88,9 +84,9 @@ class InstrumentedPipeline:
         **settings: object,
     ) -> None:
         if num_microbatches < 1:
-            raise InstructionError("A step has at least one microbatch", value=num_microbatches)
+            raise EnvPipeError("A step has at least one microbatch", value=num_microbatches)
         if not (facts is None or isinstance(facts, Mapping)):
-            raise InstructionError(
+            raise EnvPipeError(
                 "The facts of a job are values by name",
                 value=facts,
                 remedy='Give a mapping, such as {"model": "GPT, 24 layers"}.',
@@ -164,7 +160,7 @@ class InstrumentedPipeline:
     def on_instruction_begin(self, name: str) -> None:
         """Begin a `forward` or `backward`: its input is there, or the stream waits for it.
 
-        In a pause, nothing happens. An InstructionError is an unknown name, or a unit outside a
+        In a pause, nothing happens. An EnvPipeError is an unknown name, or a unit outside a
         step or within another one.
         """
         kind = self._kind(name)
@@ -180,7 +176,7 @@ class InstrumentedPipeline:
     def on_instruction_end(self, name: str) -> None:
         """End a unit: its work is handed to the device, or done, and its output is not sent yet.
 
-        In a pause, nothing happens. An InstructionError is one that has not begun.
+        In a pause, nothing happens. An EnvPipeError is one that has not begun.
         """
         kind = self._kind(name)
         if self._paused or self._closed or kind is None:
@@ -193,7 +189,7 @@ class InstrumentedPipeline:
     def on_step_end(self) -> None:
         """End a training step, its optimizer included, on all ranks.
 
-        The end of the first one makes the job. An InstructionError is one outside a step, or within
+        The end of the first one makes the job. An EnvPipeError is one outside a step, or within
         a unit.
 
         Raises:
@@ -213,7 +209,7 @@ class InstrumentedPipeline:
         """Pause for what is not training: an evaluation, or a checkpoint.
 
         It runs at the highest clock, is not billed, and may report units as training does.
-        Training goes on with the next step. Within a step, this is an InstructionError.
+        Training goes on with the next step. Within a step, this is an EnvPipeError.
         """
         if not self._closed and self._check_place("pause", _OUTSIDE):
             self._paused = True
@@ -270,8 +266,8 @@ class InstrumentedPipeline:
         return place == expected
 
     def _misused(self, what: str, remedy: str, **value: object) -> None:
-        """Raise an InstructionError in the first step; later, log it once: training goes on."""
-        error = InstructionError(what, remedy=remedy, **value)
+        """Raise an EnvPipeError in the first step; later, log it once: training goes on."""
+        error = EnvPipeError(what, remedy=remedy, **value)
         if self._job is None:
             raise error
         if what not in self._logged:
@@ -303,13 +299,13 @@ class InstrumentedPipeline:
 def _recognized(letters: list[str], num_microbatches: int) -> Schedule:
     """Return the schedule of a recorded step, from each stage's letters, such as `FFBFBB`.
 
-    Raises InstructionError for any other than 1F1B and GPipe, one chunk a stage.
+    Raises EnvPipeError for any other than 1F1B and GPipe, one chunk a stage.
     """
     for builder in (builders.one_f_one_b, builders.gpipe):
         known = builder(len(letters), num_microbatches)
         if ["".join(unit.kind.letter for unit in units) for units in known.stages] == letters:
             return known
-    raise InstructionError(
+    raise EnvPipeError(
         f"The first step is neither 1F1B nor GPipe of {num_microbatches} microbatches",
         value=dict(enumerate(letters)),
         remedy="Report every forward and backward, and give the right num_microbatches. Other "

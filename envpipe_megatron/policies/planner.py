@@ -8,11 +8,12 @@ import numpy as np
 
 from envpipe_megatron.core.plan import Plan
 from envpipe_megatron.core.profile import Profile
+from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.policies.frequencies import POLICIES as RULES
 from envpipe_megatron.policies.frequencies import RECONFIGURE_POLICIES, Reconfigured, reconfigure
 from envpipe_megatron.policies.frontier import FRONTIER_GAP, plan_frontier
 from envpipe_megatron.policies.orders.auto import AutoSearch, MemoryPoint, memory_frontier
-from envpipe_megatron.policies.problem import PlannerError, Problem
+from envpipe_megatron.policies.problem import Problem
 from envpipe_megatron.policies.request import PlanRequest, check_request, make_problem
 from envpipe_megatron.policies.schedules import SCHEDULES, Built, build_order
 
@@ -33,7 +34,7 @@ class Planned:
 def make_plan(profile: Profile, request: PlanRequest) -> Planned:
     """Plan order and frequencies as requested.
 
-    EnvPipeError: PlannerError for parts of the request that contradict each other, ScheduleError
+    EnvPipeError for parts of the request that contradict each other; of its kinds, ScheduleError
     for a job that the schedule does not fit, ProfileError for a profile that the policy cannot work
     with, LinearProgramError for a deadline that no frequencies meet.
     """
@@ -70,19 +71,19 @@ def build_schedule(profile: Profile, request: PlanRequest) -> Built:
 
 
 def check_frontier(request: PlanRequest, what: str = "A frontier") -> None:
-    """Refuse (PlannerError) a request that no frontier can be planned for."""
+    """Refuse (EnvPipeError) a request that no frontier can be planned for."""
     check_request(request)
     if request.policy != "optimal":
-        raise PlannerError(
+        raise EnvPipeError(
             f"{what} is made of optimal plans", value=request.policy, remedy="Use --policy optimal."
         )
 
 
 def check_memory_frontier(request: PlanRequest) -> None:
-    """Refuse (PlannerError) a request without a memory frontier."""
+    """Refuse (EnvPipeError) a request without a memory frontier."""
     check_frontier(request, "A memory frontier")
     if request.order is not None or request.schedule != "auto":
-        raise PlannerError(
+        raise EnvPipeError(
             "A memory frontier compares orders",
             value=request.schedule if request.order is None else request.order.name,
             remedy="Use --schedule auto.",

@@ -140,10 +140,6 @@ def in_flight_by_memory(profile: Profile, num_microbatches: int) -> tuple[int, .
     return tuple(fit)
 
 
-class PlannerError(EnvPipeError):
-    """A request whose parts contradict each other, or that names what is not known."""
-
-
 @dataclass(frozen=True)
 class PlanRequest:
     """A request for a plan; fields with a help are options of `envpipe plan`.

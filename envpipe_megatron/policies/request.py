@@ -10,14 +10,10 @@ from envpipe_megatron.core.conditions import Conditions, make_conditions
 from envpipe_megatron.core.profile import Profile
 from envpipe_megatron.core.schedule import Schedule
 from envpipe_megatron.core.timeline import RELATIVE_TOLERANCE
+from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.policies.objective import LEAST_ENERGY
 from envpipe_megatron.policies.problem import POLICIES as POLICIES
-from envpipe_megatron.policies.problem import (
-    RECONFIGURE_NAMES,
-    PlannerError,
-    Problem,
-    in_flight_by_memory,
-)
+from envpipe_megatron.policies.problem import RECONFIGURE_NAMES, Problem, in_flight_by_memory
 from envpipe_megatron.policies.problem import PlanRequest as PlanRequest
 from envpipe_megatron.policies.schedules import SCHEDULES, that_take
 
@@ -39,13 +35,11 @@ def make_problem(
 ) -> Problem:
     """Make the problem of a request for a profile; `own_s` and `in_v` are as `Problem` takes them.
 
-    PlannerError: parts of the request contradict each other. EnvPipeError: the profile does not
-    have what it needs.
+    EnvPipeError: parts of the request contradict each other, or the profile does not have what it
+    needs.
     """
     check_request(request)
     order = request.order
-    if order is None:
-        _check_chunks(request)
     if request.split is not None:
         profile = profile.with_split_backwards(request.split)
     chunks = request.num_chunks if order is None else order.num_chunks
@@ -62,28 +56,39 @@ def make_problem(
 
 
 def check_request(request: PlanRequest) -> None:
-    """Refuse (PlannerError) unknown names and parts that contradict each other."""
+    """Refuse (EnvPipeError) unknown names and parts that contradict each other."""
     for what, name, known in (
         ("policy", request.policy, POLICIES),
         ("reconfigure policy", request.reconfigure, RECONFIGURE_NAMES),
         ("schedule", request.schedule, SCHEDULES),
     ):
         if name not in known:
-            raise PlannerError(f"Unknown {what}", value=name, remedy=f"Known: {', '.join(known)}.")
-    row, order = SCHEDULES[request.schedule], request.order
+            raise EnvPipeError(f"Unknown {what}", value=name, remedy=f"Known: {', '.join(known)}.")
+    row, order, chunks = SCHEDULES[request.schedule], request.order, request.num_chunks
     schedule = f"Schedule {row.name}" if order is None else f"Schedule '{order.name}'"
-    if request.num_chunks < 1:
-        raise PlannerError(
-            "A stage has at least one chunk", value=request.num_chunks, remedy="Use 1, or more."
+    if chunks < 1:
+        raise EnvPipeError("A stage has at least one chunk", value=chunks, remedy="Use 1, or more.")
+    if order is None and row.chunks not in (None, chunks):
+        count, remedy = "two chunks", "--num-chunks 2"
+        if row.chunks == 1:
+            count, remedy = "one chunk", "--schedule interleaved, envpipe or auto for chunks"
+        raise EnvPipeError(f"{schedule} has {count} a stage", value=chunks, remedy=f"Use {remedy}.")
+    if order is None and request.group_size and (chunks == 1 or "group_size" not in row.takes):
+        raise EnvPipeError(
+            f"{schedule} has no groups of microbatches"
+            + (" where stages have one chunk" if chunks == 1 else ""),
+            value=request.group_size,
+            remedy=f"Leave --group-size out, or use --schedule {that_take('group_size')} with "
+            "chunks.",
         )
     if request.reconfigure != "default" and request.policy != "envelope":
-        raise PlannerError(
+        raise EnvPipeError(
             f"Reconfiguring goes with the envelope policy, not with {request.policy}",
             value=request.reconfigure,
             remedy="Use --policy envelope, or --reconfigure default.",
         )
     if order is None and row.build is None and request.policy != "optimal":
-        raise PlannerError(
+        raise EnvPipeError(
             "The schedule auto is planned together with the frequencies, by the optimal policy",
             value=request.policy,
             remedy="Use --policy optimal, or another schedule.",
@@ -94,14 +99,14 @@ def check_request(request: PlanRequest) -> None:
         ("dwell time", request.min_dwell_s, 0.0),
     ):
         if request.policy != "optimal" and value != default:
-            raise PlannerError(
+            raise EnvPipeError(
                 f"Policy {request.policy} takes no {what}",
                 value=value,
                 remedy=f"Use --policy optimal, or leave the {what} out.",
             )
     factor = request.deadline_factor
     if factor is not None and not 0 < factor < math.inf:
-        raise PlannerError(
+        raise EnvPipeError(
             "The deadline must be a multiple of the framework's own iteration time",
             value=factor,
             remedy="Give a number above 0: 1 for no slowdown, 1.02 for 2 %.",
@@ -109,38 +114,17 @@ def check_request(request: PlanRequest) -> None:
     for field, has in _HAS.items():
         value = getattr(request, field)
         if value is not None and (order is not None or field not in row.takes):
-            raise PlannerError(
+            raise EnvPipeError(
                 f"{schedule} {has}",
                 value=value,
                 remedy=f"Use --schedule {that_take(field)}, or leave "
                 f"--{field.replace('_', '-')} out.",
             )
-    more = request.num_chunks > 1 or request.split is not None
-    if more and request.channel_capacity is not None:
-        raise PlannerError(
+    if (chunks > 1 or request.split is not None) and request.channel_capacity is not None:
+        raise EnvPipeError(
             "Limits of channels are of whole backwards in one chunk a stage",
-            value="split backwards" if request.split else f"{request.num_chunks} chunks",
+            value="split backwards" if request.split else f"{chunks} chunks",
             remedy="Leave out the limit, or the chunks and the split.",
-        )
-
-
-def _check_chunks(request: PlanRequest) -> None:
-    # Not in check_request: a job that is given its plan has chunks in any order it asks for.
-    row, chunks = SCHEDULES[request.schedule], request.num_chunks
-    if row.chunks not in (None, chunks):
-        count, remedy = "two chunks", "--num-chunks 2"
-        if row.chunks == 1:
-            count, remedy = "one chunk", "--schedule interleaved, envpipe or auto for chunks"
-        raise PlannerError(
-            f"Schedule {row.name} has {count} a stage", value=chunks, remedy=f"Use {remedy}."
-        )
-    if request.group_size and (chunks == 1 or "group_size" not in row.takes):
-        raise PlannerError(
-            f"Schedule {row.name} has no groups of microbatches"
-            + (" where stages have one chunk" if chunks == 1 else ""),
-            value=request.group_size,
-            remedy=f"Leave --group-size out, or use --schedule {that_take('group_size')} with "
-            "chunks.",
         )
 
 
@@ -179,7 +163,7 @@ def _in_flight(profile: Profile, request: PlanRequest, chunks: int) -> tuple[int
     if isinstance(limit, tuple) and len(limit) in (1, stages):
         each = (int(most * chunks * (1 + RELATIVE_TOLERANCE)) for most in limit)
         return tuple(each) * (stages // len(limit))
-    raise PlannerError(
+    raise EnvPipeError(
         "The limit on microbatches in flight must be one number, one for each stage, or "
         f"'{BY_MEMORY}'",
         value=limit,

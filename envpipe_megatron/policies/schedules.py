@@ -8,8 +8,8 @@ the framework's, with extra forwards by EnvPipe's rule.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -18,14 +18,9 @@ from envpipe_megatron.core.kinds import Kind, ScheduleError
 from envpipe_megatron.core.orders import builders
 from envpipe_megatron.core.orders.builders import zero_bubble, zero_bubble_v
 from envpipe_megatron.core.schedule import Schedule
-from envpipe_megatron.errors import plain
+from envpipe_megatron.errors import EnvPipeError, plain
 from envpipe_megatron.policies.frequencies import added_functions
-from envpipe_megatron.policies.problem import (
-    PlannerError,
-    Problem,
-    check_own_within,
-    envpipe_counts,
-)
+from envpipe_megatron.policies.problem import Problem, check_own_within, envpipe_counts
 
 #: Measured on GPT-3 175B in two chunks (A100s, A40s; 16 to 96 microbatches): 0.1 to 0.4 points.
 _IN_CHUNKS = (
@@ -44,24 +39,19 @@ def envpipe_order(problem: Problem) -> tuple[Schedule, tuple[str, ...]]:
         check_own_within(problem.own_order, problem.max_in_flight)
         return problem.own_order, (_IN_CHUNKS,)
     limits = problem.order_limits()
-    wanted = replace(limits, max_fall=None).fit(envpipe_counts(problem.profile, limits.most))
+    wanted = envpipe_counts(problem.profile, limits.most)
     extra = limits.fit(wanted)
-    lowered, capacity = _lowered(wanted, extra), problem.channel_capacity
-    note = (
-        f"Extra forwards lowered on {lowered}: on a channel of capacity {capacity} "
-        f"they may fall by at most {limits.max_fall} from a stage to the next. {CHANNEL_REMEDY}"
-    )
-    order = builders.envpipe(problem.num_stages, problem.num_microbatches, extra)
-    return order, (note,) if lowered else ()
-
-
-def _lowered(wanted: Sequence[int], extra: Sequence[int]) -> str:
-    """Name the stages that have fewer extra forwards than wanted, with both counts."""
-    return ", ".join(
+    lowered = ", ".join(
         f"stage {stage} from {before} to {after}"
         for stage, (before, after) in enumerate(zip(wanted, extra, strict=True))
         if after < before
     )
+    note = (
+        f"Extra forwards lowered on {lowered}: on a channel of capacity {problem.channel_capacity} "
+        f"they may fall by at most {limits.max_fall} from a stage to the next. {CHANNEL_REMEDY}"
+    )
+    order = builders.envpipe(problem.num_stages, problem.num_microbatches, extra)
+    return order, (note,) if lowered else ()
 
 
 #: An order, and notes on what limited it.
@@ -108,7 +98,7 @@ def _zero_bubble(
     `most` says how many microbatches x chunks each of p stages holds at most.
     """
     if Kind.INPUT_GRADIENT not in problem.profile.kinds:
-        raise PlannerError(
+        raise EnvPipeError(
             f"Schedule {problem.schedule} splits backwards, and {problem.profile.source} does not "
             "say what the parts take",
             remedy="Add --split-overhead 0.01 to assume halves that take 1 % more together, or "
@@ -124,7 +114,7 @@ def _zero_bubble(
             order = build(stages, problem.num_microbatches, limit)
         except ScheduleError:
             held = plain(order.peak_held(shares).round(1).tolist())
-            raise PlannerError(
+            raise EnvPipeError(
                 f"Schedule {problem.schedule} needs memory of {held} microbatches (x chunks) in "
                 "flight by stage, since a pending weight gradient takes more than one",
                 value=in_flight,
@@ -197,7 +187,7 @@ def that_take(field: str) -> str:
 def build_order(problem: Problem) -> Built:
     """Return the order of a problem, not planned with the clocks, and notes on what limited it.
 
-    PlannerError: a function of another package made an order of another job.
+    EnvPipeError: a function of another package made an order of another job.
     """
     built: Schedule | Built
     if problem.order is not None:
@@ -210,12 +200,12 @@ def build_order(problem: Problem) -> Built:
     job = (problem.num_stages, problem.num_microbatches, problem.num_chunks)
     made = (schedule.num_stages, schedule.num_microbatches, schedule.num_chunks)
     if made != job:
-        raise PlannerError(
+        raise EnvPipeError(
             f"Schedule {name} has {_counts(*made)}, and the job has {_counts(*job)}",
             remedy="Give an order of the job, or fix the function that builds it.",
         )
     if problem.profile.assumed is not None and not schedule.split:
-        raise PlannerError(
+        raise EnvPipeError(
             f"Schedule {name} splits no backward, and the cost of splitting is given",
             remedy="Leave --split-overhead out, or use --schedule auto.",
         )

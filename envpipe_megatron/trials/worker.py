@@ -103,7 +103,7 @@ class Rank:
         """Report how long a change of each rank's clock takes; a guard holds the GPU meanwhile."""
         self._report("say", arm="latency", text="how long a change of clock takes is measured")
         found = self._collectives.everywhere(
-            lambda: latency.measure_latency(self._device.gpu, None, None, _LATENCY_REPEATS)
+            lambda: latency.measure_latency(self._device.gpu, None, _LATENCY_REPEATS)
         )
         self._report("latency", gpus=self._collectives.in_pipeline(found))
 

@@ -29,10 +29,6 @@ _NICE = 10
 _ONE_THREAD = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 
 
-class BackgroundError(EnvPipeError):
-    """The process of a piece of work has ended, or was ended, without a result."""
-
-
 class Background(Generic[T]):
     """One piece of work at a time in a child process, which training does not wait for.
 
@@ -70,7 +66,7 @@ class Background(Generic[T]):
     def take(self) -> T | None:
         """Return the result, once; None as long as there is none.
 
-        Raises what the work raised, BackgroundError if it was given up or its process has died.
+        Raises what the work raised, EnvPipeError if it was given up or its process has died.
         """
         if self._child is None:
             return None
@@ -81,9 +77,9 @@ class Background(Generic[T]):
         self._child = None
         with answer:
             if status == -signal.SIGALRM:
-                raise BackgroundError(f"No end in {_LIMIT_S} s")
+                raise EnvPipeError(f"No end in {_LIMIT_S} s")
             if status:
-                raise BackgroundError(
+                raise EnvPipeError(
                     "The process that plans has died",
                     value=signal.Signals(-status).name if status < 0 else f"status {status}",
                     remedy="Look whether the host's memory is full.",

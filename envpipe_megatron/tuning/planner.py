@@ -195,7 +195,7 @@ class Planner:
         return plans
 
     def unplanned(self, own: Clocked) -> Plan:
-        """Return the plan of an order for which none was made; StoreError without meters."""
+        """Return the plan of an order for which none was made; EnvPipeError without meters."""
         known = self._store.profile(careful=False)
         return Plan(UNPLANNED, own.schedule, own.frequency_mhz, known, known_conditions(known))
 

@@ -25,6 +25,7 @@ from envpipe_megatron.core.plan import Plan
 from envpipe_megatron.core.profile import Profile
 from envpipe_megatron.core.schedule import Schedule
 from envpipe_megatron.core.timeline import critical_path
+from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.formats.energy import Phase
 from envpipe_megatron.policies.frequencies import (
     Ended,
@@ -38,7 +39,6 @@ from envpipe_megatron.policies.problem import Problem
 from envpipe_megatron.tuning.background import Background
 from envpipe_megatron.tuning.command_maker import CommandMaker
 from envpipe_megatron.tuning.commands import Clocked, Command, Run, Window
-from envpipe_megatron.tuning.measured.powers import StoreError
 from envpipe_megatron.tuning.measured.store import Store
 from envpipe_megatron.tuning.probes.probe import Look, probe, probe_clocks_mhz
 
@@ -103,7 +103,7 @@ def measured_profile(
         steps_at_clock: as for `sweep_probe`.
         first: iterations of the store's order at the highest clock.
 
-    Raises StoreError if the counters of a stage fail.
+    Raises EnvPipeError if the counters of a stage fail.
     """
     commands = CommandMaker(store)
     commands.learn(store.at_top(store.schedule), first)
@@ -117,7 +117,7 @@ def measured_profile(
                 break
         for stage, report in enumerate(window.stages):
             if not report.metered:
-                raise StoreError(
+                raise EnvPipeError(
                     f"Stage {stage}: The energy counter failed while profiling: it said nothing",
                     remedy="Look at the driver's log. Steps that are short want more of them at "
                     "each clock; a profile by file needs no counter.",
@@ -138,7 +138,7 @@ def planned_beside(
 ) -> Run[tuple[Plan, tuple[str, ...]]]:
     """Have one plan made by `background` while training goes on as it ran last.
 
-    Returns what `planned` does; raises what that raises, BackgroundError if it is ended.
+    Returns what `planned` does; raises what that raises, EnvPipeError if it is ended.
     """
     with closing(background):
         background.start(partial(planned, problem))

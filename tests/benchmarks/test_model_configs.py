@@ -3,9 +3,10 @@
 import pytest
 
 pytest.importorskip("transformers")
+pytest.importorskip("deepspeed")
 import torch
 
-from benchmarks.models.configs import NAMES, batches, config_of, length_of
+from benchmarks.models.train import NAMES, batches, config_of, length_of
 from envpipe_megatron.integrations.huggingface import split_model
 from envpipe_megatron.integrations.huggingface.torch_stages import Stage
 

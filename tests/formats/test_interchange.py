@@ -18,7 +18,7 @@ from envpipe_megatron.core.orders import builders
 from envpipe_megatron.core.plan import Plan
 from envpipe_megatron.core.schedule import Schedule
 from envpipe_megatron.errors import EnvPipeError
-from envpipe_megatron.formats.interchange import InterchangeError, read_freqs, write_freqs
+from envpipe_megatron.formats.interchange import read_freqs, write_freqs
 
 CURVE = {1410: (0.10, 40.0), 1200: (0.11, 34.0), 900: (0.13, 32.0)}
 #: Two stages and two microbatches as lowtime 0.3 and Zeus's example write them.
@@ -73,7 +73,7 @@ def test_any_order_comes_back_or_is_refused_for_its_microbatches(tmp_path_factor
         assert back.stages == orders
         assert frequency_mhz.tolist() == plan.frequency_mhz.tolist()
     else:
-        with pytest.raises(InterchangeError, match="out of ascending"):
+        with pytest.raises(EnvPipeError, match="out of ascending"):
             write_freqs(plan_on(schedule), path)
 
 
@@ -106,7 +106,7 @@ def test_what_is_written_is_what_zeus_evaluates(tmp_path):
 def test_code_in_a_file_is_refused_and_not_run(tmp_path, template):
     witness = tmp_path / "was_run"
     call = f"__import__('pathlib').Path({str(witness)!r}).touch()"
-    with pytest.raises(InterchangeError, match=r"freqs_pipeline_00007\.py is not readable"):
+    with pytest.raises(EnvPipeError, match=r"freqs_pipeline_00007\.py is not readable"):
         read(tmp_path, template.format(call=call))
     assert not witness.exists()
     eval(call)
@@ -127,7 +127,7 @@ def test_code_in_a_file_is_refused_and_not_run(tmp_path, template):
     ],
 )
 def test_an_entry_of_another_form_is_refused(tmp_path, entry):
-    with pytest.raises(InterchangeError, match="not readable as literals"):
+    with pytest.raises(EnvPipeError, match="not readable as literals"):
         read(tmp_path, f"[[{entry}, ('backward', 1410)]]")
 
 
@@ -144,7 +144,7 @@ def test_a_file_that_is_no_list_of_stages_is_refused(tmp_path, content):
     path = tmp_path / "odd.py"
     path.write_bytes(content)
     for asked in (path, tmp_path / "absent.py"):
-        with pytest.raises(InterchangeError, match=re.escape(asked.name)):
+        with pytest.raises(EnvPipeError, match=re.escape(asked.name)):
             read_freqs(asked, 1)
 
 
@@ -189,6 +189,6 @@ def test_units_that_do_not_fit_are_refused(tmp_path, changed, microbatches, told
     ids=["name", "chunks", "forward-only", "descending", "parking"],
 )
 def test_a_plan_that_the_format_cannot_hold_is_refused(tmp_path, plan, name, told):
-    with pytest.raises(InterchangeError, match=told):
+    with pytest.raises(EnvPipeError, match=told):
         write_freqs(plan, tmp_path / name)
     assert not (tmp_path / name).exists()

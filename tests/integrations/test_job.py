@@ -19,10 +19,11 @@ import torch.distributed as dist
 from energy_lines import bill, job, window
 
 from envpipe_megatron.core.orders.builders import framework_order
+from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.formats.energy import parse_window
 from envpipe_megatron.formats.energy_sums import EnergySums
 from envpipe_megatron.integrations import job as integrations_job
-from envpipe_megatron.integrations.instructions import InstructionError, InstrumentedPipeline
+from envpipe_megatron.integrations.instructions import InstrumentedPipeline
 from envpipe_megatron.integrations.job import (
     FrameworkJob,
     WithoutEnvPipeError,
@@ -229,7 +230,7 @@ def test_a_closed_job_gives_back_the_clock_and_then_the_channels_memory():
 def test_facts_that_are_no_mapping_are_refused_before_a_step():
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
-        with pytest.raises(InstructionError, match=r"values by name \(got GPT, 24\)"):
+        with pytest.raises(EnvPipeError, match=r"values by name \(got GPT, 24\)"):
             InstrumentedPipeline(dist.group.WORLD, 2, gpu="a40", facts=["GPT", 24])
     finally:
         dist.destroy_process_group()

@@ -23,7 +23,6 @@ from envpipe_megatron.integrations.hooking import replaced
 from envpipe_megatron.integrations.levels import JobError, Level
 from envpipe_megatron.integrations.megatron.limits import LIMITS, keep_sequence
 from envpipe_megatron.integrations.options import add_arguments
-from envpipe_megatron.policies.request import check_request
 from envpipe_megatron.runtime.job.options import JobOptions
 
 pytestmark = pytest.mark.xdist_group("megatron")
@@ -207,8 +206,14 @@ def test_whole_steps_are_opened_and_closed_outside_of_megatrons_function(hooks, 
     from envpipe_megatron.integrations.megatron import training as module
 
     told, training = job.session.told, hooks._hooks.job
-    run = SimpleNamespace(units=whole_iteration(1).stages[0], next_unit=None)
-    run.begin_unit, run.end_unit = (partial(told.append, name) for name in ("begin", "end"))
+    (unit,) = whole_iteration(1).stages[0]
+    run = SimpleNamespace(next_unit=unit, begin_unit=partial(told.append, "begin"))
+
+    def end_unit():
+        told.append("end")
+        run.next_unit = None
+
+    run.end_unit = end_unit
     job.session.parts.num_stages = 1
     job.session.open_iteration = lambda *_: run
     training.decision = replace(training.decision, level=Level.UNIFORM)
@@ -457,4 +462,4 @@ def test_a_batch_that_no_pipeline_of_chunks_runs_is_measured(hooks, monkeypatch)
         )
         hooks.Training(args, usual, LIMITS, [gpt(), gpt(), gpt()], group)
     assert [job.level for job in made] == [Level.OBSERVE] * 2
-    check_request(replace(made[1].options, num_microbatches=8, num_chunks=3).request())
+    assert (made[1].options.scheduling, made[1].options.max_in_flight) == ("1f1b", None)

@@ -213,17 +213,12 @@ def test_room_for_what_waits_between_two_parts_is_that_of_linear_layers(
     """With recomputation a microbatch in flight holds next to nothing, and such a wait much."""
     from envpipe_megatron.core.orders import builders
     from envpipe_megatron.core.orders.builders import split_late
-    from envpipe_megatron.integrations.megatron.self_check import _Memory
+    from envpipe_megatron.integrations.megatron import self_check
+    from envpipe_megatron.runtime.memory.stage import Reading
 
-    numbers = {
-        "is_available": True,
-        "memory_allocated": 10 * GIB,
-        "max_memory_allocated": 14 * GIB,
-        "memory_reserved": 14 * GIB,
-        "mem_get_info": (int(free_gib * GIB), 80 * GIB),
-    }
-    for name, value in numbers.items():
-        monkeypatch.setattr(torch.cuda, name, lambda value=value: value)
+    device = SimpleNamespace(capacity_bytes=lambda: (14 + free_gib) * GIB)
+    device.read = lambda: Reading(allocated_bytes=10 * GIB, peak_bytes=14 * GIB)
+    monkeypatch.setattr(self_check, "device_memory", lambda: device)
     width = 4096 if recomputes else 8
     model = torch.nn.ModuleDict({"embedding": torch.nn.Linear(2**14, 2**14, device="meta")})
     model["layers"] = torch.nn.Sequential(
@@ -233,12 +228,12 @@ def test_room_for_what_waits_between_two_parts_is_that_of_linear_layers(
         context_parallel_size=2, num_moe_experts=None, moe_router_topk=2,
         expert_model_parallel_size=1,
     )  # fmt: skip
-    memory = _Memory({"model": model, "seq_length": 4096, "micro_batch_size": 4}, 0)
+    memory = self_check._Memory({"model": model, "seq_length": 4096, "micro_batch_size": 4}, 0)
     # Where it recomputes, 4 GiB: 8192 tokens, 16384 elements of 4 bytes a token, 8 layers.
     own, longer = builders.one_f_one_b(4, 8), builders.envpipe(4, 8, [1, 0, 0, 0])
     assert memory.has_room(own, own)
     for peak_gib in (14, 18):  # the second is of an order that was tried and is wrong
-        monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda peak=peak_gib * GIB: peak)
+        device.read = lambda peak=peak_gib * GIB: Reading(10 * GIB, peak)
         assert (memory.has_room(own, longer), memory.has_room(own, split_late(own))) == fits
 
 

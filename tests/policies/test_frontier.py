@@ -16,13 +16,13 @@ from envpipe_megatron.core.orders import builders
 from envpipe_megatron.core.plan import PlanError
 from envpipe_megatron.core.profile import make_profile
 from envpipe_megatron.core.profile_rows import ProfileRow, SplitBackward
+from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.formats.frontier import (
     CSV_COLUMNS,
     read_frontier,
     write_frontier,
 )
 from envpipe_megatron.policies.planner import make_frontier, make_memory_frontier, make_plan
-from envpipe_megatron.policies.problem import PlannerError
 from envpipe_megatron.policies.request import PlanRequest
 
 #: {frequency_mhz: (time_s, energy_j)}: slower is cheaper down to 900 MHz, and dearer below.
@@ -71,7 +71,7 @@ def test_the_joint_frontier_is_nowhere_above_those_of_its_orders():
 
 @pytest.mark.parametrize("make", [lambda p, r: make_frontier(p, r, 5), make_memory_frontier])
 def test_frontiers_are_made_of_optimal_plans(make):
-    with pytest.raises(PlannerError, match="optimal"):
+    with pytest.raises(EnvPipeError, match="optimal"):
         make(PROFILE, PlanRequest(8, "envpipe", "envelope"))
 
 
@@ -91,7 +91,7 @@ def test_a_profile_without_a_valley_has_a_frontier():
 
 
 def test_a_memory_frontier_compares_orders():
-    with pytest.raises(PlannerError, match="auto"):
+    with pytest.raises(EnvPipeError, match="auto"):
         make_memory_frontier(PROFILE, request("envpipe"))
 
 

@@ -18,7 +18,6 @@ from envpipe_megatron.policies.objective import Goal, Objective, peak_power_w
 from envpipe_megatron.policies.optimal.linear_program import LinearProgramError
 from envpipe_megatron.policies.optimal.optimizer import Optimizer
 from envpipe_megatron.policies.planner import make_plan
-from envpipe_megatron.policies.problem import PlannerError
 from envpipe_megatron.policies.request import PlanRequest
 from envpipe_megatron.tuning.parking import park
 
@@ -224,5 +223,5 @@ def test_objectives_that_make_no_sense_are_refused(parts, said):
 
 
 def test_only_the_optimal_policy_has_an_objective():
-    with pytest.raises(PlannerError, match="takes no objective"):
+    with pytest.raises(EnvPipeError, match="takes no objective"):
         make_plan(PROFILE, PlanRequest(8, objective=Objective(Goal.TIME)))

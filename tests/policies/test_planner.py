@@ -15,11 +15,11 @@ from envpipe_megatron.core.orders.builders import zero_bubble, zero_bubble_v
 from envpipe_megatron.core.plan import read_plan
 from envpipe_megatron.core.profile import make_profile, read_profile
 from envpipe_megatron.core.profile_rows import ProfileError, SplitBackward
+from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.policies.clock_changes.clock_runs import shortest_dwell_s
 from envpipe_megatron.policies.frequencies import Ended
 from envpipe_megatron.policies.optimal.linear_program import LinearProgramError
 from envpipe_megatron.policies.planner import build_schedule, make_frontier, make_plan
-from envpipe_megatron.policies.problem import PlannerError
 from envpipe_megatron.policies.request import PlanRequest
 
 CURVE = {f: (1 + (1200 - f) / 480, 10 + (f - 1080) / 20) for f in (1200, 1170, 1140, 1110, 1080)}
@@ -75,7 +75,7 @@ def test_zero_bubble_orders_fit_where_weight_gradients_hold_the_most(limit, name
     request = PlanRequest(8, "zb-h2", max_in_flight=limit, split=SplitBackward())
     plan = partial(make_plan, replace(PROFILE, sidecar=known), request)
     if name is None:
-        with pytest.raises(PlannerError, match=r"needs memory of 7\.0, 10\.0, 13\.0, 16\.0 micro"):
+        with pytest.raises(EnvPipeError, match=r"needs memory of 7\.0, 10\.0, 13\.0, 16\.0 micro"):
             plan()
     else:
         assert plan().plan.schedule.name == name
@@ -252,7 +252,7 @@ REFUSED = [
 
 @pytest.mark.parametrize(("schedule", "options", "said"), REFUSED)
 def test_what_does_not_go_together_is_refused(schedule, options, said):
-    with pytest.raises(ScheduleError if "Allow 4" in said else PlannerError, match=said):
+    with pytest.raises(ScheduleError if "Allow 4" in said else EnvPipeError, match=said):
         make_plan(PROFILE, PlanRequest(8, schedule, **options))
 
 

@@ -4,6 +4,7 @@ import random
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import plain_stages
 import torch
@@ -91,14 +92,11 @@ def train(
     )
     device = FakeMemory(capacities[rank] if capacities else 10**9)
     stage = FakeStage(device, sizes, random.Random(rank), is_first=rank == 0)
-    session, gpu = plain_stages.session(
-        rank,
-        config,
-        root,
-        time_at_max_s=TIMES,
-        say=told.said.append,
-        memory=device if capacities else None,
-    )
+    seen = device if capacities else None
+    with patch("envpipe_megatron.runtime.job.session.device_memory", lambda: seen):
+        session, gpu = plain_stages.session(
+            rank, config, root, time_at_max_s=TIMES, say=told.said.append
+        )
     gpu.supported_frequencies_mhz = gpu.supported_frequencies_mhz[::40]  # a short sweep
     for clocks_mhz in session.parts.clocks_mhz:
         clocks_mhz.intersection_update(gpu.supported_frequencies_mhz)

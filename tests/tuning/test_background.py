@@ -17,14 +17,14 @@ from presets import preset_profile
 
 from envpipe_megatron.core.conditions import known_conditions
 from envpipe_megatron.core.kinds import Kind
+from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.formats.energy import Phase
 from envpipe_megatron.gpu.guard.messages import wait_readable
 from envpipe_megatron.gpu.presets import load_preset
 from envpipe_megatron.policies.objective import LEAST_ENERGY
-from envpipe_megatron.policies.problem import PlannerError
 from envpipe_megatron.policies.request import PlanRequest, check_request, make_problem
 from envpipe_megatron.runtime.job.options import JobOptions
-from envpipe_megatron.tuning.background import Background, BackgroundError
+from envpipe_megatron.tuning.background import Background
 from envpipe_megatron.tuning.planner import Planner
 from envpipe_megatron.tuning.sweep import planned, planned_beside
 from job_runs import Ran, run_job
@@ -66,7 +66,7 @@ def test_what_never_ends_ends_itself(monkeypatch):
     background.start(FOR_EVER)
     signal.signal(signal.SIGALRM, before)
     pid = pid_of(background)
-    with pytest.raises(BackgroundError, match="No end in 1 s"):
+    with pytest.raises(EnvPipeError, match="No end in 1 s"):
         taken(background)
     assert is_gone(pid)
     assert not background.busy
@@ -90,7 +90,7 @@ def test_what_is_killed_has_failed_and_may_be_tried_again():
     background = Background()
     background.start(FOR_EVER)
     os.kill(pid_of(background), signal.SIGKILL)  # as by a host without memory
-    with pytest.raises(BackgroundError, match="SIGKILL"):
+    with pytest.raises(EnvPipeError, match="SIGKILL"):
         taken(background)
     background.start(partial(abs, -1))
     assert taken(background) == 1
@@ -102,7 +102,7 @@ def test_errors_come_as_they_were_or_in_words():
     with pytest.raises(RuntimeError, match=r"ValueError: .*none"):
         taken(background)
     background.start(partial(check_request, PlanRequest(4, "no-such")))
-    with pytest.raises(PlannerError, match="no-such"):
+    with pytest.raises(EnvPipeError, match="no-such"):
         taken(background)
     with pytest.raises(AttributeError, match="pickle"):
         background.start(lambda: 1)

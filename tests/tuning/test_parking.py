@@ -16,7 +16,7 @@ from envpipe_megatron.core.orders import builders
 from envpipe_megatron.core.plan import Plan
 from envpipe_megatron.core.schedule import Schedule
 from envpipe_megatron.policies.clock_changes.clock_runs import shortest_dwell_s
-from envpipe_megatron.policies.optimal.choices import mean_waiting_power_w, waiting_floor_w
+from envpipe_megatron.policies.optimal.optimizer import mean_waiting_power_w, waiting_floor_w
 from envpipe_megatron.tuning import parking
 
 #: At 1200 MHz stage 0 runs F0 0-1, F1 1-2, B0 4-6, B1 7-9, stage 1 F0 1-2 B0 -4 F1 -5 B1 -7.

@@ -75,7 +75,7 @@ def measure_latency(
     check_outputs([output] if output else [], [])
     with tempfile.TemporaryDirectory() as folder:
         gpu = EmulatedGpu.create(emulated, 0, folder) if emulated else _real_gpu(device)
-        result = measure(gpu, None, clocks, repeats, lambda text: say(f"{gpu.name}: {text}"))
+        result = measure(gpu, clocks, repeats, lambda text: say(f"{gpu.name}: {text}"))
     _show_latency(result)
     settling_s = result["frequency_change_s"]
     if settling_s is None:

@@ -145,25 +145,28 @@ class Guard:
 
     def run(self) -> None:
         """Take the lease, serve the rank, and bring the clock back."""
+        lease: Lease | None = None
         try:
             with self._time_limit():
                 gpu = self._opened()
                 ends_s, late_s = gpu.control_ends_s(), gpu.late_request_s
                 clocks = gpu.supported_frequencies_mhz
                 usual = sweep_range(clocks or (0,), override_for(gpu.name), 0.0)
-                lease = Lease.take(
-                    self.address,
-                    self.job,
-                    rank=self.rank,
-                    open_gpu=open_gpu,
-                    clocks_mhz=(*clocks[:1], usual[-1]) if gpu.changes_clock else (),
-                )
+                if gpu.changes_clock:  # a dry run leaves nothing to undo
+                    lease = Lease.take(
+                        self.address,
+                        self.job,
+                        rank=self.rank,
+                        open_gpu=open_gpu,
+                        clocks_mhz=(*clocks[:1], usual[-1]),
+                    )
                 # Permission to lock does not imply permission to reset, as with sudo rules: what
                 # cannot be undone shows before a clock is locked.
                 try:
                     gpu.reset_frequency()
                 except BaseException:
-                    lease.release()
+                    if lease is not None:
+                        lease.release()
                     raise
         except Exception as error:
             _LOG.warning("%s: not held: %s", self.address.uid, error)
@@ -175,10 +178,9 @@ class Guard:
             self._controller = PageController(gpu, self.page)
             self._say(guard_pid=os.getpid(), patience_s=self.heartbeat_s + late_s)
             _LOG.info("%s: %s", self.address.uid, self._watch(ends_s))
-            if self._bring_back(late_s):
-                lease.release()
-            else:
-                lease.close()
+            is_back = self._bring_back(late_s)
+            if lease is not None:
+                lease.release() if is_back else lease.close()
         except BaseException:
             self._reserve = None
             self._reset()

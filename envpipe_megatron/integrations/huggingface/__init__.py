@@ -4,12 +4,6 @@ For DeepSpeed's engine `deepspeed_stages.pipeline_module` follows, for torch.dis
 `torch_stages.pipeline_stage`.
 """
 
-from envpipe_megatron.integrations.huggingface.layers import ModelError
-from envpipe_megatron.integrations.huggingface.split import (
-    SplitModel,
-    WeightsError,
-    split_model,
-    weights_of,
-)
+from envpipe_megatron.integrations.huggingface.split import SplitModel, split_model, weights_of
 
-__all__ = ["ModelError", "SplitModel", "WeightsError", "split_model", "weights_of"]
+__all__ = ["SplitModel", "split_model", "weights_of"]

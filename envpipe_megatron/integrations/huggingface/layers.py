@@ -25,11 +25,6 @@ from transformers import (
 
 from envpipe_megatron.errors import EnvPipeError
 
-
-class ModelError(EnvPipeError):
-    """A model or a version of transformers that is not split here."""
-
-
 MASK = "attention_mask"
 #: Inputs of a model beside the first, in the order in which messages have them.
 EXTRAS = ("token_type_ids", MASK)
@@ -307,18 +302,18 @@ FAMILIES = {
 
 
 def family_of(config: Any) -> Family:
-    """Return a configuration's family; ModelError if there is none, or a setting is refused."""
+    """Return a configuration's family; EnvPipeError if there is none, or a setting is refused."""
     model_type = getattr(config, "model_type", None)
     family = FAMILIES.get(model_type) if isinstance(model_type, str) else None
     if family is None:
-        raise ModelError(
+        raise EnvPipeError(
             "Models of this type are not split into stages",
             value=model_type or type(config).__name__,
             remedy=f"Those are: {', '.join(FAMILIES)}, by a configuration of transformers.",
         )
     for name in family.refused:
         if getattr(config, name, False):
-            raise ModelError(
+            raise EnvPipeError(
                 f"A {model_type} with {name} is not split into stages",
                 value=getattr(config, name),
                 remedy=f"Set {name} to false in the configuration.",
@@ -327,11 +322,11 @@ def family_of(config: Any) -> Family:
 
 
 def rotary_of(model: Any, config: Any) -> Rotary | None:
-    """Return what makes a model's rotary angles; ModelError for attention that is not split."""
+    """Return what makes a model's rotary angles; EnvPipeError for attention that is not split."""
     if not hasattr(config, "num_attention_heads"):  # no Transformer
         return None
     if model.config._attn_implementation != _IMPLEMENTATION:
-        raise ModelError(
+        raise EnvPipeError(
             "Models with this implementation of attention are not split into stages",
             value=model.config._attn_implementation,
             remedy=f"Set attn_implementation of the configuration to {_IMPLEMENTATION}.",

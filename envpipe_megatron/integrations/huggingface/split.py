@@ -91,10 +91,8 @@ class SplitModel:
 
     Parameters have torch's default data type: set that before, or let the engine convert them.
 
-    Raises:
-        ModelError: a model or setting that is not split here.
-        JobError: a version of transformers that EnvPipe was not tried with.
-        WeightsError: files that are not the model's.
+    Raises EnvPipeError for a model, a setting or a version of transformers that is not split here,
+    and for files that are not the model's.
     """
 
     def __init__(
@@ -179,12 +177,6 @@ _FILE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
 #: Names that an error lists.
 _SHOWN = 5
-
-
-class WeightsError(EnvPipeError):
-    """Files of weights that are not those of the model."""
-
-
 #: Of a tensor in files: which file, and its name there.
 _Place = tuple[Path, str]
 
@@ -199,7 +191,7 @@ def _places(folder: Path, family: Family, model: Any, needed: Collection[str]) -
         family: of the model; says which names are old ones, and which it has no use for.
         needed: names of the model's weights; tied ones once.
 
-    Raises WeightsError for files that are not there or cannot be read, and for names that are
+    Raises EnvPipeError for files that are not there or cannot be read, and for names that are
     missing or unknown.
     """
     files, known = _files(folder), model.state_dict().keys()
@@ -222,7 +214,7 @@ def _places(folder: Path, family: Family, model: Any, needed: Collection[str]) -
     ]
     for wrong, names in (("lacks", missing), ("has unknown", unknown)):
         if names:
-            raise WeightsError(
+            raise EnvPipeError(
                 f"{folder} {wrong} weights: {len(names)} of them",
                 value=names[:_SHOWN],
                 remedy="Give the files of this model; its configuration says which layers it "
@@ -232,14 +224,14 @@ def _places(folder: Path, family: Family, model: Any, needed: Collection[str]) -
 
 
 def _read(place: _Place, shape: tuple[int, ...]) -> Tensor:
-    """Read a tensor; a WeightsError if its shape is another one."""
+    """Read a tensor; an EnvPipeError if its shape is another one."""
     file, name = place
     with _readable(file), safe_open(file, framework="pt") as opened:
         found = tuple(opened.get_slice(name).get_shape())
         if found == shape:
             tensor: Tensor = opened.get_tensor(name)
             return tensor
-    raise WeightsError(
+    raise EnvPipeError(
         f"{name} in {file} has another shape than the model's, {shape}",
         value=found,
         remedy="Give the configuration that these weights were trained with.",
@@ -258,11 +250,11 @@ def _files(folder: Path) -> dict[str, Path]:
 
 @contextmanager
 def _readable(file: Path) -> Iterator[None]:
-    """Raise a WeightsError for what cannot be read of a file."""
+    """Raise an EnvPipeError for what cannot be read of a file."""
     try:
         yield
     except (OSError, SafetensorError, ValueError, LookupError, AttributeError) as error:
-        raise WeightsError(
+        raise EnvPipeError(
             f"Weights cannot be read: {error}",
             value=str(file),
             remedy=f"Fetch the files again, or save the model there by save_pretrained: {_FILE}, "

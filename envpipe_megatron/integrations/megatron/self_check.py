@@ -31,6 +31,7 @@ from envpipe_megatron.integrations.megatron.work import listed
 from envpipe_megatron.runtime.channel.carrier import StageSpecs
 from envpipe_megatron.runtime.execution.stage_run import Rehearsal
 from envpipe_megatron.runtime.job.session import Session
+from envpipe_megatron.runtime.memory.stage import device_memory
 
 #: How much further a gradient may be from Megatron's than Megatron's two runs are from each other;
 #: as far apart as the most of their own size, they show nothing.
@@ -253,25 +254,24 @@ class Outcome:
 
 
 class _Memory:
-    """The device memory that an iteration of this stage needed."""
+    """The device memory that an iteration of this stage needed, where an allocator counts it."""
 
     def __init__(self, arguments: Arguments, stage: int) -> None:
-        self._stage = stage
+        self._stage, self._device = stage, device_memory()
         self._waiting_bytes = max(waiting_bytes(arguments))
-        self._known = torch.cuda.is_available()
-        if self._known:
-            self._before_bytes = torch.cuda.memory_allocated()
+        self._before_bytes = self._device.read().allocated_bytes if self._device else 0
 
     @cached_property
     def _peak_bytes(self) -> int:
         """Return the peak of Megatron's own runs: it is first read before another order runs."""
-        return torch.cuda.max_memory_allocated()
+        assert self._device is not None
+        return self._device.read().peak_bytes
 
     def has_room(self, own: Schedule, other: Schedule) -> bool:
         """Return whether another order would fit where Megatron's own has just run."""
-        if not self._known or own.stages == other.stages:
+        if self._device is None or own.stages == other.stages:
             return True
-        free_bytes = torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved() - self._peak_bytes
+        free_bytes = self._device.capacity_bytes() - self._peak_bytes
         held_bytes = self._peak_bytes - self._before_bytes
         each_bytes = held_bytes / own.peak_in_flight[self._stage]
         waiting_bytes = max(each_bytes, self._waiting_bytes)

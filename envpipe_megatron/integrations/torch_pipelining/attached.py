@@ -104,7 +104,7 @@ class AttachedPipeline(LeveledJob):
             group,
             count,
             runs_units=True,
-            why_whole="",
+            why_whole=max(of_all_ranks(known_reason(self._stages))),
             framework_order=own,
             group_size=group_size(num_stages, count),
             bill=facts or {},
@@ -118,10 +118,6 @@ class AttachedPipeline(LeveledJob):
         )
         self._units = Units(self._stages, split=self._own is not None and self._own.split)
         self._units.report_losses_of(schedule)
-        self._why_whole = "--envpipe-split off" if options.split == "off" else ""
-        self._why_whole = self._why_whole or known_reason(self._stages)
-        if not self._why_whole:
-            self._units.why_whole = {}
         self._runner = None if self._own is None else Runner(schedule, self._own)
         self._torch_step = schedule.step
         self._seen = False
@@ -129,6 +125,8 @@ class AttachedPipeline(LeveledJob):
         if self.job is None:
             self.close()
             return
+        if self.session.may_split:
+            self._units.why_whole = {}
         self._units.replace(schedule, "step", self._step)
         self._planned_facts = facts_of(schedule)
         #: Whether messages have the shapes that are planned for.
@@ -245,7 +243,8 @@ class AttachedPipeline(LeveledJob):
         collectives = self.session.parts.collectives
         self._seen = True
         self._message = message_of(self._stages)
-        why_whole = max((self._units.why_whole or {}).values(), default=self._why_whole)
+        known = self.session.options.why_whole
+        why_whole = max((self._units.why_whole or {}).values(), default=known)
         if self._own is not None:
             own = known_order(self._schedule)[0] or self._own  # of the number in this step
             found = limits_seen(
@@ -257,7 +256,7 @@ class AttachedPipeline(LeveledJob):
             )
             self.lower(limits_of_ranks(found))
         why_whole = max(of_all_ranks(why_whole))
-        if why_whole and self.job is not None and self.level is Level.ORDER:
+        if why_whole and self.job is not None and self.session.may_split:
             self.session.split_no_more(why_whole)
         return result
 

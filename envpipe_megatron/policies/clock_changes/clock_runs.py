@@ -20,7 +20,7 @@ from envpipe_megatron.core.evaluation import clock_requests
 from envpipe_megatron.core.plan import Plan
 from envpipe_megatron.core.profile import Profile, at_any_clock
 from envpipe_megatron.core.schedule import Schedule
-from envpipe_megatron.policies.optimal.choices import make_choices
+from envpipe_megatron.policies.optimal.linear_program import make_choices
 
 #: Positions of an iteration that a run is made to begin at, to find those that pass its end.
 _MOST_BEGINS = 8
@@ -59,7 +59,7 @@ class ClockTable:
             fewer clocks repeat their last.
         time_s: [units_per_stage, num_stages, n]; where a clock was not profiled for the unit, on
             the line between those that were.
-        cost_j: the same shape, planning cost (see `choices`) of all GPUs of the stage.
+        cost_j: the same shape, planning cost (see `linear_program`) of all GPUs of the stage.
         profiled: the same shape, whether the unit may run at that clock.
         key: [units_per_stage, num_stages]; units of the same key have the same rows.
     """

@@ -19,7 +19,7 @@ from envpipe_megatron.core.arrays import FloatArray, IntArray
 from envpipe_megatron.core.plan import Plan
 from envpipe_megatron.core.timeline import RELATIVE_TOLERANCE, latency_by_node
 from envpipe_megatron.policies.clock_changes.clock_runs import ClockTable
-from envpipe_megatron.policies.optimal.choices import lower_hull, unbeaten
+from envpipe_megatron.policies.optimal.linear_program import lower_hull, unbeaten
 
 #: How much dearer a second beyond the deadline is than all that a second can save.
 _LATE_FACTOR = 10.0

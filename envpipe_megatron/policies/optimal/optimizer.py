@@ -21,15 +21,11 @@ from envpipe_megatron.core.schedule import Schedule
 from envpipe_megatron.core.timeline import RELATIVE_TOLERANCE
 from envpipe_megatron.policies.clock_changes.run_search import RunSearch
 from envpipe_megatron.policies.frequencies import uniform
-from envpipe_megatron.policies.optimal.choices import (
-    make_choices,
-    mean_waiting_power_w,
-    waiting_floor_w,
-)
 from envpipe_megatron.policies.optimal.linear_program import (
     DurationProgram,
     LinearProgramError,
     Relaxed,
+    make_choices,
 )
 from envpipe_megatron.policies.optimal.rounding import hull_floor, round_durations
 
@@ -195,3 +191,26 @@ def order_at_maximum_s(schedule: Schedule, profile: Profile, conditions: Conditi
     """Return the iteration time of an order with every unit at the highest clock, s."""
     frequency = max_frequencies(schedule, profile)
     return Plan("baseline", schedule, frequency, profile, conditions).cost.iteration_time_s
+
+
+def mean_waiting_power_w(plan: Plan) -> FloatArray:
+    """Return [num_stages] the mean power of a waiting GPU; without a wait, the blocking power."""
+    conditions, result = plan.conditions, plan.evaluation
+    by_gpu_j = result.energy_by_stage_j / conditions.gpus_by_stage
+    changes_j = conditions.change_energy_j * result.clock_changes
+    waiting_j = by_gpu_j - result.unit_energy_j.sum(axis=1) - changes_j
+    waiting_s = plan.cost.iteration_time_s - result.timeline.duration_s.sum(axis=1)
+    long = waiting_s > RELATIVE_TOLERANCE * plan.cost.iteration_time_s
+    return np.where(long, waiting_j / np.where(long, waiting_s, 1.0), conditions.blocking_power_w)
+
+
+def waiting_floor_w(profile: Profile, conditions: Conditions) -> FloatArray:
+    """Return [num_stages] the least power of a waiting GPU at the clocks that its stage has."""
+    if conditions.wait_power_w is None:
+        return np.array(conditions.blocking_power_w)
+    least_w = []
+    for stage in range(profile.num_stages):
+        clocks = sorted(profile.clocks_mhz(stage))
+        power_w = conditions.waiting_power_w(np.tile(clocks, (profile.num_stages, 1)))
+        least_w.append(float(power_w[stage].min()))
+    return np.array(least_w)

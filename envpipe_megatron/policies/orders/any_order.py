@@ -18,8 +18,7 @@ from envpipe_megatron.core.conditions import Conditions
 from envpipe_megatron.core.kinds import SPLIT, WHOLE
 from envpipe_megatron.core.profile import Profile
 from envpipe_megatron.core.timeline import RELATIVE_TOLERANCE
-from envpipe_megatron.policies.optimal.choices import make_choices
-from envpipe_megatron.policies.optimal.linear_program import LinearProgramError
+from envpipe_megatron.policies.optimal.linear_program import LinearProgramError, make_choices
 
 
 @dataclass(frozen=True)

@@ -32,9 +32,8 @@ from envpipe_megatron.core.profile import Profile
 from envpipe_megatron.core.profile_rows import ProfileError, ProfileRow
 from envpipe_megatron.core.schedule import Placement, Schedule
 from envpipe_megatron.core.timeline import RELATIVE_TOLERANCE, Timeline
-from envpipe_megatron.policies.optimal.choices import waiting_floor_w
 from envpipe_megatron.policies.optimal.linear_program import LinearProgramError
-from envpipe_megatron.policies.optimal.optimizer import Optimizer
+from envpipe_megatron.policies.optimal.optimizer import Optimizer, waiting_floor_w
 from envpipe_megatron.policies.orders.any_order import AnyOrder, any_order
 from envpipe_megatron.policies.problem import Problem, envpipe_counts, order_limits
 

@@ -15,6 +15,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from functools import cached_property
 
 import torch
 import torch.distributed as dist
@@ -49,7 +50,7 @@ class TensorSpec:
         parts = zip(self.shapes, self.dtypes, strict=True)
         return [how(shape, dtype=dtype, device=self.device) for shape, dtype in parts]
 
-    @property
+    @cached_property
     def tensor_bytes(self) -> list[int]:
         """Return the size of each tensor."""
         parts = zip(self.shapes, self.dtypes, strict=True)

@@ -187,8 +187,9 @@ class _Maker:
 
             def open_page(boundary: int) -> None:
                 cuda_device.check_distance(own[2], facts[self._peers(boundary).neighbour][2])
-                page = FlagPage(paths[boundary], int(self._stage != boundary))
-                put[boundary] = PutCarrier(self._peers(boundary), page, side, boundary)
+                peers = self._peers(boundary)
+                page = FlagPage(paths[boundary], int(self._stage != boundary), peers)
+                put[boundary] = PutCarrier(page, side, boundary)
 
             for step in (open_page, lambda boundary: put[boundary].probe()):
                 failed: dict[int, str] = {}

@@ -29,15 +29,8 @@ import torch
 from envpipe_megatron.core.channel_model import slots_of
 from envpipe_megatron.core.kinds import Unit, unit
 from envpipe_megatron.core.schedule import Schedule
-from envpipe_megatron.runtime.channel.carrier import ChannelError, Peers, StageSpecs, TensorSpec
-from envpipe_megatron.runtime.channel.flag_page import (
-    LOST,
-    PUT,
-    TAKEN,
-    WAITS,
-    WANTED,
-    FlagPage,
-)
+from envpipe_megatron.runtime.channel.carrier import ChannelError, StageSpecs, TensorSpec
+from envpipe_megatron.runtime.channel.flag_page import PUT, TAKEN, WANTED, FlagPage
 
 if TYPE_CHECKING:  # it imports this module
     from envpipe_megatron.runtime.channel.cuda_device import CudaDevice, CudaStream
@@ -50,9 +43,6 @@ MEMORY_SHARE = 0.01
 _ALIGNMENT = 256
 #: How often one looks whether a neighbour lives.
 _LOOKS_EVERY_S = 0.25
-#: A neighbour that has said within this time that it waits for another is not to blame, until the
-#: time-out has passed twice.
-_NEWS_S = 1.0
 #: For a process that has lost a neighbour to end by itself.
 GRACE_S = 15.0
 #: For the first messages, which show that puts work: how many there are each way, and how large.
@@ -124,13 +114,13 @@ class PutSide:
         with self._looking:
             if self._loss is None:
                 for carrier in self.carriers:
-                    found = carrier.trouble(time.monotonic())
+                    found = carrier.page.trouble(time.monotonic(), self.timeout_s)
                     if found is not None:
                         self._lose(*found)
                         break
                 for carrier in self.carriers:
-                    if any(other.waits for other in self.carriers if other is not carrier):
-                        carrier.say_it_waits()
+                    if any(each.page.waits for each in self.carriers if each is not carrier):
+                        carrier.page.say_it_waits()
         return self._loss
 
     def _keep_looking(self) -> None:
@@ -151,12 +141,12 @@ class PutSide:
         with self._looking:
             self._leaves = True
             self.device.expect_again(None)
-        if any(carrier.waits for carrier in self.carriers):
+        if any(carrier.page.waits for carrier in self.carriers):
             self.device.abandon()
 
     def _lose(self, error: ChannelError, stage: int) -> None:
         for carrier in self.carriers:
-            carrier.say_lost(stage)
+            carrier.page.say_lost(stage)
         try:
             self.device.abandon()
         finally:
@@ -171,37 +161,31 @@ class PutCarrier:
         boundary: its number, the same on both sides.
     """
 
-    def __init__(self, peers: Peers, page: FlagPage, side: PutSide, boundary: int) -> None:
-        self._peers = peers
-        self._page = page
+    def __init__(self, page: FlagPage, side: PutSide, boundary: int) -> None:
+        self.page = page
+        self._peers = page.peers
         self._side = side
         self._boundary = boundary
         side.device.open(page)
         self._stream = side.device.new_stream()
-        self._spec: TensorSpec | None = None
+        #: What messages carry, until the next step.
+        self._specs = StageSpecs({}, {})
         #: Kept until it has left.
         self._payload: Sequence[torch.Tensor] = ()
         self._put = self._taken = 0
         self._slots = self._slot_bytes = 0
         self._own = self._theirs = torch.empty(0)
         self._sized_for: Schedule | None = None
-        self._send_bytes: list[int] = []
-        #: Whether a stream of this rank waits for the neighbour, and since when: all
-        #: counts then.
-        self.waits = False
-        self._heard: tuple[list[int], float] = [], 0.0
-        #: How often the neighbour has said that it waits for another, and when it last did.
-        self._news = 0, -math.inf
 
     def probe(self) -> None:
         """Exchange messages of a slot's size, both ways at once; the other side does it too.
 
         Raises RuntimeError or MemoryError: one did not come, or not as it was sent.
         """
-        page = self._page
+        page = self.page
         self._resize(1, _PROBE_BYTES)
         numbers = torch.arange(_PROBE_BYTES // 4, dtype=torch.int32, device=self._own.device)
-        self._spec, self._send_bytes = TensorSpec.of([numbers]), [numbers.nbytes]
+        self._specs = StageSpecs.alike(TensorSpec.of([numbers]))
         give_up_s, as_sent = time.monotonic() + _PROBE_S, True
         for count in range(_PROBES):
             pattern = numbers * (2 * count + 1)
@@ -220,18 +204,16 @@ class PutCarrier:
     def close(self) -> None:
         """Give the slots back, if there are any; the other side does it too."""
         if self._own.numel():
-            self._side.device.share(self._boundary, self._page.side, 0)
+            self._side.device.share(self._boundary, self.page.side, 0)
 
     def expect(self, count: int, specs: StageSpecs, schedule: Schedule) -> None:
         """Expect messages of a schedule until `end_step`.
 
         Memory is made if there is too little, together with the other side.
         """
-        receives, sends = self._carries(specs)
-        self._spec, self._send_bytes = receives, [] if sends is None else sends.tensor_bytes
-        known = self._sized_for
+        self._specs, known = specs, self._sized_for
         alike = known is not None and schedule.stages == known.stages
-        if alike and _slot_bytes(receives, sends) <= self._slot_bytes:
+        if alike and self._needed_bytes(specs) <= self._slot_bytes:
             return
         refused = self.make_room(schedule, specs)
         if refused is not None:
@@ -246,7 +228,7 @@ class PutCarrier:
 
         Both sides call it together. Without memory, both keep what they have, and get the reason.
         """
-        slot_bytes, refused = _slot_bytes(*self._carries(specs)), None
+        slot_bytes, refused = self._needed_bytes(specs), None
         liked, needed = self._side.slots(schedule, slot_bytes), slots_of(schedule, 1)
         for slots in (max(liked, self._slots), needed):
             try:
@@ -267,24 +249,23 @@ class PutCarrier:
     def receive(self, unit: Unit) -> list[torch.Tensor]:
         """Return the next message, which a unit waits for; the stream does, not the host."""
         self._side.check()
-        assert self._spec is not None
-        tensors = self._spec.make()
+        tensors = self._specs.receives[self._peers.receives].make()
         slot, self._taken = self._own[self._taken % self._slots], self._taken + 1
         stream = self._side.device.units()
         self._wait(stream, PUT, self._taken)
         for part, place in _placed(tensors, slot):
             stream.copy(part, place)
-        stream.write(self._page.own(TAKEN), self._taken)
+        stream.write(self.page.own(TAKEN), self._taken)
         return tensors
 
     def send(self, unit: Unit, payload: list[torch.Tensor]) -> None:
         """Hand over a unit's output; return at once and keep it until it has left."""
         self._side.check()
-        sizes = [part.nbytes for part in payload]
-        if sizes != self._send_bytes:
+        sizes, agreed = [part.nbytes for part in payload], self._specs.sends[self._peers.sends]
+        if sizes != agreed.tensor_bytes:
             raise ChannelError(
                 f"The output of {unit} has another size in bytes than was agreed on, "
-                f"{self._send_bytes}",
+                f"{agreed.tensor_bytes}",
                 value=sizes,
                 remedy="Messages of one kind must be alike; please report this.",
             )
@@ -297,71 +278,33 @@ class PutCarrier:
             self._wait(self._stream, TAKEN, self._put - self._slots)
         for part, place in _placed(payload, slot):
             self._stream.copy(place, part)
-        self._stream.write(self._page.own(PUT), self._put)
+        self._stream.write(self.page.own(PUT), self._put)
 
     def end_step(self) -> None:
         """Let the stream of units wait until the last message has left."""
         self._side.device.units().after(self._stream)
         self._payload = ()
 
-    def trouble(self, now_s: float) -> tuple[ChannelError, int] | None:
-        """Return the loss of the neighbour, and the stage that is lost; None if there is none."""
-        page = self._page
-        lost = page.own(LOST).value
-        if lost:
-            text = f"it says that stage {lost - 1} is lost"
-            if lost - 1 == self._peers.stage:
-                text = "it has given this stage up"
-            return self._peers.lost("waiting for the pipeline", text), lost - 1
-        wanted = {page.others(word): page.own(word + WANTED).value for word in (PUT, TAKEN)}
-        self.waits = not all(word.has(count) for word, count in wanted.items())
-        counts = [*wanted.values(), *(word.value for word in wanted)]
-        if not self.waits or counts != self._heard[0]:
-            self._heard = counts, now_s
-            return None
-        doing = "waiting for its messages"
-        if not page.other_lives():
-            return self._peers.lost(doing, "its process has ended"), self._peers.neighbour
-        news = page.others(WAITS).value
-        if news != self._news[0]:
-            self._news = news, now_s
-        patience = 2 if now_s - self._news[1] < _NEWS_S else 1
-        if now_s - self._heard[1] > patience * self._side.timeout_s:
-            silent = f"no sign of it for {self._side.timeout_s:.0f} s"
-            return self._peers.lost(doing, silent), self._peers.neighbour
-        return None
-
-    def say_it_waits(self) -> None:
-        """Tell the other side that this one waits for another neighbour."""
-        self._page.own(WAITS).set(self._page.own(WAITS).value + 1)
-
-    def say_lost(self, stage: int) -> None:
-        """Tell the other side that a stage is lost."""
-        self._page.others(LOST).set(stage + 1)
-
-    def _carries(self, specs: StageSpecs) -> tuple[TensorSpec | None, TensorSpec | None]:
-        """Return the specs of what comes and of what goes; None for nothing."""
-        return specs.receives.get(self._peers.receives), specs.sends.get(self._peers.sends)
+    def _needed_bytes(self, specs: StageSpecs) -> int:
+        """Return the bytes of a slot that what comes and what goes fit into."""
+        both = specs.receives.get(self._peers.receives), specs.sends.get(self._peers.sends)
+        return max(_padded(spec.tensor_bytes) if spec else 0 for spec in both)
 
     def _wait(self, stream: CudaStream, word: int, value: int) -> None:
         """Let a stream wait for the neighbour, and say so while it waits."""
-        if not self._page.others(word).has(value):  # what has come would cost the host time
-            stream.write(self._page.own(word + WANTED), value)
-            stream.wait(self._page.others(word), value)
+        if not self.page.others(word).has(value):  # what has come would cost the host time
+            stream.write(self.page.own(word + WANTED), value)
+            stream.wait(self.page.others(word), value)
 
     def _resize(self, slots: int, slot_bytes: int) -> None:
         """Have as much memory at least; both sides agree, for they have the same numbers."""
         slot_bytes = max(slot_bytes, self._slot_bytes)
         if slots <= self._slots and slot_bytes == self._slot_bytes:
             return
-        device, side = self._side.device, self._page.side
+        device, side = self._side.device, self.page.side
         own, theirs = device.share(self._boundary, side, slots * slot_bytes)
         self._own, self._theirs = own.view(slots, slot_bytes), theirs.view(slots, slot_bytes)
         self._slots, self._slot_bytes = slots, slot_bytes
-
-
-def _slot_bytes(*specs: TensorSpec | None) -> int:
-    return max(_padded(spec.tensor_bytes) if spec else 0 for spec in specs)
 
 
 def _padded(sizes: Sequence[int]) -> int:

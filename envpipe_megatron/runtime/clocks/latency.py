@@ -13,7 +13,7 @@ import itertools
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -43,10 +43,6 @@ _VISIBLE = 0.03
 Instants = tuple[float, float]
 
 
-class ClockLatencyError(EnvPipeError):
-    """The latency of this GPU's clock cannot be measured."""
-
-
 @dataclass(frozen=True)
 class Trace:
     """Kernels run back to back around a call; all instants on one time base.
@@ -59,16 +55,8 @@ class Trace:
     kernels_s: Sequence[tuple[float, float]]
 
 
-class KernelTimer(Protocol):
-    """Runs short kernels of equal work, whose time follows the SM clock."""
-
-    def trace(self, call: Callable[[], Instants]) -> Trace:
-        """Run `KERNELS` kernels, and call when `LEAD` of them have ended."""
-
-
 def measure_latency(
     gpu: Gpu,
-    timer: KernelTimer | None,
     clocks_mhz: Sequence[int] | None,
     repeats: int,
     say: Callable[[str], None] = lambda text: None,
@@ -77,10 +65,10 @@ def measure_latency(
 
     Clocks are set as a job's, by a guard, so the clock is reset at the end in any case. Raises
     GpuError if a clock is not supported, a job holds the GPU, or there can be no guard;
-    ClockLatencyError for fewer than two clocks, a back end that fails, or a guard that has ended.
+    EnvPipeError for fewer than two clocks, a back end that fails, or a guard that has ended.
 
     Args:
-        timer: None for that of the present CUDA device, or of an emulated `gpu`.
+        gpu: an emulated one, or the present CUDA device.
         clocks_mhz: None for those near all, 3/4 and 1/2 of the highest.
         repeats: changes for each ordered pair.
         say: gets a line of progress for each pair.
@@ -99,19 +87,18 @@ def measure_latency(
         clocks_mhz = [nearest_frequencies(mhz, known_mhz)[-1] for mhz in wanted_mhz]
     clocks = sorted(set(clocks_mhz), reverse=True)
     if len(clocks) < 2:
-        raise ClockLatencyError(
+        raise EnvPipeError(
             "A change of clock needs two different clocks",
             value=list(clocks_mhz),
             remedy="Name two or more.",
         )
     for mhz in clocks:
         gpu.check_supported(mhz)
-    if timer is None:
-        timer = EmulatedKernelTimer(gpu) if isinstance(gpu, EmulatedGpu) else CudaKernelTimer()
+    timer = EmulatedKernelTimer(gpu) if isinstance(gpu, EmulatedGpu) else CudaKernelTimer()
 
     def check() -> None:
         if clock.error is not None:
-            raise ClockLatencyError(
+            raise EnvPipeError(
                 f"The clock of {gpu.name} cannot be changed any more: {clock.error}",
                 remedy="Measure again.",
             )
@@ -201,20 +188,21 @@ def summarise(
 class EmulatedKernelTimer:
     """Short units of an emulated GPU, in its virtual time; calls take none of that."""
 
-    def __init__(self, gpu: EmulatedGpu, kernel_s: float = 2e-4) -> None:
+    _KERNEL_S = 2e-4
+
+    def __init__(self, gpu: EmulatedGpu) -> None:
         self._gpu = gpu
-        self._kernel_s = kernel_s
         gpu.anchor(None)  # the wall clock means nothing here
 
     def trace(self, call: Callable[[], Instants]) -> Trace:
-        """Run the kernels one by one."""
+        """Run `KERNELS` kernels one by one, and call when `LEAD` of them have ended."""
         before = [self._run() for _ in range(LEAD)]
         called_s = self._gpu.committed_end_s()
         call()
         return Trace(called_s, called_s, before + [self._run() for _ in range(KERNELS - LEAD)])
 
     def _run(self) -> tuple[float, float]:
-        return self._gpu.run_unit("forward", self._kernel_s, ready_s=0.0)
+        return self._gpu.run_unit("forward", self._KERNEL_S, ready_s=0.0)
 
 
 class CudaKernelTimer:

@@ -77,8 +77,7 @@ class RankClock:
 
     A real GPU gets a guard before its first lock, which gives the clock back however the rank ends.
     Its clock is looked at twice a second, as that of a GPU opened for reading only.
-    A dry run has a guard too, so that it takes what a job with clocks would, and goes on without
-    one where it is refused, as that of a second rank on a GPU.
+    A dry run has a guard too, so that it takes what a job with clocks would.
 
     Args:
         min_dwell_s: least time between two changes; see `ClockPage.create`.
@@ -94,8 +93,8 @@ class RankClock:
         given_back: whether each request gives the clock back to the driver, for any clock: the GPU
             stays held, and the next request that finds it False takes the clock again.
 
-    Raises GpuError, but for a dry run, if another job holds the GPU, no guard could be had, or the
-    GPU's streams cannot say when a unit has ended.
+    Raises GpuError if another job holds the GPU, no guard could be had, or the GPU's streams cannot
+    say when a unit has ended.
     """
 
     def __init__(
@@ -115,27 +114,10 @@ class RankClock:
         self._pid = os.getpid()
         self._hold: Hold | _Here | None = None
         self._watch: ClockWatch | None = None
-        is_dry_run = gpu.address.backend == DryRunGpu.backend
         if guarded is None:
+            is_dry_run = gpu.address.backend == DryRunGpu.backend
             real = gpu.drives_hardware or is_dry_run or AGENT_VARIABLE in os.environ
             guarded = real and not gpu.read_only
-        try:
-            self._begin(min_dwell_s, guarded=guarded)
-        except GpuError as refused:
-            if not is_dry_run:
-                raise
-            logger.info("A dry run goes on without a guard: %s", refused)
-            self._begin(min_dwell_s, guarded=False)
-        try:
-            if gpu.drives_hardware or gpu.read_only:
-                self._watch = ClockWatch(gpu, self.page, on_sample)
-        except BaseException:
-            self.page.end()  # nobody waits for an answer
-            self.close()
-            raise
-
-    def _begin(self, min_dwell_s: float, *, guarded: bool) -> None:
-        """Make the page, and whoever serves it. Raises GpuError."""
         try:
             self.page = page = ClockPage.create(min_dwell_s, shared=guarded)
         except OSError as error:
@@ -149,14 +131,21 @@ class RankClock:
         try:
             self._count = page.count if self.waits else count_by_stream(page)
             if guarded:
-                self._hold = hold_gpu(self._gpu.address, page)
+                self._hold = hold_gpu(gpu.address, page)
         finally:
             page.close_file()
-        if self._gpu.read_only:
+        if gpu.read_only:
             page.end()
         elif not guarded:
-            self._hold = here = _Here(self._gpu, page)
+            self._hold = here = _Here(gpu, page)
             self._count, self._look = here.count, here.serve
+        try:
+            if gpu.drives_hardware or gpu.read_only:
+                self._watch = ClockWatch(gpu, page, on_sample)
+        except BaseException:
+            page.end()  # nobody waits for an answer
+            self.close()
+            raise
 
     def request(
         self, frequency_mhz: int, delay_s: float | None = None

@@ -63,7 +63,6 @@ class StageRecord:
         iteration_time_s: from there to the end of this stage, on emulated GPUs of the slowest one.
         number: of the iteration; None if nobody counts them.
         followed: whether the next iteration follows at once: False before what is no training.
-        timed: whether its units were timed; else only the iteration was, and units are another's.
         whole: whether all of its units ran, as far as is known; else times of units mean nothing.
     """
 
@@ -73,7 +72,6 @@ class StageRecord:
     iteration_time_s: float
     number: int | None = None
     followed: bool = True
-    timed: bool = True
     whole: bool = True
 
     @property
@@ -89,15 +87,13 @@ class StageRecord:
     def with_units_of(self, like: StageRecord) -> StageRecord:
         """Return the same iteration, timed at begin and end only, with the units of another."""
         share = float(self.end_s[-1] / (like.end_s[-1] or 1.0))
-        return replace(self, start_s=share * like.start_s, end_s=share * like.end_s, timed=False)
+        return replace(self, start_s=share * like.start_s, end_s=share * like.end_s)
 
 
-def late_record(
-    read: Callable[[], StageRecord], number: int | None, *, timed: bool = True, whole: bool = True
-) -> StageRecord:
+def late_record(read: Callable[[], StageRecord], number: int | None, *, whole: bool) -> StageRecord:
     """Make a record that is read, once, when one of its times is first asked for."""
     record = object.__new__(_LateRecord)
-    record.__dict__.update(_read=read, number=number, timed=timed, whole=whole)
+    record.__dict__.update(_read=read, number=number, whole=whole)
     return record
 
 

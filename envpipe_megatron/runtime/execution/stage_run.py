@@ -203,11 +203,8 @@ class StageRun:
         That raises what `check` does.
         """
         read, like = self._executor.end_iteration(self._check), self._like
-        if like is not None:
-            return late_record(
-                lambda: read().with_units_of(like), number, timed=False, whole=self.whole
-            )
-        return late_record(read, number, whole=self.whole)
+        own = read if like is None else lambda: read().with_units_of(like)
+        return late_record(own, number, whole=self.whole)
 
 
 class StageWork(Protocol):

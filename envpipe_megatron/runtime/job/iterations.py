@@ -18,6 +18,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 from envpipe_megatron.core.schedule import Schedule
+from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.formats.energy import FRAMEWORK, Phase, phase_in_batch
 from envpipe_megatron.formats.timeline import TimelineLog
 from envpipe_megatron.formats.wishes import NO_WISHES, Wishes
@@ -30,7 +31,7 @@ from envpipe_megatron.runtime.execution.stage_run import (
     StageRun,
     constant_order,
 )
-from envpipe_megatron.runtime.job.parts import PhaseParts, SessionError, note
+from envpipe_megatron.runtime.job.parts import PhaseParts, note
 from envpipe_megatron.runtime.job.phases import run_phases
 from envpipe_megatron.runtime.job.planning import predicted
 
@@ -97,10 +98,10 @@ class Batches:
     ) -> IterationOrder:
         """Return what the next iteration runs, after the phases got the last one's record.
 
-        Raises SessionError if an earlier iteration failed.
+        Raises EnvPipeError if an earlier iteration failed.
         """
         if self.unfinished:
-            raise SessionError(
+            raise EnvPipeError(
                 "An earlier iteration failed, so messages and phases do not match any more",
                 remedy="Close this session and make a new one on every rank.",
             )
@@ -254,7 +255,7 @@ class Iterations:
             self._energy.catch_up()
             if run.whole:
                 span_s = record.begin_s, record.iteration_time_s
-                units_s = (record.start_s, record.end_s) if record.timed else None
+                units_s = (record.start_s, record.end_s) if run.times_units else None
                 self._timeline.add(phase, number, span_s, units_s, lambda: run.executed, clocks_mhz)
             self._kept.append((run.order.phase, record.iteration_time_s))
 

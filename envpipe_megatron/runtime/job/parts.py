@@ -16,7 +16,6 @@ from envpipe_megatron.core.orders import builders
 from envpipe_megatron.core.plan import Plan
 from envpipe_megatron.core.profile import Profile
 from envpipe_megatron.core.schedule import Schedule
-from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.files import read_text
 from envpipe_megatron.formats.energy import Phase
 from envpipe_megatron.formats.wishes import CONTROL_FILE, NO_WISHES, Wishes, parse_wishes
@@ -38,10 +37,6 @@ logger = logging.getLogger(__name__)
 
 #: How often the control file is read, s.
 _LOOK_S = 1.0
-
-
-class SessionError(EnvPipeError):
-    """A job that changes shape, or one that EnvPipe cannot run."""
 
 
 class ControlFile:

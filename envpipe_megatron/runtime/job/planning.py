@@ -11,12 +11,13 @@ from envpipe_megatron.core.kinds import Kind
 from envpipe_megatron.core.plan import Plan, check_stages, read_plan
 from envpipe_megatron.core.profile import Profile, read_profile
 from envpipe_megatron.core.schedule import Placement, Schedule
+from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.policies.optimal.optimizer import order_at_maximum_s
 from envpipe_megatron.policies.problem import Problem
 from envpipe_megatron.policies.request import make_problem
 from envpipe_megatron.policies.schedules import SCHEDULES
 from envpipe_megatron.runtime.channel.collectives import DegradedError, by_planner
-from envpipe_megatron.runtime.job.parts import PhaseParts, SessionError
+from envpipe_megatron.runtime.job.parts import PhaseParts
 from envpipe_megatron.runtime.memory.peak import MemoryFullError
 from envpipe_megatron.runtime.memory.stage import in_flight_limit, with_memory
 
@@ -94,11 +95,11 @@ def make_room_for_messages(job: PhaseParts, order: Schedule) -> None:
 
 
 def profiled_clocks(job: PhaseParts, profile: Profile) -> list[int]:
-    """Return clocks that all GPUs and rows have; SessionError if the highest is not among them."""
+    """Return clocks that all GPUs and rows have; EnvPipeError if the highest is not among them."""
     profiled = map(profile.clocks_mhz, range(job.num_stages))
     clocks = set.intersection(*profiled, *job.clocks_mhz)
     if job.top_mhz not in clocks:
-        raise SessionError(
+        raise EnvPipeError(
             "The profile lacks the highest clock (MHz) of the job's GPUs",
             value=job.top_mhz,
             remedy="Use a profile of these GPUs, or let the job measure one.",
@@ -195,7 +196,7 @@ def check_plan(job: PhaseParts, plan: Plan) -> None:
         ),
     ):
         if wrong:
-            raise SessionError(f"The plan {what}", value=order.name, remedy=remedy)
+            raise EnvPipeError(f"The plan {what}", value=order.name, remedy=remedy)
     if kept is None:
         _check_finishes(job, order)
     # A job that changes only its order asks for no clock.
@@ -203,7 +204,7 @@ def check_plan(job: PhaseParts, plan: Plan) -> None:
     for stage, supported in enumerate(job.clocks_mhz if sets else ()):
         unsupported = set(plan.frequency_mhz[stage].tolist()) - supported
         if unsupported:
-            raise SessionError(
+            raise EnvPipeError(
                 f"The plan asks for clocks (MHz) that the GPUs of stage {stage} do not have",
                 value=sorted(unsupported),
                 remedy="Use a profile of these GPUs.",
@@ -217,7 +218,7 @@ def _check_finishes(job: PhaseParts, order: Schedule) -> None:
         remedy = "Set CUDA_DEVICE_MAX_CONNECTIONS=8"
         if order.num_chunks == 1:
             remedy += ", or plan with --channel-capacity 1"
-        raise SessionError(
+        raise EnvPipeError(
             f"The order '{order.name}' needs a deeper channel than this job has: {stall}",
             remedy=f"{remedy}.\n{order.marked(*(each.node for each in stuck))}",
         )

@@ -33,7 +33,7 @@ from envpipe_megatron.runtime.job.options import JobOptions
 from envpipe_megatron.runtime.job.parts import ControlFile, PhaseParts, SessionState, note
 from envpipe_megatron.runtime.job.restarts import JobFolder
 from envpipe_megatron.runtime.memory.peak import JobMemory
-from envpipe_megatron.runtime.memory.stage import CudaMemory, device_memory
+from envpipe_megatron.runtime.memory.stage import device_memory
 from envpipe_megatron.tuning.background import Background
 
 logger = logging.getLogger(__name__)
@@ -59,7 +59,6 @@ class Session:
         gpu: as `open_rank_gpu` opens it.
         make_executor: gets a function that waits for the clock controller.
         say: prints progress, on the planning rank only.
-        memory: reads this rank's device memory; by default of the CUDA device in use, if any.
 
     Raises:
         EnvPipeError: on every rank of the job: control is required and a GPU cannot be held.
@@ -74,7 +73,6 @@ class Session:
         collectives: Collectives,
         *,
         say: Callable[[str], None] = lambda text: None,
-        memory: CudaMemory | None = None,
     ) -> None:
         self._collectives, stage, num_stages = collectives, collectives.stage, len(channel.ranks)
         say = say if collectives.is_planner else lambda text: None
@@ -171,7 +169,7 @@ class Session:
             meter=meter,
             energy=self.energy,
             collectives=collectives,
-            memory=JobMemory(memory or device_memory(), stage, collectives, say),
+            memory=JobMemory(device_memory(), stage, collectives, say),
             say=say,
             control=control,
             background=lambda: self._closing.enter_context(contextlib.closing(Background())),
@@ -218,7 +216,7 @@ class Session:
 
         Raises:
             MemoryFullError: on all ranks, messages have no memory; no unit has run.
-            SessionError: a plan for another order, or an earlier iteration failed.
+            EnvPipeError: a plan for another order, or an earlier iteration failed.
             ChannelError: a neighbour is gone or silent.
         """
         in_step = self._step_begun

@@ -45,10 +45,6 @@ WAITING, TAIL = -1, -2
 Sums: TypeAlias = FloatArray
 
 
-class StoreError(EnvPipeError):
-    """Measurements that say too little."""
-
-
 class Powers:
     """Energies that the counters of stages said, and the powers that explain them.
 
@@ -79,14 +75,14 @@ class Powers:
     def fit(self, stage: int, limit_mhz: float) -> tuple[FloatArray, FloatArray]:
         """Return W of a GPU of a stage, [kinds + 1, nodes], waiting last, and their errors.
 
-        Units go beyond no clock above the limit. Without meters, StoreError; or 0 W where there is
+        Units go beyond no clock above the limit. EnvPipeError without meters; or 0 W where there is
         only one clock, as nothing is decided by powers then.
         """
         if not self.sums[stage].any():
             if not self._needs_meters:
                 nothing_w = np.zeros((self._num_kinds + 1, len(self.nodes_mhz)))
                 return nothing_w, nothing_w
-            raise StoreError(
+            raise EnvPipeError(
                 f"The energy counters of stage {stage} have said nothing",
                 remedy="Look at the driver's log; a profile by file needs no counter.",
             )

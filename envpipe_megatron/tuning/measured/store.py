@@ -22,9 +22,10 @@ from envpipe_megatron.core.profile_rows import ProfileRow
 from envpipe_megatron.core.schedule import Schedule, profiled_kinds
 from envpipe_megatron.core.sidecar import Sidecar
 from envpipe_megatron.core.timeline import Timeline
+from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.tuning.commands import Clocked, Window, tail_times_s
 from envpipe_megatron.tuning.measured.fit import Lateness, Point, Times
-from envpipe_megatron.tuning.measured.powers import WAITING, Powers, StoreError
+from envpipe_megatron.tuning.measured.powers import WAITING, Powers
 
 #: What meters said counts this much less after something has changed. If all of it counts on, an
 #: iteration under a power cap lasts 8.5 % longer.
@@ -171,7 +172,7 @@ class Store:
         odd = self._odd(measured_s, known_s)
         measured_s = np.where(odd, known_s, measured_s)
         if np.isnan(measured_s).any():
-            raise StoreError("Units of the framework's order did not run whole")
+            raise EnvPipeError("Units of the framework's order did not run whole")
         timeline = Timeline(schedule, measured_s, self.facts.p2p_latency_s or 0.0)
         self._learn_tails(window)
         asked = clocked.asked_s(timeline, fresh=fresh)
@@ -201,7 +202,7 @@ class Store:
                 first = key - len(self.kinds) + 1
                 times.follow(self._times[first : first + len(WHOLE)])
             elif kind not in SPLIT[1:]:  # no such part ran yet
-                raise StoreError("A unit of the framework's order was not measured", value=key)
+                raise EnvPipeError("A unit of the framework's order was not measured", value=key)
         self._follow_others(seen, changed, before_s)
         self._learn_lateness(clocked, timeline, asked, odd)
         for stage, report in enumerate(window.stages):
@@ -250,7 +251,7 @@ class Store:
             careful: for a new plan: units below the highest clock take as long as they might, and
                 clocks that slow nothing are left out where stages drifted far.
 
-        Raises StoreError if meters said too little.
+        Raises EnvPipeError if meters said too little.
         """
         rows, nodes_mhz = [], self.powers.nodes_mhz
         fitted_w = [self._fitted_w(stage) for stage in range(len(self.tail_s))]
@@ -304,7 +305,7 @@ class Store:
     def _fitted_w(self, stage: int) -> tuple[FloatArray, FloatArray]:
         """Return W of a stage's GPU, [kinds + 1, nodes], waiting last, and their errors.
 
-        Raises StoreError without meters.
+        Raises EnvPipeError without meters.
         """
         keys = self.schedule.num_chunks * len(self.kinds)
         of_stage = self._times[stage * keys : (stage + 1) * keys]

@@ -174,6 +174,16 @@ def test_a_gpu_that_cannot_be_reset_is_not_held(guarded):
     assert (guarded.gpu.resets, list_leases()) == (0, [])
 
 
+def test_a_dry_run_takes_no_lease(guarded, monkeypatch):
+    """There is nothing to undo, and ranks may share a GPU."""
+    monkeypatch.setattr(Gpu, "changes_clock", False)
+    there = []
+    guarded.gpu.at_reset = [lambda: there.extend(list_leases())]
+    guarded.signal()
+    assert guarded.run()
+    assert (there, guarded.gpu.resets) == ([], 1)
+
+
 def test_a_rank_that_ended_before_it_was_watched_is_found(guarded, monkeypatch):
     identity = ProcessIdentity.of(guarded.process.pid)
     guarded.kill()

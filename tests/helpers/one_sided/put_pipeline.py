@@ -24,8 +24,8 @@ SHAPE = (2, 3)
 class LivePage(FlagPage):
     """A page whose other side is of this process too."""
 
-    def __init__(self, path: Path, side: int, lives: Callable[[], bool]) -> None:
-        super().__init__(path, side)
+    def __init__(self, path: Path, side: int, peers: Peers, lives: Callable[[], bool]) -> None:
+        super().__init__(path, side, peers)
         self.other_lives = lives  # type: ignore[method-assign]
 
 
@@ -61,9 +61,9 @@ class PutPipeline:
             path = create_page_file()
             pairs = ((first, second, Kind.BACKWARD), (second, first, Kind.FORWARD))
             for side, (own, other, receives) in enumerate(pairs):
-                page = LivePage(path, side, lambda other=other: other not in turns.dead)
                 peers = Peers(own, other, 10 + other, receives)
-                carrier = PutCarrier(peers, page, self.sides[own], first)
+                page = LivePage(path, side, peers, lambda other=other: other not in turns.dead)
+                carrier = PutCarrier(page, self.sides[own], first)
                 carriers[own][receives] = carrier
                 self.pages.append(page)
             path.unlink()

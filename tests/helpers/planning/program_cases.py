@@ -10,8 +10,7 @@ from envpipe_megatron.core.orders import builders
 from envpipe_megatron.core.profile_rows import SplitBackward
 from envpipe_megatron.core.schedule import Schedule
 from envpipe_megatron.core.timeline import Timeline
-from envpipe_megatron.policies.optimal.choices import make_choices
-from envpipe_megatron.policies.optimal.linear_program import DurationProgram
+from envpipe_megatron.policies.optimal.linear_program import DurationProgram, make_choices
 from envpipe_megatron.policies.optimal.rounding import Rounding
 from envpipe_megatron.policies.problem import order_limits
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from on_request import examples
 from planning_cases import random_job
 
-from envpipe_megatron.policies.optimal.choices import make_choices
+from envpipe_megatron.policies.optimal.linear_program import make_choices
 
 SEEDS = st.integers(0, 2**32)
 FIXED = settings(max_examples=examples(60), deadline=None, derandomize=True)

@@ -22,11 +22,11 @@ from envpipe_megatron.core.orders.job import OrderJob
 from envpipe_megatron.core.profile_rows import SplitBackward
 from envpipe_megatron.core.schedule import Placement
 from envpipe_megatron.policies.optimal import interior_point
-from envpipe_megatron.policies.optimal.choices import make_choices
 from envpipe_megatron.policies.optimal.interior_point import InteriorPoint
 from envpipe_megatron.policies.optimal.linear_program import (
     DurationProgram,
     LinearProgramError,
+    make_choices,
 )
 from envpipe_megatron.policies.optimal.newton_step import (
     NewtonStep,

@@ -12,8 +12,7 @@ from program_cases import Case
 
 from envpipe_megatron.core.conditions import Conditions
 from envpipe_megatron.core.orders import builders
-from envpipe_megatron.policies.optimal.choices import make_choices
-from envpipe_megatron.policies.optimal.linear_program import DurationProgram
+from envpipe_megatron.policies.optimal.linear_program import DurationProgram, make_choices
 from envpipe_megatron.policies.optimal.rounding import Rounding, hull_floor, round_durations
 
 SEEDS = st.integers(0, 2**32)

@@ -9,8 +9,11 @@ from scipy.optimize import OptimizeResult
 
 from envpipe_megatron.core.conditions import Conditions
 from envpipe_megatron.core.orders import builders
-from envpipe_megatron.policies.optimal.choices import make_choices
-from envpipe_megatron.policies.optimal.linear_program import DurationProgram, LinearProgramError
+from envpipe_megatron.policies.optimal.linear_program import (
+    DurationProgram,
+    LinearProgramError,
+    make_choices,
+)
 from envpipe_megatron.policies.orders import any_order
 from envpipe_megatron.policies.orders.any_order import any_order as bound_all_orders
 

@@ -12,7 +12,6 @@ from envpipe_megatron.core.profile import read_profile
 from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.policies.optimal.linear_program import LinearProgramError
 from envpipe_megatron.policies.planner import build_schedule, make_plan
-from envpipe_megatron.policies.problem import PlannerError
 from envpipe_megatron.policies.request import PlanRequest
 
 #: The optimum is 1080 MHz, where a forward takes 1.25 s in place of 1 s.
@@ -51,7 +50,7 @@ def test_limits_of_one_chunk_are_refused_with_more(schedule):
     policy = "optimal" if schedule == "auto" else "baseline"
     profile = uniform_profile(4, CURVE)
     request = PlanRequest(8, schedule, policy, num_chunks=2, **limit)
-    with pytest.raises(PlannerError, match=r"channels are of whole .*'2 chunks'.*Leave out"):
+    with pytest.raises(EnvPipeError, match=r"channels are of whole .*'2 chunks'.*Leave out"):
         make_plan(profile, request)
     make_plan(profile, PlanRequest(8, schedule, policy, **limit))
 

@@ -16,7 +16,7 @@ from taking_turns import Turns
 
 from envpipe_megatron.core.kinds import Kind, unit
 from envpipe_megatron.runtime.channel import links, puts
-from envpipe_megatron.runtime.channel.carrier import ChannelError
+from envpipe_megatron.runtime.channel.carrier import ChannelError, Peers
 from envpipe_megatron.runtime.channel.flag_page import FlagPage
 from envpipe_megatron.runtime.channel.p2p import P2PChannel
 from envpipe_megatron.runtime.channel.puts import PutCarrier, PutSide
@@ -135,10 +135,10 @@ class MadeUpJob:
         if max(ranks) in self.far:
             raise ChannelError(self.far[max(ranks)])
 
-    def _page(self, path: Path, side: int) -> FlagPage:
+    def _page(self, path: Path, side: int, peers: Peers) -> FlagPage:
         if self.turns.rank in self.apart and side == 1:
             raise FileNotFoundError(path)
-        return FlagPage(path, side)
+        return FlagPage(path, side, peers)
 
     def _all_gather(self, values: list[Any], own: Any) -> None:
         values[:] = self.turns.gather(range(self.size), own, "world")

@@ -24,7 +24,7 @@ from taking_turns import KilledError
 from envpipe_megatron.core.kinds import Kind, unit
 from envpipe_megatron.core.orders import builders
 from envpipe_megatron.runtime.channel import puts
-from envpipe_megatron.runtime.channel.carrier import ChannelError
+from envpipe_megatron.runtime.channel.carrier import ChannelError, Peers
 from envpipe_megatron.runtime.channel.cuda_device import CudaDevice
 from envpipe_megatron.runtime.channel.flag_page import (
     LOST,
@@ -37,6 +37,7 @@ from envpipe_megatron.runtime.execution.executor import wait_for
 
 ORDER, ORDER_OF_TWO = builders.one_f_one_b(4, 6), builders.one_f_one_b(2, 6)
 FORK = multiprocessing.get_context("fork")
+PEERS = Peers(0, 1, 11, Kind.BACKWARD)
 FORWARD, UNIT = unit(Kind.FORWARD, 0), unit(Kind.BACKWARD, 0)
 
 
@@ -133,7 +134,7 @@ class Watched:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(puts, "_LOOKS_EVERY_S", 0.001)
         self.found: Any = None
-        self.waits = False
+        self.page, self.waits = self, False
         self.calls: list[str] = []
         self.expected: list[float | None] = []
         self.told = threading.Event()
@@ -141,7 +142,7 @@ class Watched:
         self.side.carriers = [self, self]  # type: ignore[list-item]
         self.side.watch()
 
-    def trouble(self, now_s: float) -> Any:
+    def trouble(self, now_s: float, timeout_s: float) -> Any:
         return self.found
 
     def say_lost(self, stage: int) -> None:
@@ -212,11 +213,11 @@ def be_held_in_a_launch(errors: Path) -> None:
     puts.GRACE_S, puts._LOOKS_EVERY_S = 0.8, 0.015
     os.dup2(os.open(errors, os.O_WRONLY | os.O_CREAT), 2)
     device, looks = CudaDevice.__new__(CudaDevice), threading.Semaphore(0)
-    carrier = SimpleNamespace(
-        waits=True, trouble=lambda now_s: looks.release(), say_it_waits=lambda: None
+    page = SimpleNamespace(
+        waits=True, trouble=lambda *times_s: looks.release(), say_it_waits=lambda: None
     )
     side = puts.PutSide(device, timedelta(seconds=0.2), 1)
-    side.carriers = [carrier]  # type: ignore[list-item]
+    side.carriers = [SimpleNamespace(page=page)]  # type: ignore[list-item]
     side.watch()
     for _ in range(100):
         looks.acquire()
@@ -243,9 +244,11 @@ from datetime import timedelta
 from envpipe_megatron.runtime.channel import puts
 from envpipe_megatron.runtime.channel.cuda_device import CudaDevice
 device = CudaDevice.__new__(CudaDevice)
-class Carrier:
+class Page:
     waits = False
-    def trouble(self, now_s): ...
+    def trouble(self, *times_s): ...
+class Carrier:
+    page = Page()
 side = puts.PutSide(device, timedelta(minutes=9), 1)
 side.carriers = [Carrier()]
 side.watch()
@@ -294,7 +297,7 @@ def test_a_side_that_is_closed_leaves_no_thread_and_no_time_behind(monkeypatch):
 
 
 def say_put(path: Path, is_open: Any) -> None:
-    page = FlagPage(path, 1)
+    page = FlagPage(path, 1, PEERS)
     page.own(PUT).set(2**32 + 7)
     is_open.set()
     signal.pause()
@@ -316,14 +319,14 @@ def test_a_page_is_its_users_from_the_first_moment(monkeypatch, umask):
         os.umask(before)
     assert seen == [0]
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
-    FlagPage(path, 0)
+    FlagPage(path, 0, PEERS)
     path.unlink()
 
 
 def test_a_page_shows_what_another_process_says_and_whether_it_lives():
     path = create_page_file()
     try:
-        page = FlagPage(path, 0)
+        page = FlagPage(path, 0, PEERS)
         assert not page.other_lives()
         is_open = FORK.Event()
         child = FORK.Process(target=say_put, args=(path, is_open))
@@ -332,7 +335,7 @@ def test_a_page_shows_what_another_process_says_and_whether_it_lives():
             assert is_open.wait(20)
             assert (page.other_lives(), page.other_lives()) == (True, True)
             with pytest.raises(OSError, match="temporarily unavailable"):
-                FlagPage(path, 1)
+                FlagPage(path, 1, PEERS)
             assert page.others(PUT).value == 7
             assert page.own(PUT).value == page.own(LOST).value == 0
         finally:
@@ -350,4 +353,4 @@ def test_a_page_shows_what_another_process_says_and_whether_it_lives():
     finally:
         path.unlink()
     with pytest.raises(FileNotFoundError):
-        FlagPage(path, 1)
+        FlagPage(path, 1, PEERS)

@@ -152,7 +152,7 @@ def test_messages_are_counted_beyond_32_bits(pipeline):
         for carrier in side.carriers:
             carrier._put = carrier._taken = first
             for what in (PUT, TAKEN):
-                carrier._page.own(what).set(first)
+                carrier.page.own(what).set(first)
     assert made.train([order, order], syncs=0.2) == [None, None]
     assert [page.own(PUT).value for page in made.pages] == [11, 11]
 

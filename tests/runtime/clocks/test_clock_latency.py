@@ -15,6 +15,7 @@ import pytest
 from fake_gpu import look_until
 from presets import write_changed_preset
 
+from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.gpu.base import GpuError
 from envpipe_megatron.gpu.clock.controller import spread
 from envpipe_megatron.gpu.emulated.emulated_gpu import EmulatedGpu
@@ -26,7 +27,6 @@ from envpipe_megatron.runtime.clocks import rank_clock
 from envpipe_megatron.runtime.clocks.latency import (
     KERNELS,
     LEAD,
-    ClockLatencyError,
     CudaKernelTimer,
     EmulatedKernelTimer,
     Trace,
@@ -36,6 +36,11 @@ from envpipe_megatron.runtime.clocks.latency import (
 )
 
 KERNEL_S = 1e-3
+
+
+@pytest.fixture(autouse=True)
+def long_kernels(monkeypatch) -> None:
+    monkeypatch.setattr(EmulatedKernelTimer, "_KERNEL_S", KERNEL_S)
 
 
 @pytest.fixture
@@ -53,7 +58,7 @@ def emulated(folder: Path, frequency_change_s: float) -> EmulatedGpu:
 @pytest.mark.parametrize("frequency_change_s", [0.0, 0.004, 0.06])
 def test_finds_what_the_preset_says(tmp_path, frequency_change_s):
     gpu = emulated(tmp_path, frequency_change_s)
-    found = measure_latency(gpu, EmulatedKernelTimer(gpu, KERNEL_S), [1980, 1200], repeats=1)
+    found = measure_latency(gpu, [1980, 1200], repeats=1)
     new_s = gpu.preset.unit_time_s("forward", 1200, KERNEL_S)
     for row in found["changes"]:
         late_s = row["settling_s"]["max"] - frequency_change_s
@@ -68,8 +73,7 @@ def test_every_two_clocks_both_ways(gpu, monkeypatch):
     monkeypatch.setattr(EmulatedGpu, "_lock", lambda gpu, mhz: locks.append(mhz) or lock(gpu, mhz))
     monkeypatch.setattr(clock_latency, "KERNELS", 20)
     said: list[str] = []
-    timer = EmulatedKernelTimer(gpu, KERNEL_S)
-    found = measure_latency(gpu, timer, [1200, 1980, 990, 1980], 2, said.append)
+    found = measure_latency(gpu, [1200, 1980, 990, 1980], 2, said.append)
     pairs = [(row["from_mhz"], row["to_mhz"]) for row in found["changes"]]
     assert sorted(pairs) == sorted(itertools.permutations((1980, 1200, 990), 2))
     assert {row["call_s"]["count"] for row in found["changes"]} == {2}
@@ -85,7 +89,7 @@ def test_every_two_clocks_both_ways(gpu, monkeypatch):
     ("differs", "traces"),
     [(True, 2), (False, 4)],
 )
-def test_a_change_is_watched_until_it_was_seen_and_not_for_ever(gpu, differs, traces):
+def test_a_change_is_watched_until_it_was_seen_and_not_for_ever(gpu, monkeypatch, differs, traces):
     """Every three quarters of a second a trace, of slow kernels where the change `differs`."""
     counts: list[int] = []
 
@@ -104,7 +108,8 @@ def test_a_change_is_watched_until_it_was_seen_and_not_for_ever(gpu, differs, tr
             self.now_s += 0.75
             return Trace(called_s, called_s, list(itertools.pairwise(ends_s)))
 
-    measure_latency(gpu, Timer(), [1980, 1200], 1)
+    monkeypatch.setattr(clock_latency, "EmulatedKernelTimer", lambda gpu: Timer())
+    measure_latency(gpu, [1980, 1200], 1)
     assert counts[2] == traces  # down again
 
 
@@ -119,8 +124,8 @@ def test_clock_is_reset_whatever_fails(gpu, monkeypatch, good_locks):
         lock(frequency_mhz)
 
     monkeypatch.setattr(EmulatedGpu, "_lock", failing)
-    with pytest.raises(ClockLatencyError, match="driver"):
-        measure_latency(gpu, EmulatedKernelTimer(gpu, KERNEL_S), [1980, 1200], repeats=2)
+    with pytest.raises(EnvPipeError, match="driver"):
+        measure_latency(gpu, [1980, 1200], repeats=2)
     assert len(locks) == good_locks
     assert gpu.requested_frequency_mhz is None
 
@@ -128,8 +133,8 @@ def test_clock_is_reset_whatever_fails(gpu, monkeypatch, good_locks):
 @pytest.mark.parametrize("clocks", [[1200, 1200], [1200, 1201]])
 def test_impossible_clocks_are_refused_before_a_guard_is_started(gpu, monkeypatch, clocks):
     monkeypatch.setattr(rank_clock, "RankClock", None)
-    with pytest.raises((ClockLatencyError, GpuError), match=r"120[01]"):
-        measure_latency(gpu, EmulatedKernelTimer(gpu), clocks, repeats=1)
+    with pytest.raises((EnvPipeError, GpuError), match=r"120[01]"):
+        measure_latency(gpu, clocks, repeats=1)
 
 
 @pytest.mark.parametrize("dies", [False, True])
@@ -148,9 +153,10 @@ def test_guarded_measurement_leaves_no_lease_and_no_lock(gpu, tmp_path, monkeypa
                 look_until(lambda: not list_leases())
             return super().trace(call)
 
-    ends = pytest.raises(ClockLatencyError, match="guard of this GPU's clock has ended")
+    monkeypatch.setattr(clock_latency, "EmulatedKernelTimer", Timer)
+    ends = pytest.raises(EnvPipeError, match="guard of this GPU's clock has ended")
     with ends if dies else nullcontext():
-        measure_latency(gpu, Timer(gpu, KERNEL_S), [1980, 1200], 1)
+        measure_latency(gpu, [1980, 1200], 1)
     assert set(held) == {gpu.address.uid}
     assert list_leases() == []
     assert gpu.requested_frequency_mhz is None

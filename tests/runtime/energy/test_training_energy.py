@@ -476,7 +476,7 @@ def test_closing_after_an_error_bills_what_had_ended(tmp_path):
         told = pool.run(step_ranks.fail_and_close, tmp_path, 1)
     for rank, (errors, truth, sums, summary) in enumerate(told):
         assert errors[0].startswith("ValueError" if rank == 1 else "ChannelError")
-        assert errors[1].startswith("SessionError: An earlier iteration failed")
+        assert errors[1].startswith("EnvPipeError: An earlier iteration failed")
         assert sum(own.energy_j for own in sums.values()) == pytest.approx(truth[0], rel=1e-5)
         assert sums["warm-up"].steps == 2
         assert summary["clocks"]["error"] is None

@@ -10,8 +10,8 @@ from presets import preset_profile
 from rank_pool import RankFailedError
 from session_ranks import Fault
 
+from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.gpu.presets import load_preset
-from envpipe_megatron.policies.problem import PlannerError
 
 pytestmark = pytest.mark.xdist_group("pipeline")
 
@@ -95,7 +95,7 @@ def test_what_the_user_gave_ends_no_training_that_is_under_way(three_ranks, tmp_
     given = tmp_path / "given.csv"
     clocks = sorted(load_preset("a100-sxm").supported_frequencies_mhz[::40])[:-1]
     preset_profile("a100-sxm", 3, memory_ranks.TIMES, clocks).write(given)
-    wrong = Fault("runtime.job.phases.plan_online", error=PlannerError)
+    wrong = Fault("runtime.job.phases.plan_online", error=EnvPipeError)
     plenty = (10**9,) * 3
     told = three_ranks.run(
         session_ranks.train_with_faults, tmp_path, ENVELOPE, (wrong,), plenty, given

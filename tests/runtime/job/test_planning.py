@@ -28,13 +28,12 @@ from envpipe_megatron.core.sidecar import Sidecar
 from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.policies.optimal.linear_program import LinearProgramError
 from envpipe_megatron.policies.planner import make_plan
-from envpipe_megatron.policies.problem import PlannerError, Problem
+from envpipe_megatron.policies.problem import Problem
 from envpipe_megatron.policies.request import PlanRequest
 from envpipe_megatron.runtime.channel.collectives import DegradedError
 from envpipe_megatron.runtime.execution.executor import StageRecord
 from envpipe_megatron.runtime.job import phases, planning
 from envpipe_megatron.runtime.job.options import JobOptions
-from envpipe_megatron.runtime.job.parts import SessionError
 from envpipe_megatron.runtime.job.phases import adopt_plan
 from envpipe_megatron.runtime.job.planning import (
     plan_online,
@@ -210,7 +209,7 @@ REFUSED = [
 
 @pytest.mark.parametrize(("options", "said"), REFUSED)
 def test_a_plan_by_file_that_cannot_run_is_refused_or_made_anew(by_file, options, said):
-    with pytest.raises(SessionError, match=said):
+    with pytest.raises(EnvPipeError, match=said):
         Starting(by_file, **options).check()
     with pytest.raises(DegradedError, match=said):
         Starting(by_file, **options).adopt()  # it became so since
@@ -244,7 +243,7 @@ THROUGH_A_V = (*UNITS[:8], *UNITS[12:], *UNITS[8:12])  # F of both chunks, B of 
 )
 def test_a_plan_by_file_that_the_job_does_not_run_is_refused(tmp_path, order, why, remedy):
     path = write_plan(tmp_path / "plan.json", order)
-    with pytest.raises(SessionError, match=f"{why} .got '{order.name}'.*{remedy}"):
+    with pytest.raises(EnvPipeError, match=f"{why} .got '{order.name}'.*{remedy}"):
         Starting(path).check()
 
 
@@ -306,7 +305,7 @@ def test_an_order_by_name_that_turned_out_not_to_split_is_the_frameworks(tmp_pat
 def test_a_plan_that_adds_gradients_up_in_another_sequence_is_refused(tmp_path):
     forwards, inputs, weights = ([unit(kind, m) for m in range(4)] for kind in SPLIT)
     order = Schedule("late", 4, 1, ((*forwards, *inputs, *weights[::-1]),) * 2)
-    with pytest.raises(SessionError, match=r"another sequence than the framework: .* W3 before W0"):
+    with pytest.raises(EnvPipeError, match=r"another sequence than the framework: .* W3 before W0"):
         Starting(write_plan(tmp_path / "plan.json", order), splits=True).check()
 
 
@@ -329,7 +328,7 @@ def test_clocks_that_gpus_lack_end_no_training(tmp_path, by_file):
         with pytest.raises(DegradedError, match=few.format(1)):
             Starting(tmp_path / "none", named_profile=named, of_next=(1410,)).adopt()
     job = Starting(by_file, supported=(1410,))
-    with pytest.raises(SessionError, match=few.format(0)):
+    with pytest.raises(EnvPipeError, match=few.format(0)):
         job.check()
     job.gpu.read_only = True  # nobody asks for them
     job.check()
@@ -342,7 +341,7 @@ def test_a_profile_that_a_job_cannot_use_is_refused_before_its_first_iteration(b
     job.check()
     job.gpu.supported_frequencies_mhz = (1980, 1410, 1200)
     job.clocks_mhz = [{1980, 1410, 1200}] * 2
-    with pytest.raises(SessionError, match=r"lacks the highest clock .*got 1980"):
+    with pytest.raises(EnvPipeError, match=r"lacks the highest clock .*got 1980"):
         job.check()
     (by_file.parent / "profile.csv").unlink()
     with pytest.raises(EnvPipeError, match=r"profile\.csv"):
@@ -359,7 +358,7 @@ def test_a_profile_that_a_job_cannot_use_is_refused_before_its_first_iteration(b
     ],
 )
 @pytest.mark.parametrize(
-    "error", [ZeroDivisionError, MemoryError, RecursionError, LinearProgramError, PlannerError]
+    "error", [ZeroDivisionError, MemoryError, RecursionError, LinearProgramError, EnvPipeError]
 )
 def test_planning_may_fail_anywhere(monkeypatch, tmp_path, part, error):
     monkeypatch.setattr(*part, Mock(side_effect=error("of a test")))

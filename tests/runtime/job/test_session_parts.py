@@ -12,6 +12,7 @@ import pytest
 from plain_stages import SPECS
 
 from envpipe_megatron.core.orders import builders
+from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.formats.energy import Phase
 from envpipe_megatron.integrations.framework_units import SeenUnit, UnitFollower
 from envpipe_megatron.runtime.channel.carrier import ChannelError
@@ -21,7 +22,6 @@ from envpipe_megatron.runtime.execution.stage_run import IterationOrder
 from envpipe_megatron.runtime.job import iterations
 from envpipe_megatron.runtime.job import session as runtime_session
 from envpipe_megatron.runtime.job.options import JobOptions
-from envpipe_megatron.runtime.job.parts import SessionError
 from envpipe_megatron.runtime.job.restarts import JobFolder
 from envpipe_megatron.runtime.job.session import Session
 from envpipe_megatron.tuning.commands import Parking
@@ -314,7 +314,6 @@ def test_units_are_timed_where_somebody_looks_or_waits(world, waits):
             run.end_unit()
         session.close_iteration()
         timed.append(run.times_units)
-        assert session.iterations.last_record.timed == run.times_units
         assert len(session.iterations.last_record.unit_time_s) == 4
         if not run.times_units:
             assert session.iterations.last_record.end_s.tolist() == [1.0, 3.0, 5.0, 7.0]
@@ -444,7 +443,7 @@ def test_a_loss_that_is_found_behind_the_units_ends_the_session(world):
     session.end_step()
     with pytest.raises(ChannelError, match="of a test"):
         run(session)
-    with pytest.raises(SessionError, match="An earlier iteration failed"):
+    with pytest.raises(EnvPipeError, match="An earlier iteration failed"):
         run(session)
 
 
@@ -454,7 +453,7 @@ def test_a_session_ends_with_what_its_phases_raise(world):
     run(session)
     with pytest.raises(ValueError, match="of a test"):
         run(session)
-    with pytest.raises(SessionError, match="An earlier iteration failed"):
+    with pytest.raises(EnvPipeError, match="An earlier iteration failed"):
         run(session)
 
 
