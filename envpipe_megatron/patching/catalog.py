@@ -132,9 +132,9 @@ def read_patch(description: str, text: bytes) -> Patch:
             sha256=document["patch_sha256"],
             recognition=Recognition(**document["recognition"]),
             hashes=hashes,
-            # A record of an earlier version may have more, and needs it no more.
             hooks=tuple(
-                Hook(table["module"], table["attribute"], table.get("used_in", ()))
+                # A record of an earlier version may have these, and needs them no more.
+                Hook(**{k: v for k, v in table.items() if k not in ("returned_by", "prepare")})
                 for table in document["hooks"]
             ),
             description=description,

@@ -80,8 +80,7 @@ class Proof(Trial):
         """Return all tables, those that are empty left out."""
         machine = self.machine
         gpus = ((f"GPU of rank {rank}", name) for rank, name in enumerate(machine.gpu_names))
-        seen = ((check["name"], check["evidence"]) for check in self._checks)
-        facts = (*gpus, ("clocks", machine.missing or "changed"), *seen)
+        facts = (*gpus, *machine.versions.items(), ("clocks", machine.missing or "changed"))
         known = [
             Section("To paste", lines=(line,)),
             _claims(self.claims),

@@ -17,6 +17,7 @@ from typing import Any, ClassVar
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeElapsedColumn
 
+from envpipe_megatron import __version__
 from envpipe_megatron.console import say
 from envpipe_megatron.core.plan import read_plan
 from envpipe_megatron.core.profile import read_profile
@@ -27,14 +28,16 @@ from envpipe_megatron.formats.energy import IDLE
 from envpipe_megatron.gpu.base import FORBID_VARIABLE, GpuError
 from envpipe_megatron.gpu.control import choose_control
 from envpipe_megatron.gpu.presets import load_preset
-from envpipe_megatron.gpu.registry import Device, look_at, visible_gpus
+from envpipe_megatron.gpu.registry import Device, look_at, vendors_here, visible_gpus
 from envpipe_megatron.gpu.site import read_site
+from envpipe_megatron.integrations.levels import version_of
 from envpipe_megatron.trials.claims import Claim, claims_of, difference, equality
 from envpipe_megatron.trials.ranks import rank_environment, run_ranks
 from envpipe_megatron.trials.settings import BASELINE, ENVPIPE, Settings, load_text
 
 Event = dict[str, Any]
 CLAIMS_FORMAT, CLAIMS_FILE = "envpipe-claims/1", "claims.json"
+_PACKAGES = ("torch", "megatron-core", "nvidia-ml-py", "numpy")
 #: What a GPU may be busy with that only answers those who read its meters.
 _MOST_BUSY_PERCENT = 5
 _LEFT_ALONE = "--without-clocks was given"
@@ -49,12 +52,14 @@ class Machine:
         gpu_names: one for each pipeline rank.
         devices: the real GPUs.
         missing: why no clock is changed; empty if clocks are.
+        versions: of all that figures rest on.
     """
 
     emulated: bool
     gpu_names: tuple[str, ...]
     devices: tuple[Device, ...]
     missing: str
+    versions: dict[str, str]
 
 
 def emulated_machine(preset: str, num_stages: int, with_clocks: bool | None) -> Machine:
@@ -64,7 +69,7 @@ def emulated_machine(preset: str, num_stages: int, with_clocks: bool | None) -> 
     """
     name = f"{load_preset(preset).gpu} (emulated)"
     missing = _LEFT_ALONE if with_clocks is False else ""
-    return Machine(True, (name,) * num_stages, (), missing)
+    return Machine(True, (name,) * num_stages, (), missing, _versions())
 
 
 def real_machine(with_clocks: bool | None) -> Machine:
@@ -101,11 +106,13 @@ def real_machine(with_clocks: bool | None) -> Machine:
             remedy="End what runs there, or wait until it has ended; a GPU that is held back while "
             "idle needs cooling, or another power limit.",
         )
+    drivers = [driver.version for _, driver in vendors_here()]
     return Machine(
         False,
         tuple(device.name for device in devices),
         tuple(devices),
         _LEFT_ALONE if with_clocks is False else missing,
+        {**_versions(), "driver": ", ".join(drivers)},
     )
 
 
@@ -130,6 +137,11 @@ def newcomers(machine: Machine) -> list[str]:
             count = len(look_at(device.uid).activity().processes)
             found += [f"{count} processes on GPU {device.index}"] if count > 1 else []
     return found
+
+
+def _versions() -> dict[str, str]:
+    installed = {package: found for package in _PACKAGES if (found := version_of(package))}
+    return {"envpipe-megatron": __version__, **installed}
 
 
 class Trial:
@@ -176,6 +188,8 @@ class Trial:
                 note = f"{event['arm']}: {event['phase']}, iteration {event['number']}"
                 note += "" if event["loss"] is None else f", loss {event['loss']:.3f}"
                 self.progress.update(self._bar, note=note)
+            case "versions":
+                self.machine.versions.update(torch=event["torch"], CUDA=event["cuda"])
             case "latency":
                 self.latency = event["gpus"]
                 self.put("latency.json", self.latency)

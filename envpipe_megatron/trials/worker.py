@@ -89,6 +89,7 @@ class Rank:
         """Train all turns, after what a proof measures before them; every rank calls it."""
         settings, iterations = self._settings, self._settings.steady_iterations
         if settings.proof:
+            self._report("versions", torch=torch.__version__, cuda=torch.version.cuda or "none")
             if settings.changes_clocks:
                 self._measure_latency()
             iteration_s = self._profile()

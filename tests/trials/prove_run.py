@@ -22,7 +22,7 @@ def run_command(path: Path) -> None:
     run.run_ranks = run_ranks
     settings = Settings.read(path)
     missing = "" if settings.changes_clocks else "the right of a test"
-    machine = run.Machine(False, ("fake",) * NUM_RANKS, (), missing)
+    machine = run.Machine(False, ("fake",) * NUM_RANKS, (), missing, {})
     run.run_trial(Proof(settings, machine, []), Console(file=io.StringIO()))
 
 

@@ -144,7 +144,7 @@ def test_an_arm_whose_control_ended_shows_nothing():
 
 
 def line(turns, arms, missing="", emulated=False):
-    machine = Machine(emulated, ("A100", "A100"), (), missing)
+    machine = Machine(emulated, ("A100", "A100"), (), missing, {})
     return line_to_paste(claims_of(turns, arms, LATENCY, emulated=emulated), machine, turns)
 
 

@@ -98,7 +98,8 @@ def _profile_layers(
     finally:
         if output.is_file():
             replace_files({output: [layers_text(replace(read_layers(output), links=links))]})
-    say(f"{'Wrote' if jobs else 'They are in'} {output}")
+    if output.is_file():
+        say(f"{'Wrote' if jobs else 'They are in'} {output}")
 
 
 def _run_job(job: LayerJob, command: Sequence[str], speeds: Sequence[float]) -> int:

@@ -123,8 +123,9 @@ def sum_energy(files: tuple[Path, ...], as_json: bool, **prices: float | None) -
     bill, tariff = Bill(), Tariff(**prices)
     logs = read_energy_logs(files, bill.add)
     if logs.foreign or not bill.nodes:
+        file = logs.foreign[0] if logs.foreign else files[-1]
         raise EnvPipeError(
-            f"{(*logs.foreign, files[-1])[0]} holds no line of an energy log",
+            f"{file} holds no line of an energy log",
             remedy="Give the energy.jsonl files that training under EnvPipe leaves.",
         )
     bill.unreadable = len(logs.unreadable)

@@ -2,8 +2,9 @@
 
 A rank that asks its own process for a clock wakes a thread, which takes Python's interpreter lock
 from it as often; a rank that stores a word, and has the stream store another, does neither. Each
-word below is stored by one side only. Numbers begin at 1, and do so again behind their largest; 0
-is none. A `controller.PageController` serves the requests.
+word below is stored by one side only, as long as both live: that a guard was lost, its rank stores.
+Numbers begin at 1, and do so again behind their largest; 0 is none. A `controller.PageController`
+serves the requests.
 """
 
 from __future__ import annotations
@@ -86,7 +87,7 @@ class ClockPage:
     Attributes:
         address: where it begins in this process.
         num_bytes: its size.
-        rank, guard: the words that only the rank, or the guard, stores.
+        rank, guard: the words that the rank, or the guard, stores.
     """
 
     def __init__(self, descriptor: int) -> None:

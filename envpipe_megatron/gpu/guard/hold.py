@@ -159,8 +159,11 @@ class Hold:
             return
         self._over = True
         self._page.end()
-        if not self._is_back:
-            self._thread.join(_RELEASE_S)  # the driver may hang, and must not keep this thread, too
+        # The driver may hang, and must not keep this thread, too. Not by Thread.join: where a signal's
+        # handler has raised in one, Python takes the thread for ended from then on.
+        until_s = time.monotonic() + _RELEASE_S
+        while not self._is_back and time.monotonic() < until_s:
+            time.sleep(_FIRST_LOOK_S)
         if not self._is_back:
             raise GuardError(
                 "The clock was not confirmed to be back in time",
@@ -172,30 +175,31 @@ class Hold:
     # --- the watching thread --------------------------------------------------------------------
 
     def _watch(self) -> None:
-        self._listen()
+        ended = self._listen()
         self._connection.close()
         if not self._page.is_over:
             self._page.fail(
-                "The guard of this GPU's clock has ended. The clock is at its default from here "
-                "on; see the guard's log"
+                f"The guard of this GPU's clock has ended{ended}. The clock is at its default from "
+                "here on; see the guard's log"
             )
         self._bring_back()
 
-    def _listen(self) -> None:
-        """Beat until the guard has ended; kill one that does not beat for `patience_s`."""
+    def _listen(self) -> str:
+        """Beat until the guard has ended, and say why; kill one without a beat for `patience_s`."""
         heard, silent_s = self._page.guard.beats, 0.0
         while silent_s <= self._patience_s:
             self._page.rank.beats += 1
             if wait_readable([self._connection.fileno()], self._beat_every_s):
-                return  # it has nothing to say any more
+                return ""  # it has nothing to say any more
             # By waits, since this process may be stopped for as long.
             silent_s = silent_s + self._beat_every_s if heard == self._page.guard.beats else 0.0
             heard = self._page.guard.beats
-        why = " in the driver" if self._page.last_change_s == math.inf else ""
-        _LOG.error("the guard of %s hangs%s", self.address.uid, why)
+        where = " in the driver" if self._page.last_change_s == math.inf else ""
+        _LOG.error("the guard of %s hangs%s", self.address.uid, where)
         if self._guard is not None and self._guard.is_alive():
             with suppress(ProcessLookupError):
                 os.kill(self.guard_pid, signal.SIGKILL)
+        return f", since it hung{where} and was killed"
 
     def _bring_back(self) -> None:
         """Undo leases without a guard, this rank's first, until it has none and is released."""

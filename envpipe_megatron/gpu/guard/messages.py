@@ -1,7 +1,7 @@
 """How a rank talks with its guard, and with its node's agent: JSON objects over a Unix socket.
 
 The sockets keep message boundaries (SOCK_SEQPACKET): a message comes whole or not at all. Between
-a rank and its guard there is one:
+a rank and its guard there is one, of two kinds:
 
     guard -> rank    {"guard_pid": ..., "patience_s": ...}    it holds the GPU, and sets clocks
     guard -> rank    {"what": ...}                            it is refused

@@ -180,7 +180,10 @@ class Guard:
             _LOG.info("%s: %s", self.address.uid, self._watch(ends_s))
             is_back = self._bring_back(late_s)
             if lease is not None:
-                lease.release() if is_back else lease.close()
+                if is_back:
+                    lease.release()
+                else:
+                    lease.close()
         except BaseException:
             self._reserve = None
             self._reset()
@@ -198,7 +201,7 @@ class Guard:
     def _time_limit(self) -> Iterator[None]:
         """End this process if the driver hangs: SIGALRM does by default, and leaves the lease.
 
-        Around calls of the driver only: a guard that is stopped with its whole job goes on later.
+        Not while it waits: a guard that is stopped with its whole job goes on later.
         """
         signal.setitimer(signal.ITIMER_REAL, self.give_up_s)
         try:

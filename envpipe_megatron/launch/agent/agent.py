@@ -3,7 +3,7 @@
 It lives in the process that runs torchrun, on a thread with its own event loop. Ranks meter their
 GPUs and send their windows (`runtime.energy.agent_link`); it bills what lies between them too,
 writes the node's energy log and sends it to the job's collector, which is the agent of rank 0. It
-opens GPUs for reading only, and asks drivers in threads, since one may hang.
+only reads GPUs, and asks drivers in threads, since one may hang.
 """
 
 from __future__ import annotations

@@ -169,7 +169,7 @@ class GpuLedger:
     (`LineSums`); what is said of the GPU here has them at once.
 
     Args:
-        gpu: opened for reading only; GpuError if it does not tell the time.
+        gpu: only read; GpuError if it does not tell the time.
         labels: as for `know`.
         write: gets each line; OSError is raised on, and it gets the line again with the next one.
 

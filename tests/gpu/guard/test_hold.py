@@ -60,7 +60,7 @@ class Played:
 
     def look_for_its_end(self):
         look_until(lambda: self.page.failure)
-        assert self.page.failure.startswith("The guard of this GPU's clock has ended.")
+        assert self.page.failure.startswith("The guard of this GPU's clock has ended")
 
 
 @pytest.fixture
@@ -188,6 +188,25 @@ def test_a_release_waits_until_the_guard_has_ended(guard, monkeypatch):
     assert guard.gpu.history == []
 
 
+def test_a_release_that_a_signal_interrupts_is_waited_for_by_the_next(guard):
+    """As a SIGTERM in a session's end, whose second call is the last before the process ends."""
+
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    hold = guard.hold()
+    before = signal.signal(signal.SIGALRM, interrupt)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 0.05)
+        with pytest.raises(KeyboardInterrupt):
+            hold.release()
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    threading.Timer(0.1, guard.end.close).start()
+    hold.release()
+    assert hold._is_back
+
+
 class Clock:
     """Time that passes while a rank waits for its guard, which beats at some of the rank's."""
 
@@ -222,7 +241,9 @@ def test_a_guard_that_hangs_is_killed(guard, monkeypatch, caplog, beats_at, in_d
     assert clock.rank_beats == list(range(1, max(beats_at, default=0) + 8 + 1))
     assert os.waitpid(pid, 0)[1] == signal.SIGKILL
     hold.release()
-    assert f"hangs{' in the driver' * in_driver}\n" in caplog.text
+    where = " in the driver" * in_driver
+    assert f"hangs{where}\n" in caplog.text
+    assert f"has ended, since it hung{where} and was killed. " in guard.page.failure
 
 
 # --- in place of a guard that is gone ------------------------------------------------------------
