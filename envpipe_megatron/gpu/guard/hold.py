@@ -159,8 +159,8 @@ class Hold:
             return
         self._over = True
         self._page.end()
-        # The driver may hang, and must not keep this thread, too. Not by Thread.join: where a signal's
-        # handler has raised in one, Python takes the thread for ended from then on.
+        # The driver may hang, and must not keep this thread, too. Not by Thread.join: where a
+        # signal's handler has raised in one, Python takes the thread for ended from then on.
         until_s = time.monotonic() + _RELEASE_S
         while not self._is_back and time.monotonic() < until_s:
             time.sleep(_FIRST_LOOK_S)
