@@ -159,7 +159,7 @@ def same_job(args: argparse.Namespace) -> dict[str, object]:
 def refusals(of: type[EnvPipeError] = EnvPipeError) -> Iterator[None]:
     """Within, or in a function under it, an error ends the job as argparse does.
 
-    By a message without a stack, printed once on each node.
+    By a message without a stack, printed once on each node: it must be one that all ranks have.
     """
     try:
         yield
@@ -207,8 +207,9 @@ def recompute(blocks: Iterable[Any], what: str | None, count: int) -> None:
         block.config.recompute_method = "block" if full else None
         block.config.recompute_num_layers = count if full else None
         for number, layer in enumerate(block.layers):
-            selected = what == SELECTIVE and number < count
-            layer.self_attention.checkpoint_core_attention = selected
+            if hasattr(layer, "self_attention"):  # not where it has none, as of state spaces
+                selected = what == SELECTIVE and number < count
+                layer.self_attention.checkpoint_core_attention = selected
 
 
 class Between(NamedTuple):

@@ -189,7 +189,7 @@ class Rule:
 
 
 _ONLY_PLANS = ("sweep", "profile_only", "plan")
-_UNLIMITED = "|".join(name for name, row in SCHEDULES.items() if "max_in_flight" not in row.takes)
+_LIMITED = "|".join(name for name, row in SCHEDULES.items() if "max_in_flight" in row.takes)
 #: What options go with, in the order in which it is checked.
 RULES = (
     Rule("type envelope|optimal", "plans for stages", ("a pipeline",)),
@@ -218,7 +218,7 @@ RULES = (
     Rule(
         "max_in_flight",
         "limits other orders than the framework's",
-        without=(f"scheduling {_UNLIMITED}",),
+        (f"scheduling {_LIMITED}",),
     ),
     Rule("profile", "is of stages", ("a pipeline",)),
     Rule(

@@ -114,7 +114,8 @@ def main() -> None:
     order = json.loads(sys.argv[1])
     ignore_signals_of_ranks()
     end_with_parent(order["parent"], signal.SIGKILL)
-    signal.signal(signal.SIGALRM, signal.SIG_DFL)  # a rank may ignore it
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)  # a rank may ignore it, or block it
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGALRM})
     signal.alarm(order["limit_s"])
     os.nice(_NICE)
     os.environ.update(dict.fromkeys(_ONE_THREAD, "1"), CUDA_VISIBLE_DEVICES="")

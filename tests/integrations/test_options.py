@@ -148,7 +148,7 @@ def test_files_are_read_before_anything_is_built(tmp_path, monkeypatch):
         ("--type envelope --scheduling auto", "auto needs --envpipe-type optimal"),
         ("--max-in-flight 0", "got '0'"),
         ("--max-in-flight 4,3", "each of 4 stages"),
-        ("--scheduling 1f1b --max-in-flight 4", "does not go with --envpipe-scheduling 1f1b"),
+        ("--scheduling 1f1b --max-in-flight 4", "needs --envpipe-scheduling envpipe or auto or zb-h1"),
         (f"--plan {__file__}", "--envpipe-profile"),
         ("--profile-only", "--envpipe-output"),
         ("--baseline-steps 1", "whole number of at least 2"),
@@ -281,7 +281,7 @@ def test_values_of_all_kinds(tmp_path):
         ({"require_control": "yes"}, "require_control takes true or false"),
         ({"gpu": "v1000"}, "v1000.*v100"),
         ({"type": "uniform", "reconfig": "optimal"}, "reconfigure optimal .* with type uniform"),
-        ({"scheduling": "1f1b", "max_in_flight": 4}, r"the framework's\. Leave one of them out"),
+        ({"scheduling": "1f1b", "max_in_flight": 4}, "or use scheduling .*zb-h1"),
         ({"objective": "joules"}, "objective is energy, time, cost or edp .*'joules'"),
         ({"profile": "nowhere.csv"}, r"^The profile nowhere\.csv is not readable: .*No such file"),
         (

@@ -69,8 +69,10 @@ def test_work_whose_working_folder_is_gone(tmp_path, monkeypatch):
 def test_what_never_ends_ends_itself(monkeypatch):
     monkeypatch.setattr("envpipe_megatron.tuning.background._LIMIT_S", 1)
     before = signal.signal(signal.SIGALRM, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGALRM})
     background = Background()
     background.start(FOR_EVER)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGALRM})
     signal.signal(signal.SIGALRM, before)
     pid = pid_of(background)
     with pytest.raises(EnvPipeError, match="No end in 1 s"):

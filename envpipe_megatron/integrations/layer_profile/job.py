@@ -60,7 +60,6 @@ _HELD_UP = 1.05
 _POWER_RANGE = (0.5, 2.0)
 
 
-@refusals()
 def measure_model(
     wrapped: Any,
     model: Any,
@@ -77,7 +76,8 @@ def measure_model(
         optimizer, args: Megatron's.
         forward_step: the training script's.
     """
-    pieces, gpu = GptPieces(model), RankGpu(job.clocks_mhz)
+    with refusals():
+        pieces, gpu = GptPieces(model), RankGpu(job.clocks_mhz)
     with closing(gpu), closing(Microbatches(wrapped, model, args, forward_step)) as microbatches:
         gradients_s, optimizer_s = measure_step(wrapped, optimizer)
         held = bytes_held(model, optimizer)
@@ -99,7 +99,8 @@ def measure_model(
                 source=job.source,
             )
             if dist.get_rank() == 0:
-                add_measures(Path(job.output), profile)
+                with refusals():
+                    add_measures(Path(job.output), profile)
 
 
 def measure_step(model: Any, optimizer: Any) -> tuple[float, float]:
