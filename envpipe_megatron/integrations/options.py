@@ -189,7 +189,9 @@ class Rule:
 
 
 _ONLY_PLANS = ("sweep", "profile_only", "plan")
-_LIMITED = "|".join(name for name, row in SCHEDULES.items() if "max_in_flight" in row.takes)
+_LIMITED = "|".join(
+    name for name, row in SCHEDULES.items() if row.in_jobs and "max_in_flight" in row.takes
+)
 #: What options go with, in the order in which it is checked.
 RULES = (
     Rule("type envelope|optimal", "plans for stages", ("a pipeline",)),

@@ -148,7 +148,7 @@ def test_files_are_read_before_anything_is_built(tmp_path, monkeypatch):
         ("--type envelope --scheduling auto", "auto needs --envpipe-type optimal"),
         ("--max-in-flight 0", "got '0'"),
         ("--max-in-flight 4,3", "each of 4 stages"),
-        ("--scheduling 1f1b --max-in-flight 4", "needs --envpipe-scheduling envpipe or auto or zb-h1"),
+        ("--scheduling 1f1b --max-in-flight 4", "needs --envpipe-scheduling envpipe or auto"),
         (f"--plan {__file__}", "--envpipe-profile"),
         ("--profile-only", "--envpipe-output"),
         ("--baseline-steps 1", "whole number of at least 2"),
