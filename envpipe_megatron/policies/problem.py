@@ -102,7 +102,7 @@ def check_own_within(
         raise error(
             "The limit of microbatches in flight is below what the framework's own order "
             f"({own.name}) holds, {', '.join(f'{each:g}' for each in held)}",
-            value=", ".join(f"{limit / own.num_chunks:g}" for limit in most),
+            value=[limit / own.num_chunks for limit in most],
             remedy=f"Give at least {math.ceil(max(held))}, or one number for each stage.",
         )
 
