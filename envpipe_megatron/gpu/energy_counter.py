@@ -23,7 +23,7 @@ from dataclasses import astuple
 from typing import Any
 
 from envpipe_megatron.child import ignore_signals_of_ranks, start_child
-from envpipe_megatron.gpu.base import EnergyReading, GpuError
+from envpipe_megatron.gpu.base import EnergyReading, GpuError, ReadOnlyGpu
 from envpipe_megatron.gpu.guard.messages import receive, send, wait_readable
 from envpipe_megatron.gpu.registry import look_at
 
@@ -182,7 +182,7 @@ def main() -> None:
     """
     order = json.loads(sys.argv[1])
     ignore_signals_of_ranks()
-    gpu = look_at(order["uid"])
+    gpu = ReadOnlyGpu(look_at(order["uid"]))
     # A rank that takes nothing for minutes must not keep this process from looking.
     rank = socket.socket(fileno=_RANK)
     rank.setblocking(False)
