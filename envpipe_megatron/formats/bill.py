@@ -29,7 +29,13 @@ from envpipe_megatron.formats.energy import (
     split_phase,
 )
 from envpipe_megatron.formats.energy_sums import EnergySums, total_of
-from envpipe_megatron.formats.steps import Comparison, StepEnergy, compare, mean_steps
+from envpipe_megatron.formats.steps import (
+    Comparison,
+    StepEnergy,
+    compare,
+    mean_steps,
+    step_sums,
+)
 
 #: Options by which steps differ: a start with others is not compared with the last one.
 _ASKED = ("level", "type", "objective", "scheduling", "reconfigure", "num_gpus")
@@ -224,7 +230,7 @@ class Bill:
         sums = self.of_phase(phase)
         if not all(own.steps for own in sums):
             return None
-        means = _mean(sums, [own.step_sums for own in sums])
+        means = _mean(sums, [step_sums(own.step) for own in sums])
         return means[0] if means else None
 
     def compared(self, batch: str = "") -> tuple[StepEnergy, StepEnergy] | None:
