@@ -112,7 +112,7 @@ class Batches:
             self._advance(self.now, last)
         if state.notes != self._described_notes:
             self._described_notes = state.notes
-            self._describe_job({"notes": [*self._job.folder.notes, *state.notes]})
+            self._describe_job({"notes": [*state.notes]})
         left = self.now
         if left is not None and left.off.schedule.num_microbatches == num_microbatches:
             return left.off if is_off else left.order

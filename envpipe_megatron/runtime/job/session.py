@@ -76,8 +76,8 @@ class Session:
     ) -> None:
         self._collectives, stage, num_stages = collectives, collectives.stage, len(channel.ranks)
         say = say if collectives.is_planner else lambda text: None
-        self.state = SessionState(wishes=options.power_budget)
-        folder = JobFolder(options.output, collectives)
+        folder = JobFolder(options.output, collectives, options.files)
+        self.state = SessionState(wishes=options.power_budget, notes=folder.notes)
         self._agent = None
         self._timeline: TimelineLog | None = None
         #: What `close` calls once the clock is back, the last first.
@@ -109,7 +109,7 @@ class Session:
             if not self._controlled:
                 runs = self.options.order_in_words(options)
                 notes = f"A GPU is opened for reading only: {runs}", self.refused
-                self.state.notes = tuple(filter(None, notes))
+                self.state.notes += tuple(filter(None, notes))
             self._labels: dict[str, object] = {
                 **folder.run_label(options.run),
                 "node": folder.node,
@@ -366,7 +366,7 @@ class Session:
             "stage": self.parts.stage,
             "phase": state.phase.value,
             "iteration": state.iteration,
-            "notes": [*self.parts.folder.notes, *state.notes],
+            "notes": [*state.notes],
             "reconfigure": {"steps": state.reconfigure_steps, "ended": state.reconfigure_ended},
             "power": state.power,
             "clocks": self.clock.summary(),
