@@ -105,14 +105,11 @@ class Starting(Rank):
         )
         self.channel = SimpleNamespace(
             capacity=capacity,
-            more_bytes=lambda s, specs: 0 if self.own_order else s.num_units,
             make_room=lambda s, specs: s.name not in no_slots,
         )
         self.memory.predict, self.predicted = self.predict, self.memory.predicted
 
-    def predict(self, schedule: Any, more_bytes: Any) -> None:
-        # A framework that keeps its order carries its own messages.
-        assert more_bytes == (0 if self.own_order else schedule.num_units)
+    def predict(self, schedule: Any) -> None:
         self.predicted.append(schedule.name)
         if len(self.predicted) <= self.full:
             raise MemoryFullError("Too little of a test")
