@@ -107,8 +107,8 @@ def _metered_facts(folder: RunFolder, tariff: Tariff) -> ReportFacts:
         notes.append(f"Asked for something else, so these figures leave them out: starts {named}.")
     means, steady, baseline = bill.compared(), bill.steps(_STEADY), _recorded(folder, bill)
     if means:
-        of_gpus = (sums.baseline for sums in bill.of_phase(_STEADY))
-        baseline = baseline or next(filter(None, of_gpus))
+        of_gpus = (own.compared.baseline for own in bill.of_phase(_STEADY))
+        baseline = baseline or next(each for each in of_gpus if each.iterations)
         baseline = replace(means[1], iterations=baseline.iterations)
     if baseline is None and (baseline := bill.steps(_WARMUP)) is not None:
         notes.append(
