@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -26,6 +26,7 @@ from envpipe_megatron.report.pipelines import (
     by_iteration,
     gpus_of,
     kept_iterations,
+    marked_path,
     whole_pipelines,
 )
 
@@ -179,20 +180,13 @@ def _known(
     timeline = Timeline(schedule, [1e-6 * (read.end_us - read.start_us) for read in reads])
     columns: dict[str, NDArray[Any]] = {
         "slack_ms": 1e3 * timeline.slack_s,
-        "critical": _among(schedule, timeline.critical_path()),
+        "critical": marked_path(timeline),
         "envelope": schedule.outer_envelope,
         "joules": _joules(schedule, reads, profile),
     }
     return [
         {name: values[stage] for name, values in columns.items()} for stage in range(len(reads))
     ]
-
-
-def _among(schedule: Schedule, nodes: Collection[int]) -> NDArray[np.int8]:
-    """Return [num_stages, units_per_stage] 1 for some nodes, 0 for the others."""
-    marked = np.zeros(schedule.num_units, dtype=np.int8)
-    marked[list(nodes)] = 1
-    return marked.reshape(schedule.num_stages, -1)
 
 
 def _joules(
@@ -243,7 +237,6 @@ def plan_chart(
     labels = [unit.label(schedule.num_chunks) for order in schedule.stages for unit in order]
     for place in np.flatnonzero(schedule.combined):  # the unit behind it is the box of both
         labels[place + 1] = labels[place] + labels[place + 1]
-    path = () if schedule.forward_only else timeline.critical_path()
     places = [[KINDS.index(unit.kind) for unit in order] for order in schedule.stages]
     columns: dict[str, NDArray[Any]] = {
         "iteration": np.zeros(schedule.combined.shape, np.int32),
@@ -253,7 +246,7 @@ def plan_chart(
         "end": 1e3 * timeline.end_s,
         "mhz": plan.frequency_mhz,
         "height": HEIGHTS[np.where(np.roll(schedule.combined, 1, axis=1), 1, places)],
-        "critical": _among(schedule, path),
+        "critical": marked_path(timeline),
         "envelope": schedule.outer_envelope,
     }
     units = {name: values.ravel() for name, values in columns.items()}

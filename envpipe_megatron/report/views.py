@@ -15,6 +15,7 @@ from envpipe_megatron.formats.timeline import ClockSamples
 from envpipe_megatron.policies.frontier import FRONTIER_GAP, plan_frontier
 from envpipe_megatron.policies.optimal.linear_program import LinearProgramError
 from envpipe_megatron.policies.optimal.optimizer import Optimizer
+from envpipe_megatron.report.bubbles import Bubbles
 from envpipe_megatron.report.charts import (
     BLUE,
     GREEN,
@@ -28,7 +29,7 @@ from envpipe_megatron.report.charts import (
     columns_of,
     series_colours,
 )
-from envpipe_megatron.report.facts import Bubbles, ReportFacts
+from envpipe_megatron.report.facts import ReportFacts
 from envpipe_megatron.report.pipelines import PlacedGpu, gpus_of
 from envpipe_megatron.report.run_folder import RunFolder
 from envpipe_megatron.report.series import power_chart, step_charts, thinned

@@ -63,8 +63,8 @@ def job_folder(path: Path | None, keys: JobKeys = KEYS, **given: Any) -> JobFold
         keys: in place of those that come from the options.
         given: other options.
     """
-    made: Any = JobFolder(path, alone())
     options = JobOptions(fingerprint={}, **given)  # type: ignore[arg-type]
+    made: Any = JobFolder(path, alone(), options.files)
     with patch.object(restarts, "job_keys", lambda *arguments: keys):
         made.resume(options, 2, None)
     return made  # type: ignore[no-any-return]

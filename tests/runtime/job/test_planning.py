@@ -97,13 +97,11 @@ class Starting(Rank):
         super().__init__(options, supported=supported, **parts)
         self.other = lambda own: {*of_next} if isinstance(own, set) else own
         self.path, self.full = path, full
-        #: Plans that were made, and those that were given.
-        self.kept, self.given = list[Plan](), list[Plan]()
+        #: Plans that were written.
+        self.kept = list[Plan]()
         self.folder = SimpleNamespace(
             found=StoredJob(),
-            write_plan=lambda plan, batch="", given=None: (
-                self.given if given else self.kept
-            ).append(plan),
+            write_plan=lambda plan, batch="": self.kept.append(plan),
         )
         self.channel = SimpleNamespace(
             capacity=capacity,
@@ -171,7 +169,7 @@ def test_a_plan_by_file_is_run_as_it_stands(by_file):
     job = Starting(by_file)
     plan = job.adopt()
     assert plan.schedule.name == "envpipe"
-    assert (job.kept, job.given, job.predicted, job.said) == ([], [plan], ["envpipe"], [])
+    assert (job.kept, job.predicted, job.said) == ([plan], ["envpipe"], [])
 
 
 def test_without_a_file_a_plan_is_made(tmp_path):
