@@ -408,5 +408,5 @@ class Session:
         return run
 
 
-def _unheard(frequency_mhz: int, parked: tuple[int, float] | None) -> None:
+def _unheard(frequency_mhz: int, delay_s: float | None) -> None:
     """Ignore a request where no clock is to change."""
