@@ -215,6 +215,12 @@ class Bill:
         """Return the tokens of a step of full size; 0 if they are not known."""
         return (self.fact("tokens_per_iteration") or 0) if self._one_batch else 0
 
+    @property
+    def has_one_batch(self) -> bool:
+        """True if batches of one size, of as many tokens, are all that is known."""
+        other = any(split_phase(phase)[1] for _, _, phase, _ in self.phases)
+        return self._one_batch and not other
+
     def steady(self) -> list[EnergyWindow]:
         """Return the last steady line of each GPU and size of batch, as `of_phase`."""
         phases = dict.fromkeys(phase for _, _, phase, _ in self.phases)
@@ -272,8 +278,7 @@ class Bill:
             return {}
         energy_j = self.total().energy_j
         units: dict[str, float | None] = {"iteration": 1}
-        one_batch = self._one_batch and len(self.iterations) == 1
-        if one_batch and not any(split_phase(phase)[1] for _, _, phase, _ in self.phases):
+        if self.has_one_batch and len(self.iterations) == 1:
             units["token"] = self.fact("tokens_per_iteration")
             units["sample"] = self.fact("samples_per_iteration")
         return {name: energy_j / iterations / count for name, count in units.items() if count}
