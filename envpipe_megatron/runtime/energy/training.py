@@ -215,16 +215,14 @@ class TrainingEnergy:
         None has a step if a rank has none in its interval. What all steady steps so far have saved
         is added up, and is `saved` if some are of this interval.
         """
-        steady = {batch: phase_in_batch(Phase.STEADY, batch) for batch in sorted(self.baselines)}
-        own = np.array([self.log.sums(phase).compared.sums for phase in steady.values()])
-        sums = SUM(self._collectives.by_stage(own, SUM))
+        steady = [phase_in_batch(Phase.STEADY, batch) for batch in sorted(self.baselines)]
+        own = np.array([self.log.sums(phase).compared.sums for phase in steady])
+        of_job = SUM(self._collectives.by_stage(own, SUM))
         mean, _ = self._over_gpus(interval.step)
-        of_job = [
-            each
-            for phase, each in zip(steady.values(), sums, strict=True)
-            if phase in interval.phases
+        of_interval = [
+            sums for phase, sums in zip(steady, of_job, strict=True) if phase in interval.phases
         ]
-        found = mean_steps(of_job[0].tolist()) if len(of_job) == 1 else None
+        found = mean_steps(of_interval[0].tolist()) if len(of_interval) == 1 else None
         return IntervalEnergy(interval.phases, mean, compare(*found) if found else None)
 
     def sums(self) -> dict[str, EnergySums]:
