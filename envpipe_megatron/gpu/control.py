@@ -70,9 +70,9 @@ class Control:
         )
         return f"{text} {self.remedy}." if self.remedy else text
 
-    def checked(self, *, required: bool) -> Self:
-        """Return the same; GpuPermissionError if control is required and there is none."""
-        if required and self.backend is None:
+    def required(self) -> Self:
+        """Return the same; GpuPermissionError if clocks stay as they are."""
+        if self.backend is None:
             raise GpuPermissionError(
                 f"Clock control is required, but {self.why}", remedy=self.remedy
             )
@@ -143,23 +143,16 @@ def _refused(backend: str, error: GpuError) -> Control:
     return Control(backend, None, reason, error.remedy)
 
 
-def choose_control(wanted: str, site: SiteConfig, *, require: bool = False) -> Control:
+def choose_control(wanted: str, site: SiteConfig) -> Control:
     """Choose the back end that changes a job's clocks: for `auto` the first that is allowed.
 
-    A back end that is named is never replaced by another; `wanted` is one of `CHOICES`. Raises
-    GpuPermissionError if control is required and none is allowed or what is wanted is none.
+    A back end that is named is never replaced by another; `wanted` is one of `CHOICES`.
     """
-    if require and wanted in (READ_ONLY, "dry_run"):
-        raise GpuPermissionError(
-            "Clock control is required, and what was chosen changes no clock",
-            value=wanted,
-            remedy="Choose another --envpipe-gpu-control, or leave --envpipe-require-control out.",
-        )
     if wanted == READ_ONLY:
         return Control(wanted, None, "no clock control was requested")
     if wanted in ("dry_run", "emulated"):
         return Control(wanted, wanted, f"{wanted} was requested, and changes no real GPU")
-    return first_allowed(wanted, check_controls(site)).checked(required=require)
+    return first_allowed(wanted, check_controls(site))
 
 
 def first_allowed(wanted: str, controls: Sequence[Control]) -> Control:
@@ -182,26 +175,26 @@ def first_allowed(wanted: str, controls: Sequence[Control]) -> Control:
     return Control(wanted, None, why, ". ".join(remedies))
 
 
-def choose_for(uid: str, wanted: str, *, require: bool, one_clock: bool) -> Control:
+def choose_for(uid: str, wanted: str, *, one_clock: bool) -> Control:
     """Choose the back end for a GPU, by the site's rules; none if they cannot be read.
 
     Nor is there one if it cannot open the GPU, or where a power profile is enforced, which sets
     clocks and limits too: the driver arbitrates, and a clock for each unit would not be what was
-    planned. A profile does not matter if the job has `one_clock` or the site allows it. Raises
-    GpuPermissionError as `choose_control`. That the clock can be reset is seen when it is held.
+    planned. A profile does not matter if the job has `one_clock` or the site allows it. That the
+    clock can be reset is seen when it is held.
     """
     try:
         site = SiteConfig() if wanted == "emulated" else read_site()
     except GpuError as error:
-        return Control(wanted, None, error.what, error.remedy).checked(required=require)
-    chosen = choose_control(wanted, site, require=require)
+        return Control(wanted, None, error.what, error.remedy)
+    chosen = choose_control(wanted, site)
     if chosen.backend is None:
         return chosen
     try:
         gpu = open_controlled(uid, chosen, site)
     except GpuError as error:
         why = f"the clock of {uid} cannot be set by {chosen.backend}: {error.what}"
-        return Control(wanted, None, why, error.remedy).checked(required=require)
+        return Control(wanted, None, why, error.remedy)
     if one_clock or chosen.backend not in hardware_backends() or site.allow_power_profiles:
         return chosen
     enforced: tuple[str, ...] = ()
@@ -210,7 +203,7 @@ def choose_for(uid: str, wanted: str, *, require: bool, one_clock: bool) -> Cont
     if not enforced:
         return chosen
     why = f"{gpu.name} ({uid}) enforces power profiles, which set clocks too: {', '.join(enforced)}"
-    return Control(wanted, None, why, PROFILES_REMEDY).checked(required=require)
+    return Control(wanted, None, why, PROFILES_REMEDY)
 
 
 def open_controlled(uid: str, chosen: Control, site: SiteConfig | None = None) -> Gpu:

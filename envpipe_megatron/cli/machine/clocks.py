@@ -96,7 +96,7 @@ def _real_gpu(device: int) -> Gpu:
             value=os.environ[FORBID_VARIABLE],
             remedy=f"Unset {FORBID_VARIABLE}, or try --emulated PRESET.",
         )
-    chosen = choose_control("auto", read_site(), require=True)
+    chosen = choose_control("auto", read_site()).required()
     try:
         import torch
     except ImportError as error:

@@ -52,8 +52,10 @@ class _Here(PageController):
 
     def release(self) -> None:
         """Reset the clock, if it was set. Raises GpuError."""
-        if self._page.set_mhz is not None:
+        words = self._page.guard
+        if words.called_s > -math.inf:  # also by a call out of which a signal's handler raised
             self._gpu.reset_frequency()
+            words.called_s = -math.inf
         self.close()
 
 
@@ -318,9 +320,12 @@ def open_rank_gpu(
     Raises GpuError for a GPU that cannot be opened, or if control is required and not available;
     CollectivesError if another rank raised that.
     """
-    chosen = collectives.everywhere(
-        lambda: choose_for(uid, wanted, require=require, one_clock=one_clock)
-    )
+
+    def choose() -> Control:
+        own = choose_for(uid, wanted, one_clock=one_clock)
+        return own.required() if require else own
+
+    chosen = collectives.everywhere(choose)
     backends = collectives.to_planner({str(chosen.backend)}, lambda found: set().union(*found))
     first = collectives.first(chosen if chosen.backend is None else None)
     if first is not None:
