@@ -66,13 +66,12 @@ def guarded_clock() -> Iterator[RankClock]:
 def thread_costs_ns(seconds: float, *, clocks: bool) -> list[int]:
     """What the calls around one unit of a lone stage take the training thread, ns, of each unit."""
     with guarded_clock() if clocks else contextlib.nullcontext() as clock:
-        request = clock.request if clock else lambda frequency_mhz, parked: None
+        request = clock.request if clock else lambda frequency_mhz, later: None
         return _thread_costs_ns(seconds, request)
 
 
 def _thread_costs_ns(
-    seconds: float,
-    request: Callable[[int, tuple[int, float] | None], Callable[[], None] | None],
+    seconds: float, request: Callable[[int, float | None], Callable[[], None] | None]
 ) -> list[int]:
     order = _order(1)
     executor, costs_ns, iteration = HostExecutor(), [], 0

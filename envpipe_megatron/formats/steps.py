@@ -240,10 +240,13 @@ class ComparedSteps:
     """Steps of one GPU beside what baselines expect in their place, of each the one in force then.
 
     All that is said to be saved rests on `sums`, which add up over the GPUs and starts of a job.
+
+    Attributes:
+        baseline: the one in force; of no iterations before the first.
     """
 
     def __init__(self) -> None:
-        self._baseline = StepEnergy(0, 0.0, 0.0, 0.0, 0.0)
+        self.baseline = StepEnergy(0, 0.0, 0.0, 0.0, 0.0)
         #: Steps since that is in force.
         self._alike = 0
         #: Of windows' times to the baselines', of all and of these: what baselines do not tell.
@@ -267,9 +270,9 @@ class ComparedSteps:
         """
         if metered[0] is None and baseline.energy_j is not None:
             return
-        if baseline != self._baseline:
+        if baseline != self.baseline:
             self._errors = self._errors_now()
-            self._baseline, self._alike, self._own_ratios = baseline, 0, RunningMean()
+            self.baseline, self._alike, self._own_ratios = baseline, 0, RunningMean()
         self._alike += steps
         for ratios in (self._ratios, self._own_ratios):
             ratios.add(time_s / steps / baseline.time_s)
@@ -282,7 +285,7 @@ class ComparedSteps:
 
         It was measured in a few steps before: as a job drifts (GPUs get warm), it is off theirs.
         """
-        base, alike = self._baseline, self._alike
+        base, alike = self.baseline, self._alike
         shared = map(_or_nan, (base.time_uncertainty_s, base.metering_uncertainty_j))
         drift_s = base.time_s * self._own_ratios.drift
         own = *((alike * error) ** 2 for error in shared), alike * drift_s

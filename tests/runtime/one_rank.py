@@ -66,7 +66,7 @@ class Memory:
         self.calls.append(("learn", schedule.name))
         self.stages = (Known(10.0, 100.0), Known(20.0, 200.0))
 
-    def predict(self, schedule: Schedule, more_bytes: int = 0) -> None:
+    def predict(self, schedule: Schedule) -> None:
         self.predicted.append(schedule.name)
         if self.predicting is not None:
             raise self.predicting

@@ -3,9 +3,8 @@
 A rank that asks its own process for a clock wakes a thread, which takes Python's interpreter lock
 from it as often; a rank that stores a word, and has the stream store another, does neither. Each
 word below is stored by one side only, as long as both live: that a guard was lost, its rank stores.
-Requests have numbers, from 1 on and again behind their largest; 0 is none. A
-`controller.PageController` serves the one to which the stream has counted; what it did not see of
-those before is over.
+Numbers begin at 1, and do so again behind their largest; 0 is none. A `controller.PageController`
+serves the requests.
 """
 
 from __future__ import annotations
@@ -18,15 +17,16 @@ import os
 from envpipe_megatron.child import open_memory
 
 MASK = 0xFFFFFFFF
-#: Requests that are kept. A host is a few iterations ahead of the GPU at most: a stream takes some
-#: thousand launches.
-_CAPACITY = 1 << 16
+#: Requests that may wait for the GPU; a host is a few iterations ahead of it at most.
+CAPACITY = 1 << 16
 _TEXT_BYTES = 4096
 _NO_FILE = -1
 _LINE_BYTES = 64
-#: A request is one word, so that nobody sees half of it: 16 bits of the clock in MHz, 16 of the one
-#: before it, 32 of how long that is kept, in us.
-_CLOCK, _FIRST, _MOST_DELAY_US = 48, 32, MASK
+#: A request is one word, so that nobody sees half of it: 16 bits of which round of the page it is,
+#: 16 of the clock in MHz (0 asks for an answer only), 32 of the delay in us.
+_ROUND, _CLOCK, _MOST_DELAY_US = 48, 32, MASK
+#: In place of a clock: it is to be given back to the driver.
+GIVEN_BACK = 0xFFFF
 
 
 class _OfStream(ctypes.Structure):
@@ -47,18 +47,14 @@ class _OfRank(ctypes.Structure):
 class _OfGuard(ctypes.Structure):
     """Words of the guard.
 
-    All that was due when the stream had counted to `served_due` and `served_begun` is done, or held
-    back. `changes` counts calls of the driver, `coalesced` clocks in whose place a later one came.
-    `set_mhz` is the clock that was set last, 0 if it was given back or reset. The last call that
-    set one began at `called_s`, on the monotonic clock, and returned at `returned_s`. `beats` show
-    that it lives.
+    Requests up to `taken` have freed their places, those up to `answered` are served. `set_mhz` is
+    the clock that was set last, 0 if it was given back or reset. The last call that set one began
+    at `called_s`, on the monotonic clock, and returned at `returned_s`. `beats` show that it lives.
     """
 
     _fields_ = (
-        ("served_due", ctypes.c_uint32),
-        ("served_begun", ctypes.c_uint32),
-        ("changes", ctypes.c_uint32),
-        ("coalesced", ctypes.c_uint32),
+        ("taken", ctypes.c_uint32),
+        ("answered", ctypes.c_uint32),
         ("failed", ctypes.c_uint32),
         ("set_mhz", ctypes.c_uint32),
         ("beats", ctypes.c_uint32),
@@ -75,13 +71,13 @@ class _Words(ctypes.Structure):
         ("begun", _OfStream),
         ("rank", _OfRank),
         ("guard", _OfGuard),
-        ("requests", ctypes.c_uint64 * _CAPACITY),
+        ("requests", ctypes.c_uint64 * CAPACITY),
     )
 
 
 _NUM_BYTES = -(-ctypes.sizeof(_Words) // mmap.PAGESIZE) * mmap.PAGESIZE
-#: Where a stream counts, in bytes: requests behind whose unit it has come, and of those with a
-#: clock before theirs, requests whose own unit has begun.
+#: Where a stream counts, in bytes: requests whose unit has ended, and of those that wait a while
+#: behind that, requests whose own unit has begun.
 DUE, BEGUN = _Words.due.offset, _Words.begun.offset
 
 
@@ -133,17 +129,20 @@ class ClockPage:
 
     # --- the rank -------------------------------------------------------------------------------
 
-    def ask(self, frequency_mhz: int, first_mhz: int = 0, delay_s: float = 0.0) -> int:
-        """Store a request; return its number, to which DUE is to count.
+    def ask(self, frequency_mhz: int, delay_s: float = 0.0) -> int | None:
+        """Store a request; its number, None if too many wait.
 
-        A clock of 0 MHz is given back to the driver. With `first_mhz`, that is the clock until the
-        delay is over, or BEGUN counts the request.
+        It is due when DUE counts it, and so long after that, or when BEGUN does. One for 0 MHz is
+        answered when all before it are served. `following` and `_round` are written out here: at
+        units the host's caches are cold, and a call of Python's takes microseconds.
         """
         number = self._asked % MASK + 1
-        word = frequency_mhz << _CLOCK | first_mhz << _FIRST
+        if (number - self.guard.taken) & MASK >= CAPACITY:
+            return None
+        word = (number // CAPACITY + 1 & 0xFFFF) << _ROUND | frequency_mhz << _CLOCK
         if delay_s > 0:
             word |= round(min(1e6 * delay_s, _MOST_DELAY_US))
-        self._requests[number % _CAPACITY] = word
+        self._requests[number % CAPACITY] = word
         self._asked = number
         return number
 
@@ -157,14 +156,16 @@ class ClockPage:
 
     # --- the guard ------------------------------------------------------------------------------
 
-    def counted(self, where: int) -> int:
-        """Return to which request a stream has counted."""
-        return ctypes.c_uint32.from_address(self.address + where).value
+    def before_last_due(self) -> int:
+        """Return the number before the one that a stream counted last."""
+        return max(int(self._words.due.number) - 1, 0)
 
-    def request(self, number: int) -> tuple[int, int, float]:
-        """Return the clock in MHz of a request, the one before it (0 for none), its delay in s."""
-        word = self._requests[number % _CAPACITY]
-        return word >> _CLOCK, word >> _FIRST & 0xFFFF, (word & _MOST_DELAY_US) / 1e6
+    def request(self, number: int) -> tuple[int, float] | None:
+        """Return the clock in MHz and the delay in s of a request; None if it is not there yet."""
+        word = self._requests[number % CAPACITY]
+        if word >> _ROUND != _round(number):
+            return None
+        return word >> _CLOCK & 0xFFFF, (word & _MOST_DELAY_US) / 1e6
 
     def fail(self, why: str) -> None:
         """Say why no clock is set any more."""
@@ -172,6 +173,11 @@ class ClockPage:
         self.guard.failed = 1
 
     # --- either ---------------------------------------------------------------------------------
+
+    @property
+    def min_dwell_s(self) -> float:
+        """Least time between two changes of the clock."""
+        return float(self.rank.min_dwell_s)
 
     @property
     def is_over(self) -> bool:
@@ -196,18 +202,33 @@ class ClockPage:
 
     @property
     def summary(self) -> str:
-        """How fast the guard was, of when it set no clock any more; half while it writes that."""
-        return str(self.guard.summary.decode(errors="replace"))
+        """The guard's last summary; half of it while the guard writes it."""
+        return bytes(self.guard.summary).decode(errors="replace")
 
     @property
     def failure(self) -> str | None:
         """The reason for which the guard sets no clock any more; None while it does."""
         if not self.guard.failed:
             return None
-        return str(self.guard.failure.decode(errors="replace"))
+        return bytes(self.guard.failure).decode(errors="replace")
 
-    @property
-    def is_served(self) -> bool:
-        """True if the GPU has come to all that this process asked for, and the guard saw it."""
-        served = self.guard.served_due, self.guard.served_begun
-        return served == (self._asked, self.counted(BEGUN))
+    def is_answered(self, number: int) -> bool:
+        """Return whether all is served up to a number."""
+        return _reached(self.guard.answered, number)
+
+    def counted(self, where: int, number: int) -> bool:
+        """Return whether a stream has counted to a number."""
+        return _reached(ctypes.c_uint32.from_address(self.address + where).value, number)
+
+
+def following(number: int) -> int:
+    """Return the number of the next request."""
+    return number % MASK + 1
+
+
+def _round(number: int) -> int:
+    return (number // CAPACITY + 1) & 0xFFFF
+
+
+def _reached(value: int, number: int) -> bool:
+    return (value - number) & MASK < 1 << 31

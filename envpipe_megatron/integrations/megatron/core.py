@@ -137,9 +137,7 @@ class ForwardBackward:
             last_stage = groups.pp.rank() == groups.pp.size() - 1
             embedding_module = clear_embedding_activation_buffer(config, chunks, last_stage)
         if rehearsal is None:
-            count = arguments["num_microbatches"]
-            full = count == self._session.options.num_microbatches
-            self._session.run_iteration(count, specs, make_work, full_batch=full)
+            self._session.run_iteration(arguments["num_microbatches"], specs, make_work)
         else:
             order, tried = rehearsal.order, rehearsal.of
             self._session.rehearse(order, specs, lambda schedule: tried(make_work(schedule)))

@@ -22,8 +22,8 @@ import torch
 
 from envpipe_megatron.formats.energy import IDLE
 from envpipe_megatron.gpu.base import ClockState, DryRunGpu, Gpu, GpuError, ReadOnlyGpu
-from envpipe_megatron.gpu.clock.controller import PageController
-from envpipe_megatron.gpu.clock.page import BEGUN, DUE, ClockPage
+from envpipe_megatron.gpu.clock.controller import PageController, spread
+from envpipe_megatron.gpu.clock.page import BEGUN, DUE, GIVEN_BACK, ClockPage
 from envpipe_megatron.gpu.control import Control, choose_for, open_controlled
 from envpipe_megatron.gpu.guard.hold import Hold, hold_gpu
 from envpipe_megatron.gpu.guard.messages import AGENT_VARIABLE
@@ -33,8 +33,8 @@ from envpipe_megatron.runtime.clocks.watch import TOLERANCE_MHZ, ClockWatch
 
 logger = logging.getLogger(__name__)
 
-#: How often one who waits for the guard looks, s.
-_LOOK_S = 2e-4
+#: How often one who waits for the guard looks, and how long at most at the end, s.
+_LOOK_S, _LAST_ANSWER_S = 2e-4, 2.0
 #: How long `confirm` waits for the device to come to the request, and for the clock then, s.
 _DEVICE_S, _SETTLES_S = 60.0, 0.25
 
@@ -52,11 +52,9 @@ class _Here(PageController):
 
     def release(self) -> None:
         """Reset the clock, if it was set. Raises GpuError."""
-        words = self._page.guard
-        if words.called_s > -math.inf:  # also by a call out of which a signal's handler raised
+        if self._page.set_mhz is not None:
             self._gpu.reset_frequency()
-            words.called_s = -math.inf
-        self.close()
+            self.close()
 
 
 def count_by_stream(page: ClockPage) -> Callable[[int, int], None]:
@@ -149,26 +147,25 @@ class RankClock:
             raise
 
     def request(
-        self, frequency_mhz: int, parked: tuple[int, float] | None = None
+        self, frequency_mhz: int, delay_s: float | None = None
     ) -> Callable[[], None] | None:
-        """Set the clock once the GPU has come to here; returns at once.
+        """Set the clock once the GPU has come to here, or so long after; returns at once.
 
-        Here is behind all that the current stream holds. Called by one thread.
-
-        Args:
-            parked: a clock to set first, and for how long, s. What is returned then is to be called
-                where the GPU may not wait for any longer.
+        Here is behind all that the current stream holds. Called by one thread. What it returns of a
+        request with a delay is to be called where the GPU may not wait for any longer.
         """
         if self.given_back:
-            frequency_mhz, parked = 0, None
+            frequency_mhz = GIVEN_BACK
         # Whether the guard has failed is seen by whoever asks for `error`, in each iteration.
-        same = frequency_mhz == self._asked_mhz and parked is None and not self.repeats
-        if same or self._error is not None:
+        if (frequency_mhz == self._asked_mhz and not self.repeats) or self._error is not None:
             return None
         self._asked_mhz, self._waited_for = frequency_mhz, False
-        number = self.page.ask(frequency_mhz, *parked or ())
+        number = self.page.ask(frequency_mhz, delay_s or 0.0)
+        if number is None:
+            self.stop(GpuError("The guard takes no requests", remedy="See its log"))
+            return None
         self._mark(DUE, number)
-        return None if parked is None else partial(self._mark, BEGUN, number)
+        return None if delay_s is None else partial(self._mark, BEGUN, number)
 
     def confirm(self) -> None:
         """Wait until the clock that was asked for last, or a higher one, is read from the GPU.
@@ -182,7 +179,7 @@ class RankClock:
             return
         self._waited_for = True
         self.wait_idle(_DEVICE_S)
-        until_s = time.monotonic() + _SETTLES_S + self.page.rank.min_dwell_s
+        until_s = time.monotonic() + _SETTLES_S + self.page.min_dwell_s
         while not (is_read or self.page.is_over or time.monotonic() >= until_s):
             self._look()
             with suppress(Exception):  # a driver may fail in any way; training must go on
@@ -206,11 +203,12 @@ class RankClock:
     def close(self) -> None:
         """Set no clock from here on, and have it reset; what fails is logged.
 
-        A guard that hangs is left after a while. Safe to call twice. In a forked child nothing
-        happens.
+        A GPU that does not come to its last request, and a guard that hangs, are left after a
+        while. Safe to call twice. In a forked child nothing happens.
         """
         if os.getpid() != self._pid:
             return
+        self.wait_idle(_LAST_ANSWER_S)
         self.page.end()
         try:
             if self._hold is not None:
@@ -239,33 +237,43 @@ class RankClock:
         return (held,) if held else ()
 
     def summary(self) -> dict[str, Any]:
-        """Return how many changes were made and how fast, and what was seen.
+        """Return how many changes were made and how fast, by `PageController`, and what was seen.
 
-        How fast is what `PageController.close` said last, if it has. `followed` is the watch's
-        summary.
+        While the job runs, changes are as of the call before; a guard whose rank was silent counts
+        from 0 again. `followed` is the watch's summary.
         """
+        self._question()
         said: dict[str, Any] = {}
         with suppress(ValueError):  # the guard has said nothing, or just says it
             said = json.loads(self.page.summary)
+        none = spread(())
         return {
             "backend": self._gpu.address.backend,
-            "changes": self.page.guard.changes,
-            "coalesced": self.page.guard.coalesced,
+            "changes": 0,
+            "coalesced": 0,
+            "wake_to_lock_s": none,
+            "lock_call_s": none,
             **said,
             "error": None if self.error is None else str(self.error),
             "followed": None if self._watch is None else self._watch.summary(),
         }
 
     def wait_idle(self, limit_s: float = math.inf) -> None:
-        """Return when every request made so far was applied, held back or given up, or in time.
-
-        In a forked child, at once.
-        """
-        until_s = time.monotonic() + limit_s
-        while not (self.page.is_served or self.error or self.page.is_over):
-            if os.getpid() != self._pid or time.monotonic() >= until_s:
+        """Return when every request made so far was applied, held back or given up, or in time."""
+        question, until_s = self._question(), time.monotonic() + limit_s
+        while question is not None and self.error is None and not self.page.is_over:
+            if self.page.is_answered(question) or time.monotonic() >= until_s:
                 return
             self._look()
+
+    def _question(self) -> int | None:
+        """Ask for an answer; None where there will be none.
+
+        A forked child asks nothing: it would take its parent's next number, in the parent's page.
+        """
+        if self.page.is_over or os.getpid() != self._pid:
+            return None
+        return self.page.ask(0)  # none where too many wait, which nobody serves
 
     def _mark(self, where: int, number: int) -> None:
         try:

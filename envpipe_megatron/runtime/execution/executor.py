@@ -125,7 +125,7 @@ class Executor(Protocol):
     def in_wait(self, after_s: float) -> float:
         """Return so long behind the last unit's end by the host's clock, inf where that means none.
 
-        Called before the request for a wait's clock and the next unit's.
+        Called between two requests, for the clock of a wait and for the next unit's.
         """
 
     def end_iteration(self, check: Callable[[], object]) -> Callable[[], StageRecord]:
@@ -319,7 +319,6 @@ class EmulatedExecutor(Executor):
             with self._collectives.names_the_loss(f"its neighbour, stage {source}"):
                 self._ready_s = self._collectives.pipeline.receive(source, _FIRST_TAG + place)
         if self._wait_ends_s < math.inf:
-            self._settle_clock()  # the wait's own clock is set where the wait begins
             self._gpu.advance_to(min(self._wait_ends_s, self._ready_s))
             self._wait_ends_s = math.inf
         return always
@@ -347,6 +346,7 @@ class EmulatedExecutor(Executor):
 
     def in_wait(self, after_s: float) -> float:
         """Do it in emulated time, to which `begin_unit` brings the GPU."""
+        self._settle_clock()  # the wait's own clock is set where the wait begins
         self._wait_ends_s = self._begin_s + self._times_s[-1][1] + after_s
         return math.inf
 

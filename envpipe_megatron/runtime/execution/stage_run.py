@@ -104,8 +104,8 @@ class StageRun:
     The calls are `begin`, for each unit `begin_unit` and `end_unit`, and `end`.
 
     Args:
-        request: requests a clock in MHz for when the last unit has ended. With another one and s,
-            that is first, so long or until the next begins: what it returns then is called there.
+        request: requests a clock in MHz for when the last unit has ended, or some s later, or
+            when the next begins: what it returns then is called there.
         check: called while the last unit is waited for; raises what will never let it end.
         like: an iteration whose units' times are this one's too, of which begin and end only are
             timed: where the framework carries the messages, nothing parks and nobody waits for a
@@ -117,7 +117,7 @@ class StageRun:
         order: IterationOrder,
         stage: int,
         executor: Executor,
-        request: Callable[[int, tuple[int, float] | None], Callable[[], None] | None],
+        request: Callable[[int, float | None], Callable[[], None] | None],
         check: Callable[[], object] = always,
         like: StageRecord | None = None,
     ) -> None:
@@ -181,11 +181,12 @@ class StageRun:
         # The wait before a unit runs at that unit's clock, or at a lower one for most of it; after
         # the last comes the next iteration's first, which mostly is the same as this one's.
         following = self._ended % len(self.units)
-        parked = None
+        delay_s = None
         if following and following in self._parked:  # what lies between iterations is no wait
             park_mhz, own_after_s = self._parked[following]
-            parked = park_mhz, self._executor.in_wait(own_after_s)
-        self._on_begin = self._request(self.frequencies_mhz[following], parked)
+            self._request(park_mhz, None)
+            delay_s = self._executor.in_wait(own_after_s)
+        self._on_begin = self._request(self.frequencies_mhz[following], delay_s)
         if self.unit_ended is not None:
             self.unit_ended(unit)
         if self._ended == len(self.units):

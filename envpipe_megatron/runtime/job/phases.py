@@ -125,7 +125,7 @@ def _one_clock(job: PhaseParts) -> PhaseRun[None]:
     def keep(clock: int, steps: Mapping[int, StepEnergy]) -> None:
         measured = [{"frequency_mhz": at, **asdict(step)} for at, step in steps.items()]
         job.folder.append("one_clock", {"chosen_mhz": clock, "clocks": measured})
-        job.folder.keep_one_clock(clock)
+        job.folder.keep(one_clock_mhz=clock)
 
     tuner = OneClock(
         job.schedule,
@@ -235,7 +235,7 @@ def adopt_plan(job: PhaseParts, records: Sequence[StageRecord], profile: Profile
     options, state, own_clocks = job.options, job.state, job.gpu.supported_frequencies_mhz
     given = given_plan(job)
     if given is not None:
-        job.folder.write_plan(given, given=options.plan)
+        job.folder.write_plan(given)
         return given
 
     def begin(first: Window) -> Run[tuple[Plan, tuple[str, ...]]]:

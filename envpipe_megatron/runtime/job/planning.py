@@ -77,9 +77,8 @@ def given_plan(job: PhaseParts) -> Plan | None:
 
 def make_room(job: PhaseParts, plan: Plan) -> None:
     """Have the memory of a plan ready before it runs; errors as `JobMemory.predict` raises them."""
-    own_bytes = job.channel.more_bytes(plan.schedule, job.specs)
     make_room_for_messages(job, plan.schedule)  # first, for torch keeps what it reserves
-    job.memory.predict(plan.schedule, own_bytes)
+    job.memory.predict(plan.schedule)
 
 
 def make_room_for_messages(job: PhaseParts, order: Schedule) -> None:

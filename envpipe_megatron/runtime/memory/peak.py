@@ -144,10 +144,8 @@ class JobMemory:
             f"{_gib(s.room_bytes for s in stages)} beside {SAFETY_MARGIN:.0%} kept free"
         )
 
-    def predict(self, schedule: Schedule, more_bytes: int = 0) -> None:
+    def predict(self, schedule: Schedule) -> None:
         """Say what an order that is about to run will hold, and have it ready.
-
-        Beside the allocator's, `more_bytes` are to be taken for its messages.
 
         Ready before the order's first message: an allocator that finds no memory gives back what it
         caches, which waits for all that the device does. With receives of NCCL it would wait for a
@@ -160,17 +158,12 @@ class JobMemory:
         if stages is None or source is None or own is None:  # on every rank alike
             return
         peaks = schedule.peak_in_flight
-        for_messages = self._collectives.by_stage(more_bytes, max)
-        rooms = [s.room_bytes - more for s, more in zip(stages, for_messages, strict=True)]
-        allowed = [s.baseline_peak_bytes + r for s, r in zip(stages, rooms, strict=True)]
+        allowed = [stage.baseline_peak_bytes + stage.room_bytes for stage in stages]
         predicted: list[float] = []
 
         def reserve() -> bool:
             predicted.extend(peaks_bytes(stages, schedule, own))
-            messages = f", {_gib(for_messages)} GiB more for messages" if any(for_messages) else ""
-            self._say(
-                f"memory: in flight {plain(peaks)}, predicted peak {_gib(predicted)} GiB{messages}"
-            )
+            self._say(f"memory: in flight {plain(peaks)}, predicted peak {_gib(predicted)} GiB")
             if predicted[self._stage] > (1 + RELATIVE_TOLERANCE) * allowed[self._stage]:
                 return False
             return source.reserve(math.ceil(predicted[self._stage]) + self._unusable_bytes)
@@ -178,14 +171,10 @@ class JobMemory:
         self.stages = None  # unless it is known
         ready = on_every_rank(self._collectives, reserve)
         full = [n for n, holds in enumerate(self._collectives.by_stage(ready, all)) if not holds]
-        left = tuple(
-            replace(stage, room_bytes=max(0.0, room))
-            for stage, room in zip(stages, rooms, strict=True)
-        )
-        if full:  # no later plan is to hold as many; messages keep what they took
+        if full:  # no later plan is to hold as many
             self.stages = tuple(
                 stage.with_room_below(predicted[n]) if n in full else stage
-                for n, stage in enumerate(left)
+                for n, stage in enumerate(stages)
             )
             raise MemoryFullError(
                 f"Stages {plain(full)} have no memory for the microbatches in flight of this "
@@ -195,7 +184,7 @@ class JobMemory:
             )
         self.stages = tuple(
             replace(stage, in_flight=peak, predicted_peak_bytes=bytes_, measured_peak_bytes=None)
-            for stage, peak, bytes_ in zip(left, peaks, predicted, strict=True)
+            for stage, peak, bytes_ in zip(stages, peaks, predicted, strict=True)
         )
 
     def peak_bytes(self) -> int | None:

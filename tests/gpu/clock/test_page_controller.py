@@ -11,8 +11,9 @@ from fake_gpu import FakeGpu, ServedPage, look_until, pages_go  # noqa: F401 - a
 
 from envpipe_megatron.gpu.base import GpuError
 from envpipe_megatron.gpu.clock import controller as clock_controller
+from envpipe_megatron.gpu.clock import page as clock_page
 from envpipe_megatron.gpu.clock.controller import PageController, spread
-from envpipe_megatron.gpu.clock.page import BEGUN, DUE, MASK, ClockPage
+from envpipe_megatron.gpu.clock.page import BEGUN, DUE, GIVEN_BACK, MASK, ClockPage
 
 
 @pytest.fixture
@@ -49,9 +50,10 @@ def ask(page, *clocks_mhz, ended=True):
 
 
 def served(page):
-    """What the controller has counted when all so far is served."""
-    look_until(lambda: page.is_served)
-    return page.guard
+    """What the controller says of itself when all so far is served."""
+    number = page.ask(0)
+    look_until(lambda: page.is_answered(number))
+    return json.loads(page.summary)
 
 
 # --- requests -------------------------------------------------------------------------------------
@@ -62,10 +64,10 @@ def test_a_clock_is_set_when_the_stream_has_counted_to_its_request(gpu, page, ma
     first, second = ask(page, 1000, ended=False), ask(page, 1200, ended=False)
     page.count(DUE, first)
     look_until(lambda: gpu.history == [1000])
-    assert not page.is_served
     page.count(DUE, second)
-    assert served(page).changes == 2
+    said = served(page)
     assert gpu.history == [1000, 1200]
+    assert (said["changes"], said["lock_call_s"]["count"]) == (2, 2)
     assert page.set_mhz == 1200
     assert 0 < page.last_change_s < math.inf
 
@@ -73,9 +75,9 @@ def test_a_clock_is_set_when_the_stream_has_counted_to_its_request(gpu, page, ma
 def test_of_requests_that_are_due_only_the_latest_is_set(gpu, page, make):
     ask(page, 1000, 1100, 1200)
     make()
-    assert served(page).coalesced == 0  # it begins with the last one
-    page.count(DUE, ask(page, 1300, 1350, 1400, ended=False))
-    assert served(page).coalesced == 2
+    assert served(page)["coalesced"] == 0  # it begins with the last one
+    page.count(DUE, ask(page, 1300, 1400, ended=False))
+    assert served(page)["coalesced"] == 1
     assert gpu.history == [1200, 1400]
 
 
@@ -86,21 +88,20 @@ def test_the_clock_that_is_set_is_set_again_only_if_it_is_asked_for_next(gpu, pa
         page.count(DUE, ask(page, *clocks_mhz, ended=False))
         assert controller.serve()
     assert gpu.history == [1000, 1000, 1300]
-    assert page.guard.changes == 3
     assert not controller.serve()
 
 
 def test_a_clock_is_given_back_and_taken_again(gpu, page):
     controller = PageController(gpu, page)
-    for clock_mhz in (1000, 0, 0, 1200):
+    for clock_mhz in (1000, GIVEN_BACK, GIVEN_BACK, 1200):
         page.count(DUE, page.ask(clock_mhz))
         assert controller.serve()
-        assert page.set_mhz == (clock_mhz or None)
-    page.count(DUE, ask(page, 1000, 0, 1200, ended=False))
+        assert page.set_mhz == (clock_mhz if clock_mhz < GIVEN_BACK else None)
+    page.count(DUE, ask(page, 1000, GIVEN_BACK, 1200, ended=False))
     assert controller.serve()
     assert gpu.history == [1000, None, None, 1200]
     gpu.reset_error = GpuError("of a test")
-    page.count(DUE, page.ask(0))
+    page.count(DUE, page.ask(GIVEN_BACK))
     controller.serve()
     assert "of a test" in page.failure
 
@@ -108,35 +109,18 @@ def test_a_clock_is_given_back_and_taken_again(gpu, page):
 @pytest.mark.parametrize("begins", [True, False])
 def test_a_clock_may_wait_a_while_behind_the_unit_or_for_its_own(gpu, page, make, begins):
     make()
-    number = page.ask(1400, 1000, 3600.0 if begins else 0.02)
-    page.count(DUE, number)
+    parked, own = page.ask(1000), page.ask(1400, 3600.0 if begins else 0.02)
+    page.count(DUE, parked)
+    page.count(DUE, own)
     look_until(lambda: gpu.history[:1] == [1000])
     if begins:
-        served(page)
-        page.count(BEGUN, number)
-        assert not page.is_served or len(gpu.history) == 2
-        served(page)
+        page.count(BEGUN, own)
     look_until(lambda: gpu.history == [1000, 1400])
-
-
-def test_where_the_own_unit_has_begun_or_another_has_ended_nothing_is_parked(gpu, page):
-    controller = PageController(gpu, page)
-    number = page.ask(1400, 1000, 3600.0)
-    page.count(DUE, number)
-    page.count(BEGUN, number)
-    assert controller.serve()
-    page.count(DUE, ask(page, 1200, ended=False))
-    page.count(DUE, page.ask(1400, 1000, 3600.0))
-    assert controller.serve()
-    assert not controller.serve()
-    page.count(DUE, page.ask(1300))
-    assert controller.serve()
-    assert gpu.history == [1400, 1000, 1300]
 
 
 @pytest.mark.parametrize("delay_s", [1e9, math.inf])
 def test_a_wait_without_end_is_for_the_next_unit_alone(page, delay_s):
-    assert page.request(page.ask(1400, 1000, delay_s)) == (1400, 1000, MASK / 1e6)
+    assert page.request(page.ask(1000, delay_s)) == (1000, MASK / 1e6)
 
 
 # --- the least time between two changes -----------------------------------------------------------
@@ -144,7 +128,7 @@ def test_a_wait_without_end_is_for_the_next_unit_alone(page, delay_s):
 
 @pytest.mark.parametrize("page", [{"min_dwell_s": 1.0}], indirect=True)
 def test_a_change_that_comes_too_early_waits_unless_a_later_one_replaces_it(gpu, page, make):
-    controller = make()
+    make()
     for now_s, frequency in ((0.0, 1000), (0.5, 1200), (0.9, 1100), (1.0, 1300), (1.5, 1400)):
         gpu.now_s = now_s
         ask(page, frequency)
@@ -165,9 +149,8 @@ def test_a_change_that_comes_too_early_waits_unless_a_later_one_replaces_it(gpu,
     assert gpu.history[-1] == 1200
     gpu.now_s = 6.0
     look_until(lambda: gpu.history[-1] == 1000)  # without a further request
-    controller.close()
-    said = json.loads(page.summary)
-    assert said["lock_call_s"]["count"] < page.guard.changes  # what was held back has no latency
+    said = served(page)
+    assert said["lock_call_s"]["count"] < said["changes"]  # what was held back has no latency
 
 
 # --- what fails -----------------------------------------------------------------------------------
@@ -206,6 +189,7 @@ def test_closing_waits_for_no_unit_and_the_next_goes_on_with_what_was_due(gpu, p
     ask(page, 1000)
     look_until(lambda: gpu.history == [1000])
     page.ask(1100)  # of a unit that never ends
+    page.ask(1200, 1.0)
     controller.close()
     assert page.set_mhz is None
     make()
@@ -236,14 +220,32 @@ def test_nothing_is_set_for_a_rank_that_has_given_up(gpu, page):
 # --- the page -------------------------------------------------------------------------------------
 
 
+def test_a_page_holds_so_many_requests(gpu, page, make, monkeypatch):
+    monkeypatch.setattr(clock_page, "CAPACITY", 4)
+    assert [page.ask(1000) for _ in range(5)] == [1, 2, 3, None, None]
+    page.count(DUE, 3)
+    make()
+    look_until(lambda: gpu.history == [1000])
+    served(page)
+    for mhz in (1100, 1200, 1300, 1400):  # round and round
+        number = ask(page, mhz)
+        served(page)
+    assert gpu.history == [1000, 1100, 1200, 1300, 1400]
+    assert number == 11  # and 12 was a question
+    assert [page.request(n) is None for n in (8, 9, 12, 13)] == [True, False, False, True]
+
+
 def test_numbers_begin_again_behind_their_largest(gpu, page, make, monkeypatch):
     monkeypatch.setattr(page, "_asked", MASK - 1)
+    monkeypatch.setattr(page._words.guard, "taken", MASK - 1)
+    page.count(DUE, MASK)  # as before the guard began again
     assert ask(page, 1000) == MASK
+    assert page.counted(DUE, MASK - 1)
+    assert not page.counted(DUE, 1)
     make()
     look_until(lambda: gpu.history == [1000])
     assert ask(page, 1100) == 1
-    assert served(page).coalesced == 0
-    assert gpu.history == [1000, 1100]
+    look_until(lambda: gpu.history == [1000, 1100])
 
 
 @pytest.mark.parametrize(("why", "told"), [("é" * 5000, "é" * 2000), ("a \udcff", "a ?")])
@@ -268,8 +270,9 @@ def test_how_fast_a_request_was_served(gpu, page, monkeypatch):
         assert page.last_call_s == call_s
         assert page.last_change_s == call_s[1]
     controller.close()
-    assert (page.guard.changes, page.guard.coalesced) == (2, 0)
     assert json.loads(page.summary) == {
+        "changes": 2,
+        "coalesced": 0,
         "wake_to_lock_s": {"median": 0.25, "p99": 0.5, "max": 0.5, "count": 2},
         "lock_call_s": {"median": 0.75, "p99": 2.0, "max": 2.0, "count": 2},
     }

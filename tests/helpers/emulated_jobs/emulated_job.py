@@ -225,7 +225,6 @@ class EmulatedJob:
         backgrounds = chain((late,), repeat(repeat(0)))
         channel = SimpleNamespace(
             capacity=None,
-            more_bytes=lambda schedule, specs: 0,
             make_room=lambda schedule, specs: schedule.stages == own.stages or next(rooms),
             expect=_nothing,
             send=_nothing,

@@ -144,7 +144,7 @@ def run(
         steady: ask for one clock and keep it.
         with_child: fork a child first that has all open files and outlives the rank.
         guard: what is started as its guard, as arguments of Python's.
-        delay_s: how long after `ask` a second clock is due.
+        delay_s: how long after `ask` a clock is due.
     """
     if guard is not None:
         hold_module._GUARD = tuple(guard)
@@ -159,11 +159,12 @@ def run(
         raise SystemExit(1)
 
     def lock(delay_s: float = 0.0) -> None:
-        first_mhz = randomness.choice(clocks_mhz) if delay_s else 0
-        page.count(DUE, page.ask(randomness.choice(clocks_mhz), first_mhz, delay_s))
+        if (number := page.ask(randomness.choice(clocks_mhz), delay_s)) is not None:
+            page.count(DUE, number)
 
     def is_served() -> bool:
-        while not page.is_over and not page.is_served:
+        number = page.ask(0)
+        while not page.is_over and not page.is_answered(number):
             time.sleep(0.0005)
         return not page.is_over
 

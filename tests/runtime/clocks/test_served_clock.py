@@ -97,17 +97,19 @@ def test_two_ranks_that_share_a_gpu_may_both_run_dry(node):
 
 def test_a_clock_that_waits_behind_a_unit_is_set_when_the_next_one_begins(job):
     highest, *_, lowest = job.gpu.supported_frequencies_mhz
-    begin = job.clock.request(highest, (lowest, 3600.0))
+    job.clock.request(lowest)
+    begin = job.clock.request(highest, 3600.0)
     look_until(lambda: job.set_mhz == lowest)
     begin()
     job.clock.wait_idle()
     assert job.set_mhz == highest
 
 
-def test_while_the_job_runs_its_summary_counts_changes(job):
-    for number, mhz in enumerate(job.gpu.supported_frequencies_mhz[:3]):
-        assert job.clock.summary()["changes"] == number
-        job.ask(mhz)
+def test_while_the_job_runs_its_summary_is_the_last_that_came(job):
+    job.ask(job.gpu.supported_frequencies_mhz[0])
+    assert job.clock.summary()["changes"] == 1
+    job.clock.request(job.gpu.supported_frequencies_mhz[1])
+    look_until(lambda: job.clock.summary()["changes"] == 2)
 
 
 @pytest.mark.parametrize("where", [DUE, BEGUN])
@@ -123,7 +125,7 @@ def test_a_mark_that_the_driver_refuses_gives_the_clock_back(job, where, caplog)
         count(mark, number)
 
     job.clock._count = refusing
-    job.clock.request(highest, (lowest, 3600.0))()
+    job.clock.request(highest, 3600.0)()
     assert "can mark no unit: cuStream" in job.clock.problems()[0]
     look_until(lambda: job.set_mhz is None)
     job.ask(lowest)
@@ -139,7 +141,6 @@ def clock(monkeypatch) -> RankClock:
 
 
 def test_nobody_waits_for_a_page_that_is_over(clock):
-    clock.request(1000)
     waiting = threading.Thread(target=clock.wait_idle)
     waiting.start()
     clock.page.end()
@@ -151,7 +152,6 @@ def test_nobody_waits_for_a_page_that_is_over(clock):
 
 
 def test_a_child_leaves_its_parents_clock_alone(clock):
-    clock.request(1000)
     child = os.fork()
     if child == 0:
         clock.summary()
@@ -161,13 +161,23 @@ def test_a_child_leaves_its_parents_clock_alone(clock):
         os._exit(0)
     os.waitpid(child, 0)
     assert not clock.page.is_over
+    assert clock.page.request(1) is None  # the parent's next number is free
 
 
 def test_what_is_half_said_is_no_summary(clock):
-    clock.page.guard.summary = b'{"lock_call_s": {"count": 3}, "wake'
-    assert "lock_call_s" not in clock.summary()
-    clock.page.guard.summary = b'{"lock_call_s": {"count": 3}}'
-    assert clock.summary()["lock_call_s"]["count"] == 3
+    clock.page.guard.summary = b'{"changes": 3, "coal'
+    assert clock.summary()["changes"] == 0
+    clock.page.guard.summary = b'{"changes": 3}'
+    assert clock.summary()["changes"] == 3
+
+
+def test_requests_that_nobody_takes_end_control_alone(clock, monkeypatch, caplog):
+    monkeypatch.setattr(clock_page, "CAPACITY", 3)
+    clock.repeats = True
+    for _ in range(3):
+        assert clock.error is None
+        clock.request(1000)
+    assert "takes no requests" in str(clock.error)
 
 
 @pytest.mark.parametrize("call", ["memfd_create", "open", "posix_fallocate"])
