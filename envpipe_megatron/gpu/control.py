@@ -7,6 +7,7 @@ by `reset_clocks`.
 """
 
 import logging
+import os
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -21,7 +22,7 @@ from envpipe_megatron.gpu.base import (
     clock_control_forbidden,
 )
 from envpipe_megatron.gpu.guard.lease import Lease, list_leases
-from envpipe_megatron.gpu.guard.lease_file import LeaseFolderError
+from envpipe_megatron.gpu.guard.lease_file import PATH_BACKENDS, LeaseFolderError
 from envpipe_megatron.gpu.registry import (
     READ_ONLY,
     Device,
@@ -134,6 +135,8 @@ def _check(backend: str, allowed: bool, site: SiteConfig, devices: Sequence[Devi
         return Control(backend, backend, kind.rights(site, devices))
     except GpuError as error:
         return _refused(backend, error)
+    except Exception as error:  # another package's may fail in any way
+        return _refused(backend, GpuError(f"it failed: {error!r}"))
 
 
 def _refused(backend: str, error: GpuError) -> Control:
@@ -232,8 +235,9 @@ def reset_clocks(
     no lease can be written the clock is reset all the same, unless a job holds it.
 
     Args:
-        dead_jobs: whether to undo, behind these, what dead jobs left on other GPUs; raises
-            LeaseFolderError if a folder of leases is unsafe.
+        dead_jobs: whether to undo, behind these, what dead jobs left on other GPUs, but for another
+            user's emulated ones, which are paths; raises LeaseFolderError if a folder of leases is
+            unsafe.
     """
     controls = check_controls(site)
     #: Which back end opens a real GPU, or why none does.
@@ -263,15 +267,17 @@ def reset_clocks(
                 _refuse_held(address.uid)
                 gpu.reset_frequency()
                 what += f", without a lease: {error.what}"
-        except GpuError as error:
+        except Exception as error:  # as of what a lease says, which its user wrote
             return ResetOutcome(address.uid, False, f"not reset: {error}")
         return ResetOutcome(address.uid, True, what)
 
     yield from map(reset, addresses)
     if dead_jobs:
         uids = {address.uid for address in addresses}
-        left = (record for record in list_leases() if not record.live)
-        yield from (reset(record.address) for record in left if record.address.uid not in uids)
+        for record in list_leases():
+            known = record.uid == os.geteuid() or record.address.backend not in PATH_BACKENDS
+            if known and not record.live and record.address.uid not in uids:
+                yield reset(record.address)
 
 
 def _refuse_held(uid: str) -> None:
