@@ -51,9 +51,8 @@ class Session:
     For each step of training, a framework calls `begin_step`, `run_iteration` and `end_step`; and
     `pause` before anything that is not training. Times are read when the next iteration's units
     have been handed over, or its phase looks at them before that: the optimizer is launched
-    without a wait for the device, and mostly the next iteration too. A framework that only calls
-    `run_iteration` is billed without what surrounds the units of a phase's last iteration. One that
-    runs its units itself, in its own order, calls `open_iteration` instead.
+    without a wait for the device, and mostly the next iteration too. A framework that runs its
+    units itself, in its own order, calls `open_iteration` instead.
 
     Args:
         gpu: as `open_rank_gpu` opens it.
@@ -216,14 +215,12 @@ class Session:
             EnvPipeError: a plan for another order, or an earlier iteration failed.
             ChannelError: a neighbour is gone or silent.
         """
-        in_step = self._step_begun
         run = self._open(num_microbatches, specs, None)
         work = make_work(run.order.schedule)
         execute(work, run, self.parts.channel, specs, self.parts.memory.begin_units())
         self._units_ended()
         self._running = run
-        if not in_step:
-            self.close_iteration()
+        self.close_iteration()
 
     @property
     def may_split(self) -> bool:

@@ -229,8 +229,8 @@ def test_steps_are_numbered_billed_and_told_to_the_phases(world):
     assert billed(calls) == [
         ("energy.begin_step",),
         ("memory.units_ended",),
-        ("optimizer",),
         ("energy.add", Phase.WARMUP, 0, TAKEN, RECEIVES),
+        ("optimizer",),
         ("energy.end_step", 0),
     ]
     assert (session.executed, session.iterations.last_record) == (UNITS, TAKEN)
@@ -438,8 +438,8 @@ def test_a_loss_that_is_found_behind_the_units_ends_the_session(world):
     world.orders = [order(Phase.STEADY, 1410)] * 2
     session = world.session()
     session.begin_step()
-    run(session)
     world.executor._gives["end_iteration"] = fails
+    run(session)
     session.end_step()
     with pytest.raises(ChannelError, match="of a test"):
         run(session)

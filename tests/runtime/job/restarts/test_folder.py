@@ -26,13 +26,15 @@ from kept_job import (
 )
 from locked_file import locked_file
 
+from envpipe_megatron.formats import job_file
 from envpipe_megatron.formats.bill import Bill
 from envpipe_megatron.formats.energy import read_energy_logs
+from envpipe_megatron.formats.job_file import StoredJob, read_job
 from envpipe_megatron.formats.steps import BaselineEnergy
 from envpipe_megatron.gpu.base import GpuError
 from envpipe_megatron.runtime.job import restarts
 from envpipe_megatron.runtime.job.options import JobOptions, Level
-from envpipe_megatron.runtime.job.restarts import JobFolder, StoredJob, read_job
+from envpipe_megatron.runtime.job.restarts import JobFolder
 
 pytestmark = pytest.mark.usefixtures("written_at_once")
 GREEDY = JobOptions(num_microbatches=4, type="envelope", reconfigure="greedy", baseline_steps=3)
@@ -174,7 +176,7 @@ def test_kept_files_may_fail_in_any_way(whole, monkeypatch):
     def fail(*arguments: Any) -> Any:
         raise OverflowError("of a test")
 
-    monkeypatch.setattr(restarts, "profile_of_json", fail)
+    monkeypatch.setattr(job_file, "profile_of_json", fail)
     assert job_folder(whole).found == StoredJob()
     assert (whole / "profile.old1.csv").exists()
 

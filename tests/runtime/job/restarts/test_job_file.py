@@ -8,7 +8,7 @@ import pytest
 from kept_job import BASELINE, KEYS, job_folder, kept_job, of_units, profiled
 
 from envpipe_megatron.errors import EnvPipeError
-from envpipe_megatron.runtime.job.restarts import JobKeys, StoredJob, read_job
+from envpipe_megatron.formats.job_file import JobKeys, StoredJob, read_job
 
 pytestmark = pytest.mark.usefixtures("written_at_once")
 
