@@ -153,6 +153,7 @@ def with_checkpoints(name):
         (with_checkpoints("synchronize_checkpoint_boundary"), "8", "wait for the"),
         (with_checkpoints("contiguous_memory_optimization"), "8", "contiguous"),
         ({"config": {"comms_logger": {"enabled": True}}}, "8", "comms_logger"),
+        ({"grad_layer": []}, "8", "no gradient"),
     ],
 )
 def test_engines_that_are_not_run(changes, queues, named, monkeypatch):
@@ -174,6 +175,7 @@ def an_engine(config=None, **changes):
         "is_pipe_partitioned": True,
         "is_grad_partitioned": True,
         "dynamic_shape": False,
+        "grad_layer": None,
         "_config": SimpleNamespace(
             activation_checkpointing_config=DeepSpeedActivationCheckpointingConfig(config or {}),
             comms_config=DeepSpeedCommsConfig(config or {}),
