@@ -79,11 +79,7 @@ def run_phases(job: PhaseParts) -> PhaseRun[None]:
     # Of a known one, an iteration that does not count and one that it is held against.
     for length in (2, usual) if known else (usual,):
         job.say(f"warm-up: {length} iterations of {schedule.name} at {job.top_mhz} MHz")
-        warm_up = partial(_warm_up, job, at_top, length)
-        if options.only_measures(schedule.name):  # nothing is learned from its units
-            records = yield from warm_up()
-        else:
-            records = yield from whole(warm_up, job.collectives)
+        records = yield from whole(partial(_warm_up, at_top, length), job.collectives)
         if known and baseline_holds(job):
             break
     order = replace(at_top, phase=Phase.STEADY)
@@ -137,7 +133,7 @@ def _one_clock(job: PhaseParts) -> PhaseRun[None]:
     yield from run_commands(job, job.schedule, clocks, records, tuner.run)
 
 
-def _warm_up(job: PhaseParts, order: IterationOrder, length: int) -> PhaseRun[list[StageRecord]]:
+def _warm_up(order: IterationOrder, length: int) -> PhaseRun[list[StageRecord]]:
     """Run the warm-up; what the units of its last iteration hold is watched."""
     records = yield from iterations(order, length - 1)
     records += yield from iterations(replace(order, watched=True))
