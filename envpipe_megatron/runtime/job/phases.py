@@ -79,7 +79,11 @@ def run_phases(job: PhaseParts) -> PhaseRun[None]:
     # Of a known one, an iteration that does not count and one that it is held against.
     for length in (2, usual) if known else (usual,):
         job.say(f"warm-up: {length} iterations of {schedule.name} at {job.top_mhz} MHz")
-        records = yield from whole(partial(_warm_up, at_top, length), job.collectives)
+        warm_up = partial(_warm_up, at_top, length)
+        if options.only_measures(schedule.name):  # nothing is learned from its units
+            records = yield from warm_up()
+        else:
+            records = yield from whole(warm_up, job.collectives)
         if known and baseline_holds(job):
             break
     order = replace(at_top, phase=Phase.STEADY)
