@@ -96,7 +96,7 @@ def _real_gpu(device: int) -> Gpu:
             value=os.environ[FORBID_VARIABLE],
             remedy=f"Unset {FORBID_VARIABLE}, or try --emulated PRESET.",
         )
-    chosen = choose_control("auto", read_site(), require=True)
+    chosen = choose_control("auto", read_site()).required()
     try:
         import torch
     except ImportError as error:
@@ -104,7 +104,7 @@ def _real_gpu(device: int) -> Gpu:
             "Kernels are timed with PyTorch, which is not installed",
             remedy="Install torch, or try --emulated PRESET.",
         ) from error
-    if device >= torch.cuda.device_count():
+    if device not in range(torch.cuda.device_count()):
         raise EnvPipeError(
             f"CUDA shows {torch.cuda.device_count()} GPUs to this process",
             value=device,
