@@ -18,7 +18,7 @@ from envpipe_megatron.core.profile_rows import ProfileError
 from envpipe_megatron.core.schedule import Schedule
 from envpipe_megatron.core.timeline import Timeline
 from envpipe_megatron.formats.timeline import RankIteration, parse_order
-from envpipe_megatron.report.charts import GREY, INK, PATH, SKY, Chart, Marks
+from envpipe_megatron.report.charts import GREY, INK, PATH, SKY, Chart, Colouring, Marks
 from envpipe_megatron.report.pipelines import (
     IterationKey,
     PlacedGpu,
@@ -94,7 +94,7 @@ def unit_table(
         for number, key in enumerate(kept)
         for part in _parts(number, iterations[key], gpus, num_stages, profile)
     ]
-    columns = {
+    columns: dict[str, NDArray[Any]] = {
         name: np.concatenate([part[name] for part in parts], dtype=kind, casting="unsafe")
         for name, kind in _COLUMNS.items()
     }
@@ -292,7 +292,7 @@ def _chart(
     there = units["end"] - units["begin"] > _LEAST * units["end"].max()
 
     def boxes(mask: NDArray[np.bool_]) -> dict[str, list[Any]]:
-        shown = ("row", "begin", "end", "height", "label", *(("mhz",) if scale_mhz else ()))
+        shown = ("row", "begin", "end", "height", "label", "mhz")
         return {name: units[name][mask].tolist() for name in shown}
 
     waits = {name: values.tolist() for name, values in _waits(units).items()}
@@ -304,14 +304,15 @@ def _chart(
         "y": [[units["row"][place] + 0.2 for place in path for _ in range(2)]],
     }
     envelope = boxes(there & (units["envelope"] == 1))
+    colourings = [Colouring("SM clock (MHz)", "mhz", scale_mhz)] if scale_mhz else []
     marks = [
         Marks("box", "GPU waits", GREY, waits, look="hatched"),
-        Marks("box", "", SKY, boxes(there)),
+        Marks("box", "", SKY, boxes(there), colourings=colourings),
         Marks("box", "outer envelope", INK, envelope, look="outlined"),
         *([Marks("line", "critical path", PATH, line, look="dotted")] if len(path) else []),
     ]
     said = "low boxes are forwards, tall ones backwards"
     return Chart(
         "timeline", "time (ms)", "stage", [mark for mark in marks if any(mark.columns.values())],
-        f"{title}\n{said}", rows, x_range=(0.0, x_max_ms), scale_mhz=scale_mhz,
+        f"{title}\n{said}", rows, x_range=(0.0, x_max_ms),
     )  # fmt: skip
