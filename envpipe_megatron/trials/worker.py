@@ -70,7 +70,7 @@ class Rank:
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
-        self._profile_folder = settings.output / "profile"
+        self._profile_folder = settings.profile_folder
         self._collectives = make_collectives([range(settings.num_stages)], _TIMEOUT)
         options = JobOptions(
             gpu_control="auto" if settings.changes_clocks else "none",

@@ -20,12 +20,10 @@ from envpipe_megatron.console import say, show_table
 from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.files import replace_files
 from envpipe_megatron.gpu.base import (
-    FORBID_VARIABLE,
-    ClockControlForbiddenError,
     Gpu,
     GpuError,
+    GpuPermissionError,
     NoDriverError,
-    clock_control_forbidden,
 )
 from envpipe_megatron.gpu.control import choose_control, open_controlled, reset_clocks
 from envpipe_megatron.gpu.emulated.emulated_gpu import EmulatedGpu
@@ -89,14 +87,13 @@ def measure_latency(
 
 def _real_gpu(device: int) -> Gpu:
     """Return a GPU by CUDA's number, whose clock may be changed: the present one from here on."""
-    # Checked before CUDA or a driver is touched: if it is forbidden, nothing is even read.
-    if clock_control_forbidden():
-        raise ClockControlForbiddenError(
-            "measure-latency changes the GPU's clock, which is forbidden here",
-            value=os.environ[FORBID_VARIABLE],
-            remedy=f"Unset {FORBID_VARIABLE}, or try --emulated PRESET.",
+    # Before CUDA or a driver is touched: if it is forbidden, nothing is even read.
+    chosen = choose_control("auto", read_site())
+    if chosen.backend is None:
+        raise GpuPermissionError(
+            f"The clock cannot be changed: {chosen.why}",
+            remedy=". ".join(filter(None, (chosen.remedy, "Or try --emulated PRESET"))),
         )
-    chosen = choose_control("auto", read_site(), require=True)
     try:
         import torch
     except ImportError as error:
