@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -26,6 +26,7 @@ from envpipe_megatron.report.pipelines import (
     by_iteration,
     gpus_of,
     kept_iterations,
+    marked_path,
     whole_pipelines,
 )
 
@@ -37,10 +38,14 @@ KINDS = tuple(TRAITS)
 HEIGHTS = np.array(
     [{Kind.FORWARD: 0.54, Kind.WEIGHT_GRADIENT: 0.38}.get(kind, 0.82) for kind in KINDS], np.float32
 )
+#: Columns of a `UnitTable`.
+_COLUMNS: Mapping[str, type] = {
+    "label": object,
+    **dict.fromkeys(("iteration", "row", "kind", "mhz", "critical", "envelope"), np.int32),
+    **dict.fromkeys(("begin", "end", "height", "slack_ms", "joules", "watts"), np.float32),
+}
 #: Shares of an iteration that nobody would see.
 _LEAST = 1e-6
-#: What is said of a unit that no whole pipeline recorded.
-_UNKNOWN = {"slack_ms": np.nan, "critical": 0, "envelope": 0, "joules": np.nan}
 
 
 @dataclass(frozen=True)
@@ -89,7 +94,10 @@ def unit_table(
         for number, key in enumerate(kept)
         for part in _parts(number, iterations[key], gpus, num_stages, profile)
     ]
-    columns = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
+    columns = {
+        name: np.concatenate([part[name] for part in parts], dtype=kind, casting="unsafe")
+        for name, kind in _COLUMNS.items()
+    }
     return UnitTable(
         gpus,
         tuple(kept),
@@ -106,44 +114,52 @@ def _parts(
     gpus: Sequence[PlacedGpu],
     num_stages: int,
     profile: Profile | None,
-) -> Iterator[dict[str, NDArray[Any]]]:
-    """Yield the columns of an iteration's units on each GPU."""
+) -> Iterable[dict[str, NDArray[Any]]]:
+    """Return the columns of an iteration's units on each GPU."""
     row_of = {gpu.rank: row for row, gpu in enumerate(gpus)}
     first_s = min(read.begin_s + 1e-6 * read.start_us[0] for read in reads)
-    known_of = {
-        read.labels.rank: one
-        for schedule, stages in whole_pipelines(reads, {gpu.rank: gpu for gpu in gpus}, num_stages)
-        for read, one in zip(stages, _known(schedule, stages, profile), strict=True)
-    }
+    parts: dict[int, dict[str, NDArray[Any]]] = {}
     for read in reads:
-        count = len(read.start_us)
+        none = np.zeros(len(read.start_us), np.int32)
         begin_ms = 1e3 * (read.begin_s - first_s)
-        known = known_of.get(read.labels.rank) or {
-            name: np.full(count, value) for name, value in _UNKNOWN.items()
+        parts[read.labels.rank] = {
+            "iteration": none + number,
+            "row": none + row_of[read.labels.rank],
+            "begin": begin_ms + 1e-3 * read.start_us,
+            "end": begin_ms + 1e-3 * read.end_us,
+            **_described(read.order),
+            "mhz": none if read.frequency_mhz is None else read.frequency_mhz,
+            **dict.fromkeys(("critical", "envelope"), none),
+            **dict.fromkeys(("slack_ms", "joules", "watts"), none + np.nan),
         }
-        length_s = 1e-6 * (read.end_us - read.start_us)
-        watts = np.full(count, np.nan)
-        np.divide(known["joules"], length_s, out=watts, where=length_s > 0)
-        yield {
-            "iteration": np.full(count, number, dtype=np.int32),
-            "row": np.full(count, row_of[read.labels.rank], dtype=np.int32),
-            "begin": (begin_ms + 1e-3 * read.start_us).astype(np.float32),
-            "end": (begin_ms + 1e-3 * read.end_us).astype(np.float32),
-            **_what(read.order),
-            "mhz": np.zeros(count, np.int32)
-            if read.frequency_mhz is None
-            else read.frequency_mhz.astype(np.int32),
-            **{name: values.astype(np.float32) for name, values in known.items()},
-            "watts": watts.astype(np.float32),
-        }
+    for schedule, stages in whole_pipelines(reads, {gpu.rank: gpu for gpu in gpus}, num_stages):
+        timeline = Timeline(schedule, [1e-6 * (read.end_us - read.start_us) for read in stages])
+        joules = _joules(schedule, stages, profile)
+        with np.errstate(divide="ignore", invalid="ignore"):  # units that run as one with the next
+            watts = joules / timeline.duration_s
+        known = {
+            "critical": marked_path(timeline), "envelope": schedule.outer_envelope,
+            "slack_ms": 1e3 * timeline.slack_s, "joules": joules, "watts": watts,
+        }  # fmt: skip
+        for stage, read in enumerate(stages):
+            parts[read.labels.rank] |= {name: values[stage] for name, values in known.items()}
+    return parts.values()
 
 
 @lru_cache(maxsize=256)
-def _what(order: str) -> dict[str, NDArray[Any]]:
-    """Return columns `kind`, `label` and `height` of an order."""
-    kind = np.array([KINDS.index(unit.kind) for unit in parse_order(order)], np.int32)
-    labels = [name.rstrip("+") for name in order.split()]
-    return {"kind": kind, "label": np.array(labels, object), "height": HEIGHTS[kind]}
+def _described(order: str) -> dict[str, NDArray[Any]]:
+    """Return columns `kind`, `label` and `height` of an order.
+
+    Units that run as one are named by the last of them, which is as tall as a backward.
+    """
+    units, labels = parse_order(order), order.split()
+    kind = np.array([KINDS.index(unit.kind) for unit in units], np.int32)
+    heights = HEIGHTS[kind]
+    for place, unit in enumerate(units):
+        if unit.combined:
+            labels[place + 1] = labels[place] + labels[place + 1]
+            heights[place + 1] = HEIGHTS[KINDS.index(Kind.BACKWARD)]
+    return {"kind": kind, "label": np.array(labels, object), "height": heights}
 
 
 def _waits(units: Mapping[str, NDArray[Any]]) -> dict[str, NDArray[Any]]:
@@ -170,29 +186,6 @@ def _waits(units: Mapping[str, NDArray[Any]]) -> dict[str, NDArray[Any]]:
     }
     seen = columns["end"] - columns["begin"] > _LEAST * last[columns["iteration"]]
     return {name: values[seen] for name, values in columns.items()}
-
-
-def _known(
-    schedule: Schedule, reads: Sequence[RankIteration], profile: Profile | None
-) -> list[dict[str, NDArray[Any]]]:
-    """Return each stage's columns of `_UNKNOWN`; slack and path are of measured durations."""
-    timeline = Timeline(schedule, [1e-6 * (read.end_us - read.start_us) for read in reads])
-    columns: dict[str, NDArray[Any]] = {
-        "slack_ms": 1e3 * timeline.slack_s,
-        "critical": _among(schedule, timeline.critical_path()),
-        "envelope": schedule.outer_envelope,
-        "joules": _joules(schedule, reads, profile),
-    }
-    return [
-        {name: values[stage] for name, values in columns.items()} for stage in range(len(reads))
-    ]
-
-
-def _among(schedule: Schedule, nodes: Collection[int]) -> NDArray[np.int8]:
-    """Return [num_stages, units_per_stage] 1 for some nodes, 0 for the others."""
-    marked = np.zeros(schedule.num_units, dtype=np.int8)
-    marked[list(nodes)] = 1
-    return marked.reshape(schedule.num_stages, -1)
 
 
 def _joules(
@@ -240,20 +233,15 @@ def plan_chart(
         f"iteration {plan.cost.iteration_time_s:.4g} s  ·  energy {joules} J ({of_gpus})  ·  "
         f"peak in flight {in_flight}"
     )
-    labels = [unit.label(schedule.num_chunks) for order in schedule.stages for unit in order]
-    for place in np.flatnonzero(schedule.combined):  # the unit behind it is the box of both
-        labels[place + 1] = labels[place] + labels[place + 1]
-    path = () if schedule.forward_only else timeline.critical_path()
-    places = [[KINDS.index(unit.kind) for unit in order] for order in schedule.stages]
+    orders = [_described(" ".join(names)) for names in schedule.labels()]
     columns: dict[str, NDArray[Any]] = {
+        **{name: np.stack([order[name] for order in orders]) for name in ("label", "height")},
         "iteration": np.zeros(schedule.combined.shape, np.int32),
         "row": np.broadcast_to(np.arange(schedule.num_stages)[:, None], schedule.combined.shape),
-        "label": np.array(labels, object),
         "begin": 1e3 * timeline.start_s,
         "end": 1e3 * timeline.end_s,
         "mhz": plan.frequency_mhz,
-        "height": HEIGHTS[np.where(np.roll(schedule.combined, 1, axis=1), 1, places)],
-        "critical": _among(schedule, path),
+        "critical": marked_path(timeline),
         "envelope": schedule.outer_envelope,
     }
     units = {name: values.ravel() for name, values in columns.items()}

@@ -54,7 +54,6 @@ class Memory:
     """Notes what is done with it."""
 
     def __init__(self) -> None:
-        self.watch: Any = None
         self.stages: Any = None
         self.calls: list[Any] = []
         self.peaks: list[int | None] = [5, 9, 7]
@@ -66,7 +65,7 @@ class Memory:
         self.calls.append(("learn", schedule.name))
         self.stages = (Known(10.0, 100.0), Known(20.0, 200.0))
 
-    def predict(self, schedule: Schedule, more_bytes: int = 0) -> None:
+    def predict(self, schedule: Schedule) -> None:
         self.predicted.append(schedule.name)
         if self.predicting is not None:
             raise self.predicting

@@ -84,7 +84,7 @@ def show_sections(sections: Iterable[Section], *titles: str) -> None:
 
 def report_on(folder: Path, output: Path, tariff: Tariff) -> tuple[RunFolder, list[Section]]:
     """Write the report of a run's folder; what was read of it, and what the summary says."""
-    from envpipe_megatron.cli.jobs.report_facts import report_facts
+    from envpipe_megatron.report.facts import report_facts
     from envpipe_megatron.report.page.document import write_report
     from envpipe_megatron.report.run_folder import read_run_folder
 

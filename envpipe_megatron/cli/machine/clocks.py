@@ -101,7 +101,7 @@ def _real_gpu(device: int) -> Gpu:
             "Kernels are timed with PyTorch, which is not installed",
             remedy="Install torch, or try --emulated PRESET.",
         ) from error
-    if device >= torch.cuda.device_count():
+    if device not in range(torch.cuda.device_count()):
         raise EnvPipeError(
             f"CUDA shows {torch.cuda.device_count()} GPUs to this process",
             value=device,

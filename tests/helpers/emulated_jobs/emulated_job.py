@@ -225,7 +225,6 @@ class EmulatedJob:
         backgrounds = chain((late,), repeat(repeat(0)))
         channel = SimpleNamespace(
             capacity=None,
-            more_bytes=lambda schedule, specs: 0,
             make_room=lambda schedule, specs: schedule.stages == own.stages or next(rooms),
             expect=_nothing,
             send=_nothing,
@@ -258,7 +257,7 @@ class EmulatedJob:
             meter=VirtualMeter(gpu),
             energy=SimpleNamespace(baselines={}),  # type: ignore[arg-type]
             collectives=collectives,
-            memory=JobMemory(None, stage, collectives, said),
+            memory=JobMemory(None, collectives, said),
             say=said if collectives.is_planner else _nothing,
             background=lambda: Immediate(next(backgrounds)),
         )
