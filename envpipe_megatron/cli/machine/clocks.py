@@ -234,7 +234,7 @@ def _show_gpu(gpu: VendorGpu, now: dict[str, Any], all_clocks: bool) -> None:
         slowed += f", down to {mark['lowest_mhz']} MHz" if mark["lowest_mhz"] else ""
     rows = {
         "address" if gpu.address.backend == EmulatedGpu.backend else "UUID": now["uid"],
-        "SM clocks": _range_text(supported),
+        "SM clocks": range_text(supported),
         "all SM clocks (MHz)": numbers(supported) if all_clocks else "",
         "a profile lists (MHz)": numbers(sweep_range(supported, override_for(gpu.name))),
         "memory clocks (MHz)": numbers(memory_mhz),
@@ -255,7 +255,7 @@ def _visible(gpus: Sequence[Device]) -> Sequence[Device]:
     return [gpu for gpu in gpus if gpu.uid in visible]
 
 
-def _range_text(supported: Sequence[int]) -> str:
+def range_text(supported: Sequence[int]) -> str:
     """Say the lowest and highest clock, the steps between, and how many there are."""
     steps = sorted({high - low for high, low in pairwise(supported)})
     stepped = f" in steps of {' and '.join(map(str, steps))} MHz" if 0 < len(steps) <= 2 else ""
