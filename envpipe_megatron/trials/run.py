@@ -165,7 +165,7 @@ class Trial:
         """Show the result of all turns, as it was written."""
         say(self.line, console)
         arms = arms_section(self.turns, self.settings, self._plans())
-        show_table(arms.title, arms.header, arms.rows, console=console)
+        show_table(arms.title, arms.header, arms.rows, left=arms.header[5:], console=console)
         steps, losses = equality(self.turns)[0], self.turns[0]["losses"]
         first, last = (fmean(losses[step]) for step in (0, steps - 1))
         say(f"Losses of the {steps} steps that all turns made: {first:.4f} to {last:.4f}", console)
