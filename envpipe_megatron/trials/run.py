@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import json
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -19,7 +20,7 @@ from envpipe_megatron.core.plan import Plan, read_plan
 from envpipe_megatron.core.profile import read_profile
 from envpipe_megatron.core.profile_rows import MEASURED_SPLIT
 from envpipe_megatron.errors import EnvPipeError
-from envpipe_megatron.files import clear_own_folder, replace_files
+from envpipe_megatron.files import replace_files
 from envpipe_megatron.gpu.base import FORBID_VARIABLE
 from envpipe_megatron.gpu.presets import load_preset
 from envpipe_megatron.report.page.document import page_text
@@ -39,18 +40,6 @@ from envpipe_megatron.trials.settings import Settings, load_text
 
 Event = dict[str, Any]
 CLAIMS_FORMAT, CLAIMS_FILE = "envpipe-claims/1", "claims.json"
-#: All that may be in a command's folder; the first, its settings, marks the folder as its own.
-LEAVES = {
-    "quickstart": (
-        "settings.json", "text.bin", "log.txt", "energy.jsonl", "timeline.jsonl", "clocks.jsonl",
-        "profile.csv", "profile.json", "plan.json", "loop.jsonl", "turns.jsonl", "summary.json",
-        CLAIMS_FILE, ".lock", "emulated", "report", "arms",
-    ),
-    "prove": (
-        "prove.json", "text.bin", "log.txt", "machine.json", "latency.json", "turns.jsonl",
-        CLAIMS_FILE, "summary.md", "index.html", "emulated", "profile", "plans", "arms",
-    ),
-}  # fmt: skip
 
 
 class Trial:
@@ -215,8 +204,8 @@ def run_trial(trial: Trial, console: Console) -> None:
                 f"`envpipe {settings.command}` needs {package}, which is not installed",
                 remedy="pip install 'torch>=2.11' megatron-core==0.16.1, or use make quickstart.",
             )
-    clear_own_folder(output, LEAVES[settings.command], f"`envpipe {settings.command}`")
-    trial.put(LEAVES[settings.command][0], asdict(settings))
+    _set_earlier_aside(settings)
+    trial.put(settings.file.name, asdict(settings))
     # One copy for all ranks: the source may change meanwhile, as when it holds this very folder.
     settings.text_copy.write_bytes(content)
     say(trial.introduction, console)
@@ -241,13 +230,35 @@ def run_trial(trial: Trial, console: Console) -> None:
         )
 
 
+def _set_earlier_aside(settings: Settings) -> None:
+    """Make the output folder, or move what an earlier run of the command left there out of the way.
+
+    Raises EnvPipeError if the folder holds anything, and no settings of such a run.
+    """
+    output, earlier = settings.output, settings.output / "earlier"
+    output.mkdir(parents=True, exist_ok=True)
+    found = sorted(path for path in output.iterdir() if path != earlier)
+    if not found:
+        return
+    if settings.file not in found:
+        raise EnvPipeError(
+            f"The output folder {output} holds what no `envpipe {settings.command}` left there",
+            value=found[0].name,
+            remedy="Give an empty or new folder with --output.",
+        )
+    numbered = (earlier / str(number) for number in itertools.count(1))
+    aside = next(folder for folder in numbered if not folder.exists())
+    aside.mkdir(parents=True)
+    for path in found:
+        path.rename(aside / path.name)
+
+
 def _train(trial: Trial, console: Console) -> None:
-    settings = trial.settings
-    worker, mark = "envpipe_megatron.trials.worker", LEAVES[settings.command][0]
+    settings, worker = trial.settings, "envpipe_megatron.trials.worker"
     with trial.begin(console):
         run_ranks(
             settings.num_stages,
-            ["--module", worker, str(settings.output / mark)],
+            ["--module", worker, str(settings.file)],
             # A rank that must not change a clock cannot, even if something goes wrong.
             rank_environment(settings.output / "emulated")
             | ({} if settings.changes_clocks else {FORBID_VARIABLE: "1"}),

@@ -138,6 +138,11 @@ class Settings:
         return Path(self.output_dir)
 
     @property
+    def file(self) -> Path:
+        """These settings, for the ranks; they mark the folder as one of the command's."""
+        return self.output / ("prove.json" if self.proof else "settings.json")
+
+    @property
     def profile_folder(self) -> Path:
         """Folder of the profile that prices the arms' plans."""
         return self.output / "profile" if self.proof else self.output

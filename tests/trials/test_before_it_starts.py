@@ -73,7 +73,7 @@ class TestRefused:
         ("kind", "names"),
         [
             (quickstart, ["notes.txt"]),
-            (quickstart, ["settings.json", "notes.txt"]),
+            (quickstart, ["earlier/1/settings.json", "notes.txt"]),
             (quickstart, ["profile.csv"]),
             (quickstart, ["emulated/mine.txt"]),
             (proof, ["settings.json"]),
@@ -115,23 +115,30 @@ class TestRefused:
             assert said in run_badly("quickstart", *arguments)
 
 
-def test_the_folder_of_an_earlier_quickstart_is_used_again(tmp_path, monkeypatch):
+@pytest.mark.parametrize("kind", [quickstart, proof])
+def test_what_earlier_runs_left_is_set_aside(tmp_path, monkeypatch, kind):
     settings = short_settings(tmp_path)
-    out = tmp_path / "out"
-    (out / "emulated").mkdir(parents=True)
-    for name in ("settings.json", "summary.json", "energy.jsonl", "emulated/gpu0.json"):
-        (out / name).write_text("old")
+    trial, out = kind(settings), tmp_path / "out"
+    file = trial.settings.file
     seen = []
 
     def train(results, console):
-        seen.extend(sorted(path.name for path in out.iterdir()))
+        seen.append(contents(out))
         assert settings.text_copy.read_bytes() == Path(settings.text).read_bytes()
         raise EnvPipeError("stop here")
 
     monkeypatch.setattr(trial_run, "_train", train)
-    assert refused(settings) == "stop here"
-    assert seen == ["settings.json", "text.bin"]
-    assert Settings.read(out / "settings.json") == settings
+    for run in ("first", "second", "third"):
+        assert refused(settings, kind) == "stop here"
+        assert Settings.read(file) == trial.settings
+        (out / "emulated").mkdir()
+        for name in ("emulated/gpu0.json", "notes.txt"):
+            (out / name).write_text(run)
+    assert set(seen[0]) == {file, settings.text_copy}
+    assert {path for path in seen[2] if path.parent == out} == set(seen[0])
+    for number, run in ((1, "first"), (2, "second")):
+        for name in ("emulated/gpu0.json", "notes.txt"):
+            assert seen[2][out / "earlier" / str(number) / name] == run.encode()
 
 
 @pytest.mark.parametrize("told", [0, 1, 2], ids=["nothing", "an iteration", "the baseline"])
