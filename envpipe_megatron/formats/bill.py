@@ -29,7 +29,13 @@ from envpipe_megatron.formats.energy import (
     split_phase,
 )
 from envpipe_megatron.formats.energy_sums import EnergySums, total_of
-from envpipe_megatron.formats.steps import Comparison, StepEnergy, compare, mean_steps
+from envpipe_megatron.formats.steps import (
+    Comparison,
+    StepEnergy,
+    compare,
+    mean_steps,
+    step_sums,
+)
 
 #: Options by which steps differ: a start with others is not compared with the last one.
 _ASKED = ("level", "type", "objective", "scheduling", "reconfigure", "num_gpus")
@@ -209,6 +215,12 @@ class Bill:
         """Return the tokens of a step of full size; 0 if they are not known."""
         return (self.fact("tokens_per_iteration") or 0) if self._one_batch else 0
 
+    @property
+    def has_one_batch(self) -> bool:
+        """True if batches of one size, of as many tokens, are all that is known."""
+        other = any(split_phase(phase)[1] for _, _, phase, _ in self.phases)
+        return self._one_batch and not other
+
     def steady(self) -> list[EnergyWindow]:
         """Return the last steady line of each GPU and size of batch, as `of_phase`."""
         phases = dict.fromkeys(phase for _, _, phase, _ in self.phases)
@@ -224,7 +236,7 @@ class Bill:
         sums = self.of_phase(phase)
         if not all(own.steps for own in sums):
             return None
-        means = _mean(sums, [own.step_sums for own in sums])
+        means = _mean(sums, [step_sums(own.step) for own in sums])
         return means[0] if means else None
 
     def compared(self, batch: str = "") -> tuple[StepEnergy, StepEnergy] | None:
@@ -266,8 +278,7 @@ class Bill:
             return {}
         energy_j = self.total().energy_j
         units: dict[str, float | None] = {"iteration": 1}
-        one_batch = self._one_batch and len(self.iterations) == 1
-        if one_batch and not any(split_phase(phase)[1] for _, _, phase, _ in self.phases):
+        if self.has_one_batch and len(self.iterations) == 1:
             units["token"] = self.fact("tokens_per_iteration")
             units["sample"] = self.fact("samples_per_iteration")
         return {name: energy_j / iterations / count for name, count in units.items() if count}

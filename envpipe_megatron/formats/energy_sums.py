@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from envpipe_megatron.formats.energy import EnergyNote, EnergyWindow
-from envpipe_megatron.formats.steps import ComparedSteps, RunningMean
+from envpipe_megatron.formats.steps import ComparedSteps, RunningMean, StepEnergy
 
 #: A log's lines are added up over this share of the time that it has covered, and no longer than
 #: this. So much is lost with a process that is killed, or a node that loses its power.
@@ -107,12 +107,16 @@ class EnergySums:
         return None if not self.windows or math.isnan(self.shares_s[0]) else self.shares_s
 
     @property
-    def step_sums(self) -> list[float]:
-        """Return all its steps as `ComparedSteps.sums`, with nothing expected in their place."""
-        error_s = self.step_s.uncertainty
-        scatter = (0.0, 0.0) if error_s is None else (self.steps, self.steps * error_s)
-        times = self.steps, scatter[0], self.duration_s, scatter[1]
-        return [1.0, *times, self.energy_j, self.variance_j2, 0.0, 0.0, 0.0, 0.0]
+    def step(self) -> StepEnergy:
+        """Return the mean step of one GPU that has some."""
+        count, error_j = self.steps, self.energy_uncertainty_j
+        return StepEnergy(
+            count,
+            self.duration_s / count,
+            self.step_s.uncertainty,
+            self.energy_j / count,
+            None if error_j is None else error_j / count,
+        )
 
     @property
     def average_power_w(self) -> float:

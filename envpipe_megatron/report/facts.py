@@ -94,8 +94,6 @@ def _metered_facts(folder: RunFolder, tariff: Tariff) -> ReportFacts:
     A job is compared as in its bill: with the mean of its baselines, each as long as it was in
     force. Before it could tell one, its whole warm-up is taken.
     """
-    if folder.energy is None:
-        return ReportFacts()
     bill = Bill(folder.energy.lines)
     if all(window.run in bill.other_runs for window in folder.windows):
         bill.other_runs = frozenset()  # starts that have one name

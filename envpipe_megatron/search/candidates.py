@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cache, cached_property, partial
 from itertools import pairwise
 from typing import Any
 
@@ -28,14 +28,16 @@ from envpipe_megatron.search.configuration import (
     Configuration,
     Job,
     StageLoad,
+    parameter_bytes,
     replica_groups,
-    stage_peak_bytes,
     stage_work,
 )
 from envpipe_megatron.search.layer_profile import LayerProfile
 
 #: Of computing the shares of time in which stages compute, which depend on their times.
 _ROUNDS = 2
+#: Microbatches for each stage after which an order holds no more than before.
+_GROUPS_UNTIL_STEADY = 3
 
 
 @dataclass(frozen=True)
@@ -200,8 +202,7 @@ class Candidate:
             plan = make_plan(self.stage_profile, asked(objective=objective)).plan
         except LinearProgramError:  # no order that was found is as fast as hoped
             plan = make_plan(self.stage_profile, asked()).plan
-        limit = self.job.memory_bytes
-        if limit is None or (self.peak_bytes_of(plan.schedule) <= limit).all():
+        if (self.peak_bytes_of(plan.schedule) <= self.job.limit_bytes).all():
             return plan
         # Chunks hold unlike amounts, which the planner's limit of microbatches does not see.
         own = {"order": self.timeline.schedule, "max_in_flight": None, "runnable": False}
@@ -209,10 +210,24 @@ class Candidate:
 
     def peak_bytes_of(self, order: Schedule | None) -> FloatArray:
         """Return [num_stages] the most that a GPU holds in an order; None: the framework's own."""
-        works = enumerate(self.measured_works)
-        return np.array(
-            [stage_peak_bytes(self.profile, self.configuration, *each, order) for each in works]
-        )
+        configuration, peaks = self.configuration, []
+        stages = configuration.stages
+        if order is None:
+            microbatches = min(configuration.num_microbatches, _GROUPS_UNTIL_STEADY * len(stages))
+            order = _short_order(len(stages), microbatches, configuration.num_chunks)
+        signs = np.where(order.is_backward, -1.0, 1.0)
+        for number, (stage, work) in enumerate(zip(stages, self.measured_works, strict=True)):
+            for_parameters = parameter_bytes(
+                self.profile,
+                stage.sizes,
+                stage.data_parallel,
+                work.parameters,
+                work.expert_parameters,
+                distributed_optimizer=configuration.distributed_optimizer,
+            )
+            in_flight = (signs[number] * work.held_bytes[order.chunks[number]]).cumsum().max()
+            peaks.append(float(for_parameters) + work.beside_bytes + float(in_flight))
+        return np.array(peaks)
 
     def frontier(self, blocking_power_w: float, num_points: int) -> list[Plan]:
         """Return the plans that no other beats in both time and energy, the fastest first."""
@@ -241,6 +256,9 @@ class Candidate:
         by_own_order = needed * np.array(held)
         spare = np.maximum(self.job.memory_bytes - self.peak_bytes, 0.0)
         return tuple((by_own_order + spare).tolist())
+
+
+_short_order = cache(framework_order)
 
 
 def _known(values: Sequence[float]) -> tuple[float, ...] | None:

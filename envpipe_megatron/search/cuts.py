@@ -71,41 +71,33 @@ class ShapeCuts:
         nodes: IntArray | None = None,
     ) -> None:
         self.pieces, self.shape = pieces, shape
-        self._static_bytes, self._everywhere = static_bytes, everywhere
+        self._static_bytes, self._limit_bytes = static_bytes, job.limit_bytes
+        #: The names of ways to recompute, and how many layers; None for as few as fit.
+        self._ways: list[tuple[str | None, int | None]] = [(name, None) for name in pieces.ways]
+        if everywhere is not None:
+            self._ways = [everywhere]
         nodes = np.arange(pieces.num_pieces + 1) if nodes is None else nodes
         longest_s = within_s / shape.num_microbatches / BETTER
         self.runs = runs_within(pieces, nodes, shape.num_stages, longest_s)
-        stages = [self._stage(*each, job.memory_bytes) for each in enumerate(self.runs)]
+        stages = [self._stage(*each) for each in enumerate(self.runs)]
         self.time_s = [time_s for time_s, _ in stages]
         self._until = [until for _, until in stages]
         self.forced_s = self._forced_s(pieces.time_s)
 
-    def _stage(
-        self, stage: int, runs: PieceRuns, memory_bytes: float | None
-    ) -> tuple[FloatArray, dict[str, IntArray]]:
+    def _stage(self, stage: int, runs: PieceRuns) -> tuple[FloatArray, dict[str | None, IntArray]]:
         """Return a stage's `time_s`, and for each way until which piece runs recompute by it."""
-        everywhere, limit_bytes = self._everywhere, 1e300 if memory_bytes is None else memory_bytes
         of_parameters_bytes = runs.sums(self._static_bytes)
         in_flight = min(self.shape.num_microbatches, self.shape.num_stages - stage)
-        least_s = np.full(runs.end.shape, np.inf)
-        if everywhere is None or everywhere[0] is None:
-            fits = runs.inside
-            if memory_bytes is not None:
-                fits = fits & (runs.excess_bytes(limit_bytes, in_flight, of_parameters_bytes) <= 0)
-            least_s = np.where(fits, runs.time_s, np.inf)
         ways = {}
-        for name, way in runs.pieces.ways.items():
-            if everywhere is not None and everywhere[0] != name:
-                continue
-            if everywhere is None and memory_bytes is None:
-                continue  # nothing asks for it
-            layers = None if everywhere is None else everywhere[1]
-            until = runs.recomputed_until(way, limit_bytes, in_flight, of_parameters_bytes, layers)
+        for name, layers in self._ways:
+            way = runs.pieces.ways[name]
+            until = runs.recomputed_until(
+                way, self._limit_bytes, in_flight, of_parameters_bytes, layers
+            )
             fits = runs.inside & (until <= runs.end)
             again_s = way.again_s[np.where(fits, until, runs.first)] - way.again_s[runs.first]
-            way_s = np.where(fits, runs.time_s + again_s, np.inf)
-            ways[name] = until, way_s
-            least_s = np.minimum(least_s, way_s)
+            ways[name] = until, np.where(fits, runs.time_s + again_s, np.inf)
+        least_s = np.minimum.reduce([way_s for _, way_s in ways.values()])
         return least_s, {
             name: np.where((runs.time_s < way_s) & (way_s == least_s), until, runs.first)
             for name, (until, way_s) in ways.items()
@@ -204,14 +196,11 @@ class ShapeCuts:
             again = (sums[until] - sums[first] for sums in by_clock[name])
             backward = [each + more for each, more in zip(backward, again, strict=True)]
         window_s = (longest_s - self.pieces.time_s[first]) / self.shape.num_microbatches
+        energy_j = least_energy_j([forward, backward], window_s, blocking_power_w)
+        ends = np.cumsum([len(rows) for rows, _ in places])
         weights = [np.full(force.shape, np.inf) for force in self.forced_s]
-        if len(first):
-            energy_j = least_energy_j([forward, backward], window_s, blocking_power_w)
-            ends = np.cumsum([len(rows) for rows, _ in places])
-            for weight, at, own_j in zip(
-                weights, places, np.split(energy_j, ends[:-1]), strict=True
-            ):
-                weight[at] = own_j
+        for weight, at, own_j in zip(weights, places, np.split(energy_j, ends[:-1]), strict=True):
+            weight[at] = own_j
         return weights
 
 

@@ -164,7 +164,7 @@ def least_energy(space: SplitSpace, blocking_power_w: float, time_tolerance: flo
         )
     quickest = space.candidate(space.cuts.fastest()[1])
     limit_s = quickest.iteration_time_s * (1 + time_tolerance) * _SLACK
-    others = alternatives(space.megatron, space.shape, blocking_power_w, limit_s, _MAX_PLANNED)
+    others = alternatives(space.megatron, quickest, blocking_power_w, limit_s, _MAX_PLANNED)
     unlike = {candidate.configuration: candidate for candidate in (quickest, *others)}
     return planned(unlike.values(), blocking_power_w, limit_s, LEAST_ENERGY)
 

@@ -54,7 +54,6 @@ class Memory:
     """Notes what is done with it."""
 
     def __init__(self) -> None:
-        self.watch: Any = None
         self.stages: Any = None
         self.calls: list[Any] = []
         self.peaks: list[int | None] = [5, 9, 7]

@@ -10,7 +10,7 @@ from whole_layers import whole_layers
 from envpipe_megatron.errors import EnvPipeError
 from envpipe_megatron.policies.objective import Objective
 from envpipe_megatron.search.candidates import Candidate
-from envpipe_megatron.search.configuration import Job
+from envpipe_megatron.search.configuration import Job, megatron_flags
 from envpipe_megatron.search.cuts import Shape
 from envpipe_megatron.search.layer_profile import LayerProfile
 from envpipe_megatron.search.search import search
@@ -156,6 +156,21 @@ def test_stages_that_recompute_alike_are_one_of_megatrons_own_jobs() -> None:
         names = {stage.recomputed[0] for stage in cut.configuration.stages} - {None}
         assert len(names) <= 1
     assert slower
+
+
+@pytest.mark.parametrize("seed", [0, 2, 7])
+def test_stages_recompute_alike_whatever_is_asked_for(seed: int) -> None:
+    """Other cuts of the best shapes, which need less energy, too."""
+    profile, recomputing = whole_layers(seed, ("layer", "other") * 3, clocks=3), 0
+    for memory_bytes in (230.0, 260.0, 300.0):
+        job = Job(4, 2, 8, memory_bytes)
+        alike = Space(same_recomputation=True)
+        found = search(profile, job, alike, Objective(), blocking_power_w=60.0, max_slowdown=0.05)
+        for each in found.ranked:
+            flags = " ".join(megatron_flags(profile, each.candidate.configuration, job))
+            assert "--envpipe" not in flags
+            recomputing += "--recompute" in flags
+    assert recomputing
 
 
 def test_many_pieces_are_cut_as_well_as_if_no_coarse_cut_came_first(

@@ -12,6 +12,7 @@ import os
 import re
 from argparse import Namespace
 from collections.abc import Sequence
+from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
 
@@ -28,10 +29,7 @@ from envpipe_megatron.integrations.options import divided, flag_of, read_options
 #: Flags that the patch adds beside EnvPipe's options.
 _SWITCH, _RECOMPUTE = "--envpipe", "--envpipe-recompute"
 #: Flags whose argument has another name.
-_ARGUMENTS = {
-    "fp8_format": "fp8",
-    "fp4_format": "fp4",
-}
+_ARGUMENTS = {"fp8_format": "fp8", "fp4_format": "fp4"}
 #: Megatron's defaults, where they are neither None nor off.
 _DROPOUT = {"hidden_dropout": 0.1, "attention_dropout": 0.1}
 _SIZES = ("pipeline_model_parallel_size", "tensor_model_parallel_size", "context_parallel_size")
@@ -144,20 +142,15 @@ def read_flags(words: Sequence[str]) -> Namespace:
 
     Raises EnvPipeError for a word that belongs to no flag, and a count that is none.
     """
-    found: dict[str, list[str]] = {}
-    values: list[str] | None = None
-    for word in words:
-        if word.startswith("--"):
-            flag, equals, value = word.partition("=")
-            values = found[flag] = [value] if equals else []
-        elif values is None:
-            raise EnvPipeError("Flags of Megatron-LM begin with --", value=word)
-        else:
-            values.append(word)
+    begins = [place for place, word in enumerate(words) if word.startswith("--")]
+    if words and begins[:1] != [0]:
+        raise EnvPipeError("Flags of Megatron-LM begin with --", value=words[0])
     args = Namespace(**dict.fromkeys(_SIZES, 1), **_DROPOUT)
-    for flag, given in found.items():
+    for begin, end in pairwise([*begins, len(words)]):
+        flag, equals, value = words[begin].partition("=")
         name = flag.removeprefix("--").replace("-", "_")
-        setattr(args, _ARGUMENTS.get(name, name), _value(given))
+        values = [*([value] if equals else ()), *words[begin + 1 : end]]
+        setattr(args, _ARGUMENTS.get(name, name), _value(values))
     for name in _COUNTS:
         count = getattr(args, name, None)
         if count is not None and (type(count) is not int or not 1 <= count <= _MOST):
@@ -215,18 +208,15 @@ def _words(flag: str, value: object) -> list[str]:
 
 
 def _value(words: Sequence[str]) -> object:
-    values = [_number(word) for word in words]
-    if not values:
-        return True
+    """Return a flag's value: a number or word, several as a list, or True without any."""
+    values = [_number(word) for word in words] or [True]
     return values[0] if len(values) == 1 else values
 
 
 def _number(word: str) -> object:
     for kind in (int, float):
-        try:
+        with suppress(ValueError):
             return kind(word)
-        except ValueError:
-            pass
     return word
 
 

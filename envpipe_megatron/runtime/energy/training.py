@@ -24,7 +24,6 @@ from envpipe_megatron.formats.steps import (
     IntervalEnergy,
     StepEnergy,
     compare,
-    mean_over_gpus,
     mean_steps,
     step_sums,
 )
@@ -183,9 +182,10 @@ class TrainingEnergy:
         """
         self.catch_up()
         steps = self._warmups.pop(phase_in_batch(Phase.WARMUP, batch), [])[1:]
-        times_s = np.array([step.duration_s for step in steps] or [math.nan])
-        usual_s = float(times_s[~(times_s > HELD_UP * np.median(times_s))].mean())
-        mean, _ = self._over_gpus(StepEnergy(1, usual_s, None, None, None))
+        times_s = np.array([step.duration_s for step in steps])
+        usual_s = times_s[times_s <= HELD_UP * np.median(times_s)].mean() if steps else None
+        step = None if usual_s is None else StepEnergy(1, float(usual_s), None, None, None)
+        mean, _ = self._over_gpus(step)
         return None if mean is None else mean.time_s
 
     def lap(self) -> IntervalEnergy:
@@ -211,18 +211,17 @@ class TrainingEnergy:
     def gather(self, interval: IntervalEnergy) -> IntervalEnergy:
         """Return the interval on an average GPU of the job; all ranks call it together.
 
-        GPUs of a stage count for its unmetered ones too. Without a metered one, there is no energy.
-        None has a step if a rank has none in its interval. What all steady steps so far have saved
-        is added up, and is `saved` if some are of this interval.
+        Unmetered GPUs are taken to be like others. None has a step if a rank has none in its
+        interval. What all steady steps so far have saved is `saved` if some are of this interval.
         """
         steady = [phase_in_batch(Phase.STEADY, batch) for batch in sorted(self.baselines)]
-        own = np.array([self.log.sums(phase).compared.sums for phase in steady])
-        of_job = SUM(self._collectives.by_stage(own, SUM))
-        mean, _ = self._over_gpus(interval.step)
+        own = [step_sums(interval.step), *(self.log.sums(phase).compared.sums for phase in steady)]
+        step, *of_job = SUM(self._collectives.by_stage(np.array(own), SUM))
         of_interval = [
             sums for phase, sums in zip(steady, of_job, strict=True) if phase in interval.phases
         ]
-        found = mean_steps(of_interval[0].tolist()) if len(of_interval) == 1 else None
+        found = mean_steps(of_interval[0]) if len(of_interval) == 1 else None
+        mean, _ = mean_steps(step) or (None, None)
         return IntervalEnergy(interval.phases, mean, compare(*found) if found else None)
 
     def sums(self) -> dict[str, EnergySums]:
@@ -254,6 +253,7 @@ class TrainingEnergy:
         self, step: StepEnergy | None
     ) -> tuple[StepEnergy | None, tuple[StepEnergy, ...]]:
         """Return the mean step on all GPUs, and on each stage's; none if a GPU has no step."""
-        sums = self._collectives.by_stage(step_sums(step), SUM)
-        means = [mean_over_gpus([stage]) for stage in sums]
-        return mean_over_gpus(sums), tuple(mean for mean in means if mean is not None)
+        by_stage = self._collectives.by_stage(np.array(step_sums(step)), SUM)
+        found = [mean_steps(sums) for sums in (SUM(by_stage), *by_stage)]
+        mean, *stages = (means and means[0] for means in found)
+        return mean, tuple(each for each in stages if each is not None)

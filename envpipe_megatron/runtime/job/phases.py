@@ -33,7 +33,6 @@ from envpipe_megatron.runtime.job.measuring import (
     known_and_measured,
     measure_hops_s,
     try_parts,
-    watch_parts,
 )
 from envpipe_megatron.runtime.job.online import run_commands
 from envpipe_megatron.runtime.job.parts import PhaseParts, note
@@ -47,7 +46,6 @@ from envpipe_megatron.runtime.job.planning import (
     read_files,
 )
 from envpipe_megatron.runtime.job.restarts import JobFolder
-from envpipe_megatron.runtime.memory.peak import Watch
 from envpipe_megatron.runtime.memory.stage import with_memory
 from envpipe_megatron.tuning.commands import Run, Window
 from envpipe_megatron.tuning.controller import Controller
@@ -141,11 +139,8 @@ def _one_clock(job: PhaseParts) -> PhaseRun[None]:
 
 def _warm_up(job: PhaseParts, order: IterationOrder, length: int) -> PhaseRun[list[StageRecord]]:
     """Run the warm-up; what the units of its last iteration hold is watched."""
-    job.memory.watch = Watch.PEAK
     records = yield from iterations(order, length - 1)
-    job.memory.watch = Watch.UNITS
-    records += yield from iterations(order)
-    job.memory.watch = Watch.PEAK
+    records += yield from iterations(replace(order, watched=True))
     return records
 
 
@@ -189,11 +184,7 @@ def _loop(job: PhaseParts, records: Sequence[StageRecord]) -> PhaseRun[None]:
         clocks = [job.top_mhz or 1]
         if not job.options.changes_only_order:
             clocks = list(_swept_clocks(job))
-            if not job.gpu.changes_clock:
-                job.say(_DRY_RUN)
-        job.memory.learn(schedule, job.specs)
-        job.memory.watch = Watch.NOTHING
-        facts = _facts(job, records)
+        facts = _learn(job, records)
     measured = yield from try_parts(job, measured)
 
     def begin(first: Window) -> Run[None]:
@@ -269,12 +260,11 @@ def _steady(job: PhaseParts, order: IterationOrder) -> PhaseRun[None]:
 
 def _compared(job: PhaseParts, order: IterationOrder) -> PhaseRun[list[StageRecord]]:
     """Run an order, and hold its peak of memory against the prediction."""
-    records, peaks = [], []
+    records, peaks, watched = [], [], replace(order, watched=True)
     for _ in range(_COMPARED_ITERATIONS):
-        records.append((yield order))
+        records.append((yield watched))
         peaks.append(job.memory.peak_bytes())
     job.memory.compare(max((peak for peak in peaks if peak is not None), default=None))
-    job.memory.watch = Watch.NOTHING
     return records
 
 
@@ -293,29 +283,24 @@ def _profile(
 ) -> PhaseRun[Profile]:
     """Sweep; DegradedError on all ranks if that fails. As `_save_energy`."""
     swept, schedule = _swept_clocks(job), job.schedule
-    if not job.gpu.changes_clock:
-        job.say(_DRY_RUN)
-    if measured is not schedule:
-        job.memory.learn(schedule, job.specs)
-        measured = yield from try_parts(job, measured)
-    store = Store(measured, swept, _facts(job, records))
+    facts = _learn(job, records)
+    measured = yield from try_parts(job, measured)
+    store = Store(measured, swept, facts)
     begin = partial(measured_profile, store, job.options.steps_at_clock)
     if not records or measured is not schedule:
         records = yield from iterations(constant_order(Phase.PROFILE, measured, swept[0]))
     profile = yield from run_commands(job, measured, swept, records, begin)
-    # Not before: after skipped steps, the optimizer's state may have been allocated meanwhile.
-    if measured is schedule:
-        job.memory.learn(schedule, job.specs)
-    else:
-        yield from watch_parts(job, measured)
     profile = with_memory(profile, job.memory.stages)
     job.folder.keep_profile(profile)
     job.state.profiled = schedule
     return profile
 
 
-def _facts(job: PhaseParts, records: Sequence[StageRecord]) -> Sidecar:
-    """Return what is known of the job beside its units; every rank calls it."""
+def _learn(job: PhaseParts, records: Sequence[StageRecord]) -> Sidecar:
+    """Learn what the warm-up shows beside times of units; every rank calls it."""
+    if not (job.gpu.changes_clock or job.options.changes_only_order):
+        job.say(_DRY_RUN)
+    job.memory.learn(job.schedule, job.specs)
     hops_s = measure_hops_s(job, records)
     return replace(job.options.sidecar, gpu=job.gpu.name, p2p_latency_s=hops_s)
 

@@ -182,6 +182,12 @@ def check_plan(job: PhaseParts, plan: Plan) -> None:
             "Plan with --runnable, or let the job plan.",
         ),
         (
+            kept is None and order.num_chunks != job.options.num_chunks,
+            f"is for {order.num_chunks} chunk(s) a stage, and this job's model has "
+            f"{job.options.num_chunks}",
+            "Plan for as many chunks as the model has, or let the job plan.",
+        ),
+        (
             kept is None and order.split and not splits(job),
             "splits backwards, and those of this job are whole: "
             f"{job.state.whole or job.options.why_whole}",

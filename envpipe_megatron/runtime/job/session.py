@@ -168,7 +168,7 @@ class Session:
             meter=meter,
             energy=self.energy,
             collectives=collectives,
-            memory=JobMemory(device_memory(), stage, collectives, say),
+            memory=JobMemory(device_memory(), collectives, say),
             say=say,
             control=control,
             background=lambda: self._closing.enter_context(contextlib.closing(Background())),
@@ -217,8 +217,9 @@ class Session:
         """
         run = self._open(num_microbatches, specs, None)
         work = make_work(run.order.schedule)
-        execute(work, run, self.parts.channel, specs, self.parts.memory.begin_units())
-        self._units_ended()
+        watch = self.parts.memory.watch() if run.order.watched else None
+        execute(work, run, self.parts.channel, specs, watch)
+        self.iterations.catch_up()
         self._running = run
         self.close_iteration()
 
@@ -262,8 +263,8 @@ class Session:
         specs = specs or StageSpecs({}, {})
         run = self._open(own_order.num_microbatches, specs, own_order)
         run.all_ended = self.iterations.catch_up
-        if self.options.reorders:
-            run.unit_ended, run.all_ended = self.parts.memory.begin_units(), self._units_ended
+        if self.options.reorders and run.order.watched:
+            run.unit_ended = self.parts.memory.watch()
         run.begin()
         self._running = run
         return run
@@ -283,10 +284,6 @@ class Session:
         name = self._batches.now.name
         self.iterations.add(self.state.iteration, run, name, controlled=controlled)
         self._batches.unfinished = False
-
-    def _units_ended(self) -> None:
-        self.parts.memory.units_ended()
-        self.iterations.catch_up()
 
     def describe_job(self, facts: Mapping[str, Any]) -> None:
         """Add facts about the job to the bill of the node's agent, if there is one.

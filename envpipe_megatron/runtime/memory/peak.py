@@ -20,7 +20,6 @@ import logging
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from enum import Enum
 
 import numpy as np
 
@@ -56,14 +55,6 @@ class MemoryFullError(DegradedError):
     """An order that needs more memory than there is, on all ranks alike: another one goes on."""
 
 
-class Watch(Enum):
-    """Tells what to look at in an iteration."""
-
-    NOTHING = 0
-    PEAK = 1
-    UNITS = 2
-
-
 class JobMemory:
     """Watches one rank's memory, and knows that of all stages once it was measured.
 
@@ -74,56 +65,42 @@ class JobMemory:
     def __init__(
         self,
         source: CudaMemory | None,
-        stage: int,
         collectives: Collectives,
         say: Callable[[str], None],
     ) -> None:
-        self._source = source
-        self._stage = stage
-        self._collectives = collectives
-        self._say = say
+        self._source, self._collectives, self._say = source, collectives, say
+        self._stage = collectives.stage
         #: [num_chunks] what a weight gradient that waits is taken to hold until it is measured;
         #: None if that is no more than a microbatch in flight.
         self.waiting_bytes: tuple[float, ...] | None = None
-        #: What is looked at in the iterations that follow.
-        self.watch = Watch.PEAK
         #: One for each stage; None until `learn`, or if memory is not known on every rank.
         self.stages: tuple[StageMemory, ...] | None = None
-        #: The framework's own order, which was measured; and units of this rank.
+        #: The framework's own order, which was measured.
         self._own_order: Schedule | None = None
+        #: This rank's units of the last iteration that was watched.
         self._units: list[Unit] = []
         #: Before the first of these units, and after each.
         self._readings: list[Reading] = []
-        #: While all units of the last iteration that was watched ran.
-        self._units_peak_bytes: int | None = None
         self._unusable_bytes = 0
 
-    def begin_units(self) -> Callable[[Unit], None] | None:
-        """Begin an iteration; returns what to call as a unit ends, if each is watched."""
-        source = self._source
-        if source is None or self.watch is Watch.NOTHING:
+    def watch(self) -> Callable[[Unit], None] | None:
+        """Watch the units of an iteration that begins; what to call as each ends, None for nothing.
+
+        What the optimizer takes is not theirs.
+        """
+        if self._source is None:
             return None
-        self._units_peak_bytes = None
-        source.reset_peak()
-        if self.watch is not Watch.UNITS:
-            return None
-        self._units, self._readings = [], [source.read()]
+        self._source.reset_peak()
+        self._units, self._readings = [], [self._source.read()]
         return self._unit_ended
 
-    def units_ended(self) -> None:
-        """End the units of an iteration: what the optimizer takes is not theirs."""
-        if self._source is not None and self.watch is not Watch.NOTHING:
-            of_units = self._readings if self.watch is Watch.UNITS else []
-            readings = self._source.read(), *of_units
-            self._units_peak_bytes = max(reading.peak_bytes for reading in readings)
-
     def learn(self, schedule: Schedule, specs: StageSpecs, ran: Schedule | None = None) -> None:
-        """Take in the iteration that has just ended, and one before whose units were watched.
+        """Take in the last iteration that was watched, of the framework's own schedule.
 
-        Both ran the framework's own schedule. A stage keeps its input or what it made of it, so no
-        microbatch holds less than a message of `specs`. Or they were one iteration of `ran`, that
-        schedule with some backwards of each chunk split in place, but not the first: it also tells
-        what waits for weight gradients. What was known before is forgotten, but where that fails.
+        A stage keeps its input or what it made of it, so no microbatch holds less than a message of
+        `specs`. Or the iteration was of `ran`, that schedule with some backwards of each chunk
+        split in place, but not the first: it also tells what waits for weight gradients. What was
+        known before is forgotten, but where that fails.
         """
         own, self._own_order = None, schedule
         try:
@@ -188,8 +165,8 @@ class JobMemory:
         )
 
     def peak_bytes(self) -> int | None:
-        """Return the last iteration's peak, if memory is known and it was watched."""
-        return None if self.stages is None else self._units_peak_bytes
+        """Return the peak of the last iteration that was watched, if memory is known."""
+        return None if self.stages is None else self._peak_bytes
 
     def compare(self, peak_bytes: int | None) -> None:
         """Hold the prediction, if there is one, against the peak that this rank saw meanwhile.
@@ -214,12 +191,11 @@ class JobMemory:
     def _own(
         self, schedule: Schedule, specs: StageSpecs, ran: Schedule | None
     ) -> StageMemory | None:
-        if self._source is None or not self._readings:
+        if self._source is None or len(self._units) < (ran or schedule).units_per_stage:
             return None
         allocated = [reading.allocated_bytes for reading in self._readings]
         self._unusable_bytes = self._readings[int(np.argmax(allocated))].unusable_bytes
-        peak, needed = self._units_peak_bytes, None
-        assert peak is not None
+        peak, needed = self._peak_bytes, None
         if ran is not None:  # whole backwards of it run where most is held, as in the schedule
             kinds, chunks = ran.priced_kinds[self._stage], ran.chunks[self._stage]
             peaks = np.array([reading.peak_bytes for reading in self._readings[1:]])
@@ -247,6 +223,10 @@ class JobMemory:
             pending,
             needed,
         )
+
+    @property
+    def _peak_bytes(self) -> int:
+        return max(reading.peak_bytes for reading in self._readings)
 
     def _unit_ended(self, unit: Unit) -> None:
         assert self._source is not None

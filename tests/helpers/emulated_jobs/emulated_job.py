@@ -257,7 +257,7 @@ class EmulatedJob:
             meter=VirtualMeter(gpu),
             energy=SimpleNamespace(baselines={}),  # type: ignore[arg-type]
             collectives=collectives,
-            memory=JobMemory(None, stage, collectives, said),
+            memory=JobMemory(None, collectives, said),
             say=said if collectives.is_planner else _nothing,
             background=lambda: Immediate(next(backgrounds)),
         )

@@ -233,8 +233,13 @@ THROUGH_A_V = (*UNITS[:8], *UNITS[12:], *UNITS[8:12])  # F of both chunks, B of 
             "lays chunks out as v, and this job's model is looped",
             "--runnable",
         ),
+        (
+            builders.interleaved(2, 4, 2, 2),
+            r"is for 2 chunk\(s\) a stage, and this job's model has 1",
+            "as many chunks as the model",
+        ),
     ],
-    ids=["split", "v"],
+    ids=["split", "v", "chunks"],
 )
 def test_a_plan_by_file_that_the_job_does_not_run_is_refused(tmp_path, order, why, remedy):
     path = write_plan(tmp_path / "plan.json", order)

@@ -21,7 +21,7 @@ from envpipe_megatron.core.sidecar import Sidecar
 from envpipe_megatron.policies.problem import order_limits
 from envpipe_megatron.policies.request import BY_MEMORY
 from envpipe_megatron.runtime.channel.carrier import StageSpecs, TensorSpec
-from envpipe_megatron.runtime.memory.peak import MemoryFullError, Watch
+from envpipe_megatron.runtime.memory.peak import MemoryFullError
 from envpipe_megatron.runtime.memory.stage import (
     PREDICTION_ERROR,
     SAFETY_MARGIN,
@@ -76,7 +76,7 @@ def test_peaks_of_other_orders_are_as_predicted(regime, seed):
     limits = order_limits(job.own)
     extra = limits.fit([rng.randint(0, microbatches) for _ in range(stages)])
     schedule = builders.envpipe(stages, microbatches, extra)
-    actual = np.max([job.iterate(schedule, Watch.PEAK) for _ in range(3)], axis=0)
+    actual = np.max([job.iterate(schedule) for _ in range(3)], axis=0)
     predicted = peaks_bytes(learned, schedule, job.own)
     assert predicted == pytest.approx(actual.tolist(), rel=PREDICTION_ERROR)
     assert [memory.baseline_in_flight for memory in learned] == list(job.own.peak_in_flight)
@@ -90,7 +90,7 @@ def test_no_plan_goes_beyond_the_memory_that_is_there(seed):
     sizes = replace(rng.choice(list(REGIMES.values())), holes=rng.choice([0, 500]))
     job = FakeJob(stages, microbatches, lambda rank: sizes, seed=seed)
     job.learn()
-    needed = max(device.peak for device in job.devices) + sizes.holes
+    needed = max(device.most for device in job.devices) + sizes.holes
     capacity = int(needed * rng.uniform(1.02, 1.6))
     for device in job.devices:
         device.capacity = capacity
@@ -105,7 +105,7 @@ def test_no_plan_goes_beyond_the_memory_that_is_there(seed):
         assert allowed <= max((1 - SAFETY_MARGIN) * capacity, memory.baseline_peak_bytes)
     limits = order_limits(job.own, list(map(int, most)))
     extra = limits.fit([microbatches] * stages)
-    job.iterate(builders.envpipe(stages, microbatches, extra), Watch.PEAK, 3)
+    job.iterate(builders.envpipe(stages, microbatches, extra), 3)
 
 
 def split_order(rng, stages, microbatches, chunks):
@@ -164,7 +164,7 @@ def test_peaks_of_split_orders_are_what_was_predicted(regime, seed):
         )
     orders = [split_order(rng, stages, microbatches, chunks) for _ in range(4)]
     for order in (job.own, *orders):
-        actual = np.max([job.iterate(order, Watch.PEAK) for _ in range(2)], axis=0).tolist()
+        actual = np.max([job.iterate(order) for _ in range(2)], axis=0).tolist()
         for predicted, peak in zip(peaks_bytes(learned, order, job.own), actual, strict=True):
             assert predicted >= peak - 10 * sizes.message - chunks * sizes.input
             beside = 0 if chunks == 1 else sizes.backward
@@ -185,11 +185,11 @@ def test_until_it_is_measured_the_most_is_taken_to_wait():
 
 
 def test_an_optimizer_that_comes_into_being_late_counts():
-    """Its first steps are skipped, as with loss scaling; the last profiled iteration counts."""
+    """Its first step is skipped, as with loss scaling; the last iteration of a warm-up counts."""
     sizes = Sizes()
     early, late = FakeJob(2, 4, lambda rank: sizes), FakeJob(2, 4, lambda rank: sizes)
     for _, work, _ in late.ranks:
-        work.skipped_steps = 3
+        work.skipped_steps = 1
     assert late.learn()[0].baseline_peak_bytes == early.learn()[0].baseline_peak_bytes
 
 
@@ -215,8 +215,7 @@ def test_a_rank_that_knows_no_memory_leaves_it_unknown_on_all(lacks, caplog):
     schedule = job.own
 
     def run(stage, work, memory):
-        memory.watch = Watch.PEAK if lacks == "units" else Watch.UNITS
-        run_units(work, schedule.stages[stage], memory)
+        run_units(work, schedule.stages[stage], memory, watched=lacks != "units")
         assert memory.peak_bytes() is None
         if lacks.startswith("readings") and stage == 1:
             del memory._readings[0]
@@ -232,7 +231,7 @@ def test_a_rank_that_knows_no_memory_leaves_it_unknown_on_all(lacks, caplog):
 def test_what_was_known_stays_where_parts_tell_nothing(caplog):
     job = FakeJob(2, 4, lambda rank: Sizes())
     learned, in_place = job.learn(), half_split(job.own)
-    job.iterate(in_place, Watch.UNITS)
+    job.iterate(in_place)
     del job.ranks[1][2]._readings[0]
     job.everywhere(lambda stage, work, memory: memory.learn(job.own, SPECS, in_place))
     assert [memory.stages for *_, memory in job.ranks] == [learned] * 2
@@ -244,12 +243,12 @@ def test_the_peak_of_units_stays_theirs_when_the_step_has_followed():
     job.learn()
 
     def run(stage, work, memory):
-        memory.watch = Watch.PEAK
+        memory._source.most = memory._source.allocated
         run_units(work, job.own.stages[stage], memory)
-        peak = memory._source.peak
+        peak = memory._source.most
         work.end_iteration()
         work.step()
-        assert memory._source.peak > peak
+        assert memory._source.most > peak
         assert memory.peak_bytes() == peak
         return True
 
@@ -264,7 +263,6 @@ def test_the_measured_peak_is_held_against_the_prediction(caplog):
     def run(leak):
         def each(stage, work, memory):
             memory.predict(schedule)
-            memory.watch = Watch.PEAK
             if stage == 1:
                 work.memory.take(leak)
             run_units(work, schedule.stages[stage], memory)
@@ -331,7 +329,7 @@ def test_memory_is_ready_before_an_order_begins():
     ready = [device.reserved for device in job.devices]
     holes = [memory._unusable_bytes for _, _, memory in job.ranks]
     assert max(holes) > 0
-    peaks = job.iterate(schedule, Watch.PEAK)
+    peaks = job.iterate(schedule)
     assert [r - h for r, h in zip(ready, holes, strict=True)] == pytest.approx(peaks, rel=0.01)
 
 
@@ -355,10 +353,8 @@ def test_nothing_is_looked_at_once_the_plan_runs():
     job = FakeJob(2, 6, lambda rank: Sizes())
     job.learn()
     counts = [(device.readings, device.resets) for device in job.devices]
-    job.iterate(job.own, Watch.NOTHING, 5)
+    job.iterate(job.own, 5, watched=False)
     assert counts == [(device.readings, device.resets) for device in job.devices]
-    job.iterate(job.own, Watch.PEAK)
-    assert [readings + 1 for readings, _ in counts] == [device.readings for device in job.devices]
 
 
 def units_of(text):
