@@ -18,7 +18,7 @@ import numpy as np
 from envpipe_megatron.core.arrays import FloatArray, IntArray
 from envpipe_megatron.core.kinds import Kind
 from envpipe_megatron.search.configuration import Job, Recomputed
-from envpipe_megatron.search.layer_profile import Pieces, Sizes, running
+from envpipe_megatron.search.layer_profile import Pieces, Sizes
 from envpipe_megatron.search.runs import (
     BETTER,
     PieceRuns,
@@ -82,7 +82,7 @@ class ShapeCuts:
         stages = [self._stage(*each) for each in enumerate(self.runs)]
         self.time_s = [time_s for time_s, _ in stages]
         self._until = [until for _, until in stages]
-        self.forced_s = self._forced_s(pieces.time_s)
+        self.forced_s = self._forced_s()
 
     def _stage(self, stage: int, runs: PieceRuns) -> tuple[FloatArray, dict[str | None, IntArray]]:
         """Return a stage's `time_s`, and for each way until which piece runs recompute by it."""
@@ -103,16 +103,16 @@ class ShapeCuts:
             for name, (until, way_s) in ways.items()
         }
 
-    def _forced_s(self, passed_s: FloatArray) -> list[FloatArray]:
+    def _forced_s(self) -> list[FloatArray]:
         """Return for each stage [rows, width] the iteration time (s) of 1F1B that a run forces.
 
-        `passed_s` [n + 1] is the time of a microbatch through all pieces up to each. Either all its
-        microbatches between the way of the first forward there and of the last backward back;
-        or one of these ways goes on to the last stage, past what 1F1B puts ahead of the stage's
-        first backward, or behind its last forward; or both do, with what is between these two
-        units.
+        Either all its microbatches between the way of the first forward there and of the last
+        backward back; or one of these ways goes on to the last stage, past what 1F1B puts ahead of
+        the stage's first backward, or behind its last forward; or both do, with what is between
+        these two units.
         """
-        all_s, microbatches, forced = passed_s[-1], self.shape.num_microbatches, []
+        passed_s, microbatches, forced = self.pieces.time_s, self.shape.num_microbatches, []
+        all_s = passed_s[-1]
         for number, (runs, time_s) in enumerate(zip(self.runs, self.time_s, strict=True)):
             can_be = np.isfinite(time_s)
             steady = microbatches - min(microbatches, self.shape.num_stages - number)
@@ -147,22 +147,9 @@ class ShapeCuts:
 
         Of equal ones that with the evenest stages.
         """
-        if not self.runs:
-            return math.inf, ()
-        bound_s, path = self.evenest(self.forced_s)
-        if not math.isfinite(bound_s):
-            return math.inf, ()
-        # Once more with what the ways through other stages take where these recompute as well: that
-        # is no bound, but nearer to the truth.
-        of_path = zip(self.runs, self.time_s, pairwise(path.tolist()), strict=True)
-        taken = [time_s[runs.place(*run)] for runs, time_s, run in of_path]
-        nodes, until_s = self.runs[0].nodes, self.pieces.time_s
-        if sum(taken) > until_s[-1] / BETTER:
-            passed_s = np.interp(np.arange(len(until_s)), nodes[path], running(taken))
-            _, path = self.evenest(self._forced_s(passed_s))
-        return bound_s, tuple(path.tolist())
+        return self.evenest(self.forced_s) if self.runs else (math.inf, ())
 
-    def evenest(self, forced: Sequence[FloatArray]) -> tuple[float, IntArray]:
+    def evenest(self, forced: Sequence[FloatArray]) -> tuple[float, tuple[int, ...]]:
         """Return the least time (s) that any cut forces, and the evenest of the cuts that do."""
         least_s, path = least_path(self.runs, forced, largest=True)
         if math.isfinite(least_s):
@@ -171,7 +158,7 @@ class ShapeCuts:
                 for force, time_s in zip(forced, self.time_s, strict=True)
             ]
             _, path = least_path(self.runs, even, largest=False)
-        return least_s, path
+        return least_s, tuple(path.tolist())
 
     def energy_weights(
         self, within_s: float, longest_s: float, blocking_power_w: float
