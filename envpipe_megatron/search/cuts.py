@@ -9,7 +9,7 @@ that a stage needs within a time is as much its own (`ShapeCuts.energy_weights`)
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -168,26 +168,21 @@ class ShapeCuts:
         Infinite where a run forces more than `within_s`. A stage can spread its microbatches over
         the iteration less the way of the first forward there and of the last backward back.
         """
-        places = [np.nonzero(force <= within_s) for force in self.forced_s]
-
-        def gather(by_stage: Iterable[IntArray]) -> IntArray:
-            """Return [num_runs] of all stages."""
-            return np.concatenate([of[at] for of, at in zip(by_stage, places, strict=True)])
-
-        first = gather(np.broadcast_to(runs.first, runs.end.shape) for runs in self.runs)
-        end, by_clock = gather(runs.end for runs in self.runs), self.pieces.by_clock
-        forward = [sums[end] - sums[first] for sums in by_clock[Kind.FORWARD]]
-        backward = [sums[end] - sums[first] for sums in by_clock[Kind.BACKWARD]]
-        for name in self._until[0]:
-            until = gather(by_way[name] for by_way in self._until)
-            again = (sums[until] - sums[first] for sums in by_clock[name])
-            backward = [each + more for each, more in zip(backward, again, strict=True)]
-        window_s = (longest_s - self.pieces.time_s[first]) / self.shape.num_microbatches
-        energy_j = least_energy_j([forward, backward], window_s, blocking_power_w)
-        ends = np.cumsum([len(rows) for rows, _ in places])
-        weights = [np.full(force.shape, np.inf) for force in self.forced_s]
-        for weight, at, own_j in zip(weights, places, np.split(energy_j, ends[:-1]), strict=True):
-            weight[at] = own_j
+        by_clock, weights = self.pieces.by_clock, []
+        for runs, force, by_way in zip(self.runs, self.forced_s, self._until, strict=True):
+            at = np.nonzero(force <= within_s)
+            first, end = runs.nodes[runs.rows][at[0]], runs.end[at]
+            forward, backward = (
+                [sums[end] - sums[first] for sums in by_clock[kind]]
+                for kind in (Kind.FORWARD, Kind.BACKWARD)
+            )
+            for name, until in by_way.items():
+                again = (sums[until[at]] - sums[first] for sums in by_clock[name])
+                backward = [each + more for each, more in zip(backward, again, strict=True)]
+            window_s = (longest_s - self.pieces.time_s[first]) / self.shape.num_microbatches
+            weight = np.full(force.shape, np.inf)
+            weight[at] = least_energy_j([forward, backward], window_s, blocking_power_w)
+            weights.append(weight)
         return weights
 
 
